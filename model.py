@@ -1,0 +1,632 @@
+"""GPT-2 and LLaMA over a flat batch of tokens. This file knows weights, operators and checkpoints; it has never heard of a request.
+
+    GPT.from_preset("llama-160m")        random weights, any size
+    GPT.from_pretrained("folder")        Hugging Face folders: config.json and *.safetensors, gpt2 and llama families
+    model(batch, kv)                     one iteration of the engine: N flat tokens in, M rows of logits out
+    model.logits(tokens)                 the oracle: whole sequences, no cache, float32
+    python model.py                      train the tiny model and its one-layer draft on this Python's own sources (2 minutes)
+"""
+import codecs
+import json
+import math
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from kernels import Segment, attention, linear, pack, rope_angles, rotate
+
+
+@dataclass
+class GPTConfig:
+    """The shape of a model. `family` decides the rest: "llama" has RoPE, RMSNorm and SwiGLU, "gpt2" has learned positions,
+    LayerNorm, GELU and biases."""
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    n_inner: int = 0  # 0: 4 * n_embd
+    n_kv_head: int = 0  # 0: as many as n_head; fewer is grouped-query attention
+    head_dim: int = 0  # 0: n_embd / n_head
+    vocab_size: int = 50257
+    block_size: int = 1024  # the longest context
+    family: str = "llama"
+    tied: bool = False  # the output head is the token embedding
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict = field(default_factory=dict)  # {} or Hugging Face's "linear" or "llama3" settings
+
+    def __post_init__(self):
+        self.n_inner = self.n_inner or 4 * self.n_embd
+        self.n_kv_head = self.n_kv_head or self.n_head
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        if self.family not in ("llama", "gpt2"):
+            raise ValueError(f"family {self.family!r}: one of 'llama', 'gpt2'")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
+
+    @property
+    def llama(self):
+        return self.family == "llama"
+
+    @property
+    def n_params(self):
+        """Parameters in all, embeddings included."""
+        C, D, I, V = self.n_embd, self.head_dim, self.n_inner, self.vocab_size
+        layer = C * (2 * self.n_head + 2 * self.n_kv_head) * D + (3 if self.llama else 2) * C * I
+        norms = (2 * self.n_layer + 1) * C * (1 if self.llama else 2)
+        biases = 0 if self.llama else self.n_layer * (5 * C + I) + self.block_size * C  # and the learned positions
+        return self.n_layer * layer + norms + biases + V * C * (1 if self.tied else 2)
+
+    def page_bytes(self, itemsize):
+        """Bytes of one page: a token's K and V vectors in every layer, m_kv in [SARATHI §4.3]."""
+        return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
+
+
+PRESETS = {  # name -> GPTConfig fields; gpt3 and the two llamas of [SARATHI §4.5] by the paper, widths of the FFN by the models
+    "tiny": dict(n_layer=4, n_head=4, n_embd=256, n_inner=704, vocab_size=257, block_size=1024, tied=True),
+    "gpt2": dict(family="gpt2", n_layer=12, n_head=12, n_embd=768, tied=True),
+    "gpt2-xl": dict(family="gpt2", n_layer=48, n_head=25, n_embd=1600, tied=True),
+    "gpt3-175b": dict(family="gpt2", n_layer=96, n_head=96, n_embd=12288, block_size=4096, tied=True),  # 4K as in [SARATHI §5.3]
+    "llama-160m": dict(n_layer=12, n_head=12, n_embd=768, n_inner=3072, vocab_size=32000, block_size=2048),
+    "tinyllama-1.1b": dict(n_layer=22, n_head=32, n_kv_head=4, n_embd=2048, n_inner=5632, vocab_size=32000, block_size=2048),
+    "llama-7b": dict(n_layer=32, n_head=32, n_embd=4096, n_inner=11008, vocab_size=32000, block_size=4096),
+    "llama-13b": dict(n_layer=40, n_head=40, n_embd=5120, n_inner=13824, vocab_size=32000, block_size=4096),
+    "llama-33b": dict(n_layer=60, n_head=52, n_embd=6656, n_inner=17920, vocab_size=32000, block_size=4096),
+    "llama-70b": dict(n_layer=80, n_head=64, n_kv_head=8, n_embd=8192, n_inner=28672, vocab_size=32000, block_size=4096),
+}
+
+
+def preset(name):
+    """The GPTConfig of a preset; an unknown name is a KeyError that lists the known ones."""
+    if name not in PRESETS:
+        raise KeyError(f"unknown preset {name!r}: one of {', '.join(PRESETS)}")
+    return GPTConfig(**PRESETS[name])
+
+
+@dataclass
+class Batch:
+    """One iteration, packed: N flat tokens of any number of requests, each request's rows side by side."""
+    tokens: torch.Tensor  # (N,)
+    positions: torch.Tensor  # (N,) in their own sequence
+    rows: torch.Tensor  # (N, Hk) where their keys and values go in kv
+    logit_rows: torch.Tensor  # (M,) the rows whose next token is wanted
+    segments: list[Segment]  # who attends to what
+
+
+# ---------------------------------------------------------------- the network: one class tree, named as in [SARATHI Table 1]
+
+class Linear(nn.Linear):
+    """y = x Wᵀ + b through kernels.linear: W may have been packed for this machine."""
+
+    def forward(self, x):
+        return linear(x, self.weight, self.bias)
+
+
+class Norm(nn.Module):
+    """RMSNorm (llama) or LayerNorm (gpt2) over the last dimension."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.ones(config.n_embd))
+        self.bias = None if config.llama else nn.Parameter(torch.zeros(config.n_embd))
+
+    def forward(self, x):
+        weight = self.weight.to(x.dtype)
+        if self.bias is None:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        return F.layer_norm(x, weight.shape, weight, self.bias.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """From the fused q, k, v to the heads' outputs: rotate, write K and V into their pages, attend."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+
+    def forward(self, qkv, rope, batch=None, kv=None):
+        H, Hk = self.n_head, self.n_kv_head
+        qk, v = qkv.unflatten(-1, (H + 2 * Hk, self.head_dim)).split([H + Hk, Hk], -2)  # (..., N, heads, D)
+        q, k = (qk if rope is None else rotate(qk, *rope)).split([H, Hk], -2)
+        if kv is None:  # no cache: (B, T) whole sequences
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+        kv[0][batch.rows], kv[1][batch.rows] = k, v
+        return attention(q, kv, batch.segments, Hk).flatten(1)
+
+
+class Block(nn.Module):
+    """One layer. Its five timed operators carry the paper's names."""
+
+    def __init__(self, config):
+        super().__init__()
+        C, D, bias = config.n_embd, config.head_dim, not config.llama
+        self.llama = config.llama
+        self.norm1 = Norm(config)
+        self.preproj = Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias)  # q, k and v in one matrix
+        self.attn = Attention(config)
+        self.postproj = Linear(config.n_head * D, C, bias)
+        self.norm2 = Norm(config)
+        self.ffn_ln1 = Linear(C, config.n_inner * (2 if config.llama else 1), bias)  # gate and up in one matrix
+        self.ffn_ln2 = Linear(config.n_inner, C, bias)
+
+    def forward(self, x, rope, batch=None, kv=None):
+        x = x + self.postproj(self.attn(self.preproj(self.norm1(x)), rope, batch, kv))
+        h = self.ffn_ln1(self.norm2(x))
+        if self.llama:
+            gate, up = h.chunk(2, -1)
+            h = F.silu(gate) * up
+        else:
+            h = F.gelu(h, approximate="tanh")
+        return x + self.ffn_ln2(h)
+
+
+class GPT(nn.Module):
+    """The model. GPT(config) has fresh trainable weights; from_preset and from_pretrained give packed ones for the engine."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = None if config.llama else nn.Embedding(config.block_size, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = Norm(config)
+        self.head = Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tied:
+            self.head.weight = self.wte.weight
+        self.inv_freq = inv_freq(config) if config.llama else None
+
+    @property
+    def dtype(self):
+        return self.wte.weight.dtype
+
+    @property
+    def device(self):
+        return self.wte.weight.device
+
+    def new_cache(self, n_page):
+        """kv (n_layer, 2, n_page * Hk, D), zeroed: what is masked is multiplied by zero, so it must at least be finite."""
+        c = self.config
+        shape = (c.n_layer, 2, n_page * c.n_kv_head, c.head_dim)
+        if self.device.type == "cpu":  # numpy's zeros cost nothing until they are touched
+            return torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)).view(self.dtype).view(shape)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def _embed(self, tokens, positions, dtype):
+        """-> x (..., C) and the rotary (cos, sin) or None, shared by all layers."""
+        x = self.wte(tokens).to(dtype)
+        if self.wpe is not None:
+            return x + self.wpe(positions).to(dtype), None
+        return x, rope_angles(positions, self.inv_freq, dtype)
+
+    @torch.inference_mode()
+    def forward(self, batch, kv):
+        """One iteration of N tokens through every layer at once, so that each weight is read once [SARATHI §4.3].
+        kv as new_cache made it -> logits (M, V) of batch.logit_rows."""
+        x, rope = self._embed(batch.tokens, batch.positions, self.dtype)
+        for block, layer_kv in zip(self.blocks, kv):
+            x = block(x, rope, batch, layer_kv)
+        return self.head(self.norm(x[batch.logit_rows]))
+
+    def whole(self, tokens, dtype=torch.float32):
+        """tokens (B, T) -> logits (B, T, V) of whole sequences, without a cache; differentiable."""
+        x, rope = self._embed(tokens, torch.arange(tokens.size(1), device=tokens.device), dtype)
+        for block in self.blocks:
+            x = block(x, rope)
+        return self.head(self.norm(x))
+
+    @torch.inference_mode()
+    def logits(self, tokens):
+        """The oracle: tokens (T,) -> (T, V), all in float32, nothing cached, none of the engine's attention."""
+        tokens = torch.as_tensor(tokens, dtype=torch.long, device=self.device)
+        return self.whole(tokens[None])[0].float()
+
+    # ------------------------------------------------------------ weights: made at random or read from a folder
+
+    @classmethod
+    def _filled(cls, config, dtype, device, fill):
+        """A model whose every weight is written once, in its final type, by fill(name, tensor), and packed at once: at no time
+        are there two copies of more than one matrix."""
+        with torch.device("meta"):
+            model = cls(config)
+        model.inv_freq = inv_freq(config, device) if config.llama else None
+        for name, p in list(model.named_parameters()):
+            owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            t = torch.empty(p.shape, dtype=dtype, device=device)
+            fill(name, t)
+            delattr(owner, leaf)  # plain tensors from here on: these weights are not for training
+            setattr(owner, leaf, pack(t) if isinstance(owner, Linear) and leaf == "weight" else t)
+        if config.tied:
+            model.head._parameters.clear()
+            model.head.weight, model.head.bias = pack(model.wte.weight), None
+        return model.eval()
+
+    @classmethod
+    def from_preset(cls, name, dtype=torch.float32, device="cpu", seed=0):
+        """Random weights for a preset's shape (or a GPTConfig), the same for the same seed and device."""
+        config = name if isinstance(name, GPTConfig) else preset(name)
+        rng = torch.Generator(device).manual_seed(seed)
+
+        def fill(name, t):
+            if name.endswith("bias") or "norm" in name:
+                t.fill_(float(name.endswith("weight")))
+            else:
+                t.normal_(0.0, 0.02, generator=rng)
+        return cls._filled(config, dtype, device, fill)
+
+    @classmethod
+    def from_pretrained(cls, folder, dtype=None, device="cpu"):
+        """Load a Hugging Face folder (gpt2, llama, mistral; one file or shards) straight into `dtype` (None: the folder's own).
+
+        FileNotFoundError for what is missing, ValueError for what does not fit: the message names the file or the tensor."""
+        folder = Path(folder)
+        config, own_dtype = read_config(folder)
+        with Checkpoint(folder) as checkpoint:
+            names = hf_names(config)
+
+            def fill(name, t):
+                parts, sizes = names[name], part_sizes(config, name, t.shape[0])
+                for part, size, piece in zip(parts, sizes, t.split(sizes)):
+                    piece.copy_(checkpoint.take(part, (size, *t.shape[1:])))
+            model = cls._filled(config, dtype or own_dtype, device, fill)
+            checkpoint.expect_all_taken()
+        return model
+
+    def save_pretrained(self, folder):
+        """Write a llama-family model as a Hugging Face folder (config.json, model.safetensors)."""
+        from safetensors.torch import save_file
+        c = self.config
+        if not c.llama:
+            raise ValueError(f"save_pretrained writes the llama family only, this model is {c.family!r}")
+        folder, tensors = Path(folder), {}
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, p in self.named_parameters():
+            sizes = part_sizes(c, name, p.shape[0])
+            for part, piece in zip(hf_names(c)[name], p.detach().split(sizes)):
+                tensors[part] = piece.contiguous()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(dict(
+            architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
+            num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim, intermediate_size=c.n_inner,
+            vocab_size=c.vocab_size, max_position_embeddings=c.block_size, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
+            rope_scaling=c.rope_scaling or None, tie_word_embeddings=c.tied, hidden_act="silu", dtype="float32"), indent=1))
+
+
+def inv_freq(config, device=None):
+    """Rotary frequencies (D/2,), stretched as config.rope_scaling says: {} | linear | llama3."""
+    D, scaling = config.head_dim, config.rope_scaling
+    freq = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float32, device=device or "cpu") / D)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "linear":
+        return freq / scaling["factor"]
+    if kind == "llama3":  # low frequencies are divided by factor, high ones kept, between them a ramp
+        low, high, span = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_max_position_embeddings"]
+        ramp = ((span * freq / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        return freq * (ramp + (1 - ramp) / scaling["factor"])
+    return freq
+
+
+# ---------------------------------------------------------------- Hugging Face folders
+
+def read_json(path):
+    """The parsed file; FileNotFoundError or ValueError that names it."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{path} is not valid JSON: {e}") from None
+
+
+def read_config(folder):
+    """folder/config.json -> (GPTConfig, torch dtype); ValueError for an architecture or a setting that is not built."""
+    path = Path(folder) / "config.json"
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"model folder {folder} does not exist (or is no folder)")
+    c = read_json(path)
+    read = {"gpt2": _read_gpt2, "llama": _read_llama, "mistral": _read_llama}.get(c.get("model_type"))
+    if read is None:
+        raise ValueError(f"{path}: model_type {c.get('model_type')!r} is not one of 'gpt2', 'llama', 'mistral'")
+    try:
+        config = read(c, path)
+    except KeyError as e:
+        raise ValueError(f"{path} lacks the setting {e}") from None
+    dtype = getattr(torch, str(c.get("dtype") or c.get("torch_dtype") or "float32").removeprefix("torch."), None)
+    return config, dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float32
+
+
+def _demand(path, c, **wanted):
+    """Refuse a config whose settings would compute something else; an absent setting has its usual value."""
+    for key, values in wanted.items():
+        if c.get(key, values[0]) not in values:
+            raise ValueError(f"{path}: {key} = {c[key]!r} is not supported, only {' or '.join(map(repr, values))}")
+
+
+def _read_gpt2(c, path):
+    _demand(path, c, activation_function=("gelu_new", "gelu_pytorch_tanh"), scale_attn_weights=(True,),
+            scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,))
+    return GPTConfig(family="gpt2", n_layer=c["n_layer"], n_head=c["n_head"], n_embd=c["n_embd"], n_inner=c.get("n_inner") or 0,
+                     vocab_size=c["vocab_size"], block_size=c.get("n_positions") or c["n_ctx"],
+                     norm_eps=c.get("layer_norm_epsilon", 1e-5), tied=c.get("tie_word_embeddings", True))
+
+
+def _read_llama(c, path):
+    _demand(path, c, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,), sliding_window=(None,))
+    rope = c.get("rope_parameters") or dict(c.get("rope_scaling") or {})  # transformers 5 | 4
+    _demand(path, rope, rope_type=("default", "linear", "llama3"), type=("default", "linear", "llama3"), partial_rotary_factor=(1.0,))
+    return GPTConfig(n_layer=c["num_hidden_layers"], n_head=c["num_attention_heads"], n_embd=c["hidden_size"],
+                     n_inner=c["intermediate_size"], n_kv_head=c.get("num_key_value_heads") or 0, head_dim=c.get("head_dim") or 0,
+                     vocab_size=c["vocab_size"], block_size=c["max_position_embeddings"], norm_eps=c.get("rms_norm_eps", 1e-6),
+                     tied=c.get("tie_word_embeddings", False), rope_scaling=rope,
+                     rope_theta=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0))
+
+
+def hf_names(config):
+    """Our weight -> the checkpoint tensors it is made of, stacked along the output dimension."""
+    if config.llama:
+        names = {"wte.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"], "head.weight": ["lm_head.weight"]}
+        prefix, layer = "model.layers", {
+            "norm1.weight": ["input_layernorm.weight"], "norm2.weight": ["post_attention_layernorm.weight"],
+            "preproj.weight": [f"self_attn.{x}_proj.weight" for x in "qkv"], "postproj.weight": ["self_attn.o_proj.weight"],
+            "ffn_ln1.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"], "ffn_ln2.weight": ["mlp.down_proj.weight"]}
+    else:
+        names = {"wte.weight": ["wte.weight"], "wpe.weight": ["wpe.weight"], "head.weight": ["lm_head.weight"],
+                 "norm.weight": ["ln_f.weight"], "norm.bias": ["ln_f.bias"]}
+        modules = {"norm1": "ln_1", "norm2": "ln_2", "preproj": "attn.c_attn", "postproj": "attn.c_proj",
+                   "ffn_ln1": "mlp.c_fc", "ffn_ln2": "mlp.c_proj"}
+        prefix, layer = "h", {f"{ours}.{p}": [f"{theirs}.{p}"] for ours, theirs in modules.items() for p in ("weight", "bias")}
+    for i in range(config.n_layer):
+        names |= {f"blocks.{i}.{ours}": [f"{prefix}.{i}.{part}" for part in parts] for ours, parts in layer.items()}
+    return names
+
+
+def part_sizes(config, name, n_out):
+    """How many output rows of our weight `name` come from each of its checkpoint tensors."""
+    if config.llama and name.endswith("preproj.weight"):
+        return [config.n_head * config.head_dim] + [config.n_kv_head * config.head_dim] * 2
+    return [n_out // 2] * 2 if config.llama and name.endswith("ffn_ln1.weight") else [n_out]
+
+
+class Checkpoint:
+    """The tensors of a folder's safetensors files, each read (memory-mapped) when taken."""
+
+    def __init__(self, folder):
+        from safetensors import SafetensorError, safe_open
+        index = folder / "model.safetensors.index.json"
+        files = sorted({folder / f for f in read_json(index)["weight_map"].values()} if index.is_file() else folder.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"{folder} holds no *.safetensors file" + (
+                " (pytorch_model.bin must be converted first)" if (folder / "pytorch_model.bin").is_file() else ""))
+        self.folder, self.where = folder, {}
+        for f in files:
+            if not f.is_file():
+                raise FileNotFoundError(f"{f}, named in {index.name}, does not exist")
+            try:
+                handle = safe_open(f, framework="pt")
+            except SafetensorError as e:
+                raise ValueError(f"{f} is damaged or half written: {e}") from None
+            self.where |= {key.removeprefix("transformer."): (handle, key) for key in handle.keys()}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.where.clear()
+
+    def take(self, name, shape):
+        """The tensor `name`, which must have this shape; GPT-2 stores its matrices the other way round."""
+        if name not in self.where:
+            raise ValueError(f"{self.folder}: tensor {name!r} is missing")
+        handle, key = self.where.pop(name)
+        w = handle.get_tensor(key)
+        if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+            w = w.T
+        if tuple(w.shape) != tuple(shape) or w.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"{self.folder}: tensor {name!r} is {tuple(w.shape)} {w.dtype}, expected {tuple(shape)} in a floating type")
+        return w
+
+    def expect_all_taken(self):
+        """Every tensor must have had its place; constants and the tied head that old files carry along may stay."""
+        surplus = [k for k in self.where if not k.endswith((".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "lm_head.weight"))]
+        if surplus:
+            raise ValueError(f"{self.folder}: {len(surplus)} surplus tensors, the first is {surplus[0]!r}")
+
+
+# ---------------------------------------------------------------- text: tiktoken, from bytes or from a folder
+
+GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGITS_SPLIT = r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"  # each digit alone, then as GPT-2
+LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+                r"|\s+(?!\S)|\s+")
+
+
+@dataclass
+class Tokenizer:
+    """A tiktoken Encoding, what its folder puts in front of every prompt, and the tokens that end a text."""
+    encoding: object
+    prefix: list
+    stop: list
+
+    def encode(self, text):
+        return self.prefix + self.encoding.encode(text, disallowed_special=())
+
+    def decode(self, tokens):
+        return self.stream()(tokens)
+
+    def stream(self):
+        """A function tokens -> the text they complete, holding back the bytes of an unfinished character."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        return lambda tokens: decoder.decode(self.encoding.decode_bytes(tokens))
+
+
+def load_tokenizer(folder):
+    """The byte-level BPE of a folder's tokenizer.json (GPT-2, Llama-3, SmolLM2, Qwen) or tokenizer.model (Llama-3) as a Tokenizer.
+    Another kind is a ValueError, a folder without one a FileNotFoundError; both say that token ids can be given instead."""
+    import tiktoken
+    folder = Path(folder)
+    if (folder / "tokenizer.json").is_file():
+        ranks, special, split, prefix = _read_tokenizer_json(folder / "tokenizer.json")
+    elif (folder / "tokenizer.model").is_file():
+        ranks, special, split, prefix = _read_tiktoken_model(folder / "tokenizer.model")
+    else:
+        raise FileNotFoundError(f"{folder} holds no tokenizer.json or tokenizer.model; give token ids instead of text")
+    top = max([*ranks.values(), *special.values()]) + 1
+    unknown = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]  # a byte the model never saw: an id that it will refuse
+    ranks |= {b: top + i for i, b in enumerate(unknown)}
+    settings = [read_json(folder / f) for f in ("generation_config.json", "config.json") if (folder / f).is_file()]
+    stop = next((s["eos_token_id"] for s in settings if s.get("eos_token_id") is not None), [])
+    encoding = tiktoken.Encoding(folder.name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
+    return Tokenizer(encoding, prefix, stop if isinstance(stop, list) else [stop])
+
+
+def byte_letters():
+    """GPT-2's printable letter for each byte, as tokenizer.json spells them: {letter: byte}."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
+
+
+def _read_tokenizer_json(path):
+    t = read_json(path)
+    other = ValueError(f"{path}: only byte-level BPE tokenizers can be read, this one is of another kind; give token ids instead of text")
+    letters, model = byte_letters(), t.get("model", {})
+    if model.get("type") != "BPE" or (t.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
+        raise other
+    special = {a["content"]: a["id"] for a in t.get("added_tokens", [])}
+    try:
+        ranks = {bytes(letters[c] for c in word): i for word, i in model["vocab"].items() if word not in special}
+        merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+        order = [model["vocab"][a + b] for a, b in merges]
+    except KeyError:
+        raise other from None
+    if order != sorted(order):
+        raise ValueError(f"{path}: merges and token ids disagree in order, which tiktoken cannot express; give token ids instead of text")
+    pre = t.get("pre_tokenizer") or {}
+    steps = {p["type"]: p for p in pre.get("pretokenizers", [pre]) if p}
+    byte_level = steps.get("ByteLevel", {})
+    if byte_level.get("add_prefix_space") or set(steps) - {"ByteLevel", "Split", "Digits"} or not byte_level:
+        raise other
+    if "Split" in steps:
+        split = steps["Split"]["pattern"].get("Regex")
+    else:
+        split = DIGITS_SPLIT if steps.get("Digits", {}).get("individual_digits") else GPT2_SPLIT
+    post = t.get("post_processor") or {}
+    template = next((p for p in post.get("processors", [post]) if p.get("type") == "TemplateProcessing"), {"single": []})
+    prefix = [special[x["SpecialToken"]["id"]] for x in template["single"][:1] if "SpecialToken" in x]
+    return ranks, special, split, prefix
+
+
+def _read_tiktoken_model(path):
+    import base64
+    try:
+        pairs = [line.split() for line in path.read_bytes().splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except ValueError:
+        raise ValueError(f"{path} is a SentencePiece model, not byte-level BPE; give token ids instead of text") from None
+    n = len(ranks)
+    special = {"<|begin_of_text|>": n, "<|end_of_text|>": n + 1, "<|start_header_id|>": n + 6, "<|end_header_id|>": n + 7, "<|eot_id|>": n + 9}
+    return ranks, special, LLAMA3_SPLIT, [n]
+
+
+def write_byte_tokenizer(folder):
+    """A tokenizer.json whose tokens are the 256 bytes and <|endoftext|> (256), which ends a text; transformers reads it too."""
+    (Path(folder) / "generation_config.json").write_text(json.dumps(dict(eos_token_id=256)))
+    (Path(folder) / "tokenizer.json").write_text(json.dumps(dict(
+        version="1.0", truncation=None, padding=None, normalizer=None, post_processor=None, decoder={"type": "ByteLevel"},
+        added_tokens=[dict(id=256, content="<|endoftext|>", single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)],
+        pre_tokenizer=dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True),
+        model=dict(type="BPE", vocab=byte_letters(), merges=[]))))
+
+
+# ---------------------------------------------------------------- python model.py: a tiny model, trained where it stands
+
+def cache_folder():
+    """Where the trained tiny model lives: $XDG_CACHE_HOME/sarathi or ~/.cache/sarathi."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
+
+
+def stdlib_tokens():
+    """The standard library's own modules as one byte stream (T,), each file ended by token 256."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    stream = b"".join(f.read_bytes() + b"\xff" for f in files)  # 0xff never occurs in UTF-8
+    tokens = torch.frombuffer(bytearray(stream), dtype=torch.uint8).long()
+    return torch.where(tokens == 0xff, 256, tokens)
+
+
+def train(config, data, steps, name, B=12, T=256, lr=2e-3, seed=0):
+    """Train GPT(config) on data (T,) for `steps` batches of B sequences of T tokens -> (model, loss on the last 5 %, in nats)."""
+    from tqdm import tqdm
+    torch.manual_seed(seed)
+    model, n_train = GPT(config), int(0.95 * len(data))
+    for p in model.parameters():
+        if p.dim() == 2:
+            nn.init.normal_(p, std=0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.1)
+
+    def loss_on(first, last):
+        i = torch.randint(first, last - T - 1, (B, 1)) + torch.arange(T + 1)
+        x = data[i]  # (B, T + 1)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model.whole(x[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1).float(), x[:, 1:].flatten())
+
+    bar = tqdm(range(steps), f"training {name}, {config.n_params / 1e6:.1f}M parameters", file=sys.stderr)
+    for step in bar:
+        for group in optimizer.param_groups:  # warm up, then a cosine down to a tenth
+            group["lr"] = lr * min((step + 1) / 50, 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
+        loss = loss_on(0, n_train)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 10 == 0:
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+    with torch.no_grad():
+        return model, sum(loss_on(n_train, len(data)).item() for _ in range(20)) / 20
+
+
+def train_tiny(steps=450):
+    """Train the tiny target and its one-layer draft into cache_folder()/tiny and /draft; says the losses on stderr."""
+    data, config = stdlib_tokens(), preset("tiny")
+    for name, n_layer, share in (("draft", 1, 2), ("tiny", config.n_layer, 1)):
+        model, loss = train(GPTConfig(**PRESETS["tiny"] | {"n_layer": n_layer}), data, steps // share, name)
+        model.save_pretrained(cache_folder() / name)
+        write_byte_tokenizer(cache_folder() / name)
+        print(f"{name}: loss {loss:.3f} nats per byte on unseen text, saved in {cache_folder() / name}", file=sys.stderr)
+
+
+def default_dtype(device="cpu"):
+    """bfloat16 where the hardware multiplies it, float32 elsewhere."""
+    fast = device != "cpu" or torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def load_model(name, dtype=None, device="cpu", seed=0):
+    """name: "tiny" (trained here on first use), a preset (random weights) or a Hugging Face folder -> (GPT, Tokenizer or None)."""
+    if name in PRESETS and name != "tiny":
+        return GPT.from_preset(name, dtype or torch.float32, device, seed), None
+    folder = cache_folder() / "tiny" if name == "tiny" else Path(name)
+    if name == "tiny" and not (folder / "tokenizer.json").is_file():
+        print("The default model is a tiny byte-level LLaMA that is trained here, once, on the Python standard library's sources: "
+              f"about two minutes on two cores, then kept in {cache_folder()}.", file=sys.stderr)
+        train_tiny()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"model {name!r} is neither a folder nor a preset ({', '.join(PRESETS)})")
+    model = GPT.from_pretrained(folder, dtype, device)
+    try:
+        return model, load_tokenizer(folder)
+    except (FileNotFoundError, ValueError) as e:
+        print(f"no text for this model: {e}", file=sys.stderr)
+        return model, None
+
+
+if __name__ == "__main__":
+    train_tiny()

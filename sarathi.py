@@ -1,0 +1,681 @@
+"""sarathi: one engine for LLM serving research, in four files. This one turns requests into flat batches and logits into tokens.
+
+One idea carries everything: a prefill chunk, a decode and a verification of drafts are all "feed the next n tokens of request
+r". An iteration is a plan [(request, n)], packed into one flat batch of N tokens:
+
+    waiting ──plan──▶ [(r3, 1), (r5, 1), (r7, 254)] ──admit──▶ pages ──pack──▶ ■ ■ ■■■■■■■■■■ ──model──▶ logits ──commit──▶ tokens
+              │            decodes      a chunk                  │              N = 256 tokens,               r3, r5 one each;
+              └ policy: a Scheduler, ten lines                   └ memory: PagePool   each weight read once   r7 when its prompt ends
+
+`Engine.step` is that picture. Papers are cited where they are implemented: [SARATHI] arXiv 2308.16369, [S-LoRA] 2311.03285,
+[SmartSpec] 2406.14066.
+"""
+import argparse
+import bisect
+import heapq
+import math
+import os
+import re
+import signal
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field, fields
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kernels import BLOCK_ROWS, Segment, causal_mask, sample, target_probs
+from model import PRESETS, Batch, default_dtype, load_model
+
+
+def option(default, help, **more):
+    """A dataclass field that is also a command-line flag."""
+    return field(default=default, metadata=dict(help=help, **more))
+
+
+@dataclass
+class EngineConfig:
+    """Every knob of the engine; each is a keyword of Engine and a flag on both command lines."""
+    scheduler: str = option("sarathi", "who feeds how many tokens in an iteration")
+    chunk: int = option(256, "tokens of prefill per iteration, decodes included; sarathi_serve: the token budget")
+    max_batch: int = option(0, "most requests running at once; 0: as many of the longest as fit the pool [SARATHI §4.3.1]")
+    tile: int = option(128, "chunk + decodes is a multiple of this many tokens [SARATHI §4.4]")
+    alloc: str = option("reserve", "pages: a request's maximum length up front and together, or grow one by one", choices=("reserve", "grow"))
+    n_page: int = option(0, "pages (tokens of K and V) in the pool; 0: max_batch times the longest context, within memory_gb")
+    memory_gb: float = option(0.0, "memory for the pool; 0: 90 %% of what a GPU has left, a quarter of the RAM on a CPU")
+    seed: int = option(0, "random numbers of requests that bring no seed of their own")
+
+    def __post_init__(self):
+        for name, least in dict(chunk=1, max_batch=0, tile=1, n_page=0, seed=0).items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} = {value!r}: must be a whole number, at least {least}")
+        if not (isinstance(self.memory_gb, (int, float)) and 0 <= self.memory_gb < math.inf):
+            raise ValueError(f"memory_gb = {self.memory_gb!r}: must be a number of gigabytes, at least 0")
+        if self.alloc not in ("reserve", "grow"):
+            raise ValueError(f"alloc = {self.alloc!r}: one of 'reserve', 'grow'")
+
+
+# ---------------------------------------------------------------- requests
+
+@dataclass(eq=False)
+class Request:
+    """What a user asks for, and how far the engine has come with it. Its arithmetic, with tokens = prompt + output:
+
+        |<------------- n_tokens ------------->|<- not known yet ->|
+        |<---- n_past: fed, cached ---->|n_todo|                   |  max_len
+    """
+    prompt: list
+    max_new_tokens: int = option(32, "tokens to generate")
+    adapter: str | None = None
+    temperature: float = option(0.0, "0: always the likeliest token; 1: as the model says")
+    top_k: int = option(0, "draw from this many likeliest tokens only; 0: from all")
+    top_p: float = option(1.0, "draw from the fewest likeliest tokens that together have this probability")
+    seed: int | None = None  # None: from the engine's seed and the request's id
+    stop: tuple = ()  # token ids that end the output
+    arrival: float = 0.0  # seconds on the engine's clock
+    id: int = field(default=-1, init=False)
+    state: str = field(default="new", init=False)  # new -> pending -> waiting <-> running -> length | stop | abort
+    tokens: np.ndarray = field(default=None, init=False, repr=False)  # (max_len,) int64, the first n_tokens are known
+    n_tokens: int = field(default=0, init=False)
+    n_past: int = field(default=0, init=False)
+    n_preempted: int = field(default=0, init=False)
+    times: list = field(default_factory=list, init=False, repr=False)  # when each new token came, seconds
+
+    @property
+    def n_todo(self):
+        return self.n_tokens - self.n_past
+
+    @property
+    def max_len(self):
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def output(self):
+        """The new tokens so far."""
+        return [] if self.tokens is None else self.tokens[len(self.prompt):self.n_tokens].tolist()
+
+    @property
+    def done(self):
+        return self.state in ("length", "stop", "abort")
+
+    @property
+    def ttft(self):
+        """Seconds from arrival to the first token."""
+        return self.times[0] - self.arrival
+
+    @property
+    def tpot(self):
+        """Seconds per token after the first."""
+        return (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1)
+
+
+class Event(NamedTuple):
+    """What one iteration did for one request."""
+    request: Request
+    tokens: list  # the new ones
+    finished: str | None  # None | "length" | "stop"
+
+
+# ---------------------------------------------------------------- memory: one pool of pages
+
+@dataclass
+class Table:
+    """The pages of one owner: rows[i] is the cache row of page i's first head, stride the rows from one head to the next."""
+    rows: np.ndarray
+    stride: int
+
+
+class PagePool:
+    """n_page pages of one token's K and V in every layer, allocated once. Two policies, one address formula (kernels.py):
+
+    reserve: an owner's maximum length up front and together, as in [SARATHI §4.5], so attention takes a view.
+    grow: any free page, when it is needed."""
+
+    def __init__(self, n_page, n_kv_head, alloc):
+        self.n_page, self.n_kv_head, self.alloc = n_page, n_kv_head, alloc
+        self.n_free = n_page
+        self.spans = [(0, n_page)]  # free [start, end), sorted, never touching
+        self.tables = {}  # owner -> Table
+
+    def hold(self, owner, n, n_max):
+        """Make `owner` own pages for n tokens (it will never want more than n_max). False, and nothing changed, if it cannot be."""
+        table = self.tables.get(owner)
+        held = len(table.rows) if table else 0
+        if held >= n:
+            return True
+        if self.alloc == "reserve":
+            pages = self._take_together(n_max)
+            if pages is not None:  # the pages form one block, laid out head after head
+                self.tables[owner] = Table(pages[0] * self.n_kv_head + np.arange(n_max), n_max)
+        else:
+            pages = self._take_any(n - held)
+            if pages is not None:
+                rows = pages * self.n_kv_head
+                self.tables[owner] = Table(np.concatenate([table.rows, rows]) if table else rows, 1)
+        return pages is not None
+
+    def free(self, owner):
+        """Give back all that `owner` holds; an owner without pages is no error."""
+        if owner in self.tables:
+            pages = np.sort(self.pages(owner))
+            for part in np.split(pages, np.flatnonzero(np.diff(pages) > 1) + 1):
+                self._put(int(part[0]), int(part[-1]) + 1)
+            del self.tables[owner]
+
+    def pages(self, owner):
+        """(n,) the pages an owner holds."""
+        t = self.tables[owner]
+        return t.rows // self.n_kv_head if t.stride == 1 else t.rows[0] // self.n_kv_head + np.arange(t.stride)
+
+    def check(self):
+        """Our own invariant: free + owned = total, and no page has two owners."""
+        free = [np.arange(a, b) for a, b in self.spans]
+        every = np.sort(np.concatenate([np.empty(0, int), *free, *map(self.pages, self.tables)]))
+        assert np.array_equal(every, np.arange(self.n_page)), "pages lost or owned twice"
+        assert self.n_free == sum(b - a for a, b in self.spans)
+
+    def _take_together(self, n):
+        """The first free block of n pages, or None."""
+        for i, (a, b) in enumerate(self.spans):
+            if b - a >= n:
+                self.spans[i:i + 1] = [(a + n, b)] if a + n < b else []
+                self.n_free -= n
+                return np.arange(a, a + n)
+        return None
+
+    def _take_any(self, n):
+        """n free pages, the lowest, or None."""
+        if n > self.n_free:
+            return None
+        pages, self.n_free = [], self.n_free - n
+        while n:
+            a, b = self.spans.pop(0)
+            m = min(n, b - a)
+            pages.append(np.arange(a, a + m))
+            n -= m
+            if a + m < b:
+                self.spans.insert(0, (a + m, b))
+        return np.concatenate(pages)
+
+    def _put(self, a, b):
+        """Free [a, b), joined with the free spans it touches."""
+        self.n_free += b - a
+        i = bisect.bisect(self.spans, (a, b))
+        if i < len(self.spans) and self.spans[i][0] == b:
+            b = self.spans.pop(i)[1]
+        if i and self.spans[i - 1][1] == a:
+            i, a = i - 1, self.spans.pop(i - 1)[0]
+        self.spans.insert(i, (a, b))
+
+
+# ---------------------------------------------------------------- policy: schedulers
+
+SCHEDULERS = {}  # name -> class; filled by the subclasses themselves: class ShortestFirst is "shortest_first"
+
+
+class Scheduler:
+    """Who feeds how many tokens in the next iteration. Subclass it and write `plan`; it never touches pages.
+
+    chunk, max_batch and tile are the engine's unless given here."""
+
+    def __init__(self, chunk=None, max_batch=None, tile=None):
+        self.chunk, self.max_batch, self.tile = chunk, max_batch, tile
+
+    def __init_subclass__(cls):
+        SCHEDULERS[re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()] = cls
+
+    def plan(self, running, waiting):
+        """running: Requests with pages, oldest first. waiting: a queue of Requests without, first come first; may be ().
+        -> [(request, n)] with 1 <= n <= request.n_todo. A waiting request that is named is started, if its pages are there."""
+        raise NotImplementedError
+
+    def new(self, running, waiting):
+        """The waiting requests that the batch has slots for."""
+        return list(islice(waiting, max(0, self.max_batch - len(running))))
+
+
+class Static(Scheduler):
+    """Request-level batching (FasterTransformer): fill a batch, run it until every request ends."""
+
+    def plan(self, running, waiting):
+        return [(r, r.n_todo) for r in running or self.new(running, waiting)]
+
+
+class Orca(Scheduler):
+    """Iteration-level batching: whole prompts join the running decodes, any number at once [SARATHI §4.5]."""
+
+    def plan(self, running, waiting):
+        return [(r, r.n_todo) for r in [*running, *self.new(running, waiting)]]
+
+
+class PrefillFirst(Scheduler):
+    """Continuous batching as in vLLM and TGI: new prompts run at once and alone, running decodes wait [TNG]."""
+
+    def plan(self, running, waiting):
+        return [(r, r.n_todo) for r in self.new(running, waiting) or running]
+
+
+class Sarathi(Scheduler):
+    """Decode-maximal batching: one prefill chunk, every other slot a decode [SARATHI §4.3]. The chunk shrinks so that chunk +
+    decodes is a multiple of the tile [§4.4]: with C = 256 and B - 1 decodes it is 256 - (B - 1)."""
+
+    def plan(self, running, waiting):
+        decodes = [(r, 1) for r in running if r.n_todo == 1]
+        prefill = next((r for r in chain(running, self.new(running, waiting)) if r.n_todo > 1 or r.state == "waiting"), None)
+        if prefill is None:
+            return decodes
+        tile = min(self.tile, self.chunk)
+        total = max(self.chunk // tile, len(decodes) // tile + 1) * tile  # of the whole batch; never below one token of prefill
+        return decodes + [(prefill, min(prefill.n_todo, total - len(decodes)))]
+
+
+class SarathiServe(Scheduler):
+    """A token budget per iteration: decodes first, then as many chunks as fit (Sarathi-Serve, arXiv 2403.02310)."""
+
+    def plan(self, running, waiting):
+        plan = [(r, 1) for r in running if r.n_todo == 1]
+        budget = self.chunk - len(plan)
+        for r in chain((r for r in running if r.n_todo > 1), self.new(running, waiting)):
+            if budget > 0:
+                plan.append((r, min(r.n_todo, budget)))
+                budget -= plan[-1][1]
+        return plan
+
+
+def make_scheduler(scheduler, **options):
+    """A Scheduler from its name, or the object itself, with what it leaves open (None) filled in from options."""
+    if isinstance(scheduler, str):
+        if scheduler not in SCHEDULERS:
+            raise KeyError(f"unknown scheduler {scheduler!r}: one of {', '.join(SCHEDULERS)}")
+        scheduler = SCHEDULERS[scheduler]()
+    for name, value in options.items():
+        if getattr(scheduler, name) is None:
+            setattr(scheduler, name, value)
+    return scheduler
+
+
+# ---------------------------------------------------------------- the engine
+
+class WallClock:
+    """Seconds since it was made."""
+
+    def __init__(self):
+        self.start = time.perf_counter()
+
+    def now(self):
+        return time.perf_counter() - self.start
+
+    def wait_until(self, t):
+        time.sleep(max(0.0, t - self.now()))
+
+
+class Engine:
+    """Serve requests with one model. Options are EngineConfig's fields; scheduler may also be a Scheduler of your own."""
+
+    def __init__(self, model, draft=None, spec="off", clock=None, **options):
+        known = [f.name for f in fields(EngineConfig)]
+        for name in set(options) - set(known):
+            raise ValueError(f"unknown option {name!r}: one of {', '.join(known)}")
+        if draft is not None or spec != "off":
+            raise ValueError(f"draft = {draft!r}, spec = {spec!r}: speculation is not built yet, only None and 'off'")
+        self.model, self.config = model, EngineConfig(**options)
+        c, B, L = self.config, self.config.max_batch, model.config.block_size
+        affordable = int(pool_bytes(model, c.memory_gb) // model.config.page_bytes(model.dtype.itemsize))
+        n_page = c.n_page or min(affordable, (B or affordable) * L)
+        if n_page < 1:
+            raise ValueError(f"memory_gb = {c.memory_gb}: holds no page of {model.config.page_bytes(model.dtype.itemsize)} bytes")
+        self.max_batch = B or min(256, max(1, n_page // L))  # B = floor((M_G - M_S) / (L * m_kv)) [SARATHI §4.3.1]
+        self.scheduler = make_scheduler(c.scheduler, chunk=c.chunk, max_batch=self.max_batch, tile=c.tile)
+        self.pool = PagePool(n_page, model.config.n_kv_head, c.alloc)
+        self.kv = model.new_cache(n_page)
+        self.clock = clock or WallClock()
+        self.requests = {}  # id -> Request, from add until it ends
+        self.pending = []  # a heap of (arrival, id): not arrived yet
+        self.waiting = deque()  # arrived, without pages
+        self.running = []  # with pages, oldest first
+        self.n_added = self.n_steps = 0
+
+    # ------------------------------------------------------------ requests in and out
+
+    def add(self, request):
+        """Queue a request -> its id. ValueError or KeyError, naming the value, for one that could never run."""
+        request.tokens = self._checked(request)
+        request.n_tokens, request.id, request.state = len(request.prompt), self.n_added, "pending"
+        seed = [self.config.seed, request.id] if request.seed is None else request.seed
+        request.rng = np.random.default_rng(seed)
+        self.n_added += 1
+        self.requests[request.id] = request
+        heapq.heappush(self.pending, (request.arrival, request.id))
+        return request.id
+
+    def abort(self, request_id):
+        """End a request now, wherever it is; its pages are free at once. KeyError for an id that is not in the engine."""
+        if request_id not in self.requests:
+            raise KeyError(f"no request {request_id!r} in the engine: it ended, or was never added")
+        r = self.requests[request_id]
+        if r.state == "waiting":
+            self.waiting.remove(r)
+        self._retire(r, "abort")
+
+    def generate(self, prompts, max_new_tokens=32, adapter=None, seed=None, **sampling):
+        """prompts: lists of token ids -> lists of new token ids, in order. sampling: temperature, top_k, top_p, stop.
+        adapter: one name for all or one per prompt; seed: prompt i draws with seed + i."""
+        adapters = adapter if isinstance(adapter, (list, tuple)) else [adapter] * len(prompts)
+        if len(adapters) != len(prompts):
+            raise ValueError(f"{len(adapters)} adapters for {len(prompts)} prompts: give one name, or one per prompt")
+        requests = [Request(p, max_new_tokens, a, seed=None if seed is None else seed + i, arrival=self.clock.now(), **sampling)
+                    for i, (p, a) in enumerate(zip(prompts, adapters))]
+        for r in requests:
+            self._checked(r)  # all of them, before any is queued
+        for r in requests:
+            self.add(r)
+        while not all(r.done for r in requests):
+            self.step()
+        return [r.output for r in requests]
+
+    def run(self, on_event=None):
+        """Step until nothing is left, calling on_event(Event) -> the requests that ended, in order of their end. Ctrl-C stops
+        it after the iteration under way; what is unfinished stays in the engine."""
+        ended = []
+        with Interruptible() as interrupt:
+            while self.requests and not interrupt.seen:
+                for event in self.step():
+                    if on_event:
+                        on_event(event)
+                    if event.finished:
+                        ended.append(event.request)
+        return ended
+
+    def _checked(self, r):
+        """The request's token array (max_len,), prompt filled in; raises for what could never run."""
+        c, capacity = self.model.config, self.pool.n_page
+        prompt = np.asarray(r.prompt if len(r.prompt) else [0])
+        if len(r.prompt) == 0:
+            raise ValueError("empty prompt: at least one token is needed")
+        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+            raise ValueError(f"prompt {str(r.prompt)[:60]}: must be a flat list of token ids")
+        if prompt.min() < 0 or prompt.max() >= c.vocab_size:
+            bad = prompt[(prompt < 0) | (prompt >= c.vocab_size)][0]
+            raise ValueError(f"token {bad} in the prompt: must be in 0 .. {c.vocab_size - 1}")
+        if not isinstance(r.max_new_tokens, int) or r.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens = {r.max_new_tokens!r}: must be a whole number, at least 1")
+        for what, most in (("the model's context", c.block_size), ("the pool's pages", capacity)):
+            if r.max_len > most:
+                raise ValueError(f"prompt of {len(prompt)} + {r.max_new_tokens} new tokens: {what} end at {most}")
+        if not 0 <= r.temperature < math.inf:
+            raise ValueError(f"temperature = {r.temperature!r}: must be a number, at least 0")
+        if not 0 < r.top_p <= 1:
+            raise ValueError(f"top_p = {r.top_p!r}: must be above 0 and at most 1")
+        if not isinstance(r.top_k, int) or r.top_k < 0:
+            raise ValueError(f"top_k = {r.top_k!r}: must be a whole number, at least 0 (0: all)")
+        if r.seed is not None and (not isinstance(r.seed, int) or r.seed < 0):
+            raise ValueError(f"seed = {r.seed!r}: must be None or a whole number, at least 0")
+        if not 0 <= r.arrival < math.inf:
+            raise ValueError(f"arrival = {r.arrival!r}: must be a time in seconds, at least 0")
+        for t in r.stop:
+            if not isinstance(t, int) or not 0 <= t < c.vocab_size:
+                raise ValueError(f"stop token {t!r}: must be in 0 .. {c.vocab_size - 1}")
+        if r.adapter is not None:
+            raise KeyError(f"unknown adapter {r.adapter!r}: none is loaded")
+        if r.state != "new":
+            raise ValueError(f"request {r.id} was added before: make a new Request")
+        return np.concatenate([prompt.astype(np.int64), np.zeros(r.max_new_tokens, np.int64)])
+
+    # ------------------------------------------------------------ one iteration
+
+    def step(self):
+        """One iteration -> [Event]. With nothing but future arrivals it waits for the next one; with nothing at all it is []."""
+        self._arrive()
+        if not self.running and not self.waiting:
+            return []
+        plan = self._admit(self.scheduler.plan(self.running, self.waiting))
+        plan = plan or self._admit(self.scheduler.plan(self.running, ()))  # nothing new fits: again with the door closed
+        if not plan:
+            raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing for {len(self.running)} running "
+                               f"and {len(self.waiting)} waiting requests")
+        batch = self._pack(plan)
+        logits = self.model(batch, self.kv)
+        return self._commit(plan, logits)
+
+    def _arrive(self):
+        """Move what has arrived by now to the queue; an idle engine waits for the first."""
+        while self.pending:
+            arrival, id = self.pending[0]
+            if id in self.requests:  # else: aborted before it arrived
+                if not (self.running or self.waiting):
+                    self.clock.wait_until(arrival)
+                if arrival > self.clock.now():
+                    break
+                self.requests[id].state = "waiting"
+                self.waiting.append(self.requests[id])
+            heapq.heappop(self.pending)
+
+    def _admit(self, plan):
+        """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
+        the queue keeps its order), and preempt the youngest when a running request finds no page. -> the entries that run"""
+        is_open = True
+        for r, n in plan:
+            assert 1 <= n <= r.n_todo, f"a plan may feed 1 .. {r.n_todo} tokens of request {r.id}, not {n}"
+            if r.state == "waiting":
+                is_open = is_open and len(self.running) < self.max_batch and self.pool.hold(r.id, r.n_tokens, r.max_len)
+                if is_open:
+                    self._start(r)
+            while r.state == "running" and not self.pool.hold(r.id, r.n_past + n, r.max_len):
+                self._preempt(self.running[-1])
+        return [(r, n) for r, n in plan if r.state == "running"]
+
+    def _start(self, r):
+        if self.waiting[0] is r:
+            self.waiting.popleft()
+        else:
+            self.waiting.remove(r)
+        r.state = "running"
+        self.running.append(r)
+
+    def _preempt(self, r):
+        """Give up a request's pages; it goes to the head of the queue and is computed again from its tokens."""
+        self.pool.free(r.id)
+        self.running.remove(r)
+        r.state, r.n_past, r.n_preempted = "waiting", 0, r.n_preempted + 1
+        self.waiting.appendleft(r)
+
+    def _pack(self, plan):
+        """The plan as one flat Batch. Sorted so that decodes whose pages are neighbours attend in one call."""
+        tables = self.pool.tables
+        plan.sort(key=lambda entry: (entry[1], tables[entry[0].id].rows[0]))
+        spans = [(r, tables[r.id], r.n_past, r.n_past + n) for r, n in plan]
+        rows = np.concatenate([t.rows[a:b] for r, t, a, b in spans])
+        strides = np.repeat([t.stride for r, t, a, b in spans], [n for r, n in plan])
+        ends = np.cumsum([n for r, n in plan]) - 1
+        arrays = (np.concatenate([r.tokens[a:b] for r, t, a, b in spans]),
+                  np.concatenate([np.arange(a, b) for r, t, a, b in spans]),
+                  rows[:, None] + strides[:, None] * np.arange(self.pool.n_kv_head),
+                  ends[[b == r.n_tokens for r, t, a, b in spans]])
+        to = lambda x: torch.from_numpy(x).to(self.model.device, non_blocking=True)
+        return Batch(*map(to, arrays), self._segments(spans))
+
+    def _segments(self, spans):
+        """Cut the batch into attention calls: a chunk into blocks of rows, decodes into runs of neighbours."""
+        Hk, G = self.pool.n_kv_head, self.model.config.n_head // self.pool.n_kv_head
+        segments, start, i = [], 0, 0
+        while i < len(spans):
+            _, table, a, b = spans[i]
+            R, n = self._run_length(spans, i), b - a
+            past = np.array([a for _, _, a, _ in spans[i:i + R]])
+            scattered = table.stride == 1 and n + a > 1
+            step = n if scattered else BLOCK_ROWS  # a gather is not worth repeating for each block
+            for j in range(0, n, step):
+                m = min(step, n - j)
+                ctx = int(past.max()) + j + m
+                index = (table.rows[:ctx] + np.arange(Hk)[:, None]).reshape(-1) if scattered else None
+                segments.append(Segment(start + j, R, m, ctx, int(table.rows[0]), table.stride,
+                                        None if index is None else torch.from_numpy(index).to(self.model.device),
+                                        causal_mask(tuple((past - past.min()).tolist()), m, G, self.model.device)))
+            start, i = start + R * n, i + R
+        return segments
+
+    def _run_length(self, spans, i):
+        """How many requests from i on can attend in one call: as many tokens each, blocks of the same size side by side, and
+        contexts alike enough that padding to the longest costs less than half as much again."""
+        _, first, a, b = spans[i]
+        R, longest, total = 1, b, b
+        for _, t, a2, b2 in islice(spans, i + 1, None):
+            longest, total = max(longest, b2), total + b2
+            neighbour = t.stride == first.stride > 1 and t.rows[0] == first.rows[0] + R * self.pool.n_kv_head * first.stride
+            if not (neighbour and b2 - a2 == b - a <= 8 and (R + 1) * longest <= 1.5 * total):
+                break
+            R += 1
+        return R
+
+    def _commit(self, plan, logits):
+        """Advance every request of the plan, give each that has no tokens left to feed its next one, retire what ended."""
+        for r, n in plan:
+            r.n_past += n
+        ready = [r for r, n in plan if r.n_todo == 0]
+        tokens, now, events = self._sample(ready, logits), self.clock.now(), []
+        self.n_steps += 1
+        for r, token in zip(ready, tokens):
+            r.tokens[r.n_tokens] = token
+            r.n_tokens += 1
+            r.times.append(now)
+            finished = "stop" if token in r.stop else "length" if r.n_tokens == r.max_len else None
+            if finished:
+                self._retire(r, finished)
+            events.append(Event(r, [token], finished))
+        return events
+
+    def _sample(self, requests, logits):
+        """logits (M, V), one row per request -> M tokens: the likeliest, or drawn with the request's own random numbers."""
+        tokens = logits.max(-1).indices
+        drawn = [i for i, r in enumerate(requests) if r.temperature > 0]
+        if drawn:
+            ask = [requests[i] for i in drawn]
+            to = lambda values, dtype: torch.tensor(values, dtype=dtype, device=logits.device)
+            p = target_probs(logits[drawn], to([r.temperature for r in ask], torch.float32), to([r.top_k for r in ask], torch.long),
+                             to([r.top_p for r in ask], torch.float32))
+            tokens[drawn] = sample(p, to([r.rng.random() for r in ask], torch.float64))
+        return tokens.tolist()
+
+    def _retire(self, r, state):
+        """The request's end: pages back to the pool, bookkeeping gone."""
+        if r.state == "running":
+            self.running.remove(r)
+            self.pool.free(r.id)
+        r.state = state
+        del self.requests[r.id]
+
+
+def pool_bytes(model, memory_gb):
+    """M_G - M_S in [SARATHI §4.3.1]: the memory that weights leave for pages."""
+    if memory_gb:
+        return memory_gb * 1e9
+    if model.device.type == "cuda":
+        return 0.9 * torch.cuda.mem_get_info(model.device)[0]
+    return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class Interruptible:
+    """While it is entered, the first Ctrl-C only sets `seen`, so that an iteration is never cut in half; the second is as usual."""
+
+    def __enter__(self):
+        self.seen = False
+        try:
+            self.previous = signal.signal(signal.SIGINT, self._interrupt)
+        except ValueError:  # not the main thread: signals are somebody else's
+            self.previous = None
+        return self
+
+    def _interrupt(self, *_):
+        self.seen = True
+        signal.signal(signal.SIGINT, self.previous)
+
+    def __exit__(self, *exc):
+        if self.previous is not None:
+            signal.signal(signal.SIGINT, self.previous)
+
+
+# ---------------------------------------------------------------- command line
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line, and whose flags come from dataclass fields made with `option`."""
+
+    def __init__(self, **kwargs):
+        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def add_fields(self, cls):
+        """One flag per field of cls that has a help text."""
+        for f in fields(cls):
+            if "help" in f.metadata:
+                self.add_argument("--" + f.name.replace("_", "-"), type=f.type, default=f.default, **f.metadata)
+
+    def values(self, cls, args):
+        """The parsed flags of cls, by field name."""
+        return {f.name: getattr(args, f.name) for f in fields(cls) if "help" in f.metadata}
+
+
+def run_cli(main):
+    """Call main(). What the user got wrong is one line on stderr and exit status 2, Ctrl-C is 130; neither is a traceback."""
+    try:
+        main()
+    except (ValueError, KeyError, OSError) as e:
+        print(f"{os.path.basename(sys.argv[0])}: {e.args[0] if isinstance(e, KeyError) else e}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def main():
+    """python sarathi.py --prompt "...": stream one request's text, then say how fast it was."""
+    parser = Parser(description="Generate text from a prompt with the sarathi engine.",
+                    epilog='Example: python sarathi.py --prompt "def fib(" --max-new-tokens 200 --temperature 0.5')
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", help="text to continue")
+    what.add_argument("--tokens", help="the prompt as token ids, 1,2,3 (for a model without a tokenizer)")
+    add_model_flags(parser, "tiny")
+    for cls in (Request, EngineConfig):
+        parser.add_fields(cls)
+    parser.set_defaults(temperature=0.6, max_new_tokens=256)
+    args = parser.parse_args()
+
+    config = EngineConfig(**parser.values(EngineConfig, args))  # what is wrong is said before a model is loaded
+    make_scheduler(config.scheduler)
+    model, tokenizer = load_model(args.model, args.dtype and getattr(torch, args.dtype) or default_dtype(args.device), args.device)
+    if args.prompt is not None and tokenizer is None:
+        raise ValueError(f"model {args.model!r} has no tokenizer: give --tokens 1,2,3 instead of --prompt")
+    prompt = parse_tokens(args.tokens) if args.prompt is None else tokenizer.encode(args.prompt)
+    say = tokenizer.stream() if tokenizer else lambda tokens: "".join(f"{t} " for t in tokens)
+    engine = Engine(model, **vars(config))
+    request = Request(prompt, stop=tokenizer.stop if tokenizer else (), arrival=engine.clock.now(), **parser.values(Request, args))
+    engine.add(request)
+    print(args.prompt or "", end="", flush=True)
+    engine.run(lambda event: print(say(event.tokens), end="", flush=True))
+    print()
+    if request.times:
+        print(f"{len(prompt)} + {len(request.output)} tokens, {len(request.output) / (request.times[-1] - request.arrival):.0f} tokens/s, "
+              f"TTFT {request.ttft * 1e3:.1f} ms, TPOT {request.tpot * 1e3:.1f} ms", file=sys.stderr)
+
+
+def add_model_flags(parser, model):
+    """--model, --dtype and --device, the same for both command lines."""
+    parser.add_argument("--model", default=model, help=f"a Hugging Face folder, or one of {', '.join(PRESETS)} (random weights but for tiny)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and cache; None: bfloat16 where it is fast")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"), help="where to run")
+
+
+def parse_tokens(text):
+    """"1,2,3" -> [1, 2, 3]"""
+    try:
+        return [int(t) for t in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--tokens {text!r}: must be whole numbers with commas between them") from None
+
+
+if __name__ == "__main__":
+    run_cli(main)
