@@ -456,7 +456,7 @@ class Tokenizer:
     stop: list
 
     def encode(self, text):
-        return self.prefix + self.encoding.encode(text, disallowed_special=())
+        return self.prefix + self.encoding.encode(text, allowed_special="all")
 
     def decode(self, tokens):
         return self.stream()(tokens)
@@ -538,11 +538,12 @@ def _read_tiktoken_model(path):
 
 def write_byte_tokenizer(folder):
     """A tokenizer.json whose tokens are the 256 bytes and <|endoftext|> (256), which ends a text; transformers reads it too."""
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
     (Path(folder) / "generation_config.json").write_text(json.dumps(dict(eos_token_id=256)))
     (Path(folder) / "tokenizer.json").write_text(json.dumps(dict(
-        version="1.0", truncation=None, padding=None, normalizer=None, post_processor=None, decoder={"type": "ByteLevel"},
+        version="1.0", truncation=None, padding=None, normalizer=None, post_processor=None, decoder=byte_level,
         added_tokens=[dict(id=256, content="<|endoftext|>", single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)],
-        pre_tokenizer=dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True),
+        pre_tokenizer=byte_level,
         model=dict(type="BPE", vocab=byte_letters(), merges=[]))))
 
 
@@ -561,7 +562,7 @@ def stdlib_tokens():
     return torch.where(tokens == 0xff, 256, tokens)
 
 
-def train(config, data, steps, name, B=12, T=256, lr=2e-3, seed=0):
+def train(config, data, steps, name, B=4, T=256, lr=2e-3, seed=0):
     """Train GPT(config) on data (T,) for `steps` batches of B sequences of T tokens -> (model, loss on the last 5 %, in nats)."""
     from tqdm import tqdm
     torch.manual_seed(seed)
@@ -593,7 +594,7 @@ def train(config, data, steps, name, B=12, T=256, lr=2e-3, seed=0):
         return model, sum(loss_on(n_train, len(data)).item() for _ in range(20)) / 20
 
 
-def train_tiny(steps=450):
+def train_tiny(steps=1100):
     """Train the tiny target and its one-layer draft into cache_folder()/tiny and /draft; says the losses on stderr."""
     data, config = stdlib_tokens(), preset("tiny")
     for name, n_layer, share in (("draft", 1, 2), ("tiny", config.n_layer, 1)):

@@ -609,11 +609,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, f"{self.prog}: {message}\n")
 
-    def add_fields(self, cls):
-        """One flag per field of cls that has a help text."""
+    def add_fields(self, cls, **change):
+        """One flag per field of cls that has a help text; change: what a flag should have otherwise, by field."""
         for f in fields(cls):
             if "help" in f.metadata:
-                self.add_argument("--" + f.name.replace("_", "-"), type=f.type, default=f.default, **f.metadata)
+                settings = dict(type=f.type, default=f.default, **f.metadata) | change.get(f.name, {})
+                self.add_argument("--" + f.name.replace("_", "-"), **settings)
 
     def values(self, cls, args):
         """The parsed flags of cls, by field name."""

@@ -1,0 +1,370 @@
+"""The papers' tables and figures, measured on this machine with the engine of sarathi.py. One registered function per table.
+
+    python bench.py --chunk 256          ceilings, Table 2 and Table 4 beside the paper's numbers (about a minute on 2 cores)
+    python bench.py --chunk auto         first the one-time profile that picks the chunk for this model on this machine
+    python bench.py table4 --model tinyllama-1.1b --max-batch 4
+    python bench.py list
+
+Every experiment prints a Markdown table (paper | ours | source); the last line of stdout is one JSON object with all rows.
+"""
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from kernels import linear, pack
+from model import PRESETS, Linear, default_dtype, load_model, preset
+from sarathi import Engine, EngineConfig, Interruptible, Parser, Request, add_model_flags, make_scheduler, option, run_cli
+
+EXPERIMENTS = {}  # name -> (function, one line on what it reproduces)
+OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]
+BASELINES = ("static", "orca")
+
+
+def experiment(about):
+    """Register a function bench -> rows under its own name; `about` says what it reproduces."""
+    def register(f):
+        EXPERIMENTS[f.__name__] = (f, about)
+        return f
+    return register
+
+
+@dataclass
+class BenchConfig:
+    """What to run an experiment on, beyond the engine's own options."""
+    lengths: str = option("", "prompt + output tokens per request, three lengths with commas; '': 256,512,768 on a CPU, 1024,2048,3072 on a GPU")
+    pd: float = option(0.0, "prefill tokens per decode token, P:D; 0: chunk / (B - 1), where decodes piggyback perfectly [SARATHI §4.4]")
+    requests: int = option(12, "requests in each end-to-end run")
+    repeats: int = option(5, "timings of which the median counts, taken in turns after a warm-up; end-to-end runs: half of it")
+
+    def __post_init__(self):
+        for name in ("requests", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if not self.pd >= 0:
+            raise ValueError(f"pd = {self.pd}: must be at least 0")
+        try:
+            lengths = [int(x) for x in self.lengths.split(",") if self.lengths]
+        except ValueError:
+            lengths = [0]
+        if any(x < 8 for x in lengths):
+            raise ValueError(f"lengths = {self.lengths!r}: must be whole numbers of at least 8 with commas between them")
+        self.lengths = lengths
+
+
+# ---------------------------------------------------------------- measuring
+
+class Bench:
+    """What an experiment gets: the model, the options, and the means to time things."""
+
+    def __init__(self, model, config, engine):
+        self.model, self.config, self.options = model, config, engine
+        self.B = engine.max_batch or 6  # as in [SARATHI Table 4]
+        self.lengths = config.lengths or ([1024, 2048, 3072] if model.device.type == "cuda" else [256, 512, 768])
+        if max(self.lengths) > model.config.block_size:
+            raise ValueError(f"lengths {self.lengths}: the model's context ends at {model.config.block_size}")
+        self.notes = []  # sentences printed under the tables
+
+    def engine(self, scheduler, L, n_page=None):
+        """A fresh engine with room for B requests of L tokens."""
+        options = vars(self.options) | dict(scheduler=scheduler, max_batch=self.B, n_page=n_page or self.B * L)
+        return Engine(self.model, **options)
+
+    def seconds(self, *fns, repeats=None):
+        """The median time of each fn(), timed in turns so that a machine that drifts hits all alike."""
+        for f in fns:
+            f()
+        took = [[] for _ in fns]
+        for _ in range(repeats or self.config.repeats):
+            for f, ts in zip(fns, took):
+                ts.append(self.once(f))
+        return [statistics.median(ts) for ts in took]
+
+    def once(self, f):
+        self.sync()
+        start = time.perf_counter()
+        f()
+        self.sync()
+        return time.perf_counter() - start
+
+    def sync(self):
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def iteration(self, decodes, context, chunk, past=0):
+        """A function that runs one iteration: `decodes` requests that feed one token each after `context` cached ones, and one
+        request that feeds `chunk` tokens after `past`. What the cache holds is random: only the time counts."""
+        engine = self.engine("orca", 0, n_page=decodes * (context + 1) + chunk + past + 1)
+        engine.kv.normal_()
+        plan = []
+        for n_past, n in [(context, 1)] * decodes + [(past, chunk)] * (chunk > 0):
+            r = Request([1] * (n_past + n), max_new_tokens=1)
+            engine.add(r)
+            engine.pool.hold(r.id, n_past + n, n_past + n)
+            r.n_past = n_past
+            plan.append((r, n))
+        batch = engine._pack(plan)
+        return lambda: self.model(batch, engine.kv)
+
+    @contextmanager
+    def operators(self):
+        """Time each operator of every layer while the block runs -> {operator: seconds}, by hooks on the modules' names."""
+        took, started, hooks = dict.fromkeys(OPERATORS, 0.0), {}, []
+
+        def before(name):
+            def hook(*_):
+                self.sync()
+                started[name] = time.perf_counter()
+            return hook
+
+        def after(name):
+            def hook(*_):
+                self.sync()
+                took[name] += time.perf_counter() - started[name]
+            return hook
+
+        for path, module in self.model.named_modules():
+            name = path.rpartition(".")[2]
+            if name in OPERATORS:
+                hooks += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
+        try:
+            yield took
+        finally:
+            for h in hooks:
+                h.remove()
+
+
+def row(what, paper, ours, source="measured", **more):
+    """One line of a table; what is its name and unit, paper the published figure or None."""
+    return dict(what=what, paper=paper, ours=ours, source=source, **more)
+
+
+def prompts(n, length, vocab_size, seed):
+    """n prompts of `length` random token ids."""
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab_size, (n, length), generator=rng).tolist()
+
+
+# ---------------------------------------------------------------- experiments
+
+@experiment("the machine's GEMM rate and bandwidth, and how many tokens one weight read pays for")
+def ceilings(bench):
+    c, dtype, device = bench.model.config, bench.model.dtype, bench.model.device
+    C = max(c.n_embd, 512)
+    w = [pack(torch.randn(4 * C, C, dtype=dtype, device=device)) for _ in range(1 + int(5e8) // (4 * C * C * dtype.itemsize))]
+    one, many = torch.randn(1, C, dtype=dtype, device=device), torch.randn(512, C, dtype=dtype, device=device)
+
+    def stream():
+        for x in w:
+            linear(one, x)
+    read, gemm = bench.seconds(stream, lambda: [linear(many, w[0]) for _ in range(8)])
+    rate = 8 * 2 * 512 * 4 * C * C / gemm
+    bandwidth = len(w) * 4 * C * C * dtype.itemsize / read
+    bench.knee = rate * dtype.itemsize / 2 / bandwidth  # 2 N FLOP per weight = itemsize bytes per weight
+    return [row("GEMM rate (GFLOP/s)", 154800, rate / 1e9), row("bandwidth, weights streamed (GB/s)", 768, bandwidth / 1e9),
+            row("knee: tokens that one weight read pays for", 154800 / 768, bench.knee)]
+
+
+TABLE2 = {  # [SARATHI Table 2], ms, LLaMA-13B on an A6000: linear, attn, total, per token of the named phase
+    "prefill-only": (224.8, 10.0, 234.8, 0.229), "decode-only": (44.28, 5.68, 49.96, 12.49), "decode-maximal": (223.2, 15.2, 238.4, 1.2)}
+
+
+@experiment("[SARATHI Table 2] the time of a prefill-only, a decode-only and a decode-maximal batch, by operator")
+def table2(bench):
+    L, d = min(1024, bench.model.config.block_size - 1, max(bench.lengths)), 3
+    context = L - 1
+    batches = {"prefill-only": (bench.iteration(0, 0, L), L), "decode-only": (bench.iteration(d + 1, context, 0), d + 1),
+               "decode-maximal": (bench.iteration(d, context, L - d), d)}
+    alone = bench.iteration(0, 0, L - d)  # the decode-maximal batch without its decodes
+    fns = [f for f, n in batches.values()]
+    *totals, t_alone = bench.seconds(*fns, alone)
+    rows = []
+    for (name, (f, n)), total, paper in zip(batches.items(), totals, TABLE2.values()):
+        with bench.operators() as took:
+            for _ in range(3):
+                f()
+        share = sum(took.values())
+        linear_s, attn_s = (total * x / share for x in (share - took["attn"], took["attn"]))
+        rows += [row(f"{name}: linear (ms)", paper[0], linear_s * 1e3), row(f"{name}: attn (ms)", paper[1], attn_s * 1e3),
+                 row(f"{name}: total (ms)", paper[2], total * 1e3, operators_ms={k: v / 3 * 1e3 for k, v in took.items()})]
+        each = (total - t_alone) / n if name == "decode-maximal" else total / n
+        rows.append(row(f"{name}: per {'prefill' if name == 'prefill-only' else 'decode'} token (ms)", paper[3], each * 1e3))
+    return rows
+
+
+TABLE4 = [(5.45, 1.33), (3.26, 1.26), (2.51, 1.22)]  # [SARATHI Table 4] LLaMA-13B, A6000, L = 1K, 2K, 3K: decode speedup, gain
+ORCA = [1.11, None, None]  # [SARATHI Fig. 11] best case at 1K, over static
+
+
+@experiment("[SARATHI Table 4] decode speedup and end-to-end gain over request-level batching and Orca, for three lengths")
+def table4(bench):
+    B, C, name, rows = bench.B, bench.options.chunk, bench.options.scheduler, []
+    pd = bench.config.pd or C / max(1, B - 1)
+    schedulers = [*BASELINES, *([name] if name not in BASELINES else [])]
+    bar = tqdm(total=len(bench.lengths) * (len(schedulers) * max(1, bench.config.repeats // 2) + 1), desc="table4", file=sys.stderr)
+    for i, L in enumerate(bench.lengths):
+        speedup, piggybacked = decode_speedup(bench, L)
+        bar.update()
+        D = max(1, round(L / (1 + pd)))
+        took = end_to_end(bench, schedulers, L - D, D, bar)
+        paper = TABLE4[i] if i < len(TABLE4) else (None, None)
+        note = f"L = {L}, B = {B}, P:D = {(L - D) / D:.0f}"
+        rows += [row(f"{note}: decode speedup", paper[0], speedup, decode_ms=piggybacked * 1e3),
+                 row(f"{note}: {name} over static", paper[1], took["static"] / took[name], seconds=took),
+                 row(f"{note}: {name} over orca", None if ORCA[i] is None else paper[1] / ORCA[i], took["orca"] / took[name])]
+    bar.close()
+    return rows
+
+
+def decode_speedup(bench, L):
+    """How much cheaper a decode is that rides along with a chunk: (T_decode(B) / B) over its marginal time
+    (T(p + d) - T(p)) / d [SARATHI §5.1] -> (speedup, marginal seconds)."""
+    B = bench.B
+    d, p = B - 1, max(1, min(bench.options.chunk, L) - (B - 1))
+    alone, decodes, mixed = bench.seconds(bench.iteration(0, 0, p), bench.iteration(B, L - 1, 0), bench.iteration(d, L - 1, p),
+                                          repeats=2 * bench.config.repeats)
+    marginal = max((mixed - alone) / max(1, d), 1e-9)
+    return decodes / B / marginal, marginal
+
+
+def end_to_end(bench, schedulers, P, D, bar=None):
+    """The median seconds each scheduler takes for the same requests of P prompt and D new tokens, run in turns."""
+    work = prompts(bench.config.requests, P, bench.model.config.vocab_size, bench.options.seed)
+    engines = {s: bench.engine(s, P + D) for s in schedulers}
+    took = {s: [] for s in schedulers}
+    for _ in range(max(1, bench.config.repeats // 2)):
+        for s, engine in engines.items():
+            took[s].append(bench.once(lambda: engine.generate(work, max_new_tokens=D)))
+            if bar:
+                bar.update()
+    return {s: statistics.median(ts) for s, ts in took.items()}
+
+
+@experiment("[SARATHI §4.2, §4.4] the one-time profile that picks chunk and tile for this model on this machine")
+def profile(bench):
+    B, L = bench.B, max(bench.lengths)
+    pd = bench.config.pd or 50.0
+    sizes = [n for n in (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024) if n < L]
+    fns = [bench.iteration(0, 0, n) for n in sizes for n in (n, n + 1)]
+    (t_decode,) = bench.seconds(bench.iteration(B, L // 2, 0))
+    times = bench.seconds(*tqdm(fns, "profile", file=sys.stderr))
+    T, jump = dict(zip(sizes, times[::2])), {n: b / a for n, a, b in zip(sizes, times[::2], times[1::2])}
+    steps = [t for t in (32, 64, 128) if t in jump and jump[t] > 1.08]  # one more token, a whole tile more time [Fig. 7]
+    tile = max(steps, default=1)
+
+    def per_prefill_token(C):  # P:D prefill tokens need P/C chunks; the decodes that do not fit in beside them run alone [§4.4]
+        left = max(0.0, 1 / pd - (B - 1) / C)
+        return T[C] / C + left * t_decode / B
+    bench.options.chunk = min((C for C in sizes if C > B and C % tile == 0), key=per_prefill_token)
+    bench.options.tile = tile
+    bench.notes.append(f"chosen: chunk {bench.options.chunk}, tile {tile} ({'no step in the curve' if tile == 1 else 'the step in the curve'}), "
+                       f"for P:D {pd:g} and B = {B}")
+    return [row(f"C = {C}: iteration (ms), at P:D {pd:g} (us/token), one token more", {128: 55.0, 256: 69.8}.get(C), T[C] * 1e3,
+                per_token_us=per_prefill_token(C) * 1e6, jump=jump[C]) for C in sizes]
+
+
+# ---------------------------------------------------------------- running and printing
+
+def run(bench, names):
+    """Run experiments in order, print each one's table as it ends -> all rows. Ctrl-C ends after the one under way."""
+    rows = []
+    with Interruptible() as interrupt:
+        for name in names:
+            if interrupt.seen:
+                break
+            part = [dict(experiment=name, **r) for r in EXPERIMENTS[name][0](bench)]
+            print(f"\n### {name}: {EXPERIMENTS[name][1]}\n\n{table(part)}\n", flush=True)
+            rows += part
+            while bench.notes:
+                print(bench.notes.pop(0) + "\n", flush=True)
+    return rows
+
+
+def table(rows):
+    """Rows as a Markdown table whose columns line up."""
+    cells = [["", "paper", "ours", "source"], *([r["what"], number(r["paper"]), number(r["ours"]), r["source"]] for r in rows)]
+    width = [max(len(line[i]) for line in cells) for i in range(4)]
+    lines = ["| " + " | ".join(c.ljust(w) if i in (0, 3) else c.rjust(w) for i, (c, w) in enumerate(zip(line, width))) + " |" for line in cells]
+    rule = "|" + "|".join("-" * (w + 1) + ("-" if i in (0, 3) else ":") for i, w in enumerate(width)) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def number(x):
+    """Three significant digits, whole numbers from a thousand on; a dash for nothing."""
+    return "-" if x is None else f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}"
+
+
+def machine(model):
+    """What the numbers were measured on."""
+    if model.device.type == "cuda":
+        name = torch.cuda.get_device_name()
+    else:
+        name = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "") \
+            if os.path.exists("/proc/cpuinfo") else platform.processor()
+        name = f"{name or platform.machine()}, {torch.get_num_threads()} threads"
+    return dict(name=name, torch=torch.__version__, dtype=str(model.dtype).removeprefix("torch."))
+
+
+def explain(bench, rows):
+    """The result on this machine in one sentence."""
+    speedups = [r["ours"] for r in rows if r["what"].endswith("decode speedup")]
+    gains = [r["ours"] for r in rows if r["what"].endswith("over static")]
+    if speedups and hasattr(bench, "knee"):
+        bound = bench.knee / bench.B
+        print(f"One weight read pays for {bench.knee:.0f} tokens on this machine and a batch of {bench.B} decodes uses {bench.B} of them, so a "
+              f"decode that rides along with a chunk can be at most about {bench.knee:.0f} / {bench.B} = {bound:.1f} times cheaper (measured: "
+              f"{min(speedups):.1f} to {max(speedups):.1f}); end to end that is worth {min(gains):.2f} to {max(gains):.2f} times "
+              f"the throughput of request-level batching.\n")
+
+
+def biggest_llama(device):
+    """The largest LLaMA preset whose 16-bit weights leave a third of the GPU's memory free; llama-160m on a CPU."""
+    if device == "cpu":
+        return "llama-160m"
+    free = torch.cuda.mem_get_info()[0]
+    fits = [name for name in PRESETS if name.startswith("llama") and 2 * preset(name).n_params < 0.66 * free]
+    return max(fits, key=lambda name: preset(name).n_params)
+
+
+def main():
+    """python bench.py [experiment ...] [flags]"""
+    parser = Parser(description="Reproduce the papers' tables and figures on this machine.",
+                    epilog="Examples: python bench.py --chunk 256 | python bench.py --chunk auto | python bench.py table4 --scheduler sarathi_serve")
+    parser.add_argument("experiments", nargs="*", help="names from `bench.py list`, or all; none: ceilings table2 table4")
+    add_model_flags(parser, None)
+    parser.add_fields(BenchConfig)
+    parser.add_fields(EngineConfig, chunk=dict(type=lambda x: x if x == "auto" else int(x), metavar="CHUNK|auto"))
+    args = parser.parse_args()
+    if args.experiments == ["list"]:
+        for name, (_, about) in EXPERIMENTS.items():
+            print(f"{name:12} {about}")
+        return
+    names = list(EXPERIMENTS) if args.experiments == ["all"] else args.experiments or ["ceilings", "table2", "table4"]
+    for name in names:
+        if name not in EXPERIMENTS:
+            raise ValueError(f"unknown experiment {name!r}: one of {', '.join(EXPERIMENTS)}, all, list")
+    if args.chunk == "auto":
+        args.chunk, names = 256, ["profile", *(n for n in names if n != "profile")]
+    config, options = BenchConfig(**parser.values(BenchConfig, args)), EngineConfig(**parser.values(EngineConfig, args))
+    make_scheduler(options.scheduler)
+    dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(args.device)
+    name = args.model or biggest_llama(args.device)
+    model, _ = load_model(name, dtype, args.device, options.seed)
+    bench = Bench(model, config, options)
+    where = machine(model)
+    print(f"{name} ({model.config.n_params / 1e6:.0f}M parameters, {where['dtype']}) on {where['name']}; paper: LLaMA-13B on an A6000")
+    rows = run(bench, names)
+    explain(bench, rows)
+    print(json.dumps(dict(experiment=" ".join(names), rows=rows, machine=where, model=name, seed=options.seed,
+                          options=vars(options), date=time.strftime("%Y-%m-%d"))))
+
+
+if __name__ == "__main__":
+    run_cli(main)
