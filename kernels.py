@@ -12,6 +12,8 @@ one token. A page (one token's K and V) owns n_kv_head rows in each plane. Head 
 
 and so both allocation policies, and every kernel, share one address formula.
 """
+import ctypes
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,6 +21,11 @@ import torch
 import torch.nn.functional as F
 
 BLOCK_ROWS = 128  # query rows of a chunk that attend in one call: smaller wastes less above the diagonal, larger runs faster
+
+
+if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):  # glibc hands large blocks back to the system when they are
+    for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD   # freed, and each iteration would fault its activations in
+        ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)                # again, a tenth of its time: keep them
 
 
 # ---------------------------------------------------------------- linear: every weight read once for all N tokens
@@ -75,18 +82,19 @@ class Segment:
     row: int = 0  # first cache row of the first request
     stride: int = 0  # rows between two heads; the R requests' heads follow one another at this stride
     index: torch.Tensor | None = None  # (Hk * ctx,) rows to gather, where the pages do not lie together
-    mask: torch.Tensor | None = None  # (R, 1, n * G, w) True where a row may not look, for the last w tokens of ctx
+    mask: torch.Tensor | None = None  # (R, 1, n * G, w) added to the scores of the last w tokens of ctx: causal_mask
 
 
 @lru_cache(maxsize=256)  # the same few shapes come back in every iteration
-def causal_mask(ahead, n, group, device):
-    """Who may not see the last columns. ahead: each request's tokens in the cache beyond the shortest one's, a tuple of R ints.
-    -> (R, 1, n * group, w), w = max(ahead) + n - 1; all columns before these w are seen by every row; None where w is 0."""
-    width = max(ahead) + n - 1
-    if width == 0:
+def causal_mask(ahead, n, group, dtype, device):
+    """What to add to the last columns of the scores. ahead: each request's cached tokens beyond the shortest one's, a tuple of R
+    ints. -> (R, 1, n * group, w), w = max(ahead) + n, of 0 and -inf; columns before these w are seen by every row; None for one row."""
+    width = max(ahead) + n
+    if width == 1:
         return None
-    seen = torch.tensor(ahead)[:, None] + torch.arange(n).repeat_interleave(group)  # (R, n * group) of these columns, by each row
-    return (torch.arange(width) >= seen[..., None])[:, None].to(device)
+    last = torch.tensor(ahead)[:, None] + torch.arange(n).repeat_interleave(group)  # (R, n * group) the last of them each row sees
+    hidden = torch.arange(width) > last[..., None]
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None].to(device)
 
 
 def attention_ref(q, kv, tables):
@@ -132,7 +140,7 @@ def _attend(q, k, v, mask):
     else:
         scores = torch.bmm(q, k.transpose(1, 2))
     if mask is not None:
-        scores.view(len(mask), -1, *scores.shape[1:])[..., -mask.size(-1):].masked_fill_(mask, float("-inf"))
+        scores.view(len(mask), -1, *scores.shape[1:])[..., -mask.size(-1):].add_(mask)
     return torch.bmm(scores.softmax(-1), v)
 
 

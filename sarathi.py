@@ -514,7 +514,7 @@ class Engine:
                 index = (table.rows[:ctx] + np.arange(Hk)[:, None]).reshape(-1) if scattered else None
                 segments.append(Segment(start + j, R, m, ctx, int(table.rows[0]), table.stride,
                                         None if index is None else torch.from_numpy(index).to(self.model.device),
-                                        causal_mask(tuple((past - past.min()).tolist()), m, G, self.model.device)))
+                                        causal_mask(tuple((past - past.min()).tolist()), m, G, self.model.dtype, self.model.device)))
             start, i = start + R * n, i + R
         return segments
 

@@ -789,7 +789,7 @@ def test_bench_chooses_a_chunk_and_shows_the_curve(cache):
     out = cli("bench.py", "profile", "--chunk", "auto", "--model", "tiny", "--lengths", "150", "--repeats", "1")
     assert out.returncode == 0, out.stderr
     rows = json.loads(out.stdout.strip().split("\n")[-1])
-    assert re.search(r"chosen: chunk \d+, tile \d+", out.stdout) and len(rows["rows"]) == 4
+    assert re.search(r"chosen: chunk \d+, tile \d+", out.stdout) and len(rows["rows"]) == 12
     assert rows["options"]["chunk"] in (32, 64, 96, 128)
 
 
