@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from kernels import linear, pack
 from model import PRESETS, Linear, default_dtype, load_model, preset
-from sarathi import Engine, EngineConfig, Interruptible, Parser, Request, add_model_flags, make_scheduler, option, run_cli
+from sarathi import (Engine, EngineConfig, Interruptible, Parser, Request, add_model_flags, checked, make_scheduler, option,
+                     run_cli)
 
 EXPERIMENTS = {}  # name -> (function, one line on what it reproduces)
 OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]
@@ -29,7 +30,7 @@ BASELINES = ("static", "orca")
 
 
 def experiment(about):
-    """Register a function bench -> rows under its own name; `about` says what it reproduces."""
+    """Register a function bench -> rows (a list or a generator) under its own name; `about` says what it reproduces."""
     def register(f):
         EXPERIMENTS[f.__name__] = (f, about)
         return f
@@ -45,11 +46,9 @@ class BenchConfig:
     repeats: int = option(5, "timings of which the median counts, taken in turns after a warm-up; end-to-end runs: half as many")
 
     def __post_init__(self):
-        for name in ("requests", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
-        if not self.pd >= 0:
-            raise ValueError(f"pd = {self.pd}: must be at least 0")
+        checked("requests", self.requests, int, 1)
+        checked("repeats", self.repeats, int, 1)
+        checked("pd", self.pd, float, 0)
         try:
             lengths = [int(x) for x in self.lengths.split(",") if self.lengths]
         except ValueError:
@@ -71,6 +70,7 @@ class Bench:
         if max(self.lengths) > model.config.block_size:
             raise ValueError(f"lengths {self.lengths}: the model's context ends at {model.config.block_size}")
         self.notes = []  # sentences printed under the tables
+        self.interrupt = Interruptible()
 
     def engine(self, scheduler, L, n_page=None):
         """A fresh engine with room for B requests of L tokens."""
@@ -88,6 +88,9 @@ class Bench:
         return [statistics.median(ts) for ts in took]
 
     def once(self, f):
+        """Seconds of one f(); after a Ctrl-C the next call ends the run."""
+        if self.interrupt.seen:
+            raise KeyboardInterrupt
         self.sync()
         start = time.perf_counter()
         f()
@@ -205,7 +208,7 @@ ORCA = [1.11, None, None]  # [SARATHI Fig. 11] best case at 1K, over static
 
 @experiment("[SARATHI Table 4] decode speedup and end-to-end gain over request-level batching and Orca, for three lengths")
 def table4(bench):
-    B, C, name, rows = bench.B, bench.options.chunk, bench.options.scheduler, []
+    B, C, name = bench.B, bench.options.chunk, bench.options.scheduler
     pd = bench.config.pd or C / max(1, B - 1)
     schedulers = [*BASELINES, *([name] if name not in BASELINES else [])]
     bar = tqdm(total=len(bench.lengths) * (len(schedulers) * (bench.config.repeats + 1) // 2 + 1), desc="table4", file=sys.stderr)
@@ -217,11 +220,10 @@ def table4(bench):
         paper = TABLE4[i] if i < len(TABLE4) else (None, None)
         note = f"L = {L}, B = {B}, P:D = {(L - D) / D:.0f}"
         gain = {s: statistics.median(a / b for a, b in zip(took[s], took[name])) for s in BASELINES}  # within a round: drift cancels
-        rows += [row(f"{note}: decode speedup", paper[0], speedup, decode_ms=piggybacked * 1e3),
-                 row(f"{note}: {name} over static", paper[1], gain["static"], seconds=took),
-                 row(f"{note}: {name} over orca", None if ORCA[i:i + 1] in ([], [None]) else paper[1] / ORCA[i], gain["orca"])]
+        yield row(f"{note}: decode speedup", paper[0], speedup, decode_ms=piggybacked * 1e3)
+        yield row(f"{note}: {name} over static", paper[1], gain["static"], seconds=took)
+        yield row(f"{note}: {name} over orca", None if ORCA[i:i + 1] in ([], [None]) else paper[1] / ORCA[i], gain["orca"])
     bar.close()
-    return rows
 
 
 def decode_speedup(bench, L):
@@ -276,17 +278,24 @@ def profile(bench):
 # ---------------------------------------------------------------- running and printing
 
 def run(bench, names):
-    """Run experiments in order, print each one's table as it ends -> all rows. Ctrl-C ends after the one under way."""
+    """Run experiments in order and print each one's table as it ends -> all rows. Ctrl-C ends it with what was measured so far."""
     rows = []
-    with Interruptible() as interrupt:
+    with bench.interrupt:
         for name in names:
-            if interrupt.seen:
-                break
-            part = [dict(experiment=name, **r) for r in EXPERIMENTS[name][0](bench)]
-            print(f"\n### {name}: {EXPERIMENTS[name][1]}\n\n{table(part)}\n", flush=True)
-            rows += part
+            part = []
+            try:
+                for r in EXPERIMENTS[name][0](bench):
+                    part.append(dict(experiment=name, **r))
+            except KeyboardInterrupt:
+                names = []
+            if part:
+                print(f"\n### {name}: {EXPERIMENTS[name][1]}\n\n{table(part)}\n", flush=True)
             while bench.notes:
                 print(bench.notes.pop(0) + "\n", flush=True)
+            rows += part
+            if not names:
+                print("interrupted: the tables hold what was measured so far", file=sys.stderr)
+                break
     return rows
 
 

@@ -22,6 +22,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field, fields
 from itertools import chain, islice
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,14 @@ from model import PRESETS, Batch, default_dtype, load_model
 def option(default, help, **more):
     """A dataclass field that is also a command-line flag."""
     return field(default=default, metadata=dict(help=help, **more))
+
+
+def checked(name, value, kind, low, high=math.inf):
+    """value, if it is a finite number (kind float) or a whole one (kind int) in low .. high; else a ValueError that says so."""
+    if isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool) and low <= value <= high and value < math.inf:
+        return value
+    span = f"at least {low:g}" if high == math.inf else f"in {low:g} .. {high:g}"
+    raise ValueError(f"{name} = {value!r}: must be a {'whole ' if kind is int else ''}number, {span}")
 
 
 @dataclass
@@ -50,11 +59,8 @@ class EngineConfig:
 
     def __post_init__(self):
         for name, least in dict(chunk=1, max_batch=0, tile=1, n_page=0, seed=0).items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} = {value!r}: must be a whole number, at least {least}")
-        if not (isinstance(self.memory_gb, (int, float)) and 0 <= self.memory_gb < math.inf):
-            raise ValueError(f"memory_gb = {self.memory_gb!r}: must be a number of gigabytes, at least 0")
+            checked(name, getattr(self, name), int, least)
+        checked("memory_gb", self.memory_gb, float, 0)
         if self.alloc not in ("reserve", "grow"):
             raise ValueError(f"alloc = {self.alloc!r}: one of 'reserve', 'grow'")
 
@@ -68,7 +74,7 @@ class Request:
         |<------------- n_tokens ------------->|<- not known yet ->|
         |<---- n_past: fed, cached ---->|n_todo|                   |  max_len
     """
-    prompt: list
+    prompt: list = field(repr=False)
     max_new_tokens: int = option(32, "tokens to generate")
     adapter: str | None = None
     temperature: float = option(0.0, "0: always the likeliest token; 1: as the model says")
@@ -104,13 +110,13 @@ class Request:
 
     @property
     def ttft(self):
-        """Seconds from arrival to the first token."""
-        return self.times[0] - self.arrival
+        """Seconds from arrival to the first token; nan before it."""
+        return self.times[0] - self.arrival if self.times else math.nan
 
     @property
     def tpot(self):
-        """Seconds per token after the first."""
-        return (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1)
+        """Seconds per token after the first; nan before it."""
+        return (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1) if self.times else math.nan
 
 
 class Event(NamedTuple):
@@ -324,10 +330,12 @@ class Engine:
             raise ValueError(f"draft = {draft!r}, spec = {spec!r}: speculation is not built yet, only None and 'off'")
         self.model, self.config = model, EngineConfig(**options)
         c, B, L = self.config, self.config.max_batch, model.config.block_size
-        affordable = int(pool_bytes(model, c.memory_gb) // model.config.page_bytes(model.dtype.itemsize))
+        page, (free, share) = model.config.page_bytes(model.dtype.itemsize), free_memory(model.device)
+        affordable = int(c.memory_gb * 1e9 or share * free) // page  # (M_G - M_S) / m_kv
         n_page = c.n_page or min(affordable, (B or affordable) * L)
-        if n_page < 1:
-            raise ValueError(f"memory_gb = {c.memory_gb}: holds no page of {model.config.page_bytes(model.dtype.itemsize)} bytes")
+        if not 1 <= n_page <= free // page:
+            raise ValueError(f"n_page = {c.n_page}, memory_gb = {c.memory_gb:g}: a pool of {n_page} pages of {page} bytes, "
+                             f"must have 1 .. {free // page} pages in the {free / 1e9:.1f} GB there are")
         self.max_batch = B or min(256, max(1, n_page // L))  # B = floor((M_G - M_S) / (L * m_kv)) [SARATHI §4.3.1]
         self.scheduler = make_scheduler(c.scheduler, chunk=c.chunk, max_batch=self.max_batch, tile=c.tile)
         self.pool = PagePool(n_page, model.config.n_kv_head, c.alloc)
@@ -392,37 +400,36 @@ class Engine:
 
     def _checked(self, r):
         """The request's token array (max_len,), prompt filled in; raises for what could never run."""
-        c, capacity = self.model.config, self.pool.n_page
-        prompt = np.asarray(r.prompt if len(r.prompt) else [0])
-        if len(r.prompt) == 0:
+        c = self.model.config
+        if r.state != "new":
+            raise ValueError(f"request {r.id} was added before: make a new Request")
+        try:
+            prompt = np.asarray(r.prompt)
+        except ValueError:  # ragged
+            prompt = np.empty((0, 0))
+        if prompt.shape == (0,):
             raise ValueError("empty prompt: at least one token is needed")
         if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
             raise ValueError(f"prompt {str(r.prompt)[:60]}: must be a flat list of token ids")
-        if prompt.min() < 0 or prompt.max() >= c.vocab_size:
-            bad = prompt[(prompt < 0) | (prompt >= c.vocab_size)][0]
-            raise ValueError(f"token {bad} in the prompt: must be in 0 .. {c.vocab_size - 1}")
-        if not isinstance(r.max_new_tokens, int) or r.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens = {r.max_new_tokens!r}: must be a whole number, at least 1")
-        for what, most in (("the model's context", c.block_size), ("the pool's pages", capacity)):
+        outside = prompt[(prompt < 0) | (prompt >= c.vocab_size)]
+        if len(outside):
+            raise ValueError(f"token {outside[0]} in the prompt: must be in 0 .. {c.vocab_size - 1}")
+        checked("max_new_tokens", r.max_new_tokens, int, 1)
+        for what, most in (("the model's context", c.block_size), ("the pool's pages", self.pool.n_page)):
             if r.max_len > most:
                 raise ValueError(f"prompt of {len(prompt)} + {r.max_new_tokens} new tokens: {what} end at {most}")
-        if not 0 <= r.temperature < math.inf:
-            raise ValueError(f"temperature = {r.temperature!r}: must be a number, at least 0")
-        if not 0 < r.top_p <= 1:
-            raise ValueError(f"top_p = {r.top_p!r}: must be above 0 and at most 1")
-        if not isinstance(r.top_k, int) or r.top_k < 0:
-            raise ValueError(f"top_k = {r.top_k!r}: must be a whole number, at least 0 (0: all)")
-        if r.seed is not None and (not isinstance(r.seed, int) or r.seed < 0):
-            raise ValueError(f"seed = {r.seed!r}: must be None or a whole number, at least 0")
-        if not 0 <= r.arrival < math.inf:
-            raise ValueError(f"arrival = {r.arrival!r}: must be a time in seconds, at least 0")
+        checked("temperature", r.temperature, float, 0)
+        checked("top_k", r.top_k, int, 0)
+        checked("top_p", r.top_p, float, 1e-9, 1)
+        checked("arrival", r.arrival, float, 0)
+        if r.seed is not None:
+            checked("seed", r.seed, int, 0)
+        if not isinstance(r.stop, (list, tuple)):
+            raise ValueError(f"stop = {r.stop!r}: must be a list of token ids")
         for t in r.stop:
-            if not isinstance(t, int) or not 0 <= t < c.vocab_size:
-                raise ValueError(f"stop token {t!r}: must be in 0 .. {c.vocab_size - 1}")
+            checked("stop token", t, int, 0, c.vocab_size - 1)
         if r.adapter is not None:
             raise KeyError(f"unknown adapter {r.adapter!r}: none is loaded")
-        if r.state != "new":
-            raise ValueError(f"request {r.id} was added before: make a new Request")
         return np.concatenate([prompt.astype(np.int64), np.zeros(r.max_new_tokens, np.int64)])
 
     # ------------------------------------------------------------ one iteration
@@ -458,6 +465,7 @@ class Engine:
         """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
         the queue keeps its order), and preempt the youngest when a running request finds no page. -> the entries that run"""
         is_open = True
+        assert len({r.id for r, n in plan}) == len(plan), "a plan may name a request once"
         for r, n in plan:
             assert 1 <= n <= r.n_todo, f"a plan may feed 1 .. {r.n_todo} tokens of request {r.id}, not {n}"
             if r.state == "waiting":
@@ -569,17 +577,16 @@ class Engine:
         del self.requests[r.id]
 
 
-def pool_bytes(model, memory_gb):
-    """M_G - M_S in [SARATHI §4.3.1]: the memory that weights leave for pages."""
-    if memory_gb:
-        return memory_gb * 1e9
-    if model.device.type == "cuda":
-        return 0.9 * torch.cuda.mem_get_info(model.device)[0]
-    return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def free_memory(device):
+    """(bytes, the share of them that the pool takes by default): what weights leave of a GPU; the RAM."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0], 0.9
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0.25
 
 
 class Interruptible:
     """While it is entered, the first Ctrl-C only sets `seen`, so that an iteration is never cut in half; the second is as usual."""
+    seen = False
 
     def __enter__(self):
         self.seen = False

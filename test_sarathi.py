@@ -611,7 +611,9 @@ BAD_REQUESTS = {
     "max_new_tokens = 0": dict(max_new_tokens=0), "max_new_tokens = 2.5": dict(max_new_tokens=2.5),
     "context end at 512": dict(prompt=[1] * 510), "pool's pages end at 100": dict(prompt=[1] * 98), "temperature = -1": dict(temperature=-1),
     "temperature = nan": dict(temperature=float("nan")), "top_p = 0": dict(top_p=0), "top_p = 1.5": dict(top_p=1.5), "top_k = -1": dict(top_k=-1),
-    "seed = -5": dict(seed=-5), "arrival = -1": dict(arrival=-1), "stop token 500": dict(stop=[500]), "unknown adapter 'x'": dict(adapter="x")}
+    "seed = -5": dict(seed=-5), "arrival = -1": dict(arrival=-1), "stop token = 500: .* in 0 .. 198": dict(stop=[500]), "stop = 5": dict(stop=5),
+    "unknown adapter 'x'": dict(adapter="x"), "temperature = 'hot'": dict(temperature="hot"), "temperature = inf": dict(temperature=float("inf")),
+    "prompt \\[\\[1\\], \\[2, 3\\]\\]": dict(prompt=[[1], [2, 3]]), "prompt 5": dict(prompt=5), "max_new_tokens = True": dict(max_new_tokens=True)}
 
 
 @pytest.mark.parametrize("message", BAD_REQUESTS)
@@ -646,7 +648,7 @@ def test_bad_calls_of_generate_and_add():
     (dict(scheduler="fifo"), "unknown scheduler 'fifo': one of static, orca"), (dict(chunks=3), "unknown option 'chunks': one of scheduler, chunk"),
     (dict(chunk=0), "chunk = 0"), (dict(chunk="big"), "chunk = 'big'"), (dict(max_batch=-1), "max_batch = -1"), (dict(tile=0), "tile = 0"),
     (dict(alloc="lazy"), "alloc = 'lazy': one of 'reserve', 'grow'"), (dict(n_page=-3), "n_page = -3"), (dict(memory_gb=-1), "memory_gb = -1"),
-    (dict(memory_gb=1e-9), "holds no page"), (dict(spec="goodput"), "speculation")])
+    (dict(memory_gb=1e-9), "pool of 0 pages"), (dict(n_page=10**13), "n_page = 10000000000000.*must have 1 .. "), (dict(spec="goodput"), "speculation")])
 def test_bad_engine_options(options, message):
     with pytest.raises((ValueError, KeyError), match=message):
         Engine(small(), **options)
@@ -806,3 +808,25 @@ def test_operators_are_timed_by_hooks_that_leave_no_trace():
         f()
     assert set(took) == set(bench.OPERATORS) and all(v > 0 for v in took.values())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in small().modules()) and torch.equal(f(), before)
+
+
+# ---------------------------------------------------------------- 10. the README
+
+README = (HERE / "README.md").read_text()
+
+
+def test_the_readmes_python_runs_as_it_stands(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+    said = capsys.readouterr().out.split("\n")
+    assert said[0] == "[1, 2, 0]", "the shortest prompt ends first"
+    assert len(said) == 10 and said[1].startswith("0 [") is False and said[-2].endswith("length")
+    del SCHEDULERS["shortest_first"]
+
+
+def test_the_readme_names_what_exists():
+    assert set(re.findall(r"^\| `(\w+)` \|", README, re.M)) == set(NAMES)
+    for path in re.findall(r"\]\((?!http)([^)]+)\)", README) + re.findall(r"^(\w+\.py) ", README, re.M):
+        assert (HERE / path).exists(), path
