@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 BLOCK_ROWS = 128  # query rows of a chunk that attend in one call: smaller wastes less above the diagonal, larger runs faster
+FEW_ROWS = 8  # up to so many rows a request streams its context from memory (a decode, a verification); beyond, it multiplies (a chunk)
 
 
 if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):  # glibc hands large blocks back to the system when they are
@@ -85,6 +86,19 @@ class Segment:
     mask: torch.Tensor | None = None  # (R, 1, n * G, w) added to the scores of the last w tokens of ctx: causal_mask
 
 
+def write_kv(kv, k, v, rows, segments):
+    """Put the new k and v (N, Hk, D) into kv (2, n_row, D): the first m tokens one by one at rows (m, Hk), and the blocks of
+    chunks behind them as the blocks they are."""
+    m, (_, Hk, D) = len(rows), k.shape
+    for plane, x in zip(kv, (k, v)):
+        if m:
+            plane[rows] = x[:m]
+        for s in segments:
+            if s.start >= m:
+                first = plane.storage_offset() + (s.row + s.ctx - s.n) * D
+                plane.as_strided((Hk, s.n, D), (s.stride * D, D, 1), first).copy_(x[s.start:s.start + s.n].transpose(0, 1))
+
+
 @lru_cache(maxsize=256)  # the same few shapes come back in every iteration
 def causal_mask(ahead, n, group, dtype, device):
     """What to add to the last columns of the scores. ahead: each request's cached tokens beyond the shortest one's, a tuple of R
@@ -135,7 +149,7 @@ def _context(plane, s, n_kv_head):
 
 def _attend(q, k, v, mask):
     """q (B, n, D) scaled, k and v (B, ctx, D), mask (R, 1, n, w) over the last w columns or None -> (B, n, D)"""
-    if q.size(1) <= 8:  # few rows: K streams past q, which is the faster way round where memory is the limit
+    if q.size(1) <= FEW_ROWS:  # K streams past q: the faster way round where memory is the limit
         scores = torch.bmm(k, q.transpose(1, 2)).transpose(1, 2).contiguous()  # (B, n, ctx)
     else:
         scores = torch.bmm(q, k.transpose(1, 2))

@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import Segment, attention, linear, pack, rope_angles, rotate
+from kernels import Segment, attention, linear, pack, rope_angles, rotate, write_kv
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Batch:
     """One iteration, packed: N flat tokens of any number of requests, each request's rows side by side."""
     tokens: torch.Tensor  # (N,)
     positions: torch.Tensor  # (N,) in their own sequence
-    rows: torch.Tensor  # (N, Hk) where their keys and values go in kv
+    rows: torch.Tensor  # (m, Hk) where in kv the keys and values of the first m tokens go; the rest are blocks of segments
     logit_rows: torch.Tensor  # (M,) the rows whose next token is wanted
     segments: list[Segment]  # who attends to what
 
@@ -138,7 +138,7 @@ class Attention(nn.Module):
         if kv is None:  # no cache: (B, T) whole sequences
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
-        kv[0][batch.rows], kv[1][batch.rows] = k, v
+        write_kv(kv, k, v, batch.rows, batch.segments)
         return attention(q, kv, batch.segments, Hk).flatten(1)
 
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kernels import BLOCK_ROWS, Segment, causal_mask, sample, target_probs
+from kernels import BLOCK_ROWS, FEW_ROWS, Segment, causal_mask, sample, target_probs
 from model import PRESETS, Batch, default_dtype, load_model
 
 
@@ -496,8 +496,9 @@ class Engine:
         tables = self.pool.tables
         plan.sort(key=lambda entry: (entry[1], tables[entry[0].id].rows[0]))
         spans = [(r, tables[r.id], r.n_past, r.n_past + n) for r, n in plan]
-        rows = np.concatenate([t.rows[a:b] for r, t, a, b in spans])
-        strides = np.repeat([t.stride for r, t, a, b in spans], [n for r, n in plan])
+        single = [(t, a, b) for r, t, a, b in spans if b - a <= FEW_ROWS or t.stride == 1]  # written token by token: the first ones
+        rows = np.concatenate([t.rows[a:b] for t, a, b in single] or [np.empty(0, np.int64)])
+        strides = np.repeat([t.stride for t, a, b in single], [b - a for t, a, b in single])
         ends = np.cumsum([n for r, n in plan]) - 1
         arrays = (np.concatenate([r.tokens[a:b] for r, t, a, b in spans]),
                   np.concatenate([np.arange(a, b) for r, t, a, b in spans]),
@@ -534,7 +535,7 @@ class Engine:
         for _, t, a2, b2 in islice(spans, i + 1, None):
             longest, total = max(longest, b2), total + b2
             neighbour = t.stride == first.stride > 1 and t.rows[0] == first.rows[0] + R * self.pool.n_kv_head * first.stride
-            if not (neighbour and b2 - a2 == b - a <= 8 and (R + 1) * longest <= 1.5 * total):
+            if not (neighbour and b2 - a2 == b - a <= FEW_ROWS and (R + 1) * longest <= 1.5 * total):
                 break
             R += 1
         return R
