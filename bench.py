@@ -40,7 +40,7 @@ def experiment(about):
 @dataclass
 class BenchConfig:
     """What to run an experiment on, beyond the engine's own options."""
-    lengths: str = option("", "prompt + output tokens per request, three lengths with commas; '': 256,384,512 on a CPU, 1024,2048,3072 on a GPU")
+    lengths: str = option("", "prompt + output tokens per request, three lengths with commas; '': 256,512,768 on a CPU, 1024,2048,3072 on a GPU")
     pd: float = option(0.0, "prefill tokens per decode token, P:D; 0: chunk / (B - 1), where decodes piggyback perfectly [SARATHI §4.4]")
     requests: int = option(12, "requests in each end-to-end run")
     repeats: int = option(5, "timings of which the median counts, taken in turns after a warm-up; end-to-end runs: half as many")
@@ -65,8 +65,8 @@ class Bench:
 
     def __init__(self, model, config, engine):
         self.model, self.config, self.options = model, config, engine
-        self.B = engine.max_batch or (6 if model.device.type == "cuda" else 4)  # 6 in [SARATHI Table 4]; a CPU's knee is lower
-        self.lengths = config.lengths or ([1024, 2048, 3072] if model.device.type == "cuda" else [256, 384, 512])
+        self.B = engine.max_batch or 6  # as in [SARATHI Table 4]
+        self.lengths = config.lengths or ([1024, 2048, 3072] if model.device.type == "cuda" else [256, 512, 768])
         if max(self.lengths) > model.config.block_size:
             raise ValueError(f"lengths {self.lengths}: the model's context ends at {model.config.block_size}")
         self.notes = []  # sentences printed under the tables
