@@ -42,7 +42,7 @@ class BenchConfig:
     """What to run an experiment on, beyond the engine's own options."""
     lengths: str = option("", "prompt + output tokens per request, three lengths with commas; '': 256,512,768 on a CPU, 1024,2048,3072 on a GPU")
     pd: float = option(0.0, "prefill tokens per decode token, P:D; 0: chunk / (B - 1), where decodes piggyback perfectly [SARATHI §4.4]")
-    requests: int = option(12, "requests in each end-to-end run")
+    requests: int = option(10, "requests in each end-to-end run")
     repeats: int = option(5, "timings of which the median counts, taken in turns after a warm-up; end-to-end runs: half as many")
 
     def __post_init__(self):
@@ -77,15 +77,23 @@ class Bench:
         options = vars(self.options) | dict(scheduler=scheduler, max_batch=self.B, n_page=n_page or self.B * L)
         return Engine(self.model, **options)
 
-    def seconds(self, *fns, repeats=None):
-        """The median time of each fn(), timed in turns so that a machine that drifts hits all alike."""
+    def rounds(self, *fns, repeats=None):
+        """The times of each fn(), taken in turns after a warm-up, so that a machine that drifts hits all alike -> a list per fn."""
         for f in fns:
             f()
         took = [[] for _ in fns]
         for _ in range(repeats or self.config.repeats):
             for f, ts in zip(fns, took):
                 ts.append(self.once(f))
-        return [statistics.median(ts) for ts in took]
+        return took
+
+    def seconds(self, *fns, repeats=None):
+        """The median time of each fn()."""
+        return [statistics.median(ts) for ts in self.rounds(*fns, repeats=repeats)]
+
+    def marginal(self, more, less):
+        """What more() costs beyond less(): the median difference within a round, over twice the usual rounds."""
+        return statistics.median(a - b for a, b in zip(*self.rounds(more, less, repeats=2 * self.config.repeats)))
 
     def once(self, f):
         """Seconds of one f(); after a Ctrl-C the next call ends the run."""
@@ -185,9 +193,8 @@ def table2(bench):
     context = L - 1
     batches = {"prefill-only": (bench.iteration(0, 0, L), L), "decode-only": (bench.iteration(d + 1, context, 0), d + 1),
                "decode-maximal": (bench.iteration(d, context, L - d), d)}
-    alone = bench.iteration(0, 0, L - d)  # the decode-maximal batch without its decodes
-    fns = [f for f, n in batches.values()]
-    *totals, t_alone = bench.seconds(*fns, alone)
+    piggybacked = bench.marginal(batches["decode-maximal"][0], bench.iteration(0, 0, L - d)) / d
+    totals = bench.seconds(*(f for f, n in batches.values()))
     rows = []
     for (name, (f, n)), total, paper in zip(batches.items(), totals, TABLE2.values()):
         with bench.operators() as took:
@@ -197,7 +204,7 @@ def table2(bench):
         linear_s, attn_s = (total * x / share for x in (share - took["attn"], took["attn"]))
         rows += [row(f"{name}: linear (ms)", paper[0], linear_s * 1e3), row(f"{name}: attn (ms)", paper[1], attn_s * 1e3),
                  row(f"{name}: total (ms)", paper[2], total * 1e3, operators_ms={k: v / 3 * 1e3 for k, v in took.items()})]
-        each = (total - t_alone) / n if name == "decode-maximal" else total / n
+        each = piggybacked if name == "decode-maximal" else total / n
         rows.append(row(f"{name}: per {'prefill' if name == 'prefill-only' else 'decode'} token (ms)", paper[3], each * 1e3))
     return rows
 
@@ -211,7 +218,7 @@ def table4(bench):
     B, C, name = bench.B, bench.options.chunk, bench.options.scheduler
     pd = bench.config.pd or C / max(1, B - 1)
     schedulers = [*BASELINES, *([name] if name not in BASELINES else [])]
-    bar = tqdm(total=len(bench.lengths) * (len(schedulers) * (bench.config.repeats + 1) // 2 + 1), desc="table4", file=sys.stderr)
+    bar = tqdm(total=len(bench.lengths) * (len(schedulers) * max(1, bench.config.repeats // 2) + 1), desc="table4", file=sys.stderr)
     for i, L in enumerate(bench.lengths):
         speedup, piggybacked = decode_speedup(bench, L)
         bar.update()
@@ -229,11 +236,10 @@ def table4(bench):
 def decode_speedup(bench, L):
     """How much cheaper a decode is that rides along with a chunk: (T_decode(B) / B) over its marginal time
     (T(p + d) - T(p)) / d [SARATHI §5.1] -> (speedup, marginal seconds)."""
-    B = bench.B
-    d, p = B - 1, max(1, min(bench.options.chunk, L) - (B - 1))
-    alone, decodes, mixed = bench.seconds(bench.iteration(0, 0, p), bench.iteration(B, L - 1, 0), bench.iteration(d, L - 1, p),
-                                          repeats=2 * bench.config.repeats)
-    marginal = max((mixed - alone) / max(1, d), 1e-9)
+    B, d = bench.B, bench.B - 1
+    p = max(1, min(bench.options.chunk, L) - d)
+    (decodes,) = bench.seconds(bench.iteration(B, L - 1, 0))
+    marginal = max(bench.marginal(bench.iteration(d, L - 1, p), bench.iteration(0, 0, p)) / max(1, d), 1e-9)
     return decodes / B / marginal, marginal
 
 
@@ -242,7 +248,7 @@ def end_to_end(bench, schedulers, P, D, bar=None):
     work = prompts(bench.config.requests, P, bench.model.config.vocab_size, bench.options.seed)
     engines = {s: bench.engine(s, P + D) for s in schedulers}
     took = {s: [] for s in schedulers}
-    for _ in range((bench.config.repeats + 1) // 2):
+    for _ in range(max(1, bench.config.repeats // 2)):
         for s, engine in engines.items():
             took[s].append(bench.once(lambda: engine.generate(work, max_new_tokens=D)))
             if bar:
