@@ -167,6 +167,7 @@ def prompts(n, length, vocab_size, seed):
 
 @experiment("the machine's GEMM rate and bandwidth, and how many tokens one weight read pays for")
 def ceilings(bench):
+    """Streams more weights than any cache holds past one row, and multiplies one matrix by many rows."""
     c, dtype, device = bench.model.config, bench.model.dtype, bench.model.device
     C = max(c.n_embd, 512)
     w = [pack(torch.randn(4 * C, C, dtype=dtype, device=device)) for _ in range(1 + int(5e8) // (4 * C * C * dtype.itemsize))]
@@ -189,6 +190,7 @@ TABLE2 = {  # [SARATHI Table 2], ms, LLaMA-13B on an A6000: linear, attn, total,
 
 @experiment("[SARATHI Table 2] the time of a prefill-only, a decode-only and a decode-maximal batch, by operator")
 def table2(bench):
+    """Totals are timed without the operators' hooks; the hooked run only says how a total splits."""
     L, d = min(1024, bench.model.config.block_size - 1, max(bench.lengths)), 3
     context = L - 1
     batches = {"prefill-only": (bench.iteration(0, 0, L), L), "decode-only": (bench.iteration(d + 1, context, 0), d + 1),
@@ -215,6 +217,7 @@ ORCA = [1.11, None, None]  # [SARATHI Fig. 11] best case at 1K, over static
 
 @experiment("[SARATHI Table 4] decode speedup and end-to-end gain over request-level batching and Orca, for three lengths")
 def table4(bench):
+    """At P:D = C / (B - 1) unless --pd says otherwise; whole runs of every scheduler in turns."""
     B, C, name = bench.B, bench.options.chunk, bench.options.scheduler
     pd = bench.config.pd or C / max(1, B - 1)
     schedulers = [*BASELINES, *([name] if name not in BASELINES else [])]
@@ -258,6 +261,7 @@ def end_to_end(bench, schedulers, P, D, bar=None):
 
 @experiment("[SARATHI §4.2, §4.4] the one-time profile that picks chunk and tile for this model on this machine")
 def profile(bench):
+    """Sets the chunk and the tile of the experiments that follow."""
     B, L = bench.B, max(bench.lengths)
     pd = bench.config.pd or 50.0
     sizes = [n for n in (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024) if n < L]

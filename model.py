@@ -9,13 +9,13 @@
 import codecs
 import json
 import math
+import mmap
 import os
 import sys
 import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -195,9 +195,10 @@ class GPT(nn.Module):
         """kv (n_layer, 2, n_page * Hk, D), zeroed: what is masked is multiplied by zero, so it must at least be finite."""
         c = self.config
         shape = (c.n_layer, 2, n_page * c.n_kv_head, c.head_dim)
-        if self.device.type == "cpu":  # numpy's zeros cost nothing until they are touched
-            return torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)).view(self.dtype).view(shape)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        memory = mmap.mmap(-1, math.prod(shape) * self.dtype.itemsize)  # zeros that cost nothing until they are touched
+        return torch.frombuffer(memory, dtype=self.dtype).view(shape)
 
     def _embed(self, tokens, positions, dtype):
         """-> x (..., C) and the rotary (cos, sin) or None, shared by all layers."""
