@@ -238,12 +238,13 @@ def table4(bench):
 
 def decode_speedup(bench, L):
     """How much cheaper a decode is that rides along with a chunk: (T_decode(B) / B) over its marginal time
-    (T(p + d) - T(p)) / d [SARATHI §5.1] -> (speedup, marginal seconds)."""
+    (T(p + d) - T(p)) / d [SARATHI §5.1] -> (speedup, marginal seconds); the speedup is None where none rides along (B = 1) or
+    the difference drowns in noise."""
     B, d = bench.B, bench.B - 1
     p = max(1, min(bench.options.chunk, L) - d)
     (decodes,) = bench.seconds(bench.iteration(B, L - 1, 0))
-    marginal = max(bench.marginal(bench.iteration(d, L - 1, p), bench.iteration(0, 0, p)) / max(1, d), 1e-9)
-    return decodes / B / marginal, marginal
+    marginal = bench.marginal(bench.iteration(d, L - 1, p), bench.iteration(0, 0, p)) / max(1, d)
+    return decodes / B / marginal if d and marginal > 0 else None, marginal
 
 
 def end_to_end(bench, schedulers, P, D, bar=None):
@@ -336,9 +337,9 @@ def machine(model):
 
 def explain(bench, rows):
     """The result on this machine in one sentence."""
-    speedups = [r["ours"] for r in rows if r["what"].endswith("decode speedup")]
+    speedups = [r["ours"] for r in rows if r["what"].endswith("decode speedup") and r["ours"] is not None]
     gains = [r["ours"] for r in rows if r["what"].endswith("over static")]
-    if speedups and hasattr(bench, "knee"):
+    if speedups and gains and hasattr(bench, "knee"):
         bound = bench.knee / bench.B
         print(f"One weight read pays for {bench.knee:.0f} tokens on this machine and a batch of {bench.B} decodes uses {bench.B} of them, so a "
               f"decode that rides along with a chunk can be at most about {bench.knee:.0f} / {bench.B} = {bound:.1f} times cheaper (measured: "

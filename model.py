@@ -598,6 +598,7 @@ def train(config, data, steps, name, B=4, T=256, lr=2e-3, seed=0):
 def train_tiny(steps=1100):
     """Train the tiny target and its one-layer draft into cache_folder()/tiny and /draft; says the losses on stderr."""
     data, config = stdlib_tokens(), preset("tiny")
+    cache_folder().mkdir(parents=True, exist_ok=True)  # a disk that cannot be written says so before two minutes of work
     for name, n_layer, share in (("draft", 1, 2), ("tiny", config.n_layer, 1)):
         model, loss = train(GPTConfig(**PRESETS["tiny"] | {"n_layer": n_layer}), data, steps // share, name)
         model.save_pretrained(cache_folder() / name)

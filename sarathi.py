@@ -298,8 +298,10 @@ def make_scheduler(scheduler, **options):
         if scheduler not in SCHEDULERS:
             raise KeyError(f"unknown scheduler {scheduler!r}: one of {', '.join(SCHEDULERS)}")
         scheduler = SCHEDULERS[scheduler]()
+    if not isinstance(scheduler, Scheduler):
+        raise ValueError(f"scheduler = {scheduler!r}: must be a Scheduler object or one of {', '.join(SCHEDULERS)}")
     for name, value in options.items():
-        if getattr(scheduler, name) is None:
+        if getattr(scheduler, name, None) is None:
             setattr(scheduler, name, value)
     return scheduler
 
@@ -353,6 +355,7 @@ class Engine:
         """Queue a request -> its id. ValueError or KeyError, naming the value, for one that could never run."""
         request.tokens = self._checked(request)
         request.n_tokens, request.id, request.state = len(request.prompt), self.n_added, "pending"
+        request.prompt = request.tokens[:request.n_tokens].tolist()  # our own: the caller's list may change
         seed = [self.config.seed, request.id] if request.seed is None else request.seed
         request.rng = np.random.default_rng(seed)
         self.n_added += 1

@@ -593,6 +593,16 @@ def test_abort_in_every_state_returns_every_page():
     assert engine.pool.n_free == 60 and not engine.requests and engine.step() == []
 
 
+def test_a_prompt_that_its_owner_changes_later_is_served_as_it_was_added():
+    engine, mine = Engine(small(), n_page=100, max_batch=2), prompt(10)
+    r, neighbour = Request(mine, 6), Request(prompt(20), 6)
+    engine.add(r), engine.add(neighbour)
+    engine.step()
+    mine.extend([1, 2, 3])
+    finish(engine)
+    assert r.output == naive(10, 6) and neighbour.output == naive(20, 6)
+
+
 def test_ctrl_c_ends_a_run_after_the_iteration_and_it_can_go_on():
     import os
     import signal
@@ -648,7 +658,8 @@ def test_bad_calls_of_generate_and_add():
     (dict(scheduler="fifo"), "unknown scheduler 'fifo': one of static, orca"), (dict(chunks=3), "unknown option 'chunks': one of scheduler, chunk"),
     (dict(chunk=0), "chunk = 0"), (dict(chunk="big"), "chunk = 'big'"), (dict(max_batch=-1), "max_batch = -1"), (dict(tile=0), "tile = 0"),
     (dict(alloc="lazy"), "alloc = 'lazy': one of 'reserve', 'grow'"), (dict(n_page=-3), "n_page = -3"), (dict(memory_gb=-1), "memory_gb = -1"),
-    (dict(memory_gb=1e-9), "pool of 0 pages"), (dict(n_page=10**13), "n_page = 10000000000000.*must have 1 .. "), (dict(spec="goodput"), "speculation")])
+    (dict(scheduler=5), "scheduler = 5: must be a Scheduler object or one of static"),
+    (dict(scheduler=sarathi.Orca), "must be a Scheduler object"), (dict(memory_gb=1e-9), "pool of 0 pages"), (dict(n_page=10**13), "n_page = 10000000000000.*must have 1 .. "), (dict(spec="goodput"), "speculation")])
 def test_bad_engine_options(options, message):
     with pytest.raises((ValueError, KeyError), match=message):
         Engine(small(), **options)
@@ -764,6 +775,14 @@ def test_an_empty_cache_trains_a_tiny_model_first_and_only_once(tmp_path, monkey
     model_py.load_model("tiny")
 
 
+def test_a_cache_that_cannot_be_written_is_said_before_the_training(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(model_py, "train", lambda *a: pytest.fail("trained for nothing"))
+    with pytest.raises(OSError, match="file"):
+        model_py.load_model("tiny")
+
+
 def test_training_learns():
     data = torch.tensor(list(b"the cat sat on the mat. " * 200))
     _, loss = model_py.train(GPTConfig(**SMALL | {"vocab_size": 257}), data, 200, "cat", T=32)
@@ -779,10 +798,12 @@ def test_bench_prints_tables_that_line_up_and_json_last(cache):
     assert result["experiment"] == "ceilings table2 table4" and result["seed"] == 0 and result["machine"]["dtype"]
     names = [r["what"] for r in result["rows"]]
     assert len([n for n in names if n.startswith("decode-maximal")]) == 4 and sum("over static" in n for n in names) == 3
-    assert all(r["source"] == "measured" and np.isfinite(r["ours"]) for r in result["rows"])
+    drowned = [r for r in result["rows"] if r["ours"] is None]  # a tiny model's marginal time can be lost in noise
+    assert all(r["what"].endswith("decode speedup") and r["decode_ms"] <= 0 for r in drowned)
+    assert all(r["source"] == "measured" and np.isfinite(r["ours"]) for r in result["rows"] if r not in drowned)
     blocks = [b for b in "\n".join(text).split("\n\n") if b.startswith("|")]
     assert len(blocks) == 3 and all(len({len(line) for line in b.split("\n")}) == 1 for b in blocks)
-    assert "One weight read pays for" in "\n".join(text)
+    assert len(drowned) == 3 or "One weight read pays for" in "\n".join(text)
     table2 = {r["what"]: r["ours"] for r in result["rows"]}
     assert table2["prefill-only: linear (ms)"] + table2["prefill-only: attn (ms)"] == pytest.approx(table2["prefill-only: total (ms)"])
 
@@ -798,6 +819,17 @@ def test_bench_chooses_a_chunk_and_shows_the_curve(cache):
 def test_bench_lists_its_experiments():
     listed = cli("bench.py", "list").stdout.split("\n")
     assert [line.split()[0] for line in listed if line] == list(bench.EXPERIMENTS)
+
+
+def test_ctrl_c_in_a_benchmark_keeps_the_rows_measured_so_far(monkeypatch, capsys):
+    def long(b):
+        yield bench.row("first", 1.0, b.once(lambda: None))
+        b.interrupt._interrupt()  # as the signal would
+        yield bench.row("second", 1.0, b.once(lambda: None))
+    monkeypatch.setitem(bench.EXPERIMENTS, "long", (long, "two rows"))
+    b = bench.Bench(small(), bench.BenchConfig(lengths="32"), EngineConfig(max_batch=3))
+    rows = bench.run(b, ["long", "long"])
+    assert [r["what"] for r in rows] == ["first"] and "| first |" in capsys.readouterr().out
 
 
 def test_operators_are_timed_by_hooks_that_leave_no_trace():
