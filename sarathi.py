@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kernels import BLOCK_ROWS, FEW_ROWS, Segment, causal_mask, sample, target_probs
+from kernels import ALIGN, BLOCK_ROWS, FEW_ROWS, Segment, causal_mask, sample, target_probs
 from model import PRESETS, Batch, default_dtype, load_model
 
 
@@ -523,10 +523,11 @@ class Engine:
             for j in range(0, n, step):
                 m = min(step, n - j)
                 ctx = int(past.max()) + j + m
+                pad = 0 if n <= FEW_ROWS or scattered else min(-ctx % ALIGN, table.stride - ctx)
                 index = (table.rows[:ctx] + np.arange(Hk)[:, None]).reshape(-1) if scattered else None
-                segments.append(Segment(start + j, R, m, ctx, int(table.rows[0]), table.stride,
+                segments.append(Segment(start + j, R, m, ctx + pad, int(table.rows[0]), table.stride,
                                         None if index is None else torch.from_numpy(index).to(self.model.device),
-                                        causal_mask(tuple((past - past.min()).tolist()), m, G, self.model.dtype, self.model.device)))
+                                        causal_mask(tuple((past - past.min()).tolist()), m, G, pad, self.model.dtype, self.model.device), pad))
             start, i = start + R * n, i + R
         return segments
 
