@@ -331,7 +331,7 @@ def roofline(bench):
     """`ours` is the share of the ceiling: what FLOPs or bytes take at the measured ceilings, whichever is more, over the time
     they took. `all` counts every FLOP and byte of the model once."""
     c, itemsize = bench.model.config, bench.model.dtype.itemsize
-    shapes = {name: s for name, s in SHAPES.items() if max(s[1] + 1, s[2]) <= c.block_size}
+    shapes = {name: s for name, s in SHAPES.items() if max(s[1] + 1, s[2]) < c.block_size}
     (stream, size), (gemm, flops) = ceiling_work(bench)
     runs = [bench.iteration(*s) for s in shapes.values()]
     read, multiply, *totals = bench.seconds(stream, gemm, *tqdm(runs, "roofline", file=sys.stderr))

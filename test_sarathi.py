@@ -134,7 +134,7 @@ def test_what_an_earlier_owner_left_in_a_page_harms_nobody(dtype):
         engine = Engine(m, chunk=64, tile=TILE, max_batch=3, n_page=300)
         engine.kv.fill_(left)
         outputs.append(engine.generate([prompt(70), prompt(9), prompt(45), prompt(30)], max_new_tokens=20))
-    assert outputs[0] == outputs[1] and len(set(outputs[0][0])) > 1
+    assert outputs[0] == outputs[1] and len({t for out in outputs[0] for t in out}) > 1
 
 
 def test_preempted_requests_keep_their_order_and_their_tokens():
@@ -877,8 +877,8 @@ def test_operators_are_timed_by_hooks_that_leave_no_trace():
 def test_roofline_counts_every_operator_and_the_engines_own_share():
     b = bench.Bench(small(), bench.BenchConfig(lengths="32", repeats=1), EngineConfig(max_batch=3))
     rows = {r["what"]: r for r in bench.run(b, ["roofline"])}
-    assert not any("1024" in name for name in rows), "beyond the model's context"
-    for shape in ("prefill 512", "decode, B = 8, context 256"):
+    assert not any("1024" in name or "512" in name for name in rows), "beyond the model's context"
+    for shape in ("decode, B = 8, context 256", "chunk of 249 + 7 decodes, context 256"):
         parts = [rows[f"{shape}: {op}"] for op in (*bench.OPERATORS, "head")]
         assert all(r["ms"] > 0 and r["ours"] > 0 for r in parts)
         total = rows[f"{shape}: all"]
