@@ -89,6 +89,7 @@ class Request:
     n_tokens: int = field(default=0, init=False)
     n_past: int = field(default=0, init=False)
     n_preempted: int = field(default=0, init=False)
+    bubble: float = field(default=0.0, init=False)  # seconds that its micro-batches let pipeline stages wait [SARATHI §5.3]
     times: list = field(default_factory=list, init=False, repr=False)  # when each new token came, seconds
 
     @property
@@ -306,6 +307,162 @@ def make_scheduler(scheduler, **options):
     return scheduler
 
 
+# ---------------------------------------------------------------- what an iteration costs
+
+class GPU(NamedTuple):
+    """A data sheet."""
+    flops: float  # dense 16-bit tensor-core peak, 1/s
+    bandwidth: float  # of its memory, bytes/s
+    memory: float  # bytes
+    link: float  # to each neighbour in its node, one way, bytes/s: NVLink where there is one
+
+
+GPUS = {"a10g": GPU(70e12, 600e9, 24 * 2**30, 32e9), "a6000": GPU(154.8e12, 768e9, 48 * 2**30, 56e9), "a40": GPU(149.7e12, 696e9, 48 * 2**30, 56e9),
+        "a100-40": GPU(312e12, 1555e9, 40 * 2**30, 300e9), "a100": GPU(312e12, 2039e9, 80 * 2**30, 300e9),
+        "h100": GPU(989e12, 3350e9, 80 * 2**30, 450e9), "h200": GPU(989e12, 4800e9, 141 * 2**30, 450e9)}
+
+# shares of the data sheet that kernels reach, the same for every GPU and model; each is fitted on the cells named behind it
+GEMM_FLOPS = 0.77  # [SARATHI Table 2] prefill-only, linear
+GEMM_BANDWIDTH = 0.76  # [SARATHI Table 2] decode-only, linear
+CHUNK_FLOPS = 0.30  # [SARATHI Table 2] prefill-only, attn
+DECODE_BANDWIDTH = 0.80  # [SARATHI Table 2] decode-only, attn
+ATTENTION_CALL = 19e-6  # seconds to start a chunk's or the decodes' attention in one layer; [SARATHI Table 2] decode-maximal, attn
+ELEMENTWISE = 6  # times that norms, activations and residuals read or write a token's vector in one layer: "others" < 5 % [§3.1]
+TILE = 128  # rows of a GEMM's thread block [SARATHI Fig. 7]
+SKINNY = 32  # up to so many rows a GEMM takes smaller blocks: a decode-only batch pays for its own rows [SARATHI Fig. 3]
+USABLE = 0.84  # of a GPU's memory, for weights and cache: [SARATHI Fig. 8, §5.3] batches of 18, 10, 6, 27 and 11
+LINK, LINK_DELAY = 0.75, 10e-6  # share of a link's bandwidth, and seconds before the first byte: usual for NCCL, not fitted
+INFINIBAND = 25e9  # bytes/s from a GPU to its peer in the next node: 200 Gb/s each
+
+
+class Work(NamedTuple):
+    """What one iteration asks of the hardware, as far as its time depends on it."""
+    N: int  # tokens through the linear operators
+    M: int = 0  # rows that need logits
+    decodes: int = 0
+    context: int = 0  # cached tokens that decodes read
+    chunks: int = 0
+    pairs: float = 0  # of a chunk's query with a key
+    reread: int = 0  # cached tokens that chunks read, those of earlier chunks included [SARATHI §4.2]
+
+    @classmethod
+    def of(cls, entries, tile):
+        """entries: (n_past, n, wants logits) per request; a chunk's rows fill whole tiles."""
+        N = M = decodes = context = chunks = pairs = reread = 0
+        for past, n, wants in entries:
+            N += n
+            M += wants
+            if n <= FEW_ROWS:
+                decodes += 1
+                context += past + n
+            else:
+                chunks += 1
+                pairs += -(-n // tile) * tile * (past + n / 2)
+                reread += past + n
+        return cls(N, M, decodes, context, chunks, pairs, reread)
+
+
+class CostModel:
+    """Seconds of an iteration: T = alpha N_context + gamma ceil(N / tile) tile + delta [SmartSpec Eq. 7, SARATHI Fig. 7], where
+    gamma and delta (computing N tokens, reading the weights) overlap, and a chunk's attention pays for its query-key pairs."""
+    error = None  # of a fitted one: the median relative error on batches that the fit did not see
+
+    def __init__(self, config, dtype, memory, name, tile=1):
+        self.config, self.dtype, self.memory, self.name, self.tile = config, dtype, memory, name, tile
+        c, D = config, config.head_dim
+        self.weights = dict(preproj=c.n_embd * (c.n_head + 2 * c.n_kv_head) * D, postproj=c.n_head * D * c.n_embd,  # of one layer
+                            ffn_ln1=(2 if c.llama else 1) * c.n_embd * c.n_inner, ffn_ln2=c.n_inner * c.n_embd)
+        self.n_weights = sum(self.weights.values())
+
+    @staticmethod
+    def roofline(config, gpu, tp=1):
+        """From a GPU's data sheet. KeyError, listing the known ones, for another GPU; tp: GPUs that share every layer."""
+        return Roofline(config, gpu, tp)
+
+    @staticmethod
+    def profile(model, **more):
+        """Fitted to iterations of the engine with this model on this machine (some ten seconds)."""
+        return Fitted(model, **more)
+
+    def time(self, n_tokens, n_context=0):
+        """Seconds of an iteration of n_tokens tokens, n_context of them cached ones that are read."""
+        return self._time(self._rough(n_tokens, n_context))
+
+    def operators(self, n_tokens, n_context=0):
+        """`time` by operator, all layers: {"preproj": seconds, "attn": ..., "others": ...}."""
+        return self._operators(self._rough(n_tokens, n_context))
+
+    def time_of(self, entries):
+        """Seconds of an iteration with these entries, (n_past, n, wants logits) per request."""
+        return self._time(Work.of(entries, self.tile))
+
+    def operators_of(self, entries):
+        """`time_of` by operator."""
+        return self._operators(Work.of(entries, self.tile))
+
+    def _rough(self, n_tokens, n_context):
+        checked("n_tokens", n_tokens, int, 1)
+        return Work(n_tokens, 1, decodes=int(n_context > 0), context=checked("n_context", n_context, int, 0))
+
+    def _time(self, w):
+        return self.linear(w.N) + 2 * self.all_reduce(w.N) + self.attention(w) + self.others(w)
+
+    def _operators(self, w):
+        linear, reduce = self.linear(w.N), self.all_reduce(w.N)  # one after each of the two row-parallel operators
+        took = {name: linear * n / self.n_weights + reduce * (name in ("postproj", "ffn_ln2")) for name, n in self.weights.items()}
+        return dict(preproj=took.pop("preproj"), attn=self.attention(w), **took, others=self.others(w))
+
+    def all_reduce(self, N):
+        return 0.0
+
+
+class Roofline(CostModel):
+    """Each operator's time is the 2-norm of computing and reading, at fixed shares of a data sheet's peaks."""
+
+    def __init__(self, config, gpu, tp=1):
+        if gpu not in GPUS:
+            raise KeyError(f"unknown hardware {gpu!r}: one of {', '.join(GPUS)}")
+        self.gpu, self.tp, self._linear = GPUS[gpu], checked("tp", tp, int, 1), {}
+        c, dtype = config, torch.bfloat16
+        left = [share * tp * self.gpu.memory - c.n_params * dtype.itemsize for share in (1, USABLE)]
+        super().__init__(c, dtype, (left[0], left[1] / left[0]), f"{tp} x {gpu}" if tp > 1 else gpu, TILE)
+        self.flops, self.bandwidth = tp * self.gpu.flops, tp * self.gpu.bandwidth
+        self.page = c.page_bytes(dtype.itemsize)
+
+    def linear(self, N):
+        """The four linear operators of all layers: computing whole tiles of rows, and reading the weights once."""
+        if N not in self._linear:
+            self._linear[N] = self._gemm(N, self.config.n_layer * self.n_weights)
+        return self._linear[N]
+
+    def attention(self, w):
+        """Chunks multiply and read what came before them; decodes are bound by the keys and values they read."""
+        c = self.config
+        multiply = 4 * c.n_layer * c.n_head * c.head_dim * w.pairs / (CHUNK_FLOPS * self.flops)
+        read = self.page / (DECODE_BANDWIDTH * self.bandwidth)
+        return math.hypot(multiply, w.reread * read) + w.context * read + c.n_layer * ATTENTION_CALL * ((w.chunks > 0) + (w.decodes > 0))
+
+    def others(self, w):
+        """Norms, activations, residuals; the output head for the rows that need it."""
+        c = self.config
+        passes = ELEMENTWISE * w.N * c.n_layer * c.n_embd * self.dtype.itemsize / (GEMM_BANDWIDTH * self.bandwidth)
+        return passes + (self._gemm(w.M, c.vocab_size * c.n_embd) if w.M else 0.0)
+
+    def all_reduce(self, N):
+        """Of N tokens' vectors over the tp GPUs of a node, in every layer [SARATHI §2.3]."""
+        ring = 2 * (self.tp - 1) / self.tp * N * self.config.n_embd * self.dtype.itemsize / (LINK * self.gpu.link)
+        return self.config.n_layer * (ring + LINK_DELAY) if self.tp > 1 else 0.0
+
+    def send(self, N):
+        """N tokens' vectors to the next stage of a pipeline, in the next node; each of the tp GPUs sends its share."""
+        return N * self.config.n_embd * self.dtype.itemsize / self.tp / (LINK * INFINIBAND) + LINK_DELAY
+
+    def _gemm(self, N, n_weights):
+        """N rows times n_weights weights: whole tiles are multiplied, every weight is read once."""
+        rows = N if N <= SKINNY else -(-N // TILE) * TILE
+        return math.hypot(2 * rows * n_weights / (GEMM_FLOPS * self.flops), self.dtype.itemsize * n_weights / (GEMM_BANDWIDTH * self.bandwidth))
+
+
 # ---------------------------------------------------------------- the engine
 
 class WallClock:
@@ -321,6 +478,19 @@ class WallClock:
         time.sleep(max(0.0, t - self.now()))
 
 
+class VirtualClock:
+    """Seconds that pass only when somebody says so."""
+
+    def __init__(self):
+        self.t = 0.0
+
+    def now(self):
+        return self.t
+
+    def wait_until(self, t):
+        self.t = max(self.t, t)
+
+
 class Engine:
     """Serve requests with one model. Options are EngineConfig's fields; scheduler may also be a Scheduler of your own."""
 
@@ -332,7 +502,7 @@ class Engine:
             raise ValueError(f"draft = {draft!r}, spec = {spec!r}: speculation is not built yet, only None and 'off'")
         self.model, self.config = model, EngineConfig(**options)
         c, B, L = self.config, self.config.max_batch, model.config.block_size
-        page, (free, share) = model.config.page_bytes(model.dtype.itemsize), free_memory(model.device)
+        page, (free, share) = model.config.page_bytes(model.dtype.itemsize), self._memory()
         affordable = int(c.memory_gb * 1e9 or share * free) // page  # (M_G - M_S) / m_kv
         n_page = c.n_page or min(affordable, (B or affordable) * L)
         if not 1 <= n_page <= free // page:
@@ -341,13 +511,19 @@ class Engine:
         self.max_batch = B or min(256, max(1, n_page // L))  # B = floor((M_G - M_S) / (L * m_kv)) [SARATHI §4.3.1]
         self.scheduler = make_scheduler(c.scheduler, chunk=c.chunk, max_batch=self.max_batch, tile=c.tile)
         self.pool = PagePool(n_page, model.config.n_kv_head, c.alloc)
-        self.kv = model.new_cache(n_page)
+        self.kv = self._new_cache(n_page)
         self.clock = clock or WallClock()
         self.requests = {}  # id -> Request, from add until it ends
         self.pending = []  # a heap of (arrival, id): not arrived yet
         self.waiting = deque()  # arrived, without pages
         self.running = []  # with pages, oldest first
         self.n_added = self.n_steps = 0
+
+    def _memory(self):
+        return free_memory(self.model.device)
+
+    def _new_cache(self, n_page):
+        return self.model.new_cache(n_page)
 
     # ------------------------------------------------------------ requests in and out
 
@@ -447,9 +623,13 @@ class Engine:
         if not plan:
             raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing for {len(self.running)} running "
                                f"and {len(self.waiting)} waiting requests")
+        return self._commit(plan, self._run(plan))
+
+    def _run(self, plan):
+        """One forward pass -> the next token of each request that has none left to feed after this plan, in the plan's order."""
         batch = self._pack(plan)
         logits = self.model(batch, self.kv)
-        return self._commit(plan, logits)
+        return self._sample([r for r, n in plan if n == r.n_todo], logits)
 
     def _arrive(self):
         """Move what has arrived by now to the queue; an idle engine waits for the first."""
@@ -543,12 +723,11 @@ class Engine:
             R += 1
         return R
 
-    def _commit(self, plan, logits):
+    def _commit(self, plan, tokens):
         """Advance every request of the plan, give each that has no tokens left to feed its next one, retire what ended."""
         for r, n in plan:
             r.n_past += n
-        ready = [r for r, n in plan if r.n_todo == 0]
-        tokens, now, events = self._sample(ready, logits), self.clock.now(), []
+        ready, now, events = [r for r, n in plan if r.n_todo == 0], self.clock.now(), []
         self.n_steps += 1
         for r, token in zip(ready, tokens):
             r.tokens[r.n_tokens] = token
@@ -607,6 +786,102 @@ class Interruptible:
     def __exit__(self, *exc):
         if self.previous is not None:
             signal.signal(signal.SIGINT, self.previous)
+
+
+# ---------------------------------------------------------------- the simulator: the engine with another clock
+
+class Span(NamedTuple):
+    """What a simulated GPU (or pipeline stage) did from start to end, seconds: entries (request id, n_past, n)."""
+    start: float
+    end: float
+    stage: int
+    lane: int
+    entries: list
+
+
+class Simulator(Engine):
+    """An Engine whose model is a CostModel: running a plan only moves the clock, every token is 0, no page is real. Give
+    record=[] to keep a Span of every iteration."""
+
+    def __init__(self, cost, clock=None, record=None, **options):
+        self.record = record
+        super().__init__(cost, clock=clock or VirtualClock(), **options)
+
+    def _memory(self):
+        if self.model.memory[0] <= 0 or self.model.memory[1] <= 0:
+            raise ValueError(f"{self.model.config.n_params * self.model.dtype.itemsize / 1e9:.1f} GB of weights do not fit {self.model.name}: "
+                             f"take a larger GPU or more of them (tp)")
+        return self.model.memory
+
+    def _new_cache(self, n_page):
+        return None
+
+    def _checked(self, r):
+        """As for the engine, but the array is one zero that is seen max_len times."""
+        return np.ndarray(len(super()._checked(r)), np.int64, np.zeros(1, np.int64), strides=(0,))
+
+    def _run(self, plan):
+        start = self.clock.now()
+        self.clock.wait_until(start + self.model.time_of([(r.n_past, n, n == r.n_todo) for r, n in plan]))
+        self._keep(start, self.clock.now(), 0, 0, plan)
+        return [0] * sum(n == r.n_todo for r, n in plan)
+
+    def _keep(self, start, end, stage, lane, plan):
+        if self.record is not None:
+            self.record.append(Span(start, end, stage, lane, [(r.id, r.n_past, n) for r, n in plan]))
+
+
+class Lane(Simulator):
+    """One of the micro-batches that a Pipeline keeps in flight: its own requests and pages, everybody's queue."""
+
+    def __init__(self, pipeline, number, cost, **options):
+        self.pipeline, self.number = pipeline, number
+        super().__init__(cost, **options)
+
+    def _run(self, plan):
+        """Through all stages; the next iteration of this lane may start when the last stage is done."""
+        line, t = self.pipeline, self.clock.now()
+        took = self.model.time_of([(r.n_past, n, n == r.n_todo) for r, n in plan]) / len(line.free)
+        send, idle = self.model.send(sum(n for r, n in plan)), 0.0
+        for stage, free in enumerate(line.free):
+            start = max(t, free)
+            idle += start - free if line.last else 0.0
+            line.free[stage] = t = start + took + send  # sending keeps the stage busy
+            self._keep(start, t, stage, self.number, plan)
+        self.clock.wait_until(t)
+        line.charge(plan, idle)
+        return [0] * sum(n == r.n_todo for r, n in plan)
+
+
+class Pipeline:
+    """n_stage stages of equal layers and as many lanes, each with up to max_batch requests; what Simulator is to one GPU
+    (add, step, run) [SARATHI §5.3]. A stage that idles between two micro-batches makes a bubble, charged to the second:
+
+    PB1: their prefills differ in length; PB2: one has a prefill, the other none; PB3: only their cached lengths differ [§3.2]."""
+
+    def __init__(self, cost, n_stage, record=None, **options):
+        self.free, self.last = [0.0] * checked("n_stage", n_stage, int, 1), None  # when each stage is; the last micro-batch's chunks
+        self.bubbles = dict(PB1=0.0, PB2=0.0, PB3=0.0)  # seconds of all stages
+        self.lanes = [Lane(self, i, cost, record=record, **options) for i in range(n_stage)]
+        first = self.lanes[0]
+        self.add, self.requests, self.clock = first.add, first.requests, first.clock
+        for lane in self.lanes:
+            lane.requests, lane.pending, lane.waiting = first.requests, first.pending, first.waiting
+
+    def step(self):
+        """One iteration of the lane that is ready first -> [Event]."""
+        ready = [lane for lane in self.lanes if lane.running or lane.waiting or lane.pending]
+        return min(ready, key=lambda lane: lane.clock.t).step() if ready else []
+
+    def charge(self, plan, idle):
+        """Book a micro-batch's bubbles on their kind and on each of its requests."""
+        chunks = (sum(n for r, n in plan if n > FEW_ROWS),)
+        before, self.last = self.last, chunks
+        if before is not None:
+            kind = "PB3" if before == chunks else "PB1" if before[0] and chunks[0] else "PB2"
+            self.bubbles[kind] += idle
+            for r, n in plan:
+                r.bubble += idle
 
 
 # ---------------------------------------------------------------- command line
