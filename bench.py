@@ -1,8 +1,11 @@
-"""The papers' tables and figures, measured on this machine with the engine of sarathi.py. One registered function per table.
+"""The papers' tables and figures, measured on this machine with the engine of sarathi.py, or simulated on hardware you do not
+have. One registered function per table; whether it measures or simulates is only a matter of the clock.
 
     python bench.py --chunk 256          ceilings, Table 2 and Table 4 beside the paper's numbers (about a minute on 2 cores)
     python bench.py --chunk auto         first the one-time profile that picks the chunk for this model on this machine
     python bench.py table4 --model tinyllama-1.1b --max-batch 4
+    python bench.py table4 fig9 --hardware a6000 --model llama-13b     the same, simulated (seconds)
+    python bench.py scoreboard           every number of the SARATHI paper beside ours, simulated (a minute)
     python bench.py list
 
 Every experiment prints a Markdown table (paper | ours | source); the last line of stdout is one JSON object with all rows.
@@ -14,15 +17,16 @@ import statistics
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from kernels import linear, pack
-from model import PRESETS, Linear, default_dtype, load_model, preset
-from sarathi import (Engine, EngineConfig, Interruptible, Parser, Request, add_model_flags, checked, make_scheduler, option,
-                     run_cli)
+from model import GPT, PRESETS, Linear, default_dtype, load_model, preset
+from sarathi import (GPUS, CostModel, Engine, EngineConfig, Interruptible, Parser, Pipeline, Request, Sarathi, Simulator,
+                     VirtualClock, WallClock, add_model_flags, checked, make_scheduler, option, run_cli)
 
 EXPERIMENTS = {}  # name -> (function, one line on what it reproduces)
 OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]
@@ -44,8 +48,14 @@ class BenchConfig:
     pd: float = option(0.0, "prefill tokens per decode token, P:D; 0: chunk / (B - 1), where decodes piggyback perfectly [SARATHI §4.4]")
     requests: int = option(10, "requests in each end-to-end run")
     repeats: int = option(5, "timings of which the median counts, taken in turns after a warm-up; end-to-end runs: half as many")
+    hardware: str = option("", f"simulate this GPU instead of measuring: one of {', '.join(GPUS)}")
+    tp: int = option(1, "GPUs that share every layer (tensor parallelism), simulated only")
+    full: bool = option(False, "the paper's whole grid also where it is measured")
 
     def __post_init__(self):
+        checked("tp", self.tp, int, 1)
+        if self.hardware and self.hardware not in GPUS:
+            raise KeyError(f"unknown hardware {self.hardware!r}: one of {', '.join(GPUS)}")
         checked("requests", self.requests, int, 1)
         checked("repeats", self.repeats, int, 1)
         checked("pd", self.pd, float, 0)
@@ -61,24 +71,48 @@ class BenchConfig:
 # ---------------------------------------------------------------- measuring
 
 class Bench:
-    """What an experiment gets: the model, the options, and the means to time things."""
+    """What an experiment gets: the model (or the CostModel of one), the options, and the means to time things."""
 
     def __init__(self, model, config, engine):
         self.model, self.config, self.options = model, config, engine
+        self.simulated = isinstance(model, CostModel)
+        self.clock, self.source = (VirtualClock(), "simulated") if self.simulated else (WallClock(), "measured")
         self.B = engine.max_batch or 6  # as in [SARATHI Table 4]
-        self.lengths = config.lengths or ([1024, 2048, 3072] if model.device.type == "cuda" else [256, 512, 768])
+        self.lengths = config.lengths or ([1024, 2048, 3072] if self.simulated or model.device.type == "cuda" else [256, 512, 768])
         if max(self.lengths) > model.config.block_size:
             raise ValueError(f"lengths {self.lengths}: the model's context ends at {model.config.block_size}")
         self.notes = []  # sentences printed under the tables
         self.interrupt = Interruptible()
 
-    def engine(self, scheduler, L, n_page=None):
+    def engine(self, scheduler, L, n_page=None, B=None, **more):
         """A fresh engine with room for B requests of L tokens."""
-        options = vars(self.options) | dict(scheduler=scheduler, max_batch=self.B, n_page=n_page or self.B * L)
-        return Engine(self.model, **options)
+        B = B or self.B
+        options = vars(self.options) | dict(scheduler=scheduler, max_batch=B, n_page=n_page or B * L) | more
+        return (Simulator if self.simulated else Engine)(self.model, clock=self.clock, **options)
+
+    def other(self, model):
+        """The same options with another model, on the same clock."""
+        bench = Bench(model, self.config, self.options)
+        bench.clock, bench.interrupt = self.clock, self.interrupt
+        return bench
+
+    @property
+    def runs(self):
+        """How often an end-to-end run is repeated."""
+        return 1 if self.simulated else max(1, self.config.repeats // 2)
+
+    def grid(self, small, full):
+        """The sizes of an experiment: the paper's where they cost nothing or were asked for."""
+        return full if self.simulated or self.config.full else small
+
+    def prompts(self, n, length, seed=0):
+        """n prompts of `length` tokens; a simulated one is a zero that is seen `length` times."""
+        return [np.broadcast_to(np.int64(0), length)] * n if self.simulated else prompts(n, length, self.model.config.vocab_size, seed)
 
     def rounds(self, *fns, repeats=None):
         """The times of each fn(), taken in turns after a warm-up, so that a machine that drifts hits all alike -> a list per fn."""
+        if self.simulated:  # every time is the same
+            return [[self.once(f)] for f in fns]
         for f in fns:
             f()
         took = [[] for _ in fns]
@@ -96,38 +130,47 @@ class Bench:
         return statistics.median(a - b for a, b in zip(*self.rounds(more, less, repeats=2 * self.config.repeats)))
 
     def once(self, f):
-        """Seconds of one f(); after a Ctrl-C the next call ends the run."""
+        """Seconds of one f() on the bench's clock; after a Ctrl-C the next call ends the run."""
         if self.interrupt.seen:
             raise KeyboardInterrupt
         self.sync()
-        start = time.perf_counter()
+        start = self.clock.now()
         f()
         self.sync()
-        return time.perf_counter() - start
+        return self.clock.now() - start
 
     def sync(self):
-        if self.model.device.type == "cuda":
+        if not self.simulated and self.model.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def iteration(self, decodes, context, chunk, past=0):
+    def iteration(self, decodes, context, chunk, past=0, last=True):
         """A function that runs one iteration: `decodes` requests that feed one token each after `context` cached ones, and one
-        request that feeds `chunk` tokens after `past`. Tokens and cache are random: equal ones would run cooler, and so faster."""
-        engine = self.engine("orca", 0, n_page=decodes * (context + 1) + chunk + past + 1)
-        engine.kv.normal_()
+        request that feeds `chunk` tokens after `past`. Tokens and cache are random: equal ones would run cooler, and so faster.
+        last=False: no request has fed its last token by then, so none needs the output head."""
+        more = 1 - last
+        engine = self.engine("orca", 0, n_page=decodes * (context + 1 + more) + chunk + past + 2, B=decodes + 1)
         plan = []
         for n_past, n in [(context, 1)] * decodes + [(past, chunk)] * (chunk > 0):
-            r = Request(prompts(1, n_past + n, self.model.config.vocab_size, engine.n_added)[0], max_new_tokens=1)
+            r = Request(self.prompts(1, n_past + n + more, engine.n_added)[0], max_new_tokens=1)
             engine.add(r)
             engine.pool.hold(r.id, n_past + n, n_past + n)
             r.n_past = n_past
             plan.append((r, n))
+        if self.simulated:
+            return lambda: engine._run(plan)
+        engine.kv.normal_()
         batch = engine._pack(plan)
         return lambda: self.model(batch, engine.kv)
 
     @contextmanager
     def operators(self):
-        """Time each operator of every layer while the block runs -> {operator: seconds}, by hooks on the modules' names."""
+        """Time each operator of every layer while the block runs -> {operator: seconds}, by hooks on the modules' names (or on
+        the cost model)."""
         took, started, hooks = dict.fromkeys(OPERATORS, 0.0), {}, []
+        if self.simulated:
+            with self._asked(took):
+                yield took
+            return
 
         def before(name):
             def hook(*_):
@@ -152,8 +195,23 @@ class Bench:
                 h.remove()
 
 
-def row(what, paper, ours, source="measured", **more):
-    """One line of a table; what is its name and unit, paper the published figure or None."""
+    @contextmanager
+    def _asked(self, took):
+        """While the block runs, book what the cost model says on its operators."""
+        def time_of(entries):
+            seconds = self.model.operators_of(entries)
+            for name in took:
+                took[name] += seconds[name]
+            return sum(seconds.values())
+        self.model.time_of = time_of
+        try:
+            yield
+        finally:
+            del self.model.time_of
+
+
+def row(what, paper, ours, source=None, **more):
+    """One line of a table; what is its name and unit, paper the published figure or None, source None: the bench's own."""
     return dict(what=what, paper=paper, ours=ours, source=source, **more)
 
 
@@ -167,7 +225,15 @@ def prompts(n, length, vocab_size, seed):
 
 @experiment("the machine's GEMM rate and bandwidth, and how many tokens one weight read pays for")
 def ceilings(bench):
-    """Streams more weights than any cache holds past one row, and multiplies one matrix by many rows."""
+    """From the data sheet where it is simulated."""
+    rate, bandwidth = bench.model.peaks if bench.simulated else measured_peaks(bench)
+    bench.knee = rate * bench.model.dtype.itemsize / 2 / bandwidth  # 2 N FLOP per weight = itemsize bytes per weight
+    return [row("GEMM rate (GFLOP/s)", 154800, rate / 1e9), row("bandwidth, weights streamed (GB/s)", 768, bandwidth / 1e9),
+            row("knee: tokens that one weight read pays for", 154800 / 768, bench.knee)]
+
+
+def measured_peaks(bench):
+    """Streams more weights than any cache holds past one row, and multiplies one matrix by many rows -> FLOP/s, bytes/s"""
     c, dtype, device = bench.model.config, bench.model.dtype, bench.model.device
     C = max(c.n_embd, 512)
     w = [pack(torch.randn(4 * C, C, dtype=dtype, device=device)) for _ in range(1 + int(5e8) // (4 * C * C * dtype.itemsize))]
@@ -177,11 +243,7 @@ def ceilings(bench):
         for x in w:
             linear(one, x)
     read, gemm = bench.seconds(stream, lambda: [linear(many, w[0]) for _ in range(8)])
-    rate = 8 * 2 * 512 * 4 * C * C / gemm
-    bandwidth = len(w) * 4 * C * C * dtype.itemsize / read
-    bench.knee = rate * dtype.itemsize / 2 / bandwidth  # 2 N FLOP per weight = itemsize bytes per weight
-    return [row("GEMM rate (GFLOP/s)", 154800, rate / 1e9), row("bandwidth, weights streamed (GB/s)", 768, bandwidth / 1e9),
-            row("knee: tokens that one weight read pays for", 154800 / 768, bench.knee)]
+    return 8 * 2 * 512 * 4 * C * C / gemm, len(w) * 4 * C * C * dtype.itemsize / read
 
 
 TABLE2 = {  # [SARATHI Table 2], ms, LLaMA-13B on an A6000: linear, attn, total, per token of the named phase
@@ -211,53 +273,74 @@ def table2(bench):
     return rows
 
 
-TABLE4 = [(5.45, 1.33), (3.26, 1.26), (2.51, 1.22)]  # [SARATHI Table 4] LLaMA-13B, A6000, L = 1K, 2K, 3K: decode speedup, gain
-ORCA = [1.11, None, None]  # [SARATHI Fig. 11] best case at 1K, over static
+TABLE4 = {"llama-13b": ([1024, 2048, 3072], [6, 6, 6], [50, 50, 50], [5.45, 3.26, 2.51], [1.33, 1.26, 1.22]),  # [SARATHI Table 4]:
+          "llama-33b": ([1024, 2048, 3072], [10, 5, 3], [28, 63, 127], [3.83, 4.25, 3.51], [1.25, 1.22, 1.14])}  # L B P:D speedup gain
+ORCA = 1.11  # [SARATHI Fig. 11] best case at 1K, over static
 
 
 @experiment("[SARATHI Table 4] decode speedup and end-to-end gain over request-level batching and Orca, for three lengths")
 def table4(bench):
     """At P:D = C / (B - 1) unless --pd says otherwise; whole runs of every scheduler in turns."""
-    B, C, name = bench.B, bench.options.chunk, bench.options.scheduler
-    pd = bench.config.pd or C / max(1, B - 1)
+    B, C, name, paper = bench.B, bench.options.chunk, bench.options.scheduler, TABLE4["llama-13b"]
     schedulers = [*BASELINES, *([name] if name not in BASELINES else [])]
-    bar = tqdm(total=len(bench.lengths) * (len(schedulers) * max(1, bench.config.repeats // 2) + 1), desc="table4", file=sys.stderr)
+    bar = tqdm(total=len(bench.lengths) * (len(schedulers) * bench.runs + 1), desc="table4", file=sys.stderr, disable=bench.simulated)
     for i, L in enumerate(bench.lengths):
         speedup, piggybacked = decode_speedup(bench, L)
         bar.update()
-        D = max(1, round(L / (1 + pd)))
-        took = end_to_end(bench, schedulers, L - D, D, bar)
-        paper = TABLE4[i] if i < len(TABLE4) else (None, None)
-        note = f"L = {L}, B = {B}, P:D = {(L - D) / D:.0f}"
+        P, D = halves(L, bench.config.pd or C / max(1, B - 1), C, B)
+        took = end_to_end(bench, schedulers, P, D, bar)
+        speedup_paper, gain_paper = (paper[3][i], paper[4][i]) if i < len(paper[0]) else (None, None)
+        note = f"L = {L}, B = {B}, P:D = {P / D:.0f}"
         gain = {s: statistics.median(a / b for a, b in zip(took[s], took[name])) for s in BASELINES}  # within a round: drift cancels
-        yield row(f"{note}: decode speedup", paper[0], speedup, decode_ms=piggybacked * 1e3)
-        yield row(f"{note}: {name} over static", paper[1], gain["static"], seconds=took)
-        yield row(f"{note}: {name} over orca", None if ORCA[i:i + 1] in ([], [None]) else paper[1] / ORCA[i], gain["orca"])
+        yield row(f"{note}: decode speedup", speedup_paper, speedup, decode_ms=piggybacked * 1e3)
+        yield row(f"{note}: {name} over static", gain_paper, gain["static"], seconds=took)
+        yield row(f"{note}: {name} over orca", gain_paper / ORCA if i == 0 else None, gain["orca"])
     bar.close()
 
 
-def decode_speedup(bench, L):
+def halves(L, pd, chunk=0, B=1):
+    """A request of L tokens as (P, D) at a ratio P:D, P being whole chunks of chunk - (B - 1) where one is near, as in the
+    paper: Table 4's 50, 63 and 127 are 4, 8 and 12 of them."""
+    P, part = L - max(1, round(L / (1 + pd))), chunk - (B - 1)
+    whole = part * round(P / part) if part > 0 else 0
+    P = whole if 0 < whole < L and abs(whole - P) <= max(1, 0.02 * L) else P
+    return P, L - P
+
+
+def decode_speedup(bench, L, B=None):
     """How much cheaper a decode is that rides along with a chunk: (T_decode(B) / B) over its marginal time
     (T(p + d) - T(p)) / d [SARATHI §5.1] -> (speedup, marginal seconds); the speedup is None where none rides along (B = 1) or
     the difference drowns in noise."""
-    B, d = bench.B, bench.B - 1
+    B = B or bench.B
+    d = B - 1
     p = max(1, min(bench.options.chunk, L) - d)
     (decodes,) = bench.seconds(bench.iteration(B, L - 1, 0))
     marginal = bench.marginal(bench.iteration(d, L - 1, p), bench.iteration(0, 0, p)) / max(1, d)
     return decodes / B / marginal if d and marginal > 0 else None, marginal
 
 
-def end_to_end(bench, schedulers, P, D, bar=None):
-    """The seconds each scheduler takes for the same requests of P prompt and D new tokens, run in turns -> {scheduler: [seconds]}"""
-    work = prompts(bench.config.requests, P, bench.model.config.vocab_size, bench.options.seed)
-    engines = {s: bench.engine(s, P + D) for s in schedulers}
-    took = {s: [] for s in schedulers}
-    for _ in range(max(1, bench.config.repeats // 2)):
-        for s, engine in engines.items():
-            took[s].append(bench.once(lambda: engine.generate(work, max_new_tokens=D)))
+def end_to_end(bench, schedulers, P, D, bar=None, B=None, requests=None):
+    """The seconds each scheduler takes for the same requests of P prompt and D new tokens, run in turns -> {scheduler: [seconds]}.
+    schedulers: names, or a dict of names and Schedulers."""
+    schedulers = schedulers if isinstance(schedulers, dict) else {s: s for s in schedulers}
+    engines = {name: bench.engine(s, P + D, B=B) for name, s in schedulers.items()}
+    took = {name: [] for name in schedulers}
+    for _ in range(bench.runs):
+        for name, engine in engines.items():
+            took[name].append(serve_equal(bench, engine, P, D, requests))
             if bar:
                 bar.update()
     return took
+
+
+def serve_equal(bench, engine, P, D, requests=None):
+    """Seconds for so many equal requests; simulated: for four batches of them in the steady state, that is what four batches
+    more cost, because how a run begins and ends says nothing about a server."""
+    serve = lambda n: bench.once(lambda: engine.generate(bench.prompts(n, P, bench.options.seed), max_new_tokens=D))
+    if not bench.simulated:
+        return serve(requests or bench.config.requests)
+    n = 4 * engine.max_batch
+    return serve(2 * n) - serve(n)
 
 
 @experiment("[SARATHI §4.2, §4.4] the one-time profile that picks chunk and tile for this model on this machine")
@@ -296,7 +379,7 @@ def run(bench, names):
             part = []
             try:
                 for r in EXPERIMENTS[name][0](bench):
-                    part.append(dict(experiment=name, **r))
+                    part.append(dict(experiment=name, **r | dict(source=r["source"] or bench.source)))
             except KeyboardInterrupt:
                 names = []
             if part:
@@ -325,7 +408,9 @@ def number(x):
 
 
 def machine(model):
-    """What the numbers were measured on."""
+    """What the numbers were measured on, or are simulated for."""
+    if isinstance(model, CostModel):
+        return dict(name=f"{model.name} (simulated)", dtype=str(model.dtype).removeprefix("torch."))
     if model.device.type == "cuda":
         name = torch.cuda.get_device_name()
     else:
@@ -342,7 +427,7 @@ def explain(bench, rows):
     if speedups and gains and hasattr(bench, "knee"):
         bound = bench.knee / bench.B
         print(f"One weight read pays for {bench.knee:.0f} tokens on this machine and a batch of {bench.B} decodes uses {bench.B} of them, so a "
-              f"decode that rides along with a chunk can be at most about {bench.knee:.0f} / {bench.B} = {bound:.1f} times cheaper (measured: "
+              f"decode that rides along with a chunk can be at most about {bench.knee:.0f} / {bench.B} = {bound:.1f} times cheaper ({bench.source}: "
               f"{min(speedups):.1f} to {max(speedups):.1f}: attention and the output head ride at full price); end to end that is worth "
               f"{min(gains):.2f} to {max(gains):.2f} times the throughput of request-level batching.\n")
 
@@ -377,9 +462,13 @@ def main():
         args.chunk, names = 256, ["profile", *(n for n in names if n != "profile")]
     config, options = BenchConfig(**parser.values(BenchConfig, args)), EngineConfig(**parser.values(EngineConfig, args))
     make_scheduler(options.scheduler)
-    dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(args.device)
-    name = args.model or biggest_llama(args.device)
-    model, _ = load_model(name, dtype, args.device, options.seed)
+    if config.hardware:
+        name = args.model or "llama-13b"
+        model = CostModel.roofline(preset(name), config.hardware, config.tp)
+    else:
+        dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(args.device)
+        name = args.model or biggest_llama(args.device)
+        model, _ = load_model(name, dtype, args.device, options.seed)
     bench = Bench(model, config, options)
     where = machine(model)
     print(f"{name} ({model.config.n_params / 1e6:.0f}M parameters, {where['dtype']}) on {where['name']}; paper: LLaMA-13B on an A6000")

@@ -331,7 +331,7 @@ ELEMENTWISE = 6  # times that norms, activations and residuals read or write a t
 TILE = 128  # rows of a GEMM's thread block [SARATHI Fig. 7]
 SKINNY = 32  # up to so many rows a GEMM takes smaller blocks: a decode-only batch pays for its own rows [SARATHI Fig. 3]
 USABLE = 0.84  # of a GPU's memory, for weights and cache: [SARATHI Fig. 8, §5.3] batches of 18, 10, 6, 27 and 11
-LINK, LINK_DELAY = 0.75, 10e-6  # share of a link's bandwidth, and seconds before the first byte: usual for NCCL, not fitted
+LINK, LINK_DELAY = 0.75, 25e-6  # share of a link's bandwidth, and seconds before the first byte: usual for NCCL on eight GPUs, not fitted
 INFINIBAND = 25e9  # bytes/s from a GPU to its peer in the next node: 200 Gb/s each
 
 
@@ -456,6 +456,11 @@ class Roofline(CostModel):
     def send(self, N):
         """N tokens' vectors to the next stage of a pipeline, in the next node; each of the tp GPUs sends its share."""
         return N * self.config.n_embd * self.dtype.itemsize / self.tp / (LINK * INFINIBAND) + LINK_DELAY
+
+    @property
+    def peaks(self):
+        """(FLOP/s, bytes/s) that a large matrix product and a weight read reach."""
+        return GEMM_FLOPS * self.flops, GEMM_BANDWIDTH * self.bandwidth
 
     def _gemm(self, N, n_weights):
         """N rows times n_weights weights: whole tiles are multiplied, every weight is read once."""
@@ -845,7 +850,7 @@ class Lane(Simulator):
         send, idle = self.model.send(sum(n for r, n in plan)), 0.0
         for stage, free in enumerate(line.free):
             start = max(t, free)
-            idle += start - free if line.last else 0.0
+            idle += start - free if line.last is not None else 0.0
             line.free[stage] = t = start + took + send  # sending keeps the stage busy
             self._keep(start, t, stage, self.number, plan)
         self.clock.wait_until(t)
@@ -860,7 +865,7 @@ class Pipeline:
     PB1: their prefills differ in length; PB2: one has a prefill, the other none; PB3: only their cached lengths differ [§3.2]."""
 
     def __init__(self, cost, n_stage, record=None, **options):
-        self.free, self.last = [0.0] * checked("n_stage", n_stage, int, 1), None  # when each stage is; the last micro-batch's chunks
+        self.free, self.last = [0.0] * checked("n_stage", n_stage, int, 1), None  # when each stage is; tokens of the last one's chunks
         self.bubbles = dict(PB1=0.0, PB2=0.0, PB3=0.0)  # seconds of all stages
         self.lanes = [Lane(self, i, cost, record=record, **options) for i in range(n_stage)]
         first = self.lanes[0]
@@ -875,10 +880,9 @@ class Pipeline:
 
     def charge(self, plan, idle):
         """Book a micro-batch's bubbles on their kind and on each of its requests."""
-        chunks = (sum(n for r, n in plan if n > FEW_ROWS),)
-        before, self.last = self.last, chunks
+        before, self.last = self.last, sum(n for r, n in plan if n > FEW_ROWS)
         if before is not None:
-            kind = "PB3" if before == chunks else "PB1" if before[0] and chunks[0] else "PB2"
+            kind = "PB3" if before == self.last else "PB1" if before and self.last else "PB2"
             self.bubbles[kind] += idle
             for r, n in plan:
                 r.bubble += idle
@@ -899,7 +903,8 @@ class Parser(argparse.ArgumentParser):
         """One flag per field of cls that has a help text; change: what a flag should have otherwise, by field."""
         for f in fields(cls):
             if "help" in f.metadata:
-                settings = dict(type=f.type, default=f.default, **f.metadata) | change.get(f.name, {})
+                kind = dict(action="store_true") if f.type is bool else dict(type=f.type)
+                settings = dict(**kind, default=f.default, **f.metadata) | change.get(f.name, {})
                 self.add_argument("--" + f.name.replace("_", "-"), **settings)
 
     def values(self, cls, args):
