@@ -11,13 +11,16 @@ have. One registered function per table; whether it measures or simulates is onl
 Every experiment prints a Markdown table (paper | ours | source); the last line of stdout is one JSON object with all rows.
 """
 import json
+import math
 import os
 import platform
+import resource
 import statistics
 import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -50,10 +53,12 @@ class BenchConfig:
     repeats: int = option(5, "timings of which the median counts, taken in turns after a warm-up; end-to-end runs: half as many")
     hardware: str = option("", f"simulate this GPU instead of measuring: one of {', '.join(GPUS)}")
     tp: int = option(1, "GPUs that share every layer (tensor parallelism), simulated only")
+    scale: int = option(10000, "requests of the large simulations (fig12)")
     full: bool = option(False, "the paper's whole grid also where it is measured")
 
     def __post_init__(self):
         checked("tp", self.tp, int, 1)
+        checked("scale", self.scale, int, 1)
         if self.hardware and self.hardware not in GPUS:
             raise KeyError(f"unknown hardware {self.hardware!r}: one of {', '.join(GPUS)}")
         checked("requests", self.requests, int, 1)
@@ -367,6 +372,279 @@ def profile(bench):
         row(f"C = {C}: iteration (ms)", {128: 55.0, 256: 69.8}.get(C), T[C] * 1e3),
         row(f"C = {C}: one token more, times", {256: 92.33 / 69.8}.get(C), jump[C]),
         row(f"C = {C}: all in, per prefill token (us)", None, per_prefill_token(C) * 1e6))]
+
+
+# ---------------------------------------------------------------- the paper's figures; LLaMA-13B on an A6000 unless said otherwise
+
+MAX_B = {1024: 18, 2048: 10, 3072: 6}  # [SARATHI §5.1] the largest batch that fits, by length
+
+
+def batches(bench):
+    """[(L, B)]: the paper's where they are simulated, else this bench's lengths and batch."""
+    sizes = bench.grid([(L, bench.B) for L in bench.lengths], [*MAX_B.items()])
+    return [(L, B) for L, B in sizes if L <= bench.model.config.block_size]
+
+
+def mark(paper, holds=True):
+    """A published figure, where the row is the paper's own case."""
+    return paper if holds else None
+
+
+@experiment("[SARATHI Fig. 3] what a decoded token costs, in prefilled tokens, by batch size")
+def fig3(bench):
+    """At one length; also how much of a prefill is neither attention nor a linear operator."""
+    L = bench.lengths[0]
+    (prefill,) = bench.seconds(bench.iteration(0, 0, L))
+    with bench.operators() as took:
+        whole = bench.once(bench.iteration(0, 0, L))
+    sizes = bench.grid([1, 2, bench.B], [1, 2, 4, 8, 12, 18])
+    for B, decode in zip(sizes, bench.seconds(*(bench.iteration(B, L - 1, 0) for B in sizes))):
+        yield row(f"B = {B}: decode over prefill, per token", {1: 200, 2: 100, 18: 16.7}.get(B), decode / B / (prefill / L))
+    yield row("share of others in a prefill", 0.05, 1 - sum(took.values()) / whole, bound="at most")
+
+
+@experiment("[SARATHI Fig. 4] one layer: prefill and decode throughput, and arithmetic intensity by operator")
+def fig4(bench):
+    """Without the output head, as in the paper."""
+    one, L = one_layer(bench), bench.lengths[0]
+    sizes = [n for n in (64, 128, 256, 512, 1024) if n <= max(bench.lengths)]
+    rate = {n: n / t / 1e3 for n, t in zip(sizes, one.seconds(*(one.iteration(0, 0, n, last=False) for n in sizes)))}
+    for n, r in rate.items():
+        yield row(f"prefill, B L = {n} (tokens/ms)", 180 if n == 1024 else None, r)
+    yield row("prefill throughput at 256 over the peak", 0.875, rate[256] / max(rate.values()))
+    sizes = [2**i for i in range(bench.grid(7, 10))]
+    rate = {B: B / t / 1e3 for B, t in zip(sizes, one.seconds(*(one.iteration(B, L - 1, 0, last=False) for B in sizes)))}
+    for B, r in rate.items():
+        yield row(f"decode, B = {B} (tokens/ms)", None, r)
+    yield row("decode batch that reaches 95 % of the peak", 256, next(B for B, r in rate.items() if r > 0.95 * max(rate.values())))
+    prefill, decode = intensity(one.model, L, L), intensity(one.model, 1, L)
+    for name in prefill:
+        yield row(f"intensity of {name}, prefill (FLOP/byte)", None, prefill[name], source="computed")
+        yield row(f"intensity of {name}, decode at B = 1 (FLOP/byte)", None, decode[name], source="computed")
+    yield row("intensity of ffn_ln1, prefill over decode", 100, prefill["ffn_ln1"] / decode["ffn_ln1"], source="computed", bound="at least")
+
+
+def one_layer(bench):
+    """The bench with the first layer of its model only."""
+    if bench.simulated:
+        return bench.other(another(bench, n_layer=1))
+    return bench.other(GPT.from_preset(replace(bench.model.config, n_layer=1), dtype=bench.model.dtype, device=str(bench.model.device)))
+
+
+def intensity(model, n, context):
+    """{operator: FLOP per byte read or written} of a request that feeds n tokens and ends at `context`."""
+    c, size = model.config, model.dtype.itemsize
+    C, A, K, I = c.n_embd, c.n_head * c.head_dim, 2 * c.n_kv_head * c.head_dim, c.n_inner
+    shapes = dict(preproj=(C, A + K), postproj=(A, C), ffn_ln1=(C, (2 if c.llama else 1) * I), ffn_ln2=(I, C))
+    attn = 4 * A * n * (context - n / 2) / (size * (K * context + 2 * A * n))
+    return dict(attn=attn, **{name: 2 * n * a * b / (size * (a * b + n * (a + b))) for name, (a, b) in shapes.items()})
+
+
+@experiment("[SARATHI Fig. 7] tile quantization: the time of a prefill just at a multiple of the tile, and one token beyond")
+def fig7(bench):
+    sizes = [n for n in bench.grid([128, 256, 384, 512], range(128, 1025, 128)) if n < max(bench.lengths)]
+    times = bench.seconds(*(bench.iteration(0, 0, n, last=False) for n in sizes for n in (n, n + 1)))
+    for n, at, beyond in zip(sizes, times[::2], times[1::2]):
+        yield row(f"{n} tokens (ms)", {128: 55.0, 256: 69.8}.get(n), at * 1e3)
+        yield row(f"{n + 1} tokens (ms)", {256: 92.33}.get(n), beyond * 1e3)
+        yield row(f"one token beyond {n}, times", {256: 1.32}.get(n), beyond / at)
+
+
+@experiment("[SARATHI Fig. 8] decode speedup over batch size and length, and the batches that fit")
+def fig8(bench):
+    seen = []
+    for L, most in batches(bench):
+        for B in range(2, most + 1, 2):
+            speedup, _ = decode_speedup(bench, L, B)
+            seen += [speedup] if speedup else []
+            yield row(f"L = {L}, B = {B}: decode speedup", None, speedup)
+    yield row("largest decode speedup", 10.0, max(seen, default=None))
+    yield row("smallest decode speedup", 2.8, min(seen, default=None))
+    if bench.simulated:
+        for L, most in batches(bench):
+            yield row(f"L = {L}: largest batch", most, Simulator(another(bench, block_size=L)).max_batch)
+
+
+def another(bench, **change):
+    """The cost model of the same model with some of its configuration changed."""
+    return CostModel.roofline(replace(bench.model.config, **change), bench.config.hardware, bench.config.tp)
+
+
+# ---------------------------------------------------------------- end to end over P:D, batch and chunk
+
+def orca_best(L, B):
+    """Orca's best case, one whole prompt beside the running decodes: SARATHI with a chunk as long as any prompt [SARATHI §5.2]."""
+    return Sarathi(chunk=L + B)
+
+
+def gains(bench, L, B, pd, chunks, orca=False):
+    """How many times as fast as request-level batching the same requests are served -> {chunk or "worst" or "best": gain}"""
+    P, D = halves(L, pd, chunks[0] if len(chunks) == 1 else 0, B)
+    schedulers = dict(base="static") | {C: Sarathi(chunk=C) for C in chunks}
+    if orca:
+        schedulers |= dict(worst="orca", best=orca_best(L, B))
+    took = end_to_end(bench, schedulers, P, D, B=B, requests=2 * B)
+    return {name: statistics.median(a / b for a, b in zip(took["base"], ts)) for name, ts in took.items() if name != "base"}
+
+
+def ratios(bench, *special):
+    """The P:D ratios of a sweep."""
+    return sorted({*bench.grid((5, 50), (1, 2, 3, 5, 7, 10, 20, 40, 50, 64, 80, 100, 128, 160, 200)), *special})
+
+
+@experiment("[SARATHI Fig. 9] throughput over request-level batching, by P:D ratio and chunk size")
+def fig9(bench):
+    """A peak's P:D is where decodes piggyback perfectly: C / (B - 1)."""
+    for L, B in bench.grid(batches(bench)[:1], batches(bench)):
+        for C in bench.grid([bench.options.chunk], [128, 256, 512]):
+            curve = [(pd, gains(bench, L, B, pd, [C])[C]) for pd in ratios(bench, round(C / (B - 1)), round((C - B + 1) / (B - 1)))]
+            pd, best = max(curve, key=lambda point: point[1])
+            paper = {256: (1.27, 14), 512: (1.23, 28)}.get(C, (None, None)) if (L, B) == (1024, 18) else (None, None)
+            yield row(f"L = {L}, B = {B}, C = {C}: peak gain", paper[0], best, curve=curve)
+            yield row(f"L = {L}, B = {B}, C = {C}: P:D of the peak", paper[1], pd)
+
+
+@experiment("[SARATHI Fig. 10] time by operator, request-level batching over SARATHI")
+def fig10(bench):
+    """At P:D = C / (B - 1), where decodes piggyback perfectly."""
+    ffn, proj = [], []
+    for C in bench.grid([bench.options.chunk], [256, 512]):
+        for L, most in bench.grid(batches(bench)[:1], batches(bench)):
+            for B in bench.grid([most], sorted({2, 6, most})):
+                took = {}
+                for name, scheduler in (("base", "static"), ("sarathi", Sarathi(chunk=C))):
+                    P, D = halves(L, C / (B - 1), C, B)
+                    with bench.operators() as took[name]:
+                        bench.once(lambda: bench.engine(scheduler, L, B=B).generate(bench.prompts(8 * B, P), max_new_tokens=D))
+                each = {name: took["base"][name] / took["sarathi"][name] for name in OPERATORS}
+                ffn, proj = ffn + [each["ffn_ln1"], each["ffn_ln2"]], proj + [each["preproj"], each["postproj"]]
+                for name, ratio in each.items():
+                    yield row(f"L = {L}, B = {B}, C = {C}: {name}", None, ratio)
+    for name, values, low, high in (("ffn", ffn, 1.3, 1.6), ("preproj and postproj", proj, 1.05, 1.38)):
+        yield row(f"{name}: smallest gain", low, min(values))
+        yield row(f"{name}: largest gain", high, max(values))
+
+
+@experiment("[SARATHI Fig. 11] beside Orca's worst and best case: (a) by length, (b) by P:D ratio")
+def fig11(bench):
+    for i, (L, B) in enumerate(batches(bench)):
+        C = bench.options.chunk
+        gain = gains(bench, L, B, C / (B - 1), [C], orca=True)
+        yield row(f"(a) L = {L}, B = {B}: Orca, worst case", 1.0, gain["worst"])
+        yield row(f"(a) L = {L}, B = {B}: Orca, best case", mark(1.11, i == 0), gain["best"])
+        yield row(f"(a) L = {L}, B = {B}: SARATHI", (1.27, 1.25, 1.23)[i] if i < 3 else None, gain[C])
+    L, B = batches(bench)[0]
+    chunks, curves = bench.grid([bench.options.chunk], [128, 256, 512]), {}
+    for pd in ratios(bench, *(round((C - B + 1) / (B - 1)) for C in chunks)):
+        for name, gain in gains(bench, L, B, pd, chunks, orca=True).items():
+            curves.setdefault(name, []).append((pd, gain))
+    for name, curve in curves.items():
+        pd, best = max(curve, key=lambda point: point[1])
+        yield row(f"(b) {f'SARATHI, C = {name}' if name in chunks else f'Orca, {name} case'}: peak gain, at P:D {pd}",
+                  {512: 1.23, 256: 1.27, "best": 1.11}.get(name), best, curve=curve)
+
+
+@experiment("[SARATHI Fig. 13] what chunking costs: (a) attention, (b) prefill, (c) what is left end to end")
+def fig13(bench):
+    """Times over a full prefill's; a gain over request-level batching at P:D = C / (B - 1)."""
+    best = {}
+    for L, B in bench.grid(batches(bench)[:1], batches(bench)):
+        whole = chunked(bench, L, L)
+        for C in bench.grid([64, 128, 256], range(64, 513, 64)):
+            took = chunked(bench, L, C)
+            gain = gains(bench, L, B, C / (B - 1), [C])[C] if C > B else None
+            for name, ours in (("(a) attention, times", took[0] / whole[0]), ("(b) prefill, times", took[1] / whole[1]), ("(c) end to end, gain", gain)):
+                best.setdefault((name, C), []).append(ours)
+                yield row(f"{name}, L = {L}, C = {C}", None, ours)
+    pick = lambda name, C: max(x for x in best.get((name, C), [math.nan]) if x is not None)
+    yield row("(a) attention at C = 64, times", 3.0, pick("(a) attention, times", 64))
+    yield row("(b) prefill at C = 64, times", 5.0, pick("(b) prefill, times", 64))
+    yield row("(b) prefill at C = 128, times", 2.0, pick("(b) prefill, times", 128))
+    yield row("(b) prefill at C = 256: speed kept", 0.8, 1 / pick("(b) prefill, times", 256))
+    if ("(b) prefill, times", 512) in best:
+        yield row("(b) prefill at C = 512: speed kept", 0.9, 1 / pick("(b) prefill, times", 512))
+    yield row("(c) best gain at C = 64", 1.0, pick("(c) end to end, gain", 64))
+    yield row("(c) best gain at C = 128", 1.16, pick("(c) end to end, gain", 128))
+    if ("(c) end to end, gain", 320) in best:
+        yield row("(c) gain at C = 256 over C = 320", 1.0, pick("(c) end to end, gain", 256) / pick("(c) end to end, gain", 320), bound="at least")
+
+
+def chunked(bench, L, C):
+    """Seconds of a prompt of L tokens fed in chunks of C -> (attention's, all)"""
+    fns = [bench.iteration(0, 0, min(C, L - past), past, last=False) for past in range(0, L, C)]
+    total = sum(bench.seconds(*fns))
+    with bench.operators() as took:
+        for f in fns:
+            bench.once(f)
+    return total * took["attn"] / sum(took.values()), total
+
+
+# ---------------------------------------------------------------- many requests, many GPUs
+
+def zipf_requests(n, low=1024, high=4096, theta=0.4, pd=10.0, seed=0):
+    """n simulated requests, one after the other: their lengths are low .. high, the k-th shortest with a probability in
+    proportion to k^-theta, P:D prompt to new tokens [SARATHI §5.3]."""
+    k = np.arange(1, high - low + 2)
+    p = k**-theta
+    for L in np.random.default_rng(seed).choice(k + low - 1, size=n, p=p / p.sum()).tolist():
+        P, D = halves(L, pd)
+        yield Request(np.broadcast_to(np.int64(0), P), max_new_tokens=D)
+
+
+def feed(engine, requests, ahead=64):
+    """Serve an iterator of requests without holding them all -> those that ended, in the order of their end."""
+    requests, more = iter(requests), True
+    while more or engine.requests:
+        while more and len(engine.requests) < ahead + engine.max_batch:
+            r = next(requests, None)
+            more = r is not None
+            if more:
+                r.arrival = engine.clock.now()
+                engine.add(r)
+        for event in engine.step():
+            if event.finished:
+                yield event.request
+
+
+@experiment("[SARATHI Fig. 12] GPT-3 on 64 A100: pipeline bubbles and completion time with Orca, with SARATHI and without a pipeline")
+def fig12(bench, n=None):
+    """TP8 in each of 8 nodes; a pipeline across them, or a replica in each. Always simulated, whatever the bench."""
+    n = n or bench.config.scale
+    took, bubble, rows = {}, {}, []
+    for name, scheduler in (("Orca", orca_best(4096, 27)), ("SARATHI", Sarathi(chunk=256))):
+        line = Pipeline(gpt3(nodes=8), 8, scheduler=scheduler, max_batch=27, n_page=27 * 4096)
+        bubble[name] = statistics.median(r.bubble for r in feed(line, zipf_requests(n)))
+        took[name] = line.clock.now()
+        kinds = ", ".join(f"{k} {v / sum(line.bubbles.values()):.0%}" for k, v in line.bubbles.items())
+        rows.append(row(f"TP8 x PP8, {name}: idle share of the stages", None, sum(line.bubbles.values()) / 8 / took[name], kinds=line.bubbles))
+        bench.notes.append(f"TP8 x PP8, {name}: {n} requests in {took[name]:.0f} s; the median request waits {bubble[name]:.2f} s in bubbles ({kinds})")
+    replicas = [Simulator(gpt3(), scheduler=orca_best(4096, 11), max_batch=11, n_page=11 * 4096) for _ in range(8)]
+    for i, engine in enumerate(replicas):
+        sum(1 for r in feed(engine, islice(zipf_requests(n), i, None, 8)))
+    took["TP"] = max(engine.clock.now() for engine in replicas)
+    bench.notes.append(f"8 x TP8: {n} requests in {took['TP']:.0f} s")
+    return [dict(r, source="simulated") for r in [
+        row("median bubble time per request, Orca over SARATHI", 6.29, bubble["Orca"] / bubble["SARATHI"]),
+        row("completion, TP-PP Orca over TP-PP SARATHI", 1.91, took["Orca"] / took["SARATHI"]),
+        row("completion, TP only over TP-PP SARATHI", 1.48, took["TP"] / took["SARATHI"]),
+        row("completion, TP-PP Orca over TP only", 1.28, took["Orca"] / took["TP"]), *rows,
+        row("largest batch, TP8 x PP8, per micro-batch", 27, Simulator(gpt3(nodes=8)).max_batch // 8),
+        row("largest batch, TP8", 11, Simulator(gpt3()).max_batch)]]
+
+
+def gpt3(nodes=1):
+    """GPT-3 on nodes of 8 A100-80."""
+    return CostModel.roofline(preset("gpt3-175b"), "a100", tp=8, nodes=nodes)
+
+
+@experiment("how long the simulator itself takes for 1K, 10K (and with --full 100K) requests, and the memory it needs")
+def scaling(bench):
+    """GPT-3 on 16 A100, SARATHI, B = 27, lengths as in [SARATHI §5.3]; wall time on this machine."""
+    for n in [1000, 10000] + [100000] * bench.config.full:
+        engine, clock = Simulator(gpt3(nodes=2), scheduler="sarathi", max_batch=27, n_page=27 * 4096), WallClock()
+        ended = sum(1 for r in feed(engine, zipf_requests(n)))
+        yield row(f"{ended} requests: wall time (s)", None, clock.now(), source="measured", simulated=engine.clock.now(), iterations=engine.n_steps)
+        yield row(f"{ended} requests: peak memory of the process (MB)", None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, source="measured")
 
 
 # ---------------------------------------------------------------- running and printing

@@ -375,9 +375,10 @@ class CostModel:
         self.n_weights = sum(self.weights.values())
 
     @staticmethod
-    def roofline(config, gpu, tp=1):
-        """From a GPU's data sheet. KeyError, listing the known ones, for another GPU; tp: GPUs that share every layer."""
-        return Roofline(config, gpu, tp)
+    def roofline(config, gpu, tp=1, nodes=1):
+        """From a GPU's data sheet. KeyError, listing the known ones, for another GPU. tp: GPUs that share every layer; nodes: so
+        many of these groups share the model (and their memory), each some of the layers, as stages of a Pipeline."""
+        return Roofline(config, gpu, tp, nodes)
 
     @staticmethod
     def profile(model, **more):
@@ -419,13 +420,13 @@ class CostModel:
 class Roofline(CostModel):
     """Each operator's time is the 2-norm of computing and reading, at fixed shares of a data sheet's peaks."""
 
-    def __init__(self, config, gpu, tp=1):
+    def __init__(self, config, gpu, tp=1, nodes=1):
         if gpu not in GPUS:
             raise KeyError(f"unknown hardware {gpu!r}: one of {', '.join(GPUS)}")
         self.gpu, self.tp, self._linear = GPUS[gpu], checked("tp", tp, int, 1), {}
         c, dtype = config, torch.bfloat16
-        left = [share * tp * self.gpu.memory - c.n_params * dtype.itemsize for share in (1, USABLE)]
-        super().__init__(c, dtype, (left[0], left[1] / left[0]), f"{tp} x {gpu}" if tp > 1 else gpu, TILE)
+        left = [share * tp * nodes * self.gpu.memory - c.n_params * dtype.itemsize for share in (1, USABLE)]
+        super().__init__(c, dtype, (left[0], left[1] / left[0]), f"{tp * nodes} x {gpu}" if tp * nodes > 1 else gpu, TILE)
         self.flops, self.bandwidth = tp * self.gpu.flops, tp * self.gpu.bandwidth
         self.page = c.page_bytes(dtype.itemsize)
 
@@ -869,9 +870,14 @@ class Pipeline:
         self.bubbles = dict(PB1=0.0, PB2=0.0, PB3=0.0)  # seconds of all stages
         self.lanes = [Lane(self, i, cost, record=record, **options) for i in range(n_stage)]
         first = self.lanes[0]
-        self.add, self.requests, self.clock = first.add, first.requests, first.clock
+        self.add, self.requests, self.max_batch = first.add, first.requests, n_stage * first.max_batch
         for lane in self.lanes:
             lane.requests, lane.pending, lane.waiting = first.requests, first.pending, first.waiting
+
+    @property
+    def clock(self):
+        """The clock of the lane that is ready last: when all that was started has left the last stage."""
+        return max((lane.clock for lane in self.lanes), key=lambda clock: clock.t)
 
     def step(self):
         """One iteration of the lane that is ready first -> [Event]."""
