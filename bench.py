@@ -34,6 +34,7 @@ from sarathi import (GPUS, CostModel, Engine, EngineConfig, Interruptible, Parse
 EXPERIMENTS = {}  # name -> (function, one line on what it reproduces)
 OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]
 BASELINES = ("static", "orca")
+ALWAYS_SIMULATED = {"fig12", "scaling", "scoreboard"}  # experiments that ask no model of this machine
 
 
 def experiment(about):
@@ -82,10 +83,11 @@ class Bench:
         self.model, self.config, self.options = model, config, engine
         self.simulated = isinstance(model, CostModel)
         self.clock, self.source = (VirtualClock(), "simulated") if self.simulated else (WallClock(), "measured")
-        self.B = engine.max_batch or 6  # as in [SARATHI Table 4]
         self.lengths = config.lengths or ([1024, 2048, 3072] if self.simulated or model.device.type == "cuda" else [256, 512, 768])
         if max(self.lengths) > model.config.block_size:
             raise ValueError(f"lengths {self.lengths}: the model's context ends at {model.config.block_size}")
+        fits = int(model.memory[0]) // model.page // max(self.lengths) if self.simulated else 6
+        self.B = engine.max_batch or max(1, min(6, fits))  # 6 as in [SARATHI Table 4]
         self.notes = []  # sentences printed under the tables
         self.interrupt = Interruptible()
 
@@ -278,28 +280,39 @@ def table2(bench):
     return rows
 
 
-TABLE4 = {"llama-13b": ([1024, 2048, 3072], [6, 6, 6], [50, 50, 50], [5.45, 3.26, 2.51], [1.33, 1.26, 1.22]),  # [SARATHI Table 4]:
-          "llama-33b": ([1024, 2048, 3072], [10, 5, 3], [28, 63, 127], [3.83, 4.25, 3.51], [1.25, 1.22, 1.14])}  # L B P:D speedup gain
+TABLE4 = {"LLaMA-13B, A6000": [(1024, 6, 50, 5.45, 1.33), (2048, 6, 50, 3.26, 1.26), (3072, 6, 50, 2.51, 1.22)],  # [SARATHI Table 4]:
+          "LLaMA-33B, A100": [(1024, 10, 28, 3.83, 1.25), (2048, 5, 63, 4.25, 1.22), (3072, 3, 127, 3.51, 1.14)]}  # L B P:D speedup gain
 ORCA = 1.11  # [SARATHI Fig. 11] best case at 1K, over static
 
 
 @experiment("[SARATHI Table 4] decode speedup and end-to-end gain over request-level batching and Orca, for three lengths")
 def table4(bench):
-    """At P:D = C / (B - 1) unless --pd says otherwise; whole runs of every scheduler in turns."""
-    B, C, name, paper = bench.B, bench.options.chunk, bench.options.scheduler, TABLE4["llama-13b"]
+    """At P:D = C / (B - 1) unless --pd says otherwise; whole runs of every scheduler in turns. Simulated with --full: also the
+    paper's second model."""
+    pd = bench.config.pd or bench.options.chunk / max(1, bench.B - 1)
+    first, second = TABLE4.values()
+    papers = [case[3:] for case in first] + [(None, None)] * len(bench.lengths)
+    yield from table4_cases(bench, [(L, bench.B, pd, *paper) for L, paper in zip(bench.lengths, papers)])
+    if bench.simulated and bench.config.full:
+        for r in table4_cases(bench.other(CostModel.roofline(preset("llama-33b"), "a100")), second):
+            yield r | dict(what="LLaMA-33B, A100, " + r["what"])
+
+
+def table4_cases(bench, cases):
+    """Rows for cases (L, B, P:D, the paper's speedup and gain)."""
+    name = bench.options.scheduler
     schedulers = [*BASELINES, *([name] if name not in BASELINES else [])]
-    bar = tqdm(total=len(bench.lengths) * (len(schedulers) * bench.runs + 1), desc="table4", file=sys.stderr, disable=bench.simulated)
-    for i, L in enumerate(bench.lengths):
-        speedup, piggybacked = decode_speedup(bench, L)
+    bar = tqdm(total=len(cases) * (len(schedulers) * bench.runs + 1), desc="table4", file=sys.stderr, disable=bench.simulated)
+    for i, (L, B, pd, speedup_paper, gain_paper) in enumerate(cases):
+        speedup, piggybacked = decode_speedup(bench, L, B)
         bar.update()
-        P, D = halves(L, bench.config.pd or C / max(1, B - 1), C, B)
-        took = end_to_end(bench, schedulers, P, D, bar)
-        speedup_paper, gain_paper = (paper[3][i], paper[4][i]) if i < len(paper[0]) else (None, None)
+        P, D = halves(L, pd, bench.options.chunk, B)
+        took = end_to_end(bench, schedulers, P, D, bar, B)
         note = f"L = {L}, B = {B}, P:D = {P / D:.0f}"
         gain = {s: statistics.median(a / b for a, b in zip(took[s], took[name])) for s in BASELINES}  # within a round: drift cancels
         yield row(f"{note}: decode speedup", speedup_paper, speedup, decode_ms=piggybacked * 1e3)
         yield row(f"{note}: {name} over static", gain_paper, gain["static"], seconds=took)
-        yield row(f"{note}: {name} over orca", gain_paper / ORCA if i == 0 else None, gain["orca"])
+        yield row(f"{note}: {name} over orca", gain_paper / ORCA if i == 0 and gain_paper else None, gain["orca"], derived=True)
     bar.close()
 
 
@@ -383,11 +396,6 @@ def batches(bench):
     """[(L, B)]: the paper's where they are simulated, else this bench's lengths and batch."""
     sizes = bench.grid([(L, bench.B) for L in bench.lengths], [*MAX_B.items()])
     return [(L, B) for L, B in sizes if L <= bench.model.config.block_size]
-
-
-def mark(paper, holds=True):
-    """A published figure, where the row is the paper's own case."""
-    return paper if holds else None
 
 
 @experiment("[SARATHI Fig. 3] what a decoded token costs, in prefilled tokens, by batch size")
@@ -477,12 +485,11 @@ def orca_best(L, B):
     return Sarathi(chunk=L + B)
 
 
-def gains(bench, L, B, pd, chunks, orca=False):
+def gains(bench, P, D, B, chunks, orca=False):
     """How many times as fast as request-level batching the same requests are served -> {chunk or "worst" or "best": gain}"""
-    P, D = halves(L, pd, chunks[0] if len(chunks) == 1 else 0, B)
     schedulers = dict(base="static") | {C: Sarathi(chunk=C) for C in chunks}
     if orca:
-        schedulers |= dict(worst="orca", best=orca_best(L, B))
+        schedulers |= dict(worst="orca", best=orca_best(P, B))
     took = end_to_end(bench, schedulers, P, D, B=B, requests=2 * B)
     return {name: statistics.median(a / b for a, b in zip(took["base"], ts)) for name, ts in took.items() if name != "base"}
 
@@ -497,7 +504,8 @@ def fig9(bench):
     """A peak's P:D is where decodes piggyback perfectly: C / (B - 1)."""
     for L, B in bench.grid(batches(bench)[:1], batches(bench)):
         for C in bench.grid([bench.options.chunk], [128, 256, 512]):
-            curve = [(pd, gains(bench, L, B, pd, [C])[C]) for pd in ratios(bench, round(C / (B - 1)), round((C - B + 1) / (B - 1)))]
+            sizes = sorted({halves(L, pd, C, B) for pd in ratios(bench, C / (B - 1))})
+            curve = [(P / D, gains(bench, P, D, B, [C])[C]) for P, D in sizes]
             pd, best = max(curve, key=lambda point: point[1])
             paper = {256: (1.27, 14), 512: (1.23, 28)}.get(C, (None, None)) if (L, B) == (1024, 18) else (None, None)
             yield row(f"L = {L}, B = {B}, C = {C}: peak gain", paper[0], best, curve=curve)
@@ -516,8 +524,10 @@ def fig10(bench):
                     P, D = halves(L, C / (B - 1), C, B)
                     with bench.operators() as took[name]:
                         bench.once(lambda: bench.engine(scheduler, L, B=B).generate(bench.prompts(8 * B, P), max_new_tokens=D))
-                each = {name: took["base"][name] / took["sarathi"][name] for name in OPERATORS}
-                ffn, proj = ffn + [each["ffn_ln1"], each["ffn_ln2"]], proj + [each["preproj"], each["postproj"]]
+                for t in took.values():
+                    t["ffn"] = t["ffn_ln1"] + t["ffn_ln2"]
+                each = {name: took["base"][name] / took["sarathi"][name] for name in ("preproj", "attn", "postproj", "ffn")}
+                ffn, proj = [*ffn, each["ffn"]], [*proj, each["preproj"], each["postproj"]]
                 for name, ratio in each.items():
                     yield row(f"L = {L}, B = {B}, C = {C}: {name}", None, ratio)
     for name, values, low, high in (("ffn", ffn, 1.3, 1.6), ("preproj and postproj", proj, 1.05, 1.38)):
@@ -529,19 +539,19 @@ def fig10(bench):
 def fig11(bench):
     for i, (L, B) in enumerate(batches(bench)):
         C = bench.options.chunk
-        gain = gains(bench, L, B, C / (B - 1), [C], orca=True)
-        yield row(f"(a) L = {L}, B = {B}: Orca, worst case", 1.0, gain["worst"])
-        yield row(f"(a) L = {L}, B = {B}: Orca, best case", mark(1.11, i == 0), gain["best"])
+        gain = gains(bench, *halves(L, C / (B - 1), C, B), B, [C], orca=True)
+        yield row(f"(a) L = {L}, B = {B}: Orca, worst case", None if i else 1.0, gain["worst"])
+        yield row(f"(a) L = {L}, B = {B}: Orca, best case", None if i else 1.11, gain["best"])
         yield row(f"(a) L = {L}, B = {B}: SARATHI", (1.27, 1.25, 1.23)[i] if i < 3 else None, gain[C])
     L, B = batches(bench)[0]
     chunks, curves = bench.grid([bench.options.chunk], [128, 256, 512]), {}
-    for pd in ratios(bench, *(round((C - B + 1) / (B - 1)) for C in chunks)):
-        for name, gain in gains(bench, L, B, pd, chunks, orca=True).items():
-            curves.setdefault(name, []).append((pd, gain))
+    for P, D in sorted({halves(L, pd, C, B) for C in chunks for pd in ratios(bench, C / (B - 1))}):
+        for name, gain in gains(bench, P, D, B, chunks, orca=True).items():
+            curves.setdefault(name, []).append((P / D, gain))
     for name, curve in curves.items():
         pd, best = max(curve, key=lambda point: point[1])
-        yield row(f"(b) {f'SARATHI, C = {name}' if name in chunks else f'Orca, {name} case'}: peak gain, at P:D {pd}",
-                  {512: 1.23, 256: 1.27, "best": 1.11}.get(name), best, curve=curve)
+        yield row(f"(b) {f'SARATHI, C = {name}' if name in chunks else f'Orca, {name} case'}: peak gain (at P:D {pd:.0f})",
+                  {512: 1.23, "best": 1.11}.get(name), best, curve=curve)
 
 
 @experiment("[SARATHI Fig. 13] what chunking costs: (a) attention, (b) prefill, (c) what is left end to end")
@@ -552,7 +562,7 @@ def fig13(bench):
         whole = chunked(bench, L, L)
         for C in bench.grid([64, 128, 256], range(64, 513, 64)):
             took = chunked(bench, L, C)
-            gain = gains(bench, L, B, C / (B - 1), [C])[C] if C > B else None
+            gain = gains(bench, *halves(L, C / (B - 1), C, B), B, [C])[C] if C > B else None
             for name, ours in (("(a) attention, times", took[0] / whole[0]), ("(b) prefill, times", took[1] / whole[1]), ("(c) end to end, gain", gain)):
                 best.setdefault((name, C), []).append(ours)
                 yield row(f"{name}, L = {L}, C = {C}", None, ours)
@@ -647,6 +657,44 @@ def scaling(bench):
         yield row(f"{ended} requests: peak memory of the process (MB)", None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, source="measured")
 
 
+# ---------------------------------------------------------------- the scoreboard
+
+FITTED = ("table2", "fig7", "largest batch", "decode speedup, ")  # the rows that the constants of CostModel.roofline were chosen on
+CLAIMED = {"table2": "Table 2", "fig3": "Fig. 3", "fig4": "Fig. 4", "fig7": "Fig. 7", "fig8": "Fig. 8", "table4": "Table 4", "fig9": "Fig. 9",
+           "fig10": "Fig. 10", "fig11": "Fig. 11", "fig12": "Fig. 12", "fig13": "Fig. 13"}
+MISSES = {  # beginnings of rows -> why they are outside
+}
+
+
+@experiment("every number of the SARATHI paper beside ours, simulated with one set of constants: which hold within 15 %")
+def scoreboard(bench):
+    """The rows of all its experiments that have a published number. A "fit" row is one that the constants were chosen on."""
+    own = Bench(CostModel.roofline(preset("llama-13b"), "a6000"), replace(bench.config, hardware="a6000", tp=1, lengths="", pd=0.0, full=True), EngineConfig())
+    own.interrupt = bench.interrupt
+    rows = []
+    for name, where in tqdm(CLAIMED.items(), "scoreboard", file=sys.stderr):
+        for r in EXPERIMENTS[name][0](own):
+            if r["paper"] is not None and not r.get("derived"):
+                rows.append(judged(name, where, r, own.source))
+    inside = sum(r["inside"] == "yes" for r in rows)
+    tested = [r for r in rows if r["role"] == "prediction"]
+    bench.notes += [f"outside: {r['what']}: {r['why']}" for r in rows if r["inside"] == "no"]
+    bench.notes.append(f"{inside} of {len(rows)} inside 15 % ({inside / len(rows):.0%}); of the {len(tested)} predictions "
+                       f"{sum(r['inside'] == 'yes' for r in tested)}")
+    return rows
+
+
+def judged(name, where, r, source):
+    """A row with its ratio, whether it is inside 15 % (or its bound), and whether the constants were fitted on it."""
+    ratio = r["ours"] / r["paper"]
+    inside = dict({"at most": ratio <= 1, "at least": ratio >= 1}).get(r.get("bound"), abs(ratio - 1) <= 0.15)
+    fit = name in FITTED or any(word in r["what"] for word in FITTED)
+    why = next((why for start, why in MISSES.items() if f"{name}: {r['what']}".startswith(start)), "not explained")
+    what = f"{where}: {r['what']}" + (f" ({r['bound']})" if "bound" in r else "")
+    return row(what, r["paper"], r["ours"], r["source"] or source, ratio=ratio, inside="yes" if inside else "no",
+               role="fit" if fit else "prediction", **({} if inside else dict(why=why)))
+
+
 # ---------------------------------------------------------------- running and printing
 
 def run(bench, names):
@@ -673,10 +721,12 @@ def run(bench, names):
 
 def table(rows):
     """Rows as a Markdown table whose columns line up."""
-    cells = [["", "paper", "ours", "source"], *([r["what"], number(r["paper"]), number(r["ours"]), r["source"]] for r in rows)]
-    width = [max(len(line[i]) for line in cells) for i in range(4)]
-    lines = ["| " + " | ".join(c.ljust(w) if i in (0, 3) else c.rjust(w) for i, (c, w) in enumerate(zip(line, width))) + " |" for line in cells]
-    rule = "|" + "|".join("-" * (w + 1) + ("-" if i in (0, 3) else ":") for i, w in enumerate(width)) + "|"
+    keys = ["what", "paper", "ours", "source", *(k for k in ("ratio", "inside", "role") if k in rows[0])]
+    text = [k for k in keys if k in ("what", "source", "inside", "role")]
+    cells = [["" if k == "what" else k for k in keys], *([r[k] if k in text else number(r[k]) for k in keys] for r in rows)]
+    width = [max(len(line[i]) for line in cells) for i in range(len(keys))]
+    lines = ["| " + " | ".join(c.ljust(w) if k in text else c.rjust(w) for k, c, w in zip(keys, line, width)) + " |" for line in cells]
+    rule = "|" + "|".join("-" * (w + 1) + ("-" if k in text else ":") for k, w in zip(keys, width)) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
@@ -736,6 +786,8 @@ def main():
     for name in names:
         if name not in EXPERIMENTS:
             raise ValueError(f"unknown experiment {name!r}: one of {', '.join(EXPERIMENTS)}, all, list")
+    if set(names) <= ALWAYS_SIMULATED and not args.hardware:
+        args.hardware = "a6000"
     if args.chunk == "auto":
         args.chunk, names = 256, ["profile", *(n for n in names if n != "profile")]
     config, options = BenchConfig(**parser.values(BenchConfig, args)), EngineConfig(**parser.values(EngineConfig, args))
