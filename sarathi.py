@@ -15,6 +15,7 @@ import bisect
 import heapq
 import math
 import os
+import random
 import re
 import signal
 import sys
@@ -375,15 +376,16 @@ class CostModel:
         self.n_weights = sum(self.weights.values())
 
     @staticmethod
-    def roofline(config, gpu, tp=1, nodes=1):
+    def roofline(config, gpu, tp=1, nodes=1, delay=LINK_DELAY):
         """From a GPU's data sheet. KeyError, listing the known ones, for another GPU. tp: GPUs that share every layer; nodes: so
-        many of these groups share the model (and their memory), each some of the layers, as stages of a Pipeline."""
-        return Roofline(config, gpu, tp, nodes)
+        many of these groups share the model (and their memory), each some of the layers, as stages of a Pipeline; delay: seconds
+        before an all-reduce begins."""
+        return Roofline(config, gpu, tp, nodes, delay)
 
     @staticmethod
-    def profile(model, **more):
+    def profile(model, repeats=3):
         """Fitted to iterations of the engine with this model on this machine (some ten seconds)."""
-        return Fitted(model, **more)
+        return Fitted(model, repeats)
 
     def time(self, n_tokens, n_context=0):
         """Seconds of an iteration of n_tokens tokens, n_context of them cached ones that are read."""
@@ -420,10 +422,10 @@ class CostModel:
 class Roofline(CostModel):
     """Each operator's time is the 2-norm of computing and reading, at fixed shares of a data sheet's peaks."""
 
-    def __init__(self, config, gpu, tp=1, nodes=1):
+    def __init__(self, config, gpu, tp=1, nodes=1, delay=LINK_DELAY):
         if gpu not in GPUS:
             raise KeyError(f"unknown hardware {gpu!r}: one of {', '.join(GPUS)}")
-        self.gpu, self.tp, self._linear = GPUS[gpu], checked("tp", tp, int, 1), {}
+        self.gpu, self.tp, self.delay, self._linear = GPUS[gpu], checked("tp", tp, int, 1), delay, {}
         c, dtype = config, torch.bfloat16
         left = [share * tp * nodes * self.gpu.memory - c.n_params * dtype.itemsize for share in (1, USABLE)]
         super().__init__(c, dtype, (left[0], left[1] / left[0]), f"{tp * nodes} x {gpu}" if tp * nodes > 1 else gpu, TILE)
@@ -452,7 +454,7 @@ class Roofline(CostModel):
     def all_reduce(self, N):
         """Of N tokens' vectors over the tp GPUs of a node, in every layer [SARATHI §2.3]."""
         ring = 2 * (self.tp - 1) / self.tp * N * self.config.n_embd * self.dtype.itemsize / (LINK * self.gpu.link)
-        return self.config.n_layer * (ring + LINK_DELAY) if self.tp > 1 else 0.0
+        return self.config.n_layer * (ring + self.delay) if self.tp > 1 else 0.0
 
     def send(self, N):
         """N tokens' vectors to the next stage of a pipeline, in the next node; each of the tp GPUs sends its share."""
@@ -467,6 +469,107 @@ class Roofline(CostModel):
         """N rows times n_weights weights: whole tiles are multiplied, every weight is read once."""
         rows = N if N <= SKINNY else -(-N // TILE) * TILE
         return math.hypot(2 * rows * n_weights / (GEMM_FLOPS * self.flops), self.dtype.itemsize * n_weights / (GEMM_BANDWIDTH * self.bandwidth))
+
+
+class Fitted(CostModel):
+    """Least squares, of relative errors, over a designed set of real iterations; `error` is the median on others."""
+    KNOTS = (4, 16, 64)  # tokens at which the slope of the linear operators may change: no tile, but small batches are bound by memory
+
+    def __init__(self, model, repeats=3):
+        super().__init__(model.config, model.dtype, free_memory(model.device), str(model.device))
+        L = min(model.config.block_size, 1024) - 1
+        designed, unseen = designed_batches(L), random_batches(L, 16)
+        times = time_batches(model, designed + unseen, repeats)
+        A = np.array([self.features(Work.of(entries, 1)) for entries in designed + unseen], float)
+        n = len(designed)
+        self.coefficients = least_squares(A[:n] / times[:n, None], np.ones(n)).tolist()
+        self.delta, self.gamma, self.alpha = self.coefficients[0], self.coefficients[1], self.coefficients[2 + len(self.KNOTS)]
+        errors = np.abs(A @ self.coefficients / times - 1)
+        self.error, self.fit_error = float(np.median(errors[n:])), float(np.median(errors[:n]))
+
+    def features(self, w):
+        return [1, w.N, *(max(0, w.N - k) for k in self.KNOTS), w.context, w.decodes, w.pairs, w.reread, w.chunks, w.M]
+
+    def linear(self, N):
+        return self._sum(0, (1, N, *(max(0, N - k) for k in self.KNOTS)))
+
+    def attention(self, w):
+        return self._sum(2 + len(self.KNOTS), (w.context, w.decodes, w.pairs, w.reread, w.chunks))
+
+    def others(self, w):
+        return self.coefficients[-1] * w.M
+
+    def _sum(self, start, values):
+        return sum(c * x for c, x in zip(self.coefficients[start:], values))
+
+
+def designed_batches(L):
+    """Iterations that tell the terms of a cost model apart, as entries (n_past, n, wants logits): decodes of many sizes and
+    contexts, chunks with and without a past, mixtures; none beyond a context of L."""
+    decodes = lambda B, context: [(max(1, context * (2 * i + B) // (2 * B) - 1), 1, True) for i in range(B)]  # contexts differ, as in a server
+    batches = [decodes(B, context) for B in (1, 2, 4, 8, 16) for context in (8, L // 4, 2 * L // 3)]
+    sizes = [n for n in (12, 24, 48, 96, 160, 256, 384, 512) if n <= L]
+    batches += [[(0, n, False)] for n in sizes] + [[(L // 2, n, True)] for n in sizes if n <= L // 2]
+    batches += [[(0, n // 4, True)] * 4 for n in sizes[2:]]
+    batches += [decodes(B, context) + [(past, n, False)] for B, context, past, n in
+                ((1, L // 2, 0, 31), (3, L // 3, L // 4, 61), (3, L // 2, 0, 125), (7, L // 3, L // 2, 57), (7, L // 2, 0, 249), (15, L // 4, L // 4, 113))
+                if past + n <= L]
+    return batches
+
+
+def random_batches(L, n, seed=0):
+    """n mixtures that designed_batches does not hold."""
+    rng, batches = random.Random(seed), []
+    for _ in range(n):
+        batches.append([(rng.randrange(1, L), 1, True) for _ in range(rng.randint(0, 10))])
+        for _ in range(rng.randint(0 if batches[-1] else 1, 2)):
+            past = rng.choice((0, rng.randrange(L // 2)))
+            batches[-1].append((past, rng.randint(9, min(L - past, 300)), rng.random() < 0.5))
+    return batches
+
+
+def time_batches(model, batches, repeats):
+    """(n,) the median seconds of each batch, in rounds after a warm-up."""
+    pages = max(sum(past + n for past, n, _ in entries) for entries in batches)
+    engine = Engine(model, max_batch=256, n_page=pages)
+    engine.kv.normal_()
+    took = []
+    for i in range(1 + repeats):
+        for entries in batches:
+            plan = rehearse(engine, entries)
+            start = time.perf_counter()
+            engine._run(plan)  # ends with the tokens on the host: nothing is left running
+            took.append(time.perf_counter() - start)
+            for r, n in plan:
+                engine.pool.free(r.id)
+                engine.abort(r.id)
+        engine.pending.clear()
+    return np.median(np.reshape(took, (1 + repeats, -1))[1:], 0)
+
+
+def least_squares(A, b):
+    """min |A x - b| with x >= 0: a cost is never negative. What would be is left out, the worst first."""
+    keep = list(range(A.shape[1]))
+    while True:
+        x = np.zeros(A.shape[1])
+        scale = np.maximum(np.abs(A[:, keep]).max(0), 1e-30)
+        x[keep] = np.linalg.lstsq(A[:, keep] / scale, b, rcond=None)[0] / scale
+        if not keep or x.min() >= 0:
+            return x
+        keep.remove(min(keep, key=lambda i: x[i] * np.abs(A[:, i]).max()))
+
+
+def rehearse(engine, entries):
+    """The plan of an iteration out of the blue: a request of random tokens with its pages, for each (n_past, n, wants logits)."""
+    plan = []
+    for past, n, wants in entries:
+        prompt = np.random.default_rng(engine.n_added).integers(0, engine.model.config.vocab_size, past + n + (not wants))
+        r = Request(prompt, max_new_tokens=1)
+        engine.add(r)
+        engine.pool.hold(r.id, past + n, past + n)
+        r.n_past = past
+        plan.append((r, n))
+    return plan
 
 
 # ---------------------------------------------------------------- the engine
