@@ -374,6 +374,7 @@ class CostModel:
         self.weights = dict(preproj=c.n_embd * (c.n_head + 2 * c.n_kv_head) * D, postproj=c.n_head * D * c.n_embd,  # of one layer
                             ffn_ln1=(2 if c.llama else 1) * c.n_embd * c.n_inner, ffn_ln2=c.n_inner * c.n_embd)
         self.n_weights = sum(self.weights.values())
+        self.page = c.page_bytes(dtype.itemsize)
 
     @staticmethod
     def roofline(config, gpu, tp=1, nodes=1, delay=LINK_DELAY):
@@ -430,7 +431,6 @@ class Roofline(CostModel):
         left = [share * tp * nodes * self.gpu.memory - c.n_params * dtype.itemsize for share in (1, USABLE)]
         super().__init__(c, dtype, (left[0], left[1] / left[0]), f"{tp * nodes} x {gpu}" if tp * nodes > 1 else gpu, TILE)
         self.flops, self.bandwidth = tp * self.gpu.flops, tp * self.gpu.bandwidth
-        self.page = c.page_bytes(dtype.itemsize)
 
     def linear(self, N):
         """The four linear operators of all layers: computing whole tiles of rows, and reading the weights once."""
@@ -477,13 +477,14 @@ class Fitted(CostModel):
 
     def __init__(self, model, repeats=3):
         super().__init__(model.config, model.dtype, free_memory(model.device), str(model.device))
-        L = min(model.config.block_size, 1024) - 1
+        L = min(model.config.block_size, 1024) - 2
         designed, unseen = designed_batches(L), random_batches(L, 16)
         times = time_batches(model, designed + unseen, repeats)
         A = np.array([self.features(Work.of(entries, 1)) for entries in designed + unseen], float)
         n = len(designed)
         self.coefficients = least_squares(A[:n] / times[:n, None], np.ones(n)).tolist()
-        self.delta, self.gamma, self.alpha = self.coefficients[0], self.coefficients[1], self.coefficients[2 + len(self.KNOTS)]
+        self.delta, self.gamma = self.coefficients[0], sum(self.coefficients[1:2 + len(self.KNOTS)])  # gamma: of a large batch
+        self.alpha = self.coefficients[2 + len(self.KNOTS)]
         errors = np.abs(A @ self.coefficients / times - 1)
         self.error, self.fit_error = float(np.median(errors[n:])), float(np.median(errors[:n]))
 
