@@ -15,6 +15,7 @@ import bisect
 import heapq
 import math
 import os
+import random
 import re
 import signal
 import sys
@@ -89,6 +90,7 @@ class Request:
     n_tokens: int = field(default=0, init=False)
     n_past: int = field(default=0, init=False)
     n_preempted: int = field(default=0, init=False)
+    bubble: float = field(default=0.0, init=False)  # seconds that its micro-batches let pipeline stages wait [SARATHI §5.3]
     times: list = field(default_factory=list, init=False, repr=False)  # when each new token came, seconds
 
     @property
@@ -306,6 +308,271 @@ def make_scheduler(scheduler, **options):
     return scheduler
 
 
+# ---------------------------------------------------------------- what an iteration costs
+
+class GPU(NamedTuple):
+    """A data sheet."""
+    flops: float  # dense 16-bit tensor-core peak, 1/s
+    bandwidth: float  # of its memory, bytes/s
+    memory: float  # bytes
+    link: float  # to each neighbour in its node, one way, bytes/s: NVLink where there is one
+
+
+GPUS = {"a10g": GPU(70e12, 600e9, 24 * 2**30, 32e9), "a6000": GPU(154.8e12, 768e9, 48 * 2**30, 56e9), "a40": GPU(149.7e12, 696e9, 48 * 2**30, 56e9),
+        "a100-40": GPU(312e12, 1555e9, 40 * 2**30, 300e9), "a100": GPU(312e12, 2039e9, 80 * 2**30, 300e9),
+        "h100": GPU(989e12, 3350e9, 80 * 2**30, 450e9), "h200": GPU(989e12, 4800e9, 141 * 2**30, 450e9)}
+
+# shares of the data sheet that kernels reach, the same for every GPU and model; each is fitted on the cells named behind it
+GEMM_FLOPS = 0.77  # [SARATHI Table 2] prefill-only, linear
+GEMM_BANDWIDTH = 0.76  # [SARATHI Table 2] decode-only, linear
+CHUNK_FLOPS = 0.30  # [SARATHI Table 2] prefill-only, attn
+DECODE_BANDWIDTH = 0.80  # [SARATHI Table 2] decode-only, attn
+ATTENTION_CALL = 19e-6  # seconds to start a chunk's or the decodes' attention in one layer; [SARATHI Table 2] decode-maximal, attn
+ELEMENTWISE = 6  # times that norms, activations and residuals read or write a token's vector in one layer: "others" < 5 % [§3.1]
+TILE = 128  # rows of a GEMM's thread block [SARATHI Fig. 7]
+SKINNY = 32  # up to so many rows a GEMM takes smaller blocks: a decode-only batch pays for its own rows [SARATHI Fig. 3]
+USABLE = 0.84  # of a GPU's memory, for weights and cache: [SARATHI Fig. 8, §5.3] batches of 18, 10, 6, 27 and 11
+LINK, LINK_DELAY = 0.75, 25e-6  # share of a link's bandwidth, and seconds before the first byte: usual for NCCL on eight GPUs, not fitted
+INFINIBAND = 25e9  # bytes/s from a GPU to its peer in the next node: 200 Gb/s each
+
+
+class Work(NamedTuple):
+    """What one iteration asks of the hardware, as far as its time depends on it."""
+    N: int  # tokens through the linear operators
+    M: int = 0  # rows that need logits
+    decodes: int = 0
+    context: int = 0  # cached tokens that decodes read
+    chunks: int = 0
+    pairs: float = 0  # of a chunk's query with a key
+    reread: int = 0  # cached tokens that chunks read, those of earlier chunks included [SARATHI §4.2]
+
+    @classmethod
+    def of(cls, entries, tile):
+        """entries: (n_past, n, wants logits) per request; a chunk's rows fill whole tiles."""
+        N = M = decodes = context = chunks = pairs = reread = 0
+        for past, n, wants in entries:
+            N += n
+            M += wants
+            if n <= FEW_ROWS:
+                decodes += 1
+                context += past + n
+            else:
+                chunks += 1
+                pairs += -(-n // tile) * tile * (past + n / 2)
+                reread += past + n
+        return cls(N, M, decodes, context, chunks, pairs, reread)
+
+
+class CostModel:
+    """Seconds of an iteration: T = alpha N_context + gamma ceil(N / tile) tile + delta [SmartSpec Eq. 7, SARATHI Fig. 7], where
+    gamma and delta (computing N tokens, reading the weights) overlap, and a chunk's attention pays for its query-key pairs."""
+    error = None  # of a fitted one: the median relative error on batches that the fit did not see
+
+    def __init__(self, config, dtype, memory, name, tile=1):
+        self.config, self.dtype, self.memory, self.name, self.tile = config, dtype, memory, name, tile
+        c, D = config, config.head_dim
+        self.weights = dict(preproj=c.n_embd * (c.n_head + 2 * c.n_kv_head) * D, postproj=c.n_head * D * c.n_embd,  # of one layer
+                            ffn_ln1=(2 if c.llama else 1) * c.n_embd * c.n_inner, ffn_ln2=c.n_inner * c.n_embd)
+        self.n_weights = sum(self.weights.values())
+        self.page = c.page_bytes(dtype.itemsize)
+
+    @staticmethod
+    def roofline(config, gpu, tp=1, nodes=1, delay=LINK_DELAY):
+        """From a GPU's data sheet. KeyError, listing the known ones, for another GPU. tp: GPUs that share every layer; nodes: so
+        many of these groups share the model (and their memory), each some of the layers, as stages of a Pipeline; delay: seconds
+        before an all-reduce begins."""
+        return Roofline(config, gpu, tp, nodes, delay)
+
+    @staticmethod
+    def profile(model, repeats=3):
+        """Fitted to iterations of the engine with this model on this machine (some ten seconds)."""
+        return Fitted(model, repeats)
+
+    def time(self, n_tokens, n_context=0):
+        """Seconds of an iteration of n_tokens tokens, n_context of them cached ones that are read."""
+        return self._time(self._rough(n_tokens, n_context))
+
+    def operators(self, n_tokens, n_context=0):
+        """`time` by operator, all layers: {"preproj": seconds, "attn": ..., "others": ...}."""
+        return self._operators(self._rough(n_tokens, n_context))
+
+    def time_of(self, entries):
+        """Seconds of an iteration with these entries, (n_past, n, wants logits) per request."""
+        return self._time(Work.of(entries, self.tile))
+
+    def operators_of(self, entries):
+        """`time_of` by operator."""
+        return self._operators(Work.of(entries, self.tile))
+
+    def _rough(self, n_tokens, n_context):
+        checked("n_tokens", n_tokens, int, 1)
+        return Work(n_tokens, 1, decodes=int(n_context > 0), context=checked("n_context", n_context, int, 0))
+
+    def _time(self, w):
+        return self.linear(w.N) + 2 * self.all_reduce(w.N) + self.attention(w) + self.others(w)
+
+    def _operators(self, w):
+        linear, reduce = self.linear(w.N), self.all_reduce(w.N)  # one after each of the two row-parallel operators
+        took = {name: linear * n / self.n_weights + reduce * (name in ("postproj", "ffn_ln2")) for name, n in self.weights.items()}
+        return dict(preproj=took.pop("preproj"), attn=self.attention(w), **took, others=self.others(w))
+
+    def all_reduce(self, N):
+        return 0.0
+
+
+class Roofline(CostModel):
+    """Each operator's time is the 2-norm of computing and reading, at fixed shares of a data sheet's peaks."""
+
+    def __init__(self, config, gpu, tp=1, nodes=1, delay=LINK_DELAY):
+        if gpu not in GPUS:
+            raise KeyError(f"unknown hardware {gpu!r}: one of {', '.join(GPUS)}")
+        self.gpu, self.tp, self.delay, self._linear = GPUS[gpu], checked("tp", tp, int, 1), delay, {}
+        c, dtype = config, torch.bfloat16
+        left = [share * tp * nodes * self.gpu.memory - c.n_params * dtype.itemsize for share in (1, USABLE)]
+        super().__init__(c, dtype, (left[0], left[1] / left[0]), f"{tp * nodes} x {gpu}" if tp * nodes > 1 else gpu, TILE)
+        self.flops, self.bandwidth = tp * self.gpu.flops, tp * self.gpu.bandwidth
+
+    def linear(self, N):
+        """The four linear operators of all layers: computing whole tiles of rows, and reading the weights once."""
+        if N not in self._linear:
+            self._linear[N] = self._gemm(N, self.config.n_layer * self.n_weights)
+        return self._linear[N]
+
+    def attention(self, w):
+        """Chunks multiply and read what came before them; decodes are bound by the keys and values they read."""
+        c = self.config
+        multiply = 4 * c.n_layer * c.n_head * c.head_dim * w.pairs / (CHUNK_FLOPS * self.flops)
+        read = self.page / (DECODE_BANDWIDTH * self.bandwidth)
+        return math.hypot(multiply, w.reread * read) + w.context * read + c.n_layer * ATTENTION_CALL * ((w.chunks > 0) + (w.decodes > 0))
+
+    def others(self, w):
+        """Norms, activations, residuals; the output head for the rows that need it."""
+        c = self.config
+        passes = ELEMENTWISE * w.N * c.n_layer * c.n_embd * self.dtype.itemsize / (GEMM_BANDWIDTH * self.bandwidth)
+        return passes + (self._gemm(w.M, c.vocab_size * c.n_embd) if w.M else 0.0)
+
+    def all_reduce(self, N):
+        """Of N tokens' vectors over the tp GPUs of a node, in every layer [SARATHI §2.3]."""
+        ring = 2 * (self.tp - 1) / self.tp * N * self.config.n_embd * self.dtype.itemsize / (LINK * self.gpu.link)
+        return self.config.n_layer * (ring + self.delay) if self.tp > 1 else 0.0
+
+    def send(self, N):
+        """N tokens' vectors to the next stage of a pipeline, in the next node; each of the tp GPUs sends its share."""
+        return N * self.config.n_embd * self.dtype.itemsize / self.tp / (LINK * INFINIBAND) + LINK_DELAY
+
+    @property
+    def peaks(self):
+        """(FLOP/s, bytes/s) that a large matrix product and a weight read reach."""
+        return GEMM_FLOPS * self.flops, GEMM_BANDWIDTH * self.bandwidth
+
+    def _gemm(self, N, n_weights):
+        """N rows times n_weights weights: whole tiles are multiplied, every weight is read once."""
+        rows = N if N <= SKINNY else -(-N // TILE) * TILE
+        return math.hypot(2 * rows * n_weights / (GEMM_FLOPS * self.flops), self.dtype.itemsize * n_weights / (GEMM_BANDWIDTH * self.bandwidth))
+
+
+class Fitted(CostModel):
+    """Least squares, of relative errors, over a designed set of real iterations; `error` is the median on others."""
+    KNOTS = (4, 16, 64)  # tokens at which the slope of the linear operators may change: no tile, but small batches are bound by memory
+
+    def __init__(self, model, repeats=3):
+        super().__init__(model.config, model.dtype, free_memory(model.device), str(model.device))
+        L = min(model.config.block_size, 1024) - 2
+        designed, unseen = designed_batches(L), random_batches(L, 16)
+        times = time_batches(model, designed + unseen, repeats)
+        A = np.array([self.features(Work.of(entries, 1)) for entries in designed + unseen], float)
+        n = len(designed)
+        self.coefficients = least_squares(A[:n] / times[:n, None], np.ones(n)).tolist()
+        self.delta, self.gamma = self.coefficients[0], sum(self.coefficients[1:2 + len(self.KNOTS)])  # gamma: of a large batch
+        self.alpha = self.coefficients[2 + len(self.KNOTS)]
+        errors = np.abs(A @ self.coefficients / times - 1)
+        self.error, self.fit_error = float(np.median(errors[n:])), float(np.median(errors[:n]))
+
+    def features(self, w):
+        return [1, w.N, *(max(0, w.N - k) for k in self.KNOTS), w.context, w.decodes, w.pairs, w.reread, w.chunks, w.M]
+
+    def linear(self, N):
+        return self._sum(0, (1, N, *(max(0, N - k) for k in self.KNOTS)))
+
+    def attention(self, w):
+        return self._sum(2 + len(self.KNOTS), (w.context, w.decodes, w.pairs, w.reread, w.chunks))
+
+    def others(self, w):
+        return self.coefficients[-1] * w.M
+
+    def _sum(self, start, values):
+        return sum(c * x for c, x in zip(self.coefficients[start:], values))
+
+
+def designed_batches(L):
+    """Iterations that tell the terms of a cost model apart, as entries (n_past, n, wants logits): decodes of many sizes and
+    contexts, chunks with and without a past, mixtures; none beyond a context of L."""
+    decodes = lambda B, context: [(max(1, context * (2 * i + B) // (2 * B) - 1), 1, True) for i in range(B)]  # contexts differ, as in a server
+    batches = [decodes(B, context) for B in (1, 2, 4, 8, 16) for context in (8, L // 4, 2 * L // 3)]
+    sizes = [n for n in (12, 24, 48, 96, 160, 256, 384, 512) if n <= L]
+    batches += [[(0, n, False)] for n in sizes] + [[(L // 2, n, True)] for n in sizes if n <= L // 2]
+    batches += [[(0, n // 4, True)] * 4 for n in sizes[2:]]
+    batches += [decodes(B, context) + [(past, n, False)] for B, context, past, n in
+                ((1, L // 2, 0, 31), (3, L // 3, L // 4, 61), (3, L // 2, 0, 125), (7, L // 3, L // 2, 57), (7, L // 2, 0, 249), (15, L // 4, L // 4, 113))
+                if past + n <= L]
+    return batches
+
+
+def random_batches(L, n, seed=0):
+    """n mixtures that designed_batches does not hold."""
+    rng, batches = random.Random(seed), []
+    for _ in range(n):
+        batches.append([(rng.randrange(1, L), 1, True) for _ in range(rng.randint(0, 10))])
+        for _ in range(rng.randint(0 if batches[-1] else 1, 2)):
+            past = rng.choice((0, rng.randrange(L // 2)))
+            batches[-1].append((past, rng.randint(9, min(L - past, 300)), rng.random() < 0.5))
+    return batches
+
+
+def time_batches(model, batches, repeats):
+    """(n,) the median seconds of each batch, in rounds after a warm-up."""
+    pages = max(sum(past + n for past, n, _ in entries) for entries in batches)
+    engine = Engine(model, max_batch=256, n_page=pages)
+    engine.kv.normal_()
+    took = []
+    for i in range(1 + repeats):
+        for entries in batches:
+            plan = rehearse(engine, entries)
+            start = time.perf_counter()
+            engine._run(plan)  # ends with the tokens on the host: nothing is left running
+            took.append(time.perf_counter() - start)
+            for r, n in plan:
+                engine.pool.free(r.id)
+                engine.abort(r.id)
+        engine.pending.clear()
+    return np.median(np.reshape(took, (1 + repeats, -1))[1:], 0)
+
+
+def least_squares(A, b):
+    """min |A x - b| with x >= 0: a cost is never negative. What would be is left out, the worst first."""
+    keep = list(range(A.shape[1]))
+    while True:
+        x = np.zeros(A.shape[1])
+        scale = np.maximum(np.abs(A[:, keep]).max(0), 1e-30)
+        x[keep] = np.linalg.lstsq(A[:, keep] / scale, b, rcond=None)[0] / scale
+        if not keep or x.min() >= 0:
+            return x
+        keep.remove(min(keep, key=lambda i: x[i] * np.abs(A[:, i]).max()))
+
+
+def rehearse(engine, entries):
+    """The plan of an iteration out of the blue: a request of random tokens with its pages, for each (n_past, n, wants logits)."""
+    plan = []
+    for past, n, wants in entries:
+        prompt = np.random.default_rng(engine.n_added).integers(0, engine.model.config.vocab_size, past + n + (not wants))
+        r = Request(prompt, max_new_tokens=1)
+        engine.add(r)
+        engine.pool.hold(r.id, past + n, past + n)
+        r.n_past = past
+        plan.append((r, n))
+    return plan
+
+
 # ---------------------------------------------------------------- the engine
 
 class WallClock:
@@ -321,6 +588,19 @@ class WallClock:
         time.sleep(max(0.0, t - self.now()))
 
 
+class VirtualClock:
+    """Seconds that pass only when somebody says so."""
+
+    def __init__(self):
+        self.t = 0.0
+
+    def now(self):
+        return self.t
+
+    def wait_until(self, t):
+        self.t = max(self.t, t)
+
+
 class Engine:
     """Serve requests with one model. Options are EngineConfig's fields; scheduler may also be a Scheduler of your own."""
 
@@ -332,7 +612,7 @@ class Engine:
             raise ValueError(f"draft = {draft!r}, spec = {spec!r}: speculation is not built yet, only None and 'off'")
         self.model, self.config = model, EngineConfig(**options)
         c, B, L = self.config, self.config.max_batch, model.config.block_size
-        page, (free, share) = model.config.page_bytes(model.dtype.itemsize), free_memory(model.device)
+        page, (free, share) = model.config.page_bytes(model.dtype.itemsize), self._memory()
         affordable = int(c.memory_gb * 1e9 or share * free) // page  # (M_G - M_S) / m_kv
         n_page = c.n_page or min(affordable, (B or affordable) * L)
         if not 1 <= n_page <= free // page:
@@ -341,13 +621,19 @@ class Engine:
         self.max_batch = B or min(256, max(1, n_page // L))  # B = floor((M_G - M_S) / (L * m_kv)) [SARATHI §4.3.1]
         self.scheduler = make_scheduler(c.scheduler, chunk=c.chunk, max_batch=self.max_batch, tile=c.tile)
         self.pool = PagePool(n_page, model.config.n_kv_head, c.alloc)
-        self.kv = model.new_cache(n_page)
+        self.kv = self._new_cache(n_page)
         self.clock = clock or WallClock()
         self.requests = {}  # id -> Request, from add until it ends
         self.pending = []  # a heap of (arrival, id): not arrived yet
         self.waiting = deque()  # arrived, without pages
         self.running = []  # with pages, oldest first
         self.n_added = self.n_steps = 0
+
+    def _memory(self):
+        return free_memory(self.model.device)
+
+    def _new_cache(self, n_page):
+        return self.model.new_cache(n_page)
 
     # ------------------------------------------------------------ requests in and out
 
@@ -447,9 +733,13 @@ class Engine:
         if not plan:
             raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing for {len(self.running)} running "
                                f"and {len(self.waiting)} waiting requests")
+        return self._commit(plan, self._run(plan))
+
+    def _run(self, plan):
+        """One forward pass -> the next token of each request that has none left to feed after this plan, in the plan's order."""
         batch = self._pack(plan)
         logits = self.model(batch, self.kv)
-        return self._commit(plan, logits)
+        return self._sample([r for r, n in plan if n == r.n_todo], logits)
 
     def _arrive(self):
         """Move what has arrived by now to the queue; an idle engine waits for the first."""
@@ -548,12 +838,11 @@ class Engine:
             R += 1
         return R
 
-    def _commit(self, plan, logits):
+    def _commit(self, plan, tokens):
         """Advance every request of the plan, give each that has no tokens left to feed its next one, retire what ended."""
         for r, n in plan:
             r.n_past += n
-        ready = [r for r, n in plan if r.n_todo == 0]
-        tokens, now, events = self._sample(ready, logits), self.clock.now(), []
+        ready, now, events = [r for r, n in plan if r.n_todo == 0], self.clock.now(), []
         self.n_steps += 1
         for r, token in zip(ready, tokens):
             r.tokens[r.n_tokens] = token
@@ -614,6 +903,106 @@ class Interruptible:
             signal.signal(signal.SIGINT, self.previous)
 
 
+# ---------------------------------------------------------------- the simulator: the engine with another clock
+
+class Span(NamedTuple):
+    """What a simulated GPU (or pipeline stage) did from start to end, seconds: entries (request id, n_past, n)."""
+    start: float
+    end: float
+    stage: int
+    lane: int
+    entries: list
+
+
+class Simulator(Engine):
+    """An Engine whose model is a CostModel: running a plan only moves the clock, every token is 0, no page is real. Give
+    record=[] to keep a Span of every iteration."""
+
+    def __init__(self, cost, clock=None, record=None, **options):
+        self.record = record
+        super().__init__(cost, clock=clock or VirtualClock(), **options)
+
+    def _memory(self):
+        if self.model.memory[0] <= 0 or self.model.memory[1] <= 0:
+            raise ValueError(f"{self.model.config.n_params * self.model.dtype.itemsize / 1e9:.1f} GB of weights do not fit {self.model.name}: "
+                             f"take a larger GPU or more of them (tp)")
+        return self.model.memory
+
+    def _new_cache(self, n_page):
+        return None
+
+    def _checked(self, r):
+        """As for the engine, but the array is one zero that is seen max_len times."""
+        return np.ndarray(len(super()._checked(r)), np.int64, np.zeros(1, np.int64), strides=(0,))
+
+    def _run(self, plan):
+        start = self.clock.now()
+        self.clock.wait_until(start + self.model.time_of([(r.n_past, n, n == r.n_todo) for r, n in plan]))
+        self._keep(start, self.clock.now(), 0, 0, plan)
+        return [0] * sum(n == r.n_todo for r, n in plan)
+
+    def _keep(self, start, end, stage, lane, plan):
+        if self.record is not None:
+            self.record.append(Span(start, end, stage, lane, [(r.id, r.n_past, n) for r, n in plan]))
+
+
+class Lane(Simulator):
+    """One of the micro-batches that a Pipeline keeps in flight: its own requests and pages, everybody's queue."""
+
+    def __init__(self, pipeline, number, cost, **options):
+        self.pipeline, self.number = pipeline, number
+        super().__init__(cost, **options)
+
+    def _run(self, plan):
+        """Through all stages; the next iteration of this lane may start when the last stage is done."""
+        line, t = self.pipeline, self.clock.now()
+        took = self.model.time_of([(r.n_past, n, n == r.n_todo) for r, n in plan]) / len(line.free)
+        send, idle = self.model.send(sum(n for r, n in plan)), 0.0
+        for stage, free in enumerate(line.free):
+            start = max(t, free)
+            idle += start - free if line.last is not None else 0.0
+            line.free[stage] = t = start + took + send  # sending keeps the stage busy
+            self._keep(start, t, stage, self.number, plan)
+        self.clock.wait_until(t)
+        line.charge(plan, idle)
+        return [0] * sum(n == r.n_todo for r, n in plan)
+
+
+class Pipeline:
+    """n_stage stages of equal layers and as many lanes, each with up to max_batch requests; what Simulator is to one GPU
+    (add, step, run) [SARATHI §5.3]. A stage that idles between two micro-batches makes a bubble, charged to the second:
+
+    PB1: their prefills differ in length; PB2: one has a prefill, the other none; PB3: only their cached lengths differ [§3.2]."""
+
+    def __init__(self, cost, n_stage, record=None, **options):
+        self.free, self.last = [0.0] * checked("n_stage", n_stage, int, 1), None  # when each stage is; tokens of the last one's chunks
+        self.bubbles = dict(PB1=0.0, PB2=0.0, PB3=0.0)  # seconds of all stages
+        self.lanes = [Lane(self, i, cost, record=record, **options) for i in range(n_stage)]
+        first = self.lanes[0]
+        self.add, self.requests, self.max_batch = first.add, first.requests, n_stage * first.max_batch
+        for lane in self.lanes:
+            lane.requests, lane.pending, lane.waiting = first.requests, first.pending, first.waiting
+
+    @property
+    def clock(self):
+        """The clock of the lane that is ready last: when all that was started has left the last stage."""
+        return max((lane.clock for lane in self.lanes), key=lambda clock: clock.t)
+
+    def step(self):
+        """One iteration of the lane that is ready first -> [Event]."""
+        ready = [lane for lane in self.lanes if lane.running or lane.waiting or lane.pending]
+        return min(ready, key=lambda lane: lane.clock.t).step() if ready else []
+
+    def charge(self, plan, idle):
+        """Book a micro-batch's bubbles on their kind and on each of its requests."""
+        before, self.last = self.last, sum(n for r, n in plan if n > FEW_ROWS)
+        if before is not None:
+            kind = "PB3" if before == self.last else "PB1" if before and self.last else "PB2"
+            self.bubbles[kind] += idle
+            for r, n in plan:
+                r.bubble += idle
+
+
 # ---------------------------------------------------------------- command line
 
 class Parser(argparse.ArgumentParser):
@@ -629,7 +1018,8 @@ class Parser(argparse.ArgumentParser):
         """One flag per field of cls that has a help text; change: what a flag should have otherwise, by field."""
         for f in fields(cls):
             if "help" in f.metadata:
-                settings = dict(type=f.type, default=f.default, **f.metadata) | change.get(f.name, {})
+                kind = dict(action="store_true") if f.type is bool else dict(type=f.type)
+                settings = dict(**kind, default=f.default, **f.metadata) | change.get(f.name, {})
                 self.add_argument("--" + f.name.replace("_", "-"), **settings)
 
     def values(self, cls, args):

@@ -19,7 +19,8 @@ import model as model_py
 import sarathi
 from kernels import Segment, attention, attention_ref, causal_mask
 from model import GPT, PRESETS, GPTConfig, load_tokenizer, preset
-from sarathi import SCHEDULERS, Engine, EngineConfig, PagePool, Request, Scheduler, make_scheduler
+from sarathi import (SCHEDULERS, CostModel, Engine, EngineConfig, PagePool, Pipeline, Request, Scheduler, Simulator,
+                     make_scheduler)
 
 HERE = Path(__file__).parent
 TILE = 16
@@ -781,8 +782,14 @@ def test_sarathi_streams_text_and_says_how_fast(cache):
     ("sarathi.py", [], "one of the arguments --prompt --tokens is required"),
     ("bench.py", ["table9"], "unknown experiment 'table9': one of ceilings"),
     ("bench.py", ["--chunk", "x"], "invalid"), ("bench.py", ["--lengths", "5,a"], "lengths = '5,a'"),
-    ("bench.py", ["peers", "--peers", "ollama=x"], "names among transformers, vllm, llama.cpp"), ("bench.py", ["--repeats", "0"], "repeats = 0"), ("bench.py", ["--scheduler", "fifo"], "unknown scheduler 'fifo'"),
-    ("bench.py", ["ceilings", "--model", "tiny", "--lengths", "4096"], "context ends at 1024")])
+    ("bench.py", ["roofline", "--hardware", "h100"], "roofline can only be measured, on this machine"),
+    ("bench.py", ["peers", "--peers", "ollama=x"], "names among transformers, vllm, llama.cpp"),
+    ("bench.py", ["--repeats", "0"], "repeats = 0"), ("bench.py", ["--scheduler", "fifo"], "unknown scheduler 'fifo'"),
+    ("bench.py", ["ceilings", "--model", "tiny", "--lengths", "4096"], "context ends at 1024"),
+    ("bench.py", ["table2", "--hardware", "b200"], "unknown hardware 'b200': one of a10g, a6000"),
+    ("bench.py", ["table2", "--hardware", "a10g"], "26.0 GB of weights do not fit a10g"),
+    ("bench.py", ["table2", "--hardware", "a100", "--model", "llama-8b"], "unknown preset 'llama-8b': one of tiny"),
+    ("bench.py", ["table2", "--hardware", "a100", "--tp", "0"], "tp = 0"), ("bench.py", ["fig12", "--scale", "0"], "scale = 0")])
 def test_a_bad_command_line_is_one_line_and_exit_2(script, args, message, cache):
     out = cli(script, *args)
     assert out.returncode == 2 and message in out.stderr and out.stderr.count("\n") == 1 and "Traceback" not in out.stderr, out.stderr
@@ -938,3 +945,169 @@ def test_the_readme_names_what_exists():
     assert set(re.findall(r"^\| `(\w+)` \|", README, re.M)) == set(NAMES)
     for path in re.findall(r"\]\((?!http)([^)]+)\)", README) + re.findall(r"^(\w+\.py) ", README, re.M):
         assert (HERE / path).exists(), path
+
+
+# ---------------------------------------------------------------- 11. cost model, simulator, pipeline, figures
+
+def a6000(**change):
+    return CostModel.roofline(GPTConfig(**PRESETS["llama-13b"] | change), "a6000")
+
+
+def test_a_roofline_grows_with_every_argument_and_steps_at_the_tile():
+    cost = a6000()
+    times = [cost.time(n, 3000) for n in range(1, 600)]
+    assert all(a <= b for a, b in zip(times, times[1:])) and cost.time(260, 3072) < cost.time(260, 6144)
+    assert cost.time(257) > 1.25 * cost.time(256) and cost.time(256) < 1.01 * cost.time(200), "one token more is a whole tile more"
+    assert cost.time_of([(0, 256, True)]) < cost.time_of([(512, 256, True)]), "a chunk reads what came before it"
+    for n, context in ((1, 1024), (1024, 0), (260, 3072)):
+        parts = cost.operators(n, context)
+        assert list(parts) == ["preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2", "others"] and min(parts.values()) >= 0
+        assert sum(parts.values()) == pytest.approx(cost.time(n, context)) and parts["others"] < 0.05 * cost.time(n, context)
+    every = [CostModel.roofline(preset("llama-7b"), gpu).time(256, 4096) for gpu in ("a10g", "a40", "a6000", "a100-40", "a100", "h100", "h200")]
+    assert every == sorted(every, reverse=True), "a better data sheet is never slower"
+
+
+def test_tensor_parallelism_shares_the_work_and_pays_for_it():
+    one, two, eight = (CostModel.roofline(preset("llama-70b"), "h100", tp=tp) for tp in (1, 2, 8))
+    assert one.time(512, 9999) > two.time(512, 9999) > eight.time(512, 9999) > one.time(512, 9999) / 8
+    assert two.operators(8, 100)["postproj"] - two.all_reduce(8) == pytest.approx(one.operators(8, 100)["postproj"] / 2)
+    assert Simulator(eight).max_batch > Simulator(two).max_batch
+    with pytest.raises(ValueError, match="138.* GB of weights do not fit h100"):
+        Simulator(one)
+    with pytest.raises(KeyError, match="unknown hardware 'b200': one of a10g, a6000"):
+        CostModel.roofline(preset("tiny"), "b200")
+
+
+class Mine(Scheduler):
+    """As a reader would write one: the shortest prompt alone, then everybody decodes."""
+
+    def plan(self, running, waiting):
+        new = min(list(waiting)[:max(0, self.max_batch - len(running))], key=lambda r: r.n_todo, default=None)
+        return [(new, new.n_todo)] if new else [(r, r.n_todo) for r in running]
+
+
+del SCHEDULERS["mine"]
+
+
+@pytest.mark.parametrize("alloc", ["reserve", "grow"])
+@pytest.mark.parametrize("scheduler", [*NAMES, Mine])
+def test_a_simulated_run_makes_the_plans_of_the_real_one(scheduler, alloc):
+    """Iteration for iteration the same requests and token counts, preemptions included; pages conserved after each."""
+    seen = []
+    for make, model in ((Engine, small()), (Simulator, CostModel.roofline(small().config, "a6000"))):
+        engine = make(model, scheduler=scheduler if scheduler in NAMES else scheduler(), chunk=32, tile=TILE, max_batch=4, alloc=alloc, n_page=333)
+        plans, run = [], engine._run
+        engine._run = lambda plan: (plans.append(sorted((r.id, n) for r, n in plan)), run(plan))[1]
+        requests = [Request(prompt(n), 20) for n in (300, 15, 1, 16, 17, 33, 90)]
+        for r in requests:
+            engine.add(r)
+        finish(engine)
+        assert all(r.state == "length" and len(r.output) == 20 and r.times == sorted(r.times) for r in requests)
+        seen.append(plans)
+    assert seen[0] == seen[1] and len(seen[0]) > 40
+
+
+def test_a_simulated_clock_is_the_sum_of_its_iterations_and_waits_for_arrivals():
+    cost, record = a6000(), []
+    engine = Simulator(cost, scheduler="sarathi", max_batch=4, record=record)
+    requests = [Request([0] * 700, 9), Request([0] * 100, 5), Request([0] * 50, 3, arrival=100.0)]
+    for r in requests:
+        engine.add(r)
+    engine.run()
+    assert all(a.end <= b.start for a, b in zip(record, record[1:])) and record[-1].end == engine.clock.now()
+    assert requests[2].ttft == pytest.approx(cost.time_of([(0, 50, True)])) and record[-3].start == 100.0
+    assert sum(s.end - s.start for s in record) == pytest.approx(record[-4].end + record[-1].end - 100.0), "no time passes in between"
+    assert sum(n for s in record for _, _, n in s.entries) == 700 + 100 + 50 + 8 + 4 + 2
+    assert engine.kv is None and requests[0].tokens.strides == (0,), "no tensor, and no memory per token"
+
+
+def test_bubbles_are_the_idle_time_and_no_stage_does_two_things_at_once():
+    record = []
+    line = Pipeline(CostModel.roofline(preset("gpt3-175b"), "a100", tp=8, nodes=4), 4, scheduler="orca", max_batch=3, n_page=3 * 4096, record=record)
+    requests = list(bench.zipf_requests(40))
+    for r in requests:
+        line.add(r)
+    while line.requests:
+        line.step()
+        for lane in line.lanes:
+            lane.pool.check()
+    idle = 0
+    for stage in range(4):
+        spans = sorted(s[:2] for s in record if s.stage == stage)
+        gaps = [b[0] - a[1] for a, b in zip(spans, spans[1:])]
+        assert min(gaps) >= -1e-9 and len(spans) == sum(lane.n_steps for lane in line.lanes)
+        idle += sum(gaps)
+    assert sum(line.bubbles.values()) == pytest.approx(idle) and min(line.bubbles.values()) > 0
+    assert all(r.state == "length" and r.bubble >= 0 for r in requests) and max(s.end for s in record) == line.clock.now()
+    for lane in line.lanes:  # a lane's next iteration starts when its last one has left the last stage
+        left = [s.end for s in record if s.lane == lane.number and s.stage == 3]
+        began = [s.start for s in record if s.lane == lane.number and s.stage == 0]
+        assert all(a <= b for a, b in zip(left, began[1:]))
+
+
+def test_equal_micro_batches_leave_no_bubbles():
+    line = Pipeline(CostModel.roofline(preset("gpt3-175b"), "a100", tp=8, nodes=4), 4, scheduler="static", max_batch=1, n_page=2000)
+    for _ in range(4):
+        line.add(Request([0] * 500, 50))
+    while line.requests:
+        line.step()
+    assert line.bubbles["PB2"] < 1e-2 and sum(line.bubbles.values()) < 0.02 * 4 * line.clock.now()
+
+
+def test_a_profile_has_the_same_face_and_says_how_far_off_it_is():
+    cost = CostModel.profile(small(), repeats=1)
+    assert 0 <= cost.error < np.inf and cost.time(200, 500) > 0 and cost.alpha >= 0 and cost.gamma >= 0 and cost.delta >= 0
+    assert sum(cost.operators(40, 100).values()) == pytest.approx(cost.time(40, 100))
+    engine = Simulator(cost, scheduler="sarathi", chunk=32, max_batch=4, n_page=400)
+    assert engine.generate([[1] * 60, [2] * 5], max_new_tokens=4) == [[0] * 4] * 2 and engine.clock.now() > 0
+
+
+def test_least_squares_finds_costs_and_never_a_negative_one():
+    A = np.random.default_rng(0).random((40, 3))
+    assert np.allclose(sarathi.least_squares(A, A @ [1.0, 0.0, 3.0]), [1, 0, 3], atol=1e-9)
+    x = sarathi.least_squares(A, A @ [1.0, -2.0, 3.0])
+    assert x[1] == 0 and min(x) >= 0
+
+
+def test_requests_of_the_papers_shapes():
+    assert bench.halves(1024, 50, 256, 6) == (4 * 251, 20) and bench.halves(2048, 63, 256, 5) == (8 * 252, 32), "whole chunks, as in Table 4"
+    assert bench.halves(1024, 1) == (512, 512) and bench.halves(100, 1000) == (99, 1)
+    requests = list(bench.zipf_requests(2000))
+    lengths = [r.max_len for r in requests]
+    assert min(lengths) >= 1024 and max(lengths) <= 4096 and np.mean(lengths) < (1024 + 4096) / 2
+    assert all(abs(len(r.prompt) / r.max_new_tokens - 10) < 0.1 for r in requests)
+
+
+@pytest.mark.parametrize("name", [n for n in bench.EXPERIMENTS if n != "scoreboard"])
+@pytest.mark.parametrize("kind", ["simulated", "measured"])
+def test_every_experiment_at_its_smallest(kind, name, monkeypatch, capsys):
+    if kind == "measured" and name in bench.ALWAYS_SIMULATED:
+        pytest.skip("always simulated")
+    monkeypatch.setattr(bench.Bench, "grid", lambda self, small, full: small)
+    config = bench.BenchConfig(lengths="300", repeats=1, requests=2, scale=40, hardware="a6000" if kind == "simulated" else "")
+    b = bench.Bench(a6000() if kind == "simulated" else small(), config, EngineConfig(max_batch=3, chunk=128, tile=64))
+    rows = bench.run(b, [name])
+    assert rows and all(r["ours"] is None or np.isfinite(r["ours"]) for r in rows) and capsys.readouterr().out.count("|") > 10
+    allowed = {kind, "computed"} if name not in bench.ALWAYS_SIMULATED else {"simulated", "measured"}
+    assert {r["source"] for r in rows} <= allowed, "measured and simulated are never mixed"
+
+
+def test_the_scoreboard_is_well_formed(monkeypatch, capsys):
+    monkeypatch.setattr(bench.Bench, "grid", lambda self, small, full: small)
+    b = bench.Bench(a6000(), bench.BenchConfig(hardware="a6000", scale=60), EngineConfig())
+    rows = bench.run(b, ["scoreboard"])
+    assert len({r["what"] for r in rows}) == len(rows) > 45 and {r["experiment"] for r in rows} == {"scoreboard"}
+    for r in rows:
+        assert r["ratio"] == pytest.approx(r["ours"] / r["paper"]) and r["inside"] in ("yes", "no") and r["role"] in ("fit", "prediction")
+        assert ("why" in r) == (r["inside"] == "no")
+    said = capsys.readouterr().out
+    assert re.search(rf"{sum(r['inside'] == 'yes' for r in rows)} of {len(rows)} inside 15 %", said) and "| ratio | inside | role" in said
+    claims = {r["what"]: r for r in rows}
+    assert claims["Table 2: decode-only: total (ms)"]["role"] == "fit" and claims["Fig. 3: B = 2: decode over prefill, per token"]["role"] == "prediction"
+
+
+def test_hardware_on_the_command_line_needs_no_model_and_no_cache(tmp_path):
+    out = cli("bench.py", "table2", "--hardware", "a100", "--model", "llama-33b")
+    assert out.returncode == 0, out.stderr
+    result = json.loads(out.stdout.strip().split("\n")[-1])
+    assert result["machine"]["name"] == "a100 (simulated)" and {r["source"] for r in result["rows"]} == {"simulated"}
