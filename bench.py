@@ -15,6 +15,7 @@ import json
 import math
 import os
 import platform
+import random
 import resource
 import statistics
 import subprocess
@@ -39,7 +40,7 @@ OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Ta
 BASELINES = ("static", "orca")
 PEERS = ("transformers", "vllm", "llama.cpp")
 ALWAYS_SIMULATED = {"fig12", "scaling", "scoreboard"}  # experiments that ask no model of this machine
-ALWAYS_MEASURED = {"roofline", "peers"}  # experiments that ask nothing else
+ALWAYS_MEASURED = {"roofline", "peers", "fidelity"}  # experiments that ask nothing else
 
 
 def experiment(about):
@@ -681,6 +682,44 @@ def scaling(bench):
         yield row(f"{ended} requests: peak memory of the process (MB)", None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, source="measured")
 
 
+# ---------------------------------------------------------------- how far the simulator can be believed
+
+@experiment("[SmartSpec Fig. 13] the simulator beside this machine: every iteration's time, and throughput, on work the profile did not see")
+def fidelity(bench):
+    """One cost model, fitted by CostModel.profile; then the same requests run measured and simulated under each scheduler."""
+    cost = CostModel.profile(bench.model)
+    bench.notes.append(f"The profile's own error on batches it did not see: {cost.error:.1%} (median).")
+    rng = random.Random(bench.options.seed)
+    top = min(384, bench.model.config.block_size * 2 // 3)
+    work = [(rng.randint(8, top), rng.randint(4, top // 8)) for _ in range(4 * bench.B)]
+    schedulers = ("static", "orca", "prefill_first", "sarathi")
+    options = dict(n_page=bench.B * (top + top // 8), max_batch=bench.B)
+    engines = {s: Engine(bench.model, **vars(bench.options) | options | dict(scheduler=s)) for s in schedulers}
+    took = {s: [] for s in schedulers}
+    for _ in tqdm(range(1 + bench.runs), "fidelity", file=sys.stderr):
+        for s, engine in engines.items():
+            took[s].append(step_times(engine, work, bench.interrupt))
+    for s in schedulers:
+        real = np.median(took[s][1:], 0)  # the first run warms up
+        ours = np.array(step_times(Simulator(cost, **vars(bench.options) | options | dict(scheduler=s)), work, bench.interrupt))
+        yield row(f"{s}: iteration time, median error (%)", 10, float(np.median(np.abs(ours / real - 1))) * 100, iterations=len(real))
+        yield row(f"{s}: throughput, error (%)", 10, abs(real.sum() / ours.sum() - 1) * 100, iterations=len(real))
+
+
+def step_times(engine, work, interrupt):
+    """Seconds of each iteration on the engine's clock for requests of (prompt, output) lengths that are all there at once."""
+    for i, (P, D) in enumerate(work):
+        engine.add(Request(prompts(1, P, engine.model.config.vocab_size, i)[0], max_new_tokens=D, arrival=engine.clock.now()))
+    took = []
+    while engine.requests:
+        if interrupt.seen:
+            raise KeyboardInterrupt
+        start = engine.clock.now()
+        engine.step()
+        took.append(engine.clock.now() - start)
+    return took
+
+
 # ---------------------------------------------------------------- the scoreboard
 
 FITTED = ("table2", "fig7", "largest batch")  # the rows that the constants of CostModel.roofline were chosen on
@@ -1100,7 +1139,7 @@ def main():
         model = CostModel.roofline(preset(name), config.hardware, config.tp)
     else:
         dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(args.device)
-        name = args.model or ("llama-124m" if set(names) <= ALWAYS_MEASURED else biggest_llama(args.device))
+        name = args.model or ("llama-124m" if set(names) <= {"roofline", "peers"} else biggest_llama(args.device))
         model, _ = load_model(name, dtype, args.device, options.seed)
     bench = Bench(model, config, options)
     where = machine(model)
