@@ -33,7 +33,8 @@ from tqdm import tqdm
 from kernels import linear, pack
 from model import GPT, PRESETS, Linear, default_dtype, load_model, preset
 from sarathi import (GPUS, CostModel, Engine, EngineConfig, Interruptible, Parser, Pipeline, Request, Sarathi, Simulator,
-                     VirtualClock, WallClock, add_model_flags, checked, make_scheduler, option, rehearse, run_cli)
+                     VirtualClock, WallClock, add_model_flags, checked, make_scheduler, option, rehearse,
+                     run_cli, with_room)
 
 EXPERIMENTS = {}  # name -> (function, one line on what it reproduces)
 OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]
@@ -166,7 +167,7 @@ class Bench:
         request that feeds `chunk` tokens after `past`. Tokens and cache are random: equal ones would run cooler, and so faster.
         last=False: no request has fed its last token by then, so none needs the output head."""
         entries = [(context, 1, last)] * decodes + [(past, chunk, last)] * (chunk > 0)
-        engine = self.engine("orca", 0, n_page=sum(past + n for past, n, _ in entries) + 2, B=decodes + 1)
+        engine = self.engine("orca", 0, n_page=sum(with_room(past + n) for past, n, _ in entries), B=decodes + 1)
         plan = rehearse(engine, entries)
         if self.simulated:
             return lambda: engine._run(plan)
@@ -687,21 +688,23 @@ def scaling(bench):
 @experiment("[SmartSpec Fig. 13] the simulator beside this machine: every iteration's time, and throughput, on work the profile did not see")
 def fidelity(bench):
     """One cost model, fitted by CostModel.profile; then the same requests run measured and simulated under each scheduler."""
-    cost = CostModel.profile(bench.model)
-    bench.notes.append(f"The profile's own error on batches it did not see: {cost.error:.1%} (median).")
     rng = random.Random(bench.options.seed)
     top = min(384, bench.model.config.block_size * 2 // 3)
     work = [(rng.randint(8, top), rng.randint(4, top // 8)) for _ in range(4 * bench.B)]
-    schedulers = ("static", "orca", "prefill_first", "sarathi")
-    options = dict(n_page=bench.B * (top + top // 8), max_batch=bench.B)
-    engines = {s: Engine(bench.model, **vars(bench.options) | options | dict(scheduler=s)) for s in schedulers}
-    took = {s: [] for s in schedulers}
-    for _ in tqdm(range(1 + bench.runs), "fidelity", file=sys.stderr):
+    options = vars(bench.options) | dict(n_page=bench.B * (top + top // 8), max_batch=bench.B)
+    engines = {s: Engine(bench.model, **options | dict(scheduler=s)) for s in ("static", "orca", "prefill_first", "sarathi")}
+    took, bar = {s: [] for s in engines}, tqdm(total=(1 + bench.config.repeats) * len(engines), desc="fidelity", file=sys.stderr)
+
+    def run_all():
         for s, engine in engines.items():
             took[s].append(step_times(engine, work, bench.interrupt))
-    for s in schedulers:
+            bar.update()
+    cost = CostModel.profile(bench.model, repeats=bench.config.repeats, between=run_all)  # in turns: the machine drifts
+    bar.close()
+    bench.notes.append(f"The profile's own error on single batches that it did not see: {cost.error:.1%} (median).")
+    for s in engines:
         real = np.median(took[s][1:], 0)  # the first run warms up
-        ours = np.array(step_times(Simulator(cost, **vars(bench.options) | options | dict(scheduler=s)), work, bench.interrupt))
+        ours = np.array(step_times(Simulator(cost, **options | dict(scheduler=s)), work, bench.interrupt))
         yield row(f"{s}: iteration time, median error (%)", 10, float(np.median(np.abs(ours / real - 1))) * 100, iterations=len(real))
         yield row(f"{s}: throughput, error (%)", 10, abs(real.sum() / ours.sum() - 1) * 100, iterations=len(real))
 

@@ -384,9 +384,10 @@ class CostModel:
         return Roofline(config, gpu, tp, nodes, delay)
 
     @staticmethod
-    def profile(model, repeats=3):
-        """Fitted to iterations of the engine with this model on this machine (some ten seconds)."""
-        return Fitted(model, repeats)
+    def profile(model, repeats=3, between=lambda: None):
+        """Fitted to iterations of the engine with this model on this machine (some ten seconds), timed in `repeats` rounds;
+        between() is called after each, to measure something else in turns with them."""
+        return Fitted(model, repeats, between)
 
     def time(self, n_tokens, n_context=0):
         """Seconds of an iteration of n_tokens tokens, n_context of them cached ones that are read."""
@@ -475,11 +476,11 @@ class Fitted(CostModel):
     """Least squares, of relative errors, over a designed set of real iterations; `error` is the median on others."""
     KNOTS = (4, 16, 64)  # tokens at which the slope of the linear operators may change: no tile, but small batches are bound by memory
 
-    def __init__(self, model, repeats=3):
+    def __init__(self, model, repeats, between):
         super().__init__(model.config, model.dtype, free_memory(model.device), str(model.device))
         L = min(model.config.block_size, 1024) - 2
         designed, unseen = designed_batches(L), random_batches(L, 16)
-        times = time_batches(model, designed + unseen, repeats)
+        times = time_batches(model, designed + unseen, repeats, between)
         A = np.array([self.features(Work.of(entries, 1)) for entries in designed + unseen], float)
         n = len(designed)
         self.coefficients = least_squares(A[:n] / times[:n, None], np.ones(n)).tolist()
@@ -529,9 +530,9 @@ def random_batches(L, n, seed=0):
     return batches
 
 
-def time_batches(model, batches, repeats):
+def time_batches(model, batches, repeats, between):
     """(n,) the median seconds of each batch, in rounds after a warm-up."""
-    pages = max(sum(past + n for past, n, _ in entries) for entries in batches)
+    pages = max(sum(with_room(past + n) for past, n, _ in entries) for entries in batches)
     engine = Engine(model, max_batch=256, n_page=pages)
     engine.kv.normal_()
     took = []
@@ -545,6 +546,7 @@ def time_batches(model, batches, repeats):
                 engine.pool.free(r.id)
                 engine.abort(r.id)
         engine.pending.clear()
+        between()
     return np.median(np.reshape(took, (1 + repeats, -1))[1:], 0)
 
 
@@ -560,6 +562,11 @@ def least_squares(A, b):
         keep.remove(min(keep, key=lambda i: x[i] * np.abs(A[:, i]).max()))
 
 
+def with_room(n):
+    """Pages of a request of n tokens that still has some to generate."""
+    return n + n // 8 + 1
+
+
 def rehearse(engine, entries):
     """The plan of an iteration out of the blue: a request of random tokens with its pages, for each (n_past, n, wants logits)."""
     plan = []
@@ -567,7 +574,7 @@ def rehearse(engine, entries):
         prompt = np.random.default_rng(engine.n_added).integers(0, engine.model.config.vocab_size, past + n + (not wants))
         r = Request(prompt, max_new_tokens=1)
         engine.add(r)
-        engine.pool.hold(r.id, past + n, past + n)
+        engine.pool.hold(r.id, past + n, with_room(past + n))
         r.n_past = past
         plan.append((r, n))
     return plan
