@@ -10,13 +10,16 @@ have. One registered function per table; whether it measures or simulates is onl
 
 Every experiment prints a Markdown table (paper | ours | source); the last line of stdout is one JSON object with all rows.
 """
+import importlib.util
 import json
 import math
 import os
 import platform
 import resource
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,6 +38,8 @@ EXPERIMENTS = {}  # name -> (function, one line on what it reproduces)
 OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]
 BASELINES = ("static", "orca")
 ALWAYS_SIMULATED = {"fig12", "scaling", "scoreboard"}  # experiments that ask no model of this machine
+PEERS = ("transformers", "vllm", "llama.cpp")
+ALWAYS_MEASURED = {"roofline", "peers"}  # and those that no data sheet answers
 
 
 def experiment(about):
@@ -56,12 +61,17 @@ class BenchConfig:
     tp: int = option(1, "GPUs that share every layer (tensor parallelism), simulated only")
     scale: int = option(10000, "requests of the large simulations (fig12)")
     full: bool = option(False, "the paper's whole grid also where it is measured")
+    peers: str = option("", "engines that `peers` measures beside ours: name=path with commas between them; transformers=, vllm=: a Python that "
+                        "has it; llama.cpp=: the folder of llama-batched-bench; '': transformers, if this Python has it")
 
     def __post_init__(self):
         checked("tp", self.tp, int, 1)
         checked("scale", self.scale, int, 1)
         if self.hardware and self.hardware not in GPUS:
             raise KeyError(f"unknown hardware {self.hardware!r}: one of {', '.join(GPUS)}")
+        for name, _, path in (part.partition("=") for part in self.peers.split(",") if part):
+            if name not in PEERS or not path:
+                raise ValueError(f"peers = {self.peers!r}: must be name=path with commas between them, names among {', '.join(PEERS)}")
         checked("requests", self.requests, int, 1)
         checked("repeats", self.repeats, int, 1)
         checked("pd", self.pd, float, 0)
@@ -91,10 +101,10 @@ class Bench:
         self.notes = []  # sentences printed under the tables
         self.interrupt = Interruptible()
 
-    def engine(self, scheduler, L, n_page=None, B=None, **more):
+    def engine(self, scheduler, L, n_page=None, max_batch=None):
         """A fresh engine with room for B requests of L tokens."""
-        B = B or self.B
-        options = vars(self.options) | dict(scheduler=scheduler, max_batch=B, n_page=n_page or B * L) | more
+        B = max_batch or self.B
+        options = vars(self.options) | dict(scheduler=scheduler, max_batch=B, n_page=n_page or B * L)
         return (Simulator if self.simulated else Engine)(self.model, clock=self.clock, **options)
 
     def other(self, model):
@@ -155,7 +165,7 @@ class Bench:
         request that feeds `chunk` tokens after `past`. Tokens and cache are random: equal ones would run cooler, and so faster.
         last=False: no request has fed its last token by then, so none needs the output head."""
         entries = [(context, 1, last)] * decodes + [(past, chunk, last)] * (chunk > 0)
-        engine = self.engine("orca", 0, n_page=sum(past + n for past, n, _ in entries) + 2, B=decodes + 1)
+        engine = self.engine("orca", 0, n_page=sum(past + n for past, n, _ in entries) + 2, max_batch=decodes + 1)
         plan = rehearse(engine, entries)
         if self.simulated:
             return lambda: engine._run(plan)
@@ -164,10 +174,10 @@ class Bench:
         return lambda: self.model(batch, engine.kv)
 
     @contextmanager
-    def operators(self):
-        """Time each operator of every layer while the block runs -> {operator: seconds}, by hooks on the modules' names (or on
-        the cost model)."""
-        took, started, hooks = dict.fromkeys(OPERATORS, 0.0), {}, []
+    def operators(self, *more):
+        """Time each operator of every layer (and the modules named in more) while the block runs -> {operator: seconds}, by hooks
+        on the modules' names (or on the cost model)."""
+        took, started, hooks = dict.fromkeys(OPERATORS + more, 0.0), {}, []
         if self.simulated:
             with self._asked(took):
                 yield took
@@ -187,7 +197,7 @@ class Bench:
 
         for path, module in self.model.named_modules():
             name = path.rpartition(".")[2]
-            if name in OPERATORS:
+            if name in took:
                 hooks += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
         try:
             yield took
@@ -224,17 +234,9 @@ def prompts(n, length, vocab_size, seed):
 
 # ---------------------------------------------------------------- experiments
 
-@experiment("the machine's GEMM rate and bandwidth, and how many tokens one weight read pays for")
-def ceilings(bench):
-    """From the data sheet where it is simulated."""
-    rate, bandwidth = bench.model.peaks if bench.simulated else measured_peaks(bench)
-    bench.knee = rate * bench.model.dtype.itemsize / 2 / bandwidth  # 2 N FLOP per weight = itemsize bytes per weight
-    return [row("GEMM rate (GFLOP/s)", 154800, rate / 1e9), row("bandwidth, weights streamed (GB/s)", 768, bandwidth / 1e9),
-            row("knee: tokens that one weight read pays for", 154800 / 768, bench.knee)]
-
-
-def measured_peaks(bench):
-    """Streams more weights than any cache holds past one row, and multiplies one matrix by many rows -> FLOP/s, bytes/s"""
+def ceiling_work(bench):
+    """What the ceilings are timed on: more weights than any cache holds, streamed past one row, and one matrix times many rows
+    -> (stream, its bytes), (gemm, its FLOPs)"""
     c, dtype, device = bench.model.config, bench.model.dtype, bench.model.device
     C = max(c.n_embd, 512)
     w = [pack(torch.randn(4 * C, C, dtype=dtype, device=device)) for _ in range(1 + int(5e8) // (4 * C * C * dtype.itemsize))]
@@ -243,8 +245,25 @@ def measured_peaks(bench):
     def stream():
         for x in w:
             linear(one, x)
-    read, gemm = bench.seconds(stream, lambda: [linear(many, w[0]) for _ in range(8)])
-    return 8 * 2 * 512 * 4 * C * C / gemm, len(w) * 4 * C * C * dtype.itemsize / read
+
+    def gemm():
+        for _ in range(8):
+            linear(many, w[0])
+    return (stream, len(w) * 4 * C * C * dtype.itemsize), (gemm, 8 * 2 * 512 * 4 * C * C)
+
+
+@experiment("the machine's GEMM rate and bandwidth, and how many tokens one weight read pays for")
+def ceilings(bench):
+    """The knee: 2 N FLOP per weight take as long as reading it. Simulated: what the cost model says of the data sheet."""
+    if bench.simulated:
+        rate, bandwidth = bench.model.peaks
+    else:
+        (stream, size), (gemm, flops) = ceiling_work(bench)
+        read, multiply = bench.seconds(stream, gemm)
+        bandwidth, rate = size / read, flops / multiply
+    bench.knee = rate * bench.model.dtype.itemsize / 2 / bandwidth
+    return [row("GEMM rate (GFLOP/s)", 154800, rate / 1e9), row("bandwidth, weights streamed (GB/s)", 768, bandwidth / 1e9),
+            row("knee: tokens that one weight read pays for", 154800 / 768, bench.knee)]
 
 
 TABLE2 = {  # [SARATHI Table 2], ms, LLaMA-13B on an A6000: linear, attn, total, per token of the named phase
@@ -335,7 +354,7 @@ def end_to_end(bench, schedulers, P, D, bar=None, B=None, requests=None):
     """The seconds each scheduler takes for the same requests of P prompt and D new tokens, run in turns -> {scheduler: [seconds]}.
     schedulers: names, or a dict of names and Schedulers."""
     schedulers = schedulers if isinstance(schedulers, dict) else {s: s for s in schedulers}
-    engines = {name: bench.engine(s, P + D, B=B) for name, s in schedulers.items()}
+    engines = {name: bench.engine(s, P + D, max_batch=B) for name, s in schedulers.items()}
     took = {name: [] for name in schedulers}
     for _ in range(bench.runs):
         for name, engine in engines.items():
@@ -379,6 +398,270 @@ def profile(bench):
         row(f"C = {C}: iteration (ms)", {128: 55.0, 256: 69.8}.get(C), T[C] * 1e3),
         row(f"C = {C}: one token more, times", {256: 92.33 / 69.8}.get(C), jump[C]),
         row(f"C = {C}: all in, per prefill token (us)", None, per_prefill_token(C) * 1e6))]
+
+
+# ---------------------------------------------------------------- this machine: its ceilings, its peers
+
+SHAPES = {"prefill 512": (0, 0, 512), "decode, B = 1, context 256": (1, 255, 0), "decode, B = 8, context 256": (8, 255, 0),
+          "decode, B = 16, context 256": (16, 255, 0), "decode, B = 16, context 1024": (16, 1023, 0),
+          "chunk of 249 + 7 decodes, context 256": (7, 255, 249)}  # arguments of Bench.iteration
+
+
+def demand(c, decodes, context, chunk, itemsize):
+    """The arithmetic of one iteration -> {operator: (FLOPs, bytes of weights or of K and V)}, all layers."""
+    N, M, H, Hk, D = decodes + chunk, decodes + (chunk > 0), c.n_head, c.n_kv_head, c.head_dim  # tokens, rows with logits
+    weights = dict(preproj=c.n_embd * (H + 2 * Hk) * D, postproj=H * D * c.n_embd,
+                   ffn_ln1=c.n_embd * c.n_inner * (2 if c.llama else 1), ffn_ln2=c.n_inner * c.n_embd)
+    work = {name: (2 * N * w * c.n_layer, w * c.n_layer * itemsize) for name, w in weights.items()}
+    pairs = decodes * (context + 1) + chunk * (chunk + 1) / 2  # of a query with a key it sees
+    work["attn"] = 4 * D * H * c.n_layer * pairs, c.page_bytes(itemsize) * (decodes * (context + 1) + chunk)
+    work["head"] = 2 * M * c.n_embd * c.vocab_size, c.n_embd * c.vocab_size * itemsize
+    return work
+
+
+@experiment("every operator's FLOP/s and bytes/s beside this machine's ceilings, by batch shape, and what the engine adds")
+def roofline(bench):
+    """`ours` is the share of the ceiling: what FLOPs or bytes take at the measured ceilings, whichever is more, over the time
+    they took. `all` counts every FLOP and byte of the model once."""
+    c, itemsize = bench.model.config, bench.model.dtype.itemsize
+    shapes = {name: s for name, s in SHAPES.items() if max(s[1] + 1, s[2]) < c.block_size}
+    (stream, size), (gemm, flops) = ceiling_work(bench)
+    runs = [bench.iteration(*s) for s in shapes.values()]
+    read, multiply, *totals = bench.seconds(stream, gemm, *tqdm(runs, "roofline", file=sys.stderr))
+    rate, bandwidth = flops / multiply, size / read
+    for (name, s), f, total in zip(shapes.items(), runs, totals):
+        with bench.operators("head") as took:
+            for _ in range(3):
+                f()
+        work = demand(c, *s, itemsize)
+        work["all"] = tuple(map(sum, zip(*work.values())))
+        hooked = took | {"all": 3 * total}
+        for op, (fl, by) in work.items():
+            t = hooked[op] / 3
+            yield row(f"{name}: {op}", None, max(fl / rate, by / bandwidth) / t, **{"ms": t * 1e3, "GFLOP/s": fl / t / 1e9, "GB/s": by / t / 1e9})
+    inside, outside = overhead(bench)
+    yield row("engine at B = 8: share of an iteration outside the model", None, outside / (inside + outside),
+              **{"ms": outside * 1e3, "GFLOP/s": None, "GB/s": None})
+
+
+def overhead(bench, B=8, context=256, steps=32):
+    """Seconds per decode iteration of the engine (inside the model, outside it: planning, packing, sampling), medians."""
+    engine, model, inside = bench.engine("orca", 0, n_page=B * (context + steps), max_batch=B), bench.model, []
+    for p in prompts(B, context, model.config.vocab_size, bench.options.seed):
+        engine.add(Request(p, max_new_tokens=steps))
+    engine.model = lambda batch, kv: inside.append(bench.once(lambda: out.append(model(batch, kv)))) or out.pop()
+    engine.model.config, engine.model.dtype, engine.model.device = model.config, model.dtype, model.device
+    out, total = [], []
+    while engine.requests:
+        total.append(bench.once(engine.step))
+    return statistics.median(inside[1:]), statistics.median(t - i for t, i in zip(total[1:], inside[1:]))
+
+
+class Ours:
+    """This engine as the peers are asked: run(prompts, new) -> for each request, when each new token came, seconds after the call."""
+
+    def __init__(self, bench, scheduler):
+        self.engine = bench.engine(scheduler, 0, n_page=16 * 1100, max_batch=16)
+
+    def run(self, work, new):
+        start, requests = self.engine.clock.now(), [Request(p, max_new_tokens=new) for p in work]
+        for r in requests:
+            self.engine.add(r)
+        self.engine.run()
+        return [[t - start for t in r.times] for r in requests]
+
+
+class Transformers:
+    """Hugging Face transformers: generate() on one static batch."""
+
+    def __init__(self, folder, dtype):
+        import transformers
+        transformers.utils.logging.set_verbosity_error()
+        self.clock = transformers.LogitsProcessorList([self.stamp])
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+
+    def stamp(self, ids, scores):
+        self.times.append(time.perf_counter())
+        return scores
+
+    @torch.inference_mode()
+    def run(self, work, new):
+        ids, self.times, start = torch.tensor(work), [], time.perf_counter()
+        self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0,
+                            eos_token_id=None, logits_processor=self.clock)
+        return [[t - start for t in self.times]] * len(work)
+
+
+class VLLM:
+    """vLLM: its own engine in this process, continuous batching with chunked prefill at its default budget."""
+
+    def __init__(self, folder, dtype):
+        os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
+                           VLLM_CPU_KVCACHE_SPACE="2")
+        import vllm
+        from vllm.sampling_params import RequestOutputKind
+        self.engine = vllm.LLM(model=folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=2048, max_num_seqs=16,
+                               max_num_batched_tokens=2048, enable_prefix_caching=False, seed=0).llm_engine
+        self.sampling = lambda new: vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False,
+                                                        output_kind=RequestOutputKind.DELTA)
+        self.n_added = 0
+
+    def run(self, work, new):
+        times, start = {}, time.perf_counter()
+        for p in work:
+            self.n_added += 1
+            times[str(self.n_added)] = []
+            self.engine.add_request(str(self.n_added), dict(prompt_token_ids=p), self.sampling(new))
+        while self.engine.has_unfinished_requests():
+            done, now = self.engine.step(), time.perf_counter() - start
+            for r in done:
+                times[r.request_id.split("-")[0]] += [now] * len(r.outputs[0].token_ids)
+        return list(times.values())
+
+
+class LlamaCpp:
+    """llama.cpp: its own llama-batched-bench on one static batch, no sampling; the file has the same shapes and random weights."""
+
+    def __init__(self, folder, dtype, model):
+        self.tool, self.file = os.path.join(folder, "llama-batched-bench"), tempfile.NamedTemporaryFile(suffix=".gguf")
+        if not os.path.exists(self.tool):
+            raise FileNotFoundError(f"{self.tool} does not exist")
+        write_gguf(model, self.file.name, dtype)
+
+    def run(self, work, new):
+        B, P = len(work), len(work[0])
+        command = [self.tool, "-m", self.file.name, "-t", str(torch.get_num_threads()), "--output-format", "jsonl", "-c", str(B * (P + new) + 64),
+                   "-npp", str(P), "-ntg", str(new), "-npl", ",".join([str(B)] * 3)]  # the last line can be lost, the first is a warm-up
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        r = [json.loads(line) for line in out.splitlines() if line.startswith("{")][1]
+        return [[r["t_pp"] + r["t_tg"] * i / new for i in range(1, new + 1)]] * B
+
+
+def write_gguf(model, path, dtype):
+    """A model of the llama family as a GGUF file, for timing only: llama.cpp pairs rotary elements otherwise."""
+    import gguf
+    c, out = model.config, gguf.GGUFWriter(path, "llama")
+    for name, value in dict(context_length=c.block_size, embedding_length=c.n_embd, block_count=c.n_layer, feed_forward_length=c.n_inner,
+                            head_count=c.n_head, head_count_kv=c.n_kv_head, rope_dimension_count=c.head_dim, rope_freq_base=c.rope_theta,
+                            layer_norm_rms_eps=c.norm_eps, vocab_size=c.vocab_size, tokenizer_model="no_vocab").items():
+        getattr(out, f"add_{name}")(value)
+    sizes = dict(attn_norm=(c.n_embd,), ffn_norm=(c.n_embd,), attn_q=(c.n_head * c.head_dim, c.n_embd), attn_k=(c.n_kv_head * c.head_dim, c.n_embd),
+                 attn_v=(c.n_kv_head * c.head_dim, c.n_embd), attn_output=(c.n_embd, c.n_head * c.head_dim), ffn_gate=(c.n_inner, c.n_embd),
+                 ffn_up=(c.n_inner, c.n_embd), ffn_down=(c.n_embd, c.n_inner))
+    names = {"token_embd": (c.vocab_size, c.n_embd), "output_norm": (c.n_embd,)} | ({} if c.tied else {"output": (c.vocab_size, c.n_embd)})
+    names |= {f"blk.{i}.{name}": size for i in range(c.n_layer) for name, size in sizes.items()}
+    for name, size in names.items():
+        t = torch.ones(size) if len(size) == 1 else torch.randn(size) * 0.02
+        if dtype == "bfloat16" and t.dim() == 2:
+            out.add_tensor(name + ".weight", t.bfloat16().view(torch.uint16).numpy(), raw_dtype=gguf.GGMLQuantizationType.BF16)
+        else:
+            out.add_tensor(name + ".weight", t.numpy())
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+
+
+class Worker:
+    """A peer in a Python of its own, which runs this file as `bench.py peer NAME FOLDER DTYPE` and answers line by line."""
+
+    def __init__(self, python, name, folder, dtype):
+        lib, env = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(python))), "lib", "libiomp5.so"), dict(os.environ)
+        preload = [p for p in ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", lib) if name == "vllm" and os.path.exists(p)]
+        env["LD_PRELOAD"] = ":".join(preload)  # as vLLM's manual asks
+        self.log = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen([python, __file__, "peer", name, folder, dtype], env=env, text=True, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=self.log)
+        self.answer()
+
+    def run(self, work, new):
+        self.process.stdin.write(json.dumps([work, new]) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self):
+        for line in self.process.stdout:
+            if line.startswith("@"):  # the rest is the peer's own chatter
+                return json.loads(line[1:])
+        self.log.seek(0)
+        raise RuntimeError((self.log.read().strip() or "it ended without a word").splitlines()[-1])
+
+
+def peer(name, folder, dtype):
+    """The other end of Worker."""
+    engine = dict(transformers=Transformers, vllm=VLLM)[name](folder, dtype)
+    print("@null", flush=True)
+    for line in sys.stdin:
+        print("@" + json.dumps(engine.run(*json.loads(line))), flush=True)
+
+
+def start_peers(bench, folder):
+    """The peers that --peers names and that start -> {name: something with run}. What does not start becomes a note."""
+    dtype, asked = str(bench.model.dtype).removeprefix("torch."), bench.config.peers
+    if not asked and importlib.util.find_spec("transformers"):
+        asked = f"transformers={sys.executable}"
+    engines = {}
+    for name, _, path in (part.partition("=") for part in asked.split(",") if part):
+        try:
+            engines[name] = LlamaCpp(path, dtype, bench.model) if name == "llama.cpp" else Worker(path, name, folder, dtype)
+        except (OSError, RuntimeError, ImportError) as e:
+            bench.notes.append(f"{name} is not measured: {e}")
+    return engines
+
+
+CELLS = {"prefill 512": (1, 512, 1)} | {f"decode, B = {B}, context {ctx}": (B, ctx, 72) for B, ctx in (
+    (1, 256), (4, 256), (8, 256), (16, 256), (1, 1024), (16, 1024))} | {"16 x (480 in + 32 out)": (16, 480, 32), "16 x (256 in + 64 out)": (16, 256, 64)}
+
+
+def rate_of(times, B, P, new):
+    """Tokens per second of a cell: of the prompt, of 32 decode steps with all B in flight, or of the whole run; and, of whole
+    runs, the 99th percentile of the gaps between a request's tokens."""
+    if new == 1:
+        return B * P / times[0][0], None
+    if new != 72:
+        gaps = sorted(b - a for ts in times for a, b in zip(ts, ts[1:]))
+        return B * (P + new) / max(ts[-1] for ts in times), gaps[int(0.99 * len(gaps))]
+    start = max(ts[0] for ts in times)
+    after = [[t for t in ts if t > start][:32] for ts in times]
+    return sum(map(len, after)) / (max(ts[-1] for ts in after) - start), None
+
+
+@experiment("tokens per second beside transformers, llama.cpp and vLLM, the same work in rounds; --peers says where they are")
+def peers(bench):
+    """Every cell in every engine in turns, so that the machine's drift hits all alike. Rows are medians over the rounds, `x best`
+    is the median over rounds of ours over the best peer's."""
+    c = bench.model.config
+    cells = {name: cell for name, cell in CELLS.items() if cell[1] + cell[2] <= c.block_size}
+    with tempfile.TemporaryDirectory() as folder:
+        GPT(c).to(bench.model.dtype).save_pretrained(folder)  # other weights of the same shapes
+        engines = start_peers(bench, folder)
+        ours = Ours(bench, "prefill_first"), Ours(bench, bench.options.scheduler)
+        rates, p99 = {}, {}
+        for i in tqdm(range((1 + bench.config.repeats) * len(cells)), "peers", file=sys.stderr):
+            (cell, (B, P, new)), n = list(cells.items())[i % len(cells)], i // len(cells)
+            work = prompts(B, P, c.vocab_size, bench.options.seed)
+            for name, engine in rotated([("sarathi", ours[cell.startswith("16 x")]), *engines.items()], n):
+                time.sleep(0.3)  # the last one's threads stop spinning
+                rate, gap = rate_of(engine.run(work, new), B, P, new)
+                if n:  # the first round is the warm-up
+                    rates.setdefault((cell, name), []).append(rate)
+                    p99.setdefault((cell, name), []).append(gap)
+        for engine in engines.values():
+            if isinstance(engine, Worker):
+                engine.process.kill()
+    middle = lambda xs: statistics.median(xs) if xs and None not in xs else None
+    for cell in cells:
+        for what, of, best in (("tokens/s", rates, max), ("inter-token p99, ms", {k: [g and g * 1e3 for g in v] for k, v in p99.items()}, min)):
+            mine = of[cell, "sarathi"]
+            if None not in mine:
+                ratios = [a / best(b) for a, *b in zip(mine, *(of[cell, name] for name in engines))] if engines else None
+                yield row(f"{cell}: {what}", None, middle(mine), **{name: middle(of[cell, name]) for name in engines}, **{"x best": middle(ratios)})
+
+
+def rotated(items, n):
+    """items, begun at the n-th."""
+    n %= len(items)
+    return items[n:] + items[:n]
 
 
 # ---------------------------------------------------------------- the paper's figures; LLaMA-13B on an A6000 unless said otherwise
@@ -518,7 +801,7 @@ def fig10(bench):
                 for name, scheduler in (("base", "static"), ("sarathi", Sarathi(chunk=C))):
                     P, D = halves(L, C / (B - 1), C, B)
                     with bench.operators() as took[name]:
-                        bench.once(lambda: bench.engine(scheduler, L, B=B).generate(bench.prompts(8 * B, P), max_new_tokens=D))
+                        bench.once(lambda: bench.engine(scheduler, L, max_batch=B).generate(bench.prompts(8 * B, P), max_new_tokens=D))
                 for t in took.values():
                     t["ffn"] = t["ffn_ln1"] + t["ffn_ln2"]
                 each = {name: took["base"][name] / took["sarathi"][name] for name in ("preproj", "attn", "postproj", "ffn")}
@@ -738,13 +1021,15 @@ def run(bench, names):
 
 
 def table(rows):
-    """Rows as a Markdown table whose columns line up."""
-    keys = ["what", "paper", "ours", "source", *(k for k in ("ratio", "inside", "role") if k in rows[0])]
-    text = [k for k in keys if k in ("what", "source", "inside", "role")]
-    cells = [["" if k == "what" else k for k in keys], *([r[k] if k in text else number(r[k]) for k in keys] for r in rows)]
-    width = [max(len(line[i]) for line in cells) for i in range(len(keys))]
-    lines = ["| " + " | ".join(c.ljust(w) if k in text else c.rjust(w) for k, c, w in zip(keys, line, width)) + " |" for line in cells]
-    rule = "|" + "|".join("-" * (w + 1) + ("-" if k in text else ":") for k, w in zip(keys, width)) + "|"
+    """Rows as a Markdown table whose columns line up: what, paper, ours, source, and every other plain value that all rows have."""
+    more = [k for k in rows[0] if k not in ("experiment", "what", "paper", "ours", "source")
+            and all(k in r and isinstance(r[k], (int, float, str, type(None))) for r in rows)]
+    columns = ["what", "paper", "ours", *more, "source"]
+    left = [any(isinstance(r[k], str) for r in rows) for k in columns]
+    cells = [["", *columns[1:]], *([r[k] if isinstance(r[k], str) else number(r[k]) for k in columns] for r in rows)]
+    width = [max(map(len, column)) for column in zip(*cells)]
+    lines = ["| " + " | ".join(c.ljust(w) if l else c.rjust(w) for c, w, l in zip(line, width, left)) + " |" for line in cells]
+    rule = "|" + "|".join("-" * (w + 1) + ("-" if l else ":") for w, l in zip(width, left)) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
@@ -796,6 +1081,8 @@ def main():
     parser.add_fields(BenchConfig)
     parser.add_fields(EngineConfig, chunk=dict(type=lambda x: x if x == "auto" else int(x), metavar="CHUNK|auto"))
     args = parser.parse_args()
+    if args.experiments[:1] == ["peer"]:
+        return peer(*args.experiments[1:])
     if args.experiments == ["list"]:
         for name, (_, about) in EXPERIMENTS.items():
             print(f"{name:12} {about}")
@@ -804,6 +1091,11 @@ def main():
     for name in names:
         if name not in EXPERIMENTS:
             raise ValueError(f"unknown experiment {name!r}: one of {', '.join(EXPERIMENTS)}, all, list")
+    if args.hardware and args.experiments == ["all"]:
+        names = [name for name in names if name not in ALWAYS_MEASURED]
+    for name in names:
+        if args.hardware and name in ALWAYS_MEASURED:
+            raise ValueError(f"{name} measures this machine: it cannot run with --hardware {args.hardware}")
     if set(names) <= ALWAYS_SIMULATED and not args.hardware:
         args.hardware = "a6000"
     if args.chunk == "auto":

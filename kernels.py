@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 BLOCK_ROWS = 128  # query rows of a chunk that attend in one call: smaller wastes less above the diagonal, larger runs faster
+ALIGN = 32  # softmax is a quarter slower on rows that are no multiple of so many scores
 FEW_ROWS = 8  # up to so many rows a request streams its context from memory (a decode, a verification); beyond, it multiplies (a chunk)
 
 
@@ -79,11 +80,12 @@ class Segment:
     start: int  # first of its R * n rows in the flat batch
     R: int
     n: int
-    ctx: int  # tokens in the longest context, its own rows included
+    ctx: int  # tokens in the longest context, its own rows included, and `pad` more that nobody sees
     row: int = 0  # first cache row of the first request
     stride: int = 0  # rows between two heads; the R requests' heads follow one another at this stride
     index: torch.Tensor | None = None  # (Hk * ctx,) rows to gather, where the pages do not lie together
     mask: torch.Tensor | None = None  # (R, 1, n * G, w) added to the scores of the last w tokens of ctx: causal_mask
+    pad: int = 0  # as context_pad says
 
 
 def write_kv(kv, k, v, rows, segments):
@@ -95,15 +97,29 @@ def write_kv(kv, k, v, rows, segments):
             plane[rows] = x[:m]
         for s in segments:
             if s.start >= m:
-                first = plane.storage_offset() + (s.row + s.ctx - s.n) * D
+                first = plane.storage_offset() + (s.row + s.ctx - s.pad - s.n) * D
                 plane.as_strided((Hk, s.n, D), (s.stride * D, D, 1), first).copy_(x[s.start:s.start + s.n].transpose(0, 1))
 
 
+def copies(dtype, device):
+    """Whether torch.bmm copies operands that are not one contiguous block: in bfloat16 on a CPU (oneDNN)."""
+    return dtype == torch.bfloat16 and device.type == "cpu"
+
+
+def context_pad(ctx, n, stride, dtype, device):
+    """How many tokens beyond ctx n rows should attend to, masked, for speed; the owner's pages end at `stride` tokens. They must
+    have been zeroed, or what is in them could be no number."""
+    if n > FEW_ROWS:
+        return min(-ctx % ALIGN, stride - ctx)
+    return stride - ctx if copies(dtype, device) and stride <= 2 * ctx else 0  # reading it all in place beats copying half of it
+
+
 @lru_cache(maxsize=256)  # the same few shapes come back in every iteration
-def causal_mask(ahead, n, group, dtype, device):
+def causal_mask(ahead, n, group, pad, dtype, device):
     """What to add to the last columns of the scores. ahead: each request's cached tokens beyond the shortest one's, a tuple of R
-    ints. -> (R, 1, n * group, w), w = max(ahead) + n, of 0 and -inf; columns before these w are seen by every row; None for one row."""
-    width = max(ahead) + n
+    ints. -> (R, 1, n * group, w), w = max(ahead) + n + pad, of 0 and -inf; columns before these w are seen by every row; None for
+    one row."""
+    width = max(ahead) + n + pad
     if width == 1:
         return None
     last = torch.tensor(ahead)[:, None] + torch.arange(n).repeat_interleave(group)  # (R, n * group) the last of them each row sees
@@ -152,6 +168,8 @@ def _attend(q, k, v, mask):
     if q.size(1) <= FEW_ROWS:  # K streams past q: the faster way round where memory is the limit
         scores = torch.bmm(k, q.transpose(1, 2)).transpose(1, 2).contiguous()  # (B, n, ctx)
     else:
+        if copies(k.dtype, k.device):
+            k = k.contiguous()  # bmm would do it by itself, but transposed, and five times slower
         scores = torch.bmm(q, k.transpose(1, 2))
     if mask is not None:
         scores.view(len(mask), -1, *scores.shape[1:])[..., -mask.size(-1):].add_(mask)

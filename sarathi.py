@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kernels import BLOCK_ROWS, FEW_ROWS, Segment, causal_mask, sample, target_probs
+from kernels import BLOCK_ROWS, FEW_ROWS, Segment, causal_mask, context_pad, sample, target_probs
 from model import PRESETS, Batch, default_dtype, load_model
 
 
@@ -770,6 +770,10 @@ class Engine:
         return [(r, n) for r, n in plan if r.state == "running"]
 
     def _start(self, r):
+        """From the queue into the batch. Its pages are wiped if they lie together: then attention reads, masked, beyond what it wrote."""
+        table = self.pool.tables[r.id]
+        if table.stride > 1:
+            self.kv[:, :, table.rows[0]:table.rows[0] + table.stride * self.pool.n_kv_head].zero_()
         if self.waiting[0] is r:
             self.waiting.popleft()
         else:
@@ -813,10 +817,11 @@ class Engine:
             for j in range(0, n, step):
                 m = min(step, n - j)
                 ctx = int(past.max()) + j + m
+                pad = 0 if table.stride == 1 else context_pad(ctx, n, table.stride, self.model.dtype, self.model.device)
                 index = (table.rows[:ctx] + np.arange(Hk)[:, None]).reshape(-1) if scattered else None
-                segments.append(Segment(start + j, R, m, ctx, int(table.rows[0]), table.stride,
+                segments.append(Segment(start + j, R, m, ctx + pad, int(table.rows[0]), table.stride,
                                         None if index is None else torch.from_numpy(index).to(self.model.device),
-                                        causal_mask(tuple((past - past.min()).tolist()), m, G, self.model.dtype, self.model.device)))
+                                        causal_mask(tuple((past - past.min()).tolist()), m, G, pad, self.model.dtype, self.model.device), pad))
             start, i = start + R * n, i + R
         return segments
 
