@@ -770,16 +770,19 @@ class Engine:
         return [(r, n) for r, n in plan if r.state == "running"]
 
     def _start(self, r):
-        """From the queue into the batch. Its pages are wiped if they lie together: then attention reads, masked, beyond what it wrote."""
-        table = self.pool.tables[r.id]
-        if table.stride > 1:
-            self.kv[:, :, table.rows[0]:table.rows[0] + table.stride * self.pool.n_kv_head].zero_()
+        """From the queue into the batch."""
+        self._wipe(self.pool.tables[r.id])
         if self.waiting[0] is r:
             self.waiting.popleft()
         else:
             self.waiting.remove(r)
         r.state = "running"
         self.running.append(r)
+
+    def _wipe(self, table):
+        """Clear the pages of a request if they lie together: then attention reads, masked, beyond what it wrote."""
+        if table.stride > 1:
+            self.kv[:, :, table.rows[0]:table.rows[0] + table.stride * self.pool.n_kv_head].zero_()
 
     def _preempt(self, r):
         """Give up a request's pages; it goes to the head of the queue and is computed again from its tokens."""
@@ -930,6 +933,9 @@ class Simulator(Engine):
 
     def _new_cache(self, n_page):
         return None
+
+    def _wipe(self, table):
+        pass
 
     def _checked(self, r):
         """As for the engine, but the array is one zero that is seen max_len times."""
