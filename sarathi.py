@@ -511,11 +511,10 @@ def designed_batches(L):
     batches = [decodes(B, context) for B in (1, 2, 4, 8, 16) for context in (8, L // 4, 2 * L // 3)]
     sizes = [n for n in (12, 24, 48, 96, 160, 256, 384, 512) if n <= L]
     batches += [[(0, n, False)] for n in sizes] + [[(L // 2, n, True)] for n in sizes if n <= L // 2]
-    batches += [[(0, n // 4, True)] * 4 for n in sizes[2:]]
-    batches += [decodes(B, context) + [(past, n, False)] for B, context, past, n in
-                ((1, L // 2, 0, 31), (3, L // 3, L // 4, 61), (3, L // 2, 0, 125), (7, L // 3, L // 2, 57), (7, L // 2, 0, 249), (15, L // 4, L // 4, 113))
-                if past + n <= L]
-    return batches
+    batches += [[(0, n, True)] * 4 for n in (12, 24, 40, 64, 128, 300) if n <= L]
+    mixtures = [(1, L // 2, 0, 31), (3, L // 3, L // 4, 61), (3, L // 2, 0, 125), (7, L // 3, L // 2, 57), (7, L // 2, 0, 249),
+                (15, L // 4, L // 4, 113)]
+    return batches + [decodes(B, context) + [(past, n, False)] for B, context, past, n in mixtures if past + n <= L]
 
 
 def random_batches(L, n, seed=0):
@@ -539,6 +538,9 @@ def time_batches(model, batches, repeats):
         for entries in batches:
             plan = rehearse(engine, entries)
             start = time.perf_counter()
+            for r, n in plan:
+                if r.n_past == 0:  # as when a request starts
+                    engine._wipe(engine.pool.tables[r.id])
             engine._run(plan)  # ends with the tokens on the host: nothing is left running
             took.append(time.perf_counter() - start)
             for r, n in plan:
