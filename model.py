@@ -398,10 +398,12 @@ def part_sizes(config, name, n_out):
 
 
 class Checkpoint:
-    """The tensors of a folder's safetensors files, each read (memory-mapped) when taken."""
+    """The tensors of a folder's safetensors files, each read when taken. A file is opened again for each: what an open one has
+    read stays mapped, and would count as memory beside the weights."""
 
     def __init__(self, folder):
         from safetensors import SafetensorError, safe_open
+        self.open = lambda f: safe_open(f, framework="pt")
         index = folder / "model.safetensors.index.json"
         files = sorted({folder / f for f in read_json(index)["weight_map"].values()} if index.is_file() else folder.glob("*.safetensors"))
         if not files:
@@ -412,10 +414,10 @@ class Checkpoint:
             if not f.is_file():
                 raise FileNotFoundError(f"{f}, named in {index.name}, does not exist")
             try:
-                handle = safe_open(f, framework="pt")
+                with self.open(f) as file:
+                    self.where |= {key.removeprefix("transformer."): (f, key) for key in file.keys()}
             except SafetensorError as e:
                 raise ValueError(f"{f} is damaged or half written: {e}") from None
-            self.where |= {key.removeprefix("transformer."): (handle, key) for key in handle.keys()}
 
     def __enter__(self):
         return self
@@ -427,8 +429,9 @@ class Checkpoint:
         """The tensor `name`, which must have this shape; GPT-2 stores its matrices the other way round."""
         if name not in self.where:
             raise ValueError(f"{self.folder}: tensor {name!r} is missing")
-        handle, key = self.where.pop(name)
-        w = handle.get_tensor(key)
+        f, key = self.where.pop(name)
+        with self.open(f) as file:
+            w = file.get_tensor(key)
         if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
             w = w.T
         if tuple(w.shape) != tuple(shape) or w.dtype not in (torch.float32, torch.float16, torch.bfloat16):

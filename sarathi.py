@@ -538,9 +538,6 @@ def time_batches(model, batches, repeats):
         for entries in batches:
             plan = rehearse(engine, entries)
             start = time.perf_counter()
-            for r, n in plan:
-                if r.n_past == 0:  # as when a request starts
-                    engine._wipe(engine.pool.tables[r.id])
             engine._run(plan)  # ends with the tokens on the host: nothing is left running
             took.append(time.perf_counter() - start)
             for r, n in plan:
@@ -739,9 +736,17 @@ class Engine:
 
     def _run(self, plan):
         """One forward pass -> the next token of each request that has none left to feed after this plan, in the plan's order."""
+        for r, n in plan:
+            if r.n_past == 0:
+                self._wipe(self.pool.tables[r.id])
         batch = self._pack(plan)
         logits = self.model(batch, self.kv)
         return self._sample([r for r, n in plan if n == r.n_todo], logits)
+
+    def _wipe(self, table):
+        """Zero the pages of a new owner, if they lie together: attention then reads, masked, beyond what was written."""
+        if table.stride > 1:
+            self.kv[:, :, table.rows[0]:table.rows[0] + table.stride * self.pool.n_kv_head].zero_()
 
     def _arrive(self):
         """Move what has arrived by now to the queue; an idle engine waits for the first."""
@@ -772,19 +777,12 @@ class Engine:
         return [(r, n) for r, n in plan if r.state == "running"]
 
     def _start(self, r):
-        """From the queue into the batch."""
-        self._wipe(self.pool.tables[r.id])
         if self.waiting[0] is r:
             self.waiting.popleft()
         else:
             self.waiting.remove(r)
         r.state = "running"
         self.running.append(r)
-
-    def _wipe(self, table):
-        """Clear the pages of a request if they lie together: then attention reads, masked, beyond what it wrote."""
-        if table.stride > 1:
-            self.kv[:, :, table.rows[0]:table.rows[0] + table.stride * self.pool.n_kv_head].zero_()
 
     def _preempt(self, r):
         """Give up a request's pages; it goes to the head of the queue and is computed again from its tokens."""
@@ -935,9 +933,6 @@ class Simulator(Engine):
 
     def _new_cache(self, n_page):
         return None
-
-    def _wipe(self, table):
-        pass
 
     def _checked(self, r):
         """As for the engine, but the array is one zero that is seen max_len times."""
