@@ -330,7 +330,7 @@ DECODE_BANDWIDTH = 0.80  # [SARATHI Table 2] decode-only, attn
 ATTENTION_CALL = 19e-6  # seconds to start a chunk's or the decodes' attention in one layer; [SARATHI Table 2] decode-maximal, attn
 ELEMENTWISE = 6  # times that norms, activations and residuals read or write a token's vector in one layer: "others" < 5 % [§3.1]
 TILE = 128  # rows of a GEMM's thread block [SARATHI Fig. 7]
-SKINNY = 32  # up to so many rows a GEMM takes smaller blocks: a decode-only batch pays for its own rows [SARATHI Fig. 3]
+SKINNY = 32  # up to so many rows a GEMM takes smaller blocks: a decode-only batch pays for its own rows [SARATHI Table 2]
 USABLE = 0.84  # of a GPU's memory, for weights and cache: [SARATHI Fig. 8, §5.3] batches of 18, 10, 6, 27 and 11
 LINK, LINK_DELAY = 0.75, 25e-6  # share of a link's bandwidth, and seconds before the first byte: usual for NCCL on eight GPUs, not fitted
 INFINIBAND = 25e9  # bytes/s from a GPU to its peer in the next node: 200 Gb/s each
@@ -512,11 +512,10 @@ def designed_batches(L):
     batches = [decodes(B, context) for B in (1, 2, 4, 8, 16) for context in (8, L // 4, 2 * L // 3)]
     sizes = [n for n in (12, 24, 48, 96, 160, 256, 384, 512) if n <= L]
     batches += [[(0, n, False)] for n in sizes] + [[(L // 2, n, True)] for n in sizes if n <= L // 2]
-    batches += [[(0, n // 4, True)] * 4 for n in sizes[2:]]
-    batches += [decodes(B, context) + [(past, n, False)] for B, context, past, n in
-                ((1, L // 2, 0, 31), (3, L // 3, L // 4, 61), (3, L // 2, 0, 125), (7, L // 3, L // 2, 57), (7, L // 2, 0, 249), (15, L // 4, L // 4, 113))
-                if past + n <= L]
-    return batches
+    batches += [[(0, n, True)] * 4 for n in (12, 24, 40, 64, 128, 300) if n <= L]
+    mixtures = [(1, L // 2, 0, 31), (3, L // 3, L // 4, 61), (3, L // 2, 0, 125), (7, L // 3, L // 2, 57), (7, L // 2, 0, 249),
+                (15, L // 4, L // 4, 113)]
+    return batches + [decodes(B, context) + [(past, n, False)] for B, context, past, n in mixtures if past + n <= L]
 
 
 def random_batches(L, n, seed=0):
