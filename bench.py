@@ -711,6 +711,18 @@ def fidelity(bench):
         yield row(f"{s}: throughput, error (%)", 10, abs(real.sum() / ours.sum() - 1) * 100, iterations=len(real))
 
 
+def simulators_error(path=os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "fidelity.json")):
+    """One sentence for every simulated table: what `fidelity` found when its last line was kept in path."""
+    if not os.path.exists(path):
+        return "Simulated; how far off that is on this machine, `python bench.py fidelity` says."
+    with open(path) as f:
+        kept = json.load(f)
+    errors = lambda what: sorted(r["ours"] for r in kept["rows"] if what in r["what"])
+    (low, *_, high), (low2, *_, high2) = errors("iteration time"), errors("throughput")
+    return (f"Simulated. Beside a measured run ({kept['model']}, {kept['machine']['name']}, {kept['date']}) the simulator's iterations were off by "
+            f"{low:.1f} to {high:.1f} % in the median, its throughput by {low2:.1f} to {high2:.1f} %.")
+
+
 def step_times(engine, work, interrupt):
     """Seconds of each iteration on the engine's clock for requests of (prompt, output) lengths that are all there at once."""
     for i, (P, D) in enumerate(work):
@@ -1048,6 +1060,8 @@ def run(bench, names):
                 names = []
             if part:
                 print(f"\n### {name}: {EXPERIMENTS[name][1]}\n\n{table(part)}\n", flush=True)
+            if any(r["source"] == "simulated" for r in part):
+                print(simulators_error() + "\n", flush=True)
             while bench.notes:
                 print(bench.notes.pop(0) + "\n", flush=True)
             rows += part
