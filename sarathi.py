@@ -737,9 +737,17 @@ class Engine:
 
     def _run(self, plan):
         """One forward pass -> the next token of each request that has none left to feed after this plan, in the plan's order."""
+        for r, n in plan:
+            if r.n_past == 0:
+                self._wipe(self.pool.tables[r.id])
         batch = self._pack(plan)
         logits = self.model(batch, self.kv)
         return self._sample([r for r, n in plan if n == r.n_todo], logits)
+
+    def _wipe(self, table):
+        """Zero the pages of a new owner, if they lie together: attention then reads, masked, beyond what was written."""
+        if table.stride > 1:
+            self.kv[:, :, table.rows[0]:table.rows[0] + table.stride * self.pool.n_kv_head].zero_()
 
     def _arrive(self):
         """Move what has arrived by now to the queue; an idle engine waits for the first."""
@@ -770,10 +778,6 @@ class Engine:
         return [(r, n) for r, n in plan if r.state == "running"]
 
     def _start(self, r):
-        """From the queue into the batch. Its pages are wiped if they lie together: then attention reads, masked, beyond what it wrote."""
-        table = self.pool.tables[r.id]
-        if table.stride > 1:
-            self.kv[:, :, table.rows[0]:table.rows[0] + table.stride * self.pool.n_kv_head].zero_()
         if self.waiting[0] is r:
             self.waiting.popleft()
         else:
