@@ -1194,16 +1194,16 @@ def draw_panel(ax, rows):
         for y in [r["paper"] for r in mine if r["at"][2] is None and r["paper"] is not None]:
             ax.axhline(y, ls=":", lw=1.3, color=look["color"])
     if names:
-        ax.set_xticks(range(len(names)), [textwrap.fill(n, 14) for n in names], rotation=90 * (len(names) > 6))
+        ax.set_xticks(range(len(names)), [textwrap.fill(n, 14 if len(names) < 6 else 99) for n in names], fontsize=8, rotation=90 * (len(names) > 5))
     scale(ax, [[] if names else [x for x, y in points], [y for x, y in points]], bool(names))
 
 
 def scale(ax, values, bars):
-    """Plain numbers on both axes, a tick for each x where there are few; logarithmic where they differ by more than twenty times
+    """Plain numbers on both axes, a tick for each x where there are few; logarithmic where they differ by more than fifteen times
     (bars: a hundred)."""
     from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, StrMethodFormatter
     for axis, set_scale, v in zip((ax.xaxis, ax.yaxis), (ax.set_xscale, ax.set_yscale), values):
-        if v and min(v) > 0 and max(v) > (100 if bars else 20) * min(v):
+        if v and min(v) > 0 and max(v) > (100 if bars else 15) * min(v):
             set_scale("log")
             axis.set(major_locator=LogLocator(subs=(1, 2, 5) if max(v) < 500 * min(v) else (1,)), minor_locator=NullLocator())
             axis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -1222,7 +1222,7 @@ def finished(figure):
         named["paper"] = Line2D([], [], ls="", marker="o", mfc="white", mec="black", mew=1.6, ms=7)
     if any(line.get_linestyle() == ":" for line in lines):
         named["paper, place not given"] = Line2D([], [], ls=":", color="black")
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=min(8, len(named)), fontsize=8, frameon=False)
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=min(int(figure.get_figwidth() / 1.4), len(named)), fontsize=8, frameon=False)
     return figure
 
 

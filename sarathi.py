@@ -807,7 +807,8 @@ class Engine:
 
     def _preempt(self, r):
         """Give up a request's pages; it goes to the head of the queue and is computed again from its tokens."""
-        self._keep(self.clock.now(), self.clock.now(), 0, [(r, 0)])
+        now = self.clock.now()
+        self._keep(now, now, 0, [(r, 0)])
         self.pool.free(r.id)
         self.running.remove(r)
         r.state, r.n_past, r.n_preempted = "waiting", 0, r.n_preempted + 1
