@@ -5,6 +5,7 @@ have. One registered function per table; whether it measures or simulates is onl
     python bench.py --chunk auto         first the one-time profile that picks the chunk for this model on this machine
     python bench.py table4 --model tinyllama-1.1b --max-batch 4
     python bench.py table4 fig9 --hardware a6000 --model llama-13b     the same, simulated (seconds)
+    python bench.py fig9 timeline --hardware a6000 --plot pictures --trace trace.json     PNGs, and a trace for ui.perfetto.dev
     python bench.py scoreboard           every number of the SARATHI paper beside ours, simulated (a minute)
     python bench.py list
 
@@ -21,7 +22,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -30,7 +33,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kernels import linear, pack
+from kernels import FEW_ROWS, linear, pack
 from model import GPT, PRESETS, Linear, default_dtype, load_model, preset
 from sarathi import (GPUS, CostModel, Engine, EngineConfig, Interruptible, Parser, Pipeline, Request, Sarathi, Simulator,
                      VirtualClock, WallClock, add_model_flags, checked, make_scheduler, option, rehearse,
@@ -40,7 +43,7 @@ EXPERIMENTS = {}  # name -> (function, one line on what it reproduces)
 OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]
 BASELINES = ("static", "orca")
 PEERS = ("transformers", "vllm", "llama.cpp")
-ALWAYS_SIMULATED = {"fig12", "scaling", "scoreboard"}  # experiments that ask no model of this machine
+ALWAYS_SIMULATED = {"fig12", "bubbles", "scaling", "scoreboard"}  # experiments that ask no model of this machine
 ALWAYS_MEASURED = {"roofline", "peers", "fidelity"}  # experiments that ask nothing else
 
 
@@ -63,6 +66,8 @@ class BenchConfig:
     tp: int = option(1, "GPUs that share every layer (tensor parallelism), simulated only")
     scale: int = option(10000, "requests of the large simulations (fig12)")
     full: bool = option(False, "the paper's whole grid also where it is measured")
+    plot: str = option("", "draw the tables' figures, with the paper's points beside ours, as PNG files in this folder")
+    trace: str = option("", "write what every iteration did to this file, in Chrome's trace format, for ui.perfetto.dev")
     peers: str = option("", "engines that `peers` measures beside ours: name=path with commas between them; transformers=, vllm=: a Python that "
                         "has it; llama.cpp=: the folder of llama-batched-bench; '': transformers, if this Python has it")
 
@@ -102,17 +107,23 @@ class Bench:
         self.B = engine.max_batch or max(1, min(6, fits))  # 6 as in [SARATHI Table 4]
         self.notes = []  # sentences printed under the tables
         self.interrupt = Interruptible()
+        self.doing, self.tapes = "", Tapes()  # the experiment under way; what its engines did
 
     def engine(self, scheduler, L, n_page=None, B=None, **more):
         """A fresh engine with room for B requests of L tokens."""
         B = B or self.B
-        options = vars(self.options) | dict(scheduler=scheduler, max_batch=B, n_page=n_page or B * L) | more
+        tape = self.tape(scheduler if isinstance(scheduler, str) else f"{type(scheduler).__name__}, chunk {scheduler.chunk}")
+        options = vars(self.options) | dict(scheduler=scheduler, max_batch=B, n_page=n_page or B * L, record=tape) | more
         return (Simulator if self.simulated else Engine)(self.model, clock=self.clock, **options)
+
+    def tape(self, what):
+        """Where an engine's Spans go, if they are to be kept."""
+        return self.tapes.new(f"{self.doing}: {what}") if self.config.trace or self.config.plot and self.doing in TIMELINES else None
 
     def other(self, model):
         """The same options with another model, on the same clock."""
         bench = Bench(model, self.config, self.options)
-        bench.clock, bench.interrupt = self.clock, self.interrupt
+        bench.clock, bench.interrupt, bench.doing, bench.tapes = self.clock, self.interrupt, self.doing, self.tapes
         return bench
 
     @property
@@ -167,7 +178,7 @@ class Bench:
         request that feeds `chunk` tokens after `past`. Tokens and cache are random: equal ones would run cooler, and so faster.
         last=False: no request has fed its last token by then, so none needs the output head."""
         entries = [(context, 1, last)] * decodes + [(past, chunk, last)] * (chunk > 0)
-        engine = self.engine("orca", 0, n_page=sum(with_room(past + n) for past, n, _ in entries), B=decodes + 1)
+        engine = self.engine("orca", 0, n_page=sum(with_room(past + n) for past, n, _ in entries), B=decodes + 1, record=None)
         plan = rehearse(engine, entries)
         if self.simulated:
             return lambda: engine._run(plan)
@@ -223,7 +234,8 @@ class Bench:
 
 
 def row(what, paper, ours, source=None, **more):
-    """One line of a table; what is its name and unit, paper the published figure or None, source None: the bench's own."""
+    """One line of a table; what is its name and unit, paper the published figure or None, source None: the bench's own.
+    at=(panel, series, x) says where --plot draws it, see draw_panel."""
     return dict(what=what, paper=paper, ours=ours, source=source, **more)
 
 
@@ -283,8 +295,9 @@ def table2(bench):
                 f()
         share = sum(took.values())
         linear_s, attn_s = (total * x / share for x in (share - took["attn"], took["attn"]))
-        rows += [row(f"{name}: linear (ms)", paper[0], linear_s * 1e3), row(f"{name}: attn (ms)", paper[1], attn_s * 1e3),
-                 row(f"{name}: total (ms)", paper[2], total * 1e3, operators_ms={k: v / 3 * 1e3 for k, v in took.items()})]
+        rows += [row(f"{name}: linear (ms)", paper[0], linear_s * 1e3, at=("", "linear", name)),
+                 row(f"{name}: attn (ms)", paper[1], attn_s * 1e3, at=("", "attn", name)),
+                 row(f"{name}: total (ms)", paper[2], total * 1e3, at=("", "total", name), operators_ms={k: v / 3 * 1e3 for k, v in took.items()})]
         each = piggybacked if name == "decode-maximal" else total / n
         rows.append(row(f"{name}: per {'prefill' if name == 'prefill-only' else 'decode'} token (ms)", paper[3], each * 1e3))
     return rows
@@ -305,7 +318,7 @@ def table4(bench):
     yield from table4_cases(bench, [(L, bench.B, pd, *paper) for L, paper in zip(bench.lengths, papers)])
     if bench.simulated and bench.config.full:
         for r in table4_cases(bench.other(CostModel.roofline(preset("llama-33b"), "a100")), second):
-            yield r | dict(what="LLaMA-33B, A100, " + r["what"])
+            yield r | dict(what="LLaMA-33B, A100, " + r["what"], at=(*r["at"][:2], "33B, " + r["at"][2]))
 
 
 def table4_cases(bench, cases):
@@ -318,11 +331,12 @@ def table4_cases(bench, cases):
         bar.update()
         P, D = halves(L, pd, bench.options.chunk, B)
         took = end_to_end(bench, schedulers, P, D, bar, B)
-        note = f"L = {L}, B = {B}, P:D = {P / D:.0f}"
+        note, x = f"L = {L}, B = {B}, P:D = {P / D:.0f}", f"L {L}, B {B}"
         gain = {s: statistics.median(a / b for a, b in zip(took[s], took[name])) for s in BASELINES}  # within a round: drift cancels
-        yield row(f"{note}: decode speedup", speedup_paper, speedup, decode_ms=piggybacked * 1e3)
-        yield row(f"{note}: {name} over static", gain_paper, gain["static"], seconds=took)
-        yield row(f"{note}: {name} over orca", gain_paper / ORCA if i == 0 and gain_paper else None, gain["orca"], derived=True)
+        yield row(f"{note}: decode speedup", speedup_paper, speedup, decode_ms=piggybacked * 1e3, at=("decode speedup", name, x))
+        yield row(f"{note}: {name} over static", gain_paper, gain["static"], seconds=took, at=("end to end", "over static", x))
+        yield row(f"{note}: {name} over orca", gain_paper / ORCA if i == 0 and gain_paper else None, gain["orca"], derived=True,
+                  at=("end to end", "over orca", x))
     bar.close()
 
 
@@ -417,7 +431,7 @@ def fig3(bench):
         whole = bench.once(bench.iteration(0, 0, L))
     sizes = bench.grid([1, 2, bench.B], [1, 2, 4, 8, 12, 18])
     for B, decode in zip(sizes, bench.seconds(*(bench.iteration(B, L - 1, 0) for B in sizes))):
-        yield row(f"B = {B}: decode over prefill, per token", {1: 200, 2: 100, 18: 16.7}.get(B), decode / B / (prefill / L))
+        yield row(f"B = {B}: decode over prefill, per token", {1: 200, 2: 100, 18: 16.7}.get(B), decode / B / (prefill / L), at=("", "decode", B))
     yield row("share of others in a prefill", 0.05, 1 - sum(took.values()) / whole, bound="at most")
 
 
@@ -428,18 +442,18 @@ def fig4(bench):
     sizes = [n for n in (64, 128, 256, 512, 1024) if n <= max(bench.lengths)]
     rate = {n: n / t / 1e3 for n, t in zip(sizes, one.seconds(*(one.iteration(0, 0, n, last=False) for n in sizes)))}
     for n, r in rate.items():
-        yield row(f"prefill, B L = {n} (tokens/ms)", 180 if n == 1024 else None, r)
+        yield row(f"prefill, B L = {n} (tokens/ms)", 180 if n == 1024 else None, r, at=("prefill", "prefill", n))
     if 256 in rate:
         yield row("prefill throughput at 256 over the peak", 0.875, rate[256] / max(rate.values()))
     sizes = [2**i for i in range(bench.grid(7, 10))]
     rate = {B: B / t / 1e3 for B, t in zip(sizes, one.seconds(*(one.iteration(B, L - 1, 0, last=False) for B in sizes)))}
     for B, r in rate.items():
-        yield row(f"decode, B = {B} (tokens/ms)", None, r)
+        yield row(f"decode, B = {B} (tokens/ms)", None, r, at=("decode", "decode", B))
     yield row("decode batch that reaches 95 % of the peak", 256, next(B for B, r in rate.items() if r > 0.95 * max(rate.values())))
     prefill, decode = intensity(one.model, L, L), intensity(one.model, 1, L)
     for name in prefill:
-        yield row(f"intensity of {name}, prefill (FLOP/byte)", None, prefill[name], source="computed")
-        yield row(f"intensity of {name}, decode at B = 1 (FLOP/byte)", None, decode[name], source="computed")
+        for phase, at in (("prefill", prefill), ("decode at B = 1", decode)):
+            yield row(f"intensity of {name}, {phase} (FLOP/byte)", None, at[name], source="computed", at=("intensity", phase.split()[0], name))
     yield row("intensity of ffn_ln1, prefill over decode", 100, prefill["ffn_ln1"] / decode["ffn_ln1"], source="computed", bound="at least")
 
 
@@ -464,8 +478,8 @@ def fig7(bench):
     sizes = [n for n in bench.grid([128, 256, 384, 512], range(128, 1025, 128)) if n < max(bench.lengths)]
     times = bench.seconds(*(bench.iteration(0, 0, n, last=False) for n in sizes for n in (n, n + 1)))
     for n, at, beyond in zip(sizes, times[::2], times[1::2]):
-        yield row(f"{n} tokens (ms)", {128: 55.0, 256: 69.8}.get(n), at * 1e3)
-        yield row(f"{n + 1} tokens (ms)", {256: 92.33}.get(n), beyond * 1e3)
+        yield row(f"{n} tokens (ms)", {128: 55.0, 256: 69.8}.get(n), at * 1e3, at=("", "prefill", n))
+        yield row(f"{n + 1} tokens (ms)", {256: 92.33}.get(n), beyond * 1e3, at=("", "prefill", n + 1))
         yield row(f"one token beyond {n}, times", {256: 1.32}.get(n), beyond / at)
 
 
@@ -476,9 +490,9 @@ def fig8(bench):
         for B in range(2, most + 1, 2):
             speedup, _ = decode_speedup(bench, L, B)
             seen += [speedup] if speedup else []
-            yield row(f"L = {L}, B = {B}: decode speedup", None, speedup)
-    yield row("largest decode speedup", 10.0, max(seen, default=None))
-    yield row("smallest decode speedup", 2.8, min(seen, default=None))
+            yield row(f"L = {L}, B = {B}: decode speedup", None, speedup, at=("", f"L = {L}", B))
+    yield row("largest decode speedup", 10.0, max(seen, default=None), at=("", None, None))
+    yield row("smallest decode speedup", 2.8, min(seen, default=None), at=("", None, None))
     if bench.simulated:
         for L, most in batches(bench):
             yield row(f"L = {L}: largest batch", most, Simulator(another(bench, block_size=L)).max_batch)
@@ -519,7 +533,7 @@ def fig9(bench):
             curve = [(P / D, gains(bench, P, D, B, [C])[C]) for P, D in sizes]
             pd, best = max(curve, key=lambda point: point[1])
             paper = {256: (1.27, 14), 512: (1.23, 28)}.get(C, (None, None)) if (L, B) == (1024, 18) else (None, None)
-            yield row(f"L = {L}, B = {B}, C = {C}: peak gain", paper[0], best, curve=curve)
+            yield row(f"L = {L}, B = {B}, C = {C}: peak gain", paper[0], best, curve=curve, at=(f"L = {L}, B = {B}", f"C = {C}", paper[1]))
             yield row(f"L = {L}, B = {B}, C = {C}: P:D of the peak", paper[1], pd)
 
 
@@ -540,10 +554,10 @@ def fig10(bench):
                 each = {name: took["base"][name] / took["sarathi"][name] for name in ("preproj", "attn", "postproj", "ffn")}
                 ffn, proj = [*ffn, each["ffn"]], [*proj, each["preproj"], each["postproj"]]
                 for name, ratio in each.items():
-                    yield row(f"L = {L}, B = {B}, C = {C}: {name}", None, ratio)
+                    yield row(f"L = {L}, B = {B}, C = {C}: {name}", None, ratio, at=(f"C = {C}", name, f"{L}, {B}"))
     for name, values, low, high in (("ffn", ffn, 1.3, 1.6), ("preproj and postproj", proj, 1.05, 1.38)):
-        yield row(f"{name}: smallest gain", low, min(values))
-        yield row(f"{name}: largest gain", high, max(values))
+        yield row(f"{name}: smallest gain", low, min(values), at=(None, name.split()[0], None))
+        yield row(f"{name}: largest gain", high, max(values), at=(None, name.split()[0], None))
 
 
 @experiment("[SARATHI Fig. 11] beside Orca's worst and best case: (a) by length, (b) by P:D ratio")
@@ -551,9 +565,9 @@ def fig11(bench):
     for i, (L, B) in enumerate(batches(bench)):
         C = bench.options.chunk
         gain = gains(bench, *halves(L, C / (B - 1), C, B), B, [C], orca=True)
-        yield row(f"(a) L = {L}, B = {B}: Orca, worst case", None if i else 1.0, gain["worst"])
-        yield row(f"(a) L = {L}, B = {B}: Orca, best case", None if i else 1.11, gain["best"])
-        yield row(f"(a) L = {L}, B = {B}: SARATHI", (1.27, 1.25, 1.23)[i] if i < 3 else None, gain[C])
+        for name, paper, ours in (("Orca, worst case", None if i else 1.0, gain["worst"]), ("Orca, best case", None if i else 1.11, gain["best"]),
+                                  ("SARATHI", (1.27, 1.25, 1.23)[i] if i < 3 else None, gain[C])):
+            yield row(f"(a) L = {L}, B = {B}: {name}", paper, ours, at=("(a)", f"C = {C}" if name == "SARATHI" else name, f"L {L}, B {B}"))
     L, B = batches(bench)[0]
     chunks, curves = bench.grid([bench.options.chunk], [128, 256, 512]), {}
     for P, D in sorted({halves(L, pd, C, B) for C in chunks for pd in ratios(bench, C / (B - 1))}):
@@ -561,8 +575,9 @@ def fig11(bench):
             curves.setdefault(name, []).append((P / D, gain))
     for name, curve in curves.items():
         pd, best = max(curve, key=lambda point: point[1])
-        yield row(f"(b) {f'SARATHI, C = {name}' if name in chunks else f'Orca, {name} case'}: peak gain (at P:D {pd:.0f})",
-                  {512: 1.23, "best": 1.11}.get(name), best, curve=curve)
+        series = f"C = {name}" if name in chunks else f"Orca, {name} case"
+        yield row(f"(b) {'SARATHI, ' * (name in chunks)}{series}: peak gain (at P:D {pd:.0f})", {512: 1.23, "best": 1.11}.get(name), best,
+                  curve=curve, at=("(b)", series, {512: 28}.get(name)))  # [SARATHI Fig. 9] says where, for C = 512
 
 
 @experiment("[SARATHI Fig. 13] what chunking costs: (a) attention, (b) prefill, (c) what is left end to end")
@@ -577,16 +592,16 @@ def fig13(bench):
             for name, ours in (("(a) attention, times", took[0] / whole[0]), ("(b) prefill, times", took[1] / whole[1]),
                                ("(c) end to end, gain", gain)):
                 best.setdefault((name, C), []).append(ours)
-                yield row(f"{name}, L = {L}, C = {C}", None, ours)
+                yield row(f"{name}, L = {L}, C = {C}", None, ours, at=(name.split(",")[0], f"L = {L}", C))
     pick = lambda name, C: max(x for x in best.get((name, C), [math.nan]) if x is not None)
-    yield row("(a) attention at C = 64, times", 3.0, pick("(a) attention, times", 64))
-    yield row("(b) prefill at C = 64, times", 5.0, pick("(b) prefill, times", 64))
-    yield row("(b) prefill at C = 128, times", 2.0, pick("(b) prefill, times", 128))
+    yield row("(a) attention at C = 64, times", 3.0, pick("(a) attention, times", 64), at=("(a) attention", None, 64))
+    yield row("(b) prefill at C = 64, times", 5.0, pick("(b) prefill, times", 64), at=("(b) prefill", None, 64))
+    yield row("(b) prefill at C = 128, times", 2.0, pick("(b) prefill, times", 128), at=("(b) prefill", None, 128))
     yield row("(b) prefill at C = 256: speed kept", 0.8, 1 / pick("(b) prefill, times", 256))
     if ("(b) prefill, times", 512) in best:
         yield row("(b) prefill at C = 512: speed kept", 0.9, 1 / pick("(b) prefill, times", 512))
-    yield row("(c) best gain at C = 64", 1.0, pick("(c) end to end, gain", 64))
-    yield row("(c) best gain at C = 128", 1.16, pick("(c) end to end, gain", 128))
+    yield row("(c) best gain at C = 64", 1.0, pick("(c) end to end, gain", 64), at=("(c) end to end", None, 64))
+    yield row("(c) best gain at C = 128", 1.16, pick("(c) end to end, gain", 128), at=("(c) end to end", None, 128))
     if ("(c) end to end, gain", 320) in best:
         yield row("(c) gain at C = 256 over C = 320", 1.0, pick("(c) end to end, gain", 256) / pick("(c) end to end, gain", 320), bound="at least")
 
@@ -636,10 +651,11 @@ def fig12(bench):
     n = bench.config.scale
     names = ("completion, TP-PP Orca over TP-PP SARATHI", "completion, TP only over TP-PP SARATHI", "completion, TP-PP Orca over TP only")
     orca, sarathi, alone = clusters(bench, n)
-    yield row("median bubble time per request, Orca over SARATHI", 6.29, orca["bubble"] / sarathi["bubble"], source="simulated")
+    yield row("median bubble time per request, Orca over SARATHI", 6.29, orca["bubble"] / sarathi["bubble"], source="simulated",
+              at=("(a) bubbles", "as simulated", "Orca over SARATHI"))
     pairs = lambda o, s, t: (o["took"] / s["took"], t["took"] / s["took"], o["took"] / t["took"])
     for name, paper, ours in zip(names, (1.91, 1.48, 1.28), pairs(orca, sarathi, alone)):
-        yield row(name, paper, ours, source="simulated")
+        yield row(name, paper, ours, source="simulated", at=("(b) completion", "as simulated", name.partition(", ")[2]))
     for name, r in (("Orca", orca), ("SARATHI", sarathi)):
         yield row(f"TP8 x PP8, {name}: idle share of the stages", None, r["idle"], source="simulated", kinds=r["kinds"])
         bench.notes.append(f"TP8 x PP8, {name}: {n} requests in {r['took']:.0f} s; the median request waits {r['bubble']:.2f} s in bubbles: "
@@ -648,7 +664,8 @@ def fig12(bench):
     yield row("largest batch, TP8 x PP8, per micro-batch", 27, Simulator(gpt3(nodes=8)).max_batch // 8, source="simulated")
     yield row("largest batch, TP8", 11, Simulator(gpt3()).max_batch, source="simulated")
     for name, ours in zip(names, pairs(*clusters(bench, -(-n // 5), delay=EAGER))):
-        yield row(f"with {EAGER * 1e6:.0f} us before an all-reduce: {name}", None, ours, source="simulated")
+        yield row(f"with {EAGER * 1e6:.0f} us before an all-reduce: {name}", None, ours, source="simulated",
+                  at=("(b) completion", f"{EAGER * 1e6:.0f} us before an all-reduce", name.partition(", ")[2]))
 
 
 EAGER = 350e-6  # seconds; what brings all three completion ratios to the paper's, and not used for anything else
@@ -658,8 +675,8 @@ def clusters(bench, n, **more):
     """n requests on 64 GPUs -> what happened with TP8 in each of 8 nodes and a pipeline across them, with Orca and with SARATHI,
     and with a replica in each node [SARATHI §5.3]"""
     happened = []
-    for scheduler in (orca_best(4096, 27), Sarathi(chunk=256)):
-        line = Pipeline(gpt3(nodes=8, **more), 8, scheduler=scheduler, max_batch=27, n_page=27 * 4096)
+    for name, scheduler in (("Orca", orca_best(4096, 27)), ("SARATHI", Sarathi(chunk=256))):
+        line = Pipeline(gpt3(nodes=8, **more), 8, record=bench.tape(name), scheduler=scheduler, max_batch=27, n_page=27 * 4096)
         bubble = statistics.median(r.bubble for r in feed(bench, line, zipf_requests(n)))
         took = line.clock.now()
         happened.append(dict(took=took, bubble=bubble, kinds=line.bubbles, idle=sum(line.bubbles.values()) / 8 / took))
@@ -1045,6 +1062,249 @@ def rotated(items, n):
     return items[n:] + items[:n]
 
 
+# ---------------------------------------------------------------- pictures and traces
+
+FIGURES = {  # experiment -> (x label, y label) of each panel, the last one's again for those that follow
+    "table2": [("batch", "iteration (ms)")],
+    "table4": [("tokens per request L, batch B", "decode speedup (times)"), ("tokens per request L, batch B", "end-to-end gain (times)")],
+    "fig3": [("decodes in the batch, B", "decode over prefill, per token (times)")],
+    "fig4": [("tokens in the batch, B L", "one layer (tokens/ms)"), ("decodes in the batch, B", "one layer (tokens/ms)"), ("operator", "intensity (FLOP/byte)")],
+    "fig7": [("tokens in the prefill", "iteration (ms)")],
+    "fig8": [("batch size, B", "decode speedup (times)")],
+    "fig9": [("P:D ratio", "throughput over static (times)")],
+    "fig10": [("tokens per request L, batch B", "time, static over SARATHI (times)")],
+    "fig11": [("tokens per request L, batch B", "throughput over static (times)"), ("P:D ratio", "throughput over static (times)")],
+    "fig12": [("median per request", "bubble time, ratio"), ("scenarios compared", "completion time, ratio")],
+    "fig13": [("chunk size C (tokens)", "time over a full prefill's (times)")] * 2 + [("chunk size C (tokens)", "throughput over static (times)")]}
+TIMELINES = {"timeline": "request", "bubbles": "stage"}  # experiment -> what a row of its picture is
+INK = {  # the same thing has the same colour in every picture
+    "static": "#7f7f7f", "over static": "#7f7f7f", "Orca, worst case": "#f5b78a", "orca": "#e07b2a", "over orca": "#e07b2a", "Orca, best case": "#e07b2a",
+    "prefill_first": "#8c564b", "sarathi": "#2a78c2", "sarathi_serve": "#17a0a8", "as simulated": "#2a78c2",
+    "C = 128": "#93c4ea", "C = 256": "#2a78c2", "C = 512": "#123a73", "L = 1024": "#c77fd0", "L = 2048": "#9340a8", "L = 3072": "#571b6e",
+    "preproj": "#b5cf6b", "attn": "#d6477e", "postproj": "#7fa136", "ffn": "#55701f", "linear": "#7fa136", "total": "#3b3b3b",
+    "prefill": "#1b9e87", "chunk": "#1b9e87", "decode": "#f2c14e", "waiting": "#e4e4e4", "stall": "#e8583f", "bubble": "#e8583f", "preempted": "#000000"}
+LINES = {"simulated": "-", "computed": "-", "measured": "--"}
+
+
+class Tapes(list):
+    """The Tapes of a run; those of one experiment together hold the first `room` entries of its Spans."""
+    room, full = math.inf, False
+
+    def new(self, name):
+        self.append(Tape(name, self))
+        return self[-1]
+
+
+class Tape(list):
+    """The Spans of one engine, and when its requests arrived if somebody says so."""
+
+    def __init__(self, name, tapes):
+        self.name, self.tapes, self.arrivals = name, tapes, {}
+
+    def append(self, span):
+        if self.tapes.room > 0:
+            self.tapes.room -= len(span.entries)
+            super().append(span)
+        else:
+            self.tapes.full = True
+
+
+@experiment("[TNG] the three timelines: the same requests with static batching, prefill first and chunked prefills")
+def timeline(bench):
+    """Three requests at once, three later: what each scheduler does to those that are decoding by then."""
+    L = max(bench.lengths)
+    (unit,) = bench.seconds(bench.iteration(0, 0, L))  # arrivals are in units of a prefill of L tokens
+    work = [(L // 8, 24, 0), (L // 4, 12, 0), (L // 8, 36, 0), (L * 3 // 4, 16, 0.6), (L // 2, 10, 1.5), (L // 4, 12, 2.2)]
+    for s in dict.fromkeys(("static", "prefill_first", "sarathi", bench.options.scheduler)):
+        engine = bench.engine(s, L + 16, B=4)
+        engine.clock = type(bench.clock)()  # each begins at zero
+        requests = [Request(bench.prompts(1, P, bench.options.seed)[0], max_new_tokens=D, arrival=arrival * unit) for P, D, arrival in work]
+        for r in requests:
+            engine.add(r)
+        getattr(engine.record, "arrivals", {}).update((r.id, r.arrival) for r in requests)
+        bench.once(engine.run)
+        yield row(f"{s}: TTFT, mean (s)", None, statistics.mean(r.ttft for r in requests))
+        yield row(f"{s}: TPOT, mean (ms)", None, statistics.mean(r.tpot for r in requests) * 1e3)
+        yield row(f"{s}: longest wait between two tokens (s)", None, max(b - a for r in requests for a, b in zip(r.times, r.times[1:])))
+        yield row(f"{s}: until the last token (s)", None, max(r.times[-1] for r in requests))
+
+
+@experiment("[SARATHI §3.2, §5.3] where a pipeline of four stages idles, with Orca and with SARATHI: GPT-3 on 32 A100")
+def bubbles(bench):
+    """Always simulated; the lengths are fig12's."""
+    for name, scheduler in (("Orca", orca_best(4096, 27)), ("SARATHI", Sarathi(chunk=256))):
+        line = Pipeline(gpt3(nodes=4), 4, record=bench.tape(name), scheduler=scheduler, max_batch=27, n_page=27 * 4096)
+        n, took = sum(1 for r in feed(bench, line, zipf_requests(min(bench.config.scale, 300)))), line.clock.now()
+        yield row(f"{name}: completion of {n} requests (s)", None, took, source="simulated")
+        for kind, seconds in line.bubbles.items():
+            yield row(f"{name}: idle in {kind}, share of the stages", None, seconds / 4 / took, source="simulated")
+
+
+def pieces(tape):
+    """A tape as what is drawn and traced -> (row, kind, start, end, entries) in order; a row is a request, or a stage where there
+    are several. kind: chunk or decode, and what lies between two of them while others run: stall (before the first: waiting), in a stage bubble."""
+    staged, last, n = any(s.stage for s in tape), {}, 0  # last: row -> (iteration, its end)
+    for s in tape:
+        n += s.end > s.start
+        for at, entries in [(s.stage, s.entries)] if staged else [(e[0], [e]) for e in s.entries]:
+            if s.end > s.start:
+                before, end = last.get(at, (-1, tape.arrivals.get(at, s.start) if not staged else s.start))
+                if s.start > end + 1e-9 and (staged or n > before + 1):
+                    yield at, "bubble" if staged else "waiting" if before < 0 else "stall", end, s.start, []
+                last[at] = n, s.end
+            kind = "preempted" if s.end == s.start else "chunk" if any(m > FEW_ROWS for _, _, m in entries) else "decode"
+            yield at, kind, s.start, s.end, entries
+
+
+def trace_events(tapes):
+    """Chrome's trace events of the tapes: a process for each, a thread for each of its rows; times in microseconds."""
+    for pid, tape in enumerate(t for t in tapes if t):
+        word = "stage" if any(s.stage for s in tape) else "request"
+        yield dict(ph="M", name="process_name", pid=pid, args=dict(name=tape.name))
+        for tid in sorted({at for at, *_ in pieces(tape)}):
+            yield dict(ph="M", name="thread_name", pid=pid, tid=tid, args=dict(name=f"{word} {tid}"))
+        for tid, kind, start, end, entries in pieces(tape):
+            a, b = round(start * 1e9), round(end * 1e9)  # nanoseconds: neighbours touch
+            what = dict(ph="i", s="t") if kind == "preempted" else dict(ph="X", dur=(b - a) / 1e3)
+            yield dict(name=label(kind, entries), cat=kind, pid=pid, tid=tid, ts=a / 1e3, **what, args=dict(entries=entries))
+
+
+def label(kind, entries):
+    """What a piece holds, in words: "chunk of request 7, 253 tokens + 3 decodes"."""
+    chunks = [f"chunk of request {id}, {n} tokens" for id, past, n in entries if n > FEW_ROWS]
+    few = [(id, n) for id, past, n in entries if 0 < n <= FEW_ROWS]
+    decodes = [f"decode of request {few[0][0]}, {few[0][1]} tokens" if len(few) == 1 else f"{len(few)} decodes"] if few else []
+    return " + ".join(chunks + decodes) or " ".join([kind, *(f"request {id}" for id, past, n in entries)])
+
+
+def write_trace(path, tapes):
+    """All tapes as one file that ui.perfetto.dev and chrome://tracing open."""
+    with open(path, "w") as f:
+        json.dump(dict(traceEvents=list(trace_events(tapes)), displayTimeUnit="ms"), f)
+    left_out = ", of some experiments only the first iterations" if tapes.full else ""
+    print(f"wrote {path}: {sum(map(len, tapes))} spans of {sum(map(bool, tapes))} engines{left_out}\n")
+
+
+def check_writable(config):
+    """Say before the work starts that --plot or --trace could not be kept at its end."""
+    for name, path in (("plot", config.plot), ("trace", config.trace)):
+        try:
+            if name == "plot" and path:
+                os.makedirs(path, exist_ok=True)
+                tempfile.TemporaryFile(dir=path).close()
+            elif path:
+                open(path, "a").close()
+        except OSError as e:
+            raise OSError(f"{name} = {path!r}: cannot be written ({e.strerror})") from None
+    if config.plot and not importlib.util.find_spec("matplotlib"):
+        raise ValueError(f"plot = {config.plot!r}: matplotlib is missing, pip install matplotlib")
+
+
+def plot(bench, name, rows):
+    """Draw an experiment's rows, or its tapes, into the folder --plot; one that has no picture is none."""
+    tapes = [t for t in bench.tapes if t and t.name.startswith(name + ": ")]
+    if name in FIGURES:
+        figure = draw(name, rows)
+    elif name in TIMELINES and tapes:
+        figure = draw_tapes(name, tapes)
+    else:
+        return
+    where = "" if name in ALWAYS_SIMULATED else f" — {bench.model.config.n_params / 1e9:.2g}B parameters, {machine(bench.model)['name']}"
+    figure.suptitle(textwrap.fill(EXPERIMENTS[name][1] + where, int(15 * figure.get_figwidth())), fontsize=9)
+    path = os.path.join(bench.config.plot, name + ".png")
+    figure.savefig(path, dpi=110)
+    bench.notes.append(f"wrote {path}")
+
+
+def draw(name, rows):
+    """The rows that say at=(panel, series, x) as a Figure, a panel beside the other."""
+    from matplotlib.figure import Figure
+    rows = [r for r in rows if "at" in r]
+    panels = list(dict.fromkeys(r["at"][0] for r in rows if r["at"][0] is not None))
+    figure = Figure((max(6, 3.6 * len(panels)), 3.6), layout="constrained")
+    for i, (panel, ax) in enumerate(zip(panels, figure.subplots(1, len(panels), squeeze=False)[0])):
+        draw_panel(ax, [r for r in rows if r["at"][0] in (panel, None)])
+        x, y = FIGURES[name][min(i, len(FIGURES[name]) - 1)]
+        ax.set(title=panel, xlabel=x, ylabel=y)
+    return finished(figure)
+
+
+def draw_panel(ax, rows):
+    """A series is a line over its x (or its curve), or bars where x is a name; the paper's figures are hollow marks. x = None: the
+    paper does not say where, a dotted line; series = None: it does not say for which."""
+    series = list(dict.fromkeys(r["at"][1] for r in rows if r["at"][1] and (r["at"][2] is not None or "curve" in r)))
+    names = list(dict.fromkeys(r["at"][2] for r in rows if isinstance(r["at"][2], str)))
+    width, points = 0.8 / max(1, len(series)), []
+    for i, s in enumerate([*series, None]):
+        mine = [r for r in rows if r["at"][1] == s]
+        place = lambda x: names.index(x) + (i - (len(series) - 1) / 2) * width if names else x
+        ours = sorted((place(x), y) for r in mine for x, y in r.get("curve", [(r["at"][2], r["ours"])]) if None not in (x, y))
+        paper = [(place(r["at"][2]), r["paper"]) for r in mine if None not in (r["at"][2], r["paper"])]
+        look = dict(color=INK.get(s, f"C{i}") if s else "black", label=s)
+        if s and ours and names:
+            bars = ax.bar(*zip(*ours), width, fill=mine[0]["source"] != "measured", ls=LINES[mine[0]["source"]], edgecolor=look["color"], **look)
+        elif s and ours:
+            ax.plot(*zip(*ours), LINES[mine[0]["source"]], marker=".", **look)
+        ax.plot(*zip(*paper or [((), ())]), "o", mfc="white", mec="black" if names else look["color"], mew=1.6, ms=7, zorder=3)
+        points += ours * bool(s) + paper
+        for y in [r["paper"] for r in mine if r["at"][2] is None and r["paper"] is not None]:
+            ax.axhline(y, ls=":", lw=1.3, color=look["color"])
+    if names:
+        ax.set_xticks(range(len(names)), [textwrap.fill(n, 14 if len(names) < 6 else 99) for n in names], fontsize=8, rotation=90 * (len(names) > 5))
+    scale(ax, [[] if names else [x for x, y in points], [y for x, y in points]], bool(names))
+
+
+def scale(ax, values, bars):
+    """Plain numbers on both axes, a tick for each x where there are few; logarithmic where they differ by more than fifteen times
+    (bars: a hundred)."""
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, StrMethodFormatter
+    for axis, set_scale, v in zip((ax.xaxis, ax.yaxis), (ax.set_xscale, ax.set_yscale), values):
+        if v and min(v) > 0 and max(v) > (100 if bars else 15) * min(v):
+            set_scale("log")
+            axis.set(major_locator=LogLocator(subs=(1, 2, 5) if max(v) < 500 * min(v) else (1,)), minor_locator=NullLocator())
+            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        if axis is ax.xaxis and not bars and len(set(v)) <= 10:
+            axis.set(major_locator=FixedLocator(sorted(set(v))), minor_locator=NullLocator(), major_formatter=StrMethodFormatter("{x:g}"))
+    ax.grid(alpha=0.25)
+    ax.set_axisbelow(True)
+
+
+def finished(figure):
+    """The figure with one legend under all its panels: every label once, and what the marks of the paper are."""
+    from matplotlib.lines import Line2D
+    named = {text: handle for ax in figure.axes for handle, text in zip(*ax.get_legend_handles_labels())}
+    lines = [line for ax in figure.axes for line in ax.lines]
+    if any(line.get_marker() == "o" and len(line.get_xdata()) for line in lines):
+        named["paper"] = Line2D([], [], ls="", marker="o", mfc="white", mec="black", mew=1.6, ms=7)
+    if any(line.get_linestyle() == ":" for line in lines):
+        named["paper, place not given"] = Line2D([], [], ls=":", color="black")
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=min(int(figure.get_figwidth() / 1.4), len(named)), fontsize=8, frameon=False)
+    return figure
+
+
+def draw_tapes(name, tapes):
+    """Tapes one below the other on the same time axis; of a pipeline only a stretch from its middle, as long as 50 iterations."""
+    from matplotlib.figure import Figure
+    figure = Figure((10, 0.7 + 1.7 * len(tapes)), layout="constrained")
+    staged = TIMELINES[name] == "stage"
+    begin = [t[-1].end / 2 * staged for t in tapes]
+    width = 50 * statistics.median(s.end - s.start for s in tapes[0]) if staged else max(t[-1].end for t in tapes)
+    for tape, t0, ax in zip(tapes, begin, figure.subplots(len(tapes), 1, sharex=True, squeeze=False)[:, 0]):
+        drawn = defaultdict(list)
+        for at, kind, start, end, _ in pieces(tape):
+            if end > t0 and start < t0 + width:
+                drawn[kind, at].append((max(start, t0) - t0, min(end, t0 + width) - max(start, t0)))
+        for (kind, at), bars in drawn.items():
+            if kind == "preempted":
+                ax.plot([x for x, _ in bars], [at] * len(bars), "kx", label=kind)
+            else:
+                ax.broken_barh(bars, (at - 0.4, 0.8), facecolor=INK[kind], edgecolor="white", lw=0.4, label=kind)
+        rows = sorted({at for _, at in drawn})
+        ax.set(title=tape.name.partition(": ")[2], ylabel=TIMELINES[name], yticks=rows, xlim=(0, 1.005 * width), ylim=(max(rows) + 0.6, min(rows) - 0.6))
+    ax.set_xlabel("time (s)")
+    return finished(figure)
+
+
 # ---------------------------------------------------------------- running and printing
 
 def run(bench, names):
@@ -1052,7 +1312,7 @@ def run(bench, names):
     rows = []
     with bench.interrupt:
         for name in names:
-            part = []
+            part, bench.doing, bench.tapes.room = [], name, math.inf if name in TIMELINES else 50000
             try:
                 for r in EXPERIMENTS[name][0](bench):
                     part.append(dict(experiment=name, **r | dict(source=r["source"] or bench.source)))
@@ -1062,6 +1322,8 @@ def run(bench, names):
                 print(f"\n### {name}: {EXPERIMENTS[name][1]}\n\n{table(part)}\n", flush=True)
             if any(r["source"] == "simulated" for r in part):
                 print(simulators_error() + "\n", flush=True)
+            if part and bench.config.plot:
+                plot(bench, name, part)
             while bench.notes:
                 print(bench.notes.pop(0) + "\n", flush=True)
             rows += part
@@ -1153,6 +1415,7 @@ def main():
         args.chunk, names = 256, ["profile", *(n for n in names if n != "profile")]
     config, options = BenchConfig(**parser.values(BenchConfig, args)), EngineConfig(**parser.values(EngineConfig, args))
     make_scheduler(options.scheduler)
+    check_writable(config)
     if config.hardware:
         name = args.model or "llama-13b"
         model = CostModel.roofline(preset(name), config.hardware, config.tp)
@@ -1164,6 +1427,8 @@ def main():
     where = machine(model)
     print(f"{name} ({model.config.n_params / 1e6:.0f}M parameters, {where['dtype']}) on {where['name']}; paper: LLaMA-13B on an A6000")
     rows = run(bench, names)
+    if config.trace:
+        write_trace(config.trace, bench.tapes)
     explain(bench, rows)
     print(json.dumps(dict(experiment=" ".join(names), rows=rows, machine=where, model=name, seed=options.seed,
                           options=vars(options), date=time.strftime("%Y-%m-%d"))))

@@ -607,10 +607,23 @@ class VirtualClock:
         self.t = max(self.t, t)
 
 
-class Engine:
-    """Serve requests with one model. Options are EngineConfig's fields; scheduler may also be a Scheduler of your own."""
+class Span(NamedTuple):
+    """What an engine (or a stage of a Pipeline) did from start to end, seconds: entries (request id, n_past, n). A request that
+    gave up its pages is an entry that feeds no token, in a span that takes no time."""
+    start: float
+    end: float
+    stage: int
+    lane: int
+    entries: list
 
-    def __init__(self, model, draft=None, spec="off", clock=None, **options):
+
+class Engine:
+    """Serve requests with one model. Options are EngineConfig's fields; scheduler may also be a Scheduler of your own. Give
+    record=[] to keep a Span of every iteration and every preemption."""
+
+    number = 0  # of the lane, in a Pipeline
+
+    def __init__(self, model, draft=None, spec="off", clock=None, record=None, **options):
         known = [f.name for f in fields(EngineConfig)]
         for name in set(options) - set(known):
             raise ValueError(f"unknown option {name!r}: one of {', '.join(known)}")
@@ -628,7 +641,7 @@ class Engine:
         self.scheduler = make_scheduler(c.scheduler, chunk=c.chunk, max_batch=self.max_batch, tile=c.tile)
         self.pool = PagePool(n_page, model.config.n_kv_head, c.alloc)
         self.kv = self._new_cache(n_page)
-        self.clock = clock or WallClock()
+        self.clock, self.record = clock or WallClock(), record
         self.requests = {}  # id -> Request, from add until it ends
         self.pending = []  # a heap of (arrival, id): not arrived yet
         self.waiting = deque()  # arrived, without pages
@@ -743,12 +756,19 @@ class Engine:
 
     def _run(self, plan):
         """One forward pass -> the next token of each request that has none left to feed after this plan, in the plan's order."""
+        start = self.clock.now()
         for r, n in plan:
             if r.n_past == 0:
                 self._wipe(self.pool.tables[r.id])
         batch = self._pack(plan)
         logits = self.model(batch, self.kv)
-        return self._sample([r for r, n in plan if n == r.n_todo], logits)
+        tokens = self._sample([r for r, n in plan if n == r.n_todo], logits)
+        self._keep(start, self.clock.now(), 0, plan)
+        return tokens
+
+    def _keep(self, start, end, stage, plan):
+        if self.record is not None:
+            self.record.append(Span(start, end, stage, self.number, [(r.id, r.n_past, n) for r, n in plan]))
 
     def _wipe(self, table):
         """Zero the pages of a new owner, if they lie together: attention then reads, masked, beyond what was written."""
@@ -793,6 +813,8 @@ class Engine:
 
     def _preempt(self, r):
         """Give up a request's pages; it goes to the head of the queue and is computed again from its tokens."""
+        now = self.clock.now()
+        self._keep(now, now, 0, [(r, 0)])
         self.pool.free(r.id)
         self.running.remove(r)
         r.state, r.n_past, r.n_preempted = "waiting", 0, r.n_preempted + 1
@@ -915,21 +937,10 @@ class Interruptible:
 
 # ---------------------------------------------------------------- the simulator: the engine with another clock
 
-class Span(NamedTuple):
-    """What a simulated GPU (or pipeline stage) did from start to end, seconds: entries (request id, n_past, n)."""
-    start: float
-    end: float
-    stage: int
-    lane: int
-    entries: list
-
-
 class Simulator(Engine):
-    """An Engine whose model is a CostModel: running a plan only moves the clock, every token is 0, no page is real. Give
-    record=[] to keep a Span of every iteration."""
+    """An Engine whose model is a CostModel: running a plan only moves the clock, every token is 0, no page is real."""
 
-    def __init__(self, cost, clock=None, record=None, **options):
-        self.record = record
+    def __init__(self, cost, clock=None, **options):
         super().__init__(cost, clock=clock or VirtualClock(), **options)
 
     def _memory(self):
@@ -948,12 +959,8 @@ class Simulator(Engine):
     def _run(self, plan):
         start = self.clock.now()
         self.clock.wait_until(start + self.model.time_of([(r.n_past, n, n == r.n_todo) for r, n in plan]))
-        self._keep(start, self.clock.now(), 0, 0, plan)
+        self._keep(start, self.clock.now(), 0, plan)
         return [0] * sum(n == r.n_todo for r, n in plan)
-
-    def _keep(self, start, end, stage, lane, plan):
-        if self.record is not None:
-            self.record.append(Span(start, end, stage, lane, [(r.id, r.n_past, n) for r, n in plan]))
 
 
 class Lane(Simulator):
@@ -972,7 +979,7 @@ class Lane(Simulator):
             start = max(t, free)
             idle += start - free if line.last is not None else 0.0
             line.free[stage] = t = start + took + send  # sending keeps the stage busy
-            self._keep(start, t, stage, self.number, plan)
+            self._keep(start, t, stage, plan)
         self.clock.wait_until(t)
         line.charge(plan, idle)
         return [0] * sum(n == r.n_todo for r, n in plan)

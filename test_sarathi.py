@@ -925,7 +925,183 @@ def test_rates_of_a_cell_by_hand():
     assert rate == 2 * 10 / 4 and gap == 3.0
 
 
-# ---------------------------------------------------------------- 10. the README
+# ---------------------------------------------------------------- 10. pictures and traces
+
+def served(make, model, **options):
+    """An engine that has served a mixed workload which its pool cannot hold at once, with its tape."""
+    tape = bench.Tapes().new("test: engine")
+    engine = make(model, chunk=32, tile=TILE, max_batch=4, n_page=333, record=tape, **options)
+    for n in (300, 15, 1, 16, 17, 33, 90):
+        engine.add(Request(prompt(n), 20))
+    finish(engine)
+    return engine, tape
+
+
+def apart(intervals):
+    """Whether no two (start, end) overlap."""
+    ordered = sorted(intervals)
+    return all(a <= b for (_, a), (b, _) in zip(ordered, ordered[1:]))
+
+
+@pytest.mark.parametrize("alloc", ["reserve", "grow"])
+@pytest.mark.parametrize("scheduler", ["static", "prefill_first", "sarathi"])
+@pytest.mark.parametrize("kind", ["measured", "simulated"])
+def test_a_tape_holds_every_token_once_and_adds_up_to_the_clock(kind, scheduler, alloc):
+    """Also what was computed again after a preemption; iterations follow each other, a request is in one piece at a time."""
+    make, model = (Engine, small()) if kind == "measured" else (Simulator, CostModel.roofline(small().config, "a6000"))
+    engine, tape = served(make, model, scheduler=scheduler, alloc=alloc)
+    assert apart(s[:2] for s in tape) and tape[-1].end <= engine.clock.now()
+    if kind == "simulated":
+        assert sum(s.end - s.start for s in tape) == pytest.approx(engine.clock.now()), "no time passes in between"
+    rows, fed, n_preempted = {}, {}, 0
+    for at, what, start, end, entries in bench.pieces(tape):
+        rows.setdefault(at, []).extend([(start, end)] * (what != "preempted"))
+        for id, past, n in entries:
+            n_preempted += what == "preempted"
+            assert id == at and fed.get(id, 0) == past, "every token is fed after the one before it, and once"
+            fed[id] = past + n if n else 0
+        if what in ("stall", "waiting"):
+            during = [s for s in tape if s.start < end and s.end > start]
+            assert during and not any(id == at and n for s in during for id, past, n in s.entries), "it waits for others"
+    assert all(map(apart, rows.values())) and fed == {i: n + 19 for i, n in enumerate((300, 15, 1, 16, 17, 33, 90))}
+    assert (n_preempted > 0) == (alloc == "grow"), "the pool was meant to run out"
+
+
+def pipeline_tape():
+    tape = bench.Tapes().new("test: line")
+    line = Pipeline(CostModel.roofline(preset("gpt3-175b"), "a100", tp=8, nodes=4), 4, scheduler="orca", max_batch=3, n_page=3 * 4096, record=tape)
+    for r in bench.zipf_requests(20):
+        line.add(r)
+    while line.requests:
+        line.step()
+    return line, tape
+
+
+def test_a_pipelines_pieces_are_its_work_and_its_bubbles():
+    line, tape = pipeline_tape()
+    pieces = list(bench.pieces(tape))
+    assert sum(end - start for _, what, start, end, _ in pieces if what == "bubble") == pytest.approx(sum(line.bubbles.values()))
+    for stage in range(4):
+        mine = sorted(p[2:4] for p in pieces if p[0] == stage)
+        assert all(b[0] - a[1] == pytest.approx(0, abs=1e-8) for a, b in zip(mine, mine[1:])), "work and bubbles leave no gap and never overlap"
+        assert mine[-1][1] == max(s.end for s in tape if s.stage == stage)
+
+
+def test_a_trace_is_what_perfetto_reads(tmp_path, capsys):
+    _, small_tape = served(Simulator, CostModel.roofline(small().config, "a6000"), scheduler="sarathi", alloc="grow")
+    line, line_tape = pipeline_tape()
+    tapes = bench.Tapes()
+    tapes += [small_tape, bench.Tape("empty", tapes), line_tape]
+    bench.write_trace(tmp_path / "t.json", tapes)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["test: engine", "test: line"], "an empty tape is no process"
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == [*(f"request {i}" for i in range(7)), *(f"stage {i}" for i in range(4))]
+    shown = [e for e in events if e["ph"] == "X"]
+    for key in {(e["pid"], e["tid"]) for e in shown}:
+        assert apart((round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)) for e in shown if (e["pid"], e["tid"]) == key)
+    assert {e["cat"] for e in events if e["ph"] == "i"} == {"preempted"}
+    names = [e["name"] for e in shown]
+    assert {"decode of request 2, 1 tokens", "stall", "bubble"} <= set(names)
+    assert any(re.fullmatch(r"chunk of request \d+, \d+ tokens \+ 2 decodes", n) for n in names), "a stage's micro-batch"
+    assert any(re.fullmatch(r"chunk of request 0, \d+ tokens", n) for n in names)
+    last = max(e["ts"] + e["dur"] for e in shown if e["pid"] == 1)
+    assert last == pytest.approx(line.clock.now() * 1e6) and "wrote" in capsys.readouterr().out
+
+
+def test_a_long_run_keeps_the_first_iterations_of_a_trace():
+    tapes = bench.Tapes()
+    tapes.room = 5
+    tape = tapes.new("x: y")
+    for i in range(9):
+        tape.append(sarathi.Span(i, i + 1, 0, 0, [(0, i, 1), (1, i, 1)]))
+    assert len(tape) == 3 and tapes.full
+
+
+def marks(ax):
+    """{(x, y) of the paper's marks}, [the y of its dotted lines], {series: [(x, y)]} of a drawn panel."""
+    hollow, dotted, series = set(), [], {}
+    for line in ax.lines:
+        points = list(zip(np.asarray(line.get_xdata(), float).tolist(), np.asarray(line.get_ydata(), float).tolist()))
+        if line.get_marker() == "o":
+            hollow |= set(points)
+        elif line.get_linestyle() == ":":
+            dotted.append(points[0][1])
+        else:
+            series[line.get_label()] = points
+    for bars in ax.containers:
+        series[bars.get_label()] = [(b.get_x() + b.get_width() / 2, b.get_height()) for b in bars]
+    return hollow, dotted, series
+
+
+def test_a_figure_shows_the_rows_as_they_are():
+    line = lambda x, ours, paper=None, s="C = 256", panel="left", **more: bench.row("", paper, ours, "measured", at=(panel, s, x), **more)
+    rows = [line(4, 2.0), line(2, 1.0, 1.5), line(8, None), line(None, 9.0, 3.0, curve=[(1, 5.0), (2, 9.0)], s="C = 512"),
+            line(6, 9.0, 7.0, s=None), line("a", 1.0, 2.0, panel="right"), line("b", 3.0, panel="right"), line("b", 4.0, panel="right", s="new"),
+            line(None, 5.0, 6.0, s=None, panel=None), bench.row("not drawn", 1, 2)]
+    figure = bench.draw("fig9", rows)
+    left, right = figure.axes
+    assert marks(left) == ({(2, 1.5), (6, 7.0)}, [3.0, 6.0], {"C = 256": [(2, 1.0), (4, 2.0)], "C = 512": [(1, 5.0), (2, 9.0)]})
+    hollow, dotted, series = marks(right)
+    assert dotted == [6.0] and {s: [y for _, y in points] for s, points in series.items()} == {"C = 256": [1.0, 3.0], "new": [4.0]}
+    assert list(hollow) == [pytest.approx((-0.2, 2.0))] and [t.get_text() for t in right.get_xticklabels()] == ["a", "b"]
+    assert [ax.get_title() for ax in figure.axes] == ["left", "right"] and {ax.get_ylabel() for ax in figure.axes} == {"throughput over static (times)"}
+    assert left.lines[0].get_linestyle() == "--" and left.lines[0].get_color() == bench.INK["C = 256"]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["C = 256", "C = 512", "new", "paper", "paper, place not given"]
+
+
+@pytest.mark.parametrize("name", bench.FIGURES)
+def test_every_figure_has_labels_and_every_point_of_its_rows(name, monkeypatch, capsys):
+    if name != "fig8":
+        monkeypatch.setattr(bench.Bench, "grid", lambda self, small, full: small)
+    b = bench.Bench(a6000(), bench.BenchConfig(lengths="300" if name != "fig8" else "", scale=40, hardware="a6000"), EngineConfig(max_batch=3, chunk=128, tile=64))
+    rows = bench.run(b, [name])
+    figure = bench.draw(name, rows)
+    assert all(ax.get_xlabel() and ax.get_ylabel() for ax in figure.axes)
+    drawn = [r for r in rows if "at" in r and r["at"][1] and r["ours"] is not None and (r["at"][2] is not None or "curve" in r)]
+    shown = [y for ax in figure.axes for points in marks(ax)[2].values() for _, y in points]
+    assert drawn and sorted(shown) == pytest.approx(sorted(y for r in drawn for _, y in r.get("curve", [(0, r["ours"])])))
+    if name == "fig8":
+        assert list(marks(figure.axes[0])[2]) == ["L = 1024", "L = 2048", "L = 3072"] and marks(figure.axes[0])[1] == [10.0, 2.8]
+
+
+@pytest.mark.parametrize("kind", ["simulated", "measured"])
+def test_the_timelines_show_each_request_from_its_arrival_to_its_last_token(kind, tmp_path, capsys):
+    config = bench.BenchConfig(lengths="300", repeats=1, scale=40, hardware="a6000" if kind == "simulated" else "", plot=str(tmp_path))
+    b = bench.Bench(a6000() if kind == "simulated" else small(), config, EngineConfig(chunk=64, tile=64))
+    rows = {r["what"]: r["ours"] for r in bench.run(b, ["timeline", "bubbles", "ceilings"])}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bubbles.png", "timeline.png"] and capsys.readouterr().out.count("wrote") == 2
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in tmp_path.iterdir())
+    assert [t.name for t in b.tapes if t] == ["timeline: static", "timeline: prefill_first", "timeline: sarathi", "bubbles: Orca", "bubbles: SARATHI"]
+    static, first, chunked = b.tapes[-5:-2]
+    assert rows["sarathi: until the last token (s)"] == pytest.approx(chunked[-1].end, abs=1e-3)
+    kinds = lambda tape: {what for _, what, *_ in bench.pieces(tape)}
+    assert "stall" in kinds(first) and "stall" not in kinds(chunked) and "stall" not in kinds(static)
+    figure = bench.draw_tapes("timeline", [static, first, chunked])
+    assert [ax.get_title() for ax in figure.axes] == ["static", "prefill_first", "sarathi"] and figure.axes[-1].get_xlabel() == "time (s)"
+    for tape, ax in zip((static, first, chunked), figure.axes):
+        boxes = [path.get_extents() for bars in ax.collections for path in bars.get_paths()]
+        assert len(boxes) == len(list(bench.pieces(tape))) and [int(t) for t in ax.get_yticks()] == list(range(6))
+        for at in range(6):
+            mine = sorted((b.x0, b.x1) for b in boxes if b.y0 < at < b.y1)
+            assert mine[0][0] == pytest.approx(tape.arrivals[at], abs=1e-9) and all(a[1] <= b[0] + 1e-9 for a, b in zip(mine, mine[1:]))
+
+
+@pytest.mark.parametrize("flag", ["--plot", "--trace"])
+def test_what_cannot_be_written_is_said_before_the_work(flag):
+    out = cli("bench.py", "fig7", "--hardware", "a6000", flag, "/dev/null/there")
+    assert out.returncode == 2 and out.stdout == "" and out.stderr == f"bench.py: {flag[2:]} = '/dev/null/there': cannot be written (Not a directory)\n"
+
+
+def test_plot_and_trace_on_the_command_line(tmp_path):
+    out = cli("bench.py", "fig7", "timeline", "--hardware", "a6000", "--model", "llama-13b", "--plot", str(tmp_path / "a/b"), "--trace", str(tmp_path / "t.json"))
+    assert out.returncode == 0, out.stderr
+    assert sorted(p.name for p in (tmp_path / "a/b").iterdir()) == ["fig7.png", "timeline.png"]
+    names = {e["args"]["name"] for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["name"] == "process_name"}
+    assert names == {"timeline: static", "timeline: prefill_first", "timeline: sarathi"}
+    assert json.loads(out.stdout.strip().split("\n")[-1])["experiment"] == "fig7 timeline", "the last line is still the JSON"
+
+
+# ---------------------------------------------------------------- 11. the README
 
 README = (HERE / "README.md").read_text()
 
@@ -947,7 +1123,7 @@ def test_the_readme_names_what_exists():
         assert (HERE / path).exists(), path
 
 
-# ---------------------------------------------------------------- 11. cost model, simulator, pipeline, figures
+# ---------------------------------------------------------------- 12. cost model, simulator, pipeline, figures
 
 def a6000(**change):
     return CostModel.roofline(GPTConfig(**PRESETS["llama-13b"] | change), "a6000")
