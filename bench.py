@@ -485,12 +485,12 @@ def fig7(bench):
 
 @experiment("[SARATHI Fig. 8] decode speedup over batch size and length, and the batches that fit")
 def fig8(bench):
-    seen = []
+    seen, known = [], {(L, B): speedup for L, B, _, speedup, _ in TABLE4["LLaMA-13B, A6000"]}
     for L, most in batches(bench):
         for B in range(2, most + 1, 2):
             speedup, _ = decode_speedup(bench, L, B)
             seen += [speedup] if speedup else []
-            yield row(f"L = {L}, B = {B}: decode speedup", None, speedup, at=("", f"L = {L}", B))
+            yield row(f"L = {L}, B = {B}: decode speedup", known.get((L, B)), speedup, derived=True, at=("", f"L = {L}", B))
     yield row("largest decode speedup", 10.0, max(seen, default=None), at=("", None, None))
     yield row("smallest decode speedup", 2.8, min(seen, default=None), at=("", None, None))
     if bench.simulated:
@@ -529,7 +529,8 @@ def fig9(bench):
     """A peak's P:D is where decodes piggyback perfectly: C / (B - 1)."""
     for L, B in bench.grid(batches(bench)[:1], batches(bench)):
         for C in bench.grid([bench.options.chunk], [128, 256, 512]):
-            sizes = sorted({halves(L, pd, C, B) for pd in ratios(bench, C / (B - 1))})
+            perfect = C / (B - 1)  # the others are not rounded to whole chunks: several of them would become one
+            sizes = sorted({halves(L, pd, *((C, B) if pd == perfect else ())) for pd in ratios(bench, perfect)})
             curve = [(P / D, gains(bench, P, D, B, [C])[C]) for P, D in sizes]
             pd, best = max(curve, key=lambda point: point[1])
             paper = {256: (1.27, 14), 512: (1.23, 28)}.get(C, (None, None)) if (L, B) == (1024, 18) else (None, None)
@@ -1122,7 +1123,8 @@ def timeline(bench):
         for r in requests:
             engine.add(r)
         getattr(engine.record, "arrivals", {}).update((r.id, r.arrival) for r in requests)
-        bench.once(engine.run)
+        while engine.requests:
+            bench.once(engine.step)
         yield row(f"{s}: TTFT, mean (s)", None, statistics.mean(r.ttft for r in requests))
         yield row(f"{s}: TPOT, mean (ms)", None, statistics.mean(r.tpot for r in requests) * 1e3)
         yield row(f"{s}: longest wait between two tokens (s)", None, max(b - a for r in requests for a, b in zip(r.times, r.times[1:])))
@@ -1255,7 +1257,7 @@ def draw_panel(ax, rows):
 
 
 def scale(ax, values, bars):
-    """Plain numbers on both axes, a tick for each x where there are few; logarithmic where they differ by more than fifteen times
+    """Plain numbers on both axes, a tick for each x where they are few and apart; logarithmic where they differ by more than fifteen times
     (bars: a hundred)."""
     from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, StrMethodFormatter
     for axis, set_scale, v in zip((ax.xaxis, ax.yaxis), (ax.set_xscale, ax.set_yscale), values):
@@ -1263,8 +1265,9 @@ def scale(ax, values, bars):
             set_scale("log")
             axis.set(major_locator=LogLocator(subs=(1, 2, 5) if max(v) < 500 * min(v) else (1,)), minor_locator=NullLocator())
             axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        if axis is ax.xaxis and not bars and len(set(v)) <= 10:
-            axis.set(major_locator=FixedLocator(sorted(set(v))), minor_locator=NullLocator(), major_formatter=StrMethodFormatter("{x:g}"))
+        ticks = sorted(set(v)) if axis is ax.xaxis else []
+        if 0 < len(ticks) <= 10 and all(b > 1.1 * a for a, b in zip(ticks, ticks[1:])):
+            axis.set(major_locator=FixedLocator(ticks), minor_locator=NullLocator(), major_formatter=StrMethodFormatter("{x:g}"))
     ax.grid(alpha=0.25)
     ax.set_axisbelow(True)
 
@@ -1278,7 +1281,7 @@ def finished(figure):
         named["paper"] = Line2D([], [], ls="", marker="o", mfc="white", mec="black", mew=1.6, ms=7)
     if any(line.get_linestyle() == ":" for line in lines):
         named["paper, place not given"] = Line2D([], [], ls=":", color="black")
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=min(int(figure.get_figwidth() / 1.4), len(named)), fontsize=8, frameon=False)
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=min(int(figure.get_figwidth() / 1.2), len(named)), fontsize=8, frameon=False)
     return figure
 
 
