@@ -1,7 +1,7 @@
 """The operators of one iteration, over a flat batch of N tokens. This file knows tensors, and nothing of models or requests.
 
-Where an operator is more than a line of torch it stands here twice, side by side: `op_ref` is the definition, in plain
-torch and float32; `op` is what the model calls, and picks what is fast on the machine at hand.
+Where an operator is more than a line of torch it stands here up to three times, side by side: `op_ref` is the definition, in
+plain torch; `_op_kernel` is Triton, for GPUs; `op` is what the model calls, and picks what is fast on the machine at hand.
 
 The cache. One layer's keys and values live in `kv` (2, n_row, D): plane 0 is K, plane 1 is V, a row is one head's vector of
 one token. A page (one token's K and V) owns n_kv_head rows in each plane. Head h of a page whose first row is `row` lies at
@@ -13,21 +13,56 @@ one token. A page (one token's K and V) owns n_kv_head rows in each plane. Head 
 and so both allocation policies, and every kernel, share one address formula.
 """
 import ctypes
+import os
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no Triton, no GPU: the definitions below still read, and nobody launches them
+    triton, tl = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=None)
+
 BLOCK_ROWS = 128  # query rows of a chunk that attend in one call: smaller wastes less above the diagonal, larger runs faster
 ALIGN = 32  # softmax is a quarter slower on rows that are no multiple of so many scores
+BLOCK_CHUNK = 128  # rows (tokens times heads of a group) in a tile of a chunk, on a GPU
 FEW_ROWS = 8  # up to so many rows a request streams its context from memory (a decode, a verification); beyond, it multiplies (a chunk)
 
 
 if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):  # glibc hands large blocks back to the system when they are
     for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD   # freed, and each iteration would fault its activations in
         ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)                # again, a tenth of its time: keep them
+
+
+# ---------------------------------------------------------------- where the Triton kernels run
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter: every kernel as written, on a CPU, slowly
+
+
+def on_gpu(device):
+    """Whether the Triton kernels run on this device."""
+    return device.type == "cuda" or INTERPRET
+
+
+def fused(x):
+    """Whether they run on x: one flat batch (N, C) on a GPU. Whole sequences (B, T, C), for training and the oracle, are torch's."""
+    return x.dim() == 2 and on_gpu(x.device)
+
+
+def launch(kernel, grid, *args, **constants):
+    """kernel[grid](*args): the one door to the GPU, where tests see what is launched."""
+    kernel[grid](*args, **constants)
+
+
+def pow2(n):
+    """The smallest power of two that is at least n: tiles have such sides, and mask what is too much."""
+    return 1 << (max(int(n), 1) - 1).bit_length()
 
 
 # ---------------------------------------------------------------- linear: every weight read once for all N tokens
@@ -56,6 +91,76 @@ def linear(x, weight, bias=None):
     return F.linear(x, weight, bias)
 
 
+# ---------------------------------------------------------------- between the matrices: residual and norm, activation
+
+def add_norm_ref(x, y, weight, bias, eps):
+    """The residual x + y (y None: x) and its RMSNorm, or LayerNorm where there is a bias, over the last dimension. -> both"""
+    x, weight = x if y is None else x + y, weight.to(x.dtype)
+    if bias is None:
+        return x, F.rms_norm(x, weight.shape, weight, eps)
+    return x, F.layer_norm(x, weight.shape, weight, bias.to(x.dtype), eps)
+
+
+@triton.jit
+def _add_norm_kernel(x, y, weight, bias, total, out, eps, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """One program, one token: its C numbers are read once, summed, rounded as torch would, normalized, written twice."""
+    c = tl.arange(0, BLOCK_C)
+    there = c < C
+    at = tl.program_id(0).to(tl.int64) * C + c
+    r = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+    if y is not None:
+        r = (r + tl.load(y + at, mask=there, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, r, mask=there)
+        r = r.to(tl.float32)
+    if bias is not None:
+        r = tl.where(there, r - tl.sum(r) / C, 0.0)
+    r = r * tl.rsqrt(tl.sum(r * r) / C + eps) * tl.load(weight + c, mask=there, other=0.0).to(tl.float32)
+    if bias is not None:
+        r += tl.load(bias + c, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + at, r, mask=there)
+
+
+def add_norm(x, y, weight, bias, eps):
+    """x, y (N, C) or y None, weight and bias (C,) or bias None -> x + y and its norm, each (N, C)."""
+    if not fused(x):
+        return add_norm_ref(x, y, weight, bias, eps)
+    N, C = x.shape
+    total, out, block = x if y is None else torch.empty_like(x), torch.empty_like(x), pow2(C)
+    launch(_add_norm_kernel, (N,), x, y, weight, bias, total, out, eps, C=C, BLOCK_C=block, num_warps=min(16, max(4, block // 512)))
+    return total, out
+
+
+def activate_ref(h, gated):
+    """SwiGLU of h (..., 2 I), gate and up side by side -> (..., I); not gated: GELU of h (..., I), by tanh as GPT-2 does."""
+    if gated:
+        gate, up = h.chunk(2, -1)
+        return F.silu(gate) * up
+    return F.gelu(h, approximate="tanh")
+
+
+@triton.jit
+def _activate_kernel(h, out, I, GATED: tl.constexpr, BLOCK_I: tl.constexpr):
+    """One program, BLOCK_I numbers of one token."""
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    if GATED:
+        x = tl.load(h + 2 * row * I + i, mask=i < I, other=0.0).to(tl.float32)
+        y = x * tl.sigmoid(x) * tl.load(h + (2 * row + 1) * I + i, mask=i < I, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(h + row * I + i, mask=i < I, other=0.0).to(tl.float32)
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh z) / 2 = sigmoid(2 z), z = sqrt(2 / pi) (...)
+    tl.store(out + row * I + i, y, mask=i < I)
+
+
+def activate(h, gated):
+    """h (N, 2 I) gated, else (N, I) -> (N, I)"""
+    if not fused(h):
+        return activate_ref(h, gated)
+    N, I = h.size(0), h.size(1) // (2 if gated else 1)
+    out = h.new_empty(N, I)
+    launch(_activate_kernel, (N, -(-I // 1024)), h, out, I, GATED=gated, BLOCK_I=1024)
+    return out
+
+
 # ---------------------------------------------------------------- rotary positions
 
 def rope_angles(positions, inv_freq, dtype):
@@ -68,6 +173,13 @@ def rope_angles(positions, inv_freq, dtype):
 def rotate(x, cos, sin):
     """Rotate x (..., N, heads, D) by its positions; element i pairs with i + D/2, as in Hugging Face checkpoints."""
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
+
+
+def heads(qkv, rope, n_head, n_kv_head):
+    """qkv (..., N, (H + 2 Hk) D) -> q (..., N, H, D), k and v (..., N, Hk, D); q and k rotated, unless rope is None."""
+    qk, v = qkv.unflatten(-1, (n_head + 2 * n_kv_head, -1)).split([n_head + n_kv_head, n_kv_head], -2)
+    q, k = (qk if rope is None else rotate(qk, *rope)).split([n_head, n_kv_head], -2)
+    return q, k, v
 
 
 # ---------------------------------------------------------------- attention over the cache
@@ -99,6 +211,93 @@ def write_kv(kv, k, v, rows, segments):
             if s.start >= m:
                 first = plane.storage_offset() + (s.row + s.ctx - s.pad - s.n) * D
                 plane.as_strided((Hk, s.n, D), (s.stride * D, D, 1), first).copy_(x[s.start:s.start + s.n].transpose(0, 1))
+
+
+@dataclass
+class Pages:
+    """What segments are to a CPU: who attends to what, and where it lies. int32 in the GPU's memory, so that launches depend on
+    none of the values. A tile is BLOCK_M neighbouring rows of one request, row = token * G + head of the group; a tile of a
+    request of n = 0 is empty, as a padded batch may need."""
+    rows: torch.Tensor  # (N, 2) the first cache row and the stride of each new token's page
+    spans: torch.Tensor  # (B, 6) per request: its first row in the batch, n, n_past, first cache row, stride, first entry in table
+    table: torch.Tensor  # (T,) the first rows of all pages of all requests whose pages lie alone
+    few: torch.Tensor  # (n_tile, 2) tiles of requests that feed up to FEW_ROWS tokens: request, first row
+    many: torch.Tensor  # (n_tile, 2) tiles of chunks
+    n_few: int  # tokens in tiles `few`; they lead the batch
+    block_few: int  # BLOCK_M of tiles `few`
+
+    @classmethod
+    def of(cls, tables, strides, n_past, n, group, device):
+        """Per request: the first cache rows of its pages (a list of B arrays), their stride, its cached and its new tokens, each
+        (B,), requests of few tokens first. group: query heads per kv head. One copy to the device."""
+        strides, n_past, n = (np.asarray(x, np.int32) for x in (strides, n_past, n))
+        ends, scattered, few = n_past + n, strides == 1, n <= FEW_ROWS
+        assert (np.diff(few.astype(int)) <= 0).all(), "requests of few tokens lead the batch"
+        listed = np.where(scattered, ends, 0)
+        spans = np.stack([np.cumsum(n) - n, n, n_past, [t[0] for t in tables], strides, np.cumsum(listed) - listed], 1)
+        rows = np.stack([np.concatenate([t[a:b] for t, a, b in zip(tables, n_past, ends)]), np.repeat(strides, n)], 1)
+        table = np.concatenate([np.empty(0, np.int32), *(t[:m] for t, m in zip(tables, listed) if m)])
+        block_few = min(64, max(16, pow2(n[few].max(initial=1) * group)))
+        parts = [rows, spans, table, tiles(few, n * group, block_few), tiles(~few, n * group, BLOCK_CHUNK)]
+        sizes = [-(-x.size // 4) * 4 for x in parts]  # 16-byte borders: a kernel is compiled for aligned pointers once
+        flat = np.zeros(sum(sizes), np.int32)
+        for x, size, end in zip(parts, sizes, np.cumsum(sizes)):
+            flat[end - size:end - size + x.size] = x.ravel()
+        flat = torch.from_numpy(flat).to(device, non_blocking=True).split(sizes)
+        return cls(*(t[:x.size].view(x.shape) for t, x in zip(flat, parts)), int(n[few].sum()), block_few)
+
+
+def tiles(chosen, n_row, block):
+    """(n_tile, 2) request and first row of each tile of `block` rows, of the chosen (B,) requests of n_row (B,) rows each."""
+    requests = np.flatnonzero(chosen)
+    count = -(-n_row[requests] // block)
+    first = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    return np.stack([np.repeat(requests, count), first * block], 1)[::-1]  # a chunk's last rows see most: the longest work first
+
+
+def rotate_write_ref(qkv, rope, kv, rows, segments, n_head, n_kv_head):
+    """Rotate q and k, write k and v into their pages. qkv (N, (H + 2 Hk) D) -> q (N, H, D)"""
+    q, k, v = heads(qkv, rope, n_head, n_kv_head)
+    if isinstance(segments, Pages):  # all tokens one by one
+        rows, segments = rows[:, :1].long() + rows[:, 1:].long() * torch.arange(n_kv_head, device=rows.device), []
+    write_kv(kv, k, v, rows, segments)
+    return q
+
+
+@triton.jit
+def _rotate_write_kernel(qkv, cos, sin, q, kv, rows, plane, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+                         BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One program, BLOCK_H of one token's heads, q, k and v alike: the first H go to q, the rest to the page's rows.
+
+        qkv of a token   q0 q1 q2 q3 | k0 k1 | v0 v1        q0..q3 ──▶ q        k0 ──▶ kv[0, row]  k1 ──▶ kv[0, row + stride]
+                         └───rotated───────┘                                    v0 ──▶ kv[1, row]  v1 ──▶ kv[1, row + stride]
+    """
+    t, d = tl.program_id(0), tl.arange(0, BLOCK_D)[None]
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    there = (head < H + 2 * HK) & (d < D)
+    token = qkv + t.to(tl.int64) * ((H + 2 * HK) * D) + head * D
+    x = tl.load(token + d, mask=there, other=0.0)
+    if cos is not None:
+        turned = tl.load(token + (d + D // 2) % D, mask=there, other=0.0).to(tl.float32)
+        c, s = tl.load(cos + t * D + d, mask=d < D, other=0.0), tl.load(sin + t * D + d, mask=d < D, other=0.0)
+        x = tl.where(head < H + HK, x.to(tl.float32) * c.to(tl.float32) + turned * s.to(tl.float32), x.to(tl.float32))
+    tl.store(q + (t.to(tl.int64) * H + head) * D + d, x, mask=there & (head < H))
+    row, stride, other = tl.load(rows + 2 * t), tl.load(rows + 2 * t + 1), tl.maximum(head - H, 0)
+    cell = (row + other % HK * stride).to(tl.int64) * D + (other // HK).to(tl.int64) * plane
+    tl.store(kv + cell + d, x, mask=there & (head >= H))
+
+
+def rotate_write(qkv, rope, kv, rows, segments, n_head, n_kv_head):
+    """qkv (N, (H + 2 Hk) D), rope as rope_angles says or None, kv (2, n_row, D): k and v go to rows and segments as write_kv says,
+    or to Pages and their rows. -> q (N, H, D)"""
+    if not isinstance(segments, Pages):
+        return rotate_write_ref(qkv, rope, kv, rows, segments, n_head, n_kv_head)
+    (N, D), (cos, sin) = (len(qkv), kv.size(-1)), rope or (None, None)
+    q, n = qkv.new_empty(N, n_head, D), n_head + 2 * n_kv_head
+    block = min(16, pow2(n))
+    launch(_rotate_write_kernel, (N, -(-n // block)), qkv, cos, sin, q, kv, rows, kv.stride(0), H=n_head, HK=n_kv_head, D=D,
+           BLOCK_H=block, BLOCK_D=pow2(D))
+    return q
 
 
 def copies(dtype, device):
@@ -142,8 +341,97 @@ def attention_ref(q, kv, tables):
     return torch.cat(out).to(q.dtype)
 
 
+@triton.jit
+def _attention_kernel(q, kv, out, lse, spans, table, tiles, n_out, q_stride, plane, scale, H: tl.constexpr, G: tl.constexpr,
+                      D: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One program, one tile of one kv head: BLOCK_M rows (a token's G heads side by side share the loads) against one split of the
+    context. A chunk has many tiles and one split, a decode one tile and many splits; the sum is the same.
+
+                   context: n_past cached tokens, n new ones               for each BLOCK_N tokens of the split:
+                   ├── split 0 ──┼── split 1 ──┼── split 2 ┤                 their pages' rows: row + j, or from the table
+        rows of    ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■                     K there (BLOCK_N, D), scores, what lies ahead hidden
+        the tile   ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■                   old sums shrink to the new maximum [FlashAttention]
+                   ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■                 V there (BLOCK_N, D), weighted, added
+    """
+    h, split, m = tl.program_id(1), tl.program_id(2), tl.load(tiles + 2 * tl.program_id(0) + 1) + tl.arange(0, BLOCK_M)
+    span = spans + 6 * tl.load(tiles + 2 * tl.program_id(0))
+    start, n, n_past = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+    row, stride, first = tl.load(span + 3), tl.load(span + 4), tl.load(span + 5)
+    d, real, last = tl.arange(0, BLOCK_D)[None], m < n * G, n_past + m // G  # last: the last token that each row sees
+    at = (start + m // G) * H + h * G + m % G  # (BLOCK_M,) token and head in the batch
+    x = tl.load(q + (start + m // G)[:, None] * q_stride + (h * G + m % G)[:, None] * D + d, mask=real[:, None] & (d < D), other=0.0)
+
+    end = tl.max(tl.where(real, last + 1, 0))
+    share = tl.cdiv(tl.cdiv(end, tl.num_programs(2)), BLOCK_N) * BLOCK_N  # whole blocks: none is in two splits
+    end = tl.minimum(end, (split + 1) * share)
+    top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for block in range(split * share, end, BLOCK_N):
+        j = block + tl.arange(0, BLOCK_N)
+        page = tl.where(stride > 1, row + j, tl.load(table + first + j, mask=(j < end) & (stride == 1), other=0))
+        cell = (page + h * stride).to(tl.int64)[:, None] * D + d  # (BLOCK_N, BLOCK_D)
+        there = (j < end)[:, None] & (d < D)
+        k = tl.load(kv + cell, mask=there, other=0.0)
+        s = tl.dot(x, tl.trans(k), input_precision="ieee") * scale
+        s = tl.where(j[None] <= last[:, None], s, float("-inf"))
+        new = tl.maximum(top, tl.max(s, 1))
+        shift = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing yet, in a split ahead of it
+        p, shrink = tl.exp2(s - shift[:, None]), tl.exp2(top - shift)
+        v = tl.load(kv + plane + cell, mask=there, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        top, total = new, total * shrink + tl.sum(p, 1)
+
+    seen = real & (total > 0)
+    if SPLIT:
+        at += split * n_out
+        tl.store(lse + at, tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")), mask=real)
+    y = acc / tl.where(seen, total, 1.0)[:, None]
+    tl.store(out + at.to(tl.int64)[:, None] * D + d, y, mask=seen[:, None] & (d < D))
+
+
+@triton.jit
+def _combine_kernel(parts, lse, out, n_out, D: tl.constexpr, N_SPLIT: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One program, one head of one token: the mean of its splits' results, each weighted by the sum of its scores' exponentials."""
+    at, d = tl.program_id(0) + n_out * tl.arange(0, N_SPLIT), tl.arange(0, BLOCK_D)[None]
+    w = tl.load(lse + at)
+    w = tl.exp2(w - tl.max(w, 0))
+    y = tl.load(parts + at.to(tl.int64)[:, None] * D + d, mask=(w > 0)[:, None] & (d < D), other=0.0)  # unseen splits hold anything
+    y = tl.sum(w[:, None] * y, 0)[None] / tl.sum(w, 0)
+    tl.store(out + tl.program_id(0).to(tl.int64) * D + d, y, mask=d < D)
+
+
+def attention_pages(q, kv, pages, n_kv_head, n_split=0):
+    """q (N, H, D), rows contiguous, kv (2, n_row, D), Pages -> (N, H, D). n_split: into how many parts a decode's context is cut, a
+    power of two; 0: as many as fill the GPU. At most three launches, whose grids depend on the numbers of tiles alone."""
+    N, H, D = q.shape
+    out, scale = torch.empty_like(q, memory_format=torch.contiguous_format), D ** -0.5 * 1.4426950408889634  # log2(e): exp2 is the GPU's
+    size = dict(H=H, G=H // n_kv_head, D=D, BLOCK_N=32 if q.dtype == torch.float32 else 64, BLOCK_D=pow2(D))
+    shared = (pages.spans, pages.table)
+    if len(pages.many):
+        launch(_attention_kernel, (len(pages.many), n_kv_head, 1), q, kv, out, out, *shared, pages.many, 0, q.stride(0), kv.stride(0), scale,
+               **size, SPLIT=False, BLOCK_M=BLOCK_CHUNK, num_warps=8, num_stages=1 if q.dtype == torch.float32 else 2)
+    if len(pages.few):
+        n_split = n_split or min(32, pow2(2 * n_processors(q.device) / (len(pages.few) * n_kv_head)))
+        parts = out if n_split == 1 else out.new_empty((n_split, pages.n_few, H, D), dtype=torch.float32)
+        lse = parts.new_empty((n_split, pages.n_few, H), dtype=torch.float32)
+        launch(_attention_kernel, (len(pages.few), n_kv_head, n_split), q, kv, parts, lse, *shared, pages.few, pages.n_few * H, q.stride(0),
+               kv.stride(0), scale, **size, SPLIT=n_split > 1, BLOCK_M=pages.block_few, num_warps=4, num_stages=2)
+        if n_split > 1:
+            launch(_combine_kernel, (pages.n_few * H,), parts, lse, out, pages.n_few * H, D=D, N_SPLIT=n_split, BLOCK_D=pow2(D))
+    return out
+
+
+@lru_cache
+def n_processors(device):
+    """The GPU's streaming multiprocessors, or a few for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
 def attention(q, kv, segments, n_kv_head):
-    """q (N, H, D), kv (2, n_row, D), segments that cover the N rows -> (N, H, D). Contexts that lie together are read in place."""
+    """q (N, H, D), kv (2, n_row, D), segments (or Pages) that cover the N rows -> (N, H, D). Contexts that lie together are read
+    in place."""
+    if isinstance(segments, Pages):
+        return attention_pages(q, kv, segments, n_kv_head)
     N, H, D = q.shape
     G = H // n_kv_head  # the G heads of a group share the loads of one K and V
     out, q = torch.empty_like(q), q * D ** -0.5

@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import Segment, attention, linear, pack, rope_angles, rotate, write_kv
+from kernels import Pages, Segment, activate, add_norm, attention, heads, linear, pack, rope_angles, rotate_write
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Batch:
     positions: torch.Tensor  # (N,) in their own sequence
     rows: torch.Tensor  # (m, Hk) where in kv the keys and values of the first m tokens go; the rest are blocks of segments
     logit_rows: torch.Tensor  # (M,) the rows whose next token is wanted
-    segments: list[Segment]  # who attends to what
+    segments: list[Segment] | Pages  # who attends to what; on a GPU Pages, and rows are theirs
 
 
 # ---------------------------------------------------------------- the network: one class tree, named as in [SARATHI Table 1]
@@ -110,7 +110,7 @@ class Linear(nn.Linear):
 
 
 class Norm(nn.Module):
-    """RMSNorm (llama) or LayerNorm (gpt2) over the last dimension."""
+    """RMSNorm (llama) or LayerNorm (gpt2) of the residual stream x, to which y is added first. -> the new x, its norm"""
 
     def __init__(self, config):
         super().__init__()
@@ -118,11 +118,8 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.n_embd))
         self.bias = None if config.llama else nn.Parameter(torch.zeros(config.n_embd))
 
-    def forward(self, x):
-        weight = self.weight.to(x.dtype)
-        if self.bias is None:
-            return F.rms_norm(x, weight.shape, weight, self.eps)
-        return F.layer_norm(x, weight.shape, weight, self.bias.to(x.dtype), self.eps)
+    def forward(self, x, y=None):
+        return add_norm(x, y, self.weight, self.bias, self.eps)
 
 
 class Attention(nn.Module):
@@ -130,21 +127,20 @@ class Attention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
 
     def forward(self, qkv, rope, batch=None, kv=None):
         H, Hk = self.n_head, self.n_kv_head
-        qk, v = qkv.unflatten(-1, (H + 2 * Hk, self.head_dim)).split([H + Hk, Hk], -2)  # (..., N, heads, D)
-        q, k = (qk if rope is None else rotate(qk, *rope)).split([H, Hk], -2)
         if kv is None:  # no cache: (B, T) whole sequences
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            q, k, v = (t.transpose(1, 2) for t in heads(qkv, rope, H, Hk))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
-        write_kv(kv, k, v, batch.rows, batch.segments)
+        q = rotate_write(qkv, rope, kv, batch.rows, batch.segments, H, Hk)
         return attention(q, kv, batch.segments, Hk).flatten(1)
 
 
 class Block(nn.Module):
-    """One layer. Its five timed operators carry the paper's names."""
+    """One layer. Its five timed operators carry the paper's names. x is the residual stream, y what the operator before has yet to
+    add to it: the next norm does, in the same pass over memory."""
 
     def __init__(self, config):
         super().__init__()
@@ -158,15 +154,10 @@ class Block(nn.Module):
         self.ffn_ln1 = Linear(C, config.n_inner * (2 if config.llama else 1), bias)  # gate and up in one matrix
         self.ffn_ln2 = Linear(config.n_inner, C, bias)
 
-    def forward(self, x, rope, batch=None, kv=None):
-        x = x + self.postproj(self.attn(self.preproj(self.norm1(x)), rope, batch, kv))
-        h = self.ffn_ln1(self.norm2(x))
-        if self.llama:
-            gate, up = h.chunk(2, -1)
-            h = F.silu(gate) * up
-        else:
-            h = F.gelu(h, approximate="tanh")
-        return x + self.ffn_ln2(h)
+    def forward(self, x, y, rope, batch=None, kv=None):
+        x, h = self.norm1(x, y)
+        x, h = self.norm2(x, self.postproj(self.attn(self.preproj(h), rope, batch, kv)))
+        return x, self.ffn_ln2(activate(self.ffn_ln1(h), self.llama))
 
 
 class GPT(nn.Module):
@@ -212,17 +203,18 @@ class GPT(nn.Module):
     def forward(self, batch, kv):
         """One iteration of N tokens through every layer at once, so that each weight is read once [SARATHI §4.3].
         kv as new_cache made it -> logits (M, V) of batch.logit_rows."""
-        x, rope = self._embed(batch.tokens, batch.positions, self.dtype)
+        (x, rope), y = self._embed(batch.tokens, batch.positions, self.dtype), None
         for block, layer_kv in zip(self.blocks, kv):
-            x = block(x, rope, batch, layer_kv)
-        return self.head(self.norm(x[batch.logit_rows]))
+            x, y = block(x, y, rope, batch, layer_kv)
+        return self.head(self.norm(x[batch.logit_rows], y[batch.logit_rows])[1])
 
     def whole(self, tokens, dtype=torch.float32):
         """tokens (B, T) -> logits (B, T, V) of whole sequences, without a cache; differentiable."""
         x, rope = self._embed(tokens, torch.arange(tokens.size(1), device=tokens.device), dtype)
+        y = None
         for block in self.blocks:
-            x = block(x, rope)
-        return self.head(self.norm(x))
+            x, y = block(x, y, rope)
+        return self.head(self.norm(x, y)[1])
 
     @torch.inference_mode()
     def logits(self, tokens):

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kernels import BLOCK_ROWS, FEW_ROWS, Segment, causal_mask, context_pad, sample, target_probs
+from kernels import BLOCK_ROWS, FEW_ROWS, Pages, Segment, causal_mask, context_pad, on_gpu, sample, target_probs
 from model import PRESETS, Batch, default_dtype, load_model
 
 
@@ -825,16 +825,25 @@ class Engine:
         tables = self.pool.tables
         plan.sort(key=lambda entry: (entry[1], tables[entry[0].id].rows[0]))
         spans = [(r, tables[r.id], r.n_past, r.n_past + n) for r, n in plan]
+        ends = np.cumsum([n for r, n in plan]) - 1
+        to = lambda x: torch.from_numpy(x).to(self.model.device, non_blocking=True)
+        tokens = to(np.concatenate([r.tokens[a:b] for r, t, a, b in spans]))
+        positions = to(np.concatenate([np.arange(a, b) for r, t, a, b in spans]))
+        logit_rows = to(ends[[b == r.n_tokens for r, t, a, b in spans]])
+        if on_gpu(self.model.device):
+            pages = self._pages(spans)
+            return Batch(tokens, positions, pages.rows, logit_rows, pages)
         single = [(t, a, b) for r, t, a, b in spans if b - a <= FEW_ROWS or t.stride == 1]  # written token by token: the first ones
         rows = np.concatenate([t.rows[a:b] for t, a, b in single] or [np.empty(0, np.int64)])
         strides = np.repeat([t.stride for t, a, b in single], [b - a for t, a, b in single])
-        ends = np.cumsum([n for r, n in plan]) - 1
-        arrays = (np.concatenate([r.tokens[a:b] for r, t, a, b in spans]),
-                  np.concatenate([np.arange(a, b) for r, t, a, b in spans]),
-                  rows[:, None] + strides[:, None] * np.arange(self.pool.n_kv_head),
-                  ends[[b == r.n_tokens for r, t, a, b in spans]])
-        to = lambda x: torch.from_numpy(x).to(self.model.device, non_blocking=True)
-        return Batch(*map(to, arrays), self._segments(spans))
+        rows = to(rows[:, None] + strides[:, None] * np.arange(self.pool.n_kv_head))
+        return Batch(tokens, positions, rows, logit_rows, self._segments(spans))
+
+    def _pages(self, spans):
+        """What the GPU's kernels read instead of segments."""
+        tables, pasts, ends = ([span[i] for span in spans] for i in (1, 2, 3))
+        return Pages.of([t.rows for t in tables], [t.stride for t in tables], pasts, np.subtract(ends, pasts),
+                        self.model.config.n_head // self.pool.n_kv_head, self.model.device)
 
     def _segments(self, spans):
         """Cut the batch into attention calls: a chunk into blocks of rows, decodes into runs of neighbours."""

@@ -1,10 +1,12 @@
 """The proofs. Greedy tokens must equal the naive loop's, whatever the scheduler, chunk, allocation or neighbour; logits must
 equal transformers'; pages are never lost; bad input is one clear sentence and harms nobody else. Nothing here is timed."""
 import json
+import os
 import random
 import re
 import subprocess
 import sys
+import tempfile
 from collections import deque
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +19,7 @@ import bench
 import kernels
 import model as model_py
 import sarathi
-from kernels import Segment, attention, attention_ref, causal_mask
+from kernels import Segment, attention, attention_ref, causal_mask, triton
 from model import GPT, PRESETS, GPTConfig, load_tokenizer, preset
 from sarathi import (SCHEDULERS, CostModel, Engine, EngineConfig, PagePool, Pipeline, Request, Scheduler, Simulator,
                      make_scheduler)
@@ -1287,3 +1289,211 @@ def test_hardware_on_the_command_line_needs_no_model_and_no_cache(tmp_path):
     assert out.returncode == 0, out.stderr
     result = json.loads(out.stdout.strip().split("\n")[-1])
     assert result["machine"]["name"] == "a100 (simulated)" and {r["source"] for r in result["rows"]} == {"simulated"}
+
+
+# ---------------------------------------------------------------- 13. kernels in Triton
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU and not kernels.INTERPRET else "cpu")
+TYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2) if DEVICE.type == "cuda" else (torch.float16, 4e-3)]  # type, tolerance
+# the interpreter multiplies no bfloat16
+
+
+def kernel_test(f):
+    """A test that launches kernels: on a GPU, or in the process that test_every_kernel_in_tritons_interpreter starts."""
+    f.__test__ = GPU or kernels.INTERPRET
+    return f
+
+
+def test_every_kernel_in_tritons_interpreter():
+    """What @kernel_test marks, on a CPU: the interpreter must be chosen before Triton is imported, hence another process."""
+    pytest.importorskip("triton")
+    if GPU or kernels.INTERPRET:
+        pytest.skip("the kernels' tests run right here")
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "triton_", Path(__file__).name], cwd=HERE,
+                         env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-3000:] + run.stderr[-1000:]
+
+
+def pages_of(shapes, group, n_kv_head, scattered, generator):
+    """A cache laid out for requests (n_past, n), few tokens first: Pages, the definition's tables and the cache rows needed. Every
+    second request lies alone, page by page, where `scattered`; all rows of the cache that nobody owns are NaN in the tests."""
+    shapes = sorted(shapes, key=lambda shape: shape[1])
+    tables, strides, start = [], [], 0
+    for i, (n_past, n) in enumerate(shapes):
+        alone, room = scattered and i % 2 == 0, n_past + n + 3
+        rows = start + (generator.permutation(room) * n_kv_head if alone else np.arange(room))
+        tables.append(rows)
+        strides.append(1 if alone else room)
+        start += room * n_kv_head
+    past, n = zip(*shapes)
+    pages = kernels.Pages.of(tables, strides, past, n, group, DEVICE)
+    expected = [(torch.from_numpy(t[:a + b, None] + s * np.arange(n_kv_head)), b) for t, s, a, b in zip(tables, strides, past, n)]
+    return pages, expected, start
+
+
+RAGGED = [(0, 1), (1, 1), (63, 1), (64, 1), (65, 1), (200, 1), (31, 2), (62, 3), (0, 8), (120, 8), (0, 9), (7, 64), (64, 65), (130, 31)]
+
+
+@kernel_test
+@pytest.mark.parametrize("n_split", [1, 4])
+@pytest.mark.parametrize("dtype, tolerance", TYPES)
+@pytest.mark.parametrize("H, Hk, D, scattered", [(2, 2, 64, True), (8, 2, 16, True), (6, 1, 80, False), (8, 1, 96, True), (4, 2, 128, True),
+                                                 (3, 3, 32, False)])
+def test_triton_attention_over_pages(H, Hk, D, scattered, dtype, tolerance, n_split):
+    """Decodes, verifications and chunks of ragged sizes; contexts that end before, on and behind a block's and a split's border."""
+    rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    shapes = RAGGED if D < 80 else RAGGED[::3]
+    pages, tables, n_row = pages_of(shapes, H // Hk, Hk, scattered, rng)
+    N, owned = sum(n for _, n in shapes), torch.cat([rows.flatten() for rows, _ in tables])
+    kv = torch.full((2, n_row, D), torch.nan, dtype=dtype)
+    kv[:, owned] = torch.randn(2, len(owned), D, generator=generator).to(dtype)
+    q = torch.randn(N, H, D, generator=generator).to(dtype)
+    ours = kernels.attention_pages(q.to(DEVICE), kv.to(DEVICE), pages, Hk, n_split).cpu()
+    assert torch.allclose(ours.float(), attention_ref(q, kv, tables).float(), atol=tolerance, rtol=tolerance)
+
+
+@kernel_test
+def test_triton_attention_of_a_padded_batch():
+    """Tiles and requests that a captured graph carries along empty change nothing, and write nowhere."""
+    pages, tables, n_row = pages_of([(70, 1), (3, 2), (10, 40)], 2, 2, True, np.random.default_rng(1))
+    q, kv = torch.randn(46, 4, 16, device=DEVICE), torch.randn(2, n_row, 16, device=DEVICE)
+    pages.spans = torch.cat([pages.spans, pages.spans.new_zeros(1, 6)])
+    empty = torch.tensor([[3, 0]], dtype=torch.int32, device=DEVICE)
+    pages.few, pages.many = torch.cat([pages.few, empty]), torch.cat([empty, pages.many])
+    for n_split in (1, 2):
+        ours = kernels.attention_pages(q, kv, pages, 2, n_split)[:43].cpu()
+        assert torch.allclose(ours, attention_ref(q[:43].cpu(), kv.cpu(), tables), atol=1e-5)
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype, tolerance", TYPES)
+@pytest.mark.parametrize("H, Hk, D, rotary", [(4, 4, 64, True), (8, 2, 80, True), (71, 1, 16, True), (5, 5, 96, False), (1, 1, 128, True)])
+def test_triton_rotate_and_write(H, Hk, D, rotary, dtype, tolerance):
+    pages, tables, n_row = pages_of([(4, 1), (0, 3), (9, 20)], H // Hk, Hk, True, np.random.default_rng(2))
+    qkv = torch.randn(24, (H + 2 * Hk) * D).to(dtype)
+    rope = kernels.rope_angles(torch.randint(0, 500, (24,)), 0.9 ** torch.arange(D // 2), dtype) if rotary else None
+    ours, theirs = torch.full((2, 2, n_row, D), 7.0, dtype=dtype)
+    q_ref = kernels.rotate_write_ref(qkv, rope, theirs, pages.rows.cpu(), kernels.Pages(*[None] * 5, 0, 0), H, Hk)
+    ours, rope = ours.to(DEVICE), rope and tuple(x.to(DEVICE) for x in rope)
+    q = kernels.rotate_write(qkv.to(DEVICE), rope, ours, pages.rows, pages, H, Hk)
+    assert torch.allclose(q.cpu().float(), q_ref.float(), atol=tolerance, rtol=tolerance)
+    assert torch.allclose(ours.cpu().float(), theirs.float(), atol=tolerance, rtol=tolerance)
+    assert (theirs != 7).any(-1).sum() == 2 * 24 * Hk, "each new token's rows, and no other"
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype, tolerance", TYPES)
+@pytest.mark.parametrize("C", [1, 63, 64, 65, 1600])
+def test_triton_norms_and_activations(C, dtype, tolerance):
+    x, y, h = (torch.randn(5, n).to(dtype).to(DEVICE) for n in (C, C, 2 * C))
+    weight, bias = torch.randn(C, device=DEVICE).to(dtype), torch.randn(C, device=DEVICE).to(dtype)
+    close = lambda a, b: torch.allclose(a.float(), b.float(), atol=4 * tolerance, rtol=2 * tolerance)
+    for b in (None, bias):
+        for other in (None, y):
+            for ours, theirs in zip(kernels.add_norm(x, other, weight, b, 1e-5), kernels.add_norm_ref(x, other, weight, b, 1e-5)):
+                assert close(ours, theirs)
+    assert close(kernels.activate(h, True), kernels.activate_ref(h, True))
+    assert close(kernels.activate(h, False), kernels.activate_ref(h, False))
+
+
+def to_device(model):
+    """The same weights where the kernels run. They are plain tensors, some packed for a CPU, and Module.to sees none of them."""
+    for m in model.modules():
+        for name, t in list(vars(m).items()):
+            if isinstance(t, torch.Tensor) and DEVICE.type == "cuda":
+                setattr(m, name, (t.to_dense() if t.is_mkldnn else t).to(DEVICE))
+    return model
+
+
+@kernel_test
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("alloc", ["reserve", "grow"])
+def test_triton_model_equals_the_cpus(alloc, family, monkeypatch):
+    """Chunks and decodes in one iteration: the same logits and the same cache as without the kernels."""
+    config = GPTConfig(family=family, **SMALL | ({"n_kv_head": 4} if family == "gpt2" else {}))
+    caches, logits = [], []
+    for interpret in (kernels.INTERPRET, False):
+        monkeypatch.setattr(kernels, "INTERPRET", interpret)
+        model = GPT.from_preset(config, seed=1)
+        engine = Engine(model if caches else to_device(model), max_batch=4, n_page=400, alloc=alloc)
+        for plan in ([(60, 50)], [(60, 10), (33, 30), (5, 5)], [(60, 1), (33, 3), (5, 1)]):  # (its prompt, n)
+            known = {len(r.prompt): r for r in engine.requests.values()}
+            for length, n in plan:
+                if length not in known:
+                    known[length] = Request(prompt(length), 30)
+                    engine.add(known[length])
+            entries = [(known[length], n) for length, n in plan]
+            for r, n in entries:
+                assert engine.pool.hold(r.id, r.n_past + n, r.max_len)
+                r.n_tokens = r.n_past + n
+            logits.append(engine.model(engine._pack(entries), engine.kv).float().cpu())
+            for r, n in entries:
+                r.n_past += n
+        caches.append(engine.kv.cpu())
+    for ours, theirs in zip(logits[:3], logits[3:]):
+        assert torch.allclose(ours, theirs, atol=1e-4)
+    assert torch.allclose(*caches, atol=1e-4)
+
+
+@kernel_test
+def test_triton_engine_generates_the_naive_loops_tokens():
+    model = to_device(GPT.from_preset(small().config, seed=1))
+    engine = Engine(model, chunk=32, tile=TILE, max_batch=3, n_page=120, alloc="grow")
+    assert engine.generate([prompt(40), prompt(1), prompt(17)], max_new_tokens=3) == [naive(n, 3) for n in (40, 1, 17)]
+
+
+SHARED = {80: 166912, 86: 101376, 90: 232448}  # bytes of shared memory a program may have on each architecture
+
+
+def compiled(arch, kernel, args, constants):
+    """Compile a launch for a GPU that is not there -> (registers, bytes spilled per thread), None where no cuobjdump is."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    options = {k: constants[k] for k in ("num_warps", "num_stages") if k in constants}
+    args = dict(zip(kernel.arg_names, args)) | {k: v for k, v in constants.items() if k not in options}
+    kind = lambda x: ("*" + {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32"}[x.dtype]
+                      if isinstance(x, torch.Tensor) else "fp32" if isinstance(x, float) else "i32")
+    fixed = {k: v for k, v in args.items() if k in constants or v is None}
+    signature = {k: "constexpr" if k in fixed else kind(args[k]) for k in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, k in enumerate(kernel.arg_names)
+               if k not in fixed and (signature[k][0] == "*" or signature[k] == "i32" and args[k] % 16 == 0)}
+    made = triton.compile(ASTSource(kernel, signature, fixed, aligned), target=GPUTarget("cuda", arch, 32), options=options)
+    assert made.metadata.shared <= SHARED[arch], f"{made.metadata.shared} bytes of shared memory on sm_{arch}"
+    tool = getattr(triton.knobs.nvidia, "cuobjdump", None)
+    if tool is None:
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(made.asm["cubin"])
+        f.flush()
+        text = subprocess.run([tool.path, "-res-usage", f.name], capture_output=True, text=True).stdout
+    return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1]), made.metadata.shared
+
+
+@pytest.mark.parametrize("arch, D, H, Hk, dtype", [(80, 64, 12, 12, torch.bfloat16), (80, 80, 16, 16, torch.bfloat16),
+    (90, 96, 8, 2, torch.bfloat16), (80, 128, 32, 32, torch.bfloat16), (86, 128, 32, 32, torch.bfloat16),
+    (90, 128, 64, 8, torch.bfloat16), (86, 128, 8, 8, torch.float32)])
+def test_every_launch_compiles_for_gpus_that_are_not_here(arch, D, H, Hk, dtype, monkeypatch):
+    """One layer's launches of a mixed batch, by their real arguments. No kernel spills registers at head_dim 64 or 128."""
+    pytest.importorskip("triton")
+    if kernels.INTERPRET:
+        pytest.skip("interpreted kernels are not compiled")
+    launches, shapes = [], [(5, 1), (300, 1), (9, 40), (0, 300)]
+    monkeypatch.setattr(kernels, "on_gpu", lambda device: True)
+    monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **constants: launches.append((kernel, args, constants)))
+    pages, _, n_row = pages_of(shapes, H // Hk, Hk, True, np.random.default_rng(0))
+    pages = kernels.Pages(*(t.cpu() if isinstance(t, torch.Tensor) else t for t in vars(pages).values()))
+    N, C, fresh = sum(n for _, n in shapes), H * D, lambda *shape: torch.empty(shape, dtype=dtype)
+    kv = fresh(2, n_row, D)
+    for rope in ((fresh(N, 1, D), fresh(N, 1, D)), None):
+        q = kernels.rotate_write(fresh(N, (H + 2 * Hk) * D), rope, kv, pages.rows, pages, H, Hk)
+    for n_split in (1, 16):
+        kernels.attention_pages(q, kv, pages, Hk, n_split)
+    if D in (80, 128):
+        for bias in (None, fresh(C)):
+            kernels.add_norm(fresh(N, C), fresh(N, C), fresh(C), bias, 1e-5)
+            kernels.activate(fresh(N, 2 * C), bias is None)
+    for kernel, args, constants in launches:
+        usage = compiled(arch, kernel, args, constants)
+        print(f"sm_{arch} {kernel.__name__:22} D={D} {str(dtype)[6:]:9} (registers, stack, shared) = {usage}")
+        assert usage is None or usage[1] == 0 or dtype == torch.float32, f"{kernel.__name__} spills {usage[1]} bytes"
