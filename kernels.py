@@ -26,12 +26,12 @@ import torch.nn.functional as F
 try:
     import triton
     import triton.language as tl
-except ImportError:  # no Triton, no GPU: the definitions below still read, and nobody launches them
-    triton, tl = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=None)
+    HAS_TRITON = True
+except ImportError:  # plain torch everywhere: the kernels below are read as Python functions, and nobody launches them
+    triton, tl, HAS_TRITON = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=None), False
 
 BLOCK_ROWS = 128  # query rows of a chunk that attend in one call: smaller wastes less above the diagonal, larger runs faster
 ALIGN = 32  # softmax is a quarter slower on rows that are no multiple of so many scores
-BLOCK_CHUNK = 128  # rows (tokens times heads of a group) in a tile of a chunk, on a GPU
 FEW_ROWS = 8  # up to so many rows a request streams its context from memory (a decode, a verification); beyond, it multiplies (a chunk)
 
 
@@ -47,7 +47,7 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter: e
 
 def on_gpu(device):
     """Whether the Triton kernels run on this device."""
-    return device.type == "cuda" or INTERPRET
+    return HAS_TRITON and (device.type == "cuda" or INTERPRET)
 
 
 def fused(x):
@@ -56,7 +56,7 @@ def fused(x):
 
 
 def launch(kernel, grid, *args, **constants):
-    """kernel[grid](*args): the one door to the GPU, where tests see what is launched."""
+    """kernel[grid](*args): the one door to the GPU, where tests see what goes through."""
     kernel[grid](*args, **constants)
 
 
@@ -225,11 +225,12 @@ class Pages:
     many: torch.Tensor  # (n_tile, 2) tiles of chunks
     n_few: int  # tokens in tiles `few`; they lead the batch
     block_few: int  # BLOCK_M of tiles `few`
+    block_many: int  # and of tiles `many`
 
     @classmethod
-    def of(cls, tables, strides, n_past, n, group, device):
+    def of(cls, tables, strides, n_past, n, group, dtype, device):
         """Per request: the first cache rows of its pages (a list of B arrays), their stride, its cached and its new tokens, each
-        (B,), requests of few tokens first. group: query heads per kv head. One copy to the device."""
+        (B,), requests of few tokens first. group: query heads per kv head; dtype: the cache's. One copy to the device."""
         strides, n_past, n = (np.asarray(x, np.int32) for x in (strides, n_past, n))
         ends, scattered, few = n_past + n, strides == 1, n <= FEW_ROWS
         assert (np.diff(few.astype(int)) <= 0).all(), "requests of few tokens lead the batch"
@@ -237,14 +238,15 @@ class Pages:
         spans = np.stack([np.cumsum(n) - n, n, n_past, [t[0] for t in tables], strides, np.cumsum(listed) - listed], 1)
         rows = np.stack([np.concatenate([t[a:b] for t, a, b in zip(tables, n_past, ends)]), np.repeat(strides, n)], 1)
         table = np.concatenate([np.empty(0, np.int32), *(t[:m] for t, m in zip(tables, listed) if m)])
-        block_few = min(64, max(16, pow2(n[few].max(initial=1) * group)))
-        parts = [rows, spans, table, tiles(few, n * group, block_few), tiles(~few, n * group, BLOCK_CHUNK)]
+        block_many = 32 if dtype == torch.float32 else 128  # what registers and shared memory hold
+        block_few = min(64, block_many, max(16, pow2(n[few].max(initial=1) * group)))  # 16: a tensor core's least
+        parts = [rows, spans, table, tiles(few, n * group, block_few), tiles(~few, n * group, block_many)]
         sizes = [-(-x.size // 4) * 4 for x in parts]  # 16-byte borders: a kernel is compiled for aligned pointers once
         flat = np.zeros(sum(sizes), np.int32)
         for x, size, end in zip(parts, sizes, np.cumsum(sizes)):
             flat[end - size:end - size + x.size] = x.ravel()
         flat = torch.from_numpy(flat).to(device, non_blocking=True).split(sizes)
-        return cls(*(t[:x.size].view(x.shape) for t, x in zip(flat, parts)), int(n[few].sum()), block_few)
+        return cls(*(t[:x.size].view(x.shape) for t, x in zip(flat, parts)), int(n[few].sum()), block_few, block_many)
 
 
 def tiles(chosen, n_row, block):
@@ -372,13 +374,13 @@ def _attention_kernel(q, kv, out, lse, spans, table, tiles, n_out, q_stride, pla
         cell = (page + h * stride).to(tl.int64)[:, None] * D + d  # (BLOCK_N, BLOCK_D)
         there = (j < end)[:, None] & (d < D)
         k = tl.load(kv + cell, mask=there, other=0.0)
-        s = tl.dot(x, tl.trans(k), input_precision="ieee") * scale
+        s = tl.dot(x, tl.trans(k), input_precision="tf32x3") * scale
         s = tl.where(j[None] <= last[:, None], s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
         shift = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing yet, in a split ahead of it
         p, shrink = tl.exp2(s - shift[:, None]), tl.exp2(top - shift)
         v = tl.load(kv + plane + cell, mask=there, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
         top, total = new, total * shrink + tl.sum(p, 1)
 
     seen = real & (total > 0)
@@ -401,23 +403,28 @@ def _combine_kernel(parts, lse, out, n_out, D: tl.constexpr, N_SPLIT: tl.constex
 
 
 def attention_pages(q, kv, pages, n_kv_head, n_split=0):
-    """q (N, H, D), rows contiguous, kv (2, n_row, D), Pages -> (N, H, D). n_split: into how many parts a decode's context is cut, a
-    power of two; 0: as many as fill the GPU. At most three launches, whose grids depend on the numbers of tiles alone."""
+    """q (N, H, D), kv (2, n_row, D), Pages -> (N, H, D). n_split: into how many parts a decode's context is cut, a power of two;
+    0: as many as fill the GPU. At most three launches, whose grids depend on the numbers of tiles alone."""
     N, H, D = q.shape
-    out, scale = torch.empty_like(q, memory_format=torch.contiguous_format), D ** -0.5 * 1.4426950408889634  # log2(e): exp2 is the GPU's
-    size = dict(H=H, G=H // n_kv_head, D=D, BLOCK_N=32 if q.dtype == torch.float32 else 64, BLOCK_D=pow2(D))
-    shared = (pages.spans, pages.table)
+    out = q.new_empty(N, H, D)
+
+    def attend(tiles, block, n_split, out, lse, n_out):
+        scale = D ** -0.5 * 1.4426950408889634  # log2(e): a GPU's own exponential is 2 ** x
+        launch(_attention_kernel, (len(tiles), n_kv_head, n_split), q, kv, out, lse, pages.spans, pages.table, tiles, n_out, q.stride(0),
+               kv.stride(0), scale, H=H, G=H // n_kv_head, D=D, SPLIT=n_split > 1, BLOCK_M=block,
+               BLOCK_N=32 if q.dtype == torch.float32 else 64, BLOCK_D=pow2(D), num_warps=4 if block == 16 else 8, num_stages=2)
+
     if len(pages.many):
-        launch(_attention_kernel, (len(pages.many), n_kv_head, 1), q, kv, out, out, *shared, pages.many, 0, q.stride(0), kv.stride(0), scale,
-               **size, SPLIT=False, BLOCK_M=BLOCK_CHUNK, num_warps=8, num_stages=1 if q.dtype == torch.float32 else 2)
+        attend(pages.many, pages.block_many, 1, out, None, 0)
     if len(pages.few):
         n_split = n_split or min(32, pow2(2 * n_processors(q.device) / (len(pages.few) * n_kv_head)))
-        parts = out if n_split == 1 else out.new_empty((n_split, pages.n_few, H, D), dtype=torch.float32)
-        lse = parts.new_empty((n_split, pages.n_few, H), dtype=torch.float32)
-        launch(_attention_kernel, (len(pages.few), n_kv_head, n_split), q, kv, parts, lse, *shared, pages.few, pages.n_few * H, q.stride(0),
-               kv.stride(0), scale, **size, SPLIT=n_split > 1, BLOCK_M=pages.block_few, num_warps=4, num_stages=2)
-        if n_split > 1:
-            launch(_combine_kernel, (pages.n_few * H,), parts, lse, out, pages.n_few * H, D=D, N_SPLIT=n_split, BLOCK_D=pow2(D))
+        if n_split == 1:
+            attend(pages.few, pages.block_few, 1, out, None, 0)
+        else:
+            n_out = pages.n_few * H
+            parts, lse = (torch.empty(n_split, n_out, size, dtype=torch.float32, device=q.device) for size in (D, 1))
+            attend(pages.few, pages.block_few, n_split, parts, lse, n_out)
+            launch(_combine_kernel, (n_out,), parts, lse, out, n_out, D=D, N_SPLIT=n_split, BLOCK_D=pow2(D))
     return out
 
 

@@ -843,7 +843,7 @@ class Engine:
         """What the GPU's kernels read instead of segments."""
         tables, pasts, ends = ([span[i] for span in spans] for i in (1, 2, 3))
         return Pages.of([t.rows for t in tables], [t.stride for t in tables], pasts, np.subtract(ends, pasts),
-                        self.model.config.n_head // self.pool.n_kv_head, self.model.device)
+                        self.model.config.n_head // self.pool.n_kv_head, self.model.dtype, self.model.device)
 
     def _segments(self, spans):
         """Cut the batch into attention calls: a chunk into blocks of rows, decodes into runs of neighbours."""

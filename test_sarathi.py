@@ -1310,14 +1310,14 @@ def test_every_kernel_in_tritons_interpreter():
     pytest.importorskip("triton")
     if GPU or kernels.INTERPRET:
         pytest.skip("the kernels' tests run right here")
-    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "triton_", Path(__file__).name], cwd=HERE,
-                         env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "triton_", Path(__file__).name],
+                         cwd=HERE, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-3000:] + run.stderr[-1000:]
 
 
-def pages_of(shapes, group, n_kv_head, scattered, generator):
-    """A cache laid out for requests (n_past, n), few tokens first: Pages, the definition's tables and the cache rows needed. Every
-    second request lies alone, page by page, where `scattered`; all rows of the cache that nobody owns are NaN in the tests."""
+def pages_of(shapes, group, n_kv_head, scattered, generator, dtype=torch.float32):
+    """Requests (n_past, n), few tokens first, laid out in a cache -> Pages, attention_ref's tables, the rows of the cache. Where
+    `scattered`, every second request's pages lie alone and in no order, between those of requests that lie together."""
     shapes = sorted(shapes, key=lambda shape: shape[1])
     tables, strides, start = [], [], 0
     for i, (n_past, n) in enumerate(shapes):
@@ -1327,7 +1327,7 @@ def pages_of(shapes, group, n_kv_head, scattered, generator):
         strides.append(1 if alone else room)
         start += room * n_kv_head
     past, n = zip(*shapes)
-    pages = kernels.Pages.of(tables, strides, past, n, group, DEVICE)
+    pages = kernels.Pages.of(tables, strides, past, n, group, dtype, DEVICE)
     expected = [(torch.from_numpy(t[:a + b, None] + s * np.arange(n_kv_head)), b) for t, s, a, b in zip(tables, strides, past, n)]
     return pages, expected, start
 
@@ -1336,15 +1336,15 @@ RAGGED = [(0, 1), (1, 1), (63, 1), (64, 1), (65, 1), (200, 1), (31, 2), (62, 3),
 
 
 @kernel_test
-@pytest.mark.parametrize("n_split", [1, 4])
-@pytest.mark.parametrize("dtype, tolerance", TYPES)
+@pytest.mark.parametrize("dtype, tolerance, n_split", [(*TYPES[0], 1), (*TYPES[0], 4), (*TYPES[1], 4)])
 @pytest.mark.parametrize("H, Hk, D, scattered", [(2, 2, 64, True), (8, 2, 16, True), (6, 1, 80, False), (8, 1, 96, True), (4, 2, 128, True),
-                                                 (3, 3, 32, False)])
+                                                 (3, 3, 32, False), (72, 1, 16, False)])
 def test_triton_attention_over_pages(H, Hk, D, scattered, dtype, tolerance, n_split):
-    """Decodes, verifications and chunks of ragged sizes; contexts that end before, on and behind a block's and a split's border."""
+    """Decodes, verifications and chunks of ragged sizes; contexts that end before, on and behind a block's and a split's border.
+    What no request has written is NaN."""
     rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
-    shapes = RAGGED if D < 80 else RAGGED[::3]
-    pages, tables, n_row = pages_of(shapes, H // Hk, Hk, scattered, rng)
+    shapes = [(5, 1), (70, 3), (20, 9)] if H == 72 else RAGGED[::3] if D >= 80 else RAGGED
+    pages, tables, n_row = pages_of(shapes, H // Hk, Hk, scattered, rng, dtype)
     N, owned = sum(n for _, n in shapes), torch.cat([rows.flatten() for rows, _ in tables])
     kv = torch.full((2, n_row, D), torch.nan, dtype=dtype)
     kv[:, owned] = torch.randn(2, len(owned), D, generator=generator).to(dtype)
@@ -1374,7 +1374,7 @@ def test_triton_rotate_and_write(H, Hk, D, rotary, dtype, tolerance):
     qkv = torch.randn(24, (H + 2 * Hk) * D).to(dtype)
     rope = kernels.rope_angles(torch.randint(0, 500, (24,)), 0.9 ** torch.arange(D // 2), dtype) if rotary else None
     ours, theirs = torch.full((2, 2, n_row, D), 7.0, dtype=dtype)
-    q_ref = kernels.rotate_write_ref(qkv, rope, theirs, pages.rows.cpu(), kernels.Pages(*[None] * 5, 0, 0), H, Hk)
+    q_ref = kernels.rotate_write_ref(qkv, rope, theirs, pages.rows.cpu(), kernels.Pages(*[None] * 8), H, Hk)
     ours, rope = ours.to(DEVICE), rope and tuple(x.to(DEVICE) for x in rope)
     q = kernels.rotate_write(qkv.to(DEVICE), rope, ours, pages.rows, pages, H, Hk)
     assert torch.allclose(q.cpu().float(), q_ref.float(), atol=tolerance, rtol=tolerance)
@@ -1411,7 +1411,7 @@ def to_device(model):
 @pytest.mark.parametrize("alloc", ["reserve", "grow"])
 def test_triton_model_equals_the_cpus(alloc, family, monkeypatch):
     """Chunks and decodes in one iteration: the same logits and the same cache as without the kernels."""
-    config = GPTConfig(family=family, **SMALL | ({"n_kv_head": 4} if family == "gpt2" else {}))
+    config = GPTConfig(family=family, **SMALL | ({"n_kv_head": 4, "n_layer": 1} if family == "gpt2" else {}))
     caches, logits = [], []
     for interpret in (kernels.INTERPRET, False):
         monkeypatch.setattr(kernels, "INTERPRET", interpret)
@@ -1436,6 +1436,15 @@ def test_triton_model_equals_the_cpus(alloc, family, monkeypatch):
     assert torch.allclose(*caches, atol=1e-4)
 
 
+def test_without_triton_everything_runs_in_torch():
+    code = """import sys; sys.modules["triton"] = None
+import kernels, sarathi, model
+engine = sarathi.Engine(model.GPT.from_preset("tiny"), n_page=64)
+assert not kernels.HAS_TRITON and len(engine.generate([[1, 2, 3]], max_new_tokens=4)[0]) == 4"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=HERE, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 @kernel_test
 def test_triton_engine_generates_the_naive_loops_tokens():
     model = to_device(GPT.from_preset(small().config, seed=1))
@@ -1447,7 +1456,8 @@ SHARED = {80: 166912, 86: 101376, 90: 232448}  # bytes of shared memory a progra
 
 
 def compiled(arch, kernel, args, constants):
-    """Compile a launch for a GPU that is not there -> (registers, bytes spilled per thread), None where no cuobjdump is."""
+    """Compile a launch for a GPU that is not there -> per thread its registers and the bytes on its stack, where spilled ones go;
+    the program's shared memory. None without cuobjdump."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     options = {k: constants[k] for k in ("num_warps", "num_stages") if k in constants}
@@ -1470,24 +1480,24 @@ def compiled(arch, kernel, args, constants):
     return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1]), made.metadata.shared
 
 
-@pytest.mark.parametrize("arch, D, H, Hk, dtype", [(80, 64, 12, 12, torch.bfloat16), (80, 80, 16, 16, torch.bfloat16),
-    (90, 96, 8, 2, torch.bfloat16), (80, 128, 32, 32, torch.bfloat16), (86, 128, 32, 32, torch.bfloat16),
-    (90, 128, 64, 8, torch.bfloat16), (86, 128, 8, 8, torch.float32)])
+@pytest.mark.parametrize("D, H, Hk, dtype", [(64, 12, 12, torch.bfloat16), (80, 16, 16, torch.bfloat16), (96, 8, 2, torch.bfloat16),
+                                             (128, 32, 32, torch.bfloat16), (128, 64, 8, torch.bfloat16), (128, 8, 8, torch.float32)])
+@pytest.mark.parametrize("arch", SHARED)
 def test_every_launch_compiles_for_gpus_that_are_not_here(arch, D, H, Hk, dtype, monkeypatch):
-    """One layer's launches of a mixed batch, by their real arguments. No kernel spills registers at head_dim 64 or 128."""
+    """One layer's launches of a mixed batch, by their real arguments. They fit the shared memory, and no register spills."""
     pytest.importorskip("triton")
     if kernels.INTERPRET:
         pytest.skip("interpreted kernels are not compiled")
-    launches, shapes = [], [(5, 1), (300, 1), (9, 40), (0, 300)]
+    launches, shapes = [], [(5, 1), (300, 8), (9, 40), (0, 300)]
     monkeypatch.setattr(kernels, "on_gpu", lambda device: True)
     monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **constants: launches.append((kernel, args, constants)))
-    pages, _, n_row = pages_of(shapes, H // Hk, Hk, True, np.random.default_rng(0))
+    pages, _, n_row = pages_of(shapes, H // Hk, Hk, True, np.random.default_rng(0), dtype)
     pages = kernels.Pages(*(t.cpu() if isinstance(t, torch.Tensor) else t for t in vars(pages).values()))
     N, C, fresh = sum(n for _, n in shapes), H * D, lambda *shape: torch.empty(shape, dtype=dtype)
     kv = fresh(2, n_row, D)
-    for rope in ((fresh(N, 1, D), fresh(N, 1, D)), None):
+    for rope in (None, (fresh(N, 1, D), fresh(N, 1, D))):
         q = kernels.rotate_write(fresh(N, (H + 2 * Hk) * D), rope, kv, pages.rows, pages, H, Hk)
-    for n_split in (1, 16):
+    for n_split in (1, 16) if D == 128 else (16,):
         kernels.attention_pages(q, kv, pages, Hk, n_split)
     if D in (80, 128):
         for bias in (None, fresh(C)):
@@ -1496,4 +1506,4 @@ def test_every_launch_compiles_for_gpus_that_are_not_here(arch, D, H, Hk, dtype,
     for kernel, args, constants in launches:
         usage = compiled(arch, kernel, args, constants)
         print(f"sm_{arch} {kernel.__name__:22} D={D} {str(dtype)[6:]:9} (registers, stack, shared) = {usage}")
-        assert usage is None or usage[1] == 0 or dtype == torch.float32, f"{kernel.__name__} spills {usage[1]} bytes"
+        assert usage is None or usage[1] == 0, f"{kernel.__name__} spills {usage[1]} bytes"
