@@ -475,6 +475,7 @@ def intensity(model, n, context):
 
 @experiment("[SARATHI Fig. 7] tile quantization: the time of a prefill just at a multiple of the tile, and one token beyond")
 def fig7(bench):
+    """Measured on a CPU the steps are small: there is no thread block to fill."""
     sizes = [n for n in bench.grid([128, 256, 384, 512], range(128, 1025, 128)) if n < max(bench.lengths)]
     times = bench.seconds(*(bench.iteration(0, 0, n, last=False) for n in sizes for n in (n, n + 1)))
     for n, at, beyond in zip(sizes, times[::2], times[1::2]):
@@ -485,6 +486,7 @@ def fig7(bench):
 
 @experiment("[SARATHI Fig. 8] decode speedup over batch size and length, and the batches that fit")
 def fig8(bench):
+    """The paper gives the range and the batches that fit; B = 6 is in its Table 4 too."""
     seen, known = [], {(L, B): speedup for L, B, _, speedup, _ in TABLE4["LLaMA-13B, A6000"]}
     for L, most in batches(bench):
         for B in range(2, most + 1, 2):
@@ -563,6 +565,7 @@ def fig10(bench):
 
 @experiment("[SARATHI Fig. 11] beside Orca's worst and best case: (a) by length, (b) by P:D ratio")
 def fig11(bench):
+    """Worst case: all requests start and end together, as request-level batching; best: whole prompts beside running decodes [§4.5]."""
     for i, (L, B) in enumerate(batches(bench)):
         C = bench.options.chunk
         gain = gains(bench, *halves(L, C / (B - 1), C, B), B, [C], orca=True)
