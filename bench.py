@@ -1400,7 +1400,7 @@ def main():
     parser.add_fields(BenchConfig)
     parser.add_fields(EngineConfig, chunk=dict(type=lambda x: x if x == "auto" else int(x), metavar="CHUNK|auto"))
     args = parser.parse_args()
-    if args.experiments[:1] == ["peer"]:
+    if args.experiments[:1] == ["peer"] and len(args.experiments) == 4:  # another engine's Python, started by Worker
         return peer(*args.experiments[1:])
     if args.experiments == ["list"]:
         for name, (_, about) in EXPERIMENTS.items():

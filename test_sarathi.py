@@ -782,7 +782,7 @@ def test_sarathi_streams_text_and_says_how_fast(cache):
     ("sarathi.py", ["--prompt", ""], "empty prompt"),
     ("sarathi.py", ["--tokens", "1,x"], "--tokens '1,x'"),
     ("sarathi.py", [], "one of the arguments --prompt --tokens is required"),
-    ("bench.py", ["table9"], "unknown experiment 'table9': one of ceilings"),
+    ("bench.py", ["peer"], "unknown experiment 'peer'"), ("bench.py", ["table9"], "unknown experiment 'table9': one of ceilings"),
     ("bench.py", ["--chunk", "x"], "invalid"), ("bench.py", ["--lengths", "5,a"], "lengths = '5,a'"),
     ("bench.py", ["roofline", "--hardware", "h100"], "roofline can only be measured, on this machine"),
     ("bench.py", ["peers", "--peers", "ollama=x"], "names among transformers, vllm, llama.cpp"),
