@@ -694,7 +694,8 @@ def test_bad_calls_of_generate_and_add():
     (dict(chunk=0), "chunk = 0"), (dict(chunk="big"), "chunk = 'big'"), (dict(max_batch=-1), "max_batch = -1"), (dict(tile=0), "tile = 0"),
     (dict(alloc="lazy"), "alloc = 'lazy': one of 'reserve', 'grow'"), (dict(n_page=-3), "n_page = -3"), (dict(memory_gb=-1), "memory_gb = -1"),
     (dict(scheduler=5), "scheduler = 5: must be a Scheduler object or one of static"),
-    (dict(scheduler=sarathi.Orca), "must be a Scheduler object"), (dict(memory_gb=1e-9), "pool of 0 pages"), (dict(n_page=10**13), "n_page = 10000000000000.*must have 1 .. "), (dict(spec="goodput"), "speculation")])
+    (dict(scheduler=sarathi.Orca), "must be a Scheduler object"), (dict(memory_gb=1e-9), "pool of 0 pages"),
+    (dict(n_page=10**13), "n_page = 10000000000000.*must have 1 .. "), (dict(spec="goodput"), "speculation")])
 def test_bad_engine_options(options, message):
     with pytest.raises((ValueError, KeyError), match=message):
         Engine(small(), **options)
