@@ -938,6 +938,9 @@ class LlamaCpp:
         r = [json.loads(line) for line in out.splitlines() if line.startswith("{")][1]
         return [[r["t_pp"] + r["t_tg"] * i / new for i in range(1, new + 1)]] * B
 
+    def close(self):
+        self.file.close()
+
 
 def write_gguf(model, path, dtype):
     """A model of the llama family as a GGUF file, for timing only: llama.cpp pairs rotary elements otherwise."""
@@ -973,7 +976,7 @@ class Worker:
         env["LD_PRELOAD"] = ":".join(preload)  # as vLLM's manual asks
         self.log = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen([python, __file__, "peer", name, folder, dtype], env=env, text=True, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=self.log)
+                                        stdout=subprocess.PIPE, stderr=self.log, start_new_session=True)  # Ctrl-C is for us
         self.answer()
 
     def run(self, work, new):
@@ -987,6 +990,9 @@ class Worker:
                 return json.loads(line[1:])
         self.log.seek(0)
         raise RuntimeError((self.log.read().strip() or "it ended without a word").splitlines()[-1])
+
+    def close(self):
+        self.process.kill()
 
 
 def peer(name, folder, dtype):
@@ -1039,25 +1045,42 @@ def peers(bench):
         engines = start_peers(bench, folder)
         ours = Ours(bench, "prefill_first"), Ours(bench, bench.options.scheduler)
         rates, p99 = {}, {}
-        for i in tqdm(range((1 + bench.config.repeats) * len(cells)), "peers", file=sys.stderr):
-            (cell, (B, P, new)), n = list(cells.items())[i % len(cells)], i // len(cells)
-            work = prompts(B, P, c.vocab_size, bench.options.seed)
-            for name, engine in rotated([("sarathi", ours[cell.startswith("16 x")]), *engines.items()], n):
-                time.sleep(0.3)  # the last one's threads stop spinning
-                rate, gap = rate_of(engine.run(work, new), B, P, new)
-                if n:  # the first round is the warm-up
-                    rates.setdefault((cell, name), []).append(rate)
-                    p99.setdefault((cell, name), []).append(gap)
-        for engine in engines.values():
-            if isinstance(engine, Worker):
-                engine.process.kill()
+        try:
+            for i in tqdm(range((1 + bench.config.repeats) * len(cells)), "peers", file=sys.stderr):
+                if not bench.interrupt.seen:
+                    (cell, (B, P, new)), n = list(cells.items())[i % len(cells)], i // len(cells)
+                    work = prompts(B, P, c.vocab_size, bench.options.seed)
+                    for name, (rate, gap) in run_cell(bench, ours[cell.startswith("16 x")], engines, n, work, new).items():
+                        if n:  # the first round is the warm-up
+                            rates.setdefault((cell, name), []).append(rate)
+                            p99.setdefault((cell, name), []).append(gap)
+        finally:
+            for engine in engines.values():
+                engine.close()
     middle = lambda xs: statistics.median(xs) if xs and None not in xs else None
-    for cell in cells:
+    for cell in [cell for cell in cells if (cell, "sarathi") in rates]:
         for what, of, best in (("tokens/s", rates, max), ("inter-token p99, ms", {k: [g and g * 1e3 for g in v] for k, v in p99.items()}, min)):
             mine = of[cell, "sarathi"]
             if None not in mine:
                 ratios = [a / best(b) for a, *b in zip(mine, *(of[cell, name] for name in engines))] if engines else None
                 yield row(f"{cell}: {what}", None, middle(mine), **{name: middle(of[cell, name]) for name in engines}, **{"x best": middle(ratios)})
+    if bench.interrupt.seen:
+        raise KeyboardInterrupt
+
+
+def run_cell(bench, ours, engines, n, work, new):
+    """One cell in every engine, in an order that turns with n -> {name: rate_of}. A peer that fails is dropped, with a note."""
+    results = {}
+    for name, engine in rotated([("sarathi", ours), *engines.items()], n):
+        time.sleep(0.3)  # the last one's threads stop spinning
+        try:
+            results[name] = rate_of(engine.run(work, new), len(work), len(work[0]), new)
+        except (OSError, RuntimeError, subprocess.SubprocessError) as e:
+            if engine is ours:
+                raise
+            engines.pop(name).close()
+            bench.notes.append(f"{name} is left out, it failed: {e}")
+    return results
 
 
 def rotated(items, n):

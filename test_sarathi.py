@@ -919,6 +919,30 @@ def test_peers_are_measured_beside_ours_or_named_as_missing(capsys, tmp_path, mo
         assert all(r["x best"] == pytest.approx(r["ours"] / r["transformers"]) for r in rows)
 
 
+def test_a_peer_that_dies_is_left_out_and_ctrl_c_keeps_the_cells_measured(capsys, monkeypatch):
+    class Peer:
+        calls = closed = 0
+
+        def run(self, work, new):
+            self.calls += 1
+            if self.calls == limit:
+                if limit == 5:
+                    raise RuntimeError("out of breath")
+                b.interrupt._interrupt()  # as Ctrl-C in the middle of a cell would
+            return [[0.1 * i for i in range(1, new + 1)]] * len(work)
+
+        def close(self):
+            self.closed = 1
+    monkeypatch.setattr(bench, "CELLS", {"prefill 512": (1, 16, 1), "16 x": (2, 20, 4)})
+    for limit, cells in ((5, 3), (3, 1)):
+        b, peer = bench.Bench(small(), bench.BenchConfig(lengths="32", repeats=2), EngineConfig(chunk=32, tile=TILE)), Peer()
+        monkeypatch.setattr(bench, "start_peers", lambda *_: {"other": peer})
+        rows, said = bench.run(b, ["peers"]), capsys.readouterr()
+        assert len(rows) == cells and all(r["ours"] > 0 for r in rows) and peer.closed
+        assert ("other is left out, it failed: out of breath" in said.out) == (limit == 5) == ("other" not in rows[0])
+        assert ("interrupted" in said.err) == (limit == 3)
+
+
 def test_rates_of_a_cell_by_hand():
     assert bench.rate_of([[0.5]], 1, 100, 1) == (200, None)
     steps = [[0.1 * i for i in range(1, 73)], [0.55 + 0.1 * i for i in range(1, 73)]]
