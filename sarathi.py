@@ -1371,6 +1371,7 @@ def main():
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="text to continue")
     what.add_argument("--tokens", help="the prompt as token ids, 1,2,3 (for a model without a tokenizer)")
+    parser.add_argument("--adapter", help="a PEFT folder: LoRA weights to use with the model")
     add_model_flags(parser, "tiny")
     for cls in (Request, EngineConfig):
         parser.add_fields(cls)
@@ -1385,7 +1386,9 @@ def main():
     prompt = parse_tokens(args.tokens) if args.prompt is None else tokenizer.encode(args.prompt)
     say = tokenizer.stream() if tokenizer else lambda tokens: "".join(f"{t} " for t in tokens)
     engine = Engine(model, **vars(config))
-    request = Request(prompt, stop=tokenizer.stop if tokenizer else (), arrival=engine.clock.now(), **parser.values(Request, args))
+    if args.adapter:
+        engine.add_adapter(args.adapter, args.adapter)
+    request = Request(prompt, adapter=args.adapter, stop=tokenizer.stop if tokenizer else (), arrival=engine.clock.now(), **parser.values(Request, args))
     engine.add(request)
     print(args.prompt or "", end="", flush=True)
     engine.run(lambda event: print(say(event.tokens), end="", flush=True))
