@@ -656,7 +656,7 @@ def lora_pages(y, x, kv, l, n_split=0):
     many as fill the GPU. At most four launches, whose grids depend on the numbers of tiles and the largest rank alone. -> y"""
     assert x.is_contiguous() and y.is_contiguous()
     P, wide = len(l.columns), x.dtype == torch.float32
-    for tiles, block_m, block_r, block_k, block_n in ((l.few, 16, 32, 128, 256), (l.many, l.block_many, 64, 64, 128)):
+    for tiles, block_m, block_r, block_k, block_n in ((l.few, 16, 32, 128, 256), (l.many, l.block_many, 64, 64, 64)):
         if len(tiles):
             block_r, block_k, block_n = (32, 32, 64) if wide else (block_r, block_k, block_n)
             block_k, block_n = (max(16, min(block, pow2(l.width))) for block in (block_k, block_n))

@@ -1460,7 +1460,8 @@ def test_triton_adapters_of_any_rank_and_size(n_in, n_outs, width, dtype, tolera
     grouped, rows that end inside a page. The padded baseline as well."""
     sizes = [(1, 8), (1, 0), (1, 1), (1, 128), (1, 16), (2, 16), (8, 32), (9, 64), (16, 0), (64, 32), (65, 1), (130, 128), (300, 8)]
     has = [(1, 1, 1), (1, 0, 1), (0, 1, 1), (0, 0, 1)]
-    shapes = [(n, tuple(h * m for h, m in zip(has[i % 4], (r, 1 + r // 2, r)))[-len(n_outs):] if r else None) for i, (n, r) in enumerate(sizes)]
+    ranks = lambda i, r: tuple(h * rank for h, rank in zip(has[i % 4], (r, 1 + r // 2, r)))[-len(n_outs):]
+    shapes = [(n, ranks(i, r) if r else None) for i, (n, r) in enumerate(sizes)]
     spans, columns, kv = adapters_of(shapes, n_in, n_outs, width, np.random.default_rng(0))
     (y, x), kv = rows_of(shapes, n_in, n_outs, dtype), kv.to(dtype)
     padded = kernels.Lora.of(spans, 16, n_in, columns, width, padded=True)
@@ -1481,7 +1482,8 @@ def test_triton_adapters_of_a_padded_batch():
     y, x = rows_of([*shapes, (5, None)], 40, (40, 16), torch.float32)
     expected = kernels.lora_ref(y.clone(), x, kv, kernels.Lora.of(spans, 4, 40, columns, 16))
     pages = kernels.LoraPages.of(spans, columns, 16, torch.float32, DEVICE)
-    pages.spans, empty = torch.cat([pages.spans, torch.zeros_like(pages.spans[:1])]), torch.tensor([[3, 0]], dtype=torch.int32, device=DEVICE)
+    pages.spans = torch.cat([pages.spans, torch.zeros_like(pages.spans[:1])])
+    empty = torch.tensor([[3, 0]], dtype=torch.int32, device=DEVICE)
     pages.few, pages.many, pages.rank = torch.cat([pages.few, empty]), torch.cat([empty, pages.many]), 128
     assert torch.allclose(kernels.lora(y.to(DEVICE), x.to(DEVICE), kv.to(DEVICE), pages).cpu(), expected, atol=1e-5)
 
