@@ -1136,12 +1136,13 @@ README = (HERE / "README.md").read_text()
 
 def test_the_readmes_python_runs_as_it_stands(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {})
     said = capsys.readouterr().out.split("\n")
-    assert said[0] == "[1, 2, 0]", "the shortest prompt ends first"
-    assert len(said) == 10 and said[1].startswith("2 [") and said[-2].endswith("length"), "eight events of the one added"
+    assert len(set(map(tuple, json.loads(said[0])))) == 3, "each with its own adapter, or none"
+    assert said[1] == "[1, 2, 0]", "the shortest prompt ends first"
+    assert len(said) == 11 and said[2].startswith("2 [") and said[-2].endswith("length"), "eight events of the one added"
     del SCHEDULERS["shortest_first"]
 
 
