@@ -345,6 +345,7 @@ class System(NamedTuple):
     load: float = 0.0  # per layer, to start the copies of an adapter, also when they overlap
     resize: float = 0.0  # per layer, when the adapters have a pool of their own: to move it, as one comes or goes
     copy: float = ATTENTION_CALL  # per layer and request: to gather and pad its adapter for a batched GEMM
+    eager: bool = False  # host and GPU wait for each other in every layer: their times add up
 
 
 SYSTEMS = {
@@ -354,7 +355,9 @@ SYSTEMS = {
                        load=0.35e-3,  # [S-LoRA Table 3] S2, n = 1000
                        resize=1.2e-3,  # [S-LoRA Fig. 5] no-unify, A100-80, S4, n = 400
                        copy=0.47e-3),  # [S-LoRA Fig. 5] bmm, A100-80, S4, n = 400
-    "transformers": System(layer=2.7e-3)}  # [S-LoRA Table 3] PEFT, S1, n = 100
+    "transformers": System(layer=1.75e-3,  # [S-LoRA Table 3] PEFT, S1 and S4, n = 100
+                           request=0.9e-3,  # [S-LoRA Table 3] PEFT, S1, n = 5: its cache is copied when it grows
+                           eager=True)}
 
 
 class Work(NamedTuple):
@@ -451,7 +454,8 @@ class CostModel:
 
     def _time(self, w, lora="batched"):
         gpu = self.linear(w.N) + 2 * self.all_reduce(w.N) + self.attention(w) + self.others(w) + self.lora(w, lora)
-        return max(gpu, self.config.n_layer * self.system.layer) + self.system.request * (w.decodes + w.chunks)
+        host = self.config.n_layer * self.system.layer
+        return (gpu + host if self.system.eager else max(gpu, host)) + self.system.request * (w.decodes + w.chunks)
 
     def _operators(self, w, lora="batched"):
         linear, reduce = self.linear(w.N), self.all_reduce(w.N)  # one after each of the two row-parallel operators
