@@ -18,6 +18,7 @@ import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -469,6 +470,139 @@ def _attend(q, k, v, mask):
     if mask is not None:
         scores.view(len(mask), -1, *scores.shape[1:])[..., -mask.size(-1):].add_(mask)
     return torch.bmm(scores.softmax(-1), v)
+
+
+# ---------------------------------------------------------------- adapters: to each row x of the batch its own x A B [S-LoRA §5.3]
+
+class Site(NamedTuple):
+    """Where one module's A and B lie: rows of as many pages as they are wide, A's in the K plane and B's in the V plane."""
+    first: int  # the first of the module's columns in its operator's output,
+    n_out: int  # how many they are,
+    page: int  # and how many pages wide those before them are
+    a: np.ndarray  # (rank, pages of a row)
+    b: np.ndarray  # (rank, pages of a row)
+
+
+class Factors:
+    """What one adapter has at one operator: its sites, and the same pages as the flat lists that Lora strings together."""
+
+    def __init__(self, sites, n_out):
+        """n_out: pages that a row of the operator's output is wide."""
+        ranks = [len(s.a) for s in sites]
+        starts = np.cumsum(ranks) - ranks
+        self.sites, self.ranks = sites, [slice(i, i + r) for i, r in zip(starts, ranks)]
+        self.a = np.concatenate([s.a for s in sites])  # (rank, pages of x)
+        self.b = np.concatenate([s.b.T.ravel() for s in sites])  # page of y after page of y, for each the rows of B
+        self.b_from = np.concatenate([np.tile(i + np.arange(r), s.b.shape[1]) for i, r, s in zip(starts, ranks, sites)])
+        self.a_index, self.b_index = torch.from_numpy(self.a.ravel()), [torch.from_numpy(s.b.ravel()) for s in sites]
+        self.n_bag = np.zeros(n_out, int)  # how many rows of B meet in each page of y
+        for s in sites:
+            self.n_bag[s.page:s.page + s.b.shape[1]] = len(s.b)
+
+
+@dataclass
+class Lora:
+    """What the adapters of a batch do at one operator. Rows of few tokens multiply vectors (MBGMV), chunks matrices (MBGMM).
+
+    On a CPU, number j of a few row's xA is the product of x and the page of A's row j, and (xA)B a sum of B's pages, each times one
+    of these numbers. The sum is torch's embedding_bag, the products are its gradient; both read the pages where they lie. A row
+    that is wider than a page is taken page by page."""
+    width: int  # numbers in one plane of a page
+    spans: list  # (first row, rows, Factors) of each request with an adapter, in the order of the batch
+    columns: list  # (first, n_out, page) of the modules in y
+    n_few: int  # rows of few tokens; they lead the batch
+    a: torch.Tensor  # (n,) pages of A's rows, for each few row,
+    a_bag: torch.Tensor  # (n,) and which page of x each multiplies
+    b: torch.Tensor  # (m,) pages of B's rows, for each page of the few rows' y,
+    b_from: torch.Tensor  # (m,) which number of xA each is multiplied with,
+    b_bag: torch.Tensor  # (pages of y,) and where each page of y begins in b
+    padded: bool = False  # compute as S-LoRA-bmm does, to compare with
+
+    @classmethod
+    def of(cls, spans, n_few, n_in, columns, width, padded=False):
+        """spans, n_few, columns, width as above; n_in: numbers in a row of x."""
+        n_in, n_out = -(-n_in // width), columns[-1][2] + -(-columns[-1][1] // width)
+        rows = [(row, f) for start, n, f in spans if n <= FEW_ROWS for row in range(start, start + n)]
+        string = lambda lists: np.concatenate([np.empty(0, int), *lists])
+        of_row = lambda values, sizes: np.repeat(np.array(values, int), sizes)
+        a, b = string(f.a.ravel() for _, f in rows), string(f.b for _, f in rows)
+        a_bag = np.arange(len(a)) % n_in + of_row([row * n_in for row, _ in rows], [f.a.size for _, f in rows])
+        before = np.cumsum([0, *(len(f.a) for _, f in rows)])[:-1]
+        b_from = string(f.b_from for _, f in rows) + of_row(before, [len(f.b) for _, f in rows])
+        n_bag = np.zeros((n_few, n_out), int)
+        for row, f in rows:
+            n_bag[row] = f.n_bag
+        b_bag = np.cumsum(n_bag) - n_bag.ravel()
+        return cls(width, spans, columns, n_few, *map(torch.from_numpy, (a, a_bag, b, b_from, b_bag)), padded)
+
+
+def lora_ref(y, x, kv, adapters):
+    """The definition, in place: y (N, C_out) += x A B, for x (N, C_in) and each request's A (rank, C_in) and B (rank, C_out)."""
+    pages = kv.view(2, -1, adapters.width)
+    for start, n, factors in adapters.spans:
+        for s in factors.sites:
+            a, b = pages[0, s.a].flatten(1)[:, :x.size(1)], pages[1, s.b].flatten(1)[:, :s.n_out]
+            y[start:start + n, s.first:s.first + s.n_out] += x[start:start + n] @ a.T @ b
+    return y
+
+
+def lora(y, x, kv, adapters):
+    """y (N, C_out) += x A B, in place. x (N, C_in), kv (2, n_row, D) with A and B in its pages, adapters: a Lora. -> y"""
+    if adapters.padded:
+        return lora_bmm(y, x, kv, adapters)
+    pages = kv.view(2, -1, adapters.width)
+    if len(adapters.b):
+        mbgmv(y, x, pages, adapters)
+    for start, n, factors in adapters.spans:
+        if n > FEW_ROWS:
+            mbgmm(y[start:start + n], x[start:start + n], pages, factors)
+    return y
+
+
+def mbgmv(y, x, pages, l):
+    """The rows of few tokens: y[:n_few] += x A B. pages (2, n_page, width); no padding, no copy of A or B."""
+    x = x[:l.n_few] if x.size(1) % l.width == 0 else F.pad(x[:l.n_few], (0, -x.size(1) % l.width))
+    n_in = x.size(1) // l.width
+    xa = torch.ops.aten._embedding_bag_per_sample_weights_backward(x.view(-1, l.width), pages[0], l.a, l.b_bag, l.a_bag, 0)
+    xa = xa if n_in == 1 else xa.view(-1, n_in).sum(1)
+    xab = F.embedding_bag(l.b, pages[1], l.b_bag, mode="sum", per_sample_weights=xa[l.b_from]).view(l.n_few, -1)
+    if xab.size(1) == y.size(1):  # no module ends inside a page
+        y[:l.n_few] += xab
+        return
+    for first, n_out, page in l.columns:
+        y[:l.n_few, first:first + n_out] += xab[:, page * l.width:page * l.width + n_out]
+
+
+def mbgmm(y, x, pages, factors):
+    """One chunk: y (n, C_out) += x A B."""
+    xa = x @ pages[0].index_select(0, factors.a_index).view(len(factors.a), -1)[:, :x.size(1)].T  # (n, rank)
+    for s, ranks, index in zip(factors.sites, factors.ranks, factors.b_index):
+        y[:, s.first:s.first + s.n_out].addmm_(xa[:, ranks], pages[1].index_select(0, index).view(len(s.b), -1)[:, :s.n_out])
+
+
+def lora_bmm(y, x, kv, adapters):
+    """As S-LoRA-bmm [S-LoRA §7.4]: every request's A and B are copied side by side, rows and ranks padded to the largest, and one
+    batched GEMM multiplies them all; decodes and chunks apart, as there."""
+    pages = kv.view(2, -1, adapters.width)
+    for of_kind in (lambda n: n <= FEW_ROWS, lambda n: n > FEW_ROWS):
+        spans = [span for span in adapters.spans if of_kind(span[1])]
+        if not spans:
+            continue
+        start, n = (torch.tensor([span[i] for span in spans]) for i in (0, 1))
+        token = torch.arange(int(n.max()))
+        real = token < n[:, None]  # (B, n)
+        rows = torch.where(real, start[:, None] + token, start[:, None])
+        padded = x[rows]  # (B, n, C_in)
+        for first, n_out, _ in adapters.columns:
+            sites = [next((s for s in f.sites if s.first == first), None) for _, _, f in spans]
+            rank = max((len(s.a) for s in sites if s), default=0)
+            a, b = x.new_zeros(len(spans), rank, x.size(1)), x.new_zeros(len(spans), rank, n_out)
+            for i, s in enumerate(sites):
+                if s:
+                    a[i, :len(s.a)] = pages[0, s.a].flatten(1)[:, :x.size(1)]
+                    b[i, :len(s.b)] = pages[1, s.b].flatten(1)[:, :n_out]
+            y[rows[real], first:first + n_out] += torch.bmm(torch.bmm(padded, a.transpose(1, 2)), b)[real]
+    return y
 
 
 # ---------------------------------------------------------------- sampling
