@@ -221,8 +221,8 @@ class Bench:
     @contextmanager
     def _asked(self, took):
         """While the block runs, book what the cost model says on its operators."""
-        def time_of(entries):
-            seconds = self.model.operators_of(entries)
+        def time_of(entries, lora="batched"):
+            seconds = self.model.operators_of(entries, lora)
             for name in took:
                 took[name] += seconds[name]
             return sum(seconds.values())

@@ -643,9 +643,11 @@ class CostModel:
         """`time_of` by operator, without what the host adds."""
         return self._operators(Work.of(entries, self.tile), lora)
 
-    def load(self, n_params, hidden=False):
-        """Seconds to copy an adapter of n_params weights in from the host; hidden: while an iteration runs [S-LoRA §5.2]."""
-        return self.config.n_layer * self.system.load + (0.0 if hidden else n_params * self.dtype.itemsize / (LINK * PCIE))
+    def load(self, n_params, resize=False):
+        """Seconds that it takes the host to start copying an adapter of n_params weights in, and then the link; resize: the
+        adapters have a pool of their own."""
+        s = self.system
+        return self.config.n_layer * (s.load + s.resize * resize), n_params * self.dtype.itemsize / (LINK * PCIE)
 
     def merge(self):
         """Seconds to swap the adapter in the weights: W - A1 B1 + A2 B2, each pass over q, k, v and o reads W and a product that
@@ -1093,7 +1095,7 @@ class Engine:
             self.merged = None, self.model  # the old weights go before the new ones are made
             if adapter is not None:
                 self.merged = adapter, self.model.merged(self.adapters.known[adapter])
-        return self.merged[1]
+        return self.model if self.merged[0] is None else self.merged[1]
 
     def _keep(self, start, end, stage, plan):
         if self.record is not None:
@@ -1323,7 +1325,15 @@ class Simulator(Engine):
         return None
 
     def _new_copier(self):
-        return lambda pages, adapter: lambda: None
+        """Copies follow one another on the link while iterations run; who needs one that has not arrived waits [S-LoRA §5.2]."""
+        link = VirtualClock()
+
+        def copy(pages, adapter):
+            host, transfer = self.model.load(adapter.n_params, resize=self.config.adapter_pages > 0)
+            self.clock.wait_until(self.clock.now() + host)
+            link.wait_until(max(link.now(), self.clock.now()) + transfer)
+            return partial(self.clock.wait_until, link.now())
+        return copy
 
     def _load(self, source):
         if not callable(source):
@@ -1334,9 +1344,18 @@ class Simulator(Engine):
         """As for the engine, but the array is one zero that is seen max_len times."""
         return np.ndarray(len(super()._checked(r)), np.int64, np.zeros(1, np.int64), strides=(0,))
 
+    def _price(self, plan):
+        """Seconds that the plan takes, a swap of the merged adapter included."""
+        known, adapter = self.adapters.known, plan[0][0].adapter
+        entries = [(r.n_past, n, n == r.n_todo, known[r.adapter].n_params if r.adapter is not None else 0) for r, n in plan]
+        swap = self.config.lora == "merge" and adapter != self.merged[0]
+        if swap:
+            self.merged = adapter, self.model
+        return self.model.time_of(entries, self.config.lora) + (self.model.merge() if swap else 0.0)
+
     def _run(self, plan):
         start = self.clock.now()
-        self.clock.wait_until(start + self.model.time_of([(r.n_past, n, n == r.n_todo) for r, n in plan]))
+        self.clock.wait_until(start + self._price(plan))
         self._keep(start, self.clock.now(), 0, plan)
         return [0] * sum(n == r.n_todo for r, n in plan)
 
@@ -1351,7 +1370,7 @@ class Lane(Simulator):
     def _run(self, plan):
         """Through all stages; the next iteration of this lane may start when the last stage is done."""
         line, t = self.pipeline, self.clock.now()
-        took = self.model.time_of([(r.n_past, n, n == r.n_todo) for r, n in plan]) / len(line.free)
+        took = self._price(plan) / len(line.free)
         send, idle = self.model.send(sum(n for r, n in plan)), 0.0
         for stage, free in enumerate(line.free):
             start = max(t, free)
