@@ -809,6 +809,7 @@ DEFAULT = {"a100": ("S4", 400, 6), "a10g": ("S2", 200, 2), "a100-40": ("S2", 200
 POOLS = {("llama-7b", "a100"): 125000, ("llama-13b", "a100"): 65000, ("llama-7b", "a10g"): 14500, ("llama-7b", "a100-40"): 14500}
 SPLIT = {("a100", "no-unify"): {100: 40000, 200: 40000, 400: 35000}, ("a100", "bmm"): {100: 35000, 200: 35000, 400: 35000},
          ("a10g", "no-unify"): {20: 10000, 50: 9000, 100: 9000, 200: 9000}, ("a10g", "bmm"): {20: 8000, 50: 8000, 100: 8000, 200: 8000}}
+SECONDS = {("a100", "bmm"): 30}  # of arrivals; elsewhere 300
 PEFT_BATCH = {"llama-7b": 50, "llama-13b": 35}  # as in the authors' code
 
 
@@ -910,7 +911,7 @@ def slora_fig5(bench):
     for n in bench.grid([1, 20, most], sorted({*(papers or FIG5["a10g"]), 1000, 2000})):
         for i, variant in enumerate(("S-LoRA", "no-unify", "bmm")):
             if i == 0 or 1 < n <= most:
-                seen = scene.run(n, rate, variant, duration=60 if variant == "bmm" else 300)
+                seen = scene.run(n, rate, variant, duration=SECONDS.get((bench.config.hardware, variant), 300))
                 yield throughput(f"{setting}, n = {n}: {variant}", papers.get(n, (None,) * 3)[i], seen, (setting, variant, n), derived=n == most)
 
 
@@ -963,7 +964,7 @@ def slora_ablation(bench):
     scene, setting, n, rate = default_scene(bench)
     papers = FIG5.get(bench.config.hardware, {}).get(n, (None,) * 3)
     for variant, paper in zip(("S-LoRA", "no-unify", "bmm"), papers):
-        seen = scene.run(n, rate, variant, duration=60 if variant == "bmm" else 300)
+        seen = scene.run(n, rate, variant, duration=SECONDS.get((bench.config.hardware, variant), 300))
         yield throughput(f"{setting}, n = {n}: {variant}", paper, seen, ("", "ablation", variant))
 
 

@@ -241,6 +241,36 @@ class PagePool:
         self.spans.insert(i, (a, b))
 
 
+class PageCount:
+    """A PagePool of which only the numbers are kept, for a simulator whose pages may lie anywhere."""
+
+    def __init__(self, n_page):
+        self.n_page = self.n_free = n_page
+        self.tables = {}  # owner -> pages it holds
+
+    def need(self, owner, n, n_max):
+        return max(0, n - self.tables.get(owner, 0))
+
+    def hold(self, owner, n, n_max):
+        return self.hold_any(owner, self.need(owner, n, n_max))
+
+    def hold_any(self, owner, n):
+        fits = n <= self.n_free
+        if fits and n:
+            self.n_free -= n
+            self.tables[owner] = self.tables.get(owner, 0) + n
+        return fits
+
+    def free(self, owner):
+        self.n_free += self.tables.pop(owner, 0)
+
+    def pages(self, owner):
+        return np.arange(self.tables[owner])
+
+    def check(self):
+        assert self.n_free + sum(self.tables.values()) == self.n_page and self.n_free >= 0, "pages lost or owned twice"
+
+
 # ---------------------------------------------------------------- adapters: thousands in host memory, those in use in the pool
 
 @dataclass
@@ -474,18 +504,18 @@ class Cluster(Order):
 
 
 class OneAdapter(Order):
-    """For merged weights: only requests of the batch's adapter; the next is that of the first in the queue, with all who had
-    come by then, so that a popular adapter starves nobody."""
+    """For merged weights: only requests of the batch's adapter, until too many of others wait in front of them; then the batch
+    runs out, and the first in the queue says which is next [S-LoRA §7.5]."""
+    PATIENCE = 30  # requests, as in the paper's code
 
     def __init__(self, inner):
-        self.inner, self.until = inner, 0.0
+        self.inner = inner
 
     def queue(self, running, waiting):
         queue = list(self.inner.queue(running, waiting))
-        if not running and queue:
-            self.until = max(r.arrival for r in queue)
         adapter = next((r.adapter for r in chain(running, queue)), None)
-        return [r for r in queue if r.adapter == adapter and r.arrival <= self.until]
+        first = next((i for i, r in enumerate(queue) if r.adapter == adapter), 0)
+        return [r for r in queue if r.adapter == adapter] if first <= self.PATIENCE else []
 
 
 class EarlyAbort(Order):
@@ -918,8 +948,8 @@ class Engine:
         self.clock, self.record = clock or WallClock(), record
         self.order = self._new_order()
         checked("adapter_pages", c.adapter_pages, int, 0, n_page - 1)
-        self.pool = PagePool(n_page - c.adapter_pages, model.config.n_kv_head, c.alloc)
-        own = PagePool(c.adapter_pages, model.config.n_kv_head, c.alloc, first=self.pool.n_page)  # no-unify [S-LoRA §7.4]
+        self.pool = self._new_pool(n_page - c.adapter_pages)
+        own = self._new_pool(c.adapter_pages, first=self.pool.n_page)  # no-unify [S-LoRA §7.4]
         self.kv = self._new_cache(n_page)
         self.adapters = (Merging if c.lora == "merge" else AdapterStore)(own if c.adapter_pages else self.pool, self._new_copier())
         self.merged = None, model  # (adapter, the model that has it in its weights)
@@ -931,6 +961,9 @@ class Engine:
 
     def _memory(self):
         return free_memory(self.model.device)
+
+    def _new_pool(self, n_page, first=0):
+        return PagePool(n_page, self.model.config.n_kv_head, self.config.alloc, first)
 
     def _new_cache(self, n_page):
         return self.model.new_cache(n_page)
@@ -1320,6 +1353,9 @@ class Simulator(Engine):
             raise ValueError(f"{self.model.config.n_params * self.model.dtype.itemsize / 1e9:.1f} GB of weights do not fit {self.model.name}: "
                              f"take a larger GPU or more of them (tp)")
         return self.model.memory
+
+    def _new_pool(self, n_page, first=0):
+        return PageCount(n_page) if self.config.alloc == "grow" else super()._new_pool(n_page, first)
 
     def _new_cache(self, n_page):
         return None
