@@ -567,7 +567,7 @@ ELEMENTWISE = 6  # times that norms, activations and residuals read or write a t
 TILE = 128  # rows of a GEMM's thread block [SARATHI Fig. 7]
 SKINNY = 32  # up to so many rows a GEMM takes smaller blocks: a decode-only batch pays for its own rows [SARATHI Table 2]
 USABLE = 0.84  # of a GPU's memory, for weights and cache: [SARATHI Fig. 8, §5.3] batches of 18, 10, 6, 27 and 11
-LORA_BANDWIDTH = 0.45  # every decode reads its adapter, shared or not: MBGMV [S-LoRA §5.3]; [S-LoRA Table 3] S4, n = 100
+LORA_BANDWIDTH = 0.325  # every decode reads its adapter, shared or not: MBGMV [S-LoRA §5.3]; [S-LoRA Table 3] S4, n = 100
 LINK, LINK_DELAY = 0.75, 25e-6  # share of a link's bandwidth, and seconds before the first byte: usual for NCCL on eight GPUs, not fitted
 INFINIBAND = 25e9  # bytes/s from a GPU to its peer in the next node: 200 Gb/s each
 PCIE = 32e9  # bytes/s from the host's memory: 16 lanes of the fourth generation
@@ -585,13 +585,13 @@ class System(NamedTuple):
 
 SYSTEMS = {
     "sarathi": System(),  # this engine: all its time is the GPU's
-    "lightllm": System(layer=1.3e-3,  # [S-LoRA Fig. 6] S4, R = 1: average latency
-                       request=0.12e-3,  # [S-LoRA Table 3] S1, n = 5
-                       load=0.35e-3,  # [S-LoRA Table 3] S2, n = 1000
-                       resize=1.2e-3,  # [S-LoRA Fig. 5] no-unify, A100-80, S4, n = 400
-                       copy=0.47e-3),  # [S-LoRA Fig. 5] bmm, A100-80, S4, n = 400
-    "transformers": System(layer=1.75e-3,  # [S-LoRA Table 3] PEFT, S1 and S4, n = 100
-                           request=0.9e-3,  # [S-LoRA Table 3] PEFT, S1, n = 5: its cache is copied when it grows
+    "lightllm": System(layer=1.33e-3,  # [S-LoRA Fig. 6] S4, R = 1: average latency
+                       request=0.085e-3,  # [S-LoRA Table 3] S1, n = 5
+                       load=0.45e-3,  # [S-LoRA Table 3] S2, n = 1000
+                       resize=1.25e-3,  # [S-LoRA Fig. 5] no-unify, A100-80, S4, n = 400
+                       copy=0.505e-3),  # [S-LoRA Fig. 5] bmm, A100-80, S4, n = 400
+    "transformers": System(layer=1.8e-3,  # [S-LoRA Table 3] PEFT, S1 and S4, n = 100
+                           request=0.95e-3,  # [S-LoRA Table 3] PEFT, S1, n = 5: its cache is copied when it grows
                            eager=True)}
 
 
