@@ -6,7 +6,8 @@ have. One registered function per table; whether it measures or simulates is onl
     python bench.py table4 --model tinyllama-1.1b --max-batch 4
     python bench.py table4 fig9 --hardware a6000 --model llama-13b     the same, simulated (seconds)
     python bench.py fig9 timeline --hardware a6000 --plot pictures --trace trace.json     PNGs, and a trace for ui.perfetto.dev
-    python bench.py scoreboard           every number of the SARATHI paper beside ours, simulated (a minute)
+    python bench.py slora_fig10 --hardware a100 --plot pictures        a workload of S-LoRA's, served by the authors' system, simulated
+    python bench.py scoreboard           every number of the papers beside ours, simulated (three minutes)
     python bench.py list
 
 Every experiment prints a Markdown table (paper | ours | source); the last line of stdout is one JSON object with all rows.
@@ -1022,9 +1023,13 @@ def step_times(engine, work, interrupt):
 
 # ---------------------------------------------------------------- the scoreboard
 
-FITTED = ("table2", "fig7", "largest batch", "share of others")  # the rows that the constants of CostModel.roofline were chosen on
+FITTED = ("table2", "fig7", "largest batch", "share of others",  # the rows that the constants of CostModel.roofline were chosen on,
+          "S1, n = 5:", "S1, n = 100: PEFT", "S4, n = 100:", "S2, n = 1000", "n = 400: no-unify", "n = 400: bmm", "R = 1: latency")  # and SYSTEMS
 CLAIMED = {"table2": "Table 2", "fig3": "Fig. 3", "fig4": "Fig. 4", "fig7": "Fig. 7", "fig8": "Fig. 8", "table4": "Table 4", "fig9": "Fig. 9",
            "fig10": "Fig. 10", "fig11": "Fig. 11", "fig12": "Fig. 12", "fig13": "Fig. 13"}
+SLORA = {"slora_table3": ("Table 3", "a100"), "slora_ablation": ("Fig. 5", "a100", "a10g"), "slora_fig6": ("Fig. 6", "a100"),
+         "slora_fig9": ("Fig. 9", "a10g"), "slora_fig10": ("Fig. 10", "a100"), "slora_clustering": ("App. A", "a100-40")}  # where, on which GPUs
+FRONT = "a constant 0.1 to 0.2 s: the authors time their HTTP server and tokenizer too"
 MISSES = {  # beginnings of rows -> why they are outside, as far as we can tell
     "table2: decode-maximal: per decode": "by the paper's attn column 3 decodes cost 15.2 - 10.0 = 5.2 ms, 1.7 each; its 1.2 rests on linear operators "
                                           "that took 1.6 ms less for the same 1024 tokens",
@@ -1033,32 +1038,40 @@ MISSES = {  # beginnings of rows -> why they are outside, as far as we can tell
     "fig13: (b) prefill at C = 64": "5 times would be 73 ms for 64 tokens, and the paper's own 128 tokens take 55 ms",
     "fig12: median bubble": "SARATHI's pipeline has next to no bubbles here (see the idle shares in fig12); the paper does not say where its are",
     "fig12: completion": "our iterations are shorter than the paper's, so that Orca's bubbles weigh more: see the last rows of fig12",
+    "slora_table3: S2, n = 5: PEFT": "the paper's 0.74 leaves out the first and last ten seconds, its other cells do not: the authors' log has 0.87 for all",
+    "slora_fig6: S4, R = 1: first": FRONT, "slora_fig6: S4, R = 2: first": FRONT, "slora_fig6: S4, R = 4: first": FRONT,
+    "slora_fig6: S4, R = 6": "6 requests/s are half as many again as are served, so the wait grows with the small rest between 4.0 and ours",
+    "slora_fig10": "bursts of so few requests decide here: an overloaded queue that serves 5 % more is level with its promise for longer",
+    "slora_clustering": "with first come first served the authors' throughput and attainment differ between d = 8 and 32, ours does not: requests are few",
 }
 
 
-@experiment("every number of the SARATHI paper beside ours, simulated with one set of constants: which hold within 15 %")
+@experiment("every number of the papers beside ours, simulated with one set of constants: SARATHI's within 15 %, S-LoRA's within 20 %")
 def scoreboard(bench):
-    """The rows of all its experiments that have a published number. A "fit" row is one that the constants were chosen on."""
-    config = replace(bench.config, hardware="a6000", tp=1, lengths="", pd=0.0, full=True)
-    own = Bench(CostModel.roofline(preset("llama-13b"), "a6000"), config, EngineConfig())
-    own.interrupt, own.clock = bench.interrupt, VirtualClock()
-    rows = []
-    for name, where in tqdm(CLAIMED.items(), "scoreboard", file=sys.stderr):
+    """The rows of all their experiments that have a published number. A "fit" row is one that the constants were chosen on."""
+    claims = [(name, where, "a6000", "llama-13b", 0.15) for name, where in CLAIMED.items()]
+    claims += [(name, f"S-LoRA {where}, {gpu}", gpu, "llama-7b", 0.20) for name, (where, *gpus) in SLORA.items() for gpu in gpus]
+    rows, boards = [], {0.15: [], 0.20: []}
+    for name, where, gpu, model, margin in tqdm(claims, "scoreboard", file=sys.stderr):
+        config = replace(bench.config, hardware=gpu, tp=1, lengths="", pd=0.0, full=True)
+        own = Bench(CostModel.roofline(preset(model), gpu), config, EngineConfig())
+        own.interrupt, own.clock = bench.interrupt, VirtualClock()
         for r in EXPERIMENTS[name][0](own):
             if r["paper"] is not None and not r.get("derived"):
-                rows.append(judged(name, where, r, own.source))
-    inside = sum(r["inside"] == "yes" for r in rows)
-    tested = [r for r in rows if r["role"] == "prediction"]
+                rows.append(judged(name, where, r, own.source, margin))
+                boards[margin].append(rows[-1])
     bench.notes = [f"outside: {r['what']}: {r['why']}" for r in rows if r["inside"] == "no"]
-    bench.notes.append(f"{inside} of {len(rows)} inside 15 % ({inside / len(rows):.0%}); of the {len(tested)} predictions "
-                       f"{sum(r['inside'] == 'yes' for r in tested)}")
+    for margin, part in boards.items():
+        inside, tested = [[r["inside"] == "yes" for r in some] for some in (part, [r for r in part if r["role"] == "prediction"])]
+        bench.notes.append(f"{sum(inside)} of {len(inside)} inside {100 * margin:.0f} % ({statistics.fmean(inside):.0%}); "
+                           f"of the {len(tested)} predictions {sum(tested)}")
     return rows
 
 
-def judged(name, where, r, source):
-    """A row with its ratio, whether it is inside 15 % (or its bound), and whether the constants were fitted on it."""
+def judged(name, where, r, source, margin):
+    """A row with its ratio, whether it is inside the margin (or its bound), and whether the constants were fitted on it."""
     ratio = r["ours"] / r["paper"]
-    inside = dict({"at most": ratio <= 1, "at least": ratio >= 1}).get(r.get("bound"), abs(ratio - 1) <= 0.15)
+    inside = dict({"at most": ratio <= 1, "at least": ratio >= 1}).get(r.get("bound"), abs(ratio - 1) <= margin)
     fit = name in FITTED or any(word in r["what"] for word in FITTED)
     why = next((why for start, why in MISSES.items() if f"{name}: {r['what']}".startswith(start)), "not explained")
     what = f"{where}: {r['what']}" + (f" ({r['bound']})" if "bound" in r else "")
@@ -1364,7 +1377,11 @@ FIGURES = {  # experiment -> (x label, y label) of each panel, the last one's ag
     "fig10": [("tokens per request L, batch B", "time, static over SARATHI (times)")],
     "fig11": [("tokens per request L, batch B", "throughput over static (times)"), ("P:D ratio", "throughput over static (times)")],
     "fig12": [("median per request", "bubble time, ratio"), ("scenarios compared", "completion time, ratio")],
-    "fig13": [("chunk size C (tokens)", "time over a full prefill's (times)")] * 2 + [("chunk size C (tokens)", "throughput over static (times)")]}
+    "fig13": [("chunk size C (tokens)", "time over a full prefill's (times)")] * 2 + [("chunk size C (tokens)", "throughput over static (times)")],
+    "slora_fig5": [("adapters", "requests/s")],
+    "slora_fig6": [("requests/s that come", "requests/s")] + [("requests/s that come", "seconds")] * 2 + [("requests/s that come", "share within the SLO")],
+    "slora_fig9": [("adapters", "requests/s")],
+    "slora_fig10": [("coefficient of variation of the gaps", "share within the SLO")]}
 TIMELINES = {"timeline": "request", "bubbles": "stage"}  # experiment -> what a row of its picture is
 INK = {  # the same thing has the same colour in every picture
     "static": "#7f7f7f", "over static": "#7f7f7f", "Orca, worst case": "#f5b78a", "orca": "#e07b2a", "over orca": "#e07b2a", "Orca, best case": "#e07b2a",
