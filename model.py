@@ -25,7 +25,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import Factors, Lora, Pages, Segment, Site, activate, add_norm, attention, heads, linear, lora, pack, rope_angles, rotate_write
+from kernels import (Factors, Lora, LoraPages, Pages, Segment, Site, activate, add_norm, attention, heads, linear, lora, pack, rope_angles,
+                     rotate_write)
 
 
 @dataclass
@@ -124,7 +125,7 @@ class Batch:
     rows: torch.Tensor  # (m, Hk) where in kv the keys and values of the first m tokens go; the rest are blocks of segments
     logit_rows: torch.Tensor  # (M,) the rows whose next token is wanted
     segments: list[Segment] | Pages  # who attends to what; on a GPU Pages, and rows are theirs
-    loras: dict[str, Lora] = field(default_factory=dict)  # operator -> the adapters that rows of this batch have there
+    loras: dict[str, Lora | LoraPages] = field(default_factory=dict)  # operator -> the adapters that rows of this batch have there
 
 
 # ---------------------------------------------------------------- the network: one class tree, named as in [SARATHI Table 1]
@@ -266,8 +267,8 @@ class GPT(nn.Module):
             if sites:
                 w = (old.weight.to_dense() if old.weight.is_mkldnn else old.weight.detach()).clone()
                 for module, s in sites.items():
-                    a, b = adapter.factors(int(name.split(".")[1]), name.rpartition(".")[2], module)
-                    w[s.first:s.first + s.n_out] += (b.T.float() @ a.float()).to(w)
+                    a, b = (t.to(w.device).float() for t in adapter.factors(int(name.split(".")[1]), name.rpartition(".")[2], module))
+                    w[s.first:s.first + s.n_out] += (b.T @ a).to(w)
                 new.weight = pack(w)
         return model.eval()
 

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kernels import BLOCK_ROWS, FEW_ROWS, Lora, Pages, Segment, causal_mask, context_pad, on_gpu, sample, target_probs
+from kernels import BLOCK_ROWS, FEW_ROWS, Lora, LoraPages, Pages, Segment, causal_mask, context_pad, on_gpu, sample, target_probs
 from model import PRESETS, Adapter, Batch, default_dtype, load_model
 
 
@@ -373,6 +373,7 @@ class Copier:
         if isinstance(self.pages, np.ndarray):
             planes = adapter.planes.view(BITS[adapter.planes.element_size()]).numpy()
             return self.thread.submit(self.pages.__setitem__, (slice(None), slice(None), pages), planes).result
+        self.stream.wait_stream(torch.cuda.current_stream())  # for what zeroed or last used these pages
         with torch.cuda.stream(self.stream):
             index = torch.from_numpy(pages).to(self.pages.device, non_blocking=True)
             self.pages.index_copy_(2, index, adapter.planes.to(self.pages.device, non_blocking=True))
@@ -1227,11 +1228,15 @@ class Engine:
         starts = np.cumsum([0, *(n for r, n in plan)]).tolist()
         users = [(start, n, self.adapters.resident[r.adapter].factors) for start, (r, n) in zip(starts, plan) if r.adapter in self.adapters.resident]
         n_few = sum(n for r, n in plan if n <= FEW_ROWS)
-        loras, width = {}, self.pool.n_kv_head * self.model.config.head_dim
+        loras, width, padded = {}, self.pool.n_kv_head * self.model.config.head_dim, self.config.lora == "bmm"
         for name in {name for _, _, factors in users for name in factors}:
             spans = [(start, n, factors[name]) for start, n, factors in users if name in factors]
             operator = self.model.config.operators[name]
-            loras[name] = Lora.of(spans, n_few, operator.n_in, list(operator.modules.values()), width, self.config.lora == "bmm")
+            columns = list(operator.modules.values())
+            if on_gpu(self.model.device) and not padded:
+                loras[name] = LoraPages.of(spans, columns, width, self.model.dtype, self.model.device)
+            else:
+                loras[name] = Lora.of(spans, n_few, operator.n_in, columns, width, padded)
         return loras
 
     def _pages(self, spans):
@@ -1495,6 +1500,7 @@ def main():
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="text to continue")
     what.add_argument("--tokens", help="the prompt as token ids, 1,2,3 (for a model without a tokenizer)")
+    parser.add_argument("--adapter", help="a PEFT folder: LoRA weights to use with the model")
     add_model_flags(parser, "tiny")
     for cls in (Request, EngineConfig):
         parser.add_fields(cls)
@@ -1509,7 +1515,9 @@ def main():
     prompt = parse_tokens(args.tokens) if args.prompt is None else tokenizer.encode(args.prompt)
     say = tokenizer.stream() if tokenizer else lambda tokens: "".join(f"{t} " for t in tokens)
     engine = Engine(model, **vars(config))
-    request = Request(prompt, stop=tokenizer.stop if tokenizer else (), arrival=engine.clock.now(), **parser.values(Request, args))
+    if args.adapter:
+        engine.add_adapter(args.adapter, args.adapter)
+    request = Request(prompt, adapter=args.adapter, stop=tokenizer.stop if tokenizer else (), arrival=engine.clock.now(), **parser.values(Request, args))
     engine.add(request)
     print(args.prompt or "", end="", flush=True)
     engine.run(lambda event: print(say(event.tokens), end="", flush=True))

@@ -1819,6 +1819,72 @@ def test_triton_norms_and_activations(C, dtype, tolerance):
     assert close(kernels.activate(h, False), kernels.activate_ref(h, False))
 
 
+def adapters_of(shapes, n_in, n_outs, width, generator):
+    """Requests of n rows with these ranks of an operator's modules (0: that module has no adapter; None: none has), their A and B
+    scattered -> spans, columns as Lora has them; kv (2, pages, width) with what no adapter has written NaN; the last request's
+    adapter is the first one's, if they have the same ranks."""
+    pages = -(-np.array([n_in, *n_outs]) // width)
+    columns = [(sum(n_outs[:i]), n, sum(pages[1:i + 1])) for i, n in enumerate(n_outs)]
+    n_page = 3 + sum(max(sum(ranks) * pages[0], np.dot(ranks, pages[1:])) for n, ranks in shapes if ranks)
+    free, kv = [list(generator.permutation(n_page)) for plane in range(2)], torch.full((2, n_page, width), torch.nan)
+    take = lambda plane, rank, m: np.array([free[plane].pop() for i in range(rank * m)]).reshape(rank, m)
+    spans, start = [], 0
+    for n, ranks in shapes:
+        if ranks:
+            sites = [kernels.Site(*column, take(0, r, pages[0]), take(1, r, m)) for r, m, column in zip(ranks, pages[1:], columns) if r]
+            for s in sites:
+                for plane, rows, length in ((0, s.a, n_in), (1, s.b, s.n_out)):
+                    full = generator.normal(size=(len(rows), length)) / (length if plane == 0 else len(rows)) ** 0.5
+                    full = np.pad(full, ((0, 0), (0, rows.shape[1] * width - length)))
+                    kv[plane, rows] = torch.from_numpy(full).float().view(*rows.shape, width)
+            spans.append((start, n, kernels.Factors(sites, sum(pages[1:]))))
+        start += n
+    if shapes[0][1] == shapes[-1][1]:
+        spans[-1] = (*spans[-1][:2], spans[0][2])
+    return spans, columns, kv
+
+
+def rows_of(shapes, n_in, n_outs, dtype):
+    """y and x for adapters_of."""
+    return (torch.randn(sum(n for n, _ in shapes), m).to(dtype) for m in (sum(n_outs), n_in))
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype, tolerance, n_split", [(*TYPES[0], 2), (*TYPES[1], 0)])
+@pytest.mark.parametrize("n_in, n_outs, width", [(64, (64, 64, 64), 64), (240, (240, 80, 80), 80), (100, (170, 170), 48), (200, (72,), 72)])
+def test_triton_adapters_of_any_rank_and_size(n_in, n_outs, width, dtype, tolerance, n_split):
+    """Decodes, verifications and chunks, with an adapter or none, of all modules or some, their ranks alike or not: heads alone and
+    grouped, rows that end inside a page. The padded baseline as well."""
+    sizes = [(1, 8), (1, 0), (1, 1), (1, 128), (1, 16), (2, 16), (8, 32), (9, 64), (16, 0), (64, 32), (65, 1), (130, 128), (300, 8)]
+    has = [(1, 1, 1), (1, 0, 1), (0, 1, 1), (0, 0, 1)]
+    ranks = lambda i, r: tuple(h * rank for h, rank in zip(has[i % 4], (r, 1 + r // 2, r)))[-len(n_outs):]
+    shapes = [(n, ranks(i, r) if r else None) for i, (n, r) in enumerate(sizes)]
+    spans, columns, kv = adapters_of(shapes, n_in, n_outs, width, np.random.default_rng(0))
+    (y, x), kv = rows_of(shapes, n_in, n_outs, dtype), kv.to(dtype)
+    padded = kernels.Lora.of(spans, 16, n_in, columns, width, padded=True)
+    expected = kernels.lora_ref(y.to(torch.float32, copy=True), x.float(), kv.float(), padded)
+    pages = kernels.LoraPages.of(spans, columns, width, dtype, DEVICE)
+    assert len(pages.table) == sum(f.listed[0].size for _, _, f in spans[:-1]), "an adapter that two requests use is listed once"
+    ours = kernels.lora_pages(y.to(DEVICE, copy=True), x.to(DEVICE), kv.to(DEVICE), pages, n_split)
+    theirs = kernels.lora(y.to(DEVICE, copy=True), x.to(DEVICE), kv.to(DEVICE), padded)
+    for result in (ours, theirs):
+        assert torch.allclose(result.cpu().float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@kernel_test
+def test_triton_adapters_of_a_padded_batch():
+    """Tiles of requests that a captured graph carries along without an adapter change nothing, and rows of no request stay."""
+    shapes = [(1, (8, 0)), (3, (1, 16)), (70, (16, 16))]
+    spans, columns, kv = adapters_of(shapes, 40, (40, 16), 16, np.random.default_rng(1))
+    y, x = rows_of([*shapes, (5, None)], 40, (40, 16), torch.float32)
+    expected = kernels.lora_ref(y.clone(), x, kv, kernels.Lora.of(spans, 4, 40, columns, 16))
+    pages = kernels.LoraPages.of(spans, columns, 16, torch.float32, DEVICE)
+    pages.spans = torch.cat([pages.spans, torch.zeros_like(pages.spans[:1])])
+    empty = torch.tensor([[3, 0]], dtype=torch.int32, device=DEVICE)
+    pages.few, pages.many, pages.rank = torch.cat([pages.few, empty]), torch.cat([empty, pages.many]), 128
+    assert torch.allclose(kernels.lora(y.to(DEVICE), x.to(DEVICE), kv.to(DEVICE), pages).cpu(), expected, atol=1e-5)
+
+
 def to_device(model):
     """The same weights where the kernels run. They are plain tensors, some packed for a CPU, and Module.to sees none of them."""
     for m in model.modules():
@@ -1872,6 +1938,29 @@ def test_triton_engine_generates_the_naive_loops_tokens():
     model = to_device(GPT.from_preset(small().config, seed=1))
     engine = Engine(model, chunk=32, tile=TILE, max_batch=3, n_page=120, alloc="grow")
     assert engine.generate([prompt(40), prompt(1), prompt(17)], max_new_tokens=3) == [naive(n, 3) for n in (40, 1, 17)]
+
+
+@kernel_test
+@pytest.mark.parametrize("lora", ["batched", "bmm"])
+def test_triton_engine_with_adapters_generates_the_naive_loops_tokens(lora):
+    """Chunks, decodes, no adapter and two of different ranks and modules in the same iterations."""
+    def strong(*args):  # enough to change the tokens
+        def make(config, dtype=None, pin=False):
+            adapter = model_py.random_adapter(*args)(config, dtype, pin)
+            adapter.planes[:, 1] *= 10
+            return adapter
+        return make
+    sources = {"a": strong(5, 1, ["q_proj", "o_proj", "down_proj"]), "b": strong(9, 2, ["v_proj", "gate_proj", "up_proj"])}
+    engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), chunk=16, tile=TILE, max_batch=4, n_page=300, lora=lora)
+    expected = [naive(5, 2)]
+    for (name, source), length in zip(sources.items(), (4, 22)):
+        engine.add_adapter(name, source)
+        merged, tokens = small().merged(source(small().config, torch.float32)), prompt(length)
+        for i in range(2):
+            tokens.append(int(merged.logits(tokens)[-1].argmax()))
+        assert tokens[length:] != naive(length, 2)
+        expected.append(tokens[length:])
+    assert engine.generate([prompt(5), prompt(4), prompt(22)], max_new_tokens=2, adapter=[None, "a", "b"]) == expected
 
 
 SHARED = {80: 166912, 86: 101376, 90: 232448}  # bytes of shared memory a program may have on each architecture
@@ -1928,4 +2017,23 @@ def test_every_launch_compiles_for_gpus_that_are_not_here(arch, D, H, Hk, dtype,
     for kernel, args, constants in launches:
         usage = compiled(arch, kernel, args, constants)
         print(f"sm_{arch} {kernel.__name__:22} D={D} {str(dtype)[6:]:9} (registers, stack, shared) = {usage}")
+        assert usage is None or usage[1] == 0, f"{kernel.__name__} spills {usage[1]} bytes"
+
+
+@pytest.mark.parametrize("n_in, n_outs, width, dtype", [(4096, (4096, 4096, 4096), 4096, torch.bfloat16), (5632, (2048,), 256, torch.float16),
+                                                        (1280, (5120,), 1280, torch.float32)])
+@pytest.mark.parametrize("arch", SHARED)
+def test_every_adapter_launch_compiles_for_gpus_that_are_not_here(arch, n_in, n_outs, width, dtype, monkeypatch):
+    """One operator's launches for decodes and a chunk, by their real arguments: heads alone, an FFN over grouped heads, float32."""
+    pytest.importorskip("triton")
+    if kernels.INTERPRET:
+        pytest.skip("interpreted kernels are not compiled")
+    launches, shapes = [], [(1, (8,) * len(n_outs)), (300, (64,) * len(n_outs))]
+    monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **constants: launches.append((kernel, args, constants)))
+    spans, columns, kv = adapters_of(shapes, n_in, n_outs, width, np.random.default_rng(0))
+    y, x = rows_of(shapes, n_in, n_outs, dtype)
+    kernels.lora_pages(y, x, kv.to(dtype), kernels.LoraPages.of(spans, columns, width, dtype, torch.device("cpu")), n_split=4)
+    for kernel, args, constants in launches:
+        usage = compiled(arch, kernel, args, constants)
+        print(f"sm_{arch} {kernel.__name__:15} BLOCK_M={constants['BLOCK_M']} {str(dtype)[6:]:9} (registers, stack, shared) = {usage}")
         assert usage is None or usage[1] == 0, f"{kernel.__name__} spills {usage[1]} bytes"
