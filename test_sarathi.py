@@ -1312,11 +1312,11 @@ def test_lightllm_admits_what_fits_at_its_peak_and_asks_every_ten_iterations():
     class Fixed:
         def __init__(self, P, D, made=0, adapter=None):
             self.prompt, self.max_new_tokens, self.n_tokens, self.max_len, self.adapter, self.n_todo = [0] * P, D, P + made, P + D, adapter, 1
-    scheduler = bench.Lightllm(n_page=100, max_batch=9)
-    assert len(scheduler.fitting([], [Fixed(10, 40), Fixed(10, 40), Fixed(10, 40)])) == 2, "each ends at 50"
-    assert len(scheduler.fitting([Fixed(10, 40, 38)], [Fixed(10, 40), Fixed(9, 40)])) == 2, "the first has left when the others peak"
-    assert len(scheduler.fitting([], [Fixed(20, 2), Fixed(20, 2), Fixed(20, 2)])) == 1, "a sixth of the pool in new prompts at once"
-    scheduler.pages = lambda adapter: 60
+    scheduler = bench.Lightllm(n_page=600, max_batch=9)
+    assert len(scheduler.fitting([], [Fixed(10, 290), Fixed(10, 290), Fixed(10, 290)])) == 2, "each ends at 300"
+    assert len(scheduler.fitting([Fixed(10, 290, 288)], [Fixed(10, 289), Fixed(9, 289)])) == 2, "the first has left when the others peak"
+    assert len(scheduler.fitting([], [Fixed(60, 2), Fixed(60, 2), Fixed(60, 2)])) == 1, "a sixth of the pool in new prompts at once"
+    scheduler.pages = lambda adapter: 0 if adapter is None else 400
     assert len(scheduler.fitting([], [Fixed(5, 5, adapter="a"), Fixed(5, 5, adapter="a"), Fixed(5, 5, adapter="b")])) == 2, "one adapter, two users"
     running, asked = [Fixed(5, 90)], []
     scheduler.fitting = lambda running, waiting: asked.append(1) or []
@@ -1351,7 +1351,9 @@ def test_a_simulated_copy_overlaps_with_iterations_and_who_is_early_waits():
     engine.adapters.use("b", 1)
     assert engine.clock.now() == pytest.approx(arrived)
     engine.adapters.use("b", -1)
-    finish(engine)
+    engine.run()
+    engine.pool.check()
+    assert set(engine.pool.tables) == {"a", "b"}, "idle adapters stay while nobody needs their pages"
 
 
 @pytest.mark.parametrize("name", [n for n in bench.EXPERIMENTS if n not in ("scoreboard", "peers")])
