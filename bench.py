@@ -28,6 +28,7 @@ import time
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -967,6 +968,32 @@ def slora_ablation(bench):
     for variant, paper in zip(("S-LoRA", "no-unify", "bmm"), papers):
         seen = scene.run(n, rate, variant, duration=SECONDS.get((bench.config.hardware, variant), 300))
         yield throughput(f"{setting}, n = {n}: {variant}", paper, seen, ("", "ablation", variant))
+
+
+@experiment("what adapters cost here: the same requests with none, and with 200 of mixed ranks computed in every way, in turns")
+def slora_ways(bench):
+    """All requests are there at once, lengths as in [S-LoRA Table 2] but shorter, every adapter equally popular; the paper's column
+    is from its Fig. 5 (A10G) and Table 3 (S2, n = 100), over S-LoRA. --full: also 100 and 2,000 adapters, all of them in memory."""
+    n, top, ranks = bench.grid(200, 2000), max(bench.lengths) // 2, SETTINGS["S2"][1]
+    adapters = [random_adapter(ranks[i % 4], i)(bench.model.config, None if bench.simulated else bench.model.dtype)
+                for i in tqdm(range(n), "random adapters", file=sys.stderr, leave=False, disable=bench.simulated)]
+    jobs = gamma_jobs(1, 4 * bench.config.requests, n_adapter=n, prompt=uniform(8, top), output=uniform(8, top), seed=bench.options.seed)
+    room, engines = 4 * max(adapter.n_page for adapter in adapters), {}
+    ways = {"no adapter": ({}, 1, None), "S-LoRA": ({}, min(n, 200), 1.0), "no-unify": (dict(adapter_pages=room), 200, 1.194 / 1.576),
+            "bmm": (dict(lora="bmm"), 200, 0.253 / 1.576), "merge and swap": (dict(lora="merge"), 200, 0.24 / 7.29)}
+    ways |= {f"S-LoRA, n = {m}": ({}, m, None) for m in bench.grid([], [100, 2000])}
+    for name, (options, m, _) in ways.items():
+        engines[name] = bench.engine(bench.options.scheduler, 2 * top, n_page=bench.B * 2 * top + room, alloc="grow", **options)
+        for i in range(m):
+            engines[name].add_adapter(str(i), lambda *_, adapter=adapters[i], **__: adapter)
+    at_once = [job._replace(arrival=0.0) for job in jobs]
+    fns = [partial(serve, bench, engines[name], [job._replace(adapter=job.adapter % m if name != "no adapter" else None) for job in at_once])
+           for name, (_, m, _) in ways.items()]
+    took, tokens = bench.rounds(*fns, repeats=bench.runs), sum(job.prompt + job.output for job in jobs)
+    for (name, (_, m, paper)), seconds in zip(ways.items(), took):
+        over = lambda others: statistics.median(b / a for a, b in zip(seconds, others))
+        yield row(f"{name}: x S-LoRA", paper, over(took[1]), **{"x no adapter": over(took[0]), "tokens/s": tokens / statistics.median(seconds)},
+                  at=("", "throughput", name))
 
 
 # ---------------------------------------------------------------- how far the simulator can be believed
