@@ -1398,6 +1398,24 @@ def test_a_batch_of_mixed_adapters_gives_pefts_tokens_and_logits(kind, scheduler
     engine.pool.check()
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_saved_adapter_gives_the_same_logits_here_and_in_peft(family, tmp_path):
+    """Other ranks on other modules; the factors come back as they were, bit by bit."""
+    theirs, folder = hf_folder(tmp_path / "base", family, **dict(llama=dict(num_key_value_heads=2), gpt2={})[family])
+    ours, tokens = GPT.from_pretrained(folder), torch.arange(40)
+    ranks = {m: 3 + i for i, m in enumerate(m for op in ours.config.operators.values() for m in op.modules)}
+    adapter = Adapter(ours.config, ranks, torch.float32)
+    for op, sites in adapter.sites.items():
+        for f in (f for layer in range(2) for module in sites for f in adapter.factors(layer, op, module)):
+            f.normal_(0, 0.3)
+    adapter.save_pretrained(tmp_path / "saved")
+    assert torch.equal(Adapter.from_pretrained(tmp_path / "saved", ours.config).planes, adapter.planes)
+    peft, before = pytest.importorskip("peft", reason="peft is not installed"), ours.logits(tokens)
+    with torch.no_grad():
+        logits = peft.PeftModel.from_pretrained(theirs, tmp_path / "saved")(tokens[None]).logits[0]
+    assert torch.allclose(ours.merged(adapter).logits(tokens), logits, atol=1e-4, rtol=0) and (logits - before).abs().max() > 0.1
+
+
 def adapters_for(m, ranks):
     """{name: Adapter} of these ranks on changing modules, strong enough to change most tokens."""
     found = {}
