@@ -788,6 +788,7 @@ def test_sarathi_streams_text_and_says_how_fast(cache):
     ("bench.py", ["--chunk", "x"], "invalid"), ("bench.py", ["--lengths", "5,a"], "lengths = '5,a'"),
     ("bench.py", ["roofline", "--hardware", "h100"], "roofline can only be measured, on this machine"),
     ("bench.py", ["peers", "--peers", "ollama=x"], "names among transformers, vllm, llama.cpp"),
+    ("bench.py", ["peers", "--cells", "x 16"], "cells = 'x 16': must be part of a name among prefill 512"),
     ("bench.py", ["--repeats", "0"], "repeats = 0"), ("bench.py", ["--scheduler", "fifo"], "unknown scheduler 'fifo'"),
     ("bench.py", ["ceilings", "--model", "tiny", "--lengths", "4096"], "context ends at 1024"),
     ("bench.py", ["table2", "--hardware", "b200"], "unknown hardware 'b200': one of a10g, a6000"),
@@ -907,17 +908,30 @@ def test_the_arithmetic_of_an_iteration():
 
 
 def test_peers_are_measured_beside_ours_or_named_as_missing(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "CELLS", {"prefill 512": (1, 32, 1), "decode": (2, 8, 72), "16 x": (3, 20, 4)})
-    has_hf = bool(bench.importlib.util.find_spec("transformers"))
+    monkeypatch.setattr(bench, "CELLS", {"prefill 512": (1, 32, 1), "decode": (2, 8, 72), "16 x": (3, 20, 4), "16 x, 16 adapters": (17, 20, 4)})
+    has_hf, has_peft = (bool(bench.importlib.util.find_spec(name)) for name in ("transformers", "peft"))
     asked = f"llama.cpp={tmp_path},vllm={sys.executable}" + f",transformers={sys.executable}" * has_hf
     b = bench.Bench(small(), bench.BenchConfig(lengths="32", repeats=1, peers=asked), EngineConfig(chunk=32, tile=TILE))
     rows = bench.run(b, ["peers"])
     said = capsys.readouterr().out
     assert "llama.cpp is not measured" in said and "vllm is not measured: ModuleNotFoundError: No module named 'vllm'" in said
-    assert [r["what"] for r in rows] == ["prefill 512: tokens/s", "decode: tokens/s", "16 x: tokens/s", "16 x: inter-token p99, ms"]
+    assert [r["what"] for r in rows] == ["prefill 512: tokens/s", "decode: tokens/s"] + [
+        f"16 x{more}: {what}" for more in ("", ", 16 adapters") for what in ("tokens/s", "inter-token p99, ms")]
     assert all(r["ours"] > 0 for r in rows)
     if has_hf:
-        assert all(r["x best"] == pytest.approx(r["ours"] / r["transformers"]) for r in rows)
+        assert ("No module named 'peft'" in said) != has_peft
+        assert all(r["x best"] == pytest.approx(r["ours"] / r["transformers"]) for r in rows[:6 if has_peft else 4])
+        assert has_peft or rows[4]["transformers"] is rows[4]["x best"] is None, "PEFT's cell alone is left out"
+
+
+def test_cells_picks_cells_of_peers_by_name(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "CELLS", {"prefill 512": (1, 16, 1), "16 x": (2, 20, 4), "16 x, 16 adapters": (2, 20, 4)})
+    asked = []
+    monkeypatch.setattr(bench, "start_peers", lambda bench, folder, adapters=(): asked.append(list(map(os.path.basename, adapters))) or {})
+    for part, n_row, sides in (("16 x", 4, [[], [f"adapter{i}" for i in range(16)]]), ("prefill", 1, [[]])):
+        rows = bench.run(bench.Bench(small(), bench.BenchConfig(lengths="32", repeats=1, cells=part), EngineConfig(chunk=32, tile=TILE)), ["peers"])
+        assert len(rows) == n_row and all(part in r["what"] and r["x best"] is None for r in rows) and asked == sides
+        asked.clear()
 
 
 def test_a_peer_that_dies_is_left_out_and_ctrl_c_keeps_the_cells_measured(capsys, monkeypatch):
@@ -940,7 +954,7 @@ def test_a_peer_that_dies_is_left_out_and_ctrl_c_keeps_the_cells_measured(capsys
         monkeypatch.setattr(bench, "start_peers", lambda *_: {"other": peer})
         rows, said = bench.run(b, ["peers"]), capsys.readouterr()
         assert len(rows) == cells and all(r["ours"] > 0 for r in rows) and peer.closed
-        assert ("other is left out, it failed: out of breath" in said.out) == (limit == 5) == ("other" not in rows[0])
+        assert ("other is left out, it failed at 'prefill 512': out of breath" in said.out) == (limit == 5) == ("other" not in rows[0])
         assert ("interrupted" in said.err) == (limit == 3)
 
 
