@@ -29,7 +29,7 @@ from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -73,11 +73,14 @@ class BenchConfig:
     trace: str = option("", "write what every iteration did to this file, in Chrome's trace format, for ui.perfetto.dev")
     peers: str = option("", "engines that `peers` measures beside ours: name=path with commas between them; transformers=, vllm=: a Python that "
                         "has it; llama.cpp=: the folder of llama-batched-bench; '': transformers, if this Python has it")
+    cells: str = option("", "run only those cells of `peers` whose name holds this, '16 x' for instance; '': all")
 
     def __post_init__(self):
         for name, _, path in (part.partition("=") for part in self.peers.split(",") if part):
             if name not in PEERS or not path:
                 raise ValueError(f"peers = {self.peers!r}: must be name=path with commas between them, names among {', '.join(PEERS)}")
+        if not any(self.cells in cell for cell in CELLS):
+            raise ValueError(f"cells = {self.cells!r}: must be part of a name among {'; '.join(CELLS)}")
         checked("tp", self.tp, int, 1)
         checked("scale", self.scale, int, 1)
         if self.hardware and self.hardware not in GPUS:
@@ -1163,13 +1166,17 @@ def overhead(bench, B=8, context=256, steps=32):
 
 
 class Ours:
-    """This engine as the peers are asked: run(prompts, new) -> for each request, when each new token came, seconds after the call."""
+    """This engine as the peers are asked: run(prompts, new) -> for each request, when each new token came, seconds after the call.
+    Whoever was started with adapters, PEFT folders, gives the requests one each in turns."""
 
-    def __init__(self, bench, scheduler):
-        self.engine = bench.engine(scheduler, 0, n_page=16 * 1100, B=16)
+    def __init__(self, bench, scheduler, adapters=()):
+        self.engine, self.adapters = bench.engine(scheduler, 0, n_page=16 * 1100, B=16), adapters or [None]
+        for folder in adapters:
+            self.engine.add_adapter(folder, folder)
 
     def run(self, work, new):
-        start, requests = self.engine.clock.now(), [Request(p, max_new_tokens=new) for p in work]
+        start = self.engine.clock.now()
+        requests = [Request(p, max_new_tokens=new, adapter=a) for p, a in zip(work, cycle(self.adapters))]
         for r in requests:
             self.engine.add(r)
         self.engine.run()
@@ -1177,13 +1184,20 @@ class Ours:
 
 
 class Transformers:
-    """Hugging Face transformers: generate() on one static batch."""
+    """Hugging Face transformers: generate() on one static batch; with adapters PEFT's mixed batch."""
 
-    def __init__(self, folder, dtype):
+    def __init__(self, folder, dtype, adapters):
         import transformers
         transformers.utils.logging.set_verbosity_error()
         self.clock = transformers.LogitsProcessorList([self.stamp])
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        self.adapters = [os.path.basename(a) for a in adapters]
+        if adapters:
+            import peft
+            own = dict(autocast_adapter_dtype=False)  # PEFT's default, float32 beside bfloat16, is slower
+            self.model = peft.PeftModel.from_pretrained(self.model, adapters[0], self.adapters[0], **own).eval()
+            for path, name in zip(adapters[1:], self.adapters[1:]):
+                self.model.load_adapter(path, name, **own)
 
     def stamp(self, ids, scores):
         self.times.append(time.perf_counter())
@@ -1192,31 +1206,35 @@ class Transformers:
     @torch.inference_mode()
     def run(self, work, new):
         ids, self.times, start = torch.tensor(work), [], time.perf_counter()
-        self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0,
-                            eos_token_id=None, logits_processor=self.clock)
+        mixed = dict(adapter_names=[a for _, a in zip(work, cycle(self.adapters))]) if self.adapters else {}
+        self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
+                            pad_token_id=0, eos_token_id=None, logits_processor=self.clock, **mixed)
         return [[t - start for t in self.times]] * len(work)
 
 
 class VLLM:
     """vLLM: its own engine in this process, continuous batching with chunked prefill at its default budget."""
 
-    def __init__(self, folder, dtype):
+    def __init__(self, folder, dtype, adapters):
         os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
                            VLLM_CPU_KVCACHE_SPACE="2")
         import vllm
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
+        lora = dict(enable_lora=True, max_loras=len(adapters), max_lora_rank=max(RANKS)) if adapters else {}
+        self.adapters = [LoRARequest(path, i, path) for i, path in enumerate(adapters, 1)] or [None]
         self.engine = vllm.LLM(model=folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=2048, max_num_seqs=16,
-                               max_num_batched_tokens=2048, enable_prefix_caching=False, seed=0).llm_engine
+                               max_num_batched_tokens=2048, enable_prefix_caching=False, seed=0, **lora).llm_engine
         self.sampling = lambda new: vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False,
                                                         output_kind=RequestOutputKind.DELTA)
         self.n_added = 0
 
     def run(self, work, new):
         times, start = {}, time.perf_counter()
-        for p in work:
+        for p, adapter in zip(work, cycle(self.adapters)):
             self.n_added += 1
             times[str(self.n_added)] = []
-            self.engine.add_request(str(self.n_added), dict(prompt_token_ids=p), self.sampling(new))
+            self.engine.add_request(str(self.n_added), dict(prompt_token_ids=p), self.sampling(new), lora_request=adapter)
         while self.engine.has_unfinished_requests():
             done, now = self.engine.step(), time.perf_counter() - start
             for r in done:
@@ -1271,14 +1289,14 @@ def write_gguf(model, path, dtype):
 
 
 class Worker:
-    """A peer in a Python of its own, which runs this file as `bench.py peer NAME FOLDER DTYPE` and answers line by line."""
+    """A peer in a Python of its own, which runs this file as `bench.py peer NAME FOLDER DTYPE [ADAPTER ...]` and answers line by line."""
 
-    def __init__(self, python, name, folder, dtype):
+    def __init__(self, python, name, folder, dtype, adapters):
         lib, env = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(python))), "lib", "libiomp5.so"), dict(os.environ)
         preload = [p for p in ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", lib) if name == "vllm" and os.path.exists(p)]
         env["LD_PRELOAD"] = ":".join(preload)  # as vLLM's manual asks
         self.log = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen([python, __file__, "peer", name, folder, dtype], env=env, text=True, stdin=subprocess.PIPE,
+        self.process = subprocess.Popen([python, __file__, "peer", name, folder, dtype, *adapters], env=env, text=True, stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, stderr=self.log, start_new_session=True)  # Ctrl-C is for us
         self.answer()
 
@@ -1298,15 +1316,15 @@ class Worker:
         self.process.kill()
 
 
-def peer(name, folder, dtype):
+def peer(name, folder, dtype, *adapters):
     """The other end of Worker."""
-    engine = dict(transformers=Transformers, vllm=VLLM)[name](folder, dtype)
+    engine = dict(transformers=Transformers, vllm=VLLM)[name](folder, dtype, adapters)
     print("@null", flush=True)
     for line in sys.stdin:
         print("@" + json.dumps(engine.run(*json.loads(line))), flush=True)
 
 
-def start_peers(bench, folder):
+def start_peers(bench, folder, adapters=()):
     """The peers that --peers names and that start -> {name: something with run}. What does not start becomes a note."""
     dtype, asked = str(bench.model.dtype).removeprefix("torch."), bench.config.peers
     if not asked and importlib.util.find_spec("transformers"):
@@ -1314,14 +1332,38 @@ def start_peers(bench, folder):
     engines = {}
     for name, _, path in (part.partition("=") for part in asked.split(",") if part):
         try:
-            engines[name] = LlamaCpp(path, dtype, bench.model) if name == "llama.cpp" else Worker(path, name, folder, dtype)
+            if name != "llama.cpp":
+                engines[name] = Worker(path, name, folder, dtype, adapters)
+            elif not adapters:  # it has none per request
+                engines[name] = LlamaCpp(path, dtype, bench.model)
         except (OSError, RuntimeError, ImportError) as e:
-            bench.notes.append(f"{name} is not measured: {e}")
+            bench.notes.append(f"{name} is not measured{' with adapters' if adapters else ''}: {e}")
     return engines
 
 
 CELLS = {"prefill 512": (1, 512, 1)} | {f"decode, B = {B}, context {ctx}": (B, ctx, 72) for B, ctx in (
-    (1, 256), (4, 256), (8, 256), (16, 256), (1, 1024), (16, 1024))} | {"16 x (480 in + 32 out)": (16, 480, 32), "16 x (256 in + 64 out)": (16, 256, 64)}
+    (1, 256), (4, 256), (8, 256), (16, 256), (1, 1024), (16, 1024))} | {
+    "16 x (480 in + 32 out)": (16, 480, 32), "16 x (256 in + 64 out)": (16, 256, 64), "16 x (256 in + 32 out)": (16, 256, 32),
+    "16 x (256 in + 32 out), 16 adapters": (16, 256, 32)}
+RANKS = 8, 16, 32, 64  # of those 16 in turns; on q, k, v and o
+
+
+def start_engines(bench, folder, cells):
+    """Who runs what: {cell: (ours, peers as in start_peers)}. Where adapters are used every engine is another, as an engine that
+    could use some may be slower without."""
+    GPT(bench.model.config).to(bench.model.dtype).save_pretrained(folder)  # other weights of the same shapes
+    adapted, plain = [cell for cell in cells if cell.endswith("adapters")], [cell for cell in cells if not cell.endswith("adapters")]
+    found, scheduler = {}, bench.options.scheduler
+    if plain:
+        ours, engines = (Ours(bench, "prefill_first"), Ours(bench, scheduler)), start_peers(bench, folder)
+        found |= {cell: (ours[cell.startswith("16 x")], engines) for cell in plain}
+    if adapted:
+        adapters = [os.path.join(folder, f"adapter{i}") for i in range(16)]
+        for i, path in enumerate(adapters):
+            random_adapter(RANKS[i % len(RANKS)], seed=i)(bench.model.config, bench.model.dtype).save_pretrained(path)
+        ours, engines = Ours(bench, scheduler, adapters), start_peers(bench, folder, adapters)
+        found |= {cell: (ours, engines) for cell in adapted}
+    return found
 
 
 def rate_of(times, B, P, new):
@@ -1341,37 +1383,41 @@ def rate_of(times, B, P, new):
 def peers(bench):
     """Every cell in every engine in turns, so that the machine's drift hits all alike. Rows are medians over the rounds, `x best`
     is the median over rounds of ours over the best peer's."""
-    c = bench.model.config
-    cells = {name: cell for name, cell in CELLS.items() if cell[1] + cell[2] <= c.block_size}
+    cells = {name: cell for name, cell in CELLS.items() if cell[1] + cell[2] <= bench.model.config.block_size and bench.config.cells in name}
     with tempfile.TemporaryDirectory() as folder:
-        GPT(c).to(bench.model.dtype).save_pretrained(folder)  # other weights of the same shapes
-        engines = start_peers(bench, folder)
-        ours = Ours(bench, "prefill_first"), Ours(bench, bench.options.scheduler)
+        engines = start_engines(bench, folder, cells)
         rates, p99 = {}, {}
         try:
             for i in tqdm(range((1 + bench.config.repeats) * len(cells)), "peers", file=sys.stderr):
                 if not bench.interrupt.seen:
                     (cell, (B, P, new)), n = list(cells.items())[i % len(cells)], i // len(cells)
-                    work = prompts(B, P, c.vocab_size, bench.options.seed)
-                    for name, (rate, gap) in run_cell(bench, ours[cell.startswith("16 x")], engines, n, work, new).items():
+                    work = prompts(B, P, bench.model.config.vocab_size, bench.options.seed)
+                    for name, (rate, gap) in run_cell(bench, cell, *engines[cell], n, work, new).items():
                         if n:  # the first round is the warm-up
                             rates.setdefault((cell, name), []).append(rate)
-                            p99.setdefault((cell, name), []).append(gap)
+                            p99.setdefault((cell, name), []).append(gap and gap * 1e3)
         finally:
-            for engine in engines.values():
+            for engine in {e for _, others in engines.values() for e in others.values()}:
                 engine.close()
-    middle = lambda xs: statistics.median(xs) if xs and None not in xs else None
-    for cell in [cell for cell in cells if (cell, "sarathi") in rates]:
-        for what, of, best in (("tokens/s", rates, max), ("inter-token p99, ms", {k: [g and g * 1e3 for g in v] for k, v in p99.items()}, min)):
-            mine = of[cell, "sarathi"]
-            if None not in mine:
-                ratios = [a / best(b) for a, *b in zip(mine, *(of[cell, name] for name in engines))] if engines else None
-                yield row(f"{cell}: {what}", None, middle(mine), **{name: middle(of[cell, name]) for name in engines}, **{"x best": middle(ratios)})
+    yield from cell_rows({cell: others for cell, (_, others) in engines.items() if (cell, "sarathi") in rates}, rates, p99)
     if bench.interrupt.seen:
         raise KeyboardInterrupt
 
 
-def run_cell(bench, ours, engines, n, work, new):
+def cell_rows(engines, rates, p99):
+    """The rows of cells; engines: {cell: {name: peer}}; rates, p99: {(cell, name): a figure per round}."""
+    middle = lambda xs: statistics.median(xs) if xs else None
+    names = dict.fromkeys(name for others in engines.values() for name in others)
+    for cell, others in engines.items():
+        for what, of, best in (("tokens/s", rates, max), ("inter-token p99, ms", p99, min)):
+            mine = of[cell, "sarathi"]
+            if None not in mine:
+                ratios = others and [a / best(b) for a, *b in zip(mine, *(of[cell, name] for name in others))]
+                yield row(f"{cell}: {what}", None, middle(mine), **{name: middle(of[cell, name] if name in others else None) for name in names},
+                          **{"x best": middle(ratios)})
+
+
+def run_cell(bench, cell, ours, engines, n, work, new):
     """One cell in every engine, in an order that turns with n -> {name: rate_of}. A peer that fails is dropped, with a note."""
     results = {}
     for name, engine in rotated([("sarathi", ours), *engines.items()], n):
@@ -1382,7 +1428,7 @@ def run_cell(bench, ours, engines, n, work, new):
             if engine is ours:
                 raise
             engines.pop(name).close()
-            bench.notes.append(f"{name} is left out, it failed: {e}")
+            bench.notes.append(f"{name} is left out, it failed at {cell!r}: {e}")
     return results
 
 
@@ -1730,7 +1776,7 @@ def main():
     parser.add_fields(BenchConfig)
     parser.add_fields(EngineConfig, chunk=dict(type=lambda x: x if x == "auto" else int(x), metavar="CHUNK|auto"))
     args = parser.parse_args()
-    if args.experiments[:1] == ["peer"] and len(args.experiments) == 4:  # another engine's Python, started by Worker
+    if args.experiments[:1] == ["peer"] and len(args.experiments) >= 4:  # another engine's Python, started by Worker
         return peer(*args.experiments[1:])
     if args.experiments == ["list"]:
         for name, (_, about) in EXPERIMENTS.items():

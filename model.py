@@ -501,7 +501,7 @@ class Adapter:
     def __init__(self, config, ranks, dtype=None, pin=False):
         """ranks: {checkpoint module: rank}. dtype None: only the shape, as the simulator needs it; pin: for copies to a GPU."""
         self.ranks, self.width, self.sites = ranks, config.n_kv_head * config.head_dim, {}
-        self.operators = config.operators
+        self.operators, self.prefix = config.operators, "model.layers" if config.llama else "transformer.h"
         self.n_params = n_a = n_b = 0  # weights; pages used so far in each plane
         for op, (n_in, _, modules) in self.operators.items():
             for module, (first, n_out, page) in modules.items():
@@ -549,6 +549,22 @@ class Adapter:
                         raise ValueError(f"{folder}: module {path!r}: lora_{name} {tuple(w.shape)} holds NaN or infinity in {dtype}")
             checkpoint.expect_all_taken()
         return adapter
+
+    def save_pretrained(self, folder):
+        """Write it as a PEFT folder; alpha is the rank everywhere: B has its scaling already."""
+        from safetensors.torch import save_file
+        folder, tensors = Path(folder), {}
+        folder.mkdir(parents=True, exist_ok=True)
+        for layer in range(len(self.planes)):
+            for op, sites in self.sites.items():
+                for module in sites:
+                    path, (a, b) = f"base_model.model.{self.prefix}.{layer}.{module}", self.factors(layer, op, module)
+                    tensors |= {path + ".lora_A.weight": a.contiguous(), path + ".lora_B.weight": b.T.contiguous()}
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        rank = max(self.ranks.values())
+        (folder / "adapter_config.json").write_text(json.dumps(dict(
+            peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=rank, rank_pattern=self.ranks, alpha_pattern=self.ranks,
+            target_modules=list(self.ranks), bias="none", inference_mode=True), indent=1))
 
 
 def read_adapter_config(path):

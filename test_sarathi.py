@@ -781,13 +781,15 @@ def test_sarathi_streams_text_and_says_how_fast(cache):
     ("sarathi.py", ["--prompt", "x", "--alloc", "lazy"], "invalid choice: 'lazy'"),
     ("sarathi.py", ["--prompt", "x", "--model", "llama-8b"], "neither a folder nor a preset (tiny"),
     ("sarathi.py", ["--prompt", "x", "--temperature", "-1"], "temperature = -1.0"),
-    ("sarathi.py", ["--prompt", ""], "empty prompt"),
+    ("sarathi.py", ["--prompt", ""], "empty prompt"), ("sarathi.py", ["--prompt", "x", "--adapter", "none"], "adapter folder none does not exist"),
+    ("sarathi.py", ["--prompt", "x", "--lora", "fast"], "invalid choice: 'fast'"),
     ("sarathi.py", ["--tokens", "1,x"], "--tokens '1,x'"),
     ("sarathi.py", [], "one of the arguments --prompt --tokens is required"),
     ("bench.py", ["peer"], "unknown experiment 'peer'"), ("bench.py", ["table9"], "unknown experiment 'table9': one of ceilings"),
     ("bench.py", ["--chunk", "x"], "invalid"), ("bench.py", ["--lengths", "5,a"], "lengths = '5,a'"),
     ("bench.py", ["roofline", "--hardware", "h100"], "roofline can only be measured, on this machine"),
     ("bench.py", ["peers", "--peers", "ollama=x"], "names among transformers, vllm, llama.cpp"),
+    ("bench.py", ["peers", "--cells", "x 16"], "cells = 'x 16': must be part of a name among prefill 512"),
     ("bench.py", ["--repeats", "0"], "repeats = 0"), ("bench.py", ["--scheduler", "fifo"], "unknown scheduler 'fifo'"),
     ("bench.py", ["ceilings", "--model", "tiny", "--lengths", "4096"], "context ends at 1024"),
     ("bench.py", ["table2", "--hardware", "b200"], "unknown hardware 'b200': one of a10g, a6000"),
@@ -907,17 +909,30 @@ def test_the_arithmetic_of_an_iteration():
 
 
 def test_peers_are_measured_beside_ours_or_named_as_missing(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "CELLS", {"prefill 512": (1, 32, 1), "decode": (2, 8, 72), "16 x": (3, 20, 4)})
-    has_hf = bool(bench.importlib.util.find_spec("transformers"))
+    monkeypatch.setattr(bench, "CELLS", {"prefill 512": (1, 32, 1), "decode": (2, 8, 72), "16 x": (3, 20, 4), "16 x, 16 adapters": (17, 20, 4)})
+    has_hf, has_peft = (bool(bench.importlib.util.find_spec(name)) for name in ("transformers", "peft"))
     asked = f"llama.cpp={tmp_path},vllm={sys.executable}" + f",transformers={sys.executable}" * has_hf
     b = bench.Bench(small(), bench.BenchConfig(lengths="32", repeats=1, peers=asked), EngineConfig(chunk=32, tile=TILE))
     rows = bench.run(b, ["peers"])
     said = capsys.readouterr().out
     assert "llama.cpp is not measured" in said and "vllm is not measured: ModuleNotFoundError: No module named 'vllm'" in said
-    assert [r["what"] for r in rows] == ["prefill 512: tokens/s", "decode: tokens/s", "16 x: tokens/s", "16 x: inter-token p99, ms"]
+    assert [r["what"] for r in rows] == ["prefill 512: tokens/s", "decode: tokens/s"] + [
+        f"16 x{more}: {what}" for more in ("", ", 16 adapters") for what in ("tokens/s", "inter-token p99, ms")]
     assert all(r["ours"] > 0 for r in rows)
     if has_hf:
-        assert all(r["x best"] == pytest.approx(r["ours"] / r["transformers"]) for r in rows)
+        assert ("No module named 'peft'" in said) != has_peft
+        assert all(r["x best"] == pytest.approx(r["ours"] / r["transformers"]) for r in rows[:6 if has_peft else 4])
+        assert has_peft or rows[4]["transformers"] is rows[4]["x best"] is None, "PEFT's cell alone is left out"
+
+
+def test_cells_picks_cells_of_peers_by_name(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "CELLS", {"prefill 512": (1, 16, 1), "16 x": (2, 20, 4), "16 x, 16 adapters": (2, 20, 4)})
+    asked = []
+    monkeypatch.setattr(bench, "start_peers", lambda bench, folder, adapters=(): asked.append(list(map(os.path.basename, adapters))) or {})
+    for part, n_row, sides in (("16 x", 4, [[], [f"adapter{i}" for i in range(16)]]), ("prefill", 1, [[]])):
+        rows = bench.run(bench.Bench(small(), bench.BenchConfig(lengths="32", repeats=1, cells=part), EngineConfig(chunk=32, tile=TILE)), ["peers"])
+        assert len(rows) == n_row and all(part in r["what"] and r["x best"] is None for r in rows) and asked == sides
+        asked.clear()
 
 
 def test_a_peer_that_dies_is_left_out_and_ctrl_c_keeps_the_cells_measured(capsys, monkeypatch):
@@ -940,7 +955,7 @@ def test_a_peer_that_dies_is_left_out_and_ctrl_c_keeps_the_cells_measured(capsys
         monkeypatch.setattr(bench, "start_peers", lambda *_: {"other": peer})
         rows, said = bench.run(b, ["peers"]), capsys.readouterr()
         assert len(rows) == cells and all(r["ours"] > 0 for r in rows) and peer.closed
-        assert ("other is left out, it failed: out of breath" in said.out) == (limit == 5) == ("other" not in rows[0])
+        assert ("other is left out, it failed at 'prefill 512': out of breath" in said.out) == (limit == 5) == ("other" not in rows[0])
         assert ("interrupted" in said.err) == (limit == 3)
 
 
@@ -1473,6 +1488,24 @@ def test_a_batch_of_mixed_adapters_gives_pefts_tokens_and_logits(kind, scheduler
     for name, (logits, _) in zip(names, answers):
         assert torch.allclose(first[name, len(prompts[0])], logits[-1], atol=1e-4, rtol=0)
     engine.pool.check()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_saved_adapter_gives_the_same_logits_here_and_in_peft(family, tmp_path):
+    """Other ranks on other modules; the factors come back as they were, bit by bit."""
+    theirs, folder = hf_folder(tmp_path / "base", family, **dict(llama=dict(num_key_value_heads=2), gpt2={})[family])
+    ours, tokens = GPT.from_pretrained(folder), torch.arange(40)
+    ranks = {m: 3 + i for i, m in enumerate(m for op in ours.config.operators.values() for m in op.modules)}
+    adapter = Adapter(ours.config, ranks, torch.float32)
+    for op, sites in adapter.sites.items():
+        for f in (f for layer in range(2) for module in sites for f in adapter.factors(layer, op, module)):
+            f.normal_(0, 0.3)
+    adapter.save_pretrained(tmp_path / "saved")
+    assert torch.equal(Adapter.from_pretrained(tmp_path / "saved", ours.config).planes, adapter.planes)
+    peft, before = pytest.importorskip("peft", reason="peft is not installed"), ours.logits(tokens)
+    with torch.no_grad():
+        logits = peft.PeftModel.from_pretrained(theirs, tmp_path / "saved")(tokens[None]).logits[0]
+    assert torch.allclose(ours.merged(adapter).logits(tokens), logits, atol=1e-4, rtol=0) and (logits - before).abs().max() > 0.1
 
 
 def adapters_for(m, ranks):
