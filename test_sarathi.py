@@ -116,10 +116,10 @@ def test_bfloat16_logits_are_those_of_the_bfloat16_oracle(scheduler, chunk, allo
     engine = Engine(m, scheduler=scheduler, chunk=chunk, tile=TILE, max_batch=3, n_page=600, alloc=alloc)
     sample, seen = engine._sample, {}
 
-    def watched(requests, logits):
-        for r, row in zip(requests, logits):
+    def watched(ready, logits):
+        for (r, k), row in zip(ready, logits):
             seen.setdefault(r.id, []).append(row.float())
-        return sample(requests, logits)
+        return sample(ready, logits)
     engine._sample = watched
     lengths = [150, 9, 64, 33]
     for i, out in enumerate(engine.generate([prompt(n) for n in lengths], max_new_tokens=8)):
@@ -695,7 +695,11 @@ def test_bad_calls_of_generate_and_add():
     (dict(alloc="lazy"), "alloc = 'lazy': one of 'reserve', 'grow'"), (dict(n_page=-3), "n_page = -3"), (dict(memory_gb=-1), "memory_gb = -1"),
     (dict(scheduler=5), "scheduler = 5: must be a Scheduler object or one of static"),
     (dict(scheduler=sarathi.Orca), "must be a Scheduler object"), (dict(memory_gb=1e-9), "pool of 0 pages"),
-    (dict(n_page=10**13), "n_page = 10000000000000.*must have 1 .. "), (dict(spec="goodput"), "speculation")])
+    (dict(n_page=10**13), "n_page = 10000000000000.*must have 1 .. "), (dict(spec="goodput"), "spec = .goodput. without a draft"),
+    (dict(draft="ngram", spec="fast"), "spec = .fast.: one of off, goodput"), (dict(draft="ngram", spec=0), "spec = 0: .*at least 1"),
+    (dict(draft="word", spec=3), "draft = .word.: one of ngram, or a model"), (dict(draft=7, spec=3), "draft = .int.: one of ngram"),
+    (dict(draft="ngram", spec="goodput", cost=1), "cost = 1: must be a CostModel"), (dict(alpha=1.5), "alpha = 1.5"),
+    (dict(draft="ngram", spec="oracle"), "spec = .oracle.: .* alpha")])
 def test_bad_engine_options(options, message):
     with pytest.raises((ValueError, KeyError), match=message):
         Engine(small(), **options)
