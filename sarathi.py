@@ -635,9 +635,6 @@ class Proposer(Named, named=False):
     says how many of them to verify."""
     registry, free = PROPOSERS, True
 
-    def __init__(self, engine, model=None):
-        self.vocab_size = engine.model.config.vocab_size
-
     def most(self, r):
         """The longest proposal for this request; the policy has its own limit."""
         return math.inf
@@ -660,8 +657,7 @@ class Ngram(Proposer):
     proposal costs the same at any length; a match that reaches the end goes on repeating, as in LZ77."""
     sizes = (3, 2)  # tokens that must agree, longest first
 
-    def __init__(self, engine, model=None):
-        super().__init__(engine)
+    def __init__(self):
         self.seen = {}  # request id -> (how many tokens are indexed, {the tokens before a place: the last such place})
 
     def propose(self, requests, lengths, threshold=0.0):
@@ -695,8 +691,7 @@ class DraftModel(Proposer, named=False):
     free = False
 
     def __init__(self, engine, model):
-        super().__init__(engine)
-        self.pool, self.engine = engine.pool, self._engine(engine, model)
+        self.pool, self.vocab_size, self.engine = engine.pool, engine.model.config.vocab_size, self._engine(engine, model)
 
     def _engine(self, engine, model):
         return Engine(model, n_page=engine.pool.n_page)
@@ -762,7 +757,6 @@ class Decodes(NamedTuple):
     requests: list
     most: np.ndarray  # (B,) how many each may have
     alpha: np.ndarray  # (B,) how many of 1 are accepted
-    n_other: int  # tokens that the rest of the iteration generates
     target: Callable  # number of drafts in all -> seconds of the target's iteration [SmartSpec Eq. 6]
     draft: Callable  # number of steps -> seconds of the draft's [Eq. 5]
     edges: np.ndarray  # numbers of drafts that end a tile
@@ -815,7 +809,7 @@ class Goodput(Policy):
         return k[np.argmax(self.tokens(d, k) / self.seconds(d, k))]
 
     def tokens(self, d, k):
-        return expected_tokens(d.alpha, k).sum(1) + d.n_other
+        return expected_tokens(d.alpha, k).sum(1)
 
     def seconds(self, d, k):
         return np.array([d.target(int(n)) + d.draft(int(steps)) for n, steps in zip(k.sum(1), k.max(1))])
@@ -846,7 +840,7 @@ class GoodputRequest(Goodput):
         if not len(order):
             return np.zeros(B, int)
         taken = order % V < np.arange(V + 1)[:, None]  # (V + 1, S): of the best drafts, those within so many steps
-        n, tokens = taken.cumsum(1), (taken * worth[order]).cumsum(1) + d.n_other + B
+        n, tokens = taken.cumsum(1), (taken * worth[order]).cumsum(1) + B
         seconds = self._target(d, len(order))[n] + np.array([d.draft(steps) for steps in range(V + 1)])[:, None]
         steps, last = np.unravel_index(np.argmax(tokens / seconds), n.shape)
         return np.bincount(order[:last + 1][taken[steps, :last + 1]] // V, minlength=B)
@@ -870,7 +864,7 @@ class Oracle(Goodput):
         return super().lengths(d._replace(most=np.minimum(d.most, [r.luck for r in d.requests])))
 
     def tokens(self, d, k):
-        return (k + 1).sum(1) + d.n_other
+        return (k + 1).sum(1)
 
 
 def make_policy(spec):
@@ -889,7 +883,7 @@ def make_proposer(draft, engine):
     if isinstance(draft, Proposer):
         return draft
     if isinstance(draft, str) and draft in PROPOSERS:
-        return PROPOSERS[draft](engine)
+        return PROPOSERS[draft]()
     if isinstance(draft, CostModel if isinstance(engine, Simulator) else GPT):
         return (SimulatedDraft if isinstance(engine, Simulator) else DraftModel)(engine, draft)
     raise ValueError(f"draft = {draft if isinstance(draft, str) else type(draft).__name__!r}: one of {', '.join(PROPOSERS)}, or a model")
@@ -956,7 +950,7 @@ class Speculator:
     def _decodes(self, plan, requests):
         """What the policy gets to see."""
         room, forced = self.engine.scheduler.room(plan), self.engine.config.alpha
-        share = min(self.policy.n_spec, max(0, room) // len(requests))
+        share = min(self.policy.n_spec, max(0, room) / len(requests))
         most = np.array([max(0, int(min(share, r.max_len - r.n_tokens - 1, self.proposer.most(r)))) for r in requests])
         if forced:
             for r in requests:
@@ -966,12 +960,18 @@ class Speculator:
             hits, tries = np.array([r.tally for r in requests]).T
             alpha = (hits + alpha * PRIOR[1]) / (tries + PRIOR[1])
         if not self.policy.priced:
-            return Decodes(requests, most, alpha, 0, None, None, None)
-        w = Work.of([(r.n_past, n, r.n_wanted(n)) for r, n in plan], self.cost.tile)
-        target = lambda n: self.cost._time(w._replace(N=w.N + n, M=w.M + n, context=w.context + n))
-        draft = lambda steps: self.proposer.seconds(len(requests), sum(r.n_past for r in requests), steps) if steps else 0.0
-        edges = np.arange(-w.N % self.cost.tile, most.sum(), self.cost.tile) if self.cost.tile > 1 else np.empty(0, int)
-        return Decodes(requests, most, alpha, w.M - len(requests), target, draft, edges)
+            return Decodes(requests, most, alpha, None, None, None)
+        return Decodes(requests, most, alpha, *self._prices(plan, requests, most.sum()))
+
+    def _prices(self, plan, requests, n_most):
+        """target, draft, edges of Decodes. A chunk that rides along makes drafts dearer, but its own time is not theirs: they are to
+        be worth what they add to this iteration, in the currency of one without the chunk."""
+        cost, B, cached = self.cost, len(requests), sum(r.n_past for r in requests)
+        w = Work.of([(r.n_past, n, r.n_wanted(n)) for r, n in plan], cost.tile)
+        chunk = cost._time(w) - cost._time(Work(N=B, M=B, decodes=B, context=cached + B)) if w.N > B else 0.0
+        target = lambda n: cost._time(w._replace(N=w.N + n, M=w.M + n, context=w.context + n)) - chunk
+        draft = lambda steps: self.proposer.seconds(B, cached, steps) if steps else 0.0
+        return target, draft, np.arange(-w.N % cost.tile, n_most, cost.tile) if cost.tile > 1 else np.empty(0, int)
 
     def observe(self, verified):
         """verified: (request, drafts, how many of them were accepted) of one iteration. A rejected draft ends a run, what stands
@@ -1368,12 +1368,11 @@ class Engine:
 
     def _guessed(self, asked, p):
         """What the drafts of (request, k) were drawn from, (M, V) like p; None: they were certain."""
-        if all(r.q is None for r, k in asked):
+        known = [(r.q[:k], end - 1 - k) for (r, k), end in zip(asked, np.cumsum([k + 1 for r, k in asked])) if k and r.q is not None]
+        if not known:
             return None
-        q, ends = torch.zeros_like(p), np.cumsum([k + 1 for r, k in asked])
-        rows = np.concatenate([np.arange(end - 1 - k, end - 1) for (r, k), end in zip(asked, ends)])
-        drawn_from = torch.cat([r.q[:k] for r, k in asked if k])
-        q[rows, :drawn_from.size(1)] = drawn_from
+        q, drawn_from = torch.zeros_like(p), torch.cat([rows for rows, start in known])
+        q[np.concatenate([np.arange(start, start + len(rows)) for rows, start in known]), :drawn_from.size(1)] = drawn_from
         return q
 
     def _retire(self, r, state):
