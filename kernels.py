@@ -16,8 +16,9 @@ import ctypes
 import os
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -240,13 +241,18 @@ class Pages:
         table = np.concatenate([np.empty(0, np.int32), *(t[:m] for t, m in zip(tables, listed) if m)])
         block_many = 32 if dtype == torch.float32 else 128  # what registers and shared memory hold
         block_few = min(64, block_many, max(16, pow2(n[few].max(initial=1) * group)))  # 16: a tensor core's least
-        parts = [rows, spans, table, tiles(few, n * group, block_few), tiles(~few, n * group, block_many)]
-        sizes = [-(-x.size // 4) * 4 for x in parts]  # 16-byte borders: a kernel is compiled for aligned pointers once
-        flat = np.zeros(sum(sizes), np.int32)
-        for x, size, end in zip(parts, sizes, np.cumsum(sizes)):
-            flat[end - size:end - size + x.size] = x.ravel()
-        flat = torch.from_numpy(flat).to(device, non_blocking=True).split(sizes)
-        return cls(*(t[:x.size].view(x.shape) for t, x in zip(flat, parts)), int(n[few].sum()), block_few, block_many)
+        parts = upload([rows, spans, table, tiles(few, n * group, block_few), tiles(~few, n * group, block_many)], device)
+        return cls(*parts, int(n[few].sum()), block_few, block_many)
+
+
+def upload(parts, device):
+    """numpy arrays -> int32 tensors of the same shapes on the device, by one copy."""
+    sizes = [-(-x.size // 4) * 4 for x in parts]  # 16-byte borders: a kernel is compiled for aligned pointers once
+    flat = np.zeros(sum(sizes), np.int32)
+    for x, size, end in zip(parts, sizes, np.cumsum(sizes)):
+        flat[end - size:end - size + x.size] = x.ravel()
+    flat = torch.from_numpy(flat).to(device, non_blocking=True).split(sizes)
+    return [t[:x.size].view(x.shape) for t, x in zip(flat, parts)]
 
 
 def tiles(chosen, n_row, block):
@@ -469,6 +475,262 @@ def _attend(q, k, v, mask):
     if mask is not None:
         scores.view(len(mask), -1, *scores.shape[1:])[..., -mask.size(-1):].add_(mask)
     return torch.bmm(scores.softmax(-1), v)
+
+
+# ---------------------------------------------------------------- adapters: to each row x of the batch its own x A B [S-LoRA §5.3]
+
+class Site(NamedTuple):
+    """Where one module's A and B lie: rows of as many pages as they are wide, A's in the K plane and B's in the V plane."""
+    first: int  # the first of the module's columns in its operator's output,
+    n_out: int  # how many they are,
+    page: int  # and how many pages wide those before them are
+    a: np.ndarray  # (rank, pages of a row)
+    b: np.ndarray  # (rank, pages of a row)
+
+
+class Factors:
+    """What one adapter has at one operator: its sites, and the same pages as the flat lists that Lora strings together."""
+
+    def __init__(self, sites, n_out):
+        """n_out: pages that a row of the operator's output is wide."""
+        ranks = [len(s.a) for s in sites]
+        starts = np.cumsum(ranks) - ranks
+        self.sites, self.ranks = sites, [slice(i, i + r) for i, r in zip(starts, ranks)]
+        self.a = np.concatenate([s.a for s in sites])  # (rank, pages of x)
+        self.b = np.concatenate([s.b.T.ravel() for s in sites])  # page of y after page of y, for each the rows of B
+        self.b_from = np.concatenate([np.tile(i + np.arange(r), s.b.shape[1]) for i, r, s in zip(starts, ranks, sites)])
+        self.a_index, self.b_index = torch.from_numpy(self.a.ravel()), [torch.from_numpy(s.b.ravel()) for s in sites]
+        self.n_bag = np.zeros(n_out, int)  # how many rows of B meet in each page of y
+        for s in sites:
+            self.n_bag[s.page:s.page + s.b.shape[1]] = len(s.b)
+
+    @cached_property
+    def listed(self):
+        """What LoraPages says of a request: all pages, A's and then B's, and its row of `spans` if they alone were the table."""
+        first = np.cumsum(self.n_bag) - self.n_bag
+        outs = np.stack([self.n_bag, self.b_from[np.minimum(first, len(self.b) - 1)], self.a.size + first], 1)  # (pages of y, 3)
+        return np.concatenate([self.a.ravel(), self.b]), np.concatenate([[0, 0, len(self.a), 0], outs.ravel()])
+
+
+@dataclass
+class Lora:
+    """What the adapters of a batch do at one operator. Rows of few tokens multiply vectors (MBGMV), chunks matrices (MBGMM).
+
+    On a CPU, number j of a few row's xA is the product of x and the page of A's row j, and (xA)B a sum of B's pages, each times one
+    of these numbers. The sum is torch's embedding_bag, the products are its gradient; both read the pages where they lie. A row
+    that is wider than a page is taken page by page."""
+    width: int  # numbers in one plane of a page
+    spans: list  # (first row, rows, Factors) of each request with an adapter, in the order of the batch
+    columns: list  # (first, n_out, page) of the modules in y
+    n_few: int  # rows of few tokens; they lead the batch
+    a: torch.Tensor  # (n,) pages of A's rows, for each few row,
+    a_bag: torch.Tensor  # (n,) and which page of x each multiplies
+    b: torch.Tensor  # (m,) pages of B's rows, for each page of the few rows' y,
+    b_from: torch.Tensor  # (m,) which number of xA each is multiplied with,
+    b_bag: torch.Tensor  # (pages of y,) and where each page of y begins in b
+    padded: bool = False  # compute as S-LoRA-bmm does, to compare with
+
+    @classmethod
+    def of(cls, spans, n_few, n_in, columns, width, padded=False):
+        """spans, n_few, columns, width as above; n_in: numbers in a row of x."""
+        n_in, n_out = -(-n_in // width), columns[-1][2] + -(-columns[-1][1] // width)
+        rows = [(row, f) for start, n, f in spans if n <= FEW_ROWS for row in range(start, start + n)]
+        string = lambda lists: np.concatenate([np.empty(0, int), *lists])
+        of_row = lambda values, sizes: np.repeat(np.array(values, int), sizes)
+        a, b = string(f.a.ravel() for _, f in rows), string(f.b for _, f in rows)
+        a_bag = np.arange(len(a)) % n_in + of_row([row * n_in for row, _ in rows], [f.a.size for _, f in rows])
+        before = np.cumsum([0, *(len(f.a) for _, f in rows)])[:-1]
+        b_from = string(f.b_from for _, f in rows) + of_row(before, [len(f.b) for _, f in rows])
+        n_bag = np.zeros((n_few, n_out), int)
+        for row, f in rows:
+            n_bag[row] = f.n_bag
+        b_bag = np.cumsum(n_bag) - n_bag.ravel()
+        return cls(width, spans, columns, n_few, *map(torch.from_numpy, (a, a_bag, b, b_from, b_bag)), padded)
+
+
+@dataclass
+class LoraPages:
+    """What Lora is to a CPU, for GPUs: int32 in their memory, so that launches depend on none of the values but the largest rank.
+    A tile is neighbouring rows of one request; a tile of a request of rank 0 is empty, as a padded batch may need."""
+    width: int  # numbers in one plane of a page
+    rank: int  # no row has more numbers in xA, all modules of the operator together
+    align: int  # a power of two that divides all of `columns`
+    spans: torch.Tensor  # (B, 4 + 3 * pages of y) per request: its first row in the batch, n, numbers in xA, first entry in table;
+    #                      then of each page of y: the module's rank (0: none), its first number in xA, first entry in table
+    columns: torch.Tensor  # (pages of y, 2) of each page of y: its first column in y, columns
+    table: torch.Tensor  # (T,) pages of the adapters in use: A's, row after row; B's, page of y after page of y
+    few: torch.Tensor  # (n_tile, 2) tiles of requests that feed up to FEW_ROWS tokens (MBGMV): request, first row. They have 16 rows,
+    #                    a tensor core's least: a decode fills but one, yet what takes its time is to read A and B, once either way
+    many: torch.Tensor  # (n_tile, 2) tiles of chunks (MBGMM),
+    block_many: int  # of so many rows
+
+    @classmethod
+    def of(cls, spans, columns, width, dtype, device):
+        """spans, columns and width as Lora has them, dtype: the cache's. One copy to the device."""
+        adapters = list({id(f): f for _, _, f in spans}.values())  # each is listed once, however many requests use it
+        begin = dict(zip(map(id, adapters), np.cumsum([0, *(len(f.listed[0]) for f in adapters)])))
+        rows = np.stack([f.listed[1] for _, _, f in spans])
+        rows[:, 0], rows[:, 1] = [start for start, _, _ in spans], [n for _, n, _ in spans]
+        rows[:, 3::3] += np.array([begin[id(f)] for _, _, f in spans])[:, None]
+        columns = np.array([(first + i, min(width, n - i)) for first, n, _ in columns for i in range(0, n, width)])
+        few, block = rows[:, 1] <= FEW_ROWS, 32 if dtype == torch.float32 else 64  # what registers hold
+        parts = upload([rows, columns, np.concatenate([f.listed[0] for f in adapters]), tiles(few, rows[:, 1], 16),
+                        tiles(~few, rows[:, 1], block)], device)
+        return cls(width, int(rows[:, 2].max()), int(np.gcd.reduce(columns.ravel(), initial=16)), *parts, block)
+
+
+def lora_ref(y, x, kv, adapters):
+    """The definition, in place: y (N, C_out) += x A B, for x (N, C_in) and each request's A (rank, C_in) and B (rank, C_out)."""
+    pages = kv.view(2, -1, adapters.width)
+    for start, n, factors in adapters.spans:
+        for s in factors.sites:
+            a, b = pages[0, s.a].flatten(1)[:, :x.size(1)], pages[1, s.b].flatten(1)[:, :s.n_out]
+            y[start:start + n, s.first:s.first + s.n_out] += x[start:start + n] @ a.T @ b
+    return y
+
+
+@triton.jit
+def _shrink_kernel(x, a, xa, spans, table, tiles, xa_width, C: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
+    """One program, one tile: BLOCK_M rows of x times BLOCK_R rows of its request's A, all modules' in one list, over one split of
+    their width. a: the K plane. xa (N, splits, xa_width), xa_width a multiple of BLOCK_R.
+
+                 ├──── split 0 ────┼──── split 1 ────┤          for each BLOCK_K numbers of the split, none across two pages:
+        x        ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■            which pages A's rows have there, from the table
+        A  row 0 ├─ page 81 ─┼─ page 7 ──┼─ page 40 ┤            A there (BLOCK_R, BLOCK_K) and x there (BLOCK_M, BLOCK_K)
+           row 1 ├─ page 5 ──┼─ page 82 ─┼─ page 41 ┤            multiplied, added
+    """
+    split, m = tl.program_id(2), tl.load(tiles + 2 * tl.program_id(0) + 1) + tl.arange(0, BLOCK_M)
+    span = spans + (4 + 3 * P) * tl.load(tiles + 2 * tl.program_id(0))
+    start, n, rank, first = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
+    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    if tl.program_id(1) * BLOCK_R < rank:
+        row, real, known = (start + m).to(tl.int64)[:, None], (m < n)[:, None], r < rank
+        n_page: tl.constexpr = (C + WIDTH - 1) // WIDTH
+        per_page: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
+        n_block: tl.constexpr = C // WIDTH * per_page + (C % WIDTH + BLOCK_K - 1) // BLOCK_K
+        share = tl.cdiv(n_block, tl.num_programs(2))
+        acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+        for block in range(split * share, tl.minimum(n_block, (split + 1) * share)):
+            i, c = block // per_page, block % per_page * BLOCK_K + tl.arange(0, BLOCK_K)[None]  # page of the row, numbers in it
+            there = (c < WIDTH) & (i * WIDTH + c < C)
+            page = tl.load(table + first + r * n_page + i, mask=known, other=0).to(tl.int64)[:, None]
+            w = tl.load(a + page * WIDTH + c, mask=known[:, None] & there, other=0.0)
+            v = tl.load(x + row * C + i * WIDTH + c, mask=real & there, other=0.0)
+            acc = tl.dot(v, tl.trans(w), acc, input_precision="tf32x3")
+        tl.store(xa + (row * tl.num_programs(2) + split) * xa_width + r[None], acc, mask=real)
+
+
+@triton.jit
+def _expand_kernel(y, b, xa, spans, columns, table, tiles, xa_width, C: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
+                   ALIGN: tl.constexpr, N_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program, one tile: BLOCK_M rows of y and BLOCK_N columns of one of its P pages. b: the V plane.
+
+        xA of a row    ├─ q: rank 8 ─┼──── v: rank 16 ────┤      nothing, where the page's module has no adapter (k). Else for
+        y of a row     ├─ q 0 ─┼─ q 1 ─┼─ k ─┼─ v ─┤             each BLOCK_R of the module's numbers in xA:
+                          ▲                     ▲                  the sum of their splits
+        B's pages      81 5 7 ...            40 82 41 ...          times those rows of B there (BLOCK_R, BLOCK_N), added
+    """
+    page, m = tl.program_id(1), tl.load(tiles + 2 * tl.program_id(0) + 1) + tl.arange(0, BLOCK_M)
+    span = spans + (4 + 3 * P) * tl.load(tiles + 2 * tl.program_id(0))
+    start, n = tl.load(span), tl.load(span + 1)
+    rank, begin, first = tl.load(span + 4 + 3 * page), tl.load(span + 5 + 3 * page), tl.load(span + 6 + 3 * page)
+    if rank > 0:
+        column, n_column = tl.multiple_of(tl.load(columns + 2 * page), ALIGN), tl.multiple_of(tl.load(columns + 2 * page + 1), ALIGN)
+        c, row, real = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)[None], (start + m).to(tl.int64)[:, None], (m < n)[:, None]
+        at, there = y + row * C + column + c, real & (c < n_column)
+        acc = tl.load(at, mask=there, other=0.0).to(tl.float32)
+        for block in range(0, rank, BLOCK_R):
+            r = block + tl.arange(0, BLOCK_R)
+            rows = tl.load(table + first + r, mask=r < rank, other=0).to(tl.int64)[:, None]
+            w = tl.load(b + rows * WIDTH + c, mask=(r < rank)[:, None] & (c < WIDTH), other=0.0)
+            v = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+            for split in tl.static_range(N_SPLIT):
+                v += tl.load(xa + (row * N_SPLIT + split) * xa_width + begin + r[None], mask=real & (r < rank)[None], other=0.0)
+            acc = tl.dot(v.to(w.dtype), w, acc, input_precision="tf32x3")
+        tl.store(at, acc, mask=there)
+
+
+def lora_pages(y, x, kv, l, n_split=0):
+    """y (N, C_out) += x A B, in place, for LoraPages l. n_split: into how many parts the width of x is cut, a power of two; 0: as
+    many as fill the GPU. At most four launches, whose grids depend on the numbers of tiles and the largest rank alone. -> y"""
+    assert x.is_contiguous() and y.is_contiguous()
+    P, wide = len(l.columns), x.dtype == torch.float32
+    for tiles, block_m, block_r, block_k, block_n in ((l.few, 16, 32, 128, 256), (l.many, l.block_many, 64, 64, 64)):
+        if len(tiles):
+            block_r, block_k, block_n = (32, 32, 64) if wide else (block_r, block_k, block_n)
+            block_k, block_n = (max(16, min(block, pow2(l.width))) for block in (block_k, block_n))
+            n_rank, warps = -(-l.rank // block_r), 4 if block_m == 16 else 8
+            splits = n_split or min(4, pow2(2 * n_processors(x.device) / (len(tiles) * n_rank)))
+            xa = torch.empty(len(x), splits, n_rank * block_r, dtype=torch.float32, device=x.device)
+            launch(_shrink_kernel, (len(tiles), n_rank, splits), x, kv[0], xa, l.spans, l.table, tiles, xa.size(2), C=x.size(1),
+                   WIDTH=l.width, P=P, BLOCK_M=block_m, BLOCK_R=block_r, BLOCK_K=block_k, num_warps=warps, num_stages=5)
+            launch(_expand_kernel, (len(tiles), P, -(-l.width // block_n)), y, kv[1], xa, l.spans, l.columns, l.table, tiles, xa.size(2),
+                   C=y.size(1), WIDTH=l.width, P=P, ALIGN=l.align, N_SPLIT=splits, BLOCK_M=block_m, BLOCK_R=32, BLOCK_N=block_n,
+                   num_warps=warps, num_stages=3)
+    return y
+
+
+def lora(y, x, kv, adapters):
+    """y (N, C_out) += x A B, in place. x (N, C_in), kv (2, n_row, D) with A and B in its pages, adapters: a Lora, or LoraPages where
+    the kernels run. -> y"""
+    if isinstance(adapters, LoraPages):
+        return lora_pages(y, x, kv, adapters)
+    if adapters.padded or x.device.type != "cpu":  # a GPU without Triton: plain torch
+        return lora_bmm(y, x, kv, adapters)
+    pages = kv.view(2, -1, adapters.width)
+    if len(adapters.b):
+        mbgmv(y, x, pages, adapters)
+    for start, n, factors in adapters.spans:
+        if n > FEW_ROWS:
+            mbgmm(y[start:start + n], x[start:start + n], pages, factors)
+    return y
+
+
+def mbgmv(y, x, pages, l):
+    """The rows of few tokens: y[:n_few] += x A B. pages (2, n_page, width); no padding, no copy of A or B."""
+    x = x[:l.n_few] if x.size(1) % l.width == 0 else F.pad(x[:l.n_few], (0, -x.size(1) % l.width))
+    n_in = x.size(1) // l.width
+    xa = torch.ops.aten._embedding_bag_per_sample_weights_backward(x.view(-1, l.width), pages[0], l.a, l.b_bag, l.a_bag, 0)
+    xa = xa if n_in == 1 else xa.view(-1, n_in).sum(1)
+    xab = F.embedding_bag(l.b, pages[1], l.b_bag, mode="sum", per_sample_weights=xa[l.b_from]).view(l.n_few, -1)
+    if xab.size(1) == y.size(1):  # no module ends inside a page
+        y[:l.n_few] += xab
+        return
+    for first, n_out, page in l.columns:
+        y[:l.n_few, first:first + n_out] += xab[:, page * l.width:page * l.width + n_out]
+
+
+def mbgmm(y, x, pages, factors):
+    """One chunk: y (n, C_out) += x A B."""
+    xa = x @ pages[0].index_select(0, factors.a_index).view(len(factors.a), -1)[:, :x.size(1)].T  # (n, rank)
+    for s, ranks, index in zip(factors.sites, factors.ranks, factors.b_index):
+        y[:, s.first:s.first + s.n_out].addmm_(xa[:, ranks], pages[1].index_select(0, index).view(len(s.b), -1)[:, :s.n_out])
+
+
+def lora_bmm(y, x, kv, adapters):
+    """As S-LoRA-bmm [S-LoRA §7.4]: every request's A and B are copied side by side, rows and ranks padded to the largest, and one
+    batched GEMM multiplies them all; decodes and chunks apart, as there."""
+    pages = kv.view(2, -1, adapters.width)
+    for of_kind in (lambda n: n <= FEW_ROWS, lambda n: n > FEW_ROWS):
+        spans = [span for span in adapters.spans if of_kind(span[1])]
+        if not spans:
+            continue
+        start, n = (torch.tensor([span[i] for span in spans], device=x.device) for i in (0, 1))
+        token = torch.arange(max(n for _, n, _ in spans), device=x.device)
+        real = token < n[:, None]  # (B, n)
+        rows = torch.where(real, start[:, None] + token, start[:, None])
+        padded = x[rows]  # (B, n, C_in)
+        for first, n_out, _ in adapters.columns:
+            sites = [next((s for s in f.sites if s.first == first), None) for _, _, f in spans]
+            rank = max((len(s.a) for s in sites if s), default=0)
+            a, b = x.new_zeros(len(spans), rank, x.size(1)), x.new_zeros(len(spans), rank, n_out)
+            for i, s in enumerate(sites):
+                if s:
+                    a[i, :len(s.a)] = pages[0, s.a].flatten(1)[:, :x.size(1)]
+                    b[i, :len(s.b)] = pages[1, s.b].flatten(1)[:, :n_out]
+            y[rows[real], first:first + n_out] += torch.bmm(torch.bmm(padded, a.transpose(1, 2)), b)[real]
+    return y
 
 
 # ---------------------------------------------------------------- sampling

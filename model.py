@@ -2,6 +2,7 @@
 
     GPT.from_preset("llama-160m")        random weights, any size
     GPT.from_pretrained("folder")        Hugging Face folders: config.json and *.safetensors, gpt2 and llama families
+    Adapter.from_pretrained("folder", config), random_adapter(rank)    LoRA weights, packed as the pool's pages hold them
     model(batch, kv)                     one iteration of the engine: N flat tokens in, M rows of logits out
     model.logits(tokens)                 the oracle: whole sequences, no cache, float32
     python model.py                      train the tiny model and its one-layer draft on this Python's own sources (2 minutes)
@@ -11,16 +12,21 @@ import json
 import math
 import mmap
 import os
+import re
 import sys
 import sysconfig
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import Pages, Segment, activate, add_norm, attention, heads, linear, pack, rope_angles, rotate_write
+from kernels import (Factors, Lora, LoraPages, Pages, Segment, Site, activate, add_norm, attention, heads, linear, lora, pack, rope_angles,
+                     rotate_write)
 
 
 @dataclass
@@ -63,9 +69,30 @@ class GPTConfig:
         biases = 0 if self.llama else self.n_layer * (5 * C + I) + self.block_size * C  # and the learned positions
         return self.n_layer * layer + norms + biases + V * C * (1 if self.tied else 2)
 
+    @cached_property
+    def operators(self):
+        """The linear operators of one layer [SARATHI Table 1]: {name: Operator}."""
+        with torch.device("meta"):
+            shapes = {name: m.weight.shape for name, m in Block(self).named_children() if isinstance(m, Linear)}
+        found, names, width = {}, hf_names(self), self.n_kv_head * self.head_dim
+        for op, (n_out, n_in) in shapes.items():
+            modules, first, page = {}, 0, 0
+            for name, n in zip(names[f"blocks.0.{op}.weight"], part_sizes(self, f"{op}.weight", n_out)):
+                modules[name.split(".0.")[1].removesuffix(".weight")] = first, n, page
+                first, page = first + n, page + -(-n // width)
+            found[op] = Operator(n_in, page, modules)
+        return found
+
     def page_bytes(self, itemsize):
         """Bytes of one page: a token's K and V vectors in every layer, m_kv in [SARATHI §4.3]."""
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
+
+
+class Operator(NamedTuple):
+    """One or several modules of a checkpoint, side by side in one matrix."""
+    n_in: int
+    n_page: int  # how many pages of one plane hold a row of the output, each module's part beginning a new one
+    modules: dict  # checkpoint module -> (first column in the output, columns, first page)
 
 
 PRESETS = {  # name -> GPTConfig fields; gpt3 and the two llamas of [SARATHI §4.5] by the paper, widths of the FFN by the models
@@ -98,15 +125,18 @@ class Batch:
     rows: torch.Tensor  # (m, Hk) where in kv the keys and values of the first m tokens go; the rest are blocks of segments
     logit_rows: torch.Tensor  # (M,) the rows whose next token is wanted
     segments: list[Segment] | Pages  # who attends to what; on a GPU Pages, and rows are theirs
+    loras: dict[str, Lora | LoraPages] = field(default_factory=dict)  # operator -> the adapters that rows of this batch have there
 
 
 # ---------------------------------------------------------------- the network: one class tree, named as in [SARATHI Table 1]
 
 class Linear(nn.Linear):
-    """y = x Wᵀ + b through kernels.linear: W may have been packed for this machine."""
+    """y = x Wᵀ + b through kernels.linear: W may have been packed for this machine. Then each row's own adapter [S-LoRA §4.1]:
+    its A and B lie in the pages of kv, and adapters says where."""
 
-    def forward(self, x):
-        return linear(x, self.weight, self.bias)
+    def forward(self, x, adapters=None, kv=None):
+        y = linear(x, self.weight, self.bias)
+        return y if adapters is None else lora(y, x, kv, adapters)
 
 
 class Norm(nn.Module):
@@ -155,9 +185,10 @@ class Block(nn.Module):
         self.ffn_ln2 = Linear(config.n_inner, C, bias)
 
     def forward(self, x, y, rope, batch=None, kv=None):
+        plus = lambda name: (batch.loras.get(name), kv) if batch is not None else ()
         x, h = self.norm1(x, y)
-        x, h = self.norm2(x, self.postproj(self.attn(self.preproj(h), rope, batch, kv)))
-        return x, self.ffn_ln2(activate(self.ffn_ln1(h), self.llama))
+        x, h = self.norm2(x, self.postproj(self.attn(self.preproj(h, *plus("preproj")), rope, batch, kv), *plus("postproj")))
+        return x, self.ffn_ln2(activate(self.ffn_ln1(h, *plus("ffn_ln1")), self.llama), *plus("ffn_ln2"))
 
 
 class GPT(nn.Module):
@@ -221,6 +252,25 @@ class GPT(nn.Module):
         """The oracle: tokens (T,) -> (T, V), all in float32, nothing cached, none of the engine's attention."""
         tokens = torch.as_tensor(tokens, dtype=torch.long, device=self.device)
         return self.whole(tokens[None])[0].float()
+
+    def merged(self, adapter):
+        """A model with W + A B in place of W wherever the adapter has factors; all other weights are this one's own."""
+        with torch.device("meta"):
+            model = type(self)(self.config)
+        model.inv_freq = self.inv_freq
+        for (name, new), old in zip(model.named_modules(), self.modules()):
+            for leaf in ("weight", "bias"):
+                if getattr(old, leaf, None) is not None:
+                    new._parameters.pop(leaf, None)
+                    setattr(new, leaf, getattr(old, leaf))
+            sites = adapter.sites.get(name.rpartition(".")[2], {})
+            if sites:
+                w = (old.weight.to_dense() if old.weight.is_mkldnn else old.weight.detach()).clone()
+                for module, s in sites.items():
+                    a, b = (t.to(w.device).float() for t in adapter.factors(int(name.split(".")[1]), name.rpartition(".")[2], module))
+                    w[s.first:s.first + s.n_out] += (b.T @ a).to(w)
+                new.weight = pack(w)
+        return model.eval()
 
     # ------------------------------------------------------------ weights: made at random or read from a folder
 
@@ -435,6 +485,125 @@ class Checkpoint:
         surplus = [k for k in self.where if not k.endswith((".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "lm_head.weight"))]
         if surplus:
             raise ValueError(f"{self.folder}: {len(surplus)} surplus tensors, the first is {surplus[0]!r}")
+
+
+# ---------------------------------------------------------------- adapters: LoRA weights in the layout of the pool's pages
+
+class Adapter:
+    """LoRA factors for one model's shape. A page is `width` numbers wide in each plane of each layer; a row of A (n_in) or of
+    B (n_out) that is wider takes several. A's rows fill the K planes one after another, B's the V planes [S-LoRA §5.1]:
+
+        page      0   1   2   3   4   5   6   7  ...
+        K plane   A of q_proj   | A of v_proj   |                 rank 4 on two modules, each row one page wide
+        V plane   B of q_proj   | B of v_proj   |                 B is kept multiplied by its scaling, and transposed
+    """
+
+    def __init__(self, config, ranks, dtype=None, pin=False):
+        """ranks: {checkpoint module: rank}. dtype None: only the shape, as the simulator needs it; pin: for copies to a GPU."""
+        self.ranks, self.width, self.sites = ranks, config.n_kv_head * config.head_dim, {}
+        self.operators = config.operators
+        n_a = n_b = 0  # pages used so far in each plane
+        for op, (n_in, _, modules) in self.operators.items():
+            for module, (first, n_out, page) in modules.items():
+                if module in ranks:
+                    a, b = (np.arange(ranks[module] * m).reshape(-1, m) for m in (-(-n_in // self.width), -(-n_out // self.width)))
+                    self.sites.setdefault(op, {})[module] = Site(first, n_out, page, n_a + a, n_b + b)
+                    n_a, n_b = n_a + a.size, n_b + b.size
+        self.n_page = max(n_a, n_b)
+        self.planes = None  # (n_layer, 2, n_page, width): what the pages are to hold
+        if dtype is not None:
+            self.planes = torch.zeros(config.n_layer, 2, self.n_page, self.width, dtype=dtype, pin_memory=pin)
+
+    def at(self, pages):
+        """Where it lies when its own page i is the pool's page pages[i]: {operator: Factors}."""
+        return {op: Factors([s._replace(a=pages[s.a], b=pages[s.b]) for s in sites.values()], self.operators[op].n_page)
+                for op, sites in self.sites.items()}
+
+    def factors(self, layer, op, module):
+        """Views of one module's A (rank, n_in) and B (rank, n_out) in self.planes."""
+        s = self.sites[op][module]
+        rows = lambda plane, pages, n: self.planes[layer, plane, pages[0, 0]:pages[-1, -1] + 1].view(len(pages), -1)[:, :n]
+        return rows(0, s.a, self.operators[op].n_in), rows(1, s.b, s.n_out)
+
+    @classmethod
+    def from_pretrained(cls, folder, config, dtype=torch.float32, pin=False):
+        """A PEFT folder: adapter_config.json, adapter_model.safetensors; any ranks, alphas and patterns of them, rslora.
+        FileNotFoundError for what is missing, ValueError for what does not fit the model, naming the module and its shape."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"adapter folder {folder} does not exist (or is no folder)")
+        settings = read_adapter_config(folder / "adapter_config.json")
+        with Checkpoint(folder) as checkpoint:
+            found = adapter_modules(checkpoint, config)
+            ranks = {}
+            for layer, op, module in found:
+                ranks[module] = max(ranks.get(module, 0), settings(layer, module)[0])
+            adapter = cls(config, ranks, dtype, pin)
+            for (layer, op, module), path in found.items():
+                (rank, scaling), (a, b) = settings(layer, module), adapter.factors(layer, op, module)
+                w_a = checkpoint.take(path + ".lora_A.weight", (rank, a.size(1)))
+                w_b = checkpoint.take(path + ".lora_B.weight", (b.size(1), rank))
+                for name, w, into in ("A", w_a, a), ("B", w_b.T.float() * scaling, b):
+                    if not into[:rank].copy_(w).isfinite().all():  # a smaller rank than in other layers leaves rows of zeros
+                        raise ValueError(f"{folder}: module {path!r}: lora_{name} {tuple(w.shape)} holds NaN or infinity in {dtype}")
+            checkpoint.expect_all_taken()
+        return adapter
+
+
+def read_adapter_config(path):
+    """A PEFT configuration -> a function (layer, module) -> (rank, scaling). ValueError for what is no plain LoRA."""
+    c = read_json(path)
+    _demand(path, c, peft_type=("LORA",), bias=("none",), use_dora=(False,), lora_bias=(False,), modules_to_save=(None, []),
+            target_parameters=(None, []), trainable_token_indices=(None, []), layer_replication=(None, []))
+    for key in ("r", "lora_alpha"):
+        if not isinstance(c.get(key), (int, float)) or c[key] <= 0:
+            raise ValueError(f"{path}: {key} = {c.get(key)!r}: must be a positive number")
+
+    def settings(layer, module):
+        def of(patterns, default):
+            path = f"layers.{layer}.{module}"
+            return next((value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key.lstrip('^')})$", path)), default)
+        rank, alpha = of(c.get("rank_pattern"), c["r"]), of(c.get("alpha_pattern"), c["lora_alpha"])
+        return rank, alpha / (math.sqrt(rank) if c.get("use_rslora") else rank)
+    return settings
+
+
+def adapter_modules(checkpoint, config):
+    """What a PEFT file changes: {(layer, operator, module): the path in front of .lora_A.weight}."""
+    known = {module: op for op, operator in config.operators.items() for module in operator.modules}
+    found = {}
+    for name in checkpoint.where:
+        path, _, factor = name.partition(".lora_")
+        m = re.match(r"(?:.*\.)?(?:layers|h)\.(\d+)\.(.+)$", path)
+        if factor not in ("A.weight", "B.weight") or m is None or m[2] not in known or int(m[1]) >= config.n_layer:
+            raise ValueError(f"{checkpoint.folder}: {name!r} is no LoRA factor of this model: layers 0 .. {config.n_layer - 1}, "
+                             f"modules {', '.join(known)}")
+        found[int(m[1]), known[m[2]], m[2]] = path
+    if not found:
+        raise ValueError(f"{checkpoint.folder} holds no LoRA factors")
+    return found
+
+
+def random_adapter(rank, seed=0, modules=None):
+    """A source for Engine.add_adapter: random A and B of this rank. modules: names as in a PEFT config's target_modules ("q_proj",
+    "mlp.c_proj"); None: all that attention has, as in [S-LoRA §4.1]."""
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"rank = {rank!r}: must be a whole number, at least 1")
+
+    def make(config, dtype=None, pin=False):
+        known = {module: op for op, operator in config.operators.items() for module in operator.modules}
+        wanted = modules or [module for module, op in known.items() if op in ("preproj", "postproj")]
+        ranks = {module: rank for module in known if any(("." + module).endswith("." + w) for w in wanted)}
+        for w in wanted:
+            if not any(("." + module).endswith("." + w) for module in known):
+                raise ValueError(f"unknown module {w!r}: one of {', '.join(known)}")
+        adapter = Adapter(config, ranks, dtype, pin)
+        if adapter.planes is not None:
+            rng = torch.Generator().manual_seed(seed)
+            adapter.planes[:, 0].normal_(0.0, config.n_embd ** -0.5, generator=rng)
+            adapter.planes[:, 1].normal_(0.0, 0.02, generator=rng)
+        return adapter
+    return make
 
 
 # ---------------------------------------------------------------- text: tiktoken, from bytes or from a folder

@@ -22,7 +22,9 @@ import signal
 import sys
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import chain, islice
 from numbers import Integral, Real
 from typing import Callable, NamedTuple
@@ -30,9 +32,9 @@ from typing import Callable, NamedTuple
 import numpy as np
 import torch
 
-from kernels import (BLOCK_ROWS, FEW_ROWS, Pages, Segment, accept, causal_mask, context_pad, on_gpu, residual, run_ends, sample,
-                     target_probs)
-from model import GPT, PRESETS, Batch, default_dtype, load_model
+from kernels import (BLOCK_ROWS, FEW_ROWS, Lora, LoraPages, Pages, Segment, accept, causal_mask, context_pad, on_gpu, residual, run_ends,
+                     sample, target_probs)
+from model import GPT, PRESETS, Adapter, Batch, default_dtype, load_model
 
 
 def option(default, help, **more):
@@ -58,16 +60,23 @@ class EngineConfig:
     alloc: str = option("reserve", "pages: a request's maximum length up front and together, or grow one by one", choices=("reserve", "grow"))
     n_page: int = option(0, "pages (tokens of K and V) in the pool; 0: max_batch times the longest context, within memory_gb")
     memory_gb: float = option(0.0, "memory for the pool; 0: 90 %% of what a GPU has left, a quarter of the RAM on a CPU")
+    adapter_pages: int = option(0, "pages of the pool for adapters alone; 0: whoever needs one takes it, adapter or cache [S-LoRA §5.1]")
+    lora: str = option("batched", "adapters: all at once on the fly, so with padding, or one at a time in the weights", choices=("batched", "bmm", "merge"))
+    order: str = option("fcfs", "who of the waiting starts first: the one that came first or last", choices=("fcfs", "lcfs"))
+    cluster: int = option(0, "prefer requests whose adapter is in the batch once it has so many; 0: never [S-LoRA §4.2]")
+    slo: float = option(0.0, "seconds to the first token after which a waiting request is given up; 0: never [S-LoRA §4.3]")
     seed: int = option(0, "random numbers of requests that bring no seed of their own")
     alpha: float = option(0.0, "accept each draft with this probability, whatever the model says: for random weights; 0: verify")
 
     def __post_init__(self):
-        for name, least in dict(chunk=1, max_batch=0, tile=1, n_page=0, seed=0).items():
+        for name, least in dict(chunk=1, max_batch=0, tile=1, n_page=0, adapter_pages=0, cluster=0, seed=0).items():
             checked(name, getattr(self, name), int, least)
-        checked("memory_gb", self.memory_gb, float, 0)
+        for name in ("memory_gb", "slo"):
+            checked(name, getattr(self, name), float, 0)
         checked("alpha", self.alpha, float, 0, 1)
-        if self.alloc not in ("reserve", "grow"):
-            raise ValueError(f"alloc = {self.alloc!r}: one of 'reserve', 'grow'")
+        for f in fields(self):
+            if getattr(self, f.name) not in f.metadata.get("choices", [getattr(self, f.name)]):
+                raise ValueError(f"{f.name} = {getattr(self, f.name)!r}: one of {', '.join(map(repr, f.metadata['choices']))}")
 
 
 # ---------------------------------------------------------------- requests
@@ -82,7 +91,7 @@ class Request:
     """
     prompt: list = field(repr=False)
     max_new_tokens: int = option(32, "tokens to generate")
-    adapter: str | None = None
+    adapter: str | None = None  # a name given to Engine.add_adapter
     temperature: float = option(0.0, "0: always the likeliest token; 1: as the model says")
     top_k: int = option(0, "draw from this many likeliest tokens only; 0: from all")
     top_p: float = option(1.0, "draw from the fewest likeliest tokens that together have this probability")
@@ -166,27 +175,39 @@ class PagePool:
     reserve: an owner's maximum length up front and together, as in [SARATHI §4.5], so attention takes a view.
     grow: any free page, when it is needed."""
 
-    def __init__(self, n_page, n_kv_head, alloc):
-        self.n_page, self.n_kv_head, self.alloc = n_page, n_kv_head, alloc
+    def __init__(self, n_page, n_kv_head, alloc, first=0):
+        """first: its first page's number in the cache."""
+        self.n_page, self.n_kv_head, self.alloc, self.first = n_page, n_kv_head, alloc, first
         self.n_free = n_page
-        self.spans = [(0, n_page)]  # free [start, end), sorted, never touching
+        self.spans = [(first, first + n_page)] if n_page else []  # free [start, end), sorted, never touching
         self.tables = {}  # owner -> Table
+
+    def need(self, owner, n, n_max):
+        """How many free pages `hold` would take."""
+        held = len(self.tables[owner].rows) if owner in self.tables else 0
+        return 0 if held >= n else n_max if self.alloc == "reserve" else n - held
 
     def hold(self, owner, n, n_max):
         """Make `owner` own pages for n tokens (it will never want more than n_max). False, and nothing changed, if it cannot be."""
-        table = self.tables.get(owner)
-        held = len(table.rows) if table else 0
-        if held >= n:
+        need, table = self.need(owner, n, n_max), self.tables.get(owner)
+        if not need:
             return True
         if self.alloc == "reserve":
-            pages = self._take_together(n_max)
+            pages = self._take_together(need)
             if pages is not None:  # the pages form one block, laid out head after head
                 self.tables[owner] = Table(pages[0] * self.n_kv_head + np.arange(n_max), n_max)
         else:
-            pages = self._take_any(n - held)
+            pages = self._take_any(need)
             if pages is not None:
                 rows = pages * self.n_kv_head
                 self.tables[owner] = Table(np.concatenate([table.rows, rows]) if table else rows, 1)
+        return pages is not None
+
+    def hold_any(self, owner, n):
+        """Make `owner`, new here, own any n pages: the last ones, so that requests find theirs together. False if it cannot be."""
+        pages = self._take_any(n, last=True)
+        if pages is not None:
+            self.tables[owner] = Table(pages * self.n_kv_head, 1)
         return pages is not None
 
     def free(self, owner):
@@ -206,7 +227,7 @@ class PagePool:
         """Our own invariant: free + owned = total, and no page has two owners."""
         free = [np.arange(a, b) for a, b in self.spans]
         every = np.sort(np.concatenate([np.empty(0, int), *free, *map(self.pages, self.tables)]))
-        assert np.array_equal(every, np.arange(self.n_page)), "pages lost or owned twice"
+        assert np.array_equal(every, self.first + np.arange(self.n_page)), "pages lost or owned twice"
         assert self.n_free == sum(b - a for a, b in self.spans)
 
     def _take_together(self, n):
@@ -218,19 +239,19 @@ class PagePool:
                 return np.arange(a, a + n)
         return None
 
-    def _take_any(self, n):
-        """n free pages, the lowest, or None."""
+    def _take_any(self, n, last=False):
+        """n free pages, the lowest or the last, in order; or None."""
         if n > self.n_free:
             return None
         pages, self.n_free = [], self.n_free - n
         while n:
-            a, b = self.spans.pop(0)
+            a, b = self.spans.pop(-1 if last else 0)
             m = min(n, b - a)
-            pages.append(np.arange(a, a + m))
+            pages.append(np.arange(b - m, b) if last else np.arange(a, a + m))
             n -= m
-            if a + m < b:
-                self.spans.insert(0, (a + m, b))
-        return np.concatenate(pages)
+            if m < b - a:
+                self.spans.insert(len(self.spans) if last else 0, (a, b - m) if last else (a + m, b))
+        return np.concatenate(pages[::-1] if last else pages)
 
     def _put(self, a, b):
         """Free [a, b), joined with the free spans it touches."""
@@ -241,6 +262,119 @@ class PagePool:
         if i and self.spans[i - 1][1] == a:
             i, a = i - 1, self.spans.pop(i - 1)[0]
         self.spans.insert(i, (a, b))
+
+
+# ---------------------------------------------------------------- adapters: thousands in host memory, those in use in the pool
+
+@dataclass
+class Resident:
+    """An adapter in the pool."""
+    factors: dict  # operator -> kernels.Factors
+    ready: object  # call it before use: it returns when the copy has arrived
+    n_users: int = 0  # running requests
+
+
+class AdapterStore:
+    """Every adapter in host memory; in the pool those of running requests and, while nobody needs the pages, others [S-LoRA §5]."""
+
+    def __init__(self, pool, copy):
+        """copy(pages, Adapter) starts a copy into the pool -> a function that waits for its end."""
+        self.pool, self.copy = pool, copy
+        self.known = {}  # name -> Adapter
+        self.resident = {}  # name -> Resident, least recently used first
+
+    def hold(self, name):
+        """Have the adapter in the pool, evicting idle ones, the least recently used first. False if that gives too few pages."""
+        if name is None:
+            return True
+        if name not in self.resident:
+            adapter = self.known[name]
+            if not self.make_room(adapter.n_page):
+                return False
+            self.pool.hold_any(name, adapter.n_page)
+            pages = self.pool.pages(name)
+            self.resident[name] = Resident(adapter.at(pages), self.copy(pages, adapter))
+        self.resident[name] = self.resident.pop(name)  # now the most recently used
+        return True
+
+    def use(self, name, n):
+        """n more (or, negative, fewer) running requests use it."""
+        if name is not None:
+            self.resident[name].ready()
+            self.resident[name].n_users += n
+
+    def n_page(self, name):
+        """Pages that it takes, or would."""
+        return 0 if name is None else self.known[name].n_page
+
+    def make_room(self, n):
+        """Evict until n pages are free. False, and nothing evicted, if idle adapters do not have that many."""
+        idle = sum(self.known[name].n_page for name, r in self.resident.items() if not r.n_users) if self.pool.n_free < n else 0
+        if self.pool.n_free + idle < n:
+            return False
+        while self.pool.n_free < n:
+            self.evict()
+        return True
+
+    def evict(self):
+        """Give back the pages of the least recently used adapter that is idle; False if none is."""
+        name = next((name for name, r in self.resident.items() if not r.n_users), None)
+        if name is not None:
+            self.resident.pop(name).ready()
+            self.pool.free(name)
+        return name is not None
+
+    def prefetch(self, requests):
+        """Start to copy in what these will need, as far as pages are free [S-LoRA §5.2]."""
+        for name in dict.fromkeys(r.adapter for r in requests):
+            if name is not None and name not in self.resident and self.known[name].n_page <= self.pool.n_free:
+                self.hold(name)
+
+
+class Merging(AdapterStore):
+    """For adapters that are merged into the weights: none is in the pool."""
+
+    def hold(self, name):
+        return True
+
+    def use(self, name, n):
+        pass
+
+    def prefetch(self, requests):
+        pass
+
+    def n_page(self, name):
+        return 0
+
+
+PREFETCH = 4  # requests at the head of the queue whose adapters are copied in ahead of time
+
+
+class Copier:
+    """Copies adapters into the cache beside the iteration under way: on a GPU by a stream of its own, on a CPU by a thread."""
+
+    def __init__(self, kv, n_kv_head):
+        self.pages = kv.view(*kv.shape[:2], -1, n_kv_head * kv.size(-1))  # (n_layer, 2, n_page, width)
+        if kv.is_cuda:
+            self.stream = torch.cuda.Stream(kv.device)
+        else:  # numpy, which leaves the cores to the model's threads; it has no bfloat16, but may copy bits
+            self.thread = ThreadPoolExecutor(1)
+            self.pages = self.pages.view(BITS[kv.element_size()]).numpy()
+
+    def __call__(self, pages, adapter):
+        """Start; -> a function that waits."""
+        if isinstance(self.pages, np.ndarray):
+            planes = adapter.planes.view(BITS[adapter.planes.element_size()]).numpy()
+            return self.thread.submit(self.pages.__setitem__, (slice(None), slice(None), pages), planes).result
+        self.stream.wait_stream(torch.cuda.current_stream())  # for what zeroed or last used these pages
+        with torch.cuda.stream(self.stream):
+            index = torch.from_numpy(pages).to(self.pages.device, non_blocking=True)
+            self.pages.index_copy_(2, index, adapter.planes.to(self.pages.device, non_blocking=True))
+            done = self.stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(done)
+
+
+BITS = {2: torch.int16, 4: torch.int32}  # bytes of a number -> a type that carries them as they are
 
 
 # ---------------------------------------------------------------- policy: schedulers
@@ -347,6 +481,78 @@ def make_scheduler(scheduler, **options):
         if getattr(scheduler, name, None) is None:
             setattr(scheduler, name, value)
     return scheduler
+
+
+# ---------------------------------------------------------------- policy: the order of the queue
+
+class Order:
+    """In which order waiting requests are offered to the scheduler, any scheduler; this one: first come first served."""
+
+    def queue(self, running, waiting):
+        """running, waiting as in Scheduler.plan -> the waiting requests (or some of them) in another order."""
+        return waiting
+
+
+class LastCome(Order):
+    """Last come first served: under overload it keeps the promise to some instead of breaking it to all [S-LoRA §4.3]."""
+
+    def queue(self, running, waiting):
+        return list(reversed(waiting))
+
+
+class Cluster(Order):
+    """Once a batch has d adapters, requests for these go first: fewer adapters at once, more pages for the cache [S-LoRA §4.2]."""
+
+    def __init__(self, inner, d):
+        self.inner, self.d = inner, d
+
+    def queue(self, running, waiting):
+        active, first, last = {r.adapter for r in running}, [], []
+        for r in self.inner.queue(running, waiting):
+            if len(active) < self.d:
+                active.add(r.adapter)
+            (first if r.adapter in active else last).append(r)
+        return first + last
+
+
+class OneAdapter(Order):
+    """For merged weights: only requests of the batch's adapter; the next is that of the first in the queue, with all who had
+    come by then, so that a popular adapter starves nobody."""
+
+    def __init__(self, inner):
+        self.inner, self.until = inner, 0.0
+
+    def queue(self, running, waiting):
+        queue = list(self.inner.queue(running, waiting))
+        if not running and queue:
+            self.until = max(r.arrival for r in queue)
+        adapter = next((r.adapter for r in chain(running, queue)), None)
+        return [r for r in queue if r.adapter == adapter and r.arrival <= self.until]
+
+
+class EarlyAbort(Order):
+    """Give up requests that would get their first token too late, and while more come than are started, serve the newest first
+    [S-LoRA §4.3, App. B]; both rates are moving averages."""
+    MARGIN = 0.5  # seconds from being started to the first token, as in the paper's code
+
+    def __init__(self, inner, slo, clock, abort):
+        """abort(request id): the engine's."""
+        self.inner, self.slo, self.clock, self.abort = inner, slo, clock, abort
+        self.come = self.started = 0.0  # requests per call that brought a change
+        self.n_waiting, self.last = 0, -1.0
+
+    def queue(self, running, waiting):
+        n_new = sum(r.arrival > self.last for r in waiting)
+        n_started = self.n_waiting + n_new - len(waiting)
+        if n_new or n_started:
+            self.come, self.started = 0.7 * n_new + 0.3 * self.come, 0.7 * n_started + 0.3 * self.started
+        self.last = max((r.arrival for r in waiting), default=self.last)
+        now = self.clock.now()
+        for r in [r for r in waiting if not r.times and now - r.arrival + self.MARGIN >= self.slo]:
+            self.abort(r.id)
+        self.n_waiting = len(waiting)
+        queue = self.inner.queue(running, waiting)
+        return sorted(queue, key=lambda r: -r.arrival) if self.come >= self.started else queue
 
 
 # ---------------------------------------------------------------- what an iteration costs
@@ -1061,9 +1267,14 @@ class Engine:
                              f"must have 1 .. {free // page} pages in the {free / 1e9:.1f} GB there are")
         self.max_batch = B or min(256, max(1, n_page // L))  # B = floor((M_G - M_S) / (L * m_kv)) [SARATHI §4.3.1]
         self.scheduler = make_scheduler(c.scheduler, chunk=c.chunk, max_batch=self.max_batch, tile=c.tile)
-        self.pool = PagePool(n_page, model.config.n_kv_head, c.alloc)
-        self.kv = self._new_cache(n_page)
         self.clock, self.record = clock or WallClock(), record
+        self.order = self._new_order()
+        checked("adapter_pages", c.adapter_pages, int, 0, n_page - 1)
+        self.pool = PagePool(n_page - c.adapter_pages, model.config.n_kv_head, c.alloc)
+        own = PagePool(c.adapter_pages, model.config.n_kv_head, c.alloc, first=self.pool.n_page)  # no-unify [S-LoRA §7.4]
+        self.kv = self._new_cache(n_page)
+        self.adapters = (Merging if c.lora == "merge" else AdapterStore)(own if c.adapter_pages else self.pool, self._new_copier())
+        self.merged = None, model  # (adapter, the model that has it in its weights)
         self.requests = {}  # id -> Request, from add until it ends
         self.pending = []  # a heap of (arrival, id): not arrived yet
         self.waiting = deque()  # arrived, without pages
@@ -1076,6 +1287,19 @@ class Engine:
 
     def _new_cache(self, n_page):
         return self.model.new_cache(n_page)
+
+    def _new_copier(self):
+        return Copier(self.kv, self.pool.n_kv_head)
+
+    def _new_order(self):
+        """The queue's order, as the options say: each wraps the one before."""
+        c = self.config
+        order = LastCome() if c.order == "lcfs" else Order()
+        if c.slo:
+            order = EarlyAbort(order, c.slo, self.clock, self.abort)
+        if c.cluster:
+            order = Cluster(order, c.cluster)
+        return OneAdapter(order) if c.lora == "merge" else order
 
     # ------------------------------------------------------------ requests in and out
 
@@ -1090,6 +1314,22 @@ class Engine:
         self.requests[request.id] = request
         heapq.heappush(self.pending, (request.arrival, request.id))
         return request.id
+
+    def add_adapter(self, name, source):
+        """Let requests ask for adapter `name`. source: a PEFT folder, or random_adapter(rank). ValueError, KeyError or
+        FileNotFoundError for one that does not fit the model or the pool; then nothing is kept of it."""
+        if not isinstance(name, str) or name in self.adapters.known:
+            raise ValueError(f"adapter {name!r}: must be a new name, a string")
+        adapter = self._load(source)
+        self.adapters.known[name] = adapter
+        n_page, most = self.adapters.n_page(name), self.adapters.pool.n_page
+        if n_page > most:
+            del self.adapters.known[name]
+            raise ValueError(f"adapter {name!r} takes {n_page} pages: there are {most}")
+
+    def _load(self, source):
+        make = source if callable(source) else partial(Adapter.from_pretrained, source)
+        return make(self.model.config, dtype=self.model.dtype, pin=self.model.device.type == "cuda")
 
     def abort(self, request_id):
         """End a request now, wherever it is; its pages are free at once. KeyError for an id that is not in the engine."""
@@ -1160,8 +1400,17 @@ class Engine:
         for t in r.stop:
             checked("stop token", t, int, 0, c.vocab_size - 1)
         if r.adapter is not None:
-            raise KeyError(f"unknown adapter {r.adapter!r}: none is loaded")
+            self._check_adapter(r)
         return np.concatenate([prompt.astype(np.int64), np.zeros(r.max_new_tokens, np.int64)])
+
+    def _check_adapter(self, r):
+        known = self.adapters.known
+        if r.adapter not in known:
+            some = ", ".join(islice(known, 8)) + (", ..." if len(known) > 8 else "")
+            raise KeyError(f"unknown adapter {r.adapter!r}: " + (f"one of {some}" if known else "none was added"))
+        n_page = self.adapters.n_page(r.adapter) if self.adapters.pool is self.pool else 0
+        if r.max_len + n_page > self.pool.n_page:
+            raise ValueError(f"prompt and new tokens need {r.max_len} pages and adapter {r.adapter!r} {n_page}: the pool has {self.pool.n_page}")
 
     # ------------------------------------------------------------ one iteration
 
@@ -1170,8 +1419,11 @@ class Engine:
         self._arrive()
         if not self.running and not self.waiting:
             return []
-        plan = self._admit(self.scheduler.plan(self.running, self.waiting))
+        queue = self.order.queue(self.running, self.waiting)
+        plan = self._admit(self.scheduler.plan(self.running, queue))
         plan = plan or self._admit(self.scheduler.plan(self.running, ()))  # nothing new fits: again with the door closed
+        if not plan and not self.running and not self.waiting:
+            return []  # all were given up
         if not plan:
             raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing for {len(self.running)} running "
                                f"and {len(self.waiting)} waiting requests")
@@ -1192,7 +1444,16 @@ class Engine:
         for r, n in plan:
             if r.n_past == 0:
                 self._wipe(self.pool.tables[r.id])
-        return self.model(self._pack(plan), self.kv)
+        return self._weights(plan)(self._pack(plan), self.kv)
+
+    def _weights(self, plan):
+        """The model; where adapters are merged, with that of the plan in its weights."""
+        adapter = plan[0][0].adapter
+        if self.config.lora == "merge" and adapter != self.merged[0]:
+            self.merged = None, self.model  # the old weights go before the new ones are made
+            if adapter is not None:
+                self.merged = adapter, self.model.merged(self.adapters.known[adapter])
+        return self.merged[1]
 
     def _keep(self, start, end, stage, plan):
         if self.record is not None:
@@ -1224,19 +1485,38 @@ class Engine:
         for r, n in plan:
             assert 1 <= n <= r.n_todo, f"a plan may feed 1 .. {r.n_todo} tokens of request {r.id}, not {n}"
             if r.state == "waiting":
-                is_open = is_open and len(self.running) < self.max_batch and self.pool.hold(r.id, r.n_tokens, r.max_len)
+                is_open = is_open and len(self.running) < self.max_batch and self._hold(r, r.n_tokens)
                 if is_open:
                     self._start(r)
-            while r.state == "running" and not self.pool.hold(r.id, r.n_past + n, r.max_len):
+            while r.state == "running" and not self._hold(r, r.n_past + n):
                 self._preempt(self.running[-1])
+        if is_open:
+            self.adapters.prefetch(islice(self.waiting, PREFETCH))  # else free pages are for who waits at the door
         return [(r, n) for r, n in plan if r.state == "running"]
 
     def _lookahead(self, r, k):
-        """Pages for up to k drafts -> how many there are: only what no running request's next token will need [SmartSpec §6]."""
+        """Pages for up to k drafts -> how many there are: only what no running request's next token will need [SmartSpec §6]. Idle
+        adapters make way, as for any token."""
         held = len(self.pool.tables[r.id].rows)
+        if self.adapters.pool is self.pool and held < r.n_tokens + k:
+            self.adapters.make_room(int(r.n_tokens + k) - held + len(self.running))
         k = max(0, min(int(k), held - r.n_tokens + max(0, self.pool.n_free - len(self.running))))
         self.pool.hold(r.id, r.n_tokens + k, r.max_len)
         return k
+
+    def _hold(self, r, n):
+        """Pages for the first n tokens of r, and its adapter; idle adapters make way. False, and a waiting r has nothing, if not."""
+        shared = self.adapters.pool is self.pool
+        if shared and not self.adapters.make_room(self.pool.need(r.id, n, r.max_len)):
+            return False
+        while not self.pool.hold(r.id, n, r.max_len):
+            if not (shared and self.adapters.evict()):  # pages are free, but not together
+                return False
+        if not self.adapters.hold(r.adapter):
+            if r.state == "waiting":
+                self.pool.free(r.id)
+            return False
+        return True
 
     def _start(self, r):
         if self.waiting[0] is r:
@@ -1245,12 +1525,14 @@ class Engine:
             self.waiting.remove(r)
         r.state = "running"
         self.running.append(r)
+        self.adapters.use(r.adapter, 1)
 
     def _preempt(self, r):
         """Give up a request's pages; it goes to the head of the queue and is computed again from its tokens."""
         now = self.clock.now()
         self._keep(now, now, 0, [(r, 0)])
         self.pool.free(r.id)
+        self.adapters.use(r.adapter, -1)
         self.running.remove(r)
         r.state, r.n_past, r.n_draft_past, r.n_preempted = "waiting", 0, 0, r.n_preempted + 1
         self.waiting.appendleft(r)
@@ -1265,14 +1547,31 @@ class Engine:
         tokens = to(np.concatenate([r.tokens[a:b] for r, t, a, b in spans]))
         positions = to(np.concatenate([np.arange(a, b) for r, t, a, b in spans]))
         logit_rows = to(np.concatenate([np.arange(end + 1 - r.n_wanted(b - a), end + 1) for (r, t, a, b), end in zip(spans, ends)]))
+        loras = self._loras(plan)
         if on_gpu(self.model.device):
             pages = self._pages(spans)
-            return Batch(tokens, positions, pages.rows, logit_rows, pages)
+            return Batch(tokens, positions, pages.rows, logit_rows, pages, loras)
         single = [(t, a, b) for r, t, a, b in spans if b - a <= FEW_ROWS or t.stride == 1]  # written token by token: the first ones
         rows = np.concatenate([t.rows[a:b] for t, a, b in single] or [np.empty(0, np.int64)])
         strides = np.repeat([t.stride for t, a, b in single], [b - a for t, a, b in single])
         rows = to(rows[:, None] + strides[:, None] * np.arange(self.pool.n_kv_head))
-        return Batch(tokens, positions, rows, logit_rows, self._segments(spans))
+        return Batch(tokens, positions, rows, logit_rows, self._segments(spans), loras)
+
+    def _loras(self, plan):
+        """{operator: Lora} for the operators that some request's adapter changes."""
+        starts = np.cumsum([0, *(n for r, n in plan)]).tolist()
+        users = [(start, n, self.adapters.resident[r.adapter].factors) for start, (r, n) in zip(starts, plan) if r.adapter in self.adapters.resident]
+        n_few = sum(n for r, n in plan if n <= FEW_ROWS)
+        loras, width, padded = {}, self.pool.n_kv_head * self.model.config.head_dim, self.config.lora == "bmm"
+        for name in {name for _, _, factors in users for name in factors}:
+            spans = [(start, n, factors[name]) for start, n, factors in users if name in factors]
+            operator = self.model.config.operators[name]
+            columns = list(operator.modules.values())
+            if on_gpu(self.model.device) and not padded:
+                loras[name] = LoraPages.of(spans, columns, width, self.model.dtype, self.model.device)
+            else:
+                loras[name] = Lora.of(spans, n_few, operator.n_in, columns, width, padded)
+        return loras
 
     def _pages(self, spans):
         """What the GPU's kernels read instead of segments."""
@@ -1380,6 +1679,7 @@ class Engine:
         if r.state == "running":
             self.running.remove(r)
             self.pool.free(r.id)
+            self.adapters.use(r.adapter, -1)
         if self.speculator:
             self.speculator.proposer.forget(r)
         r.state, r.q = state, None
@@ -1435,6 +1735,14 @@ class Simulator(Engine):
 
     def _new_cache(self, n_page):
         return None
+
+    def _new_copier(self):
+        return lambda pages, adapter: lambda: None
+
+    def _load(self, source):
+        if not callable(source):
+            raise ValueError(f"adapter {source!r}: a simulator takes random_adapter(rank)")
+        return source(self.model.config)
 
     def _checked(self, r):
         """As for the engine, but the array is one zero that is seen max_len times."""
@@ -1546,6 +1854,7 @@ def main():
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="text to continue")
     what.add_argument("--tokens", help="the prompt as token ids, 1,2,3 (for a model without a tokenizer)")
+    parser.add_argument("--adapter", help="a PEFT folder: LoRA weights to use with the model")
     add_model_flags(parser, "tiny")
     add_draft_flags(parser)
     for cls in (Request, EngineConfig):
@@ -1562,7 +1871,9 @@ def main():
     prompt = parse_tokens(args.tokens) if args.prompt is None else tokenizer.encode(args.prompt)
     say = tokenizer.stream() if tokenizer else lambda tokens: "".join(f"{t} " for t in tokens)
     engine = Engine(model, draft=load_draft(args.draft, model), spec=spec, **vars(config))
-    request = Request(prompt, stop=tokenizer.stop if tokenizer else (), arrival=engine.clock.now(), **parser.values(Request, args))
+    if args.adapter:
+        engine.add_adapter(args.adapter, args.adapter)
+    request = Request(prompt, adapter=args.adapter, stop=tokenizer.stop if tokenizer else (), arrival=engine.clock.now(), **parser.values(Request, args))
     engine.add(request)
     print(args.prompt or "", end="", flush=True)
     engine.run(lambda event: print(say(event.tokens), end="", flush=True))

@@ -10,6 +10,7 @@ import tempfile
 from collections import deque
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,9 +21,9 @@ import kernels
 import model as model_py
 import sarathi
 from kernels import Segment, attention, attention_ref, causal_mask, triton
-from model import GPT, PRESETS, GPTConfig, load_tokenizer, preset
-from sarathi import (SCHEDULERS, CostModel, Engine, EngineConfig, PagePool, Pipeline, Request, Scheduler, Simulator,
-                     make_scheduler)
+from model import GPT, PRESETS, Adapter, GPTConfig, load_tokenizer, preset, random_adapter
+from sarathi import (SCHEDULERS, Cluster, CostModel, Engine, EngineConfig, LastCome, OneAdapter, Order, PagePool, Pipeline, Request,
+                     Scheduler, Simulator, make_scheduler)
 
 HERE = Path(__file__).parent
 TILE = 16
@@ -1320,7 +1321,329 @@ def test_hardware_on_the_command_line_needs_no_model_and_no_cache(tmp_path):
     assert result["machine"]["name"] == "a100 (simulated)" and {r["source"] for r in result["rows"]} == {"simulated"}
 
 
-# ---------------------------------------------------------------- 13. kernels in Triton
+# ---------------------------------------------------------------- 13. adapters
+
+def peft_folder(tmp_path, model, seed, **settings):
+    """A PEFT folder for a transformers model, both factors random -> the folder."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(seed)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    with torch.no_grad():
+        for name, p in wrapped.named_parameters():
+            if "lora_B" in name:
+                p.normal_(0, 0.3)
+    folder = tmp_path / f"adapter{seed}"
+    wrapped.save_pretrained(folder)
+    wrapped.unload()
+    return folder
+
+
+LORAS = [dict(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]),
+         dict(r=16, lora_alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], use_rslora=True),
+         dict(r=32, lora_alpha=32, target_modules=["gate_proj", "up_proj", "down_proj"]),
+         dict(r=64, lora_alpha=20, target_modules="all-linear"),
+         dict(r=8, lora_alpha=8, target_modules=["k_proj", "down_proj", "o_proj"], alpha_pattern={"down_proj": 2},
+              rank_pattern={"o_proj": 3, "layers.1.mlp.down_proj": 5})]
+
+
+@lru_cache
+def peft_models(kind):
+    """-> our model, the folders of its adapters, and per adapter (None first) PEFT's logits and greedy tokens for a few prompts."""
+    peft, tmp = pytest.importorskip("peft", reason="peft is not installed"), Path(tempfile.mkdtemp())
+    family, settings = dict(gpt2=("gpt2", {}), llama=("llama", dict(num_key_value_heads=2)), wide=("llama", dict(head_dim=20)))[kind]
+    theirs, folder = hf_folder(tmp / "base", family, **settings)
+    loras = [dict(r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True), dict(r=9, lora_alpha=6, target_modules="all-linear",
+                                                                                     fan_in_fan_out=True)] if family == "gpt2" else LORAS
+    folders, answers = [peft_folder(tmp, theirs, i, **lora) for i, lora in enumerate(loras)], []
+    prompts = [torch.randint(0, 131, (n,), generator=torch.Generator().manual_seed(n)) for n in (40, 7)]
+    for adapter in (None, *folders):
+        m = peft.PeftModel.from_pretrained(theirs, adapter) if adapter else theirs
+        with torch.no_grad():
+            logits = m(prompts[0][None]).logits[0]
+            tokens = [m.generate(input_ids=p[None], attention_mask=torch.ones_like(p[None]), max_new_tokens=10, do_sample=False,
+                                 eos_token_id=None, pad_token_id=0)[0, len(p):].tolist() for p in prompts]
+        answers.append((logits, tokens))
+        if adapter:
+            m.unload()
+    return GPT.from_pretrained(folder), folders, prompts, answers
+
+
+@pytest.mark.parametrize("kind", ["llama", "wide", "gpt2"])
+def test_merged_weights_give_pefts_logits(kind):
+    ours, folders, prompts, answers = peft_models(kind)
+    for folder, (logits, _) in zip(folders, answers[1:]):
+        merged = ours.merged(Adapter.from_pretrained(folder, ours.config))
+        assert torch.allclose(merged.logits(prompts[0]), logits, atol=1e-4, rtol=0)
+        assert (merged.logits(prompts[0]) - answers[0][0]).abs().max() > 0.1
+    assert torch.allclose(ours.logits(prompts[0]), answers[0][0], atol=1e-4, rtol=0), "the base is untouched"
+
+
+@pytest.mark.parametrize("lora", ["batched", "bmm", "merge"])
+@pytest.mark.parametrize("kind, scheduler, alloc", [*(("llama", name, alloc) for name in NAMES for alloc in ("reserve", "grow")),
+                                                    ("wide", "sarathi", "grow"), ("gpt2", "sarathi", "reserve")])
+def test_a_batch_of_mixed_adapters_gives_pefts_tokens_and_logits(kind, scheduler, alloc, lora):
+    """Two prompts for no adapter and for each of many ranks and modules, all at once, chunks beside decodes."""
+    ours, folders, prompts, answers = peft_models(kind)
+    engine = Engine(ours, scheduler=scheduler, chunk=16, tile=8, max_batch=5, n_page=1500, alloc=alloc, lora=lora)
+    for i, folder in enumerate(folders):
+        engine.add_adapter(f"a{i}", folder)
+    names = [None, *(f"a{i}" for i in range(len(folders)))]
+    sample, first = engine._sample, {}
+
+    def watched(ready, logits):
+        for (r, k), row in zip(ready, logits):
+            first.setdefault((r.adapter, len(r.prompt)), row)
+        return sample(ready, logits)
+    engine._sample = watched
+    got = engine.generate([p.tolist() for _ in names for p in prompts], 10, [name for name in names for _ in prompts])
+    assert got == [tokens for _, both in answers for tokens in both]
+    for name, (logits, _) in zip(names, answers):
+        assert torch.allclose(first[name, len(prompts[0])], logits[-1], atol=1e-4, rtol=0)
+    engine.pool.check()
+
+
+def adapters_for(m, ranks):
+    """{name: Adapter} of these ranks on changing modules, strong enough to change most tokens."""
+    found = {}
+    for i, rank in enumerate(ranks):
+        modules = [None, ["q_proj", "v_proj"], ["o_proj", "down_proj", "k_proj"], ["gate_proj", "up_proj"]][i % 4]
+        found[f"a{i}"] = random_adapter(rank, i, modules)(m.config, m.dtype)
+        found[f"a{i}"].planes[:, 1] *= 10
+    return found
+
+
+def test_adapters_and_requests_compete_for_a_small_pool_and_nobody_loses():
+    """1000 requests for 300 adapters on a pool that holds a few of them: every page is accounted for after every step, no adapter is
+    evicted in use, everybody ends, in order, with the tokens of the merged model."""
+    rng, m = random.Random(0), GPT.from_preset(GPTConfig(**SMALL | {"n_layer": 1, "n_embd": 32, "n_inner": 48}), seed=1)
+    adapters = adapters_for(m, [rng.choice([1, 2, 4, 8]) for _ in range(300)])
+    engine = Engine(m, scheduler="sarathi_serve", chunk=64, max_batch=12, tile=TILE, alloc="grow", n_page=300)
+    for name, adapter in adapters.items():
+        engine.add_adapter(name, lambda config, adapter=adapter, **_: adapter)
+    evict, names, evicted = engine.adapters.evict, [None, *adapters], []
+
+    def watched():
+        before = dict(engine.adapters.resident)
+        done = evict()
+        gone = set(before) - set(engine.adapters.resident)
+        assert not gone & {r.adapter for r in engine.running}, "evicted in use"
+        evicted.extend(gone)
+        return done
+    engine.adapters.evict = watched
+    requests = [Request(prompt(rng.choice([1, 3, 10, 40]), seed=i), rng.randint(1, 12), rng.choice(names)) for i in range(1000)]
+    for i, r in enumerate(requests):
+        engine.add(r)
+        if i % 3 == 0:
+            engine.step()
+            engine.pool.check()
+    while engine.requests:
+        engine.step()
+        engine.pool.check()
+    assert all(r.state == "length" for r in requests) and len(evicted) > 100 and sum(r.n_preempted for r in requests) > 10
+    starts = [r.times[0] for r in requests]
+    assert sum(a > b for a, b in zip(starts, starts[1:])) < 300, "nobody waits for long behind those who came later"
+    while evict():
+        pass
+    assert engine.pool.n_free == 300, "nobody uses an adapter any more"
+    for r in rng.sample(requests, 25):
+        oracle, expected = m if r.adapter is None else m.merged(adapters[r.adapter]), list(r.prompt)
+        for _ in range(r.max_new_tokens):
+            expected.append(int(oracle.logits(expected)[-1].argmax()))
+        assert r.output == expected[len(r.prompt):]
+
+
+@pytest.mark.parametrize("alloc", ["reserve", "grow"])
+def test_two_pools_of_a_fixed_split_and_what_finds_no_page(alloc):
+    adapters = adapters_for(small(), [8, 4, 8, 2, 8, 8])
+    engine = Engine(small(), alloc=alloc, n_page=400, adapter_pages=150, max_batch=3, chunk=32, tile=TILE)
+    for name, adapter in adapters.items():
+        engine.add_adapter(name, lambda config, adapter=adapter, **_: adapter)
+    requests = [Request(prompt(30, seed=i), 8, f"a{i % 6}") for i in range(12)]
+    for r in requests:
+        engine.add(r)
+    while engine.requests:
+        engine.step()
+        engine.pool.check()
+        engine.adapters.pool.check()
+    assert engine.pool.n_free == 250 and engine.adapters.pool.n_free < 150, "adapters stay, in their own part"
+    for r in requests[:6]:
+        assert r.output == Engine(small().merged(adapters[r.adapter]), n_page=100).generate([prompt(30, seed=r.id)], 8)[0]
+
+
+def test_adapters_of_the_queue_are_copied_in_ahead_and_only_into_free_pages():
+    for n_page, expected in ((3000, 1 + sarathi.PREFETCH), (64 + 60, 1)):  # a rank of 8 takes 64 pages here
+        engine = Engine(small(), n_page=n_page, max_batch=1, alloc="grow")
+        for i in range(8):
+            engine.add_adapter(f"a{i}", random_adapter(8, i))
+            engine.add(Request(prompt(20), 4, f"a{i}"))
+        engine.step()
+        assert len(engine.adapters.resident) == expected
+        while engine.requests:
+            engine.step()
+            engine.pool.check()
+
+
+def test_a_batch_without_adapters_pays_nothing(monkeypatch):
+    monkeypatch.setattr(kernels, "lora", lambda *_: pytest.fail("called"))
+    monkeypatch.setattr(model_py, "lora", lambda *_: pytest.fail("called"))
+    engine = Engine(small(), n_page=200, max_batch=2)
+    engine.add_adapter("a", random_adapter(8))
+    assert engine.generate([prompt(9)], 4) == [naive(9, 4)] and not engine.adapters.resident
+
+
+# ---- orders
+
+def order_of(order, adapters, running=()):
+    """The ids of a queue of requests with these adapters, in the order that they would be started in."""
+    make = lambda i, a: SimpleNamespace(id=i, adapter=a, arrival=float(i), times=[])
+    return [r.id for r in order.queue([make(-1, a) for a in running], deque(make(i, a) for i, a in enumerate(adapters)))]
+
+
+def test_orders_of_the_queue():
+    fcfs = Order()
+    assert order_of(fcfs, "abc") == [0, 1, 2] and order_of(LastCome(), "abc") == [2, 1, 0]
+    assert order_of(Cluster(fcfs, 2), "abcabc") == [0, 1, 3, 4, 2, 5], "two adapters, then who else uses them, then the rest"
+    assert order_of(Cluster(fcfs, 2), "abcabc", running="cb") == [1, 2, 4, 5, 0, 3]
+    assert order_of(Cluster(LastCome(), 1), "abab") == [3, 1, 2, 0]
+    one = OneAdapter(fcfs)
+    assert order_of(one, "abab") == [0, 2] and order_of(one, "abab", running="b") == [1, 3]
+    assert order_of(one, "ababbb", running="b") == [1, 3], "who came after the swap waits for the next one"
+
+
+def test_early_abort_gives_up_what_is_late_and_serves_the_newest_under_overload():
+    """One request runs at a time and takes 1 s, two come each second: first come first served is soon always late."""
+    def serve(**options):
+        engine = Simulator(SimpleCost(), max_batch=1, n_page=500, **options)
+        requests = [Request([1], 1, arrival=0.5 * i) for i in range(100)]
+        for r in requests:
+            engine.add(r)
+        engine.run()
+        return [r for r in requests if r.times and r.ttft <= 6], [r for r in requests if r.state == "abort"]
+    good, aborted = {}, {}
+    for name, options in dict(fcfs={}, lcfs=dict(order="lcfs"), abort=dict(slo=6.0)).items():
+        good[name], aborted[name] = map(len, serve(**options))
+    assert good["fcfs"] < 20 < good["lcfs"] <= good["abort"] and not aborted["fcfs"] and not aborted["lcfs"]
+    assert good["abort"] + aborted["abort"] == 100, "what is served is served in time"
+
+
+class SimpleCost(CostModel):
+    """One second per iteration, whatever is in it."""
+
+    def __init__(self):
+        super().__init__(GPTConfig(**SMALL), torch.float32, (1e9, 0.5), "a clock")
+
+    def time_of(self, entries):
+        return 1.0
+
+
+# ---- what is wrong with an adapter
+
+def edit_adapter(change, **changes):
+    """A function that edits a PEFT folder's settings, and its tensors with change(tensors)."""
+    def edit(folder):
+        from safetensors.torch import load_file, save_file
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        tensors = load_file(folder / "adapter_model.safetensors")
+        change(tensors)
+        save_file({k: v.clone() for k, v in tensors.items()}, folder / "adapter_model.safetensors")
+    return edit
+
+
+def write_adapter(folder, config, rank=4, modules=("self_attn.q_proj", "self_attn.v_proj")):
+    """A PEFT folder as PEFT writes it, without PEFT."""
+    from safetensors.torch import save_file
+    tensors, sizes = {}, {m: (op.n_in, n) for op in config.operators.values() for m, (_, n, _) in op.modules.items()}
+    for i in range(config.n_layer):
+        for m in modules:
+            path = f"base_model.model.model.layers.{i}.{m}"
+            tensors[path + ".lora_A.weight"], tensors[path + ".lora_B.weight"] = torch.randn(rank, sizes[m][0]), torch.randn(sizes[m][1], rank)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(dict(peft_type="LORA", r=rank, lora_alpha=8)))
+    return folder
+
+
+A0 = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+BAD_ADAPTERS = {
+    "does not exist": lambda f: (f / "adapter_config.json").unlink(), "not valid JSON": lambda f: (f / "adapter_config.json").write_text("{"),
+    "holds no \\*.safetensors": lambda f: (f / "adapter_model.safetensors").unlink(),
+    "damaged or half written": lambda f: (f / "adapter_model.safetensors").write_bytes((f / "adapter_model.safetensors").read_bytes()[:-100]),
+    f"'{A0}' is \\(4, 48\\).*expected \\(4, 64\\)": edit_adapter(lambda t: t.update({A0: torch.ones(4, 48)})),
+    f"'{A0}' is \\(4, 64\\).*expected \\(8, 64\\)": edit_adapter(lambda t: None, r=8), "lora_B.weight' is missing": edit_adapter(
+        lambda t: t.pop(A0.replace("lora_A", "lora_B"))),
+    "layers.0.self_attn.q_proj': lora_A \\(4, 64\\) holds NaN": edit_adapter(lambda t: t[A0].__setitem__((0, 0), float("nan"))),
+    "conv.lora_A.weight' is no LoRA factor.*q_proj": edit_adapter(lambda t: t.update({A0.replace("q_proj", "conv"): t[A0]})),
+    "layers.7.*is no LoRA factor.*layers 0 .. 1": edit_adapter(lambda t: t.update({A0.replace("layers.0", "layers.7"): t[A0]})),
+    "lora_magnitude_vector.*is no LoRA factor": edit_adapter(lambda t: t.update({A0.replace("lora_A.weight", "lora_magnitude_vector"): t[A0]})),
+    "holds no LoRA factors": edit_adapter(lambda t: t.clear()), "peft_type = 'IA3'": edit_adapter(lambda t: None, peft_type="IA3"),
+    "use_dora = True": edit_adapter(lambda t: None, use_dora=True), "bias = 'all'": edit_adapter(lambda t: None, bias="all"),
+    "r = 0": edit_adapter(lambda t: None, r=0), "lora_alpha = None": edit_adapter(lambda t: None, lora_alpha=None)}
+
+
+@pytest.mark.parametrize("message", BAD_ADAPTERS)
+def test_a_bad_adapter_is_one_clear_sentence_and_its_neighbours_go_on(message, tmp_path):
+    engine = Engine(small(), n_page=300, max_batch=2)
+    engine.add_adapter("good", write_adapter(tmp_path / "good", small().config))
+    request = Request(prompt(20), 6, "good")
+    engine.add(request)
+    engine.step()
+    folder = write_adapter(tmp_path / "bad", small().config)
+    BAD_ADAPTERS[message](folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        engine.add_adapter("bad", folder)
+    with pytest.raises(KeyError, match="unknown adapter 'bad': one of good"):
+        engine.add(Request([1], 1, "bad"))
+    while engine.requests:
+        engine.step()
+    merged = small().merged(Adapter.from_pretrained(tmp_path / "good", small().config))
+    assert request.output == Engine(merged, n_page=100).generate([prompt(20)], 6)[0]
+
+
+def test_adapters_that_find_no_place_and_names_that_are_taken(tmp_path):
+    engine = Engine(small(), n_page=200, max_batch=2)
+    with pytest.raises(ValueError, match="adapter 'wide' takes 256 pages: there are 200"):
+        engine.add_adapter("wide", random_adapter(32, modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    engine.add_adapter("a", random_adapter(20))
+    with pytest.raises(ValueError, match="need 90 pages and adapter 'a' 160: the pool has 200"):
+        engine.add(Request(prompt(80), 10, "a"))
+    with pytest.raises(ValueError, match="adapter 'a': must be a new name"):
+        engine.add_adapter("a", random_adapter(4))
+    with pytest.raises(ValueError, match="unknown module 'x_proj': one of self_attn.q_proj"):
+        engine.add_adapter("b", random_adapter(4, modules=["x_proj"]))
+    with pytest.raises(ValueError, match="rank = 0"):
+        random_adapter(0)
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        engine.add_adapter("b", tmp_path / "nowhere")
+    assert list(engine.adapters.known) == ["a"]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("n_kv_head, n_inner", [(4, 192), (2, 160), (1, 70)])
+def test_adapters_add_what_the_definition_says(n_kv_head, n_inner, dtype, tolerance, padded):
+    """Decodes, verifications and chunks, with and without adapters, of ranks 1 to 128, in scattered pages."""
+    config, rng = GPTConfig(**SMALL | dict(n_kv_head=n_kv_head, n_inner=n_inner)), np.random.default_rng(0)
+    adapters = [random_adapter(rank, modules=m)(config) for rank, m in ((1, None), (8, ["down_proj", "q_proj"]), (16, None), (128, ["gate_proj"]),
+                                                                       (64, ["k_proj", "up_proj", "o_proj"]), (32, None))]
+    n_page, width = 6000, n_kv_head * 16
+    kv, placed, g = torch.randn(2, n_page * n_kv_head, 16).to(dtype), [], torch.Generator().manual_seed(0)
+    for adapter in adapters:
+        placed.append(adapter.at(rng.choice(n_page, adapter.n_page, replace=False)))
+    sizes = [(1, 0), (1, None), (1, 1), (3, 2), (1, 4), (8, 5), (40, 3), (70, None), (150, 5)]
+    starts = np.cumsum([0, *(n for n, _ in sizes)])
+    for name, op in config.operators.items():
+        spans = [(start, n, placed[i][name]) for start, (n, i) in zip(starts.tolist(), sizes) if i is not None and name in placed[i]]
+        l = kernels.Lora.of(spans, sum(n for n, _ in sizes if n <= kernels.FEW_ROWS), op.n_in, list(op.modules.values()), width, padded)
+        x = (torch.randn(starts[-1], op.n_in, generator=g) / op.n_in ** 0.5).to(dtype)
+        y = torch.randn(starts[-1], sum(n for _, n, _ in op.modules.values()), generator=g).to(dtype)
+        expected = kernels.lora_ref(y.clone().float(), x.float(), kv.float(), l)
+        error = (kernels.lora(y.clone(), x, kv, l).float() - expected).abs().max() / expected.abs().max()
+        assert error < tolerance, (name, error)
+        assert (expected - y.float()).abs().max() > 0.1
+
+
+# ---------------------------------------------------------------- 14. kernels in Triton
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU and not kernels.INTERPRET else "cpu")
@@ -1426,6 +1749,72 @@ def test_triton_norms_and_activations(C, dtype, tolerance):
     assert close(kernels.activate(h, False), kernels.activate_ref(h, False))
 
 
+def adapters_of(shapes, n_in, n_outs, width, generator):
+    """Requests of n rows with these ranks of an operator's modules (0: that module has no adapter; None: none has), their A and B
+    scattered -> spans, columns as Lora has them; kv (2, pages, width) with what no adapter has written NaN; the last request's
+    adapter is the first one's, if they have the same ranks."""
+    pages = -(-np.array([n_in, *n_outs]) // width)
+    columns = [(sum(n_outs[:i]), n, sum(pages[1:i + 1])) for i, n in enumerate(n_outs)]
+    n_page = 3 + sum(max(sum(ranks) * pages[0], np.dot(ranks, pages[1:])) for n, ranks in shapes if ranks)
+    free, kv = [list(generator.permutation(n_page)) for plane in range(2)], torch.full((2, n_page, width), torch.nan)
+    take = lambda plane, rank, m: np.array([free[plane].pop() for i in range(rank * m)]).reshape(rank, m)
+    spans, start = [], 0
+    for n, ranks in shapes:
+        if ranks:
+            sites = [kernels.Site(*column, take(0, r, pages[0]), take(1, r, m)) for r, m, column in zip(ranks, pages[1:], columns) if r]
+            for s in sites:
+                for plane, rows, length in ((0, s.a, n_in), (1, s.b, s.n_out)):
+                    full = generator.normal(size=(len(rows), length)) / (length if plane == 0 else len(rows)) ** 0.5
+                    full = np.pad(full, ((0, 0), (0, rows.shape[1] * width - length)))
+                    kv[plane, rows] = torch.from_numpy(full).float().view(*rows.shape, width)
+            spans.append((start, n, kernels.Factors(sites, sum(pages[1:]))))
+        start += n
+    if shapes[0][1] == shapes[-1][1]:
+        spans[-1] = (*spans[-1][:2], spans[0][2])
+    return spans, columns, kv
+
+
+def rows_of(shapes, n_in, n_outs, dtype):
+    """y and x for adapters_of."""
+    return (torch.randn(sum(n for n, _ in shapes), m).to(dtype) for m in (sum(n_outs), n_in))
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype, tolerance, n_split", [(*TYPES[0], 2), (*TYPES[1], 0)])
+@pytest.mark.parametrize("n_in, n_outs, width", [(64, (64, 64, 64), 64), (240, (240, 80, 80), 80), (100, (170, 170), 48), (200, (72,), 72)])
+def test_triton_adapters_of_any_rank_and_size(n_in, n_outs, width, dtype, tolerance, n_split):
+    """Decodes, verifications and chunks, with an adapter or none, of all modules or some, their ranks alike or not: heads alone and
+    grouped, rows that end inside a page. The padded baseline as well."""
+    sizes = [(1, 8), (1, 0), (1, 1), (1, 128), (1, 16), (2, 16), (8, 32), (9, 64), (16, 0), (64, 32), (65, 1), (130, 128), (300, 8)]
+    has = [(1, 1, 1), (1, 0, 1), (0, 1, 1), (0, 0, 1)]
+    ranks = lambda i, r: tuple(h * rank for h, rank in zip(has[i % 4], (r, 1 + r // 2, r)))[-len(n_outs):]
+    shapes = [(n, ranks(i, r) if r else None) for i, (n, r) in enumerate(sizes)]
+    spans, columns, kv = adapters_of(shapes, n_in, n_outs, width, np.random.default_rng(0))
+    (y, x), kv = rows_of(shapes, n_in, n_outs, dtype), kv.to(dtype)
+    padded = kernels.Lora.of(spans, 16, n_in, columns, width, padded=True)
+    expected = kernels.lora_ref(y.to(torch.float32, copy=True), x.float(), kv.float(), padded)
+    pages = kernels.LoraPages.of(spans, columns, width, dtype, DEVICE)
+    assert len(pages.table) == sum(f.listed[0].size for _, _, f in spans[:-1]), "an adapter that two requests use is listed once"
+    ours = kernels.lora_pages(y.to(DEVICE, copy=True), x.to(DEVICE), kv.to(DEVICE), pages, n_split)
+    theirs = kernels.lora(y.to(DEVICE, copy=True), x.to(DEVICE), kv.to(DEVICE), padded)
+    for result in (ours, theirs):
+        assert torch.allclose(result.cpu().float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@kernel_test
+def test_triton_adapters_of_a_padded_batch():
+    """Tiles of requests that a captured graph carries along without an adapter change nothing, and rows of no request stay."""
+    shapes = [(1, (8, 0)), (3, (1, 16)), (70, (16, 16))]
+    spans, columns, kv = adapters_of(shapes, 40, (40, 16), 16, np.random.default_rng(1))
+    y, x = rows_of([*shapes, (5, None)], 40, (40, 16), torch.float32)
+    expected = kernels.lora_ref(y.clone(), x, kv, kernels.Lora.of(spans, 4, 40, columns, 16))
+    pages = kernels.LoraPages.of(spans, columns, 16, torch.float32, DEVICE)
+    pages.spans = torch.cat([pages.spans, torch.zeros_like(pages.spans[:1])])
+    empty = torch.tensor([[3, 0]], dtype=torch.int32, device=DEVICE)
+    pages.few, pages.many, pages.rank = torch.cat([pages.few, empty]), torch.cat([empty, pages.many]), 128
+    assert torch.allclose(kernels.lora(y.to(DEVICE), x.to(DEVICE), kv.to(DEVICE), pages).cpu(), expected, atol=1e-5)
+
+
 def to_device(model):
     """The same weights where the kernels run. They are plain tensors, some packed for a CPU, and Module.to sees none of them."""
     for m in model.modules():
@@ -1479,6 +1868,29 @@ def test_triton_engine_generates_the_naive_loops_tokens():
     model = to_device(GPT.from_preset(small().config, seed=1))
     engine = Engine(model, chunk=32, tile=TILE, max_batch=3, n_page=120, alloc="grow")
     assert engine.generate([prompt(40), prompt(1), prompt(17)], max_new_tokens=3) == [naive(n, 3) for n in (40, 1, 17)]
+
+
+@kernel_test
+@pytest.mark.parametrize("lora", ["batched", "bmm"])
+def test_triton_engine_with_adapters_generates_the_naive_loops_tokens(lora):
+    """Chunks, decodes, no adapter and two of different ranks and modules in the same iterations."""
+    def strong(*args):  # enough to change the tokens
+        def make(config, dtype=None, pin=False):
+            adapter = model_py.random_adapter(*args)(config, dtype, pin)
+            adapter.planes[:, 1] *= 10
+            return adapter
+        return make
+    sources = {"a": strong(5, 1, ["q_proj", "o_proj", "down_proj"]), "b": strong(9, 2, ["v_proj", "gate_proj", "up_proj"])}
+    engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), chunk=16, tile=TILE, max_batch=4, n_page=300, lora=lora)
+    expected = [naive(5, 2)]
+    for (name, source), length in zip(sources.items(), (4, 22)):
+        engine.add_adapter(name, source)
+        merged, tokens = small().merged(source(small().config, torch.float32)), prompt(length)
+        for i in range(2):
+            tokens.append(int(merged.logits(tokens)[-1].argmax()))
+        assert tokens[length:] != naive(length, 2)
+        expected.append(tokens[length:])
+    assert engine.generate([prompt(5), prompt(4), prompt(22)], max_new_tokens=2, adapter=[None, "a", "b"]) == expected
 
 
 SHARED = {80: 166912, 86: 101376, 90: 232448}  # bytes of shared memory a program may have on each architecture
@@ -1538,7 +1950,26 @@ def test_every_launch_compiles_for_gpus_that_are_not_here(arch, D, H, Hk, dtype,
         assert usage is None or usage[1] == 0, f"{kernel.__name__} spills {usage[1]} bytes"
 
 
-# ---------------------------------------------------------------- 14. speculation
+@pytest.mark.parametrize("n_in, n_outs, width, dtype", [(4096, (4096, 4096, 4096), 4096, torch.bfloat16), (5632, (2048,), 256, torch.float16),
+                                                        (1280, (5120,), 1280, torch.float32)])
+@pytest.mark.parametrize("arch", SHARED)
+def test_every_adapter_launch_compiles_for_gpus_that_are_not_here(arch, n_in, n_outs, width, dtype, monkeypatch):
+    """One operator's launches for decodes and a chunk, by their real arguments: heads alone, an FFN over grouped heads, float32."""
+    pytest.importorskip("triton")
+    if kernels.INTERPRET:
+        pytest.skip("interpreted kernels are not compiled")
+    launches, shapes = [], [(1, (8,) * len(n_outs)), (300, (64,) * len(n_outs))]
+    monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **constants: launches.append((kernel, args, constants)))
+    spans, columns, kv = adapters_of(shapes, n_in, n_outs, width, np.random.default_rng(0))
+    y, x = rows_of(shapes, n_in, n_outs, dtype)
+    kernels.lora_pages(y, x, kv.to(dtype), kernels.LoraPages.of(spans, columns, width, dtype, torch.device("cpu")), n_split=4)
+    for kernel, args, constants in launches:
+        usage = compiled(arch, kernel, args, constants)
+        print(f"sm_{arch} {kernel.__name__:15} BLOCK_M={constants['BLOCK_M']} {str(dtype)[6:]:9} (registers, stack, shared) = {usage}")
+        assert usage is None or usage[1] == 0, f"{kernel.__name__} spills {usage[1]} bytes"
+
+
+# ---------------------------------------------------------------- 15. speculation
 
 class Moody(CostModel):
     """A cost model whose mind changes with every question, so that a goodput policy picks every k there is."""
@@ -1609,6 +2040,26 @@ def test_speculation_never_changes_a_greedy_token(kind, spec):
         drafted, accepted = (sum(getattr(r, name) for r in requests) for name in ("n_drafted", "n_accepted"))
         assert (drafted > 0) == (spec != "off"), "these requests were meant to speculate"
         assert kind not in ("self", "wrong") or accepted == (drafted if kind == "self" else 0), "also after rollback and preemption"
+
+
+@pytest.mark.parametrize("alloc", ["reserve", "grow"])
+@pytest.mark.parametrize("kind, spec", [("ngram", 7), ("self", 3), ("large", "goodput_request"), ("small", "confidence")])
+def test_speculation_never_changes_an_adapters_token(kind, spec, alloc):
+    """Requests of five adapters and none, in a pool that adapters and drafts compete for; the plain engine is PEFT's (section 13)."""
+    outputs, adapters = [], adapters_for(small(), [1, 2, 4, 8, 3])
+    names = [None, *adapters] * 2
+    for options in (dict(draft=None, spec="off"), dict(draft=draft(kind), spec=spec, cost=(Moody(), Linear(0, 0, 0.02)))):
+        engine = Engine(small(), scheduler="sarathi_serve", chunk=24, max_batch=5, tile=8, alloc=alloc, n_page=220, **options)
+        for name, adapter in adapters.items():
+            engine.add_adapter(name, lambda config, adapter=adapter, **_: adapter)
+        requests = [Request(prompt(10 + i, seed=i), 24, name) for i, name in enumerate(names)]
+        for r in requests:
+            engine.add(r)
+        while engine.requests:
+            engine.step()
+            engine.pool.check()
+        outputs.append([r.output for r in requests])
+    assert outputs[0] == outputs[1] and sum(r.n_drafted for r in requests) > 0
 
 
 def test_a_draft_that_is_the_target_gives_k_plus_one_tokens_per_iteration_until_the_end():
