@@ -841,8 +841,8 @@ class Proposer(Named, named=False):
     says how many of them to verify."""
     registry, free = PROPOSERS, True
 
-    def most(self, r):
-        """The longest proposal for this request; the policy has its own limit."""
+    def most(self, n_tokens):
+        """n_tokens (B,) known -> the longest proposals that can follow; the policy has its own limit."""
         return math.inf
 
     def propose(self, requests, lengths, threshold=0.0):
@@ -902,8 +902,8 @@ class DraftModel(Proposer, named=False):
     def _engine(self, engine, model):
         return Engine(model, n_page=engine.pool.n_page)
 
-    def most(self, r):
-        return self.engine.model.config.block_size - r.n_tokens + 1  # the last draft itself is not fed
+    def most(self, n_tokens):
+        return self.engine.model.config.block_size - n_tokens + 1  # the last draft itself is not fed
 
     def propose(self, requests, lengths, threshold=0.0):
         """One forward per step, for all requests that still want a draft [SmartSpec Eq. 5]."""
@@ -1052,9 +1052,9 @@ class GoodputRequest(Goodput):
         return np.bincount(order[:last + 1][taken[steps, :last + 1]] // V, minlength=B)
 
     def _target(self, d, most):
-        """(most + 1,) d.target of every number of drafts, read off a curve through some thirty and both sides of every tile's end."""
+        """(most + 1,) d.target of every number of drafts, read off a curve through a few and both sides of every tile's end."""
         edges = d.edges[d.edges < most]
-        points = np.unique(np.concatenate([np.linspace(0, most, min(most, 32) + 1).astype(int), edges, edges + 1]))
+        points = np.unique(np.concatenate([np.linspace(0, most, min(most, 16) + 1).astype(int), edges, edges + 1]))
         return np.interp(np.arange(most + 1), points, [d.target(int(n)) for n in points])
 
 
@@ -1157,7 +1157,8 @@ class Speculator:
         """What the policy gets to see."""
         room, forced = self.engine.scheduler.room(plan), self.engine.config.alpha
         share = min(self.policy.n_spec, max(0, room) / len(requests))
-        most = np.array([max(0, int(min(share, r.max_len - r.n_tokens - 1, self.proposer.most(r)))) for r in requests])
+        known, last = np.array([(r.n_tokens, len(r.tokens) - 1) for r in requests]).T
+        most = np.minimum(np.minimum(share, last - known), self.proposer.most(known)).clip(0).astype(int)
         if forced:
             for r in requests:
                 r.luck = int(math.log(1 - r.rng.random()) / math.log(forced)) if forced < 1 else r.max_len
