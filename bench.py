@@ -6,7 +6,8 @@ have. One registered function per table; whether it measures or simulates is onl
     python bench.py table4 --model tinyllama-1.1b --max-batch 4
     python bench.py table4 fig9 --hardware a6000 --model llama-13b     the same, simulated (seconds)
     python bench.py fig9 timeline --hardware a6000 --plot pictures --trace trace.json     PNGs, and a trace for ui.perfetto.dev
-    python bench.py scoreboard           every number of the SARATHI paper beside ours, simulated (a minute)
+    python bench.py slora_fig10 --hardware a100 --plot pictures        a workload of S-LoRA's, served by the authors' system, simulated
+    python bench.py scoreboard           every number of the papers beside ours, simulated (three minutes)
     python bench.py list
 
 Every experiment prints a Markdown table (paper | ours | source); the last line of stdout is one JSON object with all rows.
@@ -28,14 +29,15 @@ from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from kernels import FEW_ROWS, linear, pack
-from model import GPT, PRESETS, Linear, default_dtype, load_model, preset
-from sarathi import (GPUS, CostModel, Engine, EngineConfig, Interruptible, Parser, Pipeline, Request, Sarathi, Simulator,
+from model import GPT, PRESETS, Linear, default_dtype, load_model, preset, random_adapter
+from sarathi import (GPUS, CostModel, Engine, EngineConfig, Interruptible, Parser, Pipeline, Request, Sarathi, Scheduler, Simulator,
                      VirtualClock, WallClock, add_model_flags, checked, make_scheduler, option, rehearse,
                      run_cli, with_room)
 
@@ -221,8 +223,8 @@ class Bench:
     @contextmanager
     def _asked(self, took):
         """While the block runs, book what the cost model says on its operators."""
-        def time_of(entries):
-            seconds = self.model.operators_of(entries)
+        def time_of(entries, lora="batched"):
+            seconds = self.model.operators_of(entries, lora)
             for name in took:
                 took[name] += seconds[name]
             return sum(seconds.values())
@@ -706,6 +708,267 @@ def scaling(bench):
         yield row(f"{ended} requests: peak memory of the process (MB)", None, peak, source="measured")
 
 
+# ---------------------------------------------------------------- online serving: what comes, and how it went
+
+class Job(NamedTuple):
+    """A request that will come."""
+    arrival: float  # seconds
+    prompt: int  # tokens
+    output: int
+    adapter: int | None = None  # which of the workload's
+
+
+def uniform(low, high):
+    """Lengths from low to high - 1, each as often as the other."""
+    return lambda rng, n: rng.randint(low, high, n)
+
+
+def gamma_jobs(rate, duration, cv=1.0, n_adapter=0, alpha=1.0, prompt=uniform(8, 512), output=uniform(8, 512), seed=42):
+    """rate * duration Jobs whose gaps are Gamma(1 / cv^2, cv^2 / rate), Poisson arrivals for cv = 1; of n_adapter adapters the
+    popularity is a power law, all alike for alpha = 1 [S-LoRA §7.2]. Drawn as the paper's code does: its seed, its workload."""
+    rng, n = np.random.RandomState(seed), max(1, int(rate * duration))
+    adapters = (rng.power(alpha, n) * n_adapter).astype(int).tolist() if n_adapter else [None] * n
+    lengths = prompt(rng, n).tolist(), output(rng, n).tolist()
+    return list(map(Job, np.cumsum(rng.gamma(1 / cv**2, cv**2 / rate, n)).tolist(), *lengths, adapters))
+
+
+def serve(bench, engine, jobs, slo=6.0):
+    """Serve jobs as they come, adapter i as the engine's "i" -> metrics."""
+    start, seed = engine.clock.now(), bench.options.seed
+    requests = [Request(bench.prompts(1, job.prompt, seed + i)[0], max_new_tokens=job.output, arrival=start + job.arrival,
+                        adapter=None if job.adapter is None else str(job.adapter)) for i, job in enumerate(jobs)]
+    for r in requests:
+        engine.add(r)
+    while engine.requests:
+        if bench.interrupt.seen:
+            raise KeyboardInterrupt
+        engine.step()
+    return metrics(requests, start, slo)
+
+
+def metrics(requests, start=0.0, slo=6.0):
+    """How requests that all ended fared [S-LoRA §7.1]: those finished and their new tokens per second from start to the last
+    token, their mean latency and time to the first token; of all requests, aborted ones too, the share whose first token came
+    within slo seconds (attainment) and the mean of 1 - (t / slo)^2, or 0 (satisfaction)."""
+    done = [r for r in requests if r.state != "abort"]
+    took = max((r.times[-1] for r in done), default=math.inf) - start
+    waits = [r.ttft for r in done if r.ttft < slo]
+    mean = lambda xs: statistics.fmean(xs) if xs else math.nan
+    return {"requests/s": len(done) / took, "tokens/s": sum(len(r.times) for r in done) / took, "latency": mean([r.times[-1] - r.arrival for r in done]),
+            "first token": mean([r.ttft for r in done]), "attainment": len(waits) / len(requests),
+            "satisfaction": sum(1 - (t / slo)**2 for t in waits) / len(requests), "aborted": len(requests) - len(done)}
+
+
+# ---------------------------------------------------------------- S-LoRA's tables and figures
+
+class Lightllm(Scheduler):
+    """What S-LoRA is built on: whole prompts at once and alone, but the queue is asked only every ten iterations, and for no
+    more than will fit at its peak, since lengths are known."""
+
+    def __init__(self, n_page=math.inf, pages=lambda adapter: 0, **more):
+        """pages(adapter): how many it takes from n_page."""
+        super().__init__(**more)
+        self.n_page, self.pages, self.since = n_page, pages, 0
+
+    def plan(self, running, waiting):
+        new = self.fitting(running, waiting) if not running or self.since >= 10 else []
+        self.since = 0 if new else self.since + 1
+        return [(r, r.n_todo) for r in new or running]
+
+    def fitting(self, running, waiting):
+        """The waiting requests, in their order, up to the first with which the batch would outgrow the pool some day."""
+        batch, new, total = [(r.max_len - r.n_tokens, r.n_tokens) for r in running], [], 0
+        adapters = {r.adapter for r in running}
+        for r in islice(waiting, max(0, self.max_batch - len(running))):
+            batch, total = [*batch, (r.max_new_tokens, len(r.prompt))], total + len(r.prompt)
+            left, now = np.array(sorted(batch, reverse=True)).T  # when the i-th to end ends, the i before it are still there
+            peak = (left * np.arange(1, len(left) + 1) + np.cumsum(now)).max() + sum(map(self.pages, adapters | {r.adapter}))
+            if peak > self.n_page or new and total > self.n_page / 6:  # of new prompts, no more than a sixth at once
+                break
+            new.append(r)
+            adapters.add(r.adapter)
+        return new
+
+
+class Rounds(Scheduler):
+    """S-LoRA's server on top of PEFT: takes all who have come, adapter by adapter, in static batches, then all who came meanwhile."""
+    batches = ()
+
+    def plan(self, running, waiting):
+        if not running and waiting and not self.batches:
+            groups = defaultdict(list)
+            for r in waiting:
+                groups[r.adapter].append(r)
+            self.batches = [g[i:i + self.max_batch] for g in groups.values() for i in range(0, len(g), self.max_batch)]
+        return [(r, r.n_todo) for r in running or (self.batches.pop(0) if waiting else ())]
+
+
+SETTINGS = {"S1": ("llama-7b", (8,)), "S2": ("llama-7b", (64, 32, 16, 8)), "S4": ("llama-13b", (64, 32, 16)), "S5": ("llama-33b", (32,)),
+            "S6": ("llama-70b", (64,))}  # [S-LoRA Table 1]: model, ranks dealt in turns
+DEFAULT = {"a100": ("S4", 400, 6), "a10g": ("S2", 200, 2), "a100-40": ("S2", 200, 2)}  # [S-LoRA Table 2]: setting, adapters, requests/s
+# tokens that the authors' servers had room for, adapters included: what their fragments and copies left, where there is no unified pool
+POOLS = {("llama-7b", "a100"): 125000, ("llama-13b", "a100"): 65000, ("llama-7b", "a10g"): 14500, ("llama-7b", "a100-40"): 14500}
+SPLIT = {("a100", "no-unify"): {100: 40000, 200: 40000, 400: 35000}, ("a100", "bmm"): {100: 35000, 200: 35000, 400: 35000},
+         ("a10g", "no-unify"): {20: 10000, 50: 9000, 100: 9000, 200: 9000}, ("a10g", "bmm"): {20: 8000, 50: 8000, 100: 8000, 200: 8000}}
+SECONDS = {("a100", "bmm"): 30}  # of arrivals; elsewhere 300
+PEFT_BATCH = {"llama-7b": 50, "llama-13b": 35}  # as in the authors' code
+
+
+class Scene:
+    """A setting of [S-LoRA Table 1]. Simulated: the authors' systems on --hardware. Measured: this engine and model with the
+    setting's ranks; lengths, seconds and the number of requests shrink, so that the paper's rates load it as they did the A10G."""
+
+    def __init__(self, bench, setting):
+        self.bench, (self.model, self.ranks), self.hardware = bench, SETTINGS[setting], bench.config.hardware
+        self.unit, self.lengths = 1.0, uniform(8, 512)  # seconds here for one of the paper's
+        if not bench.simulated:
+            self.lengths = uniform(4, max(5, max(bench.lengths) // 12))
+            self.unit = 1.58 / self.run(20, 1000)["requests/s"]  # [S-LoRA Fig. 5] what the A10G served
+
+    def run(self, n, rate, variant="S-LoRA", duration=300, cv=1.0, alpha=1.0, **options):
+        """Serve so many seconds of the workload with n adapters -> metrics, in the paper's seconds."""
+        bench, unit = self.bench, self.unit
+        duration = bench.grid(min(duration, 4 * bench.config.requests / rate), duration)
+        jobs = gamma_jobs(rate / unit, duration * unit, cv, n, alpha, self.lengths, self.lengths)
+        options = VARIANTS.get(variant, {}) | options
+        engine = self.simulator(n, variant, options) if bench.simulated else self.engine(variant, options)
+        for i in {job.adapter for job in jobs} - {None}:  # of the others only the name would be known
+            engine.add_adapter(str(i), random_adapter(self.ranks[i % len(self.ranks)], seed=i))
+        seen = serve(bench, engine, jobs, slo=6.0 * unit)
+        return {name: x * {"requests/s": unit, "tokens/s": unit, "latency": 1 / unit, "first token": 1 / unit}.get(name, 1) for name, x in seen.items()}
+
+    def simulator(self, n, variant, options):
+        """The paper's own system, or its server on top of PEFT."""
+        server, config = variant == "PEFT", preset(self.model)
+        cost = CostModel.roofline(config, self.hardware, self.bench.config.tp, system="transformers" if server else "lightllm")
+        room = POOLS.get((self.model, self.hardware)) or int(math.prod(cost.memory)) // cost.page
+        n_page = SPLIT.get((self.hardware, variant), {}).get(n, room)
+        split = n_page // 4 if variant in ("no-unify", "bmm") else 0
+        scheduler = Rounds() if server else Lightllm(n_page - split)
+        engine = Simulator(cost, clock=VirtualClock(), scheduler=scheduler, max_batch=PEFT_BATCH.get(self.model, 16) if server else 1000,
+                           n_page=n_page, adapter_pages=split, alloc="grow", record=self.bench.tape(variant), **options)
+        scheduler.pages = (lambda adapter: 0) if split else engine.adapters.n_page
+        return engine
+
+    def engine(self, variant, options):
+        """This engine, with room for the longest requests of a batch and for four of the largest adapters."""
+        bench = self.bench
+        room = 4 * random_adapter(max(self.ranks))(bench.model.config).n_page
+        if variant == "PEFT":
+            options["lora"] = "merge"
+        scheduler = "static" if variant == "PEFT" else bench.options.scheduler
+        split = room if variant in ("no-unify", "bmm") else 0
+        return bench.engine(scheduler, max(bench.lengths), n_page=bench.B * max(bench.lengths) + room, adapter_pages=split, alloc="grow", **options)
+
+
+VARIANTS = {"bmm": dict(lora="bmm"), "merge": dict(lora="merge")}  # -> the engine's options; where it is not said: none
+TABLE3 = {  # [S-LoRA Table 3] A100-80, 10 requests/s (PEFT on S4: 6) for 2 minutes: setting -> adapters -> requests/s of S-LoRA, of PEFT
+    "S1": {5: (8.05, 0.88), 100: (7.99, 0.25), 1000: (7.64, None), 2000: (7.61, None)},
+    "S2": {5: (7.48, 0.74), 100: (7.29, 0.24), 1000: (6.69, None), 2000: (6.71, None)},
+    "S4": {2: (4.49, 0.54), 100: (4.28, 0.13), 1000: (3.96, None)}}
+FIG5 = {  # [S-LoRA Fig. 5] numbers of the authors' logs: hardware -> adapters -> requests/s of S-LoRA, no-unify and bmm
+    "a100": {1: (4.43, None, None), 100: (4.30, 3.35, 0.174), 200: (4.17, 2.97, 0.179), 400: (4.06, 2.64, 0.173)},
+    "a10g": {1: (1.744, None, None), 20: (1.680, 1.452, 0.257), 50: (1.606, 1.198, 0.259), 100: (1.593, 1.199, 0.255), 200: (1.576, 1.194, 0.253)}}
+FIG6 = {  # [S-LoRA Fig. 6] A100-80: requests/s that come -> that are served, mean latency, first token (s), attainment
+    "a100": {1: (0.942, 15.32, 0.364, 1.0), 2: (1.838, 17.18, 0.499, 1.0), 4: (3.539, 23.03, 0.740, 1.0), 6: (4.012, 86.26, 60.02, 0.102),
+             8: (4.017, 163.2, 136.5, 0.059)}}
+FIG9 = {(1, 1.0): (1.587, 1.412), (2, 1.0): (1.150, 1.442), (5, 1.0): (0.733, 1.421), (5, 0.1): (0.949, 1.409)}  # [S-LoRA Fig. 9] A10G, one
+# minute: adapters, alpha -> requests/s merged, on the fly
+FIG10 = {1: (0.72, 0.70, 0.10), 2: (0.72, 0.70, 0.10), 4: (0.69, 0.59, 0.10), 6: (0.66, 0.57, 0.28), 8: (0.56, 0.45, 0.14)}  # [S-LoRA Fig. 10]
+# A100-80, S4: cv -> attainment with early abort, last come first, first come first served
+CLUSTERS = {1: (1.733, 0.846), 2: (1.693, 0.838), 4: (1.677, 0.792), 8: (1.710, 0.850), 32: (1.635, 0.679)}  # [S-LoRA App. A] A100-40, 32
+# adapters, 2 minutes: d -> requests/s, attainment
+EXTENT = ("latency", "first token", "attainment")  # what rows of throughput tell besides
+
+
+def default_scene(bench):
+    """The [S-LoRA Table 2] workload of --hardware -> (Scene, setting, adapters, requests/s); measured: the A10G's."""
+    setting, n, rate = DEFAULT.get(bench.config.hardware, DEFAULT["a10g"])
+    return Scene(bench, setting), setting, n, rate
+
+
+def throughput(what, paper, seen, at, **more):
+    """A row for what Scene.run saw."""
+    return row(f"{what} (requests/s)", paper, seen["requests/s"], **{name: seen[name] for name in EXTENT}, at=at, **more)
+
+
+@experiment("[S-LoRA Table 3] requests per second with few and with thousands of adapters, S-LoRA and a server on top of PEFT")
+def slora_table3(bench):
+    """The paper's numbers beside --hardware a100."""
+    for setting, cells in bench.grid({"S2": {5: (1, 1), 100: (1, 1)}}, TABLE3).items():
+        scene = Scene(bench, setting)
+        for n, papers in cells.items():
+            for variant, paper in zip(("S-LoRA", "PEFT"), papers):
+                if paper is not None:
+                    seen = scene.run(n, 6 if (setting, variant) == ("S4", "PEFT") else 10, variant, duration=120)
+                    yield throughput(f"{setting}, n = {n}: {variant}", paper if bench.config.hardware == "a100" else None, seen, (setting, variant, n))
+
+
+@experiment("[S-LoRA Fig. 5] throughput over the number of adapters: S-LoRA, without a unified pool, with a batched GEMM")
+def slora_fig5(bench):
+    """The paper's numbers beside --hardware a100 and a10g; up to 2,000 adapters for S-LoRA alone."""
+    scene, setting, most, rate = default_scene(bench)
+    papers = FIG5.get(bench.config.hardware, {})
+    for n in bench.grid([1, 20, most], sorted({*(papers or FIG5["a10g"]), 1000, 2000})):
+        for i, variant in enumerate(("S-LoRA", "no-unify", "bmm")):
+            if i == 0 or 1 < n <= most:
+                seen = scene.run(n, rate, variant, duration=SECONDS.get((bench.config.hardware, variant), 300))
+                yield throughput(f"{setting}, n = {n}: {variant}", papers.get(n, (None,) * 3)[i], seen, (setting, variant, n), derived=n == most)
+
+
+@experiment("[S-LoRA Fig. 6] throughput, first token and SLO attainment over the rate of requests")
+def slora_fig6(bench):
+    """The paper's numbers beside --hardware a100."""
+    scene, setting, n, usual = default_scene(bench)
+    papers = FIG6.get(bench.config.hardware, {})
+    for rate in bench.grid([usual / 2, usual], papers or [usual * x / 4 for x in (1, 2, 3, 4, 5)]):
+        seen = scene.run(n, rate)
+        for name, unit, paper in zip(("requests/s", *EXTENT), ("requests/s", "s", "s", "share"), papers.get(rate, (None,) * 4)):
+            yield row(f"{setting}, R = {rate:g}: {name if name != 'requests/s' else 'throughput'} ({unit})", paper, seen[name],
+                      at=(name, "S-LoRA", rate))
+
+
+@experiment("[S-LoRA Fig. 9] merging the adapter into the weights beside computing it on the fly, over the number of adapters")
+def slora_fig9(bench):
+    """The paper's numbers beside --hardware a10g."""
+    scene = Scene(bench, "S2")
+    for (n, alpha), papers in bench.grid({k: FIG9[k] for k in ((1, 1.0), (5, 1.0))}, FIG9).items():
+        for variant, paper in zip(("merge", "S-LoRA"), papers):
+            yield throughput(f"n = {n}, alpha = {alpha:g}: {variant}", paper if bench.config.hardware == "a10g" else None,
+                             scene.run(n, 2, variant, duration=60, alpha=alpha), (f"alpha = {alpha:g}", variant, n))
+
+
+@experiment("[S-LoRA Fig. 10] SLO attainment over burstiness: early abort, last come first served, first come first served")
+def slora_fig10(bench):
+    """The paper's numbers beside --hardware a100."""
+    scene, setting, n, rate = default_scene(bench)
+    for cv, papers in bench.grid({k: FIG10[k] for k in (1, 4)}, FIG10).items():
+        for name, options, paper in zip(("early abort", "last come first", "first come first"), (dict(slo=6.0 * scene.unit), dict(order="lcfs"), {}), papers):
+            seen = scene.run(n, rate, cv=cv, **options)
+            yield row(f"{setting}, cv = {cv}: attainment, {name}", paper if bench.config.hardware == "a100" else None, seen["attainment"],
+                      satisfaction=seen["satisfaction"], aborted=seen["aborted"], at=("attainment", name, cv))
+
+
+@experiment("[S-LoRA App. A] adapter clustering: throughput and attainment when a batch keeps to d adapters while it can")
+def slora_clustering(bench):
+    """The paper's numbers beside --hardware a100-40."""
+    scene = Scene(bench, "S2")
+    for d, papers in bench.grid({k: CLUSTERS[k] for k in (1, 32)}, CLUSTERS).items():
+        seen, known = scene.run(32, 2, duration=120, cluster=d), bench.config.hardware == "a100-40"
+        for name, unit, paper in zip(("requests/s", "attainment"), ("throughput (requests/s)", "attainment"), papers):
+            yield row(f"d = {d}: {unit}", paper if known else None, seen[name], at=(name, "S-LoRA", d))
+
+
+@experiment("[S-LoRA §7.2] what the unified pool and the kernels are worth: S-LoRA, no-unify and bmm on the same workload")
+def slora_ablation(bench):
+    """The paper's numbers beside --hardware a100 and a10g."""
+    scene, setting, n, rate = default_scene(bench)
+    papers = FIG5.get(bench.config.hardware, {}).get(n, (None,) * 3)
+    for variant, paper in zip(("S-LoRA", "no-unify", "bmm"), papers):
+        seen = scene.run(n, rate, variant, duration=SECONDS.get((bench.config.hardware, variant), 300))
+        yield throughput(f"{setting}, n = {n}: {variant}", paper, seen, ("", "ablation", variant))
+
+
 # ---------------------------------------------------------------- how far the simulator can be believed
 
 @experiment("[SmartSpec Fig. 13] the simulator beside this machine: every iteration's time, and throughput, on work the profile did not see")
@@ -760,9 +1023,13 @@ def step_times(engine, work, interrupt):
 
 # ---------------------------------------------------------------- the scoreboard
 
-FITTED = ("table2", "fig7", "largest batch", "share of others")  # the rows that the constants of CostModel.roofline were chosen on
+FITTED = ("table2", "fig7", "largest batch", "share of others",  # the rows that the constants of CostModel.roofline were chosen on,
+          "S1, n = 5:", "S1, n = 100: PEFT", "S4, n = 100:", "S2, n = 1000", "n = 400: no-unify", "n = 400: bmm", "R = 1: latency")  # and SYSTEMS
 CLAIMED = {"table2": "Table 2", "fig3": "Fig. 3", "fig4": "Fig. 4", "fig7": "Fig. 7", "fig8": "Fig. 8", "table4": "Table 4", "fig9": "Fig. 9",
            "fig10": "Fig. 10", "fig11": "Fig. 11", "fig12": "Fig. 12", "fig13": "Fig. 13"}
+SLORA = {"slora_table3": ("Table 3", "a100"), "slora_ablation": ("Fig. 5", "a100", "a10g"), "slora_fig6": ("Fig. 6", "a100"),
+         "slora_fig9": ("Fig. 9", "a10g"), "slora_fig10": ("Fig. 10", "a100"), "slora_clustering": ("App. A", "a100-40")}  # where, on which GPUs
+FRONT = "0.1 to 0.25 s less than the paper's: the authors' clock has their HTTP server, tokenizer and streams in it"
 MISSES = {  # beginnings of rows -> why they are outside, as far as we can tell
     "table2: decode-maximal: per decode": "by the paper's attn column 3 decodes cost 15.2 - 10.0 = 5.2 ms, 1.7 each; its 1.2 rests on linear operators "
                                           "that took 1.6 ms less for the same 1024 tokens",
@@ -771,32 +1038,39 @@ MISSES = {  # beginnings of rows -> why they are outside, as far as we can tell
     "fig13: (b) prefill at C = 64": "5 times would be 73 ms for 64 tokens, and the paper's own 128 tokens take 55 ms",
     "fig12: median bubble": "SARATHI's pipeline has next to no bubbles here (see the idle shares in fig12); the paper does not say where its are",
     "fig12: completion": "our iterations are shorter than the paper's, so that Orca's bubbles weigh more: see the last rows of fig12",
+    "slora_fig6: S4, R = 1: first": FRONT, "slora_fig6: S4, R = 2: first": FRONT, "slora_fig6: S4, R = 4: first": FRONT,
+    "slora_ablation: S2, n = 200: bmm": "the A10G's host gathers a request's adapter in 0.4 ms per layer, the A100's in 0.5; we have one constant",
+    "slora_fig10": "a few bursts decide, and how long the queue is when each comes: 3 % more throughput is many more first tokens in time",
+    "slora_clustering": "240 requests, and a queue that at its worst makes them wait about 6 s: a little faster, and most are inside",
 }
 
 
-@experiment("every number of the SARATHI paper beside ours, simulated with one set of constants: which hold within 15 %")
+@experiment("every number of the papers beside ours, simulated with one set of constants: SARATHI's within 15 %, S-LoRA's within 20 %")
 def scoreboard(bench):
-    """The rows of all its experiments that have a published number. A "fit" row is one that the constants were chosen on."""
-    config = replace(bench.config, hardware="a6000", tp=1, lengths="", pd=0.0, full=True)
-    own = Bench(CostModel.roofline(preset("llama-13b"), "a6000"), config, EngineConfig())
-    own.interrupt, own.clock = bench.interrupt, VirtualClock()
-    rows = []
-    for name, where in tqdm(CLAIMED.items(), "scoreboard", file=sys.stderr):
+    """The rows of all their experiments that have a published number. A "fit" row is one that the constants were chosen on."""
+    claims = [(name, where, "a6000", "llama-13b", 0.15) for name, where in CLAIMED.items()]
+    claims += [(name, f"S-LoRA {where}, {gpu}", gpu, "llama-7b", 0.20) for name, (where, *gpus) in SLORA.items() for gpu in gpus]
+    rows, boards = [], {0.15: [], 0.20: []}
+    for name, where, gpu, model, margin in tqdm(claims, "scoreboard", file=sys.stderr):
+        config = replace(bench.config, hardware=gpu, tp=1, lengths="", pd=0.0, full=True)
+        own = Bench(CostModel.roofline(preset(model), gpu), config, EngineConfig())
+        own.interrupt, own.clock = bench.interrupt, VirtualClock()
         for r in EXPERIMENTS[name][0](own):
             if r["paper"] is not None and not r.get("derived"):
-                rows.append(judged(name, where, r, own.source))
-    inside = sum(r["inside"] == "yes" for r in rows)
-    tested = [r for r in rows if r["role"] == "prediction"]
+                rows.append(judged(name, where, r, own.source, margin))
+                boards[margin].append(rows[-1])
     bench.notes = [f"outside: {r['what']}: {r['why']}" for r in rows if r["inside"] == "no"]
-    bench.notes.append(f"{inside} of {len(rows)} inside 15 % ({inside / len(rows):.0%}); of the {len(tested)} predictions "
-                       f"{sum(r['inside'] == 'yes' for r in tested)}")
+    for margin, part in boards.items():
+        inside, tested = [[r["inside"] == "yes" for r in some] for some in (part, [r for r in part if r["role"] == "prediction"])]
+        bench.notes.append(f"{sum(inside)} of {len(inside)} inside {100 * margin:.0f} % ({sum(inside) / max(1, len(inside)):.0%}); "
+                           f"of the {len(tested)} predictions {sum(tested)}")
     return rows
 
 
-def judged(name, where, r, source):
-    """A row with its ratio, whether it is inside 15 % (or its bound), and whether the constants were fitted on it."""
+def judged(name, where, r, source, margin):
+    """A row with its ratio, whether it is inside the margin (or its bound), and whether the constants were fitted on it."""
     ratio = r["ours"] / r["paper"]
-    inside = dict({"at most": ratio <= 1, "at least": ratio >= 1}).get(r.get("bound"), abs(ratio - 1) <= 0.15)
+    inside = dict({"at most": ratio <= 1, "at least": ratio >= 1}).get(r.get("bound"), abs(ratio - 1) <= margin)
     fit = name in FITTED or any(word in r["what"] for word in FITTED)
     why = next((why for start, why in MISSES.items() if f"{name}: {r['what']}".startswith(start)), "not explained")
     what = f"{where}: {r['what']}" + (f" ({r['bound']})" if "bound" in r else "")
@@ -1102,7 +1376,11 @@ FIGURES = {  # experiment -> (x label, y label) of each panel, the last one's ag
     "fig10": [("tokens per request L, batch B", "time, static over SARATHI (times)")],
     "fig11": [("tokens per request L, batch B", "throughput over static (times)"), ("P:D ratio", "throughput over static (times)")],
     "fig12": [("median per request", "bubble time, ratio"), ("scenarios compared", "completion time, ratio")],
-    "fig13": [("chunk size C (tokens)", "time over a full prefill's (times)")] * 2 + [("chunk size C (tokens)", "throughput over static (times)")]}
+    "fig13": [("chunk size C (tokens)", "time over a full prefill's (times)")] * 2 + [("chunk size C (tokens)", "throughput over static (times)")],
+    "slora_fig5": [("adapters", "requests/s")],
+    "slora_fig6": [("requests/s that come", "requests/s")] + [("requests/s that come", "seconds")] * 2 + [("requests/s that come", "share within the SLO")],
+    "slora_fig9": [("adapters", "requests/s")],
+    "slora_fig10": [("coefficient of variation of the gaps", "share within the SLO")]}
 TIMELINES = {"timeline": "request", "bubbles": "stage"}  # experiment -> what a row of its picture is
 INK = {  # the same thing has the same colour in every picture
     "static": "#7f7f7f", "over static": "#7f7f7f", "Orca, worst case": "#f5b78a", "orca": "#e07b2a", "over orca": "#e07b2a", "Orca, best case": "#e07b2a",

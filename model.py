@@ -502,13 +502,14 @@ class Adapter:
         """ranks: {checkpoint module: rank}. dtype None: only the shape, as the simulator needs it; pin: for copies to a GPU."""
         self.ranks, self.width, self.sites = ranks, config.n_kv_head * config.head_dim, {}
         self.operators = config.operators
-        n_a = n_b = 0  # pages used so far in each plane
+        self.n_params = n_a = n_b = 0  # weights; pages used so far in each plane
         for op, (n_in, _, modules) in self.operators.items():
             for module, (first, n_out, page) in modules.items():
                 if module in ranks:
                     a, b = (np.arange(ranks[module] * m).reshape(-1, m) for m in (-(-n_in // self.width), -(-n_out // self.width)))
                     self.sites.setdefault(op, {})[module] = Site(first, n_out, page, n_a + a, n_b + b)
                     n_a, n_b = n_a + a.size, n_b + b.size
+                    self.n_params += config.n_layer * ranks[module] * (n_in + n_out)
         self.n_page = max(n_a, n_b)
         self.planes = None  # (n_layer, 2, n_page, width): what the pages are to hold
         if dtype is not None:

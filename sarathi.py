@@ -264,6 +264,36 @@ class PagePool:
         self.spans.insert(i, (a, b))
 
 
+class PageCount:
+    """A PagePool of which only the numbers are kept, for a simulator whose pages may lie anywhere."""
+
+    def __init__(self, n_page):
+        self.n_page = self.n_free = n_page
+        self.tables = {}  # owner -> pages it holds
+
+    def need(self, owner, n, n_max):
+        return max(0, n - self.tables.get(owner, 0))
+
+    def hold(self, owner, n, n_max):
+        return self.hold_any(owner, self.need(owner, n, n_max))
+
+    def hold_any(self, owner, n):
+        fits = n <= self.n_free
+        if fits and n:
+            self.n_free -= n
+            self.tables[owner] = self.tables.get(owner, 0) + n
+        return fits
+
+    def free(self, owner):
+        self.n_free += self.tables.pop(owner, 0)
+
+    def pages(self, owner):
+        return np.arange(self.tables[owner])
+
+    def check(self):
+        assert self.n_free + sum(self.tables.values()) == self.n_page and self.n_free >= 0, "pages lost or owned twice"
+
+
 # ---------------------------------------------------------------- adapters: thousands in host memory, those in use in the pool
 
 @dataclass
@@ -516,18 +546,18 @@ class Cluster(Order):
 
 
 class OneAdapter(Order):
-    """For merged weights: only requests of the batch's adapter; the next is that of the first in the queue, with all who had
-    come by then, so that a popular adapter starves nobody."""
+    """For merged weights: only requests of the batch's adapter, until too many of others wait in front of them; then the batch
+    runs out, and the first in the queue says which is next [S-LoRA §7.5]."""
+    PATIENCE = 30  # requests, as in the paper's code
 
     def __init__(self, inner):
-        self.inner, self.until = inner, 0.0
+        self.inner = inner
 
     def queue(self, running, waiting):
         queue = list(self.inner.queue(running, waiting))
-        if not running and queue:
-            self.until = max(r.arrival for r in queue)
         adapter = next((r.adapter for r in chain(running, queue)), None)
-        return [r for r in queue if r.adapter == adapter and r.arrival <= self.until]
+        first = next((i for i, r in enumerate(queue) if r.adapter == adapter), 0)
+        return [r for r in queue if r.adapter == adapter] if first <= self.PATIENCE else []
 
 
 class EarlyAbort(Order):
@@ -579,8 +609,32 @@ ELEMENTWISE = 6  # times that norms, activations and residuals read or write a t
 TILE = 128  # rows of a GEMM's thread block [SARATHI Fig. 7]
 SKINNY = 32  # up to so many rows a GEMM takes smaller blocks: a decode-only batch pays for its own rows [SARATHI Table 2]
 USABLE = 0.84  # of a GPU's memory, for weights and cache: [SARATHI Fig. 8, §5.3] batches of 18, 10, 6, 27 and 11
+LORA_BANDWIDTH = 0.325  # every decode reads its adapter, shared or not: MBGMV [S-LoRA §5.3]; [S-LoRA Table 3] S4, n = 100
 LINK, LINK_DELAY = 0.75, 25e-6  # share of a link's bandwidth, and seconds before the first byte: usual for NCCL on eight GPUs, not fitted
 INFINIBAND = 25e9  # bytes/s from a GPU to its peer in the next node: 200 Gb/s each
+PCIE = 32e9  # bytes/s from the host's memory: 16 lanes of the fourth generation
+
+
+class System(NamedTuple):
+    """The seconds that a serving system's host adds to the hardware's; each is fitted on the cell named in SYSTEMS."""
+    layer: float = 0.0  # to launch one layer's kernels: a GPU that is faster waits
+    request: float = 0.0  # between two iterations, per request: tokens in and out, one by one
+    load: float = 0.0  # per layer, to start the copies of an adapter, also when they overlap
+    resize: float = 0.0  # per layer, when the adapters have a pool of their own: to move it, as one comes or goes
+    copy: float = ATTENTION_CALL  # per layer and request: to gather and pad its adapter for a batched GEMM
+    eager: bool = False  # host and GPU wait for each other in every layer: their times add up
+
+
+SYSTEMS = {
+    "sarathi": System(),  # this engine: all its time is the GPU's
+    "lightllm": System(layer=1.33e-3,  # [S-LoRA Fig. 6] S4, R = 1: average latency
+                       request=0.085e-3,  # [S-LoRA Table 3] S1, n = 5
+                       load=0.45e-3,  # [S-LoRA Table 3] S2, n = 1000
+                       resize=1.25e-3,  # [S-LoRA Fig. 5] no-unify, A100-80, S4, n = 400
+                       copy=0.505e-3),  # [S-LoRA Fig. 5] bmm, A100-80, S4, n = 400
+    "transformers": System(layer=1.8e-3,  # [S-LoRA Table 3] PEFT, S1 and S4, n = 100
+                           request=0.95e-3,  # [S-LoRA Table 3] PEFT, S1, n = 5: its cache is copied when it grows
+                           eager=True)}
 
 
 class Work(NamedTuple):
@@ -592,12 +646,15 @@ class Work(NamedTuple):
     chunks: int = 0
     pairs: float = 0  # of a chunk's query with a key
     reread: int = 0  # cached tokens that chunks read, those of earlier chunks included [SARATHI §4.2]
+    adapted: int = 0  # requests that have an adapter
+    lora_read: int = 0  # weights of adapters that decodes read, each its own
+    lora_pairs: int = 0  # of a chunk's token with a weight of its adapter
 
     @classmethod
     def of(cls, entries, tile):
-        """entries: (n_past, n, rows whose logits are wanted) per request; a chunk's rows fill whole tiles."""
-        N = M = decodes = context = chunks = pairs = reread = 0
-        for past, n, wants in entries:
+        """entries: (n_past, n, rows whose logits are wanted, weights of its adapter) per request; a chunk's rows fill whole tiles."""
+        N = M = decodes = context = chunks = pairs = reread = adapted = lora_read = lora_pairs = 0
+        for past, n, wants, *adapter in entries:
             N += n
             M += wants
             if n <= FEW_ROWS:
@@ -607,13 +664,18 @@ class Work(NamedTuple):
                 chunks += 1
                 pairs += -(-n // tile) * tile * (past + n / 2)
                 reread += past + n
-        return cls(N, M, decodes, context, chunks, pairs, reread)
+            if adapter and adapter[0]:
+                adapted += 1
+                lora_read += adapter[0] * (n <= FEW_ROWS)
+                lora_pairs += adapter[0] * n * (n > FEW_ROWS)
+        return cls(N, M, decodes, context, chunks, pairs, reread, adapted, lora_read, lora_pairs)
 
 
 class CostModel:
     """Seconds of an iteration: T = alpha N_context + gamma ceil(N / tile) tile + delta [SmartSpec Eq. 7, SARATHI Fig. 7], where
     gamma and delta (computing N tokens, reading the weights) overlap, and a chunk's attention pays for its query-key pairs."""
     error = None  # of a fitted one: the median relative error on batches that the fit did not see
+    system = SYSTEMS["sarathi"]
 
     def __init__(self, config, dtype, memory, name, tile=1):
         self.config, self.dtype, self.memory, self.name, self.tile = config, dtype, memory, name, tile
@@ -624,11 +686,11 @@ class CostModel:
         self.page = c.page_bytes(dtype.itemsize)
 
     @staticmethod
-    def roofline(config, gpu, tp=1, nodes=1, delay=LINK_DELAY):
+    def roofline(config, gpu, tp=1, nodes=1, delay=LINK_DELAY, system="sarathi"):
         """From a GPU's data sheet. KeyError, listing the known ones, for another GPU. tp: GPUs that share every layer; nodes: so
         many of these groups share the model (and their memory), each some of the layers, as stages of a Pipeline; delay: seconds
-        before an all-reduce begins."""
-        return Roofline(config, gpu, tp, nodes, delay)
+        before an all-reduce begins; system: whose host it is, one of SYSTEMS."""
+        return Roofline(config, gpu, tp, nodes, delay, system)
 
     @staticmethod
     def profile(model, repeats=3, between=lambda: None):
@@ -644,25 +706,41 @@ class CostModel:
         """`time` by operator, all layers: {"preproj": seconds, "attn": ..., "others": ...}."""
         return self._operators(self._rough(n_tokens, n_context))
 
-    def time_of(self, entries):
-        """Seconds of an iteration with these entries, (n_past, n, wants logits) per request."""
-        return self._time(Work.of(entries, self.tile))
+    def time_of(self, entries, lora="batched"):
+        """Seconds of an iteration with these entries, (n_past, n, wants logits, weights of its adapter) per request; lora: how
+        adapters are computed, as in EngineConfig."""
+        return self._time(Work.of(entries, self.tile), lora)
 
-    def operators_of(self, entries):
-        """`time_of` by operator."""
-        return self._operators(Work.of(entries, self.tile))
+    def operators_of(self, entries, lora="batched"):
+        """`time_of` by operator, without what the host adds."""
+        return self._operators(Work.of(entries, self.tile), lora)
+
+    def load(self, n_params, resize=False):
+        """Seconds that it takes the host to start copying an adapter of n_params weights in, and then the link; resize: the
+        adapters have a pool of their own."""
+        s = self.system
+        return self.config.n_layer * (s.load + s.resize * resize), n_params * self.dtype.itemsize / (LINK * PCIE)
+
+    def merge(self):
+        """Seconds to swap the adapter in the weights: W - A1 B1 + A2 B2, each pass over q, k, v and o reads W and a product that
+        was written first, and writes W."""
+        n = self.config.n_layer * (self.weights["preproj"] + self.weights["postproj"])
+        return 2 * 4 * n * self.dtype.itemsize / self.peaks[1]
 
     def _rough(self, n_tokens, n_context):
         checked("n_tokens", n_tokens, int, 1)
         return Work(n_tokens, 1, decodes=int(n_context > 0), context=checked("n_context", n_context, int, 0))
 
-    def _time(self, w):
-        return self.linear(w.N) + 2 * self.all_reduce(w.N) + self.attention(w) + self.others(w)
+    def _time(self, w, lora="batched"):
+        gpu = self.linear(w.N) + 2 * self.all_reduce(w.N) + self.attention(w) + self.others(w) + self.lora(w, lora)
+        host = self.config.n_layer * self.system.layer
+        return (gpu + host if self.system.eager else max(gpu, host)) + self.system.request * (w.decodes + w.chunks)
 
-    def _operators(self, w):
+    def _operators(self, w, lora="batched"):
         linear, reduce = self.linear(w.N), self.all_reduce(w.N)  # one after each of the two row-parallel operators
         took = {name: linear * n / self.n_weights + reduce * (name in ("postproj", "ffn_ln2")) for name, n in self.weights.items()}
-        return dict(preproj=took.pop("preproj"), attn=self.attention(w), **took, others=self.others(w))
+        adapters = {"lora": self.lora(w, lora)} if w.adapted else {}
+        return dict(preproj=took.pop("preproj"), attn=self.attention(w), **took, others=self.others(w), **adapters)
 
     def all_reduce(self, N):
         return 0.0
@@ -671,9 +749,11 @@ class CostModel:
 class Roofline(CostModel):
     """Each operator's time is the 2-norm of computing and reading, at fixed shares of a data sheet's peaks."""
 
-    def __init__(self, config, gpu, tp=1, nodes=1, delay=LINK_DELAY):
-        if gpu not in GPUS:
-            raise KeyError(f"unknown hardware {gpu!r}: one of {', '.join(GPUS)}")
+    def __init__(self, config, gpu, tp=1, nodes=1, delay=LINK_DELAY, system="sarathi"):
+        for name, known in ((gpu, GPUS), (system, SYSTEMS)):
+            if name not in known:
+                raise KeyError(f"unknown {'hardware' if known is GPUS else 'system'} {name!r}: one of {', '.join(known)}")
+        self.system = SYSTEMS[system]
         self.gpu, self.tp, self.delay, self._linear = GPUS[gpu], checked("tp", tp, int, 1), delay, {}
         c, dtype = config, torch.bfloat16
         left = [share * tp * nodes * self.gpu.memory - c.n_params * dtype.itemsize for share in (1, USABLE)]
@@ -692,6 +772,16 @@ class Roofline(CostModel):
         multiply = 4 * c.n_layer * c.n_head * c.head_dim * w.pairs / (CHUNK_FLOPS * self.flops)
         read = self.page / (DECODE_BANDWIDTH * self.bandwidth)
         return math.hypot(multiply, w.reread * read) + w.context * read + c.n_layer * ATTENTION_CALL * ((w.chunks > 0) + (w.decodes > 0))
+
+    def lora(self, w, kind):
+        """x A B for the rows that have an adapter: decodes are bound by the weights they read, chunks multiply at the rate of
+        their attention. bmm: what is read is gathered and padded first, request by request; merge: nothing is left to do."""
+        if kind == "merge" or not w.adapted:
+            return 0.0
+        multiply = 2 * w.lora_pairs / (CHUNK_FLOPS * self.flops)
+        read = w.lora_read * self.dtype.itemsize / (LORA_BANDWIDTH * self.bandwidth)
+        calls = self.system.copy * w.adapted if kind == "bmm" else ATTENTION_CALL * ((w.chunks > 0) + (w.decodes > 0))
+        return multiply + read * (3 if kind == "bmm" else 1) + self.config.n_layer * calls
 
     def others(self, w):
         """Norms, activations, residuals; the output head for the rows that need it."""
@@ -747,6 +837,17 @@ class Fitted(CostModel):
 
     def others(self, w):
         return self.coefficients[-1] * w.M
+
+    def lora(self, w, kind):
+        """No profile has adapters: their weights cost what as many of the base model's do, per token."""
+        share = (w.lora_read + w.lora_pairs) / (self.config.n_layer * self.n_weights)
+        return 0.0 if kind == "merge" else self.gamma * share
+
+    @property
+    def peaks(self):
+        """(FLOP/s, bytes/s) that the fit implies: of a large batch, and of an iteration that does little but read the weights."""
+        n = self.config.n_layer * self.n_weights
+        return 2 * n / max(self.gamma, 1e-30), n * self.dtype.itemsize / max(self.delta, 1e-30)
 
     def _sum(self, start, values):
         return sum(c * x for c, x in zip(self.coefficients[start:], values))
@@ -908,8 +1009,7 @@ class DraftModel(Proposer, named=False):
     def propose(self, requests, lengths, threshold=0.0):
         """One forward per step, for all requests that still want a draft [SmartSpec Eq. 5]."""
         ahead, sure = [self._ahead(r) for r in requests], np.ones(len(requests))
-        Hk = self.engine.pool.n_kv_head
-        self.engine.pool.tables = {r.id: self.pool.tables[r.id].of(self.pool.n_kv_head, Hk) for r in requests}
+        self._share(requests)
         place = {r.id: i for i, r in enumerate(requests)}
         for step in range(max(lengths)):
             plan = [(a, a.n_todo) for a, s, k in zip(ahead, sure, lengths) if k > step and s > threshold]
@@ -922,6 +1022,11 @@ class DraftModel(Proposer, named=False):
         for r, a in zip(requests, ahead):
             r.n_draft_past, r.q = a.n_past, torch.stack(a.q) if a.q else None
         return [a.tokens[r.n_tokens:a.n_tokens].tolist() for r, a in zip(requests, ahead)]
+
+    def _share(self, requests):
+        """Their pages, as the draft's engine addresses them."""
+        ours, theirs = self.engine.pool, self.pool
+        ours.tables = {r.id: theirs.tables[r.id].of(theirs.n_kv_head, ours.n_kv_head) for r in requests}
 
     def _ahead(self, r):
         """A copy of r as the draft model sees it; tokens it does not know become its last."""
@@ -952,6 +1057,9 @@ class SimulatedDraft(DraftModel, named=False):
 
     def _engine(self, engine, model):
         return Simulator(model, clock=engine.clock, n_page=engine.pool.n_page)
+
+    def _share(self, requests):
+        pass
 
     def _step(self, plan, threshold):
         self.engine._forward(plan)
@@ -1139,11 +1247,11 @@ class Speculator:
         else:
             wanted = d.most if policy.late else policy.lengths(d)
             self.zeros = FADE * self.zeros + (1 - FADE) * (not wanted.any())
-            wanted = [self.engine._lookahead(r, k) if self._may(r) else 0 for r, k in zip(requests, wanted)]
+            wanted = [self.engine._lookahead(r, int(k)) if self._may(r) else 0 for r, k in zip(requests, wanted)]
             drafts = proposer.propose(requests, wanted, policy.threshold) if any(wanted) else [[]] * len(requests)
         if proposer.free or policy.late:
             made = d._replace(most=np.array([len(tokens) for tokens in drafts]), draft=lambda steps: 0.0)
-            wanted = [self.engine._lookahead(r, k) for r, k in zip(requests, policy.lengths(made))]
+            wanted = [self.engine._lookahead(r, int(k)) for r, k in zip(requests, policy.lengths(made))]
             drafts = [tokens[:k] for tokens, k in zip(drafts, wanted)]
         return drafts
 
@@ -1271,8 +1379,8 @@ class Engine:
         self.clock, self.record = clock or WallClock(), record
         self.order = self._new_order()
         checked("adapter_pages", c.adapter_pages, int, 0, n_page - 1)
-        self.pool = PagePool(n_page - c.adapter_pages, model.config.n_kv_head, c.alloc)
-        own = PagePool(c.adapter_pages, model.config.n_kv_head, c.alloc, first=self.pool.n_page)  # no-unify [S-LoRA §7.4]
+        self.pool = self._new_pool(n_page - c.adapter_pages)
+        own = self._new_pool(c.adapter_pages, first=self.pool.n_page)  # no-unify [S-LoRA §7.4]
         self.kv = self._new_cache(n_page)
         self.adapters = (Merging if c.lora == "merge" else AdapterStore)(own if c.adapter_pages else self.pool, self._new_copier())
         self.merged = None, model  # (adapter, the model that has it in its weights)
@@ -1285,6 +1393,9 @@ class Engine:
 
     def _memory(self, draft):
         return free_memory(self.model.device)
+
+    def _new_pool(self, n_page, first=0):
+        return PagePool(n_page, self.model.config.n_kv_head, self.config.alloc, first)
 
     def _new_cache(self, n_page):
         return self.model.new_cache(n_page)
@@ -1454,7 +1565,7 @@ class Engine:
             self.merged = None, self.model  # the old weights go before the new ones are made
             if adapter is not None:
                 self.merged = adapter, self.model.merged(self.adapters.known[adapter])
-        return self.merged[1]
+        return self.model if self.merged[0] is None else self.merged[1]
 
     def _keep(self, start, end, stage, plan):
         if self.record is not None:
@@ -1498,10 +1609,10 @@ class Engine:
     def _lookahead(self, r, k):
         """Pages for up to k drafts -> how many there are: only what no running request's next token will need [SmartSpec §6]. Idle
         adapters make way, as for any token."""
-        held = len(self.pool.tables[r.id].rows)
-        if self.adapters.pool is self.pool and held < r.n_tokens + k:
-            self.adapters.make_room(int(r.n_tokens + k) - held + len(self.running))
-        k = max(0, min(int(k), held - r.n_tokens + max(0, self.pool.n_free - len(self.running))))
+        lacks = self.pool.need(r.id, r.n_tokens + k, r.max_len)
+        if lacks and self.adapters.pool is self.pool:
+            self.adapters.make_room(lacks + len(self.running))
+        k = max(0, k - max(0, lacks - max(0, self.pool.n_free - len(self.running))))
         self.pool.hold(r.id, r.n_tokens + k, r.max_len)
         return k
 
@@ -1734,11 +1845,22 @@ class Simulator(Engine):
             raise ValueError(f"{sum(weights) / 1e9:.1f} GB of weights do not fit {self.model.name}: take a larger GPU or more of them (tp)")
         return free - sum(weights[1:]), usable / (free - sum(weights[1:]))
 
+    def _new_pool(self, n_page, first=0):
+        return PageCount(n_page) if self.config.alloc == "grow" else super()._new_pool(n_page, first)
+
     def _new_cache(self, n_page):
         return None
 
     def _new_copier(self):
-        return lambda pages, adapter: lambda: None
+        """Copies follow one another on the link while iterations run; who needs one that has not arrived waits [S-LoRA §5.2]."""
+        link = VirtualClock()
+
+        def copy(pages, adapter):
+            host, transfer = self.model.load(adapter.n_params, resize=self.config.adapter_pages > 0)
+            self.clock.wait_until(self.clock.now() + host)
+            link.wait_until(max(link.now(), self.clock.now()) + transfer)
+            return partial(self.clock.wait_until, link.now())
+        return copy
 
     def _load(self, source):
         if not callable(source):
@@ -1749,8 +1871,17 @@ class Simulator(Engine):
         """As for the engine, but the array is one zero that is seen max_len times."""
         return np.ndarray(len(super()._checked(r)), np.int64, np.zeros(1, np.int64), strides=(0,))
 
+    def _price(self, plan):
+        """Seconds that the plan takes, a swap of the merged adapter included."""
+        known, adapter = self.adapters.known, plan[0][0].adapter
+        entries = [(r.n_past, n, r.n_wanted(n), known[r.adapter].n_params if r.adapter is not None else 0) for r, n in plan]
+        swap = self.config.lora == "merge" and adapter != self.merged[0]
+        if swap:
+            self.merged = adapter, self.model
+        return self.model.time_of(entries, self.config.lora) + (self.model.merge() if swap else 0.0)
+
     def _forward(self, plan):
-        self.clock.wait_until(self.clock.now() + self.model.time_of([(r.n_past, n, r.n_wanted(n)) for r, n in plan]))
+        self.clock.wait_until(self.clock.now() + self._price(plan))
 
     def _sample(self, ready, logits):
         return [[0] * (1 + min(k, r.luck)) for r, k in ready]
@@ -1766,7 +1897,7 @@ class Lane(Simulator):
     def _run(self, plan):
         """Through all stages; the next iteration of this lane may start when the last stage is done."""
         line, t = self.pipeline, self.clock.now()
-        took = self.model.time_of([(r.n_past, n, r.n_wanted(n)) for r, n in plan]) / len(line.free)
+        took = self._price(plan) / len(line.free)
         send, idle = self.model.send(sum(n for r, n in plan)), 0.0
         for stage, free in enumerate(line.free):
             start = max(t, free)
