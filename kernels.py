@@ -750,3 +750,26 @@ def sample(p, u):
     """One token per row by inverting the cumulative distribution: p (M, V), u (M,) uniform in [0, 1) -> (M,)"""
     cdf = p.double().cumsum(-1)
     return torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).squeeze(1).clamp_(max=p.size(1) - 1)
+
+
+# ---------------------------------------------------------------- verification: row m gave p for the token that its draft m guesses
+
+def accept(p, q, draft, u):
+    """Lossless rejection sampling [SmartSpec §2; arXiv 2211.17192]: each row keeps its draft x with probability min(1, p(x) / q(x)).
+    p (M, V) the target's distribution; q (M, V) the one x was drawn from, None: x was certain; draft (M,), -1: none; u (M,) -> (M,) bool"""
+    x = draft.clamp(min=0)[:, None]
+    return (draft >= 0) & (u * (1.0 if q is None else q.gather(1, x).squeeze(1)) < p.gather(1, x).squeeze(1))
+
+
+def residual(p, q, draft):
+    """(M, V) what a row draws from once its draft was turned down: max(0, p - q), not normalized; p where there was no draft."""
+    there = (draft >= 0)[:, None]
+    rest = p.scatter(1, draft.clamp(min=0)[:, None], 0.0) if q is None else (p - q).clamp_(min=0)
+    return torch.where(there & (rest.sum(-1, keepdim=True) > 0), rest, p)  # p = q but for rounding: nothing is left
+
+
+def run_ends(accepted, first):
+    """accepted (M,) bool, false in every request's last row; first (B,) their first rows -> (B,) the row where each one's run of
+    accepted drafts ends: the one that gives its next token."""
+    rows = torch.arange(len(accepted), device=accepted.device).masked_fill_(accepted, len(accepted))
+    return rows.flip(0).cummin(0).values.flip(0)[first]  # the nearest row from here on that is not accepted

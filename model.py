@@ -795,11 +795,12 @@ def default_dtype(device="cpu"):
 
 
 def load_model(name, dtype=None, device="cpu", seed=0):
-    """name: "tiny" (trained here on first use), a preset (random weights) or a Hugging Face folder -> (GPT, Tokenizer or None)."""
+    """name: "tiny" or its "draft" (trained here on first use), a preset (random weights) or a Hugging Face folder -> (GPT, Tokenizer or None)."""
     if name in PRESETS and name != "tiny":
         return GPT.from_preset(name, dtype or torch.float32, device, seed), None
-    folder = cache_folder() / "tiny" if name == "tiny" else Path(name)
-    if name == "tiny" and not (folder / "tokenizer.json").is_file():
+    own = name in ("tiny", "draft")
+    folder = cache_folder() / name if own else Path(name)
+    if own and not (folder / "tokenizer.json").is_file():
         print("The default model is a tiny byte-level LLaMA that is trained here, once, on the Python standard library's sources: "
               f"about two minutes on two cores, then kept in {cache_folder()}.", file=sys.stderr)
         train_tiny()

@@ -12,6 +12,7 @@ r". An iteration is a plan [(request, n)], packed into one flat batch of N token
 """
 import argparse
 import bisect
+import copy
 import heapq
 import math
 import os
@@ -26,13 +27,14 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import chain, islice
 from numbers import Integral, Real
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
 
-from kernels import BLOCK_ROWS, FEW_ROWS, Lora, LoraPages, Pages, Segment, causal_mask, context_pad, on_gpu, sample, target_probs
-from model import PRESETS, Adapter, Batch, default_dtype, load_model
+from kernels import (BLOCK_ROWS, FEW_ROWS, Lora, LoraPages, Pages, Segment, accept, causal_mask, context_pad, on_gpu, residual, run_ends,
+                     sample, target_probs)
+from model import GPT, PRESETS, Adapter, Batch, default_dtype, load_model
 
 
 def option(default, help, **more):
@@ -64,12 +66,14 @@ class EngineConfig:
     cluster: int = option(0, "prefer requests whose adapter is in the batch once it has so many; 0: never [S-LoRA §4.2]")
     slo: float = option(0.0, "seconds to the first token after which a waiting request is given up; 0: never [S-LoRA §4.3]")
     seed: int = option(0, "random numbers of requests that bring no seed of their own")
+    alpha: float = option(0.0, "accept each draft with this probability, whatever the model says: for random weights; 0: verify")
 
     def __post_init__(self):
         for name, least in dict(chunk=1, max_batch=0, tile=1, n_page=0, adapter_pages=0, cluster=0, seed=0).items():
             checked(name, getattr(self, name), int, least)
         for name in ("memory_gb", "slo"):
             checked(name, getattr(self, name), float, 0)
+        checked("alpha", self.alpha, float, 0, 1)
         for f in fields(self):
             if getattr(self, f.name) not in f.metadata.get("choices", [getattr(self, f.name)]):
                 raise ValueError(f"{f.name} = {getattr(self, f.name)!r}: one of {', '.join(map(repr, f.metadata['choices']))}")
@@ -83,6 +87,7 @@ class Request:
 
         |<------------- n_tokens ------------->|<- not known yet ->|
         |<---- n_past: fed, cached ---->|n_todo|                   |  max_len
+                                               |drafts|               guesses, fed with the last known token to be verified
     """
     prompt: list = field(repr=False)
     max_new_tokens: int = option(32, "tokens to generate")
@@ -99,12 +104,23 @@ class Request:
     n_tokens: int = field(default=0, init=False)
     n_past: int = field(default=0, init=False)
     n_preempted: int = field(default=0, init=False)
+    n_draft_past: int = field(default=0, init=False)  # as n_past, in a draft model's cache
+    n_drafted: int = field(default=0, init=False)  # drafts verified so far
+    n_accepted: int = field(default=0, init=False)  # and of these accepted
+    speculates: bool | None = field(default=None, init=False, repr=False)  # None: not decided yet [SmartSpec §5]
+    q: torch.Tensor | None = field(default=None, init=False, repr=False)  # (k, V) that its drafts were drawn from; None: certain
+    luck: int = field(default=0, init=False, repr=False)  # how many drafts are accepted next, where that is forced
+    tally: tuple = field(default=(0.0, 0.0), init=False, repr=False)  # drafts accepted and tried of late
     bubble: float = field(default=0.0, init=False)  # seconds that its micro-batches let pipeline stages wait [SARATHI §5.3]
     times: list = field(default_factory=list, init=False, repr=False)  # when each new token came, seconds
 
     @property
     def n_todo(self):
         return self.n_tokens - self.n_past
+
+    def n_wanted(self, n):
+        """Rows whose logits are wanted if n tokens are fed: none before the last known token, one more for each draft behind it."""
+        return max(0, n - self.n_todo + 1)
 
     @property
     def max_len(self):
@@ -144,6 +160,13 @@ class Table:
     """The pages of one owner: rows[i] is the cache row of page i's first head, stride the rows from one head to the next."""
     rows: np.ndarray
     stride: int
+
+    def of(self, n_kv_head, other):
+        """The same pages in the cache of a model with `other` kv heads."""
+        if n_kv_head == other:
+            return self
+        pages = self.rows // n_kv_head
+        return Table(pages * other if self.stride == 1 else pages[0] * other + np.arange(self.stride), self.stride)
 
 
 class PagePool:
@@ -386,24 +409,34 @@ BITS = {2: torch.int16, 4: torch.int32}  # bytes of a number -> a type that carr
 
 # ---------------------------------------------------------------- policy: schedulers
 
-SCHEDULERS = {}  # name -> class; filled by the subclasses themselves: class ShortestFirst is "shortest_first"
+class Named:
+    """Subclasses are found by name, in their family's registry: class ShortestFirst is "shortest_first"."""
+
+    def __init_subclass__(cls, named=True):
+        if named:
+            cls.registry[re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()] = cls
 
 
-class Scheduler:
+SCHEDULERS = {}  # name -> class
+
+
+class Scheduler(Named, named=False):
     """Who feeds how many tokens in the next iteration. Subclass it and write `plan`; it never touches pages.
 
     chunk, max_batch and tile are the engine's unless given here."""
+    registry = SCHEDULERS
 
     def __init__(self, chunk=None, max_batch=None, tile=None):
         self.chunk, self.max_batch, self.tile = chunk, max_batch, tile
-
-    def __init_subclass__(cls):
-        SCHEDULERS[re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()] = cls
 
     def plan(self, running, waiting):
         """running: Requests with pages, oldest first. waiting: a queue of Requests without, first come first; may be ().
         -> [(request, n)] with 1 <= n <= request.n_todo. A waiting request that is named is started, if its pages are there."""
         raise NotImplementedError
+
+    def room(self, plan):
+        """How many tokens of drafts this plan's decodes may add; no limit, unless the scheduler has a budget."""
+        return math.inf
 
     def new(self, running, waiting):
         """The waiting requests that the batch has slots for."""
@@ -444,6 +477,11 @@ class Sarathi(Scheduler):
         total = max(self.chunk // tile, len(decodes) // tile + 1) * tile  # of the whole batch; never below one token of prefill
         return decodes + [(prefill, min(prefill.n_todo, total - len(decodes)))]
 
+    def room(self, plan):
+        """Drafts fill the tile that was begun, or the chunk."""
+        total, tile = sum(n for r, n in plan), min(self.tile, self.chunk)
+        return max(self.chunk // tile, -(-total // tile)) * tile - total
+
 
 class SarathiServe(Scheduler):
     """A token budget per iteration: decodes first, then as many chunks as fit (Sarathi-Serve, arXiv 2403.02310)."""
@@ -456,6 +494,9 @@ class SarathiServe(Scheduler):
                 plan.append((r, min(r.n_todo, budget)))
                 budget -= plan[-1][1]
         return plan
+
+    def room(self, plan):
+        return self.chunk - sum(n for r, n in plan)
 
 
 def make_scheduler(scheduler, **options):
@@ -611,7 +652,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, entries, tile):
-        """entries: (n_past, n, wants logits, weights of its adapter) per request; a chunk's rows fill whole tiles."""
+        """entries: (n_past, n, rows whose logits are wanted, weights of its adapter) per request; a chunk's rows fill whole tiles."""
         N = M = decodes = context = chunks = pairs = reread = adapted = lora_read = lora_pairs = 0
         for past, n, wants, *adapter in entries:
             N += n
@@ -886,6 +927,389 @@ def rehearse(engine, entries):
     return plan
 
 
+# ---------------------------------------------------------------- speculation: drafts that ride along, and how many
+
+PROPOSERS = {}  # name -> class
+POLICIES = {}
+N_SPEC = FEW_ROWS - 1  # the longest proposal a policy tries, V in [SmartSpec Alg. 2]: with it a decode still streams its context
+PRIOR = (0.7, 1.0)  # acceptance before any was seen, and the number of drafts that this guess weighs
+FADE = 0.98  # of the evidence on acceptance, per iteration: a policy that no longer proposes forgets why, and tries again
+T_DRAFT_FREE = 1e-5  # seconds per request to look drafts up: C in [SmartSpec §4.3]
+
+
+class Proposer(Named, named=False):
+    """Where drafts come from. Subclass it and write `propose`; `free`: drafts cost so little that all are made before the policy
+    says how many of them to verify."""
+    registry, free = PROPOSERS, True
+
+    def most(self, n_tokens):
+        """n_tokens (B,) known -> the longest proposals that can follow; the policy has its own limit."""
+        return math.inf
+
+    def propose(self, requests, lengths, threshold=0.0):
+        """-> per request a list of up to lengths[i] tokens (lengths (B,)); a request whose last draft had no more than this
+        probability gets no further ones. Where drafts were drawn, r.q is what from."""
+        raise NotImplementedError
+
+    def seconds(self, n, n_context, steps):
+        """What `steps` drafts for each of n requests with n_context cached tokens in all will take [SmartSpec Eq. 5]."""
+        return T_DRAFT_FREE * n
+
+    def forget(self, r):
+        """The request ended."""
+
+
+class Ngram(Proposer):
+    """Prompt lookup: what followed the last time that the newest tokens came in this order. The index grows with the text, so a
+    proposal costs the same at any length; a match that reaches the end goes on repeating, as in LZ77."""
+    sizes = (3, 2)  # tokens that must agree, longest first
+
+    def __init__(self):
+        self.seen = {}  # request id -> (how many tokens are indexed, {the tokens before a place: the last such place})
+
+    def propose(self, requests, lengths, threshold=0.0):
+        return [self._continue(r, int(k)) for r, k in zip(requests, lengths)]
+
+    def _continue(self, r, k):
+        start, index = self.seen.get(r.id, (min(self.sizes), {}))
+        first = start - max(self.sizes)
+        text = r.tokens[max(0, first):r.n_tokens].tolist()
+        for i in range(start, r.n_tokens):  # what stood before place i; place n_tokens itself is not known yet
+            at = i - max(0, first)
+            for size in self.sizes:
+                if at >= size:
+                    index[tuple(text[at - size:at])] = i
+        self.seen[r.id] = max(start, r.n_tokens), index
+        places = (index.get(tuple(text[-size:])) for size in self.sizes if len(text) >= size)
+        place, end = next((i for i in places if i), None), r.n_tokens
+        if place is None:
+            return []
+        for i in range(k):  # behind the end, where drafts belong
+            r.tokens[end + i] = r.tokens[place + i]
+        return r.tokens[end:end + k].tolist()
+
+    def forget(self, r):
+        self.seen.pop(r.id, None)
+
+
+class DraftModel(Proposer, named=False):
+    """A smaller model, as an engine of its own whose pages are the target's: where a token's K and V lie in one cache, they lie in
+    the other [SmartSpec §6]. Its requests are copies that run ahead; their first forward also catches up on what was not fed yet."""
+    free = False
+
+    def __init__(self, engine, model):
+        self.pool, self.vocab_size, self.engine = engine.pool, engine.model.config.vocab_size, self._engine(engine, model)
+
+    def _engine(self, engine, model):
+        return Engine(model, n_page=engine.pool.n_page)
+
+    def most(self, n_tokens):
+        return self.engine.model.config.block_size - n_tokens + 1  # the last draft itself is not fed
+
+    def propose(self, requests, lengths, threshold=0.0):
+        """One forward per step, for all requests that still want a draft [SmartSpec Eq. 5]."""
+        ahead, sure = [self._ahead(r) for r in requests], np.ones(len(requests))
+        self._share(requests)
+        place = {r.id: i for i, r in enumerate(requests)}
+        for step in range(max(lengths)):
+            plan = [(a, a.n_todo) for a, s, k in zip(ahead, sure, lengths) if k > step and s > threshold]
+            if not plan:
+                break
+            tokens, chances = self._step(plan, threshold)
+            for (a, n), token, chance in zip(plan, tokens, chances):
+                a.tokens[a.n_tokens], sure[place[a.id]] = token, chance
+                a.n_tokens, a.n_past = a.n_tokens + 1, a.n_past + n
+        for r, a in zip(requests, ahead):
+            r.n_draft_past, r.q = a.n_past, torch.stack(a.q) if a.q else None
+        return [a.tokens[r.n_tokens:a.n_tokens].tolist() for r, a in zip(requests, ahead)]
+
+    def _share(self, requests):
+        """Their pages, as the draft's engine addresses them."""
+        ours, theirs = self.engine.pool, self.pool
+        ours.tables = {r.id: theirs.tables[r.id].of(theirs.n_kv_head, ours.n_kv_head) for r in requests}
+
+    def _ahead(self, r):
+        """A copy of r as the draft model sees it; tokens it does not know become its last."""
+        a, V = copy.copy(r), self.engine.model.config.vocab_size
+        a.n_past, a.adapter, a.q = r.n_draft_past, None, []
+        a.tokens = r.tokens if V >= self.vocab_size else np.minimum(r.tokens, V - 1)
+        return a
+
+    def _step(self, plan, threshold):
+        """-> the plan's next tokens, and how probable each was (1 where nobody asks)"""
+        logits = self.engine._forward(plan)[:, :self.vocab_size]  # none that the target does not know
+        tokens, drawn = logits.max(-1).indices, [i for i, (a, n) in enumerate(plan) if a.temperature > 0]
+        if drawn:
+            ask = [plan[i][0] for i in drawn]
+            q = target_probs(logits[drawn], *self.engine._sampling(ask))
+            tokens[drawn] = sample(q, torch.tensor([a.rng.random() for a in ask], dtype=torch.float64, device=q.device))
+            for a, row in zip(ask, q):
+                a.q.append(row)
+        chances = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0].tolist() if threshold else [1.0] * len(plan)
+        return tokens.tolist(), chances
+
+    def seconds(self, n, n_context, steps):
+        return steps * self.cost._time(Work(N=n, M=n, decodes=n, context=n_context + n))
+
+
+class SimulatedDraft(DraftModel, named=False):
+    """A CostModel in the draft's place: its steps only move the clock. It is always sure."""
+
+    def _engine(self, engine, model):
+        return Simulator(model, clock=engine.clock, n_page=engine.pool.n_page)
+
+    def _share(self, requests):
+        pass
+
+    def _step(self, plan, threshold):
+        self.engine._forward(plan)
+        return [0] * len(plan), [1.0] * len(plan)
+
+
+class Decodes(NamedTuple):
+    """What a policy may look at: the B requests of this iteration that feed one token and may have drafts behind it."""
+    requests: list
+    most: np.ndarray  # (B,) how many each may have
+    alpha: np.ndarray  # (B,) how many of 1 are accepted
+    target: Callable  # number of drafts in all -> seconds of the target's iteration [SmartSpec Eq. 6]
+    draft: Callable  # number of steps -> seconds of the draft's [Eq. 5]
+    edges: np.ndarray  # numbers of drafts that end a tile
+
+
+class Policy(Named, named=False):
+    """How many drafts each decode gets. Subclass it and write `lengths`."""
+    registry, n_spec = POLICIES, N_SPEC  # the longest proposal it may want
+    priced = False  # whether it asks for seconds
+    per_request = False  # whether alpha is each request's own
+    late = False  # whether it says what to verify only after n_spec drafts were made
+    threshold = 0.0  # and no more are made for a request whose last one was less probable
+
+    def lengths(self, d):
+        """Decodes -> (B,) ints, none above d.most"""
+        raise NotImplementedError
+
+
+class Off(Policy):
+    """No drafts."""
+    n_spec = 0
+
+    def lengths(self, d):
+        return np.zeros(len(d.most), int)
+
+
+class Fixed(Policy, named=False):
+    """The same k for all requests and all steps: spec=3."""
+
+    def __init__(self, k):
+        self.n_spec = checked("spec", k, int, 1)
+
+    def lengths(self, d):
+        return np.minimum(self.n_spec, d.most)
+
+
+def expected_tokens(alpha, k):
+    """l(alpha, k): the tokens that k drafts and the one behind them are worth [SmartSpec Eq. 8]."""
+    alpha = np.asarray(alpha, float)
+    return np.where(alpha < 1, (1 - alpha ** (np.asarray(k) + 1)) / np.maximum(1 - alpha, 1e-12), np.asarray(k) + 1.0)
+
+
+class Goodput(Policy):
+    """One k for the requests of a step, the one with the most generated tokens per second [SmartSpec Alg. 1, Eq. 3-9].
+    # differs from [SmartSpec Alg. 2]: which requests run is the scheduler's word, not the best prefix of the queue"""
+    priced = True
+
+    def lengths(self, d):
+        k = np.minimum(np.arange(d.most.max() + 1)[:, None], d.most)  # (V + 1, B)
+        return k[np.argmax(self.tokens(d, k) / self.seconds(d, k))]
+
+    def tokens(self, d, k):
+        return expected_tokens(d.alpha, k).sum(1)
+
+    def seconds(self, d, k):
+        return np.array([d.target(int(n)) + d.draft(int(steps)) for n, steps in zip(k.sum(1), k.max(1))])
+
+
+class GoodputGlobal(Goodput):
+    """One k for all requests and all steps: the best over all that has run so far [SmartSpec Fig. 4]."""
+
+    def __init__(self):
+        self.sums = np.zeros((2, N_SPEC + 1))  # tokens, seconds, as k had been 0, 1, ... always
+
+    def lengths(self, d):
+        k = np.minimum(np.arange(N_SPEC + 1)[:, None], d.most)
+        self.sums += self.tokens(d, k), self.seconds(d, k)
+        return k[np.argmax(self.sums[0] / self.sums[1])]
+
+
+class GoodputRequest(Goodput):
+    """Each request its own k [SmartSpec Fig. 4]. The j-th draft of request i is worth alpha_i ** j tokens, so for a number of drafts
+    the best are those worth most; only that number and the number of draft steps are left to try."""
+    per_request = True
+
+    def lengths(self, d):
+        B, V = len(d.most), int(d.most.max())
+        j = np.arange(1, V + 1)
+        worth = np.where(j <= d.most[:, None], d.alpha[:, None] ** j, -1.0).ravel()  # (B * V,)
+        order = np.argsort(-worth, kind="stable")[:d.most.sum()]
+        if not len(order):
+            return np.zeros(B, int)
+        taken = order % V < np.arange(V + 1)[:, None]  # (V + 1, S): of the best drafts, those within so many steps
+        n, tokens = taken.cumsum(1), (taken * worth[order]).cumsum(1) + B
+        seconds = self._target(d, len(order))[n] + np.array([d.draft(steps) for steps in range(V + 1)])[:, None]
+        steps, last = np.unravel_index(np.argmax(tokens / seconds), n.shape)
+        return np.bincount(order[:last + 1][taken[steps, :last + 1]] // V, minlength=B)
+
+    def _target(self, d, most):
+        """(most + 1,) d.target of every number of drafts, read off a curve through a few and both sides of every tile's end."""
+        edges = d.edges[d.edges < most]
+        points = np.unique(np.concatenate([np.linspace(0, most, min(most, 16) + 1).astype(int), edges, edges + 1]))
+        return np.interp(np.arange(most + 1), points, [d.target(int(n)) for n in points])
+
+
+class Confidence(Goodput):
+    """Drafts are made for as long as the draft model is sure of the last one; goodput says how many to verify [SmartSpec Alg. 3]."""
+    late, threshold = True, 0.4
+
+
+class Oracle(Goodput):
+    """Knows how many drafts will be accepted [SmartSpec Fig. 14], which only a forced alpha can tell beforehand."""
+
+    def lengths(self, d):
+        return super().lengths(d._replace(most=np.minimum(d.most, [r.luck for r in d.requests])))
+
+    def tokens(self, d, k):
+        return (k + 1).sum(1)
+
+
+def make_policy(spec):
+    """A Policy from a name, a number of drafts or a text of one, or the object itself."""
+    if isinstance(spec, Policy):
+        return spec
+    if isinstance(spec, str) and spec in POLICIES:
+        return POLICIES[spec]()
+    if isinstance(spec, str) and spec.isdecimal() or isinstance(spec, Integral) and not isinstance(spec, bool):
+        return Fixed(int(spec))
+    raise ValueError(f"spec = {spec!r}: one of {', '.join(POLICIES)}, or a number of drafts")
+
+
+def make_proposer(draft, engine):
+    """A Proposer from a name or a draft model (a CostModel in a Simulator), or the object itself."""
+    if isinstance(draft, Proposer):
+        return draft
+    if isinstance(draft, str) and draft in PROPOSERS:
+        return PROPOSERS[draft]()
+    if isinstance(draft, CostModel if isinstance(engine, Simulator) else GPT):
+        return (SimulatedDraft if isinstance(engine, Simulator) else DraftModel)(engine, draft)
+    raise ValueError(f"draft = {draft if isinstance(draft, str) else type(draft).__name__!r}: one of {', '.join(PROPOSERS)}, or a model")
+
+
+class Speculator:
+    """Drafts for the decodes of one iteration: where from (proposer), how many (policy), and what came of them. Requests that were
+    new when it rarely paid to propose stay without, and spare the draft model their prompt [SmartSpec §5]."""
+    zeros, most_zeros = 0.0, 0.7  # the share of late iterations without a proposal, and from where on new requests are left alone
+
+    def __init__(self, engine, proposer, policy, cost=None):
+        self.engine, self.proposer, self.policy = engine, proposer, policy
+        self.hits, self.tries = 0.0, 0.0  # drafts accepted and tried of late, of all requests
+        self.draft_seconds = self.n_drafted = self.n_accepted = 0
+        if policy.priced:
+            costs = cost if isinstance(cost, tuple) else (cost, None)
+            self.cost = price_list(engine.model, costs[0])
+            if isinstance(proposer, DraftModel):
+                proposer.cost = price_list(proposer.engine.model, costs[1])
+        if isinstance(policy, Oracle) and not engine.config.alpha:
+            raise ValueError("spec = 'oracle': what will be accepted is known beforehand only if alpha forces it")
+
+    @property
+    def alpha(self):
+        """The share of drafts that are accepted, a moving average over all requests [SmartSpec Alg. 1]."""
+        return (self.hits + PRIOR[0] * PRIOR[1]) / (self.tries + PRIOR[1])
+
+    def widen(self, plan):
+        """The plan with drafts behind its decodes: each request's are in its tokens, and in n. They never cost anybody a page,
+        and stay within what the scheduler's budget has left, shared evenly."""
+        decodes = [i for i, (r, n) in enumerate(plan) if n == r.n_todo == 1]
+        if not decodes:
+            return plan
+        requests, start = [plan[i][0] for i in decodes], time.perf_counter()
+        drafts = self._propose(requests, self._decodes(plan, requests))
+        self.draft_seconds += time.perf_counter() - start
+        for i, r, tokens in zip(decodes, requests, drafts):
+            r.tokens[r.n_tokens:r.n_tokens + len(tokens)] = tokens
+            plan[i] = (r, 1 + len(tokens))
+        return plan
+
+    def _propose(self, requests, d):
+        """-> a list of drafts per request"""
+        proposer, policy = self.proposer, self.policy
+        if proposer.free:
+            drafts = proposer.propose(requests, d.most)
+        else:
+            wanted = d.most if policy.late else policy.lengths(d)
+            self.zeros = FADE * self.zeros + (1 - FADE) * (not wanted.any())
+            wanted = [self.engine._lookahead(r, int(k)) if self._may(r) else 0 for r, k in zip(requests, wanted)]
+            drafts = proposer.propose(requests, wanted, policy.threshold) if any(wanted) else [[]] * len(requests)
+        if proposer.free or policy.late:
+            made = d._replace(most=np.array([len(tokens) for tokens in drafts]), draft=lambda steps: 0.0)
+            wanted = [self.engine._lookahead(r, int(k)) for r, k in zip(requests, policy.lengths(made))]
+            drafts = [tokens[:k] for tokens, k in zip(drafts, wanted)]
+        return drafts
+
+    def _may(self, r):
+        """Decided when a request could have its first draft: without one the draft model's work on the prompt would be lost."""
+        if r.speculates is None:
+            r.speculates = self.zeros <= self.most_zeros
+        return r.speculates
+
+    def _decodes(self, plan, requests):
+        """What the policy gets to see."""
+        room, forced = self.engine.scheduler.room(plan), self.engine.config.alpha
+        share = min(self.policy.n_spec, max(0, room) / len(requests))
+        known, last = np.array([(r.n_tokens, len(r.tokens) - 1) for r in requests]).T
+        most = np.minimum(np.minimum(share, last - known), self.proposer.most(known)).clip(0).astype(int)
+        if forced:
+            for r in requests:
+                r.luck = int(math.log(1 - r.rng.random()) / math.log(forced)) if forced < 1 else r.max_len
+        alpha = np.full(len(requests), self.alpha)
+        if self.policy.per_request:
+            hits, tries = np.array([r.tally for r in requests]).T
+            alpha = (hits + alpha * PRIOR[1]) / (tries + PRIOR[1])
+        if not self.policy.priced:
+            return Decodes(requests, most, alpha, None, None, None)
+        return Decodes(requests, most, alpha, *self._prices(plan, requests, most.sum()))
+
+    def _prices(self, plan, requests, n_most):
+        """target, draft, edges of Decodes. A chunk that rides along makes drafts dearer, but its own time is not theirs: they are to
+        be worth what they add to this iteration, in the currency of one without the chunk."""
+        cost, B, cached = self.cost, len(requests), sum(r.n_past for r in requests)
+        w = Work.of([(r.n_past, n, r.n_wanted(n)) for r, n in plan], cost.tile)
+        chunk = cost._time(w) - cost._time(Work(N=B, M=B, decodes=B, context=cached + B)) if w.N > B else 0.0
+        target = lambda n: cost._time(w._replace(N=w.N + n, M=w.M + n, context=w.context + n)) - chunk
+        draft = lambda steps: self.proposer.seconds(B, cached, steps) if steps else 0.0
+        return target, draft, np.arange(-w.N % cost.tile, n_most, cost.tile) if cost.tile > 1 else np.empty(0, int)
+
+    def observe(self, verified):
+        """verified: (request, drafts, how many of them were accepted) of one iteration. A rejected draft ends a run, what stands
+        behind it was not tried."""
+        self.hits, self.tries = FADE * self.hits, FADE * self.tries
+        for r, k, accepted in verified:
+            tried = min(accepted + 1, k)
+            self.hits, self.tries = self.hits + accepted, self.tries + tried
+            r.tally = FADE * r.tally[0] + accepted, FADE * r.tally[1] + tried
+            r.n_drafted, r.n_accepted = r.n_drafted + k, r.n_accepted + accepted
+            self.n_drafted, self.n_accepted = self.n_drafted + k, self.n_accepted + accepted
+
+
+def price_list(model, cost):
+    """The CostModel given for a model, or the model itself if it is one, or else a profile."""
+    if cost is not None and not isinstance(cost, CostModel):
+        raise ValueError(f"cost = {cost!r}: must be a CostModel, or two of them: the target's and the draft's")
+    if cost is None and not isinstance(model, CostModel):
+        print(f"profiling a model of {model.config.n_params / 1e6:.1f}M parameters, for the price of its drafts (some ten seconds)",
+              file=sys.stderr)
+    return cost or (model if isinstance(model, CostModel) else CostModel.profile(model))
+
+
 # ---------------------------------------------------------------- the engine
 
 class WallClock:
@@ -926,19 +1350,25 @@ class Span(NamedTuple):
 
 class Engine:
     """Serve requests with one model. Options are EngineConfig's fields; scheduler may also be a Scheduler of your own. Give
-    record=[] to keep a Span of every iteration and every preemption."""
+    record=[] to keep a Span of every iteration and every preemption.
+
+    draft: where drafts come from: a name in PROPOSERS, a smaller GPT, a Proposer; spec: how many: a number, a name in POLICIES, a
+    Policy; cost: the CostModel that prices them, or two, the target's and the draft's (None: profiled if the policy asks)."""
 
     number = 0  # of the lane, in a Pipeline
 
-    def __init__(self, model, draft=None, spec="off", clock=None, record=None, **options):
+    def __init__(self, model, draft=None, spec="off", cost=None, clock=None, record=None, **options):
         known = [f.name for f in fields(EngineConfig)]
         for name in set(options) - set(known):
             raise ValueError(f"unknown option {name!r}: one of {', '.join(known)}")
-        if draft is not None or spec != "off":
-            raise ValueError(f"draft = {draft!r}, spec = {spec!r}: speculation is not built yet, only None and 'off'")
-        self.model, self.config = model, EngineConfig(**options)
+        self.model, self.config, policy = model, EngineConfig(**options), make_policy(spec)
+        if draft is None and policy.n_spec:
+            raise ValueError(f"spec = {spec!r} without a draft: give draft = {' or '.join(map(repr, PROPOSERS))}, or a model")
+        draft = draft if policy.n_spec else None
         c, B, L = self.config, self.config.max_batch, model.config.block_size
-        page, (free, share) = model.config.page_bytes(model.dtype.itemsize), self._memory()
+        page, (free, share) = model.config.page_bytes(model.dtype.itemsize), self._memory(draft)
+        if isinstance(draft, (GPT, CostModel)):
+            page += draft.config.page_bytes(draft.dtype.itemsize)  # a draft model's cache has as many pages [SmartSpec §6]
         affordable = int(c.memory_gb * 1e9 or share * free) // page  # (M_G - M_S) / m_kv
         n_page = c.n_page or min(affordable, (B or affordable) * L)
         if not 1 <= n_page <= free // page:
@@ -959,8 +1389,9 @@ class Engine:
         self.waiting = deque()  # arrived, without pages
         self.running = []  # with pages, oldest first
         self.n_added = self.n_steps = 0
+        self.speculator = None if draft is None else Speculator(self, make_proposer(draft, self), policy, cost)
 
-    def _memory(self):
+    def _memory(self, draft):
         return free_memory(self.model.device)
 
     def _new_pool(self, n_page, first=0):
@@ -1108,19 +1539,24 @@ class Engine:
         if not plan:
             raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing for {len(self.running)} running "
                                f"and {len(self.waiting)} waiting requests")
+        if self.speculator:
+            plan = self.speculator.widen(plan)
         return self._commit(plan, self._run(plan))
 
     def _run(self, plan):
-        """One forward pass -> the next token of each request that has none left to feed after this plan, in the plan's order."""
+        """One forward pass -> the next tokens of each request that has none left to feed after this plan, in the plan's order."""
         start = self.clock.now()
+        logits = self._forward(plan)
+        tokens = self._sample([(r, n - r.n_todo) for r, n in plan if n >= r.n_todo], logits)
+        self._keep(start, self.clock.now(), 0, plan)
+        return tokens
+
+    def _forward(self, plan):
+        """-> logits (M, V): for each entry, in the order that the plan now has, as many rows as it wants"""
         for r, n in plan:
             if r.n_past == 0:
                 self._wipe(self.pool.tables[r.id])
-        batch = self._pack(plan)
-        logits = self._weights(plan)(batch, self.kv)
-        tokens = self._sample([r for r, n in plan if n == r.n_todo], logits)
-        self._keep(start, self.clock.now(), 0, plan)
-        return tokens
+        return self._weights(plan)(self._pack(plan), self.kv)
 
     def _weights(self, plan):
         """The model; where adapters are merged, with that of the plan in its weights."""
@@ -1170,6 +1606,16 @@ class Engine:
             self.adapters.prefetch(islice(self.waiting, PREFETCH))  # else free pages are for who waits at the door
         return [(r, n) for r, n in plan if r.state == "running"]
 
+    def _lookahead(self, r, k):
+        """Pages for up to k drafts -> how many there are: only what no running request's next token will need [SmartSpec §6]. Idle
+        adapters make way, as for any token."""
+        lacks = self.pool.need(r.id, r.n_tokens + k, r.max_len)
+        if lacks and self.adapters.pool is self.pool:
+            self.adapters.make_room(lacks + len(self.running))
+        k = max(0, k - max(0, lacks - max(0, self.pool.n_free - len(self.running))))
+        self.pool.hold(r.id, r.n_tokens + k, r.max_len)
+        return k
+
     def _hold(self, r, n):
         """Pages for the first n tokens of r, and its adapter; idle adapters make way. False, and a waiting r has nothing, if not."""
         shared = self.adapters.pool is self.pool
@@ -1200,7 +1646,7 @@ class Engine:
         self.pool.free(r.id)
         self.adapters.use(r.adapter, -1)
         self.running.remove(r)
-        r.state, r.n_past, r.n_preempted = "waiting", 0, r.n_preempted + 1
+        r.state, r.n_past, r.n_draft_past, r.n_preempted = "waiting", 0, 0, r.n_preempted + 1
         self.waiting.appendleft(r)
 
     def _pack(self, plan):
@@ -1212,7 +1658,7 @@ class Engine:
         to = lambda x: torch.from_numpy(x).to(self.model.device, non_blocking=True)
         tokens = to(np.concatenate([r.tokens[a:b] for r, t, a, b in spans]))
         positions = to(np.concatenate([np.arange(a, b) for r, t, a, b in spans]))
-        logit_rows = to(ends[[b == r.n_tokens for r, t, a, b in spans]])
+        logit_rows = to(np.concatenate([np.arange(end + 1 - r.n_wanted(b - a), end + 1) for (r, t, a, b), end in zip(spans, ends)]))
         loras = self._loras(plan)
         if on_gpu(self.model.device):
             pages = self._pages(spans)
@@ -1280,32 +1726,65 @@ class Engine:
         return R
 
     def _commit(self, plan, tokens):
-        """Advance every request of the plan, give each that has no tokens left to feed its next one, retire what ended."""
-        for r, n in plan:
-            r.n_past += n
-        ready, now, events = [r for r, n in plan if r.n_todo == 0], self.clock.now(), []
+        """Give every request that has no tokens left to feed its next ones, advance all of the plan, retire what ended."""
+        ready, now, events = iter(tokens), self.clock.now(), []
         self.n_steps += 1
-        for r, token in zip(ready, tokens):
-            r.tokens[r.n_tokens] = token
-            r.n_tokens += 1
-            r.times.append(now)
-            finished = "stop" if token in r.stop else "length" if r.n_tokens == r.max_len else None
+        if self.speculator:
+            done = [(r, n - r.n_todo) for r, n in plan if n >= r.n_todo]
+            self.speculator.observe([(r, k, len(new) - 1) for (r, k), new in zip(done, tokens) if k])
+        for r, n in plan:
+            new = next(ready) if n >= r.n_todo else []
+            new = new[:1 + next((i for i, token in enumerate(new) if token in r.stop), len(new))]
+            r.tokens[r.n_tokens:r.n_tokens + len(new)] = new
+            r.n_tokens += len(new)
+            r.n_past = min(r.n_past + n, r.n_tokens - 1)  # rollback: what was cached beyond will be written over
+            r.n_draft_past = min(r.n_draft_past, r.n_past)
+            r.times += [now] * len(new)
+            finished = None if not new else "stop" if new[-1] in r.stop else "length" if r.n_tokens == r.max_len else None
             if finished:
                 self._retire(r, finished)
-            events.append(Event(r, [token], finished))
+            if new:
+                events.append(Event(r, new, finished))
         return events
 
-    def _sample(self, requests, logits):
-        """logits (M, V), one row per request -> M tokens: the likeliest, or drawn with the request's own random numbers."""
-        tokens = logits.max(-1).indices
-        drawn = [i for i, r in enumerate(requests) if r.temperature > 0]
+    def _sample(self, ready, logits):
+        """ready: (request, k) whose k drafts and last known token gave k + 1 rows of logits (M, V) -> its new tokens: the drafts that
+        pass and one more, from the row where they end; the likeliest, or drawn with the request's own random numbers."""
+        if not ready:
+            return []
+        ends = np.cumsum([k + 1 for r, k in ready])
+        first, draft = ends - [k + 1 for r, k in ready], np.concatenate([np.append(r.tokens[r.n_tokens:r.n_tokens + k], -1) for r, k in ready])
+        to = lambda x: torch.from_numpy(x).to(logits.device)
+        best, guess, drawn = logits.max(-1).indices, to(draft), [i for i, (r, k) in enumerate(ready) if r.temperature > 0]
+        accepted = best == guess
         if drawn:
-            ask = [requests[i] for i in drawn]
-            to = lambda values, dtype: torch.tensor(values, dtype=dtype, device=logits.device)
-            p = target_probs(logits[drawn], to([r.temperature for r in ask], torch.float32), to([r.top_k for r in ask], torch.long),
-                             to([r.top_p for r in ask], torch.float32))
-            tokens[drawn] = sample(p, to([r.rng.random() for r in ask], torch.float64))
-        return tokens.tolist()
+            asked, rows = [ready[i] for i in drawn], to(np.concatenate([np.arange(first[i], ends[i]) for i in drawn]))
+            p = target_probs(logits[rows], *self._sampling([r for r, k in asked for _ in range(k + 1)]))
+            q, u = self._guessed(asked, p), to(np.concatenate([r.rng.random(k + 1) for r, k in asked]))
+            accepted[rows] = accept(p, q, guess[rows], u)
+        if self.config.alpha:
+            accepted = to(np.concatenate([np.arange(k + 1) < min(r.luck, k) for r, k in ready]))
+        last = run_ends(accepted, to(first))
+        token = best[last]
+        if drawn:  # with the one number that accepting left over
+            at, spare = torch.searchsorted(rows, torch.stack([last, to(ends) - 1])[:, drawn])
+            token[drawn] = sample(residual(p[at], None if q is None else q[at], guess[rows][at]), u[spare])
+        return [[*draft[a:b].tolist(), t] for a, b, t in zip(first, last.tolist(), token.tolist())]
+
+    def _sampling(self, requests):
+        """temperature, top_k, top_p, each (B,), as target_probs wants them"""
+        to = lambda values, dtype: torch.tensor(values, dtype=dtype, device=self.model.device)
+        return (to([r.temperature for r in requests], torch.float32), to([r.top_k for r in requests], torch.long),
+                to([r.top_p for r in requests], torch.float32))
+
+    def _guessed(self, asked, p):
+        """What the drafts of (request, k) were drawn from, (M, V) like p; None: they were certain."""
+        known = [(r.q[:k], end - 1 - k) for (r, k), end in zip(asked, np.cumsum([k + 1 for r, k in asked])) if k and r.q is not None]
+        if not known:
+            return None
+        q, drawn_from = torch.zeros_like(p), torch.cat([rows for rows, start in known])
+        q[np.concatenate([np.arange(start, start + len(rows)) for rows, start in known]), :drawn_from.size(1)] = drawn_from
+        return q
 
     def _retire(self, r, state):
         """The request's end: pages back to the pool, bookkeeping gone."""
@@ -1313,7 +1792,9 @@ class Engine:
             self.running.remove(r)
             self.pool.free(r.id)
             self.adapters.use(r.adapter, -1)
-        r.state = state
+        if self.speculator:
+            self.speculator.proposer.forget(r)
+        r.state, r.q = state, None
         del self.requests[r.id]
 
 
@@ -1348,16 +1829,21 @@ class Interruptible:
 # ---------------------------------------------------------------- the simulator: the engine with another clock
 
 class Simulator(Engine):
-    """An Engine whose model is a CostModel: running a plan only moves the clock, every token is 0, no page is real."""
+    """An Engine whose model is a CostModel: running a plan only moves the clock, every token is 0, no page is real. A draft model
+    is a CostModel too; how many drafts are accepted is drawn with alpha."""
 
-    def __init__(self, cost, clock=None, **options):
-        super().__init__(cost, clock=clock or VirtualClock(), **options)
+    def __init__(self, model, clock=None, **options):
+        super().__init__(model, clock=clock or VirtualClock(), **options)
+        if self.speculator and not self.config.alpha:
+            raise ValueError("alpha = 0: a simulator has no tokens to verify, give the share of drafts that are accepted")
 
-    def _memory(self):
-        if self.model.memory[0] <= 0 or self.model.memory[1] <= 0:
-            raise ValueError(f"{self.model.config.n_params * self.model.dtype.itemsize / 1e9:.1f} GB of weights do not fit {self.model.name}: "
-                             f"take a larger GPU or more of them (tp)")
-        return self.model.memory
+    def _memory(self, draft):
+        weights = [m.config.n_params * m.dtype.itemsize for m in (self.model, draft) if isinstance(m, CostModel)]
+        free, share = self.model.memory
+        usable = share * free - sum(weights[1:])
+        if usable <= 0:
+            raise ValueError(f"{sum(weights) / 1e9:.1f} GB of weights do not fit {self.model.name}: take a larger GPU or more of them (tp)")
+        return free - sum(weights[1:]), usable / (free - sum(weights[1:]))
 
     def _new_pool(self, n_page, first=0):
         return PageCount(n_page) if self.config.alloc == "grow" else super()._new_pool(n_page, first)
@@ -1388,17 +1874,17 @@ class Simulator(Engine):
     def _price(self, plan):
         """Seconds that the plan takes, a swap of the merged adapter included."""
         known, adapter = self.adapters.known, plan[0][0].adapter
-        entries = [(r.n_past, n, n == r.n_todo, known[r.adapter].n_params if r.adapter is not None else 0) for r, n in plan]
+        entries = [(r.n_past, n, r.n_wanted(n), known[r.adapter].n_params if r.adapter is not None else 0) for r, n in plan]
         swap = self.config.lora == "merge" and adapter != self.merged[0]
         if swap:
             self.merged = adapter, self.model
         return self.model.time_of(entries, self.config.lora) + (self.model.merge() if swap else 0.0)
 
-    def _run(self, plan):
-        start = self.clock.now()
-        self.clock.wait_until(start + self._price(plan))
-        self._keep(start, self.clock.now(), 0, plan)
-        return [0] * sum(n == r.n_todo for r, n in plan)
+    def _forward(self, plan):
+        self.clock.wait_until(self.clock.now() + self._price(plan))
+
+    def _sample(self, ready, logits):
+        return [[0] * (1 + min(k, r.luck)) for r, k in ready]
 
 
 class Lane(Simulator):
@@ -1420,7 +1906,7 @@ class Lane(Simulator):
             self._keep(start, t, stage, plan)
         self.clock.wait_until(t)
         line.charge(plan, idle)
-        return [0] * sum(n == r.n_todo for r, n in plan)
+        return self._sample([(r, n - r.n_todo) for r, n in plan if n >= r.n_todo], None)
 
 
 class Pipeline:
@@ -1502,6 +1988,7 @@ def main():
     what.add_argument("--tokens", help="the prompt as token ids, 1,2,3 (for a model without a tokenizer)")
     parser.add_argument("--adapter", help="a PEFT folder: LoRA weights to use with the model")
     add_model_flags(parser, "tiny")
+    add_draft_flags(parser)
     for cls in (Request, EngineConfig):
         parser.add_fields(cls)
     parser.set_defaults(temperature=0.6, max_new_tokens=256)
@@ -1509,12 +1996,13 @@ def main():
 
     config = EngineConfig(**parser.values(EngineConfig, args))  # what is wrong is said before a model is loaded
     make_scheduler(config.scheduler)
+    spec = draft_spec(args)
     model, tokenizer = load_model(args.model, args.dtype and getattr(torch, args.dtype) or default_dtype(args.device), args.device)
     if args.prompt is not None and tokenizer is None:
         raise ValueError(f"model {args.model!r} has no tokenizer: give --tokens 1,2,3 instead of --prompt")
     prompt = parse_tokens(args.tokens) if args.prompt is None else tokenizer.encode(args.prompt)
     say = tokenizer.stream() if tokenizer else lambda tokens: "".join(f"{t} " for t in tokens)
-    engine = Engine(model, **vars(config))
+    engine = Engine(model, draft=load_draft(args.draft, model), spec=spec, **vars(config))
     if args.adapter:
         engine.add_adapter(args.adapter, args.adapter)
     request = Request(prompt, adapter=args.adapter, stop=tokenizer.stop if tokenizer else (), arrival=engine.clock.now(), **parser.values(Request, args))
@@ -1525,6 +2013,8 @@ def main():
     if request.times:
         print(f"{len(prompt)} + {len(request.output)} tokens, {len(request.output) / (request.times[-1] - request.arrival):.0f} tokens/s, "
               f"TTFT {request.ttft * 1e3:.1f} ms, TPOT {request.tpot * 1e3:.1f} ms", file=sys.stderr)
+        if engine.speculator:
+            print(speculated([request]), file=sys.stderr)
 
 
 def add_model_flags(parser, model):
@@ -1532,6 +2022,35 @@ def add_model_flags(parser, model):
     parser.add_argument("--model", default=model, help=f"a Hugging Face folder, or one of {', '.join(PRESETS)} (random weights but for tiny)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and cache; None: bfloat16 where it is fast")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"), help="where to run")
+
+
+def add_draft_flags(parser):
+    """--draft and --spec, the same for both command lines."""
+    parser.add_argument("--draft", help=f"where drafts come from: {', '.join(PROPOSERS)}; a draft model, named as for --model; or draft, the one "
+                                        "trained with tiny")
+    parser.add_argument("--spec", help=f"how many: a number, or one of {', '.join(POLICIES)}; None: goodput with a draft, off without")
+
+
+def draft_spec(args):
+    """What --spec means beside --draft; a bad value is said before a model is loaded."""
+    spec = args.spec or ("goodput" if args.draft else "off")
+    if make_policy(spec).n_spec and not args.draft:
+        raise ValueError(f"--spec {spec} without --draft: give {', '.join(PROPOSERS)} or a model")
+    return spec
+
+
+def load_draft(name, model):
+    """--draft: None, a Proposer's name, or a model like the target in type and place."""
+    return name if name is None or name in PROPOSERS else load_model(name, model.dtype, str(model.device))[0]
+
+
+def speculated(requests):
+    """One line on what drafts did: acceptance, tokens per iteration, and goodput, the tokens per second behind the first one."""
+    drafted, accepted = (sum(getattr(r, name) for r in requests) for name in ("n_drafted", "n_accepted"))
+    tokens, steps = (sum(len(count(r.times)) for r in requests) for count in (list, set))
+    rate = sum(len(r.times) - 1 for r in requests) / max(1e-9, max(r.times[-1] for r in requests) - min(r.times[0] for r in requests))
+    return (f"{drafted} drafts, {accepted / max(1, drafted):.0%} accepted, {tokens / max(1, steps):.2f} tokens per iteration, "
+            f"goodput {rate:.0f} tokens/s")
 
 
 def parse_tokens(text):

@@ -117,10 +117,10 @@ def test_bfloat16_logits_are_those_of_the_bfloat16_oracle(scheduler, chunk, allo
     engine = Engine(m, scheduler=scheduler, chunk=chunk, tile=TILE, max_batch=3, n_page=600, alloc=alloc)
     sample, seen = engine._sample, {}
 
-    def watched(requests, logits):
-        for r, row in zip(requests, logits):
+    def watched(ready, logits):
+        for (r, k), row in zip(ready, logits):
             seen.setdefault(r.id, []).append(row.float())
-        return sample(requests, logits)
+        return sample(ready, logits)
     engine._sample = watched
     lengths = [150, 9, 64, 33]
     for i, out in enumerate(engine.generate([prompt(n) for n in lengths], max_new_tokens=8)):
@@ -696,7 +696,11 @@ def test_bad_calls_of_generate_and_add():
     (dict(alloc="lazy"), "alloc = 'lazy': one of 'reserve', 'grow'"), (dict(n_page=-3), "n_page = -3"), (dict(memory_gb=-1), "memory_gb = -1"),
     (dict(scheduler=5), "scheduler = 5: must be a Scheduler object or one of static"),
     (dict(scheduler=sarathi.Orca), "must be a Scheduler object"), (dict(memory_gb=1e-9), "pool of 0 pages"),
-    (dict(n_page=10**13), "n_page = 10000000000000.*must have 1 .. "), (dict(spec="goodput"), "speculation")])
+    (dict(n_page=10**13), "n_page = 10000000000000.*must have 1 .. "), (dict(spec="goodput"), "spec = .goodput. without a draft"),
+    (dict(draft="ngram", spec="fast"), "spec = .fast.: one of off, goodput"), (dict(draft="ngram", spec=0), "spec = 0: .*at least 1"),
+    (dict(draft="word", spec=3), "draft = .word.: one of ngram, or a model"), (dict(draft=7, spec=3), "draft = .int.: one of ngram"),
+    (dict(draft="ngram", spec="goodput", cost=1), "cost = 1: must be a CostModel"), (dict(alpha=1.5), "alpha = 1.5"),
+    (dict(draft="ngram", spec="oracle"), "spec = .oracle.: .* alpha")])
 def test_bad_engine_options(options, message):
     with pytest.raises((ValueError, KeyError), match=message):
         Engine(small(), **options)
@@ -1478,10 +1482,10 @@ def test_a_batch_of_mixed_adapters_gives_pefts_tokens_and_logits(kind, scheduler
     names = [None, *(f"a{i}" for i in range(len(folders)))]
     sample, first = engine._sample, {}
 
-    def watched(requests, logits):
-        for r, row in zip(requests, logits):
+    def watched(ready, logits):
+        for (r, k), row in zip(ready, logits):
             first.setdefault((r.adapter, len(r.prompt)), row)
-        return sample(requests, logits)
+        return sample(ready, logits)
     engine._sample = watched
     got = engine.generate([p.tolist() for _ in names for p in prompts], 10, [name for name in names for _ in prompts])
     assert got == [tokens for _, both in answers for tokens in both]
@@ -2074,3 +2078,447 @@ def test_every_adapter_launch_compiles_for_gpus_that_are_not_here(arch, n_in, n_
         usage = compiled(arch, kernel, args, constants)
         print(f"sm_{arch} {kernel.__name__:15} BLOCK_M={constants['BLOCK_M']} {str(dtype)[6:]:9} (registers, stack, shared) = {usage}")
         assert usage is None or usage[1] == 0, f"{kernel.__name__} spills {usage[1]} bytes"
+
+
+# ---------------------------------------------------------------- 15. speculation
+
+class Moody(CostModel):
+    """A cost model whose mind changes with every question, so that a goodput policy picks every k there is."""
+
+    def __init__(self):
+        super().__init__(small().config, torch.float32, (1e9, 0.5), "moody")
+        self.rng = random.Random(3)
+
+    def _time(self, w, lora="batched"):
+        return 1.0 + self.rng.choice((0.0, 0.02, 0.3)) * w.N
+
+
+class Linear(CostModel):
+    """T = alpha N_context + gamma N + delta [SmartSpec Eq. 7] as it stands."""
+
+    def __init__(self, alpha=0.0, gamma=0.1, delta=1.0):
+        super().__init__(small().config, torch.float32, (1e9, 0.5), "linear")
+        self.terms = alpha, gamma, delta
+
+    def _time(self, w, lora="batched"):
+        alpha, gamma, delta = self.terms
+        return alpha * w.context + gamma * w.N + delta
+
+
+class Wrong(sarathi.Proposer, named=False):
+    """As many drafts as it is asked for, and never the token that greedy decoding gives."""
+
+    def propose(self, requests, lengths, threshold=0.0):
+        right = [naive(len(r.prompt), 40)[len(r.output):] for r in requests]
+        return [[(t + 1) % SMALL["vocab_size"] for t in tokens[:k]] for tokens, k in zip(right, lengths)]
+
+
+@lru_cache
+def draft(kind):
+    """None of them knows what the target knows but the target itself; one has other kv heads, a short context and a small vocabulary,
+    one a vocabulary that the target's is a part of."""
+    other = dict(small=dict(n_layer=1, n_kv_head=4, vocab_size=61, block_size=60), large=dict(n_layer=1, n_head=2, n_kv_head=1, vocab_size=500))
+    return small() if kind == "self" else GPT.from_preset(GPTConfig(**SMALL | other[kind]), seed=5) if kind in other else Wrong() if kind == "wrong" else kind
+
+
+def speculating(kind, spec, model=None, **options):
+    return Engine(model or small(), draft=draft(kind), spec=spec, cost=(Moody(), Linear(0, 0, 0.02)), **options)
+
+
+SPECS = ["off", 1, 3, 9, "goodput", "goodput_global", "goodput_request", "confidence"]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("kind", ["ngram", "self", "small", "large", "wrong"])
+def test_speculation_never_changes_a_greedy_token(kind, spec):
+    """Every proposer and policy, under two schedulers and allocations each (all meet), preemption, a neighbour that is aborted."""
+    lengths, n_new, turn = [90, 15, 1, 16, 17, 33], 20, SPECS.index(spec) + ["ngram", "self", "small", "large", "wrong"].index(kind)
+    for scheduler, alloc in ((NAMES[turn % 5], "grow"), (NAMES[(turn + 1 + turn // 5) % 5], "grow"), (NAMES[(turn + 3) % 5], "reserve")):
+        engine = speculating(kind, spec, scheduler=scheduler, chunk=24, max_batch=4, tile=8, alloc=alloc, n_page=123)
+        requests, victim = [Request(prompt(n), n_new) for n in lengths], Request(prompt(5, seed=7), 20)
+        for r in [*requests[:2], victim, *requests[2:]]:
+            engine.add(r)
+        for _ in range(4):
+            engine.step()
+            engine.pool.check()
+        engine.abort(victim.id)
+        finish(engine)
+        for r, n in zip(requests, lengths):
+            assert r.output == naive(n, n_new), f"prompt of {n}, {scheduler}, {alloc}"
+            assert r.state == "length" and len(r.times) == n_new and r.times == sorted(r.times)
+        if alloc == "grow":
+            assert sum(r.n_preempted for r in requests) > 0, "the pool was meant to run out"
+        drafted, accepted = (sum(getattr(r, name) for r in requests) for name in ("n_drafted", "n_accepted"))
+        assert (drafted > 0) == (spec != "off"), "these requests were meant to speculate"
+        assert kind not in ("self", "wrong") or accepted == (drafted if kind == "self" else 0), "also after rollback and preemption"
+
+
+@pytest.mark.parametrize("alloc", ["reserve", "grow"])
+@pytest.mark.parametrize("kind, spec", [("ngram", 7), ("self", 3), ("large", "goodput_request"), ("small", "confidence")])
+def test_speculation_never_changes_an_adapters_token(kind, spec, alloc):
+    """Requests of five adapters and none, in a pool that adapters and drafts compete for; the plain engine is PEFT's (section 13)."""
+    outputs, adapters = [], adapters_for(small(), [1, 2, 4, 8, 3])
+    names = [None, *adapters] * 2
+    for options in (dict(draft=None, spec="off"), dict(draft=draft(kind), spec=spec, cost=(Moody(), Linear(0, 0, 0.02)))):
+        engine = Engine(small(), scheduler="sarathi_serve", chunk=24, max_batch=5, tile=8, alloc=alloc, n_page=220, **options)
+        for name, adapter in adapters.items():
+            engine.add_adapter(name, lambda config, adapter=adapter, **_: adapter)
+        requests = [Request(prompt(10 + i, seed=i), 24, name) for i, name in enumerate(names)]
+        for r in requests:
+            engine.add(r)
+        while engine.requests:
+            engine.step()
+            engine.pool.check()
+        outputs.append([r.output for r in requests])
+    assert outputs[0] == outputs[1] and sum(r.n_drafted for r in requests) > 0
+
+
+def test_a_draft_that_is_the_target_gives_k_plus_one_tokens_per_iteration_until_the_end():
+    for k in (1, 3, 9):
+        engine, r = speculating("self", k, n_page=200), Request(prompt(40), 26)
+        engine.add(r)
+        gained = [len(e.tokens) for _ in range(100) for e in engine.step()]
+        full, rest = divmod(25, k + 1)
+        assert gained == [1] + [k + 1] * full + [rest] * (rest > 0) and r.output == naive(40, 26)
+
+
+@pytest.mark.parametrize("kind", ["small", "large"])
+def test_a_draft_model_proposes_what_it_would_say_itself(kind):
+    """Its cache is right after catching up, rollback, preemption and steps without a draft: drafts equal its own greedy text."""
+    m, seen, (V, L) = draft(kind), 0, dict(small=(61, 60), large=(500, 512))[kind]
+    engine = Engine(small(), draft=m, spec="goodput", cost=(Moody(), Linear(0, 0, 0.02)), scheduler="orca", alloc="grow", max_batch=4, n_page=100)
+    propose = engine.speculator.proposer.propose
+
+    def watched(requests, lengths, threshold):
+        nonlocal seen
+        before = [r.tokens[:r.n_tokens].tolist() for r in requests]
+        drafts = propose(requests, lengths, threshold)
+        for text, k, tokens in zip(before, lengths, drafts):
+            text = [min(t, V - 1) for t in text]
+            assert len(tokens) == k and (not k or len(text) + k - 1 <= L), "it stops where its context ends"
+            for t in tokens:
+                assert t == int(m.logits(text)[-1, :199].argmax())
+                text, seen = text + [t], seen + 1
+        return drafts
+    engine.speculator.proposer.propose = watched
+    requests = [Request(prompt(n), 25) for n in (30, 5, 12, 40, 20)]
+    for r in requests:
+        engine.add(r)
+    finish(engine)
+    assert seen > 40 and sum(r.n_preempted for r in requests) > 0
+
+
+def test_ngram_continues_what_the_newest_tokens_were_followed_by_last():
+    engine = speculating("ngram", 5, n_page=100)
+    ngram, ask = engine.speculator.proposer, lambda tokens, k: ngram.propose([made(tokens)], [k])[0]
+
+    def made(tokens):
+        r = Request(tokens, 40)
+        engine.add(r)
+        return r
+    assert ask([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], 3) == [4, 9, 2], "three tokens that agree come before two that stood later"
+    assert ask([7, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], 3) == [5, 1, 2] and ask([1, 2, 3], 3) == [] and ask([4], 3) == []
+    assert ask([8, 5, 6, 5, 6], 5) == [5, 6, 5, 6, 5], "a match that reaches the end repeats"
+    r, rng, rest = made([0]), random.Random(0), []
+    for _ in range(39):  # as the text grows, tokens at a time: the same as from the whole text
+        rest.append(rng.randrange(3))
+        if rng.random() < 0.5:
+            r.tokens[r.n_tokens:r.n_tokens + len(rest)] = rest
+            r.n_tokens, rest = r.n_tokens + len(rest), []
+            text = r.tokens[:r.n_tokens].tolist()
+            places = [i for size in (3, 2) for i in range(r.n_tokens - 1, size - 1, -1) if r.n_tokens > size and text[i - size:i] == text[-size:]]
+            assert ngram.propose([r], [1])[0] == ([text[places[0]]] if places else [])
+
+
+def test_a_stop_token_in_an_accepted_run_ends_it_there():
+    expected = naive(40, 20)
+    stop = next(t for i, t in enumerate(expected) if i > 3 and t not in expected[:i])
+    engine = speculating("self", 9, n_page=200)
+    assert engine.generate([prompt(40)], max_new_tokens=20, stop=[stop]) == [expected[:expected.index(stop) + 1]]
+    assert engine.pool.n_free == engine.pool.n_page
+
+
+@pytest.mark.parametrize("alloc", ["reserve", "grow"])
+@pytest.mark.parametrize("kind, spec", [("ngram", 7), ("large", 3), ("self", "goodput_request")])
+def test_pool_is_conserved_with_speculation_and_no_draft_costs_anybody_a_page(kind, spec, alloc):
+    rng, arrivals = random.Random(1), []
+    engine = speculating(kind, spec, scheduler="sarathi_serve", chunk=24, max_batch=5, alloc=alloc, n_page=150)
+    widen, hold = engine.speculator.widen, engine.pool.hold
+
+    def watched(plan):
+        free, n = engine.pool.n_free, len(engine.running)
+        assert (plan := widen(plan)) is not None and engine.pool.n_free >= min(free, n), "a page for everyone's next token is left"
+        return plan
+    engine.speculator.widen = watched
+    for _ in range(25):
+        tokens = [rng.randrange(4) for _ in range(rng.randint(1, 60))]  # few words: it repeats itself
+        arrivals.append(Request(tokens, rng.randint(1, 40), temperature=rng.choice((0.0, 0.8)), arrival=engine.clock.now()))
+        engine.add(arrivals[-1])
+        for _ in range(rng.randint(0, 8)):
+            engine.step()
+            engine.pool.check()
+        if engine.requests and rng.random() < 0.2:
+            engine.abort(rng.choice(list(engine.requests)))
+    finish(engine)
+    assert all(r.done and r.n_tokens <= r.max_len for r in arrivals) and sum(r.n_drafted for r in arrivals) > 20
+    assert not getattr(engine.speculator.proposer, "seen", None), "nothing is kept of what ended"
+
+
+# ------------------------------------------------ sampled: the same distribution
+
+def chi_square(counts, p):
+    """counts (n,), p (n,) expected shares -> (statistic over its threshold, cells used). False alarms: one in a million, by the
+    cube-root law of Wilson and Hilferty (z = 4.75). Cells that expect fewer than five are taken together."""
+    counts, p = np.asarray(counts, float), np.asarray(p, float)
+    assert counts[p == 0].sum() == 0, "a token that has no probability"
+    expected = p * counts.sum()
+    few = expected < 5
+    counts, expected = np.append(counts[~few], counts[few].sum()), np.append(expected[~few], expected[few].sum())
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    df = len(counts) - 1
+    return ((counts - expected) ** 2 / expected).sum() / (df * (1 - 2 / (9 * df) + 4.75 * (2 / (9 * df)) ** 0.5) ** 3), len(counts)
+
+
+SAMPLING = {"T = 1": dict(temperature=1.0), "T = 0.7": dict(temperature=0.7), "top-k": dict(temperature=1.0, top_k=3),
+            "top-p": dict(temperature=1.3, top_p=0.8), "all": dict(temperature=0.7, top_k=4, top_p=0.9)}
+
+
+def table(seed, V=6):
+    """(V, V) logits of the next token after each token: a language that can be enumerated."""
+    return torch.from_numpy(np.random.default_rng(seed).normal(0, 1.2, (V, V))).float()
+
+
+def shares(logits, first, **sampling):
+    """(V ** 3,) the exact probability of the three tokens that follow `first` in the language of a table, or of any
+    function text -> logits."""
+    rule = lambda text: kernels.target_probs((logits(text) if callable(logits) else logits[text[-1]])[None], torch.tensor([sampling["temperature"]]),
+                                             torch.tensor([sampling.get("top_k", 0)]), torch.tensor([sampling.get("top_p", 1.0)]))[0].double()
+    V, start = len(rule([*first])), [*first]
+    p1 = rule(start)
+    return torch.stack([torch.stack([p1[a] * (p2 := rule(start + [a]))[b] * rule(start + [a, b]) for b in range(V)]) for a in range(V)]).flatten().numpy()
+
+
+def verified(kind, sampling, n=24000, V=6, k=3):
+    """The first three tokens of n requests whose k = 3 drafts are verified in one call, as the engine does: drafts drawn from another
+    language (or fixed, as an n-gram's), rows of the target's. Where a run ends early the rest is drawn plainly."""
+    p, guess, rng, first = table(0, V), table(1, V), np.random.default_rng(7), 2
+    engine = Engine(GPT.from_preset(GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=V, block_size=16)), n_page=16)
+    q, texts, ready = kernels.target_probs(guess, *engine._sampling([Request([0], **sampling)] * V)), [np.full(n, first)], []
+    for _ in range(k):
+        drawn = kernels.sample(q[texts[-1]], torch.from_numpy(rng.random(n))).numpy() if kind == "draft" else (2 * texts[-1] + 1) % V
+        texts.append(drawn)
+    texts = np.stack(texts, 1)  # (n, k + 1)
+    for i, text in enumerate(texts):
+        r = Request([first], k + 1, **sampling)
+        r.tokens, r.n_tokens, r.rng = text, 1, rng
+        r.q = q[text[:-1]] if kind == "draft" else None
+        ready.append((r, k))
+    counts = np.zeros(V ** 3)
+    plain = kernels.target_probs(p, *engine._sampling([Request([0], **sampling)] * V)).double().numpy()
+    plain /= plain.sum(1, keepdims=True)
+    for new in engine._sample(ready, p[texts.ravel()]):
+        while len(new) < 3:
+            new.append(int(rng.choice(V, p=plain[new[-1]])))
+        counts[new[0] * V * V + new[1] * V + new[2]] += 1
+    return chi_square(counts, shares(p, [first], **sampling))
+
+
+@pytest.mark.parametrize("kind", ["draft", "ngram"])
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_verified_drafts_leave_the_distribution_as_it_is(sampling, kind):
+    """24,000 draws of three tokens against their exact probabilities; a sound rule fails once in a million seeds, and this seed is fixed."""
+    excess, cells = verified(kind, SAMPLING[sampling])
+    assert excess < 1 and cells > 10
+
+
+BROKEN = {"accepts twice as often": ("accept", lambda p, q, draft, u: kernels.accept(p, q, draft, u / 2)),
+          "accepts whatever is possible": ("accept", lambda p, q, draft, u: kernels.accept(p, q, draft, u * 1e-6)),
+          "takes the draft to be certain": ("accept", lambda p, q, draft, u: kernels.accept(p, None, draft, u)),
+          "draws again from p": ("residual", lambda p, q, draft: p)}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_broken_rule_is_noticed(rule, monkeypatch):
+    name, broken = BROKEN[rule]
+    monkeypatch.setattr(sarathi, name, broken)
+    assert verified("draft", SAMPLING["T = 1"], n=12000)[0] > 1
+
+
+@lru_cache
+def toy(seed):
+    """A model of six tokens with opinions."""
+    m = GPT.from_preset(GPTConfig(n_layer=1, n_head=1, n_embd=16, vocab_size=6, block_size=64), seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for owner in (m.wte, m.head):
+        owner.weight = torch.randn(6, 16, generator=generator) * 0.3
+    return m
+
+
+@pytest.mark.parametrize("kind", ["draft", "ngram"])
+def test_sampled_requests_are_distributed_as_without_speculation(kind):
+    """The whole engine: 20,000 requests (5,000 of n-gram), the joint distribution of their first three tokens (false alarm: one in a million)."""
+    sampling, n = dict(temperature=0.9, top_k=5, top_p=0.95), 20000 if kind == "draft" else 5000
+    text = [3, 1] if kind == "draft" else [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 0, 2, 4, 0, 3, 5, 1, 3, 0, 4, 1, 5, 2, 0, 5, 3, 1, 0]  # most pairs
+    engine = Engine(toy(1), draft=toy(2) if kind == "draft" else "ngram", spec=2, scheduler="orca", max_batch=1000, n_page=34000)
+    out = engine.generate([text] * n, max_new_tokens=4, **sampling)
+    counts = np.bincount([a * 36 + b * 6 + c for a, b, c, _ in out], minlength=216)
+    assert chi_square(counts, shares(lambda t: toy(1).logits(t)[-1], text, **sampling))[0] < 1
+    assert 0.05 < engine.speculator.n_accepted / engine.speculator.n_drafted < 0.95 and engine.speculator.n_drafted > n
+
+
+# ------------------------------------------------ how many: policies against brute force
+
+def decodes(alpha, most, target, step=0.0):
+    """What a policy sees: target(n) and step are seconds."""
+    edges = np.empty(0, int)
+    return sarathi.Decodes([Request([0]) for _ in most], np.array(most), np.array(alpha, float), target, lambda steps: step * steps, edges)
+
+
+def test_expected_tokens_by_counting_outcomes():
+    """Eq. 8: the first j of k drafts are accepted and the next is not with probability alpha^j (1 - alpha), j = 0 .. k."""
+    for alpha in (0.0, 0.3, 0.7, 0.999, 1.0):
+        for k in range(8):
+            outcomes = [alpha ** j * (1 - alpha) for j in range(k)] + [alpha ** k]
+            assert sum(outcomes) == pytest.approx(1) and sarathi.expected_tokens(alpha, k) == pytest.approx(sum(c * (j + 1) for j, c in enumerate(outcomes)))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_goodput_is_the_best_of_all_choices(seed):
+    """Against every k for all (step), and every k of every request (request); T with and without tiles, a draft that costs and one that does not."""
+    rng = np.random.default_rng(seed)
+    most, alpha = rng.integers(0, 5, 4), rng.uniform(0, 1, 4)
+    gamma, delta, tile, step = rng.uniform(0.01, 0.5), rng.uniform(0, 2), int(rng.choice([1, 4])), rng.choice([0.0, 0.1])
+    target = lambda n: delta + gamma * -(-(4 + n) // tile) * tile
+    d = decodes(alpha, most, target, step)
+    goodput = lambda k: sarathi.expected_tokens(alpha, k).sum() / (target(sum(k)) + step * max(k))
+    every = list(np.ndindex(*(most + 1)))
+    assert goodput(sarathi.GoodputRequest().lengths(d)) == pytest.approx(max(map(goodput, every)))
+    assert goodput(sarathi.Goodput().lengths(d)) == pytest.approx(max(goodput(np.minimum(k, most)) for k in range(6)))
+    luck = rng.integers(0, 4, 4)
+    for r, n in zip(d.requests, luck):
+        r.luck = int(n)
+    k = sarathi.Oracle().lengths(d)
+    assert (k <= np.minimum(luck, most)).all()
+
+
+def test_goodput_proposes_less_the_fuller_the_batch_and_the_worse_the_draft():
+    """[SmartSpec Fig. 5]: more than four drafts for small batches, none for very large ones."""
+    cost = CostModel.roofline(preset("llama-7b"), "a100")
+    best = lambda B, alpha: [sarathi.Goodput().lengths(decodes([alpha] * B, [7] * B, lambda n: cost.time(B + n, 256 * B), 0.0005))[0] for B in B]
+    chosen = {alpha: best([1, 4, 256, 1024], alpha) for alpha in (0.3, 0.5, 0.7, 0.9)}
+    assert min(chosen[0.7][:2]) > 4 and chosen[0.3][-1] == 0
+    assert all(k[0] > k[-1] and sorted(k, reverse=True) == k for k in chosen.values()) and list(chosen.values()) == sorted(chosen.values())
+
+
+def test_global_granularity_settles_on_one_k():
+    policy, picked = sarathi.GoodputGlobal(), []
+    for i in range(60):
+        picked.append(policy.lengths(decodes([0.7] * 4, [7] * 4, lambda n: 1 + 0.1 * n * (1 + i % 2)))[0])
+    assert len(set(picked[10:])) == 1
+
+
+def test_a_policy_that_stopped_proposing_tries_again():
+    """Evidence of bad drafts fades, or nobody would notice that they have become good."""
+    engine = Engine(small(), draft=Wrong(), spec="goodput", cost=Linear(gamma=0.3), n_page=100)
+    s, r = engine.speculator, Request(prompt(5), 40)
+    for _ in range(20):
+        s.observe([(r, 3, 0)] * 4)
+    assert s.alpha < 0.1
+    for _ in range(400):
+        s.observe([])
+    assert s.alpha > 0.6
+    for _ in range(200):
+        s.observe([(r, 3, 2), (r, 1, 1), (r, 3, 3)])
+    assert s.alpha == pytest.approx(6 / 7, abs=0.02), "tried were seven: behind a rejected draft nothing is"
+
+
+def test_draft_prefill_is_spared_where_nothing_is_proposed():
+    """[SmartSpec §5]: once more than 0.7 of the iterations propose nothing, new requests never speculate; older ones may."""
+    engine = Engine(small(), draft=draft("large"), spec="goodput", cost=(Linear(gamma=9.0), Linear(0, 0, 0.02)), scheduler="orca", max_batch=4, n_page=400)
+    early = Request(prompt(8), 120)
+    engine.add(early)
+    for _ in range(80):
+        engine.step()
+    late = Request(prompt(9), 20)
+    engine.add(late)
+    for _ in range(5):
+        engine.step()
+    assert early.speculates and late.speculates is False and early.n_draft_past == late.n_draft_past == 0
+    engine.speculator.cost = Linear(gamma=0.0)
+    finish(engine)
+    assert early.n_drafted > 0 and late.n_drafted == 0
+    fresh = Request(prompt(10), 20)
+    engine.speculator.zeros = 0.5
+    engine.add(fresh)
+    finish(engine)
+    assert fresh.speculates and fresh.n_drafted > 0 and fresh.output == naive(10, 20)
+
+
+@pytest.mark.parametrize("name, plan, room", [("orca", [1, 1, 300], 10 ** 9), ("sarathi", [1] * 6, 250), ("sarathi", [1] * 6 + [250], 0),
+                                              ("sarathi", [1] * 6 + [40], 210), ("sarathi", [1] * 300, 84), ("sarathi_serve", [1] * 6 + [200], 50),
+                                              ("sarathi_serve", [1] * 300, -44)])
+def test_drafts_stay_within_the_schedulers_budget(name, plan, room):
+    scheduler = make_scheduler(name, chunk=256, max_batch=8, tile=128)
+    assert min(scheduler.room([(None, n) for n in plan]), 10 ** 9) == room
+
+
+@pytest.mark.parametrize("spec", ["off", 1, 5, "goodput", "goodput_global", "goodput_request", "confidence", "oracle"])
+@pytest.mark.parametrize("kind", ["ngram", "model"])
+def test_the_simulator_speculates_with_the_same_policies(spec, kind):
+    """Forced acceptance: its share is alpha, requests end exactly, and the clock has paid for drafts and target."""
+    target, cheap = (CostModel.roofline(preset(name), "a100") for name in ("llama-7b", "llama-160m"))
+    take = {}
+    for name in ("off", spec):
+        engine = Simulator(target, draft="ngram" if kind == "ngram" else cheap, spec=name, alpha=0.7, scheduler="orca", max_batch=8, n_page=8192)
+        requests = [Request([0] * 128, 128) for _ in range(24)]
+        for r in requests:
+            engine.add(r)
+        finish(engine)
+        take[name], s = engine.clock.now(), engine.speculator
+        assert all(len(r.output) == 128 and r.state == "length" for r in requests)
+    if spec not in ("off", 1, 5):
+        assert take[spec] < take["off"] / 1.2, "[SmartSpec Fig. 1]: at a small batch drafts pay"
+    if spec == 1:
+        assert s.n_accepted / s.n_drafted == pytest.approx(0.7, abs=0.05)
+    if spec == "oracle":
+        assert s.n_accepted == s.n_drafted
+
+
+def test_forced_acceptance_on_a_model_with_random_weights():
+    engine = Engine(small(), draft=draft("large"), spec=1, alpha=0.6, scheduler="orca", max_batch=8, n_page=2000)
+    outputs = engine.generate([prompt(n) for n in range(3, 19)], max_new_tokens=60)
+    assert all(len(out) == 60 for out in outputs)
+    assert engine.speculator.n_accepted / engine.speculator.n_drafted == pytest.approx(0.6, abs=0.06) and engine.speculator.n_drafted > 400
+
+
+def test_a_draft_models_cache_counts_as_memory():
+    sizes = [Engine(small(), draft=d, spec=s, memory_gb=0.01).pool.n_page for d, s in ((None, "off"), (draft("self"), "off"), (draft("self"), 3))]
+    assert sizes[0] == sizes[1] and sizes[2] == sizes[0] // 2
+    with pytest.raises(ValueError, match="alpha = 0: a simulator"):
+        Simulator(CostModel.roofline(preset("llama-7b"), "a100"), draft="ngram", spec=3)
+
+
+def test_a_proposer_and_a_policy_of_ones_own():
+    class Twice(sarathi.Proposer):
+        """The newest token again."""
+        def propose(self, requests, lengths, threshold=0.0):
+            return [[int(r.tokens[r.n_tokens - 1])] * min(k, 2) for r, k in zip(requests, lengths)]
+
+    class EveryOther(sarathi.Policy):
+        """Two drafts for each second request."""
+        def lengths(self, d):
+            return np.minimum(d.most, [2 * (r.id % 2) for r in d.requests])
+    try:
+        engine = Engine(small(), draft="twice", spec="every_other", n_page=300, max_batch=4)
+        assert engine.generate([prompt(n) for n in (20, 9, 33)], max_new_tokens=15) == [naive(n, 15) for n in (20, 9, 33)]
+        assert engine.speculator.n_drafted > 0
+    finally:
+        sarathi.PROPOSERS.pop("twice"), sarathi.POLICIES.pop("every_other")
+
+
+def test_speculation_on_the_command_line(cache):
+    run = ["sarathi.py", "--tokens", "1,2,3,4,1,2,3,4,1,2", "--model", str(cache), "--max-new-tokens", "30", "--temperature", "0", "--spec", "2"]
+    ngram, same = (cli(*run, "--draft", draft) for draft in ("ngram", str(cache)))
+    for out in (ngram, same):
+        assert re.search(r"\d+ drafts, \d+% accepted, [\d.]+ tokens per iteration, goodput \d+ tokens/s", out.stderr), out.stderr
+    assert ngram.stdout == same.stdout and "100% accepted" in same.stderr
