@@ -28,6 +28,7 @@ import time
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -824,18 +825,20 @@ class Scene:
         if not bench.simulated:
             self.lengths = uniform(4, max(5, max(bench.lengths) // 12))
             self.unit = 1.58 / self.run(20, 1000)["requests/s"]  # [S-LoRA Fig. 5] what the A10G served
+            bench.notes.append(f"{setting} here: {self.unit:.3g} s stand for one of the paper's in rates and the SLO; results are in seconds of this machine")
 
     def run(self, n, rate, variant="S-LoRA", duration=300, cv=1.0, alpha=1.0, **options):
-        """Serve so many seconds of the workload with n adapters -> metrics, in the paper's seconds."""
+        """Serve so many of the paper's seconds of its workload with n adapters -> metrics. options: the engine's, slo in its seconds."""
         bench, unit = self.bench, self.unit
         duration = bench.grid(min(duration, 4 * bench.config.requests / rate), duration)
         jobs = gamma_jobs(rate / unit, duration * unit, cv, n, alpha, self.lengths, self.lengths)
-        options = VARIANTS.get(variant, {}) | options
+        options = VARIANTS.get(variant, {}) | options | ({"slo": options["slo"] * unit} if "slo" in options else {})
         engine = self.simulator(n, variant, options) if bench.simulated else self.engine(variant, options)
         for i in {job.adapter for job in jobs} - {None}:  # of the others only the name would be known
             engine.add_adapter(str(i), random_adapter(self.ranks[i % len(self.ranks)], seed=i))
-        seen = serve(bench, engine, jobs, slo=6.0 * unit)
-        return {name: x * {"requests/s": unit, "tokens/s": unit, "latency": 1 / unit, "first token": 1 / unit}.get(name, 1) for name, x in seen.items()}
+        if "slo" in options:
+            engine.order.MARGIN *= unit
+        return serve(bench, engine, jobs, slo=6.0 * unit)
 
     def simulator(self, n, variant, options):
         """The paper's own system, or its server on top of PEFT."""
@@ -943,7 +946,7 @@ def slora_fig10(bench):
     """The paper's numbers beside --hardware a100."""
     scene, setting, n, rate = default_scene(bench)
     for cv, papers in bench.grid({k: FIG10[k] for k in (1, 4)}, FIG10).items():
-        for name, options, paper in zip(("early abort", "last come first", "first come first"), (dict(slo=6.0 * scene.unit), dict(order="lcfs"), {}), papers):
+        for name, options, paper in zip(("early abort", "last come first", "first come first"), (dict(slo=6.0), dict(order="lcfs"), {}), papers):
             seen = scene.run(n, rate, cv=cv, **options)
             yield row(f"{setting}, cv = {cv}: attainment, {name}", paper if bench.config.hardware == "a100" else None, seen["attainment"],
                       satisfaction=seen["satisfaction"], aborted=seen["aborted"], at=("attainment", name, cv))
@@ -967,6 +970,32 @@ def slora_ablation(bench):
     for variant, paper in zip(("S-LoRA", "no-unify", "bmm"), papers):
         seen = scene.run(n, rate, variant, duration=SECONDS.get((bench.config.hardware, variant), 300))
         yield throughput(f"{setting}, n = {n}: {variant}", paper, seen, ("", "ablation", variant))
+
+
+@experiment("what adapters cost here: the same requests with none, and with 200 of mixed ranks computed in every way, in turns")
+def slora_ways(bench):
+    """All requests are there at once, lengths as in [S-LoRA Table 2] but shorter, every adapter equally popular; the paper's column
+    is from its Fig. 5 (A10G) and Table 3 (S2, n = 100), over S-LoRA. --full: also 100 and 2,000 adapters, all of them in memory."""
+    n, top, ranks = bench.grid(200, 2000), max(bench.lengths) // 2, SETTINGS["S2"][1]
+    adapters = [random_adapter(ranks[i % 4], i)(bench.model.config, None if bench.simulated else bench.model.dtype)
+                for i in tqdm(range(n), "random adapters", file=sys.stderr, leave=False, disable=bench.simulated)]
+    jobs = gamma_jobs(1, 4 * bench.config.requests, n_adapter=n, prompt=uniform(8, top), output=uniform(8, top), seed=bench.options.seed)
+    room, engines = 4 * max(adapter.n_page for adapter in adapters), {}
+    ways = {"no adapter": ({}, 1, None), "S-LoRA": ({}, min(n, 200), 1.0), "no-unify": (dict(adapter_pages=room), 200, 1.194 / 1.576),
+            "bmm": (dict(lora="bmm"), 200, 0.253 / 1.576), "merge and swap": (dict(lora="merge"), 200, 0.24 / 7.29)}
+    ways |= {f"S-LoRA, n = {m}": ({}, m, None) for m in bench.grid([], [100, 2000])}
+    for name, (options, m, _) in ways.items():
+        engines[name] = bench.engine(bench.options.scheduler, 2 * top, n_page=bench.B * 2 * top + room, alloc="grow", **options)
+        for i in range(m):
+            engines[name].add_adapter(str(i), lambda *_, adapter=adapters[i], **__: adapter)
+    at_once = [job._replace(arrival=0.0) for job in jobs]
+    fns = [partial(serve, bench, engines[name], [job._replace(adapter=job.adapter % m if name != "no adapter" else None) for job in at_once])
+           for name, (_, m, _) in ways.items()]
+    took, tokens = bench.rounds(*fns, repeats=bench.runs), sum(job.prompt + job.output for job in jobs)
+    for (name, (_, m, paper)), seconds in zip(ways.items(), took):
+        over = lambda others: statistics.median(b / a for a, b in zip(seconds, others))
+        yield row(f"{name}: x S-LoRA", paper, over(took[1]), **{"x no adapter": over(took[0]), "tokens/s": tokens / statistics.median(seconds)},
+                  at=("", "throughput", name))
 
 
 # ---------------------------------------------------------------- how far the simulator can be believed

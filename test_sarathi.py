@@ -1584,7 +1584,8 @@ def test_orders_of_the_queue():
     assert order_of(Cluster(LastCome(), 1), "abab") == [3, 1, 2, 0]
     one = OneAdapter(fcfs)
     assert order_of(one, "abab") == [0, 2] and order_of(one, "abab", running="b") == [1, 3]
-    assert order_of(one, "ababbb", running="b") == [1, 3], "who came after the swap waits for the next one"
+    assert order_of(one, "ababbb", running="b") == [1, 3, 4, 5], "newcomers join the batch"
+    assert order_of(one, "a" * 30 + "b", running="b") == [30] and order_of(one, "a" * 31 + "b", running="b") == [], "until too many others wait"
 
 
 def test_early_abort_gives_up_what_is_late_and_serves_the_newest_under_overload():
@@ -1609,7 +1610,7 @@ class SimpleCost(CostModel):
     def __init__(self):
         super().__init__(GPTConfig(**SMALL), torch.float32, (1e9, 0.5), "a clock")
 
-    def time_of(self, entries):
+    def time_of(self, entries, lora="batched"):
         return 1.0
 
 
