@@ -618,11 +618,12 @@ PCIE = 32e9  # bytes/s from the host's memory: 16 lanes of the fourth generation
 class System(NamedTuple):
     """The seconds that a serving system's host adds to the hardware's; each is fitted on the cell named in SYSTEMS."""
     layer: float = 0.0  # to launch one layer's kernels: a GPU that is faster waits
-    request: float = 0.0  # between two iterations, per request: tokens in and out, one by one
+    request: float = 0.0  # between two iterations, per token that is sampled or verified: in and out, one by one
     load: float = 0.0  # per layer, to start the copies of an adapter, also when they overlap
     resize: float = 0.0  # per layer, when the adapters have a pool of their own: to move it, as one comes or goes
     copy: float = ATTENTION_CALL  # per layer and request: to gather and pad its adapter for a batched GEMM
     eager: bool = False  # host and GPU wait for each other in every layer: their times add up
+    expand: bool = False  # a verified draft is a request of its own, that reads the context once more
 
 
 SYSTEMS = {
@@ -634,7 +635,9 @@ SYSTEMS = {
                        copy=0.505e-3),  # [S-LoRA Fig. 5] bmm, A100-80, S4, n = 400
     "transformers": System(layer=1.8e-3,  # [S-LoRA Table 3] PEFT, S1 and S4, n = 100
                            request=0.95e-3,  # [S-LoRA Table 3] PEFT, S1, n = 5: its cache is copied when it grows
-                           eager=True)}
+                           eager=True),
+    "vllm": System(request=0.1e-3,  # [SmartSpec Fig. 1] k = 5 is no gain beyond 12 requests/s
+                   expand=True)}  # until its version 0.6, so in the paper's: BatchExpansionTop1Scorer
 
 
 class Work(NamedTuple):
@@ -732,9 +735,11 @@ class CostModel:
         return Work(n_tokens, 1, decodes=int(n_context > 0), context=checked("n_context", n_context, int, 0))
 
     def _time(self, w, lora="batched"):
+        if self.system.expand and w.decodes:
+            w = w._replace(context=w.context * (w.M - w.chunks) // w.decodes)
         gpu = self.linear(w.N) + 2 * self.all_reduce(w.N) + self.attention(w) + self.others(w) + self.lora(w, lora)
         host = self.config.n_layer * self.system.layer
-        return (gpu + host if self.system.eager else max(gpu, host)) + self.system.request * (w.decodes + w.chunks)
+        return (gpu + host if self.system.eager else max(gpu, host)) + self.system.request * w.M
 
     def _operators(self, w, lora="batched"):
         linear, reduce = self.linear(w.N), self.all_reduce(w.N)  # one after each of the two row-parallel operators
