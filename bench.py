@@ -1023,7 +1023,7 @@ class Pair:
         """ratio: tokens of prompt for each new one."""
         config, gpu, model = bench.model.config, bench.config.hardware, bench.model
         self.home = self.bench = bench  # whose options count, who runs the engines
-        self.D = 128 if bench.simulated else max(1, min(bench.lengths) // 8)
+        self.D = 128 if bench.simulated else min(max(1, min(bench.lengths) // 8), 4 * bench.config.requests)
         self.P, self.alpha, self.unit = ratio * self.D, bench.options.alpha or (0.0 if bench.trained else alpha), 1.0
         self.options = dict(scheduler=bench.options.scheduler, B=4 * bench.B)
         if bench.simulated:

@@ -636,7 +636,7 @@ SYSTEMS = {
     "transformers": System(layer=1.8e-3,  # [S-LoRA Table 3] PEFT, S1 and S4, n = 100
                            request=0.95e-3,  # [S-LoRA Table 3] PEFT, S1, n = 5: its cache is copied when it grows
                            eager=True),
-    "vllm": System(request=0.1e-3,  # [SmartSpec Fig. 1] k = 5 is no gain beyond 12 requests/s
+    "vllm": System(request=0.036e-3,  # [SmartSpec Fig. 1] k = 5 is no gain beyond 12 requests/s
                    expand=True)}  # until its version 0.6, so in the paper's: BatchExpansionTop1Scorer
 
 
