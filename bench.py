@@ -1206,11 +1206,11 @@ def spec_here(bench):
         lookup = copy.copy(pair)
         lookup.draft, lookup.alpha = "ngram", 0.0
         cases.append(("B = 1, prompt lookup in a repetitive prompt", lookup, [bench.prompts(1, 16, bench.options.seed)[0] * 4]))
-    for B in bench.grid([1, 4, 16, 64], [2**i for i in range(9) if 2**i <= pair.options["B"]]):
+    for B in bench.grid([1, bench.B, 3 * bench.B, 9 * bench.B], [2**i for i in range(9) if 2**i <= pair.options["B"]]):
         cases.append((f"B = {B}", pair, bench.prompts(B, pair.P, bench.options.seed)))
     for name, pair, prompts in cases:
         B, D = len(prompts), max(pair.D, 16 * bench.config.requests // len(prompts))
-        engines = [pair.engine(spec, len(prompts[0]) + D, B=B) for spec in CHOICES]
+        engines = [pair.engine(spec, len(prompts[0]) + D, B=B, scheduler="prefill_first") for spec in CHOICES]  # soon all decode
         took = pair.bench.rounds(*(partial(e.generate, prompts, max_new_tokens=D, seed=bench.options.seed) for e in engines), repeats=bench.config.repeats)
         over = lambda a, b: statistics.median(y / x for x, y in zip(took[a], took[b]))
         for i, spec in enumerate(CHOICES):

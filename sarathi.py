@@ -859,8 +859,8 @@ class Fitted(CostModel):
 
 
 def designed_batches(L):
-    """Iterations that tell the terms of a cost model apart, as entries (n_past, n, wants logits): decodes of many sizes and
-    contexts, chunks with and without a past, mixtures; none beyond a context of L."""
+    """Iterations that tell the terms of a cost model apart, as entries (n_past, n, rows of logits): decodes of many sizes and
+    contexts, chunks with and without a past, verifications, mixtures; none beyond a context of L."""
     decodes = lambda B, context: [(max(1, context * (2 * i + B) // (2 * B) - 1), 1, True) for i in range(B)]  # contexts differ, as in a server
     batches = [decodes(B, context) for B in (1, 2, 4, 8, 16) for context in (8, L // 4, 2 * L // 3)]
     sizes = [n for n in (12, 24, 48, 96, 160, 256, 384, 512) if n <= L]
@@ -868,6 +868,7 @@ def designed_batches(L):
     batches += [[(0, n, True)] * 4 for n in (12, 24, 40, 64, 128, 300) if n <= L]
     mixtures = [(1, L // 2, 0, 31), (3, L // 3, L // 4, 61), (3, L // 2, 0, 125), (7, L // 3, L // 2, 57), (7, L // 2, 0, 249),
                 (15, L // 4, L // 4, 113)]
+    batches += [[(past, 1 + k, 1 + k) for past, *_ in decodes(B, L // 4)] for B in (1, 4, 16) for k in (1, 3, 7)]  # verifications
     return batches + [decodes(B, context) + [(past, n, False)] for B, context, past, n in mixtures if past + n <= L]
 
 
@@ -920,11 +921,12 @@ def with_room(n):
 
 
 def rehearse(engine, entries):
-    """The plan of an iteration out of the blue: a request of random tokens with its pages, for each (n_past, n, wants logits)."""
+    """The plan of an iteration out of the blue: a request of random tokens with its pages, for each (n_past, n, rows of logits it
+    wants); where it wants several, the tokens behind the first of them are drafts."""
     plan = []
     for past, n, wants in entries:
-        prompt = np.random.default_rng(engine.n_added).integers(0, engine.model.config.vocab_size, past + n + (not wants))
-        r = Request(prompt, max_new_tokens=1)
+        prompt = np.random.default_rng(engine.n_added).integers(0, engine.model.config.vocab_size, past + n + 1 - wants)
+        r = Request(prompt, max_new_tokens=max(1, wants))
         engine.add(r)
         engine.pool.hold(r.id, past + n, with_room(past + n))
         r.n_past = past
