@@ -618,11 +618,12 @@ PCIE = 32e9  # bytes/s from the host's memory: 16 lanes of the fourth generation
 class System(NamedTuple):
     """The seconds that a serving system's host adds to the hardware's; each is fitted on the cell named in SYSTEMS."""
     layer: float = 0.0  # to launch one layer's kernels: a GPU that is faster waits
-    request: float = 0.0  # between two iterations, per request: tokens in and out, one by one
+    request: float = 0.0  # between two iterations, per token that is sampled or verified: in and out, one by one
     load: float = 0.0  # per layer, to start the copies of an adapter, also when they overlap
     resize: float = 0.0  # per layer, when the adapters have a pool of their own: to move it, as one comes or goes
     copy: float = ATTENTION_CALL  # per layer and request: to gather and pad its adapter for a batched GEMM
     eager: bool = False  # host and GPU wait for each other in every layer: their times add up
+    expand: bool = False  # a verified draft is a request of its own, that reads the context once more
 
 
 SYSTEMS = {
@@ -634,7 +635,9 @@ SYSTEMS = {
                        copy=0.505e-3),  # [S-LoRA Fig. 5] bmm, A100-80, S4, n = 400
     "transformers": System(layer=1.8e-3,  # [S-LoRA Table 3] PEFT, S1 and S4, n = 100
                            request=0.95e-3,  # [S-LoRA Table 3] PEFT, S1, n = 5: its cache is copied when it grows
-                           eager=True)}
+                           eager=True),
+    "vllm": System(request=0.036e-3,  # [SmartSpec Fig. 1] k = 5 is no gain beyond 12 requests/s
+                   expand=True)}  # until its version 0.6, so in the paper's: BatchExpansionTop1Scorer
 
 
 class Work(NamedTuple):
@@ -732,9 +735,11 @@ class CostModel:
         return Work(n_tokens, 1, decodes=int(n_context > 0), context=checked("n_context", n_context, int, 0))
 
     def _time(self, w, lora="batched"):
+        if self.system.expand and w.decodes:
+            w = w._replace(context=w.context * (w.M - w.chunks) // w.decodes)
         gpu = self.linear(w.N) + 2 * self.all_reduce(w.N) + self.attention(w) + self.others(w) + self.lora(w, lora)
         host = self.config.n_layer * self.system.layer
-        return (gpu + host if self.system.eager else max(gpu, host)) + self.system.request * (w.decodes + w.chunks)
+        return (gpu + host if self.system.eager else max(gpu, host)) + self.system.request * w.M
 
     def _operators(self, w, lora="batched"):
         linear, reduce = self.linear(w.N), self.all_reduce(w.N)  # one after each of the two row-parallel operators
@@ -854,8 +859,8 @@ class Fitted(CostModel):
 
 
 def designed_batches(L):
-    """Iterations that tell the terms of a cost model apart, as entries (n_past, n, wants logits): decodes of many sizes and
-    contexts, chunks with and without a past, mixtures; none beyond a context of L."""
+    """Iterations that tell the terms of a cost model apart, as entries (n_past, n, rows of logits): decodes of many sizes and
+    contexts, chunks with and without a past, verifications, mixtures; none beyond a context of L."""
     decodes = lambda B, context: [(max(1, context * (2 * i + B) // (2 * B) - 1), 1, True) for i in range(B)]  # contexts differ, as in a server
     batches = [decodes(B, context) for B in (1, 2, 4, 8, 16) for context in (8, L // 4, 2 * L // 3)]
     sizes = [n for n in (12, 24, 48, 96, 160, 256, 384, 512) if n <= L]
@@ -863,6 +868,7 @@ def designed_batches(L):
     batches += [[(0, n, True)] * 4 for n in (12, 24, 40, 64, 128, 300) if n <= L]
     mixtures = [(1, L // 2, 0, 31), (3, L // 3, L // 4, 61), (3, L // 2, 0, 125), (7, L // 3, L // 2, 57), (7, L // 2, 0, 249),
                 (15, L // 4, L // 4, 113)]
+    batches += [[(past, 1 + k, 1 + k) for past, *_ in decodes(B, L // 4)] for B in (1, 4, 16) for k in (1, 3, 7)]  # verifications
     return batches + [decodes(B, context) + [(past, n, False)] for B, context, past, n in mixtures if past + n <= L]
 
 
@@ -915,11 +921,12 @@ def with_room(n):
 
 
 def rehearse(engine, entries):
-    """The plan of an iteration out of the blue: a request of random tokens with its pages, for each (n_past, n, wants logits)."""
+    """The plan of an iteration out of the blue: a request of random tokens with its pages, for each (n_past, n, rows of logits it
+    wants); where it wants several, the tokens behind the first of them are drafts."""
     plan = []
     for past, n, wants in entries:
-        prompt = np.random.default_rng(engine.n_added).integers(0, engine.model.config.vocab_size, past + n + (not wants))
-        r = Request(prompt, max_new_tokens=1)
+        prompt = np.random.default_rng(engine.n_added).integers(0, engine.model.config.vocab_size, past + n + 1 - wants)
+        r = Request(prompt, max_new_tokens=max(1, wants))
         engine.add(r)
         engine.pool.hold(r.id, past + n, with_room(past + n))
         r.n_past = past

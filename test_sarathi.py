@@ -1328,6 +1328,19 @@ def test_metrics_by_hand():
     assert bench.metrics([ended(0, [], "abort")])["requests/s"] == 0
 
 
+def test_where_drafts_stop_to_help():
+    assert bench.crossing([(4, 2.0), (8, 1.5), (12, 0.5), (16, 0.4)]) == 10 and bench.crossing([(4, 0.9), (8, 1.5), (12, 0.5)]) == 10
+    assert bench.crossing([(4, 2.0), (8, 1.0)]) == 8 and bench.crossing([(4, 0.9), (8, 0.8)]) == 4
+    assert bench.always(7)(None, 3).tolist() == [7, 7, 7]
+
+
+def test_a_system_without_a_kernel_for_verification_reads_the_context_for_every_draft():
+    cost, vllm = (CostModel.roofline(preset("llama-7b"), "a100", system=system) for system in ("sarathi", "vllm"))
+    entries, expanded = [(1000, 4, 4)] * 8, [(1003, 1, 1)] * 32
+    assert vllm.time_of(entries) == pytest.approx(vllm.time_of(expanded)) and vllm.time_of(expanded) > cost.time_of(expanded) > cost.time_of(entries)
+    assert vllm.time_of([(0, 500, 1)]) - cost.time_of([(0, 500, 1)]) == pytest.approx(vllm.system.request), "a prompt is sampled from once"
+
+
 def test_lightllm_admits_what_fits_at_its_peak_and_asks_every_ten_iterations():
     class Fixed:
         def __init__(self, P, D, made=0, adapter=None):
@@ -1354,8 +1367,8 @@ def test_adapters_cost_what_they_should():
     assert sum(cost.operators_of(large).values()) == pytest.approx(took[2]) and "lora" in cost.operators_of(large)
     assert slow.time_of(plain[:1]) > 32 * slow.system.layer > 2 * cost.time_of(plain[:1]), "a small batch waits for its host"
     assert slow.load(10**7)[0] > 0 == cost.load(10**7)[0] and cost.load(10**7)[1] > 0
-    with pytest.raises(KeyError, match="unknown system 'vllm': one of sarathi"):
-        CostModel.roofline(preset("tiny"), "a100", system="vllm")
+    with pytest.raises(KeyError, match="unknown system 'tgi': one of sarathi"):
+        CostModel.roofline(preset("tiny"), "a100", system="tgi")
 
 
 def test_a_simulated_copy_overlaps_with_iterations_and_who_is_early_waits():
@@ -1400,10 +1413,11 @@ def test_the_scoreboard_is_well_formed(monkeypatch, capsys):
         assert ("why" in r) == (r["inside"] == "no")
     said = capsys.readouterr().out
     for margin in (15, 20):
-        part = [r for r in rows if r["what"].startswith("S-LoRA") == (margin == 20)]
+        part = [r for r in rows if r["what"].startswith(("S-LoRA", "SmartSpec")) == (margin == 20)]
         assert f"{sum(r['inside'] == 'yes' for r in part)} of {len(part)} inside {margin} %" in said and re.search(r"\| +ratio \| inside \| role", said)
     claims = {r["what"]: r for r in rows}
     assert claims["Table 2: decode-only: total (ms)"]["role"] == "fit" and claims["Fig. 3: B = 2: decode over prefill, per token"]["role"] == "prediction"
+    assert [claims[f"SmartSpec Fig. 1, 7b: k = {k}: no gain beyond rate"]["role"] for k in (5, 3)] == ["fit", "prediction"]
 
 
 def test_hardware_on_the_command_line_needs_no_model_and_no_cache(tmp_path):
