@@ -1342,7 +1342,7 @@ def make_proposer(draft, engine):
         return Medusa(draft, engine.model)
     if isinstance(draft, CostModel if isinstance(engine, Simulator) else GPT):
         return (SimulatedDraft if isinstance(engine, Simulator) else DraftModel)(engine, draft)
-    raise ValueError(f"draft = {draft if isinstance(draft, str) else type(draft).__name__!r}: one of {', '.join(PROPOSERS)}, a model, or Heads")
+    raise ValueError(f"draft = {draft if isinstance(draft, str) else type(draft).__name__!r}: one of {', '.join(PROPOSERS)}, or a model or Heads")
 
 
 class Speculator:
