@@ -321,16 +321,28 @@ def context_pad(ctx, n, stride, dtype, device):
     return stride - ctx if copies(dtype, device) and stride <= 2 * ctx else 0  # reading it all in place beats copying half of it
 
 
+def lineage(parents):
+    """parents: for each of n rows the row it follows, an earlier one, or -1 -> (n, n) bool: whom each row follows, itself included."""
+    sees = torch.eye(len(parents), dtype=torch.bool)
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            sees[row] |= sees[parent]
+    return sees
+
+
 @lru_cache(maxsize=256)  # the same few shapes come back in every iteration
-def causal_mask(ahead, n, group, pad, dtype, device):
+def causal_mask(ahead, n, group, pad, dtype, device, trees=()):
     """What to add to the last columns of the scores. ahead: each request's cached tokens beyond the shortest one's, a tuple of R
     ints. -> (R, 1, n * group, w), w = max(ahead) + n + pad, of 0 and -inf; columns before these w are seen by every row; None for
-    one row."""
+    one row. trees: where a request's rows do not follow one another but form a tree, their parents; else None."""
     width = max(ahead) + n + pad
     if width == 1:
         return None
     last = torch.tensor(ahead)[:, None] + torch.arange(n).repeat_interleave(group)  # (R, n * group) the last of them each row sees
     hidden = torch.arange(width) > last[..., None]
+    for rows, start, parents in zip(hidden, ahead, trees):
+        if parents:
+            rows[:, start:start + n] = ~lineage(parents).repeat_interleave(group, 0)
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None].to(device)
 
 

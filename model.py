@@ -5,7 +5,7 @@
     Adapter.from_pretrained("folder", config), random_adapter(rank)    LoRA weights, packed as the pool's pages hold them
     model(batch, kv)                     one iteration of the engine: N flat tokens in, M rows of logits out
     model.logits(tokens)                 the oracle: whole sequences, no cache, float32
-    python model.py                      train the tiny model and its one-layer draft on this Python's own sources (2 minutes)
+    python model.py                      train the tiny model, its one-layer draft and its heads on this Python's own sources (3 minutes)
 """
 import codecs
 import json
@@ -230,22 +230,35 @@ class GPT(nn.Module):
             return x + self.wpe(positions).to(dtype), None
         return x, rope_angles(positions, self.inv_freq, dtype)
 
-    @torch.inference_mode()
     def forward(self, batch, kv):
         """One iteration of N tokens through every layer at once, so that each weight is read once [SARATHI §4.3].
         kv as new_cache made it -> logits (M, V) of batch.logit_rows."""
+        return self.predict(self.hidden(batch, kv))
+
+    @torch.inference_mode()
+    def predict(self, hidden):
+        """hidden (M, C) -> logits (M, V)"""
+        return self.head(hidden)
+
+    @torch.inference_mode()
+    def hidden(self, batch, kv):
+        """All of `forward` but the output head -> the normed states (M, C) of batch.logit_rows."""
         (x, rope), y = self._embed(batch.tokens, batch.positions, self.dtype), None
         for block, layer_kv in zip(self.blocks, kv):
             x, y = block(x, y, rope, batch, layer_kv)
-        return self.head(self.norm(x[batch.logit_rows], y[batch.logit_rows])[1])
+        return self.norm(x[batch.logit_rows], y[batch.logit_rows])[1]
 
     def whole(self, tokens, dtype=torch.float32):
         """tokens (B, T) -> logits (B, T, V) of whole sequences, without a cache; differentiable."""
+        return self.head(self.hidden_whole(tokens, dtype))
+
+    def hidden_whole(self, tokens, dtype=torch.float32):
+        """tokens (B, T) -> the normed states (B, T, C) that the output head reads"""
         x, rope = self._embed(tokens, torch.arange(tokens.size(1), device=tokens.device), dtype)
         y = None
         for block in self.blocks:
             x, y = block(x, y, rope)
-        return self.head(self.norm(x, y)[1])
+        return self.norm(x, y)[1]
 
     @torch.inference_mode()
     def logits(self, tokens):
@@ -341,6 +354,47 @@ class GPT(nn.Module):
             num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim, intermediate_size=c.n_inner,
             vocab_size=c.vocab_size, max_position_embeddings=c.block_size, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
             rope_scaling=c.rope_scaling or None, tie_word_embeddings=c.tied, hidden_act="silu", dtype="float32"), indent=1))
+
+
+class Heads(nn.Module):
+    """Medusa heads (arXiv 2401.10774), n of them: from the normed state that gives the next token, head h = 1 .. n guesses the one
+    h places behind that. Each is a residual block in front of the model's own output head."""
+
+    def __init__(self, n, n_embd):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(n_embd, n_embd) for _ in range(n))
+        for block in self.blocks:
+            nn.init.zeros_(block.weight)
+            nn.init.zeros_(block.bias)
+
+    @property
+    def n_embd(self):
+        return self.blocks[0].in_features
+
+    def forward(self, hidden, head):
+        """hidden (..., C), head: the model's -> logits (..., n, V)"""
+        return head(torch.stack([hidden + F.silu(block(hidden)) for block in self.blocks], -2))
+
+    @classmethod
+    def from_pretrained(cls, folder, dtype=torch.float32, device="cpu"):
+        """Read what save_pretrained wrote; FileNotFoundError or ValueError that names the file for anything else."""
+        folder, c = Path(folder), read_json(Path(folder) / "heads.json")
+        if not all(isinstance(c.get(key), int) and c[key] > 0 for key in ("n_head", "n_embd")):
+            raise ValueError(f"{folder / 'heads.json'}: n_head and n_embd must be whole numbers, at least 1")
+        heads = cls(c["n_head"], c["n_embd"])
+        with Checkpoint(folder) as checkpoint:
+            for name, p in heads.named_parameters():
+                p.data = checkpoint.take(name, p.shape).to(device, dtype)
+            checkpoint.expect_all_taken()
+        return heads.requires_grad_(False).eval()
+
+    def save_pretrained(self, folder):
+        """Write heads.json and model.safetensors."""
+        from safetensors.torch import save_file
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: p.detach().contiguous() for name, p in self.named_parameters()}, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "heads.json").write_text(json.dumps(dict(n_head=len(self.blocks), n_embd=self.n_embd)))
 
 
 def inv_freq(config, device=None):
@@ -777,8 +831,37 @@ def train(config, data, steps, name, B=4, T=256, lr=2e-3, seed=0):
         return model, sum(loss_on(n_train, len(data)).item() for _ in range(20)) / 20
 
 
+def train_heads(model, data, steps, n=3, B=4, T=256, lr=4e-3, seed=0):
+    """Train n Heads on the states of a model, which stays as it is, over data (T,) as `train` does -> (Heads, loss (n,) in nats and
+    share of right first guesses (n,), of each head on the last 5 %)."""
+    from tqdm import tqdm
+    torch.manual_seed(seed)
+    heads, n_train = Heads(n, model.config.n_embd), int(0.95 * len(data))
+    optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
+    weight = model.head.weight.to_dense() if model.head.weight.is_mkldnn else model.head.weight.detach()  # packed ones have no gradient
+
+    def score(first, last):
+        x = data[torch.randint(first, last - T - n, (B, 1)) + torch.arange(T + n + 1)]  # (B, T + n + 1)
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                hidden = model.hidden_whole(x[:, :T])  # (B, T, C)
+            logits = heads(hidden, lambda h: F.linear(h, weight))  # (B, T, n, V)
+        ahead = x[:, 2:].unfold(1, n, 1)  # (B, T, n): head h at position t guesses token t + 1 + h
+        loss = F.cross_entropy(logits.flatten(0, 2).float(), ahead.flatten(), reduction="none").view(-1, n).mean(0)
+        return loss, (logits.argmax(-1) == ahead).flatten(0, 1).float().mean(0)
+
+    for step in tqdm(range(steps), f"training {n} heads", file=sys.stderr):
+        optimizer.param_groups[0]["lr"] = lr * min((step + 1) / 20, 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
+        optimizer.zero_grad(set_to_none=True)
+        score(0, n_train)[0].sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        return heads.eval(), *torch.stack([torch.stack(score(n_train, len(data))) for _ in range(20)]).mean(0)
+
+
 def train_tiny(steps=1100):
-    """Train the tiny target and its one-layer draft into cache_folder()/tiny and /draft; says the losses on stderr."""
+    """Train the tiny target, its one-layer draft and its Medusa heads into cache_folder()/tiny, /draft and /heads; says the losses on
+    stderr."""
     data, config = stdlib_tokens(), preset("tiny")
     cache_folder().mkdir(parents=True, exist_ok=True)  # a disk that cannot be written says so before two minutes of work
     for name, n_layer, share in (("draft", 1, 2), ("tiny", config.n_layer, 1)):
@@ -786,12 +869,31 @@ def train_tiny(steps=1100):
         model.save_pretrained(cache_folder() / name)
         write_byte_tokenizer(cache_folder() / name)
         print(f"{name}: loss {loss:.3f} nats per byte on unseen text, saved in {cache_folder() / name}", file=sys.stderr)
+    train_tiny_heads(data, steps // 4)
+
+
+def train_tiny_heads(data, steps=275):
+    """Train the Medusa heads of the tiny model in the cache into cache_folder()/heads; says how good each is on stderr."""
+    heads, losses, right = train_heads(GPT.from_pretrained(cache_folder() / "tiny"), data, steps)
+    heads.save_pretrained(cache_folder() / "heads")
+    for h, (loss, share) in enumerate(zip(losses, right), 1):
+        print(f"head {h}: loss {loss:.3f}, {share:.0%} of its first guesses right, {h + 1} bytes ahead", file=sys.stderr)
 
 
 def default_dtype(device="cpu"):
     """bfloat16 where the hardware multiplies it, float32 elsewhere."""
     fast = device != "cpu" or torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
+
+
+def load_heads(name, dtype=torch.float32, device="cpu"):
+    """name: "heads", those of the tiny model (trained here on first use), or a folder -> Heads"""
+    folder = cache_folder() / name if name == "heads" else Path(name)
+    if name == "heads" and not (folder / "heads.json").is_file():
+        load_model("tiny")
+    if name == "heads" and not (folder / "heads.json").is_file():  # a cache that an older version filled
+        train_tiny_heads(stdlib_tokens())
+    return Heads.from_pretrained(folder, dtype, device)
 
 
 def load_model(name, dtype=None, device="cpu", seed=0):
@@ -802,7 +904,7 @@ def load_model(name, dtype=None, device="cpu", seed=0):
     folder = cache_folder() / name if own else Path(name)
     if own and not (folder / "tokenizer.json").is_file():
         print("The default model is a tiny byte-level LLaMA that is trained here, once, on the Python standard library's sources: "
-              f"about two minutes on two cores, then kept in {cache_folder()}.", file=sys.stderr)
+              f"two to three minutes on two cores, then kept in {cache_folder()}.", file=sys.stderr)
         train_tiny()
     if not folder.is_dir():
         raise FileNotFoundError(f"model {name!r} is neither a folder nor a preset ({', '.join(PRESETS)})")

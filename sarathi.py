@@ -21,10 +21,10 @@ import re
 import signal
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, islice
 from numbers import Integral, Real
 from typing import Callable, NamedTuple
@@ -34,7 +34,7 @@ import torch
 
 from kernels import (BLOCK_ROWS, FEW_ROWS, Lora, LoraPages, Pages, Segment, accept, causal_mask, context_pad, on_gpu, residual, run_ends,
                      sample, target_probs)
-from model import GPT, PRESETS, Adapter, Batch, default_dtype, load_model
+from model import GPT, PRESETS, Adapter, Batch, Heads, default_dtype, load_heads, load_model
 
 
 def option(default, help, **more):
@@ -87,7 +87,8 @@ class Request:
 
         |<------------- n_tokens ------------->|<- not known yet ->|
         |<---- n_past: fed, cached ---->|n_todo|                   |  max_len
-                                               |drafts|               guesses, fed with the last known token to be verified
+                                               |drafts|               guesses, fed with the last known token to be verified;
+                                                                      a tree of them is fed level by level
     """
     prompt: list = field(repr=False)
     max_new_tokens: int = option(32, "tokens to generate")
@@ -110,6 +111,8 @@ class Request:
     speculates: bool | None = field(default=None, init=False, repr=False)  # None: not decided yet [SmartSpec §5]
     q: torch.Tensor | None = field(default=None, init=False, repr=False)  # (k, V) that its drafts were drawn from; None: certain
     luck: int = field(default=0, init=False, repr=False)  # how many drafts are accepted next, where that is forced
+    tree: tuple | None = field(default=None, init=False, repr=False)  # the Tree that its drafts form; None: they follow one another
+    path: list = field(default_factory=list, init=False, repr=False)  # the rows of the tree that were accepted
     tally: tuple = field(default=(0.0, 0.0), init=False, repr=False)  # drafts accepted and tried of late
     bubble: float = field(default=0.0, init=False)  # seconds that its micro-batches let pipeline stages wait [SARATHI §5.3]
     times: list = field(default_factory=list, init=False, repr=False)  # when each new token came, seconds
@@ -941,6 +944,7 @@ POLICIES = {}
 N_SPEC = FEW_ROWS - 1  # the longest proposal a policy tries, V in [SmartSpec Alg. 2]: with it a decode still streams its context
 PRIOR = (0.7, 1.0)  # acceptance before any was seen, and the number of drafts that this guess weighs
 FADE = 0.98  # of the evidence on acceptance, per iteration: a policy that no longer proposes forgets why, and tries again
+SHAPES = [(), (1,), (1, 1), (1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 2, 2)]  # of trees, what goodput tries: candidates of each head
 T_DRAFT_FREE = 1e-5  # seconds per request to look drafts up: C in [SmartSpec §4.3]
 
 
@@ -961,6 +965,9 @@ class Proposer(Named, named=False):
     def seconds(self, n, n_context, steps):
         """What `steps` drafts for each of n requests with n_context cached tokens in all will take [SmartSpec Eq. 5]."""
         return T_DRAFT_FREE * n
+
+    def keep(self, requests, hidden):
+        """The states (B, C) that gave these requests their next tokens."""
 
     def forget(self, r):
         """The request ended."""
@@ -1059,6 +1066,101 @@ class DraftModel(Proposer, named=False):
         return steps * self.cost._time(Work(N=n, M=n, decodes=n, context=n_context + n))
 
 
+class Tree(NamedTuple):
+    """Drafts that are guesses for the same few places [SmartSpec §4.3]: behind every row of level h - 1 stand shape[h - 1] candidates
+    for the next. Row 0 is the last known token, a level's rows lie side by side, and n = sum_h prod_{i <= h} k_i are drafts:
+
+        shape 3, 2      0 ─┬─ 1 ─┬─ 4        row      0   1  2  3   4  5  6  7  8  9
+                           │     └─ 5        parent  -1   0  0  0   1  1  2  2  3  3
+                           ├─ 2 ─┬─ 6        level    0   1  1  1   2  2  2  2  2  2      its position, from row 0's on
+                           │     └─ 7        rank         0  1  2   0  1  0  1  0  1      which candidate it is
+                           └─ 3 ─┬─ 8
+                                 └─ 9
+    """
+    shape: tuple
+    parents: tuple  # (1 + n,)
+    level: np.ndarray  # (1 + n,)
+    rank: np.ndarray  # (1 + n,)
+
+    @classmethod
+    @lru_cache
+    def of(cls, shape):
+        parents, level, rank, before = [-1], [0], [0], [0]
+        for h, k in enumerate(shape, 1):
+            first = len(parents)
+            parents += [row for row in before for _ in range(k)]
+            level, rank, before = level + [h] * k * len(before), rank + [*range(k)] * len(before), range(first, len(parents))
+        return cls(shape, tuple(parents), np.array(level), np.array(rank))
+
+    @property
+    def n(self):
+        return len(self.parents) - 1
+
+    @property
+    def branches(self):
+        return max(self.shape, default=1) > 1
+
+    def walk(self, drafts, best):
+        """drafts (n,); best (1 + n,): the token that follows each row -> the rows of drafts that greedy decoding agrees with."""
+        path = [0]
+        for row, (parent, token) in enumerate(zip(self.parents[1:], drafts), 1):
+            if parent == path[-1] and token == best[parent]:
+                path.append(row)
+        return path[1:]
+
+    def draw(self, alpha, rng):
+        """As walk, where each candidate is accepted with probability alpha."""
+        path = [0]
+        for k in self.shape:
+            rank = next((c for c in range(k) if rng.random() < alpha), None)
+            if rank is None:
+                break
+            path.append(self.parents.index(path[-1]) + rank)
+        return path[1:]
+
+    def tally(self, path):
+        """(2, levels) candidates of each head that were accepted and tried, in their order: none behind the one accepted."""
+        tally = np.zeros((2, len(self.shape)))
+        tally[0, :len(path)], tally[1, :len(path)] = 1, self.rank[path] + 1
+        if len(path) < len(self.shape):
+            tally[1, len(path)] = self.shape[len(path)]
+        return tally
+
+
+def fitting(shape, most, chain=False):
+    """The first levels of a shape, with no more than `most` drafts in all; chain: of each level only the first candidate."""
+    shape = (1,) * len(shape) if chain else shape
+    return shape[:int(np.searchsorted(np.cumsum(np.cumprod(shape)), most, "right"))]
+
+
+class Medusa(Proposer, named=False):
+    """Trees of guesses from Heads on the target's last state: head h's first few candidates stand behind every one of head h - 1.
+    Without heads, for a Simulator, only their number counts."""
+
+    def __init__(self, heads=None, model=None):
+        self.heads, self.model, self.states = heads, model, {}  # request id -> the state (C,) that gave its last known token
+        self.n_head = len(heads.blocks) if heads else math.inf
+
+    def keep(self, requests, hidden):
+        self.states.update(zip((r.id for r in requests), hidden))
+
+    @torch.inference_mode()
+    def propose(self, requests, trees, threshold=0.0):
+        """A Tree for each request -> per request its drafts, row after row."""
+        if self.heads is None:
+            return [[0] * tree.n for tree in trees]
+        guesses = self.heads(torch.stack([self.states[r.id] for r in requests]), self.model.head)  # (B, n_head, V)
+        guesses = guesses.topk(max(max(tree.shape) for tree in trees), -1).indices.cpu().numpy()  # (B, n_head, k)
+        return [ranked[tree.level[1:] - 1, tree.rank[1:]].tolist() for ranked, tree in zip(guesses, trees)]
+
+    def knows(self, r):
+        """Whether r's last known token is the target's own: a prompt of one token has none before it."""
+        return self.heads is None or r.id in self.states
+
+    def forget(self, r):
+        self.states.pop(r.id, None)
+
+
 class SimulatedDraft(DraftModel, named=False):
     """A CostModel in the draft's place: its steps only move the clock. It is always sure."""
 
@@ -1090,10 +1192,15 @@ class Policy(Named, named=False):
     per_request = False  # whether alpha is each request's own
     late = False  # whether it says what to verify only after n_spec drafts were made
     threshold = 0.0  # and no more are made for a request whose last one was less probable
+    shapes = ()  # the trees it chooses from, where heads make the drafts; none: it does not know trees
 
     def lengths(self, d):
         """Decodes -> (B,) ints, none above d.most"""
         raise NotImplementedError
+
+    def shape(self, d, alpha, shapes):
+        """As lengths, for heads: one of the shapes, for all; each request gets the levels that fit. alpha: (levels,) of each head."""
+        return shapes[0]
 
 
 class Off(Policy):
@@ -1105,10 +1212,19 @@ class Off(Policy):
 
 
 class Fixed(Policy, named=False):
-    """The same k for all requests and all steps: spec=3."""
+    """The same k for all requests and all steps: spec=3; or the same tree: spec="3,2,2"."""
 
-    def __init__(self, k):
-        self.n_spec = checked("spec", k, int, 1)
+    def __init__(self, k, *more):
+        for n in (k, *more):
+            checked("spec", n, int, 1)
+        self.n_spec = sum(math.prod((k, *more)[:h]) for h in range(1, len(more) + 2)) if more else k
+        self.tree = (k, *more) if more else None
+        if more and self.n_spec >= BLOCK_ROWS:
+            raise ValueError(f"spec = {','.join(map(str, self.tree))}: a tree of {self.n_spec} drafts, at most {BLOCK_ROWS - 1}")
+
+    @property
+    def shapes(self):
+        return [self.tree or (1,) * min(self.n_spec, BLOCK_ROWS)]
 
     def lengths(self, d):
         return np.minimum(self.n_spec, d.most)
@@ -1120,10 +1236,28 @@ def expected_tokens(alpha, k):
     return np.where(alpha < 1, (1 - alpha ** (np.asarray(k) + 1)) / np.maximum(1 - alpha, 1e-12), np.asarray(k) + 1.0)
 
 
+def tree_tokens(alpha, shape):
+    """The tokens that a tree of drafts and the one behind the accepted path are worth [SmartSpec Eq. 10]; alpha: of each head. In the
+    sum by levels reached: a level is, if the one before it was and one of its k candidates is accepted.
+    # differs from [SmartSpec Eq. 10]: as printed it lacks i = 0 (one token comes even if no draft is accepted), and a level fails with
+    # 1 - alpha whatever its k; with k = 1 from the second level on, and that term, the two agree"""
+    return 1.0 + np.cumprod(1 - (1 - np.asarray(alpha, float)[:len(shape)]) ** np.array(shape, int)).sum()
+
+
 class Goodput(Policy):
     """One k for the requests of a step, the one with the most generated tokens per second [SmartSpec Alg. 1, Eq. 3-9].
     # differs from [SmartSpec Alg. 2]: which requests run is the scheduler's word, not the best prefix of the queue"""
     priced = True
+    shapes = SHAPES
+
+    def shape(self, d, alpha, shapes):
+        alike = Counter((int(most), r.temperature > 0) for r, most in zip(d.requests, d.most))
+
+        def goodput(shape):
+            fit = [(fitting(shape, *key), count) for key, count in alike.items()]
+            seconds = d.target(sum(Tree.of(s).n * count for s, count in fit)) + d.draft(len(shape))
+            return sum(tree_tokens(alpha, s) * count for s, count in fit) / seconds
+        return max(shapes, key=goodput)
 
     def lengths(self, d):
         k = np.minimum(np.arange(d.most.max() + 1)[:, None], d.most)  # (V + 1, B)
@@ -1138,6 +1272,7 @@ class Goodput(Policy):
 
 class GoodputGlobal(Goodput):
     """One k for all requests and all steps: the best over all that has run so far [SmartSpec Fig. 4]."""
+    shapes = ()
 
     def __init__(self):
         self.sums = np.zeros((2, N_SPEC + 1))  # tokens, seconds, as k had been 0, 1, ... always
@@ -1151,7 +1286,7 @@ class GoodputGlobal(Goodput):
 class GoodputRequest(Goodput):
     """Each request its own k [SmartSpec Fig. 4]. The j-th draft of request i is worth alpha_i ** j tokens, so for a number of drafts
     the best are those worth most; only that number and the number of draft steps are left to try."""
-    per_request = True
+    per_request, shapes = True, ()
 
     def lengths(self, d):
         B, V = len(d.most), int(d.most.max())
@@ -1175,11 +1310,12 @@ class GoodputRequest(Goodput):
 
 class Confidence(Goodput):
     """Drafts are made for as long as the draft model is sure of the last one; goodput says how many to verify [SmartSpec Alg. 3]."""
-    late, threshold = True, 0.4
+    late, threshold, shapes = True, 0.4, ()
 
 
 class Oracle(Goodput):
     """Knows how many drafts will be accepted [SmartSpec Fig. 14], which only a forced alpha can tell beforehand."""
+    shapes = ()
 
     def lengths(self, d):
         return super().lengths(d._replace(most=np.minimum(d.most, [r.luck for r in d.requests])))
@@ -1196,7 +1332,9 @@ def make_policy(spec):
         return POLICIES[spec]()
     if isinstance(spec, str) and spec.isdecimal() or isinstance(spec, Integral) and not isinstance(spec, bool):
         return Fixed(int(spec))
-    raise ValueError(f"spec = {spec!r}: one of {', '.join(POLICIES)}, or a number of drafts")
+    if isinstance(spec, str) and re.fullmatch(r"\d+(,\d+)+", spec):
+        return Fixed(*map(int, spec.split(",")))
+    raise ValueError(f"spec = {spec!r}: one of {', '.join(POLICIES)}, a number of drafts, or candidates of each head as 3,2,2")
 
 
 def make_proposer(draft, engine):
@@ -1205,9 +1343,13 @@ def make_proposer(draft, engine):
         return draft
     if isinstance(draft, str) and draft in PROPOSERS:
         return PROPOSERS[draft]()
+    if isinstance(draft, Heads):
+        if draft.n_embd != engine.model.config.n_embd:
+            raise ValueError(f"draft: heads for states of {draft.n_embd} numbers, the model's have {engine.model.config.n_embd}")
+        return Medusa(draft, engine.model)
     if isinstance(draft, CostModel if isinstance(engine, Simulator) else GPT):
         return (SimulatedDraft if isinstance(engine, Simulator) else DraftModel)(engine, draft)
-    raise ValueError(f"draft = {draft if isinstance(draft, str) else type(draft).__name__!r}: one of {', '.join(PROPOSERS)}, or a model")
+    raise ValueError(f"draft = {draft if isinstance(draft, str) else type(draft).__name__!r}: one of {', '.join(PROPOSERS)}, or a model or Heads")
 
 
 class Speculator:
@@ -1219,6 +1361,8 @@ class Speculator:
         self.engine, self.proposer, self.policy = engine, proposer, policy
         self.hits, self.tries = 0.0, 0.0  # drafts accepted and tried of late, of all requests
         self.draft_seconds = self.n_drafted = self.n_accepted = 0
+        self.shapes = self._shapes()
+        self.by_head = np.zeros((2, max(map(len, self.shapes), default=0)))  # as hits and tries, of each head's candidates
         if policy.priced:
             costs = cost if isinstance(cost, tuple) else (cost, None)
             self.cost = price_list(engine.model, costs[0])
@@ -1231,6 +1375,20 @@ class Speculator:
     def alpha(self):
         """The share of drafts that are accepted, a moving average over all requests [SmartSpec Alg. 1]."""
         return (self.hits + PRIOR[0] * PRIOR[1]) / (self.tries + PRIOR[1])
+
+    def _shapes(self):
+        """The trees of the policy that the heads can make and the attention can verify; none where drafts follow one another."""
+        engine, policy, heads = self.engine, self.policy, isinstance(self.proposer, Medusa)
+        if not heads and getattr(policy, "tree", None):
+            raise ValueError(f"spec = {','.join(map(str, policy.tree))}: a tree of drafts needs heads, draft = 'heads'")
+        if not heads:
+            return []
+        chains = not isinstance(engine, Simulator) and on_gpu(engine.model.device)  # the kernel's mask is causal
+        shapes = [s for s in policy.shapes if len(s) <= self.proposer.n_head and not (chains and max(s, default=1) > 1)]
+        if not any(shapes):
+            raise ValueError(f"{type(policy).__name__} has no tree for {self.proposer.n_head} heads{', and on a GPU only 1,1,..' * chains}: "
+                             "spec = goodput, a number of drafts, or candidates of each head as 3,2,2")
+        return shapes
 
     def widen(self, plan):
         """The plan with drafts behind its decodes: each request's are in its tokens, and in n. They never cost anybody a page,
@@ -1249,6 +1407,8 @@ class Speculator:
     def _propose(self, requests, d):
         """-> a list of drafts per request"""
         proposer, policy = self.proposer, self.policy
+        if self.shapes:
+            return self._plant(requests, d)
         if proposer.free:
             drafts = proposer.propose(requests, d.most)
         else:
@@ -1262,6 +1422,21 @@ class Speculator:
             drafts = [tokens[:k] for tokens, k in zip(drafts, wanted)]
         return drafts
 
+    def _plant(self, requests, d):
+        """As _propose, in trees. A sampled request has the first candidates only: they are a chain, and the lossless rule knows chains."""
+        alpha, forced = (self.by_head[0] + PRIOR[0] * PRIOR[1]) / (self.by_head[1] + PRIOR[1]), self.engine.config.alpha
+        shape = self.policy.shape(d, alpha, self.shapes)
+        for r, most in zip(requests, d.most):
+            fits = fitting(shape, most, r.temperature > 0)
+            fits = fitting(fits, self.engine._lookahead(r, Tree.of(fits).n))
+            r.tree = Tree.of(fits) if fits and self.proposer.knows(r) else None
+            if r.tree and forced:
+                r.path = r.tree.draw(forced, r.rng)
+                r.luck = len(r.path)
+        grown = [r for r in requests if r.tree]
+        drafts = iter(self.proposer.propose(grown, [r.tree for r in grown]) if grown else [])
+        return [next(drafts) if r.tree else [] for r in requests]
+
     def _may(self, r):
         """Decided when a request could have its first draft: without one the draft model's work on the prompt would be lost."""
         if r.speculates is None:
@@ -1271,7 +1446,8 @@ class Speculator:
     def _decodes(self, plan, requests):
         """What the policy gets to see."""
         room, forced = self.engine.scheduler.room(plan), self.engine.config.alpha
-        share = min(self.policy.n_spec, max(0, room) / len(requests))
+        longest = max((Tree.of(shape).n for shape in self.shapes), default=self.policy.n_spec)
+        share = min(longest, max(0, room) / len(requests))
         known, last = np.array([(r.n_tokens, len(r.tokens) - 1) for r in requests]).T
         most = np.minimum(np.minimum(share, last - known), self.proposer.most(known)).clip(0).astype(int)
         if forced:
@@ -1291,15 +1467,24 @@ class Speculator:
         cost, B, cached = self.cost, len(requests), sum(r.n_past for r in requests)
         w = Work.of([(r.n_past, n, r.n_wanted(n)) for r, n in plan], cost.tile)
         chunk = cost._time(w) - cost._time(Work(N=B, M=B, decodes=B, context=cached + B)) if w.N > B else 0.0
-        target = lambda n: cost._time(w._replace(N=w.N + n, M=w.M + n, context=w.context + n)) - chunk
+
+        def target(n):
+            more = dict(N=w.N + n, M=w.M + n, context=w.context + n)
+            if n > N_SPEC * B:  # trees: too many rows to stream the context past them, each is a chunk to the hardware
+                pairs = w.pairs + -(-(1 + n / B) // cost.tile) * cost.tile * (cached + (B + n) / 2)
+                more |= dict(context=w.context - cached - B, decodes=w.decodes - B, chunks=w.chunks + B, pairs=pairs,
+                             reread=w.reread + cached + B + n)
+            return cost._time(w._replace(**more)) - chunk
         draft = lambda steps: self.proposer.seconds(B, cached, steps) if steps else 0.0
         return target, draft, np.arange(-w.N % cost.tile, n_most, cost.tile) if cost.tile > 1 else np.empty(0, int)
 
     def observe(self, verified):
         """verified: (request, drafts, how many of them were accepted) of one iteration. A rejected draft ends a run, what stands
         behind it was not tried."""
-        self.hits, self.tries = FADE * self.hits, FADE * self.tries
+        self.hits, self.tries, self.by_head = FADE * self.hits, FADE * self.tries, FADE * self.by_head
         for r, k, accepted in verified:
+            if r.tree:
+                self.by_head[:, :len(r.tree.shape)] += r.tree.tally(r.path if r.tree.branches else [*range(1, accepted + 1)])
             tried = min(accepted + 1, k)
             self.hits, self.tries = self.hits + accepted, self.tries + tried
             r.tally = FADE * r.tally[0] + accepted, FADE * r.tally[1] + tried
@@ -1563,7 +1748,9 @@ class Engine:
         for r, n in plan:
             if r.n_past == 0:
                 self._wipe(self.pool.tables[r.id])
-        return self._weights(plan)(self._pack(plan), self.kv)
+        model = self._weights(plan)
+        self.hidden = model.hidden(self._pack(plan), self.kv)  # (M, C), what heads guess from
+        return model.predict(self.hidden)
 
     def _weights(self, plan):
         """The model; where adapters are merged, with that of the plan in its weights."""
@@ -1664,7 +1851,7 @@ class Engine:
         ends = np.cumsum([n for r, n in plan]) - 1
         to = lambda x: torch.from_numpy(x).to(self.model.device, non_blocking=True)
         tokens = to(np.concatenate([r.tokens[a:b] for r, t, a, b in spans]))
-        positions = to(np.concatenate([np.arange(a, b) for r, t, a, b in spans]))
+        positions = to(np.concatenate([a + r.tree.level if r.tree else np.arange(a, b) for r, t, a, b in spans]))
         logit_rows = to(np.concatenate([np.arange(end + 1 - r.n_wanted(b - a), end + 1) for (r, t, a, b), end in zip(spans, ends)]))
         loras = self._loras(plan)
         if on_gpu(self.model.device):
@@ -1706,6 +1893,7 @@ class Engine:
             _, table, a, b = spans[i]
             R, n = self._run_length(spans, i), b - a
             past = np.array([a for _, _, a, _ in spans[i:i + R]])
+            trees = tuple(r.tree and r.tree.parents for r, _, _, _ in spans[i:i + R])
             scattered = table.stride == 1 and n + a > 1
             step = n if scattered else BLOCK_ROWS  # a gather is not worth repeating for each block
             for j in range(0, n, step):
@@ -1715,7 +1903,8 @@ class Engine:
                 index = (table.rows[:ctx] + np.arange(Hk)[:, None]).reshape(-1) if scattered else None
                 segments.append(Segment(start + j, R, m, ctx + pad, int(table.rows[0]), table.stride,
                                         None if index is None else torch.from_numpy(index).to(self.model.device),
-                                        causal_mask(tuple((past - past.min()).tolist()), m, G, pad, self.model.dtype, self.model.device), pad))
+                                        causal_mask(tuple((past - past.min()).tolist()), m, G, pad, self.model.dtype, self.model.device,
+                                                    trees if any(trees) else ()), pad))
             start, i = start + R * n, i + R
         return segments
 
@@ -1742,6 +1931,9 @@ class Engine:
         for r, n in plan:
             new = next(ready) if n >= r.n_todo else []
             new = new[:1 + next((i for i, token in enumerate(new) if token in r.stop), len(new))]
+            if r.tree and r.tree.branches:
+                self._move(r)
+            r.tree, r.path = None, []
             r.tokens[r.n_tokens:r.n_tokens + len(new)] = new
             r.n_tokens += len(new)
             r.n_past = min(r.n_past + n, r.n_tokens - 1)  # rollback: what was cached beyond will be written over
@@ -1772,11 +1964,28 @@ class Engine:
         if self.config.alpha:
             accepted = to(np.concatenate([np.arange(k + 1) < min(r.luck, k) for r, k in ready]))
         last = run_ends(accepted, to(first))
+        for i, (r, k) in enumerate(ready):
+            if r.tree and r.tree.branches:
+                a, b = first[i], ends[i]
+                r.path = r.path if self.config.alpha else r.tree.walk(draft[a:b - 1].tolist(), best[a:b].tolist())
+                last[i] = a + (r.path[-1] if r.path else 0)
+        if self.speculator:
+            self.speculator.proposer.keep([r for r, k in ready], self.hidden[last])
         token = best[last]
         if drawn:  # with the one number that accepting left over
             at, spare = torch.searchsorted(rows, torch.stack([last, to(ends) - 1])[:, drawn])
             token[drawn] = sample(residual(p[at], None if q is None else q[at], guess[rows][at]), u[spare])
-        return [[*draft[a:b].tolist(), t] for a, b, t in zip(first, last.tolist(), token.tolist())]
+        rows = [a - 1 + np.array(r.path, int) if r.tree and r.tree.branches else np.arange(a, b)
+                for (r, k), a, b in zip(ready, first, last.tolist())]
+        return [[*draft[passed].tolist(), t] for passed, t in zip(rows, token.tolist())]
+
+    def _move(self, r):
+        """K and V of the accepted path of a tree, to the pages where a chain would have left them: they were computed for these
+        positions, and copying a few vectors is cheaper, and simpler, than to feed the tokens again."""
+        table, heads = self.pool.tables[r.id], np.arange(self.pool.n_kv_head)
+        old, new = (torch.from_numpy(table.rows[r.n_past + rows][:, None] + table.stride * heads).to(self.kv.device)  # (levels, Hk)
+                    for rows in (np.array(r.path, int), 1 + np.arange(len(r.path))))
+        self.kv[:, :, new] = self.kv[:, :, old]
 
     def _sampling(self, requests):
         """temperature, top_k, top_p, each (B,), as target_probs wants them"""
@@ -1889,6 +2098,9 @@ class Simulator(Engine):
 
     def _forward(self, plan):
         self.clock.wait_until(self.clock.now() + self._price(plan))
+
+    def _move(self, r):
+        pass
 
     def _sample(self, ready, logits):
         return [[0] * (1 + min(k, r.luck)) for r, k in ready]
@@ -2033,9 +2245,9 @@ def add_model_flags(parser, model):
 
 def add_draft_flags(parser):
     """--draft and --spec, the same for both command lines."""
-    parser.add_argument("--draft", help=f"where drafts come from: {', '.join(PROPOSERS)}; a draft model, named as for --model; or draft, the one "
-                                        "trained with tiny")
-    parser.add_argument("--spec", help=f"how many: a number, or one of {', '.join(POLICIES)}; None: goodput with a draft, off without")
+    parser.add_argument("--draft", help=f"where drafts come from: {', '.join(PROPOSERS)}; a draft model, named as for --model; draft or heads, those "
+                                        "trained with tiny; or a folder of Heads")
+    parser.add_argument("--spec", help=f"how many: a number, one of {', '.join(POLICIES)}, or the candidates of each head as 3,2,2; None: goodput with a draft, off without")
 
 
 def draft_spec(args):
@@ -2047,7 +2259,9 @@ def draft_spec(args):
 
 
 def load_draft(name, model):
-    """--draft: None, a Proposer's name, or a model like the target in type and place."""
+    """--draft: None, a Proposer's name, Heads, or a model like the target in type and place."""
+    if name == "heads" or name and os.path.isfile(os.path.join(name, "heads.json")):
+        return load_heads(name, model.dtype, str(model.device))
     return name if name is None or name in PROPOSERS else load_model(name, model.dtype, str(model.device))[0]
 
 

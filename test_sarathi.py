@@ -820,6 +820,7 @@ def test_an_empty_cache_trains_a_tiny_model_first_and_only_once(tmp_path, monkey
     assert "trained here, once" in said and "training tiny" in said and re.search(r"tiny: loss \d\.\d+ nats per byte", said)
     assert 2e6 < m.config.n_params < 5e6 and GPT.from_pretrained(tmp_path / "sarathi" / "draft").config.n_layer == 1
     assert tokenizer.encode("é") == [0xc3, 0xa9] and tokenizer.stop == [256]
+    assert len(re.findall(r"head \d: loss \d\.\d+, \d+% of its first guesses right", said)) == 3 and len(model_py.load_heads("heads").blocks) == 3
     monkeypatch.setattr(model_py, "train_tiny", lambda: pytest.fail("trained twice"))
     model_py.load_model("tiny")
 
@@ -2536,3 +2537,204 @@ def test_speculation_on_the_command_line(cache):
     for out in (ngram, same):
         assert re.search(r"\d+ drafts, \d+% accepted, [\d.]+ tokens per iteration, goodput \d+ tokens/s", out.stderr), out.stderr
     assert ngram.stdout == same.stdout and "100% accepted" in same.stderr
+
+
+# ---------------------------------------------------------------- trees of drafts
+
+class Guesser(sarathi.Medusa, named=False):
+    """Heads that know the right token of each level seven times out of ten, and put it anywhere among their guesses."""
+
+    def __init__(self, right, seed=0):
+        super().__init__()
+        self.right, self.rng = right, np.random.default_rng(seed)
+
+    def propose(self, requests, trees, threshold=0.0):
+        return [self.guess(tree, self.right(r)[len(r.output):]) for r, tree in zip(requests, trees)]
+
+    def guess(self, tree, right):
+        drafts, on_path = self.rng.integers(0, SMALL["vocab_size"], tree.n), {0}
+        for h, k in enumerate(tree.shape):
+            children = [row for row in range(1, tree.n + 1) if tree.parents[row] in on_path]
+            for row in children:
+                drafts[row - 1] = (right[h] + 1 + row % k) % SMALL["vocab_size"]  # no two alike, none right
+            lucky = children[self.rng.integers(k)]
+            if h < len(right) and self.rng.random() < 0.7:
+                drafts[lucky - 1] = right[h]
+            on_path = {lucky}
+        return drafts.tolist()
+
+
+def test_a_tree_of_3_2_2_is_21_drafts_level_by_level():
+    tree = sarathi.Tree.of((3, 2, 2))
+    assert tree.n == 3 + 6 + 12 and tree.parents[:10] == (-1, 0, 0, 0, 1, 1, 2, 2, 3, 3) and tree.level.tolist() == [0] + [1] * 3 + [2] * 6 + [3] * 12
+    assert sarathi.Tree.of(()).n == 0 and not sarathi.Tree.of((1, 1)).branches and sarathi.Tree.of((1, 2)).branches
+    assert [sarathi.fitting((3, 2, 2), n) for n in (0, 2, 3, 8, 9, 20, 21)] == [(), (), (3,), (3,), (3, 2), (3, 2), (3, 2, 2)]
+    assert sarathi.fitting((3, 2, 2), 21, chain=True) == (1, 1, 1)
+    sees = kernels.lineage(tree.parents)
+    for row in range(22):  # by definition: up the parents to the root
+        line, at = set(), row
+        while at >= 0:
+            line, at = line | {at}, tree.parents[at]
+        assert set(sees[row].nonzero().flatten().tolist()) == line and len(line) == tree.level[row] + 1
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 2), (2, 1, 1), (2, 3)])
+@pytest.mark.parametrize("alloc", ["reserve", "grow"])
+@pytest.mark.parametrize("family, dtype, tolerance", [("llama", torch.float32, 1e-4), ("gpt2", torch.float32, 1e-4), ("llama", torch.bfloat16, 0.02)])
+def test_every_path_of_a_tree_gives_the_logits_of_that_path_fed_alone(shape, alloc, family, dtype, tolerance):
+    """Three neighbours verify a tree each, two with equal shapes in one call, beside a chunk of a fourth's prompt."""
+    m = small(family) if dtype == torch.float32 else GPT.from_preset(GPTConfig(**SMALL), dtype=dtype, seed=1)
+    engine = Engine(m, draft=sarathi.Medusa(), spec=",".join(map(str, shape)), n_page=300, max_batch=4, alloc=alloc)
+    tree, rng, plan = sarathi.Tree.of(shape), np.random.default_rng(0), []
+    for n in (20, 9, 24, 70):
+        engine.add(Request(prompt(n), 30))
+    engine._arrive()
+    for r in list(engine.waiting):
+        engine._hold(r, r.max_len)
+        engine._start(r)
+        engine._forward([(r, r.n_tokens - 1)])
+        r.n_past = r.n_tokens - 1 if r.n_tokens < 70 else 0
+        if r.n_past:
+            r.tree = tree
+            r.tokens[r.n_tokens:r.n_tokens + tree.n] = rng.integers(0, 199, tree.n)
+        plan.append((r, 1 + tree.n if r.n_past else 40))
+    rows, seen = engine._forward(plan).float(), 0
+    for r, n in plan:
+        for leaf in range(1, 1 + tree.n) if r.tree else ():
+            path = [leaf]
+            while tree.parents[path[0]] > 0:
+                path.insert(0, tree.parents[path[0]])
+            alone = m.whole(torch.tensor([[*r.prompt, *r.tokens[r.n_tokens + np.array(path) - 1]]]), dtype)[0, -1 - len(path):].float()
+            both = rows[[seen + row for row in (0, *path)]]
+            assert (both - alone).abs().max() < tolerance * (alone.max() - alone.min()), (r.id, path)
+        seen += r.n_wanted(n)
+
+
+@pytest.mark.parametrize("spec", ["3,2,2", "2,1", 2, "goodput"])
+@pytest.mark.parametrize("scheduler, alloc", [("orca", "grow"), ("sarathi", "reserve"), ("sarathi_serve", "grow"), ("static", "reserve")])
+def test_trees_never_change_a_greedy_token(spec, scheduler, alloc):
+    """Nor one of a request that draws from its likeliest token alone, whose drafts stay a chain; and trees are accepted, and moved."""
+    lengths, n_new = [90, 15, 1, 16, 17, 33], 40
+    engine = Engine(small(), draft=Guesser(lambda r: naive(len(r.prompt), 44)), spec=spec, cost=(Moody(), None), scheduler=scheduler,
+                    chunk=96, max_batch=4, tile=8, alloc=alloc, n_page=200)
+    requests = [Request(prompt(n), n_new, temperature=float(n == 17), top_k=int(n == 17)) for n in lengths]
+    for r in requests:
+        engine.add(r)
+    while engine.requests:
+        engine.step()
+        engine.pool.check()
+    for r, n in zip(requests, lengths):
+        assert r.output == naive(n, 44)[:n_new] and r.n_accepted > 0, f"prompt of {n}"
+    rate = [len(r.times) / len(set(r.times)) for r in requests if not r.temperature]
+    assert min(rate) > 1.2 and (alloc == "reserve" or scheduler == "sarathi_serve" or sum(r.n_preempted for r in requests) > 0)
+
+
+@pytest.mark.parametrize("alloc", ["reserve", "grow"])
+def test_trees_never_change_an_adapters_token(alloc):
+    outputs, adapters = [], adapters_for(small(), [1, 4, 8])
+    names = [None, *adapters] * 2
+    for options in ({}, dict(draft=Guesser(lambda r: outputs[0][r.id] + [0] * 4), spec="3,2,2")):
+        engine = Engine(small(), scheduler="orca", max_batch=5, alloc=alloc, n_page=500, **options)
+        for name, adapter in adapters.items():
+            engine.add_adapter(name, lambda config, adapter=adapter, **_: adapter)
+        requests = [Request(prompt(10 + i, seed=i), 40, name) for i, name in enumerate(names)]
+        for r in requests:
+            engine.add(r)
+        while engine.requests:
+            engine.step()
+        outputs.append([r.output for r in requests])
+    assert outputs[0] == outputs[1] and engine.speculator.n_accepted > 50
+
+
+def test_heads_guess_from_the_last_state_and_trees_are_what_they_rank_highest(tmp_path):
+    """Trained on text that repeats itself, heads know what comes; saved and read they are the same."""
+    period, m = [5, 9, 30, 7, 61, 12, 40, 3], GPT.from_preset(GPTConfig(**SMALL | {"n_layer": 1}))
+    data = torch.tensor(period * 200)
+    heads, loss, right = model_py.train_heads(m, data, 60, n=2, T=32, lr=0.02)
+    assert right.min() > 0.95 and loss.max() < 1.0
+    heads.save_pretrained(tmp_path)
+    again = model_py.load_heads(tmp_path)
+    engine = Engine(m, draft=again, spec="2,2", n_page=100, max_batch=1)
+    r = Request((period * 3)[:20], 12)
+    engine.add(r)
+    engine.step()
+    plan = engine.speculator.widen([(r, 1)])
+    state = m.hidden_whole(torch.tensor([r.prompt]))[0, -1]
+    (a, b), (c, d) = heads(state, m.head).topk(2).indices.tolist()
+    assert plan == [(r, 7)] and r.tokens[21:27].tolist() == [a, b, c, d, c, d] and [a, c] == [period[21 % 8], period[22 % 8]]
+    (tmp_path / "heads.json").write_text('{"n_head": 3, "n_embd": 64}')
+    with pytest.raises(ValueError, match="'blocks.2.weight' is missing"):
+        model_py.load_heads(tmp_path)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(draft="ngram", spec="3,2,2"), "spec = 3,2,2: a tree of drafts needs heads"), (dict(spec="2,0"), "spec = 0: must be"),
+    (dict(spec="9,9,9"), "a tree of 819 drafts, at most 127"), (dict(spec="2,1,1"), "has no tree for 2 heads"), (dict(spec=3), "has no tree for 2 heads"),
+    (dict(spec="confidence", cost=(None, None)), "Confidence has no tree"), (dict(draft=model_py.Heads(2, 32), spec=2), "the model's have 64")])
+def test_trees_that_cannot_be_are_one_clear_sentence(options, message):
+    if options.get("cost"):
+        options["cost"] = Linear()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Engine(small(), **dict(draft=model_py.Heads(2, 64), n_page=100) | options)
+
+
+def test_on_a_gpu_heads_make_chains_only(monkeypatch):
+    """Its attention kernel knows the causal mask alone."""
+    monkeypatch.setattr(sarathi, "on_gpu", lambda device: True)
+    options = dict(draft=model_py.Heads(3, 64), cost=Linear(), n_page=100)
+    with pytest.raises(ValueError, match="on a GPU only 1,1"):
+        Engine(small(), spec="3,2,2", **options)
+    assert Engine(small(), spec="goodput", **options).speculator.shapes == [(), (1,), (1, 1), (1, 1, 1)]
+
+
+def test_the_length_model_of_a_tree_counts_every_outcome():
+    """[SmartSpec Eq. 10] against all outcomes of all candidates; with one candidate each it is Eq. 8, and as printed where the two agree."""
+    rng = np.random.default_rng(0)
+    for shape in [(), (1,), (3,), (2, 1, 1), (2, 3), (3, 2, 2)]:
+        alpha, total = rng.random(3), 0.0
+        for outcome in np.ndindex(*[2] * sum(shape)):  # each head's candidates: right or not
+            flags, tokens = np.split(np.array(outcome, int), np.cumsum(shape)[:-1]) if shape else [], 1
+            chance = np.prod([np.where(f, a, 1 - a).prod() for f, a in zip(flags, alpha)])
+            for f in flags:
+                if not f.any():
+                    break
+                tokens += 1
+            total += chance * tokens
+        assert sarathi.tree_tokens(alpha, shape) == pytest.approx(total)
+        a, h = [*alpha[:len(shape)], 0], len(shape)
+        printed = sum((i + 1) * (1 - a[i]) * np.prod([1 - (1 - a[j]) ** shape[j] for j in range(i)]) for i in range(1, h + 1))
+        if shape in ((1,), (2, 1, 1), (3,)):
+            assert printed + (1 - a[0]) ** shape[0] == pytest.approx(total)
+    assert sarathi.tree_tokens([0.6] * 4, (1,) * 4) == pytest.approx(float(sarathi.expected_tokens(0.6, 4)))
+
+
+def test_goodput_falls_back_from_trees_to_chains_to_nothing_under_load():
+    """[SmartSpec Fig. 16]: the fuller the batch, the fewer drafts; fixed 3,2,2 verifies 22 rows for each request whatever it costs."""
+    cost, chosen, take = CostModel.roofline(preset("llama-7b"), "a100"), {}, {}
+    for B in (1, 8, 64, 256):
+        for spec in ("off", "3,2,2", "goodput"):
+            engine, sizes = Simulator(cost, draft=sarathi.Medusa(), spec=spec, alpha=0.6, scheduler="orca", max_batch=B, n_page=256 * B, record=[]), []
+            for _ in range(B):
+                engine.add(Request([0] * 64, 60))
+            finish(engine)
+            sizes = [n for span in engine.record[1:] for _, _, n in span.entries]
+            chosen[spec, B], take[spec, B] = max(sizes), engine.clock.now()
+    assert [chosen["3,2,2", B] for B in (1, 256)] == [22, 22] and chosen["goodput", 1] > 4
+    assert chosen["goodput", 1] >= chosen["goodput", 64] >= chosen["goodput", 256] <= 2
+    assert take["3,2,2", 256] > 1.5 * take["off", 256] > take["off", 1]
+    for B in (1, 8, 64, 256):
+        assert take["goodput", B] < 1.03 * min(take["off", B], take["3,2,2", B]), B
+
+
+def test_acceptance_is_counted_by_head_and_candidate():
+    cost, tree = CostModel.roofline(preset("llama-7b"), "a100"), sarathi.Tree.of((3, 2))
+    assert tree.tally([2, 6]).tolist() == [[1, 1], [2, 1]] and tree.tally([3]).tolist() == [[1, 0], [3, 2]] and tree.tally([]).tolist() == [[0, 0], [3, 0]]
+    engine, total = Simulator(cost, draft=sarathi.Medusa(), spec="3,2,2", alpha=0.4, scheduler="orca", max_batch=16, n_page=16 * 1024), np.zeros((2, 3))
+    for _ in range(16):
+        engine.add(Request([0] * 64, 400))
+    while engine.requests:
+        before = engine.speculator.by_head
+        engine.step()
+        total += engine.speculator.by_head - sarathi.FADE * before
+    assert np.allclose(total[0] / total[1], 0.4, atol=0.05)
+    assert engine.speculator.n_accepted > 1000
