@@ -849,8 +849,6 @@ class Scene:
         engine = self.simulator(n, variant, options) if bench.simulated else self.engine(variant, options)
         for i in {job.adapter for job in jobs} - {None}:  # of the others only the name would be known
             engine.add_adapter(str(i), random_adapter(self.ranks[i % len(self.ranks)], seed=i))
-        if "slo" in options:
-            engine.order.MARGIN *= unit
         return serve(bench, engine, jobs, slo=6.0 * unit)
 
     def simulator(self, n, variant, options):

@@ -749,8 +749,9 @@ def lora_bmm(y, x, kv, adapters):
 
 def target_probs(logits, temperature, top_k, top_p):
     """The distribution that is sampled from. logits (M, V); temperature > 0, top_k (0: all), top_p, each (M,) -> (M, V) float32.
-    Kept are the top_k likeliest tokens and, of these, the fewest whose probabilities reach top_p."""
-    p, order = (logits.float() / temperature[:, None]).softmax(-1).sort(-1, descending=True)
+    Kept are the top_k likeliest tokens and, of these, the fewest whose probabilities reach top_p. A temperature below a millionth is
+    one: it leaves the likeliest token, and a quotient that is finite."""
+    p, order = (logits.float() / temperature.clamp(min=1e-6)[:, None]).softmax(-1).sort(-1, descending=True)
     rank = torch.arange(p.size(1), device=p.device)
     p = p.masked_fill((top_k[:, None] > 0) & (rank >= top_k[:, None]), 0.0)
     p = p / p.sum(-1, keepdim=True)

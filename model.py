@@ -591,11 +591,11 @@ class Adapter:
         with Checkpoint(folder) as checkpoint:
             found = adapter_modules(checkpoint, config)
             ranks = {}
-            for layer, op, module in found:
-                ranks[module] = max(ranks.get(module, 0), settings(layer, module)[0])
+            for (layer, op, module), path in found.items():
+                ranks[module] = max(ranks.get(module, 0), settings(path)[0])
             adapter = cls(config, ranks, dtype, pin)
             for (layer, op, module), path in found.items():
-                (rank, scaling), (a, b) = settings(layer, module), adapter.factors(layer, op, module)
+                (rank, scaling), (a, b) = settings(path), adapter.factors(layer, op, module)
                 w_a = checkpoint.take(path + ".lora_A.weight", (rank, a.size(1)))
                 w_b = checkpoint.take(path + ".lora_B.weight", (b.size(1), rank))
                 for name, w, into in ("A", w_a, a), ("B", w_b.T.float() * scaling, b):
@@ -622,19 +622,29 @@ class Adapter:
 
 
 def read_adapter_config(path):
-    """A PEFT configuration -> a function (layer, module) -> (rank, scaling). ValueError for what is no plain LoRA."""
+    """A PEFT configuration -> a function (a module's path) -> (rank, scaling). ValueError for what is no plain LoRA."""
     c = read_json(path)
+    if not isinstance(c, dict):
+        raise ValueError(f"{path}: must hold settings, not {str(c)[:60]}")
     _demand(path, c, peft_type=("LORA",), bias=("none",), use_dora=(False,), lora_bias=(False,), modules_to_save=(None, []),
             target_parameters=(None, []), trainable_token_indices=(None, []), layer_replication=(None, []))
-    for key in ("r", "lora_alpha"):
-        if not isinstance(c.get(key), (int, float)) or c[key] <= 0:
-            raise ValueError(f"{path}: {key} = {c.get(key)!r}: must be a positive number")
+    patterns = {}
+    for key, name, kind in (("r", "rank_pattern", int), ("lora_alpha", "alpha_pattern", (int, float))):
+        patterns[name] = c.get(name) or {}
+        if not isinstance(patterns[name], dict):
+            raise ValueError(f"{path}: {name} = {str(c[name])[:60]}: must be values by module")
+        for what, value in {key: c.get(key), **{f"{name} of {module!r}": v for module, v in patterns[name].items()}}.items():
+            if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise ValueError(f"{path}: {what} = {value!r}: must be a positive {'whole ' if kind is int else ''}number")
+        try:
+            patterns[name] = [(re.compile(rf"(.*\.)?({module})$"), value) for module, value in patterns[name].items()]
+        except re.error as e:
+            raise ValueError(f"{path}: {name} holds {e.pattern!r}, which is no pattern: {e}") from None
 
-    def settings(layer, module):
-        def of(patterns, default):
-            path = f"layers.{layer}.{module}"
-            return next((value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key.lstrip('^')})$", path)), default)
-        rank, alpha = of(c.get("rank_pattern"), c["r"]), of(c.get("alpha_pattern"), c["lora_alpha"])
+    def settings(module):
+        module = module.removeprefix("base_model.model.")  # as PEFT does: the model's own name of it, matched in whole or from its end
+        of = lambda name, default: next((value for pattern, value in patterns[name] if pattern.match(module)), default)
+        rank, alpha = of("rank_pattern", c["r"]), of("alpha_pattern", c["lora_alpha"])
         return rank, alpha / (math.sqrt(rank) if c.get("use_rslora") else rank)
     return settings
 

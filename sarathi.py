@@ -407,7 +407,7 @@ class Copier:
         return lambda: torch.cuda.current_stream().wait_event(done)
 
 
-BITS = {2: torch.int16, 4: torch.int32}  # bytes of a number -> a type that carries them as they are
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a number -> a type that carries them as they are
 
 
 # ---------------------------------------------------------------- policy: schedulers
@@ -540,9 +540,9 @@ class Cluster(Order):
         self.inner, self.d = inner, d
 
     def queue(self, running, waiting):
-        active, first, last = {r.adapter for r in running}, [], []
+        active, first, last = {None, *(r.adapter for r in running)}, [], []  # no adapter is in every batch
         for r in self.inner.queue(running, waiting):
-            if len(active) < self.d:
+            if len(active) <= self.d:
                 active.add(r.adapter)
             (first if r.adapter in active else last).append(r)
         return first + last
@@ -566,7 +566,7 @@ class OneAdapter(Order):
 class EarlyAbort(Order):
     """Give up requests that would get their first token too late, and while more come than are started, serve the newest first
     [S-LoRA §4.3, App. B]; both rates are moving averages."""
-    MARGIN = 0.5  # seconds from being started to the first token, as in the paper's code
+    MARGIN = 1 / 12  # of the slo, from being started to the first token: 0.5 of 6 seconds, as in the paper's code
 
     def __init__(self, inner, slo, clock, abort):
         """abort(request id): the engine's."""
@@ -581,7 +581,7 @@ class EarlyAbort(Order):
             self.come, self.started = 0.7 * n_new + 0.3 * self.come, 0.7 * n_started + 0.3 * self.started
         self.last = max((r.arrival for r in waiting), default=self.last)
         now = self.clock.now()
-        for r in [r for r in waiting if not r.times and now - r.arrival + self.MARGIN >= self.slo]:
+        for r in [r for r in waiting if not r.times and now - r.arrival >= (1 - self.MARGIN) * self.slo]:
             self.abort(r.id)
         self.n_waiting = len(waiting)
         queue = self.inner.queue(running, waiting)
@@ -865,7 +865,7 @@ def designed_batches(L):
     """Iterations that tell the terms of a cost model apart, as entries (n_past, n, rows of logits): decodes of many sizes and
     contexts, chunks with and without a past, verifications, mixtures; none beyond a context of L."""
     decodes = lambda B, context: [(max(1, context * (2 * i + B) // (2 * B) - 1), 1, True) for i in range(B)]  # contexts differ, as in a server
-    batches = [decodes(B, context) for B in (1, 2, 4, 8, 16) for context in (8, L // 4, 2 * L // 3)]
+    batches = [decodes(B, context) for B in (1, 2, 4, 8, 16) for context in (min(8, 2 * L // 3), L // 4, 2 * L // 3)]
     sizes = [n for n in (12, 24, 48, 96, 160, 256, 384, 512) if n <= L]
     batches += [[(0, n, False)] for n in sizes] + [[(L // 2, n, True)] for n in sizes if n <= L // 2]
     batches += [[(0, n, True)] * 4 for n in (12, 24, 40, 64, 128, 300) if n <= L]
@@ -882,7 +882,7 @@ def random_batches(L, n, seed=0):
         batches.append([(rng.randrange(1, L), 1, True) for _ in range(rng.randint(0, 10))])
         for _ in range(rng.randint(0 if batches[-1] else 1, 2)):
             past = rng.choice((0, rng.randrange(L // 2)))
-            batches[-1].append((past, rng.randint(9, min(L - past, 300)), rng.random() < 0.5))
+            batches[-1].append((past, rng.randint(min(9, L - past), min(L - past, 300)), rng.random() < 0.5))
     return batches
 
 
@@ -1045,7 +1045,7 @@ class DraftModel(Proposer, named=False):
     def _ahead(self, r):
         """A copy of r as the draft model sees it; tokens it does not know become its last."""
         a, V = copy.copy(r), self.engine.model.config.vocab_size
-        a.n_past, a.adapter, a.q = r.n_draft_past, None, []
+        a.n_past, a.adapter, a.q = min(r.n_draft_past, r.n_past), None, []  # an iteration that failed leaves drafts cached
         a.tokens = r.tokens if V >= self.vocab_size else np.minimum(r.tokens, V - 1)
         return a
 
@@ -1646,7 +1646,8 @@ class Engine:
 
     def generate(self, prompts, max_new_tokens=32, adapter=None, seed=None, **sampling):
         """prompts: lists of token ids -> lists of new token ids, in order. sampling: temperature, top_k, top_p, stop.
-        adapter: one name for all or one per prompt; seed: prompt i draws with seed + i."""
+        adapter: one name for all or one per prompt; seed: prompt i draws with seed + i. If it is ended by an error or by Ctrl-C
+        (after the iteration under way), so are its requests."""
         adapters = adapter if isinstance(adapter, (list, tuple)) else [adapter] * len(prompts)
         if len(adapters) != len(prompts):
             raise ValueError(f"{len(adapters)} adapters for {len(prompts)} prompts: give one name, or one per prompt")
@@ -1656,8 +1657,16 @@ class Engine:
             self._checked(r)  # all of them, before any is queued
         for r in requests:
             self.add(r)
-        while not all(r.done for r in requests):
-            self.step()
+        try:
+            with Interruptible() as interrupt:
+                while not all(r.done for r in requests):
+                    if interrupt.seen:
+                        raise KeyboardInterrupt
+                    self.step()
+        finally:
+            for r in requests:
+                if not r.done:
+                    self.abort(r.id)
         return [r.output for r in requests]
 
     def run(self, on_event=None):
@@ -1709,7 +1718,7 @@ class Engine:
 
     def _check_adapter(self, r):
         known = self.adapters.known
-        if r.adapter not in known:
+        if not isinstance(r.adapter, str) or r.adapter not in known:
             some = ", ".join(islice(known, 8)) + (", ..." if len(known) > 8 else "")
             raise KeyError(f"unknown adapter {r.adapter!r}: " + (f"one of {some}" if known else "none was added"))
         n_page = self.adapters.n_page(r.adapter) if self.adapters.pool is self.pool else 0

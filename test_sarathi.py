@@ -540,6 +540,7 @@ def test_target_probs_by_hand():
     assert ask(1.0, 0, 0.6) == pytest.approx([0.625, 0.375, 0, 0]), "the fewest tokens that reach 0.6"
     assert ask(1.0, 0, 0.5) == pytest.approx([1, 0, 0, 0])
     assert ask(0.5, 0, 1.0) == pytest.approx([x * x / 0.365 for x in (0.5, 0.3, 0.15, 0.05)])
+    assert ask(1e-45, 0, 1.0) == ask(1e-300, 0, 1.0) == [1, 0, 0, 0], "also where float32 ends"
 
 
 def test_samples_follow_the_distribution():
@@ -649,6 +650,38 @@ def test_ctrl_c_ends_a_run_after_the_iteration_and_it_can_go_on():
     assert len(r.output) == 4 and engine.run() == [r] and r.output == naive(10, 12)
 
 
+@pytest.mark.parametrize("kind", [None, "self"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_iteration_that_fails_leaves_the_engine_whole(kind, error):
+    """Also between drafts and their verification: who was there goes on, those of a call to generate end with it."""
+    engine = Engine(small(), n_page=200, draft=draft(kind) if kind else None, spec=3 if kind else "off")
+    r, forward, n_calls = Request(prompt(10), 12), engine._forward, 0
+    engine.add(r)
+
+    def failing(plan):
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 3:
+            raise error
+        return forward(plan)
+    engine._forward = failing
+    with pytest.raises(error):
+        engine.generate([prompt(5), prompt(20)], 12)
+    assert list(engine.requests) == [r.id] and set(engine.pool.tables) <= {r.id}
+    finish(engine)
+    assert r.output == naive(10, 12)
+
+
+def test_ctrl_c_in_generate_waits_for_the_iteration_and_ends_its_requests():
+    import signal
+    engine = Engine(small(), n_page=200)
+    forward = engine._forward
+    engine._forward = lambda plan: os.kill(os.getpid(), signal.SIGINT) or forward(plan)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([prompt(5)], 12)
+    assert engine.n_steps == 1 and not engine.requests and not engine.pool.tables
+
+
 # ---------------------------------------------------------------- 8. bad input
 
 BAD_REQUESTS = {
@@ -658,7 +691,7 @@ BAD_REQUESTS = {
     "context end at 512": dict(prompt=[1] * 510), "pool's pages end at 100": dict(prompt=[1] * 98), "temperature = -1": dict(temperature=-1),
     "temperature = nan": dict(temperature=float("nan")), "top_p = 0": dict(top_p=0), "top_p = 1.5": dict(top_p=1.5), "top_k = -1": dict(top_k=-1),
     "seed = -5": dict(seed=-5), "arrival = -1": dict(arrival=-1), "stop token = 500: .* in 0 .. 198": dict(stop=[500]), "stop = 5": dict(stop=5),
-    "unknown adapter 'x'": dict(adapter="x"), "temperature = 'hot'": dict(temperature="hot"), "temperature = inf": dict(temperature=float("inf")),
+    "unknown adapter 'x'": dict(adapter="x"), "unknown adapter \\['x'\\]": dict(adapter=["x"]), "temperature = 'hot'": dict(temperature="hot"), "temperature = inf": dict(temperature=float("inf")),
     "prompt \\[\\[1\\], \\[2, 3\\]\\]": dict(prompt=[[1], [2, 3]]), "prompt 5": dict(prompt=5), "max_new_tokens = True": dict(max_new_tokens=True)}
 
 
@@ -1287,6 +1320,12 @@ def test_a_profile_has_the_same_face_and_says_how_far_off_it_is():
     assert engine.generate([[1] * 60, [2] * 5], max_new_tokens=4) == [[0] * 4] * 2 and engine.clock.now() > 0
 
 
+@pytest.mark.parametrize("L", [6, 14, 30])
+def test_the_batches_of_a_profile_fit_a_short_context(L):
+    for entries in sarathi.designed_batches(L) + sarathi.random_batches(L, 50):
+        assert entries and all(n >= 1 and past + n <= L for past, n, _ in entries)
+
+
 def test_least_squares_finds_costs_and_never_a_negative_one():
     A = np.random.default_rng(0).random((40, 3))
     assert np.allclose(sarathi.least_squares(A, A @ [1.0, 0.0, 3.0]), [1, 0, 3], atol=1e-9)
@@ -1450,7 +1489,9 @@ LORAS = [dict(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]),
          dict(r=32, lora_alpha=32, target_modules=["gate_proj", "up_proj", "down_proj"]),
          dict(r=64, lora_alpha=20, target_modules="all-linear"),
          dict(r=8, lora_alpha=8, target_modules=["k_proj", "down_proj", "o_proj"], alpha_pattern={"down_proj": 2},
-              rank_pattern={"o_proj": 3, "layers.1.mlp.down_proj": 5})]
+              rank_pattern={"o_proj": 3, "layers.1.mlp.down_proj": 5}),
+         dict(r=4, lora_alpha=4, target_modules=["q_proj", "v_proj"], rank_pattern={"^model.layers.1.self_attn.q_proj": 6},
+              alpha_pattern={"model.layers.0.self_attn.v_proj": 12})]
 
 
 @lru_cache
@@ -1608,6 +1649,14 @@ def test_adapters_of_the_queue_are_copied_in_ahead_and_only_into_free_pages():
             engine.pool.check()
 
 
+def test_adapters_in_float64():
+    m = GPT.from_preset(GPTConfig(**SMALL), dtype=torch.float64)
+    engine = Engine(m, n_page=100)
+    engine.add_adapter("x", random_adapter(4))
+    merged = m.merged(engine.adapters.known["x"])
+    assert engine.generate([prompt(12)], 6, adapter="x") == Engine(merged, n_page=100).generate([prompt(12)], 6)
+
+
 def test_a_batch_without_adapters_pays_nothing(monkeypatch):
     monkeypatch.setattr(kernels, "lora", lambda *_: pytest.fail("called"))
     monkeypatch.setattr(model_py, "lora", lambda *_: pytest.fail("called"))
@@ -1630,6 +1679,8 @@ def test_orders_of_the_queue():
     assert order_of(Cluster(fcfs, 2), "abcabc") == [0, 1, 3, 4, 2, 5], "two adapters, then who else uses them, then the rest"
     assert order_of(Cluster(fcfs, 2), "abcabc", running="cb") == [1, 2, 4, 5, 0, 3]
     assert order_of(Cluster(LastCome(), 1), "abab") == [3, 1, 2, 0]
+    bare, queue = SimpleNamespace(adapter=None), [SimpleNamespace(adapter=name) for name in ("a", "b", None, "a")]
+    assert [id(r) for r in Cluster(fcfs, 1).queue([bare], queue)] == [id(queue[i]) for i in (0, 2, 3, 1)], "who needs no adapter is not counted as one"
     one = OneAdapter(fcfs)
     assert order_of(one, "abab") == [0, 2] and order_of(one, "abab", running="b") == [1, 3]
     assert order_of(one, "ababbb", running="b") == [1, 3, 4, 5], "newcomers join the batch"
@@ -1650,6 +1701,9 @@ def test_early_abort_gives_up_what_is_late_and_serves_the_newest_under_overload(
         good[name], aborted[name] = map(len, serve(**options))
     assert good["fcfs"] < 20 < good["lcfs"] <= good["abort"] and not aborted["fcfs"] and not aborted["lcfs"]
     assert good["abort"] + aborted["abort"] == 100, "what is served is served in time"
+    r, engine = Request([1], 1), Simulator(SimpleCost(), max_batch=1, n_page=500, slo=0.1)
+    engine.add(r)
+    assert engine.run() == [r] and r.state == "length", "who has not waited at all is not late, however short the time"
 
 
 class SimpleCost(CostModel):
@@ -1704,7 +1758,11 @@ BAD_ADAPTERS = {
     "lora_magnitude_vector.*is no LoRA factor": edit_adapter(lambda t: t.update({A0.replace("lora_A.weight", "lora_magnitude_vector"): t[A0]})),
     "holds no LoRA factors": edit_adapter(lambda t: t.clear()), "peft_type = 'IA3'": edit_adapter(lambda t: None, peft_type="IA3"),
     "use_dora = True": edit_adapter(lambda t: None, use_dora=True), "bias = 'all'": edit_adapter(lambda t: None, bias="all"),
-    "r = 0": edit_adapter(lambda t: None, r=0), "lora_alpha = None": edit_adapter(lambda t: None, lora_alpha=None)}
+    "r = 0": edit_adapter(lambda t: None, r=0), "r = 4.0: must be a positive whole": edit_adapter(lambda t: None, r=4.0),
+    "must hold settings, not": lambda f: (f / "adapter_config.json").write_text("[1]"), "rank_pattern = .*by module": edit_adapter(
+        lambda t: None, rank_pattern=["q_proj"]), "rank_pattern of 'q_proj' = 0": edit_adapter(lambda t: None, rank_pattern={"q_proj": 0}),
+    "alpha_pattern of 'q_proj' = None": edit_adapter(lambda t: None, alpha_pattern={"q_proj": None}),
+    "which is no pattern": edit_adapter(lambda t: None, rank_pattern={"(q_proj": 4}), "lora_alpha = None": edit_adapter(lambda t: None, lora_alpha=None)}
 
 
 @pytest.mark.parametrize("message", BAD_ADAPTERS)
