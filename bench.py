@@ -1074,6 +1074,7 @@ def small_draft(model):
 
 
 def called(spec):
+    """How a choice of --spec is named in tables."""
     return spec if isinstance(spec, str) else f"k = {spec}"
 
 
