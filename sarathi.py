@@ -872,7 +872,8 @@ def designed_batches(L):
     mixtures = [(1, L // 2, 0, 31), (3, L // 3, L // 4, 61), (3, L // 2, 0, 125), (7, L // 3, L // 2, 57), (7, L // 2, 0, 249),
                 (15, L // 4, L // 4, 113)]
     batches += [[(past, 1 + k, 1 + k) for past, *_ in decodes(B, L // 4)] for B in (1, 4, 16) for k in (1, 3, 7)]  # verifications
-    return batches + [decodes(B, context) + [(past, n, False)] for B, context, past, n in mixtures if past + n <= L]
+    batches += [decodes(B, context) + [(past, n, False)] for B, context, past, n in mixtures]
+    return [entries for entries in batches if all(past + n <= L for past, n, _ in entries)]
 
 
 def random_batches(L, n, seed=0):
