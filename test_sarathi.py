@@ -64,6 +64,24 @@ def finish(engine, limit=5000):
     assert engine.pool.n_free == engine.pool.n_page and not engine.pool.tables
 
 
+def serve_beside_a_victim(engine, lengths, n_new):
+    """Prompts of these lengths to their end, one more request among them that is aborted on the way; each of the others must give the
+    naive loop's n_new tokens -> the requests."""
+    requests, victim = [Request(prompt(n), n_new) for n in lengths], Request(prompt(5, seed=7), 20)
+    for r in [*requests[:2], victim, *requests[2:]]:
+        engine.add(r)
+    for _ in range(4):
+        engine.step()
+        engine.pool.check()
+    engine.abort(victim.id)
+    finish(engine)
+    for r, n in zip(requests, lengths):
+        assert r.output == naive(n, n_new), f"prompt of {n}, {engine.config}"
+        assert r.state == "length" and len(r.times) == n_new and r.times == sorted(r.times)
+    assert victim.state == "abort"
+    return requests
+
+
 # ---------------------------------------------------------------- 1. token identity
 
 @pytest.mark.parametrize("alloc", ["reserve", "grow"])
@@ -73,19 +91,7 @@ def test_tokens_equal_the_naive_loop(scheduler, chunk, alloc):
     """Prompts of 1, tile - 1, tile, tile + 1 and several hundred tokens, a pool too small for all, a neighbour that is aborted."""
     lengths, n_new = [300, 15, 1, 16, 17, 33], 20
     engine = Engine(small(), scheduler=scheduler, chunk=chunk, max_batch=4, tile=TILE, alloc=alloc, n_page=333)
-    requests = [Request(prompt(n), n_new) for n in lengths]
-    victim = Request(prompt(5, seed=7), 20)
-    for r in [*requests[:2], victim, *requests[2:]]:
-        engine.add(r)
-    for _ in range(4):
-        engine.step()
-        engine.pool.check()
-    engine.abort(victim.id)
-    finish(engine)
-    for r, n in zip(requests, lengths):
-        assert r.output == naive(n, n_new), f"prompt of {n}"
-        assert r.state == "length" and len(r.times) == n_new and r.times == sorted(r.times)
-    assert victim.state == "abort"
+    requests = serve_beside_a_victim(engine, lengths, n_new)
     if alloc == "grow" and (scheduler, chunk) != ("sarathi_serve", 1):  # whose budget of 1 lets decodes end before a prompt goes on
         assert sum(r.n_preempted for r in requests) > 0, "the pool was meant to run out"
 
@@ -2208,17 +2214,7 @@ def test_speculation_never_changes_a_greedy_token(kind, spec):
     lengths, n_new, turn = [90, 15, 1, 16, 17, 33], 20, SPECS.index(spec) + ["ngram", "self", "small", "large", "wrong"].index(kind)
     for scheduler, alloc in ((NAMES[turn % 5], "grow"), (NAMES[(turn + 1 + turn // 5) % 5], "grow"), (NAMES[(turn + 3) % 5], "reserve")):
         engine = speculating(kind, spec, scheduler=scheduler, chunk=24, max_batch=4, tile=8, alloc=alloc, n_page=123)
-        requests, victim = [Request(prompt(n), n_new) for n in lengths], Request(prompt(5, seed=7), 20)
-        for r in [*requests[:2], victim, *requests[2:]]:
-            engine.add(r)
-        for _ in range(4):
-            engine.step()
-            engine.pool.check()
-        engine.abort(victim.id)
-        finish(engine)
-        for r, n in zip(requests, lengths):
-            assert r.output == naive(n, n_new), f"prompt of {n}, {scheduler}, {alloc}"
-            assert r.state == "length" and len(r.times) == n_new and r.times == sorted(r.times)
+        requests = serve_beside_a_victim(engine, lengths, n_new)
         if alloc == "grow":
             assert sum(r.n_preempted for r in requests) > 0, "the pool was meant to run out"
         drafted, accepted = (sum(getattr(r, name) for r in requests) for name in ("n_drafted", "n_accepted"))
