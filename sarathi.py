@@ -1366,7 +1366,7 @@ class Loop(NamedTuple):
     """A system of requests that are all alike, each of which comes again when it ends; here: averages of those that are really there."""
     S: int  # requests
     P: float  # tokens of a prompt
-    D: float  # tokens that it generates
+    D: float  # tokens that it generates behind the first one, which its prefill brings
     past: float = 0.0  # tokens that a token of a prompt finds cached
     context: float = 0.0  # and that a decode finds
     adapted: float = 0.0  # the share of requests that have an adapter
@@ -1375,7 +1375,7 @@ class Loop(NamedTuple):
     @classmethod
     def of(cls, requests, known):
         """known: {adapter's name: Adapter}"""
-        P, D = np.array([(len(r.prompt), r.max_new_tokens) for r in requests], float).T
+        P, D = np.array([(len(r.prompt), r.max_new_tokens - 0.99) for r in requests], float).T
         users = [known[r.adapter].n_params for r in requests if r.adapter is not None]
         return cls(len(P), P.mean(), D.mean(), P @ P / 2 / P.sum(), D @ (P + D / 2) / D.sum(), len(users) / len(P), sum(users) / max(1, len(users)))
 
@@ -1391,12 +1391,12 @@ class Loop(NamedTuple):
         most = (total - 1) // (1 + k)
         d = min(self.S, most)
         for _ in range(3):  # fewer decodes leave room for more prefill, and that for more decodes
-            others = max(1, self.S - d)
-            c = min(total - d * (1 + k), self.P * others)
-            n = self.P / c + (c < self.P and others == 1) / 2  # a prompt's last chunk is half empty, unless others fill it
+            c = min(total - d * (1 + k), self.P * max(1, self.S - d))
+            n = self.P / c + (self.S == 1 and c < self.P) / 2  # nobody else fills the last chunk of a prompt that is alone
             x = min(1 / n, self.S / (max(1, n) + self.D / tokens))
-            d = min(max(1, round(x * self.D / tokens)), most)
-        return (x, c, d, min(1.0, x * n)) if most else None
+            share = min(1.0, x * n)
+            d = min(max(0, round(self.S - (self.S - x * self.D / tokens) / share)), most)
+        return (x, c, d, share) if most else None
 
 
 class Autopilot(SarathiServe, Policy):
@@ -1473,7 +1473,7 @@ class Autopilot(SarathiServe, Policy):
                     flow = loop.flow(total, k, l)
                     if flow:
                         x, c, d, share = flow
-                        rates[total, k] = x / (share * self._seconds(loop, c, d, k) + (1 - share) * self._seconds(loop, 0, d, k))
+                        rates[total, k] = x / (share * self._seconds(loop, c, d, k) + (1 - share) * self._seconds(loop, 0, loop.S, k))
             self.ranked[key] = sorted(rates, key=lambda key: (rates[key], key), reverse=True)
         return self.ranked[key]
 
