@@ -534,7 +534,8 @@ class LastCome(Order):
 
 
 class Cluster(Order):
-    """Once a batch has d adapters, requests for these go first: fewer adapters at once, more pages for the cache [S-LoRA §4.2]."""
+    """Once a batch has d adapters, requests for these go first: fewer adapters at once, more pages for the cache [S-LoRA §4.2].
+    Not fair: while requests for these keep coming as fast as they are served, those for others wait."""
 
     def __init__(self, inner, d):
         self.inner, self.d = inner, d
@@ -980,13 +981,13 @@ class Ngram(Proposer):
     sizes = (3, 2)  # tokens that must agree, longest first
 
     def __init__(self):
-        self.seen = {}  # request id -> (how many tokens are indexed, {the tokens before a place: the last such place})
+        self.seen = {}  # Request -> (how many tokens are indexed, {the tokens before a place: the last such place})
 
     def propose(self, requests, lengths, threshold=0.0):
         return [self._continue(r, int(k)) for r, k in zip(requests, lengths)]
 
     def _continue(self, r, k):
-        start, index = self.seen.get(r.id, (min(self.sizes), {}))
+        start, index = self.seen.get(r, (min(self.sizes), {}))
         first = start - max(self.sizes)
         text = r.tokens[max(0, first):r.n_tokens].tolist()
         for i in range(start, r.n_tokens):  # what stood before place i; place n_tokens itself is not known yet
@@ -994,7 +995,7 @@ class Ngram(Proposer):
             for size in self.sizes:
                 if at >= size:
                     index[tuple(text[at - size:at])] = i
-        self.seen[r.id] = max(start, r.n_tokens), index
+        self.seen[r] = max(start, r.n_tokens), index
         places = (index.get(tuple(text[-size:])) for size in self.sizes if len(text) >= size)
         place, end = next((i for i in places if i), None), r.n_tokens
         if place is None:
@@ -1004,7 +1005,7 @@ class Ngram(Proposer):
         return r.tokens[end:end + k].tolist()
 
     def forget(self, r):
-        self.seen.pop(r.id, None)
+        self.seen.pop(r, None)
 
 
 class DraftModel(Proposer, named=False):
@@ -1139,27 +1140,27 @@ class Medusa(Proposer, named=False):
     Without heads, for a Simulator, only their number counts."""
 
     def __init__(self, heads=None, model=None):
-        self.heads, self.model, self.states = heads, model, {}  # request id -> the state (C,) that gave its last known token
+        self.heads, self.model, self.states = heads, model, {}  # Request -> the state (C,) that gave its last known token
         self.n_head = len(heads.blocks) if heads else math.inf
 
     def keep(self, requests, hidden):
-        self.states.update(zip((r.id for r in requests), hidden))
+        self.states.update(zip(requests, hidden))
 
     @torch.inference_mode()
     def propose(self, requests, trees, threshold=0.0):
         """A Tree for each request -> per request its drafts, row after row."""
         if self.heads is None:
             return [[0] * tree.n for tree in trees]
-        guesses = self.heads(torch.stack([self.states[r.id] for r in requests]), self.model.head)  # (B, n_head, V)
+        guesses = self.heads(torch.stack([self.states[r] for r in requests]), self.model.head)  # (B, n_head, V)
         guesses = guesses.topk(max(max(tree.shape) for tree in trees), -1).indices.cpu().numpy()  # (B, n_head, k)
         return [ranked[tree.level[1:] - 1, tree.rank[1:]].tolist() for ranked, tree in zip(guesses, trees)]
 
     def knows(self, r):
         """Whether r's last known token is the target's own: a prompt of one token has none before it."""
-        return self.heads is None or r.id in self.states
+        return self.heads is None or r in self.states
 
     def forget(self, r):
-        self.states.pop(r.id, None)
+        self.states.pop(r, None)
 
 
 class SimulatedDraft(DraftModel, named=False):
@@ -1261,8 +1262,13 @@ class Goodput(Policy):
         return max(shapes, key=goodput)
 
     def lengths(self, d):
-        k = np.minimum(np.arange(d.most.max() + 1)[:, None], d.most)  # (V + 1, B)
-        return k[np.argmax(self.tokens(d, k) / self.seconds(d, k))]
+        k, goodput = self.choices(d)
+        return k[np.argmax(goodput)]
+
+    def choices(self, d):
+        """-> (V + 1, B) the lengths for every k, (V + 1,) their goodput"""
+        k = np.minimum(np.arange(d.most.max() + 1)[:, None], d.most)
+        return k, self.tokens(d, k) / self.seconds(d, k)
 
     def tokens(self, d, k):
         return expected_tokens(d.alpha, k).sum(1)
@@ -1310,8 +1316,17 @@ class GoodputRequest(Goodput):
 
 
 class Confidence(Goodput):
-    """Drafts are made for as long as the draft model is sure of the last one; goodput says how many to verify [SmartSpec Alg. 3]."""
+    """Drafts are made for as long as the draft model is sure of the last one; goodput says how many to verify [SmartSpec Alg. 3].
+    # differs from [SmartSpec Alg. 3]: with drawn drafts in the batch k stops where one more does not pay, although where costs step
+    # a longer one may. How many were made depends on their values; whether a draft is verified must not depend on its own, or
+    # accepted tokens are no longer distributed as the target's. Up to j, goodput knows of a request only whether it has j drafts"""
     late, threshold, shapes = True, 0.4, ()
+
+    def lengths(self, d):
+        if not any(r.temperature > 0 for r in d.requests):
+            return super().lengths(d)
+        k, goodput = self.choices(d)
+        return k[np.argmax(np.append(np.diff(goodput) <= 0, True))]
 
 
 class Oracle(Goodput):
@@ -1366,6 +1381,8 @@ class Speculator:
         self.by_head = np.zeros((2, max(map(len, self.shapes), default=0)))  # as hits and tries, of each head's candidates
         if policy.priced:
             costs = cost if isinstance(cost, tuple) else (cost, None)
+            if len(costs) != 2:
+                raise ValueError(f"cost: {len(costs)} cost models, must be one, or two of them: the target's and the draft's")
             self.cost = price_list(engine.model, costs[0])
             if isinstance(proposer, DraftModel):
                 proposer.cost = price_list(proposer.engine.model, costs[1])
@@ -1392,8 +1409,10 @@ class Speculator:
         return shapes
 
     def widen(self, plan):
-        """The plan with drafts behind its decodes: each request's are in its tokens, and in n. They never cost anybody a page,
-        and stay within what the scheduler's budget has left, shared evenly."""
+        """The plan with drafts behind its decodes: each request's are in its tokens, and in n. They take no page that a running
+        request's next token needs, and stay within what the scheduler's budget has left, shared evenly."""
+        for r, n in plan:
+            r.tree, r.path, r.q = None, [], None  # those of the last iteration, also of one that failed
         decodes = [i for i, (r, n) in enumerate(plan) if n == r.n_todo == 1]
         if not decodes:
             return plan
@@ -1545,8 +1564,9 @@ class Engine:
     """Serve requests with one model. Options are EngineConfig's fields; scheduler may also be a Scheduler of your own. Give
     record=[] to keep a Span of every iteration and every preemption.
 
-    draft: where drafts come from: a name in PROPOSERS, a smaller GPT, a Proposer; spec: how many: a number, a name in POLICIES, a
-    Policy; cost: the CostModel that prices them, or two, the target's and the draft's (None: profiled if the policy asks)."""
+    draft: where drafts come from: a name in PROPOSERS, a smaller GPT, Heads, a Proposer; spec: how many: a number, a name in POLICIES,
+    a Policy ("off": the draft is left aside, unread); cost: the CostModel that prices them, or two, the target's and the draft's
+    (None: profiled if the policy asks)."""
 
     number = 0  # of the lane, in a Pipeline
 
@@ -1633,6 +1653,8 @@ class Engine:
             raise ValueError(f"adapter {name!r} takes {n_page} pages: there are {most}")
 
     def _load(self, source):
+        if not (callable(source) or isinstance(source, (str, os.PathLike))):
+            raise ValueError(f"adapter {source!r}: must be a PEFT folder or random_adapter(rank)")
         make = source if callable(source) else partial(Adapter.from_pretrained, source)
         return make(self.model.config, dtype=self.model.dtype, pin=self.model.device.type == "cuda")
 
@@ -1734,8 +1756,8 @@ class Engine:
         if not self.running and not self.waiting:
             return []
         queue = self.order.queue(self.running, self.waiting)
-        plan = self._admit(self.scheduler.plan(self.running, queue))
-        plan = plan or self._admit(self.scheduler.plan(self.running, ()))  # nothing new fits: again with the door closed
+        plan = self._admit(self.scheduler.plan(self.running, queue), queue)
+        plan = plan or self._admit(self.scheduler.plan(self.running, ()), ())  # nothing new fits: again with the door closed
         if not plan and not self.running and not self.waiting:
             return []  # all were given up
         if not plan:
@@ -1793,7 +1815,7 @@ class Engine:
                 self.waiting.append(self.requests[id])
             heapq.heappop(self.pending)
 
-    def _admit(self, plan):
+    def _admit(self, plan, queue):
         """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
         the queue keeps its order), and preempt the youngest when a running request finds no page. -> the entries that run"""
         is_open = True
@@ -1807,7 +1829,7 @@ class Engine:
             while r.state == "running" and not self._hold(r, r.n_past + n):
                 self._preempt(self.running[-1])
         if is_open:
-            self.adapters.prefetch(islice(self.waiting, PREFETCH))  # else free pages are for who waits at the door
+            self.adapters.prefetch(islice((r for r in queue if r.state == "waiting"), PREFETCH))  # else free pages are for who is at the door
         return [(r, n) for r, n in plan if r.state == "running"]
 
     def _lookahead(self, r, k):
@@ -1943,7 +1965,6 @@ class Engine:
             new = new[:1 + next((i for i, token in enumerate(new) if token in r.stop), len(new))]
             if r.tree and r.tree.branches:
                 self._move(r)
-            r.tree, r.path = None, []
             r.tokens[r.n_tokens:r.n_tokens + len(new)] = new
             r.n_tokens += len(new)
             r.n_past = min(r.n_past + n, r.n_tokens - 1)  # rollback: what was cached beyond will be written over
@@ -1969,7 +1990,7 @@ class Engine:
         if drawn:
             asked, rows = [ready[i] for i in drawn], to(np.concatenate([np.arange(first[i], ends[i]) for i in drawn]))
             p = target_probs(logits[rows], *self._sampling([r for r, k in asked for _ in range(k + 1)]))
-            q, u = self._guessed(asked, p), to(np.concatenate([r.rng.random(k + 1) for r, k in asked]))
+            q, u = self._guessed(asked, p, guess[rows]), to(np.concatenate([r.rng.random(k + 1) for r, k in asked]))
             accepted[rows] = accept(p, q, guess[rows], u)
         if self.config.alpha:
             accepted = to(np.concatenate([np.arange(k + 1) < min(r.luck, k) for r, k in ready]))
@@ -2003,13 +2024,15 @@ class Engine:
         return (to([r.temperature for r in requests], torch.float32), to([r.top_k for r in requests], torch.long),
                 to([r.top_p for r in requests], torch.float32))
 
-    def _guessed(self, asked, p):
-        """What the drafts of (request, k) were drawn from, (M, V) like p; None: they were certain."""
+    def _guessed(self, asked, p, draft):
+        """What the drafts (M,) of (request, k) were drawn from, (M, V) like p; None: all of them were certain."""
         known = [(r.q[:k], end - 1 - k) for (r, k), end in zip(asked, np.cumsum([k + 1 for r, k in asked])) if k and r.q is not None]
         if not known:
             return None
         q, drawn_from = torch.zeros_like(p), torch.cat([rows for rows, start in known])
-        q[np.concatenate([np.arange(start, start + len(rows)) for rows, start in known]), :drawn_from.size(1)] = drawn_from
+        q.scatter_(1, draft.clamp(min=0)[:, None], 1.0)  # certain is drawn with probability 1
+        at = np.concatenate([np.arange(start, start + len(rows)) for rows, start in known])
+        q[at] = torch.nn.functional.pad(drawn_from, (0, q.size(1) - drawn_from.size(1)))
         return q
 
     def _retire(self, r, state):

@@ -739,6 +739,7 @@ def test_bad_calls_of_generate_and_add():
     (dict(draft="ngram", spec="fast"), "spec = .fast.: one of off, goodput"), (dict(draft="ngram", spec=0), "spec = 0: .*at least 1"),
     (dict(draft="word", spec=3), "draft = .word.: one of ngram, or a model"), (dict(draft=7, spec=3), "draft = .int.: one of ngram"),
     (dict(draft="ngram", spec="goodput", cost=1), "cost = 1: must be a CostModel"), (dict(alpha=1.5), "alpha = 1.5"),
+    (dict(draft="ngram", spec="goodput", cost=(None,)), "cost: 1 cost models, must be one, or two of them"),
     (dict(draft="ngram", spec="oracle"), "spec = .oracle.: .* alpha")])
 def test_bad_engine_options(options, message):
     with pytest.raises((ValueError, KeyError), match=message):
@@ -1642,14 +1643,16 @@ def test_two_pools_of_a_fixed_split_and_what_finds_no_page(alloc):
         assert r.output == Engine(small().merged(adapters[r.adapter]), n_page=100).generate([prompt(30, seed=r.id)], 8)[0]
 
 
-def test_adapters_of_the_queue_are_copied_in_ahead_and_only_into_free_pages():
+@pytest.mark.parametrize("order, first", [("fcfs", "01234"), ("lcfs", "76543")])
+def test_adapters_of_the_queue_are_copied_in_ahead_and_only_into_free_pages(order, first):
+    """Those that are next in the order of the queue, whatever that is."""
     for n_page, expected in ((3000, 1 + sarathi.PREFETCH), (64 + 60, 1)):  # a rank of 8 takes 64 pages here
-        engine = Engine(small(), n_page=n_page, max_batch=1, alloc="grow")
+        engine = Engine(small(), n_page=n_page, max_batch=1, alloc="grow", order=order)
         for i in range(8):
             engine.add_adapter(f"a{i}", random_adapter(8, i))
             engine.add(Request(prompt(20), 4, f"a{i}"))
         engine.step()
-        assert len(engine.adapters.resident) == expected
+        assert list(engine.adapters.resident) == [f"a{i}" for i in first[:expected]]
         while engine.requests:
             engine.step()
             engine.pool.check()
@@ -1805,6 +1808,8 @@ def test_adapters_that_find_no_place_and_names_that_are_taken(tmp_path):
         random_adapter(0)
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         engine.add_adapter("b", tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="adapter 5: must be a PEFT folder or random_adapter"):
+        engine.add_adapter("b", 5)
     assert list(engine.adapters.known) == ["a"]
 
 
@@ -2333,6 +2338,14 @@ def test_pool_is_conserved_with_speculation_and_no_draft_costs_anybody_a_page(ki
     assert not getattr(engine.speculator.proposer, "seen", None), "nothing is kept of what ended"
 
 
+def test_two_engines_may_share_an_index_of_ngrams():
+    """Their requests have the same ids."""
+    ngram, requests = sarathi.Ngram(), [Request(text, 4) for text in ([1, 2, 3, 4, 1, 2, 3], [5, 6, 7, 8, 5, 6, 7])]
+    for r in requests:
+        Engine(small(), draft=ngram, spec=3, n_page=100).add(r)
+    assert [ngram.propose([r], [1]) for r in requests] == [[[4]], [[8]]] and len({r.id for r in requests}) == 1
+
+
 # ------------------------------------------------ sampled: the same distribution
 
 def chi_square(counts, p):
@@ -2369,18 +2382,19 @@ def shares(logits, first, **sampling):
 
 def verified(kind, sampling, n=24000, V=6, k=3):
     """The first three tokens of n requests whose k = 3 drafts are verified in one call, as the engine does: drafts drawn from another
-    language (or fixed, as an n-gram's), rows of the target's. Where a run ends early the rest is drawn plainly."""
+    language (or fixed, as an n-gram's; or every other), rows of the target's. Where a run ends early the rest is drawn plainly."""
     p, guess, rng, first = table(0, V), table(1, V), np.random.default_rng(7), 2
     engine = Engine(GPT.from_preset(GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=V, block_size=16)), n_page=16)
     q, texts, ready = kernels.target_probs(guess, *engine._sampling([Request([0], **sampling)] * V)), [np.full(n, first)], []
+    is_drawn = np.arange(n) % 2 < dict(ngram=0, mixed=1, draft=2)[kind]
     for _ in range(k):
-        drawn = kernels.sample(q[texts[-1]], torch.from_numpy(rng.random(n))).numpy() if kind == "draft" else (2 * texts[-1] + 1) % V
-        texts.append(drawn)
+        drawn = kernels.sample(q[texts[-1]], torch.from_numpy(rng.random(n))).numpy()
+        texts.append(np.where(is_drawn, drawn, (2 * texts[-1] + 1) % V))
     texts = np.stack(texts, 1)  # (n, k + 1)
     for i, text in enumerate(texts):
         r = Request([first], k + 1, **sampling)
         r.tokens, r.n_tokens, r.rng = text, 1, rng
-        r.q = q[text[:-1]] if kind == "draft" else None
+        r.q = q[text[:-1]] if is_drawn[i] else None
         ready.append((r, k))
     counts = np.zeros(V ** 3)
     plain = kernels.target_probs(p, *engine._sampling([Request([0], **sampling)] * V)).double().numpy()
@@ -2392,7 +2406,7 @@ def verified(kind, sampling, n=24000, V=6, k=3):
     return chi_square(counts, shares(p, [first], **sampling))
 
 
-@pytest.mark.parametrize("kind", ["draft", "ngram"])
+@pytest.mark.parametrize("kind", ["draft", "ngram", "mixed"])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_verified_drafts_leave_the_distribution_as_it_is(sampling, kind):
     """24,000 draws of three tokens against their exact probabilities; a sound rule fails once in a million seeds, and this seed is fixed."""
@@ -2468,6 +2482,22 @@ def test_goodput_is_the_best_of_all_choices(seed):
         r.luck = int(n)
     k = sarathi.Oracle().lengths(d)
     assert (k <= np.minimum(luck, most)).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_confidence_verifies_a_drawn_draft_whatever_its_value(seed):
+    """How many drafts a request has is known by their values; whether its j-th is verified must be the same for all lengths from j on."""
+    rng = np.random.default_rng(seed)
+    most, alpha, V = rng.integers(0, 6, 3), rng.uniform(0.5, 1, 3), 6
+    steps = np.cumsum(rng.choice([0.01, 0.1, 1.0], 3 * V + 1))  # dear tokens here and there, as at the end of a tile
+    for i in range(3):
+        verified = []
+        for made in range(V):
+            d = decodes(alpha, np.where(np.arange(3) == i, made, most), lambda n: 1 + steps[n])
+            for r in d.requests:
+                r.temperature = 1.0
+            verified.append(sarathi.Confidence().lengths(d)[i])
+            assert all((n >= j) == (verified[-1] >= j) for j in range(made + 1) for n in verified[j:])
 
 
 def test_goodput_proposes_less_the_fuller_the_batch_and_the_worse_the_draft():
@@ -2587,10 +2617,13 @@ def test_a_proposer_and_a_policy_of_ones_own():
 
 def test_speculation_on_the_command_line(cache):
     run = ["sarathi.py", "--tokens", "1,2,3,4,1,2,3,4,1,2", "--model", str(cache), "--max-new-tokens", "30", "--temperature", "0", "--spec", "2"]
-    ngram, same = (cli(*run, "--draft", draft) for draft in ("ngram", str(cache)))
-    for out in (ngram, same):
+    model_py.Heads(2, preset("tiny").n_embd).save_pretrained(cache.parent / "heads")
+    ngram, same, heads = (cli(*run, "--draft", draft) for draft in ("ngram", str(cache), "heads"))
+    for out in (ngram, same, heads):
         assert re.search(r"\d+ drafts, \d+% accepted, [\d.]+ tokens per iteration, goodput \d+ tokens/s", out.stderr), out.stderr
-    assert ngram.stdout == same.stdout and "100% accepted" in same.stderr
+    assert ngram.stdout == same.stdout == heads.stdout and "100% accepted" in same.stderr
+    trees = cli(*run[:-1], "3,2", "--draft", "heads")  # of them, more than one draft for a place
+    assert trees.stdout == heads.stdout and int(trees.stderr.split(" drafts")[0].split()[-1]) > int(heads.stderr.split(" drafts")[0].split()[-1])
 
 
 # ---------------------------------------------------------------- trees of drafts
@@ -2681,6 +2714,20 @@ def test_trees_never_change_a_greedy_token(spec, scheduler, alloc):
         assert r.output == naive(n, 44)[:n_new] and r.n_accepted > 0, f"prompt of {n}"
     rate = [len(r.times) / len(set(r.times)) for r in requests if not r.temperature]
     assert min(rate) > 1.2 and (alloc == "reserve" or scheduler == "sarathi_serve" or sum(r.n_preempted for r in requests) > 0)
+
+
+def test_a_tree_whose_verification_failed_is_forgotten():
+    """Its request may be preempted next: then its prompt is fed again, and no level of a tree says where."""
+    engine, r = Engine(small(), draft=Guesser(lambda r: naive(20, 24)), spec="3,2,2", n_page=100), Request(prompt(20), 20)
+    engine.add(r)
+    engine.step(), engine.step()
+    forward, engine._forward = engine._forward, None
+    with pytest.raises(TypeError):
+        engine.step()
+    engine._forward = forward
+    engine._preempt(r)
+    finish(engine)
+    assert r.output == naive(20, 20)
 
 
 @pytest.mark.parametrize("alloc", ["reserve", "grow"])
