@@ -64,12 +64,13 @@ class EngineConfig:
     lora: str = option("batched", "adapters: all at once on the fly, so with padding, or one at a time in the weights", choices=("batched", "bmm", "merge"))
     order: str = option("fcfs", "who of the waiting starts first: the one that came first or last", choices=("fcfs", "lcfs"))
     cluster: int = option(0, "prefer requests whose adapter is in the batch once it has so many; 0: never [S-LoRA §4.2]")
+    max_waiting: int = option(0, "most requests that may wait for a slot of the batch; more are refused as they arrive; 0: no limit")
     slo: float = option(0.0, "seconds to the first token after which a waiting request is given up; 0: never [S-LoRA §4.3]")
     seed: int = option(0, "random numbers of requests that bring no seed of their own")
     alpha: float = option(0.0, "accept each draft with this probability, whatever the model says: for random weights; 0: verify")
 
     def __post_init__(self):
-        for name, least in dict(chunk=1, max_batch=0, tile=1, n_page=0, adapter_pages=0, cluster=0, seed=0).items():
+        for name, least in dict(chunk=1, max_batch=0, tile=1, n_page=0, adapter_pages=0, cluster=0, max_waiting=0, seed=0).items():
             checked(name, getattr(self, name), int, least)
         for name in ("memory_gb", "slo"):
             checked(name, getattr(self, name), float, 0)
@@ -100,7 +101,7 @@ class Request:
     stop: tuple = ()  # token ids that end the output
     arrival: float = 0.0  # seconds on the engine's clock
     id: int = field(default=-1, init=False)
-    state: str = field(default="new", init=False)  # new -> pending -> waiting <-> running -> length | stop | abort
+    state: str = field(default="new", init=False)  # new -> pending -> waiting <-> running -> length | stop | abort, or refused
     tokens: np.ndarray = field(default=None, init=False, repr=False)  # (max_len,) int64, the first n_tokens are known
     n_tokens: int = field(default=0, init=False)
     n_past: int = field(default=0, init=False)
@@ -136,7 +137,7 @@ class Request:
 
     @property
     def done(self):
-        return self.state in ("length", "stop", "abort")
+        return self.state in ENDS
 
     @property
     def ttft(self):
@@ -149,11 +150,15 @@ class Request:
         return (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1) if self.times else math.nan
 
 
+ENDS = dict(length="has all its tokens", stop="met a stop token", abort="the user ended it, or it would be too late (slo)",
+            refused="too many were waiting (max_waiting)")  # states of a request that has ended
+
+
 class Event(NamedTuple):
-    """What one iteration did for one request."""
+    """What one iteration did for one request. Every end is in one, but those that the user brought about with Engine.abort."""
     request: Request
     tokens: list  # the new ones
-    finished: str | None  # None | "length" | "stop"
+    finished: str | None  # None, or one of ENDS
 
 
 # ---------------------------------------------------------------- memory: one pool of pages
@@ -569,9 +574,9 @@ class EarlyAbort(Order):
     [S-LoRA §4.3, App. B]; both rates are moving averages."""
     MARGIN = 1 / 12  # of the slo, from being started to the first token: 0.5 of 6 seconds, as in the paper's code
 
-    def __init__(self, inner, slo, clock, abort):
-        """abort(request id): the engine's."""
-        self.inner, self.slo, self.clock, self.abort = inner, slo, clock, abort
+    def __init__(self, inner, slo, clock, give_up):
+        """give_up(request): the engine's."""
+        self.inner, self.slo, self.clock, self.give_up = inner, slo, clock, give_up
         self.come = self.started = 0.0  # requests per call that brought a change
         self.n_waiting, self.last = 0, -1.0
 
@@ -583,7 +588,7 @@ class EarlyAbort(Order):
         self.last = max((r.arrival for r in waiting), default=self.last)
         now = self.clock.now()
         for r in [r for r in waiting if not r.times and now - r.arrival >= (1 - self.MARGIN) * self.slo]:
-            self.abort(r.id)
+            self.give_up(r)
         self.n_waiting = len(waiting)
         queue = self.inner.queue(running, waiting)
         return sorted(queue, key=lambda r: -r.arrival) if self.come >= self.started else queue
@@ -903,7 +908,6 @@ def time_batches(model, batches, repeats, between):
             for r, n in plan:
                 engine.pool.free(r.id)
                 engine.abort(r.id)
-        engine.pending.clear()
         between()
     return np.median(np.reshape(took, (1 + repeats, -1))[1:], 0)
 
@@ -1038,6 +1042,9 @@ class DraftModel(Proposer, named=False):
         for r, a in zip(requests, ahead):
             r.n_draft_past, r.q = a.n_past, torch.stack(a.q) if a.q else None
         return [a.tokens[r.n_tokens:a.n_tokens].tolist() for r, a in zip(requests, ahead)]
+
+    def forget(self, r):
+        self.engine.pool.tables.pop(r.id, None)
 
     def _share(self, requests):
         """Their pages, as the draft's engine addresses them."""
@@ -1601,6 +1608,8 @@ class Engine:
         self.pending = []  # a heap of (arrival, id): not arrived yet
         self.waiting = deque()  # arrived, without pages
         self.running = []  # with pages, oldest first
+        self.given_up = []  # Events of requests that ended outside an iteration, to be told
+        self.n_ended = Counter()  # one of ENDS -> requests
         self.n_added = self.n_steps = 0
         self.speculator = None if draft is None else Speculator(self, make_proposer(draft, self), policy, cost)
 
@@ -1621,7 +1630,7 @@ class Engine:
         c = self.config
         order = LastCome() if c.order == "lcfs" else Order()
         if c.slo:
-            order = EarlyAbort(order, c.slo, self.clock, self.abort)
+            order = EarlyAbort(order, c.slo, self.clock, self._give_up)
         if c.cluster:
             order = Cluster(order, c.cluster)
         return OneAdapter(order) if c.lora == "merge" else order
@@ -1662,15 +1671,12 @@ class Engine:
         """End a request now, wherever it is; its pages are free at once. KeyError for an id that is not in the engine."""
         if request_id not in self.requests:
             raise KeyError(f"no request {request_id!r} in the engine: it ended, or was never added")
-        r = self.requests[request_id]
-        if r.state == "waiting":
-            self.waiting.remove(r)
-        self._retire(r, "abort")
+        self._retire(self.requests[request_id], "abort")
 
     def generate(self, prompts, max_new_tokens=32, adapter=None, seed=None, **sampling):
         """prompts: lists of token ids -> lists of new token ids, in order. sampling: temperature, top_k, top_p, stop.
-        adapter: one name for all or one per prompt; seed: prompt i draws with seed + i. If it is ended by an error or by Ctrl-C
-        (after the iteration under way), so are its requests."""
+        adapter: one name for all or one per prompt; seed: prompt i draws with seed + i. A request that is refused or given up
+        (max_waiting, slo) has what it got. If it is ended by an error or by Ctrl-C (after the iteration under way), so are they."""
         adapters = adapter if isinstance(adapter, (list, tuple)) else [adapter] * len(prompts)
         if len(adapters) != len(prompts):
             raise ValueError(f"{len(adapters)} adapters for {len(prompts)} prompts: give one name, or one per prompt")
@@ -1754,18 +1760,19 @@ class Engine:
         """One iteration -> [Event]. With nothing but future arrivals it waits for the next one; with nothing at all it is []."""
         self._arrive()
         if not self.running and not self.waiting:
-            return []
+            return self._told()
         queue = self.order.queue(self.running, self.waiting)
         plan = self._admit(self.scheduler.plan(self.running, queue), queue)
         plan = plan or self._admit(self.scheduler.plan(self.running, ()), ())  # nothing new fits: again with the door closed
         if not plan and not self.running and not self.waiting:
-            return []  # all were given up
+            return self._told()  # all were given up
         if not plan:
             raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing for {len(self.running)} running "
                                f"and {len(self.waiting)} waiting requests")
         if self.speculator:
             plan = self.speculator.widen(plan)
-        return self._commit(plan, self._run(plan))
+        events = self._commit(plan, self._run(plan))
+        return self._told() + events
 
     def _run(self, plan):
         """One forward pass -> the next tokens of each request that has none left to feed after this plan, in the plan's order."""
@@ -1811,9 +1818,25 @@ class Engine:
                     self.clock.wait_until(arrival)
                 if arrival > self.clock.now():
                     break
-                self.requests[id].state = "waiting"
-                self.waiting.append(self.requests[id])
+                self._enqueue(self.requests[id])
             heapq.heappop(self.pending)
+
+    def _enqueue(self, r):
+        """What has arrived waits, unless more than max_waiting would who find no slot."""
+        most = self.config.max_waiting
+        if most and len(self.running) + len(self.waiting) >= self.max_batch + most:
+            return self._give_up(r, "refused")
+        r.state = "waiting"
+        self.waiting.append(r)
+
+    def _give_up(self, r, state="abort"):
+        """End a request that the user has not: the next step says so."""
+        self._retire(r, state)
+        self.given_up.append(Event(r, [], state))
+
+    def _told(self):
+        events, self.given_up = self.given_up, []
+        return events
 
     def _admit(self, plan, queue):
         """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
@@ -2037,6 +2060,8 @@ class Engine:
 
     def _retire(self, r, state):
         """The request's end: pages back to the pool, bookkeeping gone."""
+        if r.state == "waiting":
+            self.waiting.remove(r)
         if r.state == "running":
             self.running.remove(r)
             self.pool.free(r.id)
@@ -2044,7 +2069,10 @@ class Engine:
         if self.speculator:
             self.speculator.proposer.forget(r)
         r.state, r.q = state, None
+        self.n_ended[state] += 1
         del self.requests[r.id]
+        if not self.requests:
+            self.pending.clear()  # what was aborted before it arrived
 
 
 def free_memory(device):
@@ -2267,6 +2295,8 @@ def main():
               f"TTFT {request.ttft * 1e3:.1f} ms, TPOT {request.tpot * 1e3:.1f} ms", file=sys.stderr)
         if engine.speculator:
             print(speculated([request]), file=sys.stderr)
+    elif request.done:
+        print(f"no token: {ENDS[request.state]}", file=sys.stderr)
 
 
 def add_model_flags(parser, model):

@@ -1,5 +1,6 @@
 """The proofs. Greedy tokens must equal the naive loop's, whatever the scheduler, chunk, allocation or neighbour; logits must
 equal transformers'; pages are never lost; bad input is one clear sentence and harms nobody else. Nothing here is timed."""
+import gc
 import json
 import os
 import random
@@ -732,7 +733,7 @@ def test_bad_calls_of_generate_and_add():
 @pytest.mark.parametrize("options, message", [
     (dict(scheduler="fifo"), "unknown scheduler 'fifo': one of static, orca"), (dict(chunks=3), "unknown option 'chunks': one of scheduler, chunk"),
     (dict(chunk=0), "chunk = 0"), (dict(chunk="big"), "chunk = 'big'"), (dict(max_batch=-1), "max_batch = -1"), (dict(tile=0), "tile = 0"),
-    (dict(alloc="lazy"), "alloc = 'lazy': one of 'reserve', 'grow'"), (dict(n_page=-3), "n_page = -3"), (dict(memory_gb=-1), "memory_gb = -1"),
+    (dict(alloc="lazy"), "alloc = 'lazy': one of 'reserve', 'grow'"), (dict(n_page=-3), "n_page = -3"), (dict(memory_gb=-1), "memory_gb = -1"), (dict(max_waiting=-1), "max_waiting = -1"),
     (dict(scheduler=5), "scheduler = 5: must be a Scheduler object or one of static"),
     (dict(scheduler=sarathi.Orca), "must be a Scheduler object"), (dict(memory_gb=1e-9), "pool of 0 pages"),
     (dict(n_page=10**13), "n_page = 10000000000000.*must have 1 .. "), (dict(spec="goodput"), "spec = .goodput. without a draft"),
@@ -813,6 +814,8 @@ def test_sarathi_streams_text_and_says_how_fast(cache):
     out = cli("sarathi.py", "--prompt", "def ", "--max-new-tokens", "5", "--temperature", "0")
     assert out.returncode == 0 and out.stdout.startswith("def "), out.stderr
     assert re.search(r"5 tokens, \d+ tokens/s, TTFT [\d.]+ ms, TPOT [\d.]+ ms", out.stderr.replace("4 + ", ""))
+    late = cli("sarathi.py", "--tokens", "1,2,3", "--model", str(cache), "--slo", "1e-9")
+    assert late.returncode == 0 and late.stderr == "no token: the user ended it, or it would be too late (slo)\n"
     ids = cli("sarathi.py", "--tokens", "1,2,3", "--model", str(cache), "--max-new-tokens", "4", "--scheduler", "orca")
     assert ids.returncode == 0, ids.stderr
 
@@ -1585,14 +1588,19 @@ def adapters_for(m, ranks):
     return found
 
 
+def learn(engine, adapters):
+    """Let requests ask for these, {name: Adapter}."""
+    for name, adapter in adapters.items():
+        engine.add_adapter(name, lambda config, adapter=adapter, **_: adapter)
+
+
 def test_adapters_and_requests_compete_for_a_small_pool_and_nobody_loses():
     """1000 requests for 300 adapters on a pool that holds a few of them: every page is accounted for after every step, no adapter is
     evicted in use, everybody ends, in order, with the tokens of the merged model."""
     rng, m = random.Random(0), GPT.from_preset(GPTConfig(**SMALL | {"n_layer": 1, "n_embd": 32, "n_inner": 48}), seed=1)
     adapters = adapters_for(m, [rng.choice([1, 2, 4, 8]) for _ in range(300)])
     engine = Engine(m, scheduler="sarathi_serve", chunk=64, max_batch=12, tile=TILE, alloc="grow", n_page=300)
-    for name, adapter in adapters.items():
-        engine.add_adapter(name, lambda config, adapter=adapter, **_: adapter)
+    learn(engine, adapters)
     evict, names, evicted = engine.adapters.evict, [None, *adapters], []
 
     def watched():
@@ -1629,8 +1637,7 @@ def test_adapters_and_requests_compete_for_a_small_pool_and_nobody_loses():
 def test_two_pools_of_a_fixed_split_and_what_finds_no_page(alloc):
     adapters = adapters_for(small(), [8, 4, 8, 2, 8, 8])
     engine = Engine(small(), alloc=alloc, n_page=400, adapter_pages=150, max_batch=3, chunk=32, tile=TILE)
-    for name, adapter in adapters.items():
-        engine.add_adapter(name, lambda config, adapter=adapter, **_: adapter)
+    learn(engine, adapters)
     requests = [Request(prompt(30, seed=i), 8, f"a{i % 6}") for i in range(12)]
     for r in requests:
         engine.add(r)
@@ -1703,7 +1710,7 @@ def test_early_abort_gives_up_what_is_late_and_serves_the_newest_under_overload(
         requests = [Request([1], 1, arrival=0.5 * i) for i in range(100)]
         for r in requests:
             engine.add(r)
-        engine.run()
+        assert {(r, r.state) for r in engine.run()} == {(r, r.state) for r in requests} and all(r.done for r in requests), "all ends are told"
         return [r for r in requests if r.times and r.ttft <= 6], [r for r in requests if r.state == "abort"]
     good, aborted = {}, {}
     for name, options in dict(fcfs={}, lcfs=dict(order="lcfs"), abort=dict(slo=6.0)).items():
@@ -2235,8 +2242,7 @@ def test_speculation_never_changes_an_adapters_token(kind, spec, alloc):
     names = [None, *adapters] * 2
     for options in (dict(draft=None, spec="off"), dict(draft=draft(kind), spec=spec, cost=(Moody(), Linear(0, 0, 0.02)))):
         engine = Engine(small(), scheduler="sarathi_serve", chunk=24, max_batch=5, tile=8, alloc=alloc, n_page=220, **options)
-        for name, adapter in adapters.items():
-            engine.add_adapter(name, lambda config, adapter=adapter, **_: adapter)
+        learn(engine, adapters)
         requests = [Request(prompt(10 + i, seed=i), 24, name) for i, name in enumerate(names)]
         for r in requests:
             engine.add(r)
@@ -2736,8 +2742,7 @@ def test_trees_never_change_an_adapters_token(alloc):
     names = [None, *adapters] * 2
     for options in ({}, dict(draft=Guesser(lambda r: outputs[0][r.id] + [0] * 4), spec="3,2,2")):
         engine = Engine(small(), scheduler="orca", max_batch=5, alloc=alloc, n_page=500, **options)
-        for name, adapter in adapters.items():
-            engine.add_adapter(name, lambda config, adapter=adapter, **_: adapter)
+        learn(engine, adapters)
         requests = [Request(prompt(10 + i, seed=i), 40, name) for i, name in enumerate(names)]
         for r in requests:
             engine.add(r)
@@ -2839,3 +2844,83 @@ def test_acceptance_is_counted_by_head_and_candidate():
         total += engine.speculator.by_head - sarathi.FADE * before
     assert np.allclose(total[0] / total[1], 0.4, atol=0.05)
     assert engine.speculator.n_accepted > 1000
+
+
+# ---------------------------------------------------------------- 16. overload
+
+def items(x, seen):
+    """How many items there are in the containers that can be reached from x through the engine's own objects."""
+    if id(x) in seen:
+        return 0
+    seen.add(id(x))
+    if isinstance(x, (dict, list, tuple, set, deque)):
+        return len(x) + sum(items(y, seen) for y in (x.values() if isinstance(x, dict) else x))
+    return sum(items(y, seen) for y in vars(x).values()) if type(x).__module__ in ("sarathi", __name__) and hasattr(x, "__dict__") else 0
+
+
+def storm(engine, rng, n_step=80):
+    """Ten times more requests than can be served, every step for a while, of all kinds; some are aborted, some before they arrive ->
+    (most items that the engine held in the first and in the second half, the requests, the Events with an end)."""
+    requests, peaks, ends = [], [0, 0], []
+    for step in range(n_step):
+        for i in range(8):
+            requests.append(Request([rng.randrange(9) for _ in range(rng.randint(1, 30))], rng.randint(1, 16), rng.choice([None, *engine.adapters.known]),
+                                    rng.choice((0.0, 1.0)), arrival=engine.clock.now() + 1e6 * (i == 7)))
+            engine.add(requests[-1])
+        engine.abort(requests[-1].id)  # the one that is not here yet
+        if step % 5 == 0:
+            engine.abort(rng.choice(list(engine.requests)))
+        ends += [e for e in engine.step() if e.finished]
+        engine.clock.t += 1.0
+        engine.pool.check()
+        peaks[step >= n_step // 2] = max(peaks[step >= n_step // 2], items(engine, set()) - len(engine.pending))
+    while engine.requests:
+        ends += [e for e in engine.step() if e.finished]
+        engine.clock.t += 1.0
+        engine.pool.check()
+    return peaks, requests, ends
+
+
+@pytest.mark.parametrize("limits", [dict(max_waiting=9), dict(slo=12.0), dict(max_waiting=9, slo=12.0, order="lcfs", cluster=2)], ids=str)
+@pytest.mark.parametrize("draft, alloc", [(None, "grow"), ("ngram", "reserve"), ("model", "grow"), ("heads", "grow")])
+@pytest.mark.parametrize("make", [Engine, Simulator])
+def test_an_overload_is_survived(make, draft, alloc, limits):
+    """What the engine holds stops to grow, who is not served is told and counted, and afterwards it is as empty as before."""
+    model, small_draft = (small(), GPT.from_preset(GPTConfig(**SMALL), seed=5)) if make is Engine else (SimpleCost(), Linear())
+    draft = dict(model=small_draft, heads=sarathi.Medusa() if make is Simulator else model_py.Heads(2, 64)).get(draft, draft)
+    engine = make(model, clock=sarathi.VirtualClock(), max_batch=4, chunk=32, tile=8, n_page=150, alloc=alloc, draft=draft, alpha=0.5 * (make is Simulator),
+                  spec=2 if draft else "off", **limits)
+    for i in range(6):
+        engine.add_adapter(f"a{i}", random_adapter(1 + i % 2, i))
+    rng, empty = random.Random(0), []
+    for _ in range(2):
+        peaks, requests, ends = storm(engine, rng)
+        assert peaks[1] < 1.5 * peaks[0], "it holds more and more"
+        states = [r.state for r in requests]
+        told = {e.request: e.finished for e in ends}
+        assert len(told) == len(ends) and all(told.get(r, "abort") == r.state for r in requests)
+        assert engine.n_ended["refused"] - sum(n["refused"] for n, _ in empty) == states.count("refused")
+        assert 30 < 7 * states.count("length") < states.count("refused") + states.count("abort")
+        assert states.count("refused") > 100 or "max_waiting" not in limits
+        assert not (engine.requests or engine.pending or engine.waiting or engine.running or engine.given_up) and engine.step() == []
+        del requests, told, ends
+        gc.collect()
+        assert not any(type(x) is Request for x in gc.get_objects()), "somebody still knows a request"
+        while engine.adapters.evict():
+            pass
+        assert engine.pool.n_free == engine.pool.n_page and not engine.pool.tables
+        empty.append((engine.n_ended.copy(), items(engine, set())))
+    assert empty[0][1] == empty[1][1] and empty[1][0].total() == engine.n_added
+
+
+def test_max_waiting_is_of_those_who_find_no_slot():
+    """Of ten that come at once to a batch of three, three run, two wait, five are refused in the order of their coming."""
+    engine = Engine(small(), max_batch=3, max_waiting=2, n_page=300, scheduler="orca")
+    requests = [Request(prompt(5, seed=i), 3) for i in range(10)]
+    for r in requests:
+        engine.add(r)
+    events = engine.step()
+    assert [(e.request, e.finished) for e in events if not e.tokens] == [(r, "refused") for r in requests[5:]] and all(r.done for r in requests[5:])
+    finish(engine)
+    assert [r.output for r in requests] == [naive(5, 3, seed=i) for i in range(5)] + [[]] * 5 and engine.n_ended == dict(length=5, refused=5)
+    assert Engine(small(), max_batch=1, max_waiting=1, n_page=300).generate([[1], [2], [3]], 2)[2] == []
