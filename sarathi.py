@@ -78,6 +78,9 @@ class EngineConfig:
         for f in fields(self):
             if getattr(self, f.name) not in f.metadata.get("choices", [getattr(self, f.name)]):
                 raise ValueError(f"{f.name} = {getattr(self, f.name)!r}: one of {', '.join(map(repr, f.metadata['choices']))}")
+        for name, why in dict(adapter_pages="no adapter is in the pool", cluster="a batch has one adapter, and others must get their turn").items():
+            if self.lora == "merge" and getattr(self, name):
+                raise ValueError(f"{name} = {getattr(self, name)} with lora = 'merge': {why}")
 
 
 # ---------------------------------------------------------------- requests
@@ -508,13 +511,14 @@ class SarathiServe(Scheduler):
 
 
 def make_scheduler(scheduler, **options):
-    """A Scheduler from its name, or the object itself, with what it leaves open (None) filled in from options."""
+    """A Scheduler from its name or like the object, with what it leaves open (None) filled in from options."""
     if isinstance(scheduler, str):
         if scheduler not in SCHEDULERS:
             raise KeyError(f"unknown scheduler {scheduler!r}: one of {', '.join(SCHEDULERS)}")
         scheduler = SCHEDULERS[scheduler]()
     if not isinstance(scheduler, Scheduler):
         raise ValueError(f"scheduler = {scheduler!r}: must be a Scheduler object or one of {', '.join(SCHEDULERS)}")
+    scheduler = copy.copy(scheduler)  # what one engine fills in is not another's
     for name, value in options.items():
         if getattr(scheduler, name, None) is None:
             setattr(scheduler, name, value)
@@ -1367,12 +1371,15 @@ def make_proposer(draft, engine):
     if isinstance(draft, str) and draft in PROPOSERS:
         return PROPOSERS[draft]()
     if isinstance(draft, Heads):
+        if isinstance(engine, Simulator):
+            raise ValueError("draft: a simulator has no states that Heads could guess from, give Medusa()")
         if draft.n_embd != engine.model.config.n_embd:
             raise ValueError(f"draft: heads for states of {draft.n_embd} numbers, the model's have {engine.model.config.n_embd}")
         return Medusa(draft, engine.model)
-    if isinstance(draft, CostModel if isinstance(engine, Simulator) else GPT):
+    if isinstance(draft, engine.runs):
         return (SimulatedDraft if isinstance(engine, Simulator) else DraftModel)(engine, draft)
-    raise ValueError(f"draft = {draft if isinstance(draft, str) else type(draft).__name__!r}: one of {', '.join(PROPOSERS)}, or a model or Heads")
+    raise ValueError(f"draft = {draft if isinstance(draft, str) else type(draft).__name__!r}: one of {', '.join(PROPOSERS)}, or a {engine.runs.__name__}, "
+                     "Heads or a Proposer")
 
 
 class Speculator:
@@ -1393,6 +1400,8 @@ class Speculator:
             self.cost = price_list(engine.model, costs[0])
             if isinstance(proposer, DraftModel):
                 proposer.cost = price_list(proposer.engine.model, costs[1])
+        if policy.threshold and proposer.free:
+            raise ValueError(f"{type(policy).__name__} asks how probable each draft was, {type(proposer).__name__} cannot say: take spec = 'goodput'")
         if isinstance(policy, Oracle) and not engine.config.alpha:
             raise ValueError("spec = 'oracle': what will be accepted is known beforehand only if alpha forces it")
 
@@ -1575,12 +1584,14 @@ class Engine:
     a Policy ("off": the draft is left aside, unread); cost: the CostModel that prices them, or two, the target's and the draft's
     (None: profiled if the policy asks)."""
 
-    number = 0  # of the lane, in a Pipeline
+    runs, number = GPT, 0  # the type of its model; the number of the lane, in a Pipeline
 
     def __init__(self, model, draft=None, spec="off", cost=None, clock=None, record=None, **options):
         known = [f.name for f in fields(EngineConfig)]
         for name in set(options) - set(known):
             raise ValueError(f"unknown option {name!r}: one of {', '.join(known)}")
+        if not isinstance(model, self.runs):
+            raise ValueError(f"model = {model!r}: must be a {self.runs.__name__}")
         self.model, self.config, policy = model, EngineConfig(**options), make_policy(spec)
         if draft is None and policy.n_spec:
             raise ValueError(f"spec = {spec!r} without a draft: give draft = {' or '.join(map(repr, PROPOSERS))}, or a model")
@@ -2055,7 +2066,7 @@ class Engine:
         q, drawn_from = torch.zeros_like(p), torch.cat([rows for rows, start in known])
         q.scatter_(1, draft.clamp(min=0)[:, None], 1.0)  # certain is drawn with probability 1
         at = np.concatenate([np.arange(start, start + len(rows)) for rows, start in known])
-        q[at] = torch.nn.functional.pad(drawn_from, (0, q.size(1) - drawn_from.size(1)))
+        q[at] = torch.nn.functional.pad(drawn_from.to(q), (0, q.size(1) - drawn_from.size(1)))
         return q
 
     def _retire(self, r, state):
@@ -2108,6 +2119,7 @@ class Interruptible:
 class Simulator(Engine):
     """An Engine whose model is a CostModel: running a plan only moves the clock, every token is 0, no page is real. A draft model
     is a CostModel too; how many drafts are accepted is drawn with alpha."""
+    runs = CostModel
 
     def __init__(self, model, clock=None, **options):
         super().__init__(model, clock=clock or VirtualClock(), **options)
