@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import deque
+from collections import Counter, deque
+from dataclasses import fields
 from functools import lru_cache
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,16 +45,16 @@ def prompt(length, seed=0):
 
 
 @lru_cache(maxsize=None)
-def _naive(family, length, seed, n):
-    tokens = prompt(length, seed)
+def _naive(family, length, seed, n, adapter):
+    tokens, m = prompt(length, seed), small(family) if adapter is None else merged(adapter)
     for _ in range(n):
-        tokens.append(int(small(family).logits(tokens)[-1].argmax()))
+        tokens.append(int(m.logits(tokens)[-1].argmax()))
     return tuple(tokens[length:])
 
 
-def naive(length, n, seed=0, family="llama"):
-    """The definition of greedy generation: the whole sequence again for every token, no cache, no batch."""
-    return list(_naive(family, length, seed, n))
+def naive(length, n, seed=0, family="llama", adapter=None):
+    """The definition of greedy generation: the whole sequence again for every token, no cache, no batch. adapter: one of the matrix."""
+    return list(_naive(family, length, seed, n, adapter))
 
 
 def finish(engine, limit=5000):
@@ -2935,3 +2937,158 @@ def test_max_waiting_is_of_those_who_find_no_slot():
     finish(engine)
     assert [r.output for r in requests] == [naive(5, 3, seed=i) for i in range(5)] + [[]] * 5 and engine.n_ended == dict(length=5, refused=5)
     assert Engine(small(), max_batch=1, max_waiting=1, n_page=300).generate([[1], [2], [3]], 2)[2] == []
+
+
+# ---------------------------------------------------------------- 17. everything with everything: the product of the features
+
+FACTORS = dict(
+    scheduler=[name for name, made in SCHEDULERS.items() if made.__module__ == "sarathi"], alloc=["reserve", "grow"], chunk=[7, 24, 96], tile=[8, 32], max_batch=[1, 6], pool=["small", "large"],
+    adapters=["none", "one", "mixed"], lora=["batched", "bmm", "merge"], adapter_pages=[0, 64],
+    order=list(next(f for f in fields(EngineConfig) if f.name == "order").metadata["choices"]), cluster=[0, 2],
+    draft=[None, *sarathi.PROPOSERS, "self", "large", "guesser", "heads"], spec=[*(name for name in sarathi.POLICIES if name != "oracle"), 3, "2,2"],
+    sampling=["greedy", "mixed"], aborts=[False, True])  # oracle wants a forced acceptance, so no token is the model's
+PLAIN = dict(scheduler="sarathi", alloc="reserve", chunk=24, tile=8, max_batch=4, pool="large", adapters="none", lora="batched", adapter_pages=0,
+             order="fcfs", cluster=0, draft=None, spec="off", sampling="greedy", aborts=False)
+EXCLUSIVE = [("draft", [None], "spec", [spec for spec in FACTORS["spec"] if spec != "off"]), ("draft", ["ngram"], "spec", ["confidence"]),
+             ("draft", ["ngram", "self", "large"], "spec", ["2,2"]), ("draft", ["guesser", "heads"], "spec", ["confidence", "goodput_global", "goodput_request"]),
+             ("lora", ["merge"], "adapter_pages", [64]), ("lora", ["merge"], "cluster", [2])]
+EXCLUSIVE = {frozenset([(f, v), (g, w)]) for f, vs, g, ws in EXCLUSIVE for v in vs for w in ws}
+
+
+def pairs(factors):
+    """Every two values, one each of two factors, that go together: {(factor, value), (factor, value)}; of a case, its own."""
+    values = lambda f: factors[f] if isinstance(factors[f], list) else [factors[f]]
+    every = (frozenset([(f, v), (g, w)]) for f, g in combinations(factors, 2) for v in values(f) for w in values(g))
+    return dict.fromkeys(pair for pair in every if pair not in EXCLUSIVE)  # in a fixed order
+
+
+def complete(case, missing, rng):
+    """The case with a value for every other factor too, that goes with those it has: the one with the most of the missing pairs."""
+    for f in rng.sample(list(FACTORS), len(FACTORS)):
+        if f not in case:
+            new = {v: [frozenset([(f, v), other]) for other in case.items()] for v in FACTORS[f]}
+            fit = [v for v in FACTORS[f] if not EXCLUSIVE.intersection(new[v])]
+            case[f] = max(fit, key=lambda v: (sum(pair in missing for pair in new[v]), rng.random()))
+    return {f: case[f] for f in FACTORS}
+
+
+def covering(n, seed=0):
+    """At least n cases that together have every pair, each begun with one that is missing."""
+    missing, cases, rng = pairs(FACTORS), [], random.Random(seed)
+    while missing or len(cases) < n:
+        cases.append(complete(dict(next(iter(missing), ())), missing, rng))
+        missing = {pair: None for pair in missing if not pair <= cases[-1].items()}
+    return cases
+
+
+MATRIX = covering(60)
+
+
+def test_the_matrix_has_every_pair_of_values():
+    assert len(MATRIX) >= 60 and all(set(case) == set(FACTORS) for case in MATRIX)
+    assert set().union(*map(pairs, MATRIX)) == set(pairs(FACTORS)), "no pair is left out, and no excluded one is in"
+    for f, g in combinations(FACTORS, 2):
+        for v in FACTORS[f]:
+            for w in FACTORS[g]:
+                assert frozenset([(f, v), (g, w)]) in EXCLUSIVE or any(case[f] == v and case[g] == w for case in MATRIX), (f, v, g, w)
+
+
+@pytest.mark.parametrize("pair", sorted(EXCLUSIVE, key=lambda pair: sorted(map(str, pair))), ids=lambda pair: " ".join(f"{f}={v}" for f, v in sorted(pair)))
+def test_what_is_not_in_the_matrix_is_refused_in_one_line_at_the_start(pair):
+    case = PLAIN | (dict(draft="self") if "draft" in dict(pair) else {}) | dict(pair)
+    with pytest.raises(ValueError) as error:
+        engine_of(case)
+    assert "\n" not in str(error.value)
+
+
+@lru_cache
+def matrix_adapters():
+    return adapters_for(small(), [2, 1, 3, 2])
+
+
+@lru_cache
+def merged(name):
+    return small().merged(matrix_adapters()[name])
+
+
+@lru_cache(maxsize=None)
+def alone(length, n, seed, adapter, sampling):
+    """The request by itself on the plainest engine."""
+    return Engine(small() if adapter is None else merged(adapter), n_page=200).generate([prompt(length, seed)], n, **dict(sampling))[0]
+
+
+def engine_of(case):
+    drafts = dict(guesser=Guesser(lambda r: naive(len(r.prompt), r.max_new_tokens + 4, adapter=r.adapter)), heads=model_py.Heads(3, 64))
+    kind, options = case["draft"], {name: case[name] for name in case if name not in ("draft", "pool", "adapters", "sampling", "aborts")}
+    return Engine(small(), draft=drafts.get(kind) or draft(kind), cost=(Moody(), Linear(0, 0, 0.02)), 
+                  n_page=(88 if case["pool"] == "small" else 900) + case["adapter_pages"], **options)
+
+
+def requests_of(case, lengths, n_new):
+    """-> [(request, its tokens: None, where chance decides)], and those that will be aborted; one request has a stop token."""
+    names = dict(none=[None], one=["a2", None], mixed=[None, *matrix_adapters()])[case["adapters"]]
+    speculates, found = case["draft"] and case["spec"] != "off", []
+    for i, length in enumerate(lengths):
+        adapter, sampling = names[i % len(names)], {}
+        if case["sampling"] == "mixed" and i % 3 == 1:
+            sampling = [dict(temperature=0.9, seed=i), dict(temperature=1.2, top_k=20, top_p=0.9, seed=i)][i % 2]
+        tokens = naive(length, n_new, adapter=adapter) if not sampling else None if speculates else alone(length, n_new, 0, adapter, tuple(sampling.items()))
+        stop = [tokens[n_new // 2]] if i == 3 and tokens else []
+        found.append((Request(prompt(length), n_new, adapter, stop=stop, **sampling), tokens[:tokens.index(stop[0]) + 1] if stop else tokens))
+    return found, [Request(prompt(5 + i, seed=7), n_new, names[-1], arrival=1e6 * (i == 2)) for i in range(3 * case["aborts"])]
+
+
+HAPPENED = Counter()
+
+
+def prove(case, lengths=(40, 9, 1, 16, 17, 25), n_new=16):
+    """Serve the case's requests, checking the pool after every step: each has the tokens of the naive loop, told one after the other."""
+    engine = engine_of(case)
+    learn(engine, matrix_adapters() if case["adapters"] != "none" else {})
+    (expected, victims), told, step = requests_of(case, lengths, n_new), {}, 0
+    for r in [*(r for r, _ in expected[:2]), *victims, *(r for r, _ in expected[2:])]:
+        engine.add(r)
+    while engine.requests:
+        for event in engine.step():
+            told.setdefault(event.request, []).extend(event.tokens)
+        engine.pool.check()
+        engine.adapters.pool.check()
+        step += 1
+        assert step < 3000, "the engine does not come to an end"
+        if step in (2, 4, 6) and victims:  # waiting, in its prompt or generating, as it happens; the last is not here yet
+            victim = victims.pop()
+            HAPPENED["abort while " + victim.state] += not victim.done
+            if not victim.done:
+                engine.abort(victim.id)
+                engine.pool.check()
+    for r, tokens in expected:
+        assert r.output == (tokens or r.output) and told[r] == r.output and len(r.times) == len(r.output)
+        assert r.state == "length" and len(r.output) == n_new or r.state == "stop" and r.output[-1] in r.stop
+    for what in ("n_preempted", "n_drafted", "n_accepted"):
+        HAPPENED[what] += sum(getattr(r, what) for r, _ in expected)
+    assert engine.step() == [] and not (engine.running or engine.waiting or engine.pending or engine.pool.tables.keys() - engine.adapters.resident)
+    while engine.adapters.evict():
+        pass
+    assert engine.pool.n_free == engine.pool.n_page and engine.adapters.pool.n_free == engine.adapters.pool.n_page
+
+
+@pytest.mark.parametrize("case", MATRIX, ids=lambda case: "-".join(str(v) for v in case.values()))
+def test_everything_with_everything(case):
+    prove(case)
+    HAPPENED["cases"] += 1
+
+
+def test_much_happened_in_the_matrix():
+    if HAPPENED["cases"] < len(MATRIX):
+        pytest.skip("the matrix did not run, or not to its end")
+    assert HAPPENED["n_preempted"] > 5 and HAPPENED["n_drafted"] > HAPPENED["n_accepted"] > 500, HAPPENED
+    assert min(HAPPENED["abort while " + state] for state in ("pending", "waiting", "running")) > 3, HAPPENED
+
+
+def test_a_case_of_the_day():
+    """Another one in every run; MATRIX_SEED=... brings one back."""
+    seed = int(os.environ.get("MATRIX_SEED") or random.SystemRandom().randrange(10 ** 6))
+    rng = random.Random(seed)
+    case, lengths = complete({}, {}, rng), [rng.choice((1, 2, 8, 15, 16, 17, 40)) for _ in range(rng.randint(4, 8))]
+    print(f"MATRIX_SEED={seed}", case, lengths)
+    prove(case, lengths, rng.randint(1, 20))
