@@ -334,7 +334,11 @@ class AdapterStore:
                 return False
             self.pool.hold_any(name, adapter.n_page)
             pages = self.pool.pages(name)
-            self.resident[name] = Resident(adapter.at(pages), self.copy(pages, adapter))
+            try:
+                self.resident[name] = Resident(adapter.at(pages), self.copy(pages, adapter))
+            except BaseException:  # a GPU without the memory to copy it: its pages are nobody's
+                self.pool.free(name)
+                raise
         self.resident[name] = self.resident.pop(name)  # now the most recently used
         return True
 
@@ -910,7 +914,6 @@ def time_batches(model, batches, repeats, between):
             engine._run(plan)  # ends with the tokens on the host: nothing is left running
             took.append(time.perf_counter() - start)
             for r, n in plan:
-                engine.pool.free(r.id)
                 engine.abort(r.id)
         between()
     return np.median(np.reshape(took, (1 + repeats, -1))[1:], 0)
@@ -1729,7 +1732,7 @@ class Engine:
             raise ValueError(f"request {r.id} was added before: make a new Request")
         try:
             prompt = np.asarray(r.prompt)
-        except ValueError:  # ragged
+        except (ValueError, TypeError):  # ragged, or no array at all
             prompt = np.empty((0, 0))
         if prompt.shape == (0,):
             raise ValueError("empty prompt: at least one token is needed")
@@ -2075,8 +2078,8 @@ class Engine:
             self.waiting.remove(r)
         if r.state == "running":
             self.running.remove(r)
-            self.pool.free(r.id)
             self.adapters.use(r.adapter, -1)
+        self.pool.free(r.id)
         if self.speculator:
             self.speculator.proposer.forget(r)
         r.state, r.q = state, None
