@@ -762,9 +762,9 @@ def serve(bench, engine, jobs, slo=6.0):
 
 def metrics(requests, start=0.0, slo=6.0):
     """How requests that all ended fared [S-LoRA §7.1]: those finished and their new tokens per second from start to the last
-    token, their mean latency and time to the first token; of all requests, aborted ones too, the share whose first token came
+    token, their mean latency and time to the first token; of all requests, given up or refused too, the share whose first token came
     within slo seconds (attainment) and the mean of 1 - (t / slo)^2, or 0 (satisfaction)."""
-    done = [r for r in requests if r.state != "abort"]
+    done = [r for r in requests if r.state in ("length", "stop")]
     took = max((r.times[-1] for r in done), default=math.inf) - start
     waits = [r.ttft for r in done if r.ttft < slo]
     mean = lambda xs: statistics.fmean(xs) if xs else math.nan
