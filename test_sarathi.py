@@ -407,7 +407,7 @@ def test_a_scheduler_of_ones_own_runs_by_name_and_as_an_object():
 
 
 def test_no_step_looks_at_the_whole_queue():
-    class Counting(deque):
+    class Counting(sarathi.Queue):
         seen = 0
 
         def __iter__(self):
@@ -1710,6 +1710,115 @@ def test_early_abort_gives_up_what_is_late_and_serves_the_newest_under_overload(
     r, engine = Request([1], 1), Simulator(SimpleCost(), max_batch=1, n_page=500, slo=0.1)
     engine.add(r)
     assert engine.run() == [r] and r.state == "length", "who has not waited at all is not late, however short the time"
+
+
+# ---- fairness
+
+def got(requests, client, weight=2.0):
+    """What a client was given: prompts that were started, and new tokens, by a ledger of our own."""
+    return sum((len(r.prompt) if r.n_past or r.times else 0) + weight * len(r.times) for r in requests if r.client == client)
+
+
+def flooded(clients, **options):
+    """A simulated engine with 300 requests of client a, then some of the others: clients {name: (how many, prompt, new tokens)}."""
+    engine = Simulator(SimpleCost(), max_batch=4, n_page=2000, chunk=64, tile=TILE, **options)
+    requests = [Request([1] * P, D, client=c) for c, (n, P, D) in clients.items() for _ in range(n)]
+    for r in requests:
+        engine.add(r)
+    return engine, requests
+
+
+@pytest.mark.parametrize("more", [{}, dict(order="lcfs"), dict(cluster=1), dict(slo=1e6), dict(alloc="grow")])
+@pytest.mark.parametrize("scheduler", NAMES)
+def test_a_flood_of_one_client_does_not_starve_the_others(scheduler, more):
+    """[VTC Theorem 4.4] While two clients wait, what they got differs by at most 2 max(prompt, weight * tokens of a batch)."""
+    clients, bound = dict(a=(300, 20, 10), b=(30, 60, 30), c=(60, 5, 20)), 2 * max(60, 2 * 4 * 30)
+    worst = {}
+    for fair in (0.0, 2.0):
+        (engine, requests), worst[fair] = flooded(clients, scheduler=scheduler, fair=fair, **more), 0.0
+        engine._arrive()
+        while len(engine.waiting.of) == 3:
+            engine.step()
+            each = [got(requests, c) for c in clients]
+            worst[fair] = max(worst[fair], max(each) - min(each))
+        finish(engine)
+        assert all(r.state == "length" for r in requests)
+    assert worst[2.0] <= bound < worst[0.0]
+
+
+def test_a_newcomer_is_served_at_once_and_whoever_was_away_has_no_credit():
+    engine, requests = flooded(dict(a=(300, 20, 10)), fair=2.0, scheduler="orca")
+    late = [Request([1] * 20, 10, client="b", arrival=200.0) for _ in range(50)]
+    for r in late:
+        engine.add(r)
+    while not late[0].done:
+        engine.step()
+    assert sum(not r.done for r in requests) > 200 and late[0].ttft < 15, "before some two hundred that came earlier"
+    before = got(requests, "a")
+    while "b" in engine.waiting.of:
+        engine.step()
+    assert got(late, "b") - (got(requests, "a") - before) < 480, "its share from now on, and no more"
+
+
+def test_clients_are_remembered_as_long_as_it_makes_a_difference_and_then_forgotten():
+    engine, requests = flooded(dict(a=(100, 20, 10), b=(100, 20, 10)), fair=2.0, scheduler="orca")
+    for i in range(300):
+        engine.add(Request([1] * 20, 10, client=f"c{i}", arrival=5.0 * i))
+    order, most = engine.order, 0
+    while engine.requests:
+        engine.step()
+        most = max(most, len(order.counter) - len(engine.waiting.of))
+    assert most < 20, "clients that neither wait nor run"
+    for name in ("x", "y", "z"):
+        engine.add(Request([1] * 20, 10, client=name, arrival=engine.clock.now()))
+        engine.run()
+    assert len(order.counter) + len(order.charged) + len(order.known) < 20
+
+
+def test_preemptions_and_aborts_leave_the_counters_at_what_was_given():
+    engine = Engine(small(), scheduler="sarathi_serve", chunk=32, max_batch=5, tile=TILE, alloc="grow", n_page=100, fair=2.0)
+    requests = [Request(prompt(20 + i), 12, client="ab"[i % 2]) for i in range(20)]
+    for r in requests:
+        engine.add(r)
+    rng = random.Random(0)
+    while engine.requests:
+        engine.step()
+        engine.pool.check()
+        alive = [r for r in engine.requests.values() if r.times or r.n_past or r.n_preempted]
+        if alive and engine.n_steps % 6 == 0:
+            engine.abort(rng.choice(alive).id)
+            engine.order._charge()
+        for r in requests:
+            assert r.output == naive(20 + requests.index(r), 12)[:len(r.output)]
+    engine.order._charge()
+    assert sum(r.n_preempted for r in requests) > 3 and sum(r.state == "abort" for r in requests) > 3 and not engine.order.charged
+    price = lambda r: (len(r.prompt) if r.times else min(r.n_past, len(r.prompt))) + 2 * len(r.times)
+    for client in "ab":
+        assert engine.order.counter[client] == sum(price(r) for r in requests if r.client == client)
+
+
+@pytest.mark.parametrize("options", [dict(scheduler=name) for name in NAMES] + [dict(lora="merge"), dict(cluster=1, order="lcfs"), dict(slo=1e6)])
+def test_fairness_changes_who_goes_first_and_no_token(options):
+    engine = Engine(small(), **dict(chunk=32, max_batch=3, tile=TILE, alloc="grow", n_page=140, fair=1.0) | options)
+    requests = [Request(prompt(10 + i), 8, client=c) for i, c in enumerate(["flood"] * 8 + ["light", None])]
+    for r in requests:
+        engine.add(r)
+    finish(engine)
+    assert [r.output for r in requests] == [naive(10 + i, 8) for i in range(10)]
+    assert max(requests[8].times[0], requests[9].times[0]) < max(r.times[0] for r in requests[:8]), "the last to come were not the last to start"
+
+
+def test_a_pipelines_lanes_share_one_account():
+    line = Pipeline(a6000(), 3, scheduler="sarathi", max_batch=2, n_page=1000, fair=2.0)
+    requests = [Request([1] * 40, 10, client=c) for c in ["a"] * 60 + ["b"] * 20]
+    for r in requests:
+        line.add(r)
+    line.step()
+    worst = 0
+    while len(line.lanes[0].waiting.of) == 2:
+        line.step()
+        worst = max(worst, abs(got(requests, "a") - got(requests, "b")))
+    assert worst <= 2 * 2 * 6 * 10
 
 
 class SimpleCost(CostModel):
