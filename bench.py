@@ -809,7 +809,8 @@ def zipf(theta, low, high):
 
 def lognormal(median, sigma):
     """Lengths whose logarithm is normal, as those of people's prompts are; at least 1."""
-    return lambda rng, n: np.maximum(1, np.rint(rng.lognormal(math.log(checked("median", median, float, 1)), sigma, n))).astype(int)
+    mu = math.log(checked("median", median, float, 1))
+    return lambda rng, n: np.maximum(1, np.rint(rng.lognormal(mu, sigma, n))).astype(int)
 
 
 def read_jobs(path):
@@ -817,9 +818,10 @@ def read_jobs(path):
     (names, or nothing). ValueError with the number of the line for one that is none."""
     def cell(row, name, kind, low):
         try:
-            return checked(name, kind(row[name]), kind, low)
+            value = kind(row[name])
         except (TypeError, ValueError):
-            return checked(name, row[name], kind, low)
+            value = row[name]
+        return checked(name, value, kind, low)
     jobs = []
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as f:
         rows = csv.DictReader(f)
@@ -907,9 +909,9 @@ class Online:
 
     @classmethod
     def of(cls, bench):
-        """What --arrivals, --prompt and --output say: forty times --requests where it is simulated, four times where it is measured."""
+        """What --arrivals, --prompt and --output say: forty times --requests where it is simulated, twice where it is measured."""
         coming = bench.config.coming
-        work = cls(bench, list(coming.jobs) or drawn(bench, bench.grid(4, 40) * bench.config.requests), coming.clients)
+        work = cls(bench, list(coming.jobs) or drawn(bench, bench.grid(2, 40) * bench.config.requests), coming.clients)
         if coming.rate:
             work.jobs = at_rate(work.jobs, coming.rate * (work.capacity if coming.relative else 1.0))
         return work

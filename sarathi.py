@@ -687,10 +687,19 @@ class OneAdapter(Order):
         self.inner = inner
 
     def queue(self, running, waiting):
-        queue = list(self.inner.queue(running, waiting))
-        adapter = next((r.adapter for r in chain(running, queue)), None)
-        first = next((i for i, r in enumerate(queue) if r.adapter == adapter), 0)
-        return [r for r in queue if r.adapter == adapter] if first <= self.PATIENCE else []
+        queue = self.inner.queue(running, waiting)
+        return View(waiting, lambda: self._alike(running, queue))
+
+    def _alike(self, running, queue):
+        adapter, patience = next((r.adapter for r in chain(running, queue)), None), self.PATIENCE
+        for r in queue:
+            if r.adapter == adapter:
+                patience = math.inf
+                yield r
+            elif patience == 0:
+                return
+            else:
+                patience -= 1
 
 
 class EarlyAbort(Order):
