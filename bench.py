@@ -1186,7 +1186,7 @@ class Scene:
         scheduler = Rounds() if server else Lightllm(n_page - split)
         engine = Simulator(cost, clock=VirtualClock(), scheduler=scheduler, max_batch=PEFT_BATCH.get(self.model, 16) if server else 1000,
                            n_page=n_page, adapter_pages=split, alloc="grow", record=self.bench.tape(variant), **options)
-        scheduler.pages = (lambda adapter: 0) if split else engine.adapters.n_page
+        engine.scheduler.pages = (lambda adapter: 0) if split else engine.adapters.n_page
         return engine
 
     def engine(self, variant, options):
