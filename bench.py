@@ -1592,7 +1592,7 @@ def autopilot(bench):
     draft = CostModel.roofline(replace(preset("llama-160m"), block_size=4096), bench.config.hardware) if bench.simulated else small_draft(bench.model)
     cost = (bench.model, draft) if bench.simulated else tuple(CostModel.profile(m, bench.config.repeats) for m in (bench.model, draft))
     ratios, missed = defaultdict(list), Counter()
-    for i, case in enumerate(tqdm(bench.grid([PILOT[1], PILOT[5], PILOT[9]], PILOT), bench.doing, file=sys.stderr)):
+    for i, case in enumerate(tqdm(bench.grid([PILOT[2], PILOT[3], PILOT[7]], PILOT), bench.doing, file=sys.stderr)):
         target, seen = flights(bench, case, draft, cost)
         good = [setting for setting in seen if setting != "autopilot" and (not target or seen[setting].tpot <= target)]
         best = min(good or seen.keys() - {"autopilot"}, key=lambda setting: seen[setting].latency)

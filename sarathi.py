@@ -1025,12 +1025,13 @@ class Fitted(CostModel):
 
 
 class Learned(CostModel):
-    """Another cost model, corrected by the iterations that were measured since: by a factor for all, and one for iterations with and
-    without a chunk of about so many tokens, read between two powers of two."""
-    RATE = 0.1  # of each iteration's news
+    """Another cost model, corrected by the iterations that were measured since: by a factor for all, and one for those of about so many
+    tokens, with or without a chunk and adapters, read between two powers of two. Means at first, then moving averages."""
+    RATE = 0.05  # of each iteration's news, when there was enough of them
 
     def __init__(self, base):
-        self.base, self.factor, self.factors, self.n_learned = base, 1.0, np.ones((2, 24)), 0
+        self.base, self.factor, self.n_learned = base, 1.0, 0
+        self.factors, self.seen = np.ones((2, 2, 24)), np.zeros((2, 2, 24))
 
     def __getattr__(self, name):
         return getattr(self.base, name)
@@ -1043,19 +1044,20 @@ class Learned(CostModel):
         return self.base._time(w, lora) * self._correction(w)[0]
 
     def _correction(self, w):
-        """-> the factor for such an iteration, and where it lies in the table: row, place, share of the place behind"""
-        row, x = int(w.chunks > 0), math.log2(max(1, w.N))
+        """-> the factor for such an iteration, and where it lies in the table: the two places, and the shares they have in it"""
+        x = math.log2(max(1, w.N))
         i, share = int(x), x - int(x)
-        return self.factor * ((1 - share) * self.factors[row, i] + share * self.factors[row, i + 1]), row, i, share
+        at, shares = (int(w.chunks > 0), int(w.adapted > 0), slice(i, i + 2)), np.array([1 - share, share])
+        return self.factor * float(shares @ self.factors[at]), at, shares
 
     def learn(self, w, seconds):
         """An iteration took so long."""
-        factor, row, i, share = self._correction(w)
-        self.n_learned += 1
+        factor, at, shares = self._correction(w)
         news = min(2.0, max(0.5, seconds / (self.base._time(w) * factor)))  # whatever else the machine did meanwhile counts little
-        self.factor *= news ** (self.RATE / 10)
-        self.factors[row, i] *= news ** (self.RATE * (1 - share))
-        self.factors[row, i + 1] *= news ** (self.RATE * share)
+        self.n_learned += 1
+        self.seen[at] += shares
+        self.factor *= news ** max(self.RATE / 10, 0.5 / self.n_learned)
+        self.factors[at] *= news ** (shares * np.maximum(self.RATE, 1 / (1 + self.seen[at])))
 
 
 def designed_batches(L):
