@@ -1623,7 +1623,7 @@ def test_the_scoreboard_is_well_formed(monkeypatch, capsys):
         assert ("why" in r) == (r["inside"] == "no")
     said = capsys.readouterr().out
     for margin in (15, 20):
-        part = [r for r in rows if r["what"].startswith(("S-LoRA", "SmartSpec")) == (margin == 20)]
+        part = [r for r in rows if r["what"].startswith(("S-LoRA", "SmartSpec", "TNG")) == (margin == 20)]
         assert f"{sum(r['inside'] == 'yes' for r in part)} of {len(part)} inside {margin} %" in said and re.search(r"\| +ratio \| inside \| role", said)
     claims = {r["what"]: r for r in rows}
     assert claims["Table 2: decode-only: total (ms)"]["role"] == "fit" and claims["Fig. 3: B = 2: decode over prefill, per token"]["role"] == "prediction"
