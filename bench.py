@@ -866,9 +866,9 @@ def serve(bench, engine, jobs, slo=6.0):
 
 def metrics(requests, start=0.0, slo=6.0):
     """How requests that all ended fared [S-LoRA §7.1]: those finished and their new tokens per second from start to the last
-    token, their mean latency and time to the first token; of all requests, aborted ones too, the share whose first token came
+    token, their mean latency and time to the first token; of all requests, given up or refused too, the share whose first token came
     within slo seconds (attainment) and the mean of 1 - (t / slo)^2, or 0 (satisfaction)."""
-    done = [r for r in requests if r.state != "abort"]
+    done = [r for r in requests if r.state in ("length", "stop")]
     took = max((r.times[-1] for r in done), default=math.inf) - start
     waits = [r.ttft for r in done if r.ttft < slo]
     mean = lambda xs: statistics.fmean(xs) if xs else math.nan
@@ -985,14 +985,14 @@ def waits(requests, first):
 
 
 def fared(bench, requests, meter, times, start):
-    """How requests that ended, with these `waits`, fared -> {what (unit): value}. Good is one within --targets; an aborted one never is."""
+    """How requests that ended, with these `waits`, fared -> {what (unit): value}. Good is one within --targets that has all its tokens."""
     config, seen = bench.config, metrics(requests, start)
-    good = sum(r.state != "abort" and r.ttft <= config.ttft and r.tpot <= config.tpot for r in requests)
+    good = sum(r.state in ("length", "stop") and r.ttft <= config.ttft and r.tpot <= config.tpot for r in requests)
     took = max(r.times[-1] for r in requests if r.times) - start
     rates = {"throughput (requests/s)": seen["requests/s"], "throughput (new tokens/s)": seen["tokens/s"],
              "throughput (tokens/s, prompts too)": sum(len(r.prompt) + len(r.times) for r in requests if r.times) / took,
              f"goodput (requests/s within {config.ttft:g} s, {config.tpot:g} s per token)": good / took,
-             "SLO attainment (share)": good / len(requests), "given up (requests)": seen["aborted"],
+             "SLO attainment (share)": good / len(requests), "refused or given up (requests)": seen["aborted"],
              "utilization (share of time)": meter.busy / took}
     if hasattr(bench.model, "flops"):
         rates["utilization (share of peak FLOP/s)"] = 2 * bench.model.config.n_layer * bench.model.n_weights * meter.fed / bench.model.flops / took

@@ -64,6 +64,7 @@ class EngineConfig:
     lora: str = option("batched", "adapters: all at once on the fly, so with padding, or one at a time in the weights", choices=("batched", "bmm", "merge"))
     order: str = option("fcfs", "who of the waiting starts first: the one that came first or last", choices=("fcfs", "lcfs"))
     cluster: int = option(0, "prefer requests whose adapter is in the batch once it has so many; 0: never [S-LoRA §4.2]")
+    max_waiting: int = option(0, "most requests that may wait for a slot of the batch; more are refused as they arrive; 0: no limit")
     fair: float = option(0.0, "clients (Request.client) share the engine: who got the least goes first, a new token counts as so many of a prompt "
                               "(VTC: 2); 0: never")
     slo: float = option(0.0, "seconds to the first token after which a waiting request is given up; 0: never [S-LoRA §4.3]")
@@ -72,14 +73,17 @@ class EngineConfig:
     alpha: float = option(0.0, "accept each draft with this probability, whatever the model says: for random weights; 0: verify")
 
     def __post_init__(self):
-        for name, least in dict(chunk=1, max_batch=0, tile=1, n_page=0, adapter_pages=0, cluster=0, seed=0).items():
+        for name, least in dict(chunk=1, max_batch=0, tile=1, n_page=0, adapter_pages=0, cluster=0, max_waiting=0, seed=0).items():
             checked(name, getattr(self, name), int, least)
-        for name in ("memory_gb", "slo", "fair", "tpot"):
+        for name in ("memory_gb", "slo", "tpot", "fair"):
             checked(name, getattr(self, name), float, 0)
         checked("alpha", self.alpha, float, 0, 1)
         for f in fields(self):
             if getattr(self, f.name) not in f.metadata.get("choices", [getattr(self, f.name)]):
                 raise ValueError(f"{f.name} = {getattr(self, f.name)!r}: one of {', '.join(map(repr, f.metadata['choices']))}")
+        for name, why in dict(adapter_pages="no adapter is in the pool", cluster="a batch has one adapter, and others must get their turn").items():
+            if self.lora == "merge" and getattr(self, name):
+                raise ValueError(f"{name} = {getattr(self, name)} with lora = 'merge': {why}")
 
 
 # ---------------------------------------------------------------- requests
@@ -104,7 +108,7 @@ class Request:
     arrival: float = 0.0  # seconds on the engine's clock
     client: str | None = None  # whose it is, where clients are to share the engine fairly
     id: int = field(default=-1, init=False)
-    state: str = field(default="new", init=False)  # new -> pending -> waiting <-> running -> length | stop | abort
+    state: str = field(default="new", init=False)  # new -> pending -> waiting <-> running -> length | stop | abort, or refused
     tokens: np.ndarray = field(default=None, init=False, repr=False)  # (max_len,) int64, the first n_tokens are known
     n_tokens: int = field(default=0, init=False)
     n_past: int = field(default=0, init=False)
@@ -140,7 +144,7 @@ class Request:
 
     @property
     def done(self):
-        return self.state in ("length", "stop", "abort")
+        return self.state in ENDS
 
     @property
     def ttft(self):
@@ -153,11 +157,15 @@ class Request:
         return (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1) if self.times else math.nan
 
 
+ENDS = dict(length="has all its tokens", stop="met a stop token", abort="the user ended it, or it would be too late (slo)",
+            refused="too many were waiting (max_waiting)")  # states of a request that has ended
+
+
 class Event(NamedTuple):
-    """What one iteration did for one request."""
+    """What one iteration did for one request. Every end is in one, but those that the user brought about with Engine.abort."""
     request: Request
     tokens: list  # the new ones
-    finished: str | None  # None | "length" | "stop"
+    finished: str | None  # None, or one of ENDS
 
 
 # ---------------------------------------------------------------- memory: one pool of pages
@@ -330,7 +338,11 @@ class AdapterStore:
                 return False
             self.pool.hold_any(name, adapter.n_page)
             pages = self.pool.pages(name)
-            self.resident[name] = Resident(adapter.at(pages), self.copy(pages, adapter))
+            try:
+                self.resident[name] = Resident(adapter.at(pages), self.copy(pages, adapter))
+            except BaseException:  # a GPU without the memory to copy it: its pages are nobody's
+                self.pool.free(name)
+                raise
         self.resident[name] = self.resident.pop(name)  # now the most recently used
         return True
 
@@ -510,13 +522,14 @@ class SarathiServe(Scheduler):
 
 
 def make_scheduler(scheduler, **options):
-    """A Scheduler from its name, or the object itself, with what it leaves open (None) filled in from options."""
+    """A Scheduler from its name or like the object, with what it leaves open (None) filled in from options."""
     if isinstance(scheduler, str):
         if scheduler not in SCHEDULERS:
             raise KeyError(f"unknown scheduler {scheduler!r}: one of {', '.join(SCHEDULERS)}")
         scheduler = SCHEDULERS[scheduler]()
     if not isinstance(scheduler, Scheduler):
         raise ValueError(f"scheduler = {scheduler!r}: must be a Scheduler object or one of {', '.join(SCHEDULERS)}")
+    scheduler = copy.copy(scheduler)  # what one engine fills in is not another's
     for name, value in options.items():
         if getattr(scheduler, name, None) is None:
             setattr(scheduler, name, value)
@@ -600,7 +613,8 @@ class LastCome(Order):
 
 
 class Cluster(Order):
-    """Once a batch has d adapters, requests for these go first: fewer adapters at once, more pages for the cache [S-LoRA §4.2]."""
+    """Once a batch has d adapters, requests for these go first: fewer adapters at once, more pages for the cache [S-LoRA §4.2].
+    Not fair: while requests for these keep coming as fast as they are served, those for others wait."""
 
     def __init__(self, inner, d):
         self.inner, self.d = inner, d
@@ -665,7 +679,7 @@ class Fair(Order):
         after a preemption is not the client's fault."""
         if r.state == "waiting" and not r.n_preempted:
             return 0.0
-        return (min(r.n_past, len(r.prompt)) if r.state == "abort" and not r.times else len(r.prompt)) + self.weight * len(r.times)
+        return (min(r.n_past, len(r.prompt)) if r.done and not r.times else len(r.prompt)) + self.weight * len(r.times)
 
     def _lift(self, queues):
         """Who comes (back) to the queue starts no lower than those in it: being away earns nothing. Who left is forgotten as soon as
@@ -711,9 +725,9 @@ class EarlyAbort(Order):
     [S-LoRA §4.3, App. B]; both rates are moving averages."""
     MARGIN = 1 / 12  # of the slo, from being started to the first token: 0.5 of 6 seconds, as in the paper's code
 
-    def __init__(self, inner, slo, clock, abort):
-        """abort(request id): the engine's."""
-        self.inner, self.slo, self.clock, self.abort = inner, slo, clock, abort
+    def __init__(self, inner, slo, clock, give_up):
+        """give_up(request): the engine's."""
+        self.inner, self.slo, self.clock, self.give_up = inner, slo, clock, give_up
         self.come = self.started = 0.0  # requests per call that brought a change
         self.n_waiting = self.n_come = 0
 
@@ -726,7 +740,7 @@ class EarlyAbort(Order):
         late = lambda r: now - r.arrival >= (1 - self.MARGIN) * self.slo
         for r in [*takewhile(lambda r: r.n_preempted or late(r), waiting)]:  # first those that gave way, then by arrival
             if late(r) and not r.times:
-                self.abort(r.id)
+                self.give_up(r)
         self.n_waiting, self.n_come = len(waiting), waiting.n_come
         queue = self.inner.queue(running, waiting)
         return View(waiting, lambda: iter(sorted(queue, key=lambda r: -r.arrival))) if self.come >= self.started else queue
@@ -1077,9 +1091,7 @@ def time_batches(model, batches, repeats, between):
             engine._run(plan)  # ends with the tokens on the host: nothing is left running
             took.append(time.perf_counter() - start)
             for r, n in plan:
-                engine.pool.free(r.id)
                 engine.abort(r.id)
-        engine.pending.clear()
         between()
     return np.median(np.reshape(took, (1 + repeats, -1))[1:], 0)
 
@@ -1157,13 +1169,13 @@ class Ngram(Proposer):
     sizes = (3, 2)  # tokens that must agree, longest first
 
     def __init__(self):
-        self.seen = {}  # request id -> (how many tokens are indexed, {the tokens before a place: the last such place})
+        self.seen = {}  # Request -> (how many tokens are indexed, {the tokens before a place: the last such place})
 
     def propose(self, requests, lengths, threshold=0.0):
         return [self._continue(r, int(k)) for r, k in zip(requests, lengths)]
 
     def _continue(self, r, k):
-        start, index = self.seen.get(r.id, (min(self.sizes), {}))
+        start, index = self.seen.get(r, (min(self.sizes), {}))
         first = start - max(self.sizes)
         text = r.tokens[max(0, first):r.n_tokens].tolist()
         for i in range(start, r.n_tokens):  # what stood before place i; place n_tokens itself is not known yet
@@ -1171,7 +1183,7 @@ class Ngram(Proposer):
             for size in self.sizes:
                 if at >= size:
                     index[tuple(text[at - size:at])] = i
-        self.seen[r.id] = max(start, r.n_tokens), index
+        self.seen[r] = max(start, r.n_tokens), index
         places = (index.get(tuple(text[-size:])) for size in self.sizes if len(text) >= size)
         place, end = next((i for i in places if i), None), r.n_tokens
         if place is None:
@@ -1181,7 +1193,7 @@ class Ngram(Proposer):
         return r.tokens[end:end + k].tolist()
 
     def forget(self, r):
-        self.seen.pop(r.id, None)
+        self.seen.pop(r, None)
 
 
 class DraftModel(Proposer, named=False):
@@ -1214,6 +1226,9 @@ class DraftModel(Proposer, named=False):
         for r, a in zip(requests, ahead):
             r.n_draft_past, r.q = a.n_past, torch.stack(a.q) if a.q else None
         return [a.tokens[r.n_tokens:a.n_tokens].tolist() for r, a in zip(requests, ahead)]
+
+    def forget(self, r):
+        self.engine.pool.tables.pop(r.id, None)
 
     def _share(self, requests):
         """Their pages, as the draft's engine addresses them."""
@@ -1316,27 +1331,27 @@ class Medusa(Proposer, named=False):
     Without heads, for a Simulator, only their number counts."""
 
     def __init__(self, heads=None, model=None):
-        self.heads, self.model, self.states = heads, model, {}  # request id -> the state (C,) that gave its last known token
+        self.heads, self.model, self.states = heads, model, {}  # Request -> the state (C,) that gave its last known token
         self.n_head = len(heads.blocks) if heads else math.inf
 
     def keep(self, requests, hidden):
-        self.states.update(zip((r.id for r in requests), hidden))
+        self.states.update(zip(requests, hidden))
 
     @torch.inference_mode()
     def propose(self, requests, trees, threshold=0.0):
         """A Tree for each request -> per request its drafts, row after row."""
         if self.heads is None:
             return [[0] * tree.n for tree in trees]
-        guesses = self.heads(torch.stack([self.states[r.id] for r in requests]), self.model.head)  # (B, n_head, V)
+        guesses = self.heads(torch.stack([self.states[r] for r in requests]), self.model.head)  # (B, n_head, V)
         guesses = guesses.topk(max(max(tree.shape) for tree in trees), -1).indices.cpu().numpy()  # (B, n_head, k)
         return [ranked[tree.level[1:] - 1, tree.rank[1:]].tolist() for ranked, tree in zip(guesses, trees)]
 
     def knows(self, r):
         """Whether r's last known token is the target's own: a prompt of one token has none before it."""
-        return self.heads is None or r.id in self.states
+        return self.heads is None or r in self.states
 
     def forget(self, r):
-        self.states.pop(r.id, None)
+        self.states.pop(r, None)
 
 
 class SimulatedDraft(DraftModel, named=False):
@@ -1438,8 +1453,13 @@ class Goodput(Policy):
         return max(shapes, key=goodput)
 
     def lengths(self, d):
-        k = np.minimum(np.arange(d.most.max() + 1)[:, None], d.most)  # (V + 1, B)
-        return k[np.argmax(self.tokens(d, k) / self.seconds(d, k))]
+        k, goodput = self.choices(d)
+        return k[np.argmax(goodput)]
+
+    def choices(self, d):
+        """-> (V + 1, B) the lengths for every k, (V + 1,) their goodput"""
+        k = np.minimum(np.arange(d.most.max() + 1)[:, None], d.most)
+        return k, self.tokens(d, k) / self.seconds(d, k)
 
     def tokens(self, d, k):
         return expected_tokens(d.alpha, k).sum(1)
@@ -1487,8 +1507,17 @@ class GoodputRequest(Goodput):
 
 
 class Confidence(Goodput):
-    """Drafts are made for as long as the draft model is sure of the last one; goodput says how many to verify [SmartSpec Alg. 3]."""
+    """Drafts are made for as long as the draft model is sure of the last one; goodput says how many to verify [SmartSpec Alg. 3].
+    # differs from [SmartSpec Alg. 3]: with drawn drafts in the batch k stops where one more does not pay, although where costs step
+    # a longer one may. How many were made depends on their values; whether a draft is verified must not depend on its own, or
+    # accepted tokens are no longer distributed as the target's. Up to j, goodput knows of a request only whether it has j drafts"""
     late, threshold, shapes = True, 0.4, ()
+
+    def lengths(self, d):
+        if not any(r.temperature > 0 for r in d.requests):
+            return super().lengths(d)
+        k, goodput = self.choices(d)
+        return k[np.argmax(np.append(np.diff(goodput) <= 0, True))]
 
 
 class Oracle(Goodput):
@@ -1660,12 +1689,15 @@ def make_proposer(draft, engine):
     if isinstance(draft, str) and draft in PROPOSERS:
         return PROPOSERS[draft]()
     if isinstance(draft, Heads):
+        if isinstance(engine, Simulator):
+            raise ValueError("draft: a simulator has no states that Heads could guess from, give Medusa()")
         if draft.n_embd != engine.model.config.n_embd:
             raise ValueError(f"draft: heads for states of {draft.n_embd} numbers, the model's have {engine.model.config.n_embd}")
         return Medusa(draft, engine.model)
-    if isinstance(draft, CostModel if isinstance(engine, Simulator) else GPT):
+    if isinstance(draft, engine.runs):
         return (SimulatedDraft if isinstance(engine, Simulator) else DraftModel)(engine, draft)
-    raise ValueError(f"draft = {draft if isinstance(draft, str) else type(draft).__name__!r}: one of {', '.join(PROPOSERS)}, or a model or Heads")
+    raise ValueError(f"draft = {draft if isinstance(draft, str) else type(draft).__name__!r}: one of {', '.join(PROPOSERS)}, or a {engine.runs.__name__}, "
+                     "Heads or a Proposer")
 
 
 class Speculator:
@@ -1681,6 +1713,8 @@ class Speculator:
         self.by_head = np.zeros((2, max(map(len, self.shapes), default=0)))  # as hits and tries, of each head's candidates
         if policy.priced and isinstance(proposer, DraftModel):
             proposer.cost = price_list(proposer.engine.model, cost)
+        if policy.threshold and proposer.free:
+            raise ValueError(f"{type(policy).__name__} asks how probable each draft was, {type(proposer).__name__} cannot say: take spec = 'goodput'")
         if isinstance(policy, Oracle) and not engine.config.alpha:
             raise ValueError("spec = 'oracle': what will be accepted is known beforehand only if alpha forces it")
 
@@ -1704,8 +1738,10 @@ class Speculator:
         return shapes
 
     def widen(self, plan):
-        """The plan with drafts behind its decodes: each request's are in its tokens, and in n. They never cost anybody a page,
-        and stay within what the scheduler's budget has left, shared evenly."""
+        """The plan with drafts behind its decodes: each request's are in its tokens, and in n. They take no page that a running
+        request's next token needs, and stay within what the scheduler's budget has left, shared evenly."""
+        for r, n in plan:
+            r.tree, r.path, r.q = None, [], None  # those of the last iteration, also of one that failed
         decodes = [i for i, (r, n) in enumerate(plan) if n == r.n_todo == 1]
         if not decodes:
             return plan
@@ -1857,15 +1893,18 @@ class Engine:
     """Serve requests with one model. Options are EngineConfig's fields; scheduler may also be a Scheduler of your own. Give
     record=[] to keep a Span of every iteration and every preemption.
 
-    draft: where drafts come from: a name in PROPOSERS, a smaller GPT, a Proposer; spec: how many: a number, a name in POLICIES, a
-    Policy; cost: the CostModel that prices them, or two, the target's and the draft's (None: profiled if the policy asks)."""
+    draft: where drafts come from: a name in PROPOSERS, a smaller GPT, Heads, a Proposer; spec: how many: a number, a name in POLICIES,
+    a Policy ("off": the draft is left aside, unread); cost: the CostModel that prices them, or two, the target's and the draft's
+    (None: profiled if the policy asks)."""
 
-    number = 0  # of the lane, in a Pipeline
+    runs, number = GPT, 0  # the type of its model; the number of the lane, in a Pipeline
 
     def __init__(self, model, draft=None, spec="off", cost=None, clock=None, record=None, **options):
         known = [f.name for f in fields(EngineConfig)]
         for name in set(options) - set(known):
             raise ValueError(f"unknown option {name!r}: one of {', '.join(known)}")
+        if not isinstance(model, self.runs):
+            raise ValueError(f"model = {model!r}: must be a {self.runs.__name__}")
         self.model, self.config = model, EngineConfig(**options)
         c, B, L = self.config, self.config.max_batch, model.config.block_size
         self.scheduler = make_scheduler(c.scheduler)
@@ -1895,8 +1934,12 @@ class Engine:
         self.pending = []  # a heap of (arrival, id): not arrived yet
         self.waiting = Queue()  # arrived, without pages
         self.running = []  # with pages, oldest first
+        self.given_up = []  # Events of requests that ended outside an iteration, to be told
+        self.n_ended = Counter()  # one of ENDS -> requests
         self.n_added = self.n_steps = 0
-        costs = cost if isinstance(cost, tuple) else (cost, None)
+        costs = (*cost, None) if isinstance(cost, tuple) else (cost, None)
+        if len(costs) != 2:
+            raise ValueError(f"cost: {len(costs)} cost models, must be one, or two of them: the target's and the draft's")
         self.cost = self._price_list(costs[0]) if policy.priced or self.scheduler.priced else None
         self.speculator = None if draft is None else Speculator(self, make_proposer(draft, self), policy, costs[1])
         self.scheduler.start(self)
@@ -1922,7 +1965,7 @@ class Engine:
         c = self.config
         order = LastCome() if c.order == "lcfs" else Order()
         if c.slo:
-            order = EarlyAbort(order, c.slo, self.clock, self.abort)
+            order = EarlyAbort(order, c.slo, self.clock, self._give_up)
         if c.cluster:
             order = Cluster(order, c.cluster)
         if c.fair:
@@ -1956,6 +1999,8 @@ class Engine:
             raise ValueError(f"adapter {name!r} takes {n_page} pages: there are {most}")
 
     def _load(self, source):
+        if not (callable(source) or isinstance(source, (str, os.PathLike))):
+            raise ValueError(f"adapter {source!r}: must be a PEFT folder or random_adapter(rank)")
         make = source if callable(source) else partial(Adapter.from_pretrained, source)
         return make(self.model.config, dtype=self.model.dtype, pin=self.model.device.type == "cuda")
 
@@ -1963,15 +2008,12 @@ class Engine:
         """End a request now, wherever it is; its pages are free at once. KeyError for an id that is not in the engine."""
         if request_id not in self.requests:
             raise KeyError(f"no request {request_id!r} in the engine: it ended, or was never added")
-        r = self.requests[request_id]
-        if r.state == "waiting":
-            self.waiting.remove(r)
-        self._retire(r, "abort")
+        self._retire(self.requests[request_id], "abort")
 
     def generate(self, prompts, max_new_tokens=32, adapter=None, seed=None, **sampling):
         """prompts: lists of token ids -> lists of new token ids, in order. sampling: temperature, top_k, top_p, stop.
-        adapter: one name for all or one per prompt; seed: prompt i draws with seed + i. If it is ended by an error or by Ctrl-C
-        (after the iteration under way), so are its requests."""
+        adapter: one name for all or one per prompt; seed: prompt i draws with seed + i. A request that is refused or given up
+        (max_waiting, slo) has what it got. If it is ended by an error or by Ctrl-C (after the iteration under way), so are they."""
         adapters = adapter if isinstance(adapter, (list, tuple)) else [adapter] * len(prompts)
         if len(adapters) != len(prompts):
             raise ValueError(f"{len(adapters)} adapters for {len(prompts)} prompts: give one name, or one per prompt")
@@ -2013,7 +2055,7 @@ class Engine:
             raise ValueError(f"request {r.id} was added before: make a new Request")
         try:
             prompt = np.asarray(r.prompt)
-        except ValueError:  # ragged
+        except (ValueError, TypeError):  # ragged, or no array at all
             prompt = np.empty((0, 0))
         if prompt.shape == (0,):
             raise ValueError("empty prompt: at least one token is needed")
@@ -2057,18 +2099,19 @@ class Engine:
         """One iteration -> [Event]. With nothing but future arrivals it waits for the next one; with nothing at all it is []."""
         self._arrive()
         if not self.running and not self.waiting:
-            return []
+            return self._told()
         queue = self.order.queue(self.running, self.waiting)
-        plan = self._admit(self.scheduler.plan(self.running, queue))
-        plan = plan or self._admit(self.scheduler.plan(self.running, ()))  # nothing new fits: again with the door closed
+        plan = self._admit(self.scheduler.plan(self.running, queue), queue)
+        plan = plan or self._admit(self.scheduler.plan(self.running, ()), ())  # nothing new fits: again with the door closed
         if not plan and not self.running and not self.waiting:
-            return []  # all were given up
+            return self._told()  # all were given up
         if not plan:
             raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing for {len(self.running)} running "
                                f"and {len(self.waiting)} waiting requests")
         if self.speculator:
             plan = self.speculator.widen(plan)
-        return self._commit(plan, self._run(plan))
+        events = self._commit(plan, self._run(plan))
+        return self._told() + events
 
     def _run(self, plan):
         """One forward pass -> the next tokens of each request that has none left to feed after this plan, in the plan's order."""
@@ -2122,11 +2165,27 @@ class Engine:
                     self.clock.wait_until(arrival)
                 if arrival > self.clock.now():
                     break
-                self.requests[id].state = "waiting"
-                self.waiting.append(self.requests[id])
+                self._enqueue(self.requests[id])
             heapq.heappop(self.pending)
 
-    def _admit(self, plan):
+    def _enqueue(self, r):
+        """What has arrived waits, unless more than max_waiting would who find no slot."""
+        most = self.config.max_waiting
+        if most and len(self.running) + len(self.waiting) >= self.max_batch + most:
+            return self._give_up(r, "refused")
+        r.state = "waiting"
+        self.waiting.append(r)
+
+    def _give_up(self, r, state="abort"):
+        """End a request that the user has not: the next step says so."""
+        self._retire(r, state)
+        self.given_up.append(Event(r, [], state))
+
+    def _told(self):
+        events, self.given_up = self.given_up, []
+        return events
+
+    def _admit(self, plan, queue):
         """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
         the queue keeps its order), and preempt the youngest when a running request finds no page. -> the entries that run"""
         is_open = True
@@ -2140,7 +2199,7 @@ class Engine:
             while r.state == "running" and not self._hold(r, r.n_past + n):
                 self._preempt(self.running[-1])
         if is_open:
-            self.adapters.prefetch(islice(self.waiting, PREFETCH))  # else free pages are for who waits at the door
+            self.adapters.prefetch(islice((r for r in queue if r.state == "waiting"), PREFETCH))  # else free pages are for who is at the door
         return [(r, n) for r, n in plan if r.state == "running"]
 
     def _lookahead(self, r, k):
@@ -2273,7 +2332,6 @@ class Engine:
             new = new[:1 + next((i for i, token in enumerate(new) if token in r.stop), len(new))]
             if r.tree and r.tree.branches:
                 self._move(r)
-            r.tree, r.path = None, []
             r.tokens[r.n_tokens:r.n_tokens + len(new)] = new
             r.n_tokens += len(new)
             r.n_past = min(r.n_past + n, r.n_tokens - 1)  # rollback: what was cached beyond will be written over
@@ -2299,7 +2357,7 @@ class Engine:
         if drawn:
             asked, rows = [ready[i] for i in drawn], to(np.concatenate([np.arange(first[i], ends[i]) for i in drawn]))
             p = target_probs(logits[rows], *self._sampling([r for r, k in asked for _ in range(k + 1)]))
-            q, u = self._guessed(asked, p), to(np.concatenate([r.rng.random(k + 1) for r, k in asked]))
+            q, u = self._guessed(asked, p, guess[rows]), to(np.concatenate([r.rng.random(k + 1) for r, k in asked]))
             accepted[rows] = accept(p, q, guess[rows], u)
         if self.config.alpha:
             accepted = to(np.concatenate([np.arange(k + 1) < min(r.luck, k) for r, k in ready]))
@@ -2333,25 +2391,32 @@ class Engine:
         return (to([r.temperature for r in requests], torch.float32), to([r.top_k for r in requests], torch.long),
                 to([r.top_p for r in requests], torch.float32))
 
-    def _guessed(self, asked, p):
-        """What the drafts of (request, k) were drawn from, (M, V) like p; None: they were certain."""
+    def _guessed(self, asked, p, draft):
+        """What the drafts (M,) of (request, k) were drawn from, (M, V) like p; None: all of them were certain."""
         known = [(r.q[:k], end - 1 - k) for (r, k), end in zip(asked, np.cumsum([k + 1 for r, k in asked])) if k and r.q is not None]
         if not known:
             return None
         q, drawn_from = torch.zeros_like(p), torch.cat([rows for rows, start in known])
-        q[np.concatenate([np.arange(start, start + len(rows)) for rows, start in known]), :drawn_from.size(1)] = drawn_from
+        q.scatter_(1, draft.clamp(min=0)[:, None], 1.0)  # certain is drawn with probability 1
+        at = np.concatenate([np.arange(start, start + len(rows)) for rows, start in known])
+        q[at] = torch.nn.functional.pad(drawn_from.to(q), (0, q.size(1) - drawn_from.size(1)))
         return q
 
     def _retire(self, r, state):
         """The request's end: pages back to the pool, bookkeeping gone."""
+        if r.state == "waiting":
+            self.waiting.remove(r)
         if r.state == "running":
             self.running.remove(r)
-            self.pool.free(r.id)
             self.adapters.use(r.adapter, -1)
+        self.pool.free(r.id)
         if self.speculator:
             self.speculator.proposer.forget(r)
         r.state, r.q = state, None
+        self.n_ended[state] += 1
         del self.requests[r.id]
+        if not self.requests:
+            self.pending.clear()  # what was aborted before it arrived
 
 
 def free_memory(device):
@@ -2387,6 +2452,7 @@ class Interruptible:
 class Simulator(Engine):
     """An Engine whose model is a CostModel: running a plan only moves the clock, every token is 0, no page is real. A draft model
     is a CostModel too; how many drafts are accepted is drawn with alpha."""
+    runs = CostModel
 
     def __init__(self, model, clock=None, **options):
         super().__init__(model, clock=clock or VirtualClock(), **options)
@@ -2576,6 +2642,8 @@ def main():
               f"TTFT {request.ttft * 1e3:.1f} ms, TPOT {request.tpot * 1e3:.1f} ms", file=sys.stderr)
         if engine.speculator:
             print(speculated([request]), file=sys.stderr)
+    elif request.done:
+        print(f"no token: {ENDS[request.state]}", file=sys.stderr)
 
 
 def add_model_flags(parser, model):
