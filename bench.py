@@ -7,6 +7,7 @@ have. One registered function per table; whether it measures or simulates is onl
     python bench.py table4 fig9 --hardware a6000 --model llama-13b     the same, simulated (seconds)
     python bench.py fig9 timeline --hardware a6000 --plot pictures --trace trace.json     PNGs, and a trace for ui.perfetto.dev
     python bench.py slora_fig10 --hardware a100 --plot pictures        a workload of S-LoRA's, served by the authors' system, simulated
+    python bench.py online --arrivals poisson:0.7x --prompt 8..512 --output lognormal:40:1     users come when they like (a minute)
     python bench.py scoreboard           every number of the papers beside ours, simulated (three minutes)
     python bench.py list
 
@@ -738,6 +739,16 @@ def scaling(bench):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
         yield row(f"{ended} requests: wall time (s)", None, clock.now(), source="measured", iterations=engine.n_steps)
         yield row(f"{ended} requests: peak memory of the process (MB)", None, peak, source="measured")
+        ended, took, steps = overload(bench, n)
+        yield row(f"{ended} requests of two clients at twice what is served: wall time (s)", None, took, source="measured", iterations=steps)
+
+
+def overload(bench, n, rate=40.0):
+    """n requests for a LLaMA-7B on an A100 that serves half as many per second -> those served, wall seconds, iterations."""
+    engine, clock = Simulator(CostModel.roofline(preset("llama-7b"), "a100"), scheduler="sarathi", max_batch=100, alloc="grow", fair=2.0), WallClock()
+    jobs = gamma_jobs(rate, n / rate, prompt=uniform(8, 512), output=uniform(8, 256))
+    requests = (Request(np.broadcast_to(np.int64(0), job.prompt), job.output, arrival=job.arrival, client="ab"[i % 2]) for i, job in enumerate(jobs))
+    return sum(1 for _ in feed(bench, engine, requests, math.inf)), clock.now(), engine.n_steps
 
 
 # ---------------------------------------------------------------- online serving: what comes, and how it went

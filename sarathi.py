@@ -1937,7 +1937,7 @@ class Engine:
         self.given_up = []  # Events of requests that ended outside an iteration, to be told
         self.n_ended = Counter()  # one of ENDS -> requests
         self.n_added = self.n_steps = 0
-        costs = (*cost, None) if isinstance(cost, tuple) else (cost, None)
+        costs = cost if isinstance(cost, tuple) else (cost, None)
         if len(costs) != 2:
             raise ValueError(f"cost: {len(costs)} cost models, must be one, or two of them: the target's and the draft's")
         self.cost = self._price_list(costs[0]) if policy.priced or self.scheduler.priced else None
