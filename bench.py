@@ -74,7 +74,7 @@ class BenchConfig:
     repeats: int = option(5, "timings of which the median counts, taken in turns after a warm-up; end-to-end runs: half as many")
     hardware: str = option("", f"simulate this GPU instead of measuring: one of {', '.join(GPUS)}")
     tp: int = option(1, "GPUs that share every layer (tensor parallelism), simulated only")
-    arrivals: str = option("poisson:0.7x", f"when the requests of `online` come: {ARRIVALS}")
+    arrivals: str = option("poisson:0.7x", f"when the requests of `online` and `tng_chunk` come: {ARRIVALS}")
     prompt: str = option("", f"tokens of their prompts: {LENGTHS}; '': up to half of the longest of lengths")
     output: str = option("", "new tokens that they ask for, likewise; '': up to a sixteenth")
     schedulers: str = option("static,prefill_first,orca,sarathi,sarathi_serve", "who serves them in turn, beside --scheduler")
@@ -910,8 +910,8 @@ class Online:
     def __init__(self, bench, jobs, clients=math.inf, B=0):
         """clients: as in feed; B: how many run at once, 0: --max-batch, or four times the usual batch, if they fit."""
         self.bench, self.jobs, self.clients, self.L = bench, jobs, clients, max(job.prompt + job.output for job in jobs)
-        self.names = sorted({job.adapter for job in jobs} - {None})
-        self.adapters = {name: random_adapter(SETTINGS["S2"][1][i % 4], i) for i, name in enumerate(self.names)}
+        names = sorted({job.adapter for job in jobs} - {None})
+        self.adapters = {name: random_adapter(SETTINGS["S2"][1][i % 4], i) for i, name in enumerate(names)}  # of mixed ranks
         if self.L > bench.model.config.block_size:
             raise ValueError(f"a request of {self.L} tokens: the model's context ends at {bench.model.config.block_size}")
         self.room = 4 * max((make(bench.model.config).n_page for make in self.adapters.values()), default=0)
