@@ -29,7 +29,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -910,7 +910,7 @@ class Online:
     def __init__(self, bench, jobs, clients=math.inf, B=0):
         """clients: as in feed; B: how many run at once, 0: --max-batch, or four times the usual batch, if they fit."""
         self.bench, self.jobs, self.clients, self.L = bench, jobs, clients, max(job.prompt + job.output for job in jobs)
-        names = sorted({job.adapter for job in jobs} - {None})
+        names = sorted({str(job.adapter) for job in jobs if job.adapter is not None})
         self.adapters = {name: random_adapter(SETTINGS["S2"][1][i % 4], i) for i, name in enumerate(names)}  # of mixed ranks
         if self.L > bench.model.config.block_size:
             raise ValueError(f"a request of {self.L} tokens: the model's context ends at {bench.model.config.block_size}")
@@ -1551,6 +1551,119 @@ def spec_here(bench):
                       **({"at": ("", called(spec), B)} if pair.alpha or pair.draft != "ngram" else {}))
         best = min(range(4), key=lambda i: statistics.median(took[i]))
         yield row(f"{name}: goodput over the best of the others, {called(CHOICES[best])}", None, over(4, best), **{"x off": over(4, 0)}, alpha=pair.alpha)
+
+
+# ---------------------------------------------------------------- autopilot
+
+PILOT = [  # prompt, output (each give or take a half), load, acceptance of drafts, adapters, TPOT target over a lone decode's (0: none)
+    (256, 256, 0.2, 0.8, 0, 0), (256, 256, 0.8, 0.3, 8, 2), (256, 256, 1.2, 0.8, 0, 0), (512, 100, 0.5, 0.3, 0, 0),
+    (1024, 128, 0.2, 0.3, 8, 2), (1024, 128, 0.8, 0.8, 0, 2), (1024, 128, 1.2, 0.3, 0, 0), (1300, 40, 0.8, 0.8, 8, 0),
+    (1300, 26, 0.5, 0.8, 8, 2), (1300, 26, 1.0, 0.3, 0, 1.5), (1300, 13, 1.2, 0.8, 0, 0), (1300, 7, 0.2, 0.3, 0, 0),
+    (1300, 7, 0.8, 0.8, 8, 2), (1300, 7, 1.2, 0.3, 0, 2)]
+CHUNKS, DRAFTS = (64, 128, 256, 512, 1024, 2048), ("off", 1, 3, 5, 7)
+
+
+class Flight(NamedTuple):
+    """How a setting did on a workload of PILOT."""
+    latency: float  # seconds, mean
+    tpot: float  # that nine of ten requests keep to
+
+
+def fly(work, alpha, draft, cost, scheduler, spec, **options):
+    """-> Flight. Acceptance is forced, so that it is what the workload says."""
+    drafts = dict(draft=draft, spec=spec, alpha=alpha) if spec != "off" else {}
+    ended = work.run(scheduler, f"{spec} drafts", cost=cost, alloc="grow", **drafts, **options).requests
+    return Flight(statistics.fmean(r.times[-1] - r.arrival for r in ended), float(np.quantile([r.tpot for r in ended], 0.9)))
+
+
+def flights(bench, case, draft, cost):
+    """A workload -> (its target or 0, {(chunk, drafts), or "autopilot": Flight}); measured: in turns, and of as many rounds the median."""
+    P, D, load, alpha, n_adapter, slow = case
+    scale = 1.0 if bench.simulated else max(bench.lengths) / 4 / 1300
+    around = lambda n: uniform(max(2, int(n * scale / 2)), max(3, int(n * scale * 1.5)) + 1)
+    jobs = gamma_jobs(1.0, bench.grid(2, 6) * bench.config.requests, n_adapter=n_adapter, prompt=around(P), output=around(D), seed=bench.options.seed)
+    work = Online(bench, jobs, B=bench.options.max_batch or (64 if bench.simulated else bench.B))
+    work.B = max(1, int(0.8 * work.B))  # a draft has weights and cache, too
+    work.jobs, target = at_rate(jobs, load * work.capacity), slow * cost[0].time(1, int((P + D / 2) * scale))
+    run, seen = partial(fly, work, alpha, draft, cost), defaultdict(list)
+    for _ in range(bench.runs):
+        for C in bench.grid((CHUNKS[0] // 2, *CHUNKS[:3]), CHUNKS):
+            for k in bench.grid((DRAFTS[0], DRAFTS[2]), DRAFTS):
+                seen[C, k].append(run(SarathiServe(chunk=C), k))
+        seen["autopilot"].append(run("autopilot", "autopilot", tpot=target))
+    return target, {setting: Flight(*map(statistics.median, zip(*rounds))) for setting, rounds in seen.items()}
+
+
+@experiment("autopilot beside every (chunk, drafts) of a grid: mean latency over workloads that differ in P:D, load, acceptance, adapters")
+def autopilot(bench):
+    """Settings of sarathi_serve that miss a workload's TPOT target do not count as its best. Poisson arrivals; load 1 is what --scheduler
+    serves without drafts when all come at once."""
+    if bench.simulated:
+        bench = bench.other(another(bench, block_size=4096))
+    draft = CostModel.roofline(replace(preset("llama-160m"), block_size=4096), bench.config.hardware) if bench.simulated else small_draft(bench.model)
+    cost = (bench.model, draft) if bench.simulated else tuple(CostModel.profile(m, bench.config.repeats) for m in (bench.model, draft))
+    ratios, missed = defaultdict(list), Counter()
+    for i, case in enumerate(tqdm(bench.grid([PILOT[1], PILOT[5], PILOT[9]], PILOT), bench.doing, file=sys.stderr)):
+        target, seen = flights(bench, case, draft, cost)
+        good = [setting for setting in seen if setting != "autopilot" and (not target or seen[setting].tpot <= target)]
+        best = min(good or seen.keys() - {"autopilot"}, key=lambda setting: seen[setting].latency)
+        for setting, flight in seen.items():
+            ratios[setting].append(flight.latency / seen[best].latency)
+            missed[setting] += bool(target and good) and flight.tpot > target
+        P, D, load, alpha, n_adapter, slow = case
+        yield row(f"{P} + {D}, load {load}, acceptance {alpha}{', adapters' * bool(n_adapter)}: latency over the best's", None, ratios["autopilot"][-1],
+                  **{"latency (s)": seen["autopilot"].latency, "best (s)": seen[best].latency, "best": setting_name(best),
+                     "TPOT (ms)": seen["autopilot"].tpot * 1e3, "target (ms)": target * 1e3 or None, "met by": len(good) if target else None},
+                  at=("latency over the best setting's", "autopilot", f"{P} + {D}, load {load}"))
+    mean, fixed = (lambda setting: statistics.fmean(ratios[setting])), seen.keys() - {"autopilot"}
+    for what, setting in (("", "autopilot"), ("best alone, ", min(fixed, key=mean)), ("best alone that keeps targets, ", min(fixed, key=lambda s: (missed[s], mean(s))))):
+        yield row(f"{what}{setting_name(setting)}: mean of all; targets missed: {missed[setting]}", None, mean(setting), **dict.fromkeys(
+            ("latency (s)", "best (s)", "best", "TPOT (ms)", "target (ms)", "met by")))
+
+
+def setting_name(setting):
+    """How a setting of the grid is called in tables."""
+    return setting if isinstance(setting, str) else f"C = {setting[0]}, {'off' if setting[1] == 'off' else f'k = {setting[1]}'}"
+
+
+@experiment("[SARATHI §6] a long prompt beside decodes: autopilot's chunk shrinks as attention grows, a fixed one's iterations grow")
+def long_context(bench):
+    """The stall that autopilot may cause is what the fixed chunk's first iteration takes."""
+    for L in (32768, 131072) if bench.simulated else (bench.model.config.block_size - 1024 if bench.model.config.block_size > 2048 else 8192,):
+        yield from one_long(bench, L)
+
+
+def one_long(bench, L, B=4):
+    config = replace(bench.model.config, block_size=L + 2048)
+    bench = bench.other(another(bench, block_size=L + 2048) if bench.simulated else
+                        GPT.from_preset(config, dtype=bench.model.dtype, device=str(bench.model.device), seed=bench.options.seed))
+    pages = L + 8 + B * 1024
+    if bench.simulated and pages > math.prod(bench.model.memory) // bench.model.page:
+        bench.notes.append(f"{L} tokens: their cache does not fit {bench.model.name}; take a model with fewer kv heads, or --tp")
+        return
+    cost = bench.model if bench.simulated else CostModel.profile(bench.model, bench.config.repeats)
+    C = bench.options.chunk
+    level = cost.time_of([(300, 1, 1)] * B + [(0, C, 0)])
+    for name, options in ((f"C = {C}", dict(scheduler="sarathi")), ("autopilot", dict(scheduler="autopilot", stall=level, cost=cost))):
+        spans = []
+        engine = bench.engine(options.pop("scheduler"), L, n_page=pages, B=B + 1, alloc="grow", **options | dict(record=spans))
+        for prompt in bench.prompts(B, 256, bench.options.seed):
+            engine.add(Request(prompt, max_new_tokens=768))
+        while len(engine.running) < B or any(r.n_todo > 1 for r in engine.running):
+            engine.step()
+        long = Request(bench.prompts(1, L, bench.options.seed)[0], max_new_tokens=1, arrival=engine.clock.now())
+        engine.add(long)
+        for _ in tqdm(iter(lambda: bool(long.times or bench.interrupt.seen or engine.step() is None), True), f"{bench.doing}: {L} tokens, {name}", delay=5, file=sys.stderr):
+            pass
+        if bench.interrupt.seen:
+            raise KeyboardInterrupt
+        chunks = [(past, n, s.end - s.start) for s in spans for id, past, n in s.entries if id == long.id and n]
+        for share in (0, 0.25, 0.5, 0.75, 0.95):
+            near = [(n, t) for past, n, t in chunks if abs(past - share * L) <= max(L / 16, C)]
+            tokens, took = (statistics.median(x) for x in zip(*near))
+            yield row(f"{L} tokens, {share:.0%} of them cached: {name}: iteration (ms)", None, took * 1e3, **{"chunk": tokens, "level (ms)": level * 1e3},
+                      at=(f"{L} tokens", name, share * L))
+        yield row(f"{L} tokens: {name}: first token (s)", None, long.ttft, **{"chunk": None, "level (ms)": None})
 
 
 # ---------------------------------------------------------------- how far the simulator can be believed

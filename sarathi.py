@@ -68,14 +68,15 @@ class EngineConfig:
     fair: float = option(0.0, "clients (Request.client) share the engine: who got the least goes first, a new token counts as so many of a prompt "
                               "(VTC: 2); 0: never")
     slo: float = option(0.0, "seconds to the first token after which a waiting request is given up; 0: never [S-LoRA §4.3]")
-    tpot: float = option(0.0, "seconds per token that autopilot keeps every running request to; 0: as it comes")
+    tpot: float = option(0.0, "seconds per token that autopilot keeps every running request to, on the whole; 0: as it comes")
+    stall: float = option(0.0, "seconds that autopilot's prefills may keep a running request waiting for its next token; 0: as it comes")
     seed: int = option(0, "random numbers of requests that bring no seed of their own")
     alpha: float = option(0.0, "accept each draft with this probability, whatever the model says: for random weights; 0: verify")
 
     def __post_init__(self):
         for name, least in dict(chunk=1, max_batch=0, tile=1, n_page=0, adapter_pages=0, cluster=0, max_waiting=0, seed=0).items():
             checked(name, getattr(self, name), int, least)
-        for name in ("memory_gb", "slo", "tpot", "fair"):
+        for name in ("memory_gb", "slo", "tpot", "stall", "fair"):
             checked(name, getattr(self, name), float, 0)
         checked("alpha", self.alpha, float, 0, 1)
         for f in fields(self):
@@ -1628,18 +1629,19 @@ class Autopilot(SarathiServe, Policy):
         return d * (1 + k) or 1, k
 
     def _pace(self, decodes):
-        """-> function of k: seconds that an iteration with k drafts may take, so that of requests whose drafts have no luck at most
+        """-> function of k: seconds that an iteration with k drafts may take: no stall, and of requests whose drafts have no luck at most
         one in twenty ends behind its time. What counts is a request's last token: the more are to come, the more may be hoped for."""
-        tpot, known = self.engine.config.tpot, [r for r in decodes if r.times]
-        if not tpot or not known:
-            return lambda k: math.inf
-        lead, left = np.array([(r.times[0] + tpot * (len(r.times) - 1), r.max_len - r.n_tokens) for r in known]).T
+        c, known, now = self.engine.config, [r for r in decodes if r.times], self.engine.clock.now()
+        stall = c.stall if c.stall and known else math.inf
+        if not c.tpot or not known:
+            return lambda k: stall
+        due, left = np.array([(r.times[0] + c.tpot * (len(r.times) - 1), r.max_len - r.n_tokens) for r in known]).T
 
         def seconds(k):
             mean, j = self._tokens(k), np.arange(1, k + 1)
             deviation = math.sqrt(max(0.0, (2 * j - 1) @ self._alpha() ** j - (mean - 1) ** 2))
-            return (lead + tpot * np.maximum(1, mean - 1.64 * deviation * np.sqrt(mean / left))).min() - now
-        now = self.engine.clock.now()
+            likely = np.maximum(1, mean - 1.64 * deviation * np.sqrt(mean / left))  # tokens, of each request
+            return min(stall, (due + c.tpot * likely).min() - now)
         return seconds
 
     def _ranked(self, loop):
