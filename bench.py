@@ -7,6 +7,7 @@ have. One registered function per table; whether it measures or simulates is onl
     python bench.py table4 fig9 --hardware a6000 --model llama-13b     the same, simulated (seconds)
     python bench.py fig9 timeline --hardware a6000 --plot pictures --trace trace.json     PNGs, and a trace for ui.perfetto.dev
     python bench.py slora_fig10 --hardware a100 --plot pictures        a workload of S-LoRA's, served by the authors' system, simulated
+    python bench.py online --arrivals poisson:0.7x --prompt 8..512 --output lognormal:40:1     users come when they like (a minute)
     python bench.py scoreboard           every number of the papers beside ours, simulated (three minutes)
     python bench.py list
 
@@ -73,7 +74,7 @@ class BenchConfig:
     repeats: int = option(5, "timings of which the median counts, taken in turns after a warm-up; end-to-end runs: half as many")
     hardware: str = option("", f"simulate this GPU instead of measuring: one of {', '.join(GPUS)}")
     tp: int = option(1, "GPUs that share every layer (tensor parallelism), simulated only")
-    arrivals: str = option("poisson:0.7x", f"when the requests of `online` come: {ARRIVALS}")
+    arrivals: str = option("poisson:0.7x", f"when the requests of `online` and `tng_chunk` come: {ARRIVALS}")
     prompt: str = option("", f"tokens of their prompts: {LENGTHS}; '': up to half of the longest of lengths")
     output: str = option("", "new tokens that they ask for, likewise; '': up to a sixteenth")
     schedulers: str = option("static,prefill_first,orca,sarathi,sarathi_serve", "who serves them in turn, beside --scheduler")
@@ -738,6 +739,16 @@ def scaling(bench):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
         yield row(f"{ended} requests: wall time (s)", None, clock.now(), source="measured", iterations=engine.n_steps)
         yield row(f"{ended} requests: peak memory of the process (MB)", None, peak, source="measured")
+        ended, took, steps = overload(bench, n)
+        yield row(f"{ended} requests of two clients at twice what is served: wall time (s)", None, took, source="measured", iterations=steps)
+
+
+def overload(bench, n, rate=40.0):
+    """n requests for a LLaMA-7B on an A100 that serves half as many per second -> those served, wall seconds, iterations."""
+    engine, clock = Simulator(CostModel.roofline(preset("llama-7b"), "a100"), scheduler="sarathi", max_batch=100, alloc="grow", fair=2.0), WallClock()
+    jobs = gamma_jobs(rate, n / rate, prompt=uniform(8, 512), output=uniform(8, 256))
+    requests = (Request(np.broadcast_to(np.int64(0), job.prompt), job.output, arrival=job.arrival, client="ab"[i % 2]) for i, job in enumerate(jobs))
+    return sum(1 for _ in feed(bench, engine, requests, math.inf)), clock.now(), engine.n_steps
 
 
 # ---------------------------------------------------------------- online serving: what comes, and how it went
@@ -899,8 +910,8 @@ class Online:
     def __init__(self, bench, jobs, clients=math.inf, B=0):
         """clients: as in feed; B: how many run at once, 0: --max-batch, or four times the usual batch, if they fit."""
         self.bench, self.jobs, self.clients, self.L = bench, jobs, clients, max(job.prompt + job.output for job in jobs)
-        self.names = sorted({str(job.adapter) for job in jobs if job.adapter is not None})
-        self.adapters = {name: random_adapter(SETTINGS["S2"][1][i % 4], i) for i, name in enumerate(self.names)}
+        names = sorted({str(job.adapter) for job in jobs if job.adapter is not None})
+        self.adapters = {name: random_adapter(SETTINGS["S2"][1][i % 4], i) for i, name in enumerate(names)}  # of mixed ranks
         if self.L > bench.model.config.block_size:
             raise ValueError(f"a request of {self.L} tokens: the model's context ends at {bench.model.config.block_size}")
         self.room = 4 * max((make(bench.model.config).n_page for make in self.adapters.values()), default=0)
@@ -985,14 +996,14 @@ def waits(requests, first):
 
 
 def fared(bench, requests, meter, times, start):
-    """How requests that ended, with these `waits`, fared -> {what (unit): value}. Good is one within --targets; an aborted one never is."""
+    """How requests that ended, with these `waits`, fared -> {what (unit): value}. Good is one within --targets that has all its tokens."""
     config, seen = bench.config, metrics(requests, start)
-    good = sum(r.state != "abort" and r.ttft <= config.ttft and r.tpot <= config.tpot for r in requests)
+    good = sum(r.state in ("length", "stop") and r.ttft <= config.ttft and r.tpot <= config.tpot for r in requests)
     took = max(r.times[-1] for r in requests if r.times) - start
     rates = {"throughput (requests/s)": seen["requests/s"], "throughput (new tokens/s)": seen["tokens/s"],
              "throughput (tokens/s, prompts too)": sum(len(r.prompt) + len(r.times) for r in requests if r.times) / took,
              f"goodput (requests/s within {config.ttft:g} s, {config.tpot:g} s per token)": good / took,
-             "SLO attainment (share)": good / len(requests), "given up (requests)": seen["aborted"],
+             "SLO attainment (share)": good / len(requests), "refused or given up (requests)": seen["aborted"],
              "utilization (share of time)": meter.busy / took}
     if hasattr(bench.model, "flops"):
         rates["utilization (share of peak FLOP/s)"] = 2 * bench.model.config.n_layer * bench.model.n_weights * meter.fed / bench.model.flops / took

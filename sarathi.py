@@ -680,7 +680,7 @@ class Fair(Order):
         after a preemption is not the client's fault."""
         if r.state == "waiting" and not r.n_preempted:
             return 0.0
-        return (min(r.n_past, len(r.prompt)) if r.state == "abort" and not r.times else len(r.prompt)) + self.weight * len(r.times)
+        return (min(r.n_past, len(r.prompt)) if r.done and not r.times else len(r.prompt)) + self.weight * len(r.times)
 
     def _lift(self, queues):
         """Who comes (back) to the queue starts no lower than those in it: being away earns nothing. Who left is forgotten as soon as

@@ -1503,7 +1503,7 @@ def test_how_a_run_fared_by_hand():
     rates = bench.fared(b, requests, meter, times, start=1.0)
     assert rates["throughput (requests/s)"] == 3 / 7 and rates["throughput (new tokens/s)"] == 6 / 7 and rates["throughput (tokens/s, prompts too)"] == 36 / 7
     assert rates["goodput (requests/s within 3 s, 0.5 s per token)"] == pytest.approx(1 / 7) and rates["SLO attainment (share)"] == 1 / 4, "only the last is good"
-    assert rates["utilization (share of time)"] == pytest.approx(3 / 7) and rates["given up (requests)"] == 1 and "utilization (share of peak FLOP/s)" not in rates
+    assert rates["utilization (share of time)"] == pytest.approx(3 / 7) and rates["refused or given up (requests)"] == 1 and "utilization (share of peak FLOP/s)" not in rates
     assert rates["time to first token, p50 (s)"] == 3.0 and rates["between two tokens, longest (s)"] == 2.0
     assert bench.distribution([3.0, 1.0, 2.0])[::25] == [(1.0, 0.0), (2.0, 0.5), (3.0, 1.0)] and bench.distribution([]) == []
 
@@ -1641,7 +1641,7 @@ def test_the_scoreboard_is_well_formed(monkeypatch, capsys):
         assert ("why" in r) == (r["inside"] == "no")
     said = capsys.readouterr().out
     for margin in (15, 20):
-        part = [r for r in rows if r["what"].startswith(("S-LoRA", "SmartSpec")) == (margin == 20)]
+        part = [r for r in rows if r["what"].startswith(("S-LoRA", "SmartSpec", "TNG")) == (margin == 20)]
         assert f"{sum(r['inside'] == 'yes' for r in part)} of {len(part)} inside {margin} %" in said and re.search(r"\| +ratio \| inside \| role", said)
     claims = {r["what"]: r for r in rows}
     assert claims["Table 2: decode-only: total (ms)"]["role"] == "fit" and claims["Fig. 3: B = 2: decode over prefill, per token"]["role"] == "prediction"
