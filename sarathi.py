@@ -66,13 +66,14 @@ class EngineConfig:
     cluster: int = option(0, "prefer requests whose adapter is in the batch once it has so many; 0: never [S-LoRA §4.2]")
     max_waiting: int = option(0, "most requests that may wait for a slot of the batch; more are refused as they arrive; 0: no limit")
     slo: float = option(0.0, "seconds to the first token after which a waiting request is given up; 0: never [S-LoRA §4.3]")
+    tpot: float = option(0.0, "seconds per token that autopilot keeps every running request to; 0: as it comes")
     seed: int = option(0, "random numbers of requests that bring no seed of their own")
     alpha: float = option(0.0, "accept each draft with this probability, whatever the model says: for random weights; 0: verify")
 
     def __post_init__(self):
         for name, least in dict(chunk=1, max_batch=0, tile=1, n_page=0, adapter_pages=0, cluster=0, max_waiting=0, seed=0).items():
             checked(name, getattr(self, name), int, least)
-        for name in ("memory_gb", "slo"):
+        for name in ("memory_gb", "slo", "tpot"):
             checked(name, getattr(self, name), float, 0)
         checked("alpha", self.alpha, float, 0, 1)
         for f in fields(self):
@@ -438,8 +439,9 @@ SCHEDULERS = {}  # name -> class
 class Scheduler(Named, named=False):
     """Who feeds how many tokens in the next iteration. Subclass it and write `plan`; it never touches pages.
 
-    chunk, max_batch and tile are the engine's unless given here."""
-    registry = SCHEDULERS
+    chunk, max_batch and tile are filled in by the engine unless given here, so an object is for one engine; priced: whether it asks
+    for engine.cost."""
+    registry, priced = SCHEDULERS, False
 
     def __init__(self, chunk=None, max_batch=None, tile=None):
         self.chunk, self.max_batch, self.tile = chunk, max_batch, tile
@@ -448,6 +450,9 @@ class Scheduler(Named, named=False):
         """running: Requests with pages, oldest first. waiting: a queue of Requests without, first come first; may be ().
         -> [(request, n)] with 1 <= n <= request.n_todo. A waiting request that is named is started, if its pages are there."""
         raise NotImplementedError
+
+    def start(self, engine):
+        """Called once, by the engine that it plans for."""
 
     def room(self, plan):
         """How many tokens of drafts this plan's decodes may add; no limit, unless the scheduler has a budget."""
@@ -515,14 +520,13 @@ class SarathiServe(Scheduler):
 
 
 def make_scheduler(scheduler, **options):
-    """A Scheduler from its name or like the object, with what it leaves open (None) filled in from options."""
+    """A Scheduler from its name, or the object itself, with what it leaves open (None) filled in from options."""
     if isinstance(scheduler, str):
         if scheduler not in SCHEDULERS:
             raise KeyError(f"unknown scheduler {scheduler!r}: one of {', '.join(SCHEDULERS)}")
         scheduler = SCHEDULERS[scheduler]()
     if not isinstance(scheduler, Scheduler):
         raise ValueError(f"scheduler = {scheduler!r}: must be a Scheduler object or one of {', '.join(SCHEDULERS)}")
-    scheduler = copy.copy(scheduler)  # what one engine fills in is not another's
     for name, value in options.items():
         if getattr(scheduler, name, None) is None:
             setattr(scheduler, name, value)
@@ -695,6 +699,7 @@ class CostModel:
     """Seconds of an iteration: T = alpha N_context + gamma ceil(N / tile) tile + delta [SmartSpec Eq. 7, SARATHI Fig. 7], where
     gamma and delta (computing N tokens, reading the weights) overlap, and a chunk's attention pays for its query-key pairs."""
     error = None  # of a fitted one: the median relative error on batches that the fit did not see
+    version = 0  # of its prices: more once they have changed
     system = SYSTEMS["sarathi"]
 
     def __init__(self, config, dtype, memory, name, tile=1):
@@ -766,6 +771,9 @@ class CostModel:
 
     def all_reduce(self, N):
         return 0.0
+
+    def learn(self, w, seconds):
+        """An iteration took so long; only a Learned one cares."""
 
 
 class Roofline(CostModel):
@@ -873,6 +881,35 @@ class Fitted(CostModel):
 
     def _sum(self, start, values):
         return sum(c * x for c, x in zip(self.coefficients[start:], values))
+
+
+class Learned(CostModel):
+    """Another cost model, corrected by the iterations that were measured since: by a factor for all, and one for iterations with and
+    without a chunk of about so many tokens, read between two powers of two."""
+    RATE = 0.1  # of each iteration's news
+
+    def __init__(self, base):
+        self.base, self.factor, self.factors, self.version = base, 1.0, np.ones((2, 24)), 0
+
+    def __getattr__(self, name):
+        return getattr(self.base, name)
+
+    def _time(self, w, lora="batched"):
+        return self.base._time(w, lora) * self._correction(w)[0]
+
+    def _correction(self, w):
+        """-> the factor for such an iteration, and where it lies in the table: row, place, share of the place behind"""
+        row, x = int(w.chunks > 0), math.log2(max(1, w.N))
+        i, share = int(x), x - int(x)
+        return self.factor * ((1 - share) * self.factors[row, i] + share * self.factors[row, i + 1]), row, i, share
+
+    def learn(self, w, seconds):
+        """An iteration took so long."""
+        factor, row, i, share = self._correction(w)
+        news = min(2.0, max(0.5, seconds / (self.base._time(w) * factor)))  # whatever else the machine did meanwhile counts little
+        self.factor *= news ** (self.RATE / 10)
+        self.factors[row, i] *= news ** (self.RATE * (1 - share))
+        self.factors[row, i + 1] *= news ** (self.RATE * share)
 
 
 def designed_batches(L):
@@ -1354,12 +1391,150 @@ class Oracle(Goodput):
         return (k + 1).sum(1)
 
 
-def make_policy(spec):
-    """A Policy from a name, a number of drafts or a text of one, or the object itself."""
+class Loop(NamedTuple):
+    """A system of requests that are all alike, each of which comes again when it ends; here: averages of those that are really there."""
+    S: int  # requests
+    P: float  # tokens of a prompt
+    D: float  # tokens that it generates behind the first one, which its prefill brings
+    past: float = 0.0  # tokens that a token of a prompt finds cached
+    context: float = 0.0  # and that a decode finds
+    adapted: float = 0.0  # the share of requests that have an adapter
+    weights: float = 0.0  # of an adapter
+
+    @classmethod
+    def of(cls, requests, known):
+        """known: {adapter's name: Adapter}"""
+        P, D = np.array([(len(r.prompt), r.max_new_tokens - 0.99) for r in requests], float).T
+        users = [known[r.adapter].n_params for r in requests if r.adapter is not None]
+        return cls(len(P), P.mean(), D.mean(), P @ P / 2 / P.sum(), D @ (P + D / 2) / D.sum(), len(users) / len(P), sum(users) / max(1, len(users)))
+
+    def work(self, c, d, k):
+        """An iteration that feeds c tokens of prompts and d decodes with k drafts each."""
+        n, chunks, read = d * (1 + k), int(c > 0), self.adapted * self.weights
+        return Work(c + n, n + chunks, d, d * (self.context + 1 + k), chunks, c * (self.past + c / 2), chunks * (self.past + c),
+                    math.ceil(self.adapted * (d + chunks)), d * read, c * read)
+
+    def flow(self, total, k, tokens):
+        """Iterations of up to `total` tokens -> per iteration how many requests end, those of its tokens that are prefill, the decodes
+        that run with it, and the share of iterations that have a prefill at all; None if decodes alone are more. See Autopilot."""
+        most = (total - 1) // (1 + k)
+        d = min(self.S, most)
+        for _ in range(3):  # fewer decodes leave room for more prefill, and that for more decodes
+            c = min(total - d * (1 + k), self.P * max(1, self.S - d))
+            n = self.P / c + (self.S == 1 and c < self.P) / 2  # nobody else fills the last chunk of a prompt that is alone
+            x = min(1 / n, self.S / (max(1, n) + self.D / tokens))
+            share = min(1.0, x * n)
+            d = min(max(0, round(self.S - (self.S - x * self.D / tokens) / share)), most)
+        return (x, c, d, share) if most else None
+
+
+class Autopilot(SarathiServe, Policy):
+    """Prefill tokens, decodes and drafts, chosen together for every iteration: Sarathi-Serve, whose budget follows from the requests
+    that are there [SARATHI §6: which chunk, if P:D is unknown], and so does the number of drafts [SmartSpec §4: which k, at which load].
+
+    Take the S requests in the system as a closed loop: each feeds a prompt of P tokens, generates D, and comes again. With c tokens
+    of prefill in an iteration and k drafts behind each decode, worth l tokens with the one they follow, a request spends P / c
+    iterations in its prefill and D / l in decodes. So of an iteration, on average,
+
+        x = min(c / P, S / (P / c + D / l))     requests end: the prefills or the slots are the bottleneck
+        d = x D / l                             requests decode,
+        T = x P / c T(c + d (1 + k)) + (1 - x P / c) T(d (1 + k))     seconds pass: it has a chunk, or there was none to feed
+
+    and x / T requests end per second. By Little's law S T / x is their latency: what maximizes one minimizes the other, at any load.
+    A prefill token and a draft thus have one currency, the T of their iteration. With a target the best that keeps every running
+    request to its pace is taken: a request that is ahead of it lends its time to the prefills of others."""
+    registry, priced = POLICIES, True
+
+    def start(self, engine):
+        self.engine, self.ranked = engine, {}
+
+    def plan(self, running, waiting):
+        requests = [*running, *self.new(running, waiting)]
+        decodes = [r for r in running if r.n_todo == 1]
+        self.total, self.k = self._choose(requests, decodes)
+        self.chunk = self.total - self.k * len(decodes)
+        return super().plan(running, waiting)
+
+    def room(self, plan):
+        return self.total - sum(n for r, n in plan)
+
+    def lengths(self, d):
+        return np.minimum(d.most, self.k)
+
+    def _choose(self, requests, decodes):
+        """-> tokens of this iteration, and drafts of each decode"""
+        loop, d = Loop.of(requests, self.engine.adapters.known), len(decodes)
+        feed = [r for r in requests if r.n_todo > 1 or r.state == "waiting"]
+        now = loop._replace(context=sum(r.n_past for r in decodes) / max(1, d), past=feed[0].n_past if feed else 0.0)
+        pace = self._pace(decodes)
+        for total, k in self._ranked(loop) if feed else ():
+            c = min(total - d * (1 + k), sum(r.n_todo for r in feed))
+            if c > 0 and self._seconds(now, c, d, k) <= pace(k):
+                return total, k
+        k = max(self._ks(), key=lambda k: self._tokens(k) / self._seconds(now, 0, d, k)) if d else 0
+        return d * (1 + k) or 1, k
+
+    def _pace(self, decodes):
+        """-> function of k: seconds that an iteration with k drafts may take, so that of requests whose drafts have no luck at most
+        one in twenty ends behind its time. What counts is a request's last token: the more are to come, the more may be hoped for."""
+        tpot, known = self.engine.config.tpot, [r for r in decodes if r.times]
+        if not tpot or not known:
+            return lambda k: math.inf
+        lead, left = np.array([(r.times[0] + tpot * (len(r.times) - 1), r.max_len - r.n_tokens) for r in known]).T
+
+        def seconds(k):
+            mean, j = self._tokens(k), np.arange(1, k + 1)
+            deviation = math.sqrt(max(0.0, (2 * j - 1) @ self._alpha() ** j - (mean - 1) ** 2))
+            return (lead + tpot * np.maximum(1, mean - 1.64 * deviation * np.sqrt(mean / left))).min() - now
+        now = self.engine.clock.now()
+        return seconds
+
+    def _ranked(self, loop):
+        """[(tokens of an iteration, drafts of a decode)], the best first; the same for systems that are nearly so."""
+        key = (*(round(8 * math.log2(1 + x)) for x in loop), round(64 * self._alpha()), self.engine.cost.version)
+        if key not in self.ranked:
+            if len(self.ranked) > 1000:
+                self.ranked.clear()
+            unit, rates = self.engine.cost.tile if self.engine.cost.tile > 1 else 16, {}
+            for k in self._ks():
+                l = self._tokens(k)
+                for total in (unit * n for n in GRID):
+                    flow = loop.flow(total, k, l)
+                    if flow:
+                        x, c, d, share = flow
+                        rates[total, k] = x / (share * self._seconds(loop, c, d, k) + (1 - share) * self._seconds(loop, 0, loop.S, k))
+            self.ranked[key] = sorted(rates, key=lambda key: (rates[key], key), reverse=True)
+        return self.ranked[key]
+
+    def _ks(self):
+        """Numbers of drafts to choose from."""
+        s = self.engine.speculator
+        return range(self.n_spec + 1) if s and s.policy is self else (0,)
+
+    def _alpha(self):
+        return self.engine.speculator.alpha if self.engine.speculator else 0.0
+
+    def _tokens(self, k):
+        return float(expected_tokens(self._alpha(), k))
+
+    def _seconds(self, loop, c, d, k):
+        drafting = self.engine.speculator.proposer.seconds(d, d * loop.context, k) if k else 0.0
+        return self.engine.cost._time(loop.work(c, d, k)) + drafting
+
+
+SCHEDULERS["autopilot"] = Autopilot
+GRID = sorted({n for j in range(7) for n in (2**j, 3 * 2**j // 2)})  # sizes of an iteration, in tiles
+
+
+def make_policy(spec, scheduler=None):
+    """A Policy from a name, a number of drafts or a text of one, or the object itself. scheduler: autopilot is both at once."""
     if isinstance(spec, Policy):
         return spec
     if isinstance(spec, str) and spec in POLICIES:
-        return POLICIES[spec]()
+        both = issubclass(POLICIES[spec], Scheduler)
+        if both and scheduler is not None and not isinstance(scheduler, POLICIES[spec]):
+            raise ValueError(f"spec = {spec!r} needs scheduler = {spec!r}: it is the scheduler that knows how many drafts")
+        return scheduler if both and scheduler is not None else POLICIES[spec]()
     if isinstance(spec, str) and spec.isdecimal() or isinstance(spec, Integral) and not isinstance(spec, bool):
         return Fixed(int(spec))
     if isinstance(spec, str) and re.fullmatch(r"\d+(,\d+)+", spec):
@@ -1396,13 +1571,8 @@ class Speculator:
         self.draft_seconds = self.n_drafted = self.n_accepted = 0
         self.shapes = self._shapes()
         self.by_head = np.zeros((2, max(map(len, self.shapes), default=0)))  # as hits and tries, of each head's candidates
-        if policy.priced:
-            costs = cost if isinstance(cost, tuple) else (cost, None)
-            if len(costs) != 2:
-                raise ValueError(f"cost: {len(costs)} cost models, must be one, or two of them: the target's and the draft's")
-            self.cost = price_list(engine.model, costs[0])
-            if isinstance(proposer, DraftModel):
-                proposer.cost = price_list(proposer.engine.model, costs[1])
+        if policy.priced and isinstance(proposer, DraftModel):
+            proposer.cost = price_list(proposer.engine.model, cost)
         if policy.threshold and proposer.free:
             raise ValueError(f"{type(policy).__name__} asks how probable each draft was, {type(proposer).__name__} cannot say: take spec = 'goodput'")
         if isinstance(policy, Oracle) and not engine.config.alpha:
@@ -1503,8 +1673,8 @@ class Speculator:
     def _prices(self, plan, requests, n_most):
         """target, draft, edges of Decodes. A chunk that rides along makes drafts dearer, but its own time is not theirs: they are to
         be worth what they add to this iteration, in the currency of one without the chunk."""
-        cost, B, cached = self.cost, len(requests), sum(r.n_past for r in requests)
-        w = Work.of([(r.n_past, n, r.n_wanted(n)) for r, n in plan], cost.tile)
+        cost, B, cached = self.engine.cost, len(requests), sum(r.n_past for r in requests)
+        w = Work.of(self.engine._entries(plan), cost.tile)
         chunk = cost._time(w) - cost._time(Work(N=B, M=B, decodes=B, context=cached + B)) if w.N > B else 0.0
 
         def target(n):
@@ -1595,11 +1765,13 @@ class Engine:
             raise ValueError(f"unknown option {name!r}: one of {', '.join(known)}")
         if not isinstance(model, self.runs):
             raise ValueError(f"model = {model!r}: must be a {self.runs.__name__}")
-        self.model, self.config, policy = model, EngineConfig(**options), make_policy(spec)
+        self.model, self.config = model, EngineConfig(**options)
+        c, B, L = self.config, self.config.max_batch, model.config.block_size
+        self.scheduler = make_scheduler(c.scheduler)
+        policy = make_policy(spec, self.scheduler)
         if draft is None and policy.n_spec:
             raise ValueError(f"spec = {spec!r} without a draft: give draft = {' or '.join(map(repr, PROPOSERS))}, or a model")
         draft = draft if policy.n_spec else None
-        c, B, L = self.config, self.config.max_batch, model.config.block_size
         page, (free, share) = model.config.page_bytes(model.dtype.itemsize), self._memory(draft)
         if isinstance(draft, (GPT, CostModel)):
             page += draft.config.page_bytes(draft.dtype.itemsize)  # a draft model's cache has as many pages [SmartSpec §6]
@@ -1609,7 +1781,7 @@ class Engine:
             raise ValueError(f"n_page = {c.n_page}, memory_gb = {c.memory_gb:g}: a pool of {n_page} pages of {page} bytes, "
                              f"must have 1 .. {free // page} pages in the {free / 1e9:.1f} GB there are")
         self.max_batch = B or min(256, max(1, n_page // L))  # B = floor((M_G - M_S) / (L * m_kv)) [SARATHI §4.3.1]
-        self.scheduler = make_scheduler(c.scheduler, chunk=c.chunk, max_batch=self.max_batch, tile=c.tile)
+        make_scheduler(self.scheduler, chunk=c.chunk, max_batch=self.max_batch, tile=c.tile)
         self.clock, self.record = clock or WallClock(), record
         self.order = self._new_order()
         checked("adapter_pages", c.adapter_pages, int, 0, n_page - 1)
@@ -1625,7 +1797,16 @@ class Engine:
         self.given_up = []  # Events of requests that ended outside an iteration, to be told
         self.n_ended = Counter()  # one of ENDS -> requests
         self.n_added = self.n_steps = 0
-        self.speculator = None if draft is None else Speculator(self, make_proposer(draft, self), policy, cost)
+        costs = cost if isinstance(cost, tuple) else (cost, None)
+        if len(costs) != 2:
+            raise ValueError(f"cost: {len(costs)} cost models, must be one, or two of them: the target's and the draft's")
+        self.cost = self._price_list(costs[0]) if policy.priced or self.scheduler.priced else None
+        self.speculator = None if draft is None else Speculator(self, make_proposer(draft, self), policy, costs[1])
+        self.scheduler.start(self)
+
+    def _price_list(self, cost):
+        """What iterations cost; what is measured corrects it."""
+        return Learned(price_list(self.model, cost))
 
     def _memory(self, draft):
         return free_memory(self.model.device)
@@ -1793,8 +1974,16 @@ class Engine:
         start = self.clock.now()
         logits = self._forward(plan)
         tokens = self._sample([(r, n - r.n_todo) for r, n in plan if n >= r.n_todo], logits)
-        self._keep(start, self.clock.now(), 0, plan)
+        end = self.clock.now()
+        if self.cost:
+            self.cost.learn(Work.of(self._entries(plan), self.cost.tile), end - start)
+        self._keep(start, end, 0, plan)
         return tokens
+
+    def _entries(self, plan):
+        """The plan as its price depends on it: (n_past, n, rows of logits, weights of the adapter) per request."""
+        known = self.adapters.known
+        return [(r.n_past, n, r.n_wanted(n), known[r.adapter].n_params if r.adapter is not None else 0) for r, n in plan]
 
     def _forward(self, plan):
         """-> logits (M, V): for each entry, in the order that the plan now has, as many rows as it wants"""
@@ -2129,6 +2318,9 @@ class Simulator(Engine):
         if self.speculator and not self.config.alpha:
             raise ValueError("alpha = 0: a simulator has no tokens to verify, give the share of drafts that are accepted")
 
+    def _price_list(self, cost):
+        return self.model if cost in (None, self.model) else Learned(price_list(self.model, cost))
+
     def _memory(self, draft):
         weights = [m.config.n_params * m.dtype.itemsize for m in (self.model, draft) if isinstance(m, CostModel)]
         free, share = self.model.memory
@@ -2165,12 +2357,11 @@ class Simulator(Engine):
 
     def _price(self, plan):
         """Seconds that the plan takes, a swap of the merged adapter included."""
-        known, adapter = self.adapters.known, plan[0][0].adapter
-        entries = [(r.n_past, n, r.n_wanted(n), known[r.adapter].n_params if r.adapter is not None else 0) for r, n in plan]
+        adapter = plan[0][0].adapter
         swap = self.config.lora == "merge" and adapter != self.merged[0]
         if swap:
             self.merged = adapter, self.model
-        return self.model.time_of(entries, self.config.lora) + (self.model.merge() if swap else 0.0)
+        return self.model.time_of(self._entries(plan), self.config.lora) + (self.model.merge() if swap else 0.0)
 
     def _forward(self, plan):
         self.clock.wait_until(self.clock.now() + self._price(plan))

@@ -406,8 +406,6 @@ def test_a_scheduler_of_ones_own_runs_by_name_and_as_an_object():
             engine.add(r)
         ended = engine.run()
         assert [r.output for r in requests] == expected and [r.id for r in ended] == [1, 2, 0]
-    mine = ShortestFirst()
-    assert [Engine(small(), scheduler=mine, max_batch=n, n_page=100).scheduler.max_batch for n in (1, 4)] == [1, 4], "one object, two engines"
     del SCHEDULERS["shortest_first"]
 
 
@@ -2950,7 +2948,8 @@ FACTORS = dict(
 PLAIN = dict(scheduler="sarathi", alloc="reserve", chunk=24, tile=8, max_batch=4, pool="large", adapters="none", lora="batched", adapter_pages=0,
              order="fcfs", cluster=0, draft=None, spec="off", sampling="greedy", aborts=False)
 EXCLUSIVE = [("draft", [None], "spec", [spec for spec in FACTORS["spec"] if spec != "off"]), ("draft", ["ngram"], "spec", ["confidence"]),
-             ("draft", ["ngram", "self", "large"], "spec", ["2,2"]), ("draft", ["guesser", "heads"], "spec", ["confidence", "goodput_global", "goodput_request"]),
+             ("draft", ["ngram", "self", "large"], "spec", ["2,2"]), ("draft", ["guesser", "heads"], "spec", [name for name, made in sarathi.POLICIES.items() if not made.shapes and name != "off"]),
+             *(("spec", [name], "scheduler", [other for other in FACTORS["scheduler"] if other != name]) for name in SCHEDULERS if name in sarathi.POLICIES),
              ("lora", ["merge"], "adapter_pages", [64]), ("lora", ["merge"], "cluster", [2])]
 EXCLUSIVE = {frozenset([(f, v), (g, w)]) for f, vs, g, ws in EXCLUSIVE for v in vs for w in ws}
 
@@ -2995,7 +2994,8 @@ def test_the_matrix_has_every_pair_of_values():
 
 @pytest.mark.parametrize("pair", sorted(EXCLUSIVE, key=lambda pair: sorted(map(str, pair))), ids=lambda pair: " ".join(f"{f}={v}" for f, v in sorted(pair)))
 def test_what_is_not_in_the_matrix_is_refused_in_one_line_at_the_start(pair):
-    case = PLAIN | (dict(draft="self") if "draft" in dict(pair) else {}) | dict(pair)
+    spec = dict(pair).get("spec")
+    case = PLAIN | (dict(draft="self") if spec else {}) | (dict(scheduler=spec) if spec in SCHEDULERS else {}) | dict(pair)
     with pytest.raises(ValueError) as error:
         engine_of(case)
     assert "\n" not in str(error.value)
