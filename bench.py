@@ -13,12 +13,14 @@ have. One registered function per table; whether it measures or simulates is onl
 Every experiment prints a Markdown table (paper | ours | source); the last line of stdout is one JSON object with all rows.
 """
 import copy
+import csv
 import importlib.util
 import json
 import math
 import os
 import platform
 import random
+import re
 import resource
 import statistics
 import subprocess
@@ -39,14 +41,17 @@ from tqdm import tqdm
 
 from kernels import FEW_ROWS, linear, pack
 from model import GPT, PRESETS, Linear, default_dtype, load_model, preset, random_adapter
-from sarathi import (GPUS, CostModel, Engine, EngineConfig, Interruptible, Parser, Pipeline, Request, Sarathi, Scheduler, Simulator,
-                     VirtualClock, WallClock, Work, add_model_flags, checked, expected_tokens, least_squares, make_scheduler, option,
-                     rehearse, run_cli, with_room)
+from sarathi import (GPUS, CostModel, Engine, EngineConfig, Interruptible, Parser, Pipeline, Request, Sarathi, SarathiServe,
+                     Scheduler, Simulator, VirtualClock, WallClock, Work, add_model_flags, checked, expected_tokens, least_squares,
+                     make_scheduler, option, rehearse, run_cli, with_room)
 
 EXPERIMENTS = {}  # name -> (function, one line on what it reproduces)
 OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]
 BASELINES = ("static", "orca")
 PEERS = ("transformers", "vllm", "llama.cpp")
+LENGTHS = "256 (all alike), 8..512 (each as often), zipf:THETA:LOW:HIGH (the k-th shortest as often as 1 / k^THETA) or lognormal:MEDIAN:SIGMA"
+ARRIVALS = ("poisson:RATE, gamma:RATE:CV (per second; 0.7x: that share of what is served when all come at once), closed:N (N clients, each "
+            "sends its next request when its last ended) or FILE.csv (columns arrival,prompt,output and perhaps adapter,client)")
 ALWAYS_SIMULATED = {"fig12", "bubbles", "scaling", "scoreboard"}  # experiments that ask no model of this machine
 ALWAYS_MEASURED = {"roofline", "peers", "fidelity", "spec_fig13"}  # experiments that ask nothing else
 
@@ -68,6 +73,11 @@ class BenchConfig:
     repeats: int = option(5, "timings of which the median counts, taken in turns after a warm-up; end-to-end runs: half as many")
     hardware: str = option("", f"simulate this GPU instead of measuring: one of {', '.join(GPUS)}")
     tp: int = option(1, "GPUs that share every layer (tensor parallelism), simulated only")
+    arrivals: str = option("poisson:0.7x", f"when the requests of `online` come: {ARRIVALS}")
+    prompt: str = option("", f"tokens of their prompts: {LENGTHS}; '': up to half of the longest of lengths")
+    output: str = option("", "new tokens that they ask for, likewise; '': up to a sixteenth")
+    schedulers: str = option("static,prefill_first,orca,sarathi,sarathi_serve", "who serves them in turn, beside --scheduler")
+    targets: str = option("3,0.2", "TTFT,TPOT: seconds to the first token and per token behind it, within which a request counts as good [TNG]")
     scale: int = option(10000, "requests of the large simulations (fig12)")
     full: bool = option(False, "the paper's whole grid also where it is measured")
     plot: str = option("", "draw the tables' figures, with the paper's points beside ours, as PNG files in this folder")
@@ -96,6 +106,15 @@ class BenchConfig:
         if any(x < 8 for x in lengths):
             raise ValueError(f"lengths = {self.lengths!r}: must be whole numbers of at least 8 with commas between them")
         self.lengths = lengths
+        for name in self.schedulers.split(","):
+            make_scheduler(name)
+        for name in ("prompt", "output"):
+            setattr(self, f"{name}_lengths", lengths_of(name, getattr(self, name)) if getattr(self, name) else None)
+        self.coming = arrivals_of(self.arrivals)
+        try:
+            self.ttft, self.tpot = (checked("targets", float(x), float, 1e-9) for x in self.targets.split(","))
+        except ValueError:
+            raise ValueError(f"targets = {self.targets!r}: must be two numbers above 0 with a comma between them, seconds") from None
 
 
 # ---------------------------------------------------------------- measuring
@@ -641,22 +660,21 @@ def chunked(bench, L, C):
 def zipf_requests(n, low=1024, high=4096, theta=0.4, pd=10.0, seed=0):
     """n simulated requests, one after the other: their lengths are low .. high, the k-th shortest with a probability in
     proportion to k^-theta, P:D prompt to new tokens [SARATHI §5.3]."""
-    k = np.arange(1, high - low + 2)
-    p = k**-theta
-    for L in np.random.default_rng(seed).choice(k + low - 1, size=n, p=p / p.sum()).tolist():
+    for L in zipf(theta, low, high)(np.random.default_rng(seed), n).tolist():
         P, D = halves(L, pd)
         yield Request(np.broadcast_to(np.int64(0), P), max_new_tokens=D)
 
 
-def feed(bench, engine, requests, ahead=64):
-    """Serve an iterator of requests without holding them all -> those that ended, in the order of their end."""
-    requests, more = iter(requests), True
+def feed(bench, engine, requests, clients=None):
+    """Serve an iterator of requests without holding them all -> those that ended, in the order of their end. clients: so many are
+    there at once, the next comes when one ended (None: a full batch and 64 more); math.inf: each comes at its own time."""
+    requests, more, most = iter(requests), True, clients or 64 + engine.max_batch
     while more or engine.requests:
-        while more and len(engine.requests) < ahead + engine.max_batch:
+        while more and len(engine.requests) < most:
             r = next(requests, None)
             more = r is not None
             if more:
-                r.arrival = engine.clock.now()
+                r.arrival = engine.clock.now() if most < math.inf else r.arrival
                 engine.add(r)
         if bench.interrupt.seen:
             raise KeyboardInterrupt
@@ -729,12 +747,97 @@ class Job(NamedTuple):
     arrival: float  # seconds
     prompt: int  # tokens
     output: int
-    adapter: int | None = None  # which of the workload's
+    adapter: int | str | None = None  # which of the workload's
+    client: str | None = None
+
+
+class Arrivals(NamedTuple):
+    """What --arrivals says."""
+    rate: float = 0.0  # requests per second
+    relative: bool = False  # or as a share of what can be served
+    cv: float = 1.0  # of the gaps
+    clients: float = math.inf  # that wait for each other
+    jobs: tuple = ()  # all of a trace
+
+
+def arrivals_of(text):
+    """A text of the grammar ARRIVALS -> Arrivals; a trace is read. ValueError, with the line's number, for what is none."""
+    kind, *parts = text.split(":")
+    if text.endswith(".csv"):
+        return Arrivals(jobs=tuple(read_jobs(text)))
+    try:
+        if kind == "closed":
+            (n,) = parts
+            return Arrivals(clients=checked("N", int(n), int, 1))
+        rate, cv = *parts, *["1"] * (kind == "poisson")
+        if kind not in ("poisson", "gamma"):
+            raise ValueError
+        return Arrivals(checked("RATE", float(rate.removesuffix("x")), float, 1e-9), rate.endswith("x"), checked("CV", float(cv), float, 1e-3))
+    except ValueError:
+        raise ValueError(f"arrivals = {text!r}: must be {ARRIVALS}") from None
+
+
+def lengths_of(name, text):
+    """A text of the grammar LENGTHS -> a function (rng, n) that draws n lengths. ValueError, naming what it is for, for another."""
+    kind, *parts = re.split(r":|\.\.", text)
+    try:
+        if re.fullmatch(r"\d+(\.\.\d+)?", text):
+            low = checked(name, int(kind), int, 1)
+            return uniform(low, checked(name, int(parts[0]), int, low) + 1) if parts else always(low)
+        kinds = dict(zipf=(zipf, float, int, int), lognormal=(lognormal, float, float))
+        make, *types = kinds[kind]
+        return make(*(checked(name, convert(x), convert, convert is int) for convert, x in zip(types, parts, strict=True)))
+    except (ValueError, KeyError):
+        raise ValueError(f"{name} = {text!r}: must be {LENGTHS}, in tokens") from None
 
 
 def uniform(low, high):
     """Lengths from low to high - 1, each as often as the other."""
     return lambda rng, n: rng.randint(low, high, n)
+
+
+def always(n):
+    """Lengths that are all n."""
+    return lambda rng, size: np.full(size, n)
+
+
+def zipf(theta, low, high):
+    """Lengths from low to high, the k-th shortest with a probability in proportion to k^-theta [SARATHI §5.3]."""
+    k = np.arange(1, checked("high", high, int, low) - low + 2)
+    return lambda rng, n: rng.choice(k + low - 1, n, p=k**-theta / (k**-theta).sum())
+
+
+def lognormal(median, sigma):
+    """Lengths whose logarithm is normal, as those of people's prompts are; at least 1."""
+    mu = math.log(checked("median", median, float, 1))
+    return lambda rng, n: np.maximum(1, np.rint(rng.lognormal(mu, sigma, n))).astype(int)
+
+
+def read_jobs(path):
+    """The Jobs of a CSV file with the columns arrival (seconds), prompt, output (tokens) and, where there are any, adapter and client
+    (names, or nothing). ValueError with the number of the line for one that is none."""
+    def cell(row, name, kind, low):
+        try:
+            value = kind(row[name])
+        except (TypeError, ValueError):
+            value = row[name]
+        return checked(name, value, kind, low)
+    jobs = []
+    with open(path, newline="", encoding="utf-8-sig", errors="replace") as f:
+        rows = csv.DictReader(f)
+        try:
+            if not {"arrival", "prompt", "output"} <= {*(rows.fieldnames or ())} <= {*Job._fields}:
+                raise ValueError(f"columns {','.join(rows.fieldnames or ())!r}: must be arrival,prompt,output and perhaps adapter,client")
+            for row in rows:
+                if None in row:
+                    raise ValueError(f"{','.join(row[None])!r}: more than {len(rows.fieldnames)} cells")
+                names = {name: (row.get(name) or "").strip() or None for name in ("adapter", "client")}
+                jobs.append(Job(cell(row, "arrival", float, 0), cell(row, "prompt", int, 1), cell(row, "output", int, 1), **names))
+        except (ValueError, csv.Error) as e:
+            raise ValueError(f"{path}, line {max(1, rows.line_num)}: {e}") from None
+    if not jobs:
+        raise ValueError(f"{path}, line 2: no request under the names of the columns")
+    return jobs
 
 
 def gamma_jobs(rate, duration, cv=1.0, n_adapter=0, alpha=1.0, prompt=uniform(8, 512), output=uniform(8, 512), seed=42):
@@ -746,17 +849,18 @@ def gamma_jobs(rate, duration, cv=1.0, n_adapter=0, alpha=1.0, prompt=uniform(8,
     return list(map(Job, np.cumsum(rng.gamma(1 / cv**2, cv**2 / rate, n)).tolist(), *lengths, adapters))
 
 
-def serve(bench, engine, jobs, slo=6.0):
-    """Serve jobs as they come, adapter i as the engine's "i" -> metrics."""
+def requests_of(bench, engine, jobs):
+    """Jobs as Requests that come from now on, adapter i as the engine's "i"."""
     start, seed = engine.clock.now(), bench.options.seed
-    requests = [Request(bench.prompts(1, job.prompt, seed + i)[0], max_new_tokens=job.output, arrival=start + job.arrival,
-                        adapter=None if job.adapter is None else str(job.adapter)) for i, job in enumerate(jobs)]
-    for r in requests:
-        engine.add(r)
-    while engine.requests:
-        if bench.interrupt.seen:
-            raise KeyboardInterrupt
-        engine.step()
+    return [Request(bench.prompts(1, job.prompt, seed + i)[0], max_new_tokens=job.output, arrival=start + job.arrival, client=job.client,
+                    adapter=None if job.adapter is None else str(job.adapter)) for i, job in enumerate(jobs)]
+
+
+def serve(bench, engine, jobs, slo=6.0):
+    """Serve jobs as they come -> metrics."""
+    start, requests = engine.clock.now(), requests_of(bench, engine, jobs)
+    for _ in feed(bench, engine, requests, math.inf):
+        pass
     return metrics(requests, start, slo)
 
 
@@ -771,6 +875,227 @@ def metrics(requests, start=0.0, slo=6.0):
     return {"requests/s": len(done) / took, "tokens/s": sum(len(r.times) for r in done) / took, "latency": mean([r.times[-1] - r.arrival for r in done]),
             "first token": mean([r.ttft for r in done]), "attainment": len(waits) / len(requests),
             "satisfaction": sum(1 - (t / slo)**2 for t in waits) / len(requests), "aborted": len(requests) - len(done)}
+
+
+class Meter:
+    """What the Spans of a run tell, without keeping them all: seconds that iterations took, tokens fed, when each request was first."""
+
+    def __init__(self, tape):
+        self.tape, self.busy, self.fed, self.first = tape, 0.0, 0, {}
+
+    def append(self, span):
+        self.busy += span.end - span.start
+        for id, past, n in span.entries:
+            self.fed += n
+            self.first.setdefault(id, span.start)
+        if self.tape is not None:
+            self.tape.append(span)
+
+
+class Online:
+    """Jobs, who sends them and room to serve them. On a simulator's clock it is over as soon as it is computed, on a real one it
+    takes the time it takes."""
+
+    def __init__(self, bench, jobs, clients=math.inf, B=0):
+        """clients: as in feed; B: how many run at once, 0: --max-batch, or four times the usual batch, if they fit."""
+        self.bench, self.jobs, self.clients, self.L = bench, jobs, clients, max(job.prompt + job.output for job in jobs)
+        self.names = sorted({job.adapter for job in jobs} - {None})
+        self.adapters = {name: random_adapter(SETTINGS["S2"][1][i % 4], i) for i, name in enumerate(self.names)}
+        if self.L > bench.model.config.block_size:
+            raise ValueError(f"a request of {self.L} tokens: the model's context ends at {bench.model.config.block_size}")
+        self.room = 4 * max((make(bench.model.config).n_page for make in self.adapters.values()), default=0)
+        fits = int(math.prod(bench.model.memory)) // bench.model.page // self.L if bench.simulated else 64
+        self.B = max(1, min(B or bench.options.max_batch or 4 * bench.B, fits))
+
+    @classmethod
+    def of(cls, bench):
+        """What --arrivals, --prompt and --output say: forty times --requests where it is simulated, twice where it is measured."""
+        coming = bench.config.coming
+        work = cls(bench, list(coming.jobs) or drawn(bench, bench.grid(2, 40) * bench.config.requests), coming.clients)
+        if coming.rate:
+            work.jobs = at_rate(work.jobs, coming.rate * (work.capacity if coming.relative else 1.0))
+        return work
+
+    @cached_property
+    def capacity(self):
+        """Requests per second that --scheduler serves of (up to 200 of) these jobs when all are there at once. Warms up, too."""
+        return serve(self.bench, self.engine(self.bench.options.scheduler), at_rate(self.jobs[:200], math.inf))["requests/s"]
+
+    def engine(self, scheduler, **options):
+        engine = self.bench.engine(scheduler, self.L, n_page=self.B * self.L + self.room, B=self.B, **options)
+        for name, source in self.adapters.items():
+            engine.add_adapter(name, source)
+        return engine
+
+    def run(self, scheduler, what, **options):
+        """Serve all jobs -> Outcome."""
+        outcome = self.until_interrupted(scheduler, what, **options)
+        if self.bench.interrupt.seen:
+            raise KeyboardInterrupt
+        return outcome
+
+    def until_interrupted(self, scheduler, what, **options):
+        """As run, but Ctrl-C only ends it with what has ended by then."""
+        bench, engine = self.bench, self.engine(scheduler, **options)
+        engine.record = Meter(engine.record)
+        start, requests = engine.clock.now(), requests_of(bench, engine, self.jobs)
+        try:
+            for _ in tqdm(feed(bench, engine, requests, self.clients), f"{bench.doing}: {what}", len(requests), delay=5, leave=False, file=sys.stderr):
+                pass
+        except KeyboardInterrupt:
+            pass
+        ended = [r for r in requests if r.done]
+        times = waits(ended, engine.record.first)
+        return Outcome(ended, times, fared(bench, ended, engine.record, times, start) if times[CURVES[0]] else {})
+
+
+class Outcome(NamedTuple):
+    """How a run of Online went."""
+    requests: list  # those that ended
+    waits: dict  # what their users waited for
+    rates: dict  # what `fared` says; nothing, if there was no token
+
+
+def drawn(bench, n, seed=0):
+    """n Jobs as --prompt and --output say, one per second in the mean; they end where the model's context does."""
+    config, top, most = bench.config, max(bench.lengths), bench.model.config.block_size
+    prompt = config.prompt_lengths or uniform(min(8, top // 2), top // 2 + 1)
+    output = config.output_lengths or uniform(min(4, top // 16), top // 16 + 1)
+    jobs = gamma_jobs(1.0, n, config.coming.cv, prompt=prompt, output=output, seed=bench.options.seed + seed)
+    cut = [job._replace(prompt=min(job.prompt, most - 1), output=max(1, min(job.output, most - job.prompt))) for job in jobs]
+    if cut != jobs:
+        bench.notes.append(f"{sum(a != b for a, b in zip(cut, jobs))} of {n} requests were cut where the model's context ends, at {most} tokens")
+    return cut
+
+
+def at_rate(jobs, rate):
+    """Jobs of one per second, so many times as fast; math.inf: all at once."""
+    return [job._replace(arrival=job.arrival / rate) for job in jobs]
+
+
+PERCENTILES = dict(p50=50, p90=90, p99=99, longest=100)
+CURVES = "time to first token", "time per token", "between two tokens"
+
+
+def waits(requests, first):
+    """What users wait for, in seconds -> {name: [one per request or per token]}; first: request id -> when it was first scheduled."""
+    shown = [r for r in requests if r.times]
+    each = ([r.ttft for r in shown], [r.tpot for r in shown if len(r.times) > 1], [gap for r in shown for gap in np.diff(r.times).tolist()])
+    return dict(zip(CURVES, each)) | {"queueing": [first[r.id] - r.arrival for r in shown]}
+
+
+def fared(bench, requests, meter, times, start):
+    """How requests that ended, with these `waits`, fared -> {what (unit): value}. Good is one within --targets; an aborted one never is."""
+    config, seen = bench.config, metrics(requests, start)
+    good = sum(r.state != "abort" and r.ttft <= config.ttft and r.tpot <= config.tpot for r in requests)
+    took = max(r.times[-1] for r in requests if r.times) - start
+    rates = {"throughput (requests/s)": seen["requests/s"], "throughput (new tokens/s)": seen["tokens/s"],
+             "throughput (tokens/s, prompts too)": sum(len(r.prompt) + len(r.times) for r in requests if r.times) / took,
+             f"goodput (requests/s within {config.ttft:g} s, {config.tpot:g} s per token)": good / took,
+             "SLO attainment (share)": good / len(requests), "given up (requests)": seen["aborted"],
+             "utilization (share of time)": meter.busy / took}
+    if hasattr(bench.model, "flops"):
+        rates["utilization (share of peak FLOP/s)"] = 2 * bench.model.config.n_layer * bench.model.n_weights * meter.fed / bench.model.flops / took
+    for name, values in times.items():
+        rates |= {f"{name}, {what} (s)": float(np.percentile(values, q)) if values else None for what, q in PERCENTILES.items()}
+    return rates
+
+
+def distribution(values):
+    """[(value, share of them up to it)], for a curve."""
+    shares = np.linspace(0, 1, 51)
+    return list(zip(np.quantile(values, shares).tolist(), shares.tolist())) if values else []
+
+
+@experiment("online serving, schedulers side by side: first token, time per token, stalls, goodput; see --arrivals, --prompt, --output")
+def online(bench):
+    """`ours` is --scheduler. On Ctrl-C the table holds what ended until then."""
+    ours, seen, work = bench.options.scheduler, {}, Online.of(bench)
+    for name in dict.fromkeys([ours, *bench.config.schedulers.split(",")]):
+        outcome = work.until_interrupted(name, name)
+        seen |= {name: outcome} if outcome.rates else {}
+        if bench.interrupt.seen:
+            break
+    served = f"; {work.capacity:.3g} requests/s are served when all come at once" if "capacity" in vars(work) else ""
+    bench.notes.append(f"{len(work.jobs)} requests, {work.B} at once; ours: {ours}{served}")
+    for what, value in seen[ours].rates.items() if seen else ():
+        name = what.removesuffix(", p50 (s)")
+        also = [(name, s, None, distribution(seen[s].waits[name]), "") for s in sorted(seen, key=ours.__eq__) if name in CURVES]
+        yield row(what, None, value, **{s: outcome.rates[what] for s, outcome in seen.items() if s != ours}, also=also)
+    if bench.interrupt.seen:
+        raise KeyboardInterrupt
+
+
+# ---------------------------------------------------------------- [TNG]
+
+def policies(*chunks):
+    """{name: scheduler} as compared in [TNG], chunked prefills with several sizes."""
+    return {"static": "static", "prefill_first": "prefill_first"} | {f"C = {C}": Sarathi(chunk=C) for C in chunks}
+
+
+@experiment("[TNG] time to first token, time per token and throughput over the number of concurrent requests")
+def tng_concurrency(bench):
+    """n clients, each sends its next request when its last ended; lengths are those of --prompt and --output."""
+    jobs = drawn(bench, bench.grid(2, 6) * 64)
+    Online(bench, jobs[:8], B=8).capacity
+    for n in bench.grid([1, 4, 12], [1, 2, 4, 8, 16, 32, 64]):
+        work = Online(bench, jobs[:bench.grid(2, 6) * max(n, 3)], clients=n, B=n)
+        for name, scheduler in policies(*bench.grid([64, 256], [128, 256, 512])).items():
+            rates = work.run(scheduler, f"{n} at once, {name}").rates
+            tokens, first, each = (rates[what] for what in ("throughput (tokens/s, prompts too)", "time to first token, p50 (s)", "time per token, p50 (s)"))
+            yield row(f"{n} at once: {name} (tokens/s, prompts too)", None, tokens, **{"TTFT, p50 (s)": first, "TPOT, p50 (s)": each},
+                      at=("throughput", name, n), also=[("first token", name, n, first, ""), ("each token", name, n, each, "")])
+
+
+@experiment("[TNG] the chunk size as the knob between time to first token and time per token; see --arrivals, --prompt, --output")
+def tng_chunk(bench):
+    """Sarathi's, and beside it the two policies without chunks."""
+    work = Online.of(bench)
+    for name, scheduler in policies(*bench.grid([32, 64, 128, 256], [64, 128, 256, 512, 1024, 2048])).items():
+        rates, series, C = work.run(scheduler, name).rates, name if name == scheduler else "sarathi", name.removeprefix("C = ") * (name != scheduler)
+        first, each, gap = (rates[f"{what} (s)"] for what in ("time to first token, p50", "time per token, p50", "between two tokens, p99"))
+        yield row(f"{name}: TTFT, p50 (s)", None, first, **{"TPOT, p50 (s)": each, "stall, p99 (s)": gap},
+                  also=[("time per token", series, first, each, C), ("stalls", series, first, gap, C)])
+
+
+TNG = 1.5  # "+50 %" of vLLM on H100
+
+
+@experiment("[TNG] total token throughput with chunked prefills over prefill-first, requests of equal size")
+def tng_throughput(bench):
+    """As vLLM runs them: closed-loop clients, a budget of tokens per iteration; simulated: on its host. The text says neither which model
+    nor which lengths nor how many at once, so all of a grid are tried; its number stands beside the largest gain."""
+    if bench.simulated:
+        bench = bench.other(CostModel.roofline(bench.model.config, bench.config.hardware, bench.config.tp, system="vllm"))
+    gains = []
+    for n, pd in [(n, pd) for n in bench.grid([12], [8, 32, 128]) for pd in bench.grid([8], [4, 16, 64])]:
+        work, rates = Online(bench, [Job(0.0, *halves(bench.lengths[0], pd))] * (bench.grid(2, 6) * n), clients=n, B=n), {}
+        for C in ("", *bench.grid([64, 256], [512, 2048])):
+            scheduler = SarathiServe(chunk=C) if C else "prefill_first"
+            rates[C] = work.run(scheduler, f"{n} at once, P:D = {pd}, C = {C}").rates["throughput (tokens/s, prompts too)"]
+        for C in [*rates][1:]:
+            gains.append(rates[C] / rates[""])
+            yield row(f"{n} at once, P:D = {pd}, C = {C}: gain", None, gains[-1], **{"tokens/s": rates[C]}, at=(f"{n} at once", f"C = {C}", pd))
+    yield row("chunked over prefill first: largest gain", TNG if bench.config.hardware == "h100" else None, max(gains), **{"tokens/s": None})
+
+
+# ---------------------------------------------------------------- fairness
+
+@experiment("[VTC] two clients, one sends twice what can be served: first tokens of both, first come first served and fair")
+def fairness(bench):
+    """The other sends a tenth of what can be served; arrivals are Poisson, lengths those of --prompt and --output."""
+    n = bench.grid(4, 40) * bench.config.requests
+    rate = Online(bench, drawn(bench, n)).capacity
+    jobs = [job._replace(client="flood") for job in at_rate(drawn(bench, n), 2 * rate)]
+    jobs += [job._replace(client="light") for job in at_rate(drawn(bench, max(2, n // 20), seed=1), 0.1 * rate)]
+    work = Online(bench, sorted(jobs))
+    for order, fair in (("fcfs", 0.0), ("fair", bench.options.fair or 2.0)):
+        ended = work.run(bench.options.scheduler, order, fair=fair).requests
+        for client in ("light", "flood"):
+            first = [r.ttft for r in ended if r.client == client and r.times]
+            p50, p99 = np.percentile(first, (50, 99)).tolist()
+            yield row(f"{order}, {client}: TTFT, mean (s)", None, statistics.fmean(first), **{"p50 (s)": p50, "p99 (s)": p99, "requests": len(first)},
+                      at=("", order, client))
 
 
 # ---------------------------------------------------------------- S-LoRA's tables and figures
@@ -1061,11 +1386,6 @@ class Pair:
         return {spec: serve(self.bench, self.engine(spec), self.jobs(rate))["latency"] for spec in choices}
 
 
-def always(n):
-    """Lengths that are all n."""
-    return lambda rng, size: np.full(size, n)
-
-
 def small_draft(model):
     """A random draft for a random target, with one layer of one head: a fortieth of it, as Llama-160M is of Vicuna-7B."""
     c = model.config
@@ -1295,6 +1615,8 @@ MISSES = {  # beginnings of rows -> why they are outside, as far as we can tell
     "fig12: completion": "our iterations are shorter than the paper's, so that Orca's bubbles weigh more: see the last rows of fig12",
     "slora_fig6: S4, R = 1: first": FRONT, "slora_fig6: S4, R = 2: first": FRONT, "slora_fig6: S4, R = 4: first": FRONT,
     "slora_ablation: S2, n = 200: bmm": "the A10G's host gathers a request's adapter in 0.4 ms per layer, the A100's in 0.5; we have one constant",
+    "tng_throughput": "a batch that computes and reads at once gains at most the square root of 2 in our cost model; the rest must be in what it does "
+                      "not have, the host's time per iteration in vLLM's server at that time, or a workload that the text does not tell",
     "slora_fig10": "a few bursts decide, and how long the queue is when each comes: 3 % more throughput is many more first tokens in time",
     "slora_clustering": "240 requests, and a queue that at its worst makes them wait about 6 s: a little faster, and most are inside",
 }
@@ -1306,6 +1628,7 @@ def scoreboard(bench):
     claims = [(name, where, "a6000", "llama-13b", 1, 0.15) for name, where in CLAIMED.items()]
     claims += [(name, f"S-LoRA {where}, {gpu}", gpu, "llama-7b", 1, 0.20) for name, (where, *gpus) in SLORA.items() for gpu in gpus]
     claims += [(name, f"SmartSpec {where}, {model.removeprefix('llama-')}", "a100", model, tp, 0.20) for name, where, model, tp in SMARTSPEC]
+    claims.append(("tng_throughput", "TNG, 7b on an H100", "h100", "llama-7b", 1, 0.20))
     rows, boards = [], {0.15: [], 0.20: []}
     for name, where, gpu, model, tp, margin in tqdm(claims, "scoreboard", file=sys.stderr):
         config = replace(bench.config, hardware=gpu, tp=tp, lengths="", pd=0.0, full=True)
@@ -1677,6 +2000,13 @@ FIGURES = {  # experiment -> (x label, y label) of each panel, the last one's ag
     "fig11": [("tokens per request L, batch B", "throughput over static (times)"), ("P:D ratio", "throughput over static (times)")],
     "fig12": [("median per request", "bubble time, ratio"), ("scenarios compared", "completion time, ratio")],
     "fig13": [("chunk size C (tokens)", "time over a full prefill's (times)")] * 2 + [("chunk size C (tokens)", "throughput over static (times)")],
+    "online": [("seconds to the first token", "share of requests"), ("seconds per token behind it", "share of requests"),
+               ("seconds between two tokens", "share of gaps")],
+    "tng_concurrency": [("concurrent requests", "tokens/s, prompts too"), ("concurrent requests", "seconds to the first token, p50"),
+                        ("concurrent requests", "seconds per token, p50")],
+    "tng_chunk": [("seconds to the first token, p50", "seconds per token, p50"), ("seconds to the first token, p50", "seconds between two tokens, p99")],
+    "tng_throughput": [("P:D ratio", "throughput over prefill first (times)")],
+    "fairness": [("client", "seconds to the first token, mean")],
     "slora_fig5": [("adapters", "requests/s")],
     "slora_fig6": [("requests/s that come", "requests/s")] + [("requests/s that come", "seconds")] * 2 + [("requests/s that come", "share within the SLO")],
     "slora_fig9": [("adapters", "requests/s")],
@@ -1832,7 +2162,7 @@ def plot(bench, name, rows):
 def draw(name, rows):
     """The rows that say at=(panel, series, x) as a Figure, a panel beside the other."""
     from matplotlib.figure import Figure
-    rows = [r for r in rows if "at" in r]
+    rows = shown(rows)
     panels = list(dict.fromkeys(r["at"][0] for r in rows if r["at"][0] is not None))
     figure = Figure((max(6, 3.6 * len(panels)), 3.6), layout="constrained")
     for i, (panel, ax) in enumerate(zip(panels, figure.subplots(1, len(panels), squeeze=False)[0])):
@@ -1840,6 +2170,14 @@ def draw(name, rows):
         x, y = FIGURES[name][min(i, len(FIGURES[name]) - 1)]
         ax.set(title=panel, xlabel=x, ylabel=y)
     return finished(figure)
+
+
+def shown(rows):
+    """The rows that say where they are drawn, and one more for each further place in also=[(panel, series, x, y, what is written beside
+    it)]; without an x, y is a curve."""
+    more = [row(r["what"], None, *((None, r["source"]) if x is None else (y, r["source"])), at=(panel, series, x), tag=tag, **({"curve": y} if x is None else {}))
+            for r in rows for panel, series, x, y, tag in r.get("also", ())]
+    return [r for r in rows if "at" in r] + more
 
 
 def draw_panel(ax, rows):
@@ -1857,8 +2195,10 @@ def draw_panel(ax, rows):
         if s and ours and names:
             bars = ax.bar(*zip(*ours), width, fill=mine[0]["source"] != "measured", ls=LINES[mine[0]["source"]], edgecolor=look["color"], **look)
         elif s and ours:
-            ax.plot(*zip(*ours), LINES[mine[0]["source"]], marker=".", **look)
+            ax.plot(*zip(*ours), LINES[mine[0]["source"]], marker="." if len(ours) < 30 else "", **look)
         ax.plot(*zip(*paper or [((), ())]), "o", mfc="white", mec="black" if names else look["color"], mew=1.6, ms=7, zorder=3)
+        for r in (r for r in mine if r.get("tag")):
+            ax.annotate(r["tag"], (r["at"][2], r["ours"]), (3, 3), textcoords="offset points", fontsize=7)
         points += ours * bool(s) + paper
         for y in [r["paper"] for r in mine if r["at"][2] is None and r["paper"] is not None]:
             ax.axhline(y, ls=":", lw=1.3, color=look["color"])

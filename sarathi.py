@@ -21,11 +21,11 @@ import re
 import signal
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from numbers import Integral, Real
 from typing import Callable, NamedTuple
 
@@ -65,6 +65,8 @@ class EngineConfig:
     order: str = option("fcfs", "who of the waiting starts first: the one that came first or last", choices=("fcfs", "lcfs"))
     cluster: int = option(0, "prefer requests whose adapter is in the batch once it has so many; 0: never [S-LoRA §4.2]")
     max_waiting: int = option(0, "most requests that may wait for a slot of the batch; more are refused as they arrive; 0: no limit")
+    fair: float = option(0.0, "clients (Request.client) share the engine: who got the least goes first, a new token counts as so many of a prompt "
+                              "(VTC: 2); 0: never")
     slo: float = option(0.0, "seconds to the first token after which a waiting request is given up; 0: never [S-LoRA §4.3]")
     tpot: float = option(0.0, "seconds per token that autopilot keeps every running request to; 0: as it comes")
     seed: int = option(0, "random numbers of requests that bring no seed of their own")
@@ -73,7 +75,7 @@ class EngineConfig:
     def __post_init__(self):
         for name, least in dict(chunk=1, max_batch=0, tile=1, n_page=0, adapter_pages=0, cluster=0, max_waiting=0, seed=0).items():
             checked(name, getattr(self, name), int, least)
-        for name in ("memory_gb", "slo", "tpot"):
+        for name in ("memory_gb", "slo", "tpot", "fair"):
             checked(name, getattr(self, name), float, 0)
         checked("alpha", self.alpha, float, 0, 1)
         for f in fields(self):
@@ -104,6 +106,7 @@ class Request:
     seed: int | None = None  # None: from the engine's seed and the request's id
     stop: tuple = ()  # token ids that end the output
     arrival: float = 0.0  # seconds on the engine's clock
+    client: str | None = None  # whose it is, where clients are to share the engine fairly
     id: int = field(default=-1, init=False)
     state: str = field(default="new", init=False)  # new -> pending -> waiting <-> running -> length | stop | abort, or refused
     tokens: np.ndarray = field(default=None, init=False, repr=False)  # (max_len,) int64, the first n_tokens are known
@@ -535,11 +538,70 @@ def make_scheduler(scheduler, **options):
 
 # ---------------------------------------------------------------- policy: the order of the queue
 
+class Queue:
+    """The waiting requests, first come first. Whatever stands where it does costs the same to take out, of ten or of a million.
+
+    of: client -> its own requests in the same order, for as long as it has some; n_come: how many have come."""
+
+    def __init__(self, requests=()):
+        self.all, self.of, self.n_come = OrderedDict(), {}, 0
+        for r in requests:
+            self.append(r)
+
+    def append(self, r):
+        self.n_come += 1
+        for part in (self.all, self.of.setdefault(r.client, OrderedDict())):
+            part[r] = None
+
+    def appendleft(self, r):
+        """Back to the head, where it came from."""
+        for part in (self.all, self.of.setdefault(r.client, OrderedDict())):
+            part[r] = None
+            part.move_to_end(r, last=False)
+
+    def remove(self, r):
+        mine = self.of[r.client]
+        del self.all[r], mine[r]
+        if not mine:
+            del self.of[r.client]
+
+    def __iter__(self):
+        return iter(self.all)
+
+    def __reversed__(self):
+        return reversed(self.all)
+
+    def __len__(self):
+        return len(self.all)
+
+
+class View:
+    """A queue in another order, worked out only as far as somebody looks: most iterations have no slot for anybody new."""
+
+    def __init__(self, waiting, order):
+        """order(): an iterator over the requests."""
+        self.waiting, self.order = waiting, order
+
+    def __iter__(self):
+        return self.order()
+
+    def __len__(self):
+        return len(self.waiting)
+
+    @property
+    def of(self):
+        """As a Queue's."""
+        clients = defaultdict(list)
+        for r in self:
+            clients[r.client].append(r)
+        return clients
+
+
 class Order:
     """In which order waiting requests are offered to the scheduler, any scheduler; this one: first come first served."""
 
     def queue(self, running, waiting):
-        """running, waiting as in Scheduler.plan -> the waiting requests (or some of them) in another order."""
+        """running, waiting as in Scheduler.plan -> the waiting requests (or some of them) in another order, a Queue or a View."""
         return waiting
 
 
@@ -547,7 +609,7 @@ class LastCome(Order):
     """Last come first served: under overload it keeps the promise to some instead of breaking it to all [S-LoRA §4.3]."""
 
     def queue(self, running, waiting):
-        return list(reversed(waiting))
+        return View(waiting, lambda: reversed(waiting))
 
 
 class Cluster(Order):
@@ -558,12 +620,80 @@ class Cluster(Order):
         self.inner, self.d = inner, d
 
     def queue(self, running, waiting):
-        active, first, last = {None, *(r.adapter for r in running)}, [], []  # no adapter is in every batch
-        for r in self.inner.queue(running, waiting):
+        queue = self.inner.queue(running, waiting)
+        return View(waiting, lambda: self._together(running, queue))
+
+    def _together(self, running, queue):
+        active, last = {None, *(r.adapter for r in running)}, []  # no adapter is in every batch
+        for r in queue:
             if len(active) <= self.d:
                 active.add(r.adapter)
-            (first if r.adapter in active else last).append(r)
-        return first + last
+            if r.adapter in active:
+                yield r
+            else:
+                last.append(r)
+        yield from last
+
+
+class Fair(Order):
+    """The client that got the least goes first: a virtual token counter (VTC, Sheng et al., arXiv 2401.00588). A client's counter
+    holds the tokens of its prompts and, each worth `weight` of them, the new ones. While two clients wait, their counters differ by no
+    more than a batch can hold, however many requests one of them sends; turns (round-robin) would let long requests take more."""
+
+    def __init__(self, inner, weight):
+        """inner: the order of each client's own requests."""
+        self.inner, self.weight = inner, weight
+        self.counter, self.level = {}, 0.0  # client -> tokens; the least of those that wait, which a client starts with
+        self.charged, self.known = {}, {}  # request -> what is in its client's counter for it; client -> its queue of the last time
+
+    def queue(self, running, waiting):
+        self._charge()
+        self._lift(waiting.of)
+        queue = self.inner.queue(running, waiting)
+        return View(waiting, lambda: self._least_first(queue.of))
+
+    def _least_first(self, queues):
+        """Each client's requests, as if those offered before had been started."""
+        heads = [(self.counter[client], i, iter(requests)) for i, (client, requests) in enumerate(queues.items())]
+        heapq.heapify(heads)
+        while heads:
+            tokens, i, requests = heads[0]
+            r = next(requests, None)
+            if r is None:
+                heapq.heappop(heads)
+            else:
+                paid = self.charged.setdefault(r, 0.0)  # something, if it was preempted
+                heapq.heapreplace(heads, (tokens if paid else tokens + len(r.prompt), i, requests))
+                yield r
+
+    def _charge(self):
+        """Book what was started and generated since the last time; an offer that was not taken costs nothing."""
+        for r, paid in list(self.charged.items()):
+            self.charged[r] = price = self._price(r)
+            self.counter[r.client] += price - paid
+            if r.done or not price:
+                del self.charged[r]
+
+    def _price(self, r):
+        """The whole prompt once it is started, but of one that was aborted before it gave a token only what was fed; computing again
+        after a preemption is not the client's fault."""
+        if r.state == "waiting" and not r.n_preempted:
+            return 0.0
+        return (min(r.n_past, len(r.prompt)) if r.state == "abort" and not r.times else len(r.prompt)) + self.weight * len(r.times)
+
+    def _lift(self, queues):
+        """Who comes (back) to the queue starts no lower than those in it: being away earns nothing. Who left is forgotten as soon as
+        that makes no difference.
+        # differs from [VTC Alg. 2]: with nobody in the queue it is the least of those that run, not the last to leave the queue"""
+        stayed = {c for c, q in queues.items() if self.known.get(c) is q or next(iter(q)).n_preempted}
+        here = stayed or {r.client for r in self.charged}
+        self.level = max(self.level, min((self.counter[c] for c in here), default=0.0))
+        here = {*queues, *(r.client for r in self.charged)}
+        if self.known.keys() != queues.keys():
+            self.counter = {c: n for c, n in self.counter.items() if c in here or n > self.level}
+        for c in queues.keys() - stayed:
+            self.counter[c] = max(self.counter.get(c, 0.0), self.level)
+        self.known = dict(queues)
 
 
 class OneAdapter(Order):
@@ -575,10 +705,19 @@ class OneAdapter(Order):
         self.inner = inner
 
     def queue(self, running, waiting):
-        queue = list(self.inner.queue(running, waiting))
-        adapter = next((r.adapter for r in chain(running, queue)), None)
-        first = next((i for i, r in enumerate(queue) if r.adapter == adapter), 0)
-        return [r for r in queue if r.adapter == adapter] if first <= self.PATIENCE else []
+        queue = self.inner.queue(running, waiting)
+        return View(waiting, lambda: self._alike(running, queue))
+
+    def _alike(self, running, queue):
+        adapter, patience = next((r.adapter for r in chain(running, queue)), None), self.PATIENCE
+        for r in queue:
+            if r.adapter == adapter:
+                patience = math.inf
+                yield r
+            elif patience == 0:
+                return
+            else:
+                patience -= 1
 
 
 class EarlyAbort(Order):
@@ -590,20 +729,21 @@ class EarlyAbort(Order):
         """give_up(request): the engine's."""
         self.inner, self.slo, self.clock, self.give_up = inner, slo, clock, give_up
         self.come = self.started = 0.0  # requests per call that brought a change
-        self.n_waiting, self.last = 0, -1.0
+        self.n_waiting = self.n_come = 0
 
     def queue(self, running, waiting):
-        n_new = sum(r.arrival > self.last for r in waiting)
+        n_new = waiting.n_come - self.n_come
         n_started = self.n_waiting + n_new - len(waiting)
         if n_new or n_started:
             self.come, self.started = 0.7 * n_new + 0.3 * self.come, 0.7 * n_started + 0.3 * self.started
-        self.last = max((r.arrival for r in waiting), default=self.last)
         now = self.clock.now()
-        for r in [r for r in waiting if not r.times and now - r.arrival >= (1 - self.MARGIN) * self.slo]:
-            self.give_up(r)
-        self.n_waiting = len(waiting)
+        late = lambda r: now - r.arrival >= (1 - self.MARGIN) * self.slo
+        for r in [*takewhile(lambda r: r.n_preempted or late(r), waiting)]:  # first those that gave way, then by arrival
+            if late(r) and not r.times:
+                self.give_up(r)
+        self.n_waiting, self.n_come = len(waiting), waiting.n_come
         queue = self.inner.queue(running, waiting)
-        return sorted(queue, key=lambda r: -r.arrival) if self.come >= self.started else queue
+        return View(waiting, lambda: iter(sorted(queue, key=lambda r: -r.arrival))) if self.come >= self.started else queue
 
 
 # ---------------------------------------------------------------- what an iteration costs
@@ -1792,7 +1932,7 @@ class Engine:
         self.merged = None, model  # (adapter, the model that has it in its weights)
         self.requests = {}  # id -> Request, from add until it ends
         self.pending = []  # a heap of (arrival, id): not arrived yet
-        self.waiting = deque()  # arrived, without pages
+        self.waiting = Queue()  # arrived, without pages
         self.running = []  # with pages, oldest first
         self.given_up = []  # Events of requests that ended outside an iteration, to be told
         self.n_ended = Counter()  # one of ENDS -> requests
@@ -1828,6 +1968,8 @@ class Engine:
             order = EarlyAbort(order, c.slo, self.clock, self._give_up)
         if c.cluster:
             order = Cluster(order, c.cluster)
+        if c.fair:
+            order = Fair(order, c.fair)
         return OneAdapter(order) if c.lora == "merge" else order
 
     # ------------------------------------------------------------ requests in and out
@@ -1936,6 +2078,8 @@ class Engine:
             raise ValueError(f"stop = {r.stop!r}: must be a list of token ids")
         for t in r.stop:
             checked("stop token", t, int, 0, c.vocab_size - 1)
+        if not isinstance(r.client, str | None):
+            raise ValueError(f"client = {r.client!r}: must be a name or None")
         if r.adapter is not None:
             self._check_adapter(r)
         return np.concatenate([prompt.astype(np.int64), np.zeros(r.max_new_tokens, np.int64)])
@@ -2083,10 +2227,7 @@ class Engine:
         return True
 
     def _start(self, r):
-        if self.waiting[0] is r:
-            self.waiting.popleft()
-        else:
-            self.waiting.remove(r)
+        self.waiting.remove(r)
         r.state = "running"
         self.running.append(r)
         self.adapters.use(r.adapter, 1)
@@ -2408,7 +2549,7 @@ class Pipeline:
         first = self.lanes[0]
         self.add, self.requests, self.max_batch = first.add, first.requests, n_stage * first.max_batch
         for lane in self.lanes:
-            lane.requests, lane.pending, lane.waiting = first.requests, first.pending, first.waiting
+            lane.requests, lane.pending, lane.waiting, lane.order = first.requests, first.pending, first.waiting, first.order
 
     @property
     def clock(self):

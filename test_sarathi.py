@@ -410,7 +410,7 @@ def test_a_scheduler_of_ones_own_runs_by_name_and_as_an_object():
 
 
 def test_no_step_looks_at_the_whole_queue():
-    class Counting(deque):
+    class Counting(sarathi.Queue):
         seen = 0
 
         def __iter__(self):
@@ -849,6 +849,12 @@ def test_sarathi_streams_text_and_says_how_fast(cache):
     ("bench.py", ["roofline", "--hardware", "h100"], "roofline can only be measured, on this machine"),
     ("bench.py", ["peers", "--peers", "ollama=x"], "names among transformers, vllm, llama.cpp"),
     ("bench.py", ["peers", "--cells", "x 16"], "cells = 'x 16': must be part of a name among prefill 512"),
+    ("bench.py", ["online", "--arrivals", "poisson"], "arrivals = 'poisson': must be poisson:RATE, gamma:RATE:CV"),
+    ("bench.py", ["online", "--prompt", "9..3"], "prompt = '9..3': must be 256 (all alike), 8..512"),
+    ("bench.py", ["online", "--schedulers", "orca,fifo"], "unknown scheduler 'fifo'"),
+    ("bench.py", ["online", "--targets", "3"], "targets = '3': must be two numbers above 0"),
+    ("bench.py", ["online", "--arrivals", "none.csv"], "none.csv"),
+    ("bench.py", ["online", "--fair", "-1"], "fair = -1.0: must be a number, at least 0"),
     ("bench.py", ["--repeats", "0"], "repeats = 0"), ("bench.py", ["--scheduler", "fifo"], "unknown scheduler 'fifo'"),
     ("bench.py", ["ceilings", "--model", "tiny", "--lengths", "4096"], "context ends at 1024"),
     ("bench.py", ["table2", "--hardware", "b200"], "unknown hardware 'b200': one of a10g, a6000"),
@@ -1160,7 +1166,7 @@ def test_every_figure_has_labels_and_every_point_of_its_rows(name, monkeypatch, 
     rows = bench.run(b, [name])
     figure = bench.draw(name, rows)
     assert all(ax.get_xlabel() and ax.get_ylabel() for ax in figure.axes)
-    drawn = [r for r in rows if "at" in r and r["at"][1] and r["ours"] is not None and (r["at"][2] is not None or "curve" in r)]
+    drawn = [r for r in bench.shown(rows) if r["at"][1] and (r["ours"] is not None and r["at"][2] is not None or "curve" in r)]
     shown = [y for ax in figure.axes for points in marks(ax)[2].values() for _, y in points]
     assert drawn and sorted(shown) == pytest.approx(sorted(y for r in drawn for _, y in r.get("curve", [(0, r["ours"])])))
     if name == "fig8":
@@ -1388,6 +1394,164 @@ def test_metrics_by_hand():
     assert seen == pytest.approx({"requests/s": 0.3, "tokens/s": 0.6, "latency": 14 / 3, "first token": 11 / 3, "attainment": 0.5,
                                   "satisfaction": (0.75 + 1) / 4, "aborted": 1})
     assert bench.metrics([ended(0, [], "abort")])["requests/s"] == 0
+
+
+# ---- online workloads
+
+@pytest.mark.parametrize("text, low, high, mean", [("7", 7, 7, 7), ("8..16", 8, 16, 12), ("5..5", 5, 5, 5), ("zipf:0.4:10:40", 10, 40, 21.9),
+                                                   ("zipf:0:10:40", 10, 40, 25), ("lognormal:100:0.5", 1, 10**4, 113.3), ("lognormal:1:0", 1, 1, 1)])
+def test_lengths_are_distributed_as_their_text_says(text, low, high, mean):
+    drawn = bench.lengths_of("prompt", text)(np.random.RandomState(0), 20000)
+    assert drawn.dtype.kind == "i" and drawn.min() >= low and drawn.max() <= high and drawn.mean() == pytest.approx(mean, rel=0.02)
+    assert text.startswith("log") or {drawn.min(), drawn.max()} == {low, high}, "both ends belong to it"
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3", "8..", "9..8", "0..4", "1.5", "zipf", "zipf:1:5", "zipf:1:9:8", "zipf:-1:5:9", "zipf:x:5:9", "zipf:nan:5:9",
+                                  "lognormal:0:1", "lognormal:5:-1", "lognormal:5:inf", "lognormal:5:1:2", "normal:5:1", "8..9..10", "8:9", "1e3"])
+def test_a_bad_length_names_itself_and_teaches_the_grammar(text):
+    with pytest.raises(ValueError, match=re.escape(f"output = {text!r}: must be {bench.LENGTHS}, in tokens") + "$"):
+        bench.lengths_of("output", text)
+
+
+def test_arrivals_are_what_their_text_says():
+    of = bench.arrivals_of
+    assert of("poisson:4") == bench.Arrivals(rate=4.0) and of("poisson:0.7x") == bench.Arrivals(rate=0.7, relative=True)
+    assert of("gamma:2.5:3") == bench.Arrivals(rate=2.5, cv=3.0) and of("closed:8") == bench.Arrivals(clients=8)
+    for text in ("", "poisson", "poisson:0", "poisson:-1", "poisson:inf", "poisson:x", "poisson:1:2", "gamma:1", "gamma:1:0", "closed:0", "closed:1.5", "closed:2x", "burst:3"):
+        with pytest.raises(ValueError, match=re.escape(f"arrivals = {text!r}: must be {bench.ARRIVALS}")):
+            of(text)
+
+
+def trace_file(tmp_path, text):
+    (tmp_path / "t.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(tmp_path / "t.csv")
+
+
+def test_a_trace_is_read_row_by_row(tmp_path):
+    jobs = bench.arrivals_of(trace_file(tmp_path, "\ufeffarrival,prompt,output,adapter,client\n0,10,3,,\n1.5,20,4,chat, ann \n\n1.5,7,1,,bob\n")).jobs
+    assert jobs == (bench.Job(0.0, 10, 3), bench.Job(1.5, 20, 4, "chat", "ann"), bench.Job(1.5, 7, 1, None, "bob"))
+    assert bench.read_jobs(trace_file(tmp_path, "output,arrival,prompt\n3,0,10")) == [bench.Job(0.0, 10, 3)], "any order, and only what is needed"
+
+
+@pytest.mark.parametrize("text, message", [
+    ("", "line 1: columns '': must be arrival,prompt,output and perhaps adapter,client"), ("0,10,3\n", "line 1: columns '0,10,3': must be"),
+    ("arrival,prompt\n1,2\n", "line 1: columns 'arrival,prompt': must be"), ("arrival,prompt,output,colour\n", "colour': must be"),
+    ("arrival,prompt,output\n", "line 2: no request under the names"), ("arrival,prompt,output\n0,8,2\n1,x,3\n", "line 3: prompt = 'x': must be a whole number, at least 1"),
+    ("arrival,prompt,output\n0,8,2\n\n1,8,2.5\n", "line 4: output = '2.5': must be a whole number"), ("arrival,prompt,output\n-1,8,2\n", "line 2: arrival = -1.0: must be a number, at least 0"),
+    ("arrival,prompt,output\nnan,8,2\n", "line 2: arrival = nan"), ("arrival,prompt,output\ninf,8,2\n", "line 2: arrival = inf"),
+    ("arrival,prompt,output\n0,0,2\n", "line 2: prompt = 0: must be a whole number, at least 1"), ("arrival,prompt,output\n0,8\n", "line 2: output = None"),
+    ("arrival,prompt,output\n0,8,2,9\n", "line 2: '9': more than 3 cells"), ("arrival,prompt,output\n,8,2\n", "line 2: arrival = ''"),
+    (b"\xff\xfe\x00\x01", "line 1: "), (b"arrival,prompt,output\n0,\xff,1\n", "line 2: prompt = ")])
+def test_a_bad_trace_names_file_line_and_value(text, message, tmp_path):
+    path = trace_file(tmp_path, text)
+    with pytest.raises(ValueError, match=re.escape(f"{path}, ") + ".*" + re.escape(message.removeprefix("line 1: ").removeprefix("line 2: "))) as e:
+        bench.arrivals_of(path)
+    assert re.search(r", line \d+: ", str(e.value)) and (not message.startswith("line") or message[:7] in str(e.value)) and "\n" not in str(e.value)
+
+
+def online_bench(hardware="a6000", **settings):
+    config = bench.BenchConfig(**dict(lengths="300", requests=2, hardware=hardware) | settings)
+    return bench.Bench(a6000() if hardware else small(), config, EngineConfig(max_batch=3, chunk=128, tile=64))
+
+
+def test_a_trace_is_served_with_its_adapters_and_clients(tmp_path, monkeypatch):
+    text = "arrival,prompt,output,adapter,client\n0,30,5,x,ann\n0.5,40,6,,bob\n700,50,7,y,ann\n"
+    work = bench.Online.of(online_bench(arrivals=trace_file(tmp_path, text)))
+    requests, times, rates = work.run("orca", "")
+    assert [(r.adapter, r.client, len(r.prompt), len(r.times)) for r in requests] == [("x", "ann", 30, 5), (None, "bob", 40, 6), ("y", "ann", 50, 7)]
+    assert requests[2].times[0] > 700 > requests[1].times[-1] and rates["utilization (share of time)"] < 0.1 and rates["throughput (new tokens/s)"] < 18 / 700
+    assert set(work.adapters) == {"x", "y"}
+    with pytest.raises(ValueError, match="a request of 5000 tokens: the model's context ends at"):
+        bench.Online.of(online_bench(arrivals=trace_file(tmp_path, "arrival,prompt,output\n0,4000,1000\n")))
+
+
+def test_a_closed_loop_never_has_more_requests_than_clients_and_never_fewer():
+    b = online_bench(arrivals="closed:3", prompt="20..200", output="5..30")
+    requests, *_ = bench.Online.of(b).run("sarathi", "")
+    starts, ends = sorted(r.arrival for r in requests), sorted(r.times[-1] for r in requests)
+    assert starts[:3] == [0, 0, 0] and starts[3:] == ends[:-3], "the next is sent when one ended"
+
+
+@pytest.mark.parametrize("arrivals", ["poisson:0.8x", "gamma:0.8x:3", "poisson:0.05"])
+def test_an_open_loop_sends_at_its_rate_whatever_becomes_of_the_requests(arrivals):
+    b = online_bench(arrivals=arrivals, prompt="100", output="20", requests=10)
+    work = bench.Online.of(b)
+    rate = float(arrivals.split(":")[1].removesuffix("x")) * (work.capacity if "x" in arrivals else 1.0)
+    sent = [[job.arrival for job in work.jobs], *([r.arrival for r in work.run(s, "").requests] for s in ("static", "orca"))]
+    gaps = np.diff(sent[0])
+    assert len(sent[0]) == 400 and 400 / sent[0][-1] == pytest.approx(rate, rel=0.3) and (gaps.std() / gaps.mean() > 2) == ("gamma" in arrivals)
+    for times in sent[1:]:
+        assert np.diff(times) == pytest.approx(gaps), "every scheduler gets the same"
+
+
+def test_how_a_run_fared_by_hand():
+    def ended(id, arrival, times, state="length"):
+        r = Request([1] * 10, arrival=arrival)
+        r.id, r.times, r.state = id, times, state
+        return r
+    requests = [ended(0, 1.0, [2.0, 2.5, 4.5]), ended(1, 1.0, [6.0, 6.1]), ended(2, 2.0, [], "abort"), ended(3, 5.0, [8.0])]
+    meter = bench.Meter(None)
+    for start, end, entries in ((1.5, 2.0, [(0, 0, 10)]), (2.0, 2.5, [(0, 10, 1), (1, 0, 4)]), (3.0, 3.0, [(1, 4, 0)]), (4.0, 6.0, [(1, 0, 10), (3, 0, 1)])):
+        meter.append(sarathi.Span(start, end, 0, 0, entries))
+    assert meter.busy == 3.0 and meter.fed == 26 and meter.first == {0: 1.5, 1: 2.0, 3: 4.0}
+    b = online_bench("", targets="3,0.5")
+    times = bench.waits(requests, meter.first)
+    assert times == {"time to first token": [1.0, 5.0, 3.0], "time per token": [1.25, pytest.approx(0.1)], "between two tokens": [0.5, 2.0, pytest.approx(0.1)],
+                     "queueing": [0.5, 1.0, -1.0]}
+    rates = bench.fared(b, requests, meter, times, start=1.0)
+    assert rates["throughput (requests/s)"] == 3 / 7 and rates["throughput (new tokens/s)"] == 6 / 7 and rates["throughput (tokens/s, prompts too)"] == 36 / 7
+    assert rates["goodput (requests/s within 3 s, 0.5 s per token)"] == pytest.approx(1 / 7) and rates["SLO attainment (share)"] == 1 / 4, "only the last is good"
+    assert rates["utilization (share of time)"] == pytest.approx(3 / 7) and rates["given up (requests)"] == 1 and "utilization (share of peak FLOP/s)" not in rates
+    assert rates["time to first token, p50 (s)"] == 3.0 and rates["between two tokens, longest (s)"] == 2.0
+    assert bench.distribution([3.0, 1.0, 2.0])[::25] == [(1.0, 0.0), (2.0, 0.5), (3.0, 1.0)] and bench.distribution([]) == []
+
+
+def test_the_share_of_peak_flops_is_that_of_the_linear_operators():
+    b = online_bench(arrivals="poisson:1", prompt="100", output="2")
+    requests, _, rates = bench.Online.of(b).run("orca", "")
+    took, c = max(r.times[-1] for r in requests), b.model.config
+    flops = 2 * c.n_layer * b.model.n_weights * 101 * len(requests)
+    assert rates["utilization (share of peak FLOP/s)"] == pytest.approx(flops / took / b.model.flops) and 0 < rates["utilization (share of time)"] <= 1
+
+
+@pytest.mark.parametrize("hardware", ["a6000", ""])
+def test_ctrl_c_in_online_prints_what_was_served(hardware, monkeypatch, capsys):
+    b = online_bench(hardware, arrivals="closed:2", prompt="20", output="4", schedulers="orca,static")
+    step, ended = Engine.step, []
+
+    def stopping(engine):
+        events = step(engine)
+        ended.extend(e for e in events if e.finished)
+        if len(ended) >= 3 and engine.scheduler.__class__.__name__ == "Orca":
+            b.interrupt._interrupt()
+        return events
+    if hardware:
+        monkeypatch.setattr(bench.Bench, "grid", lambda self, small, full: small)
+    monkeypatch.setattr(Engine, "step", stopping)
+    b.options.scheduler = "orca"
+    rows = bench.run(b, ["online", "ceilings"])
+    said = capsys.readouterr()
+    assert {r["experiment"] for r in rows} == {"online"} and len(rows) > 15 and "static" not in rows[0] and "interrupted" in said.err
+    assert rows[0]["ours"] > 0 and "time to first token" in said.out
+
+
+def test_what_is_longer_than_the_context_is_cut_and_said():
+    b = online_bench(prompt="lognormal:2000:2", output="lognormal:500:1", requests=5)
+    jobs, most = bench.drawn(b, 200), b.model.config.block_size
+    assert max(job.prompt + job.output for job in jobs) == most and min(job.output for job in jobs) >= 1
+    assert re.fullmatch(rf"\d+ of 200 requests were cut where the model's context ends, at {most} tokens", b.notes[0])
+
+
+def test_a_row_may_stand_in_several_panels():
+    rows = [bench.row("a", None, 1.0, "simulated", at=("left", "s", 2), also=[("right", "s", 3, 4.0, "tag"), ("curves", "s", None, [(1, 0.5), (2, 1.0)], "")])]
+    figure = bench.draw("tng_concurrency", rows)
+    assert [ax.get_title() for ax in figure.axes] == ["left", "right", "curves"]
+    assert [marks(ax)[2]["s"] for ax in figure.axes] == [[(2, 1.0)], [(3, 4.0)], [(1, 0.5), (2, 1.0)]] and [t.get_text() for t in figure.axes[1].texts] == ["tag"]
+
+
+def test_two_clients_side_by_side(capsys):
+    rows = {r["what"]: r["ours"] for r in bench.run(online_bench(requests=3), ["fairness"])}
+    assert rows["fair, light: TTFT, mean (s)"] < 0.5 * rows["fcfs, light: TTFT, mean (s)"]
 
 
 def test_where_drafts_stop_to_help():
@@ -1732,6 +1896,146 @@ def test_early_abort_gives_up_what_is_late_and_serves_the_newest_under_overload(
     r, engine = Request([1], 1), Simulator(SimpleCost(), max_batch=1, n_page=500, slo=0.1)
     engine.add(r)
     assert engine.run() == [r] and r.state == "length", "who has not waited at all is not late, however short the time"
+
+
+# ---- fairness
+
+def got(requests, client, weight=2.0):
+    """What a client was given: prompts that were started, and new tokens, by a ledger of our own."""
+    return sum((len(r.prompt) if r.n_past or r.times else 0) + weight * len(r.times) for r in requests if r.client == client)
+
+
+def flooded(clients, **options):
+    """A simulated engine with 300 requests of client a, then some of the others: clients {name: (how many, prompt, new tokens)}."""
+    engine = Simulator(SimpleCost(), max_batch=4, n_page=2000, chunk=64, tile=TILE, **options)
+    requests = [Request([1] * P, D, client=c) for c, (n, P, D) in clients.items() for _ in range(n)]
+    for r in requests:
+        engine.add(r)
+    return engine, requests
+
+
+@pytest.mark.parametrize("more", [{}, dict(order="lcfs"), dict(cluster=1), dict(slo=1e6), dict(alloc="grow")])
+@pytest.mark.parametrize("scheduler", NAMES)
+def test_a_flood_of_one_client_does_not_starve_the_others(scheduler, more):
+    """[VTC Theorem 4.4] While two clients wait, what they got differs by at most 2 max(prompt, weight * tokens of a batch)."""
+    clients, bound = dict(a=(300, 20, 10), b=(30, 60, 30), c=(60, 5, 20)), 2 * max(60, 2 * 4 * 30)
+    worst = {}
+    for fair in (0.0, 2.0):
+        (engine, requests), worst[fair] = flooded(clients, scheduler=scheduler, fair=fair, **more), 0.0
+        engine._arrive()
+        while len(engine.waiting.of) == 3:
+            engine.step()
+            each = [got(requests, c) for c in clients]
+            worst[fair] = max(worst[fair], max(each) - min(each))
+        finish(engine)
+        assert all(r.state == "length" for r in requests)
+    assert worst[2.0] <= bound < worst[0.0]
+
+
+def test_a_newcomer_is_served_at_once_and_whoever_was_away_has_no_credit():
+    engine, requests = flooded(dict(a=(300, 20, 10)), fair=2.0, scheduler="orca")
+    late = [Request([1] * 20, 10, client="b", arrival=200.0) for _ in range(50)]
+    for r in late:
+        engine.add(r)
+    while not late[0].done:
+        engine.step()
+    assert sum(not r.done for r in requests) > 200 and late[0].ttft < 15, "before some two hundred that came earlier"
+    before = got(requests, "a")
+    while "b" in engine.waiting.of:
+        engine.step()
+    assert got(late, "b") - (got(requests, "a") - before) < 480, "its share from now on, and no more"
+
+
+def test_clients_are_remembered_as_long_as_it_makes_a_difference_and_then_forgotten():
+    engine, requests = flooded(dict(a=(100, 20, 10), b=(100, 20, 10)), fair=2.0, scheduler="orca")
+    for i in range(300):
+        engine.add(Request([1] * 20, 10, client=f"c{i}", arrival=5.0 * i))
+    order, most = engine.order, 0
+    while engine.requests:
+        engine.step()
+        most = max(most, len(order.counter) - len(engine.waiting.of))
+    assert most < 20, "clients that neither wait nor run"
+    for name in ("x", "y", "z"):
+        engine.add(Request([1] * 20, 10, client=name, arrival=engine.clock.now()))
+        engine.run()
+    assert len(order.counter) + len(order.charged) + len(order.known) < 20
+
+
+def test_the_counters_are_what_was_given_through_preemptions_and_aborts():
+    engine = Engine(small(), scheduler="sarathi_serve", chunk=32, max_batch=5, tile=TILE, alloc="grow", n_page=80, fair=2.0)
+    requests = [Request(prompt(20 + i), 12, client="ab"[i % 2]) for i in range(20)]
+    for r in requests:
+        engine.add(r)
+    cut_short = 0
+    while engine.requests:
+        engine.step()
+        engine.pool.check()
+        if engine.n_steps % 6 == 0:
+            victim = min(engine.running, key=lambda r: len(r.times), default=None)
+            cut_short += victim is not None and 0 < victim.n_past < len(victim.prompt)
+            if victim:
+                engine.abort(victim.id)
+        engine.order._charge()
+        for client in engine.order.counter:  # not forgotten
+            mine = [r for r in requests if r.client == client and (r.times or r.n_past or r.n_preempted or r.state == "running")]
+            prompts = sum(r.n_past if r.state == "abort" and not r.times else len(r.prompt) for r in mine)
+            assert engine.order.counter[client] == prompts + 2 * sum(len(r.times) for r in mine)
+    assert sum(r.n_preempted for r in requests) > 3 and cut_short and not engine.order.charged
+    for i, r in enumerate(requests):
+        assert r.output == naive(20 + i, 12)[:len(r.output)]
+
+
+def test_fair_turns_by_hand():
+    order = sarathi.Fair(Order(), 2.0)
+    queue = sarathi.Queue(Request([1] * n, client=c) for c, n in [("a", 10), ("a", 10), ("b", 30), ("a", 10), ("b", 5), ("a", 1)])
+    for r in queue:
+        r.state = "waiting"
+    turns = lambda: [(r.client, len(r.prompt)) for r in order.queue([], queue)]
+    assert turns() == [("a", 10), ("b", 30), ("a", 10), ("a", 10), ("a", 1), ("b", 5)] == turns(), "as if each was started; asking changes nothing"
+    reverse = sarathi.Fair(LastCome(), 2.0)
+    assert [len(r.prompt) for r in reverse.queue([], queue)] == [1, 5, 10, 30, 10, 10], "of each client the last to come"
+    a, b = list(queue)[0], list(queue)[2]
+    for r in (a, b):
+        queue.remove(r)
+        r.state = "running"
+    b.times = [0.0, 0.0]
+    assert turns() == [("a", 10), ("a", 10), ("a", 1), ("b", 5)] and order.counter == {"a": 10, "b": 34}
+
+
+def test_who_had_much_and_left_has_not_forgotten_it_when_he_returns():
+    engine, requests = flooded(dict(a=(1, 400, 1), b=(100, 10, 5)), fair=2.0, scheduler="orca")
+    for client, arrival in (("c", 10.0), ("a", 20.0)):
+        engine.add(Request([1] * 10, 5, client=client, arrival=arrival))
+    *_, other, again = engine.requests.values()
+    while not again.done:
+        engine.step()
+    assert other.ttft < 10 and got(requests, "b") >= 400, "b had the turns until it had as much as a"
+
+
+@pytest.mark.parametrize("options", [dict(scheduler=name) for name in NAMES] + [dict(lora="merge"), dict(cluster=1, order="lcfs"), dict(slo=1e6)])
+def test_fairness_changes_who_goes_first_and_no_token(options):
+    engine = Engine(small(), **dict(chunk=32, max_batch=3, tile=TILE, alloc="grow", n_page=140, fair=1.0) | options)
+    requests = [Request(prompt(10 + i), 8, client=c) for i, c in enumerate(["flood"] * 8 + ["light", None])]
+    for r in requests:
+        engine.add(r)
+    finish(engine)
+    assert [r.output for r in requests] == [naive(10 + i, 8) for i in range(10)]
+    assert max(requests[8].times[0], requests[9].times[0]) < max(r.times[0] for r in requests[:8]), "the last to come were not the last to start"
+
+
+def test_a_pipelines_lanes_share_one_account():
+    line = Pipeline(a6000(), 3, scheduler="sarathi", max_batch=2, n_page=1000, fair=2.0)
+    requests = [Request([1] * 40, 10, client=c) for c in ["a"] * 60 + ["b"] * 20]
+    for r in requests:
+        line.add(r)
+    line.step()
+    order, worst = line.lanes[0].order, 0
+    while len(line.lanes[0].waiting.of) == 2:
+        line.step()
+        order._charge()
+        assert order.counter == {c: got(requests, c) for c in "ab"}
+        worst = max(worst, abs(got(requests, "a") - got(requests, "b")))
+    assert worst <= 2 * 2 * 6 * 10
 
 
 class SimpleCost(CostModel):
