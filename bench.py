@@ -1186,7 +1186,7 @@ class Scene:
         scheduler = Rounds() if server else Lightllm(n_page - split)
         engine = Simulator(cost, clock=VirtualClock(), scheduler=scheduler, max_batch=PEFT_BATCH.get(self.model, 16) if server else 1000,
                            n_page=n_page, adapter_pages=split, alloc="grow", record=self.bench.tape(variant), **options)
-        scheduler.pages = (lambda adapter: 0) if split else engine.adapters.n_page
+        engine.scheduler.pages = (lambda adapter: 0) if split else engine.adapters.n_page
         return engine
 
     def engine(self, variant, options):
@@ -1364,9 +1364,9 @@ class Pair:
 
     @cached_property
     def cost(self):
-        """The prices of the target's and the draft's iterations."""
-        models = [m for m in (self.bench.model, self.draft) if not isinstance(m, str)]
-        return tuple(models if self.bench.simulated else [CostModel.profile(m, self.home.config.repeats) for m in models])
+        """The prices of the target's iterations and, None for a lookup, of the draft's."""
+        price = (lambda m: m) if self.bench.simulated else lambda m: CostModel.profile(m, self.home.config.repeats)
+        return price(self.bench.model), None if isinstance(self.draft, str) else price(self.draft)
 
     def engine(self, spec, L=0, **more):
         drafts = dict(draft=self.draft, spec=spec, cost=self.cost if isinstance(spec, str) else None, alpha=self.alpha) if spec != "off" else {}

@@ -1029,10 +1029,14 @@ class Learned(CostModel):
     RATE = 0.1  # of each iteration's news
 
     def __init__(self, base):
-        self.base, self.factor, self.factors, self.version = base, 1.0, np.ones((2, 24)), 0
+        self.base, self.factor, self.factors, self.n_learned = base, 1.0, np.ones((2, 24)), 0
 
     def __getattr__(self, name):
         return getattr(self.base, name)
+
+    @property
+    def version(self):
+        return self.n_learned // 32
 
     def _time(self, w, lora="batched"):
         return self.base._time(w, lora) * self._correction(w)[0]
@@ -1046,6 +1050,7 @@ class Learned(CostModel):
     def learn(self, w, seconds):
         """An iteration took so long."""
         factor, row, i, share = self._correction(w)
+        self.n_learned += 1
         news = min(2.0, max(0.5, seconds / (self.base._time(w) * factor)))  # whatever else the machine did meanwhile counts little
         self.factor *= news ** (self.RATE / 10)
         self.factors[row, i] *= news ** (self.RATE * (1 - share))
@@ -1437,6 +1442,15 @@ def tree_tokens(alpha, shape):
     return 1.0 + np.cumprod(1 - (1 - np.asarray(alpha, float)[:len(shape)]) ** np.array(shape, int)).sum()
 
 
+def best_drafts(d):
+    """All drafts that Decodes may have, the best first -> (S,) i V + j - 1 for the j-th of request i, V the most that one may have, and
+    (S,) the tokens that it is worth: alpha_i ** j."""
+    j = np.arange(1, d.most.max() + 1)
+    worth = np.where(j <= d.most[:, None], d.alpha[:, None] ** j, -1.0).ravel()  # (B * V,)
+    order = np.argsort(-worth, kind="stable")[:d.most.sum()]
+    return order, worth[order]
+
+
 class Goodput(Policy):
     """One k for the requests of a step, the one with the most generated tokens per second [SmartSpec Alg. 1, Eq. 3-9].
     # differs from [SmartSpec Alg. 2]: which requests run is the scheduler's word, not the best prefix of the queue"""
@@ -1487,14 +1501,12 @@ class GoodputRequest(Goodput):
     per_request, shapes = True, ()
 
     def lengths(self, d):
-        B, V = len(d.most), int(d.most.max())
-        j = np.arange(1, V + 1)
-        worth = np.where(j <= d.most[:, None], d.alpha[:, None] ** j, -1.0).ravel()  # (B * V,)
-        order = np.argsort(-worth, kind="stable")[:d.most.sum()]
+        B, (order, worth) = len(d.most), best_drafts(d)
         if not len(order):
             return np.zeros(B, int)
+        V = int(d.most.max())
         taken = order % V < np.arange(V + 1)[:, None]  # (V + 1, S): of the best drafts, those within so many steps
-        n, tokens = taken.cumsum(1), (taken * worth[order]).cumsum(1) + B
+        n, tokens = taken.cumsum(1), (taken * worth).cumsum(1) + B
         seconds = self._target(d, len(order))[n] + np.array([d.draft(steps) for steps in range(V + 1)])[:, None]
         steps, last = np.unravel_index(np.argmax(tokens / seconds), n.shape)
         return np.bincount(order[:last + 1][taken[steps, :last + 1]] // V, minlength=B)
@@ -1583,7 +1595,7 @@ class Autopilot(SarathiServe, Policy):
     and x / T requests end per second. By Little's law S T / x is their latency: what maximizes one minimizes the other, at any load.
     A prefill token and a draft thus have one currency, the T of their iteration. With a target the best that keeps every running
     request to its pace is taken: a request that is ahead of it lends its time to the prefills of others."""
-    registry, priced = POLICIES, True
+    registry, priced, per_request = POLICIES, True, True
 
     def start(self, engine):
         self.engine, self.ranked = engine, {}
@@ -1596,10 +1608,11 @@ class Autopilot(SarathiServe, Policy):
         return super().plan(running, waiting)
 
     def room(self, plan):
-        return self.total - sum(n for r, n in plan)
+        return self.total - sum(n for r, n in plan) if self._is_policy else math.inf
 
     def lengths(self, d):
-        return np.minimum(d.most, self.k)
+        """So many drafts in all, the best of them: requests differ."""
+        return np.bincount(best_drafts(d)[0][:self.k * len(d.most)] // max(1, d.most.max()), minlength=len(d.most))
 
     def _choose(self, requests, decodes):
         """-> tokens of this iteration, and drafts of each decode"""
@@ -1646,10 +1659,14 @@ class Autopilot(SarathiServe, Policy):
             self.ranked[key] = sorted(rates, key=lambda key: (rates[key], key), reverse=True)
         return self.ranked[key]
 
+    @property
+    def _is_policy(self):
+        """Whether the number of drafts is ours to choose."""
+        return self.engine.speculator is not None and self.engine.speculator.policy is self
+
     def _ks(self):
         """Numbers of drafts to choose from."""
-        s = self.engine.speculator
-        return range(self.n_spec + 1) if s and s.policy is self else (0,)
+        return range(self.n_spec + 1) if self._is_policy else (0,)
 
     def _alpha(self):
         return self.engine.speculator.alpha if self.engine.speculator else 0.0
@@ -1667,14 +1684,16 @@ GRID = sorted({n for j in range(7) for n in (2**j, 3 * 2**j // 2)})  # sizes of 
 
 
 def make_policy(spec, scheduler=None):
-    """A Policy from a name, a number of drafts or a text of one, or the object itself. scheduler: autopilot is both at once."""
+    """A Policy from a name, a number of drafts or a text of one, or the object itself; scheduler: the engine's, which may be both."""
+    kind = POLICIES.get(spec) if isinstance(spec, str) else type(spec)
+    if kind and issubclass(kind, Scheduler) and scheduler is not None:
+        if not isinstance(scheduler, kind):
+            raise ValueError(f"spec = {spec!r} needs scheduler = {spec!r}: it chooses chunks and drafts together")
+        return scheduler
     if isinstance(spec, Policy):
         return spec
-    if isinstance(spec, str) and spec in POLICIES:
-        both = issubclass(POLICIES[spec], Scheduler)
-        if both and scheduler is not None and not isinstance(scheduler, POLICIES[spec]):
-            raise ValueError(f"spec = {spec!r} needs scheduler = {spec!r}: it is the scheduler that knows how many drafts")
-        return scheduler if both and scheduler is not None else POLICIES[spec]()
+    if kind and isinstance(spec, str):
+        return kind()
     if isinstance(spec, str) and spec.isdecimal() or isinstance(spec, Integral) and not isinstance(spec, bool):
         return Fixed(int(spec))
     if isinstance(spec, str) and re.fullmatch(r"\d+(,\d+)+", spec):
@@ -1907,7 +1926,7 @@ class Engine:
             raise ValueError(f"model = {model!r}: must be a {self.runs.__name__}")
         self.model, self.config = model, EngineConfig(**options)
         c, B, L = self.config, self.config.max_batch, model.config.block_size
-        self.scheduler = make_scheduler(c.scheduler)
+        self.scheduler = make_scheduler(c.scheduler, chunk=c.chunk, tile=c.tile)
         policy = make_policy(spec, self.scheduler)
         if draft is None and policy.n_spec:
             raise ValueError(f"spec = {spec!r} without a draft: give draft = {' or '.join(map(repr, PROPOSERS))}, or a model")
@@ -1921,7 +1940,8 @@ class Engine:
             raise ValueError(f"n_page = {c.n_page}, memory_gb = {c.memory_gb:g}: a pool of {n_page} pages of {page} bytes, "
                              f"must have 1 .. {free // page} pages in the {free / 1e9:.1f} GB there are")
         self.max_batch = B or min(256, max(1, n_page // L))  # B = floor((M_G - M_S) / (L * m_kv)) [SARATHI §4.3.1]
-        make_scheduler(self.scheduler, chunk=c.chunk, max_batch=self.max_batch, tile=c.tile)
+        if self.scheduler.max_batch is None:
+            self.scheduler.max_batch = self.max_batch
         self.clock, self.record = clock or WallClock(), record
         self.order = self._new_order()
         checked("adapter_pages", c.adapter_pages, int, 0, n_page - 1)
