@@ -442,8 +442,7 @@ SCHEDULERS = {}  # name -> class
 class Scheduler(Named, named=False):
     """Who feeds how many tokens in the next iteration. Subclass it and write `plan`; it never touches pages.
 
-    chunk, max_batch and tile are filled in by the engine unless given here, so an object is for one engine; priced: whether it asks
-    for engine.cost."""
+    chunk, max_batch and tile are the engine's unless given here; priced: whether it asks for engine.cost."""
     registry, priced = SCHEDULERS, False
 
     def __init__(self, chunk=None, max_batch=None, tile=None):
@@ -523,13 +522,14 @@ class SarathiServe(Scheduler):
 
 
 def make_scheduler(scheduler, **options):
-    """A Scheduler from its name, or the object itself, with what it leaves open (None) filled in from options."""
+    """A Scheduler from its name or like the object, with what it leaves open (None) filled in from options."""
     if isinstance(scheduler, str):
         if scheduler not in SCHEDULERS:
             raise KeyError(f"unknown scheduler {scheduler!r}: one of {', '.join(SCHEDULERS)}")
         scheduler = SCHEDULERS[scheduler]()
     if not isinstance(scheduler, Scheduler):
         raise ValueError(f"scheduler = {scheduler!r}: must be a Scheduler object or one of {', '.join(SCHEDULERS)}")
+    scheduler = copy.copy(scheduler)  # what one engine fills in is not another's
     for name, value in options.items():
         if getattr(scheduler, name, None) is None:
             setattr(scheduler, name, value)

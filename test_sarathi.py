@@ -406,6 +406,8 @@ def test_a_scheduler_of_ones_own_runs_by_name_and_as_an_object():
             engine.add(r)
         ended = engine.run()
         assert [r.output for r in requests] == expected and [r.id for r in ended] == [1, 2, 0]
+    mine = ShortestFirst()
+    assert [Engine(small(), scheduler=mine, max_batch=n, n_page=100).scheduler.max_batch for n in (1, 4)] == [1, 4], "one object, two engines"
     del SCHEDULERS["shortest_first"]
 
 
