@@ -2122,13 +2122,11 @@ class Engine:
     def step(self):
         """One iteration -> [Event]. With nothing but future arrivals it waits for the next one; with nothing at all it is []."""
         self._arrive()
+        queue = self.order.queue(self.running, self.waiting)  # which may give some of them up
         if not self.running and not self.waiting:
             return self._told()
-        queue = self.order.queue(self.running, self.waiting)
         plan = self._admit(self.scheduler.plan(self.running, queue), queue)
         plan = plan or self._admit(self.scheduler.plan(self.running, ()), ())  # nothing new fits: again with the door closed
-        if not plan and not self.running and not self.waiting:
-            return self._told()  # all were given up
         if not plan:
             raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing for {len(self.running)} running "
                                f"and {len(self.waiting)} waiting requests")
@@ -2222,7 +2220,7 @@ class Engine:
                     self._start(r)
             while r.state == "running" and not self._hold(r, r.n_past + n):
                 self._preempt(self.running[-1])
-        if is_open:
+        if is_open and self.adapters.known:
             self.adapters.prefetch(islice((r for r in queue if r.state == "waiting"), PREFETCH))  # else free pages are for who is at the door
         return [(r, n) for r, n in plan if r.state == "running"]
 

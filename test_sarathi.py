@@ -3182,7 +3182,7 @@ def storm(engine, rng, n_step=80):
     for step in range(n_step):
         for i in range(8):
             requests.append(Request([rng.randrange(9) for _ in range(rng.randint(1, 30))], rng.randint(1, 16), rng.choice([None, *engine.adapters.known]),
-                                    rng.choice((0.0, 1.0)), arrival=engine.clock.now() + 1e6 * (i == 7)))
+                                    rng.choice((0.0, 1.0)), client=f"user {step + i}", arrival=engine.clock.now() + 1e6 * (i == 7)))
             engine.add(requests[-1])
         engine.abort(requests[-1].id)  # the one that is not here yet
         if step % 5 == 0:
@@ -3198,11 +3198,11 @@ def storm(engine, rng, n_step=80):
     return peaks, requests, ends
 
 
-@pytest.mark.parametrize("limits", [dict(max_waiting=9), dict(slo=12.0), dict(max_waiting=9, slo=12.0, order="lcfs", cluster=2)], ids=str)
+@pytest.mark.parametrize("limits", [dict(max_waiting=9), dict(slo=12.0), dict(max_waiting=9, slo=12.0, order="lcfs", cluster=2, fair=2.0)], ids=str)
 @pytest.mark.parametrize("draft, alloc", [(None, "grow"), ("ngram", "reserve"), ("model", "grow"), ("heads", "grow")])
 @pytest.mark.parametrize("make", [Engine, Simulator])
 def test_an_overload_is_survived(make, draft, alloc, limits):
-    """What the engine holds stops to grow, who is not served is told and counted, and afterwards it is as empty as before."""
+    """What the engine holds stops to grow, who is not served is told and counted, and afterwards nothing is left, but what is known of clients."""
     model, small_draft = (small(), GPT.from_preset(GPTConfig(**SMALL), seed=5)) if make is Engine else (SimpleCost(), Linear())
     draft = dict(model=small_draft, heads=sarathi.Medusa() if make is Simulator else model_py.Heads(2, 64)).get(draft, draft)
     engine = make(model, clock=sarathi.VirtualClock(), max_batch=4, chunk=32, tile=8, n_page=150, alloc=alloc, draft=draft, alpha=0.5 * (make is Simulator),
@@ -3226,7 +3226,7 @@ def test_an_overload_is_survived(make, draft, alloc, limits):
         while engine.adapters.evict():
             pass
         assert engine.pool.n_free == engine.pool.n_page and not engine.pool.tables
-        empty.append((engine.n_ended.copy(), items(engine, set())))
+        empty.append((engine.n_ended.copy(), items(engine, {id(engine.order)})))  # which may remember clients
     assert empty[0][1] == empty[1][1] and empty[1][0].total() == engine.n_added
 
 
@@ -3248,13 +3248,14 @@ def test_max_waiting_is_of_those_who_find_no_slot():
 FACTORS = dict(
     scheduler=[name for name, made in SCHEDULERS.items() if made.__module__ == "sarathi"], alloc=["reserve", "grow"], chunk=[7, 24, 96], tile=[8, 32], max_batch=[1, 6], pool=["small", "large"],
     adapters=["none", "one", "mixed"], lora=["batched", "bmm", "merge"], adapter_pages=[0, 64],
-    order=list(next(f for f in fields(EngineConfig) if f.name == "order").metadata["choices"]), cluster=[0, 2],
+    order=list(next(f for f in fields(EngineConfig) if f.name == "order").metadata["choices"]), cluster=[0, 2], fair=[0, 2],
     draft=[None, *sarathi.PROPOSERS, "self", "large", "guesser", "heads"], spec=[*(name for name in sarathi.POLICIES if name != "oracle"), 3, "2,2"],
     sampling=["greedy", "mixed"], aborts=[False, True])  # oracle wants a forced acceptance, so no token is the model's
 PLAIN = dict(scheduler="sarathi", alloc="reserve", chunk=24, tile=8, max_batch=4, pool="large", adapters="none", lora="batched", adapter_pages=0,
-             order="fcfs", cluster=0, draft=None, spec="off", sampling="greedy", aborts=False)
+             order="fcfs", cluster=0, fair=0, draft=None, spec="off", sampling="greedy", aborts=False)
 EXCLUSIVE = [("draft", [None], "spec", [spec for spec in FACTORS["spec"] if spec != "off"]), ("draft", ["ngram"], "spec", ["confidence"]),
-             ("draft", ["ngram", "self", "large"], "spec", ["2,2"]), ("draft", ["guesser", "heads"], "spec", ["confidence", "goodput_global", "goodput_request"]),
+             ("draft", ["ngram", "self", "large"], "spec", ["2,2"]), ("draft", ["guesser", "heads"], "spec", [name for name, made in sarathi.POLICIES.items() if not made.shapes and name != "off"]),
+             *(("spec", [name], "scheduler", [other for other in FACTORS["scheduler"] if other != name]) for name in SCHEDULERS if name in sarathi.POLICIES),
              ("lora", ["merge"], "adapter_pages", [64]), ("lora", ["merge"], "cluster", [2])]
 EXCLUSIVE = {frozenset([(f, v), (g, w)]) for f, vs, g, ws in EXCLUSIVE for v in vs for w in ws}
 
@@ -3299,7 +3300,8 @@ def test_the_matrix_has_every_pair_of_values():
 
 @pytest.mark.parametrize("pair", sorted(EXCLUSIVE, key=lambda pair: sorted(map(str, pair))), ids=lambda pair: " ".join(f"{f}={v}" for f, v in sorted(pair)))
 def test_what_is_not_in_the_matrix_is_refused_in_one_line_at_the_start(pair):
-    case = PLAIN | (dict(draft="self") if "draft" in dict(pair) else {}) | dict(pair)
+    spec = dict(pair).get("spec")
+    case = PLAIN | (dict(draft="self") if spec else {}) | (dict(scheduler=spec) if spec in SCHEDULERS else {}) | dict(pair)
     with pytest.raises(ValueError) as error:
         engine_of(case)
     assert "\n" not in str(error.value)
@@ -3338,7 +3340,7 @@ def requests_of(case, lengths, n_new):
             sampling = [dict(temperature=0.9, seed=i), dict(temperature=1.2, top_k=20, top_p=0.9, seed=i)][i % 2]
         tokens = naive(length, n_new, adapter=adapter) if not sampling else None if speculates else alone(length, n_new, 0, adapter, tuple(sampling.items()))
         stop = [tokens[n_new // 2]] if i == 3 and tokens else []
-        found.append((Request(prompt(length), n_new, adapter, stop=stop, **sampling), tokens[:tokens.index(stop[0]) + 1] if stop else tokens))
+        found.append((Request(prompt(length), n_new, adapter, stop=stop, client="abb"[i % 3], **sampling), tokens[:tokens.index(stop[0]) + 1] if stop else tokens))
     return found, [Request(prompt(5 + i, seed=7), n_new, names[-1], arrival=1e6 * (i == 2)) for i in range(3 * case["aborts"])]
 
 
