@@ -40,7 +40,7 @@ from tqdm import tqdm
 from kernels import FEW_ROWS, linear, pack
 from model import GPT, PRESETS, Linear, default_dtype, load_model, preset, random_adapter
 from sarathi import (GPUS, CostModel, Engine, EngineConfig, Interruptible, Parser, Pipeline, Request, Sarathi, Scheduler, Simulator,
-                     VirtualClock, WallClock, Work, add_model_flags, checked, expected_tokens, least_squares, make_scheduler, option,
+                     VirtualClock, WallClock, Work, add_model_flags, checked, expected_tokens, join_world, least_squares, make_clock, make_scheduler, option,
                      rehearse, run_cli, with_room)
 
 EXPERIMENTS = {}  # name -> (function, one line on what it reproduces)
@@ -67,7 +67,7 @@ class BenchConfig:
     requests: int = option(10, "requests in each end-to-end run")
     repeats: int = option(5, "timings of which the median counts, taken in turns after a warm-up; end-to-end runs: half as many")
     hardware: str = option("", f"simulate this GPU instead of measuring: one of {', '.join(GPUS)}")
-    tp: int = option(1, "GPUs that share every layer (tensor parallelism), simulated only")
+    tp: int = 1  # a flag of its own, as for sarathi.py: simulated GPUs, or processes
     scale: int = option(10000, "requests of the large simulations (fig12)")
     full: bool = option(False, "the paper's whole grid also where it is measured")
     plot: str = option("", "draw the tables' figures, with the paper's points beside ours, as PNG files in this folder")
@@ -106,14 +106,14 @@ class Bench:
     def __init__(self, model, config, engine):
         self.model, self.config, self.options = model, config, engine
         self.simulated = isinstance(model, CostModel)
-        self.clock, self.source = (VirtualClock(), "simulated") if self.simulated else (WallClock(), "measured")
+        self.clock, self.source = (VirtualClock(), "simulated") if self.simulated else (make_clock(model.world), "measured")
         self.lengths = config.lengths or ([1024, 2048, 3072] if self.simulated or model.device.type == "cuda" else [256, 512, 768])
         if max(self.lengths) > model.config.block_size:
             raise ValueError(f"lengths {self.lengths}: the model's context ends at {model.config.block_size}")
         fits = int(model.memory[0]) // model.page // max(self.lengths) if self.simulated else 6
         self.B = engine.max_batch or max(1, min(6, fits))  # 6 as in [SARATHI Table 4]
         self.notes = []  # sentences printed under the tables
-        self.interrupt = Interruptible()
+        self.interrupt = Interruptible() if self.simulated else Interruptible(model.world)
         self.doing, self.tapes = "", Tapes()  # the experiment under way; what its engines did
 
     def engine(self, scheduler, L, n_page=None, B=None, **more):
@@ -2027,7 +2027,7 @@ def main():
             raise ValueError(f"hardware = {args.hardware!r}: {' and '.join(sorted(ALWAYS_MEASURED & set(names)))} can only be measured, on this machine")
     if args.chunk == "auto":
         args.chunk, names = 256, ["profile", *(n for n in names if n != "profile")]
-    config, options = BenchConfig(**parser.values(BenchConfig, args)), EngineConfig(**parser.values(EngineConfig, args))
+    config, options = BenchConfig(tp=args.tp, **parser.values(BenchConfig, args)), EngineConfig(**parser.values(EngineConfig, args))
     make_scheduler(options.scheduler)
     check_writable(config)
     if config.hardware:
@@ -2036,7 +2036,7 @@ def main():
     else:
         dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(args.device)
         name = args.model or ("llama-124m" if set(names) <= {"roofline", "peers"} else biggest_llama(args.device))
-        model, _ = load_model(name, dtype, args.device, options.seed)
+        model, _ = load_model(name, dtype, args.device, options.seed, join_world(args))
     bench = Bench(model, config, options)
     where = machine(model)
     print(f"{name} ({model.config.n_params / 1e6:.0f}M parameters, {where['dtype']}) on {where['name']}; paper: LLaMA-13B on an A6000")

@@ -12,16 +12,22 @@ one token. A page (one token's K and V) owns n_kv_head rows in each plane. Head 
 
 and so both allocation policies, and every kernel, share one address formula.
 """
+import atexit
 import ctypes
 import os
+import pickle
 import sys
+import time
+from collections import Counter, deque
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 try:
@@ -64,6 +70,147 @@ def launch(kernel, grid, *args, **constants):
 def pow2(n):
     """The smallest power of two that is at least n: tiles have such sides, and mask what is too much."""
     return 1 << (max(int(n), 1) - 1).bit_length()
+
+
+# ---------------------------------------------------------------- more than one device: what their processes say to each other
+
+TIMEOUT = 20  # seconds that a rank waits for another before it gives up; loading a model may take longer
+LETTER = 1000  # bytes of a first message of World.agree: what an iteration agrees on is no more
+
+
+class World:
+    """The processes that hold one model together, each on its device, all running the same program [SPMD]. tp neighbours share
+    every layer (`part` is which share this one has), pp such groups share out the layers (`stage` is which):
+
+        stage 0    rank 0   rank 1    all_reduce, all_gather: within a row            rank = stage * tp + part
+        stage 1    rank 2   rank 3    send, receive: down a column                    here tp = 2, pp = 2
+
+    What a rank sends is counted in `sent`, in bytes, by what it was for, as a ring sends it: (tp - 1) / tp of what is gathered, twice
+    that of what is reduced. World() is a process by itself: every method gives back what it got, torch.distributed is never touched."""
+
+    def __init__(self, tp=1, pp=1, rank=0, device="cpu"):
+        self.tp, self.pp, self.rank, self.size, self.device = tp, pp, rank, tp * pp, device
+        self.stage, self.part = divmod(rank, tp)
+        self.sent, self.posted = Counter(), deque()  # bytes by purpose; messages that nobody waited for
+
+    @classmethod
+    def start(cls, tp=1, pp=1, device="cpu"):
+        """Join the processes that torchrun started. ValueError, with the line to type, if there are not tp * pp of them."""
+        size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+        if tp * pp != size:
+            raise ValueError(f"tp = {tp}, pp = {pp}: needs {tp * pp} processes, there {'is' if size == 1 else 'are'} {size}: "
+                             f"torchrun --nproc_per_node {tp * pp} {os.path.basename(sys.argv[0])} --tp {tp} --pp {pp} ...")
+        if size == 1:
+            return cls(device=device)
+        if device == "cuda":
+            if local >= torch.cuda.device_count():
+                raise ValueError(f"device = 'cuda': process {local} has no GPU of its own, there are {torch.cuda.device_count()}")
+            torch.cuda.set_device(local)
+            device = f"cuda:{local}"
+        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))  # for what is agreed on
+        world = cls(tp, pp, dist.get_rank(), device)
+        backend = "nccl" if device != "cpu" else "gloo"
+        group = lambda ranks: dist.new_group(ranks, timedelta(seconds=TIMEOUT), backend)
+        rows = [group([*range(i * tp, (i + 1) * tp)]) for i in range(pp)] if tp > 1 else [None] * pp  # everybody makes all groups
+        columns = [group([*range(i, size, tp)]) for i in range(tp)] if pp > 1 else [None] * tp
+        world.row, world.column = rows[world.stage], columns[world.part]
+        atexit.register(world.close)
+        return world
+
+    def agree(self, value, source=0):
+        """What rank `source` says, on every rank: any value that can be pickled. The source does not wait for the others."""
+        if self.size == 1:
+            return value
+        text = pickle.dumps(value) if self.rank == source else b""
+        first = torch.zeros(8 + LETTER, dtype=torch.uint8)
+        first.numpy()[:8 + min(LETTER, len(text))] = np.frombuffer(len(text).to_bytes(8, "little") + text[:LETTER], np.uint8)
+        self._broadcast(first, source)
+        length = int.from_bytes(first.numpy()[:8].tobytes(), "little")
+        rest = torch.zeros(max(0, length - LETTER), dtype=torch.uint8)
+        if len(rest):
+            rest.numpy()[:len(text) - LETTER if text else 0] = np.frombuffer(text[LETTER:], np.uint8)
+            self._broadcast(rest, source)
+        return value if self.rank == source else pickle.loads(first.numpy()[8:].tobytes()[:length] + rest.numpy().tobytes())
+
+    def _broadcast(self, x, source):
+        work = self._call(dist.broadcast, x, source, async_op=True)
+        if self.rank == source:
+            self._post(work)
+        else:
+            self._call(work.wait)
+
+    def each(self, value):
+        """What every rank says, in the order of ranks."""
+        return [self.agree(value, rank) for rank in range(self.size)]
+
+    def all_reduce(self, x, what):
+        """Sum x over the row, in place. -> x"""
+        if self.tp > 1:
+            self.sent[what] += 2 * (self.tp - 1) * x.nbytes // self.tp
+            self._call(dist.all_reduce, x, group=self.row)
+        return x
+
+    def all_gather(self, x, what):
+        """x of every part of the row, in order -> (tp, *x.shape)"""
+        if self.tp == 1:
+            return x[None]
+        self.sent[what] += (self.tp - 1) * x.nbytes
+        out = x.new_empty(self.tp, *x.shape)
+        self._call(dist.all_gather, [*out], x.contiguous(), group=self.row)
+        return out
+
+    def send(self, x, what):
+        """x to the same part of the next stage, without waiting until it is there."""
+        self.sent[what] += x.nbytes
+        self._post(self._call(dist.isend, x.contiguous(), self.rank + self.tp, group=self.column))
+
+    def receive(self, shape, dtype):
+        """What the stage before sent -> a tensor of this shape"""
+        x = torch.empty(shape, dtype=dtype, device=self.device)
+        self._call(dist.recv, x, self.rank - self.tp, group=self.column)
+        return x
+
+    def _post(self, work):
+        """Keep a message that is on its way; those that arrived are forgotten."""
+        while self.posted and self.posted[0].is_completed():
+            self.posted.popleft()
+        self.posted.append(work)
+
+    def _call(self, f, *args, **more):
+        """f(...), which another rank's end or silence must not leave a riddle."""
+        try:
+            return f(*args, **more)
+        except RuntimeError as e:
+            raise RuntimeError(f"rank {self.rank} of {self.size}: {self._missing()} ({str(e).splitlines()[0][:200]})") from None
+
+    def _missing(self):
+        """Who does not answer a roll call, which everybody holds who notices that something is wrong."""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.add(f"alive {self.rank}", 1)
+            time.sleep(1.0)
+            gone = [rank for rank in range(self.size) if not store.check([f"alive {rank}"])]
+        except RuntimeError:  # it lives with rank 0, or with torchrun
+            gone = [0]
+        return f"rank {' and '.join(map(str, gone))} died or hangs" if gone else "no rank is missing"
+
+    @staticmethod
+    def first_to_say(message):
+        """Whether no other rank has said that: what is wrong on all of them is said once."""
+        if dist.is_available() and dist.is_initialized():
+            return dist.distributed_c10d._get_default_store().add(message, 1) == 1
+        return os.environ.get("RANK", "0") == "0"
+
+    def close(self):
+        """Wait until what was sent is there, and part."""
+        for work in self.posted:
+            try:
+                work.wait(timedelta(seconds=5))
+            except RuntimeError:  # the one who should have got it is gone
+                break
+        self.posted.clear()
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------- linear: every weight read once for all N tokens

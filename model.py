@@ -25,7 +25,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import (Factors, Lora, LoraPages, Pages, Segment, Site, activate, add_norm, attention, heads, linear, lora, pack, rope_angles,
+from kernels import (Factors, Lora, LoraPages, Pages, Segment, Site, World, activate, add_norm, attention, heads, linear, lora, pack, rope_angles,
                      rotate_write)
 
 
@@ -194,9 +194,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The model. GPT(config) has fresh trainable weights; from_preset and from_pretrained give packed ones for the engine."""
 
-    def __init__(self, config):
+    def __init__(self, config, world=World()):
+        """world: the processes that share the model; config says what of it this one has."""
         super().__init__()
-        self.config = config
+        self.config, self.world = config, world
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = None if config.llama else nn.Embedding(config.block_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -288,11 +289,12 @@ class GPT(nn.Module):
     # ------------------------------------------------------------ weights: made at random or read from a folder
 
     @classmethod
-    def _filled(cls, config, dtype, device, fill):
+    def _filled(cls, config, dtype, world, fill):
         """A model whose every weight is written once, in its final type, by fill(name, tensor), and packed at once: at no time
         are there two copies of more than one matrix."""
+        device = world.device
         with torch.device("meta"):
-            model = cls(config)
+            model = cls(config, world)
         model.inv_freq = inv_freq(config, device) if config.llama else None
         for name, p in list(model.named_parameters()):
             owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
@@ -306,23 +308,27 @@ class GPT(nn.Module):
         return model.eval()
 
     @classmethod
-    def from_preset(cls, name, dtype=torch.float32, device="cpu", seed=0):
-        """Random weights for a preset's shape (or a GPTConfig), the same for the same seed and device."""
+    def from_preset(cls, name, dtype=torch.float32, device="cpu", seed=0, world=None):
+        """Random weights for a preset's shape (or a GPTConfig), the same for the same seed and device. world: this rank's share of
+        them, on its device."""
+        world = world or World(device=device)
         config = name if isinstance(name, GPTConfig) else preset(name)
-        rng = torch.Generator(device).manual_seed(seed)
+        rng = torch.Generator(world.device).manual_seed(seed)
 
         def fill(name, t):
             if name.endswith("bias") or "norm" in name:
                 t.fill_(float(name.endswith("weight")))
             else:
                 t.normal_(0.0, 0.02, generator=rng)
-        return cls._filled(config, dtype, device, fill)
+        return cls._filled(config, dtype, world, fill)
 
     @classmethod
-    def from_pretrained(cls, folder, dtype=None, device="cpu"):
+    def from_pretrained(cls, folder, dtype=None, device="cpu", world=None):
         """Load a Hugging Face folder (gpt2, llama, mistral; one file or shards) straight into `dtype` (None: the folder's own).
+        world: read this rank's share of it only, onto its device.
 
         FileNotFoundError for what is missing, ValueError for what does not fit: the message names the file or the tensor."""
+        world = world or World(device=device)
         folder = Path(folder)
         config, own_dtype = read_config(folder)
         with Checkpoint(folder) as checkpoint:
@@ -332,7 +338,7 @@ class GPT(nn.Module):
                 parts, sizes = names[name], part_sizes(config, name, t.shape[0])
                 for part, size, piece in zip(parts, sizes, t.split(sizes)):
                     piece.copy_(checkpoint.take(part, (size, *t.shape[1:])))
-            model = cls._filled(config, dtype or own_dtype, device, fill)
+            model = cls._filled(config, dtype or own_dtype, world, fill)
             checkpoint.expect_all_taken()
         return model
 
@@ -906,10 +912,11 @@ def load_heads(name, dtype=torch.float32, device="cpu"):
     return Heads.from_pretrained(folder, dtype, device)
 
 
-def load_model(name, dtype=None, device="cpu", seed=0):
-    """name: "tiny" or its "draft" (trained here on first use), a preset (random weights) or a Hugging Face folder -> (GPT, Tokenizer or None)."""
+def load_model(name, dtype=None, device="cpu", seed=0, world=None):
+    """name: "tiny" or its "draft" (trained here on first use), a preset (random weights) or a Hugging Face folder -> (GPT, Tokenizer or
+    None). world: load this rank's share, on its device."""
     if name in PRESETS and name != "tiny":
-        return GPT.from_preset(name, dtype or torch.float32, device, seed), None
+        return GPT.from_preset(name, dtype or torch.float32, device, seed, world), None
     own = name in ("tiny", "draft")
     folder = cache_folder() / name if own else Path(name)
     if own and not (folder / "tokenizer.json").is_file():
@@ -918,7 +925,7 @@ def load_model(name, dtype=None, device="cpu", seed=0):
         train_tiny()
     if not folder.is_dir():
         raise FileNotFoundError(f"model {name!r} is neither a folder nor a preset ({', '.join(PRESETS)})")
-    model = GPT.from_pretrained(folder, dtype, device)
+    model = GPT.from_pretrained(folder, dtype, device, world)
     try:
         return model, load_tokenizer(folder)
     except (FileNotFoundError, ValueError) as e:

@@ -32,8 +32,8 @@ from typing import Callable, NamedTuple
 import numpy as np
 import torch
 
-from kernels import (BLOCK_ROWS, FEW_ROWS, Lora, LoraPages, Pages, Segment, accept, causal_mask, context_pad, on_gpu, residual, run_ends,
-                     sample, target_probs)
+from kernels import (BLOCK_ROWS, FEW_ROWS, Lora, LoraPages, Pages, Segment, World, accept, causal_mask, context_pad, on_gpu, residual,
+                     run_ends, sample, target_probs)
 from model import GPT, PRESETS, Adapter, Batch, Heads, default_dtype, load_heads, load_model
 
 
@@ -1518,6 +1518,17 @@ class WallClock:
         time.sleep(max(0.0, t - self.now()))
 
 
+class SharedClock(WallClock):
+    """Rank 0's clock, read on every rank."""
+
+    def __init__(self, world):
+        super().__init__()
+        self.world = world
+
+    def now(self):
+        return self.world.agree(super().now())
+
+
 class VirtualClock:
     """Seconds that pass only when somebody says so."""
 
@@ -1529,6 +1540,11 @@ class VirtualClock:
 
     def wait_until(self, t):
         self.t = max(self.t, t)
+
+
+def make_clock(world):
+    """A clock that all ranks of a world read alike."""
+    return SharedClock(world) if world.size > 1 else WallClock()
 
 
 class Span(NamedTuple):
@@ -1569,7 +1585,8 @@ class Engine:
                              f"must have 1 .. {free // page} pages in the {free / 1e9:.1f} GB there are")
         self.max_batch = B or min(256, max(1, n_page // L))  # B = floor((M_G - M_S) / (L * m_kv)) [SARATHI §4.3.1]
         self.scheduler = make_scheduler(c.scheduler, chunk=c.chunk, max_batch=self.max_batch, tile=c.tile)
-        self.clock, self.record = clock or WallClock(), record
+        self.world = getattr(model, "world", World())  # a CostModel has none
+        self.clock, self.record = clock or make_clock(self.world), record
         self.order = self._new_order()
         checked("adapter_pages", c.adapter_pages, int, 0, n_page - 1)
         self.pool = self._new_pool(n_page - c.adapter_pages)
@@ -1659,7 +1676,7 @@ class Engine:
         for r in requests:
             self.add(r)
         try:
-            with Interruptible() as interrupt:
+            with Interruptible(self.world) as interrupt:
                 while not all(r.done for r in requests):
                     if interrupt.seen:
                         raise KeyboardInterrupt
@@ -1674,7 +1691,7 @@ class Engine:
         """Step until nothing is left, calling on_event(Event) -> the requests that ended, in order of their end. Ctrl-C stops
         it after the iteration under way; what is unfinished stays in the engine."""
         ended = []
-        with Interruptible() as interrupt:
+        with Interruptible(self.world) as interrupt:
             while self.requests and not interrupt.seen:
                 for event in self.step():
                     if on_event:
@@ -1752,7 +1769,7 @@ class Engine:
         """One forward pass -> the next tokens of each request that has none left to feed after this plan, in the plan's order."""
         start = self.clock.now()
         logits = self._forward(plan)
-        tokens = self._sample([(r, n - r.n_todo) for r, n in plan if n >= r.n_todo], logits)
+        tokens = self.world.agree(self._sample([(r, n - r.n_todo) for r, n in plan if n >= r.n_todo], logits))
         self._keep(start, self.clock.now(), 0, plan)
         return tokens
 
@@ -2040,11 +2057,19 @@ def free_memory(device):
 
 
 class Interruptible:
-    """While it is entered, the first Ctrl-C only sets `seen`, so that an iteration is never cut in half; the second is as usual."""
-    seen = False
+    """While it is entered, the first Ctrl-C only sets `seen`, so that an iteration is never cut in half; the second is as usual.
+    In a World of several processes `seen` is what rank 0 saw: all stop behind the same iteration."""
+    came = False
+
+    def __init__(self, world=World()):
+        self.world = world
+
+    @property
+    def seen(self):
+        return self.world.agree(self.came)
 
     def __enter__(self):
-        self.seen = False
+        self.came = False
         try:
             self.previous = signal.signal(signal.SIGINT, self._interrupt)
         except ValueError:  # not the main thread: signals are somebody else's
@@ -2052,8 +2077,9 @@ class Interruptible:
         return self
 
     def _interrupt(self, *_):
-        self.seen = True
-        signal.signal(signal.SIGINT, self.previous)
+        self.came = True
+        if self.world.size == 1:  # torchrun passes on what the terminal has sent already
+            signal.signal(signal.SIGINT, self.previous)
 
     def __exit__(self, *exc):
         if self.previous is not None:
@@ -2235,7 +2261,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {message}\n" if World.first_to_say(message) else None)
 
     def add_fields(self, cls, **change):
         """One flag per field of cls that has a help text; change: what a flag should have otherwise, by field."""
@@ -2255,7 +2281,9 @@ def run_cli(main):
     try:
         main()
     except (ValueError, KeyError, OSError) as e:
-        print(f"{os.path.basename(sys.argv[0])}: {e.args[0] if isinstance(e, KeyError) else e}", file=sys.stderr)
+        message = f"{os.path.basename(sys.argv[0])}: {e.args[0] if isinstance(e, KeyError) else e}"
+        if World.first_to_say(message):
+            print(message, file=sys.__stderr__)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -2278,8 +2306,8 @@ def main():
 
     config = EngineConfig(**parser.values(EngineConfig, args))  # what is wrong is said before a model is loaded
     make_scheduler(config.scheduler)
-    spec = draft_spec(args)
-    model, tokenizer = load_model(args.model, args.dtype and getattr(torch, args.dtype) or default_dtype(args.device), args.device)
+    spec, world = draft_spec(args), join_world(args)
+    model, tokenizer = load_model(args.model, args.dtype and getattr(torch, args.dtype) or default_dtype(args.device), world=world)
     if args.prompt is not None and tokenizer is None:
         raise ValueError(f"model {args.model!r} has no tokenizer: give --tokens 1,2,3 instead of --prompt")
     prompt = parse_tokens(args.tokens) if args.prompt is None else tokenizer.encode(args.prompt)
@@ -2304,6 +2332,16 @@ def add_model_flags(parser, model):
     parser.add_argument("--model", default=model, help=f"a Hugging Face folder, or one of {', '.join(PRESETS)} (random weights but for tiny)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and cache; None: bfloat16 where it is fast")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"), help="where to run")
+    parser.add_argument("--tp", type=int, default=1, help="devices that share every layer (tensor parallelism), a process each: see torchrun")
+    parser.add_argument("--pp", type=int, default=1, help="groups of devices that share out the layers (pipeline parallelism), likewise")
+
+
+def join_world(args):
+    """The World of --tp and --pp, of which only rank 0 has anything to print."""
+    world = World.start(checked("tp", args.tp, int, 1), checked("pp", args.pp, int, 1), args.device)
+    if world.rank:
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+    return world
 
 
 def add_draft_flags(parser):

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ import bench
 import kernels
 import model as model_py
 import sarathi
-from kernels import Segment, attention, attention_ref, causal_mask, triton
+from kernels import Segment, World, attention, attention_ref, causal_mask, triton
 from model import GPT, PRESETS, Adapter, GPTConfig, load_tokenizer, preset, random_adapter
 from sarathi import (SCHEDULERS, Cluster, CostModel, Engine, EngineConfig, LastCome, OneAdapter, Order, PagePool, Pipeline, Request,
                      Scheduler, Simulator, make_scheduler)
@@ -2792,3 +2793,37 @@ def test_acceptance_is_counted_by_head_and_candidate():
         total += engine.speculator.by_head - sarathi.FADE * before
     assert np.allclose(total[0] / total[1], 0.4, atol=0.05)
     assert engine.speculator.n_accepted > 1000
+
+
+# ---------------------------------------------------------------- more than one device: processes, on this one's cores
+
+def spread(tp, pp, case):
+    """Run case(world) -> what JSON can hold, in tp * pp fresh processes -> a list, by rank."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (tp, pp, port, folder, case), nprocs=tp * pp)
+        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(tp * pp)]
+
+
+def _rank(rank, tp, pp, port, folder, case):
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(tp * pp))
+    torch.set_num_threads(1)
+    world = World.start(tp, pp)
+    Path(folder, str(rank)).write_text(json.dumps(case(world)))
+    world.close()
+
+
+def agreements(world):
+    """What the primitives of a World give."""
+    x = torch.arange(4.0) + world.rank
+    return dict(agree=world.agree([world.rank, "x" * 3000]), last=world.agree(world.rank, world.size - 1), each=world.each(world.rank),
+                sum=world.all_reduce(x.clone(), "sum").tolist(), gather=world.all_gather(x, "gather").tolist(), sent=dict(world.sent))
+
+
+def test_ranks_agree():
+    for said in spread(2, 1, agreements):
+        assert said["agree"] == [0, "x" * 3000] and said["last"] == 1 and said["each"] == [0, 1]
+        assert said["sum"] == [1, 3, 5, 7] and said["gather"] == [[0, 1, 2, 3], [1, 2, 3, 4]]
+        assert said["sent"] == dict(sum=16, gather=16)  # a ring of two: half of 16 bytes twice; 16 bytes once
