@@ -1522,11 +1522,24 @@ class SharedClock(WallClock):
     """Rank 0's clock, read on every rank."""
 
     def __init__(self, world):
+        self.world, self.events = world, str(world.device) != "cpu"
+        world.each(None)  # all are here: they start together
         super().__init__()
-        self.world = world
+        self.zero = torch.cuda.Event(enable_timing=True) if self.events else None
+        if self.events:
+            self.zero.record()
 
     def now(self):
         return self.world.agree(super().now())
+
+    def mark(self):
+        """-> a function that says when this rank's device was done with all that it had been given by now, by its own clock"""
+        if not self.events:
+            t = super().now()
+            return lambda: t
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return lambda: self.zero.elapsed_time(event) / 1e3
 
 
 class VirtualClock:
@@ -1778,9 +1791,11 @@ class Engine:
         for r, n in plan:
             if r.n_past == 0:
                 self._wipe(self.pool.tables[r.id])
-        model = self._weights(plan)
-        self.hidden = model.hidden(self._pack(plan), self.kv)  # (M, C), what heads guess from
-        return model.predict(self.hidden)
+        self.hidden = self._layers(self._weights(plan), self._pack(plan))  # (M, C), what heads guess from
+        return self.model.predict(self.hidden)
+
+    def _layers(self, model, batch):
+        return model.hidden(batch, self.kv)
 
     def _weights(self, plan):
         """The model; where adapters are merged, with that of the plan in its weights."""
@@ -2049,6 +2064,12 @@ class Engine:
         del self.requests[r.id]
 
 
+def make_engine(model, **options):
+    """An Engine for a model, a Simulator for a CostModel, a Pipeline for one stage of a model."""
+    kind = Simulator if isinstance(model, CostModel) else Pipeline if model.world.pp > 1 else Engine
+    return kind(model, **options)
+
+
 def free_memory(device):
     """(bytes, the share of them that the pool takes by default): what weights leave of a GPU; the RAM."""
     if device.type == "cuda":
@@ -2199,17 +2220,66 @@ class SimulatedLane(Lane, Simulator):
         return partial(self._sample, [(r, n - r.n_todo) for r, n in plan if n >= r.n_todo], None)
 
 
+class StageLane(Lane, Engine):
+    """A Lane on the stage that this process has of a model: the other stages are other processes, and do the same with their layers."""
+
+    def _run(self, plan):
+        """My layers of it -> a function that waits for its tokens, which the last stage finds."""
+        world, self.start = self.world, self.clock.mark()
+        logits = self._forward(plan)
+        ready = [(r, n - r.n_todo) for r, n in plan if n >= r.n_todo]
+        said = torch.zeros(max(1, len(ready)), 2 + max([k for r, k in ready], default=0), dtype=torch.long)  # each one's number of tokens, tokens
+        if world.is_last:
+            for row, new in zip(said, self._sample(ready, logits)):
+                row[:1 + len(new)] = torch.tensor([len(new), *new])
+            sent = lambda: None
+        else:
+            sent = world.send(self.hidden, "activations")
+            for r, k in ready:  # the random numbers that the last stage takes are everybody's
+                r.rng.random((k + 1) * (r.temperature > 0))
+        heard, end = world.spread(said, world.last), self.clock.mark()
+
+        def tokens():
+            heard()
+            sent()
+            self._book(plan, self.start(), end())
+            return [row[1:1 + row[0]] for row in said.tolist()[:len(ready)]]
+        return tokens
+
+    def _layers(self, model, batch):
+        x, world = None, self.world
+        if world.stage:
+            x = world.receive((len(batch.tokens), model.config.n_embd), model.dtype)
+            self.start = self.clock.mark()
+        return model.hidden(batch, self.kv, x)
+
+    def _book(self, plan, start, end):
+        self._keep(start, end, self.world.stage, plan)
+        self.line.charge(plan, self.line.book(self.world.stage, start, end))
+
+    def _memory(self, draft):
+        """As much for each lane; asked before the first took its own."""
+        self.line.memory = self.line.memory or super()._memory(draft)
+        return self.line.memory[0] / self.world.pp, self.line.memory[1]
+
+
 class Pipeline:
-    """n_stage stages of equal layers and as many lanes, each with up to max_batch requests; what Simulator is to one GPU
-    (add, step, run) [SARATHI §5.3]. A stage that idles between two micro-batches makes a bubble, charged to the second:
+    """Stages of equal layers and as many lanes, each with max_batch requests and n_page pages; what Engine and Simulator are to one
+    device (add, step, run, ...) [SARATHI §5.3]. model: a CostModel, for n_stage stages that are simulated; or a GPT of which this
+    process has a stage. A stage that idles between two micro-batches makes a bubble, charged to the second:
 
     PB1: their prefills differ in length; PB2: one has a prefill, the other none; PB3: only their cached lengths differ [§3.2]."""
     run, generate = Engine.run, Engine.generate
 
-    def __init__(self, model, n_stage, record=None, **options):
-        self.free, self.last = [0.0] * checked("n_stage", n_stage, int, 1), None  # when each stage is; tokens of the last one's chunks
+    def __init__(self, model, n_stage=None, record=None, clock=None, **options):
+        self.world, simulated = getattr(model, "world", World()), isinstance(model, CostModel)
+        n_stage = checked("n_stage", n_stage, int, 1) if simulated else self.world.pp
+        if not simulated:
+            options = dict(clock=clock or make_clock(self.world)) | self._combined(options)
+        self.free, self.last = [0.0] * n_stage, None  # when each stage is; tokens of the last one's chunks
         self.now, self.bubbles = 0.0, dict(PB1=0.0, PB2=0.0, PB3=0.0)  # when the last turn was; seconds of all stages
-        self.lanes = [SimulatedLane(self, i, model, record=record, **options) for i in range(n_stage)]
+        self.memory = None  # what the lanes share
+        self.lanes = [(SimulatedLane if simulated else StageLane)(self, i, model, record=record, **options) for i in range(n_stage)]
         first, self.turns = self.lanes[0], deque(self.lanes)
         self.add, self._checked, self.requests, self.max_batch = first.add, first._checked, first.requests, n_stage * first.max_batch
         for lane in self.lanes:
@@ -2217,10 +2287,19 @@ class Pipeline:
             lane.adapters.known = first.adapters.known
         self.add_adapter = first.add_adapter
 
+    def _combined(self, options):
+        """The options, if stages of which only the last sees logits can do with them; else a ValueError."""
+        draft, policy = options.get("draft"), make_policy(options.get("spec", "off"))
+        if isinstance(draft, (Heads, Medusa)):
+            raise ValueError(f"draft = {type(draft).__name__}: heads read the last stage's states, with pp = {self.world.pp} give ngram or a model")
+        if policy.priced and not options.get("cost"):
+            raise ValueError(f"spec = {options['spec']!r}: a stage of pp = {self.world.pp} cannot be profiled for the price of drafts, give a number")
+        return options
+
     @property
     def clock(self):
-        """The clock of the lane that is ready last: when all that was started has left the last stage."""
-        return max((lane.clock for lane in self.lanes), key=lambda clock: clock.t)
+        """Everybody's; simulated that of the lane that is ready last: when all that was started has left the last stage."""
+        return max((lane.clock for lane in self.lanes), key=lambda clock: getattr(clock, "t", 0.0))
 
     def step(self):
         """The turn of the lane that was started first, as stages work in order -> [Event] of the iteration that it had in flight."""
