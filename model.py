@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import sysconfig
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +46,7 @@ class GPTConfig:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: dict = field(default_factory=dict)  # {} or Hugging Face's "linear" or "llama3" settings
+    part: tuple = (0, 1)  # (i, n): this is share i of n of every layer; n_head, n_kv_head and n_inner are the share's
 
     def __post_init__(self):
         self.n_inner = self.n_inner or 4 * self.n_embd
@@ -60,10 +61,29 @@ class GPTConfig:
     def llama(self):
         return self.family == "llama"
 
+    def share(self, i, n):
+        """Share i of n of every layer: so many heads and so much of the FFN [Megatron-LM, arXiv 1909.08053 §3]. ValueError for
+        what does not come out even. n_kv_head too: keys and values are on one device each, never copied."""
+        for name in ("n_head", "n_kv_head", "n_inner", "n_embd"):
+            if getattr(self, name) % n:
+                raise ValueError(f"tp = {n} devices cannot share {name} = {getattr(self, name)}: it must be a multiple of tp")
+        return replace(self, n_head=self.n_head // n, n_kv_head=self.n_kv_head // n, n_inner=self.n_inner // n, part=(i, n))
+
+    @property
+    def whole(self):
+        """The model that this is a share of."""
+        n = self.part[1]
+        return replace(self, n_head=self.n_head * n, n_kv_head=self.n_kv_head * n, n_inner=self.n_inner * n, part=(0, 1))
+
+    @property
+    def n_vocab(self):
+        """Rows of the embedding and of the output head here; the last share's are filled up with zeros."""
+        return -(-self.vocab_size // self.part[1])
+
     @property
     def n_params(self):
         """Parameters in all, embeddings included."""
-        C, D, I, V = self.n_embd, self.head_dim, self.n_inner, self.vocab_size
+        C, D, I, V = self.n_embd, self.head_dim, self.n_inner, self.n_vocab
         layer = C * (2 * self.n_head + 2 * self.n_kv_head) * D + (3 if self.llama else 2) * C * I
         norms = (2 * self.n_layer + 1) * C * (1 if self.llama else 2)
         biases = 0 if self.llama else self.n_layer * (5 * C + I) + self.block_size * C  # and the learned positions
@@ -76,8 +96,10 @@ class GPTConfig:
             shapes = {name: m.weight.shape for name, m in Block(self).named_children() if isinstance(m, Linear)}
         found, names, width = {}, hf_names(self), self.n_kv_head * self.head_dim
         for op, (n_out, n_in) in shapes.items():
-            modules, first, page = {}, 0, 0
-            for name, n in zip(names[f"blocks.0.{op}.weight"], part_sizes(self, f"{op}.weight", n_out)):
+            sizes, first, page, modules = part_sizes(self, f"{op}.weight", n_out), 0, 0, {}
+            if op in REDUCED:  # each share adds other columns of x A B to its partial sum of x W [S-LoRA §6]
+                sizes, first = [n_out // self.part[1]], n_out // self.part[1] * self.part[0]
+            for name, n in zip(names[f"blocks.0.{op}.weight"], sizes):
                 modules[name.split(".0.")[1].removesuffix(".weight")] = first, n, page
                 first, page = first + n, page + -(-n // width)
             found[op] = Operator(n_in, page, modules)
@@ -86,6 +108,9 @@ class GPTConfig:
     def page_bytes(self, itemsize):
         """Bytes of one page: a token's K and V vectors in every layer, m_kv in [SARATHI §4.3]."""
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
+
+
+REDUCED = ("postproj", "ffn_ln2")  # where it is the input that is shared out: outputs are partial sums, to be added up
 
 
 class Operator(NamedTuple):
@@ -132,11 +157,34 @@ class Batch:
 
 class Linear(nn.Linear):
     """y = x Wᵀ + b through kernels.linear: W may have been packed for this machine. Then each row's own adapter [S-LoRA §4.1]:
-    its A and B lie in the pages of kv, and adapters says where."""
+    its A and B lie in the pages of kv, and adapters says where. reduced: what this is called, if the world's ys are to be added up;
+    it has the bias on one rank then."""
+
+    def __init__(self, n_in, n_out, bias, world=World(), reduced=None):
+        super().__init__(n_in, n_out, bias)
+        self.world, self.reduced = world, reduced
 
     def forward(self, x, adapters=None, kv=None):
         y = linear(x, self.weight, self.bias)
-        return y if adapters is None else lora(y, x, kv, adapters)
+        if adapters is not None:
+            y = lora(y, x, kv, adapters, self.exchange if self.world.tp > 1 else None)
+        return self.world.all_reduce(y, self.reduced) if self.reduced else y
+
+    def exchange(self, xa):
+        """What all ranks have of x A [S-LoRA §6], flat -> (ranks, numbers), or (1, numbers) where each had a partial sum."""
+        return self.world.all_reduce(xa, "lora")[None] if self.reduced else self.world.all_gather(xa, "lora")
+
+
+class Head(Linear):
+    """The output head: every rank has some of the vocabulary, and gets all logits."""
+
+    def forward(self, x):
+        y = self.world.all_gather(linear(x, self.weight), "head")  # (ranks, ..., V / ranks)
+        return y.movedim(0, -2).flatten(-2)[..., :self.vocab_size]
+
+    def __init__(self, config, world):
+        super().__init__(config.n_embd, config.n_vocab, False, world)
+        self.vocab_size = config.vocab_size
 
 
 class Norm(nn.Module):
@@ -172,17 +220,17 @@ class Block(nn.Module):
     """One layer. Its five timed operators carry the paper's names. x is the residual stream, y what the operator before has yet to
     add to it: the next norm does, in the same pass over memory."""
 
-    def __init__(self, config):
+    def __init__(self, config, world=World()):
         super().__init__()
         C, D, bias = config.n_embd, config.head_dim, not config.llama
         self.llama = config.llama
         self.norm1 = Norm(config)
         self.preproj = Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias)  # q, k and v in one matrix
         self.attn = Attention(config)
-        self.postproj = Linear(config.n_head * D, C, bias)
+        self.postproj = Linear(config.n_head * D, C, bias, world, "postproj")
         self.norm2 = Norm(config)
         self.ffn_ln1 = Linear(C, config.n_inner * (2 if config.llama else 1), bias)  # gate and up in one matrix
-        self.ffn_ln2 = Linear(config.n_inner, C, bias)
+        self.ffn_ln2 = Linear(config.n_inner, C, bias, world, "ffn_ln2")
 
     def forward(self, x, y, rope, batch=None, kv=None):
         plus = lambda name: (batch.loras.get(name), kv) if batch is not None else ()
@@ -198,11 +246,11 @@ class GPT(nn.Module):
         """world: the processes that share the model; config says what of it this one has."""
         super().__init__()
         self.config, self.world = config, world
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wte = nn.Embedding(config.n_vocab, config.n_embd)
         self.wpe = None if config.llama else nn.Embedding(config.block_size, config.n_embd)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, world) for _ in range(config.n_layer))
         self.norm = Norm(config)
-        self.head = Linear(config.n_embd, config.vocab_size, bias=False)
+        self.head = Head(config, world)
         if config.tied:
             self.head.weight = self.wte.weight
         self.inv_freq = inv_freq(config) if config.llama else None
@@ -226,10 +274,19 @@ class GPT(nn.Module):
 
     def _embed(self, tokens, positions, dtype):
         """-> x (..., C) and the rotary (cos, sin) or None, shared by all layers."""
-        x = self.wte(tokens).to(dtype)
+        x = self._lookup(tokens).to(dtype)
         if self.wpe is not None:
             return x + self.wpe(positions).to(dtype), None
         return x, rope_angles(positions, self.inv_freq, dtype)
+
+    def _lookup(self, tokens):
+        """The token embeddings (..., C), of which every rank has some."""
+        i, n = self.config.part
+        if n == 1:
+            return self.wte(tokens)
+        row = tokens - i * self.config.n_vocab
+        here = (row >= 0) & (row < self.config.n_vocab)
+        return self.world.all_reduce(self.wte(torch.where(here, row, 0)) * here[..., None], "embed")
 
     def forward(self, batch, kv):
         """One iteration of N tokens through every layer at once, so that each weight is read once [SARATHI §4.3].
@@ -270,7 +327,7 @@ class GPT(nn.Module):
     def merged(self, adapter):
         """A model with W + A B in place of W wherever the adapter has factors; all other weights are this one's own."""
         with torch.device("meta"):
-            model = type(self)(self.config)
+            model = type(self)(self.config, self.world)
         model.inv_freq = self.inv_freq
         for (name, new), old in zip(model.named_modules(), self.modules()):
             for leaf in ("weight", "bias"):
@@ -282,24 +339,31 @@ class GPT(nn.Module):
                 w = (old.weight.to_dense() if old.weight.is_mkldnn else old.weight.detach()).clone()
                 for module, s in sites.items():
                     a, b = (t.to(w.device).float() for t in adapter.factors(int(name.split(".")[1]), name.rpartition(".")[2], module))
-                    w[s.first:s.first + s.n_out] += (b.T @ a).to(w)
+                    if new.reduced:  # W has all rows here, but some of the columns
+                        b, rows = self.world.all_gather(b, "merge").movedim(0, 1).flatten(1), slice(None)
+                    else:
+                        a, rows = self.world.all_gather(a, "merge").flatten(0, 1)[:len(b)], slice(s.first, s.first + s.n_out)
+                    w[rows] += (b.T @ a).to(w)
                 new.weight = pack(w)
         return model.eval()
 
     # ------------------------------------------------------------ weights: made at random or read from a folder
 
     @classmethod
-    def _filled(cls, config, dtype, world, fill):
-        """A model whose every weight is written once, in its final type, by fill(name, tensor), and packed at once: at no time
-        are there two copies of more than one matrix."""
-        device = world.device
+    def _filled(cls, config, dtype, world, source):
+        """This rank's share of a model of this config, each weight in its final type and packed at once: at no time are there two
+        copies of more than one matrix. source(name, shape in the whole model) -> a function (dim, start, length) -> that part of it"""
+        device, config = world.device, config.share(world.part, world.tp)
         with torch.device("meta"):
-            model = cls(config, world)
+            model, shapes = cls(config, world), {name: p.shape for name, p in cls(config.whole).named_parameters()}
         model.inv_freq = inv_freq(config, device) if config.llama else None
         for name, p in list(model.named_parameters()):
             owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-            t = torch.empty(p.shape, dtype=dtype, device=device)
-            fill(name, t)
+            t, part, at = torch.zeros(p.shape, dtype=dtype, device=device), source(name, shapes[name]), 0
+            dim, spans = shares(config, name, shapes[name])
+            for start, length in spans:
+                t.narrow(dim, at, length).copy_(part(dim, start, length))
+                at += length
             delattr(owner, leaf)  # plain tensors from here on: these weights are not for training
             setattr(owner, leaf, pack(t) if isinstance(owner, Linear) and leaf == "weight" else t)
         if config.tied:
@@ -315,12 +379,14 @@ class GPT(nn.Module):
         config = name if isinstance(name, GPTConfig) else preset(name)
         rng = torch.Generator(world.device).manual_seed(seed)
 
-        def fill(name, t):
+        def source(name, shape):
+            whole = torch.empty(shape, dtype=dtype, device=world.device)
             if name.endswith("bias") or "norm" in name:
-                t.fill_(float(name.endswith("weight")))
+                whole.fill_(float(name.endswith("weight")))
             else:
-                t.normal_(0.0, 0.02, generator=rng)
-        return cls._filled(config, dtype, world, fill)
+                whole.normal_(0.0, 0.02, generator=rng)
+            return whole.narrow
+        return cls._filled(config, dtype, world, source)
 
     @classmethod
     def from_pretrained(cls, folder, dtype=None, device="cpu", world=None):
@@ -334,11 +400,17 @@ class GPT(nn.Module):
         with Checkpoint(folder) as checkpoint:
             names = hf_names(config)
 
-            def fill(name, t):
-                parts, sizes = names[name], part_sizes(config, name, t.shape[0])
-                for part, size, piece in zip(parts, sizes, t.split(sizes)):
-                    piece.copy_(checkpoint.take(part, (size, *t.shape[1:])))
-            model = cls._filled(config, dtype or own_dtype, world, fill)
+            def source(name, shape):
+                parts, sizes = names[name], part_sizes(config, name, shape[0])
+                tensors = [checkpoint.take(part, (size, *shape[1:])) for part, size in zip(parts, sizes)]
+
+                def part(dim, start, length):  # never of two tensors
+                    for w, size in zip(tensors, sizes):
+                        if dim == 1 or start < size or length == 0:
+                            return w.narrow(dim, start, length)
+                        start -= size
+                return part
+            model = cls._filled(config, dtype or own_dtype, world, source)
             checkpoint.expect_all_taken()
         return model
 
@@ -499,6 +571,23 @@ def part_sizes(config, name, n_out):
     return [n_out // 2] * 2 if config.llama and name.endswith("ffn_ln1.weight") else [n_out]
 
 
+def shares(config, name, shape):
+    """Which part of weight `name`, of this shape in the whole model, belongs to the share that config is of: a dimension, and in it
+    [(start, length)], side by side in the share; what they leave of it is zero."""
+    (i, n), (op, leaf), D = config.part, name.split(".")[-2:], config.head_dim
+    sizes = dict(preproj=[config.n_head * D] + [config.n_kv_head * D] * 2, postproj=[config.n_head * D], ffn_ln2=[config.n_inner],
+                 ffn_ln1=[config.n_inner] * (2 if config.llama else 1)).get(op)  # of the share
+    if op in REDUCED and leaf == "bias":
+        return 0, [(0, shape[0] if i == 0 else 0)]  # added once
+    if op in ("wte", "head"):
+        start = min(i * config.n_vocab, config.vocab_size)
+        return 0, [(start, min(config.n_vocab, config.vocab_size - start))]
+    if sizes is None:  # norms, and learned positions
+        return 0, [(0, shape[0])]
+    starts = np.cumsum([0, *sizes[:-1]]) * n
+    return int(op in REDUCED), [(int(start) + i * size, size) for start, size in zip(starts, sizes)]
+
+
 class Checkpoint:
     """The tensors of a folder's safetensors files, each read when taken. A file is opened again for each: what an open one has
     read stays mapped, and would count as memory beside the weights."""
@@ -528,7 +617,8 @@ class Checkpoint:
         self.where.clear()
 
     def take(self, name, shape):
-        """The tensor `name`, which must have this shape; GPT-2 stores its matrices the other way round."""
+        """The tensor `name`, which must have this shape; GPT-2 stores its matrices the other way round. It is a view of the file: only
+        what is read of it is loaded."""
         if name not in self.where:
             raise ValueError(f"{self.folder}: tensor {name!r} is missing")
         f, key = self.where.pop(name)
@@ -563,13 +653,15 @@ class Adapter:
         self.ranks, self.width, self.sites = ranks, config.n_kv_head * config.head_dim, {}
         self.operators, self.prefix = config.operators, "model.layers" if config.llama else "transformer.h"
         self.n_params = n_a = n_b = 0  # weights; pages used so far in each plane
+        self.part = config.part
         for op, (n_in, _, modules) in self.operators.items():
             for module, (first, n_out, page) in modules.items():
                 if module in ranks:
-                    a, b = (np.arange(ranks[module] * m).reshape(-1, m) for m in (-(-n_in // self.width), -(-n_out // self.width)))
+                    rank = ranks[module] if op in REDUCED else -(-ranks[module] // config.part[1])
+                    a, b = (np.arange(r * -(-m // self.width)).reshape(r, -1) for r, m in ((rank, n_in), (ranks[module], n_out)))
                     self.sites.setdefault(op, {})[module] = Site(first, n_out, page, n_a + a, n_b + b)
                     n_a, n_b = n_a + a.size, n_b + b.size
-                    self.n_params += config.n_layer * ranks[module] * (n_in + n_out)
+                    self.n_params += config.n_layer * (a.shape[0] * n_in + b.shape[0] * n_out)
         self.n_page = max(n_a, n_b)
         self.planes = None  # (n_layer, 2, n_page, width): what the pages are to hold
         if dtype is not None:
@@ -586,6 +678,18 @@ class Adapter:
         rows = lambda plane, pages, n: self.planes[layer, plane, pages[0, 0]:pages[-1, -1] + 1].view(len(pages), -1)[:, :n]
         return rows(0, s.a, self.operators[op].n_in), rows(1, s.b, s.n_out)
 
+    def keep(self, layer, op, module, whole_a, whole_b):
+        """Of one module's A (rank, n_in) and B (rank, n_out) in the whole model this share's [S-LoRA §6]. Where x A is gathered, rows
+        of A (its last share ends in zeros, if the rank does not come out even) and the columns of B that follow from W's; where it is
+        added up, columns of both. A rank below the module's largest leaves zeros too."""
+        (i, n), (a, b) = self.part, self.factors(layer, op, module)
+        if op in REDUCED:
+            whole_a, whole_b = whole_a[:, i * a.size(1):(i + 1) * a.size(1)], whole_b[:, i * b.size(1):(i + 1) * b.size(1)]
+        else:
+            blocks = 3 if module == "attn.c_attn" else 1  # q, k and v, each shared out
+            whole_a, whole_b = whole_a[i * len(a):(i + 1) * len(a)], whole_b.unflatten(1, (blocks, n, -1))[:, :, i].flatten(1)
+        a[:len(whole_a)], b[:len(whole_b)] = whole_a, whole_b
+
     @classmethod
     def from_pretrained(cls, folder, config, dtype=torch.float32, pin=False):
         """A PEFT folder: adapter_config.json, adapter_model.safetensors; any ranks, alphas and patterns of them, rslora.
@@ -599,14 +703,15 @@ class Adapter:
             ranks = {}
             for (layer, op, module), path in found.items():
                 ranks[module] = max(ranks.get(module, 0), settings(path)[0])
-            adapter = cls(config, ranks, dtype, pin)
+            adapter, operators = cls(config, ranks, dtype, pin), config.whole.operators
             for (layer, op, module), path in found.items():
-                (rank, scaling), (a, b) = settings(path), adapter.factors(layer, op, module)
-                w_a = checkpoint.take(path + ".lora_A.weight", (rank, a.size(1)))
-                w_b = checkpoint.take(path + ".lora_B.weight", (b.size(1), rank))
-                for name, w, into in ("A", w_a, a), ("B", w_b.T.float() * scaling, b):
-                    if not into[:rank].copy_(w).isfinite().all():  # a smaller rank than in other layers leaves rows of zeros
+                rank, scaling = settings(path)
+                a = checkpoint.take(path + ".lora_A.weight", (rank, operators[op].n_in)).to(dtype)
+                b = (checkpoint.take(path + ".lora_B.weight", (operators[op].modules[module][1], rank)).T.float() * scaling).to(dtype)
+                for name, w in ("A", a), ("B", b):
+                    if not w.isfinite().all():
                         raise ValueError(f"{folder}: module {path!r}: lora_{name} {tuple(w.shape)} holds NaN or infinity in {dtype}")
+                adapter.keep(layer, op, module, a, b)
             checkpoint.expect_all_taken()
         return adapter
 
@@ -686,9 +791,13 @@ def random_adapter(rank, seed=0, modules=None):
                 raise ValueError(f"unknown module {w!r}: one of {', '.join(known)}")
         adapter = Adapter(config, ranks, dtype, pin)
         if adapter.planes is not None:
-            rng = torch.Generator().manual_seed(seed)
-            adapter.planes[:, 0].normal_(0.0, config.n_embd ** -0.5, generator=rng)
-            adapter.planes[:, 1].normal_(0.0, 0.02, generator=rng)
+            whole, rng = adapter if config.part[1] == 1 else Adapter(config.whole, ranks, dtype), torch.Generator().manual_seed(seed)
+            whole.planes[:, 0].normal_(0.0, config.n_embd ** -0.5, generator=rng)
+            whole.planes[:, 1].normal_(0.0, 0.02, generator=rng)
+            if whole is not adapter:
+                for layer in range(config.n_layer):
+                    for module in ranks:
+                        adapter.keep(layer, known[module], module, *whole.factors(layer, known[module], module))
         return adapter
     return make
 

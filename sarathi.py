@@ -1014,6 +1014,7 @@ class DraftModel(Proposer, named=False):
 
     def __init__(self, engine, model):
         self.pool, self.vocab_size, self.engine = engine.pool, engine.model.config.vocab_size, self._engine(engine, model)
+        self.world = engine.world
 
     def _engine(self, engine, model):
         return Engine(model, n_page=engine.pool.n_page)
@@ -1061,7 +1062,7 @@ class DraftModel(Proposer, named=False):
             for a, row in zip(ask, q):
                 a.q.append(row)
         chances = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0].tolist() if threshold else [1.0] * len(plan)
-        return tokens.tolist(), chances
+        return self.world.agree((tokens.tolist(), chances))
 
     def seconds(self, n, n_context, steps):
         return steps * self.cost._time(Work(N=n, M=n, decodes=n, context=n_context + n))
@@ -1152,7 +1153,7 @@ class Medusa(Proposer, named=False):
             return [[0] * tree.n for tree in trees]
         guesses = self.heads(torch.stack([self.states[r.id] for r in requests]), self.model.head)  # (B, n_head, V)
         guesses = guesses.topk(max(max(tree.shape) for tree in trees), -1).indices.cpu().numpy()  # (B, n_head, k)
-        return [ranked[tree.level[1:] - 1, tree.rank[1:]].tolist() for ranked, tree in zip(guesses, trees)]
+        return self.model.world.agree([ranked[tree.level[1:] - 1, tree.rank[1:]].tolist() for ranked, tree in zip(guesses, trees)])
 
     def knows(self, r):
         """Whether r's last known token is the target's own: a prompt of one token has none before it."""
@@ -1366,9 +1367,9 @@ class Speculator:
         self.by_head = np.zeros((2, max(map(len, self.shapes), default=0)))  # as hits and tries, of each head's candidates
         if policy.priced:
             costs = cost if isinstance(cost, tuple) else (cost, None)
-            self.cost = price_list(engine.model, costs[0])
+            self.cost = engine.world.agree(price_list(engine.model, costs[0]))
             if isinstance(proposer, DraftModel):
-                proposer.cost = price_list(proposer.engine.model, costs[1])
+                proposer.cost = engine.world.agree(price_list(proposer.engine.model, costs[1]))
         if isinstance(policy, Oracle) and not engine.config.alpha:
             raise ValueError("spec = 'oracle': what will be accepted is known beforehand only if alpha forces it")
 
@@ -1584,6 +1585,7 @@ class Engine:
         for name in set(options) - set(known):
             raise ValueError(f"unknown option {name!r}: one of {', '.join(known)}")
         self.model, self.config, policy = model, EngineConfig(**options), make_policy(spec)
+        self.world = getattr(model, "world", World())  # a CostModel has none
         if draft is None and policy.n_spec:
             raise ValueError(f"spec = {spec!r} without a draft: give draft = {' or '.join(map(repr, PROPOSERS))}, or a model")
         draft = draft if policy.n_spec else None
@@ -1598,7 +1600,8 @@ class Engine:
                              f"must have 1 .. {free // page} pages in the {free / 1e9:.1f} GB there are")
         self.max_batch = B or min(256, max(1, n_page // L))  # B = floor((M_G - M_S) / (L * m_kv)) [SARATHI §4.3.1]
         self.scheduler = make_scheduler(c.scheduler, chunk=c.chunk, max_batch=self.max_batch, tile=c.tile)
-        self.world = getattr(model, "world", World())  # a CostModel has none
+        if self.world.tp > 1 and self.config.lora == "bmm":
+            raise ValueError("lora = 'bmm' is for one device, to compare with: with tp it is 'batched' or 'merge'")
         self.clock, self.record = clock or make_clock(self.world), record
         self.order = self._new_order()
         checked("adapter_pages", c.adapter_pages, int, 0, n_page - 1)
@@ -1615,7 +1618,9 @@ class Engine:
         self.speculator = None if draft is None else Speculator(self, make_proposer(draft, self), policy, cost)
 
     def _memory(self, draft):
-        return free_memory(self.model.device)
+        """(bytes, the share of them that the pool takes by default): of the rank that has least, so that all pools are alike."""
+        free, share = free_memory(self.model.device)
+        return min(self.world.each(free)), share if self.model.device.type == "cuda" else share / self.world.size  # one RAM for all
 
     def _new_pool(self, n_page, first=0):
         return PagePool(n_page, self.model.config.n_kv_head, self.config.alloc, first)
