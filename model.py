@@ -225,11 +225,11 @@ class Block(nn.Module):
         C, D, bias = config.n_embd, config.head_dim, not config.llama
         self.llama = config.llama
         self.norm1 = Norm(config)
-        self.preproj = Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias)  # q, k and v in one matrix
+        self.preproj = Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias, world)  # q, k and v in one matrix
         self.attn = Attention(config)
         self.postproj = Linear(config.n_head * D, C, bias, world, "postproj")
         self.norm2 = Norm(config)
-        self.ffn_ln1 = Linear(C, config.n_inner * (2 if config.llama else 1), bias)  # gate and up in one matrix
+        self.ffn_ln1 = Linear(C, config.n_inner * (2 if config.llama else 1), bias, world)  # gate and up in one matrix
         self.ffn_ln2 = Linear(config.n_inner, C, bias, world, "ffn_ln2")
 
     def forward(self, x, y, rope, batch=None, kv=None):
