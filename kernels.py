@@ -91,6 +91,7 @@ class World:
     def __init__(self, tp=1, pp=1, rank=0, device="cpu"):
         self.tp, self.pp, self.rank, self.size, self.device = tp, pp, rank, tp * pp, device
         self.stage, self.part = divmod(rank, tp)
+        self.last, self.is_last = tp * (pp - 1), self.stage == pp - 1  # the first rank of the last stage; whether this is of that
         self.sent, self.posted = Counter(), deque()  # bytes by purpose; messages that nobody waited for
 
     @classmethod
@@ -124,20 +125,21 @@ class World:
         text = pickle.dumps(value) if self.rank == source else b""
         first = torch.zeros(8 + LETTER, dtype=torch.uint8)
         first.numpy()[:8 + min(LETTER, len(text))] = np.frombuffer(len(text).to_bytes(8, "little") + text[:LETTER], np.uint8)
-        self._broadcast(first, source)
+        self.spread(first, source)()
         length = int.from_bytes(first.numpy()[:8].tobytes(), "little")
         rest = torch.zeros(max(0, length - LETTER), dtype=torch.uint8)
         if len(rest):
             rest.numpy()[:len(text) - LETTER if text else 0] = np.frombuffer(text[LETTER:], np.uint8)
-            self._broadcast(rest, source)
+            self.spread(rest, source)()
         return value if self.rank == source else pickle.loads(first.numpy()[8:].tobytes()[:length] + rest.numpy().tobytes())
 
-    def _broadcast(self, x, source):
+    def spread(self, x, source):
+        """What is in x on rank `source` comes into everybody's x -> a function that waits until it is there, for the source at once."""
         work = self._call(dist.broadcast, x, source, async_op=True)
-        if self.rank == source:
-            self._post(work)
-        else:
-            self._call(work.wait)
+        if self.rank != source:
+            return lambda: self._call(work.wait)
+        self._post(work)
+        return lambda: None
 
     def each(self, value):
         """What every rank says, in the order of ranks."""
@@ -160,9 +162,10 @@ class World:
         return out
 
     def send(self, x, what):
-        """x to the same part of the next stage, without waiting until it is there."""
+        """x to the same part of the next stage -> a function that waits until it is there. # gloo does not say otherwise that it is"""
         self.sent[what] += x.nbytes
-        self._post(self._call(dist.isend, x.contiguous(), self.rank + self.tp, group=self.column))
+        work = self._call(dist.isend, x.contiguous(), self.rank + self.tp, group=self.column)
+        return lambda: self._call(work.wait)
 
     def receive(self, shape, dtype):
         """What the stage before sent -> a tensor of this shape"""

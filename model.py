@@ -47,6 +47,7 @@ class GPTConfig:
     rope_theta: float = 10000.0
     rope_scaling: dict = field(default_factory=dict)  # {} or Hugging Face's "linear" or "llama3" settings
     part: tuple = (0, 1)  # (i, n): this is share i of n of every layer; n_head, n_kv_head and n_inner are the share's
+    stage: tuple = (0, 1)  # (i, n): of the layers, cut into n stages, those of stage i are here
 
     def __post_init__(self):
         self.n_inner = self.n_inner or 4 * self.n_embd
@@ -61,19 +62,37 @@ class GPTConfig:
     def llama(self):
         return self.family == "llama"
 
-    def share(self, i, n):
-        """Share i of n of every layer: so many heads and so much of the FFN [Megatron-LM, arXiv 1909.08053 §3]. ValueError for
+    def share(self, i, n, stage=(0, 1)):
+        """Share i of n of every layer of a stage: so many heads and so much of the FFN [Megatron-LM, arXiv 1909.08053 §3]. ValueError for
         what does not come out even. n_kv_head too: keys and values are on one device each, never copied."""
         for name in ("n_head", "n_kv_head", "n_inner", "n_embd"):
             if getattr(self, name) % n:
                 raise ValueError(f"tp = {n} devices cannot share {name} = {getattr(self, name)}: it must be a multiple of tp")
-        return replace(self, n_head=self.n_head // n, n_kv_head=self.n_kv_head // n, n_inner=self.n_inner // n, part=(i, n))
+        if stage[1] > self.n_layer:
+            raise ValueError(f"pp = {stage[1]} stages: there are only {self.n_layer} layers")
+        return replace(self, n_head=self.n_head // n, n_kv_head=self.n_kv_head // n, n_inner=self.n_inner // n, part=(i, n), stage=stage)
 
     @property
     def whole(self):
         """The model that this is a share of."""
         n = self.part[1]
-        return replace(self, n_head=self.n_head * n, n_kv_head=self.n_kv_head * n, n_inner=self.n_inner * n, part=(0, 1))
+        return replace(self, n_head=self.n_head * n, n_kv_head=self.n_kv_head * n, n_inner=self.n_inner * n, part=(0, 1), stage=(0, 1))
+
+    @property
+    def layers(self):
+        """The numbers of the layers that are here; what does not come out even makes the first stages longer."""
+        i, n = self.stage
+        return range(*(-(-j * self.n_layer // n) for j in (i, i + 1)))
+
+    @property
+    def is_first(self):
+        """Whether tokens come in here, and not another stage's states."""
+        return self.stage[0] == 0
+
+    @property
+    def is_last(self):
+        """Whether logits come out here."""
+        return self.stage[0] == self.stage[1] - 1
 
     @property
     def n_vocab(self):
@@ -85,9 +104,10 @@ class GPTConfig:
         """Parameters in all, embeddings included."""
         C, D, I, V = self.n_embd, self.head_dim, self.n_inner, self.n_vocab
         layer = C * (2 * self.n_head + 2 * self.n_kv_head) * D + (3 if self.llama else 2) * C * I
-        norms = (2 * self.n_layer + 1) * C * (1 if self.llama else 2)
-        biases = 0 if self.llama else self.n_layer * (5 * C + I) + self.block_size * C  # and the learned positions
-        return self.n_layer * layer + norms + biases + V * C * (1 if self.tied else 2)
+        n, first, last = len(self.layers), self.is_first, self.is_last
+        norms = (2 * n + last) * C * (1 if self.llama else 2)
+        biases = 0 if self.llama else n * (5 * C + I) + self.block_size * C * first  # and the learned positions
+        return n * layer + norms + biases + V * C * (1 if self.tied and first else first + last)
 
     @cached_property
     def operators(self):
@@ -106,8 +126,8 @@ class GPTConfig:
         return found
 
     def page_bytes(self, itemsize):
-        """Bytes of one page: a token's K and V vectors in every layer, m_kv in [SARATHI §4.3]."""
-        return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
+        """Bytes of one page: a token's K and V vectors in every layer (of the longest stage), m_kv in [SARATHI §4.3]."""
+        return 2 * -(-self.n_layer // self.stage[1]) * self.n_kv_head * self.head_dim * itemsize
 
 
 REDUCED = ("postproj", "ffn_ln2")  # where it is the input that is shared out: outputs are partial sums, to be added up
@@ -246,38 +266,40 @@ class GPT(nn.Module):
         """world: the processes that share the model; config says what of it this one has."""
         super().__init__()
         self.config, self.world = config, world
-        self.wte = nn.Embedding(config.n_vocab, config.n_embd)
-        self.wpe = None if config.llama else nn.Embedding(config.block_size, config.n_embd)
-        self.blocks = nn.ModuleList(Block(config, world) for _ in range(config.n_layer))
-        self.norm = Norm(config)
-        self.head = Head(config, world)
-        if config.tied:
+        first, last = config.is_first, config.is_last
+        self.wte = nn.Embedding(config.n_vocab, config.n_embd) if first or last and config.tied else None
+        self.wpe = nn.Embedding(config.block_size, config.n_embd) if first and not config.llama else None
+        self.blocks = nn.ModuleList(Block(config, world) if i in config.layers else nn.Identity() for i in range(config.n_layer))
+        self.norm, self.head = (Norm(config), Head(config, world)) if last else (None, None)
+        if last and config.tied:
             self.head.weight = self.wte.weight
         self.inv_freq = inv_freq(config) if config.llama else None
 
     @property
     def dtype(self):
-        return self.wte.weight.dtype
+        return self.blocks[self.config.layers[0]].norm1.weight.dtype
 
     @property
     def device(self):
-        return self.wte.weight.device
+        return self.blocks[self.config.layers[0]].norm1.weight.device
 
     def new_cache(self, n_page):
-        """kv (n_layer, 2, n_page * Hk, D), zeroed: what is masked is multiplied by zero, so it must at least be finite."""
+        """kv (layers here, 2, n_page * Hk, D), zeroed: what is masked is multiplied by zero, so it must at least be finite."""
         c = self.config
-        shape = (c.n_layer, 2, n_page * c.n_kv_head, c.head_dim)
+        shape = (len(c.layers), 2, n_page * c.n_kv_head, c.head_dim)
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
         memory = mmap.mmap(-1, math.prod(shape) * self.dtype.itemsize)  # zeros that cost nothing until they are touched
         return torch.frombuffer(memory, dtype=self.dtype).view(shape)
 
     def _embed(self, tokens, positions, dtype):
-        """-> x (..., C) and the rotary (cos, sin) or None, shared by all layers."""
+        """-> x (..., C)"""
         x = self._lookup(tokens).to(dtype)
-        if self.wpe is not None:
-            return x + self.wpe(positions).to(dtype), None
-        return x, rope_angles(positions, self.inv_freq, dtype)
+        return x if self.wpe is None else x + self.wpe(positions).to(dtype)
+
+    def _rope(self, positions, dtype):
+        """The rotary (cos, sin) or None, shared by all layers."""
+        return rope_angles(positions, self.inv_freq, dtype) if self.config.llama else None
 
     def _lookup(self, tokens):
         """The token embeddings (..., C), of which every rank has some."""
@@ -295,15 +317,19 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def predict(self, hidden):
-        """hidden (M, C) -> logits (M, V)"""
-        return self.head(hidden)
+        """hidden (M, C) -> logits (M, V); None where the head is in another stage"""
+        return self.head(hidden) if self.head is not None else None
 
     @torch.inference_mode()
-    def hidden(self, batch, kv):
-        """All of `forward` but the output head -> the normed states (M, C) of batch.logit_rows."""
-        (x, rope), y = self._embed(batch.tokens, batch.positions, self.dtype), None
-        for block, layer_kv in zip(self.blocks, kv):
-            x, y = block(x, y, rope, batch, layer_kv)
+    def hidden(self, batch, kv, x=None):
+        """All of `forward` but the output head -> the normed states (M, C) of batch.logit_rows. Of a stage that is not the last: the
+        states (N, C) that the next wants as x."""
+        rope, y = self._rope(batch.positions, self.dtype), None
+        x = self._embed(batch.tokens, batch.positions, self.dtype) if x is None else x
+        for i, layer_kv in zip(self.config.layers, kv):
+            x, y = self.blocks[i](x, y, rope, batch, layer_kv)
+        if self.norm is None:
+            return x + y
         return self.norm(x[batch.logit_rows], y[batch.logit_rows])[1]
 
     def whole(self, tokens, dtype=torch.float32):
@@ -312,8 +338,8 @@ class GPT(nn.Module):
 
     def hidden_whole(self, tokens, dtype=torch.float32):
         """tokens (B, T) -> the normed states (B, T, C) that the output head reads"""
-        x, rope = self._embed(tokens, torch.arange(tokens.size(1), device=tokens.device), dtype)
-        y = None
+        positions = torch.arange(tokens.size(1), device=tokens.device)
+        x, y, rope = self._embed(tokens, positions, dtype), None, self._rope(positions, dtype)
         for block in self.blocks:
             x, y = block(x, y, rope)
         return self.norm(x, y)[1]
@@ -353,22 +379,25 @@ class GPT(nn.Module):
     def _filled(cls, config, dtype, world, source):
         """This rank's share of a model of this config, each weight in its final type and packed at once: at no time are there two
         copies of more than one matrix. source(name, shape in the whole model) -> a function (dim, start, length) -> that part of it"""
-        device, config = world.device, config.share(world.part, world.tp)
+        device, config = world.device, config.share(world.part, world.tp, (world.stage, world.pp))
         with torch.device("meta"):
-            model, shapes = cls(config, world), {name: p.shape for name, p in cls(config.whole).named_parameters()}
+            model, whole = cls(config, world), cls(config.whole)
         model.inv_freq = inv_freq(config, device) if config.llama else None
-        for name, p in list(model.named_parameters()):
-            owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-            t, part, at = torch.zeros(p.shape, dtype=dtype, device=device), source(name, shapes[name]), 0
-            dim, spans = shares(config, name, shapes[name])
+        mine = dict(model.named_parameters())
+        for name, p in whole.named_parameters():
+            part, (dim, spans), at = source(name, p.shape), shares(config, name, p.shape), 0
+            if name not in mine:
+                continue  # another stage's, but random numbers come in the same order everywhere
+            owner, leaf, t = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], torch.zeros(mine[name].shape, dtype=dtype, device=device)
             for start, length in spans:
                 t.narrow(dim, at, length).copy_(part(dim, start, length))
                 at += length
             delattr(owner, leaf)  # plain tensors from here on: these weights are not for training
             setattr(owner, leaf, pack(t) if isinstance(owner, Linear) and leaf == "weight" else t)
-        if config.tied:
+        if config.tied and config.is_last:
             model.head._parameters.clear()
             model.head.weight, model.head.bias = pack(model.wte.weight), None
+            model.wte = model.wte if config.is_first else None
         return model.eval()
 
     @classmethod
@@ -653,7 +682,7 @@ class Adapter:
         self.ranks, self.width, self.sites = ranks, config.n_kv_head * config.head_dim, {}
         self.operators, self.prefix = config.operators, "model.layers" if config.llama else "transformer.h"
         self.n_params = n_a = n_b = 0  # weights; pages used so far in each plane
-        self.part = config.part
+        self.part, self.layers = config.part, config.layers
         for op, (n_in, _, modules) in self.operators.items():
             for module, (first, n_out, page) in modules.items():
                 if module in ranks:
@@ -661,11 +690,11 @@ class Adapter:
                     a, b = (np.arange(r * -(-m // self.width)).reshape(r, -1) for r, m in ((rank, n_in), (ranks[module], n_out)))
                     self.sites.setdefault(op, {})[module] = Site(first, n_out, page, n_a + a, n_b + b)
                     n_a, n_b = n_a + a.size, n_b + b.size
-                    self.n_params += config.n_layer * (a.shape[0] * n_in + b.shape[0] * n_out)
+                    self.n_params += len(config.layers) * (a.shape[0] * n_in + b.shape[0] * n_out)
         self.n_page = max(n_a, n_b)
-        self.planes = None  # (n_layer, 2, n_page, width): what the pages are to hold
+        self.planes = None  # (layers here, 2, n_page, width): what the pages are to hold
         if dtype is not None:
-            self.planes = torch.zeros(config.n_layer, 2, self.n_page, self.width, dtype=dtype, pin_memory=pin)
+            self.planes = torch.zeros(len(config.layers), 2, self.n_page, self.width, dtype=dtype, pin_memory=pin)
 
     def at(self, pages):
         """Where it lies when its own page i is the pool's page pages[i]: {operator: Factors}."""
@@ -675,7 +704,7 @@ class Adapter:
     def factors(self, layer, op, module):
         """Views of one module's A (rank, n_in) and B (rank, n_out) in self.planes."""
         s = self.sites[op][module]
-        rows = lambda plane, pages, n: self.planes[layer, plane, pages[0, 0]:pages[-1, -1] + 1].view(len(pages), -1)[:, :n]
+        rows = lambda plane, pages, n: self.planes[layer - self.layers[0], plane, pages[0, 0]:pages[-1, -1] + 1].view(len(pages), -1)[:, :n]
         return rows(0, s.a, self.operators[op].n_in), rows(1, s.b, s.n_out)
 
     def keep(self, layer, op, module, whole_a, whole_b):
@@ -711,7 +740,8 @@ class Adapter:
                 for name, w in ("A", a), ("B", b):
                     if not w.isfinite().all():
                         raise ValueError(f"{folder}: module {path!r}: lora_{name} {tuple(w.shape)} holds NaN or infinity in {dtype}")
-                adapter.keep(layer, op, module, a, b)
+                if layer in config.layers:
+                    adapter.keep(layer, op, module, a, b)
             checkpoint.expect_all_taken()
         return adapter
 
@@ -791,11 +821,11 @@ def random_adapter(rank, seed=0, modules=None):
                 raise ValueError(f"unknown module {w!r}: one of {', '.join(known)}")
         adapter = Adapter(config, ranks, dtype, pin)
         if adapter.planes is not None:
-            whole, rng = adapter if config.part[1] == 1 else Adapter(config.whole, ranks, dtype), torch.Generator().manual_seed(seed)
+            whole, rng = adapter if config == config.whole else Adapter(config.whole, ranks, dtype), torch.Generator().manual_seed(seed)
             whole.planes[:, 0].normal_(0.0, config.n_embd ** -0.5, generator=rng)
             whole.planes[:, 1].normal_(0.0, 0.02, generator=rng)
             if whole is not adapter:
-                for layer in range(config.n_layer):
+                for layer in config.layers:
                     for module in ranks:
                         adapter.keep(layer, known[module], module, *whole.factors(layer, known[module], module))
         return adapter

@@ -1523,11 +1523,24 @@ class SharedClock(WallClock):
     """Rank 0's clock, read on every rank."""
 
     def __init__(self, world):
+        self.world, self.events = world, str(world.device) != "cpu"
+        world.each(None)  # all are here: they start together
         super().__init__()
-        self.world = world
+        self.zero = torch.cuda.Event(enable_timing=True) if self.events else None
+        if self.events:
+            self.zero.record()
 
     def now(self):
         return self.world.agree(super().now())
+
+    def mark(self):
+        """-> a function that says when this rank's device was done with all that it had been given by now, by its own clock"""
+        if not self.events:
+            t = super().now()
+            return lambda: t
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return lambda: self.zero.elapsed_time(event) / 1e3
 
 
 class VirtualClock:
@@ -1752,6 +1765,11 @@ class Engine:
 
     def step(self):
         """One iteration -> [Event]. With nothing but future arrivals it waits for the next one; with nothing at all it is []."""
+        plan = self._plan()
+        return self._commit(plan, self._run(plan)) if plan else []
+
+    def _plan(self):
+        """Who feeds how many tokens next, drafts included; [] if there is nothing to do. All of it has its pages."""
         self._arrive()
         if not self.running and not self.waiting:
             return []
@@ -1763,9 +1781,7 @@ class Engine:
         if not plan:
             raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing for {len(self.running)} running "
                                f"and {len(self.waiting)} waiting requests")
-        if self.speculator:
-            plan = self.speculator.widen(plan)
-        return self._commit(plan, self._run(plan))
+        return self.speculator.widen(plan) if self.speculator else plan
 
     def _run(self, plan):
         """One forward pass -> the next tokens of each request that has none left to feed after this plan, in the plan's order."""
@@ -1780,9 +1796,11 @@ class Engine:
         for r, n in plan:
             if r.n_past == 0:
                 self._wipe(self.pool.tables[r.id])
-        model = self._weights(plan)
-        self.hidden = model.hidden(self._pack(plan), self.kv)  # (M, C), what heads guess from
-        return model.predict(self.hidden)
+        self.hidden = self._layers(self._weights(plan), self._pack(plan))  # (M, C), what heads guess from
+        return self.model.predict(self.hidden)
+
+    def _layers(self, model, batch):
+        return model.hidden(batch, self.kv)
 
     def _weights(self, plan):
         """The model; where adapters are merged, with that of the plan in its weights."""
@@ -1807,13 +1825,16 @@ class Engine:
         while self.pending:
             arrival, id = self.pending[0]
             if id in self.requests:  # else: aborted before it arrived
-                if not (self.running or self.waiting):
+                if self._is_idle():
                     self.clock.wait_until(arrival)
                 if arrival > self.clock.now():
                     break
                 self.requests[id].state = "waiting"
                 self.waiting.append(self.requests[id])
             heapq.heappop(self.pending)
+
+    def _is_idle(self):
+        return not (self.running or self.waiting)
 
     def _admit(self, plan):
         """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
@@ -1962,6 +1983,8 @@ class Engine:
             self.speculator.observe([(r, k, len(new) - 1) for (r, k), new in zip(done, tokens) if k])
         for r, n in plan:
             new = next(ready) if n >= r.n_todo else []
+            if r.done:
+                continue  # aborted while its iteration was in flight
             new = new[:1 + next((i for i, token in enumerate(new) if token in r.stop), len(new))]
             if r.tree and r.tree.branches:
                 self._move(r)
@@ -2044,6 +2067,12 @@ class Engine:
             self.speculator.proposer.forget(r)
         r.state, r.q = state, None
         del self.requests[r.id]
+
+
+def make_engine(model, **options):
+    """An Engine for a model, a Simulator for a CostModel, a Pipeline for one stage of a model."""
+    kind = Simulator if isinstance(model, CostModel) else Pipeline if model.world.pp > 1 else Engine
+    return kind(model, **options)
 
 
 def free_memory(device):
@@ -2147,52 +2176,155 @@ class Simulator(Engine):
         return [[0] * (1 + min(k, r.luck)) for r, k in ready]
 
 
-class Lane(Simulator):
-    """One of the micro-batches that a Pipeline keeps in flight: its own requests and pages, everybody's queue."""
+class Lane:
+    """One of the micro-batches that a Pipeline keeps in flight: an engine with its own requests and pages, and everybody's queue."""
+    flight = None  # (plan, a function that waits for its tokens): what was started and has not left the last stage
 
-    def __init__(self, pipeline, number, cost, **options):
-        self.pipeline, self.number = pipeline, number
-        super().__init__(cost, **options)
+    def __init__(self, line, number, model, **options):
+        self.line, self.number = line, number
+        super().__init__(model, **options)
+
+    def step(self):
+        """The end of the iteration in flight, and the start of the next -> [Event] of the former."""
+        events, line = self.land(), self.line
+        self.clock.wait_until(line.now)  # it may have had nothing to do for long
+        plan, line.now = self._plan(), self.clock.now()
+        if plan:
+            self.flight = plan, self._run(plan)
+        return events
+
+    def land(self):
+        """Wait until the iteration in flight, if there is one, has left the last stage -> its [Event]."""
+        (plan, tokens), self.flight = self.flight or (None, None), None
+        return self._commit(plan, tokens()) if plan else []
+
+    def _is_idle(self):
+        return not self.waiting and not any(lane.running for lane in self.line.lanes)
+
+    def _preempt(self, r):
+        super()._preempt(r)
+        if self.speculator:
+            self.speculator.proposer.forget(r)  # another lane may start it next
+
+
+class SimulatedLane(Lane, Simulator):
+    """A Lane on every stage of a CostModel."""
 
     def _run(self, plan):
         """Through all stages; the next iteration of this lane may start when the last stage is done."""
-        line, t = self.pipeline, self.clock.now()
+        line, t = self.line, self.clock.now()
         took = self._price(plan) / len(line.free)
         send, idle = self.model.send(sum(n for r, n in plan)), 0.0
         for stage, free in enumerate(line.free):
             start = max(t, free)
-            idle += start - free if line.last is not None else 0.0
-            line.free[stage] = t = start + took + send  # sending keeps the stage busy
+            t = start + took + send  # sending keeps the stage busy
+            idle += line.book(stage, start, t)
             self._keep(start, t, stage, plan)
         self.clock.wait_until(t)
         line.charge(plan, idle)
-        return self._sample([(r, n - r.n_todo) for r, n in plan if n >= r.n_todo], None)
+        return partial(self._sample, [(r, n - r.n_todo) for r, n in plan if n >= r.n_todo], None)
+
+
+class StageLane(Lane, Engine):
+    """A Lane on the stage that this process has of a model: the other stages are other processes, and do the same with their layers."""
+
+    def _run(self, plan):
+        """My layers of it -> a function that waits for its tokens, which the last stage finds."""
+        world, self.start = self.world, self.clock.mark()
+        logits = self._forward(plan)
+        ready = [(r, n - r.n_todo) for r, n in plan if n >= r.n_todo]
+        said = torch.zeros(max(1, len(ready)), 2 + max([k for r, k in ready], default=0), dtype=torch.long)  # each one's number of tokens, tokens
+        if world.is_last:
+            for row, new in zip(said, self._sample(ready, logits)):
+                row[:1 + len(new)] = torch.tensor([len(new), *new])
+            sent = lambda: None
+        else:
+            sent = world.send(self.hidden, "activations")
+            for r, k in ready:  # the random numbers that the last stage takes are everybody's
+                r.rng.random((k + 1) * (r.temperature > 0))
+        heard, end = world.spread(said, world.last), self.clock.mark()
+
+        def tokens():
+            heard()
+            sent()
+            self._book(plan, self.start(), end())
+            return [row[1:1 + row[0]] for row in said.tolist()[:len(ready)]]
+        return tokens
+
+    def _layers(self, model, batch):
+        x, world = None, self.world
+        if world.stage:
+            x = world.receive((len(batch.tokens), model.config.n_embd), model.dtype)
+            self.start = self.clock.mark()
+        return model.hidden(batch, self.kv, x)
+
+    def _book(self, plan, start, end):
+        self._keep(start, end, self.world.stage, plan)
+        self.line.charge(plan, self.line.book(self.world.stage, start, end))
+
+    def _memory(self, draft):
+        """As much for each lane; asked before the first took its own."""
+        self.line.memory = self.line.memory or super()._memory(draft)
+        return self.line.memory[0] / self.world.pp, self.line.memory[1]
 
 
 class Pipeline:
-    """n_stage stages of equal layers and as many lanes, each with up to max_batch requests; what Simulator is to one GPU
-    (add, step, run) [SARATHI §5.3]. A stage that idles between two micro-batches makes a bubble, charged to the second:
+    """Stages of equal layers and as many lanes, each with max_batch requests and n_page pages; what Engine and Simulator are to one
+    device (add, step, run, ...) [SARATHI §5.3]. model: a CostModel, for n_stage stages that are simulated; or a GPT of which this
+    process has a stage. A stage that idles between two micro-batches makes a bubble, charged to the second:
 
     PB1: their prefills differ in length; PB2: one has a prefill, the other none; PB3: only their cached lengths differ [§3.2]."""
+    run, generate = Engine.run, Engine.generate
 
-    def __init__(self, cost, n_stage, record=None, **options):
-        self.free, self.last = [0.0] * checked("n_stage", n_stage, int, 1), None  # when each stage is; tokens of the last one's chunks
-        self.bubbles = dict(PB1=0.0, PB2=0.0, PB3=0.0)  # seconds of all stages
-        self.lanes = [Lane(self, i, cost, record=record, **options) for i in range(n_stage)]
-        first = self.lanes[0]
-        self.add, self.requests, self.max_batch = first.add, first.requests, n_stage * first.max_batch
+    def __init__(self, model, n_stage=None, record=None, clock=None, **options):
+        self.world, simulated = getattr(model, "world", World()), isinstance(model, CostModel)
+        n_stage = checked("n_stage", n_stage, int, 1) if simulated else self.world.pp
+        if not simulated:
+            options = dict(clock=clock or make_clock(self.world)) | self._combined(options)
+        self.free, self.last = [0.0] * n_stage, None  # when each stage is; tokens of the last one's chunks
+        self.now, self.bubbles = 0.0, dict(PB1=0.0, PB2=0.0, PB3=0.0)  # when the last turn was; seconds of all stages
+        self.memory = None  # what the lanes share
+        self.lanes = [(SimulatedLane if simulated else StageLane)(self, i, model, record=record, **options) for i in range(n_stage)]
+        first, self.turns = self.lanes[0], deque(self.lanes)
+        self.add, self._checked, self.requests, self.max_batch = first.add, first._checked, first.requests, n_stage * first.max_batch
         for lane in self.lanes:
             lane.requests, lane.pending, lane.waiting = first.requests, first.pending, first.waiting
+            lane.adapters.known = first.adapters.known
+        self.add_adapter = first.add_adapter
+
+    def _combined(self, options):
+        """The options, if stages of which only the last sees logits can do with them; else a ValueError."""
+        draft, policy = options.get("draft"), make_policy(options.get("spec", "off"))
+        if isinstance(draft, (Heads, Medusa)):
+            raise ValueError(f"draft = {type(draft).__name__}: heads read the last stage's states, with pp = {self.world.pp} give ngram or a model")
+        if policy.priced and not options.get("cost"):
+            raise ValueError(f"spec = {options['spec']!r}: a stage of pp = {self.world.pp} cannot be profiled for the price of drafts, give a number")
+        return options
 
     @property
     def clock(self):
-        """The clock of the lane that is ready last: when all that was started has left the last stage."""
-        return max((lane.clock for lane in self.lanes), key=lambda clock: clock.t)
+        """Everybody's; simulated that of the lane that is ready last: when all that was started has left the last stage."""
+        return max((lane.clock for lane in self.lanes), key=lambda clock: getattr(clock, "t", 0.0))
 
     def step(self):
-        """One iteration of the lane that is ready first -> [Event]."""
-        ready = [lane for lane in self.lanes if lane.running or lane.waiting or lane.pending]
-        return min(ready, key=lambda lane: lane.clock.t).step() if ready else []
+        """The turn of the lane that was started first, as stages work in order -> [Event] of the iteration that it had in flight."""
+        ready = [lane for lane in self.turns if lane.flight or lane.running or lane.waiting] or list(self.turns) * bool(self.lanes[0].pending)
+        if not ready:
+            return []
+        self.turns.remove(ready[0])
+        self.turns.append(ready[0])
+        return ready[0].step()
+
+    def abort(self, request_id):
+        """As Engine.abort; what is in flight goes on, and is forgotten as it lands."""
+        owner = next((lane for lane in self.lanes if any(r.id == request_id for r in lane.running)), self.lanes[0])
+        owner.abort(request_id)
+
+    def book(self, stage, start, end):
+        """A stage works from start to end -> seconds that it had idled before."""
+        idle = start - self.free[stage] if self.last is not None else 0.0
+        self.free[stage] = end
+        return idle
 
     def charge(self, plan, idle):
         """Book a micro-batch's bubbles on their kind and on each of its requests."""
