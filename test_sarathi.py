@@ -2832,9 +2832,9 @@ def strong(rank, seed, modules=None):
     return make
 
 
-def serve_mixed(engine, adapters=(None,), n_new=12, **sampling):
+def serve_mixed(engine, adapters=(None,), n_new=8, **sampling):
     """Prompts of many lengths with adapters in turns, one more that is aborted on the way -> what the others said."""
-    requests = [Request(prompt(n), n_new, adapter, **sampling) for n, adapter in zip((40, 1, 7, 16, 33, 90, 12, 5), [*adapters] * 8)]
+    requests = [Request(prompt(n), n_new, adapter, **sampling) for n, adapter in zip((40, 1, 7, 16, 33, 12, 5), [*adapters] * 7)]
     victim = Request(prompt(9, seed=7), 30)
     for r in [*requests[:2], victim, *requests[2:]]:
         engine.add(r)
@@ -2853,8 +2853,8 @@ def served_by(world):
     for name, model in dict(llama=llama, gpt2=gpt2).items():
         said[name] = serve_mixed(Engine(model, alloc="grow", **options))
         said[name + " sampled"] = serve_mixed(Engine(model, scheduler="orca", **options), temperature=1.0, top_p=0.9)
-    crowded = Engine(llama, scheduler="sarathi_serve", alloc="grow", record=[], **options | dict(n_page=130))
-    said["preempted"] = serve_mixed(crowded, n_new=30)
+    crowded = Engine(llama, scheduler="sarathi_serve", alloc="grow", record=[], **options | dict(n_page=90))
+    said["preempted"] = serve_mixed(crowded, n_new=20)
     assert any(n == 0 for span in crowded.record for _, _, n in span.entries), "the pool was too large"
     mixed = {"a8": strong(8, 1), "a3": strong(3, 2), "a1": strong(1, 3, ["q_proj", "down_proj"]),
              "all": strong(16, 4, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])}
@@ -2862,7 +2862,7 @@ def served_by(world):
         engine = Engine(llama, scheduler="orca", lora=lora, alloc=alloc, **options | dict(n_page=700))
         for name, source in mixed.items():
             engine.add_adapter(name, source)
-        said[f"{lora} {alloc}"] = serve_mixed(engine, [None, *mixed], n_new=6 if lora == "merge" else 12)
+        said[f"{lora} {alloc}"] = serve_mixed(engine, [None, *mixed], n_new=3 if lora == "merge" else 8)
     engine = Engine(gpt2, **options)
     engine.add_adapter("c", strong(4, 1, ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]))
     said["gpt2 adapter"] = serve_mixed(engine, ["c", None])
