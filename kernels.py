@@ -180,11 +180,12 @@ class World:
         self.posted.append(work)
 
     def _call(self, f, *args, **more):
-        """f(...), which another rank's end or silence must not leave a riddle."""
+        """f(...). ConnectionError, naming the rank, where another's end or silence makes it impossible."""
         try:
             return f(*args, **more)
         except RuntimeError as e:
-            raise RuntimeError(f"rank {self.rank} of {self.size}: {self._missing()} ({str(e).splitlines()[0][:200]})") from None
+            why = str(e).splitlines()[0].split("] ")[-1][:80]  # without the place in gloo's source
+            raise ConnectionError(f"rank {self.rank} of {self.size} cannot go on: {self._missing()} ({why})") from None
 
     def _missing(self):
         """Who does not answer a roll call, which everybody holds who notices that something is wrong."""

@@ -2815,6 +2815,85 @@ def _rank(rank, tp, pp, port, folder, case):
     world.close()
 
 
+SPREAD = SMALL | dict(n_head=8, n_kv_head=4)  # so that four devices can share it
+
+
+def shared(world, family="llama", **change):
+    """As small(), for a world of up to four."""
+    return GPT.from_preset(GPTConfig(family=family, **SPREAD | (dict(n_kv_head=8) if family == "gpt2" else {}) | change), seed=1, world=world)
+
+
+def strong(rank, seed, modules=None):
+    """A source of adapters that change what the model says."""
+    def make(config, **more):
+        adapter = random_adapter(rank, seed, modules)(config, **more)
+        adapter.planes[:, 1] *= 20
+        return adapter
+    return make
+
+
+def serve_mixed(engine, adapters=(None,), n_new=8, **sampling):
+    """Prompts of many lengths with adapters in turns, one more that is aborted on the way -> what the others said."""
+    requests = [Request(prompt(n), n_new, adapter, **sampling) for n, adapter in zip((40, 1, 7, 16, 33, 12, 5), [*adapters] * 7)]
+    victim = Request(prompt(9, seed=7), 30)
+    for r in [*requests[:2], victim, *requests[2:]]:
+        engine.add(r)
+    while engine.requests:
+        engine.step()
+        engine.pool.check()
+        if engine.n_steps == 4:
+            engine.abort(victim.id)
+    return [r.output for r in requests]
+
+
+def served_by(world):
+    """{case: the tokens that a world serves}: what no number of devices may change."""
+    options, said = dict(chunk=16, tile=8, max_batch=4, n_page=400), {}
+    llama, gpt2 = shared(world), shared(world, "gpt2")
+    for name, model in dict(llama=llama, gpt2=gpt2).items():
+        said[name] = serve_mixed(Engine(model, alloc="grow", **options))
+        said[name + " sampled"] = serve_mixed(Engine(model, scheduler="orca", **options), temperature=1.0, top_p=0.9)
+    crowded = Engine(llama, scheduler="sarathi_serve", alloc="grow", record=[], **options | dict(n_page=90))
+    said["preempted"] = serve_mixed(crowded, n_new=20)
+    assert any(n == 0 for span in crowded.record for _, _, n in span.entries), "the pool was too large"
+    mixed = {"a8": strong(8, 1), "a3": strong(3, 2), "a1": strong(1, 3, ["q_proj", "down_proj"]),
+             "all": strong(16, 4, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])}
+    for lora, alloc in (("batched", "reserve"), ("batched", "grow"), ("merge", "reserve")):
+        engine = Engine(llama, scheduler="orca", lora=lora, alloc=alloc, **options | dict(n_page=700))
+        for name, source in mixed.items():
+            engine.add_adapter(name, source)
+        said[f"{lora} {alloc}"] = serve_mixed(engine, [None, *mixed], n_new=3 if lora == "merge" else 8)
+    engine = Engine(gpt2, **options)
+    engine.add_adapter("c", strong(4, 1, ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]))
+    said["gpt2 adapter"] = serve_mixed(engine, ["c", None])
+    small_draft = GPT.from_preset(GPTConfig(**SPREAD | dict(n_layer=1)), seed=1)
+    heads = model_py.Heads(2, SPREAD["n_embd"])
+    for name, draft, more in (("ngram", "ngram", {}), ("draft on each rank", small_draft, {}), ("shared draft", shared(world, n_layer=1), {}),
+                              ("confident draft", small_draft, dict(spec="confidence", cost=(Moody(), Moody()))),
+                              ("heads", heads, dict(spec="2,1")), ("drawn drafts", small_draft, dict(temperature=0.7))):
+        more = dict(spec=3, temperature=0.0) | more
+        sampling = dict(temperature=more.pop("temperature"))
+        said[name] = serve_mixed(Engine(llama, draft=draft, alloc="grow", **options, **more), **sampling)
+    return said
+
+
+@lru_cache
+def alone():
+    return served_by(World())
+
+
+@lru_cache(maxsize=None)
+def together(tp, pp):
+    return spread(tp, pp, served_by)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tokens_do_not_depend_on_how_many_devices_share_the_layers(tp):
+    for rank, said in enumerate(together(tp, 1)):
+        for case, tokens in alone().items():
+            assert said[case] == tokens, f"{case}, rank {rank} of {tp}"
+
+
 def agreements(world):
     """What the primitives of a World give."""
     x = torch.arange(4.0) + world.rank
