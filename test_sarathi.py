@@ -2800,16 +2800,19 @@ def test_acceptance_is_counted_by_head_and_candidate():
 
 def spread(tp, pp, case):
     """Run case(world) -> what JSON can hold, in tp * pp fresh processes -> a list, by rank."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (tp, pp, port, folder, case), nprocs=tp * pp)
+        torch.multiprocessing.spawn(_rank, (tp, pp, free_port(), folder, case), nprocs=tp * pp)
         return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(tp * pp)]
 
 
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
 def _rank(rank, tp, pp, port, folder, case):
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(tp * pp))
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(tp * pp))
     torch.set_num_threads(1)
     world = World.start(tp, pp)
     Path(folder, str(rank)).write_text(json.dumps(case(world)))
@@ -3014,3 +3017,42 @@ def test_a_rank_reads_its_share_of_folders(tp):
     for found in together(tp, 1):
         for name, logits in wanted.items():
             assert logits == found["loaded"][name] if name == "tokens" else np.allclose(logits, found["loaded"][name], atol=1e-4), name
+
+
+ENDLESS = """
+import os
+import test_sarathi as t
+from sarathi import run_cli
+
+def main():
+    world = t.World.start(2)
+    engine = t.Engine(t.shared(world), n_page=1000)
+    while True:
+        engine.generate([[1, 2, 3]], 4)
+        if world.rank == 1 and engine.n_steps > 20:
+            print("the end is near", flush=True)
+            {end}
+
+run_cli(main)
+"""
+
+
+@pytest.mark.parametrize("how, end", [("torchrun", "os.kill(os.getpid(), 9)"), ("by hand", "os.kill(os.getpid(), 9)"), ("by hand", "raise KeyError('mine')")])
+def test_a_rank_that_dies_ends_the_run_and_is_named(how, end, tmp_path):
+    """Under torchrun, which ends the others, and without it, when they notice by themselves."""
+    (tmp_path / "endless.py").write_text(ENDLESS.replace("{end}", end))
+    env, start = os.environ | dict(PYTHONPATH=str(HERE), OMP_NUM_THREADS="1"), dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if how == "torchrun":
+        commands = [([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()], {})]
+    else:
+        port = free_port()
+        commands = [([sys.executable], dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)) for rank in "01"]
+    runs = [subprocess.Popen([*command, str(tmp_path / "endless.py")], env=env | more, **start) for command, more in commands]
+    assert runs[-1].stdout.readline() == "the end is near\n", "a loaded machine may take its time to get there"
+    said = [run.communicate(timeout=30) for run in reversed(runs)]  # within 30 seconds of the end of one
+    assert all(run.returncode for run in runs)
+    if how == "torchrun":
+        assert "exitcode  : -9" in said[0][1] and "(local_rank: 1)" in said[0][1]
+    else:
+        assert said[1][1].startswith("endless.py: rank 0 of 2 cannot go on: rank 1 died or hangs (") and said[1][1].count("\n") == 1, said[1][1]
+        assert "mine" not in end or said[0][1] == "endless.py: mine\n"
