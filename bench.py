@@ -40,7 +40,7 @@ from tqdm import tqdm
 from kernels import FEW_ROWS, linear, pack
 from model import GPT, PRESETS, Linear, default_dtype, load_model, preset, random_adapter
 from sarathi import (GPUS, CostModel, Engine, EngineConfig, Interruptible, Parser, Pipeline, Request, Sarathi, Scheduler, Simulator,
-                     VirtualClock, WallClock, Work, add_model_flags, checked, expected_tokens, join_world, least_squares, make_clock, make_scheduler, option,
+                     VirtualClock, WallClock, Work, add_model_flags, checked, expected_tokens, join_world, least_squares, make_clock, make_engine, make_scheduler, option,
                      rehearse, run_cli, with_room)
 
 EXPERIMENTS = {}  # name -> (function, one line on what it reproduces)
@@ -121,7 +121,7 @@ class Bench:
         B = B or self.B
         tape = self.tape(scheduler if isinstance(scheduler, str) else f"{type(scheduler).__name__}, chunk {scheduler.chunk}")
         options = vars(self.options) | dict(scheduler=scheduler, max_batch=B, n_page=n_page or B * L, record=tape) | more
-        return (Simulator if self.simulated else Engine)(self.model, clock=self.clock, **options)
+        return make_engine(self.model, clock=self.clock, **options)
 
     def tape(self, what):
         """Where an engine's Spans go, if they are to be kept."""
@@ -697,13 +697,81 @@ def clusters(bench, n, **more):
     happened = []
     for name, scheduler in (("Orca", orca_best(4096, 27)), ("SARATHI", Sarathi(chunk=256))):
         line = Pipeline(gpt3(nodes=8, **more), 8, record=bench.tape(name), scheduler=scheduler, max_batch=27, n_page=27 * 4096)
-        bubble = statistics.median(r.bubble for r in feed(bench, line, zipf_requests(n)))
-        took = line.clock.now()
-        happened.append(dict(took=took, bubble=bubble, kinds=line.bubbles, idle=sum(line.bubbles.values()) / 8 / took))
+        happened.append(outcome(line, [r.bubble for r in feed(bench, line, zipf_requests(n))]))
     replicas = [Simulator(gpt3(**more), scheduler=orca_best(4096, 11), max_batch=11, n_page=11 * 4096) for _ in range(8)]
     for i, engine in enumerate(replicas):
         sum(1 for r in feed(bench, engine, islice(zipf_requests(n), i, None, 8)))
     return *happened, dict(took=max(engine.clock.now() for engine in replicas))
+
+
+def outcome(line, bubbles):
+    """What a Pipeline's figures are after a run; bubbles: each request's."""
+    took = line.clock.now()
+    return dict(took=took, bubble=statistics.median(bubbles), kinds=line.bubbles, idle=sum(line.bubbles.values()) / len(line.lanes) / took)
+
+
+@experiment("[SARATHI §5.3] bubbles for real: Orca and SARATHI on the stages of torchrun's processes, beside the simulator with this machine's costs")
+def fig12_measured(bench):
+    """Lengths and chunk are the paper's, scaled to the longest of --lengths; the batch is the one whose decodes piggyback perfectly
+    at P:D = 10. Measured in turns; the median run counts."""
+    world, top, n = bench.model.world, max(bench.lengths), 4 * bench.config.requests
+    if world.pp == 1 or world.tp > 1:
+        raise ValueError(f"pp = {world.pp}, tp = {world.tp}: fig12_measured needs stages of one process each: torchrun --nproc_per_node 2 bench.py fig12_measured --pp 2")
+    C, B, cost = top // 16, 1 + top // 160, stage_cost(bench)
+    options = dict(max_batch=B, n_page=B * top)
+    policies = {"Orca": orca_best(top, B), "SARATHI": Sarathi(chunk=C)}
+    work = list(zipf_requests(n, top // 4, top))
+    real = {name: [] for name in policies}
+    for _ in tqdm(range(bench.runs), "fig12_measured", file=sys.stderr):
+        for name, scheduler in policies.items():
+            line = Pipeline(bench.model, record=bench.tape(name), scheduler=scheduler, **options)
+            jobs = [Request(bench.prompts(1, len(r.prompt), i)[0], r.max_new_tokens) for i, r in enumerate(work)]
+            ended = list(feed(bench, line, jobs))
+            line.gather(ended)
+            real[name].append(outcome(line, [r.bubble for r in ended]))
+    seen = {"measured": {name: {k: statistics.median(o[k] for o in runs) for k in ("took", "bubble", "idle")} for name, runs in real.items()}, "simulated": {}}
+    for name, scheduler in policies.items():
+        line = Pipeline(cost, world.pp, scheduler=scheduler, **options)
+        seen["simulated"][name] = outcome(line, [r.bubble for r in feed(bench, line, zipf_requests(n, top // 4, top))])
+    for what, paper, key in (("median bubble time per request", 6.29, "bubble"), ("completion", 1.91, "took")):
+        for source, by in seen.items():
+            yield row(f"{what}, Orca over SARATHI", paper, by["Orca"][key] / by["SARATHI"][key], source=source)
+    for name in policies:
+        for what, key in (("idle share of the stages", "idle"), ("median bubble time per request (s)", "bubble"), ("completion (s)", "took")):
+            pair = [seen[source][name][key] for source in seen]
+            for source, ours in zip(seen, pair):
+                yield row(f"{name}: {what}", None, ours, source=source)
+            yield row(f"{name}: {what}: error of the simulator (%)", None, abs(pair[1] / pair[0] - 1) * 100, source="both")
+    bench.notes.append(f"{n} requests of {top // 4} to {top} tokens, {world.pp} stages, B = {B} per micro-batch, C = {C}; a message of N tokens takes "
+                       f"{cost.link[0] * 1e6:.0f} + {cost.link[1] * 1e6:.2f} N us; {bench.runs} runs each")
+
+
+def stage_cost(bench):
+    """The CostModel of all stages together: that of one, profiled on all ranks at the same time (they share a memory), times their
+    number; and what their messages take."""
+    world, config = bench.model.world, bench.model.config.whole
+    stage = GPT.from_preset(replace(config, n_layer=-(-config.n_layer // world.pp)), bench.model.dtype, str(bench.model.device))
+    cost = world.agree(CostModel.profile(stage, repeats=bench.runs))
+    cost.coefficients = [world.pp * c for c in cost.coefficients]
+    cost.link = measured_link(bench.model)
+    return cost
+
+
+def measured_link(model, sizes=(1, 64, 512), repeats=20):
+    """What each stage's message takes, (seconds, seconds per token): a line through round trips, states on from stage to stage and the
+    last one's word to all."""
+    world, took = model.world, []
+    for N in sizes:
+        for _ in range(repeats):
+            x, start = torch.zeros(N, model.config.n_embd, dtype=model.dtype, device=model.device), time.perf_counter()
+            x = world.receive(x.shape, x.dtype) if world.stage else x
+            sent = None if world.is_last else world.send(x, "profile")
+            world.spread(torch.zeros(8), world.last)()
+            if sent:
+                sent()
+            took.append(time.perf_counter() - start)
+    slope, first = np.polyfit(sizes, np.median(np.reshape(took, (len(sizes), -1)), 1), 1)
+    return world.agree((max(0.0, float(first)) / world.pp, max(0.0, float(slope)) / world.pp))
 
 
 def gpt3(nodes=1, **more):
@@ -2035,7 +2103,7 @@ def main():
         model = CostModel.roofline(preset(name), config.hardware, config.tp)
     else:
         dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(args.device)
-        name = args.model or ("llama-124m" if set(names) <= {"roofline", "peers"} else biggest_llama(args.device))
+        name = args.model or ("llama-124m" if set(names) <= {"roofline", "peers"} else "llama-30m" if names == ["fig12_measured"] else biggest_llama(args.device))
         model, _ = load_model(name, dtype, args.device, options.seed, join_world(args))
     bench = Bench(model, config, options)
     where = machine(model)

@@ -145,6 +145,7 @@ PRESETS = {  # name -> GPTConfig fields; gpt3 and the two llamas of [SARATHI §4
     "gpt2": dict(family="gpt2", n_layer=12, n_head=12, n_embd=768, tied=True),
     "gpt2-xl": dict(family="gpt2", n_layer=48, n_head=25, n_embd=1600, tied=True),
     "gpt3-175b": dict(family="gpt2", n_layer=96, n_head=96, n_embd=12288, block_size=4096, tied=True),  # 4K as in [SARATHI §5.3]
+    "llama-30m": dict(n_layer=8, n_head=8, n_embd=512, n_inner=1408, vocab_size=8192, block_size=2048, tied=True),  # for a core
     "llama-124m": dict(n_layer=12, n_head=12, n_embd=768, n_inner=2048, vocab_size=50304, block_size=2048, tied=True),  # GPT-2's size
     "llama-160m": dict(n_layer=12, n_head=12, n_embd=768, n_inner=3072, vocab_size=32000, block_size=2048),
     "tinyllama-1.1b": dict(n_layer=22, n_head=32, n_kv_head=4, n_embd=2048, n_inner=5632, vocab_size=32000, block_size=2048),

@@ -819,6 +819,7 @@ class Roofline(CostModel):
 
 class Fitted(CostModel):
     """Least squares, of relative errors, over a designed set of real iterations; `error` is the median on others."""
+    link = (0.0, 0.0)  # seconds of a message to the next stage of a pipeline, and seconds per token in it; bench.py's measured_link
     KNOTS = (4, 16, 64)  # tokens at which the slope of the linear operators may change: no tile, but small batches are bound by memory
 
     def __init__(self, model, repeats, between):
@@ -845,6 +846,10 @@ class Fitted(CostModel):
 
     def others(self, w):
         return self.coefficients[-1] * w.M
+
+    def send(self, N):
+        """N tokens' vectors to the next stage of a pipeline."""
+        return self.link[0] + self.link[1] * N
 
     def lora(self, w, kind):
         """No profile has adapters: their weights cost what as many of the base model's do, per token."""
@@ -1586,6 +1591,8 @@ class Engine:
             raise ValueError(f"unknown option {name!r}: one of {', '.join(known)}")
         self.model, self.config, policy = model, EngineConfig(**options), make_policy(spec)
         self.world = getattr(model, "world", World())  # a CostModel has none
+        if self.world.pp > 1 and not isinstance(self, Lane):
+            raise ValueError(f"the model is one of pp = {self.world.pp} stages: give it to a Pipeline, or to make_engine")
         if draft is None and policy.n_spec:
             raise ValueError(f"spec = {spec!r} without a draft: give draft = {' or '.join(map(repr, PROPOSERS))}, or a model")
         draft = draft if policy.n_spec else None
@@ -2322,6 +2329,17 @@ class Pipeline:
         owner = next((lane for lane in self.lanes if any(r.id == request_id for r in lane.running)), self.lanes[0])
         owner.abort(request_id)
 
+    def gather(self, requests=()):
+        """Where stages are processes each has booked its own bubbles: add them up, for all and for these requests, and collect the
+        Spans of all stages in `record`. Once, at the end, on every rank."""
+        record = self.lanes[0].record or []
+        mine = self.bubbles, [r.bubble for r in requests], [span for span in record if span.stage == self.world.stage]
+        bubbles, each, spans = zip(*self.world.each(mine)[::self.world.tp])
+        self.bubbles = {kind: sum(b[kind] for b in bubbles) for kind in self.bubbles}
+        for r, seconds in zip(requests, zip(*each)):
+            r.bubble = sum(seconds)
+        record[:] = sorted(chain(*spans), key=lambda span: span.start)
+
     def book(self, stage, start, end):
         """A stage works from start to end -> seconds that it had idled before."""
         idle = start - self.free[stage] if self.last is not None else 0.0
@@ -2398,7 +2416,7 @@ def main():
         raise ValueError(f"model {args.model!r} has no tokenizer: give --tokens 1,2,3 instead of --prompt")
     prompt = parse_tokens(args.tokens) if args.prompt is None else tokenizer.encode(args.prompt)
     say = tokenizer.stream() if tokenizer else lambda tokens: "".join(f"{t} " for t in tokens)
-    engine = Engine(model, draft=load_draft(args.draft, model), spec=spec, **vars(config))
+    engine = make_engine(model, draft=load_draft(args.draft, model), spec=spec, **vars(config))
     if args.adapter:
         engine.add_adapter(args.adapter, args.adapter)
     request = Request(prompt, adapter=args.adapter, stop=tokenizer.stop if tokenizer else (), arrival=engine.clock.now(), **parser.values(Request, args))
@@ -2409,7 +2427,7 @@ def main():
     if request.times:
         print(f"{len(prompt)} + {len(request.output)} tokens, {len(request.output) / (request.times[-1] - request.arrival):.0f} tokens/s, "
               f"TTFT {request.ttft * 1e3:.1f} ms, TPOT {request.tpot * 1e3:.1f} ms", file=sys.stderr)
-        if engine.speculator:
+        if args.draft and spec != "off":
             print(speculated([request]), file=sys.stderr)
 
 
