@@ -40,8 +40,8 @@ from tqdm import tqdm
 from kernels import FEW_ROWS, linear, pack
 from model import GPT, PRESETS, Linear, default_dtype, load_model, preset, random_adapter
 from sarathi import (GPUS, CostModel, Engine, EngineConfig, Interruptible, Parser, Pipeline, Request, Sarathi, Scheduler, Simulator,
-                     VirtualClock, WallClock, Work, add_model_flags, checked, expected_tokens, join_world, least_squares, make_clock, make_engine, make_scheduler, option,
-                     rehearse, run_cli, with_room)
+                     VirtualClock, WallClock, Work, add_model_flags, checked, expected_tokens, join_world, least_squares, make_clock, make_engine,
+                     make_scheduler, option, random_batches, rehearse, run_cli, time_batches, with_room)
 
 EXPERIMENTS = {}  # name -> (function, one line on what it reproduces)
 OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]
@@ -1051,6 +1051,106 @@ def slora_ablation(bench):
         yield throughput(f"{setting}, n = {n}: {variant}", paper, seen, ("", "ablation", variant))
 
 
+PARALLEL = (("S5", "a100-40", 100), ("S6", "a100", 10))  # [S-LoRA §7.3]: setting, GPU, adapters
+PARTS = ("S-LoRA", "without its messages", "base model alone")
+
+
+@experiment("[S-LoRA Fig. 8] tensor parallelism: throughput with adapters, with adapters that send nothing, and of the base model alone")
+def fig8_slora(bench):
+    """Simulated: 2 and 4 GPUs; without the host's time, which would hide the messages'. Measured: on the processes that torchrun
+    started (or one), and what each of them holds and sends."""
+    yield from (simulated_fig8 if bench.simulated else measured_fig8)(bench)
+
+
+def simulated_fig8(bench):
+    """Overloaded, so that what is served is what the GPUs can. The paper gives no numbers, but says that twice the GPUs serve more than
+    twice the requests: there is room for larger batches."""
+    for setting, gpu, n in PARALLEL:
+        (model, (rank,)), seen = SETTINGS[setting], {}
+        for tp, part in ((tp, part) for tp in (2, 4) for part in PARTS):
+            cost, jobs = CostModel.roofline(preset(model), gpu, tp), gamma_jobs(12, 60, n_adapter=n, seed=bench.options.seed)
+            cost.exchanges, room = part == PARTS[0], int(math.prod(cost.memory)) // cost.page
+            engine = Simulator(cost, scheduler=Lightllm(room), max_batch=1000, n_page=room, alloc="grow")
+            engine.scheduler.pages = engine.adapters.n_page
+            for i in range(n):
+                engine.add_adapter(str(i), random_adapter(rank, seed=i))
+            seen[tp, part] = serve(bench, engine, jobs if part != PARTS[2] else [job._replace(adapter=None) for job in jobs])
+            yield throughput(f"{setting}, {tp} x {gpu}: {part}", None, seen[tp, part], (setting, part, tp))
+        gain = [seen[4, part]["requests/s"] / seen[2, part]["requests/s"] for part in PARTS]
+        bench.notes.append(f"{setting}: 4 GPUs over 2: {gain[0]:.1f} times the requests, the base model alone {gain[2]:.1f} times; the paper: more than 2")
+
+
+def measured_fig8(bench, n=20):
+    """All requests are there at once; ranks as in S2."""
+    model, ranks, top = bench.model, SETTINGS["S2"][1], max(bench.lengths) // 4
+    world, jobs = model.world, [job._replace(arrival=0.0) for job in gamma_jobs(1, 2 * bench.config.requests, n_adapter=n, prompt=uniform(8, top),
+                                                                              output=uniform(8, top), seed=bench.options.seed)]
+    room, engines = n * random_adapter(max(ranks))(model.config).n_page, []
+    for part in PARTS:
+        engines.append(bench.engine(bench.options.scheduler, 2 * top, n_page=bench.B * 2 * top + room, alloc="grow"))
+        for i in range(n if part != PARTS[2] else 0):
+            engines[-1].add_adapter(str(i), random_adapter(ranks[i % 4], i))
+    jobs = [jobs, jobs, [job._replace(adapter=None) for job in jobs]]
+    fns = [partial(serve, bench, engine, work) for engine, work in zip(engines, jobs)]
+    before = world.sent.copy()
+    fns[0]()
+    sent, tokens = world.sent - before, sum(job.prompt + job.output for job in jobs[0])
+    fns[1] = silenced(model, fns[1])
+    for part, took in zip(PARTS, bench.rounds(*fns, repeats=bench.runs)):
+        yield row(f"tp = {world.tp}: {part} (tokens/s)", None, tokens / statistics.median(took), at=("", part, world.tp))
+    yield row("weights of a rank (MB)", None, model.n_bytes / 1e6)
+    yield row("cache of a rank, per 1000 tokens (MB)", None, model.config.page_bytes(model.dtype.itemsize) / 1e3)
+    for what, size in sorted(sent.items()):
+        yield row(f"sent by a rank for {what}, per token (bytes)", None, size / tokens, source="counted")
+    if world.tp > 1:
+        yield from messages(bench)
+
+
+def silenced(model, fn):
+    """fn with adapters that keep what they should send: as long as their work takes, but wrong."""
+    def quiet(self, xa):
+        return xa[None] if self.reduced else xa.expand(model.world.tp, -1)
+
+    def run():
+        speaking, Linear.exchange = Linear.exchange, quiet
+        try:
+            return fn()
+        finally:
+            Linear.exchange = speaking
+    return run
+
+
+def messages(bench):
+    """What an all-reduce takes, and whether a simulator that adds it to the profile of a share gets the whole: on iterations that
+    no fit has seen."""
+    model, world, config = bench.model, bench.model.world, bench.model.config
+    share = GPT.from_preset(replace(config, part=(0, 1), vocab_size=config.n_vocab), model.dtype, str(model.device))
+    cost = world.agree(CostModel.profile(share, repeats=bench.runs))  # on all ranks at the same time: they may share a memory
+    cost.ring = measured_ring(model)
+    yield row("an all-reduce: before it begins (us)", None, cost.ring[0] * 1e6)
+    yield row("an all-reduce: per token of the batch (us)", None, cost.ring[1] * 1e6)
+    batches = random_batches(min(config.block_size, 1024) - 2, 12)
+    real = np.array(world.agree(time_batches(model, batches, bench.runs, lambda: None).tolist()))
+    ours = np.array([cost.time_of(entries) for entries in batches])
+    yield row("iterations, measured over simulated: median", None, float(np.median(real / ours)), source="both")
+    yield row("iterations: median error of the simulator (%)", None, float(np.median(np.abs(ours / real - 1))) * 100, source="both")
+
+
+def measured_ring(model, sizes=(1, 16, 64, 256), repeats=20):
+    """What an all-reduce of N tokens' vectors takes, (seconds, seconds per token): a line through medians."""
+    took = []
+    for N in sizes:
+        x = torch.zeros(N, model.config.n_embd, dtype=model.dtype, device=model.device)
+        for _ in range(repeats):
+            start = time.perf_counter()
+            model.world.all_reduce(x, "profile")
+            x[0, 0].item()  # a GPU is done by then
+            took.append(time.perf_counter() - start)
+    took = np.median(np.reshape(took, (len(sizes), -1)), 1)
+    line = least_squares(np.stack([np.ones(len(sizes)), sizes], 1) / took[:, None], np.ones(len(sizes)))
+    return model.world.agree(tuple(line.tolist()))
+
+
 @experiment("what adapters cost here: the same requests with none, and with 200 of mixed ranks computed in every way, in turns")
 def slora_ways(bench):
     """All requests are there at once, lengths as in [S-LoRA Table 2] but shorter, every adapter equally popular; the paper's column
@@ -1747,6 +1847,7 @@ FIGURES = {  # experiment -> (x label, y label) of each panel, the last one's ag
     "fig13": [("chunk size C (tokens)", "time over a full prefill's (times)")] * 2 + [("chunk size C (tokens)", "throughput over static (times)")],
     "slora_fig5": [("adapters", "requests/s")],
     "slora_fig6": [("requests/s that come", "requests/s")] + [("requests/s that come", "seconds")] * 2 + [("requests/s that come", "share within the SLO")],
+    "fig8_slora": [("GPUs", "requests/s")],
     "slora_fig9": [("adapters", "requests/s")],
     "slora_fig10": [("coefficient of variation of the gaps", "share within the SLO")],
     "spec_fig1": [("requests/s that come", "latency off over latency (times)")],

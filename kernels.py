@@ -210,9 +210,12 @@ class World:
     @staticmethod
     def first_to_say(message):
         """Whether no other rank has said that: what is wrong on all of them is said once."""
-        if dist.is_available() and dist.is_initialized():
+        if not dist.is_initialized():
+            return os.environ.get("RANK", "0") == "0"
+        try:
             return dist.distributed_c10d._get_default_store().add(message, 1) == 1
-        return os.environ.get("RANK", "0") == "0"
+        except RuntimeError:  # the store died with rank 0
+            return True
 
     def close(self):
         """Wait until what was sent is there, and part."""

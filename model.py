@@ -284,6 +284,12 @@ class GPT(nn.Module):
     def device(self):
         return self.blocks[self.config.layers[0]].norm1.weight.device
 
+    @property
+    def n_bytes(self):
+        """Bytes that its weights take on this device."""
+        weights = [getattr(m, leaf, None) for m in self.modules() for leaf in ("weight", "bias")]
+        return sum(w.numel() * w.dtype.itemsize for w in {id(w): w for w in weights if w is not None}.values())
+
     def new_cache(self, n_page):
         """kv (layers here, 2, n_page * Hk, D), zeroed: what is masked is multiplied by zero, so it must at least be finite."""
         c = self.config

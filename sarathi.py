@@ -763,6 +763,7 @@ class Roofline(CostModel):
                 raise KeyError(f"unknown {'hardware' if known is GPUS else 'system'} {name!r}: one of {', '.join(known)}")
         self.system = SYSTEMS[system]
         self.gpu, self.tp, self.delay, self._linear = GPUS[gpu], checked("tp", tp, int, 1), delay, {}
+        self.exchanges = True  # x A of adapters is sent; False: to see what that costs
         c, dtype = config, torch.bfloat16
         left = [share * tp * nodes * self.gpu.memory - c.n_params * dtype.itemsize for share in (1, USABLE)]
         super().__init__(c, dtype, (left[0], left[1] / left[0]), f"{tp * nodes} x {gpu}" if tp * nodes > 1 else gpu, TILE)
@@ -789,7 +790,7 @@ class Roofline(CostModel):
         multiply = 2 * w.lora_pairs / (CHUNK_FLOPS * self.flops)
         read = w.lora_read * self.dtype.itemsize / (LORA_BANDWIDTH * self.bandwidth)
         calls = self.system.copy * w.adapted if kind == "bmm" else ATTENTION_CALL * ((w.chunks > 0) + (w.decodes > 0))
-        return multiply + read * (3 if kind == "bmm" else 1) + self.config.n_layer * calls
+        return multiply + read * (3 if kind == "bmm" else 1) + self.config.n_layer * calls + self.exchange(w)
 
     def others(self, w):
         """Norms, activations, residuals; the output head for the rows that need it."""
@@ -801,6 +802,16 @@ class Roofline(CostModel):
         """Of N tokens' vectors over the tp GPUs of a node, in every layer [SARATHI §2.3]."""
         ring = 2 * (self.tp - 1) / self.tp * N * self.config.n_embd * self.dtype.itemsize / (LINK * self.gpu.link)
         return self.config.n_layer * (ring + self.delay) if self.tp > 1 else 0.0
+
+    def exchange(self, w):
+        """Of x A over the tp GPUs, 5 (N - 1) B r / N numbers in every layer for q, k, v and o [S-LoRA §6]: two messages, as this
+        engine sends q's, k's and v's in one."""
+        if self.tp == 1 or not self.exchanges:
+            return 0.0
+        modules = [self.config.operators[op] for op in ("preproj", "postproj")]
+        width = sum(op.n_in + n_out for op in modules for _, n_out, _ in op.modules.values())  # weights per layer and unit of rank
+        numbers = (len(modules[0].modules) + 2) * (self.tp - 1) / self.tp * (w.lora_read + w.lora_pairs) / width
+        return numbers * self.dtype.itemsize / (LINK * self.gpu.link) + 2 * self.config.n_layer * self.delay
 
     def send(self, N):
         """N tokens' vectors to the next stage of a pipeline, in the next node; each of the tp GPUs sends its share."""
@@ -820,6 +831,7 @@ class Roofline(CostModel):
 class Fitted(CostModel):
     """Least squares, of relative errors, over a designed set of real iterations; `error` is the median on others."""
     link = (0.0, 0.0)  # seconds of a message to the next stage of a pipeline, and seconds per token in it; bench.py's measured_link
+    ring = (0.0, 0.0)  # the same of an all-reduce, where it was not in the iterations that were timed; bench.py's measured_ring
     KNOTS = (4, 16, 64)  # tokens at which the slope of the linear operators may change: no tile, but small batches are bound by memory
 
     def __init__(self, model, repeats, between):
@@ -846,6 +858,9 @@ class Fitted(CostModel):
 
     def others(self, w):
         return self.coefficients[-1] * w.M
+
+    def all_reduce(self, N):
+        return self.config.n_layer * (self.ring[0] + self.ring[1] * N)
 
     def send(self, N):
         """N tokens' vectors to the next stage of a pipeline."""

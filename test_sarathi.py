@@ -1,5 +1,6 @@
 """The proofs. Greedy tokens must equal the naive loop's, whatever the scheduler, chunk, allocation or neighbour; logits must
 equal transformers'; pages are never lost; bad input is one clear sentence and harms nobody else. Nothing here is timed."""
+import importlib.util
 import json
 import os
 import random
@@ -8,8 +9,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections import deque
-from functools import lru_cache
+from collections import Counter, deque
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -2799,16 +2800,19 @@ def test_acceptance_is_counted_by_head_and_candidate():
 
 def spread(tp, pp, case):
     """Run case(world) -> what JSON can hold, in tp * pp fresh processes -> a list, by rank."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (tp, pp, port, folder, case), nprocs=tp * pp)
+        torch.multiprocessing.spawn(_rank, (tp, pp, free_port(), folder, case), nprocs=tp * pp)
         return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(tp * pp)]
 
 
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
 def _rank(rank, tp, pp, port, folder, case):
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(tp * pp))
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(tp * pp))
     torch.set_num_threads(1)
     world = World.start(tp, pp)
     Path(folder, str(rank)).write_text(json.dumps(case(world)))
@@ -2884,14 +2888,75 @@ def alone():
 
 @lru_cache(maxsize=None)
 def together(tp, pp):
-    return spread(tp, pp, served_by)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints(Path(folder))
+        return spread(tp, pp, partial(everything, folder))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_tokens_do_not_depend_on_how_many_devices_share_the_layers(tp):
-    for rank, said in enumerate(together(tp, 1)):
-        for case, tokens in alone().items():
-            assert said[case] == tokens, f"{case}, rank {rank} of {tp}"
+def everything(folder, world):
+    """All that tests ask of a world, since starting one takes longer than any question."""
+    return dict(said=agreements(world), sent=bytes_sent(world), held=bytes_held(world), refused=refusals(world), loaded=loaded(folder, world),
+                served=served_by(world))
+
+
+def checkpoints(folder):
+    """Folders for all to read: models of both families, whose vocabulary does not come out even, and an adapter."""
+    m = GPT(GPTConfig(**SPREAD)).requires_grad_(False)
+    for p in m.parameters():
+        p.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(p)))
+    m.save_pretrained(folder / "llama")
+    strong(3, 5)(m.config, dtype=torch.float32).save_pretrained(folder / "adapter")
+    if importlib.util.find_spec("transformers"):
+        (folder / "gpt2").mkdir()
+        hf_folder(folder / "gpt2", "gpt2", n_inner=60)
+
+
+def loaded(folder, world):
+    """What models and an adapter from folders say."""
+    said, tokens = {}, np.array(prompt(20)) % 131
+    for path in sorted(Path(folder).glob("*")):
+        if path.name != "adapter":
+            model = GPT.from_pretrained(path, world=world)
+            said[path.name] = model.logits(tokens)[-1].tolist()
+    engine = Engine(GPT.from_pretrained(Path(folder, "llama"), world=world), n_page=200)
+    engine.add_adapter("a", Path(folder, "adapter"))
+    return said | dict(tokens=engine.generate([prompt(12)], 12, "a"))
+
+
+def bytes_sent(world, rank=8, n=20):
+    """{purpose: bytes} that rank 0 sends for n requests of one token, each with an adapter of this rank, in one iteration."""
+    engine = Engine(shared(world), scheduler="orca", max_batch=n, n_page=600)
+    engine.add_adapter("a", random_adapter(rank))
+    requests = [Request(prompt(5, seed=i), 3, "a") for i in range(n)]
+    for r in requests:
+        engine.add(r)
+    engine.step()
+    before = world.sent.copy()
+    engine.step()
+    assert all(r.n_past == 6 for r in requests)
+    return world.sent - before
+
+
+def bytes_held(world):
+    """Bytes of a rank's weights by what they are, and of its pool's page."""
+    model = shared(world)
+    held = Counter()
+    for name, module in model.named_modules():
+        if getattr(module, "weight", None) is not None:
+            held["norms" if "norm" in name else "matrices"] += module.weight.numel() * model.dtype.itemsize
+    return dict(held, pool=model.new_cache(10).numel() * model.dtype.itemsize)
+
+
+def refusals(world):
+    """What is said where a world cannot do what it is asked."""
+    said = []
+    for ask in (lambda: shared(world, n_kv_head=1), lambda: shared(world, n_inner=161), lambda: Engine(shared(world), lora="bmm", n_page=100),
+                lambda: World.start(3, 1)):
+        try:
+            ask()
+        except ValueError as e:
+            said.append(str(e))
+    return said
 
 
 def agreements(world):
@@ -2901,8 +2966,93 @@ def agreements(world):
                 sum=world.all_reduce(x.clone(), "sum").tolist(), gather=world.all_gather(x, "gather").tolist(), sent=dict(world.sent))
 
 
-def test_ranks_agree():
-    for said in spread(2, 1, agreements):
-        assert said["agree"] == [0, "x" * 3000] and said["last"] == 1 and said["each"] == [0, 1]
-        assert said["sum"] == [1, 3, 5, 7] and said["gather"] == [[0, 1, 2, 3], [1, 2, 3, 4]]
-        assert said["sent"] == dict(sum=16, gather=16)  # a ring of two: half of 16 bytes twice; 16 bytes once
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tokens_do_not_depend_on_how_many_devices_share_the_layers(tp):
+    for rank, found in enumerate(together(tp, 1)):
+        for case, tokens in alone().items():
+            assert found["served"][case] == tokens, f"{case}, rank {rank} of {tp}"
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ranks_agree(tp):
+    for found in together(tp, 1):
+        said = found["said"]
+        assert said["agree"] == [0, "x" * 3000] and said["last"] == tp - 1 and said["each"] == [*range(tp)]
+        assert said["sum"] == [sum(range(i, i + tp)) for i in range(4)] and said["gather"] == [[*range(i, i + 4)] for i in range(tp)]
+        assert said["sent"] == dict(sum=2 * (tp - 1) * 16 // tp, gather=16 * (tp - 1))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_the_bytes_sent_are_those_of_the_paper(tp):
+    """Per layer 2 (N-1) B h / N numbers for each of the base model's all-reduces, and 5 (N-1) B r / N for adapters on q, k, v and o."""
+    B, r, h, L, V = 20, 8, SPREAD["n_embd"], SPREAD["n_layer"], -(-SPREAD["vocab_size"] // tp)
+    for found in together(tp, 1):
+        reduced = 2 * (tp - 1) * B * h // tp * 4
+        assert found["sent"] == dict(embed=reduced, postproj=L * reduced, ffn_ln2=L * reduced, lora=L * 5 * (tp - 1) * B * r // tp * 4,
+                                     head=(tp - 1) * B * V * 4)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_each_rank_holds_its_share_of_weights_and_pages(tp):
+    """All but the norms; and of the vocabulary's rows, the last share is filled up."""
+    whole, filled = bytes_held(World()), 2 * 4 * SPREAD["n_embd"] * (-SPREAD["vocab_size"] % tp)
+    for found in together(tp, 1):
+        assert found["held"] == dict(norms=whole["norms"], matrices=(whole["matrices"] + filled) // tp, pool=whole["pool"] // tp)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_every_rank_refuses_what_cannot_be_shared(tp):
+    for found in together(tp, 1):
+        kv, inner, bmm, processes = found["refused"]
+        assert kv == f"tp = {tp} devices cannot share n_kv_head = 1: it must be a multiple of tp" and "n_inner = 161" in inner
+        assert "lora = 'bmm' is for one device" in bmm
+        assert processes.startswith(f"tp = 3, pp = 1: needs 3 processes, there are {tp}: torchrun --nproc_per_node 3 ")
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_rank_reads_its_share_of_folders(tp):
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints(Path(folder))
+        wanted = loaded(folder, World())
+    for found in together(tp, 1):
+        for name, logits in wanted.items():
+            assert logits == found["loaded"][name] if name == "tokens" else np.allclose(logits, found["loaded"][name], atol=1e-4), name
+
+
+ENDLESS = """
+import os
+import test_sarathi as t
+from sarathi import run_cli
+
+def main():
+    world = t.World.start(2)
+    engine = t.Engine(t.shared(world), n_page=1000)
+    while True:
+        engine.generate([[1, 2, 3]], 4)
+        if world.rank == 1 and engine.n_steps > 20:
+            print("the end is near", flush=True)
+            {end}
+
+run_cli(main)
+"""
+
+
+@pytest.mark.parametrize("how, end", [("torchrun", "os.kill(os.getpid(), 9)"), ("by hand", "os.kill(os.getpid(), 9)"), ("by hand", "raise KeyError('mine')")])
+def test_a_rank_that_dies_ends_the_run_and_is_named(how, end, tmp_path):
+    """Under torchrun, which ends the others, and without it, when they notice by themselves."""
+    (tmp_path / "endless.py").write_text(ENDLESS.replace("{end}", end))
+    env, start = os.environ | dict(PYTHONPATH=str(HERE), OMP_NUM_THREADS="1"), dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if how == "torchrun":
+        commands = [([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()], {})]
+    else:
+        port = free_port()
+        commands = [([sys.executable], dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)) for rank in "01"]
+    runs = [subprocess.Popen([*command, str(tmp_path / "endless.py")], env=env | more, **start) for command, more in commands]
+    assert runs[-1].stdout.readline() == "the end is near\n", "a loaded machine may take its time to get there"
+    said = [run.communicate(timeout=30) for run in reversed(runs)]  # within 30 seconds of the end of one
+    assert all(run.returncode for run in runs)
+    if how == "torchrun":
+        assert "exitcode  : -9" in said[0][1] and "(local_rank: 1)" in said[0][1]
+    else:
+        assert said[1][1].startswith("endless.py: rank 0 of 2 cannot go on: rank 1 died or hangs (") and said[1][1].count("\n") == 1, said[1][1]
+        assert "mine" not in end or said[0][1] == "endless.py: mine\n"
