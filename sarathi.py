@@ -2342,7 +2342,7 @@ class Pipeline:
             options = dict(clock=ToldClock(self, clock or make_clock(self.world))) | self._combined(options)
         self.free, self.last = [0.0] * n_stage, None  # when each stage is; tokens of the last one's chunks
         self.now, self.bubbles = 0.0, dict(PB1=0.0, PB2=0.0, PB3=0.0)  # when the last turn was; seconds of all stages
-        self.memory, self.queue = None, deque()  # what the lanes share; those whose turn on this stage is still to come
+        self.record, self.memory, self.queue = record, None, deque()  # Spans; what the lanes share; those whose turn on this stage is still to come
         self.lanes = [(SimulatedLane if simulated else StageLane)(self, i, model, record=record, **options) for i in range(n_stage)]
         first, self.turns = self.lanes[0], deque(self.lanes)
         self.add, self._checked, self.requests, self.max_batch = first.add, first._checked, first.requests, n_stage * first.max_batch
@@ -2389,7 +2389,7 @@ class Pipeline:
     def gather(self, requests=()):
         """Where stages are processes each has booked its own bubbles: add them up, for all and for these requests, and collect the
         Spans of all stages in `record`. Once, at the end, on every rank."""
-        record = self.lanes[0].record or []
+        record = self.record or []
         mine = self.bubbles, [r.bubble for r in requests], [span for span in record if span.stage == self.world.stage]
         bubbles, each, spans = zip(*self.world.each(mine)[::self.world.tp])
         self.bubbles = {kind: sum(b[kind] for b in bubbles) for kind in self.bubbles}
