@@ -2007,6 +2007,31 @@ def test_triton_adapters_of_a_padded_batch():
     assert torch.allclose(kernels.lora(y.to(DEVICE), x.to(DEVICE), kv.to(DEVICE), pages).cpu(), expected, atol=1e-5)
 
 
+@kernel_test
+@pytest.mark.parametrize("dtype, tolerance", TYPES)
+def test_triton_adapters_that_devices_share_out(dtype, tolerance):
+    """Two devices, each with half of A's rows, odd ranks filled up, gather x A; or each with half of x, and they add it up. Both ways
+    every row of x A B is the definition's [S-LoRA §6]."""
+    shapes = [(1, (8, 1, 3)), (1, None), (3, (1, 0, 16)), (9, (3, 5, 1)), (70, (16, 16, 33)), (40, (0, 128, 7))]
+    n_in, n_outs, width = 100, (64, 32, 32), 16
+    spans, columns, kv = adapters_of(shapes, n_in, n_outs, width, np.random.default_rng(2))
+    (y, x), kv = rows_of(shapes, n_in, n_outs, dtype), kv.to(dtype)
+    expected = kernels.lora_ref(y.to(torch.float32, copy=True), x.float(), kv.float(), kernels.Lora.of(spans, 5, n_in, columns, width))
+
+    def half(site, i):
+        k = -(-len(site.a) // 2)
+        return site._replace(a=np.resize(site.a[i * k:(i + 1) * k] if i * k < len(site.a) else site.a, (k, site.a.shape[1])))
+    halves = [[(start, n, kernels.Factors([half(s, i) for s in f.sites], len(f.n_bag))) for start, n, f in spans] for i in range(2)]
+    sides = [x * (torch.arange(n_in) % 2 == i) for i in range(2)]
+    for shares, xs, join in ((halves, [x, x], torch.stack), ([spans] * 2, sides, lambda parts: sum(parts)[None])):
+        said = []
+        for exchange in (lambda xa: (said.append(xa), join([xa, xa]))[1], lambda xa: join(said)):  # first all speak, then all hear
+            ours = [kernels.lora(y.to(DEVICE, copy=True), x_i.to(DEVICE), kv.to(DEVICE),
+                                 kernels.LoraPages.of(own, columns, width, dtype, DEVICE), exchange).cpu().float() for own, x_i in zip(shares, xs)]
+        for result in ours:
+            assert torch.allclose(result, expected, atol=2 * tolerance, rtol=2 * tolerance)
+
+
 def to_device(model):
     """The same weights where the kernels run. They are plain tensors, some packed for a CPU, and Module.to sees none of them."""
     for m in model.modules():
