@@ -2179,7 +2179,9 @@ def test_every_adapter_launch_compiles_for_gpus_that_are_not_here(arch, n_in, n_
     monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **constants: launches.append((kernel, args, constants)))
     spans, columns, kv = adapters_of(shapes, n_in, n_outs, width, np.random.default_rng(0))
     y, x = rows_of(shapes, n_in, n_outs, dtype)
-    kernels.lora_pages(y, x, kv.to(dtype), kernels.LoraPages.of(spans, columns, width, dtype, torch.device("cpu")), n_split=4)
+    pages = kernels.LoraPages.of(spans, columns, width, dtype, torch.device("cpu"))
+    kernels.lora_pages(y, x, kv.to(dtype), pages, n_split=4)
+    kernels.lora_pages(y, x, kv.to(dtype), pages, exchange=lambda xa: torch.stack([xa, xa]))  # as one of two devices
     for kernel, args, constants in launches:
         usage = compiled(arch, kernel, args, constants)
         print(f"sm_{arch} {kernel.__name__:15} BLOCK_M={constants['BLOCK_M']} {str(dtype)[6:]:9} (registers, stack, shared) = {usage}")
