@@ -764,7 +764,7 @@ def measured_link(model, sizes=(1, 64, 512), repeats=20):
     for N in sizes:
         for _ in range(repeats):
             x, start = torch.zeros(N, model.config.n_embd, dtype=model.dtype, device=model.device), time.perf_counter()
-            x = world.receive(x.shape, x.dtype) if world.stage else x
+            x = world.receive(x.shape, x.dtype)() if world.stage else x
             sent = None if world.is_last else world.send(x, "profile")
             world.spread(torch.zeros(8), world.last)()
             if sent:

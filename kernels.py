@@ -93,6 +93,7 @@ class World:
         self.stage, self.part = divmod(rank, tp)
         self.last, self.is_last = tp * (pp - 1), self.stage == pp - 1  # the first rank of the last stage; whether this is of that
         self.sent, self.posted = Counter(), deque()  # bytes by purpose; messages that nobody waited for
+        self.came = self.stop = False  # whether Ctrl-C came to this process, and whether all know that it is to stop
 
     @classmethod
     def start(cls, tp=1, pp=1, device="cpu"):
@@ -125,21 +126,29 @@ class World:
         text = pickle.dumps(value) if self.rank == source else b""
         first = torch.zeros(8 + LETTER, dtype=torch.uint8)
         first.numpy()[:8 + min(LETTER, len(text))] = np.frombuffer(len(text).to_bytes(8, "little") + text[:LETTER], np.uint8)
-        self.spread(first, source)()
+        self._broadcast(first, source)
         length = int.from_bytes(first.numpy()[:8].tobytes(), "little")
         rest = torch.zeros(max(0, length - LETTER), dtype=torch.uint8)
         if len(rest):
             rest.numpy()[:len(text) - LETTER if text else 0] = np.frombuffer(text[LETTER:], np.uint8)
-            self.spread(rest, source)()
+            self._broadcast(rest, source)
         return value if self.rank == source else pickle.loads(first.numpy()[8:].tobytes()[:length] + rest.numpy().tobytes())
 
-    def spread(self, x, source):
-        """What is in x on rank `source` comes into everybody's x -> a function that waits until it is there, for the source at once."""
+    def _broadcast(self, x, source):
         work = self._call(dist.broadcast, x, source, async_op=True)
-        if self.rank != source:
-            return lambda: self._call(work.wait)
-        self._post(work)
-        return lambda: None
+        if self.rank == source:
+            self._post(work)
+        else:
+            self._call(work.wait)
+
+    def spread(self, x, source):
+        """What is in x on rank `source` comes into everybody's x, in messages that overtake no other of these, and wait for nothing
+        else -> a function that waits for them."""
+        if self.rank == source:
+            works = [self._call(dist.isend, x, rank, tag=1) for rank in range(self.size) if rank != source]
+        else:
+            works = [self._call(dist.irecv, x, source, tag=1)]
+        return lambda: [self._call(work.wait) for work in works]
 
     def each(self, value):
         """What every rank says, in the order of ranks."""
@@ -162,16 +171,16 @@ class World:
         return out
 
     def send(self, x, what):
-        """x to the same part of the next stage -> a function that waits until it is there. # gloo does not say otherwise that it is"""
+        """x to the same part of the next stage -> a function that waits until it is there."""
         self.sent[what] += x.nbytes
         work = self._call(dist.isend, x.contiguous(), self.rank + self.tp, group=self.column)
         return lambda: self._call(work.wait)
 
     def receive(self, shape, dtype):
-        """What the stage before sent -> a tensor of this shape"""
+        """What the stage before sends -> a function that waits for it, a tensor of this shape"""
         x = torch.empty(shape, dtype=dtype, device=self.device)
-        self._call(dist.recv, x, self.rank - self.tp, group=self.column)
-        return x
+        work = self._call(dist.irecv, x, self.rank - self.tp, group=self.column)
+        return lambda: self._call(work.wait) and x
 
     def _post(self, work):
         """Keep a message that is on its way; those that arrived are forgotten."""

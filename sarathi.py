@@ -1551,16 +1551,37 @@ class SharedClock(WallClock):
             self.zero.record()
 
     def now(self):
-        return self.world.agree(super().now())
+        return self.world.agree(self.own())
+
+    def own(self):
+        """This rank's own reading."""
+        return super().now()
 
     def mark(self):
         """-> a function that says when this rank's device was done with all that it had been given by now, by its own clock"""
         if not self.events:
-            t = super().now()
+            t = self.own()
             return lambda: t
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return lambda: self.zero.elapsed_time(event) / 1e3
+
+
+class ToldClock:
+    """A SharedClock for a Pipeline: while micro-batches are in flight it stands at what the last stage's latest word said, so that
+    to read it no stage waits for another."""
+
+    def __init__(self, line, inner):
+        self.line, self.inner, self.mark, self.t = line, inner, inner.mark, 0.0
+
+    def now(self):
+        if not any(lane.flight for lane in self.line.lanes):
+            self.t = max(self.t, self.inner.now())
+        return self.t
+
+    def wait_until(self, t):
+        self.inner.wait_until(t)
+        self.t = max(self.t, t)
 
 
 class VirtualClock:
@@ -1817,14 +1838,16 @@ class Engine:
 
     def _forward(self, plan):
         """-> logits (M, V): for each entry, in the order that the plan now has, as many rows as it wants"""
+        model, batch = self._prepare(plan)
+        self.hidden = model.hidden(batch, self.kv)  # (M, C), what heads guess from
+        return model.predict(self.hidden)
+
+    def _prepare(self, plan):
+        """-> the weights and the Batch of a plan; pages that are new to their owner are wiped"""
         for r, n in plan:
             if r.n_past == 0:
                 self._wipe(self.pool.tables[r.id])
-        self.hidden = self._layers(self._weights(plan), self._pack(plan))  # (M, C), what heads guess from
-        return self.model.predict(self.hidden)
-
-    def _layers(self, model, batch):
-        return model.hidden(batch, self.kv)
+        return self._weights(plan), self._pack(plan)
 
     def _weights(self, plan):
         """The model; where adapters are merged, with that of the plan in its weights."""
@@ -2108,18 +2131,18 @@ def free_memory(device):
 
 class Interruptible:
     """While it is entered, the first Ctrl-C only sets `seen`, so that an iteration is never cut in half; the second is as usual.
-    In a World of several processes `seen` is what rank 0 saw: all stop behind the same iteration."""
-    came = False
+    In a World of several processes `seen` is what one of them saw: all stop behind the same iteration."""
 
-    def __init__(self, world=World()):
-        self.world = world
+    def __init__(self, world=None):
+        self.world = world or World()
 
     @property
     def seen(self):
-        return self.world.agree(self.came)
+        """A pipeline does not stop to agree: the last stage's words say it."""
+        return self.world.stop if self.world.pp > 1 else self.world.agree(self.world.came)
 
     def __enter__(self):
-        self.came = False
+        self.world.came = self.world.stop = False
         try:
             self.previous = signal.signal(signal.SIGINT, self._interrupt)
         except ValueError:  # not the main thread: signals are somebody else's
@@ -2127,7 +2150,7 @@ class Interruptible:
         return self
 
     def _interrupt(self, *_):
-        self.came = True
+        self.world.came = True
         if self.world.size == 1:  # torchrun passes on what the terminal has sent already
             signal.signal(signal.SIGINT, self.previous)
 
@@ -2253,34 +2276,46 @@ class StageLane(Lane, Engine):
     """A Lane on the stage that this process has of a model: the other stages are other processes, and do the same with their layers."""
 
     def _run(self, plan):
-        """My layers of it -> a function that waits for its tokens, which the last stage finds."""
+        """Get ready for my layers of it, and work when it is my turn: stage i is i turns behind the plans, so that what comes from the
+        stage before is on its way while it works on another -> a function that waits for the tokens"""
         world, self.start = self.world, self.clock.mark()
-        logits = self._forward(plan)
+        model, batch = self._prepare(plan)
         ready = [(r, n - r.n_todo) for r, n in plan if n >= r.n_todo]
-        said = torch.zeros(max(1, len(ready)), 2 + max([k for r, k in ready], default=0), dtype=torch.long)  # each one's number of tokens, tokens
+        word = torch.zeros(1 + len(ready), 2 + max([k for r, k in ready], default=0), dtype=torch.long)
+        x = world.receive((len(batch.tokens), model.config.n_embd), model.dtype) if world.stage else None
+        self.work = partial(self._work, model, batch, x, ready, word)
+        self.line.queue.append(self)
+        self.line.work(world.stage)
+        return partial(self._hear, plan, word)
+
+    def _work(self, model, batch, x, ready, word):
+        """My layers of a micro-batch, from the stage before to the next; the last one samples, and sends its word to all: what time it
+        is, whether to stop (Ctrl-C), and of each request how many tokens, which."""
+        world = self.world
+        if x is not None:
+            x, self.start = x(), self.clock.mark()
+        self.hidden = model.hidden(batch, self.kv, x)
         if world.is_last:
-            for row, new in zip(said, self._sample(ready, logits)):
-                row[:1 + len(new)] = torch.tensor([len(new), *new])
-            sent = lambda: None
+            tokens = self._sample(ready, model.predict(self.hidden))
+            for row, said in zip(word, [[int(self.clock.inner.own() * 1e9), world.came], *([len(new), *new] for new in tokens)]):
+                row[:len(said)] = torch.tensor(said)
         else:
-            sent = world.send(self.hidden, "activations")
+            self.sent = world.send(self.hidden, "activations")
             for r, k in ready:  # the random numbers that the last stage takes are everybody's
                 r.rng.random((k + 1) * (r.temperature > 0))
-        heard, end = world.spread(said, world.last), self.clock.mark()
+        self.arrived, self.end = world.spread(word, world.last), self.clock.mark()
 
-        def tokens():
-            heard()
-            sent()
-            self._book(plan, self.start(), end())
-            return [row[1:1 + row[0]] for row in said.tolist()[:len(ready)]]
-        return tokens
-
-    def _layers(self, model, batch):
-        x, world = None, self.world
-        if world.stage:
-            x = world.receive((len(batch.tokens), model.config.n_embd), model.dtype)
-            self.start = self.clock.mark()
-        return model.hidden(batch, self.kv, x)
+    def _hear(self, plan, word):
+        """Wait for the last stage's word on what is in flight -> the tokens."""
+        while self in self.line.queue:
+            self.line.work(len(self.line.queue) - 1)
+        self.arrived()
+        if not self.world.is_last:
+            self.sent()  # long ago, but a message that nobody asks for is kept
+        (now, stop, *_), *rows = word.tolist()
+        self.clock.t, self.world.stop = max(self.clock.t, now / 1e9), self.world.stop or bool(stop)
+        self._book(plan, self.start(), self.end())
+        return [row[1:1 + row[0]] for row in rows]
 
     def _book(self, plan, start, end):
         self._keep(start, end, self.world.stage, plan)
@@ -2304,10 +2339,10 @@ class Pipeline:
         self.world, simulated = getattr(model, "world", World()), isinstance(model, CostModel)
         n_stage = checked("n_stage", n_stage, int, 1) if simulated else self.world.pp
         if not simulated:
-            options = dict(clock=clock or make_clock(self.world)) | self._combined(options)
+            options = dict(clock=ToldClock(self, clock or make_clock(self.world))) | self._combined(options)
         self.free, self.last = [0.0] * n_stage, None  # when each stage is; tokens of the last one's chunks
         self.now, self.bubbles = 0.0, dict(PB1=0.0, PB2=0.0, PB3=0.0)  # when the last turn was; seconds of all stages
-        self.memory = None  # what the lanes share
+        self.memory, self.queue = None, deque()  # what the lanes share; those whose turn on this stage is still to come
         self.lanes = [(SimulatedLane if simulated else StageLane)(self, i, model, record=record, **options) for i in range(n_stage)]
         first, self.turns = self.lanes[0], deque(self.lanes)
         self.add, self._checked, self.requests, self.max_batch = first.add, first._checked, first.requests, n_stage * first.max_batch
@@ -2339,10 +2374,17 @@ class Pipeline:
         self.turns.append(ready[0])
         return ready[0].step()
 
+    def work(self, most):
+        """Do what this stage has planned, the oldest first, until it is `most` micro-batches behind."""
+        while len(self.queue) > most:
+            self.queue.popleft().work()
+
     def abort(self, request_id):
         """As Engine.abort; what is in flight goes on, and is forgotten as it lands."""
         owner = next((lane for lane in self.lanes if any(r.id == request_id for r in lane.running)), self.lanes[0])
         owner.abort(request_id)
+        for lane in list(self.turns) * (not self.requests):
+            lane.land()  # nobody will ask for it
 
     def gather(self, requests=()):
         """Where stages are processes each has booked its own bubbles: add them up, for all and for these requests, and collect the
