@@ -829,6 +829,8 @@ def test_sarathi_streams_text_and_says_how_fast(cache):
     ("sarathi.py", ["--prompt", ""], "empty prompt"), ("sarathi.py", ["--prompt", "x", "--adapter", "none"], "adapter folder none does not exist"),
     ("sarathi.py", ["--prompt", "x", "--lora", "fast"], "invalid choice: 'fast'"),
     ("sarathi.py", ["--tokens", "1,x"], "--tokens '1,x'"),
+    ("sarathi.py", ["--tokens", "1", "--tp", "2"], "tp = 2, pp = 1: needs 2 processes, there is 1: torchrun --nproc_per_node 2 sarathi.py --tp 2 --pp 1"),
+    ("sarathi.py", ["--tokens", "1", "--tp", "0"], "tp = 0: must be a whole number, at least 1"),
     ("sarathi.py", [], "one of the arguments --prompt --tokens is required"),
     ("bench.py", ["peer"], "unknown experiment 'peer'"), ("bench.py", ["table9"], "unknown experiment 'table9': one of ceilings"),
     ("bench.py", ["--chunk", "x"], "invalid"), ("bench.py", ["--lengths", "5,a"], "lengths = '5,a'"),
