@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kernels import FEW_ROWS, linear, pack
+from kernels import FEW_ROWS, World, linear, pack
 from model import GPT, PRESETS, Linear, default_dtype, load_model, preset, random_adapter
 from sarathi import (GPUS, CostModel, Engine, EngineConfig, Interruptible, Parser, Pipeline, Request, Sarathi, Scheduler, Simulator,
                      VirtualClock, WallClock, Work, add_model_flags, checked, expected_tokens, join_world, least_squares, make_clock, make_engine,
@@ -48,6 +48,7 @@ OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Ta
 BASELINES = ("static", "orca")
 PEERS = ("transformers", "vllm", "llama.cpp")
 ALWAYS_SIMULATED = {"fig12", "bubbles", "scaling", "scoreboard"}  # experiments that ask no model of this machine
+ON_ONE_DEVICE = {"peers", "fig4"}  # experiments that measure no more than one process
 ALWAYS_MEASURED = {"roofline", "peers", "fidelity", "spec_fig13"}  # experiments that ask nothing else
 
 
@@ -106,6 +107,7 @@ class Bench:
     def __init__(self, model, config, engine):
         self.model, self.config, self.options = model, config, engine
         self.simulated = isinstance(model, CostModel)
+        self.world = World() if self.simulated else model.world
         self.clock, self.source = (VirtualClock(), "simulated") if self.simulated else (make_clock(model.world), "measured")
         self.lengths = config.lengths or ([1024, 2048, 3072] if self.simulated or model.device.type == "cuda" else [256, 512, 768])
         if max(self.lengths) > model.config.block_size:
@@ -145,7 +147,7 @@ class Bench:
     @property
     def trained(self):
         """Whether the model's words are more than noise."""
-        return not self.simulated and self.model.config == preset("tiny")
+        return not self.simulated and self.model.config.whole == preset("tiny")
 
     def prompts(self, n, length, seed=0):
         """n prompts of `length` tokens: of the trained model's, pieces of this file; a simulated one is a zero that is seen `length` times."""
@@ -2105,7 +2107,7 @@ def run(bench, names):
                 print(f"\n### {name}: {EXPERIMENTS[name][1]}\n\n{table(part)}\n", flush=True)
             if any(r["source"] == "simulated" for r in part):
                 print(simulators_error() + "\n", flush=True)
-            if part and bench.config.plot:
+            if part and bench.config.plot and bench.world.rank == 0:
                 plot(bench, name, part)
             while bench.notes:
                 print(bench.notes.pop(0) + "\n", flush=True)
@@ -2194,6 +2196,8 @@ def main():
             names = [name for name in names if name not in ALWAYS_MEASURED]
         elif ALWAYS_MEASURED & set(names):
             raise ValueError(f"hardware = {args.hardware!r}: {' and '.join(sorted(ALWAYS_MEASURED & set(names)))} can only be measured, on this machine")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and (args.hardware or ON_ONE_DEVICE & set(names)):
+        raise ValueError(f"{' '.join(names)}{' on ' if args.hardware else ''}{args.hardware}: needs one process, start it without torchrun")
     if args.chunk == "auto":
         args.chunk, names = 256, ["profile", *(n for n in names if n != "profile")]
     config, options = BenchConfig(tp=args.tp, **parser.values(BenchConfig, args)), EngineConfig(**parser.values(EngineConfig, args))
@@ -2210,7 +2214,7 @@ def main():
     where = machine(model)
     print(f"{name} ({model.config.n_params / 1e6:.0f}M parameters, {where['dtype']}) on {where['name']}; paper: LLaMA-13B on an A6000")
     rows = run(bench, names)
-    if config.trace:
+    if config.trace and bench.world.rank == 0:
         write_trace(config.trace, bench.tapes)
     explain(bench, rows)
     print(json.dumps(dict(experiment=" ".join(names), rows=rows, machine=where, model=name, seed=options.seed,

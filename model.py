@@ -1065,6 +1065,8 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
         return GPT.from_preset(name, dtype or torch.float32, device, seed, world), None
     own = name in ("tiny", "draft")
     folder = cache_folder() / name if own else Path(name)
+    if own and not (folder / "tokenizer.json").is_file() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError(f"model {name!r} is trained on first use, by one process: run python model.py before torchrun")
     if own and not (folder / "tokenizer.json").is_file():
         print("The default model is a tiny byte-level LLaMA that is trained here, once, on the Python standard library's sources: "
               f"two to three minutes on two cores, then kept in {cache_folder()}.", file=sys.stderr)

@@ -2486,6 +2486,8 @@ def main():
               f"TTFT {request.ttft * 1e3:.1f} ms, TPOT {request.tpot * 1e3:.1f} ms", file=sys.stderr)
         if args.draft and spec != "off":
             print(speculated([request]), file=sys.stderr)
+    if world.size > 1:
+        print(held(model), file=sys.stderr)
 
 
 def add_model_flags(parser, model):
@@ -2534,6 +2536,14 @@ def speculated(requests):
     rate = sum(len(r.times) - 1 for r in requests) / max(1e-9, max(r.times[-1] for r in requests) - min(r.times[0] for r in requests))
     return (f"{drafted} drafts, {accepted / max(1, drafted):.0%} accepted, {tokens / max(1, steps):.2f} tokens per iteration, "
             f"goodput {rate:.0f} tokens/s")
+
+
+def held(model):
+    """One line on what the processes of a world have of the model, and sent."""
+    world, token = model.world, model.config.page_bytes(model.dtype.itemsize)
+    weights, sent = zip(*world.each((model.n_bytes, sum(world.sent.values()))))
+    each = lambda sizes: ", ".join(f"{size / 1e6:.1f}" for size in sizes)
+    return f"ranks 0 .. {world.size - 1}: {each(weights)} MB of weights, {token} bytes of cache per token, {each(sent)} MB sent"
 
 
 def parse_tokens(text):

@@ -829,6 +829,8 @@ def test_sarathi_streams_text_and_says_how_fast(cache):
     ("sarathi.py", ["--prompt", ""], "empty prompt"), ("sarathi.py", ["--prompt", "x", "--adapter", "none"], "adapter folder none does not exist"),
     ("sarathi.py", ["--prompt", "x", "--lora", "fast"], "invalid choice: 'fast'"),
     ("sarathi.py", ["--tokens", "1,x"], "--tokens '1,x'"),
+    ("sarathi.py", ["--tokens", "1", "--tp", "2"], "tp = 2, pp = 1: needs 2 processes, there is 1: torchrun --nproc_per_node 2 sarathi.py --tp 2 --pp 1"),
+    ("sarathi.py", ["--tokens", "1", "--tp", "0"], "tp = 0: must be a whole number, at least 1"),
     ("sarathi.py", [], "one of the arguments --prompt --tokens is required"),
     ("bench.py", ["peer"], "unknown experiment 'peer'"), ("bench.py", ["table9"], "unknown experiment 'table9': one of ceilings"),
     ("bench.py", ["--chunk", "x"], "invalid"), ("bench.py", ["--lengths", "5,a"], "lengths = '5,a'"),
@@ -2007,6 +2009,31 @@ def test_triton_adapters_of_a_padded_batch():
     assert torch.allclose(kernels.lora(y.to(DEVICE), x.to(DEVICE), kv.to(DEVICE), pages).cpu(), expected, atol=1e-5)
 
 
+@kernel_test
+@pytest.mark.parametrize("dtype, tolerance", TYPES)
+def test_triton_adapters_that_devices_share_out(dtype, tolerance):
+    """Two devices, each with half of A's rows, odd ranks filled up, gather x A; or each with half of x, and they add it up. Both ways
+    every row of x A B is the definition's [S-LoRA §6]."""
+    shapes = [(1, (8, 1, 3)), (1, None), (3, (1, 0, 16)), (9, (3, 5, 1)), (70, (16, 16, 33)), (40, (0, 128, 7))]
+    n_in, n_outs, width = 100, (64, 32, 32), 16
+    spans, columns, kv = adapters_of(shapes, n_in, n_outs, width, np.random.default_rng(2))
+    (y, x), kv = rows_of(shapes, n_in, n_outs, dtype), kv.to(dtype)
+    expected = kernels.lora_ref(y.to(torch.float32, copy=True), x.float(), kv.float(), kernels.Lora.of(spans, 5, n_in, columns, width))
+
+    def half(site, i):
+        k = -(-len(site.a) // 2)
+        return site._replace(a=np.resize(site.a[i * k:(i + 1) * k] if i * k < len(site.a) else site.a, (k, site.a.shape[1])))
+    halves = [[(start, n, kernels.Factors([half(s, i) for s in f.sites], len(f.n_bag))) for start, n, f in spans] for i in range(2)]
+    sides = [x * (torch.arange(n_in) % 2 == i) for i in range(2)]
+    for shares, xs, join in ((halves, [x, x], torch.stack), ([spans] * 2, sides, lambda parts: sum(parts)[None])):
+        said = []
+        for exchange in (lambda xa: (said.append(xa), join([xa, xa]))[1], lambda xa: join(said)):  # first all speak, then all hear
+            ours = [kernels.lora(y.to(DEVICE, copy=True), x_i.to(DEVICE), kv.to(DEVICE),
+                                 kernels.LoraPages.of(own, columns, width, dtype, DEVICE), exchange).cpu().float() for own, x_i in zip(shares, xs)]
+        for result in ours:
+            assert torch.allclose(result, expected, atol=2 * tolerance, rtol=2 * tolerance)
+
+
 def to_device(model):
     """The same weights where the kernels run. They are plain tensors, some packed for a CPU, and Module.to sees none of them."""
     for m in model.modules():
@@ -2154,7 +2181,9 @@ def test_every_adapter_launch_compiles_for_gpus_that_are_not_here(arch, n_in, n_
     monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **constants: launches.append((kernel, args, constants)))
     spans, columns, kv = adapters_of(shapes, n_in, n_outs, width, np.random.default_rng(0))
     y, x = rows_of(shapes, n_in, n_outs, dtype)
-    kernels.lora_pages(y, x, kv.to(dtype), kernels.LoraPages.of(spans, columns, width, dtype, torch.device("cpu")), n_split=4)
+    pages = kernels.LoraPages.of(spans, columns, width, dtype, torch.device("cpu"))
+    kernels.lora_pages(y, x, kv.to(dtype), pages, n_split=4)
+    kernels.lora_pages(y, x, kv.to(dtype), pages, exchange=lambda xa: torch.stack([xa, xa]))  # as one of two devices
     for kernel, args, constants in launches:
         usage = compiled(arch, kernel, args, constants)
         print(f"sm_{arch} {kernel.__name__:15} BLOCK_M={constants['BLOCK_M']} {str(dtype)[6:]:9} (registers, stack, shared) = {usage}")
