@@ -2132,17 +2132,18 @@ def free_memory(device):
 class Interruptible:
     """While it is entered, the first Ctrl-C only sets `seen`, so that an iteration is never cut in half; the second is as usual.
     In a World of several processes `seen` is what one of them saw: all stop behind the same iteration."""
+    came = False
 
-    def __init__(self, world=None):
-        self.world = world or World()
+    def __init__(self, world=World()):
+        self.world = world
 
     @property
     def seen(self):
         """A pipeline does not stop to agree: the last stage's words say it."""
-        return self.world.stop if self.world.pp > 1 else self.world.agree(self.world.came)
+        return self.world.stop if self.world.pp > 1 else self.world.agree(self.came)
 
     def __enter__(self):
-        self.world.came = self.world.stop = False
+        self.came = self.world.came = self.world.stop = False
         try:
             self.previous = signal.signal(signal.SIGINT, self._interrupt)
         except ValueError:  # not the main thread: signals are somebody else's
@@ -2150,7 +2151,7 @@ class Interruptible:
         return self
 
     def _interrupt(self, *_):
-        self.world.came = True
+        self.came = self.world.came = True
         if self.world.size == 1:  # torchrun passes on what the terminal has sent already
             signal.signal(signal.SIGINT, self.previous)
 
@@ -2338,6 +2339,8 @@ class Pipeline:
     def __init__(self, model, n_stage=None, record=None, clock=None, **options):
         self.world, simulated = getattr(model, "world", World()), isinstance(model, CostModel)
         n_stage = checked("n_stage", n_stage, int, 1) if simulated else self.world.pp
+        if not simulated and n_stage == 1:
+            raise ValueError("the model is whole: give it to an Engine, or load a stage of it with world=World.start(pp=...)")
         if not simulated:
             options = dict(clock=ToldClock(self, clock or make_clock(self.world))) | self._combined(options)
         self.free, self.last = [0.0] * n_stage, None  # when each stage is; tokens of the last one's chunks
