@@ -3088,10 +3088,13 @@ def test_a_rank_reads_its_share_of_folders(tp):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_tokens_do_not_depend_on_how_many_stages_there_are(tp):
+    """How many drafts a sampled request has, and so which random numbers it takes, depends on who else is in its micro-batch: there
+    ranks agree with each other, and with one process only in distribution."""
+    wanted = alone() | {"drawn drafts": together(tp, 2)[0]["served"]["drawn drafts"]}
     for rank, found in enumerate(together(tp, 2)):
-        assert alone().keys() - found["served"].keys() == {*NOT_STAGED}
+        assert wanted.keys() - found["served"].keys() == {*NOT_STAGED}
         for case, tokens in found["served"].items():
-            assert tokens == alone()[case], f"{case}, rank {rank} of {tp} x 2"
+            assert tokens == wanted[case], f"{case}, rank {rank} of {tp} x 2"
         assert found["said"]["agree"] == [0, "x" * 3000] and found["said"]["each"] == [*range(2 * tp)]
 
 
