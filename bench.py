@@ -1998,7 +1998,7 @@ def plot(bench, name, rows):
         figure = draw_tapes(name, tapes)
     else:
         return
-    where = "" if name in ALWAYS_SIMULATED else f" — {bench.model.config.n_params / 1e9:.2g}B parameters, {machine(bench.model)['name']}"
+    where = "" if name in ALWAYS_SIMULATED else f" — {bench.model.config.whole.n_params / 1e9:.2g}B parameters, {machine(bench.model)['name']}"
     figure.suptitle(textwrap.fill(EXPERIMENTS[name][1] + where, int(15 * figure.get_figwidth())), fontsize=9)
     path = os.path.join(bench.config.plot, name + ".png")
     figure.savefig(path, dpi=110)
@@ -2219,7 +2219,7 @@ def main():
         model, _ = load_model(name, dtype, args.device, options.seed, join_world(args))
     bench = Bench(model, config, options)
     where = machine(model)
-    print(f"{name} ({model.config.n_params / 1e6:.0f}M parameters, {where['dtype']}) on {where['name']}; paper: LLaMA-13B on an A6000")
+    print(f"{name} ({model.config.whole.n_params / 1e6:.0f}M parameters, {where['dtype']}) on {where['name']}; paper: LLaMA-13B on an A6000")
     rows = run(bench, names)
     if config.trace and bench.world.rank == 0:
         write_trace(config.trace, bench.tapes)
