@@ -1580,8 +1580,9 @@ class ToldClock:
         return self.t
 
     def wait_until(self, t):
-        self.inner.wait_until(t)
-        self.t = max(self.t, t)
+        if t > self.t:
+            self.inner.wait_until(t)
+            self.t = t
 
 
 class VirtualClock:
