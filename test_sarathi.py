@@ -1313,6 +1313,27 @@ def test_bubbles_are_the_idle_time_and_no_stage_does_two_things_at_once():
         assert all(a <= b for a, b in zip(left, began[1:]))
 
 
+def test_a_lane_that_had_nothing_to_do_starts_nothing_before_it_came():
+    """Arrivals while some lanes run and others wait, and one request that is aborted while its iteration is in flight."""
+    record = []
+    line = Pipeline(CostModel.roofline(preset("gpt3-175b"), "a100", tp=8, nodes=4), 4, scheduler="orca", max_batch=2, n_page=2000, record=record)
+    requests, victim = [Request([0] * 300, 40, arrival=t) for t in (0.0, 0.0, 1.0, 1.5, 1.51, 60.0, 60.0)], Request([0] * 300, 900)
+    for r in [*requests, victim]:
+        line.add(r)
+    for _ in range(11):
+        line.step()
+    owner = next(lane for lane in line.lanes if victim in lane.running)
+    assert owner.flight and len(victim.output) > 0
+    line.abort(victim.id)
+    assert {r.id for r in line.run()} == {r.id for r in requests} and victim.state == "abort"
+    for r in requests:
+        assert min(s.start for s in record if r.id in [id for id, _, _ in s.entries]) >= r.arrival and r.ttft > 0
+    for stage in range(4):
+        spans = sorted(s[:2] for s in record if s.stage == stage)
+        assert all(b[0] >= a[1] for a, b in zip(spans, spans[1:]))
+    assert all(lane.pool.n_free == lane.pool.n_page and not lane.flight for lane in line.lanes) and line.clock.now() < 80
+
+
 def test_equal_micro_batches_leave_no_bubbles():
     line = Pipeline(CostModel.roofline(preset("gpt3-175b"), "a100", tp=8, nodes=4), 4, scheduler="static", max_batch=1, n_page=2000)
     for _ in range(4):
