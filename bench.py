@@ -48,8 +48,9 @@ OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Ta
 BASELINES = ("static", "orca")
 PEERS = ("transformers", "vllm", "llama.cpp")
 ALWAYS_SIMULATED = {"fig12", "bubbles", "scaling", "scoreboard"}  # experiments that ask no model of this machine
+ON_STAGES = {"fig12_measured"}  # experiments that --pp is for
 ON_ONE_DEVICE = {"peers", "fig4"}  # experiments that measure no more than one process
-ALWAYS_MEASURED = {"roofline", "peers", "fidelity", "spec_fig13"}  # experiments that ask nothing else
+ALWAYS_MEASURED = {"roofline", "peers", "fidelity", "spec_fig13", "fig12_measured"}  # experiments that ask nothing else
 
 
 def experiment(about):
@@ -715,37 +716,41 @@ def outcome(line, bubbles):
 @experiment("[SARATHI §5.3] bubbles for real: Orca and SARATHI on the stages of torchrun's processes, beside the simulator with this machine's costs")
 def fig12_measured(bench):
     """Lengths and chunk are the paper's, scaled to the longest of --lengths; the batch is the one whose decodes piggyback perfectly
-    at P:D = 10. Measured in turns; the median run counts."""
-    world, top, n = bench.model.world, max(bench.lengths), 4 * bench.config.requests
+    at P:D = 10. Measured in turns; the median of the runs counts."""
+    world, top, n = bench.world, max(bench.lengths), 4 * bench.config.requests
     if world.pp == 1 or world.tp > 1:
-        raise ValueError(f"pp = {world.pp}, tp = {world.tp}: fig12_measured needs stages of one process each: torchrun --nproc_per_node 2 bench.py fig12_measured --pp 2")
-    C, B, cost = top // 16, 1 + top // 160, stage_cost(bench)
-    options = dict(max_batch=B, n_page=B * top)
-    policies = {"Orca": orca_best(top, B), "SARATHI": Sarathi(chunk=C)}
-    work = list(zipf_requests(n, top // 4, top))
-    real = {name: [] for name in policies}
-    for _ in tqdm(range(bench.runs), "fig12_measured", file=sys.stderr):
+        raise ValueError(f"pp = {world.pp}, tp = {world.tp}: fig12_measured needs stages of one process each, at least two: "
+                         "torchrun --nproc_per_node 2 bench.py fig12_measured --pp 2")
+    C, cost, runs = top // 16, stage_cost(bench), {"measured": defaultdict(list), "simulated": defaultdict(list)}
+    policies, B = {"Orca": orca_best(top, top), "SARATHI": Sarathi(chunk=C)}, 1 + -(-C // 10)
+    for i in tqdm(range(bench.runs), "fig12_measured", file=sys.stderr):
         for name, scheduler in policies.items():
-            line = Pipeline(bench.model, record=bench.tape(name), scheduler=scheduler, **options)
-            jobs = [Request(bench.prompts(1, len(r.prompt), i)[0], r.max_new_tokens) for i, r in enumerate(work)]
-            ended = list(feed(bench, line, jobs))
+            options = dict(scheduler=scheduler, max_batch=B, n_page=B * top)
+            line = Pipeline(bench.model, record=bench.tape(name) if i == 0 else None, **options)
+            work = [Request(bench.prompts(1, len(r.prompt), k)[0], r.max_new_tokens) for k, r in enumerate(zipf_requests(n, top // 4, top))]
+            ended = list(feed(bench, line, work))
             line.gather(ended)
-            real[name].append(outcome(line, [r.bubble for r in ended]))
-    seen = {"measured": {name: {k: statistics.median(o[k] for o in runs) for k in ("took", "bubble", "idle")} for name, runs in real.items()}, "simulated": {}}
-    for name, scheduler in policies.items():
-        line = Pipeline(cost, world.pp, scheduler=scheduler, **options)
-        seen["simulated"][name] = outcome(line, [r.bubble for r in feed(bench, line, zipf_requests(n, top // 4, top))])
-    for what, paper, key in (("median bubble time per request", 6.29, "bubble"), ("completion", 1.91, "took")):
-        for source, by in seen.items():
-            yield row(f"{what}, Orca over SARATHI", paper, by["Orca"][key] / by["SARATHI"][key], source=source)
-    for name in policies:
-        for what, key in (("idle share of the stages", "idle"), ("median bubble time per request (s)", "bubble"), ("completion (s)", "took")):
-            pair = [seen[source][name][key] for source in seen]
-            for source, ours in zip(seen, pair):
-                yield row(f"{name}: {what}", None, ours, source=source)
-            yield row(f"{name}: {what}: error of the simulator (%)", None, abs(pair[1] / pair[0] - 1) * 100, source="both")
+            runs["measured"][name].append(outcome(line, [r.bubble for r in ended]))
+            line = Pipeline(cost, world.pp, **options)
+            runs["simulated"][name].append(outcome(line, [r.bubble for r in feed(bench, line, zipf_requests(n, top // 4, top))]))
     bench.notes.append(f"{n} requests of {top // 4} to {top} tokens, {world.pp} stages, B = {B} per micro-batch, C = {C}; a message of N tokens takes "
-                       f"{cost.link[0] * 1e6:.0f} + {cost.link[1] * 1e6:.2f} N us; {bench.runs} runs each")
+                       f"{cost.link[0] * 1e6:.0f} + {cost.link[1] * 1e6:.2f} N us; {bench.runs} runs")
+    return list(beside_the_simulator(runs))
+
+
+def beside_the_simulator(runs):
+    """{source: {policy: [outcome]}} -> rows: Orca over SARATHI, what each was, and how far off the simulator is."""
+    seen = lambda source, name, key: statistics.median(o[key] for o in runs[source][name])
+    keys = {"median bubble time per request": ("bubble", 6.29), "completion": ("took", 1.91), "idle share of the stages": ("idle", None)}
+    for what, (key, paper) in keys.items():
+        for source in runs:
+            yield row(f"{what}, Orca over SARATHI", paper, seen(source, "Orca", key) / seen(source, "SARATHI", key), source=source)
+    for name in runs["measured"]:
+        for what, (key, _) in keys.items():
+            real, ours = (seen(source, name, key) for source in runs)
+            for source, value in zip(runs, (real, ours)):
+                yield row(f"{name}: {what}" + " (s)" * (key != "idle"), None, value, source=source)
+            yield row(f"{name}: {what}: the simulator's error (%)", None, abs(ours / real - 1) * 100, measured=real, simulated=ours)
 
 
 def stage_cost(bench):
@@ -1858,7 +1863,7 @@ FIGURES = {  # experiment -> (x label, y label) of each panel, the last one's ag
     "spec_fig7": [("decodes in the batch, B", "iteration (ms)")],
     "spec_fig14": [("requests/s that come", "latency off over latency (times)")],
     "spec_here": [("batch size, B", "tokens/s")]}
-TIMELINES = {"timeline": "request", "bubbles": "stage"}  # experiment -> what a row of its picture is
+TIMELINES = {"timeline": "request", "bubbles": "stage", "fig12_measured": "stage"}  # experiment -> what a row of its picture is
 INK = {  # the same thing has the same colour in every picture
     "static": "#7f7f7f", "over static": "#7f7f7f", "Orca, worst case": "#f5b78a", "orca": "#e07b2a", "over orca": "#e07b2a", "Orca, best case": "#e07b2a",
     "prefill_first": "#8c564b", "sarathi": "#2a78c2", "sarathi_serve": "#17a0a8", "as simulated": "#2a78c2",
@@ -1993,7 +1998,7 @@ def plot(bench, name, rows):
         figure = draw_tapes(name, tapes)
     else:
         return
-    where = "" if name in ALWAYS_SIMULATED else f" — {bench.model.config.n_params / 1e9:.2g}B parameters, {machine(bench.model)['name']}"
+    where = "" if name in ALWAYS_SIMULATED else f" — {bench.model.config.whole.n_params / 1e9:.2g}B parameters, {machine(bench.model)['name']}"
     figure.suptitle(textwrap.fill(EXPERIMENTS[name][1] + where, int(15 * figure.get_figwidth())), fontsize=9)
     path = os.path.join(bench.config.plot, name + ".png")
     figure.savefig(path, dpi=110)
@@ -2185,7 +2190,7 @@ def main():
         for name, (_, about) in EXPERIMENTS.items():
             print(f"{name:12} {about}")
         return
-    names = list(EXPERIMENTS) if args.experiments == ["all"] else args.experiments or ["ceilings", "table2", "table4"]
+    names = [name for name in EXPERIMENTS if name not in ON_STAGES] if args.experiments == ["all"] else args.experiments or ["ceilings", "table2", "table4"]
     for name in names:
         if name not in EXPERIMENTS:
             raise ValueError(f"unknown experiment {name!r}: one of {', '.join(EXPERIMENTS)}, all, list")
@@ -2196,6 +2201,8 @@ def main():
             names = [name for name in names if name not in ALWAYS_MEASURED]
         elif ALWAYS_MEASURED & set(names):
             raise ValueError(f"hardware = {args.hardware!r}: {' and '.join(sorted(ALWAYS_MEASURED & set(names)))} can only be measured, on this machine")
+    if args.pp > 1 and not set(names) <= ON_STAGES:
+        raise ValueError(f"pp = {args.pp}: only {', '.join(ON_STAGES)} runs on stages; fig12 and bubbles simulate eight and four of them")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and (args.hardware or ON_ONE_DEVICE & set(names)):
         raise ValueError(f"{' '.join(names)}{' on ' if args.hardware else ''}{args.hardware}: needs one process, start it without torchrun")
     if args.chunk == "auto":
@@ -2212,7 +2219,7 @@ def main():
         model, _ = load_model(name, dtype, args.device, options.seed, join_world(args))
     bench = Bench(model, config, options)
     where = machine(model)
-    print(f"{name} ({model.config.n_params / 1e6:.0f}M parameters, {where['dtype']}) on {where['name']}; paper: LLaMA-13B on an A6000")
+    print(f"{name} ({model.config.whole.n_params / 1e6:.0f}M parameters, {where['dtype']}) on {where['name']}; paper: LLaMA-13B on an A6000")
     rows = run(bench, names)
     if config.trace and bench.world.rank == 0:
         write_trace(config.trace, bench.tapes)

@@ -180,7 +180,7 @@ class World:
         """What the stage before sends -> a function that waits for it, a tensor of this shape"""
         x = torch.empty(shape, dtype=dtype, device=self.device)
         work = self._call(dist.irecv, x, self.rank - self.tp, group=self.column)
-        return lambda: self._call(work.wait) and x
+        return lambda: (self._call(work.wait), x)[1]
 
     def _post(self, work):
         """Keep a message that is on its way; those that arrived are forgotten."""

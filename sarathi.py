@@ -1580,8 +1580,9 @@ class ToldClock:
         return self.t
 
     def wait_until(self, t):
-        self.inner.wait_until(t)
-        self.t = max(self.t, t)
+        if t > self.t:
+            self.inner.wait_until(t)
+            self.t = t
 
 
 class VirtualClock:
@@ -2132,17 +2133,18 @@ def free_memory(device):
 class Interruptible:
     """While it is entered, the first Ctrl-C only sets `seen`, so that an iteration is never cut in half; the second is as usual.
     In a World of several processes `seen` is what one of them saw: all stop behind the same iteration."""
+    came = False
 
-    def __init__(self, world=None):
-        self.world = world or World()
+    def __init__(self, world=World()):
+        self.world = world
 
     @property
     def seen(self):
         """A pipeline does not stop to agree: the last stage's words say it."""
-        return self.world.stop if self.world.pp > 1 else self.world.agree(self.world.came)
+        return self.world.stop if self.world.pp > 1 else self.world.agree(self.came)
 
     def __enter__(self):
-        self.world.came = self.world.stop = False
+        self.came = self.world.came = self.world.stop = False
         try:
             self.previous = signal.signal(signal.SIGINT, self._interrupt)
         except ValueError:  # not the main thread: signals are somebody else's
@@ -2150,7 +2152,7 @@ class Interruptible:
         return self
 
     def _interrupt(self, *_):
-        self.world.came = True
+        self.came = self.world.came = True
         if self.world.size == 1:  # torchrun passes on what the terminal has sent already
             signal.signal(signal.SIGINT, self.previous)
 
@@ -2338,11 +2340,13 @@ class Pipeline:
     def __init__(self, model, n_stage=None, record=None, clock=None, **options):
         self.world, simulated = getattr(model, "world", World()), isinstance(model, CostModel)
         n_stage = checked("n_stage", n_stage, int, 1) if simulated else self.world.pp
+        if not simulated and n_stage == 1:
+            raise ValueError("the model is whole: give it to an Engine, or load a stage of it with world=World.start(pp=...)")
         if not simulated:
             options = dict(clock=ToldClock(self, clock or make_clock(self.world))) | self._combined(options)
         self.free, self.last = [0.0] * n_stage, None  # when each stage is; tokens of the last one's chunks
         self.now, self.bubbles = 0.0, dict(PB1=0.0, PB2=0.0, PB3=0.0)  # when the last turn was; seconds of all stages
-        self.memory, self.queue = None, deque()  # what the lanes share; those whose turn on this stage is still to come
+        self.record, self.memory, self.queue = record, None, deque()  # Spans; what the lanes share; those whose turn on this stage is still to come
         self.lanes = [(SimulatedLane if simulated else StageLane)(self, i, model, record=record, **options) for i in range(n_stage)]
         first, self.turns = self.lanes[0], deque(self.lanes)
         self.add, self._checked, self.requests, self.max_batch = first.add, first._checked, first.requests, n_stage * first.max_batch
@@ -2389,7 +2393,7 @@ class Pipeline:
     def gather(self, requests=()):
         """Where stages are processes each has booked its own bubbles: add them up, for all and for these requests, and collect the
         Spans of all stages in `record`. Once, at the end, on every rank."""
-        record = self.lanes[0].record or []
+        record = self.record or []
         mine = self.bubbles, [r.bubble for r in requests], [span for span in record if span.stage == self.world.stage]
         bubbles, each, spans = zip(*self.world.each(mine)[::self.world.tp])
         self.bubbles = {kind: sum(b[kind] for b in bubbles) for kind in self.bubbles}

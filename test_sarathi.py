@@ -25,7 +25,7 @@ import sarathi
 from kernels import Segment, World, attention, attention_ref, causal_mask, triton
 from model import GPT, PRESETS, Adapter, GPTConfig, load_tokenizer, preset, random_adapter
 from sarathi import (SCHEDULERS, Cluster, CostModel, Engine, EngineConfig, LastCome, OneAdapter, Order, PagePool, Pipeline, Request,
-                     Scheduler, Simulator, make_scheduler)
+                     Scheduler, Simulator, make_engine, make_scheduler)
 
 HERE = Path(__file__).parent
 TILE = 16
@@ -1311,6 +1311,27 @@ def test_bubbles_are_the_idle_time_and_no_stage_does_two_things_at_once():
         left = [s.end for s in record if s.lane == lane.number and s.stage == 3]
         began = [s.start for s in record if s.lane == lane.number and s.stage == 0]
         assert all(a <= b for a, b in zip(left, began[1:]))
+
+
+def test_a_lane_that_had_nothing_to_do_starts_nothing_before_it_came():
+    """Arrivals while some lanes run and others wait, and one request that is aborted while its iteration is in flight."""
+    record = []
+    line = Pipeline(CostModel.roofline(preset("gpt3-175b"), "a100", tp=8, nodes=4), 4, scheduler="orca", max_batch=2, n_page=2000, record=record)
+    requests, victim = [Request([0] * 300, 40, arrival=t) for t in (0.0, 0.0, 1.0, 1.5, 1.51, 60.0, 60.0)], Request([0] * 300, 900)
+    for r in [*requests, victim]:
+        line.add(r)
+    for _ in range(11):
+        line.step()
+    owner = next(lane for lane in line.lanes if victim in lane.running)
+    assert owner.flight and len(victim.output) > 0
+    line.abort(victim.id)
+    assert {r.id for r in line.run()} == {r.id for r in requests} and victim.state == "abort"
+    for r in requests:
+        assert min(s.start for s in record if r.id in [id for id, _, _ in s.entries]) >= r.arrival and r.ttft > 0
+    for stage in range(4):
+        spans = sorted(s[:2] for s in record if s.stage == stage)
+        assert all(b[0] >= a[1] for a, b in zip(spans, spans[1:]))
+    assert all(lane.pool.n_free == lane.pool.n_page and not lane.flight for lane in line.lanes) and line.clock.now() < 80
 
 
 def test_equal_micro_batches_leave_no_bubbles():
@@ -2871,12 +2892,19 @@ def serve_mixed(engine, adapters=(None,), n_new=8, **sampling):
     victim = Request(prompt(9, seed=7), 30)
     for r in [*requests[:2], victim, *requests[2:]]:
         engine.add(r)
+    steps, lanes = 0, getattr(engine, "lanes", [engine])
     while engine.requests:
         engine.step()
-        engine.pool.check()
-        if engine.n_steps == 4:
+        for lane in lanes:
+            lane.pool.check()
+        steps += 1
+        if steps == 4 * len(lanes):  # where there are several, another iteration is in flight by now
             engine.abort(victim.id)
+    assert victim.state == "abort" and not any(getattr(lane, "flight", None) or lane.pool.tables.keys() - lane.adapters.known for lane in lanes)
     return [r.output for r in requests]
+
+
+NOT_STAGED = ("shared draft", "heads")  # a draft is on the ranks of every stage; and only the last stage has states that heads can read
 
 
 def served_by(world):
@@ -2884,29 +2912,32 @@ def served_by(world):
     options, said = dict(chunk=16, tile=8, max_batch=4, n_page=400), {}
     llama, gpt2 = shared(world), shared(world, "gpt2")
     for name, model in dict(llama=llama, gpt2=gpt2).items():
-        said[name] = serve_mixed(Engine(model, alloc="grow", **options))
-        said[name + " sampled"] = serve_mixed(Engine(model, scheduler="orca", **options), temperature=1.0, top_p=0.9)
-    crowded = Engine(llama, scheduler="sarathi_serve", alloc="grow", record=[], **options | dict(n_page=90))
+        said[name] = serve_mixed(make_engine(model, alloc="grow", **options))
+        said[name + " sampled"] = serve_mixed(make_engine(model, scheduler="orca", **options), temperature=1.0, top_p=0.9)
+    crowded = make_engine(llama, scheduler="sarathi_serve", alloc="grow", record=[], **options | dict(n_page=66))
     said["preempted"] = serve_mixed(crowded, n_new=20)
     assert any(n == 0 for span in crowded.record for _, _, n in span.entries), "the pool was too large"
     mixed = {"a8": strong(8, 1), "a3": strong(3, 2), "a1": strong(1, 3, ["q_proj", "down_proj"]),
              "all": strong(16, 4, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])}
     for lora, alloc in (("batched", "reserve"), ("batched", "grow"), ("merge", "reserve")):
-        engine = Engine(llama, scheduler="orca", lora=lora, alloc=alloc, **options | dict(n_page=700))
+        engine = make_engine(llama, scheduler="orca", lora=lora, alloc=alloc, **options | dict(n_page=700))
         for name, source in mixed.items():
             engine.add_adapter(name, source)
         said[f"{lora} {alloc}"] = serve_mixed(engine, [None, *mixed], n_new=3 if lora == "merge" else 8)
-    engine = Engine(gpt2, **options)
+    engine = make_engine(gpt2, **options)
     engine.add_adapter("c", strong(4, 1, ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]))
     said["gpt2 adapter"] = serve_mixed(engine, ["c", None])
+    price = Moody if world.pp == 1 else Linear  # one mood for each lane on one rank, for both on another, would not do
     small_draft = GPT.from_preset(GPTConfig(**SPREAD | dict(n_layer=1)), seed=1)
     heads = model_py.Heads(2, SPREAD["n_embd"])
-    for name, draft, more in (("ngram", "ngram", {}), ("draft on each rank", small_draft, {}), ("shared draft", shared(world, n_layer=1), {}),
-                              ("confident draft", small_draft, dict(spec="confidence", cost=(Moody(), Moody()))),
+    for name, draft, more in (("ngram", "ngram", {}), ("draft on each rank", small_draft, {}), ("shared draft", world.pp == 1 and shared(world, n_layer=1), {}),
+                              ("confident draft", small_draft, dict(spec="confidence", cost=(price(), price()))),
                               ("heads", heads, dict(spec="2,1")), ("drawn drafts", small_draft, dict(temperature=0.7))):
+        if world.pp > 1 and name in NOT_STAGED:
+            continue
         more = dict(spec=3, temperature=0.0) | more
         sampling = dict(temperature=more.pop("temperature"))
-        said[name] = serve_mixed(Engine(llama, draft=draft, alloc="grow", **options, **more), **sampling)
+        said[name] = serve_mixed(make_engine(llama, draft=draft, alloc="grow", **options, **more), **sampling)
     return said
 
 
@@ -2924,8 +2955,10 @@ def together(tp, pp):
 
 def everything(folder, world):
     """All that tests ask of a world, since starting one takes longer than any question."""
-    return dict(said=agreements(world), sent=bytes_sent(world), held=bytes_held(world), refused=refusals(world), loaded=loaded(folder, world),
-                served=served_by(world))
+    found = dict(said=agreements(world), held=bytes_held(world), loaded=loaded(folder, world), served=served_by(world))
+    if world.pp == 1:
+        return found | dict(sent=bytes_sent(world), refused=refusals(world))
+    return found | dict(refused=refused_stages(world), bubbles=bubbles_of(world))
 
 
 def checkpoints(folder):
@@ -2950,8 +2983,10 @@ def loaded(folder, world):
     for path in sorted(Path(folder).glob("*")):
         if path.name != "adapter":
             model = GPT.from_pretrained(path, world=world)
-            said[path.name] = model.logits(tokens)[-1].tolist()
-    engine = Engine(GPT.from_pretrained(Path(folder, "llama"), world=world), n_page=200)
+            said[path.name] = make_engine(model, n_page=200).generate([tokens.tolist()], 12)
+            if world.pp == 1:
+                said[path.name + " logits"] = model.logits(tokens)[-1].tolist()
+    engine = make_engine(GPT.from_pretrained(Path(folder, "llama"), world=world), n_page=200)
     engine.add_adapter("a", Path(folder, "adapter"))
     return said | dict(tokens=engine.generate([prompt(12)], 12, "a"))
 
@@ -2990,6 +3025,30 @@ def refusals(world):
         except ValueError as e:
             said.append(str(e))
     return said
+
+
+def refused_stages(world):
+    """What is said where stages cannot do what they are asked."""
+    said, model, heads = [], shared(world), model_py.Heads(2, SPREAD["n_embd"])
+    for ask in (lambda: shared(world, n_layer=1), lambda: Engine(model, n_page=100), lambda: make_engine(model, draft=heads, spec="2,1", n_page=100),
+                lambda: make_engine(model, draft="ngram", spec="goodput", n_page=100)):
+        try:
+            ask()
+        except ValueError as e:
+            said.append(str(e))
+    return said
+
+
+def bubbles_of(world):
+    """A run of an uneven pipeline -> its spans, its bubbles by kind and by request, and how many messages nobody waited for."""
+    line = make_engine(shared(world, n_layer=3), scheduler="orca", max_batch=2, n_page=300, record=[])
+    requests = [Request(prompt(n), 4) for n in (60, 3, 100, 9, 30, 80, 1)]
+    for r in requests:
+        line.add(r)
+    line.run()
+    line.gather(requests)
+    return dict(spans=line.record, kinds=line.bubbles, requests=[r.bubble for r in requests], posted=len(world.posted),
+                n_layer=[len(lane.kv) for lane in line.lanes])
 
 
 def agreements(world):
@@ -3054,21 +3113,81 @@ def test_a_rank_reads_its_share_of_folders(tp):
         checkpoints(Path(folder))
         wanted = loaded(folder, World())
     for found in together(tp, 1):
-        for name, logits in wanted.items():
-            assert logits == found["loaded"][name] if name == "tokens" else np.allclose(logits, found["loaded"][name], atol=1e-4), name
+        for name, said in found["loaded"].items():
+            assert np.allclose(wanted[name], said, atol=1e-4) if "logits" in name else wanted[name] == said, name
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tokens_do_not_depend_on_how_many_stages_there_are(tp):
+    """How many drafts a sampled request has, and so which random numbers it takes, depends on who else is in its micro-batch: there
+    ranks agree with each other, and with one process only in distribution."""
+    wanted = alone() | {"drawn drafts": together(tp, 2)[0]["served"]["drawn drafts"]}
+    for rank, found in enumerate(together(tp, 2)):
+        assert wanted.keys() - found["served"].keys() == {*NOT_STAGED}
+        for case, tokens in found["served"].items():
+            assert tokens == wanted[case], f"{case}, rank {rank} of {tp} x 2"
+        assert found["said"]["agree"] == [0, "x" * 3000] and found["said"]["each"] == [*range(2 * tp)]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_each_stage_holds_its_own_layers(tp):
+    """Together they hold one model and its pages; a stage has the embedding or the head, and in the middle neither."""
+    whole, filled = bytes_held(World()), 2 * 4 * SPREAD["n_embd"] * (-SPREAD["vocab_size"] % tp)
+    first, last = (found["held"] for found in together(tp, 2)[::tp])
+    assert first["norms"] + last["norms"] == whole["norms"] and last["norms"] - first["norms"] == 4 * SPREAD["n_embd"]
+    assert first["matrices"] == last["matrices"] == (whole["matrices"] + filled) // tp // 2
+    assert first["pool"] == last["pool"] == whole["pool"] // tp // 2
+    assert [found["bubbles"]["n_layer"] for found in together(tp, 2)[::tp]] == [[2, 2], [1, 1]], "three layers in two stages"
+
+
+def test_tied_stages_hold_the_embedding_twice():
+    tied = GPTConfig(**SPREAD | dict(tied=True))
+    first, last = (GPT.from_preset(tied, seed=1, world=World(1, 2, rank)) for rank in range(2))
+    whole = GPT.from_preset(tied, seed=1)
+    assert torch.equal(first.wte.weight, whole.wte.weight) and first.head is None and last.wte is None
+    assert torch.equal(kernels.linear(torch.eye(64), last.head.weight), kernels.linear(torch.eye(64), whole.head.weight))
+    assert first.config.n_params + last.config.n_params == whole.config.n_params + tied.vocab_size * tied.n_embd
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_stages_bubbles_are_the_gaps_between_its_micro_batches(tp):
+    for found in together(tp, 2):
+        assert found["bubbles"] == together(tp, 2)[0]["bubbles"] | dict(n_layer=found["bubbles"]["n_layer"], posted=found["bubbles"]["posted"])
+        spans, kinds, idle = found["bubbles"]["spans"], dict(PB1=0.0, PB2=0.0, PB3=0.0), [0.0] * 7
+        assert found["bubbles"]["posted"] < 10
+        by_stage = [[s for s in spans if s[2] == stage] for stage in range(2)]
+        assert [s[3:] for s in by_stage[0]] == [s[3:] for s in by_stage[1]], "both did the same"
+        for mine in by_stage:
+            for before, span in zip(mine, mine[1:]):
+                gap, chunks = span[0] - before[1], [sum(n for _, _, n in s[4] if n > kernels.FEW_ROWS) for s in (before, span)]
+                assert gap >= 0 and before[0] <= before[1]
+                kinds["PB3" if chunks[0] == chunks[1] else "PB1" if all(chunks) else "PB2"] += gap
+                for id, _, _ in span[4]:
+                    idle[id] += gap
+        assert found["bubbles"]["kinds"] == pytest.approx(kinds) and found["bubbles"]["requests"] == pytest.approx(idle)
+        assert min(kinds.values()) > 0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_stage_refuses_what_a_pipeline_cannot_do(tp):
+    for found in together(tp, 2):
+        layers, engine, heads, goodput = found["refused"]
+        assert layers == "pp = 2 stages: there are only 1 layers" and "give it to a Pipeline" in engine
+        assert heads.startswith("draft = Heads: heads read the last stage's states") and goodput.startswith("spec = 'goodput': a stage of pp = 2 cannot")
 
 
 ENDLESS = """
+import itertools
 import os
 import test_sarathi as t
 from sarathi import run_cli
 
 def main():
-    world = t.World.start(2)
-    engine = t.Engine(t.shared(world), n_page=1000)
-    while True:
+    world = t.World.start({world})
+    engine = t.make_engine(t.shared(world), n_page=1000)
+    for i in itertools.count():
         engine.generate([[1, 2, 3]], 4)
-        if world.rank == 1 and engine.n_steps > 20:
+        if world.rank == 1 and i > 5:
             print("the end is near", flush=True)
             {end}
 
@@ -3076,10 +3195,11 @@ run_cli(main)
 """
 
 
-@pytest.mark.parametrize("how, end", [("torchrun", "os.kill(os.getpid(), 9)"), ("by hand", "os.kill(os.getpid(), 9)"), ("by hand", "raise KeyError('mine')")])
-def test_a_rank_that_dies_ends_the_run_and_is_named(how, end, tmp_path):
+@pytest.mark.parametrize("world, how, end", [("2, 1", "torchrun", "os.kill(os.getpid(), 9)"), ("2, 1", "by hand", "os.kill(os.getpid(), 9)"),
+                                              ("2, 1", "by hand", "raise KeyError('mine')"), ("1, 2", "by hand", "os.kill(os.getpid(), 9)")])
+def test_a_rank_that_dies_ends_the_run_and_is_named(world, how, end, tmp_path):
     """Under torchrun, which ends the others, and without it, when they notice by themselves."""
-    (tmp_path / "endless.py").write_text(ENDLESS.replace("{end}", end))
+    (tmp_path / "endless.py").write_text(ENDLESS.replace("{end}", end).replace("{world}", world))
     env, start = os.environ | dict(PYTHONPATH=str(HERE), OMP_NUM_THREADS="1"), dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     if how == "torchrun":
         commands = [([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()], {})]
