@@ -2215,7 +2215,8 @@ def main():
         model = CostModel.roofline(preset(name), config.hardware, config.tp)
     else:
         dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(args.device)
-        name = args.model or ("llama-124m" if set(names) <= {"roofline", "peers"} else "llama-30m" if names == ["fig12_measured"] else biggest_llama(args.device))
+        small = {"fig12_measured": "llama-30m", "roofline": "llama-124m", "peers": "llama-124m"}  # where less than the biggest shows it
+        name = args.model or (small[names[0]] if set(names) <= small.keys() else biggest_llama(args.device))
         model, _ = load_model(name, dtype, args.device, options.seed, join_world(args))
     bench = Bench(model, config, options)
     where = machine(model)
