@@ -40,11 +40,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kernels import FEW_ROWS, linear, pack
+from kernels import FEW_ROWS, World, linear, pack
 from model import GPT, PRESETS, Linear, default_dtype, load_model, preset, random_adapter
 from sarathi import (GPUS, CostModel, Engine, EngineConfig, Interruptible, Parser, Pipeline, Request, Sarathi, SarathiServe,
-                     Scheduler, Simulator, VirtualClock, WallClock, Work, add_model_flags, checked, expected_tokens, least_squares,
-                     make_scheduler, option, rehearse, run_cli, with_room)
+                     Scheduler, Simulator, VirtualClock, WallClock, Work, add_model_flags, checked, expected_tokens, join_world, least_squares,
+                     make_clock, make_engine, make_scheduler, option, random_batches, rehearse, run_cli, time_batches, with_room)
 
 EXPERIMENTS = {}  # name -> (function, one line on what it reproduces)
 OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]
@@ -54,7 +54,9 @@ LENGTHS = "256 (all alike), 8..512 (each as often), zipf:THETA:LOW:HIGH (the k-t
 ARRIVALS = ("poisson:RATE, gamma:RATE:CV (per second; 0.7x: that share of what is served when all come at once), closed:N (N clients, each "
             "sends its next request when its last ended) or FILE.csv (columns arrival,prompt,output and perhaps adapter,client)")
 ALWAYS_SIMULATED = {"fig12", "bubbles", "scaling", "scoreboard"}  # experiments that ask no model of this machine
-ALWAYS_MEASURED = {"roofline", "peers", "fidelity", "spec_fig13"}  # experiments that ask nothing else
+ON_STAGES = {"fig12_measured"}  # experiments that --pp is for
+ON_ONE_DEVICE = {"peers", "fig4"}  # experiments that measure no more than one process
+ALWAYS_MEASURED = {"roofline", "peers", "fidelity", "spec_fig13", "fig12_measured"}  # experiments that ask nothing else
 
 
 def experiment(about):
@@ -73,12 +75,12 @@ class BenchConfig:
     requests: int = option(10, "requests in each end-to-end run")
     repeats: int = option(5, "timings of which the median counts, taken in turns after a warm-up; end-to-end runs: half as many")
     hardware: str = option("", f"simulate this GPU instead of measuring: one of {', '.join(GPUS)}")
-    tp: int = option(1, "GPUs that share every layer (tensor parallelism), simulated only")
     arrivals: str = option("poisson:0.7x", f"when the requests of `online` and `tng_chunk` come: {ARRIVALS}")
     prompt: str = option("", f"tokens of their prompts: {LENGTHS}; '': up to half of the longest of lengths")
     output: str = option("", "new tokens that they ask for, likewise; '': up to a sixteenth")
     schedulers: str = option("static,prefill_first,orca,sarathi,sarathi_serve", "who serves them in turn, beside --scheduler")
     targets: str = option("3,0.2", "TTFT,TPOT: seconds to the first token and per token behind it, within which a request counts as good [TNG]")
+    tp: int = 1  # a flag of its own, as for sarathi.py: simulated GPUs, or processes
     scale: int = option(10000, "requests of the large simulations (fig12)")
     full: bool = option(False, "the paper's whole grid also where it is measured")
     plot: str = option("", "draw the tables' figures, with the paper's points beside ours, as PNG files in this folder")
@@ -126,14 +128,15 @@ class Bench:
     def __init__(self, model, config, engine):
         self.model, self.config, self.options = model, config, engine
         self.simulated = isinstance(model, CostModel)
-        self.clock, self.source = (VirtualClock(), "simulated") if self.simulated else (WallClock(), "measured")
+        self.world = World() if self.simulated else model.world
+        self.clock, self.source = (VirtualClock(), "simulated") if self.simulated else (make_clock(model.world), "measured")
         self.lengths = config.lengths or ([1024, 2048, 3072] if self.simulated or model.device.type == "cuda" else [256, 512, 768])
         if max(self.lengths) > model.config.block_size:
             raise ValueError(f"lengths {self.lengths}: the model's context ends at {model.config.block_size}")
         fits = int(model.memory[0]) // model.page // max(self.lengths) if self.simulated else 6
         self.B = engine.max_batch or max(1, min(6, fits))  # 6 as in [SARATHI Table 4]
         self.notes = []  # sentences printed under the tables
-        self.interrupt = Interruptible()
+        self.interrupt = Interruptible() if self.simulated else Interruptible(model.world)
         self.doing, self.tapes = "", Tapes()  # the experiment under way; what its engines did
 
     def engine(self, scheduler, L, n_page=None, B=None, **more):
@@ -141,7 +144,7 @@ class Bench:
         B = B or self.B
         tape = self.tape(scheduler if isinstance(scheduler, str) else f"{type(scheduler).__name__}, chunk {scheduler.chunk}")
         options = vars(self.options) | dict(scheduler=scheduler, max_batch=B, n_page=n_page or B * L, record=tape) | more
-        return (Simulator if self.simulated else Engine)(self.model, clock=self.clock, **options)
+        return make_engine(self.model, clock=self.clock, **options)
 
     def tape(self, what):
         """Where an engine's Spans go, if they are to be kept."""
@@ -165,7 +168,7 @@ class Bench:
     @property
     def trained(self):
         """Whether the model's words are more than noise."""
-        return not self.simulated and self.model.config == preset("tiny")
+        return not self.simulated and self.model.config.whole == preset("tiny")
 
     def prompts(self, n, length, seed=0):
         """n prompts of `length` tokens: of the trained model's, pieces of this file; a simulated one is a zero that is seen `length` times."""
@@ -716,13 +719,85 @@ def clusters(bench, n, **more):
     happened = []
     for name, scheduler in (("Orca", orca_best(4096, 27)), ("SARATHI", Sarathi(chunk=256))):
         line = Pipeline(gpt3(nodes=8, **more), 8, record=bench.tape(name), scheduler=scheduler, max_batch=27, n_page=27 * 4096)
-        bubble = statistics.median(r.bubble for r in feed(bench, line, zipf_requests(n)))
-        took = line.clock.now()
-        happened.append(dict(took=took, bubble=bubble, kinds=line.bubbles, idle=sum(line.bubbles.values()) / 8 / took))
+        happened.append(outcome(line, [r.bubble for r in feed(bench, line, zipf_requests(n))]))
     replicas = [Simulator(gpt3(**more), scheduler=orca_best(4096, 11), max_batch=11, n_page=11 * 4096) for _ in range(8)]
     for i, engine in enumerate(replicas):
         sum(1 for r in feed(bench, engine, islice(zipf_requests(n), i, None, 8)))
     return *happened, dict(took=max(engine.clock.now() for engine in replicas))
+
+
+def outcome(line, bubbles):
+    """What a Pipeline's figures are after a run; bubbles: each request's."""
+    took = line.clock.now()
+    return dict(took=took, bubble=statistics.median(bubbles), kinds=line.bubbles, idle=sum(line.bubbles.values()) / len(line.lanes) / took)
+
+
+@experiment("[SARATHI §5.3] bubbles for real: Orca and SARATHI on the stages of torchrun's processes, beside the simulator with this machine's costs")
+def fig12_measured(bench):
+    """Lengths and chunk are the paper's, scaled to the longest of --lengths; the batch is the one whose decodes piggyback perfectly
+    at P:D = 10. Measured in turns; the median of the runs counts."""
+    world, top, n = bench.world, max(bench.lengths), 4 * bench.config.requests
+    if world.pp == 1 or world.tp > 1:
+        raise ValueError(f"pp = {world.pp}, tp = {world.tp}: fig12_measured needs stages of one process each, at least two: "
+                         "torchrun --nproc_per_node 2 bench.py fig12_measured --pp 2")
+    C, cost, runs = top // 16, stage_cost(bench), {"measured": defaultdict(list), "simulated": defaultdict(list)}
+    policies, B = {"Orca": orca_best(top, top), "SARATHI": Sarathi(chunk=C)}, 1 + -(-C // 10)
+    for i in tqdm(range(bench.runs), "fig12_measured", file=sys.stderr):
+        for name, scheduler in policies.items():
+            options = dict(scheduler=scheduler, max_batch=B, n_page=B * top)
+            line = Pipeline(bench.model, record=bench.tape(name) if i == 0 else None, **options)
+            work = [Request(bench.prompts(1, len(r.prompt), k)[0], r.max_new_tokens) for k, r in enumerate(zipf_requests(n, top // 4, top))]
+            ended = list(feed(bench, line, work))
+            line.gather(ended)
+            runs["measured"][name].append(outcome(line, [r.bubble for r in ended]))
+            line = Pipeline(cost, world.pp, **options)
+            runs["simulated"][name].append(outcome(line, [r.bubble for r in feed(bench, line, zipf_requests(n, top // 4, top))]))
+    bench.notes.append(f"{n} requests of {top // 4} to {top} tokens, {world.pp} stages, B = {B} per micro-batch, C = {C}; a message of N tokens takes "
+                       f"{cost.link[0] * 1e6:.0f} + {cost.link[1] * 1e6:.2f} N us; {bench.runs} runs")
+    return list(beside_the_simulator(runs))
+
+
+def beside_the_simulator(runs):
+    """{source: {policy: [outcome]}} -> rows: Orca over SARATHI, what each was, and how far off the simulator is."""
+    seen = lambda source, name, key: statistics.median(o[key] for o in runs[source][name])
+    keys = {"median bubble time per request": ("bubble", 6.29), "completion": ("took", 1.91), "idle share of the stages": ("idle", None)}
+    for what, (key, paper) in keys.items():
+        for source in runs:
+            yield row(f"{what}, Orca over SARATHI", paper, seen(source, "Orca", key) / seen(source, "SARATHI", key), source=source)
+    for name in runs["measured"]:
+        for what, (key, _) in keys.items():
+            real, ours = (seen(source, name, key) for source in runs)
+            for source, value in zip(runs, (real, ours)):
+                yield row(f"{name}: {what}" + " (s)" * (key != "idle"), None, value, source=source)
+            yield row(f"{name}: {what}: the simulator's error (%)", None, abs(ours / real - 1) * 100, measured=real, simulated=ours)
+
+
+def stage_cost(bench):
+    """The CostModel of all stages together: that of one, profiled on all ranks at the same time (they share a memory), times their
+    number; and what their messages take."""
+    world, config = bench.model.world, bench.model.config.whole
+    stage = GPT.from_preset(replace(config, n_layer=-(-config.n_layer // world.pp)), bench.model.dtype, str(bench.model.device))
+    cost = world.agree(CostModel.profile(stage, repeats=bench.runs))
+    cost.coefficients = [world.pp * c for c in cost.coefficients]
+    cost.link = measured_link(bench.model)
+    return cost
+
+
+def measured_link(model, sizes=(1, 64, 512), repeats=20):
+    """What each stage's message takes, (seconds, seconds per token): a line through round trips, states on from stage to stage and the
+    last one's word to all."""
+    world, took = model.world, []
+    for N in sizes:
+        for _ in range(repeats):
+            x, start = torch.zeros(N, model.config.n_embd, dtype=model.dtype, device=model.device), time.perf_counter()
+            x = world.receive(x.shape, x.dtype)() if world.stage else x
+            sent = None if world.is_last else world.send(x, "profile")
+            world.spread(torch.zeros(8), world.last)()
+            if sent:
+                sent()
+            took.append(time.perf_counter() - start)
+    slope, first = np.polyfit(sizes, np.median(np.reshape(took, (len(sizes), -1)), 1), 1)
+    return world.agree((max(0.0, float(first)) / world.pp, max(0.0, float(slope)) / world.pp))
 
 
 def gpt3(nodes=1, **more):
@@ -1317,6 +1392,106 @@ def slora_ablation(bench):
     for variant, paper in zip(("S-LoRA", "no-unify", "bmm"), papers):
         seen = scene.run(n, rate, variant, duration=SECONDS.get((bench.config.hardware, variant), 300))
         yield throughput(f"{setting}, n = {n}: {variant}", paper, seen, ("", "ablation", variant))
+
+
+PARALLEL = (("S5", "a100-40", 100), ("S6", "a100", 10))  # [S-LoRA §7.3]: setting, GPU, adapters
+PARTS = ("S-LoRA", "without its messages", "base model alone")
+
+
+@experiment("[S-LoRA Fig. 8] tensor parallelism: throughput with adapters, with adapters that send nothing, and of the base model alone")
+def fig8_slora(bench):
+    """Simulated: 2 and 4 GPUs; without the host's time, which would hide the messages'. Measured: on the processes that torchrun
+    started (or one), and what each of them holds and sends."""
+    yield from (simulated_fig8 if bench.simulated else measured_fig8)(bench)
+
+
+def simulated_fig8(bench):
+    """Overloaded, so that what is served is what the GPUs can. The paper gives no numbers, but says that twice the GPUs serve more than
+    twice the requests: there is room for larger batches."""
+    for setting, gpu, n in PARALLEL:
+        (model, (rank,)), seen = SETTINGS[setting], {}
+        for tp, part in ((tp, part) for tp in (2, 4) for part in PARTS):
+            cost, jobs = CostModel.roofline(preset(model), gpu, tp), gamma_jobs(12, 60, n_adapter=n, seed=bench.options.seed)
+            cost.exchanges, room = part == PARTS[0], int(math.prod(cost.memory)) // cost.page
+            engine = Simulator(cost, scheduler=Lightllm(room), max_batch=1000, n_page=room, alloc="grow")
+            engine.scheduler.pages = engine.adapters.n_page
+            for i in range(n):
+                engine.add_adapter(str(i), random_adapter(rank, seed=i))
+            seen[tp, part] = serve(bench, engine, jobs if part != PARTS[2] else [job._replace(adapter=None) for job in jobs])
+            yield throughput(f"{setting}, {tp} x {gpu}: {part}", None, seen[tp, part], (setting, part, tp))
+        gain = [seen[4, part]["requests/s"] / seen[2, part]["requests/s"] for part in PARTS]
+        bench.notes.append(f"{setting}: 4 GPUs over 2: {gain[0]:.1f} times the requests, the base model alone {gain[2]:.1f} times; the paper: more than 2")
+
+
+def measured_fig8(bench, n=20):
+    """All requests are there at once; ranks as in S2."""
+    model, ranks, top = bench.model, SETTINGS["S2"][1], max(bench.lengths) // 4
+    world, jobs = model.world, [job._replace(arrival=0.0) for job in gamma_jobs(1, 2 * bench.config.requests, n_adapter=n, prompt=uniform(8, top),
+                                                                              output=uniform(8, top), seed=bench.options.seed)]
+    room, engines = n * random_adapter(max(ranks))(model.config).n_page, []
+    for part in PARTS:
+        engines.append(bench.engine(bench.options.scheduler, 2 * top, n_page=bench.B * 2 * top + room, alloc="grow"))
+        for i in range(n if part != PARTS[2] else 0):
+            engines[-1].add_adapter(str(i), random_adapter(ranks[i % 4], i))
+    jobs = [jobs, jobs, [job._replace(adapter=None) for job in jobs]]
+    fns = [partial(serve, bench, engine, work) for engine, work in zip(engines, jobs)]
+    before = world.sent.copy()
+    fns[0]()
+    sent, tokens = world.sent - before, sum(job.prompt + job.output for job in jobs[0])
+    fns[1] = silenced(model, fns[1])
+    for part, took in zip(PARTS, bench.rounds(*fns, repeats=bench.runs)):
+        yield row(f"tp = {world.tp}: {part} (tokens/s)", None, tokens / statistics.median(took), at=("", part, world.tp))
+    yield row("weights of a rank (MB)", None, model.n_bytes / 1e6)
+    yield row("cache of a rank, per 1000 tokens (MB)", None, model.config.page_bytes(model.dtype.itemsize) / 1e3)
+    for what, size in sorted(sent.items()):
+        yield row(f"sent by a rank for {what}, per token (bytes)", None, size / tokens, source="counted")
+    if world.tp > 1:
+        yield from messages(bench)
+
+
+def silenced(model, fn):
+    """fn with adapters that keep what they should send: as long as their work takes, but wrong."""
+    def quiet(self, xa):
+        return xa[None] if self.reduced else xa.expand(model.world.tp, -1)
+
+    def run():
+        speaking, Linear.exchange = Linear.exchange, quiet
+        try:
+            return fn()
+        finally:
+            Linear.exchange = speaking
+    return run
+
+
+def messages(bench):
+    """What an all-reduce takes, and whether a simulator that adds it to the profile of a share gets the whole: on iterations that
+    no fit has seen."""
+    model, world, config = bench.model, bench.model.world, bench.model.config
+    share = GPT.from_preset(replace(config, part=(0, 1), vocab_size=config.n_vocab), model.dtype, str(model.device))
+    cost = world.agree(CostModel.profile(share, repeats=bench.runs))  # on all ranks at the same time: they may share a memory
+    cost.ring = measured_ring(model)
+    yield row("an all-reduce: before it begins (us)", None, cost.ring[0] * 1e6)
+    yield row("an all-reduce: per token of the batch (us)", None, cost.ring[1] * 1e6)
+    batches = random_batches(min(config.block_size, 1024) - 2, 12)
+    real = np.array(world.agree(time_batches(model, batches, bench.runs, lambda: None).tolist()))
+    ours = np.array([cost.time_of(entries) for entries in batches])
+    yield row("iterations, measured over simulated: median", None, float(np.median(real / ours)), source="both")
+    yield row("iterations: median error of the simulator (%)", None, float(np.median(np.abs(ours / real - 1))) * 100, source="both")
+
+
+def measured_ring(model, sizes=(1, 16, 64, 256), repeats=20):
+    """What an all-reduce of N tokens' vectors takes, (seconds, seconds per token): a line through medians."""
+    took = []
+    for N in sizes:
+        x = torch.zeros(N, model.config.n_embd, dtype=model.dtype, device=model.device)
+        for _ in range(repeats):
+            start = time.perf_counter()
+            model.world.all_reduce(x, "profile")
+            x[0, 0].item()  # a GPU is done by then
+            took.append(time.perf_counter() - start)
+    took = np.median(np.reshape(took, (len(sizes), -1)), 1)
+    line = least_squares(np.stack([np.ones(len(sizes)), sizes], 1) / took[:, None], np.ones(len(sizes)))
+    return model.world.agree(tuple(line.tolist()))
 
 
 @experiment("what adapters cost here: the same requests with none, and with 200 of mixed ranks computed in every way, in turns")
@@ -2133,6 +2308,7 @@ FIGURES = {  # experiment -> (x label, y label) of each panel, the last one's ag
     "fairness": [("client", "seconds to the first token, mean")],
     "slora_fig5": [("adapters", "requests/s")],
     "slora_fig6": [("requests/s that come", "requests/s")] + [("requests/s that come", "seconds")] * 2 + [("requests/s that come", "share within the SLO")],
+    "fig8_slora": [("GPUs", "requests/s")],
     "slora_fig9": [("adapters", "requests/s")],
     "slora_fig10": [("coefficient of variation of the gaps", "share within the SLO")],
     "spec_fig1": [("requests/s that come", "latency off over latency (times)")],
@@ -2141,7 +2317,7 @@ FIGURES = {  # experiment -> (x label, y label) of each panel, the last one's ag
     "spec_fig7": [("decodes in the batch, B", "iteration (ms)")],
     "spec_fig14": [("requests/s that come", "latency off over latency (times)")],
     "spec_here": [("batch size, B", "tokens/s")]}
-TIMELINES = {"timeline": "request", "bubbles": "stage"}  # experiment -> what a row of its picture is
+TIMELINES = {"timeline": "request", "bubbles": "stage", "fig12_measured": "stage"}  # experiment -> what a row of its picture is
 INK = {  # the same thing has the same colour in every picture
     "static": "#7f7f7f", "over static": "#7f7f7f", "Orca, worst case": "#f5b78a", "orca": "#e07b2a", "over orca": "#e07b2a", "Orca, best case": "#e07b2a",
     "prefill_first": "#8c564b", "sarathi": "#2a78c2", "sarathi_serve": "#17a0a8", "as simulated": "#2a78c2",
@@ -2276,7 +2452,7 @@ def plot(bench, name, rows):
         figure = draw_tapes(name, tapes)
     else:
         return
-    where = "" if name in ALWAYS_SIMULATED else f" — {bench.model.config.n_params / 1e9:.2g}B parameters, {machine(bench.model)['name']}"
+    where = "" if name in ALWAYS_SIMULATED else f" — {bench.model.config.whole.n_params / 1e9:.2g}B parameters, {machine(bench.model)['name']}"
     figure.suptitle(textwrap.fill(EXPERIMENTS[name][1] + where, int(15 * figure.get_figwidth())), fontsize=9)
     path = os.path.join(bench.config.plot, name + ".png")
     figure.savefig(path, dpi=110)
@@ -2400,7 +2576,7 @@ def run(bench, names):
                 print(f"\n### {name}: {EXPERIMENTS[name][1]}\n\n{table(part)}\n", flush=True)
             if any(r["source"] == "simulated" for r in part):
                 print(simulators_error() + "\n", flush=True)
-            if part and bench.config.plot:
+            if part and bench.config.plot and bench.world.rank == 0:
                 plot(bench, name, part)
             while bench.notes:
                 print(bench.notes.pop(0) + "\n", flush=True)
@@ -2478,7 +2654,7 @@ def main():
         for name, (_, about) in EXPERIMENTS.items():
             print(f"{name:12} {about}")
         return
-    names = list(EXPERIMENTS) if args.experiments == ["all"] else args.experiments or ["ceilings", "table2", "table4"]
+    names = [name for name in EXPERIMENTS if name not in ON_STAGES] if args.experiments == ["all"] else args.experiments or ["ceilings", "table2", "table4"]
     for name in names:
         if name not in EXPERIMENTS:
             raise ValueError(f"unknown experiment {name!r}: one of {', '.join(EXPERIMENTS)}, all, list")
@@ -2489,9 +2665,13 @@ def main():
             names = [name for name in names if name not in ALWAYS_MEASURED]
         elif ALWAYS_MEASURED & set(names):
             raise ValueError(f"hardware = {args.hardware!r}: {' and '.join(sorted(ALWAYS_MEASURED & set(names)))} can only be measured, on this machine")
+    if args.pp > 1 and not set(names) <= ON_STAGES:
+        raise ValueError(f"pp = {args.pp}: only {', '.join(ON_STAGES)} runs on stages; fig12 and bubbles simulate eight and four of them")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and (args.hardware or ON_ONE_DEVICE & set(names)):
+        raise ValueError(f"{' '.join(names)}{' on ' if args.hardware else ''}{args.hardware}: needs one process, start it without torchrun")
     if args.chunk == "auto":
         args.chunk, names = 256, ["profile", *(n for n in names if n != "profile")]
-    config, options = BenchConfig(**parser.values(BenchConfig, args)), EngineConfig(**parser.values(EngineConfig, args))
+    config, options = BenchConfig(tp=args.tp, **parser.values(BenchConfig, args)), EngineConfig(**parser.values(EngineConfig, args))
     make_scheduler(options.scheduler)
     check_writable(config)
     if config.hardware:
@@ -2499,13 +2679,14 @@ def main():
         model = CostModel.roofline(preset(name), config.hardware, config.tp)
     else:
         dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(args.device)
-        name = args.model or ("llama-124m" if set(names) <= {"roofline", "peers"} else biggest_llama(args.device))
-        model, _ = load_model(name, dtype, args.device, options.seed)
+        small = {"fig12_measured": "llama-30m", "roofline": "llama-124m", "peers": "llama-124m"}  # where less than the biggest shows it
+        name = args.model or (small[names[0]] if set(names) <= small.keys() else biggest_llama(args.device))
+        model, _ = load_model(name, dtype, args.device, options.seed, join_world(args))
     bench = Bench(model, config, options)
     where = machine(model)
-    print(f"{name} ({model.config.n_params / 1e6:.0f}M parameters, {where['dtype']}) on {where['name']}; paper: LLaMA-13B on an A6000")
+    print(f"{name} ({model.config.whole.n_params / 1e6:.0f}M parameters, {where['dtype']}) on {where['name']}; paper: LLaMA-13B on an A6000")
     rows = run(bench, names)
-    if config.trace:
+    if config.trace and bench.world.rank == 0:
         write_trace(config.trace, bench.tapes)
     explain(bench, rows)
     print(json.dumps(dict(experiment=" ".join(names), rows=rows, machine=where, model=name, seed=options.seed,

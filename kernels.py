@@ -12,16 +12,22 @@ one token. A page (one token's K and V) owns n_kv_head rows in each plane. Head 
 
 and so both allocation policies, and every kernel, share one address formula.
 """
+import atexit
 import ctypes
 import os
+import pickle
 import sys
+import time
+from collections import Counter, deque
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 try:
@@ -64,6 +70,163 @@ def launch(kernel, grid, *args, **constants):
 def pow2(n):
     """The smallest power of two that is at least n: tiles have such sides, and mask what is too much."""
     return 1 << (max(int(n), 1) - 1).bit_length()
+
+
+# ---------------------------------------------------------------- more than one device: what their processes say to each other
+
+TIMEOUT = 20  # seconds that a rank waits for another before it gives up; loading a model may take longer
+LETTER = 1000  # bytes of a first message of World.agree: what an iteration agrees on is no more
+
+
+class World:
+    """The processes that hold one model together, each on its device, all running the same program [SPMD]. tp neighbours share
+    every layer (`part` is which share this one has), pp such groups share out the layers (`stage` is which):
+
+        stage 0    rank 0   rank 1    all_reduce, all_gather: within a row            rank = stage * tp + part
+        stage 1    rank 2   rank 3    send, receive: down a column                    here tp = 2, pp = 2
+
+    What a rank sends is counted in `sent`, in bytes, by what it was for, as a ring sends it: (tp - 1) / tp of what is gathered, twice
+    that of what is reduced. World() is a process by itself: every method gives back what it got, torch.distributed is never touched."""
+
+    def __init__(self, tp=1, pp=1, rank=0, device="cpu"):
+        self.tp, self.pp, self.rank, self.size, self.device = tp, pp, rank, tp * pp, device
+        self.stage, self.part = divmod(rank, tp)
+        self.last, self.is_last = tp * (pp - 1), self.stage == pp - 1  # the first rank of the last stage; whether this is of that
+        self.sent, self.posted = Counter(), deque()  # bytes by purpose; messages that nobody waited for
+        self.came = self.stop = False  # whether Ctrl-C came to this process, and whether all know that it is to stop
+
+    @classmethod
+    def start(cls, tp=1, pp=1, device="cpu"):
+        """Join the processes that torchrun started. ValueError, with the line to type, if there are not tp * pp of them."""
+        size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+        if tp * pp != size:
+            raise ValueError(f"tp = {tp}, pp = {pp}: needs {tp * pp} processes, there {'is' if size == 1 else 'are'} {size}: "
+                             f"torchrun --nproc_per_node {tp * pp} {os.path.basename(sys.argv[0])} --tp {tp} --pp {pp} ...")
+        if size == 1:
+            return cls(device=device)
+        if device == "cuda":
+            if local >= torch.cuda.device_count():
+                raise ValueError(f"device = 'cuda': process {local} has no GPU of its own, there are {torch.cuda.device_count()}")
+            torch.cuda.set_device(local)
+            device = f"cuda:{local}"
+        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))  # for what is agreed on
+        world = cls(tp, pp, dist.get_rank(), device)
+        backend = "nccl" if device != "cpu" else "gloo"
+        group = lambda ranks: dist.new_group(ranks, timedelta(seconds=TIMEOUT), backend)
+        rows = [group([*range(i * tp, (i + 1) * tp)]) for i in range(pp)] if tp > 1 else [None] * pp  # everybody makes all groups
+        columns = [group([*range(i, size, tp)]) for i in range(tp)] if pp > 1 else [None] * tp
+        world.row, world.column = rows[world.stage], columns[world.part]
+        atexit.register(world.close)
+        return world
+
+    def agree(self, value, source=0):
+        """What rank `source` says, on every rank: any value that can be pickled. The source does not wait for the others."""
+        if self.size == 1:
+            return value
+        text = pickle.dumps(value) if self.rank == source else b""
+        first = torch.zeros(8 + LETTER, dtype=torch.uint8)
+        first.numpy()[:8 + min(LETTER, len(text))] = np.frombuffer(len(text).to_bytes(8, "little") + text[:LETTER], np.uint8)
+        self._broadcast(first, source)
+        length = int.from_bytes(first.numpy()[:8].tobytes(), "little")
+        rest = torch.zeros(max(0, length - LETTER), dtype=torch.uint8)
+        if len(rest):
+            rest.numpy()[:len(text) - LETTER if text else 0] = np.frombuffer(text[LETTER:], np.uint8)
+            self._broadcast(rest, source)
+        return value if self.rank == source else pickle.loads(first.numpy()[8:].tobytes()[:length] + rest.numpy().tobytes())
+
+    def _broadcast(self, x, source):
+        work = self._call(dist.broadcast, x, source, async_op=True)
+        if self.rank == source:
+            self._post(work)
+        else:
+            self._call(work.wait)
+
+    def spread(self, x, source):
+        """What is in x on rank `source` comes into everybody's x, in messages that overtake no other of these, and wait for nothing
+        else -> a function that waits for them."""
+        if self.rank == source:
+            works = [self._call(dist.isend, x, rank, tag=1) for rank in range(self.size) if rank != source]
+        else:
+            works = [self._call(dist.irecv, x, source, tag=1)]
+        return lambda: [self._call(work.wait) for work in works]
+
+    def each(self, value):
+        """What every rank says, in the order of ranks."""
+        return [self.agree(value, rank) for rank in range(self.size)]
+
+    def all_reduce(self, x, what):
+        """Sum x over the row, in place. -> x"""
+        if self.tp > 1:
+            self.sent[what] += 2 * (self.tp - 1) * x.nbytes // self.tp
+            self._call(dist.all_reduce, x, group=self.row)
+        return x
+
+    def all_gather(self, x, what):
+        """x of every part of the row, in order -> (tp, *x.shape)"""
+        if self.tp == 1:
+            return x[None]
+        self.sent[what] += (self.tp - 1) * x.nbytes
+        out = x.new_empty(self.tp, *x.shape)
+        self._call(dist.all_gather, [*out], x.contiguous(), group=self.row)
+        return out
+
+    def send(self, x, what):
+        """x to the same part of the next stage -> a function that waits until it is there."""
+        self.sent[what] += x.nbytes
+        work = self._call(dist.isend, x.contiguous(), self.rank + self.tp, group=self.column)
+        return lambda: self._call(work.wait)
+
+    def receive(self, shape, dtype):
+        """What the stage before sends -> a function that waits for it, a tensor of this shape"""
+        x = torch.empty(shape, dtype=dtype, device=self.device)
+        work = self._call(dist.irecv, x, self.rank - self.tp, group=self.column)
+        return lambda: (self._call(work.wait), x)[1]
+
+    def _post(self, work):
+        """Keep a message that is on its way; those that arrived are forgotten."""
+        while self.posted and self.posted[0].is_completed():
+            self.posted.popleft()
+        self.posted.append(work)
+
+    def _call(self, f, *args, **more):
+        """f(...). ConnectionError, naming the rank, where another's end or silence makes it impossible."""
+        try:
+            return f(*args, **more)
+        except RuntimeError as e:
+            why = str(e).splitlines()[0].split("] ")[-1][:80]  # without the place in gloo's source
+            raise ConnectionError(f"rank {self.rank} of {self.size} cannot go on: {self._missing()} ({why})") from None
+
+    def _missing(self):
+        """Who does not answer a roll call, which everybody holds who notices that something is wrong."""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.add(f"alive {self.rank}", 1)
+            time.sleep(1.0)
+            gone = [rank for rank in range(self.size) if not store.check([f"alive {rank}"])]
+        except RuntimeError:  # it lives with rank 0, or with torchrun
+            gone = [0]
+        return f"rank {' and '.join(map(str, gone))} died or hangs" if gone else "no rank is missing"
+
+    @staticmethod
+    def first_to_say(message):
+        """Whether no other rank has said that: what is wrong on all of them is said once."""
+        if not dist.is_initialized():
+            return os.environ.get("RANK", "0") == "0"
+        try:
+            return dist.distributed_c10d._get_default_store().add(message, 1) == 1
+        except RuntimeError:  # the store died with rank 0
+            return True
+
+    def close(self):
+        """Wait until what was sent is there, and part."""
+        for work in self.posted:
+            try:
+                work.wait(timedelta(seconds=5))
+            except RuntimeError:  # the one who should have got it is gone
+                break
+        self.posted.clear()
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------- linear: every weight read once for all N tokens
@@ -496,7 +659,7 @@ class Site(NamedTuple):
     first: int  # the first of the module's columns in its operator's output,
     n_out: int  # how many they are,
     page: int  # and how many pages wide those before them are
-    a: np.ndarray  # (rank, pages of a row)
+    a: np.ndarray  # (rank, pages of a row); of devices that share out A's rows, this one's
     b: np.ndarray  # (rank, pages of a row)
 
 
@@ -510,7 +673,9 @@ class Factors:
         self.sites, self.ranks = sites, [slice(i, i + r) for i, r in zip(starts, ranks)]
         self.a = np.concatenate([s.a for s in sites])  # (rank, pages of x)
         self.b = np.concatenate([s.b.T.ravel() for s in sites])  # page of y after page of y, for each the rows of B
-        self.b_from = np.concatenate([np.tile(i + np.arange(r), s.b.shape[1]) for i, r, s in zip(starts, ranks, sites)])
+        tile = lambda numbers: np.concatenate([np.tile(n, s.b.shape[1]) for n, s in zip(numbers, sites)])
+        self.b_from = tile([i + np.arange(len(s.b)) % r for i, r, s in zip(starts, ranks, sites)])  # which number of xA each is for,
+        self.b_owner = tile([np.arange(len(s.b)) // r for r, s in zip(ranks, sites)])  # and which device's
         self.a_index, self.b_index = torch.from_numpy(self.a.ravel()), [torch.from_numpy(s.b.ravel()) for s in sites]
         self.n_bag = np.zeros(n_out, int)  # how many rows of B meet in each page of y
         for s in sites:
@@ -520,7 +685,10 @@ class Factors:
     def listed(self):
         """What LoraPages says of a request: all pages, A's and then B's, and its row of `spans` if they alone were the table."""
         first = np.cumsum(self.n_bag) - self.n_bag
-        outs = np.stack([self.n_bag, self.b_from[np.minimum(first, len(self.b) - 1)], self.a.size + first], 1)  # (pages of y, 3)
+        own = np.zeros_like(self.n_bag)
+        for s in self.sites:
+            own[s.page:s.page + s.b.shape[1]] = len(s.a)
+        outs = np.stack([self.n_bag, self.b_from[np.minimum(first, len(self.b) - 1)], self.a.size + first, own], 1)  # (pages of y, 4)
         return np.concatenate([self.a.ravel(), self.b]), np.concatenate([[0, 0, len(self.a), 0], outs.ravel()])
 
 
@@ -530,7 +698,8 @@ class Lora:
 
     On a CPU, number j of a few row's xA is the product of x and the page of A's row j, and (xA)B a sum of B's pages, each times one
     of these numbers. The sum is torch's embedding_bag, the products are its gradient; both read the pages where they lie. A row
-    that is wider than a page is taken page by page."""
+    that is wider than a page is taken page by page. All the batch's xA is one flat tensor, the few rows' and then each chunk's: what
+    devices that share out the adapters exchange [S-LoRA §6]."""
     width: int  # numbers in one plane of a page
     spans: list  # (first row, rows, Factors) of each request with an adapter, in the order of the batch
     columns: list  # (first, n_out, page) of the modules in y
@@ -553,6 +722,7 @@ class Lora:
         a_bag = np.arange(len(a)) % n_in + of_row([row * n_in for row, _ in rows], [f.a.size for _, f in rows])
         before = np.cumsum([0, *(len(f.a) for _, f in rows)])[:-1]
         b_from = string(f.b_from for _, f in rows) + of_row(before, [len(f.b) for _, f in rows])
+        b_from += sum(len(f.a) for _, f in rows) * string(f.b_owner for _, f in rows)
         n_bag = np.zeros((n_few, n_out), int)
         for row, f in rows:
             n_bag[row] = f.n_bag
@@ -567,8 +737,9 @@ class LoraPages:
     width: int  # numbers in one plane of a page
     rank: int  # no row has more numbers in xA, all modules of the operator together
     align: int  # a power of two that divides all of `columns`
-    spans: torch.Tensor  # (B, 4 + 3 * pages of y) per request: its first row in the batch, n, numbers in xA, first entry in table;
-    #                      then of each page of y: the module's rank (0: none), its first number in xA, first entry in table
+    spans: torch.Tensor  # (B, 4 + 4 * pages of y) per request: its first row in the batch, n, numbers in xA, first entry in table;
+    #                      then of each page of y: the module's rank (0: none), its first number in xA, first entry in table, and
+    #                      how many of its numbers are in this device's xA
     columns: torch.Tensor  # (pages of y, 2) of each page of y: its first column in y, columns
     table: torch.Tensor  # (T,) pages of the adapters in use: A's, row after row; B's, page of y after page of y
     few: torch.Tensor  # (n_tile, 2) tiles of requests that feed up to FEW_ROWS tokens (MBGMV): request, first row. They have 16 rows,
@@ -583,7 +754,7 @@ class LoraPages:
         begin = dict(zip(map(id, adapters), np.cumsum([0, *(len(f.listed[0]) for f in adapters)])))
         rows = np.stack([f.listed[1] for _, _, f in spans])
         rows[:, 0], rows[:, 1] = [start for start, _, _ in spans], [n for _, n, _ in spans]
-        rows[:, 3::3] += np.array([begin[id(f)] for _, _, f in spans])[:, None]
+        rows[:, [3, *range(6, rows.shape[1], 4)]] += np.array([begin[id(f)] for _, _, f in spans])[:, None]
         columns = np.array([(first + i, min(width, n - i)) for first, n, _ in columns for i in range(0, n, width)])
         few, block = rows[:, 1] <= FEW_ROWS, 32 if dtype == torch.float32 else 64  # what registers hold
         parts = upload([rows, columns, np.concatenate([f.listed[0] for f in adapters]), tiles(few, rows[:, 1], 16),
@@ -613,7 +784,7 @@ def _shrink_kernel(x, a, xa, spans, table, tiles, xa_width, C: tl.constexpr, WID
            row 1 ├─ page 5 ──┼─ page 82 ─┼─ page 41 ┤            multiplied, added
     """
     split, m = tl.program_id(2), tl.load(tiles + 2 * tl.program_id(0) + 1) + tl.arange(0, BLOCK_M)
-    span = spans + (4 + 3 * P) * tl.load(tiles + 2 * tl.program_id(0))
+    span = spans + (4 + 4 * P) * tl.load(tiles + 2 * tl.program_id(0))
     start, n, rank, first = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     if tl.program_id(1) * BLOCK_R < rank:
@@ -634,9 +805,10 @@ def _shrink_kernel(x, a, xa, spans, table, tiles, xa_width, C: tl.constexpr, WID
 
 
 @triton.jit
-def _expand_kernel(y, b, xa, spans, columns, table, tiles, xa_width, C: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
+def _expand_kernel(y, b, xa, spans, columns, table, tiles, xa_width, device, C: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
                    ALIGN: tl.constexpr, N_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One program, one tile: BLOCK_M rows of y and BLOCK_N columns of one of its P pages. b: the V plane.
+    """One program, one tile: BLOCK_M rows of y and BLOCK_N columns of one of its P pages. b: the V plane; device: None, or numbers
+    from one device's xa to the next one's, each with `own` of a module's.
 
         xA of a row    ├─ q: rank 8 ─┼──── v: rank 16 ────┤      nothing, where the page's module has no adapter (k). Else for
         y of a row     ├─ q 0 ─┼─ q 1 ─┼─ k ─┼─ v ─┤             each BLOCK_R of the module's numbers in xA:
@@ -644,9 +816,9 @@ def _expand_kernel(y, b, xa, spans, columns, table, tiles, xa_width, C: tl.const
         B's pages      81 5 7 ...            40 82 41 ...          times those rows of B there (BLOCK_R, BLOCK_N), added
     """
     page, m = tl.program_id(1), tl.load(tiles + 2 * tl.program_id(0) + 1) + tl.arange(0, BLOCK_M)
-    span = spans + (4 + 3 * P) * tl.load(tiles + 2 * tl.program_id(0))
-    start, n = tl.load(span), tl.load(span + 1)
-    rank, begin, first = tl.load(span + 4 + 3 * page), tl.load(span + 5 + 3 * page), tl.load(span + 6 + 3 * page)
+    span = spans + (4 + 4 * P) * tl.load(tiles + 2 * tl.program_id(0))
+    start, n, of_page = tl.load(span), tl.load(span + 1), span + 4 + 4 * page
+    rank, begin, first, own = tl.load(of_page), tl.load(of_page + 1), tl.load(of_page + 2), tl.load(of_page + 3)
     if rank > 0:
         column, n_column = tl.multiple_of(tl.load(columns + 2 * page), ALIGN), tl.multiple_of(tl.load(columns + 2 * page + 1), ALIGN)
         c, row, real = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)[None], (start + m).to(tl.int64)[:, None], (m < n)[:, None]
@@ -656,56 +828,75 @@ def _expand_kernel(y, b, xa, spans, columns, table, tiles, xa_width, C: tl.const
             r = block + tl.arange(0, BLOCK_R)
             rows = tl.load(table + first + r, mask=r < rank, other=0).to(tl.int64)[:, None]
             w = tl.load(b + rows * WIDTH + c, mask=(r < rank)[:, None] & (c < WIDTH), other=0.0)
+            number = begin + r if device is None else begin + r % own + r // own * device
             v = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
             for split in tl.static_range(N_SPLIT):
-                v += tl.load(xa + (row * N_SPLIT + split) * xa_width + begin + r[None], mask=real & (r < rank)[None], other=0.0)
+                v += tl.load(xa + (row * N_SPLIT + split) * xa_width + number[None], mask=real & (r < rank)[None], other=0.0)
             acc = tl.dot(v.to(w.dtype), w, acc, input_precision="tf32x3")
         tl.store(at, acc, mask=there)
 
 
-def lora_pages(y, x, kv, l, n_split=0):
+def lora_pages(y, x, kv, l, n_split=0, exchange=None):
     """y (N, C_out) += x A B, in place, for LoraPages l. n_split: into how many parts the width of x is cut, a power of two; 0: as
-    many as fill the GPU. At most four launches, whose grids depend on the numbers of tiles and the largest rank alone. -> y"""
+    many as fill the GPU. At most four launches, whose grids depend on the numbers of tiles and the largest rank alone. exchange: as
+    for lora. -> y"""
     assert x.is_contiguous() and y.is_contiguous()
-    P, wide = len(l.columns), x.dtype == torch.float32
+    P, wide, width, calls = len(l.columns), x.dtype == torch.float32, -(-l.rank // 64) * 64, []
+    both = exchange and torch.empty(len(x), 1, width, dtype=torch.float32, device=x.device)  # xA of few and many rows, sent together
     for tiles, block_m, block_r, block_k, block_n in ((l.few, 16, 32, 128, 256), (l.many, l.block_many, 64, 64, 64)):
         if len(tiles):
             block_r, block_k, block_n = (32, 32, 64) if wide else (block_r, block_k, block_n)
             block_k, block_n = (max(16, min(block, pow2(l.width))) for block in (block_k, block_n))
             n_rank, warps = -(-l.rank // block_r), 4 if block_m == 16 else 8
-            splits = n_split or min(4, pow2(2 * n_processors(x.device) / (len(tiles) * n_rank)))
-            xa = torch.empty(len(x), splits, n_rank * block_r, dtype=torch.float32, device=x.device)
-            launch(_shrink_kernel, (len(tiles), n_rank, splits), x, kv[0], xa, l.spans, l.table, tiles, xa.size(2), C=x.size(1),
+            splits = 1 if exchange else n_split or min(4, pow2(2 * n_processors(x.device) / (len(tiles) * n_rank)))
+            xa = both if exchange else torch.empty(len(x), splits, width, dtype=torch.float32, device=x.device)
+            launch(_shrink_kernel, (len(tiles), n_rank, splits), x, kv[0], xa, l.spans, l.table, tiles, width, C=x.size(1),
                    WIDTH=l.width, P=P, BLOCK_M=block_m, BLOCK_R=block_r, BLOCK_K=block_k, num_warps=warps, num_stages=5)
-            launch(_expand_kernel, (len(tiles), P, -(-l.width // block_n)), y, kv[1], xa, l.spans, l.columns, l.table, tiles, xa.size(2),
-                   C=y.size(1), WIDTH=l.width, P=P, ALIGN=l.align, N_SPLIT=splits, BLOCK_M=block_m, BLOCK_R=32, BLOCK_N=block_n,
-                   num_warps=warps, num_stages=3)
+            calls.append((tiles, xa, splits, block_m, block_n, warps))
+    device = None
+    if exchange:
+        both = exchange(both[:, 0, :l.rank].to(x.dtype).flatten()).view(-1, len(x), 1, l.rank)
+        width, device = l.rank, both.stride(0)
+    for tiles, xa, splits, block_m, block_n, warps in calls:
+        launch(_expand_kernel, (len(tiles), P, -(-l.width // block_n)), y, kv[1], both if exchange else xa, l.spans, l.columns, l.table,
+               tiles, width, device, C=y.size(1), WIDTH=l.width, P=P, ALIGN=l.align, N_SPLIT=splits, BLOCK_M=block_m, BLOCK_R=32,
+               BLOCK_N=block_n, num_warps=warps, num_stages=3)
     return y
 
 
-def lora(y, x, kv, adapters):
+def lora(y, x, kv, adapters, exchange=None):
     """y (N, C_out) += x A B, in place. x (N, C_in), kv (2, n_row, D) with A and B in its pages, adapters: a Lora, or LoraPages where
-    the kernels run. -> y"""
+    the kernels run. exchange: a function, this device's flat xA -> (devices, numbers), all of theirs; None: it is alone. -> y"""
     if isinstance(adapters, LoraPages):
-        return lora_pages(y, x, kv, adapters)
+        return lora_pages(y, x, kv, adapters, exchange=exchange)
     if adapters.padded or x.device.type != "cpu":  # a GPU without Triton: plain torch
         return lora_bmm(y, x, kv, adapters)
     pages = kv.view(2, -1, adapters.width)
+    chunks = [span for span in adapters.spans if span[1] > FEW_ROWS]
+    parts = [mbgmv_shrink(x, pages, adapters)] if len(adapters.b) else []
+    parts += [mbgmm_shrink(x[start:start + n], pages, factors) for start, n, factors in chunks]
+    if exchange is None:
+        parts = iter([part[None] for part in parts])
+    else:
+        parts = iter(exchange(torch.cat(parts)).split([len(part) for part in parts], 1))
     if len(adapters.b):
-        mbgmv(y, x, pages, adapters)
-    for start, n, factors in adapters.spans:
-        if n > FEW_ROWS:
-            mbgmm(y[start:start + n], x[start:start + n], pages, factors)
+        mbgmv_expand(y, next(parts), pages, adapters)
+    for start, n, factors in chunks:
+        mbgmm_expand(y[start:start + n], next(parts).unflatten(1, (n, -1)), pages, factors)
     return y
 
 
-def mbgmv(y, x, pages, l):
-    """The rows of few tokens: y[:n_few] += x A B. pages (2, n_page, width); no padding, no copy of A or B."""
+def mbgmv_shrink(x, pages, l):
+    """x A of the rows of few tokens, flat. pages (2, n_page, width); no padding, no copy of A."""
     x = x[:l.n_few] if x.size(1) % l.width == 0 else F.pad(x[:l.n_few], (0, -x.size(1) % l.width))
     n_in = x.size(1) // l.width
     xa = torch.ops.aten._embedding_bag_per_sample_weights_backward(x.view(-1, l.width), pages[0], l.a, l.b_bag, l.a_bag, 0)
-    xa = xa if n_in == 1 else xa.view(-1, n_in).sum(1)
-    xab = F.embedding_bag(l.b, pages[1], l.b_bag, mode="sum", per_sample_weights=xa[l.b_from]).view(l.n_few, -1)
+    return xa if n_in == 1 else xa.view(-1, n_in).sum(1)
+
+
+def mbgmv_expand(y, xa, pages, l):
+    """Of the same rows: y[:n_few] += (x A) B, for xa (devices, numbers)."""
+    xab = F.embedding_bag(l.b, pages[1], l.b_bag, mode="sum", per_sample_weights=xa.flatten()[l.b_from]).view(l.n_few, -1)
     if xab.size(1) == y.size(1):  # no module ends inside a page
         y[:l.n_few] += xab
         return
@@ -713,11 +904,16 @@ def mbgmv(y, x, pages, l):
         y[:l.n_few, first:first + n_out] += xab[:, page * l.width:page * l.width + n_out]
 
 
-def mbgmm(y, x, pages, factors):
-    """One chunk: y (n, C_out) += x A B."""
-    xa = x @ pages[0].index_select(0, factors.a_index).view(len(factors.a), -1)[:, :x.size(1)].T  # (n, rank)
+def mbgmm_shrink(x, pages, factors):
+    """x A of one chunk (n, C_in), flat"""
+    return (x @ pages[0].index_select(0, factors.a_index).view(len(factors.a), -1)[:, :x.size(1)].T).flatten()  # (n * rank,)
+
+
+def mbgmm_expand(y, xa, pages, factors):
+    """One chunk: y (n, C_out) += (x A) B, for xa (devices, n, rank)."""
     for s, ranks, index in zip(factors.sites, factors.ranks, factors.b_index):
-        y[:, s.first:s.first + s.n_out].addmm_(xa[:, ranks], pages[1].index_select(0, index).view(len(s.b), -1)[:, :s.n_out])
+        own = xa[:, :, ranks].transpose(0, 1).flatten(1)[:, :len(s.b)]  # (n, rank)
+        y[:, s.first:s.first + s.n_out].addmm_(own, pages[1].index_select(0, index).view(len(s.b), -1)[:, :s.n_out])
 
 
 def lora_bmm(y, x, kv, adapters):

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import sysconfig
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import (Factors, Lora, LoraPages, Pages, Segment, Site, activate, add_norm, attention, heads, linear, lora, pack, rope_angles,
+from kernels import (Factors, Lora, LoraPages, Pages, Segment, Site, World, activate, add_norm, attention, heads, linear, lora, pack, rope_angles,
                      rotate_write)
 
 
@@ -46,6 +46,8 @@ class GPTConfig:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: dict = field(default_factory=dict)  # {} or Hugging Face's "linear" or "llama3" settings
+    part: tuple = (0, 1)  # (i, n): this is share i of n of every layer; n_head, n_kv_head and n_inner are the share's
+    stage: tuple = (0, 1)  # (i, n): of the layers, cut into n stages, those of stage i are here
 
     def __post_init__(self):
         self.n_inner = self.n_inner or 4 * self.n_embd
@@ -60,14 +62,52 @@ class GPTConfig:
     def llama(self):
         return self.family == "llama"
 
+    def share(self, i, n, stage=(0, 1)):
+        """Share i of n of every layer of a stage: so many heads and so much of the FFN [Megatron-LM, arXiv 1909.08053 §3]. ValueError for
+        what does not come out even. n_kv_head too: keys and values are on one device each, never copied."""
+        for name in ("n_head", "n_kv_head", "n_inner", "n_embd"):
+            if getattr(self, name) % n:
+                raise ValueError(f"tp = {n} devices cannot share {name} = {getattr(self, name)}: it must be a multiple of tp")
+        if stage[1] > self.n_layer:
+            raise ValueError(f"pp = {stage[1]} stages: there are only {self.n_layer} layers")
+        return replace(self, n_head=self.n_head // n, n_kv_head=self.n_kv_head // n, n_inner=self.n_inner // n, part=(i, n), stage=stage)
+
+    @property
+    def whole(self):
+        """The model that this is a share of."""
+        n = self.part[1]
+        return replace(self, n_head=self.n_head * n, n_kv_head=self.n_kv_head * n, n_inner=self.n_inner * n, part=(0, 1), stage=(0, 1))
+
+    @property
+    def layers(self):
+        """The numbers of the layers that are here; what does not come out even makes the first stages longer."""
+        i, n = self.stage
+        return range(*(-(-j * self.n_layer // n) for j in (i, i + 1)))
+
+    @property
+    def is_first(self):
+        """Whether tokens come in here, and not another stage's states."""
+        return self.stage[0] == 0
+
+    @property
+    def is_last(self):
+        """Whether logits come out here."""
+        return self.stage[0] == self.stage[1] - 1
+
+    @property
+    def n_vocab(self):
+        """Rows of the embedding and of the output head here; the last share's are filled up with zeros."""
+        return -(-self.vocab_size // self.part[1])
+
     @property
     def n_params(self):
         """Parameters in all, embeddings included."""
-        C, D, I, V = self.n_embd, self.head_dim, self.n_inner, self.vocab_size
+        C, D, I, V = self.n_embd, self.head_dim, self.n_inner, self.n_vocab
         layer = C * (2 * self.n_head + 2 * self.n_kv_head) * D + (3 if self.llama else 2) * C * I
-        norms = (2 * self.n_layer + 1) * C * (1 if self.llama else 2)
-        biases = 0 if self.llama else self.n_layer * (5 * C + I) + self.block_size * C  # and the learned positions
-        return self.n_layer * layer + norms + biases + V * C * (1 if self.tied else 2)
+        n, first, last = len(self.layers), self.is_first, self.is_last
+        norms = (2 * n + last) * C * (1 if self.llama else 2)
+        biases = 0 if self.llama else n * (5 * C + I) + self.block_size * C * first  # and the learned positions
+        return n * layer + norms + biases + V * C * (1 if self.tied and first else first + last)
 
     @cached_property
     def operators(self):
@@ -76,16 +116,21 @@ class GPTConfig:
             shapes = {name: m.weight.shape for name, m in Block(self).named_children() if isinstance(m, Linear)}
         found, names, width = {}, hf_names(self), self.n_kv_head * self.head_dim
         for op, (n_out, n_in) in shapes.items():
-            modules, first, page = {}, 0, 0
-            for name, n in zip(names[f"blocks.0.{op}.weight"], part_sizes(self, f"{op}.weight", n_out)):
+            sizes, first, page, modules = part_sizes(self, f"{op}.weight", n_out), 0, 0, {}
+            if op in REDUCED:  # each share adds other columns of x A B to its partial sum of x W [S-LoRA §6]
+                sizes, first = [n_out // self.part[1]], n_out // self.part[1] * self.part[0]
+            for name, n in zip(names[f"blocks.0.{op}.weight"], sizes):
                 modules[name.split(".0.")[1].removesuffix(".weight")] = first, n, page
                 first, page = first + n, page + -(-n // width)
             found[op] = Operator(n_in, page, modules)
         return found
 
     def page_bytes(self, itemsize):
-        """Bytes of one page: a token's K and V vectors in every layer, m_kv in [SARATHI §4.3]."""
-        return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
+        """Bytes of one page: a token's K and V vectors in every layer (of the longest stage), m_kv in [SARATHI §4.3]."""
+        return 2 * -(-self.n_layer // self.stage[1]) * self.n_kv_head * self.head_dim * itemsize
+
+
+REDUCED = ("postproj", "ffn_ln2")  # where it is the input that is shared out: outputs are partial sums, to be added up
 
 
 class Operator(NamedTuple):
@@ -100,6 +145,7 @@ PRESETS = {  # name -> GPTConfig fields; gpt3 and the two llamas of [SARATHI §4
     "gpt2": dict(family="gpt2", n_layer=12, n_head=12, n_embd=768, tied=True),
     "gpt2-xl": dict(family="gpt2", n_layer=48, n_head=25, n_embd=1600, tied=True),
     "gpt3-175b": dict(family="gpt2", n_layer=96, n_head=96, n_embd=12288, block_size=4096, tied=True),  # 4K as in [SARATHI §5.3]
+    "llama-30m": dict(n_layer=8, n_head=8, n_embd=512, n_inner=1408, vocab_size=8192, block_size=2048, tied=True),  # for a core
     "llama-124m": dict(n_layer=12, n_head=12, n_embd=768, n_inner=2048, vocab_size=50304, block_size=2048, tied=True),  # GPT-2's size
     "llama-160m": dict(n_layer=12, n_head=12, n_embd=768, n_inner=3072, vocab_size=32000, block_size=2048),
     "tinyllama-1.1b": dict(n_layer=22, n_head=32, n_kv_head=4, n_embd=2048, n_inner=5632, vocab_size=32000, block_size=2048),
@@ -132,11 +178,34 @@ class Batch:
 
 class Linear(nn.Linear):
     """y = x Wᵀ + b through kernels.linear: W may have been packed for this machine. Then each row's own adapter [S-LoRA §4.1]:
-    its A and B lie in the pages of kv, and adapters says where."""
+    its A and B lie in the pages of kv, and adapters says where. reduced: what this is called, if the world's ys are to be added up;
+    it has the bias on one rank then."""
+
+    def __init__(self, n_in, n_out, bias, world=World(), reduced=None):
+        super().__init__(n_in, n_out, bias)
+        self.world, self.reduced = world, reduced
 
     def forward(self, x, adapters=None, kv=None):
         y = linear(x, self.weight, self.bias)
-        return y if adapters is None else lora(y, x, kv, adapters)
+        if adapters is not None:
+            y = lora(y, x, kv, adapters, self.exchange if self.world.tp > 1 else None)
+        return self.world.all_reduce(y, self.reduced) if self.reduced else y
+
+    def exchange(self, xa):
+        """What all ranks have of x A [S-LoRA §6], flat -> (ranks, numbers), or (1, numbers) where each had a partial sum."""
+        return self.world.all_reduce(xa, "lora")[None] if self.reduced else self.world.all_gather(xa, "lora")
+
+
+class Head(Linear):
+    """The output head: every rank has some of the vocabulary, and gets all logits."""
+
+    def forward(self, x):
+        y = self.world.all_gather(linear(x, self.weight), "head")  # (ranks, ..., V / ranks)
+        return y.movedim(0, -2).flatten(-2)[..., :self.vocab_size]
+
+    def __init__(self, config, world):
+        super().__init__(config.n_embd, config.n_vocab, False, world)
+        self.vocab_size = config.vocab_size
 
 
 class Norm(nn.Module):
@@ -172,17 +241,17 @@ class Block(nn.Module):
     """One layer. Its five timed operators carry the paper's names. x is the residual stream, y what the operator before has yet to
     add to it: the next norm does, in the same pass over memory."""
 
-    def __init__(self, config):
+    def __init__(self, config, world=World()):
         super().__init__()
         C, D, bias = config.n_embd, config.head_dim, not config.llama
         self.llama = config.llama
         self.norm1 = Norm(config)
-        self.preproj = Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias)  # q, k and v in one matrix
+        self.preproj = Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias, world)  # q, k and v in one matrix
         self.attn = Attention(config)
-        self.postproj = Linear(config.n_head * D, C, bias)
+        self.postproj = Linear(config.n_head * D, C, bias, world, "postproj")
         self.norm2 = Norm(config)
-        self.ffn_ln1 = Linear(C, config.n_inner * (2 if config.llama else 1), bias)  # gate and up in one matrix
-        self.ffn_ln2 = Linear(config.n_inner, C, bias)
+        self.ffn_ln1 = Linear(C, config.n_inner * (2 if config.llama else 1), bias, world)  # gate and up in one matrix
+        self.ffn_ln2 = Linear(config.n_inner, C, bias, world, "ffn_ln2")
 
     def forward(self, x, y, rope, batch=None, kv=None):
         plus = lambda name: (batch.loras.get(name), kv) if batch is not None else ()
@@ -194,41 +263,59 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The model. GPT(config) has fresh trainable weights; from_preset and from_pretrained give packed ones for the engine."""
 
-    def __init__(self, config):
+    def __init__(self, config, world=World()):
+        """world: the processes that share the model; config says what of it this one has."""
         super().__init__()
-        self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = None if config.llama else nn.Embedding(config.block_size, config.n_embd)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = Norm(config)
-        self.head = Linear(config.n_embd, config.vocab_size, bias=False)
-        if config.tied:
+        self.config, self.world = config, world
+        first, last = config.is_first, config.is_last
+        self.wte = nn.Embedding(config.n_vocab, config.n_embd) if first or last and config.tied else None
+        self.wpe = nn.Embedding(config.block_size, config.n_embd) if first and not config.llama else None
+        self.blocks = nn.ModuleList(Block(config, world) if i in config.layers else nn.Identity() for i in range(config.n_layer))
+        self.norm, self.head = (Norm(config), Head(config, world)) if last else (None, None)
+        if last and config.tied:
             self.head.weight = self.wte.weight
         self.inv_freq = inv_freq(config) if config.llama else None
 
     @property
     def dtype(self):
-        return self.wte.weight.dtype
+        return self.blocks[self.config.layers[0]].norm1.weight.dtype
 
     @property
     def device(self):
-        return self.wte.weight.device
+        return self.blocks[self.config.layers[0]].norm1.weight.device
+
+    @property
+    def n_bytes(self):
+        """Bytes that its weights take on this device."""
+        weights = [getattr(m, leaf, None) for m in self.modules() for leaf in ("weight", "bias")]
+        return sum(w.numel() * w.dtype.itemsize for w in {id(w): w for w in weights if w is not None}.values())
 
     def new_cache(self, n_page):
-        """kv (n_layer, 2, n_page * Hk, D), zeroed: what is masked is multiplied by zero, so it must at least be finite."""
+        """kv (layers here, 2, n_page * Hk, D), zeroed: what is masked is multiplied by zero, so it must at least be finite."""
         c = self.config
-        shape = (c.n_layer, 2, n_page * c.n_kv_head, c.head_dim)
+        shape = (len(c.layers), 2, n_page * c.n_kv_head, c.head_dim)
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
         memory = mmap.mmap(-1, math.prod(shape) * self.dtype.itemsize)  # zeros that cost nothing until they are touched
         return torch.frombuffer(memory, dtype=self.dtype).view(shape)
 
     def _embed(self, tokens, positions, dtype):
-        """-> x (..., C) and the rotary (cos, sin) or None, shared by all layers."""
-        x = self.wte(tokens).to(dtype)
-        if self.wpe is not None:
-            return x + self.wpe(positions).to(dtype), None
-        return x, rope_angles(positions, self.inv_freq, dtype)
+        """-> x (..., C)"""
+        x = self._lookup(tokens).to(dtype)
+        return x if self.wpe is None else x + self.wpe(positions).to(dtype)
+
+    def _rope(self, positions, dtype):
+        """The rotary (cos, sin) or None, shared by all layers."""
+        return rope_angles(positions, self.inv_freq, dtype) if self.config.llama else None
+
+    def _lookup(self, tokens):
+        """The token embeddings (..., C), of which every rank has some."""
+        i, n = self.config.part
+        if n == 1:
+            return self.wte(tokens)
+        row = tokens - i * self.config.n_vocab
+        here = (row >= 0) & (row < self.config.n_vocab)
+        return self.world.all_reduce(self.wte(torch.where(here, row, 0)) * here[..., None], "embed")
 
     def forward(self, batch, kv):
         """One iteration of N tokens through every layer at once, so that each weight is read once [SARATHI §4.3].
@@ -237,15 +324,19 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def predict(self, hidden):
-        """hidden (M, C) -> logits (M, V)"""
-        return self.head(hidden)
+        """hidden (M, C) -> logits (M, V); None where the head is in another stage"""
+        return self.head(hidden) if self.head is not None else None
 
     @torch.inference_mode()
-    def hidden(self, batch, kv):
-        """All of `forward` but the output head -> the normed states (M, C) of batch.logit_rows."""
-        (x, rope), y = self._embed(batch.tokens, batch.positions, self.dtype), None
-        for block, layer_kv in zip(self.blocks, kv):
-            x, y = block(x, y, rope, batch, layer_kv)
+    def hidden(self, batch, kv, x=None):
+        """All of `forward` but the output head -> the normed states (M, C) of batch.logit_rows. Of a stage that is not the last: the
+        states (N, C) that the next wants as x."""
+        rope, y = self._rope(batch.positions, self.dtype), None
+        x = self._embed(batch.tokens, batch.positions, self.dtype) if x is None else x
+        for i, layer_kv in zip(self.config.layers, kv):
+            x, y = self.blocks[i](x, y, rope, batch, layer_kv)
+        if self.norm is None:
+            return x + y
         return self.norm(x[batch.logit_rows], y[batch.logit_rows])[1]
 
     def whole(self, tokens, dtype=torch.float32):
@@ -254,8 +345,8 @@ class GPT(nn.Module):
 
     def hidden_whole(self, tokens, dtype=torch.float32):
         """tokens (B, T) -> the normed states (B, T, C) that the output head reads"""
-        x, rope = self._embed(tokens, torch.arange(tokens.size(1), device=tokens.device), dtype)
-        y = None
+        positions = torch.arange(tokens.size(1), device=tokens.device)
+        x, y, rope = self._embed(tokens, positions, dtype), None, self._rope(positions, dtype)
         for block in self.blocks:
             x, y = block(x, y, rope)
         return self.norm(x, y)[1]
@@ -269,7 +360,7 @@ class GPT(nn.Module):
     def merged(self, adapter):
         """A model with W + A B in place of W wherever the adapter has factors; all other weights are this one's own."""
         with torch.device("meta"):
-            model = type(self)(self.config)
+            model = type(self)(self.config, self.world)
         model.inv_freq = self.inv_freq
         for (name, new), old in zip(model.named_modules(), self.modules()):
             for leaf in ("weight", "bias"):
@@ -281,58 +372,81 @@ class GPT(nn.Module):
                 w = (old.weight.to_dense() if old.weight.is_mkldnn else old.weight.detach()).clone()
                 for module, s in sites.items():
                     a, b = (t.to(w.device).float() for t in adapter.factors(int(name.split(".")[1]), name.rpartition(".")[2], module))
-                    w[s.first:s.first + s.n_out] += (b.T @ a).to(w)
+                    if new.reduced:  # W has all rows here, but some of the columns
+                        b, rows = self.world.all_gather(b, "merge").movedim(0, 1).flatten(1), slice(None)
+                    else:
+                        a, rows = self.world.all_gather(a, "merge").flatten(0, 1)[:len(b)], slice(s.first, s.first + s.n_out)
+                    w[rows] += (b.T @ a).to(w)
                 new.weight = pack(w)
         return model.eval()
 
     # ------------------------------------------------------------ weights: made at random or read from a folder
 
     @classmethod
-    def _filled(cls, config, dtype, device, fill):
-        """A model whose every weight is written once, in its final type, by fill(name, tensor), and packed at once: at no time
-        are there two copies of more than one matrix."""
+    def _filled(cls, config, dtype, world, source):
+        """This rank's share of a model of this config, each weight in its final type and packed at once: at no time are there two
+        copies of more than one matrix. source(name, shape in the whole model) -> a function (dim, start, length) -> that part of it"""
+        device, config = world.device, config.share(world.part, world.tp, (world.stage, world.pp))
         with torch.device("meta"):
-            model = cls(config)
+            model, whole = cls(config, world), cls(config.whole)
         model.inv_freq = inv_freq(config, device) if config.llama else None
-        for name, p in list(model.named_parameters()):
-            owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-            t = torch.empty(p.shape, dtype=dtype, device=device)
-            fill(name, t)
+        mine = dict(model.named_parameters())
+        for name, p in whole.named_parameters():
+            part, (dim, spans), at = source(name, p.shape), shares(config, name, p.shape), 0
+            if name not in mine:
+                continue  # another stage's, but random numbers come in the same order everywhere
+            owner, leaf, t = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], torch.zeros(mine[name].shape, dtype=dtype, device=device)
+            for start, length in spans:
+                t.narrow(dim, at, length).copy_(part(dim, start, length))
+                at += length
             delattr(owner, leaf)  # plain tensors from here on: these weights are not for training
             setattr(owner, leaf, pack(t) if isinstance(owner, Linear) and leaf == "weight" else t)
-        if config.tied:
+        if config.tied and config.is_last:
             model.head._parameters.clear()
             model.head.weight, model.head.bias = pack(model.wte.weight), None
+            model.wte = model.wte if config.is_first else None
         return model.eval()
 
     @classmethod
-    def from_preset(cls, name, dtype=torch.float32, device="cpu", seed=0):
-        """Random weights for a preset's shape (or a GPTConfig), the same for the same seed and device."""
+    def from_preset(cls, name, dtype=torch.float32, device="cpu", seed=0, world=None):
+        """Random weights for a preset's shape (or a GPTConfig), the same for the same seed and device. world: this rank's share of
+        them, on its device."""
+        world = world or World(device=device)
         config = name if isinstance(name, GPTConfig) else preset(name)
-        rng = torch.Generator(device).manual_seed(seed)
+        rng = torch.Generator(world.device).manual_seed(seed)
 
-        def fill(name, t):
+        def source(name, shape):
+            whole = torch.empty(shape, dtype=dtype, device=world.device)
             if name.endswith("bias") or "norm" in name:
-                t.fill_(float(name.endswith("weight")))
+                whole.fill_(float(name.endswith("weight")))
             else:
-                t.normal_(0.0, 0.02, generator=rng)
-        return cls._filled(config, dtype, device, fill)
+                whole.normal_(0.0, 0.02, generator=rng)
+            return whole.narrow
+        return cls._filled(config, dtype, world, source)
 
     @classmethod
-    def from_pretrained(cls, folder, dtype=None, device="cpu"):
+    def from_pretrained(cls, folder, dtype=None, device="cpu", world=None):
         """Load a Hugging Face folder (gpt2, llama, mistral; one file or shards) straight into `dtype` (None: the folder's own).
+        world: read this rank's share of it only, onto its device.
 
         FileNotFoundError for what is missing, ValueError for what does not fit: the message names the file or the tensor."""
+        world = world or World(device=device)
         folder = Path(folder)
         config, own_dtype = read_config(folder)
         with Checkpoint(folder) as checkpoint:
             names = hf_names(config)
 
-            def fill(name, t):
-                parts, sizes = names[name], part_sizes(config, name, t.shape[0])
-                for part, size, piece in zip(parts, sizes, t.split(sizes)):
-                    piece.copy_(checkpoint.take(part, (size, *t.shape[1:])))
-            model = cls._filled(config, dtype or own_dtype, device, fill)
+            def source(name, shape):
+                parts, sizes = names[name], part_sizes(config, name, shape[0])
+                tensors = [checkpoint.take(part, (size, *shape[1:])) for part, size in zip(parts, sizes)]
+
+                def part(dim, start, length):  # never of two tensors
+                    for w, size in zip(tensors, sizes):
+                        if dim == 1 or start < size or length == 0:
+                            return w.narrow(dim, start, length)
+                        start -= size
+                return part
+            model = cls._filled(config, dtype or own_dtype, world, source)
             checkpoint.expect_all_taken()
         return model
 
@@ -493,6 +607,23 @@ def part_sizes(config, name, n_out):
     return [n_out // 2] * 2 if config.llama and name.endswith("ffn_ln1.weight") else [n_out]
 
 
+def shares(config, name, shape):
+    """Which part of weight `name`, of this shape in the whole model, belongs to the share that config is of: a dimension, and in it
+    [(start, length)], side by side in the share; what they leave of it is zero."""
+    (i, n), (op, leaf), D = config.part, name.split(".")[-2:], config.head_dim
+    sizes = dict(preproj=[config.n_head * D] + [config.n_kv_head * D] * 2, postproj=[config.n_head * D], ffn_ln2=[config.n_inner],
+                 ffn_ln1=[config.n_inner] * (2 if config.llama else 1)).get(op)  # of the share
+    if op in REDUCED and leaf == "bias":
+        return 0, [(0, shape[0] if i == 0 else 0)]  # added once
+    if op in ("wte", "head"):
+        start = min(i * config.n_vocab, config.vocab_size)
+        return 0, [(start, min(config.n_vocab, config.vocab_size - start))]
+    if sizes is None:  # norms, and learned positions
+        return 0, [(0, shape[0])]
+    starts = np.cumsum([0, *sizes[:-1]]) * n
+    return int(op in REDUCED), [(int(start) + i * size, size) for start, size in zip(starts, sizes)]
+
+
 class Checkpoint:
     """The tensors of a folder's safetensors files, each read when taken. A file is opened again for each: what an open one has
     read stays mapped, and would count as memory beside the weights."""
@@ -522,7 +653,8 @@ class Checkpoint:
         self.where.clear()
 
     def take(self, name, shape):
-        """The tensor `name`, which must have this shape; GPT-2 stores its matrices the other way round."""
+        """The tensor `name`, which must have this shape; GPT-2 stores its matrices the other way round. It is a view of the file: only
+        what is read of it is loaded."""
         if name not in self.where:
             raise ValueError(f"{self.folder}: tensor {name!r} is missing")
         f, key = self.where.pop(name)
@@ -557,17 +689,19 @@ class Adapter:
         self.ranks, self.width, self.sites = ranks, config.n_kv_head * config.head_dim, {}
         self.operators, self.prefix = config.operators, "model.layers" if config.llama else "transformer.h"
         self.n_params = n_a = n_b = 0  # weights; pages used so far in each plane
+        self.part, self.layers = config.part, config.layers
         for op, (n_in, _, modules) in self.operators.items():
             for module, (first, n_out, page) in modules.items():
                 if module in ranks:
-                    a, b = (np.arange(ranks[module] * m).reshape(-1, m) for m in (-(-n_in // self.width), -(-n_out // self.width)))
+                    rank = ranks[module] if op in REDUCED else -(-ranks[module] // config.part[1])
+                    a, b = (np.arange(r * -(-m // self.width)).reshape(r, -1) for r, m in ((rank, n_in), (ranks[module], n_out)))
                     self.sites.setdefault(op, {})[module] = Site(first, n_out, page, n_a + a, n_b + b)
                     n_a, n_b = n_a + a.size, n_b + b.size
-                    self.n_params += config.n_layer * ranks[module] * (n_in + n_out)
+                    self.n_params += len(config.layers) * (a.shape[0] * n_in + b.shape[0] * n_out)
         self.n_page = max(n_a, n_b)
-        self.planes = None  # (n_layer, 2, n_page, width): what the pages are to hold
+        self.planes = None  # (layers here, 2, n_page, width): what the pages are to hold
         if dtype is not None:
-            self.planes = torch.zeros(config.n_layer, 2, self.n_page, self.width, dtype=dtype, pin_memory=pin)
+            self.planes = torch.zeros(len(config.layers), 2, self.n_page, self.width, dtype=dtype, pin_memory=pin)
 
     def at(self, pages):
         """Where it lies when its own page i is the pool's page pages[i]: {operator: Factors}."""
@@ -577,8 +711,20 @@ class Adapter:
     def factors(self, layer, op, module):
         """Views of one module's A (rank, n_in) and B (rank, n_out) in self.planes."""
         s = self.sites[op][module]
-        rows = lambda plane, pages, n: self.planes[layer, plane, pages[0, 0]:pages[-1, -1] + 1].view(len(pages), -1)[:, :n]
+        rows = lambda plane, pages, n: self.planes[layer - self.layers[0], plane, pages[0, 0]:pages[-1, -1] + 1].view(len(pages), -1)[:, :n]
         return rows(0, s.a, self.operators[op].n_in), rows(1, s.b, s.n_out)
+
+    def keep(self, layer, op, module, whole_a, whole_b):
+        """Of one module's A (rank, n_in) and B (rank, n_out) in the whole model this share's [S-LoRA §6]. Where x A is gathered, rows
+        of A (its last share ends in zeros, if the rank does not come out even) and the columns of B that follow from W's; where it is
+        added up, columns of both. A rank below the module's largest leaves zeros too."""
+        (i, n), (a, b) = self.part, self.factors(layer, op, module)
+        if op in REDUCED:
+            whole_a, whole_b = whole_a[:, i * a.size(1):(i + 1) * a.size(1)], whole_b[:, i * b.size(1):(i + 1) * b.size(1)]
+        else:
+            blocks = 3 if module == "attn.c_attn" else 1  # q, k and v, each shared out
+            whole_a, whole_b = whole_a[i * len(a):(i + 1) * len(a)], whole_b.unflatten(1, (blocks, n, -1))[:, :, i].flatten(1)
+        a[:len(whole_a)], b[:len(whole_b)] = whole_a, whole_b
 
     @classmethod
     def from_pretrained(cls, folder, config, dtype=torch.float32, pin=False):
@@ -593,14 +739,16 @@ class Adapter:
             ranks = {}
             for (layer, op, module), path in found.items():
                 ranks[module] = max(ranks.get(module, 0), settings(path)[0])
-            adapter = cls(config, ranks, dtype, pin)
+            adapter, operators = cls(config, ranks, dtype, pin), config.whole.operators
             for (layer, op, module), path in found.items():
-                (rank, scaling), (a, b) = settings(path), adapter.factors(layer, op, module)
-                w_a = checkpoint.take(path + ".lora_A.weight", (rank, a.size(1)))
-                w_b = checkpoint.take(path + ".lora_B.weight", (b.size(1), rank))
-                for name, w, into in ("A", w_a, a), ("B", w_b.T.float() * scaling, b):
-                    if not into[:rank].copy_(w).isfinite().all():  # a smaller rank than in other layers leaves rows of zeros
+                rank, scaling = settings(path)
+                a = checkpoint.take(path + ".lora_A.weight", (rank, operators[op].n_in)).to(dtype)
+                b = (checkpoint.take(path + ".lora_B.weight", (operators[op].modules[module][1], rank)).T.float() * scaling).to(dtype)
+                for name, w in ("A", a), ("B", b):
+                    if not w.isfinite().all():
                         raise ValueError(f"{folder}: module {path!r}: lora_{name} {tuple(w.shape)} holds NaN or infinity in {dtype}")
+                if layer in config.layers:
+                    adapter.keep(layer, op, module, a, b)
             checkpoint.expect_all_taken()
         return adapter
 
@@ -680,9 +828,13 @@ def random_adapter(rank, seed=0, modules=None):
                 raise ValueError(f"unknown module {w!r}: one of {', '.join(known)}")
         adapter = Adapter(config, ranks, dtype, pin)
         if adapter.planes is not None:
-            rng = torch.Generator().manual_seed(seed)
-            adapter.planes[:, 0].normal_(0.0, config.n_embd ** -0.5, generator=rng)
-            adapter.planes[:, 1].normal_(0.0, 0.02, generator=rng)
+            whole, rng = adapter if config == config.whole else Adapter(config.whole, ranks, dtype), torch.Generator().manual_seed(seed)
+            whole.planes[:, 0].normal_(0.0, config.n_embd ** -0.5, generator=rng)
+            whole.planes[:, 1].normal_(0.0, 0.02, generator=rng)
+            if whole is not adapter:
+                for layer in config.layers:
+                    for module in ranks:
+                        adapter.keep(layer, known[module], module, *whole.factors(layer, known[module], module))
         return adapter
     return make
 
@@ -906,19 +1058,22 @@ def load_heads(name, dtype=torch.float32, device="cpu"):
     return Heads.from_pretrained(folder, dtype, device)
 
 
-def load_model(name, dtype=None, device="cpu", seed=0):
-    """name: "tiny" or its "draft" (trained here on first use), a preset (random weights) or a Hugging Face folder -> (GPT, Tokenizer or None)."""
+def load_model(name, dtype=None, device="cpu", seed=0, world=None):
+    """name: "tiny" or its "draft" (trained here on first use), a preset (random weights) or a Hugging Face folder -> (GPT, Tokenizer or
+    None). world: load this rank's share, on its device."""
     if name in PRESETS and name != "tiny":
-        return GPT.from_preset(name, dtype or torch.float32, device, seed), None
+        return GPT.from_preset(name, dtype or torch.float32, device, seed, world), None
     own = name in ("tiny", "draft")
     folder = cache_folder() / name if own else Path(name)
+    if own and not (folder / "tokenizer.json").is_file() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError(f"model {name!r} is trained on first use, by one process: run python model.py before torchrun")
     if own and not (folder / "tokenizer.json").is_file():
         print("The default model is a tiny byte-level LLaMA that is trained here, once, on the Python standard library's sources: "
               f"two to three minutes on two cores, then kept in {cache_folder()}.", file=sys.stderr)
         train_tiny()
     if not folder.is_dir():
         raise FileNotFoundError(f"model {name!r} is neither a folder nor a preset ({', '.join(PRESETS)})")
-    model = GPT.from_pretrained(folder, dtype, device)
+    model = GPT.from_pretrained(folder, dtype, device, world)
     try:
         return model, load_tokenizer(folder)
     except (FileNotFoundError, ValueError) as e:

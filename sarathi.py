@@ -32,8 +32,8 @@ from typing import Callable, NamedTuple
 import numpy as np
 import torch
 
-from kernels import (BLOCK_ROWS, FEW_ROWS, Lora, LoraPages, Pages, Segment, accept, causal_mask, context_pad, on_gpu, residual, run_ends,
-                     sample, target_probs)
+from kernels import (BLOCK_ROWS, FEW_ROWS, Lora, LoraPages, Pages, Segment, World, accept, causal_mask, context_pad, on_gpu, residual,
+                     run_ends, sample, target_probs)
 from model import GPT, PRESETS, Adapter, Batch, Heads, default_dtype, load_heads, load_model
 
 
@@ -926,6 +926,7 @@ class Roofline(CostModel):
                 raise KeyError(f"unknown {'hardware' if known is GPUS else 'system'} {name!r}: one of {', '.join(known)}")
         self.system = SYSTEMS[system]
         self.gpu, self.tp, self.delay, self._linear = GPUS[gpu], checked("tp", tp, int, 1), delay, {}
+        self.exchanges = True  # x A of adapters is sent; False: to see what that costs
         c, dtype = config, torch.bfloat16
         left = [share * tp * nodes * self.gpu.memory - c.n_params * dtype.itemsize for share in (1, USABLE)]
         super().__init__(c, dtype, (left[0], left[1] / left[0]), f"{tp * nodes} x {gpu}" if tp * nodes > 1 else gpu, TILE)
@@ -952,7 +953,7 @@ class Roofline(CostModel):
         multiply = 2 * w.lora_pairs / (CHUNK_FLOPS * self.flops)
         read = w.lora_read * self.dtype.itemsize / (LORA_BANDWIDTH * self.bandwidth)
         calls = self.system.copy * w.adapted if kind == "bmm" else ATTENTION_CALL * ((w.chunks > 0) + (w.decodes > 0))
-        return multiply + read * (3 if kind == "bmm" else 1) + self.config.n_layer * calls
+        return multiply + read * (3 if kind == "bmm" else 1) + self.config.n_layer * calls + self.exchange(w)
 
     def others(self, w):
         """Norms, activations, residuals; the output head for the rows that need it."""
@@ -964,6 +965,16 @@ class Roofline(CostModel):
         """Of N tokens' vectors over the tp GPUs of a node, in every layer [SARATHI §2.3]."""
         ring = 2 * (self.tp - 1) / self.tp * N * self.config.n_embd * self.dtype.itemsize / (LINK * self.gpu.link)
         return self.config.n_layer * (ring + self.delay) if self.tp > 1 else 0.0
+
+    def exchange(self, w):
+        """Of x A over the tp GPUs, 5 (N - 1) B r / N numbers in every layer for q, k, v and o [S-LoRA §6]: two messages, as this
+        engine sends q's, k's and v's in one."""
+        if self.tp == 1 or not self.exchanges:
+            return 0.0
+        modules = [self.config.operators[op] for op in ("preproj", "postproj")]
+        width = sum(op.n_in + n_out for op in modules for _, n_out, _ in op.modules.values())  # weights per layer and unit of rank
+        numbers = (len(modules[0].modules) + 2) * (self.tp - 1) / self.tp * (w.lora_read + w.lora_pairs) / width
+        return numbers * self.dtype.itemsize / (LINK * self.gpu.link) + 2 * self.config.n_layer * self.delay
 
     def send(self, N):
         """N tokens' vectors to the next stage of a pipeline, in the next node; each of the tp GPUs sends its share."""
@@ -982,6 +993,8 @@ class Roofline(CostModel):
 
 class Fitted(CostModel):
     """Least squares, of relative errors, over a designed set of real iterations; `error` is the median on others."""
+    link = (0.0, 0.0)  # seconds of a message to the next stage of a pipeline, and seconds per token in it; bench.py's measured_link
+    ring = (0.0, 0.0)  # the same of an all-reduce, where it was not in the iterations that were timed; bench.py's measured_ring
     KNOTS = (4, 16, 64)  # tokens at which the slope of the linear operators may change: no tile, but small batches are bound by memory
 
     def __init__(self, model, repeats, between):
@@ -1008,6 +1021,13 @@ class Fitted(CostModel):
 
     def others(self, w):
         return self.coefficients[-1] * w.M
+
+    def all_reduce(self, N):
+        return self.config.n_layer * (self.ring[0] + self.ring[1] * N)
+
+    def send(self, N):
+        """N tokens' vectors to the next stage of a pipeline."""
+        return self.link[0] + self.link[1] * N
 
     def lora(self, w, kind):
         """No profile has adapters: their weights cost what as many of the base model's do, per token."""
@@ -1211,6 +1231,7 @@ class DraftModel(Proposer, named=False):
 
     def __init__(self, engine, model):
         self.pool, self.vocab_size, self.engine = engine.pool, engine.model.config.vocab_size, self._engine(engine, model)
+        self.world = engine.world
 
     def _engine(self, engine, model):
         return Engine(model, n_page=engine.pool.n_page)
@@ -1261,7 +1282,7 @@ class DraftModel(Proposer, named=False):
             for a, row in zip(ask, q):
                 a.q.append(row)
         chances = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0].tolist() if threshold else [1.0] * len(plan)
-        return tokens.tolist(), chances
+        return self.world.agree((tokens.tolist(), chances))
 
     def seconds(self, n, n_context, steps):
         return steps * self.cost._time(Work(N=n, M=n, decodes=n, context=n_context + n))
@@ -1352,7 +1373,7 @@ class Medusa(Proposer, named=False):
             return [[0] * tree.n for tree in trees]
         guesses = self.heads(torch.stack([self.states[r] for r in requests]), self.model.head)  # (B, n_head, V)
         guesses = guesses.topk(max(max(tree.shape) for tree in trees), -1).indices.cpu().numpy()  # (B, n_head, k)
-        return [ranked[tree.level[1:] - 1, tree.rank[1:]].tolist() for ranked, tree in zip(guesses, trees)]
+        return self.model.world.agree([ranked[tree.level[1:] - 1, tree.rank[1:]].tolist() for ranked, tree in zip(guesses, trees)])
 
     def knows(self, r):
         """Whether r's last known token is the target's own: a prompt of one token has none before it."""
@@ -1735,7 +1756,7 @@ class Speculator:
         self.shapes = self._shapes()
         self.by_head = np.zeros((2, max(map(len, self.shapes), default=0)))  # as hits and tries, of each head's candidates
         if policy.priced and isinstance(proposer, DraftModel):
-            proposer.cost = price_list(proposer.engine.model, cost)
+            proposer.cost = engine.world.agree(price_list(proposer.engine.model, cost))
         if policy.threshold and proposer.free:
             raise ValueError(f"{type(policy).__name__} asks how probable each draft was, {type(proposer).__name__} cannot say: take spec = 'goodput'")
         if isinstance(policy, Oracle) and not engine.config.alpha:
@@ -1889,6 +1910,52 @@ class WallClock:
         time.sleep(max(0.0, t - self.now()))
 
 
+class SharedClock(WallClock):
+    """Rank 0's clock, read on every rank."""
+
+    def __init__(self, world):
+        self.world, self.events = world, str(world.device) != "cpu"
+        world.each(None)  # all are here: they start together
+        super().__init__()
+        self.zero = torch.cuda.Event(enable_timing=True) if self.events else None
+        if self.events:
+            self.zero.record()
+
+    def now(self):
+        return self.world.agree(self.own())
+
+    def own(self):
+        """This rank's own reading."""
+        return super().now()
+
+    def mark(self):
+        """-> a function that says when this rank's device was done with all that it had been given by now, by its own clock"""
+        if not self.events:
+            t = self.own()
+            return lambda: t
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return lambda: self.zero.elapsed_time(event) / 1e3
+
+
+class ToldClock:
+    """A SharedClock for a Pipeline: while micro-batches are in flight it stands at what the last stage's latest word said, so that
+    to read it no stage waits for another."""
+
+    def __init__(self, line, inner):
+        self.line, self.inner, self.mark, self.t = line, inner, inner.mark, 0.0
+
+    def now(self):
+        if not any(lane.flight for lane in self.line.lanes):
+            self.t = max(self.t, self.inner.now())
+        return self.t
+
+    def wait_until(self, t):
+        if t > self.t:
+            self.inner.wait_until(t)
+            self.t = t
+
+
 class VirtualClock:
     """Seconds that pass only when somebody says so."""
 
@@ -1900,6 +1967,11 @@ class VirtualClock:
 
     def wait_until(self, t):
         self.t = max(self.t, t)
+
+
+def make_clock(world):
+    """A clock that all ranks of a world read alike."""
+    return SharedClock(world) if world.size > 1 else WallClock()
 
 
 class Span(NamedTuple):
@@ -1932,6 +2004,9 @@ class Engine:
         c, B, L = self.config, self.config.max_batch, model.config.block_size
         self.scheduler = make_scheduler(c.scheduler, chunk=c.chunk, tile=c.tile)
         policy = make_policy(spec, self.scheduler)
+        self.world = getattr(model, "world", World())  # a CostModel has none
+        if self.world.pp > 1 and not isinstance(self, Lane):
+            raise ValueError(f"the model is one of pp = {self.world.pp} stages: give it to a Pipeline, or to make_engine")
         if draft is None and policy.n_spec:
             raise ValueError(f"spec = {spec!r} without a draft: give draft = {' or '.join(map(repr, PROPOSERS))}, or a model")
         draft = draft if policy.n_spec else None
@@ -1946,7 +2021,9 @@ class Engine:
         self.max_batch = B or min(256, max(1, n_page // L))  # B = floor((M_G - M_S) / (L * m_kv)) [SARATHI §4.3.1]
         if self.scheduler.max_batch is None:
             self.scheduler.max_batch = self.max_batch
-        self.clock, self.record = clock or WallClock(), record
+        if self.world.tp > 1 and self.config.lora == "bmm":
+            raise ValueError("lora = 'bmm' is for one device, to compare with: with tp it is 'batched' or 'merge'")
+        self.clock, self.record = clock or make_clock(self.world), record
         self.order = self._new_order()
         checked("adapter_pages", c.adapter_pages, int, 0, n_page - 1)
         self.pool = self._new_pool(n_page - c.adapter_pages)
@@ -1970,10 +2047,12 @@ class Engine:
 
     def _price_list(self, cost):
         """What iterations cost; what is measured corrects it."""
-        return Learned(price_list(self.model, cost))
+        return Learned(self.world.agree(price_list(self.model, cost)))
 
     def _memory(self, draft):
-        return free_memory(self.model.device)
+        """(bytes, the share of them that the pool takes by default): of the rank that has least, so that all pools are alike."""
+        free, share = free_memory(self.model.device)
+        return min(self.world.each(free)), share if self.model.device.type == "cuda" else share / self.world.size  # one RAM for all
 
     def _new_pool(self, n_page, first=0):
         return PagePool(n_page, self.model.config.n_kv_head, self.config.alloc, first)
@@ -2048,7 +2127,7 @@ class Engine:
         for r in requests:
             self.add(r)
         try:
-            with Interruptible() as interrupt:
+            with Interruptible(self.world) as interrupt:
                 while not all(r.done for r in requests):
                     if interrupt.seen:
                         raise KeyboardInterrupt
@@ -2063,7 +2142,7 @@ class Engine:
         """Step until nothing is left, calling on_event(Event) -> the requests that ended, in order of their end. Ctrl-C stops
         it after the iteration under way; what is unfinished stays in the engine."""
         ended = []
-        with Interruptible() as interrupt:
+        with Interruptible(self.world) as interrupt:
             while self.requests and not interrupt.seen:
                 for event in self.step():
                     if on_event:
@@ -2121,29 +2200,34 @@ class Engine:
 
     def step(self):
         """One iteration -> [Event]. With nothing but future arrivals it waits for the next one; with nothing at all it is []."""
+        plan = self._plan()
+        events = self._commit(plan, self._run(plan)) if plan else []
+        return self._told() + events
+
+    def _plan(self):
+        """Who feeds how many tokens next, drafts included; [] if there is nothing to do. All of it has its pages."""
         self._arrive()
         queue = self.order.queue(self.running, self.waiting)  # which may give some of them up
         if not self.running and not self.waiting:
-            return self._told()
+            return []
         plan = self._admit(self.scheduler.plan(self.running, queue), queue)
         plan = plan or self._admit(self.scheduler.plan(self.running, ()), ())  # nothing new fits: again with the door closed
         if not plan:
             raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing for {len(self.running)} running "
                                f"and {len(self.waiting)} waiting requests")
-        if self.speculator:
-            plan = self.speculator.widen(plan)
-        events = self._commit(plan, self._run(plan))
-        return self._told() + events
+        return self.speculator.widen(plan) if self.speculator else plan
 
     def _run(self, plan):
         """One forward pass -> the next tokens of each request that has none left to feed after this plan, in the plan's order."""
-        start = self.clock.now()
+        timed = self.record is not None or self.cost is not None  # else nobody asks what time it is: on several devices that takes a message
+        start = self.clock.now() if timed else None
         logits = self._forward(plan)
-        tokens = self._sample([(r, n - r.n_todo) for r, n in plan if n >= r.n_todo], logits)
-        end = self.clock.now()
-        if self.cost:
-            self.cost.learn(Work.of(self._entries(plan), self.cost.tile), end - start)
-        self._keep(start, end, 0, plan)
+        tokens = self.world.agree(self._sample([(r, n - r.n_todo) for r, n in plan if n >= r.n_todo], logits))
+        if timed:
+            end = self.clock.now()
+            self._keep(start, end, 0, plan)
+            if self.cost:
+                self.cost.learn(Work.of(self._entries(plan), self.cost.tile), end - start)
         return tokens
 
     def _entries(self, plan):
@@ -2153,12 +2237,16 @@ class Engine:
 
     def _forward(self, plan):
         """-> logits (M, V): for each entry, in the order that the plan now has, as many rows as it wants"""
+        model, batch = self._prepare(plan)
+        self.hidden = model.hidden(batch, self.kv)  # (M, C), what heads guess from
+        return model.predict(self.hidden)
+
+    def _prepare(self, plan):
+        """-> the weights and the Batch of a plan; pages that are new to their owner are wiped"""
         for r, n in plan:
             if r.n_past == 0:
                 self._wipe(self.pool.tables[r.id])
-        model = self._weights(plan)
-        self.hidden = model.hidden(self._pack(plan), self.kv)  # (M, C), what heads guess from
-        return model.predict(self.hidden)
+        return self._weights(plan), self._pack(plan)
 
     def _weights(self, plan):
         """The model; where adapters are merged, with that of the plan in its weights."""
@@ -2183,7 +2271,7 @@ class Engine:
         while self.pending:
             arrival, id = self.pending[0]
             if id in self.requests:  # else: aborted before it arrived
-                if not (self.running or self.waiting):
+                if self._is_idle():
                     self.clock.wait_until(arrival)
                 if arrival > self.clock.now():
                     break
@@ -2206,6 +2294,9 @@ class Engine:
     def _told(self):
         events, self.given_up = self.given_up, []
         return events
+
+    def _is_idle(self):
+        return not (self.running or self.waiting)
 
     def _admit(self, plan, queue):
         """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
@@ -2351,6 +2442,8 @@ class Engine:
             self.speculator.observe([(r, k, len(new) - 1) for (r, k), new in zip(done, tokens) if k])
         for r, n in plan:
             new = next(ready) if n >= r.n_todo else []
+            if r.done:
+                continue  # aborted while its iteration was in flight
             new = new[:1 + next((i for i, token in enumerate(new) if token in r.stop), len(new))]
             if r.tree and r.tree.branches:
                 self._move(r)
@@ -2441,6 +2534,12 @@ class Engine:
             self.pending.clear()  # what was aborted before it arrived
 
 
+def make_engine(model, **options):
+    """An Engine for a model, a Simulator for a CostModel, a Pipeline for one stage of a model."""
+    kind = Simulator if isinstance(model, CostModel) else Pipeline if model.world.pp > 1 else Engine
+    return kind(model, **options)
+
+
 def free_memory(device):
     """(bytes, the share of them that the pool takes by default): what weights leave of a GPU; the RAM."""
     if device.type == "cuda":
@@ -2449,11 +2548,20 @@ def free_memory(device):
 
 
 class Interruptible:
-    """While it is entered, the first Ctrl-C only sets `seen`, so that an iteration is never cut in half; the second is as usual."""
-    seen = False
+    """While it is entered, the first Ctrl-C only sets `seen`, so that an iteration is never cut in half; the second is as usual.
+    In a World of several processes `seen` is what one of them saw: all stop behind the same iteration."""
+    came = False
+
+    def __init__(self, world=World()):
+        self.world = world
+
+    @property
+    def seen(self):
+        """A pipeline does not stop to agree: the last stage's words say it."""
+        return self.world.stop if self.world.pp > 1 else self.world.agree(self.came)
 
     def __enter__(self):
-        self.seen = False
+        self.came = self.world.came = self.world.stop = False
         try:
             self.previous = signal.signal(signal.SIGINT, self._interrupt)
         except ValueError:  # not the main thread: signals are somebody else's
@@ -2461,8 +2569,9 @@ class Interruptible:
         return self
 
     def _interrupt(self, *_):
-        self.seen = True
-        signal.signal(signal.SIGINT, self.previous)
+        self.came = self.world.came = True
+        if self.world.size == 1:  # torchrun passes on what the terminal has sent already
+            signal.signal(signal.SIGINT, self.previous)
 
     def __exit__(self, *exc):
         if self.previous is not None:
@@ -2536,52 +2645,189 @@ class Simulator(Engine):
         return [[0] * (1 + min(k, r.luck)) for r, k in ready]
 
 
-class Lane(Simulator):
-    """One of the micro-batches that a Pipeline keeps in flight: its own requests and pages, everybody's queue."""
+class Lane:
+    """One of the micro-batches that a Pipeline keeps in flight: an engine with its own requests and pages, and everybody's queue."""
+    flight = None  # (plan, a function that waits for its tokens): what was started and has not left the last stage
 
-    def __init__(self, pipeline, number, cost, **options):
-        self.pipeline, self.number = pipeline, number
-        super().__init__(cost, **options)
+    def __init__(self, line, number, model, **options):
+        self.line, self.number = line, number
+        super().__init__(model, **options)
+
+    def step(self):
+        """The end of the iteration in flight, and the start of the next -> [Event] of the former."""
+        events, line = self.land(), self.line
+        self.clock.wait_until(line.now)  # it may have had nothing to do for long
+        plan, line.now = self._plan(), self.clock.now()
+        if plan:
+            self.flight = plan, self._run(plan)
+        return self._told() + events
+
+    def land(self):
+        """Wait until the iteration in flight, if there is one, has left the last stage -> its [Event]."""
+        (plan, tokens), self.flight = self.flight or (None, None), None
+        return self._commit(plan, tokens()) if plan else []
+
+    def _is_idle(self):
+        return not self.waiting and not any(lane.running for lane in self.line.lanes)
+
+    def _preempt(self, r):
+        super()._preempt(r)
+        if self.speculator:
+            self.speculator.proposer.forget(r)  # another lane may start it next
+
+
+class SimulatedLane(Lane, Simulator):
+    """A Lane on every stage of a CostModel."""
 
     def _run(self, plan):
         """Through all stages; the next iteration of this lane may start when the last stage is done."""
-        line, t = self.pipeline, self.clock.now()
+        line, t = self.line, self.clock.now()
         took = self._price(plan) / len(line.free)
         send, idle = self.model.send(sum(n for r, n in plan)), 0.0
         for stage, free in enumerate(line.free):
             start = max(t, free)
-            idle += start - free if line.last is not None else 0.0
-            line.free[stage] = t = start + took + send  # sending keeps the stage busy
+            t = start + took + send  # sending keeps the stage busy
+            idle += line.book(stage, start, t)
             self._keep(start, t, stage, plan)
         self.clock.wait_until(t)
         line.charge(plan, idle)
-        return self._sample([(r, n - r.n_todo) for r, n in plan if n >= r.n_todo], None)
+        return partial(self._sample, [(r, n - r.n_todo) for r, n in plan if n >= r.n_todo], None)
+
+
+class StageLane(Lane, Engine):
+    """A Lane on the stage that this process has of a model: the other stages are other processes, and do the same with their layers."""
+
+    def _run(self, plan):
+        """Get ready for my layers of it, and work when it is my turn: stage i is i turns behind the plans, so that what comes from the
+        stage before is on its way while it works on another -> a function that waits for the tokens"""
+        world, self.start = self.world, self.clock.mark()
+        model, batch = self._prepare(plan)
+        ready = [(r, n - r.n_todo) for r, n in plan if n >= r.n_todo]
+        word = torch.zeros(1 + len(ready), 2 + max([k for r, k in ready], default=0), dtype=torch.long)
+        x = world.receive((len(batch.tokens), model.config.n_embd), model.dtype) if world.stage else None
+        self.work = partial(self._work, model, batch, x, ready, word)
+        self.line.queue.append(self)
+        self.line.work(world.stage)
+        return partial(self._hear, plan, word)
+
+    def _work(self, model, batch, x, ready, word):
+        """My layers of a micro-batch, from the stage before to the next; the last one samples, and sends its word to all: what time it
+        is, whether to stop (Ctrl-C), and of each request how many tokens, which."""
+        world = self.world
+        if x is not None:
+            x, self.start = x(), self.clock.mark()
+        self.hidden = model.hidden(batch, self.kv, x)
+        if world.is_last:
+            tokens = self._sample(ready, model.predict(self.hidden))
+            for row, said in zip(word, [[int(self.clock.inner.own() * 1e9), world.came], *([len(new), *new] for new in tokens)]):
+                row[:len(said)] = torch.tensor(said)
+        else:
+            self.sent = world.send(self.hidden, "activations")
+            for r, k in ready:  # the random numbers that the last stage takes are everybody's
+                r.rng.random((k + 1) * (r.temperature > 0))
+        self.arrived, self.end = world.spread(word, world.last), self.clock.mark()
+
+    def _hear(self, plan, word):
+        """Wait for the last stage's word on what is in flight -> the tokens."""
+        while self in self.line.queue:
+            self.line.work(len(self.line.queue) - 1)
+        self.arrived()
+        if not self.world.is_last:
+            self.sent()  # long ago, but a message that nobody asks for is kept
+        (now, stop, *_), *rows = word.tolist()
+        self.clock.t, self.world.stop = max(self.clock.t, now / 1e9), self.world.stop or bool(stop)
+        self._book(plan, self.start(), self.end())
+        return [row[1:1 + row[0]] for row in rows]
+
+    def _book(self, plan, start, end):
+        self._keep(start, end, self.world.stage, plan)
+        self.line.charge(plan, self.line.book(self.world.stage, start, end))
+
+    def _memory(self, draft):
+        """As much for each lane; asked before the first took its own."""
+        self.line.memory = self.line.memory or super()._memory(draft)
+        return self.line.memory[0] / self.world.pp, self.line.memory[1]
 
 
 class Pipeline:
-    """n_stage stages of equal layers and as many lanes, each with up to max_batch requests; what Simulator is to one GPU
-    (add, step, run) [SARATHI §5.3]. A stage that idles between two micro-batches makes a bubble, charged to the second:
+    """Stages of equal layers and as many lanes, each with max_batch requests and n_page pages; what Engine and Simulator are to one
+    device (add, step, run, ...) [SARATHI §5.3]. model: a CostModel, for n_stage stages that are simulated; or a GPT of which this
+    process has a stage. A stage that idles between two micro-batches makes a bubble, charged to the second:
 
     PB1: their prefills differ in length; PB2: one has a prefill, the other none; PB3: only their cached lengths differ [§3.2]."""
+    run, generate = Engine.run, Engine.generate
 
-    def __init__(self, cost, n_stage, record=None, **options):
-        self.free, self.last = [0.0] * checked("n_stage", n_stage, int, 1), None  # when each stage is; tokens of the last one's chunks
-        self.bubbles = dict(PB1=0.0, PB2=0.0, PB3=0.0)  # seconds of all stages
-        self.lanes = [Lane(self, i, cost, record=record, **options) for i in range(n_stage)]
-        first = self.lanes[0]
-        self.add, self.requests, self.max_batch = first.add, first.requests, n_stage * first.max_batch
+    def __init__(self, model, n_stage=None, record=None, clock=None, **options):
+        self.world, simulated = getattr(model, "world", World()), isinstance(model, CostModel)
+        n_stage = checked("n_stage", n_stage, int, 1) if simulated else self.world.pp
+        if not simulated and n_stage == 1:
+            raise ValueError("the model is whole: give it to an Engine, or load a stage of it with world=World.start(pp=...)")
+        if not simulated:
+            options = dict(clock=ToldClock(self, clock or make_clock(self.world))) | self._combined(options)
+        self.free, self.last = [0.0] * n_stage, None  # when each stage is; tokens of the last one's chunks
+        self.now, self.bubbles = 0.0, dict(PB1=0.0, PB2=0.0, PB3=0.0)  # when the last turn was; seconds of all stages
+        self.record, self.memory, self.queue = record, None, deque()  # Spans; what the lanes share; those whose turn on this stage is still to come
+        self.lanes = [(SimulatedLane if simulated else StageLane)(self, i, model, record=record, **options) for i in range(n_stage)]
+        first, self.turns = self.lanes[0], deque(self.lanes)
+        self.add, self._checked, self.requests, self.max_batch = first.add, first._checked, first.requests, n_stage * first.max_batch
         for lane in self.lanes:
             lane.requests, lane.pending, lane.waiting, lane.order = first.requests, first.pending, first.waiting, first.order
+            lane.adapters.known, lane.n_ended = first.adapters.known, first.n_ended
+        self.add_adapter = first.add_adapter
+
+    def _combined(self, options):
+        """The options, if stages of which only the last sees logits can do with them; else a ValueError."""
+        draft, policy = options.get("draft"), make_policy(options.get("spec", "off"))
+        if isinstance(draft, (Heads, Medusa)):
+            raise ValueError(f"draft = {type(draft).__name__}: heads read the last stage's states, with pp = {self.world.pp} give ngram or a model")
+        if policy.priced and not options.get("cost"):
+            raise ValueError(f"spec = {options['spec']!r}: a stage of pp = {self.world.pp} cannot be profiled for the price of drafts, give a number")
+        if make_scheduler(options.get("scheduler", "sarathi")).priced and not options.get("cost"):
+            raise ValueError(f"scheduler = {options['scheduler']!r}: a stage of pp = {self.world.pp} cannot be profiled, give cost")
+        return options
 
     @property
     def clock(self):
-        """The clock of the lane that is ready last: when all that was started has left the last stage."""
-        return max((lane.clock for lane in self.lanes), key=lambda clock: clock.t)
+        """Everybody's; simulated that of the lane that is ready last: when all that was started has left the last stage."""
+        return max((lane.clock for lane in self.lanes), key=lambda clock: getattr(clock, "t", 0.0))
 
     def step(self):
-        """One iteration of the lane that is ready first -> [Event]."""
-        ready = [lane for lane in self.lanes if lane.running or lane.waiting or lane.pending]
-        return min(ready, key=lambda lane: lane.clock.t).step() if ready else []
+        """The turn of the lane that was started first, as stages work in order -> [Event] of the iteration that it had in flight."""
+        ready = [lane for lane in self.turns if lane.flight or lane.running or lane.waiting] or list(self.turns) * bool(self.lanes[0].pending)
+        if not ready:
+            return []
+        self.turns.remove(ready[0])
+        self.turns.append(ready[0])
+        return ready[0].step()
+
+    def work(self, most):
+        """Do what this stage has planned, the oldest first, until it is `most` micro-batches behind."""
+        while len(self.queue) > most:
+            self.queue.popleft().work()
+
+    def abort(self, request_id):
+        """As Engine.abort; what is in flight goes on, and is forgotten as it lands."""
+        owner = next((lane for lane in self.lanes if any(r.id == request_id for r in lane.running)), self.lanes[0])
+        owner.abort(request_id)
+        for lane in list(self.turns) * (not self.requests):
+            lane.land()  # nobody will ask for it
+
+    def gather(self, requests=()):
+        """Where stages are processes each has booked its own bubbles: add them up, for all and for these requests, and collect the
+        Spans of all stages in `record`. Once, at the end, on every rank."""
+        record = self.record or []
+        mine = self.bubbles, [r.bubble for r in requests], [span for span in record if span.stage == self.world.stage]
+        bubbles, each, spans = zip(*self.world.each(mine)[::self.world.tp])
+        self.bubbles = {kind: sum(b[kind] for b in bubbles) for kind in self.bubbles}
+        for r, seconds in zip(requests, zip(*each)):
+            r.bubble = sum(seconds)
+        record[:] = sorted(chain(*spans), key=lambda span: span.start)
+
+    def book(self, stage, start, end):
+        """A stage works from start to end -> seconds that it had idled before."""
+        idle = start - self.free[stage] if self.last is not None else 0.0
+        self.free[stage] = end
+        return idle
 
     def charge(self, plan, idle):
         """Book a micro-batch's bubbles on their kind and on each of its requests."""
@@ -2602,7 +2848,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {message}\n" if World.first_to_say(message) else None)
 
     def add_fields(self, cls, **change):
         """One flag per field of cls that has a help text; change: what a flag should have otherwise, by field."""
@@ -2622,7 +2868,9 @@ def run_cli(main):
     try:
         main()
     except (ValueError, KeyError, OSError) as e:
-        print(f"{os.path.basename(sys.argv[0])}: {e.args[0] if isinstance(e, KeyError) else e}", file=sys.stderr)
+        message = f"{os.path.basename(sys.argv[0])}: {e.args[0] if isinstance(e, KeyError) else e}"
+        if World.first_to_say(message):
+            print(message, file=sys.__stderr__)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -2645,13 +2893,13 @@ def main():
 
     config = EngineConfig(**parser.values(EngineConfig, args))  # what is wrong is said before a model is loaded
     make_scheduler(config.scheduler)
-    spec = draft_spec(args)
-    model, tokenizer = load_model(args.model, args.dtype and getattr(torch, args.dtype) or default_dtype(args.device), args.device)
+    spec, world = draft_spec(args), join_world(args)
+    model, tokenizer = load_model(args.model, args.dtype and getattr(torch, args.dtype) or default_dtype(args.device), world=world)
     if args.prompt is not None and tokenizer is None:
         raise ValueError(f"model {args.model!r} has no tokenizer: give --tokens 1,2,3 instead of --prompt")
     prompt = parse_tokens(args.tokens) if args.prompt is None else tokenizer.encode(args.prompt)
     say = tokenizer.stream() if tokenizer else lambda tokens: "".join(f"{t} " for t in tokens)
-    engine = Engine(model, draft=load_draft(args.draft, model), spec=spec, **vars(config))
+    engine = make_engine(model, draft=load_draft(args.draft, model), spec=spec, **vars(config))
     if args.adapter:
         engine.add_adapter(args.adapter, args.adapter)
     request = Request(prompt, adapter=args.adapter, stop=tokenizer.stop if tokenizer else (), arrival=engine.clock.now(), **parser.values(Request, args))
@@ -2662,10 +2910,12 @@ def main():
     if request.times:
         print(f"{len(prompt)} + {len(request.output)} tokens, {len(request.output) / (request.times[-1] - request.arrival):.0f} tokens/s, "
               f"TTFT {request.ttft * 1e3:.1f} ms, TPOT {request.tpot * 1e3:.1f} ms", file=sys.stderr)
-        if engine.speculator:
+        if args.draft and spec != "off":
             print(speculated([request]), file=sys.stderr)
     elif request.done:
         print(f"no token: {ENDS[request.state]}", file=sys.stderr)
+    if world.size > 1:
+        print(held(model), file=sys.stderr)
 
 
 def add_model_flags(parser, model):
@@ -2673,6 +2923,16 @@ def add_model_flags(parser, model):
     parser.add_argument("--model", default=model, help=f"a Hugging Face folder, or one of {', '.join(PRESETS)} (random weights but for tiny)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and cache; None: bfloat16 where it is fast")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"), help="where to run")
+    parser.add_argument("--tp", type=int, default=1, help="devices that share every layer (tensor parallelism), a process each: see torchrun")
+    parser.add_argument("--pp", type=int, default=1, help="groups of devices that share out the layers (pipeline parallelism), likewise")
+
+
+def join_world(args):
+    """The World of --tp and --pp, of which only rank 0 has anything to print."""
+    world = World.start(checked("tp", args.tp, int, 1), checked("pp", args.pp, int, 1), args.device)
+    if world.rank:
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+    return world
 
 
 def add_draft_flags(parser):
@@ -2704,6 +2964,14 @@ def speculated(requests):
     rate = sum(len(r.times) - 1 for r in requests) / max(1e-9, max(r.times[-1] for r in requests) - min(r.times[0] for r in requests))
     return (f"{drafted} drafts, {accepted / max(1, drafted):.0%} accepted, {tokens / max(1, steps):.2f} tokens per iteration, "
             f"goodput {rate:.0f} tokens/s")
+
+
+def held(model):
+    """One line on what the processes of a world have of the model, and sent."""
+    world, token = model.world, model.config.page_bytes(model.dtype.itemsize)
+    weights, sent = zip(*world.each((model.n_bytes, sum(world.sent.values()))))
+    each = lambda sizes: ", ".join(f"{size / 1e6:.1f}" for size in sizes)
+    return f"ranks 0 .. {world.size - 1}: {each(weights)} MB of weights, {token} bytes of cache per token, {each(sent)} MB sent"
 
 
 def parse_tokens(text):

@@ -1,16 +1,18 @@
 """The proofs. Greedy tokens must equal the naive loop's, whatever the scheduler, chunk, allocation or neighbour; logits must
 equal transformers'; pages are never lost; bad input is one clear sentence and harms nobody else. Nothing here is timed."""
 import gc
+import importlib.util
 import json
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 import tempfile
 from collections import Counter, deque
 from dataclasses import fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +25,10 @@ import bench
 import kernels
 import model as model_py
 import sarathi
-from kernels import Segment, attention, attention_ref, causal_mask, triton
+from kernels import Segment, World, attention, attention_ref, causal_mask, triton
 from model import GPT, PRESETS, Adapter, GPTConfig, load_tokenizer, preset, random_adapter
 from sarathi import (SCHEDULERS, Cluster, CostModel, Engine, EngineConfig, LastCome, OneAdapter, Order, PagePool, Pipeline, Request,
-                     Scheduler, Simulator, make_scheduler)
+                     Scheduler, Simulator, make_engine, make_scheduler)
 
 HERE = Path(__file__).parent
 TILE = 16
@@ -845,6 +847,8 @@ def test_sarathi_streams_text_and_says_how_fast(cache):
     ("sarathi.py", ["--prompt", ""], "empty prompt"), ("sarathi.py", ["--prompt", "x", "--adapter", "none"], "adapter folder none does not exist"),
     ("sarathi.py", ["--prompt", "x", "--lora", "fast"], "invalid choice: 'fast'"),
     ("sarathi.py", ["--tokens", "1,x"], "--tokens '1,x'"),
+    ("sarathi.py", ["--tokens", "1", "--tp", "2"], "tp = 2, pp = 1: needs 2 processes, there is 1: torchrun --nproc_per_node 2 sarathi.py --tp 2 --pp 1"),
+    ("sarathi.py", ["--tokens", "1", "--tp", "0"], "tp = 0: must be a whole number, at least 1"),
     ("sarathi.py", [], "one of the arguments --prompt --tokens is required"),
     ("bench.py", ["peer"], "unknown experiment 'peer'"), ("bench.py", ["table9"], "unknown experiment 'table9': one of ceilings"),
     ("bench.py", ["--chunk", "x"], "invalid"), ("bench.py", ["--lengths", "5,a"], "lengths = '5,a'"),
@@ -1331,6 +1335,27 @@ def test_bubbles_are_the_idle_time_and_no_stage_does_two_things_at_once():
         left = [s.end for s in record if s.lane == lane.number and s.stage == 3]
         began = [s.start for s in record if s.lane == lane.number and s.stage == 0]
         assert all(a <= b for a, b in zip(left, began[1:]))
+
+
+def test_a_lane_that_had_nothing_to_do_starts_nothing_before_it_came():
+    """Arrivals while some lanes run and others wait, and one request that is aborted while its iteration is in flight."""
+    record = []
+    line = Pipeline(CostModel.roofline(preset("gpt3-175b"), "a100", tp=8, nodes=4), 4, scheduler="orca", max_batch=2, n_page=2000, record=record)
+    requests, victim = [Request([0] * 300, 40, arrival=t) for t in (0.0, 0.0, 1.0, 1.5, 1.51, 60.0, 60.0)], Request([0] * 300, 900)
+    for r in [*requests, victim]:
+        line.add(r)
+    for _ in range(11):
+        line.step()
+    owner = next(lane for lane in line.lanes if victim in lane.running)
+    assert owner.flight and len(victim.output) > 0
+    line.abort(victim.id)
+    assert {r.id for r in line.run()} == {r.id for r in requests} and victim.state == "abort"
+    for r in requests:
+        assert min(s.start for s in record if r.id in [id for id, _, _ in s.entries]) >= r.arrival and r.ttft > 0
+    for stage in range(4):
+        spans = sorted(s[:2] for s in record if s.stage == stage)
+        assert all(b[0] >= a[1] for a, b in zip(spans, spans[1:]))
+    assert all(lane.pool.n_free == lane.pool.n_page and not lane.flight for lane in line.lanes) and line.clock.now() < 80
 
 
 def test_equal_micro_batches_leave_no_bubbles():
@@ -2335,6 +2360,31 @@ def test_triton_adapters_of_a_padded_batch():
     assert torch.allclose(kernels.lora(y.to(DEVICE), x.to(DEVICE), kv.to(DEVICE), pages).cpu(), expected, atol=1e-5)
 
 
+@kernel_test
+@pytest.mark.parametrize("dtype, tolerance", TYPES)
+def test_triton_adapters_that_devices_share_out(dtype, tolerance):
+    """Two devices, each with half of A's rows, odd ranks filled up, gather x A; or each with half of x, and they add it up. Both ways
+    every row of x A B is the definition's [S-LoRA §6]."""
+    shapes = [(1, (8, 1, 3)), (1, None), (3, (1, 0, 16)), (9, (3, 5, 1)), (70, (16, 16, 33)), (40, (0, 128, 7))]
+    n_in, n_outs, width = 100, (64, 32, 32), 16
+    spans, columns, kv = adapters_of(shapes, n_in, n_outs, width, np.random.default_rng(2))
+    (y, x), kv = rows_of(shapes, n_in, n_outs, dtype), kv.to(dtype)
+    expected = kernels.lora_ref(y.to(torch.float32, copy=True), x.float(), kv.float(), kernels.Lora.of(spans, 5, n_in, columns, width))
+
+    def half(site, i):
+        k = -(-len(site.a) // 2)
+        return site._replace(a=np.resize(site.a[i * k:(i + 1) * k] if i * k < len(site.a) else site.a, (k, site.a.shape[1])))
+    halves = [[(start, n, kernels.Factors([half(s, i) for s in f.sites], len(f.n_bag))) for start, n, f in spans] for i in range(2)]
+    sides = [x * (torch.arange(n_in) % 2 == i) for i in range(2)]
+    for shares, xs, join in ((halves, [x, x], torch.stack), ([spans] * 2, sides, lambda parts: sum(parts)[None])):
+        said = []
+        for exchange in (lambda xa: (said.append(xa), join([xa, xa]))[1], lambda xa: join(said)):  # first all speak, then all hear
+            ours = [kernels.lora(y.to(DEVICE, copy=True), x_i.to(DEVICE), kv.to(DEVICE),
+                                 kernels.LoraPages.of(own, columns, width, dtype, DEVICE), exchange).cpu().float() for own, x_i in zip(shares, xs)]
+        for result in ours:
+            assert torch.allclose(result, expected, atol=2 * tolerance, rtol=2 * tolerance)
+
+
 def to_device(model):
     """The same weights where the kernels run. They are plain tensors, some packed for a CPU, and Module.to sees none of them."""
     for m in model.modules():
@@ -2482,7 +2532,9 @@ def test_every_adapter_launch_compiles_for_gpus_that_are_not_here(arch, n_in, n_
     monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **constants: launches.append((kernel, args, constants)))
     spans, columns, kv = adapters_of(shapes, n_in, n_outs, width, np.random.default_rng(0))
     y, x = rows_of(shapes, n_in, n_outs, dtype)
-    kernels.lora_pages(y, x, kv.to(dtype), kernels.LoraPages.of(spans, columns, width, dtype, torch.device("cpu")), n_split=4)
+    pages = kernels.LoraPages.of(spans, columns, width, dtype, torch.device("cpu"))
+    kernels.lora_pages(y, x, kv.to(dtype), pages, n_split=4)
+    kernels.lora_pages(y, x, kv.to(dtype), pages, exchange=lambda xa: torch.stack([xa, xa]))  # as one of two devices
     for kernel, args, constants in launches:
         usage = compiled(arch, kernel, args, constants)
         print(f"sm_{arch} {kernel.__name__:15} BLOCK_M={constants['BLOCK_M']} {str(dtype)[6:]:9} (registers, stack, shared) = {usage}")
@@ -3430,3 +3482,372 @@ def test_steps_that_fail_at_any_place_harm_nobody(seed):
     case = complete(dict(pool="small", **(dict(alloc="grow", max_batch=6) if seed % 2 else {})), {}, rng)
     prove(case, spoil=lambda engine: spoil(engine, rng))
     assert HAPPENED["failures"] > before
+# ---------------------------------------------------------------- more than one device: processes, on this one's cores
+
+def spread(tp, pp, case):
+    """Run case(world) -> what JSON can hold, in tp * pp fresh processes -> a list, by rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (tp, pp, free_port(), folder, case), nprocs=tp * pp)
+        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(tp * pp)]
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def _rank(rank, tp, pp, port, folder, case):
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(tp * pp))
+    torch.set_num_threads(1)
+    world = World.start(tp, pp)
+    Path(folder, str(rank)).write_text(json.dumps(case(world)))
+    world.close()
+
+
+SPREAD = SMALL | dict(n_head=8, n_kv_head=4)  # so that four devices can share it
+
+
+def shared(world, family="llama", **change):
+    """As small(), for a world of up to four."""
+    return GPT.from_preset(GPTConfig(family=family, **SPREAD | (dict(n_kv_head=8) if family == "gpt2" else {}) | change), seed=1, world=world)
+
+
+def strong(rank, seed, modules=None):
+    """A source of adapters that change what the model says."""
+    def make(config, **more):
+        adapter = random_adapter(rank, seed, modules)(config, **more)
+        adapter.planes[:, 1] *= 20
+        return adapter
+    return make
+
+
+def serve_mixed(engine, adapters=(None,), n_new=8, **sampling):
+    """Prompts of many lengths with adapters in turns, one more that is aborted on the way -> what the others said."""
+    requests = [Request(prompt(n), n_new, adapter, **sampling) for n, adapter in zip((40, 1, 7, 16, 33, 12, 5), [*adapters] * 7)]
+    victim = Request(prompt(9, seed=7), 30)
+    for r in [*requests[:2], victim, *requests[2:]]:
+        engine.add(r)
+    steps, lanes = 0, getattr(engine, "lanes", [engine])
+    while engine.requests:
+        engine.step()
+        for lane in lanes:
+            lane.pool.check()
+        steps += 1
+        if steps == 4 * len(lanes):  # where there are several, another iteration is in flight by now
+            engine.abort(victim.id)
+    assert victim.state == "abort" and not any(getattr(lane, "flight", None) or lane.pool.tables.keys() - lane.adapters.known for lane in lanes)
+    return [r.output for r in requests]
+
+
+NOT_STAGED = ("shared draft", "heads")  # a draft is on the ranks of every stage; and only the last stage has states that heads can read
+
+
+def served_by(world):
+    """{case: the tokens that a world serves}: what no number of devices may change."""
+    options, said = dict(chunk=16, tile=8, max_batch=4, n_page=400), {}
+    llama, gpt2 = shared(world), shared(world, "gpt2")
+    for name, model in dict(llama=llama, gpt2=gpt2).items():
+        said[name] = serve_mixed(make_engine(model, alloc="grow", **options))
+        said[name + " sampled"] = serve_mixed(make_engine(model, scheduler="orca", **options), temperature=1.0, top_p=0.9)
+    crowded = make_engine(llama, scheduler="sarathi_serve", alloc="grow", record=[], **options | dict(n_page=66))
+    said["preempted"] = serve_mixed(crowded, n_new=20)
+    assert any(n == 0 for span in crowded.record for _, _, n in span.entries), "the pool was too large"
+    mixed = {"a8": strong(8, 1), "a3": strong(3, 2), "a1": strong(1, 3, ["q_proj", "down_proj"]),
+             "all": strong(16, 4, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])}
+    for lora, alloc in (("batched", "reserve"), ("batched", "grow"), ("merge", "reserve")):
+        engine = make_engine(llama, scheduler="orca", lora=lora, alloc=alloc, **options | dict(n_page=700))
+        for name, source in mixed.items():
+            engine.add_adapter(name, source)
+        said[f"{lora} {alloc}"] = serve_mixed(engine, [None, *mixed], n_new=3 if lora == "merge" else 8)
+    engine = make_engine(gpt2, **options)
+    engine.add_adapter("c", strong(4, 1, ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]))
+    said["gpt2 adapter"] = serve_mixed(engine, ["c", None])
+    price = Moody if world.pp == 1 else Linear  # one mood for each lane on one rank, for both on another, would not do
+    small_draft = GPT.from_preset(GPTConfig(**SPREAD | dict(n_layer=1)), seed=1)
+    heads = model_py.Heads(2, SPREAD["n_embd"])
+    for name, draft, more in (("ngram", "ngram", {}), ("draft on each rank", small_draft, {}), ("shared draft", world.pp == 1 and shared(world, n_layer=1), {}),
+                              ("confident draft", small_draft, dict(spec="confidence", cost=(price(), price()))),
+                              ("heads", heads, dict(spec="2,1")), ("drawn drafts", small_draft, dict(temperature=0.7))):
+        if world.pp > 1 and name in NOT_STAGED:
+            continue
+        more = dict(spec=3, temperature=0.0) | more
+        sampling = dict(temperature=more.pop("temperature"))
+        said[name] = serve_mixed(make_engine(llama, draft=draft, alloc="grow", **options, **more), **sampling)
+    return said
+
+
+@lru_cache
+def alone():
+    return served_by(World())
+
+
+@lru_cache(maxsize=None)
+def together(tp, pp):
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints(Path(folder))
+        return spread(tp, pp, partial(everything, folder))
+
+
+def everything(folder, world):
+    """All that tests ask of a world, since starting one takes longer than any question."""
+    found = dict(said=agreements(world), held=bytes_held(world), loaded=loaded(folder, world), served=served_by(world))
+    if world.pp == 1:
+        return found | dict(sent=bytes_sent(world), refused=refusals(world))
+    return found | dict(refused=refused_stages(world), bubbles=bubbles_of(world))
+
+
+def checkpoints(folder):
+    """Folders for all to read: models of both families, whose vocabulary does not come out even, and an adapter."""
+    m = GPT(GPTConfig(**SPREAD)).requires_grad_(False)
+    for p in m.parameters():
+        p.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(p)))
+    m.save_pretrained(folder / "llama")
+    strong(3, 5)(m.config, dtype=torch.float32).save_pretrained(folder / "adapter")
+    if importlib.util.find_spec("transformers"):
+        (folder / "gpt2").mkdir()
+        theirs, path = hf_folder(folder / "gpt2", "gpt2", n_inner=60)
+        with torch.no_grad():  # transformers makes all biases zero, and so nobody would see one that is added twice
+            for p in (p for name, p in theirs.named_parameters() if name.endswith("bias")):
+                p.normal_(0, 0.1)
+        theirs.save_pretrained(path)
+
+
+def loaded(folder, world):
+    """What models and an adapter from folders say."""
+    said, tokens = {}, np.array(prompt(20)) % 131
+    for path in sorted(Path(folder).glob("*")):
+        if path.name != "adapter":
+            model = GPT.from_pretrained(path, world=world)
+            said[path.name] = make_engine(model, n_page=200).generate([tokens.tolist()], 12)
+            if world.pp == 1:
+                said[path.name + " logits"] = model.logits(tokens)[-1].tolist()
+    engine = make_engine(GPT.from_pretrained(Path(folder, "llama"), world=world), n_page=200)
+    engine.add_adapter("a", Path(folder, "adapter"))
+    return said | dict(tokens=engine.generate([prompt(12)], 12, "a"))
+
+
+def bytes_sent(world, rank=8, n=20):
+    """{purpose: bytes} that rank 0 sends for n requests of one token, each with an adapter of this rank, in one iteration."""
+    engine = Engine(shared(world), scheduler="orca", max_batch=n, n_page=600)
+    engine.add_adapter("a", random_adapter(rank))
+    requests = [Request(prompt(5, seed=i), 3, "a") for i in range(n)]
+    for r in requests:
+        engine.add(r)
+    engine.step()
+    before = world.sent.copy()
+    engine.step()
+    assert all(r.n_past == 6 for r in requests)
+    return world.sent - before
+
+
+def bytes_held(world):
+    """Bytes of a rank's weights by what they are, and of its pool's page."""
+    model = shared(world)
+    held = Counter()
+    for name, module in model.named_modules():
+        if getattr(module, "weight", None) is not None:
+            held["norms" if "norm" in name else "matrices"] += module.weight.numel() * model.dtype.itemsize
+    return dict(held, pool=model.new_cache(10).numel() * model.dtype.itemsize)
+
+
+def refusals(world):
+    """What is said where a world cannot do what it is asked."""
+    said = []
+    for ask in (lambda: shared(world, n_kv_head=1), lambda: shared(world, n_inner=161), lambda: Engine(shared(world), lora="bmm", n_page=100),
+                lambda: World.start(3, 1)):
+        try:
+            ask()
+        except ValueError as e:
+            said.append(str(e))
+    return said
+
+
+def refused_stages(world):
+    """What is said where stages cannot do what they are asked."""
+    said, model, heads = [], shared(world), model_py.Heads(2, SPREAD["n_embd"])
+    for ask in (lambda: shared(world, n_layer=1), lambda: Engine(model, n_page=100), lambda: make_engine(model, draft=heads, spec="2,1", n_page=100),
+                lambda: make_engine(model, draft="ngram", spec="goodput", n_page=100)):
+        try:
+            ask()
+        except ValueError as e:
+            said.append(str(e))
+    return said
+
+
+def bubbles_of(world):
+    """A run of an uneven pipeline -> its spans, its bubbles by kind and by request, and how many messages nobody waited for."""
+    line = make_engine(shared(world, n_layer=3), scheduler="orca", max_batch=2, n_page=300, record=[])
+    requests = [Request(prompt(n), 4) for n in (60, 3, 100, 9, 30, 80, 1)]
+    for r in requests:
+        line.add(r)
+    line.run()
+    line.gather(requests)
+    return dict(spans=line.record, kinds=line.bubbles, requests=[r.bubble for r in requests], posted=len(world.posted),
+                n_layer=[len(lane.kv) for lane in line.lanes])
+
+
+def agreements(world):
+    """What the primitives of a World give, and when requests that came late were served, by its clock."""
+    x = torch.arange(4.0) + world.rank
+    engine, late = Engine(shared(world), max_batch=2, n_page=100), [Request(prompt(5), 3, arrival=i / 100) for i in range(4)]
+    for r in late:
+        engine.add(r)
+    engine.run()
+    return dict(times=[[r.arrival, *r.times] for r in late], agree=world.agree([world.rank, "x" * 3000]), each=world.each(world.rank),
+                last=world.agree(world.rank, world.size - 1), sum=world.all_reduce(x.clone(), "sum").tolist(),
+                gather=world.all_gather(x, "gather").tolist(), sent=[world.sent["sum"], world.sent["gather"]])
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tokens_do_not_depend_on_how_many_devices_share_the_layers(tp):
+    for rank, found in enumerate(together(tp, 1)):
+        for case, tokens in alone().items():
+            assert found["served"][case] == tokens, f"{case}, rank {rank} of {tp}"
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ranks_agree(tp):
+    for found in together(tp, 1):
+        said = found["said"]
+        assert said["times"] == together(tp, 1)[0]["said"]["times"] and all(times == sorted(times) for times in said["times"])
+        assert said["agree"] == [0, "x" * 3000] and said["last"] == tp - 1 and said["each"] == [*range(tp)]
+        assert said["sum"] == [sum(range(i, i + tp)) for i in range(4)] and said["gather"] == [[*range(i, i + 4)] for i in range(tp)]
+        assert said["sent"] == [2 * (tp - 1) * 16 // tp, 16 * (tp - 1)]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_the_bytes_sent_are_those_of_the_paper(tp):
+    """Per layer 2 (N-1) B h / N numbers for each of the base model's all-reduces, and 5 (N-1) B r / N for adapters on q, k, v and o."""
+    B, r, h, L, V = 20, 8, SPREAD["n_embd"], SPREAD["n_layer"], -(-SPREAD["vocab_size"] // tp)
+    for found in together(tp, 1):
+        reduced = 2 * (tp - 1) * B * h // tp * 4
+        assert found["sent"] == dict(embed=reduced, postproj=L * reduced, ffn_ln2=L * reduced, lora=L * 5 * (tp - 1) * B * r // tp * 4,
+                                     head=(tp - 1) * B * V * 4)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_each_rank_holds_its_share_of_weights_and_pages(tp):
+    """All but the norms; and of the vocabulary's rows, the last share is filled up."""
+    whole, filled = bytes_held(World()), 2 * 4 * SPREAD["n_embd"] * (-SPREAD["vocab_size"] % tp)
+    for found in together(tp, 1):
+        assert found["held"] == dict(norms=whole["norms"], matrices=(whole["matrices"] + filled) // tp, pool=whole["pool"] // tp)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_every_rank_refuses_what_cannot_be_shared(tp):
+    for found in together(tp, 1):
+        kv, inner, bmm, processes = found["refused"]
+        assert kv == f"tp = {tp} devices cannot share n_kv_head = 1: it must be a multiple of tp" and "n_inner = 161" in inner
+        assert "lora = 'bmm' is for one device" in bmm
+        assert processes.startswith(f"tp = 3, pp = 1: needs 3 processes, there are {tp}: torchrun --nproc_per_node 3 ")
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_rank_reads_its_share_of_folders(tp):
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints(Path(folder))
+        wanted = loaded(folder, World())
+    for found in together(tp, 1):
+        for name, said in found["loaded"].items():
+            assert np.allclose(wanted[name], said, atol=1e-4) if "logits" in name else wanted[name] == said, name
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tokens_do_not_depend_on_how_many_stages_there_are(tp):
+    """How many drafts a sampled request has, and so which random numbers it takes, depends on who else is in its micro-batch: there
+    ranks agree with each other, and with one process only in distribution."""
+    wanted = alone() | {"drawn drafts": together(tp, 2)[0]["served"]["drawn drafts"]}
+    for rank, found in enumerate(together(tp, 2)):
+        assert wanted.keys() - found["served"].keys() == {*NOT_STAGED}
+        for case, tokens in found["served"].items():
+            assert tokens == wanted[case], f"{case}, rank {rank} of {tp} x 2"
+        assert found["said"]["agree"] == [0, "x" * 3000] and found["said"]["each"] == [*range(2 * tp)]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_each_stage_holds_its_own_layers(tp):
+    """Together they hold one model and its pages; a stage has the embedding or the head, and in the middle neither."""
+    whole, filled = bytes_held(World()), 2 * 4 * SPREAD["n_embd"] * (-SPREAD["vocab_size"] % tp)
+    first, last = (found["held"] for found in together(tp, 2)[::tp])
+    assert first["norms"] + last["norms"] == whole["norms"] and last["norms"] - first["norms"] == 4 * SPREAD["n_embd"]
+    assert first["matrices"] == last["matrices"] == (whole["matrices"] + filled) // tp // 2
+    assert first["pool"] == last["pool"] == whole["pool"] // tp // 2
+    assert [found["bubbles"]["n_layer"] for found in together(tp, 2)[::tp]] == [[2, 2], [1, 1]], "three layers in two stages"
+
+
+def test_tied_stages_hold_the_embedding_twice():
+    tied = GPTConfig(**SPREAD | dict(tied=True))
+    first, last = (GPT.from_preset(tied, seed=1, world=World(1, 2, rank)) for rank in range(2))
+    whole = GPT.from_preset(tied, seed=1)
+    assert torch.equal(first.wte.weight, whole.wte.weight) and first.head is None and last.wte is None
+    assert torch.equal(kernels.linear(torch.eye(64), last.head.weight), kernels.linear(torch.eye(64), whole.head.weight))
+    assert first.config.n_params + last.config.n_params == whole.config.n_params + tied.vocab_size * tied.n_embd
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_stages_bubbles_are_the_gaps_between_its_micro_batches(tp):
+    for found in together(tp, 2):
+        assert found["bubbles"] == together(tp, 2)[0]["bubbles"] | dict(n_layer=found["bubbles"]["n_layer"], posted=found["bubbles"]["posted"])
+        spans, kinds, idle = found["bubbles"]["spans"], dict(PB1=0.0, PB2=0.0, PB3=0.0), [0.0] * 7
+        assert found["bubbles"]["posted"] < 10
+        by_stage = [[s for s in spans if s[2] == stage] for stage in range(2)]
+        assert [s[3:] for s in by_stage[0]] == [s[3:] for s in by_stage[1]], "both did the same"
+        for mine in by_stage:
+            for before, span in zip(mine, mine[1:]):
+                gap, chunks = span[0] - before[1], [sum(n for _, _, n in s[4] if n > kernels.FEW_ROWS) for s in (before, span)]
+                assert gap >= 0 and before[0] <= before[1]
+                kinds["PB3" if chunks[0] == chunks[1] else "PB1" if all(chunks) else "PB2"] += gap
+                for id, _, _ in span[4]:
+                    idle[id] += gap
+        assert found["bubbles"]["kinds"] == pytest.approx(kinds) and found["bubbles"]["requests"] == pytest.approx(idle)
+        assert min(kinds.values()) > 0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_stage_refuses_what_a_pipeline_cannot_do(tp):
+    for found in together(tp, 2):
+        layers, engine, heads, goodput = found["refused"]
+        assert layers == "pp = 2 stages: there are only 1 layers" and "give it to a Pipeline" in engine
+        assert heads.startswith("draft = Heads: heads read the last stage's states") and goodput.startswith("spec = 'goodput': a stage of pp = 2 cannot")
+
+
+ENDLESS = """
+import itertools
+import os
+import test_sarathi as t
+from sarathi import run_cli
+
+def main():
+    world = t.World.start({world})
+    engine = t.make_engine(t.shared(world), n_page=1000)
+    for i in itertools.count():
+        engine.generate([[1, 2, 3]], 4)
+        if world.rank == 1 and i > 5:
+            print("the end is near", flush=True)
+            {end}
+
+run_cli(main)
+"""
+
+
+@pytest.mark.parametrize("world, how, end", [("2, 1", "torchrun", "os.kill(os.getpid(), 9)"), ("2, 1", "by hand", "os.kill(os.getpid(), 9)"),
+                                              ("2, 1", "by hand", "raise KeyError('mine')"), ("1, 2", "by hand", "os.kill(os.getpid(), 9)")])
+def test_a_rank_that_dies_ends_the_run_and_is_named(world, how, end, tmp_path):
+    """Under torchrun, which ends the others, and without it, when they notice by themselves."""
+    (tmp_path / "endless.py").write_text(ENDLESS.replace("{end}", end).replace("{world}", world))
+    env, start = os.environ | dict(PYTHONPATH=str(HERE), OMP_NUM_THREADS="1"), dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if how == "torchrun":
+        commands = [([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()], {})]
+    else:
+        port = free_port()
+        commands = [([sys.executable], dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)) for rank in "01"]
+    runs = [subprocess.Popen([*command, str(tmp_path / "endless.py")], env=env | more, **start) for command, more in commands]
+    assert runs[-1].stdout.readline() == "the end is near\n", "a loaded machine may take its time to get there"
+    said = [run.communicate(timeout=30) for run in reversed(runs)]  # within 30 seconds of the end of one
+    assert all(run.returncode for run in runs)
+    if how == "torchrun":
+        assert "exitcode  : -9" in said[0][1] and "(local_rank: 1)" in said[0][1]
+    else:
+        assert said[1][1].startswith("endless.py: rank 0 of 2 cannot go on: rank 1 died or hangs (") and said[1][1].count("\n") == 1, said[1][1]
+        assert "mine" not in end or said[0][1] == "endless.py: mine\n"
