@@ -3690,7 +3690,7 @@ def bubbles_of(world):
 def agreements(world):
     """What the primitives of a World give, and when requests that came late were served, by its clock."""
     x = torch.arange(4.0) + world.rank
-    engine, late = Engine(shared(world), max_batch=2, n_page=100), [Request(prompt(5), 3, arrival=i / 100) for i in range(4)]
+    engine, late = make_engine(shared(world), max_batch=2, n_page=100), [Request(prompt(5), 3, arrival=i / 100) for i in range(4)]
     for r in late:
         engine.add(r)
     engine.run()
@@ -3763,6 +3763,8 @@ def test_tokens_do_not_depend_on_how_many_stages_there_are(tp):
         for case, tokens in found["served"].items():
             assert tokens == wanted[case], f"{case}, rank {rank} of {tp} x 2"
         assert found["said"]["agree"] == [0, "x" * 3000] and found["said"]["each"] == [*range(2 * tp)]
+        times = found["said"]["times"]
+        assert times == together(tp, 2)[0]["said"]["times"] and all(t == sorted(t) for t in times), "the same clock, and nobody served before it came"
 
 
 @pytest.mark.parametrize("tp", [1, 2])
