@@ -3578,7 +3578,7 @@ def served_by(world):
 
 
 @lru_cache
-def alone():
+def by_itself():
     return served_by(World())
 
 
@@ -3702,7 +3702,7 @@ def agreements(world):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_tokens_do_not_depend_on_how_many_devices_share_the_layers(tp):
     for rank, found in enumerate(together(tp, 1)):
-        for case, tokens in alone().items():
+        for case, tokens in by_itself().items():
             assert found["served"][case] == tokens, f"{case}, rank {rank} of {tp}"
 
 
@@ -3757,7 +3757,7 @@ def test_a_rank_reads_its_share_of_folders(tp):
 def test_tokens_do_not_depend_on_how_many_stages_there_are(tp):
     """How many drafts a sampled request has, and so which random numbers it takes, depends on who else is in its micro-batch: there
     ranks agree with each other, and with one process only in distribution."""
-    wanted = alone() | {"drawn drafts": together(tp, 2)[0]["served"]["drawn drafts"]}
+    wanted = by_itself() | {"drawn drafts": together(tp, 2)[0]["served"]["drawn drafts"]}
     for rank, found in enumerate(together(tp, 2)):
         assert wanted.keys() - found["served"].keys() == {*NOT_STAGED}
         for case, tokens in found["served"].items():
