@@ -3054,7 +3054,7 @@ def bubbles_of(world):
 def agreements(world):
     """What the primitives of a World give, and when requests that came late were served, by its clock."""
     x = torch.arange(4.0) + world.rank
-    engine, late = Engine(shared(world), max_batch=2, n_page=100), [Request(prompt(5), 3, arrival=i / 100) for i in range(4)]
+    engine, late = make_engine(shared(world), max_batch=2, n_page=100), [Request(prompt(5), 3, arrival=i / 100) for i in range(4)]
     for r in late:
         engine.add(r)
     engine.run()
