@@ -1804,7 +1804,7 @@ def setting_name(setting):
 @experiment("[SARATHI §6] a long prompt beside decodes: autopilot's chunk shrinks as attention grows, a fixed one's iterations grow")
 def long_context(bench):
     """The stall that autopilot may cause is what the fixed chunk's first iteration takes."""
-    for L in (32768, 131072) if bench.simulated else (bench.model.config.block_size - 1024 if bench.model.config.block_size > 2048 else 8192,):
+    for L in bench.grid([8192], [8192, 32768, 131072]):
         yield from one_long(bench, L)
 
 
@@ -1834,8 +1834,7 @@ def one_long(bench, L, B=4):
             raise KeyboardInterrupt
         chunks = [(past, n, s.end - s.start) for s in spans for id, past, n in s.entries if id == long.id and n]
         for share in (0, 0.25, 0.5, 0.75, 0.95):
-            near = [(n, t) for past, n, t in chunks if abs(past - share * L) <= max(L / 16, C)]
-            tokens, took = (statistics.median(x) for x in zip(*near))
+            past, tokens, took = min(chunks, key=lambda chunk: abs(chunk[0] - share * L))
             yield row(f"{L} tokens, {share:.0%} of them cached: {name}: iteration (ms)", None, took * 1e3, **{"chunk": tokens, "level (ms)": level * 1e3},
                       at=(f"{L} tokens", name, share * L))
         yield row(f"{L} tokens: {name}: first token (s)", None, long.ttft, **{"chunk": None, "level (ms)": None})

@@ -1642,7 +1642,7 @@ def test_a_simulated_copy_overlaps_with_iterations_and_who_is_early_waits():
     assert set(engine.pool.tables) == {"a", "b"}, "idle adapters stay while nobody needs their pages"
 
 
-@pytest.mark.parametrize("name", [n for n in bench.EXPERIMENTS if n not in ("scoreboard", "peers")])
+@pytest.mark.parametrize("name", [n for n in bench.EXPERIMENTS if n not in ("scoreboard", "peers", *bench.ON_STAGES)])
 @pytest.mark.parametrize("kind", ["simulated", "measured"])
 def test_every_experiment_at_its_smallest(kind, name, monkeypatch, capsys):
     if name in (bench.ALWAYS_SIMULATED if kind == "measured" else bench.ALWAYS_MEASURED):
@@ -1929,7 +1929,7 @@ def test_early_abort_gives_up_what_is_late_and_serves_the_newest_under_overload(
 
 def got(requests, client, weight=2.0):
     """What a client was given: prompts that were started, and new tokens, by a ledger of our own."""
-    return sum((len(r.prompt) if r.n_past or r.times else 0) + weight * len(r.times) for r in requests if r.client == client)
+    return sum((len(r.prompt) if r.state == "running" or r.n_past or r.times else 0) + weight * len(r.times) for r in requests if r.client == client)
 
 
 def flooded(clients, **options):
