@@ -1809,21 +1809,22 @@ def long_context(bench):
 
 
 def one_long(bench, L, B=4):
-    config = replace(bench.model.config, block_size=L + 2048)
-    bench = bench.other(another(bench, block_size=L + 2048) if bench.simulated else
+    config = replace(bench.model.config, block_size=L + 4096)
+    bench = bench.other(another(bench, block_size=L + 4096) if bench.simulated else
                         GPT.from_preset(config, dtype=bench.model.dtype, device=str(bench.model.device), seed=bench.options.seed))
-    pages = L + 8 + B * 1024
+    more = L // 32  # tokens that the decodes generate: they are to last
+    pages = L + 8 + B * (256 + more)
     if bench.simulated and pages > math.prod(bench.model.memory) // bench.model.page:
         bench.notes.append(f"{L} tokens: their cache does not fit {bench.model.name}; take a model with fewer kv heads, or --tp")
         return
     cost = bench.model if bench.simulated else CostModel.profile(bench.model, bench.config.repeats)
     C = bench.options.chunk
-    level = cost.time_of([(300, 1, 1)] * B + [(0, C, 0)])
+    level = cost.time_of([(300, 1, 1)] * B + [(0, C - B, 0)])
     for name, options in ((f"C = {C}", dict(scheduler="sarathi")), ("autopilot", dict(scheduler="autopilot", stall=level, cost=cost))):
         spans = []
         engine = bench.engine(options.pop("scheduler"), L, n_page=pages, B=B + 1, alloc="grow", **options | dict(record=spans))
         for prompt in bench.prompts(B, 256, bench.options.seed):
-            engine.add(Request(prompt, max_new_tokens=768))
+            engine.add(Request(prompt, max_new_tokens=more))
         while len(engine.running) < B or any(r.n_todo > 1 for r in engine.running):
             engine.step()
         long = Request(bench.prompts(1, L, bench.options.seed)[0], max_new_tokens=1, arrival=engine.clock.now())

@@ -1676,10 +1676,10 @@ class Autopilot(SarathiServe, Policy):
         if key not in self.ranked:
             if len(self.ranked) > 1000:
                 self.ranked.clear()
-            unit, latency = self.engine.cost.tile if self.engine.cost.tile > 1 else 16, {}
+            latency = {}
             for k in self._ks():
                 l = self._tokens(k)
-                for total in (unit * n for n in GRID):
+                for total in SIZES:
                     flow = loop.flow(total, k, l)
                     if flow:
                         x, c, d, share, steps = flow
@@ -1709,7 +1709,7 @@ class Autopilot(SarathiServe, Policy):
 
 
 SCHEDULERS["autopilot"] = Autopilot
-GRID = sorted({n for j in range(7) for n in (2**j, 3 * 2**j // 2)})  # sizes of an iteration, in tiles
+SIZES = sorted({n for j in range(4, 14) for n in (2**j, 3 * 2**j // 2)})  # tokens of an iteration that autopilot tries
 
 
 def make_policy(spec, scheduler=None):
