@@ -2651,7 +2651,7 @@ def main():
         return peer(*args.experiments[1:])
     if args.experiments == ["list"]:
         for name, (_, about) in EXPERIMENTS.items():
-            print(f"{name:12} {about}")
+            print(f"{name:{max(map(len, EXPERIMENTS))}} {about}")
         return
     names = [name for name in EXPERIMENTS if name not in ON_STAGES] if args.experiments == ["all"] else args.experiments or ["ceilings", "table2", "table4"]
     for name in names:
