@@ -1056,6 +1056,8 @@ class Learned(CostModel):
         self.factors, self.seen = np.ones((2, 2, 24)), np.zeros((2, 2, 24))
 
     def __getattr__(self, name):
+        if name == "base":
+            raise AttributeError(name)  # a copy that is being made has none yet
         return getattr(self.base, name)
 
     @property
@@ -1892,7 +1894,7 @@ def price_list(model, cost):
     if cost is not None and not isinstance(cost, CostModel):
         raise ValueError(f"cost = {cost!r}: must be a CostModel, or two of them: the target's and the draft's")
     if cost is None and not isinstance(model, CostModel):
-        print(f"profiling a model of {model.config.n_params / 1e6:.1f}M parameters, for the price of its drafts (some ten seconds)",
+        print(f"profiling a model of {model.config.n_params / 1e6:.1f}M parameters, for the price of its iterations (some ten seconds)",
               file=sys.stderr)
     return cost or (model if isinstance(model, CostModel) else CostModel.profile(model))
 
@@ -2960,8 +2962,8 @@ def add_draft_flags(parser):
     """--draft and --spec; bench.py's experiments have their own drafts."""
     parser.add_argument("--draft", help=f"where drafts come from: {', '.join(PROPOSERS)}; a draft model, named as for --model; draft or heads, those "
                                         "trained with tiny; or a folder of Heads")
-    parser.add_argument("--spec", help=f"how many: a number, one of {', '.join(POLICIES)}, or the candidates of each head as 3,2,2; None: goodput (or "
-                                       "autopilot, if that is the scheduler) with a draft, off without")
+    parser.add_argument("--spec", help=f"how many: a number, one of {', '.join(POLICIES)}, or the candidates of each head as 3,2,2; None: "
+                                       "goodput (or autopilot, if that is the scheduler) with a draft, off without")
 
 
 def draft_spec(args):

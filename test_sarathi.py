@@ -1,6 +1,7 @@
 """The proofs. Greedy tokens must equal the naive loop's, whatever the scheduler, chunk, allocation or neighbour; logits must
 equal transformers'; pages are never lost; bad input is one clear sentence and harms nobody else. Nothing here is timed."""
 import argparse
+import copy
 import gc
 import importlib.util
 import json
@@ -3039,11 +3040,21 @@ def test_speculation_on_the_command_line(cache):
     assert trees.stdout == heads.stdout and int(trees.stderr.split(" drafts")[0].split()[-1]) > int(heads.stderr.split(" drafts")[0].split()[-1])
 
 
+def test_a_bench_profiles_once_for_all_its_engines(monkeypatch):
+    profiles = []
+    monkeypatch.setattr(CostModel, "profile", staticmethod(lambda *_: profiles.append(SimpleCost()) or profiles[-1]))
+    b = bench.Bench(small(), bench.BenchConfig(lengths="32"), EngineConfig(max_batch=2))
+    own = SimpleCost()
+    costs = [b.engine(scheduler, 32, **more).cost for scheduler, more in (("autopilot", {}), ("autopilot", {}), ("orca", {}), ("autopilot", dict(cost=own)))]
+    assert [c and c.base for c in costs] == [profiles[0], profiles[0], None, own] and len(profiles) == 1
+
+
 def test_a_corrected_cost_model_is_its_base_in_all_that_is_not_a_price():
     base = CostModel.roofline(preset("llama-13b"), "a100", tp=8, system="vllm")
     learned = sarathi.Learned(base)
     assert learned.operators(100, 1000) == base.operators(100, 1000), "all-reduces included"
     assert learned.system == base.system and learned.load(1000, resize=True) == base.load(1000, resize=True) and learned.time(9, 9) == base.time(9, 9)
+    assert copy.deepcopy(learned).time(9, 9) == base.time(9, 9), "it may be copied, and sent to other ranks"
 
 
 def test_autopilot_as_scheduler_is_the_drafts_policy_too_unless_another_was_asked_for(tmp_path):
