@@ -1574,6 +1574,7 @@ class Oracle(Goodput):
 class Loop(NamedTuple):
     """A system of requests that are all alike, each of which comes again when it ends; here: averages of those that are really there."""
     S: int  # requests
+    n: int  # with those that wait for a slot
     P: float  # tokens of a prompt
     D: float  # tokens that it generates behind the first one, which its prefill brings
     past: float = 0.0  # tokens that a token of a prompt finds cached
@@ -1582,11 +1583,11 @@ class Loop(NamedTuple):
     weights: float = 0.0  # of an adapter
 
     @classmethod
-    def of(cls, requests, known):
-        """known: {adapter's name: Adapter}"""
+    def of(cls, requests, n, known):
+        """requests: those with a slot or for whom there is one, of n; known: {adapter's name: Adapter}"""
         P, D = np.array([(len(r.prompt), r.max_new_tokens - 0.99) for r in requests], float).T
         users = [known[r.adapter].n_params for r in requests if r.adapter is not None]
-        return cls(len(P), P.mean(), D.mean(), P @ P / 2 / P.sum(), D @ (P + D / 2) / D.sum(), len(users) / len(P), sum(users) / max(1, len(users)))
+        return cls(len(P), n, P.mean(), D.mean(), P @ P / 2 / P.sum(), D @ (P + D / 2) / D.sum(), len(users) / len(P), sum(users) / max(1, len(users)))
 
     def work(self, c, d, k):
         """An iteration that feeds c tokens of prompts and d decodes with k drafts each."""
@@ -1596,7 +1597,8 @@ class Loop(NamedTuple):
 
     def flow(self, total, k, tokens):
         """Iterations of up to `total` tokens -> per iteration how many requests end, those of its tokens that are prefill, the decodes
-        that run with it, and the share of iterations that have a prefill at all; None if decodes alone are more. See Autopilot."""
+        that run with it, the share of iterations that have a prefill at all, and how many a request takes; None if decodes alone are
+        more. See Autopilot."""
         most = (total - 1) // (1 + k)
         d = min(self.S, most)
         for _ in range(3):  # fewer decodes leave room for more prefill, and that for more decodes
@@ -1605,14 +1607,14 @@ class Loop(NamedTuple):
             x = min(1 / n, self.S / (max(1, n) + self.D / tokens))
             share = min(1.0, x * n)
             d = min(max(0, round(self.S - (self.S - x * self.D / tokens) / share)), most)
-        return (x, c, d, share) if most else None
+        return (x, c, d, share, max(1, n) + self.D / tokens) if most else None
 
 
 class Autopilot(SarathiServe, Policy):
     """Prefill tokens, decodes and drafts, chosen together for every iteration: Sarathi-Serve, whose budget follows from the requests
     that are there [SARATHI §6: which chunk, if P:D is unknown], and so does the number of drafts [SmartSpec §4: which k, at which load].
 
-    Take the S requests in the system as a closed loop: each feeds a prompt of P tokens, generates D, and comes again. With c tokens
+    Take the S requests that have a slot as a closed loop: each feeds a prompt of P tokens, generates D, and comes again. With c tokens
     of prefill in an iteration and k drafts behind each decode, worth l tokens with the one they follow, a request spends P / c
     iterations in its prefill and D / l in decodes. So of an iteration, on average,
 
@@ -1620,9 +1622,11 @@ class Autopilot(SarathiServe, Policy):
         d = x D / l                             requests decode,
         T = x P / c T(c + d (1 + k)) + (1 - x P / c) T(d (1 + k))     seconds pass: it has a chunk, or there was none to feed
 
-    and x / T requests end per second. By Little's law S T / x is their latency: what maximizes one minimizes the other, at any load.
-    A prefill token and a draft thus have one currency, the T of their iteration. With a target the best that keeps every running
-    request to its pace is taken: a request that is ahead of it lends its time to the prefills of others."""
+    and who comes now, behind n others, has its last token after T (n / x + P / c + D / l): the queue's time and its own. The (c, k) with
+    the least is best at any load: alone it is one's own latency that counts, in a long queue the throughput x / T. A prefill token and
+    a draft thus have one currency, the T of their iteration. With a target the best that keeps every running request to its pace is
+    taken: a request that is ahead of it lends its time to the prefills of others; if all are late, prompts wait. D is max_new_tokens: where a
+    stop token ends most requests early, it is too long."""
     registry, priced, per_request = POLICIES, True, True
 
     def start(self, engine):
@@ -1631,7 +1635,7 @@ class Autopilot(SarathiServe, Policy):
     def plan(self, running, waiting):
         requests = [*running, *self.new(running, waiting)]
         decodes = [r for r in running if r.n_todo == 1]
-        self.total, self.k = self._choose(requests, decodes)
+        self.total, self.k = self._choose(requests, decodes, len(running) + len(waiting))
         self.chunk = self.total - self.k * len(decodes)
         return super().plan(running, waiting)
 
@@ -1642,9 +1646,9 @@ class Autopilot(SarathiServe, Policy):
         """So many drafts in all, the best of them: requests differ."""
         return np.bincount(best_drafts(d)[0][:self.k * len(d.most)] // max(1, d.most.max()), minlength=len(d.most))
 
-    def _choose(self, requests, decodes):
+    def _choose(self, requests, decodes, n):
         """-> tokens of this iteration, and drafts of each decode"""
-        loop, d = Loop.of(requests, self.engine.adapters.known), len(decodes)
+        loop, d = Loop.of(requests, n, self.engine.adapters.known), len(decodes)
         feed = [r for r in requests if r.n_todo > 1 or r.state == "waiting"]
         now = loop._replace(context=sum(r.n_past for r in decodes) / max(1, d), past=feed[0].n_past if feed else 0.0)
         pace = self._pace(decodes)
@@ -1677,15 +1681,16 @@ class Autopilot(SarathiServe, Policy):
         if key not in self.ranked:
             if len(self.ranked) > 1000:
                 self.ranked.clear()
-            unit, rates = self.engine.cost.tile if self.engine.cost.tile > 1 else 16, {}
+            unit, latency = self.engine.cost.tile if self.engine.cost.tile > 1 else 16, {}
             for k in self._ks():
                 l = self._tokens(k)
                 for total in (unit * n for n in GRID):
                     flow = loop.flow(total, k, l)
                     if flow:
-                        x, c, d, share = flow
-                        rates[total, k] = x / (share * self._seconds(loop, c, d, k) + (1 - share) * self._seconds(loop, 0, loop.S, k))
-            self.ranked[key] = sorted(rates, key=lambda key: (rates[key], key), reverse=True)
+                        x, c, d, share, steps = flow
+                        T = share * self._seconds(loop, c, d, k) + (1 - share) * self._seconds(loop, 0, loop.S, k)
+                        latency[total, k] = T * (loop.n / x + steps)
+            self.ranked[key] = sorted(latency, key=lambda key: (latency[key], -key[0]))
         return self.ranked[key]
 
     @property
