@@ -144,7 +144,14 @@ class Bench:
         B = B or self.B
         tape = self.tape(scheduler if isinstance(scheduler, str) else f"{type(scheduler).__name__}, chunk {scheduler.chunk}")
         options = vars(self.options) | dict(scheduler=scheduler, max_batch=B, n_page=n_page or B * L, record=tape) | more
+        if not self.simulated and self.world.pp == 1 and make_scheduler(scheduler).priced and more.get("cost") is None:
+            options["cost"] = self.cost
         return make_engine(self.model, clock=self.clock, **options)
+
+    @cached_property
+    def cost(self):
+        """What autopilot goes by where an experiment has no profile of its own: one for all of its engines."""
+        return CostModel.profile(self.model, self.config.repeats)
 
     def tape(self, what):
         """Where an engine's Spans go, if they are to be kept."""
@@ -2652,7 +2659,7 @@ def main():
         return peer(*args.experiments[1:])
     if args.experiments == ["list"]:
         for name, (_, about) in EXPERIMENTS.items():
-            print(f"{name:12} {about}")
+            print(f"{name:{max(map(len, EXPERIMENTS))}} {about}")
         return
     names = [name for name in EXPERIMENTS if name not in ON_STAGES] if args.experiments == ["all"] else args.experiments or ["ceilings", "table2", "table4"]
     for name in names:

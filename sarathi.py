@@ -726,9 +726,9 @@ class EarlyAbort(Order):
     [S-LoRA §4.3, App. B]; both rates are moving averages."""
     MARGIN = 1 / 12  # of the slo, from being started to the first token: 0.5 of 6 seconds, as in the paper's code
 
-    def __init__(self, inner, slo, clock, give_up):
-        """give_up(request): the engine's."""
-        self.inner, self.slo, self.clock, self.give_up = inner, slo, clock, give_up
+    def __init__(self, inner, slo, acting):
+        """acting(): the engine that asks."""
+        self.inner, self.slo, self.acting = inner, slo, acting
         self.come = self.started = 0.0  # requests per call that brought a change
         self.n_waiting = self.n_come = 0
 
@@ -737,11 +737,12 @@ class EarlyAbort(Order):
         n_started = self.n_waiting + n_new - len(waiting)
         if n_new or n_started:
             self.come, self.started = 0.7 * n_new + 0.3 * self.come, 0.7 * n_started + 0.3 * self.started
-        now = self.clock.now()
+        engine = self.acting()
+        now = engine.clock.now()
         late = lambda r: now - r.arrival >= (1 - self.MARGIN) * self.slo
         for r in [*takewhile(lambda r: r.n_preempted or late(r), waiting)]:  # first those that gave way, then by arrival
             if late(r) and not r.times:
-                self.give_up(r)
+                engine.give_up(r)
         self.n_waiting, self.n_come = len(waiting), waiting.n_come
         queue = self.inner.queue(running, waiting)
         return View(waiting, lambda: iter(sorted(queue, key=lambda r: -r.arrival))) if self.come >= self.started else queue
@@ -1051,9 +1052,12 @@ class Learned(CostModel):
 
     def __init__(self, base):
         self.base, self.factor, self.n_learned = base, 1.0, 0
+        self.error, self.system, self.all_reduce = base.error, base.system, base.all_reduce  # which every CostModel has
         self.factors, self.seen = np.ones((2, 2, 24)), np.zeros((2, 2, 24))
 
     def __getattr__(self, name):
+        if name == "base":
+            raise AttributeError(name)  # a copy that is being made has none yet
         return getattr(self.base, name)
 
     @property
@@ -1621,7 +1625,8 @@ class Autopilot(SarathiServe, Policy):
     and who comes now, behind n others, has its last token after T (n / x + P / c + D / l): the queue's time and its own. The (c, k) with
     the least is best at any load: alone it is one's own latency that counts, in a long queue the throughput x / T. A prefill token and
     a draft thus have one currency, the T of their iteration. With a target the best that keeps every running request to its pace is
-    taken: a request that is ahead of it lends its time to the prefills of others; if all are late, prompts wait. D is max_new_tokens: where a stop token ends most requests early, it is too long."""
+    taken: a request that is ahead of it lends its time to the prefills of others; if all are late, prompts wait. D is max_new_tokens: where a
+    stop token ends most requests early, it is too long."""
     registry, priced, per_request = POLICIES, True, True
 
     def start(self, engine):
@@ -1894,7 +1899,7 @@ def price_list(model, cost):
     if cost is not None and not isinstance(cost, CostModel):
         raise ValueError(f"cost = {cost!r}: must be a CostModel, or two of them: the target's and the draft's")
     if cost is None and not isinstance(model, CostModel):
-        print(f"profiling a model of {model.config.n_params / 1e6:.1f}M parameters, for the price of its drafts (some ten seconds)",
+        print(f"profiling a model of {model.config.n_params / 1e6:.1f}M parameters, for the price of its iterations (some ten seconds)",
               file=sys.stderr)
     return cost or (model if isinstance(model, CostModel) else CostModel.profile(model))
 
@@ -2072,12 +2077,16 @@ class Engine:
         c = self.config
         order = LastCome() if c.order == "lcfs" else Order()
         if c.slo:
-            order = EarlyAbort(order, c.slo, self.clock, self._give_up)
+            order = EarlyAbort(order, c.slo, self._acting)
         if c.cluster:
             order = Cluster(order, c.cluster)
         if c.fair:
             order = Fair(order, c.fair)
         return OneAdapter(order) if c.lora == "merge" else order
+
+    def _acting(self):
+        """Whose turn it is with the queue."""
+        return self
 
     # ------------------------------------------------------------ requests in and out
 
@@ -2285,12 +2294,12 @@ class Engine:
     def _enqueue(self, r):
         """What has arrived waits, unless more than max_waiting would who find no slot."""
         most = self.config.max_waiting
-        if most and len(self.running) + len(self.waiting) >= self.max_batch + most:
-            return self._give_up(r, "refused")
+        if most and len(self.waiting) >= self._n_slot() + most:
+            return self.give_up(r, "refused")
         r.state = "waiting"
         self.waiting.append(r)
 
-    def _give_up(self, r, state="abort"):
+    def give_up(self, r, state="abort"):
         """End a request that the user has not: the next step says so."""
         self._retire(r, state)
         self.given_up.append(Event(r, [], state))
@@ -2301,6 +2310,10 @@ class Engine:
 
     def _is_idle(self):
         return not (self.running or self.waiting)
+
+    def _n_slot(self):
+        """How many of the waiting the batch has room for."""
+        return self.max_batch - len(self.running)
 
     def _admit(self, plan, queue):
         """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
@@ -2674,6 +2687,12 @@ class Lane:
     def _is_idle(self):
         return not self.waiting and not any(lane.running for lane in self.line.lanes)
 
+    def _n_slot(self):
+        return self.line.max_batch - sum(len(lane.running) for lane in self.line.lanes)
+
+    def _acting(self):
+        return self.line.turns[-1]
+
     def _preempt(self, r):
         super()._preempt(r)
         if self.speculator:
@@ -2777,7 +2796,7 @@ class Pipeline:
         for lane in self.lanes:
             lane.requests, lane.pending, lane.waiting, lane.order = first.requests, first.pending, first.waiting, first.order
             lane.adapters.known, lane.n_ended = first.adapters.known, first.n_ended
-        self.add_adapter = first.add_adapter
+        self.add_adapter, self.n_ended = first.add_adapter, first.n_ended
 
     def _combined(self, options):
         """The options, if stages of which only the last sees logits can do with them; else a ValueError."""
@@ -2802,7 +2821,9 @@ class Pipeline:
             return []
         self.turns.remove(ready[0])
         self.turns.append(ready[0])
-        return ready[0].step()
+        events = ready[0].step()
+        self._forget()
+        return events
 
     def work(self, most):
         """Do what this stage has planned, the oldest first, until it is `most` micro-batches behind."""
@@ -2813,8 +2834,12 @@ class Pipeline:
         """As Engine.abort; what is in flight goes on, and is forgotten as it lands."""
         owner = next((lane for lane in self.lanes if any(r.id == request_id for r in lane.running)), self.lanes[0])
         owner.abort(request_id)
+        self._forget()
+
+    def _forget(self):
+        """Once nothing is left nobody will ask for what aborted requests still have in flight."""
         for lane in list(self.turns) * (not self.requests):
-            lane.land()  # nobody will ask for it
+            lane.land()
 
     def gather(self, requests=()):
         """Where stages are processes each has booked its own bubbles: add them up, for all and for these requests, and collect the
@@ -2896,7 +2921,6 @@ def main():
     args = parser.parse_args()
 
     config = EngineConfig(**parser.values(EngineConfig, args))  # what is wrong is said before a model is loaded
-    make_scheduler(config.scheduler)
     spec, world = draft_spec(args), join_world(args)
     model, tokenizer = load_model(args.model, args.dtype and getattr(torch, args.dtype) or default_dtype(args.device), world=world)
     if args.prompt is not None and tokenizer is None:
@@ -2940,23 +2964,30 @@ def join_world(args):
 
 
 def add_draft_flags(parser):
-    """--draft and --spec, the same for both command lines."""
+    """--draft and --spec; bench.py's experiments have their own drafts."""
     parser.add_argument("--draft", help=f"where drafts come from: {', '.join(PROPOSERS)}; a draft model, named as for --model; draft or heads, those "
                                         "trained with tiny; or a folder of Heads")
-    parser.add_argument("--spec", help=f"how many: a number, one of {', '.join(POLICIES)}, or the candidates of each head as 3,2,2; None: goodput with a draft, off without")
+    parser.add_argument("--spec", help=f"how many: a number, one of {', '.join(POLICIES)}, or the candidates of each head as 3,2,2; None: "
+                                       "goodput (or autopilot, if that is the scheduler) with a draft, off without")
 
 
 def draft_spec(args):
-    """What --spec means beside --draft; a bad value is said before a model is loaded."""
-    spec = args.spec or ("goodput" if args.draft else "off")
-    if make_policy(spec).n_spec and not args.draft:
+    """What --spec means beside --draft and --scheduler; a bad value is said before a model is loaded."""
+    own = args.scheduler if args.scheduler in POLICIES and not are_heads(args.draft) else "goodput"  # autopilot is both, but knows no trees
+    spec = args.spec or (own if args.draft else "off")
+    if make_policy(spec, make_scheduler(args.scheduler)).n_spec and not args.draft:
         raise ValueError(f"--spec {spec} without --draft: give {', '.join(PROPOSERS)} or a model")
     return spec
 
 
+def are_heads(name):
+    """Whether --draft means Heads."""
+    return name == "heads" or bool(name) and os.path.isfile(os.path.join(name, "heads.json"))
+
+
 def load_draft(name, model):
     """--draft: None, a Proposer's name, Heads, or a model like the target in type and place."""
-    if name == "heads" or name and os.path.isfile(os.path.join(name, "heads.json")):
+    if are_heads(name):
         return load_heads(name, model.dtype, str(model.device))
     return name if name is None or name in PROPOSERS else load_model(name, model.dtype, str(model.device))[0]
 

@@ -1,5 +1,7 @@
 """The proofs. Greedy tokens must equal the naive loop's, whatever the scheduler, chunk, allocation or neighbour; logits must
 equal transformers'; pages are never lost; bad input is one clear sentence and harms nobody else. Nothing here is timed."""
+import argparse
+import copy
 import dataclasses
 import gc
 import importlib.util
@@ -862,6 +864,9 @@ def test_sarathi_streams_text_and_says_how_fast(cache):
     ("bench.py", ["online", "--targets", "3"], "targets = '3': must be two numbers above 0"),
     ("bench.py", ["online", "--arrivals", "none.csv"], "none.csv"),
     ("bench.py", ["online", "--fair", "-1"], "fair = -1.0: must be a number, at least 0"),
+    ("sarathi.py", ["--tokens", "1", "--tpot", "-1"], "tpot = -1.0: must be a number, at least 0"),
+    ("sarathi.py", ["--tokens", "1", "--stall", "nan"], "stall = nan: must be a number, at least 0"),
+    ("sarathi.py", ["--tokens", "1", "--spec", "autopilot", "--draft", "ngram"], "spec = 'autopilot' needs scheduler = 'autopilot'"),
     ("bench.py", ["--repeats", "0"], "repeats = 0"), ("bench.py", ["--scheduler", "fifo"], "unknown scheduler 'fifo'"),
     ("bench.py", ["ceilings", "--model", "tiny", "--lengths", "4096"], "context ends at 1024"),
     ("bench.py", ["table2", "--hardware", "b200"], "unknown hardware 'b200': one of a10g, a6000"),
@@ -1357,6 +1362,17 @@ def test_a_lane_that_had_nothing_to_do_starts_nothing_before_it_came():
         spans = sorted(s[:2] for s in record if s.stage == stage)
         assert all(b[0] >= a[1] for a, b in zip(spans, spans[1:]))
     assert all(lane.pool.n_free == lane.pool.n_page and not lane.flight for lane in line.lanes) and line.clock.now() < 80
+
+
+def test_what_an_aborted_request_has_in_flight_lands_with_the_last_of_the_others():
+    line = Pipeline(SlowStages(), 2, max_batch=1, n_page=500, scheduler="orca")
+    victim, other = Request([1], 9, arrival=0.2), Request([1], 2)
+    line.add(other)
+    line.add(victim)
+    while not (victim.state == "running" and line.turns[-1] is line.lanes[1]):
+        line.step()
+    line.abort(victim.id)
+    assert line.run() == [other] and not any(lane.flight for lane in line.lanes)
 
 
 def test_equal_micro_batches_leave_no_bubbles():
@@ -2051,6 +2067,22 @@ def test_fairness_changes_who_goes_first_and_no_token(options):
     assert max(requests[8].times[0], requests[9].times[0]) < max(r.times[0] for r in requests[:8]), "the last to come were not the last to start"
 
 
+def test_a_pipeline_gives_up_by_the_clock_of_the_lane_whose_turn_it_is_and_says_so():
+    """A second per iteration of a lane. Lane 0 is always one ahead: by its clock who has just come would be late."""
+    line = Pipeline(SlowStages(), 2, max_batch=1, n_page=500, slo=0.9, scheduler="orca")
+    long, late = Request([1], 9), Request([1], 3, arrival=2.9)
+    line.add(long)
+    line.add(late)
+    assert set(line.run()) == {long, late} and late.state == "length", "lane 1 had a slot for it after 0.1 s"
+    line = Pipeline(SlowStages(), 2, max_batch=1, n_page=500, slo=0.2, scheduler="orca")
+    requests = [Request([1], 1), Request([1], 2), Request([1], 1, arrival=1.6)]
+    for r in requests:
+        line.add(r)
+    told = []
+    assert set(line.run(told.append)) == set(requests), "lane 1 gave up the last of all"
+    assert [(e.request, e.finished) for e in told if not e.tokens] == [(requests[2], "abort")] and line.n_ended == dict(length=2, abort=1)
+
+
 def test_a_pipelines_lanes_share_one_account():
     line = Pipeline(a6000(), 3, scheduler="sarathi", max_batch=2, n_page=1000, fair=2.0)
     requests = [Request([1] * 40, 10, client=c) for c in ["a"] * 60 + ["b"] * 20]
@@ -2074,6 +2106,13 @@ class SimpleCost(CostModel):
 
     def time_of(self, entries, lora="batched"):
         return 1.0
+
+
+class SlowStages(SimpleCost):
+    """The same for a pipeline, whose messages take no time."""
+
+    def send(self, N):
+        return 0.0
 
 
 # ---- what is wrong with an adapter
@@ -3002,6 +3041,32 @@ def test_speculation_on_the_command_line(cache):
     assert trees.stdout == heads.stdout and int(trees.stderr.split(" drafts")[0].split()[-1]) > int(heads.stderr.split(" drafts")[0].split()[-1])
 
 
+def test_a_bench_profiles_once_for_all_its_engines(monkeypatch):
+    profiles = []
+    monkeypatch.setattr(CostModel, "profile", staticmethod(lambda *_: profiles.append(SimpleCost()) or profiles[-1]))
+    b = bench.Bench(small(), bench.BenchConfig(lengths="32"), EngineConfig(max_batch=2))
+    own = SimpleCost()
+    costs = [b.engine(scheduler, 32, **more).cost for scheduler, more in (("autopilot", {}), ("autopilot", {}), ("orca", {}), ("autopilot", dict(cost=own)))]
+    assert [c and c.base for c in costs] == [profiles[0], profiles[0], None, own] and len(profiles) == 1
+
+
+def test_a_corrected_cost_model_is_its_base_in_all_that_is_not_a_price():
+    base = CostModel.roofline(preset("llama-13b"), "a100", tp=8, system="vllm")
+    learned = sarathi.Learned(base)
+    assert learned.operators(100, 1000) == base.operators(100, 1000), "all-reduces included"
+    assert learned.system == base.system and learned.load(1000, resize=True) == base.load(1000, resize=True) and learned.time(9, 9) == base.time(9, 9)
+    assert copy.deepcopy(learned).time(9, 9) == base.time(9, 9), "it may be copied, and sent to other ranks"
+
+
+def test_autopilot_as_scheduler_is_the_drafts_policy_too_unless_another_was_asked_for(tmp_path):
+    asked = lambda scheduler, draft, spec=None: sarathi.draft_spec(argparse.Namespace(scheduler=scheduler, draft=draft, spec=spec))
+    model_py.Heads(2, 64).save_pretrained(tmp_path)
+    assert asked("autopilot", "ngram") == "autopilot" and asked("sarathi", "ngram") == asked("autopilot", "ngram", "goodput") == "goodput"
+    assert asked("autopilot", None) == "off" and asked("autopilot", "heads") == asked("autopilot", str(tmp_path)) == "goodput", "it knows no trees"
+    with pytest.raises(ValueError, match="spec = 'autopilot' needs scheduler = 'autopilot'"):
+        asked("sarathi", "ngram", "autopilot")
+
+
 # ---------------------------------------------------------------- trees of drafts
 
 class Guesser(sarathi.Medusa, named=False):
@@ -3294,6 +3359,8 @@ def test_max_waiting_is_of_those_who_find_no_slot():
     finish(engine)
     assert [r.output for r in requests] == [naive(5, 3, seed=i) for i in range(5)] + [[]] * 5 and engine.n_ended == dict(length=5, refused=5)
     assert Engine(small(), max_batch=1, max_waiting=1, n_page=300).generate([[1], [2], [3]], 2)[2] == []
+    line = Pipeline(SlowStages(), 3, max_batch=2, max_waiting=2, n_page=300, scheduler="orca")
+    assert [bool(out) for out in line.generate([[1]] * 10, 3)] == [True] * 8 + [False] * 2, "of a pipeline the slots of all lanes"
 
 
 # ---------------------------------------------------------------- 17. everything with everything: the product of the features
