@@ -1589,10 +1589,10 @@ class Loop(NamedTuple):
         users = [known[r.adapter].n_params for r in requests if r.adapter is not None]
         return cls(len(P), n, P.mean(), D.mean(), P @ P / 2 / P.sum(), D @ (P + D / 2) / D.sum(), len(users) / len(P), sum(users) / max(1, len(users)))
 
-    def work(self, c, d, k):
-        """An iteration that feeds c tokens of prompts and d decodes with k drafts each."""
+    def work(self, c, d, k, tile):
+        """An iteration that feeds c tokens of prompts, in whole tiles of rows, and d decodes with k drafts each."""
         n, chunks, read = d * (1 + k), int(c > 0), self.adapted * self.weights
-        return Work(c + n, n + chunks, d, d * (self.context + 1 + k), chunks, c * (self.past + c / 2), chunks * (self.past + c),
+        return Work(c + n, n + chunks, d, d * (self.context + 1 + k), chunks, -(-c // tile) * tile * (self.past + c / 2), chunks * (self.past + c),
                     math.ceil(self.adapted * (d + chunks)), d * read, c * read)
 
     def flow(self, total, k, tokens):
@@ -1625,7 +1625,8 @@ class Autopilot(SarathiServe, Policy):
     and who comes now, behind n others, has its last token after T (n / x + P / c + D / l): the queue's time and its own. The (c, k) with
     the least is best at any load: alone it is one's own latency that counts, in a long queue the throughput x / T. A prefill token and
     a draft thus have one currency, the T of their iteration. With a target the best that keeps every running request to its pace is
-    taken: a request that is ahead of it lends its time to the prefills of others; if all are late, prompts wait. D is max_new_tokens: where a
+    taken: a request that is ahead of it lends its time to the prefills of others; if all are late, prompts wait. No
+    stall lasts longer than asked for, or than one tile. D is max_new_tokens: where a
     stop token ends most requests early, it is too long."""
     registry, priced, per_request = POLICIES, True, True
 
@@ -1651,19 +1652,20 @@ class Autopilot(SarathiServe, Policy):
         loop, d = Loop.of(requests, n, self.engine.adapters.known), len(decodes)
         feed = [r for r in requests if r.n_todo > 1 or r.state == "waiting"]
         now = loop._replace(context=sum(r.n_past for r in decodes) / max(1, d), past=feed[0].n_past if feed else 0.0)
-        pace = self._pace(decodes)
+        todo = sum(r.n_todo for r in feed)
+        pace = self._pace(decodes, self._seconds(now, min(max(16, self.engine.cost.tile), todo), d, 0) if feed else 0.0)
         for total, k in self._ranked(loop) if feed else ():
-            c = min(total - d * (1 + k), sum(r.n_todo for r in feed))
+            c = min(total - d * (1 + k), todo)
             if c > 0 and self._seconds(now, c, d, k) <= pace(k):
                 return total, k
         k = max(self._ks(), key=lambda k: self._tokens(k) / self._seconds(now, 0, d, k)) if d else 0
         return d * (1 + k) or 1, k
 
-    def _pace(self, decodes):
-        """-> function of k: seconds that an iteration with k drafts may take: no stall, and of requests whose drafts have no luck at most
+    def _pace(self, decodes, least):
+        """-> function of k: seconds that an iteration with k drafts may take: no stall (but `least`, what a tile takes, is none), and of requests whose drafts have no luck at most
         one in twenty ends behind its time. What counts is a request's last token: the more are to come, the more may be hoped for."""
         c, known, now = self.engine.config, [r for r in decodes if r.times], self.engine.clock.now()
-        stall = c.stall if c.stall and known else math.inf
+        stall = max(c.stall, least) if c.stall and known else math.inf
         if not c.tpot or not known:
             return lambda k: stall
         due, left = np.array([(r.times[0] + c.tpot * (len(r.times) - 1), r.max_len - r.n_tokens) for r in known]).T
@@ -1710,7 +1712,7 @@ class Autopilot(SarathiServe, Policy):
 
     def _seconds(self, loop, c, d, k):
         drafting = self.engine.speculator.proposer.seconds(d, d * loop.context, k) if k else 0.0
-        return self.engine.cost._time(loop.work(c, d, k)) + drafting
+        return self.engine.cost._time(loop.work(c, d, k, self.engine.cost.tile)) + drafting
 
 
 SCHEDULERS["autopilot"] = Autopilot
