@@ -1844,7 +1844,7 @@ def one_long(bench, L, B=4):
         for share in (0, 0.25, 0.5, 0.75, 0.95):
             past, tokens, took = min(chunks, key=lambda chunk: abs(chunk[0] - share * L))
             yield row(f"{L} tokens, {share:.0%} of them cached: {name}: iteration (ms)", None, took * 1e3, **{"chunk": tokens, "level (ms)": level * 1e3},
-                      at=(f"{L} tokens", name, share * L))
+                      at=(f"{L} tokens", name, int(share * L)))
         yield row(f"{L} tokens: {name}: first token (s)", None, long.ttft, **{"chunk": None, "level (ms)": None})
 
 
@@ -2306,6 +2306,8 @@ FIGURES = {  # experiment -> (x label, y label) of each panel, the last one's ag
     "fig11": [("tokens per request L, batch B", "throughput over static (times)"), ("P:D ratio", "throughput over static (times)")],
     "fig12": [("median per request", "bubble time, ratio"), ("scenarios compared", "completion time, ratio")],
     "fig13": [("chunk size C (tokens)", "time over a full prefill's (times)")] * 2 + [("chunk size C (tokens)", "throughput over static (times)")],
+    "autopilot": [("prompt + output, load", "latency over the best setting's (times)")],
+    "long_context": [("tokens of the prompt that are cached", "iteration (ms)")],
     "online": [("seconds to the first token", "share of requests"), ("seconds per token behind it", "share of requests"),
                ("seconds between two tokens", "share of gaps")],
     "tng_concurrency": [("concurrent requests", "tokens/s, prompts too"), ("concurrent requests", "seconds to the first token, p50"),
