@@ -151,7 +151,7 @@ class Bench:
     @cached_property
     def cost(self):
         """What autopilot goes by where an experiment has no profile of its own: one for all of its engines."""
-        return CostModel.profile(self.model, self.config.repeats)
+        return self.model if self.simulated else CostModel.profile(self.model, self.config.repeats)
 
     def tape(self, what):
         """Where an engine's Spans go, if they are to be kept."""
@@ -1811,41 +1811,43 @@ def setting_name(setting):
 @experiment("[SARATHI §6] a long prompt beside decodes: autopilot's chunk shrinks as attention grows, a fixed one's iterations grow")
 def long_context(bench):
     """The stall that autopilot may cause is what the fixed chunk's first iteration takes."""
+    C, B = bench.options.chunk, 4
     for L in bench.grid([8192], [8192, 32768, 131072]):
-        yield from one_long(bench, L)
+        room = 256 + L // 32  # of a decode: it is to last as long as the prompt
+        config, pages = dict(block_size=L + 8 + room), L + 8 + B * room
+        if bench.simulated and pages > math.prod(bench.model.memory) // bench.model.page:
+            bench.notes.append(f"{L} tokens: their cache does not fit {bench.model.name}; take a model with fewer kv heads, or --tp")
+            continue
+        own = bench.other(another(bench, **config) if bench.simulated else
+                          GPT.from_preset(replace(bench.model.config, **config), dtype=bench.model.dtype, device=str(bench.model.device)))
+        level = own.cost.time_of([(300, 1, 1)] * B + [(0, C - B, 0)])
+        for name, options in ((f"C = {C}", dict(scheduler="sarathi")), ("autopilot", dict(scheduler="autopilot", stall=level, cost=own.cost))):
+            chunks, ttft = beside_decodes(own, name, L, [room] * B, n_page=pages, **options)
+            for share in (0, 0.25, 0.5, 0.75, 0.95):
+                past, tokens, took = min(chunks, key=lambda chunk: abs(chunk[0] - share * L))
+                yield row(f"{L} tokens, {share:.0%} of them cached: {name}: iteration (ms)", None, took * 1e3, **{"chunk": tokens, "level (ms)": level * 1e3},
+                          at=(f"{L} tokens", name, int(share * L)))
+            yield row(f"{L} tokens: {name}: first token (s)", None, ttft, **{"chunk": None, "level (ms)": None})
 
 
-def one_long(bench, L, B=4):
-    config = replace(bench.model.config, block_size=L + 4096)
-    bench = bench.other(another(bench, block_size=L + 4096) if bench.simulated else
-                        GPT.from_preset(config, dtype=bench.model.dtype, device=str(bench.model.device), seed=bench.options.seed))
-    more = L // 32  # tokens that the decodes generate: they are to last
-    pages = L + 8 + B * (256 + more)
-    if bench.simulated and pages > math.prod(bench.model.memory) // bench.model.page:
-        bench.notes.append(f"{L} tokens: their cache does not fit {bench.model.name}; take a model with fewer kv heads, or --tp")
-        return
-    cost = bench.model if bench.simulated else CostModel.profile(bench.model, bench.config.repeats)
-    C = bench.options.chunk
-    level = cost.time_of([(300, 1, 1)] * B + [(0, C - B, 0)])
-    for name, options in ((f"C = {C}", dict(scheduler="sarathi")), ("autopilot", dict(scheduler="autopilot", stall=level, cost=cost))):
-        spans = []
-        engine = bench.engine(options.pop("scheduler"), L, n_page=pages, B=B + 1, alloc="grow", **options | dict(record=spans))
-        for prompt in bench.prompts(B, 256, bench.options.seed):
-            engine.add(Request(prompt, max_new_tokens=more))
-        while len(engine.running) < B or any(r.n_todo > 1 for r in engine.running):
+def beside_decodes(bench, name, L, rooms, scheduler, **options):
+    """A prompt of L tokens comes when requests with so much room, 256 tokens of it a prompt, decode -> [(its tokens cached, its tokens in
+    this iteration, seconds)], seconds to its first token."""
+    spans = []
+    engine = bench.engine(scheduler, L, B=len(rooms) + 1, alloc="grow", **options | dict(record=spans))
+    for room, prompt in zip(rooms, bench.prompts(len(rooms), 256, bench.options.seed)):
+        engine.add(Request(prompt, max_new_tokens=room - 256))
+    while len(engine.running) < len(rooms) or any(r.n_todo > 1 for r in engine.running):
+        engine.step()
+    long = Request(bench.prompts(1, L, bench.options.seed)[0], max_new_tokens=1, arrival=engine.clock.now())
+    engine.add(long)
+    with tqdm(total=L, desc=f"{bench.doing}: {L} tokens, {name}", delay=5, file=sys.stderr) as bar:
+        while not long.times and not bench.interrupt.seen:
             engine.step()
-        long = Request(bench.prompts(1, L, bench.options.seed)[0], max_new_tokens=1, arrival=engine.clock.now())
-        engine.add(long)
-        for _ in tqdm(iter(lambda: bool(long.times or bench.interrupt.seen or engine.step() is None), True), f"{bench.doing}: {L} tokens, {name}", delay=5, file=sys.stderr):
-            pass
-        if bench.interrupt.seen:
-            raise KeyboardInterrupt
-        chunks = [(past, n, s.end - s.start) for s in spans for id, past, n in s.entries if id == long.id and n]
-        for share in (0, 0.25, 0.5, 0.75, 0.95):
-            past, tokens, took = min(chunks, key=lambda chunk: abs(chunk[0] - share * L))
-            yield row(f"{L} tokens, {share:.0%} of them cached: {name}: iteration (ms)", None, took * 1e3, **{"chunk": tokens, "level (ms)": level * 1e3},
-                      at=(f"{L} tokens", name, int(share * L)))
-        yield row(f"{L} tokens: {name}: first token (s)", None, long.ttft, **{"chunk": None, "level (ms)": None})
+            bar.update(long.n_past - bar.n)
+    if bench.interrupt.seen:
+        raise KeyboardInterrupt
+    return [(past, n, s.end - s.start) for s in spans for id, past, n in s.entries if id == long.id and n], long.ttft
 
 
 # ---------------------------------------------------------------- how far the simulator can be believed

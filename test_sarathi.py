@@ -3756,7 +3756,7 @@ def everything(folder, world):
     """All that tests ask of a world, since starting one takes longer than any question."""
     found = dict(said=agreements(world), held=bytes_held(world), loaded=loaded(folder, world), served=served_by(world))
     if world.pp == 1:
-        return found | dict(sent=bytes_sent(world), refused=refusals(world))
+        return found | dict(sent=bytes_sent(world), refused=refused_shares(world))
     return found | dict(refused=refused_stages(world), bubbles=bubbles_of(world))
 
 
@@ -3814,28 +3814,26 @@ def bytes_held(world):
     return dict(held, pool=model.new_cache(10).numel() * model.dtype.itemsize)
 
 
-def refusals(world):
-    """What is said where a world cannot do what it is asked."""
+def refusals(*asks):
+    """What is said to those who ask for what cannot be done."""
     said = []
-    for ask in (lambda: shared(world, n_kv_head=1), lambda: shared(world, n_inner=161), lambda: Engine(shared(world), lora="bmm", n_page=100),
-                lambda: World.start(3, 1)):
+    for ask in asks:
         try:
             ask()
         except ValueError as e:
             said.append(str(e))
     return said
+
+
+def refused_shares(world):
+    return refusals(lambda: shared(world, n_kv_head=1), lambda: shared(world, n_inner=161),
+                    lambda: Engine(shared(world), lora="bmm", n_page=100), lambda: World.start(3, 1))
 
 
 def refused_stages(world):
-    """What is said where stages cannot do what they are asked."""
-    said, model, heads = [], shared(world), model_py.Heads(2, SPREAD["n_embd"])
-    for ask in (lambda: shared(world, n_layer=1), lambda: Engine(model, n_page=100), lambda: make_engine(model, draft=heads, spec="2,1", n_page=100),
-                lambda: make_engine(model, draft="ngram", spec="goodput", n_page=100)):
-        try:
-            ask()
-        except ValueError as e:
-            said.append(str(e))
-    return said
+    model, heads = shared(world), model_py.Heads(2, SPREAD["n_embd"])
+    return refusals(lambda: shared(world, n_layer=1), lambda: Engine(model, n_page=100), lambda: make_engine(model, draft=heads, spec="2,1", n_page=100),
+                    lambda: make_engine(model, draft="ngram", spec="goodput", n_page=100), lambda: make_engine(model, scheduler="autopilot", n_page=100))
 
 
 def bubbles_of(world):
@@ -3972,9 +3970,10 @@ def test_a_stages_bubbles_are_the_gaps_between_its_micro_batches(tp):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_stage_refuses_what_a_pipeline_cannot_do(tp):
     for found in together(tp, 2):
-        layers, engine, heads, goodput = found["refused"]
+        layers, engine, heads, goodput, autopilot = found["refused"]
         assert layers == "pp = 2 stages: there are only 1 layers" and "give it to a Pipeline" in engine
         assert heads.startswith("draft = Heads: heads read the last stage's states") and goodput.startswith("spec = 'goodput': a stage of pp = 2 cannot")
+        assert autopilot == "scheduler = 'autopilot': a stage of pp = 2 cannot be profiled, give cost"
 
 
 ENDLESS = """
