@@ -1685,12 +1685,12 @@ class Autopilot(SarathiServe, Policy):
                 self.ranked.clear()
             latency = {}
             for k in self._ks():
-                l = self._tokens(k)
+                l, T0 = self._tokens(k), self._seconds(loop, 0, loop.S, k)
                 for total in SIZES:
                     flow = loop.flow(total, k, l)
                     if flow:
                         x, c, d, share, steps = flow
-                        T = share * self._seconds(loop, c, d, k) + (1 - share) * self._seconds(loop, 0, loop.S, k)
+                        T = share * self._seconds(loop, c, d, k) + (1 - share) * T0
                         latency[total, k] = T * (loop.n / x + steps)
             self.ranked[key] = sorted(latency, key=lambda key: (latency[key], -key[0]))
         return self.ranked[key]
