@@ -1625,9 +1625,8 @@ class Autopilot(SarathiServe, Policy):
     and who comes now, behind n others, has its last token after T (n / x + P / c + D / l): the queue's time and its own. The (c, k) with
     the least is best at any load: alone it is one's own latency that counts, in a long queue the throughput x / T. A prefill token and
     a draft thus have one currency, the T of their iteration. With a target the best that keeps every running request to its pace is
-    taken: a request that is ahead of it lends its time to the prefills of others; if all are late, prompts wait. No
-    stall lasts longer than asked for, or than one tile. D is max_new_tokens: where a
-    stop token ends most requests early, it is too long."""
+    taken: a request that is ahead of it lends its time to the prefills of others; if all are late, prompts wait. No stall lasts longer
+    than asked for, or than one tile. D is max_new_tokens: where a stop token ends most requests early, it is too long."""
     registry, priced, per_request = POLICIES, True, True
 
     def start(self, engine):
@@ -1635,6 +1634,8 @@ class Autopilot(SarathiServe, Policy):
 
     def plan(self, running, waiting):
         requests = [*running, *self.new(running, waiting)]
+        if not requests:
+            return []
         decodes = [r for r in running if r.n_todo == 1]
         self.total, self.k = self._choose(requests, decodes, len(running) + len(waiting))
         self.chunk = self.total - self.k * len(decodes)
@@ -1662,8 +1663,9 @@ class Autopilot(SarathiServe, Policy):
         return d * (1 + k) or 1, k
 
     def _pace(self, decodes, least):
-        """-> function of k: seconds that an iteration with k drafts may take: no stall (but `least`, what a tile takes, is none), and of requests whose drafts have no luck at most
-        one in twenty ends behind its time. What counts is a request's last token: the more are to come, the more may be hoped for."""
+        """-> function of k: seconds that an iteration with k drafts may take: no stall (but `least`, what a tile takes, is none), and of
+        requests whose drafts have no luck at most one in twenty ends behind its time. What counts is a request's last token: the more
+        are to come, the more may be hoped for."""
         c, known, now = self.engine.config, [r for r in decodes if r.times], self.engine.clock.now()
         stall = max(c.stall, least) if c.stall and known else math.inf
         if not c.tpot or not known:
@@ -2030,7 +2032,7 @@ class Engine:
             raise ValueError(f"n_page = {c.n_page}, memory_gb = {c.memory_gb:g}: a pool of {n_page} pages of {page} bytes, "
                              f"must have 1 .. {free // page} pages in the {free / 1e9:.1f} GB there are")
         self.max_batch = B or min(256, max(1, n_page // L))  # B = floor((M_G - M_S) / (L * m_kv)) [SARATHI §4.3.1]
-        if self.scheduler.max_batch is None:
+        if getattr(self.scheduler, "max_batch", None) is None:  # a scheduler of somebody's own may not call our __init__
             self.scheduler.max_batch = self.max_batch
         if self.world.tp > 1 and self.config.lora == "bmm":
             raise ValueError("lora = 'bmm' is for one device, to compare with: with tp it is 'batched' or 'merge'")

@@ -416,6 +416,18 @@ def test_a_scheduler_of_ones_own_runs_by_name_and_as_an_object():
     del SCHEDULERS["shortest_first"]
 
 
+def test_a_scheduler_need_not_call_our_init():
+    class Bare(sarathi.Orca, named=False):
+        def __init__(self):
+            pass
+    assert Engine(small(), scheduler=Bare(), max_batch=2, n_page=100).generate([prompt(9)] * 3, 5) == [naive(9, 5)] * 3
+
+
+def test_autopilot_has_no_plan_for_nobody():
+    engine = Simulator(a6000(), scheduler="autopilot", max_batch=2)
+    assert engine.scheduler.plan([], ()) == []
+
+
 def test_no_step_looks_at_the_whole_queue():
     class Counting(sarathi.Queue):
         seen = 0
