@@ -3743,6 +3743,7 @@ def served_by(world):
     heads = model_py.Heads(2, SPREAD["n_embd"])
     for name, draft, more in (("ngram", "ngram", {}), ("draft on each rank", small_draft, {}), ("shared draft", world.pp == 1 and shared(world, n_layer=1), {}),
                               ("confident draft", small_draft, dict(spec="confidence", cost=(price(), price()))),
+                              ("autopilot", "ngram", dict(scheduler="autopilot", spec="autopilot", cost=price(), tpot=0.02, stall=0.05)),
                               ("heads", heads, dict(spec="2,1")), ("drawn drafts", small_draft, dict(temperature=0.7))):
         if world.pp > 1 and name in NOT_STAGED:
             continue
