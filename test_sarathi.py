@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -826,73 +827,95 @@ def test_no_folder_at_all(tmp_path):
 
 # ---------------------------------------------------------------- 9. command lines, the trainer and the benchmark
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """A cache folder with an untrained tiny model in it, so that no test trains one."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "sarathi" / "tiny"
+@pytest.fixture(scope="session")
+def untrained(tmp_path_factory):
+    """A cache folder with an untrained tiny model and heads in it, so that no test trains one -> the model's."""
+    folder = tmp_path_factory.mktemp("cache") / "sarathi" / "tiny"
     torch.manual_seed(0)
     GPT(preset("tiny")).save_pretrained(folder)
     model_py.write_byte_tokenizer(folder)
+    model_py.Heads(2, preset("tiny").n_embd).save_pretrained(folder.parent / "heads")
     return folder
 
 
-def cli(script, *args, cwd=None):
-    return subprocess.run([sys.executable, str(HERE / script), *args], capture_output=True, text=True, timeout=300, cwd=cwd)
+@pytest.fixture
+def cli(untrained, monkeypatch, capfd):
+    """cli(script, *flags) -> what this command line would end with and say, as of `process`, but run here: no new process, which has to
+    import torch first."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(untrained.parent.parent))
+
+    def run(script, *flags):
+        monkeypatch.setattr(sys, "argv", [script, *flags])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            sys.exit(sarathi.run_cli({"sarathi.py": sarathi, "bench.py": bench}[script].main))
+        said = capfd.readouterr()
+        return SimpleNamespace(status=end.value.code or 0, out=said.out, err=said.err)
+    return run
 
 
-def test_sarathi_streams_text_and_says_how_fast(cache):
-    out = cli("sarathi.py", "--prompt", "def ", "--max-new-tokens", "5", "--temperature", "0")
-    assert out.returncode == 0 and out.stdout.startswith("def "), out.stderr
-    assert re.search(r"5 tokens, \d+ tokens/s, TTFT [\d.]+ ms, TPOT [\d.]+ ms", out.stderr.replace("4 + ", ""))
-    late = cli("sarathi.py", "--tokens", "1,2,3", "--model", str(cache), "--slo", "1e-9")
-    assert late.returncode == 0 and late.stderr == "no token: the user ended it, or it would be too late (slo)\n"
-    ids = cli("sarathi.py", "--tokens", "1,2,3", "--model", str(cache), "--max-new-tokens", "4", "--scheduler", "orca")
-    assert ids.returncode == 0, ids.stderr
+def process(*command, **env):
+    """python *command, in a process of its own and with these variables -> its exit status and what it said on stdout and stderr."""
+    run = subprocess.run([sys.executable, *command], cwd=HERE, env=os.environ | env, capture_output=True, text=True, timeout=300)
+    return SimpleNamespace(status=run.returncode, out=run.stdout, err=run.stderr)
 
 
-@pytest.mark.parametrize("script, args, message", [
-    ("sarathi.py", ["--prompt", "x", "--chunk", "0"], "chunk = 0: must be a whole number, at least 1"),
-    ("sarathi.py", ["--prompt", "x", "--chunk", "many"], "invalid int value: 'many'"),
-    ("sarathi.py", ["--prompt", "x", "--speed", "9"], "unrecognized arguments: --speed"),
-    ("sarathi.py", ["--prompt", "x", "--scheduler", "fifo"], "unknown scheduler 'fifo': one of static"),
-    ("sarathi.py", ["--prompt", "x", "--alloc", "lazy"], "invalid choice: 'lazy'"),
-    ("sarathi.py", ["--prompt", "x", "--model", "llama-8b"], "neither a folder nor a preset (tiny"),
-    ("sarathi.py", ["--prompt", "x", "--temperature", "-1"], "temperature = -1.0"),
-    ("sarathi.py", ["--prompt", ""], "empty prompt"), ("sarathi.py", ["--prompt", "x", "--adapter", "none"], "adapter folder none does not exist"),
-    ("sarathi.py", ["--prompt", "x", "--lora", "fast"], "invalid choice: 'fast'"),
-    ("sarathi.py", ["--tokens", "1,x"], "--tokens '1,x'"),
-    ("sarathi.py", ["--tokens", "1", "--tp", "2"], "tp = 2, pp = 1: needs 2 processes, there is 1: torchrun --nproc_per_node 2 sarathi.py --tp 2 --pp 1"),
-    ("sarathi.py", ["--tokens", "1", "--tp", "0"], "tp = 0: must be a whole number, at least 1"),
-    ("sarathi.py", [], "one of the arguments --prompt --tokens is required"),
-    ("bench.py", ["peer"], "unknown experiment 'peer'"), ("bench.py", ["table9"], "unknown experiment 'table9': one of ceilings"),
-    ("bench.py", ["--chunk", "x"], "invalid"), ("bench.py", ["--lengths", "5,a"], "lengths = '5,a'"),
-    ("bench.py", ["roofline", "--hardware", "h100"], "roofline can only be measured, on this machine"),
-    ("bench.py", ["peers", "--peers", "ollama=x"], "names among transformers, vllm, llama.cpp"),
-    ("bench.py", ["peers", "--cells", "x 16"], "cells = 'x 16': must be part of a name among prefill 512"),
-    ("bench.py", ["online", "--arrivals", "poisson"], "arrivals = 'poisson': must be poisson:RATE, gamma:RATE:CV"),
-    ("bench.py", ["online", "--prompt", "9..3"], "prompt = '9..3': must be 256 (all alike), 8..512"),
-    ("bench.py", ["online", "--schedulers", "orca,fifo"], "unknown scheduler 'fifo'"),
-    ("bench.py", ["online", "--targets", "3"], "targets = '3': must be two numbers above 0"),
-    ("bench.py", ["online", "--arrivals", "none.csv"], "none.csv"),
-    ("bench.py", ["online", "--fair", "-1"], "fair = -1.0: must be a number, at least 0"),
-    ("sarathi.py", ["--tokens", "1", "--tpot", "-1"], "tpot = -1.0: must be a number, at least 0"),
-    ("sarathi.py", ["--tokens", "1", "--stall", "nan"], "stall = nan: must be a number, at least 0"),
-    ("sarathi.py", ["--tokens", "1", "--spec", "autopilot", "--draft", "ngram"], "spec = 'autopilot' needs scheduler = 'autopilot'"),
-    ("bench.py", ["--repeats", "0"], "repeats = 0"), ("bench.py", ["--scheduler", "fifo"], "unknown scheduler 'fifo'"),
-    ("bench.py", ["ceilings", "--model", "tiny", "--lengths", "4096"], "context ends at 1024"),
-    ("bench.py", ["table2", "--hardware", "b200"], "unknown hardware 'b200': one of a10g, a6000"),
-    ("bench.py", ["table2", "--hardware", "a10g"], "26.0 GB of weights do not fit a10g"),
-    ("bench.py", ["table2", "--hardware", "a100", "--model", "llama-8b"], "unknown preset 'llama-8b': one of tiny"),
-    ("bench.py", ["table2", "--hardware", "a100", "--tp", "0"], "tp = 0"), ("bench.py", ["fig12", "--scale", "0"], "scale = 0")])
-def test_a_bad_command_line_is_one_line_and_exit_2(script, args, message, cache):
-    out = cli(script, *args)
-    assert out.returncode == 2 and message in out.stderr and out.stderr.count("\n") == 1 and "Traceback" not in out.stderr, out.stderr
+def test_both_scripts_are_programs(untrained):
+    good = process("sarathi.py", "--tokens", "1,2,3", "--model", str(untrained), "--max-new-tokens", "4")
+    assert good.status == 0 and good.out.endswith("\n") and good.err.startswith("3 + 4 tokens, "), good.err
+    bad = process("bench.py", "table9")
+    assert bad.status == 2 and bad.err.startswith("bench.py: unknown experiment 'table9': one of ceilings") and bad.err.count("\n") == 1 and not bad.out
 
 
-def test_help_teaches(cache):
+def test_sarathi_streams_text_and_says_how_fast(cli):
+    said = cli("sarathi.py", "--prompt", "def ", "--max-new-tokens", "5", "--temperature", "0")
+    assert said.status == 0 and said.out.startswith("def "), said.err
+    assert re.search(r"5 tokens, \d+ tokens/s, TTFT [\d.]+ ms, TPOT [\d.]+ ms", said.err.replace("4 + ", ""))
+    late = cli("sarathi.py", "--tokens", "1,2,3", "--slo", "1e-9")
+    assert late.status == 0 and late.err == "no token: the user ended it, or it would be too late (slo)\n"
+
+
+BAD_LINES = {
+    "sarathi.py --prompt x --chunk 0": "chunk = 0: must be a whole number, at least 1",
+    "sarathi.py --prompt x --chunk many": "invalid int value: 'many'", "sarathi.py --prompt x --speed 9": "unrecognized arguments: --speed",
+    "sarathi.py --prompt x --scheduler fifo": "unknown scheduler 'fifo': one of static",
+    "sarathi.py --prompt x --alloc lazy": "invalid choice: 'lazy'",
+    "sarathi.py --prompt x --model llama-8b": "neither a folder nor a preset (tiny",
+    "sarathi.py --prompt x --temperature -1": "temperature = -1.0", "sarathi.py --prompt ''": "empty prompt",
+    "sarathi.py --prompt x --adapter none": "adapter folder none does not exist", "sarathi.py --prompt x --lora fast": "invalid choice: 'fast'",
+    "sarathi.py --tokens 1,x": "--tokens '1,x'",
+    "sarathi.py --tokens 1 --tp 2": "tp = 2, pp = 1: needs 2 processes, there is 1: torchrun --nproc_per_node 2 sarathi.py --tp 2 --pp 1",
+    "sarathi.py --tokens 1 --tp 0": "tp = 0: must be a whole number, at least 1",
+    "sarathi.py": "one of the arguments --prompt --tokens is required", "bench.py peer": "unknown experiment 'peer'",
+    "bench.py table9": "unknown experiment 'table9': one of ceilings", "bench.py --chunk x": "invalid",
+    "bench.py --lengths 5,a": "lengths = '5,a'", "bench.py roofline --hardware h100": "roofline can only be measured, on this machine",
+    "bench.py peers --peers ollama=x": "names among transformers, vllm, llama.cpp",
+    "bench.py peers --cells 'x 16'": "cells = 'x 16': must be part of a name among prefill 512",
+    "bench.py online --arrivals poisson": "arrivals = 'poisson': must be poisson:RATE, gamma:RATE:CV",
+    "bench.py online --prompt 9..3": "prompt = '9..3': must be 256 (all alike), 8..512",
+    "bench.py online --schedulers orca,fifo": "unknown scheduler 'fifo'",
+    "bench.py online --targets 3": "targets = '3': must be two numbers above 0", "bench.py online --arrivals none.csv": "none.csv",
+    "bench.py online --fair -1": "fair = -1.0: must be a number, at least 0",
+    "sarathi.py --tokens 1 --tpot -1": "tpot = -1.0: must be a number, at least 0",
+    "sarathi.py --tokens 1 --stall nan": "stall = nan: must be a number, at least 0",
+    "sarathi.py --tokens 1 --spec autopilot --draft ngram": "spec = 'autopilot' needs scheduler = 'autopilot'",
+    "bench.py --repeats 0": "repeats = 0", "bench.py --scheduler fifo": "unknown scheduler 'fifo'",
+    "bench.py ceilings --model tiny --lengths 4096": "context ends at 1024",
+    "bench.py table2 --hardware b200": "unknown hardware 'b200': one of a10g, a6000",
+    "bench.py table2 --hardware a10g": "26.0 GB of weights do not fit a10g",
+    "bench.py table2 --hardware a100 --model llama-8b": "unknown preset 'llama-8b': one of tiny",
+    "bench.py table2 --hardware a100 --tp 0": "tp = 0", "bench.py fig12 --scale 0": "scale = 0"}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_bad_command_line_is_one_line_and_exit_2(line, cli):
+    said = cli(*shlex.split(line))
+    assert said.status == 2 and BAD_LINES[line] in said.err and said.err.count("\n") == 1 and "Traceback" not in said.err, said.err
+
+
+def test_help_teaches(cli):
     for script in ("sarathi.py", "bench.py"):
-        text = cli(script, "--help").stdout
+        text = cli(script, "--help").out
         assert "--chunk" in text and "[SARATHI §4.4]" in text and "Example" in text
 
 
@@ -924,11 +947,11 @@ def test_training_learns():
     assert loss < 1.0 < np.log(257)
 
 
-def test_bench_prints_tables_that_line_up_and_json_last(cache):
-    out = cli("bench.py", "ceilings", "table2", "table4", "--model", "tiny", "--lengths", "32,48,64", "--repeats", "2", "--chunk", "32",
-              "--tile", "16", "--requests", "4", "--max-batch", "3")
-    assert out.returncode == 0, out.stderr
-    *text, last = out.stdout.strip().split("\n")
+def test_bench_prints_tables_that_line_up_and_json_last(cli):
+    said = cli("bench.py", "ceilings", "table2", "table4", "--model", "tiny", "--lengths", "32,48,64", "--repeats", "2", "--chunk", "32",
+               "--tile", "16", "--requests", "4", "--max-batch", "3")
+    assert said.status == 0, said.err
+    *text, last = said.out.strip().split("\n")
     result = json.loads(last)
     assert result["experiment"] == "ceilings table2 table4" and result["seed"] == 0 and result["machine"]["dtype"]
     names = [r["what"] for r in result["rows"]]
@@ -943,16 +966,16 @@ def test_bench_prints_tables_that_line_up_and_json_last(cache):
     assert table2["prefill-only: linear (ms)"] + table2["prefill-only: attn (ms)"] == pytest.approx(table2["prefill-only: total (ms)"])
 
 
-def test_bench_chooses_a_chunk_and_shows_the_curve(cache):
-    out = cli("bench.py", "profile", "--chunk", "auto", "--model", "tiny", "--lengths", "150", "--repeats", "1")
-    assert out.returncode == 0, out.stderr
-    rows = json.loads(out.stdout.strip().split("\n")[-1])
-    assert re.search(r"chosen: chunk \d+, tile \d+", out.stdout) and len(rows["rows"]) == 12
+def test_bench_chooses_a_chunk_and_shows_the_curve(cli):
+    said = cli("bench.py", "profile", "--chunk", "auto", "--model", "tiny", "--lengths", "150", "--repeats", "1")
+    assert said.status == 0, said.err
+    rows = json.loads(said.out.strip().split("\n")[-1])
+    assert re.search(r"chosen: chunk \d+, tile \d+", said.out) and len(rows["rows"]) == 12
     assert rows["options"]["chunk"] in (32, 64, 96, 128)
 
 
-def test_bench_lists_its_experiments():
-    listed = cli("bench.py", "list").stdout.split("\n")
+def test_bench_lists_its_experiments(cli):
+    listed = cli("bench.py", "list").out.split("\n")
     assert [line.split()[0] for line in listed if line] == list(bench.EXPERIMENTS)
 
 
@@ -1220,18 +1243,18 @@ def test_the_timelines_show_each_request_from_its_arrival_to_its_last_token(kind
 
 
 @pytest.mark.parametrize("flag", ["--plot", "--trace"])
-def test_what_cannot_be_written_is_said_before_the_work(flag):
-    out = cli("bench.py", "fig7", "--hardware", "a6000", flag, "/dev/null/there")
-    assert out.returncode == 2 and out.stdout == "" and out.stderr == f"bench.py: {flag[2:]} = '/dev/null/there': cannot be written (Not a directory)\n"
+def test_what_cannot_be_written_is_said_before_the_work(flag, cli):
+    said = cli("bench.py", "fig7", "--hardware", "a6000", flag, "/dev/null/there")
+    assert said.status == 2 and said.out == "" and said.err == f"bench.py: {flag[2:]} = '/dev/null/there': cannot be written (Not a directory)\n"
 
 
-def test_plot_and_trace_on_the_command_line(tmp_path):
-    out = cli("bench.py", "fig7", "timeline", "--hardware", "a6000", "--model", "llama-13b", "--plot", str(tmp_path / "a/b"), "--trace", str(tmp_path / "t.json"))
-    assert out.returncode == 0, out.stderr
+def test_plot_and_trace_on_the_command_line(tmp_path, cli):
+    said = cli("bench.py", "fig7", "timeline", "--hardware", "a6000", "--model", "llama-13b", "--plot", str(tmp_path / "a/b"), "--trace", str(tmp_path / "t.json"))
+    assert said.status == 0, said.err
     assert sorted(p.name for p in (tmp_path / "a/b").iterdir()) == ["fig7.png", "timeline.png"]
     names = {e["args"]["name"] for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["name"] == "process_name"}
     assert names == {"timeline: static", "timeline: prefill_first", "timeline: sarathi"}
-    assert json.loads(out.stdout.strip().split("\n")[-1])["experiment"] == "fig7 timeline", "the last line is still the JSON"
+    assert json.loads(said.out.strip().split("\n")[-1])["experiment"] == "fig7 timeline", "the last line is still the JSON"
 
 
 # ---------------------------------------------------------------- 11. the README
@@ -1702,10 +1725,12 @@ def test_the_scoreboard_is_well_formed(monkeypatch, capsys):
     assert [claims[f"SmartSpec Fig. 1, 7b: k = {k}: no gain beyond rate"]["role"] for k in (5, 3)] == ["fit", "prediction"]
 
 
-def test_hardware_on_the_command_line_needs_no_model_and_no_cache(tmp_path):
-    out = cli("bench.py", "table2", "--hardware", "a100", "--model", "llama-33b")
-    assert out.returncode == 0, out.stderr
-    result = json.loads(out.stdout.strip().split("\n")[-1])
+def test_hardware_on_the_command_line_needs_no_model_and_no_cache(cli, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    monkeypatch.setattr(bench, "load_model", lambda *_: pytest.fail("loaded"))
+    said = cli("bench.py", "table2", "--hardware", "a100", "--model", "llama-33b")
+    assert said.status == 0, said.err
+    result = json.loads(said.out.strip().split("\n")[-1])
     assert result["machine"]["name"] == "a100 (simulated)" and {r["source"] for r in result["rows"]} == {"simulated"}
 
 
@@ -2481,8 +2506,8 @@ def test_without_triton_everything_runs_in_torch():
 import kernels, sarathi, model
 engine = sarathi.Engine(model.GPT.from_preset("tiny"), n_page=64)
 assert not kernels.HAS_TRITON and len(engine.generate([[1, 2, 3]], max_new_tokens=4)[0]) == 4"""
-    run = subprocess.run([sys.executable, "-c", code], cwd=HERE, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    said = process("-c", code, TRITON_INTERPRET="1")
+    assert said.status == 0, said.err
 
 
 @kernel_test
@@ -3042,15 +3067,14 @@ def test_a_proposer_and_a_policy_of_ones_own():
         sarathi.PROPOSERS.pop("twice"), sarathi.POLICIES.pop("every_other")
 
 
-def test_speculation_on_the_command_line(cache):
-    run = ["sarathi.py", "--tokens", "1,2,3,4,1,2,3,4,1,2", "--model", str(cache), "--max-new-tokens", "30", "--temperature", "0", "--spec", "2"]
-    model_py.Heads(2, preset("tiny").n_embd).save_pretrained(cache.parent / "heads")
-    ngram, same, heads = (cli(*run, "--draft", draft) for draft in ("ngram", str(cache), "heads"))
-    for out in (ngram, same, heads):
-        assert re.search(r"\d+ drafts, \d+% accepted, [\d.]+ tokens per iteration, goodput \d+ tokens/s", out.stderr), out.stderr
-    assert ngram.stdout == same.stdout == heads.stdout and "100% accepted" in same.stderr
-    trees = cli(*run[:-1], "3,2", "--draft", "heads")  # of them, more than one draft for a place
-    assert trees.stdout == heads.stdout and int(trees.stderr.split(" drafts")[0].split()[-1]) > int(heads.stderr.split(" drafts")[0].split()[-1])
+def test_speculation_on_the_command_line(cli):
+    run = ["sarathi.py", "--tokens", "1,2,3,4,1,2,3,4,1,2", "--max-new-tokens", "30", "--temperature", "0", "--spec", "2"]
+    ngram, same, heads = (cli(*run, "--draft", draft) for draft in ("ngram", "tiny", "heads"))
+    for said in (ngram, same, heads):
+        assert re.search(r"\d+ drafts, \d+% accepted, [\d.]+ tokens per iteration, goodput \d+ tokens/s", said.err), said.err
+    assert ngram.out == same.out == heads.out and "100% accepted" in same.err
+    trees, drafted = cli(*run[:-1], "3,2", "--draft", "heads"), lambda said: int(said.err.split(" drafts")[0].split()[-1])
+    assert trees.out == heads.out and drafted(trees) > drafted(heads), "more than one draft for a place"
 
 
 def test_a_bench_profiles_once_for_all_its_engines(monkeypatch):
