@@ -1,6 +1,7 @@
 """The proofs. Greedy tokens must equal the naive loop's, whatever the scheduler, chunk, allocation or neighbour; logits must
 equal transformers'; pages are never lost; bad input is one clear sentence and harms nobody else. Nothing here is timed."""
 import argparse
+import base64
 import contextlib
 import copy
 import dataclasses
@@ -12,10 +13,12 @@ import os
 import random
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter, deque
 from dataclasses import fields
 from functools import lru_cache, partial
@@ -26,12 +29,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import bench
 import kernels
 import model as model_py
 import sarathi
-from kernels import Segment, World, attention, attention_ref, causal_mask, triton
+from kernels import World, attention, attention_ref, triton
 from model import GPT, PRESETS, Adapter, GPTConfig, load_tokenizer, preset, random_adapter
 from sarathi import (SCHEDULERS, Cluster, CostModel, Engine, EngineConfig, LastCome, OneAdapter, Order, PagePool, Pipeline, Request,
                      Scheduler, Simulator, make_engine, make_scheduler)
@@ -209,7 +213,7 @@ def test_a_request_that_fills_the_pool_and_the_context_runs():
 
 # ---------------------------------------------------------------- 2. parity with the outside
 
-def hf_folder(tmp_path, family="llama", shard="5GB", edit=None, **settings):
+def hf_folder(tmp_path, family="llama", shard="5GB", spelling=None, **settings):
     """A random checkpoint written by transformers -> (its model, the folder)."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(3)
@@ -223,9 +227,9 @@ def hf_folder(tmp_path, family="llama", shard="5GB", edit=None, **settings):
                                 max_position_embeddings=96, initializer_range=0.2) | settings)
         theirs = kind[1](config)
     theirs.eval().save_pretrained(tmp_path, max_shard_size=shard)
-    if edit:
+    if spelling:
         path = tmp_path / "config.json"
-        path.write_text(json.dumps(edit(json.loads(path.read_text()))))
+        path.write_text(json.dumps(spelling(json.loads(path.read_text()))))
     return theirs, tmp_path
 
 
@@ -241,7 +245,7 @@ CHECKPOINTS = {
     "gpt2": dict(family="gpt2"), "gpt2 sharded": dict(family="gpt2", shard="20KB"), "llama": dict(),
     "grouped heads": dict(num_key_value_heads=2), "one kv head": dict(num_key_value_heads=1), "tied": dict(tie_word_embeddings=True),
     "sharded": dict(shard="30KB", num_key_value_heads=2), "llama3 rope": dict(rope_parameters=LLAMA3),
-    "llama3 rope, old spelling": dict(rope_parameters=LLAMA3, edit=old_spelling), "old spelling": dict(edit=old_spelling),
+    "llama3 rope, old spelling": dict(rope_parameters=LLAMA3, spelling=old_spelling), "old spelling": dict(spelling=old_spelling),
     "linear rope": dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4)), "wide heads": dict(head_dim=32),
     "mistral": dict(family="mistral", sliding_window=None, num_key_value_heads=2)}
 
@@ -300,7 +304,7 @@ TEXTS = ["def f(x):\n    return x + 1\n", "naïve café, 東京 12345 3.14159  t
 
 def bpe_folder(tmp_path, kind):
     """A small byte-level BPE trained and written by the tokenizers library, in the manner of GPT-2, Llama-3 or SmolLM2."""
-    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
     t = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != "llama3")
@@ -328,7 +332,6 @@ def test_a_folders_tokenizer_becomes_the_same_tiktoken_encoding(kind, tmp_path):
 
 
 def test_llama3_tokenizer_model_and_what_is_not_byte_level(tmp_path):
-    import base64
     lines = [base64.b64encode(bytes([b])) + b" %d" % b for b in range(256)] + [base64.b64encode(b"ab") + b" 256"]
     (tmp_path / "tokenizer.model").write_bytes(b"\n".join(lines))
     assert load_tokenizer(tmp_path).encode("abc") == [257, 256, ord("c")]
@@ -492,11 +495,11 @@ def test_a_scheduler_that_plans_nothing_is_an_error_not_a_hang():
 
 @pytest.mark.parametrize("alloc", ["reserve", "grow"])
 def test_pool_is_conserved_under_a_random_workload(alloc):
-    """500 requests of random lengths with random aborts; check() runs after every step (finish) and every abort."""
+    """250 requests of random lengths with random aborts; check() runs after every step (finish) and every abort."""
     rng = random.Random(0)
     engine = Engine(small(), scheduler="sarathi_serve", chunk=64, max_batch=16, tile=TILE, alloc=alloc, n_page=260)
     requests = []
-    for i in range(500):
+    for i in range(250):
         requests.append(Request(prompt(rng.choice([1, 3, 10, 40, 90]), seed=i), rng.randint(1, 30)))
         engine.add(requests[-1])
         if i % 3 == 0:
@@ -507,7 +510,7 @@ def test_pool_is_conserved_under_a_random_workload(alloc):
             engine.pool.check()
     finish(engine)
     states = [r.state for r in requests]
-    assert states.count("length") + states.count("abort") == 500 and states.count("abort") > 20
+    assert states.count("length") + states.count("abort") == 250 and states.count("abort") > 10
     assert (sum(r.n_preempted for r in requests) > 10) == (alloc == "grow")
     for r in rng.sample([r for r in requests if r.state == "length"], 10):
         assert r.output == greedy(small(), r.prompt, r.max_new_tokens)
@@ -693,8 +696,6 @@ def test_a_prompt_that_its_owner_changes_later_is_served_as_it_was_added():
 
 
 def test_ctrl_c_ends_a_run_after_the_iteration_and_it_can_go_on():
-    import os
-    import signal
     engine = Engine(small(), n_page=100, max_batch=2)
     r = Request(prompt(10), 12)
     engine.add(r)
@@ -725,7 +726,6 @@ def test_an_iteration_that_fails_leaves_the_engine_whole(kind, error):
 
 
 def test_ctrl_c_in_generate_waits_for_the_iteration_and_ends_its_requests():
-    import signal
     engine = Engine(small(), n_page=200)
     forward = engine._forward
     engine._forward = lambda plan: os.kill(os.getpid(), signal.SIGINT) or forward(plan)
@@ -807,30 +807,29 @@ def test_unknown_preset_lists_the_known():
         GPT.from_preset("llama-8b")
 
 
-def rewrite(folder, change):
-    """Change the tensors of a folder's model.safetensors."""
-    from safetensors.torch import load_file, save_file
-    tensors = load_file(folder / "model.safetensors")
-    save_file(change(tensors) or tensors, folder / "model.safetensors")
+def edit(folder, tensors=None, **settings):
+    """Change the tensors of a model's or an adapter's folder by tensors({name: tensor}), and settings; of those None is no setting."""
+    config, weights = next(folder.glob("*config.json")), next(folder.glob("*model.safetensors"))
+    known = json.loads(config.read_text()) | settings
+    config.write_text(json.dumps({k: v for k, v in known.items() if v is not None}))
+    if tensors:
+        tensors(found := load_file(weights))
+        save_file({k: v.clone() for k, v in found.items()}, weights)
 
 
+DAMAGED = {  # either of them
+    "does not exist": lambda f: next(f.glob("*config.json")).unlink(), "not valid JSON": lambda f: next(f.glob("*config.json")).write_text("{"),
+    "holds no \\*.safetensors": lambda f: next(f.glob("*.safetensors")).unlink(),
+    "damaged or half written": lambda f: os.truncate(path := next(f.glob("*.safetensors")), path.stat().st_size - 100)}
 Q = "model.layers.1.self_attn.q_proj.weight"
-BAD_FOLDERS = {
-    "does not exist": lambda f: (f / "config.json").unlink(), "not valid JSON": lambda f: (f / "config.json").write_text("{"),
-    "holds no \\*.safetensors": lambda f: (f / "model.safetensors").unlink(),
-    "damaged or half written": lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1000]),
-    "model_type 'bert'": lambda f: edit_config(f, model_type="bert"), "lacks the setting 'hidden_size'": lambda f: edit_config(f, hidden_size=None),
-    "sliding_window = 8": lambda f: edit_config(f, sliding_window=8), "rope_type = 'yarn'": lambda f: edit_config(f, rope_parameters={"rope_type": "yarn"}),
-    f"'{Q}' is missing": lambda f: rewrite(f, lambda t: t.pop(Q) is None),
-    f"'{Q}' is \\(3, 48\\).*expected \\(48, 48\\)": lambda f: rewrite(f, lambda t: t.update({Q: torch.ones(3, 48)})),
-    f"'{Q}' is .*int32": lambda f: rewrite(f, lambda t: t.update({Q: torch.ones(48, 48, dtype=torch.int32)})),
-    "surplus tensors.*'extra'": lambda f: rewrite(f, lambda t: t.update(extra=torch.ones(1))),
+BAD_FOLDERS = DAMAGED | {
+    "model_type 'bert'": partial(edit, model_type="bert"), "lacks the setting 'hidden_size'": partial(edit, hidden_size=None),
+    "sliding_window = 8": partial(edit, sliding_window=8), "rope_type = 'yarn'": partial(edit, rope_parameters={"rope_type": "yarn"}),
+    f"'{Q}' is missing": partial(edit, tensors=lambda t: t.pop(Q)),
+    f"'{Q}' is \\(3, 48\\).*expected \\(48, 48\\)": partial(edit, tensors=lambda t: t.update({Q: torch.ones(3, 48)})),
+    f"'{Q}' is .*int32": partial(edit, tensors=lambda t: t.update({Q: torch.ones(48, 48, dtype=torch.int32)})),
+    "surplus tensors.*'extra'": partial(edit, tensors=lambda t: t.update(extra=torch.ones(1))),
     "named in model.safetensors.index.json": lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')}
-
-
-def edit_config(folder, **changes):
-    c = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in c.items() if v is not None}))
 
 
 @pytest.mark.parametrize("message", BAD_FOLDERS)
@@ -1050,25 +1049,35 @@ def test_the_arithmetic_of_an_iteration():
     assert work["head"][0] == 2 * 4 * c.n_embd * c.vocab_size and work["ffn_ln2"][0] == 2 * 13 * c.n_inner * c.n_embd * 2
 
 
-def test_peers_are_measured_beside_ours_or_named_as_missing(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "CELLS", {"prefill 512": (1, 32, 1), "decode": (2, 8, 72), "16 x": (3, 20, 4), "16 x, 16 adapters": (17, 20, 4)})
-    has_hf, has_peft = (bool(bench.importlib.util.find_spec(name)) for name in ("transformers", "peft"))
-    asked = f"llama.cpp={tmp_path},vllm={sys.executable}" + f",transformers={sys.executable}" * has_hf
-    b = bench_of(peers=asked)
-    rows = bench.run(b, ["peers"])
-    said = capsys.readouterr().out
-    assert "llama.cpp is not measured" in said and "vllm is not measured: ModuleNotFoundError: No module named 'vllm'" in said
+@pytest.fixture
+def cells(monkeypatch):
+    """Let the experiment have these cells only, and no pauses between them."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    return partial(monkeypatch.setattr, bench, "CELLS")
+
+
+def test_peers_are_measured_beside_ours(capsys, cells):
+    cells({"prefill 512": (1, 32, 1), "decode": (2, 8, 72), "16 x": (3, 20, 4), "16 x, 16 adapters": (17, 20, 4)})
+    has_hf, has_peft = (bool(importlib.util.find_spec(name)) for name in ("transformers", "peft"))
+    rows = bench.run(bench_of(peers=f"transformers={sys.executable}" * has_hf), ["peers"])
     assert [r["what"] for r in rows] == ["prefill 512: tokens/s", "decode: tokens/s"] + [
         f"16 x{more}: {what}" for more in ("", ", 16 adapters") for what in ("tokens/s", "inter-token p99, ms")]
     assert all(r["ours"] > 0 for r in rows)
     if has_hf:
-        assert ("No module named 'peft'" in said) != has_peft
+        assert ("No module named 'peft'" in capsys.readouterr().out) != has_peft
         assert all(r["x best"] == pytest.approx(r["ours"] / r["transformers"]) for r in rows[:6 if has_peft else 4])
         assert has_peft or rows[4]["transformers"] is rows[4]["x best"] is None, "PEFT's cell alone is left out"
 
 
-def test_cells_picks_cells_of_peers_by_name(capsys, monkeypatch):
-    monkeypatch.setattr(bench, "CELLS", {"prefill 512": (1, 16, 1), "16 x": (2, 20, 4), "16 x, 16 adapters": (2, 20, 4)})
+def test_peers_that_are_missing_are_named(tmp_path):
+    b = bench_of(peers=f"llama.cpp={tmp_path},vllm={sys.executable}")
+    assert bench.start_peers(b, str(tmp_path)) == {}
+    (llama_cpp, vllm), missing = b.notes, "vllm is not measured: ModuleNotFoundError: No module named 'vllm'"
+    assert llama_cpp.startswith("llama.cpp is not measured") and vllm == missing
+
+
+def test_cells_picks_cells_of_peers_by_name(cells, monkeypatch):
+    cells({"prefill 512": (1, 16, 1), "16 x": (2, 20, 4), "16 x, 16 adapters": (2, 20, 4)})
     asked = []
     monkeypatch.setattr(bench, "start_peers", lambda bench, folder, adapters=(): asked.append(list(map(os.path.basename, adapters))) or {})
     for part, n_row, sides in (("16 x", 4, [[], [f"adapter{i}" for i in range(16)]]), ("prefill", 1, [[]])):
@@ -1077,7 +1086,7 @@ def test_cells_picks_cells_of_peers_by_name(capsys, monkeypatch):
         asked.clear()
 
 
-def test_a_peer_that_dies_is_left_out_and_ctrl_c_keeps_the_cells_measured(capsys, monkeypatch):
+def test_a_peer_that_dies_is_left_out_and_ctrl_c_keeps_the_cells_measured(capsys, cells, monkeypatch):
     class Peer:
         calls = closed = 0
 
@@ -1091,12 +1100,12 @@ def test_a_peer_that_dies_is_left_out_and_ctrl_c_keeps_the_cells_measured(capsys
 
         def close(self):
             self.closed = 1
-    monkeypatch.setattr(bench, "CELLS", {"prefill 512": (1, 16, 1), "16 x": (2, 20, 4)})
-    for limit, cells in ((5, 3), (3, 1)):
+    cells({"prefill 512": (1, 16, 1), "16 x": (2, 20, 4)})
+    for limit, n_cell in ((5, 3), (3, 1)):
         b, peer = bench_of(repeats=2), Peer()
         monkeypatch.setattr(bench, "start_peers", lambda *_: {"other": peer})
         rows, said = bench.run(b, ["peers"]), capsys.readouterr()
-        assert len(rows) == cells and all(r["ours"] > 0 for r in rows) and peer.closed
+        assert len(rows) == n_cell and all(r["ours"] > 0 for r in rows) and peer.closed
         assert ("other is left out, it failed at 'prefill 512': out of breath" in said.out) == (limit == 5) == ("other" not in rows[0])
         assert ("interrupted" in said.err) == (limit == 3)
 
@@ -2142,21 +2151,8 @@ class SlowStages(SimpleCost):
 
 # ---- what is wrong with an adapter
 
-def edit_adapter(change, **changes):
-    """A function that edits a PEFT folder's settings, and its tensors with change(tensors)."""
-    def edit(folder):
-        from safetensors.torch import load_file, save_file
-        path = folder / "adapter_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-        tensors = load_file(folder / "adapter_model.safetensors")
-        change(tensors)
-        save_file({k: v.clone() for k, v in tensors.items()}, folder / "adapter_model.safetensors")
-    return edit
-
-
 def write_adapter(folder, config, rank=4, modules=("self_attn.q_proj", "self_attn.v_proj")):
     """A PEFT folder as PEFT writes it, without PEFT."""
-    from safetensors.torch import save_file
     tensors, sizes = {}, {m: (op.n_in, n) for op in config.operators.values() for m, (_, n, _) in op.modules.items()}
     for i in range(config.n_layer):
         for m in modules:
@@ -2169,24 +2165,21 @@ def write_adapter(folder, config, rank=4, modules=("self_attn.q_proj", "self_att
 
 
 A0 = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-BAD_ADAPTERS = {
-    "does not exist": lambda f: (f / "adapter_config.json").unlink(), "not valid JSON": lambda f: (f / "adapter_config.json").write_text("{"),
-    "holds no \\*.safetensors": lambda f: (f / "adapter_model.safetensors").unlink(),
-    "damaged or half written": lambda f: (f / "adapter_model.safetensors").write_bytes((f / "adapter_model.safetensors").read_bytes()[:-100]),
-    f"'{A0}' is \\(4, 48\\).*expected \\(4, 64\\)": edit_adapter(lambda t: t.update({A0: torch.ones(4, 48)})),
-    f"'{A0}' is \\(4, 64\\).*expected \\(8, 64\\)": edit_adapter(lambda t: None, r=8), "lora_B.weight' is missing": edit_adapter(
-        lambda t: t.pop(A0.replace("lora_A", "lora_B"))),
-    "layers.0.self_attn.q_proj': lora_A \\(4, 64\\) holds NaN": edit_adapter(lambda t: t[A0].__setitem__((0, 0), float("nan"))),
-    "conv.lora_A.weight' is no LoRA factor.*q_proj": edit_adapter(lambda t: t.update({A0.replace("q_proj", "conv"): t[A0]})),
-    "layers.7.*is no LoRA factor.*layers 0 .. 1": edit_adapter(lambda t: t.update({A0.replace("layers.0", "layers.7"): t[A0]})),
-    "lora_magnitude_vector.*is no LoRA factor": edit_adapter(lambda t: t.update({A0.replace("lora_A.weight", "lora_magnitude_vector"): t[A0]})),
-    "holds no LoRA factors": edit_adapter(lambda t: t.clear()), "peft_type = 'IA3'": edit_adapter(lambda t: None, peft_type="IA3"),
-    "use_dora = True": edit_adapter(lambda t: None, use_dora=True), "bias = 'all'": edit_adapter(lambda t: None, bias="all"),
-    "r = 0": edit_adapter(lambda t: None, r=0), "r = 4.0: must be a positive whole": edit_adapter(lambda t: None, r=4.0),
-    "must hold settings, not": lambda f: (f / "adapter_config.json").write_text("[1]"), "rank_pattern = .*by module": edit_adapter(
-        lambda t: None, rank_pattern=["q_proj"]), "rank_pattern of 'q_proj' = 0": edit_adapter(lambda t: None, rank_pattern={"q_proj": 0}),
-    "alpha_pattern of 'q_proj' = None": edit_adapter(lambda t: None, alpha_pattern={"q_proj": None}),
-    "which is no pattern": edit_adapter(lambda t: None, rank_pattern={"(q_proj": 4}), "lora_alpha = None": edit_adapter(lambda t: None, lora_alpha=None)}
+BAD_ADAPTERS = DAMAGED | {
+    f"'{A0}' is \\(4, 48\\).*expected \\(4, 64\\)": partial(edit, tensors=lambda t: t.update({A0: torch.ones(4, 48)})),
+    f"'{A0}' is \\(4, 64\\).*expected \\(8, 64\\)": partial(edit, r=8), "lora_B.weight' is missing": partial(
+        edit, tensors=lambda t: t.pop(A0.replace("lora_A", "lora_B"))),
+    "layers.0.self_attn.q_proj': lora_A \\(4, 64\\) holds NaN": partial(edit, tensors=lambda t: t[A0].__setitem__((0, 0), float("nan"))),
+    "conv.lora_A.weight' is no LoRA factor.*q_proj": partial(edit, tensors=lambda t: t.update({A0.replace("q_proj", "conv"): t[A0]})),
+    "layers.7.*is no LoRA factor.*layers 0 .. 1": partial(edit, tensors=lambda t: t.update({A0.replace("layers.0", "layers.7"): t[A0]})),
+    "lora_magnitude_vector.*is no LoRA factor": partial(edit, tensors=lambda t: t.update({A0.replace("lora_A.weight", "lora_magnitude_vector"): t[A0]})),
+    "holds no LoRA factors": partial(edit, tensors=lambda t: t.clear()), "peft_type = 'IA3'": partial(edit, peft_type="IA3"),
+    "use_dora = True": partial(edit, use_dora=True), "bias = 'all'": partial(edit, bias="all"),
+    "r = 0": partial(edit, r=0), "r = 4.0: must be a positive whole": partial(edit, r=4.0),
+    "must hold settings, not": lambda f: (f / "adapter_config.json").write_text("[1]"), "rank_pattern = .*by module": partial(
+        edit, rank_pattern=["q_proj"]), "rank_pattern of 'q_proj' = 0": partial(edit, rank_pattern={"q_proj": 0}),
+    "alpha_pattern of 'q_proj' = None": partial(edit, alpha_pattern={"q_proj": None}),
+    "which is no pattern": partial(edit, rank_pattern={"(q_proj": 4}), "lora_alpha = None": partial(edit, lora_alpha=None)}
 
 
 @pytest.mark.parametrize("message", BAD_ADAPTERS)
@@ -2758,7 +2751,7 @@ def test_a_stop_token_in_an_accepted_run_ends_it_there():
 def test_pool_is_conserved_with_speculation_and_no_draft_costs_anybody_a_page(kind, spec, alloc):
     rng, arrivals = random.Random(1), []
     engine = speculating(kind, spec, scheduler="sarathi_serve", chunk=24, max_batch=5, alloc=alloc, n_page=150)
-    widen, hold = engine.speculator.widen, engine.pool.hold
+    widen = engine.speculator.widen
 
     def watched(plan):
         free, n = engine.pool.n_free, len(engine.running)
@@ -3642,25 +3635,35 @@ def test_the_best_drafts_go_first():
 
 # ---------------------------------------------------------------- 19. more than one device: processes, on this one's cores
 
-def spread(tp, pp, case):
-    """Run case(world) -> what JSON can hold, in tp * pp fresh processes -> a list, by rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (tp, pp, free_port(), folder, case), nprocs=tp * pp)
-        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(tp * pp)]
-
-
 def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return str(s.getsockname()[1])
 
 
-def _rank(rank, tp, pp, port, folder, case):
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(tp * pp))
+def _rank(rank, worlds, folder):
+    """One of the processes: it is a rank of each of the worlds (tp, pp, port) in turn, and writes down what everything found there."""
     torch.set_num_threads(1)
-    world = World.start(tp, pp)
-    Path(folder, str(rank)).write_text(json.dumps(case(world)))
-    world.close()
+    for tp, pp, port in worlds:
+        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(tp * pp))
+        world = World.start(tp, pp)
+        Path(folder, f"{tp} {pp} {rank}").write_text(json.dumps(everything(folder, world)))
+        world.close()
+
+
+@lru_cache
+def spread(n):
+    """All that tests ask of the worlds of n processes, since starting one takes longer than any question -> {(tp, pp): a list by rank}."""
+    worlds = {2: [(2, 1), (1, 2)], 4: [(4, 1), (2, 2)]}[n]
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints(Path(folder, "checkpoints"))
+        torch.multiprocessing.spawn(_rank, ([(*world, free_port()) for world in worlds], folder), nprocs=n)
+        return {(tp, pp): [json.loads(Path(folder, f"{tp} {pp} {rank}").read_text()) for rank in range(n)] for tp, pp in worlds}
+
+
+def together(tp, pp):
+    """What each rank of a world found."""
+    return spread(tp * pp)[tp, pp]
 
 
 SPREAD = SMALL | dict(n_head=8, n_kv_head=4)  # so that four devices can share it
@@ -3727,16 +3730,8 @@ def by_itself():
     return served_by(World())
 
 
-@lru_cache(maxsize=None)
-def together(tp, pp):
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoints(Path(folder))
-        return spread(tp, pp, partial(everything, folder))
-
-
 def everything(folder, world):
-    """All that tests ask of a world, since starting one takes longer than any question."""
-    found = dict(said=agreements(world), held=bytes_held(world), loaded=loaded(folder, world), served=served_by(world))
+    found = dict(said=agreements(world), held=bytes_held(world), loaded=loaded(Path(folder, "checkpoints"), world), served=served_by(world))
     if world.pp == 1:
         return found | dict(sent=bytes_sent(world), refused=refused_shares(world))
     return found | dict(refused=refused_stages(world), bubbles=bubbles_of(world))
@@ -3744,6 +3739,7 @@ def everything(folder, world):
 
 def checkpoints(folder):
     """Folders for all to read: models of both families, whose vocabulary does not come out even, and an adapter."""
+    folder.mkdir()
     m = GPT(GPTConfig(**SPREAD)).requires_grad_(False)
     for p in m.parameters():
         p.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(p)))
@@ -3761,14 +3757,14 @@ def checkpoints(folder):
 def loaded(folder, world):
     """What models and an adapter from folders say."""
     said, tokens = {}, np.array(prompt(20)) % 131
-    for path in sorted(Path(folder).glob("*")):
+    for path in sorted(folder.glob("*")):
         if path.name != "adapter":
             model = GPT.from_pretrained(path, world=world)
             said[path.name] = make_engine(model, n_page=200).generate([tokens.tolist()], 12)
             if world.pp == 1:
                 said[path.name + " logits"] = model.logits(tokens)[-1].tolist()
-    engine = make_engine(GPT.from_pretrained(Path(folder, "llama"), world=world), n_page=200)
-    engine.add_adapter("a", Path(folder, "adapter"))
+    engine = make_engine(GPT.from_pretrained(folder / "llama", world=world), n_page=200)
+    engine.add_adapter("a", folder / "adapter")
     return said | dict(tokens=engine.generate([prompt(12)], 12, "a"))
 
 
@@ -3884,8 +3880,8 @@ def test_every_rank_refuses_what_cannot_be_shared(tp):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_rank_reads_its_share_of_folders(tp):
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints(Path(folder))
-        wanted = loaded(folder, World())
+        checkpoints(Path(folder, "checkpoints"))
+        wanted = loaded(Path(folder, "checkpoints"), World())
     for found in together(tp, 1):
         for name, said in found["loaded"].items():
             assert np.allclose(wanted[name], said, atol=1e-4) if "logits" in name else wanted[name] == said, name
