@@ -1253,7 +1253,7 @@ def smallest(kind, name):
     b = bench_of("a6000" if kind == "simulated" else "", lengths=lengths, scale=40)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
         patch.setattr(bench, "gamma_jobs", lambda rate, seconds, *args, **more: jobs(rate, min(seconds, 40 / rate), *args, **more))
-        patch.setattr(bench, "zipf_requests", lambda n: zipf(min(n, 40)))
+        patch.setattr(bench, "zipf_requests", lambda n, *lengths: zipf(min(n, 40), *lengths))
         if lengths:
             patch.setattr(bench.Bench, "grid", lambda self, small, full: small)
         return bench.run(b, [name]), said.getvalue()
