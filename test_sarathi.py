@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import fields
 from functools import lru_cache, partial
 from itertools import combinations
@@ -126,15 +126,16 @@ def serve_beside_a_victim(engine, lengths, n_new):
     return requests
 
 
+def watch(owner, name, note):
+    """Before every owner.name(...), note(...)."""
+    work = getattr(owner, name)
+    setattr(owner, name, lambda *args: (note(*args), work(*args))[1])
+
+
 def sampled_from(engine):
     """{a request's id: the logits of each of its tokens}, which fills as the engine runs."""
-    sample, seen = engine._sample, {}
-
-    def watched(ready, logits):
-        for (r, k), row in zip(ready, logits):
-            seen.setdefault(r.id, []).append(row.float())
-        return sample(ready, logits)
-    engine._sample = watched
+    seen = defaultdict(list)
+    watch(engine, "_sample", lambda ready, logits: [seen[r.id].append(row.float()) for (r, _), row in zip(ready, logits)])
     return seen
 
 
@@ -419,10 +420,9 @@ def test_sarathi_serve_fills_its_budget_with_decodes_first_then_many_chunks():
 def test_every_iteration_of_sarathi_on_a_real_run():
     """At most one chunk in any iteration, and whole tiles as long as the prompt under way goes on."""
     engine = Engine(small(), scheduler="sarathi", chunk=32, tile=TILE, max_batch=4, n_page=2000)
-    for i in range(9):
-        engine.add(Request(prompt(50 + 30 * i), 12))
-    seen, mixed, pack = [], 0, engine._pack
-    engine._pack = lambda plan: (seen.append([(r, n, r.n_todo) for r, n in plan]), pack(plan))[1]
+    add(engine, [Request(prompt(50 + 30 * i), 12) for i in range(9)])
+    seen, mixed = [], 0
+    watch(engine, "_pack", lambda plan: seen.append([(r, n, r.n_todo) for r, n in plan]))
     finish(engine)
     for plan in seen:
         chunks = [(n, todo) for r, n, todo in plan if todo > 1]
@@ -471,8 +471,7 @@ def test_no_step_looks_at_the_whole_queue():
                 yield r
     for name in NAMES:
         engine = Engine(small(), scheduler=name, max_batch=4, chunk=16, tile=TILE, n_page=300)
-        for i in range(3000):
-            engine.add(Request(prompt(5), 3))
+        add(engine, [Request(prompt(5), 3) for i in range(3000)])
         engine._arrive()
         engine.waiting, Counting.seen = Counting(engine.waiting), 0
         for _ in range(20):
@@ -1125,9 +1124,7 @@ def served(make, model, **options):
     """An engine that has served a mixed workload which its pool cannot hold at once, with its tape."""
     tape = bench.Tapes().new("test: engine")
     engine = make(model, chunk=32, tile=TILE, max_batch=4, n_page=333, record=tape, **options)
-    for n in (300, 15, 1, 16, 17, 33, 90):
-        engine.add(Request(prompt(n), 20))
-    finish(engine)
+    serve(engine, [Request(prompt(n), 20) for n in (300, 15, 1, 16, 17, 33, 90)])
     return engine, tape
 
 
@@ -1379,8 +1376,8 @@ def test_a_simulated_run_makes_the_plans_of_the_real_one(scheduler, alloc):
     seen = []
     for make, model in ((Engine, small()), (Simulator, CostModel.roofline(small().config, "a6000"))):
         engine = make(model, scheduler=scheduler if scheduler in NAMES else scheduler(), chunk=32, tile=TILE, max_batch=4, alloc=alloc, n_page=333)
-        plans, run = [], engine._run
-        engine._run = lambda plan: (plans.append(sorted((r.id, n) for r, n in plan)), run(plan))[1]
+        plans = []
+        watch(engine, "_run", lambda plan: plans.append(sorted((r.id, n) for r, n in plan)))
         requests = serve(engine, [Request(prompt(n), 20) for n in (300, 15, 1, 16, 17, 33, 90)])
         assert all(r.state == "length" and len(r.output) == 20 and r.times == sorted(r.times) for r in requests)
         seen.append(plans)
@@ -1448,9 +1445,7 @@ def test_what_an_aborted_request_has_in_flight_lands_with_the_last_of_the_others
 
 def test_equal_micro_batches_leave_no_bubbles():
     line = gpt3_line(scheduler="static", max_batch=1, n_page=2000)
-    for _ in range(4):
-        line.add(Request([0] * 500, 50))
-    finish(line)
+    serve(line, [Request([0] * 500, 50) for _ in range(4)])
     assert line.bubbles["PB2"] < 1e-2 and sum(line.bubbles.values()) < 0.02 * 4 * line.clock.now()
 
 
@@ -2037,8 +2032,7 @@ def test_a_newcomer_is_served_at_once_and_whoever_was_away_has_no_credit():
 
 def test_clients_are_remembered_as_long_as_it_makes_a_difference_and_then_forgotten():
     engine, requests = flooded(dict(a=(100, 20, 10), b=(100, 20, 10)), fair=2.0, scheduler="orca")
-    for i in range(300):
-        engine.add(Request([1] * 20, 10, client=f"c{i}", arrival=5.0 * i))
+    add(engine, [Request([1] * 20, 10, client=f"c{i}", arrival=5.0 * i) for i in range(300)])
     order, most = engine.order, 0
     for _ in steps(engine):
         most = max(most, len(order.counter) - len(engine.waiting.of))
@@ -2088,8 +2082,7 @@ def test_fair_turns_by_hand():
 
 def test_who_had_much_and_left_has_not_forgotten_it_when_he_returns():
     engine, requests = flooded(dict(a=(1, 400, 1), b=(100, 10, 5)), fair=2.0, scheduler="orca")
-    for client, arrival in (("c", 10.0), ("a", 20.0)):
-        engine.add(Request([1] * 10, 5, client=client, arrival=arrival))
+    add(engine, [Request([1] * 10, 5, client=client, arrival=arrival) for client, arrival in (("c", 10.0), ("a", 20.0))])
     *_, other, again = engine.requests.values()
     while not again.done:
         engine.step()
@@ -3159,8 +3152,7 @@ def test_every_path_of_a_tree_gives_the_logits_of_that_path_fed_alone(shape, all
     m = small(family, dtype)
     engine = Engine(m, draft=sarathi.Medusa(), spec=",".join(map(str, shape)), n_page=300, max_batch=4, alloc=alloc)
     tree, rng, plan = sarathi.Tree.of(shape), np.random.default_rng(0), []
-    for n in (20, 9, 24, 70):
-        engine.add(Request(prompt(n), 30))
+    add(engine, [Request(prompt(n), 30) for n in (20, 9, 24, 70)])
     engine._arrive()
     for r in list(engine.waiting):
         engine._hold(r, r.max_len)
@@ -3279,9 +3271,7 @@ def test_goodput_falls_back_from_trees_to_chains_to_nothing_under_load():
     for B in (1, 8, 64, 256):
         for spec in ("off", "3,2,2", "goodput"):
             engine, sizes = Simulator(cost, draft=sarathi.Medusa(), spec=spec, alpha=0.6, scheduler="orca", max_batch=B, n_page=256 * B, record=[]), []
-            for _ in range(B):
-                engine.add(Request([0] * 64, 60))
-            finish(engine)
+            serve(engine, [Request([0] * 64, 60) for _ in range(B)])
             sizes = [n for span in engine.record[1:] for _, _, n in span.entries]
             chosen[spec, B], take[spec, B] = max(sizes), engine.clock.now()
     assert [chosen["3,2,2", B] for B in (1, 256)] == [22, 22] and chosen["goodput", 1] > 4
@@ -3295,8 +3285,7 @@ def test_acceptance_is_counted_by_head_and_candidate():
     cost, tree = CostModel.roofline(preset("llama-7b"), "a100"), sarathi.Tree.of((3, 2))
     assert tree.tally([2, 6]).tolist() == [[1, 1], [2, 1]] and tree.tally([3]).tolist() == [[1, 0], [3, 2]] and tree.tally([]).tolist() == [[0, 0], [3, 0]]
     engine, total = Simulator(cost, draft=sarathi.Medusa(), spec="3,2,2", alpha=0.4, scheduler="orca", max_batch=16, n_page=16 * 1024), np.zeros((2, 3))
-    for _ in range(16):
-        engine.add(Request([0] * 64, 400))
+    add(engine, [Request([0] * 64, 400) for _ in range(16)])
     before = engine.speculator.by_head
     for _ in steps(engine):
         total += engine.speculator.by_head - sarathi.FADE * before
@@ -3623,8 +3612,7 @@ def test_autopilots_chunk_shrinks_as_attention_grows():
     cost, took = CostModel.roofline(dataclasses.replace(preset("llama-7b"), block_size=40000), "a100"), {}
     for name, options in (("fixed", dict(scheduler="sarathi", chunk=512)), ("autopilot", dict(scheduler="autopilot", stall=0.06))):
         engine = Simulator(cost, max_batch=5, alloc="grow", record=[], **options)
-        for n, arrival in [(100, 0.0)] * 4 + [(32000, 1.0)]:
-            engine.add(Request(np.zeros(n, int), 2000 if n == 100 else 1, arrival=arrival))
+        add(engine, [Request(np.zeros(n, int), 2000 if n == 100 else 1, arrival=arrival) for n, arrival in [(100, 0.0)] * 4 + [(32000, 1.0)]])
         engine.run()
         took[name] = [(n, s.end - s.start) for s in engine.record for id, past, n in s.entries if id == 4][:-1]
     chunks, seconds = zip(*took["autopilot"])
@@ -3640,10 +3628,9 @@ def test_a_wrong_price_list_is_corrected_by_what_is_measured():
             return super()._time(w, lora) * (2.0 if w.chunks else 0.5)
     machine = Machine(preset("llama-13b"), "a100")
     engine = Simulator(machine, scheduler="autopilot", cost=A100, max_batch=8, alloc="grow")
-    for i in range(40):
-        engine.add(Request(np.zeros(600, int), 60, arrival=0.2 * i))
-    errors, learn = [], engine.cost.learn
-    engine.cost.learn = lambda w, seconds: (errors.append(abs(engine.cost._time(w) / seconds - 1)), learn(w, seconds))
+    add(engine, [Request(np.zeros(600, int), 60, arrival=0.2 * i) for i in range(40)])
+    errors = []
+    watch(engine.cost, "learn", lambda w, seconds: errors.append(abs(engine.cost._time(w) / seconds - 1)))
     engine.run()
     assert np.median(errors[:5]) > 0.4 and np.median(errors[-200:]) < 0.05
     assert Simulator(machine, scheduler="autopilot").cost is machine, "a simulator knows its own prices"
