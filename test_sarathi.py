@@ -1426,17 +1426,14 @@ def test_a_lane_that_had_nothing_to_do_starts_nothing_before_it_came():
     assert {r.id for r in line.run()} == {r.id for r in requests} and victim.state == "abort"
     for r in requests:
         assert min(s.start for s in record if r.id in [id for id, _, _ in s.entries]) >= r.arrival and r.ttft > 0
-    for stage in range(4):
-        spans = sorted(s[:2] for s in record if s.stage == stage)
-        assert all(b[0] >= a[1] for a, b in zip(spans, spans[1:]))
+    assert all(apart(s[:2] for s in record if s.stage == stage) for stage in range(4))
     assert all(lane.pool.n_free == lane.pool.n_page and not lane.flight for lane in line.lanes) and line.clock.now() < 80
 
 
 def test_what_an_aborted_request_has_in_flight_lands_with_the_last_of_the_others():
     line = Pipeline(SlowStages(), 2, max_batch=1, n_page=500, scheduler="orca")
     victim, other = Request([1], 9, arrival=0.2), Request([1], 2)
-    line.add(other)
-    line.add(victim)
+    add(line, [other, victim])
     while not (victim.state == "running" and line.turns[-1] is line.lanes[1]):
         line.step()
     line.abort(victim.id)
@@ -2101,8 +2098,7 @@ def test_a_pipeline_gives_up_by_the_clock_of_the_lane_whose_turn_it_is_and_says_
     """A second per iteration of a lane. Lane 0 is always one ahead: by its clock who has just come would be late."""
     line = Pipeline(SlowStages(), 2, max_batch=1, n_page=500, slo=0.9, scheduler="orca")
     long, late = Request([1], 9), Request([1], 3, arrival=2.9)
-    line.add(long)
-    line.add(late)
+    add(line, [long, late])
     assert set(line.run()) == {long, late} and late.state == "length", "lane 1 had a slot for it after 0.1 s"
     line = Pipeline(SlowStages(), 2, max_batch=1, n_page=500, slo=0.2, scheduler="orca")
     requests = add(line, [Request([1], 1), Request([1], 2), Request([1], 1, arrival=1.6)])
