@@ -2264,18 +2264,6 @@ def interpreter(request):
             run.kill()
 
 
-def test_every_kernel_in_tritons_interpreter(interpreter):
-    """What @kernel_test marks, on a CPU: the interpreter must be chosen before Triton is imported, hence another process."""
-    pytest.importorskip("triton")
-    if interpreter is None:
-        pytest.skip("the kernels' tests run right here")
-    run, said = interpreter
-    run.wait()
-    said.seek(0)
-    text = said.read()
-    assert run.returncode == 0 and " passed" in text, text[-4000:]
-
-
 def pages_of(shapes, group, n_kv_head, scattered, generator, dtype=torch.float32):
     """Requests (n_past, n), few tokens first, laid out in a cache -> Pages as they are packed, attention_ref's tables, the rows of the cache. Where
     `scattered`, every second request's pages lie alone and in no order, between those of requests that lie together."""
@@ -4008,3 +3996,17 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(world, how, end, tmp_path):
     else:
         assert said[1][1].startswith("endless.py: rank 0 of 2 cannot go on: rank 1 died or hangs (") and said[1][1].count("\n") == 1, said[1][1]
         assert "mine" not in end or said[0][1] == "endless.py: mine\n"
+
+
+# ---------------------------------------------------------------- 20. what another core did meanwhile
+
+def test_every_kernel_in_tritons_interpreter(interpreter):
+    """What @kernel_test marks (section 14), on a CPU: the interpreter must be chosen before Triton is imported, hence another process."""
+    pytest.importorskip("triton")
+    if interpreter is None:
+        pytest.skip("the kernels' tests run right here")
+    run, said = interpreter
+    run.wait()
+    said.seek(0)
+    text = said.read()
+    assert run.returncode == 0 and " passed" in text, text[-4000:]
