@@ -2252,7 +2252,8 @@ def kernel_test(f):
 def interpreter(request):
     """The process of test_every_kernel_in_tritons_interpreter and a file with what it says; None where nobody asks for it. It begins with
     the first test of all, since another core is free; so does one more that fills Triton's cache for the tests which compile."""
-    if not any(item.function is test_every_kernel_in_tritons_interpreter for item in request.session.items) or GPU or kernels.INTERPRET:
+    asked = any(item.function is test_every_kernel_in_tritons_interpreter for item in request.session.items)
+    if not asked or not kernels.HAS_TRITON or kernels.INTERPRET or GPU:
         yield None
         return
     with tempfile.TemporaryFile("w+") as said:
