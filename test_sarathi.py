@@ -2256,13 +2256,12 @@ def interpreter(request):
     if not asked or not kernels.HAS_TRITON or kernels.INTERPRET or GPU:
         yield None
         return
+    tests = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", Path(__file__).name, "-k"]
     with tempfile.TemporaryFile("w+") as said:
-        begin = lambda tests, **env: subprocess.Popen([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", tests, Path(__file__).name],
-                                                      cwd=HERE, env=os.environ | env, stdout=said if env else subprocess.DEVNULL, stderr=subprocess.STDOUT)
-        runs = begin("triton_", TRITON_INTERPRET="1"), begin("gpus_that_are_not_here")
-        yield runs[0], said
-        for run in runs:
-            run.kill()
+        run = subprocess.Popen([*tests, "triton_"], cwd=HERE, env=os.environ | {"TRITON_INTERPRET": "1"}, stdout=said, stderr=said)
+        other = subprocess.Popen([*tests, "gpus_that_are_not_here"], cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        yield run, said
+        run.kill(), other.kill()
 
 
 def pages_of(shapes, group, n_kv_head, scattered, generator, dtype=torch.float32):
