@@ -601,30 +601,42 @@ class View:
 class Order:
     """In which order waiting requests are offered to the scheduler, any scheduler; this one: first come first served."""
 
-    def queue(self, running, waiting):
-        """running, waiting as in Scheduler.plan -> the waiting requests (or some of them) in another order, a Queue or a View."""
-        return waiting
+    def queue(self, engine):
+        """-> engine.waiting (or some of them) in this order, a Queue or a View."""
+        return engine.waiting
 
 
 class LastCome(Order):
     """Last come first served: under overload it keeps the promise to some instead of breaking it to all [S-LoRA §4.3]."""
 
-    def queue(self, running, waiting):
-        return View(waiting, lambda: reversed(waiting))
+    def queue(self, engine):
+        return View(engine.waiting, lambda: reversed(engine.waiting))
 
 
-class Cluster(Order):
+class Rearranged(Order):
+    """Another order, rearranged. Subclass it and write `offer`."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def queue(self, engine):
+        queue = self.inner.queue(engine)
+        return View(queue, lambda: self.offer(engine.running, queue))
+
+    def offer(self, running, queue):
+        """running: the requests of the batch, oldest first; queue: those that wait, in the inner order -> an iterator over the latter"""
+        raise NotImplementedError
+
+
+class Cluster(Rearranged):
     """Once a batch has d adapters, requests for these go first: fewer adapters at once, more pages for the cache [S-LoRA §4.2].
     Not fair: while requests for these keep coming as fast as they are served, those for others wait."""
 
     def __init__(self, inner, d):
-        self.inner, self.d = inner, d
+        super().__init__(inner)
+        self.d = d
 
-    def queue(self, running, waiting):
-        queue = self.inner.queue(running, waiting)
-        return View(waiting, lambda: self._together(running, queue))
-
-    def _together(self, running, queue):
+    def offer(self, running, queue):
         active, last = {None, *(r.adapter for r in running)}, []  # no adapter is in every batch
         for r in queue:
             if len(active) <= self.d:
@@ -636,26 +648,25 @@ class Cluster(Order):
         yield from last
 
 
-class Fair(Order):
+class Fair(Rearranged):
     """The client that got the least goes first: a virtual token counter (VTC, Sheng et al., arXiv 2401.00588). A client's counter
     holds the tokens of its prompts and, each worth `weight` of them, the new ones. While two clients wait, their counters differ by no
     more than a batch can hold, however many requests one of them sends; turns (round-robin) would let long requests take more."""
 
     def __init__(self, inner, weight):
         """inner: the order of each client's own requests."""
-        self.inner, self.weight = inner, weight
-        self.counter, self.level = {}, 0.0  # client -> tokens; the least of those that wait, which a client starts with
+        super().__init__(inner)
+        self.weight, self.counter, self.level = {}, 0.0  # client -> tokens; the least of those that wait, which a client starts with
         self.charged, self.known = {}, {}  # request -> what is in its client's counter for it; client -> its queue of the last time
 
-    def queue(self, running, waiting):
+    def queue(self, engine):
         self._charge()
-        self._lift(waiting.of)
-        queue = self.inner.queue(running, waiting)
-        return View(waiting, lambda: self._least_first(queue.of))
+        self._lift(engine.waiting.of)
+        return super().queue(engine)
 
-    def _least_first(self, queues):
-        """Each client's requests, as if those offered before had been started."""
-        heads = [(self.counter[client], i, iter(requests)) for i, (client, requests) in enumerate(queues.items())]
+    def offer(self, running, queue):
+        """Whose client has got least, as if those offered before had been started."""
+        heads = [(self.counter[client], i, iter(requests)) for i, (client, requests) in enumerate(queue.of.items())]
         heapq.heapify(heads)
         while heads:
             tokens, i, requests = heads[0]
@@ -697,19 +708,12 @@ class Fair(Order):
         self.known = dict(queues)
 
 
-class OneAdapter(Order):
+class OneAdapter(Rearranged):
     """For merged weights: only requests of the batch's adapter, until too many of others wait in front of them; then the batch
     runs out, and the first in the queue says which is next [S-LoRA §7.5]."""
     PATIENCE = 30  # requests, as in the paper's code
 
-    def __init__(self, inner):
-        self.inner = inner
-
-    def queue(self, running, waiting):
-        queue = self.inner.queue(running, waiting)
-        return View(waiting, lambda: self._alike(running, queue))
-
-    def _alike(self, running, queue):
+    def offer(self, running, queue):
         adapter, patience = next((r.adapter for r in chain(running, queue)), None), self.PATIENCE
         for r in queue:
             if r.adapter == adapter:
@@ -721,31 +725,31 @@ class OneAdapter(Order):
                 patience -= 1
 
 
-class EarlyAbort(Order):
+class EarlyAbort(Rearranged):
     """Give up requests that would get their first token too late, and while more come than are started, serve the newest first
     [S-LoRA §4.3, App. B]; both rates are moving averages."""
     MARGIN = 1 / 12  # of the slo, from being started to the first token: 0.5 of 6 seconds, as in the paper's code
 
-    def __init__(self, inner, slo, acting):
-        """acting(): the engine that asks."""
-        self.inner, self.slo, self.acting = inner, slo, acting
+    def __init__(self, inner, slo):
+        super().__init__(inner)
+        self.slo, self.n_waiting, self.n_come = slo, 0, 0
         self.come = self.started = 0.0  # requests per call that brought a change
-        self.n_waiting = self.n_come = 0
 
-    def queue(self, running, waiting):
+    def queue(self, engine):
+        waiting, now = engine.waiting, engine.clock.now()
         n_new = waiting.n_come - self.n_come
         n_started = self.n_waiting + n_new - len(waiting)
         if n_new or n_started:
             self.come, self.started = 0.7 * n_new + 0.3 * self.come, 0.7 * n_started + 0.3 * self.started
-        engine = self.acting()
-        now = engine.clock.now()
         late = lambda r: now - r.arrival >= (1 - self.MARGIN) * self.slo
         for r in [*takewhile(lambda r: r.n_preempted or late(r), waiting)]:  # first those that gave way, then by arrival
             if late(r) and not r.times:
                 engine.give_up(r)
         self.n_waiting, self.n_come = len(waiting), waiting.n_come
-        queue = self.inner.queue(running, waiting)
-        return View(waiting, lambda: iter(sorted(queue, key=lambda r: -r.arrival))) if self.come >= self.started else queue
+        return (super() if self.come >= self.started else self.inner).queue(engine)
+
+    def offer(self, running, queue):
+        return iter(sorted(queue, key=lambda r: -r.arrival))
 
 
 # ---------------------------------------------------------------- what an iteration costs
@@ -2081,16 +2085,12 @@ class Engine:
         c = self.config
         order = LastCome() if c.order == "lcfs" else Order()
         if c.slo:
-            order = EarlyAbort(order, c.slo, self._acting)
+            order = EarlyAbort(order, c.slo)
         if c.cluster:
             order = Cluster(order, c.cluster)
         if c.fair:
             order = Fair(order, c.fair)
         return OneAdapter(order) if c.lora == "merge" else order
-
-    def _acting(self):
-        """Whose turn it is with the queue."""
-        return self
 
     # ------------------------------------------------------------ requests in and out
 
@@ -2224,7 +2224,7 @@ class Engine:
     def _plan(self):
         """Who feeds how many tokens next, drafts included; [] if there is nothing to do. All of it has its pages."""
         self._arrive()
-        queue = self.order.queue(self.running, self.waiting)  # which may give some of them up
+        queue = self.order.queue(self)  # which may give some of them up
         if not self.running and not self.waiting:
             return []
         plan = self._admit(self.scheduler.plan(self.running, queue), queue)
@@ -2693,9 +2693,6 @@ class Lane:
 
     def _n_slot(self):
         return self.line.max_batch - sum(len(lane.running) for lane in self.line.lanes)
-
-    def _acting(self):
-        return self.line.turns[-1]
 
     def _preempt(self, r):
         super()._preempt(r)

@@ -1918,7 +1918,8 @@ def test_a_batch_without_adapters_pays_nothing(monkeypatch):
 def order_of(order, adapters, running=()):
     """The ids of a queue of requests with these adapters, in the order that they would be started in."""
     make = lambda i, a: SimpleNamespace(id=i, adapter=a, arrival=float(i), times=[])
-    return [r.id for r in order.queue([make(-1, a) for a in running], deque(make(i, a) for i, a in enumerate(adapters)))]
+    engine = SimpleNamespace(running=[make(-1, a) for a in running], waiting=deque(make(i, a) for i, a in enumerate(adapters)))
+    return [r.id for r in order.queue(engine)]
 
 
 def test_orders_of_the_queue():
@@ -1928,7 +1929,8 @@ def test_orders_of_the_queue():
     assert order_of(Cluster(fcfs, 2), "abcabc", running="cb") == [1, 2, 4, 5, 0, 3]
     assert order_of(Cluster(LastCome(), 1), "abab") == [3, 1, 2, 0]
     bare, queue = SimpleNamespace(adapter=None), [SimpleNamespace(adapter=name) for name in ("a", "b", None, "a")]
-    assert [id(r) for r in Cluster(fcfs, 1).queue([bare], queue)] == [id(queue[i]) for i in (0, 2, 3, 1)], "who needs no adapter is not counted as one"
+    order = Cluster(fcfs, 1).queue(SimpleNamespace(running=[bare], waiting=queue))
+    assert [id(r) for r in order] == [id(queue[i]) for i in (0, 2, 3, 1)], "who needs no adapter is not counted as one"
     one = OneAdapter(fcfs)
     assert order_of(one, "abab") == [0, 2] and order_of(one, "abab", running="b") == [1, 3]
     assert order_of(one, "ababbb", running="b") == [1, 3, 4, 5], "newcomers join the batch"
@@ -2046,10 +2048,11 @@ def test_fair_turns_by_hand():
     queue = sarathi.Queue(Request([1] * n, client=c) for c, n in [("a", 10), ("a", 10), ("b", 30), ("a", 10), ("b", 5), ("a", 1)])
     for r in queue:
         r.state = "waiting"
-    turns = lambda: [(r.client, len(r.prompt)) for r in order.queue([], queue)]
+    engine = SimpleNamespace(running=[], waiting=queue)
+    turns = lambda: [(r.client, len(r.prompt)) for r in order.queue(engine)]
     assert turns() == [("a", 10), ("b", 30), ("a", 10), ("a", 10), ("a", 1), ("b", 5)] == turns(), "as if each was started; asking changes nothing"
     reverse = sarathi.Fair(LastCome(), 2.0)
-    assert [len(r.prompt) for r in reverse.queue([], queue)] == [1, 5, 10, 30, 10, 10], "of each client the last to come"
+    assert [len(r.prompt) for r in reverse.queue(engine)] == [1, 5, 10, 30, 10, 10], "of each client the last to come"
     a, b = list(queue)[0], list(queue)[2]
     for r in (a, b):
         queue.remove(r)
