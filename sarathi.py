@@ -335,9 +335,8 @@ class AdapterStore:
             return True
         if name not in self.resident:
             adapter = self.known[name]
-            if not self.make_room(adapter.n_page):
+            if not self.find_room(self.pool, adapter.n_page, lambda: self.pool.hold_any(name, adapter.n_page)):
                 return False
-            self.pool.hold_any(name, adapter.n_page)
             pages = self.pool.pages(name)
             try:
                 self.resident[name] = Resident(adapter.at(pages), self.copy(pages, adapter))
@@ -357,14 +356,17 @@ class AdapterStore:
         """Pages that it takes, or would."""
         return 0 if name is None else self.known[name].n_page
 
-    def make_room(self, n):
-        """Evict until n pages are free. False, and nothing evicted, if idle adapters do not have that many."""
-        idle = sum(self.known[name].n_page for name, r in self.resident.items() if not r.n_users) if self.pool.n_free < n else 0
-        if self.pool.n_free + idle < n:
-            return False
-        while self.pool.n_free < n:
-            self.evict()
-        return True
+    def find_room(self, pool, n, take):
+        """take() n pages of a pool, which may want them together; while it cannot, idle adapters are evicted, if that is the pool they
+        are in. False if nothing helps; nothing is evicted if all of them would be too few."""
+        if take():
+            return True
+        idle = sum(self.known[name].n_page for name, r in self.resident.items() if not r.n_users)
+        if pool is self.pool and pool.n_free + idle >= n:
+            while self.evict():
+                if take():
+                    return True
+        return False
 
     def evict(self):
         """Give back the pages of the least recently used adapter that is idle; False if none is."""
@@ -2340,20 +2342,18 @@ class Engine:
         """Pages for up to k drafts -> how many there are: only what no running request's next token will need [SmartSpec §6]. Idle
         adapters make way, as for any token."""
         lacks = self.pool.need(r.id, r.n_tokens + k, r.max_len)
-        if lacks and self.adapters.pool is self.pool:
-            self.adapters.make_room(lacks + len(self.running))
+        if lacks:
+            wanted = lacks + len(self.running)
+            self.adapters.find_room(self.pool, wanted, lambda: self.pool.n_free >= wanted)
         k = max(0, k - max(0, lacks - max(0, self.pool.n_free - len(self.running))))
         self.pool.hold(r.id, r.n_tokens + k, r.max_len)
         return k
 
     def _hold(self, r, n):
         """Pages for the first n tokens of r, and its adapter; idle adapters make way. False, and a waiting r has nothing, if not."""
-        shared = self.adapters.pool is self.pool
-        if shared and not self.adapters.make_room(self.pool.need(r.id, n, r.max_len)):
+        owner = r.id, n, r.max_len
+        if not self.adapters.find_room(self.pool, self.pool.need(*owner), lambda: self.pool.hold(*owner)):
             return False
-        while not self.pool.hold(r.id, n, r.max_len):
-            if not (shared and self.adapters.evict()):  # pages are free, but not together
-                return False
         if not self.adapters.hold(r.adapter):
             if r.state == "waiting":
                 self.pool.free(r.id)
