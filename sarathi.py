@@ -158,6 +158,11 @@ class Request:
         return (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1) if self.times else math.nan
 
 
+def asking(plan):
+    """Of a plan's requests those that get tokens from it -> [(request, how many drafts it feeds behind its last known token)]"""
+    return [(r, r.n_wanted(n) - 1) for r, n in plan if r.n_wanted(n)]
+
+
 ENDS = dict(length="has all its tokens", stop="met a stop token", abort="the user ended it, or it would be too late (slo)",
             refused="too many were waiting (max_waiting)")  # states of a request that has ended
 
@@ -1170,7 +1175,7 @@ def rehearse(engine, entries):
 PROPOSERS = {}  # name -> class
 POLICIES = {}
 N_SPEC = FEW_ROWS - 1  # the longest proposal a policy tries, V in [SmartSpec Alg. 2]: with it a decode still streams its context
-PRIOR = (0.7, 1.0)  # acceptance before any was seen, and the number of drafts that this guess weighs
+PRIOR = 0.7  # acceptance before any was seen; weighs as much as one draft
 FADE = 0.98  # of the evidence on acceptance, per iteration: a policy that no longer proposes forgets why, and tries again
 SHAPES = [(), (1,), (1, 1), (1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 2, 2)]  # of trees, what goodput tries: candidates of each head
 T_DRAFT_FREE = 1e-5  # seconds per request to look drafts up: C in [SmartSpec §4.3]
@@ -1460,6 +1465,11 @@ class Fixed(Policy, named=False):
 
     def lengths(self, d):
         return np.minimum(self.n_spec, d.most)
+
+
+def acceptance(tally, guess=PRIOR):
+    """alpha, the share of drafts that are accepted, from how many were (tally[0]) of those that were tried (tally[1]); arrays too."""
+    return (tally[0] + guess) / (tally[1] + 1)
 
 
 def expected_tokens(alpha, k):
@@ -1770,10 +1780,10 @@ class Speculator:
 
     def __init__(self, engine, proposer, policy, cost=None):
         self.engine, self.proposer, self.policy = engine, proposer, policy
-        self.hits, self.tries = 0.0, 0.0  # drafts accepted and tried of late, of all requests
-        self.draft_seconds = self.n_drafted = self.n_accepted = 0
+        self.tally = np.zeros(2)  # drafts accepted and tried of late, of all requests
+        self.n_drafted = self.n_accepted = 0
         self.shapes = self._shapes()
-        self.by_head = np.zeros((2, max(map(len, self.shapes), default=0)))  # as hits and tries, of each head's candidates
+        self.by_head = np.zeros((2, max(map(len, self.shapes), default=0)))  # the same of each head's candidates
         if policy.priced and isinstance(proposer, DraftModel):
             proposer.cost = engine.world.agree(price_list(proposer.engine.model, cost))
         if policy.threshold and proposer.free:
@@ -1784,7 +1794,7 @@ class Speculator:
     @property
     def alpha(self):
         """The share of drafts that are accepted, a moving average over all requests [SmartSpec Alg. 1]."""
-        return (self.hits + PRIOR[0] * PRIOR[1]) / (self.tries + PRIOR[1])
+        return float(acceptance(self.tally))
 
     def _shapes(self):
         """The trees of the policy that the heads can make and the attention can verify; none where drafts follow one another."""
@@ -1808,9 +1818,8 @@ class Speculator:
         decodes = [i for i, (r, n) in enumerate(plan) if n == r.n_todo == 1]
         if not decodes:
             return plan
-        requests, start = [plan[i][0] for i in decodes], time.perf_counter()
+        requests = [plan[i][0] for i in decodes]
         drafts = self._propose(requests, self._decodes(plan, requests))
-        self.draft_seconds += time.perf_counter() - start
         for i, r, tokens in zip(decodes, requests, drafts):
             r.tokens[r.n_tokens:r.n_tokens + len(tokens)] = tokens
             plan[i] = (r, 1 + len(tokens))
@@ -1836,8 +1845,7 @@ class Speculator:
 
     def _plant(self, requests, d):
         """As _propose, in trees. A sampled request has the first candidates only: they are a chain, and the lossless rule knows chains."""
-        alpha, forced = (self.by_head[0] + PRIOR[0] * PRIOR[1]) / (self.by_head[1] + PRIOR[1]), self.engine.config.alpha
-        shape = self.policy.shape(d, alpha, self.shapes)
+        shape, forced = self.policy.shape(d, acceptance(self.by_head), self.shapes), self.engine.config.alpha
         for r, most in zip(requests, d.most):
             fits = fitting(shape, most, r.temperature > 0)
             fits = fitting(fits, self.engine._lookahead(r, Tree.of(fits).n))
@@ -1867,8 +1875,7 @@ class Speculator:
                 r.luck = int(math.log(1 - r.rng.random()) / math.log(forced)) if forced < 1 else r.max_len
         alpha = np.full(len(requests), self.alpha)
         if self.policy.per_request:
-            hits, tries = np.array([r.tally for r in requests]).T
-            alpha = (hits + alpha * PRIOR[1]) / (tries + PRIOR[1])
+            alpha = acceptance(np.array([r.tally for r in requests]).T, alpha)
         if not self.policy.priced:
             return Decodes(requests, most, alpha, None, None, None)
         return Decodes(requests, most, alpha, *self._prices(plan, requests, most.sum()))
@@ -1893,12 +1900,12 @@ class Speculator:
     def observe(self, verified):
         """verified: (request, drafts, how many of them were accepted) of one iteration. A rejected draft ends a run, what stands
         behind it was not tried."""
-        self.hits, self.tries, self.by_head = FADE * self.hits, FADE * self.tries, FADE * self.by_head
+        self.tally, self.by_head = FADE * self.tally, FADE * self.by_head
         for r, k, accepted in verified:
             if r.tree:
                 self.by_head[:, :len(r.tree.shape)] += r.tree.tally(r.path if r.tree.branches else [*range(1, accepted + 1)])
             tried = min(accepted + 1, k)
-            self.hits, self.tries = self.hits + accepted, self.tries + tried
+            self.tally += accepted, tried
             r.tally = FADE * r.tally[0] + accepted, FADE * r.tally[1] + tried
             r.n_drafted, r.n_accepted = r.n_drafted + k, r.n_accepted + accepted
             self.n_drafted, self.n_accepted = self.n_drafted + k, self.n_accepted + accepted
@@ -2241,7 +2248,7 @@ class Engine:
         timed = self.record is not None or self.cost is not None  # else nobody asks what time it is: on several devices that takes a message
         start = self.clock.now() if timed else None
         logits = self._forward(plan)
-        tokens = self.world.agree(self._sample([(r, n - r.n_todo) for r, n in plan if n >= r.n_todo], logits))
+        tokens = self.world.agree(self._sample(asking(plan), logits))
         if timed:
             end = self.clock.now()
             self._keep(start, end, 0, plan)
@@ -2456,13 +2463,12 @@ class Engine:
 
     def _commit(self, plan, tokens):
         """Give every request that has no tokens left to feed its next ones, advance all of the plan, retire what ended."""
-        ready, now, events = iter(tokens), self.clock.now(), []
+        came, now, events = iter(tokens), self.clock.now(), []
         self.n_steps += 1
         if self.speculator:
-            done = [(r, n - r.n_todo) for r, n in plan if n >= r.n_todo]
-            self.speculator.observe([(r, k, len(new) - 1) for (r, k), new in zip(done, tokens) if k])
+            self.speculator.observe([(r, k, len(new) - 1) for (r, k), new in zip(asking(plan), tokens) if k])
         for r, n in plan:
-            new = next(ready) if n >= r.n_todo else []
+            new = next(came) if r.n_wanted(n) else []
             if r.done:
                 continue  # aborted while its iteration was in flight
             new = new[:1 + next((i for i, token in enumerate(new) if token in r.stop), len(new))]
@@ -2715,7 +2721,7 @@ class SimulatedLane(Lane, Simulator):
             self._keep(start, t, stage, plan)
         self.clock.wait_until(t)
         line.charge(plan, idle)
-        return partial(self._sample, [(r, n - r.n_todo) for r, n in plan if n >= r.n_todo], None)
+        return partial(self._sample, asking(plan), None)
 
 
 class StageLane(Lane, Engine):
@@ -2726,7 +2732,7 @@ class StageLane(Lane, Engine):
         stage before is on its way while it works on another -> a function that waits for the tokens"""
         world, self.start = self.world, self.clock.mark()
         model, batch = self._prepare(plan)
-        ready = [(r, n - r.n_todo) for r, n in plan if n >= r.n_todo]
+        ready = asking(plan)
         word = torch.zeros(1 + len(ready), 2 + max([k for r, k in ready], default=0), dtype=torch.long)
         x = world.receive((len(batch.tokens), model.config.n_embd), model.dtype) if world.stage else None
         self.work = partial(self._work, model, batch, x, ready, word)
