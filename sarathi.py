@@ -181,6 +181,7 @@ class Table:
     """The pages of one owner: rows[i] is the cache row of page i's first head, stride the rows from one head to the next."""
     rows: np.ndarray
     stride: int
+    space: np.ndarray | None = None  # what rows is the begin of, where it will grow
 
     def of(self, n_kv_head, other):
         """The same pages in the cache of a model with `other` kv heads."""
@@ -188,6 +189,73 @@ class Table:
             return self
         pages = self.rows // n_kv_head
         return Table(pages * other if self.stride == 1 else pages[0] * other + np.arange(self.stride), self.stride)
+
+
+class Stack:
+    """Free pages of which one is as good as another: who came last goes first."""
+
+    def __init__(self, first, n):
+        self.pages, self.n = first + np.arange(n)[::-1], n  # the first n are free
+
+    def anywhere(self, n):
+        """-> (n,) pages, a view that the next `put` writes over; or None"""
+        if n > self.n:
+            return None
+        self.n -= n
+        return self.pages[self.n:self.n + n]
+
+    def put(self, pages):
+        self.pages[self.n:self.n + len(pages)] = pages
+        self.n += len(pages)
+
+    def all(self):
+        return self.pages[:self.n]
+
+
+class Spans:
+    """Free pages, of which neighbours are wanted together."""
+
+    def __init__(self, first, n):
+        self.spans, self.n = [(first, first + n)] if n else [], n  # [start, end), sorted, never touching
+
+    def together(self, n):
+        """-> (n,) pages, the first block that is large enough; or None"""
+        for i, (a, b) in enumerate(self.spans):
+            if b - a >= n:
+                self.spans[i:i + 1] = [(a + n, b)] if a + n < b else []
+                self.n -= n
+                return np.arange(a, a + n)
+        return None
+
+    def anywhere(self, n):
+        """-> (n,) pages, the last ones, so that others find theirs together; or None"""
+        if n > self.n:
+            return None
+        pages, self.n = [], self.n - n
+        while n:
+            a, b = self.spans.pop()
+            m = min(n, b - a)
+            pages.append(np.arange(b - m, b))
+            n -= m
+            if m < b - a:
+                self.spans.append((a, b - m))
+        return np.concatenate(pages[::-1])
+
+    def put(self, pages):
+        """Each run of neighbours is joined with the free spans it touches."""
+        self.n += len(pages)
+        pages = np.sort(pages)
+        for run in np.split(pages, np.flatnonzero(np.diff(pages) > 1) + 1):
+            a, b = int(run[0]), int(run[-1]) + 1
+            i = bisect.bisect(self.spans, (a, b))
+            if i < len(self.spans) and self.spans[i][0] == b:
+                b = self.spans.pop(i)[1]
+            if i and self.spans[i - 1][1] == a:
+                i, a = i - 1, self.spans.pop(i - 1)[0]
+            self.spans.insert(i, (a, b))
+
+    def all(self):
+        return np.concatenate([np.empty(0, int), *(np.arange(a, b) for a, b in self.spans)])
 
 
 class PagePool:
@@ -199,9 +267,12 @@ class PagePool:
     def __init__(self, n_page, n_kv_head, alloc, first=0):
         """first: its first page's number in the cache."""
         self.n_page, self.n_kv_head, self.alloc, self.first = n_page, n_kv_head, alloc, first
-        self.n_free = n_page
-        self.spans = [(first, first + n_page)] if n_page else []  # free [start, end), sorted, never touching
+        self.unused = (Spans if alloc == "reserve" else Stack)(first, n_page)
         self.tables = {}  # owner -> Table
+
+    @property
+    def n_free(self):
+        return self.unused.n
 
     def need(self, owner, n, n_max):
         """How many free pages `hold` would take."""
@@ -210,23 +281,25 @@ class PagePool:
 
     def hold(self, owner, n, n_max):
         """Make `owner` own pages for n tokens (it will never want more than n_max). False, and nothing changed, if it cannot be."""
-        need, table = self.need(owner, n, n_max), self.tables.get(owner)
+        need = self.need(owner, n, n_max)
         if not need:
             return True
-        if self.alloc == "reserve":
-            pages = self._take_together(need)
-            if pages is not None:  # the pages form one block, laid out head after head
-                self.tables[owner] = Table(pages[0] * self.n_kv_head + np.arange(n_max), n_max)
+        pages = self.unused.together(need) if self.alloc == "reserve" else self.unused.anywhere(need)
+        if pages is None:
+            return False
+        if self.alloc == "reserve":  # one block, laid out head after head
+            self.tables[owner] = Table(pages[0] * self.n_kv_head + np.arange(n_max), n_max)
         else:
-            pages = self._take_any(need)
-            if pages is not None:
-                rows = pages * self.n_kv_head
-                self.tables[owner] = Table(np.concatenate([table.rows, rows]) if table else rows, 1)
-        return pages is not None
+            table = self.tables.get(owner)
+            if table is None:
+                table = self.tables[owner] = Table(None, 1, np.empty(n_max, int))
+            table.space[n - need:n] = pages * self.n_kv_head
+            table.rows = table.space[:n]
+        return True
 
     def hold_any(self, owner, n):
-        """Make `owner`, new here, own any n pages: the last ones, so that requests find theirs together. False if it cannot be."""
-        pages = self._take_any(n, last=True)
+        """Make `owner`, new here, own any n pages. False if it cannot be."""
+        pages = self.unused.anywhere(n)
         if pages is not None:
             self.tables[owner] = Table(pages * self.n_kv_head, 1)
         return pages is not None
@@ -234,9 +307,7 @@ class PagePool:
     def free(self, owner):
         """Give back all that `owner` holds; an owner without pages is no error."""
         if owner in self.tables:
-            pages = np.sort(self.pages(owner))
-            for part in np.split(pages, np.flatnonzero(np.diff(pages) > 1) + 1):
-                self._put(int(part[0]), int(part[-1]) + 1)
+            self.unused.put(self.pages(owner))
             del self.tables[owner]
 
     def pages(self, owner):
@@ -246,73 +317,9 @@ class PagePool:
 
     def check(self):
         """Our own invariant: free + owned = total, and no page has two owners."""
-        free = [np.arange(a, b) for a, b in self.spans]
-        every = np.sort(np.concatenate([np.empty(0, int), *free, *map(self.pages, self.tables)]))
+        every = np.sort(np.concatenate([self.unused.all(), *map(self.pages, self.tables)]))
         assert np.array_equal(every, self.first + np.arange(self.n_page)), "pages lost or owned twice"
-        assert self.n_free == sum(b - a for a, b in self.spans)
-
-    def _take_together(self, n):
-        """The first free block of n pages, or None."""
-        for i, (a, b) in enumerate(self.spans):
-            if b - a >= n:
-                self.spans[i:i + 1] = [(a + n, b)] if a + n < b else []
-                self.n_free -= n
-                return np.arange(a, a + n)
-        return None
-
-    def _take_any(self, n, last=False):
-        """n free pages, the lowest or the last, in order; or None."""
-        if n > self.n_free:
-            return None
-        pages, self.n_free = [], self.n_free - n
-        while n:
-            a, b = self.spans.pop(-1 if last else 0)
-            m = min(n, b - a)
-            pages.append(np.arange(b - m, b) if last else np.arange(a, a + m))
-            n -= m
-            if m < b - a:
-                self.spans.insert(len(self.spans) if last else 0, (a, b - m) if last else (a + m, b))
-        return np.concatenate(pages[::-1] if last else pages)
-
-    def _put(self, a, b):
-        """Free [a, b), joined with the free spans it touches."""
-        self.n_free += b - a
-        i = bisect.bisect(self.spans, (a, b))
-        if i < len(self.spans) and self.spans[i][0] == b:
-            b = self.spans.pop(i)[1]
-        if i and self.spans[i - 1][1] == a:
-            i, a = i - 1, self.spans.pop(i - 1)[0]
-        self.spans.insert(i, (a, b))
-
-
-class PageCount:
-    """A PagePool of which only the numbers are kept, for a simulator whose pages may lie anywhere."""
-
-    def __init__(self, n_page):
-        self.n_page = self.n_free = n_page
-        self.tables = {}  # owner -> pages it holds
-
-    def need(self, owner, n, n_max):
-        return max(0, n - self.tables.get(owner, 0))
-
-    def hold(self, owner, n, n_max):
-        return self.hold_any(owner, self.need(owner, n, n_max))
-
-    def hold_any(self, owner, n):
-        fits = n <= self.n_free
-        if fits and n:
-            self.n_free -= n
-            self.tables[owner] = self.tables.get(owner, 0) + n
-        return fits
-
-    def free(self, owner):
-        self.n_free += self.tables.pop(owner, 0)
-
-    def pages(self, owner):
-        return np.arange(self.tables[owner])
-
-    def check(self):
-        assert self.n_free + sum(self.tables.values()) == self.n_page and self.n_free >= 0, "pages lost or owned twice"
+        assert self.n_free == len(self.unused.all())
 
 
 # ---------------------------------------------------------------- adapters: thousands in host memory, those in use in the pool
@@ -663,7 +670,7 @@ class Fair(Rearranged):
     def __init__(self, inner, weight):
         """inner: the order of each client's own requests."""
         super().__init__(inner)
-        self.weight, self.counter, self.level = {}, 0.0  # client -> tokens; the least of those that wait, which a client starts with
+        self.weight, self.counter, self.level = weight, {}, 0.0  # client -> tokens; the least of those that wait, which a client starts with
         self.charged, self.known = {}, {}  # request -> what is in its client's counter for it; client -> its queue of the last time
 
     def queue(self, engine):
@@ -2627,9 +2634,6 @@ class Simulator(Engine):
         if usable <= 0:
             raise ValueError(f"{sum(weights) / 1e9:.1f} GB of weights do not fit {self.model.name}: take a larger GPU or more of them (tp)")
         return free - sum(weights[1:]), usable / (free - sum(weights[1:]))
-
-    def _new_pool(self, n_page, first=0):
-        return PageCount(n_page) if self.config.alloc == "grow" else super()._new_pool(n_page, first)
 
     def _new_cache(self, n_page):
         return None

@@ -494,18 +494,23 @@ def test_pool_policies_hand_out_what_they_promise():
     assert not pool.hold("d", 1, 31) and pool.n_free == 40 and "d" not in pool.tables, "40 free, but not 31 together"
     pool.free("b")
     pool.check()
+    assert pool.unused.spans == [(30, 60), (90, 100)] and pool.hold_any("e", 20) and pool.unused.spans == [(30, 50)], "the last ones, in two parts"
+    for owner in "aec":
+        pool.free(owner)
+    assert pool.unused.spans == [(0, 100)], "neighbours are one again"
     pool = PagePool(10, 2, "grow")
     assert pool.hold("a", 3, 9) and pool.hold("b", 3, 9) and pool.hold("a", 6, 9)
     assert pool.tables["a"].rows.tolist() == [0, 2, 4, 12, 14, 16] and pool.tables["a"].stride == 1
     assert not pool.hold("b", 5, 9) and pool.n_free == 1 and len(pool.tables["b"].rows) == 3
     pool.free("a")
-    assert pool.spans == [(0, 3), (6, 10)] and pool.n_free == 7
+    assert pool.n_free == 7 and pool.pages("b").tolist() == [3, 4, 5]
     pool.check()
 
 
 def test_check_notices_a_lost_page_and_a_page_owned_twice():
-    for damage in (lambda p: p.spans.clear(), lambda p: p.tables.update(c=p.tables["a"])):
-        pool = PagePool(10, 1, "grow")
+    for alloc, damage in (("reserve", lambda p: p.unused.spans.clear()), ("grow", lambda p: p.tables.update(c=p.tables["a"])),
+                          ("grow", lambda p: p.unused.anywhere(1))):
+        pool = PagePool(10, 1, alloc)
         pool.hold("a", 4, 9)
         damage(pool)
         with pytest.raises(AssertionError, match="lost or owned twice"):
