@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from itertools import chain, islice, takewhile
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Callable, NamedTuple
 
 import numpy as np
@@ -34,20 +34,12 @@ import torch
 
 from kernels import (BLOCK_ROWS, FEW_ROWS, Lora, LoraPages, Pages, Segment, World, accept, causal_mask, context_pad, on_gpu, residual,
                      run_ends, sample, target_probs)
-from model import GPT, PRESETS, Adapter, Batch, Heads, default_dtype, load_heads, load_model
+from model import GPT, PRESETS, Adapter, Batch, Heads, checked, default_dtype, load_heads, load_model
 
 
 def option(default, help, **more):
     """A dataclass field that is also a command-line flag."""
     return field(default=default, metadata=dict(help=help, **more))
-
-
-def checked(name, value, kind, low, high=math.inf):
-    """value, if it is a finite number (kind float) or a whole one (kind int) in low .. high; else a ValueError that says so."""
-    if isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool) and low <= value <= high and value < math.inf:
-        return value
-    span = f"at least {low:g}" if high == math.inf else f"in {low:g} .. {high:g}"
-    raise ValueError(f"{name} = {value!r}: must be a {'whole ' if kind is int else ''}number, {span}")
 
 
 @dataclass
