@@ -150,6 +150,22 @@ class Request:
         return (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1) if self.times else math.nan
 
 
+def checked_prompt(prompt, vocab_size):
+    """A prompt as an array (n,); ValueError for what is no list of tokens."""
+    try:
+        tokens = np.asarray(prompt)
+    except (ValueError, TypeError):  # ragged, or no array at all
+        tokens = np.empty((0, 0))
+    if tokens.shape == (0,):
+        raise ValueError("empty prompt: at least one token is needed")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(f"prompt {str(prompt)[:60]}: must be a flat list of token ids")
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if len(outside):
+        raise ValueError(f"token {outside[0]} in the prompt: must be in 0 .. {vocab_size - 1}")
+    return tokens.astype(np.int64)
+
+
 def asking(plan):
     """Of a plan's requests those that get tokens from it -> [(request, how many drafts it feeds behind its last known token)]"""
     return [(r, r.n_wanted(n) - 1) for r, n in plan if r.n_wanted(n)]
@@ -194,10 +210,10 @@ class Stack:
         if n > self.n:
             return None
         self.n -= n
-        return self.pages[self.n:self.n + n]
+        return self.pages[self.n:self.n + n][::-1]
 
     def put(self, pages):
-        self.pages[self.n:self.n + len(pages)] = pages
+        self.pages[self.n:self.n + len(pages)] = pages[::-1]
         self.n += len(pages)
 
     def all(self):
@@ -1775,7 +1791,7 @@ def make_proposer(draft, engine):
 class Speculator:
     """Drafts for the decodes of one iteration: where from (proposer), how many (policy), and what came of them. Requests that were
     new when it rarely paid to propose stay without, and spare the draft model their prompt [SmartSpec §5]."""
-    zeros, most_zeros = 0.0, 0.7  # the share of late iterations without a proposal, and from where on new requests are left alone
+    idle, MOST_IDLE = 0.0, 0.7  # the share of late iterations without a proposal, and from where on new requests are left alone
 
     def __init__(self, engine, proposer, policy, cost=None):
         self.engine, self.proposer, self.policy = engine, proposer, policy
@@ -1818,7 +1834,7 @@ class Speculator:
         if not decodes:
             return plan
         requests = [plan[i][0] for i in decodes]
-        drafts = self._propose(requests, self._decodes(plan, requests))
+        drafts = self._propose(requests, self._decodes_of(plan, requests))
         for i, r, tokens in zip(decodes, requests, drafts):
             r.tokens[r.n_tokens:r.n_tokens + len(tokens)] = tokens
             plan[i] = (r, 1 + len(tokens))
@@ -1833,8 +1849,8 @@ class Speculator:
             drafts = proposer.propose(requests, d.most)
         else:
             wanted = d.most if policy.late else policy.lengths(d)
-            self.zeros = FADE * self.zeros + (1 - FADE) * (not wanted.any())
-            wanted = [self.engine._lookahead(r, int(k)) if self._may(r) else 0 for r, k in zip(requests, wanted)]
+            self.idle = FADE * self.idle + (1 - FADE) * (not wanted.any())
+            wanted = [self.engine._lookahead(r, int(k)) if self._speculates(r) else 0 for r, k in zip(requests, wanted)]
             drafts = proposer.propose(requests, wanted, policy.threshold) if any(wanted) else [[]] * len(requests)
         if proposer.free or policy.late:
             made = d._replace(most=np.array([len(tokens) for tokens in drafts]), draft=lambda steps: 0.0)
@@ -1856,13 +1872,13 @@ class Speculator:
         drafts = iter(self.proposer.propose(grown, [r.tree for r in grown]) if grown else [])
         return [next(drafts) if r.tree else [] for r in requests]
 
-    def _may(self, r):
+    def _speculates(self, r):
         """Decided when a request could have its first draft: without one the draft model's work on the prompt would be lost."""
         if r.speculates is None:
-            r.speculates = self.zeros <= self.most_zeros
+            r.speculates = self.idle <= self.MOST_IDLE
         return r.speculates
 
-    def _decodes(self, plan, requests):
+    def _decodes_of(self, plan, requests):
         """What the policy gets to see."""
         room, forced = self.engine.scheduler.room(plan), self.engine.config.alpha
         longest = max((Tree.of(shape).n for shape in self.shapes), default=self.policy.n_spec)
@@ -1933,52 +1949,6 @@ class WallClock:
 
     def wait_until(self, t):
         time.sleep(max(0.0, t - self.now()))
-
-
-class SharedClock(WallClock):
-    """Rank 0's clock, read on every rank."""
-
-    def __init__(self, world):
-        self.world, self.events = world, str(world.device) != "cpu"
-        world.each(None)  # all are here: they start together
-        super().__init__()
-        self.zero = torch.cuda.Event(enable_timing=True) if self.events else None
-        if self.events:
-            self.zero.record()
-
-    def now(self):
-        return self.world.agree(self.own())
-
-    def own(self):
-        """This rank's own reading."""
-        return super().now()
-
-    def mark(self):
-        """-> a function that says when this rank's device was done with all that it had been given by now, by its own clock"""
-        if not self.events:
-            t = self.own()
-            return lambda: t
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return lambda: self.zero.elapsed_time(event) / 1e3
-
-
-class ToldClock:
-    """A SharedClock for a Pipeline: while micro-batches are in flight it stands at what the last stage's latest word said, so that
-    to read it no stage waits for another."""
-
-    def __init__(self, line, inner):
-        self.line, self.inner, self.mark, self.t = line, inner, inner.mark, 0.0
-
-    def now(self):
-        if not any(lane.flight for lane in self.line.lanes):
-            self.t = max(self.t, self.inner.now())
-        return self.t
-
-    def wait_until(self, t):
-        if t > self.t:
-            self.inner.wait_until(t)
-            self.t = t
 
 
 class VirtualClock:
@@ -2152,26 +2122,23 @@ class Engine:
         for r in requests:
             self.add(r)
         try:
-            with Interruptible(self.world) as interrupt:
-                while not all(r.done for r in requests):
-                    if interrupt.seen:
-                        raise KeyboardInterrupt
-                    self.step()
+            self.run(until=lambda: all(r.done for r in requests))
+            if not all(r.done for r in requests):
+                raise KeyboardInterrupt
         finally:
             for r in requests:
                 if not r.done:
                     self.abort(r.id)
         return [r.output for r in requests]
 
-    def run(self, on_event=None):
-        """Step until nothing is left, calling on_event(Event) -> the requests that ended, in order of their end. Ctrl-C stops
-        it after the iteration under way; what is unfinished stays in the engine."""
+    def run(self, on_event=lambda event: None, until=lambda: False):
+        """Step until nothing is left or until() is so, calling on_event(Event) -> the requests that ended, in order of their end.
+        Ctrl-C stops it after the iteration under way; what is unfinished stays in the engine."""
         ended = []
         with Interruptible(self.world) as interrupt:
-            while self.requests and not interrupt.seen:
+            while self.requests and not until() and not interrupt.seen:
                 for event in self.step():
-                    if on_event:
-                        on_event(event)
+                    on_event(event)
                     if event.finished:
                         ended.append(event.request)
         return ended
@@ -2181,27 +2148,13 @@ class Engine:
         c = self.model.config
         if r.state != "new":
             raise ValueError(f"request {r.id} was added before: make a new Request")
-        try:
-            prompt = np.asarray(r.prompt)
-        except (ValueError, TypeError):  # ragged, or no array at all
-            prompt = np.empty((0, 0))
-        if prompt.shape == (0,):
-            raise ValueError("empty prompt: at least one token is needed")
-        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            raise ValueError(f"prompt {str(r.prompt)[:60]}: must be a flat list of token ids")
-        outside = prompt[(prompt < 0) | (prompt >= c.vocab_size)]
-        if len(outside):
-            raise ValueError(f"token {outside[0]} in the prompt: must be in 0 .. {c.vocab_size - 1}")
-        checked("max_new_tokens", r.max_new_tokens, int, 1)
+        prompt = checked_prompt(r.prompt, c.vocab_size)
+        for name, *valid in (("max_new_tokens", int, 1), ("temperature", float, 0), ("top_k", int, 0), ("top_p", float, 1e-9, 1),
+                             ("arrival", float, 0), *[("seed", int, 0)] * (r.seed is not None)):
+            checked(name, getattr(r, name), *valid)
         for what, most in (("the model's context", c.block_size), ("the pool's pages", self.pool.n_page)):
             if r.max_len > most:
                 raise ValueError(f"prompt of {len(prompt)} + {r.max_new_tokens} new tokens: {what} end at {most}")
-        checked("temperature", r.temperature, float, 0)
-        checked("top_k", r.top_k, int, 0)
-        checked("top_p", r.top_p, float, 1e-9, 1)
-        checked("arrival", r.arrival, float, 0)
-        if r.seed is not None:
-            checked("seed", r.seed, int, 0)
         if not isinstance(r.stop, (list, tuple)):
             raise ValueError(f"stop = {r.stop!r}: must be a list of token ids")
         for t in r.stop:
@@ -2210,7 +2163,7 @@ class Engine:
             raise ValueError(f"client = {r.client!r}: must be a name or None")
         if r.adapter is not None:
             self._check_adapter(r)
-        return np.concatenate([prompt.astype(np.int64), np.zeros(r.max_new_tokens, np.int64)])
+        return np.concatenate([prompt, np.zeros(r.max_new_tokens, np.int64)])
 
     def _check_adapter(self, r):
         known = self.adapters.known
@@ -2227,7 +2180,7 @@ class Engine:
         """One iteration -> [Event]. With nothing but future arrivals it waits for the next one; with nothing at all it is []."""
         plan = self._plan()
         events = self._commit(plan, self._run(plan)) if plan else []
-        return self._told() + events
+        return self._take_given_up() + events
 
     def _plan(self):
         """Who feeds how many tokens next, drafts included; [] if there is nothing to do. All of it has its pages."""
@@ -2250,7 +2203,7 @@ class Engine:
         tokens = self.world.agree(self._sample(asking(plan), logits))
         if timed:
             end = self.clock.now()
-            self._keep(start, end, 0, plan)
+            self._log(start, end, 0, plan)
             if self.cost:
                 self.cost.learn(Work.of(self._entries(plan), self.cost.tile), end - start)
         return tokens
@@ -2282,7 +2235,7 @@ class Engine:
                 self.merged = adapter, self.model.merged(self.adapters.known[adapter])
         return self.model if self.merged[0] is None else self.merged[1]
 
-    def _keep(self, start, end, stage, plan):
+    def _log(self, start, end, stage, plan):
         if self.record is not None:
             self.record.append(Span(start, end, stage, self.number, [(r.id, r.n_past, n) for r, n in plan]))
 
@@ -2316,7 +2269,7 @@ class Engine:
         self._retire(r, state)
         self.given_up.append(Event(r, [], state))
 
-    def _told(self):
+    def _take_given_up(self):
         events, self.given_up = self.given_up, []
         return events
 
@@ -2375,7 +2328,7 @@ class Engine:
     def _preempt(self, r):
         """Give up a request's pages; it goes to the head of the queue and is computed again from its tokens."""
         now = self.clock.now()
-        self._keep(now, now, 0, [(r, 0)])
+        self._log(now, now, 0, [(r, 0)])
         self.pool.free(r.id)
         self.adapters.use(r.adapter, -1)
         self.running.remove(r)
@@ -2668,6 +2621,54 @@ class Simulator(Engine):
         return [[0] * (1 + min(k, r.luck)) for r, k in ready]
 
 
+# ---------------------------------------------------------------- many devices: one clock, a pipeline of stages
+
+class SharedClock(WallClock):
+    """Rank 0's clock, read on every rank."""
+
+    def __init__(self, world):
+        self.world, self.events = world, str(world.device) != "cpu"
+        world.each(None)  # all are here: they start together
+        super().__init__()
+        self.zero = torch.cuda.Event(enable_timing=True) if self.events else None
+        if self.events:
+            self.zero.record()
+
+    def now(self):
+        return self.world.agree(self.own())
+
+    def own(self):
+        """This rank's own reading."""
+        return super().now()
+
+    def mark(self):
+        """-> a function that says when this rank's device was done with all that it had been given by now, by its own clock"""
+        if not self.events:
+            t = self.own()
+            return lambda: t
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return lambda: self.zero.elapsed_time(event) / 1e3
+
+
+class ToldClock:
+    """A SharedClock for a Pipeline: while micro-batches are in flight it stands at what the last stage's latest word said, so that
+    to read it no stage waits for another."""
+
+    def __init__(self, line, inner):
+        self.line, self.inner, self.mark, self.t = line, inner, inner.mark, 0.0
+
+    def now(self):
+        if not any(lane.flight for lane in self.line.lanes):
+            self.t = max(self.t, self.inner.now())
+        return self.t
+
+    def wait_until(self, t):
+        if t > self.t:
+            self.inner.wait_until(t)
+            self.t = t
+
+
 class Lane:
     """One of the micro-batches that a Pipeline keeps in flight: an engine with its own requests and pages, and everybody's queue."""
     flight = None  # (plan, a function that waits for its tokens): what was started and has not left the last stage
@@ -2683,7 +2684,7 @@ class Lane:
         plan, line.now = self._plan(), self.clock.now()
         if plan:
             self.flight = plan, self._run(plan)
-        return self._told() + events
+        return self._take_given_up() + events
 
     def land(self):
         """Wait until the iteration in flight, if there is one, has left the last stage -> its [Event]."""
@@ -2714,7 +2715,7 @@ class SimulatedLane(Lane, Simulator):
             start = max(t, free)
             t = start + took + send  # sending keeps the stage busy
             idle += line.book(stage, start, t)
-            self._keep(start, t, stage, plan)
+            self._log(start, t, stage, plan)
         self.clock.wait_until(t)
         line.charge(plan, idle)
         return partial(self._sample, asking(plan), None)
@@ -2766,7 +2767,7 @@ class StageLane(Lane, Engine):
         return [row[1:1 + row[0]] for row in rows]
 
     def _book(self, plan, start, end):
-        self._keep(start, end, self.world.stage, plan)
+        self._log(start, end, self.world.stage, plan)
         self.line.charge(plan, self.line.book(self.world.stage, start, end))
 
     def _memory(self, draft):
@@ -2815,7 +2816,7 @@ class Pipeline:
     @property
     def clock(self):
         """Everybody's; simulated that of the lane that is ready last: when all that was started has left the last stage."""
-        return max((lane.clock for lane in self.lanes), key=lambda clock: getattr(clock, "t", 0.0))
+        return max((lane.clock for lane in self.lanes), key=lambda clock: clock.t)
 
     def step(self):
         """The turn of the lane that was started first, as stages work in order -> [Event] of the iteration that it had in flight."""

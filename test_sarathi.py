@@ -2983,7 +2983,7 @@ def test_draft_prefill_is_spared_where_nothing_is_proposed():
     finish(engine)
     assert early.n_drafted > 0 and late.n_drafted == 0
     fresh = Request(prompt(10), 20)
-    engine.speculator.zeros = 0.5
+    engine.speculator.idle = 0.5
     engine.add(fresh)
     finish(engine)
     assert fresh.speculates and fresh.n_drafted > 0 and fresh.output == naive(10, 20)
