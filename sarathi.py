@@ -7,8 +7,17 @@ r". An iteration is a plan [(request, n)], packed into one flat batch of N token
               │            decodes      a chunk                  │              N = 256 tokens,               r3, r5 one each;
               └ policy: a Scheduler, ten lines                   └ memory: PagePool   each weight read once   r7 when its prompt ends
 
-`Engine.step` is that picture. Papers are cited where they are implemented: [SARATHI] arXiv 2308.16369, [S-LoRA] 2311.03285,
-[SmartSpec] 2406.14066.
+`Engine.step` is that picture. What it needs comes before it; a first reading may go from the schedulers straight to the engine:
+
+    requests, memory, adapters      what users ask for, and who owns which page of the one pool
+    schedulers, orders              who feeds how many tokens, and who of the queue is first
+    costs                           what an iteration takes: for drafts, for autopilot, for the simulator
+    speculation, autopilot          where drafts come from, how many ride along, and chunks and drafts chosen together
+    the engine                      all of it, iteration by iteration
+    the simulator, many devices     the same engine with another clock, or as a pipeline of stages
+    command line
+
+Papers are cited where they are implemented: [SARATHI] arXiv 2308.16369, [S-LoRA] 2311.03285, [SmartSpec] 2406.14066.
 """
 import argparse
 import bisect
@@ -25,7 +34,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
-from itertools import chain, islice, takewhile
+from itertools import accumulate, chain, islice, takewhile
 from numbers import Integral
 from typing import Callable, NamedTuple
 
@@ -53,7 +62,8 @@ class EngineConfig:
     n_page: int = option(0, "pages (tokens of K and V) in the pool; 0: max_batch times the longest context, within memory_gb")
     memory_gb: float = option(0.0, "memory for the pool; 0: 90 %% of what a GPU has left, a quarter of the RAM on a CPU")
     adapter_pages: int = option(0, "pages of the pool for adapters alone; 0: whoever needs one takes it, adapter or cache [S-LoRA §5.1]")
-    lora: str = option("batched", "adapters: all at once on the fly, so with padding, or one at a time in the weights", choices=("batched", "bmm", "merge"))
+    lora: str = option("batched", "adapters: all at once on the fly, so with padding, or one at a time in the weights",
+                       choices=("batched", "bmm", "merge"))
     order: str = option("fcfs", "who of the waiting starts first: the one that came first or last", choices=("fcfs", "lcfs"))
     cluster: int = option(0, "prefer requests whose adapter is in the batch once it has so many; 0: never [S-LoRA §4.2]")
     max_waiting: int = option(0, "most requests that may wait for a slot of the batch; more are refused as they arrive; 0: no limit")
@@ -67,20 +77,22 @@ class EngineConfig:
     alpha: float = option(0.0, "accept each draft with this probability, whatever the model says: for random weights; 0: verify")
 
     def __post_init__(self):
-        for name, least in dict(chunk=1, max_batch=0, tile=1, n_page=0, adapter_pages=0, cluster=0, max_waiting=0, seed=0).items():
-            checked(name, getattr(self, name), int, least)
-        for name in ("memory_gb", "slo", "tpot", "stall", "fair"):
-            checked(name, getattr(self, name), float, 0)
-        checked("alpha", self.alpha, float, 0, 1)
         for f in fields(self):
-            if getattr(self, f.name) not in f.metadata.get("choices", [getattr(self, f.name)]):
-                raise ValueError(f"{f.name} = {getattr(self, f.name)!r}: one of {', '.join(map(repr, f.metadata['choices']))}")
+            value, choices = getattr(self, f.name), f.metadata.get("choices")
+            if f.type in (int, float):
+                checked(f.name, value, f.type, int(f.name in ("chunk", "tile")), 1 if f.name == "alpha" else math.inf)
+            if choices and value not in choices:
+                raise ValueError(f"{f.name} = {value!r}: one of {', '.join(map(repr, choices))}")
         for name, why in dict(adapter_pages="no adapter is in the pool", cluster="a batch has one adapter, and others must get their turn").items():
             if self.lora == "merge" and getattr(self, name):
                 raise ValueError(f"{name} = {getattr(self, name)} with lora = 'merge': {why}")
 
 
 # ---------------------------------------------------------------- requests
+
+ENDS = dict(length="has all its tokens", stop="met a stop token", abort="the user ended it, or it would be too late (slo)",
+            refused="too many were waiting (max_waiting)")  # states of a request that has ended
+
 
 @dataclass(eq=False)
 class Request:
@@ -170,10 +182,6 @@ def checked_prompt(prompt, vocab_size):
 def asking(plan):
     """Of a plan's requests those that get tokens from it -> [(request, how many drafts it feeds behind its last known token)]"""
     return [(r, r.n_wanted(n) - 1) for r, n in plan if r.n_wanted(n)]
-
-
-ENDS = dict(length="has all its tokens", stop="met a stop token", abort="the user ended it, or it would be too late (slo)",
-            refused="too many were waiting (max_waiting)")  # states of a request that has ended
 
 
 class Event(NamedTuple):
@@ -333,6 +341,10 @@ class PagePool:
 
 # ---------------------------------------------------------------- adapters: thousands in host memory, those in use in the pool
 
+PREFETCH = 4  # requests at the head of the queue whose adapters are copied in ahead of time
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a number -> a type that carries them as they are
+
+
 @dataclass
 class Resident:
     """An adapter in the pool."""
@@ -420,9 +432,6 @@ class Merging(AdapterStore):
         return 0
 
 
-PREFETCH = 4  # requests at the head of the queue whose adapters are copied in ahead of time
-
-
 class Copier:
     """Copies adapters into the cache beside the iteration under way: on a GPU by a stream of its own, on a CPU by a thread."""
 
@@ -447,10 +456,7 @@ class Copier:
         return lambda: torch.cuda.current_stream().wait_event(done)
 
 
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a number -> a type that carries them as they are
-
-
-# ---------------------------------------------------------------- policy: schedulers
+# ---------------------------------------------------------------- schedulers: who feeds how many tokens
 
 class Named:
     """Subclasses are found by name, in their family's registry: class ShortestFirst is "shortest_first"."""
@@ -560,7 +566,7 @@ def make_scheduler(scheduler, **options):
     return scheduler
 
 
-# ---------------------------------------------------------------- policy: the order of the queue
+# ---------------------------------------------------------------- orders: who of the queue is first
 
 class Queue:
     """The waiting requests, first come first. Whatever stands where it does costs the same to take out, of ten or of a million.
@@ -775,7 +781,7 @@ class EarlyAbort(Rearranged):
         return iter(sorted(queue, key=lambda r: -r.arrival))
 
 
-# ---------------------------------------------------------------- what an iteration costs
+# ---------------------------------------------------------------- costs: what an iteration takes
 
 class GPU(NamedTuple):
     """A data sheet."""
@@ -1186,7 +1192,7 @@ def rehearse(engine, entries):
     return plan
 
 
-# ---------------------------------------------------------------- speculation: drafts that ride along, and how many
+# ---------------------------------------------------------------- speculation: where drafts come from
 
 PROPOSERS = {}  # name -> class
 POLICIES = {}
@@ -1319,6 +1325,20 @@ class DraftModel(Proposer, named=False):
         return steps * self.cost._time(Work(N=n, M=n, decodes=n, context=n_context + n))
 
 
+class SimulatedDraft(DraftModel, named=False):
+    """A CostModel in the draft's place: its steps only move the clock. It is always sure."""
+
+    def _engine(self, engine, model):
+        return Simulator(model, clock=engine.clock, n_page=engine.pool.n_page)
+
+    def _share(self, requests):
+        pass
+
+    def _step(self, plan, threshold):
+        self.engine._forward(plan)
+        return [0] * len(plan), [1.0] * len(plan)
+
+
 class Tree(NamedTuple):
     """Drafts that are guesses for the same few places [SmartSpec §4.3]: behind every row of level h - 1 stand shape[h - 1] candidates
     for the next. Row 0 is the last known token, a level's rows lie side by side, and n = sum_h prod_{i <= h} k_i are drafts:
@@ -1414,28 +1434,16 @@ class Medusa(Proposer, named=False):
         self.states.pop(r, None)
 
 
-class SimulatedDraft(DraftModel, named=False):
-    """A CostModel in the draft's place: its steps only move the clock. It is always sure."""
-
-    def _engine(self, engine, model):
-        return Simulator(model, clock=engine.clock, n_page=engine.pool.n_page)
-
-    def _share(self, requests):
-        pass
-
-    def _step(self, plan, threshold):
-        self.engine._forward(plan)
-        return [0] * len(plan), [1.0] * len(plan)
-
+# ---------------------------------------------------------------- speculation: how many drafts
 
 class Decodes(NamedTuple):
     """What a policy may look at: the B requests of this iteration that feed one token and may have drafts behind it."""
     requests: list
     most: np.ndarray  # (B,) how many each may have
     alpha: np.ndarray  # (B,) how many of 1 are accepted
-    target: Callable  # number of drafts in all -> seconds of the target's iteration [SmartSpec Eq. 6]
-    draft: Callable  # number of steps -> seconds of the draft's [Eq. 5]
-    edges: np.ndarray  # numbers of drafts that end a tile
+    target: Callable = None  # number of drafts in all -> seconds of the target's iteration [SmartSpec Eq. 6]; if the policy is priced
+    draft: Callable = None  # number of steps -> seconds of the draft's [Eq. 5]
+    edges: np.ndarray = None  # numbers of drafts that end a tile
 
 
 class Policy(Named, named=False):
@@ -1467,12 +1475,10 @@ class Off(Policy):
 class Fixed(Policy, named=False):
     """The same k for all requests and all steps: spec=3; or the same tree: spec="3,2,2"."""
 
-    def __init__(self, k, *more):
-        for n in (k, *more):
-            checked("spec", n, int, 1)
-        self.n_spec = sum(math.prod((k, *more)[:h]) for h in range(1, len(more) + 2)) if more else k
-        self.tree = (k, *more) if more else None
-        if more and self.n_spec >= BLOCK_ROWS:
+    def __init__(self, *shape):
+        self.n_spec = sum(accumulate((checked("spec", k, int, 1) for k in shape), lambda n, k: n * k))
+        self.tree = shape if len(shape) > 1 else None
+        if self.tree and self.n_spec >= BLOCK_ROWS:
             raise ValueError(f"spec = {','.join(map(str, self.tree))}: a tree of {self.n_spec} drafts, at most {BLOCK_ROWS - 1}")
 
     @property
@@ -1602,6 +1608,8 @@ class Oracle(Goodput):
     def tokens(self, d, k):
         return (k + 1).sum(1)
 
+
+# ---------------------------------------------------------------- autopilot: chunks and drafts by one price
 
 class Loop(NamedTuple):
     """A system of requests that are all alike, each of which comes again when it ends; here: averages of those that are really there."""
@@ -1753,6 +1761,8 @@ SCHEDULERS["autopilot"] = Autopilot
 SIZES = sorted({n for j in range(4, 14) for n in (2**j, 3 * 2**j // 2)})  # tokens of an iteration that autopilot tries
 
 
+# ---------------------------------------------------------------- speculation: drafts into the plan, and what came of them
+
 def make_policy(spec, scheduler=None):
     """A Policy from a name, a number of drafts or a text of one, or the object itself; scheduler: the engine's, which may be both."""
     kind = POLICIES.get(spec) if isinstance(spec, str) else type(spec)
@@ -1764,10 +1774,8 @@ def make_policy(spec, scheduler=None):
         return spec
     if kind and isinstance(spec, str):
         return kind()
-    if isinstance(spec, str) and spec.isdecimal() or isinstance(spec, Integral) and not isinstance(spec, bool):
-        return Fixed(int(spec))
-    if isinstance(spec, str) and re.fullmatch(r"\d+(,\d+)+", spec):
-        return Fixed(*map(int, spec.split(",")))
+    if isinstance(spec, Integral) and not isinstance(spec, bool) or isinstance(spec, str) and re.fullmatch(r"\d+(,\d+)*", spec):
+        return Fixed(*map(int, str(spec).split(",")))
     raise ValueError(f"spec = {spec!r}: one of {', '.join(POLICIES)}, a number of drafts, or candidates of each head as 3,2,2")
 
 
@@ -1785,8 +1793,8 @@ def make_proposer(draft, engine):
         return Medusa(draft, engine.model)
     if isinstance(draft, engine.runs):
         return (SimulatedDraft if isinstance(engine, Simulator) else DraftModel)(engine, draft)
-    raise ValueError(f"draft = {draft if isinstance(draft, str) else type(draft).__name__!r}: one of {', '.join(PROPOSERS)}, or a {engine.runs.__name__}, "
-                     "Heads or a Proposer")
+    name = draft if isinstance(draft, str) else type(draft).__name__
+    raise ValueError(f"draft = {name!r}: one of {', '.join(PROPOSERS)}, or a {engine.runs.__name__}, Heads or a Proposer")
 
 
 class Speculator:
@@ -1892,9 +1900,7 @@ class Speculator:
         alpha = np.full(len(requests), self.alpha)
         if self.policy.per_request:
             alpha = acceptance(np.array([r.tally for r in requests]).T, alpha)
-        if not self.policy.priced:
-            return Decodes(requests, most, alpha, None, None, None)
-        return Decodes(requests, most, alpha, *self._prices(plan, requests, most.sum()))
+        return Decodes(requests, most, alpha, *(self._prices(plan, requests, most.sum()) if self.policy.priced else ()))
 
     def _prices(self, plan, requests, n_most):
         """target, draft, edges of Decodes. A chunk that rides along makes drafts dearer, but its own time is not theirs: they are to
@@ -2949,7 +2955,8 @@ def main():
     engine = make_engine(model, draft=load_draft(args.draft, model), spec=spec, **vars(config))
     if args.adapter:
         engine.add_adapter(args.adapter, args.adapter)
-    request = Request(prompt, adapter=args.adapter, stop=tokenizer.stop if tokenizer else (), arrival=engine.clock.now(), **parser.values(Request, args))
+    stop = tokenizer.stop if tokenizer else ()
+    request = Request(prompt, adapter=args.adapter, stop=stop, arrival=engine.clock.now(), **parser.values(Request, args))
     engine.add(request)
     print(args.prompt or "", end="", flush=True)
     engine.run(lambda event: print(say(event.tokens), end="", flush=True))
