@@ -2038,6 +2038,7 @@ class Engine:
         self.pending = []  # a heap of (arrival, id): not arrived yet
         self.waiting = Queue()  # arrived, without pages
         self.running = []  # with pages, oldest first
+        self.lanes = [self]  # who takes requests from the same queue: in a Pipeline there are several
         self.given_up = []  # Events of requests that ended outside an iteration, to be told
         self.n_ended = Counter()  # one of ENDS -> requests
         self.n_added = self.n_steps = 0
@@ -2268,7 +2269,7 @@ class Engine:
         while self.pending:
             arrival, id = self.pending[0]
             if id in self.requests:  # else: aborted before it arrived
-                if self._is_idle():
+                if not self.waiting and not any(lane.running for lane in self.lanes):
                     self.clock.wait_until(arrival)
                 if arrival > self.clock.now():
                     break
@@ -2277,8 +2278,8 @@ class Engine:
 
     def _enqueue(self, r):
         """What has arrived waits, unless more than max_waiting would who find no slot."""
-        most = self.config.max_waiting
-        if most and len(self.waiting) >= self._n_slot() + most:
+        most, n_slot = self.config.max_waiting, sum(lane.max_batch - len(lane.running) for lane in self.lanes)
+        if most and len(self.waiting) >= n_slot + most:
             return self.give_up(r, "refused")
         r.state = "waiting"
         self.waiting.append(r)
@@ -2291,13 +2292,6 @@ class Engine:
     def _take_given_up(self):
         events, self.given_up = self.given_up, []
         return events
-
-    def _is_idle(self):
-        return not (self.running or self.waiting)
-
-    def _n_slot(self):
-        """How many of the waiting the batch has room for."""
-        return self.max_batch - len(self.running)
 
     def _admit(self, plan, queue):
         """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
@@ -2712,12 +2706,6 @@ class Lane:
         (plan, tokens), self.flight = self.flight or (None, None), None
         return self._commit(plan, tokens()) if plan else []
 
-    def _is_idle(self):
-        return not self.waiting and not any(lane.running for lane in self.line.lanes)
-
-    def _n_slot(self):
-        return self.line.max_batch - sum(len(lane.running) for lane in self.line.lanes)
-
     def _preempt(self, r):
         super()._preempt(r)
         if self.speculator:
@@ -2820,7 +2808,7 @@ class Pipeline:
         self.add, self._checked, self.requests, self.max_batch = first.add, first._checked, first.requests, n_stage * first.max_batch
         for lane in self.lanes:
             lane.requests, lane.pending, lane.waiting, lane.order = first.requests, first.pending, first.waiting, first.order
-            lane.adapters.known, lane.n_ended = first.adapters.known, first.n_ended
+            lane.adapters.known, lane.n_ended, lane.lanes = first.adapters.known, first.n_ended, self.lanes
         self.add_adapter, self.n_ended = first.add_adapter, first.n_ended
 
     def _combined(self, options):
