@@ -2038,7 +2038,6 @@ class Engine:
         self.pending = []  # a heap of (arrival, id): not arrived yet
         self.waiting = Queue()  # arrived, without pages
         self.running = []  # with pages, oldest first
-        self.lanes = [self]  # who takes requests from the same queue: in a Pipeline there are several
         self.given_up = []  # Events of requests that ended outside an iteration, to be told
         self.n_ended = Counter()  # one of ENDS -> requests
         self.n_added = self.n_steps = 0
@@ -2048,6 +2047,11 @@ class Engine:
         self.cost = self._price_list(costs[0]) if policy.priced or self.scheduler.priced else None
         self.speculator = None if draft is None else Speculator(self, make_proposer(draft, self), policy, costs[1])
         self.scheduler.start(self)
+
+    @property
+    def lanes(self):
+        """Who takes requests from the same queue: in a Pipeline there are several."""
+        return [self]
 
     def _price_list(self, cost):
         """What iterations cost; what is measured corrects it."""
@@ -2692,6 +2696,10 @@ class Lane:
         self.line, self.number = line, number
         super().__init__(model, **options)
 
+    @property
+    def lanes(self):
+        return self.line.lanes
+
     def step(self):
         """The end of the iteration in flight, and the start of the next -> [Event] of the former."""
         events, line = self.land(), self.line
@@ -2808,7 +2816,7 @@ class Pipeline:
         self.add, self._checked, self.requests, self.max_batch = first.add, first._checked, first.requests, n_stage * first.max_batch
         for lane in self.lanes:
             lane.requests, lane.pending, lane.waiting, lane.order = first.requests, first.pending, first.waiting, first.order
-            lane.adapters.known, lane.n_ended, lane.lanes = first.adapters.known, first.n_ended, self.lanes
+            lane.adapters.known, lane.n_ended = first.adapters.known, first.n_ended
         self.add_adapter, self.n_ended = first.add_adapter, first.n_ended
 
     def _combined(self, options):
