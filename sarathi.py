@@ -900,7 +900,7 @@ class CostModel:
 
     def time(self, n_tokens, n_context=0):
         """Seconds of an iteration of n_tokens tokens, n_context of them cached ones that are read."""
-        return self._time(self._rough(n_tokens, n_context))
+        return self.seconds(self._rough(n_tokens, n_context))
 
     def operators(self, n_tokens, n_context=0):
         """`time` by operator, all layers: {"preproj": seconds, "attn": ..., "others": ...}."""
@@ -909,7 +909,7 @@ class CostModel:
     def time_of(self, entries, lora="batched"):
         """Seconds of an iteration with these entries, (n_past, n, wants logits, weights of its adapter) per request; lora: how
         adapters are computed, as in EngineConfig."""
-        return self._time(Work.of(entries, self.tile), lora)
+        return self.seconds(Work.of(entries, self.tile), lora)
 
     def operators_of(self, entries, lora="batched"):
         """`time_of` by operator, without what the host adds."""
@@ -931,7 +931,8 @@ class CostModel:
         checked("n_tokens", n_tokens, int, 1)
         return Work(n_tokens, 1, decodes=int(n_context > 0), context=checked("n_context", n_context, int, 0))
 
-    def _time(self, w, lora="batched"):
+    def seconds(self, w, lora="batched"):
+        """Of an iteration that asks the Work w of the hardware."""
         if self.system.expand and w.decodes:
             w = w._replace(context=w.context * (w.M - w.chunks) // w.decodes)
         gpu = self.linear(w.N) + 2 * self.all_reduce(w.N) + self.attention(w) + self.others(w) + self.lora(w, lora)
@@ -1097,8 +1098,8 @@ class Learned(CostModel):
     def version(self):
         return self.n_learned // 32
 
-    def _time(self, w, lora="batched"):
-        return self.base._time(w, lora) * self._correction(w)[0]
+    def seconds(self, w, lora="batched"):
+        return self.base.seconds(w, lora) * self._correction(w)[0]
 
     def _correction(self, w):
         """-> the factor for such an iteration, and where it lies in the table: the two places, and the shares they have in it"""
@@ -1110,7 +1111,7 @@ class Learned(CostModel):
     def learn(self, w, seconds):
         """An iteration took so long."""
         factor, at, shares = self._correction(w)
-        news = min(2.0, max(0.5, seconds / (self.base._time(w) * factor)))  # whatever else the machine did meanwhile counts little
+        news = min(2.0, max(0.5, seconds / (self.base.seconds(w) * factor)))  # whatever else the machine did meanwhile counts little
         self.n_learned += 1
         self.seen[at] += shares
         self.factor *= news ** max(self.RATE / 10, 0.5 / self.n_learned)
@@ -1322,7 +1323,7 @@ class DraftModel(Proposer, named=False):
         return self.world.agree((tokens.tolist(), chances))
 
     def seconds(self, n, n_context, steps):
-        return steps * self.cost._time(Work(N=n, M=n, decodes=n, context=n_context + n))
+        return steps * self.cost.seconds(Work(N=n, M=n, decodes=n, context=n_context + n))
 
 
 class SimulatedDraft(DraftModel, named=False):
@@ -1453,6 +1454,7 @@ class Policy(Named, named=False):
     per_request = False  # whether alpha is each request's own
     late = False  # whether it says what to verify only after n_spec drafts were made
     threshold = 0.0  # and no more are made for a request whose last one was less probable
+    tree = None  # the one tree that it wants, which only heads can make
     shapes = ()  # the trees it chooses from, where heads make the drafts; none: it does not know trees
 
     def lengths(self, d):
@@ -1754,7 +1756,7 @@ class Autopilot(SarathiServe, Policy):
 
     def _seconds(self, loop, c, d, k):
         drafting = self.engine.speculator.proposer.seconds(d, d * loop.context, k) if k else 0.0
-        return self.engine.cost._time(loop.work(c, d, k, self.engine.cost.tile)) + drafting
+        return self.engine.cost.seconds(loop.work(c, d, k, self.engine.cost.tile)) + drafting
 
 
 SCHEDULERS["autopilot"] = Autopilot
@@ -1823,9 +1825,9 @@ class Speculator:
     def _shapes(self):
         """The trees of the policy that the heads can make and the attention can verify; none where drafts follow one another."""
         engine, policy, heads = self.engine, self.policy, isinstance(self.proposer, Medusa)
-        if not heads and getattr(policy, "tree", None):
-            raise ValueError(f"spec = {','.join(map(str, policy.tree))}: a tree of drafts needs heads, draft = 'heads'")
         if not heads:
+            if policy.tree:
+                raise ValueError(f"spec = {','.join(map(str, policy.tree))}: a tree of drafts needs heads, draft = 'heads'")
             return []
         chains = not isinstance(engine, Simulator) and on_gpu(engine.model.device)  # the kernel's mask is causal
         shapes = [s for s in policy.shapes if len(s) <= self.proposer.n_head and not (chains and max(s, default=1) > 1)]
@@ -1851,17 +1853,16 @@ class Speculator:
 
     def _propose(self, requests, d):
         """-> a list of drafts per request"""
-        proposer, policy = self.proposer, self.policy
         if self.shapes:
             return self._plant(requests, d)
-        if proposer.free:
-            drafts = proposer.propose(requests, d.most)
-        else:
-            wanted = d.most if policy.late else policy.lengths(d)
+        proposer, policy = self.proposer, self.policy
+        late = proposer.free or policy.late  # drafts are made, and then it is said how many of them are verified
+        wanted = d.most if late else policy.lengths(d)
+        if not proposer.free:
             self.idle = FADE * self.idle + (1 - FADE) * (not wanted.any())
             wanted = [self.engine._lookahead(r, int(k)) if self._speculates(r) else 0 for r, k in zip(requests, wanted)]
-            drafts = proposer.propose(requests, wanted, policy.threshold) if any(wanted) else [[]] * len(requests)
-        if proposer.free or policy.late:
+        drafts = proposer.propose(requests, wanted, policy.threshold) if any(wanted) else [[]] * len(requests)
+        if late:
             made = d._replace(most=np.array([len(tokens) for tokens in drafts]), draft=lambda steps: 0.0)
             wanted = [self.engine._lookahead(r, int(k)) for r, k in zip(requests, policy.lengths(made))]
             drafts = [tokens[:k] for tokens, k in zip(drafts, wanted)]
@@ -1907,7 +1908,7 @@ class Speculator:
         be worth what they add to this iteration, in the currency of one without the chunk."""
         cost, B, cached = self.engine.cost, len(requests), sum(r.n_past for r in requests)
         w = Work.of(self.engine._entries(plan), cost.tile)
-        chunk = cost._time(w) - cost._time(Work(N=B, M=B, decodes=B, context=cached + B)) if w.N > B else 0.0
+        chunk = cost.seconds(w) - cost.seconds(Work(N=B, M=B, decodes=B, context=cached + B)) if w.N > B else 0.0
 
         def target(n):
             more = dict(N=w.N + n, M=w.M + n, context=w.context + n)
@@ -1915,7 +1916,7 @@ class Speculator:
                 pairs = w.pairs + -(-(1 + n / B) // cost.tile) * cost.tile * (cached + (B + n) / 2)
                 more |= dict(context=w.context - cached - B, decodes=w.decodes - B, chunks=w.chunks + B, pairs=pairs,
                              reread=w.reread + cached + B + n)
-            return cost._time(w._replace(**more)) - chunk
+            return cost.seconds(w._replace(**more)) - chunk
         draft = lambda steps: self.proposer.seconds(B, cached, steps) if steps else 0.0
         return target, draft, np.arange(-w.N % cost.tile, n_most, cost.tile) if cost.tile > 1 else np.empty(0, int)
 

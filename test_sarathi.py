@@ -2632,7 +2632,7 @@ class Moody(CostModel):
         super().__init__(small().config, torch.float32, (1e9, 0.5), "moody")
         self.rng = random.Random(3)
 
-    def _time(self, w, lora="batched"):
+    def seconds(self, w, lora="batched"):
         return 1.0 + self.rng.choice((0.0, 0.02, 0.3)) * w.N
 
 
@@ -2643,7 +2643,7 @@ class Linear(CostModel):
         super().__init__(small().config, torch.float32, (1e9, 0.5), "linear")
         self.terms = alpha, gamma, delta
 
-    def _time(self, w, lora="batched"):
+    def seconds(self, w, lora="batched"):
         alpha, gamma, delta = self.terms
         return alpha * w.context + gamma * w.N + delta
 
@@ -3655,14 +3655,14 @@ def test_a_wrong_price_list_is_corrected_by_what_is_measured():
     """An A100's prices on a machine that takes twice as long for chunks and half as long for decodes: within some hundred iterations
     they are right where it works, and the choices too."""
     class Machine(type(A100)):
-        def _time(self, w, lora="batched"):
-            return super()._time(w, lora) * (2.0 if w.chunks else 0.5)
+        def seconds(self, w, lora="batched"):
+            return super().seconds(w, lora) * (2.0 if w.chunks else 0.5)
     machine = Machine(preset("llama-13b"), "a100")
     engine = Simulator(machine, scheduler="autopilot", cost=A100, max_batch=8, alloc="grow")
     for i in range(40):
         engine.add(Request(np.zeros(600, int), 60, arrival=0.2 * i))
     errors, learn = [], engine.cost.learn
-    engine.cost.learn = lambda w, seconds: (errors.append(abs(engine.cost._time(w) / seconds - 1)), learn(w, seconds))
+    engine.cost.learn = lambda w, seconds: (errors.append(abs(engine.cost.seconds(w) / seconds - 1)), learn(w, seconds))
     engine.run()
     assert np.median(errors[:5]) > 0.4 and np.median(errors[-200:]) < 0.05
     assert Simulator(machine, scheduler="autopilot").cost is machine, "a simulator knows its own prices"
