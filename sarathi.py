@@ -2045,7 +2045,7 @@ class Engine:
         costs = cost if isinstance(cost, tuple) else (cost, None)
         if len(costs) != 2:
             raise ValueError(f"cost: {len(costs)} cost models, must be one, or two of them: the target's and the draft's")
-        self.cost = self._price_list(costs[0]) if policy.priced or self.scheduler.priced else None
+        self.cost = self._new_cost(costs[0]) if policy.priced or self.scheduler.priced else None
         self.speculator = None if draft is None else Speculator(self, make_proposer(draft, self), policy, costs[1])
         self.scheduler.start(self)
 
@@ -2054,7 +2054,7 @@ class Engine:
         """Who takes requests from the same queue: in a Pipeline there are several."""
         return [self]
 
-    def _price_list(self, cost):
+    def _new_cost(self, cost):
         """What iterations cost; what is measured corrects it."""
         return Learned(self.world.agree(price_list(self.model, cost)))
 
@@ -2098,7 +2098,7 @@ class Engine:
 
     def add(self, request):
         """Queue a request -> its id. ValueError or KeyError, naming the value, for one that could never run."""
-        request.tokens = self._checked(request)
+        request.tokens = self._validated(request)
         request.n_tokens, request.id, request.state = len(request.prompt), self.n_added, "pending"
         request.prompt = request.tokens[:request.n_tokens].tolist()  # our own: the caller's list may change
         seed = [self.config.seed, request.id] if request.seed is None else request.seed
@@ -2142,7 +2142,7 @@ class Engine:
         requests = [Request(p, max_new_tokens, a, seed=None if seed is None else seed + i, arrival=self.clock.now(), **sampling)
                     for i, (p, a) in enumerate(zip(prompts, adapters))]
         for r in requests:
-            self._checked(r)  # all of them, before any is queued
+            self._validated(r)  # all of them, before any is queued
         for r in requests:
             self.add(r)
         try:
@@ -2167,7 +2167,7 @@ class Engine:
                         ended.append(event.request)
         return ended
 
-    def _checked(self, r):
+    def _validated(self, r):
         """The request's token array (max_len,), prompt filled in; raises for what could never run."""
         c = self.model.config
         if r.state != "new":
@@ -2586,7 +2586,7 @@ class Simulator(Engine):
         if self.speculator and not self.config.alpha:
             raise ValueError("alpha = 0: a simulator has no tokens to verify, give the share of drafts that are accepted")
 
-    def _price_list(self, cost):
+    def _new_cost(self, cost):
         return self.model if cost in (None, self.model) else Learned(price_list(self.model, cost))
 
     def _memory(self, draft):
@@ -2619,9 +2619,9 @@ class Simulator(Engine):
             raise ValueError(f"adapter {source!r}: a simulator takes random_adapter(rank)")
         return source(self.model.config)
 
-    def _checked(self, r):
+    def _validated(self, r):
         """As for the engine, but the array is one zero that is seen max_len times."""
-        return np.ndarray(len(super()._checked(r)), np.int64, np.zeros(1, np.int64), strides=(0,))
+        return np.ndarray(len(super()._validated(r)), np.int64, np.zeros(1, np.int64), strides=(0,))
 
     def _price(self, plan):
         """Seconds that the plan takes, a swap of the merged adapter included."""
@@ -2671,7 +2671,7 @@ class SharedClock(WallClock):
         return lambda: self.zero.elapsed_time(event) / 1e3
 
 
-class ToldClock:
+class PipelineClock:
     """A SharedClock for a Pipeline: while micro-batches are in flight it stands at what the last stage's latest word said, so that
     to read it no stage waits for another."""
 
@@ -2808,13 +2808,13 @@ class Pipeline:
         if not simulated and n_stage == 1:
             raise ValueError("the model is whole: give it to an Engine, or load a stage of it with world=World.start(pp=...)")
         if not simulated:
-            options = dict(clock=ToldClock(self, clock or make_clock(self.world))) | self._combined(options)
+            options = dict(clock=PipelineClock(self, clock or make_clock(self.world))) | self._combined(options)
         self.free, self.last = [0.0] * n_stage, None  # when each stage is; tokens of the last one's chunks
         self.now, self.bubbles = 0.0, dict(PB1=0.0, PB2=0.0, PB3=0.0)  # when the last turn was; seconds of all stages
         self.record, self.memory, self.queue = record, None, deque()  # Spans; what the lanes share; those whose turn on this stage is still to come
         self.lanes = [(SimulatedLane if simulated else StageLane)(self, i, model, record=record, **options) for i in range(n_stage)]
         first, self.turns = self.lanes[0], deque(self.lanes)
-        self.add, self._checked, self.requests, self.max_batch = first.add, first._checked, first.requests, n_stage * first.max_batch
+        self.add, self._validated, self.requests, self.max_batch = first.add, first._validated, first.requests, n_stage * first.max_batch
         for lane in self.lanes:
             lane.requests, lane.pending, lane.waiting, lane.order = first.requests, first.pending, first.waiting, first.order
             lane.adapters.known, lane.n_ended = first.adapters.known, first.n_ended
