@@ -181,7 +181,7 @@ def checked_prompt(prompt, vocab_size):
 
 def asking(plan):
     """Of a plan's requests those that get tokens from it -> [(request, how many drafts it feeds behind its last known token)]"""
-    return [(r, r.n_wanted(n) - 1) for r, n in plan if r.n_wanted(n)]
+    return [(r, n - r.n_todo) for r, n in plan if n >= r.n_todo]
 
 
 class Event(NamedTuple):
@@ -314,8 +314,8 @@ class PagePool:
             table.rows = table.space[:n]
         return True
 
-    def hold_any(self, owner, n):
-        """Make `owner`, new here, own any n pages. False if it cannot be."""
+    def hold_any(self, owner, n, n_max):
+        """As hold, where `owner` is new here, and pages may lie anywhere under either policy."""
         pages = self.unused.anywhere(n)
         if pages is not None:
             self.tables[owner] = Table(pages * self.n_kv_head, 1)
@@ -368,7 +368,7 @@ class AdapterStore:
             return True
         if name not in self.resident:
             adapter = self.known[name]
-            if not self.find_room(self.pool, adapter.n_page, lambda: self.pool.hold_any(name, adapter.n_page)):
+            if not self.find_room(self.pool, self.pool.hold_any, name, adapter.n_page, adapter.n_page):
                 return False
             pages = self.pool.pages(name)
             try:
@@ -389,15 +389,15 @@ class AdapterStore:
         """Pages that it takes, or would."""
         return 0 if name is None else self.known[name].n_page
 
-    def find_room(self, pool, n, take):
-        """take() n pages of a pool, which may want them together; while it cannot, idle adapters are evicted, if that is the pool they
+    def find_room(self, pool, hold, *wanted):
+        """hold(*wanted), which are (owner, n, n_max), in a pool; while it cannot be, idle adapters are evicted, if that is the pool they
         are in. False if nothing helps; nothing is evicted if all of them would be too few."""
-        if take():
+        if hold(*wanted):
             return True
         idle = sum(self.known[name].n_page for name, r in self.resident.items() if not r.n_users)
-        if pool is self.pool and pool.n_free + idle >= n:
+        if pool is self.pool and pool.n_free + idle >= pool.need(*wanted):
             while self.evict():
-                if take():
+                if hold(*wanted):
                     return True
         return False
 
@@ -2321,15 +2321,14 @@ class Engine:
         lacks = self.pool.need(r.id, r.n_tokens + k, r.max_len)
         if lacks:
             wanted = lacks + len(self.running)
-            self.adapters.find_room(self.pool, wanted, lambda: self.pool.n_free >= wanted)
+            self.adapters.find_room(self.pool, lambda owner, n, n_max: n <= self.pool.n_free, None, wanted, wanted)
         k = max(0, k - max(0, lacks - max(0, self.pool.n_free - len(self.running))))
         self.pool.hold(r.id, r.n_tokens + k, r.max_len)
         return k
 
     def _hold(self, r, n):
         """Pages for the first n tokens of r, and its adapter; idle adapters make way. False, and a waiting r has nothing, if not."""
-        owner = r.id, n, r.max_len
-        if not self.adapters.find_room(self.pool, self.pool.need(*owner), lambda: self.pool.hold(*owner)):
+        if not self.adapters.find_room(self.pool, self.pool.hold, r.id, n, r.max_len):
             return False
         if not self.adapters.hold(r.adapter):
             if r.state == "waiting":
@@ -2437,7 +2436,7 @@ class Engine:
         if self.speculator:
             self.speculator.observe([(r, k, len(new) - 1) for (r, k), new in zip(asking(plan), tokens) if k])
         for r, n in plan:
-            new = next(came) if r.n_wanted(n) else []
+            new = next(came) if n >= r.n_todo else []
             if r.done:
                 continue  # aborted while its iteration was in flight
             new = new[:1 + next((i for i, token in enumerate(new) if token in r.stop), len(new))]

@@ -494,7 +494,7 @@ def test_pool_policies_hand_out_what_they_promise():
     assert not pool.hold("d", 1, 31) and pool.n_free == 40 and "d" not in pool.tables, "40 free, but not 31 together"
     pool.free("b")
     pool.check()
-    assert pool.unused.spans == [(30, 60), (90, 100)] and pool.hold_any("e", 20) and pool.unused.spans == [(30, 50)], "the last ones, in two parts"
+    assert pool.unused.spans == [(30, 60), (90, 100)] and pool.hold_any("e", 20, 20) and pool.unused.spans == [(30, 50)], "the last ones, in two parts"
     for owner in "aec":
         pool.free(owner)
     assert pool.unused.spans == [(0, 100)], "neighbours are one again"
