@@ -134,6 +134,11 @@ class GPTConfig:
             found[op] = Operator(n_in, page, modules)
         return found
 
+    @property
+    def modules(self):
+        """{checkpoint module that an adapter may change: the operator it is in}"""
+        return {module: op for op, operator in self.operators.items() for module in operator.modules}
+
     def page_bytes(self, itemsize):
         """Bytes of one page: a token's K and V vectors in every layer (of the longest stage), m_kv in [SARATHI §4.3]."""
         return 2 * -(-self.n_layer // self.stage[1]) * self.n_kv_head * self.head_dim * itemsize
@@ -893,8 +898,7 @@ def read_adapter_config(path):
 
 def adapter_modules(checkpoint, config):
     """What a PEFT file changes: {(layer, operator, module): the path in front of .lora_A.weight}."""
-    known = {module: op for op, operator in config.operators.items() for module in operator.modules}
-    found = {}
+    known, found = config.modules, {}
     for name in checkpoint.where:
         path, _, factor = name.partition(".lora_")
         m = re.match(r"(?:.*\.)?(?:layers|h)\.(\d+)\.(.+)$", path)
@@ -913,7 +917,7 @@ def random_adapter(rank, seed=0, modules=None):
     checked("rank", rank, int, 1)
 
     def make(config, dtype=None, pin=False):
-        known = {module: op for op, operator in config.operators.items() for module in operator.modules}
+        known = config.modules
         wanted = modules or [module for module, op in known.items() if op in ("preproj", "postproj")]
         ranks = {module: rank for module in known if any(("." + module).endswith("." + w) for w in wanted)}
         for w in wanted:

@@ -214,12 +214,14 @@ class Stack:
     def __init__(self, first, n):
         self.pages, self.n = first + np.arange(n)[::-1], n  # the first n are free
 
-    def anywhere(self, n):
+    def take(self, n):
         """-> (n,) pages, a view that the next `put` writes over; or None"""
         if n > self.n:
             return None
         self.n -= n
         return self.pages[self.n:self.n + n][::-1]
+
+    take_apart = take
 
     def put(self, pages):
         self.pages[self.n:self.n + len(pages)] = pages[::-1]
@@ -235,8 +237,8 @@ class Spans:
     def __init__(self, first, n):
         self.spans, self.n = [(first, first + n)] if n else [], n  # [start, end), sorted, never touching
 
-    def together(self, n):
-        """-> (n,) pages, the first block that is large enough; or None"""
+    def take(self, n):
+        """-> (n,) pages, of the first block that is large enough; or None"""
         for i, (a, b) in enumerate(self.spans):
             if b - a >= n:
                 self.spans[i:i + 1] = [(a + n, b)] if a + n < b else []
@@ -244,8 +246,8 @@ class Spans:
                 return np.arange(a, a + n)
         return None
 
-    def anywhere(self, n):
-        """-> (n,) pages, the last ones, so that others find theirs together; or None"""
+    def take_apart(self, n):
+        """-> (n,) pages, together or not: the last ones, so that others find theirs together; or None"""
         if n > self.n:
             return None
         pages, self.n = [], self.n - n
@@ -301,7 +303,7 @@ class PagePool:
         need = self.need(owner, n, n_max)
         if not need:
             return True
-        pages = self.unused.together(need) if self.alloc == "reserve" else self.unused.anywhere(need)
+        pages = self.unused.take(need)
         if pages is None:
             return False
         if self.alloc == "reserve":  # one block, laid out head after head
@@ -316,7 +318,7 @@ class PagePool:
 
     def hold_any(self, owner, n, n_max):
         """As hold, where `owner` is new here, and pages may lie anywhere under either policy."""
-        pages = self.unused.anywhere(n)
+        pages = self.unused.take_apart(n)
         if pages is not None:
             self.tables[owner] = Table(pages * self.n_kv_head, 1)
         return pages is not None
@@ -2198,7 +2200,7 @@ class Engine:
         if r.max_len + n_page > self.pool.n_page:
             raise ValueError(f"prompt and new tokens need {r.max_len} pages and adapter {r.adapter!r} {n_page}: the pool has {self.pool.n_page}")
 
-    # ------------------------------------------------------------ one iteration
+    # ------------------------------------------------------------ one iteration: who runs, and on which pages
 
     def step(self):
         """One iteration -> [Event]. With nothing but future arrivals it waits for the next one; with nothing at all it is []."""
@@ -2218,56 +2220,6 @@ class Engine:
             raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing for {len(self.running)} running "
                                f"and {len(self.waiting)} waiting requests")
         return self.speculator.widen(plan) if self.speculator else plan
-
-    def _run(self, plan):
-        """One forward pass -> the next tokens of each request that has none left to feed after this plan, in the plan's order."""
-        timed = self.record is not None or self.cost is not None  # else nobody asks what time it is: on several devices that takes a message
-        start = self.clock.now() if timed else None
-        logits = self._forward(plan)
-        tokens = self.world.agree(self._sample(asking(plan), logits))
-        if timed:
-            end = self.clock.now()
-            self._log(start, end, 0, plan)
-            if self.cost:
-                self.cost.learn(Work.of(self._entries(plan), self.cost.tile), end - start)
-        return tokens
-
-    def _entries(self, plan):
-        """The plan as its price depends on it: (n_past, n, rows of logits, weights of the adapter) per request."""
-        known = self.adapters.known
-        return [(r.n_past, n, r.n_wanted(n), known[r.adapter].n_params if r.adapter is not None else 0) for r, n in plan]
-
-    def _forward(self, plan):
-        """-> logits (M, V): for each entry, in the order that the plan now has, as many rows as it wants"""
-        model, batch = self._prepare(plan)
-        recorded = self.graphs and model is self.model  # not where an adapter is in its weights
-        self.hidden = self.graphs.hidden(batch) if recorded else model.hidden(batch, self.kv)  # (M, C), what heads guess from
-        return model.predict(self.hidden)
-
-    def _prepare(self, plan):
-        """-> the weights and the Batch of a plan; pages that are new to their owner are wiped"""
-        for r, n in plan:
-            if r.n_past == 0:
-                self._wipe(self.pool.tables[r.id])
-        return self._weights(plan), self._pack(plan)
-
-    def _weights(self, plan):
-        """The model; where adapters are merged, with that of the plan in its weights."""
-        adapter = plan[0][0].adapter
-        if self.config.lora == "merge" and adapter != self.merged[0]:
-            self.merged = None, self.model  # the old weights go before the new ones are made
-            if adapter is not None:
-                self.merged = adapter, self.model.merged(self.adapters.known[adapter])
-        return self.model if self.merged[0] is None else self.merged[1]
-
-    def _log(self, start, end, stage, plan):
-        if self.record is not None:
-            self.record.append(Span(start, end, stage, self.number, [(r.id, r.n_past, n) for r, n in plan]))
-
-    def _wipe(self, table):
-        """Zero the pages of a new owner, if they lie together: torch's attention reads, masked, beyond what was written."""
-        if table.stride > 1 and not on_gpu(self.kv.device):
-            self.kv[:, :, table.rows[0]:table.rows[0] + table.stride * self.pool.n_kv_head].zero_()
 
     def _arrive(self):
         """Move what has arrived by now to the queue; an idle engine waits for the first."""
@@ -2352,6 +2304,58 @@ class Engine:
         r.state, r.n_past, r.n_draft_past, r.n_preempted = "waiting", 0, 0, r.n_preempted + 1
         self.waiting.appendleft(r)
 
+    # ------------------------------------------------------------ the model: a plan as one flat batch
+
+    def _run(self, plan):
+        """One forward pass -> the next tokens of each request that has none left to feed after this plan, in the plan's order."""
+        timed = self.record is not None or self.cost is not None  # else nobody asks what time it is: on several devices that takes a message
+        start = self.clock.now() if timed else None
+        logits = self._forward(plan)
+        tokens = self.world.agree(self._sample(asking(plan), logits))
+        if timed:
+            end = self.clock.now()
+            self._log(start, end, 0, plan)
+            if self.cost:
+                self.cost.learn(Work.of(self._entries(plan), self.cost.tile), end - start)
+        return tokens
+
+    def _entries(self, plan):
+        """The plan as its price depends on it: (n_past, n, rows of logits, weights of the adapter) per request."""
+        known = self.adapters.known
+        return [(r.n_past, n, r.n_wanted(n), known[r.adapter].n_params if r.adapter is not None else 0) for r, n in plan]
+
+    def _forward(self, plan):
+        """-> logits (M, V): for each entry, in the order that the plan now has, as many rows as it wants"""
+        model, batch = self._prepare(plan)
+        recorded = self.graphs and model is self.model  # not where an adapter is in its weights
+        self.hidden = self.graphs.hidden(batch) if recorded else model.hidden(batch, self.kv)  # (M, C), what heads guess from
+        return model.predict(self.hidden)
+
+    def _prepare(self, plan):
+        """-> the weights and the Batch of a plan; pages that are new to their owner are wiped"""
+        for r, n in plan:
+            if r.n_past == 0:
+                self._wipe(self.pool.tables[r.id])
+        return self._weights(plan), self._pack(plan)
+
+    def _weights(self, plan):
+        """The model; where adapters are merged, with that of the plan in its weights."""
+        adapter = plan[0][0].adapter
+        if self.config.lora == "merge" and adapter != self.merged[0]:
+            self.merged = None, self.model  # the old weights go before the new ones are made
+            if adapter is not None:
+                self.merged = adapter, self.model.merged(self.adapters.known[adapter])
+        return self.model if self.merged[0] is None else self.merged[1]
+
+    def _log(self, start, end, stage, plan):
+        if self.record is not None:
+            self.record.append(Span(start, end, stage, self.number, [(r.id, r.n_past, n) for r, n in plan]))
+
+    def _wipe(self, table):
+        """Zero the pages of a new owner, if they lie together: torch's attention reads, masked, beyond what was written."""
+        if table.stride > 1 and not on_gpu(self.kv.device):
+            self.kv[:, :, table.rows[0]:table.rows[0] + table.stride * self.pool.n_kv_head].zero_()
+
     def _pack(self, plan):
         """The plan as one flat Batch. Sorted so that decodes whose pages are neighbours attend in one call."""
         tables = self.pool.tables
@@ -2428,6 +2432,8 @@ class Engine:
                 break
             R += 1
         return R
+
+    # ------------------------------------------------------------ the end of an iteration: tokens
 
     def _commit(self, plan, tokens):
         """Give every request that has no tokens left to feed its next ones, advance all of the plan, retire what ended."""

@@ -509,7 +509,7 @@ def test_pool_policies_hand_out_what_they_promise():
 
 def test_check_notices_a_lost_page_and_a_page_owned_twice():
     for alloc, damage in (("reserve", lambda p: p.unused.spans.clear()), ("grow", lambda p: p.tables.update(c=p.tables["a"])),
-                          ("grow", lambda p: p.unused.anywhere(1))):
+                          ("grow", lambda p: p.unused.take(1))):
         pool = PagePool(10, 1, alloc)
         pool.hold("a", 4, 9)
         damage(pool)
