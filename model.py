@@ -27,7 +27,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from kernels import (FEW_ROWS, MOST_CHUNKS, Factors, Lora, LoraPages, Pages, Segment, Site, World, activate, add_norm, attention, filled,
-                     heads, linear, lora, pack, pow2, rope_angles, rotate_write, upload)
+                     linear, lora, pack, pow2, rope_angles, rotate_write, split_heads, upload)
 
 
 def checked(name, value, kind, low, high=math.inf):
@@ -267,7 +267,7 @@ class Attention(nn.Module):
     def forward(self, qkv, rope, batch=None, kv=None):
         H, Hk = self.n_head, self.n_kv_head
         if kv is None:  # no cache: (B, T) whole sequences
-            q, k, v = (t.transpose(1, 2) for t in heads(qkv, rope, H, Hk))
+            q, k, v = (t.transpose(1, 2) for t in split_heads(qkv, rope, H, Hk))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
         q = rotate_write(qkv, rope, kv, batch.rows, batch.segments, H, Hk)
         return attention(q, kv, batch.segments, Hk).flatten(1)

@@ -17,7 +17,8 @@ r". An iteration is a plan [(request, n)], packed into one flat batch of N token
     the simulator, many devices     the same engine with another clock, or as a pipeline of stages
     command line
 
-Papers are cited where they are implemented: [SARATHI] arXiv 2308.16369, [S-LoRA] 2311.03285, [SmartSpec] 2406.14066.
+Papers are cited where they are implemented: [SARATHI] arXiv 2308.16369, [S-LoRA] 2311.03285, [SmartSpec] 2406.14066, [TNG] the
+article "Prefill and decode for concurrent requests" by TNG; others by their numbers.
 """
 import argparse
 import bisect
@@ -2967,11 +2968,11 @@ def main():
         print(f"{len(prompt)} + {len(request.output)} tokens, {len(request.output) / (request.times[-1] - request.arrival):.0f} tokens/s, "
               f"TTFT {request.ttft * 1e3:.1f} ms, TPOT {request.tpot * 1e3:.1f} ms", file=sys.stderr)
         if args.draft and spec != "off":
-            print(speculated([request]), file=sys.stderr)
+            print(about_drafts([request]), file=sys.stderr)
     elif request.done:
         print(f"no token: {ENDS[request.state]}", file=sys.stderr)
     if world.size > 1:
-        print(held(model), file=sys.stderr)
+        print(about_ranks(model), file=sys.stderr)
 
 
 def add_model_flags(parser, model):
@@ -3020,7 +3021,7 @@ def load_draft(name, model):
     return name if name is None or name in PROPOSERS else load_model(name, model.dtype, str(model.device))[0]
 
 
-def speculated(requests):
+def about_drafts(requests):
     """One line on what drafts did: acceptance, tokens per iteration, and goodput, the tokens per second behind the first one."""
     drafted, accepted = (sum(getattr(r, name) for r in requests) for name in ("n_drafted", "n_accepted"))
     tokens, steps = (sum(len(count(r.times)) for r in requests) for count in (list, set))
@@ -3029,7 +3030,7 @@ def speculated(requests):
             f"goodput {rate:.0f} tokens/s")
 
 
-def held(model):
+def about_ranks(model):
     """One line on what the processes of a world have of the model, and sent."""
     world, token = model.world, model.config.page_bytes(model.dtype.itemsize)
     weights, sent = zip(*world.each((model.n_bytes, sum(world.sent.values()))))
