@@ -631,36 +631,35 @@ class View:
 
 
 class Order:
-    """In which order waiting requests are offered to the scheduler, any scheduler; this one: first come first served."""
+    """In which order waiting requests are offered to the scheduler, any scheduler. Subclass it and write `offer`; this one: first come
+    first served."""
+
+    def __init__(self, inner=None):
+        """inner: the Order that this one rearranges; None: as they came."""
+        self.inner = inner
 
     def queue(self, engine):
         """-> engine.waiting (or some of them) in this order, a Queue or a View."""
-        return engine.waiting
+        queue = self.before(engine)
+        return View(queue, lambda: self.offer(engine.running, queue))
+
+    def before(self, engine):
+        """The queue that is rearranged."""
+        return self.inner.queue(engine) if self.inner else engine.waiting
+
+    def offer(self, running, queue):
+        """running: the requests of the batch, oldest first; queue: those that wait, in the inner order -> an iterator over the latter"""
+        return iter(queue)
 
 
 class LastCome(Order):
     """Last come first served: under overload it keeps the promise to some instead of breaking it to all [S-LoRA §4.3]."""
 
-    def queue(self, engine):
-        return View(engine.waiting, lambda: reversed(engine.waiting))
-
-
-class Rearranged(Order):
-    """Another order, rearranged. Subclass it and write `offer`."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def queue(self, engine):
-        queue = self.inner.queue(engine)
-        return View(queue, lambda: self.offer(engine.running, queue))
-
     def offer(self, running, queue):
-        """running: the requests of the batch, oldest first; queue: those that wait, in the inner order -> an iterator over the latter"""
-        raise NotImplementedError
+        return reversed(queue)
 
 
-class Cluster(Rearranged):
+class Cluster(Order):
     """Once a batch has d adapters, requests for these go first: fewer adapters at once, more pages for the cache [S-LoRA §4.2].
     Not fair: while requests for these keep coming as fast as they are served, those for others wait."""
 
@@ -680,7 +679,7 @@ class Cluster(Rearranged):
         yield from last
 
 
-class Fair(Rearranged):
+class Fair(Order):
     """The client that got the least goes first: a virtual token counter (VTC, Sheng et al., arXiv 2401.00588). A client's counter
     holds the tokens of its prompts and, each worth `weight` of them, the new ones. While two clients wait, their counters differ by no
     more than a batch can hold, however many requests one of them sends; turns (round-robin) would let long requests take more."""
@@ -740,7 +739,7 @@ class Fair(Rearranged):
         self.known = dict(queues)
 
 
-class OneAdapter(Rearranged):
+class OneAdapter(Order):
     """For merged weights: only requests of the batch's adapter, until too many of others wait in front of them; then the batch
     runs out, and the first in the queue says which is next [S-LoRA §7.5]."""
     PATIENCE = 30  # requests, as in the paper's code
@@ -757,7 +756,7 @@ class OneAdapter(Rearranged):
                 patience -= 1
 
 
-class EarlyAbort(Rearranged):
+class EarlyAbort(Order):
     """Give up requests that would get their first token too late, and while more come than are started, serve the newest first
     [S-LoRA §4.3, App. B]; both rates are moving averages."""
     MARGIN = 1 / 12  # of the slo, from being started to the first token: 0.5 of 6 seconds, as in the paper's code
@@ -778,7 +777,7 @@ class EarlyAbort(Rearranged):
             if late(r) and not r.times:
                 engine.give_up(r)
         self.n_waiting, self.n_come = len(waiting), waiting.n_come
-        return (super() if self.come >= self.started else self.inner).queue(engine)
+        return super().queue(engine) if self.come >= self.started else self.before(engine)
 
     def offer(self, running, queue):
         return iter(sorted(queue, key=lambda r: -r.arrival))
@@ -1334,9 +1333,6 @@ class SimulatedDraft(DraftModel, named=False):
 
     def _engine(self, engine, model):
         return Simulator(model, clock=engine.clock, n_page=engine.pool.n_page)
-
-    def _share(self, requests):
-        pass
 
     def _step(self, plan, threshold):
         self.engine._forward(plan)
@@ -2086,9 +2082,9 @@ class Engine:
         return Copier(self.kv, self.pool.n_kv_head)
 
     def _new_order(self):
-        """The queue's order, as the options say: each wraps the one before."""
+        """The queue's order, as the options say: each rearranges the one before; None: first come first served."""
         c = self.config
-        order = LastCome() if c.order == "lcfs" else Order()
+        order = LastCome() if c.order == "lcfs" else None
         if c.slo:
             order = EarlyAbort(order, c.slo)
         if c.cluster:
@@ -2212,7 +2208,7 @@ class Engine:
     def _plan(self):
         """Who feeds how many tokens next, drafts included; [] if there is nothing to do. All of it has its pages."""
         self._arrive()
-        queue = self.order.queue(self)  # which may give some of them up
+        queue = self.order.queue(self) if self.order else self.waiting  # which may give some of them up
         if not self.running and not self.waiting:
             return []
         plan = self._admit(self.scheduler.plan(self.running, queue), queue)
