@@ -2260,8 +2260,8 @@ class Engine:
                     self._start(r)
             while r.state == "running" and not self._hold(r, r.n_past + n):
                 self._preempt(self.running[-1])
-        if is_open and self.adapters.known:
-            self.adapters.prefetch(islice((r for r in queue if r.state == "waiting"), PREFETCH))  # else free pages are for who is at the door
+        if is_open and self.adapters.known:  # else free pages are for who is at the door
+            self.adapters.prefetch(islice((r for r in queue if r.state == "waiting"), PREFETCH))
         return [(r, n) for r, n in plan if r.state == "running"]
 
     def _lookahead(self, r, k):
