@@ -229,6 +229,7 @@ class Stack:
         self.n += len(pages)
 
     def all(self):
+        """The free pages."""
         return self.pages[:self.n]
 
 
@@ -275,6 +276,7 @@ class Spans:
             self.spans.insert(i, (a, b))
 
     def all(self):
+        """The free pages."""
         return np.concatenate([np.empty(0, int), *(np.arange(a, b) for a, b in self.spans)])
 
 
