@@ -524,18 +524,23 @@ def test_pool_policies_hand_out_what_they_promise():
     assert not pool.hold("d", 1, 31) and pool.n_free == 40 and "d" not in pool.tables, "40 free, but not 31 together"
     pool.free("b")
     pool.check()
+    assert pool.unused.spans == [(30, 60), (90, 100)] and pool.hold_any("e", 20, 20) and pool.unused.spans == [(30, 50)], "the last ones, in two parts"
+    for owner in "aec":
+        pool.free(owner)
+    assert pool.unused.spans == [(0, 100)], "neighbours are one again"
     pool = PagePool(10, 2, "grow")
     assert pool.hold("a", 3, 9) and pool.hold("b", 3, 9) and pool.hold("a", 6, 9)
     assert pool.tables["a"].rows.tolist() == [0, 2, 4, 12, 14, 16] and pool.tables["a"].stride == 1
     assert not pool.hold("b", 5, 9) and pool.n_free == 1 and len(pool.tables["b"].rows) == 3
     pool.free("a")
-    assert pool.spans == [(0, 3), (6, 10)] and pool.n_free == 7
+    assert pool.n_free == 7 and pool.pages("b").tolist() == [3, 4, 5]
     pool.check()
 
 
 def test_check_notices_a_lost_page_and_a_page_owned_twice():
-    for damage in (lambda p: p.spans.clear(), lambda p: p.tables.update(c=p.tables["a"])):
-        pool = PagePool(10, 1, "grow")
+    for alloc, damage in (("reserve", lambda p: p.unused.spans.clear()), ("grow", lambda p: p.tables.update(c=p.tables["a"])),
+                          ("grow", lambda p: p.unused.take(1))):
+        pool = PagePool(10, 1, alloc)
         pool.hold("a", 4, 9)
         damage(pool)
         with pytest.raises(AssertionError, match="lost or owned twice"):
@@ -1949,7 +1954,8 @@ def test_a_batch_without_adapters_pays_nothing(monkeypatch):
 def order_of(order, adapters, running=()):
     """The ids of a queue of requests with these adapters, in the order that they would be started in."""
     make = lambda i, a: SimpleNamespace(id=i, adapter=a, arrival=float(i), times=[])
-    return [r.id for r in order.queue([make(-1, a) for a in running], deque(make(i, a) for i, a in enumerate(adapters)))]
+    engine = SimpleNamespace(running=[make(-1, a) for a in running], waiting=deque(make(i, a) for i, a in enumerate(adapters)))
+    return [r.id for r in order.queue(engine)]
 
 
 def test_orders_of_the_queue():
@@ -1959,7 +1965,8 @@ def test_orders_of_the_queue():
     assert order_of(Cluster(fcfs, 2), "abcabc", running="cb") == [1, 2, 4, 5, 0, 3]
     assert order_of(Cluster(LastCome(), 1), "abab") == [3, 1, 2, 0]
     bare, queue = SimpleNamespace(adapter=None), [SimpleNamespace(adapter=name) for name in ("a", "b", None, "a")]
-    assert [id(r) for r in Cluster(fcfs, 1).queue([bare], queue)] == [id(queue[i]) for i in (0, 2, 3, 1)], "who needs no adapter is not counted as one"
+    order = Cluster(fcfs, 1).queue(SimpleNamespace(running=[bare], waiting=queue))
+    assert [id(r) for r in order] == [id(queue[i]) for i in (0, 2, 3, 1)], "who needs no adapter is not counted as one"
     one = OneAdapter(fcfs)
     assert order_of(one, "abab") == [0, 2] and order_of(one, "abab", running="b") == [1, 3]
     assert order_of(one, "ababbb", running="b") == [1, 3, 4, 5], "newcomers join the batch"
@@ -2066,10 +2073,11 @@ def test_fair_turns_by_hand():
     queue = sarathi.Queue(Request([1] * n, client=c) for c, n in [("a", 10), ("a", 10), ("b", 30), ("a", 10), ("b", 5), ("a", 1)])
     for r in queue:
         r.state = "waiting"
-    turns = lambda: [(r.client, len(r.prompt)) for r in order.queue([], queue)]
+    engine = SimpleNamespace(running=[], waiting=queue)
+    turns = lambda: [(r.client, len(r.prompt)) for r in order.queue(engine)]
     assert turns() == [("a", 10), ("b", 30), ("a", 10), ("a", 10), ("a", 1), ("b", 5)] == turns(), "as if each was started; asking changes nothing"
     reverse = sarathi.Fair(LastCome(), 2.0)
-    assert [len(r.prompt) for r in reverse.queue([], queue)] == [1, 5, 10, 30, 10, 10], "of each client the last to come"
+    assert [len(r.prompt) for r in reverse.queue(engine)] == [1, 5, 10, 30, 10, 10], "of each client the last to come"
     a, b = list(queue)[0], list(queue)[2]
     for r in (a, b):
         queue.remove(r)
@@ -2617,7 +2625,7 @@ class Moody(CostModel):
         super().__init__(small().config, torch.float32, (1e9, 0.5), "moody")
         self.rng = random.Random(3)
 
-    def _time(self, w, lora="batched"):
+    def seconds(self, w, lora="batched"):
         return 1.0 + self.rng.choice((0.0, 0.02, 0.3)) * w.N
 
 
@@ -2628,7 +2636,7 @@ class Linear(CostModel):
         super().__init__(small().config, torch.float32, (1e9, 0.5), "linear")
         self.terms = alpha, gamma, delta
 
-    def _time(self, w, lora="batched"):
+    def seconds(self, w, lora="batched"):
         alpha, gamma, delta = self.terms
         return alpha * w.context + gamma * w.N + delta
 
@@ -2990,7 +2998,7 @@ def test_draft_prefill_is_spared_where_nothing_is_proposed():
     finish(engine)
     assert early.n_drafted > 0 and late.n_drafted == 0
     fresh = Request(prompt(10), 20)
-    engine.speculator.zeros = 0.5
+    engine.speculator.idle = 0.5
     engine.add(fresh)
     finish(engine)
     assert fresh.speculates and fresh.n_drafted > 0 and fresh.output == naive(10, 20)
@@ -3610,13 +3618,13 @@ def test_a_wrong_price_list_is_corrected_by_what_is_measured():
     """An A100's prices on a machine that takes twice as long for chunks and half as long for decodes: within some hundred iterations
     they are right where it works, and the choices too."""
     class Machine(type(A100)):
-        def _time(self, w, lora="batched"):
-            return super()._time(w, lora) * (2.0 if w.chunks else 0.5)
+        def seconds(self, w, lora="batched"):
+            return super().seconds(w, lora) * (2.0 if w.chunks else 0.5)
     machine = Machine(preset("llama-13b"), "a100")
     engine = Simulator(machine, scheduler="autopilot", cost=A100, max_batch=8, alloc="grow")
     add(engine, [Request(np.zeros(600, int), 60, arrival=0.2 * i) for i in range(40)])
     errors = []
-    watch(engine.cost, "learn", lambda w, seconds: errors.append(abs(engine.cost._time(w) / seconds - 1)))
+    watch(engine.cost, "learn", lambda w, seconds: errors.append(abs(engine.cost.seconds(w) / seconds - 1)))
     engine.run()
     assert np.median(errors[:5]) > 0.4 and np.median(errors[-200:]) < 0.05
     assert Simulator(machine, scheduler="autopilot").cost is machine, "a simulator knows its own prices"
