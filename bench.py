@@ -393,11 +393,10 @@ def halves(L, pd, chunk=0, B=1):
     return P, L - P
 
 
-def decode_speedup(bench, L, B=None):
+def decode_speedup(bench, L, B):
     """How much cheaper a decode is that rides along with a chunk: (T_decode(B) / B) over its marginal time
     (T(p + d) - T(p)) / d [SARATHI §5.1] -> (speedup, marginal seconds); the speedup is None where none rides along (B = 1) or
     the difference drowns in noise."""
-    B = B or bench.B
     d = B - 1
     p = max(1, min(bench.options.chunk, L) - d)
     (decodes,) = bench.seconds(bench.iteration(B, L - 1, 0))
@@ -509,7 +508,8 @@ def another(bench, **change):
 def shapes(c):
     """{linear operator: (numbers in, numbers out) of a token}, one layer."""
     A, K = c.n_head * c.head_dim, 2 * c.n_kv_head * c.head_dim
-    return dict(preproj=(c.n_embd, A + K), postproj=(A, c.n_embd), ffn_ln1=(c.n_embd, (2 if c.llama else 1) * c.n_inner), ffn_ln2=(c.n_inner, c.n_embd))
+    up = (2 if c.llama else 1) * c.n_inner
+    return dict(preproj=(c.n_embd, A + K), postproj=(A, c.n_embd), ffn_ln1=(c.n_embd, up), ffn_ln2=(c.n_inner, c.n_embd))
 
 
 def intensity(model, n, context):
@@ -646,11 +646,11 @@ def fig13(bench):
                                ("(c) end to end, gain", gain)):
                 best.setdefault((name, C), []).append(ours)
                 yield row(f"{name}, L = {L}, C = {C}", None, ours, at=(name.split(",")[0], f"L = {L}", C))
-    pick = lambda name, C: max(x for x in best.get((name, C), [math.nan]) if x is not None)
+    pick = lambda name, C: max(x for x in best[name, C] if x is not None)
     for panel, C, paper in (("(a) attention", 64, 3.0), ("(b) prefill", 64, 5.0), ("(b) prefill", 128, 2.0)):
         yield row(f"{panel} at C = {C}, times", paper, pick(f"{panel}, times", C), at=(panel, None, C))
     for C, paper in ((256, 0.8), (512, 0.9)):
-        if C == 256 or ("(b) prefill, times", C) in best:
+        if ("(b) prefill, times", C) in best:
             yield row(f"(b) prefill at C = {C}: speed kept", paper, 1 / pick("(b) prefill, times", C))
     for C, paper in ((64, 1.0), (128, 1.16)):
         yield row(f"(c) best gain at C = {C}", paper, pick("(c) end to end, gain", C), at=("(c) end to end", None, C))
@@ -739,16 +739,15 @@ def pipelines(bench, nodes, n, **more):
     seen = {}
     for name, scheduler in (("Orca", orca_best(4096, 27)), ("SARATHI", Sarathi(chunk=256))):
         line = Pipeline(gpt3(nodes=nodes, **more), nodes, record=bench.tape(name), scheduler=scheduler, max_batch=27, n_page=27 * 4096)
-        seen[name] = outcome(line, list(feed(bench, line, zipf_requests(n))))
+        seen[name] = outcome(line, feed(bench, line, zipf_requests(n)))
     return seen
 
 
-def outcome(line, requests):
-    """What a Pipeline's figures are after a run of requests."""
-    took = line.clock.now()
+def outcome(line, ended):
+    """What a Pipeline's figures are when the last of its requests has ended."""
+    bubbles, took = [r.bubble for r in ended], line.clock.now()
     idle = {kind: s / len(line.lanes) / took for kind, s in line.bubbles.items()}  # shares of the stages
-    return dict(took=took, n=len(requests), bubble=statistics.median(r.bubble for r in requests), kinds=line.bubbles, shares=idle,
-                idle=sum(idle.values()))
+    return dict(took=took, n=len(bubbles), bubble=statistics.median(bubbles), kinds=line.bubbles, shares=idle, idle=sum(idle.values()))
 
 
 @experiment(only="measured", needs="stages", timeline="stage")
@@ -771,9 +770,9 @@ def fig12_measured(bench):
             line.gather(ended)
             runs["measured"][name].append(outcome(line, ended))
             line = Pipeline(cost, world.pp, **options)
-            runs["simulated"][name].append(outcome(line, list(feed(bench, line, zipf_requests(n, top // 4, top)))))
-    bench.notes.append(f"{n} requests of {top // 4} to {top} tokens, {world.pp} stages, B = {B} per micro-batch, C = {C}; a message of N tokens takes "
-                       f"{cost.link[0] * 1e6:.0f} + {cost.link[1] * 1e6:.2f} N us; {bench.runs} runs")
+            runs["simulated"][name].append(outcome(line, feed(bench, line, zipf_requests(n, top // 4, top))))
+    bench.notes.append(f"{n} requests of {top // 4} to {top} tokens, {world.pp} stages, B = {B} per micro-batch, C = {C}; a message of N tokens "
+                       f"takes {cost.link[0] * 1e6:.0f} + {cost.link[1] * 1e6:.2f} N us; {bench.runs} runs")
     return list(beside_the_simulator(runs))
 
 
@@ -969,12 +968,17 @@ def requests_of(bench, engine, jobs):
                     adapter=None if job.adapter is None else str(job.adapter)) for i, job in enumerate(jobs)]
 
 
+def served(bench, engine, requests, clients=math.inf):
+    """Requests when all have ended, or Ctrl-C came."""
+    for _ in tqdm(feed(bench, engine, requests, clients), bench.doing, len(requests), delay=5, leave=False, file=sys.stderr):
+        pass
+    return requests
+
+
 def serve(bench, engine, jobs, slo=6.0):
     """Serve jobs as they come -> metrics."""
-    start, requests = engine.clock.now(), requests_of(bench, engine, jobs)
-    for _ in feed(bench, engine, requests, math.inf):
-        pass
-    return metrics(requests, start, slo)
+    start = engine.clock.now()
+    return metrics(served(bench, engine, requests_of(bench, engine, jobs)), start, slo)
 
 
 def metrics(requests, start=0.0, slo=6.0):
@@ -985,9 +989,10 @@ def metrics(requests, start=0.0, slo=6.0):
     took = max((r.times[-1] for r in done), default=math.inf) - start
     waits = [r.ttft for r in done if r.ttft < slo]
     mean = lambda xs: statistics.fmean(xs) if xs else math.nan
-    return {"requests/s": len(done) / took, "tokens/s": sum(len(r.times) for r in done) / took, "latency": mean([r.times[-1] - r.arrival for r in done]),
-            "first token": mean([r.ttft for r in done]), "attainment": len(waits) / len(requests),
-            "satisfaction": sum(1 - (t / slo)**2 for t in waits) / len(requests), "aborted": len(requests) - len(done)}
+    return {"requests/s": len(done) / took, "tokens/s": sum(len(r.times) for r in done) / took,
+            "latency": mean([r.times[-1] - r.arrival for r in done]), "first token": mean([r.ttft for r in done]),
+            "attainment": len(waits) / len(requests), "satisfaction": sum(1 - (t / slo)**2 for t in waits) / len(requests),
+            "aborted": len(requests) - len(done)}
 
 
 class Meter:
@@ -1040,14 +1045,13 @@ class Online:
             engine.add_adapter(name, source)
         return engine
 
-    def run(self, scheduler, what, in_part=False, **options):
+    def run(self, scheduler, in_part=False, **options):
         """Serve all jobs -> Outcome; in_part: Ctrl-C only ends it with what has ended by then."""
         bench, engine = self.bench, self.engine(scheduler, **options)
         engine.record = Meter(engine.record)
         start, requests = engine.clock.now(), requests_of(bench, engine, self.jobs)
         try:
-            for _ in tqdm(feed(bench, engine, requests, self.clients), f"{bench.doing}: {what}", len(requests), delay=5, leave=False, file=sys.stderr):
-                pass
+            served(bench, engine, requests, self.clients)
         except KeyboardInterrupt:
             if not in_part:
                 raise
@@ -1082,6 +1086,7 @@ def at_rate(jobs, rate):
 
 PERCENTILES = dict(p50=50, p90=90, p99=99, longest=100)
 CURVES = "time to first token", "time per token", "between two tokens"
+THROUGHPUT = "throughput (tokens/s, prompts too)"
 
 
 def waits(requests, first):
@@ -1097,7 +1102,7 @@ def fared(bench, requests, meter, times, start):
     good = sum(r.state in ("length", "stop") and r.ttft <= config.ttft and r.tpot <= config.tpot for r in requests)
     took = max(r.times[-1] for r in requests if r.times) - start
     rates = {"throughput (requests/s)": seen["requests/s"], "throughput (new tokens/s)": seen["tokens/s"],
-             "throughput (tokens/s, prompts too)": sum(len(r.prompt) + len(r.times) for r in requests if r.times) / took,
+             THROUGHPUT: sum(len(r.prompt) + len(r.times) for r in requests if r.times) / took,
              f"goodput (requests/s within {config.ttft:g} s, {config.tpot:g} s per token)": good / took,
              "SLO attainment (share)": good / len(requests), "refused or given up (requests)": seen["aborted"],
              "utilization (share of time)": meter.busy / took}
@@ -1121,7 +1126,7 @@ def online(bench):
     `ours` is --scheduler. On Ctrl-C the table holds what ended until then."""
     ours, seen, work = bench.options.scheduler, {}, Online.of(bench)
     for name in dict.fromkeys([ours, *bench.config.schedulers.split(",")]):
-        outcome = work.run(name, name, in_part=True)
+        outcome = work.run(name, in_part=True)
         seen |= {name: outcome} if outcome.rates else {}
         if bench.interrupt.seen:
             break
@@ -1152,8 +1157,8 @@ def tng_concurrency(bench):
     for n in bench.grid([1, 4, 12], [1, 2, 4, 8, 16, 32, 64]):
         work = Online(bench, jobs[:bench.grid(2, 6) * max(n, 3)], clients=n, B=n)
         for name, scheduler in policies(*bench.grid([64, 256], [128, 256, 512])).items():
-            rates = work.run(scheduler, f"{n} at once, {name}").rates
-            tokens, first, each = (rates[what] for what in ("throughput (tokens/s, prompts too)", "time to first token, p50 (s)", "time per token, p50 (s)"))
+            rates = work.run(scheduler).rates
+            tokens, first, each = (rates[what] for what in (THROUGHPUT, "time to first token, p50 (s)", "time per token, p50 (s)"))
             yield row(f"{n} at once: {name} (tokens/s, prompts too)", None, tokens, **{"TTFT, p50 (s)": first, "TPOT, p50 (s)": each},
                       at=("throughput", name, n), also=[("first token", name, n, first, ""), ("each token", name, n, each, "")])
 
@@ -1164,7 +1169,7 @@ def tng_chunk(bench):
     Sarathi's, and beside it the two policies without chunks."""
     work = Online.of(bench)
     for name, scheduler in policies(*bench.grid([32, 64, 128, 256], [64, 128, 256, 512, 1024, 2048])).items():
-        rates, series, C = work.run(scheduler, name).rates, name if name == scheduler else "sarathi", name.removeprefix("C = ") * (name != scheduler)
+        rates, series, C = work.run(scheduler).rates, name if name == scheduler else "sarathi", name.removeprefix("C = ") * (name != scheduler)
         first, each, gap = (rates[f"{what} (s)"] for what in ("time to first token, p50", "time per token, p50", "between two tokens, p99"))
         yield row(f"{name}: TTFT, p50 (s)", None, first, **{"TPOT, p50 (s)": each, "stall, p99 (s)": gap},
                   also=[("time per token", series, first, each, C), ("stalls", series, first, gap, C)])
@@ -1185,7 +1190,7 @@ def tng_throughput(bench):
         work, rates = Online(bench, [Job(0.0, *halves(bench.lengths[0], pd))] * (bench.grid(2, 6) * n), clients=n, B=n), {}
         for C in ("", *bench.grid([64, 256], [512, 2048])):
             scheduler = SarathiServe(chunk=C) if C else "prefill_first"
-            rates[C] = work.run(scheduler, f"{n} at once, P:D = {pd}, C = {C}").rates["throughput (tokens/s, prompts too)"]
+            rates[C] = work.run(scheduler).rates[THROUGHPUT]
         for C in [*rates][1:]:
             gains.append(rates[C] / rates[""])
             yield row(f"{n} at once, P:D = {pd}, C = {C}: gain", None, gains[-1], **{"tokens/s": rates[C]}, at=(f"{n} at once", f"C = {C}", pd))
@@ -1204,7 +1209,7 @@ def fairness(bench):
     jobs += [job._replace(client="light") for job in at_rate(drawn(bench, max(2, n // 20), seed=1), 0.1 * rate)]
     work = Online(bench, sorted(jobs))
     for order, fair in (("fcfs", 0.0), ("fair", bench.options.fair or 2.0)):
-        ended = work.run(bench.options.scheduler, order, fair=fair).requests
+        ended = work.run(bench.options.scheduler, fair=fair).requests
         for client in ("light", "flood"):
             first = [r.ttft for r in ended if r.client == client and r.times]
             p50, p99 = np.percentile(first, (50, 99)).tolist()
@@ -1243,6 +1248,13 @@ class Lightllm(Scheduler):
         return new
 
 
+def lightllm(cost, n_page, split=0, **options):
+    """The authors' server, simulated; split: so many of its pages are for adapters alone."""
+    engine = Simulator(cost, scheduler=Lightllm(n_page - split), max_batch=1000, n_page=n_page, adapter_pages=split, alloc="grow", **options)
+    engine.scheduler.pages = (lambda adapter: 0) if split else engine.adapters.n_page
+    return engine
+
+
 class Rounds(Scheduler):
     """S-LoRA's server on top of PEFT: takes all who have come, adapter by adapter, in static batches, then all who came meanwhile."""
     batches = ()
@@ -1277,7 +1289,7 @@ class Scene:
         if not bench.simulated:
             self.lengths = uniform(4, max(5, max(bench.lengths) // 12))
             self.unit = 1.58 / self.run(20, 1000)["requests/s"]  # [S-LoRA Fig. 5] what the A10G served
-            bench.notes.append(f"{setting} here: {self.unit:.3g} s stand for one of the paper's in rates and the SLO; results are in seconds of this machine")
+            bench.notes.append(f"{setting}: {self.unit:.3g} s stand for one of the paper's in rates and the SLO; results are in seconds here")
 
     @classmethod
     def usual(cls, bench):
@@ -1300,16 +1312,14 @@ class Scene:
 
     def simulator(self, n, variant, options):
         """The paper's own system, or its server on top of PEFT."""
-        server, config = variant == "PEFT", preset(self.model)
-        cost = CostModel.roofline(config, self.hardware, self.bench.config.tp, system="transformers" if server else "lightllm")
-        room = POOLS.get((self.model, self.hardware)) or int(math.prod(cost.memory)) // cost.page
-        n_page = SPLIT.get((self.hardware, variant), {}).get(n, room)
-        split = n_page // 4 if variant in ("no-unify", "bmm") else 0
-        scheduler = Rounds() if server else Lightllm(n_page - split)
-        engine = Simulator(cost, clock=VirtualClock(), scheduler=scheduler, max_batch=PEFT_BATCH.get(self.model, 16) if server else 1000,
-                           n_page=n_page, adapter_pages=split, alloc="grow", record=self.bench.tape(variant), **options)
-        engine.scheduler.pages = (lambda adapter: 0) if split else engine.adapters.n_page
-        return engine
+        server, gpu = variant == "PEFT", self.hardware
+        cost = CostModel.roofline(preset(self.model), gpu, self.bench.config.tp, system="transformers" if server else "lightllm")
+        room = POOLS.get((self.model, gpu)) or int(math.prod(cost.memory)) // cost.page
+        options["record"] = self.bench.tape(variant)
+        if server:
+            return Simulator(cost, scheduler=Rounds(), max_batch=PEFT_BATCH.get(self.model, 16), n_page=room, alloc="grow", **options)
+        n_page = SPLIT.get((gpu, variant), {}).get(n, room)
+        return lightllm(cost, n_page, n_page // 4 if variant in ("no-unify", "bmm") else 0, **options)
 
     def engine(self, variant, options):
         """This engine, with room for the longest requests of a batch and for four of the largest adapters."""
@@ -1445,14 +1455,13 @@ def simulated_fig8(bench):
         for tp, part in ((tp, part) for tp in (2, 4) for part in PARTS):
             cost, jobs = CostModel.roofline(preset(model), gpu, tp), gamma_jobs(12, 60, n_adapter=n, seed=bench.options.seed)
             cost.exchanges, room = part == PARTS[0], int(math.prod(cost.memory)) // cost.page
-            engine = Simulator(cost, scheduler=Lightllm(room), max_batch=1000, n_page=room, alloc="grow")
-            engine.scheduler.pages = engine.adapters.n_page
+            engine = lightllm(cost, room)
             for i in range(n):
                 engine.add_adapter(str(i), random_adapter(rank, seed=i))
             seen[tp, part] = serve(bench, engine, jobs if part != PARTS[2] else [job._replace(adapter=None) for job in jobs])
             yield throughput(f"{setting}, {tp} x {gpu}: {part}", None, seen[tp, part], (setting, part, tp))
         gain = [seen[4, part]["requests/s"] / seen[2, part]["requests/s"] for part in PARTS]
-        bench.notes.append(f"{setting}: 4 GPUs over 2: {gain[0]:.1f} times the requests, the base model alone {gain[2]:.1f} times; the paper: more than 2")
+        bench.notes.append(f"{setting}: 4 GPUs over 2: {gain[0]:.1f} times the requests, the base model alone {gain[2]:.1f}; the paper: more than 2")
 
 
 def measured_fig8(bench, n=20):
@@ -1477,8 +1486,8 @@ def measured_fig8(bench, n=20):
 def at_once(bench, share, top, room, adapters, ways):
     """share * --requests jobs of up to top + top tokens, there at once, in ways [(the engine's options, how many of the adapters)] -> [a
     function that serves them], their tokens."""
-    jobs = gamma_jobs(1, share * bench.config.requests, n_adapter=len(adapters), prompt=uniform(8, top), output=uniform(8, top), seed=bench.options.seed)
-    fns = []
+    lengths, fns = uniform(8, top), []
+    jobs = gamma_jobs(1, share * bench.config.requests, n_adapter=len(adapters), prompt=lengths, output=lengths, seed=bench.options.seed)
     for options, n in ways:
         engine = bench.engine(bench.options.scheduler, 2 * top, n_page=bench.B * 2 * top + room, alloc="grow", **options)
         for i, source in enumerate(adapters[:n]):
@@ -1592,8 +1601,13 @@ class Pair:
         return gamma_jobs(rate / self.unit, duration, prompt=always(self.P), output=always(self.D))
 
     def latencies(self, rate, choices=CHOICES):
-        """{choice: mean seconds of a request} at a rate of the paper's."""
-        return {spec: serve(self.bench, self.engine(spec), self.jobs(rate))["latency"] for spec in choices}
+        """A rate of the paper's -> {choice: mean seconds of a request}, {choice: times faster than with no drafts}"""
+        took = {spec: serve(self.bench, self.engine(spec), self.jobs(rate))["latency"] for spec in choices}
+        return took, {spec: took["off"] / s for spec, s in took.items()}
+
+    def row(self, *what, **more):
+        """A row that says how many drafts are accepted."""
+        return row(*what, alpha=self.alpha, **more)
 
 
 def small_draft(model):
@@ -1614,26 +1628,19 @@ def crossing(curve):
     return falls[-1] if falls else curve[-1][0] if curve[-1][1] >= 1 else curve[0][0]
 
 
-def over_rates(pair, rates):
-    """[(rate, {choice: mean latency}, {choice: times faster than with no drafts})]"""
-    seen = [(rate, pair.latencies(rate)) for rate in rates]
-    return [(rate, took, {spec: took["off"] / s for spec, s in took.items()}) for rate, took in seen]
-
-
 @experiment(("requests/s that come", "latency off over latency (times)"), beside="a100")
 def spec_fig1(bench):
     """[SmartSpec Fig. 1] latency with k = 1, 3, 5 drafts and with goodput's choice, over the rate of requests; acceptance 0.7.
     In = out = 128 tokens where it is simulated. The paper's numbers beside --hardware a100 --model llama-7b."""
-    pair = Pair(bench)
-    points = over_rates(pair, bench.grid([4, 20], [1, 4, 8, 10, 12, 14, 16, 18, 20]))
-    for rate, took, times in points:
+    pair, curve = Pair(bench), {}
+    for rate in bench.grid([4, 20], [1, 4, 8, 10, 12, 14, 16, 18, 20]):
+        took, curve[rate] = pair.latencies(rate)
         for spec in CHOICES[1:]:
-            yield row(f"rate {rate}: {called(spec)} (times faster than off)", 1.0 if LOSES.get(spec) == rate else None, times[spec],
-                      latency=took[spec], alpha=pair.alpha, derived=True, at=("", called(spec), rate))
+            yield pair.row(f"rate {rate}: {called(spec)} (times faster than off)", 1.0 if LOSES.get(spec) == rate else None, curve[rate][spec],
+                           latency=took[spec], derived=True, at=("", called(spec), rate))
     for k, rate in LOSES.items():
-        yield row(f"k = {k}: no gain beyond rate", rate, crossing([(rate, times[k]) for rate, _, times in points]), latency=None, alpha=pair.alpha)
-    best = next(max((1, 3, 5), key=times.get) for rate, _, times in points if rate == 4)
-    yield row("rate 4: best k", 3, best, latency=None, alpha=pair.alpha, bound="at least")
+        yield pair.row(f"k = {k}: no gain beyond rate", rate, crossing([(rate, times[k]) for rate, times in curve.items()]), latency=None)
+    yield pair.row("rate 4: best k", 3, max((1, 3, 5), key=curve[4].get), latency=None, bound="at least")
 
 
 @experiment(("batch size, B", "drafts per request"), beside="a100")
@@ -1654,18 +1661,19 @@ def spec_fig5(bench):
     yield row("tokens to feed per request, B = 512: 1 + best k", 1, 1 + best[512], **more)
 
 
-def serving(bench, pair, rates):
+def serving(pair, rates):
     """Rows of [SmartSpec Fig. 11, 12]: latencies over rates, and what the paper claims of all its settings."""
-    points = over_rates(pair, rates)
-    for rate, took, times in points:
+    gains, worst = [], math.inf
+    for rate in rates:
+        took, times = pair.latencies(rate)
         for spec, latency in took.items():
-            yield row(f"rate {rate:g}: {called(spec)} (s)", None, latency, **{"times off": times[spec]}, alpha=pair.alpha, at=("", called(spec), rate))
-    gains = [times["goodput"] for *_, times in points]
-    for what, paper, ours, bound in (("lowest rate: times faster than off", 1.2, gains[0], "at least"), ("any rate: most times faster", 3.2, max(gains), "at most"),
-                                     ("any rate: least times faster", 1.0, min(gains), "at least")):
-        yield row(f"goodput, {what}", paper, ours, **{"times off": ours}, alpha=pair.alpha, bound=bound)
-    worst = min(times["goodput"] / max(times[spec] for spec in CHOICES[:-1]) for *_, times in points)
-    yield row("goodput over the best fixed choice, at its worst rate", None, worst, **{"times off": None}, alpha=pair.alpha)
+            yield pair.row(f"rate {rate:g}: {called(spec)} (s)", None, latency, **{"times off": times[spec]}, at=("", called(spec), rate))
+        gains, worst = [*gains, times["goodput"]], min(worst, times["goodput"] / max(times[spec] for spec in CHOICES[:-1]))
+    for what, paper, ours, bound in (
+            ("lowest rate: times faster than off", 1.2, gains[0], "at least"), ("any rate: most times faster", 3.2, max(gains), "at most"),
+            ("any rate: least times faster", 1.0, min(gains), "at least")):
+        yield pair.row(f"goodput, {what}", paper, ours, **{"times off": ours}, bound=bound)
+    yield pair.row("goodput over the best fixed choice, at its worst rate", None, worst, **{"times off": None})
 
 
 @experiment(("requests/s that come", "mean latency (s)"), beside="a100")
@@ -1673,14 +1681,14 @@ def spec_fig11(bench):
     """[SmartSpec Fig. 11] latency over the rate of requests with a draft model: off, k = 1, 3, 5, goodput.
     Vicuna's shapes are --model llama-7b, and llama-33b with --tp 4; up to the rates at which k = 5 loses much."""
     big = bench.simulated and bench.model.config.n_params > 2e10
-    yield from serving(bench, Pair(bench), bench.grid([4, 20], [1, 2, 4, 6, 8, 10, 12] if big else [1, 4, 8, 12, 16, 20, 24]))
+    yield from serving(Pair(bench), bench.grid([4, 20], [1, 2, 4, 6, 8, 10, 12] if big else [1, 4, 8, 12, 16, 20, 24]))
 
 
 @experiment(("requests/s that come", "mean latency (s)"), beside="a100")
 def spec_fig12(bench):
     """[SmartSpec Fig. 12] latency over the rate of requests with prompt lookup: off, k = 1, 3, 5, goodput; acceptance 0.35.
     Prompts four times as long as what they ask for, as in its summaries and answers. A simulated lookup always finds something."""
-    yield from serving(bench, Pair(bench, "ngram", alpha=0.35, ratio=4), bench.grid([1, 12], [1, 2, 4, 6, 8, 10, 12]))
+    yield from serving(Pair(bench, "ngram", alpha=0.35, ratio=4), bench.grid([1, 12], [1, 2, 4, 6, 8, 10, 12]))
 
 
 @experiment(("decodes in the batch, B", "iteration (ms)"))
@@ -1690,10 +1698,11 @@ def spec_fig7(bench):
     pair, spans = Pair(bench), []
     for rate in bench.grid([4, 20], [4, 12, 20]):
         serve(pair.bench, pair.engine("off", record=spans), pair.jobs(rate))
-    points = np.array([(sum(past + n for _, past, n in s.entries), sum(n for *_, n in s.entries), 1, s.end - s.start) for s in spans if s.end > s.start])
-    A, T = points[:, :3], points[:, 3]
+    spans = [s for s in spans if s.end > s.start]
+    A = np.array([(sum(past + n for _, past, n in s.entries), sum(n for *_, n in s.entries), 1) for s in spans])
+    T = np.array([s.end - s.start for s in spans])
     x = least_squares(A / T[:, None], np.ones(len(T)))
-    decodes = np.array([max(n for *_, n in s.entries) == 1 for s in spans if s.end > s.start])
+    decodes = np.array([max(n for *_, n in s.entries) == 1 for s in spans])
     for what, chosen in (("all iterations", decodes | True), ("decodes only", decodes)):
         yield row(f"{what}: median error of Eq. 7 (%)", None, float(np.median(np.abs(A @ x / T - 1)[chosen])) * 100, iterations=int(chosen.sum()))
     sizes = np.unique(A[decodes, 1])
@@ -1716,8 +1725,8 @@ def spec_fig13(bench):
         jobs = pair.jobs(rate)
         for spec in ("off", 3, "goodput"):
             real, ours = (serve(p.bench, p.engine(spec), jobs)["latency"] for p in (pair, twin))
-            yield row(f"rate {rate}: {called(spec)}: latency, error (%)", 10, abs(ours / real - 1) * 100, measured=real, simulated=ours, bound="at most",
-                      at=("", called(spec), rate))
+            yield row(f"rate {rate}: {called(spec)}: latency, error (%)", 10, abs(ours / real - 1) * 100, measured=real, simulated=ours,
+                      bound="at most", at=("", called(spec), rate))
 
 
 @experiment(("requests/s that come", "latency off over latency (times)"))
@@ -1727,9 +1736,9 @@ def spec_fig14(bench):
     pair = Pair(bench)
     pair.alpha = pair.alpha or 0.7
     for rate in bench.grid([4, 12], [4, 8, 12, 16]):
-        seen = pair.latencies(rate, (*CHOICES, "goodput_request", "oracle"))
-        for spec in list(seen)[1:]:
-            yield row(f"rate {rate}: {called(spec)} (times faster than off)", None, seen["off"] / seen[spec], alpha=pair.alpha, at=("", called(spec), rate))
+        _, times = pair.latencies(rate, (*CHOICES, "goodput_request", "oracle"))
+        for spec in list(times)[1:]:
+            yield pair.row(f"rate {rate}: {called(spec)} (times faster than off)", None, times[spec], at=("", called(spec), rate))
 
 
 @experiment(("batch size, B", "tokens/s"))
@@ -1774,7 +1783,7 @@ class Flight(NamedTuple):
 def fly(work, alpha, draft, cost, scheduler, spec, **options):
     """-> Flight. Acceptance is forced, so that it is what the workload says."""
     drafts = dict(draft=draft, spec=spec, alpha=alpha) if spec != "off" else {}
-    ended = work.run(scheduler, f"{spec} drafts", cost=cost, alloc="grow", **drafts, **options).requests
+    ended = work.run(scheduler, cost=cost, alloc="grow", **drafts, **options).requests
     return Flight(statistics.fmean(r.times[-1] - r.arrival for r in ended), float(np.quantile([r.tpot for r in ended], 0.9)))
 
 
@@ -1929,7 +1938,8 @@ def step_times(bench, engine, work):
 # ---------------------------------------------------------------- the scoreboard
 
 FITTED = ("table2", "fig7", "largest batch", "share of others",  # the rows that the constants of CostModel.roofline were chosen on,
-          "k = 5: no gain", "S1, n = 5:", "S1, n = 100: PEFT", "S4, n = 100:", "S2, n = 1000", "n = 400: no-unify", "n = 400: bmm", "R = 1: latency")  # and SYSTEMS
+          "k = 5: no gain", "S1, n = 5:", "S1, n = 100: PEFT", "S4, n = 100:", "S2, n = 1000", "n = 400: no-unify", "n = 400: bmm",
+          "R = 1: latency")  # and those of SYSTEMS
 CLAIMED = {"table2": "Table 2", "fig3": "Fig. 3", "fig4": "Fig. 4", "fig7": "Fig. 7", "fig8": "Fig. 8", "table4": "Table 4", "fig9": "Fig. 9",
            "fig10": "Fig. 10", "fig11": "Fig. 11", "fig12": "Fig. 12", "fig13": "Fig. 13"}
 SLORA = {"slora_table3": ("Table 3", "a100"), "slora_ablation": ("Fig. 5", "a100", "a10g"), "slora_fig6": ("Fig. 6", "a100"),
@@ -1938,8 +1948,8 @@ SMARTSPEC = (("spec_fig1", "Fig. 1", "llama-7b", 1), ("spec_fig5", "Fig. 5", "ll
              ("spec_fig11", "Fig. 11", "llama-33b", 4), ("spec_fig12", "Fig. 12", "llama-7b", 1))  # where, which target on how many A100
 FRONT = "0.12 to 0.25 s less than the paper's, perhaps what the authors' HTTP server and tokenizer take"
 MISSES = {  # beginnings of rows -> why they are outside, as far as we can tell
-    "table2: decode-maximal: per decode": "by the paper's attn column 3 decodes cost 15.2 - 10.0 = 5.2 ms, 1.7 each; its 1.2 rests on linear operators "
-                                          "that took 1.6 ms less for the same 1024 tokens",
+    "table2: decode-maximal: per decode": "by the paper's attn column 3 decodes cost 15.2 - 10.0 = 5.2 ms, 1.7 each; its 1.2 rests on linear "
+                                          "operators that took 1.6 ms less for the same 1024 tokens",
     "table4: LLaMA-33B": "the paper's decodes on the A100 read their cache at 0.5 to 0.6 of its bandwidth, on the A6000 at 0.8; we have one constant",
     "fig10: ffn": "all linear operators gain alike in a roofline; the paper's projections gain less and its FFN more",
     "fig13: (b) prefill at C = 64": "5 times would be 73 ms for 64 tokens, and the paper's own 128 tokens take 55 ms",
@@ -1947,8 +1957,8 @@ MISSES = {  # beginnings of rows -> why they are outside, as far as we can tell
     "fig12: completion": "our iterations are shorter than the paper's, so that Orca's bubbles weigh more: see the last rows of fig12",
     "slora_fig6: S4, R = 1: first": FRONT, "slora_fig6: S4, R = 2: first": FRONT, "slora_fig6: S4, R = 4: first": FRONT,
     "slora_ablation: S2, n = 200: bmm": "the A10G's host gathers a request's adapter in 0.4 ms per layer, the A100's in 0.5; we have one constant",
-    "tng_throughput": "a batch that computes and reads at once gains at most the square root of 2 in our cost model; the rest must be in what it does "
-                      "not have, the host's time per iteration in vLLM's server at that time, or a workload that the text does not tell",
+    "tng_throughput": "a batch that computes and reads at once gains at most the square root of 2 in our cost model; the rest must be in what it "
+                      "does not have, the host's time per iteration in vLLM's server at that time, or a workload that the text does not tell",
     "slora_fig10": "a few bursts decide, and how long the queue is when each comes: 3 % more throughput is many more first tokens in time",
     "slora_clustering": "240 requests, and a queue that at its worst makes them wait about 6 s: a little faster, and most are inside",
 }
@@ -2033,14 +2043,11 @@ def roofline(bench):
 
 def overhead(bench, B=8, context=256, steps=32):
     """Seconds per decode iteration of the engine (inside the model, outside it: planning, packing, sampling), medians."""
-    engine, model, out, took, total = bench.engine("orca", 0, n_page=B * (context + steps), B=B), bench.model, [], [], []
-    for p in bench.prompts(B, context, bench.options.seed):
-        engine.add(Request(p, max_new_tokens=steps))
+    engine, model, out, took = bench.engine("orca", 0, n_page=B * (context + steps), B=B), bench.model, [], []
     clocked = lambda f: lambda *args: took.append(bench.once(lambda: out.append(f(*args)))) or out.pop()
     engine.model = copy.copy(model)
     engine.model.hidden, engine.model.predict = clocked(model.hidden), clocked(model.predict)
-    while engine.requests:
-        total.append(bench.once(engine.step))
+    total = step_times(bench, engine, [(context, steps)] * B)
     inside = [a + b for a, b in zip(took[::2], took[1::2])]
     return statistics.median(inside[1:]), statistics.median(t - i for t, i in zip(total[1:], inside[1:]))
 
@@ -2292,7 +2299,8 @@ def cell_rows(cells, seen):
             of = {name: [figures[i] and figures[i] * unit for figures in seen[cell, name]] for name in ("sarathi", *others)}
             if None not in of["sarathi"]:
                 ratios = others and [a / best(b) for a, *b in zip(*of.values())]
-                yield row(f"{cell}: {what}", None, middle(of["sarathi"]), **{name: middle(of.get(name)) for name in names}, **{"x best": middle(ratios)})
+                beside = {name: middle(of.get(name)) for name in names}
+                yield row(f"{cell}: {what}", None, middle(of["sarathi"]), **beside, **{"x best": middle(ratios)})
 
 
 def run_cell(bench, cell, engines, n, work, new):
@@ -2313,12 +2321,13 @@ def run_cell(bench, cell, engines, n, work, new):
 # ---------------------------------------------------------------- pictures and traces
 
 INK = {  # the same thing has the same colour in every picture
-    "static": "#7f7f7f", "over static": "#7f7f7f", "Orca, worst case": "#f5b78a", "orca": "#e07b2a", "over orca": "#e07b2a", "Orca, best case": "#e07b2a",
-    "prefill_first": "#8c564b", "sarathi": "#2a78c2", "sarathi_serve": "#17a0a8", "as simulated": "#2a78c2",
+    "static": "#7f7f7f", "over static": "#7f7f7f", "Orca, worst case": "#f5b78a", "orca": "#e07b2a", "over orca": "#e07b2a",
+    "Orca, best case": "#e07b2a", "prefill_first": "#8c564b", "sarathi": "#2a78c2", "sarathi_serve": "#17a0a8", "as simulated": "#2a78c2",
     "off": "#7f7f7f", "k = 1": "#93c4ea", "k = 3": "#2a78c2", "k = 5": "#123a73", "goodput": "#e07b2a", "oracle": "#1b9e87",
     "C = 128": "#93c4ea", "C = 256": "#2a78c2", "C = 512": "#123a73", "L = 1024": "#c77fd0", "L = 2048": "#9340a8", "L = 3072": "#571b6e",
     "preproj": "#b5cf6b", "attn": "#d6477e", "postproj": "#7fa136", "ffn": "#55701f", "linear": "#7fa136", "total": "#3b3b3b",
-    "prefill": "#1b9e87", "chunk": "#1b9e87", "decode": "#f2c14e", "waiting": "#e4e4e4", "stall": "#e8583f", "bubble": "#e8583f", "preempted": "#000000"}
+    "prefill": "#1b9e87", "chunk": "#1b9e87", "decode": "#f2c14e", "waiting": "#e4e4e4", "stall": "#e8583f",
+    "bubble": "#e8583f", "preempted": "#000000"}
 LINES = {"simulated": "-", "computed": "-", "measured": "--"}
 
 
@@ -2351,16 +2360,13 @@ def timeline(bench):
     Three requests at once, three later: what each scheduler does to those that are decoding by then."""
     L = max(bench.lengths)
     (unit,) = bench.seconds(bench.iteration(0, 0, L))  # arrivals are in units of a prefill of L tokens
-    work = [(L // 8, 24, 0), (L // 4, 12, 0), (L // 8, 36, 0), (L * 3 // 4, 16, 0.6), (L // 2, 10, 1.5), (L // 4, 12, 2.2)]
+    jobs = [Job(arrival * unit, P, D) for P, D, arrival in (
+        (L // 8, 24, 0), (L // 4, 12, 0), (L // 8, 36, 0), (L * 3 // 4, 16, 0.6), (L // 2, 10, 1.5), (L // 4, 12, 2.2))]
     for s in dict.fromkeys(("static", "prefill_first", "sarathi", bench.options.scheduler)):
         engine = bench.engine(s, L + 16, B=4)
         engine.clock = type(bench.clock)()  # each begins at zero
-        requests = [Request(bench.prompts(1, P, bench.options.seed)[0], max_new_tokens=D, arrival=arrival * unit) for P, D, arrival in work]
-        for r in requests:
-            engine.add(r)
+        requests = served(bench, engine, requests_of(bench, engine, jobs))
         getattr(engine.record, "arrivals", {}).update((r.id, r.arrival) for r in requests)
-        while engine.requests:
-            bench.once(engine.step)
         yield row(f"{s}: TTFT, mean (s)", None, statistics.mean(r.ttft for r in requests))
         yield row(f"{s}: TPOT, mean (ms)", None, statistics.mean(r.tpot for r in requests) * 1e3)
         yield row(f"{s}: longest wait between two tokens (s)", None, max(b - a for r in requests for a, b in zip(r.times, r.times[1:])))
@@ -2469,7 +2475,7 @@ def draw(axes, rows):
 def shown(rows):
     """The rows that say where they are drawn, and one more for each further place in also=[(panel, series, x, y, what is written beside
     it)]; without an x, y is a curve."""
-    more = [row(r["what"], None, *((None, r["source"]) if x is None else (y, r["source"])), at=(panel, series, x), tag=tag, **({"curve": y} if x is None else {}))
+    more = [row(r["what"], None, None, r["source"], at=(panel, series, x), tag=tag) | {"curve" if x is None else "ours": y}
             for r in rows for panel, series, x, y, tag in r.get("also", ())]
     return [r for r in rows if "at" in r] + more
 
@@ -2526,7 +2532,8 @@ def finished(figure):
         named["paper"] = Line2D([], [], ls="", marker="o", mfc="white", mec="black", mew=1.6, ms=7)
     if any(line.get_linestyle() == ":" for line in lines):
         named["paper, place not given"] = Line2D([], [], ls=":", color="black")
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=min(int(figure.get_figwidth() / 1.2), len(named)), fontsize=8, frameon=False)
+    columns = min(int(figure.get_figwidth() / 1.2), len(named))
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     return figure
 
 

@@ -1519,7 +1519,7 @@ def online_bench(hardware="a6000", **settings):
 def test_a_trace_is_served_with_its_adapters_and_clients(tmp_path, monkeypatch):
     text = "arrival,prompt,output,adapter,client\n0,30,5,x,ann\n0.5,40,6,,bob\n700,50,7,y,ann\n"
     work = bench.Online.of(online_bench(arrivals=trace_file(tmp_path, text)))
-    requests, times, rates = work.run("orca", "")
+    requests, times, rates = work.run("orca")
     assert [(r.adapter, r.client, len(r.prompt), len(r.times)) for r in requests] == [("x", "ann", 30, 5), (None, "bob", 40, 6), ("y", "ann", 50, 7)]
     assert requests[2].times[0] > 700 > requests[1].times[-1] and rates["utilization (share of time)"] < 0.1 and rates["throughput (new tokens/s)"] < 18 / 700
     assert set(work.adapters) == {"x", "y"}
@@ -1529,7 +1529,7 @@ def test_a_trace_is_served_with_its_adapters_and_clients(tmp_path, monkeypatch):
 
 def test_a_closed_loop_never_has_more_requests_than_clients_and_never_fewer():
     b = online_bench(arrivals="closed:3", prompt="20..200", output="5..30")
-    requests, *_ = bench.Online.of(b).run("sarathi", "")
+    requests, *_ = bench.Online.of(b).run("sarathi")
     starts, ends = sorted(r.arrival for r in requests), sorted(r.times[-1] for r in requests)
     assert starts[:3] == [0, 0, 0] and starts[3:] == ends[:-3], "the next is sent when one ended"
 
@@ -1539,7 +1539,7 @@ def test_an_open_loop_sends_at_its_rate_whatever_becomes_of_the_requests(arrival
     b = online_bench(arrivals=arrivals, prompt="100", output="20", requests=10)
     work = bench.Online.of(b)
     rate = float(arrivals.split(":")[1].removesuffix("x")) * (work.capacity if "x" in arrivals else 1.0)
-    sent = [[job.arrival for job in work.jobs], *([r.arrival for r in work.run(s, "").requests] for s in ("static", "orca"))]
+    sent = [[job.arrival for job in work.jobs], *([r.arrival for r in work.run(s).requests] for s in ("static", "orca"))]
     gaps = np.diff(sent[0])
     assert len(sent[0]) == 400 and 400 / sent[0][-1] == pytest.approx(rate, rel=0.3) and (gaps.std() / gaps.mean() > 2) == ("gamma" in arrivals)
     for times in sent[1:]:
@@ -1570,7 +1570,7 @@ def test_how_a_run_fared_by_hand():
 
 def test_the_share_of_peak_flops_is_that_of_the_linear_operators():
     b = online_bench(arrivals="poisson:1", prompt="100", output="2")
-    requests, _, rates = bench.Online.of(b).run("orca", "")
+    requests, _, rates = bench.Online.of(b).run("orca")
     took, c = max(r.times[-1] for r in requests), b.model.config
     flops = 2 * c.n_layer * b.model.n_weights * 101 * len(requests)
     assert rates["utilization (share of peak FLOP/s)"] == pytest.approx(flops / took / b.model.flops) and 0 < rates["utilization (share of time)"] <= 1
