@@ -9,6 +9,7 @@ have. One registered function per table; whether it measures or simulates is onl
     python bench.py slora_fig10 --hardware a100 --plot pictures        a workload of S-LoRA's, served by the authors' system, simulated
     python bench.py online --arrivals poisson:0.7x --prompt 8..512 --output lognormal:40:1     users come when they like (a minute)
     python bench.py scoreboard           every number of the papers beside ours, simulated (three minutes)
+    python bench.py all --plot assets    every table and figure: PNGs, and each table's rows as JSON
     python bench.py list
 
 Every experiment prints a Markdown table (paper | ours | source); the last line of stdout is one JSON object with all rows.
@@ -149,7 +150,7 @@ class Bench:
         self.B = engine.max_batch or max(1, min(6, fits))  # 6 as in [SARATHI Table 4]
         self.notes = []  # sentences printed under the tables
         self.interrupt = Interruptible() if self.simulated else Interruptible(model.world)
-        self.doing, self.tapes = "", Tapes()  # the experiment under way; what its engines did
+        self.doing, self.tapes, self.found = "", Tapes(), {}  # the experiment under way; what its engines did; what is shared
 
     def engine(self, scheduler, L, n_page=None, B=None, **more):
         """A fresh engine with room for B requests of L tokens."""
@@ -160,10 +161,20 @@ class Bench:
             options["cost"] = self.cost
         return make_engine(self.model, clock=self.clock, **options)
 
-    @cached_property
+    def shared(self, key, make):
+        """What make() says, asked once for all experiments."""
+        if key not in self.found:
+            self.found[key] = make()
+        return self.found[key]
+
+    def price(self, model):
+        """A model's CostModel: itself if it is one, else its profile on this machine."""
+        return model if isinstance(model, CostModel) else self.shared(model, lambda: CostModel.profile(model, self.config.repeats))
+
+    @property
     def cost(self):
-        """What autopilot goes by where an experiment has no profile of its own: one for all of its engines."""
-        return self.model if self.simulated else CostModel.profile(self.model, self.config.repeats)
+        """What autopilot goes by where an experiment says nothing else."""
+        return self.price(self.model)
 
     def tape(self, what):
         """Where an engine's Spans go, if they are to be kept."""
@@ -173,7 +184,7 @@ class Bench:
     def other(self, model):
         """The same options with another model, on the same clock."""
         bench = Bench(model, self.config, self.options)
-        bench.clock, bench.interrupt, bench.doing, bench.tapes = self.clock, self.interrupt, self.doing, self.tapes
+        bench.clock, bench.interrupt, bench.doing, bench.tapes, bench.found = self.clock, self.interrupt, self.doing, self.tapes, self.found
         return bench
 
     @property
@@ -505,7 +516,7 @@ def another(bench, **change):
     return GPT.from_preset(config, dtype=bench.model.dtype, device=str(bench.model.device))
 
 
-def shapes(c):
+def widths(c):
     """{linear operator: (numbers in, numbers out) of a token}, one layer."""
     A, K = c.n_head * c.head_dim, 2 * c.n_kv_head * c.head_dim
     up = (2 if c.llama else 1) * c.n_inner
@@ -517,7 +528,7 @@ def intensity(model, n, context):
     c, size = model.config, model.dtype.itemsize
     A, K = c.n_head * c.head_dim, 2 * c.n_kv_head * c.head_dim
     attn = 4 * A * n * (context - n / 2) / (size * (K * context + 2 * A * n))
-    return dict(attn=attn, **{name: 2 * n * a * b / (size * (a * b + n * (a + b))) for name, (a, b) in shapes(c).items()})
+    return dict(attn=attn, **{name: 2 * n * a * b / (size * (a * b + n * (a + b))) for name, (a, b) in widths(c).items()})
 
 
 @experiment(("tokens in the prefill", "iteration (ms)"))
@@ -1288,7 +1299,7 @@ class Scene:
         self.unit, self.lengths = 1.0, uniform(8, 512)  # seconds here for one of the paper's
         if not bench.simulated:
             self.lengths = uniform(4, max(5, max(bench.lengths) // 12))
-            self.unit = 1.58 / self.run(20, 1000)["requests/s"]  # [S-LoRA Fig. 5] what the A10G served
+            self.unit = bench.shared(self.ranks, lambda: 1.58 / self.run(20, 1000)["requests/s"])  # [S-LoRA Fig. 5] what the A10G served
             bench.notes.append(f"{setting}: {self.unit:.3g} s stand for one of the paper's in rates and the SLO; results are in seconds here")
 
     @classmethod
@@ -1576,16 +1587,17 @@ class Pair:
             self.bench = bench.other(price(config, bench.config.tp))
             fits = int(0.9 * math.prod(model.memory)) // model.page // (self.P + self.D)  # what is left is for the draft
             self.options = dict(scheduler="prefill_first", B=min(256, fits), alloc="grow")
-        if draft == "model":
-            draft = price(preset("llama-160m"), 1) if bench.simulated else \
-                load_model("draft", model.dtype, str(model.device))[0] if bench.trained else small_draft(model)
+        if draft == "model" and bench.simulated:
+            draft = price(preset("llama-160m"), 1)
+        elif draft == "model":
+            trained = lambda: load_model("draft", model.dtype, str(model.device))[0]
+            draft = bench.shared("draft", trained if bench.trained else partial(small_draft, model))
         self.draft = draft
 
-    @cached_property
+    @property
     def cost(self):
         """The prices of the target's iterations and, None for a lookup, of the draft's."""
-        price = (lambda m: m) if self.bench.simulated else lambda m: CostModel.profile(m, self.home.config.repeats)
-        return price(self.bench.model), None if isinstance(self.draft, str) else price(self.draft)
+        return self.home.price(self.bench.model), None if isinstance(self.draft, str) else self.home.price(self.draft)
 
     def engine(self, spec, L=0, **more):
         drafts = dict(draft=self.draft, spec=spec, cost=self.cost if isinstance(spec, str) else None, alpha=self.alpha) if spec != "off" else {}
@@ -1595,7 +1607,8 @@ class Pair:
         """A minute of Poisson arrivals. Measured: 16 requests/s of the paper's are what this machine serves with no drafts when all
         are there at once."""
         if self.unit == 1.0 and not self.bench.simulated:
-            self.unit = 16 / serve(self.bench, self.engine("off"), [Job(0.0, self.P, self.D)] * 4 * self.home.B)["requests/s"]
+            work = [Job(0.0, self.P, self.D)] * 4 * self.home.B
+            self.unit = self.home.shared((self.P, self.D), lambda: 16 / serve(self.bench, self.engine("off"), work)["requests/s"])
             self.home.notes.append(f"{self.unit:.3g} s here stand for one of the paper's in rates")
         duration = self.unit * self.home.grid(2 * self.home.config.requests / rate, 60)
         return gamma_jobs(rate / self.unit, duration, prompt=always(self.P), output=always(self.D))
@@ -1910,7 +1923,7 @@ def fidelity(bench):
 
 def simulators_error():
     """One sentence for every simulated table: what `fidelity` found when its rows were kept in assets."""
-    path = kept_at(os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets"), "fidelity", "cpu")
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "fidelity_cpu_bf16.json")
     if not os.path.exists(path):
         return "Simulated; how far off that is on this machine, `python bench.py fidelity` says."
     with open(path) as f:
@@ -2010,7 +2023,7 @@ SHAPES = {"prefill 512": (0, 0, 512), "decode, B = 1, context 256": (1, 255, 0),
 def demand(c, decodes, context, chunk, itemsize):
     """The arithmetic of one iteration -> {operator: (FLOPs, bytes of weights or of K and V)}, all layers."""
     N, M = decodes + chunk, decodes + (chunk > 0)  # tokens, rows with logits
-    work = {name: (2 * N * a * b * c.n_layer, a * b * c.n_layer * itemsize) for name, (a, b) in shapes(c).items()}
+    work = {name: (2 * N * a * b * c.n_layer, a * b * c.n_layer * itemsize) for name, (a, b) in widths(c).items()}
     pairs = decodes * (context + 1) + chunk * (chunk + 1) / 2  # of a query with a key it sees
     work["attn"] = 4 * c.head_dim * c.n_head * c.n_layer * pairs, c.page_bytes(itemsize) * (decodes * (context + 1) + chunk)
     work["head"] = 2 * M * c.n_embd * c.vocab_size, c.n_embd * c.vocab_size * itemsize
@@ -2058,7 +2071,9 @@ class Ours:
 
     def __init__(self, bench, adapters):
         self.adapters = adapters or [None]
-        self.alone, self.mixed = (bench.engine(s, 0, n_page=16 * 1100, B=16) for s in ("prefill_first", bench.options.scheduler))
+        engine = lambda scheduler: bench.engine(scheduler, 0, n_page=16 * 1100, B=16)
+        self.mixed = engine(bench.options.scheduler)
+        self.alone = None if adapters else engine("prefill_first")  # no cell of one kind has adapters
         for folder in adapters:
             self.mixed.add_adapter(folder, folder)
 
@@ -2597,14 +2612,12 @@ def report(bench, names, rows):
                            options=vars(bench.options), date=time.strftime("%Y-%m-%d")))
 
 
-def kept_at(folder, name, place):
-    """Where `keep` writes an experiment's rows; place: simulated hardware, cpu or cuda, of no account where all is simulated."""
-    return os.path.join(folder, name + f"_{place}" * (EXPERIMENTS[name].only != "simulated") + ".json")
-
-
 def keep(bench, name, rows):
-    """Write the report on an experiment beside its figure, in the folder --plot."""
-    path = kept_at(bench.config.plot, name, bench.config.hardware or bench.model.device.type)
+    """Write the report on an experiment beside its figure: NAME_a6000.json where it is simulated, NAME_cpu_bf16.json where it is measured;
+    NAME.json where nothing else is."""
+    kind = str(bench.model.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+    place = bench.config.hardware or f"{bench.model.device.type}_{kind}"
+    path = os.path.join(bench.config.plot, name + f"_{place}" * (EXPERIMENTS[name].only != "simulated") + ".json")
     with open(path, "w") as f:
         print(report(bench, name, rows), file=f)
     bench.notes.append(f"wrote {path}")

@@ -1204,7 +1204,7 @@ def test_the_timelines_show_each_request_from_its_arrival_to_its_last_token(kind
     b = bench.Bench(a6000() if kind == "simulated" else small(), config, EngineConfig(chunk=64, tile=64))
     rows = {r["what"]: r["ours"] for r in bench.run(b, ["timeline", "bubbles", "ceilings"])}
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["bubbles.json", "bubbles.png", *(
-        f"{name}_{'a6000' if kind == 'simulated' else 'cpu'}.json" for name in ("ceilings", "timeline")), "timeline.png"])
+        f"{name}_{'a6000' if kind == 'simulated' else 'cpu_fp32'}.json" for name in ("ceilings", "timeline")), "timeline.png"])
     assert capsys.readouterr().out.count("wrote") == 5 and all(p.read_bytes().startswith(b"\x89PNG") for p in tmp_path.glob("*.png"))
     assert [t.name for t in b.tapes if t] == ["timeline: static", "timeline: prefill_first", "timeline: sarathi", "bubbles: Orca", "bubbles: SARATHI"]
     static, first, chunked = b.tapes[-5:-2]
