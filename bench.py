@@ -1313,7 +1313,7 @@ class Scene:
     def run(self, n, rate, variant="S-LoRA", duration=300, cv=1.0, alpha=1.0, **options):
         """Serve so many of the paper's seconds of its workload with n adapters -> metrics. options: the engine's, slo in its seconds."""
         bench, unit = self.bench, self.unit
-        duration = bench.grid(min(duration, 4 * bench.config.requests / rate), duration)
+        duration = bench.grid(min(duration, 2 * bench.config.requests / rate), duration)
         jobs = gamma_jobs(rate / unit, duration * unit, cv, n, alpha, self.lengths, self.lengths)
         options = VARIANTS.get(variant, {}) | options | ({"slo": options["slo"] * unit} if "slo" in options else {})
         engine = self.simulator(n, variant, options) if bench.simulated else self.engine(variant, options)
@@ -1345,9 +1345,9 @@ class Scene:
 
 VARIANTS = {"bmm": dict(lora="bmm"), "merge": dict(lora="merge")}  # -> the engine's options; where it is not said: none
 TABLE3 = {  # [S-LoRA Table 3] A100-80, 10 requests/s (PEFT on S4: 6) for 2 minutes: setting -> adapters -> requests/s of S-LoRA, of PEFT
-    "S1": {5: (8.05, 0.88), 100: (7.99, 0.25), 1000: (7.64, None), 2000: (7.61, None)},
-    "S2": {5: (7.48, 0.74), 100: (7.29, 0.24), 1000: (6.69, None), 2000: (6.71, None)},
-    "S4": {2: (4.49, 0.54), 100: (4.28, 0.13), 1000: (3.96, None)}}
+    "S1": {5: (8.05, 0.88), 100: (7.99, 0.25), 1000: (7.64,), 2000: (7.61,)},
+    "S2": {5: (7.48, 0.74), 100: (7.29, 0.24), 1000: (6.69,), 2000: (6.71,)},
+    "S4": {2: (4.49, 0.54), 100: (4.28, 0.13), 1000: (3.96,)}}
 FIG5 = {  # [S-LoRA Fig. 5] numbers of the authors' logs: hardware -> adapters -> requests/s of S-LoRA, no-unify and bmm
     "a100": {1: (4.43, None, None), 100: (4.30, 3.35, 0.174), 200: (4.17, 2.97, 0.179), 400: (4.06, 2.64, 0.173)},
     "a10g": {1: (1.744, None, None), 20: (1.680, 1.452, 0.257), 50: (1.606, 1.198, 0.259), 100: (1.593, 1.199, 0.255), 200: (1.576, 1.194, 0.253)}}
@@ -1373,9 +1373,10 @@ def slora_table3(bench):
     """[S-LoRA Table 3] requests per second with few and with thousands of adapters, S-LoRA and a server on top of PEFT."""
     for setting, cells in bench.grid({"S2": {5: (1, 1), 100: (1, 1)}}, TABLE3).items():
         scene = Scene(bench, setting)
-        for n, variant, paper in ((n, variant, paper) for n, papers in cells.items() for variant, paper in zip(("S-LoRA", "PEFT"), papers) if paper):
-            seen = scene.run(n, 6 if (setting, variant) == ("S4", "PEFT") else 10, variant, duration=120)
-            yield throughput(f"{setting}, n = {n}: {variant}", paper, seen, (setting, variant, n))
+        for n, papers in cells.items():
+            for variant, paper in zip(("S-LoRA", "PEFT"), papers):
+                seen = scene.run(n, 6 if (setting, variant) == ("S4", "PEFT") else 10, variant, duration=120)
+                yield throughput(f"{setting}, n = {n}: {variant}", paper, seen, (setting, variant, n))
 
 
 @experiment(("adapters", "requests/s"))
@@ -2680,7 +2681,8 @@ def chosen(args):
     simulated needs no --hardware."""
     names = args.experiments or ["ceilings", "table2", "table4"]
     if names == ["all"]:
-        names = [name for name, what in EXPERIMENTS.items() if what.needs != "stages" and not (args.hardware and what.only == "measured")]
+        names = [name for name, what in EXPERIMENTS.items() if what.needs != "stages" and not (args.hardware and what.only == "measured")
+                 and (args.peers or name != "peers")]  # who has no peers has nothing to set beside ours
     for name in names:
         if name not in EXPERIMENTS:
             raise ValueError(f"unknown experiment {name!r}: one of {', '.join(EXPERIMENTS)}, all, list")
@@ -2702,7 +2704,7 @@ def main():
     """python bench.py [experiment ...] [flags]"""
     parser = Parser(description="Reproduce the papers' tables and figures on this machine.",
                     epilog="Examples: python bench.py --chunk 256 | python bench.py --chunk auto | python bench.py table4 --scheduler sarathi_serve")
-    parser.add_argument("experiments", nargs="*", help="names from `bench.py list`, or all; none: ceilings table2 table4")
+    parser.add_argument("experiments", nargs="*", help="names from `bench.py list`, or all (peers only with --peers); none: ceilings table2 table4")
     add_model_flags(parser, None)
     parser.add_fields(BenchConfig)
     parser.add_fields(EngineConfig, chunk=dict(type=lambda x: x if x == "auto" else int(x), metavar="CHUNK|auto"))
