@@ -300,7 +300,7 @@ def row(what, paper, ours, source=None, **more):
     return dict(what=what, paper=paper, ours=ours, source=source, **more)
 
 
-# ---------------------------------------------------------------- experiments
+# ---------------------------------------------------------------- the main job: ceilings, Table 2, Table 4; the profile
 
 @experiment()
 def ceilings(bench):
@@ -841,6 +841,16 @@ def gpt3(nodes=1, **more):
     return CostModel.roofline(preset("gpt3-175b"), "a100", tp=8, nodes=nodes, **more)
 
 
+@experiment(only="simulated", timeline="stage")
+def bubbles(bench):
+    """[SARATHI §3.2, §5.3] where a pipeline of four stages idles, with Orca and with SARATHI: GPT-3 on 32 A100.
+    Always simulated; the lengths are fig12's."""
+    for name, r in pipelines(bench, 4, min(bench.config.scale, 300)).items():
+        yield row(f"{name}: completion of {r['n']} requests (s)", None, r["took"], source="simulated")
+        for kind, share in r["shares"].items():
+            yield row(f"{name}: idle in {kind}, share of the stages", None, share, source="simulated")
+
+
 @experiment(only="simulated")
 def scaling(bench):
     """how long the simulator itself takes for 1K, 10K (and with --full 100K) requests, and the memory it needs.
@@ -1152,6 +1162,25 @@ def online(bench):
 
 
 # ---------------------------------------------------------------- [TNG]
+
+@experiment(timeline="request")
+def timeline(bench):
+    """[TNG] the three timelines: the same requests with static batching, prefill first and chunked prefills.
+    Three requests at once, three later: what each scheduler does to those that are decoding by then."""
+    L = max(bench.lengths)
+    (unit,) = bench.seconds(bench.iteration(0, 0, L))  # arrivals are in units of a prefill of L tokens
+    jobs = [Job(arrival * unit, P, D) for P, D, arrival in (
+        (L // 8, 24, 0), (L // 4, 12, 0), (L // 8, 36, 0), (L * 3 // 4, 16, 0.6), (L // 2, 10, 1.5), (L // 4, 12, 2.2))]
+    for s in dict.fromkeys(("static", "prefill_first", "sarathi", bench.options.scheduler)):
+        engine = bench.engine(s, L + 16, B=4)
+        engine.clock = type(bench.clock)()  # each begins at zero
+        requests = served(bench, engine, requests_of(bench, engine, jobs))
+        getattr(engine.record, "arrivals", {}).update((r.id, r.arrival) for r in requests)
+        yield row(f"{s}: TTFT, mean (s)", None, statistics.mean(r.ttft for r in requests))
+        yield row(f"{s}: TPOT, mean (ms)", None, statistics.mean(r.tpot for r in requests) * 1e3)
+        yield row(f"{s}: longest wait between two tokens (s)", None, max(b - a for r in requests for a, b in zip(r.times, r.times[1:])))
+        yield row(f"{s}: until the last token (s)", None, max(r.times[-1] for r in requests))
+
 
 def policies(*chunks):
     """{name: scheduler} as compared in [TNG], chunked prefills with several sizes."""
@@ -2368,35 +2397,6 @@ class Tape(list):
             super().append(span)
         else:
             self.tapes.full = True
-
-
-@experiment(timeline="request")
-def timeline(bench):
-    """[TNG] the three timelines: the same requests with static batching, prefill first and chunked prefills.
-    Three requests at once, three later: what each scheduler does to those that are decoding by then."""
-    L = max(bench.lengths)
-    (unit,) = bench.seconds(bench.iteration(0, 0, L))  # arrivals are in units of a prefill of L tokens
-    jobs = [Job(arrival * unit, P, D) for P, D, arrival in (
-        (L // 8, 24, 0), (L // 4, 12, 0), (L // 8, 36, 0), (L * 3 // 4, 16, 0.6), (L // 2, 10, 1.5), (L // 4, 12, 2.2))]
-    for s in dict.fromkeys(("static", "prefill_first", "sarathi", bench.options.scheduler)):
-        engine = bench.engine(s, L + 16, B=4)
-        engine.clock = type(bench.clock)()  # each begins at zero
-        requests = served(bench, engine, requests_of(bench, engine, jobs))
-        getattr(engine.record, "arrivals", {}).update((r.id, r.arrival) for r in requests)
-        yield row(f"{s}: TTFT, mean (s)", None, statistics.mean(r.ttft for r in requests))
-        yield row(f"{s}: TPOT, mean (ms)", None, statistics.mean(r.tpot for r in requests) * 1e3)
-        yield row(f"{s}: longest wait between two tokens (s)", None, max(b - a for r in requests for a, b in zip(r.times, r.times[1:])))
-        yield row(f"{s}: until the last token (s)", None, max(r.times[-1] for r in requests))
-
-
-@experiment(only="simulated", timeline="stage")
-def bubbles(bench):
-    """[SARATHI §3.2, §5.3] where a pipeline of four stages idles, with Orca and with SARATHI: GPT-3 on 32 A100.
-    Always simulated; the lengths are fig12's."""
-    for name, r in pipelines(bench, 4, min(bench.config.scale, 300)).items():
-        yield row(f"{name}: completion of {r['n']} requests (s)", None, r["took"], source="simulated")
-        for kind, share in r["shares"].items():
-            yield row(f"{name}: idle in {kind}, share of the stages", None, share, source="simulated")
 
 
 def pieces(tape):
