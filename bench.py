@@ -1039,7 +1039,7 @@ class Online:
         """clients: as in feed; B: how many run at once, 0: --max-batch, or four times the usual batch, if they fit."""
         self.bench, self.jobs, self.clients, self.L = bench, jobs, clients, max(job.prompt + job.output for job in jobs)
         names = sorted({str(job.adapter) for job in jobs if job.adapter is not None})
-        self.adapters = {name: random_adapter(SETTINGS["S2"][1][i % 4], i) for i, name in enumerate(names)}  # of mixed ranks
+        self.adapters = {name: adapter_of("S2", i) for i, name in enumerate(names)}
         if self.L > bench.model.config.block_size:
             raise ValueError(f"a request of {self.L} tokens: the model's context ends at {bench.model.config.block_size}")
         self.room = 4 * max((make(bench.model.config).n_page for make in self.adapters.values()), default=0)
@@ -1066,7 +1066,7 @@ class Online:
             engine.add_adapter(name, source)
         return engine
 
-    def run(self, scheduler, in_part=False, **options):
+    def run(self, scheduler, *, in_part=False, **options):
         """Serve all jobs -> Outcome; in_part: Ctrl-C only ends it with what has ended by then."""
         bench, engine = self.bench, self.engine(scheduler, **options)
         engine.record = Meter(engine.record)
@@ -1319,6 +1319,12 @@ SECONDS = {("a100", "bmm"): 30}  # of arrivals; elsewhere 300
 PEFT_BATCH = {"llama-7b": 50, "llama-13b": 35}  # as in the authors' code
 
 
+def adapter_of(setting, i):
+    """The i-th adapter of a setting."""
+    ranks = SETTINGS[setting][1]
+    return random_adapter(ranks[i % len(ranks)], seed=i)
+
+
 class Scene:
     """A setting of [S-LoRA Table 1]. Simulated: the authors' systems on --hardware. Measured: this engine and model with the
     setting's ranks; lengths, seconds and the number of requests shrink, so that the paper's rates load it as they did the A10G."""
@@ -1347,7 +1353,7 @@ class Scene:
         options = VARIANTS.get(variant, {}) | options | ({"slo": options["slo"] * unit} if "slo" in options else {})
         engine = self.simulator(n, variant, options) if bench.simulated else self.engine(variant, options)
         for i in {job.adapter for job in jobs} - {None}:  # of the others only the name would be known
-            engine.add_adapter(str(i), random_adapter(self.ranks[i % len(self.ranks)], seed=i))
+            engine.add_adapter(str(i), adapter_of(self.setting, i))
         return serve(bench, engine, jobs, slo=6.0 * unit)
 
     def simulator(self, n, variant, options):
@@ -1492,13 +1498,13 @@ def simulated_fig8(bench):
     """Overloaded, so that what is served is what the GPUs can. The paper gives no numbers, but says that twice the GPUs serve more than
     twice the requests: there is room for larger batches."""
     for setting, gpu, n in PARALLEL:
-        (model, (rank,)), seen = SETTINGS[setting], {}
+        model, seen = SETTINGS[setting][0], {}
         for tp, part in ((tp, part) for tp in (2, 4) for part in PARTS):
             cost, jobs = CostModel.roofline(preset(model), gpu, tp), gamma_jobs(12, 60, n_adapter=n, seed=bench.options.seed)
             cost.exchanges, room = part == PARTS[0], int(math.prod(cost.memory)) // cost.page
             engine = lightllm(cost, room)
             for i in range(n):
-                engine.add_adapter(str(i), random_adapter(rank, seed=i))
+                engine.add_adapter(str(i), adapter_of(setting, i))
             seen[tp, part] = serve(bench, engine, jobs if part != PARTS[2] else [job._replace(adapter=None) for job in jobs])
             yield throughput(f"{setting}, {tp} x {gpu}: {part}", None, seen[tp, part], (setting, part, tp))
         gain = [seen[4, part]["requests/s"] / seen[2, part]["requests/s"] for part in PARTS]
@@ -1507,8 +1513,8 @@ def simulated_fig8(bench):
 
 def measured_fig8(bench, n=20):
     """All requests are there at once; ranks as in S2."""
-    model, world, top, ranks = bench.model, bench.model.world, max(bench.lengths) // 4, SETTINGS["S2"][1]
-    room, adapters = n * random_adapter(max(ranks))(model.config).n_page, [random_adapter(ranks[i % 4], i) for i in range(n)]
+    model, world, top, adapters = bench.model, bench.model.world, max(bench.lengths) // 4, [adapter_of("S2", i) for i in range(n)]
+    room = n * max(make(model.config).n_page for make in adapters[:4])
     fns, tokens = at_once(bench, 2, top, room, adapters, [({}, n), ({}, n), ({}, 0)])
     before = world.sent.copy()
     fns[0]()
@@ -1578,8 +1584,8 @@ def slora_ways(bench):
     """what adapters cost here: the same requests with none, and with 200 of mixed ranks computed in every way, in turns.
     All requests are there at once, lengths as in [S-LoRA Table 2] but shorter, every adapter equally popular; the paper's column
     is from its Fig. 5 (A10G) and Table 3 (S2, n = 100), over S-LoRA. --full: also 100 and 2,000 adapters, all of them in memory."""
-    n, top, ranks = bench.grid(200, 2000), max(bench.lengths) // 2, SETTINGS["S2"][1]
-    adapters = [random_adapter(ranks[i % 4], i)(bench.model.config, None if bench.simulated else bench.model.dtype)
+    n, top = bench.grid(200, 2000), max(bench.lengths) // 2
+    adapters = [adapter_of("S2", i)(bench.model.config, None if bench.simulated else bench.model.dtype)
                 for i in tqdm(range(n), "random adapters", file=sys.stderr, leave=False, disable=bench.simulated)]
     room = 4 * max(adapter.n_page for adapter in adapters)
     ways = {"no adapter": ({}, 0, None), "S-LoRA": ({}, 200, 1.0), "no-unify": (dict(adapter_pages=room), 200, 1.194 / 1.576),
