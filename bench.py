@@ -1656,7 +1656,7 @@ class Pair:
 
     def row(self, *what, **more):
         """A row that says how many drafts are accepted."""
-        return row(*what, alpha=self.alpha, **more)
+        return row(*what, **more, alpha=self.alpha)
 
 
 def small_draft(model):
