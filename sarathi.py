@@ -1032,8 +1032,8 @@ class Roofline(CostModel):
 
 class Fitted(CostModel):
     """Least squares, of relative errors, over a designed set of real iterations; `error` is the median on others."""
-    link = (0.0, 0.0)  # seconds of a message to the next stage of a pipeline, and seconds per token in it; bench.py's measured_link
-    ring = (0.0, 0.0)  # the same of an all-reduce, where it was not in the iterations that were timed; bench.py's measured_ring
+    link = (0.0, 0.0)  # seconds of a message to the next stage of a pipeline, and seconds per token in it; bench.py's message_cost
+    ring = (0.0, 0.0)  # the same of an all-reduce, where it was not in the iterations that were timed; bench.py's message_cost
     KNOTS = (4, 16, 64)  # tokens at which the slope of the linear operators may change: no tile, but small batches are bound by memory
 
     def __init__(self, model, repeats, between):

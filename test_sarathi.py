@@ -1014,10 +1014,11 @@ def test_bench_lists_its_experiments(cli):
 
 def test_ctrl_c_in_a_benchmark_keeps_the_rows_measured_so_far(monkeypatch, capsys):
     def long(b):
+        """two rows."""
         yield bench.row("first", 1.0, b.once(lambda: None))
         b.interrupt._interrupt()  # as the signal would
         yield bench.row("second", 1.0, b.once(lambda: None))
-    monkeypatch.setitem(bench.EXPERIMENTS, "long", (long, "two rows"))
+    monkeypatch.setitem(bench.EXPERIMENTS, "long", bench.Experiment(long))
     b = bench_of(lengths="32")
     rows = bench.run(b, ["long", "long"])
     assert [r["what"] for r in rows] == ["first"] and "| first |" in capsys.readouterr().out
@@ -1238,7 +1239,7 @@ def test_a_figure_shows_the_rows_as_they_are():
     rows = [line(4, 2.0), line(2, 1.0, 1.5), line(8, None), line(None, 9.0, 3.0, curve=[(1, 5.0), (2, 9.0)], s="C = 512"),
             line(6, 9.0, 7.0, s=None), line("a", 1.0, 2.0, panel="right"), line("b", 3.0, panel="right"), line("b", 4.0, panel="right", s="new"),
             line(None, 5.0, 6.0, s=None, panel=None), bench.row("not drawn", 1, 2)]
-    figure = bench.draw("fig9", rows)
+    figure = bench.draw(bench.EXPERIMENTS["fig9"].axes, rows)
     left, right = figure.axes
     assert marks(left) == ({(2, 1.5), (6, 7.0)}, [3.0, 6.0], {"C = 256": [(2, 1.0), (4, 2.0)], "C = 512": [(1, 5.0), (2, 9.0)]})
     hollow, dotted, series = marks(right)
@@ -1262,10 +1263,10 @@ def smallest(kind, name):
         return bench.run(b, [name]), said.getvalue()
 
 
-@pytest.mark.parametrize("name", bench.FIGURES)
+@pytest.mark.parametrize("name", [name for name, what in bench.EXPERIMENTS.items() if what.axes])
 def test_every_figure_has_labels_and_every_point_of_its_rows(name):
     rows, _ = smallest("simulated", name)
-    figure = bench.draw(name, rows)
+    figure = bench.draw(bench.EXPERIMENTS[name].axes, rows)
     assert all(ax.get_xlabel() and ax.get_ylabel() for ax in figure.axes)
     drawn = [r for r in bench.shown(rows) if r["at"][1] and (r["ours"] is not None and r["at"][2] is not None or "curve" in r)]
     shown = [y for ax in figure.axes for points in marks(ax)[2].values() for _, y in points]
@@ -1278,14 +1279,15 @@ def test_every_figure_has_labels_and_every_point_of_its_rows(name):
 def test_the_timelines_show_each_request_from_its_arrival_to_its_last_token(kind, tmp_path, capsys):
     b = bench_of("a6000" if kind == "simulated" else "", dict(max_batch=0, chunk=64), requests=10, scale=40, plot=str(tmp_path))
     rows = {r["what"]: r["ours"] for r in bench.run(b, ["timeline", "bubbles", "ceilings"])}
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bubbles.png", "timeline.png"] and capsys.readouterr().out.count("wrote") == 2
-    assert all(p.read_bytes().startswith(b"\x89PNG") for p in tmp_path.iterdir())
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["bubbles.json", "bubbles.png", *(
+        f"{name}_{'a6000' if kind == 'simulated' else 'cpu_fp32'}.json" for name in ("ceilings", "timeline")), "timeline.png"])
+    assert capsys.readouterr().out.count("wrote") == 5 and all(p.read_bytes().startswith(b"\x89PNG") for p in tmp_path.glob("*.png"))
     assert [t.name for t in b.tapes if t] == ["timeline: static", "timeline: prefill_first", "timeline: sarathi", "bubbles: Orca", "bubbles: SARATHI"]
     static, first, chunked = b.tapes[-5:-2]
     assert rows["sarathi: until the last token (s)"] == pytest.approx(chunked[-1].end, abs=1e-3)
     kinds = lambda tape: {what for _, what, *_ in bench.pieces(tape)}
     assert "stall" in kinds(first) and "stall" not in kinds(chunked) and "stall" not in kinds(static)
-    figure = bench.draw_tapes("timeline", [static, first, chunked])
+    figure = bench.draw_tapes("request", [static, first, chunked])
     assert [ax.get_title() for ax in figure.axes] == ["static", "prefill_first", "sarathi"] and figure.axes[-1].get_xlabel() == "time (s)"
     for tape, ax in zip((static, first, chunked), figure.axes):
         boxes = [path.get_extents() for bars in ax.collections for path in bars.get_paths()]
@@ -1304,10 +1306,14 @@ def test_what_cannot_be_written_is_said_before_the_work(flag, cli):
 def test_plot_and_trace_on_the_command_line(tmp_path, cli):
     said = cli("bench.py", "fig7", "timeline", "--hardware", "a6000", "--model", "llama-13b", "--plot", str(tmp_path / "a/b"), "--trace", str(tmp_path / "t.json"))
     assert said.status == 0, said.err
-    assert sorted(p.name for p in (tmp_path / "a/b").iterdir()) == ["fig7.png", "timeline.png"]
+    assert sorted(p.name for p in (tmp_path / "a/b").iterdir()) == ["fig7.png", "fig7_a6000.json", "timeline.png", "timeline_a6000.json"]
     names = {e["args"]["name"] for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["name"] == "process_name"}
     assert names == {"timeline: static", "timeline: prefill_first", "timeline: sarathi"}
-    assert json.loads(said.out.strip().split("\n")[-1])["experiment"] == "fig7 timeline", "the last line is still the JSON"
+    whole = json.loads(said.out.strip().split("\n")[-1])
+    kept = [json.loads((tmp_path / "a/b" / f"{name}_a6000.json").read_text()) for name in ("fig7", "timeline")]
+    assert whole["experiment"] == "fig7 timeline", "the last line is still the JSON"
+    assert [r["experiment"] for r in kept] == ["fig7", "timeline"] and sum((r["rows"] for r in kept), []) == whole["rows"], "each table's rows in a file"
+    assert all(r[key] == whole[key] for r in kept for key in whole.keys() - {"experiment", "rows"})
 
 
 # ---------------------------------------------------------------- 11. the README
@@ -1564,7 +1570,7 @@ def test_a_bad_trace_names_file_line_and_value(text, message, tmp_path):
 def test_a_trace_is_served_with_its_adapters_and_clients(tmp_path, monkeypatch):
     text = "arrival,prompt,output,adapter,client\n0,30,5,x,ann\n0.5,40,6,,bob\n700,50,7,y,ann\n"
     work = bench.Online.of(bench_of("a6000", arrivals=trace_file(tmp_path, text)))
-    requests, times, rates = work.run("orca", "")
+    requests, times, rates = work.run("orca")
     assert [(r.adapter, r.client, len(r.prompt), len(r.times)) for r in requests] == [("x", "ann", 30, 5), (None, "bob", 40, 6), ("y", "ann", 50, 7)]
     assert requests[2].times[0] > 700 > requests[1].times[-1] and rates["utilization (share of time)"] < 0.1 and rates["throughput (new tokens/s)"] < 18 / 700
     assert set(work.adapters) == {"x", "y"}
@@ -1574,7 +1580,7 @@ def test_a_trace_is_served_with_its_adapters_and_clients(tmp_path, monkeypatch):
 
 def test_a_closed_loop_never_has_more_requests_than_clients_and_never_fewer():
     b = bench_of("a6000", arrivals="closed:3", prompt="20..200", output="5..30")
-    requests, *_ = bench.Online.of(b).run("sarathi", "")
+    requests, *_ = bench.Online.of(b).run("sarathi")
     starts, ends = sorted(r.arrival for r in requests), sorted(r.times[-1] for r in requests)
     assert starts[:3] == [0, 0, 0] and starts[3:] == ends[:-3], "the next is sent when one ended"
 
@@ -1584,7 +1590,7 @@ def test_an_open_loop_sends_at_its_rate_whatever_becomes_of_the_requests(arrival
     b = bench_of("a6000", arrivals=arrivals, prompt="100", output="20", requests=10)
     work = bench.Online.of(b)
     rate = float(arrivals.split(":")[1].removesuffix("x")) * (work.capacity if "x" in arrivals else 1.0)
-    sent = [[job.arrival for job in work.jobs], *([r.arrival for r in work.run(s, "").requests] for s in ("static", "orca"))]
+    sent = [[job.arrival for job in work.jobs], *([r.arrival for r in work.run(s).requests] for s in ("static", "orca"))]
     gaps = np.diff(sent[0])
     assert len(sent[0]) == 400 and 400 / sent[0][-1] == pytest.approx(rate, rel=0.3) and (gaps.std() / gaps.mean() > 2) == ("gamma" in arrivals)
     for times in sent[1:]:
@@ -1615,7 +1621,7 @@ def test_how_a_run_fared_by_hand():
 
 def test_the_share_of_peak_flops_is_that_of_the_linear_operators():
     b = bench_of("a6000", arrivals="poisson:1", prompt="100", output="2")
-    requests, _, rates = bench.Online.of(b).run("orca", "")
+    requests, _, rates = bench.Online.of(b).run("orca")
     took, c = max(r.times[-1] for r in requests), b.model.config
     flops = 2 * c.n_layer * b.model.n_weights * 101 * len(requests)
     assert rates["utilization (share of peak FLOP/s)"] == pytest.approx(flops / took / b.model.flops) and 0 < rates["utilization (share of time)"] <= 1
@@ -1651,7 +1657,7 @@ def test_what_is_longer_than_the_context_is_cut_and_said():
 
 def test_a_row_may_stand_in_several_panels():
     rows = [bench.row("a", None, 1.0, "simulated", at=("left", "s", 2), also=[("right", "s", 3, 4.0, "tag"), ("curves", "s", None, [(1, 0.5), (2, 1.0)], "")])]
-    figure = bench.draw("tng_concurrency", rows)
+    figure = bench.draw(bench.EXPERIMENTS["tng_concurrency"].axes, rows)
     assert [ax.get_title() for ax in figure.axes] == ["left", "right", "curves"]
     assert [marks(ax)[2]["s"] for ax in figure.axes] == [[(2, 1.0)], [(3, 4.0)], [(1, 0.5), (2, 1.0)]] and [t.get_text() for t in figure.axes[1].texts] == ["tag"]
 
@@ -1722,14 +1728,15 @@ def test_a_simulated_copy_overlaps_with_iterations_and_who_is_early_waits():
     assert set(engine.pool.tables) == {"a", "b"}, "idle adapters stay while nobody needs their pages"
 
 
-@pytest.mark.parametrize("name", [n for n in bench.EXPERIMENTS if n not in ("scoreboard", "peers", *bench.ON_STAGES)])
+@pytest.mark.parametrize("name", [n for n, what in bench.EXPERIMENTS.items() if n not in ("scoreboard", "peers") and what.needs != "stages"])
 @pytest.mark.parametrize("kind", ["simulated", "measured"])
 def test_every_experiment_at_its_smallest(kind, name):
-    if name in (bench.ALWAYS_SIMULATED if kind == "measured" else bench.ALWAYS_MEASURED):
+    only = bench.EXPERIMENTS[name].only
+    if only not in ("", kind):
         pytest.skip(f"never {kind}")
     rows, said = smallest(kind, name)
     assert rows and all(r["ours"] is None or np.isfinite(r["ours"]) for r in rows) and said.count("|") > 10
-    allowed = {kind, "computed"} if name not in bench.ALWAYS_SIMULATED else {"simulated", "measured"}
+    allowed = {kind, "computed"} if only != "simulated" else {"simulated", "measured"}
     assert {r["source"] for r in rows} <= allowed, "measured and simulated are never mixed"
 
 
