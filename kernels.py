@@ -19,7 +19,7 @@ import pickle
 import sys
 import time
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ except ImportError:  # plain torch everywhere: the kernels below are read as Pyt
 BLOCK_ROWS = 128  # query rows of a chunk that attend in one call: smaller wastes less above the diagonal, larger runs faster
 ALIGN = 32  # softmax is a quarter slower on rows that are no multiple of so many scores
 FEW_ROWS = 8  # up to so many rows a request streams its context from memory (a decode, a verification); beyond, it multiplies (a chunk)
-
+MOST_CHUNKS = 8  # requests beyond that in one batch, if it is padded for a recording
 
 if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):  # glibc hands large blocks back to the system when they are
     for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD   # freed, and each iteration would fault its activations in
@@ -379,9 +379,9 @@ def write_kv(kv, k, v, rows, segments):
 
 @dataclass
 class Pages:
-    """What segments are to a CPU: who attends to what, and where it lies. int32 in the GPU's memory, so that launches depend on
-    none of the values. A tile is BLOCK_M neighbouring rows of one request, row = token * G + head of the group; a tile of a
-    request of n = 0 is empty, as a padded batch may need."""
+    """What segments are to a CPU: who attends to what, and where it lies. Arrays as `of` makes them, and int32 in the GPU's memory
+    once uploaded, so that launches depend on none of the values. A tile is BLOCK_M neighbouring rows of one request, row = token * G
+    + head of the group."""
     rows: torch.Tensor  # (N, 2) the first cache row and the stride of each new token's page
     spans: torch.Tensor  # (B, 6) per request: its first row in the batch, n, n_past, first cache row, stride, first entry in table
     table: torch.Tensor  # (T,) the first rows of all pages of all requests whose pages lie alone
@@ -390,32 +390,57 @@ class Pages:
     n_few: int  # tokens in tiles `few`; they lead the batch
     block_few: int  # BLOCK_M of tiles `few`
     block_many: int  # and of tiles `many`
+    group: int  # G
 
     @classmethod
-    def of(cls, tables, strides, n_past, n, group, dtype, device):
+    def of(cls, tables, strides, n_past, n, group, dtype):
         """Per request: the first cache rows of its pages (a list of B arrays), their stride, its cached and its new tokens, each
-        (B,), requests of few tokens first. group: query heads per kv head; dtype: the cache's. One copy to the device."""
+        (B,), requests of few tokens first. group: query heads per kv head; dtype: the cache's."""
         strides, n_past, n = (np.asarray(x, np.int32) for x in (strides, n_past, n))
         ends, scattered, few = n_past + n, strides == 1, n <= FEW_ROWS
         assert (np.diff(few.astype(int)) <= 0).all(), "requests of few tokens lead the batch"
         listed = np.where(scattered, ends, 0)
         spans = np.stack([np.cumsum(n) - n, n, n_past, [t[0] for t in tables], strides, np.cumsum(listed) - listed], 1)
-        rows = np.stack([np.concatenate([t[a:b] for t, a, b in zip(tables, n_past, ends)]), np.repeat(strides, n)], 1)
-        table = np.concatenate([np.empty(0, np.int32), *(t[:m] for t, m in zip(tables, listed) if m)])
+        nothing = np.empty(0, np.int32)
+        rows = np.stack([np.concatenate([nothing, *(t[a:b] for t, a, b in zip(tables, n_past, ends))]), np.repeat(strides, n)], 1)
+        table = np.concatenate([nothing, *(t[:m] for t, m in zip(tables, listed) if m)])
         block_many = 32 if dtype == torch.float32 else 128  # what registers and shared memory hold
         block_few = min(64, block_many, max(16, pow2(n[few].max(initial=1) * group)))  # 16: a tensor core's least
-        parts = upload([rows, spans, table, tiles(few, n * group, block_few), tiles(~few, n * group, block_many)], device)
-        return cls(*parts, int(n[few].sum()), block_few, block_many)
+        return cls(rows, spans, table, tiles(few, n * group, block_few), tiles(~few, n * group, block_many),
+                   int(n[few].sum()), block_few, block_many, group)
+
+    def padded(self, N, n_few, has_chunks, scratch):
+        """The same for N tokens, n_few of them in tiles `few`, so that all sizes follow from these numbers. Rows of nobody are written
+        to the page at cache row `scratch`; tiles of nobody belong to a last request of n = 0."""
+        nobody = n_few + MOST_CHUNKS
+        n_many = has_chunks * (-(-N * self.group // self.block_many) + MOST_CHUNKS)
+        return replace(self, rows=filled(self.rows, N, (scratch, 1)), spans=filled(self.spans, nobody + 1, (0, 0, 0, 0, 1, 0)),
+                       table=filled(self.table, table_room(self.table), 0), few=filled(self.few, n_few, (nobody, 0)),
+                       many=filled(self.many, n_many, (nobody, 0)), n_few=n_few)
 
 
-def upload(parts, device):
-    """numpy arrays -> int32 tensors of the same shapes on the device, by one copy."""
+def filled(x, n, value):
+    """x (m, ...) -> (n, ...), all behind x alike"""
+    return np.concatenate([x, np.broadcast_to(np.asarray(value, x.dtype), (n - len(x), *x.shape[1:]))])
+
+
+def table_room(table):
+    """How long a padded batch's table is: in few steps, for each makes a recording of its own."""
+    return max(2**14, pow2(len(table)))
+
+
+def upload(homes, device, into=None):
+    """Dataclasses -> (flat, copies of them), where each numpy array is an int32 tensor of its shape on the device, a view of flat: all
+    by one copy. into: the flat of homes of the same sizes, to be written over."""
+    names = [[f.name for f in fields(home) if isinstance(getattr(home, f.name), np.ndarray)] for home in homes]
+    parts = [getattr(home, name) for home, own in zip(homes, names) for name in own]
     sizes = [-(-x.size // 4) * 4 for x in parts]  # 16-byte borders: a kernel is compiled for aligned pointers once
-    flat = np.zeros(sum(sizes), np.int32)
-    for x, size, end in zip(parts, sizes, np.cumsum(sizes)):
-        flat[end - size:end - size + x.size] = x.ravel()
-    flat = torch.from_numpy(flat).to(device, non_blocking=True).split(sizes)
-    return [t[:x.size].view(x.shape) for t, x in zip(flat, parts)]
+    flat = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    for x, home in zip(parts, flat.split(sizes)):
+        home.numpy()[:x.size] = x.ravel()
+    flat = flat.to(device, non_blocking=True) if into is None else into.copy_(flat, non_blocking=True)
+    views = iter([t[:x.size].view(x.shape) for t, x in zip(flat.split(sizes), parts)])
+    return flat, [replace(home, **{name: next(views) for name in own}) for home, own in zip(homes, names)]
 
 
 def tiles(chosen, n_row, block):
@@ -460,13 +485,13 @@ def _rotate_write_kernel(qkv, cos, sin, q, kv, rows, plane, H: tl.constexpr, HK:
 
 def rotate_write(qkv, rope, kv, rows, segments, n_head, n_kv_head):
     """qkv (N, (H + 2 Hk) D), rope as rope_angles says or None, kv (2, n_row, D): k and v go to rows and segments as write_kv says,
-    or to Pages and their rows. -> q (N, H, D)"""
+    or as Pages say. -> q (N, H, D)"""
     if not isinstance(segments, Pages):
         return rotate_write_ref(qkv, rope, kv, rows, segments, n_head, n_kv_head)
     (N, D), (cos, sin) = (len(qkv), kv.size(-1)), rope or (None, None)
     q, n = qkv.new_empty(N, n_head, D), n_head + 2 * n_kv_head
     block = min(16, pow2(n))
-    launch(_rotate_write_kernel, (N, -(-n // block)), qkv, cos, sin, q, kv, rows, kv.stride(0), H=n_head, HK=n_kv_head, D=D,
+    launch(_rotate_write_kernel, (N, -(-n // block)), qkv, cos, sin, q, kv, segments.rows, kv.stride(0), H=n_head, HK=n_kv_head, D=D,
            BLOCK_H=block, BLOCK_D=pow2(D))
     return q
 
@@ -595,8 +620,6 @@ def attention_pages(q, kv, pages, n_kv_head, n_split=0):
                kv.stride(0), scale, H=H, G=H // n_kv_head, D=D, SPLIT=n_split > 1, BLOCK_M=block,
                BLOCK_N=32 if q.dtype == torch.float32 else 64, BLOCK_D=pow2(D), num_warps=4 if block == 16 else 8, num_stages=2)
 
-    if len(pages.many):
-        attend(pages.many, pages.block_many, 1, out, None, 0)
     if len(pages.few):
         n_split = n_split or min(32, pow2(2 * n_processors(q.device) / (len(pages.few) * n_kv_head)))
         if n_split == 1:
@@ -606,6 +629,8 @@ def attention_pages(q, kv, pages, n_kv_head, n_split=0):
             parts, lse = (torch.empty(n_split, n_out, size, dtype=torch.float32, device=q.device) for size in (D, 1))
             attend(pages.few, pages.block_few, n_split, parts, lse, n_out)
             launch(_combine_kernel, (n_out,), parts, lse, out, n_out, D=D, N_SPLIT=n_split, BLOCK_D=pow2(D))
+    if len(pages.many):  # after the combining, which in a padded batch does not know where the few rows end
+        attend(pages.many, pages.block_many, 1, out, None, 0)
     return out
 
 
@@ -732,8 +757,8 @@ class Lora:
 
 @dataclass
 class LoraPages:
-    """What Lora is to a CPU, for GPUs: int32 in their memory, so that launches depend on none of the values but the largest rank.
-    A tile is neighbouring rows of one request; a tile of a request of rank 0 is empty, as a padded batch may need."""
+    """What Lora is to a CPU, for GPUs: arrays as `of` makes them, int32 in their memory once uploaded, so that launches depend on none
+    of the values but the largest rank. A tile is neighbouring rows of one request; a tile of a request of rank 0 is empty."""
     width: int  # numbers in one plane of a page
     rank: int  # no row has more numbers in xA, all modules of the operator together
     align: int  # a power of two that divides all of `columns`
@@ -748,8 +773,8 @@ class LoraPages:
     block_many: int  # of so many rows
 
     @classmethod
-    def of(cls, spans, columns, width, dtype, device):
-        """spans, columns and width as Lora has them, dtype: the cache's. One copy to the device."""
+    def of(cls, spans, columns, width, dtype):
+        """spans, columns and width as Lora has them, dtype: the cache's."""
         adapters = list({id(f): f for _, _, f in spans}.values())  # each is listed once, however many requests use it
         begin = dict(zip(map(id, adapters), np.cumsum([0, *(len(f.listed[0]) for f in adapters)])))
         rows = np.stack([f.listed[1] for _, _, f in spans])
@@ -757,9 +782,14 @@ class LoraPages:
         rows[:, [3, *range(6, rows.shape[1], 4)]] += np.array([begin[id(f)] for _, _, f in spans])[:, None]
         columns = np.array([(first + i, min(width, n - i)) for first, n, _ in columns for i in range(0, n, width)])
         few, block = rows[:, 1] <= FEW_ROWS, 32 if dtype == torch.float32 else 64  # what registers hold
-        parts = upload([rows, columns, np.concatenate([f.listed[0] for f in adapters]), tiles(few, rows[:, 1], 16),
-                        tiles(~few, rows[:, 1], block)], device)
-        return cls(width, int(rows[:, 2].max()), int(np.gcd.reduce(columns.ravel(), initial=16)), *parts, block)
+        return cls(width, int(rows[:, 2].max()), int(np.gcd.reduce(columns.ravel(), initial=16)), rows, columns,
+                   np.concatenate([f.listed[0] for f in adapters]), tiles(few, rows[:, 1], 16), tiles(~few, rows[:, 1], block), block)
+
+    def padded(self, N, n_few, has_chunks):
+        """The same for N tokens and n_few of them in tiles `few`; the largest rank becomes a power of two."""
+        nobody, n_many = n_few + MOST_CHUNKS, has_chunks * (-(-N // self.block_many) + MOST_CHUNKS)
+        return replace(self, rank=pow2(self.rank), spans=filled(self.spans, nobody + 1, 0), table=filled(self.table, table_room(self.table), 0),
+                       few=filled(self.few, n_few, (nobody, 0)), many=filled(self.many, n_many, (nobody, 0)))
 
 
 def lora_ref(y, x, kv, adapters):

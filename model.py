@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import sysconfig
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -25,8 +25,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import (Factors, Lora, LoraPages, Pages, Segment, Site, World, activate, add_norm, attention, heads, linear, lora, pack, rope_angles,
-                     rotate_write)
+from kernels import (FEW_ROWS, MOST_CHUNKS, Factors, Lora, LoraPages, Pages, Segment, Site, World, activate, add_norm, attention, filled,
+                     heads, linear, lora, pack, pow2, rope_angles, rotate_write, upload)
 
 
 @dataclass
@@ -168,10 +168,32 @@ class Batch:
     """One iteration, packed: N flat tokens of any number of requests, each request's rows side by side."""
     tokens: torch.Tensor  # (N,)
     positions: torch.Tensor  # (N,) in their own sequence
-    rows: torch.Tensor  # (m, Hk) where in kv the keys and values of the first m tokens go; the rest are blocks of segments
+    rows: torch.Tensor | None  # (m, Hk) where in kv the keys and values of the first m tokens go; the rest are blocks of segments
     logit_rows: torch.Tensor  # (M,) the rows whose next token is wanted
     segments: list[Segment] | Pages  # who attends to what; on a GPU Pages, and rows are theirs
     loras: dict[str, Lora | LoraPages] = field(default_factory=dict)  # operator -> the adapters that rows of this batch have there
+    flat: torch.Tensor | None = None  # on a GPU: what all of these are views of
+
+    def parts(self):
+        return [self, self.segments, *self.loras.values()]
+
+    def on(self, device, into=None):
+        """Itself, or where it was packed for Triton's kernels, as numpy arrays: a copy on the device, as kernels.upload says."""
+        if not isinstance(self.tokens, np.ndarray):
+            return self
+        flat, (own, pages, *loras) = upload(self.parts(), device, into)
+        return replace(own, segments=pages, loras=dict(zip(self.loras, loras)), flat=flat)
+
+    def padded(self, N, n_few, has_chunks, scratch):
+        """The same with rows of nobody behind it, N in all, as Pages.padded says."""
+        return replace(self, **{name: filled(getattr(self, name), N, 0) for name in ("tokens", "positions", "logit_rows")},
+                       segments=self.segments.padded(N, n_few, has_chunks, scratch),
+                       loras={name: l.padded(N, n_few, has_chunks) for name, l in self.loras.items()})
+
+    def shape(self):
+        """All that launches depend on: the shapes of arrays, the numbers that are none, the operators with adapters."""
+        values = [getattr(part, f.name) for part in self.parts() for f in fields(part)]
+        return (*self.loras, *(v.shape if isinstance(v, np.ndarray) else v for v in values if isinstance(v, (np.ndarray, int))))
 
 
 # ---------------------------------------------------------------- the network: one class tree, named as in [SARATHI Table 1]
@@ -331,13 +353,22 @@ class GPT(nn.Module):
     def hidden(self, batch, kv, x=None):
         """All of `forward` but the output head -> the normed states (M, C) of batch.logit_rows. Of a stage that is not the last: the
         states (N, C) that the next wants as x."""
+        batch = batch.on(self.device)
+        return self.chosen(*self.stream(batch, kv, x), batch.logit_rows)
+
+    @torch.inference_mode()
+    def stream(self, batch, kv, x=None):
+        """All layers -> the residual stream (N, C) behind them, and what has yet to be added to it."""
         rope, y = self._rope(batch.positions, self.dtype), None
         x = self._embed(batch.tokens, batch.positions, self.dtype) if x is None else x
         for i, layer_kv in zip(self.config.layers, kv):
             x, y = self.blocks[i](x, y, rope, batch, layer_kv)
-        if self.norm is None:
-            return x + y
-        return self.norm(x[batch.logit_rows], y[batch.logit_rows])[1]
+        return x, y
+
+    @torch.inference_mode()
+    def chosen(self, x, y, rows):
+        """The normed states of these rows, or, where another stage goes on, all states as they are."""
+        return x + y if self.norm is None else self.norm(x[rows], y[rows])[1]
 
     def whole(self, tokens, dtype=torch.float32):
         """tokens (B, T) -> logits (B, T, V) of whole sequences, without a cache; differentiable."""
@@ -509,6 +540,68 @@ class Heads(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         save_file({name: p.detach().contiguous() for name, p in self.named_parameters()}, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "heads.json").write_text(json.dumps(dict(n_head=len(self.blocks), n_embd=self.n_embd)))
+
+
+class Graphs:
+    """Whole iterations, recorded once for each shape and replayed as a CUDA graph: the GPU finds all its launches in memory, and Python
+    only writes who is in the batch. Few recordings serve all iterations, because SARATHI's are uniform by construction (chunk and
+    decodes fill a multiple of the tile) and a batch is padded to the next size with rows of nobody. On a CPU (Triton's interpreter)
+    a shape is run where a GPU would replay it."""
+
+    def __init__(self, model, kv, tile, n_most):
+        """kv: the model's cache, with one page behind the pool's that nobody owns; iterations of more than n_most tokens are not recorded."""
+        self.model, self.kv, self.tile, self.n_most = model, kv, tile, n_most
+        self.scratch = kv.size(2) - model.config.n_kv_head
+        self.recorded = {}  # shape -> (the flat memory of its batch, a function that runs it)
+        self.memory = torch.cuda.graph_pool_handle() if kv.is_cuda else None  # one for all: only one of them runs at a time
+
+    def hidden(self, batch):
+        """As GPT.hidden, of a Batch of numpy arrays."""
+        pages, N, M = batch.segments, len(batch.tokens), len(batch.logit_rows)
+        n_few = min(self.size(N), pow2(pages.n_few)) if pages.n_few else 0
+        if self.size(N) > self.n_most or len(pages.few) > n_few or (pages.spans[:, 1] > FEW_ROWS).sum() > MOST_CHUNKS:
+            return self.model.hidden(batch, self.kv)
+        x, y, rows = self._run(batch.padded(self.size(N), n_few, len(pages.many) > 0, self.scratch))
+        return self.model.chosen(x, y, rows[:M])
+
+    def size(self, n):
+        """n tokens, rounded up: to a power of two below the tile, then to a multiple of it."""
+        return min(pow2(n), self.tile) if n < self.tile else -(-n // self.tile) * self.tile
+
+    def prepare(self, chunk, max_batch):
+        """Record what is to come, with nobody in it: decodes alone, and beside a chunk. What else comes is recorded when it does."""
+        config, few = self.model.config, [1 << i for i in range(pow2(max_batch).bit_length())]
+        shapes = [(self.size(n), n, False) for n in few] + [(self.size(chunk), n, True) for n in (0, *few) if n < chunk]
+        nobody = np.empty(0, np.int32)
+        pages = Pages.of([], nobody, nobody, nobody, config.n_head // config.n_kv_head, self.model.dtype)
+        from tqdm import tqdm
+        for shape in tqdm([shape for shape in shapes[::-1] if shape[0] <= self.n_most], "recording iterations", delay=1, leave=False):
+            self._run(Batch(nobody, nobody, None, nobody, pages).padded(*shape, self.scratch))
+
+    @torch.inference_mode()
+    def _run(self, batch):
+        """A padded batch -> the residual stream (N, C), what has yet to be added to it, and logit_rows (N,)"""
+        shape = batch.shape()
+        if shape not in self.recorded:
+            placed = batch.on(self.model.device)
+            self.recorded[shape] = placed, self._record(lambda: self.model.stream(placed, self.kv))
+        placed, run = self.recorded[shape]
+        batch.on(self.model.device, placed.flat)
+        return *run(), placed.logit_rows
+
+    def _record(self, run):
+        """-> what does the same as run, with the same memory"""
+        if self.memory is None:
+            return run
+        run()  # compiles kernels, and sets up what libraries set up once
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, self.memory, capture_error_mode="thread_local"):
+            result = run()
+
+        def replay():
+            graph.replay()
+            return result
+        return replay
 
 
 def inv_freq(config, device=None):

@@ -34,7 +34,7 @@ import torch
 
 from kernels import (BLOCK_ROWS, FEW_ROWS, Lora, LoraPages, Pages, Segment, World, accept, causal_mask, context_pad, on_gpu, residual,
                      run_ends, sample, target_probs)
-from model import GPT, PRESETS, Adapter, Batch, Heads, default_dtype, load_heads, load_model
+from model import GPT, PRESETS, Adapter, Batch, Graphs, Heads, default_dtype, load_heads, load_model
 
 
 def option(default, help, **more):
@@ -71,6 +71,7 @@ class EngineConfig:
     tpot: float = option(0.0, "seconds per token that autopilot keeps every running request to, on the whole; 0: as it comes")
     stall: float = option(0.0, "seconds that autopilot's prefills may keep a running request waiting for its next token; 0: as it comes")
     seed: int = option(0, "random numbers of requests that bring no seed of their own")
+    graph: bool = option(True, "launch every kernel anew instead of replaying whole iterations as CUDA graphs (on a GPU)")
     alpha: float = option(0.0, "accept each draft with this probability, whatever the model says: for random weights; 0: verify")
 
     def __post_init__(self):
@@ -2042,6 +2043,7 @@ class Engine:
         self.pool = self._new_pool(n_page - c.adapter_pages)
         own = self._new_pool(c.adapter_pages, first=self.pool.n_page)  # no-unify [S-LoRA §7.4]
         self.kv = self._new_cache(n_page)
+        self.graphs = self._new_graphs()
         self.adapters = (Merging if c.lora == "merge" else AdapterStore)(own if c.adapter_pages else self.pool, self._new_copier())
         self.merged = None, model  # (adapter, the model that has it in its weights)
         self.requests = {}  # id -> Request, from add until it ends
@@ -2071,7 +2073,17 @@ class Engine:
         return PagePool(n_page, self.model.config.n_kv_head, self.config.alloc, first)
 
     def _new_cache(self, n_page):
-        return self.model.new_cache(n_page)
+        return self.model.new_cache(n_page + on_gpu(self.model.device))  # a page that rows of nobody are written to
+
+    def _new_graphs(self):
+        """Iterations as recordings, where Triton's kernels do all of it and one device has the model; None elsewhere."""
+        c = self.config
+        if not c.graph or not on_gpu(self.model.device) or self.world.size > 1 or c.lora == "bmm":
+            return None
+        graphs = Graphs(self.model, self.kv, c.tile, -(-(c.chunk + FEW_ROWS * self.max_batch) // c.tile) * c.tile)
+        if self.kv.is_cuda:
+            graphs.prepare(c.chunk, self.max_batch)
+        return graphs
 
     def _new_copier(self):
         return Copier(self.kv, self.pool.n_kv_head)
@@ -2255,7 +2267,8 @@ class Engine:
     def _forward(self, plan):
         """-> logits (M, V): for each entry, in the order that the plan now has, as many rows as it wants"""
         model, batch = self._prepare(plan)
-        self.hidden = model.hidden(batch, self.kv)  # (M, C), what heads guess from
+        recorded = self.graphs and model is self.model  # not where an adapter is in its weights
+        self.hidden = self.graphs.hidden(batch) if recorded else model.hidden(batch, self.kv)  # (M, C), what heads guess from
         return model.predict(self.hidden)
 
     def _prepare(self, plan):
@@ -2279,8 +2292,8 @@ class Engine:
             self.record.append(Span(start, end, stage, self.number, [(r.id, r.n_past, n) for r, n in plan]))
 
     def _wipe(self, table):
-        """Zero the pages of a new owner, if they lie together: attention then reads, masked, beyond what was written."""
-        if table.stride > 1:
+        """Zero the pages of a new owner, if they lie together: torch's attention reads, masked, beyond what was written."""
+        if table.stride > 1 and not on_gpu(self.kv.device):
             self.kv[:, :, table.rows[0]:table.rows[0] + table.stride * self.pool.n_kv_head].zero_()
 
     def _arrive(self):
@@ -2382,19 +2395,18 @@ class Engine:
         plan.sort(key=lambda entry: (entry[1], tables[entry[0].id].rows[0]))
         spans = [(r, tables[r.id], r.n_past, r.n_past + n) for r, n in plan]
         ends = np.cumsum([n for r, n in plan]) - 1
-        to = lambda x: torch.from_numpy(x).to(self.model.device, non_blocking=True)
-        tokens = to(np.concatenate([r.tokens[a:b] for r, t, a, b in spans]))
-        positions = to(np.concatenate([a + r.tree.level if r.tree else np.arange(a, b) for r, t, a, b in spans]))
-        logit_rows = to(np.concatenate([np.arange(end + 1 - r.n_wanted(b - a), end + 1) for (r, t, a, b), end in zip(spans, ends)]))
+        tokens = np.concatenate([r.tokens[a:b] for r, t, a, b in spans])
+        positions = np.concatenate([a + r.tree.level if r.tree else np.arange(a, b) for r, t, a, b in spans])
+        logit_rows = np.concatenate([np.arange(end + 1 - r.n_wanted(b - a), end + 1) for (r, t, a, b), end in zip(spans, ends)])
         loras = self._loras(plan)
-        if on_gpu(self.model.device):
-            pages = self._pages(spans)
-            return Batch(tokens, positions, pages.rows, logit_rows, pages, loras)
+        if on_gpu(self.model.device):  # to be uploaded in one piece
+            return Batch(tokens, positions, None, logit_rows, self._pages(spans), loras)
+        to = lambda x: torch.from_numpy(x).to(self.model.device)
         single = [(t, a, b) for r, t, a, b in spans if b - a <= FEW_ROWS or t.stride == 1]  # written token by token: the first ones
         rows = np.concatenate([t.rows[a:b] for t, a, b in single] or [np.empty(0, np.int64)])
         strides = np.repeat([t.stride for t, a, b in single], [b - a for t, a, b in single])
         rows = to(rows[:, None] + strides[:, None] * np.arange(self.pool.n_kv_head))
-        return Batch(tokens, positions, rows, logit_rows, self._segments(spans), loras)
+        return Batch(to(tokens), to(positions), rows, to(logit_rows), self._segments(spans), loras)
 
     def _loras(self, plan):
         """{operator: Lora} for the operators that some request's adapter changes."""
@@ -2407,7 +2419,7 @@ class Engine:
             operator = self.model.config.operators[name]
             columns = list(operator.modules.values())
             if on_gpu(self.model.device) and not padded:
-                loras[name] = LoraPages.of(spans, columns, width, self.model.dtype, self.model.device)
+                loras[name] = LoraPages.of(spans, columns, width, self.model.dtype)
             else:
                 loras[name] = Lora.of(spans, n_few, operator.n_in, columns, width, padded)
         return loras
@@ -2416,7 +2428,7 @@ class Engine:
         """What the GPU's kernels read instead of segments."""
         tables, pasts, ends = ([span[i] for span in spans] for i in (1, 2, 3))
         return Pages.of([t.rows for t in tables], [t.stride for t in tables], pasts, np.subtract(ends, pasts),
-                        self.model.config.n_head // self.pool.n_kv_head, self.model.dtype, self.model.device)
+                        self.model.config.n_head // self.pool.n_kv_head, self.model.dtype)
 
     def _segments(self, spans):
         """Cut the batch into attention calls: a chunk into blocks of rows, decodes into runs of neighbours."""
@@ -2509,9 +2521,9 @@ class Engine:
         if drawn:  # with the one number that accepting left over
             at, spare = torch.searchsorted(rows, torch.stack([last, to(ends) - 1])[:, drawn])
             token[drawn] = sample(residual(p[at], None if q is None else q[at], guess[rows][at]), u[spare])
-        rows = [a - 1 + np.array(r.path, int) if r.tree and r.tree.branches else np.arange(a, b)
-                for (r, k), a, b in zip(ready, first, last.tolist())]
-        return [[*draft[passed].tolist(), t] for passed, t in zip(rows, token.tolist())]
+        last, token = torch.stack([last, token]).tolist()  # the one word from the device
+        rows = [a - 1 + np.array(r.path, int) if r.tree and r.tree.branches else np.arange(a, b) for (r, k), a, b in zip(ready, first, last)]
+        return [[*draft[passed].tolist(), t] for passed, t in zip(rows, token)]
 
     def _move(self, r):
         """K and V of the accepted path of a tree, to the pages where a chain would have left them: they were computed for these
@@ -2626,6 +2638,9 @@ class Simulator(Engine):
         return PageCount(n_page) if self.config.alloc == "grow" else super()._new_pool(n_page, first)
 
     def _new_cache(self, n_page):
+        return None
+
+    def _new_graphs(self):
         return None
 
     def _new_copier(self):
@@ -2887,9 +2902,9 @@ class Parser(argparse.ArgumentParser):
         """One flag per field of cls that has a help text; change: what a flag should have otherwise, by field."""
         for f in fields(cls):
             if "help" in f.metadata:
-                kind = dict(action="store_true") if f.type is bool else dict(type=f.type)
-                settings = dict(**kind, default=f.default, **f.metadata) | change.get(f.name, {})
-                self.add_argument("--" + f.name.replace("_", "-"), **settings)
+                kind = dict(action=f"store_{not f.default}".lower()) if f.type is bool else dict(type=f.type)
+                settings = dict(**kind, default=f.default, dest=f.name, **f.metadata) | change.get(f.name, {})
+                self.add_argument("--" + "no-" * (f.default is True) + f.name.replace("_", "-"), **settings)
 
     def values(self, cls, args):
         """The parsed flags of cls, by field name."""

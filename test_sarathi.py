@@ -2384,7 +2384,7 @@ def test_every_kernel_in_tritons_interpreter():
 
 
 def pages_of(shapes, group, n_kv_head, scattered, generator, dtype=torch.float32):
-    """Requests (n_past, n), few tokens first, laid out in a cache -> Pages, attention_ref's tables, the rows of the cache. Where
+    """Requests (n_past, n), few tokens first, laid out in a cache -> Pages as they are packed, attention_ref's tables, the rows of the cache. Where
     `scattered`, every second request's pages lie alone and in no order, between those of requests that lie together."""
     shapes = sorted(shapes, key=lambda shape: shape[1])
     tables, strides, start = [], [], 0
@@ -2395,9 +2395,14 @@ def pages_of(shapes, group, n_kv_head, scattered, generator, dtype=torch.float32
         strides.append(1 if alone else room)
         start += room * n_kv_head
     past, n = zip(*shapes)
-    pages = kernels.Pages.of(tables, strides, past, n, group, dtype, DEVICE)
+    pages = kernels.Pages.of(tables, strides, past, n, group, dtype)
     expected = [(torch.from_numpy(t[:a + b, None] + s * np.arange(n_kv_head)), b) for t, s, a, b in zip(tables, strides, past, n)]
     return pages, expected, start
+
+
+def placed(pages):
+    """Pages, or LoraPages, where the kernels read them."""
+    return kernels.upload([pages], DEVICE)[1][0]
 
 
 RAGGED = [(0, 1), (1, 1), (63, 1), (64, 1), (65, 1), (200, 1), (31, 2), (62, 3), (0, 8), (120, 8), (0, 9), (7, 64), (64, 65), (130, 31)]
@@ -2417,21 +2422,22 @@ def test_triton_attention_over_pages(H, Hk, D, scattered, dtype, tolerance, n_sp
     kv = torch.full((2, n_row, D), torch.nan, dtype=dtype)
     kv[:, owned] = torch.randn(2, len(owned), D, generator=generator).to(dtype)
     q = torch.randn(N, H, D, generator=generator).to(dtype)
-    ours = kernels.attention_pages(q.to(DEVICE), kv.to(DEVICE), pages, Hk, n_split).cpu()
+    ours = kernels.attention_pages(q.to(DEVICE), kv.to(DEVICE), placed(pages), Hk, n_split).cpu()
     assert torch.allclose(ours.float(), attention_ref(q, kv, tables).float(), atol=tolerance, rtol=tolerance)
 
 
 @kernel_test
-def test_triton_attention_of_a_padded_batch():
-    """Tiles and requests that a captured graph carries along empty change nothing, and write nowhere."""
+@pytest.mark.parametrize("n_split", [1, 2])
+def test_triton_attention_of_a_padded_batch(n_split):
+    """Rows, tiles and requests of nobody change nothing, and their keys and values go to the page behind all others."""
     pages, tables, n_row = pages_of([(70, 1), (3, 2), (10, 40)], 2, 2, True, np.random.default_rng(1))
-    q, kv = torch.randn(46, 4, 16, device=DEVICE), torch.randn(2, n_row, 16, device=DEVICE)
-    pages.spans = torch.cat([pages.spans, pages.spans.new_zeros(1, 6)])
-    empty = torch.tensor([[3, 0]], dtype=torch.int32, device=DEVICE)
-    pages.few, pages.many = torch.cat([pages.few, empty]), torch.cat([empty, pages.many])
-    for n_split in (1, 2):
-        ours = kernels.attention_pages(q, kv, pages, 2, n_split)[:43].cpu()
-        assert torch.allclose(ours, attention_ref(q[:43].cpu(), kv.cpu(), tables), atol=1e-5)
+    pages = placed(pages.padded(64, 4, True, n_row))
+    qkv, kv = torch.randn(64, 8 * 16, device=DEVICE), torch.randn(2, n_row + 2, 16, device=DEVICE)
+    before, written = kv.clone(), torch.cat([rows[-n:].flatten() for rows, n in tables])
+    q = kernels.rotate_write(qkv, None, kv, None, pages, 4, 2)
+    assert set((kv != before).any(-1).any(0).nonzero()[:, 0].tolist()) == {*written.tolist(), n_row, n_row + 1}
+    ours = kernels.attention_pages(q, kv, pages, 2, n_split)[:43].cpu()
+    assert torch.allclose(ours, attention_ref(q[:43].cpu(), kv.cpu(), tables), atol=1e-5)
 
 
 @kernel_test
@@ -2509,7 +2515,7 @@ def test_triton_adapters_of_any_rank_and_size(n_in, n_outs, width, dtype, tolera
     (y, x), kv = rows_of(shapes, n_in, n_outs, dtype), kv.to(dtype)
     padded = kernels.Lora.of(spans, 16, n_in, columns, width, padded=True)
     expected = kernels.lora_ref(y.to(torch.float32, copy=True), x.float(), kv.float(), padded)
-    pages = kernels.LoraPages.of(spans, columns, width, dtype, DEVICE)
+    pages = placed(kernels.LoraPages.of(spans, columns, width, dtype))
     assert len(pages.table) == sum(f.listed[0].size for _, _, f in spans[:-1]), "an adapter that two requests use is listed once"
     ours = kernels.lora_pages(y.to(DEVICE, copy=True), x.to(DEVICE), kv.to(DEVICE), pages, n_split)
     theirs = kernels.lora(y.to(DEVICE, copy=True), x.to(DEVICE), kv.to(DEVICE), padded)
@@ -2524,10 +2530,7 @@ def test_triton_adapters_of_a_padded_batch():
     spans, columns, kv = adapters_of(shapes, 40, (40, 16), 16, np.random.default_rng(1))
     y, x = rows_of([*shapes, (5, None)], 40, (40, 16), torch.float32)
     expected = kernels.lora_ref(y.clone(), x, kv, kernels.Lora.of(spans, 4, 40, columns, 16))
-    pages = kernels.LoraPages.of(spans, columns, 16, torch.float32, DEVICE)
-    pages.spans = torch.cat([pages.spans, torch.zeros_like(pages.spans[:1])])
-    empty = torch.tensor([[3, 0]], dtype=torch.int32, device=DEVICE)
-    pages.few, pages.many, pages.rank = torch.cat([pages.few, empty]), torch.cat([empty, pages.many]), 128
+    pages = placed(kernels.LoraPages.of(spans, columns, 16, torch.float32).padded(len(y), 8, True))
     assert torch.allclose(kernels.lora(y.to(DEVICE), x.to(DEVICE), kv.to(DEVICE), pages).cpu(), expected, atol=1e-5)
 
 
@@ -2551,7 +2554,7 @@ def test_triton_adapters_that_devices_share_out(dtype, tolerance):
         said = []
         for exchange in (lambda xa: (said.append(xa), join([xa, xa]))[1], lambda xa: join(said)):  # first all speak, then all hear
             ours = [kernels.lora(y.to(DEVICE, copy=True), x_i.to(DEVICE), kv.to(DEVICE),
-                                 kernels.LoraPages.of(own, columns, width, dtype, DEVICE), exchange).cpu().float() for own, x_i in zip(shares, xs)]
+                                 placed(kernels.LoraPages.of(own, columns, width, dtype)), exchange).cpu().float() for own, x_i in zip(shares, xs)]
         for result in ours:
             assert torch.allclose(result, expected, atol=2 * tolerance, rtol=2 * tolerance)
 
@@ -2609,6 +2612,25 @@ def test_triton_engine_generates_the_naive_loops_tokens():
     model = to_device(GPT.from_preset(small().config, seed=1))
     engine = Engine(model, chunk=32, tile=TILE, max_batch=3, n_page=120, alloc="grow")
     assert engine.generate([prompt(40), prompt(1), prompt(17)], max_new_tokens=3) == [naive(n, 3) for n in (40, 1, 17)]
+
+
+@kernel_test
+@pytest.mark.parametrize("options", [dict(chunk=16, alloc="grow"), dict(chunk=24, scheduler="sarathi_serve", draft="ngram", spec=3),
+                                     dict(chunk=64, scheduler="orca", tile=16, temperature=0.9), dict(chunk=8, scheduler="sarathi_serve")])
+def test_triton_recorded_iterations_generate_the_same_tokens(options, monkeypatch):
+    """Every batch padded to the shape of a recording, chunks, decodes and verifications, or as it is: the same tokens. Few recordings
+    serve many iterations, and what is larger than all of them runs without."""
+    padded, real = [], model_py.Batch.padded
+    monkeypatch.setattr(model_py.Batch, "padded", lambda batch, *shape: (padded.append((len(batch.tokens), shape[0])), real(batch, *shape))[1])
+    said, sampling = [], dict(temperature=options.pop("temperature", 0.0), seed=7)
+    for graph in (True, False):
+        engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), graph=graph, max_batch=5, n_page=200, **dict(tile=TILE) | options)
+        said.append(engine.generate([prompt(40), prompt(1), [1, 2, 3, 4, 1, 2, 3, 4, 1, 2], prompt(17), prompt(5)], max_new_tokens=6, **sampling))
+        assert (engine.graphs is not None) == graph
+        if graph:
+            assert any(n < N for n, N in padded) and len(engine.graphs.recorded) < len(padded) <= engine.n_steps
+            n_padded = len(padded)
+    assert said[0] == said[1] and len(padded) == n_padded
 
 
 @kernel_test
@@ -2674,7 +2696,7 @@ def test_every_launch_compiles_for_gpus_that_are_not_here(arch, D, H, Hk, dtype,
     monkeypatch.setattr(kernels, "on_gpu", lambda device: True)
     monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **constants: launches.append((kernel, args, constants)))
     pages, _, n_row = pages_of(shapes, H // Hk, Hk, True, np.random.default_rng(0), dtype)
-    pages = kernels.Pages(*(t.cpu() if isinstance(t, torch.Tensor) else t for t in vars(pages).values()))
+    pages = kernels.upload([pages], torch.device("cpu"))[1][0]
     N, C, fresh = sum(n for _, n in shapes), H * D, lambda *shape: torch.empty(shape, dtype=dtype)
     kv = fresh(2, n_row, D)
     for rope in (None, (fresh(N, 1, D), fresh(N, 1, D))):
@@ -2703,7 +2725,7 @@ def test_every_adapter_launch_compiles_for_gpus_that_are_not_here(arch, n_in, n_
     monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **constants: launches.append((kernel, args, constants)))
     spans, columns, kv = adapters_of(shapes, n_in, n_outs, width, np.random.default_rng(0))
     y, x = rows_of(shapes, n_in, n_outs, dtype)
-    pages = kernels.LoraPages.of(spans, columns, width, dtype, torch.device("cpu"))
+    pages = placed(kernels.LoraPages.of(spans, columns, width, dtype))
     kernels.lora_pages(y, x, kv.to(dtype), pages, n_split=4)
     kernels.lora_pages(y, x, kv.to(dtype), pages, exchange=lambda xa: torch.stack([xa, xa]))  # as one of two devices
     for kernel, args, constants in launches:
