@@ -1344,15 +1344,17 @@ def test_the_readmes_commands_are_ours():
 
 
 def test_the_readmes_numbers_are_those_of_its_files():
-    """Between two marks, every number in a table with a link to its measurements is one of them."""
+    """Between two marks, every number in a table below a link to a file is one of that file's."""
     n = 0
     for name, text in re.findall(r"^<!-- (\w+) -->$(.*?)^<!-- /\1 -->$", README, re.M | re.S):
-        files = [json.loads((HERE / path).read_text()) for path in re.findall(r"\]\((assets/\w+\.json)\)", text)]
-        values = [v for f in files for r in (f["rows"] if isinstance(f, dict) else f) for v in r.values() if isinstance(v, (int, float))]
-        known = {form(v) for v in values for form in (bench.number, "{:.3f}".format, "{:.2f}".format)}
-        cells = [cell for row in re.findall(r"^\|(.*)\|$", text, re.M) for cell in row.split("|")[1:] if re.fullmatch(r" *\d[\d.]* *", cell)] if files else []
-        assert not {cell.strip() for cell in cells} - known, name
-        n += len(cells)
+        _, *parts = re.split(r"\]\((assets/\w+\.json)\)", text)
+        for path, below in zip(parts[::2], parts[1::2]):
+            measured = json.loads((HERE / path).read_text())
+            values = [v for r in (measured["rows"] if isinstance(measured, dict) else measured) for v in r.values() if isinstance(v, (int, float))]
+            known = {form(v) for v in values for form in (bench.number, "{:.3f}".format, "{:.2f}".format)}
+            cells = [cell.strip() for row in re.findall(r"^\|(.*)\|$", below, re.M) for cell in row.split("|")[1:] if re.fullmatch(r" *\d[\d.]* *", cell)]
+            assert not set(cells) - known, f"{name}: {set(cells) - known} not in {path}"
+            n += len(cells)
     assert n > 100
 
 
