@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache, partial
 from itertools import combinations, takewhile
@@ -1294,7 +1295,18 @@ def test_the_index_holds_every_citation_of_the_code():
         assert not citations(text) - listed, f"{name}.py cites what the README's index does not list"
 
 
-def test_the_index_names_code_that_exists():
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """printed(module, *flags) -> what this command line prints, in this process."""
+    def run(module, *flags):
+        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *flags])
+        with suppress(SystemExit):
+            module.main()
+        return capsys.readouterr().out
+    return run
+
+
+def test_the_index_names_code_that_exists(printed):
     text, modules = section("## From the papers to the code"), dict(kernels=kernels, model=model_py, sarathi=sarathi, bench=bench)
     for file, names in re.findall(r"`(\w+)\.py: ([^`]+)`", text):
         for name in names.split(", "):
@@ -1303,7 +1315,7 @@ def test_the_index_names_code_that_exists():
                 found = getattr(found, part)  # AttributeError: the README names what is not there
     experiments = " ".join(re.findall(r"`bench\.py ([\w ]+)`", text)).split()
     assert len(experiments) > 30 and not set(experiments) - bench.EXPERIMENTS.keys()
-    papers = re.findall(rf"^(\w+) +\[(?:{PAPERS})", cli("bench.py", "list").stdout, re.M)
+    papers = re.findall(rf"^(\w+) +\[(?:{PAPERS})", printed(bench, "list"), re.M)
     assert len(papers) > 30 and not set(papers) - set(experiments), "an experiment that reproduces a paper is not in the index"
 
 
@@ -1330,9 +1342,9 @@ def test_the_readmes_python_runs_as_it_stands(capsys):
     assert len(said) == 11 and said[2].startswith("2 [") and said[-2].endswith("length"), "eight events of the one added"
 
 
-def test_the_readmes_commands_are_ours():
+def test_the_readmes_commands_are_ours(printed):
     """Every flag and experiment in a shell block is one of the program's; what they do is tested where they stand."""
-    flags = {file: set(re.findall(r"--[\w-]+", cli(file, "--help").stdout)) for file in ("sarathi.py", "bench.py")}
+    flags = {f"{module.__name__}.py": set(re.findall(r"--[\w-]+", printed(module, "--help"))) for module in (sarathi, bench)}
     commands = [line.partition("#")[0] for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.split("\n")]
     commands += re.findall(r"`((?:python|torchrun) [^`]*)`", README)
     called = [(file, args.split()) for line in commands for file, args in re.findall(r"(sarathi\.py|bench\.py)(.*)", line)]
