@@ -455,7 +455,8 @@ def rotate_write_ref(qkv, rope, kv, rows, segments, n_head, n_kv_head):
     """Rotate q and k, write k and v into their pages. qkv (N, (H + 2 Hk) D) -> q (N, H, D)"""
     q, k, v = heads(qkv, rope, n_head, n_kv_head)
     if isinstance(segments, Pages):  # all tokens one by one
-        rows, segments = rows[:, :1].long() + rows[:, 1:].long() * torch.arange(n_kv_head, device=rows.device), []
+        row, stride = segments.rows.long().split(1, 1)
+        rows, segments = row + stride * torch.arange(n_kv_head, device=row.device), []
     write_kv(kv, k, v, rows, segments)
     return q
 
