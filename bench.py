@@ -1630,7 +1630,7 @@ def spec_fig5(bench):
     target, draft = pair.cost
     for B in bench.grid([1, 8, 64, 512], [2**i for i in range(10)]):
         work = lambda n: Work(N=B * n, M=B * n, decodes=B, context=B * (pair.P + pair.D // 2))
-        seconds = [target._time(work(1 + n)) + n * draft._time(work(1)) for n in k.tolist()]
+        seconds = [target.seconds(work(1 + n)) + n * draft.seconds(work(1)) for n in k.tolist()]
         goodput = B * expected_tokens(pair.alpha or 0.7, k) / seconds
         best[B] = int(goodput.argmax())
         yield row(f"B = {B}: best k", None, best[B], None if bench.simulated else "computed", **{"times k = 0": goodput.max() / goodput[0]},
