@@ -1,6 +1,7 @@
 """The proofs. Greedy tokens must equal the naive loop's, whatever the scheduler, chunk, allocation or neighbour; logits must
 equal transformers'; pages are never lost; bad input is one clear sentence and harms nobody else. Nothing here is timed."""
 import argparse
+import ast
 import base64
 import contextlib
 import copy
@@ -23,7 +24,7 @@ import weakref
 from collections import Counter, defaultdict, deque
 from dataclasses import fields
 from functools import lru_cache, partial
-from itertools import combinations
+from itertools import combinations, takewhile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -1316,27 +1317,159 @@ def test_plot_and_trace_on_the_command_line(tmp_path, cli):
     assert all(r[key] == whole[key] for r in kept for key in whole.keys() - {"experiment", "rows"})
 
 
-# ---------------------------------------------------------------- 11. the README
+# ---------------------------------------------------------------- 11. the README keeps its word
 
 README = (HERE / "README.md").read_text()
+FILES = {name: (HERE / f"{name}.py").read_text() for name in ("kernels", "model", "sarathi", "bench")}
+PAPERS = "SARATHI|S-LoRA|SmartSpec|TNG|VTC|Megatron-LM"
+
+
+def section(heading):
+    """The README's text below a heading, to the next one of its level."""
+    level = heading.split()[0]
+    found = re.search(rf"^{re.escape(heading)}$(.*?)(?=^{level} |\Z)", README, re.M | re.S)
+    assert found, heading
+    return found[1]
+
+
+def blocks(text):
+    return re.findall(r"```python\n(.*?)```", text, re.S)
+
+
+def run_block(block):
+    """Run it as a reader would -> its names. What it registers goes again."""
+    registries, names = (SCHEDULERS, sarathi.PROPOSERS, sarathi.POLICIES), {}
+    before = [dict(r) for r in registries]
+    try:
+        exec(compile(block, "README.md", "exec"), names)
+    finally:
+        for registry, entries in zip(registries, before):
+            registry.clear()
+            registry.update(entries)
+    return names
+
+
+def citations(text):
+    """{"SARATHI §4.2", "SmartSpec Eq. 8", ...} of every [PAPER §x, Fig. y] in a text. A paper holds until the next is named, a kind for
+    the numbers behind it; 3-5 is 3, 4 and 5."""
+    found, paper = set(), None
+    for inside in re.findall(r"\[([^][]*)\]", text):
+        for name, kind, numbers in re.findall(rf"({PAPERS})|(§|(?:Fig|Eq|Alg|App)\. |Table )((?:[A-Z]|\d[\d.]*)(?:-\d+)?(?:, \d+)*)", inside):
+            paper = name or paper
+            for part in numbers.split(", ") if numbers else ():
+                first, _, last = part.rstrip(".").partition("-")
+                found |= {f"{paper} {kind}{n}" for n in (range(int(first), int(last) + 1) if last else [first])}
+    return found
+
+
+def test_citations_are_read_in_every_form():
+    assert citations("x [SARATHI §4.2, §4.4] y[0] [Fig. 7] [SmartSpec Alg. 1, Eq. 3-5] [§2; arXiv 2211.17192] [S-LoRA Fig. 11, 12, App. B]") == {
+        "SARATHI §4.2", "SARATHI §4.4", "SARATHI Fig. 7", "SmartSpec Alg. 1", "SmartSpec Eq. 3", "SmartSpec Eq. 4", "SmartSpec Eq. 5", "SmartSpec §2",
+        "S-LoRA Fig. 11", "S-LoRA Fig. 12", "S-LoRA App. B"}
+    assert citations("[SARATHI §6: which chunk] [SmartSpec Eq. 7, SARATHI Table 2] [TNG] [2211.17192]") == {"SARATHI §6", "SmartSpec Eq. 7", "SARATHI Table 2"}
+
+
+def test_the_index_holds_every_citation_of_the_code():
+    rows = re.findall(r"^\| ([^|`]+) \|", section("## From the papers to the code"), re.M)
+    listed = set().union(*(citations(f"[{row}]") for row in rows))
+    for name, text in FILES.items():
+        assert not citations(text) - listed, f"{name}.py cites what the README's index does not list"
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """printed(module, *flags) -> what this command line prints, in this process."""
+    def run(module, *flags):
+        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *flags])
+        with contextlib.suppress(SystemExit):
+            module.main()
+        return capsys.readouterr().out
+    return run
+
+
+def test_the_index_names_code_that_exists(printed):
+    text, modules = section("## From the papers to the code"), dict(kernels=kernels, model=model_py, sarathi=sarathi, bench=bench)
+    for file, names in re.findall(r"`(\w+)\.py: ([^`]+)`", text):
+        for name in names.split(", "):
+            found = modules[file]
+            for part in name.split("."):
+                found = getattr(found, part)  # AttributeError: the README names what is not there
+    experiments = " ".join(re.findall(r"`bench\.py ([\w ]+)`", text)).split()
+    assert len(experiments) > 30 and not set(experiments) - bench.EXPERIMENTS.keys()
+    papers = re.findall(rf"^(\w+) +\[(?:{PAPERS})", printed(bench, "list"), re.M)
+    assert len(papers) > 30 and not set(papers) - set(experiments), "an experiment that reproduces a paper is not in the index"
+
+
+def test_every_departure_from_a_paper_is_in_the_readme():
+    departures = [c for text in FILES.values() for part in text.split("# differs from ")[1:] for c in citations(part.partition("]")[0] + "]")]
+    listed = citations(section("## Where we depart from the papers"))
+    assert departures and not set(departures) - listed
 
 
 def test_the_readmes_python_runs_as_it_stands(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len(blocks) == 3
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+    own = blocks(section("## Write your own"))
+    rest = [block for block in blocks(README) if block not in own]
+    assert len(own) == len(rest) == 3
+    for block in own:
+        names = run_block(block)
+        assert block.count("\n") < 20 and names["tokens"] == Engine(names["model"]).generate(names["prompts"], max_new_tokens=len(names["tokens"][0]))
+    assert len(set(map(tuple, names["tokens"]))) > 1
+    capsys.readouterr()
+    for block in rest:
+        run_block(block)
     said = capsys.readouterr().out.split("\n")
     assert len(set(map(tuple, json.loads(said[0])))) == 3, "each with its own adapter, or none"
-    assert said[1] == "[1, 2, 0]", "the shortest prompt ends first"
+    assert said[1].endswith(f"18 requests in {said[1].split()[-2]} s"), "simulated"
     assert len(said) == 11 and said[2].startswith("2 [") and said[-2].endswith("length"), "eight events of the one added"
-    del SCHEDULERS["shortest_first"]
+
+
+def test_the_readmes_commands_are_ours(printed):
+    """Every flag and experiment in a shell block is one of the program's; what they do is tested where they stand."""
+    flags = {f"{module.__name__}.py": set(re.findall(r"--[\w-]+", printed(module, "--help"))) for module in (sarathi, bench)}
+    commands = [line.partition("#")[0] for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.split("\n")]
+    commands += re.findall(r"`((?:python|torchrun) [^`]*)`", README)
+    called = [(file, args.split()) for line in commands for file, args in re.findall(r"(sarathi\.py|bench\.py)(.*)", line)]
+    assert len(called) > 20
+    for file, args in called:
+        assert not {arg for arg in args if arg.startswith("--")} - flags[file] - {"--help"}, args
+        if file == "bench.py":
+            assert not {name for name in takewhile(lambda arg: not arg.startswith("--"), args)} - bench.EXPERIMENTS.keys() - {"all", "list"}, args
+
+
+def test_the_readmes_numbers_are_those_of_its_files():
+    """Between two marks, every number in a table below a link to a file is one of that file's."""
+    n = 0
+    for name, text in re.findall(r"^<!-- (\w+) -->$(.*?)^<!-- /\1 -->$", README, re.M | re.S):
+        _, *parts = re.split(r"\]\((assets/\w+\.json)\)", text)
+        for path, below in zip(parts[::2], parts[1::2]):
+            measured = json.loads((HERE / path).read_text())
+            values = [v for r in (measured["rows"] if isinstance(measured, dict) else measured) for v in r.values() if isinstance(v, (int, float))]
+            known = {form(v) for v in values for form in (bench.number, "{:.3f}".format, "{:.2f}".format)}
+            cells = [cell.strip() for row in re.findall(r"^\|(.*)\|$", below, re.M) for cell in row.split("|")[1:] if re.fullmatch(r" *\d[\d.]* *", cell)]
+            assert not set(cells) - known, f"{name}: {set(cells) - known} not in {path}"
+            n += len(cells)
+    assert n > 100
 
 
 def test_the_readme_names_what_exists():
-    assert set(re.findall(r"^\| `(\w+)` \|", README, re.M)) == {name for name, made in SCHEDULERS.items() if made.__module__ == "sarathi"}
+    assert set(re.findall(r"^\| `(\w+)` \|", section("## One iteration"), re.M)) == {name for name, made in SCHEDULERS.items() if made.__module__ == "sarathi"}
     for path in re.findall(r"\]\((?!http)([^)]+)\)", README) + re.findall(r"^(\w+\.py) ", README, re.M):
         assert (HERE / path).exists(), path
+
+
+def test_the_files_are_as_long_as_the_readme_says():
+    said = dict(re.findall(r"^(\w+\.py) +about ([\d,]+) lines", README, re.M))
+    assert said.keys() == {f"{name}.py" for name in FILES} | {"test_sarathi.py"}
+    for name, n in said.items():
+        assert abs((HERE / name).read_text().count("\n") - int(n.replace(",", ""))) <= 100, name
+    assert abs(sum(text.count("\n") for text in FILES.values()) - int(re.search(r"about ([\d,]+) in four files", README)[1].replace(",", ""))) <= 200
+
+
+def test_no_function_is_longer_than_a_screen():
+    for name, text in FILES.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 60, f"{name}.py: {node.name} has {node.end_lineno - node.lineno + 1} lines"
 
 
 # ---------------------------------------------------------------- 12. cost model, simulator, pipeline, figures
