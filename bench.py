@@ -9,6 +9,7 @@ have. One registered function per table; whether it measures or simulates is onl
     python bench.py slora_fig10 --hardware a100 --plot pictures        a workload of S-LoRA's, served by the authors' system, simulated
     python bench.py online --arrivals poisson:0.7x --prompt 8..512 --output lognormal:40:1     users come when they like (a minute)
     python bench.py scoreboard           every number of the papers beside ours, simulated (three minutes)
+    python bench.py all --plot assets    every table and figure: PNGs, and each table's rows as JSON
     python bench.py list
 
 Every experiment prints a Markdown table (paper | ours | source); the last line of stdout is one JSON object with all rows.
@@ -34,7 +35,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import cycle, islice, product
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
@@ -46,23 +47,37 @@ from sarathi import (GPUS, CostModel, Engine, EngineConfig, Interruptible, Learn
                      Scheduler, Simulator, VirtualClock, WallClock, Work, add_model_flags, checked, expected_tokens, join_world, least_squares,
                      make_clock, make_engine, make_scheduler, option, random_batches, rehearse, run_cli, time_batches, with_room)
 
-EXPERIMENTS = {}  # name -> (function, one line on what it reproduces)
+EXPERIMENTS = {}  # name -> Experiment
 OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]
 BASELINES = ("static", "orca")
 PEERS = ("transformers", "vllm", "llama.cpp")
 LENGTHS = "256 (all alike), 8..512 (each as often), zipf:THETA:LOW:HIGH (the k-th shortest as often as 1 / k^THETA) or lognormal:MEDIAN:SIGMA"
 ARRIVALS = ("poisson:RATE, gamma:RATE:CV (per second; 0.7x: that share of what is served when all come at once), closed:N (N clients, each "
             "sends its next request when its last ended) or FILE.csv (columns arrival,prompt,output and perhaps adapter,client)")
-ALWAYS_SIMULATED = {"fig12", "bubbles", "scaling", "scoreboard"}  # experiments that ask no model of this machine
-ON_STAGES = {"fig12_measured"}  # experiments that --pp is for
-ON_ONE_DEVICE = {"peers", "fig4"}  # experiments that measure no more than one process
-ALWAYS_MEASURED = {"roofline", "peers", "fidelity", "spec_fig13", "fig12_measured"}  # experiments that ask nothing else
 
 
-def experiment(about):
-    """Register a function bench -> rows (a list or a generator) under its own name; `about` says what it reproduces."""
+class Experiment(NamedTuple):
+    """A registered function and what there is to know of it; its docstring begins with what it reproduces."""
+    run: Callable  # Bench -> rows, a list or a generator
+    axes: tuple = ()  # (x label, y label) of each panel of its figure, the last one's again for those that follow
+    only: str = ""  # simulated: it asks no model of this machine; measured: it asks nothing else
+    needs: str = ""  # stages: it is for --pp; one process: for no more than that
+    timeline: str = ""  # what a row of its picture is, request or stage, if that shows an engine's Spans
+    beside: str = ""  # the hardware that the paper's numbers are from, where that is not the A6000: they stand beside no other
+
+    @property
+    def about(self):
+        return self.run.__doc__.partition("\n")[0].rstrip(".")
+
+    def rows(self, bench):
+        for r in self.run(bench):
+            yield r | dict(source=r["source"] or bench.source, paper=r["paper"] if self.beside in ("", bench.config.hardware) else None)
+
+
+def experiment(*axes, **more):
+    """Register a function under its own name."""
     def register(f):
-        EXPERIMENTS[f.__name__] = (f, about)
+        EXPERIMENTS[f.__name__] = Experiment(f, axes, **more)
         return f
     return register
 
@@ -83,24 +98,22 @@ class BenchConfig:
     tp: int = 1  # a flag of its own, as for sarathi.py: simulated GPUs, or processes
     scale: int = option(10000, "requests of the large simulations (fig12)")
     full: bool = option(False, "the paper's whole grid also where it is measured")
-    plot: str = option("", "draw the tables' figures, with the paper's points beside ours, as PNG files in this folder")
+    plot: str = option("", "keep in this folder each table's rows as JSON and its figure, with the paper's points beside ours, as PNG")
     trace: str = option("", "write what every iteration did to this file, in Chrome's trace format, for ui.perfetto.dev")
     peers: str = option("", "engines that `peers` measures beside ours: name=path with commas between them; transformers=, vllm=: a Python that "
                         "has it; llama.cpp=: the folder of llama-batched-bench; '': transformers, if this Python has it")
     cells: str = option("", "run only those cells of `peers` whose name holds this, '16 x' for instance; '': all")
 
     def __post_init__(self):
-        for name, _, path in (part.partition("=") for part in self.peers.split(",") if part):
-            if name not in PEERS or not path:
-                raise ValueError(f"peers = {self.peers!r}: must be name=path with commas between them, names among {', '.join(PEERS)}")
+        self.paths = dict(part.partition("=")[::2] for part in self.peers.split(",") if part)
+        if not all(name in PEERS and path for name, path in self.paths.items()):
+            raise ValueError(f"peers = {self.peers!r}: must be name=path with commas between them, names among {', '.join(PEERS)}")
         if not any(self.cells in cell for cell in CELLS):
             raise ValueError(f"cells = {self.cells!r}: must be part of a name among {'; '.join(CELLS)}")
-        checked("tp", self.tp, int, 1)
-        checked("scale", self.scale, int, 1)
         if self.hardware and self.hardware not in GPUS:
             raise KeyError(f"unknown hardware {self.hardware!r}: one of {', '.join(GPUS)}")
-        checked("requests", self.requests, int, 1)
-        checked("repeats", self.repeats, int, 1)
+        for name in ("tp", "scale", "requests", "repeats"):
+            checked(name, getattr(self, name), int, 1)
         checked("pd", self.pd, float, 0)
         try:
             lengths = [int(x) for x in self.lengths.split(",") if self.lengths]
@@ -125,8 +138,8 @@ class BenchConfig:
 class Bench:
     """What an experiment gets: the model (or the CostModel of one), the options, and the means to time things."""
 
-    def __init__(self, model, config, engine):
-        self.model, self.config, self.options = model, config, engine
+    def __init__(self, model, config, engine, name=""):
+        self.model, self.config, self.options, self.name = model, config, engine, name  # of a preset or a folder
         self.simulated = isinstance(model, CostModel)
         self.world = World() if self.simulated else model.world
         self.clock, self.source = (VirtualClock(), "simulated") if self.simulated else (make_clock(model.world), "measured")
@@ -137,7 +150,7 @@ class Bench:
         self.B = engine.max_batch or max(1, min(6, fits))  # 6 as in [SARATHI Table 4]
         self.notes = []  # sentences printed under the tables
         self.interrupt = Interruptible() if self.simulated else Interruptible(model.world)
-        self.doing, self.tapes = "", Tapes()  # the experiment under way; what its engines did
+        self.doing, self.tapes, self.found = "", Tapes(), {}  # the experiment under way; what its engines did; what is shared
 
     def engine(self, scheduler, L, n_page=None, B=None, **more):
         """A fresh engine with room for B requests of L tokens."""
@@ -148,19 +161,30 @@ class Bench:
             options["cost"] = self.cost
         return make_engine(self.model, clock=self.clock, **options)
 
-    @cached_property
+    def shared(self, key, make):
+        """What make() says, asked once for all experiments."""
+        if key not in self.found:
+            self.found[key] = make()
+        return self.found[key]
+
+    def price(self, model):
+        """A model's CostModel: itself if it is one, else its profile on this machine."""
+        return model if isinstance(model, CostModel) else self.shared(model, lambda: CostModel.profile(model, self.config.repeats))
+
+    @property
     def cost(self):
-        """What autopilot goes by where an experiment has no profile of its own: one for all of its engines."""
-        return self.model if self.simulated else CostModel.profile(self.model, self.config.repeats)
+        """What autopilot goes by where an experiment says nothing else."""
+        return self.price(self.model)
 
     def tape(self, what):
         """Where an engine's Spans go, if they are to be kept."""
-        return self.tapes.new(f"{self.doing}: {what}") if self.config.trace or self.config.plot and self.doing in TIMELINES else None
+        kept = self.config.trace or self.config.plot and self.doing in EXPERIMENTS and EXPERIMENTS[self.doing].timeline
+        return self.tapes.new(f"{self.doing}: {what}") if kept else None
 
     def other(self, model):
         """The same options with another model, on the same clock."""
         bench = Bench(model, self.config, self.options)
-        bench.clock, bench.interrupt, bench.doing, bench.tapes = self.clock, self.interrupt, self.doing, self.tapes
+        bench.clock, bench.interrupt, bench.doing, bench.tapes, bench.found = self.clock, self.interrupt, self.doing, self.tapes, self.found
         return bench
 
     @property
@@ -183,19 +207,17 @@ class Bench:
             with open(__file__, "rb") as f:
                 text = list(f.read())
             return [text[i:i + length] for i in random.Random(seed).choices(range(len(text) - length), k=n)]
-        return [np.broadcast_to(np.int64(0), length)] * n if self.simulated else prompts(n, length, self.model.config.vocab_size, seed)
+        if self.simulated:
+            return [np.broadcast_to(np.int64(0), length)] * n
+        return torch.randint(0, self.model.config.vocab_size, (n, length), generator=torch.Generator().manual_seed(seed)).tolist()
 
-    def rounds(self, *fns, repeats=None):
-        """The times of each fn(), taken in turns after a warm-up, so that a machine that drifts hits all alike -> a list per fn."""
-        if self.simulated:  # every time is the same
-            return [[self.once(f)] for f in fns]
-        for f in fns:
-            f()
+    def rounds(self, *fns, repeats=None, warm=True):
+        """The times of each fn(), taken in turns (after a warm-up), so that a machine that drifts hits all alike -> a list per fn."""
+        repeats = 1 if self.simulated else warm + (repeats or self.config.repeats)  # every simulated time is the same
         took = [[] for _ in fns]
-        for _ in range(repeats or self.config.repeats):
-            for f, ts in zip(fns, took):
-                ts.append(self.once(f))
-        return took
+        for i in tqdm(range(repeats * len(fns)), self.doing, delay=5, leave=False, file=sys.stderr):
+            took[i % len(fns)].append(self.once(fns[i % len(fns)]))
+        return [ts[warm and not self.simulated:] for ts in took]
 
     def seconds(self, *fns, repeats=None):
         """The median time of each fn()."""
@@ -236,37 +258,30 @@ class Bench:
     def operators(self, *more):
         """Time each operator of every layer (and the modules named in more) while the block runs -> {operator: seconds}, by hooks
         on the modules' names (or on the cost model)."""
-        took, started, hooks = dict.fromkeys(OPERATORS + more, 0.0), {}, []
-        if self.simulated:
-            with self._asked(took):
-                yield took
-            return
-
-        def before(name):
-            def hook(*_):
-                self.sync()
-                started[name] = time.perf_counter()
-            return hook
-
-        def after(name):
-            def hook(*_):
-                self.sync()
-                took[name] += time.perf_counter() - started[name]
-            return hook
-
-        for path, module in self.model.named_modules():
-            name = path.rpartition(".")[2]
-            if name in took:
-                hooks += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
-        try:
+        took = dict.fromkeys(OPERATORS + more, 0.0)
+        with self._asked(took) if self.simulated else self._hooked(took):
             yield took
+
+    @contextmanager
+    def _hooked(self, took):
+        """A stopwatch for each operator: the time before is taken off, the time behind is put on."""
+        def stamp(name, sign):
+            def hook(*_):
+                self.sync()
+                took[name] += sign * time.perf_counter()
+            return hook
+        modules = [(path.rpartition(".")[2], module) for path, module in self.model.named_modules()]
+        hooks = [hook for name, module in modules if name in took for hook in (
+            module.register_forward_pre_hook(stamp(name, -1)), module.register_forward_hook(stamp(name, 1)))]
+        try:
+            yield
         finally:
             for h in hooks:
                 h.remove()
 
     @contextmanager
     def _asked(self, took):
-        """While the block runs, book what the cost model says on its operators."""
+        """What the cost model says of each operator."""
         def time_of(entries, lora="batched"):
             seconds = self.model.operators_of(entries, lora)
             for name in took:
@@ -285,17 +300,12 @@ def row(what, paper, ours, source=None, **more):
     return dict(what=what, paper=paper, ours=ours, source=source, **more)
 
 
-def prompts(n, length, vocab_size, seed):
-    """n prompts of `length` random token ids."""
-    rng = torch.Generator().manual_seed(seed)
-    return torch.randint(0, vocab_size, (n, length), generator=rng).tolist()
+# ---------------------------------------------------------------- the main job: ceilings, Table 2, Table 4; the profile
 
-
-# ---------------------------------------------------------------- experiments
-
-@experiment("the machine's GEMM rate and bandwidth, and how many tokens one weight read pays for")
+@experiment()
 def ceilings(bench):
-    """From the data sheet where it is simulated. The knee: 2 N FLOP per weight take as long as reading it."""
+    """the machine's GEMM rate and bandwidth, and how many tokens one weight read pays for.
+    From the data sheet where it is simulated. The knee: 2 N FLOP per weight take as long as reading it."""
     rate, bandwidth = bench.model.peaks if bench.simulated else measured_peaks(bench)
     bench.knee = rate * bench.model.dtype.itemsize / 2 / bandwidth
     return [row("GEMM rate (GFLOP/s)", 154800, rate / 1e9), row("bandwidth, weights streamed (GB/s)", 768, bandwidth / 1e9),
@@ -325,9 +335,10 @@ TABLE2 = {  # [SARATHI Table 2], ms, LLaMA-13B on an A6000: linear, attn, total,
     "prefill-only": (224.8, 10.0, 234.8, 0.229), "decode-only": (44.28, 5.68, 49.96, 12.49), "decode-maximal": (223.2, 15.2, 238.4, 1.2)}
 
 
-@experiment("[SARATHI Table 2] the time of a prefill-only, a decode-only and a decode-maximal batch, by operator")
+@experiment(("batch", "iteration (ms)"))
 def table2(bench):
-    """Totals are timed without the operators' hooks; the hooked run only says how a total splits."""
+    """[SARATHI Table 2] the time of a prefill-only, a decode-only and a decode-maximal batch, by operator.
+    Totals are timed without the operators' hooks; the hooked run only says how a total splits."""
     L, d = min(1024, bench.model.config.block_size - 1, max(bench.lengths)), 3
     context = L - 1
     batches = {"prefill-only": (bench.iteration(0, 0, L), L), "decode-only": (bench.iteration(d + 1, context, 0), d + 1),
@@ -354,9 +365,10 @@ TABLE4 = {"LLaMA-13B, A6000": [(1024, 6, 50, 5.45, 1.33), (2048, 6, 50, 3.26, 1.
 ORCA = 1.11  # [SARATHI Fig. 11] best case at 1K, over static
 
 
-@experiment("[SARATHI Table 4] decode speedup and end-to-end gain over request-level batching and Orca, for three lengths")
+@experiment(("tokens per request L, batch B", "decode speedup (times)"), ("tokens per request L, batch B", "end-to-end gain (times)"))
 def table4(bench):
-    """At P:D = C / (B - 1) unless --pd says otherwise; whole runs of every scheduler in turns. Simulated with --full: also the
+    """[SARATHI Table 4] decode speedup and end-to-end gain over request-level batching and Orca, for three lengths.
+    At P:D = C / (B - 1) unless --pd says otherwise; whole runs of every scheduler in turns. Simulated with --full: also the
     paper's second model."""
     pd = bench.config.pd or bench.options.chunk / max(1, bench.B - 1)
     first, second = TABLE4.values()
@@ -371,19 +383,16 @@ def table4_cases(bench, cases):
     """Rows for cases (L, B, P:D, the paper's speedup and gain)."""
     name = bench.options.scheduler
     schedulers = [*BASELINES, *([name] if name not in BASELINES else [])]
-    bar = tqdm(total=len(cases) * (len(schedulers) * bench.runs + 1), desc="table4", file=sys.stderr, disable=bench.simulated)
     for i, (L, B, pd, speedup_paper, gain_paper) in enumerate(cases):
         speedup, piggybacked = decode_speedup(bench, L, B)
-        bar.update()
         P, D = halves(L, pd, bench.options.chunk, B)
-        took = end_to_end(bench, schedulers, P, D, bar, B)
+        took = end_to_end(bench, schedulers, P, D, B)
         note, x = f"L = {L}, B = {B}, P:D = {P / D:.0f}", f"L {L}, B {B}"
         gain = {s: statistics.median(a / b for a, b in zip(took[s], took[name])) for s in BASELINES}  # within a round: drift cancels
         yield row(f"{note}: decode speedup", speedup_paper, speedup, decode_ms=piggybacked * 1e3, at=("decode speedup", name, x))
         yield row(f"{note}: {name} over static", gain_paper, gain["static"], seconds=took, at=("end to end", "over static", x))
         yield row(f"{note}: {name} over orca", gain_paper / ORCA if i == 0 and gain_paper else None, gain["orca"], derived=True,
                   at=("end to end", "over orca", x))
-    bar.close()
 
 
 def halves(L, pd, chunk=0, B=1):
@@ -395,11 +404,10 @@ def halves(L, pd, chunk=0, B=1):
     return P, L - P
 
 
-def decode_speedup(bench, L, B=None):
+def decode_speedup(bench, L, B):
     """How much cheaper a decode is that rides along with a chunk: (T_decode(B) / B) over its marginal time
     (T(p + d) - T(p)) / d [SARATHI §5.1] -> (speedup, marginal seconds); the speedup is None where none rides along (B = 1) or
     the difference drowns in noise."""
-    B = B or bench.B
     d = B - 1
     p = max(1, min(bench.options.chunk, L) - d)
     (decodes,) = bench.seconds(bench.iteration(B, L - 1, 0))
@@ -407,39 +415,33 @@ def decode_speedup(bench, L, B=None):
     return decodes / B / marginal if d and marginal > 0 else None, marginal
 
 
-def end_to_end(bench, schedulers, P, D, bar=None, B=None, requests=None):
+def end_to_end(bench, schedulers, P, D, B, requests=None):
     """The seconds each scheduler takes for the same requests of P prompt and D new tokens, run in turns -> {scheduler: [seconds]}.
-    schedulers: names, or a dict of names and Schedulers."""
-    schedulers = schedulers if isinstance(schedulers, dict) else {s: s for s in schedulers}
-    engines = {name: bench.engine(s, P + D, B=B) for name, s in schedulers.items()}
-    took = {name: [] for name in schedulers}
-    for _ in range(bench.runs):
-        for name, engine in engines.items():
-            took[name].append(serve_equal(bench, engine, P, D, requests))
-            if bar:
-                bar.update()
-    return took
-
-
-def serve_equal(bench, engine, P, D, requests=None):
-    """Seconds for so many equal requests; simulated: for four batches of them in the steady state, that is what four batches
+    schedulers: names, or a dict of names and Schedulers. Simulated: for four batches in the steady state, that is what four batches
     more cost, because how a run begins and ends says nothing about a server."""
-    serve = lambda n: bench.once(lambda: engine.generate(bench.prompts(n, P, bench.options.seed), max_new_tokens=D))
-    if not bench.simulated:
-        return serve(requests or bench.config.requests)
-    n = 4 * engine.max_batch
-    return serve(2 * n) - serve(n)
+    schedulers = schedulers if isinstance(schedulers, dict) else {s: s for s in schedulers}
+    engines = [bench.engine(s, P + D, B=B) for s in schedulers.values()]
+
+    def rounds(n):
+        prompts = bench.prompts(n, P, bench.options.seed)
+        return bench.rounds(*(partial(e.generate, prompts, max_new_tokens=D) for e in engines), repeats=bench.runs, warm=False)
+    if bench.simulated:
+        took = [[a - b] for (a,), (b,) in zip(rounds(8 * B), rounds(4 * B))]
+    else:
+        took = rounds(requests or bench.config.requests)
+    return dict(zip(schedulers, took))
 
 
-@experiment("[SARATHI §4.2, §4.4] the one-time profile that picks chunk and tile for this model on this machine")
+@experiment()
 def profile(bench):
-    """Sets the chunk and the tile of the experiments that follow."""
+    """[SARATHI §4.2, §4.4] the one-time profile that picks chunk and tile for this model on this machine.
+    Sets the chunk and the tile of the experiments that follow."""
     B, L = bench.B, max(bench.lengths)
     pd = bench.config.pd or 50.0
     sizes = [n for n in (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024) if n < L]
     fns = [bench.iteration(0, 0, n) for n in sizes for n in (n, n + 1)]
     (t_decode,) = bench.seconds(bench.iteration(B, L // 2, 0))
-    times = bench.seconds(*tqdm(fns, "profile", file=sys.stderr))
+    times = bench.seconds(*fns)
     T, jump = dict(zip(sizes, times[::2])), {n: b / a for n, a, b in zip(sizes, times[::2], times[1::2])}
     steps = [t for t in (32, 64, 128) if t in jump and jump[t] > 1.08]  # one more token, a whole tile more time [Fig. 7]
     tile = max(steps, default=1)
@@ -468,9 +470,10 @@ def batches(bench):
     return [(L, B) for L, B in sizes if L <= bench.model.config.block_size]
 
 
-@experiment("[SARATHI Fig. 3] what a decoded token costs, in prefilled tokens, by batch size")
+@experiment(("decodes in the batch, B", "decode over prefill, per token (times)"))
 def fig3(bench):
-    """At one length; also how much of a prefill is neither attention nor a linear operator."""
+    """[SARATHI Fig. 3] what a decoded token costs, in prefilled tokens, by batch size.
+    At one length; also how much of a prefill is neither attention nor a linear operator."""
     L = bench.lengths[0]
     (prefill,) = bench.seconds(bench.iteration(0, 0, L))
     with bench.operators() as took:
@@ -481,10 +484,12 @@ def fig3(bench):
     yield row("share of others in a prefill", 0.05, 1 - sum(took.values()) / whole, bound="at most")
 
 
-@experiment("[SARATHI Fig. 4] one layer: prefill and decode throughput, and arithmetic intensity by operator")
+@experiment(("tokens in the batch, B L", "one layer (tokens/ms)"), ("decodes in the batch, B", "one layer (tokens/ms)"),
+            ("operator", "intensity (FLOP/byte)"), needs="one process")
 def fig4(bench):
-    """Without the output head, as in the paper."""
-    one, L = one_layer(bench), bench.lengths[0]
+    """[SARATHI Fig. 4] one layer: prefill and decode throughput, and arithmetic intensity by operator.
+    Without the output head, as in the paper."""
+    one, L = bench.other(another(bench, n_layer=1)), bench.lengths[0]
     sizes = [n for n in (64, 128, 256, 512, 1024) if n <= max(bench.lengths)]
     rate = {n: n / t / 1e3 for n, t in zip(sizes, one.seconds(*(one.iteration(0, 0, n, last=False) for n in sizes)))}
     for n, r in rate.items():
@@ -503,25 +508,33 @@ def fig4(bench):
     yield row("intensity of ffn_ln1, prefill over decode", 100, prefill["ffn_ln1"] / decode["ffn_ln1"], source="computed", bound="at least")
 
 
-def one_layer(bench):
-    """The bench with the first layer of its model only."""
+def another(bench, **change):
+    """The bench's model with some of its configuration changed: its cost model, or one with random weights."""
+    config = replace(bench.model.config, **change)
     if bench.simulated:
-        return bench.other(another(bench, n_layer=1))
-    return bench.other(GPT.from_preset(replace(bench.model.config, n_layer=1), dtype=bench.model.dtype, device=str(bench.model.device)))
+        return CostModel.roofline(config, bench.config.hardware, bench.config.tp)
+    return GPT.from_preset(config, dtype=bench.model.dtype, device=str(bench.model.device))
+
+
+def widths(c):
+    """{linear operator: (numbers in, numbers out) of a token}, one layer."""
+    A, K = c.n_head * c.head_dim, 2 * c.n_kv_head * c.head_dim
+    up = (2 if c.llama else 1) * c.n_inner
+    return dict(preproj=(c.n_embd, A + K), postproj=(A, c.n_embd), ffn_ln1=(c.n_embd, up), ffn_ln2=(c.n_inner, c.n_embd))
 
 
 def intensity(model, n, context):
     """{operator: FLOP per byte read or written} of a request that feeds n tokens and ends at `context`."""
     c, size = model.config, model.dtype.itemsize
-    C, A, K, I = c.n_embd, c.n_head * c.head_dim, 2 * c.n_kv_head * c.head_dim, c.n_inner
-    shapes = dict(preproj=(C, A + K), postproj=(A, C), ffn_ln1=(C, (2 if c.llama else 1) * I), ffn_ln2=(I, C))
+    A, K = c.n_head * c.head_dim, 2 * c.n_kv_head * c.head_dim
     attn = 4 * A * n * (context - n / 2) / (size * (K * context + 2 * A * n))
-    return dict(attn=attn, **{name: 2 * n * a * b / (size * (a * b + n * (a + b))) for name, (a, b) in shapes.items()})
+    return dict(attn=attn, **{name: 2 * n * a * b / (size * (a * b + n * (a + b))) for name, (a, b) in widths(c).items()})
 
 
-@experiment("[SARATHI Fig. 7] tile quantization: the time of a prefill just at a multiple of the tile, and one token beyond")
+@experiment(("tokens in the prefill", "iteration (ms)"))
 def fig7(bench):
-    """Measured on a CPU the steps are small: there is no thread block to fill."""
+    """[SARATHI Fig. 7] tile quantization: the time of a prefill just at a multiple of the tile, and one token beyond.
+    Measured on a CPU the steps are small: there is no thread block to fill."""
     sizes = [n for n in bench.grid([128, 256, 384, 512], range(128, 1025, 128)) if n < max(bench.lengths)]
     times = bench.seconds(*(bench.iteration(0, 0, n, last=False) for n in sizes for n in (n, n + 1)))
     for n, at, beyond in zip(sizes, times[::2], times[1::2]):
@@ -530,9 +543,10 @@ def fig7(bench):
         yield row(f"one token beyond {n}, times", {256: 1.32}.get(n), beyond / at)
 
 
-@experiment("[SARATHI Fig. 8] decode speedup over batch size and length, and the batches that fit")
+@experiment(("batch size, B", "decode speedup (times)"))
 def fig8(bench):
-    """The paper gives the range and the batches that fit; B = 6 is in its Table 4 too."""
+    """[SARATHI Fig. 8] decode speedup over batch size and length, and the batches that fit.
+    The paper gives the range and the batches that fit; B = 6 is in its Table 4 too."""
     seen, known = [], {(L, B): speedup for L, B, _, speedup, _ in TABLE4["LLaMA-13B, A6000"]}
     for L, most in batches(bench):
         for B in range(2, most + 1, 2):
@@ -544,11 +558,6 @@ def fig8(bench):
     if bench.simulated:
         for L, most in batches(bench):
             yield row(f"L = {L}: largest batch", most, Simulator(another(bench, block_size=L)).max_batch)
-
-
-def another(bench, **change):
-    """The cost model of the same model with some of its configuration changed."""
-    return CostModel.roofline(replace(bench.model.config, **change), bench.config.hardware, bench.config.tp)
 
 
 # ---------------------------------------------------------------- end to end over P:D, batch and chunk
@@ -572,9 +581,10 @@ def ratios(bench, *special):
     return sorted({*bench.grid((5, 50), (1, 2, 3, 5, 7, 10, 20, 40, 50, 64, 80, 100, 128, 160, 200)), *special})
 
 
-@experiment("[SARATHI Fig. 9] throughput over request-level batching, by P:D ratio and chunk size")
+@experiment(("P:D ratio", "throughput over static (times)"))
 def fig9(bench):
-    """A peak's P:D is where decodes piggyback perfectly: C / (B - 1)."""
+    """[SARATHI Fig. 9] throughput over request-level batching, by P:D ratio and chunk size.
+    A peak's P:D is where decodes piggyback perfectly: C / (B - 1)."""
     for L, B in bench.grid(batches(bench)[:1], batches(bench)):
         for C in bench.grid([bench.options.chunk], [128, 256, 512]):
             perfect = C / (B - 1)  # the others are not rounded to whole chunks: several of them would become one
@@ -586,9 +596,10 @@ def fig9(bench):
             yield row(f"L = {L}, B = {B}, C = {C}: P:D of the peak", paper[1], pd)
 
 
-@experiment("[SARATHI Fig. 10] time by operator, request-level batching over SARATHI")
+@experiment(("tokens per request L, batch B", "time, static over SARATHI (times)"))
 def fig10(bench):
-    """At P:D = C / (B - 1), where decodes piggyback perfectly."""
+    """[SARATHI Fig. 10] time by operator, request-level batching over SARATHI.
+    At P:D = C / (B - 1), where decodes piggyback perfectly."""
     ffn, proj = [], []
     for C in bench.grid([bench.options.chunk], [256, 512]):
         for L, most in bench.grid(batches(bench)[:1], batches(bench)):
@@ -609,9 +620,10 @@ def fig10(bench):
         yield row(f"{name}: largest gain", high, max(values), at=(None, name.split()[0], None))
 
 
-@experiment("[SARATHI Fig. 11] beside Orca's worst and best case: (a) by length, (b) by P:D ratio")
+@experiment(("tokens per request L, batch B", "throughput over static (times)"), ("P:D ratio", "throughput over static (times)"))
 def fig11(bench):
-    """Worst case: all requests start and end together, as request-level batching; best: whole prompts beside running decodes [§4.5]."""
+    """[SARATHI Fig. 11] beside Orca's worst and best case: (a) by length, (b) by P:D ratio.
+    Worst case: all requests start and end together, as request-level batching; best: whole prompts beside running decodes [§4.5]."""
     for i, (L, B) in enumerate(batches(bench)):
         C = bench.options.chunk
         gain = gains(bench, *halves(L, C / (B - 1), C, B), B, [C], orca=True)
@@ -630,9 +642,11 @@ def fig11(bench):
                   curve=curve, at=("(b)", series, {512: 28}.get(name)))  # [SARATHI Fig. 9] says where, for C = 512
 
 
-@experiment("[SARATHI Fig. 13] what chunking costs: (a) attention, (b) prefill, (c) what is left end to end")
+@experiment(("chunk size C (tokens)", "time over a full prefill's (times)"), ("chunk size C (tokens)", "time over a full prefill's (times)"),
+            ("chunk size C (tokens)", "throughput over static (times)"))
 def fig13(bench):
-    """Times over a full prefill's; a gain over request-level batching at P:D = C / (B - 1)."""
+    """[SARATHI Fig. 13] what chunking costs: (a) attention, (b) prefill, (c) what is left end to end.
+    Times over a full prefill's; a gain over request-level batching at P:D = C / (B - 1)."""
     best = {}
     for L, B in bench.grid(batches(bench)[:1], batches(bench)):
         whole = chunked(bench, L, L)
@@ -643,15 +657,14 @@ def fig13(bench):
                                ("(c) end to end, gain", gain)):
                 best.setdefault((name, C), []).append(ours)
                 yield row(f"{name}, L = {L}, C = {C}", None, ours, at=(name.split(",")[0], f"L = {L}", C))
-    pick = lambda name, C: max(x for x in best.get((name, C), [math.nan]) if x is not None)
-    yield row("(a) attention at C = 64, times", 3.0, pick("(a) attention, times", 64), at=("(a) attention", None, 64))
-    yield row("(b) prefill at C = 64, times", 5.0, pick("(b) prefill, times", 64), at=("(b) prefill", None, 64))
-    yield row("(b) prefill at C = 128, times", 2.0, pick("(b) prefill, times", 128), at=("(b) prefill", None, 128))
-    yield row("(b) prefill at C = 256: speed kept", 0.8, 1 / pick("(b) prefill, times", 256))
-    if ("(b) prefill, times", 512) in best:
-        yield row("(b) prefill at C = 512: speed kept", 0.9, 1 / pick("(b) prefill, times", 512))
-    yield row("(c) best gain at C = 64", 1.0, pick("(c) end to end, gain", 64), at=("(c) end to end", None, 64))
-    yield row("(c) best gain at C = 128", 1.16, pick("(c) end to end, gain", 128), at=("(c) end to end", None, 128))
+    pick = lambda name, C: max(x for x in best[name, C] if x is not None)
+    for panel, C, paper in (("(a) attention", 64, 3.0), ("(b) prefill", 64, 5.0), ("(b) prefill", 128, 2.0)):
+        yield row(f"{panel} at C = {C}, times", paper, pick(f"{panel}, times", C), at=(panel, None, C))
+    for C, paper in ((256, 0.8), (512, 0.9)):
+        if ("(b) prefill, times", C) in best:
+            yield row(f"(b) prefill at C = {C}: speed kept", paper, 1 / pick("(b) prefill, times", C))
+    for C, paper in ((64, 1.0), (128, 1.16)):
+        yield row(f"(c) best gain at C = {C}", paper, pick("(c) end to end, gain", C), at=("(c) end to end", None, C))
     if ("(c) end to end, gain", 320) in best:
         yield row("(c) gain at C = 256 over C = 320", 1.0, pick("(c) end to end, gain", 256) / pick("(c) end to end, gain", 320), bound="at least")
 
@@ -694,27 +707,29 @@ def feed(bench, engine, requests, clients=None):
                 yield event.request
 
 
-@experiment("[SARATHI Fig. 12] GPT-3 on 64 A100: pipeline bubbles and completion time with Orca, with SARATHI and without a pipeline")
+@experiment(("median per request", "bubble time, ratio"), ("scenarios compared", "completion time, ratio"), only="simulated")
 def fig12(bench):
-    """Always simulated, whatever the bench. The last rows ask what if an all-reduce began as late as in eager PyTorch."""
+    """[SARATHI Fig. 12] GPT-3 on 64 A100: pipeline bubbles and completion time with Orca, with SARATHI and without a pipeline.
+    Always simulated, whatever the bench. The last rows ask what if an all-reduce began as late as in eager PyTorch."""
     n = bench.config.scale
     names = ("completion, TP-PP Orca over TP-PP SARATHI", "completion, TP only over TP-PP SARATHI", "completion, TP-PP Orca over TP only")
     orca, sarathi, alone = clusters(bench, n)
-    yield row("median bubble time per request, Orca over SARATHI", 6.29, orca["bubble"] / sarathi["bubble"], source="simulated",
-              at=("(a) bubbles", "as simulated", "Orca over SARATHI"))
+    simulated = partial(row, source="simulated")
+    yield simulated("median bubble time per request, Orca over SARATHI", 6.29, orca["bubble"] / sarathi["bubble"],
+                    at=("(a) bubbles", "as simulated", "Orca over SARATHI"))
     pairs = lambda o, s, t: (o["took"] / s["took"], t["took"] / s["took"], o["took"] / t["took"])
     for name, paper, ours in zip(names, (1.91, 1.48, 1.28), pairs(orca, sarathi, alone)):
-        yield row(name, paper, ours, source="simulated", at=("(b) completion", "as simulated", name.partition(", ")[2]))
+        yield simulated(name, paper, ours, at=("(b) completion", "as simulated", name.partition(", ")[2]))
     for name, r in (("Orca", orca), ("SARATHI", sarathi)):
-        yield row(f"TP8 x PP8, {name}: idle share of the stages", None, r["idle"], source="simulated", kinds=r["kinds"])
+        yield simulated(f"TP8 x PP8, {name}: idle share of the stages", None, r["idle"], kinds=r["kinds"])
         bench.notes.append(f"TP8 x PP8, {name}: {n} requests in {r['took']:.0f} s; the median request waits {r['bubble']:.2f} s in bubbles: "
                            + ", ".join(f"{kind} {s:.0f} s" for kind, s in r["kinds"].items()) + " of all stages")
     bench.notes.append(f"8 x TP8: {n} requests in {alone['took']:.0f} s")
-    yield row("largest batch, TP8 x PP8, per micro-batch", 27, Simulator(gpt3(nodes=8)).max_batch // 8, source="simulated")
-    yield row("largest batch, TP8", 11, Simulator(gpt3()).max_batch, source="simulated")
+    yield simulated("largest batch, TP8 x PP8, per micro-batch", 27, Simulator(gpt3(nodes=8)).max_batch // 8)
+    yield simulated("largest batch, TP8", 11, Simulator(gpt3()).max_batch)
+    eager = f"{EAGER * 1e6:.0f} us before an all-reduce"
     for name, ours in zip(names, pairs(*clusters(bench, -(-n // 5), delay=EAGER))):
-        yield row(f"with {EAGER * 1e6:.0f} us before an all-reduce: {name}", None, ours, source="simulated",
-                  at=("(b) completion", f"{EAGER * 1e6:.0f} us before an all-reduce", name.partition(", ")[2]))
+        yield simulated(f"with {eager}: {name}", None, ours, at=("(b) completion", eager, name.partition(", ")[2]))
 
 
 EAGER = 350e-6  # seconds; what brings all three completion ratios to the paper's, and not used for anything else
@@ -723,25 +738,33 @@ EAGER = 350e-6  # seconds; what brings all three completion ratios to the paper'
 def clusters(bench, n, **more):
     """n requests on 64 GPUs -> what happened with TP8 in each of 8 nodes and a pipeline across them, with Orca and with SARATHI,
     and with a replica in each node [SARATHI §5.3]"""
-    happened = []
-    for name, scheduler in (("Orca", orca_best(4096, 27)), ("SARATHI", Sarathi(chunk=256))):
-        line = Pipeline(gpt3(nodes=8, **more), 8, record=bench.tape(name), scheduler=scheduler, max_batch=27, n_page=27 * 4096)
-        happened.append(outcome(line, [r.bubble for r in feed(bench, line, zipf_requests(n))]))
     replicas = [Simulator(gpt3(**more), scheduler=orca_best(4096, 11), max_batch=11, n_page=11 * 4096) for _ in range(8)]
+    lines = list(pipelines(bench, 8, n, **more).values())
     for i, engine in enumerate(replicas):
         sum(1 for r in feed(bench, engine, islice(zipf_requests(n), i, None, 8)))
-    return *happened, dict(took=max(engine.clock.now() for engine in replicas))
+    return *lines, dict(took=max(engine.clock.now() for engine in replicas))
 
 
-def outcome(line, bubbles):
-    """What a Pipeline's figures are after a run; bubbles: each request's."""
-    took = line.clock.now()
-    return dict(took=took, bubble=statistics.median(bubbles), kinds=line.bubbles, idle=sum(line.bubbles.values()) / len(line.lanes) / took)
+def pipelines(bench, nodes, n, **more):
+    """n requests through a pipeline across nodes of TP8 -> {policy: outcome}"""
+    seen = {}
+    for name, scheduler in (("Orca", orca_best(4096, 27)), ("SARATHI", Sarathi(chunk=256))):
+        line = Pipeline(gpt3(nodes=nodes, **more), nodes, record=bench.tape(name), scheduler=scheduler, max_batch=27, n_page=27 * 4096)
+        seen[name] = outcome(line, feed(bench, line, zipf_requests(n)))
+    return seen
 
 
-@experiment("[SARATHI §5.3] bubbles for real: Orca and SARATHI on the stages of torchrun's processes, beside the simulator with this machine's costs")
+def outcome(line, ended):
+    """What a Pipeline's figures are when the last of its requests has ended."""
+    bubbles, took = [r.bubble for r in ended], line.clock.now()
+    idle = {kind: s / len(line.lanes) / took for kind, s in line.bubbles.items()}  # shares of the stages
+    return dict(took=took, n=len(bubbles), bubble=statistics.median(bubbles), kinds=line.bubbles, shares=idle, idle=sum(idle.values()))
+
+
+@experiment(only="measured", needs="stages", timeline="stage")
 def fig12_measured(bench):
-    """Lengths and chunk are the paper's, scaled to the longest of --lengths; the batch is the one whose decodes piggyback perfectly
+    """[SARATHI §5.3] bubbles for real: Orca and SARATHI on the stages of torchrun's processes, beside the simulator with this machine's costs.
+    Lengths and chunk are the paper's, scaled to the longest of --lengths; the batch is the one whose decodes piggyback perfectly
     at P:D = 10. Measured in turns; the median of the runs counts."""
     world, top, n = bench.world, max(bench.lengths), 4 * bench.config.requests
     if world.pp == 1 or world.tp > 1:
@@ -756,11 +779,11 @@ def fig12_measured(bench):
             work = [Request(bench.prompts(1, len(r.prompt), k)[0], r.max_new_tokens) for k, r in enumerate(zipf_requests(n, top // 4, top))]
             ended = list(feed(bench, line, work))
             line.gather(ended)
-            runs["measured"][name].append(outcome(line, [r.bubble for r in ended]))
+            runs["measured"][name].append(outcome(line, ended))
             line = Pipeline(cost, world.pp, **options)
-            runs["simulated"][name].append(outcome(line, [r.bubble for r in feed(bench, line, zipf_requests(n, top // 4, top))]))
-    bench.notes.append(f"{n} requests of {top // 4} to {top} tokens, {world.pp} stages, B = {B} per micro-batch, C = {C}; a message of N tokens takes "
-                       f"{cost.link[0] * 1e6:.0f} + {cost.link[1] * 1e6:.2f} N us; {bench.runs} runs")
+            runs["simulated"][name].append(outcome(line, feed(bench, line, zipf_requests(n, top // 4, top))))
+    bench.notes.append(f"{n} requests of {top // 4} to {top} tokens, {world.pp} stages, B = {B} per micro-batch, C = {C}; a message of N tokens "
+                       f"takes {cost.link[0] * 1e6:.0f} + {cost.link[1] * 1e6:.2f} N us; {bench.runs} runs")
     return list(beside_the_simulator(runs))
 
 
@@ -786,25 +809,31 @@ def stage_cost(bench):
     stage = GPT.from_preset(replace(config, n_layer=-(-config.n_layer // world.pp)), bench.model.dtype, str(bench.model.device))
     cost = world.agree(CostModel.profile(stage, repeats=bench.runs))
     cost.coefficients = [world.pp * c for c in cost.coefficients]
-    cost.link = measured_link(bench.model)
+    cost.link = tuple(x / world.pp for x in message_cost(bench.model, partial(round_trip, world), (1, 64, 512)))
     return cost
 
 
-def measured_link(model, sizes=(1, 64, 512), repeats=20):
-    """What each stage's message takes, (seconds, seconds per token): a line through round trips, states on from stage to stage and the
-    last one's word to all."""
-    world, took = model.world, []
+def round_trip(world, x):
+    """States (N, C) on from stage to stage, and the last one's word to all."""
+    x = world.receive(x.shape, x.dtype)() if world.stage else x
+    sent = None if world.is_last else world.send(x, "profile")
+    world.spread(torch.zeros(8), world.last)()
+    if sent:
+        sent()
+
+
+def message_cost(model, send, sizes, repeats=20):
+    """What send(x) takes for the vectors x of N tokens, (seconds, seconds per token): a line through medians."""
+    took = []
     for N in sizes:
+        x = torch.zeros(N, model.config.n_embd, dtype=model.dtype, device=model.device)
         for _ in range(repeats):
-            x, start = torch.zeros(N, model.config.n_embd, dtype=model.dtype, device=model.device), time.perf_counter()
-            x = world.receive(x.shape, x.dtype)() if world.stage else x
-            sent = None if world.is_last else world.send(x, "profile")
-            world.spread(torch.zeros(8), world.last)()
-            if sent:
-                sent()
+            start = time.perf_counter()
+            send(x)
             took.append(time.perf_counter() - start)
-    slope, first = np.polyfit(sizes, np.median(np.reshape(took, (len(sizes), -1)), 1), 1)
-    return world.agree((max(0.0, float(first)) / world.pp, max(0.0, float(slope)) / world.pp))
+    took = np.median(np.reshape(took, (len(sizes), -1)), 1)
+    line = least_squares(np.stack([np.ones(len(sizes)), sizes], 1) / took[:, None], np.ones(len(sizes)))
+    return model.world.agree(tuple(line.tolist()))
 
 
 def gpt3(nodes=1, **more):
@@ -812,9 +841,20 @@ def gpt3(nodes=1, **more):
     return CostModel.roofline(preset("gpt3-175b"), "a100", tp=8, nodes=nodes, **more)
 
 
-@experiment("how long the simulator itself takes for 1K, 10K (and with --full 100K) requests, and the memory it needs")
+@experiment(only="simulated", timeline="stage")
+def bubbles(bench):
+    """[SARATHI §3.2, §5.3] where a pipeline of four stages idles, with Orca and with SARATHI: GPT-3 on 32 A100.
+    Always simulated; the lengths are fig12's."""
+    for name, r in pipelines(bench, 4, min(bench.config.scale, 300)).items():
+        yield row(f"{name}: completion of {r['n']} requests (s)", None, r["took"], source="simulated")
+        for kind, share in r["shares"].items():
+            yield row(f"{name}: idle in {kind}, share of the stages", None, share, source="simulated")
+
+
+@experiment(only="simulated")
 def scaling(bench):
-    """GPT-3 on 16 A100, SARATHI, B = 27, lengths as in [SARATHI §5.3]; wall time on this machine."""
+    """how long the simulator itself takes for 1K, 10K (and with --full 100K) requests, and the memory it needs.
+    GPT-3 on 16 A100, SARATHI, B = 27, lengths as in [SARATHI §5.3]; wall time on this machine."""
     for n in [1000, 10000] + [100000] * bench.config.full:
         engine, clock = Simulator(gpt3(nodes=2), scheduler="sarathi", max_batch=27, n_page=27 * 4096), WallClock()
         ended = sum(1 for r in feed(bench, engine, zipf_requests(n)))
@@ -949,12 +989,17 @@ def requests_of(bench, engine, jobs):
                     adapter=None if job.adapter is None else str(job.adapter)) for i, job in enumerate(jobs)]
 
 
+def served(bench, engine, requests, clients=math.inf):
+    """Requests when all have ended, or Ctrl-C came."""
+    for _ in tqdm(feed(bench, engine, requests, clients), bench.doing, len(requests), delay=5, leave=False, file=sys.stderr):
+        pass
+    return requests
+
+
 def serve(bench, engine, jobs, slo=6.0):
     """Serve jobs as they come -> metrics."""
-    start, requests = engine.clock.now(), requests_of(bench, engine, jobs)
-    for _ in feed(bench, engine, requests, math.inf):
-        pass
-    return metrics(requests, start, slo)
+    start = engine.clock.now()
+    return metrics(served(bench, engine, requests_of(bench, engine, jobs)), start, slo)
 
 
 def metrics(requests, start=0.0, slo=6.0):
@@ -965,9 +1010,10 @@ def metrics(requests, start=0.0, slo=6.0):
     took = max((r.times[-1] for r in done), default=math.inf) - start
     waits = [r.ttft for r in done if r.ttft < slo]
     mean = lambda xs: statistics.fmean(xs) if xs else math.nan
-    return {"requests/s": len(done) / took, "tokens/s": sum(len(r.times) for r in done) / took, "latency": mean([r.times[-1] - r.arrival for r in done]),
-            "first token": mean([r.ttft for r in done]), "attainment": len(waits) / len(requests),
-            "satisfaction": sum(1 - (t / slo)**2 for t in waits) / len(requests), "aborted": len(requests) - len(done)}
+    return {"requests/s": len(done) / took, "tokens/s": sum(len(r.times) for r in done) / took,
+            "latency": mean([r.times[-1] - r.arrival for r in done]), "first token": mean([r.ttft for r in done]),
+            "attainment": len(waits) / len(requests), "satisfaction": sum(1 - (t / slo)**2 for t in waits) / len(requests),
+            "aborted": len(requests) - len(done)}
 
 
 class Meter:
@@ -993,7 +1039,7 @@ class Online:
         """clients: as in feed; B: how many run at once, 0: --max-batch, or four times the usual batch, if they fit."""
         self.bench, self.jobs, self.clients, self.L = bench, jobs, clients, max(job.prompt + job.output for job in jobs)
         names = sorted({str(job.adapter) for job in jobs if job.adapter is not None})
-        self.adapters = {name: random_adapter(SETTINGS["S2"][1][i % 4], i) for i, name in enumerate(names)}  # of mixed ranks
+        self.adapters = {name: adapter_of("S2", i) for i, name in enumerate(names)}
         if self.L > bench.model.config.block_size:
             raise ValueError(f"a request of {self.L} tokens: the model's context ends at {bench.model.config.block_size}")
         self.room = 4 * max((make(bench.model.config).n_page for make in self.adapters.values()), default=0)
@@ -1020,23 +1066,16 @@ class Online:
             engine.add_adapter(name, source)
         return engine
 
-    def run(self, scheduler, what, **options):
-        """Serve all jobs -> Outcome."""
-        outcome = self.until_interrupted(scheduler, what, **options)
-        if self.bench.interrupt.seen:
-            raise KeyboardInterrupt
-        return outcome
-
-    def until_interrupted(self, scheduler, what, **options):
-        """As run, but Ctrl-C only ends it with what has ended by then."""
+    def run(self, scheduler, *, in_part=False, **options):
+        """Serve all jobs -> Outcome; in_part: Ctrl-C only ends it with what has ended by then."""
         bench, engine = self.bench, self.engine(scheduler, **options)
         engine.record = Meter(engine.record)
         start, requests = engine.clock.now(), requests_of(bench, engine, self.jobs)
         try:
-            for _ in tqdm(feed(bench, engine, requests, self.clients), f"{bench.doing}: {what}", len(requests), delay=5, leave=False, file=sys.stderr):
-                pass
+            served(bench, engine, requests, self.clients)
         except KeyboardInterrupt:
-            pass
+            if not in_part:
+                raise
         ended = [r for r in requests if r.done]
         times = waits(ended, engine.record.first)
         return Outcome(ended, times, fared(bench, ended, engine.record, times, start) if times[CURVES[0]] else {})
@@ -1068,6 +1107,7 @@ def at_rate(jobs, rate):
 
 PERCENTILES = dict(p50=50, p90=90, p99=99, longest=100)
 CURVES = "time to first token", "time per token", "between two tokens"
+THROUGHPUT = "throughput (tokens/s, prompts too)"
 
 
 def waits(requests, first):
@@ -1083,7 +1123,7 @@ def fared(bench, requests, meter, times, start):
     good = sum(r.state in ("length", "stop") and r.ttft <= config.ttft and r.tpot <= config.tpot for r in requests)
     took = max(r.times[-1] for r in requests if r.times) - start
     rates = {"throughput (requests/s)": seen["requests/s"], "throughput (new tokens/s)": seen["tokens/s"],
-             "throughput (tokens/s, prompts too)": sum(len(r.prompt) + len(r.times) for r in requests if r.times) / took,
+             THROUGHPUT: sum(len(r.prompt) + len(r.times) for r in requests if r.times) / took,
              f"goodput (requests/s within {config.ttft:g} s, {config.tpot:g} s per token)": good / took,
              "SLO attainment (share)": good / len(requests), "refused or given up (requests)": seen["aborted"],
              "utilization (share of time)": meter.busy / took}
@@ -1100,12 +1140,14 @@ def distribution(values):
     return list(zip(np.quantile(values, shares).tolist(), shares.tolist())) if values else []
 
 
-@experiment("online serving, schedulers side by side: first token, time per token, stalls, goodput; see --arrivals, --prompt, --output")
+@experiment(("seconds to the first token", "share of requests"), ("seconds per token behind it", "share of requests"),
+            ("seconds between two tokens", "share of gaps"))
 def online(bench):
-    """`ours` is --scheduler. On Ctrl-C the table holds what ended until then."""
+    """online serving, schedulers side by side: first token, time per token, stalls, goodput; see --arrivals, --prompt, --output.
+    `ours` is --scheduler. On Ctrl-C the table holds what ended until then."""
     ours, seen, work = bench.options.scheduler, {}, Online.of(bench)
     for name in dict.fromkeys([ours, *bench.config.schedulers.split(",")]):
-        outcome = work.until_interrupted(name, name)
+        outcome = work.run(name, in_part=True)
         seen |= {name: outcome} if outcome.rates else {}
         if bench.interrupt.seen:
             break
@@ -1121,31 +1163,53 @@ def online(bench):
 
 # ---------------------------------------------------------------- [TNG]
 
+@experiment(timeline="request")
+def timeline(bench):
+    """[TNG] the three timelines: the same requests with static batching, prefill first and chunked prefills.
+    Three requests at once, three later: what each scheduler does to those that are decoding by then."""
+    L = max(bench.lengths)
+    (unit,) = bench.seconds(bench.iteration(0, 0, L))  # arrivals are in units of a prefill of L tokens
+    jobs = [Job(arrival * unit, P, D) for P, D, arrival in (
+        (L // 8, 24, 0), (L // 4, 12, 0), (L // 8, 36, 0), (L * 3 // 4, 16, 0.6), (L // 2, 10, 1.5), (L // 4, 12, 2.2))]
+    for s in dict.fromkeys(("static", "prefill_first", "sarathi", bench.options.scheduler)):
+        engine = bench.engine(s, L + 16, B=4)
+        engine.clock = type(bench.clock)()  # each begins at zero
+        requests = served(bench, engine, requests_of(bench, engine, jobs))
+        getattr(engine.record, "arrivals", {}).update((r.id, r.arrival) for r in requests)
+        yield row(f"{s}: TTFT, mean (s)", None, statistics.mean(r.ttft for r in requests))
+        yield row(f"{s}: TPOT, mean (ms)", None, statistics.mean(r.tpot for r in requests) * 1e3)
+        yield row(f"{s}: longest wait between two tokens (s)", None, max(b - a for r in requests for a, b in zip(r.times, r.times[1:])))
+        yield row(f"{s}: until the last token (s)", None, max(r.times[-1] for r in requests))
+
+
 def policies(*chunks):
     """{name: scheduler} as compared in [TNG], chunked prefills with several sizes."""
     return {"static": "static", "prefill_first": "prefill_first"} | {f"C = {C}": Sarathi(chunk=C) for C in chunks}
 
 
-@experiment("[TNG] time to first token, time per token and throughput over the number of concurrent requests")
+@experiment(("concurrent requests", "tokens/s, prompts too"), ("concurrent requests", "seconds to the first token, p50"),
+            ("concurrent requests", "seconds per token, p50"))
 def tng_concurrency(bench):
-    """n clients, each sends its next request when its last ended; lengths are those of --prompt and --output."""
+    """[TNG] time to first token, time per token and throughput over the number of concurrent requests.
+    n clients, each sends its next request when its last ended; lengths are those of --prompt and --output."""
     jobs = drawn(bench, bench.grid(2, 6) * 64)
     Online(bench, jobs[:8], B=8).capacity
     for n in bench.grid([1, 4, 12], [1, 2, 4, 8, 16, 32, 64]):
         work = Online(bench, jobs[:bench.grid(2, 6) * max(n, 3)], clients=n, B=n)
         for name, scheduler in policies(*bench.grid([64, 256], [128, 256, 512])).items():
-            rates = work.run(scheduler, f"{n} at once, {name}").rates
-            tokens, first, each = (rates[what] for what in ("throughput (tokens/s, prompts too)", "time to first token, p50 (s)", "time per token, p50 (s)"))
+            rates = work.run(scheduler).rates
+            tokens, first, each = (rates[what] for what in (THROUGHPUT, "time to first token, p50 (s)", "time per token, p50 (s)"))
             yield row(f"{n} at once: {name} (tokens/s, prompts too)", None, tokens, **{"TTFT, p50 (s)": first, "TPOT, p50 (s)": each},
                       at=("throughput", name, n), also=[("first token", name, n, first, ""), ("each token", name, n, each, "")])
 
 
-@experiment("[TNG] the chunk size as the knob between time to first token and time per token; see --arrivals, --prompt, --output")
+@experiment(("seconds to the first token, p50", "seconds per token, p50"), ("seconds to the first token, p50", "seconds between two tokens, p99"))
 def tng_chunk(bench):
-    """Sarathi's, and beside it the two policies without chunks."""
+    """[TNG] the chunk size as the knob between time to first token and time per token; see --arrivals, --prompt, --output.
+    Sarathi's, and beside it the two policies without chunks."""
     work = Online.of(bench)
     for name, scheduler in policies(*bench.grid([32, 64, 128, 256], [64, 128, 256, 512, 1024, 2048])).items():
-        rates, series, C = work.run(scheduler, name).rates, name if name == scheduler else "sarathi", name.removeprefix("C = ") * (name != scheduler)
+        rates, series, C = work.run(scheduler).rates, name if name == scheduler else "sarathi", name.removeprefix("C = ") * (name != scheduler)
         first, each, gap = (rates[f"{what} (s)"] for what in ("time to first token, p50", "time per token, p50", "between two tokens, p99"))
         yield row(f"{name}: TTFT, p50 (s)", None, first, **{"TPOT, p50 (s)": each, "stall, p99 (s)": gap},
                   also=[("time per token", series, first, each, C), ("stalls", series, first, gap, C)])
@@ -1154,9 +1218,10 @@ def tng_chunk(bench):
 TNG = 1.5  # "+50 %" of vLLM on H100
 
 
-@experiment("[TNG] total token throughput with chunked prefills over prefill-first, requests of equal size")
+@experiment(("P:D ratio", "throughput over prefill first (times)"), beside="h100")
 def tng_throughput(bench):
-    """As vLLM runs them: closed-loop clients, a budget of tokens per iteration; simulated: on its host. The text says neither which model
+    """[TNG] total token throughput with chunked prefills over prefill-first, requests of equal size.
+    As vLLM runs them: closed-loop clients, a budget of tokens per iteration; simulated: on its host. The text says neither which model
     nor which lengths nor how many at once, so all of a grid are tried; its number stands beside the largest gain."""
     if bench.simulated:
         bench = bench.other(CostModel.roofline(bench.model.config, bench.config.hardware, bench.config.tp, system="vllm"))
@@ -1165,25 +1230,26 @@ def tng_throughput(bench):
         work, rates = Online(bench, [Job(0.0, *halves(bench.lengths[0], pd))] * (bench.grid(2, 6) * n), clients=n, B=n), {}
         for C in ("", *bench.grid([64, 256], [512, 2048])):
             scheduler = SarathiServe(chunk=C) if C else "prefill_first"
-            rates[C] = work.run(scheduler, f"{n} at once, P:D = {pd}, C = {C}").rates["throughput (tokens/s, prompts too)"]
+            rates[C] = work.run(scheduler).rates[THROUGHPUT]
         for C in [*rates][1:]:
             gains.append(rates[C] / rates[""])
             yield row(f"{n} at once, P:D = {pd}, C = {C}: gain", None, gains[-1], **{"tokens/s": rates[C]}, at=(f"{n} at once", f"C = {C}", pd))
-    yield row("chunked over prefill first: largest gain", TNG if bench.config.hardware == "h100" else None, max(gains), **{"tokens/s": None})
+    yield row("chunked over prefill first: largest gain", TNG, max(gains), **{"tokens/s": None})
 
 
 # ---------------------------------------------------------------- fairness
 
-@experiment("[VTC] two clients, one sends twice what can be served: first tokens of both, first come first served and fair")
+@experiment(("client", "seconds to the first token, mean"))
 def fairness(bench):
-    """The other sends a tenth of what can be served; arrivals are Poisson, lengths those of --prompt and --output."""
+    """[VTC] two clients, one sends twice what can be served: first tokens of both, first come first served and fair.
+    The other sends a tenth of what can be served; arrivals are Poisson, lengths those of --prompt and --output."""
     n = bench.grid(4, 40) * bench.config.requests
     rate = Online(bench, drawn(bench, n)).capacity
     jobs = [job._replace(client="flood") for job in at_rate(drawn(bench, n), 2 * rate)]
     jobs += [job._replace(client="light") for job in at_rate(drawn(bench, max(2, n // 20), seed=1), 0.1 * rate)]
     work = Online(bench, sorted(jobs))
     for order, fair in (("fcfs", 0.0), ("fair", bench.options.fair or 2.0)):
-        ended = work.run(bench.options.scheduler, order, fair=fair).requests
+        ended = work.run(bench.options.scheduler, fair=fair).requests
         for client in ("light", "flood"):
             first = [r.ttft for r in ended if r.client == client and r.times]
             p50, p99 = np.percentile(first, (50, 99)).tolist()
@@ -1222,6 +1288,13 @@ class Lightllm(Scheduler):
         return new
 
 
+def lightllm(cost, n_page, split=0, **options):
+    """The authors' server, simulated; split: so many of its pages are for adapters alone."""
+    engine = Simulator(cost, scheduler=Lightllm(n_page - split), max_batch=1000, n_page=n_page, adapter_pages=split, alloc="grow", **options)
+    engine.scheduler.pages = (lambda adapter: 0) if split else engine.adapters.n_page
+    return engine
+
+
 class Rounds(Scheduler):
     """S-LoRA's server on top of PEFT: takes all who have come, adapter by adapter, in static batches, then all who came meanwhile."""
     batches = ()
@@ -1246,41 +1319,53 @@ SECONDS = {("a100", "bmm"): 30}  # of arrivals; elsewhere 300
 PEFT_BATCH = {"llama-7b": 50, "llama-13b": 35}  # as in the authors' code
 
 
+def adapter_of(setting, i):
+    """The i-th adapter of a setting."""
+    ranks = SETTINGS[setting][1]
+    return random_adapter(ranks[i % len(ranks)], seed=i)
+
+
 class Scene:
     """A setting of [S-LoRA Table 1]. Simulated: the authors' systems on --hardware. Measured: this engine and model with the
     setting's ranks; lengths, seconds and the number of requests shrink, so that the paper's rates load it as they did the A10G."""
 
     def __init__(self, bench, setting):
-        self.bench, (self.model, self.ranks), self.hardware = bench, SETTINGS[setting], bench.config.hardware
+        self.bench, self.setting, (self.model, self.ranks), self.hardware = bench, setting, SETTINGS[setting], bench.config.hardware
         self.unit, self.lengths = 1.0, uniform(8, 512)  # seconds here for one of the paper's
         if not bench.simulated:
             self.lengths = uniform(4, max(5, max(bench.lengths) // 12))
-            self.unit = 1.58 / self.run(20, 1000)["requests/s"]  # [S-LoRA Fig. 5] what the A10G served
-            bench.notes.append(f"{setting} here: {self.unit:.3g} s stand for one of the paper's in rates and the SLO; results are in seconds of this machine")
+            self.unit = bench.shared(self.ranks, lambda: 1.58 / self.run(20, 1000)["requests/s"])  # [S-LoRA Fig. 5] what the A10G served
+            bench.notes.append(f"{setting}: {self.unit:.3g} s stand for one of the paper's in rates and the SLO; results are in seconds here")
+
+    @classmethod
+    def usual(cls, bench):
+        """The [S-LoRA Table 2] workload of --hardware, with its adapters n and its requests/s rate; measured: the A10G's."""
+        setting, n, rate = DEFAULT.get(bench.config.hardware, DEFAULT["a10g"])
+        scene = cls(bench, setting)
+        scene.n, scene.rate = n, rate
+        return scene
 
     def run(self, n, rate, variant="S-LoRA", duration=300, cv=1.0, alpha=1.0, **options):
         """Serve so many of the paper's seconds of its workload with n adapters -> metrics. options: the engine's, slo in its seconds."""
         bench, unit = self.bench, self.unit
-        duration = bench.grid(min(duration, 4 * bench.config.requests / rate), duration)
+        duration = bench.grid(min(duration, 2 * bench.config.requests / rate), duration)
         jobs = gamma_jobs(rate / unit, duration * unit, cv, n, alpha, self.lengths, self.lengths)
         options = VARIANTS.get(variant, {}) | options | ({"slo": options["slo"] * unit} if "slo" in options else {})
         engine = self.simulator(n, variant, options) if bench.simulated else self.engine(variant, options)
         for i in {job.adapter for job in jobs} - {None}:  # of the others only the name would be known
-            engine.add_adapter(str(i), random_adapter(self.ranks[i % len(self.ranks)], seed=i))
+            engine.add_adapter(str(i), adapter_of(self.setting, i))
         return serve(bench, engine, jobs, slo=6.0 * unit)
 
     def simulator(self, n, variant, options):
         """The paper's own system, or its server on top of PEFT."""
-        server, config = variant == "PEFT", preset(self.model)
-        cost = CostModel.roofline(config, self.hardware, self.bench.config.tp, system="transformers" if server else "lightllm")
-        room = POOLS.get((self.model, self.hardware)) or int(math.prod(cost.memory)) // cost.page
-        n_page = SPLIT.get((self.hardware, variant), {}).get(n, room)
-        split = n_page // 4 if variant in ("no-unify", "bmm") else 0
-        scheduler = Rounds() if server else Lightllm(n_page - split)
-        engine = Simulator(cost, clock=VirtualClock(), scheduler=scheduler, max_batch=PEFT_BATCH.get(self.model, 16) if server else 1000,
-                           n_page=n_page, adapter_pages=split, alloc="grow", record=self.bench.tape(variant), **options)
-        engine.scheduler.pages = (lambda adapter: 0) if split else engine.adapters.n_page
-        return engine
+        server, gpu = variant == "PEFT", self.hardware
+        cost = CostModel.roofline(preset(self.model), gpu, self.bench.config.tp, system="transformers" if server else "lightllm")
+        room = POOLS.get((self.model, gpu)) or int(math.prod(cost.memory)) // cost.page
+        options["record"] = self.bench.tape(variant)
+        if server:
+            return Simulator(cost, scheduler=Rounds(), max_batch=PEFT_BATCH.get(self.model, 16), n_page=room, alloc="grow", **options)
+        n_page = SPLIT.get((gpu, variant), {}).get(n, room)
+        return lightllm(cost, n_page, n_page // 4 if variant in ("no-unify", "bmm") else 0, **options)
 
     def engine(self, variant, options):
         """This engine, with room for the longest requests of a batch and for four of the largest adapters."""
@@ -1295,15 +1380,15 @@ class Scene:
 
 VARIANTS = {"bmm": dict(lora="bmm"), "merge": dict(lora="merge")}  # -> the engine's options; where it is not said: none
 TABLE3 = {  # [S-LoRA Table 3] A100-80, 10 requests/s (PEFT on S4: 6) for 2 minutes: setting -> adapters -> requests/s of S-LoRA, of PEFT
-    "S1": {5: (8.05, 0.88), 100: (7.99, 0.25), 1000: (7.64, None), 2000: (7.61, None)},
-    "S2": {5: (7.48, 0.74), 100: (7.29, 0.24), 1000: (6.69, None), 2000: (6.71, None)},
-    "S4": {2: (4.49, 0.54), 100: (4.28, 0.13), 1000: (3.96, None)}}
+    "S1": {5: (8.05, 0.88), 100: (7.99, 0.25), 1000: (7.64,), 2000: (7.61,)},
+    "S2": {5: (7.48, 0.74), 100: (7.29, 0.24), 1000: (6.69,), 2000: (6.71,)},
+    "S4": {2: (4.49, 0.54), 100: (4.28, 0.13), 1000: (3.96,)}}
 FIG5 = {  # [S-LoRA Fig. 5] numbers of the authors' logs: hardware -> adapters -> requests/s of S-LoRA, no-unify and bmm
     "a100": {1: (4.43, None, None), 100: (4.30, 3.35, 0.174), 200: (4.17, 2.97, 0.179), 400: (4.06, 2.64, 0.173)},
     "a10g": {1: (1.744, None, None), 20: (1.680, 1.452, 0.257), 50: (1.606, 1.198, 0.259), 100: (1.593, 1.199, 0.255), 200: (1.576, 1.194, 0.253)}}
 FIG6 = {  # [S-LoRA Fig. 6] A100-80: requests/s that come -> that are served, mean latency, first token (s), attainment
-    "a100": {1: (0.942, 15.32, 0.364, 1.0), 2: (1.838, 17.18, 0.499, 1.0), 4: (3.539, 23.03, 0.740, 1.0), 6: (4.012, 86.26, 60.02, 0.102),
-             8: (4.017, 163.2, 136.5, 0.059)}}
+    1: (0.942, 15.32, 0.364, 1.0), 2: (1.838, 17.18, 0.499, 1.0), 4: (3.539, 23.03, 0.740, 1.0), 6: (4.012, 86.26, 60.02, 0.102),
+    8: (4.017, 163.2, 136.5, 0.059)}
 FIG9 = {(1, 1.0): (1.587, 1.412), (2, 1.0): (1.150, 1.442), (5, 1.0): (0.733, 1.421), (5, 0.1): (0.949, 1.409)}  # [S-LoRA Fig. 9] A10G, one
 # minute: adapters, alpha -> requests/s merged, on the fly
 FIG10 = {1: (0.72, 0.70, 0.10), 2: (0.72, 0.70, 0.10), 4: (0.69, 0.59, 0.10), 6: (0.66, 0.57, 0.28), 8: (0.56, 0.45, 0.14)}  # [S-LoRA Fig. 10]
@@ -1313,101 +1398,98 @@ CLUSTERS = {1: (1.733, 0.846), 2: (1.693, 0.838), 4: (1.677, 0.792), 8: (1.710, 
 EXTENT = ("latency", "first token", "attainment")  # what rows of throughput tell besides
 
 
-def default_scene(bench):
-    """The [S-LoRA Table 2] workload of --hardware -> (Scene, setting, adapters, requests/s); measured: the A10G's."""
-    setting, n, rate = DEFAULT.get(bench.config.hardware, DEFAULT["a10g"])
-    return Scene(bench, setting), setting, n, rate
-
-
 def throughput(what, paper, seen, at, **more):
     """A row for what Scene.run saw."""
     return row(f"{what} (requests/s)", paper, seen["requests/s"], **{name: seen[name] for name in EXTENT}, at=at, **more)
 
 
-@experiment("[S-LoRA Table 3] requests per second with few and with thousands of adapters, S-LoRA and a server on top of PEFT")
+@experiment(beside="a100")
 def slora_table3(bench):
-    """The paper's numbers beside --hardware a100."""
+    """[S-LoRA Table 3] requests per second with few and with thousands of adapters, S-LoRA and a server on top of PEFT."""
     for setting, cells in bench.grid({"S2": {5: (1, 1), 100: (1, 1)}}, TABLE3).items():
         scene = Scene(bench, setting)
         for n, papers in cells.items():
             for variant, paper in zip(("S-LoRA", "PEFT"), papers):
-                if paper is not None:
-                    seen = scene.run(n, 6 if (setting, variant) == ("S4", "PEFT") else 10, variant, duration=120)
-                    yield throughput(f"{setting}, n = {n}: {variant}", paper if bench.config.hardware == "a100" else None, seen, (setting, variant, n))
+                seen = scene.run(n, 6 if (setting, variant) == ("S4", "PEFT") else 10, variant, duration=120)
+                yield throughput(f"{setting}, n = {n}: {variant}", paper, seen, (setting, variant, n))
 
 
-@experiment("[S-LoRA Fig. 5] throughput over the number of adapters: S-LoRA, without a unified pool, with a batched GEMM")
+@experiment(("adapters", "requests/s"))
 def slora_fig5(bench):
-    """The paper's numbers beside --hardware a100 and a10g; up to 2,000 adapters for S-LoRA alone."""
-    scene, setting, most, rate = default_scene(bench)
-    papers = FIG5.get(bench.config.hardware, {})
-    for n in bench.grid([1, 20, most], sorted({*(papers or FIG5["a10g"]), 1000, 2000})):
-        for i, variant in enumerate(("S-LoRA", "no-unify", "bmm")):
-            if i == 0 or 1 < n <= most:
-                seen = scene.run(n, rate, variant, duration=SECONDS.get((bench.config.hardware, variant), 300))
-                yield throughput(f"{setting}, n = {n}: {variant}", papers.get(n, (None,) * 3)[i], seen, (setting, variant, n), **({"derived": True} if n == most else {}))
+    """[S-LoRA Fig. 5] throughput over the number of adapters: S-LoRA, without a unified pool, with a batched GEMM.
+    The paper's numbers beside --hardware a100 and a10g; up to 2,000 adapters for S-LoRA alone."""
+    scene = Scene.usual(bench)
+    for n in bench.grid([1, 20, scene.n], sorted({*FIG5.get(bench.config.hardware, FIG5["a10g"]), 1000, 2000})):
+        yield from ablation(scene, n, 3 if 1 < n <= scene.n else 1, **({"derived": True} if n == scene.n else {}))
 
 
-@experiment("[S-LoRA Fig. 6] throughput, first token and SLO attainment over the rate of requests")
+@experiment()
+def slora_ablation(bench):
+    """[S-LoRA §7.2] what the unified pool and the kernels are worth: S-LoRA, no-unify and bmm on the same workload.
+    The paper's numbers, those of its Fig. 5, beside --hardware a100 and a10g."""
+    scene = Scene.usual(bench)
+    yield from ablation(scene, scene.n)
+
+
+def ablation(scene, n, most=3, **more):
+    """Rows for n adapters and the first of the three systems."""
+    gpu = scene.hardware
+    for variant, paper in list(zip(("S-LoRA", "no-unify", "bmm"), FIG5.get(gpu, {}).get(n, (None,) * 3)))[:most]:
+        seen = scene.run(n, scene.rate, variant, duration=SECONDS.get((gpu, variant), 300))
+        yield throughput(f"{scene.setting}, n = {n}: {variant}", paper, seen, (scene.setting, variant, n), **more)
+
+
+@experiment(("requests/s that come", "requests/s"), ("requests/s that come", "seconds"), ("requests/s that come", "seconds"),
+            ("requests/s that come", "share within the SLO"), beside="a100")
 def slora_fig6(bench):
-    """The paper's numbers beside --hardware a100."""
-    scene, setting, n, usual = default_scene(bench)
-    papers = FIG6.get(bench.config.hardware, {})
-    for rate in bench.grid([usual / 2, usual], papers or [usual * x / 4 for x in (1, 2, 3, 4, 5)]):
-        seen = scene.run(n, rate)
-        for name, unit, paper in zip(("requests/s", *EXTENT), ("requests/s", "s", "s", "share"), papers.get(rate, (None,) * 4)):
-            yield row(f"{setting}, R = {rate:g}: {name if name != 'requests/s' else 'throughput'} ({unit})", paper, seen[name],
+    """[S-LoRA Fig. 6] throughput, first token and SLO attainment over the rate of requests."""
+    scene = Scene.usual(bench)
+    for rate in bench.grid([scene.rate / 2, scene.rate], FIG6 if scene.hardware == "a100" else [scene.rate * x / 4 for x in (1, 2, 3, 4, 5)]):
+        seen = scene.run(scene.n, rate)
+        for name, unit, paper in zip(("requests/s", *EXTENT), ("requests/s", "s", "s", "share"), FIG6.get(rate, (None,) * 4)):
+            yield row(f"{scene.setting}, R = {rate:g}: {name if name != 'requests/s' else 'throughput'} ({unit})", paper, seen[name],
                       at=(name, "S-LoRA", rate))
 
 
-@experiment("[S-LoRA Fig. 9] merging the adapter into the weights beside computing it on the fly, over the number of adapters")
+@experiment(("adapters", "requests/s"), beside="a10g")
 def slora_fig9(bench):
-    """The paper's numbers beside --hardware a10g."""
+    """[S-LoRA Fig. 9] merging the adapter into the weights beside computing it on the fly, over the number of adapters."""
     scene = Scene(bench, "S2")
     for (n, alpha), papers in bench.grid({k: FIG9[k] for k in ((1, 1.0), (5, 1.0))}, FIG9).items():
         for variant, paper in zip(("merge", "S-LoRA"), papers):
-            yield throughput(f"n = {n}, alpha = {alpha:g}: {variant}", paper if bench.config.hardware == "a10g" else None,
-                             scene.run(n, 2, variant, duration=60, alpha=alpha), (f"alpha = {alpha:g}", variant, n))
+            seen = scene.run(n, 2, variant, duration=60, alpha=alpha)
+            yield throughput(f"n = {n}, alpha = {alpha:g}: {variant}", paper, seen, (f"alpha = {alpha:g}", variant, n))
 
 
-@experiment("[S-LoRA Fig. 10] SLO attainment over burstiness: early abort, last come first served, first come first served")
+@experiment(("coefficient of variation of the gaps", "share within the SLO"), beside="a100")
 def slora_fig10(bench):
-    """The paper's numbers beside --hardware a100."""
-    scene, setting, n, rate = default_scene(bench)
+    """[S-LoRA Fig. 10] SLO attainment over burstiness: early abort, last come first served, first come first served."""
+    scene = Scene.usual(bench)
     for cv, papers in bench.grid({k: FIG10[k] for k in (1, 4)}, FIG10).items():
         for name, options, paper in zip(("early abort", "last come first", "first come first"), (dict(slo=6.0), dict(order="lcfs"), {}), papers):
-            seen = scene.run(n, rate, cv=cv, **options)
-            yield row(f"{setting}, cv = {cv}: attainment, {name}", paper if bench.config.hardware == "a100" else None, seen["attainment"],
-                      satisfaction=seen["satisfaction"], aborted=seen["aborted"], at=("attainment", name, cv))
+            seen = scene.run(scene.n, scene.rate, cv=cv, **options)
+            yield row(f"{scene.setting}, cv = {cv}: attainment, {name}", paper, seen["attainment"], satisfaction=seen["satisfaction"],
+                      aborted=seen["aborted"], at=("attainment", name, cv))
 
 
-@experiment("[S-LoRA App. A] adapter clustering: throughput and attainment when a batch keeps to d adapters while it can")
+@experiment(beside="a100-40")
 def slora_clustering(bench):
-    """The paper's numbers beside --hardware a100-40."""
+    """[S-LoRA App. A] adapter clustering: throughput and attainment when a batch keeps to d adapters while it can."""
     scene = Scene(bench, "S2")
     for d, papers in bench.grid({k: CLUSTERS[k] for k in (1, 32)}, CLUSTERS).items():
-        seen, known = scene.run(32, 2, duration=120, cluster=d), bench.config.hardware == "a100-40"
+        seen = scene.run(32, 2, duration=120, cluster=d)
         for name, unit, paper in zip(("requests/s", "attainment"), ("throughput (requests/s)", "attainment"), papers):
-            yield row(f"d = {d}: {unit}", paper if known else None, seen[name], at=(name, "S-LoRA", d))
-
-
-@experiment("[S-LoRA §7.2] what the unified pool and the kernels are worth: S-LoRA, no-unify and bmm on the same workload")
-def slora_ablation(bench):
-    """The paper's numbers beside --hardware a100 and a10g."""
-    scene, setting, n, rate = default_scene(bench)
-    papers = FIG5.get(bench.config.hardware, {}).get(n, (None,) * 3)
-    for variant, paper in zip(("S-LoRA", "no-unify", "bmm"), papers):
-        seen = scene.run(n, rate, variant, duration=SECONDS.get((bench.config.hardware, variant), 300))
-        yield throughput(f"{setting}, n = {n}: {variant}", paper, seen, ("", "ablation", variant))
+            yield row(f"d = {d}: {unit}", paper, seen[name], at=(name, "S-LoRA", d))
 
 
 PARALLEL = (("S5", "a100-40", 100), ("S6", "a100", 10))  # [S-LoRA §7.3]: setting, GPU, adapters
 PARTS = ("S-LoRA", "without its messages", "base model alone")
 
 
-@experiment("[S-LoRA Fig. 8] tensor parallelism: throughput with adapters, with adapters that send nothing, and of the base model alone")
+@experiment(("GPUs", "requests/s"))
 def fig8_slora(bench):
-    """Simulated: 2 and 4 GPUs; without the host's time, which would hide the messages'. Measured: on the processes that torchrun
+    """[S-LoRA Fig. 8] tensor parallelism: throughput with adapters, with adapters that send nothing, and of the base model alone.
+    Simulated: 2 and 4 GPUs; without the host's time, which would hide the messages'. Measured: on the processes that torchrun
     started (or one), and what each of them holds and sends."""
     yield from (simulated_fig8 if bench.simulated else measured_fig8)(bench)
 
@@ -1416,35 +1498,27 @@ def simulated_fig8(bench):
     """Overloaded, so that what is served is what the GPUs can. The paper gives no numbers, but says that twice the GPUs serve more than
     twice the requests: there is room for larger batches."""
     for setting, gpu, n in PARALLEL:
-        (model, (rank,)), seen = SETTINGS[setting], {}
+        model, seen = SETTINGS[setting][0], {}
         for tp, part in ((tp, part) for tp in (2, 4) for part in PARTS):
             cost, jobs = CostModel.roofline(preset(model), gpu, tp), gamma_jobs(12, 60, n_adapter=n, seed=bench.options.seed)
             cost.exchanges, room = part == PARTS[0], int(math.prod(cost.memory)) // cost.page
-            engine = Simulator(cost, scheduler=Lightllm(room), max_batch=1000, n_page=room, alloc="grow")
-            engine.scheduler.pages = engine.adapters.n_page
+            engine = lightllm(cost, room)
             for i in range(n):
-                engine.add_adapter(str(i), random_adapter(rank, seed=i))
+                engine.add_adapter(str(i), adapter_of(setting, i))
             seen[tp, part] = serve(bench, engine, jobs if part != PARTS[2] else [job._replace(adapter=None) for job in jobs])
             yield throughput(f"{setting}, {tp} x {gpu}: {part}", None, seen[tp, part], (setting, part, tp))
         gain = [seen[4, part]["requests/s"] / seen[2, part]["requests/s"] for part in PARTS]
-        bench.notes.append(f"{setting}: 4 GPUs over 2: {gain[0]:.1f} times the requests, the base model alone {gain[2]:.1f} times; the paper: more than 2")
+        bench.notes.append(f"{setting}: 4 GPUs over 2: {gain[0]:.1f} times the requests, the base model alone {gain[2]:.1f}; the paper: more than 2")
 
 
 def measured_fig8(bench, n=20):
     """All requests are there at once; ranks as in S2."""
-    model, ranks, top = bench.model, SETTINGS["S2"][1], max(bench.lengths) // 4
-    world, jobs = model.world, [job._replace(arrival=0.0) for job in gamma_jobs(1, 2 * bench.config.requests, n_adapter=n, prompt=uniform(8, top),
-                                                                              output=uniform(8, top), seed=bench.options.seed)]
-    room, engines = n * random_adapter(max(ranks))(model.config).n_page, []
-    for part in PARTS:
-        engines.append(bench.engine(bench.options.scheduler, 2 * top, n_page=bench.B * 2 * top + room, alloc="grow"))
-        for i in range(n if part != PARTS[2] else 0):
-            engines[-1].add_adapter(str(i), random_adapter(ranks[i % 4], i))
-    jobs = [jobs, jobs, [job._replace(adapter=None) for job in jobs]]
-    fns = [partial(serve, bench, engine, work) for engine, work in zip(engines, jobs)]
+    model, world, top, adapters = bench.model, bench.model.world, max(bench.lengths) // 4, [adapter_of("S2", i) for i in range(n)]
+    room = n * max(make(model.config).n_page for make in adapters[:4])
+    fns, tokens = at_once(bench, 2, top, room, adapters, [({}, n), ({}, n), ({}, 0)])
     before = world.sent.copy()
     fns[0]()
-    sent, tokens = world.sent - before, sum(job.prompt + job.output for job in jobs[0])
+    sent = world.sent - before
     fns[1] = silenced(model, fns[1])
     for part, took in zip(PARTS, bench.rounds(*fns, repeats=bench.runs)):
         yield row(f"tp = {world.tp}: {part} (tokens/s)", None, tokens / statistics.median(took), at=("", part, world.tp))
@@ -1454,6 +1528,19 @@ def measured_fig8(bench, n=20):
         yield row(f"sent by a rank for {what}, per token (bytes)", None, size / tokens, source="counted")
     if world.tp > 1:
         yield from messages(bench)
+
+
+def at_once(bench, share, top, room, adapters, ways):
+    """share * --requests jobs of up to top + top tokens, there at once, in ways [(the engine's options, how many of the adapters)] -> [a
+    function that serves them], their tokens."""
+    lengths, fns = uniform(8, top), []
+    jobs = gamma_jobs(1, share * bench.config.requests, n_adapter=len(adapters), prompt=lengths, output=lengths, seed=bench.options.seed)
+    for options, n in ways:
+        engine = bench.engine(bench.options.scheduler, 2 * top, n_page=bench.B * 2 * top + room, alloc="grow", **options)
+        for i, source in enumerate(adapters[:n]):
+            engine.add_adapter(str(i), source)
+        fns.append(partial(serve, bench, engine, [job._replace(arrival=0.0, adapter=job.adapter % n if n else None) for job in jobs]))
+    return fns, sum(job.prompt + job.output for job in jobs)
 
 
 def silenced(model, fn):
@@ -1474,9 +1561,9 @@ def messages(bench):
     """What an all-reduce takes, and whether a simulator that adds it to the profile of a share gets the whole: on iterations that
     no fit has seen."""
     model, world, config = bench.model, bench.model.world, bench.model.config
-    share = GPT.from_preset(replace(config, part=(0, 1), vocab_size=config.n_vocab), model.dtype, str(model.device))
+    share = another(bench, part=(0, 1), vocab_size=config.n_vocab)
     cost = world.agree(CostModel.profile(share, repeats=bench.runs))  # on all ranks at the same time: they may share a memory
-    cost.ring = measured_ring(model)
+    cost.ring = message_cost(model, partial(all_reduced, world), (1, 16, 64, 256))
     yield row("an all-reduce: before it begins (us)", None, cost.ring[0] * 1e6)
     yield row("an all-reduce: per token of the batch (us)", None, cost.ring[1] * 1e6)
     batches = random_batches(min(config.block_size, 1024) - 2, 12)
@@ -1486,42 +1573,28 @@ def messages(bench):
     yield row("iterations: median error of the simulator (%)", None, float(np.median(np.abs(ours / real - 1))) * 100, source="both")
 
 
-def measured_ring(model, sizes=(1, 16, 64, 256), repeats=20):
-    """What an all-reduce of N tokens' vectors takes, (seconds, seconds per token): a line through medians."""
-    took = []
-    for N in sizes:
-        x = torch.zeros(N, model.config.n_embd, dtype=model.dtype, device=model.device)
-        for _ in range(repeats):
-            start = time.perf_counter()
-            model.world.all_reduce(x, "profile")
-            x[0, 0].item()  # a GPU is done by then
-            took.append(time.perf_counter() - start)
-    took = np.median(np.reshape(took, (len(sizes), -1)), 1)
-    line = least_squares(np.stack([np.ones(len(sizes)), sizes], 1) / took[:, None], np.ones(len(sizes)))
-    return model.world.agree(tuple(line.tolist()))
+def all_reduced(world, x):
+    """x summed over ranks, and done: a GPU is, where one number of it is read."""
+    world.all_reduce(x, "profile")
+    x[0, 0].item()
 
 
-@experiment("what adapters cost here: the same requests with none, and with 200 of mixed ranks computed in every way, in turns")
+@experiment()
 def slora_ways(bench):
-    """All requests are there at once, lengths as in [S-LoRA Table 2] but shorter, every adapter equally popular; the paper's column
+    """what adapters cost here: the same requests with none, and with 200 of mixed ranks computed in every way, in turns.
+    All requests are there at once, lengths as in [S-LoRA Table 2] but shorter, every adapter equally popular; the paper's column
     is from its Fig. 5 (A10G) and Table 3 (S2, n = 100), over S-LoRA. --full: also 100 and 2,000 adapters, all of them in memory."""
-    n, top, ranks = bench.grid(200, 2000), max(bench.lengths) // 2, SETTINGS["S2"][1]
-    adapters = [random_adapter(ranks[i % 4], i)(bench.model.config, None if bench.simulated else bench.model.dtype)
+    n, top = bench.grid(200, 2000), max(bench.lengths) // 2
+    adapters = [adapter_of("S2", i)(bench.model.config, None if bench.simulated else bench.model.dtype)
                 for i in tqdm(range(n), "random adapters", file=sys.stderr, leave=False, disable=bench.simulated)]
-    jobs = gamma_jobs(1, 4 * bench.config.requests, n_adapter=n, prompt=uniform(8, top), output=uniform(8, top), seed=bench.options.seed)
-    room, engines = 4 * max(adapter.n_page for adapter in adapters), {}
-    ways = {"no adapter": ({}, 1, None), "S-LoRA": ({}, min(n, 200), 1.0), "no-unify": (dict(adapter_pages=room), 200, 1.194 / 1.576),
+    room = 4 * max(adapter.n_page for adapter in adapters)
+    ways = {"no adapter": ({}, 0, None), "S-LoRA": ({}, 200, 1.0), "no-unify": (dict(adapter_pages=room), 200, 1.194 / 1.576),
             "bmm": (dict(lora="bmm"), 200, 0.253 / 1.576), "merge and swap": (dict(lora="merge"), 200, 0.24 / 7.29)}
     ways |= {f"S-LoRA, n = {m}": ({}, m, None) for m in bench.grid([], [100, 2000])}
-    for name, (options, m, _) in ways.items():
-        engines[name] = bench.engine(bench.options.scheduler, 2 * top, n_page=bench.B * 2 * top + room, alloc="grow", **options)
-        for i in range(m):
-            engines[name].add_adapter(str(i), lambda *_, adapter=adapters[i], **__: adapter)
-    at_once = [job._replace(arrival=0.0) for job in jobs]
-    fns = [partial(serve, bench, engines[name], [job._replace(adapter=job.adapter % m if name != "no adapter" else None) for job in at_once])
-           for name, (_, m, _) in ways.items()]
-    took, tokens = bench.rounds(*fns, repeats=bench.runs), sum(job.prompt + job.output for job in jobs)
-    for (name, (_, m, paper)), seconds in zip(ways.items(), took):
+    sources = [lambda *_, adapter=adapter, **__: adapter for adapter in adapters]  # loaded once for all engines
+    fns, tokens = at_once(bench, 4, top, room, sources, [way[:2] for way in ways.values()])
+    took = bench.rounds(*fns, repeats=bench.runs)
+    for (name, (*_, paper)), seconds in zip(ways.items(), took):
         over = lambda others: statistics.median(b / a for a, b in zip(seconds, others))
         yield row(f"{name}: x S-LoRA", paper, over(took[1]), **{"x no adapter": over(took[0]), "tokens/s": tokens / statistics.median(seconds)},
                   at=("", "throughput", name))
@@ -1550,16 +1623,17 @@ class Pair:
             self.bench = bench.other(price(config, bench.config.tp))
             fits = int(0.9 * math.prod(model.memory)) // model.page // (self.P + self.D)  # what is left is for the draft
             self.options = dict(scheduler="prefill_first", B=min(256, fits), alloc="grow")
-        if draft == "model":
-            draft = price(preset("llama-160m"), 1) if bench.simulated else \
-                load_model("draft", model.dtype, str(model.device))[0] if bench.trained else small_draft(model)
+        if draft == "model" and bench.simulated:
+            draft = price(preset("llama-160m"), 1)
+        elif draft == "model":
+            trained = lambda: load_model("draft", model.dtype, str(model.device))[0]
+            draft = bench.shared("draft", trained if bench.trained else partial(small_draft, model))
         self.draft = draft
 
-    @cached_property
+    @property
     def cost(self):
         """The prices of the target's iterations and, None for a lookup, of the draft's."""
-        price = (lambda m: m) if self.bench.simulated else lambda m: CostModel.profile(m, self.home.config.repeats)
-        return price(self.bench.model), None if isinstance(self.draft, str) else price(self.draft)
+        return self.home.price(self.bench.model), None if isinstance(self.draft, str) else self.home.price(self.draft)
 
     def engine(self, spec, L=0, **more):
         drafts = dict(draft=self.draft, spec=spec, cost=self.cost if isinstance(spec, str) else None, alpha=self.alpha) if spec != "off" else {}
@@ -1569,14 +1643,20 @@ class Pair:
         """A minute of Poisson arrivals. Measured: 16 requests/s of the paper's are what this machine serves with no drafts when all
         are there at once."""
         if self.unit == 1.0 and not self.bench.simulated:
-            self.unit = 16 / serve(self.bench, self.engine("off"), [Job(0.0, self.P, self.D)] * 4 * self.home.B)["requests/s"]
+            work = [Job(0.0, self.P, self.D)] * 4 * self.home.B
+            self.unit = self.home.shared((self.P, self.D), lambda: 16 / serve(self.bench, self.engine("off"), work)["requests/s"])
             self.home.notes.append(f"{self.unit:.3g} s here stand for one of the paper's in rates")
         duration = self.unit * self.home.grid(2 * self.home.config.requests / rate, 60)
         return gamma_jobs(rate / self.unit, duration, prompt=always(self.P), output=always(self.D))
 
     def latencies(self, rate, choices=CHOICES):
-        """{choice: mean seconds of a request} at a rate of the paper's."""
-        return {spec: serve(self.bench, self.engine(spec), self.jobs(rate))["latency"] for spec in choices}
+        """A rate of the paper's -> {choice: mean seconds of a request}, {choice: times faster than with no drafts}"""
+        took = {spec: serve(self.bench, self.engine(spec), self.jobs(rate))["latency"] for spec in choices}
+        return took, {spec: took["off"] / s for spec, s in took.items()}
+
+    def row(self, *what, **more):
+        """A row that says how many drafts are accepted."""
+        return row(*what, **more, alpha=self.alpha)
 
 
 def small_draft(model):
@@ -1597,86 +1677,81 @@ def crossing(curve):
     return falls[-1] if falls else curve[-1][0] if curve[-1][1] >= 1 else curve[0][0]
 
 
-def over_rates(pair, rates):
-    """[(rate, {choice: mean latency}, {choice: times faster than with no drafts})]"""
-    seen = [(rate, pair.latencies(rate)) for rate in rates]
-    return [(rate, took, {spec: took["off"] / s for spec, s in took.items()}) for rate, took in seen]
-
-
-def theirs(bench, paper):
-    """The paper's number, beside what it was measured on."""
-    return paper if bench.config.hardware == "a100" else None
-
-
-@experiment("[SmartSpec Fig. 1] latency with k = 1, 3, 5 drafts and with goodput's choice, over the rate of requests; acceptance 0.7")
+@experiment(("requests/s that come", "latency off over latency (times)"), beside="a100")
 def spec_fig1(bench):
-    """In = out = 128 tokens where it is simulated. The paper's numbers beside --hardware a100 --model llama-7b."""
-    pair, known = Pair(bench), bench.config.hardware == "a100"
-    points = over_rates(pair, bench.grid([4, 20], [1, 4, 8, 10, 12, 14, 16, 18, 20]))
-    for rate, took, times in points:
+    """[SmartSpec Fig. 1] latency with k = 1, 3, 5 drafts and with goodput's choice, over the rate of requests; acceptance 0.7.
+    In = out = 128 tokens where it is simulated. The paper's numbers beside --hardware a100 --model llama-7b."""
+    pair, curve = Pair(bench), {}
+    for rate in bench.grid([4, 20], [1, 4, 8, 10, 12, 14, 16, 18, 20]):
+        took, curve[rate] = pair.latencies(rate)
         for spec in CHOICES[1:]:
-            yield row(f"rate {rate}: {called(spec)} (times faster than off)", 1.0 if known and LOSES.get(spec) == rate else None, times[spec],
-                      latency=took[spec], alpha=pair.alpha, derived=True, at=("", called(spec), rate))
+            yield pair.row(f"rate {rate}: {called(spec)} (times faster than off)", 1.0 if LOSES.get(spec) == rate else None, curve[rate][spec],
+                           latency=took[spec], derived=True, at=("", called(spec), rate))
     for k, rate in LOSES.items():
-        yield row(f"k = {k}: no gain beyond rate", theirs(bench, rate), crossing([(rate, times[k]) for rate, _, times in points]), latency=None, alpha=pair.alpha)
-    best = next(max((1, 3, 5), key=times.get) for rate, _, times in points if rate == 4)
-    yield row("rate 4: best k", theirs(bench, 3), best, latency=None, alpha=pair.alpha, bound="at least")
+        yield pair.row(f"k = {k}: no gain beyond rate", rate, crossing([(rate, times[k]) for rate, times in curve.items()]), latency=None)
+    yield pair.row("rate 4: best k", 3, max((1, 3, 5), key=curve[4].get), latency=None, bound="at least")
 
 
-@experiment("[SmartSpec Fig. 5] the number of drafts with the most goodput, over the batch size, at one acceptance for all")
+@experiment(("batch size, B", "drafts per request"), beside="a100")
 def spec_fig5(bench):
-    """By Eq. 3 to 9 with the engine's prices, at 192 tokens of context where it is simulated."""
+    """[SmartSpec Fig. 5] the number of drafts with the most goodput, over the batch size, at one acceptance for all.
+    By Eq. 3 to 9 with the engine's prices, at 192 tokens of context where it is simulated."""
     pair, k, best = Pair(bench), np.arange(9), {}
     target, draft = pair.cost
     for B in bench.grid([1, 8, 64, 512], [2**i for i in range(10)]):
         work = lambda n: Work(N=B * n, M=B * n, decodes=B, context=B * (pair.P + pair.D // 2))
-        seconds = [target._time(work(1 + n)) + n * draft._time(work(1)) for n in k.tolist()]
+        seconds = [target.seconds(work(1 + n)) + n * draft.seconds(work(1)) for n in k.tolist()]
         goodput = B * expected_tokens(pair.alpha or 0.7, k) / seconds
         best[B] = int(goodput.argmax())
         yield row(f"B = {B}: best k", None, best[B], None if bench.simulated else "computed", **{"times k = 0": goodput.max() / goodput[0]},
                   at=("", "best k", B))
     more = {"source": None if bench.simulated else "computed", "times k = 0": None}
-    yield row("tokens to feed per request, B = 1: 1 + best k", theirs(bench, 5), 1 + best[1], bound="at least", **more)
-    yield row("tokens to feed per request, B = 512: 1 + best k", theirs(bench, 1), 1 + best[512], **more)
+    yield row("tokens to feed per request, B = 1: 1 + best k", 5, 1 + best[1], bound="at least", **more)
+    yield row("tokens to feed per request, B = 512: 1 + best k", 1, 1 + best[512], **more)
 
 
-def serving(bench, pair, rates):
+def serving(pair, rates):
     """Rows of [SmartSpec Fig. 11, 12]: latencies over rates, and what the paper claims of all its settings."""
-    points = over_rates(pair, rates)
-    for rate, took, times in points:
+    gains, worst = [], math.inf
+    for rate in rates:
+        took, times = pair.latencies(rate)
         for spec, latency in took.items():
-            yield row(f"rate {rate:g}: {called(spec)} (s)", None, latency, **{"times off": times[spec]}, alpha=pair.alpha, at=("", called(spec), rate))
-    gains = [times["goodput"] for *_, times in points]
-    for what, paper, ours, bound in (("lowest rate: times faster than off", 1.2, gains[0], "at least"), ("any rate: most times faster", 3.2, max(gains), "at most"),
-                                     ("any rate: least times faster", 1.0, min(gains), "at least")):
-        yield row(f"goodput, {what}", theirs(bench, paper), ours, **{"times off": ours}, alpha=pair.alpha, bound=bound)
-    worst = min(times["goodput"] / max(times[spec] for spec in CHOICES[:-1]) for *_, times in points)
-    yield row("goodput over the best fixed choice, at its worst rate", None, worst, **{"times off": None}, alpha=pair.alpha)
+            yield pair.row(f"rate {rate:g}: {called(spec)} (s)", None, latency, **{"times off": times[spec]}, at=("", called(spec), rate))
+        gains, worst = [*gains, times["goodput"]], min(worst, times["goodput"] / max(times[spec] for spec in CHOICES[:-1]))
+    for what, paper, ours, bound in (
+            ("lowest rate: times faster than off", 1.2, gains[0], "at least"), ("any rate: most times faster", 3.2, max(gains), "at most"),
+            ("any rate: least times faster", 1.0, min(gains), "at least")):
+        yield pair.row(f"goodput, {what}", paper, ours, **{"times off": ours}, bound=bound)
+    yield pair.row("goodput over the best fixed choice, at its worst rate", None, worst, **{"times off": None})
 
 
-@experiment("[SmartSpec Fig. 11] latency over the rate of requests with a draft model: off, k = 1, 3, 5, goodput")
+@experiment(("requests/s that come", "mean latency (s)"), beside="a100")
 def spec_fig11(bench):
-    """Vicuna's shapes are --model llama-7b, and llama-33b with --tp 4; up to the rates at which k = 5 loses much."""
+    """[SmartSpec Fig. 11] latency over the rate of requests with a draft model: off, k = 1, 3, 5, goodput.
+    Vicuna's shapes are --model llama-7b, and llama-33b with --tp 4; up to the rates at which k = 5 loses much."""
     big = bench.simulated and bench.model.config.n_params > 2e10
-    yield from serving(bench, Pair(bench), bench.grid([4, 20], [1, 2, 4, 6, 8, 10, 12] if big else [1, 4, 8, 12, 16, 20, 24]))
+    yield from serving(Pair(bench), bench.grid([4, 20], [1, 2, 4, 6, 8, 10, 12] if big else [1, 4, 8, 12, 16, 20, 24]))
 
 
-@experiment("[SmartSpec Fig. 12] latency over the rate of requests with prompt lookup: off, k = 1, 3, 5, goodput; acceptance 0.35")
+@experiment(("requests/s that come", "mean latency (s)"), beside="a100")
 def spec_fig12(bench):
-    """Prompts four times as long as what they ask for, as in its summaries and answers. A simulated lookup always finds something."""
-    yield from serving(bench, Pair(bench, "ngram", alpha=0.35, ratio=4), bench.grid([1, 12], [1, 2, 4, 6, 8, 10, 12]))
+    """[SmartSpec Fig. 12] latency over the rate of requests with prompt lookup: off, k = 1, 3, 5, goodput; acceptance 0.35.
+    Prompts four times as long as what they ask for, as in its summaries and answers. A simulated lookup always finds something."""
+    yield from serving(Pair(bench, "ngram", alpha=0.35, ratio=4), bench.grid([1, 12], [1, 2, 4, 6, 8, 10, 12]))
 
 
-@experiment("[SmartSpec Fig. 7] the time model of Eq. 7, T = alpha N_context + gamma N_batched + delta, fitted to the iterations of a run")
+@experiment(("decodes in the batch, B", "iteration (ms)"))
 def spec_fig7(bench):
-    """In = out, no drafts, and rates that go through all batch sizes."""
+    """[SmartSpec Fig. 7] the time model of Eq. 7, T = alpha N_context + gamma N_batched + delta, fitted to the iterations of a run.
+    In = out, no drafts, and rates that go through all batch sizes."""
     pair, spans = Pair(bench), []
     for rate in bench.grid([4, 20], [4, 12, 20]):
         serve(pair.bench, pair.engine("off", record=spans), pair.jobs(rate))
-    points = np.array([(sum(past + n for _, past, n in s.entries), sum(n for *_, n in s.entries), 1, s.end - s.start) for s in spans if s.end > s.start])
-    A, T = points[:, :3], points[:, 3]
+    spans = [s for s in spans if s.end > s.start]
+    A = np.array([(sum(past + n for _, past, n in s.entries), sum(n for *_, n in s.entries), 1) for s in spans])
+    T = np.array([s.end - s.start for s in spans])
     x = least_squares(A / T[:, None], np.ones(len(T)))
-    decodes = np.array([max(n for *_, n in s.entries) == 1 for s in spans if s.end > s.start])
+    decodes = np.array([max(n for *_, n in s.entries) == 1 for s in spans])
     for what, chosen in (("all iterations", decodes | True), ("decodes only", decodes)):
         yield row(f"{what}: median error of Eq. 7 (%)", None, float(np.median(np.abs(A @ x / T - 1)[chosen])) * 100, iterations=int(chosen.sum()))
     sizes = np.unique(A[decodes, 1])
@@ -1686,9 +1761,10 @@ def spec_fig7(bench):
             yield row(f"B = {B:.0f}: {name} (ms)", None, float(np.median(times[mine])) * 1e3, iterations=int(mine.sum()), at=("", name, B))
 
 
-@experiment("[SmartSpec Fig. 13] the simulator beside this machine with drafts: mean latency of requests, over their rate")
+@experiment(only="measured")
 def spec_fig13(bench):
-    """The same jobs measured and simulated, prices by CostModel.profile; acceptance is forced, so that both have the same."""
+    """[SmartSpec Fig. 13] the simulator beside this machine with drafts: mean latency of requests, over their rate.
+    The same jobs measured and simulated, prices by CostModel.profile; acceptance is forced, so that both have the same."""
     pair = Pair(bench)
     pair.alpha = pair.alpha or 0.7
     (target, draft), twin = pair.cost, copy.copy(pair)
@@ -1698,24 +1774,26 @@ def spec_fig13(bench):
         jobs = pair.jobs(rate)
         for spec in ("off", 3, "goodput"):
             real, ours = (serve(p.bench, p.engine(spec), jobs)["latency"] for p in (pair, twin))
-            yield row(f"rate {rate}: {called(spec)}: latency, error (%)", 10, abs(ours / real - 1) * 100, measured=real, simulated=ours, bound="at most",
-                      at=("", called(spec), rate))
+            yield row(f"rate {rate}: {called(spec)}: latency, error (%)", 10, abs(ours / real - 1) * 100, measured=real, simulated=ours,
+                      bound="at most", at=("", called(spec), rate))
 
 
-@experiment("[SmartSpec Fig. 14] what is left to gain: goodput beside an oracle that knows how many drafts will be accepted")
+@experiment(("requests/s that come", "latency off over latency (times)"))
 def spec_fig14(bench):
-    """Acceptance is forced: only then is it known beforehand."""
+    """[SmartSpec Fig. 14] what is left to gain: goodput beside an oracle that knows how many drafts will be accepted.
+    Acceptance is forced: only then is it known beforehand."""
     pair = Pair(bench)
     pair.alpha = pair.alpha or 0.7
     for rate in bench.grid([4, 12], [4, 8, 12, 16]):
-        seen = pair.latencies(rate, (*CHOICES, "goodput_request", "oracle"))
-        for spec in list(seen)[1:]:
-            yield row(f"rate {rate}: {called(spec)} (times faster than off)", None, seen["off"] / seen[spec], alpha=pair.alpha, at=("", called(spec), rate))
+        _, times = pair.latencies(rate, (*CHOICES, "goodput_request", "oracle"))
+        for spec in list(times)[1:]:
+            yield pair.row(f"rate {rate}: {called(spec)} (times faster than off)", None, times[spec], at=("", called(spec), rate))
 
 
-@experiment("what drafts are worth here: off, k = 1, 3, 5 and goodput in turns, for one request and for batches")
+@experiment(("batch size, B", "tokens/s"))
 def spec_here(bench):
-    """All requests are there at once. Measured: also prompt lookup in a prompt that repeats itself, verified whatever the model."""
+    """what drafts are worth here: off, k = 1, 3, 5 and goodput in turns, for one request and for batches.
+    All requests are there at once. Measured: also prompt lookup in a prompt that repeats itself, verified whatever the model."""
     pair, cases = Pair(bench), []
     if not bench.simulated:
         lookup = copy.copy(pair)
@@ -1755,7 +1833,7 @@ def fly(work, alpha, draft, cost, scheduler, spec, **options):
     """-> Flight. Acceptance is forced, so that it is what the workload says."""
     drafts = dict(draft=draft, spec=spec, alpha=alpha) if spec != "off" else {}
     alloc = "grow" if work.bench.simulated else work.bench.options.alloc
-    ended = work.run(scheduler, f"{spec} drafts", cost=cost, alloc=alloc, **drafts, **options).requests
+    ended = work.run(scheduler, cost=cost, alloc=alloc, **drafts, **options).requests
     return Flight(statistics.fmean(r.times[-1] - r.arrival for r in ended), float(np.quantile([r.tpot for r in ended], 0.9)))
 
 
@@ -1787,9 +1865,10 @@ def best_first(seen, target):
     return sorted(good or fixed, key=lambda setting: (-len(seen[setting]), median(setting, "latency")))
 
 
-@experiment("autopilot beside every (chunk, drafts) of a grid: mean latency over workloads that differ in P:D, load, acceptance, adapters")
+@experiment(("prompt + output, load", "latency over the best setting's (times)"))
 def autopilot(bench):
-    """Settings of sarathi_serve that miss a workload's TPOT target do not count as its best. Poisson arrivals; load 1 is what --scheduler
+    """autopilot beside every (chunk, drafts) of a grid: mean latency over workloads that differ in P:D, load, acceptance, adapters.
+    Settings of sarathi_serve that miss a workload's TPOT target do not count as its best. Poisson arrivals; load 1 is what --scheduler
     serves without drafts when all come at once. Measured: ratios are medians of those within a round; noise: the best setting's latency
     in every other round over that in the rest."""
     if bench.simulated:
@@ -1825,9 +1904,10 @@ def setting_name(setting):
     return setting if isinstance(setting, str) else f"C = {setting[0]}, {'off' if setting[1] == 'off' else f'k = {setting[1]}'}"
 
 
-@experiment("[SARATHI §6] a long prompt beside decodes: autopilot's chunk shrinks as attention grows, a fixed one's iterations grow")
+@experiment(("tokens of the prompt that are cached", "iteration (ms)"))
 def long_context(bench):
-    """The stall that autopilot may cause is what the fixed chunk's first iteration takes."""
+    """[SARATHI §6] a long prompt beside decodes: autopilot's chunk shrinks as attention grows, a fixed one's iterations grow.
+    The stall that autopilot may cause is what the fixed chunk's first iteration takes."""
     C, B = bench.options.chunk, 4
     for L in bench.grid([8192], [8192, 32768, 131072]):
         room = 256 + L // 32  # of a decode: it is to last as long as the prompt
@@ -1869,9 +1949,10 @@ def beside_decodes(bench, name, L, rooms, scheduler, **options):
 
 # ---------------------------------------------------------------- how far the simulator can be believed
 
-@experiment("[SmartSpec Fig. 13] the simulator beside this machine: every iteration's time, and throughput, on work the profile did not see")
+@experiment(only="measured")
 def fidelity(bench):
-    """One cost model, fitted by CostModel.profile; then the same requests run measured and simulated under each scheduler."""
+    """[SmartSpec Fig. 13] the simulator beside this machine: every iteration's time, and throughput, on work the profile did not see.
+    One cost model, fitted by CostModel.profile; then the same requests run measured and simulated under each scheduler."""
     rng = random.Random(bench.options.seed)
     top = min(384, bench.model.config.block_size * 2 // 3)
     work = [(rng.randint(8, top), rng.randint(4, top // 8)) for _ in range(4 * bench.B)]
@@ -1881,20 +1962,21 @@ def fidelity(bench):
 
     def run_all():
         for s, engine in engines.items():
-            took[s].append(step_times(engine, work, bench.interrupt))
+            took[s].append(step_times(bench, engine, work))
             bar.update()
     cost = CostModel.profile(bench.model, repeats=bench.config.repeats, between=run_all)  # in turns: the machine drifts
     bar.close()
     bench.notes.append(f"The profile's own error on single batches that it did not see: {cost.error:.1%} (median).")
     for s in engines:
         real = np.median(took[s][1:], 0)  # the first run warms up
-        ours = np.array(step_times(Simulator(cost, **options | dict(scheduler=s)), work, bench.interrupt))
+        ours = np.array(step_times(bench, Simulator(cost, **options | dict(scheduler=s)), work))
         yield row(f"{s}: iteration time, median error (%)", 10, float(np.median(np.abs(ours / real - 1))) * 100, iterations=len(real))
         yield row(f"{s}: throughput, error (%)", 10, abs(real.sum() / ours.sum() - 1) * 100, iterations=len(real))
 
 
-def simulators_error(path=os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "fidelity.json")):
-    """One sentence for every simulated table: what `fidelity` found when its last line was kept in path."""
+def simulators_error():
+    """One sentence for every simulated table: what `fidelity` found when its rows were kept in assets."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "fidelity_cpu_bf16.json")
     if not os.path.exists(path):
         return "Simulated; how far off that is on this machine, `python bench.py fidelity` says."
     with open(path) as f:
@@ -1905,13 +1987,13 @@ def simulators_error(path=os.path.join(os.path.dirname(os.path.abspath(__file__)
             f"{low:.1f} to {high:.1f} % in the median, its throughput by {low2:.1f} to {high2:.1f} %.")
 
 
-def step_times(engine, work, interrupt):
+def step_times(bench, engine, work):
     """Seconds of each iteration on the engine's clock for requests of (prompt, output) lengths that are all there at once."""
     for i, (P, D) in enumerate(work):
-        engine.add(Request(prompts(1, P, engine.model.config.vocab_size, i)[0], max_new_tokens=D, arrival=engine.clock.now()))
+        engine.add(Request(bench.prompts(1, P, i)[0], max_new_tokens=D, arrival=engine.clock.now()))
     took = []
     while engine.requests:
-        if interrupt.seen:
+        if bench.interrupt.seen:
             raise KeyboardInterrupt
         start = engine.clock.now()
         engine.step()
@@ -1922,7 +2004,8 @@ def step_times(engine, work, interrupt):
 # ---------------------------------------------------------------- the scoreboard
 
 FITTED = ("table2", "fig7", "largest batch", "share of others",  # the rows that the constants of CostModel.roofline were chosen on,
-          "k = 5: no gain", "S1, n = 5:", "S1, n = 100: PEFT", "S4, n = 100:", "S2, n = 1000", "n = 400: no-unify", "n = 400: bmm", "R = 1: latency")  # and SYSTEMS
+          "k = 5: no gain", "S1, n = 5:", "S1, n = 100: PEFT", "S4, n = 100:", "S2, n = 1000", "n = 400: no-unify", "n = 400: bmm",
+          "R = 1: latency")  # and those of SYSTEMS
 CLAIMED = {"table2": "Table 2", "fig3": "Fig. 3", "fig4": "Fig. 4", "fig7": "Fig. 7", "fig8": "Fig. 8", "table4": "Table 4", "fig9": "Fig. 9",
            "fig10": "Fig. 10", "fig11": "Fig. 11", "fig12": "Fig. 12", "fig13": "Fig. 13"}
 SLORA = {"slora_table3": ("Table 3", "a100"), "slora_ablation": ("Fig. 5", "a100", "a10g"), "slora_fig6": ("Fig. 6", "a100"),
@@ -1931,8 +2014,8 @@ SMARTSPEC = (("spec_fig1", "Fig. 1", "llama-7b", 1), ("spec_fig5", "Fig. 5", "ll
              ("spec_fig11", "Fig. 11", "llama-33b", 4), ("spec_fig12", "Fig. 12", "llama-7b", 1))  # where, which target on how many A100
 FRONT = "0.12 to 0.25 s less than the paper's, perhaps what the authors' HTTP server and tokenizer take"
 MISSES = {  # beginnings of rows -> why they are outside, as far as we can tell
-    "table2: decode-maximal: per decode": "by the paper's attn column 3 decodes cost 15.2 - 10.0 = 5.2 ms, 1.7 each; its 1.2 rests on linear operators "
-                                          "that took 1.6 ms less for the same 1024 tokens",
+    "table2: decode-maximal: per decode": "by the paper's attn column 3 decodes cost 15.2 - 10.0 = 5.2 ms, 1.7 each; its 1.2 rests on linear "
+                                          "operators that took 1.6 ms less for the same 1024 tokens",
     "table4: LLaMA-33B": "the paper's decodes on the A100 read their cache at 0.5 to 0.6 of its bandwidth, on the A6000 at 0.8; we have one constant",
     "fig10: ffn": "all linear operators gain alike in a roofline; the paper's projections gain less and its FFN more",
     "fig13: (b) prefill at C = 64": "5 times would be 73 ms for 64 tokens, and the paper's own 128 tokens take 55 ms",
@@ -1940,16 +2023,17 @@ MISSES = {  # beginnings of rows -> why they are outside, as far as we can tell
     "fig12: completion": "our iterations are shorter than the paper's, so that Orca's bubbles weigh more: see the last rows of fig12",
     "slora_fig6: S4, R = 1: first": FRONT, "slora_fig6: S4, R = 2: first": FRONT, "slora_fig6: S4, R = 4: first": FRONT,
     "slora_ablation: S2, n = 200: bmm": "the A10G's host gathers a request's adapter in 0.4 ms per layer, the A100's in 0.5; we have one constant",
-    "tng_throughput": "a batch that computes and reads at once gains at most the square root of 2 in our cost model; the rest must be in what it does "
-                      "not have, the host's time per iteration in vLLM's server at that time, or a workload that the text does not tell",
+    "tng_throughput": "a batch that computes and reads at once gains at most the square root of 2 in our cost model; the rest must be in what it "
+                      "does not have, the host's time per iteration in vLLM's server at that time, or a workload that the text does not tell",
     "slora_fig10": "a few bursts decide, and how long the queue is when each comes: 3 % more throughput is many more first tokens in time",
     "slora_clustering": "240 requests, and a queue that at its worst makes them wait about 6 s: a little faster, and most are inside",
 }
 
 
-@experiment("every number of the papers beside ours, simulated with one set of constants: SARATHI's within 15 %, the others' within 20 %")
+@experiment(only="simulated")
 def scoreboard(bench):
-    """The rows of all their experiments that have a published number. A "fit" row is one that the constants were chosen on."""
+    """every number of the papers beside ours, simulated with one set of constants: SARATHI's within 15 %, the others' within 20 %.
+    The rows of all their experiments that have a published number. A "fit" row is one that the constants were chosen on."""
     claims = [(name, where, "a6000", "llama-13b", 1, 0.15) for name, where in CLAIMED.items()]
     claims += [(name, f"S-LoRA {where}, {gpu}", gpu, "llama-7b", 1, 0.20) for name, (where, *gpus) in SLORA.items() for gpu in gpus]
     claims += [(name, f"SmartSpec {where}, {model.removeprefix('llama-')}", "a100", model, tp, 0.20) for name, where, model, tp in SMARTSPEC]
@@ -1959,9 +2043,9 @@ def scoreboard(bench):
         config = replace(bench.config, hardware=gpu, tp=tp, lengths="", pd=0.0, full=True)
         own = Bench(CostModel.roofline(preset(model), gpu, tp), config, EngineConfig())
         own.interrupt, own.clock = bench.interrupt, VirtualClock()
-        for r in EXPERIMENTS[name][0](own):
+        for r in EXPERIMENTS[name].rows(own):
             if r["paper"] is not None and not r.get("derived"):
-                rows.append(judged(name, where, r, own.source, margin))
+                rows.append(judged(name, where, r, margin))
                 boards[margin].append(rows[-1])
     bench.notes = [f"outside: {r['what']}: {r['why']}" for r in rows if r["inside"] == "no"]
     for margin, part in boards.items():
@@ -1971,14 +2055,14 @@ def scoreboard(bench):
     return rows
 
 
-def judged(name, where, r, source, margin):
+def judged(name, where, r, margin):
     """A row with its ratio, whether it is inside the margin (or its bound), and whether the constants were fitted on it."""
     ratio = r["ours"] / r["paper"]
     inside = dict({"at most": ratio <= 1, "at least": ratio >= 1}).get(r.get("bound"), abs(ratio - 1) <= margin)
     fit = name in FITTED or any(word in r["what"] for word in FITTED)
     why = next((why for start, why in MISSES.items() if f"{name}: {r['what']}".startswith(start)), "not explained")
     what = f"{where}: {r['what']}" + (f" ({r['bound']})" if "bound" in r else "")
-    return row(what, r["paper"], r["ours"], r["source"] or source, ratio=ratio, inside="yes" if inside else "no",
+    return row(what, r["paper"], r["ours"], r["source"], ratio=ratio, inside="yes" if inside else "no",
                role="fit" if fit else "prediction", **({} if inside else dict(why=why)))
 
 
@@ -1991,19 +2075,18 @@ SHAPES = {"prefill 512": (0, 0, 512), "decode, B = 1, context 256": (1, 255, 0),
 
 def demand(c, decodes, context, chunk, itemsize):
     """The arithmetic of one iteration -> {operator: (FLOPs, bytes of weights or of K and V)}, all layers."""
-    N, M, H, Hk, D = decodes + chunk, decodes + (chunk > 0), c.n_head, c.n_kv_head, c.head_dim  # tokens, rows with logits
-    weights = dict(preproj=c.n_embd * (H + 2 * Hk) * D, postproj=H * D * c.n_embd,
-                   ffn_ln1=c.n_embd * c.n_inner * (2 if c.llama else 1), ffn_ln2=c.n_inner * c.n_embd)
-    work = {name: (2 * N * w * c.n_layer, w * c.n_layer * itemsize) for name, w in weights.items()}
+    N, M = decodes + chunk, decodes + (chunk > 0)  # tokens, rows with logits
+    work = {name: (2 * N * a * b * c.n_layer, a * b * c.n_layer * itemsize) for name, (a, b) in widths(c).items()}
     pairs = decodes * (context + 1) + chunk * (chunk + 1) / 2  # of a query with a key it sees
-    work["attn"] = 4 * D * H * c.n_layer * pairs, c.page_bytes(itemsize) * (decodes * (context + 1) + chunk)
+    work["attn"] = 4 * c.head_dim * c.n_head * c.n_layer * pairs, c.page_bytes(itemsize) * (decodes * (context + 1) + chunk)
     work["head"] = 2 * M * c.n_embd * c.vocab_size, c.n_embd * c.vocab_size * itemsize
     return work
 
 
-@experiment("every operator's FLOP/s and bytes/s beside this machine's ceilings, by batch shape, and what the engine adds")
+@experiment(only="measured")
 def roofline(bench):
-    """`ours` is the share of the ceiling: what FLOPs or bytes take at the measured ceilings, whichever is more, over the time
+    """every operator's FLOP/s and bytes/s beside this machine's ceilings, by batch shape, and what the engine adds.
+    `ours` is the share of the ceiling: what FLOPs or bytes take at the measured ceilings, whichever is more, over the time
     they took. `all` counts every FLOP and byte of the model once."""
     c, itemsize = bench.model.config, bench.model.dtype.itemsize
     shapes = {name: s for name, s in SHAPES.items() if max(s[1] + 1, s[2]) < c.block_size}
@@ -2026,14 +2109,11 @@ def roofline(bench):
 
 def overhead(bench, B=8, context=256, steps=32):
     """Seconds per decode iteration of the engine (inside the model, outside it: planning, packing, sampling), medians."""
-    engine, model, out, took, total = bench.engine("orca", 0, n_page=B * (context + steps), B=B), bench.model, [], [], []
-    for p in prompts(B, context, model.config.vocab_size, bench.options.seed):
-        engine.add(Request(p, max_new_tokens=steps))
+    engine, model, out, took = bench.engine("orca", 0, n_page=B * (context + steps), B=B), bench.model, [], []
     clocked = lambda f: lambda *args: took.append(bench.once(lambda: out.append(f(*args)))) or out.pop()
     engine.model = copy.copy(model)
     engine.model.hidden, engine.model.predict = clocked(model.hidden), clocked(model.predict)
-    while engine.requests:
-        total.append(bench.once(engine.step))
+    total = step_times(bench, engine, [(context, steps)] * B)
     inside = [a + b for a, b in zip(took[::2], took[1::2])]
     return statistics.median(inside[1:]), statistics.median(t - i for t, i in zip(total[1:], inside[1:]))
 
@@ -2042,18 +2122,25 @@ class Ours:
     """This engine as the peers are asked: run(prompts, new) -> for each request, when each new token came, seconds after the call.
     Whoever was started with adapters, PEFT folders, gives the requests one each in turns."""
 
-    def __init__(self, bench, scheduler, adapters=()):
-        self.engine, self.adapters = bench.engine(scheduler, 0, n_page=16 * 1100, B=16), adapters or [None]
+    def __init__(self, bench, adapters):
+        self.adapters = adapters or [None]
+        engine = lambda scheduler: bench.engine(scheduler, 0, n_page=16 * 1100, B=16)
+        self.mixed = engine(bench.options.scheduler)
+        self.alone = None if adapters else engine("prefill_first")  # no cell of one kind has adapters
         for folder in adapters:
-            self.engine.add_adapter(folder, folder)
+            self.mixed.add_adapter(folder, folder)
 
     def run(self, work, new):
-        start = self.engine.clock.now()
+        engine = self.alone if new in (PREFILL, DECODE) else self.mixed
+        start = engine.clock.now()
         requests = [Request(p, max_new_tokens=new, adapter=a) for p, a in zip(work, cycle(self.adapters))]
         for r in requests:
-            self.engine.add(r)
-        self.engine.run()
+            engine.add(r)
+        engine.run()
         return [[t - start for t in r.times] for r in requests]
+
+    def close(self):
+        """Nothing runs on."""
 
 
 class Transformers:
@@ -2199,11 +2286,9 @@ def peer(name, folder, dtype, *adapters):
 
 def start_peers(bench, folder, adapters=()):
     """The peers that --peers names and that start -> {name: something with run}. What does not start becomes a note."""
-    dtype, asked = str(bench.model.dtype).removeprefix("torch."), bench.config.peers
-    if not asked and importlib.util.find_spec("transformers"):
-        asked = f"transformers={sys.executable}"
-    engines = {}
-    for name, _, path in (part.partition("=") for part in asked.split(",") if part):
+    here = dict(transformers=sys.executable) if importlib.util.find_spec("transformers") else {}
+    dtype, engines = str(bench.model.dtype).removeprefix("torch."), {}
+    for name, path in (bench.config.paths or here).items():
         try:
             if name != "llama.cpp":
                 engines[name] = Worker(path, name, folder, dtype, adapters)
@@ -2214,7 +2299,8 @@ def start_peers(bench, folder, adapters=()):
     return engines
 
 
-CELLS = {"prefill 512": (1, 512, 1)} | {f"decode, B = {B}, context {ctx}": (B, ctx, 72) for B, ctx in (
+PREFILL, DECODE = 1, 72  # new tokens of the cells that are of one kind
+CELLS = {"prefill 512": (1, 512, PREFILL)} | {f"decode, B = {B}, context {ctx}": (B, ctx, DECODE) for B, ctx in (
     (1, 256), (4, 256), (8, 256), (16, 256), (1, 1024), (16, 1024))} | {
     "16 x (480 in + 32 out)": (16, 480, 32), "16 x (256 in + 64 out)": (16, 256, 64), "16 x (256 in + 32 out)": (16, 256, 32),
     "16 x (256 in + 32 out), 16 adapters": (16, 256, 32)}
@@ -2222,29 +2308,25 @@ RANKS = 8, 16, 32, 64  # of those 16 in turns; on q, k, v and o
 
 
 def start_engines(bench, folder, cells):
-    """Who runs what: {cell: (ours, peers as in start_peers)}. Where adapters are used every engine is another, as an engine that
-    could use some may be slower without."""
+    """{cell: {name: engine}}, ours first. Where adapters are used every engine is another, as one that could use some may be slower
+    without."""
     GPT(bench.model.config).to(bench.model.dtype).save_pretrained(folder)  # other weights of the same shapes
-    adapted, plain = [cell for cell in cells if cell.endswith("adapters")], [cell for cell in cells if not cell.endswith("adapters")]
-    found, scheduler = {}, bench.options.scheduler
-    if plain:
-        ours, engines = (Ours(bench, "prefill_first"), Ours(bench, scheduler)), start_peers(bench, folder)
-        found |= {cell: (ours[cell.startswith("16 x")], engines) for cell in plain}
-    if adapted:
-        adapters = [os.path.join(folder, f"adapter{i}") for i in range(16)]
-        for i, path in enumerate(adapters):
-            random_adapter(RANKS[i % len(RANKS)], seed=i)(bench.model.config, bench.model.dtype).save_pretrained(path)
-        ours, engines = Ours(bench, scheduler, adapters), start_peers(bench, folder, adapters)
-        found |= {cell: (ours, engines) for cell in adapted}
+    found, adapters = {}, [os.path.join(folder, f"adapter{i}") for i in range(16)]
+    for i, path in enumerate(adapters):
+        random_adapter(RANKS[i % len(RANKS)], seed=i)(bench.model.config, bench.model.dtype).save_pretrained(path)
+    for side in ([], adapters):
+        mine = [cell for cell in cells if cell.endswith("adapters") == bool(side)]
+        if mine:
+            found |= dict.fromkeys(mine, dict(sarathi=Ours(bench, side)) | start_peers(bench, folder, side))
     return found
 
 
 def rate_of(times, B, P, new):
     """Tokens per second of a cell: of the prompt, of 32 decode steps with all B in flight, or of the whole run; and, of whole
     runs, the 99th percentile of the gaps between a request's tokens."""
-    if new == 1:
+    if new == PREFILL:
         return B * P / times[0][0], None
-    if new != 72:
+    if new != DECODE:
         gaps = sorted(b - a for ts in times for a, b in zip(ts, ts[1:]))
         return B * (P + new) / max(ts[-1] for ts in times), gaps[int(0.99 * len(gaps))]
     start = max(ts[0] for ts in times)
@@ -2252,107 +2334,68 @@ def rate_of(times, B, P, new):
     return sum(map(len, after)) / (max(ts[-1] for ts in after) - start), None
 
 
-@experiment("tokens per second beside transformers, llama.cpp and vLLM, the same work in rounds; --peers says where they are")
+@experiment(only="measured", needs="one process")
 def peers(bench):
-    """Every cell in every engine in turns, so that the machine's drift hits all alike. Rows are medians over the rounds, `x best`
+    """tokens per second beside transformers, llama.cpp and vLLM, the same work in rounds; --peers says where they are.
+    Every cell in every engine in turns, so that the machine's drift hits all alike. Rows are medians over the rounds, `x best`
     is the median over rounds of ours over the best peer's."""
     cells = {name: cell for name, cell in CELLS.items() if cell[1] + cell[2] <= bench.model.config.block_size and bench.config.cells in name}
+    seen = defaultdict(list)  # (cell, name) -> what rate_of says, per round
     with tempfile.TemporaryDirectory() as folder:
         engines = start_engines(bench, folder, cells)
-        rates, p99 = {}, {}
         try:
-            for i in tqdm(range((1 + bench.config.repeats) * len(cells)), "peers", file=sys.stderr):
-                if not bench.interrupt.seen:
-                    (cell, (B, P, new)), n = list(cells.items())[i % len(cells)], i // len(cells)
-                    work = prompts(B, P, bench.model.config.vocab_size, bench.options.seed)
-                    for name, (rate, gap) in run_cell(bench, cell, *engines[cell], n, work, new).items():
-                        if n:  # the first round is the warm-up
-                            rates.setdefault((cell, name), []).append(rate)
-                            p99.setdefault((cell, name), []).append(gap and gap * 1e3)
+            rounds = [(n, *cell) for n in range(1 + bench.config.repeats) for cell in cells.items()]
+            for n, cell, (B, P, new) in tqdm(rounds, "peers", file=sys.stderr):
+                if bench.interrupt.seen:
+                    break
+                for name, figures in run_cell(bench, cell, engines[cell], n, bench.prompts(B, P, bench.options.seed), new).items():
+                    seen[cell, name] += [figures] * (n > 0)  # the first round is the warm-up
         finally:
-            for engine in {e for _, others in engines.values() for e in others.values()}:
+            for engine in {e for others in engines.values() for e in others.values()}:
                 engine.close()
-    yield from cell_rows({cell: others for cell, (_, others) in engines.items() if (cell, "sarathi") in rates}, rates, p99)
+    yield from cell_rows({cell: [*others][1:] for cell, others in engines.items() if seen[cell, "sarathi"]}, seen)
     if bench.interrupt.seen:
         raise KeyboardInterrupt
 
 
-def cell_rows(engines, rates, p99):
-    """The rows of cells; engines: {cell: {name: peer}}; rates, p99: {(cell, name): a figure per round}."""
+def cell_rows(cells, seen):
+    """The rows of cells {cell: names of its peers}; seen as in `peers`."""
     middle = lambda xs: statistics.median(xs) if xs else None
-    names = dict.fromkeys(name for others in engines.values() for name in others)
-    for cell, others in engines.items():
-        for what, of, best in (("tokens/s", rates, max), ("inter-token p99, ms", p99, min)):
-            mine = of[cell, "sarathi"]
-            if None not in mine:
-                ratios = others and [a / best(b) for a, *b in zip(mine, *(of[cell, name] for name in others))]
-                yield row(f"{cell}: {what}", None, middle(mine), **{name: middle(of[cell, name] if name in others else None) for name in names},
-                          **{"x best": middle(ratios)})
+    names = dict.fromkeys(name for others in cells.values() for name in others)
+    for cell, others in cells.items():
+        for i, (what, unit, best) in enumerate((("tokens/s", 1, max), ("inter-token p99, ms", 1e3, min))):
+            of = {name: [figures[i] and figures[i] * unit for figures in seen[cell, name]] for name in ("sarathi", *others)}
+            if None not in of["sarathi"]:
+                ratios = others and [a / best(b) for a, *b in zip(*of.values())]
+                beside = {name: middle(of.get(name)) for name in names}
+                yield row(f"{cell}: {what}", None, middle(of["sarathi"]), **beside, **{"x best": middle(ratios)})
 
 
-def run_cell(bench, cell, ours, engines, n, work, new):
+def run_cell(bench, cell, engines, n, work, new):
     """One cell in every engine, in an order that turns with n -> {name: rate_of}. A peer that fails is dropped, with a note."""
-    results = {}
-    for name, engine in rotated([("sarathi", ours), *engines.items()], n):
+    results, order, first = {}, [*engines], n % len(engines)
+    for name in order[first:] + order[:first]:
         time.sleep(0.3)  # the last one's threads stop spinning
         try:
-            results[name] = rate_of(engine.run(work, new), len(work), len(work[0]), new)
+            results[name] = rate_of(engines[name].run(work, new), len(work), len(work[0]), new)
         except (OSError, RuntimeError, subprocess.SubprocessError) as e:
-            if engine is ours:
+            if name == "sarathi":
                 raise
             engines.pop(name).close()
             bench.notes.append(f"{name} is left out, it failed at {cell!r}: {e}")
     return results
 
 
-def rotated(items, n):
-    """items, begun at the n-th."""
-    n %= len(items)
-    return items[n:] + items[:n]
-
-
 # ---------------------------------------------------------------- pictures and traces
 
-FIGURES = {  # experiment -> (x label, y label) of each panel, the last one's again for those that follow
-    "table2": [("batch", "iteration (ms)")],
-    "table4": [("tokens per request L, batch B", "decode speedup (times)"), ("tokens per request L, batch B", "end-to-end gain (times)")],
-    "fig3": [("decodes in the batch, B", "decode over prefill, per token (times)")],
-    "fig4": [("tokens in the batch, B L", "one layer (tokens/ms)"), ("decodes in the batch, B", "one layer (tokens/ms)"), ("operator", "intensity (FLOP/byte)")],
-    "fig7": [("tokens in the prefill", "iteration (ms)")],
-    "fig8": [("batch size, B", "decode speedup (times)")],
-    "fig9": [("P:D ratio", "throughput over static (times)")],
-    "fig10": [("tokens per request L, batch B", "time, static over SARATHI (times)")],
-    "fig11": [("tokens per request L, batch B", "throughput over static (times)"), ("P:D ratio", "throughput over static (times)")],
-    "fig12": [("median per request", "bubble time, ratio"), ("scenarios compared", "completion time, ratio")],
-    "fig13": [("chunk size C (tokens)", "time over a full prefill's (times)")] * 2 + [("chunk size C (tokens)", "throughput over static (times)")],
-    "autopilot": [("prompt + output, load", "latency over the best setting's (times)")],
-    "long_context": [("tokens of the prompt that are cached", "iteration (ms)")],
-    "online": [("seconds to the first token", "share of requests"), ("seconds per token behind it", "share of requests"),
-               ("seconds between two tokens", "share of gaps")],
-    "tng_concurrency": [("concurrent requests", "tokens/s, prompts too"), ("concurrent requests", "seconds to the first token, p50"),
-                        ("concurrent requests", "seconds per token, p50")],
-    "tng_chunk": [("seconds to the first token, p50", "seconds per token, p50"), ("seconds to the first token, p50", "seconds between two tokens, p99")],
-    "tng_throughput": [("P:D ratio", "throughput over prefill first (times)")],
-    "fairness": [("client", "seconds to the first token, mean")],
-    "slora_fig5": [("adapters", "requests/s")],
-    "slora_fig6": [("requests/s that come", "requests/s")] + [("requests/s that come", "seconds")] * 2 + [("requests/s that come", "share within the SLO")],
-    "fig8_slora": [("GPUs", "requests/s")],
-    "slora_fig9": [("adapters", "requests/s")],
-    "slora_fig10": [("coefficient of variation of the gaps", "share within the SLO")],
-    "spec_fig1": [("requests/s that come", "latency off over latency (times)")],
-    "spec_fig11": [("requests/s that come", "mean latency (s)")], "spec_fig12": [("requests/s that come", "mean latency (s)")],
-    "spec_fig5": [("batch size, B", "drafts per request")],
-    "spec_fig7": [("decodes in the batch, B", "iteration (ms)")],
-    "spec_fig14": [("requests/s that come", "latency off over latency (times)")],
-    "spec_here": [("batch size, B", "tokens/s")]}
-TIMELINES = {"timeline": "request", "bubbles": "stage", "fig12_measured": "stage"}  # experiment -> what a row of its picture is
 INK = {  # the same thing has the same colour in every picture
-    "static": "#7f7f7f", "over static": "#7f7f7f", "Orca, worst case": "#f5b78a", "orca": "#e07b2a", "over orca": "#e07b2a", "Orca, best case": "#e07b2a",
-    "prefill_first": "#8c564b", "sarathi": "#2a78c2", "sarathi_serve": "#17a0a8", "as simulated": "#2a78c2",
+    "static": "#7f7f7f", "over static": "#7f7f7f", "Orca, worst case": "#f5b78a", "orca": "#e07b2a", "over orca": "#e07b2a",
+    "Orca, best case": "#e07b2a", "prefill_first": "#8c564b", "sarathi": "#2a78c2", "sarathi_serve": "#17a0a8", "as simulated": "#2a78c2",
     "off": "#7f7f7f", "k = 1": "#93c4ea", "k = 3": "#2a78c2", "k = 5": "#123a73", "goodput": "#e07b2a", "oracle": "#1b9e87",
     "C = 128": "#93c4ea", "C = 256": "#2a78c2", "C = 512": "#123a73", "L = 1024": "#c77fd0", "L = 2048": "#9340a8", "L = 3072": "#571b6e",
     "preproj": "#b5cf6b", "attn": "#d6477e", "postproj": "#7fa136", "ffn": "#55701f", "linear": "#7fa136", "total": "#3b3b3b",
-    "prefill": "#1b9e87", "chunk": "#1b9e87", "decode": "#f2c14e", "waiting": "#e4e4e4", "stall": "#e8583f", "bubble": "#e8583f", "preempted": "#000000"}
+    "prefill": "#1b9e87", "chunk": "#1b9e87", "decode": "#f2c14e", "waiting": "#e4e4e4", "stall": "#e8583f",
+    "bubble": "#e8583f", "preempted": "#000000"}
 LINES = {"simulated": "-", "computed": "-", "measured": "--"}
 
 
@@ -2377,38 +2420,6 @@ class Tape(list):
             super().append(span)
         else:
             self.tapes.full = True
-
-
-@experiment("[TNG] the three timelines: the same requests with static batching, prefill first and chunked prefills")
-def timeline(bench):
-    """Three requests at once, three later: what each scheduler does to those that are decoding by then."""
-    L = max(bench.lengths)
-    (unit,) = bench.seconds(bench.iteration(0, 0, L))  # arrivals are in units of a prefill of L tokens
-    work = [(L // 8, 24, 0), (L // 4, 12, 0), (L // 8, 36, 0), (L * 3 // 4, 16, 0.6), (L // 2, 10, 1.5), (L // 4, 12, 2.2)]
-    for s in dict.fromkeys(("static", "prefill_first", "sarathi", bench.options.scheduler)):
-        engine = bench.engine(s, L + 16, B=4)
-        engine.clock = type(bench.clock)()  # each begins at zero
-        requests = [Request(bench.prompts(1, P, bench.options.seed)[0], max_new_tokens=D, arrival=arrival * unit) for P, D, arrival in work]
-        for r in requests:
-            engine.add(r)
-        getattr(engine.record, "arrivals", {}).update((r.id, r.arrival) for r in requests)
-        while engine.requests:
-            bench.once(engine.step)
-        yield row(f"{s}: TTFT, mean (s)", None, statistics.mean(r.ttft for r in requests))
-        yield row(f"{s}: TPOT, mean (ms)", None, statistics.mean(r.tpot for r in requests) * 1e3)
-        yield row(f"{s}: longest wait between two tokens (s)", None, max(b - a for r in requests for a, b in zip(r.times, r.times[1:])))
-        yield row(f"{s}: until the last token (s)", None, max(r.times[-1] for r in requests))
-
-
-@experiment("[SARATHI §3.2, §5.3] where a pipeline of four stages idles, with Orca and with SARATHI: GPT-3 on 32 A100")
-def bubbles(bench):
-    """Always simulated; the lengths are fig12's."""
-    for name, scheduler in (("Orca", orca_best(4096, 27)), ("SARATHI", Sarathi(chunk=256))):
-        line = Pipeline(gpt3(nodes=4), 4, record=bench.tape(name), scheduler=scheduler, max_batch=27, n_page=27 * 4096)
-        n, took = sum(1 for r in feed(bench, line, zipf_requests(min(bench.config.scale, 300)))), line.clock.now()
-        yield row(f"{name}: completion of {n} requests (s)", None, took, source="simulated")
-        for kind, seconds in line.bubbles.items():
-            yield row(f"{name}: idle in {kind}, share of the stages", None, seconds / 4 / took, source="simulated")
 
 
 def pieces(tape):
@@ -2473,29 +2484,29 @@ def check_writable(config):
 
 def plot(bench, name, rows):
     """Draw an experiment's rows, or its tapes, into the folder --plot; one that has no picture is none."""
-    tapes = [t for t in bench.tapes if t and t.name.startswith(name + ": ")]
-    if name in FIGURES:
-        figure = draw(name, rows)
-    elif name in TIMELINES and tapes:
-        figure = draw_tapes(name, tapes)
+    what, tapes = EXPERIMENTS[name], [t for t in bench.tapes if t and t.name.startswith(name + ": ")]
+    if what.axes:
+        figure = draw(what.axes, rows)
+    elif what.timeline and tapes:
+        figure = draw_tapes(what.timeline, tapes)
     else:
         return
-    where = "" if name in ALWAYS_SIMULATED else f" — {bench.model.config.whole.n_params / 1e9:.2g}B parameters, {machine(bench.model)['name']}"
-    figure.suptitle(textwrap.fill(EXPERIMENTS[name][1] + where, int(15 * figure.get_figwidth())), fontsize=9)
+    where = "" if what.only == "simulated" else f" — {bench.model.config.whole.n_params / 1e9:.2g}B parameters, {machine(bench.model)['name']}"
+    figure.suptitle(textwrap.fill(what.about + where, int(15 * figure.get_figwidth())), fontsize=9)
     path = os.path.join(bench.config.plot, name + ".png")
     figure.savefig(path, dpi=110)
     bench.notes.append(f"wrote {path}")
 
 
-def draw(name, rows):
-    """The rows that say at=(panel, series, x) as a Figure, a panel beside the other."""
+def draw(axes, rows):
+    """The rows that say at=(panel, series, x) as a Figure, a panel beside the other; axes as in Experiment."""
     from matplotlib.figure import Figure
     rows = shown(rows)
     panels = list(dict.fromkeys(r["at"][0] for r in rows if r["at"][0] is not None))
     figure = Figure((max(6, 3.6 * len(panels)), 3.6), layout="constrained")
     for i, (panel, ax) in enumerate(zip(panels, figure.subplots(1, len(panels), squeeze=False)[0])):
         draw_panel(ax, [r for r in rows if r["at"][0] in (panel, None)])
-        x, y = FIGURES[name][min(i, len(FIGURES[name]) - 1)]
+        x, y = axes[min(i, len(axes) - 1)]
         ax.set(title=panel, xlabel=x, ylabel=y)
     return finished(figure)
 
@@ -2503,7 +2514,7 @@ def draw(name, rows):
 def shown(rows):
     """The rows that say where they are drawn, and one more for each further place in also=[(panel, series, x, y, what is written beside
     it)]; without an x, y is a curve."""
-    more = [row(r["what"], None, *((None, r["source"]) if x is None else (y, r["source"])), at=(panel, series, x), tag=tag, **({"curve": y} if x is None else {}))
+    more = [row(r["what"], None, None, r["source"], at=(panel, series, x), tag=tag) | {"curve" if x is None else "ours": y}
             for r in rows for panel, series, x, y, tag in r.get("also", ())]
     return [r for r in rows if "at" in r] + more
 
@@ -2521,7 +2532,7 @@ def draw_panel(ax, rows):
         paper = [(place(r["at"][2]), r["paper"]) for r in mine if None not in (r["at"][2], r["paper"])]
         look = dict(color=INK.get(s, f"C{i}") if s else "black", label=s)
         if s and ours and names:
-            bars = ax.bar(*zip(*ours), width, fill=mine[0]["source"] != "measured", ls=LINES[mine[0]["source"]], edgecolor=look["color"], **look)
+            ax.bar(*zip(*ours), width, fill=mine[0]["source"] != "measured", ls=LINES[mine[0]["source"]], edgecolor=look["color"], **look)
         elif s and ours:
             ax.plot(*zip(*ours), LINES[mine[0]["source"]], marker="." if len(ours) < 30 else "", **look)
         ax.plot(*zip(*paper or [((), ())]), "o", mfc="white", mec="black" if names else look["color"], mew=1.6, ms=7, zorder=3)
@@ -2560,15 +2571,17 @@ def finished(figure):
         named["paper"] = Line2D([], [], ls="", marker="o", mfc="white", mec="black", mew=1.6, ms=7)
     if any(line.get_linestyle() == ":" for line in lines):
         named["paper, place not given"] = Line2D([], [], ls=":", color="black")
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=min(int(figure.get_figwidth() / 1.2), len(named)), fontsize=8, frameon=False)
+    columns = min(int(figure.get_figwidth() / 1.2), len(named))
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     return figure
 
 
-def draw_tapes(name, tapes):
-    """Tapes one below the other on the same time axis; of a pipeline only a stretch from its middle, as long as 50 iterations."""
+def draw_tapes(word, tapes):
+    """Tapes one below the other on the same time axis, a row for each word; of a pipeline's stages only a stretch from the middle, as
+    long as 50 iterations."""
     from matplotlib.figure import Figure
     figure = Figure((10, 0.7 + 1.7 * len(tapes)), layout="constrained")
-    staged = TIMELINES[name] == "stage"
+    staged = word == "stage"
     begin = [t[-1].end / 2 * staged for t in tapes]
     width = 50 * statistics.median(s.end - s.start for s in tapes[0]) if staged else max(t[-1].end for t in tapes)
     for tape, t0, ax in zip(tapes, begin, figure.subplots(len(tapes), 1, sharex=True, squeeze=False)[:, 0]):
@@ -2582,7 +2595,7 @@ def draw_tapes(name, tapes):
             else:
                 ax.broken_barh(bars, (at - 0.4, 0.8), facecolor=INK[kind], edgecolor="white", lw=0.4, label=kind)
         rows = sorted({at for _, at in drawn})
-        ax.set(title=tape.name.partition(": ")[2], ylabel=TIMELINES[name], yticks=rows, xlim=(0, 1.005 * width), ylim=(max(rows) + 0.6, min(rows) - 0.6))
+        ax.set(title=tape.name.partition(": ")[2], ylabel=word, yticks=rows, xlim=(0, 1.005 * width), ylim=(max(rows) + 0.6, min(rows) - 0.6))
     ax.set_xlabel("time (s)")
     return finished(figure)
 
@@ -2594,18 +2607,20 @@ def run(bench, names):
     rows = []
     with bench.interrupt:
         for name in names:
-            part, bench.doing, bench.tapes.room = [], name, math.inf if name in TIMELINES else 50000
+            what, part = EXPERIMENTS[name], []
+            bench.doing, bench.tapes.room = name, math.inf if what.timeline else 50000
             try:
-                for r in EXPERIMENTS[name][0](bench):
-                    part.append(dict(experiment=name, **r | dict(source=r["source"] or bench.source)))
+                for r in what.rows(bench):
+                    part.append(dict(experiment=name, **r))
             except KeyboardInterrupt:
                 names = []
             if part:
-                print(f"\n### {name}: {EXPERIMENTS[name][1]}\n\n{table(part)}\n", flush=True)
+                print(f"\n### {name}: {what.about}\n\n{table(part)}\n", flush=True)
             if any(r["source"] == "simulated" for r in part):
                 print(simulators_error() + "\n", flush=True)
             if part and bench.config.plot and bench.world.rank == 0:
                 plot(bench, name, part)
+                keep(bench, name, part)
             while bench.notes:
                 print(bench.notes.pop(0) + "\n", flush=True)
             rows += part
@@ -2613,6 +2628,23 @@ def run(bench, names):
                 print("interrupted: the tables hold what was measured so far", file=sys.stderr)
                 break
     return rows
+
+
+def report(bench, names, rows):
+    """All that is known of a run, as JSON."""
+    return json.dumps(dict(experiment=names, rows=rows, machine=machine(bench.model), model=bench.name, seed=bench.options.seed,
+                           options=vars(bench.options), date=time.strftime("%Y-%m-%d")))
+
+
+def keep(bench, name, rows):
+    """Write the report on an experiment beside its figure: NAME_a6000.json where it is simulated, NAME_cpu_bf16.json where it is measured;
+    NAME.json where nothing else is."""
+    kind = str(bench.model.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+    place = bench.config.hardware or f"{bench.model.device.type}_{kind}"
+    path = os.path.join(bench.config.plot, name + f"_{place}" * (EXPERIMENTS[name].only != "simulated") + ".json")
+    with open(path, "w") as f:
+        print(report(bench, name, rows), file=f)
+    bench.notes.append(f"wrote {path}")
 
 
 def table(rows):
@@ -2667,11 +2699,35 @@ def biggest_llama(device):
     return max(fits, key=lambda name: preset(name).n_params)
 
 
+def chosen(args):
+    """The names of the experiments that were asked for; ValueError where one is unknown or cannot run as asked. What can only be
+    simulated needs no --hardware."""
+    names = args.experiments or ["ceilings", "table2", "table4"]
+    if names == ["all"]:
+        names = [name for name, what in EXPERIMENTS.items() if what.needs != "stages" and not (args.hardware and what.only == "measured")
+                 and (args.peers or name != "peers")]  # who has no peers has nothing to set beside ours
+    for name in names:
+        if name not in EXPERIMENTS:
+            raise ValueError(f"unknown experiment {name!r}: one of {', '.join(EXPERIMENTS)}, all, list")
+    only, needs = ([getattr(EXPERIMENTS[name], key) for name in names] for key in ("only", "needs"))
+    if {*only} == {"simulated"} and not args.hardware:
+        args.hardware = "a6000"
+    if args.hardware and "measured" in only:
+        measured = sorted(name for name, kind in zip(names, only) if kind == "measured")
+        raise ValueError(f"hardware = {args.hardware!r}: {' and '.join(measured)} can only be measured, on this machine")
+    if args.pp > 1 and {*needs} != {"stages"}:
+        staged = ", ".join(name for name, what in EXPERIMENTS.items() if what.needs == "stages")
+        raise ValueError(f"pp = {args.pp}: only {staged} runs on stages; fig12 and bubbles simulate eight and four of them")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and (args.hardware or "one process" in needs):
+        raise ValueError(f"{' '.join(names)}{' on ' if args.hardware else ''}{args.hardware}: needs one process, start it without torchrun")
+    return names
+
+
 def main():
     """python bench.py [experiment ...] [flags]"""
     parser = Parser(description="Reproduce the papers' tables and figures on this machine.",
                     epilog="Examples: python bench.py --chunk 256 | python bench.py --chunk auto | python bench.py table4 --scheduler sarathi_serve")
-    parser.add_argument("experiments", nargs="*", help="names from `bench.py list`, or all; none: ceilings table2 table4")
+    parser.add_argument("experiments", nargs="*", help="names from `bench.py list`, or all (peers only with --peers); none: ceilings table2 table4")
     add_model_flags(parser, None)
     parser.add_fields(BenchConfig)
     parser.add_fields(EngineConfig, chunk=dict(type=lambda x: x if x == "auto" else int(x), metavar="CHUNK|auto"))
@@ -2679,24 +2735,10 @@ def main():
     if args.experiments[:1] == ["peer"] and len(args.experiments) >= 4:  # another engine's Python, started by Worker
         return peer(*args.experiments[1:])
     if args.experiments == ["list"]:
-        for name, (_, about) in EXPERIMENTS.items():
-            print(f"{name:{max(map(len, EXPERIMENTS))}} {about}")
+        for name, what in EXPERIMENTS.items():
+            print(f"{name:{max(map(len, EXPERIMENTS))}} {what.about}")
         return
-    names = [name for name in EXPERIMENTS if name not in ON_STAGES] if args.experiments == ["all"] else args.experiments or ["ceilings", "table2", "table4"]
-    for name in names:
-        if name not in EXPERIMENTS:
-            raise ValueError(f"unknown experiment {name!r}: one of {', '.join(EXPERIMENTS)}, all, list")
-    if set(names) <= ALWAYS_SIMULATED and not args.hardware:
-        args.hardware = "a6000"
-    if args.hardware:
-        if args.experiments == ["all"]:
-            names = [name for name in names if name not in ALWAYS_MEASURED]
-        elif ALWAYS_MEASURED & set(names):
-            raise ValueError(f"hardware = {args.hardware!r}: {' and '.join(sorted(ALWAYS_MEASURED & set(names)))} can only be measured, on this machine")
-    if args.pp > 1 and not set(names) <= ON_STAGES:
-        raise ValueError(f"pp = {args.pp}: only {', '.join(ON_STAGES)} runs on stages; fig12 and bubbles simulate eight and four of them")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and (args.hardware or ON_ONE_DEVICE & set(names)):
-        raise ValueError(f"{' '.join(names)}{' on ' if args.hardware else ''}{args.hardware}: needs one process, start it without torchrun")
+    names = chosen(args)
     if args.chunk == "auto":
         args.chunk, names = 256, ["profile", *(n for n in names if n != "profile")]
     config, options = BenchConfig(tp=args.tp, **parser.values(BenchConfig, args)), EngineConfig(**parser.values(EngineConfig, args))
@@ -2710,15 +2752,13 @@ def main():
         small = {"fig12_measured": "llama-30m", "roofline": "llama-124m", "peers": "llama-124m"}  # where less than the biggest shows it
         name = args.model or (small[names[0]] if set(names) <= small.keys() else biggest_llama(args.device))
         model, _ = load_model(name, dtype, args.device, options.seed, join_world(args))
-    bench = Bench(model, config, options)
-    where = machine(model)
+    bench, where = Bench(model, config, options, name), machine(model)
     print(f"{name} ({model.config.whole.n_params / 1e6:.0f}M parameters, {where['dtype']}) on {where['name']}; paper: LLaMA-13B on an A6000")
     rows = run(bench, names)
     if config.trace and bench.world.rank == 0:
         write_trace(config.trace, bench.tapes)
     explain(bench, rows)
-    print(json.dumps(dict(experiment=" ".join(names), rows=rows, machine=where, model=name, seed=options.seed,
-                          options=vars(options), date=time.strftime("%Y-%m-%d"))))
+    print(report(bench, " ".join(names), rows))
 
 
 if __name__ == "__main__":

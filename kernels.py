@@ -339,7 +339,7 @@ def rotate(x, cos, sin):
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
 
 
-def heads(qkv, rope, n_head, n_kv_head):
+def split_heads(qkv, rope, n_head, n_kv_head):
     """qkv (..., N, (H + 2 Hk) D) -> q (..., N, H, D), k and v (..., N, Hk, D); q and k rotated, unless rope is None."""
     qk, v = qkv.unflatten(-1, (n_head + 2 * n_kv_head, -1)).split([n_head + n_kv_head, n_kv_head], -2)
     q, k = (qk if rope is None else rotate(qk, *rope)).split([n_head, n_kv_head], -2)
@@ -453,7 +453,7 @@ def tiles(chosen, n_row, block):
 
 def rotate_write_ref(qkv, rope, kv, rows, segments, n_head, n_kv_head):
     """Rotate q and k, write k and v into their pages. qkv (N, (H + 2 Hk) D) -> q (N, H, D)"""
-    q, k, v = heads(qkv, rope, n_head, n_kv_head)
+    q, k, v = split_heads(qkv, rope, n_head, n_kv_head)
     if isinstance(segments, Pages):  # all tokens one by one
         row, stride = segments.rows.long().split(1, 1)
         rows, segments = row + stride * torch.arange(n_kv_head, device=row.device), []
@@ -497,7 +497,7 @@ def rotate_write(qkv, rope, kv, rows, segments, n_head, n_kv_head):
     return q
 
 
-def copies(dtype, device):
+def bmm_copies(dtype, device):
     """Whether torch.bmm copies operands that are not one contiguous block: in bfloat16 on a CPU (oneDNN)."""
     return dtype == torch.bfloat16 and device.type == "cpu"
 
@@ -507,7 +507,7 @@ def context_pad(ctx, n, stride, dtype, device):
     have been zeroed, or what is in them could be no number."""
     if n > FEW_ROWS:
         return min(-ctx % ALIGN, stride - ctx)
-    return stride - ctx if copies(dtype, device) and stride <= 2 * ctx else 0  # reading it all in place beats copying half of it
+    return stride - ctx if bmm_copies(dtype, device) and stride <= 2 * ctx else 0  # reading it all in place beats copying half of it
 
 
 def lineage(parents):
@@ -670,7 +670,7 @@ def _attend(q, k, v, mask):
     if q.size(1) <= FEW_ROWS:  # K streams past q: the faster way round where memory is the limit
         scores = torch.bmm(k, q.transpose(1, 2)).transpose(1, 2).contiguous()  # (B, n, ctx)
     else:
-        if copies(k.dtype, k.device):
+        if bmm_copies(k.dtype, k.device):
             k = k.contiguous()  # bmm would do it by itself, but transposed, and five times slower
         scores = torch.bmm(q, k.transpose(1, 2))
     if mask is not None:

@@ -17,6 +17,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from kernels import (FEW_ROWS, MOST_CHUNKS, Factors, Lora, LoraPages, Pages, Segment, Site, World, activate, add_norm, attention, filled,
-                     heads, linear, lora, pack, pow2, rope_angles, rotate_write, upload)
+                     linear, lora, pack, pow2, rope_angles, rotate_write, split_heads, upload)
+
+
+def checked(name, value, kind, low, high=math.inf):
+    """value, if it is a finite number (kind float) or a whole one (kind int) in low .. high; else a ValueError that says so."""
+    if isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool) and low <= value <= high and value < math.inf:
+        return value
+    span = f"at least {low:g}" if high == math.inf else f"in {low:g} .. {high:g}"
+    raise ValueError(f"{name} = {value!r}: must be a {'whole ' if kind is int else ''}number, {span}")
 
 
 @dataclass
@@ -124,6 +133,11 @@ class GPTConfig:
                 first, page = first + n, page + -(-n // width)
             found[op] = Operator(n_in, page, modules)
         return found
+
+    @property
+    def modules(self):
+        """{checkpoint module that an adapter may change: the operator it is in}"""
+        return {module: op for op, operator in self.operators.items() for module in operator.modules}
 
     def page_bytes(self, itemsize):
         """Bytes of one page: a token's K and V vectors in every layer (of the longest stage), m_kv in [SARATHI §4.3]."""
@@ -253,7 +267,7 @@ class Attention(nn.Module):
     def forward(self, qkv, rope, batch=None, kv=None):
         H, Hk = self.n_head, self.n_kv_head
         if kv is None:  # no cache: (B, T) whole sequences
-            q, k, v = (t.transpose(1, 2) for t in heads(qkv, rope, H, Hk))
+            q, k, v = (t.transpose(1, 2) for t in split_heads(qkv, rope, H, Hk))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
         q = rotate_write(qkv, rope, kv, batch.rows, batch.segments, H, Hk)
         return attention(q, kv, batch.segments, Hk).flatten(1)
@@ -426,7 +440,8 @@ class GPT(nn.Module):
             part, (dim, spans), at = source(name, p.shape), shares(config, name, p.shape), 0
             if name not in mine:
                 continue  # another stage's, but random numbers come in the same order everywhere
-            owner, leaf, t = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], torch.zeros(mine[name].shape, dtype=dtype, device=device)
+            owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            t = torch.zeros(mine[name].shape, dtype=dtype, device=device)
             for start, length in spans:
                 t.narrow(dim, at, length).copy_(part(dim, start, length))
                 at += length
@@ -464,41 +479,34 @@ class GPT(nn.Module):
         world = world or World(device=device)
         folder = Path(folder)
         config, own_dtype = read_config(folder)
-        with Checkpoint(folder) as checkpoint:
-            names = hf_names(config)
+        checkpoint, names = Checkpoint(folder), hf_names(config)
 
-            def source(name, shape):
-                parts, sizes = names[name], part_sizes(config, name, shape[0])
-                tensors = [checkpoint.take(part, (size, *shape[1:])) for part, size in zip(parts, sizes)]
+        def source(name, shape):
+            sizes = part_sizes(config, name, shape[0])
+            tensors = [checkpoint.take(part, (size, *shape[1:])) for part, size in zip(names[name], sizes)]
 
-                def part(dim, start, length):  # never of two tensors
-                    for w, size in zip(tensors, sizes):
-                        if dim == 1 or start < size or length == 0:
-                            return w.narrow(dim, start, length)
-                        start -= size
-                return part
-            model = cls._filled(config, dtype or own_dtype, world, source)
-            checkpoint.expect_all_taken()
+            def part(dim, start, length):  # never of two tensors
+                for w, size in zip(tensors, sizes):
+                    if dim == 1 or start < size or length == 0:
+                        return w.narrow(dim, start, length)
+                    start -= size
+            return part
+        model = cls._filled(config, dtype or own_dtype, world, source)
+        checkpoint.expect_all_taken()
         return model
 
     def save_pretrained(self, folder):
         """Write a llama-family model as a Hugging Face folder (config.json, model.safetensors)."""
-        from safetensors.torch import save_file
-        c = self.config
+        c, tensors = self.config, {}
         if not c.llama:
             raise ValueError(f"save_pretrained writes the llama family only, this model is {c.family!r}")
-        folder, tensors = Path(folder), {}
-        folder.mkdir(parents=True, exist_ok=True)
         for name, p in self.named_parameters():
-            sizes = part_sizes(c, name, p.shape[0])
-            for part, piece in zip(hf_names(c)[name], p.detach().split(sizes)):
-                tensors[part] = piece.contiguous()
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(dict(
+            tensors |= zip(hf_names(c)[name], p.split(part_sizes(c, name, p.shape[0])))
+        write_folder(folder, "model.safetensors", tensors, "config.json", dict(
             architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
             num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim, intermediate_size=c.n_inner,
             vocab_size=c.vocab_size, max_position_embeddings=c.block_size, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
-            rope_scaling=c.rope_scaling or None, tie_word_embeddings=c.tied, hidden_act="silu", dtype="float32"), indent=1))
+            rope_scaling=c.rope_scaling or None, tie_word_embeddings=c.tied, hidden_act="silu", dtype="float32"))
 
 
 class Heads(nn.Module):
@@ -524,22 +532,16 @@ class Heads(nn.Module):
     def from_pretrained(cls, folder, dtype=torch.float32, device="cpu"):
         """Read what save_pretrained wrote; FileNotFoundError or ValueError that names the file for anything else."""
         folder, c = Path(folder), read_json(Path(folder) / "heads.json")
-        if not all(isinstance(c.get(key), int) and c[key] > 0 for key in ("n_head", "n_embd")):
-            raise ValueError(f"{folder / 'heads.json'}: n_head and n_embd must be whole numbers, at least 1")
-        heads = cls(c["n_head"], c["n_embd"])
-        with Checkpoint(folder) as checkpoint:
-            for name, p in heads.named_parameters():
-                p.data = checkpoint.take(name, p.shape).to(device, dtype)
-            checkpoint.expect_all_taken()
+        heads = cls(*(checked(f"{folder / 'heads.json'}: {key}", c.get(key), int, 1) for key in ("n_head", "n_embd")))
+        checkpoint = Checkpoint(folder)
+        for name, p in heads.named_parameters():
+            p.data = checkpoint.take(name, p.shape).to(device, dtype)
+        checkpoint.expect_all_taken()
         return heads.requires_grad_(False).eval()
 
     def save_pretrained(self, folder):
         """Write heads.json and model.safetensors."""
-        from safetensors.torch import save_file
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: p.detach().contiguous() for name, p in self.named_parameters()}, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "heads.json").write_text(json.dumps(dict(n_head=len(self.blocks), n_embd=self.n_embd)))
+        write_folder(folder, "model.safetensors", dict(self.named_parameters()), "heads.json", dict(n_head=len(self.blocks), n_embd=self.n_embd))
 
 
 class Graphs:
@@ -631,6 +633,15 @@ def read_json(path):
         raise ValueError(f"{path} is not valid JSON: {e}") from None
 
 
+def write_folder(folder, weights, tensors, config, settings):
+    """folder/weights with {name: tensor} and folder/config with the settings, as Hugging Face lays them out."""
+    from safetensors.torch import save_file
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.detach().contiguous() for name, t in tensors.items()}, folder / weights, metadata={"format": "pt"})
+    (folder / config).write_text(json.dumps(settings, indent=1))
+
+
 def read_config(folder):
     """folder/config.json -> (GPTConfig, torch dtype); ValueError for an architecture or a setting that is not built."""
     path = Path(folder) / "config.json"
@@ -693,19 +704,23 @@ def hf_names(config):
     return names
 
 
+def pieces(config):
+    """{operator: the sizes of what lies side by side in the dimension that devices share out: its outputs, or REDUCED ones' inputs}"""
+    q, kv, n_inner = config.n_head * config.head_dim, config.n_kv_head * config.head_dim, config.n_inner
+    return dict(preproj=[q, kv, kv], postproj=[q], ffn_ln1=[n_inner] * (2 if config.llama else 1), ffn_ln2=[n_inner])
+
+
 def part_sizes(config, name, n_out):
     """How many output rows of our weight `name` come from each of its checkpoint tensors."""
-    if config.llama and name.endswith("preproj.weight"):
-        return [config.n_head * config.head_dim] + [config.n_kv_head * config.head_dim] * 2
-    return [n_out // 2] * 2 if config.llama and name.endswith("ffn_ln1.weight") else [n_out]
+    op = name.split(".")[-2]
+    return pieces(config)[op] if config.llama and op in ("preproj", "ffn_ln1") else [n_out]
 
 
 def shares(config, name, shape):
     """Which part of weight `name`, of this shape in the whole model, belongs to the share that config is of: a dimension, and in it
     [(start, length)], side by side in the share; what they leave of it is zero."""
-    (i, n), (op, leaf), D = config.part, name.split(".")[-2:], config.head_dim
-    sizes = dict(preproj=[config.n_head * D] + [config.n_kv_head * D] * 2, postproj=[config.n_head * D], ffn_ln2=[config.n_inner],
-                 ffn_ln1=[config.n_inner] * (2 if config.llama else 1)).get(op)  # of the share
+    (i, n), (op, leaf) = config.part, name.split(".")[-2:]
+    sizes = pieces(config).get(op)  # of the share
     if op in REDUCED and leaf == "bias":
         return 0, [(0, shape[0] if i == 0 else 0)]  # added once
     if op in ("wte", "head"):
@@ -738,12 +753,6 @@ class Checkpoint:
                     self.where |= {key.removeprefix("transformer."): (f, key) for key in file.keys()}
             except SafetensorError as e:
                 raise ValueError(f"{f} is damaged or half written: {e}") from None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.where.clear()
 
     def take(self, name, shape):
         """The tensor `name`, which must have this shape; GPT-2 stores its matrices the other way round. It is a view of the file: only
@@ -827,39 +836,36 @@ class Adapter:
         if not folder.is_dir():
             raise FileNotFoundError(f"adapter folder {folder} does not exist (or is no folder)")
         settings = read_adapter_config(folder / "adapter_config.json")
-        with Checkpoint(folder) as checkpoint:
-            found = adapter_modules(checkpoint, config)
-            ranks = {}
-            for (layer, op, module), path in found.items():
-                ranks[module] = max(ranks.get(module, 0), settings(path)[0])
-            adapter, operators = cls(config, ranks, dtype, pin), config.whole.operators
-            for (layer, op, module), path in found.items():
-                rank, scaling = settings(path)
-                a = checkpoint.take(path + ".lora_A.weight", (rank, operators[op].n_in)).to(dtype)
-                b = (checkpoint.take(path + ".lora_B.weight", (operators[op].modules[module][1], rank)).T.float() * scaling).to(dtype)
-                for name, w in ("A", a), ("B", b):
-                    if not w.isfinite().all():
-                        raise ValueError(f"{folder}: module {path!r}: lora_{name} {tuple(w.shape)} holds NaN or infinity in {dtype}")
-                if layer in config.layers:
-                    adapter.keep(layer, op, module, a, b)
-            checkpoint.expect_all_taken()
+        checkpoint = Checkpoint(folder)
+        found = adapter_modules(checkpoint, config)
+        ranks = {}
+        for (layer, op, module), path in found.items():
+            ranks[module] = max(ranks.get(module, 0), settings(path)[0])
+        adapter, operators = cls(config, ranks, dtype, pin), config.whole.operators
+        for (layer, op, module), path in found.items():
+            rank, scaling = settings(path)
+            a = checkpoint.take(path + ".lora_A.weight", (rank, operators[op].n_in)).to(dtype)
+            b = (checkpoint.take(path + ".lora_B.weight", (operators[op].modules[module][1], rank)).T.float() * scaling).to(dtype)
+            for name, w in ("A", a), ("B", b):
+                if not w.isfinite().all():
+                    raise ValueError(f"{folder}: module {path!r}: lora_{name} {tuple(w.shape)} holds NaN or infinity in {dtype}")
+            if layer in config.layers:
+                adapter.keep(layer, op, module, a, b)
+        checkpoint.expect_all_taken()
         return adapter
 
     def save_pretrained(self, folder):
         """Write it as a PEFT folder; alpha is the rank everywhere: B has its scaling already."""
-        from safetensors.torch import save_file
-        folder, tensors = Path(folder), {}
-        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {}
         for layer in range(len(self.planes)):
             for op, sites in self.sites.items():
                 for module in sites:
                     path, (a, b) = f"base_model.model.{self.prefix}.{layer}.{module}", self.factors(layer, op, module)
-                    tensors |= {path + ".lora_A.weight": a.contiguous(), path + ".lora_B.weight": b.T.contiguous()}
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+                    tensors |= {path + ".lora_A.weight": a, path + ".lora_B.weight": b.T}
         rank = max(self.ranks.values())
-        (folder / "adapter_config.json").write_text(json.dumps(dict(
+        write_folder(folder, "adapter_model.safetensors", tensors, "adapter_config.json", dict(
             peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=rank, rank_pattern=self.ranks, alpha_pattern=self.ranks,
-            target_modules=list(self.ranks), bias="none", inference_mode=True), indent=1))
+            target_modules=list(self.ranks), bias="none", inference_mode=True))
 
 
 def read_adapter_config(path):
@@ -892,8 +898,7 @@ def read_adapter_config(path):
 
 def adapter_modules(checkpoint, config):
     """What a PEFT file changes: {(layer, operator, module): the path in front of .lora_A.weight}."""
-    known = {module: op for op, operator in config.operators.items() for module in operator.modules}
-    found = {}
+    known, found = config.modules, {}
     for name in checkpoint.where:
         path, _, factor = name.partition(".lora_")
         m = re.match(r"(?:.*\.)?(?:layers|h)\.(\d+)\.(.+)$", path)
@@ -909,11 +914,10 @@ def adapter_modules(checkpoint, config):
 def random_adapter(rank, seed=0, modules=None):
     """A source for Engine.add_adapter: random A and B of this rank. modules: names as in a PEFT config's target_modules ("q_proj",
     "mlp.c_proj"); None: all that attention has, as in [S-LoRA §4.1]."""
-    if not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"rank = {rank!r}: must be a whole number, at least 1")
+    checked("rank", rank, int, 1)
 
     def make(config, dtype=None, pin=False):
-        known = {module: op for op, operator in config.operators.items() for module in operator.modules}
+        known = config.modules
         wanted = modules or [module for module, op in known.items() if op in ("preproj", "postproj")]
         ranks = {module: rank for module in known if any(("." + module).endswith("." + w) for w in wanted)}
         for w in wanted:
@@ -1054,15 +1058,30 @@ def stdlib_tokens():
     return torch.where(tokens == 0xff, 256, tokens)
 
 
-def train(config, data, steps, name, B=4, T=256, lr=2e-3, seed=0):
-    """Train GPT(config) on data (T,) for `steps` batches of B sequences of T tokens -> (model, loss on the last 5 %, in nats)."""
+def descend(module, loss_of_batch, steps, what, lr, warmup, weight_decay, clip=math.inf):
+    """Train a module's parameters for `steps` calls of loss_of_batch(), with AdamW; a bar on stderr says the loss."""
     from tqdm import tqdm
+    optimizer = torch.optim.AdamW(module.parameters(), betas=(0.9, 0.99), weight_decay=weight_decay)
+    bar = tqdm(range(steps), f"training {what}", file=sys.stderr)
+    for step in bar:
+        for group in optimizer.param_groups:  # warm up, then a cosine down to a tenth
+            group["lr"] = lr * min((step + 1) / warmup, 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
+        loss = loss_of_batch()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        if step % 10 == 0:
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+
+
+def train(config, data, steps, name, B=4, T=256, seed=0):
+    """Train GPT(config) on data (T,) for `steps` batches of B sequences of T tokens -> (model, loss on the last 5 %, in nats)."""
     torch.manual_seed(seed)
     model, n_train = GPT(config), int(0.95 * len(data))
     for p in model.parameters():
         if p.dim() == 2:
             nn.init.normal_(p, std=0.02)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.1)
 
     def loss_on(first, last):
         i = torch.randint(first, last - T - 1, (B, 1)) + torch.arange(T + 1)
@@ -1071,17 +1090,8 @@ def train(config, data, steps, name, B=4, T=256, lr=2e-3, seed=0):
             logits = model.whole(x[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), x[:, 1:].flatten())
 
-    bar = tqdm(range(steps), f"training {name}, {config.n_params / 1e6:.1f}M parameters", file=sys.stderr)
-    for step in bar:
-        for group in optimizer.param_groups:  # warm up, then a cosine down to a tenth
-            group["lr"] = lr * min((step + 1) / 50, 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
-        loss = loss_on(0, n_train)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 10 == 0:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
+    what = f"{name}, {config.n_params / 1e6:.1f}M parameters"
+    descend(model, lambda: loss_on(0, n_train), steps, what, lr=2e-3, warmup=50, weight_decay=0.1, clip=1.0)
     with torch.no_grad():
         return model, sum(loss_on(n_train, len(data)).item() for _ in range(20)) / 20
 
@@ -1089,10 +1099,8 @@ def train(config, data, steps, name, B=4, T=256, lr=2e-3, seed=0):
 def train_heads(model, data, steps, n=3, B=4, T=256, lr=4e-3, seed=0):
     """Train n Heads on the states of a model, which stays as it is, over data (T,) as `train` does -> (Heads, loss (n,) in nats and
     share of right first guesses (n,), of each head on the last 5 %)."""
-    from tqdm import tqdm
     torch.manual_seed(seed)
     heads, n_train = Heads(n, model.config.n_embd), int(0.95 * len(data))
-    optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
     weight = model.head.weight.to_dense() if model.head.weight.is_mkldnn else model.head.weight.detach()  # packed ones have no gradient
 
     def score(first, last):
@@ -1105,11 +1113,7 @@ def train_heads(model, data, steps, n=3, B=4, T=256, lr=4e-3, seed=0):
         loss = F.cross_entropy(logits.flatten(0, 2).float(), ahead.flatten(), reduction="none").view(-1, n).mean(0)
         return loss, (logits.argmax(-1) == ahead).flatten(0, 1).float().mean(0)
 
-    for step in tqdm(range(steps), f"training {n} heads", file=sys.stderr):
-        optimizer.param_groups[0]["lr"] = lr * min((step + 1) / 20, 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
-        optimizer.zero_grad(set_to_none=True)
-        score(0, n_train)[0].sum().backward()
-        optimizer.step()
+    descend(heads, lambda: score(0, n_train)[0].sum(), steps, f"{n} heads", lr, warmup=20, weight_decay=0.0)
     with torch.no_grad():
         return heads.eval(), *torch.stack([torch.stack(score(n_train, len(data))) for _ in range(20)]).mean(0)
 

@@ -7,8 +7,18 @@ r". An iteration is a plan [(request, n)], packed into one flat batch of N token
               │            decodes      a chunk                  │              N = 256 tokens,               r3, r5 one each;
               └ policy: a Scheduler, ten lines                   └ memory: PagePool   each weight read once   r7 when its prompt ends
 
-`Engine.step` is that picture. Papers are cited where they are implemented: [SARATHI] arXiv 2308.16369, [S-LoRA] 2311.03285,
-[SmartSpec] 2406.14066.
+`Engine.step` is that picture. What it needs comes before it; a first reading may go from the schedulers straight to the engine:
+
+    requests, memory, adapters      what users ask for, and who owns which page of the one pool
+    schedulers, orders              who feeds how many tokens, and who of the queue is first
+    costs                           what an iteration takes: for drafts, for autopilot, for the simulator
+    speculation, autopilot          where drafts come from, how many ride along, and chunks and drafts chosen together
+    the engine                      all of it, iteration by iteration
+    the simulator, many devices     the same engine with another clock, or as a pipeline of stages
+    command line
+
+Papers are cited where they are implemented: [SARATHI] arXiv 2308.16369, [S-LoRA] 2311.03285, [SmartSpec] 2406.14066, [TNG] the
+article "Prefill and decode for concurrent requests" by TNG; others by their numbers.
 """
 import argparse
 import bisect
@@ -25,8 +35,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
-from itertools import chain, islice, takewhile
-from numbers import Integral, Real
+from itertools import accumulate, chain, islice, takewhile
+from numbers import Integral
 from typing import Callable, NamedTuple
 
 import numpy as np
@@ -34,20 +44,12 @@ import torch
 
 from kernels import (BLOCK_ROWS, FEW_ROWS, Lora, LoraPages, Pages, Segment, World, accept, causal_mask, context_pad, on_gpu, residual,
                      run_ends, sample, target_probs)
-from model import GPT, PRESETS, Adapter, Batch, Graphs, Heads, default_dtype, load_heads, load_model
+from model import GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model
 
 
 def option(default, help, **more):
     """A dataclass field that is also a command-line flag."""
     return field(default=default, metadata=dict(help=help, **more))
-
-
-def checked(name, value, kind, low, high=math.inf):
-    """value, if it is a finite number (kind float) or a whole one (kind int) in low .. high; else a ValueError that says so."""
-    if isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool) and low <= value <= high and value < math.inf:
-        return value
-    span = f"at least {low:g}" if high == math.inf else f"in {low:g} .. {high:g}"
-    raise ValueError(f"{name} = {value!r}: must be a {'whole ' if kind is int else ''}number, {span}")
 
 
 @dataclass
@@ -61,7 +63,8 @@ class EngineConfig:
     n_page: int = option(0, "pages (tokens of K and V) in the pool; 0: max_batch times the longest context, within memory_gb")
     memory_gb: float = option(0.0, "memory for the pool; 0: 90 %% of what a GPU has left, a quarter of the RAM on a CPU")
     adapter_pages: int = option(0, "pages of the pool for adapters alone; 0: whoever needs one takes it, adapter or cache [S-LoRA §5.1]")
-    lora: str = option("batched", "adapters: all at once on the fly, so with padding, or one at a time in the weights", choices=("batched", "bmm", "merge"))
+    lora: str = option("batched", "adapters: all at once on the fly, so with padding, or one at a time in the weights",
+                       choices=("batched", "bmm", "merge"))
     order: str = option("fcfs", "who of the waiting starts first: the one that came first or last", choices=("fcfs", "lcfs"))
     cluster: int = option(0, "prefer requests whose adapter is in the batch once it has so many; 0: never [S-LoRA §4.2]")
     max_waiting: int = option(0, "most requests that may wait for a slot of the batch; more are refused as they arrive; 0: no limit")
@@ -75,20 +78,22 @@ class EngineConfig:
     alpha: float = option(0.0, "accept each draft with this probability, whatever the model says: for random weights; 0: verify")
 
     def __post_init__(self):
-        for name, least in dict(chunk=1, max_batch=0, tile=1, n_page=0, adapter_pages=0, cluster=0, max_waiting=0, seed=0).items():
-            checked(name, getattr(self, name), int, least)
-        for name in ("memory_gb", "slo", "tpot", "stall", "fair"):
-            checked(name, getattr(self, name), float, 0)
-        checked("alpha", self.alpha, float, 0, 1)
         for f in fields(self):
-            if getattr(self, f.name) not in f.metadata.get("choices", [getattr(self, f.name)]):
-                raise ValueError(f"{f.name} = {getattr(self, f.name)!r}: one of {', '.join(map(repr, f.metadata['choices']))}")
+            value, choices = getattr(self, f.name), f.metadata.get("choices")
+            if f.type in (int, float):
+                checked(f.name, value, f.type, int(f.name in ("chunk", "tile")), 1 if f.name == "alpha" else math.inf)
+            if choices and value not in choices:
+                raise ValueError(f"{f.name} = {value!r}: one of {', '.join(map(repr, choices))}")
         for name, why in dict(adapter_pages="no adapter is in the pool", cluster="a batch has one adapter, and others must get their turn").items():
             if self.lora == "merge" and getattr(self, name):
                 raise ValueError(f"{name} = {getattr(self, name)} with lora = 'merge': {why}")
 
 
 # ---------------------------------------------------------------- requests
+
+ENDS = dict(length="has all its tokens", stop="met a stop token", abort="the user ended it, or it would be too late (slo)",
+            refused="too many were waiting (max_waiting)")  # states of a request that has ended
+
 
 @dataclass(eq=False)
 class Request:
@@ -159,8 +164,25 @@ class Request:
         return (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1) if self.times else math.nan
 
 
-ENDS = dict(length="has all its tokens", stop="met a stop token", abort="the user ended it, or it would be too late (slo)",
-            refused="too many were waiting (max_waiting)")  # states of a request that has ended
+def checked_prompt(prompt, vocab_size):
+    """A prompt as an array (n,); ValueError for what is no list of tokens."""
+    try:
+        tokens = np.asarray(prompt)
+    except (ValueError, TypeError):  # ragged, or no array at all
+        tokens = np.empty((0, 0))
+    if tokens.shape == (0,):
+        raise ValueError("empty prompt: at least one token is needed")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(f"prompt {str(prompt)[:60]}: must be a flat list of token ids")
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if len(outside):
+        raise ValueError(f"token {outside[0]} in the prompt: must be in 0 .. {vocab_size - 1}")
+    return tokens.astype(np.int64)
+
+
+def asking(plan):
+    """Of a plan's requests those that get tokens from it -> [(request, how many drafts it feeds behind its last known token)]"""
+    return [(r, n - r.n_todo) for r, n in plan if n >= r.n_todo]
 
 
 class Event(NamedTuple):
@@ -177,6 +199,7 @@ class Table:
     """The pages of one owner: rows[i] is the cache row of page i's first head, stride the rows from one head to the next."""
     rows: np.ndarray
     stride: int
+    space: np.ndarray | None = None  # what rows is the begin of, where it will grow
 
     def of(self, n_kv_head, other):
         """The same pages in the cache of a model with `other` kv heads."""
@@ -184,6 +207,77 @@ class Table:
             return self
         pages = self.rows // n_kv_head
         return Table(pages * other if self.stride == 1 else pages[0] * other + np.arange(self.stride), self.stride)
+
+
+class Stack:
+    """Free pages of which one is as good as another: who came last goes first."""
+
+    def __init__(self, first, n):
+        self.pages, self.n = first + np.arange(n)[::-1], n  # the first n are free
+
+    def take(self, n):
+        """-> (n,) pages, a view that the next `put` writes over; or None"""
+        if n > self.n:
+            return None
+        self.n -= n
+        return self.pages[self.n:self.n + n][::-1]
+
+    take_apart = take
+
+    def put(self, pages):
+        self.pages[self.n:self.n + len(pages)] = pages[::-1]
+        self.n += len(pages)
+
+    def all(self):
+        """The free pages."""
+        return self.pages[:self.n]
+
+
+class Spans:
+    """Free pages, of which neighbours are wanted together."""
+
+    def __init__(self, first, n):
+        self.spans, self.n = [(first, first + n)] if n else [], n  # [start, end), sorted, never touching
+
+    def take(self, n):
+        """-> (n,) pages, of the first block that is large enough; or None"""
+        for i, (a, b) in enumerate(self.spans):
+            if b - a >= n:
+                self.spans[i:i + 1] = [(a + n, b)] if a + n < b else []
+                self.n -= n
+                return np.arange(a, a + n)
+        return None
+
+    def take_apart(self, n):
+        """-> (n,) pages, together or not: the last ones, so that others find theirs together; or None"""
+        if n > self.n:
+            return None
+        pages, self.n = [], self.n - n
+        while n:
+            a, b = self.spans.pop()
+            m = min(n, b - a)
+            pages.append(np.arange(b - m, b))
+            n -= m
+            if m < b - a:
+                self.spans.append((a, b - m))
+        return np.concatenate(pages[::-1])
+
+    def put(self, pages):
+        """Each run of neighbours is joined with the free spans it touches."""
+        self.n += len(pages)
+        pages = np.sort(pages)
+        for run in np.split(pages, np.flatnonzero(np.diff(pages) > 1) + 1):
+            a, b = int(run[0]), int(run[-1]) + 1
+            i = bisect.bisect(self.spans, (a, b))
+            if i < len(self.spans) and self.spans[i][0] == b:
+                b = self.spans.pop(i)[1]
+            if i and self.spans[i - 1][1] == a:
+                i, a = i - 1, self.spans.pop(i - 1)[0]
+            self.spans.insert(i, (a, b))
+
+    def all(self):
+        """The free pages."""
+        return np.concatenate([np.empty(0, int), *(np.arange(a, b) for a, b in self.spans)])
 
 
 class PagePool:
@@ -195,9 +289,12 @@ class PagePool:
     def __init__(self, n_page, n_kv_head, alloc, first=0):
         """first: its first page's number in the cache."""
         self.n_page, self.n_kv_head, self.alloc, self.first = n_page, n_kv_head, alloc, first
-        self.n_free = n_page
-        self.spans = [(first, first + n_page)] if n_page else []  # free [start, end), sorted, never touching
+        self.unused = (Spans if alloc == "reserve" else Stack)(first, n_page)
         self.tables = {}  # owner -> Table
+
+    @property
+    def n_free(self):
+        return self.unused.n
 
     def need(self, owner, n, n_max):
         """How many free pages `hold` would take."""
@@ -206,23 +303,25 @@ class PagePool:
 
     def hold(self, owner, n, n_max):
         """Make `owner` own pages for n tokens (it will never want more than n_max). False, and nothing changed, if it cannot be."""
-        need, table = self.need(owner, n, n_max), self.tables.get(owner)
+        need = self.need(owner, n, n_max)
         if not need:
             return True
-        if self.alloc == "reserve":
-            pages = self._take_together(need)
-            if pages is not None:  # the pages form one block, laid out head after head
-                self.tables[owner] = Table(pages[0] * self.n_kv_head + np.arange(n_max), n_max)
+        pages = self.unused.take(need)
+        if pages is None:
+            return False
+        if self.alloc == "reserve":  # one block, laid out head after head
+            self.tables[owner] = Table(pages[0] * self.n_kv_head + np.arange(n_max), n_max)
         else:
-            pages = self._take_any(need)
-            if pages is not None:
-                rows = pages * self.n_kv_head
-                self.tables[owner] = Table(np.concatenate([table.rows, rows]) if table else rows, 1)
-        return pages is not None
+            table = self.tables.get(owner)
+            if table is None:
+                table = self.tables[owner] = Table(None, 1, np.empty(n_max, int))
+            table.space[n - need:n] = pages * self.n_kv_head
+            table.rows = table.space[:n]
+        return True
 
-    def hold_any(self, owner, n):
-        """Make `owner`, new here, own any n pages: the last ones, so that requests find theirs together. False if it cannot be."""
-        pages = self._take_any(n, last=True)
+    def hold_any(self, owner, n, n_max):
+        """As hold, where `owner` is new here, and pages may lie anywhere under either policy."""
+        pages = self.unused.take_apart(n)
         if pages is not None:
             self.tables[owner] = Table(pages * self.n_kv_head, 1)
         return pages is not None
@@ -230,9 +329,7 @@ class PagePool:
     def free(self, owner):
         """Give back all that `owner` holds; an owner without pages is no error."""
         if owner in self.tables:
-            pages = np.sort(self.pages(owner))
-            for part in np.split(pages, np.flatnonzero(np.diff(pages) > 1) + 1):
-                self._put(int(part[0]), int(part[-1]) + 1)
+            self.unused.put(self.pages(owner))
             del self.tables[owner]
 
     def pages(self, owner):
@@ -242,76 +339,16 @@ class PagePool:
 
     def check(self):
         """Our own invariant: free + owned = total, and no page has two owners."""
-        free = [np.arange(a, b) for a, b in self.spans]
-        every = np.sort(np.concatenate([np.empty(0, int), *free, *map(self.pages, self.tables)]))
+        every = np.sort(np.concatenate([self.unused.all(), *map(self.pages, self.tables)]))
         assert np.array_equal(every, self.first + np.arange(self.n_page)), "pages lost or owned twice"
-        assert self.n_free == sum(b - a for a, b in self.spans)
-
-    def _take_together(self, n):
-        """The first free block of n pages, or None."""
-        for i, (a, b) in enumerate(self.spans):
-            if b - a >= n:
-                self.spans[i:i + 1] = [(a + n, b)] if a + n < b else []
-                self.n_free -= n
-                return np.arange(a, a + n)
-        return None
-
-    def _take_any(self, n, last=False):
-        """n free pages, the lowest or the last, in order; or None."""
-        if n > self.n_free:
-            return None
-        pages, self.n_free = [], self.n_free - n
-        while n:
-            a, b = self.spans.pop(-1 if last else 0)
-            m = min(n, b - a)
-            pages.append(np.arange(b - m, b) if last else np.arange(a, a + m))
-            n -= m
-            if m < b - a:
-                self.spans.insert(len(self.spans) if last else 0, (a, b - m) if last else (a + m, b))
-        return np.concatenate(pages[::-1] if last else pages)
-
-    def _put(self, a, b):
-        """Free [a, b), joined with the free spans it touches."""
-        self.n_free += b - a
-        i = bisect.bisect(self.spans, (a, b))
-        if i < len(self.spans) and self.spans[i][0] == b:
-            b = self.spans.pop(i)[1]
-        if i and self.spans[i - 1][1] == a:
-            i, a = i - 1, self.spans.pop(i - 1)[0]
-        self.spans.insert(i, (a, b))
-
-
-class PageCount:
-    """A PagePool of which only the numbers are kept, for a simulator whose pages may lie anywhere."""
-
-    def __init__(self, n_page):
-        self.n_page = self.n_free = n_page
-        self.tables = {}  # owner -> pages it holds
-
-    def need(self, owner, n, n_max):
-        return max(0, n - self.tables.get(owner, 0))
-
-    def hold(self, owner, n, n_max):
-        return self.hold_any(owner, self.need(owner, n, n_max))
-
-    def hold_any(self, owner, n):
-        fits = n <= self.n_free
-        if fits and n:
-            self.n_free -= n
-            self.tables[owner] = self.tables.get(owner, 0) + n
-        return fits
-
-    def free(self, owner):
-        self.n_free += self.tables.pop(owner, 0)
-
-    def pages(self, owner):
-        return np.arange(self.tables[owner])
-
-    def check(self):
-        assert self.n_free + sum(self.tables.values()) == self.n_page and self.n_free >= 0, "pages lost or owned twice"
+        assert self.n_free == len(self.unused.all())
 
 
 # ---------------------------------------------------------------- adapters: thousands in host memory, those in use in the pool
+
+PREFETCH = 4  # requests at the head of the queue whose adapters are copied in ahead of time
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a number -> a type that carries them as they are
+
 
 @dataclass
 class Resident:
@@ -336,9 +373,8 @@ class AdapterStore:
             return True
         if name not in self.resident:
             adapter = self.known[name]
-            if not self.make_room(adapter.n_page):
+            if not self.find_room(self.pool, self.pool.hold_any, name, adapter.n_page, adapter.n_page):
                 return False
-            self.pool.hold_any(name, adapter.n_page)
             pages = self.pool.pages(name)
             try:
                 self.resident[name] = Resident(adapter.at(pages), self.copy(pages, adapter))
@@ -358,14 +394,17 @@ class AdapterStore:
         """Pages that it takes, or would."""
         return 0 if name is None else self.known[name].n_page
 
-    def make_room(self, n):
-        """Evict until n pages are free. False, and nothing evicted, if idle adapters do not have that many."""
-        idle = sum(self.known[name].n_page for name, r in self.resident.items() if not r.n_users) if self.pool.n_free < n else 0
-        if self.pool.n_free + idle < n:
-            return False
-        while self.pool.n_free < n:
-            self.evict()
-        return True
+    def find_room(self, pool, hold, *wanted):
+        """hold(*wanted), which are (owner, n, n_max), in a pool; while it cannot be, idle adapters are evicted, if that is the pool they
+        are in. False if nothing helps; nothing is evicted if all of them would be too few."""
+        if hold(*wanted):
+            return True
+        idle = sum(self.known[name].n_page for name, r in self.resident.items() if not r.n_users)
+        if pool is self.pool and pool.n_free + idle >= pool.need(*wanted):
+            while self.evict():
+                if hold(*wanted):
+                    return True
+        return False
 
     def evict(self):
         """Give back the pages of the least recently used adapter that is idle; False if none is."""
@@ -398,9 +437,6 @@ class Merging(AdapterStore):
         return 0
 
 
-PREFETCH = 4  # requests at the head of the queue whose adapters are copied in ahead of time
-
-
 class Copier:
     """Copies adapters into the cache beside the iteration under way: on a GPU by a stream of its own, on a CPU by a thread."""
 
@@ -425,10 +461,7 @@ class Copier:
         return lambda: torch.cuda.current_stream().wait_event(done)
 
 
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a number -> a type that carries them as they are
-
-
-# ---------------------------------------------------------------- policy: schedulers
+# ---------------------------------------------------------------- schedulers: who feeds how many tokens
 
 class Named:
     """Subclasses are found by name, in their family's registry: class ShortestFirst is "shortest_first"."""
@@ -538,7 +571,7 @@ def make_scheduler(scheduler, **options):
     return scheduler
 
 
-# ---------------------------------------------------------------- policy: the order of the queue
+# ---------------------------------------------------------------- orders: who of the queue is first
 
 class Queue:
     """The waiting requests, first come first. Whatever stands where it does costs the same to take out, of ten or of a million.
@@ -600,18 +633,32 @@ class View:
 
 
 class Order:
-    """In which order waiting requests are offered to the scheduler, any scheduler; this one: first come first served."""
+    """In which order waiting requests are offered to the scheduler, any scheduler. Subclass it and write `offer`; this one: first come
+    first served."""
 
-    def queue(self, running, waiting):
-        """running, waiting as in Scheduler.plan -> the waiting requests (or some of them) in another order, a Queue or a View."""
-        return waiting
+    def __init__(self, inner=None):
+        """inner: the Order that this one rearranges; None: as they came."""
+        self.inner = inner
+
+    def queue(self, engine):
+        """-> engine.waiting (or some of them) in this order, a Queue or a View."""
+        queue = self.before(engine)
+        return View(queue, lambda: self.offer(engine.running, queue))
+
+    def before(self, engine):
+        """The queue that is rearranged."""
+        return self.inner.queue(engine) if self.inner else engine.waiting
+
+    def offer(self, running, queue):
+        """running: the requests of the batch, oldest first; queue: those that wait, in the inner order -> an iterator over the latter"""
+        return iter(queue)
 
 
 class LastCome(Order):
     """Last come first served: under overload it keeps the promise to some instead of breaking it to all [S-LoRA §4.3]."""
 
-    def queue(self, running, waiting):
-        return View(waiting, lambda: reversed(waiting))
+    def offer(self, running, queue):
+        return reversed(queue)
 
 
 class Cluster(Order):
@@ -619,13 +666,10 @@ class Cluster(Order):
     Not fair: while requests for these keep coming as fast as they are served, those for others wait."""
 
     def __init__(self, inner, d):
-        self.inner, self.d = inner, d
+        super().__init__(inner)
+        self.d = d
 
-    def queue(self, running, waiting):
-        queue = self.inner.queue(running, waiting)
-        return View(waiting, lambda: self._together(running, queue))
-
-    def _together(self, running, queue):
+    def offer(self, running, queue):
         active, last = {None, *(r.adapter for r in running)}, []  # no adapter is in every batch
         for r in queue:
             if len(active) <= self.d:
@@ -644,19 +688,18 @@ class Fair(Order):
 
     def __init__(self, inner, weight):
         """inner: the order of each client's own requests."""
-        self.inner, self.weight = inner, weight
-        self.counter, self.level = {}, 0.0  # client -> tokens; the least of those that wait, which a client starts with
+        super().__init__(inner)
+        self.weight, self.counter, self.level = weight, {}, 0.0  # client -> tokens; the least of those that wait, which a client starts with
         self.charged, self.known = {}, {}  # request -> what is in its client's counter for it; client -> its queue of the last time
 
-    def queue(self, running, waiting):
+    def queue(self, engine):
         self._charge()
-        self._lift(waiting.of)
-        queue = self.inner.queue(running, waiting)
-        return View(waiting, lambda: self._least_first(queue.of))
+        self._lift(engine.waiting.of)
+        return super().queue(engine)
 
-    def _least_first(self, queues):
-        """Each client's requests, as if those offered before had been started."""
-        heads = [(self.counter[client], i, iter(requests)) for i, (client, requests) in enumerate(queues.items())]
+    def offer(self, running, queue):
+        """Whose client has got least, as if those offered before had been started."""
+        heads = [(self.counter[client], i, iter(requests)) for i, (client, requests) in enumerate(queue.of.items())]
         heapq.heapify(heads)
         while heads:
             tokens, i, requests = heads[0]
@@ -703,14 +746,7 @@ class OneAdapter(Order):
     runs out, and the first in the queue says which is next [S-LoRA §7.5]."""
     PATIENCE = 30  # requests, as in the paper's code
 
-    def __init__(self, inner):
-        self.inner = inner
-
-    def queue(self, running, waiting):
-        queue = self.inner.queue(running, waiting)
-        return View(waiting, lambda: self._alike(running, queue))
-
-    def _alike(self, running, queue):
+    def offer(self, running, queue):
         adapter, patience = next((r.adapter for r in chain(running, queue)), None), self.PATIENCE
         for r in queue:
             if r.adapter == adapter:
@@ -727,29 +763,29 @@ class EarlyAbort(Order):
     [S-LoRA §4.3, App. B]; both rates are moving averages."""
     MARGIN = 1 / 12  # of the slo, from being started to the first token: 0.5 of 6 seconds, as in the paper's code
 
-    def __init__(self, inner, slo, acting):
-        """acting(): the engine that asks."""
-        self.inner, self.slo, self.acting = inner, slo, acting
+    def __init__(self, inner, slo):
+        super().__init__(inner)
+        self.slo, self.n_waiting, self.n_come = slo, 0, 0
         self.come = self.started = 0.0  # requests per call that brought a change
-        self.n_waiting = self.n_come = 0
 
-    def queue(self, running, waiting):
+    def queue(self, engine):
+        waiting, now = engine.waiting, engine.clock.now()
         n_new = waiting.n_come - self.n_come
         n_started = self.n_waiting + n_new - len(waiting)
         if n_new or n_started:
             self.come, self.started = 0.7 * n_new + 0.3 * self.come, 0.7 * n_started + 0.3 * self.started
-        engine = self.acting()
-        now = engine.clock.now()
         late = lambda r: now - r.arrival >= (1 - self.MARGIN) * self.slo
         for r in [*takewhile(lambda r: r.n_preempted or late(r), waiting)]:  # first those that gave way, then by arrival
             if late(r) and not r.times:
                 engine.give_up(r)
         self.n_waiting, self.n_come = len(waiting), waiting.n_come
-        queue = self.inner.queue(running, waiting)
-        return View(waiting, lambda: iter(sorted(queue, key=lambda r: -r.arrival))) if self.come >= self.started else queue
+        return super().queue(engine) if self.come >= self.started else self.before(engine)
+
+    def offer(self, running, queue):
+        return iter(sorted(queue, key=lambda r: -r.arrival))
 
 
-# ---------------------------------------------------------------- what an iteration costs
+# ---------------------------------------------------------------- costs: what an iteration takes
 
 class GPU(NamedTuple):
     """A data sheet."""
@@ -868,7 +904,7 @@ class CostModel:
 
     def time(self, n_tokens, n_context=0):
         """Seconds of an iteration of n_tokens tokens, n_context of them cached ones that are read."""
-        return self._time(self._rough(n_tokens, n_context))
+        return self.seconds(self._rough(n_tokens, n_context))
 
     def operators(self, n_tokens, n_context=0):
         """`time` by operator, all layers: {"preproj": seconds, "attn": ..., "others": ...}."""
@@ -877,7 +913,7 @@ class CostModel:
     def time_of(self, entries, lora="batched"):
         """Seconds of an iteration with these entries, (n_past, n, wants logits, weights of its adapter) per request; lora: how
         adapters are computed, as in EngineConfig."""
-        return self._time(Work.of(entries, self.tile), lora)
+        return self.seconds(Work.of(entries, self.tile), lora)
 
     def operators_of(self, entries, lora="batched"):
         """`time_of` by operator, without what the host adds."""
@@ -899,7 +935,8 @@ class CostModel:
         checked("n_tokens", n_tokens, int, 1)
         return Work(n_tokens, 1, decodes=int(n_context > 0), context=checked("n_context", n_context, int, 0))
 
-    def _time(self, w, lora="batched"):
+    def seconds(self, w, lora="batched"):
+        """Of an iteration that asks the Work w of the hardware."""
         if self.system.expand and w.decodes:
             w = w._replace(context=w.context * (w.M - w.chunks) // w.decodes)
         gpu = self.linear(w.N) + 2 * self.all_reduce(w.N) + self.attention(w) + self.others(w) + self.lora(w, lora)
@@ -995,8 +1032,8 @@ class Roofline(CostModel):
 
 class Fitted(CostModel):
     """Least squares, of relative errors, over a designed set of real iterations; `error` is the median on others."""
-    link = (0.0, 0.0)  # seconds of a message to the next stage of a pipeline, and seconds per token in it; bench.py's measured_link
-    ring = (0.0, 0.0)  # the same of an all-reduce, where it was not in the iterations that were timed; bench.py's measured_ring
+    link = (0.0, 0.0)  # seconds of a message to the next stage of a pipeline, and seconds per token in it; bench.py's message_cost
+    ring = (0.0, 0.0)  # the same of an all-reduce, where it was not in the iterations that were timed; bench.py's message_cost
     KNOTS = (4, 16, 64)  # tokens at which the slope of the linear operators may change: no tile, but small batches are bound by memory
 
     def __init__(self, model, repeats, between):
@@ -1066,8 +1103,8 @@ class Learned(CostModel):
     def version(self):
         return self.n_learned // 32
 
-    def _time(self, w, lora="batched"):
-        return self.base._time(w, lora) * self._correction(w)[0]
+    def seconds(self, w, lora="batched"):
+        return self.base.seconds(w, lora) * self._correction(w)[0]
 
     def _correction(self, w):
         """-> the factor for such an iteration, and where it lies in the table: the two places, and the shares they have in it"""
@@ -1080,7 +1117,7 @@ class Learned(CostModel):
     def learn(self, w, seconds):
         """An iteration took so long."""
         factor, at, shares = self._correction(w)
-        news = min(2.0, max(0.5, seconds / (self.base._time(w) * factor)))  # whatever else the machine did meanwhile counts little
+        news = min(2.0, max(0.5, seconds / (self.base.seconds(w) * factor)))  # whatever else the machine did meanwhile counts little
         self.n_learned += 1
         self.seen[at] += shares
         self.factor *= news ** max(self.RATE / 10, 0.5 / self.n_learned)
@@ -1162,12 +1199,12 @@ def rehearse(engine, entries):
     return plan
 
 
-# ---------------------------------------------------------------- speculation: drafts that ride along, and how many
+# ---------------------------------------------------------------- speculation: where drafts come from
 
 PROPOSERS = {}  # name -> class
 POLICIES = {}
 N_SPEC = FEW_ROWS - 1  # the longest proposal a policy tries, V in [SmartSpec Alg. 2]: with it a decode still streams its context
-PRIOR = (0.7, 1.0)  # acceptance before any was seen, and the number of drafts that this guess weighs
+PRIOR = 0.7  # acceptance before any was seen; weighs as much as one draft
 FADE = 0.98  # of the evidence on acceptance, per iteration: a policy that no longer proposes forgets why, and tries again
 SHAPES = [(), (1,), (1, 1), (1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 2, 2)]  # of trees, what goodput tries: candidates of each head
 T_DRAFT_FREE = 1e-5  # seconds per request to look drafts up: C in [SmartSpec §4.3]
@@ -1295,7 +1332,7 @@ class DraftModel(Proposer, named=False):
         return self.world.agree((tokens.tolist(), chances))
 
     def seconds(self, n, n_context, steps):
-        return steps * self.cost._time(self._work(n, n_context))
+        return steps * self.cost.seconds(self._work(n, n_context))
 
     def _learn(self, requests, drafts, seconds):
         """These took so long: every step its share, also of catching up."""
@@ -1305,6 +1342,17 @@ class DraftModel(Proposer, named=False):
     def _work(self, n, n_context):
         """One step of n requests."""
         return Work(N=n, M=n, decodes=n, context=n_context + n)
+
+
+class SimulatedDraft(DraftModel, named=False):
+    """A CostModel in the draft's place: its steps only move the clock. It is always sure."""
+
+    def _engine(self, engine, model):
+        return Simulator(model, clock=engine.clock, n_page=engine.pool.n_page)
+
+    def _step(self, plan, threshold):
+        self.engine._forward(plan)
+        return [0] * len(plan), [1.0] * len(plan)
 
 
 class Tree(NamedTuple):
@@ -1402,28 +1450,16 @@ class Medusa(Proposer, named=False):
         self.states.pop(r, None)
 
 
-class SimulatedDraft(DraftModel, named=False):
-    """A CostModel in the draft's place: its steps only move the clock. It is always sure."""
-
-    def _engine(self, engine, model):
-        return Simulator(model, clock=engine.clock, n_page=engine.pool.n_page)
-
-    def _share(self, requests):
-        pass
-
-    def _step(self, plan, threshold):
-        self.engine._forward(plan)
-        return [0] * len(plan), [1.0] * len(plan)
-
+# ---------------------------------------------------------------- speculation: how many drafts
 
 class Decodes(NamedTuple):
     """What a policy may look at: the B requests of this iteration that feed one token and may have drafts behind it."""
     requests: list
     most: np.ndarray  # (B,) how many each may have
     alpha: np.ndarray  # (B,) how many of 1 are accepted
-    target: Callable  # number of drafts in all -> seconds of the target's iteration [SmartSpec Eq. 6]
-    draft: Callable  # number of steps -> seconds of the draft's [Eq. 5]
-    edges: np.ndarray  # numbers of drafts that end a tile
+    target: Callable = None  # number of drafts in all -> seconds of the target's iteration [SmartSpec Eq. 6]; if the policy is priced
+    draft: Callable = None  # number of steps -> seconds of the draft's [Eq. 5]
+    edges: np.ndarray = None  # numbers of drafts that end a tile
 
 
 class Policy(Named, named=False):
@@ -1433,6 +1469,7 @@ class Policy(Named, named=False):
     per_request = False  # whether alpha is each request's own
     late = False  # whether it says what to verify only after n_spec drafts were made
     threshold = 0.0  # and no more are made for a request whose last one was less probable
+    tree = None  # the one tree that it wants, which only heads can make
     shapes = ()  # the trees it chooses from, where heads make the drafts; none: it does not know trees
 
     def lengths(self, d):
@@ -1455,12 +1492,10 @@ class Off(Policy):
 class Fixed(Policy, named=False):
     """The same k for all requests and all steps: spec=3; or the same tree: spec="3,2,2"."""
 
-    def __init__(self, k, *more):
-        for n in (k, *more):
-            checked("spec", n, int, 1)
-        self.n_spec = sum(math.prod((k, *more)[:h]) for h in range(1, len(more) + 2)) if more else k
-        self.tree = (k, *more) if more else None
-        if more and self.n_spec >= BLOCK_ROWS:
+    def __init__(self, *shape):
+        self.n_spec = sum(accumulate((checked("spec", k, int, 1) for k in shape), lambda n, k: n * k))
+        self.tree = shape if len(shape) > 1 else None
+        if self.tree and self.n_spec >= BLOCK_ROWS:
             raise ValueError(f"spec = {','.join(map(str, self.tree))}: a tree of {self.n_spec} drafts, at most {BLOCK_ROWS - 1}")
 
     @property
@@ -1469,6 +1504,11 @@ class Fixed(Policy, named=False):
 
     def lengths(self, d):
         return np.minimum(self.n_spec, d.most)
+
+
+def acceptance(tally, guess=PRIOR):
+    """alpha, the share of drafts that are accepted, from how many were (tally[0]) of those that were tried (tally[1]); arrays too."""
+    return (tally[0] + guess) / (tally[1] + 1)
 
 
 def expected_tokens(alpha, k):
@@ -1585,6 +1625,8 @@ class Oracle(Goodput):
     def tokens(self, d, k):
         return (k + 1).sum(1)
 
+
+# ---------------------------------------------------------------- autopilot: chunks and drafts by one price
 
 class Loop(NamedTuple):
     """A system of requests that are all alike, each of which comes again when it ends; here: averages of those that are really there."""
@@ -1731,12 +1773,14 @@ class Autopilot(SarathiServe, Policy):
 
     def _seconds(self, loop, c, d, k):
         drafting = self.engine.speculator.proposer.seconds(d, d * loop.context, k) if k else 0.0
-        return self.engine.cost._time(loop.work(c, d, k, self.engine.cost.tile)) + drafting
+        return self.engine.cost.seconds(loop.work(c, d, k, self.engine.cost.tile)) + drafting
 
 
 SCHEDULERS["autopilot"] = Autopilot
 SIZES = sorted({n for j in range(4, 14) for n in (2**j, 3 * 2**j // 2)})  # tokens of an iteration that autopilot tries
 
+
+# ---------------------------------------------------------------- speculation: drafts into the plan, and what came of them
 
 def make_policy(spec, scheduler=None):
     """A Policy from a name, a number of drafts or a text of one, or the object itself; scheduler: the engine's, which may be both."""
@@ -1749,10 +1793,8 @@ def make_policy(spec, scheduler=None):
         return spec
     if kind and isinstance(spec, str):
         return kind()
-    if isinstance(spec, str) and spec.isdecimal() or isinstance(spec, Integral) and not isinstance(spec, bool):
-        return Fixed(int(spec))
-    if isinstance(spec, str) and re.fullmatch(r"\d+(,\d+)+", spec):
-        return Fixed(*map(int, spec.split(",")))
+    if isinstance(spec, Integral) and not isinstance(spec, bool) or isinstance(spec, str) and re.fullmatch(r"\d+(,\d+)*", spec):
+        return Fixed(*map(int, str(spec).split(",")))
     raise ValueError(f"spec = {spec!r}: one of {', '.join(POLICIES)}, a number of drafts, or candidates of each head as 3,2,2")
 
 
@@ -1770,23 +1812,23 @@ def make_proposer(draft, engine):
         return Medusa(draft, engine.model)
     if isinstance(draft, engine.runs):
         return (SimulatedDraft if isinstance(engine, Simulator) else DraftModel)(engine, draft)
-    raise ValueError(f"draft = {draft if isinstance(draft, str) else type(draft).__name__!r}: one of {', '.join(PROPOSERS)}, or a {engine.runs.__name__}, "
-                     "Heads or a Proposer")
+    name = draft if isinstance(draft, str) else type(draft).__name__
+    raise ValueError(f"draft = {name!r}: one of {', '.join(PROPOSERS)}, or a {engine.runs.__name__}, Heads or a Proposer")
 
 
 class Speculator:
     """Drafts for the decodes of one iteration: where from (proposer), how many (policy), and what came of them. Requests that were
     new when it rarely paid to propose stay without, and spare the draft model their prompt [SmartSpec §5]."""
-    zeros, most_zeros = 0.0, 0.7  # the share of late iterations without a proposal, and from where on new requests are left alone
+    idle, MOST_IDLE = 0.0, 0.7  # the share of late iterations without a proposal, and from where on new requests are left alone
 
     def __init__(self, engine, proposer, policy, cost=None):
         self.engine, self.proposer, self.policy = engine, proposer, policy
-        self.hits, self.tries = 0.0, 0.0  # drafts accepted and tried of late, of all requests
-        self.draft_seconds = self.n_drafted = self.n_accepted = 0
+        self.tally = np.zeros(2)  # drafts accepted and tried of late, of all requests
+        self.n_drafted = self.n_accepted = 0
         self.shapes = self._shapes()
-        self.by_head = np.zeros((2, max(map(len, self.shapes), default=0)))  # as hits and tries, of each head's candidates
+        self.by_head = np.zeros((2, max(map(len, self.shapes), default=0)))  # the same of each head's candidates
         if policy.priced and isinstance(proposer, DraftModel):
-            proposer.cost = engine._price_list(proposer.engine.model, cost)
+            proposer.cost = engine._new_cost(proposer.engine.model, cost)
         if policy.threshold and proposer.free:
             raise ValueError(f"{type(policy).__name__} asks how probable each draft was, {type(proposer).__name__} cannot say: take spec = 'goodput'")
         if isinstance(policy, Oracle) and not engine.config.alpha:
@@ -1795,14 +1837,14 @@ class Speculator:
     @property
     def alpha(self):
         """The share of drafts that are accepted, a moving average over all requests [SmartSpec Alg. 1]."""
-        return (self.hits + PRIOR[0] * PRIOR[1]) / (self.tries + PRIOR[1])
+        return float(acceptance(self.tally))
 
     def _shapes(self):
         """The trees of the policy that the heads can make and the attention can verify; none where drafts follow one another."""
         engine, policy, heads = self.engine, self.policy, isinstance(self.proposer, Medusa)
-        if not heads and getattr(policy, "tree", None):
-            raise ValueError(f"spec = {','.join(map(str, policy.tree))}: a tree of drafts needs heads, draft = 'heads'")
         if not heads:
+            if policy.tree:
+                raise ValueError(f"spec = {','.join(map(str, policy.tree))}: a tree of drafts needs heads, draft = 'heads'")
             return []
         chains = not isinstance(engine, Simulator) and on_gpu(engine.model.device)  # the kernel's mask is causal
         shapes = [s for s in policy.shapes if len(s) <= self.proposer.n_head and not (chains and max(s, default=1) > 1)]
@@ -1819,9 +1861,8 @@ class Speculator:
         decodes = [i for i, (r, n) in enumerate(plan) if n == r.n_todo == 1]
         if not decodes:
             return plan
-        requests, start = [plan[i][0] for i in decodes], time.perf_counter()
-        drafts = self._propose(requests, self._decodes(plan, requests))
-        self.draft_seconds += time.perf_counter() - start
+        requests = [plan[i][0] for i in decodes]
+        drafts = self._propose(requests, self._decodes_of(plan, requests))
         for i, r, tokens in zip(decodes, requests, drafts):
             r.tokens[r.n_tokens:r.n_tokens + len(tokens)] = tokens
             plan[i] = (r, 1 + len(tokens))
@@ -1829,17 +1870,16 @@ class Speculator:
 
     def _propose(self, requests, d):
         """-> a list of drafts per request"""
-        proposer, policy = self.proposer, self.policy
         if self.shapes:
             return self._plant(requests, d)
-        if proposer.free:
-            drafts = proposer.propose(requests, d.most)
-        else:
-            wanted = d.most if policy.late else policy.lengths(d)
-            self.zeros = FADE * self.zeros + (1 - FADE) * (not wanted.any())
-            wanted = [self.engine._lookahead(r, int(k)) if self._may(r) else 0 for r, k in zip(requests, wanted)]
-            drafts = proposer.propose(requests, wanted, policy.threshold) if any(wanted) else [[]] * len(requests)
-        if proposer.free or policy.late:
+        proposer, policy = self.proposer, self.policy
+        late = proposer.free or policy.late  # drafts are made, and then it is said how many of them are verified
+        wanted = d.most if late else policy.lengths(d)
+        if not proposer.free:
+            self.idle = FADE * self.idle + (1 - FADE) * (not wanted.any())
+            wanted = [self.engine._lookahead(r, int(k)) if self._speculates(r) else 0 for r, k in zip(requests, wanted)]
+        drafts = proposer.propose(requests, wanted, policy.threshold) if any(wanted) else [[]] * len(requests)
+        if late:
             made = d._replace(most=np.array([len(tokens) for tokens in drafts]), draft=lambda steps: 0.0)
             wanted = [self.engine._lookahead(r, int(k)) for r, k in zip(requests, policy.lengths(made))]
             drafts = [tokens[:k] for tokens, k in zip(drafts, wanted)]
@@ -1847,8 +1887,7 @@ class Speculator:
 
     def _plant(self, requests, d):
         """As _propose, in trees. A sampled request has the first candidates only: they are a chain, and the lossless rule knows chains."""
-        alpha, forced = (self.by_head[0] + PRIOR[0] * PRIOR[1]) / (self.by_head[1] + PRIOR[1]), self.engine.config.alpha
-        shape = self.policy.shape(d, alpha, self.shapes)
+        shape, forced = self.policy.shape(d, acceptance(self.by_head), self.shapes), self.engine.config.alpha
         for r, most in zip(requests, d.most):
             fits = fitting(shape, most, r.temperature > 0)
             fits = fitting(fits, self.engine._lookahead(r, Tree.of(fits).n))
@@ -1860,13 +1899,13 @@ class Speculator:
         drafts = iter(self.proposer.propose(grown, [r.tree for r in grown]) if grown else [])
         return [next(drafts) if r.tree else [] for r in requests]
 
-    def _may(self, r):
+    def _speculates(self, r):
         """Decided when a request could have its first draft: without one the draft model's work on the prompt would be lost."""
         if r.speculates is None:
-            r.speculates = self.zeros <= self.most_zeros
+            r.speculates = self.idle <= self.MOST_IDLE
         return r.speculates
 
-    def _decodes(self, plan, requests):
+    def _decodes_of(self, plan, requests):
         """What the policy gets to see."""
         room, forced = self.engine.scheduler.room(plan), self.engine.config.alpha
         longest = max((Tree.of(shape).n for shape in self.shapes), default=self.policy.n_spec)
@@ -1878,18 +1917,15 @@ class Speculator:
                 r.luck = int(math.log(1 - r.rng.random()) / math.log(forced)) if forced < 1 else r.max_len
         alpha = np.full(len(requests), self.alpha)
         if self.policy.per_request:
-            hits, tries = np.array([r.tally for r in requests]).T
-            alpha = (hits + alpha * PRIOR[1]) / (tries + PRIOR[1])
-        if not self.policy.priced:
-            return Decodes(requests, most, alpha, None, None, None)
-        return Decodes(requests, most, alpha, *self._prices(plan, requests, most.sum()))
+            alpha = acceptance(np.array([r.tally for r in requests]).T, alpha)
+        return Decodes(requests, most, alpha, *(self._prices(plan, requests, most.sum()) if self.policy.priced else ()))
 
     def _prices(self, plan, requests, n_most):
         """target, draft, edges of Decodes. A chunk that rides along makes drafts dearer, but its own time is not theirs: they are to
         be worth what they add to this iteration, in the currency of one without the chunk."""
         cost, B, cached = self.engine.cost, len(requests), sum(r.n_past for r in requests)
         w = Work.of(self.engine._entries(plan), cost.tile)
-        chunk = cost._time(w) - cost._time(Work(N=B, M=B, decodes=B, context=cached + B)) if w.N > B else 0.0
+        chunk = cost.seconds(w) - cost.seconds(Work(N=B, M=B, decodes=B, context=cached + B)) if w.N > B else 0.0
 
         def target(n):
             more = dict(N=w.N + n, M=w.M + n, context=w.context + n)
@@ -1897,19 +1933,19 @@ class Speculator:
                 pairs = w.pairs + -(-(1 + n / B) // cost.tile) * cost.tile * (cached + (B + n) / 2)
                 more |= dict(context=w.context - cached - B, decodes=w.decodes - B, chunks=w.chunks + B, pairs=pairs,
                              reread=w.reread + cached + B + n)
-            return cost._time(w._replace(**more)) - chunk
+            return cost.seconds(w._replace(**more)) - chunk
         draft = lambda steps: self.proposer.seconds(B, cached, steps) if steps else 0.0
         return target, draft, np.arange(-w.N % cost.tile, n_most, cost.tile) if cost.tile > 1 else np.empty(0, int)
 
     def observe(self, verified):
         """verified: (request, drafts, how many of them were accepted) of one iteration. A rejected draft ends a run, what stands
         behind it was not tried."""
-        self.hits, self.tries, self.by_head = FADE * self.hits, FADE * self.tries, FADE * self.by_head
+        self.tally, self.by_head = FADE * self.tally, FADE * self.by_head
         for r, k, accepted in verified:
             if r.tree:
                 self.by_head[:, :len(r.tree.shape)] += r.tree.tally(r.path if r.tree.branches else [*range(1, accepted + 1)])
             tried = min(accepted + 1, k)
-            self.hits, self.tries = self.hits + accepted, self.tries + tried
+            self.tally += accepted, tried
             r.tally = FADE * r.tally[0] + accepted, FADE * r.tally[1] + tried
             r.n_drafted, r.n_accepted = r.n_drafted + k, r.n_accepted + accepted
             self.n_drafted, self.n_accepted = self.n_drafted + k, self.n_accepted + accepted
@@ -1938,52 +1974,6 @@ class WallClock:
 
     def wait_until(self, t):
         time.sleep(max(0.0, t - self.now()))
-
-
-class SharedClock(WallClock):
-    """Rank 0's clock, read on every rank."""
-
-    def __init__(self, world):
-        self.world, self.events = world, str(world.device) != "cpu"
-        world.each(None)  # all are here: they start together
-        super().__init__()
-        self.zero = torch.cuda.Event(enable_timing=True) if self.events else None
-        if self.events:
-            self.zero.record()
-
-    def now(self):
-        return self.world.agree(self.own())
-
-    def own(self):
-        """This rank's own reading."""
-        return super().now()
-
-    def mark(self):
-        """-> a function that says when this rank's device was done with all that it had been given by now, by its own clock"""
-        if not self.events:
-            t = self.own()
-            return lambda: t
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return lambda: self.zero.elapsed_time(event) / 1e3
-
-
-class ToldClock:
-    """A SharedClock for a Pipeline: while micro-batches are in flight it stands at what the last stage's latest word said, so that
-    to read it no stage waits for another."""
-
-    def __init__(self, line, inner):
-        self.line, self.inner, self.mark, self.t = line, inner, inner.mark, 0.0
-
-    def now(self):
-        if not any(lane.flight for lane in self.line.lanes):
-            self.t = max(self.t, self.inner.now())
-        return self.t
-
-    def wait_until(self, t):
-        if t > self.t:
-            self.inner.wait_until(t)
-            self.t = t
 
 
 class VirtualClock:
@@ -2072,11 +2062,16 @@ class Engine:
         costs = cost if isinstance(cost, tuple) else (cost, None)
         if len(costs) != 2:
             raise ValueError(f"cost: {len(costs)} cost models, must be one, or two of them: the target's and the draft's")
-        self.cost = self._price_list(self.model, costs[0]) if policy.priced or self.scheduler.priced else None
+        self.cost = self._new_cost(self.model, costs[0]) if policy.priced or self.scheduler.priced else None
         self.speculator = None if draft is None else Speculator(self, make_proposer(draft, self), policy, costs[1])
         self.scheduler.start(self)
 
-    def _price_list(self, model, cost):
+    @property
+    def lanes(self):
+        """Who takes requests from the same queue: in a Pipeline there are several."""
+        return [self]
+
+    def _new_cost(self, model, cost):
         """What a model's iterations cost; what is measured corrects it, for all engines that are given the same Learned."""
         cost = self.world.agree(price_list(model, cost))
         return cost if isinstance(cost, Learned) else Learned(cost)
@@ -2106,26 +2101,22 @@ class Engine:
         return Copier(self.kv, self.pool.n_kv_head)
 
     def _new_order(self):
-        """The queue's order, as the options say: each wraps the one before."""
+        """The queue's order, as the options say: each rearranges the one before; None: first come first served."""
         c = self.config
-        order = LastCome() if c.order == "lcfs" else Order()
+        order = LastCome() if c.order == "lcfs" else None
         if c.slo:
-            order = EarlyAbort(order, c.slo, self._acting)
+            order = EarlyAbort(order, c.slo)
         if c.cluster:
             order = Cluster(order, c.cluster)
         if c.fair:
             order = Fair(order, c.fair)
         return OneAdapter(order) if c.lora == "merge" else order
 
-    def _acting(self):
-        """Whose turn it is with the queue."""
-        return self
-
     # ------------------------------------------------------------ requests in and out
 
     def add(self, request):
         """Queue a request -> its id. ValueError or KeyError, naming the value, for one that could never run."""
-        request.tokens = self._checked(request)
+        request.tokens = self._validated(request)
         request.n_tokens, request.id, request.state = len(request.prompt), self.n_added, "pending"
         request.prompt = request.tokens[:request.n_tokens].tolist()  # our own: the caller's list may change
         seed = [self.config.seed, request.id] if request.seed is None else request.seed
@@ -2169,60 +2160,43 @@ class Engine:
         requests = [Request(p, max_new_tokens, a, seed=None if seed is None else seed + i, arrival=self.clock.now(), **sampling)
                     for i, (p, a) in enumerate(zip(prompts, adapters))]
         for r in requests:
-            self._checked(r)  # all of them, before any is queued
+            self._validated(r)  # all of them, before any is queued
         for r in requests:
             self.add(r)
         try:
-            with Interruptible(self.world) as interrupt:
-                while not all(r.done for r in requests):
-                    if interrupt.seen:
-                        raise KeyboardInterrupt
-                    self.step()
+            self.run(until=lambda: all(r.done for r in requests))
+            if not all(r.done for r in requests):
+                raise KeyboardInterrupt
         finally:
             for r in requests:
                 if not r.done:
                     self.abort(r.id)
         return [r.output for r in requests]
 
-    def run(self, on_event=None):
-        """Step until nothing is left, calling on_event(Event) -> the requests that ended, in order of their end. Ctrl-C stops
-        it after the iteration under way; what is unfinished stays in the engine."""
+    def run(self, on_event=lambda event: None, until=lambda: False):
+        """Step until nothing is left or until() is so, calling on_event(Event) -> the requests that ended, in order of their end.
+        Ctrl-C stops it after the iteration under way; what is unfinished stays in the engine."""
         ended = []
         with Interruptible(self.world) as interrupt:
-            while self.requests and not interrupt.seen:
+            while self.requests and not until() and not interrupt.seen:
                 for event in self.step():
-                    if on_event:
-                        on_event(event)
+                    on_event(event)
                     if event.finished:
                         ended.append(event.request)
         return ended
 
-    def _checked(self, r):
+    def _validated(self, r):
         """The request's token array (max_len,), prompt filled in; raises for what could never run."""
         c = self.model.config
         if r.state != "new":
             raise ValueError(f"request {r.id} was added before: make a new Request")
-        try:
-            prompt = np.asarray(r.prompt)
-        except (ValueError, TypeError):  # ragged, or no array at all
-            prompt = np.empty((0, 0))
-        if prompt.shape == (0,):
-            raise ValueError("empty prompt: at least one token is needed")
-        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            raise ValueError(f"prompt {str(r.prompt)[:60]}: must be a flat list of token ids")
-        outside = prompt[(prompt < 0) | (prompt >= c.vocab_size)]
-        if len(outside):
-            raise ValueError(f"token {outside[0]} in the prompt: must be in 0 .. {c.vocab_size - 1}")
-        checked("max_new_tokens", r.max_new_tokens, int, 1)
+        prompt = checked_prompt(r.prompt, c.vocab_size)
+        for name, *valid in (("max_new_tokens", int, 1), ("temperature", float, 0), ("top_k", int, 0), ("top_p", float, 1e-9, 1),
+                             ("arrival", float, 0), *[("seed", int, 0)] * (r.seed is not None)):
+            checked(name, getattr(r, name), *valid)
         for what, most in (("the model's context", c.block_size), ("the pool's pages", self.pool.n_page)):
             if r.max_len > most:
                 raise ValueError(f"prompt of {len(prompt)} + {r.max_new_tokens} new tokens: {what} end at {most}")
-        checked("temperature", r.temperature, float, 0)
-        checked("top_k", r.top_k, int, 0)
-        checked("top_p", r.top_p, float, 1e-9, 1)
-        checked("arrival", r.arrival, float, 0)
-        if r.seed is not None:
-            checked("seed", r.seed, int, 0)
         if not isinstance(r.stop, (list, tuple)):
             raise ValueError(f"stop = {r.stop!r}: must be a list of token ids")
         for t in r.stop:
@@ -2231,7 +2205,7 @@ class Engine:
             raise ValueError(f"client = {r.client!r}: must be a name or None")
         if r.adapter is not None:
             self._check_adapter(r)
-        return np.concatenate([prompt.astype(np.int64), np.zeros(r.max_new_tokens, np.int64)])
+        return np.concatenate([prompt, np.zeros(r.max_new_tokens, np.int64)])
 
     def _check_adapter(self, r):
         known = self.adapters.known
@@ -2242,18 +2216,18 @@ class Engine:
         if r.max_len + n_page > self.pool.n_page:
             raise ValueError(f"prompt and new tokens need {r.max_len} pages and adapter {r.adapter!r} {n_page}: the pool has {self.pool.n_page}")
 
-    # ------------------------------------------------------------ one iteration
+    # ------------------------------------------------------------ one iteration: who runs, and on which pages
 
     def step(self):
         """One iteration -> [Event]. With nothing but future arrivals it waits for the next one; with nothing at all it is []."""
         plan = self._plan()
         events = self._commit(plan, self._run(plan)) if plan else []
-        return self._told() + events
+        return self._take_given_up() + events
 
     def _plan(self):
         """Who feeds how many tokens next, drafts included; [] if there is nothing to do. All of it has its pages."""
         self._arrive()
-        queue = self.order.queue(self.running, self.waiting)  # which may give some of them up
+        queue = self.order.queue(self) if self.order else self.waiting  # which may give some of them up
         if not self.running and not self.waiting:
             return []
         plan = self._admit(self.scheduler.plan(self.running, queue), queue)
@@ -2263,15 +2237,100 @@ class Engine:
                                f"and {len(self.waiting)} waiting requests")
         return self.speculator.widen(plan) if self.speculator else plan
 
+    def _arrive(self):
+        """Move what has arrived by now to the queue; an idle engine waits for the first."""
+        while self.pending:
+            arrival, id = self.pending[0]
+            if id in self.requests:  # else: aborted before it arrived
+                if not self.waiting and not any(lane.running for lane in self.lanes):
+                    self.clock.wait_until(arrival)
+                if arrival > self.clock.now():
+                    break
+                self._enqueue(self.requests[id])
+            heapq.heappop(self.pending)
+
+    def _enqueue(self, r):
+        """What has arrived waits, unless more than max_waiting would who find no slot."""
+        most, n_slot = self.config.max_waiting, sum(lane.max_batch - len(lane.running) for lane in self.lanes)
+        if most and len(self.waiting) >= n_slot + most:
+            return self.give_up(r, "refused")
+        r.state = "waiting"
+        self.waiting.append(r)
+
+    def give_up(self, r, state="abort"):
+        """End a request that the user has not: the next step says so."""
+        self._retire(r, state)
+        self.given_up.append(Event(r, [], state))
+
+    def _take_given_up(self):
+        events, self.given_up = self.given_up, []
+        return events
+
+    def _admit(self, plan, queue):
+        """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
+        the queue keeps its order), and preempt the youngest when a running request finds no page. -> the entries that run"""
+        is_open = True
+        assert len({r.id for r, n in plan}) == len(plan), "a plan may name a request once"
+        for r, n in plan:
+            assert 1 <= n <= r.n_todo, f"a plan may feed 1 .. {r.n_todo} tokens of request {r.id}, not {n}"
+            if r.state == "waiting":
+                is_open = is_open and len(self.running) < self.max_batch and self._hold(r, r.n_tokens)
+                if is_open:
+                    self._start(r)
+            while r.state == "running" and not self._hold(r, r.n_past + n):
+                self._preempt(self.running[-1])
+        if is_open and self.adapters.known:  # else free pages are for who is at the door
+            self.adapters.prefetch(islice((r for r in queue if r.state == "waiting"), PREFETCH))
+        return [(r, n) for r, n in plan if r.state == "running"]
+
+    def _lookahead(self, r, k):
+        """Pages for up to k drafts -> how many there are: only what no running request's next token will need [SmartSpec §6]. Idle
+        adapters make way, as for any token."""
+        lacks = self.pool.need(r.id, r.n_tokens + k, r.max_len)
+        if lacks:
+            wanted = lacks + len(self.running)
+            self.adapters.find_room(self.pool, lambda owner, n, n_max: n <= self.pool.n_free, None, wanted, wanted)
+        k = max(0, k - max(0, lacks - max(0, self.pool.n_free - len(self.running))))
+        self.pool.hold(r.id, r.n_tokens + k, r.max_len)
+        return k
+
+    def _hold(self, r, n):
+        """Pages for the first n tokens of r, and its adapter; idle adapters make way. False, and a waiting r has nothing, if not."""
+        if not self.adapters.find_room(self.pool, self.pool.hold, r.id, n, r.max_len):
+            return False
+        if not self.adapters.hold(r.adapter):
+            if r.state == "waiting":
+                self.pool.free(r.id)
+            return False
+        return True
+
+    def _start(self, r):
+        self.waiting.remove(r)
+        r.state = "running"
+        self.running.append(r)
+        self.adapters.use(r.adapter, 1)
+
+    def _preempt(self, r):
+        """Give up a request's pages; it goes to the head of the queue and is computed again from its tokens."""
+        now = self.clock.now()
+        self._log(now, now, 0, [(r, 0)])
+        self.pool.free(r.id)
+        self.adapters.use(r.adapter, -1)
+        self.running.remove(r)
+        r.state, r.n_past, r.n_draft_past, r.n_preempted = "waiting", 0, 0, r.n_preempted + 1
+        self.waiting.appendleft(r)
+
+    # ------------------------------------------------------------ the model: a plan as one flat batch
+
     def _run(self, plan):
         """One forward pass -> the next tokens of each request that has none left to feed after this plan, in the plan's order."""
         timed = self.record is not None or self.cost is not None  # else nobody asks what time it is: on several devices that takes a message
         start = self.clock.now() if timed else None
         logits = self._forward(plan)
-        tokens = self.world.agree(self._sample([(r, n - r.n_todo) for r, n in plan if n >= r.n_todo], logits))
+        tokens = self.world.agree(self._sample(asking(plan), logits))
         if timed:
             end = self.clock.now()
-            self._keep(start, end, 0, plan)
+            self._log(start, end, 0, plan)
             if self.cost:
                 self.cost.learn(Work.of(self._entries(plan), self.cost.tile), end - start)
         return tokens
@@ -2304,7 +2363,7 @@ class Engine:
                 self.merged = adapter, self.model.merged(self.adapters.known[adapter])
         return self.model if self.merged[0] is None else self.merged[1]
 
-    def _keep(self, start, end, stage, plan):
+    def _log(self, start, end, stage, plan):
         if self.record is not None:
             self.record.append(Span(start, end, stage, self.number, [(r.id, r.n_past, n) for r, n in plan]))
 
@@ -2312,99 +2371,6 @@ class Engine:
         """Zero the pages of a new owner, if they lie together: torch's attention reads, masked, beyond what was written."""
         if table.stride > 1 and not on_gpu(self.kv.device):
             self.kv[:, :, table.rows[0]:table.rows[0] + table.stride * self.pool.n_kv_head].zero_()
-
-    def _arrive(self):
-        """Move what has arrived by now to the queue; an idle engine waits for the first."""
-        while self.pending:
-            arrival, id = self.pending[0]
-            if id in self.requests:  # else: aborted before it arrived
-                if self._is_idle():
-                    self.clock.wait_until(arrival)
-                if arrival > self.clock.now():
-                    break
-                self._enqueue(self.requests[id])
-            heapq.heappop(self.pending)
-
-    def _enqueue(self, r):
-        """What has arrived waits, unless more than max_waiting would who find no slot."""
-        most = self.config.max_waiting
-        if most and len(self.waiting) >= self._n_slot() + most:
-            return self.give_up(r, "refused")
-        r.state = "waiting"
-        self.waiting.append(r)
-
-    def give_up(self, r, state="abort"):
-        """End a request that the user has not: the next step says so."""
-        self._retire(r, state)
-        self.given_up.append(Event(r, [], state))
-
-    def _told(self):
-        events, self.given_up = self.given_up, []
-        return events
-
-    def _is_idle(self):
-        return not (self.running or self.waiting)
-
-    def _n_slot(self):
-        """How many of the waiting the batch has room for."""
-        return self.max_batch - len(self.running)
-
-    def _admit(self, plan, queue):
-        """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
-        the queue keeps its order), and preempt the youngest when a running request finds no page. -> the entries that run"""
-        is_open = True
-        assert len({r.id for r, n in plan}) == len(plan), "a plan may name a request once"
-        for r, n in plan:
-            assert 1 <= n <= r.n_todo, f"a plan may feed 1 .. {r.n_todo} tokens of request {r.id}, not {n}"
-            if r.state == "waiting":
-                is_open = is_open and len(self.running) < self.max_batch and self._hold(r, r.n_tokens)
-                if is_open:
-                    self._start(r)
-            while r.state == "running" and not self._hold(r, r.n_past + n):
-                self._preempt(self.running[-1])
-        if is_open and self.adapters.known:
-            self.adapters.prefetch(islice((r for r in queue if r.state == "waiting"), PREFETCH))  # else free pages are for who is at the door
-        return [(r, n) for r, n in plan if r.state == "running"]
-
-    def _lookahead(self, r, k):
-        """Pages for up to k drafts -> how many there are: only what no running request's next token will need [SmartSpec §6]. Idle
-        adapters make way, as for any token."""
-        lacks = self.pool.need(r.id, r.n_tokens + k, r.max_len)
-        if lacks and self.adapters.pool is self.pool:
-            self.adapters.make_room(lacks + len(self.running))
-        k = max(0, k - max(0, lacks - max(0, self.pool.n_free - len(self.running))))
-        self.pool.hold(r.id, r.n_tokens + k, r.max_len)
-        return k
-
-    def _hold(self, r, n):
-        """Pages for the first n tokens of r, and its adapter; idle adapters make way. False, and a waiting r has nothing, if not."""
-        shared = self.adapters.pool is self.pool
-        if shared and not self.adapters.make_room(self.pool.need(r.id, n, r.max_len)):
-            return False
-        while not self.pool.hold(r.id, n, r.max_len):
-            if not (shared and self.adapters.evict()):  # pages are free, but not together
-                return False
-        if not self.adapters.hold(r.adapter):
-            if r.state == "waiting":
-                self.pool.free(r.id)
-            return False
-        return True
-
-    def _start(self, r):
-        self.waiting.remove(r)
-        r.state = "running"
-        self.running.append(r)
-        self.adapters.use(r.adapter, 1)
-
-    def _preempt(self, r):
-        """Give up a request's pages; it goes to the head of the queue and is computed again from its tokens."""
-        now = self.clock.now()
-        self._keep(now, now, 0, [(r, 0)])
-        self.pool.free(r.id)
-        self.adapters.use(r.adapter, -1)
-        self.running.remove(r)
-        r.state, r.n_past, r.n_draft_past, r.n_preempted = "waiting", 0, 0, r.n_preempted + 1
-        self.waiting.appendleft(r)
 
     def _pack(self, plan):
         """The plan as one flat Batch. Sorted so that decodes whose pages are neighbours attend in one call."""
@@ -2483,15 +2449,16 @@ class Engine:
             R += 1
         return R
 
+    # ------------------------------------------------------------ the end of an iteration: tokens
+
     def _commit(self, plan, tokens):
         """Give every request that has no tokens left to feed its next ones, advance all of the plan, retire what ended."""
-        ready, now, events = iter(tokens), self.clock.now(), []
+        came, now, events = iter(tokens), self.clock.now(), []
         self.n_steps += 1
         if self.speculator:
-            done = [(r, n - r.n_todo) for r, n in plan if n >= r.n_todo]
-            self.speculator.observe([(r, k, len(new) - 1) for (r, k), new in zip(done, tokens) if k])
+            self.speculator.observe([(r, k, len(new) - 1) for (r, k), new in zip(asking(plan), tokens) if k])
         for r, n in plan:
-            new = next(ready) if n >= r.n_todo else []
+            new = next(came) if n >= r.n_todo else []
             if r.done:
                 continue  # aborted while its iteration was in flight
             new = new[:1 + next((i for i, token in enumerate(new) if token in r.stop), len(new))]
@@ -2640,8 +2607,8 @@ class Simulator(Engine):
         if self.speculator and not self.config.alpha:
             raise ValueError("alpha = 0: a simulator has no tokens to verify, give the share of drafts that are accepted")
 
-    def _price_list(self, model, cost):
-        return model if cost in (None, model) else super()._price_list(model, cost)
+    def _new_cost(self, model, cost):
+        return model if cost in (None, model) else super()._new_cost(model, cost)
 
     def _memory(self, draft):
         weights = [m.config.n_params * m.dtype.itemsize for m in (self.model, draft) if isinstance(m, CostModel)]
@@ -2650,9 +2617,6 @@ class Simulator(Engine):
         if usable <= 0:
             raise ValueError(f"{sum(weights) / 1e9:.1f} GB of weights do not fit {self.model.name}: take a larger GPU or more of them (tp)")
         return free - sum(weights[1:]), usable / (free - sum(weights[1:]))
-
-    def _new_pool(self, n_page, first=0):
-        return PageCount(n_page) if self.config.alloc == "grow" else super()._new_pool(n_page, first)
 
     def _new_cache(self, n_page):
         return None
@@ -2676,9 +2640,9 @@ class Simulator(Engine):
             raise ValueError(f"adapter {source!r}: a simulator takes random_adapter(rank)")
         return source(self.model.config)
 
-    def _checked(self, r):
+    def _validated(self, r):
         """As for the engine, but the array is one zero that is seen max_len times."""
-        return np.ndarray(len(super()._checked(r)), np.int64, np.zeros(1, np.int64), strides=(0,))
+        return np.ndarray(len(super()._validated(r)), np.int64, np.zeros(1, np.int64), strides=(0,))
 
     def _price(self, plan):
         """Seconds that the plan takes, a swap of the merged adapter included."""
@@ -2698,6 +2662,54 @@ class Simulator(Engine):
         return [[0] * (1 + min(k, r.luck)) for r, k in ready]
 
 
+# ---------------------------------------------------------------- many devices: one clock, a pipeline of stages
+
+class SharedClock(WallClock):
+    """Rank 0's clock, read on every rank."""
+
+    def __init__(self, world):
+        self.world, self.events = world, str(world.device) != "cpu"
+        world.each(None)  # all are here: they start together
+        super().__init__()
+        self.zero = torch.cuda.Event(enable_timing=True) if self.events else None
+        if self.events:
+            self.zero.record()
+
+    def now(self):
+        return self.world.agree(self.own())
+
+    def own(self):
+        """This rank's own reading."""
+        return super().now()
+
+    def mark(self):
+        """-> a function that says when this rank's device was done with all that it had been given by now, by its own clock"""
+        if not self.events:
+            t = self.own()
+            return lambda: t
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return lambda: self.zero.elapsed_time(event) / 1e3
+
+
+class PipelineClock:
+    """A SharedClock for a Pipeline: while micro-batches are in flight it stands at what the last stage's latest word said, so that
+    to read it no stage waits for another."""
+
+    def __init__(self, line, inner):
+        self.line, self.inner, self.mark, self.t = line, inner, inner.mark, 0.0
+
+    def now(self):
+        if not any(lane.flight for lane in self.line.lanes):
+            self.t = max(self.t, self.inner.now())
+        return self.t
+
+    def wait_until(self, t):
+        if t > self.t:
+            self.inner.wait_until(t)
+            self.t = t
+
+
 class Lane:
     """One of the micro-batches that a Pipeline keeps in flight: an engine with its own requests and pages, and everybody's queue."""
     flight = None  # (plan, a function that waits for its tokens): what was started and has not left the last stage
@@ -2706,6 +2718,10 @@ class Lane:
         self.line, self.number = line, number
         super().__init__(model, **options)
 
+    @property
+    def lanes(self):
+        return self.line.lanes
+
     def step(self):
         """The end of the iteration in flight, and the start of the next -> [Event] of the former."""
         events, line = self.land(), self.line
@@ -2713,21 +2729,12 @@ class Lane:
         plan, line.now = self._plan(), self.clock.now()
         if plan:
             self.flight = plan, self._run(plan)
-        return self._told() + events
+        return self._take_given_up() + events
 
     def land(self):
         """Wait until the iteration in flight, if there is one, has left the last stage -> its [Event]."""
         (plan, tokens), self.flight = self.flight or (None, None), None
         return self._commit(plan, tokens()) if plan else []
-
-    def _is_idle(self):
-        return not self.waiting and not any(lane.running for lane in self.line.lanes)
-
-    def _n_slot(self):
-        return self.line.max_batch - sum(len(lane.running) for lane in self.line.lanes)
-
-    def _acting(self):
-        return self.line.turns[-1]
 
     def _preempt(self, r):
         super()._preempt(r)
@@ -2747,10 +2754,10 @@ class SimulatedLane(Lane, Simulator):
             start = max(t, free)
             t = start + took + send  # sending keeps the stage busy
             idle += line.book(stage, start, t)
-            self._keep(start, t, stage, plan)
+            self._log(start, t, stage, plan)
         self.clock.wait_until(t)
         line.charge(plan, idle)
-        return partial(self._sample, [(r, n - r.n_todo) for r, n in plan if n >= r.n_todo], None)
+        return partial(self._sample, asking(plan), None)
 
 
 class StageLane(Lane, Engine):
@@ -2761,7 +2768,7 @@ class StageLane(Lane, Engine):
         stage before is on its way while it works on another -> a function that waits for the tokens"""
         world, self.start = self.world, self.clock.mark()
         model, batch = self._prepare(plan)
-        ready = [(r, n - r.n_todo) for r, n in plan if n >= r.n_todo]
+        ready = asking(plan)
         word = torch.zeros(1 + len(ready), 2 + max([k for r, k in ready], default=0), dtype=torch.long)
         x = world.receive((len(batch.tokens), model.config.n_embd), model.dtype) if world.stage else None
         self.work = partial(self._work, model, batch, x, ready, word)
@@ -2799,7 +2806,7 @@ class StageLane(Lane, Engine):
         return [row[1:1 + row[0]] for row in rows]
 
     def _book(self, plan, start, end):
-        self._keep(start, end, self.world.stage, plan)
+        self._log(start, end, self.world.stage, plan)
         self.line.charge(plan, self.line.book(self.world.stage, start, end))
 
     def _memory(self, draft):
@@ -2822,13 +2829,13 @@ class Pipeline:
         if not simulated and n_stage == 1:
             raise ValueError("the model is whole: give it to an Engine, or load a stage of it with world=World.start(pp=...)")
         if not simulated:
-            options = dict(clock=ToldClock(self, clock or make_clock(self.world))) | self._combined(options)
+            options = dict(clock=PipelineClock(self, clock or make_clock(self.world))) | self._combined(options)
         self.free, self.last = [0.0] * n_stage, None  # when each stage is; tokens of the last one's chunks
         self.now, self.bubbles = 0.0, dict(PB1=0.0, PB2=0.0, PB3=0.0)  # when the last turn was; seconds of all stages
         self.record, self.memory, self.queue = record, None, deque()  # Spans; what the lanes share; those whose turn on this stage is still to come
         self.lanes = [(SimulatedLane if simulated else StageLane)(self, i, model, record=record, **options) for i in range(n_stage)]
         first, self.turns = self.lanes[0], deque(self.lanes)
-        self.add, self._checked, self.requests, self.max_batch = first.add, first._checked, first.requests, n_stage * first.max_batch
+        self.add, self._validated, self.requests, self.max_batch = first.add, first._validated, first.requests, n_stage * first.max_batch
         for lane in self.lanes:
             lane.requests, lane.pending, lane.waiting, lane.order = first.requests, first.pending, first.waiting, first.order
             lane.adapters.known, lane.n_ended = first.adapters.known, first.n_ended
@@ -2848,7 +2855,7 @@ class Pipeline:
     @property
     def clock(self):
         """Everybody's; simulated that of the lane that is ready last: when all that was started has left the last stage."""
-        return max((lane.clock for lane in self.lanes), key=lambda clock: getattr(clock, "t", 0.0))
+        return max((lane.clock for lane in self.lanes), key=lambda clock: clock.t)
 
     def step(self):
         """The turn of the lane that was started first, as stages work in order -> [Event] of the iteration that it had in flight."""
@@ -2966,7 +2973,8 @@ def main():
     engine = make_engine(model, draft=load_draft(args.draft, model), spec=spec, **vars(config))
     if args.adapter:
         engine.add_adapter(args.adapter, args.adapter)
-    request = Request(prompt, adapter=args.adapter, stop=tokenizer.stop if tokenizer else (), arrival=engine.clock.now(), **parser.values(Request, args))
+    stop = tokenizer.stop if tokenizer else ()
+    request = Request(prompt, adapter=args.adapter, stop=stop, arrival=engine.clock.now(), **parser.values(Request, args))
     engine.add(request)
     print(args.prompt or "", end="", flush=True)
     engine.run(lambda event: print(say(event.tokens), end="", flush=True))
@@ -2975,11 +2983,11 @@ def main():
         print(f"{len(prompt)} + {len(request.output)} tokens, {len(request.output) / (request.times[-1] - request.arrival):.0f} tokens/s, "
               f"TTFT {request.ttft * 1e3:.1f} ms, TPOT {request.tpot * 1e3:.1f} ms", file=sys.stderr)
         if args.draft and spec != "off":
-            print(speculated([request]), file=sys.stderr)
+            print(about_drafts([request]), file=sys.stderr)
     elif request.done:
         print(f"no token: {ENDS[request.state]}", file=sys.stderr)
     if world.size > 1:
-        print(held(model), file=sys.stderr)
+        print(about_ranks(model), file=sys.stderr)
 
 
 def add_model_flags(parser, model):
@@ -3028,7 +3036,7 @@ def load_draft(name, model):
     return name if name is None or name in PROPOSERS else load_model(name, model.dtype, str(model.device))[0]
 
 
-def speculated(requests):
+def about_drafts(requests):
     """One line on what drafts did: acceptance, tokens per iteration, and goodput, the tokens per second behind the first one."""
     drafted, accepted = (sum(getattr(r, name) for r in requests) for name in ("n_drafted", "n_accepted"))
     tokens, steps = (sum(len(count(r.times)) for r in requests) for count in (list, set))
@@ -3037,7 +3045,7 @@ def speculated(requests):
             f"goodput {rate:.0f} tokens/s")
 
 
-def held(model):
+def about_ranks(model):
     """One line on what the processes of a world have of the model, and sent."""
     world, token = model.world, model.config.page_bytes(model.dtype.itemsize)
     weights, sent = zip(*world.each((model.n_bytes, sum(world.sent.values()))))
