@@ -1084,14 +1084,15 @@ class Fitted(CostModel):
 
 
 class Learned(CostModel):
-    """Another cost model, corrected by the iterations that were measured since: by a factor for all, and one for those of about so many
-    tokens, with or without a chunk and adapters, read between two powers of two. Means at first, then moving averages."""
+    """Another cost model, corrected by the iterations that were measured since: by a factor for all, and one for those of so many tokens,
+    with or without a chunk and adapters: of each number up to FEW_ROWS, where a kernel's time goes up and down in steps, and from there
+    on read between two powers of two. Means at first, then moving averages."""
     RATE = 0.05  # of each iteration's news, when there was enough of them
 
     def __init__(self, base):
         self.base, self.factor, self.n_learned = base, 1.0, 0
         self.error, self.system, self.all_reduce = base.error, base.system, base.all_reduce  # which every CostModel has
-        self.factors, self.seen = np.ones((2, 2, 24)), np.zeros((2, 2, 24))
+        self.factors, self.seen = np.ones((2, 2, 32)), np.zeros((2, 2, 32))
 
     def __getattr__(self, name):
         if name == "base":
@@ -1107,10 +1108,11 @@ class Learned(CostModel):
 
     def _correction(self, w):
         """-> the factor for such an iteration, and where it lies in the table: the two places, and the shares they have in it"""
-        x = math.log2(max(1, w.N))
-        i, share = int(x), x - int(x)
-        at, shares = (int(w.chunks > 0), int(w.adapted > 0), slice(i, i + 2)), np.array([1 - share, share])
-        return self.factor * float(shares @ self.factors[at]), at, shares
+        x = max(0, w.N - 1) if w.N <= FEW_ROWS else FEW_ROWS - 1 + math.log2(w.N / FEW_ROWS)
+        i, share = int(x), x % 1
+        kind = int(w.chunks > 0), int(w.adapted > 0)
+        factor = (1 - share) * self.factors[*kind, i] + share * self.factors[*kind, i + 1]
+        return self.factor * float(factor), (*kind, slice(i, i + 2)), (1 - share, share)
 
     def learn(self, w, seconds):
         """An iteration took so long."""
@@ -1119,7 +1121,7 @@ class Learned(CostModel):
         self.n_learned += 1
         self.seen[at] += shares
         self.factor *= news ** max(self.RATE / 10, 0.5 / self.n_learned)
-        self.factors[at] *= news ** (shares * np.maximum(self.RATE, 1 / (1 + self.seen[at])))
+        self.factors[at] *= news ** (np.array(shares) * np.maximum(self.RATE, 1 / (1 + self.seen[at])))
 
 
 def designed_batches(L):
@@ -1269,7 +1271,7 @@ class Ngram(Proposer):
 class DraftModel(Proposer, named=False):
     """A smaller model, as an engine of its own whose pages are the target's: where a token's K and V lie in one cache, they lie in
     the other [SmartSpec §6]. Its requests are copies that run ahead; their first forward also catches up on what was not fed yet."""
-    free = False
+    free, cost = False, None  # cost: where a policy asks what drafts take; what they took corrects it
 
     def __init__(self, engine, model):
         self.pool, self.vocab_size, self.engine = engine.pool, engine.model.config.vocab_size, self._engine(engine, model)
@@ -1283,7 +1285,7 @@ class DraftModel(Proposer, named=False):
 
     def propose(self, requests, lengths, threshold=0.0):
         """One forward per step, for all requests that still want a draft [SmartSpec Eq. 5]."""
-        ahead, sure = [self._ahead(r) for r in requests], np.ones(len(requests))
+        ahead, sure, start = [self._ahead(r) for r in requests], np.ones(len(requests)), self.engine.clock.now() if self.cost else 0.0
         self._share(requests)
         place = {r.id: i for i, r in enumerate(requests)}
         for step in range(max(lengths)):
@@ -1296,7 +1298,10 @@ class DraftModel(Proposer, named=False):
                 a.n_tokens, a.n_past = a.n_tokens + 1, a.n_past + n
         for r, a in zip(requests, ahead):
             r.n_draft_past, r.q = a.n_past, torch.stack(a.q) if a.q else None
-        return [a.tokens[r.n_tokens:a.n_tokens].tolist() for r, a in zip(requests, ahead)]
+        drafts = [a.tokens[r.n_tokens:a.n_tokens].tolist() for r, a in zip(requests, ahead)]
+        if self.cost:
+            self._learn(requests, drafts, self.world.agree(self.engine.clock.now() - start))
+        return drafts
 
     def forget(self, r):
         self.engine.pool.tables.pop(r.id, None)
@@ -1327,7 +1332,16 @@ class DraftModel(Proposer, named=False):
         return self.world.agree((tokens.tolist(), chances))
 
     def seconds(self, n, n_context, steps):
-        return steps * self.cost.seconds(Work(N=n, M=n, decodes=n, context=n_context + n))
+        return steps * self.cost.seconds(self._work(n, n_context))
+
+    def _learn(self, requests, drafts, seconds):
+        """These took so long: every step its share, also of catching up."""
+        past = [r.n_past for r, tokens in zip(requests, drafts) if tokens]
+        self.cost.learn(self._work(len(past), sum(past)), seconds / max(map(len, drafts)))
+
+    def _work(self, n, n_context):
+        """One step of n requests."""
+        return Work(N=n, M=n, decodes=n, context=n_context + n)
 
 
 class SimulatedDraft(DraftModel, named=False):
@@ -1688,7 +1702,9 @@ class Autopilot(SarathiServe, Policy):
         return self.total - sum(n for r, n in plan) if self._is_policy else math.inf
 
     def lengths(self, d):
-        """So many drafts in all, the best of them: requests differ."""
+        """So many drafts in all, the best of those that were found: requests differ. A model makes one for each of them in a step: k for all."""
+        if not self.engine.speculator.proposer.free:
+            return np.minimum(self.k, d.most)
         return np.bincount(best_drafts(d)[0][:self.k * len(d.most)] // max(1, d.most.max()), minlength=len(d.most))
 
     def _choose(self, requests, decodes, n):
@@ -1731,7 +1747,7 @@ class Autopilot(SarathiServe, Policy):
             latency = {}
             for k in self._ks():
                 l, T0 = self._tokens(k), self._seconds(loop, 0, loop.S, k)
-                for total in SIZES:
+                for total in SIZES[:2 + bisect.bisect(SIZES, loop.S * (loop.P + 1 + k))]:  # what is larger feeds all that there is, too
                     flow = loop.flow(total, k, l)
                     if flow:
                         x, c, d, share, steps = flow
@@ -1812,7 +1828,7 @@ class Speculator:
         self.shapes = self._shapes()
         self.by_head = np.zeros((2, max(map(len, self.shapes), default=0)))  # the same of each head's candidates
         if policy.priced and isinstance(proposer, DraftModel):
-            proposer.cost = engine.world.agree(price_list(proposer.engine.model, cost))
+            proposer.cost = engine._new_cost(proposer.engine.model, cost)
         if policy.threshold and proposer.free:
             raise ValueError(f"{type(policy).__name__} asks how probable each draft was, {type(proposer).__name__} cannot say: take spec = 'goodput'")
         if isinstance(policy, Oracle) and not engine.config.alpha:
@@ -2046,7 +2062,7 @@ class Engine:
         costs = cost if isinstance(cost, tuple) else (cost, None)
         if len(costs) != 2:
             raise ValueError(f"cost: {len(costs)} cost models, must be one, or two of them: the target's and the draft's")
-        self.cost = self._new_cost(costs[0]) if policy.priced or self.scheduler.priced else None
+        self.cost = self._new_cost(self.model, costs[0]) if policy.priced or self.scheduler.priced else None
         self.speculator = None if draft is None else Speculator(self, make_proposer(draft, self), policy, costs[1])
         self.scheduler.start(self)
 
@@ -2055,9 +2071,10 @@ class Engine:
         """Who takes requests from the same queue: in a Pipeline there are several."""
         return [self]
 
-    def _new_cost(self, cost):
-        """What iterations cost; what is measured corrects it."""
-        return Learned(self.world.agree(price_list(self.model, cost)))
+    def _new_cost(self, model, cost):
+        """What a model's iterations cost; what is measured corrects it, for all engines that are given the same Learned."""
+        cost = self.world.agree(price_list(model, cost))
+        return cost if isinstance(cost, Learned) else Learned(cost)
 
     def _memory(self, draft):
         """(bytes, the share of them that the pool takes by default): of the rank that has least, so that all pools are alike."""
@@ -2590,8 +2607,8 @@ class Simulator(Engine):
         if self.speculator and not self.config.alpha:
             raise ValueError("alpha = 0: a simulator has no tokens to verify, give the share of drafts that are accepted")
 
-    def _new_cost(self, cost):
-        return self.model if cost in (None, self.model) else Learned(price_list(self.model, cost))
+    def _new_cost(self, model, cost):
+        return model if cost in (None, model) else super()._new_cost(model, cost)
 
     def _memory(self, draft):
         weights = [m.config.n_params * m.dtype.itemsize for m in (self.model, draft) if isinstance(m, CostModel)]

@@ -3784,9 +3784,11 @@ def test_the_best_drafts_go_first():
     d = sarathi.Decodes([None] * 3, np.array([3, 0, 2]), np.array([0.5, 0.9, 0.8]), None, None, None)
     order, worth = sarathi.best_drafts(d)
     assert [(i // 3, i % 3 + 1) for i in order.tolist()] == [(2, 1), (2, 2), (0, 1), (0, 2), (0, 3)] and worth.tolist() == pytest.approx([0.8, 0.64, 0.5, 0.25, 0.125])
-    pilot = sarathi.Autopilot()
-    pilot.k = 1
+    pilot, proposer = sarathi.Autopilot(), sarathi.Ngram()
+    pilot.k, pilot.engine = 1, SimpleNamespace(speculator=SimpleNamespace(proposer=proposer))
     assert pilot.lengths(d).tolist() == [1, 0, 2], "three in all"
+    proposer.free = False
+    assert pilot.lengths(d).tolist() == [1, 0, 1], "but no more steps than were priced"
 
 
 # ---------------------------------------------------------------- 19. more than one device: processes, on this one's cores
