@@ -1804,13 +1804,15 @@ def spec_here(bench):
     for name, pair, prompts in cases:
         B, D = len(prompts), max(pair.D, 16 * bench.config.requests // len(prompts))
         engines = [pair.engine(spec, len(prompts[0]) + D, B=B, scheduler="prefill_first") for spec in CHOICES]  # soon all decode
-        took = pair.bench.rounds(*(partial(e.generate, prompts, max_new_tokens=D, seed=bench.options.seed) for e in engines), repeats=bench.config.repeats)
+        ways = [partial(e.generate, prompts, max_new_tokens=D, seed=bench.options.seed) for e in engines]
+        took = pair.bench.rounds(*ways, repeats=bench.config.repeats)
         over = lambda a, b: statistics.median(y / x for x, y in zip(took[a], took[b]))
         for i, spec in enumerate(CHOICES):
             yield row(f"{name}: {called(spec)} (tokens/s)", None, B * D / statistics.median(took[i]), **{"x off": over(i, 0)}, alpha=pair.alpha,
                       **({"at": ("", called(spec), B)} if pair.alpha or pair.draft != "ngram" else {}))
         best = min(range(4), key=lambda i: statistics.median(took[i]))
-        yield row(f"{name}: goodput over the best of the others, {called(CHOICES[best])}", None, over(4, best), **{"x off": over(4, 0)}, alpha=pair.alpha)
+        yield row(f"{name}: goodput over the best of the others, {called(CHOICES[best])}", None, over(4, best), **{"x off": over(4, 0)},
+                  alpha=pair.alpha)
 
 
 # ---------------------------------------------------------------- autopilot
@@ -1889,12 +1891,14 @@ def autopilot(bench):
             missed[setting] += bool(met) and median[setting].tpot > target
         noise = statistics.median(at_best[1::2]) / statistics.median(at_best[::2]) if len(at_best) > 1 else None
         P, D, load, alpha, n_adapter, slow = case
-        yield row(f"{P} + {D}, load {load}, acceptance {alpha}{', adapters' * bool(n_adapter)}: latency over the best's", None, ratios["autopilot"][-1],
+        yield row(f"{P} + {D}, load {load}, acceptance {alpha}{', adapters' * bool(n_adapter)}: latency over the best's", None,
+                  ratios["autopilot"][-1],
                   **{"latency (s)": median["autopilot"].latency, "best (s)": median[best].latency, "best": setting_name(best), "noise": noise,
                      "TPOT (ms)": median["autopilot"].tpot * 1e3, "target (ms)": target * 1e3 or None, "met by": met if target else None},
                   at=("latency over the best setting's", "autopilot", f"{P} + {D}, load {load}"))
     mean, fixed = (lambda setting: statistics.fmean(ratios[setting])), seen.keys() - {"autopilot"}
-    for what, setting in (("", "autopilot"), ("best alone, ", min(fixed, key=mean)), ("best alone that keeps targets, ", min(fixed, key=lambda s: (missed[s], mean(s))))):
+    alone, keeps = min(fixed, key=mean), min(fixed, key=lambda setting: (missed[setting], mean(setting)))
+    for what, setting in (("", "autopilot"), ("best alone, ", alone), ("best alone that keeps targets, ", keeps)):
         yield row(f"{what}{setting_name(setting)}: mean of all; targets missed: {missed[setting]}", None, mean(setting), **dict.fromkeys(
             ("latency (s)", "best (s)", "best", "noise", "TPOT (ms)", "target (ms)", "met by")))
 
@@ -1922,8 +1926,8 @@ def long_context(bench):
             chunks, ttft = beside_decodes(own, name, L, [room] * B, n_page=pages, **options)
             for share in (0, 0.25, 0.5, 0.75, 0.95):
                 past, tokens, took = min(chunks, key=lambda chunk: abs(chunk[0] - share * L))
-                yield row(f"{L} tokens, {share:.0%} of them cached: {name}: iteration (ms)", None, took * 1e3, **{"chunk": tokens, "level (ms)": level * 1e3},
-                          at=(f"{L} tokens", name, int(share * L)))
+                yield row(f"{L} tokens, {share:.0%} of them cached: {name}: iteration (ms)", None, took * 1e3,
+                          **{"chunk": tokens, "level (ms)": level * 1e3}, at=(f"{L} tokens", name, int(share * L)))
             yield row(f"{L} tokens: {name}: first token (s)", None, ttft, **{"chunk": None, "level (ms)": None})
 
 

@@ -1644,7 +1644,8 @@ class Loop(NamedTuple):
         """requests: those with a slot or for whom there is one, of n; known: {adapter's name: Adapter}"""
         P, D = np.array([(len(r.prompt), r.max_new_tokens - 0.99) for r in requests], float).T
         users = [known[r.adapter].n_params for r in requests if r.adapter is not None]
-        return cls(len(P), n, P.mean(), D.mean(), P @ P / 2 / P.sum(), D @ (P + D / 2) / D.sum(), len(users) / len(P), sum(users) / max(1, len(users)))
+        return cls(len(P), n, P.mean(), D.mean(), P @ P / 2 / P.sum(), D @ (P + D / 2) / D.sum(), len(users) / len(P),
+                   sum(users) / max(1, len(users)))
 
     def work(self, c, d, k, tile):
         """An iteration that feeds c tokens of prompts, in whole tiles of rows, and d decodes with k drafts each."""
