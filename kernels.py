@@ -414,8 +414,9 @@ class Pages:
         to the page at cache row `scratch`; tiles of nobody belong to a last request of n = 0."""
         nobody = n_few + MOST_CHUNKS
         n_many = has_chunks * (-(-N * self.group // self.block_many) + MOST_CHUNKS)
+        n_tile = min(n_few, pow2(len(self.few) or n_few))  # not one for each token of a verification: from tiles follows how contexts are split
         return replace(self, rows=filled(self.rows, N, (scratch, 1)), spans=filled(self.spans, nobody + 1, (0, 0, 0, 0, 1, 0)),
-                       table=filled(self.table, table_room(self.table), 0), few=filled(self.few, n_few, (nobody, 0)),
+                       table=filled(self.table, table_room(self.table), 0), few=filled(self.few, n_tile, (nobody, 0)),
                        many=filled(self.many, n_many, (nobody, 0)), n_few=n_few)
 
 

@@ -37,6 +37,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from itertools import accumulate, chain, islice, takewhile
 from numbers import Integral
+from pathlib import Path
 from typing import Callable, NamedTuple
 
 import numpy as np
@@ -44,7 +45,7 @@ import torch
 
 from kernels import (BLOCK_ROWS, FEW_ROWS, Lora, LoraPages, Pages, Segment, World, accept, causal_mask, context_pad, on_gpu, residual,
                      run_ends, sample, target_probs)
-from model import GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model
+from model import GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model, load_tokenizer
 
 
 def option(default, help, **more):
@@ -74,7 +75,7 @@ class EngineConfig:
     tpot: float = option(0.0, "seconds per token that autopilot keeps every running request to, on the whole; 0: as it comes")
     stall: float = option(0.0, "seconds that autopilot's prefills may keep a running request waiting for its next token; 0: as it comes")
     seed: int = option(0, "random numbers of requests that bring no seed of their own")
-    graph: bool = option(True, "launch every kernel anew instead of replaying whole iterations as CUDA graphs (on a GPU)")
+    graph: bool = option(True, "on a GPU, replay whole iterations as CUDA graphs instead of launching every kernel anew")
     alpha: float = option(0.0, "accept each draft with this probability, whatever the model says: for random weights; 0: verify")
 
     def __post_init__(self):
@@ -305,6 +306,11 @@ class PagePool:
         """Make `owner` own pages for n tokens (it will never want more than n_max). False, and nothing changed, if it cannot be."""
         need = self.need(owner, n, n_max)
         if not need:
+            return True
+        if need == 1 < n and self.alloc == "grow" and self.unused.n:  # a decode, by far the most frequent: without arrays
+            self.unused.n -= 1
+            table = self.tables[owner]
+            table.space[n - 1], table.rows = self.unused.pages[self.unused.n] * self.n_kv_head, table.space[:n]
             return True
         pages = self.unused.take(need)
         if pages is None:
@@ -1111,7 +1117,7 @@ class Learned(CostModel):
         x = max(0, w.N - 1) if w.N <= FEW_ROWS else FEW_ROWS - 1 + math.log2(w.N / FEW_ROWS)
         i, share = int(x), x % 1
         kind = int(w.chunks > 0), int(w.adapted > 0)
-        factor = (1 - share) * self.factors[*kind, i] + share * self.factors[*kind, i + 1]
+        factor = (1 - share) * self.factors[(*kind, i)] + share * self.factors[(*kind, i + 1)]
         return self.factor * float(factor), (*kind, slice(i, i + 2)), (1 - share, share)
 
     def learn(self, w, seconds):
@@ -1278,7 +1284,8 @@ class DraftModel(Proposer, named=False):
         self.world = engine.world
 
     def _engine(self, engine, model):
-        return Engine(model, n_page=engine.pool.n_page)
+        c = engine.config
+        return Engine(model, n_page=engine.pool.n_page, max_batch=engine.max_batch, chunk=c.chunk, tile=c.tile, graph=c.graph)
 
     def most(self, n_tokens):
         return self.engine.model.config.block_size - n_tokens + 1  # the last draft itself is not fed
@@ -1349,6 +1356,9 @@ class SimulatedDraft(DraftModel, named=False):
 
     def _engine(self, engine, model):
         return Simulator(model, clock=engine.clock, n_page=engine.pool.n_page)
+
+    def _share(self, requests):
+        pass
 
     def _step(self, plan, threshold):
         self.engine._forward(plan)
@@ -2074,8 +2084,11 @@ class Engine:
 
     def _new_cost(self, model, cost):
         """What a model's iterations cost; what is measured corrects it, for all engines that are given the same Learned."""
-        cost = self.world.agree(price_list(model, cost))
-        return cost if isinstance(cost, Learned) else Learned(cost)
+        known = self.world.agree(price_list(model, cost))
+        if isinstance(known, Learned) and isinstance(cost, Learned):
+            vars(cost).update(vars(known))  # rank 0's, but the same object for all who were given it, here as there
+            return cost
+        return known if isinstance(known, Learned) else Learned(known)
 
     def _memory(self, draft):
         """(bytes, the share of them that the pool takes by default): of the rank that has least, so that all pools are alike."""
@@ -2195,9 +2208,9 @@ class Engine:
         for name, *valid in (("max_new_tokens", int, 1), ("temperature", float, 0), ("top_k", int, 0), ("top_p", float, 1e-9, 1),
                              ("arrival", float, 0), *[("seed", int, 0)] * (r.seed is not None)):
             checked(name, getattr(r, name), *valid)
-        for what, most in (("the model's context", c.block_size), ("the pool's pages", self.pool.n_page)):
+        for what, most in (("the model's context ends", c.block_size), ("the pool's pages end", self.pool.n_page)):
             if r.max_len > most:
-                raise ValueError(f"prompt of {len(prompt)} + {r.max_new_tokens} new tokens: {what} end at {most}")
+                raise ValueError(f"prompt of {len(prompt)} + {r.max_new_tokens} new tokens: {what} at {most}")
         if not isinstance(r.stop, (list, tuple)):
             raise ValueError(f"stop = {r.stop!r}: must be a list of token ids")
         for t in r.stop:
@@ -2234,8 +2247,8 @@ class Engine:
         plan = self._admit(self.scheduler.plan(self.running, queue), queue)
         plan = plan or self._admit(self.scheduler.plan(self.running, ()), ())  # nothing new fits: again with the door closed
         if not plan:
-            raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing for {len(self.running)} running "
-                               f"and {len(self.waiting)} waiting requests")
+            raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing that could run, of {len(self.running)} running requests (max_batch = "
+                               f"{self.max_batch}) and {len(self.waiting)} waiting ones: a plan must feed the running, too")
         return self.speculator.widen(plan) if self.speculator else plan
 
     def _arrive(self):
@@ -2927,9 +2940,10 @@ class Parser(argparse.ArgumentParser):
         """One flag per field of cls that has a help text; change: what a flag should have otherwise, by field."""
         for f in fields(cls):
             if "help" in f.metadata:
-                kind = dict(action=f"store_{not f.default}".lower()) if f.type is bool else dict(type=f.type)
-                settings = dict(**kind, default=f.default, dest=f.name, **f.metadata) | change.get(f.name, {})
-                self.add_argument("--" + "no-" * (f.default is True) + f.name.replace("_", "-"), **settings)
+                switch = argparse.BooleanOptionalAction if f.default else "store_true"
+                kind = dict(action=switch) if f.type is bool else dict(type=f.type)
+                settings = dict(**kind, default=f.default, **f.metadata) | change.get(f.name, {})
+                self.add_argument("--" + f.name.replace("_", "-"), **settings)
 
     def values(self, cls, args):
         """The parsed flags of cls, by field name."""
@@ -2968,6 +2982,8 @@ def main():
     spec, world = draft_spec(args), join_world(args)
     model, tokenizer = load_model(args.model, args.dtype and getattr(torch, args.dtype) or default_dtype(args.device), world=world)
     if args.prompt is not None and tokenizer is None:
+        if os.path.isdir(args.model):
+            load_tokenizer(Path(args.model))  # says what is wrong
         raise ValueError(f"model {args.model!r} has no tokenizer: give --tokens 1,2,3 instead of --prompt")
     prompt = parse_tokens(args.tokens) if args.prompt is None else tokenizer.encode(args.prompt)
     say = tokenizer.stream() if tokenizer else lambda tokens: "".join(f"{t} " for t in tokens)
@@ -3002,6 +3018,8 @@ def add_model_flags(parser, model):
 
 def join_world(args):
     """The World of --tp and --pp, of which only rank 0 has anything to print."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device = 'cuda': this torch ({torch.__version__}) sees no GPU, take --device cpu")
     world = World.start(checked("tp", args.tp, int, 1), checked("pp", args.pp, int, 1), args.device)
     if world.rank:
         sys.stdout = sys.stderr = open(os.devnull, "w")
@@ -3042,7 +3060,8 @@ def about_drafts(requests):
     drafted, accepted = (sum(getattr(r, name) for r in requests) for name in ("n_drafted", "n_accepted"))
     tokens, steps = (sum(len(count(r.times)) for r in requests) for count in (list, set))
     rate = sum(len(r.times) - 1 for r in requests) / max(1e-9, max(r.times[-1] for r in requests) - min(r.times[0] for r in requests))
-    return (f"{drafted} drafts, {accepted / max(1, drafted):.0%} accepted, {tokens / max(1, steps):.2f} tokens per iteration, "
+    share = f", {accepted / drafted:.0%} accepted" if drafted else ""
+    return (f"{drafted} drafts{share}, {tokens / max(1, steps):.2f} tokens per iteration, "
             f"goodput {rate:.0f} tokens/s")
 
 

@@ -746,7 +746,7 @@ BAD_REQUESTS = {
     "empty prompt": dict(prompt=[]), "token 199 in the prompt: must be in 0 .. 198": dict(prompt=[3, 199]), "token -1 in": dict(prompt=[-1]),
     "must be a flat list of token ids": dict(prompt=[1.5]), "prompt hello": dict(prompt="hello"), "prompt \\[\\[1": dict(prompt=[[1, 2]]),
     "max_new_tokens = 0": dict(max_new_tokens=0), "max_new_tokens = 2.5": dict(max_new_tokens=2.5),
-    "context end at 512": dict(prompt=[1] * 510), "pool's pages end at 100": dict(prompt=[1] * 98), "temperature = -1": dict(temperature=-1),
+    "context ends at 512": dict(prompt=[1] * 510), "pool's pages end at 100": dict(prompt=[1] * 98), "temperature = -1": dict(temperature=-1),
     "temperature = nan": dict(temperature=float("nan")), "top_p = 0": dict(top_p=0), "top_p = 1.5": dict(top_p=1.5), "top_k = -1": dict(top_k=-1),
     "seed = -5": dict(seed=-5), "arrival = -1": dict(arrival=-1), "stop token = 500: .* in 0 .. 198": dict(stop=[500]), "stop = 5": dict(stop=5),
     "unknown adapter 'x'": dict(adapter="x"), "unknown adapter \\['x'\\]": dict(adapter=["x"]), "temperature = 'hot'": dict(temperature="hot"), "temperature = inf": dict(temperature=float("inf")),
@@ -1707,7 +1707,7 @@ def test_a_trace_is_served_with_its_adapters_and_clients(tmp_path, monkeypatch):
     assert [(r.adapter, r.client, len(r.prompt), len(r.times)) for r in requests] == [("x", "ann", 30, 5), (None, "bob", 40, 6), ("y", "ann", 50, 7)]
     assert requests[2].times[0] > 700 > requests[1].times[-1] and rates["utilization (share of time)"] < 0.1 and rates["throughput (new tokens/s)"] < 18 / 700
     assert set(work.adapters) == {"x", "y"}
-    with pytest.raises(ValueError, match="a request of 5000 tokens: the model's context ends at"):
+    with pytest.raises(ValueError, match=r"request \d+ of \d+, .* tokens: the model's context ends at"):
         bench.Online.of(bench_of("a6000", arrivals=trace_file(tmp_path, "arrival,prompt,output\n0,4000,1000\n")))
 
 
