@@ -933,6 +933,8 @@ BAD_LINES = {
     "bench.py table2 --hardware a10g": "26.0 GB of weights do not fit a10g",
     "bench.py table2 --hardware a100 --model llama-8b": "unknown preset 'llama-8b': one of tiny",
     "bench.py table2 --hardware a100 --tp 0": "tp = 0", "bench.py fig12 --scale 0": "scale = 0"}
+if not torch.cuda.is_available():
+    BAD_LINES |= {f"{script} --model llama-30m --device cuda": "device = 'cuda': this torch" for script in ("sarathi.py --tokens 1", "bench.py table2")}
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
@@ -2665,6 +2667,34 @@ def test_triton_recorded_iterations_generate_the_same_tokens(options, monkeypatc
 
 
 @kernel_test
+def test_triton_recordings_made_ahead_are_those_that_are_replayed():
+    """What is recorded with nobody in it leaves the pool's pages alone, and serves decodes with and without a full chunk."""
+    engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), chunk=2 * TILE, tile=TILE, max_batch=4, n_page=200)
+    engine.kv.fill_(3.0)
+    engine.graphs.prepare(2 * TILE, 4)
+    ahead = set(engine.graphs.recorded)
+    assert (engine.kv[:, :, :200 * engine.pool.n_kv_head] == 3).all()
+    add(engine, [Request(prompt(n), 8) for n in (2 * TILE, 6 * TILE)])
+    engine.run()
+    new = set(engine.graphs.recorded) - ahead
+    assert len(ahead) == 7 and len(new) <= 1, "but for the chunk that ends a prompt"
+
+
+@kernel_test
+def test_triton_recordings_with_drafts_and_adapters_together():
+    """A draft model has the recordings that its target's options say, and adapters ride along: the same tokens with and without."""
+    said = []
+    for graph in (True, False):
+        draft = to_device(GPT.from_preset(GPTConfig(**SMALL | dict(n_layer=1)), seed=5))
+        engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), draft=draft, spec=2, graph=graph, chunk=24, tile=TILE, max_batch=3, n_page=200)
+        engine.add_adapter("a", model_py.random_adapter(5, 1))
+        inner = engine.speculator.proposer.engine
+        assert (inner.graphs is not None) == (engine.graphs is not None) == graph and inner.max_batch == engine.max_batch
+        said.append(engine.generate([prompt(30), prompt(4)], max_new_tokens=4, adapter=["a", None]))
+    assert said[0] == said[1]
+
+
+@kernel_test
 @pytest.mark.parametrize("lora", ["batched", "bmm"])
 def test_triton_engine_with_adapters_generates_the_naive_loops_tokens(lora):
     """Chunks, decodes, no adapter and two of different ranks and modules in the same iterations."""
@@ -3768,6 +3798,16 @@ def test_a_wrong_price_list_is_corrected_by_what_is_measured():
     engine.run()
     assert np.median(errors[:5]) > 0.4 and np.median(errors[-200:]) < 0.05
     assert Simulator(machine, scheduler="autopilot").cost is machine, "a simulator knows its own prices"
+
+
+def test_who_is_given_the_same_learned_prices_shares_them_on_every_rank(monkeypatch):
+    """Rank 0's prices arrive as a copy: what one lane learns from then on, the other must know here as it does there."""
+    for copied in (lambda value: value, copy.deepcopy):  # as rank 0 has it, and the others
+        mine = sarathi.Learned(A100)
+        monkeypatch.setattr(kernels.World, "agree", lambda world, value, source=0: copied(value))
+        lanes = [Engine(small(), scheduler="autopilot", cost=mine, n_page=100) for _ in range(2)]
+        lanes[0].cost.learn(sarathi.Work(N=4, M=4, decodes=4, context=40), 1.0)
+        assert lanes[0].cost is lanes[1].cost is mine and mine.n_learned == 1
 
 
 def test_autopilot_is_scheduler_and_policy_or_scheduler_alone():
