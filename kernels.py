@@ -364,10 +364,15 @@ class Segment:
 
     @cached_property
     def bags(self):
-        """index, offsets (R * Hk * n * G,) and owners of the contexts that each row sums up, as embedding_bag wants them, in all layers"""
-        m = self.mask.size(2)
-        index = self.index.view(-1, 1, self.ctx).expand(-1, m, -1).reshape(-1)
-        return index, torch.arange(0, len(index), self.ctx, dtype=torch.int32), torch.arange(len(index) // self.ctx).repeat_interleave(self.ctx).int()
+        """index and offsets (R * Hk * n * G,) of the contexts that each row sums up, as embedding_bag wants them, in all layers"""
+        index = self.index.view(-1, 1, self.ctx).expand(-1, self.mask.size(2), -1).reshape(-1)
+        return index, torch.arange(0, len(index), self.ctx, dtype=torch.int32)
+
+    @cached_property
+    def owners(self):
+        """whose each entry of index is"""
+        index, offsets = self.bags
+        return torch.arange(len(offsets), dtype=torch.int32).repeat_interleave(self.ctx)
 
 
 @dataclass
@@ -640,7 +645,7 @@ def _attend(q, kv, s):
     its gradient with respect to them (slow in bfloat16). To multiply many rows, gathering first costs less."""
     B, m, D = q.shape
     if m <= 2 and q.dtype == torch.float32:
-        scores = torch.ops.aten._embedding_bag_per_sample_weights_backward(q.view(-1, D), kv[0], *s.bags, 0).view(B, m, s.ctx)
+        scores = torch.ops.aten._embedding_bag_per_sample_weights_backward(q.view(-1, D), kv[0], *s.bags, s.owners, 0).view(B, m, s.ctx)
     else:
         scores = q.new_empty(B, m, s.ctx)
         for part, k in _contexts(kv[0], s):
