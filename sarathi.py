@@ -1693,8 +1693,9 @@ class Autopilot(SarathiServe, Policy):
     and who comes now, behind n others, has its last token after T (n / x + P / c + D / l): the queue's time and its own. The (c, k) with
     the least is best at any load: alone it is one's own latency that counts, in a long queue the throughput x / T. A prefill token and
     a draft thus have one currency, the T of their iteration. With a target the best that keeps every running request to its pace is
-    taken: a request that is ahead of it lends its time to the prefills of others; if all are late, prompts wait. No stall lasts longer
-    than asked for, or than one tile. D is max_new_tokens: where a stop token ends most requests early, it is too long."""
+    taken: a request that is ahead of it lends its time to the prefills of others, one that is behind may catch up later, and one that
+    cannot any more holds up nobody. No stall lasts longer than asked for, or than one tile. D is max_new_tokens: where a stop token
+    ends most requests early, it is too long."""
     registry, priced, per_request = POLICIES, True, True
 
     def start(self, engine):
@@ -1724,33 +1725,36 @@ class Autopilot(SarathiServe, Policy):
         feed = [r for r in requests if r.n_todo > 1 or r.state == "waiting"]
         now = loop._replace(context=sum(r.n_past for r in decodes) / max(1, d), past=feed[0].n_past if feed else 0.0)
         todo = sum(r.n_todo for r in feed)
-        pace = self._pace(decodes, self._seconds(now, min(max(16, self.engine.cost.tile), todo), d, 0) if feed else 0.0)
-        for total, k in self._ranked(loop) if feed else ():
+        rates = [self._tokens(k) / self._seconds(now, 0, d, k) for k in self._ks()]  # of each request, if none is fed
+        least = self._seconds(now, min(max(16, self.engine.cost.tile), todo), d, 0) if feed else 0.0
+        pace = self._pace(decodes, least, 1 / max(rates))
+        for total, k, mean in self._ranked(loop) if feed else ():
             c = min(total - d * (1 + k), todo)
-            if c > 0 and self._seconds(now, c, d, k) <= pace(k):
+            if c > 0 and self._seconds(now, c, d, k) <= pace(k, mean):
                 return total, k
-        k = max(self._ks(), key=lambda k: self._tokens(k) / self._seconds(now, 0, d, k)) if d else 0
+        k = int(np.argmax(rates)) if d else 0
         return d * (1 + k) or 1, k
 
-    def _pace(self, decodes, least):
-        """-> function of k: seconds that an iteration with k drafts may take: no stall (but `least`, what a tile takes, is none), and of
-        requests whose drafts have no luck at most one in twenty ends behind its time. What counts is a request's last token: the more
-        are to come, the more may be hoped for."""
-        c, known, now = self.engine.config, [r for r in decodes if r.times], self.engine.clock.now()
+    def _pace(self, decodes, least, soonest):
+        """-> function of k, and of the mean seconds of iterations with k drafts: those that the next one may take: no stall (but `least`,
+        what a tile takes, is none), and of requests whose drafts have no luck at most one in twenty ends behind its time. What counts is
+        a request's last token: the more are to come, the more may be hoped for; who is late may catch up, if the mean allows it; and who
+        would be late with `soonest`, the least seconds per token, holds up nobody."""
+        c, now = self.engine.config, self.engine.clock.now()
+        known = [(r.times[0] + c.tpot * (r.max_new_tokens - 1), r.max_len - r.n_tokens) for r in decodes if r.times]
         stall = max(c.stall, least) if c.stall and known else math.inf
-        if not c.tpot or not known:
-            return lambda k: stall
-        due, left = np.array([(r.times[0] + c.tpot * (len(r.times) - 1), r.max_len - r.n_tokens) for r in known]).T
+        end, left = np.array([(end, left) for end, left in known if c.tpot and now + left * soonest <= end]).reshape(-1, 2).T
 
-        def seconds(k):
+        def seconds(k, T):
             mean, j = self._tokens(k), np.arange(1, k + 1)
             deviation = math.sqrt(max(0.0, (2 * j - 1) @ self._alpha() ** j - (mean - 1) ** 2))
             likely = np.maximum(1, mean - 1.64 * deviation * np.sqrt(mean / left))  # tokens, of each request
-            return min(stall, (due + c.tpot * likely).min() - now)
+            later = min(c.tpot, T / mean) * np.maximum(0, left - likely)  # what those behind them will take
+            return min(stall, (end - later).min(initial=math.inf) - now)
         return seconds
 
     def _ranked(self, loop):
-        """[(tokens of an iteration, drafts of a decode)], the best first; the same for systems that are nearly so."""
+        """[(tokens of an iteration, drafts of a decode, mean seconds)], the best first; the same for systems that are nearly so."""
         key = (*(round(8 * math.log2(1 + x)) for x in loop), round(64 * self._alpha()), self.engine.cost.version)
         if key not in self.ranked:
             if len(self.ranked) > 1000:
@@ -1763,7 +1767,7 @@ class Autopilot(SarathiServe, Policy):
                     if flow:
                         x, c, d, share, steps = flow
                         T = share * self._seconds(loop, c, d, k) + (1 - share) * T0
-                        latency[total, k] = T * (loop.n / x + steps)
+                        latency[total, k, T] = T * (loop.n / x + steps)
             self.ranked[key] = sorted(latency, key=lambda key: (latency[key], -key[0]))
         return self.ranked[key]
 

@@ -3771,6 +3771,21 @@ def test_autopilot_keeps_its_targets(alpha):
         assert longest[1] <= 1.1 * 2.5 * lone < longest[0], "several prompts in one chunk are priced as one"
 
 
+@pytest.mark.parametrize("late, fed", [(0, True), (0.97, False), (2, True)])
+def test_autopilot_lets_prompts_wait_for_who_can_still_be_in_time(late, fed):
+    """A decode has lost no time, nearly all that it had to spare, or more: then nothing helps it, and it holds up nobody."""
+    lone = A100.time(1, 300)
+    engine = Simulator(A100, scheduler="autopilot", max_batch=4, alloc="grow", tpot=1.2 * lone)
+    decode = Request(np.zeros(100, int), 401)
+    add(engine, [decode])
+    engine.step()
+    decode.times[0] -= late * 400 * 0.2 * lone
+    new = Request(np.zeros(2000, int), 10, arrival=engine.clock.now())
+    add(engine, [new])
+    engine.step()
+    assert (new.n_past > 0) == fed and len(decode.times) == 2
+
+
 def test_autopilots_chunk_shrinks_as_attention_grows():
     """Beside four decodes, the iterations of a long prompt stay level; with a fixed chunk they grow."""
     cost, took = CostModel.roofline(dataclasses.replace(preset("llama-7b"), block_size=40000), "a100"), {}
