@@ -1568,13 +1568,13 @@ def test_a_lane_that_had_nothing_to_do_starts_nothing_before_it_came():
     for _ in range(11):
         line.step()
     owner = next(lane for lane in line.lanes if victim in lane.running)
-    assert owner.flight and len(victim.output) > 0
+    assert owner.flights and len(victim.output) > 0
     line.abort(victim.id)
     assert {r.id for r in line.run()} == {r.id for r in requests} and victim.state == "abort"
     for r in requests:
         assert min(s.start for s in record if r.id in [id for id, _, _ in s.entries]) >= r.arrival and r.ttft > 0
     assert all(apart(s[:2] for s in record if s.stage == stage) for stage in range(4))
-    assert all(lane.pool.n_free == lane.pool.n_page and not lane.flight for lane in line.lanes) and line.clock.now() < 80
+    assert all(lane.pool.n_free == lane.pool.n_page and not lane.flights for lane in line.lanes) and line.clock.now() < 80
 
 
 def test_what_an_aborted_request_has_in_flight_lands_with_the_last_of_the_others():
@@ -1584,7 +1584,7 @@ def test_what_an_aborted_request_has_in_flight_lands_with_the_last_of_the_others
     while not (victim.state == "running" and line.turns[-1] is line.lanes[1]):
         line.step()
     line.abort(victim.id)
-    assert line.run() == [other] and not any(lane.flight for lane in line.lanes)
+    assert line.run() == [other] and not any(lane.flights for lane in line.lanes)
 
 
 def test_equal_micro_batches_leave_no_bubbles():
@@ -3016,11 +3016,11 @@ def verified(kind, sampling, n=12000, V=6, k=3):
         r = Request([first], k + 1, **sampling)
         r.tokens, r.n_tokens, r.rng = text, 1, rng
         r.q = q[text[:-1]] if is_drawn[i] else None
-        ready.append((r, k))
+        ready.append((r, text[1:].tolist()))
     counts = np.zeros(V ** 3)
     plain = kernels.target_probs(p, *engine._sampling([Request([0], **sampling)] * V)).double().numpy()
     plain /= plain.sum(1, keepdims=True)
-    for new in engine._sample(ready, p[texts.ravel()]):
+    for new in engine._sample(ready, p[texts.ravel()])[0]():
         while len(new) < 3:
             new.append(int(rng.choice(V, p=plain[new[-1]])))
         counts[new[0] * V * V + new[1] * V + new[2]] += 1
