@@ -2266,8 +2266,8 @@ class Engine:
         """Wait until no more than `most` iterations are in flight, none if nobody is left to ask for them -> the [Event] of the others."""
         events = []
         while len(self.flights) > (most if self.requests else 0):
-            tokens = self.flights[0].wait()
-            events += self._commit(self.flights.popleft().ready, tokens)
+            flight = self.flights.popleft()
+            events += self._commit(flight.ready, flight.wait())
         return events
 
     def _plan(self):
