@@ -2822,6 +2822,16 @@ def test_triton_overlapped_iterations_generate_the_same_tokens():
 
 
 @kernel_test
+def test_triton_the_gap_between_two_iterations_is_measured_where_they_are_replayed(monkeypatch):
+    """As in the roofline, with and without overlap, on a device that works for 7 seconds and waits for 3."""
+    monkeypatch.setitem(globals(), "small", lambda: to_device(GPT.from_preset(GPTConfig(**SMALL | dict(n_layer=1)), seed=1)))
+    for ahead in (0, 1):
+        times = (t for start in range(0, 1000, 10) for t in (start, start + 7))
+        monkeypatch.setattr(bench, "SharedClock", lambda world: SimpleNamespace(mark=lambda: partial(float, next(times))))
+        assert bench.python_gap(bench_of(), ahead, B=2, context=8, steps=6) == pytest.approx((0.3, 10))
+
+
+@kernel_test
 @pytest.mark.parametrize("lora", ["batched", "bmm"])
 def test_triton_engine_with_adapters_generates_the_naive_loops_tokens(lora):
     """Chunks, decodes, no adapter and two of different ranks and modules in the same iterations."""
