@@ -2395,19 +2395,18 @@ class Engine:
         timed = self.record is not None or self.cost is not None  # else nobody asks what time it is: on several devices that takes a message
         start = self.clock.now() if timed else None
         logits, ready = self._forward(plan), asking(plan)  # in the order that the plan now has
-        wait, newest = self._sample(ready, logits)
-        entries, work = (fed(plan), self.cost and Work.of(self._entries(plan), self.cost.tile)) if timed else (None, None)
-        return Flight(ready, partial(self._end, wait, start, entries, work), newest)
+        read, newest = self._sample(ready, logits)
+        entries, work = timed and fed(plan), self.cost and Work.of(self._entries(plan), self.cost.tile)
 
-    def _end(self, wait, start, entries, work):
-        """Wait for the tokens of what was started. Its time is counted from there, or from the end of the one before."""
-        tokens = self.world.agree(wait())
-        if entries:
-            start, self.landed = max(start, self.landed), self.clock.now()
-            self._log(start, self.landed, 0, entries)
-            if work:
-                self.cost.learn(work, self.landed - start)
-        return tokens
+        def wait():
+            tokens = self.world.agree(read())
+            if timed:
+                began, self.landed = max(start, self.landed), self.clock.now()  # not before the end of the one before
+                self._log(began, self.landed, 0, entries)
+                if self.cost:
+                    self.cost.learn(work, self.landed - began)
+            return tokens
+        return Flight(ready, wait, newest)
 
     def _entries(self, plan):
         """The plan as its price depends on it: (n_past, n, rows of logits, weights of the adapter) per request."""
@@ -2552,7 +2551,7 @@ class Engine:
     def _sample(self, ready, logits):
         """ready: (request, k drafts); these and its last known token gave k + 1 rows of logits (M, V) -> a function that waits for its new
         tokens, and the last of each on the device (B,): the drafts that pass and one more, from the row where they end; the likeliest,
-        or drawn with the request's own random numbers. Without drafts nothing here waits for the device."""
+        or drawn with the request's own random numbers. Nothing here waits for the device, unless there are drafts."""
         if not ready:
             return list, None
         draft, ready = np.array([token for r, drafts in ready for token in (*drafts, -1)]), [(r, len(drafts)) for r, drafts in ready]
