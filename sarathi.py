@@ -117,7 +117,7 @@ class Request:
     client: str | None = None  # whose it is, where clients are to share the engine fairly
     id: int = field(default=-1, init=False)
     state: str = field(default="new", init=False)  # new -> pending -> waiting <-> running (-> landing) -> length | stop | abort, or refused
-    tokens: np.ndarray = field(default=None, init=False, repr=False)  # (max_len,) int64, the first n_tokens are known
+    tokens: np.ndarray = field(default=None, init=False, repr=False)  # (max_len,) int64, the first n_tokens are known; the last of them perhaps to the device only
     n_tokens: int = field(default=0, init=False)
     n_past: int = field(default=0, init=False)
     n_preempted: int = field(default=0, init=False)
@@ -786,7 +786,7 @@ class EarlyAbort(Order):
             self.come, self.started = 0.7 * n_new + 0.3 * self.come, 0.7 * n_started + 0.3 * self.started
         late = lambda r: now - r.arrival >= (1 - self.MARGIN) * self.slo
         for r in [*takewhile(lambda r: r.n_preempted or late(r), waiting)]:  # first those that gave way, then by arrival
-            if late(r) and not r.times:
+            if late(r) and r.n_tokens == len(r.prompt):
                 engine.give_up(r)
         self.n_waiting, self.n_come = len(waiting), waiting.n_come
         return super().queue(engine) if self.come >= self.started else self.before(engine)

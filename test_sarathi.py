@@ -2659,7 +2659,7 @@ def test_triton_recorded_iterations_generate_the_same_tokens(options, monkeypatc
     for graph in (True, False):
         engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), graph=graph, max_batch=5, n_page=200, **dict(tile=TILE) | options)
         said.append(engine.generate([prompt(40), prompt(1), [1, 2, 3, 4, 1, 2, 3, 4, 1, 2], prompt(17), prompt(5)], max_new_tokens=6, **sampling))
-        assert (engine.graphs is not None) == graph
+        assert (engine.graphs is not None) == graph and engine.ahead == engine.behind == (graph and not engine.speculator)
         if graph:
             assert any(n < N for n, N in padded) and len(engine.graphs.recorded) < len(padded) <= engine.n_steps
             n_padded = len(padded)
@@ -2730,6 +2730,26 @@ def test_overlapped_iterations_are_those_of_one_after_the_other(scheduler, alloc
         assert said[-1][2] == ahead and (sum(unknown) > 40) == ahead, "decodes are fed before anybody knows their tokens"
     assert said[0][:2] == said[1][:2]
     assert alloc == "reserve" or sum(n for _, n in said[0][0]) > 0, "the pool was meant to run out"
+
+
+def test_an_iteration_is_started_before_anybody_asks_what_the_one_before_said(monkeypatch):
+    """So a GPU goes from one to the next without Python; nor does choosing a token, drawn or not, wait for the device."""
+    happened, engine = [], overlapped(Engine(small(), n_page=200, max_batch=2))
+    monkeypatch.setattr(sarathi, "fetch", lambda x: lambda: (happened.append("ask"), x.tolist())[1])
+    watch(engine, "_forward", lambda plan: happened.append("start"))
+
+    class Watched(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            happened.extend([str(op)] * any(name in str(op) for name in ("local_scalar", "nonzero", "masked_select")))
+            return op(*args, **kwargs or {})
+    sample = engine._sample
+
+    def watched(*args):
+        with Watched():
+            return sample(*args)
+    engine._sample = watched
+    serve(engine, [Request(prompt(5), 4, temperature=0.9, top_p=0.8), Request(prompt(7), 4)])
+    assert happened == ["start", *["start", "ask"] * engine.n_steps][:-2] + ["ask"], "the last has nobody behind it"
 
 
 @pytest.mark.parametrize("seed", range(8))
