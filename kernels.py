@@ -38,7 +38,9 @@ except ImportError:  # plain torch everywhere: the kernels below are read as Pyt
     triton, tl, HAS_TRITON = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=None), False
 
 BLOCK_ROWS = 128  # query rows of a chunk that attend in one call: smaller wastes less above the diagonal, larger runs faster
-ALIGN = 32  # softmax is a quarter slower on rows that are no multiple of so many scores
+ALIGN = 32  # contexts are filled up to a multiple of so many tokens: softmax is a quarter faster, and oneDNN meets few new shapes
+CALL = 256  # tokens of context whose attention takes as long as one more call
+PART = 4 * 2**20  # bytes of K or V that are gathered at once
 FEW_ROWS = 8  # up to so many rows a request streams its context from memory (a decode, a verification); beyond, it multiplies (a chunk)
 MOST_CHUNKS = 8  # requests beyond that in one batch, if it is padded for a recording
 
@@ -350,31 +352,22 @@ def split_heads(qkv, rope, n_head, n_kv_head):
 
 @dataclass
 class Segment:
-    """R neighbouring requests that each feed n tokens: a block of a chunk's rows (R = 1) or a run of decodes (n = 1).
+    """R requests that each feed n tokens: a block of a chunk's rows (R = 1), or decodes with contexts alike (n = 1).
 
     Both are the same sum: n rows against a context of up to `ctx` tokens, causal from the diagonal on [SARATHI Fig. 6]."""
     start: int  # first of its R * n rows in the flat batch
     R: int
     n: int
-    ctx: int  # tokens in the longest context, its own rows included, and `pad` more that nobody sees
-    row: int = 0  # first cache row of the first request
-    stride: int = 0  # rows between two heads; the R requests' heads follow one another at this stride
-    index: torch.Tensor | None = None  # (Hk * ctx,) rows to gather, where the pages do not lie together
-    mask: torch.Tensor | None = None  # (R, 1, n * G, w) added to the scores of the last w tokens of ctx: causal_mask
-    pad: int = 0  # as context_pad says
+    ctx: int  # tokens of the longest context, its own rows included, and on to a multiple of ALIGN; shorter ones are filled up
+    index: torch.Tensor  # (R * Hk * ctx,) int32, the cache rows of these contexts; what fills up is any row of the request's own
+    mask: torch.Tensor  # (R, 1, n * G, w) added to the scores of the last w tokens of ctx: causal_mask
 
-
-def write_kv(kv, k, v, rows, segments):
-    """Put the new k and v (N, Hk, D) into kv (2, n_row, D): the first m tokens one by one at rows (m, Hk), and the blocks of
-    chunks behind them as the blocks they are."""
-    m, (_, Hk, D) = len(rows), k.shape
-    for plane, x in zip(kv, (k, v)):
-        if m:
-            plane[rows] = x[:m]
-        for s in segments:
-            if s.start >= m:
-                first = plane.storage_offset() + (s.row + s.ctx - s.pad - s.n) * D
-                plane.as_strided((Hk, s.n, D), (s.stride * D, D, 1), first).copy_(x[s.start:s.start + s.n].transpose(0, 1))
+    @cached_property
+    def bags(self):
+        """index, offsets (R * Hk * n * G,) and owners of the contexts that each row sums up, as embedding_bag wants them, in all layers"""
+        m = self.mask.size(2)
+        index = self.index.view(-1, 1, self.ctx).expand(-1, m, -1).reshape(-1)
+        return index, torch.arange(0, len(index), self.ctx, dtype=torch.int32), torch.arange(len(index) // self.ctx).repeat_interleave(self.ctx).int()
 
 
 @dataclass
@@ -470,10 +463,11 @@ def tiles(chosen, n_row, block):
 def rotate_write_ref(qkv, rope, kv, rows, segments, n_head, n_kv_head):
     """Rotate q and k, write k and v into their pages. qkv (N, (H + 2 Hk) D) -> q (N, H, D)"""
     q, k, v = split_heads(qkv, rope, n_head, n_kv_head)
-    if isinstance(segments, Pages):  # all tokens one by one
+    if isinstance(segments, Pages):
         row, stride = segments.rows.long().split(1, 1)
-        rows, segments = row + stride * torch.arange(n_kv_head, device=row.device), []
-    write_kv(kv, k, v, rows, segments)
+        rows = row + stride * torch.arange(n_kv_head, device=row.device)
+    for plane, x in zip(kv, (k, v)):
+        plane[rows] = x
     return q
 
 
@@ -501,8 +495,8 @@ def _rotate_write_kernel(qkv, cos, sin, q, kv, rows, plane, H: tl.constexpr, HK:
 
 
 def rotate_write(qkv, rope, kv, rows, segments, n_head, n_kv_head):
-    """qkv (N, (H + 2 Hk) D), rope as rope_angles says or None, kv (2, n_row, D): k and v go to rows and segments as write_kv says,
-    or as Pages say. -> q (N, H, D)"""
+    """qkv (N, (H + 2 Hk) D), rope as rope_angles says or None, kv (2, n_row, D): k and v go to its rows (N, Hk), or as Pages say.
+    -> q (N, H, D)"""
     if not isinstance(segments, Pages):
         return rotate_write_ref(qkv, rope, kv, rows, segments, n_head, n_kv_head)
     (N, D), (cos, sin) = (len(qkv), kv.size(-1)), rope or (None, None)
@@ -511,19 +505,6 @@ def rotate_write(qkv, rope, kv, rows, segments, n_head, n_kv_head):
     launch(_rotate_write_kernel, (N, -(-n // block)), qkv, cos, sin, q, kv, segments.rows, kv.stride(0), H=n_head, HK=n_kv_head, D=D,
            BLOCK_H=block, BLOCK_D=pow2(D))
     return q
-
-
-def bmm_copies(dtype, device):
-    """Whether torch.bmm copies operands that are not one contiguous block: in bfloat16 on a CPU (oneDNN)."""
-    return dtype == torch.bfloat16 and device.type == "cpu"
-
-
-def context_pad(ctx, n, stride, dtype, device):
-    """How many tokens beyond ctx n rows should attend to, masked, for speed; the owner's pages end at `stride` tokens. They must
-    have been zeroed, or what is in them could be no number."""
-    if n > FEW_ROWS:
-        return min(-ctx % ALIGN, stride - ctx)
-    return stride - ctx if bmm_copies(dtype, device) and stride <= 2 * ctx else 0  # reading it all in place beats copying half of it
 
 
 def lineage(parents):
@@ -538,13 +519,10 @@ def lineage(parents):
 @lru_cache(maxsize=256)  # the same few shapes come back in every iteration
 def causal_mask(ahead, n, group, pad, dtype, device, trees=()):
     """What to add to the last columns of the scores. ahead: each request's cached tokens beyond the shortest one's, a tuple of R
-    ints. -> (R, 1, n * group, w), w = max(ahead) + n + pad, of 0 and -inf; columns before these w are seen by every row; None for
-    one row. trees: where a request's rows do not follow one another but form a tree, their parents; else None."""
-    width = max(ahead) + n + pad
-    if width == 1:
-        return None
+    ints. -> (R, 1, n * group, w), w = max(ahead) + n + pad, of 0 and -inf; columns before these w are seen by every row. trees:
+    where a request's rows do not follow one another but form a tree, their parents; else None."""
     last = torch.tensor(ahead)[:, None] + torch.arange(n).repeat_interleave(group)  # (R, n * group) the last of them each row sees
-    hidden = torch.arange(width) > last[..., None]
+    hidden = torch.arange(max(ahead) + n + pad) > last[..., None]
     for rows, start, parents in zip(hidden, ahead, trees):
         if parents:
             rows[:, start:start + n] = ~lineage(parents).repeat_interleave(group, 0)
@@ -658,8 +636,7 @@ def n_processors(device):
 
 
 def attention(q, kv, segments, n_kv_head):
-    """q (N, H, D), kv (2, n_row, D), segments (or Pages) that cover the N rows -> (N, H, D). Contexts that lie together are read
-    in place."""
+    """q (N, H, D), kv (2, n_row, D), segments (or Pages) that cover the N rows -> (N, H, D)"""
     if isinstance(segments, Pages):
         return attention_pages(q, kv, segments, n_kv_head)
     N, H, D = q.shape
@@ -668,30 +645,37 @@ def attention(q, kv, segments, n_kv_head):
     for s in segments:
         rows = slice(s.start, s.start + s.R * s.n)
         qs = q[rows].view(s.R, s.n, n_kv_head, G, D).transpose(1, 2).reshape(s.R * n_kv_head, s.n * G, D)
-        y = _attend(qs, _context(kv[0], s, n_kv_head), _context(kv[1], s, n_kv_head), s.mask)
-        out[rows].view(s.R, s.n, n_kv_head, G, D).copy_(y.view(s.R, n_kv_head, s.n, G, D).transpose(1, 2))
+        out[rows].view(s.R, s.n, n_kv_head, G, D).copy_(_attend(qs, kv, s).view(s.R, n_kv_head, s.n, G, D).transpose(1, 2))
     return out
 
 
-def _context(plane, s, n_kv_head):
-    """plane (n_row, D): the segment's keys or values (R * Hk, ctx, D), a view unless its pages are scattered."""
-    D = plane.size(-1)
-    if s.index is not None:
-        return plane.index_select(0, s.index).view(-1, s.ctx, D)
-    return plane.as_strided((s.R * n_kv_head, s.ctx, D), (s.stride * D, D, 1), plane.storage_offset() + s.row * D)
-
-
-def _attend(q, k, v, mask):
-    """q (B, n, D) scaled, k and v (B, ctx, D), mask (R, 1, n, w) over the last w columns or None -> (B, n, D)"""
-    if q.size(1) <= FEW_ROWS:  # K streams past q: the faster way round where memory is the limit
-        scores = torch.bmm(k, q.transpose(1, 2)).transpose(1, 2).contiguous()  # (B, n, ctx)
+def _attend(q, kv, s):
+    """q (B, m, D) scaled, B = R Hk and m = n G, against the contexts of a segment -> (B, m, D). Few rows read K and V where they lie:
+    a row of the result is a sum of pages, each times a number, which is torch's embedding_bag, and the numbers before the softmax are
+    its gradient with respect to them (slow in bfloat16). To multiply many rows, gathering first costs less."""
+    B, m, D = q.shape
+    if m <= 2 and q.dtype == torch.float32:
+        scores = torch.ops.aten._embedding_bag_per_sample_weights_backward(q.view(-1, D), kv[0], *s.bags, 0).view(B, m, s.ctx)
     else:
-        if bmm_copies(k.dtype, k.device):
-            k = k.contiguous()  # bmm would do it by itself, but transposed, and five times slower
-        scores = torch.bmm(q, k.transpose(1, 2))
-    if mask is not None:
-        scores.view(len(mask), -1, *scores.shape[1:])[..., -mask.size(-1):].add_(mask)
-    return torch.bmm(scores.softmax(-1), v)
+        scores = q.new_empty(B, m, s.ctx)
+        for part, k in _contexts(kv[0], s):
+            torch.bmm(q[part], k.transpose(1, 2), out=scores[part])
+    scores.view(s.R, -1, m, s.ctx)[..., -s.mask.size(-1):].add_(s.mask)
+    p = scores.softmax(-1)
+    if m <= FEW_ROWS:
+        return F.embedding_bag(s.bags[0], kv[1], s.bags[1], mode="sum", per_sample_weights=p.view(-1)).view(B, m, D)
+    y = torch.empty_like(q)
+    for part, v in _contexts(kv[1], s):
+        torch.bmm(p[part], v, out=y[part])
+    return y
+
+
+def _contexts(plane, s):
+    """plane (n_row, D) -> (slice of the segment's R Hk contexts, (b, ctx, D) these), in parts that the processor's cache still has when
+    they are multiplied."""
+    step = max(1, PART // (s.ctx * plane.size(1) * plane.element_size()))
+    for i in range(0, len(s.index) // s.ctx, step):
+        yield slice(i, i + step), plane.index_select(0, s.index[i * s.ctx:(i + step) * s.ctx]).view(-1, s.ctx, plane.size(1))
 
 
 # ---------------------------------------------------------------- adapters: to each row x of the batch its own x A B [S-LoRA §5.3]

@@ -182,7 +182,7 @@ class Batch:
     """One iteration, packed: N flat tokens of any number of requests, each request's rows side by side."""
     tokens: torch.Tensor  # (N,)
     positions: torch.Tensor  # (N,) in their own sequence
-    rows: torch.Tensor | None  # (m, Hk) where in kv the keys and values of the first m tokens go; the rest are blocks of segments
+    rows: torch.Tensor | None  # (N, Hk) where in kv the keys and values go
     logit_rows: torch.Tensor  # (M,) the rows whose next token is wanted
     segments: list[Segment] | Pages  # who attends to what; on a GPU Pages, and rows are theirs
     loras: dict[str, Lora | LoraPages] = field(default_factory=dict)  # operator -> the adapters that rows of this batch have there

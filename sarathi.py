@@ -43,7 +43,7 @@ from typing import Callable, NamedTuple
 import numpy as np
 import torch
 
-from kernels import (BLOCK_ROWS, FEW_ROWS, Lora, LoraPages, Pages, Segment, World, accept, causal_mask, context_pad, fetch, on_gpu, place,
+from kernels import (ALIGN, BLOCK_ROWS, CALL, FEW_ROWS, Lora, LoraPages, Pages, Segment, World, accept, causal_mask, fetch, on_gpu, place,
                      residual, run_ends, sample, target_probs)
 from model import GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model, load_tokenizer
 
@@ -2421,10 +2421,7 @@ class Engine:
         return model.predict(self.hidden)
 
     def _prepare(self, plan):
-        """-> the weights and the Batch of a plan; pages that are new to their owner are wiped"""
-        for r, n in plan:
-            if r.n_past == 0:
-                self._wipe(self.pool.tables[r.id])
+        """-> the weights and the Batch of a plan"""
         return self._weights(plan), self._pack(plan)
 
     def _weights(self, plan):
@@ -2440,15 +2437,10 @@ class Engine:
         if self.record is not None:
             self.record.append(Span(start, end, stage, self.number, entries))
 
-    def _wipe(self, table):
-        """Zero the pages of a new owner, if they lie together: torch's attention reads, masked, beyond what was written."""
-        if table.stride > 1 and not on_gpu(self.kv.device):
-            self.kv[:, :, table.rows[0]:table.rows[0] + table.stride * self.pool.n_kv_head].zero_()
-
     def _pack(self, plan):
-        """The plan as one flat Batch. Sorted so that decodes whose pages are neighbours attend in one call."""
+        """The plan as one flat Batch. Sorted so that decodes with contexts alike stand together."""
         tables = self.pool.tables
-        plan.sort(key=lambda entry: (entry[1], tables[entry[0].id].rows[0]))
+        plan.sort(key=lambda entry: (entry[1], entry[0].n_past))
         spans = [(r, tables[r.id], r.n_past, r.n_past + n) for r, n in plan]
         ends = np.cumsum([n for r, n in plan]) - 1
         tokens = np.concatenate([r.tokens[a:b] for r, t, a, b in spans])
@@ -2458,11 +2450,9 @@ class Engine:
         if on_gpu(self.model.device):  # to be uploaded in one piece
             return Batch(tokens, positions, None, logit_rows, self._pages(spans), loras, newest=newest)
         to = partial(place, device=self.model.device)
-        single = [(t, a, b) for r, t, a, b in spans if b - a <= FEW_ROWS or t.stride == 1]  # written token by token: the first ones
-        rows = np.concatenate([t.rows[a:b] for t, a, b in single] or [np.empty(0, np.int64)])
-        strides = np.repeat([t.stride for t, a, b in single], [b - a for t, a, b in single])
-        rows = to(rows[:, None] + strides[:, None] * np.arange(self.pool.n_kv_head))
-        return Batch(to(tokens), to(positions), rows, to(logit_rows), self._segments(spans), loras, newest=newest)
+        heads = np.arange(self.pool.n_kv_head)
+        rows = np.concatenate([t.rows[a:b, None] + t.stride * heads for r, t, a, b in spans])
+        return Batch(to(tokens), to(positions), to(rows), to(logit_rows), self._segments(spans), loras, newest=newest)
 
     def _loras(self, plan):
         """{operator: Lora} for the operators that some request's adapter changes."""
@@ -2487,40 +2477,31 @@ class Engine:
                         self.model.config.n_head // self.pool.n_kv_head, self.model.dtype)
 
     def _segments(self, spans):
-        """Cut the batch into attention calls: a chunk into blocks of rows, decodes into runs of neighbours."""
-        Hk, G = self.pool.n_kv_head, self.model.config.n_head // self.pool.n_kv_head
+        """Cut the batch into attention calls: a chunk into blocks of rows; decodes that feed as many tokens each share one, as long as
+        the shorter contexts are filled up with less than a call costs."""
         segments, start, i = [], 0, 0
         while i < len(spans):
-            _, table, a, b = spans[i]
-            R, n = self._run_length(spans, i), b - a
-            past = np.array([a for _, _, a, _ in spans[i:i + R]])
-            trees = tuple(r.tree and r.tree.parents for r, _, _, _ in spans[i:i + R])
-            scattered = table.stride == 1 and n + a > 1
-            step = n if scattered else BLOCK_ROWS  # a gather is not worth repeating for each block
-            for j in range(0, n, step):
-                m = min(step, n - j)
-                ctx = int(past.max()) + j + m
-                pad = 0 if table.stride == 1 else context_pad(ctx, n, table.stride, self.model.dtype, self.model.device)
-                index = (table.rows[:ctx] + np.arange(Hk)[:, None]).reshape(-1) if scattered else None
-                segments.append(Segment(start + j, R, m, ctx + pad, int(table.rows[0]), table.stride,
-                                        None if index is None else torch.from_numpy(index).to(self.model.device),
-                                        causal_mask(tuple((past - past.min()).tolist()), m, G, pad, self.model.dtype, self.model.device,
-                                                    trees if any(trees) else ()), pad))
+            n, R = spans[i][3] - spans[i][2], 1
+            if n <= FEW_ROWS:
+                ends = [b for _, _, a, b in spans[i:] if b - a == n]  # ascending
+                R = next((j for j in range(1, len(ends)) if j * (ends[j] - ends[j - 1]) > CALL), len(ends))
+            for j in range(0, n, BLOCK_ROWS):
+                segments.append(self._segment(start + j, spans[i:i + R], j, min(BLOCK_ROWS, n - j)))
             start, i = start + R * n, i + R
         return segments
 
-    def _run_length(self, spans, i):
-        """How many requests from i on can attend in one call: as many tokens each, blocks of the same size side by side, and
-        contexts alike enough that padding to the longest costs less than half as much again."""
-        _, first, a, b = spans[i]
-        R, longest, total = 1, b, b
-        for _, t, a2, b2 in islice(spans, i + 1, None):
-            longest, total = max(longest, b2), total + b2
-            neighbour = t.stride == first.stride > 1 and t.rows[0] == first.rows[0] + R * self.pool.n_kv_head * first.stride
-            if not (neighbour and b2 - a2 == b - a <= FEW_ROWS and (R + 1) * longest <= 1.5 * total):
-                break
-            R += 1
-        return R
+    def _segment(self, start, spans, skip, n):
+        """The Segment, from row `start` of the batch on, of n tokens of each of these requests, behind the `skip` before them."""
+        dtype, device, heads = self.model.dtype, self.model.device, np.arange(self.pool.n_kv_head)[:, None]
+        ends = np.array([a + skip + n for _, _, a, _ in spans])
+        ctx = -(-int(ends.max()) // ALIGN) * ALIGN
+        index = np.empty((len(spans), len(heads), ctx), np.int32)
+        for rows, (_, t, _, _), end in zip(index, spans, ends):
+            rows[:, :end], rows[:, end:] = t.rows[:end] + t.stride * heads, t.rows[0]
+        trees = tuple(r.tree and r.tree.parents for r, _, _, _ in spans)
+        mask = causal_mask(tuple((ends - ends.min()).tolist()), n, self.model.config.n_head // len(heads), ctx - int(ends.max()), dtype, device,
+                           trees if any(trees) else ())
+        return Segment(start, len(spans), n, ctx, torch.from_numpy(index.ravel()).to(device), mask)
 
     # ------------------------------------------------------------ the end of an iteration: tokens
 
