@@ -117,7 +117,7 @@ class Request:
     client: str | None = None  # whose it is, where clients are to share the engine fairly
     id: int = field(default=-1, init=False)
     state: str = field(default="new", init=False)  # new -> pending -> waiting <-> running (-> landing) -> length | stop | abort, or refused
-    tokens: np.ndarray = field(default=None, init=False, repr=False)  # (max_len,) int64, the first n_tokens are known; the last of them perhaps to the device only
+    tokens: np.ndarray = field(default=None, init=False, repr=False)  # (max_len,): n_tokens known, the last maybe to a GPU only
     n_tokens: int = field(default=0, init=False)
     n_past: int = field(default=0, init=False)
     n_preempted: int = field(default=0, init=False)
