@@ -41,11 +41,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kernels import FEW_ROWS, World, linear, pack
+from kernels import FEW_ROWS, World, linear, on_gpu, pack
 from model import GPT, PRESETS, Linear, default_dtype, load_model, preset, random_adapter
 from sarathi import (GPUS, CostModel, Engine, EngineConfig, Interruptible, Learned, Parser, Pipeline, Request, Sarathi, SarathiServe,
-                     Scheduler, Simulator, VirtualClock, WallClock, Work, add_model_flags, checked, expected_tokens, join_world, least_squares,
-                     make_clock, make_engine, make_scheduler, option, random_batches, rehearse, run_cli, time_batches, with_room)
+                     Scheduler, SharedClock, Simulator, VirtualClock, WallClock, Work, add_model_flags, checked, expected_tokens, join_world,
+                     least_squares, make_clock, make_engine, make_scheduler, option, random_batches, rehearse, run_cli, time_batches, with_room)
 
 EXPERIMENTS = {}  # name -> Experiment
 OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]
@@ -2004,8 +2004,9 @@ def step_times(bench, engine, work):
     while engine.requests:
         if bench.interrupt.seen:
             raise KeyboardInterrupt
-        start = engine.clock.now()
-        engine.step()
+        start, n = engine.clock.now(), engine.n_steps
+        while engine.requests and engine.n_steps == n:  # where iterations overlap the first step only starts one
+            engine.step()
         took.append(engine.clock.now() - start)
     return took
 
@@ -2114,17 +2115,38 @@ def roofline(bench):
     inside, outside = overhead(bench)
     yield row("engine at B = 8: share of an iteration outside the model", None, outside / (inside + outside),
               **{"ms": outside * 1e3, "GFLOP/s": None, "GB/s": None})
+    if on_gpu(bench.model.device) and bench.options.graph:
+        for how, ahead in ("one after the other", 0), ("overlapped", 1):
+            share, seconds = python_gap(bench, ahead)
+            yield row(f"decode, B = 8, iterations {how}: share of the time that the GPU waits for Python", None, share,
+                      **{"ms": share * seconds * 1e3, "GFLOP/s": None, "GB/s": None})
 
 
 def overhead(bench, B=8, context=256, steps=32):
     """Seconds per decode iteration of the engine (inside the model, outside it: planning, packing, sampling), medians."""
-    engine, model, out, took = bench.engine("orca", 0, n_page=B * (context + steps), B=B), bench.model, [], []
+    engine, model, out, took = bench.engine("orca", 0, n_page=B * (context + steps), B=B, graph=False), bench.model, [], []
     clocked = lambda f: lambda *args: took.append(bench.once(lambda: out.append(f(*args)))) or out.pop()
     engine.model = copy.copy(model)
     engine.model.hidden, engine.model.predict = clocked(model.hidden), clocked(model.predict)
     total = step_times(bench, engine, [(context, steps)] * B)
     inside = [a + b for a, b in zip(took[::2], took[1::2])]
     return statistics.median(inside[1:]), statistics.median(t - i for t, i in zip(total[1:], inside[1:]))
+
+
+def python_gap(bench, ahead, B=8, context=256, steps=64):
+    """Of recorded decode iterations, ahead of one another or not: the share of the time from the end of one's work on the device to the
+    start of the next one's, and the seconds that one takes from start to start."""
+    engine, clock, marks = bench.engine("orca", 0, n_page=B * (context + steps), B=B), SharedClock(bench.model.world), []
+    engine.ahead = engine.behind = ahead
+    step_times(bench, engine, [(context, steps)] * B)  # records what is replayed from here on
+    for shape, (batch, replay) in engine.graphs.recorded.items():
+        engine.graphs.recorded[shape] = batch, lambda replay=replay: marks.append(clock.mark()) or replay()
+    sample = engine._sample
+    engine._sample = lambda *args: (sample(*args), marks.append(clock.mark()))[0]
+    step_times(bench, engine, [(context, steps)] * B)
+    bench.sync()
+    times = [when() for when in marks[1 - steps:]]  # of the last iterations: end, start, end, ... start, end
+    return sum(start - end for end, start in zip(times[::2], times[1::2])) / (times[-1] - times[0]), 2 * (times[-1] - times[0]) / (steps - 2)
 
 
 class Ours:

@@ -442,6 +442,21 @@ def upload(homes, device, into=None):
     return flat, [replace(home, **{name: next(views) for name in own}) for home, own in zip(homes, names)]
 
 
+def place(x, device):
+    """A numpy array as a tensor on the device, which it does not wait for."""
+    x = torch.from_numpy(x)
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
+def fetch(x):
+    """-> a function that waits for x, but for nothing that the device is given after this: its values as lists"""
+    if x.device.type != "cuda":
+        return x.tolist
+    host, done = x.to("cpu", non_blocking=True), torch.cuda.Event()
+    done.record()
+    return lambda: (done.synchronize(), host.tolist())[1]
+
+
 def tiles(chosen, n_row, block):
     """(n_tile, 2) request and first row of each tile of `block` rows, of the chosen (B,) requests of n_row (B,) rows each."""
     requests = np.flatnonzero(chosen)

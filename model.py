@@ -187,6 +187,12 @@ class Batch:
     segments: list[Segment] | Pages  # who attends to what; on a GPU Pages, and rows are theirs
     loras: dict[str, Lora | LoraPages] = field(default_factory=dict)  # operator -> the adapters that rows of this batch have there
     flat: torch.Tensor | None = None  # on a GPU: what all of these are views of
+    newest: torch.Tensor | None = None  # (B,) what the iteration before samples; its row i is meant where tokens have ~i
+
+    @property
+    def known(self):
+        """tokens (N,), those from newest filled in: on the device, for nobody else may know them yet."""
+        return self.tokens if self.newest is None else torch.where(self.tokens < 0, self.newest[~self.tokens.clamp(max=-1)], self.tokens)
 
     def parts(self):
         return [self, self.segments, *self.loras.values()]
@@ -374,7 +380,7 @@ class GPT(nn.Module):
     def stream(self, batch, kv, x=None):
         """All layers -> the residual stream (N, C) behind them, and what has yet to be added to it."""
         rope, y = self._rope(batch.positions, self.dtype), None
-        x = self._embed(batch.tokens, batch.positions, self.dtype) if x is None else x
+        x = self._embed(batch.known, batch.positions, self.dtype) if x is None else x
         for i, layer_kv in zip(self.config.layers, kv):
             x, y = self.blocks[i](x, y, rope, batch, layer_kv)
         return x, y
@@ -555,6 +561,7 @@ class Graphs:
         self.model, self.kv, self.tile, self.n_most = model, kv, tile, n_most
         self.scratch = kv.size(2) - model.config.n_kv_head
         self.recorded = {}  # shape -> (the flat memory of its batch, a function that runs it)
+        self.newest = torch.zeros(n_most, dtype=torch.long, device=kv.device)  # where all of them look for Batch.newest
         self.memory = torch.cuda.graph_pool_handle() if kv.is_cuda else None  # one for all: only one of them runs at a time
 
     def hidden(self, batch):
@@ -584,8 +591,10 @@ class Graphs:
     def _run(self, batch):
         """A padded batch -> the residual stream (N, C), what has yet to be added to it, and logit_rows (N,)"""
         shape = batch.shape()
+        if batch.newest is not None:
+            self.newest[:len(batch.newest)] = batch.newest
         if shape not in self.recorded:
-            placed = batch.on(self.model.device)
+            placed = replace(batch.on(self.model.device), newest=self.newest)
             self.recorded[shape] = placed, self._record(lambda: self.model.stream(placed, self.kv))
         placed, run = self.recorded[shape]
         batch.on(self.model.device, placed.flat)

@@ -43,8 +43,8 @@ from typing import Callable, NamedTuple
 import numpy as np
 import torch
 
-from kernels import (ALIGN, BLOCK_ROWS, CALL, FEW_ROWS, Lora, LoraPages, Pages, Segment, World, accept, causal_mask, on_gpu, residual,
-                     run_ends, sample, target_probs)
+from kernels import (ALIGN, BLOCK_ROWS, CALL, FEW_ROWS, Lora, LoraPages, Pages, Segment, World, accept, causal_mask, fetch, on_gpu, place,
+                     residual, run_ends, sample, target_probs)
 from model import GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model, load_tokenizer
 
 
@@ -75,7 +75,7 @@ class EngineConfig:
     tpot: float = option(0.0, "seconds per token that autopilot keeps every running request to, on the whole; 0: as it comes")
     stall: float = option(0.0, "seconds that autopilot's prefills may keep a running request waiting for its next token; 0: as it comes")
     seed: int = option(0, "random numbers of requests that bring no seed of their own")
-    graph: bool = option(True, "on a GPU, replay whole iterations as CUDA graphs instead of launching every kernel anew")
+    graph: bool = option(True, "on a GPU, replay whole iterations as CUDA graphs, each started while the one before still runs")
     alpha: float = option(0.0, "accept each draft with this probability, whatever the model says: for random weights; 0: verify")
 
     def __post_init__(self):
@@ -116,8 +116,8 @@ class Request:
     arrival: float = 0.0  # seconds on the engine's clock
     client: str | None = None  # whose it is, where clients are to share the engine fairly
     id: int = field(default=-1, init=False)
-    state: str = field(default="new", init=False)  # new -> pending -> waiting <-> running -> length | stop | abort, or refused
-    tokens: np.ndarray = field(default=None, init=False, repr=False)  # (max_len,) int64, the first n_tokens are known
+    state: str = field(default="new", init=False)  # new -> pending -> waiting <-> running (-> landing) -> length | stop | abort, or refused
+    tokens: np.ndarray = field(default=None, init=False, repr=False)  # (max_len,): n_tokens known, the last maybe to a GPU only
     n_tokens: int = field(default=0, init=False)
     n_past: int = field(default=0, init=False)
     n_preempted: int = field(default=0, init=False)
@@ -148,7 +148,7 @@ class Request:
     @property
     def output(self):
         """The new tokens so far."""
-        return [] if self.tokens is None else self.tokens[len(self.prompt):self.n_tokens].tolist()
+        return [] if self.tokens is None else self.tokens[len(self.prompt):len(self.prompt) + len(self.times)].tolist()
 
     @property
     def done(self):
@@ -182,8 +182,13 @@ def checked_prompt(prompt, vocab_size):
 
 
 def asking(plan):
-    """Of a plan's requests those that get tokens from it -> [(request, how many drafts it feeds behind its last known token)]"""
-    return [(r, n - r.n_todo) for r, n in plan if n >= r.n_todo]
+    """Of a plan's requests those that get tokens from it -> [(request, the drafts that it feeds behind its last known token)]"""
+    return [(r, r.tokens[r.n_tokens:r.n_past + n].tolist()) for r, n in plan if n >= r.n_todo]
+
+
+def fed(plan):
+    """-> [(request id, n_past, n)] as a Span has them"""
+    return [(r.id, r.n_past, n) for r, n in plan]
 
 
 class Event(NamedTuple):
@@ -461,8 +466,7 @@ class Copier:
             return self.thread.submit(self.pages.__setitem__, (slice(None), slice(None), pages), planes).result
         self.stream.wait_stream(torch.cuda.current_stream())  # for what zeroed or last used these pages
         with torch.cuda.stream(self.stream):
-            index = torch.from_numpy(pages).to(self.pages.device, non_blocking=True)
-            self.pages.index_copy_(2, index, adapter.planes.to(self.pages.device, non_blocking=True))
+            self.pages.index_copy_(2, place(pages, self.pages.device), adapter.planes.to(self.pages.device, non_blocking=True))
             done = self.stream.record_event()
         return lambda: torch.cuda.current_stream().wait_event(done)
 
@@ -782,7 +786,7 @@ class EarlyAbort(Order):
             self.come, self.started = 0.7 * n_new + 0.3 * self.come, 0.7 * n_started + 0.3 * self.started
         late = lambda r: now - r.arrival >= (1 - self.MARGIN) * self.slo
         for r in [*takewhile(lambda r: r.n_preempted or late(r), waiting)]:  # first those that gave way, then by arrival
-            if late(r) and not r.times:
+            if late(r) and r.n_tokens == len(r.prompt):
                 engine.give_up(r)
         self.n_waiting, self.n_come = len(waiting), waiting.n_come
         return super().queue(engine) if self.come >= self.started else self.before(engine)
@@ -1166,7 +1170,7 @@ def time_batches(model, batches, repeats, between):
         for entries in batches:
             plan = rehearse(engine, entries)
             start = time.perf_counter()
-            engine._run(plan)  # ends with the tokens on the host: nothing is left running
+            engine._run(plan).wait()  # for the tokens on the host: nothing is left running
             took.append(time.perf_counter() - start)
             for r, n in plan:
                 engine.abort(r.id)
@@ -2019,6 +2023,13 @@ class Span(NamedTuple):
     entries: list
 
 
+class Flight(NamedTuple):
+    """An iteration that was started and has not landed."""
+    ready: list  # its requests that get tokens, as `asking` says
+    wait: Callable  # waits for its end -> the new tokens of each of them
+    newest: torch.Tensor | None = None  # (B,) the same on the device, where nobody has drafts
+
+
 class Engine:
     """Serve requests with one model. Options are EngineConfig's fields; scheduler may also be a Scheduler of your own. Give
     record=[] to keep a Span of every iteration and every preemption.
@@ -2028,6 +2039,7 @@ class Engine:
     (None: profiled if the policy asks)."""
 
     runs, number = GPT, 0  # the type of its model; the number of the lane, in a Pipeline
+    ahead = behind = 0  # iterations that may be in flight when the next one is planned, and when a step returns
 
     def __init__(self, model, draft=None, spec="off", cost=None, clock=None, record=None, **options):
         known = [f.name for f in fields(EngineConfig)]
@@ -2074,11 +2086,14 @@ class Engine:
         self.given_up = []  # Events of requests that ended outside an iteration, to be told
         self.n_ended = Counter()  # one of ENDS -> requests
         self.n_added = self.n_steps = 0
+        self.flights, self.landed = deque(), 0.0  # Flights, oldest first; when the last one landed, where somebody asks
         costs = cost if isinstance(cost, tuple) else (cost, None)
         if len(costs) != 2:
             raise ValueError(f"cost: {len(costs)} cost models, must be one, or two of them: the target's and the draft's")
         self.cost = self._new_cost(self.model, costs[0]) if policy.priced or self.scheduler.priced else None
         self.speculator = None if draft is None else Speculator(self, make_proposer(draft, self), policy, costs[1])
+        if self.graphs and not self.speculator:  # drafts continue tokens that must be known first
+            self.ahead = self.behind = 1
         self.scheduler.start(self)
 
     @property
@@ -2167,6 +2182,7 @@ class Engine:
         if request_id not in self.requests:
             raise KeyError(f"no request {request_id!r} in the engine: it ended, or was never added")
         self._retire(self.requests[request_id], "abort")
+        self.land(self.behind)
 
     def generate(self, prompts, max_new_tokens=32, adapter=None, seed=None, **sampling):
         """prompts: lists of token ids -> lists of new token ids, in order. sampling: temperature, top_k, top_p, stop.
@@ -2195,12 +2211,16 @@ class Engine:
         """Step until nothing is left or until() is so, calling on_event(Event) -> the requests that ended, in order of their end.
         Ctrl-C stops it after the iteration under way; what is unfinished stays in the engine."""
         ended = []
+
+        def tell(events):
+            for event in events:
+                on_event(event)
+                if event.finished:
+                    ended.append(event.request)
         with Interruptible(self.world) as interrupt:
             while self.requests and not until() and not interrupt.seen:
-                for event in self.step():
-                    on_event(event)
-                    if event.finished:
-                        ended.append(event.request)
+                tell(self.step())
+            tell(self.land())
         return ended
 
     def _validated(self, r):
@@ -2237,10 +2257,22 @@ class Engine:
     # ------------------------------------------------------------ one iteration: who runs, and on which pages
 
     def step(self):
-        """One iteration -> [Event]. With nothing but future arrivals it waits for the next one; with nothing at all it is []."""
+        """One iteration -> [Event]. With nothing but future arrivals it waits for the next one; with nothing at all it is []. Where a
+        GPU would wait for Python meanwhile, iteration i + 1 is planned and started while i runs, and the events are those of i."""
+        events = self.land(self.ahead)
         plan = self._plan()
-        events = self._commit(plan, self._run(plan)) if plan else []
+        if plan:
+            self._launch(plan)
+        events += self.land(self.behind if plan else 0)
         return self._take_given_up() + events
+
+    def land(self, most=0):
+        """Wait until no more than `most` iterations are in flight, none if nobody is left to ask for them -> the [Event] of the others."""
+        events = []
+        while len(self.flights) > (most if self.requests else 0):
+            flight = self.flights.popleft()
+            events += self._commit(flight.ready, flight.wait())
+        return events
 
     def _plan(self):
         """Who feeds how many tokens next, drafts included; [] if there is nothing to do. All of it has its pages."""
@@ -2260,7 +2292,7 @@ class Engine:
         while self.pending:
             arrival, id = self.pending[0]
             if id in self.requests:  # else: aborted before it arrived
-                if not self.waiting and not any(lane.running for lane in self.lanes):
+                if not self.waiting and not any(lane.running or lane.flights for lane in self.lanes):
                     self.clock.wait_until(arrival)
                 if arrival > self.clock.now():
                     break
@@ -2331,27 +2363,54 @@ class Engine:
     def _preempt(self, r):
         """Give up a request's pages; it goes to the head of the queue and is computed again from its tokens."""
         now = self.clock.now()
-        self._log(now, now, 0, [(r, 0)])
-        self.pool.free(r.id)
-        self.adapters.use(r.adapter, -1)
-        self.running.remove(r)
+        self._log(now, now, 0, fed([(r, 0)]))
+        self._leave(r)
         r.state, r.n_past, r.n_draft_past, r.n_preempted = "waiting", 0, 0, r.n_preempted + 1
         self.waiting.appendleft(r)
 
+    def _leave(self, r):
+        """Out of the queue or the batch, and its pages free."""
+        if r.state == "waiting":
+            self.waiting.remove(r)
+        if r.state == "running":
+            self.running.remove(r)
+            self.adapters.use(r.adapter, -1)
+        self.pool.free(r.id)
+
     # ------------------------------------------------------------ the model: a plan as one flat batch
 
+    def _launch(self, plan):
+        """Start an iteration. It counts at once: what it feeds is cached (of drafts that is yet to be seen), and who has nothing left to
+        feed has a token more, whose value only the device will know at first. Who has all of them then gives up its pages, since
+        the device does one thing after the other."""
+        self.flights.append(self._run(plan))
+        for r, n in plan:
+            r.n_past = min(r.n_past + n, r.n_tokens)
+        for i, (r, drafts) in enumerate(self.flights[-1].ready):
+            if self.ahead:
+                r.tokens[r.n_tokens] = ~i  # its row in Batch.newest: no more than one iteration is fed before this one has landed
+            r.n_tokens += 1
+            if r.n_tokens == r.max_len:
+                self._leave(r)
+                r.state = "landing"
+
     def _run(self, plan):
-        """One forward pass -> the next tokens of each request that has none left to feed after this plan, in the plan's order."""
+        """Start one forward pass, and the choice of the next tokens of each request that has none left to feed after this plan."""
         timed = self.record is not None or self.cost is not None  # else nobody asks what time it is: on several devices that takes a message
         start = self.clock.now() if timed else None
-        logits = self._forward(plan)
-        tokens = self.world.agree(self._sample(asking(plan), logits))
-        if timed:
-            end = self.clock.now()
-            self._log(start, end, 0, plan)
-            if self.cost:
-                self.cost.learn(Work.of(self._entries(plan), self.cost.tile), end - start)
-        return tokens
+        logits, ready = self._forward(plan), asking(plan)  # in the order that the plan now has
+        read, newest = self._sample(ready, logits)
+        entries, work = timed and fed(plan), self.cost and Work.of(self._entries(plan), self.cost.tile)
+
+        def wait():
+            tokens = self.world.agree(read())
+            if timed:
+                began, self.landed = max(start, self.landed), self.clock.now()  # not before the end of the one before
+                self._log(began, self.landed, 0, entries)
+                if self.cost:
+                    self.cost.learn(work, self.landed - began)
+            return tokens
+        return Flight(ready, wait, newest)
 
     def _entries(self, plan):
         """The plan as its price depends on it: (n_past, n, rows of logits, weights of the adapter) per request."""
@@ -2378,9 +2437,9 @@ class Engine:
                 self.merged = adapter, self.model.merged(self.adapters.known[adapter])
         return self.model if self.merged[0] is None else self.merged[1]
 
-    def _log(self, start, end, stage, plan):
+    def _log(self, start, end, stage, entries):
         if self.record is not None:
-            self.record.append(Span(start, end, stage, self.number, [(r.id, r.n_past, n) for r, n in plan]))
+            self.record.append(Span(start, end, stage, self.number, entries))
 
     def _pack(self, plan):
         """The plan as one flat Batch. Sorted so that decodes with contexts alike stand together."""
@@ -2391,13 +2450,13 @@ class Engine:
         tokens = np.concatenate([r.tokens[a:b] for r, t, a, b in spans])
         positions = np.concatenate([a + r.tree.level if r.tree else np.arange(a, b) for r, t, a, b in spans])
         logit_rows = np.concatenate([np.arange(end + 1 - r.n_wanted(b - a), end + 1) for (r, t, a, b), end in zip(spans, ends)])
-        loras = self._loras(plan)
+        loras, newest = self._loras(plan), self.flights[-1].newest if self.flights else None
         if on_gpu(self.model.device):  # to be uploaded in one piece
-            return Batch(tokens, positions, None, logit_rows, self._pages(spans), loras)
-        to = lambda x: torch.from_numpy(x).to(self.model.device)
+            return Batch(tokens, positions, None, logit_rows, self._pages(spans), loras, newest=newest)
+        to = partial(place, device=self.model.device)
         heads = np.arange(self.pool.n_kv_head)
         rows = np.concatenate([t.rows[a:b, None] + t.stride * heads for r, t, a, b in spans])
-        return Batch(to(tokens), to(positions), to(rows), to(logit_rows), self._segments(spans), loras)
+        return Batch(to(tokens), to(positions), to(rows), to(logit_rows), self._segments(spans), loras, newest=newest)
 
     def _loras(self, plan):
         """{operator: Lora} for the operators that some request's adapter changes."""
@@ -2450,39 +2509,39 @@ class Engine:
 
     # ------------------------------------------------------------ the end of an iteration: tokens
 
-    def _commit(self, plan, tokens):
-        """Give every request that has no tokens left to feed its next ones, advance all of the plan, retire what ended."""
-        came, now, events = iter(tokens), self.clock.now(), []
+    def _commit(self, ready, tokens):
+        """Give every request that has no tokens left to feed its next ones: one that `_launch` counted, and of drafts those accepted.
+        Retire what ended."""
+        now, events = self.clock.now(), []
         self.n_steps += 1
         if self.speculator:
-            self.speculator.observe([(r, k, len(new) - 1) for (r, k), new in zip(asking(plan), tokens) if k])
-        for r, n in plan:
-            new = next(came) if n >= r.n_todo else []
+            self.speculator.observe([(r, len(drafts), len(new) - 1) for (r, drafts), new in zip(ready, tokens) if drafts])
+        for (r, drafts), new in zip(ready, tokens):
             if r.done:
-                continue  # aborted while its iteration was in flight
+                continue  # aborted, or found to be at its end, while this iteration was in flight
             new = new[:1 + next((i for i, token in enumerate(new) if token in r.stop), len(new))]
             if r.tree and r.tree.branches:
                 self._move(r)
-            r.tokens[r.n_tokens:r.n_tokens + len(new)] = new
-            r.n_tokens += len(new)
-            r.n_past = min(r.n_past + n, r.n_tokens - 1)  # rollback: what was cached beyond will be written over
+            start, n = len(r.prompt) + len(r.times), len(new)
+            r.tokens[start:start + n] = new
+            r.n_tokens, r.n_past = r.n_tokens + n - 1, r.n_past + n - 1  # rollback: what was cached beyond will be written over
             r.n_draft_past = min(r.n_draft_past, r.n_past)
-            r.times += [now] * len(new)
-            finished = None if not new else "stop" if new[-1] in r.stop else "length" if r.n_tokens == r.max_len else None
+            r.times += [now] * n
+            finished = "stop" if new[-1] in r.stop else "length" if start + n == r.max_len else None
             if finished:
                 self._retire(r, finished)
-            if new:
-                events.append(Event(r, new, finished))
+            events.append(Event(r, new, finished))
         return events
 
     def _sample(self, ready, logits):
-        """ready: (request, k) whose k drafts and last known token gave k + 1 rows of logits (M, V) -> its new tokens: the drafts that
-        pass and one more, from the row where they end; the likeliest, or drawn with the request's own random numbers."""
+        """ready: (request, k drafts); these and its last known token gave k + 1 rows of logits (M, V) -> a function that waits for its new
+        tokens, and the last of each on the device (B,): the drafts that pass and one more, from the row where they end; the likeliest,
+        or drawn with the request's own random numbers. Nothing here waits for the device, unless there are drafts."""
         if not ready:
-            return []
-        ends = np.cumsum([k + 1 for r, k in ready])
-        first, draft = ends - [k + 1 for r, k in ready], np.concatenate([np.append(r.tokens[r.n_tokens:r.n_tokens + k], -1) for r, k in ready])
-        to = lambda x: torch.from_numpy(x).to(logits.device)
+            return list, None
+        draft, ready = np.array([token for r, drafts in ready for token in (*drafts, -1)]), [(r, len(drafts)) for r, drafts in ready]
+        ends, to = np.cumsum([k + 1 for r, k in ready]), partial(place, device=logits.device)
+        first = ends - [k + 1 for r, k in ready]
         best, guess, drawn = logits.max(-1).indices, to(draft), [i for i, (r, k) in enumerate(ready) if r.temperature > 0]
         accepted = best == guess
         if drawn:
@@ -2502,9 +2561,15 @@ class Engine:
             self.speculator.proposer.keep([r for r, k in ready], self.hidden[last])
         token = best[last]
         if drawn:  # with the one number that accepting left over
+            drawn = to(np.array(drawn))
             at, spare = torch.searchsorted(rows, torch.stack([last, to(ends) - 1])[:, drawn])
             token[drawn] = sample(residual(p[at], None if q is None else q[at], guess[rows][at]), u[spare])
-        last, token = torch.stack([last, token]).tolist()  # the one word from the device
+        return partial(self._read, ready, draft, first, fetch(torch.stack([last, token]))), token
+
+    def _read(self, ready, draft, first, word):
+        """word(): the one word from the device, of each request the row where its accepted drafts (M,) end, and the token from there -> its
+        new tokens"""
+        last, token = word()
         rows = [a - 1 + np.array(r.path, int) if r.tree and r.tree.branches else np.arange(a, b) for (r, k), a, b in zip(ready, first, last)]
         return [[*draft[passed].tolist(), t] for passed, t in zip(rows, token)]
 
@@ -2512,15 +2577,14 @@ class Engine:
         """K and V of the accepted path of a tree, to the pages where a chain would have left them: they were computed for these
         positions, and copying a few vectors is cheaper, and simpler, than to feed the tokens again."""
         table, heads = self.pool.tables[r.id], np.arange(self.pool.n_kv_head)
-        old, new = (torch.from_numpy(table.rows[r.n_past + rows][:, None] + table.stride * heads).to(self.kv.device)  # (levels, Hk)
+        old, new = (torch.from_numpy(table.rows[r.n_past - 1 + rows][:, None] + table.stride * heads).to(self.kv.device)  # (levels, Hk)
                     for rows in (np.array(r.path, int), 1 + np.arange(len(r.path))))
         self.kv[:, :, new] = self.kv[:, :, old]
 
     def _sampling(self, requests):
         """temperature, top_k, top_p, each (B,), as target_probs wants them"""
-        to = lambda values, dtype: torch.tensor(values, dtype=dtype, device=self.model.device)
-        return (to([r.temperature for r in requests], torch.float32), to([r.top_k for r in requests], torch.long),
-                to([r.top_p for r in requests], torch.float32))
+        to = lambda name, dtype: place(np.array([getattr(r, name) for r in requests], dtype), self.model.device)
+        return to("temperature", np.float32), to("top_k", np.int64), to("top_p", np.float32)
 
     def _guessed(self, asked, p, draft):
         """What the drafts (M,) of (request, k) were drawn from, (M, V) like p; None: all of them were certain."""
@@ -2535,12 +2599,7 @@ class Engine:
 
     def _retire(self, r, state):
         """The request's end: pages back to the pool, bookkeeping gone."""
-        if r.state == "waiting":
-            self.waiting.remove(r)
-        if r.state == "running":
-            self.running.remove(r)
-            self.adapters.use(r.adapter, -1)
-        self.pool.free(r.id)
+        self._leave(r)
         if self.speculator:
             self.speculator.proposer.forget(r)
         r.state, r.q = state, None
@@ -2658,7 +2717,7 @@ class Simulator(Engine):
         pass
 
     def _sample(self, ready, logits):
-        return [[0] * (1 + min(k, r.luck)) for r, k in ready]
+        return lambda: [[0] * (1 + min(len(drafts), r.luck)) for r, drafts in ready], None
 
 
 # ---------------------------------------------------------------- many devices: one clock, a pipeline of stages
@@ -2699,7 +2758,7 @@ class PipelineClock:
         self.line, self.inner, self.mark, self.t = line, inner, inner.mark, 0.0
 
     def now(self):
-        if not any(lane.flight for lane in self.line.lanes):
+        if not any(lane.flights for lane in self.line.lanes):
             self.t = max(self.t, self.inner.now())
         return self.t
 
@@ -2711,7 +2770,7 @@ class PipelineClock:
 
 class Lane:
     """One of the micro-batches that a Pipeline keeps in flight: an engine with its own requests and pages, and everybody's queue."""
-    flight = None  # (plan, a function that waits for its tokens): what was started and has not left the last stage
+    behind = 1
 
     def __init__(self, line, number, model, **options):
         self.line, self.number = line, number
@@ -2721,19 +2780,10 @@ class Lane:
     def lanes(self):
         return self.line.lanes
 
-    def step(self):
-        """The end of the iteration in flight, and the start of the next -> [Event] of the former."""
-        events, line = self.land(), self.line
-        self.clock.wait_until(line.now)  # it may have had nothing to do for long
-        plan, line.now = self._plan(), self.clock.now()
-        if plan:
-            self.flight = plan, self._run(plan)
-        return self._take_given_up() + events
-
-    def land(self):
-        """Wait until the iteration in flight, if there is one, has left the last stage -> its [Event]."""
-        (plan, tokens), self.flight = self.flight or (None, None), None
-        return self._commit(plan, tokens()) if plan else []
+    def _plan(self):
+        self.clock.wait_until(self.line.now)  # it may have had nothing to do for long
+        plan, self.line.now = super()._plan(), self.clock.now()
+        return plan
 
     def _preempt(self, r):
         super()._preempt(r)
@@ -2753,10 +2803,11 @@ class SimulatedLane(Lane, Simulator):
             start = max(t, free)
             t = start + took + send  # sending keeps the stage busy
             idle += line.book(stage, start, t)
-            self._log(start, t, stage, plan)
+            self._log(start, t, stage, fed(plan))
         self.clock.wait_until(t)
         line.charge(plan, idle)
-        return partial(self._sample, asking(plan), None)
+        ready = asking(plan)
+        return Flight(ready, *self._sample(ready, None))
 
 
 class StageLane(Lane, Engine):
@@ -2764,16 +2815,16 @@ class StageLane(Lane, Engine):
 
     def _run(self, plan):
         """Get ready for my layers of it, and work when it is my turn: stage i is i turns behind the plans, so that what comes from the
-        stage before is on its way while it works on another -> a function that waits for the tokens"""
+        stage before is on its way while it works on another"""
         world, self.start = self.world, self.clock.mark()
         model, batch = self._prepare(plan)
         ready = asking(plan)
-        word = torch.zeros(1 + len(ready), 2 + max([k for r, k in ready], default=0), dtype=torch.long)
+        word = torch.zeros(1 + len(ready), 2 + max([len(drafts) for r, drafts in ready], default=0), dtype=torch.long)
         x = world.receive((len(batch.tokens), model.config.n_embd), model.dtype) if world.stage else None
         self.work = partial(self._work, model, batch, x, ready, word)
         self.line.queue.append(self)
         self.line.work(world.stage)
-        return partial(self._hear, plan, word)
+        return Flight(ready, partial(self._hear, plan, fed(plan), word))
 
     def _work(self, model, batch, x, ready, word):
         """My layers of a micro-batch, from the stage before to the next; the last one samples, and sends its word to all: what time it
@@ -2783,16 +2834,16 @@ class StageLane(Lane, Engine):
             x, self.start = x(), self.clock.mark()
         self.hidden = model.hidden(batch, self.kv, x)
         if world.is_last:
-            tokens = self._sample(ready, model.predict(self.hidden))
-            for row, said in zip(word, [[int(self.clock.inner.own() * 1e9), world.came], *([len(new), *new] for new in tokens)]):
+            wait, _ = self._sample(ready, model.predict(self.hidden))
+            for row, said in zip(word, [[int(self.clock.inner.own() * 1e9), world.came], *([len(new), *new] for new in wait())]):
                 row[:len(said)] = torch.tensor(said)
         else:
             self.sent = world.send(self.hidden, "activations")
-            for r, k in ready:  # the random numbers that the last stage takes are everybody's
-                r.rng.random((k + 1) * (r.temperature > 0))
+            for r, drafts in ready:  # the random numbers that the last stage takes are everybody's
+                r.rng.random((len(drafts) + 1) * (r.temperature > 0))
         self.arrived, self.end = world.spread(word, world.last), self.clock.mark()
 
-    def _hear(self, plan, word):
+    def _hear(self, plan, entries, word):
         """Wait for the last stage's word on what is in flight -> the tokens."""
         while self in self.line.queue:
             self.line.work(len(self.line.queue) - 1)
@@ -2801,11 +2852,11 @@ class StageLane(Lane, Engine):
             self.sent()  # long ago, but a message that nobody asks for is kept
         (now, stop, *_), *rows = word.tolist()
         self.clock.t, self.world.stop = max(self.clock.t, now / 1e9), self.world.stop or bool(stop)
-        self._book(plan, self.start(), self.end())
+        self._book(plan, entries, self.start(), self.end())
         return [row[1:1 + row[0]] for row in rows]
 
-    def _book(self, plan, start, end):
-        self._log(start, end, self.world.stage, plan)
+    def _book(self, plan, entries, start, end):
+        self._log(start, end, self.world.stage, entries)
         self.line.charge(plan, self.line.book(self.world.stage, start, end))
 
     def _memory(self, draft):
@@ -2858,7 +2909,7 @@ class Pipeline:
 
     def step(self):
         """The turn of the lane that was started first, as stages work in order -> [Event] of the iteration that it had in flight."""
-        ready = [lane for lane in self.turns if lane.flight or lane.running or lane.waiting] or list(self.turns) * bool(self.lanes[0].pending)
+        ready = [lane for lane in self.turns if lane.flights or lane.running or lane.waiting] or list(self.turns) * bool(self.lanes[0].pending)
         if not ready:
             return []
         self.turns.remove(ready[0])
@@ -2878,10 +2929,14 @@ class Pipeline:
         owner.abort(request_id)
         self._forget()
 
+    def land(self):
+        """Wait until no lane has an iteration in flight -> their [Event]."""
+        return [event for lane in self.turns for event in lane.land()]
+
     def _forget(self):
         """Once nothing is left nobody will ask for what aborted requests still have in flight."""
-        for lane in list(self.turns) * (not self.requests):
-            lane.land()
+        if not self.requests:
+            self.land()
 
     def gather(self, requests=()):
         """Where stages are processes each has booked its own bubbles: add them up, for all and for these requests, and collect the

@@ -1568,13 +1568,13 @@ def test_a_lane_that_had_nothing_to_do_starts_nothing_before_it_came():
     for _ in range(11):
         line.step()
     owner = next(lane for lane in line.lanes if victim in lane.running)
-    assert owner.flight and len(victim.output) > 0
+    assert owner.flights and len(victim.output) > 0
     line.abort(victim.id)
     assert {r.id for r in line.run()} == {r.id for r in requests} and victim.state == "abort"
     for r in requests:
         assert min(s.start for s in record if r.id in [id for id, _, _ in s.entries]) >= r.arrival and r.ttft > 0
     assert all(apart(s[:2] for s in record if s.stage == stage) for stage in range(4))
-    assert all(lane.pool.n_free == lane.pool.n_page and not lane.flight for lane in line.lanes) and line.clock.now() < 80
+    assert all(lane.pool.n_free == lane.pool.n_page and not lane.flights for lane in line.lanes) and line.clock.now() < 80
 
 
 def test_what_an_aborted_request_has_in_flight_lands_with_the_last_of_the_others():
@@ -1584,7 +1584,7 @@ def test_what_an_aborted_request_has_in_flight_lands_with_the_last_of_the_others
     while not (victim.state == "running" and line.turns[-1] is line.lanes[1]):
         line.step()
     line.abort(victim.id)
-    assert line.run() == [other] and not any(lane.flight for lane in line.lanes)
+    assert line.run() == [other] and not any(lane.flights for lane in line.lanes)
 
 
 def test_equal_micro_batches_leave_no_bubbles():
@@ -2659,7 +2659,7 @@ def test_triton_recorded_iterations_generate_the_same_tokens(options, monkeypatc
     for graph in (True, False):
         engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), graph=graph, max_batch=5, n_page=200, **dict(tile=TILE) | options)
         said.append(engine.generate([prompt(40), prompt(1), [1, 2, 3, 4, 1, 2, 3, 4, 1, 2], prompt(17), prompt(5)], max_new_tokens=6, **sampling))
-        assert (engine.graphs is not None) == graph
+        assert (engine.graphs is not None) == graph and engine.ahead == engine.behind == (graph and not engine.speculator)
         if graph:
             assert any(n < N for n, N in padded) and len(engine.graphs.recorded) < len(padded) <= engine.n_steps
             n_padded = len(padded)
@@ -2692,6 +2692,163 @@ def test_triton_recordings_with_drafts_and_adapters_together():
         assert (inner.graphs is not None) == (engine.graphs is not None) == graph and inner.max_batch == engine.max_batch
         said.append(engine.generate([prompt(30), prompt(4)], max_new_tokens=4, adapter=["a", None]))
     assert said[0] == said[1]
+
+
+# ---- the next iteration is started while one runs: nothing of it is a GPU's but that it pays there, so it is proven on any device
+
+def overlapped(engine):
+    engine.ahead = engine.behind = 1
+    return engine
+
+
+def told_by(engine, requests):
+    """Serve them -> the tokens and preemptions of each, every iteration's entries, and how many steps brought no news at first."""
+    engine.record, late = [], 0
+    learn(engine, matrix_adapters())
+    add(engine, requests)
+    for events in steps(engine):
+        late += not engine.record and not events
+        assert len(engine.flights) == engine.ahead * bool(engine.requests)
+        assert all(e.request.output[-len(e.tokens):] == e.tokens for e in events)
+    return [(r.output, r.n_preempted) for r in requests], [span.entries for span in engine.record if span.entries[0][2]], late
+
+
+@pytest.mark.parametrize("alloc", ["reserve", "grow"])
+@pytest.mark.parametrize("scheduler", NAMES)
+def test_overlapped_iterations_are_those_of_one_after_the_other(scheduler, alloc, monkeypatch):
+    """Planned before the tokens of the one before are known, each feeds whom and what it would have fed: chunks, decodes, requests with
+    adapters and sampled ones, those that are preempted and computed again."""
+    said, unknown, real = [], [], model_py.Batch.known.fget
+    monkeypatch.setattr(model_py.Batch, "known", property(lambda batch: (unknown.append(int((batch.tokens < 0).sum())), real(batch))[1]))
+    for ahead in (0, 1):
+        engine = Engine(small(), scheduler=scheduler, chunk=24, tile=8, max_batch=4, alloc=alloc, n_page=96)
+        engine.ahead = engine.behind = ahead
+        drawn = [dict(temperature=0.9), dict(temperature=1.2, top_k=20, top_p=0.9)]
+        requests = [Request(prompt(n), 14, a, **more) for n, a, more in ((40, None, {}), (9, "a1", {}), (17, None, drawn[0]), (1, "a2", drawn[1]), (25, None, {}))]
+        said.append(told_by(engine, requests))
+        assert [r.output for r in requests if not r.temperature] == [naive(n, 14, adapter=a) for n, a in ((40, None), (9, "a1"), (25, None))]
+        assert said[-1][2] == ahead and (sum(unknown) > 40) == ahead, "decodes are fed before anybody knows their tokens"
+    assert said[0][:2] == said[1][:2]
+    assert alloc == "reserve" or sum(n for _, n in said[0][0]) > 0, "the pool was meant to run out"
+
+
+def test_an_iteration_is_started_before_anybody_asks_what_the_one_before_said(monkeypatch):
+    """So a GPU goes from one to the next without Python; nor does choosing a token, drawn or not, wait for the device."""
+    happened, engine = [], overlapped(Engine(small(), n_page=200, max_batch=2))
+    monkeypatch.setattr(sarathi, "fetch", lambda x: lambda: (happened.append("ask"), x.tolist())[1])
+    watch(engine, "_forward", lambda plan: happened.append("start"))
+
+    class Watched(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            happened.extend([str(op)] * any(name in str(op) for name in ("local_scalar", "nonzero", "masked_select")))
+            return op(*args, **kwargs or {})
+    sample = engine._sample
+
+    def watched(*args):
+        with Watched():
+            return sample(*args)
+    engine._sample = watched
+    serve(engine, [Request(prompt(5), 4, temperature=0.9, top_p=0.8), Request(prompt(7), 4)])
+    assert happened == ["start", *["start", "ask"] * engine.n_steps][:-2] + ["ask"], "the last has nobody behind it"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_overlapped_iterations_with_everything(seed):
+    """Stop tokens whose requests are a row too long in the batch, aborts, orders, small pools; in every second case steps that fail."""
+    rng = random.Random(seed)
+    case = complete(dict(draft=None, spec="off", aborts=True, lora=["batched", "merge"][seed // 2 % 2]), {}, rng)
+    prove(case, rng.choices((1, 2, 8, 16, 17, 40), k=6), spoil=partial(spoil, rng=rng) if seed % 2 else None, ahead=1)
+
+
+def test_what_ends_while_its_next_iteration_is_in_flight():
+    """By a stop token, by abort in any state, the last of all: its row was in vain, and nobody hears of it."""
+    tokens = naive(20, 12)
+    engine = overlapped(Engine(small(), n_page=100, max_batch=3, record=[]))
+    stops, goes_on = add(engine, [Request(prompt(20), 12, stop=[tokens[4]]), Request(prompt(10), 9)])
+    finish(engine)
+    assert stops.output == tokens[:tokens.index(tokens[4]) + 1] and stops.state == "stop" and goes_on.output == naive(10, 9)
+    assert sum(id == stops.id for span in engine.record for id, *_ in span.entries) == len(stops.output) + 1
+    for n_steps in range(1, 7):  # 6 tokens: from its prompt in flight to its last token in flight
+        victim, r = add(engine, [Request(prompt(5), 6), Request(prompt(10), 9)])
+        for _ in range(n_steps):
+            engine.step()
+        assert victim.state == ("running" if n_steps < 6 else "landing") and len(engine.flights) == 1
+        engine.abort(victim.id)
+        engine.pool.check()
+        assert victim.output == naive(5, 6)[:n_steps - 1] and victim.state == "abort"
+        finish(engine)
+        assert r.output == naive(10, 9) and victim.output == naive(5, 6)[:n_steps - 1] and engine.pool.n_free == 100
+    alone, = add(engine, [Request(prompt(5), 6)])
+    engine.step()
+    engine.abort(alone.id)
+    assert not engine.flights and not engine.requests and engine.pool.n_free == 100
+
+
+def test_a_run_that_is_ended_leaves_nothing_in_flight():
+    """Ctrl-C and until: what was in flight lands and is told; what is unfinished goes on with the next run."""
+    engine, told = overlapped(Engine(small(), n_page=100, max_batch=2)), []
+    r, = add(engine, [Request(prompt(10), 12)])
+
+    def interrupt(event):
+        told.extend(event.tokens)
+        if len(told) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+    assert engine.run(interrupt) == [] and not engine.flights and r.output == told == naive(10, 12)[:5]
+    engine.run(until=lambda: len(r.output) > 6)
+    assert not engine.flights and r.output == naive(10, 12)[:8] and engine.run() == [r] and r.output == naive(10, 12)
+    assert engine.generate([prompt(10), prompt(3)], 4) == [naive(10, 4), naive(3, 4)] and not engine.flights
+
+
+def test_what_is_in_flight_lands_before_an_idle_engine_waits():
+    class Clock(sarathi.VirtualClock):
+        def wait_until(self, t):
+            assert not engine.flights
+            super().wait_until(t)
+    engine = overlapped(Engine(small(), n_page=100, max_batch=2, clock=Clock()))
+    early, late = add(engine, [Request(prompt(5), 3), Request(prompt(6), 3, arrival=100.0)])
+    assert engine.run() == [early, late] and early.times[-1] == 0 and late.times[0] == 100
+
+
+def test_the_time_of_overlapped_iterations_is_counted_once():
+    """One starts when the one before has ended: what is learned and recorded adds up to the clock."""
+    class Clock(sarathi.VirtualClock):
+        def now(self):
+            self.t += 0.01
+            return self.t
+    learned, record = [], []
+    engine = overlapped(Engine(small(), n_page=100, max_batch=2, chunk=8, clock=Clock(), record=record))
+    engine.cost = SimpleNamespace(tile=1, learn=lambda w, seconds: learned.append((w.context, seconds)))
+    serve(engine, [Request(prompt(20), 4), Request(prompt(3), 3)])
+    assert learned == [(sum(past + n for _, past, n in s.entries), s.end - s.start) for s in record], "cached tokens as they were at the start"
+    assert len(record) == 6 and all(a.end == b.start for a, b in zip(record, record[1:]))
+
+
+@kernel_test
+def test_triton_overlapped_iterations_generate_the_same_tokens():
+    """As recordings, which find the tokens of the one before in their own memory: greedy, sampled and with an adapter, preempted and stopped."""
+    said, source = [], strong(5, 1, ["q_proj", "o_proj"])
+    stop = naive(17, 6)[1]
+    for ahead in (0, 1):
+        engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), chunk=16, tile=TILE, max_batch=4, n_page=52, alloc="grow")
+        assert engine.ahead == engine.behind == 1
+        engine.ahead = engine.behind = ahead
+        engine.add_adapter("a", source)
+        requests = [Request(prompt(5), 6, temperature=0.9), Request(prompt(4), 6, "a"), Request(prompt(17), 6, stop=[stop]), Request(prompt(20), 4)]
+        serve(engine, requests)
+        said.append([r.output for r in requests])
+    assert said[0] == said[1] and said[1][2] == naive(17, 6)[:2] and said[1][3] == naive(20, 4)
+    assert sum(r.n_preempted for r in requests) > 0, "the pool was meant to run out"
+    assert said[1][1] == greedy(small().merged(source(small().config, torch.float32)), prompt(4), 6)
+
+
+@kernel_test
+def test_triton_the_gap_between_two_iterations_is_measured_where_they_are_replayed(monkeypatch):
+    """As in the roofline, with and without overlap, on a device that works for 7 seconds and waits for 3."""
+    monkeypatch.setitem(globals(), "small", lambda: to_device(GPT.from_preset(GPTConfig(**SMALL | dict(n_layer=1)), seed=1)))
+    for ahead in (0, 1):
+        times = (t for start in range(0, 1000, 10) for t in (start, start + 7))
+        monkeypatch.setattr(bench, "SharedClock", lambda world: SimpleNamespace(mark=lambda: partial(float, next(times))))
+        assert bench.python_gap(bench_of(), ahead, B=2, context=8, steps=6) == pytest.approx((0.3, 10))
 
 
 @kernel_test
@@ -3016,11 +3173,11 @@ def verified(kind, sampling, n=12000, V=6, k=3):
         r = Request([first], k + 1, **sampling)
         r.tokens, r.n_tokens, r.rng = text, 1, rng
         r.q = q[text[:-1]] if is_drawn[i] else None
-        ready.append((r, k))
+        ready.append((r, text[1:].tolist()))
     counts = np.zeros(V ** 3)
     plain = kernels.target_probs(p, *engine._sampling([Request([0], **sampling)] * V)).double().numpy()
     plain /= plain.sum(1, keepdims=True)
-    for new in engine._sample(ready, p[texts.ravel()]):
+    for new in engine._sample(ready, p[texts.ravel()])[0]():
         while len(new) < 3:
             new.append(int(rng.choice(V, p=plain[new[-1]])))
         counts[new[0] * V * V + new[1] * V + new[2]] += 1
@@ -3645,10 +3802,11 @@ def requests_of(case, lengths, n_new):
 HAPPENED = Counter()
 
 
-def prove(case, lengths=(40, 9, 1, 16, 17, 25), n_new=16, spoil=None):
+def prove(case, lengths=(40, 9, 1, 16, 17, 25), n_new=16, spoil=None, ahead=0):
     """Serve the case's requests, checking the pool after every step: each has the tokens of the naive loop, told one after the other.
-    spoil(engine): lets some of its parts fail now and then; the steps after that go on."""
+    spoil(engine): lets some of its parts fail now and then; the steps after that go on. ahead: iterations overlap."""
     engine = engine_of(case)
+    engine.ahead = engine.behind = ahead
     learn(engine, matrix_adapters() if case["adapters"] != "none" else {})
     (expected, victims), told, step = requests_of(case, lengths, n_new), {}, 0
     add(engine, [*(r for r, _ in expected[:2]), *victims, *(r for r, _ in expected[2:])])
