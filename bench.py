@@ -1828,22 +1828,22 @@ PILOT = [  # prompt, output (each give or take a half), load, acceptance of draf
 CHUNKS, DRAFTS = (64, 128, 256, 512, 1024, 2048), ("off", 1, 3, 5, 7)
 
 
-class Flight(NamedTuple):
+class Flown(NamedTuple):
     """How a setting did on a workload of PILOT."""
     latency: float  # seconds, mean
     tpot: float  # that nine of ten requests keep to
 
 
 def fly(work, alpha, draft, cost, scheduler, spec, **options):
-    """-> Flight. Acceptance is forced, so that it is what the workload says."""
+    """-> Flown. Acceptance is forced, so that it is what the workload says."""
     drafts = dict(draft=draft, spec=spec, alpha=alpha) if spec != "off" else {}
     alloc = "grow" if work.bench.simulated else work.bench.options.alloc
     ended = work.run(scheduler, cost=cost, alloc=alloc, **drafts, **options).requests
-    return Flight(statistics.fmean(r.times[-1] - r.arrival for r in ended), float(np.quantile([r.tpot for r in ended], 0.9)))
+    return Flown(statistics.fmean(r.times[-1] - r.arrival for r in ended), float(np.quantile([r.tpot for r in ended], 0.9)))
 
 
 def flights(bench, case, draft, cost):
-    """A workload -> (its target or 0, {(chunk, drafts), or "autopilot": [Flight of each round]}). Measured: a round of all settings, then
+    """A workload -> (its target or 0, {(chunk, drafts), or "autopilot": [Flown of each round]}). Measured: a round of all settings, then
     more of autopilot and the best two in turns, each with other luck for the drafts."""
     P, D, load, alpha, n_adapter, slow = case
     scale = 1.0 if bench.simulated else max(bench.lengths) / 4 / 1300
@@ -1888,7 +1888,7 @@ def autopilot(bench):
         target, seen = flights(bench, case, draft, cost)
         best, *_ = best_first(seen, target)
         at_best = [flight.latency for flight in seen[best]]
-        median = {setting: Flight(*map(statistics.median, zip(*rounds))) for setting, rounds in seen.items()}
+        median = {setting: Flown(*map(statistics.median, zip(*rounds))) for setting, rounds in seen.items()}
         met = sum(bool(target) and flight.tpot <= target for setting, flight in median.items() if setting != "autopilot")
         for setting, rounds in seen.items():
             ratios[setting].append(statistics.median(flight.latency / seconds for flight, seconds in zip(rounds, at_best)))

@@ -660,7 +660,7 @@ def _attend(q, kv, s):
     its gradient with respect to them (slow in bfloat16). To multiply many rows, gathering first costs less."""
     B, m, D = q.shape
     if m <= 2 and q.dtype == torch.float32:
-        scores = torch.ops.aten._embedding_bag_per_sample_weights_backward(q.view(-1, D), kv[0], *s.bags, s.owners, 0).view(B, m, s.ctx)
+        scores = torch.ops.aten._embedding_bag_per_sample_weights_backward(q.reshape(-1, D), kv[0], *s.bags, s.owners, 0).view(B, m, s.ctx)
     else:
         scores = q.new_empty(B, m, s.ctx)
         for part, k in _contexts(kv[0], s):
