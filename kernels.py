@@ -669,7 +669,7 @@ def _attend(q, kv, s):
     p = scores.softmax(-1)
     if m <= FEW_ROWS:
         return F.embedding_bag(s.bags[0], kv[1], s.bags[1], mode="sum", per_sample_weights=p.view(-1)).view(B, m, D)
-    y = torch.empty_like(q)
+    y = q.new_empty(B, m, D)
     for part, v in _contexts(kv[1], s):
         torch.bmm(p[part], v, out=y[part])
     return y
