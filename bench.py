@@ -88,7 +88,7 @@ class BenchConfig:
     lengths: str = option("", "prompt + output tokens per request, three lengths with commas; '': 256,512,768 on a CPU, 1024,2048,3072 on a GPU")
     pd: float = option(0.0, "prefill tokens per decode token, P:D; 0: chunk / (B - 1), where decodes piggyback perfectly [SARATHI §4.4]")
     requests: int = option(10, "requests in each end-to-end run")
-    repeats: int = option(5, "timings of which the median counts, taken in turns after a warm-up; end-to-end runs: half as many")
+    repeats: int = option(5, "timings of which the median counts, taken in turns after a warm-up; end-to-end runs: half as many, or one if it is long")
     hardware: str = option("", f"simulate this GPU instead of measuring: one of {', '.join(GPUS)}")
     arrivals: str = option("poisson:0.7x", f"when the requests of `online` and `tng_chunk` come: {ARRIVALS}")
     prompt: str = option("", f"tokens of their prompts: {LENGTHS}; '': up to half of the longest of lengths")
@@ -211,11 +211,14 @@ class Bench:
             return [np.broadcast_to(np.int64(0), length)] * n
         return torch.randint(0, self.model.config.vocab_size, (n, length), generator=torch.Generator().manual_seed(seed)).tolist()
 
-    def rounds(self, *fns, repeats=None, warm=True):
-        """The times of each fn(), taken in turns (after a warm-up), so that a machine that drifts hits all alike -> a list per fn."""
+    def rounds(self, *fns, repeats=None, warm=True, patience=math.inf):
+        """The times of each fn(), taken in turns (after a warm-up), so that a machine that drifts hits all alike -> a list per fn.
+        patience: seconds after which no further round is begun."""
         repeats = 1 if self.simulated else warm + (repeats or self.config.repeats)  # every simulated time is the same
         took = [[] for _ in fns]
         for i in tqdm(range(repeats * len(fns)), self.doing, delay=5, leave=False, file=sys.stderr):
+            if i % len(fns) == 0 and sum(map(sum, took)) > patience:
+                break
             took[i % len(fns)].append(self.once(fns[i % len(fns)]))
         return [ts[warm and not self.simulated:] for ts in took]
 
@@ -363,6 +366,7 @@ def table2(bench):
 
 TABLE4 = {"LLaMA-13B, A6000": [(1024, 6, 50, 5.45, 1.33), (2048, 6, 50, 3.26, 1.26), (3072, 6, 50, 2.51, 1.22)],  # [SARATHI Table 4]:
           "LLaMA-33B, A100": [(1024, 10, 28, 3.83, 1.25), (2048, 5, 63, 4.25, 1.22), (3072, 3, 127, 3.51, 1.14)]}  # L B P:D speedup gain
+PATIENCE = 10  # seconds: whole runs that take longer are not repeated
 ORCA = 1.11  # [SARATHI Fig. 11] best case at 1K, over static
 
 
@@ -425,7 +429,8 @@ def end_to_end(bench, schedulers, P, D, B, requests=None):
 
     def rounds(n):
         prompts = bench.prompts(n, P, bench.options.seed)
-        return bench.rounds(*(partial(e.generate, prompts, max_new_tokens=D) for e in engines), repeats=bench.runs, warm=False)
+        return bench.rounds(*(partial(e.generate, prompts, max_new_tokens=D) for e in engines), repeats=bench.runs, warm=False,
+                            patience=PATIENCE)
     if bench.simulated:
         took = [[a - b] for (a,), (b,) in zip(rounds(8 * B), rounds(4 * B))]
     else:
