@@ -1923,7 +1923,7 @@ def long_context(bench):
     The stall that autopilot may cause is what the fixed chunk's first iteration takes."""
     C, B = bench.options.chunk, 4
     for L in bench.grid([8192], [8192, 32768, 131072]):
-        room = 256 + L // 32  # of a decode: it is to last as long as the prompt
+        room = 256 + L // 16  # of a decode: it is to last as long as the prompt
         config, pages = dict(block_size=L + 8 + room), L + 8 + B * room
         if bench.simulated and pages > math.prod(bench.model.memory) // bench.model.page:
             bench.notes.append(f"{L} tokens: their cache does not fit {bench.model.name}; take a model with fewer kv heads, or --tp")

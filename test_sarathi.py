@@ -1128,6 +1128,14 @@ def test_rates_of_a_cell_by_hand():
     assert rate == 2 * 10 / 4 and gap == 3.0
 
 
+@pytest.mark.parametrize("patience, n", [(100, 3), (10, 1), (11, 2)])
+def test_no_round_is_begun_when_patience_is_spent(patience, n, monkeypatch):
+    """Every round takes 11 seconds, and is never cut."""
+    b = bench_of()
+    monkeypatch.setattr(b, "once", lambda f: f())
+    assert b.rounds(lambda: 6.0, lambda: 5.0, repeats=3, warm=False, patience=patience) == [[6.0] * n, [5.0] * n]
+
+
 # ---------------------------------------------------------------- 10. pictures and traces
 
 def served(make, model, **options):
