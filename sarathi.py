@@ -1729,14 +1729,14 @@ class Autopilot(SarathiServe, Policy):
         feed = [r for r in requests if r.n_todo > 1 or r.state == "waiting"]
         now = loop._replace(context=sum(r.n_past for r in decodes) / max(1, d), past=feed[0].n_past if feed else 0.0)
         todo = sum(r.n_todo for r in feed)
-        rates = [self._tokens(k) / self._seconds(now, 0, d, k) for k in self._ks()]  # of each request, if none is fed
+        rates = [self._tokens(k) / self._seconds(now, 0, d, k) for k in self._ks()] if d else [math.inf]  # of each request, if none is fed
         least = self._seconds(now, min(max(16, self.engine.cost.tile), todo), d, 0) if feed else 0.0
         pace = self._pace(decodes, least, 1 / max(rates))
         for total, k, mean in self._ranked(loop) if feed else ():
             c = min(total - d * (1 + k), todo)
             if c > 0 and self._seconds(now, c, d, k) <= pace(k, mean):
                 return total, k
-        k = int(np.argmax(rates)) if d else 0
+        k = int(np.argmax(rates))
         return d * (1 + k) or 1, k
 
     def _pace(self, decodes, least, soonest):
@@ -2485,10 +2485,12 @@ class Engine:
         the shorter contexts are filled up with less than a call costs."""
         segments, start, i = [], 0, 0
         while i < len(spans):
-            n, R = spans[i][3] - spans[i][2], 1
-            if n <= FEW_ROWS:
-                ends = [b for _, _, a, b in spans[i:] if b - a == n]  # ascending
-                R = next((j for j in range(1, len(ends)) if j * (ends[j] - ends[j - 1]) > CALL), len(ends))
+            _, _, a, longest = spans[i]
+            n, R = longest - a, 1
+            for _, _, a, b in islice(spans, i + 1, None):  # of as many tokens, contexts ascend
+                if n > FEW_ROWS or b - a != n or R * (b - longest) > CALL:
+                    break
+                R, longest = R + 1, b
             for j in range(0, n, BLOCK_ROWS):
                 segments.append(self._segment(start + j, spans[i:i + R], j, min(BLOCK_ROWS, n - j)))
             start, i = start + R * n, i + R

@@ -562,13 +562,13 @@ def test_default_batch_is_what_the_memory_holds():
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("layout", ["together", "scattered"])
 @pytest.mark.parametrize("n_head, n_kv_head", [(4, 4), (8, 2), (6, 1)])
-def test_attention_equals_its_definition(layout, n_head, n_kv_head, dtype, tolerance):
+def test_attention_equals_its_definition(layout, n_head, n_kv_head, dtype, tolerance, monkeypatch):
     """One chunk of several blocks, single rows, and decodes of unequal contexts side by side, through the engine's own packing."""
     config = GPTConfig(n_layer=1, n_head=n_head, n_kv_head=n_kv_head, n_embd=16 * n_head, vocab_size=50, block_size=1024)
-    engine = Engine(GPT.from_preset(config, dtype=dtype), n_page=450 * 9, max_batch=9, alloc="reserve" if layout == "together" else "grow")
+    engine = Engine(GPT.from_preset(config, dtype=dtype), n_page=450 * 11, max_batch=11, alloc="reserve" if layout == "together" else "grow")
     generator = torch.Generator().manual_seed(0)
     engine.kv.normal_(generator=generator)
-    shapes = [(10, 1), (12, 1), (17, 1), (0, 1), (300, 1), (40, 300), (0, 128), (5, 129), (3, 4)]  # (n_past, n)
+    shapes = [(10, 1), (12, 1), (17, 1), (0, 1), (300, 1), (40, 300), (0, 128), (5, 129), (3, 4), (7, 2), (90, 2)]  # (n_past, n)
     plan = []
     for n_past, n in shapes:
         r = Request([1] * (n_past + n), 20)
@@ -586,6 +586,9 @@ def test_attention_equals_its_definition(layout, n_head, n_kv_head, dtype, toler
     q = torch.randn(len(batch.tokens), n_head, 16, generator=generator).to(dtype)
     ours, expected = attention(q, engine.kv[0], batch.segments, n_kv_head), attention_ref(q, engine.kv[0], tables)
     assert torch.allclose(ours.float(), expected.float(), atol=tolerance, rtol=tolerance)
+    monkeypatch.setattr(kernels, "PART", 2**11)  # as long contexts: a few heads at a time
+    assert any(len(list(kernels._contexts(engine.kv[0, 0], s))) > 1 for s in batch.segments)
+    assert torch.allclose(attention(q, engine.kv[0], batch.segments, n_kv_head), ours, atol=tolerance, rtol=tolerance)
 
 
 def test_packed_weights_multiply_as_plain_ones():
@@ -3950,6 +3953,17 @@ def test_autopilot_lets_prompts_wait_for_who_can_still_be_in_time(late, fed):
     add(engine, [new])
     engine.step()
     assert (new.n_past > 0) == fed and len(decode.times) == 2
+
+
+def test_autopilot_takes_prices_without_a_fixed_part():
+    """A fit may find none; then an iteration that feeds nothing costs nothing."""
+    class Linear(type(A100)):
+        def seconds(self, w, lora="batched"):
+            return 1e-4 * w.N
+    engine = Simulator(Linear(preset("llama-13b"), "a100"), scheduler="autopilot", max_batch=4, alloc="grow", tpot=0.01)
+    requests = add(engine, [Request(np.zeros(300, int), 5, arrival=0.1 * i) for i in range(5)])
+    engine.run()
+    assert all(r.state == "length" for r in requests)
 
 
 def test_autopilots_chunk_shrinks_as_attention_grows():
