@@ -51,6 +51,7 @@ EXPERIMENTS = {}  # name -> Experiment
 OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]
 BASELINES = ("static", "orca")
 PEERS = ("transformers", "vllm", "llama.cpp")
+LONGEST = 10**7  # tokens that a workload may ask for: more than any model's context
 LENGTHS = "256 (all alike), 8..512 (each as often), zipf:THETA:LOW:HIGH (the k-th shortest as often as 1 / k^THETA) or lognormal:MEDIAN:SIGMA"
 ARRIVALS = ("poisson:RATE, gamma:RATE:CV (per second; 0.7x: that share of what is served when all come at once), closed:N (N clients, each "
             "sends its next request when its last ended) or FILE.csv (columns arrival,prompt,output and perhaps adapter,client)")
@@ -144,6 +145,9 @@ class Bench:
         self.world = World() if self.simulated else model.world
         self.clock, self.source = (VirtualClock(), "simulated") if self.simulated else (make_clock(model.world), "measured")
         self.lengths = config.lengths or ([1024, 2048, 3072] if self.simulated or model.device.type == "cuda" else [256, 512, 768])
+        for name in ("n_page", "memory_gb"):
+            if getattr(engine, name):
+                raise ValueError(f"{name} = {getattr(engine, name)}: experiments choose their pools, give --max-batch or --lengths instead")
         if max(self.lengths) > model.config.block_size:
             raise ValueError(f"lengths {self.lengths}: the model's context ends at {model.config.block_size}")
         fits = int(model.memory[0]) // model.page // max(self.lengths) if self.simulated else 6
@@ -921,11 +925,11 @@ def lengths_of(name, text):
     kind, *parts = re.split(r":|\.\.", text)
     try:
         if re.fullmatch(r"\d+(\.\.\d+)?", text):
-            low = checked(name, int(kind), int, 1)
-            return uniform(low, checked(name, int(parts[0]), int, low) + 1) if parts else always(low)
+            low = checked(name, int(kind), int, 1, LONGEST)
+            return uniform(low, checked(name, int(parts[0]), int, low, LONGEST) + 1) if parts else always(low)
         kinds = dict(zipf=(zipf, float, int, int), lognormal=(lognormal, float, float))
         make, *types = kinds[kind]
-        return make(*(checked(name, convert(x), convert, convert is int) for convert, x in zip(types, parts, strict=True)))
+        return make(*(checked(name, convert(x), convert, convert is int, LONGEST) for convert, x in zip(types, parts, strict=True)))
     except (ValueError, KeyError):
         raise ValueError(f"{name} = {text!r}: must be {LENGTHS}, in tokens") from None
 
@@ -947,9 +951,9 @@ def zipf(theta, low, high):
 
 
 def lognormal(median, sigma):
-    """Lengths whose logarithm is normal, as those of people's prompts are; at least 1."""
+    """Lengths whose logarithm is normal, as those of people's prompts are; 1 .. LONGEST."""
     mu = math.log(checked("median", median, float, 1))
-    return lambda rng, n: np.maximum(1, np.rint(rng.lognormal(mu, sigma, n))).astype(int)
+    return lambda rng, n: np.rint(rng.lognormal(mu, sigma, n)).clip(1, LONGEST).astype(int)
 
 
 def read_jobs(path):
@@ -1065,8 +1069,10 @@ class Online:
 
     @cached_property
     def capacity(self):
-        """Requests per second that --scheduler serves of (up to 200 of) these jobs when all are there at once. Warms up, too."""
-        return serve(self.bench, self.engine(self.bench.options.scheduler), at_rate(self.jobs[:200], math.inf))["requests/s"]
+        """Requests per second that --scheduler serves of (up to 200 of) these jobs when all are there at once and none is given up. Warms
+        up, too."""
+        engine = self.engine(self.bench.options.scheduler, slo=0.0, max_waiting=0)
+        return serve(self.bench, engine, at_rate(self.jobs[:200], math.inf))["requests/s"]
 
     def engine(self, scheduler, **options):
         engine = self.bench.engine(scheduler, self.L, n_page=self.B * self.L + self.room, B=self.B, **options)

@@ -32,6 +32,8 @@ from kernels import (FEW_ROWS, MOST_CHUNKS, Factors, Lora, LoraPages, Pages, Seg
 
 def checked(name, value, kind, low, high=math.inf):
     """value, if it is a finite number (kind float) or a whole one (kind int) in low .. high; else a ValueError that says so."""
+    if isinstance(value, Integral) and value >= 2**63:  # more than any array, or seed of torch's, holds
+        high = min(high, 2**63 - 1)
     if isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool) and low <= value <= high and value < math.inf:
         return value
     span = f"at least {low:g}" if high == math.inf else f"in {low:g} .. {high:g}"
@@ -428,6 +430,7 @@ class GPT(nn.Module):
                     else:
                         a, rows = self.world.all_gather(a, "merge").flatten(0, 1)[:len(b)], slice(s.first, s.first + s.n_out)
                     w[rows] += (b.T @ a).to(w)
+                new._parameters.pop("weight", None)  # one in training is a parameter, this is none
                 new.weight = pack(w)
         return model.eval()
 
@@ -883,7 +886,8 @@ def read_adapter_config(path):
     if not isinstance(c, dict):
         raise ValueError(f"{path}: must hold settings, not {str(c)[:60]}")
     _demand(path, c, peft_type=("LORA",), bias=("none",), use_dora=(False,), lora_bias=(False,), modules_to_save=(None, []),
-            target_parameters=(None, []), trainable_token_indices=(None, []), layer_replication=(None, []))
+            target_parameters=(None, []), trainable_token_indices=(None, []), layer_replication=(None, []), alora_invocation_tokens=(None, []),
+            init_lora_weights=(True, False, None, "gaussian", "orthogonal", "eva", "mica"))  # others (PiSSA, OLoRA) left another base behind
     patterns = {}
     for key, name, kind in (("r", "rank_pattern", int), ("lora_alpha", "alpha_pattern", (int, float))):
         patterns[name] = c.get(name) or {}

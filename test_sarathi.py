@@ -751,6 +751,7 @@ BAD_REQUESTS = {
     "max_new_tokens = 0": dict(max_new_tokens=0), "max_new_tokens = 2.5": dict(max_new_tokens=2.5),
     "context ends at 512": dict(prompt=[1] * 510), "pool's pages end at 100": dict(prompt=[1] * 98), "temperature = -1": dict(temperature=-1),
     "temperature = nan": dict(temperature=float("nan")), "top_p = 0": dict(top_p=0), "top_p = 1.5": dict(top_p=1.5), "top_k = -1": dict(top_k=-1),
+    "top_k = 18446744073709551616: must be a whole number, in 0": dict(top_k=2**64),
     "seed = -5": dict(seed=-5), "arrival = -1": dict(arrival=-1), "stop token = 500: .* in 0 .. 198": dict(stop=[500]), "stop = 5": dict(stop=5),
     "unknown adapter 'x'": dict(adapter="x"), "unknown adapter \\['x'\\]": dict(adapter=["x"]), "temperature = 'hot'": dict(temperature="hot"), "temperature = inf": dict(temperature=float("inf")),
     "prompt \\[\\[1\\], \\[2, 3\\]\\]": dict(prompt=[[1], [2, 3]]), "prompt tensor": dict(prompt=torch.empty(3, dtype=torch.long, device="meta")), "prompt 5": dict(prompt=5), "max_new_tokens = True": dict(max_new_tokens=True)}
@@ -928,10 +929,12 @@ BAD_LINES = {
     "bench.py online --targets 3": "targets = '3': must be two numbers above 0", "bench.py online --arrivals none.csv": "none.csv",
     "bench.py online --fair -1": "fair = -1.0: must be a number, at least 0",
     "sarathi.py --tokens 1 --tpot -1": "tpot = -1.0: must be a number, at least 0",
+    "sarathi.py --tokens 1 --draft ngram --spec 99999999999999999999": "spec = 99999999999999999999: must be a whole number, in 1 .. 9.2",
     "sarathi.py --tokens 1 --stall nan": "stall = nan: must be a number, at least 0",
     "sarathi.py --tokens 1 --spec autopilot --draft ngram": "spec = 'autopilot' needs scheduler = 'autopilot'",
     "bench.py --repeats 0": "repeats = 0", "bench.py --scheduler fifo": "unknown scheduler 'fifo'",
     "bench.py ceilings --model tiny --lengths 4096": "context ends at 1024",
+    "bench.py table2 --hardware a100 --n-page 5": "n_page = 5: experiments choose their pools, give --max-batch or --lengths",
     "bench.py table2 --hardware b200": "unknown hardware 'b200': one of a10g, a6000",
     "bench.py table2 --hardware a10g": "26.0 GB of weights do not fit a10g",
     "bench.py table2 --hardware a100 --model llama-8b": "unknown preset 'llama-8b': one of tiny",
@@ -1663,7 +1666,8 @@ def test_metrics_by_hand():
 # ---- online workloads
 
 @pytest.mark.parametrize("text, low, high, mean", [("7", 7, 7, 7), ("8..16", 8, 16, 12), ("5..5", 5, 5, 5), ("zipf:0.4:10:40", 10, 40, 21.9),
-                                                   ("zipf:0:10:40", 10, 40, 25), ("lognormal:100:0.5", 1, 10**4, 113.3), ("lognormal:1:0", 1, 1, 1)])
+                                                   ("zipf:0:10:40", 10, 40, 25), ("lognormal:100:0.5", 1, 10**4, 113.3), ("lognormal:1:0", 1, 1, 1),
+                                                   ("lognormal:1:1000", 1, 10**7, 4.95e6)])
 def test_lengths_are_distributed_as_their_text_says(text, low, high, mean):
     drawn = bench.lengths_of("prompt", text)(np.random.RandomState(0), 20000)
     assert drawn.dtype.kind == "i" and drawn.min() >= low and drawn.max() <= high and drawn.mean() == pytest.approx(mean, rel=0.02)
@@ -1671,7 +1675,8 @@ def test_lengths_are_distributed_as_their_text_says(text, low, high, mean):
 
 
 @pytest.mark.parametrize("text", ["", "0", "-3", "8..", "9..8", "0..4", "1.5", "zipf", "zipf:1:5", "zipf:1:9:8", "zipf:-1:5:9", "zipf:x:5:9", "zipf:nan:5:9",
-                                  "lognormal:0:1", "lognormal:5:-1", "lognormal:5:inf", "lognormal:5:1:2", "normal:5:1", "8..9..10", "8:9", "1e3"])
+                                  "lognormal:0:1", "lognormal:5:-1", "lognormal:5:inf", "lognormal:5:1:2", "normal:5:1", "8..9..10", "8:9", "1e3",
+                                  "1..99999999999", "zipf:1:1:99999999999"])
 def test_a_bad_length_names_itself_and_teaches_the_grammar(text):
     with pytest.raises(ValueError, match=re.escape(f"output = {text!r}: must be {bench.LENGTHS}, in tokens") + "$"):
         bench.lengths_of("output", text)
@@ -1741,6 +1746,8 @@ def test_an_open_loop_sends_at_its_rate_whatever_becomes_of_the_requests(arrival
     assert len(sent[0]) == 400 and 400 / sent[0][-1] == pytest.approx(rate, rel=0.3) and (gaps.std() / gaps.mean() > 2) == ("gamma" in arrivals)
     for times in sent[1:]:
         assert np.diff(times) == pytest.approx(gaps), "every scheduler gets the same"
+    hasty = bench.Online.of(bench_of("a6000", dict(slo=1e-3, max_waiting=1), arrivals=arrivals, prompt="100", output="20", requests=10))
+    assert hasty.capacity == pytest.approx(work.capacity), "what can be served does not hang on who is given up"
 
 
 def test_how_a_run_fared_by_hand():
@@ -2086,8 +2093,9 @@ def test_adapters_of_the_queue_are_copied_in_ahead_and_only_into_free_pages(orde
         finish(engine)
 
 
-def test_adapters_in_float64():
-    m = small(dtype=torch.float64)
+@pytest.mark.parametrize("model", [lambda: small(dtype=torch.float64), lambda: GPT(small().config).eval()], ids=["float64", "trainable"])
+def test_adapters_in_a_model_whose_weights_are_not_packed(model):
+    m = model()
     engine = Engine(m, n_page=100)
     engine.add_adapter("x", random_adapter(4))
     merged = m.merged(engine.adapters.known["x"])
@@ -2324,6 +2332,8 @@ BAD_ADAPTERS = DAMAGED | {
     "layers.7.*is no LoRA factor.*layers 0 .. 1": partial(edit, tensors=lambda t: t.update({A0.replace("layers.0", "layers.7"): t[A0]})),
     "lora_magnitude_vector.*is no LoRA factor": partial(edit, tensors=lambda t: t.update({A0.replace("lora_A.weight", "lora_magnitude_vector"): t[A0]})),
     "holds no LoRA factors": partial(edit, tensors=lambda t: t.clear()), "peft_type = 'IA3'": partial(edit, peft_type="IA3"),
+    "init_lora_weights = 'pissa'": partial(edit, init_lora_weights="pissa"),
+    "alora_invocation_tokens = \\[1\\]": partial(edit, alora_invocation_tokens=[1]),
     "use_dora = True": partial(edit, use_dora=True), "bias = 'all'": partial(edit, bias="all"),
     "r = 0": partial(edit, r=0), "r = 4.0: must be a positive whole": partial(edit, r=4.0),
     "must hold settings, not": lambda f: (f / "adapter_config.json").write_text("[1]"), "rank_pattern = .*by module": partial(
