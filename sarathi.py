@@ -3094,7 +3094,11 @@ def load_draft(name, model):
     """--draft: None, a Proposer's name, Heads, or a model like the target in type and place."""
     if are_heads(name):
         return load_heads(name, model.dtype, str(model.device))
-    return name if name is None or name in PROPOSERS else load_model(name, model.dtype, str(model.device))[0]
+    if name is None or name in PROPOSERS:
+        return name
+    if name not in ("draft", *PRESETS) and not os.path.isdir(name):
+        raise FileNotFoundError(f"draft = {name!r}: one of {', '.join(PROPOSERS)}, heads, draft, a preset ({', '.join(PRESETS)}) or a folder")
+    return load_model(name, model.dtype, str(model.device))[0]
 
 
 def about_drafts(requests):

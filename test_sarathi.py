@@ -931,6 +931,7 @@ BAD_LINES = {
     "sarathi.py --tokens 1 --tpot -1": "tpot = -1.0: must be a number, at least 0",
     "sarathi.py --tokens 1 --draft ngram --spec 99999999999999999999": "spec = 99999999999999999999: must be a whole number, in 1 .. 9.2",
     "sarathi.py --tokens 1 --stall nan": "stall = nan: must be a number, at least 0",
+    "sarathi.py --tokens 1 --model llama-30m --draft ngran": "draft = 'ngran': one of ngram, heads, draft, a preset (tiny, ",
     "sarathi.py --tokens 1 --spec autopilot --draft ngram": "spec = 'autopilot' needs scheduler = 'autopilot'",
     "bench.py --repeats 0": "repeats = 0", "bench.py --scheduler fifo": "unknown scheduler 'fifo'",
     "bench.py ceilings --model tiny --lengths 4096": "context ends at 1024",
