@@ -31,7 +31,6 @@ import tempfile
 import textwrap
 import time
 from collections import Counter, defaultdict
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import cycle, islice, product
@@ -70,8 +69,9 @@ class Experiment(NamedTuple):
         return self.run.__doc__.partition("\n")[0].rstrip(".")
 
     def rows(self, bench):
+        comparable = self.beside in ("", bench.config.hardware)
         for r in self.run(bench):
-            yield r | dict(source=r["source"] or bench.source, paper=r["paper"] if self.beside in ("", bench.config.hardware) else None)
+            yield r | dict(source=r["source"] or self.only or bench.source, paper=r["paper"] if comparable else None)
 
 
 def experiment(*axes, **more):
@@ -115,10 +115,7 @@ class BenchConfig:
         for name in ("tp", "scale", "requests", "repeats"):
             checked(name, getattr(self, name), int, 1)
         checked("pd", self.pd, float, 0)
-        try:
-            lengths = [int(x) for x in self.lengths.split(",") if self.lengths]
-        except ValueError:
-            lengths = [0]
+        lengths = [int(x) if x.strip().isdecimal() else 0 for x in self.lengths.split(",") if self.lengths]
         if any(x < 8 for x in lengths):
             raise ValueError(f"lengths = {self.lengths!r}: must be whole numbers of at least 8 with commas between them")
         self.lengths = lengths
@@ -230,10 +227,14 @@ class Bench:
         """What more() costs beyond less(): the median difference within a round, over twice the usual rounds."""
         return statistics.median(a - b for a, b in zip(*self.rounds(more, less, repeats=2 * self.config.repeats)))
 
-    def once(self, f):
-        """Seconds of one f() on the bench's clock; after a Ctrl-C the next call ends the run."""
+    def heed(self):
+        """After a Ctrl-C the next call ends the run."""
         if self.interrupt.seen:
             raise KeyboardInterrupt
+
+    def once(self, f):
+        """Seconds of one f() on the bench's clock."""
+        self.heed()
         self.sync()
         start = self.clock.now()
         f()
@@ -258,17 +259,18 @@ class Bench:
         batch = engine._pack(plan)
         return lambda: self.model(batch, engine.kv)
 
-    @contextmanager
-    def operators(self, *more):
-        """Time each operator of every layer (and the modules named in more) while the block runs -> {operator: seconds}, by hooks
-        on the modules' names (or on the cost model)."""
-        took = dict.fromkeys(OPERATORS + more, 0.0)
-        with self._asked(took) if self.simulated else self._hooked(took):
-            yield took
+    def operators(self, *fns, more=()):
+        """Run each fn() once -> {operator of every layer, or module named in more: seconds}, by hooks on the modules' names (or on the
+        cost model); seconds of all. Hooks take time: of what a whole takes they only say how it splits."""
+        took = dict.fromkeys((*OPERATORS, *more), 0.0)
+        unhook = (self._asked if self.simulated else self._hooked)(took)
+        try:
+            return took, sum(map(self.once, fns))
+        finally:
+            unhook()
 
-    @contextmanager
     def _hooked(self, took):
-        """A stopwatch for each operator: the time before is taken off, the time behind is put on."""
+        """A stopwatch for each operator: the time before is taken off, the time behind is put on -> what takes the hooks off."""
         def stamp(name, sign):
             def hook(*_):
                 self.sync()
@@ -277,25 +279,17 @@ class Bench:
         modules = [(path.rpartition(".")[2], module) for path, module in self.model.named_modules()]
         hooks = [hook for name, module in modules if name in took for hook in (
             module.register_forward_pre_hook(stamp(name, -1)), module.register_forward_hook(stamp(name, 1)))]
-        try:
-            yield
-        finally:
-            for h in hooks:
-                h.remove()
+        return lambda: [h.remove() for h in hooks]
 
-    @contextmanager
     def _asked(self, took):
-        """What the cost model says of each operator."""
+        """The same of what the cost model says."""
         def time_of(entries, lora="batched"):
             seconds = self.model.operators_of(entries, lora)
             for name in took:
                 took[name] += seconds[name]
             return sum(seconds.values())
         self.model.time_of = time_of
-        try:
-            yield
-        finally:
-            del self.model.time_of
+        return lambda: delattr(self.model, "time_of")
 
 
 def row(what, paper, ours, source=None, **more):
@@ -341,8 +335,7 @@ TABLE2 = {  # [SARATHI Table 2], ms, LLaMA-13B on an A6000: linear, attn, total,
 
 @experiment(("batch", "iteration (ms)"))
 def table2(bench):
-    """[SARATHI Table 2] the time of a prefill-only, a decode-only and a decode-maximal batch, by operator.
-    Totals are timed without the operators' hooks; the hooked run only says how a total splits."""
+    """[SARATHI Table 2] the time of a prefill-only, a decode-only and a decode-maximal batch, by operator."""
     L, d = min(1024, bench.model.config.block_size - 1, max(bench.lengths)), 3
     context = L - 1
     batches = {"prefill-only": (bench.iteration(0, 0, L), L), "decode-only": (bench.iteration(d + 1, context, 0), d + 1),
@@ -351,9 +344,7 @@ def table2(bench):
     totals = bench.seconds(*(f for f, n in batches.values()))
     rows = []
     for (name, (f, n)), total, paper in zip(batches.items(), totals, TABLE2.values()):
-        with bench.operators() as took:
-            for _ in range(3):
-                f()
+        took, _ = bench.operators(*[f] * 3)
         share = sum(took.values())
         linear_s, attn_s = (total * x / share for x in (share - took["attn"], took["attn"]))
         rows += [row(f"{name}: linear (ms)", paper[0], linear_s * 1e3, at=("", "linear", name)),
@@ -482,8 +473,7 @@ def fig3(bench):
     At one length; also how much of a prefill is neither attention nor a linear operator."""
     L = bench.lengths[0]
     (prefill,) = bench.seconds(bench.iteration(0, 0, L))
-    with bench.operators() as took:
-        whole = bench.once(bench.iteration(0, 0, L))
+    took, whole = bench.operators(bench.iteration(0, 0, L))
     sizes = bench.grid([1, 2, bench.B], [1, 2, 4, 8, 12, 18])
     for B, decode in zip(sizes, bench.seconds(*(bench.iteration(B, L - 1, 0) for B in sizes))):
         yield row(f"B = {B}: decode over prefill, per token", {1: 200, 2: 100, 18: 16.7}.get(B), decode / B / (prefill / L), at=("", "decode", B))
@@ -613,8 +603,8 @@ def fig10(bench):
                 took = {}
                 for name, scheduler in (("base", "static"), ("sarathi", Sarathi(chunk=C))):
                     P, D = halves(L, C / (B - 1), C, B)
-                    with bench.operators() as took[name]:
-                        bench.once(lambda: bench.engine(scheduler, L, B=B, graph=False).generate(bench.prompts(8 * B, P), max_new_tokens=D))
+                    engine = bench.engine(scheduler, L, B=B, graph=False)
+                    took[name], _ = bench.operators(partial(engine.generate, bench.prompts(8 * B, P), max_new_tokens=D))
                 for t in took.values():
                     t["ffn"] = t["ffn_ln1"] + t["ffn_ln2"]
                 each = {name: took["base"][name] / took["sarathi"][name] for name in ("preproj", "attn", "postproj", "ffn")}
@@ -679,9 +669,7 @@ def chunked(bench, L, C):
     """Seconds of a prompt of L tokens fed in chunks of C -> (attention's, all)"""
     fns = [bench.iteration(0, 0, min(C, L - past), past, last=False) for past in range(0, L, C)]
     total = sum(bench.seconds(*fns))
-    with bench.operators() as took:
-        for f in fns:
-            bench.once(f)
+    took, _ = bench.operators(*fns)
     return total * took["attn"] / sum(took.values()), total
 
 
@@ -698,19 +686,15 @@ def zipf_requests(n, low=1024, high=4096, theta=0.4, pd=10.0, seed=0):
 def feed(bench, engine, requests, clients=None):
     """Serve an iterator of requests without holding them all -> those that ended, in the order of their end. clients: so many are
     there at once, the next comes when one ended (None: a full batch and 64 more); math.inf: each comes at its own time."""
-    requests, more, most = iter(requests), True, clients or 64 + engine.max_batch
-    while more or engine.requests:
-        while more and len(engine.requests) < most:
+    requests, most = iter(requests), clients or 64 + engine.max_batch
+    r = next(requests, None)
+    while r or engine.requests:
+        while r and len(engine.requests) < most:
+            r.arrival = engine.clock.now() if most < math.inf else r.arrival
+            engine.add(r)
             r = next(requests, None)
-            more = r is not None
-            if more:
-                r.arrival = engine.clock.now() if most < math.inf else r.arrival
-                engine.add(r)
-        if bench.interrupt.seen:
-            raise KeyboardInterrupt
-        for event in engine.step():
-            if event.finished:
-                yield event.request
+        bench.heed()
+        yield from (event.request for event in engine.step() if event.finished)
 
 
 @experiment(("median per request", "bubble time, ratio"), ("scenarios compared", "completion time, ratio"), only="simulated")
@@ -718,27 +702,30 @@ def fig12(bench):
     """[SARATHI Fig. 12] GPT-3 on 64 A100: pipeline bubbles and completion time with Orca, with SARATHI and without a pipeline.
     Always simulated, whatever the bench. The last rows ask what if an all-reduce began as late as in eager PyTorch."""
     n = bench.config.scale
-    names = ("completion, TP-PP Orca over TP-PP SARATHI", "completion, TP only over TP-PP SARATHI", "completion, TP-PP Orca over TP only")
     orca, sarathi, alone = clusters(bench, n)
-    simulated = partial(row, source="simulated")
-    yield simulated("median bubble time per request, Orca over SARATHI", 6.29, orca["bubble"] / sarathi["bubble"],
-                    at=("(a) bubbles", "as simulated", "Orca over SARATHI"))
-    pairs = lambda o, s, t: (o["took"] / s["took"], t["took"] / s["took"], o["took"] / t["took"])
-    for name, paper, ours in zip(names, (1.91, 1.48, 1.28), pairs(orca, sarathi, alone)):
-        yield simulated(name, paper, ours, at=("(b) completion", "as simulated", name.partition(", ")[2]))
+    yield row("median bubble time per request, Orca over SARATHI", 6.29, orca["bubble"] / sarathi["bubble"],
+              at=("(a) bubbles", "as simulated", "Orca over SARATHI"))
+    for (name, ours), paper in zip(completions(orca, sarathi, alone).items(), (1.91, 1.48, 1.28)):
+        yield row(f"completion, {name}", paper, ours, at=("(b) completion", "as simulated", name))
     for name, r in (("Orca", orca), ("SARATHI", sarathi)):
-        yield simulated(f"TP8 x PP8, {name}: idle share of the stages", None, r["idle"], kinds=r["kinds"])
+        yield row(f"TP8 x PP8, {name}: idle share of the stages", None, r["idle"], kinds=r["kinds"])
         bench.notes.append(f"TP8 x PP8, {name}: {n} requests in {r['took']:.0f} s; the median request waits {r['bubble']:.2f} s in bubbles: "
                            + ", ".join(f"{kind} {s:.0f} s" for kind, s in r["kinds"].items()) + " of all stages")
     bench.notes.append(f"8 x TP8: {n} requests in {alone['took']:.0f} s")
-    yield simulated("largest batch, TP8 x PP8, per micro-batch", 27, Simulator(gpt3(nodes=8)).max_batch // 8)
-    yield simulated("largest batch, TP8", 11, Simulator(gpt3()).max_batch)
+    yield row("largest batch, TP8 x PP8, per micro-batch", 27, Simulator(gpt3(nodes=8)).max_batch // 8)
+    yield row("largest batch, TP8", 11, Simulator(gpt3()).max_batch)
     eager = f"{EAGER * 1e6:.0f} us before an all-reduce"
-    for name, ours in zip(names, pairs(*clusters(bench, -(-n // 5), delay=EAGER))):
-        yield simulated(f"with {eager}: {name}", None, ours, at=("(b) completion", eager, name.partition(", ")[2]))
+    for name, ours in completions(*clusters(bench, -(-n // 5), delay=EAGER)).items():
+        yield row(f"with {eager}: completion, {name}", None, ours, at=("(b) completion", eager, name))
 
 
 EAGER = 350e-6  # seconds; what brings all three completion ratios to the paper's, and not used for anything else
+
+
+def completions(orca, sarathi, alone):
+    """The ratios of [SARATHI Fig. 12] b."""
+    return {f"{one} over {other}": a["took"] / b["took"] for one, a, other, b in (
+        ("TP-PP Orca", orca, "TP-PP SARATHI", sarathi), ("TP only", alone, "TP-PP SARATHI", sarathi), ("TP-PP Orca", orca, "TP only", alone))}
 
 
 def clusters(bench, n, **more):
@@ -811,8 +798,8 @@ def beside_the_simulator(runs):
 def stage_cost(bench):
     """The CostModel of all stages together: that of one, profiled on all ranks at the same time (they share a memory), times their
     number; and what their messages take."""
-    world, config = bench.model.world, bench.model.config.whole
-    stage = GPT.from_preset(replace(config, n_layer=-(-config.n_layer // world.pp)), bench.model.dtype, str(bench.model.device))
+    world = bench.model.world
+    stage = another(bench, n_layer=-(-bench.model.config.n_layer // world.pp), stage=(0, 1))
     cost = world.agree(CostModel.profile(stage, repeats=bench.runs))
     cost.coefficients = [world.pp * c for c in cost.coefficients]
     cost.link = tuple(x / world.pp for x in message_cost(bench.model, partial(round_trip, world), (1, 64, 512)))
@@ -852,9 +839,9 @@ def bubbles(bench):
     """[SARATHI §3.2, §5.3] where a pipeline of four stages idles, with Orca and with SARATHI: GPT-3 on 32 A100.
     Always simulated; the lengths are fig12's."""
     for name, r in pipelines(bench, 4, min(bench.config.scale, 300)).items():
-        yield row(f"{name}: completion of {r['n']} requests (s)", None, r["took"], source="simulated")
+        yield row(f"{name}: completion of {r['n']} requests (s)", None, r["took"])
         for kind, share in r["shares"].items():
-            yield row(f"{name}: idle in {kind}, share of the stages", None, share, source="simulated")
+            yield row(f"{name}: idle in {kind}, share of the stages", None, share)
 
 
 @experiment(only="simulated")
@@ -1165,8 +1152,7 @@ def online(bench):
         name = what.removesuffix(", p50 (s)")
         also = [(name, s, None, distribution(seen[s].waits[name]), "") for s in sorted(seen, key=ours.__eq__) if name in CURVES]
         yield row(what, None, value, **{s: outcome.rates[what] for s, outcome in seen.items() if s != ours}, also=also)
-    if bench.interrupt.seen:
-        raise KeyboardInterrupt
+    bench.heed()
 
 
 # ---------------------------------------------------------------- [TNG]
@@ -1914,7 +1900,7 @@ def autopilot(bench):
 
 def setting_name(setting):
     """How a setting of the grid is called in tables."""
-    return setting if isinstance(setting, str) else f"C = {setting[0]}, {'off' if setting[1] == 'off' else f'k = {setting[1]}'}"
+    return setting if isinstance(setting, str) else f"C = {setting[0]}, {called(setting[1])}"
 
 
 @experiment(("tokens of the prompt that are cached", "iteration (ms)"))
@@ -1928,8 +1914,7 @@ def long_context(bench):
         if bench.simulated and pages > math.prod(bench.model.memory) // bench.model.page:
             bench.notes.append(f"{L} tokens: their cache does not fit {bench.model.name}; take a model with fewer kv heads, or --tp")
             continue
-        own = bench.other(another(bench, **config) if bench.simulated else
-                          GPT.from_preset(replace(bench.model.config, **config), dtype=bench.model.dtype, device=str(bench.model.device)))
+        own = bench.other(another(bench, **config))
         level = own.cost.time_of([(300, 1, 1)] * B + [(0, C - B, 0)])
         for name, options in ((f"C = {C}", dict(scheduler="sarathi")), ("autopilot", dict(scheduler="autopilot", stall=level, cost=own.cost))):
             chunks, ttft = beside_decodes(own, name, L, [room] * B, n_page=pages, **options)
@@ -1955,8 +1940,7 @@ def beside_decodes(bench, name, L, rooms, scheduler, **options):
         while not long.times and not bench.interrupt.seen:
             engine.step()
             bar.update(long.n_past - bar.n)
-    if bench.interrupt.seen:
-        raise KeyboardInterrupt
+    bench.heed()
     return [(past, n, s.end - s.start) for s in spans for id, past, n in s.entries if id == long.id and n], long.ttft
 
 
@@ -2007,8 +1991,7 @@ def step_times(bench, engine, work):
         engine.add(Request(bench.prompts(1, P, i)[0], max_new_tokens=D, arrival=engine.clock.now()))
     took = []
     while engine.requests:
-        if bench.interrupt.seen:
-            raise KeyboardInterrupt
+        bench.heed()
         start, n = engine.clock.now(), engine.n_steps
         while engine.requests and engine.n_steps == n:  # where iterations overlap the first step only starts one
             engine.step()
@@ -2108,9 +2091,7 @@ def roofline(bench):
     runs = [bench.iteration(*s) for s in tqdm(shapes.values(), "roofline", file=sys.stderr)]
     rate, bandwidth, *totals = measured_peaks(bench, *runs)
     for (name, s), f, total in zip(shapes.items(), runs, totals):
-        with bench.operators("head") as took:
-            for _ in range(3):
-                f()
+        took, _ = bench.operators(*[f] * 3, more=["head"])
         work = demand(c, *s, itemsize)
         work["all"] = tuple(map(sum, zip(*work.values())))
         hooked = took | {"all": 3 * total}
@@ -2390,8 +2371,7 @@ def peers(bench):
             for engine in {e for others in engines.values() for e in others.values()}:
                 engine.close()
     yield from cell_rows({cell: [*others][1:] for cell, others in engines.items() if seen[cell, "sarathi"]}, seen)
-    if bench.interrupt.seen:
-        raise KeyboardInterrupt
+    bench.heed()
 
 
 def cell_rows(cells, seen):
