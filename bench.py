@@ -363,10 +363,9 @@ def table4(bench):
     """[SARATHI Table 4] decode speedup and end-to-end gain over request-level batching and Orca, for three lengths.
     At P:D = C / (B - 1) unless --pd says otherwise; whole runs of every scheduler in turns. Simulated with --full: also the
     paper's second model."""
-    pd = bench.config.pd or bench.options.chunk / max(1, bench.B - 1)
     first, second = TABLE4.values()
     papers = [case[3:] for case in first] + [(None, None)] * len(bench.lengths)
-    yield from table4_cases(bench, [(L, bench.B, pd, *paper) for L, paper in zip(bench.lengths, papers)])
+    yield from table4_cases(bench, [(L, bench.B, bench.config.pd, *paper) for L, paper in zip(bench.lengths, papers)])
     if bench.simulated and bench.config.full:
         for r in table4_cases(bench.other(CostModel.roofline(preset("llama-33b"), "a100")), second):
             yield r | dict(what="LLaMA-33B, A100, " + r["what"], at=(*r["at"][:2], "33B, " + r["at"][2]))
@@ -389,8 +388,9 @@ def table4_cases(bench, cases):
 
 
 def halves(L, pd, chunk=0, B=1):
-    """A request of L tokens as (P, D) at a ratio P:D, P being whole chunks of chunk - (B - 1) where one is near, as in the
-    paper: Table 4's 50, 63 and 127 are 4, 8 and 12 of them."""
+    """A request of L tokens as (P, D) at a ratio P:D (0: chunk / (B - 1), where decodes piggyback perfectly), P being whole chunks of
+    chunk - (B - 1) where one is near, as in the paper: Table 4's 50, 63 and 127 are 4, 8 and 12 of them."""
+    pd = pd or chunk / max(1, B - 1)
     P, part = L - max(1, round(L / (1 + pd))), chunk - (B - 1)
     whole = part * round(P / part) if part > 0 else 0
     P = whole if 0 < whole < L and abs(whole - P) <= max(1, 0.02 * L) else P
@@ -509,6 +509,11 @@ def another(bench, **change):
     return GPT.from_preset(config, dtype=bench.model.dtype, device=str(bench.model.device))
 
 
+def room_of(cost):
+    """Tokens whose keys and values fit beside the weights of a simulated GPU."""
+    return int(math.prod(cost.memory)) // cost.page
+
+
 def widths(c):
     """{linear operator: (numbers in, numbers out) of a token}, one layer."""
     A, K = c.n_head * c.head_dim, 2 * c.n_kv_head * c.head_dim
@@ -569,9 +574,9 @@ def gains(bench, P, D, B, chunks, orca=False):
     return {name: median(a / b for a, b in zip(took["base"], ts)) for name, ts in took.items() if name != "base"}
 
 
-def ratios(bench, *special):
+def ratios(bench):
     """The P:D ratios of a sweep."""
-    return sorted({*bench.grid((5, 50), (1, 2, 3, 5, 7, 10, 20, 40, 50, 64, 80, 100, 128, 160, 200)), *special})
+    return bench.grid((5, 50), (1, 2, 3, 5, 7, 10, 20, 40, 50, 64, 80, 100, 128, 160, 200))
 
 
 @experiment(("P:D ratio", "throughput over static (times)"))
@@ -580,8 +585,7 @@ def fig9(bench):
     A peak's P:D is where decodes piggyback perfectly: C / (B - 1)."""
     for L, B in bench.grid(batches(bench)[:1], batches(bench)):
         for C in bench.grid([bench.options.chunk], [128, 256, 512]):
-            perfect = C / (B - 1)  # the others are not rounded to whole chunks: several of them would become one
-            sizes = sorted({halves(L, pd, *((C, B) if pd == perfect else ())) for pd in ratios(bench, perfect)})
+            sizes = sorted({halves(L, 0, C, B), *(halves(L, pd) for pd in ratios(bench))})  # in whole chunks several of these would become one
             curve = [(P / D, gains(bench, P, D, B, [C])[C]) for P, D in sizes]
             pd, best = max(curve, key=lambda point: point[1])
             paper = {256: (1.27, 14), 512: (1.23, 28)}.get(C, (None, None)) if (L, B) == (1024, 18) else (None, None)
@@ -599,7 +603,7 @@ def fig10(bench):
             for B in bench.grid([most], sorted({2, 6, most})):
                 took = {}
                 for name, scheduler in (("base", "static"), ("sarathi", Sarathi(chunk=C))):
-                    P, D = halves(L, C / (B - 1), C, B)
+                    P, D = halves(L, 0, C, B)
                     engine = bench.engine(scheduler, B * L, B, graph=False)
                     took[name], _ = bench.operators(partial(engine.generate, bench.prompts(8 * B, P), max_new_tokens=D))
                 for t in took.values():
@@ -619,13 +623,13 @@ def fig11(bench):
     Worst case: all requests start and end together, as request-level batching; best: whole prompts beside running decodes [§4.5]."""
     for i, (L, B) in enumerate(batches(bench)):
         C = bench.options.chunk
-        gain = gains(bench, *halves(L, C / (B - 1), C, B), B, [C], orca=True)
+        gain = gains(bench, *halves(L, 0, C, B), B, [C], orca=True)
         for name, paper, ours in (("Orca, worst case", None if i else 1.0, gain["worst"]), ("Orca, best case", None if i else 1.11, gain["best"]),
                                   ("SARATHI", (1.27, 1.25, 1.23)[i] if i < 3 else None, gain[C])):
             yield row(f"(a) L = {L}, B = {B}: {name}", paper, ours, at=("(a)", f"C = {C}" if name == "SARATHI" else name, f"L {L}, B {B}"))
     L, B = batches(bench)[0]
     chunks, curves = bench.grid([bench.options.chunk], [128, 256, 512]), {}
-    for P, D in sorted({halves(L, pd, C, B) for C in chunks for pd in ratios(bench, C / (B - 1))}):
+    for P, D in sorted({halves(L, pd, C, B) for C in chunks for pd in (0, *ratios(bench))}):
         for name, gain in gains(bench, P, D, B, chunks, orca=True).items():
             curves.setdefault(name, []).append((P / D, gain))
     for name, curve in curves.items():
@@ -646,7 +650,7 @@ def fig13(bench):
         whole = chunked(bench, L, L)
         for C in chunks:
             took = chunked(bench, L, C)
-            gain = gains(bench, *halves(L, C / (B - 1), C, B), B, [C])[C] if C > B else None
+            gain = gains(bench, *halves(L, 0, C, B), B, [C])[C] if C > B else None
             for panel, unit, ours in zip(panels, ("times", "times", "gain"), (took[0] / whole[0], took[1] / whole[1], gain)):
                 most[panel, C] = max(most[panel, C], ours or 0.0)
                 yield row(f"{panel}, {unit}, L = {L}, C = {C}", None, ours, at=(panel, f"L = {L}", C))
@@ -979,7 +983,7 @@ def requests_of(bench, engine, jobs):
 
 
 def served(bench, engine, requests, clients=math.inf):
-    """Requests when all have ended, or Ctrl-C came."""
+    """The same requests, when all have ended."""
     for _ in tqdm(feed(bench, engine, requests, clients), bench.doing, len(requests), delay=5, leave=False):
         pass
     return requests
@@ -1033,7 +1037,7 @@ class Online:
             raise ValueError(f"request {i} of {len(jobs)}, {job.prompt} + {job.output} tokens: the model's context ends at "
                              f"{bench.model.config.block_size}")
         self.room = 4 * max((make(bench.model.config).n_page for make in self.adapters.values()), default=0)
-        fits = int(math.prod(bench.model.memory)) // bench.model.page // self.L if bench.simulated else 64
+        fits = room_of(bench.model) // self.L if bench.simulated else 64
         self.B = max(1, min(B or bench.options.max_batch or 4 * bench.B, fits))
 
     @classmethod
@@ -1346,7 +1350,7 @@ class Scene:
         """The paper's own system, or its server on top of PEFT."""
         server, gpu = variant == "PEFT", self.hardware
         cost = CostModel.roofline(preset(self.model), gpu, self.bench.config.tp, system="transformers" if server else "lightllm")
-        room = POOLS.get((self.model, gpu)) or int(math.prod(cost.memory)) // cost.page
+        room = POOLS.get((self.model, gpu)) or room_of(cost)
         options["record"] = self.bench.tape(variant)
         if server:
             return Simulator(cost, scheduler=Rounds(), max_batch=PEFT_BATCH.get(self.model, 16), n_page=room, alloc="grow", **options)
@@ -1487,7 +1491,7 @@ def simulated_fig8(bench):
         for tp, part in product((2, 4), PARTS):
             cost, jobs = CostModel.roofline(preset(model), gpu, tp), gamma_jobs(12, 60, n_adapter=n, seed=bench.options.seed)
             cost.exchanges = part == PARTS[0]
-            engine = lightllm(cost, int(math.prod(cost.memory)) // cost.page)
+            engine = lightllm(cost, room_of(cost))
             for i in range(n):
                 engine.add_adapter(str(i), adapter_of(setting, i))
             seen[tp, part] = serve(bench, engine, jobs if part != PARTS[2] else [job._replace(adapter=None) for job in jobs])
@@ -1606,7 +1610,7 @@ class Pair:
         if bench.simulated:
             price = lambda config, tp: CostModel.roofline(config, gpu, tp, system="vllm")
             self.bench = bench.other(price(config, bench.config.tp))
-            fits = int(0.9 * math.prod(model.memory)) // model.page // (self.P + self.D)  # what is left is for the draft
+            fits = int(0.9 * room_of(model)) // (self.P + self.D)  # what is left is for the draft
             self.options = dict(scheduler="prefill_first", B=min(256, fits), alloc="grow")
         if draft == "model" and bench.simulated:
             draft = price(preset("llama-160m"), 1)
@@ -1901,7 +1905,7 @@ def long_context(bench):
     for L in bench.grid([8192], [8192, 32768, 131072]):
         room = 256 + L // 16  # of a decode: it is to last as long as the prompt
         config, pages = dict(block_size=L + 8 + room), L + 8 + B * room
-        if bench.simulated and pages > math.prod(bench.model.memory) // bench.model.page:
+        if bench.simulated and pages > room_of(bench.model):
             bench.notes.append(f"{L} tokens: their cache does not fit {bench.model.name}; take a model with fewer kv heads, or --tp")
             continue
         own = bench.other(another(bench, **config))
@@ -2436,7 +2440,7 @@ def pieces(tape):
         n += s.end > s.start
         for at, entries in [(s.stage, s.entries)] if staged else [(e[0], [e]) for e in s.entries]:
             if s.end > s.start:
-                before, end = last.get(at, (-1, tape.arrivals.get(at, s.start) if not staged else s.start))
+                before, end = last.get(at, (-1, tape.arrivals.get(at, s.start)))
                 if s.start > end + 1e-9 and (staged or n > before + 1):
                     yield at, "bubble" if staged else "waiting" if before < 0 else "stall", end, s.start, []
                 last[at] = n, s.end
