@@ -119,8 +119,8 @@ class BenchConfig:
         self.lengths = lengths
         for name in self.schedulers.split(","):
             make_scheduler(name)
-        for name in ("prompt", "output"):
-            setattr(self, f"{name}_lengths", lengths_of(name, getattr(self, name)) if getattr(self, name) else None)
+        self.prompt_lengths = lengths_of("prompt", self.prompt) if self.prompt else None
+        self.output_lengths = lengths_of("output", self.output) if self.output else None
         self.coming = arrivals_of(self.arrivals)
         try:
             self.ttft, self.tpot = (checked("targets", float(x), float, 1e-9) for x in self.targets.split(","))
@@ -597,22 +597,19 @@ def fig9(bench):
 def fig10(bench):
     """[SARATHI Fig. 10] time by operator, request-level batching over SARATHI.
     At P:D = C / (B - 1), where decodes piggyback perfectly."""
-    ffn, proj = [], []
+    seen = defaultdict(list)  # operator -> its gains
     for C in bench.grid([bench.options.chunk], [256, 512]):
         for L, most in bench.grid(batches(bench)[:1], batches(bench)):
             for B in bench.grid([most], sorted({2, 6, most})):
-                took = {}
-                for name, scheduler in (("base", "static"), ("sarathi", Sarathi(chunk=C))):
-                    P, D = halves(L, 0, C, B)
+                took, (P, D) = [], halves(L, 0, C, B)
+                for scheduler in ("static", Sarathi(chunk=C)):
                     engine = bench.engine(scheduler, B * L, B, graph=False)
-                    took[name], _ = bench.operators(partial(engine.generate, bench.prompts(8 * B, P), max_new_tokens=D))
-                for t in took.values():
-                    t["ffn"] = t["ffn_ln1"] + t["ffn_ln2"]
-                each = {name: took["base"][name] / took["sarathi"][name] for name in ("preproj", "attn", "postproj", "ffn")}
-                ffn, proj = [*ffn, each["ffn"]], [*proj, each["preproj"], each["postproj"]]
-                for name, ratio in each.items():
-                    yield row(f"L = {L}, B = {B}, C = {C}: {name}", None, ratio, at=(f"C = {C}", name, f"{L}, {B}"))
-    for name, values, low, high in (("ffn", ffn, 1.3, 1.6), ("preproj and postproj", proj, 1.05, 1.38)):
+                    seconds, _ = bench.operators(partial(engine.generate, bench.prompts(8 * B, P), max_new_tokens=D))
+                    took.append(seconds | {"ffn": seconds["ffn_ln1"] + seconds["ffn_ln2"]})
+                for name in ("preproj", "attn", "postproj", "ffn"):
+                    seen[name].append(took[0][name] / took[1][name])
+                    yield row(f"L = {L}, B = {B}, C = {C}: {name}", None, seen[name][-1], at=(f"C = {C}", name, f"{L}, {B}"))
+    for name, values, low, high in (("ffn", seen["ffn"], 1.3, 1.6), ("preproj and postproj", seen["preproj"] + seen["postproj"], 1.05, 1.38)):
         yield row(f"{name}: smallest gain", low, min(values), at=(None, name.split()[0], None))
         yield row(f"{name}: largest gain", high, max(values), at=(None, name.split()[0], None))
 
@@ -2105,7 +2102,12 @@ def roofline(bench):
 def overhead(bench, B=8, context=256, steps=32):
     """Seconds per decode iteration of the engine (inside the model, outside it: planning, packing, sampling), medians."""
     engine, model, out, took = bench.engine("orca", B * (context + steps), B, graph=False), bench.model, [], []
-    clocked = lambda f: lambda *args: took.append(bench.once(lambda: out.append(f(*args)))) or out.pop()
+
+    def clocked(f):
+        def run(*args):
+            took.append(bench.once(lambda: out.append(f(*args))))
+            return out.pop()
+        return run
     engine.model = copy.copy(model)
     engine.model.hidden, engine.model.predict = clocked(model.hidden), clocked(model.predict)
     total = step_times(bench, engine, [(context, steps)] * B)
@@ -2677,15 +2679,16 @@ def number(x):
 
 def machine(model):
     """What the numbers were measured on, or are simulated for."""
+    dtype = str(model.dtype).removeprefix("torch.")
     if isinstance(model, CostModel):
-        return dict(name=f"{model.name} (simulated)", dtype=str(model.dtype).removeprefix("torch."))
+        return dict(name=f"{model.name} (simulated)", dtype=dtype)
     if model.device.type == "cuda":
         name = torch.cuda.get_device_name()
     else:
-        name = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "") \
-            if os.path.exists("/proc/cpuinfo") else platform.processor()
+        known = open("/proc/cpuinfo") if os.path.exists("/proc/cpuinfo") else [f"model name: {platform.processor()}"]
+        name = next((line.split(":")[1].strip() for line in known if line.startswith("model name")), "")
         name = f"{name or platform.machine()}, {torch.get_num_threads()} threads"
-    return dict(name=name, torch=torch.__version__, dtype=str(model.dtype).removeprefix("torch."))
+    return dict(name=name, torch=torch.__version__, dtype=dtype)
 
 
 def explain(bench, rows):
