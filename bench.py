@@ -3,10 +3,8 @@ have. One registered function per table; whether it measures or simulates is onl
 
     python bench.py --chunk 256          ceilings, Table 2 and Table 4 beside the paper's numbers (about a minute on 2 cores)
     python bench.py --chunk auto         first the one-time profile that picks the chunk for this model on this machine
-    python bench.py table4 --model tinyllama-1.1b --max-batch 4
     python bench.py table4 fig9 --hardware a6000 --model llama-13b     the same, simulated (seconds)
     python bench.py fig9 timeline --hardware a6000 --plot pictures --trace trace.json     PNGs, and a trace for ui.perfetto.dev
-    python bench.py slora_fig10 --hardware a100 --plot pictures        a workload of S-LoRA's, served by the authors' system, simulated
     python bench.py online --arrivals poisson:0.7x --prompt 8..512 --output lognormal:40:1     users come when they like (a minute)
     python bench.py scoreboard           every number of the papers beside ours, simulated (three minutes)
     python bench.py all --plot assets    every table and figure: PNGs, and each table's rows as JSON
@@ -24,17 +22,16 @@ import platform
 import random
 import re
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
 from collections import Counter, defaultdict
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import cycle, islice, product
+from statistics import fmean, mean, median
 from typing import Callable, NamedTuple
 
 import numpy as np
@@ -71,8 +68,9 @@ class Experiment(NamedTuple):
         return self.run.__doc__.partition("\n")[0].rstrip(".")
 
     def rows(self, bench):
+        comparable = self.beside in ("", bench.config.hardware)
         for r in self.run(bench):
-            yield r | dict(source=r["source"] or bench.source, paper=r["paper"] if self.beside in ("", bench.config.hardware) else None)
+            yield r | dict(source=r["source"] or self.only or bench.source, paper=r["paper"] if comparable else None)
 
 
 def experiment(*axes, **more):
@@ -116,17 +114,14 @@ class BenchConfig:
         for name in ("tp", "scale", "requests", "repeats"):
             checked(name, getattr(self, name), int, 1)
         checked("pd", self.pd, float, 0)
-        try:
-            lengths = [int(x) for x in self.lengths.split(",") if self.lengths]
-        except ValueError:
-            lengths = [0]
+        lengths = [int(x) if x.strip().isdecimal() else 0 for x in self.lengths.split(",") if self.lengths]
         if any(x < 8 for x in lengths):
             raise ValueError(f"lengths = {self.lengths!r}: must be whole numbers of at least 8 with commas between them")
         self.lengths = lengths
         for name in self.schedulers.split(","):
             make_scheduler(name)
-        for name in ("prompt", "output"):
-            setattr(self, f"{name}_lengths", lengths_of(name, getattr(self, name)) if getattr(self, name) else None)
+        self.prompt_lengths = lengths_of("prompt", self.prompt) if self.prompt else None
+        self.output_lengths = lengths_of("output", self.output) if self.output else None
         self.coming = arrivals_of(self.arrivals)
         try:
             self.ttft, self.tpot = (checked("targets", float(x), float, 1e-9) for x in self.targets.split(","))
@@ -156,11 +151,10 @@ class Bench:
         self.interrupt = Interruptible() if self.simulated else Interruptible(model.world)
         self.doing, self.tapes, self.found = "", Tapes(), {}  # the experiment under way; what its engines did; what is shared
 
-    def engine(self, scheduler, L, n_page=None, B=None, **more):
-        """A fresh engine with room for B requests of L tokens."""
-        B = B or self.B
+    def engine(self, scheduler, n_page, B, **more):
+        """A fresh engine for B requests at once."""
         tape = self.tape(scheduler if isinstance(scheduler, str) else f"{type(scheduler).__name__}, chunk {scheduler.chunk}")
-        options = vars(self.options) | dict(scheduler=scheduler, max_batch=B, n_page=n_page or B * L, record=tape) | more
+        options = vars(self.options) | dict(scheduler=scheduler, max_batch=B, n_page=n_page, record=tape) | more
         if not self.simulated and self.world.pp == 1 and make_scheduler(scheduler).priced and more.get("cost") is None:
             options["cost"] = self.cost
         return make_engine(self.model, clock=self.clock, **options)
@@ -212,7 +206,7 @@ class Bench:
                 text = list(f.read())
             return [text[i:i + length] for i in random.Random(seed).choices(range(len(text) - length), k=n)]
         if self.simulated:
-            return [np.broadcast_to(np.int64(0), length)] * n
+            return [np.broadcast_to(0, length)] * n
         return torch.randint(0, self.model.config.vocab_size, (n, length), generator=torch.Generator().manual_seed(seed)).tolist()
 
     def rounds(self, *fns, repeats=None, warm=True, patience=math.inf):
@@ -220,24 +214,28 @@ class Bench:
         patience: seconds after which no further round is begun."""
         repeats = 1 if self.simulated else warm + (repeats or self.config.repeats)  # every simulated time is the same
         took = [[] for _ in fns]
-        for i in tqdm(range(repeats * len(fns)), self.doing, delay=5, leave=False, file=sys.stderr):
+        for i in tqdm(range(repeats * len(fns)), self.doing, delay=5, leave=False):
             if i % len(fns) == 0 and sum(map(sum, took)) > patience:
                 break
             took[i % len(fns)].append(self.once(fns[i % len(fns)]))
         return [ts[warm and not self.simulated:] for ts in took]
 
-    def seconds(self, *fns, repeats=None):
+    def seconds(self, *fns):
         """The median time of each fn()."""
-        return [statistics.median(ts) for ts in self.rounds(*fns, repeats=repeats)]
+        return [median(ts) for ts in self.rounds(*fns)]
 
     def marginal(self, more, less):
         """What more() costs beyond less(): the median difference within a round, over twice the usual rounds."""
-        return statistics.median(a - b for a, b in zip(*self.rounds(more, less, repeats=2 * self.config.repeats)))
+        return median(a - b for a, b in zip(*self.rounds(more, less, repeats=2 * self.config.repeats)))
 
-    def once(self, f):
-        """Seconds of one f() on the bench's clock; after a Ctrl-C the next call ends the run."""
+    def heed(self):
+        """After a Ctrl-C the next call ends the run."""
         if self.interrupt.seen:
             raise KeyboardInterrupt
+
+    def once(self, f):
+        """Seconds of one f() on the bench's clock."""
+        self.heed()
         self.sync()
         start = self.clock.now()
         f()
@@ -253,8 +251,8 @@ class Bench:
         request that feeds `chunk` tokens after `past`. Tokens and cache are random: equal ones would run cooler, and so faster.
         last=False: no request has fed its last token by then, so none needs the output head."""
         entries = [(context, 1, last)] * decodes + [(past, chunk, last)] * (chunk > 0)
-        engine = self.engine("orca", 0, n_page=sum(with_room(past + n) for past, n, _ in entries), B=decodes + 1, record=None,
-                             graph=False)  # operators are timed one by one
+        pages = sum(with_room(past + n) for past, n, _ in entries)
+        engine = self.engine("orca", pages, decodes + 1, record=None, graph=False)  # operators are timed one by one
         plan = rehearse(engine, entries)
         if self.simulated:
             return lambda: engine._run(plan)
@@ -262,17 +260,18 @@ class Bench:
         batch = engine._pack(plan)
         return lambda: self.model(batch, engine.kv)
 
-    @contextmanager
-    def operators(self, *more):
-        """Time each operator of every layer (and the modules named in more) while the block runs -> {operator: seconds}, by hooks
-        on the modules' names (or on the cost model)."""
-        took = dict.fromkeys(OPERATORS + more, 0.0)
-        with self._asked(took) if self.simulated else self._hooked(took):
-            yield took
+    def operators(self, *fns, more=()):
+        """Run each fn() once -> {operator of every layer, or module named in more: seconds}, by hooks on the modules' names (or on the
+        cost model); seconds of all. Hooks take time: of what a whole takes they only say how it splits."""
+        took = dict.fromkeys((*OPERATORS, *more), 0.0)
+        unhook = (self._asked if self.simulated else self._hooked)(took)
+        try:
+            return took, sum(map(self.once, fns))
+        finally:
+            unhook()
 
-    @contextmanager
     def _hooked(self, took):
-        """A stopwatch for each operator: the time before is taken off, the time behind is put on."""
+        """A stopwatch for each operator: the time before is taken off, the time behind is put on -> what takes the hooks off."""
         def stamp(name, sign):
             def hook(*_):
                 self.sync()
@@ -281,25 +280,17 @@ class Bench:
         modules = [(path.rpartition(".")[2], module) for path, module in self.model.named_modules()]
         hooks = [hook for name, module in modules if name in took for hook in (
             module.register_forward_pre_hook(stamp(name, -1)), module.register_forward_hook(stamp(name, 1)))]
-        try:
-            yield
-        finally:
-            for h in hooks:
-                h.remove()
+        return lambda: [h.remove() for h in hooks]
 
-    @contextmanager
     def _asked(self, took):
-        """What the cost model says of each operator."""
+        """The same of what the cost model says."""
         def time_of(entries, lora="batched"):
             seconds = self.model.operators_of(entries, lora)
             for name in took:
                 took[name] += seconds[name]
             return sum(seconds.values())
         self.model.time_of = time_of
-        try:
-            yield
-        finally:
-            del self.model.time_of
+        return lambda: delattr(self.model, "time_of")
 
 
 def row(what, paper, ours, source=None, **more):
@@ -345,8 +336,7 @@ TABLE2 = {  # [SARATHI Table 2], ms, LLaMA-13B on an A6000: linear, attn, total,
 
 @experiment(("batch", "iteration (ms)"))
 def table2(bench):
-    """[SARATHI Table 2] the time of a prefill-only, a decode-only and a decode-maximal batch, by operator.
-    Totals are timed without the operators' hooks; the hooked run only says how a total splits."""
+    """[SARATHI Table 2] the time of a prefill-only, a decode-only and a decode-maximal batch, by operator."""
     L, d = min(1024, bench.model.config.block_size - 1, max(bench.lengths)), 3
     context = L - 1
     batches = {"prefill-only": (bench.iteration(0, 0, L), L), "decode-only": (bench.iteration(d + 1, context, 0), d + 1),
@@ -355,9 +345,7 @@ def table2(bench):
     totals = bench.seconds(*(f for f, n in batches.values()))
     rows = []
     for (name, (f, n)), total, paper in zip(batches.items(), totals, TABLE2.values()):
-        with bench.operators() as took:
-            for _ in range(3):
-                f()
+        took, _ = bench.operators(*[f] * 3)
         share = sum(took.values())
         linear_s, attn_s = (total * x / share for x in (share - took["attn"], took["attn"]))
         rows += [row(f"{name}: linear (ms)", paper[0], linear_s * 1e3, at=("", "linear", name)),
@@ -379,10 +367,9 @@ def table4(bench):
     """[SARATHI Table 4] decode speedup and end-to-end gain over request-level batching and Orca, for three lengths.
     At P:D = C / (B - 1) unless --pd says otherwise; whole runs of every scheduler in turns. Simulated with --full: also the
     paper's second model."""
-    pd = bench.config.pd or bench.options.chunk / max(1, bench.B - 1)
     first, second = TABLE4.values()
     papers = [case[3:] for case in first] + [(None, None)] * len(bench.lengths)
-    yield from table4_cases(bench, [(L, bench.B, pd, *paper) for L, paper in zip(bench.lengths, papers)])
+    yield from table4_cases(bench, [(L, bench.B, bench.config.pd, *paper) for L, paper in zip(bench.lengths, papers)])
     if bench.simulated and bench.config.full:
         for r in table4_cases(bench.other(CostModel.roofline(preset("llama-33b"), "a100")), second):
             yield r | dict(what="LLaMA-33B, A100, " + r["what"], at=(*r["at"][:2], "33B, " + r["at"][2]))
@@ -397,7 +384,7 @@ def table4_cases(bench, cases):
         P, D = halves(L, pd, bench.options.chunk, B)
         took = end_to_end(bench, schedulers, P, D, B)
         note, x = f"L = {L}, B = {B}, P:D = {P / D:.0f}", f"L {L}, B {B}"
-        gain = {s: statistics.median(a / b for a, b in zip(took[s], took[name])) for s in BASELINES}  # within a round: drift cancels
+        gain = {s: median(a / b for a, b in zip(took[s], took[name])) for s in BASELINES}  # within a round: drift cancels
         yield row(f"{note}: decode speedup", speedup_paper, speedup, decode_ms=piggybacked * 1e3, at=("decode speedup", name, x))
         yield row(f"{note}: {name} over static", gain_paper, gain["static"], seconds=took, at=("end to end", "over static", x))
         yield row(f"{note}: {name} over orca", gain_paper / ORCA if i == 0 and gain_paper else None, gain["orca"], derived=True,
@@ -405,8 +392,9 @@ def table4_cases(bench, cases):
 
 
 def halves(L, pd, chunk=0, B=1):
-    """A request of L tokens as (P, D) at a ratio P:D, P being whole chunks of chunk - (B - 1) where one is near, as in the
-    paper: Table 4's 50, 63 and 127 are 4, 8 and 12 of them."""
+    """A request of L tokens as (P, D) at a ratio P:D (0: chunk / (B - 1), where decodes piggyback perfectly), P being whole chunks of
+    chunk - (B - 1) where one is near, as in the paper: Table 4's 50, 63 and 127 are 4, 8 and 12 of them."""
+    pd = pd or chunk / max(1, B - 1)
     P, part = L - max(1, round(L / (1 + pd))), chunk - (B - 1)
     whole = part * round(P / part) if part > 0 else 0
     P = whole if 0 < whole < L and abs(whole - P) <= max(1, 0.02 * L) else P
@@ -429,7 +417,7 @@ def end_to_end(bench, schedulers, P, D, B, requests=None):
     schedulers: names, or a dict of names and Schedulers. Simulated: for four batches in the steady state, that is what four batches
     more cost, because how a run begins and ends says nothing about a server."""
     schedulers = schedulers if isinstance(schedulers, dict) else {s: s for s in schedulers}
-    engines = [bench.engine(s, P + D, B=B) for s in schedulers.values()]
+    engines = [bench.engine(s, B * (P + D), B) for s in schedulers.values()]
 
     def rounds(n):
         prompts = bench.prompts(n, P, bench.options.seed)
@@ -486,8 +474,7 @@ def fig3(bench):
     At one length; also how much of a prefill is neither attention nor a linear operator."""
     L = bench.lengths[0]
     (prefill,) = bench.seconds(bench.iteration(0, 0, L))
-    with bench.operators() as took:
-        whole = bench.once(bench.iteration(0, 0, L))
+    took, whole = bench.operators(bench.iteration(0, 0, L))
     sizes = bench.grid([1, 2, bench.B], [1, 2, 4, 8, 12, 18])
     for B, decode in zip(sizes, bench.seconds(*(bench.iteration(B, L - 1, 0) for B in sizes))):
         yield row(f"B = {B}: decode over prefill, per token", {1: 200, 2: 100, 18: 16.7}.get(B), decode / B / (prefill / L), at=("", "decode", B))
@@ -524,6 +511,11 @@ def another(bench, **change):
     if bench.simulated:
         return CostModel.roofline(config, bench.config.hardware, bench.config.tp)
     return GPT.from_preset(config, dtype=bench.model.dtype, device=str(bench.model.device))
+
+
+def room_of(cost):
+    """Tokens whose keys and values fit beside the weights of a simulated GPU."""
+    return int(math.prod(cost.memory)) // cost.page
 
 
 def widths(c):
@@ -583,12 +575,12 @@ def gains(bench, P, D, B, chunks, orca=False):
     if orca:
         schedulers |= dict(worst="orca", best=orca_best(P, B))
     took = end_to_end(bench, schedulers, P, D, B=B, requests=2 * B)
-    return {name: statistics.median(a / b for a, b in zip(took["base"], ts)) for name, ts in took.items() if name != "base"}
+    return {name: median(a / b for a, b in zip(took["base"], ts)) for name, ts in took.items() if name != "base"}
 
 
-def ratios(bench, *special):
+def ratios(bench):
     """The P:D ratios of a sweep."""
-    return sorted({*bench.grid((5, 50), (1, 2, 3, 5, 7, 10, 20, 40, 50, 64, 80, 100, 128, 160, 200)), *special})
+    return bench.grid((5, 50), (1, 2, 3, 5, 7, 10, 20, 40, 50, 64, 80, 100, 128, 160, 200))
 
 
 @experiment(("P:D ratio", "throughput over static (times)"))
@@ -597,8 +589,7 @@ def fig9(bench):
     A peak's P:D is where decodes piggyback perfectly: C / (B - 1)."""
     for L, B in bench.grid(batches(bench)[:1], batches(bench)):
         for C in bench.grid([bench.options.chunk], [128, 256, 512]):
-            perfect = C / (B - 1)  # the others are not rounded to whole chunks: several of them would become one
-            sizes = sorted({halves(L, pd, *((C, B) if pd == perfect else ())) for pd in ratios(bench, perfect)})
+            sizes = sorted({halves(L, 0, C, B), *(halves(L, pd) for pd in ratios(bench))})  # in whole chunks several of these would become one
             curve = [(P / D, gains(bench, P, D, B, [C])[C]) for P, D in sizes]
             pd, best = max(curve, key=lambda point: point[1])
             paper = {256: (1.27, 14), 512: (1.23, 28)}.get(C, (None, None)) if (L, B) == (1024, 18) else (None, None)
@@ -610,22 +601,19 @@ def fig9(bench):
 def fig10(bench):
     """[SARATHI Fig. 10] time by operator, request-level batching over SARATHI.
     At P:D = C / (B - 1), where decodes piggyback perfectly."""
-    ffn, proj = [], []
+    seen = defaultdict(list)  # operator -> its gains
     for C in bench.grid([bench.options.chunk], [256, 512]):
         for L, most in bench.grid(batches(bench)[:1], batches(bench)):
             for B in bench.grid([most], sorted({2, 6, most})):
-                took = {}
-                for name, scheduler in (("base", "static"), ("sarathi", Sarathi(chunk=C))):
-                    P, D = halves(L, C / (B - 1), C, B)
-                    with bench.operators() as took[name]:
-                        bench.once(lambda: bench.engine(scheduler, L, B=B, graph=False).generate(bench.prompts(8 * B, P), max_new_tokens=D))
-                for t in took.values():
-                    t["ffn"] = t["ffn_ln1"] + t["ffn_ln2"]
-                each = {name: took["base"][name] / took["sarathi"][name] for name in ("preproj", "attn", "postproj", "ffn")}
-                ffn, proj = [*ffn, each["ffn"]], [*proj, each["preproj"], each["postproj"]]
-                for name, ratio in each.items():
-                    yield row(f"L = {L}, B = {B}, C = {C}: {name}", None, ratio, at=(f"C = {C}", name, f"{L}, {B}"))
-    for name, values, low, high in (("ffn", ffn, 1.3, 1.6), ("preproj and postproj", proj, 1.05, 1.38)):
+                took, (P, D) = [], halves(L, 0, C, B)
+                for scheduler in ("static", Sarathi(chunk=C)):
+                    engine = bench.engine(scheduler, B * L, B, graph=False)
+                    seconds, _ = bench.operators(partial(engine.generate, bench.prompts(8 * B, P), max_new_tokens=D))
+                    took.append(seconds | {"ffn": seconds["ffn_ln1"] + seconds["ffn_ln2"]})
+                for name in ("preproj", "attn", "postproj", "ffn"):
+                    seen[name].append(took[0][name] / took[1][name])
+                    yield row(f"L = {L}, B = {B}, C = {C}: {name}", None, seen[name][-1], at=(f"C = {C}", name, f"{L}, {B}"))
+    for name, values, low, high in (("ffn", seen["ffn"], 1.3, 1.6), ("preproj and postproj", seen["preproj"] + seen["postproj"], 1.05, 1.38)):
         yield row(f"{name}: smallest gain", low, min(values), at=(None, name.split()[0], None))
         yield row(f"{name}: largest gain", high, max(values), at=(None, name.split()[0], None))
 
@@ -636,13 +624,13 @@ def fig11(bench):
     Worst case: all requests start and end together, as request-level batching; best: whole prompts beside running decodes [§4.5]."""
     for i, (L, B) in enumerate(batches(bench)):
         C = bench.options.chunk
-        gain = gains(bench, *halves(L, C / (B - 1), C, B), B, [C], orca=True)
+        gain = gains(bench, *halves(L, 0, C, B), B, [C], orca=True)
         for name, paper, ours in (("Orca, worst case", None if i else 1.0, gain["worst"]), ("Orca, best case", None if i else 1.11, gain["best"]),
                                   ("SARATHI", (1.27, 1.25, 1.23)[i] if i < 3 else None, gain[C])):
             yield row(f"(a) L = {L}, B = {B}: {name}", paper, ours, at=("(a)", f"C = {C}" if name == "SARATHI" else name, f"L {L}, B {B}"))
     L, B = batches(bench)[0]
     chunks, curves = bench.grid([bench.options.chunk], [128, 256, 512]), {}
-    for P, D in sorted({halves(L, pd, C, B) for C in chunks for pd in ratios(bench, C / (B - 1))}):
+    for P, D in sorted({halves(L, pd, C, B) for C in chunks for pd in (0, *ratios(bench))}):
         for name, gain in gains(bench, P, D, B, chunks, orca=True).items():
             curves.setdefault(name, []).append((P / D, gain))
     for name, curve in curves.items():
@@ -657,35 +645,32 @@ def fig11(bench):
 def fig13(bench):
     """[SARATHI Fig. 13] what chunking costs: (a) attention, (b) prefill, (c) what is left end to end.
     Times over a full prefill's; a gain over request-level batching at P:D = C / (B - 1)."""
-    best = {}
+    attention, prefill, end = panels = "(a) attention", "(b) prefill", "(c) end to end"
+    most, chunks = defaultdict(float), bench.grid([64, 128, 256], range(64, 513, 64))  # most: (panel, C) -> of all lengths
     for L, B in bench.grid(batches(bench)[:1], batches(bench)):
         whole = chunked(bench, L, L)
-        for C in bench.grid([64, 128, 256], range(64, 513, 64)):
+        for C in chunks:
             took = chunked(bench, L, C)
-            gain = gains(bench, *halves(L, C / (B - 1), C, B), B, [C])[C] if C > B else None
-            for name, ours in (("(a) attention, times", took[0] / whole[0]), ("(b) prefill, times", took[1] / whole[1]),
-                               ("(c) end to end, gain", gain)):
-                best.setdefault((name, C), []).append(ours)
-                yield row(f"{name}, L = {L}, C = {C}", None, ours, at=(name.split(",")[0], f"L = {L}", C))
-    pick = lambda name, C: max(x for x in best[name, C] if x is not None)
-    for panel, C, paper in (("(a) attention", 64, 3.0), ("(b) prefill", 64, 5.0), ("(b) prefill", 128, 2.0)):
-        yield row(f"{panel} at C = {C}, times", paper, pick(f"{panel}, times", C), at=(panel, None, C))
+            gain = gains(bench, *halves(L, 0, C, B), B, [C])[C] if C > B else None
+            for panel, unit, ours in zip(panels, ("times", "times", "gain"), (took[0] / whole[0], took[1] / whole[1], gain)):
+                most[panel, C] = max(most[panel, C], ours or 0.0)
+                yield row(f"{panel}, {unit}, L = {L}, C = {C}", None, ours, at=(panel, f"L = {L}", C))
+    for panel, C, paper in ((attention, 64, 3.0), (prefill, 64, 5.0), (prefill, 128, 2.0)):
+        yield row(f"{panel} at C = {C}, times", paper, most[panel, C], at=(panel, None, C))
     for C, paper in ((256, 0.8), (512, 0.9)):
-        if ("(b) prefill, times", C) in best:
-            yield row(f"(b) prefill at C = {C}: speed kept", paper, 1 / pick("(b) prefill, times", C))
+        if C in chunks:
+            yield row(f"(b) prefill at C = {C}: speed kept", paper, 1 / most[prefill, C])
     for C, paper in ((64, 1.0), (128, 1.16)):
-        yield row(f"(c) best gain at C = {C}", paper, pick("(c) end to end, gain", C), at=("(c) end to end", None, C))
-    if ("(c) end to end, gain", 320) in best:
-        yield row("(c) gain at C = 256 over C = 320", 1.0, pick("(c) end to end, gain", 256) / pick("(c) end to end, gain", 320), bound="at least")
+        yield row(f"(c) best gain at C = {C}", paper, most[end, C], at=(end, None, C))
+    if 320 in chunks:
+        yield row("(c) gain at C = 256 over C = 320", 1.0, most[end, 256] / most[end, 320], bound="at least")
 
 
 def chunked(bench, L, C):
     """Seconds of a prompt of L tokens fed in chunks of C -> (attention's, all)"""
     fns = [bench.iteration(0, 0, min(C, L - past), past, last=False) for past in range(0, L, C)]
     total = sum(bench.seconds(*fns))
-    with bench.operators() as took:
-        for f in fns:
-            bench.once(f)
+    took, _ = bench.operators(*fns)
     return total * took["attn"] / sum(took.values()), total
 
 
@@ -696,25 +681,21 @@ def zipf_requests(n, low=1024, high=4096, theta=0.4, pd=10.0, seed=0):
     proportion to k^-theta, P:D prompt to new tokens [SARATHI §5.3]."""
     for L in zipf(theta, low, high)(np.random.default_rng(seed), n).tolist():
         P, D = halves(L, pd)
-        yield Request(np.broadcast_to(np.int64(0), P), max_new_tokens=D)
+        yield Request(np.broadcast_to(0, P), max_new_tokens=D)
 
 
 def feed(bench, engine, requests, clients=None):
     """Serve an iterator of requests without holding them all -> those that ended, in the order of their end. clients: so many are
     there at once, the next comes when one ended (None: a full batch and 64 more); math.inf: each comes at its own time."""
-    requests, more, most = iter(requests), True, clients or 64 + engine.max_batch
-    while more or engine.requests:
-        while more and len(engine.requests) < most:
+    requests, most = iter(requests), clients or 64 + engine.max_batch
+    r = next(requests, None)
+    while r or engine.requests:
+        while r and len(engine.requests) < most:
+            r.arrival = engine.clock.now() if most < math.inf else r.arrival
+            engine.add(r)
             r = next(requests, None)
-            more = r is not None
-            if more:
-                r.arrival = engine.clock.now() if most < math.inf else r.arrival
-                engine.add(r)
-        if bench.interrupt.seen:
-            raise KeyboardInterrupt
-        for event in engine.step():
-            if event.finished:
-                yield event.request
+        bench.heed()
+        yield from (event.request for event in engine.step() if event.finished)
 
 
 @experiment(("median per request", "bubble time, ratio"), ("scenarios compared", "completion time, ratio"), only="simulated")
@@ -722,27 +703,30 @@ def fig12(bench):
     """[SARATHI Fig. 12] GPT-3 on 64 A100: pipeline bubbles and completion time with Orca, with SARATHI and without a pipeline.
     Always simulated, whatever the bench. The last rows ask what if an all-reduce began as late as in eager PyTorch."""
     n = bench.config.scale
-    names = ("completion, TP-PP Orca over TP-PP SARATHI", "completion, TP only over TP-PP SARATHI", "completion, TP-PP Orca over TP only")
     orca, sarathi, alone = clusters(bench, n)
-    simulated = partial(row, source="simulated")
-    yield simulated("median bubble time per request, Orca over SARATHI", 6.29, orca["bubble"] / sarathi["bubble"],
-                    at=("(a) bubbles", "as simulated", "Orca over SARATHI"))
-    pairs = lambda o, s, t: (o["took"] / s["took"], t["took"] / s["took"], o["took"] / t["took"])
-    for name, paper, ours in zip(names, (1.91, 1.48, 1.28), pairs(orca, sarathi, alone)):
-        yield simulated(name, paper, ours, at=("(b) completion", "as simulated", name.partition(", ")[2]))
+    yield row("median bubble time per request, Orca over SARATHI", 6.29, orca["bubble"] / sarathi["bubble"],
+              at=("(a) bubbles", "as simulated", "Orca over SARATHI"))
+    for (name, ours), paper in zip(completions(orca, sarathi, alone).items(), (1.91, 1.48, 1.28)):
+        yield row(f"completion, {name}", paper, ours, at=("(b) completion", "as simulated", name))
     for name, r in (("Orca", orca), ("SARATHI", sarathi)):
-        yield simulated(f"TP8 x PP8, {name}: idle share of the stages", None, r["idle"], kinds=r["kinds"])
+        yield row(f"TP8 x PP8, {name}: idle share of the stages", None, r["idle"], kinds=r["kinds"])
         bench.notes.append(f"TP8 x PP8, {name}: {n} requests in {r['took']:.0f} s; the median request waits {r['bubble']:.2f} s in bubbles: "
                            + ", ".join(f"{kind} {s:.0f} s" for kind, s in r["kinds"].items()) + " of all stages")
     bench.notes.append(f"8 x TP8: {n} requests in {alone['took']:.0f} s")
-    yield simulated("largest batch, TP8 x PP8, per micro-batch", 27, Simulator(gpt3(nodes=8)).max_batch // 8)
-    yield simulated("largest batch, TP8", 11, Simulator(gpt3()).max_batch)
+    yield row("largest batch, TP8 x PP8, per micro-batch", 27, Simulator(gpt3(nodes=8)).max_batch // 8)
+    yield row("largest batch, TP8", 11, Simulator(gpt3()).max_batch)
     eager = f"{EAGER * 1e6:.0f} us before an all-reduce"
-    for name, ours in zip(names, pairs(*clusters(bench, -(-n // 5), delay=EAGER))):
-        yield simulated(f"with {eager}: {name}", None, ours, at=("(b) completion", eager, name.partition(", ")[2]))
+    for name, ours in completions(*clusters(bench, -(-n // 5), delay=EAGER)).items():
+        yield row(f"with {eager}: completion, {name}", None, ours, at=("(b) completion", eager, name))
 
 
 EAGER = 350e-6  # seconds; what brings all three completion ratios to the paper's, and not used for anything else
+
+
+def completions(orca, sarathi, alone):
+    """The ratios of [SARATHI Fig. 12] b."""
+    return {f"{one} over {other}": a["took"] / b["took"] for one, a, other, b in (
+        ("TP-PP Orca", orca, "TP-PP SARATHI", sarathi), ("TP only", alone, "TP-PP SARATHI", sarathi), ("TP-PP Orca", orca, "TP only", alone))}
 
 
 def clusters(bench, n, **more):
@@ -768,7 +752,7 @@ def outcome(line, ended):
     """What a Pipeline's figures are when the last of its requests has ended."""
     bubbles, took = [r.bubble for r in ended], line.clock.now()
     idle = {kind: s / len(line.lanes) / took for kind, s in line.bubbles.items()}  # shares of the stages
-    return dict(took=took, n=len(bubbles), bubble=statistics.median(bubbles), kinds=line.bubbles, shares=idle, idle=sum(idle.values()))
+    return dict(took=took, n=len(bubbles), bubble=median(bubbles), kinds=line.bubbles, shares=idle, idle=sum(idle.values()))
 
 
 @experiment(only="measured", needs="stages", timeline="stage")
@@ -782,7 +766,7 @@ def fig12_measured(bench):
                          "torchrun --nproc_per_node 2 bench.py fig12_measured --pp 2")
     C, cost, runs = top // 16, stage_cost(bench), {"measured": defaultdict(list), "simulated": defaultdict(list)}
     policies, B = {"Orca": orca_best(top, top), "SARATHI": Sarathi(chunk=C)}, 1 + -(-C // 10)
-    for i in tqdm(range(bench.runs), "fig12_measured", file=sys.stderr):
+    for i in tqdm(range(bench.runs), "fig12_measured"):
         for name, scheduler in policies.items():
             options = dict(scheduler=scheduler, max_batch=B, n_page=B * top)
             line = Pipeline(bench.model, record=bench.tape(name) if i == 0 else None, **options)
@@ -799,7 +783,7 @@ def fig12_measured(bench):
 
 def beside_the_simulator(runs):
     """{source: {policy: [outcome]}} -> rows: Orca over SARATHI, what each was, and how far off the simulator is."""
-    seen = lambda source, name, key: statistics.median(o[key] for o in runs[source][name])
+    seen = lambda source, name, key: median(o[key] for o in runs[source][name])
     keys = {"median bubble time per request": ("bubble", 6.29), "completion": ("took", 1.91), "idle share of the stages": ("idle", None)}
     for what, (key, paper) in keys.items():
         for source in runs:
@@ -815,8 +799,8 @@ def beside_the_simulator(runs):
 def stage_cost(bench):
     """The CostModel of all stages together: that of one, profiled on all ranks at the same time (they share a memory), times their
     number; and what their messages take."""
-    world, config = bench.model.world, bench.model.config.whole
-    stage = GPT.from_preset(replace(config, n_layer=-(-config.n_layer // world.pp)), bench.model.dtype, str(bench.model.device))
+    world = bench.model.world
+    stage = another(bench, n_layer=-(-bench.model.config.n_layer // world.pp), stage=(0, 1))
     cost = world.agree(CostModel.profile(stage, repeats=bench.runs))
     cost.coefficients = [world.pp * c for c in cost.coefficients]
     cost.link = tuple(x / world.pp for x in message_cost(bench.model, partial(round_trip, world), (1, 64, 512)))
@@ -856,9 +840,9 @@ def bubbles(bench):
     """[SARATHI §3.2, §5.3] where a pipeline of four stages idles, with Orca and with SARATHI: GPT-3 on 32 A100.
     Always simulated; the lengths are fig12's."""
     for name, r in pipelines(bench, 4, min(bench.config.scale, 300)).items():
-        yield row(f"{name}: completion of {r['n']} requests (s)", None, r["took"], source="simulated")
+        yield row(f"{name}: completion of {r['n']} requests (s)", None, r["took"])
         for kind, share in r["shares"].items():
-            yield row(f"{name}: idle in {kind}, share of the stages", None, share, source="simulated")
+            yield row(f"{name}: idle in {kind}, share of the stages", None, share)
 
 
 @experiment(only="simulated")
@@ -879,7 +863,7 @@ def overload(bench, n, rate=40.0):
     """n requests for a LLaMA-7B on an A100 that serves half as many per second -> those served, wall seconds, iterations."""
     engine, clock = Simulator(CostModel.roofline(preset("llama-7b"), "a100"), scheduler="sarathi", max_batch=100, alloc="grow", fair=2.0), WallClock()
     jobs = gamma_jobs(rate, n / rate, prompt=uniform(8, 512), output=uniform(8, 256))
-    requests = (Request(np.broadcast_to(np.int64(0), job.prompt), job.output, arrival=job.arrival, client="ab"[i % 2]) for i, job in enumerate(jobs))
+    requests = (Request(np.broadcast_to(0, job.prompt), job.output, arrival=job.arrival, client="ab"[i % 2]) for i, job in enumerate(jobs))
     return sum(1 for _ in feed(bench, engine, requests, math.inf)), clock.now(), engine.n_steps
 
 
@@ -1000,8 +984,8 @@ def requests_of(bench, engine, jobs):
 
 
 def served(bench, engine, requests, clients=math.inf):
-    """Requests when all have ended, or Ctrl-C came."""
-    for _ in tqdm(feed(bench, engine, requests, clients), bench.doing, len(requests), delay=5, leave=False, file=sys.stderr):
+    """The same requests, when all have ended."""
+    for _ in tqdm(feed(bench, engine, requests, clients), bench.doing, len(requests), delay=5, leave=False):
         pass
     return requests
 
@@ -1018,11 +1002,11 @@ def metrics(requests, start=0.0, slo=6.0):
     within slo seconds (attainment) and the mean of 1 - (t / slo)^2, or 0 (satisfaction)."""
     done = [r for r in requests if r.state in ("length", "stop")]
     took = max((r.times[-1] for r in done), default=math.inf) - start
-    waits = [r.ttft for r in done if r.ttft < slo]
-    mean = lambda xs: statistics.fmean(xs) if xs else math.nan
+    soon = [r.ttft for r in done if r.ttft < slo]
+    average = lambda xs: fmean(xs) if xs else math.nan
     return {"requests/s": len(done) / took, "tokens/s": sum(len(r.times) for r in done) / took,
-            "latency": mean([r.times[-1] - r.arrival for r in done]), "first token": mean([r.ttft for r in done]),
-            "attainment": len(waits) / len(requests), "satisfaction": sum(1 - (t / slo)**2 for t in waits) / len(requests),
+            "latency": average([r.times[-1] - r.arrival for r in done]), "first token": average([r.ttft for r in done]),
+            "attainment": len(soon) / len(requests), "satisfaction": sum(1 - (t / slo)**2 for t in soon) / len(requests),
             "aborted": len(requests) - len(done)}
 
 
@@ -1042,8 +1026,7 @@ class Meter:
 
 
 class Online:
-    """Jobs, who sends them and room to serve them. On a simulator's clock it is over as soon as it is computed, on a real one it
-    takes the time it takes."""
+    """Jobs, who sends them and room to serve them."""
 
     def __init__(self, bench, jobs, clients=math.inf, B=0):
         """clients: as in feed; B: how many run at once, 0: --max-batch, or four times the usual batch, if they fit."""
@@ -1055,7 +1038,7 @@ class Online:
             raise ValueError(f"request {i} of {len(jobs)}, {job.prompt} + {job.output} tokens: the model's context ends at "
                              f"{bench.model.config.block_size}")
         self.room = 4 * max((make(bench.model.config).n_page for make in self.adapters.values()), default=0)
-        fits = int(math.prod(bench.model.memory)) // bench.model.page // self.L if bench.simulated else 64
+        fits = room_of(bench.model) // self.L if bench.simulated else 64
         self.B = max(1, min(B or bench.options.max_batch or 4 * bench.B, fits))
 
     @classmethod
@@ -1075,7 +1058,7 @@ class Online:
         return serve(self.bench, engine, at_rate(self.jobs[:200], math.inf))["requests/s"]
 
     def engine(self, scheduler, **options):
-        engine = self.bench.engine(scheduler, self.L, n_page=self.B * self.L + self.room, B=self.B, **options)
+        engine = self.bench.engine(scheduler, self.B * self.L + self.room, self.B, **options)
         for name, source in self.adapters.items():
             engine.add_adapter(name, source)
         return engine
@@ -1165,14 +1148,13 @@ def online(bench):
         seen |= {name: outcome} if outcome.rates else {}
         if bench.interrupt.seen:
             break
-    served = f"; {work.capacity:.3g} requests/s are served when all come at once" if "capacity" in vars(work) else ""
-    bench.notes.append(f"{len(work.jobs)} requests, {work.B} at once; ours: {ours}{served}")
+    most = f"; {work.capacity:.3g} requests/s are served when all come at once" if "capacity" in vars(work) else ""
+    bench.notes.append(f"{len(work.jobs)} requests, {work.B} at once; ours: {ours}{most}")
     for what, value in seen[ours].rates.items() if seen else ():
         name = what.removesuffix(", p50 (s)")
         also = [(name, s, None, distribution(seen[s].waits[name]), "") for s in sorted(seen, key=ours.__eq__) if name in CURVES]
         yield row(what, None, value, **{s: outcome.rates[what] for s, outcome in seen.items() if s != ours}, also=also)
-    if bench.interrupt.seen:
-        raise KeyboardInterrupt
+    bench.heed()
 
 
 # ---------------------------------------------------------------- [TNG]
@@ -1186,12 +1168,12 @@ def timeline(bench):
     jobs = [Job(arrival * unit, P, D) for P, D, arrival in (
         (L // 8, 24, 0), (L // 4, 12, 0), (L // 8, 36, 0), (L * 3 // 4, 16, 0.6), (L // 2, 10, 1.5), (L // 4, 12, 2.2))]
     for s in dict.fromkeys(("static", "prefill_first", "sarathi", bench.options.scheduler)):
-        engine = bench.engine(s, L + 16, B=4)
+        engine = bench.engine(s, 4 * (L + 16), 4)
         engine.clock = VirtualClock() if bench.simulated else make_clock(bench.world)  # each begins at zero
         requests = served(bench, engine, requests_of(bench, engine, jobs))
         getattr(engine.record, "arrivals", {}).update((r.id, r.arrival) for r in requests)
-        yield row(f"{s}: TTFT, mean (s)", None, statistics.mean(r.ttft for r in requests))
-        yield row(f"{s}: TPOT, mean (ms)", None, statistics.mean(r.tpot for r in requests) * 1e3)
+        yield row(f"{s}: TTFT, mean (s)", None, mean(r.ttft for r in requests))
+        yield row(f"{s}: TPOT, mean (ms)", None, mean(r.tpot for r in requests) * 1e3)
         yield row(f"{s}: longest wait between two tokens (s)", None, max(b - a for r in requests for a, b in zip(r.times, r.times[1:])))
         yield row(f"{s}: until the last token (s)", None, max(r.times[-1] for r in requests))
 
@@ -1239,16 +1221,15 @@ def tng_throughput(bench):
     nor which lengths nor how many at once, so all of a grid are tried; its number stands beside the largest gain."""
     if bench.simulated:
         bench = bench.other(CostModel.roofline(bench.model.config, bench.config.hardware, bench.config.tp, system="vllm"))
-    gains = []
-    for n, pd in [(n, pd) for n in bench.grid([12], [8, 32, 128]) for pd in bench.grid([8], [4, 16, 64])]:
-        work, rates = Online(bench, [Job(0.0, *halves(bench.lengths[0], pd))] * (bench.grid(2, 6) * n), clients=n, B=n), {}
-        for C in ("", *bench.grid([64, 256], [512, 2048])):
-            scheduler = SarathiServe(chunk=C) if C else "prefill_first"
-            rates[C] = work.run(scheduler).rates[THROUGHPUT]
-        for C in [*rates][1:]:
-            gains.append(rates[C] / rates[""])
-            yield row(f"{n} at once, P:D = {pd}, C = {C}: gain", None, gains[-1], **{"tokens/s": rates[C]}, at=(f"{n} at once", f"C = {C}", pd))
-    yield row("chunked over prefill first: largest gain", TNG, max(gains), **{"tokens/s": None})
+    seen = []
+    for n, pd in product(bench.grid([12], [8, 32, 128]), bench.grid([8], [4, 16, 64])):
+        work = Online(bench, [Job(0.0, *halves(bench.lengths[0], pd))] * (bench.grid(2, 6) * n), clients=n, B=n)
+        base = work.run("prefill_first").rates[THROUGHPUT]
+        for C in bench.grid([64, 256], [512, 2048]):
+            rate = work.run(SarathiServe(chunk=C)).rates[THROUGHPUT]
+            seen.append(rate / base)
+            yield row(f"{n} at once, P:D = {pd}, C = {C}: gain", None, seen[-1], **{"tokens/s": rate}, at=(f"{n} at once", f"C = {C}", pd))
+    yield row("chunked over prefill first: largest gain", TNG, max(seen), **{"tokens/s": None})
 
 
 # ---------------------------------------------------------------- fairness
@@ -1267,7 +1248,7 @@ def fairness(bench):
         for client in ("light", "flood"):
             first = [r.ttft for r in ended if r.client == client and r.times]
             p50, p99 = np.percentile(first, (50, 99)).tolist()
-            yield row(f"{order}, {client}: TTFT, mean (s)", None, statistics.fmean(first), **{"p50 (s)": p50, "p99 (s)": p99, "requests": len(first)},
+            yield row(f"{order}, {client}: TTFT, mean (s)", None, fmean(first), **{"p50 (s)": p50, "p99 (s)": p99, "requests": len(first)},
                       at=("", order, client))
 
 
@@ -1343,7 +1324,10 @@ class Scene:
     """A setting of [S-LoRA Table 1]. Simulated: the authors' systems on --hardware. Measured: this engine and model with the
     setting's ranks; lengths, seconds and the number of requests shrink, so that the paper's rates load it as they did the A10G."""
 
-    def __init__(self, bench, setting):
+    def __init__(self, bench, setting=""):
+        """setting '': what [S-LoRA Table 2] has for --hardware, with its adapters n and requests/s rate; measured: for the A10G."""
+        usual, self.n, self.rate = DEFAULT.get(bench.config.hardware, DEFAULT["a10g"])
+        setting = setting or usual
         self.bench, self.setting, (self.model, self.ranks), self.hardware = bench, setting, SETTINGS[setting], bench.config.hardware
         self.unit, self.lengths = 1.0, uniform(8, 512)  # seconds here for one of the paper's
         if not bench.simulated:
@@ -1351,20 +1335,15 @@ class Scene:
             self.unit = bench.shared(self.ranks, lambda: 1.58 / self.run(20, 1000)["requests/s"])  # [S-LoRA Fig. 5] what the A10G served
             bench.notes.append(f"{setting}: {self.unit:.3g} s stand for one of the paper's in rates and the SLO; results are in seconds here")
 
-    @classmethod
-    def usual(cls, bench):
-        """The [S-LoRA Table 2] workload of --hardware, with its adapters n and its requests/s rate; measured: the A10G's."""
-        setting, n, rate = DEFAULT.get(bench.config.hardware, DEFAULT["a10g"])
-        scene = cls(bench, setting)
-        scene.n, scene.rate = n, rate
-        return scene
-
     def run(self, n, rate, variant="S-LoRA", duration=300, cv=1.0, alpha=1.0, **options):
         """Serve so many of the paper's seconds of its workload with n adapters -> metrics. options: the engine's, slo in its seconds."""
         bench, unit = self.bench, self.unit
         duration = bench.grid(min(duration, 2 * bench.config.requests / rate), duration)
         jobs = gamma_jobs(rate / unit, duration * unit, cv, n, alpha, self.lengths, self.lengths)
-        options = VARIANTS.get(variant, {}) | options | ({"slo": options["slo"] * unit} if "slo" in options else {})
+        if variant in ("bmm", "merge"):
+            options["lora"] = variant
+        if "slo" in options:
+            options["slo"] *= unit
         engine = self.simulator(n, variant, options) if bench.simulated else self.engine(variant, options)
         for i in {job.adapter for job in jobs} - {None}:  # of the others only the name would be known
             engine.add_adapter(str(i), adapter_of(self.setting, i))
@@ -1374,7 +1353,7 @@ class Scene:
         """The paper's own system, or its server on top of PEFT."""
         server, gpu = variant == "PEFT", self.hardware
         cost = CostModel.roofline(preset(self.model), gpu, self.bench.config.tp, system="transformers" if server else "lightllm")
-        room = POOLS.get((self.model, gpu)) or int(math.prod(cost.memory)) // cost.page
+        room = POOLS.get((self.model, gpu)) or room_of(cost)
         options["record"] = self.bench.tape(variant)
         if server:
             return Simulator(cost, scheduler=Rounds(), max_batch=PEFT_BATCH.get(self.model, 16), n_page=room, alloc="grow", **options)
@@ -1389,10 +1368,9 @@ class Scene:
             options["lora"] = "merge"
         scheduler = "static" if variant == "PEFT" else bench.options.scheduler
         split = room if variant in ("no-unify", "bmm") else 0
-        return bench.engine(scheduler, max(bench.lengths), n_page=bench.B * max(bench.lengths) + room, adapter_pages=split, alloc="grow", **options)
+        return bench.engine(scheduler, bench.B * max(bench.lengths) + room, bench.B, adapter_pages=split, alloc="grow", **options)
 
 
-VARIANTS = {"bmm": dict(lora="bmm"), "merge": dict(lora="merge")}  # -> the engine's options; where it is not said: none
 TABLE3 = {  # [S-LoRA Table 3] A100-80, 10 requests/s (PEFT on S4: 6) for 2 minutes: setting -> adapters -> requests/s of S-LoRA, of PEFT
     "S1": {5: (8.05, 0.88), 100: (7.99, 0.25), 1000: (7.64,), 2000: (7.61,)},
     "S2": {5: (7.48, 0.74), 100: (7.29, 0.24), 1000: (6.69,), 2000: (6.71,)},
@@ -1432,7 +1410,7 @@ def slora_table3(bench):
 def slora_fig5(bench):
     """[S-LoRA Fig. 5] throughput over the number of adapters: S-LoRA, without a unified pool, with a batched GEMM.
     The paper's numbers beside --hardware a100 and a10g; up to 2,000 adapters for S-LoRA alone."""
-    scene = Scene.usual(bench)
+    scene = Scene(bench)
     for n in bench.grid([1, 20, scene.n], sorted({*FIG5.get(bench.config.hardware, FIG5["a10g"]), 1000, 2000})):
         yield from ablation(scene, n, 3 if 1 < n <= scene.n else 1, **({"derived": True} if n == scene.n else {}))
 
@@ -1441,7 +1419,7 @@ def slora_fig5(bench):
 def slora_ablation(bench):
     """[S-LoRA §7.2] what the unified pool and the kernels are worth: S-LoRA, no-unify and bmm on the same workload.
     The paper's numbers, those of its Fig. 5, beside --hardware a100 and a10g."""
-    scene = Scene.usual(bench)
+    scene = Scene(bench)
     yield from ablation(scene, scene.n)
 
 
@@ -1457,7 +1435,7 @@ def ablation(scene, n, most=3, **more):
             ("requests/s that come", "share within the SLO"), beside="a100")
 def slora_fig6(bench):
     """[S-LoRA Fig. 6] throughput, first token and SLO attainment over the rate of requests."""
-    scene = Scene.usual(bench)
+    scene = Scene(bench)
     for rate in bench.grid([scene.rate / 2, scene.rate], FIG6 if scene.hardware == "a100" else [scene.rate * x / 4 for x in (1, 2, 3, 4, 5)]):
         seen = scene.run(scene.n, rate)
         for name, unit, paper in zip(("requests/s", *EXTENT), ("requests/s", "s", "s", "share"), FIG6.get(rate, (None,) * 4)):
@@ -1478,7 +1456,7 @@ def slora_fig9(bench):
 @experiment(("coefficient of variation of the gaps", "share within the SLO"), beside="a100")
 def slora_fig10(bench):
     """[S-LoRA Fig. 10] SLO attainment over burstiness: early abort, last come first served, first come first served."""
-    scene = Scene.usual(bench)
+    scene = Scene(bench)
     for cv, papers in bench.grid({k: FIG10[k] for k in (1, 4)}, FIG10).items():
         for name, options, paper in zip(("early abort", "last come first", "first come first"), (dict(slo=6.0), dict(order="lcfs"), {}), papers):
             seen = scene.run(scene.n, scene.rate, cv=cv, **options)
@@ -1513,10 +1491,10 @@ def simulated_fig8(bench):
     twice the requests: there is room for larger batches."""
     for setting, gpu, n in PARALLEL:
         model, seen = SETTINGS[setting][0], {}
-        for tp, part in ((tp, part) for tp in (2, 4) for part in PARTS):
+        for tp, part in product((2, 4), PARTS):
             cost, jobs = CostModel.roofline(preset(model), gpu, tp), gamma_jobs(12, 60, n_adapter=n, seed=bench.options.seed)
-            cost.exchanges, room = part == PARTS[0], int(math.prod(cost.memory)) // cost.page
-            engine = lightllm(cost, room)
+            cost.exchanges = part == PARTS[0]
+            engine = lightllm(cost, room_of(cost))
             for i in range(n):
                 engine.add_adapter(str(i), adapter_of(setting, i))
             seen[tp, part] = serve(bench, engine, jobs if part != PARTS[2] else [job._replace(adapter=None) for job in jobs])
@@ -1535,7 +1513,7 @@ def measured_fig8(bench, n=20):
     sent = world.sent - before
     fns[1] = silenced(model, fns[1])
     for part, took in zip(PARTS, bench.rounds(*fns, repeats=bench.runs)):
-        yield row(f"tp = {world.tp}: {part} (tokens/s)", None, tokens / statistics.median(took), at=("", part, world.tp))
+        yield row(f"tp = {world.tp}: {part} (tokens/s)", None, tokens / median(took), at=("", part, world.tp))
     yield row("weights of a rank (MB)", None, model.n_bytes / 1e6)
     yield row("cache of a rank, per 1000 tokens (MB)", None, model.config.page_bytes(model.dtype.itemsize) / 1e3)
     for what, size in sorted(sent.items()):
@@ -1550,7 +1528,7 @@ def at_once(bench, share, top, room, adapters, ways):
     lengths, fns = uniform(8, top), []
     jobs = gamma_jobs(1, share * bench.config.requests, n_adapter=len(adapters), prompt=lengths, output=lengths, seed=bench.options.seed)
     for options, n in ways:
-        engine = bench.engine(bench.options.scheduler, 2 * top, n_page=bench.B * 2 * top + room, alloc="grow", **options)
+        engine = bench.engine(bench.options.scheduler, bench.B * 2 * top + room, bench.B, alloc="grow", **options)
         for i, source in enumerate(adapters[:n]):
             engine.add_adapter(str(i), source)
         fns.append(partial(serve, bench, engine, [job._replace(arrival=0.0, adapter=job.adapter % n if n else None) for job in jobs]))
@@ -1600,7 +1578,7 @@ def slora_ways(bench):
     is from its Fig. 5 (A10G) and Table 3 (S2, n = 100), over S-LoRA. --full: also 100 and 2,000 adapters, all of them in memory."""
     n, top = bench.grid(200, 2000), max(bench.lengths) // 2
     adapters = [adapter_of("S2", i)(bench.model.config, None if bench.simulated else bench.model.dtype)
-                for i in tqdm(range(n), "random adapters", file=sys.stderr, leave=False, disable=bench.simulated)]
+                for i in tqdm(range(n), "random adapters", leave=False, disable=bench.simulated)]
     room = 4 * max(adapter.n_page for adapter in adapters)
     ways = {"no adapter": ({}, 0, None), "S-LoRA": ({}, 200, 1.0), "no-unify": (dict(adapter_pages=room), 200, 1.194 / 1.576),
             "bmm": (dict(lora="bmm"), 200, 0.253 / 1.576), "merge and swap": (dict(lora="merge"), 200, 0.24 / 7.29)}
@@ -1609,8 +1587,8 @@ def slora_ways(bench):
     fns, tokens = at_once(bench, 4, top, room, sources, [way[:2] for way in ways.values()])
     took = bench.rounds(*fns, repeats=bench.runs)
     for (name, (*_, paper)), seconds in zip(ways.items(), took):
-        over = lambda others: statistics.median(b / a for a, b in zip(seconds, others))
-        yield row(f"{name}: x S-LoRA", paper, over(took[1]), **{"x no adapter": over(took[0]), "tokens/s": tokens / statistics.median(seconds)},
+        over = lambda others: median(b / a for a, b in zip(seconds, others))
+        yield row(f"{name}: x S-LoRA", paper, over(took[1]), **{"x no adapter": over(took[0]), "tokens/s": tokens / median(seconds)},
                   at=("", "throughput", name))
 
 
@@ -1635,7 +1613,7 @@ class Pair:
         if bench.simulated:
             price = lambda config, tp: CostModel.roofline(config, gpu, tp, system="vllm")
             self.bench = bench.other(price(config, bench.config.tp))
-            fits = int(0.9 * math.prod(model.memory)) // model.page // (self.P + self.D)  # what is left is for the draft
+            fits = int(0.9 * room_of(model)) // (self.P + self.D)  # what is left is for the draft
             self.options = dict(scheduler="prefill_first", B=min(256, fits), alloc="grow")
         if draft == "model" and bench.simulated:
             draft = price(preset("llama-160m"), 1)
@@ -1650,8 +1628,10 @@ class Pair:
         return self.home.price(self.bench.model), None if isinstance(self.draft, str) else self.home.price(self.draft)
 
     def engine(self, spec, L=0, **more):
+        """With room for requests of L tokens, 0: of prompt and output."""
         drafts = dict(draft=self.draft, spec=spec, cost=self.cost if isinstance(spec, str) else None, alpha=self.alpha) if spec != "off" else {}
-        return self.bench.engine(L=L or self.P + self.D, **self.options | drafts | more)
+        options = self.options | drafts | more
+        return self.bench.engine(n_page=options["B"] * (L or self.P + self.D), **options)
 
     def jobs(self, rate):
         """A minute of Poisson arrivals. Measured: 16 requests/s of the paper's are what this machine serves with no drafts when all
@@ -1710,18 +1690,16 @@ def spec_fig1(bench):
 def spec_fig5(bench):
     """[SmartSpec Fig. 5] the number of drafts with the most goodput, over the batch size, at one acceptance for all.
     By Eq. 3 to 9 with the engine's prices, at 192 tokens of context where it is simulated."""
-    pair, k, best = Pair(bench), np.arange(9), {}
+    pair, k, best, source = Pair(bench), np.arange(9), {}, None if bench.simulated else "computed"
     target, draft = pair.cost
     for B in bench.grid([1, 8, 64, 512], [2**i for i in range(10)]):
         work = lambda n: Work(N=B * n, M=B * n, decodes=B, context=B * (pair.P + pair.D // 2))
         seconds = [target.seconds(work(1 + n)) + n * draft.seconds(work(1)) for n in k.tolist()]
         goodput = B * expected_tokens(pair.alpha or 0.7, k) / seconds
         best[B] = int(goodput.argmax())
-        yield row(f"B = {B}: best k", None, best[B], None if bench.simulated else "computed", **{"times k = 0": goodput.max() / goodput[0]},
-                  at=("", "best k", B))
-    more = {"source": None if bench.simulated else "computed", "times k = 0": None}
-    yield row("tokens to feed per request, B = 1: 1 + best k", 5, 1 + best[1], bound="at least", **more)
-    yield row("tokens to feed per request, B = 512: 1 + best k", 1, 1 + best[512], **more)
+        yield row(f"B = {B}: best k", None, best[B], source, **{"times k = 0": goodput.max() / goodput[0]}, at=("", "best k", B))
+    yield row("tokens to feed per request, B = 1: 1 + best k", 5, 1 + best[1], source, bound="at least", **{"times k = 0": None})
+    yield row("tokens to feed per request, B = 512: 1 + best k", 1, 1 + best[512], source, **{"times k = 0": None})
 
 
 def serving(pair, rates):
@@ -1819,12 +1797,12 @@ def spec_here(bench):
         B, D = len(prompts), max(pair.D, 16 * bench.config.requests // len(prompts))
         engines = [pair.engine(spec, len(prompts[0]) + D, B=B, scheduler="prefill_first") for spec in CHOICES]  # soon all decode
         ways = [partial(e.generate, prompts, max_new_tokens=D) for e in engines]  # each round with other luck, the same for all
-        took = pair.bench.rounds(*ways, repeats=bench.config.repeats)
-        over = lambda a, b: statistics.median(y / x for x, y in zip(took[a], took[b]))
+        took = pair.bench.rounds(*ways)
+        over = lambda a, b: median(y / x for x, y in zip(took[a], took[b]))
         for i, spec in enumerate(CHOICES):
-            yield row(f"{name}: {called(spec)} (tokens/s)", None, B * D / statistics.median(took[i]), **{"x off": over(i, 0)}, alpha=pair.alpha,
+            yield row(f"{name}: {called(spec)} (tokens/s)", None, B * D / median(took[i]), **{"x off": over(i, 0)}, alpha=pair.alpha,
                       **({"at": ("", called(spec), B)} if pair.alpha or pair.draft != "ngram" else {}))
-        best = min(range(4), key=lambda i: statistics.median(took[i]))
+        best = min(range(4), key=lambda i: median(took[i]))
         yield row(f"{name}: goodput over the best of the others, {called(CHOICES[best])}", None, over(4, best), **{"x off": over(4, 0)},
                   alpha=pair.alpha)
 
@@ -1839,22 +1817,22 @@ PILOT = [  # prompt, output (each give or take a half), load, acceptance of draf
 CHUNKS, DRAFTS = (64, 128, 256, 512, 1024, 2048), ("off", 1, 3, 5, 7)
 
 
-class Flown(NamedTuple):
+class Trial(NamedTuple):
     """How a setting did on a workload of PILOT."""
     latency: float  # seconds, mean
     tpot: float  # that nine of ten requests keep to
 
 
-def fly(work, alpha, draft, cost, scheduler, spec, **options):
-    """-> Flown. Acceptance is forced, so that it is what the workload says."""
+def one_trial(work, alpha, draft, cost, scheduler, spec, **options):
+    """-> Trial. Acceptance is forced, so that it is what the workload says."""
     drafts = dict(draft=draft, spec=spec, alpha=alpha) if spec != "off" else {}
     alloc = "grow" if work.bench.simulated else work.bench.options.alloc
     ended = work.run(scheduler, cost=cost, alloc=alloc, **drafts, **options).requests
-    return Flown(statistics.fmean(r.times[-1] - r.arrival for r in ended), float(np.quantile([r.tpot for r in ended], 0.9)))
+    return Trial(fmean(r.times[-1] - r.arrival for r in ended), float(np.quantile([r.tpot for r in ended], 0.9)))
 
 
-def flights(bench, case, draft, cost):
-    """A workload -> (its target or 0, {(chunk, drafts), or "autopilot": [Flown of each round]}). Measured: a round of all settings, then
+def trials(bench, case, draft, cost):
+    """A workload -> (its target or 0, {(chunk, drafts), or "autopilot": [Trial of each round]}). Measured: a round of all settings, then
     more of autopilot and the best two in turns, each with other luck for the drafts."""
     P, D, load, alpha, n_adapter, slow = case
     scale = 1.0 if bench.simulated else max(bench.lengths) / 4 / 1300
@@ -1865,7 +1843,7 @@ def flights(bench, case, draft, cost):
     alone = getattr(cost[0], "base", cost[0])  # a target does not depend on what was learned before
     work.jobs, target = at_rate(jobs, load * work.capacity), slow * alone.time(1, int((P + D / 2) * scale))
     grid = [*product(bench.grid((CHUNKS[0] // 2, *CHUNKS[:3]), CHUNKS), bench.grid((DRAFTS[0], DRAFTS[2]), DRAFTS))]
-    run, seen = partial(fly, work, alpha, draft, cost), defaultdict(list)
+    run, seen = partial(one_trial, work, alpha, draft, cost), defaultdict(list)
     for i in range(1 if bench.simulated else bench.config.repeats):
         for C, k in grid:
             seen[C, k].append(run(SarathiServe(chunk=C), k, seed=bench.options.seed + i))
@@ -1875,11 +1853,11 @@ def flights(bench, case, draft, cost):
 
 
 def best_first(seen, target):
-    """What is not autopilot's of `flights` and keeps the target (all, if nothing does): those with most rounds, of them the fastest first."""
-    median = lambda setting, of: statistics.median(getattr(flight, of) for flight in seen[setting])
+    """What is not autopilot's of `trials` and keeps the target (all, if nothing does): those with most rounds, of them the fastest first."""
+    typical = lambda setting, of: median(getattr(trial, of) for trial in seen[setting])
     fixed = [setting for setting in seen if setting != "autopilot"]
-    good = [setting for setting in fixed if not target or median(setting, "tpot") <= target]
-    return sorted(good or fixed, key=lambda setting: (-len(seen[setting]), median(setting, "latency")))
+    good = [setting for setting in fixed if not target or typical(setting, "tpot") <= target]
+    return sorted(good or fixed, key=lambda setting: (-len(seen[setting]), typical(setting, "latency")))
 
 
 @experiment(("prompt + output, load", "latency over the best setting's (times)"))
@@ -1890,37 +1868,36 @@ def autopilot(bench):
     in every other round over that in the rest."""
     if bench.simulated:
         bench = bench.other(another(bench, block_size=4096))
-    draft = CostModel.roofline(replace(preset("llama-160m"), block_size=4096), bench.config.hardware) if bench.simulated else small_draft(bench.model)
-    cost = (bench.model, draft)
-    if not bench.simulated:  # a server is up for longer than a run: what one teaches of the prices, the next may know
-        cost = tuple(Learned(CostModel.profile(m, bench.config.repeats)) for m in cost)
+        draft = CostModel.roofline(replace(preset("llama-160m"), block_size=4096), bench.config.hardware)
+        cost = bench.model, draft
+    else:  # a server is up for longer than a run: what one teaches of the prices, the next may know
+        draft = small_draft(bench.model)
+        cost = tuple(Learned(CostModel.profile(m, bench.config.repeats)) for m in (bench.model, draft))
     ratios, missed = defaultdict(list), Counter()
-    for i, case in enumerate(tqdm(bench.grid([PILOT[i] for i in (1, 2, 3, 7)], PILOT), bench.doing, file=sys.stderr)):
-        target, seen = flights(bench, case, draft, cost)
+    for i, case in enumerate(tqdm(bench.grid([PILOT[i] for i in (1, 2, 3, 7)], PILOT), bench.doing)):
+        target, seen = trials(bench, case, draft, cost)
         best, *_ = best_first(seen, target)
-        at_best = [flight.latency for flight in seen[best]]
-        median = {setting: Flown(*map(statistics.median, zip(*rounds))) for setting, rounds in seen.items()}
-        met = sum(bool(target) and flight.tpot <= target for setting, flight in median.items() if setting != "autopilot")
+        at_best = [trial.latency for trial in seen[best]]
+        typical = {setting: Trial(*map(median, zip(*rounds))) for setting, rounds in seen.items()}
+        met = sum(bool(target) and trial.tpot <= target for setting, trial in typical.items() if setting != "autopilot")
         for setting, rounds in seen.items():
-            ratios[setting].append(statistics.median(flight.latency / seconds for flight, seconds in zip(rounds, at_best)))
-            missed[setting] += bool(met) and median[setting].tpot > target
-        noise = statistics.median(at_best[1::2]) / statistics.median(at_best[::2]) if len(at_best) > 1 else None
+            ratios[setting].append(median(trial.latency / seconds for trial, seconds in zip(rounds, at_best)))
+            missed[setting] += bool(met) and typical[setting].tpot > target
+        noise = median(at_best[1::2]) / median(at_best[::2]) if len(at_best) > 1 else None
         P, D, load, alpha, n_adapter, slow = case
-        yield row(f"{P} + {D}, load {load}, acceptance {alpha}{', adapters' * bool(n_adapter)}: latency over the best's", None,
-                  ratios["autopilot"][-1],
-                  **{"latency (s)": median["autopilot"].latency, "best (s)": median[best].latency, "best": setting_name(best), "noise": noise,
-                     "TPOT (ms)": median["autopilot"].tpot * 1e3, "target (ms)": target * 1e3 or None, "met by": met if target else None},
-                  at=("latency over the best setting's", "autopilot", f"{P} + {D}, load {load}"))
-    mean, fixed = (lambda setting: statistics.fmean(ratios[setting])), seen.keys() - {"autopilot"}
-    alone, keeps = min(fixed, key=mean), min(fixed, key=lambda setting: (missed[setting], mean(setting)))
+        what, x = f"{P} + {D}, load {load}, acceptance {alpha}{', adapters' * bool(n_adapter)}", f"{P} + {D}, load {load}"
+        more = {"latency (s)": typical["autopilot"].latency, "best (s)": typical[best].latency, "best": setting_name(best), "noise": noise,
+                "TPOT (ms)": typical["autopilot"].tpot * 1e3, "target (ms)": target * 1e3 or None, "met by": met if target else None}
+        yield row(f"{what}: latency over the best's", None, ratios["autopilot"][-1], **more, at=("latency over the best setting's", "autopilot", x))
+    overall, fixed = (lambda setting: fmean(ratios[setting])), seen.keys() - {"autopilot"}
+    alone, keeps = min(fixed, key=overall), min(fixed, key=lambda setting: (missed[setting], overall(setting)))
     for what, setting in (("", "autopilot"), ("best alone, ", alone), ("best alone that keeps targets, ", keeps)):
-        yield row(f"{what}{setting_name(setting)}: mean of all; targets missed: {missed[setting]}", None, mean(setting), **dict.fromkeys(
-            ("latency (s)", "best (s)", "best", "noise", "TPOT (ms)", "target (ms)", "met by")))
+        yield row(f"{what}{setting_name(setting)}: mean of all; targets missed: {missed[setting]}", None, overall(setting), **dict.fromkeys(more))
 
 
 def setting_name(setting):
     """How a setting of the grid is called in tables."""
-    return setting if isinstance(setting, str) else f"C = {setting[0]}, {'off' if setting[1] == 'off' else f'k = {setting[1]}'}"
+    return setting if isinstance(setting, str) else f"C = {setting[0]}, {called(setting[1])}"
 
 
 @experiment(("tokens of the prompt that are cached", "iteration (ms)"))
@@ -1931,11 +1908,10 @@ def long_context(bench):
     for L in bench.grid([8192], [8192, 32768, 131072]):
         room = 256 + L // 16  # of a decode: it is to last as long as the prompt
         config, pages = dict(block_size=L + 8 + room), L + 8 + B * room
-        if bench.simulated and pages > math.prod(bench.model.memory) // bench.model.page:
+        if bench.simulated and pages > room_of(bench.model):
             bench.notes.append(f"{L} tokens: their cache does not fit {bench.model.name}; take a model with fewer kv heads, or --tp")
             continue
-        own = bench.other(another(bench, **config) if bench.simulated else
-                          GPT.from_preset(replace(bench.model.config, **config), dtype=bench.model.dtype, device=str(bench.model.device)))
+        own = bench.other(another(bench, **config))
         level = own.cost.time_of([(300, 1, 1)] * B + [(0, C - B, 0)])
         for name, options in ((f"C = {C}", dict(scheduler="sarathi")), ("autopilot", dict(scheduler="autopilot", stall=level, cost=own.cost))):
             chunks, ttft = beside_decodes(own, name, L, [room] * B, n_page=pages, **options)
@@ -1946,23 +1922,22 @@ def long_context(bench):
             yield row(f"{L} tokens: {name}: first token (s)", None, ttft, **{"chunk": None, "level (ms)": None})
 
 
-def beside_decodes(bench, name, L, rooms, scheduler, **options):
+def beside_decodes(bench, name, L, rooms, scheduler, n_page, **options):
     """A prompt of L tokens comes when requests with so much room, 256 tokens of it a prompt, decode -> [(its tokens cached, its tokens in
     this iteration, seconds)], seconds to its first token."""
     spans = []
-    engine = bench.engine(scheduler, L, B=len(rooms) + 1, alloc="grow", **options | dict(record=spans))
+    engine = bench.engine(scheduler, n_page, len(rooms) + 1, alloc="grow", record=spans, **options)
     for room, prompt in zip(rooms, bench.prompts(len(rooms), 256, bench.options.seed)):
         engine.add(Request(prompt, max_new_tokens=room - 256))
     while len(engine.running) < len(rooms) or any(r.n_todo > 1 for r in engine.running):
         engine.step()
     long = Request(bench.prompts(1, L, bench.options.seed)[0], max_new_tokens=1, arrival=engine.clock.now())
     engine.add(long)
-    with tqdm(total=L, desc=f"{bench.doing}: {L} tokens, {name}", delay=5, file=sys.stderr) as bar:
+    with tqdm(total=L, desc=f"{bench.doing}: {L} tokens, {name}", delay=5) as bar:
         while not long.times and not bench.interrupt.seen:
             engine.step()
             bar.update(long.n_past - bar.n)
-    if bench.interrupt.seen:
-        raise KeyboardInterrupt
+    bench.heed()
     return [(past, n, s.end - s.start) for s in spans for id, past, n in s.entries if id == long.id and n], long.ttft
 
 
@@ -1977,7 +1952,7 @@ def fidelity(bench):
     work = [(rng.randint(8, top), rng.randint(4, top // 8)) for _ in range(4 * bench.B)]
     options = vars(bench.options) | dict(n_page=bench.B * (top + top // 8), max_batch=bench.B)
     engines = {s: Engine(bench.model, **options | dict(scheduler=s)) for s in ("static", "orca", "prefill_first", "sarathi")}
-    took, bar = {s: [] for s in engines}, tqdm(total=(1 + bench.config.repeats) * len(engines), desc="fidelity", file=sys.stderr)
+    took, bar = {s: [] for s in engines}, tqdm(total=(1 + bench.config.repeats) * len(engines), desc="fidelity")
 
     def run_all():
         for s, engine in engines.items():
@@ -2013,8 +1988,7 @@ def step_times(bench, engine, work):
         engine.add(Request(bench.prompts(1, P, i)[0], max_new_tokens=D, arrival=engine.clock.now()))
     took = []
     while engine.requests:
-        if bench.interrupt.seen:
-            raise KeyboardInterrupt
+        bench.heed()
         start, n = engine.clock.now(), engine.n_steps
         while engine.requests and engine.n_steps == n:  # where iterations overlap the first step only starts one
             engine.step()
@@ -2059,15 +2033,15 @@ def scoreboard(bench):
     claims += [(name, f"S-LoRA {where}, {gpu}", gpu, "llama-7b", 1, 0.20) for name, (where, *gpus) in SLORA.items() for gpu in gpus]
     claims += [(name, f"SmartSpec {where}, {model.removeprefix('llama-')}", "a100", model, tp, 0.20) for name, where, model, tp in SMARTSPEC]
     claims.append(("tng_throughput", "TNG, 7b on an H100", "h100", "llama-7b", 1, 0.20))
-    rows, boards = [], {0.15: [], 0.20: []}
-    for name, where, gpu, model, tp, margin in tqdm(claims, "scoreboard", file=sys.stderr):
+    boards = {0.15: [], 0.20: []}
+    for name, where, gpu, model, tp, margin in tqdm(claims, "scoreboard"):
         config = replace(bench.config, hardware=gpu, tp=tp, lengths="", pd=0.0, full=True)
         own = Bench(CostModel.roofline(preset(model), gpu, tp), config, EngineConfig())
-        own.interrupt, own.clock = bench.interrupt, VirtualClock()
+        own.interrupt = bench.interrupt
         for r in EXPERIMENTS[name].rows(own):
             if r["paper"] is not None and not r.get("derived"):
-                rows.append(judged(name, where, r, margin))
-                boards[margin].append(rows[-1])
+                boards[margin].append(judged(name, where, r, margin))
+    rows = sum(boards.values(), [])
     bench.notes = [f"outside: {r['what']}: {r['why']}" for r in rows if r["inside"] == "no"]
     for margin, part in boards.items():
         inside, tested = [[r["inside"] == "yes" for r in some] for some in (part, [r for r in part if r["role"] == "prediction"])]
@@ -2079,7 +2053,7 @@ def scoreboard(bench):
 def judged(name, where, r, margin):
     """A row with its ratio, whether it is inside the margin (or its bound), and whether the constants were fitted on it."""
     ratio = r["ours"] / r["paper"]
-    inside = dict({"at most": ratio <= 1, "at least": ratio >= 1}).get(r.get("bound"), abs(ratio - 1) <= margin)
+    inside = {"at most": ratio <= 1, "at least": ratio >= 1}.get(r.get("bound"), abs(ratio - 1) <= margin)
     fit = name in FITTED or any(word in r["what"] for word in FITTED)
     why = next((why for start, why in MISSES.items() if f"{name}: {r['what']}".startswith(start)), "not explained")
     what = f"{where}: {r['what']}" + (f" ({r['bound']})" if "bound" in r else "")
@@ -2111,12 +2085,10 @@ def roofline(bench):
     they took. `all` counts every FLOP and byte of the model once."""
     c, itemsize = bench.model.config, bench.model.dtype.itemsize
     shapes = {name: s for name, s in SHAPES.items() if max(s[1] + 1, s[2]) < c.block_size}
-    runs = [bench.iteration(*s) for s in tqdm(shapes.values(), "roofline", file=sys.stderr)]
+    runs = [bench.iteration(*s) for s in tqdm(shapes.values(), "roofline")]
     rate, bandwidth, *totals = measured_peaks(bench, *runs)
     for (name, s), f, total in zip(shapes.items(), runs, totals):
-        with bench.operators("head") as took:
-            for _ in range(3):
-                f()
+        took, _ = bench.operators(*[f] * 3, more=["head"])
         work = demand(c, *s, itemsize)
         work["all"] = tuple(map(sum, zip(*work.values())))
         hooked = took | {"all": 3 * total}
@@ -2135,19 +2107,24 @@ def roofline(bench):
 
 def overhead(bench, B=8, context=256, steps=32):
     """Seconds per decode iteration of the engine (inside the model, outside it: planning, packing, sampling), medians."""
-    engine, model, out, took = bench.engine("orca", 0, n_page=B * (context + steps), B=B, graph=False), bench.model, [], []
-    clocked = lambda f: lambda *args: took.append(bench.once(lambda: out.append(f(*args)))) or out.pop()
+    engine, model, out, took = bench.engine("orca", B * (context + steps), B, graph=False), bench.model, [], []
+
+    def clocked(f):
+        def run(*args):
+            took.append(bench.once(lambda: out.append(f(*args))))
+            return out.pop()
+        return run
     engine.model = copy.copy(model)
     engine.model.hidden, engine.model.predict = clocked(model.hidden), clocked(model.predict)
     total = step_times(bench, engine, [(context, steps)] * B)
     inside = [a + b for a, b in zip(took[::2], took[1::2])]
-    return statistics.median(inside[1:]), statistics.median(t - i for t, i in zip(total[1:], inside[1:]))
+    return median(inside[1:]), median(t - i for t, i in zip(total[1:], inside[1:]))
 
 
 def python_gap(bench, ahead, B=8, context=256, steps=64):
     """Of recorded decode iterations, ahead of one another or not: the share of the time from the end of one's work on the device to the
     start of the next one's, and the seconds that one takes from start to start."""
-    engine, clock, marks = bench.engine("orca", 0, n_page=B * (context + steps), B=B), SharedClock(bench.model.world), []
+    engine, clock, marks = bench.engine("orca", B * (context + steps), B), SharedClock(bench.model.world), []
     engine.ahead = engine.behind = ahead
     step_times(bench, engine, [(context, steps)] * B)  # records what is replayed from here on
     for shape, (batch, replay) in engine.graphs.recorded.items():
@@ -2166,7 +2143,7 @@ class Ours:
 
     def __init__(self, bench, adapters):
         self.adapters = adapters or [None]
-        engine = lambda scheduler: bench.engine(scheduler, 0, n_page=16 * 1100, B=16)
+        engine = lambda scheduler: bench.engine(scheduler, 16 * 1100, 16)
         self.mixed = engine(bench.options.scheduler)
         self.alone = None if adapters else engine("prefill_first")  # no cell of one kind has adapters
         for folder in adapters:
@@ -2387,7 +2364,7 @@ def peers(bench):
         engines = start_engines(bench, folder, cells)
         try:
             rounds = [(n, *cell) for n in range(1 + bench.config.repeats) for cell in cells.items()]
-            for n, cell, (B, P, new) in tqdm(rounds, "peers", file=sys.stderr):
+            for n, cell, (B, P, new) in tqdm(rounds, "peers"):
                 if bench.interrupt.seen:
                     break
                 for name, figures in run_cell(bench, cell, engines[cell], n, bench.prompts(B, P, bench.options.seed), new).items():
@@ -2396,13 +2373,12 @@ def peers(bench):
             for engine in {e for others in engines.values() for e in others.values()}:
                 engine.close()
     yield from cell_rows({cell: [*others][1:] for cell, others in engines.items() if seen[cell, "sarathi"]}, seen)
-    if bench.interrupt.seen:
-        raise KeyboardInterrupt
+    bench.heed()
 
 
 def cell_rows(cells, seen):
     """The rows of cells {cell: names of its peers}; seen as in `peers`."""
-    middle = lambda xs: statistics.median(xs) if xs else None
+    middle = lambda xs: median(xs) if xs else None
     names = dict.fromkeys(name for others in cells.values() for name in others)
     for cell, others in cells.items():
         for i, (what, unit, best) in enumerate((("tokens/s", 1, max), ("inter-token p99, ms", 1e3, min))):
@@ -2472,7 +2448,7 @@ def pieces(tape):
         n += s.end > s.start
         for at, entries in [(s.stage, s.entries)] if staged else [(e[0], [e]) for e in s.entries]:
             if s.end > s.start:
-                before, end = last.get(at, (-1, tape.arrivals.get(at, s.start) if not staged else s.start))
+                before, end = last.get(at, (-1, tape.arrivals.get(at, s.start)))
                 if s.start > end + 1e-9 and (staged or n > before + 1):
                     yield at, "bubble" if staged else "waiting" if before < 0 else "stall", end, s.start, []
                 last[at] = n, s.end
@@ -2625,7 +2601,7 @@ def draw_tapes(word, tapes):
     figure = Figure((10, 0.7 + 1.7 * len(tapes)), layout="constrained")
     staged = word == "stage"
     begin = [t[-1].end / 2 * staged for t in tapes]
-    width = 50 * statistics.median(s.end - s.start for s in tapes[0]) if staged else max(t[-1].end for t in tapes)
+    width = 50 * median(s.end - s.start for s in tapes[0]) if staged else max(t[-1].end for t in tapes)
     for tape, t0, ax in zip(tapes, begin, figure.subplots(len(tapes), 1, sharex=True, squeeze=False)[:, 0]):
         drawn = defaultdict(list)
         for at, kind, start, end, _ in pieces(tape):
@@ -2709,15 +2685,16 @@ def number(x):
 
 def machine(model):
     """What the numbers were measured on, or are simulated for."""
+    dtype = str(model.dtype).removeprefix("torch.")
     if isinstance(model, CostModel):
-        return dict(name=f"{model.name} (simulated)", dtype=str(model.dtype).removeprefix("torch."))
+        return dict(name=f"{model.name} (simulated)", dtype=dtype)
     if model.device.type == "cuda":
         name = torch.cuda.get_device_name()
     else:
-        name = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "") \
-            if os.path.exists("/proc/cpuinfo") else platform.processor()
+        known = open("/proc/cpuinfo") if os.path.exists("/proc/cpuinfo") else [f"model name: {platform.processor()}"]
+        name = next((line.split(":")[1].strip() for line in known if line.startswith("model name")), "")
         name = f"{name or platform.machine()}, {torch.get_num_threads()} threads"
-    return dict(name=name, torch=torch.__version__, dtype=str(model.dtype).removeprefix("torch."))
+    return dict(name=name, torch=torch.__version__, dtype=dtype)
 
 
 def explain(bench, rows):
