@@ -2191,6 +2191,7 @@ class Engine:
         adapters = adapter if isinstance(adapter, (list, tuple)) else [adapter] * len(prompts)
         if len(adapters) != len(prompts):
             raise ValueError(f"{len(adapters)} adapters for {len(prompts)} prompts: give one name, or one per prompt")
+        seed = None if seed is None else checked("seed", seed, int, 0)
         requests = [Request(p, max_new_tokens, a, seed=None if seed is None else seed + i, arrival=self.clock.now(), **sampling)
                     for i, (p, a) in enumerate(zip(prompts, adapters))]
         for r in requests:
@@ -2226,6 +2227,8 @@ class Engine:
     def _validated(self, r):
         """The request's token array (max_len,), prompt filled in; raises for what could never run."""
         c = self.model.config
+        if not isinstance(r, Request):
+            raise ValueError(f"{str(r)[:60]}: must be a Request")
         if r.state != "new":
             raise ValueError(f"request {r.id} was added before: make a new Request")
         prompt = checked_prompt(r.prompt, c.vocab_size)
@@ -2976,6 +2979,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
 
     def error(self, message):
+        if message.startswith("unrecognized"):
+            message += f": flags are {', '.join(flag for flag in self._option_string_actions if flag.startswith('--'))}"
         self.exit(2, f"{self.prog}: {message}\n" if World.first_to_say(message) else None)
 
     def add_fields(self, cls, **change):
