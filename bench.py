@@ -949,7 +949,7 @@ def zipf(theta, low, high):
 def lognormal(median, sigma):
     """Lengths whose logarithm is normal, as those of people's prompts are; at least 1."""
     mu = math.log(checked("median", median, float, 1))
-    return lambda rng, n: np.maximum(1, np.rint(rng.lognormal(mu, sigma, n))).astype(int)
+    return lambda rng, n: np.rint(rng.lognormal(mu, sigma, n)).clip(1, 2**31).astype(int)  # longer than any context
 
 
 def read_jobs(path):

@@ -2323,9 +2323,11 @@ class Engine:
         """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
         the queue keeps its order), and preempt the youngest when a running request finds no page. -> the entries that run"""
         is_open = True
-        assert len({r.id for r, n in plan}) == len(plan), "a plan may name a request once"
+        if len({r.id for r, n in plan}) < len(plan):
+            raise ValueError(f"{type(self.scheduler).__name__}: a plan may name a request once")
         for r, n in plan:
-            assert 1 <= n <= r.n_todo, f"a plan may feed 1 .. {r.n_todo} tokens of request {r.id}, not {n}"
+            if not 1 <= n <= r.n_todo:
+                raise ValueError(f"{type(self.scheduler).__name__}: a plan may feed 1 .. {r.n_todo} tokens of request {r.id}, not {n}")
             if r.state == "waiting":
                 is_open = is_open and len(self.running) < self.max_batch and self._hold(r, r.n_tokens)
                 if is_open:

@@ -498,6 +498,16 @@ def test_a_scheduler_that_plans_nothing_is_an_error_not_a_hang():
     del SCHEDULERS["lazy"]
 
 
+@pytest.mark.parametrize("plan, message", [(lambda r: [(r, 1), (r, 1)], "may name a request once"), (lambda r: [(r, 0)], "may feed 1 .. 5 .* not 0"),
+                                           (lambda r: [(r, r.n_todo + 1)], "may feed 1 .. 5 tokens of request 0, not 6")])
+def test_a_plan_that_cannot_be_is_said_to_whose_it_is(plan, message):
+    class Wrong(sarathi.Scheduler, named=False):
+        def plan(self, running, waiting):
+            return plan(next(iter([*running, *waiting])))
+    with pytest.raises(ValueError, match="Wrong: a plan " + message):
+        Engine(small(), scheduler=Wrong(), n_page=100).generate([prompt(5)], 3)
+
+
 # ---------------------------------------------------------------- 5. the pool
 
 @pytest.mark.parametrize("alloc", ["reserve", "grow"])
@@ -1680,7 +1690,8 @@ def test_metrics_by_hand():
 # ---- online workloads
 
 @pytest.mark.parametrize("text, low, high, mean", [("7", 7, 7, 7), ("8..16", 8, 16, 12), ("5..5", 5, 5, 5), ("zipf:0.4:10:40", 10, 40, 21.9),
-                                                   ("zipf:0:10:40", 10, 40, 25), ("lognormal:100:0.5", 1, 10**4, 113.3), ("lognormal:1:0", 1, 1, 1)])
+                                                   ("zipf:0:10:40", 10, 40, 25), ("lognormal:100:0.5", 1, 10**4, 113.3), ("lognormal:1:0", 1, 1, 1),
+                                                   ("lognormal:40:1e9", 1, 2**31, 2**30)])
 def test_lengths_are_distributed_as_their_text_says(text, low, high, mean):
     drawn = bench.lengths_of("prompt", text)(np.random.RandomState(0), 20000)
     assert drawn.dtype.kind == "i" and drawn.min() >= low and drawn.max() <= high and drawn.mean() == pytest.approx(mean, rel=0.02)
