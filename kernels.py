@@ -37,7 +37,7 @@ try:
 except ImportError:  # plain torch everywhere: the kernels below are read as Python functions, and nobody launches them
     triton, tl, HAS_TRITON = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=None), False
 
-BLOCK_ROWS = 128  # query rows of a chunk that attend in one call: smaller wastes less above the diagonal, larger runs faster
+BLOCK_ROWS = 256  # query rows of a chunk that attend in one call: smaller wastes less above the diagonal, larger runs faster
 ALIGN = 32  # contexts are filled up to a multiple of so many tokens: softmax is a quarter faster, and oneDNN meets few new shapes
 CALL = 256  # tokens of context whose attention takes as long as one more call
 PART = 4 * 2**20  # bytes of K or V that are gathered at once

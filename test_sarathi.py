@@ -584,7 +584,7 @@ def test_attention_equals_its_definition(layout, n_head, n_kv_head, dtype, toler
     engine = Engine(GPT.from_preset(config, dtype=dtype), n_page=450 * 11, max_batch=11, alloc="reserve" if layout == "together" else "grow")
     generator = torch.Generator().manual_seed(0)
     engine.kv.normal_(generator=generator)
-    shapes = [(10, 1), (12, 1), (17, 1), (0, 1), (300, 1), (40, 300), (0, 128), (5, 129), (3, 4), (7, 2), (90, 2)]  # (n_past, n)
+    shapes = [(10, 1), (12, 1), (17, 1), (0, 1), (300, 1), (40, 300), (0, 256), (5, 257), (3, 4), (7, 2), (90, 2)]  # (n_past, n)
     plan = []
     for n_past, n in shapes:
         r = Request([1] * (n_past + n), 20)
@@ -3585,7 +3585,7 @@ def test_heads_guess_from_the_last_state_and_trees_are_what_they_rank_highest(tm
 
 @pytest.mark.parametrize("options, message", [
     (dict(draft="ngram", spec="3,2,2"), "spec = 3,2,2: a tree of drafts needs heads"), (dict(spec="2,0"), "spec = 0: must be"),
-    (dict(spec="9,9,9"), "a tree of 819 drafts, at most 127"), (dict(spec="2,1,1"), "has no tree for 2 heads"), (dict(spec=3), "has no tree for 2 heads"),
+    (dict(spec="9,9,9"), "a tree of 819 drafts, at most 255"), (dict(spec="2,1,1"), "has no tree for 2 heads"), (dict(spec=3), "has no tree for 2 heads"),
     (dict(spec="confidence", cost=(None, None)), "Confidence has no tree"), (dict(draft=model_py.Heads(2, 32), spec=2), "the model's have 64")])
 def test_trees_that_cannot_be_are_one_clear_sentence(options, message):
     if options.get("cost"):
