@@ -2742,6 +2742,11 @@ def chosen(args):
     return names
 
 
+def int_or_auto(text):
+    """--chunk"""
+    return text if text == "auto" else int(text)
+
+
 def main():
     """python bench.py [experiment ...] [flags]"""
     parser = Parser(description="Reproduce the papers' tables and figures on this machine.",
@@ -2749,7 +2754,7 @@ def main():
     parser.add_argument("experiments", nargs="*", help="names from `bench.py list`, or all (peers only with --peers); none: ceilings table2 table4")
     add_model_flags(parser, None)
     parser.add_fields(BenchConfig)
-    parser.add_fields(EngineConfig, chunk=dict(type=lambda x: x if x == "auto" else int(x), metavar="CHUNK|auto"))
+    parser.add_fields(EngineConfig, chunk=dict(type=int_or_auto, metavar="CHUNK|auto"))
     args = parser.parse_args()
     if args.experiments[:1] == ["peer"] and len(args.experiments) >= 4:  # another engine's Python, started by Worker
         return peer(*args.experiments[1:])

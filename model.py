@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import sysconfig
+import unicodedata
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Integral, Real
@@ -31,13 +32,16 @@ from kernels import (FEW_ROWS, MOST_CHUNKS, Factors, Lora, LoraPages, Pages, Seg
 
 
 def checked(name, value, kind, low, high=math.inf):
-    """value, if it is a finite number (kind float) or a whole one (kind int) in low .. high; else a ValueError that says so."""
-    if isinstance(value, Integral) and value >= 2**63:  # more than any array, or seed of torch's, holds
-        high = min(high, 2**63 - 1)
-    if isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool) and low <= value <= high and value < math.inf:
+    """value, if it is a number (kind float) or a whole one (kind int) in low .. high, and below 2^63; else a ValueError that says so."""
+    is_number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    if is_number and low <= value <= high and value < 2**63:
         return value
-    span = f"at least {low:g}" if high == math.inf else f"in {low:g} .. {high:g}"
+    span = f"in {low:g} .. {high:g}" if high < math.inf else f"at least {low:g}" + " and below 2^63" * (is_number and value >= 2**63)
     raise ValueError(f"{name} = {value!r}: must be a {'whole ' if kind is int else ''}number, {span}")
+
+
+ROPE = {"default": (), "linear": ("factor",),  # rotary scaling -> the numbers that it needs
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
 
 
 @dataclass
@@ -56,11 +60,18 @@ class GPTConfig:
     tied: bool = False  # the output head is the token embedding
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: dict = field(default_factory=dict)  # {} or Hugging Face's "linear" or "llama3" settings
+    rope_scaling: dict = field(default_factory=dict)  # {} or Hugging Face's settings of one of ROPE
     part: tuple = (0, 1)  # (i, n): this is share i of n of every layer; n_head, n_kv_head and n_inner are the share's
     stage: tuple = (0, 1)  # (i, n): of the layers, cut into n stages, those of stage i are here
 
     def __post_init__(self):
+        for f in fields(self):
+            if f.type in (int, float):
+                checked(f.name, getattr(self, f.name), f.type, int(f.type is int and f.default > 0))
+        if self.rope_type not in ROPE:
+            raise ValueError(f"rope_type = {self.rope_type!r} is not supported, only {' or '.join(map(repr, ROPE))}")
+        for name in ROPE[self.rope_type]:
+            checked(f"rope_scaling: {name}", self.rope_scaling.get(name), float, 1e-9)
         self.n_inner = self.n_inner or 4 * self.n_embd
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
@@ -72,6 +83,11 @@ class GPTConfig:
     @property
     def llama(self):
         return self.family == "llama"
+
+    @property
+    def rope_type(self):
+        """How positions beyond those of the training are reached."""
+        return str(self.rope_scaling.get("rope_type") or self.rope_scaling.get("type") or "default")
 
     def share(self, i, n, stage=(0, 1)):
         """Share i of n of every layer of a stage: so many heads and so much of the FFN [Megatron-LM, arXiv 1909.08053 §3]. ValueError for
@@ -622,10 +638,9 @@ def inv_freq(config, device=None):
     """Rotary frequencies (D/2,), stretched as config.rope_scaling says: {} | linear | llama3."""
     D, scaling = config.head_dim, config.rope_scaling
     freq = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float32, device=device or "cpu") / D)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "linear":
+    if config.rope_type == "linear":
         return freq / scaling["factor"]
-    if kind == "llama3":  # low frequencies are divided by factor, high ones kept, between them a ramp
+    if config.rope_type == "llama3":  # low frequencies are divided by factor, high ones kept, between them a ramp
         low, high, span = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_max_position_embeddings"]
         ramp = ((span * freq / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
         return freq * (ramp + (1 - ramp) / scaling["factor"])
@@ -635,14 +650,17 @@ def inv_freq(config, device=None):
 # ---------------------------------------------------------------- Hugging Face folders
 
 def read_json(path):
-    """The parsed file; FileNotFoundError or ValueError that names it."""
+    """The settings in a file; FileNotFoundError or ValueError that names it."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as e:
         raise ValueError(f"{path} is not valid JSON: {e}") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: must hold settings, not {str(settings)[:60]}")
+    return settings
 
 
 def write_folder(folder, weights, tensors, config, settings):
@@ -660,13 +678,17 @@ def read_config(folder):
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"model folder {folder} does not exist (or is no folder)")
     c = read_json(path)
-    read = {"gpt2": _read_gpt2, "llama": _read_llama, "mistral": _read_llama}.get(c.get("model_type"))
+    read = {"gpt2": _read_gpt2, "llama": _read_llama, "mistral": _read_llama}.get(str(c.get("model_type")))
     if read is None:
         raise ValueError(f"{path}: model_type {c.get('model_type')!r} is not one of 'gpt2', 'llama', 'mistral'")
     try:
-        config = read(c, path)
+        settings = read(c, path)
     except KeyError as e:
         raise ValueError(f"{path} lacks the setting {e}") from None
+    try:
+        config = GPTConfig(**settings)
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
     dtype = getattr(torch, str(c.get("dtype") or c.get("torch_dtype") or "float32").removeprefix("torch."), None)
     return config, dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float32
 
@@ -681,20 +703,22 @@ def _demand(path, c, **wanted):
 def _read_gpt2(c, path):
     _demand(path, c, activation_function=("gelu_new", "gelu_pytorch_tanh"), scale_attn_weights=(True,),
             scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,))
-    return GPTConfig(family="gpt2", n_layer=c["n_layer"], n_head=c["n_head"], n_embd=c["n_embd"], n_inner=c.get("n_inner") or 0,
-                     vocab_size=c["vocab_size"], block_size=c.get("n_positions") or c["n_ctx"],
-                     norm_eps=c.get("layer_norm_epsilon", 1e-5), tied=c.get("tie_word_embeddings", True))
+    return dict(family="gpt2", n_layer=c["n_layer"], n_head=c["n_head"], n_embd=c["n_embd"], n_inner=c.get("n_inner") or 0,
+                vocab_size=c["vocab_size"], block_size=c.get("n_positions") or c["n_ctx"],
+                norm_eps=c.get("layer_norm_epsilon", 1e-5), tied=c.get("tie_word_embeddings", True))
 
 
 def _read_llama(c, path):
     _demand(path, c, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,), sliding_window=(None,))
-    rope = c.get("rope_parameters") or dict(c.get("rope_scaling") or {})  # transformers 5 | 4
-    _demand(path, rope, rope_type=("default", "linear", "llama3"), type=("default", "linear", "llama3"), partial_rotary_factor=(1.0,))
-    return GPTConfig(n_layer=c["num_hidden_layers"], n_head=c["num_attention_heads"], n_embd=c["hidden_size"],
-                     n_inner=c["intermediate_size"], n_kv_head=c.get("num_key_value_heads") or 0, head_dim=c.get("head_dim") or 0,
-                     vocab_size=c["vocab_size"], block_size=c["max_position_embeddings"], norm_eps=c.get("rms_norm_eps", 1e-6),
-                     tied=c.get("tie_word_embeddings", False), rope_scaling=rope,
-                     rope_theta=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0))
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}  # transformers 5 | 4
+    if not isinstance(rope, dict):
+        raise ValueError(f"{path}: rope_scaling = {rope!r}: must be settings")
+    _demand(path, rope, partial_rotary_factor=(1.0,))
+    return dict(n_layer=c["num_hidden_layers"], n_head=c["num_attention_heads"], n_embd=c["hidden_size"],
+                n_inner=c["intermediate_size"], n_kv_head=c.get("num_key_value_heads") or 0, head_dim=c.get("head_dim") or 0,
+                vocab_size=c["vocab_size"], block_size=c["max_position_embeddings"], norm_eps=c.get("rms_norm_eps", 1e-6),
+                tied=c.get("tie_word_embeddings", False), rope_scaling=rope,
+                rope_theta=rope.get("rope_theta") or c.get("rope_theta") or 10000.0)
 
 
 def hf_names(config):
@@ -752,7 +776,10 @@ class Checkpoint:
         from safetensors import SafetensorError, safe_open
         self.open = lambda f: safe_open(f, framework="pt")
         index = folder / "model.safetensors.index.json"
-        files = sorted({folder / f for f in read_json(index)["weight_map"].values()} if index.is_file() else folder.glob("*.safetensors"))
+        where = read_json(index).get("weight_map") if index.is_file() else {}
+        if not isinstance(where, dict) or not all(isinstance(f, str) for f in where.values()):
+            raise ValueError(f"{index}: weight_map = {str(where)[:60]}: must say which file each tensor is in")
+        files = sorted({folder / f for f in where.values()} if index.is_file() else folder.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{folder} holds no *.safetensors file" + (
                 " (pytorch_model.bin must be converted first)" if (folder / "pytorch_model.bin").is_file() else ""))
@@ -883,8 +910,6 @@ class Adapter:
 def read_adapter_config(path):
     """A PEFT configuration -> a function (a module's path) -> (rank, scaling). ValueError for what is no plain LoRA."""
     c = read_json(path)
-    if not isinstance(c, dict):
-        raise ValueError(f"{path}: must hold settings, not {str(c)[:60]}")
     _demand(path, c, peft_type=("LORA",), bias=("none",), use_dora=(False,), lora_bias=(False,), modules_to_save=(None, []),
             target_parameters=(None, []), trainable_token_indices=(None, []), layer_replication=(None, []), alora_invocation_tokens=(None, []),
             init_lora_weights=(True, False, None, "gaussian", "orthogonal", "eva", "mica"))  # others (PiSSA, OLoRA) left another base behind
@@ -963,8 +988,10 @@ class Tokenizer:
     encoding: object
     prefix: list
     stop: list
+    composed: bool = False  # letter and accent are one character to it (NFC), as in Qwen's
 
     def encode(self, text):
+        text = unicodedata.normalize("NFC", text) if self.composed else text
         return self.prefix + self.encoding.encode(text, allowed_special="all")
 
     def decode(self, tokens):
@@ -982,9 +1009,9 @@ def load_tokenizer(folder):
     import tiktoken
     folder = Path(folder)
     if (folder / "tokenizer.json").is_file():
-        ranks, special, split, prefix = _read_tokenizer_json(folder / "tokenizer.json")
+        ranks, special, split, prefix, composed = _read_tokenizer_json(folder / "tokenizer.json")
     elif (folder / "tokenizer.model").is_file():
-        ranks, special, split, prefix = _read_tiktoken_model(folder / "tokenizer.model")
+        ranks, special, split, prefix, composed = _read_tiktoken_model(folder / "tokenizer.model")
     else:
         raise FileNotFoundError(f"{folder} holds no tokenizer.json or tokenizer.model; give token ids instead of text")
     top = max([*ranks.values(), *special.values()]) + 1
@@ -993,7 +1020,7 @@ def load_tokenizer(folder):
     settings = [read_json(folder / f) for f in ("generation_config.json", "config.json") if (folder / f).is_file()]
     stop = next((s["eos_token_id"] for s in settings if s.get("eos_token_id") is not None), [])
     encoding = tiktoken.Encoding(folder.name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
-    return Tokenizer(encoding, prefix, stop if isinstance(stop, list) else [stop])
+    return Tokenizer(encoding, prefix, stop if isinstance(stop, list) else [stop], composed)
 
 
 def byte_letters():
@@ -1005,32 +1032,37 @@ def byte_letters():
 
 def _read_tokenizer_json(path):
     t = read_json(path)
-    other = ValueError(f"{path}: only byte-level BPE tokenizers can be read, this one is of another kind; give token ids instead of text")
-    letters, model = byte_letters(), t.get("model", {})
-    if model.get("type") != "BPE" or (t.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
-        raise other
-    special = {a["content"]: a["id"] for a in t.get("added_tokens", [])}
     try:
-        ranks = {bytes(letters[c] for c in word): i for word, i in model["vocab"].items() if word not in special}
-        merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-        order = [model["vocab"][a + b] for a, b in merges]
-    except KeyError:
-        raise other from None
-    if order != sorted(order):
+        return _read_byte_level(t, path)
+    except (KeyError, TypeError, AttributeError):  # what it says is not there, or something else
+        raise ValueError(f"{path}: only byte-level BPE tokenizers can be read, this one is of another kind; give token ids instead of text") from None
+
+
+def _read_byte_level(t, path):
+    """t: what a tokenizer.json holds; KeyError, TypeError or AttributeError for one of another kind."""
+    letters, model, normalizer = byte_letters(), t["model"], t.get("normalizer")
+    if model["type"] != "BPE" or normalizer and normalizer["type"] != "NFC":
+        raise KeyError("type")
+    special = {a["content"]: a["id"] for a in t.get("added_tokens", [])}
+    ranks = {bytes(letters[c] for c in word): i for word, i in model["vocab"].items() if word not in special}
+    merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+    order = [model["vocab"][a + b] for a, b in merges]
+    if order != sorted(order) or len({*ranks.values()}) < len(ranks):
         raise ValueError(f"{path}: merges and token ids disagree in order, which tiktoken cannot express; give token ids instead of text")
     pre = t.get("pre_tokenizer") or {}
     steps = {p["type"]: p for p in pre.get("pretokenizers", [pre]) if p}
     byte_level = steps.get("ByteLevel", {})
-    if byte_level.get("add_prefix_space") or set(steps) - {"ByteLevel", "Split", "Digits"} or not byte_level:
-        raise other
+    whole = not byte_level.get("use_regex", True) and "Split" not in steps  # it cuts a text nowhere
+    if byte_level.get("add_prefix_space") or set(steps) - {"ByteLevel", "Split", "Digits"} or not byte_level or whole:
+        raise KeyError("pre_tokenizer")
     if "Split" in steps:
-        split = steps["Split"]["pattern"].get("Regex")
+        split = steps["Split"]["pattern"]["Regex"]
     else:
         split = DIGITS_SPLIT if steps.get("Digits", {}).get("individual_digits") else GPT2_SPLIT
     post = t.get("post_processor") or {}
     template = next((p for p in post.get("processors", [post]) if p.get("type") == "TemplateProcessing"), {"single": []})
     prefix = [special[x["SpecialToken"]["id"]] for x in template["single"][:1] if "SpecialToken" in x]
-    return ranks, special, split, prefix
+    return ranks, special, split, prefix, bool(normalizer)
 
 
 def _read_tiktoken_model(path):
@@ -1042,7 +1074,7 @@ def _read_tiktoken_model(path):
         raise ValueError(f"{path} is a SentencePiece model, not byte-level BPE; give token ids instead of text") from None
     n = len(ranks)
     special = {"<|begin_of_text|>": n, "<|end_of_text|>": n + 1, "<|start_header_id|>": n + 6, "<|end_header_id|>": n + 7, "<|eot_id|>": n + 9}
-    return ranks, special, LLAMA3_SPLIT, [n]
+    return ranks, special, LLAMA3_SPLIT, [n], False
 
 
 def write_byte_tokenizer(folder):

@@ -2191,6 +2191,7 @@ class Engine:
         adapters = adapter if isinstance(adapter, (list, tuple)) else [adapter] * len(prompts)
         if len(adapters) != len(prompts):
             raise ValueError(f"{len(adapters)} adapters for {len(prompts)} prompts: give one name, or one per prompt")
+        seed = None if seed is None else checked("seed", seed, int, 0)
         requests = [Request(p, max_new_tokens, a, seed=None if seed is None else seed + i, arrival=self.clock.now(), **sampling)
                     for i, (p, a) in enumerate(zip(prompts, adapters))]
         for r in requests:
@@ -2226,6 +2227,8 @@ class Engine:
     def _validated(self, r):
         """The request's token array (max_len,), prompt filled in; raises for what could never run."""
         c = self.model.config
+        if not isinstance(r, Request):
+            raise ValueError(f"{str(r)[:60]}: must be a Request")
         if r.state != "new":
             raise ValueError(f"request {r.id} was added before: make a new Request")
         prompt = checked_prompt(r.prompt, c.vocab_size)
@@ -2320,9 +2323,11 @@ class Engine:
         """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
         the queue keeps its order), and preempt the youngest when a running request finds no page. -> the entries that run"""
         is_open = True
-        assert len({r.id for r, n in plan}) == len(plan), "a plan may name a request once"
+        if len({r.id for r, n in plan}) < len(plan):
+            raise ValueError(f"{type(self.scheduler).__name__}: a plan may name a request once")
         for r, n in plan:
-            assert 1 <= n <= r.n_todo, f"a plan may feed 1 .. {r.n_todo} tokens of request {r.id}, not {n}"
+            if not 1 <= n <= r.n_todo:
+                raise ValueError(f"{type(self.scheduler).__name__}: a plan may feed 1 .. {r.n_todo} tokens of request {r.id}, not {n}")
             if r.state == "waiting":
                 is_open = is_open and len(self.running) < self.max_batch and self._hold(r, r.n_tokens)
                 if is_open:
@@ -2976,6 +2981,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
 
     def error(self, message):
+        if message.startswith("unrecognized"):
+            message += f": flags are {', '.join(flag for flag in self._option_string_actions if flag.startswith('--'))}"
         self.exit(2, f"{self.prog}: {message}\n" if World.first_to_say(message) else None)
 
     def add_fields(self, cls, **change):

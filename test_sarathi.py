@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unicodedata
 import weakref
 from collections import Counter, defaultdict, deque
 from dataclasses import fields
@@ -302,28 +303,31 @@ def test_presets_have_the_published_size(name, billions):
 
 # ---------------------------------------------------------------- 3. tokenizers
 
-TEXTS = ["def f(x):\n    return x + 1\n", "naïve café, 東京 12345 3.14159  two  spaces\t\n\n end ", "it's WE'LL 100% ok\r\n", " leading", ""]
+TEXTS = ["def f(x):\n    return x + 1\n", "naïve café, 東京 12345 3.14159  two  spaces\t\n\n end ", "it's WE'LL 100% ok\r\n", " leading", "",
+         "cafe\u0301"]
 
 
 def bpe_folder(tmp_path, kind):
-    """A small byte-level BPE trained and written by the tokenizers library, in the manner of GPT-2, Llama-3 or SmolLM2."""
+    """A small byte-level BPE trained and written by the tokenizers library, in the manner of GPT-2, Llama-3, SmolLM2 or Qwen."""
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
     t = Tokenizer(models.BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != "llama3")
-    t.pre_tokenizer = {"gpt2": byte_level,
-                       "llama3": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(model_py.LLAMA3_SPLIT), "isolated"), byte_level]),
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind not in ("llama3", "qwen"))
+    split = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(model_py.LLAMA3_SPLIT), "isolated"), byte_level])
+    t.pre_tokenizer = {"gpt2": byte_level, "llama3": split, "qwen": split,
                        "smollm2": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])}[kind]
     trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["<s>", "</s>"], show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     t.train_from_iterator([Path(model_py.__file__).read_text(), *TEXTS], trainer)
+    if kind == "qwen":
+        t.normalizer = normalizers.NFC()
     if kind == "llama3":
         t.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     t.save(str(tmp_path / "tokenizer.json"))
     return t, tmp_path
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama3", "smollm2"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "smollm2", "qwen"])
 def test_a_folders_tokenizer_becomes_the_same_tiktoken_encoding(kind, tmp_path):
     theirs, folder = bpe_folder(tmp_path, kind)
     (folder / "config.json").write_text('{"eos_token_id": 1}')
@@ -331,7 +335,7 @@ def test_a_folders_tokenizer_becomes_the_same_tiktoken_encoding(kind, tmp_path):
     assert ours.stop == [1]
     for text in [*TEXTS, Path(__file__).read_text()]:
         assert ours.encode(text) == theirs.encode(text).ids
-        assert ours.decode(ours.encode(text)[len(ours.prefix):]) == text
+        assert ours.decode(ours.encode(text)[len(ours.prefix):]) == (unicodedata.normalize("NFC", text) if kind == "qwen" else text)
 
 
 def test_llama3_tokenizer_model_and_what_is_not_byte_level(tmp_path):
@@ -341,9 +345,11 @@ def test_llama3_tokenizer_model_and_what_is_not_byte_level(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
     with pytest.raises(ValueError, match="SentencePiece.*token ids"):
         load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Unigram", "vocab": []}}')
-    with pytest.raises(ValueError, match="byte-level BPE.*token ids"):
-        load_tokenizer(tmp_path)
+    uncut = dict(pre_tokenizer=dict(type="ByteLevel", use_regex=False), model=dict(type="BPE", vocab={}, merges=[]))
+    for another in ({"model": {"type": "Unigram", "vocab": []}}, {"model": None}, uncut):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(another))
+        with pytest.raises(ValueError, match="byte-level BPE.*token ids"):
+            load_tokenizer(tmp_path)
     with pytest.raises(FileNotFoundError, match="token ids"):
         load_tokenizer(tmp_path / "nowhere")
 
@@ -490,6 +496,16 @@ def test_a_scheduler_that_plans_nothing_is_an_error_not_a_hang():
     with pytest.raises(RuntimeError, match="Lazy planned nothing"):
         engine.step()
     del SCHEDULERS["lazy"]
+
+
+@pytest.mark.parametrize("plan, message", [(lambda r: [(r, 1), (r, 1)], "may name a request once"), (lambda r: [(r, 0)], "may feed 1 .. 5 .* not 0"),
+                                           (lambda r: [(r, r.n_todo + 1)], "may feed 1 .. 5 tokens of request 0, not 6")])
+def test_a_plan_that_cannot_be_is_said_to_whose_it_is(plan, message):
+    class Wrong(sarathi.Scheduler, named=False):
+        def plan(self, running, waiting):
+            return plan(next(iter([*running, *waiting])))
+    with pytest.raises(ValueError, match="Wrong: a plan " + message):
+        Engine(small(), scheduler=Wrong(), n_page=100).generate([prompt(5)], 3)
 
 
 # ---------------------------------------------------------------- 5. the pool
@@ -751,7 +767,7 @@ BAD_REQUESTS = {
     "max_new_tokens = 0": dict(max_new_tokens=0), "max_new_tokens = 2.5": dict(max_new_tokens=2.5),
     "context ends at 512": dict(prompt=[1] * 510), "pool's pages end at 100": dict(prompt=[1] * 98), "temperature = -1": dict(temperature=-1),
     "temperature = nan": dict(temperature=float("nan")), "top_p = 0": dict(top_p=0), "top_p = 1.5": dict(top_p=1.5), "top_k = -1": dict(top_k=-1),
-    "top_k = 18446744073709551616: must be a whole number, in 0": dict(top_k=2**64),
+    "top_k = 9223372036854775808: .* at least 0 and below 2\\^63": dict(top_k=2**63, temperature=1.0),
     "seed = -5": dict(seed=-5), "arrival = -1": dict(arrival=-1), "stop token = 500: .* in 0 .. 198": dict(stop=[500]), "stop = 5": dict(stop=5),
     "unknown adapter 'x'": dict(adapter="x"), "unknown adapter \\['x'\\]": dict(adapter=["x"]), "temperature = 'hot'": dict(temperature="hot"), "temperature = inf": dict(temperature=float("inf")),
     "prompt \\[\\[1\\], \\[2, 3\\]\\]": dict(prompt=[[1], [2, 3]]), "prompt tensor": dict(prompt=torch.empty(3, dtype=torch.long, device="meta")), "prompt 5": dict(prompt=5), "max_new_tokens = True": dict(max_new_tokens=True)}
@@ -779,6 +795,10 @@ def test_bad_calls_of_generate_and_add():
     engine = Engine(small(), n_page=100, max_batch=3)
     with pytest.raises(ValueError, match="2 adapters for 1 prompts"):
         engine.generate([[1]], adapter=[None, None])
+    with pytest.raises(ValueError, match="seed = 'a'"):
+        engine.generate([[1]], seed="a")
+    with pytest.raises(ValueError, match="\\[1, 2\\]: must be a Request"):
+        engine.add([1, 2])
     r = Request([1], 1)
     engine.add(r)
     with pytest.raises(ValueError, match="added before"):
@@ -788,7 +808,8 @@ def test_bad_calls_of_generate_and_add():
 @pytest.mark.parametrize("options, message", [
     (dict(scheduler="fifo"), "unknown scheduler 'fifo': one of static, orca"), (dict(chunks=3), "unknown option 'chunks': one of scheduler, chunk"),
     (dict(chunk=0), "chunk = 0"), (dict(chunk="big"), "chunk = 'big'"), (dict(max_batch=-1), "max_batch = -1"), (dict(tile=0), "tile = 0"),
-    (dict(alloc="lazy"), "alloc = 'lazy': one of 'reserve', 'grow'"), (dict(n_page=-3), "n_page = -3"), (dict(memory_gb=-1), "memory_gb = -1"), (dict(max_waiting=-1), "max_waiting = -1"),
+    (dict(alloc="lazy"), "alloc = 'lazy': one of 'reserve', 'grow'"), (dict(n_page=-3), "n_page = -3"), (dict(memory_gb=-1), "memory_gb = -1"),
+    (dict(memory_gb=1e300), "memory_gb = 1e.300: .* below 2.63"), (dict(max_batch=10**20), "max_batch = 1000.* below 2.63"), (dict(max_waiting=-1), "max_waiting = -1"),
     (dict(scheduler=5), "scheduler = 5: must be a Scheduler object or one of static"),
     (dict(scheduler=sarathi.Orca), "must be a Scheduler object"), (dict(memory_gb=1e-9), "pool of 0 pages"),
     (dict(n_page=10**13), "n_page = 10000000000000.*must have 1 .. "), (dict(spec="goodput"), "spec = .goodput. without a draft"),
@@ -835,6 +856,11 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 BAD_FOLDERS = DAMAGED | {
     "model_type 'bert'": partial(edit, model_type="bert"), "lacks the setting 'hidden_size'": partial(edit, hidden_size=None),
     "sliding_window = 8": partial(edit, sliding_window=8), "rope_type = 'yarn'": partial(edit, rope_parameters={"rope_type": "yarn"}),
+    "config.json: n_layer = 'two'": partial(edit, num_hidden_layers="two"), "n_head = 0: must be a whole number": partial(edit, num_attention_heads=0),
+    "block_size = -1": partial(edit, max_position_embeddings=-1), "rope_theta = 'x'": partial(edit, rope_theta="x"),
+    "rope_scaling: factor = None": partial(edit, rope_scaling={"type": "linear"}), "rope_scaling = 7: must be": partial(edit, rope_scaling=7),
+    "must hold settings, not": lambda f: (f / "config.json").write_text("[1]"),
+    "weight_map = \\[\\]: must say": lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": []}'),
     f"'{Q}' is missing": partial(edit, tensors=lambda t: t.pop(Q)),
     f"'{Q}' is \\(3, 48\\).*expected \\(48, 48\\)": partial(edit, tensors=lambda t: t.update({Q: torch.ones(3, 48)})),
     f"'{Q}' is .*int32": partial(edit, tensors=lambda t: t.update({Q: torch.ones(48, 48, dtype=torch.int32)})),
@@ -909,7 +935,7 @@ def test_sarathi_streams_text_and_says_how_fast(cli):
 
 BAD_LINES = {
     "sarathi.py --prompt x --chunk 0": "chunk = 0: must be a whole number, at least 1",
-    "sarathi.py --prompt x --chunk many": "invalid int value: 'many'", "sarathi.py --prompt x --speed 9": "unrecognized arguments: --speed",
+    "sarathi.py --prompt x --chunk many": "invalid int value: 'many'", "sarathi.py --prompt x --speed 9": "unrecognized arguments: --speed 9: flags are --help, --prompt",
     "sarathi.py --prompt x --scheduler fifo": "unknown scheduler 'fifo': one of static",
     "sarathi.py --prompt x --alloc lazy": "invalid choice: 'lazy'",
     "sarathi.py --prompt x --model llama-8b": "neither a folder nor a preset (tiny",
@@ -919,7 +945,7 @@ BAD_LINES = {
     "sarathi.py --tokens 1 --tp 2": "tp = 2, pp = 1: needs 2 processes, there is 1: torchrun --nproc_per_node 2 sarathi.py --tp 2 --pp 1",
     "sarathi.py --tokens 1 --tp 0": "tp = 0: must be a whole number, at least 1",
     "sarathi.py": "one of the arguments --prompt --tokens is required", "bench.py peer": "unknown experiment 'peer'",
-    "bench.py table9": "unknown experiment 'table9': one of ceilings", "bench.py --chunk x": "invalid",
+    "bench.py table9": "unknown experiment 'table9': one of ceilings", "bench.py --chunk x": "invalid int_or_auto value: 'x'",
     "bench.py --lengths 5,a": "lengths = '5,a'", "bench.py roofline --hardware h100": "roofline can only be measured, on this machine",
     "bench.py peers --peers ollama=x": "names among transformers, vllm, llama.cpp",
     "bench.py peers --cells 'x 16'": "cells = 'x 16': must be part of a name among prefill 512",
