@@ -2125,9 +2125,10 @@ class Engine:
         c = self.config
         if not c.graph or not on_gpu(self.model.device) or self.world.size > 1 or c.lora == "bmm":
             return None
-        graphs = Graphs(self.model, self.kv, c.tile, -(-(c.chunk + FEW_ROWS * self.max_batch) // c.tile) * c.tile)
+        chunk = min(c.chunk, self.model.config.block_size)  # a million means whole prompts, and what is recorded takes memory
+        graphs = Graphs(self.model, self.kv, c.tile, -(-(chunk + FEW_ROWS * self.max_batch) // c.tile) * c.tile)
         if self.kv.is_cuda:
-            graphs.prepare(c.chunk, self.max_batch)
+            graphs.prepare(chunk, self.max_batch)
         return graphs
 
     def _new_copier(self):

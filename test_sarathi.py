@@ -955,7 +955,7 @@ BAD_LINES = {
     "bench.py online --targets 3": "targets = '3': must be two numbers above 0", "bench.py online --arrivals none.csv": "none.csv",
     "bench.py online --fair -1": "fair = -1.0: must be a number, at least 0",
     "sarathi.py --tokens 1 --tpot -1": "tpot = -1.0: must be a number, at least 0",
-    "sarathi.py --tokens 1 --draft ngram --spec 99999999999999999999": "spec = 99999999999999999999: must be a whole number, in 1 .. 9.2",
+    "sarathi.py --tokens 1 --draft ngram --spec 99999999999999999999": "spec = 99999999999999999999: must be a whole number, at least 1 and below 2^63",
     "sarathi.py --tokens 1 --stall nan": "stall = nan: must be a number, at least 0",
     "sarathi.py --tokens 1 --model llama-30m --draft ngran": "draft = 'ngran': one of ngram, heads, draft, a preset (tiny, ",
     "sarathi.py --tokens 1 --spec autopilot --draft ngram": "spec = 'autopilot' needs scheduler = 'autopilot'",
@@ -2726,6 +2726,8 @@ def test_triton_recordings_made_ahead_are_those_that_are_replayed():
     engine.run()
     new = set(engine.graphs.recorded) - ahead
     assert len(ahead) == 7 and len(new) <= 1, "but for the chunk that ends a prompt"
+    whole = Engine(engine.model, chunk=10**9, tile=TILE, max_batch=4, n_page=200)
+    assert whole.graphs.n_most < engine.model.config.block_size + 4 * kernels.FEW_ROWS + TILE, "no prompt is longer"
 
 
 @kernel_test
@@ -3452,7 +3454,7 @@ def test_a_bench_profiles_once_for_all_its_engines(monkeypatch):
     monkeypatch.setattr(CostModel, "profile", staticmethod(lambda *_: profiles.append(SimpleCost()) or profiles[-1]))
     b = bench_of(lengths="32")
     own = SimpleCost()
-    costs = [b.engine(scheduler, 32, **more).cost for scheduler, more in (("autopilot", {}), ("autopilot", {}), ("orca", {}), ("autopilot", dict(cost=own)))]
+    costs = [b.engine(scheduler, 32, 1, **more).cost for scheduler, more in (("autopilot", {}), ("autopilot", {}), ("orca", {}), ("autopilot", dict(cost=own)))]
     assert [c and c.base for c in costs] == [profiles[0], profiles[0], None, own] and len(profiles) == 1
 
 
