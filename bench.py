@@ -2511,9 +2511,7 @@ def plot(bench, name, rows):
         return
     where = "" if what.only == "simulated" else f" — {bench.model.config.whole.n_params / 1e9:.2g}B parameters, {machine(bench.model)['name']}"
     figure.suptitle(textwrap.fill(what.about + where, int(15 * figure.get_figwidth())), fontsize=9)
-    path = os.path.join(bench.config.plot, name + ".png")
-    figure.savefig(path, dpi=110)
-    bench.notes.append(f"wrote {path}")
+    figure.savefig(place_of(bench, name, "png"), dpi=110)
 
 
 def draw(axes, rows):
@@ -2655,14 +2653,19 @@ def report(bench, names, rows):
 
 
 def keep(bench, name, rows):
-    """Write the report on an experiment beside its figure: NAME_a6000.json where it is simulated, NAME_cpu_bf16.json where it is measured;
-    NAME.json where nothing else is."""
-    kind = str(bench.model.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-    place = bench.config.hardware or f"{bench.model.device.type}_{kind}"
-    path = os.path.join(bench.config.plot, name + f"_{place}" * (EXPERIMENTS[name].only != "simulated") + ".json")
-    with open(path, "w") as f:
+    """Write the report on an experiment beside its figure."""
+    with open(place_of(bench, name, "json"), "w") as f:
         print(report(bench, name, rows), file=f)
+
+
+def place_of(bench, name, kind):
+    """Where --plot keeps an experiment's figure or rows: NAME_a6000 where it is simulated, NAME_cpu_bf16 where it is measured; NAME where
+    nothing else is."""
+    dtype = str(bench.model.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+    where = bench.config.hardware or f"{bench.model.device.type}_{dtype}"
+    path = os.path.join(bench.config.plot, name + f"_{where}" * (EXPERIMENTS[name].only != "simulated") + f".{kind}")
     bench.notes.append(f"wrote {path}")
+    return path
 
 
 def table(rows):

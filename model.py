@@ -804,7 +804,7 @@ class Checkpoint:
         if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
             w = w.T
         if tuple(w.shape) != tuple(shape) or w.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"{self.folder}: tensor {name!r} is {tuple(w.shape)} {w.dtype}, expected {tuple(shape)} in a floating type")
+            raise ValueError(f"{self.folder}: tensor {name!r} is {tuple(w.shape)} {w.dtype}, expected {tuple(shape)} in float32, float16 or bfloat16")
         return w
 
     def expect_all_taken(self):

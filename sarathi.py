@@ -45,7 +45,7 @@ import torch
 
 from kernels import (ALIGN, BLOCK_ROWS, CALL, FEW_ROWS, Lora, LoraPages, Pages, Segment, World, accept, causal_mask, fetch, on_gpu, place,
                      residual, run_ends, sample, target_probs)
-from model import GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model, load_tokenizer
+from model import GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model, load_tokenizer, preset
 
 
 def option(default, help, **more):
@@ -56,7 +56,7 @@ def option(default, help, **more):
 @dataclass
 class EngineConfig:
     """Every knob of the engine; each is a keyword of Engine and a flag on both command lines."""
-    scheduler: str = option("sarathi", "who feeds how many tokens in an iteration")
+    scheduler: str = option("sarathi", "who feeds how many tokens in an iteration: static, orca, prefill_first, sarathi, sarathi_serve or autopilot")
     chunk: int = option(256, "tokens of prefill per iteration, decodes included; sarathi_serve: the token budget")
     max_batch: int = option(0, "most requests running at once; 0: as many of the longest as fit the pool [SARATHI §4.3.1]")
     tile: int = option(128, "chunk + decodes is a multiple of this many tokens [SARATHI §4.4]")
@@ -1846,12 +1846,12 @@ class Speculator:
         self.n_drafted = self.n_accepted = 0
         self.shapes = self._shapes()
         self.by_head = np.zeros((2, max(map(len, self.shapes), default=0)))  # the same of each head's candidates
-        if policy.priced and isinstance(proposer, DraftModel):
-            proposer.cost = engine._new_cost(proposer.engine.model, cost)
         if policy.threshold and proposer.free:
             raise ValueError(f"{type(policy).__name__} asks how probable each draft was, {type(proposer).__name__} cannot say: take spec = 'goodput'")
         if isinstance(policy, Oracle) and not engine.config.alpha:
             raise ValueError("spec = 'oracle': what will be accepted is known beforehand only if alpha forces it")
+        if policy.priced and isinstance(proposer, DraftModel):
+            proposer.cost = engine._new_cost(proposer.engine.model, cost)
 
     @property
     def alpha(self):
@@ -2090,8 +2090,8 @@ class Engine:
         costs = cost if isinstance(cost, tuple) else (cost, None)
         if len(costs) != 2:
             raise ValueError(f"cost: {len(costs)} cost models, must be one, or two of them: the target's and the draft's")
-        self.cost = self._new_cost(self.model, costs[0]) if policy.priced or self.scheduler.priced else None
         self.speculator = None if draft is None else Speculator(self, make_proposer(draft, self), policy, costs[1])
+        self.cost = self._new_cost(self.model, costs[0]) if policy.priced or self.scheduler.priced else None
         if self.graphs and not self.speculator:  # drafts continue tokens that must be known first
             self.ahead = self.behind = 1
         self.scheduler.start(self)
@@ -3100,6 +3100,8 @@ def are_heads(name):
 
 def load_draft(name, model):
     """--draft: None, a Proposer's name, Heads, or a model like the target in type and place."""
+    if name == "heads" and model.config.n_embd != preset("tiny").n_embd:  # before they are trained
+        raise ValueError(f"draft = 'heads': those are for tiny's states of {preset('tiny').n_embd} numbers, this model's have {model.config.n_embd}")
     if are_heads(name):
         return load_heads(name, model.dtype, str(model.device))
     if name is None or name in PROPOSERS:
