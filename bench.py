@@ -2410,7 +2410,8 @@ INK = {  # the same thing has the same colour in every picture
     "static": "#7f7f7f", "over static": "#7f7f7f", "Orca, worst case": "#f5b78a", "orca": "#e07b2a", "over orca": "#e07b2a",
     "Orca, best case": "#e07b2a", "prefill_first": "#8c564b", "sarathi": "#2a78c2", "sarathi_serve": "#17a0a8", "as simulated": "#2a78c2",
     "off": "#7f7f7f", "k = 1": "#93c4ea", "k = 3": "#2a78c2", "k = 5": "#123a73", "goodput": "#e07b2a", "oracle": "#1b9e87",
-    "C = 128": "#93c4ea", "C = 256": "#2a78c2", "C = 512": "#123a73", "L = 1024": "#c77fd0", "L = 2048": "#9340a8", "L = 3072": "#571b6e",
+    "C = 64": "#1b9e87", "C = 128": "#93c4ea", "C = 256": "#2a78c2", "C = 512": "#123a73",
+    "L = 1024": "#c77fd0", "L = 2048": "#9340a8", "L = 3072": "#571b6e",
     "preproj": "#b5cf6b", "attn": "#d6477e", "postproj": "#7fa136", "ffn": "#55701f", "linear": "#7fa136", "total": "#3b3b3b",
     "prefill": "#1b9e87", "chunk": "#1b9e87", "decode": "#f2c14e", "waiting": "#e4e4e4", "stall": "#e8583f",
     "bubble": "#e8583f", "preempted": "#000000"}
@@ -2573,7 +2574,7 @@ def scale(ax, values, bars):
             axis.set_major_formatter(StrMethodFormatter("{x:g}"))
         ticks = sorted(set(v)) if axis is ax.xaxis else []
         if 0 < len(ticks) <= 10 and all(b > 1.1 * a for a, b in zip(ticks, ticks[1:])):
-            axis.set(major_locator=FixedLocator(ticks), minor_locator=NullLocator(), major_formatter=StrMethodFormatter("{x:g}"))
+            axis.set(major_locator=FixedLocator(ticks), minor_locator=NullLocator(), major_formatter=lambda x, _: number(x))
     ax.grid(alpha=0.25)
     ax.set_axisbelow(True)
 

@@ -289,7 +289,7 @@ class Spans:
 class PagePool:
     """n_page pages of one token's K and V in every layer, allocated once. Two policies, one address formula (kernels.py):
 
-    reserve: an owner's maximum length up front and together, as in [SARATHI §4.5], so attention takes a view.
+    reserve: an owner's maximum length up front and together, as in [SARATHI §4.5], so that its addresses need no list.
     grow: any free page, when it is needed."""
 
     def __init__(self, n_page, n_kv_head, alloc, first=0):
@@ -1611,7 +1611,7 @@ class GoodputRequest(Goodput):
     def _target(self, d, most):
         """(most + 1,) d.target of every number of drafts, read off a curve through a few and both sides of every tile's end."""
         edges = d.edges[d.edges < most]
-        points = np.unique(np.concatenate([np.linspace(0, most, min(most, 16) + 1).astype(int), edges, edges + 1]))
+        points = np.unique(np.concatenate([np.linspace(0, most, min(most, 8) + 1).astype(int), edges, edges + 1]))
         return np.interp(np.arange(most + 1), points, [d.target(int(n)) for n in points])
 
 

@@ -512,11 +512,11 @@ def test_a_plan_that_cannot_be_is_said_to_whose_it_is(plan, message):
 
 @pytest.mark.parametrize("alloc", ["reserve", "grow"])
 def test_pool_is_conserved_under_a_random_workload(alloc):
-    """250 requests of random lengths with random aborts; check() runs after every step (finish) and every abort."""
+    """500 requests of random lengths with random aborts; check() runs after every step (finish) and every abort."""
     rng = random.Random(0)
     engine = Engine(small(), scheduler="sarathi_serve", chunk=64, max_batch=16, tile=TILE, alloc=alloc, n_page=260)
     requests = []
-    for i in range(250):
+    for i in range(500):
         requests.append(Request(prompt(rng.choice([1, 3, 10, 40, 90]), seed=i), rng.randint(1, 30)))
         engine.add(requests[-1])
         if i % 3 == 0:
@@ -527,7 +527,7 @@ def test_pool_is_conserved_under_a_random_workload(alloc):
             engine.pool.check()
     finish(engine)
     states = [r.state for r in requests]
-    assert states.count("length") + states.count("abort") == 250 and states.count("abort") > 10
+    assert states.count("length") + states.count("abort") == 500 and states.count("abort") > 10
     assert (sum(r.n_preempted for r in requests) > 10) == (alloc == "grow")
     for r in rng.sample([r for r in requests if r.state == "length"], 10):
         assert r.output == greedy(small(), r.prompt, r.max_new_tokens)
@@ -3212,7 +3212,7 @@ def shares(logits, first, **sampling):
     return torch.stack([torch.stack([p1[a] * rule(start + [a])[b] * rule(start + [a, b]) for b in range(V)]) for a in range(V)]).flatten().numpy()
 
 
-def verified(kind, sampling, n=12000, V=6, k=3):
+def verified(kind, sampling, n=20000, V=6, k=3):
     """The first three tokens of n requests whose k = 3 drafts are verified in one call, as the engine does: drafts drawn from another
     language (or fixed, as an n-gram's; or every other), rows of the target's. Where a run ends early the rest is drawn plainly."""
     p, guess, rng, first = table(0, V), table(1, V), np.random.default_rng(7), 2
@@ -3241,7 +3241,7 @@ def verified(kind, sampling, n=12000, V=6, k=3):
 @pytest.mark.parametrize("kind", ["draft", "ngram", "mixed"])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_verified_drafts_leave_the_distribution_as_it_is(sampling, kind):
-    """12,000 draws of three tokens against their exact probabilities; a sound rule fails once in a million seeds, and this seed is fixed."""
+    """20,000 draws of three tokens against their exact probabilities; a sound rule fails once in a million seeds, and this seed is fixed."""
     excess, cells = verified(kind, SAMPLING[sampling])
     assert excess < 1 and cells > 10
 
