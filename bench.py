@@ -211,14 +211,14 @@ class Bench:
 
     def rounds(self, *fns, repeats=None, warm=True, patience=math.inf):
         """The times of each fn(), taken in turns (after a warm-up), so that a machine that drifts hits all alike -> a list per fn.
-        patience: seconds after which no further round is begun."""
+        patience: seconds after which no further round is begun; the warm-up counts if it took that long."""
         repeats = 1 if self.simulated else warm + (repeats or self.config.repeats)  # every simulated time is the same
         took = [[] for _ in fns]
         for i in tqdm(range(repeats * len(fns)), self.doing, delay=5, leave=False):
             if i % len(fns) == 0 and sum(map(sum, took)) > patience:
                 break
             took[i % len(fns)].append(self.once(fns[i % len(fns)]))
-        return [ts[warm and not self.simulated:] for ts in took]
+        return [ts[warm and len(ts) > 1:] for ts in took]
 
     def seconds(self, *fns):
         """The median time of each fn()."""
@@ -1512,7 +1512,7 @@ def measured_fig8(bench, n=20):
     fns[0]()
     sent = world.sent - before
     fns[1] = silenced(model, fns[1])
-    for part, took in zip(PARTS, bench.rounds(*fns, repeats=bench.runs)):
+    for part, took in zip(PARTS, bench.rounds(*fns, repeats=bench.runs, patience=PATIENCE)):
         yield row(f"tp = {world.tp}: {part} (tokens/s)", None, tokens / median(took), at=("", part, world.tp))
     yield row("weights of a rank (MB)", None, model.n_bytes / 1e6)
     yield row("cache of a rank, per 1000 tokens (MB)", None, model.config.page_bytes(model.dtype.itemsize) / 1e3)
@@ -1585,7 +1585,7 @@ def slora_ways(bench):
     ways |= {f"S-LoRA, n = {m}": ({}, m, None) for m in bench.grid([], [100, 2000])}
     sources = [lambda *_, adapter=adapter, **__: adapter for adapter in adapters]  # loaded once for all engines
     fns, tokens = at_once(bench, 4, top, room, sources, [way[:2] for way in ways.values()])
-    took = bench.rounds(*fns, repeats=bench.runs)
+    took = bench.rounds(*fns, repeats=bench.runs, patience=PATIENCE)
     for (name, (*_, paper)), seconds in zip(ways.items(), took):
         over = lambda others: median(b / a for a, b in zip(seconds, others))
         yield row(f"{name}: x S-LoRA", paper, over(took[1]), **{"x no adapter": over(took[0]), "tokens/s": tokens / median(seconds)},
