@@ -180,8 +180,10 @@ class Bench:
         return self.tapes.new(f"{self.doing}: {what}") if kept else None
 
     def other(self, model):
-        """The same options with another model, on the same clock."""
-        bench = Bench(model, self.config, self.options)
+        """The same options and lengths with another model, on the same clock."""
+        config = copy.copy(self.config)
+        config.lengths = self.lengths
+        bench = Bench(model, config, self.options)
         bench.clock, bench.interrupt, bench.doing, bench.tapes, bench.found = self.clock, self.interrupt, self.doing, self.tapes, self.found
         return bench
 

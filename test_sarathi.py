@@ -23,7 +23,7 @@ import time
 import unicodedata
 import weakref
 from collections import Counter, defaultdict, deque
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache, partial
 from itertools import combinations, takewhile
 from pathlib import Path
@@ -3460,6 +3460,11 @@ def test_a_bench_profiles_once_for_all_its_engines(monkeypatch):
     own = SimpleCost()
     costs = [b.engine(scheduler, 32, 1, **more).cost for scheduler, more in (("autopilot", {}), ("autopilot", {}), ("orca", {}), ("autopilot", dict(cost=own)))]
     assert [c and c.base for c in costs] == [profiles[0], profiles[0], None, own] and len(profiles) == 1
+
+
+def test_a_bench_keeps_its_lengths_with_another_model():
+    b = bench.Bench(GPT.from_preset(replace(small().config, block_size=1000)), bench.BenchConfig(), EngineConfig())
+    assert b.other(CostModel.roofline(b.model.config, "a100")).lengths == b.lengths == [256, 512, 768], "a profile of a small model, too"
 
 
 def test_a_corrected_cost_model_is_its_base_in_all_that_is_not_a_price():
