@@ -23,7 +23,7 @@ import time
 import unicodedata
 import weakref
 from collections import Counter, defaultdict, deque
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import lru_cache, partial
 from itertools import combinations, takewhile
 from pathlib import Path
@@ -3463,7 +3463,7 @@ def test_a_bench_profiles_once_for_all_its_engines(monkeypatch):
 
 
 def test_a_bench_keeps_its_lengths_with_another_model():
-    b = bench.Bench(GPT.from_preset(replace(small().config, block_size=1000)), bench.BenchConfig(), EngineConfig())
+    b = bench.Bench(GPT.from_preset(dataclasses.replace(small().config, block_size=1000)), bench.BenchConfig(), EngineConfig())
     assert b.other(CostModel.roofline(b.model.config, "a100")).lengths == b.lengths == [256, 512, 768], "a profile of a small model, too"
 
 
