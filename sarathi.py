@@ -1611,7 +1611,7 @@ class GoodputRequest(Goodput):
     def _target(self, d, most):
         """(most + 1,) d.target of every number of drafts, read off a curve through a few and both sides of every tile's end."""
         edges = d.edges[d.edges < most]
-        points = np.unique(np.concatenate([np.linspace(0, most, min(most, 8) + 1).astype(int), edges, edges + 1]))
+        points = np.unique(np.concatenate([np.linspace(0, most, min(most, 16) + 1).astype(int), edges, edges + 1]))
         return np.interp(np.arange(most + 1), points, [d.target(int(n)) for n in points])
 
 
