@@ -40,8 +40,8 @@ from tqdm import tqdm
 
 from kernels import FEW_ROWS, World, linear, on_gpu, pack
 from model import GPT, PRESETS, Linear, default_dtype, load_model, preset, random_adapter
-from sarathi import (GPUS, CostModel, Engine, EngineConfig, Interruptible, Learned, Parser, Pipeline, Request, Sarathi, SarathiServe,
-                     Scheduler, SharedClock, Simulator, VirtualClock, WallClock, Work, add_model_flags, checked, expected_tokens, join_world,
+from sarathi import (GPUS, N_SPEC, CostModel, Engine, EngineConfig, Interruptible, Learned, Parser, Pipeline, Request, Sarathi,
+                     SarathiServe, Scheduler, SharedClock, Simulator, VirtualClock, WallClock, Work, add_model_flags, checked, expected_tokens, join_world,
                      least_squares, make_clock, make_engine, make_scheduler, option, random_batches, rehearse, run_cli, time_batches, with_room)
 
 EXPERIMENTS = {}  # name -> Experiment
@@ -1805,8 +1805,30 @@ def spec_here(bench):
             yield row(f"{name}: {called(spec)} (tokens/s)", None, B * D / median(took[i]), **{"x off": over(i, 0)}, alpha=pair.alpha,
                       **({"at": ("", called(spec), B)} if pair.alpha or pair.draft != "ngram" else {}))
         best = min(range(4), key=lambda i: median(took[i]))
-        yield row(f"{name}: goodput over the best of the others, {called(CHOICES[best])}", None, over(4, best), **{"x off": over(4, 0)},
-                  alpha=pair.alpha)
+        ratio = median(theirs / ours for theirs, ours in zip(best_elsewhere(took[:4]), took[4]))
+        yield row(f"{name}: goodput over the best of the others, {called(CHOICES[best])}", None, ratio, **{"x off": over(4, 0)}, alpha=pair.alpha)
+    for spec in () if bench.simulated else ("goodput", "goodput_request"):
+        yield row(f"B = 64: {spec}: choosing k, share of an iteration", None, choosing(pair, spec), **{"x off": None}, alpha=pair.alpha)
+
+
+def best_elsewhere(took):
+    """took: for each way its time in every round -> for every round the time of the way that is best in all others: the least of noisy
+    times is too good to be compared with. A round that is alone has only itself."""
+    n = len(took[0])
+    return [min(took, key=lambda times: median(t for j, t in enumerate(times) if j != i or n == 1))[i] for i in range(n)]
+
+
+def choosing(pair, spec, B=64):
+    """What it takes to look at B decodes and choose their drafts, over what an iteration takes all in all."""
+    bench, D = pair.bench, (2 + pair.bench.config.repeats) * (1 + N_SPEC)  # that none ends while it is timed
+    engine = pair.engine(spec, pair.P + D, B=B, scheduler="prefill_first")
+    for prompt in bench.prompts(B, pair.P, bench.options.seed):
+        engine.add(Request(prompt, max_new_tokens=D))
+    while len(engine.running) < B or any(r.n_todo > 1 for r in engine.running):
+        engine.step()
+    s, plan = engine.speculator, [(r, 1) for r in engine.running]
+    chooses, steps = bench.seconds(lambda: s.policy.lengths(s._decodes_of(plan, engine.running)), engine.step)
+    return chooses / steps
 
 
 # ---------------------------------------------------------------- autopilot
@@ -1834,8 +1856,8 @@ def one_trial(work, alpha, draft, cost, scheduler, spec, **options):
 
 
 def trials(bench, case, draft, cost):
-    """A workload -> (its target or 0, {(chunk, drafts), or "autopilot": [Trial of each round]}). Measured: a round of all settings, then
-    more of autopilot and the best two in turns, each with other luck for the drafts."""
+    """A workload -> (its target or 0, {(chunk, drafts), or "autopilot": [Trial of each round]}). Measured: a round of all settings, which
+    chooses two, then more of these and autopilot in turns, each with other luck for the drafts."""
     P, D, load, alpha, n_adapter, slow = case
     scale = 1.0 if bench.simulated else max(bench.lengths) / 4 / 1300
     around = lambda n: uniform(max(2, int(n * scale / 2)), max(3, int(n * scale * 1.5)) + 1)
@@ -1850,24 +1872,33 @@ def trials(bench, case, draft, cost):
         for C, k in grid:
             seen[C, k].append(run(SarathiServe(chunk=C), k, seed=bench.options.seed + i))
         seen["autopilot"].append(run("autopilot", "autopilot", tpot=target, seed=bench.options.seed + i))
-        grid = best_first(seen, target)[:2]
+        grid = best_first(seen, target, [0])[:2]
     return target, seen
 
 
-def best_first(seen, target):
-    """What is not autopilot's of `trials` and keeps the target (all, if nothing does): those with most rounds, of them the fastest first."""
-    typical = lambda setting, of: median(getattr(trial, of) for trial in seen[setting])
-    fixed = [setting for setting in seen if setting != "autopilot"]
+def best_first(seen, target, rounds):
+    """What is not autopilot's of `trials`, ran in these rounds and keeps the target in them (all, if nothing does), the fastest first."""
+    typical = lambda setting, of: median(getattr(seen[setting][i], of) for i in rounds)
+    fixed = [setting for setting in seen if setting != "autopilot" and len(seen[setting]) > max(rounds)]
     good = [setting for setting in fixed if not target or typical(setting, "tpot") <= target]
-    return sorted(good or fixed, key=lambda setting: (-len(seen[setting]), typical(setting, "latency")))
+    return sorted(good or fixed, key=lambda setting: typical(setting, "latency"))
+
+
+def at_best(seen, target):
+    """The best setting's latency in every round, where the other rounds say which it is: the least of noisy times is too good to be
+    compared with. For the first, which chose who stays, the median of the others stands in."""
+    n = len(seen["autopilot"])
+    best = lambda i, *others: seen[best_first(seen, target, others)[0]][i].latency
+    later = [best(i, *({*range(1, n)} - {i} or {0})) for i in range(1, n)]
+    return [median(later) if later else best(0, 0), *later]
 
 
 @experiment(("prompt + output, load", "latency over the best setting's (times)"))
 def autopilot(bench):
     """autopilot beside every (chunk, drafts) of a grid: mean latency over workloads that differ in P:D, load, acceptance, adapters.
     Settings of sarathi_serve that miss a workload's TPOT target do not count as its best. Poisson arrivals; load 1 is what --scheduler
-    serves without drafts when all come at once. Measured: ratios are medians of those within a round; noise: the best setting's latency
-    in every other round over that in the rest."""
+    serves without drafts when all come at once. Measured: ratios are medians of those within a round, where which setting is best is
+    told from other rounds; noise: the best setting's latency in every other round over that in the rest."""
     if bench.simulated:
         bench = bench.other(another(bench, block_size=4096))
         draft = CostModel.roofline(replace(preset("llama-160m"), block_size=4096), bench.config.hardware)
@@ -1878,14 +1909,15 @@ def autopilot(bench):
     ratios, missed = defaultdict(list), Counter()
     for i, case in enumerate(tqdm(bench.grid([PILOT[i] for i in (1, 2, 3, 7)], PILOT), bench.doing)):
         target, seen = trials(bench, case, draft, cost)
-        best, *_ = best_first(seen, target)
-        at_best = [trial.latency for trial in seen[best]]
+        best, *_ = best_first(seen, target, range(len(seen["autopilot"])))
+        took, latency = at_best(seen, target), [trial.latency for trial in seen[best]]
         typical = {setting: Trial(*map(median, zip(*rounds))) for setting, rounds in seen.items()}
         met = sum(bool(target) and trial.tpot <= target for setting, trial in typical.items() if setting != "autopilot")
         for setting, rounds in seen.items():
-            ratios[setting].append(median(trial.latency / seconds for trial, seconds in zip(rounds, at_best)))
+            times = [trial.latency / seconds for trial, seconds in zip(rounds, took)]
+            ratios[setting].append(median(times[1:] or times))
             missed[setting] += bool(met) and typical[setting].tpot > target
-        noise = median(at_best[1::2]) / median(at_best[::2]) if len(at_best) > 1 else None
+        noise = median(latency[1::2]) / median(latency[::2]) if len(latency) > 1 else None
         P, D, load, alpha, n_adapter, slow = case
         what, x = f"{P} + {D}, load {load}, acceptance {alpha}{', adapters' * bool(n_adapter)}", f"{P} + {D}, load {load}"
         more = {"latency (s)": typical["autopilot"].latency, "best (s)": typical[best].latency, "best": setting_name(best), "noise": noise,
