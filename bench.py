@@ -39,10 +39,11 @@ import torch
 from tqdm import tqdm
 
 from kernels import FEW_ROWS, World, linear, on_gpu, pack
-from model import GPT, PRESETS, Linear, default_dtype, load_model, preset, random_adapter
+from model import GPT, PRESETS, Graphs, Linear, default_dtype, load_model, preset, random_adapter
 from sarathi import (GPUS, N_SPEC, CostModel, Engine, EngineConfig, Interruptible, Learned, Parser, Pipeline, Request, Sarathi,
-                     SarathiServe, Scheduler, SharedClock, Simulator, VirtualClock, WallClock, Work, add_model_flags, checked, expected_tokens, join_world,
-                     least_squares, make_clock, make_engine, make_scheduler, option, random_batches, rehearse, run_cli, time_batches, with_room)
+                     SarathiServe, Scheduler, SharedClock, Simulator, VirtualClock, WallClock, Work, add_model_flags, checked,
+                     expected_tokens, free_memory, join_world, least_squares, make_clock, make_engine, make_scheduler, option,
+                     random_batches, rehearse, run_cli, time_batches, with_room)
 
 EXPERIMENTS = {}  # name -> Experiment
 OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]
@@ -251,16 +252,23 @@ class Bench:
     def iteration(self, decodes, context, chunk, past=0, last=True):
         """A function that runs one iteration: `decodes` requests that feed one token each after `context` cached ones, and one
         request that feeds `chunk` tokens after `past`. Tokens and cache are random: equal ones would run cooler, and so faster.
-        last=False: no request has fed its last token by then, so none needs the output head."""
+        last=False: no request has fed its last token by then, so none needs the output head. Where the engine would replay a
+        recording so does this, and its by_operator is the same launch by launch."""
         entries = [(context, 1, last)] * decodes + [(past, chunk, last)] * (chunk > 0)
         pages = sum(with_room(past + n) for past, n, _ in entries)
-        engine = self.engine("orca", pages, decodes + 1, record=None, graph=False)  # operators are timed one by one
+        engine = self.engine("orca", pages, decodes + 1, record=None, graph=False)  # which would record more than this one
         plan = rehearse(engine, entries)
         if self.simulated:
             return lambda: engine._run(plan)
         engine.kv.normal_()
         batch = engine._pack(plan)
-        return lambda: self.model(batch, engine.kv)
+        by_operator = lambda: self.model(batch, engine.kv)
+        if not self.options.graph or not on_gpu(self.model.device) or self.world.size > 1:
+            return by_operator
+        graphs = Graphs(self.model, engine.kv, self.options.tile, len(batch.tokens) + self.options.tile)
+        run = lambda: self.model.predict(graphs.hidden(batch))
+        run.by_operator = by_operator
+        return run
 
     def operators(self, *fns, more=()):
         """Run each fn() once -> {operator of every layer, or module named in more: seconds}, by hooks on the modules' names (or on the
@@ -268,7 +276,7 @@ class Bench:
         took = dict.fromkeys((*OPERATORS, *more), 0.0)
         unhook = (self._asked if self.simulated else self._hooked)(took)
         try:
-            return took, sum(map(self.once, fns))
+            return took, sum(self.once(getattr(f, "by_operator", f)) for f in fns)
         finally:
             unhook()
 
@@ -319,7 +327,8 @@ def measured_peaks(bench, *fns):
     c, dtype, device = bench.model.config, bench.model.dtype, bench.model.device
     C = max(c.n_embd, 512)
     w = [pack(torch.randn(4 * C, C, dtype=dtype, device=device)) for _ in range(1 + int(5e8) // (4 * C * C * dtype.itemsize))]
-    one, many = torch.randn(1, C, dtype=dtype, device=device), torch.randn(512, C, dtype=dtype, device=device)
+    n = 512 if device.type == "cpu" else 4096
+    one, many = torch.randn(1, C, dtype=dtype, device=device), torch.randn(n, C, dtype=dtype, device=device)
 
     def stream():
         for x in w:
@@ -329,7 +338,7 @@ def measured_peaks(bench, *fns):
         for _ in range(8):
             linear(many, w[0])
     read, multiply, *took = bench.seconds(stream, gemm, *fns)
-    return 8 * 2 * 512 * 4 * C * C / multiply, len(w) * 4 * C * C * dtype.itemsize / read, *took
+    return 8 * 2 * n * 4 * C * C / multiply, len(w) * 4 * C * C * dtype.itemsize / read, *took
 
 
 TABLE2 = {  # [SARATHI Table 2], ms, LLaMA-13B on an A6000: linear, attn, total, per token of the named phase
@@ -2097,9 +2106,13 @@ def judged(name, where, r, margin):
 
 # ---------------------------------------------------------------- this machine: its ceilings, its peers
 
-SHAPES = {"prefill 512": (0, 0, 512), "decode, B = 1, context 256": (1, 255, 0), "decode, B = 8, context 256": (8, 255, 0),
-          "decode, B = 16, context 256": (16, 255, 0), "decode, B = 16, context 1024": (16, 1023, 0),
-          "chunk of 249 + 7 decodes, context 256": (7, 255, 249)}  # arguments of Bench.iteration
+def shapes(bench):
+    """{name: arguments of Bench.iteration}: chunks, decodes and both. A GPU is kept busy by larger ones than a CPU."""
+    large = bench.config.full or bench.model.device.type == "cuda"
+    chunks = [128 << i for i in range(6)] if large else [512]
+    decodes = [*((1 << i, 256) for i in range(9)), (16, 1024)] if large else [(1, 256), (8, 256), (16, 256), (16, 1024)]
+    return ({f"prefill {n}": (0, 0, n) for n in chunks} | {f"decode, B = {B}, context {L}": (B, L - 1, 0) for B, L in decodes}
+            | {f"chunk of {C - 7} + 7 decodes, context 256": (7, 255, C - 7) for C in ([256, 512, 1024] if large else [256])})
 
 
 def demand(c, decodes, context, chunk, itemsize):
@@ -2117,26 +2130,40 @@ def roofline(bench):
     """every operator's FLOP/s and bytes/s beside this machine's ceilings, by batch shape, and what the engine adds.
     `ours` is the share of the ceiling: what FLOPs or bytes take at the measured ceilings, whichever is more, over the time
     they took. `all` counts every FLOP and byte of the model once."""
-    c, itemsize = bench.model.config, bench.model.dtype.itemsize
-    shapes = {name: s for name, s in SHAPES.items() if max(s[1] + 1, s[2]) < c.block_size}
-    runs = [bench.iteration(*s) for s in tqdm(shapes.values(), "roofline")]
-    rate, bandwidth, *totals = measured_peaks(bench, *runs)
-    for (name, s), f, total in zip(shapes.items(), runs, totals):
-        took, _ = bench.operators(*[f] * 3, more=["head"])
-        work = demand(c, *s, itemsize)
+    c, itemsize, device, model = bench.model.config, bench.model.dtype.itemsize, bench.model.device, copy.copy(bench.model)
+    if c.llama:  # whose positions are computed, so that its context may be as long as we like
+        model.config = replace(c, block_size=2**14)
+    own = bench.other(model)
+    rest = {"ms": None, "GFLOP/s": None, "GB/s": None, "tokens/s": None}
+    for name, (decodes, context, chunk) in tqdm(shapes(bench).items(), "roofline"):
+        pages = decodes * with_room(context + 1) + with_room(chunk)
+        if max(context + 1, chunk) >= model.config.block_size or pages * c.page_bytes(itemsize) > 0.9 * free_memory(device)[0]:
+            bench.notes.append(f"{name} is left out: more than the model's context or the memory holds.")
+            continue
+        f = own.iteration(decodes, context, chunk)
+        rate, bandwidth, total = measured_peaks(own, f)
+        took, _ = own.operators(*[f] * 3, more=["head"])
+        work = demand(c, decodes, context, chunk, itemsize)
         work["all"] = tuple(map(sum, zip(*work.values())))
         hooked = took | {"all": 3 * total}
         for op, (fl, by) in work.items():
             t = hooked[op] / 3
-            yield row(f"{name}: {op}", None, max(fl / rate, by / bandwidth) / t, **{"ms": t * 1e3, "GFLOP/s": fl / t / 1e9, "GB/s": by / t / 1e9})
+            yield row(f"{name}: {op}", None, max(fl / rate, by / bandwidth) / t, **{
+                "ms": t * 1e3, "GFLOP/s": fl / t / 1e9, "GB/s": by / t / 1e9, "tokens/s": (decodes + chunk) / t if op == "all" else None})
+        del f  # and its cache, before the next one's is made
     inside, outside = overhead(bench)
     yield row("engine at B = 8: share of an iteration outside the model", None, outside / (inside + outside),
-              **{"ms": outside * 1e3, "GFLOP/s": None, "GB/s": None})
-    if on_gpu(bench.model.device) and bench.options.graph:
+              **rest | {"ms": outside * 1e3})
+    if on_gpu(device) and bench.options.graph:
         for how, ahead in ("one after the other", 0), ("overlapped", 1):
             share, seconds = python_gap(bench, ahead)
             yield row(f"decode, B = 8, iterations {how}: share of the time that the GPU waits for Python", None, share,
-                      **{"ms": share * seconds * 1e3, "GFLOP/s": None, "GB/s": None})
+                      **rest | {"ms": share * seconds * 1e3})
+    for cell in ("decode, B = 1, context 256", "decode, B = 8, context 256"):
+        others, seen = in_turns(bench, {cell: CELLS[cell]} if importlib.util.find_spec("transformers") and c.block_size > 512 else {})
+        if "transformers" in others.get(cell, ()):
+            ours, theirs = (median(rate for rate, _ in seen[cell, name]) for name in ("sarathi", "transformers"))
+            yield row(f"{cell}: engine, tokens/s over transformers' generate", None, ours / theirs, **rest | {"tokens/s": ours})
 
 
 def overhead(bench, B=8, context=256, steps=32):
@@ -2197,13 +2224,14 @@ class Ours:
 
 
 class Transformers:
-    """Hugging Face transformers: generate() on one static batch; with adapters PEFT's mixed batch."""
+    """Hugging Face transformers: generate() on one static batch; on a GPU with a static cache, for which it compiles the model; with
+    adapters PEFT's mixed batch."""
 
-    def __init__(self, folder, dtype, adapters):
+    def __init__(self, folder, dtype, adapters, device):
         import transformers
         transformers.utils.logging.set_verbosity_error()
         self.clock = transformers.LogitsProcessorList([self.stamp])
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
         self.adapters = [os.path.basename(a) for a in adapters]
         if adapters:
             import peft
@@ -2213,15 +2241,19 @@ class Transformers:
                 self.model.load_adapter(path, name, **own)
 
     def stamp(self, ids, scores):
+        if scores.is_cuda:
+            torch.cuda.synchronize()
         self.times.append(time.perf_counter())
         return scores
 
     @torch.inference_mode()
     def run(self, work, new):
-        ids, self.times, start = torch.tensor(work), [], time.perf_counter()
-        mixed = dict(adapter_names=[a for _, a in zip(work, cycle(self.adapters))]) if self.adapters else {}
+        ids, self.times, start = torch.tensor(work, device=self.model.device), [], time.perf_counter()
+        how = dict(adapter_names=[a for _, a in zip(work, cycle(self.adapters))]) if self.adapters else {}
+        if ids.is_cuda and not how:
+            how = dict(cache_implementation="static")
         self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
-                            pad_token_id=0, eos_token_id=None, logits_processor=self.clock, **mixed)
+                            pad_token_id=0, eos_token_id=None, logits_processor=self.clock, **how)
         return [[t - start for t in self.times]] * len(work)
 
 
@@ -2302,14 +2334,15 @@ def write_gguf(model, path, dtype):
 
 
 class Worker:
-    """A peer in a Python of its own, which runs this file as `bench.py peer NAME FOLDER DTYPE [ADAPTER ...]` and answers line by line."""
+    """A peer in a Python of its own, which runs this file as `bench.py peer NAME FOLDER DTYPE DEVICE [ADAPTER ...]` and answers line by
+    line."""
 
-    def __init__(self, python, name, folder, dtype, adapters):
+    def __init__(self, python, name, folder, dtype, device, adapters):
         lib, env = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(python))), "lib", "libiomp5.so"), dict(os.environ)
         preload = [p for p in ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", lib) if name == "vllm" and os.path.exists(p)]
         env["LD_PRELOAD"] = ":".join(preload)  # as vLLM's manual asks
         self.log = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen([python, __file__, "peer", name, folder, dtype, *adapters], env=env, text=True, stdin=subprocess.PIPE,
+        self.process = subprocess.Popen([python, __file__, "peer", name, folder, dtype, device, *adapters], env=env, text=True, stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, stderr=self.log, start_new_session=True)  # Ctrl-C is for us
         self.answer()
 
@@ -2329,9 +2362,9 @@ class Worker:
         self.process.kill()
 
 
-def peer(name, folder, dtype, *adapters):
-    """The other end of Worker."""
-    engine = dict(transformers=Transformers, vllm=VLLM)[name](folder, dtype, adapters)
+def peer(name, folder, dtype, device, *adapters):
+    """The other end of Worker. vLLM runs where it was built for."""
+    engine = dict(transformers=partial(Transformers, device=device), vllm=VLLM)[name](folder, dtype, adapters)
     print("@null", flush=True)
     for line in sys.stdin:
         print("@" + json.dumps(engine.run(*json.loads(line))), flush=True)
@@ -2344,7 +2377,7 @@ def start_peers(bench, folder, adapters=()):
     for name, path in (bench.config.paths or here).items():
         try:
             if name != "llama.cpp":
-                engines[name] = Worker(path, name, folder, dtype, adapters)
+                engines[name] = Worker(path, name, folder, dtype, str(bench.model.device), adapters)
             elif not adapters:  # it has none per request
                 engines[name] = LlamaCpp(path, dtype, bench.model)
         except (OSError, RuntimeError, ImportError) as e:
@@ -2393,7 +2426,13 @@ def peers(bench):
     Every cell in every engine in turns, so that the machine's drift hits all alike. Rows are medians over the rounds, `x best`
     is the median over rounds of ours over the best peer's."""
     cells = {name: cell for name, cell in CELLS.items() if cell[1] + cell[2] <= bench.model.config.block_size and bench.config.cells in name}
-    seen = defaultdict(list)  # (cell, name) -> what rate_of says, per round
+    yield from cell_rows(*in_turns(bench, cells))
+    bench.heed()
+
+
+def in_turns(bench, cells):
+    """Cells in every engine, round by round -> {cell: its peers' names}, {(cell, name): what rate_of says of every round}"""
+    seen = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         engines = start_engines(bench, folder, cells)
         try:
@@ -2406,12 +2445,11 @@ def peers(bench):
         finally:
             for engine in {e for others in engines.values() for e in others.values()}:
                 engine.close()
-    yield from cell_rows({cell: [*others][1:] for cell, others in engines.items() if seen[cell, "sarathi"]}, seen)
-    bench.heed()
+    return {cell: [*others][1:] for cell, others in engines.items() if seen[cell, "sarathi"]}, seen
 
 
 def cell_rows(cells, seen):
-    """The rows of cells {cell: names of its peers}; seen as in `peers`."""
+    """The rows of cells, as in_turns says."""
     middle = lambda xs: median(xs) if xs else None
     names = dict.fromkeys(name for others in cells.values() for name in others)
     for cell, others in cells.items():
@@ -2794,7 +2832,7 @@ def main():
     parser.add_fields(BenchConfig)
     parser.add_fields(EngineConfig, chunk=dict(type=int_or_auto, metavar="CHUNK|auto"))
     args = parser.parse_args()
-    if args.experiments[:1] == ["peer"] and len(args.experiments) >= 4:  # another engine's Python, started by Worker
+    if args.experiments[:1] == ["peer"] and len(args.experiments) >= 5:  # another engine's Python, started by Worker
         return peer(*args.experiments[1:])
     if args.experiments == ["list"]:
         for name, what in EXPERIMENTS.items():
