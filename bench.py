@@ -2159,8 +2159,9 @@ def roofline(bench):
             share, seconds = python_gap(bench, ahead)
             yield row(f"decode, B = 8, iterations {how}: share of the time that the GPU waits for Python", None, share,
                       **rest | {"ms": share * seconds * 1e3})
-    for cell in ("decode, B = 1, context 256", "decode, B = 8, context 256"):
-        others, seen = in_turns(bench, {cell: CELLS[cell]} if importlib.util.find_spec("transformers") and c.block_size > 512 else {})
+    present = importlib.util.find_spec("transformers") and c.block_size > 512
+    for cell in ("decode, B = 1, context 256", "decode, B = 8, context 256") if present else ():
+        others, seen = in_turns(bench, {cell: CELLS[cell]})
         if "transformers" in others.get(cell, ()):
             ours, theirs = (median(rate for rate, _ in seen[cell, name]) for name in ("sarathi", "transformers"))
             yield row(f"{cell}: engine, tokens/s over transformers' generate", None, ours / theirs, **rest | {"tokens/s": ours})
