@@ -2163,7 +2163,8 @@ def roofline(bench):
             share, seconds = python_gap(bench, ahead)
             yield row(f"decode, B = 8, iterations {how}: share of the time that the GPU waits for Python", None, share,
                       **rest | {"ms": share * seconds * 1e3})
-    present = importlib.util.find_spec("transformers") and c.block_size > 512
+    fits = 6 * c.n_params < free_memory(torch.device("cpu"))[0]  # new weights are made in float32, and saved in 16 bits
+    present = importlib.util.find_spec("transformers") and c.block_size > 512 and fits
     for cell in ("decode, B = 1, context 256", "decode, B = 8, context 256") if present else ():
         others, seen = in_turns(bench, {cell: CELLS[cell]})
         if "transformers" in others.get(cell, ()):
