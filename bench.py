@@ -1834,7 +1834,7 @@ def best_elsewhere(took):
 def choosing(pair, spec, B=64):
     """What it takes to look at B decodes and choose their drafts, over what an iteration takes all in all."""
     bench, D = pair.bench, (2 + pair.bench.config.repeats) * (1 + N_SPEC)  # that none ends while it is timed
-    engine = pair.engine(spec, pair.P + D, B=B, scheduler="prefill_first")
+    engine = pair.engine(spec, pair.P + D, B=B, scheduler="prefill_first", max_waiting=0, slo=0.0)  # all B are to be served
     for prompt in bench.prompts(B, pair.P, bench.options.seed):
         engine.add(Request(prompt, max_new_tokens=D))
     while len(engine.running) < B or any(r.n_todo > 1 for r in engine.running):
