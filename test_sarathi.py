@@ -1099,6 +1099,12 @@ def test_the_best_of_noisy_times_is_told_from_other_rounds():
     assert bench.at_best({setting: rounds[:2] for setting, rounds in seen.items()}, 0) == [9, 9]
 
 
+def test_what_choosing_costs_is_measured_on_requests_that_all_run():
+    """It waited for ever for those that the options refused or gave up."""
+    pair = bench.Pair(bench_of(lengths="32", engine=dict(max_waiting=5, slo=0.001)), "ngram")
+    assert 0 < bench.choosing(pair, 3, B=16)
+
+
 def test_roofline_leaves_out_what_learned_positions_do_not_reach():
     b = bench.Bench(GPT.from_preset(GPTConfig(**SMALL | dict(family="gpt2", n_kv_head=4)), seed=1), bench.BenchConfig(lengths="32"), EngineConfig())
     rows = bench.run(b, ["roofline"])
