@@ -42,10 +42,11 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from kernels import (ALIGN, BLOCK_ROWS, CALL, FEW_ROWS, Lora, LoraPages, Pages, Segment, World, accept, causal_mask, fetch, on_gpu, place,
                      residual, run_ends, sample, target_probs)
-from model import GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model, load_tokenizer, preset
+from model import GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model, load_tokenizer, preset, random_adapter
 
 
 def option(default, help, **more):
@@ -908,7 +909,7 @@ class CostModel:
 
     @staticmethod
     def profile(model, repeats=3, between=lambda: None):
-        """Fitted to iterations of the engine with this model on this machine (some ten seconds), timed in `repeats` rounds;
+        """Fitted to iterations of the engine with this model on this machine (half a minute), timed in `repeats` rounds;
         between() is called after each, to measure something else in turns with them."""
         return Fitted(model, repeats, between)
 
@@ -1044,12 +1045,13 @@ class Fitted(CostModel):
     """Least squares, of relative errors, over a designed set of real iterations; `error` is the median on others."""
     link = (0.0, 0.0)  # seconds of a message to the next stage of a pipeline, and seconds per token in it; bench.py's message_cost
     ring = (0.0, 0.0)  # the same of an all-reduce, where it was not in the iterations that were timed; bench.py's message_cost
+    RANKS = 8, 64  # of the adapters in its iterations
     KNOTS = (4, 16, 64)  # tokens at which the slope of the linear operators may change: no tile, but small batches are bound by memory
 
     def __init__(self, model, repeats, between):
         super().__init__(model.config, model.dtype, free_memory(model.device), str(model.device))
-        L = min(model.config.block_size, 1024) - 2
-        designed, unseen = designed_batches(L), random_batches(L, 16)
+        L, weights = min(model.config.block_size, 1024) - 2, [random_adapter(rank)(model.config).n_params for rank in self.RANKS]
+        designed, unseen = designed_batches(L, weights), random_batches(L, 16, weights)
         times = time_batches(model, designed + unseen, repeats, between)
         A = np.array([self.features(Work.of(entries, 1)) for entries in designed + unseen], float)
         n = len(designed)
@@ -1060,7 +1062,10 @@ class Fitted(CostModel):
         self.error, self.fit_error = float(np.median(errors[n:])), float(np.median(errors[:n]))
 
     def features(self, w):
-        return [1, w.N, *(max(0, w.N - k) for k in self.KNOTS), w.context, w.decodes, w.pairs, w.reread, w.chunks, w.M]
+        return [1, w.N, *(max(0, w.N - k) for k in self.KNOTS), w.context, w.decodes, w.pairs, w.reread, w.chunks, w.M, *self.lora_features(w)]
+
+    def lora_features(self, w):
+        return w.adapted > 0, w.adapted, w.lora_read, w.lora_pairs
 
     def linear(self, N):
         return self._sum(0, (1, N, *(max(0, N - k) for k in self.KNOTS)))
@@ -1069,7 +1074,7 @@ class Fitted(CostModel):
         return self._sum(2 + len(self.KNOTS), (w.context, w.decodes, w.pairs, w.reread, w.chunks))
 
     def others(self, w):
-        return self.coefficients[-1] * w.M
+        return self._sum(7 + len(self.KNOTS), (w.M,))
 
     def all_reduce(self, N):
         return self.config.n_layer * (self.ring[0] + self.ring[1] * N)
@@ -1079,9 +1084,7 @@ class Fitted(CostModel):
         return self.link[0] + self.link[1] * N
 
     def lora(self, w, kind):
-        """No profile has adapters: their weights cost what as many of the base model's do, per token."""
-        share = (w.lora_read + w.lora_pairs) / (self.config.n_layer * self.n_weights)
-        return 0.0 if kind == "merge" else self.gamma * share
+        return 0.0 if kind == "merge" else self._sum(8 + len(self.KNOTS), self.lora_features(w))
 
     @property
     def peaks(self):
@@ -1134,9 +1137,10 @@ class Learned(CostModel):
         self.factors[at] *= news ** (np.array(shares) * np.maximum(self.RATE, 1 / (1 + self.seen[at])))
 
 
-def designed_batches(L):
-    """Iterations that tell the terms of a cost model apart, as entries (n_past, n, rows of logits): decodes of many sizes and
-    contexts, chunks with and without a past, verifications, mixtures; none beyond a context of L."""
+def designed_batches(L, weights=()):
+    """Iterations that tell the terms of a cost model apart, as entries (n_past, n, rows of logits, weights of its adapter): decodes of
+    many sizes and contexts, chunks with and without a past, verifications, mixtures, some of them with adapters of so many weights;
+    none beyond a context of L."""
     decodes = lambda B, context: [(max(1, context * (2 * i + B) // (2 * B) - 1), 1, True) for i in range(B)]  # contexts differ, as in a server
     batches = [decodes(B, context) for B in (1, 2, 4, 8, 16) for context in (min(8, 2 * L // 3), L // 4, 2 * L // 3)]
     sizes = [n for n in (12, 24, 48, 96, 160, 256, 384, 512) if n <= L]
@@ -1146,35 +1150,40 @@ def designed_batches(L):
                 (15, L // 4, L // 4, 113)]
     batches += [[(past, 1 + k, 1 + k) for past, *_ in decodes(B, L // 4)] for B in (1, 4, 16) for k in (1, 3, 7)]  # verifications
     batches += [decodes(B, context) + [(past, n, False)] for B, context, past, n in mixtures]
-    return [entries for entries in batches if all(past + n <= L for past, n, _ in entries)]
+    users = [decodes(B, L // 4) for B in (1, 4, 16)] + [[(0, n, True)] for n in (24, 160, 384)] + [decodes(7, L // 3) + [(0, 120, False)]]
+    batches += [[(*entry, weights[i % len(weights)]) for i, entry in enumerate(entries, first)] for first in range(len(weights)) for entries in users]
+    return [entries for entries in batches if all(past + n <= L for past, n, *_ in entries)]
 
 
-def random_batches(L, n, seed=0):
-    """n mixtures that designed_batches does not hold."""
+def random_batches(L, n, weights=(), seed=0):
+    """n mixtures that designed_batches does not hold, every other one with adapters of so many weights, if there are some."""
     rng, batches = random.Random(seed), []
-    for _ in range(n):
-        batches.append([(rng.randrange(1, L), 1, True) for _ in range(rng.randint(0, 10))])
+    for i in range(n):
+        adapter = lambda: rng.choice((0, *weights[:i % 2 * len(weights)]))
+        batches.append([(rng.randrange(1, L), 1, True, adapter()) for _ in range(rng.randint(0, 10))])
         for _ in range(rng.randint(0 if batches[-1] else 1, 2)):
             past = rng.choice((0, rng.randrange(L // 2)))
-            batches[-1].append((past, rng.randint(min(9, L - past), min(L - past, 300)), rng.random() < 0.5))
+            batches[-1].append((past, rng.randint(min(9, L - past), min(L - past, 300)), rng.random() < 0.5, adapter()))
     return batches
 
 
 def time_batches(model, batches, repeats, between):
     """(n,) the median seconds of each batch, in rounds after a warm-up."""
-    pages = max(sum(with_room(past + n) for past, n, _ in entries) for entries in batches)
-    engine = Engine(model, max_batch=256, n_page=pages)
+    pages, adapters = max(sum(with_room(past + n) for past, n, *_ in entries) for entries in batches), [*map(random_adapter, Fitted.RANKS)]
+    engine = Engine(model, max_batch=256, n_page=pages + sum(make(model.config).n_page for make in adapters))
     engine.kv.normal_()
+    for i, make in enumerate(adapters):
+        engine.add_adapter(str(i), make)
     took = []
-    for i in range(1 + repeats):
-        for entries in batches:
-            plan = rehearse(engine, entries)
-            start = time.perf_counter()
-            engine._run(plan).wait()  # for the tokens on the host: nothing is left running
-            took.append(time.perf_counter() - start)
-            for r, n in plan:
-                engine.abort(r.id)
-        between()
+    for i, entries in enumerate(tqdm(batches * (1 + repeats), "profiling", delay=5, leave=False), 1):
+        plan = rehearse(engine, entries)
+        start = time.perf_counter()
+        engine._run(plan).wait()  # for the tokens on the host: nothing is left running
+        took.append(time.perf_counter() - start)
+        for r, n in plan:
+            engine.abort(r.id)
+        if i % len(batches) == 0:
+            between()
     return np.median(np.reshape(took, (1 + repeats, -1))[1:], 0)
 
 
@@ -1197,13 +1206,16 @@ def with_room(n):
 
 def rehearse(engine, entries):
     """The plan of an iteration out of the blue: a request of random tokens with its pages, for each (n_past, n, rows of logits it
-    wants); where it wants several, the tokens behind the first of them are drafts."""
-    plan = []
-    for past, n, wants in entries:
+    wants, and perhaps the weights of its adapter, one that the engine knows); where it wants several, the tokens behind the first of
+    them are drafts."""
+    plan, names = [], {adapter.n_params: name for name, adapter in engine.adapters.known.items()}
+    for past, n, wants, *weights in entries:
         prompt = np.random.default_rng(engine.n_added).integers(0, engine.model.config.vocab_size, past + n + 1 - wants)
-        r = Request(prompt, max_new_tokens=max(1, wants))
+        r = Request(prompt, max_new_tokens=max(1, wants), adapter=names[weights[0]] if any(weights) else None)
         engine.add(r)
         engine.pool.hold(r.id, past + n, with_room(past + n))
+        engine.adapters.hold(r.adapter)
+        engine.adapters.use(r.adapter, 0)  # when its copy has arrived
         r.n_past = past
         plan.append((r, n))
     return plan
@@ -1975,7 +1987,7 @@ def price_list(model, cost):
     if cost is not None and not isinstance(cost, CostModel):
         raise ValueError(f"cost = {cost!r}: must be a CostModel, or two of them: the target's and the draft's")
     if cost is None and not isinstance(model, CostModel):
-        print(f"profiling a model of {model.config.n_params / 1e6:.1f}M parameters, for the price of its iterations (some ten seconds)",
+        print(f"profiling a model of {model.config.n_params / 1e6:.1f}M parameters, for the price of its iterations (half a minute)",
               file=sys.stderr)
     return cost or (model if isinstance(model, CostModel) else CostModel.profile(model))
 

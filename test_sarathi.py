@@ -1674,10 +1674,36 @@ def test_a_profile_has_the_same_face_and_says_how_far_off_it_is():
     assert engine.generate([[1] * 60, [2] * 5], max_new_tokens=4) == [[0] * 4] * 2 and engine.clock.now() > 0
 
 
+def test_a_profile_tells_what_adapters_cost(monkeypatch):
+    def seconds(entries):
+        w = sarathi.Work.of(entries, 1)
+        return 5e-3 + 1e-4 * w.N + 1e-3 * (w.adapted > 0) + 2e-4 * w.adapted + 3e-8 * w.lora_read + 2e-9 * w.lora_pairs
+    monkeypatch.setattr(sarathi, "time_batches", lambda model, batches, *_: np.array([*map(seconds, batches)]))
+    model = small()
+    cost, weights = CostModel.profile(model), [random_adapter(rank)(model.config).n_params for rank in (8, 64, 16)]
+    for entries in ([(9, 1, True, w) for w in weights], [(0, 40, True, weights[2])], [(9, 1, True), (4, 1, True, weights[1])], [(9, 1, True)]):
+        assert cost.time_of(entries) == pytest.approx(seconds(entries), rel=1e-3), entries
+    assert cost.lora(sarathi.Work.of([(9, 1, True, weights[0])], 1), "merge") == 0
+
+
+def test_the_adapters_of_a_profile_are_computed_and_let_go():
+    engine = Engine(small(), max_batch=4, n_page=400)
+    engine.add_adapter("a", random_adapter(8))
+    entries = [(9, 1, 1, engine.adapters.known["a"].n_params), (9, 1, 1, 0), (0, 20, 1, 0)]
+    plan = sarathi.rehearse(engine, entries)
+    assert engine._entries(plan) == entries, "priced as it was asked for"
+    assert [n for _, n, _ in engine._loras(plan)["preproj"].spans] == [1]
+    engine._run(plan).wait()
+    for r, n in plan:
+        engine.abort(r.id)
+    engine.pool.check()
+    assert engine.adapters.evict(), "nobody uses it"
+
+
 @pytest.mark.parametrize("L", [6, 14, 30])
 def test_the_batches_of_a_profile_fit_a_short_context(L):
-    for entries in sarathi.designed_batches(L) + sarathi.random_batches(L, 50):
-        assert entries and all(n >= 1 and past + n <= L for past, n, _ in entries)
+    for entries in sarathi.designed_batches(L, (100, 800)) + sarathi.random_batches(L, 50, (100, 800)):
+        assert entries and all(n >= 1 and past + n <= L for past, n, *_ in entries)
 
 
 def test_least_squares_finds_costs_and_never_a_negative_one():
