@@ -39,9 +39,9 @@ import torch
 from tqdm import tqdm
 
 from kernels import FEW_ROWS, World, linear, on_gpu, pack
-from model import GPT, PRESETS, Graphs, Linear, default_dtype, load_model, preset, random_adapter
-from sarathi import (GPUS, N_SPEC, CostModel, Engine, EngineConfig, Interruptible, Learned, Parser, Pipeline, Request, Sarathi,
-                     SarathiServe, Scheduler, SharedClock, Simulator, VirtualClock, WallClock, Work, add_model_flags, checked,
+from model import GPT, PRESETS, Graphs, Heads, Linear, default_dtype, load_heads, load_model, preset, random_adapter
+from sarathi import (GPUS, N_SPEC, CostModel, Engine, EngineConfig, Interruptible, Learned, Medusa, Parser, Pipeline, Request, Sarathi,
+                     SarathiServe, Scheduler, SharedClock, Simulator, Tree, VirtualClock, WallClock, Work, add_model_flags, checked,
                      expected_tokens, free_memory, join_world, least_squares, make_clock, make_engine, make_scheduler, option,
                      random_batches, rehearse, run_cli, time_batches, with_room)
 
@@ -1610,33 +1610,29 @@ LOSES = {3: 16, 5: 12}  # [SmartSpec Fig. 1] k -> requests/s beyond which so man
 
 
 class Pair:
-    """A target and what drafts for it. Simulated: the bench's model in the authors' system, with Llama-160M or prompt lookup, and
-    alpha of the drafts accepted. Measured: this engine; a random model's draft is as much smaller as theirs and alpha is forced,
-    but the tiny model has the draft that was trained with it, whose drafts are verified; --alpha overrules."""
+    """A target and what drafts for it. Simulated: the bench's model in the authors' system, with Llama-160M, prompt lookup or heads
+    that take no time, and alpha of the drafts accepted. Measured: this engine; a random model's draft is as much smaller as theirs and
+    alpha is forced, but the tiny model has the draft and the heads that were trained with it, whose drafts are verified; --alpha overrules."""
 
     def __init__(self, bench, draft="model", alpha=0.7, ratio=1):
-        """ratio: tokens of prompt for each new one."""
-        config, gpu, model = bench.model.config, bench.config.hardware, bench.model
+        """draft: model, ngram or heads; ratio: tokens of prompt for each new one."""
         self.home = self.bench = bench  # whose options count, who runs the engines
         self.D = 128 if bench.simulated else min(max(1, min(bench.lengths) // 8), 4 * bench.config.requests)
         self.P, self.alpha, self.unit = ratio * self.D, bench.options.alpha or (0.0 if bench.trained else alpha), 1.0
         self.options = dict(scheduler=bench.options.scheduler, B=4 * bench.B)
         if bench.simulated:
-            price = lambda config, tp: CostModel.roofline(config, gpu, tp, system="vllm")
-            self.bench = bench.other(price(config, bench.config.tp))
-            fits = int(0.9 * room_of(model)) // (self.P + self.D)  # what is left is for the draft
+            price = lambda config, tp: CostModel.roofline(config, bench.config.hardware, tp, system="vllm")
+            self.bench = bench.other(price(bench.model.config, bench.config.tp))
+            fits = int(0.9 * room_of(bench.model)) // (self.P + self.D)  # what is left is for the draft
             self.options = dict(scheduler="prefill_first", B=min(256, fits), alloc="grow")
-        if draft == "model" and bench.simulated:
-            draft = price(preset("llama-160m"), 1)
-        elif draft == "model":
-            trained = lambda: load_model("draft", model.dtype, str(model.device))[0]
-            draft = bench.shared("draft", trained if bench.trained else partial(small_draft, model))
-        self.draft = draft
+            self.draft = dict(model=lambda: price(preset("llama-160m"), 1), ngram=lambda: "ngram", heads=Medusa)[draft]()
+        else:
+            self.draft = bench.shared(draft, partial(drafter, bench, draft))
 
     @property
     def cost(self):
         """The prices of the target's iterations and, None for a lookup, of the draft's."""
-        return self.home.price(self.bench.model), None if isinstance(self.draft, str) else self.home.price(self.draft)
+        return self.home.price(self.bench.model), self.home.price(self.draft) if isinstance(self.draft, (GPT, CostModel)) else None
 
     def engine(self, spec, L=0, **more):
         """With room for requests of L tokens, 0: of prompt and output."""
@@ -1665,6 +1661,16 @@ class Pair:
     def row(self, *what, **more):
         """A row that says how many drafts are accepted."""
         return row(*what, **more, alpha=self.alpha)
+
+
+def drafter(bench, kind):
+    """Where drafts for a measured model come from: a lookup, or a model or heads, those that were trained with it or random ones."""
+    model, name = bench.model, "draft" if kind == "model" else kind
+    if kind == "ngram":
+        return kind
+    if bench.trained:
+        return load_heads(name, model.dtype, str(model.device)) if kind == "heads" else load_model(name, model.dtype, str(model.device))[0]
+    return Heads(3, model.config.n_embd).to(model.device, model.dtype) if kind == "heads" else small_draft(model)
 
 
 def small_draft(model):
@@ -1795,6 +1801,20 @@ def spec_fig14(bench):
         _, times = pair.latencies(rate, (*CHOICES, "goodput_request", "oracle"))
         for spec in list(times)[1:]:
             yield pair.row(f"rate {rate}: {called(spec)} (times faster than off)", None, times[spec], at=("", called(spec), rate))
+
+
+@experiment(("requests/s that come", "mean latency (s)"), beside="a100")
+def spec_fig16(bench):
+    """[SmartSpec Fig. 16] latency over the rate of requests with heads: off, one candidate each, two fixed trees, goodput.
+    Half of the candidates are accepted, whatever their rank, where acceptance is forced."""
+    pair = Pair(bench, "heads", alpha=0.5)
+    for rate in bench.grid([4, 20], [1, 4, 8, 12, 16, 20]):
+        took, times = pair.latencies(rate, ("off", "1,1,1", "2,2,1", "3,2,2", "goodput"))
+        for spec, means in took.items():
+            yield pair.row(f"rate {rate}: {spec} (s)", None, median(means), **{"times off": times[spec]}, at=("", spec, rate))
+    yield pair.row("highest rate: goodput over one candidate each, times faster", 1.0, times["goodput"] / times["1,1,1"],
+                   **{"times off": times["goodput"]}, bound="at least")
+    yield pair.row("tokens that 3,2,2 adds to a decode", 21, Tree.of((3, 2, 2)).n, "computed", **{"times off": None})
 
 
 @experiment(("batch size, B", "tokens/s"))
@@ -2053,7 +2073,8 @@ CLAIMED = {"table2": "Table 2", "fig3": "Fig. 3", "fig4": "Fig. 4", "fig7": "Fig
 SLORA = {"slora_table3": ("Table 3", "a100"), "slora_ablation": ("Fig. 5", "a100", "a10g"), "slora_fig6": ("Fig. 6", "a100"),
          "slora_fig9": ("Fig. 9", "a10g"), "slora_fig10": ("Fig. 10", "a100"), "slora_clustering": ("App. A", "a100-40")}  # where, on which GPUs
 SMARTSPEC = (("spec_fig1", "Fig. 1", "llama-7b", 1), ("spec_fig5", "Fig. 5", "llama-7b", 1), ("spec_fig11", "Fig. 11", "llama-7b", 1),
-             ("spec_fig11", "Fig. 11", "llama-33b", 4), ("spec_fig12", "Fig. 12", "llama-7b", 1))  # where, which target on how many A100
+             ("spec_fig11", "Fig. 11", "llama-33b", 4), ("spec_fig12", "Fig. 12", "llama-7b", 1),
+             ("spec_fig16", "Fig. 16", "llama-7b", 1))  # where, which target on how many A100
 FRONT = "0.12 to 0.25 s less than the paper's, perhaps what the authors' HTTP server and tokenizer take"
 MISSES = {  # beginnings of rows -> why they are outside, as far as we can tell
     "table2: decode-maximal: per decode": "by the paper's attn column 3 decodes cost 15.2 - 10.0 = 5.2 ms, 1.7 each; its 1.2 rests on linear "

@@ -381,8 +381,10 @@ class Pages:
     once uploaded, so that launches depend on none of the values. A tile is BLOCK_M neighbouring rows of one request, row = token * G
     + head of the group."""
     rows: torch.Tensor  # (N, 2) the first cache row and the stride of each new token's page
-    spans: torch.Tensor  # (B, 6) per request: its first row in the batch, n, n_past, first cache row, stride, first entry in table
+    spans: torch.Tensor  # (B, 7) per request: its first row in the batch, n, n_past, first cache row, stride, first entry in table, and in
+    #                      trees (-1: its tokens follow one another)
     table: torch.Tensor  # (T,) the first rows of all pages of all requests whose pages lie alone
+    trees: torch.Tensor  # (T,) for each kind of tree that tokens form, (n, n): 1 where one is seen by another
     few: torch.Tensor  # (n_tile, 2) tiles of requests that feed up to FEW_ROWS tokens: request, first row
     many: torch.Tensor  # (n_tile, 2) tiles of chunks
     n_few: int  # tokens in tiles `few`; they lead the batch
@@ -391,21 +393,26 @@ class Pages:
     group: int  # G
 
     @classmethod
-    def of(cls, tables, strides, n_past, n, group, dtype):
+    def of(cls, tables, strides, n_past, n, group, dtype, parents=()):
         """Per request: the first cache rows of its pages (a list of B arrays), their stride, its cached and its new tokens, each
-        (B,), requests of few tokens first. group: query heads per kv head; dtype: the cache's."""
+        (B,), requests of few tokens first. group: query heads per kv head; dtype: the cache's; parents: of the new tokens where they
+        form a tree, None where they do not, or () for nobody."""
         strides, n_past, n = (np.asarray(x, np.int32) for x in (strides, n_past, n))
         ends, scattered, few = n_past + n, strides == 1, n <= FEW_ROWS
         assert (np.diff(few.astype(int)) <= 0).all(), "requests of few tokens lead the batch"
         listed = np.where(scattered, ends, 0)
-        spans = np.stack([np.cumsum(n) - n, n, n_past, [t[0] for t in tables], strides, np.cumsum(listed) - listed], 1)
-        nothing = np.empty(0, np.int32)
+        nothing, kinds = np.empty(0, np.int32), [p for p in dict.fromkeys(parents) if p]
+        trees = [lineage(p).numpy().ravel().astype(np.int32) for p in kinds]
+        begin = dict(zip(kinds, np.cumsum([0, *map(len, trees)]).tolist()))
+        spans = np.stack([np.cumsum(n) - n, n, n_past, [t[0] for t in tables], strides, np.cumsum(listed) - listed,
+                          [begin.get(p, -1) for p in parents or [None] * len(n)]], 1)
         rows = np.stack([np.concatenate([nothing, *(t[a:b] for t, a, b in zip(tables, n_past, ends))]), np.repeat(strides, n)], 1)
         table = np.concatenate([nothing, *(t[:m] for t, m in zip(tables, listed) if m)])
-        block_many = 32 if dtype == torch.float32 else 128  # what registers and shared memory hold
-        block_few = min(64, block_many, max(16, pow2(n[few].max(initial=1) * group)))  # 16: a tensor core's least
-        return cls(rows, spans, table, tiles(few, n * group, block_few), tiles(~few, n * group, block_many),
-                   int(n[few].sum()), block_few, block_many, group)
+        part = 2 if kinds else 1  # a tree's mask takes registers, too
+        block_many = (32 if dtype == torch.float32 else 128) // part  # what registers and shared memory hold
+        block_few = min(64 // part, block_many, max(16, pow2(n[few].max(initial=1) * group)))  # 16: a tensor core's least
+        return cls(rows, spans, table, np.concatenate([nothing, *trees]), tiles(few, n * group, block_few),
+                   tiles(~few, n * group, block_many), int(n[few].sum()), block_few, block_many, group)
 
     def padded(self, N, n_few, has_chunks, scratch):
         """The same for N tokens, n_few of them in tiles `few`, so that all sizes follow from these numbers. Rows of nobody are written
@@ -413,9 +420,9 @@ class Pages:
         nobody = n_few + MOST_CHUNKS
         n_many = has_chunks * (-(-N * self.group // self.block_many) + MOST_CHUNKS)
         n_tile = min(n_few, pow2(len(self.few) or n_few))  # not one for each token of a verification: from tiles follows how contexts are split
-        return replace(self, rows=filled(self.rows, N, (scratch, 1)), spans=filled(self.spans, nobody + 1, (0, 0, 0, 0, 1, 0)),
-                       table=filled(self.table, table_room(self.table), 0), few=filled(self.few, n_tile, (nobody, 0)),
-                       many=filled(self.many, n_many, (nobody, 0)), n_few=n_few)
+        return replace(self, rows=filled(self.rows, N, (scratch, 1)), spans=filled(self.spans, nobody + 1, (0, 0, 0, 0, 1, 0, -1)),
+                       table=filled(self.table, table_room(self.table), 0), trees=filled(self.trees, len(self.trees) and pow2(len(self.trees)), 0),
+                       few=filled(self.few, n_tile, (nobody, 0)), many=filled(self.many, n_many, (nobody, 0)), n_few=n_few)
 
 
 def filled(x, n, value):
@@ -536,13 +543,16 @@ def causal_mask(ahead, n, group, pad, dtype, device, trees=()):
 
 def attention_ref(q, kv, tables):
     """The definition. q (N, H, D); kv (2, n_row, D); tables: one (rows (ctx, Hk), n) per request, in the order of the batch:
-    its n newest rows attend to all ctx tokens up to themselves. -> (N, H, D)"""
+    its n newest rows attend to all ctx tokens up to themselves, or, if there is a third, their parents in a tree, to what was cached
+    and those that they follow. -> (N, H, D)"""
     out, start = [], 0
-    for rows, n in tables:
+    for rows, n, *parents in tables:
         ctx, Hk = rows.shape
         k, v = kv[:, rows].float().repeat_interleave(q.size(1) // Hk, 2)  # (ctx, H, D) each
         scores = torch.einsum("nhd,chd->hnc", q[start:start + n].float(), k) * q.size(-1) ** -0.5
         hidden = torch.arange(ctx) > (ctx - n + torch.arange(n))[:, None]
+        if parents:
+            hidden[:, ctx - n:] = ~lineage(*parents)
         p = scores.masked_fill(hidden.to(scores.device), float("-inf")).softmax(-1)
         out.append(torch.einsum("hnc,chd->nhd", p, v))
         start += n
@@ -550,7 +560,7 @@ def attention_ref(q, kv, tables):
 
 
 @triton.jit
-def _attention_kernel(q, kv, out, lse, spans, table, tiles, n_out, q_stride, plane, scale, H: tl.constexpr, G: tl.constexpr,
+def _attention_kernel(q, kv, out, lse, spans, table, trees, tiles, n_out, q_stride, plane, scale, H: tl.constexpr, G: tl.constexpr,
                       D: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program, one tile of one kv head: BLOCK_M rows (a token's G heads side by side share the loads) against one split of the
     context. A chunk has many tiles and one split, a decode one tile and many splits; the sum is the same.
@@ -562,9 +572,9 @@ def _attention_kernel(q, kv, out, lse, spans, table, tiles, n_out, q_stride, pla
                    ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■                 V there (BLOCK_N, D), weighted, added
     """
     h, split, m = tl.program_id(1), tl.program_id(2), tl.load(tiles + 2 * tl.program_id(0) + 1) + tl.arange(0, BLOCK_M)
-    span = spans + 6 * tl.load(tiles + 2 * tl.program_id(0))
+    span = spans + 7 * tl.load(tiles + 2 * tl.program_id(0))
     start, n, n_past = tl.load(span), tl.load(span + 1), tl.load(span + 2)
-    row, stride, first = tl.load(span + 3), tl.load(span + 4), tl.load(span + 5)
+    row, stride, first, tree = tl.load(span + 3), tl.load(span + 4), tl.load(span + 5), tl.load(span + 6)
     d, real, last = tl.arange(0, BLOCK_D)[None], m < n * G, n_past + m // G  # last: the last token that each row sees
     at = (start + m // G) * H + h * G + m % G  # (BLOCK_M,) token and head in the batch
     x = tl.load(q + (start + m // G)[:, None] * q_stride + (h * G + m % G)[:, None] * D + d, mask=real[:, None] & (d < D), other=0.0)
@@ -582,6 +592,10 @@ def _attention_kernel(q, kv, out, lse, spans, table, tiles, n_out, q_stride, pla
         k = tl.load(kv + cell, mask=there, other=0.0)
         s = tl.dot(x, tl.trans(k), input_precision="tf32x3") * scale
         s = tl.where(j[None] <= last[:, None], s, float("-inf"))
+        if trees is not None:  # of the new tokens a row of a tree sees those that it follows
+            drafts = (tree >= 0) & (j >= n_past) & (j < n_past + n)
+            sees = tl.load(trees + tree + (m // G)[:, None] * n + (j - n_past)[None], mask=real[:, None] & drafts[None], other=1)
+            s = tl.where(sees > 0, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
         shift = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing yet, in a split ahead of it
         p, shrink = tl.exp2(s - shift[:, None]), tl.exp2(top - shift)
@@ -616,8 +630,8 @@ def attention_pages(q, kv, pages, n_kv_head, n_split=0):
 
     def attend(tiles, block, n_split, out, lse, n_out):
         scale = D ** -0.5 * 1.4426950408889634  # log2(e): a GPU's own exponential is 2 ** x
-        launch(_attention_kernel, (len(tiles), n_kv_head, n_split), q, kv, out, lse, pages.spans, pages.table, tiles, n_out, q.stride(0),
-               kv.stride(0), scale, H=H, G=H // n_kv_head, D=D, SPLIT=n_split > 1, BLOCK_M=block,
+        launch(_attention_kernel, (len(tiles), n_kv_head, n_split), q, kv, out, lse, pages.spans, pages.table,
+               pages.trees if len(pages.trees) else None, tiles, n_out, q.stride(0), kv.stride(0), scale, H=H, G=H // n_kv_head, D=D, SPLIT=n_split > 1, BLOCK_M=block,
                BLOCK_N=32 if q.dtype == torch.float32 else 64, BLOCK_D=pow2(D), num_warps=4 if block == 16 else 8, num_stages=2)
 
     if len(pages.few):

@@ -1455,6 +1455,7 @@ class Medusa(Proposer, named=False):
     def __init__(self, heads=None, model=None):
         self.heads, self.model, self.states = heads, model, {}  # Request -> the state (C,) that gave its last known token
         self.n_head = len(heads.blocks) if heads else math.inf
+        self.took = 0.0  # seconds that the heads take to guess, a moving average
 
     def keep(self, requests, hidden):
         self.states.update(zip(requests, hidden))
@@ -1464,9 +1465,17 @@ class Medusa(Proposer, named=False):
         """A Tree for each request -> per request its drafts, row after row."""
         if self.heads is None:
             return [[0] * tree.n for tree in trees]
+        start = time.perf_counter()
         guesses = self.heads(torch.stack([self.states[r] for r in requests]), self.model.head)  # (B, n_head, V)
         guesses = guesses.topk(max(max(tree.shape) for tree in trees), -1).indices.cpu().numpy()  # (B, n_head, k)
-        return self.model.world.agree([ranked[tree.level[1:] - 1, tree.rank[1:]].tolist() for ranked, tree in zip(guesses, trees)])
+        drafts = [ranked[tree.level[1:] - 1, tree.rank[1:]].tolist() for ranked, tree in zip(guesses, trees)]
+        drafts, took = self.model.world.agree((drafts, time.perf_counter() - start))
+        self.took = 0.9 * self.took + 0.1 * took if self.took else took
+        return drafts
+
+    def seconds(self, n, n_context, steps):
+        """All heads guess at once, however many are asked."""
+        return self.took or super().seconds(n, n_context, steps)
 
     def knows(self, r):
         """Whether r's last known token is the target's own: a prompt of one token has none before it."""
@@ -1871,17 +1880,16 @@ class Speculator:
         return float(acceptance(self.tally))
 
     def _shapes(self):
-        """The trees of the policy that the heads can make and the attention can verify; none where drafts follow one another."""
-        engine, policy, heads = self.engine, self.policy, isinstance(self.proposer, Medusa)
-        if not heads:
+        """The trees of the policy that the heads can make; none where drafts follow one another."""
+        policy = self.policy
+        if not isinstance(self.proposer, Medusa):
             if policy.tree:
                 raise ValueError(f"spec = {','.join(map(str, policy.tree))}: a tree of drafts needs heads, draft = 'heads'")
             return []
-        chains = not isinstance(engine, Simulator) and on_gpu(engine.model.device)  # the kernel's mask is causal
-        shapes = [s for s in policy.shapes if len(s) <= self.proposer.n_head and not (chains and max(s, default=1) > 1)]
+        shapes = [s for s in policy.shapes if len(s) <= self.proposer.n_head]
         if not any(shapes):
-            raise ValueError(f"{type(policy).__name__} has no tree for {self.proposer.n_head} heads{', and on a GPU only 1,1,..' * chains}: "
-                             "spec = goodput, a number of drafts, or candidates of each head as 3,2,2")
+            raise ValueError(f"{type(policy).__name__} has no tree for {self.proposer.n_head} heads: spec = goodput, a number of drafts, or "
+                             "candidates of each head as 3,2,2")
         return shapes
 
     def widen(self, plan):
@@ -2496,7 +2504,8 @@ class Engine:
         """What the GPU's kernels read instead of segments."""
         tables, pasts, ends = ([span[i] for span in spans] for i in (1, 2, 3))
         return Pages.of([t.rows for t in tables], [t.stride for t in tables], pasts, np.subtract(ends, pasts),
-                        self.model.config.n_head // self.pool.n_kv_head, self.model.dtype)
+                        self.model.config.n_head // self.pool.n_kv_head, self.model.dtype,
+                        [r.tree.parents if r.tree and r.tree.branches else None for r, _, _, _ in spans])
 
     def _segments(self, spans):
         """Cut the batch into attention calls: a chunk into blocks of rows; decodes that feed as many tokens each share one, as long as

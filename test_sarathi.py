@@ -2523,8 +2523,11 @@ def interpreter(request):
 
 def pages_of(shapes, group, n_kv_head, scattered, generator, dtype=torch.float32):
     """Requests (n_past, n), few tokens first, laid out in a cache -> Pages as they are packed, attention_ref's tables, the rows of the cache. Where
-    `scattered`, every second request's pages lie alone and in no order, between those of requests that lie together."""
-    shapes = sorted(shapes, key=lambda shape: shape[1])
+    `scattered`, every second request's pages lie alone and in no order, between those of requests that lie together. Where n is a
+    tree's shape, its nodes are the tokens."""
+    trees = [sarathi.Tree.of(n).parents if isinstance(n, tuple) else None for _, n in shapes]
+    shapes = [(n_past, len(tree) if tree else n) for (n_past, n), tree in zip(shapes, trees)]
+    shapes, trees = zip(*sorted(zip(shapes, trees), key=lambda request: request[0][1]))
     tables, strides, start = [], [], 0
     for i, (n_past, n) in enumerate(shapes):
         alone, room = scattered and i % 2 == 0, n_past + n + 3
@@ -2533,8 +2536,9 @@ def pages_of(shapes, group, n_kv_head, scattered, generator, dtype=torch.float32
         strides.append(1 if alone else room)
         start += room * n_kv_head
     past, n = zip(*shapes)
-    pages = kernels.Pages.of(tables, strides, past, n, group, dtype)
-    expected = [(torch.from_numpy(t[:a + b, None] + s * np.arange(n_kv_head)), b) for t, s, a, b in zip(tables, strides, past, n)]
+    pages = kernels.Pages.of(tables, strides, past, n, group, dtype, trees)
+    expected = [(torch.from_numpy(t[:a + b, None] + s * np.arange(n_kv_head)), b, *([tree] if tree else []))
+                for t, s, a, b, tree in zip(tables, strides, past, n, trees)]
     return pages, expected, start
 
 
@@ -2543,20 +2547,21 @@ def placed(pages):
     return kernels.upload([pages], DEVICE)[1][0]
 
 
+TREES = [(70, (3, 2, 2)), (63, (2, 2)), (5, (3, 2, 2)), (0, (1, 3)), (130, (4, 4, 3)), (64, (2, 1)), (9, 1), (40, 3), (3, 40)]  # among others
 RAGGED = [(0, 1), (1, 1), (63, 1), (64, 1), (65, 1), (200, 1), (31, 2), (62, 3), (0, 8), (120, 8), (0, 9), (7, 64), (64, 65), (130, 31)]
 
 
 @kernel_test
 @pytest.mark.parametrize("dtype, tolerance, n_split", [(*TYPES[0], 1), (*TYPES[0], 4), (*TYPES[1], 4)])
-@pytest.mark.parametrize("H, Hk, D, scattered", [(2, 2, 64, True), (8, 2, 16, True), (6, 1, 80, False), (8, 1, 96, True), (4, 2, 128, True),
+@pytest.mark.parametrize("H, Hk, D, scattered", [(6, 2, 16, None), (2, 2, 64, True), (8, 2, 16, True), (6, 1, 80, False), (8, 1, 96, True), (4, 2, 128, True),
                                                  (3, 3, 32, False), (72, 1, 16, False)])
 def test_triton_attention_over_pages(H, Hk, D, scattered, dtype, tolerance, n_split):
-    """Decodes, verifications and chunks of ragged sizes; contexts that end before, on and behind a block's and a split's border.
+    """Decodes, verifications and chunks of ragged sizes; contexts that end before, on and behind a block's and a split's border; trees.
     What no request has written is NaN."""
     rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
-    shapes = [(5, 1), (70, 3), (20, 9)] if H == 72 else RAGGED[::3] if D >= 80 else RAGGED
-    pages, tables, n_row = pages_of(shapes, H // Hk, Hk, scattered, rng, dtype)
-    N, owned = sum(n for _, n in shapes), torch.cat([rows.flatten() for rows, _ in tables])
+    shapes = [(5, 1), (70, 3), (20, 9)] if H == 72 else RAGGED[::3] if D >= 80 else TREES if scattered is None else RAGGED
+    pages, tables, n_row = pages_of(shapes, H // Hk, Hk, scattered is not False, rng, dtype)
+    N, owned = sum(n for _, n, *_ in tables), torch.cat([rows.flatten() for rows, *_ in tables])
     kv = torch.full((2, n_row, D), torch.nan, dtype=dtype)
     kv[:, owned] = torch.randn(2, len(owned), D, generator=generator).to(dtype)
     q = torch.randn(N, H, D, generator=generator).to(dtype)
@@ -2565,17 +2570,18 @@ def test_triton_attention_over_pages(H, Hk, D, scattered, dtype, tolerance, n_sp
 
 
 @kernel_test
-@pytest.mark.parametrize("n_split", [1, 2])
-def test_triton_attention_of_a_padded_batch(n_split):
+@pytest.mark.parametrize("n_split, chunk", [(1, 40), (2, 40), (2, (4, 3, 2))])
+def test_triton_attention_of_a_padded_batch(n_split, chunk):
     """Rows, tiles and requests of nobody change nothing, and their keys and values go to the page behind all others."""
-    pages, tables, n_row = pages_of([(70, 1), (3, 2), (10, 40)], 2, 2, True, np.random.default_rng(1))
+    pages, tables, n_row = pages_of([(70, 1), (3, 2), (10, chunk)], 2, 2, True, np.random.default_rng(1))
+    assert len(pages.trees) == len(pages.padded(64, 4, True, n_row).trees) == 0 or chunk != 40, "a launch that knows of no tree"
     pages = placed(pages.padded(64, 4, True, n_row))
     qkv, kv = torch.randn(64, 8 * 16, device=DEVICE), torch.randn(2, n_row + 2, 16, device=DEVICE)
-    before, written = kv.clone(), torch.cat([rows[-n:].flatten() for rows, n in tables])
+    before, written = kv.clone(), torch.cat([rows[-n:].flatten() for rows, n, *_ in tables])
     q = kernels.rotate_write(qkv, None, kv, None, pages, 4, 2)
     assert set((kv != before).any(-1).any(0).nonzero()[:, 0].tolist()) == {*written.tolist(), n_row, n_row + 1}
-    ours = kernels.attention_pages(q, kv, pages, 2, n_split)[:43].cpu()
-    assert torch.allclose(ours, attention_ref(q[:43].cpu(), kv.cpu(), tables), atol=1e-5)
+    ours, N = kernels.attention_pages(q, kv, pages, 2, n_split).cpu(), sum(n for _, n, *_ in tables)
+    assert torch.allclose(ours[:N], attention_ref(q[:N].cpu(), kv.cpu(), tables), atol=1e-5)
 
 
 @kernel_test
@@ -2771,6 +2777,16 @@ def test_triton_recorded_iterations_generate_the_same_tokens(options, monkeypatc
             assert any(n < N for n, N in padded) and len(engine.graphs.recorded) < len(padded) <= engine.n_steps
             n_padded = len(padded)
     assert said[0] == said[1] and len(padded) == n_padded
+
+
+@kernel_test
+@pytest.mark.parametrize("graph", [True, False])
+def test_triton_trees_never_change_a_greedy_token(graph):
+    """Their mask is the kernel's there; accepted paths are moved, beside decodes and a chunk."""
+    engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), draft=Guesser(lambda r: naive(len(r.prompt), 12)), spec="3,2,2", graph=graph,
+                    chunk=96, tile=TILE, max_batch=3, n_page=300, scheduler="orca")
+    requests = serve(engine, [Request(prompt(n), 8) for n in (20, 1, 40)])
+    assert [r.output for r in requests] == [naive(n, 8) for n in (20, 1, 40)] and sum(r.n_accepted for r in requests) >= 3
 
 
 @kernel_test
@@ -3023,12 +3039,12 @@ def test_every_launch_compiles_for_gpus_that_are_not_here(arch, D, H, Hk, dtype,
     pytest.importorskip("triton")
     if kernels.INTERPRET:
         pytest.skip("interpreted kernels are not compiled")
-    launches, shapes = [], [(5, 1), (300, 8), (9, 40), (0, 300)]
+    launches, shapes = [], [(5, 1), (300, 8), (9, 40), (0, 300)] + [(9, (3, 2, 2))] * (H in (8, 64))
     monkeypatch.setattr(kernels, "on_gpu", lambda device: True)
     monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **constants: launches.append((kernel, args, constants)))
     pages, _, n_row = pages_of(shapes, H // Hk, Hk, True, np.random.default_rng(0), dtype)
     pages = kernels.upload([pages], torch.device("cpu"))[1][0]
-    N, C, fresh = sum(n for _, n in shapes), H * D, lambda *shape: torch.empty(shape, dtype=dtype)
+    N, C, fresh = len(pages.rows), H * D, lambda *shape: torch.empty(shape, dtype=dtype)
     kv = fresh(2, n_row, D)
     for rope in (None, (fresh(N, 1, D), fresh(N, 1, D))):
         q = kernels.rotate_write(fresh(N, (H + 2 * Hk) * D), rope, kv, None, pages, H, Hk)
@@ -3671,6 +3687,18 @@ def test_heads_guess_from_the_last_state_and_trees_are_what_they_rank_highest(tm
         model_py.load_heads(tmp_path)
 
 
+def test_goodput_knows_what_heads_take():
+    """They guess, their time is booked, and once they take too long nobody asks them."""
+    engine, r = Engine(small(), draft=model_py.Heads(3, 64), spec="goodput", cost=(Linear(), None), n_page=100), Request(prompt(9), 30)
+    heads = engine.speculator.proposer
+    engine.add(r)
+    engine.step(), engine.step()
+    assert r.n_drafted > 0 and 0 < heads.took == heads.seconds(1, 9, 1) == heads.seconds(8, 900, 3)
+    heads.took, drafted = 1e9, r.n_drafted
+    engine.run()
+    assert r.n_drafted == drafted and r.output == naive(9, 30)
+
+
 @pytest.mark.parametrize("options, message", [
     (dict(draft="ngram", spec="3,2,2"), "spec = 3,2,2: a tree of drafts needs heads"), (dict(spec="2,0"), "spec = 0: must be"),
     (dict(spec="9,9,9"), "a tree of 819 drafts, at most 255"), (dict(spec="2,1,1"), "has no tree for 2 heads"), (dict(spec=3), "has no tree for 2 heads"),
@@ -3680,15 +3708,6 @@ def test_trees_that_cannot_be_are_one_clear_sentence(options, message):
         options["cost"] = Linear()
     with pytest.raises(ValueError, match=re.escape(message)):
         Engine(small(), **dict(draft=model_py.Heads(2, 64), n_page=100) | options)
-
-
-def test_on_a_gpu_heads_make_chains_only(monkeypatch):
-    """Its attention kernel knows the causal mask alone."""
-    monkeypatch.setattr(sarathi, "on_gpu", lambda device: True)
-    options = dict(draft=model_py.Heads(3, 64), cost=Linear(), n_page=100)
-    with pytest.raises(ValueError, match="on a GPU only 1,1"):
-        Engine(small(), spec="3,2,2", **options)
-    assert Engine(small(), spec="goodput", **options).speculator.shapes == [(), (1,), (1, 1), (1, 1, 1)]
 
 
 def test_the_length_model_of_a_tree_counts_every_outcome():
