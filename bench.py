@@ -2510,6 +2510,7 @@ INK = {  # the same thing has the same colour in every picture
     "static": "#7f7f7f", "over static": "#7f7f7f", "Orca, worst case": "#f5b78a", "orca": "#e07b2a", "over orca": "#e07b2a",
     "Orca, best case": "#e07b2a", "prefill_first": "#8c564b", "sarathi": "#2a78c2", "sarathi_serve": "#17a0a8", "as simulated": "#2a78c2",
     "off": "#7f7f7f", "k = 1": "#93c4ea", "k = 3": "#2a78c2", "k = 5": "#123a73", "goodput": "#e07b2a", "oracle": "#1b9e87",
+    "1,1,1": "#93c4ea", "2,2,1": "#2a78c2", "3,2,2": "#123a73",
     "C = 64": "#1b9e87", "C = 128": "#93c4ea", "C = 256": "#2a78c2", "C = 512": "#123a73",
     "L = 1024": "#c77fd0", "L = 2048": "#9340a8", "L = 3072": "#571b6e",
     "preproj": "#b5cf6b", "attn": "#d6477e", "postproj": "#7fa136", "ffn": "#55701f", "linear": "#7fa136", "total": "#3b3b3b",
