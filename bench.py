@@ -254,6 +254,8 @@ class Bench:
         request that feeds `chunk` tokens after `past`. Tokens and cache are random: equal ones would run cooler, and so faster.
         last=False: no request has fed its last token by then, so none needs the output head. Where the engine would replay a
         recording so does this, and its by_operator is the same launch by launch."""
+        top = self.model.config.block_size - 2  # a rehearsed request has a token or two to come
+        context, chunk = min(context, top - 1), min(chunk, top - past)
         entries = [(context, 1, last)] * decodes + [(past, chunk, last)] * (chunk > 0)
         pages = sum(with_room(past + n) for past, n, _ in entries)
         engine = self.engine("orca", pages, decodes + 1, record=None, graph=False)  # which would record more than this one
@@ -406,7 +408,7 @@ def halves(L, pd, chunk=0, B=1):
     """A request of L tokens as (P, D) at a ratio P:D (0: chunk / (B - 1), where decodes piggyback perfectly), P being whole chunks of
     chunk - (B - 1) where one is near, as in the paper: Table 4's 50, 63 and 127 are 4, 8 and 12 of them."""
     pd = pd or chunk / max(1, B - 1)
-    P, part = L - max(1, round(L / (1 + pd))), chunk - (B - 1)
+    P, part = max(1, L - max(1, round(L / (1 + pd)))), chunk - (B - 1)
     whole = part * round(P / part) if part > 0 else 0
     P = whole if 0 < whole < L and abs(whole - P) <= max(1, 0.02 * L) else P
     return P, L - P
@@ -448,6 +450,8 @@ def profile(bench):
     B, L = bench.B, max(bench.lengths)
     pd = bench.config.pd or 50.0
     sizes = [n for n in (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024) if n < L]
+    if max(sizes, default=0) <= B:
+        raise ValueError(f"lengths {bench.lengths}, max_batch = {B}: no chunk from 32 tokens on is larger than the batch and shorter than the longest")
     fns = [bench.iteration(0, 0, n) for n in sizes for n in (n, n + 1)]
     (t_decode,) = bench.seconds(bench.iteration(B, L // 2, 0))
     times = bench.seconds(*fns)
@@ -529,19 +533,12 @@ def room_of(cost):
     return int(math.prod(cost.memory)) // cost.page
 
 
-def widths(c):
-    """{linear operator: (numbers in, numbers out) of a token}, one layer."""
-    A, K = c.n_head * c.head_dim, 2 * c.n_kv_head * c.head_dim
-    up = (2 if c.llama else 1) * c.n_inner
-    return dict(preproj=(c.n_embd, A + K), postproj=(A, c.n_embd), ffn_ln1=(c.n_embd, up), ffn_ln2=(c.n_inner, c.n_embd))
-
-
 def intensity(model, n, context):
     """{operator: FLOP per byte read or written} of a request that feeds n tokens and ends at `context`."""
     c, size = model.config, model.dtype.itemsize
     A, K = c.n_head * c.head_dim, 2 * c.n_kv_head * c.head_dim
     attn = 4 * A * n * (context - n / 2) / (size * (K * context + 2 * A * n))
-    return dict(attn=attn, **{name: 2 * n * a * b / (size * (a * b + n * (a + b))) for name, (a, b) in widths(c).items()})
+    return dict(attn=attn, **{name: 2 * n * a * b / (size * (a * b + n * (a + b))) for name, (a, b) in c.widths.items()})
 
 
 @experiment(("tokens in the prefill", "iteration (ms)"))
@@ -1161,7 +1158,7 @@ def online(bench):
             break
     most = f"; {work.capacity:.3g} requests/s are served when all come at once" if "capacity" in vars(work) else ""
     bench.notes.append(f"{len(work.jobs)} requests, {work.B} at once; ours: {ours}{most}")
-    for what, value in seen[ours].rates.items() if seen else ():
+    for what, value in seen[ours].rates.items() if ours in seen else ():
         name = what.removesuffix(", p50 (s)")
         also = [(name, s, None, distribution(seen[s].waits[name]), "") for s in sorted(seen, key=ours.__eq__) if name in CURVES]
         yield row(what, None, value, **{s: outcome.rates[what] for s, outcome in seen.items() if s != ours}, also=also)
@@ -1814,7 +1811,7 @@ def spec_fig16(bench):
             yield pair.row(f"rate {rate}: {spec} (s)", None, median(means), **{"times off": times[spec]}, at=("", spec, rate))
     yield pair.row("highest rate: goodput over one candidate each, times faster", 1.0, times["goodput"] / times["1,1,1"],
                    **{"times off": times["goodput"]}, bound="at least")
-    yield pair.row("tokens that 3,2,2 adds to a decode", 21, Tree.of((3, 2, 2)).n, "computed", **{"times off": None})
+    yield pair.row("tokens that 3,2,2 adds to a decode", 21, Tree.of((3, 2, 2)).n, "computed", **{"times off": None}, derived=True)
 
 
 @experiment(("batch size, B", "tokens/s"))
@@ -1828,18 +1825,17 @@ def spec_here(bench):
         cases.append(("B = 1, prompt lookup in a repetitive prompt", lookup, [bench.prompts(1, 16, bench.options.seed)[0] * 4]))
     for B in bench.grid([1, bench.B, 3 * bench.B, 9 * bench.B], [2**i for i in range(9) if 2**i <= pair.options["B"]]):
         cases.append((f"B = {B}", pair, bench.prompts(B, pair.P, bench.options.seed)))
-    for name, pair, prompts in cases:
-        B, D = len(prompts), max(pair.D, 16 * bench.config.requests // len(prompts))
-        engines = [pair.engine(spec, len(prompts[0]) + D, B=B, scheduler="prefill_first") for spec in CHOICES]  # soon all decode
-        ways = [partial(e.generate, prompts, max_new_tokens=D) for e in engines]  # each round with other luck, the same for all
-        took = pair.bench.rounds(*ways)
+    for name, way, prompts in cases:
+        B, D = len(prompts), max(way.D, 16 * bench.config.requests // len(prompts))
+        engines = [way.engine(spec, len(prompts[0]) + D, B=B, scheduler="prefill_first") for spec in CHOICES]  # soon all decode
+        took = way.bench.rounds(*(partial(e.generate, prompts, max_new_tokens=D) for e in engines))  # each with other luck, the same for all
         over = lambda a, b: median(y / x for x, y in zip(took[a], took[b]))
         for i, spec in enumerate(CHOICES):
-            yield row(f"{name}: {called(spec)} (tokens/s)", None, B * D / median(took[i]), **{"x off": over(i, 0)}, alpha=pair.alpha,
-                      **({"at": ("", called(spec), B)} if pair.alpha or pair.draft != "ngram" else {}))
+            yield row(f"{name}: {called(spec)} (tokens/s)", None, B * D / median(took[i]), **{"x off": over(i, 0)}, alpha=way.alpha,
+                      **({"at": ("", called(spec), B)} if way.alpha or way.draft != "ngram" else {}))
         best = min(range(4), key=lambda i: median(took[i]))
         ratio = median(theirs / ours for theirs, ours in zip(best_elsewhere(took[:4]), took[4]))
-        yield row(f"{name}: goodput over the best of the others, {called(CHOICES[best])}", None, ratio, **{"x off": over(4, 0)}, alpha=pair.alpha)
+        yield row(f"{name}: goodput over the best of the others, {called(CHOICES[best])}", None, ratio, **{"x off": over(4, 0)}, alpha=way.alpha)
     for spec in () if bench.simulated else ("goodput", "goodput_request"):
         yield row(f"B = 64: {spec}: choosing k, share of an iteration", None, choosing(pair, spec), **{"x off": None}, alpha=pair.alpha)
 
@@ -2143,7 +2139,7 @@ def shapes(bench):
 def demand(c, decodes, context, chunk, itemsize):
     """The arithmetic of one iteration -> {operator: (FLOPs, bytes of weights or of K and V)}, all layers."""
     N, M = decodes + chunk, decodes + (chunk > 0)  # tokens, rows with logits
-    work = {name: (2 * N * a * b * c.n_layer, a * b * c.n_layer * itemsize) for name, (a, b) in widths(c).items()}
+    work = {name: (2 * N * a * b * c.n_layer, a * b * c.n_layer * itemsize) for name, (a, b) in c.widths.items()}
     pairs = decodes * (context + 1) + chunk * (chunk + 1) / 2  # of a query with a key it sees
     work["attn"] = 4 * c.head_dim * c.n_head * c.n_layer * pairs, c.page_bytes(itemsize) * (decodes * (context + 1) + chunk)
     work["head"] = 2 * M * c.n_embd * c.vocab_size, c.n_embd * c.vocab_size * itemsize
@@ -2388,6 +2384,7 @@ class Worker:
 
     def close(self):
         self.process.kill()
+        self.process.wait()
 
 
 def peer(name, folder, dtype, device, *adapters):
@@ -2605,7 +2602,7 @@ def check_writable(config):
 def plot(bench, name, rows):
     """Draw an experiment's rows, or its tapes, into the folder --plot; one that has no picture is none."""
     what, tapes = EXPERIMENTS[name], [t for t in bench.tapes if t and t.name.startswith(name + ": ")]
-    if what.axes:
+    if what.axes and shown(rows):
         figure = draw(what.axes, rows)
     elif what.timeline and tapes:
         figure = draw_tapes(what.timeline, tapes)

@@ -44,9 +44,10 @@ PART = 4 * 2**20  # bytes of K or V that are gathered at once
 FEW_ROWS = 8  # up to so many rows a request streams its context from memory (a decode, a verification); beyond, it multiplies (a chunk)
 MOST_CHUNKS = 8  # requests beyond that in one batch, if it is padded for a recording
 
-if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):  # glibc hands large blocks back to the system when they are
-    for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD   # freed, and each iteration would fault its activations in
-        ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)                # again, a tenth of its time: keep them
+# glibc gives large blocks back to the system when they are freed; every iteration would fault its activations in again, a tenth of its time
+if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
+    for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+        ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
 
 # ---------------------------------------------------------------- where the Triton kernels run
@@ -77,7 +78,7 @@ def pow2(n):
 # ---------------------------------------------------------------- more than one device: what their processes say to each other
 
 TIMEOUT = 20  # seconds that a rank waits for another before it gives up; loading a model may take longer
-LETTER = 1000  # bytes of a first message of World.agree: what an iteration agrees on is no more
+LETTER = 1000  # bytes of the first message of World.agree; what is longer takes a second one
 
 
 class World:
@@ -366,13 +367,13 @@ class Segment:
     def bags(self):
         """index and offsets (R * Hk * n * G,) of the contexts that each row sums up, as embedding_bag wants them, in all layers"""
         index = self.index.view(-1, 1, self.ctx).expand(-1, self.mask.size(2), -1).reshape(-1)
-        return index, torch.arange(0, len(index), self.ctx, dtype=torch.int32)
+        return index, torch.arange(0, len(index), self.ctx, dtype=torch.int32, device=index.device)
 
     @cached_property
     def owners(self):
         """whose each entry of index is"""
         index, offsets = self.bags
-        return torch.arange(len(offsets), dtype=torch.int32).repeat_interleave(self.ctx)
+        return torch.arange(len(offsets), dtype=torch.int32, device=index.device).repeat_interleave(self.ctx)
 
 
 @dataclass
@@ -624,7 +625,7 @@ def _combine_kernel(parts, lse, out, n_out, D: tl.constexpr, N_SPLIT: tl.constex
 
 def attention_pages(q, kv, pages, n_kv_head, n_split=0):
     """q (N, H, D), kv (2, n_row, D), Pages -> (N, H, D). n_split: into how many parts a decode's context is cut, a power of two;
-    0: as many as fill the GPU. At most three launches, whose grids depend on the numbers of tiles alone."""
+    0: as many as fill the GPU. At most three launches, whose grids depend on the numbers of tiles, n_few and n_split alone."""
     N, H, D = q.shape
     out = q.new_empty(N, H, D)
 

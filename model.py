@@ -127,10 +127,15 @@ class GPTConfig:
         return -(-self.vocab_size // self.part[1])
 
     @property
+    def widths(self):
+        """{linear operator: (numbers in, numbers out) of a token}, one layer [SARATHI Table 1]; q, k, v in one, and gate and up."""
+        C, A, K, I = self.n_embd, self.n_head * self.head_dim, 2 * self.n_kv_head * self.head_dim, self.n_inner
+        return dict(preproj=(C, A + K), postproj=(A, C), ffn_ln1=(C, (2 if self.llama else 1) * I), ffn_ln2=(I, C))
+
+    @property
     def n_params(self):
         """Parameters in all, embeddings included."""
-        C, D, I, V = self.n_embd, self.head_dim, self.n_inner, self.n_vocab
-        layer = C * (2 * self.n_head + 2 * self.n_kv_head) * D + (3 if self.llama else 2) * C * I
+        C, I, V, layer = self.n_embd, self.n_inner, self.n_vocab, sum(a * b for a, b in self.widths.values())
         n, first, last = len(self.layers), self.is_first, self.is_last
         norms = (2 * n + last) * C * (1 if self.llama else 2)
         biases = 0 if self.llama else n * (5 * C + I) + self.block_size * C * first  # and the learned positions
@@ -139,10 +144,8 @@ class GPTConfig:
     @cached_property
     def operators(self):
         """The linear operators of one layer [SARATHI Table 1]: {name: Operator}."""
-        with torch.device("meta"):
-            shapes = {name: m.weight.shape for name, m in Block(self).named_children() if isinstance(m, Linear)}
         found, names, width = {}, hf_names(self), self.n_kv_head * self.head_dim
-        for op, (n_out, n_in) in shapes.items():
+        for op, (n_in, n_out) in self.widths.items():
             sizes, first, page, modules = part_sizes(self, f"{op}.weight", n_out), 0, 0, {}
             if op in REDUCED:  # each share adds other columns of x A B to its partial sum of x W [S-LoRA §6]
                 sizes, first = [n_out // self.part[1]], n_out // self.part[1] * self.part[0]
@@ -238,8 +241,8 @@ class Batch:
 
 class Linear(nn.Linear):
     """y = x Wᵀ + b through kernels.linear: W may have been packed for this machine. Then each row's own adapter [S-LoRA §4.1]:
-    its A and B lie in the pages of kv, and adapters says where. reduced: what this is called, if the world's ys are to be added up;
-    it has the bias on one rank then."""
+    its A and B lie in the pages of kv, and adapters says where. reduced: the operator's name where each rank has a partial sum of y:
+    they are added up, and what is sent is counted under that name; only one rank has the bias then."""
 
     def __init__(self, n_in, n_out, bias, world=World(), reduced=None):
         super().__init__(n_in, n_out, bias)
@@ -259,13 +262,13 @@ class Linear(nn.Linear):
 class Head(Linear):
     """The output head: every rank has some of the vocabulary, and gets all logits."""
 
-    def forward(self, x):
-        y = self.world.all_gather(linear(x, self.weight), "head")  # (ranks, ..., V / ranks)
-        return y.movedim(0, -2).flatten(-2)[..., :self.vocab_size]
-
     def __init__(self, config, world):
         super().__init__(config.n_embd, config.n_vocab, False, world)
         self.vocab_size = config.vocab_size
+
+    def forward(self, x):
+        y = self.world.all_gather(linear(x, self.weight), "head")  # (ranks, ..., V / ranks)
+        return y.movedim(0, -2).flatten(-2)[..., :self.vocab_size]
 
 
 class Norm(nn.Module):
@@ -303,15 +306,14 @@ class Block(nn.Module):
 
     def __init__(self, config, world=World()):
         super().__init__()
-        C, D, bias = config.n_embd, config.head_dim, not config.llama
-        self.llama = config.llama
+        self.llama, bias, widths = config.llama, not config.llama, config.widths
         self.norm1 = Norm(config)
-        self.preproj = Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias, world)  # q, k and v in one matrix
+        self.preproj = Linear(*widths["preproj"], bias, world)
         self.attn = Attention(config)
-        self.postproj = Linear(config.n_head * D, C, bias, world, "postproj")
+        self.postproj = Linear(*widths["postproj"], bias, world, "postproj")
         self.norm2 = Norm(config)
-        self.ffn_ln1 = Linear(C, config.n_inner * (2 if config.llama else 1), bias, world)  # gate and up in one matrix
-        self.ffn_ln2 = Linear(config.n_inner, C, bias, world, "ffn_ln2")
+        self.ffn_ln1 = Linear(*widths["ffn_ln1"], bias, world)
+        self.ffn_ln2 = Linear(*widths["ffn_ln2"], bias, world, "ffn_ln2")
 
     def forward(self, x, y, rope, batch=None, kv=None):
         plus = lambda name: (batch.loras.get(name), kv) if batch is not None else ()
@@ -431,7 +433,8 @@ class GPT(nn.Module):
         with torch.device("meta"):
             model = type(self)(self.config, self.world)
         model.inv_freq = self.inv_freq
-        for (name, new), old in zip(model.named_modules(), self.modules()):
+        for name, old in self.named_modules():  # a last stage lacks the embedding that its head was made of
+            new = model.get_submodule(name)
             for leaf in ("weight", "bias"):
                 if getattr(old, leaf, None) is not None:
                     new._parameters.pop(leaf, None)
@@ -1050,7 +1053,10 @@ def _read_byte_level(t, path):
     if order != sorted(order) or len({*ranks.values()}) < len(ranks):
         raise ValueError(f"{path}: merges and token ids disagree in order, which tiktoken cannot express; give token ids instead of text")
     pre = t.get("pre_tokenizer") or {}
-    steps = {p["type"]: p for p in pre.get("pretokenizers", [pre]) if p}
+    listed = [p for p in pre.get("pretokenizers", [pre]) if p]
+    steps = {p["type"]: p for p in listed}
+    if len(steps) < len(listed) or "Digits" in steps and ("Split" in steps or not steps["Digits"].get("individual_digits")):
+        raise KeyError("pre_tokenizer")  # one pattern cannot say it
     byte_level = steps.get("ByteLevel", {})
     whole = not byte_level.get("use_regex", True) and "Split" not in steps  # it cuts a text nowhere
     if byte_level.get("add_prefix_space") or set(steps) - {"ByteLevel", "Split", "Digits"} or not byte_level or whole:
@@ -1058,7 +1064,7 @@ def _read_byte_level(t, path):
     if "Split" in steps:
         split = steps["Split"]["pattern"]["Regex"]
     else:
-        split = DIGITS_SPLIT if steps.get("Digits", {}).get("individual_digits") else GPT2_SPLIT
+        split = DIGITS_SPLIT if "Digits" in steps else GPT2_SPLIT
     post = t.get("post_processor") or {}
     template = next((p for p in post.get("processors", [post]) if p.get("type") == "TemplateProcessing"), {"single": []})
     prefix = [special[x["SpecialToken"]["id"]] for x in template["single"][:1] if "SpecialToken" in x]

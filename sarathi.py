@@ -58,7 +58,7 @@ def option(default, help, **more):
 class EngineConfig:
     """Every knob of the engine; each is a keyword of Engine and a flag on both command lines."""
     scheduler: str = option("sarathi", "who feeds how many tokens in an iteration: static, orca, prefill_first, sarathi, sarathi_serve or autopilot")
-    chunk: int = option(256, "tokens of prefill per iteration, decodes included; sarathi_serve: the token budget")
+    chunk: int = option(256, "tokens of an iteration that has prefill, a chunk and the decodes beside it; sarathi_serve: the token budget")
     max_batch: int = option(0, "most requests running at once; 0: as many of the longest as fit the pool [SARATHI §4.3.1]")
     tile: int = option(128, "chunk + decodes is a multiple of this many tokens [SARATHI §4.4]")
     alloc: str = option("reserve", "pages: a request's maximum length up front and together, or grow one by one", choices=("reserve", "grow"))
@@ -117,6 +117,7 @@ class Request:
     arrival: float = 0.0  # seconds on the engine's clock
     client: str | None = None  # whose it is, where clients are to share the engine fairly
     id: int = field(default=-1, init=False)
+    rng: np.random.Generator = field(default=None, init=False, repr=False)  # its own, made by Engine.add
     state: str = field(default="new", init=False)  # new -> pending -> waiting <-> running (-> landing) -> length | stop | abort, or refused
     tokens: np.ndarray = field(default=None, init=False, repr=False)  # (max_len,): n_tokens known, the last maybe to a GPU only
     n_tokens: int = field(default=0, init=False)
@@ -162,7 +163,7 @@ class Request:
 
     @property
     def tpot(self):
-        """Seconds per token after the first; nan before it."""
+        """Seconds per token after the first: 0 while there is only that, nan before it."""
         return (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1) if self.times else math.nan
 
 
@@ -220,7 +221,7 @@ class Stack:
     """Free pages of which one is as good as another: who came last goes first."""
 
     def __init__(self, first, n):
-        self.pages, self.n = first + np.arange(n)[::-1], n  # the first n are free
+        self.pages, self.n = first + np.arange(n)[::-1], n  # pages[:self.n] are free
 
     def take(self, n):
         """-> (n,) pages, a view that the next `put` writes over; or None"""
@@ -407,8 +408,8 @@ class AdapterStore:
         return 0 if name is None else self.known[name].n_page
 
     def find_room(self, pool, hold, *wanted):
-        """hold(*wanted), which are (owner, n, n_max), in a pool; while it cannot be, idle adapters are evicted, if that is the pool they
-        are in. False if nothing helps; nothing is evicted if all of them would be too few."""
+        """hold(*wanted), which are (owner, n, n_max), in a pool, evicting one idle adapter before each further try, if that is the pool
+        they are in. False if it cannot be; nothing is evicted where all of them would be too few."""
         if hold(*wanted):
             return True
         idle = sum(self.known[name].n_page for name, r in self.resident.items() if not r.n_users)
@@ -495,7 +496,8 @@ class Scheduler(Named, named=False):
         self.chunk, self.max_batch, self.tile = chunk, max_batch, tile
 
     def plan(self, running, waiting):
-        """running: Requests with pages, oldest first. waiting: a queue of Requests without, first come first; may be ().
+        """running: Requests with pages, oldest first. waiting: those without, in the order that the options say (first come first);
+        it has a length, costs nothing until it is looked at, and may be ().
         -> [(request, n)] with 1 <= n <= request.n_todo. A waiting request that is named is started, if its pages are there."""
         raise NotImplementedError
 
@@ -594,16 +596,12 @@ class Queue:
         for r in requests:
             self.append(r)
 
-    def append(self, r):
-        self.n_come += 1
+    def append(self, r, back=False):
+        """back: to the head, where it came from."""
+        self.n_come += not back
         for part in (self.all, self.of.setdefault(r.client, OrderedDict())):
             part[r] = None
-
-    def appendleft(self, r):
-        """Back to the head, where it came from."""
-        for part in (self.all, self.of.setdefault(r.client, OrderedDict())):
-            part[r] = None
-            part.move_to_end(r, last=False)
+            part.move_to_end(r, last=not back)
 
     def remove(self, r):
         mine = self.of[r.client]
@@ -894,11 +892,8 @@ class CostModel:
 
     def __init__(self, config, dtype, memory, name, tile=1):
         self.config, self.dtype, self.memory, self.name, self.tile = config, dtype, memory, name, tile
-        c, D = config, config.head_dim
-        self.weights = dict(preproj=c.n_embd * (c.n_head + 2 * c.n_kv_head) * D, postproj=c.n_head * D * c.n_embd,  # of one layer
-                            ffn_ln1=(2 if c.llama else 1) * c.n_embd * c.n_inner, ffn_ln2=c.n_inner * c.n_embd)
-        self.n_weights = sum(self.weights.values())
-        self.page = c.page_bytes(dtype.itemsize)
+        self.weights = {name: a * b for name, (a, b) in config.widths.items()}  # of one layer
+        self.n_weights, self.page = sum(self.weights.values()), config.page_bytes(dtype.itemsize)
 
     @staticmethod
     def roofline(config, gpu, tp=1, nodes=1, delay=LINK_DELAY, system="sarathi"):
@@ -914,7 +909,7 @@ class CostModel:
         return Fitted(model, repeats, between)
 
     def time(self, n_tokens, n_context=0):
-        """Seconds of an iteration of n_tokens tokens, n_context of them cached ones that are read."""
+        """Seconds of an iteration that feeds n_tokens tokens and reads n_context cached ones."""
         return self.seconds(self._rough(n_tokens, n_context))
 
     def operators(self, n_tokens, n_context=0):
@@ -1047,6 +1042,7 @@ class Fitted(CostModel):
     ring = (0.0, 0.0)  # the same of an all-reduce, where it was not in the iterations that were timed; bench.py's message_cost
     RANKS = 8, 64  # of the adapters in its iterations
     KNOTS = (4, 16, 64)  # tokens at which the slope of the linear operators may change: no tile, but small batches are bound by memory
+    LINEAR, ATTENTION, OTHERS, LORA = slice(0, 5), slice(5, 10), slice(10, 11), slice(11, 15)  # of the features and their coefficients
 
     def __init__(self, model, repeats, between):
         super().__init__(model.config, model.dtype, free_memory(model.device), str(model.device))
@@ -1056,25 +1052,43 @@ class Fitted(CostModel):
         A = np.array([self.features(Work.of(entries, 1)) for entries in designed + unseen], float)
         n = len(designed)
         self.coefficients = least_squares(A[:n] / times[:n, None], np.ones(n)).tolist()
-        self.delta, self.gamma = self.coefficients[0], sum(self.coefficients[1:2 + len(self.KNOTS)])  # gamma: of a large batch
-        self.alpha = self.coefficients[2 + len(self.KNOTS)]
-        errors = np.abs(A @ self.coefficients / times - 1)
-        self.error, self.fit_error = float(np.median(errors[n:])), float(np.median(errors[:n]))
+        self.error = float(np.median(np.abs(A[n:] @ self.coefficients / times[n:] - 1)))
+
+    @property
+    def delta(self):
+        """Seconds of an iteration that does little but read the weights."""
+        return self.coefficients[0]
+
+    @property
+    def gamma(self):
+        """Seconds per token of a large batch."""
+        return sum(self.coefficients[self.LINEAR][1:])
+
+    @property
+    def alpha(self):
+        """Seconds per cached token that a decode reads."""
+        return self.coefficients[self.ATTENTION][0]
 
     def features(self, w):
-        return [1, w.N, *(max(0, w.N - k) for k in self.KNOTS), w.context, w.decodes, w.pairs, w.reread, w.chunks, w.M, *self.lora_features(w)]
+        return [*self._of_linear(w.N), *self._of_attention(w), w.M, *self._of_lora(w)]
 
-    def lora_features(self, w):
+    def _of_linear(self, N):
+        return 1, N, *(max(0, N - k) for k in self.KNOTS)
+
+    def _of_attention(self, w):
+        return w.context, w.decodes, w.pairs, w.reread, w.chunks
+
+    def _of_lora(self, w):
         return w.adapted > 0, w.adapted, w.lora_read, w.lora_pairs
 
     def linear(self, N):
-        return self._sum(0, (1, N, *(max(0, N - k) for k in self.KNOTS)))
+        return self._sum(self.LINEAR, self._of_linear(N))
 
     def attention(self, w):
-        return self._sum(2 + len(self.KNOTS), (w.context, w.decodes, w.pairs, w.reread, w.chunks))
+        return self._sum(self.ATTENTION, self._of_attention(w))
 
     def others(self, w):
-        return self._sum(7 + len(self.KNOTS), (w.M,))
+        return self._sum(self.OTHERS, (w.M,))
 
     def all_reduce(self, N):
         return self.config.n_layer * (self.ring[0] + self.ring[1] * N)
@@ -1084,16 +1098,16 @@ class Fitted(CostModel):
         return self.link[0] + self.link[1] * N
 
     def lora(self, w, kind):
-        return 0.0 if kind == "merge" else self._sum(8 + len(self.KNOTS), self.lora_features(w))
+        return 0.0 if kind == "merge" else self._sum(self.LORA, self._of_lora(w))
 
     @property
     def peaks(self):
-        """(FLOP/s, bytes/s) that the fit implies: of a large batch, and of an iteration that does little but read the weights."""
+        """(FLOP/s, bytes/s) that gamma and delta imply."""
         n = self.config.n_layer * self.n_weights
         return 2 * n / max(self.gamma, 1e-30), n * self.dtype.itemsize / max(self.delta, 1e-30)
 
-    def _sum(self, start, values):
-        return sum(c * x for c, x in zip(self.coefficients[start:], values))
+    def _sum(self, part, values):
+        return sum(c * x for c, x in zip(self.coefficients[part], values))
 
 
 class Learned(CostModel):
@@ -1213,7 +1227,8 @@ def rehearse(engine, entries):
         prompt = np.random.default_rng(engine.n_added).integers(0, engine.model.config.vocab_size, past + n + 1 - wants)
         r = Request(prompt, max_new_tokens=max(1, wants), adapter=names[weights[0]] if any(weights) else None)
         engine.add(r)
-        engine.pool.hold(r.id, past + n, with_room(past + n))
+        if not engine.pool.hold(r.id, past + n, with_room(past + n)):
+            raise ValueError(f"a pool of {engine.pool.n_page} pages is too small for an iteration that needs {with_room(past + n)} more")
         engine.adapters.hold(r.adapter)
         engine.adapters.use(r.adapter, 0)  # when its copy has arrived
         r.n_past = past
@@ -1685,8 +1700,9 @@ class Loop(NamedTuple):
     def work(self, c, d, k, tile):
         """An iteration that feeds c tokens of prompts, in whole tiles of rows, and d decodes with k drafts each."""
         n, chunks, read = d * (1 + k), int(c > 0), self.adapted * self.weights
-        return Work(c + n, n + chunks, d, d * (self.context + 1 + k), chunks, -(-c // tile) * tile * (self.past + c / 2), chunks * (self.past + c),
-                    math.ceil(self.adapted * (d + chunks)), d * read, c * read)
+        return Work(N=c + n, M=n + chunks, decodes=d, context=d * (self.context + 1 + k), chunks=chunks,
+                    pairs=-(-c // tile) * tile * (self.past + c / 2), reread=chunks * (self.past + c),
+                    adapted=math.ceil(self.adapted * (d + chunks)), lora_read=d * read, lora_pairs=c * read)
 
     def flow(self, total, k, tokens):
         """Iterations of up to `total` tokens -> per iteration how many requests end, those of its tokens that are prefill, the decodes
@@ -2003,7 +2019,7 @@ def price_list(model, cost):
 # ---------------------------------------------------------------- the engine
 
 class WallClock:
-    """Seconds since it was made."""
+    """Seconds since it was made. It waits for no more than a tenth of a second at a time: somebody may have pressed Ctrl-C."""
 
     def __init__(self):
         self.start = time.perf_counter()
@@ -2012,7 +2028,7 @@ class WallClock:
         return time.perf_counter() - self.start
 
     def wait_until(self, t):
-        time.sleep(max(0.0, t - self.now()))
+        time.sleep(min(0.1, max(0.0, t - self.now())))
 
 
 class VirtualClock:
@@ -2044,7 +2060,9 @@ class Span(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """An iteration that was started and has not landed."""
+    """An iteration that was started and has not landed. Where the next one starts before, a request's newest token is not known here: its
+    place in `tokens` holds ~i until _commit writes it, and the device takes newest[i] (Batch.known). A request that needs no more
+    is "landing": its pages are free, its last token is on the way."""
     ready: list  # its requests that get tokens, as `asking` says
     wait: Callable  # waits for its end -> the new tokens of each of them
     newest: torch.Tensor | None = None  # (B,) the same on the device, where nobody has drafts
@@ -2281,8 +2299,9 @@ class Engine:
     # ------------------------------------------------------------ one iteration: who runs, and on which pages
 
     def step(self):
-        """One iteration -> [Event]. With nothing but future arrivals it waits for the next one; with nothing at all it is []. Where a
-        GPU would wait for Python meanwhile, iteration i + 1 is planned and started while i runs, and the events are those of i."""
+        """One iteration -> [Event]. With nothing but future arrivals it waits for the next one, a tenth of a second at most, and is [], as
+        with nothing at all. Where a GPU would wait for Python meanwhile, iteration i + 1 is planned and started while i runs, and the
+        events are those of i."""
         events = self.land(self.ahead)
         plan = self._plan()
         if plan:
@@ -2360,8 +2379,8 @@ class Engine:
         return [(r, n) for r, n in plan if r.state == "running"]
 
     def _lookahead(self, r, k):
-        """Pages for up to k drafts -> how many there are: only what no running request's next token will need [SmartSpec §6]. Idle
-        adapters make way, as for any token."""
+        """Take pages for up to k drafts behind r's last known token -> for how many there were. One for each running request stays free: no
+        guess costs another its next token [SmartSpec §6]. Idle adapters make way, as for any token."""
         lacks = self.pool.need(r.id, r.n_tokens + k, r.max_len)
         if lacks:
             wanted = lacks + len(self.running)
@@ -2392,7 +2411,7 @@ class Engine:
         self._log(now, now, 0, fed([(r, 0)]))
         self._leave(r)
         r.state, r.n_past, r.n_draft_past, r.n_preempted = "waiting", 0, 0, r.n_preempted + 1
-        self.waiting.appendleft(r)
+        self.waiting.append(r, back=True)
 
     def _leave(self, r):
         """Out of the queue or the batch, and its pages free."""
@@ -2653,7 +2672,8 @@ def free_memory(device):
 
 class Interruptible:
     """While it is entered, the first Ctrl-C only sets `seen`, so that an iteration is never cut in half; the second is as usual.
-    In a World of several processes `seen` is what one of them saw: all stop behind the same iteration."""
+    In a World of several processes, all of which the terminal tells, `seen` is what rank 0 or the last stage saw: all stop behind the
+    same iteration."""
     came = False
 
     def __init__(self, world=World()):
@@ -2794,7 +2814,7 @@ class PipelineClock:
     def wait_until(self, t):
         if t > self.t:
             self.inner.wait_until(t)
-            self.t = t
+            self.t = max(self.t, self.inner.now())
 
 
 class Lane:
