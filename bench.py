@@ -958,14 +958,17 @@ def read_jobs(path):
             value = row[name]
         return checked(name, value, kind, low)
     jobs = []
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"arrivals = {path!r}: there is no such file")
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as f:
         rows = csv.DictReader(f)
         try:
             if not {"arrival", "prompt", "output"} <= {*(rows.fieldnames or ())} <= {*Job._fields}:
                 raise ValueError(f"columns {','.join(rows.fieldnames or ())!r}: must be arrival,prompt,output and perhaps adapter,client")
             for row in rows:
-                if None in row:
-                    raise ValueError(f"{','.join(row[None])!r}: more than {len(rows.fieldnames)} cells")
+                n = sum(isinstance(cell, str) for cell in row.values()) + len(row.get(None, ()))
+                if n != len(rows.fieldnames):
+                    raise ValueError(f"{n} cells: must be {len(rows.fieldnames)}, {','.join(rows.fieldnames)}")
                 names = {name: (row.get(name) or "").strip() or None for name in ("adapter", "client")}
                 jobs.append(Job(cell(row, "arrival", float, 0), cell(row, "prompt", int, 1), cell(row, "output", int, 1), **names))
         except (ValueError, csv.Error) as e:
@@ -2852,11 +2855,12 @@ def int_or_auto(text):
 def main():
     """python bench.py [experiment ...] [flags]"""
     parser = Parser(description="Reproduce the papers' tables and figures on this machine.",
-                    epilog="Examples: python bench.py --chunk 256 | python bench.py --chunk auto | python bench.py table4 --scheduler sarathi_serve")
+                    epilog="Examples: python bench.py --chunk 256 | python bench.py table4 fig9 --hardware a6000 --model llama-13b | python bench.py online "
+                           "--arrivals gamma:0.9x:3 --schedulers sarathi,orca")
     parser.add_argument("experiments", nargs="*", help="names from `bench.py list`, or all (peers only with --peers); none: ceilings table2 table4")
     add_model_flags(parser, None)
-    parser.add_fields(BenchConfig)
-    parser.add_fields(EngineConfig, chunk=dict(type=int_or_auto, metavar="CHUNK|auto"))
+    parser.add_fields(BenchConfig, "the experiment")
+    parser.add_fields(EngineConfig, "the engine", chunk=dict(type=int_or_auto, metavar="CHUNK|auto"))
     args = parser.parse_args()
     if args.experiments[:1] == ["peer"] and len(args.experiments) >= 5:  # another engine's Python, started by Worker
         return peer(*args.experiments[1:])

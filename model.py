@@ -680,6 +680,8 @@ def read_config(folder):
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"model folder {folder} does not exist (or is no folder)")
+    if not path.is_file() and (Path(folder) / "adapter_config.json").is_file():
+        raise ValueError(f"{folder} holds an adapter, not a model: load its base, and give this to add_adapter (--adapter)")
     c = read_json(path)
     read = {"gpt2": _read_gpt2, "llama": _read_llama, "mistral": _read_llama}.get(str(c.get("model_type")))
     if read is None:

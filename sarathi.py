@@ -175,6 +175,8 @@ def checked_prompt(prompt, vocab_size):
         tokens = np.empty((0, 0))
     if tokens.shape == (0,):
         raise ValueError("empty prompt: at least one token is needed")
+    if isinstance(prompt, str):
+        raise ValueError(f"prompt {prompt[:60]!r}: is text, must be a list of token ids (a tokenizer's encode)")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ValueError(f"prompt {str(prompt)[:60]}: must be a flat list of token ids")
     outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
@@ -499,7 +501,7 @@ class Scheduler(Named, named=False):
         """running: Requests with pages, oldest first. waiting: those without, in the order that the options say (first come first);
         it has a length, costs nothing until it is looked at, and may be ().
         -> [(request, n)] with 1 <= n <= request.n_todo. A waiting request that is named is started, if its pages are there."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no plan(self, running, waiting)")
 
     def start(self, engine):
         """Called once, by the engine that it plans for."""
@@ -1934,6 +1936,10 @@ class Speculator:
             self.idle = FADE * self.idle + (1 - FADE) * (not wanted.any())
             wanted = [self.engine._lookahead(r, int(k)) if self._speculates(r) else 0 for r, k in zip(requests, wanted)]
         drafts = proposer.propose(requests, wanted, policy.threshold) if any(wanted) else [[]] * len(requests)
+        V = self.engine.model.config.vocab_size
+        for r, k, tokens in zip(requests, wanted, drafts):
+            if len(tokens) > k or len(tokens) and not 0 <= min(tokens) <= max(tokens) < V:
+                raise ValueError(f"{type(proposer).__name__}: {tokens[:8]} for request {r.id}: must be up to {k} drafts in 0 .. {V - 1}")
         if late:
             made = d._replace(most=np.array([len(tokens) for tokens in drafts]), draft=lambda steps: 0.0)
             wanted = [self.engine._lookahead(r, int(k)) for r, k in zip(requests, policy.lengths(made))]
@@ -2202,7 +2208,7 @@ class Engine:
         """Let requests ask for adapter `name`. source: a PEFT folder, or random_adapter(rank). ValueError, KeyError or
         FileNotFoundError for one that does not fit the model or the pool; then nothing is kept of it."""
         if not isinstance(name, str) or name in self.adapters.known:
-            raise ValueError(f"adapter {name!r}: must be a new name, a string")
+            raise ValueError(f"adapter {name!r}: must be a new name, {'this one is taken' if isinstance(name, str) else 'a string'}")
         adapter = self._load(source)
         self.adapters.known[name] = adapter
         n_page, most = self.adapters.n_page(name), self.adapters.pool.n_page
@@ -2227,6 +2233,8 @@ class Engine:
         """prompts: lists of token ids -> lists of new token ids, in order. sampling: temperature, top_k, top_p, stop.
         adapter: one name for all or one per prompt; seed: prompt i draws with seed + i. A request that is refused or given up
         (max_waiting, slo) has what it got. If it is ended by an error or by Ctrl-C (after the iteration under way), so are they."""
+        if isinstance(prompts, str) or any(isinstance(p, Integral) for p in prompts):
+            raise ValueError(f"prompts = {str(prompts)[:60]!r}: must be a list of prompts, each a list of token ids")
         adapters = adapter if isinstance(adapter, (list, tuple)) else [adapter] * len(prompts)
         if len(adapters) != len(prompts):
             raise ValueError(f"{len(adapters)} adapters for {len(prompts)} prompts: give one name, or one per prompt")
@@ -2327,7 +2335,7 @@ class Engine:
         plan = plan or self._admit(self.scheduler.plan(self.running, ()), ())  # nothing new fits: again with the door closed
         if not plan:
             raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing that could run, of {len(self.running)} running requests (max_batch = "
-                               f"{self.max_batch}) and {len(self.waiting)} waiting ones: a plan must feed the running, too")
+                               f"{self.max_batch}) and {len(self.waiting)} waiting ones: where no newcomer fits it must feed some that run")
         return self.speculator.widen(plan) if self.speculator else plan
 
     def _arrive(self):
@@ -2363,6 +2371,8 @@ class Engine:
         """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
         the queue keeps its order), and preempt the youngest when a running request finds no page. -> the entries that run"""
         is_open = True
+        if not isinstance(plan, list):
+            raise ValueError(f"{type(self.scheduler).__name__}: a plan must be a list of (request, n), not {plan!r}")
         if len({r.id for r, n in plan}) < len(plan):
             raise ValueError(f"{type(self.scheduler).__name__}: a plan may name a request once")
         for r, n in plan:
@@ -3016,25 +3026,33 @@ class Pipeline:
 
 # ---------------------------------------------------------------- command line
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Says the default where there is one to say."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, "") else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line, and whose flags come from dataclass fields made with `option`."""
 
     def __init__(self, **kwargs):
-        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
+        super().__init__(formatter_class=Help, allow_abbrev=False, **kwargs)
 
     def error(self, message):
         if message.startswith("unrecognized"):
             message += f": flags are {', '.join(flag for flag in self._option_string_actions if flag.startswith('--'))}"
         self.exit(2, f"{self.prog}: {message}\n" if World.first_to_say(message) else None)
 
-    def add_fields(self, cls, **change):
-        """One flag per field of cls that has a help text; change: what a flag should have otherwise, by field."""
+    def add_fields(self, cls, title, **change):
+        """One flag per field of cls that has a help text, under a title; change: what a flag should have otherwise, by field."""
+        group = self.add_argument_group(title)
         for f in fields(cls):
             if "help" in f.metadata:
                 switch = argparse.BooleanOptionalAction if f.default else "store_true"
                 kind = dict(action=switch) if f.type is bool else dict(type=f.type)
                 settings = dict(**kind, default=f.default, **f.metadata) | change.get(f.name, {})
-                self.add_argument("--" + f.name.replace("_", "-"), **settings)
+                group.add_argument("--" + f.name.replace("_", "-"), **settings)
 
     def values(self, cls, args):
         """The parsed flags of cls, by field name."""
@@ -3064,8 +3082,8 @@ def main():
     parser.add_argument("--adapter", help="a PEFT folder: LoRA weights to use with the model")
     add_model_flags(parser, "tiny")
     add_draft_flags(parser)
-    for cls in (Request, EngineConfig):
-        parser.add_fields(cls)
+    parser.add_fields(Request, "the request")
+    parser.add_fields(EngineConfig, "the engine")
     parser.set_defaults(temperature=0.6, max_new_tokens=256)
     args = parser.parse_args()
 
@@ -3101,7 +3119,7 @@ def main():
 def add_model_flags(parser, model):
     """--model, --dtype and --device, the same for both command lines."""
     parser.add_argument("--model", default=model, help=f"a Hugging Face folder, or one of {', '.join(PRESETS)} (random weights but for tiny)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and cache; None: bfloat16 where it is fast")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and cache; not given: bfloat16 where it is fast")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"), help="where to run")
     parser.add_argument("--tp", type=int, default=1, help="devices that share every layer (tensor parallelism), a process each: see torchrun")
     parser.add_argument("--pp", type=int, default=1, help="groups of devices that share out the layers (pipeline parallelism), likewise")
@@ -3121,7 +3139,7 @@ def add_draft_flags(parser):
     """--draft and --spec; bench.py's experiments have their own drafts."""
     parser.add_argument("--draft", help=f"where drafts come from: {', '.join(PROPOSERS)}; a draft model, named as for --model; draft or heads, those "
                                         "trained with tiny; or a folder of Heads")
-    parser.add_argument("--spec", help=f"how many: a number, one of {', '.join(POLICIES)}, or the candidates of each head as 3,2,2; None: "
+    parser.add_argument("--spec", help=f"how many: a number, one of {', '.join(POLICIES)}, or the candidates of each head as 3,2,2; not given: "
                                        "goodput (or autopilot, if that is the scheduler) with a draft, off without")
 
 

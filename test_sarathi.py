@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unicodedata
 import weakref
@@ -346,7 +347,10 @@ def test_llama3_tokenizer_model_and_what_is_not_byte_level(tmp_path):
     with pytest.raises(ValueError, match="SentencePiece.*token ids"):
         load_tokenizer(tmp_path)
     uncut = dict(pre_tokenizer=dict(type="ByteLevel", use_regex=False), model=dict(type="BPE", vocab={}, merges=[]))
-    for another in ({"model": {"type": "Unigram", "vocab": []}}, {"model": None}, uncut):
+    split, digits = dict(type="Split", pattern=dict(Regex=r"\s"), behavior="Isolated"), dict(type="Digits", individual_digits=True)
+    steps = [[split, split], [digits, split], [digits | dict(individual_digits=False)]]  # what one pattern cannot say
+    cut = [uncut | dict(pre_tokenizer=dict(type="Sequence", pretokenizers=[*some, dict(type="ByteLevel", use_regex=False)])) for some in steps]
+    for another in ({"model": {"type": "Unigram", "vocab": []}}, {"model": None}, uncut, *cut):
         (tmp_path / "tokenizer.json").write_text(json.dumps(another))
         with pytest.raises(ValueError, match="byte-level BPE.*token ids"):
             load_tokenizer(tmp_path)
@@ -499,7 +503,8 @@ def test_a_scheduler_that_plans_nothing_is_an_error_not_a_hang():
 
 
 @pytest.mark.parametrize("plan, message", [(lambda r: [(r, 1), (r, 1)], "may name a request once"), (lambda r: [(r, 0)], "may feed 1 .. 5 .* not 0"),
-                                           (lambda r: [(r, r.n_todo + 1)], "may feed 1 .. 5 tokens of request 0, not 6")])
+                                           (lambda r: [(r, r.n_todo + 1)], "may feed 1 .. 5 tokens of request 0, not 6"),
+                                           (lambda r: None, "must be a list of .request, n., not None")])
 def test_a_plan_that_cannot_be_is_said_to_whose_it_is(plan, message):
     class Wrong(sarathi.Scheduler, named=False):
         def plan(self, running, waiting):
@@ -728,6 +733,14 @@ def test_ctrl_c_ends_a_run_after_the_iteration_and_it_can_go_on():
     assert len(r.output) == 4 and engine.run() == [r] and r.output == naive(10, 12)
 
 
+def test_ctrl_c_ends_a_run_that_waits_for_somebody_to_come():
+    engine = Engine(small(), n_page=100)
+    engine.add(Request(prompt(10), 4, arrival=10**6))
+    presses = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    presses.start()
+    assert engine.run() == [] and len(engine.requests) == 1
+
+
 @pytest.mark.parametrize("kind", [None, "self"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_iteration_that_fails_leaves_the_engine_whole(kind, error):
@@ -763,7 +776,7 @@ def test_ctrl_c_in_generate_waits_for_the_iteration_and_ends_its_requests():
 
 BAD_REQUESTS = {
     "empty prompt": dict(prompt=[]), "token 199 in the prompt: must be in 0 .. 198": dict(prompt=[3, 199]), "token -1 in": dict(prompt=[-1]),
-    "must be a flat list of token ids": dict(prompt=[1.5]), "prompt hello": dict(prompt="hello"), "prompt \\[\\[1": dict(prompt=[[1, 2]]),
+    "must be a flat list of token ids": dict(prompt=[1.5]), "prompt 'hello': is text": dict(prompt="hello"), "prompt \\[\\[1": dict(prompt=[[1, 2]]),
     "max_new_tokens = 0": dict(max_new_tokens=0), "max_new_tokens = 2.5": dict(max_new_tokens=2.5),
     "context ends at 512": dict(prompt=[1] * 510), "pool's pages end at 100": dict(prompt=[1] * 98), "temperature = -1": dict(temperature=-1),
     "temperature = nan": dict(temperature=float("nan")), "top_p = 0": dict(top_p=0), "top_p = 1.5": dict(top_p=1.5), "top_k = -1": dict(top_k=-1),
@@ -950,6 +963,7 @@ BAD_LINES = {
     "bench.py --lengths 5,a": "lengths = '5,a'", "bench.py roofline --hardware h100": "roofline can only be measured, on this machine",
     "bench.py peers --peers ollama=x": "names among transformers, vllm, llama.cpp",
     "bench.py peers --cells 'x 16'": "cells = 'x 16': must be part of a name among prefill 512",
+    "bench.py online --arrivals nowhere.csv": "arrivals = 'nowhere.csv': there is no such file",
     "bench.py online --arrivals poisson": "arrivals = 'poisson': must be poisson:RATE, gamma:RATE:CV",
     "bench.py online --prompt 9..3": "prompt = '9..3': must be 256 (all alike), 8..512",
     "bench.py online --schedulers orca,fifo": "unknown scheduler 'fifo'",
@@ -1674,6 +1688,19 @@ def test_a_profile_has_the_same_face_and_says_how_far_off_it_is():
     assert engine.generate([[1] * 60, [2] * 5], max_new_tokens=4) == [[0] * 4] * 2 and engine.clock.now() > 0
 
 
+def test_an_iteration_ends_where_the_context_does():
+    """--lengths may be as long as it: what is rehearsed has a token still to come."""
+    top = SMALL["block_size"]
+    for last in (True, False):
+        b = bench_of(lengths=f"{top},{top},{top}")
+        assert b.once(b.iteration(2, top, 0, last=last)) > 0 and b.once(b.iteration(1, top - 1, top, last=last)) > 0
+
+
+def test_a_pool_too_small_for_a_rehearsal_says_so():
+    with pytest.raises(ValueError, match="a pool of 20 pages is too small"):
+        sarathi.rehearse(Engine(small(), n_page=20), [(17, 1, 1)])
+
+
 def test_a_profile_tells_what_adapters_cost(monkeypatch):
     def seconds(entries):
         w = sarathi.Work.of(entries, 1)
@@ -1794,8 +1821,8 @@ def test_a_trace_is_read_row_by_row(tmp_path):
     ("arrival,prompt,output\n", "line 2: no request under the names"), ("arrival,prompt,output\n0,8,2\n1,x,3\n", "line 3: prompt = 'x': must be a whole number, at least 1"),
     ("arrival,prompt,output\n0,8,2\n\n1,8,2.5\n", "line 4: output = '2.5': must be a whole number"), ("arrival,prompt,output\n-1,8,2\n", "line 2: arrival = -1.0: must be a number, at least 0"),
     ("arrival,prompt,output\nnan,8,2\n", "line 2: arrival = nan"), ("arrival,prompt,output\ninf,8,2\n", "line 2: arrival = inf"),
-    ("arrival,prompt,output\n0,0,2\n", "line 2: prompt = 0: must be a whole number, at least 1"), ("arrival,prompt,output\n0,8\n", "line 2: output = None"),
-    ("arrival,prompt,output\n0,8,2,9\n", "line 2: '9': more than 3 cells"), ("arrival,prompt,output\n,8,2\n", "line 2: arrival = ''"),
+    ("arrival,prompt,output\n0,0,2\n", "line 2: prompt = 0: must be a whole number, at least 1"), ("arrival,prompt,output\n0,8\n", "line 2: 2 cells: must be 3, arrival,prompt,output"),
+    ("arrival,prompt,output\n0,8,2,9\n", "line 2: 4 cells: must be 3"), ("arrival,prompt,output\n,8,2\n", "line 2: arrival = ''"),
     (b"\xff\xfe\x00\x01", "line 1: "), (b"arrival,prompt,output\n0,\xff,1\n", "line 2: prompt = ")])
 def test_a_bad_trace_names_file_line_and_value(text, message, tmp_path):
     path = trace_file(tmp_path, text)
@@ -2062,6 +2089,19 @@ def test_merged_weights_give_pefts_logits(kind):
         assert torch.allclose(merged.logits(prompts[0]), logits, atol=1e-4, rtol=0)
         assert (merged.logits(prompts[0]) - answers[0][0]).abs().max() > 0.1
     assert torch.allclose(ours.logits(prompts[0]), answers[0][0], atol=1e-4, rtol=0), "the base is untouched"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_of_a_tied_model_merges_its_own_layers(rank):
+    """The last one has a head, and no embedding that it is tied to."""
+    stage = GPT.from_preset(GPTConfig(**SMALL | dict(tied=True)), world=kernels.World(pp=2, rank=rank))
+    adapter = random_adapter(4)(stage.config, torch.float32)
+    merged = stage.merged(adapter)
+    for i in stage.config.layers:
+        old, new = (m.blocks[i].preproj.weight.to_dense() for m in (stage, merged))
+        a, b = adapter.factors(i, "preproj", "self_attn.q_proj")
+        assert torch.allclose(new[:len(b.T)], old[:len(b.T)] + b.T @ a, atol=1e-5) and not torch.equal(new, old)
+        assert merged.blocks[i].ffn_ln1.weight is stage.blocks[i].ffn_ln1.weight
 
 
 @pytest.mark.parametrize("lora", ["batched", "bmm", "merge"])
@@ -2740,6 +2780,12 @@ def test_triton_model_equals_the_cpus(alloc, family, monkeypatch):
     for ours, theirs in zip(logits[:3], logits[3:]):
         assert torch.allclose(ours, theirs, atol=1e-4)
     assert torch.allclose(*caches, atol=1e-4)
+
+
+def test_a_segments_lists_are_where_its_index_is():
+    """A GPU without Triton attends in torch."""
+    s = kernels.Segment(0, 1, 1, 32, torch.zeros(64, dtype=torch.int32, device="meta"), torch.zeros(1, 1, 1, 32))
+    assert {x.device.type for x in (*s.bags, s.owners)} == {"meta"}
 
 
 def test_without_triton_everything_runs_in_torch(monkeypatch):
@@ -3687,6 +3733,18 @@ def test_heads_guess_from_the_last_state_and_trees_are_what_they_rank_highest(tm
         model_py.load_heads(tmp_path)
 
 
+@pytest.mark.parametrize("drafts", [[199], [-1], [1] * 4])
+def test_drafts_that_cannot_be_are_one_clear_sentence(drafts):
+    """From a proposer of somebody's own: outside the vocabulary, or more than were asked for."""
+    class Wrong(sarathi.Proposer, named=False):
+        def propose(self, requests, lengths, threshold=0.0):
+            return [drafts for r in requests]
+    engine = Engine(small(), draft=Wrong(), spec=3, n_page=100)
+    with pytest.raises(ValueError, match=re.escape(f"Wrong: {drafts} for request 0: must be up to 3 drafts in 0 .. 198")):
+        engine.generate([prompt(5)], 9)
+    assert not engine.requests and engine.pool.n_free == 100
+
+
 def test_goodput_knows_what_heads_take():
     """They guess, their time is booked, and once they take too long nobody asks them."""
     engine, r = Engine(small(), draft=model_py.Heads(3, 64), spec="goodput", cost=(Linear(), None), n_page=100), Request(prompt(9), 30)
@@ -4211,7 +4269,7 @@ def serve_mixed(engine, adapters=(None,), n_new=8, **sampling):
     for i, _ in enumerate(steps(engine), 1):
         if i == 4 * len(lanes):  # where there are several, another iteration is in flight by now
             engine.abort(victim.id)
-    assert victim.state == "abort" and not any(getattr(lane, "flight", None) or lane.pool.tables.keys() - lane.adapters.known for lane in lanes)
+    assert victim.state == "abort" and not any(lane.flights or lane.pool.tables.keys() - lane.adapters.known for lane in lanes)
     return [r.output for r in requests]
 
 
