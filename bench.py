@@ -694,7 +694,7 @@ def zipf_requests(n, low=1024, high=4096, theta=0.4, pd=10.0, seed=0):
 
 def feed(bench, engine, requests, clients=None):
     """Serve an iterator of requests without holding them all -> those that ended, in the order of their end. clients: so many are
-    there at once, the next comes when one ended (None: a full batch and 64 more); math.inf: each comes at its own time."""
+    there at once, the next comes when one ended (None: a full batch and 64 more); math.inf: all are added, each comes at its own time."""
     requests, most = iter(requests), clients or 64 + engine.max_batch
     r = next(requests, None)
     while r or engine.requests:
@@ -2544,7 +2544,8 @@ class Tape(list):
 
 def pieces(tape):
     """A tape as what is drawn and traced -> (row, kind, start, end, entries) in order; a row is a request, or a stage where there
-    are several. kind: chunk or decode, and what lies between two of them while others run: stall (before the first: waiting), in a stage bubble."""
+    are several. kind: chunk, or decode (so are up to FEW_ROWS tokens of a prompt, as for the kernels), and what lies between two of
+    them while others run: stall (before the first: waiting), in a stage bubble."""
     staged, last, n = any(s.stage for s in tape), {}, 0  # last: row -> (iteration, its end)
     for s in tape:
         n += s.end > s.start

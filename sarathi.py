@@ -741,8 +741,8 @@ class Fair(Order):
         """Who comes (back) to the queue starts no lower than those in it: being away earns nothing. Who left is forgotten as soon as
         that makes no difference.
         # differs from [VTC Alg. 2]: with nobody in the queue it is the least of those that run, not the last to leave the queue"""
-        stayed = {c for c, q in queues.items() if self.known.get(c) is q or next(iter(q)).n_preempted}
-        here = stayed or {r.client for r in self.charged}
+        stayed = {c for c, q in queues.items() if self.known.get(c) is q or next(iter(q)).n_preempted}  # in the queue the last time, too
+        here = stayed or {r.client for r in self.charged}  # or else those that run: who sets the level
         self.level = max(self.level, min((self.counter[c] for c in here), default=0.0))
         here = {*queues, *(r.client for r in self.charged)}
         if self.known.keys() != queues.keys():
@@ -1707,9 +1707,9 @@ class Loop(NamedTuple):
                     adapted=math.ceil(self.adapted * (d + chunks)), lora_read=d * read, lora_pairs=c * read)
 
     def flow(self, total, k, tokens):
-        """Iterations of up to `total` tokens -> per iteration how many requests end, those of its tokens that are prefill, the decodes
-        that run with it, the share of iterations that have a prefill at all, and how many a request takes; None if decodes alone are
-        more. See Autopilot."""
+        """total: tokens that an iteration may feed; tokens: what k drafts and the one behind them are worth -> per iteration how many
+        requests end, those of its tokens that are prefill, the decodes that run with it, the share of iterations that have a prefill
+        at all, and how many a request takes; None if decodes alone are more. See Autopilot."""
         most = (total - 1) // (1 + k)
         d = min(self.S, most)
         for _ in range(3):  # fewer decodes leave room for more prefill, and that for more decodes
@@ -1779,10 +1779,10 @@ class Autopilot(SarathiServe, Policy):
         return d * (1 + k) or 1, k
 
     def _pace(self, decodes, least, soonest):
-        """-> function of k, and of the mean seconds of iterations with k drafts: those that the next one may take: no stall (but `least`,
-        what a tile takes, is none), and of requests whose drafts have no luck at most one in twenty ends behind its time. What counts is
-        a request's last token: the more are to come, the more may be hoped for; who is late may catch up, if the mean allows it; and who
-        would be late with `soonest`, the least seconds per token, holds up nobody."""
+        """-> a function (k, T): seconds that the next iteration may take, if it has k drafts and those behind it take T on average. Bound
+        by --stall (but `least`, what a tile takes, is none), and by every request's last token: at --tpot per token from the first one on
+        it must be in time 19 times in 20, whatever luck its drafts have (1.64 deviations). The more are to come, the more may be hoped
+        for; who is late may catch up, if T allows it; and who would be late with `soonest`, the least seconds per token, is left out."""
         c, now = self.engine.config, self.engine.clock.now()
         known = [(r.times[0] + c.tpot * (r.max_new_tokens - 1), r.max_len - r.n_tokens) for r in decodes if r.times]
         stall = max(c.stall, least) if c.stall and known else math.inf
@@ -1982,8 +1982,8 @@ class Speculator:
         return Decodes(requests, most, alpha, *(self._prices(plan, requests, most.sum()) if self.policy.priced else ()))
 
     def _prices(self, plan, requests, n_most):
-        """target, draft, edges of Decodes. A chunk that rides along makes drafts dearer, but its own time is not theirs: they are to
-        be worth what they add to this iteration, in the currency of one without the chunk."""
+        """target, draft, edges of Decodes. target: seconds of this iteration with n drafts, less what its chunk adds to it without them:
+        so drafts are compared as if no chunk were there, but for what they cost in a batch that the chunk has filled."""
         cost, B, cached = self.engine.cost, len(requests), sum(r.n_past for r in requests)
         w = Work.of(self.engine._entries(plan), cost.tile)
         chunk = cost.seconds(w) - cost.seconds(Work(N=B, M=B, decodes=B, context=cached + B)) if w.N > B else 0.0
