@@ -151,6 +151,7 @@ class Bench:
         self.notes = []  # sentences printed under the tables
         self.interrupt = Interruptible() if self.simulated else Interruptible(model.world)
         self.doing, self.tapes, self.found = "", Tapes(), {}  # the experiment under way; what its engines did; what is shared
+        self.spread = []  # of each thing that was timed more than once: its longest time over its shortest
 
     def engine(self, scheduler, n_page, B, **more):
         """A fresh engine for B requests at once."""
@@ -185,7 +186,8 @@ class Bench:
         config = copy.copy(self.config)
         config.lengths = self.lengths
         bench = Bench(model, config, self.options)
-        bench.clock, bench.interrupt, bench.doing, bench.tapes, bench.found = self.clock, self.interrupt, self.doing, self.tapes, self.found
+        for name in ("clock", "interrupt", "doing", "tapes", "found", "spread"):
+            setattr(bench, name, getattr(self, name))
         return bench
 
     @property
@@ -221,7 +223,9 @@ class Bench:
             if i % len(fns) == 0 and sum(map(sum, took)) > patience:
                 break
             took[i % len(fns)].append(self.once(fns[i % len(fns)]))
-        return [ts[warm and len(ts) > 1:] for ts in took]
+        took = [ts[warm and len(ts) > 1:] for ts in took]
+        self.spread += [max(ts) / max(1e-9, min(ts)) for ts in took if len(ts) > 1]
+        return took
 
     def seconds(self, *fns):
         """The median time of each fn()."""
@@ -2740,6 +2744,7 @@ def run(bench, names):
             if part and bench.config.plot and bench.world.rank == 0:
                 plot(bench, name, part)
                 keep(bench, name, part)
+            bench.notes += busy(bench)
             while bench.notes:
                 print(bench.notes.pop(0) + "\n", flush=True)
             rows += part
@@ -2747,6 +2752,13 @@ def run(bench, names):
                 print("interrupted: the tables hold what was measured so far", file=sys.stderr)
                 break
     return rows
+
+
+def busy(bench, most=2.0):
+    """[a warning, if what an experiment timed more than once differed by more than `most` times in the median]"""
+    spread, bench.spread[:] = median(bench.spread or [1.0]), []
+    return [f"Timings of the same work differed by {spread:.1f} times (the median of all): this machine is busy, and its figures are worth little. "
+            "Beside another process let OMP_NUM_THREADS say how many cores are free."] * (spread > most)
 
 
 def report(bench, names, rows):

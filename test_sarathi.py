@@ -1688,6 +1688,15 @@ def test_a_profile_has_the_same_face_and_says_how_far_off_it_is():
     assert engine.generate([[1] * 60, [2] * 5], max_new_tokens=4) == [[0] * 4] * 2 and engine.clock.now() > 0
 
 
+@pytest.mark.parametrize("times, said", [((9, 1, 3, 1), 1), ((9, 1, 1.2, 1), 0)])
+def test_figures_of_a_busy_machine_are_said_to_be_so(times, said):
+    """By timings that differ, the warm-up's left aside; once."""
+    b, clock = bench_of(repeats=3), iter(times)
+    b.once = lambda f: next(clock)
+    b.rounds(None)
+    assert len(bench.busy(b)) == said and not bench.busy(b)
+
+
 def test_an_iteration_ends_where_the_context_does():
     """--lengths may be as long as it: what is rehearsed has a token still to come."""
     top = SMALL["block_size"]
