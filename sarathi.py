@@ -1476,6 +1476,7 @@ class Medusa(Proposer, named=False):
 
     def keep(self, requests, hidden):
         self.states.update(zip(requests, hidden))
+        self.took *= FADE  # who was once too slow, perhaps only the first time, is asked again
 
     @torch.inference_mode()
     def propose(self, requests, trees, threshold=0.0):
