@@ -520,6 +520,7 @@ def rotate_write(qkv, rope, kv, rows, segments, n_head, n_kv_head):
     return q
 
 
+@lru_cache(maxsize=256)  # the same few trees grow in every iteration
 def lineage(parents):
     """parents: for each of n rows the row it follows, an earlier one, or -1 -> (n, n) bool: whom each row follows, itself included."""
     sees = torch.eye(len(parents), dtype=torch.bool)
@@ -632,8 +633,9 @@ def attention_pages(q, kv, pages, n_kv_head, n_split=0):
     def attend(tiles, block, n_split, out, lse, n_out):
         scale = D ** -0.5 * 1.4426950408889634  # log2(e): a GPU's own exponential is 2 ** x
         launch(_attention_kernel, (len(tiles), n_kv_head, n_split), q, kv, out, lse, pages.spans, pages.table,
-               pages.trees if len(pages.trees) else None, tiles, n_out, q.stride(0), kv.stride(0), scale, H=H, G=H // n_kv_head, D=D, SPLIT=n_split > 1, BLOCK_M=block,
-               BLOCK_N=32 if q.dtype == torch.float32 else 64, BLOCK_D=pow2(D), num_warps=4 if block == 16 else 8, num_stages=2)
+               pages.trees if len(pages.trees) else None, tiles, n_out, q.stride(0), kv.stride(0), scale, H=H, G=H // n_kv_head, D=D,
+               SPLIT=n_split > 1, BLOCK_M=block, BLOCK_N=32 if q.dtype == torch.float32 else 64, BLOCK_D=pow2(D),
+               num_warps=4 if block == 16 else 8, num_stages=2)
 
     if len(pages.few):
         n_split = n_split or min(32, pow2(2 * n_processors(q.device) / (len(pages.few) * n_kv_head)))
