@@ -612,6 +612,16 @@ def test_attention_equals_its_definition(layout, n_head, n_kv_head, dtype, toler
     assert torch.allclose(attention(q, engine.kv[0], batch.segments, n_kv_head), ours, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("machine, has, dtype", [("x86_64", True, torch.bfloat16), ("AMD64", False, torch.float32), ("aarch64", True, torch.bfloat16)])
+def test_bfloat16_is_the_default_only_where_the_processor_multiplies_it(machine, has, dtype, monkeypatch):
+    """On x86 oneDNN takes bfloat16 with AVX-512 alone, at a fifth of float32's speed: that is not support."""
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has and machine == "x86_64")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert model_py.default_dtype("cpu") == dtype and model_py.default_dtype("cuda") == torch.bfloat16
+
+
 def test_packed_weights_multiply_as_plain_ones():
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         x, w, b = torch.randn(7, 96, dtype=dtype), torch.randn(50, 96, dtype=dtype), torch.randn(50, dtype=dtype)
