@@ -1,7 +1,7 @@
 """The papers' tables and figures, measured on this machine with the engine of sarathi.py, or simulated on hardware you do not
 have. One registered function per table; whether it measures or simulates is only a matter of the clock.
 
-    python bench.py --chunk 256          ceilings, Table 2 and Table 4 beside the paper's numbers (about a minute on 2 cores)
+    python bench.py --chunk 256          ceilings, Table 2 and Table 4 beside the paper's numbers (a minute and a half on 2 cores)
     python bench.py --chunk auto         first the one-time profile that picks the chunk for this model on this machine
     python bench.py table4 fig9 --hardware a6000 --model llama-13b     the same, simulated (seconds)
     python bench.py fig9 timeline --hardware a6000 --plot pictures --trace trace.json     PNGs, and a trace for ui.perfetto.dev
@@ -11,6 +11,15 @@ have. One registered function per table; whether it measures or simulates is onl
     python bench.py list
 
 Every experiment prints a Markdown table (paper | ours | source); the last line of stdout is one JSON object with all rows.
+
+No experiment needs another: read `Bench`, then the one you want to change, and at a first reading nothing from "this machine" on.
+
+    measuring, the main job                        Bench: rounds, iterations, operators; ceilings, Tables 2 and 4, the profile
+    the paper's figures, end to end, many GPUs     [SARATHI]
+    online serving, TNG, fairness                  who comes when, and what they wait for
+    S-LoRA, SmartSpec, autopilot                   the other papers, and what only the composition makes possible
+    the simulator, the scoreboard                  how far to believe it; every number of the papers beside ours
+    this machine, pictures and traces, running     roofline and peers; PNGs; the command line
 """
 import copy
 import csv
@@ -31,7 +40,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import cycle, islice, product
-from statistics import fmean, mean, median
+from statistics import fmean, median
 from typing import Callable, NamedTuple
 
 import numpy as np
@@ -39,10 +48,10 @@ import torch
 from tqdm import tqdm
 
 from kernels import FEW_ROWS, World, linear, on_gpu, pack
-from model import GPT, PRESETS, Graphs, Heads, Linear, default_dtype, load_heads, load_model, preset, random_adapter
+from model import GPT, PRESETS, Graphs, Heads, Linear, default_dtype, load_model, preset, random_adapter
 from sarathi import (GPUS, N_SPEC, CostModel, Engine, EngineConfig, Interruptible, Learned, Medusa, Parser, Pipeline, Request, Sarathi,
                      SarathiServe, Scheduler, SharedClock, Simulator, Tree, VirtualClock, WallClock, Work, add_model_flags, checked,
-                     expected_tokens, free_memory, join_world, least_squares, make_clock, make_engine, make_scheduler, option,
+                     expected_tokens, free_memory, join_world, least_squares, load_draft, make_clock, make_engine, make_scheduler, option,
                      random_batches, rehearse, run_cli, time_batches, with_room)
 
 EXPERIMENTS = {}  # name -> Experiment
@@ -135,21 +144,21 @@ class BenchConfig:
 class Bench:
     """What an experiment gets: the model (or the CostModel of one), the options, and the means to time things."""
 
-    def __init__(self, model, config, engine, name=""):
-        self.model, self.config, self.options, self.name = model, config, engine, name  # of a preset or a folder
+    def __init__(self, model, config, options, name=""):
+        self.model, self.config, self.options, self.name = model, config, options, name  # name: of a preset or a folder
         self.simulated = isinstance(model, CostModel)
         self.world = World() if self.simulated else model.world
-        self.clock, self.source = (VirtualClock(), "simulated") if self.simulated else (make_clock(model.world), "measured")
+        self.clock, self.source = (VirtualClock(), "simulated") if self.simulated else (make_clock(self.world), "measured")
         self.lengths = config.lengths or ([1024, 2048, 3072] if self.simulated or model.device.type == "cuda" else [256, 512, 768])
-        for name in ("n_page", "memory_gb"):
-            if getattr(engine, name):
-                raise ValueError(f"{name} = {getattr(engine, name)}: experiments choose their pools, give --max-batch or --lengths instead")
+        for knob in ("n_page", "memory_gb"):
+            if getattr(options, knob):
+                raise ValueError(f"{knob} = {getattr(options, knob)}: experiments choose their pools, give --max-batch or --lengths instead")
         if max(self.lengths) > model.config.block_size:
             raise ValueError(f"lengths {self.lengths}: the model's context ends at {model.config.block_size}")
         fits = int(model.memory[0]) // model.page // max(self.lengths) if self.simulated else 6
-        self.B = engine.max_batch or max(1, min(6, fits))  # 6 as in [SARATHI Table 4]
+        self.B = options.max_batch or max(1, min(6, fits))  # 6 as in [SARATHI Table 4]
         self.notes = []  # sentences printed under the tables
-        self.interrupt = Interruptible() if self.simulated else Interruptible(model.world)
+        self.interrupt = Interruptible(self.world)
         self.doing, self.tapes, self.found = "", Tapes(), {}  # the experiment under way; what its engines did; what is shared
         self.spread = []  # of each thing that was timed more than once: its longest time over its shortest
 
@@ -186,7 +195,7 @@ class Bench:
         config = copy.copy(self.config)
         config.lengths = self.lengths
         bench = Bench(model, config, self.options)
-        for name in ("clock", "interrupt", "doing", "tapes", "found", "spread"):
+        for name in ("clock", "interrupt", "doing", "tapes", "found", "spread", "notes"):
             setattr(bench, name, getattr(self, name))
         return bench
 
@@ -332,7 +341,8 @@ def measured_peaks(bench, *fns):
     holds are streamed past one row, and one matrix is multiplied by many rows."""
     c, dtype, device = bench.model.config, bench.model.dtype, bench.model.device
     C = max(c.n_embd, 512)
-    w = [pack(torch.randn(4 * C, C, dtype=dtype, device=device)) for _ in range(1 + int(5e8) // (4 * C * C * dtype.itemsize))]
+    random = torch.randn(4 * C, C, dtype=dtype, device=device)
+    w = [pack(random.clone()) for _ in range(1 + int(5e8) // (4 * C * C * dtype.itemsize))]
     n = 512 if device.type == "cpu" else 4096
     one, many = torch.randn(1, C, dtype=dtype, device=device), torch.randn(n, C, dtype=dtype, device=device)
 
@@ -688,11 +698,11 @@ def chunked(bench, L, C):
 
 # ---------------------------------------------------------------- many requests, many GPUs
 
-def zipf_requests(n, low=1024, high=4096, theta=0.4, pd=10.0, seed=0):
+def zipf_requests(n, low=1024, high=4096):
     """n simulated requests, one after the other: their lengths are low .. high, the k-th shortest with a probability in
-    proportion to k^-theta, P:D prompt to new tokens [SARATHI §5.3]."""
-    for L in zipf(theta, low, high)(np.random.default_rng(seed), n).tolist():
-        P, D = halves(L, pd)
+    proportion to k^-0.4, ten prompt tokens for each new one [SARATHI §5.3]."""
+    for L in zipf(0.4, low, high)(np.random.default_rng(0), n).tolist():
+        P, D = halves(L, 10)
         yield Request(np.broadcast_to(0, P), max_new_tokens=D)
 
 
@@ -871,10 +881,10 @@ def scaling(bench):
         yield row(f"{ended} requests of two clients at twice what is served: wall time (s)", None, took, source="measured", iterations=steps)
 
 
-def overload(bench, n, rate=40.0):
+def overload(bench, n):
     """n requests for a LLaMA-7B on an A100 that serves half as many per second -> those served, wall seconds, iterations."""
     engine, clock = Simulator(CostModel.roofline(preset("llama-7b"), "a100"), scheduler="sarathi", max_batch=100, alloc="grow", fair=2.0), WallClock()
-    jobs = gamma_jobs(rate, n / rate, prompt=uniform(8, 512), output=uniform(8, 256))
+    jobs = gamma_jobs(40, n / 40, prompt=uniform(8, 512), output=uniform(8, 256))
     requests = (Request(np.broadcast_to(0, job.prompt), job.output, arrival=job.arrival, client="ab"[i % 2]) for i, job in enumerate(jobs))
     return sum(1 for _ in feed(bench, engine, requests, math.inf)), clock.now(), engine.n_steps
 
@@ -922,7 +932,7 @@ def lengths_of(name, text):
     try:
         if re.fullmatch(r"\d+(\.\.\d+)?", text):
             low = checked(name, int(kind), int, 1, LONGEST)
-            return uniform(low, checked(name, int(parts[0]), int, low, LONGEST) + 1) if parts else always(low)
+            return uniform(low, checked(name, int(parts[-1]) if parts else low, int, low, LONGEST) + 1)
         kinds = dict(zipf=(zipf, float, int, int), lognormal=(lognormal, float, float))
         make, *types = kinds[kind]
         return make(*(checked(name, convert(x), convert, convert is int, LONGEST) for convert, x in zip(types, parts, strict=True)))
@@ -933,11 +943,6 @@ def lengths_of(name, text):
 def uniform(low, high):
     """Lengths from low to high - 1, each as often as the other."""
     return lambda rng, n: rng.randint(low, high, n)
-
-
-def always(n):
-    """Lengths that are all n."""
-    return lambda rng, size: np.full(size, n)
 
 
 def zipf(theta, low, high):
@@ -955,11 +960,11 @@ def lognormal(median, sigma):
 def read_jobs(path):
     """The Jobs of a CSV file with the columns arrival (seconds), prompt, output (tokens) and, where there are any, adapter and client
     (names, or nothing). ValueError with the number of the line for one that is none."""
-    def cell(row, name, kind, low):
+    def cell(line, name, kind, low):
         try:
-            value = kind(row[name])
+            value = kind(line[name])
         except (TypeError, ValueError):
-            value = row[name]
+            value = line[name]
         return checked(name, value, kind, low)
     jobs = []
     if not os.path.isfile(path):
@@ -969,12 +974,12 @@ def read_jobs(path):
         try:
             if not {"arrival", "prompt", "output"} <= {*(rows.fieldnames or ())} <= {*Job._fields}:
                 raise ValueError(f"columns {','.join(rows.fieldnames or ())!r}: must be arrival,prompt,output and perhaps adapter,client")
-            for row in rows:
-                n = sum(isinstance(cell, str) for cell in row.values()) + len(row.get(None, ()))
+            for line in rows:
+                n = sum(isinstance(text, str) for text in line.values()) + len(line.get(None, ()))
                 if n != len(rows.fieldnames):
                     raise ValueError(f"{n} cells: must be {len(rows.fieldnames)}, {','.join(rows.fieldnames)}")
-                names = {name: (row.get(name) or "").strip() or None for name in ("adapter", "client")}
-                jobs.append(Job(cell(row, "arrival", float, 0), cell(row, "prompt", int, 1), cell(row, "output", int, 1), **names))
+                names = {name: (line.get(name) or "").strip() or None for name in ("adapter", "client")}
+                jobs.append(Job(cell(line, "arrival", float, 0), cell(line, "prompt", int, 1), cell(line, "output", int, 1), **names))
         except (ValueError, csv.Error) as e:
             raise ValueError(f"{path}, line {max(1, rows.line_num)}: {e}") from None
     if not jobs:
@@ -1187,8 +1192,8 @@ def timeline(bench):
         engine.clock = VirtualClock() if bench.simulated else make_clock(bench.world)  # each begins at zero
         requests = served(bench, engine, requests_of(bench, engine, jobs))
         getattr(engine.record, "arrivals", {}).update((r.id, r.arrival) for r in requests)
-        yield row(f"{s}: TTFT, mean (s)", None, mean(r.ttft for r in requests))
-        yield row(f"{s}: TPOT, mean (ms)", None, mean(r.tpot for r in requests) * 1e3)
+        yield row(f"{s}: TTFT, mean (s)", None, fmean(r.ttft for r in requests))
+        yield row(f"{s}: TPOT, mean (ms)", None, fmean(r.tpot for r in requests) * 1e3)
         yield row(f"{s}: longest wait between two tokens (s)", None, max(b - a for r in requests for a, b in zip(r.times, r.times[1:])))
         yield row(f"{s}: until the last token (s)", None, max(r.times[-1] for r in requests))
 
@@ -1273,10 +1278,11 @@ class Lightllm(Scheduler):
     """What S-LoRA is built on: whole prompts at once and alone, but the queue is asked only every ten iterations, and for no
     more than will fit at its peak, since lengths are known."""
 
-    def __init__(self, n_page=math.inf, pages=lambda adapter: 0, **more):
-        """pages(adapter): how many it takes from n_page."""
-        super().__init__(**more)
-        self.n_page, self.pages, self.since = n_page, pages, 0
+    since = 0
+
+    def start(self, engine):
+        unified = engine.adapters.pool is engine.pool
+        self.n_page, self.pages = engine.pool.n_page, engine.adapters.n_page if unified else lambda adapter: 0  # that an adapter takes of it
 
     def plan(self, running, waiting):
         new = self.fitting(running, waiting) if not running or self.since >= 10 else []
@@ -1300,12 +1306,10 @@ class Lightllm(Scheduler):
 
 def lightllm(cost, n_page, split=0, **options):
     """The authors' server, simulated; split: so many of its pages are for adapters alone."""
-    engine = Simulator(cost, scheduler=Lightllm(n_page - split), max_batch=1000, n_page=n_page, adapter_pages=split, alloc="grow", **options)
-    engine.scheduler.pages = (lambda adapter: 0) if split else engine.adapters.n_page
-    return engine
+    return Simulator(cost, scheduler="lightllm", max_batch=1000, n_page=n_page, adapter_pages=split, alloc="grow", **options)
 
 
-class Rounds(Scheduler):
+class PeftServer(Scheduler):
     """S-LoRA's server on top of PEFT: takes all who have come, adapter by adapter, in static batches, then all who came meanwhile."""
     batches = ()
 
@@ -1371,7 +1375,7 @@ class Scene:
         room = POOLS.get((self.model, gpu)) or room_of(cost)
         options["record"] = self.bench.tape(variant)
         if server:
-            return Simulator(cost, scheduler=Rounds(), max_batch=PEFT_BATCH.get(self.model, 16), n_page=room, alloc="grow", **options)
+            return Simulator(cost, scheduler=PeftServer(), max_batch=PEFT_BATCH.get(self.model, 16), n_page=room, alloc="grow", **options)
         n_page = SPLIT.get((gpu, variant), {}).get(n, room)
         return lightllm(cost, n_page, n_page // 4 if variant in ("no-unify", "bmm") else 0, **options)
 
@@ -1405,9 +1409,9 @@ CLUSTERS = {1: (1.733, 0.846), 2: (1.693, 0.838), 4: (1.677, 0.792), 8: (1.710, 
 EXTENT = ("latency", "first token", "attainment")  # what rows of throughput tell besides
 
 
-def throughput(what, paper, seen, at, **more):
+def throughput(what, paper, seen, at):
     """A row for what Scene.run saw."""
-    return row(f"{what} (requests/s)", paper, seen["requests/s"], **{name: seen[name] for name in EXTENT}, at=at, **more)
+    return row(f"{what} (requests/s)", paper, seen["requests/s"], **{name: seen[name] for name in EXTENT}, at=at)
 
 
 @experiment(beside="a100")
@@ -1427,7 +1431,7 @@ def slora_fig5(bench):
     The paper's numbers beside --hardware a100 and a10g; up to 2,000 adapters for S-LoRA alone."""
     scene = Scene(bench)
     for n in bench.grid([1, 20, scene.n], sorted({*FIG5.get(bench.config.hardware, FIG5["a10g"]), 1000, 2000})):
-        yield from ablation(scene, n, 3 if 1 < n <= scene.n else 1, **({"derived": True} if n == scene.n else {}))
+        yield from ablation(scene, n, 3 if 1 < n <= scene.n else 1)
 
 
 @experiment()
@@ -1438,12 +1442,12 @@ def slora_ablation(bench):
     yield from ablation(scene, scene.n)
 
 
-def ablation(scene, n, most=3, **more):
+def ablation(scene, n, most=3):
     """Rows for n adapters and the first of the three systems."""
     gpu = scene.hardware
     for variant, paper in list(zip(("S-LoRA", "no-unify", "bmm"), FIG5.get(gpu, {}).get(n, (None,) * 3)))[:most]:
         seen = scene.run(n, scene.rate, variant, duration=SECONDS.get((gpu, variant), 300))
-        yield throughput(f"{scene.setting}, n = {n}: {variant}", paper, seen, (scene.setting, variant, n), **more)
+        yield throughput(f"{scene.setting}, n = {n}: {variant}", paper, seen, (scene.setting, variant, n))
 
 
 @experiment(("requests/s that come", "requests/s"), ("requests/s that come", "seconds"), ("requests/s that come", "seconds"),
@@ -1620,7 +1624,7 @@ class Pair:
 
     def __init__(self, bench, draft="model", alpha=0.7, ratio=1):
         """draft: model, ngram or heads; ratio: tokens of prompt for each new one."""
-        self.home = self.bench = bench  # whose options count, who runs the engines
+        self.bench = bench
         self.D = 128 if bench.simulated else min(max(1, min(bench.lengths) // 8), 4 * bench.config.requests)
         self.P, self.alpha, self.unit = ratio * self.D, bench.options.alpha or (0.0 if bench.trained else alpha), 1.0
         self.options = dict(scheduler=bench.options.scheduler, B=4 * bench.B)
@@ -1636,7 +1640,7 @@ class Pair:
     @property
     def cost(self):
         """The prices of the target's iterations and, None for a lookup, of the draft's."""
-        return self.home.price(self.bench.model), self.home.price(self.draft) if isinstance(self.draft, (GPT, CostModel)) else None
+        return self.bench.price(self.bench.model), self.bench.price(self.draft) if isinstance(self.draft, (GPT, CostModel)) else None
 
     def engine(self, spec, L=0, **more):
         """With room for requests of L tokens, 0: of prompt and output."""
@@ -1648,18 +1652,18 @@ class Pair:
         """A minute of Poisson arrivals. Measured: 16 requests/s of the paper's are what this machine serves with no drafts when all
         are there at once."""
         if self.unit == 1.0 and not self.bench.simulated:
-            work = [Job(0.0, self.P, self.D)] * 4 * self.home.B
-            self.unit = self.home.shared((self.P, self.D), lambda: 16 / serve(self.bench, self.engine("off"), work)["requests/s"])
-            self.home.notes.append(f"{self.unit:.3g} s here stand for one of the paper's in rates")
-        duration = self.unit * self.home.grid(2 * self.home.config.requests / rate, 60)
-        return gamma_jobs(rate / self.unit, duration, prompt=always(self.P), output=always(self.D))
+            work = [Job(0.0, self.P, self.D)] * 4 * self.bench.B
+            self.unit = self.bench.shared((self.P, self.D), lambda: 16 / serve(self.bench, self.engine("off"), work)["requests/s"])
+            self.bench.notes.append(f"{self.unit:.3g} s here stand for one of the paper's in rates")
+        duration = self.unit * self.bench.grid(2 * self.bench.config.requests / rate, 60)
+        return gamma_jobs(rate / self.unit, duration, prompt=uniform(self.P, self.P + 1), output=uniform(self.D, self.D + 1))
 
     def latencies(self, rate, choices=CHOICES):
         """A rate of the paper's -> {choice: mean seconds of a request, in every round}, {choice: times faster than with no drafts}"""
         took, jobs = {spec: [] for spec in choices}, self.jobs(rate)
-        for i in range(self.home.runs):  # each with other luck for the drafts, the same for all
+        for i in range(self.bench.runs):  # each with other luck for the drafts, the same for all
             for spec, means in took.items():
-                means.append(serve(self.bench, self.engine(spec, seed=self.home.options.seed + i), jobs)["latency"])
+                means.append(serve(self.bench, self.engine(spec, seed=self.bench.options.seed + i), jobs)["latency"])
         return took, {spec: median(off / mean for off, mean in zip(took["off"], means)) for spec, means in took.items()}
 
     def row(self, *what, **more):
@@ -1669,11 +1673,9 @@ class Pair:
 
 def drafter(bench, kind):
     """Where drafts for a measured model come from: a lookup, or a model or heads, those that were trained with it or random ones."""
-    model, name = bench.model, "draft" if kind == "model" else kind
-    if kind == "ngram":
-        return kind
-    if bench.trained:
-        return load_heads(name, model.dtype, str(model.device)) if kind == "heads" else load_model(name, model.dtype, str(model.device))[0]
+    model = bench.model
+    if bench.trained or kind == "ngram":
+        return load_draft("draft" if kind == "model" else kind, model)
     return Heads(3, model.config.n_embd).to(model.device, model.dtype) if kind == "heads" else small_draft(model)
 
 
@@ -1984,7 +1986,7 @@ def long_context(bench):
         own = bench.other(another(bench, **config))
         level = own.cost.time_of([(300, 1, 1)] * B + [(0, C - B, 0)])
         for name, options in ((f"C = {C}", dict(scheduler="sarathi")), ("autopilot", dict(scheduler="autopilot", stall=level, cost=own.cost))):
-            chunks, ttft = beside_decodes(own, name, L, [room] * B, n_page=pages, **options)
+            chunks, ttft = beside_decodes(own, name, L, B, room, n_page=pages, **options)
             for share in (0, 0.25, 0.5, 0.75, 0.95):
                 past, tokens, took = min(chunks, key=lambda chunk: abs(chunk[0] - share * L))
                 yield row(f"{L} tokens, {share:.0%} of them cached: {name}: iteration (ms)", None, took * 1e3,
@@ -1992,14 +1994,14 @@ def long_context(bench):
             yield row(f"{L} tokens: {name}: first token (s)", None, ttft, **{"chunk": None, "level (ms)": None})
 
 
-def beside_decodes(bench, name, L, rooms, scheduler, n_page, **options):
-    """A prompt of L tokens comes when requests with so much room, 256 tokens of it a prompt, decode -> [(its tokens cached, its tokens in
+def beside_decodes(bench, name, L, B, room, scheduler, n_page, **options):
+    """A prompt of L tokens comes when B requests with so much room, 256 tokens of it a prompt, decode -> [(its tokens cached, its tokens in
     this iteration, seconds)], seconds to its first token."""
     spans = []
-    engine = bench.engine(scheduler, n_page, len(rooms) + 1, alloc="grow", record=spans, **options)
-    for room, prompt in zip(rooms, bench.prompts(len(rooms), 256, bench.options.seed)):
+    engine = bench.engine(scheduler, n_page, B + 1, alloc="grow", record=spans, **options)
+    for prompt in bench.prompts(B, 256, bench.options.seed):
         engine.add(Request(prompt, max_new_tokens=room - 256))
-    while len(engine.running) < len(rooms) or any(r.n_todo > 1 for r in engine.running):
+    while len(engine.running) < B or any(r.n_todo > 1 for r in engine.running):
         engine.step()
     long = Request(bench.prompts(1, L, bench.options.seed)[0], max_new_tokens=1, arrival=engine.clock.now())
     engine.add(long)
@@ -2743,7 +2745,8 @@ def run(bench, names):
                 print(simulators_error() + "\n", flush=True)
             if part and bench.config.plot and bench.world.rank == 0:
                 plot(bench, name, part)
-                keep(bench, name, part)
+                with open(place_of(bench, name, "json"), "w") as f:
+                    print(report(bench, name, part), file=f)
             bench.notes += busy(bench)
             while bench.notes:
                 print(bench.notes.pop(0) + "\n", flush=True)
@@ -2765,12 +2768,6 @@ def report(bench, names, rows):
     """All that is known of a run, as JSON."""
     return json.dumps(dict(experiment=names, rows=rows, machine=machine(bench.model), model=bench.name, seed=bench.options.seed,
                            options=vars(bench.options), date=time.strftime("%Y-%m-%d")))
-
-
-def keep(bench, name, rows):
-    """Write the report on an experiment beside its figure."""
-    with open(place_of(bench, name, "json"), "w") as f:
-        print(report(bench, name, rows), file=f)
 
 
 def place_of(bench, name, kind):

@@ -77,7 +77,7 @@ def pow2(n):
 
 # ---------------------------------------------------------------- more than one device: what their processes say to each other
 
-TIMEOUT = 20  # seconds that a rank waits for another before it gives up; loading a model may take longer
+TIMEOUT = 300  # seconds that a rank waits for another before it gives up: a CPU may take a minute for its layers of a long prompt
 LETTER = 1000  # bytes of the first message of World.agree; what is longer takes a second one
 
 
@@ -634,7 +634,7 @@ def attention_pages(q, kv, pages, n_kv_head, n_split=0):
         scale = D ** -0.5 * 1.4426950408889634  # log2(e): a GPU's own exponential is 2 ** x
         launch(_attention_kernel, (len(tiles), n_kv_head, n_split), q, kv, out, lse, pages.spans, pages.table,
                pages.trees if len(pages.trees) else None, tiles, n_out, q.stride(0), kv.stride(0), scale, H=H, G=H // n_kv_head, D=D,
-               SPLIT=n_split > 1, BLOCK_M=block, BLOCK_N=32 if q.dtype == torch.float32 else 64, BLOCK_D=pow2(D),
+               SPLIT=n_split > 1, BLOCK_M=block, BLOCK_N=32 if q.dtype == torch.float32 else 64, BLOCK_D=max(16, pow2(D)),  # tl.dot's least
                num_warps=4 if block == 16 else 8, num_stages=2)
 
     if len(pages.few):

@@ -78,6 +78,8 @@ class GPTConfig:
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if self.family not in ("llama", "gpt2"):
             raise ValueError(f"family {self.family!r}: one of 'llama', 'gpt2'")
+        if self.head_dim < 1 or self.llama and self.head_dim % 2:
+            raise ValueError(f"head_dim = {self.head_dim} (n_embd {self.n_embd} of n_head {self.n_head}): must be at least 1, and even in llama")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
 
@@ -369,7 +371,7 @@ class GPT(nn.Module):
 
     def _rope(self, positions, dtype):
         """The rotary (cos, sin) or None, shared by all layers."""
-        return rope_angles(positions, self.inv_freq, dtype) if self.config.llama else None
+        return rope_angles(positions, self.inv_freq.to(positions.device), dtype) if self.config.llama else None
 
     def _lookup(self, tokens):
         """The token embeddings (..., C), of which every rank has some."""
@@ -460,7 +462,9 @@ class GPT(nn.Module):
     def _filled(cls, config, dtype, world, source):
         """This rank's share of a model of this config, each weight in its final type and packed at once: at no time are there two
         copies of more than one matrix. source(name, shape in the whole model) -> a function (dim, start, length) -> that part of it"""
-        device, config = world.device, config.share(world.part, world.tp, (world.stage, world.pp))
+        device, config = torch.device(world.device), config.share(world.part, world.tp, (world.stage, world.pp))
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # Triton launches on the current one
         with torch.device("meta"):
             model, whole = cls(config, world), cls(config.whole)
         model.inv_freq = inv_freq(config, device) if config.llama else None
@@ -1006,7 +1010,13 @@ class Tokenizer:
     def stream(self):
         """A function tokens -> the text they complete, holding back the bytes of an unfinished character."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        return lambda tokens: decoder.decode(self.encoding.decode_bytes(tokens))
+        return lambda tokens: decoder.decode(b"".join(map(self._bytes_of, tokens)))
+
+    def _bytes_of(self, token):
+        try:
+            return self.encoding.decode_single_token_bytes(token)
+        except KeyError:  # a model may have more tokens than its tokenizer names
+            return "\ufffd".encode()
 
 
 def load_tokenizer(folder):
@@ -1082,7 +1092,8 @@ def _read_tiktoken_model(path):
     except ValueError:
         raise ValueError(f"{path} is a SentencePiece model, not byte-level BPE; give token ids instead of text") from None
     n = len(ranks)
-    special = {"<|begin_of_text|>": n, "<|end_of_text|>": n + 1, "<|start_header_id|>": n + 6, "<|end_header_id|>": n + 7, "<|eot_id|>": n + 9}
+    special = {"<|begin_of_text|>": n, "<|end_of_text|>": n + 1, "<|start_header_id|>": n + 6, "<|end_header_id|>": n + 7, "<|eom_id|>": n + 8,
+               "<|eot_id|>": n + 9, "<|python_tag|>": n + 10}
     return ranks, special, LLAMA3_SPLIT, [n], False
 
 

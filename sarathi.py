@@ -32,6 +32,7 @@ import signal
 import sys
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
@@ -243,7 +244,7 @@ class Stack:
         return self.pages[:self.n]
 
 
-class Spans:
+class Gaps:
     """Free pages, of which neighbours are wanted together."""
 
     def __init__(self, first, n):
@@ -299,7 +300,7 @@ class PagePool:
     def __init__(self, n_page, n_kv_head, alloc, first=0):
         """first: its first page's number in the cache."""
         self.n_page, self.n_kv_head, self.alloc, self.first = n_page, n_kv_head, alloc, first
-        self.unused = (Spans if alloc == "reserve" else Stack)(first, n_page)
+        self.unused = (Gaps if alloc == "reserve" else Stack)(first, n_page)
         self.tables = {}  # owner -> Table
 
     @property
@@ -425,8 +426,10 @@ class AdapterStore:
         """Give back the pages of the least recently used adapter that is idle; False if none is."""
         name = next((name for name, r in self.resident.items() if not r.n_users), None)
         if name is not None:
-            self.resident.pop(name).ready()
-            self.pool.free(name)
+            try:
+                self.resident.pop(name).ready()
+            finally:  # also where its copy failed
+                self.pool.free(name)
         return name is not None
 
     def prefetch(self, requests):
@@ -669,7 +672,8 @@ class LastCome(Order):
     """Last come first served: under overload it keeps the promise to some instead of breaking it to all [S-LoRA §4.3]."""
 
     def offer(self, running, queue):
-        return reversed(queue)
+        """First those that gave way, at the head: they were started when they were the latest."""
+        return chain(takewhile(lambda r: r.n_preempted, queue), takewhile(lambda r: not r.n_preempted, reversed(queue)))
 
 
 class Cluster(Order):
@@ -793,7 +797,7 @@ class EarlyAbort(Order):
         return super().queue(engine) if self.come >= self.started else self.before(engine)
 
     def offer(self, running, queue):
-        return iter(sorted(queue, key=lambda r: -r.arrival))
+        yield from sorted(queue, key=lambda r: (not r.n_preempted, -r.arrival))  # once somebody looks
 
 
 # ---------------------------------------------------------------- costs: what an iteration takes
@@ -972,7 +976,7 @@ class Roofline(CostModel):
             if name not in known:
                 raise KeyError(f"unknown {'hardware' if known is GPUS else 'system'} {name!r}: one of {', '.join(known)}")
         self.system = SYSTEMS[system]
-        self.gpu, self.tp, self.delay, self._linear = GPUS[gpu], checked("tp", tp, int, 1), delay, {}
+        self.gpu, self.tp, self.delay = GPUS[gpu], checked("tp", tp, int, 1), delay
         self.exchanges = True  # x A of adapters is sent; False: to see what that costs
         c, dtype = config, torch.bfloat16
         left = [share * tp * nodes * self.gpu.memory - c.n_params * dtype.itemsize for share in (1, USABLE)]
@@ -981,9 +985,7 @@ class Roofline(CostModel):
 
     def linear(self, N):
         """The four linear operators of all layers: computing whole tiles of rows, and reading the weights once."""
-        if N not in self._linear:
-            self._linear[N] = self._gemm(N, self.config.n_layer * self.n_weights)
-        return self._linear[N]
+        return self._gemm(N, self.config.n_layer * self.n_weights)
 
     def attention(self, w):
         """Chunks multiply and read what came before them; decodes are bound by the keys and values they read."""
@@ -1056,21 +1058,6 @@ class Fitted(CostModel):
         self.coefficients = least_squares(A[:n] / times[:n, None], np.ones(n)).tolist()
         self.error = float(np.median(np.abs(A[n:] @ self.coefficients / times[n:] - 1)))
 
-    @property
-    def delta(self):
-        """Seconds of an iteration that does little but read the weights."""
-        return self.coefficients[0]
-
-    @property
-    def gamma(self):
-        """Seconds per token of a large batch."""
-        return sum(self.coefficients[self.LINEAR][1:])
-
-    @property
-    def alpha(self):
-        """Seconds per cached token that a decode reads."""
-        return self.coefficients[self.ATTENTION][0]
-
     def features(self, w):
         return [*self._of_linear(w.N), *self._of_attention(w), w.M, *self._of_lora(w)]
 
@@ -1104,9 +1091,9 @@ class Fitted(CostModel):
 
     @property
     def peaks(self):
-        """(FLOP/s, bytes/s) that gamma and delta imply."""
-        n = self.config.n_layer * self.n_weights
-        return 2 * n / max(self.gamma, 1e-30), n * self.dtype.itemsize / max(self.delta, 1e-30)
+        """(FLOP/s, bytes/s) that gamma, seconds per token of a large batch, and delta, those of reading the weights, imply."""
+        n, (delta, *gamma) = self.config.n_layer * self.n_weights, self.coefficients[self.LINEAR]
+        return 2 * n / max(sum(gamma), 1e-30), n * self.dtype.itemsize / max(delta, 1e-30)
 
     def _sum(self, part, values):
         return sum(c * x for c, x in zip(self.coefficients[part], values))
@@ -1327,14 +1314,14 @@ class DraftModel(Proposer, named=False):
         """One forward per step, for all requests that still want a draft [SmartSpec Eq. 5]."""
         ahead, sure, start = [self._ahead(r) for r in requests], np.ones(len(requests)), self.engine.clock.now() if self.cost else 0.0
         self._share(requests)
-        place = {r.id: i for i, r in enumerate(requests)}
+        index = {r.id: i for i, r in enumerate(requests)}
         for step in range(max(lengths)):
             plan = [(a, a.n_todo) for a, s, k in zip(ahead, sure, lengths) if k > step and s > threshold]
             if not plan:
                 break
             tokens, chances = self._step(plan, threshold)
             for (a, n), token, chance in zip(plan, tokens, chances):
-                a.tokens[a.n_tokens], sure[place[a.id]] = token, chance
+                a.tokens[a.n_tokens], sure[index[a.id]] = token, chance
                 a.n_tokens, a.n_past = a.n_tokens + 1, a.n_past + n
         for r, a in zip(requests, ahead):
             r.n_draft_past, r.q = a.n_past, torch.stack(a.q) if a.q else None
@@ -1535,11 +1522,8 @@ class Policy(Named, named=False):
 
 
 class Off(Policy):
-    """No drafts."""
+    """No drafts: nobody asks it how many."""
     n_spec = 0
-
-    def lengths(self, d):
-        return np.zeros(len(d.most), int)
 
 
 class Fixed(Policy, named=False):
@@ -1750,6 +1734,7 @@ class Autopilot(SarathiServe, Policy):
         if not requests:
             return []
         decodes = [r for r in running if r.n_todo == 1]
+        self.worth = expected_tokens(self._alpha(), np.arange(self.n_spec + 1)).tolist()  # tokens, of so many drafts
         self.total, self.k = self._choose(requests, decodes, len(running) + len(waiting))
         self.chunk = self.total - self.k * len(decodes)
         return super().plan(running, waiting)
@@ -1769,7 +1754,7 @@ class Autopilot(SarathiServe, Policy):
         feed = [r for r in requests if r.n_todo > 1 or r.state == "waiting"]
         now = loop._replace(context=sum(r.n_past for r in decodes) / max(1, d), past=feed[0].n_past if feed else 0.0)
         todo = sum(r.n_todo for r in feed)
-        rates = [self._tokens(k) / self._seconds(now, 0, d, k) for k in self._ks()] if d else [math.inf]  # of each request, if none is fed
+        rates = [self.worth[k] / self._seconds(now, 0, d, k) for k in self._ks()] if d else [math.inf]  # of each request, if none is fed
         least = self._seconds(now, min(max(16, self.engine.cost.tile), todo), d, 0) if feed else 0.0
         pace = self._pace(decodes, least, 1 / max(rates))
         for total, k, mean in self._ranked(loop) if feed else ():
@@ -1790,7 +1775,7 @@ class Autopilot(SarathiServe, Policy):
         end, left = np.array([(end, left) for end, left in known if c.tpot and now + left * soonest <= end]).reshape(-1, 2).T
 
         def seconds(k, T):
-            mean, j = self._tokens(k), np.arange(1, k + 1)
+            mean, j = self.worth[k], np.arange(1, k + 1)
             deviation = math.sqrt(max(0.0, (2 * j - 1) @ self._alpha() ** j - (mean - 1) ** 2))
             likely = np.maximum(1, mean - 1.64 * deviation * np.sqrt(mean / left))  # tokens, of each request
             later = min(c.tpot, T / mean) * np.maximum(0, left - likely)  # what those behind them will take
@@ -1805,7 +1790,7 @@ class Autopilot(SarathiServe, Policy):
                 self.ranked.clear()
             latency = {}
             for k in self._ks():
-                l, T0 = self._tokens(k), self._seconds(loop, 0, loop.S, k)
+                l, T0 = self.worth[k], self._seconds(loop, 0, loop.S, k)
                 for total in SIZES[:2 + bisect.bisect(SIZES, loop.S * (loop.P + 1 + k))]:  # what is larger feeds all that there is, too
                     flow = loop.flow(total, k, l)
                     if flow:
@@ -1826,9 +1811,6 @@ class Autopilot(SarathiServe, Policy):
 
     def _alpha(self):
         return self.engine.speculator.alpha if self.engine.speculator else 0.0
-
-    def _tokens(self, k):
-        return float(expected_tokens(self._alpha(), k))
 
     def _seconds(self, loop, c, d, k):
         drafting = self.engine.speculator.proposer.seconds(d, d * loop.context, k) if k else 0.0
@@ -1935,7 +1917,9 @@ class Speculator:
         wanted = d.most if late else policy.lengths(d)
         if not proposer.free:
             self.idle = FADE * self.idle + (1 - FADE) * (not wanted.any())
-            wanted = [self.engine._lookahead(r, int(k)) if self._speculates(r) else 0 for r, k in zip(requests, wanted)]
+            for r in requests:  # asked once, before its first draft: without one the draft model's work on the prompt would be lost
+                r.speculates = self.idle <= self.MOST_IDLE if r.speculates is None else r.speculates
+            wanted = [self.engine._lookahead(r, int(k)) if r.speculates else 0 for r, k in zip(requests, wanted)]
         drafts = proposer.propose(requests, wanted, policy.threshold) if any(wanted) else [[]] * len(requests)
         V = self.engine.model.config.vocab_size
         for r, k, tokens in zip(requests, wanted, drafts):
@@ -1960,12 +1944,6 @@ class Speculator:
         grown = [r for r in requests if r.tree]
         drafts = iter(self.proposer.propose(grown, [r.tree for r in grown]) if grown else [])
         return [next(drafts) if r.tree else [] for r in requests]
-
-    def _speculates(self, r):
-        """Decided when a request could have its first draft: without one the draft model's work on the prompt would be lost."""
-        if r.speculates is None:
-            r.speculates = self.idle <= self.MOST_IDLE
-        return r.speculates
 
     def _decodes_of(self, plan, requests):
         """What the policy gets to see."""
@@ -2011,16 +1989,6 @@ class Speculator:
             r.tally = FADE * r.tally[0] + accepted, FADE * r.tally[1] + tried
             r.n_drafted, r.n_accepted = r.n_drafted + k, r.n_accepted + accepted
             self.n_drafted, self.n_accepted = self.n_drafted + k, self.n_accepted + accepted
-
-
-def price_list(model, cost):
-    """The CostModel given for a model, or the model itself if it is one, or else a profile."""
-    if cost is not None and not isinstance(cost, CostModel):
-        raise ValueError(f"cost = {cost!r}: must be a CostModel, or two of them: the target's and the draft's")
-    if cost is None and not isinstance(model, CostModel):
-        print(f"profiling a model of {model.config.n_params / 1e6:.1f}M parameters, for the price of its iterations (half a minute)",
-              file=sys.stderr)
-    return cost or (model if isinstance(model, CostModel) else CostModel.profile(model))
 
 
 # ---------------------------------------------------------------- the engine
@@ -2120,6 +2088,11 @@ class Engine:
         checked("adapter_pages", c.adapter_pages, int, 0, n_page - 1)
         self.pool = self._new_pool(n_page - c.adapter_pages)
         own = self._new_pool(c.adapter_pages, first=self.pool.n_page)  # no-unify [S-LoRA §7.4]
+        costs = cost if isinstance(cost, tuple) else (cost, None)
+        if len(costs) != 2:
+            raise ValueError(f"cost: {len(costs)} cost models, must be one, or two of them: the target's and the draft's")
+        self.speculator = None if draft is None else Speculator(self, make_proposer(draft, self), policy, costs[1])
+        self.cost = self._new_cost(model, costs[0]) if policy.priced or self.scheduler.priced else None  # a profile needs memory, too
         self.kv = self._new_cache(n_page)
         self.graphs = self._new_graphs()
         self.adapters = (Merging if c.lora == "merge" else AdapterStore)(own if c.adapter_pages else self.pool, self._new_copier())
@@ -2132,11 +2105,6 @@ class Engine:
         self.n_ended = Counter()  # one of ENDS -> requests
         self.n_added = self.n_steps = 0
         self.flights, self.landed = deque(), 0.0  # Flights, oldest first; when the last one landed, where somebody asks
-        costs = cost if isinstance(cost, tuple) else (cost, None)
-        if len(costs) != 2:
-            raise ValueError(f"cost: {len(costs)} cost models, must be one, or two of them: the target's and the draft's")
-        self.speculator = None if draft is None else Speculator(self, make_proposer(draft, self), policy, costs[1])
-        self.cost = self._new_cost(self.model, costs[0]) if policy.priced or self.scheduler.priced else None
         if self.graphs and not self.speculator:  # drafts continue tokens that must be known first
             self.ahead = self.behind = 1
         self.scheduler.start(self)
@@ -2147,12 +2115,19 @@ class Engine:
         return [self]
 
     def _new_cost(self, model, cost):
-        """What a model's iterations cost; what is measured corrects it, for all engines that are given the same Learned."""
-        known = self.world.agree(price_list(model, cost))
-        if isinstance(known, Learned) and isinstance(cost, Learned):
-            vars(cost).update(vars(known))  # rank 0's, but the same object for all who were given it, here as there
-            return cost
-        return known if isinstance(known, Learned) else Learned(known)
+        """What a model's iterations cost (None: by a profile); what is measured corrects it, for all engines that are given the same
+        Learned."""
+        if cost is None:
+            print(f"profiling a model of {model.config.n_params / 1e6:.1f}M parameters, for the price of its iterations (half a minute)",
+                  file=sys.stderr)
+            cost = CostModel.profile(model)
+        if not isinstance(cost, CostModel):
+            raise ValueError(f"cost = {cost!r}: must be a CostModel, or two of them: the target's and the draft's")
+        known = self.world.agree(cost)
+        if not isinstance(cost, Learned):
+            return Learned(known)
+        vars(cost).update(vars(known))  # rank 0's, but the same object for all who were given it, here as there
+        return cost
 
     def _memory(self, draft):
         """(bytes, the share of them that the pool takes by default): of the rank that has least, so that all pools are alike."""
@@ -2170,10 +2145,10 @@ class Engine:
         c = self.config
         if not c.graph or not on_gpu(self.model.device) or self.world.size > 1 or c.lora == "bmm":
             return None
-        chunk = min(c.chunk, self.model.config.block_size)  # a million means whole prompts, and what is recorded takes memory
-        graphs = Graphs(self.model, self.kv, c.tile, -(-(chunk + FEW_ROWS * self.max_batch) // c.tile) * c.tile)
+        chunk, B = min(c.chunk, self.model.config.block_size), min(self.max_batch, 512)  # a million means all, and recordings take memory
+        graphs = Graphs(self.model, self.kv, c.tile, -(-(chunk + FEW_ROWS * B) // c.tile) * c.tile)
         if self.kv.is_cuda:
-            graphs.prepare(chunk, self.max_batch)
+            graphs.prepare(chunk, B)
         return graphs
 
     def _new_copier(self):
@@ -2234,7 +2209,7 @@ class Engine:
         """prompts: lists of token ids -> lists of new token ids, in order. sampling: temperature, top_k, top_p, stop.
         adapter: one name for all or one per prompt; seed: prompt i draws with seed + i. A request that is refused or given up
         (max_waiting, slo) has what it got. If it is ended by an error or by Ctrl-C (after the iteration under way), so are they."""
-        if isinstance(prompts, str) or any(isinstance(p, Integral) for p in prompts):
+        if isinstance(prompts, str) or not isinstance(prompts, Sized) or any(isinstance(p, Integral) for p in prompts):
             raise ValueError(f"prompts = {str(prompts)[:60]!r}: must be a list of prompts, each a list of token ids")
         adapters = adapter if isinstance(adapter, (list, tuple)) else [adapter] * len(prompts)
         if len(adapters) != len(prompts):
@@ -2316,14 +2291,15 @@ class Engine:
         if plan:
             self._launch(plan)
         events += self.land(self.behind if plan else 0)
-        return self._take_given_up() + events
+        told, self.given_up = self.given_up, []
+        return told + events
 
     def land(self, most=0):
         """Wait until no more than `most` iterations are in flight, none if nobody is left to ask for them -> the [Event] of the others."""
         events = []
         while len(self.flights) > (most if self.requests else 0):
-            flight = self.flights.popleft()
-            events += self._commit(flight.ready, flight.wait())
+            tokens = self.flights[0].wait()  # a Ctrl-C here leaves it in flight
+            events += self._commit(self.flights.popleft().ready, tokens)
         return events
 
     def _plan(self):
@@ -2364,10 +2340,6 @@ class Engine:
         self._retire(r, state)
         self.given_up.append(Event(r, [], state))
 
-    def _take_given_up(self):
-        events, self.given_up = self.given_up, []
-        return events
-
     def _admit(self, plan, queue):
         """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
         the queue keeps its order), and preempt the youngest when a running request finds no page. -> the entries that run"""
@@ -2385,6 +2357,7 @@ class Engine:
                     self._start(r)
             while r.state == "running" and not self._hold(r, r.n_past + n):
                 self._preempt(self.running[-1])
+                is_open = False  # who gave way is before all that wait
         if is_open and self.adapters.known:  # else free pages are for who is at the door
             self.adapters.prefetch(islice((r for r in queue if r.state == "waiting"), PREFETCH))
         return [(r, n) for r, n in plan if r.state == "running"]
@@ -2402,13 +2375,10 @@ class Engine:
 
     def _hold(self, r, n):
         """Pages for the first n tokens of r, and its adapter; idle adapters make way. False, and a waiting r has nothing, if not."""
-        if not self.adapters.find_room(self.pool, self.pool.hold, r.id, n, r.max_len):
-            return False
-        if not self.adapters.hold(r.adapter):
-            if r.state == "waiting":
-                self.pool.free(r.id)
-            return False
-        return True
+        held = self.adapters.find_room(self.pool, self.pool.hold, r.id, n, r.max_len) and self.adapters.hold(r.adapter)
+        if not held and r.state == "waiting":
+            self.pool.free(r.id)
+        return held
 
     def _start(self, r):
         self.waiting.remove(r)
@@ -2453,17 +2423,18 @@ class Engine:
     def _run(self, plan):
         """Start one forward pass, and the choice of the next tokens of each request that has none left to feed after this plan."""
         timed = self.record is not None or self.cost is not None  # else nobody asks what time it is: on several devices that takes a message
-        start = self.clock.now() if timed else None
+        start, recorded = self.clock.now() if timed else None, self.graphs and len(self.graphs.recorded)
         logits, ready = self._forward(plan), asking(plan)  # in the order that the plan now has
         read, newest = self._sample(ready, logits)
-        entries, work = timed and fed(plan), self.cost and Work.of(self._entries(plan), self.cost.tile)
+        usual = not self.graphs or recorded == len(self.graphs.recorded)  # to record an iteration takes many times as long
+        entries, work = timed and fed(plan), self.cost and usual and Work.of(self._entries(plan), self.cost.tile)
 
         def wait():
             tokens = self.world.agree(read())
             if timed:
                 began, self.landed = max(start, self.landed), self.clock.now()  # not before the end of the one before
                 self._log(began, self.landed, 0, entries)
-                if self.cost:
+                if work:
                     self.cost.learn(work, self.landed - began)
             return tokens
         return Flight(ready, wait, newest)
@@ -2481,17 +2452,13 @@ class Engine:
         return model.predict(self.hidden)
 
     def _prepare(self, plan):
-        """-> the weights and the Batch of a plan"""
-        return self._weights(plan), self._pack(plan)
-
-    def _weights(self, plan):
-        """The model; where adapters are merged, with that of the plan in its weights."""
+        """-> the model, where adapters are merged with that of the plan in its weights, and the plan's Batch"""
         adapter = plan[0][0].adapter
         if self.config.lora == "merge" and adapter != self.merged[0]:
             self.merged = None, self.model  # the old weights go before the new ones are made
             if adapter is not None:
                 self.merged = adapter, self.model.merged(self.adapters.known[adapter])
-        return self.model if self.merged[0] is None else self.merged[1]
+        return self.model if self.merged[0] is None else self.merged[1], self._pack(plan)
 
     def _log(self, start, end, stage, entries):
         if self.record is not None:
@@ -2502,10 +2469,12 @@ class Engine:
         tables = self.pool.tables
         plan.sort(key=lambda entry: (entry[1], entry[0].n_past))
         spans = [(r, tables[r.id], r.n_past, r.n_past + n) for r, n in plan]
-        ends = np.cumsum([n for r, n in plan]) - 1
-        tokens = np.concatenate([r.tokens[a:b] for r, t, a, b in spans])
-        positions = np.concatenate([a + r.tree.level if r.tree else np.arange(a, b) for r, t, a, b in spans])
-        logit_rows = np.concatenate([np.arange(end + 1 - r.n_wanted(b - a), end + 1) for (r, t, a, b), end in zip(spans, ends)])
+        past, n, wanted = np.array([(r.n_past, n, r.n_wanted(n)) for r, n in plan]).T
+        last = lambda stops, counts: np.arange(counts.sum()) + np.repeat(stops - np.cumsum(counts), counts)  # so many numbers before each stop
+        tokens, positions, logit_rows = np.concatenate([r.tokens[a:b] for r, t, a, b in spans]), last(past + n, n), last(np.cumsum(n), wanted)
+        for (r, t, a, b), end in zip(spans, np.cumsum(n)):
+            if r.tree:
+                positions[end - (b - a):end] = a + r.tree.level
         loras, newest = self._loras(plan), self.flights[-1].newest if self.flights else None
         if on_gpu(self.model.device):  # to be uploaded in one piece
             return Batch(tokens, positions, None, logit_rows, self._pages(spans), loras, newest=newest)
@@ -2677,7 +2646,8 @@ def make_engine(model, **options):
 def free_memory(device):
     """(bytes, the share of them that the pool takes by default): what weights leave of a GPU; the RAM."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0], 0.9
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's allocator has it, but nobody in it
+        return torch.cuda.mem_get_info(device)[0] + kept, 0.9
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0.25
 
 
@@ -2789,8 +2759,8 @@ class SharedClock(WallClock):
         self.world, self.events = world, str(world.device) != "cpu"
         world.each(None)  # all are here: they start together
         super().__init__()
-        self.zero = torch.cuda.Event(enable_timing=True) if self.events else None
         if self.events:
+            self.zero = torch.cuda.Event(enable_timing=True)
             self.zero.record()
 
     def now(self):
@@ -2807,7 +2777,7 @@ class SharedClock(WallClock):
             return lambda: t
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        return lambda: self.zero.elapsed_time(event) / 1e3
+        return lambda: (event.synchronize(), self.zero.elapsed_time(event) / 1e3)[1]
 
 
 class PipelineClock:
@@ -2853,6 +2823,10 @@ class Lane:
 
 class SimulatedLane(Lane, Simulator):
     """A Lane on every stage of a CostModel."""
+
+    def _memory(self, draft):
+        free, share = super()._memory(draft)
+        return free / len(self.line.free), share
 
     def _run(self, plan):
         """Through all stages; the next iteration of this lane may start when the last stage is done."""
@@ -2912,12 +2886,10 @@ class StageLane(Lane, Engine):
             self.sent()  # long ago, but a message that nobody asks for is kept
         (now, stop, *_), *rows = word.tolist()
         self.clock.t, self.world.stop = max(self.clock.t, now / 1e9), self.world.stop or bool(stop)
-        self._book(plan, entries, self.start(), self.end())
-        return [row[1:1 + row[0]] for row in rows]
-
-    def _book(self, plan, entries, start, end):
+        start, end = self.start(), self.end()
         self._log(start, end, self.world.stage, entries)
         self.line.charge(plan, self.line.book(self.world.stage, start, end))
+        return [row[1:1 + row[0]] for row in rows]
 
     def _memory(self, draft):
         """As much for each lane; asked before the first took its own."""
@@ -2986,7 +2958,10 @@ class Pipeline:
     def abort(self, request_id):
         """As Engine.abort; what is in flight goes on, and is forgotten as it lands."""
         owner = next((lane for lane in self.lanes if any(r.id == request_id for r in lane.running)), self.lanes[0])
+        r = self.requests.get(request_id)
         owner.abort(request_id)
+        for proposer in {lane.speculator.proposer for lane in self.lanes if lane.speculator}:
+            proposer.forget(r)  # of one that was in flight nobody knows the lane
         self._forget()
 
     def land(self):
@@ -3064,7 +3039,7 @@ def run_cli(main):
     """Call main(). What the user got wrong is one line on stderr and exit status 2, Ctrl-C is 130; neither is a traceback."""
     try:
         main()
-    except (ValueError, KeyError, OSError) as e:
+    except (ValueError, KeyError, OSError, torch.OutOfMemoryError) as e:
         message = f"{os.path.basename(sys.argv[0])}: {e.args[0] if isinstance(e, KeyError) else e}"
         if World.first_to_say(message):
             print(message, file=sys.__stderr__)
@@ -3110,7 +3085,7 @@ def main():
         print(f"{len(prompt)} + {len(request.output)} tokens, {len(request.output) / (request.times[-1] - request.arrival):.0f} tokens/s, "
               f"TTFT {request.ttft * 1e3:.1f} ms, TPOT {request.tpot * 1e3:.1f} ms", file=sys.stderr)
         if args.draft and spec != "off":
-            print(about_drafts([request]), file=sys.stderr)
+            print(about_drafts(request), file=sys.stderr)
     elif request.done:
         print(f"no token: {ENDS[request.state]}", file=sys.stderr)
     if world.size > 1:
@@ -3171,14 +3146,11 @@ def load_draft(name, model):
     return load_model(name, model.dtype, str(model.device))[0]
 
 
-def about_drafts(requests):
+def about_drafts(r):
     """One line on what drafts did: acceptance, tokens per iteration, and goodput, the tokens per second behind the first one."""
-    drafted, accepted = (sum(getattr(r, name) for r in requests) for name in ("n_drafted", "n_accepted"))
-    tokens, steps = (sum(len(count(r.times)) for r in requests) for count in (list, set))
-    rate = sum(len(r.times) - 1 for r in requests) / max(1e-9, max(r.times[-1] for r in requests) - min(r.times[0] for r in requests))
-    share = f", {accepted / drafted:.0%} accepted" if drafted else ""
-    return (f"{drafted} drafts{share}, {tokens / max(1, steps):.2f} tokens per iteration, "
-            f"goodput {rate:.0f} tokens/s")
+    share = f", {r.n_accepted / r.n_drafted:.0%} accepted" if r.n_drafted else ""
+    rate = (len(r.times) - 1) / max(1e-9, r.times[-1] - r.times[0])
+    return f"{r.n_drafted} drafts{share}, {len(r.times) / len({*r.times}):.2f} tokens per iteration, goodput {rate:.0f} tokens/s"
 
 
 def about_ranks(model):

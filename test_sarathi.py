@@ -211,6 +211,23 @@ def test_preempted_requests_keep_their_order_and_their_tokens():
         assert r.output == naive(20, 25, seed=i)
 
 
+def test_no_newcomer_takes_the_pages_of_one_that_gave_way_in_the_same_iteration():
+    engine = Engine(small(), scheduler="orca", max_batch=3, alloc="grow", n_page=51)
+    requests = add(engine, [Request(prompt(20), 25), Request(prompt(20, seed=1), 25), Request(prompt(15), 3)])
+    ended = [e.request for events in steps(engine) for e in events if e.finished]
+    assert ended[0] is requests[0] and [r.n_preempted for r in requests] == [0, 1, 0], "the third would have fitted where the second was"
+
+
+def test_last_come_first_served_goes_on_with_those_that_gave_way():
+    """While new requests keep coming: otherwise what was begun would never end."""
+    def ends(r, n):
+        return next(i for i in range(n) if (engine.add(Request([2], 2)), engine.step(), r.done)[2])
+    engine = Simulator(SimpleCost(), scheduler="orca", max_batch=2, alloc="grow", n_page=60, order="lcfs")
+    begun = add(engine, [Request([1] * 20, 25), Request([1] * 20, 25)])
+    engine.step()
+    assert max(ends(r, 200) for r in begun) < 60 and sum(r.n_preempted for r in begun) > 0
+
+
 def test_a_request_that_fills_the_pool_and_the_context_runs():
     engine = Engine(small(), scheduler="sarathi", chunk=64, tile=TILE, n_page=512, max_batch=4, alloc="grow")
     assert engine.generate([prompt(505), prompt(3)], max_new_tokens=7) == [naive(505, 7), naive(3, 7)]
@@ -342,7 +359,9 @@ def test_a_folders_tokenizer_becomes_the_same_tiktoken_encoding(kind, tmp_path):
 def test_llama3_tokenizer_model_and_what_is_not_byte_level(tmp_path):
     lines = [base64.b64encode(bytes([b])) + b" %d" % b for b in range(256)] + [base64.b64encode(b"ab") + b" 256"]
     (tmp_path / "tokenizer.model").write_bytes(b"\n".join(lines))
-    assert load_tokenizer(tmp_path).encode("abc") == [257, 256, ord("c")]
+    ours = load_tokenizer(tmp_path)
+    assert ours.encode("abc") == [257, 256, ord("c")]
+    assert ours.decode([97, 265, 99_999, 98]) == "a<|eom_id|>\ufffdb", "a model may have more tokens than its tokenizer names"
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
     with pytest.raises(ValueError, match="SentencePiece.*token ids"):
         load_tokenizer(tmp_path)
@@ -749,6 +768,21 @@ def test_ctrl_c_ends_a_run_that_waits_for_somebody_to_come():
     presses = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     presses.start()
     assert engine.run() == [] and len(engine.requests) == 1
+
+
+def test_an_iteration_that_a_second_ctrl_c_kept_from_landing_lands_later(monkeypatch):
+    engine, cut = Engine(small(), n_page=200, chunk=16, tile=TILE), []
+    r, run = add(engine, [Request(prompt(20), 8)])[0], engine._run
+
+    def wait(flight):
+        if not cut and len(r.times) == 3:
+            cut.append(True)
+            raise KeyboardInterrupt
+        return flight.wait()
+    monkeypatch.setattr(engine, "_run", lambda plan: (lambda flight: flight._replace(wait=partial(wait, flight)))(run(plan)))
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    assert engine.run() == [r] and r.output == naive(20, 8)
 
 
 @pytest.mark.parametrize("kind", [None, "self"])
@@ -1690,9 +1724,28 @@ def test_equal_micro_batches_leave_no_bubbles():
     assert line.bubbles["PB2"] < 1e-2 and sum(line.bubbles.values()) < 0.02 * 4 * line.clock.now()
 
 
+@pytest.mark.parametrize("sizes, said", [(dict(n_head=4, n_embd=12), "head_dim = 3"), (dict(n_head=8, n_embd=6), "head_dim = 0")])
+def test_heads_that_cannot_be_are_named(sizes, said):
+    with pytest.raises(ValueError, match=said):
+        GPTConfig(**SMALL | dict(n_kv_head=0) | sizes)
+
+
+def test_simulated_stages_share_their_memory():
+    cost = CostModel.roofline(preset("llama-7b"), "a100")
+    assert Pipeline(cost, 4).lanes[3].pool.n_page == pytest.approx(Simulator(cost).pool.n_page / 4, rel=0.01)
+
+
+def test_prices_are_profiled_before_the_pool_takes_the_memory(monkeypatch):
+    order, cache = [], Engine._new_cache
+    monkeypatch.setattr(CostModel, "profile", lambda model: (order.append("profile"), CostModel.roofline(model.config, "a100"))[1])
+    monkeypatch.setattr(Engine, "_new_cache", lambda engine, n_page: (order.append("pool"), cache(engine, n_page))[1])
+    Engine(small(), draft="ngram", spec="goodput", n_page=200)
+    assert order == ["profile", "pool"]
+
+
 def test_a_profile_has_the_same_face_and_says_how_far_off_it_is():
     cost = CostModel.profile(small(), repeats=1)
-    assert 0 <= cost.error < np.inf and cost.time(200, 500) > 0 and cost.alpha >= 0 and cost.gamma >= 0 and cost.delta >= 0
+    assert 0 <= cost.error < np.inf and cost.time(200, 500) > 0 and min(cost.coefficients) >= 0
     assert sum(cost.operators(40, 100).values()) == pytest.approx(cost.time(40, 100))
     engine = Simulator(cost, scheduler="sarathi", chunk=32, max_batch=4, n_page=400)
     assert engine.generate([[1] * 60, [2] * 5], max_new_tokens=4) == [[0] * 4] * 2 and engine.clock.now() > 0
@@ -1955,7 +2008,7 @@ def test_two_clients_side_by_side(capsys):
 def test_where_drafts_stop_to_help():
     assert bench.crossing([(4, 2.0), (8, 1.5), (12, 0.5), (16, 0.4)]) == 10 and bench.crossing([(4, 0.9), (8, 1.5), (12, 0.5)]) == 10
     assert bench.crossing([(4, 2.0), (8, 1.0)]) == 8 and bench.crossing([(4, 0.9), (8, 0.8)]) == 4
-    assert bench.always(7)(None, 3).tolist() == [7, 7, 7]
+    assert bench.uniform(7, 8)(np.random.RandomState(0), 3).tolist() == [7, 7, 7]
 
 
 def test_a_system_without_a_kernel_for_verification_reads_the_context_for_every_draft():
@@ -1969,7 +2022,8 @@ def test_lightllm_admits_what_fits_at_its_peak_and_asks_every_ten_iterations():
     class Fixed:
         def __init__(self, P, D, made=0, adapter=None):
             self.prompt, self.max_new_tokens, self.n_tokens, self.max_len, self.adapter, self.n_todo = [0] * P, D, P + made, P + D, adapter, 1
-    scheduler = bench.Lightllm(n_page=600, max_batch=9)
+    scheduler = bench.Lightllm(max_batch=9)
+    scheduler.n_page, scheduler.pages = 600, lambda adapter: 0
     assert len(scheduler.fitting([], [Fixed(10, 290), Fixed(10, 290), Fixed(10, 290)])) == 2, "each ends at 300"
     assert len(scheduler.fitting([Fixed(10, 290, 288)], [Fixed(10, 289), Fixed(9, 289)])) == 2, "the first has left when the others peak"
     assert len(scheduler.fitting([], [Fixed(60, 2), Fixed(60, 2), Fixed(60, 2)])) == 1, "a sixth of the pool in new prompts at once"
@@ -2259,7 +2313,7 @@ def test_a_batch_without_adapters_pays_nothing(monkeypatch):
 
 def order_of(order, adapters, running=()):
     """The ids of a queue of requests with these adapters, in the order that they would be started in."""
-    make = lambda i, a: SimpleNamespace(id=i, adapter=a, arrival=float(i), times=[])
+    make = lambda i, a: SimpleNamespace(id=i, adapter=a, arrival=float(i), times=[], n_preempted=0)
     engine = SimpleNamespace(running=[make(-1, a) for a in running], waiting=deque(make(i, a) for i, a in enumerate(adapters)))
     return [r.id for r in order.queue(engine)]
 
@@ -2359,7 +2413,7 @@ def test_the_counters_are_what_was_given_through_preemptions_and_aborts():
     requests = add(engine, [Request(prompt(20 + i), 12, client="ab"[i % 2]) for i in range(20)])
     cut_short = 0
     for _ in steps(engine):
-        if engine.n_steps % 6 == 0:
+        if engine.n_steps % 5 == 0:
             victim = min(engine.running, key=lambda r: len(r.times), default=None)
             cut_short += victim is not None and 0 < victim.n_past < len(victim.prompt)
             if victim:
@@ -2836,10 +2890,11 @@ def test_triton_recorded_iterations_generate_the_same_tokens(options, monkeypatc
     said, sampling = [], dict(temperature=options.pop("temperature", 0.0), seed=7)
     for graph in (True, False):
         engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), graph=graph, max_batch=5, n_page=200, **dict(tile=TILE) | options)
+        n_ahead = len(padded)  # recorded before there was anybody, on a GPU
         said.append(engine.generate([prompt(40), prompt(1), [1, 2, 3, 4, 1, 2, 3, 4, 1, 2], prompt(17), prompt(5)], max_new_tokens=6, **sampling))
         assert (engine.graphs is not None) == graph and engine.ahead == engine.behind == (graph and not engine.speculator)
         if graph:
-            assert any(n < N for n, N in padded) and len(engine.graphs.recorded) < len(padded) <= engine.n_steps
+            assert any(n < N for n, N in padded) and len(engine.graphs.recorded) < len(padded) <= engine.n_steps + n_ahead
             n_padded = len(padded)
     assert said[0] == said[1] and len(padded) == n_padded
 
@@ -2852,6 +2907,15 @@ def test_triton_trees_never_change_a_greedy_token(graph):
                     chunk=96, tile=TILE, max_batch=3, n_page=300, scheduler="orca")
     requests = serve(engine, [Request(prompt(n), 8) for n in (20, 1, 40)])
     assert [r.output for r in requests] == [naive(n, 8) for n in (20, 1, 40)] and sum(r.n_accepted for r in requests) >= 3
+
+
+@kernel_test
+def test_triton_nobody_learns_what_a_recording_takes():
+    engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), draft="ngram", spec="goodput", cost=CostModel.roofline(small().config, "a100"),
+                    max_batch=2, n_page=200, tile=TILE)
+    ahead = len(engine.graphs.recorded)
+    engine.generate([prompt(40), prompt(1)], max_new_tokens=8)
+    assert 0 < engine.cost.n_learned == engine.n_steps - (len(engine.graphs.recorded) - ahead)
 
 
 @kernel_test
@@ -4292,6 +4356,7 @@ def serve_mixed(engine, adapters=(None,), n_new=8, **sampling):
     return [r.output for r in requests]
 
 
+WITH_TWO = ("draft on each rank", "confident draft", "drawn drafts")  # four ranks do there what two do, on half as many cores
 NOT_STAGED = ("shared draft", "heads")  # a draft is on the ranks of every stage; and only the last stage has states that heads can read
 
 
@@ -4322,7 +4387,7 @@ def served_by(world):
                               ("confident draft", small_draft, dict(spec="confidence", cost=(price(), price()))),
                               ("autopilot", "ngram", dict(scheduler="autopilot", spec="autopilot", cost=price(), tpot=0.02, stall=0.05)),
                               ("heads", heads, dict(spec="2,1")), ("drawn drafts", small_draft, dict(temperature=0.7))):
-        if world.pp > 1 and name in NOT_STAGED:
+        if world.pp > 1 and name in NOT_STAGED or world.tp > 2 and name in WITH_TWO:
             continue
         more = dict(spec=3, temperature=0.0) | more
         sampling = dict(temperature=more.pop("temperature"))
@@ -4441,8 +4506,9 @@ def agreements(world):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_tokens_do_not_depend_on_how_many_devices_share_the_layers(tp):
     for rank, found in enumerate(together(tp, 1)):
-        for case, tokens in by_itself().items():
-            assert found["served"][case] == tokens, f"{case}, rank {rank} of {tp}"
+        assert by_itself().keys() - found["served"].keys() == ({*WITH_TWO} if tp > 2 else set())
+        for case, tokens in found["served"].items():
+            assert by_itself()[case] == tokens, f"{case}, rank {rank} of {tp}"
 
 
 @pytest.mark.parametrize("tp", [2, 4])
