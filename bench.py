@@ -160,6 +160,7 @@ class Bench:
         self.notes = []  # sentences printed under the tables
         self.interrupt = Interruptible(self.world)
         self.doing, self.tapes, self.found = "", Tapes(), {}  # the experiment under way; what its engines did; what is shared
+        self.parts = {}  # how far it is: what -> ", what i of n"
         self.spread = []  # of each thing that was timed more than once: its longest time over its shortest
 
     def engine(self, scheduler, n_page, B, **more):
@@ -195,7 +196,7 @@ class Bench:
         config = copy.copy(self.config)
         config.lengths = self.lengths
         bench = Bench(model, config, self.options)
-        for name in ("clock", "interrupt", "doing", "tapes", "found", "spread", "notes"):
+        for name in ("clock", "interrupt", "doing", "tapes", "found", "parts", "spread", "notes"):
             setattr(bench, name, getattr(self, name))
         return bench
 
@@ -223,12 +224,24 @@ class Bench:
             return [np.broadcast_to(0, length)] * n
         return torch.randint(0, self.model.config.vocab_size, (n, length), generator=torch.Generator().manual_seed(seed)).tolist()
 
+    @property
+    def label(self):
+        """What progress bars say."""
+        return self.doing + "".join(self.parts.values())
+
+    def each(self, what, things):
+        """The things one after the other; meanwhile progress bars say which of how many."""
+        for i, x in enumerate(things, 1):
+            self.parts[what] = f", {what} {i} of {len(things)}"
+            yield x
+        del self.parts[what]
+
     def rounds(self, *fns, repeats=None, warm=True, patience=math.inf):
         """The times of each fn(), taken in turns (after a warm-up), so that a machine that drifts hits all alike -> a list per fn.
         patience: seconds after which no further round is begun; the warm-up counts if it took that long."""
         repeats = 1 if self.simulated else warm + (repeats or self.config.repeats)  # every simulated time is the same
         took = [[] for _ in fns]
-        for i in tqdm(range(repeats * len(fns)), self.doing, delay=5, leave=False):
+        for i in tqdm(range(repeats * len(fns)), self.label, delay=5, leave=False):
             if i % len(fns) == 0 and sum(map(sum, took)) > patience:
                 break
             took[i % len(fns)].append(self.once(fns[i % len(fns)]))
@@ -406,7 +419,7 @@ def table4_cases(bench, cases):
     """Rows for cases (L, B, P:D, the paper's speedup and gain)."""
     name = bench.options.scheduler
     schedulers = [*BASELINES, *([name] if name not in BASELINES else [])]
-    for i, (L, B, pd, speedup_paper, gain_paper) in enumerate(cases):
+    for i, (L, B, pd, speedup_paper, gain_paper) in enumerate(bench.each("length", cases)):
         speedup, piggybacked = decode_speedup(bench, L, B)
         P, D = halves(L, pd, bench.options.chunk, B)
         took = end_to_end(bench, schedulers, P, D, B)
@@ -1005,7 +1018,7 @@ def requests_of(bench, engine, jobs):
 
 def served(bench, engine, requests, clients=math.inf):
     """The same requests, when all have ended."""
-    for _ in tqdm(feed(bench, engine, requests, clients), bench.doing, len(requests), delay=5, leave=False):
+    for _ in tqdm(feed(bench, engine, requests, clients), bench.label, len(requests), delay=5, leave=False):
         pass
     return requests
 
@@ -1661,7 +1674,7 @@ class Pair:
     def latencies(self, rate, choices=CHOICES):
         """A rate of the paper's -> {choice: mean seconds of a request, in every round}, {choice: times faster than with no drafts}"""
         took, jobs = {spec: [] for spec in choices}, self.jobs(rate)
-        for i in range(self.bench.runs):  # each with other luck for the drafts, the same for all
+        for i in self.bench.each("round", range(self.bench.runs)):  # each with other luck for the drafts, the same for all
             for spec, means in took.items():
                 means.append(serve(self.bench, self.engine(spec, seed=self.bench.options.seed + i), jobs)["latency"])
         return took, {spec: median(off / mean for off, mean in zip(took["off"], means)) for spec, means in took.items()}
@@ -1731,7 +1744,7 @@ def spec_fig5(bench):
 def serving(pair, rates):
     """Rows of [SmartSpec Fig. 11, 12]: latencies over rates, and what the paper claims of all its settings."""
     gains, worst = [], math.inf
-    for rate in rates:
+    for rate in pair.bench.each("rate", rates):
         took, times = pair.latencies(rate)
         for spec, means in took.items():
             yield pair.row(f"rate {rate:g}: {called(spec)} (s)", None, median(means), **{"times off": times[spec]}, at=("", called(spec), rate))
@@ -2733,6 +2746,7 @@ def run(bench, names):
     with bench.interrupt:
         for name in names:
             what, part = EXPERIMENTS[name], []
+            bench.parts.clear()
             bench.doing, bench.tapes.room = name, math.inf if what.timeline else 50000
             try:
                 for r in what.rows(bench):

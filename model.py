@@ -1124,10 +1124,10 @@ def stdlib_tokens():
 
 
 def default_dtype(device="cpu"):
-    """bfloat16 where the hardware multiplies it, float32 elsewhere. A CPU that only imitates it (AVX-512 without BF16: Ice Lake, Tiger
-    Lake) takes five times as long in bfloat16 as in float32."""
+    """bfloat16 where the hardware multiplies it; else float16 on a GPU (before Ampere: a T4), float32 on a CPU. One that only imitates
+    it (AVX-512 without BF16: Ice Lake, Tiger Lake) takes five times as long in bfloat16 as in float32."""
     if device != "cpu":
-        return torch.bfloat16
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     fast = torch.cpu._is_avx512_bf16_supported if x86 else torch.ops.mkldnn._is_mkldnn_bf16_supported
     return torch.bfloat16 if torch.backends.mkldnn.is_available() and fast() else torch.float32

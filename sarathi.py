@@ -60,7 +60,7 @@ class EngineConfig:
     """Every knob of the engine; each is a keyword of Engine and a flag on both command lines."""
     scheduler: str = option("sarathi", "who feeds how many tokens in an iteration: static, orca, prefill_first, sarathi, sarathi_serve or autopilot")
     chunk: int = option(256, "tokens of an iteration that has prefill, a chunk and the decodes beside it; sarathi_serve: the token budget")
-    max_batch: int = option(0, "most requests running at once; 0: as many of the longest as fit the pool [SARATHI §4.3.1]")
+    max_batch: int = option(0, "most requests running at once; 0: as many of the longest as fit the pool, up to 256 [SARATHI §4.3.1]")
     tile: int = option(128, "chunk + decodes is a multiple of this many tokens [SARATHI §4.4]")
     alloc: str = option("reserve", "pages: a request's maximum length up front and together, or grow one by one", choices=("reserve", "grow"))
     n_page: int = option(0, "pages (tokens of K and V) in the pool; 0: max_batch times the longest context, within memory_gb")
@@ -456,7 +456,8 @@ class Merging(AdapterStore):
 
 
 class Copier:
-    """Copies adapters into the cache beside the iteration under way: on a GPU by a stream of its own, on a CPU by a thread."""
+    """Copies adapters into the cache beside iterations: on a CPU by a thread; on a GPU by a stream of its own, behind what was launched
+    by then, which may still read these pages."""
 
     def __init__(self, kv, n_kv_head):
         self.pages = kv.view(*kv.shape[:2], -1, n_kv_head * kv.size(-1))  # (n_layer, 2, n_page, width)
@@ -1774,11 +1775,14 @@ class Autopilot(SarathiServe, Policy):
         stall = max(c.stall, least) if c.stall and known else math.inf
         end, left = np.array([(end, left) for end, left in known if c.tpot and now + left * soonest <= end]).reshape(-1, 2).T
 
-        def seconds(k, T):
+        @lru_cache
+        def likely(k):  # tokens of the next iteration, of each request
             mean, j = self.worth[k], np.arange(1, k + 1)
             deviation = math.sqrt(max(0.0, (2 * j - 1) @ self._alpha() ** j - (mean - 1) ** 2))
-            likely = np.maximum(1, mean - 1.64 * deviation * np.sqrt(mean / left))  # tokens, of each request
-            later = min(c.tpot, T / mean) * np.maximum(0, left - likely)  # what those behind them will take
+            return np.maximum(1, mean - 1.64 * deviation * np.sqrt(mean / left))
+
+        def seconds(k, T):
+            later = min(c.tpot, T / self.worth[k]) * np.maximum(0, left - likely(k))  # what those behind them will take
             return min(stall, (end - later).min(initial=math.inf) - now)
         return seconds
 

@@ -638,7 +638,8 @@ def test_bfloat16_is_the_default_only_where_the_processor_multiplies_it(machine,
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has and machine == "x86_64")
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    assert model_py.default_dtype("cpu") == dtype and model_py.default_dtype("cuda") == torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if device == "cuda:1" else (9, 0))
+    assert [model_py.default_dtype(device) for device in ("cpu", "cuda", "cuda:1")] == [dtype, torch.bfloat16, torch.float16]
 
 
 def test_packed_weights_multiply_as_plain_ones():
@@ -1248,6 +1249,13 @@ def test_rates_of_a_cell_by_hand():
     assert rate == pytest.approx(20, rel=0.03) and gap is None
     rate, gap = bench.rate_of([[1.0, 2.0], [1.0, 4.0]], 2, 8, 2)
     assert rate == 2 * 10 / 4 and gap == 3.0
+
+
+def test_progress_bars_say_which_of_how_many():
+    b = bench_of()
+    b.doing = "fig"
+    seen = [b.label for rate in b.each("rate", [4, 12]) for _ in b.each("round", range(2))]
+    assert seen == [f"fig, rate {rate} of 2, round {i} of 2" for rate in (1, 2) for i in (1, 2)] and b.other(a6000()).label == b.label == "fig"
 
 
 @pytest.mark.parametrize("patience, n", [(100, 3), (10, 1), (11, 2)])
@@ -3161,7 +3169,8 @@ def compiled(arch, kernel, args, constants):
 
 
 @pytest.mark.parametrize("D, H, Hk, dtype", [(64, 12, 12, torch.bfloat16), (80, 16, 16, torch.bfloat16), (96, 8, 2, torch.bfloat16),
-                                             (128, 32, 32, torch.bfloat16), (128, 64, 8, torch.bfloat16), (128, 8, 8, torch.float32)])
+                                             (128, 32, 32, torch.bfloat16), (128, 64, 8, torch.bfloat16), (128, 8, 8, torch.float32),
+                                             (8, 4, 2, torch.float16)])
 @pytest.mark.parametrize("arch", SHARED)
 def test_every_launch_compiles_for_gpus_that_are_not_here(arch, D, H, Hk, dtype, monkeypatch):
     """One layer's launches of a mixed batch, by their real arguments. They fit the shared memory, and no register spills."""
