@@ -2902,9 +2902,10 @@ def main():
         name = args.model or "llama-13b"
         model = CostModel.roofline(preset(name), config.hardware, config.tp)
     else:
+        world = join_world(args)
         dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(args.device)
         name = args.model or ("llama-30m" if names == ["fig12_measured"] else biggest_llama(args.device))  # many processes share the machine
-        model, _ = load_model(name, dtype, args.device, options.seed, join_world(args))
+        model, _ = load_model(name, dtype, args.device, options.seed, world)
     bench, where = Bench(model, config, options, name), machine(model)
     print(f"{name} ({model.config.whole.n_params / 1e6:.0f}M parameters, {where['dtype']}) on {where['name']}; "
           "the papers' columns are theirs: where nothing else is said, LLaMA-13B on an A6000")

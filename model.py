@@ -1235,7 +1235,7 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
         raise ValueError(f"model {name!r} is trained on first use, by one process: run python model.py before torchrun")
     if own and not (folder / "tokenizer.json").is_file():
         print("The default model is a tiny byte-level LLaMA that is trained here, once, on the Python standard library's sources: "
-              f"two to three minutes on two cores, then kept in {cache_folder()}.", file=sys.stderr)
+              f"three to five minutes on two cores, then kept in {cache_folder()}.", file=sys.stderr)
         train_tiny()
     if not folder.is_dir():
         raise FileNotFoundError(f"model {name!r} is neither a folder nor a preset ({', '.join(PRESETS)})")
