@@ -5,7 +5,7 @@
     Adapter.from_pretrained("folder", config), random_adapter(rank)    LoRA weights, packed as the pool's pages hold them
     model(batch, kv)                     one iteration of the engine: N flat tokens in, M rows of logits out
     model.logits(tokens)                 the oracle: whole sequences, no cache, float32
-    python model.py                      train the tiny model, its one-layer draft and its heads on this Python's own sources (3 minutes)
+    python model.py                      train the tiny model, its one-layer draft and its heads on this Python's own sources (3 to 5 minutes)
 """
 import codecs
 import json
