@@ -2964,8 +2964,9 @@ class Pipeline:
         owner = next((lane for lane in self.lanes if any(r.id == request_id for r in lane.running)), self.lanes[0])
         r = self.requests.get(request_id)
         owner.abort(request_id)
-        for proposer in {lane.speculator.proposer for lane in self.lanes if lane.speculator}:
-            proposer.forget(r)  # of one that was in flight nobody knows the lane
+        for lane in self.lanes:
+            if lane.speculator:  # of one that was in flight nobody knows the lane
+                lane.speculator.proposer.forget(r)
         self._forget()
 
     def land(self):
@@ -3099,7 +3100,7 @@ def main():
 def add_model_flags(parser, model):
     """--model, --dtype and --device, the same for both command lines."""
     parser.add_argument("--model", default=model, help=f"a Hugging Face folder, or one of {', '.join(PRESETS)} (random weights but for tiny)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and cache; not given: bfloat16 where it is fast")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and cache; not given: bfloat16 where it is fast, else float16 on a GPU, float32 on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"), help="where to run")
     parser.add_argument("--tp", type=int, default=1, help="devices that share every layer (tensor parallelism), a process each: see torchrun")
     parser.add_argument("--pp", type=int, default=1, help="groups of devices that share out the layers (pipeline parallelism), likewise")

@@ -1727,6 +1727,18 @@ def test_what_an_aborted_request_has_in_flight_lands_with_the_last_of_the_others
     assert line.run() == [other] and not any(lane.flights for lane in line.lanes)
 
 
+def test_proposers_forget_requests_that_are_aborted_while_their_last_token_is_on_its_way():
+    line = Pipeline(SlowStages(), 2, draft="ngram", spec=2, alpha=0.5, max_batch=2, n_page=400, scheduler="orca")
+    requests, cut = add(line, [Request([1] * 5, 12) for _ in range(12)]), 0
+    while line.requests:
+        line.step()
+        for r in requests:
+            if r.state == "landing":
+                line.abort(r.id)
+                cut += 1
+    assert cut > 3 and not any(lane.speculator.proposer.seen for lane in line.lanes)
+
+
 def test_equal_micro_batches_leave_no_bubbles():
     line = gpt3_line(scheduler="static", max_batch=1, n_page=2000)
     serve(line, [Request([0] * 500, 50) for _ in range(4)])
