@@ -10,7 +10,9 @@ one token. A page (one token's K and V) owns n_kv_head rows in each plane. Head 
                             stride = n: n pages lie together, head after head, so that     (reserve: a whole request)
                                         one head's context is one contiguous block
 
-and so both allocation policies, and every kernel, share one address formula.
+and so both allocation policies, and every kernel, share one address formula. One exception: on a CPU, K of n pages that lie together,
+n a multiple of D, lies transposed, in tiles of D tokens. Row i of a tile has number i of each of its tokens, and so a score is what
+a value is: a sum of rows, each times a number.
 """
 import atexit
 import ctypes
@@ -19,9 +21,10 @@ import pickle
 import sys
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -73,6 +76,11 @@ def launch(kernel, grid, *args, **constants):
 def pow2(n):
     """The smallest power of two that is at least n: tiles have such sides, and mask what is too much."""
     return 1 << (max(int(n), 1) - 1).bit_length()
+
+
+def round_up(n, unit):
+    """The smallest multiple of unit that is at least n."""
+    return -(-n // unit) * unit
 
 
 # ---------------------------------------------------------------- more than one device: what their processes say to each other
@@ -359,21 +367,74 @@ class Segment:
     start: int  # first of its R * n rows in the flat batch
     R: int
     n: int
-    ctx: int  # tokens of the longest context, its own rows included, and on to a multiple of ALIGN; shorter ones are filled up
-    index: torch.Tensor  # (R * Hk * ctx,) int32, the cache rows of these contexts; what fills up is any row of the request's own
+    ctx: int  # tokens of the longest context, its own rows included, and on to a multiple of ALIGN, or of tile; shorter ones are filled up
+    tile: int  # tokens whose K lies together, transposed: D; or 1: K lies as V does
+    index: torch.Tensor  # (2, R * Hk * ctx) int32, the cache rows of these contexts, K's with all of their last tiles; what fills up is
+    #                      any row of the request's own, for elsewhere may lie what is no number
     mask: torch.Tensor  # (R, 1, n * G, w) added to the scores of the last w tokens of ctx: causal_mask
 
     @cached_property
     def bags(self):
-        """index and offsets (R * Hk * n * G,) of the contexts that each row sums up, as embedding_bag wants them, in all layers"""
-        index = self.index.view(-1, 1, self.ctx).expand(-1, self.mask.size(2), -1).reshape(-1)
-        return index, torch.arange(0, len(index), self.ctx, dtype=torch.int32, device=index.device)
+        """index for each row, (2, R * Hk * n * G * ctx): what embedding_bag sums up, in all layers"""
+        return self.index.view(2, -1, 1, self.ctx).expand(-1, -1, self.mask.size(2), -1).reshape(2, -1)
 
     @cached_property
-    def owners(self):
-        """whose each entry of index is"""
-        index, offsets = self.bags
-        return torch.arange(len(offsets), dtype=torch.int32, device=index.device).repeat_interleave(self.ctx)
+    def columns(self):
+        """K's index in the order that makes of tiles Kᵀ (D, ctx), one beside the other"""
+        return self.index[0].view(-1, self.ctx // self.tile, self.tile).transpose(1, 2).reshape(-1)
+
+
+class Run(NamedTuple):
+    """A chunk of a request whose pages lie together."""
+    start: int  # its first row in the batch,
+    n: int  # how many it has,
+    past: int  # and how many tokens are before them
+    row: int  # the first cache row of the request's pages,
+    stride: int  # and how many they are
+    tile: int  # as a Segment's
+
+
+@dataclass
+class Rows:
+    """Where K and V of N new tokens go, on a CPU: each to its own rows those of the first M, which lead the batch; chunks to their runs."""
+    v: torch.Tensor  # (M, Hk) cache rows
+    k: torch.Tensor  # the same; or (M, Hk, D) the place in the plane of each number: key_cells
+    runs: list[Run] = field(default_factory=list)
+    fresh: torch.Tensor | None = None  # (n, Hk) cache rows of tiles that these tokens begin and do not fill: to be read whole, they are cleared
+
+
+def key_cells(rows, t, tile, D):
+    """Where in the plane each number of K has its place. rows (n, Hk): cache rows of tokens t (n,) of their requests; tile: as a
+    Segment's, for all or (n,) -> (n, Hk, D)"""
+    column, tile = (np.asarray(x)[..., None, None] for x in (t % tile, tile))
+    return (rows[..., None] - column) * D + np.arange(D) * tile + column
+
+
+def write(kv, k, v, rows):
+    """k and v (N, Hk, D) to where Rows say."""
+    M = len(rows.v)
+    if rows.fresh is not None:
+        kv[0][rows.fresh] = 0
+    kv[1][rows.v] = v[:M]
+    if rows.k.dim() == 2:
+        kv[0][rows.k] = k[:M]
+    else:
+        kv[0].put_(rows.k, k[:M])
+    for run in rows.runs:
+        _write_run(kv, k[run.start:run.start + run.n], v[run.start:run.start + run.n], run)
+
+
+def _write_run(kv, k, v, run):
+    """V is one copy, K up to three: to what is left of a tile, to whole tiles, and to the beginning of one."""
+    (_, Hk, D), tile, past, end = k.shape, run.tile, run.past, run.past + run.n
+    keys, values = kv[:, run.row:run.row + Hk * run.stride]
+    values.view(Hk, -1, D)[:, past:end] = v.transpose(0, 1)
+    whole = min(end, round_up(past, tile))
+    for a, b in pairwise((past, whole, max(whole, end // tile * tile), end)):
+        if a < b:
+            n_tile = max(1, (b - a) // tile)
+            part = k[a - past:b - past].unflatten(0, (n_tile, -1)).permute(2, 0, 3, 1)  # (Hk, tiles, D, tokens of each)
+            keys.view(Hk, -1, D, tile)[:, a // tile:a // tile + n_tile, :, a % tile:a % tile + part.size(3)] = part
 
 
 @dataclass
@@ -478,9 +539,9 @@ def rotate_write_ref(qkv, rope, kv, rows, segments, n_head, n_kv_head):
     q, k, v = split_heads(qkv, rope, n_head, n_kv_head)
     if isinstance(segments, Pages):
         row, stride = segments.rows.long().split(1, 1)
-        rows = row + stride * torch.arange(n_kv_head, device=row.device)
-    for plane, x in zip(kv, (k, v)):
-        plane[rows] = x
+        row = row + stride * torch.arange(n_kv_head, device=row.device)
+        rows = Rows(row, row)
+    write(kv, k, v, rows)
     return q
 
 
@@ -508,7 +569,7 @@ def _rotate_write_kernel(qkv, cos, sin, q, kv, rows, plane, H: tl.constexpr, HK:
 
 
 def rotate_write(qkv, rope, kv, rows, segments, n_head, n_kv_head):
-    """qkv (N, (H + 2 Hk) D), rope as rope_angles says or None, kv (2, n_row, D): k and v go to its rows (N, Hk), or as Pages say.
+    """qkv (N, (H + 2 Hk) D), rope as rope_angles says or None, kv (2, n_row, D): k and v go to it as Rows, or Pages, say.
     -> q (N, H, D)"""
     if not isinstance(segments, Pages):
         return rotate_write_ref(qkv, rope, kv, rows, segments, n_head, n_kv_head)
@@ -672,32 +733,42 @@ def attention(q, kv, segments, n_kv_head):
 
 
 def _attend(q, kv, s):
-    """q (B, m, D) scaled, B = R Hk and m = n G, against the contexts of a segment -> (B, m, D). Few rows read K and V where they lie:
-    a row of the result is a sum of pages, each times a number, which is torch's embedding_bag, and the numbers before the softmax are
-    its gradient with respect to them (slow in bfloat16). To multiply many rows, gathering first costs less."""
+    """q (B, m, D) scaled, B = R Hk and m = n G, against the contexts of a segment -> (B, m, D). Few rows read the cache where it lies:
+    a value is a sum of V's rows, each times a number, which is torch's embedding_bag, and so is a score, of a tile's. To multiply
+    many rows, gathering first costs less."""
     B, m, D = q.shape
-    if m <= 2 and q.dtype == torch.float32:
-        scores = torch.ops.aten._embedding_bag_per_sample_weights_backward(q.reshape(-1, D), kv[0], *s.bags, s.owners, 0).view(B, m, s.ctx)
+    if s.tile > 1 and m <= FEW_ROWS:
+        scores = _sums(kv[0], s.bags[0], D, q[:, :, None].expand(B, m, s.ctx // D, D)).view(B, m, s.ctx)
     else:
         scores = q.new_empty(B, m, s.ctx)
-        for part, k in _contexts(kv[0], s):
-            torch.bmm(q[part], k.transpose(1, 2), out=scores[part])
+        for part, k in _contexts(kv[0], s.columns if s.tile > 1 else s.index[0], s.ctx):
+            torch.bmm(q[part], k.view(-1, D, s.ctx) if s.tile > 1 else k.transpose(1, 2), out=scores[part])
     scores.view(s.R, -1, m, s.ctx)[..., -s.mask.size(-1):].add_(s.mask)
     p = scores.softmax(-1)
     if m <= FEW_ROWS:
-        return F.embedding_bag(s.bags[0], kv[1], s.bags[1], mode="sum", per_sample_weights=p.view(-1)).view(B, m, D)
+        return _sums(kv[1], s.bags[1], s.ctx, p).view(B, m, D)
     y = q.new_empty(B, m, D)
-    for part, v in _contexts(kv[1], s):
+    for part, v in _contexts(kv[1], s.index[1], s.ctx):
         torch.bmm(p[part], v, out=y[part])
     return y
 
 
-def _contexts(plane, s):
-    """plane (n_row, D) -> (slice of the segment's R Hk contexts, (b, ctx, D) these), in parts that the processor's cache still has when
+def _sums(plane, index, n, numbers):
+    """Of each n neighbours in index the sum of the rows there, each times its number: (len(index) / n, D)"""
+    return F.embedding_bag(index, plane, _starts(len(index), n, index.device), mode="sum", per_sample_weights=numbers.reshape(-1))
+
+
+@lru_cache(maxsize=256)
+def _starts(size, n, device):
+    return torch.arange(0, size, n, dtype=torch.int32, device=device)
+
+
+def _contexts(plane, index, ctx):
+    """plane (n_row, D) -> (slice of the R Hk contexts in index, (b, ctx, D) these), in parts that the processor's cache still has when
     they are multiplied."""
-    step = max(1, PART // (s.ctx * plane.size(1) * plane.element_size()))
-    for i in range(0, len(s.index) // s.ctx, step):
-        yield slice(i, i + step), plane.index_select(0, s.index[i * s.ctx:(i + step) * s.ctx]).view(-1, s.ctx, plane.size(1))
+    step = max(1, PART // (ctx * plane.size(1) * plane.element_size()))
+    for i in range(0, len(index) // ctx, step):
+        yield slice(i, i + step), plane.index_select(0, index[i * ctx:(i + step) * ctx]).view(-1, ctx, plane.size(1))
 
 
 # ---------------------------------------------------------------- adapters: to each row x of the batch its own x A B [S-LoRA §5.3]

@@ -28,7 +28,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import (FEW_ROWS, MOST_CHUNKS, Factors, Lora, LoraPages, Pages, Segment, Site, World, activate, add_norm, attention, filled,
+from kernels import (FEW_ROWS, MOST_CHUNKS, Factors, Lora, LoraPages, Pages, Rows, Segment, Site, World, activate, add_norm, attention, filled,
                      linear, lora, pack, pow2, rope_angles, rotate_write, split_heads, upload)
 
 
@@ -206,7 +206,7 @@ class Batch:
     """One iteration, packed: N flat tokens of any number of requests, each request's rows side by side."""
     tokens: torch.Tensor  # (N,)
     positions: torch.Tensor  # (N,) in their own sequence
-    rows: torch.Tensor | None  # (N, Hk) where in kv the keys and values go
+    rows: Rows | None  # where in kv the keys and values go
     logit_rows: torch.Tensor  # (M,) the rows whose next token is wanted
     segments: list[Segment] | Pages  # who attends to what; on a GPU Pages, and rows are theirs
     loras: dict[str, Lora | LoraPages] = field(default_factory=dict)  # operator -> the adapters that rows of this batch have there

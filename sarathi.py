@@ -45,8 +45,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kernels import (ALIGN, BLOCK_ROWS, CALL, FEW_ROWS, Lora, LoraPages, Pages, Segment, World, accept, causal_mask, fetch, on_gpu, place,
-                     residual, run_ends, sample, target_probs)
+from kernels import (ALIGN, BLOCK_ROWS, CALL, FEW_ROWS, Lora, LoraPages, Pages, Rows, Run, Segment, World, accept, causal_mask, fetch, key_cells, on_gpu,
+                     place, residual, round_up, run_ends, sample, target_probs)
 from model import GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model, load_tokenizer, preset, random_adapter
 
 
@@ -211,6 +211,10 @@ class Table:
     rows: np.ndarray
     stride: int
     space: np.ndarray | None = None  # what rows is the begin of, where it will grow
+
+    def tile(self, D):
+        """Of how many tokens K lies together, transposed (kernels.py): D, if these are whole tiles of D pages; else 1."""
+        return D if self.stride > 1 and self.stride % D == 0 else 1
 
     def of(self, n_kv_head, other):
         """The same pages in the cache of a model with `other` kv heads."""
@@ -1173,7 +1177,7 @@ def random_batches(L, n, weights=(), seed=0):
 
 def time_batches(model, batches, repeats, between):
     """(n,) the median seconds of each batch, in rounds after a warm-up."""
-    pages, adapters = max(sum(with_room(past + n) for past, n, *_ in entries) for entries in batches), [*map(random_adapter, Fitted.RANKS)]
+    pages, adapters = max(sum(with_room(past + n, model.config) for past, n, *_ in entries) for entries in batches), [*map(random_adapter, Fitted.RANKS)]
     engine = Engine(model, max_batch=256, n_page=pages + sum(make(model.config).n_page for make in adapters))
     engine.kv.normal_()
     for i, make in enumerate(adapters):
@@ -1203,9 +1207,9 @@ def least_squares(A, b):
         keep.remove(min(keep, key=lambda i: x[i] * np.abs(A[:, i]).max()))
 
 
-def with_room(n):
-    """Pages of a request of n tokens that still has some to generate."""
-    return n + n // 8 + 1
+def with_room(n, config):
+    """Pages of a request of n tokens that still has some to generate, whole tiles of them."""
+    return round_up(n + n // 8 + 1, config.head_dim)
 
 
 def rehearse(engine, entries):
@@ -1217,8 +1221,9 @@ def rehearse(engine, entries):
         prompt = np.random.default_rng(engine.n_added).integers(0, engine.model.config.vocab_size, past + n + 1 - wants)
         r = Request(prompt, max_new_tokens=max(1, wants), adapter=names[weights[0]] if any(weights) else None)
         engine.add(r)
-        if not engine.pool.hold(r.id, past + n, with_room(past + n)):
-            raise ValueError(f"a pool of {engine.pool.n_page} pages is too small for an iteration that needs {with_room(past + n)} more")
+        room = with_room(past + n, engine.model.config)
+        if not engine.pool.hold(r.id, past + n, room):
+            raise ValueError(f"a pool of {engine.pool.n_page} pages is too small for an iteration that needs {room} more")
         engine.adapters.hold(r.adapter)
         engine.adapters.use(r.adapter, 0)  # when its copy has arrived
         r.n_past = past
@@ -2090,6 +2095,7 @@ class Engine:
         self.clock, self.record = clock or make_clock(self.world), record
         self.order = self._new_order()
         checked("adapter_pages", c.adapter_pages, int, 0, n_page - 1)
+        self.key_tile = model.config.head_dim if isinstance(model, GPT) and not on_gpu(model.device) else 1  # see Table.tile
         self.pool = self._new_pool(n_page - c.adapter_pages)
         own = self._new_pool(c.adapter_pages, first=self.pool.n_page)  # no-unify [S-LoRA §7.4]
         costs = cost if isinstance(cost, tuple) else (cost, None)
@@ -2379,10 +2385,12 @@ class Engine:
 
     def _hold(self, r, n):
         """Pages for the first n tokens of r, and its adapter; idle adapters make way. False, and a waiting r has nothing, if not."""
-        held = self.adapters.find_room(self.pool, self.pool.hold, r.id, n, r.max_len) and self.adapters.hold(r.adapter)
-        if not held and r.state == "waiting":
-            self.pool.free(r.id)
-        return held
+        for n_max in sorted({round_up(r.max_len, self.key_tile), r.max_len}, reverse=True):  # whole tiles, if there are as many pages
+            if self.adapters.find_room(self.pool, self.pool.hold, r.id, n, n_max) and self.adapters.hold(r.adapter):
+                return True
+            if r.state == "waiting":
+                self.pool.free(r.id)
+        return False
 
     def _start(self, r):
         self.waiting.remove(r)
@@ -2483,9 +2491,7 @@ class Engine:
         if on_gpu(self.model.device):  # to be uploaded in one piece
             return Batch(tokens, positions, None, logit_rows, self._pages(spans), loras, newest=newest)
         to = partial(place, device=self.model.device)
-        heads = np.arange(self.pool.n_kv_head)
-        rows = np.concatenate([t.rows[a:b, None] + t.stride * heads for r, t, a, b in spans])
-        return Batch(to(tokens), to(positions), to(rows), to(logit_rows), self._segments(spans), loras, newest=newest)
+        return Batch(to(tokens), to(positions), self._rows(spans, to), to(logit_rows), self._segments(spans), loras, newest=newest)
 
     def _loras(self, plan):
         """{operator: Lora} for the operators that some request's adapter changes."""
@@ -2510,34 +2516,54 @@ class Engine:
                         self.model.config.n_head // self.pool.n_kv_head, self.model.dtype,
                         [r.tree.parents if r.tree and r.tree.branches else None for r, _, _, _ in spans])
 
+    def _rows(self, spans, to):
+        """Where on a CPU the K and V of this batch go."""
+        runs, few, fresh, start, heads = [], [], [], 0, np.arange(self.pool.n_kv_head)
+        for _, t, a, b in spans:
+            tile = t.tile(self.key_tile)
+            if b - a > FEW_ROWS and t.stride > 1:
+                runs.append(Run(start, b - a, a, int(t.rows[0]), t.stride, tile))
+            else:
+                few.append((t, a, b))
+            if b - b % tile >= a and b % tile:
+                fresh.append(t.rows[b - b % tile:round_up(b, tile), None] + t.stride * heads)
+            start += b - a
+        fresh = to(np.concatenate(fresh)) if fresh else None
+        rows = np.concatenate([np.empty((0, len(heads)), int), *(t.rows[a:b, None] + t.stride * heads for t, a, b in few)])
+        if all(t.stride == 1 for t, _, _ in few):
+            return Rows(to(rows), to(rows), runs, fresh)
+        t, tile = np.array([(i, t.tile(self.key_tile)) for t, a, b in few for i in range(a, b)]).T
+        return Rows(to(rows), to(key_cells(rows, t, tile, self.model.config.head_dim)), runs, fresh)
+
     def _segments(self, spans):
         """Cut the batch into attention calls: a chunk into blocks of rows; decodes that feed as many tokens each share one, as long as
         the shorter contexts are filled up with less than a call costs."""
         segments, start, i = [], 0, 0
         while i < len(spans):
-            _, _, a, longest = spans[i]
-            n, R = longest - a, 1
-            for _, _, a, b in islice(spans, i + 1, None):  # of as many tokens, contexts ascend
-                if n > FEW_ROWS or b - a != n or R * (b - longest) > CALL:
+            _, t, a, longest = spans[i]
+            n, R, tile = longest - a, 1, t.tile(self.key_tile)
+            for _, t, a, b in islice(spans, i + 1, None):  # of as many tokens, contexts ascend
+                if n > FEW_ROWS or b - a != n or R * (b - longest) > CALL or t.tile(self.key_tile) != tile:
                     break
                 R, longest = R + 1, b
             for j in range(0, n, BLOCK_ROWS):
-                segments.append(self._segment(start + j, spans[i:i + R], j, min(BLOCK_ROWS, n - j)))
+                segments.append(self._segment(start + j, spans[i:i + R], j, min(BLOCK_ROWS, n - j), tile))
             start, i = start + R * n, i + R
         return segments
 
-    def _segment(self, start, spans, skip, n):
+    def _segment(self, start, spans, skip, n, tile):
         """The Segment, from row `start` of the batch on, of n tokens of each of these requests, behind the `skip` before them."""
         dtype, device, heads = self.model.dtype, self.model.device, np.arange(self.pool.n_kv_head)[:, None]
         ends = np.array([a + skip + n for _, _, a, _ in spans])
-        ctx = -(-int(ends.max()) // ALIGN) * ALIGN
-        index = np.empty((len(spans), len(heads), ctx), np.int32)
-        for rows, (_, t, _, _), end in zip(index, spans, ends):
-            rows[:, :end], rows[:, end:] = t.rows[:end] + t.stride * heads, t.rows[0]
+        ctx = round_up(int(ends.max()), round_up(ALIGN, tile))
+        index = np.empty((2, len(spans), len(heads), ctx), np.int32)
+        for i, ((_, t, _, _), end) in enumerate(zip(spans, ends)):
+            for rows, stop in zip(index[:, i], (round_up(end, tile), end)):
+                rows[:, :stop], rows[:, stop:] = t.rows[:stop] + t.stride * heads, t.rows[0]
         trees = tuple(r.tree and r.tree.parents for r, _, _, _ in spans)
         mask = causal_mask(tuple((ends - ends.min()).tolist()), n, self.model.config.n_head // len(heads), ctx - int(ends.max()), dtype, device,
                            trees if any(trees) else ())
-        return Segment(start, len(spans), n, ctx, torch.from_numpy(index.ravel()).to(device), mask)
+        return Segment(start, len(spans), n, ctx, tile, torch.from_numpy(index.reshape(2, -1)).to(device), mask)
 
     # ------------------------------------------------------------ the end of an iteration: tokens
 
@@ -2608,10 +2634,14 @@ class Engine:
     def _move(self, r):
         """K and V of the accepted path of a tree, to the pages where a chain would have left them: they were computed for these
         positions, and copying a few vectors is cheaper, and simpler, than to feed the tokens again."""
-        table, heads = self.pool.tables[r.id], np.arange(self.pool.n_kv_head)
-        old, new = (torch.from_numpy(table.rows[r.n_past - 1 + rows][:, None] + table.stride * heads).to(self.kv.device)  # (levels, Hk)
-                    for rows in (np.array(r.path, int), 1 + np.arange(len(r.path))))
-        self.kv[:, :, new] = self.kv[:, :, old]
+        table, c = self.pool.tables[r.id], self.model.config
+        keys, values = self.kv[:, 0].flatten(1), self.kv[:, 1]
+        old, new = (r.n_past - 1 + level for level in (np.array(r.path, int), 1 + np.arange(len(r.path))))  # (levels,)
+        rows = [table.rows[t, None] + table.stride * np.arange(c.n_kv_head) for t in (old, new)]
+        old, new = (torch.from_numpy(key_cells(x, t, table.tile(self.key_tile), c.head_dim)).to(keys.device) for x, t in zip(rows, (old, new)))
+        keys[:, new] = keys[:, old]
+        old, new = (torch.from_numpy(x).to(keys.device) for x in rows)
+        values[:, new] = values[:, old]
 
     def _sampling(self, requests):
         """temperature, top_k, top_p, each (B,), as target_probs wants them"""
