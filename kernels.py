@@ -40,9 +40,9 @@ try:
 except ImportError:  # plain torch everywhere: the kernels below are read as Python functions, and nobody launches them
     triton, tl, HAS_TRITON = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=None), False
 
-BLOCK_ROWS = 256  # query rows of a chunk that attend in one call: smaller wastes less above the diagonal, larger runs faster
+BLOCK_ROWS = 128  # query rows of a chunk that attend in one call: smaller wastes less above the diagonal, larger runs faster
 ALIGN = 32  # contexts are filled up to a multiple of so many tokens: softmax is a quarter faster, and oneDNN meets few new shapes
-CALL = 256  # tokens of context whose attention takes as long as one more call
+CALL = 1024  # tokens of context whose attention takes as long as one more call
 PART = 4 * 2**20  # bytes of K or V that are gathered at once
 FEW_ROWS = 8  # up to so many rows a request streams its context from memory (a decode, a verification); beyond, it multiplies (a chunk)
 MOST_CHUNKS = 8  # requests beyond that in one batch, if it is padded for a recording
@@ -755,7 +755,7 @@ def _attend(q, kv, s):
 
 def _sums(plane, index, n, numbers):
     """Of each n neighbours in index the sum of the rows there, each times its number: (len(index) / n, D)"""
-    return F.embedding_bag(index, plane, _starts(len(index), n, index.device), mode="sum", per_sample_weights=numbers.reshape(-1))
+    return torch.embedding_bag(plane, index, _starts(len(index), n, index.device), mode=0, per_sample_weights=numbers.reshape(-1))[0]  # 0: a sum
 
 
 @lru_cache(maxsize=256)

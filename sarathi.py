@@ -2553,13 +2553,14 @@ class Engine:
 
     def _segment(self, start, spans, skip, n, tile):
         """The Segment, from row `start` of the batch on, of n tokens of each of these requests, behind the `skip` before them."""
-        dtype, device, heads = self.model.dtype, self.model.device, np.arange(self.pool.n_kv_head)[:, None]
+        dtype, device, heads = self.model.dtype, self.model.device, np.arange(self.pool.n_kv_head, dtype=np.int32)[:, None]
         ends = np.array([a + skip + n for _, _, a, _ in spans])
         ctx = round_up(int(ends.max()), round_up(ALIGN, tile))
-        index = np.empty((2, len(spans), len(heads), ctx), np.int32)
+        rows = np.empty((2, len(spans), 1, ctx), np.int32)
         for i, ((_, t, _, _), end) in enumerate(zip(spans, ends)):
-            for rows, stop in zip(index[:, i], (round_up(end, tile), end)):
-                rows[:, :stop], rows[:, stop:] = t.rows[:stop] + t.stride * heads, t.rows[0]
+            for row, stop in zip(rows[:, i, 0], (round_up(end, tile), end)):
+                row[:stop], row[stop:] = t.rows[:stop], t.rows[0]
+        index = rows + np.array([t.stride for _, t, _, _ in spans], np.int32)[:, None, None] * heads
         trees = tuple(r.tree and r.tree.parents for r, _, _, _ in spans)
         mask = causal_mask(tuple((ends - ends.min()).tolist()), n, self.model.config.n_head // len(heads), ctx - int(ends.max()), dtype, device,
                            trees if any(trees) else ())
