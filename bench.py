@@ -47,7 +47,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kernels import FEW_ROWS, World, linear, on_gpu, pack, round_up
+from kernels import FEW_ROWS, World, linear, on_gpu, pack
 from model import GPT, PRESETS, Graphs, Heads, Linear, default_dtype, load_model, preset, random_adapter
 from sarathi import (GPUS, N_SPEC, CostModel, Engine, EngineConfig, Interruptible, Learned, Medusa, Parser, Pipeline, Request, Sarathi,
                      SarathiServe, Scheduler, SharedClock, Simulator, Tree, VirtualClock, WallClock, Work, add_model_flags, checked,
@@ -164,13 +164,17 @@ class Bench:
         self.spread = []  # of each thing that was timed more than once: its longest time over its shortest
 
     def engine(self, scheduler, n_page, B, **more):
-        """A fresh engine for B requests at once; n_page: what they need, and with it whole tiles for each, where K lies in such."""
-        n_page = n_page if self.simulated else B * round_up(-(-n_page // B), self.model.config.head_dim)
+        """A fresh engine for B requests at once, of `room` for n_page."""
+        n_page = self.room(n_page, B)
         tape = self.tape(scheduler if isinstance(scheduler, str) else f"{type(scheduler).__name__}, chunk {scheduler.chunk}")
         options = vars(self.options) | dict(scheduler=scheduler, max_batch=B, n_page=n_page, record=tape) | more
         if not self.simulated and self.world.pp == 1 and make_scheduler(scheduler).priced and more.get("cost") is None:
             options["cost"] = self.cost
         return make_engine(self.model, clock=self.clock, **options)
+
+    def room(self, n_page, B):
+        """Pages with which B requests that need n_page have whole key tiles of them, where it is measured (kernels.py)."""
+        return n_page if self.simulated else n_page + B * (self.model.config.head_dim - 1)
 
     def shared(self, key, make):
         """What make() says, asked once for all experiments."""
@@ -804,7 +808,7 @@ def fig12_measured(bench):
     policies, B = {"Orca": orca_best(top, top), "SARATHI": Sarathi(chunk=C)}, 1 + -(-C // 10)
     for i in tqdm(range(bench.runs), "fig12_measured"):
         for name, scheduler in policies.items():
-            options = dict(scheduler=scheduler, max_batch=B, n_page=B * round_up(top, bench.model.config.head_dim))
+            options = dict(scheduler=scheduler, max_batch=B, n_page=bench.room(B * top, B))
             line = Pipeline(bench.model, record=bench.tape(name) if i == 0 else None, **options)
             work = [Request(bench.prompts(1, len(r.prompt), k)[0], r.max_new_tokens) for k, r in enumerate(zipf_requests(n, top // 4, top))]
             ended = list(feed(bench, line, work))
@@ -2036,7 +2040,7 @@ def fidelity(bench):
     rng = random.Random(bench.options.seed)
     top = min(384, bench.model.config.block_size * 2 // 3)
     work = [(rng.randint(8, top), rng.randint(4, top // 8)) for _ in range(4 * bench.B)]
-    options = vars(bench.options) | dict(n_page=2 * bench.B * (top + top // 8), max_batch=bench.B)
+    options = vars(bench.options) | dict(n_page=bench.room(bench.B * (top + top // 8), bench.B), max_batch=bench.B)
     engines = {s: Engine(bench.model, **options | dict(scheduler=s)) for s in ("static", "orca", "prefill_first", "sarathi")}
     took, bar = {s: [] for s in engines}, tqdm(total=(1 + bench.config.repeats) * len(engines), desc="fidelity")
 

@@ -10,9 +10,9 @@ one token. A page (one token's K and V) owns n_kv_head rows in each plane. Head 
                             stride = n: n pages lie together, head after head, so that     (reserve: a whole request)
                                         one head's context is one contiguous block
 
-and so both allocation policies, and every kernel, share one address formula. One exception: on a CPU, K of n pages that lie together,
-n a multiple of D, lies transposed, in tiles of D tokens. Row i of a tile has number i of each of its tokens, and so a score is what
-a value is: a sum of rows, each times a number.
+and so both allocation policies, and every kernel, share one address formula. One exception: where torch attends, on a CPU, K of n
+pages that lie together, n a multiple of D, lies transposed, in key tiles of D tokens. Row i of a key tile has number i of each of its
+tokens, and so a score is what a value is: a sum of rows, each times a number.
 """
 import atexit
 import ctypes
@@ -42,7 +42,7 @@ except ImportError:  # plain torch everywhere: the kernels below are read as Pyt
 
 BLOCK_ROWS = 128  # query rows of a chunk that attend in one call: smaller wastes less above the diagonal, larger runs faster
 ALIGN = 32  # contexts are filled up to a multiple of so many tokens: softmax is a quarter faster, and oneDNN meets few new shapes
-CALL = 1024  # tokens of context whose attention takes as long as one more call
+CALL = 256  # tokens of context whose attention takes as long as one more call
 PART = 4 * 2**20  # bytes of K or V that are gathered at once
 FEW_ROWS = 8  # up to so many rows a request streams its context from memory (a decode, a verification); beyond, it multiplies (a chunk)
 MOST_CHUNKS = 8  # requests beyond that in one batch, if it is padded for a recording
@@ -367,9 +367,9 @@ class Segment:
     start: int  # first of its R * n rows in the flat batch
     R: int
     n: int
-    ctx: int  # tokens of the longest context, its own rows included, and on to a multiple of ALIGN, or of tile; shorter ones are filled up
-    tile: int  # tokens whose K lies together, transposed: D; or 1: K lies as V does
-    index: torch.Tensor  # (2, R * Hk * ctx) int32, the cache rows of these contexts, K's with all of their last tiles; what fills up is
+    ctx: int  # tokens of the longest context, its own rows included, and on to a multiple of ALIGN and key_tile; shorter ones are filled up
+    key_tile: int  # tokens whose K lies together, transposed: D; or 1: K lies as V does
+    index: torch.Tensor  # (2, R * Hk * ctx) int32, the cache rows of these contexts, K's with all of their last key tiles; what fills up is
     #                      any row of the request's own, for elsewhere may lie what is no number
     mask: torch.Tensor  # (R, 1, n * G, w) added to the scores of the last w tokens of ctx: causal_mask
 
@@ -380,54 +380,54 @@ class Segment:
 
     @cached_property
     def columns(self):
-        """K's index in the order that makes of tiles Kᵀ (D, ctx), one beside the other"""
-        return self.index[0].view(-1, self.ctx // self.tile, self.tile).transpose(1, 2).reshape(-1)
+        """K's index in the order that makes of key tiles Kᵀ (D, ctx), one beside the other"""
+        return self.index[0].view(-1, self.ctx // self.key_tile, self.key_tile).transpose(1, 2).reshape(-1)
 
 
-class Run(NamedTuple):
+class Chunk(NamedTuple):
     """A chunk of a request whose pages lie together."""
     start: int  # its first row in the batch,
     n: int  # how many it has,
     past: int  # and how many tokens are before them
     row: int  # the first cache row of the request's pages,
     stride: int  # and how many they are
-    tile: int  # as a Segment's
+    key_tile: int  # as a Segment's
 
 
 @dataclass
 class Rows:
-    """Where K and V of N new tokens go, on a CPU: each to its own rows those of the first M, which lead the batch; chunks to their runs."""
-    v: torch.Tensor  # (M, Hk) cache rows
-    k: torch.Tensor  # the same; or (M, Hk, D) the place in the plane of each number: key_cells
-    runs: list[Run] = field(default_factory=list)
-    fresh: torch.Tensor | None = None  # (n, Hk) cache rows of tiles that these tokens begin and do not fill: to be read whole, they are cleared
+    """Where K and V of N new tokens go, on a CPU: those of the first n_few, which lead the batch, each to its own rows; chunks together."""
+    v: torch.Tensor  # (n_few, Hk) cache rows
+    k: torch.Tensor  # the same; or (n_few, Hk, D) the place in the plane of each number: key_cells
+    chunks: list[Chunk] = field(default_factory=list)
+    fresh: torch.Tensor | None = None  # (n, Hk) cache rows of key tiles that these tokens begin and do not fill: they will be read whole
 
 
-def key_cells(rows, t, tile, D):
-    """Where in the plane each number of K has its place. rows (n, Hk): cache rows of tokens t (n,) of their requests; tile: as a
+def key_cells(rows, t, key_tile, D):
+    """Where in the plane each number of K has its place. rows (n, Hk): cache rows of tokens t (n,) of their requests; key_tile: as a
     Segment's, for all or (n,) -> (n, Hk, D)"""
-    column, tile = (np.asarray(x)[..., None, None] for x in (t % tile, tile))
-    return (rows[..., None] - column) * D + np.arange(D) * tile + column
+    column, step = (np.asarray(x)[..., None, None] for x in (t % key_tile, key_tile))
+    return (rows[..., None] - column) * D + np.arange(D) * step + column
 
 
 def write(kv, k, v, rows):
     """k and v (N, Hk, D) to where Rows say."""
-    M = len(rows.v)
+    n_few = len(rows.v)
     if rows.fresh is not None:
         kv[0][rows.fresh] = 0
-    kv[1][rows.v] = v[:M]
+    kv[1][rows.v] = v[:n_few]
     if rows.k.dim() == 2:
-        kv[0][rows.k] = k[:M]
+        kv[0][rows.k] = k[:n_few]
     else:
-        kv[0].put_(rows.k, k[:M])
-    for run in rows.runs:
-        _write_run(kv, k[run.start:run.start + run.n], v[run.start:run.start + run.n], run)
+        kv[0].put_(rows.k, k[:n_few])
+    for c in rows.chunks:
+        _write_chunk(kv, k[c.start:c.start + c.n], v[c.start:c.start + c.n], c)
 
 
-def _write_run(kv, k, v, run):
-    """V is one copy, K up to three: to what is left of a tile, to whole tiles, and to the beginning of one."""
-    (_, Hk, D), tile, past, end = k.shape, run.tile, run.past, run.past + run.n
-    keys, values = kv[:, run.row:run.row + Hk * run.stride]
+def _write_chunk(kv, k, v, c):
+    """V is one copy, K up to three: to what is left of a key tile, to whole ones, and to the beginning of one."""
+    (_, Hk, D), tile, past, end = k.shape, c.key_tile, c.past, c.past + c.n
+    keys, values = kv[:, c.row:c.row + Hk * c.stride]
     values.view(Hk, -1, D)[:, past:end] = v.transpose(0, 1)
     whole = min(end, round_up(past, tile))
     for a, b in pairwise((past, whole, max(whole, end // tile * tile), end)):
@@ -502,7 +502,7 @@ def upload(homes, device, into=None):
     by one copy. into: the flat of homes of the same sizes, to be written over."""
     names = [[f.name for f in fields(home) if isinstance(getattr(home, f.name), np.ndarray)] for home in homes]
     parts = [getattr(home, name) for home, own in zip(homes, names) for name in own]
-    sizes = [-(-x.size // 4) * 4 for x in parts]  # 16-byte borders: a kernel is compiled for aligned pointers once
+    sizes = [round_up(x.size, 4) for x in parts]  # 16-byte borders: a kernel is compiled for aligned pointers once
     flat = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
     for x, home in zip(parts, flat.split(sizes)):
         home.numpy()[:x.size] = x.ravel()
@@ -591,7 +591,7 @@ def lineage(parents):
     return sees
 
 
-@lru_cache(maxsize=256)  # the same few shapes come back in every iteration
+@lru_cache(maxsize=1024)  # the same few shapes come back in every iteration
 def causal_mask(ahead, n, group, pad, dtype, device, trees=()):
     """What to add to the last columns of the scores. ahead: each request's cached tokens beyond the shortest one's, a tuple of R
     ints. -> (R, 1, n * group, w), w = max(ahead) + n + pad, of 0 and -inf; columns before these w are seen by every row. trees:
@@ -734,15 +734,15 @@ def attention(q, kv, segments, n_kv_head):
 
 def _attend(q, kv, s):
     """q (B, m, D) scaled, B = R Hk and m = n G, against the contexts of a segment -> (B, m, D). Few rows read the cache where it lies:
-    a value is a sum of V's rows, each times a number, which is torch's embedding_bag, and so is a score, of a tile's. To multiply
-    many rows, gathering first costs less."""
+    a value is a sum of V's rows, each times a number, which is torch's embedding_bag, and so is a score, of a key tile's. To
+    multiply many rows, gathering first costs less."""
     B, m, D = q.shape
-    if s.tile > 1 and m <= FEW_ROWS:
+    if s.key_tile > 1 and m <= FEW_ROWS:
         scores = _sums(kv[0], s.bags[0], D, q[:, :, None].expand(B, m, s.ctx // D, D)).view(B, m, s.ctx)
     else:
         scores = q.new_empty(B, m, s.ctx)
-        for part, k in _contexts(kv[0], s.columns if s.tile > 1 else s.index[0], s.ctx):
-            torch.bmm(q[part], k.view(-1, D, s.ctx) if s.tile > 1 else k.transpose(1, 2), out=scores[part])
+        for part, k in _contexts(kv[0], s.columns, s.ctx):
+            torch.bmm(q[part], k.view(-1, D, s.ctx) if s.key_tile > 1 else k.transpose(1, 2), out=scores[part])
     scores.view(s.R, -1, m, s.ctx)[..., -s.mask.size(-1):].add_(s.mask)
     p = scores.softmax(-1)
     if m <= FEW_ROWS:
@@ -965,7 +965,7 @@ def lora_pages(y, x, kv, l, n_split=0, exchange=None):
     many as fill the GPU. At most four launches, whose grids depend on the numbers of tiles and the largest rank alone. exchange: as
     for lora. -> y"""
     assert x.is_contiguous() and y.is_contiguous()
-    P, wide, width, calls = len(l.columns), x.dtype == torch.float32, -(-l.rank // 64) * 64, []
+    P, wide, width, calls = len(l.columns), x.dtype == torch.float32, round_up(l.rank, 64), []
     both = exchange and torch.empty(len(x), 1, width, dtype=torch.float32, device=x.device)  # xA of few and many rows, sent together
     for tiles, block_m, block_r, block_k, block_n in ((l.few, 16, 32, 128, 256), (l.many, l.block_many, 64, 64, 64)):
         if len(tiles):

@@ -29,7 +29,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from kernels import (FEW_ROWS, MOST_CHUNKS, Factors, Lora, LoraPages, Pages, Rows, Segment, Site, World, activate, add_norm, attention, filled,
-                     linear, lora, pack, pow2, rope_angles, rotate_write, split_heads, upload)
+                     linear, lora, pack, pow2, rope_angles, rotate_write, round_up, split_heads, upload)
 
 
 def checked(name, value, kind, low, high=math.inf):
@@ -602,7 +602,7 @@ class Graphs:
 
     def size(self, n):
         """n tokens, rounded up: to a power of two below the tile, then to a multiple of it."""
-        return min(pow2(n), self.tile) if n < self.tile else -(-n // self.tile) * self.tile
+        return min(pow2(n), self.tile) if n < self.tile else round_up(n, self.tile)
 
     def prepare(self, chunk, max_batch):
         """Record what is to come, with nobody in it: decodes alone, and beside a chunk. What else comes is recorded when it does."""

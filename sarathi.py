@@ -45,7 +45,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kernels import (ALIGN, BLOCK_ROWS, CALL, FEW_ROWS, Lora, LoraPages, Pages, Rows, Run, Segment, World, accept, causal_mask, fetch, key_cells, on_gpu,
+from kernels import (ALIGN, BLOCK_ROWS, CALL, FEW_ROWS, Chunk, Lora, LoraPages, Pages, Rows, Segment, World, accept, causal_mask, fetch, key_cells, on_gpu,
                      place, residual, round_up, run_ends, sample, target_probs)
 from model import GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model, load_tokenizer, preset, random_adapter
 
@@ -207,14 +207,19 @@ class Event(NamedTuple):
 
 @dataclass
 class Table:
-    """The pages of one owner: rows[i] is the cache row of page i's first head, stride the rows from one head to the next."""
+    """The pages of one owner: rows[i] is the cache row of page i's first head (in key tiles: of its V), stride the rows from one head to
+    the next."""
     rows: np.ndarray
     stride: int
     space: np.ndarray | None = None  # what rows is the begin of, where it will grow
 
-    def tile(self, D):
-        """Of how many tokens K lies together, transposed (kernels.py): D, if these are whole tiles of D pages; else 1."""
+    def key_tile(self, D):
+        """Of how many tokens K lies together, transposed (kernels.py): D, if these are whole key tiles of D pages; else 1."""
         return D if self.stride > 1 and self.stride % D == 0 else 1
+
+    def at(self, tokens, n_kv_head):
+        """(n, Hk) the cache rows of these tokens."""
+        return self.rows[tokens, None] + self.stride * np.arange(n_kv_head)
 
     def of(self, n_kv_head, other):
         """The same pages in the cache of a model with `other` kv heads."""
@@ -885,7 +890,7 @@ class Work(NamedTuple):
                 context += past + n
             else:
                 chunks += 1
-                pairs += -(-n // tile) * tile * (past + n / 2)
+                pairs += round_up(n, tile) * (past + n / 2)
                 reread += past + n
             if adapter and adapter[0]:
                 adapted += 1
@@ -1041,7 +1046,7 @@ class Roofline(CostModel):
 
     def _gemm(self, N, n_weights):
         """N rows times n_weights weights: whole tiles are multiplied, every weight is read once."""
-        rows = N if N <= SKINNY else -(-N // TILE) * TILE
+        rows = N if N <= SKINNY else round_up(N, TILE)
         return math.hypot(2 * rows * n_weights / (GEMM_FLOPS * self.flops), self.dtype.itemsize * n_weights / (GEMM_BANDWIDTH * self.bandwidth))
 
 
@@ -1208,7 +1213,7 @@ def least_squares(A, b):
 
 
 def with_room(n, config):
-    """Pages of a request of n tokens that still has some to generate, whole tiles of them."""
+    """Pages of a request of n tokens that still has some to generate, whole key tiles of them."""
     return round_up(n + n // 8 + 1, config.head_dim)
 
 
@@ -1543,7 +1548,7 @@ class Fixed(Policy, named=False):
 
     @property
     def shapes(self):
-        return [self.tree or (1,) * min(self.n_spec, BLOCK_ROWS)]
+        return [self.tree or (1,) * min(self.n_spec, BLOCK_ROWS - 1)]
 
     def lengths(self, d):
         return np.minimum(self.n_spec, d.most)
@@ -1694,7 +1699,7 @@ class Loop(NamedTuple):
         """An iteration that feeds c tokens of prompts, in whole tiles of rows, and d decodes with k drafts each."""
         n, chunks, read = d * (1 + k), int(c > 0), self.adapted * self.weights
         return Work(N=c + n, M=n + chunks, decodes=d, context=d * (self.context + 1 + k), chunks=chunks,
-                    pairs=-(-c // tile) * tile * (self.past + c / 2), reread=chunks * (self.past + c),
+                    pairs=round_up(c, tile) * (self.past + c / 2), reread=chunks * (self.past + c),
                     adapted=math.ceil(self.adapted * (d + chunks)), lora_read=d * read, lora_pairs=c * read)
 
     def flow(self, total, k, tokens):
@@ -2083,11 +2088,14 @@ class Engine:
         if isinstance(draft, (GPT, CostModel)):
             page += draft.config.page_bytes(draft.dtype.itemsize)  # a draft model's cache has as many pages [SmartSpec §6]
         affordable = int(c.memory_gb * 1e9 or share * free) // page  # (M_G - M_S) / m_kv
-        n_page = c.n_page or min(affordable, (B or affordable) * L)
+        tiled = isinstance(model, GPT) and not on_gpu(model.device) and c.alloc == "reserve"
+        self.key_tile = model.config.head_dim if tiled else 1  # pages of a key tile, see Table.key_tile
+        longest = round_up(L, self.key_tile)
+        n_page = c.n_page or min(affordable, (B or affordable) * longest)
         if not 1 <= n_page <= free // page:
             raise ValueError(f"n_page = {c.n_page}, memory_gb = {c.memory_gb:g}: a pool of {n_page} pages of {page} bytes, "
                              f"must have 1 .. {free // page} pages in the {free / 1e9:.1f} GB there are")
-        self.max_batch = B or min(256, max(1, n_page // L))  # B = floor((M_G - M_S) / (L * m_kv)) [SARATHI §4.3.1]
+        self.max_batch = B or min(256, max(1, n_page // longest))  # B = floor((M_G - M_S) / (L * m_kv)) [SARATHI §4.3.1]
         if getattr(self.scheduler, "max_batch", None) is None:  # a scheduler of somebody's own may not call our __init__
             self.scheduler.max_batch = self.max_batch
         if self.world.tp > 1 and self.config.lora == "bmm":
@@ -2095,7 +2103,6 @@ class Engine:
         self.clock, self.record = clock or make_clock(self.world), record
         self.order = self._new_order()
         checked("adapter_pages", c.adapter_pages, int, 0, n_page - 1)
-        self.key_tile = model.config.head_dim if isinstance(model, GPT) and not on_gpu(model.device) else 1  # see Table.tile
         self.pool = self._new_pool(n_page - c.adapter_pages)
         own = self._new_pool(c.adapter_pages, first=self.pool.n_page)  # no-unify [S-LoRA §7.4]
         costs = cost if isinstance(cost, tuple) else (cost, None)
@@ -2156,7 +2163,7 @@ class Engine:
         if not c.graph or not on_gpu(self.model.device) or self.world.size > 1 or c.lora == "bmm":
             return None
         chunk, B = min(c.chunk, self.model.config.block_size), min(self.max_batch, 512)  # a million means all, and recordings take memory
-        graphs = Graphs(self.model, self.kv, c.tile, -(-(chunk + FEW_ROWS * B) // c.tile) * c.tile)
+        graphs = Graphs(self.model, self.kv, c.tile, round_up(chunk + FEW_ROWS * B, c.tile))
         if self.kv.is_cuda:
             graphs.prepare(chunk, B)
         return graphs
@@ -2385,7 +2392,9 @@ class Engine:
 
     def _hold(self, r, n):
         """Pages for the first n tokens of r, and its adapter; idle adapters make way. False, and a waiting r has nothing, if not."""
-        for n_max in sorted({round_up(r.max_len, self.key_tile), r.max_len}, reverse=True):  # whole tiles, if there are as many pages
+        whole = round_up(r.max_len, self.key_tile)  # key tiles; if that is within its share of the pool, or adds but little
+        fair = whole <= max(self.pool.n_page // self.max_batch, r.max_len * 9 // 8)
+        for n_max in dict.fromkeys((whole if fair else r.max_len, r.max_len)):
             if self.adapters.find_room(self.pool, self.pool.hold, r.id, n, n_max) and self.adapters.hold(r.adapter):
                 return True
             if r.state == "waiting":
@@ -2479,7 +2488,7 @@ class Engine:
     def _pack(self, plan):
         """The plan as one flat Batch. Sorted so that decodes with contexts alike stand together."""
         tables = self.pool.tables
-        plan.sort(key=lambda entry: (entry[1], entry[0].n_past))
+        plan.sort(key=lambda entry: (entry[1], tables[entry[0].id].key_tile(self.key_tile), entry[0].n_past))
         spans = [(r, tables[r.id], r.n_past, r.n_past + n) for r, n in plan]
         past, n, wanted = np.array([(r.n_past, n, r.n_wanted(n)) for r, n in plan]).T
         last = lambda stops, counts: np.arange(counts.sum()) + np.repeat(stops - np.cumsum(counts), counts)  # so many numbers before each stop
@@ -2518,22 +2527,22 @@ class Engine:
 
     def _rows(self, spans, to):
         """Where on a CPU the K and V of this batch go."""
-        runs, few, fresh, start, heads = [], [], [], 0, np.arange(self.pool.n_kv_head)
+        chunks, few, fresh, start, Hk = [], [], [], 0, self.pool.n_kv_head
         for _, t, a, b in spans:
-            tile = t.tile(self.key_tile)
+            tile = t.key_tile(self.key_tile)
             if b - a > FEW_ROWS and t.stride > 1:
-                runs.append(Run(start, b - a, a, int(t.rows[0]), t.stride, tile))
+                chunks.append(Chunk(start, b - a, a, int(t.rows[0]), t.stride, tile))
             else:
-                few.append((t, a, b))
+                few.append((t, a, b, tile))
             if b - b % tile >= a and b % tile:
-                fresh.append(t.rows[b - b % tile:round_up(b, tile), None] + t.stride * heads)
+                fresh.append(t.at(slice(b - b % tile, round_up(b, tile)), Hk))
             start += b - a
         fresh = to(np.concatenate(fresh)) if fresh else None
-        rows = np.concatenate([np.empty((0, len(heads)), int), *(t.rows[a:b, None] + t.stride * heads for t, a, b in few)])
-        if all(t.stride == 1 for t, _, _ in few):
-            return Rows(to(rows), to(rows), runs, fresh)
-        t, tile = np.array([(i, t.tile(self.key_tile)) for t, a, b in few for i in range(a, b)]).T
-        return Rows(to(rows), to(key_cells(rows, t, tile, self.model.config.head_dim)), runs, fresh)
+        rows = np.concatenate([np.empty((0, Hk), int), *(t.at(slice(a, b), Hk) for t, a, b, _ in few)])
+        if all(tile == 1 for *_, tile in few):
+            return Rows(to(rows), to(rows), chunks, fresh)
+        tokens, tiles = np.array([(i, tile) for _, a, b, tile in few for i in range(a, b)]).T
+        return Rows(to(rows), to(key_cells(rows, tokens, tiles, self.model.config.head_dim)), chunks, fresh)
 
     def _segments(self, spans):
         """Cut the batch into attention calls: a chunk into blocks of rows; decodes that feed as many tokens each share one, as long as
@@ -2541,9 +2550,9 @@ class Engine:
         segments, start, i = [], 0, 0
         while i < len(spans):
             _, t, a, longest = spans[i]
-            n, R, tile = longest - a, 1, t.tile(self.key_tile)
+            n, R, tile = longest - a, 1, t.key_tile(self.key_tile)
             for _, t, a, b in islice(spans, i + 1, None):  # of as many tokens, contexts ascend
-                if n > FEW_ROWS or b - a != n or R * (b - longest) > CALL or t.tile(self.key_tile) != tile:
+                if n > FEW_ROWS or b - a != n or R * (b - longest) > CALL or t.key_tile(self.key_tile) != tile:
                     break
                 R, longest = R + 1, b
             for j in range(0, n, BLOCK_ROWS):
@@ -2638,8 +2647,8 @@ class Engine:
         table, c = self.pool.tables[r.id], self.model.config
         keys, values = self.kv[:, 0].flatten(1), self.kv[:, 1]
         old, new = (r.n_past - 1 + level for level in (np.array(r.path, int), 1 + np.arange(len(r.path))))  # (levels,)
-        rows = [table.rows[t, None] + table.stride * np.arange(c.n_kv_head) for t in (old, new)]
-        old, new = (torch.from_numpy(key_cells(x, t, table.tile(self.key_tile), c.head_dim)).to(keys.device) for x, t in zip(rows, (old, new)))
+        rows = [table.at(t, c.n_kv_head) for t in (old, new)]
+        old, new = (torch.from_numpy(key_cells(x, t, table.key_tile(self.key_tile), c.head_dim)).to(keys.device) for x, t in zip(rows, (old, new)))
         keys[:, new] = keys[:, old]
         old, new = (torch.from_numpy(x).to(keys.device) for x in rows)
         values[:, new] = values[:, old]

@@ -603,7 +603,7 @@ def untiled(engine):
     """The cache with all K as V lies."""
     kv, Hk, D = engine.kv.clone(), engine.pool.n_kv_head, engine.kv.size(-1)
     for t in engine.pool.tables.values():
-        rows, tile = t.rows[:, None] + t.stride * np.arange(Hk), t.tile(engine.key_tile)
+        rows, tile = t.rows[:, None] + t.stride * np.arange(Hk), t.key_tile(engine.key_tile)
         i = np.arange(len(rows))
         elsewhere = (rows - i[:, None] % tile)[..., None] * D + np.arange(D) * tile + i[:, None, None] % tile  # the formula, once more
         kv[:, 0, rows] = engine.kv[:, 0].flatten(1)[:, elsewhere]
@@ -632,7 +632,7 @@ def test_attention_equals_its_definition(layout, n_head, n_kv_head, dtype, toler
         plan.append((r, n))
     batch = engine._pack(plan)
     assert sum(s.R * s.n for s in batch.segments) == sum(n for _, n in shapes)
-    expected = [1] * 5 if layout == "untiled" else [4, 1]
+    expected = [2, 1, 2] if layout == "untiled" else [4, 1]
     assert [s.R for s in batch.segments if s.start < 5] == expected, "contexts of 1, 11, 13 and 18 tokens share a call, one of 301 has its own"
     tables = [(torch.from_numpy(t.rows[:r.n_past + n, None] + t.stride * np.arange(n_kv_head)), n)
               for r, n in plan for t in [engine.pool.tables[r.id]]]
@@ -2878,7 +2878,7 @@ def test_triton_model_equals_the_cpus(alloc, family, monkeypatch):
                     engine.add(known[length])
             entries = [(known[length], n) for length, n in plan]
             for r, n in entries:
-                assert engine.pool.hold(r.id, r.n_past + n, r.max_len)
+                assert engine.pool.hold(r.id, r.n_past + n, kernels.round_up(r.max_len, 16))  # key tiles on a CPU, none in the kernels
                 r.n_tokens = r.n_past + n
             logits.append(engine.model(engine._pack(entries), engine.kv).float().cpu())
             for r, n in entries:
@@ -2892,31 +2892,31 @@ def test_triton_model_equals_the_cpus(alloc, family, monkeypatch):
 
 
 @pytest.mark.parametrize("past, n", [(0, 1), (0, 16), (5, 3), (5, 11), (5, 12), (16, 9), (31, 40), (3, 61), (0, 64)])
-def test_a_runs_k_and_v_go_where_those_of_single_tokens_go(past, n):
+def test_a_chunks_k_and_v_go_where_those_of_single_tokens_go(past, n):
     """Three copies, into tiles of 16, beside an address for each number; what a tile's tokens leave of it unfilled is cleared."""
     (Hk, D, stride, first), generator = (3, 16, 80, 5), torch.Generator().manual_seed(0)
     k, v = torch.randn(2, n, Hk, D, generator=generator)
     ours, expected = torch.full((2, 2, 250, D), float("nan"))
     t = past + np.arange(n)
     rows = first + t[:, None] + stride * np.arange(Hk)
-    kernels.write(ours, k, v, kernels.Rows(torch.empty(0, Hk, dtype=int), torch.empty(0, Hk, dtype=int), [kernels.Run(0, n, past, first, stride, D)]))
+    kernels.write(ours, k, v, kernels.Rows(torch.empty(0, Hk, dtype=int), torch.empty(0, Hk, dtype=int), [kernels.Chunk(0, n, past, first, stride, D)]))
     kernels.write(expected, k, v, kernels.Rows(torch.from_numpy(rows), torch.from_numpy(kernels.key_cells(rows, t, D, D))))
     assert torch.equal(ours.nan_to_num(9.0), expected.nan_to_num(9.0)) and int(ours.isnan().sum()) == 2 * (250 - n * Hk) * D
     assert torch.equal(ours[1, rows], v) and torch.equal(ours[0].flatten()[(rows - t[:, None] % D)[..., None] * D + np.arange(D) * D + t[:, None, None] % D], k)
 
 
-def test_whole_tiles_are_given_where_there_is_room_and_exact_pages_where_not():
-    """Rounding up keeps nobody waiting: the same tokens, whoever has which."""
+def test_whole_key_tiles_are_given_where_they_keep_nobody_waiting():
+    """The same tokens, whoever has which."""
     strides = {}
-    for n_page in (136, 100, 40):
+    for n_page in (150, 120, 47):
         engine = Engine(small(), scheduler="orca", max_batch=3, n_page=n_page)
         requests = add(engine, [Request(prompt(30, seed=i), 10) for i in range(3)])
         engine.step()
         strides[n_page] = [engine.pool.tables[r.id].stride for r in engine.running]
         engine.run()
         assert [r.output for r in requests] == [naive(30, 10, seed=i) for i in range(3)]
-    assert strides == {136: [48, 48, 40], 100: [48, 48], 40: [40]} and engine.key_tile == 16
-    assert Simulator(SimpleCost(), n_page=100).key_tile == 1
+    assert strides == {150: [48, 48, 48], 120: [40, 40, 40], 47: [40]} and engine.key_tile == 16
+    assert Simulator(SimpleCost(), n_page=100).key_tile == Engine(small(), alloc="grow", n_page=100).key_tile == 1
 
 
 def test_a_segments_lists_are_where_its_index_is():
@@ -3907,7 +3907,7 @@ def test_goodput_knows_what_heads_take():
 
 @pytest.mark.parametrize("options, message", [
     (dict(draft="ngram", spec="3,2,2"), "spec = 3,2,2: a tree of drafts needs heads"), (dict(spec="2,0"), "spec = 0: must be"),
-    (dict(spec="9,9,9"), "a tree of 819 drafts, at most 255"), (dict(spec="2,1,1"), "has no tree for 2 heads"), (dict(spec=3), "has no tree for 2 heads"),
+    (dict(spec="9,9,9"), "a tree of 819 drafts, at most 127"), (dict(spec="2,1,1"), "has no tree for 2 heads"), (dict(spec=3), "has no tree for 2 heads"),
     (dict(spec="confidence", cost=(None, None)), "Confidence has no tree"), (dict(draft=model_py.Heads(2, 32), spec=2), "the model's have 64")])
 def test_trees_that_cannot_be_are_one_clear_sentence(options, message):
     if options.get("cost"):
