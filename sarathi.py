@@ -871,6 +871,7 @@ class Work(NamedTuple):
     M: int = 0  # rows that need logits
     decodes: int = 0
     context: int = 0  # cached tokens that decodes read
+    again: float = 0  # and that the drafts of a verification read again, on a CPU: there each row sums up its own
     chunks: int = 0
     pairs: float = 0  # of a chunk's query with a key
     reread: int = 0  # cached tokens that chunks read, those of earlier chunks included [SARATHI §4.2]
@@ -881,13 +882,14 @@ class Work(NamedTuple):
     @classmethod
     def of(cls, entries, tile):
         """entries: (n_past, n, rows whose logits are wanted, weights of its adapter) per request; a chunk's rows fill whole tiles."""
-        N = M = decodes = context = chunks = pairs = reread = adapted = lora_read = lora_pairs = 0
+        N = M = decodes = context = again = chunks = pairs = reread = adapted = lora_read = lora_pairs = 0
         for past, n, wants, *adapter in entries:
             N += n
             M += wants
             if n <= FEW_ROWS:
                 decodes += 1
                 context += past + n
+                again += (n - 1) * (past + n)
             else:
                 chunks += 1
                 pairs += round_up(n, tile) * (past + n / 2)
@@ -896,7 +898,7 @@ class Work(NamedTuple):
                 adapted += 1
                 lora_read += adapter[0] * (n <= FEW_ROWS)
                 lora_pairs += adapter[0] * n * (n > FEW_ROWS)
-        return cls(N, M, decodes, context, chunks, pairs, reread, adapted, lora_read, lora_pairs)
+        return cls(N, M, decodes, context, again, chunks, pairs, reread, adapted, lora_read, lora_pairs)
 
 
 class CostModel:
@@ -1056,7 +1058,7 @@ class Fitted(CostModel):
     ring = (0.0, 0.0)  # the same of an all-reduce, where it was not in the iterations that were timed; bench.py's message_cost
     RANKS = 8, 64  # of the adapters in its iterations
     KNOTS = (4, 16, 64)  # tokens at which the slope of the linear operators may change: no tile, but small batches are bound by memory
-    LINEAR, ATTENTION, OTHERS, LORA = slice(0, 5), slice(5, 10), slice(10, 11), slice(11, 15)  # of the features and their coefficients
+    LINEAR, ATTENTION, OTHERS, LORA = slice(0, 5), slice(5, 11), slice(11, 12), slice(12, 16)  # of the features and their coefficients
 
     def __init__(self, model, repeats, between):
         super().__init__(model.config, model.dtype, free_memory(model.device), str(model.device))
@@ -1075,7 +1077,7 @@ class Fitted(CostModel):
         return 1, N, *(max(0, N - k) for k in self.KNOTS)
 
     def _of_attention(self, w):
-        return w.context, w.decodes, w.pairs, w.reread, w.chunks
+        return w.context, w.again, w.decodes, w.pairs, w.reread, w.chunks
 
     def _of_lora(self, w):
         return w.adapted > 0, w.adapted, w.lora_read, w.lora_pairs
@@ -1697,8 +1699,8 @@ class Loop(NamedTuple):
 
     def work(self, c, d, k, tile):
         """An iteration that feeds c tokens of prompts, in whole tiles of rows, and d decodes with k drafts each."""
-        n, chunks, read = d * (1 + k), int(c > 0), self.adapted * self.weights
-        return Work(N=c + n, M=n + chunks, decodes=d, context=d * (self.context + 1 + k), chunks=chunks,
+        n, chunks, read, context = d * (1 + k), int(c > 0), self.adapted * self.weights, d * (self.context + 1 + k)
+        return Work(N=c + n, M=n + chunks, decodes=d, context=context, again=k * context, chunks=chunks,
                     pairs=round_up(c, tile) * (self.past + c / 2), reread=chunks * (self.past + c),
                     adapted=math.ceil(self.adapted * (d + chunks)), lora_read=d * read, lora_pairs=c * read)
 
@@ -1982,10 +1984,10 @@ class Speculator:
         chunk = cost.seconds(w) - cost.seconds(Work(N=B, M=B, decodes=B, context=cached + B)) if w.N > B else 0.0
 
         def target(n):
-            more = dict(N=w.N + n, M=w.M + n, context=w.context + n)
+            more = dict(N=w.N + n, M=w.M + n, context=w.context + n, again=w.again + n * (1 + (cached + n) / B))
             if n > N_SPEC * B:  # trees: too many rows to stream the context past them, each is a chunk to the hardware
                 pairs = w.pairs + -(-(1 + n / B) // cost.tile) * cost.tile * (cached + (B + n) / 2)
-                more |= dict(context=w.context - cached - B, decodes=w.decodes - B, chunks=w.chunks + B, pairs=pairs,
+                more |= dict(context=w.context - cached - B, again=w.again, decodes=w.decodes - B, chunks=w.chunks + B, pairs=pairs,
                              reread=w.reread + cached + B + n)
             return cost.seconds(w._replace(**more)) - chunk
         draft = lambda steps: self.proposer.seconds(B, cached, steps) if steps else 0.0
