@@ -1819,6 +1819,20 @@ def test_a_profile_tells_what_adapters_cost(monkeypatch):
     assert cost.lora(sarathi.Work.of([(9, 1, True, weights[0])], 1), "merge") == 0
 
 
+def test_a_profile_tells_what_drafts_read_again(monkeypatch):
+    """And so do those who ask for the price of drafts that nobody has made yet."""
+    def seconds(entries):
+        w = sarathi.Work.of(entries, 1)
+        return 5e-3 + 1e-4 * w.N + 1e-6 * w.context + 2e-6 * w.again
+    monkeypatch.setattr(sarathi, "time_batches", lambda model, batches, *_: np.array([*map(seconds, batches)]))
+    cost, expected = CostModel.profile(small()), pytest.approx(5e-3 + 12e-4 + 309e-6 + 2 * 927e-6, rel=1e-3)
+    assert cost.time_of([(99, 1, 1)] * 3) == pytest.approx(seconds([(99, 1, 1)] * 3), rel=1e-3)
+    assert cost.time_of([(99, 4, 4)] * 3) == expected and cost.seconds(sarathi.Loop(3, 3, 50, 50, context=99).work(0, 3, 3, 1)) == expected
+    engine = Engine(small(), draft="ngram", spec="goodput", cost=cost, max_batch=3, n_page=500)
+    plan = sarathi.rehearse(engine, [(99, 1, 1)] * 3)
+    assert engine.speculator._prices(plan, [r for r, n in plan], 9)[0](9) == expected
+
+
 def test_the_adapters_of_a_profile_are_computed_and_let_go():
     engine = Engine(small(), max_batch=4, n_page=400)
     engine.add_adapter("a", random_adapter(8))
