@@ -45,8 +45,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kernels import (ALIGN, BLOCK_ROWS, CALL, FEW_ROWS, Chunk, Lora, LoraPages, Pages, Rows, Segment, World, accept, causal_mask, fetch, key_cells, on_gpu,
-                     place, residual, round_up, run_ends, sample, target_probs)
+from kernels import (ALIGN, BLOCK_ROWS, CALL, FEW_ROWS, Chunk, Lora, LoraPages, Pages, Rows, Segment, World, accept, causal_mask, fetch,
+                     key_cells, on_gpu, place, residual, round_up, run_ends, sample, target_probs)
 from model import GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model, load_tokenizer, preset, random_adapter
 
 
@@ -1184,7 +1184,8 @@ def random_batches(L, n, weights=(), seed=0):
 
 def time_batches(model, batches, repeats, between):
     """(n,) the median seconds of each batch, in rounds after a warm-up."""
-    pages, adapters = max(sum(with_room(past + n, model.config) for past, n, *_ in entries) for entries in batches), [*map(random_adapter, Fitted.RANKS)]
+    pages = max(sum(with_room(past + n, model.config) for past, n, *_ in entries) for entries in batches)
+    adapters = [*map(random_adapter, Fitted.RANKS)]
     engine = Engine(model, max_batch=256, n_page=pages + sum(make(model.config).n_page for make in adapters))
     engine.kv.normal_()
     for i, make in enumerate(adapters):
