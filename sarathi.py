@@ -2544,7 +2544,7 @@ class Engine:
         rows = np.concatenate([np.empty((0, Hk), int), *(t.at(slice(a, b), Hk) for t, a, b, _ in few)])
         if all(tile == 1 for *_, tile in few):
             return Rows(to(rows), to(rows), chunks, fresh)
-        tokens, tiles = np.array([(i, tile) for _, a, b, tile in few for i in range(a, b)]).T
+        tokens, tiles = np.concatenate([np.arange(a, b) for _, a, b, _ in few]), np.repeat(*np.array([(tile, b - a) for _, a, b, tile in few]).T)
         return Rows(to(rows), to(key_cells(rows, tokens, tiles, self.model.config.head_dim)), chunks, fresh)
 
     def _segments(self, spans):
