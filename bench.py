@@ -170,7 +170,10 @@ class Bench:
         options = vars(self.options) | dict(scheduler=scheduler, max_batch=B, n_page=n_page, record=tape) | more
         if not self.simulated and self.world.pp == 1 and make_scheduler(scheduler).priced and more.get("cost") is None:
             options["cost"] = self.cost
-        return make_engine(self.model, clock=self.clock, **options)
+        engine = make_engine(self.model, clock=self.clock, **options)
+        if not self.simulated:
+            engine.kv.zero_()  # a server's cache has been used before, and memory is slow the first time
+        return engine
 
     def room(self, n_page, B):
         """Pages with which B requests that need n_page have whole key tiles of them, where it is measured (kernels.py)."""

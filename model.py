@@ -361,7 +361,10 @@ class GPT(nn.Module):
         shape = (len(c.layers), 2, n_page * c.n_kv_head, c.head_dim)
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        memory = mmap.mmap(-1, math.prod(shape) * self.dtype.itemsize)  # zeros that cost nothing until they are touched
+        # zeros that cost nothing until they are touched, and then little: in pieces of 2 MB where the system has them
+        memory = mmap.mmap(-1, math.prod(shape) * self.dtype.itemsize, access=mmap.ACCESS_COPY)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=self.dtype).view(shape)
 
     def _embed(self, tokens, positions, dtype):
