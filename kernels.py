@@ -10,9 +10,9 @@ one token. A page (one token's K and V) owns n_kv_head rows in each plane. Head 
                             stride = n: n pages lie together, head after head, so that     (reserve: a whole request)
                                         one head's context is one contiguous block
 
-and so both allocation policies, and every kernel, share one address formula. One exception: where torch attends, on a CPU, K of n
-pages that lie together, n a multiple of D, lies transposed, in key tiles of D tokens. Row i of a key tile has number i of each of its
-tokens, and so a score is what a value is: a sum of rows, each times a number.
+and so both allocation policies, and every kernel, share one address formula. One exception: where torch attends, on a CPU, and a
+request's n pages lie together, n a multiple of D, its K is stored in key tiles of D tokens, each transposed: row i of a tile has number
+i of each of its tokens. A score q K is then what a value is, a sum of rows, each times a number, and one routine computes both.
 """
 import atexit
 import ctypes
@@ -40,12 +40,12 @@ try:
 except ImportError:  # plain torch everywhere: the kernels below are read as Python functions, and nobody launches them
     triton, tl, HAS_TRITON = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=None), False
 
-BLOCK_ROWS = 128  # query rows of a chunk that attend in one call: smaller wastes less above the diagonal, larger runs faster
+CHUNK_ROWS = 128  # query rows of a chunk that attend in one call: smaller wastes less above the diagonal, larger runs faster
 ALIGN = 32  # contexts are filled up to a multiple of so many tokens: softmax is a quarter faster, and oneDNN meets few new shapes
-CALL = 256  # tokens of context whose attention takes as long as one more call
+CALL = 256  # to start an attention call takes as long as to attend to so many tokens: shorter contexts are filled up by that to share one
 PART = 4 * 2**20  # bytes of K or V that are gathered at once
 FEW_ROWS = 8  # up to so many rows a request streams its context from memory (a decode, a verification); beyond, it multiplies (a chunk)
-MOST_CHUNKS = 8  # requests beyond that in one batch, if it is padded for a recording
+MOST_CHUNKS = 8  # so many chunks a recorded iteration has room for
 
 # glibc gives large blocks back to the system when they are freed; every iteration would fault its activations in again, a tenth of its time
 if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
@@ -135,26 +135,26 @@ class World:
         if self.size == 1:
             return value
         text = pickle.dumps(value) if self.rank == source else b""
-        first = torch.zeros(8 + LETTER, dtype=torch.uint8)
-        first.numpy()[:8 + min(LETTER, len(text))] = np.frombuffer(len(text).to_bytes(8, "little") + text[:LETTER], np.uint8)
-        self._broadcast(first, source)
-        length = int.from_bytes(first.numpy()[:8].tobytes(), "little")
-        rest = torch.zeros(max(0, length - LETTER), dtype=torch.uint8)
-        if len(rest):
-            rest.numpy()[:len(text) - LETTER if text else 0] = np.frombuffer(text[LETTER:], np.uint8)
-            self._broadcast(rest, source)
-        return value if self.rank == source else pickle.loads(first.numpy()[8:].tobytes()[:length] + rest.numpy().tobytes())
+        first = self._broadcast(len(text).to_bytes(8, "little") + text[:LETTER], 8 + LETTER, source)
+        n_rest = int.from_bytes(first[:8], "little") - LETTER
+        rest = self._broadcast(text[LETTER:], n_rest, source) if n_rest > 0 else b""
+        return value if self.rank == source else pickle.loads(first[8:] + rest)  # which ignores what is behind the value
 
-    def _broadcast(self, x, source):
+    def _broadcast(self, text, n, source):
+        """n bytes, on rank `source` text and zeros behind it -> the same on every rank. The source does not wait for the others."""
+        x = torch.frombuffer(bytearray(text.ljust(n, b"\0")), dtype=torch.uint8)
         work = self._call(dist.broadcast, x, source, async_op=True)
-        if self.rank == source:
-            self._post(work)
-        else:
+        if self.rank != source:
             self._call(work.wait)
+            return x.numpy().tobytes()
+        while self.posted and self.posted[0].is_completed():  # those that arrived are forgotten
+            self.posted.popleft()
+        self.posted.append(work)
+        return x.numpy().tobytes()
 
     def spread(self, x, source):
-        """What is in x on rank `source` comes into everybody's x, in messages that overtake no other of these, and wait for nothing
-        else -> a function that waits for them."""
+        """Copy x of rank `source` into everybody's x. Nobody waits; what is spread arrives in the order of the calls -> a function that
+        waits until this has."""
         if self.rank == source:
             works = [self._call(dist.isend, x, rank, tag=1) for rank in range(self.size) if rank != source]
         else:
@@ -193,12 +193,6 @@ class World:
         work = self._call(dist.irecv, x, self.rank - self.tp, group=self.column)
         return lambda: (self._call(work.wait), x)[1]
 
-    def _post(self, work):
-        """Keep a message that is on its way; those that arrived are forgotten."""
-        while self.posted and self.posted[0].is_completed():
-            self.posted.popleft()
-        self.posted.append(work)
-
     def _call(self, f, *args, **more):
         """f(...). ConnectionError, naming the rank, where another's end or silence makes it impossible."""
         try:
@@ -236,7 +230,7 @@ class World:
             except RuntimeError:  # the one who should have got it is gone
                 break
         self.posted.clear()
-        if self.size > 1 and dist.is_initialized():
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -369,8 +363,8 @@ class Segment:
     n: int
     ctx: int  # tokens of the longest context, its own rows included, and on to a multiple of ALIGN and key_tile; shorter ones are filled up
     key_tile: int  # tokens whose K lies together, transposed: D; or 1: K lies as V does
-    index: torch.Tensor  # (2, R * Hk * ctx) int32, the cache rows of these contexts, K's with all of their last key tiles; what fills up is
-    #                      any row of the request's own, for elsewhere may lie what is no number
+    index: torch.Tensor  # (2, R * Hk * ctx) int32: the cache rows to read, K's and V's, per request and head. What fills up to ctx is a row
+    #                      of the request's own: another's might hold NaN, which no mask removes
     mask: torch.Tensor  # (R, 1, n * G, w) added to the scores of the last w tokens of ctx: causal_mask
 
     @cached_property
@@ -396,11 +390,11 @@ class Chunk(NamedTuple):
 
 @dataclass
 class Rows:
-    """Where K and V of N new tokens go, on a CPU: those of the first n_few, which lead the batch, each to its own rows; chunks together."""
+    """Where K and V of the N new tokens go, on a CPU: of the first n_few each to rows of its own, of a chunk all together."""
     v: torch.Tensor  # (n_few, Hk) cache rows
     k: torch.Tensor  # the same; or (n_few, Hk, D) the place in the plane of each number: key_cells
     chunks: list[Chunk] = field(default_factory=list)
-    fresh: torch.Tensor | None = None  # (n, Hk) cache rows of key tiles that these tokens begin and do not fill: they will be read whole
+    fresh: torch.Tensor | None = None  # (n, Hk) cache rows of key tiles that these tokens begin and do not fill: cleared, for they are read whole
 
 
 def key_cells(rows, t, key_tile, D):
@@ -439,9 +433,9 @@ def _write_chunk(kv, k, v, c):
 
 @dataclass
 class Pages:
-    """What segments are to a CPU: who attends to what, and where it lies. Arrays as `of` makes them, and int32 in the GPU's memory
-    once uploaded, so that launches depend on none of the values. A tile is BLOCK_M neighbouring rows of one request, row = token * G
-    + head of the group."""
+    """What the Triton kernels read instead of Segments: where each request's pages are, and which rows each program computes. numpy
+    arrays as `of` makes them, int32 on the GPU once uploaded; launches depend on their sizes alone, so that a recording can be
+    replayed with other contents. A tile is BLOCK_M neighbouring rows of one request, row = token * G + head of the group."""
     rows: torch.Tensor  # (N, 2) the first cache row and the stride of each new token's page
     spans: torch.Tensor  # (B, 7) per request: its first row in the batch, n, n_past, first cache row, stride, first entry in table, and in
     #                      trees (-1: its tokens follow one another)
@@ -504,8 +498,8 @@ def upload(homes, device, into=None):
     parts = [getattr(home, name) for home, own in zip(homes, names) for name in own]
     sizes = [round_up(x.size, 4) for x in parts]  # 16-byte borders: a kernel is compiled for aligned pointers once
     flat = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    for x, home in zip(parts, flat.split(sizes)):
-        home.numpy()[:x.size] = x.ravel()
+    for x, room in zip(parts, flat.split(sizes)):
+        room.numpy()[:x.size] = x.ravel()
     flat = flat.to(device, non_blocking=True) if into is None else into.copy_(flat, non_blocking=True)
     views = iter([t[:x.size].view(x.shape) for t, x in zip(flat.split(sizes), parts)])
     return flat, [replace(home, **{name: next(views) for name in own}) for home, own in zip(homes, names)]
@@ -534,11 +528,11 @@ def tiles(chosen, n_row, block):
     return np.stack([np.repeat(requests, count), first * block], 1)[::-1]  # a chunk's last rows see most: the longest work first
 
 
-def rotate_write_ref(qkv, rope, kv, rows, segments, n_head, n_kv_head):
+def rotate_write_ref(qkv, rope, kv, rows, n_head, n_kv_head):
     """Rotate q and k, write k and v into their pages. qkv (N, (H + 2 Hk) D) -> q (N, H, D)"""
     q, k, v = split_heads(qkv, rope, n_head, n_kv_head)
-    if isinstance(segments, Pages):
-        row, stride = segments.rows.long().split(1, 1)
+    if isinstance(rows, Pages):
+        row, stride = rows.rows.long().split(1, 1)
         row = row + stride * torch.arange(n_kv_head, device=row.device)
         rows = Rows(row, row)
     write(kv, k, v, rows)
@@ -568,15 +562,15 @@ def _rotate_write_kernel(qkv, cos, sin, q, kv, rows, plane, H: tl.constexpr, HK:
     tl.store(kv + cell + d, x, mask=there & (head >= H))
 
 
-def rotate_write(qkv, rope, kv, rows, segments, n_head, n_kv_head):
-    """qkv (N, (H + 2 Hk) D), rope as rope_angles says or None, kv (2, n_row, D): k and v go to it as Rows, or Pages, say.
+def rotate_write(qkv, rope, kv, rows, n_head, n_kv_head):
+    """qkv (N, (H + 2 Hk) D), rope as rope_angles says or None, kv (2, n_row, D): k and v go to it as rows, Rows or Pages, say.
     -> q (N, H, D)"""
-    if not isinstance(segments, Pages):
-        return rotate_write_ref(qkv, rope, kv, rows, segments, n_head, n_kv_head)
+    if not isinstance(rows, Pages):
+        return rotate_write_ref(qkv, rope, kv, rows, n_head, n_kv_head)
     (N, D), (cos, sin) = (len(qkv), kv.size(-1)), rope or (None, None)
     q, n = qkv.new_empty(N, n_head, D), n_head + 2 * n_kv_head
     block = min(16, pow2(n))
-    launch(_rotate_write_kernel, (N, -(-n // block)), qkv, cos, sin, q, kv, segments.rows, kv.stride(0), H=n_head, HK=n_kv_head, D=D,
+    launch(_rotate_write_kernel, (N, -(-n // block)), qkv, cos, sin, q, kv, rows.rows, kv.stride(0), H=n_head, HK=n_kv_head, D=D,
            BLOCK_H=block, BLOCK_D=pow2(D))
     return q
 
@@ -828,10 +822,10 @@ class Lora:
     b: torch.Tensor  # (m,) pages of B's rows, for each page of the few rows' y,
     b_from: torch.Tensor  # (m,) which number of xA each is multiplied with,
     b_bag: torch.Tensor  # (pages of y,) and where each page of y begins in b
-    padded: bool = False  # compute as S-LoRA-bmm does, to compare with
+    bmm: bool = False  # compute as S-LoRA-bmm does, to compare with
 
     @classmethod
-    def of(cls, spans, n_few, n_in, columns, width, padded=False):
+    def of(cls, spans, n_few, n_in, columns, width, bmm=False):
         """spans, n_few, columns, width as above; n_in: numbers in a row of x."""
         n_in, n_out = -(-n_in // width), columns[-1][2] + -(-columns[-1][1] // width)
         rows = [(row, f) for start, n, f in spans if n <= FEW_ROWS for row in range(start, start + n)]
@@ -846,7 +840,7 @@ class Lora:
         for row, f in rows:
             n_bag[row] = f.n_bag
         b_bag = np.cumsum(n_bag) - n_bag.ravel()
-        return cls(width, spans, columns, n_few, *map(torch.from_numpy, (a, a_bag, b, b_from, b_bag)), padded)
+        return cls(width, spans, columns, n_few, *map(torch.from_numpy, (a, a_bag, b, b_from, b_bag)), bmm)
 
 
 @dataclass
@@ -855,7 +849,7 @@ class LoraPages:
     of the values but the largest rank. A tile is neighbouring rows of one request; a tile of a request of rank 0 is empty."""
     width: int  # numbers in one plane of a page
     rank: int  # no row has more numbers in xA, all modules of the operator together
-    align: int  # a power of two that divides all of `columns`
+    step: int  # a power of two that divides all of `columns`
     spans: torch.Tensor  # (B, 4 + 4 * pages of y) per request: its first row in the batch, n, numbers in xA, first entry in table;
     #                      then of each page of y: the module's rank (0: none), its first number in xA, first entry in table, and
     #                      how many of its numbers are in this device's xA
@@ -930,7 +924,7 @@ def _shrink_kernel(x, a, xa, spans, table, tiles, xa_width, C: tl.constexpr, WID
 
 @triton.jit
 def _expand_kernel(y, b, xa, spans, columns, table, tiles, xa_width, device, C: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
-                   ALIGN: tl.constexpr, N_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+                   STEP: tl.constexpr, N_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
     """One program, one tile: BLOCK_M rows of y and BLOCK_N columns of one of its P pages. b: the V plane; device: None, or numbers
     from one device's xa to the next one's, each with `own` of a module's.
 
@@ -944,7 +938,7 @@ def _expand_kernel(y, b, xa, spans, columns, table, tiles, xa_width, device, C: 
     start, n, of_page = tl.load(span), tl.load(span + 1), span + 4 + 4 * page
     rank, begin, first, own = tl.load(of_page), tl.load(of_page + 1), tl.load(of_page + 2), tl.load(of_page + 3)
     if rank > 0:
-        column, n_column = tl.multiple_of(tl.load(columns + 2 * page), ALIGN), tl.multiple_of(tl.load(columns + 2 * page + 1), ALIGN)
+        column, n_column = tl.multiple_of(tl.load(columns + 2 * page), STEP), tl.multiple_of(tl.load(columns + 2 * page + 1), STEP)
         c, row, real = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)[None], (start + m).to(tl.int64)[:, None], (m < n)[:, None]
         at, there = y + row * C + column + c, real & (c < n_column)
         acc = tl.load(at, mask=there, other=0.0).to(tl.float32)
@@ -983,7 +977,7 @@ def lora_pages(y, x, kv, l, n_split=0, exchange=None):
         width, device = l.rank, both.stride(0)
     for tiles, xa, splits, block_m, block_n, warps in calls:
         launch(_expand_kernel, (len(tiles), P, -(-l.width // block_n)), y, kv[1], both if exchange else xa, l.spans, l.columns, l.table,
-               tiles, width, device, C=y.size(1), WIDTH=l.width, P=P, ALIGN=l.align, N_SPLIT=splits, BLOCK_M=block_m, BLOCK_R=32,
+               tiles, width, device, C=y.size(1), WIDTH=l.width, P=P, STEP=l.step, N_SPLIT=splits, BLOCK_M=block_m, BLOCK_R=32,
                BLOCK_N=block_n, num_warps=warps, num_stages=3)
     return y
 
@@ -993,7 +987,7 @@ def lora(y, x, kv, adapters, exchange=None):
     the kernels run. exchange: a function, this device's flat xA -> (devices, numbers), all of theirs; None: it is alone. -> y"""
     if isinstance(adapters, LoraPages):
         return lora_pages(y, x, kv, adapters, exchange=exchange)
-    if adapters.padded or x.device.type != "cpu":  # a GPU without Triton: plain torch
+    if adapters.bmm or x.device.type != "cpu":  # a GPU without Triton: plain torch
         return lora_bmm(y, x, kv, adapters)
     pages = kv.view(2, -1, adapters.width)
     chunks = [span for span in adapters.spans if span[1] > FEW_ROWS]
@@ -1021,7 +1015,7 @@ def mbgmv_shrink(x, pages, l):
 def mbgmv_expand(y, xa, pages, l):
     """Of the same rows: y[:n_few] += (x A) B, for xa (devices, numbers)."""
     xab = F.embedding_bag(l.b, pages[1], l.b_bag, mode="sum", per_sample_weights=xa.flatten()[l.b_from]).view(l.n_few, -1)
-    if xab.size(1) == y.size(1):  # no module ends inside a page
+    if len(l.columns) > 1 and xab.size(1) == y.size(1):  # all modules side by side, and none ends inside a page
         y[:l.n_few] += xab
         return
     for first, n_out, page in l.columns:

@@ -132,8 +132,8 @@ class GPTConfig:
     @property
     def widths(self):
         """{linear operator: (numbers in, numbers out) of a token}, one layer [SARATHI Table 1]; q, k, v in one, and gate and up."""
-        C, A, K, I = self.n_embd, self.n_head * self.head_dim, 2 * self.n_kv_head * self.head_dim, self.n_inner
-        return dict(preproj=(C, A + K), postproj=(A, C), ffn_ln1=(C, (2 if self.llama else 1) * I), ffn_ln2=(I, C))
+        shared = {op: sum(sizes) for op, sizes in pieces(self).items()}
+        return {op: (n, self.n_embd) if op in REDUCED else (self.n_embd, n) for op, n in shared.items()}
 
     @property
     def n_params(self):
@@ -211,11 +211,11 @@ class Batch:
     segments: list[Segment] | Pages  # who attends to what; on a GPU Pages, and rows are theirs
     loras: dict[str, Lora | LoraPages] = field(default_factory=dict)  # operator -> the adapters that rows of this batch have there
     flat: torch.Tensor | None = None  # on a GPU: what all of these are views of
-    newest: torch.Tensor | None = None  # (B,) what the iteration before samples; its row i is meant where tokens have ~i
+    newest: torch.Tensor | None = None  # (B,) the tokens that the iteration before, still running, samples: ~i in tokens stands for newest[i]
 
     @property
     def known(self):
-        """tokens (N,), those from newest filled in: on the device, for nobody else may know them yet."""
+        """tokens (N,), those from newest filled in: on the device, as the CPU does not know them yet."""
         return self.tokens if self.newest is None else torch.where(self.tokens < 0, self.newest[~self.tokens.clamp(max=-1)], self.tokens)
 
     def parts(self):
@@ -299,7 +299,7 @@ class Attention(nn.Module):
         if kv is None:  # no cache: (B, T) whole sequences
             q, k, v = (t.transpose(1, 2) for t in split_heads(qkv, rope, H, Hk))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
-        q = rotate_write(qkv, rope, kv, batch.rows, batch.segments, H, Hk)
+        q = rotate_write(qkv, rope, kv, batch.rows or batch.segments, H, Hk)
         return attention(q, kv, batch.segments, Hk).flatten(1)
 
 
@@ -307,7 +307,7 @@ class Block(nn.Module):
     """One layer. Its five timed operators carry the paper's names. x is the residual stream, y what the operator before has yet to
     add to it: the next norm does, in the same pass over memory."""
 
-    def __init__(self, config, world=World()):
+    def __init__(self, config, world):
         super().__init__()
         self.llama, bias, widths = config.llama, not config.llama, config.widths
         self.norm1 = Norm(config)
@@ -339,7 +339,7 @@ class GPT(nn.Module):
         self.norm, self.head = (Norm(config), Head(config, world)) if last else (None, None)
         if last and config.tied:
             self.head.weight = self.wte.weight
-        self.inv_freq = inv_freq(config) if config.llama else None
+        self.inv_freq = inv_freq(config, world.device) if config.llama else None
 
     @property
     def dtype(self):
@@ -369,21 +369,17 @@ class GPT(nn.Module):
 
     def _embed(self, tokens, positions, dtype):
         """-> x (..., C)"""
-        x = self._lookup(tokens).to(dtype)
-        return x if self.wpe is None else x + self.wpe(positions).to(dtype)
+        (i, n), V = self.config.part, self.config.n_vocab
+        if n == 1:
+            x = self.wte(tokens)
+        else:  # every rank has the embeddings of some tokens
+            here = (tokens >= i * V) & (tokens < (i + 1) * V)
+            x = self.world.all_reduce(self.wte(torch.where(here, tokens - i * V, 0)) * here[..., None], "embed")
+        return x.to(dtype) if self.wpe is None else x.to(dtype) + self.wpe(positions).to(dtype)
 
     def _rope(self, positions, dtype):
         """The rotary (cos, sin) or None, shared by all layers."""
         return rope_angles(positions, self.inv_freq.to(positions.device), dtype) if self.config.llama else None
-
-    def _lookup(self, tokens):
-        """The token embeddings (..., C), of which every rank has some."""
-        i, n = self.config.part
-        if n == 1:
-            return self.wte(tokens)
-        row = tokens - i * self.config.n_vocab
-        here = (row >= 0) & (row < self.config.n_vocab)
-        return self.world.all_reduce(self.wte(torch.where(here, row, 0)) * here[..., None], "embed")
 
     def forward(self, batch, kv):
         """One iteration of N tokens through every layer at once, so that each weight is read once [SARATHI §4.3].
@@ -438,7 +434,6 @@ class GPT(nn.Module):
         """A model with W + A B in place of W wherever the adapter has factors; all other weights are this one's own."""
         with torch.device("meta"):
             model = type(self)(self.config, self.world)
-        model.inv_freq = self.inv_freq
         for name, old in self.named_modules():  # a last stage lacks the embedding that its head was made of
             new = model.get_submodule(name)
             for leaf in ("weight", "bias"):
@@ -470,7 +465,6 @@ class GPT(nn.Module):
             torch.cuda.set_device(device)  # Triton launches on the current one
         with torch.device("meta"):
             model, whole = cls(config, world), cls(config.whole)
-        model.inv_freq = inv_freq(config, device) if config.llama else None
         mine = dict(model.named_parameters())
         for name, p in whole.named_parameters():
             part, (dim, spans), at = source(name, p.shape), shares(config, name, p.shape), 0
@@ -536,13 +530,18 @@ class GPT(nn.Module):
         c, tensors = self.config, {}
         if not c.llama:
             raise ValueError(f"save_pretrained writes the llama family only, this model is {c.family!r}")
-        for name, p in self.named_parameters():
-            tensors |= zip(hf_names(c)[name], p.split(part_sizes(c, name, p.shape[0])))
+        for name, parts in hf_names(c).items():
+            owner, leaf = name.rsplit(".", 1)
+            w = getattr(self.get_submodule(owner), leaf)  # a parameter in training, else plain or packed
+            if name != "head.weight" or not c.tied:
+                w = w.to_dense() if w.is_mkldnn else w
+                tensors |= zip(parts, w.split(part_sizes(c, name, len(w))))
         write_folder(folder, "model.safetensors", tensors, "config.json", dict(
             architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
             num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim, intermediate_size=c.n_inner,
             vocab_size=c.vocab_size, max_position_embeddings=c.block_size, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
-            rope_scaling=c.rope_scaling or None, tie_word_embeddings=c.tied, hidden_act="silu", dtype="float32"))
+            rope_scaling=c.rope_scaling or None, tie_word_embeddings=c.tied, hidden_act="silu",
+            dtype=str(self.dtype).removeprefix("torch.")))
 
 
 class Heads(nn.Module):
@@ -581,10 +580,10 @@ class Heads(nn.Module):
 
 
 class Graphs:
-    """Whole iterations, recorded once for each shape and replayed as a CUDA graph: the GPU finds all its launches in memory, and Python
-    only writes who is in the batch. Few recordings serve all iterations, because SARATHI's are uniform by construction (chunk and
-    decodes fill a multiple of the tile) and a batch is padded to the next size with rows of nobody. On a CPU (Triton's interpreter)
-    a shape is run where a GPU would replay it."""
+    """Whole iterations as CUDA graphs, recorded once for each shape and replayed: Python uploads the batch's arrays and launches nothing
+    itself. Few recordings serve all iterations, because SARATHI's are uniform by construction (chunk and decodes fill a multiple of the
+    tile) and a batch is padded to the next size with rows of nobody, who write to a page of their own (`scratch`). In Triton's
+    interpreter a shape is run where a GPU would replay it."""
 
     def __init__(self, model, kv, tile, n_most):
         """kv: the model's cache, with one page behind the pool's that nobody owns; iterations of more than n_most tokens are not recorded."""
@@ -596,11 +595,11 @@ class Graphs:
 
     def hidden(self, batch):
         """As GPT.hidden, of a Batch of numpy arrays."""
-        pages, N, M = batch.segments, len(batch.tokens), len(batch.logit_rows)
-        n_few = min(self.size(N), pow2(pages.n_few)) if pages.n_few else 0
-        if self.size(N) > self.n_most or len(pages.few) > n_few or (pages.spans[:, 1] > FEW_ROWS).sum() > MOST_CHUNKS:
+        pages, N, M = batch.segments, self.size(len(batch.tokens)), len(batch.logit_rows)
+        n_few = min(N, pow2(pages.n_few)) if pages.n_few else 0
+        if N > self.n_most or len(pages.few) > n_few or (pages.spans[:, 1] > FEW_ROWS).sum() > MOST_CHUNKS:
             return self.model.hidden(batch, self.kv)
-        x, y, rows = self._run(batch.padded(self.size(N), n_few, len(pages.many) > 0, self.scratch))
+        x, y, rows = self._run(batch.padded(N, n_few, len(pages.many) > 0, self.scratch))
         return self.model.chosen(x, y, rows[:M])
 
     def size(self, n):
@@ -645,10 +644,10 @@ class Graphs:
         return replay
 
 
-def inv_freq(config, device=None):
+def inv_freq(config, device):
     """Rotary frequencies (D/2,), stretched as config.rope_scaling says: {} | linear | llama3."""
     D, scaling = config.head_dim, config.rope_scaling
-    freq = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float32, device=device or "cpu") / D)
+    freq = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float32, device=device) / D)
     if config.rope_type == "linear":
         return freq / scaling["factor"]
     if config.rope_type == "llama3":  # low frequencies are divided by factor, high ones kept, between them a ramp
@@ -662,7 +661,6 @@ def inv_freq(config, device=None):
 
 def read_json(path):
     """The settings in a file; FileNotFoundError or ValueError that names it."""
-    path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     try:
@@ -685,10 +683,10 @@ def write_folder(folder, weights, tensors, config, settings):
 
 def read_config(folder):
     """folder/config.json -> (GPTConfig, torch dtype); ValueError for an architecture or a setting that is not built."""
-    path = Path(folder) / "config.json"
-    if not Path(folder).is_dir():
+    path = folder / "config.json"
+    if not folder.is_dir():
         raise FileNotFoundError(f"model folder {folder} does not exist (or is no folder)")
-    if not path.is_file() and (Path(folder) / "adapter_config.json").is_file():
+    if not path.is_file() and (folder / "adapter_config.json").is_file():
         raise ValueError(f"{folder} holds an adapter, not a model: load its base, and give this to add_adapter (--adapter)")
     c = read_json(path)
     read = {"gpt2": _read_gpt2, "llama": _read_llama, "mistral": _read_llama}.get(str(c.get("model_type")))
@@ -1132,7 +1130,7 @@ def default_dtype(device="cpu"):
     if device != "cpu":
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     x86 = platform.machine().lower() in ("x86_64", "amd64")
-    fast = torch.cpu._is_avx512_bf16_supported if x86 else torch.ops.mkldnn._is_mkldnn_bf16_supported
+    fast = torch.cpu._is_avx512_bf16_supported if x86 else lambda: torch.ops.mkldnn._is_mkldnn_bf16_supported()  # Apple's torch lacks it
     return torch.bfloat16 if torch.backends.mkldnn.is_available() and fast() else torch.float32
 
 
@@ -1202,7 +1200,7 @@ def train_tiny(steps=1100):
     data, config = stdlib_tokens(), preset("tiny")
     cache_folder().mkdir(parents=True, exist_ok=True)  # a disk that cannot be written says so before two minutes of work
     for name, n_layer, share in (("draft", 1, 2), ("tiny", config.n_layer, 1)):
-        model, loss = train(GPTConfig(**PRESETS["tiny"] | {"n_layer": n_layer}), data, steps // share, name)
+        model, loss = train(replace(config, n_layer=n_layer), data, steps // share, name)
         model.save_pretrained(cache_folder() / name)
         write_byte_tokenizer(cache_folder() / name)
         print(f"{name}: loss {loss:.3f} nats per byte on unseen text, saved in {cache_folder() / name}", file=sys.stderr)
@@ -1217,12 +1215,19 @@ def train_tiny_heads(data, steps=275):
         print(f"head {h}: loss {loss:.3f}, {share:.0%} of its first guesses right, {h + 1} bytes ahead", file=sys.stderr)
 
 
+def _alone(what):
+    """ValueError in one of several processes, all of which would train it."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError(f"{what} is trained on first use, by one process: run python model.py before torchrun")
+
+
 def load_heads(name, dtype=torch.float32, device="cpu"):
     """name: "heads", those of the tiny model (trained here on first use), or a folder -> Heads"""
     folder = cache_folder() / name if name == "heads" else Path(name)
     if name == "heads" and not (folder / "heads.json").is_file():
         load_model("tiny")
     if name == "heads" and not (folder / "heads.json").is_file():  # a cache that an older version filled
+        _alone(f"draft {name!r}")
         train_tiny_heads(stdlib_tokens())
     return Heads.from_pretrained(folder, dtype, device)
 
@@ -1234,9 +1239,8 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
         return GPT.from_preset(name, dtype or torch.float32, device, seed, world), None
     own = name in ("tiny", "draft")
     folder = cache_folder() / name if own else Path(name)
-    if own and not (folder / "tokenizer.json").is_file() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError(f"model {name!r} is trained on first use, by one process: run python model.py before torchrun")
     if own and not (folder / "tokenizer.json").is_file():
+        _alone(f"model {name!r}")
         print("The default model is a tiny byte-level LLaMA that is trained here, once, on the Python standard library's sources: "
               f"three to five minutes on two cores, then kept in {cache_folder()}.", file=sys.stderr)
         train_tiny()

@@ -45,7 +45,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kernels import (ALIGN, BLOCK_ROWS, CALL, FEW_ROWS, Chunk, Lora, LoraPages, Pages, Rows, Segment, World, accept, causal_mask, fetch,
+from kernels import (ALIGN, CALL, CHUNK_ROWS, FEW_ROWS, Chunk, Lora, LoraPages, Pages, Rows, Segment, World, accept, causal_mask, fetch,
                      key_cells, on_gpu, place, residual, round_up, run_ends, sample, target_probs)
 from model import GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model, load_tokenizer, preset, random_adapter
 
@@ -1546,12 +1546,12 @@ class Fixed(Policy, named=False):
     def __init__(self, *shape):
         self.n_spec = sum(accumulate((checked("spec", k, int, 1) for k in shape), lambda n, k: n * k))
         self.tree = shape if len(shape) > 1 else None
-        if self.tree and self.n_spec >= BLOCK_ROWS:
-            raise ValueError(f"spec = {','.join(map(str, self.tree))}: a tree of {self.n_spec} drafts, at most {BLOCK_ROWS - 1}")
+        if self.tree and self.n_spec >= CHUNK_ROWS:
+            raise ValueError(f"spec = {','.join(map(str, self.tree))}: a tree of {self.n_spec} drafts, at most {CHUNK_ROWS - 1}")
 
     @property
     def shapes(self):
-        return [self.tree or (1,) * min(self.n_spec, BLOCK_ROWS - 1)]
+        return [self.tree or (1,) * min(self.n_spec, CHUNK_ROWS - 1)]
 
     def lengths(self, d):
         return np.minimum(self.n_spec, d.most)
@@ -2215,6 +2215,8 @@ class Engine:
     def _load(self, source):
         if not (callable(source) or isinstance(source, (str, os.PathLike))):
             raise ValueError(f"adapter {source!r}: must be a PEFT folder or random_adapter(rank)")
+        if self.world.tp > 1 and self.config.lora != "merge" and self.model.device.type == "cuda" and not on_gpu(self.model.device):
+            raise ValueError("adapters on GPUs with tp > 1 need Triton, which is not installed, or lora = 'merge'")
         make = source if callable(source) else partial(Adapter.from_pretrained, source)
         return make(self.model.config, dtype=self.model.dtype, pin=self.model.device.type == "cuda")
 
@@ -2510,15 +2512,15 @@ class Engine:
         starts = np.cumsum([0, *(n for r, n in plan)]).tolist()
         users = [(start, n, self.adapters.resident[r.adapter].factors) for start, (r, n) in zip(starts, plan) if r.adapter in self.adapters.resident]
         n_few = sum(n for r, n in plan if n <= FEW_ROWS)
-        loras, width, padded = {}, self.pool.n_kv_head * self.model.config.head_dim, self.config.lora == "bmm"
+        loras, width, bmm = {}, self.pool.n_kv_head * self.model.config.head_dim, self.config.lora == "bmm"
         for name in {name for _, _, factors in users for name in factors}:
             spans = [(start, n, factors[name]) for start, n, factors in users if name in factors]
             operator = self.model.config.operators[name]
             columns = list(operator.modules.values())
-            if on_gpu(self.model.device) and not padded:
+            if on_gpu(self.model.device) and not bmm:
                 loras[name] = LoraPages.of(spans, columns, width, self.model.dtype)
             else:
-                loras[name] = Lora.of(spans, n_few, operator.n_in, columns, width, padded)
+                loras[name] = Lora.of(spans, n_few, operator.n_in, columns, width, bmm)
         return loras
 
     def _pages(self, spans):
@@ -2558,8 +2560,8 @@ class Engine:
                 if n > FEW_ROWS or b - a != n or R * (b - longest) > CALL or t.key_tile(self.key_tile) != tile:
                     break
                 R, longest = R + 1, b
-            for j in range(0, n, BLOCK_ROWS):
-                segments.append(self._segment(start + j, spans[i:i + R], j, min(BLOCK_ROWS, n - j), tile))
+            for j in range(0, n, CHUNK_ROWS):
+                segments.append(self._segment(start + j, spans[i:i + R], j, min(CHUNK_ROWS, n - j), tile))
             start, i = start + R * n, i + R
         return segments
 

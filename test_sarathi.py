@@ -308,6 +308,16 @@ def test_saved_models_load_here_and_in_transformers(tmp_path):
     assert transformers.AutoTokenizer.from_pretrained(tmp_path)("héllo")["input_ids"] == list("héllo".encode())
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_loaded_can_be_saved_again(dtype, tied, tmp_path):
+    """Its weights are packed by then, and no parameters any more."""
+    first = GPT.from_preset(GPTConfig(**SMALL | {"tied": tied}), dtype)
+    first.save_pretrained(tmp_path)
+    again = GPT.from_pretrained(tmp_path)
+    assert again.dtype == dtype and torch.equal(again.logits([5, 6, 7]), first.logits([5, 6, 7]))
+
+
 @pytest.mark.parametrize("name", [n for n in PRESETS if preset(n).n_params < 2e9])
 def test_n_params_counts_what_the_network_has(name):
     with torch.device("meta"):
@@ -653,6 +663,10 @@ def test_bfloat16_is_the_default_only_where_the_processor_multiplies_it(machine,
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if device == "cuda:1" else (9, 0))
     assert [model_py.default_dtype(device) for device in ("cpu", "cuda", "cuda:1")] == [dtype, torch.bfloat16, torch.float16]
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.delattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
+    monkeypatch.setattr(torch.ops, "mkldnn", object())  # Apple's processors: torch has no oneDNN there
+    assert model_py.default_dtype() == torch.float32
 
 
 def test_packed_weights_multiply_as_plain_ones():
@@ -2652,6 +2666,14 @@ def test_adapters_add_what_the_definition_says(n_kv_head, n_inner, dtype, tolera
         assert (expected - y.float()).abs().max() > 0.1
 
 
+def test_adapters_of_a_share_of_the_columns():
+    """Of what is shared out by its input, a rank has B for some columns of y: not the first ones, though a page is as wide as y."""
+    kv, x, y = torch.randn(2, 8, 64), torch.randn(1, 64), torch.randn(1, 64)
+    f = kernels.Factors([kernels.Site(32, 32, 0, np.arange(4)[:, None], np.arange(4, 8)[:, None])], 1)
+    l = kernels.Lora.of([(0, 1, f)], 1, 64, [(32, 32, 0)], 64)
+    assert torch.allclose(kernels.lora(y.clone(), x, kv, l), kernels.lora_ref(y.clone(), x, kv, l), atol=1e-4)
+
+
 # ---------------------------------------------------------------- 14. kernels in Triton
 
 GPU = torch.cuda.is_available()
@@ -2739,7 +2761,7 @@ def test_triton_attention_of_a_padded_batch(n_split, chunk):
     pages = placed(pages.padded(64, 4, True, n_row))
     qkv, kv = torch.randn(64, 8 * 16, device=DEVICE), torch.randn(2, n_row + 2, 16, device=DEVICE)
     before, written = kv.clone(), torch.cat([rows[-n:].flatten() for rows, n, *_ in tables])
-    q = kernels.rotate_write(qkv, None, kv, None, pages, 4, 2)
+    q = kernels.rotate_write(qkv, None, kv, pages, 4, 2)
     assert set((kv != before).any(-1).any(0).nonzero()[:, 0].tolist()) == {*written.tolist(), n_row, n_row + 1}
     ours, N = kernels.attention_pages(q, kv, pages, 2, n_split).cpu(), sum(n for _, n, *_ in tables)
     assert torch.allclose(ours[:N], attention_ref(q[:N].cpu(), kv.cpu(), tables), atol=1e-5)
@@ -2753,9 +2775,9 @@ def test_triton_rotate_and_write(H, Hk, D, rotary, dtype, tolerance):
     qkv = torch.randn(24, (H + 2 * Hk) * D).to(dtype)
     rope = kernels.rope_angles(torch.randint(0, 500, (24,)), 0.9 ** torch.arange(D // 2), dtype) if rotary else None
     ours, theirs = torch.full((2, 2, n_row, D), 7.0, dtype=dtype)
-    q_ref = kernels.rotate_write_ref(qkv, rope, theirs, None, kernels.upload([pages], torch.device("cpu"))[1][0], H, Hk)
+    q_ref = kernels.rotate_write_ref(qkv, rope, theirs, kernels.upload([pages], torch.device("cpu"))[1][0], H, Hk)
     ours, rope = ours.to(DEVICE), rope and tuple(x.to(DEVICE) for x in rope)
-    q = kernels.rotate_write(qkv.to(DEVICE), rope, ours, None, placed(pages), H, Hk)
+    q = kernels.rotate_write(qkv.to(DEVICE), rope, ours, placed(pages), H, Hk)
     assert torch.allclose(q.cpu().float(), q_ref.float(), atol=tolerance, rtol=tolerance)
     assert torch.allclose(ours.cpu().float(), theirs.float(), atol=tolerance, rtol=tolerance)
     assert (theirs != 7).any(-1).sum() == 2 * 24 * Hk, "each new token's rows, and no other"
@@ -2818,7 +2840,7 @@ def test_triton_adapters_of_any_rank_and_size(n_in, n_outs, width, dtype, tolera
     shapes = [(n, ranks(i, r) if r else None) for i, (n, r) in enumerate(sizes)]
     spans, columns, kv = adapters_of(shapes, n_in, n_outs, width, np.random.default_rng(0))
     (y, x), kv = rows_of(shapes, n_in, n_outs, dtype), kv.to(dtype)
-    padded = kernels.Lora.of(spans, 16, n_in, columns, width, padded=True)
+    padded = kernels.Lora.of(spans, 16, n_in, columns, width, bmm=True)
     expected = kernels.lora_ref(y.to(torch.float32, copy=True), x.float(), kv.float(), padded)
     pages = placed(kernels.LoraPages.of(spans, columns, width, dtype))
     assert len(pages.table) == sum(f.listed[0].size for _, _, f in spans[:-1]), "an adapter that two requests use is listed once"
@@ -3255,7 +3277,7 @@ def test_every_launch_compiles_for_gpus_that_are_not_here(arch, D, H, Hk, dtype,
     N, C, fresh = len(pages.rows), H * D, lambda *shape: torch.empty(shape, dtype=dtype)
     kv = fresh(2, n_row, D)
     for rope in (None, (fresh(N, 1, D), fresh(N, 1, D))):
-        q = kernels.rotate_write(fresh(N, (H + 2 * Hk) * D), rope, kv, None, pages, H, Hk)
+        q = kernels.rotate_write(fresh(N, (H + 2 * Hk) * D), rope, kv, pages, H, Hk)
     for n_split in (1, 16) if D == 128 else (16,):
         kernels.attention_pages(q, kv, pages, Hk, n_split)
     if D in (80, 128):
