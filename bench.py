@@ -36,8 +36,9 @@ import sys
 import tempfile
 import textwrap
 import time
+from argparse import SUPPRESS
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import cycle, islice, product
 from statistics import fmean, median
@@ -68,10 +69,10 @@ class Experiment(NamedTuple):
     """A registered function and what there is to know of it; its docstring begins with what it reproduces."""
     run: Callable  # Bench -> rows, a list or a generator
     axes: tuple = ()  # (x label, y label) of each panel of its figure, the last one's again for those that follow
-    only: str = ""  # simulated: it asks no model of this machine; measured: it asks nothing else
-    needs: str = ""  # stages: it is for --pp; one process: for no more than that
+    only: str = ""  # simulated or measured, where it can be nothing else; "": as --hardware says
+    needs: str = ""  # stages: runs only under torchrun, with --pp; one process: never under torchrun
     timeline: str = ""  # what a row of its picture is, request or stage, if that shows an engine's Spans
-    beside: str = ""  # the hardware that the paper's numbers are from, where that is not the A6000: they stand beside no other
+    beside: str = ""  # a GPU: the paper's numbers stand only beside this one, simulated; "": always
 
     @property
     def about(self):
@@ -94,19 +95,19 @@ def experiment(*axes, **more):
 @dataclass
 class BenchConfig:
     """What to run an experiment on, beyond the engine's own options."""
-    lengths: str = option("", "prompt + output tokens per request, three lengths with commas; '': 256,512,768 on a CPU, 1024,2048,3072 on a GPU")
+    lengths: str = option("", "prompt + output tokens per request, one or several lengths with commas; '': 256,512,768 on a CPU, 1024,2048,3072 on a GPU")
     pd: float = option(0.0, "prefill tokens per decode token, P:D; 0: chunk / (B - 1), where decodes piggyback perfectly [SARATHI §4.4]")
-    requests: int = option(10, "requests in each end-to-end run")
-    repeats: int = option(5, "timings of which the median counts, taken in turns after a warm-up; end-to-end runs: half as many, or one if it is long")
+    requests: int = option(10, "requests in each end-to-end run; some experiments serve a multiple of it")
+    repeats: int = option(5, "how often each thing is timed, after a warm-up, of which the median counts; whole runs: half as often, long ones once")
     hardware: str = option("", f"simulate this GPU instead of measuring: one of {', '.join(GPUS)}")
     arrivals: str = option("poisson:0.7x", f"when the requests of `online` and `tng_chunk` come: {ARRIVALS}")
-    prompt: str = option("", f"tokens of their prompts: {LENGTHS}; '': up to half of the longest of lengths")
+    prompt: str = option("", f"prompt tokens of the requests of `online`, `tng_concurrency`, `tng_chunk`, `fairness`: {LENGTHS}; '': up to half of the longest of lengths")
     output: str = option("", "new tokens that they ask for, likewise; '': up to a sixteenth")
     schedulers: str = option("static,prefill_first,orca,sarathi,sarathi_serve", "who serves them in turn, beside --scheduler")
     targets: str = option("3,0.2", "TTFT,TPOT: seconds to the first token and per token behind it, within which a request counts as good [TNG]")
     tp: int = 1  # a flag of its own, as for sarathi.py: simulated GPUs, or processes
     scale: int = option(10000, "requests of the large simulations (fig12)")
-    full: bool = option(False, "the paper's whole grid also where it is measured")
+    full: bool = option(False, "measure the paper's whole grid of sizes, too, which may take hours; a simulation always does")
     plot: str = option("", "keep in this folder each table's rows as JSON and its figure, with the paper's points beside ours, as PNG")
     trace: str = option("", "write what every iteration did to this file, in Chrome's trace format, for ui.perfetto.dev")
     peers: str = option("", "engines that `peers` measures beside ours: name=path with commas between them; transformers=, vllm=: a Python that "
@@ -164,12 +165,12 @@ class Bench:
         self.spread = []  # of each thing that was timed more than once: its longest time over its shortest
 
     def engine(self, scheduler, n_page, B, **more):
-        """A fresh engine for B requests at once, of `room` for n_page."""
+        """A new engine for up to B requests at once, with n_page pages (measured: some more, see `room`)."""
         n_page = self.room(n_page, B)
         tape = self.tape(scheduler if isinstance(scheduler, str) else f"{type(scheduler).__name__}, chunk {scheduler.chunk}")
         options = vars(self.options) | dict(scheduler=scheduler, max_batch=B, n_page=n_page, record=tape) | more
-        if not self.simulated and self.world.pp == 1 and make_scheduler(scheduler).priced and more.get("cost") is None:
-            options["cost"] = self.cost
+        if not self.simulated and make_scheduler(scheduler).priced and more.get("cost") is None:
+            options["cost"] = self.price(self.model)
         engine = make_engine(self.model, clock=self.clock, **options)
         if not self.simulated:
             engine.kv.zero_()  # a server's cache has been used before, and memory is slow the first time
@@ -180,7 +181,7 @@ class Bench:
         return n_page if self.simulated else n_page + B * (self.model.config.head_dim - 1)
 
     def shared(self, key, make):
-        """What make() says, asked once for all experiments."""
+        """make(), called once and remembered under `key` for all experiments."""
         if key not in self.found:
             self.found[key] = make()
         return self.found[key]
@@ -188,11 +189,6 @@ class Bench:
     def price(self, model):
         """A model's CostModel: itself if it is one, else its profile on this machine."""
         return model if isinstance(model, CostModel) else self.shared(model, lambda: CostModel.profile(model, self.config.repeats))
-
-    @property
-    def cost(self):
-        """What autopilot goes by where an experiment says nothing else."""
-        return self.price(self.model)
 
     def tape(self, what):
         """Where an engine's Spans go, if they are to be kept."""
@@ -249,10 +245,10 @@ class Bench:
         patience: seconds after which no further round is begun; the warm-up counts if it took that long."""
         repeats = 1 if self.simulated else warm + (repeats or self.config.repeats)  # every simulated time is the same
         took = [[] for _ in fns]
-        for i in tqdm(range(repeats * len(fns)), self.label, delay=5, leave=False):
+        for i, (f, ts) in enumerate(tqdm([*zip(fns, took)] * repeats, self.label, delay=5, leave=False)):
             if i % len(fns) == 0 and sum(map(sum, took)) > patience:
                 break
-            took[i % len(fns)].append(self.once(fns[i % len(fns)]))
+            ts.append(self.once(f))
         took = [ts[warm and len(ts) > 1:] for ts in took]
         self.spread += [max(ts) / max(1e-9, min(ts)) for ts in took if len(ts) > 1]
         return took
@@ -329,7 +325,7 @@ class Bench:
         return lambda: [h.remove() for h in hooks]
 
     def _asked(self, took):
-        """The same of what the cost model says."""
+        """The same for a simulated model: whenever it is asked for a time, its operators' shares are added."""
         def time_of(entries, lora="batched"):
             seconds = self.model.operators_of(entries, lora)
             for name in took:
@@ -352,9 +348,9 @@ def ceilings(bench):
     """the machine's GEMM rate and bandwidth, and how many tokens one weight read pays for.
     From the data sheet where it is simulated. The knee: 2 N FLOP per weight take as long as reading it."""
     rate, bandwidth = bench.model.peaks if bench.simulated else measured_peaks(bench)
-    bench.knee = rate * bench.model.dtype.itemsize / 2 / bandwidth
+    knee = rate * bench.model.dtype.itemsize / 2 / bandwidth
     return [row("GEMM rate (GFLOP/s)", 154800, rate / 1e9), row("bandwidth, weights streamed (GB/s)", 768, bandwidth / 1e9),
-            row("knee: tokens that one weight read pays for", 154800 / 768, bench.knee)]
+            row("knee: tokens that one weight read pays for", 154800 / 768, knee)]
 
 
 def measured_peaks(bench, *fns):
@@ -416,8 +412,9 @@ def table4(bench):
     At P:D = C / (B - 1) unless --pd says otherwise; whole runs of every scheduler in turns. Simulated with --full: also the
     paper's second model."""
     first, second = TABLE4.values()
-    papers = [case[3:] for case in first] + [(None, None)] * len(bench.lengths)
-    yield from table4_cases(bench, [(L, bench.B, bench.config.pd, *paper) for L, paper in zip(bench.lengths, papers)])
+    known = {L: paper for L, _, _, *paper in first}
+    papers = [*known.values()] + [(None, None)] * len(bench.lengths)  # other lengths stand for the paper's, in their order
+    yield from table4_cases(bench, [(L, bench.B, bench.config.pd, *known.get(L, paper)) for L, paper in zip(bench.lengths, papers)])
     if bench.simulated and bench.config.full:
         for r in table4_cases(bench.other(CostModel.roofline(preset("llama-33b"), "a100")), second):
             yield r | dict(what="LLaMA-33B, A100, " + r["what"], at=(*r["at"][:2], "33B, " + r["at"][2]))
@@ -426,7 +423,7 @@ def table4(bench):
 def table4_cases(bench, cases):
     """Rows for cases (L, B, P:D, the paper's speedup and gain)."""
     name = bench.options.scheduler
-    schedulers = [*BASELINES, *([name] if name not in BASELINES else [])]
+    schedulers = {s: s for s in (*BASELINES, name)}
     for i, (L, B, pd, speedup_paper, gain_paper) in enumerate(bench.each("length", cases)):
         speedup, piggybacked = decode_speedup(bench, L, B)
         P, D = halves(L, pd, bench.options.chunk, B)
@@ -462,9 +459,8 @@ def decode_speedup(bench, L, B):
 
 def end_to_end(bench, schedulers, P, D, B, requests=None):
     """The seconds each scheduler takes for the same requests of P prompt and D new tokens, run in turns -> {scheduler: [seconds]}.
-    schedulers: names, or a dict of names and Schedulers. Simulated: for four batches in the steady state, that is what four batches
+    schedulers: {name: a name or a Scheduler}. Simulated: for four batches in the steady state, that is what four batches
     more cost, because how a run begins and ends says nothing about a server."""
-    schedulers = schedulers if isinstance(schedulers, dict) else {s: s for s in schedulers}
     engines = [bench.engine(s, B * (P + D), B) for s in schedulers.values()]
 
     def rounds(n):
@@ -487,12 +483,12 @@ def profile(bench):
     sizes = [n for n in (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024) if n < L]
     if max(sizes, default=0) <= B:
         raise ValueError(f"lengths {bench.lengths}, max_batch = {B}: no chunk from 32 tokens on is larger than the batch and shorter than the longest")
-    fns = [bench.iteration(0, 0, n) for n in sizes for n in (n, n + 1)]
+    fns = [bench.iteration(0, 0, n) for n in sizes for n in (n, n + 1)]  # just at n, and one beyond
     (t_decode,) = bench.seconds(bench.iteration(B, L // 2, 0))
     times = bench.seconds(*fns)
     T, jump = dict(zip(sizes, times[::2])), {n: b / a for n, a, b in zip(sizes, times[::2], times[1::2])}
     steps = [t for t in (32, 64, 128) if t in jump and jump[t] > 1.08]  # one more token, a whole tile more time [Fig. 7]
-    tile = max(steps, default=1)
+    tile = max((t for t in steps if any(C > B and C % t == 0 for C in sizes)), default=1)
 
     def per_prefill_token(C):  # P:D prefill tokens need P/C chunks; the decodes that do not fit in beside them run alone [§4.4]
         left = max(0.0, 1 / pd - (B - 1) / C)
@@ -525,7 +521,7 @@ def fig3(bench):
     L = bench.lengths[0]
     (prefill,) = bench.seconds(bench.iteration(0, 0, L))
     took, whole = bench.operators(bench.iteration(0, 0, L))
-    sizes = bench.grid([1, 2, bench.B], [1, 2, 4, 8, 12, 18])
+    sizes = bench.grid(sorted({1, 2, bench.B}), [1, 2, 4, 8, 12, 18])
     for B, decode in zip(sizes, bench.seconds(*(bench.iteration(B, L - 1, 0) for B in sizes))):
         yield row(f"B = {B}: decode over prefill, per token", {1: 200, 2: 100, 18: 16.7}.get(B), decode / B / (prefill / L), at=("", "decode", B))
     yield row("share of others in a prefill", 0.05, 1 - sum(took.values()) / whole, bound="at most")
@@ -905,9 +901,8 @@ def scaling(bench):
 def overload(bench, n):
     """n requests for a LLaMA-7B on an A100 that serves half as many per second -> those served, wall seconds, iterations."""
     engine, clock = Simulator(CostModel.roofline(preset("llama-7b"), "a100"), scheduler="sarathi", max_batch=100, alloc="grow", fair=2.0), WallClock()
-    jobs = gamma_jobs(40, n / 40, prompt=uniform(8, 512), output=uniform(8, 256))
-    requests = (Request(np.broadcast_to(0, job.prompt), job.output, arrival=job.arrival, client="ab"[i % 2]) for i, job in enumerate(jobs))
-    return sum(1 for _ in feed(bench, engine, requests, math.inf)), clock.now(), engine.n_steps
+    jobs = [job._replace(client="ab"[i % 2]) for i, job in enumerate(gamma_jobs(40, n / 40, prompt=uniform(8, 512), output=uniform(8, 256)))]
+    return sum(1 for _ in feed(bench, engine, requests_of(bench, engine, jobs), math.inf)), clock.now(), engine.n_steps
 
 
 # ---------------------------------------------------------------- online serving: what comes, and how it went
@@ -926,7 +921,7 @@ class Arrivals(NamedTuple):
     rate: float = 0.0  # requests per second
     relative: bool = False  # or as a share of what can be served
     cv: float = 1.0  # of the gaps
-    clients: float = math.inf  # that wait for each other
+    clients: float = math.inf  # closed loop: so many users, each of whom sends a request when the last one ended
     jobs: tuple = ()  # all of a trace
 
 
@@ -1212,7 +1207,8 @@ def timeline(bench):
         engine = bench.engine(s, 4 * (L + 16), 4)
         engine.clock = VirtualClock() if bench.simulated else make_clock(bench.world)  # each begins at zero
         requests = served(bench, engine, requests_of(bench, engine, jobs))
-        getattr(engine.record, "arrivals", {}).update((r.id, r.arrival) for r in requests)
+        if engine.record is not None:
+            engine.record.arrivals.update((r.id, r.arrival) for r in requests)
         yield row(f"{s}: TTFT, mean (s)", None, fmean(r.ttft for r in requests))
         yield row(f"{s}: TPOT, mean (ms)", None, fmean(r.tpot for r in requests) * 1e3)
         yield row(f"{s}: longest wait between two tokens (s)", None, max(b - a for r in requests for a, b in zip(r.times, r.times[1:])))
@@ -1230,7 +1226,7 @@ def tng_concurrency(bench):
     """[TNG] time to first token, time per token and throughput over the number of concurrent requests.
     n clients, each sends its next request when its last ended; lengths are those of --prompt and --output."""
     jobs = drawn(bench, bench.grid(2, 6) * 64)
-    Online(bench, jobs[:8], B=8).capacity
+    Online(bench, jobs[:8], B=8).capacity  # serves them once, to warm up
     for n in bench.grid([1, 4, 12], [1, 2, 4, 8, 16, 32, 64]):
         work = Online(bench, jobs[:bench.grid(2, 6) * max(n, 3)], clients=n, B=n)
         for name, scheduler in policies(*bench.grid([64, 256], [128, 256, 512])).items():
@@ -1246,10 +1242,11 @@ def tng_chunk(bench):
     Sarathi's, and beside it the two policies without chunks."""
     work = Online.of(bench)
     for name, scheduler in policies(*bench.grid([32, 64, 128, 256], [64, 128, 256, 512, 1024, 2048])).items():
-        rates, series, C = work.run(scheduler).rates, name if name == scheduler else "sarathi", name.removeprefix("C = ") * (name != scheduler)
+        rates = work.run(scheduler).rates
+        series, beside = (name, "") if name == scheduler else ("sarathi", name.removeprefix("C = "))  # beside: what stands at its point
         first, each, gap = (rates[f"{what} (s)"] for what in ("time to first token, p50", "time per token, p50", "between two tokens, p99"))
         yield row(f"{name}: TTFT, p50 (s)", None, first, **{"TPOT, p50 (s)": each, "stall, p99 (s)": gap},
-                  also=[("time per token", series, first, each, C), ("stalls", series, first, gap, C)])
+                  also=[("time per token", series, first, each, beside), ("stalls", series, first, gap, beside)])
 
 
 TNG = 1.5  # "+50 %" of vLLM on H100
@@ -1302,8 +1299,9 @@ class Lightllm(Scheduler):
     since = 0
 
     def start(self, engine):
-        unified = engine.adapters.pool is engine.pool
-        self.n_page, self.pages = engine.pool.n_page, engine.adapters.n_page if unified else lambda adapter: 0  # that an adapter takes of it
+        unified, known = engine.adapters.pool is engine.pool, engine.adapters.known
+        self.n_page = engine.pool.n_page
+        self.pages = lambda adapter: known[adapter].n_page if unified and adapter is not None else 0  # that an adapter takes of it
 
     def plan(self, running, waiting):
         new = self.fitting(running, waiting) if not running or self.since >= 10 else []
@@ -1372,8 +1370,8 @@ class Scene:
         self.unit, self.lengths = 1.0, uniform(8, 512)  # seconds here for one of the paper's
         if not bench.simulated:
             self.lengths = uniform(4, max(5, max(bench.lengths) // 12))
-            self.unit = bench.shared(self.ranks, lambda: 1.58 / self.run(20, 1000)["requests/s"])  # [S-LoRA Fig. 5] what the A10G served
-            bench.notes.append(f"{setting}: {self.unit:.3g} s stand for one of the paper's in rates and the SLO; results are in seconds here")
+            self.unit = bench.shared(self.ranks, lambda: 1.58 / self.run(20, 1000, duration=2 * bench.config.requests / 1000)["requests/s"])  # [S-LoRA Fig. 5] what the A10G served
+            bench.notes.append(f"{setting}: one second of the paper's workload (its rates and SLO) is {self.unit:.3g} s here; results are in real seconds")
 
     def run(self, n, rate, variant="S-LoRA", duration=300, cv=1.0, alpha=1.0, **options):
         """Serve so many of the paper's seconds of its workload with n adapters -> metrics. options: the engine's, slo in its seconds."""
@@ -1576,7 +1574,7 @@ def at_once(bench, share, top, room, adapters, ways):
 
 
 def silenced(model, fn):
-    """fn with adapters that keep what they should send: as long as their work takes, but wrong."""
+    """fn without the adapters' messages between devices: its time is what is wanted, its tokens are wrong."""
     def quiet(self, xa):
         return xa[None] if self.reduced else xa.expand(model.world.tp, -1)
 
@@ -1675,7 +1673,7 @@ class Pair:
         if self.unit == 1.0 and not self.bench.simulated:
             work = [Job(0.0, self.P, self.D)] * 4 * self.bench.B
             self.unit = self.bench.shared((self.P, self.D), lambda: 16 / serve(self.bench, self.engine("off"), work)["requests/s"])
-            self.bench.notes.append(f"{self.unit:.3g} s here stand for one of the paper's in rates")
+            self.bench.notes.append(f"one second of the paper's workload (its rates) is {self.unit:.3g} s here; results are in real seconds")
         duration = self.unit * self.bench.grid(2 * self.bench.config.requests / rate, 60)
         return gamma_jobs(rate / self.unit, duration, prompt=uniform(self.P, self.P + 1), output=uniform(self.D, self.D + 1))
 
@@ -1853,7 +1851,7 @@ def spec_here(bench):
         lookup = copy.copy(pair)
         lookup.draft, lookup.alpha = "ngram", 0.0
         cases.append(("B = 1, prompt lookup in a repetitive prompt", lookup, [bench.prompts(1, 16, bench.options.seed)[0] * 4]))
-    for B in bench.grid([1, bench.B, 3 * bench.B, 9 * bench.B], [2**i for i in range(9) if 2**i <= pair.options["B"]]):
+    for B in bench.grid(sorted({1, bench.B, 3 * bench.B, 9 * bench.B}), [2**i for i in range(9) if 2**i <= pair.options["B"]]):
         cases.append((f"B = {B}", pair, bench.prompts(B, pair.P, bench.options.seed)))
     for name, way, prompts in cases:
         B, D = len(prompts), max(way.D, 16 * bench.config.requests // len(prompts))
@@ -1936,7 +1934,7 @@ def trials(bench, case, draft, cost):
 
 
 def best_first(seen, target, rounds):
-    """What is not autopilot's of `trials`, ran in these rounds and keeps the target in them (all, if nothing does), the fastest first."""
+    """The fixed settings that ran in all of these rounds and met the target there (all that ran, if none did), the fastest first."""
     typical = lambda setting, of: median(getattr(seen[setting][i], of) for i in rounds)
     fixed = [setting for setting in seen if setting != "autopilot" and len(seen[setting]) > max(rounds)]
     good = [setting for setting in fixed if not target or typical(setting, "tpot") <= target]
@@ -2000,13 +1998,14 @@ def long_context(bench):
     C, B = bench.options.chunk, 4
     for L in bench.grid([8192], [8192, 32768, 131072]):
         room = 256 + L // 16  # of a decode: it is to last as long as the prompt
-        config, pages = dict(block_size=L + 8 + room), L + 8 + B * room
+        pages = L + 8 + B * room
         if bench.simulated and pages > room_of(bench.model):
             bench.notes.append(f"{L} tokens: their cache does not fit {bench.model.name}; take a model with fewer kv heads, or --tp")
             continue
-        own = bench.other(another(bench, **config))
-        level = own.cost.time_of([(300, 1, 1)] * B + [(0, C - B, 0)])
-        for name, options in ((f"C = {C}", dict(scheduler="sarathi")), ("autopilot", dict(scheduler="autopilot", stall=level, cost=own.cost))):
+        own = bench.other(another(bench, block_size=L + 8 + room))
+        cost = own.price(own.model)
+        level = cost.time_of([(300, 1, 1)] * B + [(0, C - B, 0)])
+        for name, options in ((f"C = {C}", dict(scheduler="sarathi")), ("autopilot", dict(scheduler="autopilot", stall=level, cost=cost))):
             chunks, ttft = beside_decodes(own, name, L, B, room, n_page=pages, **options)
             for share in (0, 0.25, 0.5, 0.75, 0.95):
                 past, tokens, took = min(chunks, key=lambda chunk: abs(chunk[0] - share * L))
@@ -2091,9 +2090,10 @@ def step_times(bench, engine, work):
 
 # ---------------------------------------------------------------- the scoreboard
 
-FITTED = ("table2", "fig7", "largest batch", "share of others",  # the rows that the constants of CostModel.roofline were chosen on,
+# rows, or whole experiments, on which the constants of CostModel.roofline and SYSTEMS were chosen: no predictions
+FITTED = ("table2", "fig7", "largest batch", "share of others",
           "k = 5: no gain", "S1, n = 5:", "S1, n = 100: PEFT", "S4, n = 100:", "S2, n = 1000", "n = 400: no-unify", "n = 400: bmm",
-          "R = 1: latency")  # and those of SYSTEMS
+          "R = 1: latency")
 CLAIMED = {"table2": "Table 2", "fig3": "Fig. 3", "fig4": "Fig. 4", "fig7": "Fig. 7", "fig8": "Fig. 8", "table4": "Table 4", "fig9": "Fig. 9",
            "fig10": "Fig. 10", "fig11": "Fig. 11", "fig12": "Fig. 12", "fig13": "Fig. 13"}
 SLORA = {"slora_table3": ("Table 3", "a100"), "slora_ablation": ("Fig. 5", "a100", "a10g"), "slora_fig6": ("Fig. 6", "a100"),
@@ -2129,7 +2129,7 @@ def scoreboard(bench):
     claims.append(("tng_throughput", "TNG, 7b on an H100", "h100", "llama-7b", 1, 0.20))
     boards = {0.15: [], 0.20: []}
     for name, where, gpu, model, tp, margin in tqdm(claims, "scoreboard"):
-        config = replace(bench.config, hardware=gpu, tp=tp, lengths="", pd=0.0, full=True)
+        config = replace(bench.config, hardware=gpu, tp=tp, lengths="", pd=0.0, full=True, trace="")
         own = Bench(CostModel.roofline(preset(model), gpu, tp), config, EngineConfig())
         own.interrupt = bench.interrupt
         for r in EXPERIMENTS[name].rows(own):
@@ -2212,10 +2212,10 @@ def roofline(bench):
                       **rest | {"ms": share * seconds * 1e3})
     fits = 6 * c.n_params < free_memory(torch.device("cpu"))[0]  # new weights are made in float32, and saved in 16 bits
     present = importlib.util.find_spec("transformers") and c.block_size > 512 and fits
-    for cell in ("decode, B = 1, context 256", "decode, B = 8, context 256") if present else ():
-        others, seen = in_turns(bench, {cell: CELLS[cell]})
-        bench.heed()
-        if "transformers" in others.get(cell, ()):
+    cells = {cell: CELLS[cell] for cell in ("decode, B = 1, context 256", "decode, B = 8, context 256") if present}
+    others, seen = in_turns(bench, cells) if cells else ({}, {})
+    for cell, names in others.items():
+        if "transformers" in names:
             ours, theirs = (median(rate for rate, _ in seen[cell, name]) for name in ("sarathi", "transformers"))
             yield row(f"{cell}: engine, tokens/s over transformers' generate", None, ours / theirs, **rest | {"tokens/s": ours})
 
@@ -2270,11 +2270,9 @@ class Ours:
         requests = [Request(p, max_new_tokens=new, adapter=a) for p, a in zip(work, cycle(self.adapters))]
         for r in requests:
             engine.add(r)
-        engine.run()
+        while engine.requests:  # not engine.run(), which would keep a Ctrl-C to itself
+            engine.step()
         return [[t - start for t in r.times] for r in requests]
-
-    def close(self):
-        """Nothing runs on."""
 
 
 class Transformers:
@@ -2354,7 +2352,7 @@ class LlamaCpp:
         B, P = len(work), len(work[0])
         command = [self.tool, "-m", self.file.name, "-t", str(torch.get_num_threads()), "--output-format", "jsonl", "-c", str(B * (P + new) + 64),
                    "-npp", str(P), "-ntg", str(new), "-npl", ",".join([str(B)] * 3)]  # the last line can be lost, the first is a warm-up
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        out = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True).stdout  # Ctrl-C is for us
         r = [json.loads(line) for line in out.splitlines() if line.startswith("{")][1]
         return [[r["t_pp"] + r["t_tg"] * i / new for i in range(1, new + 1)]] * B
 
@@ -2393,8 +2391,8 @@ class Worker:
 
     def __init__(self, python, name, folder, dtype, device, adapters):
         lib, env = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(python))), "lib", "libiomp5.so"), dict(os.environ)
-        preload = [p for p in ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", lib) if name == "vllm" and os.path.exists(p)]
-        env["LD_PRELOAD"] = ":".join(preload)  # as vLLM's manual asks
+        if name == "vllm":  # as its manual asks
+            env["LD_PRELOAD"] = ":".join(p for p in ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", lib) if os.path.exists(p))
         self.log = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen([python, __file__, "peer", name, folder, dtype, device, *adapters], env=env, text=True, stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, stderr=self.log, start_new_session=True)  # Ctrl-C is for us
@@ -2453,11 +2451,11 @@ def start_engines(bench, folder, cells):
     without."""
     GPT(bench.model.config).to(bench.model.dtype).save_pretrained(folder)  # other weights of the same shapes
     found, adapters = {}, [os.path.join(folder, f"adapter{i}") for i in range(16)]
-    for i, path in enumerate(adapters):
-        random_adapter(RANKS[i % len(RANKS)], seed=i)(bench.model.config, bench.model.dtype).save_pretrained(path)
     for side in ([], adapters):
         mine = [cell for cell in cells if cell.endswith("adapters") == bool(side)]
         if mine:
+            for i, path in enumerate(side):
+                random_adapter(RANKS[i % len(RANKS)], seed=i)(bench.model.config, bench.model.dtype).save_pretrained(path)
             found |= dict.fromkeys(mine, dict(sarathi=Ours(bench, side)) | start_peers(bench, folder, side))
     return found
 
@@ -2498,7 +2496,7 @@ def in_turns(bench, cells):
                 for name, figures in run_cell(bench, cell, engines[cell], n, bench.prompts(B, P, bench.options.seed), new).items():
                     seen[cell, name] += [figures] * (n > 0)  # the first round is the warm-up
         finally:
-            for engine in {e for others in engines.values() for e in others.values()}:
+            for engine in {e for others in engines.values() for e in others.values() if not isinstance(e, Ours)}:
                 engine.close()
     return {cell: [*others][1:] for cell, others in engines.items() if seen[cell, "sarathi"]}, seen
 
@@ -2542,7 +2540,7 @@ INK = {  # the same thing has the same colour in every picture
     "L = 1024": "#c77fd0", "L = 2048": "#9340a8", "L = 3072": "#571b6e",
     "preproj": "#b5cf6b", "attn": "#d6477e", "postproj": "#7fa136", "ffn": "#55701f", "linear": "#7fa136", "total": "#3b3b3b",
     "prefill": "#1b9e87", "chunk": "#1b9e87", "decode": "#f2c14e", "waiting": "#e4e4e4", "stall": "#e8583f",
-    "bubble": "#e8583f", "preempted": "#000000"}
+    "bubble": "#e8583f"}
 LINES = {"simulated": "-", "computed": "-", "measured": "--"}
 
 
@@ -2787,9 +2785,10 @@ def busy(bench, most=2.0):
 
 
 def report(bench, names, rows):
-    """All that is known of a run, as JSON."""
+    """All that is known of a run, as JSON; but for where its files are."""
+    settings = {f.name: getattr(bench.config, f.name) for f in fields(BenchConfig) if f.name not in ("plot", "trace", "peers")}
     return json.dumps(dict(experiment=names, rows=rows, machine=machine(bench.model), model=bench.name, seed=bench.options.seed,
-                           options=vars(bench.options), date=time.strftime("%Y-%m-%d")))
+                           options=vars(bench.options), settings=settings, date=time.strftime("%Y-%m-%d")))
 
 
 def place_of(bench, name, kind):
@@ -2836,13 +2835,13 @@ def machine(model):
 
 def explain(bench, rows):
     """The result on this machine in one sentence."""
-    speedups = [r["ours"] for r in rows if r["what"].endswith("decode speedup") and r["ours"] is not None]
-    gains = [r["ours"] for r in rows if r["what"].endswith("over static")]
-    if speedups and gains and hasattr(bench, "knee"):
-        bound = bench.knee / bench.B
-        print(f"One weight read pays for {bench.knee:.0f} tokens on this machine and a batch of {bench.B} decodes uses {bench.B} of them, so a "
-              f"decode that rides along with a chunk can be at most about {bench.knee:.0f} / {bench.B} = {bound:.1f} times cheaper ({bench.source}: "
-              f"{min(speedups):.1f} to {max(speedups):.1f}: attention and the output head ride at full price); end to end that is worth "
+    of = lambda name, end: [r["ours"] for r in rows if r["experiment"] == name and r["what"].endswith(end) and r["ours"] is not None
+                            and not r["what"].startswith("LLaMA-33B")]  # Table 4's other model
+    knee, speedups, gains = of("ceilings", "pays for"), of("table4", "decode speedup"), of("table4", "over static")
+    if knee and speedups and gains:
+        print(f"One weight read pays for {knee[0]:.0f} tokens on this machine and a batch of {bench.B} decodes uses {bench.B} of them, so a decode "
+              f"that rides along with a chunk can be at most about {knee[0]:.0f} / {bench.B} = {knee[0] / bench.B:.1f} times cheaper. {bench.source}: "
+              f"{min(speedups):.1f} to {max(speedups):.1f} times, for attention and the output head get no cheaper; end to end that is worth "
               f"{min(gains):.2f} to {max(gains):.2f} times the throughput of request-level batching.\n")
 
 
@@ -2864,14 +2863,17 @@ def chosen(args):
                  and (args.peers or name != "peers")]  # who has no peers has nothing to set beside ours
     for name in names:
         if name not in EXPERIMENTS:
-            raise ValueError(f"unknown experiment {name!r}: one of {', '.join(EXPERIMENTS)}, all, list")
+            raise ValueError(f"unknown experiment {name!r}: one of {', '.join(EXPERIMENTS)}; or, by itself, all or list")
     only, needs = ([getattr(EXPERIMENTS[name], key) for name in names] for key in ("only", "needs"))
     if {*only} == {"simulated"} and not args.hardware:
         args.hardware = "a6000"
     if args.hardware and "measured" in only:
         measured = sorted(name for name, kind in zip(names, only) if kind == "measured")
         raise ValueError(f"hardware = {args.hardware!r}: {' and '.join(measured)} can only be measured, on this machine")
-    if args.pp > 1 and {*needs} != {"stages"}:
+    for knob in ("slo", "max_waiting"):
+        if getattr(args, knob) and names != ["online"]:
+            raise ValueError(f"{knob} = {getattr(args, knob):g}: experiments compare whole runs; only online, by itself, counts who is refused")
+    if args.pp > 1 and ({*needs} != {"stages"} or args.chunk == "auto"):
         staged = ", ".join(name for name, what in EXPERIMENTS.items() if what.needs == "stages")
         raise ValueError(f"pp = {args.pp}: only {staged} runs on stages; fig12 and bubbles simulate eight and four of them")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and (args.hardware or "one process" in needs):
@@ -2889,10 +2891,11 @@ def main():
     parser = Parser(description="Reproduce the papers' tables and figures on this machine.",
                     epilog="Examples: python bench.py --chunk 256 | python bench.py table4 fig9 --hardware a6000 --model llama-13b | python bench.py online "
                            "--arrivals gamma:0.9x:3 --schedulers sarathi,orca")
-    parser.add_argument("experiments", nargs="*", help="names from `bench.py list`, or all (peers only with --peers); none: ceilings table2 table4")
+    parser.add_argument("experiments", nargs="*", help="names from `bench.py list`, or all (peers only with --peers); if none is given: ceilings table2 table4")
     add_model_flags(parser, None)
     parser.add_fields(BenchConfig, "the experiment")
-    parser.add_fields(EngineConfig, "the engine", chunk=dict(type=int_or_auto, metavar="CHUNK|auto"))
+    parser.add_fields(EngineConfig, "the engine", chunk=dict(type=int_or_auto, metavar="CHUNK|auto"), n_page=dict(help=SUPPRESS),
+                      memory_gb=dict(help=SUPPRESS))  # which every experiment chooses
     args = parser.parse_args()
     if args.experiments[:1] == ["peer"] and len(args.experiments) >= 5:  # another engine's Python, started by Worker
         return peer(*args.experiments[1:])
@@ -2916,7 +2919,7 @@ def main():
         model, _ = load_model(name, dtype, args.device, options.seed, world)
     bench, where = Bench(model, config, options, name), machine(model)
     print(f"{name} ({model.config.whole.n_params / 1e6:.0f}M parameters, {where['dtype']}) on {where['name']}; "
-          "the papers' columns are theirs: where nothing else is said, LLaMA-13B on an A6000")
+          "the column `paper` holds the papers' numbers: LLaMA-13B on an A6000, unless a row says otherwise")
     rows = run(bench, names)
     if config.trace and bench.world.rank == 0:
         write_trace(config.trace, bench.tapes)

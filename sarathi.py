@@ -207,11 +207,11 @@ class Event(NamedTuple):
 
 @dataclass
 class Table:
-    """The pages of one owner: rows[i] is the cache row of page i's first head (in key tiles: of its V), stride the rows from one head to
-    the next."""
+    """The pages of one owner. rows[i]: where in the cache the first head of page i lies, each next head `stride` rows on (1: the page lies
+    alone; n: n pages together, head after head). In key tiles this is where V lies; K is transposed there (kernels.py)."""
     rows: np.ndarray
     stride: int
-    space: np.ndarray | None = None  # what rows is the begin of, where it will grow
+    space: np.ndarray | None = None  # the array whose filled part rows is: room to grow without a copy
 
     def key_tile(self, D):
         """Of how many tokens K lies together, transposed (kernels.py): D, if these are whole key tiles of D pages; else 1."""
@@ -230,7 +230,7 @@ class Table:
 
 
 class Stack:
-    """Free pages of which one is as good as another: who came last goes first."""
+    """Free pages where any will do: the one freed last is handed out first."""
 
     def __init__(self, first, n):
         self.pages, self.n = first + np.arange(n)[::-1], n  # pages[:self.n] are free
@@ -337,9 +337,7 @@ class PagePool:
         if self.alloc == "reserve":  # one block, laid out head after head
             self.tables[owner] = Table(pages[0] * self.n_kv_head + np.arange(n_max), n_max)
         else:
-            table = self.tables.get(owner)
-            if table is None:
-                table = self.tables[owner] = Table(None, 1, np.empty(n_max, int))
+            table = self.tables.setdefault(owner, Table(None, 1, np.empty(n_max, int)))
             table.space[n - need:n] = pages * self.n_kv_head
             table.rows = table.space[:n]
         return True
@@ -415,10 +413,6 @@ class AdapterStore:
             self.resident[name].ready()
             self.resident[name].n_users += n
 
-    def n_page(self, name):
-        """Pages that it takes, or would."""
-        return 0 if name is None else self.known[name].n_page
-
     def find_room(self, pool, hold, *wanted):
         """hold(*wanted), which are (owner, n, n_max), in a pool, evicting one idle adapter before each further try, if that is the pool
         they are in. False if it cannot be; nothing is evicted where all of them would be too few."""
@@ -459,9 +453,6 @@ class Merging(AdapterStore):
 
     def prefetch(self, requests):
         pass
-
-    def n_page(self, name):
-        return 0
 
 
 class Copier:
@@ -565,7 +556,7 @@ class Sarathi(Scheduler):
     def room(self, plan):
         """Drafts fill the tile that was begun, or the chunk."""
         total, tile = sum(n for r, n in plan), min(self.tile, self.chunk)
-        return max(self.chunk // tile, -(-total // tile)) * tile - total
+        return max(self.chunk // tile * tile, round_up(total, tile)) - total
 
 
 class SarathiServe(Scheduler):
@@ -602,7 +593,7 @@ def make_scheduler(scheduler, **options):
 # ---------------------------------------------------------------- orders: who of the queue is first
 
 class Queue:
-    """The waiting requests, first come first. Whatever stands where it does costs the same to take out, of ten or of a million.
+    """The waiting requests, first come first. To take one out takes as long wherever it stands, in a queue of ten or of a million.
 
     of: client -> its own requests in the same order, for as long as it has some; n_come: how many have come."""
 
@@ -871,7 +862,7 @@ class Work(NamedTuple):
     M: int = 0  # rows that need logits
     decodes: int = 0
     context: int = 0  # cached tokens that decodes read
-    again: float = 0  # and that the drafts of a verification read again, on a CPU: there each row sums up its own
+    again: float = 0  # and that the other rows of a verification read once more: on a CPU, and where System.expand, each row reads its own
     chunks: int = 0
     pairs: float = 0  # of a chunk's query with a key
     reread: int = 0  # cached tokens that chunks read, those of earlier chunks included [SARATHI §4.2]
@@ -961,8 +952,8 @@ class CostModel:
 
     def seconds(self, w, lora="batched"):
         """Of an iteration that asks the Work w of the hardware."""
-        if self.system.expand and w.decodes:
-            w = w._replace(context=w.context * (w.M - w.chunks) // w.decodes)
+        if self.system.expand:
+            w = w._replace(context=w.context + w.again)
         gpu = self.linear(w.N) + 2 * self.all_reduce(w.N) + self.attention(w) + self.others(w) + self.lora(w, lora)
         host = self.config.n_layer * self.system.layer
         return (gpu + host if self.system.eager else max(gpu, host)) + self.system.request * w.M
@@ -972,9 +963,6 @@ class CostModel:
         took = {name: linear * n / self.n_weights + reduce * (name in ("postproj", "ffn_ln2")) for name, n in self.weights.items()}
         adapters = {"lora": self.lora(w, lora)} if w.adapted else {}
         return dict(preproj=took.pop("preproj"), attn=self.attention(w), **took, others=self.others(w), **adapters)
-
-    def all_reduce(self, N):
-        return 0.0
 
     def learn(self, w, seconds):
         """An iteration took so long; only a Learned one cares."""
@@ -1112,14 +1100,14 @@ class Fitted(CostModel):
 
 
 class Learned(CostModel):
-    """Another cost model, corrected by the iterations that were measured since: by a factor for all, and one for those of so many tokens,
-    with or without a chunk and adapters: of each number up to FEW_ROWS, where a kernel's time goes up and down in steps, and from there
-    on read between two powers of two. Means at first, then moving averages."""
+    """Another cost model, corrected by what iterations really took: its price, times a factor for all, times one for iterations like this:
+    with a chunk or not, with adapters or not, of so many tokens. Up to FEW_ROWS tokens each number has its own, as kernels' times go up
+    and down in steps there; above, each power of two, and one reads between. A factor is a mean at first, then a moving average."""
     RATE = 0.05  # of each iteration's news, when there was enough of them
 
     def __init__(self, base):
         self.base, self.factor, self.n_learned = base, 1.0, 0
-        self.error, self.system, self.all_reduce = base.error, base.system, base.all_reduce  # which every CostModel has
+        self.error, self.system = base.error, base.system  # which every CostModel has
         self.factors, self.seen = np.ones((2, 2, 32)), np.zeros((2, 2, 32))
 
     def __getattr__(self, name):
@@ -1290,7 +1278,7 @@ class Ngram(Proposer):
         start, index = self.seen.get(r, (min(self.sizes), {}))
         first = start - max(self.sizes)
         text = r.tokens[max(0, first):r.n_tokens].tolist()
-        for i in range(start, r.n_tokens):  # what stood before place i; place n_tokens itself is not known yet
+        for i in range(start, r.n_tokens):  # index what stands in front of each new place; what follows the last token is not known
             at = i - max(0, first)
             for size in self.sizes:
                 if at >= size:
@@ -1521,8 +1509,7 @@ class Policy(Named, named=False):
     registry, n_spec = POLICIES, N_SPEC  # the longest proposal it may want
     priced = False  # whether it asks for seconds
     per_request = False  # whether alpha is each request's own
-    late = False  # whether it says what to verify only after n_spec drafts were made
-    threshold = 0.0  # and no more are made for a request whose last one was less probable
+    threshold = 0.0  # drafts are made until one is less probable than this; above 0 it is asked only then how many to verify
     tree = None  # the one tree that it wants, which only heads can make
     shapes = ()  # the trees it chooses from, where heads make the drafts; none: it does not know trees
 
@@ -1657,7 +1644,7 @@ class Confidence(Goodput):
     # differs from [SmartSpec Alg. 3]: with drawn drafts in the batch k stops where one more does not pay, although where costs step
     # a longer one may. How many were made depends on their values; whether a draft is verified must not depend on its own, or
     # accepted tokens are no longer distributed as the target's. Up to j, goodput knows of a request only whether it has j drafts"""
-    late, threshold, shapes = True, 0.4, ()
+    threshold, shapes = 0.4, ()
 
     def lengths(self, d):
         if not any(r.temperature > 0 for r in d.requests):
@@ -1680,7 +1667,7 @@ class Oracle(Goodput):
 # ---------------------------------------------------------------- autopilot: chunks and drafts by one price
 
 class Loop(NamedTuple):
-    """A system of requests that are all alike, each of which comes again when it ends; here: averages of those that are really there."""
+    """The load as autopilot sees it: S requests all alike, each of which comes again when it ends. Its numbers are averages of the real ones."""
     S: int  # requests
     n: int  # with those that wait for a slot
     P: float  # tokens of a prompt
@@ -1831,7 +1818,7 @@ class Autopilot(SarathiServe, Policy):
 
     def _seconds(self, loop, c, d, k):
         drafting = self.engine.speculator.proposer.seconds(d, d * loop.context, k) if k else 0.0
-        return self.engine.cost.seconds(loop.work(c, d, k, self.engine.cost.tile)) + drafting
+        return self.engine.cost.seconds(loop.work(c, d, k, self.engine.cost.tile), self.engine.config.lora) + drafting
 
 
 SCHEDULERS["autopilot"] = Autopilot
@@ -1877,7 +1864,7 @@ def make_proposer(draft, engine):
 class Speculator:
     """Drafts for the decodes of one iteration: where from (proposer), how many (policy), and what came of them. Requests that were
     new when it rarely paid to propose stay without, and spare the draft model their prompt [SmartSpec §5]."""
-    idle, MOST_IDLE = 0.0, 0.7  # the share of late iterations without a proposal, and from where on new requests are left alone
+    idle, MOST_IDLE = 0.0, 0.7  # of recent iterations the share in which no draft was wanted; beyond that new requests never speculate
 
     def __init__(self, engine, proposer, policy, cost=None):
         self.engine, self.proposer, self.policy = engine, proposer, policy
@@ -1930,7 +1917,7 @@ class Speculator:
         if self.shapes:
             return self._plant(requests, d)
         proposer, policy = self.proposer, self.policy
-        late = proposer.free or policy.late  # drafts are made, and then it is said how many of them are verified
+        late = proposer.free or policy.threshold  # drafts are made, and then it is said how many of them are verified
         wanted = d.most if late else policy.lengths(d)
         if not proposer.free:
             self.idle = FADE * self.idle + (1 - FADE) * (not wanted.any())
@@ -1981,16 +1968,17 @@ class Speculator:
         """target, draft, edges of Decodes. target: seconds of this iteration with n drafts, less what its chunk adds to it without them:
         so drafts are compared as if no chunk were there, but for what they cost in a batch that the chunk has filled."""
         cost, B, cached = self.engine.cost, len(requests), sum(r.n_past for r in requests)
-        w = Work.of(self.engine._entries(plan), cost.tile)
-        chunk = cost.seconds(w) - cost.seconds(Work(N=B, M=B, decodes=B, context=cached + B)) if w.N > B else 0.0
+        seconds = partial(cost.seconds, lora=self.engine.config.lora)
+        w, alone = (Work.of(self.engine._entries(entries), cost.tile) for entries in (plan, [(r, 1) for r in requests]))
+        chunk = seconds(w) - seconds(alone) if w.N > B else 0.0
 
         def target(n):
             more = dict(N=w.N + n, M=w.M + n, context=w.context + n, again=w.again + n * (1 + (cached + n) / B))
             if n > N_SPEC * B:  # trees: too many rows to stream the context past them, each is a chunk to the hardware
-                pairs = w.pairs + -(-(1 + n / B) // cost.tile) * cost.tile * (cached + (B + n) / 2)
+                pairs = w.pairs + round_up(1 + n / B, cost.tile) * (cached + (B + n) / 2)
                 more |= dict(context=w.context - cached - B, again=w.again, decodes=w.decodes - B, chunks=w.chunks + B, pairs=pairs,
                              reread=w.reread + cached + B + n)
-            return cost.seconds(w._replace(**more)) - chunk
+            return seconds(w._replace(**more)) - chunk
         draft = lambda steps: self.proposer.seconds(B, cached, steps) if steps else 0.0
         return target, draft, np.arange(-w.N % cost.tile, n_most, cost.tile) if cost.tile > 1 else np.empty(0, int)
 
@@ -2052,8 +2040,8 @@ class Span(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """An iteration that was started and has not landed. Where the next one starts before, a request's newest token is not known here: its
-    place in `tokens` holds ~i until _commit writes it, and the device takes newest[i] (Batch.known). A request that needs no more
+    """An iteration that was started and has not ended. If the next one starts before, only the device knows a request's newest token: until
+    _commit writes it, its place in `tokens` holds ~i, which stands for newest[i] there (Batch.known). A request that needs no more
     is "landing": its pages are free, its last token is on the way."""
     ready: list  # its requests that get tokens, as `asking` says
     wait: Callable  # waits for its end -> the new tokens of each of them
@@ -2106,8 +2094,8 @@ class Engine:
         self.clock, self.record = clock or make_clock(self.world), record
         self.order = self._new_order()
         checked("adapter_pages", c.adapter_pages, int, 0, n_page - 1)
-        self.pool = self._new_pool(n_page - c.adapter_pages)
-        own = self._new_pool(c.adapter_pages, first=self.pool.n_page)  # no-unify [S-LoRA §7.4]
+        self.pool = PagePool(n_page - c.adapter_pages, model.config.n_kv_head, c.alloc)
+        own = PagePool(c.adapter_pages, model.config.n_kv_head, c.alloc, first=self.pool.n_page)  # no-unify [S-LoRA §7.4]
         costs = cost if isinstance(cost, tuple) else (cost, None)
         if len(costs) != 2:
             raise ValueError(f"cost: {len(costs)} cost models, must be one, or two of them: the target's and the draft's")
@@ -2153,9 +2141,6 @@ class Engine:
         """(bytes, the share of them that the pool takes by default): of the rank that has least, so that all pools are alike."""
         free, share = free_memory(self.model.device)
         return min(self.world.each(free)), share if self.model.device.type == "cuda" else share / self.world.size  # one RAM for all
-
-    def _new_pool(self, n_page, first=0):
-        return PagePool(n_page, self.model.config.n_kv_head, self.config.alloc, first)
 
     def _new_cache(self, n_page):
         return self.model.new_cache(n_page + on_gpu(self.model.device))  # a page that rows of nobody are written to
@@ -2205,12 +2190,10 @@ class Engine:
         FileNotFoundError for one that does not fit the model or the pool; then nothing is kept of it."""
         if not isinstance(name, str) or name in self.adapters.known:
             raise ValueError(f"adapter {name!r}: must be a new name, {'this one is taken' if isinstance(name, str) else 'a string'}")
-        adapter = self._load(source)
+        adapter, most = self._load(source), self.adapters.pool.n_page
+        if adapter.n_page > most and self.config.lora != "merge":
+            raise ValueError(f"adapter {name!r} takes {adapter.n_page} pages: there are {most}")
         self.adapters.known[name] = adapter
-        n_page, most = self.adapters.n_page(name), self.adapters.pool.n_page
-        if n_page > most:
-            del self.adapters.known[name]
-            raise ValueError(f"adapter {name!r} takes {n_page} pages: there are {most}")
 
     def _load(self, source):
         if not (callable(source) or isinstance(source, (str, os.PathLike))):
@@ -2298,7 +2281,7 @@ class Engine:
         if not isinstance(r.adapter, str) or r.adapter not in known:
             some = ", ".join(islice(known, 8)) + (", ..." if len(known) > 8 else "")
             raise KeyError(f"unknown adapter {r.adapter!r}: " + (f"one of {some}" if known else "none was added"))
-        n_page = self.adapters.n_page(r.adapter) if self.adapters.pool is self.pool else 0
+        n_page = known[r.adapter].n_page if self.adapters.pool is self.pool and self.config.lora != "merge" else 0
         if r.max_len + n_page > self.pool.n_page:
             raise ValueError(f"prompt and new tokens need {r.max_len} pages and adapter {r.adapter!r} {n_page}: the pool has {self.pool.n_page}")
 
@@ -2385,8 +2368,8 @@ class Engine:
         return [(r, n) for r, n in plan if r.state == "running"]
 
     def _lookahead(self, r, k):
-        """Take pages for up to k drafts behind r's last known token -> for how many there were. One for each running request stays free: no
-        guess costs another its next token [SmartSpec §6]. Idle adapters make way, as for any token."""
+        """Take pages for up to k drafts behind r's last known token -> how many got one. A free page per running request is left alone, so
+        that no guess takes that of another's next token [SmartSpec §6]. Idle adapters make way, as for any token."""
         lacks = self.pool.need(r.id, r.n_tokens + k, r.max_len)
         if lacks:
             wanted = lacks + len(self.running)
@@ -2397,7 +2380,7 @@ class Engine:
 
     def _hold(self, r, n):
         """Pages for the first n tokens of r, and its adapter; idle adapters make way. False, and a waiting r has nothing, if not."""
-        whole = round_up(r.max_len, self.key_tile)  # key tiles; if that is within its share of the pool, or adds but little
+        whole = round_up(r.max_len, self.key_tile)  # of key tiles, if they are within its share of the pool or add little: they attend faster
         fair = whole <= max(self.pool.n_page // self.max_batch, r.max_len * 9 // 8)
         for n_max in dict.fromkeys((whole if fair else r.max_len, r.max_len)):
             if self.adapters.find_room(self.pool, self.pool.hold, r.id, n, n_max) and self.adapters.hold(r.adapter):
@@ -2415,7 +2398,7 @@ class Engine:
     def _preempt(self, r):
         """Give up a request's pages; it goes to the head of the queue and is computed again from its tokens."""
         now = self.clock.now()
-        self._log(now, now, 0, fed([(r, 0)]))
+        self._log(now, now, 0, [(r.id, r.n_past, 0)])
         self._leave(r)
         r.state, r.n_past, r.n_draft_past, r.n_preempted = "waiting", 0, 0, r.n_preempted + 1
         self.waiting.append(r, back=True)
@@ -2496,7 +2479,7 @@ class Engine:
         plan.sort(key=lambda entry: (entry[1], tables[entry[0].id].key_tile(self.key_tile), entry[0].n_past))
         spans = [(r, tables[r.id], r.n_past, r.n_past + n) for r, n in plan]
         past, n, wanted = np.array([(r.n_past, n, r.n_wanted(n)) for r, n in plan]).T
-        last = lambda stops, counts: np.arange(counts.sum()) + np.repeat(stops - np.cumsum(counts), counts)  # so many numbers before each stop
+        last = lambda stops, counts: np.arange(counts.sum()) + np.repeat(stops - np.cumsum(counts), counts)  # of each: stop - count ... stop - 1
         tokens, positions, logit_rows = np.concatenate([r.tokens[a:b] for r, t, a, b in spans]), last(past + n, n), last(np.cumsum(n), wanted)
         for (r, t, a, b), end in zip(spans, np.cumsum(n)):
             if r.tree:
@@ -2607,11 +2590,11 @@ class Engine:
         return events
 
     def _sample(self, ready, logits):
-        """ready: (request, k drafts); these and its last known token gave k + 1 rows of logits (M, V) -> a function that waits for its new
-        tokens, and the last of each on the device (B,): the drafts that pass and one more, from the row where they end; the likeliest,
-        or drawn with the request's own random numbers. Nothing here waits for the device, unless there are drafts."""
+        """The next tokens. ready: (request, its k drafts); its last known token and they gave k + 1 rows of logits (M, V). New are the
+        drafts that pass, and one more from the row where they end: the likeliest, or drawn with the request's own random numbers. -> a
+        function that waits for them, and the last of each on the device (B,). Nothing here waits for the device, unless there are drafts."""
         if not ready:
-            return list, None
+            return list, None  # nobody gets a token: list() is []
         draft, ready = np.array([token for r, drafts in ready for token in (*drafts, -1)]), [(r, len(drafts)) for r, drafts in ready]
         ends, to = np.cumsum([k + 1 for r, k in ready]), partial(place, device=logits.device)
         first = ends - [k + 1 for r, k in ready]
@@ -2748,12 +2731,13 @@ class Simulator(Engine):
         return model if cost in (None, model) else super()._new_cost(model, cost)
 
     def _memory(self, draft):
-        weights = [m.config.n_params * m.dtype.itemsize for m in (self.model, draft) if isinstance(m, CostModel)]
-        free, share = self.model.memory
-        usable = share * free - sum(weights[1:])
-        if usable <= 0:
-            raise ValueError(f"{sum(weights) / 1e9:.1f} GB of weights do not fit {self.model.name}: take a larger GPU or more of them (tp)")
-        return free - sum(weights[1:]), usable / (free - sum(weights[1:]))
+        weights = lambda m: m.config.n_params * m.dtype.itemsize
+        free, share = self.model.memory  # without its weights
+        drafts = weights(draft) if isinstance(draft, CostModel) else 0
+        if share * free <= drafts:
+            raise ValueError(f"{(weights(self.model) + drafts) / 1e9:.1f} GB of weights do not fit {self.model.name}: take a larger GPU or more "
+                             "of them (tp)")
+        return free - drafts, (share * free - drafts) / (free - drafts)
 
     def _new_cache(self, n_page):
         return None
@@ -2785,8 +2769,7 @@ class Simulator(Engine):
         """Seconds that the plan takes, a swap of the merged adapter included."""
         adapter = plan[0][0].adapter
         swap = self.config.lora == "merge" and adapter != self.merged[0]
-        if swap:
-            self.merged = adapter, self.model
+        self.merged = adapter, self.model
         return self.model.time_of(self._entries(plan), self.config.lora) + (self.model.merge() if swap else 0.0)
 
     def _forward(self, plan):
@@ -2960,7 +2943,10 @@ class Pipeline:
         if not simulated and n_stage == 1:
             raise ValueError("the model is whole: give it to an Engine, or load a stage of it with world=World.start(pp=...)")
         if not simulated:
-            options = dict(clock=PipelineClock(self, clock or make_clock(self.world))) | self._combined(options)
+            self._check(options)
+            options["clock"] = PipelineClock(self, clock or make_clock(self.world))
+        elif clock is not None:
+            raise ValueError("clock: each stage that is simulated has its own")
         self.free, self.last = [0.0] * n_stage, None  # when each stage is; tokens of the last one's chunks
         self.now, self.bubbles = 0.0, dict(PB1=0.0, PB2=0.0, PB3=0.0)  # when the last turn was; seconds of all stages
         self.record, self.memory, self.queue = record, None, deque()  # Spans; what the lanes share; those whose turn on this stage is still to come
@@ -2972,8 +2958,8 @@ class Pipeline:
             lane.adapters.known, lane.n_ended = first.adapters.known, first.n_ended
         self.add_adapter, self.n_ended = first.add_adapter, first.n_ended
 
-    def _combined(self, options):
-        """The options, if stages of which only the last sees logits can do with them; else a ValueError."""
+    def _check(self, options):
+        """ValueError for options that stages, of which only the last sees logits, cannot do with."""
         draft, policy = options.get("draft"), make_policy(options.get("spec", "off"))
         if isinstance(draft, (Heads, Medusa)):
             raise ValueError(f"draft = {type(draft).__name__}: heads read the last stage's states, with pp = {self.world.pp} give ngram or a model")
@@ -2981,7 +2967,6 @@ class Pipeline:
             raise ValueError(f"spec = {options['spec']!r}: a stage of pp = {self.world.pp} cannot be profiled for the price of drafts, give a number")
         if make_scheduler(options.get("scheduler", "sarathi")).priced and not options.get("cost"):
             raise ValueError(f"scheduler = {options['scheduler']!r}: a stage of pp = {self.world.pp} cannot be profiled, give cost")
-        return options
 
     @property
     def clock(self):

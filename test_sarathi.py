@@ -2078,6 +2078,33 @@ def test_a_system_without_a_kernel_for_verification_reads_the_context_for_every_
     entries, expanded = [(1000, 4, 4)] * 8, [(1003, 1, 1)] * 32
     assert vllm.time_of(entries) == pytest.approx(vllm.time_of(expanded)) and vllm.time_of(expanded) > cost.time_of(expanded) > cost.time_of(entries)
     assert vllm.time_of([(0, 500, 1)]) - cost.time_of([(0, 500, 1)]) == pytest.approx(vllm.system.request), "a prompt is sampled from once"
+    decodes, chunk = [(1000, 1, 1)] * 4, [(0, 256, 0)]
+    assert vllm.time_of(decodes + chunk) - cost.time_of(decodes + chunk) == pytest.approx(4 * vllm.system.request), "a chunk takes no context away"
+
+
+def test_drafts_beside_a_chunk_are_priced_with_the_adapters_of_their_requests():
+    engine = Simulator(CostModel.roofline(preset("llama-7b"), "a10g"), draft="ngram", spec="goodput", alpha=0.7, max_batch=8, n_page=9000)
+    engine.add_adapter("a", random_adapter(64))
+    plans = [sarathi.rehearse(engine, [(300, 1, 1, engine.adapters.known["a"].n_params)] * 3 + chunk) for chunk in ([], [(0, 256, 0)])]
+    alone, beside = (engine.speculator._prices(plan, [r for r, n in plan[:3]], 9)[0](0) for plan in plans)
+    assert beside == pytest.approx(alone)
+
+
+def test_the_papers_numbers_stand_beside_their_own_lengths():
+    b = bench.Bench(a6000(), bench.BenchConfig(hardware="a6000", lengths="3072"), EngineConfig())
+    speedup, gain, orca = bench.EXPERIMENTS["table4"].rows(b)
+    assert (speedup["paper"], gain["paper"]) == (2.51, 1.22)
+
+
+def test_the_closing_sentence_is_of_the_main_jobs_own_rows(capsys):
+    rows = [dict(experiment=name, what=what, ours=x) for name, what, x in (
+        ("ceilings", "knee: tokens that one weight read pays for", 30), ("table4", "L = 8: decode speedup", 2.0), ("table4", "L = 8: over static", 1.1),
+        ("fig8", "largest decode speedup", 99), ("table4", "LLaMA-33B, A100, L = 8: decode speedup", 77))]
+    bench.explain(SimpleNamespace(B=5, source="measured"), rows)
+    said = capsys.readouterr().out
+    assert "30 / 5 = 6.0" in said and "2.0 to 2.0" in said and "1.10 to 1.10" in said
+    bench.explain(SimpleNamespace(B=5, source="measured"), rows[3:])
+    assert not capsys.readouterr().out
 
 
 def test_lightllm_admits_what_fits_at_its_peak_and_asks_every_ten_iterations():
