@@ -2143,6 +2143,8 @@ class Engine:
         return min(self.world.each(free)), share if self.model.device.type == "cuda" else share / self.world.size  # one RAM for all
 
     def _new_cache(self, n_page):
+        if self.model.config.head_dim > 128 and on_gpu(self.model.device):
+            raise ValueError(f"head_dim = {self.model.config.head_dim}: the Triton kernels' tiles hold at most 128")
         return self.model.new_cache(n_page + on_gpu(self.model.device))  # a page that rows of nobody are written to
 
     def _new_graphs(self):

@@ -1032,6 +1032,7 @@ BAD_LINES = {
     "sarathi.py --tokens 1 --tp 0": "tp = 0: must be a whole number, at least 1",
     "sarathi.py": "one of the arguments --prompt --tokens is required", "bench.py peer": "unknown experiment 'peer'",
     "bench.py table9": "unknown experiment 'table9': one of ceilings", "bench.py --chunk x": "invalid int_or_auto value: 'x'",
+    "bench.py table4 --slo 1": "slo = 1: experiments compare whole runs",
     "bench.py --lengths 5,a": "lengths = '5,a'", "bench.py roofline --hardware h100": "roofline can only be measured, on this machine",
     "bench.py peers --peers ollama=x": "names among transformers, vllm, llama.cpp",
     "bench.py peers --cells 'x 16'": "cells = 'x 16': must be part of a name among prefill 512",
@@ -2997,6 +2998,12 @@ def test_without_triton_everything_runs_in_torch(monkeypatch):
     bare = importlib.import_module("sarathi")
     engine = bare.Engine(bare.GPT.from_preset("tiny"), n_page=64)
     assert bare is not sarathi and not sys.modules["kernels"].HAS_TRITON and len(engine.generate([[1, 2, 3]], max_new_tokens=4)[0]) == 4
+
+
+def test_heads_too_wide_for_a_gpus_tiles_are_refused(monkeypatch):
+    monkeypatch.setattr(sarathi, "on_gpu", lambda device: True)
+    with pytest.raises(ValueError, match="head_dim = 160: .* at most 128"):
+        Engine(GPT.from_preset(GPTConfig(**SMALL | dict(head_dim=160))), n_page=50)
 
 
 @kernel_test
