@@ -901,8 +901,9 @@ def scaling(bench):
 def overload(bench, n):
     """n requests for a LLaMA-7B on an A100 that serves half as many per second -> those served, wall seconds, iterations."""
     engine, clock = Simulator(CostModel.roofline(preset("llama-7b"), "a100"), scheduler="sarathi", max_batch=100, alloc="grow", fair=2.0), WallClock()
-    jobs = [job._replace(client="ab"[i % 2]) for i, job in enumerate(gamma_jobs(40, n / 40, prompt=uniform(8, 512), output=uniform(8, 256)))]
-    return sum(1 for _ in feed(bench, engine, requests_of(bench, engine, jobs), math.inf)), clock.now(), engine.n_steps
+    jobs = gamma_jobs(40, n / 40, prompt=uniform(8, 512), output=uniform(8, 256))
+    requests = (Request(np.broadcast_to(0, job.prompt), job.output, arrival=job.arrival, client="ab"[i % 2]) for i, job in enumerate(jobs))
+    return sum(1 for _ in feed(bench, engine, requests, math.inf)), clock.now(), engine.n_steps
 
 
 # ---------------------------------------------------------------- online serving: what comes, and how it went

@@ -24,7 +24,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -354,6 +354,38 @@ def split_heads(qkv, rope, n_head, n_kv_head):
 # ---------------------------------------------------------------- attention over the cache
 
 @dataclass
+class Table:
+    """The pages of one owner. rows[i]: where in the cache the first head of page i lies, each next head `stride` rows on (1: the page lies
+    alone; n: n pages together, head after head). In key tiles this is where V lies; K is transposed there (kernels.py)."""
+    rows: np.ndarray
+    stride: int
+    space: np.ndarray | None = None  # the array whose filled part rows is: room to grow without a copy
+
+    def key_tile(self, D):
+        """Of how many tokens K lies together, transposed (kernels.py): D, if these are whole key tiles of D pages; else 1."""
+        return D if self.stride > 1 and self.stride % D == 0 else 1
+
+    def at(self, tokens, n_kv_head):
+        """(n, Hk) the cache rows of these tokens."""
+        return self.rows[tokens, None] + self.stride * np.arange(n_kv_head)
+
+    def of(self, n_kv_head, other):
+        """The same pages in the cache of a model with `other` kv heads."""
+        if n_kv_head == other:
+            return self
+        pages = self.rows // n_kv_head
+        return Table(pages * other if self.stride == 1 else pages[0] * other + np.arange(self.stride), self.stride)
+
+
+class Feed(NamedTuple):
+    """What one request feeds to a batch: its tokens past .. end - 1."""
+    table: Table
+    past: int
+    end: int
+    parents: tuple | None = None  # where they form a tree: of each the place of the one it follows
+
+
+@dataclass
 class Segment:
     """R requests that each feed n tokens: a block of a chunk's rows (R = 1), or decodes with contexts alike (n = 1).
 
@@ -366,6 +398,37 @@ class Segment:
     index: torch.Tensor  # (2, R * Hk * ctx) int32: the cache rows to read, K's and V's, per request and head. What fills up to ctx is a row
     #                      of the request's own: another's might hold NaN, which no mask removes
     mask: torch.Tensor  # (R, 1, n * G, w) added to the scores of the last w tokens of ctx: causal_mask
+
+    @classmethod
+    def cut(cls, feeds, key_tile, n_kv_head, group, dtype, to):
+        """A batch as attention calls: a chunk cut into blocks of rows; decodes that feed as many tokens each share one, as long as the
+        shorter contexts are filled up with less than a call costs. group: query heads per kv head; to: an array -> a tensor"""
+        segments, start, i = [], 0, 0
+        while i < len(feeds):
+            t, a, longest, _ = feeds[i]
+            n, R, tile = longest - a, 1, t.key_tile(key_tile)
+            for t, a, b, _ in islice(feeds, i + 1, None):  # of as many tokens, contexts ascend
+                if n > FEW_ROWS or b - a != n or R * (b - longest) > CALL or t.key_tile(key_tile) != tile:
+                    break
+                R, longest = R + 1, b
+            for j in range(0, n, CHUNK_ROWS):
+                segments.append(cls.of(feeds[i:i + R], start + j, j, min(CHUNK_ROWS, n - j), tile, n_kv_head, group, dtype, to))
+            start, i = start + R * n, i + R
+        return segments
+
+    @classmethod
+    def of(cls, feeds, start, skip, n, tile, n_kv_head, group, dtype, to):
+        """n tokens of each of these requests, behind the `skip` before them; from row `start` of the batch on."""
+        ends = np.array([f.past + skip + n for f in feeds])
+        ctx = round_up(int(ends.max()), round_up(ALIGN, tile))
+        rows = np.empty((2, len(feeds), 1, ctx), np.int32)
+        for i, (f, end) in enumerate(zip(feeds, ends)):
+            for row, stop in zip(rows[:, i, 0], (round_up(end, tile), end)):
+                row[:stop], row[stop:] = f.table.rows[:stop], f.table.rows[0]
+        heads = np.array([f.table.stride for f in feeds], np.int32)[:, None, None] * np.arange(n_kv_head, dtype=np.int32)[:, None]
+        index, trees = to((rows + heads).reshape(2, -1)), tuple(f.parents for f in feeds)
+        mask = causal_mask(tuple((ends - ends.min()).tolist()), n, group, ctx - int(ends.max()), dtype, index.device, trees if any(trees) else ())
+        return cls(start, len(feeds), n, ctx, tile, index, mask)
 
     @cached_property
     def bags(self):
@@ -395,6 +458,26 @@ class Rows:
     k: torch.Tensor  # the same; or (n_few, Hk, D) the place in the plane of each number: key_cells
     chunks: list[Chunk] = field(default_factory=list)
     fresh: torch.Tensor | None = None  # (n, Hk) cache rows of key tiles that these tokens begin and do not fill: cleared, for they are read whole
+
+    @classmethod
+    def of(cls, feeds, key_tile, n_kv_head, D, to):
+        """Of a batch; to: an array -> a tensor."""
+        chunks, few, fresh, start = [], [], [], 0
+        for t, a, b, _ in feeds:
+            tile = t.key_tile(key_tile)
+            if b - a > FEW_ROWS and t.stride > 1:
+                chunks.append(Chunk(start, b - a, a, int(t.rows[0]), t.stride, tile))
+            else:
+                few.append((t, a, b, tile))
+            if b - b % tile >= a and b % tile:
+                fresh.append(t.at(slice(b - b % tile, round_up(b, tile)), n_kv_head))
+            start += b - a
+        fresh = to(np.concatenate(fresh)) if fresh else None
+        rows = np.concatenate([np.empty((0, n_kv_head), int), *(t.at(slice(a, b), n_kv_head) for t, a, b, _ in few)])
+        if all(tile == 1 for *_, tile in few):
+            return cls(to(rows), to(rows), chunks, fresh)
+        tokens, tiles = np.concatenate([np.arange(a, b) for _, a, b, _ in few]), np.repeat(*np.array([(tile, b - a) for _, a, b, tile in few]).T)
+        return cls(to(rows), to(key_cells(rows, tokens, tiles, D)), chunks, fresh)
 
 
 def key_cells(rows, t, key_tile, D):

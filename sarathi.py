@@ -45,8 +45,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kernels import (ALIGN, CALL, CHUNK_ROWS, FEW_ROWS, Chunk, Lora, LoraPages, Pages, Rows, Segment, World, accept, causal_mask, fetch,
-                     key_cells, on_gpu, place, residual, round_up, run_ends, sample, target_probs)
+from kernels import (CHUNK_ROWS, FEW_ROWS, Feed, Lora, LoraPages, Pages, Rows, Segment, Table, World, accept, fetch, key_cells, on_gpu, place,
+                     residual, round_up, run_ends, sample, target_probs)
 from model import GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model, load_tokenizer, preset, random_adapter
 
 
@@ -204,30 +204,6 @@ class Event(NamedTuple):
 
 
 # ---------------------------------------------------------------- memory: one pool of pages
-
-@dataclass
-class Table:
-    """The pages of one owner. rows[i]: where in the cache the first head of page i lies, each next head `stride` rows on (1: the page lies
-    alone; n: n pages together, head after head). In key tiles this is where V lies; K is transposed there (kernels.py)."""
-    rows: np.ndarray
-    stride: int
-    space: np.ndarray | None = None  # the array whose filled part rows is: room to grow without a copy
-
-    def key_tile(self, D):
-        """Of how many tokens K lies together, transposed (kernels.py): D, if these are whole key tiles of D pages; else 1."""
-        return D if self.stride > 1 and self.stride % D == 0 else 1
-
-    def at(self, tokens, n_kv_head):
-        """(n, Hk) the cache rows of these tokens."""
-        return self.rows[tokens, None] + self.stride * np.arange(n_kv_head)
-
-    def of(self, n_kv_head, other):
-        """The same pages in the cache of a model with `other` kv heads."""
-        if n_kv_head == other:
-            return self
-        pages = self.rows // n_kv_head
-        return Table(pages * other if self.stride == 1 else pages[0] * other + np.arange(self.stride), self.stride)
-
 
 class Stack:
     """Free pages where any will do: the one freed last is handed out first."""
@@ -2477,20 +2453,25 @@ class Engine:
 
     def _pack(self, plan):
         """The plan as one flat Batch. Sorted so that decodes with contexts alike stand together."""
-        tables = self.pool.tables
+        tables, config, Hk = self.pool.tables, self.model.config, self.pool.n_kv_head
         plan.sort(key=lambda entry: (entry[1], tables[entry[0].id].key_tile(self.key_tile), entry[0].n_past))
-        spans = [(r, tables[r.id], r.n_past, r.n_past + n) for r, n in plan]
         past, n, wanted = np.array([(r.n_past, n, r.n_wanted(n)) for r, n in plan]).T
         last = lambda stops, counts: np.arange(counts.sum()) + np.repeat(stops - np.cumsum(counts), counts)  # of each: stop - count ... stop - 1
-        tokens, positions, logit_rows = np.concatenate([r.tokens[a:b] for r, t, a, b in spans]), last(past + n, n), last(np.cumsum(n), wanted)
-        for (r, t, a, b), end in zip(spans, np.cumsum(n)):
+        feeds = [Feed(tables[r.id], r.n_past, r.n_past + n, r.tree.parents if r.tree and r.tree.branches else None) for r, n in plan]
+        tokens = np.concatenate([r.tokens[f.past:f.end] for (r, _), f in zip(plan, feeds)])
+        positions, logit_rows, group = last(past + n, n), last(np.cumsum(n), wanted), config.n_head // Hk
+        for (r, n_new), end in zip(plan, np.cumsum(n)):
             if r.tree:
-                positions[end - (b - a):end] = a + r.tree.level
+                positions[end - n_new:end] = r.n_past + r.tree.level
         loras, newest = self._loras(plan), self.flights[-1].newest if self.flights else None
         if on_gpu(self.model.device):  # to be uploaded in one piece
-            return Batch(tokens, positions, None, logit_rows, self._pages(spans), loras, newest=newest)
+            rows, strides = [f.table.rows for f in feeds], [f.table.stride for f in feeds]
+            pages = Pages.of(rows, strides, past, n, group, self.model.dtype, [f.parents for f in feeds])
+            return Batch(tokens, positions, None, logit_rows, pages, loras, newest=newest)
         to = partial(place, device=self.model.device)
-        return Batch(to(tokens), to(positions), self._rows(spans, to), to(logit_rows), self._segments(spans), loras, newest=newest)
+        rows = Rows.of(feeds, self.key_tile, Hk, config.head_dim, to)
+        segments = Segment.cut(feeds, self.key_tile, Hk, group, self.model.dtype, to)
+        return Batch(to(tokens), to(positions), rows, to(logit_rows), segments, loras, newest=newest)
 
     def _loras(self, plan):
         """{operator: Lora} for the operators that some request's adapter changes."""
@@ -2507,63 +2488,6 @@ class Engine:
             else:
                 loras[name] = Lora.of(spans, n_few, operator.n_in, columns, width, bmm)
         return loras
-
-    def _pages(self, spans):
-        """What the GPU's kernels read instead of segments."""
-        tables, pasts, ends = ([span[i] for span in spans] for i in (1, 2, 3))
-        return Pages.of([t.rows for t in tables], [t.stride for t in tables], pasts, np.subtract(ends, pasts),
-                        self.model.config.n_head // self.pool.n_kv_head, self.model.dtype,
-                        [r.tree.parents if r.tree and r.tree.branches else None for r, _, _, _ in spans])
-
-    def _rows(self, spans, to):
-        """Where on a CPU the K and V of this batch go."""
-        chunks, few, fresh, start, Hk = [], [], [], 0, self.pool.n_kv_head
-        for _, t, a, b in spans:
-            tile = t.key_tile(self.key_tile)
-            if b - a > FEW_ROWS and t.stride > 1:
-                chunks.append(Chunk(start, b - a, a, int(t.rows[0]), t.stride, tile))
-            else:
-                few.append((t, a, b, tile))
-            if b - b % tile >= a and b % tile:
-                fresh.append(t.at(slice(b - b % tile, round_up(b, tile)), Hk))
-            start += b - a
-        fresh = to(np.concatenate(fresh)) if fresh else None
-        rows = np.concatenate([np.empty((0, Hk), int), *(t.at(slice(a, b), Hk) for t, a, b, _ in few)])
-        if all(tile == 1 for *_, tile in few):
-            return Rows(to(rows), to(rows), chunks, fresh)
-        tokens, tiles = np.concatenate([np.arange(a, b) for _, a, b, _ in few]), np.repeat(*np.array([(tile, b - a) for _, a, b, tile in few]).T)
-        return Rows(to(rows), to(key_cells(rows, tokens, tiles, self.model.config.head_dim)), chunks, fresh)
-
-    def _segments(self, spans):
-        """Cut the batch into attention calls: a chunk into blocks of rows; decodes that feed as many tokens each share one, as long as
-        the shorter contexts are filled up with less than a call costs."""
-        segments, start, i = [], 0, 0
-        while i < len(spans):
-            _, t, a, longest = spans[i]
-            n, R, tile = longest - a, 1, t.key_tile(self.key_tile)
-            for _, t, a, b in islice(spans, i + 1, None):  # of as many tokens, contexts ascend
-                if n > FEW_ROWS or b - a != n or R * (b - longest) > CALL or t.key_tile(self.key_tile) != tile:
-                    break
-                R, longest = R + 1, b
-            for j in range(0, n, CHUNK_ROWS):
-                segments.append(self._segment(start + j, spans[i:i + R], j, min(CHUNK_ROWS, n - j), tile))
-            start, i = start + R * n, i + R
-        return segments
-
-    def _segment(self, start, spans, skip, n, tile):
-        """The Segment, from row `start` of the batch on, of n tokens of each of these requests, behind the `skip` before them."""
-        dtype, device, heads = self.model.dtype, self.model.device, np.arange(self.pool.n_kv_head, dtype=np.int32)[:, None]
-        ends = np.array([a + skip + n for _, _, a, _ in spans])
-        ctx = round_up(int(ends.max()), round_up(ALIGN, tile))
-        rows = np.empty((2, len(spans), 1, ctx), np.int32)
-        for i, ((_, t, _, _), end) in enumerate(zip(spans, ends)):
-            for row, stop in zip(rows[:, i, 0], (round_up(end, tile), end)):
-                row[:stop], row[stop:] = t.rows[:stop], t.rows[0]
-        index = rows + np.array([t.stride for _, t, _, _ in spans], np.int32)[:, None, None] * heads
-        trees = tuple(r.tree and r.tree.parents for r, _, _, _ in spans)
-        mask = causal_mask(tuple((ends - ends.min()).tolist()), n, self.model.config.n_head // len(heads), ctx - int(ends.max()), dtype, device,
-                           trees if any(trees) else ())
-        return Segment(start, len(spans), n, ctx, tile, torch.from_numpy(index.reshape(2, -1)).to(device), mask)
 
     # ------------------------------------------------------------ the end of an iteration: tokens
 
