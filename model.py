@@ -597,7 +597,8 @@ class Graphs:
         """As GPT.hidden, of a Batch of numpy arrays."""
         pages, N, M = batch.segments, self.size(len(batch.tokens)), len(batch.logit_rows)
         n_few = min(N, pow2(pages.n_few)) if pages.n_few else 0
-        if N > self.n_most or len(pages.few) > n_few or (pages.spans[:, 1] > FEW_ROWS).sum() > MOST_CHUNKS:
+        n_newest = 0 if batch.newest is None else len(batch.newest)
+        if max(N, n_newest) > self.n_most or len(pages.few) > n_few or (pages.spans[:, 1] > FEW_ROWS).sum() > MOST_CHUNKS:
             return self.model.hidden(batch, self.kv)
         x, y, rows = self._run(batch.padded(N, n_few, len(pages.many) > 0, self.scratch))
         return self.model.chosen(x, y, rows[:M])

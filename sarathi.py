@@ -563,6 +563,7 @@ def make_scheduler(scheduler, **options):
     for name, value in options.items():
         if getattr(scheduler, name, None) is None:
             setattr(scheduler, name, value)
+        checked(name, getattr(scheduler, name), int, 1)
     return scheduler
 
 
@@ -1894,7 +1895,7 @@ class Speculator:
             return self._plant(requests, d)
         proposer, policy = self.proposer, self.policy
         late = proposer.free or policy.threshold  # drafts are made, and then it is said how many of them are verified
-        wanted = d.most if late else policy.lengths(d)
+        wanted = d.most if late else np.minimum(policy.lengths(d), d.most)
         if not proposer.free:
             self.idle = FADE * self.idle + (1 - FADE) * (not wanted.any())
             for r in requests:  # asked once, before its first draft: without one the draft model's work on the prompt would be lost
@@ -1907,7 +1908,7 @@ class Speculator:
                 raise ValueError(f"{type(proposer).__name__}: {tokens[:8]} for request {r.id}: must be up to {k} drafts in 0 .. {V - 1}")
         if late:
             made = d._replace(most=np.array([len(tokens) for tokens in drafts]), draft=lambda steps: 0.0)
-            wanted = [self.engine._lookahead(r, int(k)) for r, k in zip(requests, policy.lengths(made))]
+            wanted = [self.engine._lookahead(r, int(k)) for r, k in zip(requests, np.minimum(policy.lengths(made), made.most))]
             drafts = [tokens[:k] for tokens, k in zip(drafts, wanted)]
         return drafts
 
@@ -2065,6 +2066,7 @@ class Engine:
         self.max_batch = B or min(256, max(1, n_page // longest))  # B = floor((M_G - M_S) / (L * m_kv)) [SARATHI §4.3.1]
         if getattr(self.scheduler, "max_batch", None) is None:  # a scheduler of somebody's own may not call our __init__
             self.scheduler.max_batch = self.max_batch
+        checked("max_batch", self.scheduler.max_batch, int, 1)
         if self.world.tp > 1 and self.config.lora == "bmm":
             raise ValueError("lora = 'bmm' is for one device, to compare with: with tp it is 'batched' or 'merge'")
         self.clock, self.record = clock or make_clock(self.world), record
@@ -2085,7 +2087,7 @@ class Engine:
         self.pending = []  # a heap of (arrival, id): not arrived yet
         self.waiting = Queue()  # arrived, without pages
         self.running = []  # with pages, oldest first
-        self.given_up = []  # Events of requests that ended outside an iteration, to be told
+        self.news = []  # Events to be told by the next step
         self.n_ended = Counter()  # one of ENDS -> requests
         self.n_added = self.n_steps = 0
         self.flights, self.landed = deque(), 0.0  # Flights, oldest first; when the last one landed, where somebody asks
@@ -2155,7 +2157,7 @@ class Engine:
         """Queue a request -> its id. ValueError or KeyError, naming the value, for one that could never run."""
         request.tokens = self._validated(request)
         request.n_tokens, request.id, request.state = len(request.prompt), self.n_added, "pending"
-        request.prompt = request.tokens[:request.n_tokens].tolist()  # our own: the caller's list may change
+        request.prompt, request.stop = request.tokens[:request.n_tokens].tolist(), tuple(request.stop)  # our own: the caller's lists may change
         seed = [self.config.seed, request.id] if request.seed is None else request.seed
         request.rng = np.random.default_rng(seed)
         self.n_added += 1
@@ -2186,7 +2188,7 @@ class Engine:
         if request_id not in self.requests:
             raise KeyError(f"no request {request_id!r} in the engine: it ended, or was never added")
         self._retire(self.requests[request_id], "abort")
-        self.land(self.behind)
+        self._land(self.behind)
 
     def generate(self, prompts, max_new_tokens=32, adapter=None, seed=None, **sampling):
         """prompts: lists of token ids -> lists of new token ids, in order. sampling: temperature, top_k, top_p, stop.
@@ -2220,8 +2222,12 @@ class Engine:
         ended = []
 
         def tell(events):
-            for event in events:
-                on_event(event)
+            for i, event in enumerate(events, 1):
+                try:
+                    on_event(event)
+                except BaseException:
+                    self.lanes[0].news[:0] = events[i:]  # what is new of others is told by the next step
+                    raise
                 if event.finished:
                     ended.append(event.request)
         with Interruptible(self.world) as interrupt:
@@ -2241,6 +2247,7 @@ class Engine:
         for name, *valid in (("max_new_tokens", int, 1), ("temperature", float, 0), ("top_k", int, 0), ("top_p", float, 1e-9, 1),
                              ("arrival", float, 0), *[("seed", int, 0)] * (r.seed is not None)):
             checked(name, getattr(r, name), *valid)
+        r.max_new_tokens, r.arrival = int(r.max_new_tokens), float(r.arrival)  # numpy's small numbers run over, and round
         for what, most in (("the model's context ends", c.block_size), ("the pool's pages end", self.pool.n_page)):
             if r.max_len > most:
                 raise ValueError(f"prompt of {len(prompt)} + {r.max_new_tokens} new tokens: {what} at {most}")
@@ -2269,21 +2276,22 @@ class Engine:
         """One iteration -> [Event]. With nothing but future arrivals it waits for the next one, a tenth of a second at most, and is [], as
         with nothing at all. Where a GPU would wait for Python meanwhile, iteration i + 1 is planned and started while i runs, and the
         events are those of i."""
-        events = self.land(self.ahead)
+        self._land(self.ahead)
         plan = self._plan()
         if plan:
             self._launch(plan)
-        events += self.land(self.behind if plan else 0)
-        told, self.given_up = self.given_up, []
-        return told + events
+        return self.land(self.behind if plan else 0)
 
     def land(self, most=0):
-        """Wait until no more than `most` iterations are in flight, none if nobody is left to ask for them -> the [Event] of the others."""
-        events = []
+        """Wait until no more than `most` iterations are in flight, none if nobody is left to ask for them -> [Event], all that are new."""
+        self._land(most)
+        told, self.news = self.news, []
+        return told
+
+    def _land(self, most):
         while len(self.flights) > (most if self.requests else 0):
             tokens = self.flights[0].wait()  # a Ctrl-C here leaves it in flight
-            events += self._commit(self.flights.popleft().ready, tokens)
-        return events
+            self._commit(self.flights.popleft().ready, tokens)
 
     def _plan(self):
         """Who feeds how many tokens next, drafts included; [] if there is nothing to do. All of it has its pages."""
@@ -2291,8 +2299,8 @@ class Engine:
         queue = self.order.queue(self) if self.order else self.waiting  # which may give some of them up
         if not self.running and not self.waiting:
             return []
-        plan = self._admit(self.scheduler.plan(self.running, queue), queue)
-        plan = plan or self._admit(self.scheduler.plan(self.running, ()), ())  # nothing new fits: again with the door closed
+        plan = self._admit(self.scheduler.plan([*self.running], queue), queue)
+        plan = plan or self._admit(self.scheduler.plan([*self.running], ()), ())  # nothing new fits: again with the door closed
         if not plan:
             raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing that could run, of {len(self.running)} running requests (max_batch = "
                                f"{self.max_batch}) and {len(self.waiting)} waiting ones: where no newcomer fits it must feed some that run")
@@ -2321,7 +2329,7 @@ class Engine:
     def give_up(self, r, state="abort"):
         """End a request that the user has not: the next step says so."""
         self._retire(r, state)
-        self.given_up.append(Event(r, [], state))
+        self.news.append(Event(r, [], state))
 
     def _admit(self, plan, queue):
         """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
@@ -2335,9 +2343,13 @@ class Engine:
             if not 1 <= n <= r.n_todo:
                 raise ValueError(f"{type(self.scheduler).__name__}: a plan may feed 1 .. {r.n_todo} tokens of request {r.id}, not {n}")
             if r.state == "waiting":
-                is_open = is_open and len(self.running) < self.max_batch and self._hold(r, r.n_tokens)
-                if is_open:
-                    self._start(r)
+                try:
+                    is_open = is_open and len(self.running) < self.max_batch and self._hold(r, r.n_tokens)
+                    if is_open:
+                        self._start(r)
+                finally:  # also where its adapter's copy failed: who waits has no pages
+                    if r.state == "waiting":
+                        self.pool.free(r.id)
             while r.state == "running" and not self._hold(r, r.n_past + n):
                 self._preempt(self.running[-1])
                 is_open = False  # who gave way is before all that wait
@@ -2368,10 +2380,10 @@ class Engine:
         return False
 
     def _start(self, r):
+        self.adapters.use(r.adapter, 1)
         self.waiting.remove(r)
         r.state = "running"
         self.running.append(r)
-        self.adapters.use(r.adapter, 1)
 
     def _preempt(self, r):
         """Give up a request's pages; it goes to the head of the queue and is computed again from its tokens."""
@@ -2493,8 +2505,8 @@ class Engine:
 
     def _commit(self, ready, tokens):
         """Give every request that has no tokens left to feed its next ones: one that `_launch` counted, and of drafts those accepted.
-        Retire what ended."""
-        now, events = self.clock.now(), []
+        All that is ours is done before a proposer, which may be anybody's, hears of those that ended."""
+        now, ended = self.clock.now(), []
         self.n_steps += 1
         if self.speculator:
             self.speculator.observe([(r, len(drafts), len(new) - 1) for (r, drafts), new in zip(ready, tokens) if drafts])
@@ -2511,9 +2523,11 @@ class Engine:
             r.times += [now] * n
             finished = "stop" if new[-1] in r.stop else "length" if start + n == r.max_len else None
             if finished:
-                self._retire(r, finished)
-            events.append(Event(r, new, finished))
-        return events
+                self._end(r, finished)
+                ended.append(r)
+            self.news.append(Event(r, new, finished))
+        for r in ended if self.speculator else ():
+            self.speculator.proposer.forget(r)
 
     def _sample(self, ready, logits):
         """The next tokens. ready: (request, its k drafts); its last known token and they gave k + 1 rows of logits (M, V). New are the
@@ -2584,10 +2598,13 @@ class Engine:
         return q
 
     def _retire(self, r, state):
-        """The request's end: pages back to the pool, bookkeeping gone."""
-        self._leave(r)
+        self._end(r, state)
         if self.speculator:
             self.speculator.proposer.forget(r)
+
+    def _end(self, r, state):
+        """Pages back to the pool, bookkeeping gone."""
+        self._leave(r)
         r.state, r.q = state, None
         self.n_ended[state] += 1
         del self.requests[r.id]
@@ -2932,7 +2949,8 @@ class Pipeline:
     def _forget(self):
         """Once nothing is left nobody will ask for what aborted requests still have in flight."""
         if not self.requests:
-            self.land()
+            for lane in self.lanes:
+                lane._land(0)
 
     def gather(self, requests=()):
         """Where stages are processes each has booked its own bubbles: add them up, for all and for these requests, and collect the

@@ -969,6 +969,113 @@ def test_no_folder_at_all(tmp_path):
         GPT.from_pretrained(tmp_path / "nowhere")
 
 
+# ---- what users' own code and numbers must not break
+
+def test_a_proposer_that_fails_to_forget_harms_nobody():
+    class Careless(sarathi.Proposer, named=False):
+        def __init__(self):
+            self.seen = {}
+
+        def propose(self, requests, lengths, threshold=0.0):
+            self.seen.update(dict.fromkeys(requests))
+            return [[] for _ in requests]
+
+        def forget(self, r):
+            del self.seen[r]
+    engine = Engine(small(), draft=Careless(), spec=2, n_page=300, max_batch=4, scheduler="orca")
+    a, b = add(engine, [Request(prompt(9), 1), Request(prompt(20), 8)])
+    with pytest.raises(KeyError):
+        engine.step()
+    assert {r for events in steps(engine) for r in [e.request for e in events if e.finished]} == {a, b}, "and what was new is told"
+    assert a.state == "length" and b.output == naive(20, 8)
+
+
+@pytest.mark.parametrize("alloc", ["reserve", "grow"])
+def test_a_policy_that_asks_too_much_gets_what_there_is(alloc):
+    class Three(sarathi.Policy, named=False):
+        def lengths(self, d):
+            return [3] * len(d.most)
+    engine = Engine(small(), draft="ngram", spec=Three(), n_page=300, max_batch=4, alloc=alloc)
+    assert serve(engine, [Request(prompt(17), 15)])[0].output == naive(17, 15)
+
+
+def test_a_copy_that_fails_leaves_its_request_without_pages():
+    engine = Engine(small(), order="lcfs", alloc="grow", n_page=100, max_batch=2)
+    engine.add_adapter("a", random_adapter(1))
+    copy, engine.adapters.copy = engine.adapters.copy, None  # not to be called: TypeError
+    (a,) = add(engine, [Request(prompt(50), 5, "a")])
+    with pytest.raises(TypeError):
+        engine.step()
+    assert a.id not in engine.pool.tables
+    engine.adapters.copy = copy
+    (b,) = serve(engine, [Request(prompt(60), 20)])
+    assert b.output == naive(60, 20) and a.state == "length"
+
+
+def test_a_wait_for_a_copy_that_is_cut_counts_nobody():
+    engine, cut = Engine(small(), n_page=300, max_batch=2, scheduler="orca"), []
+    engine.add_adapter("a", random_adapter(1))
+    copy = engine.adapters.copy
+
+    def copying(pages, adapter):
+        ready = copy(pages, adapter)
+        return lambda: (cut.append(1), ready() if len(cut) > 1 else signal.raise_signal(signal.SIGINT))[1]
+    engine.adapters.copy = copying
+    add(engine, [Request(prompt(9), 3, "a"), Request(prompt(5), 3, "a")])
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    finish(engine)
+    assert engine.adapters.resident["a"].n_users == 0 and engine.adapters.evict()
+
+
+def test_who_fails_takes_no_news_with_it():
+    """A scheduler in the middle of a turn, and a listener between two events."""
+    failing = []
+
+    class Flaky(sarathi.Orca, named=False):
+        def plan(self, running, waiting):
+            if failing:
+                raise failing.pop()
+            return super().plan(running, waiting)
+    line = Pipeline(SlowStages(), 2, max_batch=2, n_page=300, scheduler=Flaky())
+    r, s = add(line, [Request([1], 1), Request([1], 4)])
+    line.step()
+    failing.append(OSError())
+    with pytest.raises(OSError):
+        line.step()
+    assert set(line.run()) == {r, s}
+    engine = Engine(small(), n_page=300, max_batch=3, scheduler="orca")
+    add(engine, [Request(prompt(5), 1) for _ in range(3)])
+    with pytest.raises(BrokenPipeError):
+        engine.run(lambda event: (_ for _ in ()).throw(BrokenPipeError()))
+    assert len(engine.land()) == 2
+
+
+def test_a_scheduler_may_do_with_its_lists_what_it_likes():
+    class Greedy(Scheduler, named=False):
+        def plan(self, running, waiting):
+            running += self.new(running, waiting)
+            return [(r, r.n_todo) for r in running]
+    engine = Engine(small(), scheduler=Greedy(), max_batch=2, n_page=200)
+    assert engine.generate([prompt(9)] * 3, 5) == [naive(9, 5)] * 3 and not engine.running
+
+
+def test_numbers_of_any_type_and_lists_that_their_owner_changes():
+    ends = [serve(Simulator(a6000(), max_batch=2), [Request([0] * 50, 20, arrival=t)])[0].times for t in (20000.0, np.float32(20000.0))]
+    assert ends[0] == ends[1]
+    engine, stop = Engine(small(), n_page=400, max_batch=2), []
+    long, r = add(engine, [Request(prompt(100), np.uint8(200)), Request(prompt(20), 6, stop=stop)])
+    stop.append(naive(20, 6)[1])
+    finish(engine)
+    assert len(long.output) == 200 and r.output == naive(20, 6)
+
+
+@pytest.mark.parametrize("scheduler", [sarathi.Sarathi(chunk=0), sarathi.Sarathi(tile=0), sarathi.SarathiServe(max_batch=-1)])
+def test_numbers_of_a_scheduler_object_are_checked(scheduler):
+    with pytest.raises(ValueError, match="at least 1"):
+        Engine(small(), scheduler=scheduler, n_page=100)
+
+
 # ---------------------------------------------------------------- 9. command lines, the trainer and the benchmark
 
 @pytest.fixture(scope="session")
@@ -3000,6 +3107,13 @@ def test_without_triton_everything_runs_in_torch(monkeypatch):
     assert bare is not sarathi and not sys.modules["kernels"].HAS_TRITON and len(engine.generate([[1, 2, 3]], max_new_tokens=4)[0]) == 4
 
 
+@kernel_test
+def test_triton_more_new_tokens_than_a_recording_has_room_for():
+    engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), max_batch=5, n_page=300, scheduler="orca", tile=TILE)
+    engine.graphs.n_most, engine.graphs.newest = 2, engine.graphs.newest[:2].clone()
+    assert serve(engine, [Request(prompt(5), 4) for _ in range(4)] + [Request(prompt(9), 8)])[-1].output == naive(9, 8)
+
+
 def test_heads_too_wide_for_a_gpus_tiles_are_refused(monkeypatch):
     monkeypatch.setattr(sarathi, "on_gpu", lambda device: True)
     with pytest.raises(ValueError, match="head_dim = 160: .* at most 128"):
@@ -4095,7 +4209,7 @@ def test_an_overload_is_survived(i, draft, alloc, limit):
         assert engine.n_ended["refused"] - sum(n["refused"] for n, _ in empty) == states.count("refused")
         assert 30 < 7 * states.count("length") < states.count("refused") + states.count("abort")
         assert states.count("refused") > 100 or "max_waiting" not in limits
-        assert not (engine.requests or engine.pending or engine.waiting or engine.running or engine.given_up) and engine.step() == []
+        assert not (engine.requests or engine.pending or engine.waiting or engine.running or engine.news) and engine.step() == []
         known = weakref.WeakSet(requests)
         del requests, told, ends
         gc.collect()
