@@ -3,10 +3,10 @@ have. One registered function per table; whether it measures or simulates is onl
 
     python bench.py --chunk 256          ceilings, Table 2 and Table 4 beside the paper's numbers (a minute and a half on 2 cores)
     python bench.py --chunk auto         first the one-time profile that picks the chunk for this model on this machine
-    python bench.py table4 fig9 --hardware a6000 --model llama-13b     the same, simulated (seconds)
+    python bench.py table4 fig9 --hardware a6000 --model llama-13b     the same, simulated (under a minute)
     python bench.py fig9 timeline --hardware a6000 --plot pictures --trace trace.json     PNGs, and a trace for ui.perfetto.dev
     python bench.py online --arrivals poisson:0.7x --prompt 8..512 --output lognormal:40:1     users come when they like (a minute)
-    python bench.py scoreboard           every number of the papers beside ours, simulated (three minutes)
+    python bench.py scoreboard           every number of the papers beside ours, simulated (three to eight minutes)
     python bench.py all --plot assets    every table and figure: PNGs, and each table's rows as JSON
     python bench.py list
 
