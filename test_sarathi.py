@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import unicodedata
 import weakref
@@ -70,13 +69,15 @@ def greedy(m, tokens, n):
 
 
 @lru_cache(maxsize=None)
-def _naive(length, n, seed, family, adapter):
-    return greedy(small(family) if adapter is None else merged(adapter), prompt(length, seed), n)
+def _grown(length, seed, family, adapter):
+    return prompt(length, seed)
 
 
 def naive(length, n, seed=0, family="llama", adapter=None):
-    """The same of a prompt and a small model. adapter: one of the matrix."""
-    return [*_naive(length, n, seed, family, adapter)]
+    """The same of a prompt and a small model, each token computed once. adapter: one of the matrix."""
+    tokens = _grown(length, seed, family, adapter)
+    tokens += greedy(small(family) if adapter is None else merged(adapter), tokens, length + n - len(tokens))
+    return tokens[length:length + n]
 
 
 def add(engine, requests):
@@ -146,8 +147,7 @@ def sampled_from(engine):
 # ---------------------------------------------------------------- 1. token identity
 
 @pytest.mark.parametrize("alloc", ["reserve", "grow"])
-@pytest.mark.parametrize("chunk", [1, 3, 16, 64, 512])
-@pytest.mark.parametrize("scheduler", NAMES)
+@pytest.mark.parametrize("scheduler, chunk", [(name, chunk) for name in NAMES for chunk in ((1, 3, 16, 64, 512) if "sarathi" in name else (64,))])
 def test_tokens_equal_the_naive_loop(scheduler, chunk, alloc):
     """Prompts of 1, tile - 1, tile, tile + 1 and several hundred tokens, a pool too small for all, a neighbour that is aborted."""
     lengths, n_new = [300, 15, 1, 16, 17, 33], 20
@@ -166,9 +166,9 @@ def test_tokens_equal_the_naive_loop_gpt2(scheduler):
 
 def test_bfloat16_tokens_are_the_oracles_or_within_rounding_of_it():
     """In bfloat16 a token may differ from the float32 oracle's only where the oracle itself sees the two within 3 % of the spread."""
-    m, tokens = small(dtype=torch.bfloat16), prompt(70)
+    m, prompts = small(dtype=torch.bfloat16), [prompt(70), prompt(30)]
     engine = Engine(m, chunk=32, tile=TILE, max_batch=4, n_page=400)
-    for out in engine.generate([tokens, prompt(30)], max_new_tokens=8)[:1]:
+    for tokens, out in zip(prompts, engine.generate(prompts, max_new_tokens=8)):
         for t in out:
             row = m.logits(tokens)[-1]
             assert row.max() - row[t] < 0.03 * (row.max() - row.min())
@@ -190,12 +190,13 @@ def test_bfloat16_logits_are_those_of_the_bfloat16_oracle(scheduler, chunk, allo
         assert (ours - oracle).abs().max() < 0.02 * (oracle.max() - oracle.min())
 
 
+@pytest.mark.parametrize("alloc", ["reserve", "grow"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_an_earlier_owner_left_in_a_page_harms_nobody(dtype):
+def test_what_an_earlier_owner_left_in_a_page_harms_nobody(dtype, alloc):
     """Attention reads, masked, beyond a request's own tokens: what lies there must not matter, not even if it is no number."""
     m, outputs = small(dtype=dtype), []
     for left in (0.0, float("nan")):
-        engine = Engine(m, chunk=64, tile=TILE, max_batch=3, n_page=300)
+        engine = Engine(m, chunk=64, tile=TILE, max_batch=3, n_page=300, alloc=alloc)
         engine.kv.fill_(left)
         outputs.append(engine.generate([prompt(70), prompt(9), prompt(45), prompt(30)], max_new_tokens=20))
     assert outputs[0] == outputs[1] and len({t for out in outputs[0] for t in out}) > 1
@@ -521,14 +522,13 @@ def test_no_step_looks_at_the_whole_queue():
 
 
 def test_a_scheduler_that_plans_nothing_is_an_error_not_a_hang():
-    class Lazy(Scheduler):
+    class Lazy(Scheduler, named=False):
         def plan(self, running, waiting):
             return []
     engine = Engine(small(), scheduler=Lazy(), n_page=100, max_batch=2)
     engine.add(Request([1], 1))
     with pytest.raises(RuntimeError, match="Lazy planned nothing"):
         engine.step()
-    del SCHEDULERS["lazy"]
 
 
 @pytest.mark.parametrize("plan, message", [(lambda r: [(r, 1), (r, 1)], "may name a request once"), (lambda r: [(r, 0)], "may feed 1 .. 5 .* not 0"),
@@ -791,10 +791,12 @@ def test_ctrl_c_ends_a_run_after_the_iteration_and_it_can_go_on():
 
 
 def test_ctrl_c_ends_a_run_that_waits_for_somebody_to_come():
-    engine = Engine(small(), n_page=100)
+    class Clock(sarathi.WallClock):
+        def wait_until(self, t):
+            os.kill(os.getpid(), signal.SIGINT)
+            super().wait_until(t)
+    engine = Engine(small(), n_page=100, clock=Clock())
     engine.add(Request(prompt(10), 4, arrival=10**6))
-    presses = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    presses.start()
     assert engine.run() == [] and len(engine.requests) == 1
 
 
@@ -967,6 +969,15 @@ def test_a_bad_folder_is_one_clear_sentence(message, tmp_path):
 def test_no_folder_at_all(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         GPT.from_pretrained(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("error, status, said", [(KeyboardInterrupt(), 130, ""), (torch.OutOfMemoryError("no room"), 2, "bench.py: no room\n")])
+def test_how_a_command_line_ends(error, status, said, cli, monkeypatch):
+    def fail():
+        raise error
+    monkeypatch.setattr(bench, "main", fail)
+    end = cli("bench.py")
+    assert (end.status, end.out, end.err) == (status, "", said)
 
 
 # ---- what users' own code and numbers must not break
@@ -1562,7 +1573,7 @@ def test_the_timelines_show_each_request_from_its_arrival_to_its_last_token(kind
     assert capsys.readouterr().out.count("wrote") == 5 and all(p.read_bytes().startswith(b"\x89PNG") for p in tmp_path.glob("*.png"))
     assert [t.name for t in b.tapes if t] == ["timeline: static", "timeline: prefill_first", "timeline: sarathi", "bubbles: Orca", "bubbles: SARATHI"]
     static, first, chunked = b.tapes[-5:-2]
-    assert rows["sarathi: until the last token (s)"] == pytest.approx(chunked[-1].end, abs=1e-3)
+    assert 0 <= rows["sarathi: until the last token (s)"] - chunked[-1].end < 0.1
     kinds = lambda tape: {what for _, what, *_ in bench.pieces(tape)}
     assert "stall" in kinds(first) and "stall" not in kinds(chunked) and "stall" not in kinds(static)
     figure = bench.draw_tapes("request", [static, first, chunked])
@@ -1653,18 +1664,7 @@ def test_the_index_holds_every_citation_of_the_code():
         assert not citations(text) - listed, f"{name}.py cites what the README's index does not list"
 
 
-@pytest.fixture
-def printed(monkeypatch, capsys):
-    """printed(module, *flags) -> what this command line prints, in this process."""
-    def run(module, *flags):
-        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *flags])
-        with contextlib.suppress(SystemExit):
-            module.main()
-        return capsys.readouterr().out
-    return run
-
-
-def test_the_index_names_code_that_exists(printed):
+def test_the_index_names_code_that_exists(cli):
     text, modules = section("## From the papers to the code"), dict(kernels=kernels, model=model_py, sarathi=sarathi, bench=bench)
     for file, names in re.findall(r"`(\w+)\.py: ([^`]+)`", text):
         for name in names.split(", "):
@@ -1673,7 +1673,7 @@ def test_the_index_names_code_that_exists(printed):
                 found = getattr(found, part)  # AttributeError: the README names what is not there
     experiments = " ".join(re.findall(r"`bench\.py ([\w ]+)`", text)).split()
     assert len(experiments) > 30 and not set(experiments) - bench.EXPERIMENTS.keys()
-    papers = re.findall(rf"^(\w+) +\[(?:{PAPERS})", printed(bench, "list"), re.M)
+    papers = re.findall(rf"^(\w+) +\[(?:{PAPERS})", cli("bench.py", "list").out, re.M)
     assert len(papers) > 30 and not set(papers) - set(experiments), "an experiment that reproduces a paper is not in the index"
 
 
@@ -1700,9 +1700,9 @@ def test_the_readmes_python_runs_as_it_stands(capsys):
     assert len(said) == 11 and said[2].startswith("2 [") and said[-2].endswith("length"), "eight events of the one added"
 
 
-def test_the_readmes_commands_are_ours(printed):
+def test_the_readmes_commands_are_ours(cli):
     """Every flag and experiment in a shell block is one of the program's; what they do is tested where they stand."""
-    flags = {f"{module.__name__}.py": set(re.findall(r"--[\w-]+", printed(module, "--help"))) for module in (sarathi, bench)}
+    flags = {script: set(re.findall(r"--[\w-]+", cli(script, "--help").out)) for script in ("sarathi.py", "bench.py")}
     commands = [line.partition("#")[0] for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.split("\n")]
     commands += re.findall(r"`((?:python|torchrun) [^`]*)`", README)
     called = [(file, args.split()) for line in commands for file, args in re.findall(r"(sarathi\.py|bench\.py)(.*)", line)]
@@ -1781,15 +1781,12 @@ def test_tensor_parallelism_shares_the_work_and_pays_for_it():
         CostModel.roofline(preset("tiny"), "b200")
 
 
-class Mine(Scheduler):
+class Mine(Scheduler, named=False):
     """As a reader would write one: the shortest prompt alone, then everybody decodes."""
 
     def plan(self, running, waiting):
         new = min(list(waiting)[:max(0, self.max_batch - len(running))], key=lambda r: r.n_todo, default=None)
         return [(new, new.n_todo)] if new else [(r, r.n_todo) for r in running]
-
-
-del SCHEDULERS["mine"]
 
 
 @pytest.mark.parametrize("alloc", ["reserve", "grow"])
@@ -2199,6 +2196,16 @@ def test_drafts_beside_a_chunk_are_priced_with_the_adapters_of_their_requests():
     assert beside == pytest.approx(alone)
 
 
+def test_all_is_what_one_process_can_run_there(cli, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench, "run", lambda b, names: asked.append(set(names)) or [])
+    for flags in (["--model", "tiny"], ["--model", "tiny", "--peers", "vllm=python"], ["--hardware", "a6000"]):
+        assert cli("bench.py", "all", *flags).status == 0
+    here, beside, simulated = asked
+    assert beside - here == {"peers"} and "fig12_measured" not in here and {"table4", "roofline", "fig12"} <= here
+    assert simulated == {name for name in here if bench.EXPERIMENTS[name].only != "measured"}
+
+
 def test_the_papers_numbers_stand_beside_their_own_lengths():
     b = bench.Bench(a6000(), bench.BenchConfig(hardware="a6000", lengths="3072"), EngineConfig())
     speedup, gain, orca = bench.EXPERIMENTS["table4"].rows(b)
@@ -2265,13 +2272,10 @@ def test_a_simulated_copy_overlaps_with_iterations_and_who_is_early_waits():
     assert set(engine.pool.tables) == {"a", "b"}, "idle adapters stay while nobody needs their pages"
 
 
-@pytest.mark.parametrize("name", [n for n, what in bench.EXPERIMENTS.items() if n not in ("scoreboard", "peers") and what.needs != "stages"])
-@pytest.mark.parametrize("kind", ["simulated", "measured"])
+@pytest.mark.parametrize("kind, name", [(kind, n) for kind in ("simulated", "measured") for n, what in bench.EXPERIMENTS.items()
+                                        if n not in ("scoreboard", "peers") and what.needs != "stages" and what.only in ("", kind)])
 def test_every_experiment_at_its_smallest(kind, name):
-    only = bench.EXPERIMENTS[name].only
-    if only not in ("", kind):
-        pytest.skip(f"never {kind}")
-    rows, said = smallest(kind, name)
+    (rows, said), only = smallest(kind, name), bench.EXPERIMENTS[name].only
     assert rows and all(r["ours"] is None or np.isfinite(r["ours"]) for r in rows) and said.count("|") > 10
     allowed = {kind, "computed"} if only != "simulated" else {"simulated", "measured"}
     assert {r["source"] for r in rows} <= allowed, "measured and simulated are never mixed"
@@ -2376,7 +2380,7 @@ def test_a_stage_of_a_tied_model_merges_its_own_layers(rank):
 
 
 @pytest.mark.parametrize("lora", ["batched", "bmm", "merge"])
-@pytest.mark.parametrize("kind, scheduler, alloc", [*(("llama", name, alloc) for name in NAMES for alloc in ("reserve", "grow")),
+@pytest.mark.parametrize("kind, scheduler, alloc", [*(("llama", name, alloc) for name, alloc in zip(NAMES, ["reserve", "grow"] * 3)),
                                                     ("wide", "sarathi", "grow"), ("gpt2", "sarathi", "reserve")])
 def test_a_batch_of_mixed_adapters_gives_pefts_tokens_and_logits(kind, scheduler, alloc, lora):
     """Two prompts for no adapter and for each of many ranks and modules, all at once, chunks beside decodes."""
@@ -2802,6 +2806,39 @@ def test_adapters_add_what_the_definition_says(n_kv_head, n_inner, dtype, tolera
         assert (expected - y.float()).abs().max() > 0.1
 
 
+def test_the_adapter_used_longest_ago_gives_way_and_none_in_vain():
+    engine = Engine(small(), n_page=400, adapter_pages=130, max_batch=1)  # room for two of 64 pages
+    for name in "abc":
+        engine.add_adapter(name, random_adapter(8))
+    for name in "abac":
+        engine.generate([prompt(5)], 1, adapter=name)
+    assert list(engine.adapters.resident) == ["a", "c"]
+    engine = Engine(small(), scheduler="orca", alloc="grow", n_page=200, max_batch=2)
+    engine.add_adapter("a", random_adapter(8))
+    engine.generate([prompt(5)], 1, adapter="a")
+    first, _ = add(engine, [Request(prompt(90), 5), Request(prompt(115), 5)])
+    engine.step()
+    assert engine.running == [first] and "a" in engine.adapters.resident, "46 free pages and its 64 are too few for 115"
+
+
+def test_a_twelfth_of_the_slo_is_kept_and_nobody_who_has_begun_is_given_up():
+    for n, state in ((5, "length"), (6, "abort")):  # waits 4.75 or 5.75 seconds
+        engine = Simulator(SimpleCost(), max_batch=1, n_page=500, slo=6.0)
+        assert serve(engine, [Request([1], n), Request([1], 1, arrival=0.25)])[1].state == state
+    engine = Simulator(SimpleCost(), scheduler="orca", max_batch=2, alloc="grow", n_page=60, slo=3.0)
+    begun = serve(engine, [Request([1] * 20, 25), Request([1] * 20, 25)])
+    assert sum(r.n_preempted for r in begun) > 0 and {r.state for r in begun} == {"length"}
+
+
+def test_a_folder_and_its_adapter_on_the_command_line(cli, tmp_path):
+    small().save_pretrained(tmp_path / "model")
+    adapter = write_adapter(tmp_path / "adapter", small().config)
+    said = cli("sarathi.py", "--model", str(tmp_path / "model"), "--tokens", "1,2,3", "--adapter", str(adapter), "--dtype", "float32",
+               "--temperature", "0", "--max-new-tokens", "8", "--max-batch", "1")
+    m = small().merged(Adapter.from_pretrained(adapter, small().config))
+    assert said.status == 0 and [*map(int, said.out.split())] == greedy(m, [1, 2, 3], 8) != greedy(small(), [1, 2, 3], 8), said.err
+
+
 def test_adapters_of_a_share_of_the_columns():
     """Of what is shared out by its input, a rank has B for some columns of y: not the first ones, though a page is as wide as y."""
     kv, x, y = torch.randn(2, 8, 64), torch.randn(1, 64), torch.randn(1, 64)
@@ -2834,7 +2871,7 @@ def interpreter(request):
         return
     tests = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", Path(__file__).name, "-k"]
     with tempfile.TemporaryFile("w+") as said:
-        run = subprocess.Popen([*tests, "triton_"], cwd=HERE, env=os.environ | {"TRITON_INTERPRET": "1"}, stdout=said, stderr=said)
+        run = subprocess.Popen([*tests, "triton_ and not without"], cwd=HERE, env=os.environ | {"TRITON_INTERPRET": "1"}, stdout=said, stderr=said)
         other = subprocess.Popen([*tests, "gpus_that_are_not_here"], cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         yield run, said
         run.kill(), other.kill()
@@ -3509,7 +3546,7 @@ SPECS = ["off", 1, 3, 9, "goodput", "goodput_global", "goodput_request", "confid
 
 
 @pytest.mark.parametrize("kind, spec", [(kind, spec) for kind in ("ngram", "self", "small", "large", "wrong") for spec in SPECS
-                                        if spec != "confidence" or kind not in ("ngram", "wrong")])
+                                        if (spec != "confidence" or kind not in ("ngram", "wrong")) and (spec != "off" or kind == "self")])
 def test_speculation_never_changes_a_greedy_token(kind, spec):
     """Every proposer and policy, under two schedulers each and both allocations (all meet), preemption, a neighbour that is aborted."""
     lengths, n_new, turn = [90, 15, 1, 16, 17, 33], 20, SPECS.index(spec) + ["ngram", "self", "small", "large", "wrong"].index(kind)
@@ -3630,7 +3667,8 @@ def test_pool_is_conserved_with_speculation_and_no_draft_costs_anybody_a_page(ki
             engine.abort(rng.choice(list(engine.requests)))
     finish(engine)
     assert all(r.done and r.n_tokens <= r.max_len for r in arrivals) and sum(r.n_drafted for r in arrivals) > 20
-    assert not getattr(engine.speculator.proposer, "seen", None), "nothing is kept of what ended"
+    proposer = engine.speculator.proposer
+    assert not (proposer.seen if kind == "ngram" else proposer.engine.pool.tables), "nothing is kept of what ended"
 
 
 def test_two_engines_may_share_an_index_of_ngrams():
@@ -3775,8 +3813,8 @@ def test_goodput_is_the_best_of_all_choices(seed):
     luck = rng.integers(0, 4, 4)
     for r, n in zip(d.requests, luck):
         r.luck = int(n)
-    k = sarathi.Oracle().lengths(d)
-    assert (k <= np.minimum(luck, most)).all()
+    k, worth = sarathi.Oracle().lengths(d), lambda k: (k + 1).sum() / (target(k.sum()) + step * k.max())
+    assert (k <= np.minimum(luck, most)).all() and worth(k) == pytest.approx(max(worth(np.minimum(j, np.minimum(luck, most))) for j in range(5)))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -3793,6 +3831,10 @@ def test_confidence_verifies_a_drawn_draft_whatever_its_value(seed):
                 r.temperature = 1.0
             verified.append(sarathi.Confidence().lengths(d)[i])
             assert all((n >= j) == (verified[-1] >= j) for j in range(made + 1) for n in verified[j:])
+    d = decodes(alpha, [5] * 3, lambda n: 1 + 1e-3 * n)
+    for r in d.requests:
+        r.temperature = 1.0
+    assert (sarathi.Confidence().lengths(d) == 5).all(), "drafts that cost next to nothing are verified"
 
 
 def test_goodput_proposes_less_the_fuller_the_batch_and_the_worse_the_draft():
@@ -3856,7 +3898,7 @@ def test_drafts_stay_within_the_schedulers_budget(name, plan, room):
     assert min(scheduler.room([(None, n) for n in plan]), 10 ** 9) == room
 
 
-@pytest.mark.parametrize("kind, spec", [(kind, spec) for kind in ("ngram", "model") for spec in [*SPECS, "oracle"] if (kind, spec) != ("ngram", "confidence")])
+@pytest.mark.parametrize("kind, spec", [(kind, spec) for kind in ("ngram", "model") for spec in [*SPECS[1:], "oracle"] if (kind, spec) != ("ngram", "confidence")])
 def test_the_simulator_speculates_with_the_same_policies(spec, kind):
     """Forced acceptance: its share is alpha, requests end exactly, and the clock has paid for drafts and target."""
     target, cheap = (CostModel.roofline(preset(name), "a100") for name in ("llama-7b", "llama-160m"))
@@ -3866,7 +3908,8 @@ def test_the_simulator_speculates_with_the_same_policies(spec, kind):
         requests = serve(engine, [Request([0] * 128, 128) for _ in range(24)])
         take[name], s = engine.clock.now(), engine.speculator
         assert all(len(r.output) == 128 and r.state == "length" for r in requests)
-    if not isinstance(spec, int) and spec != "off":
+    assert s.n_drafted > 0
+    if not isinstance(spec, int):
         assert take[spec] < take["off"] / 1.2, "[SmartSpec Fig. 1]: at a small batch drafts pay"
     if spec == 1:
         assert s.n_accepted / s.n_drafted == pytest.approx(0.7, abs=0.05)
@@ -4282,12 +4325,9 @@ MATRIX = covering(60)
 
 
 def test_the_matrix_has_every_pair_of_values():
+    held = {frozenset(pair) for case in MATRIX for pair in combinations(case.items(), 2)}
     assert len(MATRIX) >= 60 and all(set(case) == set(FACTORS) for case in MATRIX)
-    assert set().union(*map(pairs, MATRIX)) == set(pairs(FACTORS)), "no pair is left out, and no excluded one is in"
-    for f, g in combinations(FACTORS, 2):
-        for v in FACTORS[f]:
-            for w in FACTORS[g]:
-                assert frozenset([(f, v), (g, w)]) in EXCLUSIVE or any(case[f] == v and case[g] == w for case in MATRIX), (f, v, g, w)
+    assert held == set(pairs(FACTORS)), "no pair is left out, and no excluded one is in"
 
 
 @pytest.mark.parametrize("pair", sorted(EXCLUSIVE, key=lambda pair: sorted(map(str, pair))), ids=lambda pair: " ".join(f"{f}={v}" for f, v in sorted(pair)))
@@ -4555,9 +4595,11 @@ def test_the_best_drafts_go_first():
 # ---------------------------------------------------------------- 19. more than one device: processes, on this one's cores
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
+    """One below those that the system hands out to connections."""
+    for port in random.SystemRandom().sample(range(20000, 30000), 100):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return str(port)
 
 
 def _rank(rank, worlds, folder):
@@ -4901,8 +4943,12 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(world, how, end, tmp_path):
         port = free_port()
         commands = [([sys.executable], dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)) for rank in "01"]
     runs = [subprocess.Popen([*command, str(tmp_path / "endless.py")], env=env | more, **start) for command, more in commands]
-    assert runs[-1].stdout.readline() == "the end is near\n", "a loaded machine may take its time to get there"
-    said = [run.communicate(timeout=30) for run in reversed(runs)]  # within 30 seconds of the end of one
+    try:
+        assert runs[-1].stdout.readline() == "the end is near\n", "a loaded machine may take its time to get there"
+        said = [run.communicate(timeout=30) for run in reversed(runs)]  # within 30 seconds of the end of one
+    finally:
+        for run in runs:
+            run.terminate()
     assert all(run.returncode for run in runs)
     if how == "torchrun":
         assert "exitcode  : -9" in said[0][1] and "(local_rank: 1)" in said[0][1]
@@ -4922,4 +4968,4 @@ def test_every_kernel_in_tritons_interpreter(interpreter):
     run.wait()
     said.seek(0)
     text = said.read()
-    assert run.returncode == 0 and " passed" in text, text[-4000:]
+    assert run.returncode == 0 and int(re.search(r"(\d+) passed", text)[1]) > 70, text[-4000:]
