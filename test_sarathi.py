@@ -56,6 +56,12 @@ def small(family="llama", dtype=torch.float32):
     return GPT.from_preset(GPTConfig(family=family, **SMALL | ({"n_kv_head": 4} if family == "gpt2" else {})), dtype=dtype, seed=1)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers():
+    """What a test draws without a seed of its own is the same in every run, and in any order of the tests."""
+    torch.manual_seed(0)
+
+
 def prompt(length, seed=0):
     return np.random.default_rng([seed, length]).integers(0, SMALL["vocab_size"], length).tolist()
 
@@ -711,6 +717,7 @@ def test_sampled_tokens_depend_on_the_request_alone():
     assert all(r == runs[0] for r in runs)
     other = Engine(small(), n_page=200, max_batch=3).generate([prompt(20)], max_new_tokens=20, **sampling | {"seed": 6})
     assert other[0] != runs[0][0]
+    assert Engine(small(), n_page=200).generate([prompt(33)], max_new_tokens=20, **sampling | {"seed": 6}) == [runs[0][1]], "prompt i draws with seed + i"
     unseeded = [Engine(small(), n_page=200, max_batch=3, seed=s).generate([prompt(9)], max_new_tokens=20, temperature=1.0) for s in (0, 0, 1)]
     assert unseeded[0] == unseeded[1] != unseeded[2]
 
@@ -851,7 +858,7 @@ def test_ctrl_c_in_generate_waits_for_the_iteration_and_ends_its_requests():
 BAD_REQUESTS = {
     "empty prompt": dict(prompt=[]), "token 199 in the prompt: must be in 0 .. 198": dict(prompt=[3, 199]), "token -1 in": dict(prompt=[-1]),
     "must be a flat list of token ids": dict(prompt=[1.5]), "prompt 'hello': is text": dict(prompt="hello"), "prompt \\[\\[1": dict(prompt=[[1, 2]]),
-    "max_new_tokens = 0": dict(max_new_tokens=0), "max_new_tokens = 2.5": dict(max_new_tokens=2.5),
+    "client = 5: must be a name": dict(client=5), "max_new_tokens = 0": dict(max_new_tokens=0), "max_new_tokens = 2.5": dict(max_new_tokens=2.5),
     "context ends at 512": dict(prompt=[1] * 510), "pool's pages end at 100": dict(prompt=[1] * 98), "temperature = -1": dict(temperature=-1),
     "temperature = nan": dict(temperature=float("nan")), "top_p = 0": dict(top_p=0), "top_p = 1.5": dict(top_p=1.5), "top_k = -1": dict(top_k=-1),
     "top_k = 9223372036854775808: .* at least 0 and below 2\\^63": dict(top_k=2**63, temperature=1.0),
@@ -884,6 +891,9 @@ def test_bad_calls_of_generate_and_add():
         engine.generate([[1]], adapter=[None, None])
     with pytest.raises(ValueError, match="seed = 'a'"):
         engine.generate([[1]], seed="a")
+    for prompts in ("text", [1, 2], 5):
+        with pytest.raises(ValueError, match="must be a list of prompts"):
+            engine.generate(prompts)
     with pytest.raises(ValueError, match="\\[1, 2\\]: must be a Request"):
         engine.add([1, 2])
     r = Request([1], 1)
@@ -1158,7 +1168,8 @@ BAD_LINES = {
     "bench.py online --arrivals poisson": "arrivals = 'poisson': must be poisson:RATE, gamma:RATE:CV",
     "bench.py online --prompt 9..3": "prompt = '9..3': must be 256 (all alike), 8..512",
     "bench.py online --schedulers orca,fifo": "unknown scheduler 'fifo'",
-    "bench.py online --targets 3": "targets = '3': must be two numbers above 0", "bench.py online --arrivals none.csv": "none.csv",
+    "bench.py online --targets 3": "targets = '3': must be two numbers above 0", "bench.py table4 --pp 2": "pp = 2: only ",
+    "sarathi.py --tokens 1 --spec 3": "--spec 3 without --draft: give ngram", "sarathi.py --prompt x --model llama-30m": "has no tokenizer: give --tokens",
     "bench.py online --fair -1": "fair = -1.0: must be a number, at least 0",
     "sarathi.py --tokens 1 --tpot -1": "tpot = -1.0: must be a number, at least 0",
     "sarathi.py --tokens 1 --draft ngram --spec 99999999999999999999": "spec = 99999999999999999999: must be a whole number, at least 1 and below 2^63",
