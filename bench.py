@@ -156,8 +156,12 @@ class Bench:
                 raise ValueError(f"{knob} = {getattr(options, knob)}: experiments choose their pools, give --max-batch or --lengths instead")
         if max(self.lengths) > model.config.block_size:
             raise ValueError(f"lengths {self.lengths}: the model's context ends at {model.config.block_size}")
-        fits = int(model.memory[0]) // model.page // max(self.lengths) if self.simulated else 6
-        self.B = options.max_batch or max(1, min(6, fits))  # 6 as in [SARATHI Table 4]
+        fits = 6  # as in [SARATHI Table 4]
+        if self.simulated:
+            fits = int(model.memory[0]) // model.page // max(self.lengths)
+        elif model.device.type == "cuda":  # whole runs are compared in three engines at once, and what they compute takes room, too
+            fits = int(free_memory(model.device)[0] / 4) // model.config.page_bytes(model.dtype.itemsize) // (max(self.lengths) + 128)
+        self.B = options.max_batch or max(1, min(6, fits))
         self.notes = []  # sentences printed under the tables
         self.interrupt = Interruptible(self.world)
         self.doing, self.tapes, self.found = "", Tapes(), {}  # the experiment under way; what its engines did; what is shared
@@ -302,6 +306,11 @@ class Bench:
         run.by_operator = by_operator
         return run
 
+    def unpadded(self, *args, **more):
+        """An iteration without a recording, which is padded to the tile."""
+        run = self.iteration(*args, **more)
+        return getattr(run, "by_operator", run)
+
     def operators(self, *fns, more=()):
         """Run each fn() once -> {operator of every layer, or module named in more: seconds}, by hooks on the modules' names (or on the
         cost model); seconds of all. Hooks take time: of what a whole takes they only say how it splits."""
@@ -357,7 +366,7 @@ def measured_peaks(bench, *fns):
     """FLOP/s, bytes/s of this machine, and the median seconds of each fn, timed in turns with them: more weights than any cache
     holds are streamed past one row, and one matrix is multiplied by many rows."""
     c, dtype, device = bench.model.config, bench.model.dtype, bench.model.device
-    C = max(c.n_embd, 512)
+    C = max(c.n_embd, 512 if device.type == "cpu" else 4096)  # on a GPU smaller ones would time their launches
     random = torch.randn(4 * C, C, dtype=dtype, device=device)
     w = [pack(random.clone()) for _ in range(1 + int(5e8) // (4 * C * C * dtype.itemsize))]
     n = 512 if device.type == "cpu" else 4096
@@ -465,8 +474,8 @@ def end_to_end(bench, schedulers, P, D, B, requests=None):
 
     def rounds(n):
         prompts = bench.prompts(n, P, bench.options.seed)
-        return bench.rounds(*(partial(e.generate, prompts, max_new_tokens=D) for e in engines), repeats=bench.runs, warm=False,
-                            patience=PATIENCE)
+        return bench.rounds(*(partial(e.generate, prompts, max_new_tokens=D) for e in engines), repeats=bench.runs, patience=PATIENCE,
+                            warm=not bench.simulated and bench.model.device.type == "cuda")  # where a first run records what the others replay
     if bench.simulated:
         took = [[a - b] for (a,), (b,) in zip(rounds(8 * B), rounds(4 * B))]
     else:
@@ -483,7 +492,7 @@ def profile(bench):
     sizes = [n for n in (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024) if n < L]
     if max(sizes, default=0) <= B:
         raise ValueError(f"lengths {bench.lengths}, max_batch = {B}: no chunk from 32 tokens on is larger than the batch and shorter than the longest")
-    fns = [bench.iteration(0, 0, n) for n in sizes for n in (n, n + 1)]  # just at n, and one beyond
+    fns = [bench.unpadded(0, 0, m) for n in sizes for m in (n, n + 1)]
     (t_decode,) = bench.seconds(bench.iteration(B, L // 2, 0))
     times = bench.seconds(*fns)
     T, jump = dict(zip(sizes, times[::2])), {n: b / a for n, a, b in zip(sizes, times[::2], times[1::2])}
@@ -577,7 +586,7 @@ def fig7(bench):
     """[SARATHI Fig. 7] tile quantization: the time of a prefill just at a multiple of the tile, and one token beyond.
     Measured on a CPU the steps are small: there is no thread block to fill."""
     sizes = [n for n in bench.grid([128, 256, 384, 512], range(128, 1025, 128)) if n < max(bench.lengths)]
-    times = bench.seconds(*(bench.iteration(0, 0, n, last=False) for n in sizes for n in (n, n + 1)))
+    times = bench.seconds(*(bench.unpadded(0, 0, m, last=False) for n in sizes for m in (n, n + 1)))
     for n, at, beyond in zip(sizes, times[::2], times[1::2]):
         yield row(f"{n} tokens (ms)", {128: 55.0, 256: 69.8}.get(n), at * 1e3, at=("", "prefill", n))
         yield row(f"{n + 1} tokens (ms)", {256: 92.33}.get(n), beyond * 1e3, at=("", "prefill", n + 1))
@@ -848,7 +857,9 @@ def stage_cost(bench):
 
 def round_trip(world, x):
     """States (N, C) on from stage to stage, and the last one's word to all."""
-    x = world.receive(x.shape, x.dtype)() if world.stage else x
+    if world.stage:
+        x = world.receive(x.shape, x.dtype)()
+        x[0, 0].item()  # a GPU's message is there when it can be read
     sent = None if world.is_last else world.send(x, "profile")
     world.spread(torch.zeros(8), world.last)()
     if sent:
@@ -2320,6 +2331,9 @@ class VLLM:
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
         lora = dict(enable_lora=True, max_loras=len(adapters), max_lora_rank=max(RANKS)) if adapters else {}
+        if torch.cuda.is_available():  # it takes its share of the whole GPU, of which we have some
+            free, total = torch.cuda.mem_get_info()
+            lora["gpu_memory_utilization"] = 0.9 * free / total
         self.adapters = [LoRARequest(path, i, path) for i, path in enumerate(adapters, 1)] or [None]
         self.engine = vllm.LLM(model=folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=2048, max_num_seqs=16,
                                max_num_batched_tokens=2048, enable_prefix_caching=False, seed=0, **lora).llm_engine

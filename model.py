@@ -584,10 +584,12 @@ class Graphs:
     itself. Few recordings serve all iterations, because SARATHI's are uniform by construction (chunk and decodes fill a multiple of the
     tile) and a batch is padded to the next size with rows of nobody, who write to a page of their own (`scratch`). In Triton's
     interpreter a shape is run where a GPU would replay it."""
+    MOST = 256  # recordings: each keeps memory of its own
 
     def __init__(self, model, kv, tile, n_most):
         """kv: the model's cache, with one page behind the pool's that nobody owns; iterations of more than n_most tokens are not recorded."""
-        self.model, self.kv, self.tile, self.n_most = model, kv, tile, n_most
+        self.model, self.kv, self.n_most = model, kv, n_most
+        self.tile = tile if tile > 1 else 32  # not one recording for each number of tokens
         self.scratch = kv.size(2) - model.config.n_kv_head
         self.recorded = {}  # shape -> (the flat memory of its batch, a function that runs it)
         self.newest = torch.zeros(n_most, dtype=torch.long, device=kv.device)  # where all of them look for Batch.newest
@@ -600,7 +602,10 @@ class Graphs:
         n_newest = 0 if batch.newest is None else len(batch.newest)
         if max(N, n_newest) > self.n_most or len(pages.few) > n_few or (pages.spans[:, 1] > FEW_ROWS).sum() > MOST_CHUNKS:
             return self.model.hidden(batch, self.kv)
-        x, y, rows = self._run(batch.padded(N, n_few, len(pages.many) > 0, self.scratch))
+        padded = batch.padded(N, n_few, len(pages.many) > 0, self.scratch)
+        if len(self.recorded) >= self.MOST and padded.shape() not in self.recorded:
+            return self.model.hidden(batch, self.kv)
+        x, y, rows = self._run(padded)
         return self.model.chosen(x, y, rows[:M])
 
     def size(self, n):

@@ -23,6 +23,7 @@ article "Prefill and decode for concurrent requests" by TNG; others by their num
 import argparse
 import bisect
 import copy
+import gc
 import heapq
 import math
 import os
@@ -2534,7 +2535,7 @@ class Engine:
         drafts that pass, and one more from the row where they end: the likeliest, or drawn with the request's own random numbers. -> a
         function that waits for them, and the last of each on the device (B,). Nothing here waits for the device, unless there are drafts."""
         if not ready:
-            return list, None  # nobody gets a token: list() is []
+            return fetch(logits), None  # no rows, so no tokens; but to be waited for
         draft, ready = np.array([token for r, drafts in ready for token in (*drafts, -1)]), [(r, len(drafts)) for r, drafts in ready]
         ends, to = np.cumsum([k + 1 for r, k in ready]), partial(place, device=logits.device)
         first = ends - [k + 1 for r, k in ready]
@@ -2621,6 +2622,7 @@ def make_engine(model, **options):
 def free_memory(device):
     """(bytes, the share of them that the pool takes by default): what weights leave of a GPU; the RAM."""
     if device.type == "cuda":
+        gc.collect()  # an engine is one of a cycle: what is left of it has its cache
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's allocator has it, but nobody in it
         return torch.cuda.mem_get_info(device)[0] + kept, 0.9
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0.25
