@@ -356,13 +356,13 @@ def split_heads(qkv, rope, n_head, n_kv_head):
 @dataclass
 class Table:
     """The pages of one owner. rows[i]: where in the cache the first head of page i lies, each next head `stride` rows on (1: the page lies
-    alone; n: n pages together, head after head). In key tiles this is where V lies; K is transposed there (kernels.py)."""
+    alone; n: n pages together, head after head). In key tiles this is where V lies; K is transposed there."""
     rows: np.ndarray
     stride: int
     space: np.ndarray | None = None  # the array whose filled part rows is: room to grow without a copy
 
     def key_tile(self, D):
-        """Of how many tokens K lies together, transposed (kernels.py): D, if these are whole key tiles of D pages; else 1."""
+        """Of how many tokens K lies together, transposed: D, if these are whole key tiles of D pages; else 1."""
         return D if self.stride > 1 and self.stride % D == 0 else 1
 
     def at(self, tokens, n_kv_head):

@@ -8,6 +8,7 @@
     python model.py                      train the tiny model, its one-layer draft and its heads on this Python's own sources (3 to 5 minutes)
 """
 import codecs
+import contextlib
 import json
 import math
 import mmap
@@ -364,7 +365,8 @@ class GPT(nn.Module):
         # zeros that cost nothing until they are touched, and then little: in pieces of 2 MB where the system has them
         memory = mmap.mmap(-1, math.prod(shape) * self.dtype.itemsize, access=mmap.ACCESS_COPY)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel that was built without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=self.dtype).view(shape)
 
     def _embed(self, tokens, positions, dtype):

@@ -1072,6 +1072,21 @@ def test_who_fails_takes_no_news_with_it():
     assert len(engine.land()) == 2
 
 
+def test_generate_that_is_cut_keeps_its_neighbours_news(monkeypatch):
+    engine, cut = Engine(small(), n_page=200, scheduler="orca", max_batch=3), []
+    (r,), run = add(engine, [Request(prompt(20), 1)]), engine._run
+
+    def wait(flight):
+        if not cut:
+            cut.append(1)
+            raise KeyboardInterrupt
+        return flight.wait()
+    monkeypatch.setattr(engine, "_run", lambda plan: (lambda flight: flight._replace(wait=lambda: wait(flight)))(run(plan)))
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([prompt(5)], 4)
+    assert r.state == "length" and [event.request for event in engine.land()] == [r]
+
+
 def test_a_scheduler_may_do_with_its_lists_what_it_likes():
     class Greedy(Scheduler, named=False):
         def plan(self, running, waiting):
@@ -2207,6 +2222,25 @@ def test_drafts_beside_a_chunk_are_priced_with_the_adapters_of_their_requests():
     assert beside == pytest.approx(alone)
 
 
+def test_ctrl_c_while_peers_times_our_own_engine_is_heard(monkeypatch):
+    """The cell ends whole, and the bench knows."""
+    b, ours = bench_of(), object.__new__(bench.Ours)
+    ours.adapters, ours.mixed = [None], Engine(small(), n_page=200, max_batch=2)
+    step = ours.mixed.step
+    monkeypatch.setattr(ours.mixed, "step", lambda: (ours.mixed.n_steps == 1 and signal.raise_signal(signal.SIGINT), step())[1])
+    with b.interrupt:
+        times = ours.run([prompt(5), prompt(9)], 4)
+        assert b.interrupt.seen and [len(ts) for ts in times] == [4, 4]
+
+
+def test_a_kernel_without_huge_pages_has_a_cache_all_the_same(monkeypatch):
+    class Memory(model_py.mmap.mmap):
+        def madvise(self, option):
+            raise OSError(22, "Invalid argument")
+    monkeypatch.setattr(model_py.mmap, "mmap", Memory)
+    assert Engine(small(), n_page=100).generate([prompt(5)], 3) == [naive(5, 3)]
+
+
 def test_all_is_what_one_process_can_run_there(cli, monkeypatch):
     asked = []
     monkeypatch.setattr(bench, "run", lambda b, names: asked.append(set(names)) or [])
@@ -3154,6 +3188,14 @@ def test_without_triton_everything_runs_in_torch(monkeypatch):
     bare = importlib.import_module("sarathi")
     engine = bare.Engine(bare.GPT.from_preset("tiny"), n_page=64)
     assert bare is not sarathi and not sys.modules["kernels"].HAS_TRITON and len(engine.generate([[1, 2, 3]], max_new_tokens=4)[0]) == 4
+
+
+@kernel_test
+def test_triton_recordings_have_an_end():
+    engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), max_batch=2, n_page=300, tile=TILE)
+    n = len(engine.graphs.recorded)
+    engine.graphs.MOST = n
+    assert engine.generate([prompt(9)], 3) == [naive(9, 3)] and len(engine.graphs.recorded) == n
 
 
 @kernel_test
