@@ -2222,6 +2222,12 @@ def test_drafts_beside_a_chunk_are_priced_with_the_adapters_of_their_requests():
     assert beside == pytest.approx(alone)
 
 
+def test_a_difference_that_drowns_in_noise_is_a_dash(monkeypatch):
+    monkeypatch.setattr(bench.Bench, "marginal", lambda *_: -1e-3)
+    rows = {r["what"]: r["ours"] for r in bench.EXPERIMENTS["table2"].rows(bench_of(lengths="32"))}
+    assert rows["decode-maximal: per decode token (ms)"] is None and rows["decode-only: per decode token (ms)"] > 0
+
+
 def test_ctrl_c_while_peers_times_our_own_engine_is_heard(monkeypatch):
     """The cell ends whole, and the bench knows."""
     b, ours = bench_of(), object.__new__(bench.Ours)
