@@ -37,7 +37,7 @@ import tempfile
 import textwrap
 import time
 from argparse import SUPPRESS
-from collections import Counter, defaultdict
+from collections import ChainMap, Counter, defaultdict
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import cycle, islice, product
@@ -284,13 +284,15 @@ class Bench:
             torch.cuda.synchronize()
 
     def iteration(self, decodes, context, chunk, past=0, last=True):
-        """A function that runs one iteration: `decodes` requests that feed one token each after `context` cached ones, and one
-        request that feeds `chunk` tokens after `past`. Tokens and cache are random: equal ones would run cooler, and so faster.
+        """A function that runs one iteration: `decodes` requests that feed one token each after `context` cached ones (on average: half
+        a key tile more or less, as in a server, for who begins one clears it), and one that feeds `chunk` tokens after `past`. Tokens and cache are random: equal ones would run cooler, and so faster.
         last=False: no request has fed its last token by then, so none needs the output head. Where the engine would replay a
         recording so does this, and its by_operator is the same launch by launch."""
         top = self.model.config.block_size - 2  # a rehearsed request has a token or two to come
         context, chunk = min(context, top - 1), min(chunk, top - past)
-        entries = [(context, 1, last)] * decodes + [(past, chunk, last)] * (chunk > 0)
+        spread = min(self.model.config.head_dim // 2, context // 2, top - 1 - context)
+        contexts = [context + round((2 * i + 1 - decodes) * spread / decodes) for i in range(decodes)]
+        entries = [(n, 1, last) for n in contexts] + [(past, chunk, last)] * (chunk > 0)
         pages = sum(with_room(past + n, self.model.config) for past, n, _ in entries)
         engine = self.engine("orca", pages, decodes + 1, record=None, graph=False)  # which would record more than this one
         plan = rehearse(engine, entries)
@@ -2269,17 +2271,13 @@ class Ours:
     """This engine as the peers are asked: run(prompts, new) -> for each request, when each new token came, seconds after the call.
     Whoever was started with adapters, PEFT folders, gives the requests one each in turns."""
 
-    def __init__(self, bench, adapters):
-        self.adapters = adapters or [None]
-        engine = lambda scheduler: bench.engine(scheduler, 16 * 1100, 16)
-        self.mixed = engine(bench.options.scheduler)
-        self.alone = None if adapters else engine("prefill_first")  # no cell of one kind has adapters
+    def __init__(self, bench, adapters, scheduler):
+        self.adapters, self.engine = adapters or [None], bench.engine(scheduler, 16 * 1100, 16)
         for folder in adapters:
-            self.mixed.add_adapter(folder, folder)
+            self.engine.add_adapter(folder, folder)
 
     def run(self, work, new):
-        engine = self.alone if new in (PREFILL, DECODE) else self.mixed
-        start = engine.clock.now()
+        engine, start = self.engine, self.engine.clock.now()
         requests = [Request(p, max_new_tokens=new, adapter=a) for p, a in zip(work, cycle(self.adapters))]
         for r in requests:
             engine.add(r)
@@ -2460,11 +2458,12 @@ CELLS = {"prefill 512": (1, 512, PREFILL)} | {f"decode, B = {B}, context {ctx}":
     "16 x (480 in + 32 out)": (16, 480, 32), "16 x (256 in + 64 out)": (16, 256, 64), "16 x (256 in + 32 out)": (16, 256, 32),
     "16 x (256 in + 32 out), 16 adapters": (16, 256, 32)}
 RANKS = 8, 16, 32, 64  # of those 16 in turns; on q, k, v and o
+OURS = "sarathi", "whole prompts"  # as --scheduler says, and with all prompts at once and whole, as those who serve one batch compute them
 
 
 def start_engines(bench, folder, cells):
-    """{cell: {name: engine}}, ours first. Where adapters are used every engine is another, as one that could use some may be slower
-    without."""
+    """{cell: {name: engine}}, ours first; who is left out of one cell is out of those like it. Where adapters are used every engine is
+    another, as one that could use some may be slower without."""
     GPT(bench.model.config).to(bench.model.dtype).save_pretrained(folder)  # other weights of the same shapes
     found, adapters = {}, [os.path.join(folder, f"adapter{i}") for i in range(16)]
     for side in ([], adapters):
@@ -2472,7 +2471,11 @@ def start_engines(bench, folder, cells):
         if mine:
             for i, path in enumerate(side):
                 random_adapter(RANKS[i % len(RANKS)], seed=i)(bench.model.config, bench.model.dtype).save_pretrained(path)
-            found |= dict.fromkeys(mine, dict(sarathi=Ours(bench, side)) | start_peers(bench, folder, side))
+            ours = {name: Ours(bench, side, how) for name, how in zip(OURS, (bench.options.scheduler, "prefill_first"))}
+            others = start_peers(bench, folder, side)
+            for cell in mine:
+                one_kind = CELLS[cell][2] in (PREFILL, DECODE)
+                found[cell] = ChainMap(others, dict(sarathi=ours[OURS[1]]) if one_kind else ours)
     return found
 
 
@@ -2514,7 +2517,7 @@ def in_turns(bench, cells):
         finally:
             for engine in {e for others in engines.values() for e in others.values() if not isinstance(e, Ours)}:
                 engine.close()
-    return {cell: [*others][1:] for cell, others in engines.items() if seen[cell, "sarathi"]}, seen
+    return {cell: [name for name in names if name not in OURS] for cell, names in engines.items() if seen[cell, "sarathi"]}, seen
 
 
 def cell_rows(cells, seen):
@@ -2523,11 +2526,11 @@ def cell_rows(cells, seen):
     names = dict.fromkeys(name for others in cells.values() for name in others)
     for cell, others in cells.items():
         for i, (what, unit, best) in enumerate((("tokens/s", 1, max), ("inter-token p99, ms", 1e3, min))):
-            of = {name: [figures[i] and figures[i] * unit for figures in seen[cell, name]] for name in ("sarathi", *others)}
+            of = {name: [figures[i] and figures[i] * unit for figures in seen[cell, name]] for name in (*OURS, *others)}
             if None not in of["sarathi"]:
-                ratios = others and [a / best(b) for a, *b in zip(*of.values())]
-                beside = {name: middle(of.get(name)) for name in names}
-                yield row(f"{cell}: {what}", None, middle(of["sarathi"]), **beside, **{"x best": middle(ratios)})
+                over = [middle([a / best(b) for a, *b in zip(of[own], *map(of.get, others))] if others else None) for own in OURS]
+                beside = {name: middle(of.get(name)) for name in (OURS[1], *names)}
+                yield row(f"{cell}: {what}", None, middle(of["sarathi"]), **beside, **{"x best": over[0], "whole x best": over[1]})
 
 
 def run_cell(bench, cell, engines, n, work, new):
@@ -2538,7 +2541,7 @@ def run_cell(bench, cell, engines, n, work, new):
         try:
             results[name] = rate_of(engines[name].run(work, new), len(work), len(work[0]), new)
         except (OSError, RuntimeError, subprocess.SubprocessError) as e:
-            if name == "sarathi":
+            if name in OURS:
                 raise
             engines.pop(name).close()
             bench.notes.append(f"{name} is left out, it failed at {cell!r}: {e}")

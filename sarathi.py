@@ -1080,8 +1080,9 @@ class Fitted(CostModel):
 class Learned(CostModel):
     """Another cost model, corrected by what iterations really took: its price, times a factor for all, times one for iterations like this:
     with a chunk or not, with adapters or not, of so many tokens. Up to FEW_ROWS tokens each number has its own, as kernels' times go up
-    and down in steps there; above, each power of two, and one reads between. A factor is a mean at first, then a moving average."""
-    RATE = 0.05  # of each iteration's news, when there was enough of them
+    and down in steps there; above, each power of two, and one reads between. A factor is a mean at first, then a moving average, the one
+    for all a fast one: news that come late are the machine's, and should not make what runs look worse than what does not."""
+    RATE, OWN = 0.05, 0.005  # of each iteration's news, when there was enough of them: what all learn, and those like it
 
     def __init__(self, base):
         self.base, self.factor, self.n_learned = base, 1.0, 0
@@ -1114,8 +1115,8 @@ class Learned(CostModel):
         news = min(2.0, max(0.5, seconds / (self.base.seconds(w) * factor)))  # whatever else the machine did meanwhile counts little
         self.n_learned += 1
         self.seen[at] += shares
-        self.factor *= news ** max(self.RATE / 10, 0.5 / self.n_learned)
-        self.factors[at] *= news ** (np.array(shares) * np.maximum(self.RATE, 1 / (1 + self.seen[at])))
+        self.factor *= news ** max(self.RATE, 0.5 / self.n_learned)
+        self.factors[at] *= news ** (np.array(shares) * np.maximum(self.OWN, 1 / (1 + self.seen[at])))
 
 
 def designed_batches(L, weights=()):
@@ -1292,7 +1293,9 @@ class DraftModel(Proposer, named=False):
 
     def propose(self, requests, lengths, threshold=0.0):
         """One forward per step, for all requests that still want a draft [SmartSpec Eq. 5]."""
-        ahead, sure, start = [self._ahead(r) for r in requests], np.ones(len(requests)), self.engine.clock.now() if self.cost else 0.0
+        ahead, sure = [self._ahead(r) for r in requests], np.ones(len(requests))
+        usual = self.cost and max(a.n_todo for a, k in zip(ahead, lengths) if k) <= FEW_ROWS  # nobody's prompt is fed first
+        start = self.engine.clock.now() if usual else 0.0
         self._share(requests)
         index = {r.id: i for i, r in enumerate(requests)}
         for step in range(max(lengths)):
@@ -1306,7 +1309,7 @@ class DraftModel(Proposer, named=False):
         for r, a in zip(requests, ahead):
             r.n_draft_past, r.q = a.n_past, torch.stack(a.q) if a.q else None
         drafts = [a.tokens[r.n_tokens:a.n_tokens].tolist() for r, a in zip(requests, ahead)]
-        if self.cost:
+        if usual:
             self._learn(requests, drafts, self.world.agree(self.engine.clock.now() - start))
         return drafts
 
@@ -1479,7 +1482,7 @@ class Decodes(NamedTuple):
     alpha: np.ndarray  # (B,) how many of 1 are accepted
     target: Callable = None  # number of drafts in all -> seconds of the target's iteration [SmartSpec Eq. 6]; if the policy is priced
     draft: Callable = None  # number of steps -> seconds of the draft's [Eq. 5]
-    edges: np.ndarray = None  # numbers of drafts that end a tile
+    edges: range = range(0)  # numbers of drafts that end a tile
 
 
 class Policy(Named, named=False):
@@ -1594,6 +1597,12 @@ class GoodputGlobal(Goodput):
         return k[np.argmax(self.sums[0] / self.sums[1])]
 
 
+@lru_cache(maxsize=64)
+def some_of(most, edges):
+    """0 .. most in sixteen steps, with both sides of the edges in it, ascending."""
+    return sorted({*range(0, most, -(-most // 16)), most, *(n for edge in edges for n in (edge, edge + 1) if n <= most)})
+
+
 class GoodputRequest(Goodput):
     """Each request its own k [SmartSpec Fig. 4]. The j-th draft of request i is worth alpha_i ** j tokens, so for a number of drafts
     the best are those worth most; only that number and the number of draft steps are left to try."""
@@ -1612,9 +1621,8 @@ class GoodputRequest(Goodput):
 
     def _target(self, d, most):
         """(most + 1,) d.target of every number of drafts, read off a curve through a few and both sides of every tile's end."""
-        edges = d.edges[d.edges < most]
-        points = np.unique(np.concatenate([np.linspace(0, most, min(most, 16) + 1).astype(int), edges, edges + 1]))
-        return np.interp(np.arange(most + 1), points, [d.target(int(n)) for n in points])
+        points = some_of(most, d.edges)
+        return np.interp(np.arange(most + 1), points, [*map(d.target, points)])
 
 
 class Confidence(Goodput):
@@ -1847,6 +1855,7 @@ class Speculator:
     def __init__(self, engine, proposer, policy, cost=None):
         self.engine, self.proposer, self.policy = engine, proposer, policy
         self.tally = np.zeros(2)  # drafts accepted and tried of late, of all requests
+        self.priced, self.prices = None, ()  # what the prices of drafts are of, and these
         self.n_drafted = self.n_accepted = 0
         self.shapes = self._shapes()
         self.by_head = np.zeros((2, max(map(len, self.shapes), default=0)))  # the same of each head's candidates
@@ -1943,9 +1952,18 @@ class Speculator:
         return Decodes(requests, most, alpha, *(self._prices(plan, requests, most.sum()) if self.policy.priced else ()))
 
     def _prices(self, plan, requests, n_most):
-        """target, draft, edges of Decodes. target: seconds of this iteration with n drafts, less what its chunk adds to it without them:
-        so drafts are compared as if no chunk were there, but for what they cost in a batch that the chunk has filled."""
-        cost, B, cached = self.engine.cost, len(requests), sum(r.n_past for r in requests)
+        """target, draft, edges of Decodes. They are kept for as long as the requests stay and their contexts grow by less than a
+        tenth: to choose must cost next to nothing."""
+        cost, N, cached = self.engine.cost, sum(n for r, n in plan), sum(r.n_past for r in requests)
+        of = [r.id for r in requests], N, round(8 * math.log2(1 + cached)), cost.version
+        if of != self.priced:
+            self.priced, self.prices = of, [*map(lru_cache, self._price(plan, requests, cached))]
+        return *self.prices, range(-N % cost.tile, n_most, cost.tile) if cost.tile > 1 else range(0)
+
+    def _price(self, plan, requests, cached):
+        """target: seconds of this iteration with n drafts, less what its chunk adds to it without them: so drafts are compared as if no
+        chunk were there, but for what they cost in a batch that the chunk has filled. draft: seconds of so many steps."""
+        cost, B = self.engine.cost, len(requests)
         seconds = partial(cost.seconds, lora=self.engine.config.lora)
         w, alone = (Work.of(self.engine._entries(entries), cost.tile) for entries in (plan, [(r, 1) for r in requests]))
         chunk = seconds(w) - seconds(alone) if w.N > B else 0.0
@@ -1957,8 +1975,7 @@ class Speculator:
                 more |= dict(context=w.context - cached - B, again=w.again, decodes=w.decodes - B, chunks=w.chunks + B, pairs=pairs,
                              reread=w.reread + cached + B + n)
             return seconds(w._replace(**more)) - chunk
-        draft = lambda steps: self.proposer.seconds(B, cached, steps) if steps else 0.0
-        return target, draft, np.arange(-w.N % cost.tile, n_most, cost.tile) if cost.tile > 1 else np.empty(0, int)
+        return target, lambda steps: self.proposer.seconds(B, cached, steps) if steps else 0.0
 
     def observe(self, verified):
         """verified: (request, drafts, how many of them were accepted) of one iteration. A rejected draft ends a run, what stands

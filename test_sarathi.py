@@ -2231,9 +2231,9 @@ def test_a_difference_that_drowns_in_noise_is_a_dash(monkeypatch):
 def test_ctrl_c_while_peers_times_our_own_engine_is_heard(monkeypatch):
     """The cell ends whole, and the bench knows."""
     b, ours = bench_of(), object.__new__(bench.Ours)
-    ours.adapters, ours.mixed = [None], Engine(small(), n_page=200, max_batch=2)
-    step = ours.mixed.step
-    monkeypatch.setattr(ours.mixed, "step", lambda: (ours.mixed.n_steps == 1 and signal.raise_signal(signal.SIGINT), step())[1])
+    ours.adapters, ours.engine = [None], Engine(small(), n_page=200, max_batch=2)
+    step = ours.engine.step
+    monkeypatch.setattr(ours.engine, "step", lambda: (ours.engine.n_steps == 1 and signal.raise_signal(signal.SIGINT), step())[1])
     with b.interrupt:
         times = ours.run([prompt(5), prompt(9)], 4)
         assert b.interrupt.seen and [len(ts) for ts in times] == [4, 4]
@@ -3846,7 +3846,7 @@ def test_sampled_requests_are_distributed_as_without_speculation(kind):
 
 def decodes(alpha, most, target, step=0.0):
     """What a policy sees: target(n) and step are seconds."""
-    edges = np.empty(0, int)
+    edges = range(0)
     return sarathi.Decodes([Request([0]) for _ in most], np.array(most), np.array(alpha, float), target, lambda steps: step * steps, edges)
 
 
