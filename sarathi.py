@@ -1714,7 +1714,7 @@ class Autopilot(SarathiServe, Policy):
     registry, priced, per_request = POLICIES, True, True
 
     def start(self, engine):
-        self.engine, self.ranked = engine, {}
+        self.engine, self.kept = engine, {}
 
     def plan(self, running, waiting):
         requests = [*running, *self.new(running, waiting)]
@@ -1741,10 +1741,11 @@ class Autopilot(SarathiServe, Policy):
         feed = [r for r in requests if r.n_todo > 1 or r.state == "waiting"]
         now = loop._replace(context=sum(r.n_past for r in decodes) / max(1, d), past=feed[0].n_past if feed else 0.0)
         todo = sum(r.n_todo for r in feed)
-        rates = [self.worth[k] / self._seconds(now, 0, d, k) for k in self._ks()] if d else [math.inf]  # of each request, if none is fed
+        alone = lambda: [self.worth[k] / self._seconds(now, 0, d, k) for k in self._ks()]  # tokens per second of each, if no prompt is fed
+        rates = self._keep((d, now.context, now.adapted, now.weights), alone) if d else [math.inf]
         least = self._seconds(now, min(max(16, self.engine.cost.tile), todo), d, 0) if feed else 0.0
         pace = self._pace(decodes, least, 1 / max(rates))
-        for total, k, mean in self._ranked(loop) if feed else ():
+        for total, k, mean in self._keep(loop, lambda: self._rank(loop)) if feed else ():
             c = min(total - d * (1 + k), todo)
             if c > 0 and self._seconds(now, c, d, k) <= pace(k, mean):
                 return total, k
@@ -1772,23 +1773,27 @@ class Autopilot(SarathiServe, Policy):
             return min(stall, (end - later).min(initial=math.inf) - now)
         return seconds
 
-    def _ranked(self, loop):
-        """[(tokens of an iteration, drafts of a decode, mean seconds)], the best first; the same for systems that are nearly so."""
-        key = (*(round(8 * math.log2(1 + x)) for x in loop), round(64 * self._alpha()), self.engine.cost.version)
-        if key not in self.ranked:
-            if len(self.ranked) > 1000:
-                self.ranked.clear()
-            latency = {}
-            for k in self._ks():
-                l, T0 = self.worth[k], self._seconds(loop, 0, loop.S, k)
-                for total in SIZES[:2 + bisect.bisect(SIZES, loop.S * (loop.P + 1 + k))]:  # what is larger feeds all that there is, too
-                    flow = loop.flow(total, k, l)
-                    if flow:
-                        x, c, d, share, steps = flow
-                        T = share * self._seconds(loop, c, d, k) + (1 - share) * T0
-                        latency[total, k, T] = T * (loop.n / x + steps)
-            self.ranked[key] = sorted(latency, key=lambda key: (latency[key], -key[0]))
-        return self.ranked[key]
+    def _rank(self, loop):
+        """[(tokens of an iteration, drafts of a decode, mean seconds)], the best first."""
+        latency = {}
+        for k in self._ks():
+            l, T0 = self.worth[k], self._seconds(loop, 0, loop.S, k)
+            for total in SIZES[:2 + bisect.bisect(SIZES, loop.S * (loop.P + 1 + k))]:  # what is larger feeds all that there is, too
+                flow = loop.flow(total, k, l)
+                if flow:
+                    x, c, d, share, steps = flow
+                    T = share * self._seconds(loop, c, d, k) + (1 - share) * T0
+                    latency[total, k, T] = T * (loop.n / x + steps)
+        return sorted(latency, key=lambda key: (latency[key], -key[0]))
+
+    def _keep(self, numbers, make):
+        """make(), or what it was for numbers that were nearly these, while prices and acceptance are the same."""
+        key = (*(round(8 * math.log2(1 + x)) for x in numbers), round(64 * self._alpha()), self.engine.cost.version)
+        if key not in self.kept:
+            if len(self.kept) > 1000:
+                self.kept.clear()
+            self.kept[key] = make()
+        return self.kept[key]
 
     @property
     def _is_policy(self):

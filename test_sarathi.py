@@ -1303,6 +1303,17 @@ def test_operators_are_timed_by_hooks_that_leave_no_trace():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in small().modules()) and torch.equal(f(), before)
 
 
+def test_decodes_are_timed_at_every_phase_of_a_key_tile(monkeypatch):
+    """Who begins one clears it: all of them at once would cost more than they ever do in a server."""
+    asked, b = [], bench_of(lengths="64")
+    monkeypatch.setattr(bench, "rehearse", lambda engine, entries: asked.append([past for past, *_ in entries]) or sarathi.rehearse(engine, entries))
+    for n, context in ((4, 64), (3, 5), (1, 64), (2, 10**6)):
+        b.iteration(n, context, 0)
+    D, top = small().config.head_dim, small().config.block_size - 3
+    assert len({*asked[0]}) == 4 and max(asked[0]) - min(asked[0]) == D * 3 // 4 and sum(asked[0]) == 4 * 64 and min(asked[1]) > 0
+    assert asked[2:] == [[64], [top, top]]
+
+
 def test_roofline_counts_every_operator_and_the_engines_own_share():
     b = bench_of(lengths="32")
     rows = {r["what"]: r for r in bench.run(b, ["roofline"])}
@@ -1371,6 +1382,8 @@ def test_peers_are_measured_beside_ours(capsys, cells):
     if has_hf:
         assert ("No module named 'peft'" in capsys.readouterr().out) != has_peft
         assert all(r["x best"] == pytest.approx(r["ours"] / r["transformers"]) for r in rows[:6 if has_peft else 4])
+        assert all(r["whole x best"] == pytest.approx(r["whole prompts"] / r["transformers"]) for r in rows[2:6 if has_peft else 4])
+        assert rows[0]["whole prompts"] is rows[0]["whole x best"] is None, "of one kind they are all whole"
         assert has_peft or rows[4]["transformers"] is rows[4]["x best"] is None, "PEFT's cell alone is left out"
 
 
@@ -1977,6 +1990,24 @@ def test_a_profile_tells_what_drafts_read_again(monkeypatch):
     engine = Engine(small(), draft="ngram", spec="goodput", cost=cost, max_batch=3, n_page=500)
     plan = sarathi.rehearse(engine, [(99, 1, 1)] * 3)
     assert engine.speculator._prices(plan, [r for r, n in plan], 9)[0](9) == expected
+
+
+def test_prices_of_drafts_are_kept_until_what_they_are_of_has_changed():
+    engine = Engine(small(), draft="ngram", spec="goodput", cost=Linear(alpha=0.1), max_batch=3, n_page=500)
+    plan = sarathi.rehearse(engine, [(99, 1, 1)] * 3)
+    requests = [r for r, n in plan]
+    priced = lambda requests=requests: engine.speculator._prices(plan, requests, 9)[0]
+    first = priced()
+    assert priced() is first and priced(requests[:2]) is not first, "another batch"
+    grown = [priced()]
+    for _ in range(30):
+        for r in requests:
+            r.n_past += 1
+        grown.append(priced())
+    assert len({*grown}) == 4 and grown[-1](9) > 1.2 * first(9), "contexts a tenth longer, three times"
+    for _ in range(32):
+        engine.cost.learn(sarathi.Work(N=3, M=3, decodes=3, context=400), 2.0)
+    assert priced() is not grown[-1], "news"
 
 
 def test_the_adapters_of_a_profile_are_computed_and_let_go():
@@ -3559,15 +3590,19 @@ def test_every_adapter_launch_compiles_for_gpus_that_are_not_here(arch, n_in, n_
 
 # ---------------------------------------------------------------- 15. speculation
 
-class Moody(CostModel):
+class Moody(sarathi.Learned):
     """A cost model whose mind changes with every question, so that a goodput policy picks every k there is."""
+    version = property(lambda self: self.rng.random())  # nobody keeps its prices
 
     def __init__(self):
-        super().__init__(small().config, torch.float32, (1e9, 0.5), "moody")
+        super().__init__(Linear())
         self.rng = random.Random(3)
 
     def seconds(self, w, lora="batched"):
         return 1.0 + self.rng.choice((0.0, 0.02, 0.3)) * w.N
+
+    def learn(self, w, seconds):
+        pass
 
 
 class Linear(CostModel):
@@ -4619,6 +4654,31 @@ def test_a_wrong_price_list_is_corrected_by_what_is_measured():
     engine.run()
     assert np.median(errors[:5]) > 0.4 and np.median(errors[-200:]) < 0.05
     assert Simulator(machine, scheduler="autopilot").cost is machine, "a simulator knows its own prices"
+
+
+def test_a_slower_machine_does_not_make_what_runs_look_worse_than_what_does_not():
+    """Learned: early news are of iterations like this one, late ones of the machine, whose neighbours come and go."""
+    learned, decode, wide = sarathi.Learned(A100), *(sarathi.Work(N=4 * n, M=4 * n, decodes=4, context=400) for n in (1, 4))
+    over = lambda: learned.seconds(wide) / A100.seconds(wide) / (learned.seconds(decode) / A100.seconds(decode))
+    for _ in range(200):
+        learned.learn(decode, A100.seconds(decode))
+        learned.learn(wide, 2 * A100.seconds(wide))
+    assert over() == pytest.approx(2, rel=0.05), "kinds are told apart"
+    for _ in range(100):
+        learned.learn(wide, 3 * A100.seconds(wide))
+    assert learned.seconds(wide) == pytest.approx(3 * A100.seconds(wide), rel=0.01) and over() < 2.25, "drift is everybody's"
+
+
+def test_a_draft_models_work_on_a_prompt_is_no_price_of_a_draft():
+    engine, learned = Engine(small(), draft=draft("large"), spec="goodput", cost=(Linear(gamma=0.0), Linear(0, 0, 0.02)), n_page=200), []
+    watch(engine.speculator.proposer.cost, "learn", lambda w, seconds: learned.append(w.N))
+    r = Request(prompt(30), 20)
+    engine.add(r)
+    engine.step()
+    engine.step()
+    assert r.n_drafted > 0 and not learned, "before the first draft it fed 31 tokens"
+    engine.step()
+    assert learned == [1]
 
 
 def test_who_is_given_the_same_learned_prices_shares_them_on_every_rank(monkeypatch):
