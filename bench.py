@@ -284,10 +284,11 @@ class Bench:
             torch.cuda.synchronize()
 
     def iteration(self, decodes, context, chunk, past=0, last=True):
-        """A function that runs one iteration: `decodes` requests that feed one token each after `context` cached ones (on average: half
-        a key tile more or less, as in a server, for who begins one clears it), and one that feeds `chunk` tokens after `past`. Tokens and cache are random: equal ones would run cooler, and so faster.
-        last=False: no request has fed its last token by then, so none needs the output head. Where the engine would replay a
-        recording so does this, and its by_operator is the same launch by launch."""
+        """A function that runs one iteration: `decodes` requests that feed one token each after `context` cached ones, and one
+        request that feeds `chunk` tokens after `past`. Contexts are so long on average, and differ by up to a key tile, as in a server:
+        who begins one clears it. Tokens and cache are random: equal ones would run cooler, and so faster. last=False: no request has
+        fed its last token by then, so none needs the output head. Where the engine would replay a recording so does this, and its
+        by_operator is the same launch by launch."""
         top = self.model.config.block_size - 2  # a rehearsed request has a token or two to come
         context, chunk = min(context, top - 1), min(chunk, top - past)
         spread = min(self.model.config.head_dim // 2, context // 2, top - 1 - context)
