@@ -1077,6 +1077,19 @@ class Fitted(CostModel):
         return sum(c * x for c, x in zip(self.coefficients[part], values))
 
 
+class Kept(dict):
+    """What was computed from prices, for the next ones who ask nearly the same: to choose must cost next to nothing."""
+
+    def of(self, numbers, exactly, make):
+        """make(), or what it was for numbers that each differed by less than a tenth, if `exactly` was the same."""
+        key = (*(round(8 * math.log2(1 + x)) for x in numbers), *exactly)
+        if key not in self:
+            if len(self) > 1000:
+                self.clear()
+            self[key] = make()
+        return self[key]
+
+
 class Learned(CostModel):
     """Another cost model, corrected by what iterations really took: its price, times a factor for all, times one for iterations like this:
     with a chunk or not, with adapters or not, of so many tokens. Up to FEW_ROWS tokens each number has its own, as kernels' times go up
@@ -1714,7 +1727,7 @@ class Autopilot(SarathiServe, Policy):
     registry, priced, per_request = POLICIES, True, True
 
     def start(self, engine):
-        self.engine, self.kept = engine, {}
+        self.engine, self.kept = engine, Kept()
 
     def plan(self, running, waiting):
         requests = [*running, *self.new(running, waiting)]
@@ -1742,10 +1755,11 @@ class Autopilot(SarathiServe, Policy):
         now = loop._replace(context=sum(r.n_past for r in decodes) / max(1, d), past=feed[0].n_past if feed else 0.0)
         todo = sum(r.n_todo for r in feed)
         alone = lambda: [self.worth[k] / self._seconds(now, 0, d, k) for k in self._ks()]  # tokens per second of each, if no prompt is fed
-        rates = self._keep((d, now.context, now.adapted, now.weights), alone) if d else [math.inf]
+        alike = round(64 * self._alpha()), self.engine.cost.version
+        rates = self.kept.of((d, now.context, now.adapted, now.weights), alike, alone) if d else [math.inf]
         least = self._seconds(now, min(max(16, self.engine.cost.tile), todo), d, 0) if feed else 0.0
         pace = self._pace(decodes, least, 1 / max(rates))
-        for total, k, mean in self._keep(loop, lambda: self._rank(loop)) if feed else ():
+        for total, k, mean in self.kept.of(loop, alike, lambda: self._rank(loop)) if feed else ():
             c = min(total - d * (1 + k), todo)
             if c > 0 and self._seconds(now, c, d, k) <= pace(k, mean):
                 return total, k
@@ -1785,15 +1799,6 @@ class Autopilot(SarathiServe, Policy):
                     T = share * self._seconds(loop, c, d, k) + (1 - share) * T0
                     latency[total, k, T] = T * (loop.n / x + steps)
         return sorted(latency, key=lambda key: (latency[key], -key[0]))
-
-    def _keep(self, numbers, make):
-        """make(), or what it was for numbers that were nearly these, while prices and acceptance are the same."""
-        key = (*(round(8 * math.log2(1 + x)) for x in numbers), round(64 * self._alpha()), self.engine.cost.version)
-        if key not in self.kept:
-            if len(self.kept) > 1000:
-                self.kept.clear()
-            self.kept[key] = make()
-        return self.kept[key]
 
     @property
     def _is_policy(self):
@@ -1860,7 +1865,7 @@ class Speculator:
     def __init__(self, engine, proposer, policy, cost=None):
         self.engine, self.proposer, self.policy = engine, proposer, policy
         self.tally = np.zeros(2)  # drafts accepted and tried of late, of all requests
-        self.priced, self.prices = None, ()  # what the prices of drafts are of, and these
+        self.kept = Kept()  # prices of drafts
         self.n_drafted = self.n_accepted = 0
         self.shapes = self._shapes()
         self.by_head = np.zeros((2, max(map(len, self.shapes), default=0)))  # the same of each head's candidates
@@ -1957,13 +1962,12 @@ class Speculator:
         return Decodes(requests, most, alpha, *(self._prices(plan, requests, most.sum()) if self.policy.priced else ()))
 
     def _prices(self, plan, requests, n_most):
-        """target, draft, edges of Decodes. They are kept for as long as the requests stay and their contexts grow by less than a
-        tenth: to choose must cost next to nothing."""
-        cost, N, cached = self.engine.cost, sum(n for r, n in plan), sum(r.n_past for r in requests)
-        of = [r.id for r in requests], N, round(8 * math.log2(1 + cached)), cost.version
-        if of != self.priced:
-            self.priced, self.prices = of, [*map(lru_cache, self._price(plan, requests, cached))]
-        return *self.prices, range(-N % cost.tile, n_most, cost.tile) if cost.tile > 1 else range(0)
+        """target, draft, edges of Decodes."""
+        cost, known, N, cached = self.engine.cost, self.engine.adapters.known, sum(n for r, n in plan), sum(r.n_past for r in requests)
+        weights = [known[r.adapter].n_params for r in requests if r.adapter is not None]
+        alike = len(requests), N, len(weights), cost.version
+        prices = self.kept.of((cached, sum(weights)), alike, lambda: [*map(lru_cache, self._price(plan, requests, cached))])
+        return *prices, range(-N % cost.tile, n_most, cost.tile) if cost.tile > 1 else range(0)
 
     def _price(self, plan, requests, cached):
         """target: seconds of this iteration with n drafts, less what its chunk adds to it without them: so drafts are compared as if no

@@ -1998,7 +1998,7 @@ def test_prices_of_drafts_are_kept_until_what_they_are_of_has_changed():
     requests = [r for r, n in plan]
     priced = lambda requests=requests: engine.speculator._prices(plan, requests, 9)[0]
     first = priced()
-    assert priced() is first and priced(requests[:2]) is not first, "another batch"
+    assert priced(requests[:2]) is not first and priced() is first, "another batch"
     grown = [priced()]
     for _ in range(30):
         for r in requests:
