@@ -1755,7 +1755,7 @@ class Autopilot(SarathiServe, Policy):
         now = loop._replace(context=sum(r.n_past for r in decodes) / max(1, d), past=feed[0].n_past if feed else 0.0)
         todo = sum(r.n_todo for r in feed)
         alone = lambda: [self.worth[k] / self._seconds(now, 0, d, k) for k in self._ks()]  # tokens per second of each, if no prompt is fed
-        alike = round(64 * self._alpha()), self.engine.cost.version
+        alike = round(64 * self._alpha()), self.engine.cost, self.engine.cost.version
         rates = self.kept.of((d, now.context, now.adapted, now.weights), alike, alone) if d else [math.inf]
         least = self._seconds(now, min(max(16, self.engine.cost.tile), todo), d, 0) if feed else 0.0
         pace = self._pace(decodes, least, 1 / max(rates))
@@ -1965,7 +1965,7 @@ class Speculator:
         """target, draft, edges of Decodes."""
         cost, known, N, cached = self.engine.cost, self.engine.adapters.known, sum(n for r, n in plan), sum(r.n_past for r in requests)
         weights = [known[r.adapter].n_params for r in requests if r.adapter is not None]
-        alike = len(requests), N, len(weights), cost.version
+        alike = len(requests), N, len(weights), cost, cost.version
         prices = self.kept.of((cached, sum(weights)), alike, lambda: [*map(lru_cache, self._price(plan, requests, cached))])
         return *prices, range(-N % cost.tile, n_most, cost.tile) if cost.tile > 1 else range(0)
 
