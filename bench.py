@@ -31,6 +31,7 @@ import platform
 import random
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -118,6 +119,9 @@ class BenchConfig:
         self.paths = dict(part.partition("=")[::2] for part in self.peers.split(",") if part)
         if not all(name in PEERS and path for name, path in self.paths.items()):
             raise ValueError(f"peers = {self.peers!r}: must be name=path with commas between them, names among {', '.join(PEERS)}")
+        for name, path in self.paths.items():
+            if not (os.path.isdir if name == "llama.cpp" else shutil.which)(path):
+                raise ValueError(f"peers: {name}={path}: no such {'folder' if name == 'llama.cpp' else 'Python'}")
         if not any(self.cells in cell for cell in CELLS):
             raise ValueError(f"cells = {self.cells!r}: must be part of a name among {'; '.join(CELLS)}")
         if self.hardware and self.hardware not in GPUS:
@@ -167,6 +171,7 @@ class Bench:
         self.doing, self.tapes, self.found = "", Tapes(), {}  # the experiment under way; what its engines did; what is shared
         self.parts = {}  # how far it is: what -> ", what i of n"
         self.spread = []  # of each thing that was timed more than once: its longest time over its shortest
+        self.interrupted = False
 
     def engine(self, scheduler, n_page, B, **more):
         """A new engine for up to B requests at once, with n_page pages (measured: some more, see `room`)."""
@@ -427,6 +432,8 @@ def table4(bench):
     first, second = TABLE4.values()
     known = {L: paper for L, _, _, *paper in first}
     papers = [*known.values()] + [(None, None)] * len(bench.lengths)  # other lengths stand for the paper's, in their order
+    if not known.keys() & {*bench.lengths}:
+        bench.notes.append(f"The paper's figures beside these lengths, in their order, are those of L = {', '.join(map(str, known))}.")
     yield from table4_cases(bench, [(L, bench.B, bench.config.pd, *known.get(L, paper)) for L, paper in zip(bench.lengths, papers)])
     if bench.simulated and bench.config.full:
         for r in table4_cases(bench.other(CostModel.roofline(preset("llama-33b"), "a100")), second):
@@ -439,6 +446,8 @@ def table4_cases(bench, cases):
     schedulers = {s: s for s in (*BASELINES, name)}
     for i, (L, B, pd, speedup_paper, gain_paper) in enumerate(bench.each("length", cases)):
         speedup, piggybacked = decode_speedup(bench, L, B)
+        if speedup is None and B > 1:
+            bench.notes.append(f"L = {L}: no decode speedup (-), the chunk took no longer with decodes beside it than without, as far as can be told")
         P, D = halves(L, pd, bench.options.chunk, B)
         took = end_to_end(bench, schedulers, P, D, B)
         note, x = f"L = {L}, B = {B}, P:D = {P / D:.0f}", f"L {L}, B {B}"
@@ -2658,7 +2667,7 @@ def plot(bench, name, rows):
     else:
         return
     where = "" if what.only == "simulated" else f" — {bench.model.config.whole.n_params / 1e9:.2g}B parameters, {machine(bench.model)['name']}"
-    figure.suptitle(textwrap.fill(what.about + where, int(15 * figure.get_figwidth())), fontsize=9)
+    figure.suptitle(textwrap.fill(what.about.partition("; see --")[0] + where, int(15 * figure.get_figwidth())), fontsize=9)
     figure.savefig(place_of(bench, name, "png"), dpi=110)
 
 
@@ -2713,12 +2722,14 @@ def draw_panel(ax, rows):
 def scale(ax, values, bars):
     """Plain numbers on both axes, a tick for each x where they are few and apart; logarithmic where they differ by more than fifteen times
     (bars: a hundred)."""
-    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, StrMethodFormatter
+    from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
     for axis, set_scale, v in zip((ax.xaxis, ax.yaxis), (ax.set_xscale, ax.set_yscale), values):
         if v and min(v) > 0 and max(v) > (100 if bars else 15) * min(v):
             set_scale("log")
             axis.set(major_locator=LogLocator(subs=(1, 2, 5) if max(v) < 500 * min(v) else (1,)), minor_locator=NullLocator())
             axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        elif axis is ax.xaxis and not bars:
+            axis.set_major_locator(MaxNLocator(5))  # long numbers lie side by side
         ticks = sorted(set(v)) if axis is ax.xaxis else []
         if 0 < len(ticks) <= 10 and all(b > 1.1 * a for a, b in zip(ticks, ticks[1:])):
             axis.set(major_locator=FixedLocator(ticks), minor_locator=NullLocator(), major_formatter=lambda x, _: number(x))
@@ -2778,7 +2789,7 @@ def run(bench, names):
                 for r in what.rows(bench):
                     part.append(dict(experiment=name, **r))
             except KeyboardInterrupt:
-                names = []
+                bench.interrupted = True
             if part:
                 print(f"\n### {name}: {what.about}\n\n{table(part)}\n", flush=True)
             if any(r["source"] == "simulated" for r in part):
@@ -2791,7 +2802,7 @@ def run(bench, names):
             while bench.notes:
                 print(bench.notes.pop(0) + "\n", flush=True)
             rows += part
-            if not names:
+            if bench.interrupted:
                 print("interrupted: the tables hold what was measured so far", file=sys.stderr)
                 break
     return rows
@@ -2883,7 +2894,8 @@ def chosen(args):
                  and (args.peers or name != "peers")]  # who has no peers has nothing to set beside ours
     for name in names:
         if name not in EXPERIMENTS:
-            raise ValueError(f"unknown experiment {name!r}: one of {', '.join(EXPERIMENTS)}; or, by itself, all or list")
+            known = f"one of {', '.join(EXPERIMENTS)}; or, by itself, all or list"
+            raise ValueError(f"{name} stands by itself, not in {' '.join(names)}" if name in ("all", "list") else f"unknown experiment {name!r}: {known}")
     only, needs = ([getattr(EXPERIMENTS[name], key) for name in names] for key in ("only", "needs"))
     if {*only} == {"simulated"} and not args.hardware:
         args.hardware = "a6000"
@@ -2934,9 +2946,8 @@ def main():
         model = CostModel.roofline(preset(name), config.hardware, config.tp)
     else:
         world = join_world(args)
-        dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(args.device)
         name = args.model or ("llama-30m" if names == ["fig12_measured"] else biggest_llama(args.device))  # many processes share the machine
-        model, _ = load_model(name, dtype, args.device, options.seed, world)
+        model, _ = load_model(name, args.dtype or default_dtype(args.device), args.device, options.seed, world)
     bench, where = Bench(model, config, options, name), machine(model)
     print(f"{name} ({model.config.whole.n_params / 1e6:.0f}M parameters, {where['dtype']}) on {where['name']}; "
           "the column `paper` holds the papers' numbers: LLaMA-13B on an A6000, unless a row says otherwise")
@@ -2945,6 +2956,8 @@ def main():
         write_trace(config.trace, bench.tapes)
     explain(bench, rows)
     print(report(bench, " ".join(names), rows))
+    if bench.interrupted:
+        raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -42,6 +42,17 @@ def checked(name, value, kind, low, high=math.inf):
     raise ValueError(f"{name} = {value!r}: must be a {'whole ' if kind is int else ''}number, {span}")
 
 
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}  # of weights and cache
+
+
+def dtype_of(dtype):
+    """One of DTYPES, given as it is or by its name; ValueError for any other."""
+    known = DTYPES.get(str(dtype).removeprefix("torch."))
+    if known is None:
+        raise ValueError(f"dtype = {dtype!r}: one of {', '.join(DTYPES)}")
+    return known
+
+
 ROPE = {"default": (), "linear": ("factor",),  # rotary scaling -> the numbers that it needs
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
 
@@ -489,7 +500,7 @@ class GPT(nn.Module):
     def from_preset(cls, name, dtype=torch.float32, device="cpu", seed=0, world=None):
         """Random weights for a preset's shape (or a GPTConfig), the same for the same seed and device. world: this rank's share of
         them, on its device."""
-        world = world or World(device=device)
+        world, dtype = world or World(device=device), dtype_of(dtype)
         config = name if isinstance(name, GPTConfig) else preset(name)
         rng = torch.Generator(world.device).manual_seed(seed)
 
@@ -523,7 +534,7 @@ class GPT(nn.Module):
                         return w.narrow(dim, start, length)
                     start -= size
             return part
-        model = cls._filled(config, dtype or own_dtype, world, source)
+        model = cls._filled(config, own_dtype if dtype is None else dtype_of(dtype), world, source)
         checkpoint.expect_all_taken()
         return model
 
@@ -708,8 +719,7 @@ def read_config(folder):
         config = GPTConfig(**settings)
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from None
-    dtype = getattr(torch, str(c.get("dtype") or c.get("torch_dtype") or "float32").removeprefix("torch."), None)
-    return config, dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float32
+    return config, DTYPES.get(str(c.get("dtype") or c.get("torch_dtype")).removeprefix("torch."), torch.float32)
 
 
 def _demand(path, c, **wanted):

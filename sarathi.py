@@ -48,7 +48,8 @@ from tqdm import tqdm
 
 from kernels import (CHUNK_ROWS, FEW_ROWS, Feed, Lora, LoraPages, Pages, Rows, Segment, Table, World, accept, fetch, key_cells, on_gpu, place,
                      residual, round_up, run_ends, sample, target_probs)
-from model import GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model, load_tokenizer, preset, random_adapter
+from model import (DTYPES, GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model, load_tokenizer, preset,
+                   random_adapter)
 
 
 def option(default, help, **more):
@@ -114,7 +115,7 @@ class Request:
     temperature: float = option(0.0, "0: always the likeliest token; 1: as the model says")
     top_k: int = option(0, "draw from this many likeliest tokens only; 0: from all")
     top_p: float = option(1.0, "draw from the fewest likeliest tokens that together have this probability")
-    seed: int | None = None  # None: from the engine's seed and the request's id
+    seed: int | None = None  # None: from the engine's seed and the request's id; drafts draw, too, so with them its tokens depend on their number
     stop: tuple = ()  # token ids that end the output
     arrival: float = 0.0  # seconds on the engine's clock
     client: str | None = None  # whose it is, where clients are to share the engine fairly
@@ -180,7 +181,7 @@ def checked_prompt(prompt, vocab_size):
     if isinstance(prompt, str):
         raise ValueError(f"prompt {prompt[:60]!r}: is text, must be a list of token ids (a tokenizer's encode)")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ValueError(f"prompt {str(prompt)[:60]}: must be a flat list of token ids")
+        raise ValueError(f"prompt {str(prompt)[:60]}: must be a flat list of token ids in 0 .. {vocab_size - 1}")
     outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
     if len(outside):
         raise ValueError(f"token {outside[0]} in the prompt: must be in 0 .. {vocab_size - 1}")
@@ -636,14 +637,15 @@ class Order:
     def queue(self, engine):
         """-> engine.waiting (or some of them) in this order, a Queue or a View."""
         queue = self.before(engine)
-        return View(queue, lambda: self.offer(engine.running, queue))
+        return View(queue, lambda: iter(self.offer(engine.running, queue)))
 
     def before(self, engine):
         """The queue that is rearranged."""
         return self.inner.queue(engine) if self.inner else engine.waiting
 
     def offer(self, running, queue):
-        """running: the requests of the batch, oldest first; queue: those that wait, in the inner order -> an iterator over the latter"""
+        """running: the requests of the batch, oldest first; queue: those that wait, in the inner order -> the latter, rearranged: an
+        iterator, if it need not look at all of them"""
         return iter(queue)
 
 
@@ -1853,7 +1855,7 @@ def make_proposer(draft, engine):
         return Medusa(draft, engine.model)
     if isinstance(draft, engine.runs):
         return (SimulatedDraft if isinstance(engine, Simulator) else DraftModel)(engine, draft)
-    name = draft if isinstance(draft, str) else type(draft).__name__
+    name = draft if isinstance(draft, (str, int)) else type(draft).__name__
     raise ValueError(f"draft = {name!r}: one of {', '.join(PROPOSERS)}, or a {engine.runs.__name__}, Heads or a Proposer")
 
 
@@ -1886,7 +1888,7 @@ class Speculator:
         policy = self.policy
         if not isinstance(self.proposer, Medusa):
             if policy.tree:
-                raise ValueError(f"spec = {','.join(map(str, policy.tree))}: a tree of drafts needs heads, draft = 'heads'")
+                raise ValueError(f"spec = {','.join(map(str, policy.tree))}: a tree of drafts needs Heads for a draft (--draft heads)")
             return []
         shapes = [s for s in policy.shapes if len(s) <= self.proposer.n_head]
         if not any(shapes):
@@ -1921,15 +1923,23 @@ class Speculator:
             for r in requests:  # asked once, before its first draft: without one the draft model's work on the prompt would be lost
                 r.speculates = self.idle <= self.MOST_IDLE if r.speculates is None else r.speculates
             wanted = [self.engine._lookahead(r, int(k)) if r.speculates else 0 for r, k in zip(requests, wanted)]
-        drafts = proposer.propose(requests, wanted, policy.threshold) if any(wanted) else [[]] * len(requests)
-        V = self.engine.model.config.vocab_size
-        for r, k, tokens in zip(requests, wanted, drafts):
-            if len(tokens) > k or len(tokens) and not 0 <= min(tokens) <= max(tokens) < V:
-                raise ValueError(f"{type(proposer).__name__}: {tokens[:8]} for request {r.id}: must be up to {k} drafts in 0 .. {V - 1}")
+        drafts = self._proposed(requests, wanted) if any(wanted) else [[]] * len(requests)
         if late:
             made = d._replace(most=np.array([len(tokens) for tokens in drafts]), draft=lambda steps: 0.0)
             wanted = [self.engine._lookahead(r, int(k)) for r, k in zip(requests, np.minimum(policy.lengths(made), made.most))]
             drafts = [tokens[:k] for tokens, k in zip(drafts, wanted)]
+        return drafts
+
+    def _proposed(self, requests, wanted):
+        """The proposer's drafts, whoever wrote it; ValueError for what are none."""
+        drafts, who = self.proposer.propose(requests, wanted, self.policy.threshold), type(self.proposer).__name__
+        if not isinstance(drafts, list) or len(drafts) != len(requests):
+            raise ValueError(f"{who}: {str(drafts)[:60]}: must be a list of drafts for each of {len(requests)} requests")
+        V = self.engine.model.config.vocab_size
+        for r, k, tokens in zip(requests, wanted, drafts):
+            whole = isinstance(tokens, list) and all(issubclass(kind, Integral) for kind in {*map(type, tokens)})
+            if not whole or len(tokens) > k or tokens and not 0 <= min(tokens) <= max(tokens) < V:
+                raise ValueError(f"{who}: {str(tokens)[:60]} for request {r.id}: must be a list of up to {k} drafts in 0 .. {V - 1}")
         return drafts
 
     def _plant(self, requests, d):
@@ -2131,7 +2141,7 @@ class Engine:
         """What a model's iterations cost (None: by a profile); what is measured corrects it, for all engines that are given the same
         Learned."""
         if cost is None:
-            print(f"profiling a model of {model.config.n_params / 1e6:.1f}M parameters, for the price of its iterations (half a minute)",
+            print(f"profiling a model of {model.config.n_params / 1e6:.1f}M parameters, for the price of its iterations (up to half a minute)",
                   file=sys.stderr)
             cost = CostModel.profile(model)
         if not isinstance(cost, CostModel):
@@ -2211,9 +2221,9 @@ class Engine:
         return make(self.model.config, dtype=self.model.dtype, pin=self.model.device.type == "cuda")
 
     def abort(self, request_id):
-        """End a request now, wherever it is; its pages are free at once. KeyError for an id that is not in the engine."""
-        if request_id not in self.requests:
-            raise KeyError(f"no request {request_id!r} in the engine: it ended, or was never added")
+        """End a request now, wherever it is; its pages are free at once. KeyError for what is no id of a request in the engine."""
+        if not isinstance(request_id, Integral) or request_id not in self.requests:
+            raise KeyError(f"no request {str(request_id)[:60]} in the engine (the number that add gives): it ended, or was never added")
         self._retire(self.requests[request_id], "abort")
         self._land(self.behind)
 
@@ -2362,13 +2372,7 @@ class Engine:
         """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
         the queue keeps its order), and preempt the youngest when a running request finds no page. -> the entries that run"""
         is_open = True
-        if not isinstance(plan, list):
-            raise ValueError(f"{type(self.scheduler).__name__}: a plan must be a list of (request, n), not {plan!r}")
-        if len({r.id for r, n in plan}) < len(plan):
-            raise ValueError(f"{type(self.scheduler).__name__}: a plan may name a request once")
-        for r, n in plan:
-            if not 1 <= n <= r.n_todo:
-                raise ValueError(f"{type(self.scheduler).__name__}: a plan may feed 1 .. {r.n_todo} tokens of request {r.id}, not {n}")
+        for r, n in self._checked(plan):
             if r.state == "waiting":
                 try:
                     is_open = is_open and len(self.running) < self.max_batch and self._hold(r, r.n_tokens)
@@ -2383,6 +2387,20 @@ class Engine:
         if is_open and self.adapters.known:  # else free pages are for who is at the door
             self.adapters.prefetch(islice((r for r in queue if r.state == "waiting"), PREFETCH))
         return [(r, n) for r, n in plan if r.state == "running"]
+
+    def _checked(self, plan):
+        """A plan that can be run, whoever wrote its scheduler; ValueError for another."""
+        who = type(self.scheduler).__name__
+        if not (isinstance(plan, list) and all(isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], Request) for entry in plan)):
+            raise ValueError(f"{who}: a plan must be a list of (request, n), not {str(plan)[:60]}")
+        if len({r.id for r, n in plan}) < len(plan):
+            raise ValueError(f"{who}: a plan may name a request once")
+        for r, n in plan:
+            if r.state in ("new", "pending"):
+                raise ValueError(f"{who}: a plan may name requests that run or wait, request {r.id} is {r.state!r}")
+            if not (isinstance(n, (int, np.integer)) and 1 <= n <= r.n_todo):
+                raise ValueError(f"{who}: a plan may feed 1 .. {r.n_todo} tokens of request {r.id}, not {n!r}")
+        return plan
 
     def _lookahead(self, r, k):
         """Take pages for up to k drafts behind r's last known token -> how many got one. A free page per running request is left alone, so
@@ -3043,9 +3061,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_cli(main):
-    """Call main(). What the user got wrong is one line on stderr and exit status 2, Ctrl-C is 130; neither is a traceback."""
+    """Call main(). What the user got wrong is one line on stderr and exit status 2, Ctrl-C is 130; neither is a traceback. Who reads
+    our output may stop when they have seen enough."""
     try:
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # nor does Python's own flush fail now
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
     except (ValueError, KeyError, OSError, torch.OutOfMemoryError) as e:
         message = f"{os.path.basename(sys.argv[0])}: {e.args[0] if isinstance(e, KeyError) else e}"
         if World.first_to_say(message):
@@ -3072,7 +3094,11 @@ def main():
 
     config = EngineConfig(**parser.values(EngineConfig, args))  # what is wrong is said before a model is loaded
     spec, world = draft_spec(args), join_world(args)
-    model, tokenizer = load_model(args.model, args.dtype and getattr(torch, args.dtype) or default_dtype(args.device), world=world)
+    if args.prompt == "":
+        raise ValueError("empty prompt: at least one character is needed")
+    if args.adapter is not None and not os.path.isdir(args.adapter):
+        raise FileNotFoundError(f"adapter folder {args.adapter} does not exist")
+    model, tokenizer = load_model(args.model, args.dtype or default_dtype(args.device), world=world)
     if args.prompt is not None and tokenizer is None:
         if os.path.isdir(args.model):
             load_tokenizer(Path(args.model))  # says what is wrong
@@ -3097,12 +3123,15 @@ def main():
         print(f"no token: {ENDS[request.state]}", file=sys.stderr)
     if world.size > 1:
         print(about_ranks(model), file=sys.stderr)
+    if not request.done:
+        print("interrupted", file=sys.stderr)
+        raise KeyboardInterrupt
 
 
 def add_model_flags(parser, model):
     """--model, --dtype and --device, the same for both command lines."""
     parser.add_argument("--model", default=model, help=f"a Hugging Face folder, or one of {', '.join(PRESETS)} (random weights but for tiny)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and cache; not given: bfloat16 where it is fast, else float16 on a GPU, float32 on a CPU")
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache; not given: bfloat16 where it is fast, else float16 on a GPU, float32 on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"), help="where to run")
     parser.add_argument("--tp", type=int, default=1, help="devices that share every layer (tensor parallelism), a process each: see torchrun")
     parser.add_argument("--pp", type=int, default=1, help="groups of devices that share out the layers (pipeline parallelism), likewise")
@@ -3127,11 +3156,13 @@ def add_draft_flags(parser):
 
 
 def draft_spec(args):
-    """What --spec means beside --draft and --scheduler; a bad value is said before a model is loaded."""
+    """What --spec means beside --draft and --scheduler; a bad value of either is said before a model is loaded."""
     own = args.scheduler if args.scheduler in POLICIES and not are_heads(args.draft) else "goodput"  # autopilot is both, but knows no trees
     spec = args.spec or (own if args.draft else "off")
     if make_policy(spec, make_scheduler(args.scheduler)).n_spec and not args.draft:
         raise ValueError(f"--spec {spec} without --draft: give {', '.join(PROPOSERS)} or a model")
+    if args.draft and args.draft not in ("heads", "draft", *PROPOSERS, *PRESETS) and not os.path.isdir(args.draft):
+        raise FileNotFoundError(f"draft = {args.draft!r}: one of {', '.join(PROPOSERS)}, heads, draft, a preset ({', '.join(PRESETS)}) or a folder")
     return spec
 
 
@@ -3148,8 +3179,6 @@ def load_draft(name, model):
         return load_heads(name, model.dtype, str(model.device))
     if name is None or name in PROPOSERS:
         return name
-    if name not in ("draft", *PRESETS) and not os.path.isdir(name):
-        raise FileNotFoundError(f"draft = {name!r}: one of {', '.join(PROPOSERS)}, heads, draft, a preset ({', '.join(PRESETS)}) or a folder")
     return load_model(name, model.dtype, str(model.device))[0]
 
 

@@ -539,7 +539,10 @@ def test_a_scheduler_that_plans_nothing_is_an_error_not_a_hang():
 
 @pytest.mark.parametrize("plan, message", [(lambda r: [(r, 1), (r, 1)], "may name a request once"), (lambda r: [(r, 0)], "may feed 1 .. 5 .* not 0"),
                                            (lambda r: [(r, r.n_todo + 1)], "may feed 1 .. 5 tokens of request 0, not 6"),
-                                           (lambda r: None, "must be a list of .request, n., not None")])
+                                           (lambda r: [(r, 1.0)], "may feed 1 .. 5 tokens of request 0, not 1.0"),
+                                           (lambda r: None, "must be a list of .request, n., not None"), (lambda r: [r], "must be a list of .request"),
+                                           (lambda r: [(3, 1)], "must be a list of .request, n., not .+3, 1"),
+                                           (lambda r: [(Request([1]), 1)], "may name requests that run or wait, request -1 is 'new'")])
 def test_a_plan_that_cannot_be_is_said_to_whose_it_is(plan, message):
     class Wrong(sarathi.Scheduler, named=False):
         def plan(self, running, waiting):
@@ -774,8 +777,9 @@ def test_abort_in_every_state_returns_every_page():
     for r in (queued, running, pending):
         engine.abort(r.id)
         engine.pool.check()
-        with pytest.raises(KeyError, match="no request"):
-            engine.abort(r.id)
+        for what in (r.id, r, [r.id]):
+            with pytest.raises(KeyError, match="^.no request .{,60} in the engine"):
+                engine.abort(what)
     assert engine.pool.n_free == 60 and not engine.requests and engine.step() == []
 
 
@@ -857,7 +861,7 @@ def test_ctrl_c_in_generate_waits_for_the_iteration_and_ends_its_requests():
 
 BAD_REQUESTS = {
     "empty prompt": dict(prompt=[]), "token 199 in the prompt: must be in 0 .. 198": dict(prompt=[3, 199]), "token -1 in": dict(prompt=[-1]),
-    "must be a flat list of token ids": dict(prompt=[1.5]), "prompt 'hello': is text": dict(prompt="hello"), "prompt \\[\\[1": dict(prompt=[[1, 2]]),
+    "must be a flat list of token ids in 0 .. 198": dict(prompt=[1.5]), "prompt \\[1180591620717411303424\\]: must be": dict(prompt=[2**70]), "prompt 'hello': is text": dict(prompt="hello"), "prompt \\[\\[1": dict(prompt=[[1, 2]]),
     "client = 5: must be a name": dict(client=5), "max_new_tokens = 0": dict(max_new_tokens=0), "max_new_tokens = 2.5": dict(max_new_tokens=2.5),
     "context ends at 512": dict(prompt=[1] * 510), "pool's pages end at 100": dict(prompt=[1] * 98), "temperature = -1": dict(temperature=-1),
     "temperature = nan": dict(temperature=float("nan")), "top_p = 0": dict(top_p=0), "top_p = 1.5": dict(top_p=1.5), "top_k = -1": dict(top_k=-1),
@@ -911,7 +915,7 @@ def test_bad_calls_of_generate_and_add():
     (dict(scheduler=sarathi.Orca), "must be a Scheduler object"), (dict(memory_gb=1e-9), "pool of 0 pages"),
     (dict(n_page=10**13), "n_page = 10000000000000.*must have 1 .. "), (dict(spec="goodput"), "spec = .goodput. without a draft"),
     (dict(draft="ngram", spec="fast"), "spec = .fast.: one of off, goodput"), (dict(draft="ngram", spec=0), "spec = 0: .*at least 1"),
-    (dict(draft="word", spec=3), "draft = .word.: one of ngram, or a GPT, Heads or"), (dict(draft=7, spec=3), "draft = .int.: one of ngram"),
+    (dict(draft="word", spec=3), "draft = .word.: one of ngram, or a GPT, Heads or"), (dict(draft=7, spec=3), "draft = 7: one of ngram"),
     (dict(draft="ngram", spec="goodput", cost=1), "cost = 1: must be a CostModel"), (dict(alpha=1.5), "alpha = 1.5"),
     (dict(draft="ngram", spec="goodput", cost=(None,)), "cost: 1 cost models, must be one, or two of them"),
     (dict(draft="ngram", spec="oracle", cost=None), "spec = .oracle.: .* alpha"), (dict(lora="merge", adapter_pages=9), "adapter_pages = 9 with lora = .merge."),
@@ -979,6 +983,37 @@ def test_a_bad_folder_is_one_clear_sentence(message, tmp_path):
 def test_no_folder_at_all(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         GPT.from_pretrained(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("dtype", ["int8", torch.int8, "float", 32])
+def test_a_dtype_by_its_name_and_no_other(dtype, untrained):
+    for load in (partial(GPT.from_preset, GPTConfig(**SMALL)), partial(GPT.from_pretrained, untrained)):
+        assert load(dtype="bfloat16").dtype == load(dtype=torch.bfloat16).dtype == torch.bfloat16
+        with pytest.raises(ValueError, match=re.escape(f"dtype = {dtype!r}: one of float32, bfloat16, float16")):
+            load(dtype=dtype)
+
+
+def test_what_no_model_is_needed_for_is_said_before_one_is_trained(cli, monkeypatch):
+    monkeypatch.setattr(sarathi, "load_model", lambda *_, **__: pytest.fail("minutes before it is said"))
+    for flags, said in ((["--prompt", ""], "empty prompt"), (["--prompt", "x", "--adapter", "none"], "adapter folder none does not exist"),
+                        (["--prompt", "x", "--draft", "ngran"], "draft = 'ngran': one of ngram, heads, draft")):
+        end = cli("sarathi.py", *flags)
+        assert end.status == 2 and said in end.err and end.err.count("\n") == 1
+
+
+def test_ctrl_c_while_text_comes_is_seen_by_a_script(cli, monkeypatch):
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: (engine.n_steps == 2 and signal.raise_signal(signal.SIGINT), step(engine))[1])
+    end = cli("sarathi.py", "--tokens", "1,2,3", "--max-new-tokens", "50")
+    assert end.status == 130 and re.search(r"^3 \+ \d tokens, .*\ninterrupted\n$", end.err)
+
+
+def test_who_reads_our_output_may_stop():
+    read, write = os.pipe()
+    os.close(read)
+    run = subprocess.run([sys.executable, "bench.py", "list"], cwd=HERE, stdout=write, stderr=subprocess.PIPE, timeout=300)
+    os.close(write)
+    assert (run.returncode, run.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("error, status, said", [(KeyboardInterrupt(), 130, ""), (torch.OutOfMemoryError("no room"), 2, "bench.py: no room\n")])
@@ -1178,6 +1213,9 @@ BAD_LINES = {
     "bench.py table4 --slo 1": "slo = 1: experiments compare whole runs",
     "bench.py --lengths 5,a": "lengths = '5,a'", "bench.py roofline --hardware h100": "roofline can only be measured, on this machine",
     "bench.py peers --peers ollama=x": "names among transformers, vllm, llama.cpp",
+    "bench.py peers --peers vllm=/no/python": "peers: vllm=/no/python: no such Python",
+    "bench.py peers --peers llama.cpp=/no/folder": "peers: llama.cpp=/no/folder: no such folder",
+    "bench.py all table4": "all stands by itself, not in all table4",
     "bench.py peers --cells 'x 16'": "cells = 'x 16': must be part of a name among prefill 512",
     "bench.py online --arrivals nowhere.csv": "arrivals = 'nowhere.csv': there is no such file",
     "bench.py online --arrivals poisson": "arrivals = 'poisson': must be poisson:RATE, gamma:RATE:CV",
@@ -2208,6 +2246,7 @@ def test_ctrl_c_in_online_prints_what_was_served(hardware, monkeypatch, capsys):
     rows = bench.run(b, ["online", "ceilings"])
     said = capsys.readouterr()
     assert {r["experiment"] for r in rows} == {"online"} and len(rows) > 15 and "static" not in rows[0] and "interrupted" in said.err
+    assert b.interrupted
     assert rows[0]["ours"] > 0 and "time to first token" in said.out
 
 
@@ -4204,15 +4243,19 @@ def test_heads_guess_from_the_last_state_and_trees_are_what_they_rank_highest(tm
         model_py.load_heads(tmp_path)
 
 
-@pytest.mark.parametrize("drafts", [[199], [-1], [1] * 4])
+@pytest.mark.parametrize("drafts", [[199], [-1], [1] * 4, [1.5], ["a"], None, np.array([1])])
 def test_drafts_that_cannot_be_are_one_clear_sentence(drafts):
-    """From a proposer of somebody's own: outside the vocabulary, or more than were asked for."""
+    """From a proposer of somebody's own: outside the vocabulary, more than were asked for, or no list of tokens; or not for all."""
     class Wrong(sarathi.Proposer, named=False):
         def propose(self, requests, lengths, threshold=0.0):
             return [drafts for r in requests]
     engine = Engine(small(), draft=Wrong(), spec=3, n_page=100)
-    with pytest.raises(ValueError, match=re.escape(f"Wrong: {drafts} for request 0: must be up to 3 drafts in 0 .. 198")):
+    with pytest.raises(ValueError, match=re.escape(f"Wrong: {drafts} for request 0: must be a list of up to 3 drafts in 0 .. 198")):
         engine.generate([prompt(5)], 9)
+    for lists in (None, []):
+        engine.speculator.proposer.propose = lambda *_: lists
+        with pytest.raises(ValueError, match=re.escape(f"Wrong: {lists}: must be a list of drafts for each of 1 requests")):
+            engine.generate([prompt(5)], 9)
     assert not engine.requests and engine.pool.n_free == 100
 
 
