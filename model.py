@@ -42,7 +42,7 @@ def checked(name, value, kind, low, high=math.inf):
     raise ValueError(f"{name} = {value!r}: must be a {'whole ' if kind is int else ''}number, {span}")
 
 
-DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}  # of weights and cache
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}  # of weights and cache
 
 
 def dtype_of(dtype):

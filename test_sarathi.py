@@ -989,7 +989,7 @@ def test_no_folder_at_all(tmp_path):
 def test_a_dtype_by_its_name_and_no_other(dtype, untrained):
     for load in (partial(GPT.from_preset, GPTConfig(**SMALL)), partial(GPT.from_pretrained, untrained)):
         assert load(dtype="bfloat16").dtype == load(dtype=torch.bfloat16).dtype == torch.bfloat16
-        with pytest.raises(ValueError, match=re.escape(f"dtype = {dtype!r}: one of float32, bfloat16, float16")):
+        with pytest.raises(ValueError, match=re.escape(f"dtype = {dtype!r}: one of float32, bfloat16, float16, float64")):
             load(dtype=dtype)
 
 
@@ -4272,7 +4272,7 @@ def test_goodput_knows_what_heads_take():
 
 
 @pytest.mark.parametrize("options, message", [
-    (dict(draft="ngram", spec="3,2,2"), "spec = 3,2,2: a tree of drafts needs heads"), (dict(spec="2,0"), "spec = 0: must be"),
+    (dict(draft="ngram", spec="3,2,2"), "spec = 3,2,2: a tree of drafts needs Heads"), (dict(spec="2,0"), "spec = 0: must be"),
     (dict(spec="9,9,9"), "a tree of 819 drafts, at most 127"), (dict(spec="2,1,1"), "has no tree for 2 heads"), (dict(spec=3), "has no tree for 2 heads"),
     (dict(spec="confidence", cost=(None, None)), "Confidence has no tree"), (dict(draft=model_py.Heads(2, 32), spec=2), "the model's have 64")])
 def test_trees_that_cannot_be_are_one_clear_sentence(options, message):
