@@ -120,8 +120,9 @@ class BenchConfig:
         if not all(name in PEERS and path for name, path in self.paths.items()):
             raise ValueError(f"peers = {self.peers!r}: must be name=path with commas between them, names among {', '.join(PEERS)}")
         for name, path in self.paths.items():
-            if not (os.path.isdir if name == "llama.cpp" else shutil.which)(path):
-                raise ValueError(f"peers: {name}={path}: no such {'folder' if name == 'llama.cpp' else 'Python'}")
+            what, found = ("folder", os.path.isdir) if name == "llama.cpp" else ("Python", shutil.which)
+            if not found(path):
+                raise ValueError(f"peers: {name}={path}: there is no such {what}")
         if not any(self.cells in cell for cell in CELLS):
             raise ValueError(f"cells = {self.cells!r}: must be part of a name among {'; '.join(CELLS)}")
         if self.hardware and self.hardware not in GPUS:
@@ -432,8 +433,8 @@ def table4(bench):
     first, second = TABLE4.values()
     known = {L: paper for L, _, _, *paper in first}
     papers = [*known.values()] + [(None, None)] * len(bench.lengths)  # other lengths stand for the paper's, in their order
-    if not known.keys() & {*bench.lengths}:
-        bench.notes.append(f"The paper's figures beside these lengths, in their order, are those of L = {', '.join(map(str, known))}.")
+    others = [f"beside L = {L} the paper's L = {its}" for L, its in zip(bench.lengths, known) if L not in known]
+    bench.notes += [f"Whose figures stand where: {', '.join(others)}."] * bool(others)
     yield from table4_cases(bench, [(L, bench.B, bench.config.pd, *known.get(L, paper)) for L, paper in zip(bench.lengths, papers)])
     if bench.simulated and bench.config.full:
         for r in table4_cases(bench.other(CostModel.roofline(preset("llama-33b"), "a100")), second):
@@ -447,7 +448,7 @@ def table4_cases(bench, cases):
     for i, (L, B, pd, speedup_paper, gain_paper) in enumerate(bench.each("length", cases)):
         speedup, piggybacked = decode_speedup(bench, L, B)
         if speedup is None and B > 1:
-            bench.notes.append(f"L = {L}: no decode speedup (-), the chunk took no longer with decodes beside it than without, as far as can be told")
+            bench.notes.append(f"L = {L}: no decode speedup (-), what its decodes add to a chunk's time is lost in the noise")
         P, D = halves(L, pd, bench.options.chunk, B)
         took = end_to_end(bench, schedulers, P, D, B)
         note, x = f"L = {L}, B = {B}, P:D = {P / D:.0f}", f"L {L}, B {B}"
@@ -1201,8 +1202,8 @@ def distribution(values):
 @experiment(("seconds to the first token", "share of requests"), ("seconds per token behind it", "share of requests"),
             ("seconds between two tokens", "share of gaps"))
 def online(bench):
-    """online serving, schedulers side by side: first token, time per token, stalls, goodput; see --arrivals, --prompt, --output.
-    `ours` is --scheduler. On Ctrl-C the table holds what ended until then."""
+    """online serving, schedulers side by side: first token, time per token, stalls, goodput.
+    See --arrivals, --prompt, --output; `ours` is --scheduler. On Ctrl-C the table holds what ended until then."""
     ours, seen, work = bench.options.scheduler, {}, Online.of(bench)
     for name in dict.fromkeys([ours, *bench.config.schedulers.split(",")]):
         outcome = work.run(name, in_part=True)
@@ -1263,8 +1264,8 @@ def tng_concurrency(bench):
 
 @experiment(("seconds to the first token, p50", "seconds per token, p50"), ("seconds to the first token, p50", "seconds between two tokens, p99"))
 def tng_chunk(bench):
-    """[TNG] the chunk size as the knob between time to first token and time per token; see --arrivals, --prompt, --output.
-    Sarathi's, and beside it the two policies without chunks."""
+    """[TNG] the chunk size as the knob between time to first token and time per token.
+    See --arrivals, --prompt, --output. Sarathi's, and beside it the two policies without chunks."""
     work = Online.of(bench)
     for name, scheduler in policies(*bench.grid([32, 64, 128, 256], [64, 128, 256, 512, 1024, 2048])).items():
         rates = work.run(scheduler).rates
@@ -2667,7 +2668,7 @@ def plot(bench, name, rows):
     else:
         return
     where = "" if what.only == "simulated" else f" — {bench.model.config.whole.n_params / 1e9:.2g}B parameters, {machine(bench.model)['name']}"
-    figure.suptitle(textwrap.fill(what.about.partition("; see --")[0] + where, int(15 * figure.get_figwidth())), fontsize=9)
+    figure.suptitle(textwrap.fill(what.about + where, int(15 * figure.get_figwidth())), fontsize=9)
     figure.savefig(place_of(bench, name, "png"), dpi=110)
 
 
@@ -2729,7 +2730,7 @@ def scale(ax, values, bars):
             axis.set(major_locator=LogLocator(subs=(1, 2, 5) if max(v) < 500 * min(v) else (1,)), minor_locator=NullLocator())
             axis.set_major_formatter(StrMethodFormatter("{x:g}"))
         elif axis is ax.xaxis and not bars:
-            axis.set_major_locator(MaxNLocator(5))  # long numbers lie side by side
+            axis.set_major_locator(MaxNLocator(5))  # more would run into one another
         ticks = sorted(set(v)) if axis is ax.xaxis else []
         if 0 < len(ticks) <= 10 and all(b > 1.1 * a for a, b in zip(ticks, ticks[1:])):
             axis.set(major_locator=FixedLocator(ticks), minor_locator=NullLocator(), major_formatter=lambda x, _: number(x))

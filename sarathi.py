@@ -115,7 +115,7 @@ class Request:
     temperature: float = option(0.0, "0: always the likeliest token; 1: as the model says")
     top_k: int = option(0, "draw from this many likeliest tokens only; 0: from all")
     top_p: float = option(1.0, "draw from the fewest likeliest tokens that together have this probability")
-    seed: int | None = None  # None: from the engine's seed and the request's id; drafts draw, too, so with them its tokens depend on their number
+    seed: int | None = None  # None: from the engine's seed and the request's id; verifying a draft uses up a random number, so with drafts tokens differ
     stop: tuple = ()  # token ids that end the output
     arrival: float = 0.0  # seconds on the engine's clock
     client: str | None = None  # whose it is, where clients are to share the engine fairly
@@ -186,6 +186,13 @@ def checked_prompt(prompt, vocab_size):
     if len(outside):
         raise ValueError(f"token {outside[0]} in the prompt: must be in 0 .. {vocab_size - 1}")
     return tokens.astype(np.int64)
+
+
+def check_numbers(r):
+    """ValueError for a number of a request that can never be."""
+    for name, *valid in (("max_new_tokens", int, 1), ("temperature", float, 0), ("top_k", int, 0), ("top_p", float, 1e-9, 1), ("arrival", float, 0),
+                         *[("seed", int, 0)] * (r.seed is not None)):
+        checked(name, getattr(r, name), *valid)
 
 
 def asking(plan):
@@ -644,8 +651,8 @@ class Order:
         return self.inner.queue(engine) if self.inner else engine.waiting
 
     def offer(self, running, queue):
-        """running: the requests of the batch, oldest first; queue: those that wait, in the inner order -> the latter, rearranged: an
-        iterator, if it need not look at all of them"""
+        """running: the requests of the batch, oldest first; queue: those that wait, in the inner order -> the latter, rearranged: a list,
+        or an iterator if it need not look at all of them"""
         return iter(queue)
 
 
@@ -1934,12 +1941,11 @@ class Speculator:
         """The proposer's drafts, whoever wrote it; ValueError for what are none."""
         drafts, who = self.proposer.propose(requests, wanted, self.policy.threshold), type(self.proposer).__name__
         if not isinstance(drafts, list) or len(drafts) != len(requests):
-            raise ValueError(f"{who}: {str(drafts)[:60]}: must be a list of drafts for each of {len(requests)} requests")
+            raise ValueError(f"{who}: {drafts!r:.60}: must be a list with a list of drafts for each request, here {len(requests)}")
         V = self.engine.model.config.vocab_size
         for r, k, tokens in zip(requests, wanted, drafts):
-            whole = isinstance(tokens, list) and all(issubclass(kind, Integral) for kind in {*map(type, tokens)})
-            if not whole or len(tokens) > k or tokens and not 0 <= min(tokens) <= max(tokens) < V:
-                raise ValueError(f"{who}: {str(tokens)[:60]} for request {r.id}: must be a list of up to {k} drafts in 0 .. {V - 1}")
+            if not (isinstance(tokens, list) and len(tokens) <= k and all(isinstance(t, Integral) and 0 <= t < V for t in tokens)):
+                raise ValueError(f"{who}: {tokens!r:.60} for request {r.id}: must be a list of up to {k} drafts in 0 .. {V - 1}")
         return drafts
 
     def _plant(self, requests, d):
@@ -2222,10 +2228,14 @@ class Engine:
 
     def abort(self, request_id):
         """End a request now, wherever it is; its pages are free at once. KeyError for what is no id of a request in the engine."""
-        if not isinstance(request_id, Integral) or request_id not in self.requests:
-            raise KeyError(f"no request {str(request_id)[:60]} in the engine (the number that add gives): it ended, or was never added")
-        self._retire(self.requests[request_id], "abort")
+        self._retire(self._known(request_id), "abort")
         self._land(self.behind)
+
+    def _known(self, request_id):
+        """The request of this id; KeyError if there is none in the engine."""
+        if not isinstance(request_id, Integral) or request_id not in self.requests:
+            raise KeyError(f"no request {request_id!r:.60} in the engine: must be what add returned, of a request that has not ended")
+        return self.requests[request_id]
 
     def generate(self, prompts, max_new_tokens=32, adapter=None, seed=None, **sampling):
         """prompts: lists of token ids -> lists of new token ids, in order. sampling: temperature, top_k, top_p, stop.
@@ -2281,9 +2291,7 @@ class Engine:
         if r.state != "new":
             raise ValueError(f"request {r.id} was added before: make a new Request")
         prompt = checked_prompt(r.prompt, c.vocab_size)
-        for name, *valid in (("max_new_tokens", int, 1), ("temperature", float, 0), ("top_k", int, 0), ("top_p", float, 1e-9, 1),
-                             ("arrival", float, 0), *[("seed", int, 0)] * (r.seed is not None)):
-            checked(name, getattr(r, name), *valid)
+        check_numbers(r)
         r.max_new_tokens, r.arrival = int(r.max_new_tokens), float(r.arrival)  # numpy's small numbers run over, and round
         for what, most in (("the model's context ends", c.block_size), ("the pool's pages end", self.pool.n_page)):
             if r.max_len > most:
@@ -2392,14 +2400,15 @@ class Engine:
         """A plan that can be run, whoever wrote its scheduler; ValueError for another."""
         who = type(self.scheduler).__name__
         if not (isinstance(plan, list) and all(isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], Request) for entry in plan)):
-            raise ValueError(f"{who}: a plan must be a list of (request, n), not {str(plan)[:60]}")
+            raise ValueError(f"{who}: a plan must be a list of tuples (request, n), not {plan!r:.60}")
+        mine = {r.id for r in self.running}
+        for r, n in plan:
+            if not (r.id in mine or r.state == "waiting" or r.done):  # done: given up while the scheduler was at work
+                raise ValueError(f"{who}: a plan may name requests that run here or wait, request {r.id} is {r.state!r}")
+            if not (isinstance(n, Integral) and 1 <= n <= r.n_todo):
+                raise ValueError(f"{who}: a plan may feed 1 .. {r.n_todo} tokens of request {r.id}, not {n!r}")
         if len({r.id for r, n in plan}) < len(plan):
             raise ValueError(f"{who}: a plan may name a request once")
-        for r, n in plan:
-            if r.state in ("new", "pending"):
-                raise ValueError(f"{who}: a plan may name requests that run or wait, request {r.id} is {r.state!r}")
-            if not (isinstance(n, (int, np.integer)) and 1 <= n <= r.n_todo):
-                raise ValueError(f"{who}: a plan may feed 1 .. {r.n_todo} tokens of request {r.id}, not {n!r}")
         return plan
 
     def _lookahead(self, r, k):
@@ -2980,8 +2989,8 @@ class Pipeline:
 
     def abort(self, request_id):
         """As Engine.abort; what is in flight goes on, and is forgotten as it lands."""
-        owner = next((lane for lane in self.lanes if any(r.id == request_id for r in lane.running)), self.lanes[0])
-        r = self.requests.get(request_id)
+        r = self.lanes[0]._known(request_id)
+        owner = next((lane for lane in self.lanes if r in lane.running), self.lanes[0])
         owner.abort(request_id)
         for lane in self.lanes:
             if lane.speculator:  # of one that was in flight nobody knows the lane
@@ -3061,20 +3070,32 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_cli(main):
-    """Call main(). What the user got wrong is one line on stderr and exit status 2, Ctrl-C is 130; neither is a traceback. Who reads
-    our output may stop when they have seen enough."""
+    """Call main(). What the user got wrong is one line on stderr and exit status 2, Ctrl-C is 130, and 141 that who read our output
+    stopped (`| head`), as of any program; none is a traceback."""
     try:
-        main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # nor does Python's own flush fail now
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
+        try:
+            main()
+        finally:  # also where --help has ended it
+            if sys.stdout:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        no_more_output()
+        sys.exit(141)
     except (ValueError, KeyError, OSError, torch.OutOfMemoryError) as e:
+        if isinstance(e, OSError):  # maybe a full disk's
+            no_more_output()
         message = f"{os.path.basename(sys.argv[0])}: {e.args[0] if isinstance(e, KeyError) else e}"
         if World.first_to_say(message):
             print(message, file=sys.__stderr__)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def no_more_output():
+    """What is left in the buffer of stdout goes nowhere: where it cannot be written Python would complain again as it ends."""
+    if sys.__stdout__:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
 
 
 def main():
@@ -3092,30 +3113,32 @@ def main():
     parser.set_defaults(temperature=0.6, max_new_tokens=256)
     args = parser.parse_args()
 
-    config = EngineConfig(**parser.values(EngineConfig, args))  # what is wrong is said before a model is loaded
-    spec, world = draft_spec(args), join_world(args)
+    config, spec = EngineConfig(**parser.values(EngineConfig, args)), draft_spec(args)  # what is wrong is said before a model is loaded
+    request = Request(parse_tokens(args.tokens) if args.prompt is None else [], adapter=args.adapter, **parser.values(Request, args))
+    check_numbers(request)
     if args.prompt == "":
         raise ValueError("empty prompt: at least one character is needed")
     if args.adapter is not None and not os.path.isdir(args.adapter):
         raise FileNotFoundError(f"adapter folder {args.adapter} does not exist")
+    world = join_world(args)
     model, tokenizer = load_model(args.model, args.dtype or default_dtype(args.device), world=world)
     if args.prompt is not None and tokenizer is None:
         if os.path.isdir(args.model):
             load_tokenizer(Path(args.model))  # says what is wrong
         raise ValueError(f"model {args.model!r} has no tokenizer: give --tokens 1,2,3 instead of --prompt")
-    prompt = parse_tokens(args.tokens) if args.prompt is None else tokenizer.encode(args.prompt)
     say = tokenizer.stream() if tokenizer else lambda tokens: "".join(f"{t} " for t in tokens)
     engine = make_engine(model, draft=load_draft(args.draft, model), spec=spec, **vars(config))
     if args.adapter:
         engine.add_adapter(args.adapter, args.adapter)
-    stop = tokenizer.stop if tokenizer else ()
-    request = Request(prompt, adapter=args.adapter, stop=stop, arrival=engine.clock.now(), **parser.values(Request, args))
+    if tokenizer:
+        request.prompt, request.stop = request.prompt or tokenizer.encode(args.prompt), tokenizer.stop
+    request.arrival = engine.clock.now()
     engine.add(request)
     print(args.prompt or "", end="", flush=True)
     engine.run(lambda event: print(say(event.tokens), end="", flush=True))
     print()
     if request.times:
-        print(f"{len(prompt)} + {len(request.output)} tokens, {len(request.output) / (request.times[-1] - request.arrival):.0f} tokens/s, "
+        print(f"{len(request.prompt)} + {len(request.output)} tokens, {len(request.output) / (request.times[-1] - request.arrival):.0f} tokens/s, "
               f"TTFT {request.ttft * 1e3:.1f} ms, TPOT {request.tpot * 1e3:.1f} ms", file=sys.stderr)
         if args.draft and spec != "off":
             print(about_drafts(request), file=sys.stderr)
@@ -3161,7 +3184,7 @@ def draft_spec(args):
     spec = args.spec or (own if args.draft else "off")
     if make_policy(spec, make_scheduler(args.scheduler)).n_spec and not args.draft:
         raise ValueError(f"--spec {spec} without --draft: give {', '.join(PROPOSERS)} or a model")
-    if args.draft and args.draft not in ("heads", "draft", *PROPOSERS, *PRESETS) and not os.path.isdir(args.draft):
+    if args.draft is not None and args.draft not in ("heads", "draft", *PROPOSERS, *PRESETS) and not os.path.isdir(args.draft):
         raise FileNotFoundError(f"draft = {args.draft!r}: one of {', '.join(PROPOSERS)}, heads, draft, a preset ({', '.join(PRESETS)}) or a folder")
     return spec
 
