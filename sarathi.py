@@ -1912,11 +1912,18 @@ class Speculator:
         if not decodes:
             return plan
         requests = [plan[i][0] for i in decodes]
+        self._draw(requests)
         drafts = self._propose(requests, self._decodes_of(plan, requests))
         for i, r, tokens in zip(decodes, requests, drafts):
             r.tokens[r.n_tokens:r.n_tokens + len(tokens)] = tokens
             plan[i] = (r, 1 + len(tokens))
         return plan
+
+    def _draw(self, requests):
+        """Where acceptance is forced: how many of each one's drafts it will be."""
+        forced = self.engine.config.alpha
+        for r in requests if forced else ():
+            r.luck = int(math.log(1 - r.rng.random()) / math.log(forced)) if forced < 1 else r.max_len
 
     def _propose(self, requests, d):
         """-> a list of drafts per request"""
@@ -1929,7 +1936,7 @@ class Speculator:
             self.idle = FADE * self.idle + (1 - FADE) * (not wanted.any())
             for r in requests:  # asked once, before its first draft: without one the draft model's work on the prompt would be lost
                 r.speculates = self.idle <= self.MOST_IDLE if r.speculates is None else r.speculates
-            wanted = [self.engine._lookahead(r, int(k)) if r.speculates else 0 for r, k in zip(requests, wanted)]
+            wanted = [self.engine._lookahead(r, int(k)) if k and r.speculates else 0 for r, k in zip(requests, wanted)]
         drafts = self._proposed(requests, wanted) if any(wanted) else [[]] * len(requests)
         if late:
             made = d._replace(most=np.array([len(tokens) for tokens in drafts]), draft=lambda steps: 0.0)
@@ -1964,14 +1971,11 @@ class Speculator:
 
     def _decodes_of(self, plan, requests):
         """What the policy gets to see."""
-        room, forced = self.engine.scheduler.room(plan), self.engine.config.alpha
+        room = self.engine.scheduler.room(plan)
         longest = max((Tree.of(shape).n for shape in self.shapes), default=self.policy.n_spec)
         share = min(longest, max(0, room) / len(requests))
         known, last = np.array([(r.n_tokens, len(r.tokens) - 1) for r in requests]).T
         most = np.minimum(np.minimum(share, last - known), self.proposer.most(known)).clip(0).astype(int)
-        if forced:
-            for r in requests:
-                r.luck = int(math.log(1 - r.rng.random()) / math.log(forced)) if forced < 1 else r.max_len
         alpha = np.full(len(requests), self.alpha)
         if self.policy.per_request:
             alpha = acceptance(np.array([r.tally for r in requests]).T, alpha)
