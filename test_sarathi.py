@@ -44,6 +44,7 @@ from sarathi import (SCHEDULERS, Cluster, CostModel, Engine, EngineConfig, LastC
                      Scheduler, Simulator, make_engine, make_scheduler)
 
 HERE = Path(__file__).parent
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes inherit that it is ignored
 torch.set_num_threads(1)  # models this small gain nothing from a second one, and other processes have work for another core
 TILE = 16
 NAMES = ["static", "orca", "prefill_first", "sarathi", "sarathi_serve"]
