@@ -1683,9 +1683,14 @@ class Pair:
             self.draft = bench.shared(draft, partial(drafter, bench, draft))
 
     @property
-    def cost(self):
-        """The prices of the target's iterations and, None for a lookup, of the draft's."""
+    def prices(self):
+        """Of the target's iterations and, None for a lookup, of the draft's."""
         return self.bench.price(self.bench.model), self.bench.price(self.draft) if isinstance(self.draft, (GPT, CostModel)) else None
+
+    @cached_property
+    def cost(self):
+        """The prices that policies get. Measured: a server is up for longer than a run, what one teaches of them the next may know."""
+        return self.prices if self.bench.simulated else tuple(price and Learned(price) for price in self.prices)
 
     def engine(self, spec, L=0, **more):
         """With room for requests of L tokens, 0: of prompt and output."""
@@ -1762,7 +1767,7 @@ def spec_fig5(bench):
     """[SmartSpec Fig. 5] the number of drafts with the most goodput, over the batch size, at one acceptance for all.
     By Eq. 3 to 9 with the engine's prices, at 192 tokens of context where it is simulated."""
     pair, k, best, source = Pair(bench), np.arange(9), {}, None if bench.simulated else "computed"
-    target, draft = pair.cost
+    target, draft = pair.prices
     for B in bench.grid([1, 8, 64, 512], [2**i for i in range(10)]):
         work = lambda n: Work(N=B * n, M=B * n, decodes=B, context=B * (pair.P + pair.D // 2))
         seconds = [target.seconds(work(1 + n)) + n * draft.seconds(work(1)) for n in k.tolist()]
@@ -1831,7 +1836,7 @@ def spec_fig13(bench):
     The same jobs measured and simulated, prices by CostModel.profile; acceptance is forced, so that both have the same."""
     pair = Pair(bench)
     pair.alpha = pair.alpha or 0.7
-    (target, draft), twin = pair.cost, copy.copy(pair)
+    (target, draft), twin = pair.prices, copy.copy(pair)
     twin.bench, twin.draft = bench.other(target), draft
     twin.bench.clock = VirtualClock()
     for rate in bench.grid([4, 12], [2, 4, 8, 12, 16]):
@@ -1986,9 +1991,9 @@ def autopilot(bench):
         bench = bench.other(another(bench, block_size=4096))
         draft = CostModel.roofline(replace(preset("llama-160m"), block_size=4096), bench.config.hardware)
         cost = bench.model, draft
-    else:  # a server is up for longer than a run: what one teaches of the prices, the next may know
+    else:  # what a run teaches of the prices, the next may know
         draft = small_draft(bench.model)
-        cost = tuple(Learned(CostModel.profile(m, bench.config.repeats)) for m in (bench.model, draft))
+        cost = tuple(Learned(bench.price(m)) for m in (bench.model, draft))
     ratios, missed = defaultdict(list), Counter()
     for i, case in enumerate(tqdm(bench.grid([PILOT[i] for i in (1, 2, 3, 7)], PILOT), bench.doing)):
         target, seen = trials(bench, case, draft, cost)

@@ -39,6 +39,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from itertools import accumulate, chain, islice, takewhile
 from numbers import Integral
+from operator import mul
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -941,9 +942,12 @@ class CostModel:
         """Of an iteration that asks the Work w of the hardware."""
         if self.system.expand:
             w = w._replace(context=w.context + w.again)
-        gpu = self.linear(w.N) + 2 * self.all_reduce(w.N) + self.attention(w) + self.others(w) + self.lora(w, lora)
-        host = self.config.n_layer * self.system.layer
-        return (gpu + host if self.system.eager else max(gpu, host)) + self.system.request * w.M
+        device, host = self._device(w, lora) + 2 * self.all_reduce(w.N), self.config.n_layer * self.system.layer
+        return (device + host if self.system.eager else max(device, host)) + self.system.request * w.M
+
+    def _device(self, w, lora):
+        """Seconds of the device alone, and not of its links."""
+        return self.linear(w.N) + self.attention(w) + self.others(w) + self.lora(w, lora)
 
     def _operators(self, w, lora="batched"):
         linear, reduce = self.linear(w.N), self.all_reduce(w.N)  # one after each of the two row-parallel operators
@@ -1048,8 +1052,13 @@ class Fitted(CostModel):
     def features(self, w):
         return [*self._of_linear(w.N), *self._of_attention(w), w.M, *self._of_lora(w)]
 
+    def _device(self, w, lora):
+        """The sum of all parts at once: who chooses drafts or chunks asks for it a hundred times."""
+        n = self.LORA.start if lora == "merge" else self.LORA.stop
+        return sum(map(mul, self.coefficients[:n], self.features(w)))
+
     def _of_linear(self, N):
-        return 1, N, *(max(0, N - k) for k in self.KNOTS)
+        return 1, N, *[N - k if N > k else 0 for k in self.KNOTS]
 
     def _of_attention(self, w):
         return w.context, w.again, w.decodes, w.pairs, w.reread, w.chunks
@@ -1083,7 +1092,7 @@ class Fitted(CostModel):
         return 2 * n / max(sum(gamma), 1e-30), n * self.dtype.itemsize / max(delta, 1e-30)
 
     def _sum(self, part, values):
-        return sum(c * x for c, x in zip(self.coefficients[part], values))
+        return sum(map(mul, self.coefficients[part], values))
 
 
 class Kept(dict):
@@ -1102,14 +1111,16 @@ class Kept(dict):
 class Learned(CostModel):
     """Another cost model, corrected by what iterations really took: its price, times a factor for all, times one for iterations like this:
     with a chunk or not, with adapters or not, of so many tokens. Up to FEW_ROWS tokens each number has its own, as kernels' times go up
-    and down in steps there; above, each power of two, and one reads between. A factor is a mean at first, then a moving average, the one
-    for all a fast one: news that come late are the machine's, and should not make what runs look worse than what does not."""
-    RATE, OWN = 0.05, 0.005  # of each iteration's news, when there was enough of them: what all learn, and those like it
+    and down in steps there; above, each power of two, and one reads between. The factor for all follows fast: news that come late are the
+    machine's, and should not make what runs look worse than what does not. The others are means in which the price itself counts for
+    WEIGHT iterations, and the evidence fades: what looked dear once, and is no longer tried, gets another chance."""
+    RATE, FADE, WEIGHT = 0.05, 0.995, 4
 
     def __init__(self, base):
         self.base, self.factor, self.n_learned = base, 1.0, 0
         self.error, self.system = base.error, base.system  # which every CostModel has
-        self.factors, self.seen = np.ones((2, 2, 32)), np.zeros((2, 2, 32))
+        self.news, self.seen = np.zeros((2, 2, 32)), np.zeros((2, 2, 32))  # log2 of what was seen over the price, and how often
+        self.factors = np.ones((2, 2, 32)).tolist()
 
     def __getattr__(self, name):
         if name == "base":
@@ -1126,19 +1137,20 @@ class Learned(CostModel):
     def _correction(self, w):
         """-> the factor for such an iteration, and where it lies in the table: the two places, and the shares they have in it"""
         x = max(0, w.N - 1) if w.N <= FEW_ROWS else FEW_ROWS - 1 + math.log2(w.N / FEW_ROWS)
-        i, share = int(x), x % 1
-        kind = int(w.chunks > 0), int(w.adapted > 0)
-        factor = (1 - share) * self.factors[(*kind, i)] + share * self.factors[(*kind, i + 1)]
-        return self.factor * float(factor), (*kind, slice(i, i + 2)), (1 - share, share)
+        i, share, chunk, adapted = int(x), x % 1, w.chunks > 0, w.adapted > 0
+        below, above = self.factors[chunk][adapted][i:i + 2]
+        return self.factor * ((1 - share) * below + share * above), (int(chunk), int(adapted), slice(i, i + 2)), (1 - share, share)
 
     def learn(self, w, seconds):
         """An iteration took so long."""
         factor, at, shares = self._correction(w)
-        news = min(2.0, max(0.5, seconds / (self.base.seconds(w) * factor)))  # whatever else the machine did meanwhile counts little
-        self.n_learned += 1
+        news = math.log2(min(2.0, max(0.5, seconds / (self.base.seconds(w) * factor))))  # whatever else the machine did counts little
+        self.news, self.seen = self.FADE * self.news, self.FADE * self.seen
+        self.news[at] += np.array(shares) * (news + math.log2(factor / self.factor))
         self.seen[at] += shares
-        self.factor *= news ** max(self.RATE, 0.5 / self.n_learned)
-        self.factors[at] *= news ** (np.array(shares) * np.maximum(self.OWN, 1 / (1 + self.seen[at])))
+        self.factors = (2 ** (self.news / (self.WEIGHT + self.seen))).tolist()
+        self.n_learned += 1
+        self.factor *= 2 ** (news * max(self.RATE, 0.5 / self.n_learned))
 
 
 def designed_batches(L, weights=()):
@@ -1744,6 +1756,7 @@ class Autopilot(SarathiServe, Policy):
             return []
         decodes = [r for r in running if r.n_todo == 1]
         self.worth = expected_tokens(self._alpha(), np.arange(self.n_spec + 1)).tolist()  # tokens, of so many drafts
+        self.drafting = self._is_policy and lru_cache(maxsize=None)(self.engine.speculator.proposer.seconds)
         self.total, self.k = self._choose(requests, decodes, len(running) + len(waiting))
         self.chunk = self.total - self.k * len(decodes)
         return super().plan(running, waiting)
@@ -1768,7 +1781,7 @@ class Autopilot(SarathiServe, Policy):
         rates = self.kept.of((d, now.context, now.adapted, now.weights), alike, alone) if d else [math.inf]
         least = self._seconds(now, min(max(16, self.engine.cost.tile), todo), d, 0) if feed else 0.0
         pace = self._pace(decodes, least, 1 / max(rates))
-        for total, k, mean in self.kept.of(loop, alike, lambda: self._rank(loop)) if feed else ():
+        for total, k, mean in self.kept.of(loop, alike, lambda: self._rank(loop, alike)) if feed else ():
             c = min(total - d * (1 + k), todo)
             if c > 0 and self._seconds(now, c, d, k) <= pace(k, mean):
                 return total, k
@@ -1796,18 +1809,23 @@ class Autopilot(SarathiServe, Policy):
             return min(stall, (end - later).min(initial=math.inf) - now)
         return seconds
 
-    def _rank(self, loop):
+    def _rank(self, loop, alike):
         """[(tokens of an iteration, drafts of a decode, mean seconds)], the best first."""
-        latency = {}
+        paces = self.kept.of(loop._replace(n=0), alike, lambda: self._paces(loop))  # whoever waits does not change them
+        latency = {key: key[2] * (loop.n / x + steps) for key, (x, steps) in paces.items()}
+        return sorted(latency, key=lambda key: (latency[key], -key[0]))
+
+    def _paces(self, loop):
+        """{(tokens of an iteration, drafts of a decode, mean seconds): requests that end with it, iterations that each takes}"""
+        paces = {}
         for k in self._ks():
             l, T0 = self.worth[k], self._seconds(loop, 0, loop.S, k)
             for total in SIZES[:2 + bisect.bisect(SIZES, loop.S * (loop.P + 1 + k))]:  # what is larger feeds all that there is, too
                 flow = loop.flow(total, k, l)
                 if flow:
                     x, c, d, share, steps = flow
-                    T = share * self._seconds(loop, c, d, k) + (1 - share) * T0
-                    latency[total, k, T] = T * (loop.n / x + steps)
-        return sorted(latency, key=lambda key: (latency[key], -key[0]))
+                    paces[total, k, share * self._seconds(loop, c, d, k) + (1 - share) * T0] = x, steps
+        return paces
 
     @property
     def _is_policy(self):
@@ -1822,7 +1840,7 @@ class Autopilot(SarathiServe, Policy):
         return self.engine.speculator.alpha if self.engine.speculator else 0.0
 
     def _seconds(self, loop, c, d, k):
-        drafting = self.engine.speculator.proposer.seconds(d, d * loop.context, k) if k else 0.0
+        drafting = self.drafting(d, d * loop.context, k) if k else 0.0
         return self.engine.cost.seconds(loop.work(c, d, k, self.engine.cost.tile), self.engine.config.lora) + drafting
 
 
