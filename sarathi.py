@@ -1114,13 +1114,13 @@ class Learned(CostModel):
     and down in steps there; above, each power of two, and one reads between. The factor for all follows fast: news that come late are the
     machine's, and should not make what runs look worse than what does not. The others are means in which the price itself counts for
     WEIGHT iterations, and the evidence fades: what looked dear once, and is no longer tried, gets another chance."""
-    RATE, FADE, WEIGHT = 0.05, 0.995, 4
+    RATE, WEIGHT, FADE, ROUND = 0.05, 4, 0.85, 32  # evidence fades once in a ROUND of iterations
 
     def __init__(self, base):
         self.base, self.factor, self.n_learned = base, 1.0, 0
         self.error, self.system = base.error, base.system  # which every CostModel has
         self.news, self.seen = np.zeros((2, 2, 32)), np.zeros((2, 2, 32))  # log2 of what was seen over the price, and how often
-        self.factors = np.ones((2, 2, 32)).tolist()
+        self.factors = np.ones((2, 2, 32))
 
     def __getattr__(self, name):
         if name == "base":
@@ -1129,7 +1129,7 @@ class Learned(CostModel):
 
     @property
     def version(self):
-        return self.n_learned // 32
+        return self.n_learned // self.ROUND
 
     def seconds(self, w, lora="batched"):
         return self.base.seconds(w, lora) * self._correction(w)[0]
@@ -1138,19 +1138,22 @@ class Learned(CostModel):
         """-> the factor for such an iteration, and where it lies in the table: the two places, and the shares they have in it"""
         x = max(0, w.N - 1) if w.N <= FEW_ROWS else FEW_ROWS - 1 + math.log2(w.N / FEW_ROWS)
         i, share, chunk, adapted = int(x), x % 1, w.chunks > 0, w.adapted > 0
-        below, above = self.factors[chunk][adapted][i:i + 2]
-        return self.factor * ((1 - share) * below + share * above), (int(chunk), int(adapted), slice(i, i + 2)), (1 - share, share)
+        at = int(chunk), int(adapted), slice(i, i + 2)
+        below, above = self.factors[at].tolist()
+        return self.factor * ((1 - share) * below + share * above), at, (1 - share, share)
 
     def learn(self, w, seconds):
         """An iteration took so long."""
         factor, at, shares = self._correction(w)
         news = math.log2(min(2.0, max(0.5, seconds / (self.base.seconds(w) * factor))))  # whatever else the machine did counts little
-        self.news, self.seen = self.FADE * self.news, self.FADE * self.seen
         self.news[at] += np.array(shares) * (news + math.log2(factor / self.factor))
         self.seen[at] += shares
-        self.factors = (2 ** (self.news / (self.WEIGHT + self.seen))).tolist()
+        self.factors[at] = 2 ** (self.news[at] / (self.WEIGHT + self.seen[at]))
         self.n_learned += 1
         self.factor *= 2 ** (news * max(self.RATE, 0.5 / self.n_learned))
+        if self.n_learned % self.ROUND == 0:
+            self.news, self.seen = self.FADE * self.news, self.FADE * self.seen
+            self.factors = 2 ** (self.news / (self.WEIGHT + self.seen))
 
 
 def designed_batches(L, weights=()):
@@ -1700,10 +1703,10 @@ class Loop(NamedTuple):
     @classmethod
     def of(cls, requests, n, known):
         """requests: those with a slot or for whom there is one, of n; known: {adapter's name: Adapter}"""
-        P, D = np.array([(len(r.prompt), r.max_new_tokens - 0.99) for r in requests], float).T
-        users = [known[r.adapter].n_params for r in requests if r.adapter is not None]
-        return cls(len(P), n, P.mean(), D.mean(), P @ P / 2 / P.sum(), D @ (P + D / 2) / D.sum(), len(users) / len(P),
-                   sum(users) / max(1, len(users)))
+        S, P, D = len(requests), [len(r.prompt) for r in requests], [r.max_new_tokens - 0.99 for r in requests]
+        users, fed, generated = [known[r.adapter].n_params for r in requests if r.adapter is not None], sum(P), sum(D)
+        return cls(S, n, fed / S, generated / S, sum(map(mul, P, P)) / 2 / fed, sum(d * (p + d / 2) for p, d in zip(P, D)) / generated,
+                   len(users) / S, sum(users) / max(1, len(users)))
 
     def work(self, c, d, k, tile):
         """An iteration that feeds c tokens of prompts, in whole tiles of rows, and d decodes with k drafts each."""
@@ -1755,7 +1758,7 @@ class Autopilot(SarathiServe, Policy):
         if not requests:
             return []
         decodes = [r for r in running if r.n_todo == 1]
-        self.worth = expected_tokens(self._alpha(), np.arange(self.n_spec + 1)).tolist()  # tokens, of so many drafts
+        self.worth = [*accumulate(self._alpha() ** k for k in range(self.n_spec + 1))]  # tokens, of so many drafts: expected_tokens
         self.drafting = self._is_policy and lru_cache(maxsize=None)(self.engine.speculator.proposer.seconds)
         self.total, self.k = self._choose(requests, decodes, len(running) + len(waiting))
         self.chunk = self.total - self.k * len(decodes)
@@ -1816,10 +1819,11 @@ class Autopilot(SarathiServe, Policy):
         return sorted(latency, key=lambda key: (latency[key], -key[0]))
 
     def _paces(self, loop):
-        """{(tokens of an iteration, drafts of a decode, mean seconds): requests that end with it, iterations that each takes}"""
-        paces = {}
-        for k in self._ks():
-            l, T0 = self.worth[k], self._seconds(loop, 0, loop.S, k)
+        """{(tokens of an iteration, drafts of a decode, mean seconds): requests that end with it, iterations that each takes}; for no
+        more drafts than are best where there is no prefill, which makes them dearer."""
+        paces, alone = {}, [self._seconds(loop, 0, loop.S, k) for k in self._ks()]
+        for k in range(1 + max(self._ks(), key=lambda k: self.worth[k] / alone[k])):
+            l, T0 = self.worth[k], alone[k]
             for total in SIZES[:2 + bisect.bisect(SIZES, loop.S * (loop.P + 1 + k))]:  # what is larger feeds all that there is, too
                 flow = loop.flow(total, k, l)
                 if flow:
