@@ -2028,7 +2028,10 @@ def test_a_profile_tells_what_adapters_cost(monkeypatch):
     cost, weights = CostModel.profile(model), [random_adapter(rank)(model.config).n_params for rank in (8, 64, 16)]
     for entries in ([(9, 1, True, w) for w in weights], [(0, 40, True, weights[2])], [(9, 1, True), (4, 1, True, weights[1])], [(9, 1, True)]):
         assert cost.time_of(entries) == pytest.approx(seconds(entries), rel=1e-3), entries
-    assert cost.lora(sarathi.Work.of([(9, 1, True, weights[0])], 1), "merge") == 0
+    w = sarathi.Work.of([(9, 1, True, weights[0]), (3, 40, True)], 1)
+    assert cost.lora(w, "merge") == 0
+    for lora in ("batched", "merge"):
+        assert cost.seconds(w, lora) == pytest.approx(cost.linear(w.N) + cost.attention(w) + cost.others(w) + cost.lora(w, lora)), "all at once"
 
 
 def test_a_profile_tells_what_drafts_read_again(monkeypatch):
@@ -4120,6 +4123,16 @@ def test_a_bench_profiles_once_for_all_its_engines(monkeypatch):
     assert [c and c.base for c in costs] == [profiles[0], profiles[0], None, own] and len(profiles) == 1
 
 
+def test_what_a_run_teaches_of_prices_the_next_knows(monkeypatch):
+    monkeypatch.setattr(CostModel, "profile", staticmethod(lambda *_: SimpleCost()))
+    pair = bench.Pair(bench_of(lengths="32"))
+    first, second = pair.engine("goodput"), pair.engine("goodput")
+    assert first.cost is second.cost and first.speculator.proposer.cost is second.speculator.proposer.cost is not first.cost
+    assert first.cost.base is pair.prices[0], "and a simulation of these runs begins with what was profiled"
+    pair = bench.Pair(bench_of(hardware="a100"))
+    assert pair.cost == pair.prices, "simulated ones know theirs"
+
+
 def test_a_bench_keeps_its_lengths_with_another_model():
     b = bench.Bench(GPT.from_preset(dataclasses.replace(small().config, block_size=1000)), bench.BenchConfig(), EngineConfig())
     assert b.other(CostModel.roofline(b.model.config, "a100")).lengths == b.lengths == [256, 512, 768], "a profile of a small model, too"
@@ -4728,6 +4741,19 @@ def test_a_slower_machine_does_not_make_what_runs_look_worse_than_what_does_not(
     for _ in range(100):
         learned.learn(wide, 3 * A100.seconds(wide))
     assert learned.seconds(wide) == pytest.approx(3 * A100.seconds(wide), rel=0.01) and over() < 2.25, "drift is everybody's"
+
+
+def test_what_looked_dear_once_and_is_not_tried_any_more_gets_another_chance():
+    """Prices that policies avoid would else stay as wrong as one slow iteration made them."""
+    learned, usual, odd = sarathi.Learned(A100), *(sarathi.Work(N=N, M=N, decodes=1, context=400) for N in (2, 6))
+    over = lambda: learned.seconds(odd) / A100.seconds(odd)
+    for w, times, n in ((usual, 1, 20), (odd, 2, 1)):
+        for _ in range(n):
+            learned.learn(w, times * A100.seconds(w))
+    assert over() > 1.1
+    for _ in range(20 * learned.ROUND):
+        learned.learn(usual, A100.seconds(usual))
+    assert over() == pytest.approx(1, abs=0.01)
 
 
 def test_a_draft_models_work_on_a_prompt_is_no_price_of_a_draft():
