@@ -1780,7 +1780,7 @@ class Autopilot(SarathiServe, Policy):
         now = loop._replace(context=sum(r.n_past for r in decodes) / max(1, d), past=feed[0].n_past if feed else 0.0)
         todo = sum(r.n_todo for r in feed)
         alone = lambda: [self.worth[k] / self._seconds(now, 0, d, k) for k in self._ks()]  # tokens per second of each, if no prompt is fed
-        alike = round(64 * self._alpha()), self.engine.cost, self.engine.cost.version
+        alike = round(16 * self._alpha()), self.engine.cost, self.engine.cost.version
         rates = self.kept.of((d, now.context, now.adapted, now.weights), alike, alone) if d else [math.inf]
         least = self._seconds(now, min(max(16, self.engine.cost.tile), todo), d, 0) if feed else 0.0
         pace = self._pace(decodes, least, 1 / max(rates))
