@@ -1833,10 +1833,11 @@ def spec_fig7(bench):
 @experiment(only="measured")
 def spec_fig13(bench):
     """[SmartSpec Fig. 13] the simulator beside this machine with drafts: mean latency of requests, over their rate.
-    The same jobs measured and simulated, prices by CostModel.profile; acceptance is forced, so that both have the same."""
+    The same jobs measured and simulated, prices by CostModel.profile, which the engine goes on learning; acceptance is forced, so that
+    both have the same."""
     pair = Pair(bench)
     pair.alpha = pair.alpha or 0.7
-    (target, draft), twin = pair.prices, copy.copy(pair)
+    (target, draft), twin = pair.prices, copy.copy(pair)  # before anyone asks for its cost: of that each has its own
     twin.bench, twin.draft = bench.other(target), draft
     twin.bench.clock = VirtualClock()
     for rate in bench.grid([4, 12], [2, 4, 8, 12, 16]):

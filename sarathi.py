@@ -955,7 +955,7 @@ class CostModel:
         adapters = {"lora": self.lora(w, lora)} if w.adapted else {}
         return dict(preproj=took.pop("preproj"), attn=self.attention(w), **took, others=self.others(w), **adapters)
 
-    def learn(self, w, seconds):
+    def learn(self, w, seconds, lora="batched"):
         """An iteration took so long; only a Learned one cares."""
 
 
@@ -1113,13 +1113,15 @@ class Learned(CostModel):
     with a chunk or not, with adapters or not, of so many tokens. Up to FEW_ROWS tokens each number has its own, as kernels' times go up
     and down in steps there; above, each power of two, and one reads between. The factor for all follows fast: news that come late are the
     machine's, and should not make what runs look worse than what does not. The others are means in which the price itself counts for
-    WEIGHT iterations, and the evidence fades: what looked dear once, and is no longer tried, gets another chance."""
-    RATE, WEIGHT, FADE, ROUND = 0.05, 4, 0.85, 32  # evidence fades once in a ROUND of iterations
+    WEIGHT iterations, and what was seen for less and less: what looked dear once, and is no longer tried, gets another chance; what is
+    rare is corrected in part."""
+    RATE = 0.05  # of each iteration's news, that the factor for all takes
+    WEIGHT, ROUND, KEEP = 4, 32, 0.95  # KEEP of what was seen still counts after a ROUND of iterations
 
     def __init__(self, base):
         self.base, self.factor, self.n_learned = base, 1.0, 0
         self.error, self.system = base.error, base.system  # which every CostModel has
-        self.news, self.seen = np.zeros((2, 2, 32)), np.zeros((2, 2, 32))  # log2 of what was seen over the price, and how often
+        self.sums, self.seen = np.zeros((2, 2, 32)), np.zeros((2, 2, 32))  # of log2(seconds / (price * factor)), and how many
         self.factors = np.ones((2, 2, 32))
 
     def __getattr__(self, name):
@@ -1142,18 +1144,18 @@ class Learned(CostModel):
         below, above = self.factors[at].tolist()
         return self.factor * ((1 - share) * below + share * above), at, (1 - share, share)
 
-    def learn(self, w, seconds):
+    def learn(self, w, seconds, lora="batched"):
         """An iteration took so long."""
         factor, at, shares = self._correction(w)
-        news = math.log2(min(2.0, max(0.5, seconds / (self.base.seconds(w) * factor))))  # whatever else the machine did counts little
-        self.news[at] += np.array(shares) * (news + math.log2(factor / self.factor))
+        news = math.log2(min(2.0, max(0.5, seconds / (self.base.seconds(w, lora) * factor))))  # whatever else the machine did counts little
+        self.sums[at] += np.array(shares) * (news + math.log2(factor / self.factor))
         self.seen[at] += shares
-        self.factors[at] = 2 ** (self.news[at] / (self.WEIGHT + self.seen[at]))
+        self.factors[at] = 2 ** (self.sums[at] / (self.WEIGHT + self.seen[at]))
         self.n_learned += 1
         self.factor *= 2 ** (news * max(self.RATE, 0.5 / self.n_learned))
         if self.n_learned % self.ROUND == 0:
-            self.news, self.seen = self.FADE * self.news, self.FADE * self.seen
-            self.factors = 2 ** (self.news / (self.WEIGHT + self.seen))
+            self.sums, self.seen = self.KEEP * self.sums, self.KEEP * self.seen
+            self.factors = 2 ** (self.sums / (self.WEIGHT + self.seen))
 
 
 def designed_batches(L, weights=()):
@@ -1759,7 +1761,7 @@ class Autopilot(SarathiServe, Policy):
             return []
         decodes = [r for r in running if r.n_todo == 1]
         self.worth = [*accumulate(self._alpha() ** k for k in range(self.n_spec + 1))]  # tokens, of so many drafts: expected_tokens
-        self.drafting = self._is_policy and lru_cache(maxsize=None)(self.engine.speculator.proposer.seconds)
+        self.drafting = self._is_policy and lru_cache(maxsize=None)(self.engine.speculator.proposer.seconds)  # prices of this plan
         self.total, self.k = self._choose(requests, decodes, len(running) + len(waiting))
         self.chunk = self.total - self.k * len(decodes)
         return super().plan(running, waiting)
@@ -1780,11 +1782,11 @@ class Autopilot(SarathiServe, Policy):
         now = loop._replace(context=sum(r.n_past for r in decodes) / max(1, d), past=feed[0].n_past if feed else 0.0)
         todo = sum(r.n_todo for r in feed)
         alone = lambda: [self.worth[k] / self._seconds(now, 0, d, k) for k in self._ks()]  # tokens per second of each, if no prompt is fed
-        alike = round(16 * self._alpha()), self.engine.cost, self.engine.cost.version
-        rates = self.kept.of((d, now.context, now.adapted, now.weights), alike, alone) if d else [math.inf]
+        keep = lambda what, make: self.kept.of((*what, self.worth[-1]), (self.engine.cost, self.engine.cost.version), make)
+        rates = keep((d, now.context, now.adapted, now.weights), alone) if d else [math.inf]
         least = self._seconds(now, min(max(16, self.engine.cost.tile), todo), d, 0) if feed else 0.0
         pace = self._pace(decodes, least, 1 / max(rates))
-        for total, k, mean in self.kept.of(loop, alike, lambda: self._rank(loop, alike)) if feed else ():
+        for total, k, mean in self._rank(loop, keep(loop._replace(n=0), lambda: self._flows(loop))) if feed else ():
             c = min(total - d * (1 + k), todo)
             if c > 0 and self._seconds(now, c, d, k) <= pace(k, mean):
                 return total, k
@@ -1812,24 +1814,23 @@ class Autopilot(SarathiServe, Policy):
             return min(stall, (end - later).min(initial=math.inf) - now)
         return seconds
 
-    def _rank(self, loop, alike):
+    @staticmethod
+    def _rank(loop, flows):
         """[(tokens of an iteration, drafts of a decode, mean seconds)], the best first."""
-        paces = self.kept.of(loop._replace(n=0), alike, lambda: self._paces(loop))  # whoever waits does not change them
-        latency = {key: key[2] * (loop.n / x + steps) for key, (x, steps) in paces.items()}
-        return sorted(latency, key=lambda key: (latency[key], -key[0]))
+        return [flow[:3] for latency, _, flow in sorted((T * (loop.n / x + steps), -total, (total, k, T)) for total, k, T, x, steps in flows)]
 
-    def _paces(self, loop):
-        """{(tokens of an iteration, drafts of a decode, mean seconds): requests that end with it, iterations that each takes}; for no
-        more drafts than are best where there is no prefill, which makes them dearer."""
-        paces, alone = {}, [self._seconds(loop, 0, loop.S, k) for k in self._ks()]
-        for k in range(1 + max(self._ks(), key=lambda k: self.worth[k] / alone[k])):
-            l, T0 = self.worth[k], alone[k]
+    def _flows(self, loop):
+        """[(tokens of an iteration, drafts of a decode, mean seconds, requests that end with it, iterations that each takes)], for no
+        more drafts than are best for a decode that is alone: company makes them dearer."""
+        flows = []
+        for k in range(1 + max(self._ks(), key=lambda k: self.worth[k] / self._seconds(loop, 0, 1, k))):
+            l, T0 = self.worth[k], self._seconds(loop, 0, loop.S, k)
             for total in SIZES[:2 + bisect.bisect(SIZES, loop.S * (loop.P + 1 + k))]:  # what is larger feeds all that there is, too
                 flow = loop.flow(total, k, l)
                 if flow:
                     x, c, d, share, steps = flow
-                    paces[total, k, share * self._seconds(loop, c, d, k) + (1 - share) * T0] = x, steps
-        return paces
+                    flows.append((total, k, share * self._seconds(loop, c, d, k) + (1 - share) * T0, x, steps))
+        return flows
 
     @property
     def _is_policy(self):
@@ -2514,7 +2515,7 @@ class Engine:
                 began, self.landed = max(start, self.landed), self.clock.now()  # not before the end of the one before
                 self._log(began, self.landed, 0, entries)
                 if work:
-                    self.cost.learn(work, self.landed - began)
+                    self.cost.learn(work, self.landed - began, self.config.lora)
             return tokens
         return Flight(ready, wait, newest)
 

@@ -2028,7 +2028,7 @@ def test_a_profile_tells_what_adapters_cost(monkeypatch):
     cost, weights = CostModel.profile(model), [random_adapter(rank)(model.config).n_params for rank in (8, 64, 16)]
     for entries in ([(9, 1, True, w) for w in weights], [(0, 40, True, weights[2])], [(9, 1, True), (4, 1, True, weights[1])], [(9, 1, True)]):
         assert cost.time_of(entries) == pytest.approx(seconds(entries), rel=1e-3), entries
-    w = sarathi.Work.of([(9, 1, True, weights[0]), (3, 40, True)], 1)
+    w, cost.coefficients = sarathi.Work.of([(9, 4, 4, weights[0]), (3, 40, True, weights[1])], 1), [*range(1, 17)]
     assert cost.lora(w, "merge") == 0
     for lora in ("batched", "merge"):
         assert cost.seconds(w, lora) == pytest.approx(cost.linear(w.N) + cost.attention(w) + cost.others(w) + cost.lora(w, lora)), "all at once"
@@ -2061,7 +2061,7 @@ def test_prices_of_drafts_are_kept_until_what_they_are_of_has_changed():
             r.n_past += 1
         grown.append(priced())
     assert len({*grown}) == 4 and grown[-1](9) > 1.2 * first(9), "contexts a tenth longer, three times"
-    for _ in range(32):
+    for _ in range(engine.cost.ROUND):
         engine.cost.learn(sarathi.Work(N=3, M=3, decodes=3, context=400), 2.0)
     assert priced() is not grown[-1], "news"
 
@@ -3661,7 +3661,7 @@ class Moody(sarathi.Learned):
     def seconds(self, w, lora="batched"):
         return 1.0 + self.rng.choice((0.0, 0.02, 0.3)) * w.N
 
-    def learn(self, w, seconds):
+    def learn(self, w, seconds, lora="batched"):
         pass
 
 
@@ -3950,7 +3950,13 @@ def test_expected_tokens_by_counting_outcomes():
     for alpha in (0.0, 0.3, 0.7, 0.999, 1.0):
         for k in range(8):
             outcomes = [alpha ** j * (1 - alpha) for j in range(k)] + [alpha ** k]
-            assert sum(outcomes) == pytest.approx(1) and sarathi.expected_tokens(alpha, k) == pytest.approx(sum(c * (j + 1) for j, c in enumerate(outcomes)))
+            mean = pytest.approx(sum(c * (j + 1) for j, c in enumerate(outcomes)))
+            assert sum(outcomes) == pytest.approx(1) and sarathi.expected_tokens(alpha, k) == mean
+            pilot = Simulator(A100, scheduler="autopilot", draft="ngram", spec="autopilot", alpha=0.5)
+            pilot.speculator.tally[:] = 1e9 * alpha, 1e9
+            pilot.add(Request([1], 2))
+            pilot.step()
+            assert pilot.scheduler.worth[k] == mean, "a sum is Eq. 8, too"
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -4128,7 +4134,8 @@ def test_what_a_run_teaches_of_prices_the_next_knows(monkeypatch):
     pair = bench.Pair(bench_of(lengths="32"))
     first, second = pair.engine("goodput"), pair.engine("goodput")
     assert first.cost is second.cost and first.speculator.proposer.cost is second.speculator.proposer.cost is not first.cost
-    assert first.cost.base is pair.prices[0], "and a simulation of these runs begins with what was profiled"
+    first.cost.learn(sarathi.Work(N=4, M=4, decodes=4, context=40), 1.0)
+    assert second.cost.n_learned == 1 and first.cost.base is pair.prices[0], "what was profiled stays as it was"
     pair = bench.Pair(bench_of(hardware="a100"))
     assert pair.cost == pair.prices, "simulated ones know theirs"
 
@@ -4751,9 +4758,27 @@ def test_what_looked_dear_once_and_is_not_tried_any_more_gets_another_chance():
         for _ in range(n):
             learned.learn(w, times * A100.seconds(w))
     assert over() > 1.1
-    for _ in range(20 * learned.ROUND):
+    for _ in range(80 * learned.ROUND):
         learned.learn(usual, A100.seconds(usual))
     assert over() == pytest.approx(1, abs=0.01)
+
+
+def test_prices_of_what_is_rare_are_learned_nearly_as_well():
+    learned, decode, chunk = sarathi.Learned(A100), sarathi.Work(N=4, M=4, decodes=4, context=400), sarathi.Work(N=260, M=5, decodes=4, context=400, chunks=1)
+    for _ in range(100):
+        for w, times, n in ((decode, 1, 19), (chunk, 1.5, 1)):
+            for _ in range(n):
+                learned.learn(w, times * A100.seconds(w))
+    assert 1.35 < learned.seconds(chunk) / learned.seconds(decode) / (A100.seconds(chunk) / A100.seconds(decode)) < 1.6
+
+
+@pytest.mark.parametrize("lora", ["merge", "batched"])
+def test_prices_are_learned_of_what_ran(lora):
+    """With merged weights an adapter costs nothing in an iteration: its price without it was right already."""
+    learned, w = sarathi.Learned(A100), sarathi.Work(N=2, M=2, decodes=2, context=9, adapted=2, lora_read=10**9)
+    for _ in range(50):
+        learned.learn(w, A100.seconds(w, "merge"), lora)
+    assert (learned.seconds(w, "merge") == pytest.approx(A100.seconds(w, "merge"))) == (lora == "merge")
 
 
 def test_a_draft_models_work_on_a_prompt_is_no_price_of_a_draft():
