@@ -3508,7 +3508,7 @@ def test_the_time_of_overlapped_iterations_is_counted_once():
             return self.t
     learned, record = [], []
     engine = overlapped(Engine(small(), n_page=100, max_batch=2, chunk=8, clock=Clock(), record=record))
-    engine.cost = SimpleNamespace(tile=1, learn=lambda w, seconds: learned.append((w.context, seconds)))
+    engine.cost = SimpleNamespace(tile=1, learn=lambda w, seconds, lora: learned.append((w.context, seconds)))
     serve(engine, [Request(prompt(20), 4), Request(prompt(3), 3)])
     assert learned == [(sum(past + n for _, past, n in s.entries), s.end - s.start) for s in record], "cached tokens as they were at the start"
     assert len(record) == 6 and all(a.end == b.start for a, b in zip(record, record[1:]))
@@ -4130,7 +4130,7 @@ def test_a_bench_profiles_once_for_all_its_engines(monkeypatch):
 
 
 def test_what_a_run_teaches_of_prices_the_next_knows(monkeypatch):
-    monkeypatch.setattr(CostModel, "profile", staticmethod(lambda *_: SimpleCost()))
+    monkeypatch.setattr(CostModel, "profile", staticmethod(lambda *_: Linear()))
     pair = bench.Pair(bench_of(lengths="32"))
     first, second = pair.engine("goodput"), pair.engine("goodput")
     assert first.cost is second.cost and first.speculator.proposer.cost is second.speculator.proposer.cost is not first.cost
@@ -4731,7 +4731,7 @@ def test_a_wrong_price_list_is_corrected_by_what_is_measured():
     engine = Simulator(machine, scheduler="autopilot", cost=A100, max_batch=8, alloc="grow")
     add(engine, [Request(np.zeros(600, int), 60, arrival=0.2 * i) for i in range(40)])
     errors = []
-    watch(engine.cost, "learn", lambda w, seconds: errors.append(abs(engine.cost.seconds(w) / seconds - 1)))
+    watch(engine.cost, "learn", lambda w, seconds, lora: errors.append(abs(engine.cost.seconds(w) / seconds - 1)))
     engine.run()
     assert np.median(errors[:5]) > 0.4 and np.median(errors[-200:]) < 0.05
     assert Simulator(machine, scheduler="autopilot").cost is machine, "a simulator knows its own prices"
@@ -4758,7 +4758,7 @@ def test_what_looked_dear_once_and_is_not_tried_any_more_gets_another_chance():
         for _ in range(n):
             learned.learn(w, times * A100.seconds(w))
     assert over() > 1.1
-    for _ in range(80 * learned.ROUND):
+    for _ in range(100 * learned.ROUND):
         learned.learn(usual, A100.seconds(usual))
     assert over() == pytest.approx(1, abs=0.01)
 
