@@ -856,7 +856,7 @@ class Work(NamedTuple):
     reread: int = 0  # cached tokens that chunks read, those of earlier chunks included [SARATHI §4.2]
     adapted: int = 0  # requests that have an adapter
     lora_read: int = 0  # weights of adapters that decodes read, each its own
-    lora_pairs: int = 0  # of a chunk's token with a weight of its adapter
+    lora_pairs: int = 0  # of a token with a weight of its adapter: a chunk's, and the other rows of a verification
 
     @classmethod
     def of(cls, entries, tile):
@@ -876,7 +876,7 @@ class Work(NamedTuple):
             if adapter and adapter[0]:
                 adapted += 1
                 lora_read += adapter[0] * (n <= FEW_ROWS)
-                lora_pairs += adapter[0] * n * (n > FEW_ROWS)
+                lora_pairs += adapter[0] * (n - (n <= FEW_ROWS))
         return cls(N, M, decodes, context, again, chunks, pairs, reread, adapted, lora_read, lora_pairs)
 
 
@@ -1172,6 +1172,7 @@ def designed_batches(L, weights=()):
     batches += [[(past, 1 + k, 1 + k) for past, *_ in decodes(B, L // 4)] for B in (1, 4, 16) for k in (1, 3, 7)]  # verifications
     batches += [decodes(B, context) + [(past, n, False)] for B, context, past, n in mixtures]
     users = [decodes(B, L // 4) for B in (1, 4, 16)] + [[(0, n, True)] for n in (24, 160, 384)] + [decodes(7, L // 3) + [(0, 120, False)]]
+    users += [[(past, 1 + k, 1 + k) for past, *_ in decodes(4, L // 4)] for k in (3, 7)]
     batches += [[(*entry, weights[i % len(weights)]) for i, entry in enumerate(entries, first)] for first in range(len(weights)) for entries in users]
     return [entries for entries in batches if all(past + n <= L for past, n, *_ in entries)]
 
@@ -1715,7 +1716,7 @@ class Loop(NamedTuple):
         n, chunks, read, context = d * (1 + k), int(c > 0), self.adapted * self.weights, d * (self.context + 1 + k)
         return Work(N=c + n, M=n + chunks, decodes=d, context=context, again=k * context, chunks=chunks,
                     pairs=round_up(c, tile) * (self.past + c / 2), reread=chunks * (self.past + c),
-                    adapted=math.ceil(self.adapted * (d + chunks)), lora_read=d * read, lora_pairs=c * read)
+                    adapted=math.ceil(self.adapted * (d + chunks)), lora_read=d * read, lora_pairs=(c + d * k) * read)
 
     def flow(self, total, k, tokens):
         """total: tokens that an iteration may feed; tokens: what k drafts and the one behind them are worth -> per iteration how many
@@ -2021,11 +2022,13 @@ class Speculator:
         chunk = seconds(w) - seconds(alone) if w.N > B else 0.0
 
         def target(n):
-            more = dict(N=w.N + n, M=w.M + n, context=w.context + n, again=w.again + n * (1 + (cached + n) / B))
+            more = dict(N=w.N + n, M=w.M + n, context=w.context + n, again=w.again + n * (1 + (cached + n) / B),
+                        lora_pairs=w.lora_pairs + n * alone.lora_read / B)
             if n > N_SPEC * B:  # trees: too many rows to stream the context past them, each is a chunk to the hardware
                 pairs = w.pairs + round_up(1 + n / B, cost.tile) * (cached + (B + n) / 2)
                 more |= dict(context=w.context - cached - B, again=w.again, decodes=w.decodes - B, chunks=w.chunks + B, pairs=pairs,
-                             reread=w.reread + cached + B + n)
+                             reread=w.reread + cached + B + n, lora_read=w.lora_read - alone.lora_read,
+                             lora_pairs=w.lora_pairs + (1 + n / B) * alone.lora_read)
             return seconds(w._replace(**more)) - chunk
         return target, lambda steps: self.proposer.seconds(B, cached, steps) if steps else 0.0
 
