@@ -1169,7 +1169,8 @@ def designed_batches(L, weights=()):
     batches += [[(0, n, True)] * 4 for n in (12, 24, 40, 64, 128, 300) if n <= L]
     mixtures = [(1, L // 2, 0, 31), (3, L // 3, L // 4, 61), (3, L // 2, 0, 125), (7, L // 3, L // 2, 57), (7, L // 2, 0, 249),
                 (15, L // 4, L // 4, 113)]
-    batches += [[(past, 1 + k, 1 + k) for past, *_ in decodes(B, L // 4)] for B in (1, 4, 16) for k in (1, 3, 7)]  # verifications
+    batches += [[(past, 1 + k, 1 + k) for past, *_ in decodes(B, context)] for B in (1, 4, 16) for k in (1, 3, 7)  # verifications: what
+                for context in (L // 40, L // 4)]  # their rows read again is told from what those of the head cost
     batches += [decodes(B, context) + [(past, n, False)] for B, context, past, n in mixtures]
     users = [decodes(B, L // 4) for B in (1, 4, 16)] + [[(0, n, True)] for n in (24, 160, 384)] + [decodes(7, L // 3) + [(0, 120, False)]]
     users += [[(past, 1 + k, 1 + k) for past, *_ in decodes(4, L // 4)] for k in (3, 7)]
@@ -1178,11 +1179,13 @@ def designed_batches(L, weights=()):
 
 
 def random_batches(L, n, weights=(), seed=0):
-    """n mixtures that designed_batches does not hold, every other one with adapters of so many weights, if there are some."""
+    """n mixtures that designed_batches does not hold, every other one with adapters of so many weights, if there are some; in a third
+    the decodes have drafts."""
     rng, batches = random.Random(seed), []
     for i in range(n):
         adapter = lambda: rng.choice((0, *weights[:i % 2 * len(weights)]))
-        batches.append([(rng.randrange(1, L), 1, True, adapter()) for _ in range(rng.randint(0, 10))])
+        rows = 1 + (i % 3 == 2) * rng.randint(1, min(N_SPEC, L // 4))
+        batches.append([(rng.randrange(1, L - rows + 1), rows, rows, adapter()) for _ in range(rng.randint(0, 10))])
         for _ in range(rng.randint(0 if batches[-1] else 1, 2)):
             past = rng.choice((0, rng.randrange(L // 2)))
             batches[-1].append((past, rng.randint(min(9, L - past), min(L - past, 300)), rng.random() < 0.5, adapter()))
