@@ -1712,13 +1712,18 @@ class Pair:
         """A rate of the paper's -> {choice: mean seconds of a request, in every round}, {choice: times faster than with no drafts}"""
         took, jobs = {spec: [] for spec in choices}, self.jobs(rate)
         for i in self.bench.each("round", range(self.bench.runs)):  # each with other luck for the drafts, the same for all
-            for spec, means in took.items():
-                means.append(serve(self.bench, self.engine(spec, seed=self.bench.options.seed + i), jobs)["latency"])
+            for spec in turned([*took], i):
+                took[spec].append(serve(self.bench, self.engine(spec, seed=self.bench.options.seed + i), jobs)["latency"])
         return took, {spec: median(off / mean for off, mean in zip(took["off"], means)) for spec, means in took.items()}
 
     def row(self, *what, **more):
         """A row that says how many drafts are accepted."""
         return row(*what, **more, alpha=self.alpha)
+
+
+def turned(ways, i):
+    """The ways in turn, in every round another one first: whom one runs behind must not always be the same."""
+    return ways[i % len(ways):] + ways[:i % len(ways)]
 
 
 def drafter(bench, kind):

@@ -4143,6 +4143,15 @@ def test_what_a_run_teaches_of_prices_the_next_knows(monkeypatch):
     assert pair.cost == pair.prices, "simulated ones know theirs"
 
 
+def test_no_way_always_runs_behind_the_same(monkeypatch):
+    pair, ran = bench.Pair(bench_of(lengths="32", repeats=6), "ngram"), []
+    monkeypatch.setattr(pair, "engine", lambda spec, **more: spec)
+    monkeypatch.setattr(pair, "jobs", lambda rate: [])
+    monkeypatch.setattr(bench, "serve", lambda b, spec, jobs: ran.append(spec) or {"latency": 1.0})
+    took, times = pair.latencies(1, ("off", 1, "goodput"))
+    assert ran == ["off", 1, "goodput", 1, "goodput", "off", "goodput", "off", 1] and {*map(len, took.values())} == {3} and {*times.values()} == {1.0}
+
+
 def test_a_bench_keeps_its_lengths_with_another_model():
     b = bench.Bench(GPT.from_preset(dataclasses.replace(small().config, block_size=1000)), bench.BenchConfig(), EngineConfig())
     assert b.other(CostModel.roofline(b.model.config, "a100")).lengths == b.lengths == [256, 512, 768], "a profile of a small model, too"
