@@ -1184,7 +1184,7 @@ def random_batches(L, n, weights=(), seed=0):
     rng, batches = random.Random(seed), []
     for i in range(n):
         adapter = lambda: rng.choice((0, *weights[:i % 2 * len(weights)]))
-        rows = 1 + (i % 3 == 2) * rng.randint(1, min(N_SPEC, L // 4))
+        rows = 1 + (i % 3 == 2) * rng.randint(0, min(N_SPEC, L // 4))
         batches.append([(rng.randrange(1, L - rows + 1), rows, rows, adapter()) for _ in range(rng.randint(0, 10))])
         for _ in range(rng.randint(0 if batches[-1] else 1, 2)):
             past = rng.choice((0, rng.randrange(L // 2)))

@@ -2081,7 +2081,7 @@ def test_the_adapters_of_a_profile_are_computed_and_let_go():
     assert engine.adapters.evict(), "nobody uses it"
 
 
-@pytest.mark.parametrize("L", [6, 14, 30])
+@pytest.mark.parametrize("L", [3, 6, 14, 30])
 def test_the_batches_of_a_profile_fit_a_short_context(L):
     for entries in sarathi.designed_batches(L, (100, 800)) + sarathi.random_batches(L, 50, (100, 800)):
         assert entries and all(n >= 1 and past + n <= L for past, n, *_ in entries)
