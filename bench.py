@@ -147,6 +147,12 @@ class BenchConfig:
 
 # ---------------------------------------------------------------- measuring
 
+def shuffled(ways, i):
+    """The ways in the order of round i, the same in every process: none should always run behind the same other."""
+    ways = [*ways]
+    return random.Random(i).sample(ways, len(ways))
+
+
 class Bench:
     """What an experiment gets: the model (or the CostModel of one), the options, and the means to time things."""
 
@@ -251,11 +257,12 @@ class Bench:
         del self.parts[what]
 
     def rounds(self, *fns, repeats=None, warm=True, patience=math.inf):
-        """The times of each fn(), taken in turns (after a warm-up), so that a machine that drifts hits all alike -> a list per fn.
+        """The times of each fn(), round by round (after a warm-up), so that a machine that drifts hits all alike -> a list per fn.
         patience: seconds after which no further round is begun; the warm-up counts if it took that long."""
         repeats = 1 if self.simulated else warm + (repeats or self.config.repeats)  # every simulated time is the same
         took = [[] for _ in fns]
-        for i, (f, ts) in enumerate(tqdm([*zip(fns, took)] * repeats, self.label, delay=5, leave=False)):
+        ways = [way for i in range(repeats) for way in shuffled(zip(fns, took), i)]
+        for i, (f, ts) in enumerate(tqdm(ways, self.label, delay=5, leave=False)):
             if i % len(fns) == 0 and sum(map(sum, took)) > patience:
                 break
             ts.append(self.once(f))
@@ -1712,18 +1719,13 @@ class Pair:
         """A rate of the paper's -> {choice: mean seconds of a request, in every round}, {choice: times faster than with no drafts}"""
         took, jobs = {spec: [] for spec in choices}, self.jobs(rate)
         for i in self.bench.each("round", range(self.bench.runs)):  # each with other luck for the drafts, the same for all
-            for spec in turned([*took], i):
+            for spec in shuffled(took, i):
                 took[spec].append(serve(self.bench, self.engine(spec, seed=self.bench.options.seed + i), jobs)["latency"])
         return took, {spec: median(off / mean for off, mean in zip(took["off"], means)) for spec, means in took.items()}
 
     def row(self, *what, **more):
         """A row that says how many drafts are accepted."""
         return row(*what, **more, alpha=self.alpha)
-
-
-def turned(ways, i):
-    """The ways in turn, in every round another one first: whom one runs behind must not always be the same."""
-    return ways[i % len(ways):] + ways[:i % len(ways)]
 
 
 def drafter(bench, kind):
@@ -1941,17 +1943,19 @@ class Trial(NamedTuple):
     tpot: float  # that nine of ten requests keep to
 
 
-def one_trial(work, alpha, draft, cost, scheduler, spec, **options):
-    """-> Trial. Acceptance is forced, so that it is what the workload says."""
+def one_trial(work, alpha, draft, cost, setting, target, seed):
+    """A (chunk, drafts), or "autopilot" with its target -> Trial. Acceptance is forced, so that it is what the workload says."""
+    auto = setting == "autopilot"
+    scheduler, spec = (setting, setting) if auto else (SarathiServe(chunk=setting[0]), setting[1])
     drafts = dict(draft=draft, spec=spec, alpha=alpha) if spec != "off" else {}
     alloc = "grow" if work.bench.simulated else work.bench.options.alloc
-    ended = work.run(scheduler, cost=cost, alloc=alloc, **drafts, **options).requests
+    ended = work.run(scheduler, cost=cost, alloc=alloc, seed=seed, **drafts, tpot=target if auto else 0.0).requests
     return Trial(fmean(r.times[-1] - r.arrival for r in ended), float(np.quantile([r.tpot for r in ended], 0.9)))
 
 
 def trials(bench, case, draft, cost):
     """A workload -> (its target or 0, {(chunk, drafts), or "autopilot": [Trial of each round]}). Measured: a round of all settings, which
-    chooses two, then more of these and autopilot in turns, each with other luck for the drafts."""
+    chooses two, then more of these and autopilot, each with other luck for the drafts."""
     P, D, load, alpha, n_adapter, slow = case
     scale = 1.0 if bench.simulated else max(bench.lengths) / 4 / 1300
     around = lambda n: uniform(max(2, int(n * scale / 2)), max(3, int(n * scale * 1.5)) + 1)
@@ -1961,11 +1965,10 @@ def trials(bench, case, draft, cost):
     alone = getattr(cost[0], "base", cost[0])  # a target does not depend on what was learned before
     work.jobs, target = at_rate(jobs, load * work.capacity), slow * alone.time(1, int((P + D / 2) * scale))
     grid = [*product(bench.grid((CHUNKS[0] // 2, *CHUNKS[:3]), CHUNKS), bench.grid((DRAFTS[0], DRAFTS[2]), DRAFTS))]
-    run, seen = partial(one_trial, work, alpha, draft, cost), defaultdict(list)
+    seen = {setting: [] for setting in (*grid, "autopilot")}
     for i in range(1 if bench.simulated else bench.config.repeats):
-        for C, k in grid:
-            seen[C, k].append(run(SarathiServe(chunk=C), k, seed=bench.options.seed + i))
-        seen["autopilot"].append(run("autopilot", "autopilot", tpot=target, seed=bench.options.seed + i))
+        for setting in shuffled([*grid, "autopilot"], i):
+            seen[setting].append(one_trial(work, alpha, draft, cost, setting, target, seed=bench.options.seed + i))
         grid = best_first(seen, target, [0])[:2]
     return target, seen
 

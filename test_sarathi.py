@@ -4143,13 +4143,30 @@ def test_what_a_run_teaches_of_prices_the_next_knows(monkeypatch):
     assert pair.cost == pair.prices, "simulated ones know theirs"
 
 
+def ahead(ran, way):
+    """What ran right before it, each time."""
+    return {a for a, b in zip(ran, ran[1:]) if b == way}
+
+
 def test_no_way_always_runs_behind_the_same(monkeypatch):
-    pair, ran = bench.Pair(bench_of(lengths="32", repeats=6), "ngram"), []
+    ways, ran = ["off", 1, 3, "goodput"], []
+    pair = bench.Pair(bench_of(lengths="32", repeats=20), "ngram")
     monkeypatch.setattr(pair, "engine", lambda spec, **more: spec)
     monkeypatch.setattr(pair, "jobs", lambda rate: [])
-    monkeypatch.setattr(bench, "serve", lambda b, spec, jobs: ran.append(spec) or {"latency": 1.0})
-    took, times = pair.latencies(1, ("off", 1, "goodput"))
-    assert ran == ["off", 1, "goodput", 1, "goodput", "off", "goodput", "off", 1] and {*map(len, took.values())} == {3} and {*times.values()} == {1.0}
+    monkeypatch.setattr(bench, "serve", lambda b, spec, jobs: ran.append(spec) or {"latency": len(ran)})
+    took, _ = pair.latencies(1, ways)
+    assert [*took] == ways and sorted(sum(took.values(), [])) == [*range(1, 41)] and ahead(ran, "goodput") >= {"off", 1, 3}
+    b = bench_of(repeats=9)
+    monkeypatch.setattr(b, "once", lambda f: ran.append(f) or 1.0)
+    assert b.rounds(*"xyz") == [[1.0] * 9] * 3 and ahead(ran, "z") >= {"x", "y"}
+
+
+def test_autopilot_does_not_always_run_last(monkeypatch):
+    ran, b = [], bench_of(repeats=6)
+    monkeypatch.setattr(bench, "one_trial", lambda work, alpha, draft, cost, setting, target, seed: ran.append((setting, seed)) or bench.Trial(1.0, 1.0))
+    _, seen = bench.trials(b, bench.PILOT[0], None, [b.price(b.model)])
+    assert {*map(len, seen.values())} == {1, 6} and [*seen][-1] == "autopilot" and len(seen["autopilot"]) == 6
+    assert len(ahead([setting for setting, _ in ran], "autopilot")) > 1 and [*{seed: 0 for _, seed in ran}] == [b.options.seed + i for i in range(6)]
 
 
 def test_a_bench_keeps_its_lengths_with_another_model():
