@@ -2746,7 +2746,8 @@ def scale(ax, values, bars):
         elif axis is ax.xaxis and not bars:
             axis.set_major_locator(MaxNLocator(5))  # more would run into one another
         ticks = sorted(set(v)) if axis is ax.xaxis else []
-        if 0 < len(ticks) <= 10 and all(b > 1.1 * a for a, b in zip(ticks, ticks[1:])):
+        places = np.log(ticks) if axis.get_scale() == "log" else np.array(ticks)
+        if 0 < len(ticks) <= 10 and (np.diff(places) > 0.07 * np.ptp(places)).all():
             axis.set(major_locator=FixedLocator(ticks), minor_locator=NullLocator(), major_formatter=lambda x, _: number(x))
     ax.grid(alpha=0.25)
     ax.set_axisbelow(True)

@@ -1655,6 +1655,14 @@ def test_every_figure_has_labels_and_every_point_of_its_rows(name):
         assert list(marks(figure.axes[0])[2]) == ["L = 1024", "L = 2048", "L = 3072"] and marks(figure.axes[0])[1] == [10.0, 2.8]
 
 
+@pytest.mark.parametrize("x, whole", [((4, 12, 20), True), ((1, 2, 4, 6, 8, 10, 12), True), ((1, 6, 18, 54), True),
+                                      ((0.08, 0.09, 0.11, 0.145, 0.493, 0.617), False), ((1, 100, 105), False)])
+def test_ticks_stand_where_the_points_do_unless_they_would_run_into_one_another(x, whole):
+    figure = bench.draw([("x", "y")], [bench.row("", None, 1.0, "measured", at=("", "a", n)) for n in x])
+    ticks = figure.axes[0].get_xticks()
+    assert (ticks.tolist() == [*x]) == whole and len(ticks) >= 2
+
+
 @pytest.mark.parametrize("kind", ["simulated", "measured"])
 def test_the_timelines_show_each_request_from_its_arrival_to_its_last_token(kind, tmp_path, capsys):
     b = bench_of("a6000" if kind == "simulated" else "", dict(max_batch=0, chunk=64), requests=10, scale=40, plot=str(tmp_path))
