@@ -316,7 +316,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. Its five timed operators carry the paper's names. x is the residual stream, y what the operator before has yet to
+    """One layer. Its five timed operators carry the paper's names. x is the residual stream, delta what the operator before has yet to
     add to it: the next norm does, in the same pass over memory."""
 
     def __init__(self, config, world):
@@ -330,11 +330,13 @@ class Block(nn.Module):
         self.ffn_ln1 = Linear(*widths["ffn_ln1"], bias, world)
         self.ffn_ln2 = Linear(*widths["ffn_ln2"], bias, world, "ffn_ln2")
 
-    def forward(self, x, y, rope, batch=None, kv=None):
+    def forward(self, x, delta, rope, batch=None, kv=None):
         plus = lambda name: (batch.loras.get(name), kv) if batch is not None else ()
-        x, h = self.norm1(x, y)
-        x, h = self.norm2(x, self.postproj(self.attn(self.preproj(h, *plus("preproj")), rope, batch, kv), *plus("postproj")))
-        return x, self.ffn_ln2(activate(self.ffn_ln1(h, *plus("ffn_ln1")), self.llama), *plus("ffn_ln2"))
+        x, h = self.norm1(x, delta)  # x + delta, and the norm of that
+        h = self.attn(self.preproj(h, *plus("preproj")), rope, batch, kv)
+        x, h = self.norm2(x, self.postproj(h, *plus("postproj")))
+        h = activate(self.ffn_ln1(h, *plus("ffn_ln1")), self.llama)
+        return x, self.ffn_ln2(h, *plus("ffn_ln2"))
 
 
 class GPT(nn.Module):

@@ -60,7 +60,7 @@ def option(default, help, **more):
 
 @dataclass
 class EngineConfig:
-    """Every knob of the engine; each is a keyword of Engine and a flag on both command lines."""
+    """Every knob of the engine; each is a keyword of Engine and, but for those that bench.py sets itself, a flag on both command lines."""
     scheduler: str = option("sarathi", "who feeds how many tokens in an iteration: static, orca, prefill_first, sarathi, sarathi_serve or autopilot")
     chunk: int = option(256, "tokens of an iteration that has prefill, a chunk and the decodes beside it; sarathi_serve: the token budget")
     max_batch: int = option(0, "most requests running at once; 0: as many of the longest as fit the pool, up to 256 [SARATHI §4.3.1]")
@@ -71,7 +71,8 @@ class EngineConfig:
     adapter_pages: int = option(0, "pages of the pool for adapters alone; 0: whoever needs one takes it, adapter or cache [S-LoRA §5.1]")
     lora: str = option("batched", "adapters: all at once on the fly, so with padding, or one at a time in the weights",
                        choices=("batched", "bmm", "merge"))
-    order: str = option("fcfs", "who of the waiting starts first: the one that came first or last", choices=("fcfs", "lcfs"))
+    order: str = option("fcfs", "who of the waiting starts first: the one that came first or last (in Python also an Order of your own)",
+                        choices=("fcfs", "lcfs"))
     cluster: int = option(0, "prefer requests whose adapter is in the batch once it has so many; 0: never [S-LoRA §4.2]")
     max_waiting: int = option(0, "most requests that may wait for a slot of the batch; more are refused as they arrive; 0: no limit")
     fair: float = option(0.0, "clients (Request.client) share the engine: who got the least goes first, a new token counts as so many of a prompt "
@@ -88,7 +89,7 @@ class EngineConfig:
             value, choices = getattr(self, f.name), f.metadata.get("choices")
             if f.type in (int, float):
                 checked(f.name, value, f.type, int(f.name in ("chunk", "tile")), 1 if f.name == "alpha" else math.inf)
-            if choices and value not in choices:
+            if choices and value not in choices and not (f.name == "order" and isinstance(value, Order)):
                 raise ValueError(f"{f.name} = {value!r}: one of {', '.join(map(repr, choices))}")
         for name, why in dict(adapter_pages="no adapter is in the pool", cluster="a batch has one adapter, and others must get their turn").items():
             if self.lora == "merge" and getattr(self, name):
@@ -535,14 +536,18 @@ class Sarathi(Scheduler):
         prefill = next((r for r in chain(running, self.new(running, waiting)) if r.n_todo > 1 or r.state == "waiting"), None)
         if prefill is None:
             return decodes
-        tile = min(self.tile, self.chunk)
-        total = max(self.chunk // tile, len(decodes) // tile + 1) * tile  # of the whole batch; never below one token of prefill
-        return decodes + [(prefill, min(prefill.n_todo, total - len(decodes)))]
+        n = self._whole(len(decodes) + 1) - len(decodes)  # never below one token of prefill
+        return decodes + [(prefill, min(prefill.n_todo, n))]
 
     def room(self, plan):
         """Drafts fill the tile that was begun, or the chunk."""
-        total, tile = sum(n for r, n in plan), min(self.tile, self.chunk)
-        return max(self.chunk // tile * tile, round_up(total, tile)) - total
+        n = sum(n for r, n in plan)
+        return self._whole(n) - n
+
+    def _whole(self, n):
+        """A whole number of tiles for n tokens: as many as the chunk has, or as n needs."""
+        tile = min(self.tile, self.chunk)
+        return max(self.chunk // tile * tile, round_up(n, tile))
 
 
 class SarathiServe(Scheduler):
@@ -635,11 +640,11 @@ class View:
 
 
 class Order:
-    """In which order waiting requests are offered to the scheduler, any scheduler. Subclass it and write `offer`; this one: first come
-    first served."""
+    """In which order waiting requests are offered to the scheduler, any scheduler: Engine(model, order=...). Subclass it and write
+    `offer`; this one: first come first served."""
+    inner = None  # the Order that this one rearranges; None: as they came
 
     def __init__(self, inner=None):
-        """inner: the Order that this one rearranges; None: as they came."""
         self.inner = inner
 
     def queue(self, engine):
@@ -735,11 +740,10 @@ class Fair(Order):
         that makes no difference.
         # differs from [VTC Alg. 2]: with nobody in the queue it is the least of those that run, not the last to leave the queue"""
         stayed = {c for c, q in queues.items() if self.known.get(c) is q or next(iter(q)).n_preempted}  # in the queue the last time, too
-        here = stayed or {r.client for r in self.charged}  # or else those that run: who sets the level
-        self.level = max(self.level, min((self.counter[c] for c in here), default=0.0))
-        here = {*queues, *(r.client for r in self.charged)}
+        run = {r.client for r in self.charged}
+        self.level = max(self.level, min((self.counter[c] for c in stayed or run), default=0.0))
         if self.known.keys() != queues.keys():
-            self.counter = {c: n for c, n in self.counter.items() if c in here or n > self.level}
+            self.counter = {c: n for c, n in self.counter.items() if c in queues or c in run or n > self.level}
         for c in queues.keys() - stayed:
             self.counter[c] = max(self.counter.get(c, 0.0), self.level)
         self.known = dict(queues)
@@ -1135,6 +1139,10 @@ class Learned(CostModel):
 
     def seconds(self, w, lora="batched"):
         return self.base.seconds(w, lora) * self._correction(w)[0]
+
+    def _operators(self, w, lora="batched"):
+        factor, *_ = self._correction(w)
+        return {name: seconds * factor for name, seconds in self.base._operators(w, lora).items()}
 
     def _correction(self, w):
         """-> the factor for such an iteration, and where it lies in the table: the two places, and the shares they have in it"""
@@ -1746,11 +1754,11 @@ class Autopilot(SarathiServe, Policy):
 
         x = min(c / P, S / (P / c + D / l))     requests end: the prefills or the slots are the bottleneck
         d = x D / l                             requests decode,
-        T = x P / c T(c + d (1 + k)) + (1 - x P / c) T(d (1 + k))     seconds pass: it has a chunk, or there was none to feed
+        T = x P / c t(c + d (1 + k)) + (1 - x P / c) t(d (1 + k))     seconds pass, t by the prices: it has a chunk, or there was none
 
     and who comes now, behind n others, has its last token after T (n / x + P / c + D / l): the queue's time and its own. The (c, k) with
     the least is best at any load: alone it is one's own latency that counts, in a long queue the throughput x / T. A prefill token and
-    a draft thus have one currency, the T of their iteration. With a target the best that keeps every running request to its pace is
+    a draft thus have one currency, the t of their iteration. With a target the best that keeps every running request to its pace is
     taken: a request that is ahead of it lends its time to the prefills of others, one that is behind may catch up later, and one that
     cannot any more holds up nobody. No stall lasts longer than asked for, or than one tile. D is max_new_tokens: where a stop token
     ends most requests early, it is too long."""
@@ -1764,7 +1772,8 @@ class Autopilot(SarathiServe, Policy):
         if not requests:
             return []
         decodes = [r for r in running if r.n_todo == 1]
-        self.worth = [*accumulate(self._alpha() ** k for k in range(self.n_spec + 1))]  # tokens, of so many drafts: expected_tokens
+        alpha = self._alpha()
+        self.worth = [*accumulate(alpha ** k for k in range(self.n_spec + 1))]  # tokens, of so many drafts: expected_tokens
         self.drafting = self._is_policy and lru_cache(maxsize=None)(self.engine.speculator.proposer.seconds)  # prices of this plan
         self.total, self.k = self._choose(requests, decodes, len(running) + len(waiting))
         self.chunk = self.total - self.k * len(decodes)
@@ -2119,7 +2128,7 @@ class Engine:
         if not isinstance(model, self.runs):
             raise ValueError(f"model = {model!r}: must be a {self.runs.__name__}")
         self.model, self.config = model, EngineConfig(**options)
-        c, B, L = self.config, self.config.max_batch, model.config.block_size
+        c = self.config
         self.scheduler = make_scheduler(c.scheduler, chunk=c.chunk, tile=c.tile)
         policy = make_policy(spec, self.scheduler)
         self.world = getattr(model, "world", World())  # a CostModel has none
@@ -2128,18 +2137,9 @@ class Engine:
         if draft is None and policy.n_spec:
             raise ValueError(f"spec = {spec!r} without a draft: give draft = {' or '.join(map(repr, PROPOSERS))}, or a model")
         draft = draft if policy.n_spec else None
-        page, (free, share) = model.config.page_bytes(model.dtype.itemsize), self._memory(draft)
-        if isinstance(draft, (GPT, CostModel)):
-            page += draft.config.page_bytes(draft.dtype.itemsize)  # a draft model's cache has as many pages [SmartSpec §6]
-        affordable = int(c.memory_gb * 1e9 or share * free) // page  # (M_G - M_S) / m_kv
         tiled = isinstance(model, GPT) and not on_gpu(model.device) and c.alloc == "reserve"
         self.key_tile = model.config.head_dim if tiled else 1  # pages of a key tile, see Table.key_tile
-        longest = round_up(L, self.key_tile)
-        n_page = c.n_page or min(affordable, (B or affordable) * longest)
-        if not 1 <= n_page <= free // page:
-            raise ValueError(f"n_page = {c.n_page}, memory_gb = {c.memory_gb:g}: a pool of {n_page} pages of {page} bytes, "
-                             f"must have 1 .. {free // page} pages in the {free / 1e9:.1f} GB there are")
-        self.max_batch = B or min(256, max(1, n_page // longest))  # B = floor((M_G - M_S) / (L * m_kv)) [SARATHI §4.3.1]
+        n_page, self.max_batch = self._size(draft)
         if getattr(self.scheduler, "max_batch", None) is None:  # a scheduler of somebody's own may not call our __init__
             self.scheduler.max_batch = self.max_batch
         checked("max_batch", self.scheduler.max_batch, int, 1)
@@ -2175,6 +2175,19 @@ class Engine:
     def lanes(self):
         """Who takes requests from the same queue: in a Pipeline there are several."""
         return [self]
+
+    def _size(self, draft):
+        """-> (pages of the cache, most requests at once), as far as the options leave it open by what memory there is."""
+        c, model, longest = self.config, self.model, round_up(self.model.config.block_size, self.key_tile)
+        page, (free, share) = model.config.page_bytes(model.dtype.itemsize), self._memory(draft)
+        if isinstance(draft, (GPT, CostModel)):
+            page += draft.config.page_bytes(draft.dtype.itemsize)  # a draft model's cache has as many pages [SmartSpec §6]
+        affordable = int(c.memory_gb * 1e9 or share * free) // page  # (M_G - M_S) / m_kv
+        n_page = c.n_page or min(affordable, (c.max_batch or affordable) * longest)
+        if not 1 <= n_page <= free // page:
+            raise ValueError(f"n_page = {c.n_page}, memory_gb = {c.memory_gb:g}: a pool of {n_page} pages of {page} bytes, "
+                             f"must have 1 .. {free // page} pages in the {free / 1e9:.1f} GB there are")
+        return n_page, c.max_batch or min(256, max(1, n_page // longest))  # B = floor((M_G - M_S) / (L * m_kv)) [SARATHI §4.3.1]
 
     def _new_cost(self, model, cost):
         """What a model's iterations cost (None: by a profile); what is measured corrects it, for all engines that are given the same
@@ -2218,7 +2231,7 @@ class Engine:
     def _new_order(self):
         """The queue's order, as the options say: each rearranges the one before; None: first come first served."""
         c = self.config
-        order = LastCome() if c.order == "lcfs" else None
+        order = dict(fcfs=None, lcfs=LastCome()).get(c.order, c.order)
         if c.slo:
             order = EarlyAbort(order, c.slo)
         if c.cluster:
@@ -2355,10 +2368,11 @@ class Engine:
         with nothing at all. Where a GPU would wait for Python meanwhile, iteration i + 1 is planned and started while i runs, and the
         events are those of i."""
         self._land(self.ahead)
-        plan = self._plan()
+        plan = self._plan()  # policy and memory: who feeds how many tokens, and on which pages [SARATHI §4.3] [S-LoRA §5.1]
+        plan = self._widen(plan)  # speculation: decodes get drafts behind them [SmartSpec §5]
         if plan:
-            self._launch(plan)
-        return self.land(self.behind if plan else 0)
+            self._launch(plan)  # one flat batch, one forward, tokens drawn from its logits [SARATHI §4.3] [S-LoRA §5.3]
+        return self.land(self.behind if plan else 0)  # commit: advance, roll back, retire
 
     def land(self, most=0):
         """Wait until no more than `most` iterations are in flight, none if nobody is left to ask for them -> [Event], all that are new."""
@@ -2372,7 +2386,7 @@ class Engine:
             self._commit(self.flights.popleft().ready, tokens)
 
     def _plan(self):
-        """Who feeds how many tokens next, drafts included; [] if there is nothing to do. All of it has its pages."""
+        """Who feeds how many tokens next; [] if there is nothing to do. All of it has its pages."""
         self._arrive()
         queue = self.order.queue(self) if self.order else self.waiting  # which may give some of them up
         if not self.running and not self.waiting:
@@ -2382,6 +2396,9 @@ class Engine:
         if not plan:
             raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing that could run, of {len(self.running)} running requests (max_batch = "
                                f"{self.max_batch}) and {len(self.waiting)} waiting ones: where no newcomer fits it must feed some that run")
+        return plan
+
+    def _widen(self, plan):
         return self.speculator.widen(plan) if self.speculator else plan
 
     def _arrive(self):
@@ -2442,6 +2459,8 @@ class Engine:
                 raise ValueError(f"{who}: a plan may feed 1 .. {r.n_todo} tokens of request {r.id}, not {n!r}")
         if len({r.id for r, n in plan}) < len(plan):
             raise ValueError(f"{who}: a plan may name a request once")
+        if self.config.lora == "merge" and len({r.adapter for r, n in plan}) > 1:
+            raise ValueError(f"{who}: with lora = 'merge' a plan has one adapter, not {len({r.adapter for r, n in plan})}")
         return plan
 
     def _lookahead(self, r, k):
@@ -2456,10 +2475,10 @@ class Engine:
         return k
 
     def _hold(self, r, n):
-        """Pages for the first n tokens of r, and its adapter; idle adapters make way. False, and a waiting r has nothing, if not."""
+        """Pages for the first n tokens of r, and its adapter; idle adapters make way. False: no room, and a waiting r holds no page."""
         whole = round_up(r.max_len, self.key_tile)  # of key tiles, if they are within its share of the pool or add little: they attend faster
-        fair = whole <= max(self.pool.n_page // self.max_batch, r.max_len * 9 // 8)
-        for n_max in dict.fromkeys((whole if fair else r.max_len, r.max_len)):
+        cheap = r.max_len < whole <= max(self.pool.n_page // self.max_batch, r.max_len * 9 // 8)
+        for n_max in (whole, r.max_len) if cheap else (r.max_len,):
             if self.adapters.find_room(self.pool, self.pool.hold, r.id, n, n_max) and self.adapters.hold(r.adapter):
                 return True
             if r.state == "waiting":
@@ -2492,9 +2511,9 @@ class Engine:
     # ------------------------------------------------------------ the model: a plan as one flat batch
 
     def _launch(self, plan):
-        """Start an iteration. It counts at once: what it feeds is cached (of drafts that is yet to be seen), and who has nothing left to
-        feed has a token more, whose value only the device will know at first. Who has all of them then gives up its pages, since
-        the device does one thing after the other."""
+        """Start an iteration, which counts at once: n_past grows by what is fed (of drafts that is yet to be seen), and n_tokens by one for
+        whoever has nothing left to feed; the token's value only the device may know until _commit. Who has all tokens then is "landing"
+        and gives up its pages, since the device does one thing after the other."""
         self.flights.append(self._run(plan))
         for r, n in plan:
             r.n_past = min(r.n_past + n, r.n_tokens)
@@ -2810,7 +2829,8 @@ class Simulator(Engine):
         pass
 
     def _sample(self, ready, logits):
-        return lambda: [[0] * (1 + min(len(drafts), r.luck)) for r, drafts in ready], None
+        tokens = [[0] * (1 + min(len(drafts), r.luck)) for r, drafts in ready]
+        return (lambda: tokens), None
 
 
 # ---------------------------------------------------------------- many devices: one clock, a pipeline of stages
@@ -2875,7 +2895,10 @@ class Lane:
 
     def _plan(self):
         self.clock.wait_until(self.line.now)  # it may have had nothing to do for long
-        plan, self.line.now = super()._plan(), self.clock.now()
+        return super()._plan()
+
+    def _widen(self, plan):
+        plan, self.line.now = super()._widen(plan), self.clock.now()
         return plan
 
     def _preempt(self, r):
@@ -2898,7 +2921,7 @@ class SimulatedLane(Lane, Simulator):
         send, idle = self.model.send(sum(n for r, n in plan)), 0.0
         for stage, free in enumerate(line.free):
             start = max(t, free)
-            t = start + took + send  # sending keeps the stage busy
+            t = start + took + (send if stage + 1 < len(line.free) else 0.0)  # sending keeps the stage busy
             idle += line.book(stage, start, t)
             self._log(start, t, stage, fed(plan))
         self.clock.wait_until(t)

@@ -552,6 +552,21 @@ def test_a_plan_that_cannot_be_is_said_to_whose_it_is(plan, message):
         Engine(small(), scheduler=Wrong(), n_page=100).generate([prompt(5)], 3)
 
 
+def test_a_plan_whose_adapters_cannot_all_be_merged_is_said_to_whose_it_is():
+    class Both(sarathi.Scheduler, named=False):
+        """Looks past the queue that it is offered."""
+
+        def start(self, engine):
+            self.engine = engine
+
+        def plan(self, running, waiting):
+            return [(r, r.n_todo) for r in [*running, *self.engine.waiting]]
+    engine = Engine(small(), scheduler=Both(), lora="merge", n_page=100)
+    learn(engine, adapters_for(small(), [4, 4]))
+    with pytest.raises(ValueError, match="Both: with lora = 'merge' a plan has one adapter, not 2"):
+        engine.generate([prompt(5), prompt(6)], 3, adapter=["a0", "a1"])
+
+
 # ---------------------------------------------------------------- 5. the pool
 
 @pytest.mark.parametrize("alloc", ["reserve", "grow"])
@@ -1502,7 +1517,28 @@ def test_no_round_is_begun_when_patience_is_spent(patience, n, monkeypatch):
     """Every round takes 11 seconds, and is never cut."""
     b = bench_of()
     monkeypatch.setattr(b, "once", lambda f: f())
-    assert b.rounds(lambda: 6.0, lambda: 5.0, repeats=3, warm=False, patience=patience) == [[6.0] * n, [5.0] * n]
+    for warm in (False, True):
+        seen = []
+        once = lambda seconds: seen.append(seconds) or seconds
+        assert b.rounds(partial(once, 6.0), partial(once, 5.0), repeats=3, warm=warm, patience=patience) == [[6.0] * n, [5.0] * n]
+        assert len(seen) == 2 * (n + warm), "a warm-up counts for nothing"
+
+
+def test_a_capacity_is_not_that_of_a_first_run(monkeypatch):
+    rates = iter([2.0, 5.0, 3.0])
+    monkeypatch.setattr(bench, "serve", lambda b, engine, jobs: {"requests/s": next(rates)} if all(job.arrival == 0 for job in jobs) else None)
+    assert bench.most_served(bench_of(), None, [bench.Job(1.0, 2, 3)] * 2) == 5.0
+    assert bench.most_served(bench_of("a6000"), None, [bench.Job(1.0, 2, 3)] * 2) == 3.0, "what is simulated is always the same"
+
+
+def test_a_primed_model_has_run_every_small_number_of_tokens(monkeypatch):
+    sizes, run = [], Engine._run
+    monkeypatch.setattr(Engine, "_run", lambda engine, plan: (sizes.append(sum(n for r, n in plan)), run(engine, plan))[1])
+    assert bench.primed(small()) is small() and sizes == [*range(1, 65)]
+    sizes.clear()
+    b = bench_of()
+    bench.Pair(b, "ngram"), bench.Pair(b, "ngram", alpha=0.35)
+    assert sizes == [*range(1, 65)], "once per model"
 
 
 # ---------------------------------------------------------------- 10. pictures and traces
@@ -1984,6 +2020,14 @@ def test_heads_that_cannot_be_are_named(sizes, said):
         GPTConfig(**SMALL | dict(n_kv_head=0) | sizes)
 
 
+@pytest.mark.parametrize("n_stage", [1, 2, 3])
+def test_a_simulated_stage_sends_to_the_next_one_if_there_is_one(n_stage, monkeypatch):
+    monkeypatch.setattr(SlowStages, "send", lambda self, N: 10.0)
+    line = Pipeline(SlowStages(), n_stage, max_batch=1, n_page=100)
+    line.generate([[1, 2, 3]], max_new_tokens=1)
+    assert line.clock.now() == pytest.approx(1.0 + 10.0 * (n_stage - 1))
+
+
 def test_simulated_stages_share_their_memory():
     cost = CostModel.roofline(preset("llama-7b"), "a100")
     assert Pipeline(cost, 4).lanes[3].pool.n_page == pytest.approx(Simulator(cost).pool.n_page / 4, rel=0.01)
@@ -2000,7 +2044,12 @@ def test_prices_are_profiled_before_the_pool_takes_the_memory(monkeypatch):
 def test_a_profile_has_the_same_face_and_says_how_far_off_it_is():
     cost = CostModel.profile(small(), repeats=1)
     assert 0 <= cost.error < np.inf and cost.time(200, 500) > 0 and min(cost.coefficients) >= 0
-    assert sum(cost.operators(40, 100).values()) == pytest.approx(cost.time(40, 100))
+    learned = sarathi.Learned(cost)
+    for _ in range(40):
+        learned.learn(sarathi.Work(40, 1, decodes=1, context=100), 3 * cost.time(40, 100))
+    assert learned.time(40, 100) > 1.5 * cost.time(40, 100)
+    for c in (cost, learned):
+        assert sum(c.operators(40, 100).values()) == pytest.approx(c.time(40, 100))
     engine = Simulator(cost, scheduler="sarathi", chunk=32, max_batch=4, n_page=400)
     assert engine.generate([[1] * 60, [2] * 5], max_new_tokens=4) == [[0] * 4] * 2 and engine.clock.now() > 0
 
@@ -2587,6 +2636,26 @@ def learn(engine, adapters):
     """Let requests ask for these, {name: Adapter}."""
     for name, adapter in adapters.items():
         engine.add_adapter(name, lambda config, adapter=adapter, **_: adapter)
+
+
+def test_an_order_of_ones_own_is_rearranged_by_the_options_and_counts_in_every_lane():
+    class Backwards(sarathi.Order):
+        def __init__(self):  # nobody needs to call ours
+            pass
+
+        def offer(self, running, queue):
+            return [*queue][::-1]
+    adapters = adapters_for(small(), [4, 4])
+    engine = Engine(small(), order=Backwards(), lora="merge", max_batch=2, n_page=200)
+    learn(engine, adapters)
+    requests = serve(engine, [Request(prompt(12, seed=i), 5, f"a{i % 2}") for i in range(6)])
+    assert all(r.output == greedy(small().merged(adapters[r.adapter]), r.prompt, 5) for r in requests), "two adapters in one batch"
+    assert [r.id for r in sorted(requests, key=lambda r: r.times[0])] == [5, 3, 1, 4, 2, 0], "backwards, but one adapter after the other"
+    line = Pipeline(a6000(), 2, order=Backwards(), max_batch=1, n_page=500)
+    started = sorted(serve(line, [Request([1] * 20, 5) for _ in range(6)]), key=lambda r: r.times[0])
+    assert [r.id for r in started] == [5, 4, 3, 2, 1, 0]
+    with pytest.raises(ValueError, match="order = 'lifo': one of 'fcfs', 'lcfs'"):
+        Engine(small(), order="lifo")
 
 
 def test_adapters_and_requests_compete_for_a_small_pool_and_nobody_loses():
