@@ -11,8 +11,12 @@ one token. A page (one token's K and V) owns n_kv_head rows in each plane. Head 
                                         one head's context is one contiguous block
 
 and so both allocation policies, and every kernel, share one address formula. One exception: where torch attends, on a CPU, and a
-request's n pages lie together, n a multiple of D, its K is stored in key tiles of D tokens, each transposed: row i of a tile has number
-i of each of its tokens. A score q K is then what a value is, a sum of rows, each times a number, and one routine computes both.
+request's n pages lie together, n a multiple of D, its K is stored in key tiles of D tokens, each transposed:
+
+    V, and K elsewhere: row t of a tile is  v_t[0] v_t[1] ... v_t[D-1]      K: row i of a tile is  k_0[i] k_1[i] ... k_(D-1)[i]
+
+The scores of D tokens, q[0] row 0 + q[1] row 1 + ..., are then what a value is, a sum of rows, each times a number, and one routine
+computes both.
 """
 import atexit
 import ctypes
@@ -408,7 +412,8 @@ class Segment:
             t, a, longest, _ = feeds[i]
             n, R, tile = longest - a, 1, t.key_tile(key_tile)
             for t, a, b, _ in islice(feeds, i + 1, None):  # of as many tokens, contexts ascend
-                if n > FEW_ROWS or b - a != n or R * (b - longest) > CALL or t.key_tile(key_tile) != tile:
+                filled_up = R * (b - longest)  # what the R before it would read too much, to share a call with it
+                if n > FEW_ROWS or b - a != n or filled_up > CALL or t.key_tile(key_tile) != tile:
                     break
                 R, longest = R + 1, b
             for j in range(0, n, CHUNK_ROWS):
@@ -476,7 +481,8 @@ class Rows:
         rows = np.concatenate([np.empty((0, n_kv_head), int), *(t.at(slice(a, b), n_kv_head) for t, a, b, _ in few)])
         if all(tile == 1 for *_, tile in few):
             return cls(to(rows), to(rows), chunks, fresh)
-        tokens, tiles = np.concatenate([np.arange(a, b) for _, a, b, _ in few]), np.repeat(*np.array([(tile, b - a) for _, a, b, tile in few]).T)
+        tokens = np.concatenate([np.arange(a, b) for _, a, b, _ in few])
+        tiles = np.repeat([tile for *_, tile in few], [b - a for _, a, b, _ in few])
         return cls(to(rows), to(key_cells(rows, tokens, tiles, D)), chunks, fresh)
 
 

@@ -886,7 +886,8 @@ class Work(NamedTuple):
 
 class CostModel:
     """Seconds of an iteration: T = alpha N_context + gamma ceil(N / tile) tile + delta [SmartSpec Eq. 7, SARATHI Fig. 7], where
-    gamma and delta (computing N tokens, reading the weights) overlap, and a chunk's attention pays for its query-key pairs."""
+    gamma and delta (computing N tokens, reading the weights) overlap, and a chunk's attention pays for its query-key pairs.
+    Roofline and Fitted say what each term is: linear, attention, others, lora, all_reduce, send, and the peaks they imply."""
     error = None  # of a fitted one: the median relative error on batches that the fit did not see
     version = 0  # of its prices: more once they have changed
     system = SYSTEMS["sarathi"]
@@ -1718,7 +1719,7 @@ class Loop(NamedTuple):
     def of(cls, requests, n, known):
         """requests: those with a slot or for whom there is one, of n; known: {adapter's name: Adapter}"""
         S, P, D = len(requests), [len(r.prompt) for r in requests], [r.max_new_tokens - 0.99 for r in requests]
-        users, fed, generated = [known[r.adapter].n_params for r in requests if r.adapter is not None], sum(P), sum(D)
+        users, fed, generated = [known[r.adapter].n_params for r in requests if r.adapter is not None], sum(P), sum(D)  # D is never 0
         return cls(S, n, fed / S, generated / S, sum(map(mul, P, P)) / 2 / fed, sum(d * (p + d / 2) for p, d in zip(P, D)) / generated,
                    len(users) / S, sum(users) / max(1, len(users)))
 
@@ -1803,7 +1804,7 @@ class Autopilot(SarathiServe, Policy):
             c = min(total - d * (1 + k), todo)
             if c > 0 and self._seconds(now, c, d, k) <= pace(k, mean):
                 return total, k
-        k = int(np.argmax(rates))
+        k = int(np.argmax(rates))  # nothing to feed, or no prefill that keeps the pace: decodes alone
         return d * (1 + k) or 1, k
 
     def _pace(self, decodes, least, soonest):
@@ -2231,7 +2232,7 @@ class Engine:
     def _new_order(self):
         """The queue's order, as the options say: each rearranges the one before; None: first come first served."""
         c = self.config
-        order = dict(fcfs=None, lcfs=LastCome()).get(c.order, c.order)
+        order = c.order if isinstance(c.order, Order) else LastCome() if c.order == "lcfs" else None
         if c.slo:
             order = EarlyAbort(order, c.slo)
         if c.cluster:
