@@ -1276,7 +1276,7 @@ def tng_concurrency(bench):
     """[TNG] time to first token, time per token and throughput over the number of concurrent requests.
     n clients, each sends its next request when its last ended; lengths are those of --prompt and --output."""
     jobs = drawn(bench, bench.grid(2, 6) * 64)
-    Online(bench, jobs[:8], B=8).capacity  # serves them once, to warm up
+    Online(bench, jobs[:8], B=8).capacity  # serves them, to warm up
     for n in bench.grid([1, 4, 12], [1, 2, 4, 8, 16, 32, 64]):
         work = Online(bench, jobs[:bench.grid(2, 6) * max(n, 3)], clients=n, B=n)
         for name, scheduler in policies(*bench.grid([64, 256], [128, 256, 512])).items():
