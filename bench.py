@@ -1975,7 +1975,7 @@ def one_trial(work, alpha, draft, cost, setting, target, seed):
 
 def trials(bench, case, draft, cost):
     """A workload -> (its target or 0, {(chunk, drafts), or "autopilot": [Trial of each round]}). Measured: a round of all settings, which
-    chooses two, then more of these and autopilot, each with other luck for the drafts."""
+    chooses two, and with a target the steadiest, then more of these and autopilot, each with other luck for the drafts."""
     P, D, load, alpha, n_adapter, slow = case
     scale = 1.0 if bench.simulated else max(bench.lengths) / 4 / 1300
     around = lambda n: uniform(max(2, int(n * scale / 2)), max(3, int(n * scale * 1.5)) + 1)
@@ -1989,7 +1989,8 @@ def trials(bench, case, draft, cost):
     for i in range(1 if bench.simulated else bench.config.repeats):
         for setting in shuffled([*grid, "autopilot"], i):
             seen[setting].append(one_trial(work, alpha, draft, cost, setting, target, seed=bench.options.seed + i))
-        grid = best_first(seen, target, [0])[:2]
+        steadiest = min(best_first(seen, 0, [0]), key=lambda setting: seen[setting][0].tpot)
+        grid = [*dict.fromkeys((*best_first(seen, target, [0])[:2], *([steadiest] if target else [])))]
     return target, seen
 
 
@@ -2030,7 +2031,7 @@ def autopilot(bench):
         best, *_ = best_first(seen, target, range(len(seen["autopilot"])))
         took, latency = at_best(seen, target), [trial.latency for trial in seen[best]]
         typical = {setting: Trial(*map(median, zip(*rounds))) for setting, rounds in seen.items()}
-        met = sum(bool(target) and trial.tpot <= target for setting, trial in typical.items() if setting != "autopilot")
+        met = sum(bool(target) and typical[setting].tpot <= target for setting in best_first(seen, 0, range(len(seen["autopilot"]))))
         for setting, rounds in seen.items():
             times = [trial.latency / seconds for trial, seconds in zip(rounds, took)]
             ratios[setting].append(median(times[1:] or times))
