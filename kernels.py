@@ -436,7 +436,7 @@ class Segment:
                 row[:stop], row[stop:] = f.table.rows[:stop], f.table.rows[0]
         heads = np.array([f.table.stride for f in feeds], np.int32)[:, None, None] * np.arange(n_kv_head, dtype=np.int32)[:, None]
         index, trees = to((rows + heads).reshape(2, -1)), tuple(f.parents for f in feeds)
-        mask = causal_mask(tuple((ends - ends.min()).tolist()), n, group, ctx - int(ends.max()), dtype, index.device, trees if any(trees) else ())
+        mask = causal_mask(ends - ends.min(), n, group, ctx - int(ends.max()), dtype, index.device, trees if any(trees) else ())
         return cls(start, len(feeds), n, ctx, tile, index, mask)
 
     @cached_property
@@ -669,6 +669,7 @@ def rotate_write(qkv, rope, kv, rows, n_head, n_kv_head):
 
 
 @lru_cache(maxsize=256)  # the same few trees grow in every iteration
+@lru_cache(maxsize=64)  # the shapes of trees are few
 def lineage(parents):
     """parents: for each of n rows the row it follows, an earlier one, or -1 -> (n, n) bool: whom each row follows, itself included."""
     sees = torch.eye(len(parents), dtype=torch.bool)
@@ -678,17 +679,22 @@ def lineage(parents):
     return sees
 
 
-@lru_cache(maxsize=1024)  # the same few shapes come back in every iteration
+@lru_cache(maxsize=16)
+def stairs(n, dtype, device):
+    """(n + 1, n): row i is 0 in the first i columns, and -inf behind them."""
+    return torch.full((n + 1, n), float("-inf"), dtype=dtype, device=device).triu_()
+
+
 def causal_mask(ahead, n, group, pad, dtype, device, trees=()):
-    """What to add to the last columns of the scores. ahead: each request's cached tokens beyond the shortest one's, a tuple of R
-    ints. -> (R, 1, n * group, w), w = max(ahead) + n + pad, of 0 and -inf; columns before these w are seen by every row. trees:
-    where a request's rows do not follow one another but form a tree, their parents; else None."""
-    last = torch.tensor(ahead)[:, None] + torch.arange(n).repeat_interleave(group)  # (R, n * group) the last of them each row sees
-    hidden = torch.arange(max(ahead) + n + pad) > last[..., None]
-    for rows, start, parents in zip(hidden, ahead, trees):
+    """What to add to the last columns of the scores. ahead (R,): each request's cached tokens beyond the shortest one's. -> (R, 1,
+    n * group, w), w = max(ahead) + n + pad, of 0 and -inf; columns before these w are seen by every row. trees: where a request's
+    rows do not follow one another but form a tree, their parents; else None."""
+    sees, w = (ahead[:, None] + np.arange(1, n + 1)).repeat(group), int(ahead.max()) + n + pad  # (R * n * group,) how many of them
+    mask = stairs(pow2(w), dtype, device)[:, :w].index_select(0, place(sees, device)).view(len(ahead), 1, -1, w)
+    for rows, start, parents in zip(mask, ahead, trees):
         if parents:
-            rows[:, start:start + n] = ~lineage(parents).repeat_interleave(group, 0)
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None].to(device)
+            rows[0, :, start:start + n] = torch.where(lineage(parents), 0.0, float("-inf")).repeat_interleave(group, 0)
+    return mask
 
 
 def attention_ref(q, kv, tables):

@@ -1126,8 +1126,7 @@ class Learned(CostModel):
     def __init__(self, base):
         self.base, self.factor, self.n_learned = base, 1.0, 0
         self.error, self.system = base.error, base.system  # which every CostModel has
-        self.sums, self.seen = np.zeros((2, 2, 32)), np.zeros((2, 2, 32))  # of log2(seconds / (price * factor)), and how many
-        self.factors = np.ones((2, 2, 32))
+        self.cells = {}  # (with a chunk, with adapters, of about so many tokens) -> sum of log2(seconds / (price * factor)), and of how many
 
     def __getattr__(self, name):
         if name == "base":
@@ -1146,25 +1145,26 @@ class Learned(CostModel):
         return {name: seconds * factor for name, seconds in self.base._operators(w, lora).items()}
 
     def _correction(self, w):
-        """-> the factor for such an iteration, and where it lies in the table: the two places, and the shares they have in it"""
+        """-> the factor for such an iteration, and the two cells that it lies between, each with its share in it"""
         x = max(0, w.N - 1) if w.N <= FEW_ROWS else FEW_ROWS - 1 + math.log2(w.N / FEW_ROWS)
-        i, share, chunk, adapted = int(x), x % 1, w.chunks > 0, w.adapted > 0
-        at = int(chunk), int(adapted), slice(i, i + 2)
-        below, above = self.factors[at].tolist()
-        return self.factor * ((1 - share) * below + share * above), at, (1 - share, share)
+        i, share, factor, between = int(x), x % 1, 0.0, []
+        for j, part in ((i, 1 - share), (i + 1, share)):
+            cell = w.chunks > 0, w.adapted > 0, j
+            total, seen = self.cells.get(cell, (0.0, 0.0))
+            factor += part * 2 ** (total / (self.WEIGHT + seen))
+            between.append((cell, part, total, seen))
+        return self.factor * factor, between
 
     def learn(self, w, seconds, lora="batched"):
         """An iteration took so long."""
-        factor, at, shares = self._correction(w)
+        factor, between = self._correction(w)
         news = math.log2(min(2.0, max(0.5, seconds / (self.base.seconds(w, lora) * factor))))  # whatever else the machine did counts little
-        self.sums[at] += np.array(shares) * (news + math.log2(factor / self.factor))
-        self.seen[at] += shares
-        self.factors[at] = 2 ** (self.sums[at] / (self.WEIGHT + self.seen[at]))
+        for cell, part, total, seen in between:
+            self.cells[cell] = total + part * (news + math.log2(factor / self.factor)), seen + part
         self.n_learned += 1
         self.factor *= 2 ** (news * max(self.RATE, 0.5 / self.n_learned))
         if self.n_learned % self.ROUND == 0:
-            self.sums, self.seen = self.KEEP * self.sums, self.KEEP * self.seen
-            self.factors = 2 ** (self.sums / (self.WEIGHT + self.seen))
+            self.cells = {cell: (self.KEEP * total, self.KEEP * seen) for cell, (total, seen) in self.cells.items()}
 
 
 def designed_batches(L, weights=()):
@@ -2572,38 +2572,36 @@ class Engine:
 
     def _pack(self, plan):
         """The plan as one flat Batch. Sorted so that decodes with contexts alike stand together."""
-        tables, config, Hk = self.pool.tables, self.model.config, self.pool.n_kv_head
+        tables, config, Hk, device, dtype = self.pool.tables, self.model.config, self.pool.n_kv_head, self.kv.device, self.kv.dtype
         plan.sort(key=lambda entry: (entry[1], tables[entry[0].id].key_tile(self.key_tile), entry[0].n_past))
-        past, n, wanted = np.array([(r.n_past, n, r.n_wanted(n)) for r, n in plan]).T
-        last = lambda stops, counts: np.arange(counts.sum()) + np.repeat(stops - np.cumsum(counts), counts)  # of each: stop - count ... stop - 1
         feeds = [Feed(tables[r.id], r.n_past, r.n_past + n, r.tree.parents if r.tree and r.tree.branches else None) for r, n in plan]
         tokens = np.concatenate([r.tokens[f.past:f.end] for (r, _), f in zip(plan, feeds)])
-        positions, logit_rows, group = last(past + n, n), last(np.cumsum(n), wanted), config.n_head // Hk
-        for (r, n_new), end in zip(plan, np.cumsum(n)):
-            if r.tree:
-                positions[end - n_new:end] = r.n_past + r.tree.level
+        positions = np.concatenate([f.past + r.tree.level if r.tree else np.arange(f.past, f.end) for (r, _), f in zip(plan, feeds)])
+        ends, group = accumulate(n for r, n in plan), config.n_head // Hk
+        logit_rows = np.array([row for (r, n), end in zip(plan, ends) for row in range(end - r.n_wanted(n), end)], int)
         loras, newest = self._loras(plan), self.flights[-1].newest if self.flights else None
-        if on_gpu(self.model.device):  # to be uploaded in one piece
+        if on_gpu(device):  # to be uploaded in one piece
             rows, strides = [f.table.rows for f in feeds], [f.table.stride for f in feeds]
-            pages = Pages.of(rows, strides, past, n, group, self.model.dtype, [f.parents for f in feeds])
+            past, n = np.array([(f.past, f.end - f.past) for f in feeds]).T
+            pages = Pages.of(rows, strides, past, n, group, dtype, [f.parents for f in feeds])
             return Batch(tokens, positions, None, logit_rows, pages, loras, newest=newest)
-        to = partial(place, device=self.model.device)
+        to = partial(place, device=device)
         rows = Rows.of(feeds, self.key_tile, Hk, config.head_dim, to)
-        segments = Segment.cut(feeds, self.key_tile, Hk, group, self.model.dtype, to)
+        segments = Segment.cut(feeds, self.key_tile, Hk, group, dtype, to)
         return Batch(to(tokens), to(positions), rows, to(logit_rows), segments, loras, newest=newest)
 
     def _loras(self, plan):
         """{operator: Lora} for the operators that some request's adapter changes."""
-        starts = np.cumsum([0, *(n for r, n in plan)]).tolist()
-        users = [(start, n, self.adapters.resident[r.adapter].factors) for start, (r, n) in zip(starts, plan) if r.adapter in self.adapters.resident]
+        starts, resident = accumulate((n for r, n in plan), initial=0), self.adapters.resident
+        users = [(start, n, resident[r.adapter].factors) for start, (r, n) in zip(starts, plan) if r.adapter in resident]
         n_few = sum(n for r, n in plan if n <= FEW_ROWS)
         loras, width, bmm = {}, self.pool.n_kv_head * self.model.config.head_dim, self.config.lora == "bmm"
         for name in {name for _, _, factors in users for name in factors}:
             spans = [(start, n, factors[name]) for start, n, factors in users if name in factors]
             operator = self.model.config.operators[name]
             columns = list(operator.modules.values())
-            if on_gpu(self.model.device) and not bmm:
-                loras[name] = LoraPages.of(spans, columns, width, self.model.dtype)
+            if on_gpu(self.kv.device) and not bmm:
+                loras[name] = LoraPages.of(spans, columns, width, self.kv.dtype)
             else:
                 loras[name] = Lora.of(spans, n_few, operator.n_in, columns, width, bmm)
         return loras
@@ -2690,7 +2688,7 @@ class Engine:
 
     def _sampling(self, requests):
         """temperature, top_k, top_p, each (B,), as target_probs wants them"""
-        to = lambda name, dtype: place(np.array([getattr(r, name) for r in requests], dtype), self.model.device)
+        to = lambda name, dtype: place(np.array([getattr(r, name) for r in requests], dtype), self.kv.device)
         return to("temperature", np.float32), to("top_k", np.int64), to("top_p", np.float32)
 
     def _guessed(self, asked, p, draft):
