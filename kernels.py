@@ -46,7 +46,7 @@ except ImportError:  # plain torch everywhere: the kernels below are read as Pyt
 
 CHUNK_ROWS = 128  # query rows of a chunk that attend in one call: smaller wastes less above the diagonal, larger runs faster
 ALIGN = 32  # contexts are filled up to a multiple of so many tokens: softmax is a quarter faster, and oneDNN meets few new shapes
-CALL = 256  # to start an attention call takes as long as to attend to so many tokens: shorter contexts are filled up by that to share one
+CALL = 256  # to start an attention call takes as long as to attend to so many tokens: decodes share one as long as filling up adds no more
 PART = 4 * 2**20  # bytes of K or V that are gathered at once
 FEW_ROWS = 8  # up to so many rows a request streams its context from memory (a decode, a verification); beyond, it multiplies (a chunk)
 MOST_CHUNKS = 8  # so many chunks a recorded iteration has room for
@@ -72,7 +72,7 @@ def on_gpu(device):
 
 
 def fused(x):
-    """Whether they run on x: one flat batch (N, C) on a GPU. Whole sequences (B, T, C), for training and the oracle, are torch's."""
+    """Whether the Triton kernels compute x: one flat batch (N, C) on a GPU. Whole sequences (B, T, C), for training and the oracle, are torch's."""
     return x.dim() == 2 and on_gpu(x.device)
 
 
@@ -669,7 +669,6 @@ def rotate_write(qkv, rope, kv, rows, n_head, n_kv_head):
 
 
 @lru_cache(maxsize=256)  # the same few trees grow in every iteration
-@lru_cache(maxsize=64)  # the shapes of trees are few
 def lineage(parents):
     """parents: for each of n rows the row it follows, an earlier one, or -1 -> (n, n) bool: whom each row follows, itself included."""
     sees = torch.eye(len(parents), dtype=torch.bool)

@@ -62,21 +62,21 @@ def option(default, help, **more):
 class EngineConfig:
     """Every knob of the engine; each is a keyword of Engine and, but for those that bench.py sets itself, a flag on both command lines."""
     scheduler: str = option("sarathi", "who feeds how many tokens in an iteration: static, orca, prefill_first, sarathi, sarathi_serve or autopilot")
-    chunk: int = option(256, "tokens of an iteration that has prefill, a chunk and the decodes beside it; sarathi_serve: the token budget")
+    chunk: int = option(256, "tokens of an iteration that has prefill: the chunk and the decodes beside it; sarathi_serve: its budget; others: no effect")
     max_batch: int = option(0, "most requests running at once; 0: as many of the longest as fit the pool, up to 256 [SARATHI §4.3.1]")
     tile: int = option(128, "chunk + decodes is a multiple of this many tokens [SARATHI §4.4]")
     alloc: str = option("reserve", "pages: a request's maximum length up front and together, or grow one by one", choices=("reserve", "grow"))
     n_page: int = option(0, "pages (tokens of K and V) in the pool; 0: max_batch times the longest context, within memory_gb")
     memory_gb: float = option(0.0, "memory for the pool; 0: 90 %% of what a GPU has left, a quarter of the RAM on a CPU")
     adapter_pages: int = option(0, "pages of the pool for adapters alone; 0: whoever needs one takes it, adapter or cache [S-LoRA §5.1]")
-    lora: str = option("batched", "adapters: all at once on the fly, so with padding, or one at a time in the weights",
+    lora: str = option("batched", "adapters: all at once on the fly, the same with copies and padding, or one at a time in the weights",
                        choices=("batched", "bmm", "merge"))
     order: str = option("fcfs", "who of the waiting starts first: the one that came first or last (in Python also an Order of your own)",
                         choices=("fcfs", "lcfs"))
-    cluster: int = option(0, "prefer requests whose adapter is in the batch once it has so many; 0: never [S-LoRA §4.2]")
+    cluster: int = option(0, "once the batch has this many adapters, requests for these go first; 0: never [S-LoRA §4.2]")
     max_waiting: int = option(0, "most requests that may wait for a slot of the batch; more are refused as they arrive; 0: no limit")
-    fair: float = option(0.0, "clients (Request.client) share the engine: who got the least goes first, a new token counts as so many of a prompt "
-                              "(VTC: 2); 0: never")
+    fair: float = option(0.0, "clients (Request.client) share the engine: who got the least goes first, a new token counts as this many of a prompt "
+                              "(VTC: 2); 0: they do not")
     slo: float = option(0.0, "seconds to the first token after which a waiting request is given up; 0: never [S-LoRA §4.3]")
     tpot: float = option(0.0, "seconds per token that autopilot keeps every running request to, on the whole; 0: as it comes")
     stall: float = option(0.0, "seconds that autopilot's prefills may keep a running request waiting for its next token; 0: as it comes")
@@ -117,7 +117,7 @@ class Request:
     temperature: float = option(0.0, "0: always the likeliest token; 1: as the model says")
     top_k: int = option(0, "draw from this many likeliest tokens only; 0: from all")
     top_p: float = option(1.0, "draw from the fewest likeliest tokens that together have this probability")
-    seed: int | None = None  # None: from the engine's seed and the request's id; verifying a draft uses up a random number, so with drafts tokens differ
+    seed: int | None = None  # None: from the engine's seed and the request's id; with drafts more numbers are drawn: other tokens, distributed alike
     stop: tuple = ()  # token ids that end the output
     arrival: float = 0.0  # seconds on the engine's clock
     client: str | None = None  # whose it is, where clients are to share the engine fairly
@@ -145,7 +145,7 @@ class Request:
         return self.n_tokens - self.n_past
 
     def n_wanted(self, n):
-        """Rows whose logits are wanted if n tokens are fed: none before the last known token, one more for each draft behind it."""
+        """Rows whose logits are wanted if n tokens are fed: none before the last known token, one more for each draft after it."""
         return max(0, n - self.n_todo + 1)
 
     @property
@@ -198,7 +198,7 @@ def check_numbers(r):
 
 
 def asking(plan):
-    """Of a plan's requests those that get tokens from it -> [(request, the drafts that it feeds behind its last known token)]"""
+    """Of a plan's requests those that get tokens from it -> [(request, the drafts that it feeds after its last known token)]"""
     return [(r, r.tokens[r.n_tokens:r.n_past + n].tolist()) for r, n in plan if n >= r.n_todo]
 
 
@@ -229,7 +229,7 @@ class Stack:
         self.n -= n
         return self.pages[self.n:self.n + n][::-1]
 
-    take_apart = take
+    take_any = take  # who asks a Stack never needs neighbours
 
     def put(self, pages):
         self.pages[self.n:self.n + len(pages)] = pages[::-1]
@@ -255,7 +255,7 @@ class Gaps:
                 return np.arange(a, a + n)
         return None
 
-    def take_apart(self, n):
+    def take_any(self, n):
         """-> (n,) pages, together or not: the last ones, so that others find theirs together; or None"""
         if n > self.n:
             return None
@@ -331,7 +331,7 @@ class PagePool:
 
     def hold_any(self, owner, n, n_max):
         """As hold, where `owner` is new here, and pages may lie anywhere under either policy."""
-        pages = self.unused.take_apart(n)
+        pages = self.unused.take_any(n)
         if pages is not None:
             self.tables[owner] = Table(pages * self.n_kv_head, 1)
         return pages is not None
@@ -545,7 +545,7 @@ class Sarathi(Scheduler):
         return self._whole(n) - n
 
     def _whole(self, n):
-        """A whole number of tiles for n tokens: as many as the chunk has, or as n needs."""
+        """n rounded up to whole tiles, but no less than the chunk, rounded down to them."""
         tile = min(self.tile, self.chunk)
         return max(self.chunk // tile * tile, round_up(n, tile))
 
@@ -594,12 +594,12 @@ class Queue:
         for r in requests:
             self.append(r)
 
-    def append(self, r, back=False):
-        """back: to the head, where it came from."""
-        self.n_come += not back
+    def append(self, r, returns=False):
+        """returns: it was started before, and goes to the head, where it came from."""
+        self.n_come += not returns
         for part in (self.all, self.of.setdefault(r.client, OrderedDict())):
             part[r] = None
-            part.move_to_end(r, last=not back)
+            part.move_to_end(r, last=not returns)
 
     def remove(self, r):
         mine = self.of[r.client]
@@ -737,8 +737,8 @@ class Fair(Order):
 
     def _lift(self, queues):
         """Who comes (back) to the queue starts no lower than those in it: being away earns nothing. Who left is forgotten as soon as
-        that makes no difference.
-        # differs from [VTC Alg. 2]: with nobody in the queue it is the least of those that run, not the last to leave the queue"""
+        that makes no difference."""
+        # differs from [VTC Alg. 2]: with nobody in the queue it is the least of those that run, not the last to leave the queue
         stayed = {c for c, q in queues.items() if self.known.get(c) is q or next(iter(q)).n_preempted}  # in the queue the last time, too
         run = {r.client for r in self.charged}
         self.level = max(self.level, min((self.counter[c] for c in stayed or run), default=0.0))
@@ -807,7 +807,7 @@ GPUS = {"a10g": GPU(70e12, 600e9, 24 * 2**30, 32e9), "a6000": GPU(154.8e12, 768e
         "a100-40": GPU(312e12, 1555e9, 40 * 2**30, 300e9), "a100": GPU(312e12, 2039e9, 80 * 2**30, 300e9),
         "h100": GPU(989e12, 3350e9, 80 * 2**30, 450e9), "h200": GPU(989e12, 4800e9, 141 * 2**30, 450e9)}
 
-# shares of the data sheet that kernels reach, the same for every GPU and model; each is fitted on the cells named behind it
+# shares of the data sheet that kernels reach, the same for every GPU and model; each is fitted on the cells named after it
 GEMM_FLOPS = 0.77  # [SARATHI Table 2] prefill-only, linear
 GEMM_BANDWIDTH = 0.76  # [SARATHI Table 2] decode-only, linear
 CHUNK_FLOPS = 0.30  # [SARATHI Table 2] prefill-only, attn
@@ -826,7 +826,7 @@ PCIE = 32e9  # bytes/s from the host's memory: 16 lanes of the fourth generation
 class System(NamedTuple):
     """The seconds that a serving system's host adds to the hardware's; each is fitted on the cell named in SYSTEMS."""
     layer: float = 0.0  # to launch one layer's kernels: a GPU that is faster waits
-    request: float = 0.0  # between two iterations, per token that is sampled or verified: in and out, one by one
+    token: float = 0.0  # between two iterations, for each token that is sampled or verified: in and out, one by one
     load: float = 0.0  # per layer, to start the copies of an adapter, also when they overlap
     resize: float = 0.0  # per layer, when the adapters have a pool of their own: to move it, as one comes or goes
     copy: float = ATTENTION_CALL  # per layer and request: to gather and pad its adapter for a batched GEMM
@@ -837,14 +837,14 @@ class System(NamedTuple):
 SYSTEMS = {
     "sarathi": System(),  # this engine: all its time is the GPU's
     "lightllm": System(layer=1.33e-3,  # [S-LoRA Fig. 6] S4, R = 1: average latency
-                       request=0.085e-3,  # [S-LoRA Table 3] S1, n = 5
+                       token=0.085e-3,  # [S-LoRA Table 3] S1, n = 5
                        load=0.45e-3,  # [S-LoRA Table 3] S2, n = 1000
                        resize=1.25e-3,  # [S-LoRA Fig. 5] no-unify, A100-80, S4, n = 400
                        copy=0.505e-3),  # [S-LoRA Fig. 5] bmm, A100-80, S4, n = 400
     "transformers": System(layer=1.8e-3,  # [S-LoRA Table 3] PEFT, S1 and S4, n = 100
-                           request=0.95e-3,  # [S-LoRA Table 3] PEFT, S1, n = 5: its cache is copied when it grows
+                           token=0.95e-3,  # [S-LoRA Table 3] PEFT, S1, n = 5: its cache is copied when it grows
                            eager=True),
-    "vllm": System(request=0.036e-3,  # [SmartSpec Fig. 1] k = 5 is no gain beyond 12 requests/s
+    "vllm": System(token=0.036e-3,  # [SmartSpec Fig. 1] k = 5 is no gain beyond 12 requests/s
                    expand=True)}  # until its version 0.6, so in the paper's: BatchExpansionTop1Scorer
 
 
@@ -885,9 +885,10 @@ class Work(NamedTuple):
 
 
 class CostModel:
-    """Seconds of an iteration: T = alpha N_context + gamma ceil(N / tile) tile + delta [SmartSpec Eq. 7, SARATHI Fig. 7], where
-    gamma and delta (computing N tokens, reading the weights) overlap, and a chunk's attention pays for its query-key pairs.
-    Roofline and Fitted say what each term is: linear, attention, others, lora, all_reduce, send, and the peaks they imply."""
+    """Seconds of an iteration: T = alpha N_context + gamma ceil(N / tile) tile + delta [SmartSpec Eq. 7, SARATHI Fig. 7]. gamma and
+    delta, computing N tokens and reading the weights, overlap in Roofline and add up in Fitted, where gamma changes with N; in both a
+    chunk's attention pays for its query-key pairs. They say what each term is: linear, attention, others, lora, all_reduce, send, and
+    the peaks these imply."""
     error = None  # of a fitted one: the median relative error on batches that the fit did not see
     version = 0  # of its prices: more once they have changed
     system = SYSTEMS["sarathi"]
@@ -948,7 +949,7 @@ class CostModel:
         if self.system.expand:
             w = w._replace(context=w.context + w.again)
         device, host = self._device(w, lora) + 2 * self.all_reduce(w.N), self.config.n_layer * self.system.layer
-        return (device + host if self.system.eager else max(device, host)) + self.system.request * w.M
+        return (device + host if self.system.eager else max(device, host)) + self.system.token * w.M
 
     def _device(self, w, lora):
         """Seconds of the device alone, and not of its links."""
@@ -1114,12 +1115,12 @@ class Kept(dict):
 
 
 class Learned(CostModel):
-    """Another cost model, corrected by what iterations really took: its price, times a factor for all, times one for iterations like this:
-    with a chunk or not, with adapters or not, of so many tokens. Up to FEW_ROWS tokens each number has its own, as kernels' times go up
-    and down in steps there; above, each power of two, and one reads between. The factor for all follows fast: news that come late are the
-    machine's, and should not make what runs look worse than what does not. The others are means in which the price itself counts for
-    WEIGHT iterations, and what was seen for less and less: what looked dear once, and is no longer tried, gets another chance; what is
-    rare is corrected in part."""
+    """Another cost model, corrected by what iterations really took: its price, times two factors. One is for all iterations and follows
+    the machine, by RATE of each one's news, so that a slow minute does not make what happens to run look dear. The other is for iterations
+    like this: with a chunk or not, with adapters or not, of about so many tokens. Up to FEW_ROWS tokens each number has its own, as kernels'
+    times go up and down in steps there; above, each power of two, and one reads between. It is a mean in which the price itself counts
+    for WEIGHT iterations, and what was seen for less and less: what looked dear once, and is no longer tried, gets another chance; what
+    is rare is corrected in part."""
     RATE = 0.05  # of each iteration's news, that the factor for all takes
     WEIGHT, ROUND, KEEP = 4, 32, 0.95  # KEEP of what was seen still counts after a ROUND of iterations
 
@@ -1240,8 +1241,8 @@ def with_room(n, config):
 
 
 def rehearse(engine, entries):
-    """The plan of an iteration out of the blue: a request of random tokens with its pages, for each (n_past, n, rows of logits it
-    wants, and perhaps the weights of its adapter, one that the engine knows); where it wants several, the tokens behind the first of
+    """The plan of an iteration that nobody asked for: a request of random tokens with its pages, for each (n_past, n, rows of logits it
+    wants, and perhaps the weights of its adapter, one that the engine knows); where it wants several, the tokens after the first of
     them are drafts."""
     plan, names = [], {adapter.n_params: name for name, adapter in engine.adapters.known.items()}
     for past, n, wants, *weights in entries:
@@ -1473,7 +1474,7 @@ class Tree(NamedTuple):
         return path[1:]
 
     def tally(self, path):
-        """(2, levels) candidates of each head that were accepted and tried, in their order: none behind the one accepted."""
+        """(2, levels) candidates of each head that were accepted and tried, in their order: none after the one accepted."""
         tally = np.zeros((2, len(self.shape)))
         tally[0, :len(path)], tally[1, :len(path)] = 1, self.rank[path] + 1
         if len(path) < len(self.shape):
@@ -1528,10 +1529,10 @@ class Medusa(Proposer, named=False):
 # ---------------------------------------------------------------- speculation: how many drafts
 
 class Decodes(NamedTuple):
-    """What a policy may look at: the B requests of this iteration that feed one token and may have drafts behind it."""
+    """What a policy may look at: the B requests of this iteration that feed one token and may have drafts after it."""
     requests: list
     most: np.ndarray  # (B,) how many each may have
-    alpha: np.ndarray  # (B,) how many of 1 are accepted
+    alpha: np.ndarray  # (B,) the share of each one's drafts that is accepted
     target: Callable = None  # number of drafts in all -> seconds of the target's iteration [SmartSpec Eq. 6]; if the policy is priced
     draft: Callable = None  # number of steps -> seconds of the draft's [Eq. 5]
     edges: range = range(0)  # numbers of drafts that end a tile
@@ -1583,16 +1584,16 @@ def acceptance(tally, guess=PRIOR):
 
 
 def expected_tokens(alpha, k):
-    """l(alpha, k): the tokens that k drafts and the one behind them are worth [SmartSpec Eq. 8]."""
+    """l(alpha, k): the tokens that k drafts and the one after them are worth [SmartSpec Eq. 8]."""
     alpha = np.asarray(alpha, float)
     return np.where(alpha < 1, (1 - alpha ** (np.asarray(k) + 1)) / np.maximum(1 - alpha, 1e-12), np.asarray(k) + 1.0)
 
 
 def tree_tokens(alpha, shape):
-    """The tokens that a tree of drafts and the one behind the accepted path are worth [SmartSpec Eq. 10]; alpha: of each head. In the
-    sum by levels reached: a level is, if the one before it was and one of its k candidates is accepted.
+    """The tokens that a tree of drafts and the one after the accepted path are worth [SmartSpec Eq. 10]; alpha: of each head. In the
+    sum by levels reached: a level is, if the one before it was and one of its k candidates is accepted."""
     # differs from [SmartSpec Eq. 10]: as printed it lacks i = 0 (one token comes even if no draft is accepted), and a level fails with
-    # 1 - alpha whatever its k; with k = 1 from the second level on, and that term, the two agree"""
+    # 1 - alpha whatever its k; with k = 1 from the second level on, and that term, the two agree
     return 1.0 + np.cumprod(1 - (1 - np.asarray(alpha, float)[:len(shape)]) ** np.array(shape, int)).sum()
 
 
@@ -1606,8 +1607,8 @@ def best_drafts(d):
 
 
 class Goodput(Policy):
-    """One k for the requests of a step, the one with the most generated tokens per second [SmartSpec Alg. 1, Eq. 3-9].
-    # differs from [SmartSpec Alg. 2]: which requests run is the scheduler's word, not the best prefix of the queue"""
+    """One k for the requests of a step, the one with the most generated tokens per second [SmartSpec Alg. 1, Eq. 3-9]."""
+    # differs from [SmartSpec Alg. 2]: which requests run is the scheduler's word, not the best prefix of the queue
     priced = True
     shapes = SHAPES
 
@@ -1641,7 +1642,7 @@ class GoodputGlobal(Goodput):
     shapes = ()
 
     def __init__(self):
-        self.sums = np.zeros((2, N_SPEC + 1))  # tokens, seconds, as k had been 0, 1, ... always
+        self.sums = np.zeros((2, N_SPEC + 1))  # tokens, seconds, as if k had always been 0, 1, ...
 
     def lengths(self, d):
         k = np.minimum(np.arange(N_SPEC + 1)[:, None], d.most)
@@ -1678,10 +1679,10 @@ class GoodputRequest(Goodput):
 
 
 class Confidence(Goodput):
-    """Drafts are made for as long as the draft model is sure of the last one; goodput says how many to verify [SmartSpec Alg. 3].
+    """Drafts are made for as long as the draft model is sure of the last one; goodput says how many to verify [SmartSpec Alg. 3]."""
     # differs from [SmartSpec Alg. 3]: with drawn drafts in the batch k stops where one more does not pay, although where costs step
     # a longer one may. How many were made depends on their values; whether a draft is verified must not depend on its own, or
-    # accepted tokens are no longer distributed as the target's. Up to j, goodput knows of a request only whether it has j drafts"""
+    # accepted tokens are no longer distributed as the target's. Whether a j-th pays depends on how many have one, not on what it is
     threshold, shapes = 0.4, ()
 
     def lengths(self, d):
@@ -1709,7 +1710,7 @@ class Loop(NamedTuple):
     S: int  # requests
     n: int  # with those that wait for a slot
     P: float  # tokens of a prompt
-    D: float  # tokens that it generates behind the first one, which its prefill brings
+    D: float  # tokens that it generates after the first one, which its prefill brings
     past: float = 0.0  # tokens that a token of a prompt finds cached
     context: float = 0.0  # and that a decode finds
     adapted: float = 0.0  # the share of requests that have an adapter
@@ -1717,9 +1718,10 @@ class Loop(NamedTuple):
 
     @classmethod
     def of(cls, requests, n, known):
-        """requests: those with a slot or for whom there is one, of n; known: {adapter's name: Adapter}"""
+        """requests: those with a slot or for whom there is one, of n; known: {adapter's name: Adapter}. The first token is the prefill's,
+        but for a hundredth: D is never 0."""
         S, P, D = len(requests), [len(r.prompt) for r in requests], [r.max_new_tokens - 0.99 for r in requests]
-        users, fed, generated = [known[r.adapter].n_params for r in requests if r.adapter is not None], sum(P), sum(D)  # D is never 0
+        users, fed, generated = [known[r.adapter].n_params for r in requests if r.adapter is not None], sum(P), sum(D)
         return cls(S, n, fed / S, generated / S, sum(map(mul, P, P)) / 2 / fed, sum(d * (p + d / 2) for p, d in zip(P, D)) / generated,
                    len(users) / S, sum(users) / max(1, len(users)))
 
@@ -1731,7 +1733,7 @@ class Loop(NamedTuple):
                     adapted=math.ceil(self.adapted * (d + chunks)), lora_read=d * read, lora_pairs=(c + d * k) * read)
 
     def flow(self, total, k, tokens):
-        """total: tokens that an iteration may feed; tokens: what k drafts and the one behind them are worth -> per iteration how many
+        """total: tokens that an iteration may feed; tokens: what k drafts and the one after them are worth -> per iteration how many
         requests end, those of its tokens that are prefill, the decodes that run with it, the share of iterations that have a prefill
         at all, and how many a request takes; None if decodes alone are more. See Autopilot."""
         most = (total - 1) // (1 + k)
@@ -1750,7 +1752,7 @@ class Autopilot(SarathiServe, Policy):
     that are there [SARATHI §6: which chunk, if P:D is unknown], and so does the number of drafts [SmartSpec §4: which k, at which load].
 
     Take the S requests that have a slot as a closed loop: each feeds a prompt of P tokens, generates D, and comes again. With c tokens
-    of prefill in an iteration and k drafts behind each decode, worth l tokens with the one they follow, a request spends P / c
+    of prefill in an iteration and k drafts after each decode, worth l tokens with the one that comes anyway, a request spends P / c
     iterations in its prefill and D / l in decodes. So of an iteration, on average,
 
         x = min(c / P, S / (P / c + D / l))     requests end: the prefills or the slots are the bottleneck
@@ -1808,10 +1810,10 @@ class Autopilot(SarathiServe, Policy):
         return d * (1 + k) or 1, k
 
     def _pace(self, decodes, least, soonest):
-        """-> a function (k, T): seconds that the next iteration may take, if it has k drafts and those behind it take T on average. Bound
-        by --stall (but `least`, what a tile takes, is none), and by every request's last token: at --tpot per token from the first one on
+        """-> a function (k, T): seconds that the next iteration may take, with k drafts, if those after it take T on average. Two bounds:
+        --stall, or `least`, what one tile takes, if that is more; and every request's last token: at --tpot per token from the first one on
         it must be in time 19 times in 20, whatever luck its drafts have (1.64 deviations). The more are to come, the more may be hoped
-        for; who is late may catch up, if T allows it; and who would be late with `soonest`, the least seconds per token, is left out."""
+        for; who is late may catch up, if T allows it; and who would be late even at `soonest`, the least seconds per token, is left out."""
         c, now = self.engine.config, self.engine.clock.now()
         known = [(r.times[0] + c.tpot * (r.max_new_tokens - 1), r.max_len - r.n_tokens) for r in decodes if r.times]
         stall = max(c.stall, least) if c.stall and known else math.inf
@@ -1824,7 +1826,7 @@ class Autopilot(SarathiServe, Policy):
             return np.maximum(1, mean - 1.64 * deviation * np.sqrt(mean / left))
 
         def seconds(k, T):
-            later = min(c.tpot, T / self.worth[k]) * np.maximum(0, left - likely(k))  # what those behind them will take
+            later = min(c.tpot, T / self.worth[k]) * np.maximum(0, left - likely(k))  # what those after them will take
             return min(stall, (end - later).min(initial=math.inf) - now)
         return seconds
 
@@ -1941,7 +1943,7 @@ class Speculator:
         return shapes
 
     def widen(self, plan):
-        """The plan with drafts behind its decodes: each request's are in its tokens, and in n. They take no page that a running
+        """The plan with drafts after its decodes: each request's are in its tokens, and in n. They take no page that a running
         request's next token needs, and stay within what the scheduler's budget has left, shared evenly."""
         for r, n in plan:
             r.tree, r.path, r.q = None, [], None  # those of the last iteration, also of one that failed
@@ -2027,8 +2029,8 @@ class Speculator:
         return *prices, range(-N % cost.tile, n_most, cost.tile) if cost.tile > 1 else range(0)
 
     def _price(self, plan, requests, cached):
-        """target: seconds of this iteration with n drafts, less what its chunk adds to it without them: so drafts are compared as if no
-        chunk were there, but for what they cost in a batch that the chunk has filled. draft: seconds of so many steps."""
+        """target: seconds of this iteration with n drafts, minus what the chunk adds to it when nobody drafts: its own time must not hide
+        what drafts gain, and yet they cost what they cost in a batch that it has filled. draft: seconds of so many steps."""
         cost, B = self.engine.cost, len(requests)
         seconds = partial(cost.seconds, lora=self.engine.config.lora)
         w, alone = (Work.of(self.engine._entries(entries), cost.tile) for entries in (plan, [(r, 1) for r in requests]))
@@ -2047,7 +2049,7 @@ class Speculator:
 
     def observe(self, verified):
         """verified: (request, drafts, how many of them were accepted) of one iteration. A rejected draft ends a run, what stands
-        behind it was not tried."""
+        after it was not tried."""
         self.tally, self.by_head = FADE * self.tally, FADE * self.by_head
         for r, k, accepted in verified:
             if r.tree:
@@ -2120,7 +2122,8 @@ class Engine:
     (None: profiled if the policy asks)."""
 
     runs, number = GPT, 0  # the type of its model; the number of the lane, in a Pipeline
-    ahead = behind = 0  # iterations that may be in flight when the next one is planned, and when a step returns
+    ahead = 0  # iterations that may still be in flight when the next one is planned,
+    behind = 0  # and when a step returns: both are 1 where a GPU's iterations overlap, in a Lane the second alone
 
     def __init__(self, model, draft=None, spec="off", cost=None, clock=None, record=None, **options):
         known = [f.name for f in fields(EngineConfig)]
@@ -2365,23 +2368,24 @@ class Engine:
     # ------------------------------------------------------------ one iteration: who runs, and on which pages
 
     def step(self):
-        """One iteration -> [Event]. With nothing but future arrivals it waits for the next one, a tenth of a second at most, and is [], as
-        with nothing at all. Where a GPU would wait for Python meanwhile, iteration i + 1 is planned and started while i runs, and the
+        """One iteration -> [Event]. With nothing but future arrivals it waits for the next one, a tenth of a second at most, and returns [],
+        as when there is nothing at all. Where a GPU would wait for Python meanwhile, iteration i + 1 is planned and started while i runs, and the
         events are those of i."""
         self._land(self.ahead)
         plan = self._plan()  # policy and memory: who feeds how many tokens, and on which pages [SARATHI §4.3] [S-LoRA §5.1]
-        plan = self._widen(plan)  # speculation: decodes get drafts behind them [SmartSpec §5]
+        plan = self._widen(plan)  # speculation: decodes get drafts after them [SmartSpec §5]
         if plan:
             self._launch(plan)  # one flat batch, one forward, tokens drawn from its logits [SARATHI §4.3] [S-LoRA §5.3]
         return self.land(self.behind if plan else 0)  # commit: advance, roll back, retire
 
     def land(self, most=0):
-        """Wait until no more than `most` iterations are in flight, none if nobody is left to ask for them -> [Event], all that are new."""
+        """As _land -> [Event], all that nobody has been told yet."""
         self._land(most)
         told, self.news = self.news, []
         return told
 
     def _land(self, most):
+        """Wait for the oldest iterations, and commit them, until no more than `most` are in flight; none is left if no request is."""
         while len(self.flights) > (most if self.requests else 0):
             tokens = self.flights[0].wait()  # a Ctrl-C here leaves it in flight
             self._commit(self.flights.popleft().ready, tokens)
@@ -2465,7 +2469,7 @@ class Engine:
         return plan
 
     def _lookahead(self, r, k):
-        """Take pages for up to k drafts behind r's last known token -> how many got one. A free page per running request is left alone, so
+        """Take pages for up to k drafts after r's last known token -> how many got one. A free page per running request is left alone, so
         that no guess takes that of another's next token [SmartSpec §6]. Idle adapters make way, as for any token."""
         lacks = self.pool.need(r.id, r.n_tokens + k, r.max_len)
         if lacks:
@@ -2498,7 +2502,7 @@ class Engine:
         self._log(now, now, 0, [(r.id, r.n_past, 0)])
         self._leave(r)
         r.state, r.n_past, r.n_draft_past, r.n_preempted = "waiting", 0, 0, r.n_preempted + 1
-        self.waiting.append(r, back=True)
+        self.waiting.append(r, returns=True)
 
     def _leave(self, r):
         """Out of the queue or the batch, and its pages free."""
@@ -2734,7 +2738,7 @@ def free_memory(device):
 
 class Interruptible:
     """While it is entered, the first Ctrl-C only sets `seen`, so that an iteration is never cut in half; the second is as usual.
-    In a World of several processes, all of which the terminal tells, `seen` is what rank 0 or the last stage saw: all stop behind the
+    In a World of several processes, all of which the terminal tells, `seen` is what rank 0 or the last stage saw: all stop after the
     same iteration."""
     came = False
 
@@ -3164,7 +3168,7 @@ def main():
     add_model_flags(parser, "tiny")
     add_draft_flags(parser)
     parser.add_fields(Request, "the request")
-    parser.add_fields(EngineConfig, "the engine")
+    parser.add_fields(EngineConfig, "the engine (here it has one request: order, cluster, fair, slo and max_waiting choose among several)")
     parser.set_defaults(temperature=0.6, max_new_tokens=256)
     args = parser.parse_args()
 
@@ -3261,7 +3265,7 @@ def load_draft(name, model):
 
 
 def about_drafts(r):
-    """One line on what drafts did: acceptance, tokens per iteration, and goodput, the tokens per second behind the first one."""
+    """One line on what drafts did: acceptance, tokens per iteration, and goodput, the tokens per second after the first one."""
     share = f", {r.n_accepted / r.n_drafted:.0%} accepted" if r.n_drafted else ""
     rate = (len(r.times) - 1) / max(1e-9, r.times[-1] - r.times[0])
     return f"{r.n_drafted} drafts{share}, {len(r.times) / len({*r.times}):.2f} tokens per iteration, goodput {rate:.0f} tokens/s"

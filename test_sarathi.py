@@ -2355,9 +2355,9 @@ def test_a_system_without_a_kernel_for_verification_reads_the_context_for_every_
     cost, vllm = (CostModel.roofline(preset("llama-7b"), "a100", system=system) for system in ("sarathi", "vllm"))
     entries, expanded = [(1000, 4, 4)] * 8, [(1003, 1, 1)] * 32
     assert vllm.time_of(entries) == pytest.approx(vllm.time_of(expanded)) and vllm.time_of(expanded) > cost.time_of(expanded) > cost.time_of(entries)
-    assert vllm.time_of([(0, 500, 1)]) - cost.time_of([(0, 500, 1)]) == pytest.approx(vllm.system.request), "a prompt is sampled from once"
+    assert vllm.time_of([(0, 500, 1)]) - cost.time_of([(0, 500, 1)]) == pytest.approx(vllm.system.token), "a prompt is sampled from once"
     decodes, chunk = [(1000, 1, 1)] * 4, [(0, 256, 0)]
-    assert vllm.time_of(decodes + chunk) - cost.time_of(decodes + chunk) == pytest.approx(4 * vllm.system.request), "a chunk takes no context away"
+    assert vllm.time_of(decodes + chunk) - cost.time_of(decodes + chunk) == pytest.approx(4 * vllm.system.token), "a chunk takes no context away"
 
 
 def test_drafts_beside_a_chunk_are_priced_with_the_adapters_of_their_requests():
