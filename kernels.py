@@ -57,7 +57,7 @@ if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
         ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
 # oneDNN keeps the kernels that it compiled for the last 1,024 shapes, those of 200 batch sizes: where more come and go, each iteration
-# compiles again, an eighth of its time. Four times as many take up to 1.5 GB
+# compiles again, a tenth of its time. Four times as many take up to 1.5 GB
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096")
 
 

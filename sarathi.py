@@ -35,6 +35,7 @@ import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sized
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from itertools import accumulate, chain, islice, takewhile
@@ -119,7 +120,7 @@ class Request:
     top_p: float = option(1.0, "draw from the fewest likeliest tokens that together have this probability")
     seed: int | None = None  # None: from the engine's seed and the request's id; with drafts more numbers are drawn: other tokens, distributed alike
     stop: tuple = ()  # token ids that end the output
-    arrival: float = 0.0  # seconds on the engine's clock
+    arrival: float | None = None  # seconds on the engine's clock; None: when it is added
     client: str | None = None  # whose it is, where clients are to share the engine fairly
     id: int = field(default=-1, init=False)
     rng: np.random.Generator = field(default=None, init=False, repr=False)  # its own, made by Engine.add
@@ -193,8 +194,9 @@ def checked_prompt(prompt, vocab_size):
 def check_numbers(r):
     """ValueError for a number of a request that can never be."""
     for name, *valid in (("max_new_tokens", int, 1), ("temperature", float, 0), ("top_k", int, 0), ("top_p", float, 1e-9, 1), ("arrival", float, 0),
-                         *[("seed", int, 0)] * (r.seed is not None)):
-        checked(name, getattr(r, name), *valid)
+                         ("seed", int, 0)):
+        if name not in ("arrival", "seed") or getattr(r, name) is not None:
+            checked(name, getattr(r, name), *valid)
 
 
 def asking(plan):
@@ -1997,6 +1999,8 @@ class Speculator:
     def _plant(self, requests, d):
         """As _propose, in trees. A sampled request has the first candidates only: they are a chain, and the lossless rule knows chains."""
         shape, forced = self.policy.shape(d, acceptance(self.by_head), self.shapes), self.engine.config.alpha
+        if shape not in self.shapes:
+            raise ValueError(f"{type(self.policy).__name__}: {shape!r:.60}: must be one of the trees that it was given, {self.shapes}")
         for r, most in zip(requests, d.most):
             fits = fitting(shape, most, r.temperature > 0)
             fits = fitting(fits, self.engine._lookahead(r, Tree.of(fits).n))
@@ -2249,6 +2253,7 @@ class Engine:
     def add(self, request):
         """Queue a request -> its id. ValueError or KeyError, naming the value, for one that could never run."""
         request.tokens = self._validated(request)
+        request.arrival = self.clock.now() if request.arrival is None else float(request.arrival)
         request.n_tokens, request.id, request.state = len(request.prompt), self.n_added, "pending"
         request.prompt, request.stop = request.tokens[:request.n_tokens].tolist(), tuple(request.stop)  # our own: the caller's lists may change
         seed = [self.config.seed, request.id] if request.seed is None else request.seed
@@ -2278,7 +2283,9 @@ class Engine:
 
     def abort(self, request_id):
         """End a request now, wherever it is; its pages are free at once. KeyError for what is no id of a request in the engine."""
-        self._retire(self._known(request_id), "abort")
+        r = self._known(request_id)
+        self._end(r, "abort")
+        self._let_go([r])
         self._land(self.behind)
 
     def _known(self, request_id):
@@ -2296,21 +2303,28 @@ class Engine:
         adapters = adapter if isinstance(adapter, (list, tuple)) else [adapter] * len(prompts)
         if len(adapters) != len(prompts):
             raise ValueError(f"{len(adapters)} adapters for {len(prompts)} prompts: give one name, or one per prompt")
-        seed = None if seed is None else checked("seed", seed, int, 0)
-        requests = [Request(p, max_new_tokens, a, seed=None if seed is None else seed + i, arrival=self.clock.now(), **sampling)
+        seed, now = None if seed is None else int(checked("seed", seed, int, 0)), self.clock.now()
+        requests = [Request(p, max_new_tokens, a, seed=None if seed is None else seed + i, arrival=now, **sampling)
                     for i, (p, a) in enumerate(zip(prompts, adapters))]
         for r in requests:
             self._validated(r)  # all of them, before any is queued
         for r in requests:
             self.add(r)
+        mine, others, left = set(requests), [], requests[::-1]
+
+        def ended():
+            while left and left[-1].done:
+                left.pop()
+            return not left
         try:
-            self.run(until=lambda: all(r.done for r in requests))
-            if not all(r.done for r in requests):
+            self.run(lambda event: event.request in mine or others.append(event), until=ended)
+            if not ended():
                 raise KeyboardInterrupt
         finally:
-            for r in requests:
-                if not r.done:
-                    self.abort(r.id)
+            self.lanes[0].news[:0] = others  # to be told by the next step
+            with ExitStack() as aborts:  # of all, should one of them raise
+                for r in left:
+                    aborts.callback(lambda r=r: r.done or self.abort(r.id))
         return [r.output for r in requests]
 
     def run(self, on_event=lambda event: None, until=lambda: False):
@@ -2342,7 +2356,7 @@ class Engine:
             raise ValueError(f"request {r.id} was added before: make a new Request")
         prompt = checked_prompt(r.prompt, c.vocab_size)
         check_numbers(r)
-        r.max_new_tokens, r.arrival = int(r.max_new_tokens), float(r.arrival)  # numpy's small numbers run over, and round
+        r.max_new_tokens = int(r.max_new_tokens)  # numpy's small numbers run over
         for what, most in (("the model's context ends", c.block_size), ("the pool's pages end", self.pool.n_page)):
             if r.max_len > most:
                 raise ValueError(f"prompt of {len(prompt)} + {r.max_new_tokens} new tokens: {what} at {most}")
@@ -2398,7 +2412,7 @@ class Engine:
             return []
         plan = self._admit(self.scheduler.plan([*self.running], queue), queue)
         plan = plan or self._admit(self.scheduler.plan([*self.running], ()), ())  # nothing new fits: again with the door closed
-        if not plan:
+        if not plan and (self.running or self.waiting):  # else somebody's policy has given all of them up
             raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing that could run, of {len(self.running)} running requests (max_batch = "
                                f"{self.max_batch}) and {len(self.waiting)} waiting ones: where no newcomer fits it must feed some that run")
         return plan
@@ -2420,7 +2434,8 @@ class Engine:
 
     def _enqueue(self, r):
         """What has arrived waits, unless more than max_waiting would who find no slot."""
-        most, n_slot = self.config.max_waiting, sum(lane.max_batch - len(lane.running) for lane in self.lanes)
+        most = self.config.max_waiting
+        n_slot = sum(max(0, min(lane.max_batch, lane.scheduler.max_batch) - len(lane.running)) for lane in self.lanes)
         if most and len(self.waiting) >= n_slot + most:
             return self.give_up(r, "refused")
         r.state = "waiting"
@@ -2428,8 +2443,9 @@ class Engine:
 
     def give_up(self, r, state="abort"):
         """End a request that the user has not: the next step says so."""
-        self._retire(r, state)
+        self._end(r, state)
         self.news.append(Event(r, [], state))
+        self._let_go([r])
 
     def _admit(self, plan, queue):
         """Memory's word on a plan: start what is new and fits (the first that does not closes the door to all behind it, so
@@ -2635,8 +2651,7 @@ class Engine:
                 self._end(r, finished)
                 ended.append(r)
             self.news.append(Event(r, new, finished))
-        for r in ended if self.speculator else ():
-            self.speculator.proposer.forget(r)
+        self._let_go(ended)
 
     def _sample(self, ready, logits):
         """The next tokens. ready: (request, its k drafts); its last known token and they gave k + 1 rows of logits (M, V). New are the
@@ -2706,10 +2721,11 @@ class Engine:
         q[at] = torch.nn.functional.pad(drawn_from.to(q), (0, q.size(1) - drawn_from.size(1)))
         return q
 
-    def _retire(self, r, state):
-        self._end(r, state)
-        if self.speculator:
-            self.speculator.proposer.forget(r)
+    def _let_go(self, requests):
+        """Tell the proposer who ended: of each, should it fail for one of them."""
+        with ExitStack() as calls:
+            for r in requests if self.speculator else ():
+                calls.callback(self.speculator.proposer.forget, r)
 
     def _end(self, r, state):
         """Pages back to the pool, bookkeeping gone."""

@@ -1074,6 +1074,17 @@ def test_a_proposer_that_fails_to_forget_harms_nobody():
         engine.step()
     assert {r for events in steps(engine) for r in [e.request for e in events if e.finished]} == {a, b}, "and what was new is told"
     assert a.state == "length" and b.output == naive(20, 8)
+    engine = Engine(small(), draft=Careless(), spec=2, n_page=300, max_batch=1, max_waiting=1)
+    rs, told = add(engine, [Request(prompt(9), 3) for _ in range(4)]), []
+    while engine.requests:
+        try:
+            told += engine.step()
+        except KeyError:  # of those that were refused: nothing was ever drafted for them
+            pass
+    assert {event.request for event in told + engine.land() if event.finished} == {*rs}, "every end is in an Event"
+    with pytest.raises(KeyError):
+        engine.generate([prompt(9)] * 3, 4, stop=[naive(9, 1)[0]])
+    assert not engine.requests and not engine.running, "the others were ended, too"
 
 
 @pytest.mark.parametrize("alloc", ["reserve", "grow"])
@@ -1150,6 +1161,54 @@ def test_generate_that_is_cut_keeps_its_neighbours_news(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         engine.generate([prompt(5)], 4)
     assert r.state == "length" and [event.request for event in engine.land()] == [r]
+
+
+def test_generate_tells_nobody_elses_news():
+    engine = Engine(small(), n_page=200, scheduler="orca", max_batch=3)
+    (r,) = add(engine, [Request(prompt(20), 6)])
+    assert engine.generate([prompt(5)] * 2, 4) == [naive(5, 4)] * 2
+    told = [event for events in ([engine.land()], steps(engine)) for some in events for event in some]
+    assert {event.request for event in told} == {r} and [t for event in told for t in event.tokens] == r.output == naive(20, 6)
+    assert engine.generate([prompt(5)] * 2, 2, temperature=1.0, seed=np.uint8(255)), "the second draws with seed 256"
+
+
+def test_who_comes_without_a_time_comes_now():
+    engine = Simulator(a6000(), slo=2.0, max_batch=2)
+    engine.clock.wait_until(1000.0)
+    (r,) = serve(engine, [Request([0] * 50, 20)])
+    assert r.state == "length" and r.arrival == 1000.0 and 0 < r.ttft < 2.0
+
+
+def test_slots_are_those_that_the_scheduler_fills():
+    engine = Engine(small(), scheduler=sarathi.Sarathi(max_batch=2), max_waiting=3, n_page=2000)
+    serve(engine, [Request(prompt(9), 4) for _ in range(10)])
+    assert engine.n_ended == {"length": 5, "refused": 5}
+
+
+def test_an_order_may_give_up_everybody():
+    class Strict(Order):
+        def offer(self, running, queue):
+            for r in [*queue]:
+                engine.give_up(r)
+            return iter(())
+    engine = Engine(small(), order=Strict(), n_page=200)
+    rs = add(engine, [Request(prompt(9), 4) for _ in range(3)])
+    assert [(event.request, event.finished) for events in steps(engine) for event in events] == [(r, "abort") for r in rs]
+
+
+def test_a_policy_must_choose_among_its_trees():
+    class Strange(sarathi.Policy, named=False):
+        shapes = [(2, 1)]
+
+        def shape(self, d, alpha, shapes):
+            return (1, 1, 1)
+    engine = Engine(small(), draft=model_py.Heads(3, 64), spec=Strange(), n_page=200)
+    (r,) = add(engine, [Request(prompt(9), 6)])
+    with pytest.raises(ValueError, match=r"Strange: \(1, 1, 1\): must be one of the trees"):
+        for _ in range(9):
+            engine.step()
+    engine.abort(r.id)
+    engine.pool.check()
 
 
 def test_a_scheduler_may_do_with_its_lists_what_it_likes():
