@@ -41,7 +41,7 @@ from argparse import SUPPRESS
 from collections import ChainMap, Counter, defaultdict
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from itertools import cycle, islice, product
+from itertools import count, cycle, islice, product
 from statistics import fmean, median
 from typing import Callable, NamedTuple
 
@@ -151,6 +151,23 @@ def shuffled(ways, i):
     """The ways in the order of round i, the same in every process: none should always run behind the same other."""
     ways = [*ways]
     return random.Random(i).sample(ways, len(ways))
+
+
+class TurnClock(WallClock):
+    """A WallClock that runs in `with clock:` alone, and on which what an idle engine waits for is there at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.stopped = self.start
+
+    def __enter__(self):
+        self.start += time.perf_counter() - self.stopped
+
+    def __exit__(self, *error):
+        self.stopped = time.perf_counter()
+
+    def wait_until(self, t):
+        self.start -= max(0.0, t - self.now())
 
 
 class Bench:
@@ -1059,6 +1076,31 @@ def served(bench, engine, requests, clients=math.inf):
     return requests
 
 
+def abreast(bench, engines, jobs):
+    """Serve the same jobs with every engine; engines: {key: a function that makes it} -> {key: its requests, when all have ended}. Measured:
+    an iteration of each in turns (on a GPU all that was started ahead), on TurnClocks, so that a machine that drifts hits all alike."""
+    if bench.simulated or bench.world.size > 1:
+        return {key: served(bench, engine, requests_of(bench, engine, jobs)) for key, make in engines.items() for engine in (make(),)}
+    engines, requests = {key: make() for key, make in engines.items()}, {}
+    for key, engine in engines.items():
+        engine.clock = TurnClock()
+        requests[key] = requests_of(bench, engine, jobs)
+        for r in requests[key]:
+            engine.add(r)
+    with tqdm(total=len(jobs) * len(engines), desc=bench.label, delay=5, leave=False) as bar:
+        for turn in count():
+            going = [engine for engine in engines.values() if engine.requests]
+            for engine in shuffled(going, turn):
+                bench.heed()
+                with engine.clock:
+                    events = engine.step()
+                    while engine.flights:
+                        events += engine.step()
+                bar.update(sum(bool(event.finished) for event in events))
+            if not going:
+                return requests
+
+
 def serve(bench, engine, jobs, slo=6.0):
     """Serve jobs as they come -> metrics."""
     start = engine.clock.now()
@@ -1739,8 +1781,9 @@ class Pair:
         """A rate of the paper's -> {choice: mean seconds of a request, in every round}, {choice: times faster than with no drafts}"""
         took, jobs = {spec: [] for spec in choices}, self.jobs(rate)
         for i in self.bench.each("round", range(self.bench.runs)):  # each with other luck for the drafts, the same for all
-            for spec in shuffled(took, i):
-                took[spec].append(serve(self.bench, self.engine(spec, seed=self.bench.options.seed + i), jobs)["latency"])
+            engines = {spec: partial(self.engine, spec, seed=self.bench.options.seed + i) for spec in choices}
+            for spec, ended in abreast(self.bench, engines, jobs).items():
+                took[spec].append(metrics(ended)["latency"])
         return took, {spec: median(off / mean for off, mean in zip(took["off"], means)) for spec, means in took.items()}
 
     def row(self, *what, **more):
@@ -1807,18 +1850,20 @@ def spec_fig5(bench):
 
 def serving(pair, rates):
     """Rows of [SmartSpec Fig. 11, 12]: latencies over rates, and what the paper claims of all its settings."""
-    gains, worst = [], math.inf
+    gains, worst = [], (math.inf, None)
     for rate in pair.bench.each("rate", rates):
         took, times = pair.latencies(rate)
         for spec, means in took.items():
-            yield pair.row(f"rate {rate:g}: {called(spec)} (s)", None, median(means), **{"times off": times[spec]}, at=("", called(spec), rate))
-        fixed = best_elsewhere([took[spec] for spec in CHOICES[:-1]])
-        gains, worst = [*gains, times["goodput"]], min(worst, median(best / ours for best, ours in zip(fixed, took["goodput"])))
+            yield pair.row(f"rate {rate:g}: {called(spec)} (s)", None, median(means), **{"times off": times[spec], "±": None},
+                           at=("", called(spec), rate))
+        over = [best / ours for best, ours in zip(best_elsewhere([took[spec] for spec in CHOICES[:-1]]), took["goodput"])]
+        gains, worst = [*gains, times["goodput"]], min(worst, (median(over), deviation(over)))
+        yield pair.row(f"rate {rate:g}: goodput over the best fixed choice (times faster)", None, median(over), **{"times off": None, "±": deviation(over)})
     for what, paper, ours, bound in (
             ("lowest rate: times faster than off", 1.2, gains[0], "at least"), ("any rate: most times faster", 3.2, max(gains), "at most"),
             ("any rate: least times faster", 1.0, min(gains), "at least")):
-        yield pair.row(f"goodput, {what}", paper, ours, **{"times off": ours}, bound=bound)
-    yield pair.row("goodput over the best fixed choice, at its worst rate", None, worst, **{"times off": None})
+        yield pair.row(f"goodput, {what}", paper, ours, **{"times off": ours, "±": None}, bound=bound)
+    yield pair.row("goodput over the best fixed choice, at its worst rate", None, worst[0], **{"times off": None, "±": worst[1]})
 
 
 @experiment(("requests/s that come", "mean latency (s)"), beside="a100")
@@ -1934,6 +1979,11 @@ def best_elsewhere(took):
     return [min(took, key=lambda times: median(t for j, t in enumerate(times) if j != i or n == 1))[i] for i in range(n)]
 
 
+def deviation(values):
+    """The standard error of their median, by their quartiles; None if there is but one."""
+    return 0.93 * float(np.subtract(*np.quantile(values, (0.75, 0.25)))) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
 def choosing(pair, spec, B=64):
     """What it takes to look at B decodes and choose their drafts, over what an iteration takes all in all."""
     bench, D = pair.bench, (2 + pair.bench.config.repeats) * (1 + N_SPEC)  # that none ends while it is timed
@@ -1963,14 +2013,13 @@ class Trial(NamedTuple):
     tpot: float  # that nine of ten requests keep to
 
 
-def one_trial(work, alpha, draft, cost, setting, target, seed):
-    """A (chunk, drafts), or "autopilot" with its target -> Trial. Acceptance is forced, so that it is what the workload says."""
+def pilot_of(work, alpha, draft, cost, setting, target, seed):
+    """The engine of a (chunk, drafts), or of "autopilot" with its target. Acceptance is forced, so that it is what the workload says."""
     auto = setting == "autopilot"
     scheduler, spec = (setting, setting) if auto else (SarathiServe(chunk=setting[0]), setting[1])
     drafts = dict(draft=draft, spec=spec, alpha=alpha) if spec != "off" else {}
     alloc = "grow" if work.bench.simulated else work.bench.options.alloc
-    ended = work.run(scheduler, cost=cost, alloc=alloc, seed=seed, **drafts, tpot=target if auto else 0.0).requests
-    return Trial(fmean(r.times[-1] - r.arrival for r in ended), float(np.quantile([r.tpot for r in ended], 0.9)))
+    return work.engine(scheduler, cost=cost, alloc=alloc, seed=seed, **drafts, tpot=target if auto else 0.0)
 
 
 def trials(bench, case, draft, cost):
@@ -1987,8 +2036,9 @@ def trials(bench, case, draft, cost):
     grid = [*product(bench.grid((CHUNKS[0] // 2, *CHUNKS[:3]), CHUNKS), bench.grid((DRAFTS[0], DRAFTS[2]), DRAFTS))]
     seen = {setting: [] for setting in (*grid, "autopilot")}
     for i in range(1 if bench.simulated else bench.config.repeats):
-        for setting in shuffled([*grid, "autopilot"], i):
-            seen[setting].append(one_trial(work, alpha, draft, cost, setting, target, seed=bench.options.seed + i))
+        engines = {setting: partial(pilot_of, work, alpha, draft, cost, setting, target, bench.options.seed + i) for setting in (*grid, "autopilot")}
+        for setting, ended in abreast(bench, engines, work.jobs).items():
+            seen[setting].append(Trial(fmean(r.times[-1] - r.arrival for r in ended), float(np.quantile([r.tpot for r in ended], 0.9))))
         steadiest = min(best_first(seen, 0, [0]), key=lambda setting: seen[setting][0].tpot)
         grid = [*dict.fromkeys((*best_first(seen, target, [0])[:2], *([steadiest] if target else [])))]
     return target, seen
@@ -2016,7 +2066,7 @@ def autopilot(bench):
     """autopilot beside every (chunk, drafts) of a grid: mean latency over workloads that differ in P:D, load, acceptance, adapters.
     Settings of sarathi_serve that miss a workload's TPOT target do not count as its best. Poisson arrivals; load 1 is what --scheduler
     serves without drafts when all come at once. Measured: ratios are medians of those within a round, where which setting is best is
-    told from other rounds; noise: the best setting's latency in every other round over that in the rest."""
+    told from other rounds; ±: their standard error."""
     if bench.simulated:
         bench = bench.other(another(bench, block_size=4096))
         draft = CostModel.roofline(replace(preset("llama-160m"), block_size=4096), bench.config.hardware)
@@ -2029,17 +2079,17 @@ def autopilot(bench):
     for i, case in enumerate(tqdm(bench.grid([PILOT[i] for i in (1, 2, 3, 7)], PILOT), bench.doing)):
         target, seen = trials(bench, case, draft, cost)
         best, *_ = best_first(seen, target, range(len(seen["autopilot"])))
-        took, latency = at_best(seen, target), [trial.latency for trial in seen[best]]
+        took, faster = at_best(seen, target), {}
         typical = {setting: Trial(*map(median, zip(*rounds))) for setting, rounds in seen.items()}
         met = sum(bool(target) and typical[setting].tpot <= target for setting in best_first(seen, 0, range(len(seen["autopilot"]))))
         for setting, rounds in seen.items():
             times = [trial.latency / seconds for trial, seconds in zip(rounds, took)]
-            ratios[setting].append(median(times[1:] or times))
+            faster[setting] = times[1:] or times
+            ratios[setting].append(median(faster[setting]))
             missed[setting] += bool(met) and typical[setting].tpot > target
-        noise = median(latency[1::2]) / median(latency[::2]) if len(latency) > 1 else None
         P, D, load, alpha, n_adapter, slow = case
         what, x = f"{P} + {D}, load {load}, acceptance {alpha}{', adapters' * bool(n_adapter)}", f"{P} + {D}, load {load}"
-        more = {"latency (s)": typical["autopilot"].latency, "best (s)": typical[best].latency, "best": setting_name(best), "noise": noise,
+        more = {"latency (s)": typical["autopilot"].latency, "best (s)": typical[best].latency, "best": setting_name(best), "±": deviation(faster["autopilot"]),
                 "TPOT (ms)": typical["autopilot"].tpot * 1e3, "target (ms)": target * 1e3 or None, "met by": met if target else None}
         yield row(f"{what}: latency over the best's", None, ratios["autopilot"][-1], **more, at=("latency over the best setting's", "autopilot", x))
     overall, fixed = (lambda setting: fmean(ratios[setting])), seen.keys() - {"autopilot"}
@@ -2915,9 +2965,10 @@ def explain(bench, rows):
 
 
 def biggest_llama(device):
-    """The largest LLaMA preset whose 16-bit weights leave a third of the GPU's memory free; one of GPT-2's size on a CPU."""
+    """The largest LLaMA preset whose 16-bit weights leave a third of the GPU's memory free; on a CPU one of GPT-2's size, or a quarter of
+    it where float32 is what it is fast in, at a fifth of the rate."""
     if device == "cpu":
-        return "llama-124m"
+        return "llama-124m" if default_dtype() == torch.bfloat16 else "llama-30m"
     free = torch.cuda.mem_get_info()[0]
     fits = [name for name in PRESETS if name.startswith("llama") and 2 * preset(name).n_params < 0.66 * free]
     return max(fits, key=lambda name: preset(name).n_params)
