@@ -4285,24 +4285,74 @@ def ahead(ran, way):
 
 
 def test_no_way_always_runs_behind_the_same(monkeypatch):
-    ways, ran = ["off", 1, 3, "goodput"], []
-    pair = bench.Pair(bench_of(lengths="32", repeats=20), "ngram")
-    monkeypatch.setattr(pair, "engine", lambda spec, **more: spec)
-    monkeypatch.setattr(pair, "jobs", lambda rate: [])
-    monkeypatch.setattr(bench, "serve", lambda b, spec, jobs: ran.append(spec) or {"latency": len(ran)})
-    took, _ = pair.latencies(1, ways)
-    assert [*took] == ways and sorted(sum(took.values(), [])) == [*range(1, 41)] and ahead(ran, "goodput") >= {"off", 1, 3}
-    b = bench_of(repeats=9)
+    ran, b = [], bench_of(repeats=9)
     monkeypatch.setattr(b, "once", lambda f: ran.append(f) or 1.0)
     assert b.rounds(*"xyz") == [[1.0] * 9] * 3 and ahead(ran, "z") >= {"x", "y"}
 
 
-def test_autopilot_does_not_always_run_last(monkeypatch):
+def test_a_turn_clock_runs_in_its_turn_alone_and_waits_for_nobody(monkeypatch):
+    t = [3.0]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: t[0])
+    clock = bench.TurnClock()
+    for begins, at in ((5.0, 0.0), (100.0, 10.0)):
+        t[0] = begins
+        with clock:
+            assert clock.now() == at
+            t[0] += 2
+            assert clock.now() == at + 2
+            clock.wait_until(at + 10)
+            clock.wait_until(at + 1)
+            assert clock.now() == at + 10 and t[0] == begins + 2
+
+
+def test_engines_abreast_have_their_turns_and_time_of_their_own():
+    """Their tokens are those of one after the other; a job that comes in two hours is not waited for."""
+    b, jobs, ran, began = bench_of(), [bench.Job(0.0, 9, 7), bench.Job(0.001, 20, 5), bench.Job(7200.0, 12, 6)], [], time.perf_counter()
+
+    def make(name):
+        engine = b.engine("sarathi", 200, 3)
+        step = engine.step
+        engine.step = lambda: ran.append(name) or step()
+        return engine
+    ended = bench.abreast(b, {name: partial(make, name) for name in "xyz"}, jobs)
+    assert [*ended] == [*"xyz"] and all([r.state for r in requests] == ["length"] * 3 for requests in ended.values())
+    alone = bench.served(b, b.engine("sarathi", 200, 3), bench.requests_of(b, b.engine("sarathi", 200, 3), [job._replace(arrival=0.0) for job in jobs]))
+    assert all([r.tokens[:r.n_tokens].tolist() for r in requests] == [r.tokens[:r.n_tokens].tolist() for r in alone] for requests in ended.values())
+    assert all(7200 < requests[2].times[0] < 7300 and requests[2].ttft < 60 for requests in ended.values()) and time.perf_counter() - began < 600
+    assert all({*ran[i:i + 3]} == {*"xyz"} for i in range(0, 15, 3)) and ahead(ran[:15], "x") >= {"y", "z"}, "one turn each, in changing order"
+
+
+def test_a_sweep_serves_its_choices_abreast_with_the_same_luck(monkeypatch):
+    ways, ran = ["off", 1, 3, "goodput"], []
+    pair = bench.Pair(bench_of(lengths="32", repeats=4), "ngram")
+    monkeypatch.setattr(pair, "engine", lambda spec, seed: (spec, seed))
+    monkeypatch.setattr(pair, "jobs", lambda rate: [])
+    monkeypatch.setattr(bench, "abreast", lambda b, engines, jobs: ran.append([make() for make in engines.values()]) or dict.fromkeys(engines, ()))
+    monkeypatch.setattr(bench, "metrics", lambda ended: {"latency": 1.0 + len(ran)})
+    took, times = pair.latencies(1, ways)
+    assert took == {spec: [2.0, 3.0] for spec in ways} and times == dict.fromkeys(ways, 1.0)
+    assert ran == [[(spec, seed) for spec in ways] for seed in (0, 1)]
+
+
+def test_autopilot_runs_in_every_round_beside_those_that_the_first_chose(monkeypatch):
     ran, b = [], bench_of(repeats=6)
-    monkeypatch.setattr(bench, "one_trial", lambda work, alpha, draft, cost, setting, target, seed: ran.append((setting, seed)) or bench.Trial(1.0, 1.0))
+    ended = [SimpleNamespace(times=[1.0], arrival=0.0, tpot=0.5)]
+    monkeypatch.setattr(bench, "pilot_of", lambda work, alpha, draft, cost, setting, target, seed: ran.append((setting, seed)))
+    monkeypatch.setattr(bench, "abreast", lambda b, engines, jobs: {setting: make() or ended for setting, make in engines.items()})
     _, seen = bench.trials(b, bench.PILOT[0], None, [b.price(b.model)])
-    assert {*map(len, seen.values())} == {1, 6} and [*seen][-1] == "autopilot" and len(seen["autopilot"]) == 6
-    assert len(ahead([setting for setting, _ in ran], "autopilot")) > 1 and [*{seed: 0 for _, seed in ran}] == [b.options.seed + i for i in range(6)]
+    assert {*map(len, seen.values())} == {1, 6} and [*seen][-1] == "autopilot" and seen["autopilot"] == [bench.Trial(1.0, 0.5)] * 6
+    assert [*{seed: 0 for _, seed in ran}] == [b.options.seed + i for i in range(6)]
+
+
+def test_a_cpu_that_imitates_bfloat16_gets_a_smaller_model(monkeypatch):
+    for dtype, name in ((torch.bfloat16, "llama-124m"), (torch.float32, "llama-30m")):
+        monkeypatch.setattr(bench, "default_dtype", lambda dtype=dtype: dtype)
+        assert bench.biggest_llama("cpu") == name
+
+
+def test_the_standard_error_of_a_median_is_that_of_normal_values():
+    values = np.random.default_rng(0).normal(5.0, 2.0, (4000, 25))
+    assert np.std(np.median(values, 1)) == pytest.approx(np.mean([bench.deviation(row) for row in values]), rel=0.1) and bench.deviation([1.0]) is None
 
 
 def test_a_bench_keeps_its_lengths_with_another_model():
