@@ -135,6 +135,7 @@ class Request:
     speculates: bool | None = field(default=None, init=False, repr=False)  # None: not decided yet [SmartSpec §5]
     q: torch.Tensor | None = field(default=None, init=False, repr=False)  # (k, V) that its drafts were drawn from; None: certain
     luck: int = field(default=0, init=False, repr=False)  # how many drafts are accepted next, where that is forced
+    passes: np.ndarray | None = field(default=None, init=False, repr=False)  # (max_len + 1,) whether a draft for this place is, if it is tried
     tree: tuple | None = field(default=None, init=False, repr=False)  # the Tree that its drafts form; None: they follow one another
     path: list = field(default_factory=list, init=False, repr=False)  # the rows of the tree that were accepted
     tally: tuple = field(default=(0.0, 0.0), init=False, repr=False)  # drafts accepted and tried of late
@@ -1106,9 +1107,10 @@ class Fitted(CostModel):
 class Kept(dict):
     """What was computed from prices, for the next ones who ask nearly the same: to choose must cost next to nothing."""
 
-    def of(self, numbers, exactly, make):
-        """make(), or what it was for numbers that each differed by less than a tenth, if `exactly` was the same."""
-        key = (*(round(8 * math.log2(1 + x)) for x in numbers), *exactly)
+    def of(self, numbers, exactly, make, steps=8):
+        """make(), or what it was for numbers in the same of so many steps to a power of two (8: they differed by less than a tenth), if
+        `exactly` was the same."""
+        key = (*(round(steps * math.log2(1 + x)) for x in numbers), *exactly)
         if key not in self:
             if len(self) > 1000:
                 self.clear()
@@ -1800,11 +1802,11 @@ class Autopilot(SarathiServe, Policy):
         now = loop._replace(context=sum(r.n_past for r in decodes) / max(1, d), past=feed[0].n_past if feed else 0.0)
         todo = sum(r.n_todo for r in feed)
         alone = lambda: [self.worth[k] / self._seconds(now, 0, d, k) for k in self._ks()]  # tokens per second of each, if no prompt is fed
-        keep = lambda what, make: self.kept.of((*what, self.worth[-1]), (self.engine.cost, self.engine.cost.version), make)
-        rates = keep((d, now.context, now.adapted, now.weights), alone) if d else [math.inf]
+        keep = lambda *what: partial(self.kept.of, (*what, self.worth[-1]), (self.engine.cost, self.engine.cost.version))
+        rates = keep(d, now.context, now.adapted, now.weights)(alone) if d else [math.inf]
         least = self._seconds(now, min(max(16, self.engine.cost.tile), todo), d, 0) if feed else 0.0
         pace = self._pace(decodes, least, 1 / max(rates))
-        for total, k, mean in self._rank(loop, keep(loop._replace(n=0), lambda: self._flows(loop))) if feed else ():
+        for total, k, mean in self._rank(loop, keep(*loop._replace(n=0))(lambda: self._flows(loop), steps=3)) if feed else ():
             c = min(total - d * (1 + k), todo)
             if c > 0 and self._seconds(now, c, d, k) <= pace(k, mean):
                 return total, k
@@ -1843,7 +1845,7 @@ class Autopilot(SarathiServe, Policy):
         flows = []
         for k in range(1 + max(self._ks(), key=lambda k: self.worth[k] / self._seconds(loop, 0, 1, k))):
             l, T0 = self.worth[k], self._seconds(loop, 0, loop.S, k)
-            for total in SIZES[:2 + bisect.bisect(SIZES, loop.S * (loop.P + 1 + k))]:  # what is larger feeds all that there is, too
+            for total in SIZES[:1 + bisect.bisect(SIZES, loop.S * (loop.P + 1 + k))]:  # what is larger feeds all that there is, too
                 flow = loop.flow(total, k, l)
                 if flow:
                     x, c, d, share, steps = flow
@@ -1868,7 +1870,7 @@ class Autopilot(SarathiServe, Policy):
 
 
 SCHEDULERS["autopilot"] = Autopilot
-SIZES = sorted({n for j in range(4, 14) for n in (2**j, 3 * 2**j // 2)})  # tokens of an iteration that autopilot tries
+SIZES = [2 ** j for j in range(4, 14)]  # tokens of an iteration that autopilot tries: twice as many cost it time and found nothing better
 
 
 # ---------------------------------------------------------------- speculation: drafts into the plan, and what came of them
@@ -1961,10 +1963,13 @@ class Speculator:
         return plan
 
     def _draw(self, requests):
-        """Where acceptance is forced: how many of each one's drafts it will be."""
+        """Where acceptance is forced: how many of each one's drafts it will be. A place has the same luck whatever k, so that numbers
+        of drafts can be compared: no place is tried twice."""
         forced = self.engine.config.alpha
         for r in requests if forced else ():
-            r.luck = int(math.log(1 - r.rng.random()) / math.log(forced)) if forced < 1 else r.max_len
+            if r.passes is None:
+                r.passes = np.append(r.rng.random(r.max_len) < forced, False)
+            r.luck = int(r.passes[r.n_tokens:].argmin())
 
     def _propose(self, requests, d):
         """-> a list of drafts per request"""

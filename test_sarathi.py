@@ -4884,17 +4884,32 @@ def test_autopilot_is_as_good_as_the_best_setting_of_a_grid(shape, gap, drafts):
     assert max(grid) > (1.1 if drafts or shape[0] > 900 else 1.0) * min(grid), "the settings were meant to differ"
 
 
+def test_forced_luck_belongs_to_the_place_whatever_k():
+    """So that fixed numbers of drafts and those that a policy chooses meet the same text, and differ by their choice alone."""
+    passes = []
+    for k in (1, 3, 7):
+        engine = Simulator(A100, draft="ngram", spec=k, alpha=0.7, seed=5)
+        r, = add(engine, [Request(np.zeros(50, int), 200)])
+        engine.run()
+        n, times = len(r.prompt) + 1, 1  # the first token is the prefill's
+        while n < r.max_len:
+            n, times = n + 1 + next(j for j in range(k + 1) if j == min(k, r.max_len - n - 1) or not r.passes[n + j]), times + 1
+        assert len(set(r.times)) == times
+        passes.append(r.passes[51:250])
+    assert (passes[0] == passes[1]).all() and (passes[0] == passes[2]).all() and 0.6 < passes[0].mean() < 0.8
+
+
 @pytest.mark.parametrize("alpha", [0.3, 0.8])
 def test_autopilot_keeps_its_targets(alpha):
     """A budget that prefills whole prompts breaks both; the last drafts of a request may have no luck, of one in twenty."""
     lone = A100.time(1, 1000)
     for spec in ("off", "autopilot"):
         run = lambda **target: flown("autopilot", (1200, 24), 0.2, spec, alpha=alpha, n=60, record=[], **target)
-        free, kept, steady = run(), run(tpot=1.5 * lone), run(stall=2.5 * lone)
+        free, kept, steady = run(), run(tpot=1.5 * lone), run(stall=1.8 * lone)
         each = [np.quantile([r.tpot for r in requests], 0.9) for engine, requests in (free, kept)]
         assert each[1] <= 1.5 * lone and (each[0] > 1.5 * lone or alpha == 0.8 and spec != "off"), "with lucky drafts it is kept anyway"
         longest = [max(np.diff(r.times).max() for r in requests if len(r.times) > 1) for engine, requests in (free, steady)]
-        assert longest[1] <= 1.1 * 2.5 * lone < longest[0], "several prompts in one chunk are priced as one"
+        assert longest[1] <= 1.1 * 1.8 * lone < longest[0], "several prompts in one chunk are priced as one"
 
 
 @pytest.mark.parametrize("late, fed", [(0, True), (0.97, False), (2, True)])
@@ -4944,7 +4959,7 @@ def test_a_wrong_price_list_is_corrected_by_what_is_measured():
             return super().seconds(w, lora) * (2.0 if w.chunks else 0.5)
     machine = Machine(preset("llama-13b"), "a100")
     engine = Simulator(machine, scheduler="autopilot", cost=A100, max_batch=8, alloc="grow")
-    add(engine, [Request(np.zeros(600, int), 60, arrival=0.2 * i) for i in range(40)])
+    add(engine, [Request(np.zeros(600, int), 60, arrival=0.2 * i) for i in range(60)])
     errors = []
     watch(engine.cost, "learn", lambda w, seconds, lora: errors.append(abs(engine.cost.seconds(w) / seconds - 1)))
     engine.run()
