@@ -1806,7 +1806,8 @@ class Autopilot(SarathiServe, Policy):
         rates = keep(d, now.context, now.adapted, now.weights)(alone) if d else [math.inf]
         least = self._seconds(now, min(max(16, self.engine.cost.tile), todo), d, 0) if feed else 0.0
         pace = self._pace(decodes, least, 1 / max(rates))
-        for total, k, mean in self._rank(loop, keep(*loop._replace(n=0))(lambda: self._flows(loop), steps=3)) if feed else ():
+        flows = keep(*loop._replace(n=0, past=0, context=0))(lambda: self._flows(loop), steps=3) if feed else []  # P and D say what is cached
+        for total, k, mean in self._rank(loop, flows):
             c = min(total - d * (1 + k), todo)
             if c > 0 and self._seconds(now, c, d, k) <= pace(k, mean):
                 return total, k
@@ -1845,7 +1846,7 @@ class Autopilot(SarathiServe, Policy):
         flows = []
         for k in range(1 + max(self._ks(), key=lambda k: self.worth[k] / self._seconds(loop, 0, 1, k))):
             l, T0 = self.worth[k], self._seconds(loop, 0, loop.S, k)
-            for total in SIZES[:1 + bisect.bisect(SIZES, loop.S * (loop.P + 1 + k))]:  # what is larger feeds all that there is, too
+            for total in SIZES[:2 + bisect.bisect(SIZES, loop.S * (loop.P + 1 + k))]:  # what is larger feeds all that there is, too
                 flow = loop.flow(total, k, l)
                 if flow:
                     x, c, d, share, steps = flow
@@ -1870,7 +1871,7 @@ class Autopilot(SarathiServe, Policy):
 
 
 SCHEDULERS["autopilot"] = Autopilot
-SIZES = [2 ** j for j in range(4, 14)]  # tokens of an iteration that autopilot tries: twice as many cost it time and found nothing better
+SIZES = sorted({n for j in range(4, 14) for n in (2**j, 3 * 2**j // 2)})  # tokens of an iteration that autopilot tries
 
 
 # ---------------------------------------------------------------- speculation: drafts into the plan, and what came of them
