@@ -1078,7 +1078,7 @@ def served(bench, engine, requests, clients=math.inf):
 
 def abreast(bench, engines, jobs):
     """Serve the same jobs with every engine; engines: {key: a function that makes it} -> {key: its requests, when all have ended}. Measured:
-    an iteration of each in turns (on a GPU all that was started ahead), on TurnClocks, so that a machine that drifts hits all alike."""
+    an iteration of each in turns, none started ahead of its turn, on TurnClocks, so that a machine that drifts hits all alike."""
     if bench.simulated or bench.world.size > 1:
         return {key: served(bench, engine, requests_of(bench, engine, jobs)) for key, make in engines.items() for engine in (make(),)}
     engines, requests = {key: make() for key, make in engines.items()}, {}
@@ -1093,9 +1093,7 @@ def abreast(bench, engines, jobs):
             for engine in shuffled(going, turn):
                 bench.heed()
                 with engine.clock:
-                    events = engine.step()
-                    while engine.flights:
-                        events += engine.step()
+                    events = engine.step() + engine.land()
                 bar.update(sum(bool(event.finished) for event in events))
             if not going:
                 return requests

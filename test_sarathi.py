@@ -4305,13 +4305,14 @@ def test_a_turn_clock_runs_in_its_turn_alone_and_waits_for_nobody(monkeypatch):
             assert clock.now() == at + 10 and t[0] == begins + 2
 
 
-def test_engines_abreast_have_their_turns_and_time_of_their_own():
-    """Their tokens are those of one after the other; a job that comes in two hours is not waited for."""
+@pytest.mark.parametrize("overlap", [False, True])
+def test_engines_abreast_have_their_turns_and_time_of_their_own(overlap):
+    """Their tokens are those of one after the other; a job that comes in two hours is not waited for. What was started ahead ends in its turn."""
     b, jobs, ran, began = bench_of(), [bench.Job(0.0, 9, 7), bench.Job(0.001, 20, 5), bench.Job(7200.0, 12, 6)], [], time.perf_counter()
 
     def make(name):
         engine = b.engine("sarathi", 200, 3)
-        step = engine.step
+        step = (overlapped(engine) if overlap else engine).step
         engine.step = lambda: ran.append(name) or step()
         return engine
     ended = bench.abreast(b, {name: partial(make, name) for name in "xyz"}, jobs)
@@ -4905,11 +4906,11 @@ def test_autopilot_keeps_its_targets(alpha):
     lone = A100.time(1, 1000)
     for spec in ("off", "autopilot"):
         run = lambda **target: flown("autopilot", (1200, 24), 0.2, spec, alpha=alpha, n=60, record=[], **target)
-        free, kept, steady = run(), run(tpot=1.5 * lone), run(stall=1.8 * lone)
+        free, kept, steady = run(), run(tpot=1.5 * lone), run(stall=2.5 * lone)
         each = [np.quantile([r.tpot for r in requests], 0.9) for engine, requests in (free, kept)]
         assert each[1] <= 1.5 * lone and (each[0] > 1.5 * lone or alpha == 0.8 and spec != "off"), "with lucky drafts it is kept anyway"
         longest = [max(np.diff(r.times).max() for r in requests if len(r.times) > 1) for engine, requests in (free, steady)]
-        assert longest[1] <= 1.1 * 1.8 * lone < longest[0], "several prompts in one chunk are priced as one"
+        assert longest[1] <= 1.1 * 2.5 * lone < longest[0], "several prompts in one chunk are priced as one"
 
 
 @pytest.mark.parametrize("late, fed", [(0, True), (0.97, False), (2, True)])
