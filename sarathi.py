@@ -37,7 +37,7 @@ from collections.abc import Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, chain, islice, takewhile
 from numbers import Integral
 from operator import mul
@@ -964,8 +964,12 @@ class CostModel:
         adapters = {"lora": self.lora(w, lora)} if w.adapted else {}
         return dict(preproj=took.pop("preproj"), attn=self.attention(w), **took, others=self.others(w), **adapters)
 
+    def wants(self):
+        """Whether `learn` is to be told what the next iteration takes; only a Learned one ever wants to know."""
+        return False
+
     def learn(self, w, seconds, lora="batched"):
-        """An iteration took so long; only a Learned one cares."""
+        """An iteration took so long."""
 
 
 class Roofline(CostModel):
@@ -1127,9 +1131,10 @@ class Learned(CostModel):
     is rare is corrected in part."""
     RATE = 0.05  # of each iteration's news, that the factor for all takes
     WEIGHT, ROUND, KEEP = 4, 32, 0.95  # KEEP of what was seen still counts after a ROUND of iterations
+    FIRST, EVERY = 256, 3  # it learns from each of so many iterations, and from every third of the others: to learn takes time, too
 
     def __init__(self, base):
-        self.base, self.factor, self.n_learned = base, 1.0, 0
+        self.base, self.factor, self.n_asked, self.n_learned = base, 1.0, 0, 0
         self.error, self.system = base.error, base.system  # which every CostModel has
         self.cells = {}  # (with a chunk, with adapters, of about so many tokens) -> sum of log2(seconds / (price * factor)), and of how many
 
@@ -1160,8 +1165,11 @@ class Learned(CostModel):
             between.append((cell, part, total, seen))
         return self.factor * factor, between
 
+    def wants(self):
+        self.n_asked += 1
+        return self.n_asked <= self.FIRST or self.n_asked % self.EVERY == 0
+
     def learn(self, w, seconds, lora="batched"):
-        """An iteration took so long."""
         factor, between = self._correction(w)
         news = math.log2(min(2.0, max(0.5, seconds / (self.base.seconds(w, lora) * factor))))  # whatever else the machine did counts little
         for cell, part, total, seen in between:
@@ -1272,6 +1280,7 @@ PRIOR = 0.7  # acceptance before any was seen; weighs as much as one draft
 FADE = 0.98  # of the evidence on acceptance, per iteration: a policy that no longer proposes forgets why, and tries again
 SHAPES = [(), (1,), (1, 1), (1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 2, 2)]  # of trees, what goodput tries: candidates of each head
 T_DRAFT_FREE = 1e-5  # seconds per request to look drafts up: C in [SmartSpec §4.3]
+MADE = lambda steps: 0.0  # seconds of drafts that are there
 
 
 class Proposer(Named, named=False):
@@ -1280,7 +1289,7 @@ class Proposer(Named, named=False):
     registry, free = PROPOSERS, True
 
     def most(self, n_tokens):
-        """n_tokens (B,) known -> the longest proposals that can follow; the policy has its own limit."""
+        """The longest proposal that can follow n_tokens known ones; the policy has its own limit."""
         return math.inf
 
     def propose(self, requests, lengths, threshold=0.0):
@@ -1351,7 +1360,7 @@ class DraftModel(Proposer, named=False):
     def propose(self, requests, lengths, threshold=0.0):
         """One forward per step, for all requests that still want a draft [SmartSpec Eq. 5]."""
         ahead, sure = [self._ahead(r) for r in requests], np.ones(len(requests))
-        usual = self.cost and max(a.n_todo for a, k in zip(ahead, lengths) if k) <= FEW_ROWS  # nobody's prompt is fed first
+        usual = self.cost and self.cost.wants() and max(a.n_todo for a, k in zip(ahead, lengths) if k) <= FEW_ROWS  # no prompt is fed first
         start = self.engine.clock.now() if usual else 0.0
         self._share(requests)
         index = {r.id: i for i, r in enumerate(requests)}
@@ -1613,7 +1622,7 @@ def best_drafts(d):
 class Goodput(Policy):
     """One k for the requests of a step, the one with the most generated tokens per second [SmartSpec Alg. 1, Eq. 3-9]."""
     # differs from [SmartSpec Alg. 2]: which requests run is the scheduler's word, not the best prefix of the queue
-    priced = True
+    priced, kept = True, cached_property(lambda self: Kept())
     shapes = SHAPES
 
     def shape(self, d, alpha, shapes):
@@ -1626,8 +1635,12 @@ class Goodput(Policy):
         return max(shapes, key=goodput)
 
     def lengths(self, d):
-        k, goodput = self.choices(d)
-        return k[np.argmax(goodput)]
+        nearly = (32 * d.alpha).round().tobytes()  # as Kept: for acceptance that has hardly moved, what was best is best
+
+        def best():
+            k, goodput = self.choices(d)
+            return k[np.argmax(goodput)]
+        return self.kept.of((), (d.target, d.draft, nearly, d.most.tobytes()), best)
 
     def choices(self, d):
         """-> (V + 1, B) the lengths for every k, (V + 1,) their goodput"""
@@ -1917,10 +1930,11 @@ class Speculator:
 
     def __init__(self, engine, proposer, policy, cost=None):
         self.engine, self.proposer, self.policy = engine, proposer, policy
-        self.tally = np.zeros(2)  # drafts accepted and tried of late, of all requests
+        self.tally = [0.0, 0.0]  # drafts accepted and tried of late, of all requests
         self.kept = Kept()  # prices of drafts
         self.n_drafted = self.n_accepted = 0
         self.shapes = self._shapes()
+        self.longest = max((Tree.of(shape).n for shape in self.shapes), default=policy.n_spec)
         self.by_head = np.zeros((2, max(map(len, self.shapes), default=0)))  # the same of each head's candidates
         if policy.threshold and proposer.free:
             raise ValueError(f"{type(policy).__name__} asks how probable each draft was, {type(proposer).__name__} cannot say: take spec = 'goodput'")
@@ -1932,7 +1946,7 @@ class Speculator:
     @property
     def alpha(self):
         """The share of drafts that are accepted, a moving average over all requests [SmartSpec Alg. 1]."""
-        return float(acceptance(self.tally))
+        return acceptance(self.tally)
 
     def _shapes(self):
         """The trees of the policy that the heads can make; none where drafts follow one another."""
@@ -1986,7 +2000,7 @@ class Speculator:
             wanted = [self.engine._lookahead(r, int(k)) if k and r.speculates else 0 for r, k in zip(requests, wanted)]
         drafts = self._proposed(requests, wanted) if any(wanted) else [[]] * len(requests)
         if late:
-            made = d._replace(most=np.array([len(tokens) for tokens in drafts]), draft=lambda steps: 0.0)
+            made = d._replace(most=np.array([len(tokens) for tokens in drafts]), draft=MADE)
             wanted = [self.engine._lookahead(r, int(k)) for r, k in zip(requests, np.minimum(policy.lengths(made), made.most))]
             drafts = [tokens[:k] for tokens, k in zip(drafts, wanted)]
         return drafts
@@ -2020,11 +2034,8 @@ class Speculator:
 
     def _decodes_of(self, plan, requests):
         """What the policy gets to see."""
-        room = self.engine.scheduler.room(plan)
-        longest = max((Tree.of(shape).n for shape in self.shapes), default=self.policy.n_spec)
-        share = min(longest, max(0, room) / len(requests))
-        known, last = np.array([(r.n_tokens, len(r.tokens) - 1) for r in requests]).T
-        most = np.minimum(np.minimum(share, last - known), self.proposer.most(known)).clip(0).astype(int)
+        share, limit = int(min(self.longest, max(0, self.engine.scheduler.room(plan)) / len(requests))), self.proposer.most
+        most = np.array([max(0, min(share, len(r.tokens) - 1 - r.n_tokens, limit(r.n_tokens))) for r in requests])
         alpha = np.full(len(requests), self.alpha)
         if self.policy.per_request:
             alpha = acceptance(np.array([r.tally for r in requests]).T, alpha)
@@ -2060,15 +2071,17 @@ class Speculator:
     def observe(self, verified):
         """verified: (request, drafts, how many of them were accepted) of one iteration. A rejected draft ends a run, what stands
         after it was not tried."""
-        self.tally, self.by_head = FADE * self.tally, FADE * self.by_head
+        self.by_head, (all_accepted, all_tried) = FADE * self.by_head, self.tally
+        all_accepted, all_tried = FADE * all_accepted, FADE * all_tried
         for r, k, accepted in verified:
             if r.tree:
                 self.by_head[:, :len(r.tree.shape)] += r.tree.tally(r.path if r.tree.branches else [*range(1, accepted + 1)])
             tried = min(accepted + 1, k)
-            self.tally += accepted, tried
+            all_accepted, all_tried = all_accepted + accepted, all_tried + tried
             r.tally = FADE * r.tally[0] + accepted, FADE * r.tally[1] + tried
             r.n_drafted, r.n_accepted = r.n_drafted + k, r.n_accepted + accepted
             self.n_drafted, self.n_accepted = self.n_drafted + k, self.n_accepted + accepted
+        self.tally = [all_accepted, all_tried]
 
 
 # ---------------------------------------------------------------- the engine
