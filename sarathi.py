@@ -38,7 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate, chain, islice, takewhile
+from itertools import accumulate, chain, groupby, islice, takewhile
 from numbers import Integral
 from operator import mul
 from pathlib import Path
@@ -1125,18 +1125,20 @@ class Kept(dict):
 class Learned(CostModel):
     """Another cost model, corrected by what iterations really took: its price, times two factors. One is for all iterations and follows
     the machine, by RATE of each one's news, so that a slow minute does not make what happens to run look dear. The other is for iterations
-    like this: with a chunk or not, with adapters or not, of about so many tokens. Up to FEW_ROWS tokens each number has its own, as kernels'
-    times go up and down in steps there; above, each power of two, and one reads between. It is a mean in which the price itself counts
-    for WEIGHT iterations, and what was seen for less and less: what looked dear once, and is no longer tried, gets another chance; what
-    is rare is corrected in part."""
+    like this, in three steps, so that what was never tried is corrected by what is like it: those of its kind, with a chunk or not, with
+    adapters or not; of about so many tokens, where each power of two has a factor, and one reads between; and up to FEW_ROWS tokens of this
+    very number, as kernels' times go up and down there. Each step is a mean of what the steps before it left, in which none counts for
+    as many iterations as WEIGHT says, and what was seen for less and less: what looked dear once, and is no longer tried, gets another
+    chance; what is rare is corrected in part."""
     RATE = 0.05  # of each iteration's news, that the factor for all takes
-    WEIGHT, ROUND, KEEP = 4, 32, 0.95  # KEEP of what was seen still counts after a ROUND of iterations
+    WEIGHT = 1, 4, 16
+    ROUND, KEEP = 32, 0.95  # KEEP of what was seen still counts after a ROUND of iterations
     FIRST, EVERY = 256, 3  # it learns from each of so many iterations, and from every third of the others: to learn takes time, too
 
     def __init__(self, base):
         self.base, self.factor, self.n_asked, self.n_learned = base, 1.0, 0, 0
         self.error, self.system = base.error, base.system  # which every CostModel has
-        self.cells = {}  # (with a chunk, with adapters, of about so many tokens) -> sum of log2(seconds / (price * factor)), and of how many
+        self.cells = {}  # (step, (with a chunk, with adapters), tokens or their log2) -> sum of log2(seconds / price), and of how many
 
     def __getattr__(self, name):
         if name == "base":
@@ -1148,32 +1150,43 @@ class Learned(CostModel):
         return self.n_learned // self.ROUND
 
     def seconds(self, w, lora="batched"):
-        return self.base.seconds(w, lora) * self._correction(w)[0]
+        return self.base.seconds(w, lora) * self._correction(w)
 
     def _operators(self, w, lora="batched"):
-        factor, *_ = self._correction(w)
+        factor = self._correction(w)
         return {name: seconds * factor for name, seconds in self.base._operators(w, lora).items()}
 
     def _correction(self, w):
-        """-> the factor for such an iteration, and the two cells that it lies between, each with its share in it"""
-        x = max(0, w.N - 1) if w.N <= FEW_ROWS else FEW_ROWS - 1 + math.log2(w.N / FEW_ROWS)
-        i, share, factor, between = int(x), x % 1, 0.0, []
-        for j, part in ((i, 1 - share), (i + 1, share)):
-            cell = w.chunks > 0, w.adapted > 0, j
-            total, seen = self.cells.get(cell, (0.0, 0.0))
-            factor += part * 2 ** (total / (self.WEIGHT + seen))
-            between.append((cell, part, total, seen))
-        return self.factor * factor, between
+        log = 0.0
+        for cell, part in self._cells(w):
+            log += part * self._log(cell)
+        return self.factor * 2 ** log
+
+    def _cells(self, w):
+        """The cells that such an iteration lies in, with its share in them, step by step."""
+        kind, x = (w.chunks > 0, w.adapted > 0), math.log2(max(1, w.N))
+        size, share = int(x), x % 1
+        cells = ((0, kind, 0), 1.0), ((1, kind, size), 1 - share), ((1, kind, size + 1), share), ((2, kind, w.N), 1.0)
+        return cells if w.N <= FEW_ROWS else cells[:3]
+
+    def _log(self, cell):
+        total, seen = self.cells.get(cell, (0.0, 0.0))
+        return total / (self.WEIGHT[cell[0]] + seen)
 
     def wants(self):
         self.n_asked += 1
         return self.n_asked <= self.FIRST or self.n_asked % self.EVERY == 0
 
     def learn(self, w, seconds, lora="batched"):
-        factor, between = self._correction(w)
+        factor = self._correction(w)
         news = math.log2(min(2.0, max(0.5, seconds / (self.base.seconds(w, lora) * factor))))  # whatever else the machine did counts little
-        for cell, part, total, seen in between:
-            self.cells[cell] = total + part * (news + math.log2(factor / self.factor)), seen + part
+        left = news + math.log2(factor / self.factor)
+        for _, cells in groupby(self._cells(w), lambda entry: entry[0][0]):
+            was = [(cell, part, self._log(cell)) for cell, part in cells]
+            left -= sum(part * log for _, part, log in was)
+            for cell, part, log in was:
+                total, seen = self.cells.get(cell, (0.0, 0.0))
+                self.cells[cell] = total + part * (left + log), seen + part
         self.n_learned += 1
         self.factor *= 2 ** (news * max(self.RATE, 0.5 / self.n_learned))
         if self.n_learned % self.ROUND == 0:
@@ -1333,9 +1346,8 @@ class Ngram(Proposer):
         place, end = next((i for i in places if i), None), r.n_tokens
         if place is None:
             return []
-        for i in range(k):  # behind the end, where drafts belong
-            r.tokens[end + i] = r.tokens[place + i]
-        return r.tokens[end:end + k].tolist()
+        follows = r.tokens[place:min(end, place + k)].tolist()
+        return [follows[i % len(follows)] for i in range(k)]
 
     def forget(self, r):
         self.seen.pop(r, None)
@@ -1635,12 +1647,8 @@ class Goodput(Policy):
         return max(shapes, key=goodput)
 
     def lengths(self, d):
-        nearly = (32 * d.alpha).round().tobytes()  # as Kept: for acceptance that has hardly moved, what was best is best
-
-        def best():
-            k, goodput = self.choices(d)
-            return k[np.argmax(goodput)]
-        return self.kept.of((), (d.target, d.draft, nearly, d.most.tobytes()), best)
+        alike = d.target, d.draft, np.sort(d.most).tobytes(), (32 * d.alpha).round().tobytes()  # acceptance has hardly moved
+        return np.minimum(self.kept.of((), alike, lambda: int(np.argmax(self.choices(d)[1]))), d.most)
 
     def choices(self, d):
         """-> (V + 1, B) the lengths for every k, (V + 1,) their goodput"""
@@ -2012,7 +2020,8 @@ class Speculator:
             raise ValueError(f"{who}: {drafts!r:.60}: must be a list with a list of drafts for each request, here {len(requests)}")
         V = self.engine.model.config.vocab_size
         for r, k, tokens in zip(requests, wanted, drafts):
-            if not (isinstance(tokens, list) and len(tokens) <= k and all(isinstance(t, Integral) and 0 <= t < V for t in tokens)):
+            if not (isinstance(tokens, list) and len(tokens) <= k and all(issubclass(t, Integral) for t in {*map(type, tokens)})
+                    and min(tokens, default=0) >= 0 and max(tokens, default=0) < V):
                 raise ValueError(f"{who}: {tokens!r:.60} for request {r.id}: must be a list of up to {k} drafts in 0 .. {V - 1}")
         return drafts
 
@@ -2572,7 +2581,8 @@ class Engine:
         logits, ready = self._forward(plan), asking(plan)  # in the order that the plan now has
         read, newest = self._sample(ready, logits)
         usual = not self.graphs or recorded == len(self.graphs.recorded)  # to record an iteration takes many times as long
-        entries, work = timed and fed(plan), self.cost and usual and Work.of(self._entries(plan), self.cost.tile)
+        entries, learns = timed and fed(plan), self.cost and usual and self.cost.wants()
+        work = learns and Work.of(self._entries(plan), self.cost.tile)
 
         def wait():
             tokens = self.world.agree(read())
