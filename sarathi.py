@@ -1648,18 +1648,29 @@ class Goodput(Policy):
 
     def lengths(self, d):
         alike = d.target, d.draft, np.sort(d.most).tobytes(), (32 * d.alpha).round().tobytes()  # acceptance has hardly moved
-        return np.minimum(self.kept.of((), alike, lambda: int(np.argmax(self.choices(d)[1]))), d.most)
+        return np.minimum(self.kept.of((), alike, lambda: self._best(d)), d.most)
 
-    def choices(self, d):
-        """-> (V + 1, B) the lengths for every k, (V + 1,) their goodput"""
-        k = np.minimum(np.arange(d.most.max() + 1)[:, None], d.most)
-        return k, self.tokens(d, k) / self.seconds(d, k)
+    def _best(self, d):
+        """None is priced beyond a k that would lose even if it had the tokens of the most drafts: those take longer."""
+        k, best, goodput = self.each(d), 0, 0.0
+        tokens = self.tokens(d, k).tolist()
+        for i, seconds in enumerate(self.seconds(d, k)):
+            if tokens[i] > goodput * seconds:
+                best, goodput = i, tokens[i] / seconds
+            if tokens[-1] < goodput * seconds:
+                break
+        return best
+
+    def each(self, d):
+        """(V + 1, B) the lengths for every k"""
+        return np.minimum(np.arange(d.most.max() + 1)[:, None], d.most)
 
     def tokens(self, d, k):
         return expected_tokens(d.alpha, k).sum(1)
 
     def seconds(self, d, k):
-        return np.array([d.target(int(n)) + d.draft(int(steps)) for n, steps in zip(k.sum(1), k.max(1))])
+        """Of every row, when it is asked for."""
+        return (d.target(n) + d.draft(steps) for n, steps in zip(k.sum(1).tolist(), k.max(1).tolist()))
 
 
 class GoodputGlobal(Goodput):
@@ -1671,7 +1682,7 @@ class GoodputGlobal(Goodput):
 
     def lengths(self, d):
         k = np.minimum(np.arange(N_SPEC + 1)[:, None], d.most)
-        self.sums += self.tokens(d, k), self.seconds(d, k)
+        self.sums += self.tokens(d, k), [*self.seconds(d, k)]
         return k[np.argmax(self.sums[0] / self.sums[1])]
 
 
@@ -1713,7 +1724,8 @@ class Confidence(Goodput):
     def lengths(self, d):
         if not any(r.temperature > 0 for r in d.requests):
             return super().lengths(d)
-        k, goodput = self.choices(d)
+        k = self.each(d)
+        goodput = self.tokens(d, k) / [*self.seconds(d, k)]
         return k[np.argmax(np.append(np.diff(goodput) <= 0, True))]
 
 
@@ -2055,7 +2067,7 @@ class Speculator:
         cost, known, N, cached = self.engine.cost, self.engine.adapters.known, sum(n for r, n in plan), sum(r.n_past for r in requests)
         weights = [known[r.adapter].n_params for r in requests if r.adapter is not None]
         alike = len(requests), N, len(weights), cost, cost.version
-        prices = self.kept.of((cached, sum(weights)), alike, lambda: [*map(lru_cache, self._price(plan, requests, cached))])
+        prices = self.kept.of((cached, sum(weights)), alike, lambda: [*map(lru_cache, self._price(plan, requests, cached))], steps=4)
         return *prices, range(-N % cost.tile, n_most, cost.tile) if cost.tile > 1 else range(0)
 
     def _price(self, plan, requests, cached):
@@ -2063,8 +2075,9 @@ class Speculator:
         what drafts gain, and yet they cost what they cost in a batch that it has filled. draft: seconds of so many steps."""
         cost, B = self.engine.cost, len(requests)
         seconds = partial(cost.seconds, lora=self.engine.config.lora)
-        w, alone = (Work.of(self.engine._entries(entries), cost.tile) for entries in (plan, [(r, 1) for r in requests]))
-        chunk = seconds(w) - seconds(alone) if w.N > B else 0.0
+        w = Work.of(self.engine._entries(plan), cost.tile)
+        alone = Work.of(self.engine._entries([(r, 1) for r in requests]), cost.tile) if w.N > B else w
+        chunk = seconds(w) - seconds(alone)
 
         def target(n):
             more = dict(N=w.N + n, M=w.M + n, context=w.context + n, again=w.again + n * (1 + (cached + n) / B),
