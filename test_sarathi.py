@@ -3647,7 +3647,7 @@ def test_the_time_of_overlapped_iterations_is_counted_once():
             return self.t
     learned, record = [], []
     engine = overlapped(Engine(small(), n_page=100, max_batch=2, chunk=8, clock=Clock(), record=record))
-    engine.cost = SimpleNamespace(tile=1, learn=lambda w, seconds, lora: learned.append((w.context, seconds)))
+    engine.cost = SimpleNamespace(tile=1, wants=lambda: True, learn=lambda w, seconds, lora: learned.append((w.context, seconds)))
     serve(engine, [Request(prompt(20), 4), Request(prompt(3), 3)])
     assert learned == [(sum(past + n for _, past, n in s.entries), s.end - s.start) for s in record], "cached tokens as they were at the start"
     assert len(record) == 6 and all(a.end == b.start for a, b in zip(record, record[1:]))
