@@ -339,6 +339,12 @@ class Block(nn.Module):
         return x, self.ffn_ln2(h, *plus("ffn_ln2"))
 
 
+class Embedding(nn.Embedding):
+    def reset_parameters(self):
+        if not self.weight.is_meta:  # for random numbers that nobody sees torch would import its compiler there, two seconds
+            super().reset_parameters()
+
+
 class GPT(nn.Module):
     """The model. GPT(config) has fresh trainable weights; from_preset and from_pretrained give packed ones for the engine."""
 
@@ -347,8 +353,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.world = config, world
         first, last = config.is_first, config.is_last
-        self.wte = nn.Embedding(config.n_vocab, config.n_embd) if first or last and config.tied else None
-        self.wpe = nn.Embedding(config.block_size, config.n_embd) if first and not config.llama else None
+        self.wte = Embedding(config.n_vocab, config.n_embd) if first or last and config.tied else None
+        self.wpe = Embedding(config.block_size, config.n_embd) if first and not config.llama else None
         self.blocks = nn.ModuleList(Block(config, world) if i in config.layers else nn.Identity() for i in range(config.n_layer))
         self.norm, self.head = (Norm(config), Head(config, world)) if last else (None, None)
         if last and config.tied:

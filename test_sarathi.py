@@ -49,6 +49,7 @@ torch.set_num_threads(1)  # models this small gain nothing from a second one, an
 TILE = 16
 NAMES = ["static", "orca", "prefill_first", "sarathi", "sarathi_serve"]
 SMALL = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=64, n_inner=160, vocab_size=199, block_size=512)
+LEAST = SMALL | dict(n_layer=1, n_head=2, n_kv_head=1, n_embd=32, n_inner=80)  # for whole runs in Triton's interpreter
 
 
 @lru_cache
@@ -1278,6 +1279,12 @@ def test_both_scripts_are_programs(untrained):
     assert bad.status == 2 and bad.err.startswith("bench.py: unknown experiment 'table9': one of ceilings") and bad.err.count("\n") == 1 and not bad.out
 
 
+def test_no_process_waits_for_torchs_compiler_to_be_imported(monkeypatch):
+    """It takes two seconds, and is what random numbers on the meta device ask for."""
+    monkeypatch.setattr(torch.nn.Embedding, "reset_parameters", lambda self: pytest.fail("drawn"))
+    assert Engine(GPT.from_preset("tiny"), n_page=50).generate([[1, 2]], 3)
+
+
 def test_sarathi_streams_text_and_says_how_fast(cli):
     said = cli("sarathi.py", "--prompt", "def ", "--max-new-tokens", "5", "--temperature", "0")
     assert said.status == 0 and said.out.startswith("def "), said.err
@@ -1725,11 +1732,16 @@ def test_a_figure_shows_the_rows_as_they_are():
     assert [t.get_text() for t in figure.legends[0].get_texts()] == ["C = 256", "C = 512", "new", "paper", "paper, place not given"]
 
 
+MEASURED = {}  # profiles and what else experiments share, as where several are named on one command line
+
+
 @lru_cache(maxsize=None)
 def smallest(kind, name):
     """Run an experiment with the least of each of its sizes -> its rows and what it printed. Of fig8 figures show all lengths."""
     lengths, jobs, zipf = "" if (kind, name) == ("simulated", "fig8") else "300", bench.gamma_jobs, bench.zipf_requests
     b = bench_of("a6000" if kind == "simulated" else "", lengths=lengths, scale=40)
+    if kind == "measured":
+        b.found = MEASURED
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
         patch.setattr(bench, "gamma_jobs", lambda rate, seconds, *args, **more: jobs(rate, min(seconds, 40 / rate), *args, **more))
         patch.setattr(bench, "zipf_requests", lambda n, *lengths: zipf(min(n, 40), *lengths))
@@ -3349,6 +3361,11 @@ def to_device(model):
     return model
 
 
+def on_device(shape=LEAST, seed=1):
+    """A random model where the kernels run; of SMALL it has the weights of small()."""
+    return to_device(GPT.from_preset(GPTConfig(**shape), seed=seed))
+
+
 @kernel_test
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("alloc", ["reserve", "grow"])
@@ -3428,7 +3445,7 @@ def test_without_triton_everything_runs_in_torch(monkeypatch):
 
 @kernel_test
 def test_triton_recordings_have_an_end():
-    engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), max_batch=2, n_page=300, tile=TILE)
+    engine = Engine(on_device(SMALL), max_batch=2, n_page=300, tile=TILE)
     n = len(engine.graphs.recorded)
     engine.graphs.MOST = n
     assert engine.generate([prompt(9)], 3) == [naive(9, 3)] and len(engine.graphs.recorded) == n
@@ -3436,7 +3453,7 @@ def test_triton_recordings_have_an_end():
 
 @kernel_test
 def test_triton_more_new_tokens_than_a_recording_has_room_for():
-    engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), max_batch=5, n_page=300, scheduler="orca", tile=TILE)
+    engine = Engine(on_device(SMALL), max_batch=5, n_page=300, scheduler="orca", tile=TILE)
     engine.graphs.n_most, engine.graphs.newest = 2, engine.graphs.newest[:2].clone()
     engine.graphs.recorded.clear()  # they read from where it was
     assert serve(engine, [Request(prompt(5), 4) for _ in range(4)] + [Request(prompt(9), 8)])[-1].output == naive(9, 8)
@@ -3450,7 +3467,7 @@ def test_heads_too_wide_for_a_gpus_tiles_are_refused(monkeypatch):
 
 @kernel_test
 def test_triton_engine_generates_the_naive_loops_tokens():
-    model = to_device(GPT.from_preset(small().config, seed=1))
+    model = on_device(SMALL)
     engine = Engine(model, chunk=32, tile=TILE, max_batch=3, n_page=120, alloc="grow")
     assert engine.generate([prompt(40), prompt(1), prompt(17)], max_new_tokens=3) == [naive(n, 3) for n in (40, 1, 17)]
 
@@ -3465,7 +3482,7 @@ def test_triton_recorded_iterations_generate_the_same_tokens(options, monkeypatc
     monkeypatch.setattr(model_py.Batch, "padded", lambda batch, *shape: (padded.append((len(batch.tokens), shape[0])), real(batch, *shape))[1])
     said, sampling = [], dict(temperature=options.pop("temperature", 0.0), seed=7)
     for graph in (True, False):
-        engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), graph=graph, max_batch=5, n_page=200, **dict(tile=TILE) | options)
+        engine = Engine(on_device(), graph=graph, max_batch=5, n_page=200, **dict(tile=TILE) | options)
         n_ahead = len(padded)  # recorded before there was anybody, on a GPU
         said.append(engine.generate([prompt(40), prompt(1), [1, 2, 3, 4, 1, 2, 3, 4, 1, 2], prompt(17), prompt(5)], max_new_tokens=6, **sampling))
         assert (engine.graphs is not None) == graph and engine.ahead == engine.behind == (graph and not engine.speculator)
@@ -3479,7 +3496,7 @@ def test_triton_recorded_iterations_generate_the_same_tokens(options, monkeypatc
 @pytest.mark.parametrize("graph", [True, False])
 def test_triton_trees_never_change_a_greedy_token(graph):
     """Their mask is the kernel's there; accepted paths are moved, beside decodes and a chunk."""
-    engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), draft=Guesser(lambda r: naive(len(r.prompt), 12)), spec="3,2,2", graph=graph,
+    engine = Engine(on_device(SMALL), draft=Guesser(lambda r: naive(len(r.prompt), 12)), spec="3,2,2", graph=graph,
                     chunk=96, tile=TILE, max_batch=3, n_page=300, scheduler="orca")
     requests = serve(engine, [Request(prompt(n), 8) for n in (20, 1, 40)])
     assert [r.output for r in requests] == [naive(n, 8) for n in (20, 1, 40)] and sum(r.n_accepted for r in requests) >= 3
@@ -3487,8 +3504,7 @@ def test_triton_trees_never_change_a_greedy_token(graph):
 
 @kernel_test
 def test_triton_nobody_learns_what_a_recording_takes():
-    engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), draft="ngram", spec="goodput", cost=CostModel.roofline(small().config, "a100"),
-                    max_batch=2, n_page=200, tile=TILE)
+    engine = Engine(on_device(), draft="ngram", spec="goodput", cost=A100, max_batch=2, n_page=200, tile=TILE)
     ahead = len(engine.graphs.recorded)
     engine.generate([prompt(40), prompt(1)], max_new_tokens=8)
     assert 0 < engine.cost.n_learned == engine.n_steps - (len(engine.graphs.recorded) - ahead)
@@ -3497,7 +3513,7 @@ def test_triton_nobody_learns_what_a_recording_takes():
 @kernel_test
 def test_triton_recordings_made_ahead_are_those_that_are_replayed():
     """What is recorded with nobody in it leaves the pool's pages alone, and serves decodes with and without a full chunk."""
-    engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), chunk=2 * TILE, tile=TILE, max_batch=4, n_page=200)
+    engine = Engine(on_device(), chunk=2 * TILE, tile=TILE, max_batch=4, n_page=200)
     engine.kv.fill_(3.0)
     engine.graphs.prepare(2 * TILE, 4)
     ahead = set(engine.graphs.recorded)
@@ -3515,8 +3531,8 @@ def test_triton_recordings_with_drafts_and_adapters_together():
     """A draft model has the recordings that its target's options say, and adapters ride along: the same tokens with and without."""
     said = []
     for graph in (True, False):
-        draft = to_device(GPT.from_preset(GPTConfig(**SMALL | dict(n_layer=1)), seed=5))
-        engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), draft=draft, spec=2, graph=graph, chunk=24, tile=TILE, max_batch=3, n_page=200)
+        draft = on_device(seed=5)
+        engine = Engine(on_device(), draft=draft, spec=2, graph=graph, chunk=24, tile=TILE, max_batch=3, n_page=200)
         engine.add_adapter("a", model_py.random_adapter(5, 1))
         inner = engine.speculator.proposer.engine
         assert (inner.graphs is not None) == (engine.graphs is not None) == graph and inner.max_batch == engine.max_batch
@@ -3656,25 +3672,25 @@ def test_the_time_of_overlapped_iterations_is_counted_once():
 @kernel_test
 def test_triton_overlapped_iterations_generate_the_same_tokens():
     """As recordings, which find the tokens of the one before in their own memory: greedy, sampled and with an adapter, preempted and stopped."""
-    said, source = [], strong(5, 1, ["q_proj", "o_proj"])
-    stop = naive(17, 6)[1]
+    said, source, m = [], strong(5, 1, ["q_proj", "o_proj"]), on_device()
+    whole = greedy(m, prompt(17), 2)
     for ahead in (0, 1):
-        engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), chunk=16, tile=TILE, max_batch=4, n_page=52, alloc="grow")
+        engine = Engine(m, chunk=16, tile=TILE, max_batch=4, n_page=52, alloc="grow")
         assert engine.ahead == engine.behind == 1
         engine.ahead = engine.behind = ahead
         engine.add_adapter("a", source)
-        requests = [Request(prompt(5), 6, temperature=0.9), Request(prompt(4), 6, "a"), Request(prompt(17), 6, stop=[stop]), Request(prompt(20), 4)]
+        requests = [Request(prompt(5), 6, temperature=0.9), Request(prompt(4), 6, "a"), Request(prompt(17), 6, stop=whole[1:]), Request(prompt(20), 4)]
         serve(engine, requests)
         said.append([r.output for r in requests])
-    assert said[0] == said[1] and said[1][2] == naive(17, 6)[:2] and said[1][3] == naive(20, 4)
+    assert said[0] == said[1] and said[1][2] == whole and said[1][3] == greedy(m, prompt(20), 4)
     assert sum(r.n_preempted for r in requests) > 0, "the pool was meant to run out"
-    assert said[1][1] == greedy(small().merged(source(small().config, torch.float32)), prompt(4), 6)
+    assert said[1][1] == greedy(m.merged(source(m.config, m.dtype)), prompt(4), 6)
 
 
 @kernel_test
 def test_triton_the_gap_between_two_iterations_is_measured_where_they_are_replayed(monkeypatch):
     """As in the roofline, with and without overlap, on a device that works for 7 seconds and waits for 3."""
-    monkeypatch.setitem(globals(), "small", lambda: to_device(GPT.from_preset(GPTConfig(**SMALL | dict(n_layer=1)), seed=1)))
+    monkeypatch.setitem(globals(), "small", on_device)
     for ahead in (0, 1):
         times = (t for start in range(0, 1000, 10) for t in (start, start + 7))
         monkeypatch.setattr(bench, "SharedClock", lambda world: SimpleNamespace(mark=lambda: partial(float, next(times))))
@@ -3683,7 +3699,7 @@ def test_triton_the_gap_between_two_iterations_is_measured_where_they_are_replay
 
 @kernel_test
 def test_triton_a_timed_iteration_is_replayed_and_can_be_taken_apart(monkeypatch):
-    monkeypatch.setitem(globals(), "small", lambda: to_device(GPT.from_preset(GPTConfig(**SMALL | dict(n_layer=1)), seed=1)))
+    monkeypatch.setitem(globals(), "small", on_device)
     b, replayed, hidden = bench_of(), [], bench.Graphs.hidden
     monkeypatch.setattr(bench.Graphs, "hidden", lambda self, batch: replayed.append(batch) or hidden(self, batch))
     f = b.iteration(2, 8, 20)
@@ -3699,7 +3715,7 @@ def test_triton_a_timed_iteration_is_replayed_and_can_be_taken_apart(monkeypatch
 def test_triton_engine_with_adapters_generates_the_naive_loops_tokens(lora):
     """Chunks, decodes, no adapter and two of different ranks and modules in the same iterations."""
     sources = {"a": strong(5, 1, ["q_proj", "o_proj", "down_proj"]), "b": strong(9, 2, ["v_proj", "gate_proj", "up_proj"])}
-    engine = Engine(to_device(GPT.from_preset(small().config, seed=1)), chunk=16, tile=TILE, max_batch=4, n_page=300, lora=lora)
+    engine = Engine(on_device(SMALL), chunk=16, tile=TILE, max_batch=4, n_page=300, lora=lora)
     expected = [naive(5, 2)]
     for (name, source), length in zip(sources.items(), (4, 22)):
         engine.add_adapter(name, source)
@@ -5116,17 +5132,31 @@ def _rank(rank, worlds, folder):
 
 @lru_cache
 def spread(n):
-    """All that tests ask of the worlds of n processes, since starting one takes longer than any question -> {(tp, pp): a list by rank}."""
-    worlds = {2: [(2, 1), (1, 2)], 4: [(4, 1), (2, 2)]}[n]
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoints(Path(folder, "checkpoints"))
-        torch.multiprocessing.spawn(_rank, ([(*world, free_port()) for world in worlds], folder), nprocs=n)
-        return {(tp, pp): [json.loads(Path(folder, f"{tp} {pp} {rank}").read_text()) for rank in range(n)] for tp, pp in worlds}
+    """Start the n processes of all worlds of that size -> a function that waits for their end: {(tp, pp): what each rank found}. All that
+    tests ask of them is asked at once, since starting one takes longer than any question."""
+    worlds, folder = {2: [(2, 1), (1, 2)], 4: [(4, 1), (2, 2)]}[n], tempfile.TemporaryDirectory()
+    checkpoints(Path(folder.name, "checkpoints"))
+    run = torch.multiprocessing.spawn(_rank, ([(*world, free_port()) for world in worlds], folder.name), nprocs=n, join=False, daemon=True)
+
+    @lru_cache
+    def found():
+        while not run.join():
+            pass
+        return {(tp, pp): [json.loads(Path(folder.name, f"{tp} {pp} {rank}").read_text()) for rank in range(n)] for tp, pp in worlds}
+    return found
 
 
-def together(tp, pp):
-    """What each rank of a world found."""
-    return spread(tp * pp)[tp, pp]
+@pytest.fixture(scope="session")
+def together():
+    """What each rank of a world found, as a function of tp and pp."""
+    return lambda tp, pp: spread(tp * pp)()[tp, pp]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def worlds(request):
+    """They begin with the first test of all, as another core is free."""
+    if any("together" in item.fixturenames for item in request.session.items):
+        spread(2), spread(4)
 
 
 SPREAD = SMALL | dict(n_head=8, n_kv_head=4)  # so that four devices can share it
@@ -5298,7 +5328,7 @@ def agreements(world):
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_tokens_do_not_depend_on_how_many_devices_share_the_layers(tp):
+def test_tokens_do_not_depend_on_how_many_devices_share_the_layers(tp, together):
     for rank, found in enumerate(together(tp, 1)):
         assert by_itself().keys() - found["served"].keys() == ({*WITH_TWO} if tp > 2 else set())
         for case, tokens in found["served"].items():
@@ -5306,7 +5336,7 @@ def test_tokens_do_not_depend_on_how_many_devices_share_the_layers(tp):
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_ranks_agree(tp):
+def test_ranks_agree(tp, together):
     for found in together(tp, 1):
         said = found["said"]
         assert said["times"] == together(tp, 1)[0]["said"]["times"] and all(times == sorted(times) for times in said["times"])
@@ -5316,7 +5346,7 @@ def test_ranks_agree(tp):
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_the_bytes_sent_are_those_of_the_paper(tp):
+def test_the_bytes_sent_are_those_of_the_paper(tp, together):
     """Per layer 2 (N-1) B h / N numbers for each of the base model's all-reduces, and 5 (N-1) B r / N for adapters on q, k, v and o."""
     B, r, h, L, V = 20, 8, SPREAD["n_embd"], SPREAD["n_layer"], -(-SPREAD["vocab_size"] // tp)
     for found in together(tp, 1):
@@ -5326,7 +5356,7 @@ def test_the_bytes_sent_are_those_of_the_paper(tp):
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_each_rank_holds_its_share_of_weights_and_pages(tp):
+def test_each_rank_holds_its_share_of_weights_and_pages(tp, together):
     """All but the norms; and of the vocabulary's rows, the last share is filled up."""
     whole, filled = bytes_held(World()), 2 * 4 * SPREAD["n_embd"] * (-SPREAD["vocab_size"] % tp)
     for found in together(tp, 1):
@@ -5334,7 +5364,7 @@ def test_each_rank_holds_its_share_of_weights_and_pages(tp):
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_every_rank_refuses_what_cannot_be_shared(tp):
+def test_every_rank_refuses_what_cannot_be_shared(tp, together):
     for found in together(tp, 1):
         kv, inner, bmm, processes = found["refused"]
         assert kv == f"tp = {tp} devices cannot share n_kv_head = 1: it must be a multiple of tp" and "n_inner = 161" in inner
@@ -5343,7 +5373,7 @@ def test_every_rank_refuses_what_cannot_be_shared(tp):
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_a_rank_reads_its_share_of_folders(tp):
+def test_a_rank_reads_its_share_of_folders(tp, together):
     with tempfile.TemporaryDirectory() as folder:
         checkpoints(Path(folder, "checkpoints"))
         wanted = loaded(Path(folder, "checkpoints"), World())
@@ -5353,7 +5383,7 @@ def test_a_rank_reads_its_share_of_folders(tp):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_tokens_do_not_depend_on_how_many_stages_there_are(tp):
+def test_tokens_do_not_depend_on_how_many_stages_there_are(tp, together):
     """How many drafts a sampled request has, and so which random numbers it takes, depends on who else is in its micro-batch: there
     ranks agree with each other, and with one process only in distribution."""
     wanted = by_itself() | {"drawn drafts": together(tp, 2)[0]["served"]["drawn drafts"]}
@@ -5367,7 +5397,7 @@ def test_tokens_do_not_depend_on_how_many_stages_there_are(tp):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_each_stage_holds_its_own_layers(tp):
+def test_each_stage_holds_its_own_layers(tp, together):
     """Together they hold one model and its pages; a stage has the embedding or the head, and in the middle neither."""
     whole, filled = bytes_held(World()), 2 * 4 * SPREAD["n_embd"] * (-SPREAD["vocab_size"] % tp)
     first, last = (found["held"] for found in together(tp, 2)[::tp])
@@ -5387,7 +5417,7 @@ def test_tied_stages_hold_the_embedding_twice():
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_stages_bubbles_are_the_gaps_between_its_micro_batches(tp):
+def test_a_stages_bubbles_are_the_gaps_between_its_micro_batches(tp, together):
     for found in together(tp, 2):
         assert found["bubbles"] == together(tp, 2)[0]["bubbles"] | dict(n_layer=found["bubbles"]["n_layer"], posted=found["bubbles"]["posted"])
         spans, kinds, idle = found["bubbles"]["spans"], dict(PB1=0.0, PB2=0.0, PB3=0.0), [0.0] * 7
@@ -5406,7 +5436,7 @@ def test_a_stages_bubbles_are_the_gaps_between_its_micro_batches(tp):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_every_stage_refuses_what_a_pipeline_cannot_do(tp):
+def test_every_stage_refuses_what_a_pipeline_cannot_do(tp, together):
     for found in together(tp, 2):
         layers, engine, heads, goodput, autopilot = found["refused"]
         assert layers == "pp = 2 stages: there are only 1 layers" and "give it to a Pipeline" in engine
@@ -5417,12 +5447,13 @@ def test_every_stage_refuses_what_a_pipeline_cannot_do(tp):
 ENDLESS = """
 import itertools
 import os
-import test_sarathi as t
-from sarathi import run_cli
+from kernels import World
+from model import GPT
+from sarathi import make_engine, run_cli
 
 def main():
-    world = t.World.start({world})
-    engine = t.make_engine(t.shared(world), n_page=1000)
+    world = World.start({world})
+    engine = make_engine(GPT.from_preset("tiny", world=world), n_page=1000)
     for i in itertools.count():
         engine.generate([[1, 2, 3]], 4)
         if world.rank == 1 and i > 5:
