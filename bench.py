@@ -446,7 +446,7 @@ def table2(bench):
 
 TABLE4 = {"LLaMA-13B, A6000": [(1024, 6, 50, 5.45, 1.33), (2048, 6, 50, 3.26, 1.26), (3072, 6, 50, 2.51, 1.22)],  # [SARATHI Table 4]:
           "LLaMA-33B, A100": [(1024, 10, 28, 3.83, 1.25), (2048, 5, 63, 4.25, 1.22), (3072, 3, 127, 3.51, 1.14)]}  # L B P:D speedup gain
-PATIENCE = 10  # seconds: a round of whole runs that takes longer is not repeated
+PATIENCE = 8  # seconds: a round of whole runs that takes longer is not repeated
 ORCA = 1.11  # [SARATHI Fig. 11] best case at 1K, over static
 
 
@@ -507,17 +507,19 @@ def decode_speedup(bench, L, B):
 
 def end_to_end(bench, schedulers, P, D, B, requests=None):
     """The seconds each scheduler takes for the same requests of P prompt and D new tokens, run in turns -> {scheduler: [seconds]}.
-    schedulers: {name: a name or a Scheduler}. Simulated: for four batches in the steady state, that is what four batches
+    schedulers: {name: a name or a Scheduler}. What warms up is a full batch and one request that joins it. Simulated: for four batches in the steady state, that is what four batches
     more cost, because how a run begins and ends says nothing about a server."""
     engines = [bench.engine(s, B * (P + D), B) for s in schedulers.values()]
 
-    def rounds(n):
+    def rounds(n, repeats=bench.runs):
         prompts = bench.prompts(n, P, bench.options.seed)
-        return bench.rounds(*(partial(e.generate, prompts, max_new_tokens=D) for e in engines), repeats=bench.runs, patience=PATIENCE)
+        return bench.rounds(*(partial(e.generate, prompts, max_new_tokens=D) for e in engines), repeats=repeats, warm=False, patience=PATIENCE)
     if bench.simulated:
         took = [[a - b] for (a,), (b,) in zip(rounds(8 * B), rounds(4 * B))]
     else:
-        took = rounds(requests or bench.config.requests)
+        n = requests or bench.config.requests
+        rounds(min(n, B + 1), 1)
+        took = rounds(n)
     return dict(zip(schedulers, took))
 
 
