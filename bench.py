@@ -6,7 +6,7 @@ have. One registered function per table; whether it measures or simulates is onl
     python bench.py table4 fig9 --hardware a6000 --model llama-13b     the same, simulated (under a minute)
     python bench.py fig9 timeline --hardware a6000 --plot pictures --trace trace.json     PNGs, and a trace for ui.perfetto.dev
     python bench.py online --arrivals poisson:0.7x --prompt 8..512 --output lognormal:40:1     users come when they like (a minute)
-    python bench.py scoreboard           every number of the papers beside ours, simulated (three to eight minutes)
+    python bench.py scoreboard           every number of the papers beside ours, simulated (three to fifteen minutes)
     python bench.py all --plot assets    every table and figure: PNGs, and each table's rows as JSON
     python bench.py list
 
@@ -37,7 +37,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from argparse import SUPPRESS
+from argparse import SUPPRESS, ArgumentTypeError
 from collections import ChainMap, Counter, defaultdict
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -49,7 +49,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kernels import FEW_ROWS, World, linear, on_gpu, pack
+from kernels import FEW_ROWS, World, cdiv, linear, on_gpu, pack
 from model import GPT, PRESETS, Graphs, Heads, Linear, default_dtype, load_model, preset, random_adapter
 from sarathi import (GPUS, N_SPEC, CostModel, Engine, EngineConfig, Interruptible, Learned, Medusa, Parser, Pipeline, Request, Sarathi,
                      SarathiServe, Scheduler, SharedClock, Simulator, Tree, VirtualClock, WallClock, Work, add_model_flags, checked,
@@ -507,8 +507,8 @@ def decode_speedup(bench, L, B):
 
 def end_to_end(bench, schedulers, P, D, B, requests=None):
     """The seconds each scheduler takes for the same requests of P prompt and D new tokens, run in turns -> {scheduler: [seconds]}.
-    schedulers: {name: a name or a Scheduler}. What warms up is a full batch and one request that joins it. Simulated: for four batches in the steady state, that is what four batches
-    more cost, because how a run begins and ends says nothing about a server."""
+    schedulers: {name: a name or a Scheduler}. A full batch and one request that joins it warm up. Simulated: what eight batches
+    take beyond four, because how a run begins and ends says nothing about a server."""
     engines = [bench.engine(s, B * (P + D), B) for s in schedulers.values()]
 
     def rounds(n, repeats=bench.runs):
@@ -804,7 +804,7 @@ def fig12(bench):
     yield row("largest batch, TP8 x PP8, per micro-batch", 27, Simulator(gpt3(nodes=8)).max_batch // 8)
     yield row("largest batch, TP8", 11, Simulator(gpt3()).max_batch)
     eager = f"{EAGER * 1e6:.0f} us before an all-reduce"
-    for name, ours in completions(*clusters(bench, -(-n // 5), delay=EAGER)).items():
+    for name, ours in completions(*clusters(bench, cdiv(n, 5), delay=EAGER)).items():
         yield row(f"with {eager}: completion, {name}", None, ours, at=("(b) completion", eager, name))
 
 
@@ -853,7 +853,7 @@ def fig12_measured(bench):
         raise ValueError(f"pp = {world.pp}, tp = {world.tp}: fig12_measured needs stages of one process each, at least two: "
                          "torchrun --nproc_per_node 2 bench.py fig12_measured --pp 2")
     C, cost, runs = top // 16, stage_cost(bench), {"measured": defaultdict(list), "simulated": defaultdict(list)}
-    policies, B = {"Orca": orca_best(top, top), "SARATHI": Sarathi(chunk=C)}, 1 + -(-C // 10)
+    policies, B = {"Orca": orca_best(top, top), "SARATHI": Sarathi(chunk=C)}, 1 + cdiv(C, 10)
     for i in tqdm(range(bench.runs), "fig12_measured"):
         for name, scheduler in policies.items():
             options = dict(scheduler=scheduler, max_batch=B, n_page=bench.room(B * top, B))
@@ -888,7 +888,7 @@ def stage_cost(bench):
     """The CostModel of all stages together: that of one, profiled on all ranks at the same time (they share a memory), times their
     number; and what their messages take."""
     world = bench.model.world
-    stage = another(bench, n_layer=-(-bench.model.config.n_layer // world.pp), stage=(0, 1))
+    stage = another(bench, n_layer=cdiv(bench.model.config.n_layer, world.pp), stage=(0, 1))
     cost = world.agree(CostModel.profile(stage, repeats=bench.runs))
     cost.coefficients = [world.pp * c for c in cost.coefficients]
     cost.link = tuple(x / world.pp for x in message_cost(bench.model, partial(round_trip, world), (1, 64, 512)))
@@ -1462,7 +1462,8 @@ class Scene:
         self.unit, self.lengths = 1.0, uniform(8, 512)  # seconds here for one of the paper's
         if not bench.simulated:
             self.lengths = uniform(4, max(5, max(bench.lengths) // 12))
-            self.unit = bench.shared(self.ranks, lambda: 1.58 / self.run(20, 1000, duration=2 * bench.config.requests / 1000)["requests/s"])  # [S-LoRA Fig. 5] what the A10G served
+            served = lambda: self.run(20, 1000, duration=2 * bench.config.requests / 1000)["requests/s"]
+            self.unit = bench.shared(self.ranks, lambda: 1.58 / served())  # [S-LoRA Fig. 5] what the A10G served
             bench.notes.append(f"{setting}: one second of the paper's workload (its rates and SLO) is {self.unit:.3g} s here; results are in real seconds")
 
     def run(self, n, rate, variant="S-LoRA", duration=300, cv=1.0, alpha=1.0, **options):
@@ -1604,7 +1605,7 @@ def slora_clustering(bench):
             yield row(f"d = {d}: {unit}", paper, seen[name], at=(name, "S-LoRA", d))
 
 
-PARALLEL = (("S5", "a100-40", 100), ("S6", "a100", 10))  # [S-LoRA §7.3]: setting, GPU, adapters
+PARALLEL = (("S5", "a100-40", 100), ("S6", "a100", 10))  # [S-LoRA §7.4]: setting, GPU, adapters
 PARTS = ("S-LoRA", "without its messages", "base model alone")
 
 
@@ -1897,7 +1898,7 @@ def spec_fig7(bench):
     for what, chosen in (("all iterations", decodes | True), ("decodes only", decodes)):
         yield row(f"{what}: median error of Eq. 7 (%)", None, float(np.median(np.abs(A @ x / T - 1)[chosen])) * 100, iterations=int(chosen.sum()))
     sizes = np.unique(A[decodes, 1])
-    for B in sizes[::-(-len(sizes) // 12)].tolist():
+    for B in sizes[::cdiv(len(sizes), 12)].tolist():
         mine = decodes & (A[:, 1] == B)
         for name, times in (("as run", T), ("Eq. 7", A @ x)):
             yield row(f"B = {B:.0f}: {name} (ms)", None, float(np.median(times[mine])) * 1e3, iterations=int(mine.sum()), at=("", name, B))
@@ -3005,6 +3006,8 @@ def chosen(args):
 
 def int_or_auto(text):
     """--chunk"""
+    if text != "auto" and not text.isdigit():
+        raise ArgumentTypeError(f"{text!r}: must be a whole number or auto")
     return text if text == "auto" else int(text)
 
 

@@ -1,4 +1,5 @@
-"""The operators of one iteration, over a flat batch of N tokens. This file knows tensors, and nothing of models or requests.
+"""The operators of one iteration, over a flat batch of N tokens. This file knows tensors, the
+rows that each request feeds and the pages they lie in, and nothing of models, schedulers or text.
 
 Where an operator is more than a line of torch it stands here up to three times, side by side: `op_ref` is the definition, in
 plain torch; `_op_kernel` is Triton, for GPUs; `op` is what the model calls, and picks what is fast on the machine at hand.
@@ -86,160 +87,48 @@ def pow2(n):
     return 1 << (max(int(n), 1) - 1).bit_length()
 
 
+def cdiv(n, unit):
+    """How many units it takes to hold n."""
+    return -(-n // unit)
+
+
 def round_up(n, unit):
     """The smallest multiple of unit that is at least n."""
-    return -(-n // unit) * unit
+    return cdiv(n, unit) * unit
 
 
-# ---------------------------------------------------------------- more than one device: what their processes say to each other
+def filled(x, n, value):
+    """x (m, ...) -> (n, ...), all behind x alike"""
+    return np.concatenate([x, np.broadcast_to(np.asarray(value, x.dtype), (n - len(x), *x.shape[1:]))])
 
-TIMEOUT = 300  # seconds that a rank waits for another before it gives up: a CPU may take a minute for its layers of a long prompt
-LETTER = 1000  # bytes of the first message of World.agree; what is longer takes a second one
+
+def upload(homes, device, into=None):
+    """Dataclasses -> (flat, copies of them), where each numpy array is an int32 tensor of its shape on the device, a view of flat: all
+    by one copy. into: the flat of homes of the same sizes, to be written over."""
+    names = [[f.name for f in fields(home) if isinstance(getattr(home, f.name), np.ndarray)] for home in homes]
+    parts = [getattr(home, name) for home, own in zip(homes, names) for name in own]
+    sizes = [round_up(x.size, 4) for x in parts]  # 16-byte borders: a kernel is compiled for aligned pointers once
+    flat = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    for x, room in zip(parts, flat.split(sizes)):
+        room.numpy()[:x.size] = x.ravel()
+    flat = flat.to(device, non_blocking=True) if into is None else into.copy_(flat, non_blocking=True)
+    views = iter([t[:x.size].view(x.shape) for t, x in zip(flat.split(sizes), parts)])
+    return flat, [replace(home, **{name: next(views) for name in own}) for home, own in zip(homes, names)]
 
 
-class World:
-    """The processes that hold one model together, each on its device, all running the same program [SPMD]. tp neighbours share
-    every layer (`part` is which share this one has), pp such groups share out the layers (`stage` is which):
+def place(x, device):
+    """A numpy array as a tensor on the device, which it does not wait for."""
+    x = torch.from_numpy(x)
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
-        stage 0    rank 0   rank 1    all_reduce, all_gather: within a row            rank = stage * tp + part
-        stage 1    rank 2   rank 3    send, receive: down a column                    here tp = 2, pp = 2
 
-    What a rank sends is counted in `sent`, in bytes, by what it was for, as a ring sends it: (tp - 1) / tp of what is gathered, twice
-    that of what is reduced. World() is a process by itself: every method gives back what it got, torch.distributed is never touched."""
-
-    def __init__(self, tp=1, pp=1, rank=0, device="cpu"):
-        self.tp, self.pp, self.rank, self.size, self.device = tp, pp, rank, tp * pp, device
-        self.stage, self.part = divmod(rank, tp)
-        self.last, self.is_last = tp * (pp - 1), self.stage == pp - 1  # the first rank of the last stage; whether this is of that
-        self.sent, self.posted = Counter(), deque()  # bytes by purpose; messages that nobody waited for
-        self.came = self.stop = False  # whether Ctrl-C came to this process, and whether all know that it is to stop
-
-    @classmethod
-    def start(cls, tp=1, pp=1, device="cpu"):
-        """Join the processes that torchrun started. ValueError, with the line to type, if there are not tp * pp of them."""
-        size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
-        if tp * pp != size:
-            raise ValueError(f"tp = {tp}, pp = {pp}: needs {tp * pp} processes, there {'is' if size == 1 else 'are'} {size}: "
-                             f"torchrun --nproc_per_node {tp * pp} {os.path.basename(sys.argv[0])} --tp {tp} --pp {pp} ...")
-        if size == 1:
-            return cls(device=device)
-        if device == "cuda":
-            if local >= torch.cuda.device_count():
-                raise ValueError(f"device = 'cuda': process {local} has no GPU of its own, there are {torch.cuda.device_count()}")
-            torch.cuda.set_device(local)
-            device = f"cuda:{local}"
-        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))  # for what is agreed on
-        world = cls(tp, pp, dist.get_rank(), device)
-        backend = "nccl" if device != "cpu" else "gloo"
-        group = lambda ranks: dist.new_group(ranks, timedelta(seconds=TIMEOUT), backend)
-        rows = [group([*range(i * tp, (i + 1) * tp)]) for i in range(pp)] if tp > 1 else [None] * pp  # everybody makes all groups
-        columns = [group([*range(i, size, tp)]) for i in range(tp)] if pp > 1 else [None] * tp
-        world.row, world.column = rows[world.stage], columns[world.part]
-        atexit.register(world.close)
-        return world
-
-    def agree(self, value, source=0):
-        """What rank `source` says, on every rank: any value that can be pickled. The source does not wait for the others."""
-        if self.size == 1:
-            return value
-        text = pickle.dumps(value) if self.rank == source else b""
-        first = self._broadcast(len(text).to_bytes(8, "little") + text[:LETTER], 8 + LETTER, source)
-        n_rest = int.from_bytes(first[:8], "little") - LETTER
-        rest = self._broadcast(text[LETTER:], n_rest, source) if n_rest > 0 else b""
-        return value if self.rank == source else pickle.loads(first[8:] + rest)  # which ignores what is behind the value
-
-    def _broadcast(self, text, n, source):
-        """n bytes, on rank `source` text and zeros behind it -> the same on every rank. The source does not wait for the others."""
-        x = torch.frombuffer(bytearray(text.ljust(n, b"\0")), dtype=torch.uint8)
-        work = self._call(dist.broadcast, x, source, async_op=True)
-        if self.rank != source:
-            self._call(work.wait)
-            return x.numpy().tobytes()
-        while self.posted and self.posted[0].is_completed():  # those that arrived are forgotten
-            self.posted.popleft()
-        self.posted.append(work)
-        return x.numpy().tobytes()
-
-    def spread(self, x, source):
-        """Copy x of rank `source` into everybody's x. Nobody waits; what is spread arrives in the order of the calls -> a function that
-        waits until this has."""
-        if self.rank == source:
-            works = [self._call(dist.isend, x, rank, tag=1) for rank in range(self.size) if rank != source]
-        else:
-            works = [self._call(dist.irecv, x, source, tag=1)]
-        return lambda: [self._call(work.wait) for work in works]
-
-    def each(self, value):
-        """What every rank says, in the order of ranks."""
-        return [self.agree(value, rank) for rank in range(self.size)]
-
-    def all_reduce(self, x, what):
-        """Sum x over the row, in place. -> x"""
-        if self.tp > 1:
-            self.sent[what] += 2 * (self.tp - 1) * x.nbytes // self.tp
-            self._call(dist.all_reduce, x, group=self.row)
-        return x
-
-    def all_gather(self, x, what):
-        """x of every part of the row, in order -> (tp, *x.shape)"""
-        if self.tp == 1:
-            return x[None]
-        self.sent[what] += (self.tp - 1) * x.nbytes
-        out = x.new_empty(self.tp, *x.shape)
-        self._call(dist.all_gather, [*out], x.contiguous(), group=self.row)
-        return out
-
-    def send(self, x, what):
-        """x to the same part of the next stage -> a function that waits until it is there."""
-        self.sent[what] += x.nbytes
-        work = self._call(dist.isend, x.contiguous(), self.rank + self.tp, group=self.column)
-        return lambda: self._call(work.wait)
-
-    def receive(self, shape, dtype):
-        """What the stage before sends -> a function that waits for it, a tensor of this shape"""
-        x = torch.empty(shape, dtype=dtype, device=self.device)
-        work = self._call(dist.irecv, x, self.rank - self.tp, group=self.column)
-        return lambda: (self._call(work.wait), x)[1]
-
-    def _call(self, f, *args, **more):
-        """f(...). ConnectionError, naming the rank, where another's end or silence makes it impossible."""
-        try:
-            return f(*args, **more)
-        except RuntimeError as e:
-            why = str(e).splitlines()[0].split("] ")[-1][:80]  # without the place in gloo's source
-            raise ConnectionError(f"rank {self.rank} of {self.size} cannot go on: {self._missing()} ({why})") from None
-
-    def _missing(self):
-        """Who does not answer a roll call, which everybody holds who notices that something is wrong."""
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            store.add(f"alive {self.rank}", 1)
-            time.sleep(1.0)
-            gone = [rank for rank in range(self.size) if not store.check([f"alive {rank}"])]
-        except RuntimeError:  # it lives with rank 0, or with torchrun
-            gone = [0]
-        return f"rank {' and '.join(map(str, gone))} died or hangs" if gone else "no rank is missing"
-
-    @staticmethod
-    def first_to_say(message):
-        """Whether no other rank has said that: what is wrong on all of them is said once."""
-        if not dist.is_initialized():
-            return os.environ.get("RANK", "0") == "0"
-        try:
-            return dist.distributed_c10d._get_default_store().add(message, 1) == 1
-        except RuntimeError:  # the store died with rank 0
-            return True
-
-    def close(self):
-        """Wait until what was sent is there, and part."""
-        for work in self.posted:
-            try:
-                work.wait(timedelta(seconds=5))
-            except RuntimeError:  # the one who should have got it is gone
-                break
-        self.posted.clear()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def fetch(x):
+    """-> a function that waits for x, but for nothing that the device is given after this: its values as lists"""
+    if x.device.type != "cuda":
+        return x.tolist
+    host, done = x.to("cpu", non_blocking=True), torch.cuda.Event()
+    done.record()
+    return lambda: (done.synchronize(), host.tolist())[1]
 
 
 # ---------------------------------------------------------------- linear: every weight read once for all N tokens
@@ -334,7 +223,7 @@ def activate(h, gated):
         return activate_ref(h, gated)
     N, I = h.size(0), h.size(1) // (2 if gated else 1)
     out = h.new_empty(N, I)
-    launch(_activate_kernel, (N, -(-I // 1024)), h, out, I, GATED=gated, BLOCK_I=1024)
+    launch(_activate_kernel, (N, cdiv(I, 1024)), h, out, I, GATED=gated, BLOCK_I=1024)
     return out
 
 
@@ -524,6 +413,16 @@ def _write_chunk(kv, k, v, c):
             keys.view(Hk, -1, D, tile)[:, a // tile:a // tile + n_tile, :, a % tile:a % tile + part.size(3)] = part
 
 
+@lru_cache(maxsize=256)  # the same few trees grow in every iteration
+def lineage(parents):
+    """parents: for each of n rows the row it follows, an earlier one, or -1 -> (n, n) bool: whom each row follows, itself included."""
+    sees = torch.eye(len(parents), dtype=torch.bool)
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            sees[row] |= sees[parent]
+    return sees
+
+
 @dataclass
 class Pages:
     """What the Triton kernels read instead of Segments: where each request's pages are, and which rows each program computes. numpy
@@ -567,16 +466,11 @@ class Pages:
         """The same for N tokens, n_few of them in tiles `few`, so that all sizes follow from these numbers. Rows of nobody are written
         to the page at cache row `scratch`; tiles of nobody belong to a last request of n = 0."""
         nobody = n_few + MOST_CHUNKS
-        n_many = has_chunks * (-(-N * self.group // self.block_many) + MOST_CHUNKS)
+        n_many = has_chunks * (cdiv(N * self.group, self.block_many) + MOST_CHUNKS)
         n_tile = min(n_few, pow2(len(self.few) or n_few))  # not one for each token of a verification: from tiles follows how contexts are split
         return replace(self, rows=filled(self.rows, N, (scratch, 1)), spans=filled(self.spans, nobody + 1, (0, 0, 0, 0, 1, 0, -1)),
                        table=filled(self.table, table_room(self.table), 0), trees=filled(self.trees, len(self.trees) and pow2(len(self.trees)), 0),
                        few=filled(self.few, n_tile, (nobody, 0)), many=filled(self.many, n_many, (nobody, 0)), n_few=n_few)
-
-
-def filled(x, n, value):
-    """x (m, ...) -> (n, ...), all behind x alike"""
-    return np.concatenate([x, np.broadcast_to(np.asarray(value, x.dtype), (n - len(x), *x.shape[1:]))])
 
 
 def table_room(table):
@@ -584,39 +478,10 @@ def table_room(table):
     return max(2**14, pow2(len(table)))
 
 
-def upload(homes, device, into=None):
-    """Dataclasses -> (flat, copies of them), where each numpy array is an int32 tensor of its shape on the device, a view of flat: all
-    by one copy. into: the flat of homes of the same sizes, to be written over."""
-    names = [[f.name for f in fields(home) if isinstance(getattr(home, f.name), np.ndarray)] for home in homes]
-    parts = [getattr(home, name) for home, own in zip(homes, names) for name in own]
-    sizes = [round_up(x.size, 4) for x in parts]  # 16-byte borders: a kernel is compiled for aligned pointers once
-    flat = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    for x, room in zip(parts, flat.split(sizes)):
-        room.numpy()[:x.size] = x.ravel()
-    flat = flat.to(device, non_blocking=True) if into is None else into.copy_(flat, non_blocking=True)
-    views = iter([t[:x.size].view(x.shape) for t, x in zip(flat.split(sizes), parts)])
-    return flat, [replace(home, **{name: next(views) for name in own}) for home, own in zip(homes, names)]
-
-
-def place(x, device):
-    """A numpy array as a tensor on the device, which it does not wait for."""
-    x = torch.from_numpy(x)
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
-
-
-def fetch(x):
-    """-> a function that waits for x, but for nothing that the device is given after this: its values as lists"""
-    if x.device.type != "cuda":
-        return x.tolist
-    host, done = x.to("cpu", non_blocking=True), torch.cuda.Event()
-    done.record()
-    return lambda: (done.synchronize(), host.tolist())[1]
-
-
 def tiles(chosen, n_row, block):
     """(n_tile, 2) request and first row of each tile of `block` rows, of the chosen (B,) requests of n_row (B,) rows each."""
     requests = np.flatnonzero(chosen)
-    count = -(-n_row[requests] // block)
+    count = cdiv(n_row[requests], block)
     first = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     return np.stack([np.repeat(requests, count), first * block], 1)[::-1]  # a chunk's last rows see most: the longest work first
 
@@ -663,19 +528,9 @@ def rotate_write(qkv, rope, kv, rows, n_head, n_kv_head):
     (N, D), (cos, sin) = (len(qkv), kv.size(-1)), rope or (None, None)
     q, n = qkv.new_empty(N, n_head, D), n_head + 2 * n_kv_head
     block = min(16, pow2(n))
-    launch(_rotate_write_kernel, (N, -(-n // block)), qkv, cos, sin, q, kv, rows.rows, kv.stride(0), H=n_head, HK=n_kv_head, D=D,
+    launch(_rotate_write_kernel, (N, cdiv(n, block)), qkv, cos, sin, q, kv, rows.rows, kv.stride(0), H=n_head, HK=n_kv_head, D=D,
            BLOCK_H=block, BLOCK_D=pow2(D))
     return q
-
-
-@lru_cache(maxsize=256)  # the same few trees grow in every iteration
-def lineage(parents):
-    """parents: for each of n rows the row it follows, an earlier one, or -1 -> (n, n) bool: whom each row follows, itself included."""
-    sees = torch.eye(len(parents), dtype=torch.bool)
-    for row, parent in enumerate(parents):
-        if parent >= 0:
-            sees[row] |= sees[parent]
-    return sees
 
 
 @lru_cache(maxsize=16)
@@ -925,7 +780,7 @@ class Lora:
     @classmethod
     def of(cls, spans, n_few, n_in, columns, width, bmm=False):
         """spans, n_few, columns, width as above; n_in: numbers in a row of x."""
-        n_in, n_out = -(-n_in // width), columns[-1][2] + -(-columns[-1][1] // width)
+        n_in, n_out = cdiv(n_in, width), columns[-1][2] + cdiv(columns[-1][1], width)
         rows = [(row, f) for start, n, f in spans if n <= FEW_ROWS for row in range(start, start + n)]
         string = lambda lists: np.concatenate([np.empty(0, int), *lists])
         of_row = lambda values, sizes: np.repeat(np.array(values, int), sizes)
@@ -973,7 +828,7 @@ class LoraPages:
 
     def padded(self, N, n_few, has_chunks):
         """The same for N tokens and n_few of them in tiles `few`; the largest rank becomes a power of two."""
-        nobody, n_many = n_few + MOST_CHUNKS, has_chunks * (-(-N // self.block_many) + MOST_CHUNKS)
+        nobody, n_many = n_few + MOST_CHUNKS, has_chunks * (cdiv(N, self.block_many) + MOST_CHUNKS)
         return replace(self, rank=pow2(self.rank), spans=filled(self.spans, nobody + 1, 0), table=filled(self.table, table_room(self.table), 0),
                        few=filled(self.few, n_few, (nobody, 0)), many=filled(self.many, n_many, (nobody, 0)))
 
@@ -1063,7 +918,7 @@ def lora_pages(y, x, kv, l, n_split=0, exchange=None):
         if len(tiles):
             block_r, block_k, block_n = (32, 32, 64) if wide else (block_r, block_k, block_n)
             block_k, block_n = (max(16, min(block, pow2(l.width))) for block in (block_k, block_n))
-            n_rank, warps = -(-l.rank // block_r), 4 if block_m == 16 else 8
+            n_rank, warps = cdiv(l.rank, block_r), 4 if block_m == 16 else 8
             splits = 1 if exchange else n_split or min(4, pow2(2 * n_processors(x.device) / (len(tiles) * n_rank)))
             xa = both if exchange else torch.empty(len(x), splits, width, dtype=torch.float32, device=x.device)
             launch(_shrink_kernel, (len(tiles), n_rank, splits), x, kv[0], xa, l.spans, l.table, tiles, width, C=x.size(1),
@@ -1074,7 +929,7 @@ def lora_pages(y, x, kv, l, n_split=0, exchange=None):
         both = exchange(both[:, 0, :l.rank].to(x.dtype).flatten()).view(-1, len(x), 1, l.rank)
         width, device = l.rank, both.stride(0)
     for tiles, xa, splits, block_m, block_n, warps in calls:
-        launch(_expand_kernel, (len(tiles), P, -(-l.width // block_n)), y, kv[1], both if exchange else xa, l.spans, l.columns, l.table,
+        launch(_expand_kernel, (len(tiles), P, cdiv(l.width, block_n)), y, kv[1], both if exchange else xa, l.spans, l.columns, l.table,
                tiles, width, device, C=y.size(1), WIDTH=l.width, P=P, STEP=l.step, N_SPLIT=splits, BLOCK_M=block_m, BLOCK_R=32,
                BLOCK_N=block_n, num_warps=warps, num_stages=3)
     return y
@@ -1133,7 +988,7 @@ def mbgmm_expand(y, xa, pages, factors):
 
 
 def lora_bmm(y, x, kv, adapters):
-    """As S-LoRA-bmm [S-LoRA §7.4]: every request's A and B are copied side by side, rows and ranks padded to the largest, and one
+    """As S-LoRA-bmm [S-LoRA §7.1]: every request's A and B are copied side by side, rows and ranks padded to the largest, and one
     batched GEMM multiplies them all; decodes and chunks apart, as there."""
     pages = kv.view(2, -1, adapters.width)
     for of_kind in (lambda n: n <= FEW_ROWS, lambda n: n > FEW_ROWS):
@@ -1198,3 +1053,154 @@ def run_ends(accepted, first):
     accepted drafts ends: the one that gives its next token."""
     rows = torch.arange(len(accepted), device=accepted.device).masked_fill_(accepted, len(accepted))
     return rows.flip(0).cummin(0).values.flip(0)[first]  # the nearest row from here on that is not accepted
+
+
+# ---------------------------------------------------------------- more than one device: what their processes say to each other
+
+TIMEOUT = 300  # seconds that a rank waits for another before it gives up: a CPU may take a minute for its layers of a long prompt
+LETTER = 1000  # bytes of the first message of World.agree; what is longer takes a second one
+
+
+class World:
+    """The processes that hold one model together, each on its device, all running the same program [SPMD]. tp neighbours share
+    every layer (`part` is which share this one has), pp such groups share out the layers (`stage` is which):
+
+        stage 0    rank 0   rank 1    all_reduce, all_gather: within a row            rank = stage * tp + part
+        stage 1    rank 2   rank 3    send, receive: down a column                    here tp = 2, pp = 2
+
+    What a rank sends is counted in `sent`, in bytes, by what it was for, as a ring sends it: (tp - 1) / tp of what is gathered, twice
+    that of what is reduced. World() is a process by itself: every method gives back what it got, torch.distributed is never touched."""
+
+    def __init__(self, tp=1, pp=1, rank=0, device="cpu"):
+        self.tp, self.pp, self.rank, self.size, self.device = tp, pp, rank, tp * pp, device
+        self.stage, self.part = divmod(rank, tp)
+        self.last, self.is_last = tp * (pp - 1), self.stage == pp - 1  # the first rank of the last stage; whether this is of that
+        self.sent, self.posted = Counter(), deque()  # bytes by purpose; messages that nobody waited for
+        self.came = self.stop = False  # whether Ctrl-C came to this process, and whether all know that it is to stop
+
+    @classmethod
+    def start(cls, tp=1, pp=1, device="cpu"):
+        """Join the processes that torchrun started. ValueError, with the line to type, if there are not tp * pp of them."""
+        size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+        if tp * pp != size:
+            raise ValueError(f"tp = {tp}, pp = {pp}: needs {tp * pp} processes, there {'is' if size == 1 else 'are'} {size}: "
+                             f"torchrun --nproc_per_node {tp * pp} {os.path.basename(sys.argv[0])} --tp {tp} --pp {pp} ...")
+        if size == 1:
+            return cls(device=device)
+        if device == "cuda":
+            if local >= torch.cuda.device_count():
+                raise ValueError(f"device = 'cuda': process {local} has no GPU of its own, there are {torch.cuda.device_count()}")
+            torch.cuda.set_device(local)
+            device = f"cuda:{local}"
+        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))  # for what is agreed on
+        world = cls(tp, pp, dist.get_rank(), device)
+        backend = "nccl" if device != "cpu" else "gloo"
+        group = lambda ranks: dist.new_group(ranks, timedelta(seconds=TIMEOUT), backend)
+        rows = [group([*range(i * tp, (i + 1) * tp)]) for i in range(pp)] if tp > 1 else [None] * pp  # everybody makes all groups
+        columns = [group([*range(i, size, tp)]) for i in range(tp)] if pp > 1 else [None] * tp
+        world.row, world.column = rows[world.stage], columns[world.part]
+        atexit.register(world.close)
+        return world
+
+    def agree(self, value, source=0):
+        """What rank `source` says, on every rank: any value that can be pickled. The source does not wait for the others."""
+        if self.size == 1:
+            return value
+        text = pickle.dumps(value) if self.rank == source else b""
+        first = self._broadcast(len(text).to_bytes(8, "little") + text[:LETTER], 8 + LETTER, source)
+        n_rest = int.from_bytes(first[:8], "little") - LETTER
+        rest = self._broadcast(text[LETTER:], n_rest, source) if n_rest > 0 else b""
+        return value if self.rank == source else pickle.loads(first[8:] + rest)  # which ignores what is behind the value
+
+    def _broadcast(self, text, n, source):
+        """n bytes, on rank `source` text and zeros behind it -> the same on every rank. The source does not wait for the others."""
+        x = torch.frombuffer(bytearray(text.ljust(n, b"\0")), dtype=torch.uint8)
+        work = self._call(dist.broadcast, x, source, async_op=True)
+        if self.rank != source:
+            self._call(work.wait)
+            return x.numpy().tobytes()
+        while self.posted and self.posted[0].is_completed():  # those that arrived are forgotten
+            self.posted.popleft()
+        self.posted.append(work)
+        return x.numpy().tobytes()
+
+    def spread(self, x, source):
+        """Copy x of rank `source` into everybody's x. Nobody waits; what is spread arrives in the order of the calls -> a function that
+        waits until this has."""
+        if self.rank == source:
+            works = [self._call(dist.isend, x, rank, tag=1) for rank in range(self.size) if rank != source]
+        else:
+            works = [self._call(dist.irecv, x, source, tag=1)]
+        return lambda: [self._call(work.wait) for work in works]
+
+    def each(self, value):
+        """What every rank says, in the order of ranks."""
+        return [self.agree(value, rank) for rank in range(self.size)]
+
+    def all_reduce(self, x, what):
+        """Sum x over the row, in place. -> x"""
+        if self.tp > 1:
+            self.sent[what] += 2 * (self.tp - 1) * x.nbytes // self.tp
+            self._call(dist.all_reduce, x, group=self.row)
+        return x
+
+    def all_gather(self, x, what):
+        """x of every part of the row, in order -> (tp, *x.shape)"""
+        if self.tp == 1:
+            return x[None]
+        self.sent[what] += (self.tp - 1) * x.nbytes
+        out = x.new_empty(self.tp, *x.shape)
+        self._call(dist.all_gather, [*out], x.contiguous(), group=self.row)
+        return out
+
+    def send(self, x, what):
+        """x to the same part of the next stage -> a function that waits until it is there."""
+        self.sent[what] += x.nbytes
+        work = self._call(dist.isend, x.contiguous(), self.rank + self.tp, group=self.column)
+        return lambda: self._call(work.wait)
+
+    def receive(self, shape, dtype):
+        """What the stage before sends -> a function that waits for it, a tensor of this shape"""
+        x = torch.empty(shape, dtype=dtype, device=self.device)
+        work = self._call(dist.irecv, x, self.rank - self.tp, group=self.column)
+        return lambda: (self._call(work.wait), x)[1]
+
+    def _call(self, f, *args, **more):
+        """f(...). ConnectionError, naming the rank, where another's end or silence makes it impossible."""
+        try:
+            return f(*args, **more)
+        except RuntimeError as e:
+            why = str(e).splitlines()[0].split("] ")[-1][:80]  # without the place in gloo's source
+            raise ConnectionError(f"rank {self.rank} of {self.size} cannot go on: {self._missing()} ({why})") from None
+
+    def _missing(self):
+        """Who does not answer a roll call, which everybody holds who notices that something is wrong."""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.add(f"alive {self.rank}", 1)
+            time.sleep(1.0)
+            gone = [rank for rank in range(self.size) if not store.check([f"alive {rank}"])]
+        except RuntimeError:  # it lives with rank 0, or with torchrun
+            gone = [0]
+        return f"rank {' and '.join(map(str, gone))} died or hangs" if gone else "no rank is missing"
+
+    @staticmethod
+    def first_to_say(message):
+        """Whether no other rank has said that: what is wrong on all of them is said once."""
+        if not dist.is_initialized():
+            return os.environ.get("RANK", "0") == "0"
+        try:
+            return dist.distributed_c10d._get_default_store().add(message, 1) == 1
+        except RuntimeError:  # the store died with rank 0
+            return True
+
+    def close(self):
+        """Wait until what was sent is there, and part."""
+        for work in self.posted:
+            try:
+                work.wait(timedelta(seconds=5))
+            except RuntimeError:  # the one who should have got it is gone
+                break
+        self.posted.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -29,8 +29,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import (FEW_ROWS, MOST_CHUNKS, Factors, Lora, LoraPages, Pages, Rows, Segment, Site, World, activate, add_norm, attention, filled,
-                     linear, lora, pack, pow2, rope_angles, rotate_write, round_up, split_heads, upload)
+from kernels import (FEW_ROWS, MOST_CHUNKS, Factors, Lora, LoraPages, Pages, Rows, Segment, Site, World, activate, add_norm, attention, cdiv,
+                     filled, linear, lora, pack, pow2, rope_angles, rotate_write, round_up, split_heads, upload)
 
 
 def checked(name, value, kind, low, high=math.inf):
@@ -124,7 +124,7 @@ class GPTConfig:
     def layers(self):
         """The numbers of the layers that are here; what does not come out even makes the first stages longer."""
         i, n = self.stage
-        return range(*(-(-j * self.n_layer // n) for j in (i, i + 1)))
+        return range(*(cdiv(j * self.n_layer, n) for j in (i, i + 1)))
 
     @property
     def is_first(self):
@@ -139,7 +139,7 @@ class GPTConfig:
     @property
     def n_vocab(self):
         """Rows of the embedding and of the output head here; the last share's are filled up with zeros."""
-        return -(-self.vocab_size // self.part[1])
+        return cdiv(self.vocab_size, self.part[1])
 
     @property
     def widths(self):
@@ -166,7 +166,7 @@ class GPTConfig:
                 sizes, first = [n_out // self.part[1]], n_out // self.part[1] * self.part[0]
             for name, n in zip(names[f"blocks.0.{op}.weight"], sizes):
                 modules[name.split(".0.")[1].removesuffix(".weight")] = first, n, page
-                first, page = first + n, page + -(-n // width)
+                first, page = first + n, page + cdiv(n, width)
             found[op] = Operator(n_in, page, modules)
         return found
 
@@ -177,7 +177,7 @@ class GPTConfig:
 
     def page_bytes(self, itemsize):
         """Bytes of one page: a token's K and V vectors in every layer (of the longest stage), m_kv in [SARATHI §4.3]."""
-        return 2 * -(-self.n_layer // self.stage[1]) * self.n_kv_head * self.head_dim * itemsize
+        return 2 * cdiv(self.n_layer, self.stage[1]) * self.n_kv_head * self.head_dim * itemsize
 
 
 REDUCED = ("postproj", "ffn_ln2")  # where it is the input that is shared out: outputs are partial sums, to be added up
@@ -871,8 +871,8 @@ class Adapter:
         for op, (n_in, _, modules) in self.operators.items():
             for module, (first, n_out, page) in modules.items():
                 if module in ranks:
-                    rank = ranks[module] if op in REDUCED else -(-ranks[module] // config.part[1])
-                    a, b = (np.arange(r * -(-m // self.width)).reshape(r, -1) for r, m in ((rank, n_in), (ranks[module], n_out)))
+                    rank = ranks[module] if op in REDUCED else cdiv(ranks[module], config.part[1])
+                    a, b = (np.arange(r * cdiv(m, self.width)).reshape(r, -1) for r, m in ((rank, n_in), (ranks[module], n_out)))
                     self.sites.setdefault(op, {})[module] = Site(first, n_out, page, n_a + a, n_b + b)
                     n_a, n_b = n_a + a.size, n_b + b.size
                     self.n_params += len(config.layers) * (a.shape[0] * n_in + b.shape[0] * n_out)
@@ -933,7 +933,7 @@ class Adapter:
     def save_pretrained(self, folder):
         """Write it as a PEFT folder; alpha is the rank everywhere: B has its scaling already."""
         tensors = {}
-        for layer in range(len(self.planes)):
+        for layer in self.layers:
             for op, sites in self.sites.items():
                 for module in sites:
                     path, (a, b) = f"base_model.model.{self.prefix}.{layer}.{module}", self.factors(layer, op, module)
@@ -1224,7 +1224,7 @@ def train_tiny(steps=1100):
     """Train the tiny target, its one-layer draft and its Medusa heads into cache_folder()/tiny, /draft and /heads; says the losses on
     stderr."""
     data, config = stdlib_tokens(), preset("tiny")
-    cache_folder().mkdir(parents=True, exist_ok=True)  # a disk that cannot be written says so before two minutes of work
+    cache_folder().mkdir(parents=True, exist_ok=True)  # a disk that cannot be written says so before minutes of work
     for name, n_layer, share in (("draft", 1, 2), ("tiny", config.n_layer, 1)):
         model, loss = train(replace(config, n_layer=n_layer), data, steps // share, name)
         model.save_pretrained(cache_folder() / name)

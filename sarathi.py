@@ -48,7 +48,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kernels import (CHUNK_ROWS, FEW_ROWS, Feed, Lora, LoraPages, Pages, Rows, Segment, Table, World, accept, fetch, key_cells, on_gpu, place,
+from kernels import (CHUNK_ROWS, FEW_ROWS, Feed, Lora, LoraPages, Pages, Rows, Segment, Table, World, accept, cdiv, fetch, key_cells, on_gpu, place,
                      residual, round_up, run_ends, sample, target_probs)
 from model import (DTYPES, GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model, load_tokenizer, preset,
                    random_adapter)
@@ -1293,7 +1293,7 @@ PRIOR = 0.7  # acceptance before any was seen; weighs as much as one draft
 FADE = 0.98  # of the evidence on acceptance, per iteration: a policy that no longer proposes forgets why, and tries again
 SHAPES = [(), (1,), (1, 1), (1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 2, 2)]  # of trees, what goodput tries: candidates of each head
 T_DRAFT_FREE = 1e-5  # seconds per request to look drafts up: C in [SmartSpec §4.3]
-MADE = lambda steps: 0.0  # seconds of drafts that are there
+MADE = lambda steps: 0.0  # seconds of drafts that are there; one object, as Goodput knows what it has decided by it
 
 
 class Proposer(Named, named=False):
@@ -1689,7 +1689,7 @@ class GoodputGlobal(Goodput):
 @lru_cache(maxsize=64)
 def some_of(most, edges):
     """0 .. most in sixteen steps, with both sides of the edges in it, ascending."""
-    return sorted({*range(0, most, -(-most // 16)), most, *(n for edge in edges for n in (edge, edge + 1) if n <= most)})
+    return sorted({*range(0, most, cdiv(most, 16)), most, *(n for edge in edges for n in (edge, edge + 1) if n <= most)})
 
 
 class GoodputRequest(Goodput):
@@ -1738,173 +1738,6 @@ class Oracle(Goodput):
 
     def tokens(self, d, k):
         return (k + 1).sum(1)
-
-
-# ---------------------------------------------------------------- autopilot: chunks and drafts by one price
-
-class Loop(NamedTuple):
-    """The load as autopilot sees it: S requests all alike, each of which comes again when it ends. Its numbers are averages of the real ones."""
-    S: int  # requests
-    n: int  # with those that wait for a slot
-    P: float  # tokens of a prompt
-    D: float  # tokens that it generates after the first one, which its prefill brings
-    past: float = 0.0  # tokens that a token of a prompt finds cached
-    context: float = 0.0  # and that a decode finds
-    adapted: float = 0.0  # the share of requests that have an adapter
-    weights: float = 0.0  # of an adapter
-
-    @classmethod
-    def of(cls, requests, n, known):
-        """requests: those with a slot or for whom there is one, of n; known: {adapter's name: Adapter}. The first token is the prefill's,
-        but for a hundredth: D is never 0."""
-        S, P, D = len(requests), [len(r.prompt) for r in requests], [r.max_new_tokens - 0.99 for r in requests]
-        users, fed, generated = [known[r.adapter].n_params for r in requests if r.adapter is not None], sum(P), sum(D)
-        return cls(S, n, fed / S, generated / S, sum(map(mul, P, P)) / 2 / fed, sum(d * (p + d / 2) for p, d in zip(P, D)) / generated,
-                   len(users) / S, sum(users) / max(1, len(users)))
-
-    def work(self, c, d, k, tile):
-        """An iteration that feeds c tokens of prompts, in whole tiles of rows, and d decodes with k drafts each."""
-        n, chunks, read, context = d * (1 + k), int(c > 0), self.adapted * self.weights, d * (self.context + 1 + k)
-        return Work(N=c + n, M=n + chunks, decodes=d, context=context, again=k * context, chunks=chunks,
-                    pairs=round_up(c, tile) * (self.past + c / 2), reread=chunks * (self.past + c),
-                    adapted=math.ceil(self.adapted * (d + chunks)), lora_read=d * read, lora_pairs=(c + d * k) * read)
-
-    def flow(self, total, k, tokens):
-        """total: tokens that an iteration may feed; tokens: what k drafts and the one after them are worth -> per iteration how many
-        requests end, those of its tokens that are prefill, the decodes that run with it, the share of iterations that have a prefill
-        at all, and how many a request takes; None if decodes alone are more. See Autopilot."""
-        most = (total - 1) // (1 + k)
-        d = min(self.S, most)
-        for _ in range(3):  # fewer decodes leave room for more prefill, and that for more decodes
-            c = min(total - d * (1 + k), self.P * max(1, self.S - d))
-            n = self.P / c + (self.S == 1 and c < self.P) / 2  # nobody else fills the last chunk of a prompt that is alone
-            x = min(1 / n, self.S / (max(1, n) + self.D / tokens))
-            share = min(1.0, x * n)
-            d = min(max(0, round(self.S - (self.S - x * self.D / tokens) / share)), most)
-        return (x, c, d, share, max(1, n) + self.D / tokens) if most else None
-
-
-class Autopilot(SarathiServe, Policy):
-    """Prefill tokens, decodes and drafts, chosen together for every iteration: Sarathi-Serve, whose budget follows from the requests
-    that are there [SARATHI §6: which chunk, if P:D is unknown], and so does the number of drafts [SmartSpec §4: which k, at which load].
-
-    Take the S requests that have a slot as a closed loop: each feeds a prompt of P tokens, generates D, and comes again. With c tokens
-    of prefill in an iteration and k drafts after each decode, worth l tokens with the one that comes anyway, a request spends P / c
-    iterations in its prefill and D / l in decodes. So of an iteration, on average,
-
-        x = min(c / P, S / (P / c + D / l))     requests end: the prefills or the slots are the bottleneck
-        d = x D / l                             requests decode,
-        T = x P / c t(c + d (1 + k)) + (1 - x P / c) t(d (1 + k))     seconds pass, t by the prices: it has a chunk, or there was none
-
-    and who comes now, behind n others, has its last token after T (n / x + P / c + D / l): the queue's time and its own. The (c, k) with
-    the least is best at any load: alone it is one's own latency that counts, in a long queue the throughput x / T. A prefill token and
-    a draft thus have one currency, the t of their iteration. With a target the best that keeps every running request to its pace is
-    taken: a request that is ahead of it lends its time to the prefills of others, one that is behind may catch up later, and one that
-    cannot any more holds up nobody. No stall lasts longer than asked for, or than one tile. D is max_new_tokens: where a stop token
-    ends most requests early, it is too long."""
-    registry, priced, per_request = POLICIES, True, True
-
-    def start(self, engine):
-        self.engine, self.kept = engine, Kept()
-
-    def plan(self, running, waiting):
-        requests = [*running, *self.new(running, waiting)]
-        if not requests:
-            return []
-        decodes = [r for r in running if r.n_todo == 1]
-        alpha = self._alpha()
-        self.worth = [*accumulate(alpha ** k for k in range(self.n_spec + 1))]  # tokens, of so many drafts: expected_tokens
-        self.drafting = self._is_policy and lru_cache(maxsize=None)(self.engine.speculator.proposer.seconds)  # prices of this plan
-        self.total, self.k = self._choose(requests, decodes, len(running) + len(waiting))
-        self.chunk = self.total - self.k * len(decodes)
-        return super().plan(running, waiting)
-
-    def room(self, plan):
-        return self.total - sum(n for r, n in plan) if self._is_policy else math.inf
-
-    def lengths(self, d):
-        """So many drafts in all, the best of those that were found: requests differ. A model makes one for each of them in a step: k for all."""
-        if not self.engine.speculator.proposer.free:
-            return np.minimum(self.k, d.most)
-        return np.bincount(best_drafts(d)[0][:self.k * len(d.most)] // max(1, d.most.max()), minlength=len(d.most))
-
-    def _choose(self, requests, decodes, n):
-        """-> tokens of this iteration, and drafts of each decode"""
-        loop, d = Loop.of(requests, n, self.engine.adapters.known), len(decodes)
-        feed = [r for r in requests if r.n_todo > 1 or r.state == "waiting"]
-        now = loop._replace(context=sum(r.n_past for r in decodes) / max(1, d), past=feed[0].n_past if feed else 0.0)
-        todo = sum(r.n_todo for r in feed)
-        alone = lambda: [self.worth[k] / self._seconds(now, 0, d, k) for k in self._ks()]  # tokens per second of each, if no prompt is fed
-        keep = lambda *what: partial(self.kept.of, (*what, self.worth[-1]), (self.engine.cost, self.engine.cost.version))
-        rates = keep(d, now.context, now.adapted, now.weights)(alone) if d else [math.inf]
-        least = self._seconds(now, min(max(16, self.engine.cost.tile), todo), d, 0) if feed else 0.0
-        pace = self._pace(decodes, least, 1 / max(rates))
-        flows = keep(*loop._replace(n=0, past=0, context=0))(lambda: self._flows(loop), steps=3) if feed else []  # P and D say what is cached
-        for total, k, mean in self._rank(loop, flows):
-            c = min(total - d * (1 + k), todo)
-            if c > 0 and self._seconds(now, c, d, k) <= pace(k, mean):
-                return total, k
-        k = int(np.argmax(rates))  # nothing to feed, or no prefill that keeps the pace: decodes alone
-        return d * (1 + k) or 1, k
-
-    def _pace(self, decodes, least, soonest):
-        """-> a function (k, T): seconds that the next iteration may take, with k drafts, if those after it take T on average. Two bounds:
-        --stall, or `least`, what one tile takes, if that is more; and every request's last token: at --tpot per token from the first one on
-        it must be in time 19 times in 20, whatever luck its drafts have (1.64 deviations). The more are to come, the more may be hoped
-        for; who is late may catch up, if T allows it; and who would be late even at `soonest`, the least seconds per token, is left out."""
-        c, now = self.engine.config, self.engine.clock.now()
-        known = [(r.times[0] + c.tpot * (r.max_new_tokens - 1), r.max_len - r.n_tokens) for r in decodes if r.times]
-        stall = max(c.stall, least) if c.stall and known else math.inf
-        end, left = np.array([(end, left) for end, left in known if c.tpot and now + left * soonest <= end]).reshape(-1, 2).T
-
-        @lru_cache
-        def likely(k):  # tokens of the next iteration, of each request
-            mean, j = self.worth[k], np.arange(1, k + 1)
-            deviation = math.sqrt(max(0.0, (2 * j - 1) @ self._alpha() ** j - (mean - 1) ** 2))
-            return np.maximum(1, mean - 1.64 * deviation * np.sqrt(mean / left))
-
-        def seconds(k, T):
-            later = min(c.tpot, T / self.worth[k]) * np.maximum(0, left - likely(k))  # what those after them will take
-            return min(stall, (end - later).min(initial=math.inf) - now)
-        return seconds
-
-    @staticmethod
-    def _rank(loop, flows):
-        """[(tokens of an iteration, drafts of a decode, mean seconds)], the best first."""
-        return [flow[:3] for latency, _, flow in sorted((T * (loop.n / x + steps), -total, (total, k, T)) for total, k, T, x, steps in flows)]
-
-    def _flows(self, loop):
-        """[(tokens of an iteration, drafts of a decode, mean seconds, requests that end with it, iterations that each takes)], for no
-        more drafts than are best for a decode that is alone: company makes them dearer."""
-        flows = []
-        for k in range(1 + max(self._ks(), key=lambda k: self.worth[k] / self._seconds(loop, 0, 1, k))):
-            l, T0 = self.worth[k], self._seconds(loop, 0, loop.S, k)
-            for total in SIZES[:2 + bisect.bisect(SIZES, loop.S * (loop.P + 1 + k))]:  # what is larger feeds all that there is, too
-                flow = loop.flow(total, k, l)
-                if flow:
-                    x, c, d, share, steps = flow
-                    flows.append((total, k, share * self._seconds(loop, c, d, k) + (1 - share) * T0, x, steps))
-        return flows
-
-    @property
-    def _is_policy(self):
-        """Whether the number of drafts is ours to choose."""
-        return self.engine.speculator is not None and self.engine.speculator.policy is self
-
-    def _ks(self):
-        """Numbers of drafts to choose from."""
-        return range(self.n_spec + 1) if self._is_policy else (0,)
-
-    def _alpha(self):
-        return self.engine.speculator.alpha if self.engine.speculator else 0.0
-
-    def _seconds(self, loop, c, d, k):
-        drafting = self.drafting(d, d * loop.context, k) if k else 0.0
-        return self.engine.cost.seconds(loop.work(c, d, k, self.engine.cost.tile), self.engine.config.lora) + drafting
-
-
-SCHEDULERS["autopilot"] = Autopilot
-SIZES = sorted({n for j in range(4, 14) for n in (2**j, 3 * 2**j // 2)})  # tokens of an iteration that autopilot tries
 
 
 # ---------------------------------------------------------------- speculation: drafts into the plan, and what came of them
@@ -2106,6 +1939,173 @@ class Speculator:
         self.tally = [all_accepted, all_tried]
 
 
+# ---------------------------------------------------------------- autopilot: chunks and drafts by one price
+
+class Loop(NamedTuple):
+    """The load as autopilot sees it: S requests all alike, each of which comes again when it ends. Its numbers are averages of the real ones."""
+    S: int  # requests
+    n: int  # with those that wait for a slot
+    P: float  # tokens of a prompt
+    D: float  # tokens that it generates after the first one, which its prefill brings
+    past: float = 0.0  # tokens that a token of a prompt finds cached
+    context: float = 0.0  # and that a decode finds
+    adapted: float = 0.0  # the share of requests that have an adapter
+    weights: float = 0.0  # of an adapter
+
+    @classmethod
+    def of(cls, requests, n, known):
+        """requests: those with a slot or for whom there is one, of n; known: {adapter's name: Adapter}. The first token is the prefill's,
+        but for a hundredth: D is never 0."""
+        S, P, D = len(requests), [len(r.prompt) for r in requests], [r.max_new_tokens - 0.99 for r in requests]
+        users, fed, generated = [known[r.adapter].n_params for r in requests if r.adapter is not None], sum(P), sum(D)
+        return cls(S, n, fed / S, generated / S, sum(map(mul, P, P)) / 2 / fed, sum(d * (p + d / 2) for p, d in zip(P, D)) / generated,
+                   len(users) / S, sum(users) / max(1, len(users)))
+
+    def work(self, c, d, k, tile):
+        """An iteration that feeds c tokens of prompts, in whole tiles of rows, and d decodes with k drafts each."""
+        n, chunks, read, context = d * (1 + k), int(c > 0), self.adapted * self.weights, d * (self.context + 1 + k)
+        return Work(N=c + n, M=n + chunks, decodes=d, context=context, again=k * context, chunks=chunks,
+                    pairs=round_up(c, tile) * (self.past + c / 2), reread=chunks * (self.past + c),
+                    adapted=math.ceil(self.adapted * (d + chunks)), lora_read=d * read, lora_pairs=(c + d * k) * read)
+
+    def flow(self, total, k, tokens):
+        """total: tokens that an iteration may feed; tokens: what k drafts and the one after them are worth -> per iteration how many
+        requests end, those of its tokens that are prefill, the decodes that run with it, the share of iterations that have a prefill
+        at all, and how many a request takes; None if decodes alone are more. See Autopilot."""
+        most = (total - 1) // (1 + k)
+        d = min(self.S, most)
+        for _ in range(3):  # fewer decodes leave room for more prefill, and that for more decodes
+            c = min(total - d * (1 + k), self.P * max(1, self.S - d))
+            n = self.P / c + (self.S == 1 and c < self.P) / 2  # nobody else fills the last chunk of a prompt that is alone
+            x = min(1 / n, self.S / (max(1, n) + self.D / tokens))
+            share = min(1.0, x * n)
+            d = min(max(0, round(self.S - (self.S - x * self.D / tokens) / share)), most)
+        return (x, c, d, share, max(1, n) + self.D / tokens) if most else None
+
+
+class Autopilot(SarathiServe, Policy):
+    """Prefill tokens, decodes and drafts, chosen together for every iteration: Sarathi-Serve, whose budget follows from the requests
+    that are there [SARATHI §6: which chunk, if P:D is unknown], and so does the number of drafts [SmartSpec §4: which k, at which load].
+
+    Take the S requests that have a slot as a closed loop: each feeds a prompt of P tokens, generates D, and comes again. With c tokens
+    of prefill in an iteration and k drafts after each decode, worth l tokens with the one that comes anyway, a request spends P / c
+    iterations in its prefill and D / l in decodes. So of an iteration, on average,
+
+        x = min(c / P, S / (P / c + D / l))     requests end: the prefills or the slots are the bottleneck
+        d = x D / l                             requests decode,
+        T = x P / c t(c + d (1 + k)) + (1 - x P / c) t(d (1 + k))     seconds pass, t by the prices: it has a chunk, or there was none
+
+    and who comes now, behind n others, has its last token after T (n / x + P / c + D / l): the queue's time and its own. The (c, k) with
+    the least is best at any load: alone it is one's own latency that counts, in a long queue the throughput x / T. A prefill token and
+    a draft thus have one currency, the t of their iteration. With a target the best that keeps every running request to its pace is
+    taken: a request that is ahead of it lends its time to the prefills of others, one that is behind may catch up later, and one that
+    cannot any more holds up nobody. No stall lasts longer than asked for, or than one tile. D is max_new_tokens: where a stop token
+    ends most requests early, it is too long."""
+    registry, priced, per_request = POLICIES, True, True
+
+    def start(self, engine):
+        self.engine, self.kept = engine, Kept()
+
+    def plan(self, running, waiting):
+        requests = [*running, *self.new(running, waiting)]
+        if not requests:
+            return []
+        decodes = [r for r in running if r.n_todo == 1]
+        alpha = self._alpha()
+        self.worth = [*accumulate(alpha ** k for k in range(self.n_spec + 1))]  # tokens, of so many drafts: expected_tokens
+        self.drafting = self._is_policy and lru_cache(maxsize=None)(self.engine.speculator.proposer.seconds)  # prices of this plan
+        self.total, self.k = self._choose(requests, decodes, len(running) + len(waiting))
+        self.chunk = self.total - self.k * len(decodes)
+        return super().plan(running, waiting)
+
+    def room(self, plan):
+        return self.total - sum(n for r, n in plan) if self._is_policy else math.inf
+
+    def lengths(self, d):
+        """So many drafts in all, the best of those that were found: requests differ. A model makes one for each of them in a step: k for all."""
+        if not self.engine.speculator.proposer.free:
+            return np.minimum(self.k, d.most)
+        return np.bincount(best_drafts(d)[0][:self.k * len(d.most)] // max(1, d.most.max()), minlength=len(d.most))
+
+    def _choose(self, requests, decodes, n):
+        """-> tokens of this iteration, and drafts of each decode"""
+        loop, d = Loop.of(requests, n, self.engine.adapters.known), len(decodes)
+        feed = [r for r in requests if r.n_todo > 1 or r.state == "waiting"]
+        now = loop._replace(context=sum(r.n_past for r in decodes) / max(1, d), past=feed[0].n_past if feed else 0.0)
+        todo = sum(r.n_todo for r in feed)
+        alone = lambda: [self.worth[k] / self._seconds(now, 0, d, k) for k in self._ks()]  # tokens per second of each, if no prompt is fed
+        keep = lambda *what: partial(self.kept.of, (*what, self.worth[-1]), (self.engine.cost, self.engine.cost.version))
+        rates = keep(d, now.context, now.adapted, now.weights)(alone) if d else [math.inf]
+        least = self._seconds(now, min(max(16, self.engine.cost.tile), todo), d, 0) if feed else 0.0
+        pace = self._pace(decodes, least, 1 / max(rates))
+        flows = keep(*loop._replace(n=0, past=0, context=0))(lambda: self._flows(loop), steps=3) if feed else []  # P and D say what is cached
+        for total, k, mean in self._rank(loop, flows):
+            c = min(total - d * (1 + k), todo)
+            if c > 0 and self._seconds(now, c, d, k) <= pace(k, mean):
+                return total, k
+        k = int(np.argmax(rates))  # nothing to feed, or no prefill that keeps the pace: decodes alone
+        return d * (1 + k) or 1, k
+
+    def _pace(self, decodes, least, soonest):
+        """-> a function (k, T): seconds that the next iteration may take, with k drafts, if those after it take T on average. Two bounds:
+        --stall, or `least`, what one tile takes, if that is more; and every request's last token: at --tpot per token from the first one on
+        it must be in time 19 times in 20, whatever luck its drafts have (1.64 deviations). The more are to come, the more may be hoped
+        for; who is late may catch up, if T allows it; and who would be late even at `soonest`, the least seconds per token, is left out."""
+        c, now = self.engine.config, self.engine.clock.now()
+        known = [(r.times[0] + c.tpot * (r.max_new_tokens - 1), r.max_len - r.n_tokens) for r in decodes if r.times]
+        stall = max(c.stall, least) if c.stall and known else math.inf
+        end, left = np.array([(end, left) for end, left in known if c.tpot and now + left * soonest <= end]).reshape(-1, 2).T
+
+        @lru_cache
+        def likely(k):  # tokens of the next iteration, of each request
+            mean, j = self.worth[k], np.arange(1, k + 1)
+            deviation = math.sqrt(max(0.0, (2 * j - 1) @ self._alpha() ** j - (mean - 1) ** 2))
+            return np.maximum(1, mean - 1.64 * deviation * np.sqrt(mean / left))
+
+        def seconds(k, T):
+            later = min(c.tpot, T / self.worth[k]) * np.maximum(0, left - likely(k))  # what those after them will take
+            return min(stall, (end - later).min(initial=math.inf) - now)
+        return seconds
+
+    @staticmethod
+    def _rank(loop, flows):
+        """[(tokens of an iteration, drafts of a decode, mean seconds)], the best first."""
+        return [flow[:3] for latency, _, flow in sorted((T * (loop.n / x + steps), -total, (total, k, T)) for total, k, T, x, steps in flows)]
+
+    def _flows(self, loop):
+        """[(tokens of an iteration, drafts of a decode, mean seconds, requests that end with it, iterations that each takes)], for no
+        more drafts than are best for a decode that is alone: company makes them dearer."""
+        flows = []
+        for k in range(1 + max(self._ks(), key=lambda k: self.worth[k] / self._seconds(loop, 0, 1, k))):
+            l, T0 = self.worth[k], self._seconds(loop, 0, loop.S, k)
+            for total in SIZES[:2 + bisect.bisect(SIZES, loop.S * (loop.P + 1 + k))]:  # what is larger feeds all that there is, too
+                flow = loop.flow(total, k, l)
+                if flow:
+                    x, c, d, share, steps = flow
+                    flows.append((total, k, share * self._seconds(loop, c, d, k) + (1 - share) * T0, x, steps))
+        return flows
+
+    @property
+    def _is_policy(self):
+        """Whether the number of drafts is ours to choose."""
+        return self.engine.speculator is not None and self.engine.speculator.policy is self
+
+    def _ks(self):
+        """Numbers of drafts to choose from."""
+        return range(self.n_spec + 1) if self._is_policy else (0,)
+
+    def _alpha(self):
+        return self.engine.speculator.alpha if self.engine.speculator else 0.0
+
+    def _seconds(self, loop, c, d, k):
+        drafting = self.drafting(d, d * loop.context, k) if k else 0.0
+        return self.engine.cost.seconds(loop.work(c, d, k, self.engine.cost.tile), self.engine.config.lora) + drafting
+
+
+SCHEDULERS["autopilot"] = Autopilot
+SIZES = sorted({n for j in range(4, 14) for n in (2**j, 3 * 2**j // 2)})  # tokens of an iteration that autopilot tries
+
+
 # ---------------------------------------------------------------- the engine
 
 class WallClock:
@@ -2198,7 +2198,7 @@ class Engine:
         self.order = self._new_order()
         checked("adapter_pages", c.adapter_pages, int, 0, n_page - 1)
         self.pool = PagePool(n_page - c.adapter_pages, model.config.n_kv_head, c.alloc)
-        own = PagePool(c.adapter_pages, model.config.n_kv_head, c.alloc, first=self.pool.n_page)  # no-unify [S-LoRA §7.4]
+        own = PagePool(c.adapter_pages, model.config.n_kv_head, c.alloc, first=self.pool.n_page)  # no-unify [S-LoRA §7.1]
         costs = cost if isinstance(cost, tuple) else (cost, None)
         if len(costs) != 2:
             raise ValueError(f"cost: {len(costs)} cost models, must be one, or two of them: the target's and the draft's")
@@ -3269,7 +3269,7 @@ def main():
 
 
 def add_model_flags(parser, model):
-    """--model, --dtype and --device, the same for both command lines."""
+    """What to run, and where: the same for both command lines."""
     parser.add_argument("--model", default=model, help=f"a Hugging Face folder, or one of {', '.join(PRESETS)} (random weights but for tiny)")
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache; not given: bfloat16 where it is fast, else float16 on a GPU, float32 on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"), help="where to run")

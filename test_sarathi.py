@@ -1311,7 +1311,7 @@ BAD_LINES = {
     "sarathi.py --tokens 1 --tp 2": "tp = 2, pp = 1: needs 2 processes, there is 1: torchrun --nproc_per_node 2 sarathi.py --tp 2 --pp 1",
     "sarathi.py --tokens 1 --tp 0": "tp = 0: must be a whole number, at least 1",
     "sarathi.py": "one of the arguments --prompt --tokens is required", "bench.py peer": "unknown experiment 'peer'",
-    "bench.py table9": "unknown experiment 'table9': one of ceilings", "bench.py --chunk x": "invalid int_or_auto value: 'x'",
+    "bench.py table9": "unknown experiment 'table9': one of ceilings", "bench.py --chunk x": "'x': must be a whole number or auto",
     "bench.py table4 --slo 1": "slo = 1: experiments compare whole runs",
     "bench.py --lengths 5,a": "lengths = '5,a'", "bench.py roofline --hardware h100": "roofline can only be measured, on this machine",
     "bench.py peers --peers ollama=x": "names among transformers, vllm, llama.cpp",
