@@ -54,7 +54,7 @@ from model import GPT, PRESETS, Graphs, Heads, Linear, default_dtype, load_model
 from sarathi import (GPUS, N_SPEC, CostModel, Engine, EngineConfig, Interruptible, Learned, Medusa, Parser, Pipeline, Request, Sarathi,
                      SarathiServe, Scheduler, SharedClock, Simulator, Tree, VirtualClock, WallClock, Work, add_model_flags, checked,
                      expected_tokens, free_memory, join_world, least_squares, load_draft, make_clock, make_engine, make_scheduler, option,
-                     random_batches, rehearse, run_cli, time_batches, with_room)
+                     random_batches, rehearse, run_cli, seconds_of, time_batches, with_room)
 
 EXPERIMENTS = {}  # name -> Experiment
 OPERATORS = ("preproj", "attn", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]
@@ -1132,10 +1132,7 @@ def primed(model):
     if model.device.type == "cpu":
         engine = Engine(model, max_batch=64, n_page=64 * with_room(8, model.config))
         for n in tqdm(range(1, 65), "warming up", delay=5, leave=False):
-            plan = rehearse(engine, [(7, 1, True)] * n)
-            engine._run(plan).wait()
-            for r, _ in plan:
-                engine.abort(r.id)
+            seconds_of(engine, rehearse(engine, [(7, 1, True)] * n))
     return model
 
 
@@ -2633,9 +2630,9 @@ def cell_rows(cells, seen):
 
 
 def run_cell(bench, cell, engines, n, work, new):
-    """One cell in every engine, in an order that turns with n -> {name: rate_of}. A peer that fails is dropped, with a note."""
-    results, order, first = {}, [*engines], n % len(engines)
-    for name in order[first:] + order[:first]:
+    """One cell in every engine, in the order of round n -> {name: rate_of}. A peer that fails is dropped, with a note."""
+    results = {}
+    for name in shuffled(engines, n):
         time.sleep(0.3)  # the last one's threads stop spinning
         try:
             results[name] = rate_of(engines[name].run(work, new), len(work), len(work[0]), new)

@@ -290,7 +290,7 @@ class Segment:
     start: int  # first of its R * n rows in the flat batch
     R: int
     n: int
-    ctx: int  # tokens of the longest context, its own rows included, and on to a multiple of ALIGN and key_tile; shorter ones are filled up
+    ctx: int  # tokens of the longest context, its own rows included, rounded up to ALIGN and key_tile; shorter ones are filled up
     key_tile: int  # tokens whose K lies together, transposed: D; or 1: K lies as V does
     index: torch.Tensor  # (2, R * Hk * ctx) int32: the cache rows to read, K's and V's, per request and head. What fills up to ctx is a row
     #                      of the request's own: another's might hold NaN, which no mask removes

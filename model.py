@@ -80,7 +80,8 @@ class GPTConfig:
     def __post_init__(self):
         for f in fields(self):
             if f.type in (int, float):
-                checked(f.name, getattr(self, f.name), f.type, int(f.type is int and f.default > 0))
+                low = 1 if f.type is int and f.default else 0  # a size without a "0: as usual"
+                checked(f.name, getattr(self, f.name), f.type, low)
         if self.rope_type not in ROPE:
             raise ValueError(f"rope_type = {self.rope_type!r} is not supported, only {' or '.join(map(repr, ROPE))}")
         for name in ROPE[self.rope_type]:
@@ -228,7 +229,10 @@ class Batch:
     @property
     def known(self):
         """tokens (N,), those from newest filled in: on the device, as the CPU does not know them yet."""
-        return self.tokens if self.newest is None else torch.where(self.tokens < 0, self.newest[~self.tokens.clamp(max=-1)], self.tokens)
+        if self.newest is None:
+            return self.tokens
+        row = ~self.tokens.clamp(max=-1)  # ~i: newest[i]; who is known looks at row 0, in vain
+        return torch.where(self.tokens < 0, self.newest[row], self.tokens)
 
     def parts(self):
         return [self, self.segments, *self.loras.values()]
@@ -790,8 +794,8 @@ def part_sizes(config, name, n_out):
 
 
 def shares(config, name, shape):
-    """Which part of weight `name`, of this shape in the whole model, belongs to the share that config is of: a dimension, and in it
-    [(start, length)], side by side in the share; what they leave of it is zero."""
+    """The part of weight `name`, of this shape in the whole model, that config's share holds: a dimension and the slices of it, [(start,
+    length)], one behind the other; what they leave of the share is zero."""
     (i, n), (op, leaf) = config.part, name.split(".")[-2:]
     sizes = pieces(config).get(op)  # of the share
     if op in REDUCED and leaf == "bias":

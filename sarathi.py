@@ -89,7 +89,8 @@ class EngineConfig:
         for f in fields(self):
             value, choices = getattr(self, f.name), f.metadata.get("choices")
             if f.type in (int, float):
-                checked(f.name, value, f.type, int(f.name in ("chunk", "tile")), 1 if f.name == "alpha" else math.inf)
+                low, high = 1 if f.name in ("chunk", "tile") else 0, 1 if f.name == "alpha" else math.inf
+                checked(f.name, value, f.type, low, high)
             if choices and value not in choices and not (f.name == "order" and isinstance(value, Order)):
                 raise ValueError(f"{f.name} = {value!r}: one of {', '.join(map(repr, choices))}")
         for name, why in dict(adapter_pages="no adapter is in the pool", cluster="a batch has one adapter, and others must get their turn").items():
@@ -135,7 +136,7 @@ class Request:
     speculates: bool | None = field(default=None, init=False, repr=False)  # None: not decided yet [SmartSpec §5]
     q: torch.Tensor | None = field(default=None, init=False, repr=False)  # (k, V) that its drafts were drawn from; None: certain
     luck: int = field(default=0, init=False, repr=False)  # how many drafts are accepted next, where that is forced
-    passes: np.ndarray | None = field(default=None, init=False, repr=False)  # (max_len + 1,) whether a draft for this place is, if it is tried
+    passes: np.ndarray | None = field(default=None, init=False, repr=False)  # (max_len + 1,) forced luck: whether a draft for token i is accepted
     tree: tuple | None = field(default=None, init=False, repr=False)  # the Tree that its drafts form; None: they follow one another
     path: list = field(default_factory=list, init=False, repr=False)  # the rows of the tree that were accepted
     tally: tuple = field(default=(0.0, 0.0), init=False, repr=False)  # drafts accepted and tried of late
@@ -162,6 +163,11 @@ class Request:
     @property
     def done(self):
         return self.state in ENDS
+
+    @property
+    def branches(self):
+        """Whether its drafts are a tree with more than one path."""
+        return bool(self.tree) and self.tree.branches
 
     @property
     def ttft(self):
@@ -577,9 +583,13 @@ def make_scheduler(scheduler, **options):
         scheduler = SCHEDULERS[scheduler]()
     if not isinstance(scheduler, Scheduler):
         raise ValueError(f"scheduler = {scheduler!r}: must be a Scheduler object or one of {', '.join(SCHEDULERS)}")
-    scheduler = copy.copy(scheduler)  # what one engine fills in is not another's
+    return fill_in(copy.copy(scheduler), **options)  # what one engine fills in is not another's
+
+
+def fill_in(scheduler, **options):
+    """Give a scheduler what it leaves to the engine. -> scheduler"""
     for name, value in options.items():
-        if getattr(scheduler, name, None) is None:
+        if getattr(scheduler, name, None) is None:  # one of somebody's own may not call our __init__
             setattr(scheduler, name, value)
         checked(name, getattr(scheduler, name), int, 1)
     return scheduler
@@ -702,7 +712,7 @@ class Fair(Order):
         """inner: the order of each client's own requests."""
         super().__init__(inner)
         self.weight, self.counter, self.level = weight, {}, 0.0  # client -> tokens; the least of those that wait, which a client starts with
-        self.charged, self.known = {}, {}  # request -> what is in its client's counter for it; client -> its queue of the last time
+        self.charged, self.known = {}, {}  # request -> tokens it was charged for; client -> its queue when last seen
 
     def queue(self, engine):
         self._charge()
@@ -857,7 +867,7 @@ class Work(NamedTuple):
     M: int = 0  # rows that need logits
     decodes: int = 0
     context: int = 0  # cached tokens that decodes read
-    again: float = 0  # and that the other rows of a verification read once more: on a CPU, and where System.expand, each row reads its own
+    again: float = 0  # and those that a verification's rows after the first read again: where each reads for itself, on a CPU and by System.expand
     chunks: int = 0
     pairs: float = 0  # of a chunk's query with a key
     reread: int = 0  # cached tokens that chunks read, those of earlier chunks included [SARATHI §4.2]
@@ -1111,9 +1121,9 @@ class Fitted(CostModel):
 class Kept(dict):
     """What was computed from prices, for the next ones who ask nearly the same: to choose must cost next to nothing."""
 
-    def of(self, numbers, exactly, make, steps=8):
-        """make(), or what it was for numbers in the same of so many steps to a power of two (8: they differed by less than a tenth), if
-        `exactly` was the same."""
+    def recall(self, numbers, exactly, make, steps=8):
+        """make(), or what it gave before, if `exactly` was equal and each number in the same of so many steps to a power of two (8: less
+        than a tenth apart)."""
         key = (*(round(steps * math.log2(1 + x)) for x in numbers), *exactly)
         if key not in self:
             if len(self) > 1000:
@@ -1127,9 +1137,9 @@ class Learned(CostModel):
     the machine, by RATE of each one's news, so that a slow minute does not make what happens to run look dear. The other is for iterations
     like this, in three steps, so that what was never tried is corrected by what is like it: those of its kind, with a chunk or not, with
     adapters or not; of about so many tokens, where each power of two has a factor, and one reads between; and up to FEW_ROWS tokens of this
-    very number, as kernels' times go up and down there. Each step is a mean of what the steps before it left, in which none counts for
-    as many iterations as WEIGHT says, and what was seen for less and less: what looked dear once, and is no longer tried, gets another
-    chance; what is rare is corrected in part."""
+    very number, as kernels' times go up and down there. Each step is the mean of what the steps before left unexplained. It begins with
+    as many iterations without error as WEIGHT says, so that what is rare is corrected in part, and what was seen counts for less and
+    less: what looked dear once, and is no longer tried, gets another chance."""
     RATE = 0.05  # of each iteration's news, that the factor for all takes
     WEIGHT = 1, 4, 16
     ROUND, KEEP = 32, 0.95  # KEEP of what was seen still counts after a ROUND of iterations
@@ -1237,12 +1247,7 @@ def time_batches(model, batches, repeats, between):
         engine.add_adapter(str(i), make)
     took = []
     for i, entries in enumerate(tqdm(batches * (1 + repeats), "profiling", delay=5, leave=False), 1):
-        plan = rehearse(engine, entries)
-        start = time.perf_counter()
-        engine._run(plan).wait()  # for the tokens on the host: nothing is left running
-        took.append(time.perf_counter() - start)
-        for r, n in plan:
-            engine.abort(r.id)
+        took.append(seconds_of(engine, rehearse(engine, entries)))
         if i % len(batches) == 0:
             between()
     return np.median(np.reshape(took, (1 + repeats, -1))[1:], 0)
@@ -1284,6 +1289,16 @@ def rehearse(engine, entries):
     return plan
 
 
+def seconds_of(engine, plan):
+    """Run a rehearsed plan once and let go of it -> seconds"""
+    start = time.perf_counter()
+    engine._run(plan).wait()  # for the tokens on the host: nothing is left running
+    took = time.perf_counter() - start
+    for r, n in plan:
+        engine.abort(r.id)
+    return took
+
+
 # ---------------------------------------------------------------- speculation: where drafts come from
 
 PROPOSERS = {}  # name -> class
@@ -1300,14 +1315,14 @@ class Proposer(Named, named=False):
     """Where drafts come from. Subclass it and write `propose`; `free`: drafts cost so little that all are made before the policy
     says how many of them to verify."""
     registry, free = PROPOSERS, True
+    threshold = 0.0  # the policy's: a request whose last draft had no more than this probability gets no further ones
 
     def most(self, n_tokens):
         """The longest proposal that can follow n_tokens known ones; the policy has its own limit."""
         return math.inf
 
-    def propose(self, requests, lengths, threshold=0.0):
-        """-> per request a list of up to lengths[i] tokens (lengths (B,)); a request whose last draft had no more than this
-        probability gets no further ones. Where drafts were drawn, r.q is what from."""
+    def propose(self, requests, lengths):
+        """-> per request a list of up to lengths[i] tokens (lengths (B,)). Where drafts were drawn, r.q is what from."""
         raise NotImplementedError
 
     def seconds(self, n, n_context, steps):
@@ -1329,7 +1344,7 @@ class Ngram(Proposer):
     def __init__(self):
         self.seen = {}  # Request -> (how many tokens are indexed, {the tokens before a place: the last such place})
 
-    def propose(self, requests, lengths, threshold=0.0):
+    def propose(self, requests, lengths):
         return [self._continue(r, int(k)) for r, k in zip(requests, lengths)]
 
     def _continue(self, r, k):
@@ -1369,7 +1384,7 @@ class DraftModel(Proposer, named=False):
     def most(self, n_tokens):
         return self.engine.model.config.block_size - n_tokens + 1  # the last draft itself is not fed
 
-    def propose(self, requests, lengths, threshold=0.0):
+    def propose(self, requests, lengths):
         """One forward per step, for all requests that still want a draft [SmartSpec Eq. 5]."""
         ahead, sure = [self._ahead(r) for r in requests], np.ones(len(requests))
         usual = self.cost and self.cost.wants() and max(a.n_todo for a, k in zip(ahead, lengths) if k) <= FEW_ROWS  # no prompt is fed first
@@ -1377,10 +1392,10 @@ class DraftModel(Proposer, named=False):
         self._share(requests)
         index = {r.id: i for i, r in enumerate(requests)}
         for step in range(max(lengths)):
-            plan = [(a, a.n_todo) for a, s, k in zip(ahead, sure, lengths) if k > step and s > threshold]
+            plan = [(a, a.n_todo) for a, s, k in zip(ahead, sure, lengths) if k > step and s > self.threshold]
             if not plan:
                 break
-            tokens, chances = self._step(plan, threshold)
+            tokens, chances = self._step(plan)
             for (a, n), token, chance in zip(plan, tokens, chances):
                 a.tokens[a.n_tokens], sure[index[a.id]] = token, chance
                 a.n_tokens, a.n_past = a.n_tokens + 1, a.n_past + n
@@ -1406,7 +1421,7 @@ class DraftModel(Proposer, named=False):
         a.tokens = r.tokens if V >= self.vocab_size else np.minimum(r.tokens, V - 1)
         return a
 
-    def _step(self, plan, threshold):
+    def _step(self, plan):
         """-> the plan's next tokens, and how probable each was (1 where nobody asks)"""
         logits = self.engine._forward(plan)[:, :self.vocab_size]  # none that the target does not know
         tokens, drawn = logits.max(-1).indices, [i for i, (a, n) in enumerate(plan) if a.temperature > 0]
@@ -1416,7 +1431,7 @@ class DraftModel(Proposer, named=False):
             tokens[drawn] = sample(q, torch.tensor([a.rng.random() for a in ask], dtype=torch.float64, device=q.device))
             for a, row in zip(ask, q):
                 a.q.append(row)
-        chances = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0].tolist() if threshold else [1.0] * len(plan)
+        chances = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0].tolist() if self.threshold else [1.0] * len(plan)
         return self.world.agree((tokens.tolist(), chances))
 
     def seconds(self, n, n_context, steps):
@@ -1441,7 +1456,7 @@ class SimulatedDraft(DraftModel, named=False):
     def _share(self, requests):
         pass
 
-    def _step(self, plan, threshold):
+    def _step(self, plan):
         self.engine._forward(plan)
         return [0] * len(plan), [1.0] * len(plan)
 
@@ -1527,7 +1542,7 @@ class Medusa(Proposer, named=False):
         self.took *= FADE  # who was once too slow, perhaps only the first time, is asked again
 
     @torch.inference_mode()
-    def propose(self, requests, trees, threshold=0.0):
+    def propose(self, requests, trees):
         """A Tree for each request -> per request its drafts, row after row."""
         if self.heads is None:
             return [[0] * tree.n for tree in trees]
@@ -1648,7 +1663,7 @@ class Goodput(Policy):
 
     def lengths(self, d):
         alike = d.target, d.draft, np.sort(d.most).tobytes(), (32 * d.alpha).round().tobytes()  # acceptance has hardly moved
-        return np.minimum(self.kept.of((), alike, lambda: self._best(d)), d.most)
+        return np.minimum(self.kept.recall((), alike, lambda: self._best(d)), d.most)
 
     def _best(self, d):
         """None is priced beyond a k that would lose even if it had the tokens of the most drafts: those take longer."""
@@ -1793,6 +1808,7 @@ class Speculator:
             raise ValueError(f"{type(policy).__name__} asks how probable each draft was, {type(proposer).__name__} cannot say: take spec = 'goodput'")
         if isinstance(policy, Oracle) and not engine.config.alpha:
             raise ValueError("spec = 'oracle': what will be accepted is known beforehand only if alpha forces it")
+        proposer.threshold = policy.threshold
         if policy.priced and isinstance(proposer, DraftModel):
             proposer.cost = engine._new_cost(proposer.engine.model, cost)
 
@@ -1860,7 +1876,7 @@ class Speculator:
 
     def _proposed(self, requests, wanted):
         """The proposer's drafts, whoever wrote it; ValueError for what are none."""
-        drafts, who = self.proposer.propose(requests, wanted, self.policy.threshold), type(self.proposer).__name__
+        drafts, who = self.proposer.propose(requests, wanted), type(self.proposer).__name__
         if not isinstance(drafts, list) or len(drafts) != len(requests):
             raise ValueError(f"{who}: {drafts!r:.60}: must be a list with a list of drafts for each request, here {len(requests)}")
         V = self.engine.model.config.vocab_size
@@ -1900,7 +1916,7 @@ class Speculator:
         cost, known, N, cached = self.engine.cost, self.engine.adapters.known, sum(n for r, n in plan), sum(r.n_past for r in requests)
         weights = [known[r.adapter].n_params for r in requests if r.adapter is not None]
         alike = len(requests), N, len(weights), cost, cost.version
-        prices = self.kept.of((cached, sum(weights)), alike, lambda: [*map(lru_cache, self._price(plan, requests, cached))], steps=4)
+        prices = self.kept.recall((cached, sum(weights)), alike, lambda: [*map(lru_cache, self._price(plan, requests, cached))], steps=4)
         return *prices, range(-N % cost.tile, n_most, cost.tile) if cost.tile > 1 else range(0)
 
     def _price(self, plan, requests, cached):
@@ -2034,7 +2050,7 @@ class Autopilot(SarathiServe, Policy):
         now = loop._replace(context=sum(r.n_past for r in decodes) / max(1, d), past=feed[0].n_past if feed else 0.0)
         todo = sum(r.n_todo for r in feed)
         alone = lambda: [self.worth[k] / self._seconds(now, 0, d, k) for k in self._ks()]  # tokens per second of each, if no prompt is fed
-        keep = lambda *what: partial(self.kept.of, (*what, self.worth[-1]), (self.engine.cost, self.engine.cost.version))
+        keep = lambda *what: partial(self.kept.recall, (*what, self.worth[-1]), (self.engine.cost, self.engine.cost.version))
         rates = keep(d, now.context, now.adapted, now.weights)(alone) if d else [math.inf]
         least = self._seconds(now, min(max(16, self.engine.cost.tile), todo), d, 0) if feed else 0.0
         pace = self._pace(decodes, least, 1 / max(rates))
@@ -2073,8 +2089,8 @@ class Autopilot(SarathiServe, Policy):
         return [flow[:3] for latency, _, flow in sorted((T * (loop.n / x + steps), -total, (total, k, T)) for total, k, T, x, steps in flows)]
 
     def _flows(self, loop):
-        """[(tokens of an iteration, drafts of a decode, mean seconds, requests that end with it, iterations that each takes)], for no
-        more drafts than are best for a decode that is alone: company makes them dearer."""
+        """[(tokens of an iteration, drafts of a decode, mean seconds, requests that end with it, iterations that each takes)], up to
+        the k that is best for a decode alone: in company drafts only cost more."""
         flows = []
         for k in range(1 + max(self._ks(), key=lambda k: self.worth[k] / self._seconds(loop, 0, 1, k))):
             l, T0 = self.worth[k], self._seconds(loop, 0, loop.S, k)
@@ -2189,9 +2205,7 @@ class Engine:
         tiled = isinstance(model, GPT) and not on_gpu(model.device) and c.alloc == "reserve"
         self.key_tile = model.config.head_dim if tiled else 1  # pages of a key tile, see Table.key_tile
         n_page, self.max_batch = self._size(draft)
-        if getattr(self.scheduler, "max_batch", None) is None:  # a scheduler of somebody's own may not call our __init__
-            self.scheduler.max_batch = self.max_batch
-        checked("max_batch", self.scheduler.max_batch, int, 1)
+        fill_in(self.scheduler, max_batch=self.max_batch)
         if self.world.tp > 1 and self.config.lora == "bmm":
             raise ValueError("lora = 'bmm' is for one device, to compare with: with tp it is 'batched' or 'merge'")
         self.clock, self.record = clock or make_clock(self.world), record
@@ -2532,7 +2546,8 @@ class Engine:
         if lacks:
             wanted = lacks + len(self.running)
             self.adapters.find_room(self.pool, lambda owner, n, n_max: n <= self.pool.n_free, None, wanted, wanted)
-        k = max(0, k - max(0, lacks - max(0, self.pool.n_free - len(self.running))))
+        spare = max(0, self.pool.n_free - len(self.running))
+        k -= max(0, lacks - spare)
         self.pool.hold(r.id, r.n_tokens + k, r.max_len)
         return k
 
@@ -2636,7 +2651,7 @@ class Engine:
         """The plan as one flat Batch. Sorted so that decodes with contexts alike stand together."""
         tables, config, Hk, device, dtype = self.pool.tables, self.model.config, self.pool.n_kv_head, self.kv.device, self.kv.dtype
         plan.sort(key=lambda entry: (entry[1], tables[entry[0].id].key_tile(self.key_tile), entry[0].n_past))
-        feeds = [Feed(tables[r.id], r.n_past, r.n_past + n, r.tree.parents if r.tree and r.tree.branches else None) for r, n in plan]
+        feeds = [Feed(tables[r.id], r.n_past, r.n_past + n, r.tree.parents if r.branches else None) for r, n in plan]
         tokens = np.concatenate([r.tokens[f.past:f.end] for (r, _), f in zip(plan, feeds)])
         positions = np.concatenate([f.past + r.tree.level if r.tree else np.arange(f.past, f.end) for (r, _), f in zip(plan, feeds)])
         ends, group = accumulate(n for r, n in plan), config.n_head // Hk
@@ -2681,7 +2696,7 @@ class Engine:
             if r.done:
                 continue  # aborted, or found to be at its end, while this iteration was in flight
             new = new[:1 + next((i for i, token in enumerate(new) if token in r.stop), len(new))]
-            if r.tree and r.tree.branches:
+            if r.branches:
                 self._move(r)
             start, n = len(r.prompt) + len(r.times), len(new)
             r.tokens[start:start + n] = new
@@ -2701,38 +2716,39 @@ class Engine:
         function that waits for them, and the last of each on the device (B,). Nothing here waits for the device, unless there are drafts."""
         if not ready:
             return fetch(logits), None  # no rows, so no tokens; but to be waited for
-        draft, ready = np.array([token for r, drafts in ready for token in (*drafts, -1)]), [(r, len(drafts)) for r, drafts in ready]
-        ends, to = np.cumsum([k + 1 for r, k in ready]), partial(place, device=logits.device)
-        first = ends - [k + 1 for r, k in ready]
-        best, guess, drawn = logits.max(-1).indices, to(draft), [i for i, (r, k) in enumerate(ready) if r.temperature > 0]
+        requests, n_row = [r for r, drafts in ready], [len(drafts) + 1 for r, drafts in ready]  # rows: one for each draft, and one behind them
+        ends, to = np.cumsum(n_row), partial(place, device=logits.device)
+        first, draft = ends - n_row, np.array([token for r, drafts in ready for token in (*drafts, -1)])  # (M,) -1: nothing was guessed
+        best, guess = logits.max(-1).indices, to(draft)
         accepted = best == guess
+        drawn = [i for i, r in enumerate(requests) if r.temperature > 0]
         if drawn:
-            asked, rows = [ready[i] for i in drawn], to(np.concatenate([np.arange(first[i], ends[i]) for i in drawn]))
-            p = target_probs(logits[rows], *self._sampling([r for r, k in asked for _ in range(k + 1)]))
-            q, u = self._guessed(asked, p, guess[rows]), to(np.concatenate([r.rng.random(k + 1) for r, k in asked]))
+            asked, rows = [(requests[i], n_row[i]) for i in drawn], to(np.concatenate([np.arange(first[i], ends[i]) for i in drawn]))
+            p = target_probs(logits[rows], *self._sampling([r for r, n in asked for _ in range(n)]))
+            q, u = self._guessed(asked, p, guess[rows]), to(np.concatenate([r.rng.random(n) for r, n in asked]))
             accepted[rows] = accept(p, q, guess[rows], u)
         if self.config.alpha:
-            accepted = to(np.concatenate([np.arange(k + 1) < min(r.luck, k) for r, k in ready]))
+            accepted = to(np.concatenate([np.arange(n) < min(r.luck, n - 1) for r, n in zip(requests, n_row)]))
         last = run_ends(accepted, to(first))
-        for i, (r, k) in enumerate(ready):
-            if r.tree and r.tree.branches:
+        for i, r in enumerate(requests):
+            if r.branches:
                 a, b = first[i], ends[i]
                 r.path = r.path if self.config.alpha else r.tree.walk(draft[a:b - 1].tolist(), best[a:b].tolist())
                 last[i] = a + (r.path[-1] if r.path else 0)
         if self.speculator:
-            self.speculator.proposer.keep([r for r, k in ready], self.hidden[last])
+            self.speculator.proposer.keep(requests, self.hidden[last])
         token = best[last]
         if drawn:  # with the one number that accepting left over
-            drawn = to(np.array(drawn))
-            at, spare = torch.searchsorted(rows, torch.stack([last, to(ends) - 1])[:, drawn])
-            token[drawn] = sample(residual(p[at], None if q is None else q[at], guess[rows][at]), u[spare])
-        return partial(self._read, ready, draft, first, fetch(torch.stack([last, token]))), token
+            who = to(np.array(drawn))
+            at, spare = torch.searchsorted(rows, torch.stack([last, to(ends) - 1])[:, who])
+            token[who] = sample(residual(p[at], None if q is None else q[at], guess[rows][at]), u[spare])
+        return partial(self._read, requests, draft, first, fetch(torch.stack([last, token]))), token
 
-    def _read(self, ready, draft, first, word):
+    def _read(self, requests, draft, first, word):
         """word(): the one word from the device, of each request the row where its accepted drafts (M,) end, and the token from there -> its
         new tokens"""
         last, token = word()
-        rows = [a - 1 + np.array(r.path, int) if r.tree and r.tree.branches else np.arange(a, b) for (r, k), a, b in zip(ready, first, last)]
+        rows = [a - 1 + np.array(r.path, int) if r.branches else np.arange(a, b) for r, a, b in zip(requests, first, last)]
         return [[*draft[passed].tolist(), t] for passed, t in zip(rows, token)]
 
     def _move(self, r):
@@ -2753,8 +2769,8 @@ class Engine:
         return to("temperature", np.float32), to("top_k", np.int64), to("top_p", np.float32)
 
     def _guessed(self, asked, p, draft):
-        """What the drafts (M,) of (request, k) were drawn from, (M, V) like p; None: all of them were certain."""
-        known = [(r.q[:k], end - 1 - k) for (r, k), end in zip(asked, np.cumsum([k + 1 for r, k in asked])) if k and r.q is not None]
+        """What the drafts (M,) of these, (request, its rows), were drawn from, (M, V) like p; None: all of them were certain."""
+        known = [(r.q[:n - 1], end - n) for (r, n), end in zip(asked, np.cumsum([n for r, n in asked])) if n > 1 and r.q is not None]
         if not known:
             return None
         q, drawn_from = torch.zeros_like(p), torch.cat([rows for rows, start in known])

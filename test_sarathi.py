@@ -1069,7 +1069,7 @@ def test_a_proposer_that_fails_to_forget_harms_nobody():
         def __init__(self):
             self.seen = {}
 
-        def propose(self, requests, lengths, threshold=0.0):
+        def propose(self, requests, lengths):
             self.seen.update(dict.fromkeys(requests))
             return [[] for _ in requests]
 
@@ -3841,7 +3841,7 @@ class Linear(CostModel):
 class Wrong(sarathi.Proposer, named=False):
     """As many drafts as it is asked for, and never the token that greedy decoding gives."""
 
-    def propose(self, requests, lengths, threshold=0.0):
+    def propose(self, requests, lengths):
         right = [naive(len(r.prompt), 40)[len(r.output):] for r in requests]
         return [[(t + 1) % SMALL["vocab_size"] for t in tokens[:k]] for tokens, k in zip(right, lengths)]
 
@@ -3914,10 +3914,10 @@ def test_a_draft_model_proposes_what_it_would_say_itself(kind):
     engine = Engine(small(), draft=m, spec="goodput", cost=(Moody(), Linear(0, 0, 0.02)), scheduler="orca", alloc="grow", max_batch=4, n_page=100)
     propose = engine.speculator.proposer.propose
 
-    def watched(requests, lengths, threshold):
+    def watched(requests, lengths):
         nonlocal seen
         before = [r.tokens[:r.n_tokens].tolist() for r in requests]
-        drafts = propose(requests, lengths, threshold)
+        drafts = propose(requests, lengths)
         for text, k, tokens in zip(before, lengths, drafts):
             text = [min(t, V - 1) for t in text]
             assert len(tokens) == k and (not k or len(text) + k - 1 <= L), "it stops where its context ends"
@@ -4266,7 +4266,7 @@ def test_a_draft_models_cache_counts_as_memory():
 def test_a_proposer_and_a_policy_of_ones_own():
     class Twice(sarathi.Proposer):
         """The newest token again."""
-        def propose(self, requests, lengths, threshold=0.0):
+        def propose(self, requests, lengths):
             return [[int(r.tokens[r.n_tokens - 1])] * min(k, 2) for r, k in zip(requests, lengths)]
 
     class EveryOther(sarathi.Policy):
@@ -4419,7 +4419,7 @@ class Guesser(sarathi.Medusa, named=False):
         super().__init__()
         self.right, self.rng = right, np.random.default_rng(seed)
 
-    def propose(self, requests, trees, threshold=0.0):
+    def propose(self, requests, trees):
         return [self.guess(tree, self.right(r)[len(r.output):]) for r, tree in zip(requests, trees)]
 
     def guess(self, tree, right):
@@ -4533,7 +4533,7 @@ def test_heads_guess_from_the_last_state_and_trees_are_what_they_rank_highest(tm
 def test_drafts_that_cannot_be_are_one_clear_sentence(drafts):
     """From a proposer of somebody's own: outside the vocabulary, more than were asked for, or no list of tokens; or not for all."""
     class Wrong(sarathi.Proposer, named=False):
-        def propose(self, requests, lengths, threshold=0.0):
+        def propose(self, requests, lengths):
             return [drafts for r in requests]
     engine = Engine(small(), draft=Wrong(), spec=3, n_page=100)
     with pytest.raises(ValueError, match=re.escape(f"Wrong: {drafts!r} for request 0: must be a list of up to 3 drafts in 0 .. 198")):
