@@ -49,7 +49,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kernels import FEW_ROWS, World, cdiv, linear, on_gpu, pack
+from kernels import FEW_ROWS, cdiv, linear, on_gpu, pack
 from model import GPT, PRESETS, Graphs, Heads, Linear, default_dtype, load_model, preset, random_adapter
 from sarathi import (GPUS, N_SPEC, CostModel, Engine, EngineConfig, Interruptible, Learned, Medusa, Parser, Pipeline, Request, Sarathi,
                      SarathiServe, Scheduler, SharedClock, Simulator, Tree, VirtualClock, WallClock, Work, add_model_flags, checked,
@@ -176,7 +176,7 @@ class Bench:
     def __init__(self, model, config, options, name=""):
         self.model, self.config, self.options, self.name = model, config, options, name  # name: of a preset or a folder
         self.simulated = isinstance(model, CostModel)
-        self.world = World() if self.simulated else model.world
+        self.world = model.world
         self.clock, self.source = (VirtualClock(), "simulated") if self.simulated else (make_clock(self.world), "measured")
         self.lengths = config.lengths or ([1024, 2048, 3072] if self.simulated or model.device.type == "cuda" else [256, 512, 768])
         for knob in ("n_page", "memory_gb"):
@@ -1983,14 +1983,19 @@ def deviation(values):
     return 0.93 * float(np.subtract(*np.quantile(values, (0.75, 0.25)))) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
+def decoding(engine, prompts, new):
+    """Step until all of these are running and decode."""
+    for prompt in prompts:
+        engine.add(Request(prompt, max_new_tokens=new))
+    while len(engine.running) < len(prompts) or any(r.n_todo > 1 for r in engine.running):
+        engine.step()
+
+
 def choosing(pair, spec, B=64):
     """What it takes to look at B decodes and choose their drafts, over what an iteration takes all in all."""
     bench, D = pair.bench, (2 + pair.bench.config.repeats) * (1 + N_SPEC)  # that none ends while it is timed
     engine = pair.engine(spec, pair.P + D, B=B, scheduler="prefill_first", max_waiting=0, slo=0.0)  # all B are to be served
-    for prompt in bench.prompts(B, pair.P, bench.options.seed):
-        engine.add(Request(prompt, max_new_tokens=D))
-    while len(engine.running) < B or any(r.n_todo > 1 for r in engine.running):
-        engine.step()
+    decoding(engine, bench.prompts(B, pair.P, bench.options.seed), D)
     s, plan = engine.speculator, [(r, 1) for r in engine.running]
     chooses, steps = bench.rounds(lambda: s.policy.lengths(s._decodes_of(plan, engine.running)), engine.step)
     return fmean(chooses) / median(steps)  # to choose again what was best just now takes less: on average
@@ -2130,10 +2135,7 @@ def beside_decodes(bench, name, L, B, room, scheduler, n_page, **options):
     this iteration, seconds)], seconds to its first token."""
     spans = []
     engine = bench.engine(scheduler, n_page, B + 1, alloc="grow", record=spans, **options)
-    for prompt in bench.prompts(B, 256, bench.options.seed):
-        engine.add(Request(prompt, max_new_tokens=room - 256))
-    while len(engine.running) < B or any(r.n_todo > 1 for r in engine.running):
-        engine.step()
+    decoding(engine, bench.prompts(B, 256, bench.options.seed), room - 256)
     long = Request(bench.prompts(1, L, bench.options.seed)[0], max_new_tokens=1, arrival=engine.clock.now())
     engine.add(long)
     with tqdm(total=L, desc=f"{bench.doing}: {L} tokens, {name}", delay=5) as bar:

@@ -105,15 +105,16 @@ class GPTConfig:
         """How positions beyond those of the training are reached."""
         return str(self.rope_scaling.get("rope_type") or self.rope_scaling.get("type") or "default")
 
-    def share(self, i, n, stage=(0, 1)):
-        """Share i of n of every layer of a stage: so many heads and so much of the FFN [Megatron-LM, arXiv 1909.08053 §3]. ValueError for
-        what does not come out even. n_kv_head too: keys and values are on one device each, never copied."""
+    def share(self, world):
+        """What this rank has: its part of every layer of its stage, so many heads and so much of the FFN [Megatron-LM, arXiv 1909.08053
+        §3]. ValueError for what does not come out even. n_kv_head too: keys and values are on one device each, never copied."""
+        n, stage = world.tp, (world.stage, world.pp)
         for name in ("n_head", "n_kv_head", "n_inner", "n_embd"):
             if getattr(self, name) % n:
                 raise ValueError(f"tp = {n} devices cannot share {name} = {getattr(self, name)}: it must be a multiple of tp")
         if stage[1] > self.n_layer:
             raise ValueError(f"pp = {stage[1]} stages: there are only {self.n_layer} layers")
-        return replace(self, n_head=self.n_head // n, n_kv_head=self.n_kv_head // n, n_inner=self.n_inner // n, part=(i, n), stage=stage)
+        return replace(self, n_head=self.n_head // n, n_kv_head=self.n_kv_head // n, n_inner=self.n_inner // n, part=(world.part, n), stage=stage)
 
     @property
     def whole(self):
@@ -485,7 +486,7 @@ class GPT(nn.Module):
     def _filled(cls, config, dtype, world, source):
         """This rank's share of a model of this config, each weight in its final type and packed at once: at no time are there two
         copies of more than one matrix. source(name, shape in the whole model) -> a function (dim, start, length) -> that part of it"""
-        device, config = torch.device(world.device), config.share(world.part, world.tp, (world.stage, world.pp))
+        device, config = torch.device(world.device), config.share(world)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # Triton launches on the current one
         with torch.device("meta"):

@@ -905,6 +905,7 @@ class CostModel:
     error = None  # of a fitted one: the median relative error on batches that the fit did not see
     version = 0  # of its prices: more once they have changed
     system = SYSTEMS["sarathi"]
+    world = World()  # many simulated GPUs are one process
 
     def __init__(self, config, dtype, memory, name, tile=1):
         self.config, self.dtype, self.memory, self.name, self.tile = config, dtype, memory, name, tile
@@ -2196,7 +2197,7 @@ class Engine:
         c = self.config
         self.scheduler = make_scheduler(c.scheduler, chunk=c.chunk, tile=c.tile)
         policy = make_policy(spec, self.scheduler)
-        self.world = getattr(model, "world", World())  # a CostModel has none
+        self.world = model.world
         if self.world.pp > 1 and not isinstance(self, Lane):
             raise ValueError(f"the model is one of pp = {self.world.pp} stages: give it to a Pipeline, or to make_engine")
         if draft is None and policy.n_spec:
@@ -3069,7 +3070,7 @@ class Pipeline:
     run, generate = Engine.run, Engine.generate
 
     def __init__(self, model, n_stage=None, record=None, clock=None, **options):
-        self.world, simulated = getattr(model, "world", World()), isinstance(model, CostModel)
+        self.world, simulated = model.world, isinstance(model, CostModel)
         n_stage = checked("n_stage", n_stage, int, 1) if simulated else self.world.pp
         if not simulated and n_stage == 1:
             raise ValueError("the model is whole: give it to an Engine, or load a stage of it with world=World.start(pp=...)")
