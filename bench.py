@@ -2204,9 +2204,9 @@ def step_times(bench, engine, work):
 # ---------------------------------------------------------------- the scoreboard
 
 # rows, or whole experiments, on which the constants of CostModel.roofline and SYSTEMS were chosen: no predictions
-FITTED = ("table2", "fig7", "largest batch", "share of others",
-          "k = 5: no gain", "S1, n = 5:", "S1, n = 100: PEFT", "S4, n = 100:", "S2, n = 1000", "n = 400: no-unify", "n = 400: bmm",
-          "R = 1: latency")
+CHOSEN_ON = ("table2", "fig7", "largest batch", "share of others",
+             "k = 5: no gain", "S1, n = 5:", "S1, n = 100: PEFT", "S4, n = 100:", "S2, n = 1000", "n = 400: no-unify", "n = 400: bmm",
+             "R = 1: latency")
 CLAIMED = {"table2": "Table 2", "fig3": "Fig. 3", "fig4": "Fig. 4", "fig7": "Fig. 7", "fig8": "Fig. 8", "table4": "Table 4", "fig9": "Fig. 9",
            "fig10": "Fig. 10", "fig11": "Fig. 11", "fig12": "Fig. 12", "fig13": "Fig. 13"}
 SLORA = {"slora_table3": ("Table 3", "a100"), "slora_ablation": ("Fig. 5", "a100", "a10g"), "slora_fig6": ("Fig. 6", "a100"),
@@ -2261,7 +2261,7 @@ def judged(name, where, r, margin):
     """A row with its ratio, whether it is inside the margin (or its bound), and whether the constants were fitted on it."""
     ratio = r["ours"] / r["paper"]
     inside = {"at most": ratio <= 1, "at least": ratio >= 1}.get(r.get("bound"), abs(ratio - 1) <= margin)
-    fit = name in FITTED or any(word in r["what"] for word in FITTED)
+    fit = name in CHOSEN_ON or any(word in r["what"] for word in CHOSEN_ON)
     why = next((why for start, why in MISSES.items() if f"{name}: {r['what']}".startswith(start)), "not explained")
     what = f"{where}: {r['what']}" + (f" ({r['bound']})" if "bound" in r else "")
     return row(what, r["paper"], r["ours"], r["source"], ratio=ratio, inside="yes" if inside else "no",
@@ -2323,14 +2323,20 @@ def roofline(bench):
             share, seconds = python_gap(bench, ahead)
             yield row(f"decode, B = 8, iterations {how}: share of the time that the GPU waits for Python", None, share,
                       **rest | {"ms": share * seconds * 1e3})
+    for cell, ours, theirs in beside_transformers(bench):
+        yield row(f"{cell}: engine, tokens/s over transformers' generate", None, ours / theirs, **rest | {"tokens/s": ours})
+
+
+def beside_transformers(bench):
+    """(a cell of CELLS, our tokens/s, those of transformers' generate) for two sizes of decodes; none where it is not installed or too much."""
+    c = bench.model.config
     fits = 6 * c.n_params < free_memory(torch.device("cpu"))[0]  # new weights are made in float32, and saved in 16 bits
-    present = importlib.util.find_spec("transformers") and c.block_size > 512 and fits
-    cells = {cell: CELLS[cell] for cell in ("decode, B = 1, context 256", "decode, B = 8, context 256") if present}
-    others, seen = in_turns(bench, cells) if cells else ({}, {})
+    if not importlib.util.find_spec("transformers") or c.block_size <= 512 or not fits:
+        return
+    others, seen = in_turns(bench, {cell: CELLS[cell] for cell in ("decode, B = 1, context 256", "decode, B = 8, context 256")})
     for cell, names in others.items():
         if "transformers" in names:
-            ours, theirs = (median(rate for rate, _ in seen[cell, name]) for name in ("sarathi", "transformers"))
-            yield row(f"{cell}: engine, tokens/s over transformers' generate", None, ours / theirs, **rest | {"tokens/s": ours})
+            yield cell, *(median(rate for rate, _ in seen[cell, name]) for name in ("sarathi", "transformers"))
 
 
 def overhead(bench, B=8, context=256, steps=32):

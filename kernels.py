@@ -266,7 +266,7 @@ class Table:
         """(n, Hk) the cache rows of these tokens."""
         return self.rows[tokens, None] + self.stride * np.arange(n_kv_head)
 
-    def of(self, n_kv_head, other):
+    def for_heads(self, n_kv_head, other):
         """The same pages in the cache of a model with `other` kv heads."""
         if n_kv_head == other:
             return self

@@ -600,25 +600,25 @@ def fill_in(scheduler, **options):
 class Queue:
     """The waiting requests, first come first. To take one out takes as long wherever it stands, in a queue of ten or of a million.
 
-    of: client -> its own requests in the same order, for as long as it has some; n_come: how many have come."""
+    by_client: client -> its own requests in the same order, for as long as it has some; n_come: how many have come."""
 
     def __init__(self, requests=()):
-        self.all, self.of, self.n_come = OrderedDict(), {}, 0
+        self.all, self.by_client, self.n_come = OrderedDict(), {}, 0
         for r in requests:
             self.append(r)
 
     def append(self, r, returns=False):
         """returns: it was started before, and goes to the head, where it came from."""
         self.n_come += not returns
-        for part in (self.all, self.of.setdefault(r.client, OrderedDict())):
+        for part in (self.all, self.by_client.setdefault(r.client, OrderedDict())):
             part[r] = None
             part.move_to_end(r, last=not returns)
 
     def remove(self, r):
-        mine = self.of[r.client]
+        mine = self.by_client[r.client]
         del self.all[r], mine[r]
         if not mine:
-            del self.of[r.client]
+            del self.by_client[r.client]
 
     def __iter__(self):
         return iter(self.all)
@@ -644,7 +644,7 @@ class View:
         return len(self.waiting)
 
     @property
-    def of(self):
+    def by_client(self):
         """As a Queue's."""
         clients = defaultdict(list)
         for r in self:
@@ -716,12 +716,12 @@ class Fair(Order):
 
     def queue(self, engine):
         self._charge()
-        self._lift(engine.waiting.of)
+        self._lift(engine.waiting.by_client)
         return super().queue(engine)
 
     def offer(self, running, queue):
         """Whose client has got least, as if those offered before had been started."""
-        heads = [(self.counter[client], i, iter(requests)) for i, (client, requests) in enumerate(queue.of.items())]
+        heads = [(self.counter[client], i, iter(requests)) for i, (client, requests) in enumerate(queue.by_client.items())]
         heapq.heapify(heads)
         while heads:
             tokens, i, requests = heads[0]
@@ -1208,19 +1208,20 @@ def designed_batches(L, weights=()):
     """Iterations that tell the terms of a cost model apart, as entries (n_past, n, rows of logits, weights of its adapter): decodes of
     many sizes and contexts, chunks with and without a past, verifications, mixtures, some of them with adapters of so many weights;
     none beyond a context of L."""
-    decodes = lambda B, context: [(max(1, context * (2 * i + B) // (2 * B) - 1), 1, True) for i in range(B)]  # contexts differ, as in a server
+    decodes = lambda B, context, n=1: [(max(1, context * (2 * i + B) // (2 * B) - 1), n, n) for i in range(B)]  # contexts differ, as in a server
     batches = [decodes(B, context) for B in (1, 2, 4, 8, 16) for context in (min(8, 2 * L // 3), L // 4, 2 * L // 3)]
     sizes = [n for n in (12, 24, 48, 96, 160, 256, 384, 512) if n <= L]
-    batches += [[(0, n, False)] for n in sizes] + [[(L // 2, n, True)] for n in sizes if n <= L // 2]
-    batches += [[(0, n, True)] * 4 for n in (12, 24, 40, 64, 128, 300) if n <= L]
-    mixtures = [(1, L // 2, 0, 31), (3, L // 3, L // 4, 61), (3, L // 2, 0, 125), (7, L // 3, L // 2, 57), (7, L // 2, 0, 249),
-                (15, L // 4, L // 4, 113)]
-    batches += [[(past, 1 + k, 1 + k) for past, *_ in decodes(B, context)] for B in (1, 4, 16) for k in (1, 3, 7)  # verifications: what
-                for context in (L // 40, L // 4)]  # their rows read again is told from what those of the head cost
-    batches += [decodes(B, context) + [(past, n, False)] for B, context, past, n in mixtures]
-    users = [decodes(B, L // 4) for B in (1, 4, 16)] + [[(0, n, True)] for n in (24, 160, 384)] + [decodes(7, L // 3) + [(0, 120, False)]]
-    users += [[(past, 1 + k, 1 + k) for past, *_ in decodes(4, L // 4)] for k in (3, 7)]
-    batches += [[(*entry, weights[i % len(weights)]) for i, entry in enumerate(entries, first)] for first in range(len(weights)) for entries in users]
+    batches += [[(0, n, 0)] for n in sizes] + [[(L // 2, n, 1)] for n in sizes if n <= L // 2]  # chunks without and with a past,
+    batches += [[(0, n, 1)] * 4 for n in (12, 24, 40, 64, 128, 300) if n <= L]  # whole prompts
+    batches += [decodes(B, context, 1 + k) for B in (1, 4, 16) for k in (1, 3, 7)  # and verifications: what their rows read again is told
+                for context in (L // 40, L // 4)]  # from what those of the head cost
+    for B, context, past, n in ((1, L // 2, 0, 31), (3, L // 3, L // 4, 61), (3, L // 2, 0, 125), (7, L // 3, L // 2, 57),
+                                (7, L // 2, 0, 249), (15, L // 4, L // 4, 113)):
+        batches.append([*decodes(B, context), (past, n, 0)])
+    adapted = [decodes(B, L // 4) for B in (1, 4, 16)] + [[(0, n, 1)] for n in (24, 160, 384)]
+    adapted += [[*decodes(7, L // 3), (0, 120, 0)], *(decodes(4, L // 4, 1 + k) for k in (3, 7))]
+    for first in range(len(weights)):  # the first entry's weights, the next ones' are those that follow
+        batches += [[(*entry, weights[i % len(weights)]) for i, entry in enumerate(entries, first)] for entries in adapted]
     return [entries for entries in batches if all(past + n <= L for past, n, *_ in entries)]
 
 
@@ -1413,7 +1414,7 @@ class DraftModel(Proposer, named=False):
     def _share(self, requests):
         """Their pages, as the draft's engine addresses them."""
         ours, theirs = self.engine.pool, self.pool
-        ours.tables = {r.id: theirs.tables[r.id].of(theirs.n_kv_head, ours.n_kv_head) for r in requests}
+        ours.tables = {r.id: theirs.tables[r.id].for_heads(theirs.n_kv_head, ours.n_kv_head) for r in requests}
 
     def _ahead(self, r):
         """A copy of r as the draft model sees it; tokens it does not know become its last."""
@@ -3232,8 +3233,8 @@ def no_more_output():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
 
 
-def main():
-    """python sarathi.py --prompt "...": stream one request's text, then say how fast it was."""
+def asked():
+    """The command line -> (its flags, an EngineConfig, how many drafts, a Request); what is wrong with it is said before a model is loaded."""
     parser = Parser(description="Generate text from a prompt with the sarathi engine.",
                     epilog='Example: python sarathi.py --prompt "def fib(" --max-new-tokens 200 --temperature 0.5')
     what = parser.add_mutually_exclusive_group(required=True)
@@ -3246,14 +3247,19 @@ def main():
     parser.add_fields(EngineConfig, "the engine (here it has one request: order, cluster, fair, slo and max_waiting choose among several)")
     parser.set_defaults(temperature=0.6, max_new_tokens=256)
     args = parser.parse_args()
-
-    config, spec = EngineConfig(**parser.values(EngineConfig, args)), draft_spec(args)  # what is wrong is said before a model is loaded
+    config, spec = EngineConfig(**parser.values(EngineConfig, args)), draft_spec(args)
     request = Request(parse_tokens(args.tokens) if args.prompt is None else [], adapter=args.adapter, **parser.values(Request, args))
     check_numbers(request)
     if args.prompt == "":
         raise ValueError("empty prompt: at least one character is needed")
     if args.adapter is not None and not os.path.isdir(args.adapter):
         raise FileNotFoundError(f"adapter folder {args.adapter} does not exist")
+    return args, config, spec, request
+
+
+def main():
+    """python sarathi.py --prompt "...": stream one request's text, then say how fast it was."""
+    args, config, spec, request = asked()
     world = join_world(args)
     model, tokenizer = load_model(args.model, args.dtype or default_dtype(args.device), world=world)
     if args.prompt is not None and tokenizer is None:

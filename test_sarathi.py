@@ -2874,7 +2874,7 @@ def test_a_flood_of_one_client_does_not_starve_the_others(scheduler, more):
     for fair in (0.0, 2.0):
         (engine, requests), worst[fair] = flooded(clients, scheduler=scheduler, fair=fair, **more), 0.0
         engine._arrive()
-        while len(engine.waiting.of) == 3 and (fair or worst[fair] <= bound):
+        while len(engine.waiting.by_client) == 3 and (fair or worst[fair] <= bound):
             engine.step()
             each = [got(requests, c) for c in clients]
             worst[fair] = max(worst[fair], max(each) - min(each))
@@ -2891,7 +2891,7 @@ def test_a_newcomer_is_served_at_once_and_whoever_was_away_has_no_credit():
         engine.step()
     assert sum(not r.done for r in requests) > 200 and late[0].ttft < 15, "before some two hundred that came earlier"
     before = got(requests, "a")
-    while "b" in engine.waiting.of:
+    while "b" in engine.waiting.by_client:
         engine.step()
     assert got(late, "b") - (got(requests, "a") - before) < 480, "its share from now on, and no more"
 
@@ -2901,7 +2901,7 @@ def test_clients_are_remembered_as_long_as_it_makes_a_difference_and_then_forgot
     add(engine, [Request([1] * 20, 10, client=f"c{i}", arrival=5.0 * i) for i in range(300)])
     order, most = engine.order, 0
     for _ in steps(engine):
-        most = max(most, len(order.counter) - len(engine.waiting.of))
+        most = max(most, len(order.counter) - len(engine.waiting.by_client))
     assert most < 20, "clients that neither wait nor run"
     for name in ("x", "y", "z"):
         engine.add(Request([1] * 20, 10, client=name, arrival=engine.clock.now()))
@@ -2982,7 +2982,7 @@ def test_a_pipelines_lanes_share_one_account():
     requests = add(line, [Request([1] * 40, 10, client=c) for c in ["a"] * 60 + ["b"] * 20])
     line.step()
     order, worst = line.lanes[0].order, 0
-    while len(line.lanes[0].waiting.of) == 2:
+    while len(line.lanes[0].waiting.by_client) == 2:
         line.step()
         order._charge()
         assert order.counter == {c: got(requests, c) for c in "ab"}
