@@ -1075,6 +1075,8 @@ def served(bench, engine, requests, clients=math.inf):
     """The same requests, when all have ended."""
     for _ in tqdm(feed(bench, engine, requests, clients), bench.label, len(requests), delay=5, leave=False):
         pass
+    if engine.record is not None:
+        engine.record.arrivals.update((r.id, r.arrival) for r in requests)
     return requests
 
 
@@ -1141,6 +1143,7 @@ class Meter:
 
     def __init__(self, tape):
         self.tape, self.busy, self.fed, self.first = tape, 0.0, 0, {}
+        self.arrivals = {} if tape is None else tape.arrivals
 
     def append(self, span):
         self.busy += span.end - span.start
@@ -1180,6 +1183,8 @@ class Online:
     def capacity(self):
         """Requests per second that --scheduler serves of (up to 200 of) these jobs when none is given up."""
         engine = self.engine(self.bench.options.scheduler, slo=0.0, max_waiting=0)
+        if engine.record is not None:
+            engine.record.name += ", all at once"
         return most_served(self.bench, engine, self.jobs[:200])
 
     def engine(self, scheduler, **options):
@@ -1296,8 +1301,6 @@ def timeline(bench):
         engine = bench.engine(s, 4 * (L + 16), 4)
         engine.clock = VirtualClock() if bench.simulated else make_clock(bench.world)  # each begins at zero
         requests = served(bench, engine, requests_of(bench, engine, jobs))
-        if engine.record is not None:
-            engine.record.arrivals.update((r.id, r.arrival) for r in requests)
         yield row(f"{s}: TTFT, mean (s)", None, fmean(r.ttft for r in requests))
         yield row(f"{s}: TPOT, mean (ms)", None, fmean(r.tpot for r in requests) * 1e3)
         yield row(f"{s}: longest wait between two tokens (s)", None, max(b - a for r in requests for a, b in zip(r.times, r.times[1:])))
@@ -2668,7 +2671,8 @@ LINES = {"simulated": "-", "computed": "-", "measured": "--"}
 
 
 class Tapes(list):
-    """The Tapes of a run; those of one experiment together hold the first `room` entries of its Spans."""
+    """The Tapes of a run. Those of one experiment together hold at most `room` entries of Spans: each its first ones, up to a quarter of what
+    those before it have left."""
     room, full = math.inf, False
 
     def new(self, name):
@@ -2680,11 +2684,12 @@ class Tape(list):
     """The Spans of one engine, and when its requests arrived if somebody says so."""
 
     def __init__(self, name, tapes):
-        self.name, self.tapes, self.arrivals = name, tapes, {}
+        self.name, self.tapes, self.arrivals, self.room = name, tapes, {}, tapes.room / 4
+        tapes.room *= 3 / 4
 
     def append(self, span):
-        if self.tapes.room > 0:
-            self.tapes.room -= len(span.entries)
+        if self.room > 0:
+            self.room -= len(span.entries)
             super().append(span)
         else:
             self.tapes.full = True
@@ -2717,23 +2722,23 @@ def trace_events(tapes):
         for tid, kind, start, end, entries in pieces(tape):
             a, b = round(start * 1e9), round(end * 1e9)  # nanoseconds: neighbours touch
             what = dict(ph="i", s="t") if kind == "preempted" else dict(ph="X", dur=(b - a) / 1e3)
-            yield dict(name=label(kind, entries), cat=kind, pid=pid, tid=tid, ts=a / 1e3, **what, args=dict(entries=entries))
+            yield dict(name=label(kind, entries), cat=kind, pid=pid, tid=tid, ts=a / 1e3, **what, args={"[request, tokens before, tokens fed]": entries})
 
 
 def label(kind, entries):
     """What a piece holds, in words: "chunk of request 7, 253 tokens + 3 decodes"."""
     chunks = [f"chunk of request {id}, {n} tokens" for id, past, n in entries if n > FEW_ROWS]
     few = [(id, n) for id, past, n in entries if 0 < n <= FEW_ROWS]
-    decodes = [f"decode of request {few[0][0]}, {few[0][1]} tokens" if len(few) == 1 else f"{len(few)} decodes"] if few else []
-    return " + ".join(chunks + decodes) or " ".join([kind, *(f"request {id}" for id, past, n in entries)])
+    alone = [f"decode of request {id}" if n == 1 else f"{n} tokens of request {id}" for id, n in few]  # drafts, or the end of a prompt
+    return " + ".join(chunks + (alone if len(few) < 2 else [f"{len(few)} decodes"])) or " ".join([kind, *(f"request {id}" for id, past, n in entries)])
 
 
 def write_trace(path, tapes):
     """All tapes as one file that ui.perfetto.dev and chrome://tracing open."""
     with open(path, "w") as f:
         json.dump(dict(traceEvents=list(trace_events(tapes)), displayTimeUnit="ms"), f)
-    left_out = ", of some experiments only the first iterations" if tapes.full else ""
-    print(f"wrote {path}: {sum(map(len, tapes))} spans of {sum(map(bool, tapes))} engines{left_out}\n")
+    left_out = ", of long runs only the first ones" if tapes.full else ""
+    print(f"wrote {path}: {sum(map(len, tapes))} iterations of {sum(map(bool, tapes))} engines{left_out}\n")
 
 
 def check_writable(config):

@@ -53,6 +53,16 @@ def dtype_of(dtype):
     return known
 
 
+def default_dtype(device="cpu"):
+    """bfloat16 where the hardware multiplies it; else float16 on a GPU (before Ampere: a T4), float32 on a CPU. One that only imitates
+    it (AVX-512 without BF16: Ice Lake, Tiger Lake) takes five times as long in bfloat16 as in float32."""
+    if device != "cpu":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    fast = torch.cpu._is_avx512_bf16_supported if x86 else lambda: torch.ops.mkldnn._is_mkldnn_bf16_supported()  # Apple's torch lacks it
+    return torch.bfloat16 if torch.backends.mkldnn.is_available() and fast() else torch.float32
+
+
 ROPE = {"default": (), "linear": ("factor",),  # rotary scaling -> the numbers that it needs
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
 
@@ -350,6 +360,19 @@ class Embedding(nn.Embedding):
             super().reset_parameters()
 
 
+def inv_freq(config, device):
+    """Rotary frequencies (D/2,), stretched as config.rope_scaling says: {} | linear | llama3."""
+    D, scaling = config.head_dim, config.rope_scaling
+    freq = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float32, device=device) / D)
+    if config.rope_type == "linear":
+        return freq / scaling["factor"]
+    if config.rope_type == "llama3":  # low frequencies are divided by factor, high ones kept, between them a ramp
+        low, high, span = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_max_position_embeddings"]
+        ramp = ((span * freq / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        return freq * (ramp + (1 - ramp) / scaling["factor"])
+    return freq
+
+
 class GPT(nn.Module):
     """The model. GPT(config) has fresh trainable weights; from_preset and from_pretrained give packed ones for the engine."""
 
@@ -501,6 +524,8 @@ class GPT(nn.Module):
             for start, length in spans:
                 t.narrow(dim, at, length).copy_(part(dim, start, length))
                 at += length
+            if not t.sum(dtype=torch.float32).isfinite():  # no copy, as isfinite().all() would make
+                raise ValueError(f"weight {name!r} {tuple(p.shape)} holds NaN or infinity in {dtype}")
             delattr(owner, leaf)  # plain tensors from here on: these weights are not for training
             setattr(owner, leaf, pack(t) if isinstance(owner, Linear) and leaf == "weight" else t)
         if config.tied and config.is_last:
@@ -605,6 +630,8 @@ class Heads(nn.Module):
         write_folder(folder, "model.safetensors", dict(self.named_parameters()), "heads.json", dict(n_head=len(self.blocks), n_embd=self.n_embd))
 
 
+# ---------------------------------------------------------------- whole iterations, recorded
+
 class Graphs:
     """Whole iterations as CUDA graphs, recorded once for each shape and replayed: Python uploads the batch's arrays and launches nothing
     itself. Few recordings serve all iterations, because SARATHI's are uniform by construction (chunk and decodes fill a multiple of the
@@ -674,19 +701,6 @@ class Graphs:
             graph.replay()
             return result
         return replay
-
-
-def inv_freq(config, device):
-    """Rotary frequencies (D/2,), stretched as config.rope_scaling says: {} | linear | llama3."""
-    D, scaling = config.head_dim, config.rope_scaling
-    freq = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float32, device=device) / D)
-    if config.rope_type == "linear":
-        return freq / scaling["factor"]
-    if config.rope_type == "llama3":  # low frequencies are divided by factor, high ones kept, between them a ramp
-        low, high, span = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_max_position_embeddings"]
-        ramp = ((span * freq / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-        return freq * (ramp + (1 - ramp) / scaling["factor"])
-    return freq
 
 
 # ---------------------------------------------------------------- Hugging Face folders
@@ -1140,12 +1154,52 @@ def write_byte_tokenizer(folder):
         model=dict(type="BPE", vocab=byte_letters(), merges=[]))))
 
 
-# ---------------------------------------------------------------- python model.py: a tiny model, trained where it stands
+# ---------------------------------------------------------------- models by name
 
 def cache_folder():
     """Where the trained tiny model lives: $XDG_CACHE_HOME/sarathi or ~/.cache/sarathi."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
 
+
+def load_model(name, dtype=None, device="cpu", seed=0, world=None):
+    """name: "tiny" or its "draft" (trained here on first use), a preset (random weights) or a Hugging Face folder -> (GPT, Tokenizer or
+    None). world: load this rank's share, on its device."""
+    if name in PRESETS and name != "tiny":
+        return GPT.from_preset(name, dtype or torch.float32, device, seed, world), None
+    own = name in ("tiny", "draft")
+    folder = cache_folder() / name if own else Path(name)
+    if own and not (folder / "tokenizer.json").is_file():
+        _alone(f"model {name!r}")
+        print("The default model is a tiny byte-level LLaMA that is trained here, once, on the Python standard library's sources: "
+              f"three to five minutes on two cores, then kept in {cache_folder()}.", file=sys.stderr)
+        train_tiny()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"model {name!r} is neither a folder nor a preset ({', '.join(PRESETS)})")
+    model = GPT.from_pretrained(folder, dtype, device, world)
+    try:
+        return model, load_tokenizer(folder)
+    except (FileNotFoundError, ValueError):
+        return model, None  # who wants text asks load_tokenizer why
+
+
+def load_heads(name, dtype=torch.float32, device="cpu"):
+    """name: "heads", those of the tiny model (trained here on first use), or a folder -> Heads"""
+    folder = cache_folder() / name if name == "heads" else Path(name)
+    if name == "heads" and not (folder / "heads.json").is_file():
+        load_model("tiny")
+    if name == "heads" and not (folder / "heads.json").is_file():  # a cache that an older version filled
+        _alone(f"draft {name!r}")
+        train_tiny_heads(stdlib_tokens())
+    return Heads.from_pretrained(folder, dtype, device)
+
+
+def _alone(what):
+    """ValueError in one of several processes, all of which would train it."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError(f"{what} is trained on first use, by one process: run python model.py before torchrun")
+
+
+# ---------------------------------------------------------------- python model.py: a tiny model, trained where it stands
 
 def stdlib_tokens():
     """The standard library's own modules as one byte stream (T,), each file ended by token 256."""
@@ -1155,21 +1209,11 @@ def stdlib_tokens():
     return torch.where(tokens == 0xff, 256, tokens)
 
 
-def default_dtype(device="cpu"):
-    """bfloat16 where the hardware multiplies it; else float16 on a GPU (before Ampere: a T4), float32 on a CPU. One that only imitates
-    it (AVX-512 without BF16: Ice Lake, Tiger Lake) takes five times as long in bfloat16 as in float32."""
-    if device != "cpu":
-        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
-    fast = torch.cpu._is_avx512_bf16_supported if x86 else lambda: torch.ops.mkldnn._is_mkldnn_bf16_supported()  # Apple's torch lacks it
-    return torch.bfloat16 if torch.backends.mkldnn.is_available() and fast() else torch.float32
-
-
 def descend(module, loss_of_batch, steps, what, lr, warmup, weight_decay, clip=math.inf):
     """Train a module's parameters for `steps` calls of loss_of_batch(), with AdamW; a bar on stderr says the loss."""
     from tqdm import tqdm
     optimizer = torch.optim.AdamW(module.parameters(), betas=(0.9, 0.99), weight_decay=weight_decay)
-    bar = tqdm(range(steps), f"training {what}", file=sys.stderr)
+    bar = tqdm(range(steps), f"training {what} (Ctrl-C keeps nothing)", file=sys.stderr)
     for step in bar:
         for group in optimizer.param_groups:  # warm up, then a cosine down to a tenth
             group["lr"] = lr * min((step + 1) / warmup, 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
@@ -1244,44 +1288,6 @@ def train_tiny_heads(data, steps=275):
     heads.save_pretrained(cache_folder() / "heads")
     for h, (loss, share) in enumerate(zip(losses, right), 1):
         print(f"head {h}: loss {loss:.3f}, {share:.0%} of its first guesses right, {h + 1} bytes ahead", file=sys.stderr)
-
-
-def _alone(what):
-    """ValueError in one of several processes, all of which would train it."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError(f"{what} is trained on first use, by one process: run python model.py before torchrun")
-
-
-def load_heads(name, dtype=torch.float32, device="cpu"):
-    """name: "heads", those of the tiny model (trained here on first use), or a folder -> Heads"""
-    folder = cache_folder() / name if name == "heads" else Path(name)
-    if name == "heads" and not (folder / "heads.json").is_file():
-        load_model("tiny")
-    if name == "heads" and not (folder / "heads.json").is_file():  # a cache that an older version filled
-        _alone(f"draft {name!r}")
-        train_tiny_heads(stdlib_tokens())
-    return Heads.from_pretrained(folder, dtype, device)
-
-
-def load_model(name, dtype=None, device="cpu", seed=0, world=None):
-    """name: "tiny" or its "draft" (trained here on first use), a preset (random weights) or a Hugging Face folder -> (GPT, Tokenizer or
-    None). world: load this rank's share, on its device."""
-    if name in PRESETS and name != "tiny":
-        return GPT.from_preset(name, dtype or torch.float32, device, seed, world), None
-    own = name in ("tiny", "draft")
-    folder = cache_folder() / name if own else Path(name)
-    if own and not (folder / "tokenizer.json").is_file():
-        _alone(f"model {name!r}")
-        print("The default model is a tiny byte-level LLaMA that is trained here, once, on the Python standard library's sources: "
-              f"three to five minutes on two cores, then kept in {cache_folder()}.", file=sys.stderr)
-        train_tiny()
-    if not folder.is_dir():
-        raise FileNotFoundError(f"model {name!r} is neither a folder nor a preset ({', '.join(PRESETS)})")
-    model = GPT.from_pretrained(folder, dtype, device, world)
-    try:
-        return model, load_tokenizer(folder)
-    except (FileNotFoundError, ValueError):
-        return model, None  # who wants text asks load_tokenizer why
 
 
 if __name__ == "__main__":

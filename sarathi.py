@@ -33,7 +33,7 @@ import signal
 import sys
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
@@ -50,7 +50,7 @@ from tqdm import tqdm
 
 from kernels import (CHUNK_ROWS, FEW_ROWS, Feed, Lora, LoraPages, Pages, Rows, Segment, Table, World, accept, cdiv, fetch, key_cells, on_gpu, place,
                      residual, round_up, run_ends, sample, target_probs)
-from model import (DTYPES, GPT, PRESETS, Adapter, Batch, Graphs, Heads, checked, default_dtype, load_heads, load_model, load_tokenizer, preset,
+from model import (DTYPES, GPT, PRESETS, Adapter, Batch, GPTConfig, Graphs, Heads, checked, default_dtype, load_heads, load_model, load_tokenizer, preset,
                    random_adapter)
 
 
@@ -92,7 +92,8 @@ class EngineConfig:
                 low, high = 1 if f.name in ("chunk", "tile") else 0, 1 if f.name == "alpha" else math.inf
                 checked(f.name, value, f.type, low, high)
             if choices and value not in choices and not (f.name == "order" and isinstance(value, Order)):
-                raise ValueError(f"{f.name} = {value!r}: one of {', '.join(map(repr, choices))}")
+                own = ", or an Order object" if f.name == "order" else ""
+                raise ValueError(f"{f.name} = {value!r}: one of {', '.join(map(repr, choices))}{own}")
         for name, why in dict(adapter_pages="no adapter is in the pool", cluster="a batch has one adapter, and others must get their turn").items():
             if self.lora == "merge" and getattr(self, name):
                 raise ValueError(f"{name} = {getattr(self, name)} with lora = 'merge': {why}")
@@ -582,7 +583,7 @@ def make_scheduler(scheduler, **options):
             raise KeyError(f"unknown scheduler {scheduler!r}: one of {', '.join(SCHEDULERS)}")
         scheduler = SCHEDULERS[scheduler]()
     if not isinstance(scheduler, Scheduler):
-        raise ValueError(f"scheduler = {scheduler!r}: must be a Scheduler object or one of {', '.join(SCHEDULERS)}")
+        raise ValueError(f"scheduler = {scheduler!r}: must be a Scheduler object, like Sarathi(), or one of {', '.join(SCHEDULERS)}")
     return fill_in(copy.copy(scheduler), **options)  # what one engine fills in is not another's
 
 
@@ -663,7 +664,15 @@ class Order:
     def queue(self, engine):
         """-> engine.waiting (or some of them) in this order, a Queue or a View."""
         queue = self.before(engine)
-        return View(queue, lambda: iter(self.offer(engine.running, queue)))
+        return View(queue, lambda: self._offered(engine.running, queue))
+
+    def _offered(self, running, queue):
+        """What `offer` gives, if these are requests."""
+        offered = self.offer(running, queue)
+        for r in offered if isinstance(offered, Iterable) else [offered]:
+            if not isinstance(r, Request):
+                raise ValueError(f"{type(self).__name__}.offer gave {r!r}: must give the waiting requests, in a list or by an iterator")
+            yield r
 
     def before(self, engine):
         """The queue that is rearranged."""
@@ -926,7 +935,7 @@ class CostModel:
         return Fitted(model, repeats, between)
 
     def time(self, n_tokens, n_context=0):
-        """Seconds of an iteration that feeds n_tokens tokens and reads n_context cached ones."""
+        """Seconds of an iteration that feeds n_tokens tokens and reads n_context cached ones, those of all its requests together."""
         return self.seconds(self._rough(n_tokens, n_context))
 
     def operators(self, n_tokens, n_context=0):
@@ -990,8 +999,11 @@ class Roofline(CostModel):
         for name, known in ((gpu, GPUS), (system, SYSTEMS)):
             if name not in known:
                 raise KeyError(f"unknown {'hardware' if known is GPUS else 'system'} {name!r}: one of {', '.join(known)}")
+        if not isinstance(config, GPTConfig):
+            raise ValueError(f"config = {config!r}: must be a GPTConfig, like preset('llama-13b')")
+        config.share(World(checked("tp", tp, int, 1)))  # ValueError if so many cannot
         self.system = SYSTEMS[system]
-        self.gpu, self.tp, self.delay = GPUS[gpu], checked("tp", tp, int, 1), delay
+        self.gpu, self.tp, self.delay = GPUS[gpu], tp, delay
         self.exchanges = True  # x A of adapters is sent; False: to see what that costs
         c, dtype = config, torch.bfloat16
         left = [share * tp * nodes * self.gpu.memory - c.n_params * dtype.itemsize for share in (1, USABLE)]
@@ -1325,7 +1337,7 @@ class Proposer(Named, named=False):
 
     def propose(self, requests, lengths):
         """-> per request a list of up to lengths[i] tokens (lengths (B,)). Where drafts were drawn, r.q is what from."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no propose(self, requests, lengths)")
 
     def seconds(self, n, n_context, steps):
         """What `steps` drafts for each of n requests with n_context cached tokens in all will take [SmartSpec Eq. 5]."""
@@ -2470,8 +2482,9 @@ class Engine:
         plan = self._admit(self.scheduler.plan([*self.running], queue), queue)
         plan = plan or self._admit(self.scheduler.plan([*self.running], ()), ())  # nothing new fits: again with the door closed
         if not plan and (self.running or self.waiting):  # else somebody's policy has given all of them up
+            order = f", offered by {type(self.order).__name__}" if self.order else ""
             raise RuntimeError(f"{type(self.scheduler).__name__} planned nothing that could run, of {len(self.running)} running requests (max_batch = "
-                               f"{self.max_batch}) and {len(self.waiting)} waiting ones: where no newcomer fits it must feed some that run")
+                               f"{self.max_batch}) and {len(self.waiting)} waiting ones{order}: where no newcomer fits it must feed some that run")
         return plan
 
     def _widen(self, plan):
