@@ -1075,7 +1075,7 @@ def served(bench, engine, requests, clients=math.inf):
     """The same requests, when all have ended."""
     for _ in tqdm(feed(bench, engine, requests, clients), bench.label, len(requests), delay=5, leave=False):
         pass
-    if engine.record is not None:
+    if isinstance(engine.record, (Tape, Meter)):
         engine.record.arrivals.update((r.id, r.arrival) for r in requests)
     return requests
 
@@ -2765,7 +2765,7 @@ def plot(bench, name, rows):
         figure = draw_tapes(what.timeline, tapes)
     else:
         return
-    where = "" if what.only == "simulated" else f" — {bench.model.config.whole.n_params / 1e9:.2g}B parameters, {machine(bench.model)['name']}"
+    where = "" if what.only == "simulated" else f" — {os.path.basename(bench.name)}, {machine(bench.model)['name']}"
     figure.suptitle(textwrap.fill(what.about + where, int(15 * figure.get_figwidth())), fontsize=9)
     figure.savefig(place_of(bench, name, "png"), dpi=110)
 
@@ -2825,7 +2825,7 @@ def scale(ax, values, bars):
     for axis, set_scale, v in zip((ax.xaxis, ax.yaxis), (ax.set_xscale, ax.set_yscale), values):
         if v and min(v) > 0 and max(v) > (100 if bars else 15) * min(v):
             set_scale("log")
-            axis.set(major_locator=LogLocator(subs=(1, 2, 5) if max(v) < 500 * min(v) else (1,)), minor_locator=NullLocator())
+            axis.set(major_locator=LogLocator(subs=(1, 2, 5) if max(v) < 100 * min(v) else (1,)), minor_locator=NullLocator())
             axis.set_major_formatter(StrMethodFormatter("{x:g}"))
         elif axis is ax.xaxis and not bars:
             axis.set_major_locator(MaxNLocator(5))  # more would run into one another
@@ -2843,7 +2843,7 @@ def finished(figure):
     named = {text: handle for ax in figure.axes for handle, text in zip(*ax.get_legend_handles_labels())}
     lines = [line for ax in figure.axes for line in ax.lines]
     if any(line.get_marker() == "o" and len(line.get_xdata()) for line in lines):
-        named["paper"] = Line2D([], [], ls="", marker="o", mfc="white", mec="black", mew=1.6, ms=7)
+        named["paper, on its GPU"] = Line2D([], [], ls="", marker="o", mfc="white", mec="black", mew=1.6, ms=7)
     if any(line.get_linestyle() == ":" for line in lines):
         named["paper, place not given"] = Line2D([], [], ls=":", color="black")
     columns = min(int(figure.get_figwidth() / 1.2), len(named))

@@ -1801,8 +1801,8 @@ def make_proposer(draft, engine):
         return Medusa(draft, engine.model)
     if isinstance(draft, engine.runs):
         return (SimulatedDraft if isinstance(engine, Simulator) else DraftModel)(engine, draft)
-    name = draft if isinstance(draft, (str, int)) else type(draft).__name__
-    raise ValueError(f"draft = {name!r}: one of {', '.join(PROPOSERS)}, or a {engine.runs.__name__}, Heads or a Proposer")
+    name = draft if isinstance(draft, (str, int, type)) else type(draft).__name__
+    raise ValueError(f"draft = {name!r}: one of {', '.join(PROPOSERS)}, or a {engine.runs.__name__}, Heads or a Proposer object")
 
 
 class Speculator:
@@ -2428,7 +2428,7 @@ class Engine:
         r.max_new_tokens = int(r.max_new_tokens)  # numpy's small numbers run over
         for what, most in (("the model's context ends", c.block_size), ("the pool's pages end", self.pool.n_page)):
             if r.max_len > most:
-                raise ValueError(f"prompt of {len(prompt)} + {r.max_new_tokens} new tokens: {what} at {most}")
+                raise ValueError(f"prompt of {len(prompt)} tokens + max_new_tokens = {r.max_new_tokens}: {what} at {most}")
         if not isinstance(r.stop, (list, tuple)):
             raise ValueError(f"stop = {r.stop!r}: must be a list of token ids")
         for t in r.stop:

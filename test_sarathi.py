@@ -1750,7 +1750,7 @@ def test_a_figure_shows_the_rows_as_they_are():
     assert list(hollow) == [pytest.approx((-0.2, 2.0))] and [t.get_text() for t in right.get_xticklabels()] == ["a", "b"]
     assert [ax.get_title() for ax in figure.axes] == ["left", "right"] and {ax.get_ylabel() for ax in figure.axes} == {"throughput over static (times)"}
     assert left.lines[0].get_linestyle() == "--" and left.lines[0].get_color() == bench.INK["C = 256"]
-    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["C = 256", "C = 512", "new", "paper", "paper, place not given"]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["C = 256", "C = 512", "new", "paper, on its GPU", "paper, place not given"]
 
 
 MEASURED = {}  # profiles and what else experiments share, as where several are named on one command line
@@ -1848,6 +1848,19 @@ def test_the_timelines_show_each_request_from_its_arrival_to_its_last_token(kind
         for at in range(6):
             mine = sorted((b.x0, b.x1) for b in boxes if b.y0 < at < b.y1)
             assert mine[0][0] == pytest.approx(tape.arrivals[at], abs=1e-9) and all(a[1] <= b[0] + 1e-9 for a, b in zip(mine, mine[1:]))
+
+
+def test_a_trace_of_online_shows_every_scheduler_and_who_waited(tmp_path, cli):
+    """However long the first one ran."""
+    said = cli("bench.py", "online", "--hardware", "a6000", "--model", "llama-7b", "--arrivals", "poisson:0.9x", "--requests", "5", "--trace", str(tmp_path / "t.json"))
+    assert said.status == 0, said.err
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert sorted(names.values()) == sorted(["online: sarathi, all at once", *(f"online: {name}" for name in NAMES)])
+    kinds = {names[e["pid"]]: set() for e in events}
+    for e in events:
+        kinds[names[e["pid"]]].add(e.get("cat"))
+    assert all("waiting" in kinds[f"online: {name}"] for name in NAMES) and "stall" in kinds["online: prefill_first"]
 
 
 @pytest.mark.parametrize("flag", ["--plot", "--trace"])
