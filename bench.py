@@ -1041,7 +1041,7 @@ def read_jobs(path):
         rows = csv.DictReader(f)
         try:
             if not {"arrival", "prompt", "output"} <= {*(rows.fieldnames or ())} <= {*Job._fields}:
-                raise ValueError(f"columns {','.join(rows.fieldnames or ())!r}: must be arrival,prompt,output and perhaps adapter,client")
+                raise ValueError(f"columns {','.join(rows.fieldnames or ())[:60]!r}: must be arrival,prompt,output and perhaps adapter,client")
             for line in rows:
                 n = sum(isinstance(text, str) for text in line.values()) + len(line.get(None, ()))
                 if n != len(rows.fieldnames):
@@ -1384,7 +1384,7 @@ def fairness(bench):
 
 # ---------------------------------------------------------------- S-LoRA's tables and figures
 
-class Lightllm(Scheduler):
+class Lightllm(Scheduler, named=False):
     """What S-LoRA is built on: whole prompts at once and alone, but the queue is asked only every ten iterations, and for no
     more than will fit at its peak, since lengths are known."""
 
@@ -1417,10 +1417,10 @@ class Lightllm(Scheduler):
 
 def lightllm(cost, n_page, split=0, **options):
     """The authors' server, simulated; split: so many of its pages are for adapters alone."""
-    return Simulator(cost, scheduler="lightllm", max_batch=1000, n_page=n_page, adapter_pages=split, alloc="grow", **options)
+    return Simulator(cost, scheduler=Lightllm(), max_batch=1000, n_page=n_page, adapter_pages=split, alloc="grow", **options)
 
 
-class PeftServer(Scheduler):
+class PeftServer(Scheduler, named=False):
     """S-LoRA's server on top of PEFT: takes all who have come, adapter by adapter, in static batches, then all who came meanwhile."""
     batches = ()
 

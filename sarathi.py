@@ -3263,6 +3263,9 @@ def asked():
     config, spec = EngineConfig(**parser.values(EngineConfig, args)), draft_spec(args)
     request = Request(parse_tokens(args.tokens) if args.prompt is None else [], adapter=args.adapter, **parser.values(Request, args))
     check_numbers(request)
+    for knob in ("tpot", "stall"):
+        if getattr(config, knob) and args.scheduler != "autopilot":
+            raise ValueError(f"{knob} = {getattr(config, knob):g} with scheduler = {args.scheduler!r}: only autopilot keeps to it")
     if args.prompt == "":
         raise ValueError("empty prompt: at least one character is needed")
     if args.adapter is not None and not os.path.isdir(args.adapter):
@@ -3349,8 +3352,11 @@ def are_heads(name):
 
 def load_draft(name, model):
     """--draft: None, a Proposer's name, Heads, or a model like the target in type and place."""
-    if name == "heads" and model.config.n_embd != preset("tiny").n_embd:  # before they are trained
-        raise ValueError(f"draft = 'heads': those are for tiny's states of {preset('tiny').n_embd} numbers, this model's have {model.config.n_embd}")
+    tiny, c = preset("tiny"), model.config  # whose own drafts would be trained first
+    if name == "heads" and c.n_embd != tiny.n_embd:
+        raise ValueError(f"draft = 'heads': those are for tiny's states of {tiny.n_embd} numbers, this model's have {c.n_embd}")
+    if name == "draft" and c.vocab_size != tiny.vocab_size:
+        raise ValueError(f"draft = 'draft': that is for tiny's vocabulary of {tiny.vocab_size}, this model's is {c.vocab_size}: give ngram or a folder")
     if are_heads(name):
         return load_heads(name, model.dtype, str(model.device))
     if name is None or name in PROPOSERS:

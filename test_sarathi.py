@@ -1345,6 +1345,8 @@ BAD_LINES = {
     "sarathi.py --tokens 1 --stall nan": "stall = nan: must be a number, at least 0",
     "sarathi.py --tokens 1 --model llama-30m --draft ngran": "draft = 'ngran': one of ngram, heads, draft, a preset (tiny, ",
     "sarathi.py --tokens 1 --model llama-30m --draft heads": "draft = 'heads': those are for tiny's states of 256 numbers, this model's have 512",
+    "sarathi.py --tokens 1 --model llama-30m --draft draft": "draft = 'draft': that is for tiny's vocabulary of 257, this model's is 8192",
+    "sarathi.py --tokens 1 --tpot 0.1": "tpot = 0.1 with scheduler = 'sarathi': only autopilot keeps to it",
     "sarathi.py --tokens 1 --spec autopilot --draft ngram": "spec = 'autopilot' needs scheduler = 'autopilot'",
     "bench.py --repeats 0": "repeats = 0", "bench.py --scheduler fifo": "unknown scheduler 'fifo'",
     "bench.py ceilings --model tiny --lengths 4096": "context ends at 1024",
