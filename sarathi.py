@@ -1936,6 +1936,7 @@ class Speculator:
     def _price(self, plan, requests, cached):
         """target: seconds of this iteration with n drafts, minus what the chunk adds to it when nobody drafts: its own time must not hide
         what drafts gain, and yet they cost what they cost in a batch that it has filled. draft: seconds of so many steps."""
+        # differs from [SmartSpec Eq. 3]: which divides by the time of the whole batch, that of chunks in it, too
         cost, B = self.engine.cost, len(requests)
         seconds = partial(cost.seconds, lora=self.engine.config.lora)
         w = Work.of(self.engine._entries(plan), cost.tile)
