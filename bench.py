@@ -2178,7 +2178,7 @@ def fidelity(bench):
 
 def simulators_error():
     """One sentence for every simulated table: what `fidelity` found when its rows were kept in assets."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "fidelity_cpu_bf16.json")
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "fidelity_cpu_fp32.json")
     if not os.path.exists(path):
         return "Simulated; how far off that is on this machine, `python bench.py fidelity` says."
     with open(path) as f:
