@@ -355,6 +355,8 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Embedding):
+    """torch's, but drawn only where there is memory for it."""
+
     def reset_parameters(self):
         if not self.weight.is_meta:  # for random numbers that nobody sees torch would import its compiler there, two seconds
             super().reset_parameters()
