@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import unicodedata
 import weakref
 from collections import Counter, defaultdict, deque
@@ -164,7 +165,7 @@ def sampled_from(engine):
 @pytest.mark.parametrize("alloc", ["reserve", "grow"])
 @pytest.mark.parametrize("scheduler, chunk", [(name, chunk) for name in NAMES for chunk in ((1, 3, 16, 64, 512) if "sarathi" in name else (64,))])
 def test_tokens_equal_the_naive_loop(scheduler, chunk, alloc):
-    """Prompts of 1, tile - 1, tile, tile + 1 and several hundred tokens, a pool too small for all, a neighbour that is aborted."""
+    """Prompts of 1, tile - 1, tile, tile + 1 and 300 tokens (130 where a chunk is up to 3), a pool too small for all, a neighbour that is aborted."""
     lengths, n_new = [300 if chunk > 3 else 130, 15, 1, 16, 17, 33], 20
     engine = Engine(small(), scheduler=scheduler, chunk=chunk, max_batch=4, tile=TILE, alloc=alloc, n_page=lengths[0] + 33)
     requests = serve_beside_a_victim(engine, lengths, n_new)
@@ -544,6 +545,17 @@ def test_a_scheduler_that_plans_nothing_is_an_error_not_a_hang():
     engine.add(Request([1], 1))
     with pytest.raises(RuntimeError, match="Lazy planned nothing"):
         engine.step()
+
+
+@pytest.mark.parametrize("call, error", [
+    (lambda: CostModel.roofline("llama-13b", "a100"), "config = 'llama-13b': must be a GPTConfig"),
+    (lambda: CostModel.roofline(preset("llama-13b"), "a100", tp=3), "tp = 3 devices cannot share n_head = 40"),
+    (lambda: Engine(small(), n_page=100, draft=sarathi.Ngram, spec=3), "draft = <class .*Ngram'>: one of .* or a Proposer object"),
+    (lambda: EngineConfig(order=LastCome), "order = <class .*LastCome'>: one of 'fcfs', 'lcfs', or an Order object"),
+    (lambda: sarathi.Proposer().propose([], []), "Proposer has no propose")])
+def test_what_is_no_object_of_the_kind_is_named(call, error):
+    with pytest.raises((ValueError, NotImplementedError), match=error):
+        call()
 
 
 @pytest.mark.parametrize("offered, error", [(None, "Mine.offer gave None: must give the waiting requests"), ([7], "Mine.offer gave 7: must give"),
@@ -1780,18 +1792,21 @@ def smallest(kind, name):
 
 
 def _measure(names, folder):
-    """The process that runs experiments: what each has found, in a file by its name."""
+    """The process that runs experiments: what each has found, or how it failed, in a file by its name."""
     torch.set_num_threads(1)
     for name in names:
+        try:
+            found = smallest("measured", name)
+        except BaseException:
+            found = traceback.format_exc()
         part = Path(folder, name + ".part")
-        part.write_bytes(pickle.dumps(smallest("measured", name)))
+        part.write_bytes(pickle.dumps(found))
         part.rename(Path(folder, name))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def measured(request):
-    """What an experiment finds at its smallest, by its name. They are run from the first test of all on, as another core is free; one that
-    failed there is run again here, and says why."""
+    """What an experiment finds at its smallest, by its name. They are run from the first test of all on, as another core is free."""
     asked = [item.callspec.params for item in request.session.items if item.function is test_every_experiment_at_its_smallest]
     names = [params["name"] for params in asked if params["kind"] == "measured"]
     with tempfile.TemporaryDirectory() as folder:
@@ -1802,7 +1817,9 @@ def measured(request):
         def found(name):
             while run.is_alive() and not Path(folder, name).exists():
                 time.sleep(0.05)
-            return pickle.loads(Path(folder, name).read_bytes()) if Path(folder, name).exists() else smallest("measured", name)
+            assert Path(folder, name).exists(), f"the process that measures ended before {name}, exit status {run.exitcode}"
+            seen = pickle.loads(Path(folder, name).read_bytes())
+            return pytest.fail(seen) if isinstance(seen, str) else seen
         yield found
         if names:
             run.kill()
