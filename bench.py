@@ -446,7 +446,7 @@ def table2(bench):
 
 TABLE4 = {"LLaMA-13B, A6000": [(1024, 6, 50, 5.45, 1.33), (2048, 6, 50, 3.26, 1.26), (3072, 6, 50, 2.51, 1.22)],  # [SARATHI Table 4]:
           "LLaMA-33B, A100": [(1024, 10, 28, 3.83, 1.25), (2048, 5, 63, 4.25, 1.22), (3072, 3, 127, 3.51, 1.14)]}  # L B P:D speedup gain
-PATIENCE = 8  # seconds: a round of whole runs that takes longer is not repeated
+PATIENCE = 4  # seconds: a round of whole runs that takes longer is not repeated
 ORCA = 1.11  # [SARATHI Fig. 11] best case at 1K, over static
 
 
