@@ -198,8 +198,8 @@ class Bench:
         self.interrupted = False
 
     def engine(self, scheduler, n_page, B, **more):
-        """A new engine for up to B requests at once, with n_page pages (measured: some more, see `room`)."""
-        n_page = self.room(n_page, B)
+        """A new engine for up to B requests at once, with n_page pages (measured: some more, see `with_tiles`)."""
+        n_page = self.with_tiles(n_page, B)
         tape = self.tape(scheduler if isinstance(scheduler, str) else f"{type(scheduler).__name__}, chunk {scheduler.chunk}")
         options = vars(self.options) | dict(scheduler=scheduler, max_batch=B, n_page=n_page, record=tape) | more
         if not self.simulated and make_scheduler(scheduler).priced and more.get("cost") is None:
@@ -209,7 +209,7 @@ class Bench:
             engine.kv.zero_()  # a server's cache has been used before, and memory is slow the first time
         return engine
 
-    def room(self, n_page, B):
+    def with_tiles(self, n_page, B):
         """Pages with which B requests that need n_page have whole key tiles of them, where it is measured (kernels.py)."""
         return n_page if self.simulated else n_page + B * (self.model.config.head_dim - 1)
 
@@ -856,7 +856,7 @@ def fig12_measured(bench):
     policies, B = {"Orca": orca_best(top, top), "SARATHI": Sarathi(chunk=C)}, 1 + cdiv(C, 10)
     for i in tqdm(range(bench.runs), "fig12_measured"):
         for name, scheduler in policies.items():
-            options = dict(scheduler=scheduler, max_batch=B, n_page=bench.room(B * top, B))
+            options = dict(scheduler=scheduler, max_batch=B, n_page=bench.with_tiles(B * top, B))
             line = Pipeline(bench.model, record=bench.tape(name) if i == 0 else None, **options)
             work = [Request(bench.prompts(1, len(r.prompt), k)[0], r.max_new_tokens) for k, r in enumerate(zipf_requests(n, top // 4, top))]
             ended = list(feed(bench, line, work))
@@ -1166,7 +1166,7 @@ class Online:
             i, job = max(enumerate(jobs, 1), key=lambda job: job[1].prompt + job[1].output)
             raise ValueError(f"request {i} of {len(jobs)}, {job.prompt} + {job.output} tokens: the model's context ends at "
                              f"{bench.model.config.block_size}")
-        self.room = 4 * max((make(bench.model.config).n_page for make in self.adapters.values()), default=0)
+        self.for_adapters = 4 * max((make(bench.model.config).n_page for make in self.adapters.values()), default=0)
         fits = room_of(bench.model) // self.L if bench.simulated else 64
         self.B = max(1, min(B or bench.options.max_batch or 4 * bench.B, fits))
 
@@ -1188,7 +1188,7 @@ class Online:
         return most_served(self.bench, engine, self.jobs[:200])
 
     def engine(self, scheduler, **options):
-        engine = self.bench.engine(scheduler, self.B * self.L + self.room, self.B, **options)
+        engine = self.bench.engine(scheduler, self.B * self.L + self.for_adapters, self.B, **options)
         for name, source in self.adapters.items():
             engine.add_adapter(name, source)
         return engine
@@ -1484,22 +1484,22 @@ class Scene:
         """The paper's own system, or its server on top of PEFT."""
         server, gpu = variant == "PEFT", self.hardware
         cost = CostModel.roofline(preset(self.model), gpu, self.bench.config.tp, system="transformers" if server else "lightllm")
-        room = POOLS.get((self.model, gpu)) or room_of(cost)
+        n_page = POOLS.get((self.model, gpu)) or room_of(cost)
         options["record"] = self.bench.tape(variant)
         if server:
-            return Simulator(cost, scheduler=PeftServer(), max_batch=PEFT_BATCH.get(self.model, 16), n_page=room, alloc="grow", **options)
-        n_page = SPLIT.get((gpu, variant), {}).get(n, room)
+            return Simulator(cost, scheduler=PeftServer(), max_batch=PEFT_BATCH.get(self.model, 16), n_page=n_page, alloc="grow", **options)
+        n_page = SPLIT.get((gpu, variant), {}).get(n, n_page)
         return lightllm(cost, n_page, n_page // 4 if variant in ("no-unify", "bmm") else 0, **options)
 
     def engine(self, variant, options):
         """This engine, with room for the longest requests of a batch and for four of the largest adapters."""
         bench = self.bench
-        room = 4 * random_adapter(max(self.ranks))(bench.model.config).n_page
+        for_adapters = 4 * random_adapter(max(self.ranks))(bench.model.config).n_page
         if variant == "PEFT":
             options["lora"] = "merge"
         scheduler = "static" if variant == "PEFT" else bench.options.scheduler
-        split = room if variant in ("no-unify", "bmm") else 0
-        return bench.engine(scheduler, bench.B * max(bench.lengths) + room, bench.B, adapter_pages=split, alloc="grow", **options)
+        split = for_adapters if variant in ("no-unify", "bmm") else 0
+        return bench.engine(scheduler, bench.B * max(bench.lengths) + for_adapters, bench.B, adapter_pages=split, alloc="grow", **options)
 
 
 TABLE3 = {  # [S-LoRA Table 3] A100-80, 10 requests/s (PEFT on S4: 6) for 2 minutes: setting -> adapters -> requests/s of S-LoRA, of PEFT
@@ -1637,8 +1637,8 @@ def simulated_fig8(bench):
 def measured_fig8(bench, n=20):
     """All requests are there at once; ranks as in S2."""
     model, world, top, adapters = bench.model, bench.model.world, max(bench.lengths) // 4, [adapter_of("S2", i) for i in range(n)]
-    room = n * max(make(model.config).n_page for make in adapters[:4])
-    fns, tokens = at_once(bench, 2, top, room, adapters, [({}, n), ({}, n), ({}, 0)])
+    for_adapters = n * max(make(model.config).n_page for make in adapters[:4])
+    fns, tokens = at_once(bench, 2, top, for_adapters, adapters, [({}, n), ({}, n), ({}, 0)])
     before = world.sent.copy()
     fns[0]()
     sent = world.sent - before
@@ -1653,13 +1653,13 @@ def measured_fig8(bench, n=20):
         yield from messages(bench)
 
 
-def at_once(bench, share, top, room, adapters, ways):
+def at_once(bench, share, top, for_adapters, adapters, ways):
     """share * --requests jobs of up to top + top tokens, there at once, in ways [(the engine's options, how many of the adapters)] -> [a
     function that serves them], their tokens."""
     lengths, fns = uniform(8, top), []
     jobs = gamma_jobs(1, share * bench.config.requests, n_adapter=len(adapters), prompt=lengths, output=lengths, seed=bench.options.seed)
     for options, n in ways:
-        engine = bench.engine(bench.options.scheduler, bench.B * 2 * top + room, bench.B, alloc="grow", **options)
+        engine = bench.engine(bench.options.scheduler, bench.B * 2 * top + for_adapters, bench.B, alloc="grow", **options)
         for i, source in enumerate(adapters[:n]):
             engine.add_adapter(str(i), source)
         fns.append(partial(serve, bench, engine, [job._replace(arrival=0.0, adapter=job.adapter % n if n else None) for job in jobs]))
@@ -1710,12 +1710,12 @@ def slora_ways(bench):
     n, top = bench.grid(200, 2000), max(bench.lengths) // 2
     adapters = [adapter_of("S2", i)(bench.model.config, None if bench.simulated else bench.model.dtype)
                 for i in tqdm(range(n), "random adapters", leave=False, disable=bench.simulated)]
-    room = 4 * max(adapter.n_page for adapter in adapters)
-    ways = {"no adapter": ({}, 0, None), "S-LoRA": ({}, 200, 1.0), "no-unify": (dict(adapter_pages=room), 200, 1.194 / 1.576),
+    for_adapters = 4 * max(adapter.n_page for adapter in adapters)
+    ways = {"no adapter": ({}, 0, None), "S-LoRA": ({}, 200, 1.0), "no-unify": (dict(adapter_pages=for_adapters), 200, 1.194 / 1.576),
             "bmm": (dict(lora="bmm"), 200, 0.253 / 1.576), "merge and swap": (dict(lora="merge"), 200, 0.24 / 7.29)}
     ways |= {f"S-LoRA, n = {m}": ({}, m, None) for m in bench.grid([], [100, 2000])}
     sources = [lambda *_, adapter=adapter, **__: adapter for adapter in adapters]  # loaded once for all engines
-    fns, tokens = at_once(bench, 4, top, room, sources, [way[:2] for way in ways.values()])
+    fns, tokens = at_once(bench, 4, top, for_adapters, sources, [way[:2] for way in ways.values()])
     took = bench.rounds(*fns, repeats=bench.runs)  # however long it takes: a first run pays for a kernel per number of tokens
     for (name, (*_, paper)), seconds in zip(ways.items(), took):
         over = lambda others: median(b / a for a, b in zip(seconds, others))
@@ -2116,16 +2116,16 @@ def long_context(bench):
     The stall that autopilot may cause is what the fixed chunk's first iteration takes."""
     C, B = bench.options.chunk, 4
     for L in bench.grid([8192], [8192, 32768, 131072]):
-        room = 256 + L // 16  # of a decode: it is to last as long as the prompt
-        pages = L + 8 + B * room
+        length = 256 + L // 16  # of a decode: it is to last as long as the prompt
+        pages = L + 8 + B * length
         if bench.simulated and pages > room_of(bench.model):
             bench.notes.append(f"{L} tokens: their cache does not fit {bench.model.name}; take a model with fewer kv heads, or --tp")
             continue
-        own = bench.other(another(bench, block_size=L + 8 + room))
+        own = bench.other(another(bench, block_size=L + 8 + length))
         cost = own.price(own.model)
         level = cost.time_of([(300, 1, 1)] * B + [(0, C - B, 0)])
         for name, options in ((f"C = {C}", dict(scheduler="sarathi")), ("autopilot", dict(scheduler="autopilot", stall=level, cost=cost))):
-            chunks, ttft = beside_decodes(own, name, L, B, room, n_page=pages, **options)
+            chunks, ttft = beside_decodes(own, name, L, B, length, n_page=pages, **options)
             for share in (0, 0.25, 0.5, 0.75, 0.95):
                 past, tokens, took = min(chunks, key=lambda chunk: abs(chunk[0] - share * L))
                 yield row(f"{L} tokens, {share:.0%} of them cached: {name}: iteration (ms)", None, took * 1e3,
@@ -2133,12 +2133,12 @@ def long_context(bench):
             yield row(f"{L} tokens: {name}: first token (s)", None, ttft, **{"chunk": None, "level (ms)": None})
 
 
-def beside_decodes(bench, name, L, B, room, scheduler, n_page, **options):
-    """A prompt of L tokens comes when B requests with so much room, 256 tokens of it a prompt, decode -> [(its tokens cached, its tokens in
+def beside_decodes(bench, name, L, B, length, scheduler, n_page, **options):
+    """A prompt of L tokens comes when B requests of that length, 256 tokens of it a prompt, decode -> [(its tokens cached, its tokens in
     this iteration, seconds)], seconds to its first token."""
     spans = []
     engine = bench.engine(scheduler, n_page, B + 1, alloc="grow", record=spans, **options)
-    decoding(engine, bench.prompts(B, 256, bench.options.seed), room - 256)
+    decoding(engine, bench.prompts(B, 256, bench.options.seed), length - 256)
     long = Request(bench.prompts(1, L, bench.options.seed)[0], max_new_tokens=1, arrival=engine.clock.now())
     engine.add(long)
     with tqdm(total=L, desc=f"{bench.doing}: {L} tokens, {name}", delay=5) as bar:
@@ -2158,7 +2158,7 @@ def fidelity(bench):
     rng = random.Random(bench.options.seed)
     top = min(384, bench.model.config.block_size * 2 // 3)
     work = [(rng.randint(8, top), rng.randint(4, top // 8)) for _ in range(4 * bench.B)]
-    options = vars(bench.options) | dict(n_page=bench.room(bench.B * (top + top // 8), bench.B), max_batch=bench.B)
+    options = vars(bench.options) | dict(n_page=bench.with_tiles(bench.B * (top + top // 8), bench.B), max_batch=bench.B)
     engines = {s: Engine(bench.model, **options | dict(scheduler=s)) for s in ("static", "orca", "prefill_first", "sarathi")}
     took, bar = {s: [] for s in engines}, tqdm(total=(1 + bench.config.repeats) * len(engines), desc="fidelity")
 
@@ -2672,9 +2672,9 @@ LINES = {"simulated": "-", "computed": "-", "measured": "--"}
 
 
 class Tapes(list):
-    """The Tapes of a run. Those of one experiment together hold at most `room` entries of Spans: each its first ones, up to a quarter of what
+    """The Tapes of a run. Those of one experiment together hold at most `left` entries of Spans: each its first ones, up to a quarter of what
     those before it have left."""
-    room, full = math.inf, False
+    left, full = math.inf, False
 
     def new(self, name):
         self.append(Tape(name, self))
@@ -2685,12 +2685,12 @@ class Tape(list):
     """The Spans of one engine, and when its requests arrived if somebody says so."""
 
     def __init__(self, name, tapes):
-        self.name, self.tapes, self.arrivals, self.room = name, tapes, {}, tapes.room / 4
-        tapes.room *= 3 / 4
+        self.name, self.tapes, self.arrivals, self.left = name, tapes, {}, tapes.left / 4
+        tapes.left *= 3 / 4
 
     def append(self, span):
-        if self.room > 0:
-            self.room -= len(span.entries)
+        if self.left > 0:
+            self.left -= len(span.entries)
             super().append(span)
         else:
             self.tapes.full = True
@@ -2885,7 +2885,7 @@ def run(bench, names):
         for name in names:
             what, part = EXPERIMENTS[name], []
             bench.parts.clear()
-            bench.doing, bench.tapes.room = name, math.inf if what.timeline else 50000
+            bench.doing, bench.tapes.left = name, math.inf if what.timeline else 50000
             try:
                 for r in what.rows(bench):
                     part.append(dict(experiment=name, **r))

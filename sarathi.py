@@ -1799,10 +1799,10 @@ def make_proposer(draft, engine):
         if draft.n_embd != engine.model.config.n_embd:
             raise ValueError(f"draft: heads for states of {draft.n_embd} numbers, the model's have {engine.model.config.n_embd}")
         return Medusa(draft, engine.model)
-    if isinstance(draft, engine.runs):
+    if isinstance(draft, engine.model_type):
         return (SimulatedDraft if isinstance(engine, Simulator) else DraftModel)(engine, draft)
     name = draft if isinstance(draft, (str, int, type)) else type(draft).__name__
-    raise ValueError(f"draft = {name!r}: one of {', '.join(PROPOSERS)}, or a {engine.runs.__name__}, Heads or a Proposer object")
+    raise ValueError(f"draft = {name!r}: one of {', '.join(PROPOSERS)}, or a {engine.model_type.__name__}, Heads or a Proposer object")
 
 
 class Speculator:
@@ -2197,7 +2197,7 @@ class Engine:
     a Policy ("off": the draft is left aside, unread); cost: the CostModel that prices them, or two, the target's and the draft's
     (None: profiled if the policy asks)."""
 
-    runs, number = GPT, 0  # the type of its model; the number of the lane, in a Pipeline
+    model_type, number = GPT, 0  # what it serves; the number of the lane, in a Pipeline
     ahead = 0  # iterations that may still be in flight when the next one is planned,
     behind = 0  # and when a step returns: both are 1 where a GPU's iterations overlap, in a Lane the second alone
 
@@ -2205,8 +2205,8 @@ class Engine:
         known = [f.name for f in fields(EngineConfig)]
         for name in set(options) - set(known):
             raise ValueError(f"unknown option {name!r}: one of {', '.join(known)}")
-        if not isinstance(model, self.runs):
-            raise ValueError(f"model = {model!r}: must be a {self.runs.__name__}")
+        if not isinstance(model, self.model_type):
+            raise ValueError(f"model = {model!r}: must be a {self.model_type.__name__}")
         self.model, self.config = model, EngineConfig(**options)
         c = self.config
         self.scheduler = make_scheduler(c.scheduler, chunk=c.chunk, tile=c.tile)
@@ -2863,7 +2863,7 @@ class Interruptible:
 class Simulator(Engine):
     """An Engine whose model is a CostModel: running a plan only moves the clock, every token is 0, no page is real. A draft model
     is a CostModel too; how many drafts are accepted is drawn with alpha."""
-    runs = CostModel
+    model_type = CostModel
 
     def __init__(self, model, clock=None, **options):
         super().__init__(model, clock=clock or VirtualClock(), **options)
@@ -3024,7 +3024,9 @@ class SimulatedLane(Lane, Simulator):
 
 
 class StageLane(Lane, Engine):
-    """A Lane on the stage that this process has of a model: the other stages are other processes, and do the same with their layers."""
+    """A Lane on the stage that this process has of a model: the other stages are other processes, and do the same with their layers.
+    Of its micro-batch in flight it keeps `work`, what there is to do here, and functions: start and end say when that was, sent and
+    arrived wait for the message to the next stage and for the last one's word; and `hidden`, what that message carries."""
 
     def _run(self, plan):
         """Get ready for my layers of it, and work when it is my turn: stage i is i turns behind the plans, so that what comes from the

@@ -104,13 +104,13 @@ class TwoEnds:
 
 @pytest.fixture(scope="session", autouse=True)
 def two_ends(request):
-    """Where many tests were asked for and another core is free, it takes its share of them."""
+    """Where many tests were asked for another core takes its share of them; not of a GPU, nor where somebody watches what they print."""
     config, items, folder = request.config, request.session.items, os.environ.pop("OTHER_END", None)
     if folder:
         items[1:] = items[:0:-1]
         config.pluginmanager.register(TwoEnds(folder))
         yield
-    elif len(items) < 100 or config.option.usepdb or kernels.INTERPRET:
+    elif len(items) < 100 or GPU or kernels.INTERPRET or config.option.usepdb or config.option.capture == "no":
         yield
     else:
         with tempfile.TemporaryDirectory() as folder:
@@ -1783,7 +1783,7 @@ def test_a_trace_is_what_perfetto_reads(tmp_path, capsys):
 
 def test_a_long_run_keeps_the_first_iterations_of_a_trace():
     tapes = bench.Tapes()
-    tapes.room = 20
+    tapes.left = 20
     for name in "xy":
         tape = tapes.new(name)
         for i in range(9):
