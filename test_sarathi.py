@@ -3298,7 +3298,7 @@ def placed(pages):
 
 
 TREES = [(70, (3, 2, 2)), (63, (2, 2)), (5, (3, 2, 2)), (0, (1, 3)), (130, (4, 4, 3)), (64, (2, 1)), (9, 1), (40, 3), (3, 40)]  # among others
-RAGGED = [(0, 1), (1, 1), (63, 1), (64, 1), (65, 1), (140, 1), (31, 2), (62, 3), (0, 8), (0, 9), (64, 65), (70, 31)]
+RAGGED = [(0, 1), (1, 1), (63, 1), (64, 1), (65, 1), (200, 1), (31, 2), (62, 3), (0, 8), (120, 8), (0, 9), (7, 64), (64, 65), (130, 31)]
 
 
 @kernel_test
@@ -3593,9 +3593,10 @@ def test_triton_recorded_iterations_generate_the_same_tokens(options, monkeypatc
 
 
 @kernel_test
-def test_triton_trees_never_change_a_greedy_token():
-    """Their mask is the kernel's there, in recordings; accepted paths are moved, beside decodes and a chunk."""
-    engine = Engine(on_device(SMALL), draft=Guesser(lambda r: naive(len(r.prompt), 12)), spec="3,2,2",
+@pytest.mark.parametrize("graph", [True, False])
+def test_triton_trees_never_change_a_greedy_token(graph):
+    """Their mask is the kernel's there; accepted paths are moved, beside decodes and a chunk."""
+    engine = Engine(on_device(SMALL), draft=Guesser(lambda r: naive(len(r.prompt), 12)), spec="3,2,2", graph=graph,
                     chunk=96, tile=TILE, max_batch=3, n_page=300, scheduler="orca")
     requests = serve(engine, [Request(prompt(n), 6) for n in (20, 1, 40)])
     assert [r.output for r in requests] == [naive(n, 6) for n in (20, 1, 40)] and sum(r.n_accepted for r in requests) >= 3
@@ -3868,7 +3869,7 @@ def test_every_launch_compiles_for_gpus_that_are_not_here(arch, D, H, Hk, dtype,
     kv = fresh(2, n_row, D)
     for rope in (None, (fresh(N, 1, D), fresh(N, 1, D))):
         q = kernels.rotate_write(fresh(N, (H + 2 * Hk) * D), rope, kv, pages, H, Hk)
-    for n_split in (1, 16) if H == 32 else (16,):
+    for n_split in (1, 16) if D == 128 else (16,):
         kernels.attention_pages(q, kv, pages, Hk, n_split)
     if D in (80, 128):
         for bias in (None, fresh(C)):
@@ -5261,7 +5262,7 @@ def serve_mixed(engine, adapters=(None,), n_new=8, **sampling):
     return [r.output for r in requests]
 
 
-WITH_TWO = ("draft on each rank", "confident draft", "drawn drafts", "shared draft", "heads")  # four ranks do there what two do, on half as many cores
+WITH_TWO = ("draft on each rank", "confident draft", "drawn drafts")  # four ranks do there what two do, on half as many cores
 NOT_STAGED = ("shared draft", "heads")  # a draft is on the ranks of every stage; and only the last stage has states that heads can read
 
 
@@ -5579,4 +5580,4 @@ def test_every_kernel_in_tritons_interpreter(part):
     """What @kernel_test marks (section 14): the interpreter must be chosen before Triton is imported, hence another process."""
     pytest.importorskip("triton")
     run = process("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *KERNEL_TESTS[part::2], TRITON_INTERPRET="1")
-    assert run.status == 0 and int(re.search(r"(\d+) passed", run.out)[1]) >= len(KERNEL_TESTS[part::2]), run.out[-4000:] + run.err
+    assert run.status == 0 and int(re.search(r"(\d+) passed", run.out)[1]) > 25, run.out[-4000:] + run.err
