@@ -1,0 +1,2001 @@
+"""The serving engine: SARATHI, S-LoRA and SmartSpec in one loop.
+
+In reading order: requests; the engine, one iteration of it in `Engine.step`; memory (pages and
+adapters); schedulers; orders of the queue; speculation (policies and proposers); cost models;
+runners, which carry plans out on a model or on a clock; the simulated pipeline; the command line.
+
+A plan says how many tokens of which request are fed next: [(request, n)]. A prefill chunk, a decode
+and a verification of drafts are the same thing. The engine knows requests, pages and plans, and no
+tensors; tensors begin in ModelRunner.
+"""
+import argparse
+import copy
+import heapq
+import math
+import os
+import sys
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from operator import add
+from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from kernels import FEW_ROWS, Batch, Sites, probabilities, sample, verify
+from model import GPT, PRESETS, Adapter, World, load_model
+
+# -----------------------------------------------------------------------------
+# requests
+
+@dataclass(eq=False)
+class Request:
+    """One user's request and how far it has come.
+
+    |<--------- prompt --------->|<---- output ---->|
+    |<------ n_past: cached ------>|<--- n_todo --->|<-- drafts -->|
+    """
+    prompt: list  # tokens
+    max_new_tokens: int = 32
+    adapter: str = None  # a name given to Engine.add_adapter
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    stop: tuple = ()  # tokens that end the output
+    arrival: float = None  # seconds on the engine's clock; None: now
+    id: int = -1  # given by Engine.add
+    state: str = "waiting"  # -> running -> length, stop or aborted
+    output: list = field(default_factory=list)
+    times: list = field(default_factory=list)  # seconds at which each output token came
+    n_past: int = 0  # tokens with K and V in the cache
+    n_draft_past: int = 0  # the same for a draft model's cache
+    drafts: list = field(default_factory=list)  # guessed tokens behind the output
+    tree: tuple = ()  # candidates per level of the drafts; real drafts have one per level
+    draft_probs: object = None  # (drafts, V), what sampled drafts were drawn from
+    acceptance: object = None  # this request's MovingAcceptance
+
+    @property
+    def n_tokens(self):
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def n_todo(self):
+        return len(self.prompt) + len(self.output) - self.n_past
+
+    @property
+    def max_len(self):
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def ttft(self):
+        """Seconds from arrival to the first token."""
+        return self.times[0] - self.arrival
+
+    @property
+    def tpot(self):
+        """Seconds per token after the first one."""
+        return (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1)
+
+    def tokens(self, start, end):
+        """The known tokens start .. end - 1, as a list."""
+        n = len(self.prompt)
+        if start >= n:
+            return self.output[start - n:end - n]
+        return [*self.prompt[start:end], *self.output[:max(0, end - n)]]
+
+    def append(self, tokens, now):
+        """Append new tokens up to the end of the output. Returns (appended tokens, end): "length",
+        "stop", or "" if the request goes on."""
+        left = self.max_new_tokens - len(self.output)
+        end = "length" if len(tokens) >= left else ""
+        tokens = tokens[:left]
+        stops = [i for i, token in enumerate(tokens) if token in self.stop] if self.stop else []
+        if stops:
+            tokens = tokens[:stops[0] + 1]
+            end = "stop"
+        self.output += tokens
+        self.times += [now] * len(tokens)
+        return tokens, end
+
+class Event(NamedTuple):
+    """New tokens of a request. finished: why it ended ("length", "stop", "aborted"), else ""."""
+    request: Request
+    tokens: list
+    finished: str
+
+class Iteration(NamedTuple):
+    """A record of one iteration. entries: (request id, n_past, tokens fed, drafts among them)."""
+    start: float  # seconds
+    end: float
+    entries: list
+    stage: int = 0  # of a simulated pipeline
+
+# -----------------------------------------------------------------------------
+# the engine
+
+class Engine:
+    """Serves requests with one model, one iteration per step().
+
+    model: a GPT; or a CostModel: the simulator, with a virtual clock
+    scheduler: a name in SCHEDULERS, or a Scheduler
+    chunk: tokens of a prefill chunk; of an iteration with sarathi_serve
+    max_batch: requests that run at once; 0: as many as fit [SARATHI §4.3]
+    n_page: pages of the cache, one per token; 0: enough for max_batch requests
+    alloc: "reserve" a request's maximum length at its start, or "grow" page by page
+    draft: None, "ngram", a smaller GPT or CostModel, or a Proposer
+    spec: "off", a number of drafts, a name in POLICIES, or a Policy
+    alpha: if not 0, each draft is accepted with this forced chance
+    order: a name in ORDERS, or a function (waiting, running, now) -> list
+    lora: "batched", or the baselines "bmm" and "merge" [S-LoRA §7]
+    adapter_pages: pages of a pool for adapters alone (the no-unify baseline); 0: one pool
+    tpot: autopilot's target, seconds per token; 0: none
+    cost: prices for the policies; None: a profile of this machine, made if a policy asks
+    record: a list to which every Iteration is appended
+    """
+
+    def __init__(self, model, scheduler="sarathi", chunk=256, max_batch=8, n_page=0,
+                 alloc="reserve", draft=None, spec="off", seed=0, alpha=0.0, order="fcfs",
+                 lora="batched", adapter_pages=0, tpot=0.0, cost=None, record=None, runner=None):
+        self.model = model
+        self.simulated = isinstance(model, CostModel)
+        self.chunk = check_range("chunk", chunk, 1)
+        self.alloc = check_choice("alloc", alloc, ("reserve", "grow"))
+        self.lora = check_choice("lora", lora, ("batched", "bmm", "merge"))
+        self.alpha = check_range("alpha", alpha, 0, 1)
+        self.tpot = check_range("tpot", tpot, 0)
+        self.seed = seed
+        self.record = record
+
+        # requests, from their arrival to their end
+        self.requests = {}  # id -> request, from add to its end
+        self.pending = []  # a heap of (arrival, id): requests that have not arrived
+        self.waiting = []  # preempted requests first, then by arrival
+        self.running = []  # the most recently started last
+        self.dropped = []  # events of requests that the order aborted
+        self.n_added = 0
+
+        # memory, and the runner that uses it
+        n_page, self.max_batch = size_pool(model, draft, n_page, max_batch)
+        self.pool = PagePool(n_page)
+        own_pool = PagePool(adapter_pages, first=n_page) if adapter_pages else self.pool
+        self.adapters = AdapterStore(own_pool)
+        if runner is None:
+            runner = CostRunner(self, model) if self.simulated else ModelRunner(self, model)
+        self.runner = runner
+        self.clock = runner.clock
+        self.adapters.copy = runner.copy_adapter
+
+        # policies
+        self.scheduler = make_scheduler(scheduler, chunk)
+        self.order = ORDERS[check_choice("order", order, ORDERS)] if isinstance(order, str) else order
+        if lora == "merge":
+            self.order = one_adapter(self.order)
+        policy = make_policy(spec, self.scheduler)
+        self.cost = cost or (model if self.simulated else None)
+        if self.cost is None and (self.scheduler.priced or policy and policy.priced):
+            self.cost = CostModel.profile(model)
+        self.speculator = Speculator(self, draft, policy) if policy else None
+        self.scheduler.start(self)
+
+    def step(self):
+        """One iteration. Returns its events; [] if nothing can run now."""
+        self.arrive()
+        plan = self.scheduler.plan(self.running, self.queue())  # policy [SARATHI §4.3]
+        plan = self.admit(plan)  # memory: pages, adapters, preemption [S-LoRA §5.1]
+        if not plan:
+            return self.idle()
+        if self.speculator:
+            self.speculator.add_drafts(plan)  # drafts behind the decodes [SmartSpec §5]
+        start = self.clock.now()
+        new_tokens = self.runner.run(plan)  # one flat batch [SARATHI §4.3] [S-LoRA §5.3]
+        if self.record is not None:
+            entries = [(r.id, r.n_past, n + len(r.drafts), len(r.drafts)) for r, n in plan]
+            self.record.append(Iteration(start, self.clock.now(), entries))
+        return self.commit(plan, new_tokens)  # advance, drop rejected drafts, finish
+
+    # requests and adapters come and go
+
+    def add_adapter(self, name, source):
+        """Make an adapter known. source: a PEFT folder, an Adapter, or a rank (random weights).
+        FileNotFoundError or ValueError for a folder that is missing or does not fit."""
+        adapter = self.runner.read_adapter(source)
+        self.adapters.known[name] = adapter
+        self.adapters.n_page[name] = 0 if self.lora == "merge" else adapter.n_page
+
+    def add(self, request):
+        """Queue a request. Returns its id. ValueError or KeyError if it could never be served."""
+        check_request(request, self)
+        request.id = self.n_added
+        self.n_added += 1
+        request.acceptance = MovingAcceptance()
+        if request.arrival is None:
+            request.arrival = self.clock.now()
+        self.requests[request.id] = request
+        heapq.heappush(self.pending, (request.arrival, request.id))
+        return request.id
+
+    def generate(self, prompts, max_new_tokens=32, adapter=None, **options):
+        """Serve prompts (lists of tokens). Returns the list of outputs. adapter: a name for all, or a
+        list of names; options: other fields of Request."""
+        names = adapter if isinstance(adapter, list) else [adapter] * len(prompts)
+        requests = []
+        for prompt, name in zip(prompts, names, strict=True):
+            requests.append(Request(prompt, max_new_tokens, name, **options))
+            self.add(requests[-1])
+        self.run()
+        return [request.output for request in requests]
+
+    def run(self, on_event=None):
+        """Step until every request has ended. on_event(event) is called for each event."""
+        while self.requests:
+            for event in self.step():
+                if on_event:
+                    on_event(event)
+
+    def abort(self, id):
+        """End a request now. KeyError if the id is unknown or the request has ended."""
+        if id not in self.requests:
+            raise KeyError(f"no request with id {id} is waiting or running")
+        self.finish(self.requests[id], "aborted")
+
+    # the parts of an iteration
+
+    def arrive(self):
+        """Move requests that have arrived to the queue. If nothing else is there, wait for the next."""
+        if self.pending and not self.running and not self.waiting:
+            self.clock.wait_until(self.pending[0][0])
+        while self.pending and self.pending[0][0] <= self.clock.now():
+            _, id = heapq.heappop(self.pending)
+            if id in self.requests:  # not aborted before its arrival
+                self.waiting.append(self.requests[id])
+
+    def queue(self):
+        """The waiting requests that can start now, in the order's order. The first one that does not
+        fit max_batch or the free pages blocks those behind it."""
+        slots = self.max_batch - len(self.running)
+        if not self.waiting or slots <= 0:
+            return []
+        ordered = self.order(self.waiting, self.running, self.clock.now())
+        if len(ordered) < len(self.waiting):
+            self.drop_aborted()
+        # pages that are free, or would be without idle adapters; the two pools may be one
+        free = {self.pool: self.pool.n_free}
+        free[self.adapters.pool] = self.adapters.pool.n_free + self.adapters.n_idle_page()
+        if self.alloc == "grow":
+            free[self.pool] -= len(self.running)  # for the next decodes
+        names = set()
+        fitting = []
+        for request in islice(ordered, slots):
+            free[self.pool] -= self.pages_at_start(request)
+            if request.adapter not in names:
+                names.add(request.adapter)
+                free[self.adapters.pool] -= self.adapters.pages_at_start(request.adapter)
+            if min(free.values()) < 0:
+                break
+            fitting.append(request)
+        return fitting
+
+    def pages_at_start(self, request):
+        return request.max_len if self.alloc == "reserve" else request.n_tokens
+
+    def admit(self, plan):
+        """Reserve pages for the plan's tokens, and start its waiting requests. Returns the part of the
+        plan that has its pages."""
+        assert plan or not self.running, f"{self.scheduler} planned nothing for running requests"
+        for request, n in plan:
+            assert 0 < n <= request.n_todo, f"{self.scheduler} planned {n} of {request.n_todo} tokens"
+            if request.state == "waiting":
+                self.start(request)
+            elif self.alloc == "grow":
+                self.grow(request, request.n_past + n)
+        self.adapters.prefetch(self.waiting)
+        return [entry for entry in plan if entry[0].state == "running"]
+
+    def start(self, request):
+        """Start a waiting request: acquire its adapter and its pages. It keeps waiting if growing
+        requests took the pages in this iteration."""
+        if not self.adapters.acquire(request.adapter):
+            return
+        if not self.adapters.reserve(self.pool, request, self.pages_at_start(request)):
+            self.adapters.release(request.adapter)
+            return
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.state = "running"
+
+    def grow(self, request, n):
+        """Let a running request have n pages. If no page is free, the most recently started request is
+        preempted; it is recomputed later."""
+        while request.state == "running":
+            if self.adapters.reserve(self.pool, request, n):
+                return
+            self.preempt(self.running[-1])
+
+    def preempt(self, request):
+        """Release the pages of a running request and put it in front of the queue."""
+        self.release(request)
+        request.n_past = 0
+        request.n_draft_past = 0
+        request.state = "waiting"
+        self.waiting.insert(0, request)
+
+    def release(self, request):
+        self.running.remove(request)
+        self.pool.release(request)
+        self.adapters.release(request.adapter)
+
+    def finish(self, request, end):
+        """End a request: "length", "stop" or "aborted"."""
+        if request.state == "running":
+            self.release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        request.state = end
+        del self.requests[request.id]
+
+    def commit(self, plan, new_tokens):
+        """Advance the planned requests by what the runner did. Returns the events."""
+        now = self.clock.now()
+        events = self.take_dropped()
+        for request, n in plan:
+            request.n_past += n
+            tokens = new_tokens.get(request)
+            if tokens is None:  # a part of the prompt
+                continue
+            # accepted drafts are cached too; K and V of rejected ones are overwritten later
+            request.n_past += len(tokens) - 1
+            request.n_draft_past = min(request.n_draft_past, request.n_past)
+            if request.drafts:
+                self.speculator.count(request, len(tokens) - 1)
+            tokens, end = request.append(tokens, now)
+            if end:
+                self.finish(request, end)
+            events.append(Event(request, tokens, end))
+        return events
+
+    def drop_aborted(self):
+        """Finish waiting requests that the order has marked as aborted [S-LoRA §4.3]."""
+        for request in [r for r in self.waiting if r.state == "aborted"]:
+            self.finish(request, "aborted")
+            self.dropped.append(Event(request, [], "aborted"))
+
+    def take_dropped(self):
+        events = self.dropped
+        self.dropped = []
+        return events
+
+    def idle(self):
+        """Nothing could be planned: wait for the next arrival. Returns events of dropped requests."""
+        if self.waiting and not self.running and not self.dropped:
+            if not self.pending:
+                raise RuntimeError(f"{len(self.waiting)} requests wait, but the order leaves all out")
+            self.clock.wait_until(self.pending[0][0])
+        return self.take_dropped()
+
+def check_choice(name, value, choices):
+    """Returns value. KeyError that lists the choices if it is none of them."""
+    if value not in choices:
+        raise KeyError(f"unknown {name} {value!r}: one of {', '.join(choices)}")
+    return value
+
+def check_range(name, value, low, high=math.inf):
+    """Returns value. ValueError if it is outside low .. high."""
+    if not low <= value <= high:
+        raise ValueError(f"{name} = {value}: must be in {low} .. {high}")
+    return value
+
+def check_request(r, engine):
+    """ValueError or KeyError, in one line, for a request that could never be served."""
+    config = engine.model.config
+    check_range("tokens in the prompt", len(r.prompt), 1)
+    if not engine.simulated:
+        for token in (min(r.prompt), max(r.prompt)):
+            check_range("token", token, 0, config.vocab_size - 1)
+    check_range("max_new_tokens", r.max_new_tokens, 1)
+    check_range("temperature", r.temperature, 0)
+    check_range("top_k", r.top_k, 0)
+    check_range("top_p", r.top_p, 1e-9, 1)
+    if r.adapter is not None:
+        check_choice("adapter", r.adapter, engine.adapters.known)
+    check_range("prompt + max_new_tokens", r.max_len, 2, config.block_size)
+    n_page = engine.adapters.n_page[r.adapter]
+    check_range("pages of the adapter", n_page, 0, engine.adapters.pool.n_page)
+    if engine.adapters.pool is not engine.pool:
+        n_page = 0
+    check_range("pages of the request and its adapter", r.max_len + n_page, 1, engine.pool.n_page)
+
+# -----------------------------------------------------------------------------
+# memory: pages and adapters
+
+class PagePool:
+    """Pages of one preallocated cache. A page holds K and V of one token in every layer, or one row of
+    an adapter's A and B [S-LoRA §5.1]."""
+
+    def __init__(self, n_page, first=0):
+        self.n_page = n_page
+        self.n_free = n_page
+        self.free = np.arange(first, first + n_page, dtype=np.int32)[::-1].copy()  # a stack
+        self.tables = {}  # owner -> its pages, in the order of its tokens or rows
+
+    def reserve(self, owner, n):
+        """Let owner have n pages in all. Returns False, changing nothing, if too few are free."""
+        table = self.tables.get(owner, self.free[:0])
+        n_new = n - len(table)
+        if n_new > self.n_free:
+            return False
+        if n_new > 0:
+            self.n_free -= n_new
+            new = self.free[self.n_free:self.n_free + n_new][::-1]
+            self.tables[owner] = np.concatenate([table, new])
+        return True
+
+    def release(self, owner):
+        """Free all pages of owner."""
+        table = self.tables.pop(owner, self.free[:0])
+        self.free[self.n_free:self.n_free + len(table)] = table[::-1]
+        self.n_free += len(table)
+
+class AdapterStore:
+    """All adapters in host memory, and some loaded into pages: those of running requests, and idle ones
+    as long as no request needs their pages [S-LoRA §5]."""
+
+    def __init__(self, pool):
+        self.pool = pool
+        self.copy = None  # the runner's (adapter's name, pages) -> function that waits for the copy
+        self.known = {}  # name -> Adapter
+        self.n_page = {None: 0}  # name -> pages
+        self.loaded = {}  # name -> function that waits for the copy; least recently used first
+        self.n_users = Counter()  # name -> running requests
+
+    def idle(self):
+        return [name for name in self.loaded if not self.n_users[name]]
+
+    def n_idle_page(self):
+        return sum(self.n_page[name] for name in self.idle())
+
+    def pages_at_start(self, name):
+        """Of the free and idle pages, how many a request takes with its adapter."""
+        return 0 if self.n_users[name] else self.n_page[name]
+
+    def reserve(self, pool, owner, n):
+        """Let owner have n pages of pool in all. If too few are free, idle adapters are evicted, least
+        recently used first. Returns False, changing nothing, if that would not be enough."""
+        if pool.reserve(owner, n):
+            return True
+        n_new = n - len(pool.tables.get(owner, ()))
+        if pool is not self.pool or n_new > pool.n_free + self.n_idle_page():
+            return False
+        for name in self.idle():
+            del self.loaded[name]
+            pool.release(name)
+            if pool.reserve(owner, n):
+                return True
+
+    def acquire(self, name):
+        """Load an adapter, if it is not loaded, and count a user. False if pages are missing."""
+        if name is None:
+            return True
+        if name not in self.loaded and not self.load(name):
+            return False
+        self.loaded[name] = self.loaded.pop(name)  # now the most recently used
+        self.loaded[name]()
+        self.n_users[name] += 1
+        return True
+
+    def release(self, name):
+        """Count a user less."""
+        self.n_users[name] -= name is not None
+
+    def load(self, name):
+        if not self.reserve(self.pool, name, self.n_page[name]):
+            return False
+        self.loaded[name] = self.copy(name, self.pool.tables.get(name))
+        return True
+
+    def prefetch(self, waiting, n=8):
+        """Load adapters of the next requests while others run, as far as pages are free [S-LoRA §5.2]."""
+        for request in waiting[:n]:
+            name = request.adapter
+            if name not in self.loaded and 0 < self.n_page[name] <= self.pool.n_free:
+                self.load(name)
+
+def size_pool(model, draft, n_page, max_batch):
+    """Returns (n_page, max_batch), filling in zeros: B = floor((M_G - M_S) / (L m_kv)) [SARATHI §4.3].
+    A draft model's cache has as many pages as the target's [SmartSpec §6]."""
+    check_range("n_page", n_page, 0)
+    check_range("max_batch", max_batch, 0)
+    L = model.config.block_size
+    if not n_page:
+        free = model.memory if isinstance(model, CostModel) else free_memory(model.device)
+        page = model.config.page_bytes(model.dtype.itemsize)
+        if isinstance(draft, (GPT, CostModel)):
+            page += draft.config.page_bytes(draft.dtype.itemsize)
+        if isinstance(draft, CostModel):
+            free -= draft.n_bytes
+        n_page = min(int(free // page), (max_batch or 256) * L)
+    check_range("pages that fit the memory", n_page, 1)
+    return n_page, max_batch or max(1, n_page // L)
+
+def free_memory(device):
+    """Bytes for a cache: most of what a GPU has left, a quarter of a computer's memory."""
+    if device.type == "cuda":
+        return 0.9 * torch.cuda.mem_get_info(device)[0]
+    return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+# -----------------------------------------------------------------------------
+# schedulers: how many tokens of which request are fed next
+
+class Scheduler:
+    """Subclass it and write plan(). chunk: None takes the engine's."""
+    tile = 128  # tokens: linear operators cost whole tiles [SARATHI Fig. 7]
+    priced = False  # whether it needs engine.cost
+
+    def __init__(self, chunk=None):
+        self.chunk = chunk
+
+    def plan(self, running, waiting):
+        """running: requests with pages, the oldest first. waiting: requests that could start now, the
+        next one first. Returns [(request, n)] with 1 <= n <= request.n_todo."""
+        raise NotImplementedError
+
+    def start(self, engine):
+        """Called once, before the first iteration."""
+
+class Static(Scheduler):
+    """Request-level batching (FasterTransformer): fill a batch, run it until all have ended."""
+
+    def plan(self, running, waiting):
+        return [(request, request.n_todo) for request in running or waiting]
+
+class Orca(Scheduler):
+    """Iteration-level batching: whole prompts join the running decodes [SARATHI §4.5]."""
+
+    def plan(self, running, waiting):
+        return [(request, request.n_todo) for request in running + waiting]
+
+class PrefillFirst(Scheduler):
+    """Continuous batching as in vLLM and TGI: new prompts run at once, decodes wait [TNG]."""
+
+    def plan(self, running, waiting):
+        return [(request, request.n_todo) for request in waiting or running]
+
+class Sarathi(Scheduler):
+    """Decode-maximal batching: one prefill chunk, every other slot a decode [SARATHI §4.3].
+    The chunk leaves room for the decodes, so that both together fill whole tiles [§4.4]."""
+
+    def plan(self, running, waiting):
+        plan = [(request, 1) for request in running if request.n_todo == 1]
+        prefills = [request for request in running if request.n_todo > 1] + waiting[:1]
+        if prefills:
+            tile = min(self.tile, self.chunk)
+            n_token = max(self.chunk, round_up(len(plan) + 1, tile))
+            plan.append((prefills[0], min(prefills[0].n_todo, n_token - len(plan))))
+        return plan
+
+class SarathiServe(Scheduler):
+    """A budget of tokens per iteration: decodes first, then prefill chunks (Sarathi-Serve)."""
+
+    def plan(self, running, waiting):
+        decodes = [(request, 1) for request in running if request.n_todo == 1]
+        prefills = [request for request in running if request.n_todo > 1] + waiting
+        return decodes + prefill_chunks(prefills, self.chunk - len(decodes))
+
+def prefill_chunks(prefills, budget):
+    """Cut budget tokens from the prompts, one prompt after the other. Returns [(request, n)]."""
+    plan = []
+    for request in prefills:
+        if budget > 0:
+            plan.append((request, min(request.n_todo, budget)))
+            budget -= plan[-1][1]
+    return plan
+
+def round_up(n, unit):
+    return -(-n // unit) * unit
+
+class Autopilot(Scheduler):
+    """Chooses the chunk, and with spec="autopilot" the number of drafts, by one price: the most work
+    per second, each kind of work priced at what it costs alone [SARATHI §6, SmartSpec §4.1]."""
+    priced = True
+    policy = None  # with spec="autopilot": a Fixed policy, set in every plan
+
+    def start(self, engine):
+        self.engine = engine
+        self.tile = engine.cost.tile
+        powers = {2**i for i in range(4, 13)}
+        tiles = {self.tile * i for i in (1, 2, 3, 4, 6)}
+        self.sizes = sorted(n for n in powers | tiles if n % self.tile == 0)  # tokens worth trying
+        # seconds per prefilled token, at its best
+        self.prefill_price = min(engine.cost.time_of([(0, n, 0, 0)]) / n for n in self.sizes)
+
+    def plan(self, running, waiting):
+        decodes = [(request, 1) for request in running if request.n_todo == 1]
+        prefills = [request for request in running if request.n_todo > 1] + waiting
+        return decodes + prefill_chunks(prefills, self.choose(decodes, prefills))
+
+    def choose(self, decodes, prefills):
+        """Sets the number of drafts. Returns the number of prompt tokens to feed."""
+        d = len(decodes)
+        stats = self.stats(decodes)
+        n_prompt = sum(request.n_todo for request in prefills)
+        speculator = self.engine.speculator
+        ks = range(MAX_DRAFTS + 1) if self.policy else [0]
+
+        # the best number of drafts without a chunk, and so the price of a decoded token
+        tokens = [d * expected_tokens(speculator.acceptance.rate if k else 0.0, k) for k in ks]
+        widened = [stats.with_drafts(d * k) for k in ks]
+        drafting = [speculator.proposer.seconds(d, stats.context, k) if k else 0.0 for k in ks]
+        alone = [self.engine.cost.seconds(widened[k]) + drafting[k] for k in ks]
+        k = max(ks, key=lambda k: tokens[k] / alone[k])
+        price = alone[k] / max(1, tokens[k])
+        limit = max(self.time_limit(decodes, d * price), alone[k])
+
+        def work_rate(chunk, k):
+            chunks = self.stats(prefill_chunks(prefills, chunk))
+            both = IterationStats(*map(add, widened[k], chunks))
+            seconds = self.engine.cost.seconds(both) + drafting[k]
+            work = chunk * self.prefill_price + tokens[k] * price
+            return work / seconds if seconds <= limit else 0.0
+
+        # the best chunk beside these drafts, then the best number of drafts beside this chunk
+        sizes = {n - d * (1 + k) for n in self.sizes} | {n_prompt}
+        sizes = [0] * (d > 0) + sorted(n for n in sizes if 0 < n <= n_prompt)
+        chunk = max(sizes, key=lambda n: work_rate(n, k), default=0)
+        if self.policy:
+            self.policy.tree = (1,) * max(ks, key=lambda k: work_rate(chunk, k))
+        return chunk
+
+    def stats(self, plan):
+        return IterationStats.of(entries_of(plan, self.engine), self.tile)
+
+    def time_limit(self, decodes, seconds_per_token):
+        """The longest iteration that keeps requests within the TPOT target, averaged over their
+        output. A request ahead of the target leaves time for prompts. A request that cannot meet it
+        any more is ignored."""
+        limit = math.inf
+        target = self.engine.tpot
+        for request, _ in decodes if target else ():
+            n = len(request.output)
+            elapsed = self.engine.clock.now() - request.times[0]
+            at_best = elapsed + (request.max_new_tokens - n) * seconds_per_token
+            if at_best <= target * (request.max_new_tokens - 1):
+                limit = min(limit, target * n - elapsed)
+        return limit
+
+SCHEDULERS = {"static": Static, "orca": Orca, "prefill_first": PrefillFirst, "sarathi": Sarathi,
+              "sarathi_serve": SarathiServe, "autopilot": Autopilot}
+
+def make_scheduler(scheduler, chunk):
+    """A Scheduler from a name or an object. An object may serve several engines: it is copied."""
+    if isinstance(scheduler, str):
+        scheduler = SCHEDULERS[check_choice("scheduler", scheduler, SCHEDULERS)]()
+    scheduler = copy.copy(scheduler)
+    scheduler.chunk = scheduler.chunk or chunk
+    return scheduler
+
+# -----------------------------------------------------------------------------
+# orders of the queue: functions (waiting, running, now) -> list. waiting: preempted requests first,
+# then by arrival. A request left out of the list waits; one marked "aborted" ends.
+
+def fcfs(waiting, running, now):
+    """First come, first served."""
+    return waiting
+
+def lcfs(waiting, running, now):
+    """Last come, first served; preempted requests before all [S-LoRA §4.3]."""
+    preempted = [request for request in waiting if request.output]
+    return preempted + [request for request in reversed(waiting) if not request.output]
+
+ORDERS = {"fcfs": fcfs, "lcfs": lcfs}
+
+def cluster(d, inner=fcfs):
+    """As soon as a batch holds d adapters, requests for these go first [S-LoRA §4.2, App. A]."""
+    def order(waiting, running, now):
+        adapters = {request.adapter for request in running} | {None}
+        first = []
+        others = []
+        for request in inner(waiting, running, now):
+            if len(adapters) <= d:
+                adapters.add(request.adapter)
+            chosen = first if request.adapter in adapters else others
+            chosen.append(request)
+        return first + others
+    return order
+
+def one_adapter(inner=fcfs, patience=30):
+    """For merged weights: only requests of the running adapter. If more than `patience` requests of
+    other adapters come first, the batch runs out and the adapter changes [S-LoRA §7]."""
+    def order(waiting, running, now):
+        ordered = inner(waiting, running, now)
+        adapter = (running or ordered)[0].adapter
+        same = [request for request in ordered if request.adapter == adapter]
+        return same if same and ordered.index(same[0]) <= patience else []
+    return order
+
+class EarlyAbort:
+    """An order that aborts requests too late for their first token [S-LoRA §4.3, App. B]. If more
+    requests come than are started (moving averages), the newest go first, else the oldest."""
+
+    def __init__(self, slo, margin=1 / 12):
+        self.latest = (1 - margin) * slo  # seconds of waiting; margin: from the start to the first token
+        self.last_id = -1
+        self.n_waiting = 0
+        self.come = 0.0  # requests per call
+        self.started = 0.0
+
+    def __call__(self, waiting, running, now):
+        n_come = sum(request.id > self.last_id for request in waiting)
+        n_started = self.n_waiting + n_come - len(waiting)
+        if n_come or n_started:
+            self.come = 0.7 * n_come + 0.3 * self.come
+            self.started = 0.7 * n_started + 0.3 * self.started
+        self.last_id = max(self.last_id, *(request.id for request in waiting))
+        for request in waiting:
+            if now - request.arrival >= self.latest and not request.output:
+                request.state = "aborted"
+        alive = [request for request in waiting if request.state == "waiting"]
+        self.n_waiting = len(alive)
+        return alive if self.come < self.started else lcfs(alive, running, now)
+
+# -----------------------------------------------------------------------------
+# speculation: how many drafts (policies), which ones (proposers), and how many were accepted
+
+MAX_DRAFTS = FEW_ROWS - 1  # V in [SmartSpec Alg. 2]; a verification then still reads its cache in place
+
+class MovingAcceptance:
+    """The share of drafts that are accepted: alpha, a moving average [SmartSpec §4.4]."""
+    PRIOR = 0.7  # before any draft was verified; it weighs as much as one draft
+    FADE = 0.98  # of older evidence, per update
+
+    def __init__(self):
+        self.accepted = 0.0
+        self.tried = 0.0
+
+    @property
+    def rate(self):
+        return (self.accepted + self.PRIOR) / (self.tried + 1)
+
+    def update(self, n_accepted, n_tried):
+        self.accepted = self.FADE * self.accepted + n_accepted
+        self.tried = self.FADE * self.tried + n_tried
+
+def expected_tokens(alpha, k):
+    """l(alpha, k): tokens that k drafts and the token behind them are worth [SmartSpec Eq. 8]."""
+    return sum(alpha ** i for i in range(k + 1))
+
+def tree_size(tree):
+    """Drafts in a tree with so many candidates per level: (3, 2, 2) has 3 + 6 + 12 = 21."""
+    return sum(math.prod(tree[:i + 1]) for i in range(len(tree)))
+
+def forced_acceptance(request, tree, engine):
+    """How many levels of drafts are accepted if each draft has the chance engine.alpha. The answer for
+    a position depends on nothing else, so that numbers of drafts can be compared."""
+    for level, n_candidate in enumerate(tree):
+        # splitmix64 of (seed, request, position): uniform in 0 .. 2^64 - 1
+        x = hash((engine.seed, request.id, request.n_tokens + level)) * 0x9E3779B97F4A7C15 % 2**64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        if (x ^ x >> 31) >= 2**64 * (1 - (1 - engine.alpha) ** n_candidate):
+            return level
+    return len(tree)
+
+class Policy:
+    """How many drafts each decode gets. Subclass it and write lengths()."""
+    most = MAX_DRAFTS  # the longest proposal
+    priced = False  # whether lengths() gets a price
+    per_request = False  # whether alphas are the requests' own; else they are all the same
+    threshold = 0.0  # a draft model stops behind a draft with no more than this probability
+
+    def lengths(self, alphas, limits, price):
+        """alphas: acceptance rates of the decodes. limits: the most drafts each can use. price(n, steps)
+        -> seconds of an iteration with n drafts in all, made in so many steps. Returns [k, ...], or in
+        the simulator also trees: tuples of candidates per level."""
+        raise NotImplementedError
+
+class Fixed(Policy):
+    """The same drafts for all requests and steps: (1, 1, 1) are three, (3, 2, 2) is a tree."""
+
+    def __init__(self, tree):
+        self.tree = tree
+        self.most = max(MAX_DRAFTS, len(tree))
+
+    def lengths(self, alphas, limits, price):
+        return [self.tree[:limit] for limit in limits]
+
+class Goodput(Policy):
+    """One k for all decodes of a step: the most generated tokens per second [SmartSpec Alg. 1]."""
+    # differs from [SmartSpec Alg. 2]: the scheduler decides which requests run, not the policy
+    priced = True
+    trees = [(1,) * k for k in range(MAX_DRAFTS + 1)]
+
+    def lengths(self, alphas, limits, price):
+        tokens, seconds = self.outlook(alphas, limits, price)
+        best = self.trees[np.argmax(tokens / seconds)]
+        return [best[:limit] for limit in limits]
+
+    def outlook(self, alphas, limits, price):
+        """Expected tokens and seconds of the iteration with each of the trees: two arrays."""
+        # differs from [SmartSpec Eq. 10]: as printed it lacks the token that comes even if no draft is
+        # accepted, and a level fails with 1 - alpha whatever its number of candidates
+        tokens = []
+        seconds = []
+        for tree in self.trees:
+            chances = [1 - (1 - alphas[0]) ** n_candidate for n_candidate in tree]
+            worth = np.cumsum(np.cumprod([1.0, *chances]))  # tokens, by levels
+            sizes = np.array([tree_size(tree[:level]) for level in range(len(tree) + 1)])
+            levels = np.minimum(limits, len(tree))  # (B,)
+            tokens.append(worth[levels].sum())
+            seconds.append(price(int(sizes[levels].sum()), int(levels.max())))
+        return np.array(tokens), np.array(seconds)
+
+class GoodputTree(Goodput):
+    """Simulator: the tree of drafts with the most tokens per second [SmartSpec Eq. 10]."""
+    trees = [(), (1,), (1, 1), (1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 2, 2)]
+
+class GoodputGlobal(Goodput):
+    """One k for all requests and all steps: the best over everything so far [SmartSpec §3.3]."""
+
+    def __init__(self):
+        self.totals = np.zeros((2, len(self.trees)))  # tokens and seconds, as if k had always been 0, 1, ..
+
+    def outlook(self, alphas, limits, price):
+        self.totals += super().outlook(alphas, limits, price)
+        return self.totals
+
+class GoodputRequest(Goodput):
+    """Each request its own k [SmartSpec §3.3]. Draft j of a request is worth alpha^j tokens. For a
+    number of drafts in all, the best are those worth most; sixteen such numbers are priced."""
+    per_request = True
+
+    def lengths(self, alphas, limits, price):
+        worth = []
+        for i, (alpha, limit) in enumerate(zip(alphas, limits)):
+            worth += [(alpha ** j, j, i) for j in range(1, limit + 1)]
+        worth.sort(reverse=True)
+        tokens = np.cumsum([len(limits)] + [value for value, _, _ in worth])
+        steps = np.maximum.accumulate([0] + [j for _, j, _ in worth])
+        numbers = np.linspace(0, len(worth), 17).astype(int).tolist()
+        best = max(numbers, key=lambda n: tokens[n] / price(n, int(steps[n])))
+        chosen = Counter(i for _, _, i in worth[:best])
+        return [chosen[i] for i in range(len(limits))]
+
+class Confidence(Goodput):
+    """Goodput's k at most: a draft model stops behind a draft it was not sure of."""
+    # differs from [SmartSpec Alg. 3]: goodput chooses before drafting; all drafts made are verified
+    threshold = 0.4
+
+class Oracle(Goodput):
+    """Knows how many drafts will be accepted [SmartSpec Fig. 14]; needs a forced alpha. The limits end
+    at the accepted drafts, so every draft within them is worth a token."""
+
+    def outlook(self, alphas, limits, price):
+        return super().outlook([1.0], limits, price)
+
+POLICIES = {"goodput": Goodput, "goodput_global": GoodputGlobal, "goodput_request": GoodputRequest,
+            "goodput_tree": GoodputTree, "confidence": Confidence, "oracle": Oracle}
+
+def make_policy(spec, scheduler):
+    """A Policy from "off" (None), a number, "3,2,2" (a tree), "autopilot", a name or an object."""
+    if isinstance(spec, Policy) or spec == "off":
+        return None if spec == "off" else spec
+    if spec == "autopilot":
+        check_choice("scheduler for spec autopilot", type(scheduler), [Autopilot])
+        scheduler.policy = Fixed(())
+        return scheduler.policy
+    if str(spec).replace(",", "").isdecimal():
+        numbers = [check_range("spec", int(n), 1) for n in str(spec).split(",")]
+        return Fixed(tuple(numbers) if len(numbers) > 1 else (1,) * numbers[0])
+    return POLICIES[check_choice("spec", spec, [*POLICIES, "off", "autopilot", "1", "2"])]()
+
+class Proposer:
+    """Where drafts come from. Subclass it and write draft()."""
+    threshold = 0.0  # the policy's
+    excluded = ()  # requests that never get drafts
+
+    def draft(self, request, k):
+        """Up to k tokens that may follow the request's known ones."""
+        raise NotImplementedError
+
+    def propose(self, plan, lengths):
+        """Set the drafts of the requests in lengths {request: k}."""
+        for request, k in lengths.items():
+            request.drafts = self.draft(request, k) if k else []
+
+    def seconds(self, n_request, n_context, n_step):
+        """Seconds that n_step drafts for each of n_request requests take [SmartSpec Eq. 5]."""
+        return 1e-5 * n_request
+
+class Ngram(Proposer):
+    """Prompt lookup: what followed the last occurrence of the last three, two or one tokens."""
+
+    def __init__(self):
+        self.text = WeakKeyDictionary()  # request -> its tokens as bytes, four per token
+
+    def draft(self, request, k):
+        text = self.text.setdefault(request, bytearray())
+        text += np.array(request.tokens(len(text) // 4, request.n_tokens), np.int32).tobytes()
+        for n in (12, 8, 4):
+            at = text.rfind(text[-n:], 0, -4)
+            while at >= 0 and at % 4:  # not on the border of a token
+                at = text.rfind(text[-n:], 0, at + n - 1)
+            if at >= 0:
+                following = np.frombuffer(text[at + n:], np.int32)
+                return np.resize(following, k).tolist()  # repeated, if it is short
+        return []
+
+class ModelFree(Proposer):
+    """Simulator: drafts that cost next to nothing, from lookup or from Medusa's heads."""
+
+    def draft(self, request, k):
+        return [0] * k
+
+class DraftModel(Proposer):
+    """A smaller model, on the same page tables with a cache of its own [SmartSpec §6]. The cache follows
+    the target's: it is fed the same prompt chunks in the same iterations. If decodes rarely get drafts,
+    new requests are not drafted for, and the draft model is spared their prompts [SmartSpec §5]."""
+
+    def __init__(self, runner, cost):
+        self.runner = runner
+        self.cost = cost
+        self.idle = 0.0  # share of recent steps without drafts
+        self.excluded = WeakSet()
+
+    def propose(self, plan, lengths):
+        if lengths:
+            self.idle = 0.98 * self.idle + 0.02 * (max(lengths.values()) == 0)
+        spans = []
+        for request, n in plan:
+            if request.n_past == 0 and self.idle > 0.7:
+                self.excluded.add(request)
+            k = lengths.get(request, 0)
+            # a decode without drafts is fed later, with its next drafts
+            if request in self.excluded or request.n_todo == 1 and not k:
+                continue
+            end = request.n_past + n
+            tokens = request.tokens(request.n_draft_past, end)
+            spans.append(Span(request, request.n_draft_past, tokens, min(k, 1)))
+            request.n_draft_past = end
+        while spans:
+            drafted = self.runner.draft(spans, self.threshold)
+            spans = []
+            for request, token, sure in drafted:
+                request.drafts.append(token)
+                if sure and len(request.drafts) < lengths[request]:
+                    spans.append(Span(request, request.n_draft_past, [token], 1))
+                    request.n_draft_past += 1
+
+    def seconds(self, n_request, n_context, n_step):
+        return n_step * self.cost.seconds(IterationStats(n_request, n_request, n_request, n_context))
+
+def make_proposer(draft, engine, priced):
+    """A Proposer from "ngram", a model, or an object. ValueError or KeyError for anything else."""
+    if isinstance(draft, Proposer):
+        return draft
+    if isinstance(draft, CostModel):
+        return DraftModel(CostRunner(engine, draft, engine.clock), draft)
+    if isinstance(draft, GPT):
+        V = engine.model.config.vocab_size
+        check_range("vocabulary of the draft model", draft.config.vocab_size, V, V)
+        cost = CostModel.profile(draft) if priced else None
+        return DraftModel(ModelRunner(engine, draft), cost)
+    check_choice("draft", draft, ["ngram"])
+    return ModelFree() if engine.simulated else Ngram()
+
+class Speculator:
+    """Adds drafts to an engine's plans, and counts how many are accepted [SmartSpec §5]."""
+
+    def __init__(self, engine, draft, policy):
+        if engine.alpha == 0 and (engine.simulated or isinstance(policy, Oracle)):
+            raise ValueError("alpha = 0: a simulator and an oracle need a forced acceptance rate")
+        self.engine = engine
+        self.policy = policy
+        self.proposer = make_proposer(draft, engine, policy.priced or engine.scheduler.priced)
+        self.proposer.threshold = policy.threshold
+        self.acceptance = MovingAcceptance()
+        self.n_drafted = 0
+        self.n_accepted = 0
+
+    def add_drafts(self, plan):
+        """Give the plan's decodes drafts, and reserve pages for them."""
+        for request, _ in plan:
+            request.drafts = []
+            request.draft_probs = None
+        decodes = [request for request, _ in plan if request.n_todo == 1]
+        lengths = {}
+        if decodes:
+            limits = [self.limit(request) for request in decodes]
+            alphas = [self.acceptance.rate] * len(decodes)
+            if self.policy.per_request:
+                alphas = [request.acceptance.rate for request in decodes]
+            price = self.make_price(plan, decodes) if self.policy.priced else None
+            for request, k in zip(decodes, self.policy.lengths(alphas, limits, price)):
+                request.tree = k if isinstance(k, tuple) else (1,) * k
+                lengths[request] = self.reserve(request, tree_size(request.tree))
+        self.proposer.propose(plan, lengths)
+
+    def limit(self, request):
+        """The most drafts that a decode can use."""
+        limit = min(self.policy.most, request.max_len - request.n_tokens - 1)
+        if request in self.proposer.excluded:
+            return 0
+        if isinstance(self.policy, Oracle):
+            return forced_acceptance(request, (1,) * limit, self.engine)
+        return limit
+
+    def reserve(self, request, k):
+        """Reserve pages for k drafts [SmartSpec §6]; nothing is evicted or preempted for them. Returns
+        k, or 0 if too few pages are free."""
+        if self.engine.alloc == "grow" and not self.engine.pool.reserve(request, request.n_tokens + k):
+            return 0
+        return k
+
+    def make_price(self, plan, decodes):
+        """Returns price(n, steps): seconds of the iteration with n drafts, made in so many steps
+        [SmartSpec Eq. 4], without what the plan's chunks add."""
+        # differs from [SmartSpec Eq. 3]: chunks in the batch are no reason for or against drafts
+        cost = self.engine.cost
+        stats = IterationStats.of(entries_of(plan, self.engine), cost.tile)
+        entries = entries_of([(request, 1) for request in decodes], self.engine)
+        alone = IterationStats.of(entries, cost.tile)
+        chunks = cost.seconds(stats) - cost.seconds(alone)
+
+        def price(n, steps):
+            seconds = cost.seconds(stats.with_drafts(n)) - chunks
+            return seconds + (self.proposer.seconds(len(decodes), alone.context, steps) if n else 0.0)
+        return price
+
+    def count(self, request, n_accepted):
+        """Update the acceptance rates. Drafts behind the first rejected one were not tried."""
+        n_tried = min(n_accepted + 1, len(request.tree), len(request.drafts))
+        self.acceptance.update(n_accepted, n_tried)
+        request.acceptance.update(n_accepted, n_tried)
+        self.n_drafted += len(request.drafts)
+        self.n_accepted += n_accepted
+
+# -----------------------------------------------------------------------------
+# cost models: how long an iteration takes
+
+class IterationStats(NamedTuple):
+    """What the time of an iteration depends on."""
+    n_tokens: int = 0  # through the linear operators
+    n_logits: int = 0  # rows that need the output head
+    decodes: int = 0  # requests with at most FEW_ROWS rows
+    context: int = 0  # cached tokens that decodes read
+    context_again: float = 0  # the same, once more for every draft
+    chunks: int = 0  # requests with more rows
+    pairs: float = 0  # (query, key) pairs of chunks
+    chunk_context: int = 0  # cached tokens that chunks read again [SARATHI §4.2]
+    adapted: int = 0  # requests with an adapter
+    lora_read: int = 0  # adapter weights that decodes read, each request its own
+    lora_pairs: int = 0  # (row, adapter weight) pairs of chunks and drafts
+
+    @classmethod
+    def of(cls, entries, tile):
+        """entries: (n_past, rows, rows with logits, adapter weights) per request. A chunk's attention
+        computes whole tiles of rows."""
+        n_tokens = n_logits = decodes = context = context_again = 0
+        chunks = pairs = chunk_context = adapted = lora_read = lora_pairs = 0
+        for n_past, n, wanted, n_weight in entries:
+            n_tokens += n
+            n_logits += wanted
+            few = n <= FEW_ROWS
+            if few:
+                decodes += 1
+                context += n_past + n
+                context_again += (n - 1) * (n_past + n)
+            else:
+                chunks += 1
+                pairs += round_up(n, tile) * (n_past + n / 2)
+                chunk_context += n_past + n
+            if n_weight:
+                adapted += 1
+                lora_read += n_weight * few
+                lora_pairs += n_weight * (n - few)
+        return cls(n_tokens, n_logits, decodes, context, context_again, chunks, pairs, chunk_context,
+                   adapted, lora_read, lora_pairs)
+
+    def with_drafts(self, n):
+        """The same iteration with n drafts, spread over its decodes."""
+        d = max(1, self.decodes)
+        context = self.context + n
+        again = self.context_again + n * context / d
+        lora_pairs = self.lora_pairs + n * self.lora_read / d
+        return self._replace(n_tokens=self.n_tokens + n, n_logits=self.n_logits + n, context=context,
+                             context_again=again, lora_pairs=lora_pairs)
+
+def entries_of(plan, engine):
+    """A plan as IterationStats.of takes it: (n_past, rows, rows with logits, adapter weights)."""
+    known = engine.adapters.known
+    entries = []
+    for request, n in plan:
+        n_draft = len(request.drafts)
+        wanted = 1 + n_draft if n == request.n_todo else 0
+        n_weight = 0 if request.adapter is None else known[request.adapter].n_params
+        entries.append((request.n_past, n + n_draft, wanted, n_weight))
+    return entries
+
+class GPU(NamedTuple):
+    """A data sheet."""
+    flops: float  # dense 16-bit tensor cores, 1/s
+    bandwidth: float  # memory, bytes/s
+    memory: float  # GiB
+    link: float  # to a neighbour in the node, one way, bytes/s
+
+GPUS = {
+    "a10g": GPU(70e12, 600e9, 24, 32e9),
+    "a6000": GPU(154.8e12, 768e9, 48, 56e9),
+    "a40": GPU(149.7e12, 696e9, 48, 56e9),
+    "a100-40": GPU(312e12, 1555e9, 40, 300e9),
+    "a100": GPU(312e12, 2039e9, 80, 300e9),
+    "h100": GPU(989e12, 3350e9, 80, 450e9),
+    "h200": GPU(989e12, 4800e9, 141, 450e9),
+}
+
+# shares of the data sheet that kernels reach, for every GPU and model; fitted to the cited cells
+GEMM_FLOPS = 0.77  # [SARATHI Table 2] prefill-only, linear
+GEMM_BANDWIDTH = 0.76  # [SARATHI Table 2] decode-only, linear
+CHUNK_FLOPS = 0.30  # [SARATHI Table 2] prefill-only, attn
+DECODE_BANDWIDTH = 0.80  # [SARATHI Table 2] decode-only, attn
+ATTENTION_CALL = 19e-6  # seconds per layer and kernel [SARATHI Table 2] decode-maximal, attn
+LORA_BANDWIDTH = 0.325  # [S-LoRA Table 3] S4, n = 100
+USABLE = 0.84  # of the memory, for weights and cache [SARATHI Fig. 8, §5.3]
+ELEMENTWISE = 6  # reads and writes of a token's vector per layer: "others" < 5 % [SARATHI §3.1]
+TILE = 128  # rows of a matrix product's block [SARATHI Fig. 7]
+SKINNY = 32  # up to so many rows, products use smaller blocks [SARATHI Table 2]
+# not fitted: usual values
+LINK = 0.75  # share of a link's bandwidth that NCCL reaches
+LINK_DELAY = 25e-6  # seconds before a message begins
+INFINIBAND = 25e9  # bytes/s to the next node
+PCIE = 32e9  # bytes/s from host memory
+
+class System(NamedTuple):
+    """Seconds that a serving system's host adds to the GPU's, each fitted to the cell beside it."""
+    layer: float = 0.0  # to launch the kernels of a layer
+    token: float = 0.0  # per sampled or verified token
+    load: float = 0.0  # per layer, to start the copies of an adapter
+    resize: float = 0.0  # per layer, to resize a pool for adapters alone
+    gather: float = ATTENTION_CALL  # per layer and request, to gather an adapter for a batched product
+    eager: bool = False  # host and GPU wait for each other: their times add up
+    expand: bool = False  # every draft is verified as a request of its own
+
+SYSTEMS = {
+    "sarathi": System(),  # this engine
+    "lightllm": System(  # S-LoRA is built on it
+        layer=1.33e-3,  # [S-LoRA Fig. 6] S4, R = 1, latency
+        token=0.085e-3,  # [S-LoRA Table 3] S1, n = 5
+        load=0.45e-3,  # [S-LoRA Table 3] S2, n = 1000
+        resize=1.25e-3,  # [S-LoRA Fig. 5] no-unify, A100-80, n = 400
+        gather=0.505e-3),  # [S-LoRA Fig. 5] bmm, A100-80, n = 400
+    "transformers": System(
+        layer=1.8e-3,  # [S-LoRA Table 3] PEFT, S1 and S4, n = 100
+        token=0.95e-3,  # [S-LoRA Table 3] PEFT, S1, n = 5
+        eager=True),
+    "vllm": System(
+        token=0.036e-3,  # [SmartSpec Fig. 1] k = 5 is no gain beyond 12 requests/s
+        expand=True),  # BatchExpansionTop1Scorer, until version 0.6
+}
+
+class CostModel:
+    """Seconds of an iteration [SmartSpec Eq. 7, SARATHI Fig. 7]. Subclasses give linear, attention,
+    others and lora."""
+    system = SYSTEMS["sarathi"]
+    tile = 1
+
+    def __init__(self, config, dtype, name):
+        self.config = config
+        self.dtype = dtype
+        self.name = name
+        self.n_bytes = config.n_params * dtype.itemsize
+        self.page_bytes = config.page_bytes(dtype.itemsize)
+        self.operator_weights = {op: config.n_layer * n_in * n_out
+                                 for op, (n_in, n_out) in config.widths.items()}
+        self.n_weights = sum(self.operator_weights.values())
+
+    @staticmethod
+    def roofline(config, gpu, tp=1, nodes=1, system="sarathi", delay=LINK_DELAY):
+        """From a GPU's data sheet. tp: GPUs that share every layer. nodes: such groups in a Pipeline,
+        which share the layers. system: a name in SYSTEMS. KeyError for an unknown name."""
+        return Roofline(config, gpu, tp, nodes, system, delay)
+
+    @staticmethod
+    def profile(model):
+        """Fitted to iterations timed on this machine, once per model: about 15 seconds."""
+        if model not in PROFILES:
+            PROFILES[model] = Profile(model)
+        return PROFILES[model]
+
+    def time(self, n_tokens, n_context=0):
+        """Seconds of an iteration that feeds n_tokens and whose decodes read n_context cached tokens."""
+        return self.seconds(self.rough_stats(n_tokens, n_context))
+
+    def operators(self, n_tokens, n_context=0):
+        """The same by operator [SARATHI Table 1]: {"preproj": seconds, "attn": ..., ...}."""
+        return self.split(self.rough_stats(n_tokens, n_context))
+
+    def rough_stats(self, n_tokens, n_context):
+        check_range("n_tokens", n_tokens, 1)
+        check_range("n_context", n_context, 0)
+        return IterationStats(n_tokens, 1, int(n_context > 0), n_context)
+
+    def time_of(self, entries, lora="batched"):
+        """Seconds of an iteration. entries: (n_past, rows, rows with logits, adapter weights)."""
+        return self.seconds(IterationStats.of(entries, self.tile), lora)
+
+    def seconds(self, stats, lora="batched"):
+        system = self.system
+        if system.expand:
+            stats = stats._replace(context=stats.context + stats.context_again)
+        device = self.linear(stats.n_tokens) + self.attention(stats) + self.others(stats)
+        if stats.adapted and lora != "merge":
+            device += self.lora(stats, lora)
+        host = self.config.n_layer * system.layer
+        total = device + host if system.eager else max(device, host)
+        return total + system.token * stats.n_logits
+
+    def split(self, stats):
+        seconds = {"attn": self.attention(stats), "others": self.others(stats)}
+        linear = self.linear(stats.n_tokens)
+        for op, n in self.operator_weights.items():
+            seconds[op] = linear * n / self.n_weights
+        if stats.adapted:
+            seconds["lora"] = self.lora(stats, "batched")
+        return seconds
+
+    def load(self, n_params, resize):
+        """(seconds of the host, seconds of the link) to copy an adapter in. resize: the adapters have a
+        pool of their own."""
+        host = self.config.n_layer * (self.system.load + self.system.resize * resize)
+        return host, n_params * self.dtype.itemsize / (LINK * PCIE)
+
+    def merge(self):
+        """Seconds to swap the merged adapter: W - A1 B1 + A2 B2 on q, k, v and o, where each of the two
+        steps reads W and the product, and writes both."""
+        n = self.operator_weights["preproj"] + self.operator_weights["postproj"]
+        return 2 * 4 * n * self.dtype.itemsize / self.bandwidth
+
+class Roofline(CostModel):
+    """Each operator takes the 2-norm of its computing and its reading time."""
+    tile = TILE
+
+    def __init__(self, config, gpu, tp, nodes, system, delay):
+        config.shard_of(0, check_range("tp", tp, 1))  # ValueError if tp does not divide the heads
+        gpu = GPUS[check_choice("hardware", gpu, GPUS)]
+        name = next(name for name in GPUS if GPUS[name] is gpu)
+        super().__init__(config, torch.bfloat16, f"{tp * nodes} x {name}" if tp * nodes > 1 else name)
+        self.system = SYSTEMS[check_choice("system", system, SYSTEMS)]
+        self.tp = tp
+        self.delay = delay
+        self.link = LINK * gpu.link
+        self.exchanges = True  # x A of adapters is sent; False shows what that costs [S-LoRA Fig. 8]
+        self.flops = GEMM_FLOPS * tp * gpu.flops
+        self.bandwidth = GEMM_BANDWIDTH * tp * gpu.bandwidth
+        self.chunk_flops = CHUNK_FLOPS * tp * gpu.flops
+        self.page_seconds = self.page_bytes / (DECODE_BANDWIDTH * tp * gpu.bandwidth)
+        self.lora_bandwidth = LORA_BANDWIDTH * tp * gpu.bandwidth
+        self.memory = USABLE * tp * nodes * gpu.memory * 2**30 - self.n_bytes  # for the cache
+        check_range(f"free GB of {self.name} beside the weights", self.memory / 1e9, 0)
+
+    def product(self, n, n_weights):
+        """n rows times n_weights weights: whole tiles are computed, every weight is read once."""
+        rows = n if n <= SKINNY else round_up(n, TILE)
+        compute = 2 * rows * n_weights / self.flops
+        return math.hypot(compute, self.dtype.itemsize * n_weights / self.bandwidth)
+
+    def linear(self, n):
+        """The four linear operators, and an all-reduce after two of them [SARATHI §2.3]."""
+        return self.product(n, self.n_weights) + 2 * self.all_reduce(n)
+
+    def attention(self, s):
+        c = self.config
+        compute = 4 * c.n_layer * c.n_head * c.head_dim * s.pairs / self.chunk_flops
+        chunks = math.hypot(compute, s.chunk_context * self.page_seconds)
+        n_calls = (s.chunks > 0) + (s.decodes > 0)
+        return chunks + s.context * self.page_seconds + c.n_layer * ATTENTION_CALL * n_calls
+
+    def others(self, s):
+        """Norms, activations and residuals; the output head for the rows that need it."""
+        c = self.config
+        passes = ELEMENTWISE * s.n_tokens * c.n_layer * c.n_embd * self.dtype.itemsize
+        head = self.product(s.n_logits, c.vocab_size * c.n_embd) if s.n_logits else 0.0
+        return passes / self.bandwidth + head
+
+    def lora(self, s, way):
+        """x A B: decodes are bound by the weights they read (MBGMV), chunks by multiplying (MBGMM)."""
+        multiply = 2 * s.lora_pairs / self.chunk_flops
+        read = s.lora_read * self.dtype.itemsize / self.lora_bandwidth
+        calls = ATTENTION_CALL * ((s.chunks > 0) + (s.decodes > 0))
+        if way == "bmm":  # gathered and padded first
+            read *= 3
+            calls = self.system.gather * s.adapted
+        return multiply + read + self.config.n_layer * calls + self.exchange(s)
+
+    def all_reduce(self, n):
+        """Seconds of one all-reduce of n tokens in every layer, over the tp GPUs of a node."""
+        numbers = 2 * (self.tp - 1) / self.tp * n * self.config.n_embd
+        return self.message(numbers) if self.tp > 1 else 0.0
+
+    def exchange(self, s):
+        """Seconds to exchange x A of adapters on q, k, v and o: 5 (N - 1) B r / N numbers per layer in
+        two messages [S-LoRA §6]."""
+        if self.tp == 1 or not self.exchanges:
+            return 0.0
+        # adapter weights per layer and unit of rank
+        operators = [self.config.operators[op] for op in ("preproj", "postproj")]
+        width = sum(op.n_in + n for op in operators for _, n in op.modules.values())
+        rows = (s.lora_read + s.lora_pairs) / width / self.config.n_layer
+        return 2 * self.message(5 / 2 * (self.tp - 1) / self.tp * rows)
+
+    def message(self, numbers):
+        """Seconds to send so many numbers in every layer."""
+        return self.config.n_layer * (numbers * self.dtype.itemsize / self.link + self.delay)
+
+    def send(self, n):
+        """Seconds to send n tokens to the next stage of a pipeline, in the next node."""
+        n_bytes = n * self.config.n_embd * self.dtype.itemsize / self.tp
+        return n_bytes / (LINK * INFINIBAND) + LINK_DELAY
+
+PROFILES = WeakKeyDictionary()  # model -> Profile
+
+class Profile(CostModel):
+    """Least squares over made-up iterations of a real model on this machine. error: the median relative
+    error on iterations that the fit did not see."""
+    KNOT = 16  # tokens: up to here, linear operators are bound by memory
+    LINEAR = slice(0, 3)  # which features make which operator
+    ATTENTION = slice(3, 8)
+    OTHERS = slice(8, 9)
+    LORA = slice(9, 12)
+
+    def __init__(self, model, n_fit=72, n_test=12, n_round=3):
+        super().__init__(model.config, model.dtype, str(model.device))
+        self.memory = free_memory(model.device)
+        L = min(model.config.block_size, 1024)
+        engine = Engine(model, max_batch=32, n_page=20 * L)
+        engine.runner.kv.normal_()
+        for rank in (8, 64):
+            engine.add_adapter(rank, rank)
+        rng = np.random.default_rng(0)
+        plans = [random_plan(engine, rng, L) for _ in range(n_fit + n_test)]
+        seconds = np.zeros((1 + n_round, len(plans)))
+        for i in tqdm(range(seconds.size), "profile of this machine", leave=False, delay=3):
+            seconds.flat[i] = time_plan(engine, plans[i % len(plans)])
+        seconds = np.median(seconds[1:], 0)  # the first round warms up
+        features = [self.features(IterationStats.of(entries_of(p, engine), 1)) for p in plans]
+        relative = np.array(features) / seconds[:, None]
+        self.coefficients = least_squares(relative[:n_fit], np.ones(n_fit)).tolist()
+        self.error = float(np.median(np.abs(relative[n_fit:] @ self.coefficients - 1)))
+        self.bandwidth = self.n_bytes / max(self.coefficients[0], 1e-9)
+
+    def features(self, s):
+        return (1, s.n_tokens, max(0, s.n_tokens - self.KNOT),
+                s.context, s.context_again, s.decodes, s.pairs, s.chunk_context,
+                s.n_logits,
+                s.adapted, s.lora_read, s.lora_pairs)
+
+    def part(self, which, stats):
+        pairs = zip(self.coefficients[which], self.features(stats)[which])
+        return sum(coefficient * feature for coefficient, feature in pairs)
+
+    def linear(self, n):
+        return self.part(self.LINEAR, IterationStats(n))
+
+    def attention(self, stats):
+        return self.part(self.ATTENTION, stats)
+
+    def others(self, stats):
+        return self.part(self.OTHERS, stats)
+
+    def lora(self, stats, way):
+        return self.part(self.LORA, stats)
+
+def random_plan(engine, rng, L):
+    """A made-up iteration: decodes, some with drafts, and in most cases a chunk; half of them with
+    adapters."""
+    known = [None, *engine.adapters.known] if rng.random() < 0.5 else [None]
+    plan = []
+    n_draft = int(rng.choice((0, 0, 0, 1, 3, 7)))
+    n_context = int(2 ** rng.uniform(3, math.log2(L / 2)))
+    for _ in range(rng.choice((0, 1, 2, 4, 8, 16))):
+        n_past = int(rng.integers(1, n_context))
+        request = Request([1] * (n_past + 1), 1 + n_draft, known[rng.integers(len(known))])
+        request.n_past = n_past
+        request.drafts = [1] * n_draft
+        plan.append((request, 1))
+    if not plan or rng.random() < 0.5:
+        n = int(2 ** rng.uniform(3.5, math.log2(L / 2)))
+        n_past = int(rng.choice((0, L // 4, L // 2)))
+        request = Request([1] * (n_past + n), 1, known[rng.integers(len(known))])
+        request.n_past = n_past
+        plan.append((request, n))
+    return plan
+
+def time_plan(engine, plan):
+    """Seconds of a made-up iteration."""
+    for request, _ in plan:
+        engine.pool.reserve(request, request.max_len)
+        engine.adapters.acquire(request.adapter)
+    start = time.perf_counter()
+    engine.runner.run(plan)
+    seconds = time.perf_counter() - start
+    for request, _ in plan:
+        engine.pool.release(request)
+        engine.adapters.release(request.adapter)
+    return seconds
+
+def least_squares(A, b):
+    """min |A x - b| with x >= 0: as long as a coefficient is negative, the lowest one is left out."""
+    scale = np.abs(A).max(0) + 1e-30
+    keep = np.arange(A.shape[1])
+    while True:
+        x = np.zeros(A.shape[1])
+        x[keep] = np.linalg.lstsq(A[:, keep] / scale[keep], b, rcond=None)[0]
+        if x.min() >= 0:
+            return x / scale
+        keep = keep[keep != x.argmin()]
+
+# -----------------------------------------------------------------------------
+# runners: carry out a plan on a model, or on a clock
+
+class WallClock:
+    """Seconds since the clock was made."""
+
+    def __init__(self):
+        self.start = time.perf_counter()
+
+    def now(self):
+        return time.perf_counter() - self.start
+
+    def wait_until(self, t):
+        time.sleep(max(0.0, t - self.now()))
+
+class VirtualClock:
+    """Seconds that nobody has to wait for."""
+    t = 0.0
+
+    def now(self):
+        return self.t
+
+    def wait_until(self, t):
+        self.t = max(self.t, t)
+
+class Span(NamedTuple):
+    """Tokens of one request that a model is fed."""
+    request: Request
+    n_past: int
+    tokens: list
+    n_logits: int  # how many of the last rows need logits
+
+class ModelRunner:
+    """Runs plans on a model: packs them into one flat batch, verifies drafts and samples.
+
+    With tensor parallelism every rank has an engine. Rank 0 runs it; the runners of the other ranks
+    follow(): they do what rank 0 broadcasts."""
+
+    def __init__(self, engine, model):
+        self.engine = engine
+        self.model = model
+        self.clock = WallClock()
+        self.generator = torch.Generator().manual_seed(engine.seed)
+        self.merged = None  # the adapter in the weights, if engine.lora is "merge"
+        pools = {engine.pool, engine.adapters.pool}
+        self.n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
+        self.kv = model.new_cache(self.n_page + 1)  # the last one is for padding rows
+        self.graphs = CudaGraphs(self) if model.device.type == "cuda" else None
+
+    def run(self, plan):
+        """Carry out a plan. Returns {request: accepted drafts and one more token}."""
+        spans = []
+        for request, n in plan:
+            tokens = request.tokens(request.n_past, request.n_past + n) + request.drafts
+            n_logits = 1 + len(request.drafts) if n == request.n_todo else 0
+            spans.append(Span(request, request.n_past, tokens, n_logits))
+        logits = self.forward(spans)
+        asking = [span.request for span in spans if span.n_logits]
+        if self.engine.alpha or all(request.temperature == 0 for request in asking):
+            return self.verify_greedy(asking, logits)
+        return self.verify_sampled(asking, logits)
+
+    @torch.inference_mode()
+    def forward(self, spans):
+        """One iteration of the model. Sorts spans: requests with few rows first. Returns logits (M, V)
+        of the wanted rows, span after span."""
+        if self.engine.lora == "merge" and spans[0].request.adapter != self.merged:
+            self.merged = spans[0].request.adapter
+            self.tell("merge", self.merged)
+        spans.sort(key=lambda span: len(span.tokens) > FEW_ROWS)
+        return self.tell("compute", self.pack(spans))
+
+    def compute(self, batch):
+        if self.graphs and self.graphs.fits(batch):
+            return self.graphs.replay(batch)
+        return self.model.forward(batch.to(self.model.device), self.kv)
+
+    def pack(self, spans):
+        """Spans as one flat Batch, on the host."""
+        tokens = []
+        positions = []
+        pages = []
+        table = []
+        rows = []  # as Batch.spans
+        logit_rows = []
+        n_entry = 0
+        for request, n_past, new, n_logits in spans:
+            end = n_past + len(new)
+            own = self.engine.pool.tables[request][:end]
+            rows.append((len(tokens), len(new), n_past, n_entry))
+            n_entry += end
+            tokens += new
+            positions += range(n_past, end)
+            pages.append(own[n_past:])
+            table.append(own)
+            logit_rows += range(len(tokens) - n_logits, len(tokens))
+        sizes = [n for _, n, _, _ in rows]
+        few = [n for n in sizes if n <= FEW_ROWS]
+        return Batch(
+            tokens=torch.tensor(tokens),
+            positions=torch.tensor(positions),
+            pages=torch.from_numpy(np.concatenate(pages)),
+            spans=torch.tensor(rows, dtype=torch.int32),
+            table=torch.from_numpy(np.concatenate(table)),
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+            n_few=len(few),
+            max_few=max(few, default=0),
+            max_chunk=max(sizes[len(few):], default=0),
+            max_context=max(map(len, table)),
+            adapters=self.pack_adapters(spans, rows),
+        )
+
+    def pack_adapters(self, spans, rows):
+        """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]."""
+        store = self.engine.adapters
+        adapted = [i for i, span in enumerate(spans) if span.request.adapter is not None]
+        if not adapted or self.engine.lora == "merge" or self.model is not self.engine.model:
+            return {}
+        names = [spans[i].request.adapter for i in adapted]
+        tables = {name: store.pool.tables[name] for name in names}
+        ends = np.cumsum([0, *map(len, tables.values())])
+        first_entry = dict(zip(tables, ends))
+        table = torch.from_numpy(np.concatenate(list(tables.values())))
+        packed = {}
+        for op, operator in self.model.config.operators.items():
+            parts = [store.known[name].sites.get(op, NO_SITES) for name in names]
+            sites = np.concatenate(parts)
+            if len(sites):
+                counts = [len(part) for part in parts]
+                sites[:, 0:2] = np.repeat([rows[i][:2] for i in adapted], counts, 0)
+                sites[:, 7] += np.repeat([first_entry[name] for name in names], counts)
+                packed[op] = make_sites(sites, table, operator, self.engine.lora)
+        return packed
+
+    def verify_greedy(self, asking, logits):
+        """Accept the drafts that equal the argmax; or, with a forced alpha, as many as it says."""
+        best = logits.max(-1).indices.tolist()
+        new_tokens = {}
+        row = 0
+        for request in asking:
+            drafts = request.drafts
+            n = 0
+            if self.engine.alpha:
+                n = forced_acceptance(request, request.tree[:len(drafts)], self.engine)
+            while not self.engine.alpha and n < len(drafts) and drafts[n] == best[row + n]:
+                n += 1
+            new_tokens[request] = drafts[:n] + [best[row + n]]
+            row += len(drafts) + 1
+        return new_tokens
+
+    def verify_sampled(self, asking, logits):
+        """Rejection sampling: the output is distributed as without drafts [SmartSpec §2]."""
+        n_drafts = [len(request.drafts) for request in asking]
+        drafts = [token for request in asking for token in request.drafts]
+        p = self.distributions(asking, [n + 1 for n in n_drafts], logits)
+        q = [request.draft_probs for request in asking if request.drafts]
+        q = torch.cat(q) if q and q[0] is not None else None  # None: deterministic drafts
+        drafts = torch.tensor(drafts, dtype=torch.int64, device=p.device)
+        u = self.uniform(len(drafts) + len(asking), p.device)
+        n_accepted, tokens = verify(p, q, drafts, torch.tensor(n_drafts, device=p.device), u)
+        new_tokens = {}
+        for request, n, token in zip(asking, n_accepted.tolist(), tokens.tolist()):
+            new_tokens[request] = request.drafts[:n] + [token]
+        return new_tokens
+
+    def distributions(self, requests, n_rows, logits):
+        """What requests sample from, (M, V): n_rows[i] rows of logits for request i."""
+        settings = [(r.temperature, r.top_k, r.top_p) for r in requests]
+        settings = torch.tensor(settings).repeat_interleave(torch.tensor(n_rows), 0)  # (M, 3)
+        temperature, top_k, top_p = settings.to(logits.device).unbind(1)
+        return probabilities(logits, temperature, top_k.long(), top_p)
+
+    def uniform(self, n, device):
+        return torch.rand(n, generator=self.generator).to(device)
+
+    def draft(self, spans, threshold):
+        """As a draft model: a draft for every span with a logit row. Returns [(request, token, whether
+        its probability is above threshold)]."""
+        logits = self.forward(spans)
+        requests = [span.request for span in spans if span.n_logits]
+        if not requests:
+            return []
+        q = None
+        if any(request.temperature > 0 for request in requests) and not self.engine.alpha:
+            q = self.distributions(requests, [1] * len(requests), logits)
+            tokens = sample(q, self.uniform(len(q), q.device))
+            for i, request in enumerate(requests):
+                earlier = [] if request.draft_probs is None else [request.draft_probs]
+                request.draft_probs = torch.cat([*earlier, q[i:i + 1]])
+        else:
+            tokens = logits.max(-1).indices
+        sure = [True] * len(requests)
+        if threshold:
+            q = logits.float().softmax(-1) if q is None else q
+            sure = (q.gather(1, tokens[:, None])[:, 0] > threshold).tolist()
+        return list(zip(requests, tokens.tolist(), sure))
+
+    # adapters
+
+    def read_adapter(self, source):
+        """An Adapter from a PEFT folder, a rank (random weights), or an Adapter."""
+        if isinstance(source, Adapter):
+            return source
+        if isinstance(source, int):
+            seed = len(self.engine.adapters.known)
+            return Adapter.random(self.model.config, source, seed, self.model.dtype)
+        return Adapter.from_pretrained(source, self.model.config, self.model.dtype)
+
+    def copy_adapter(self, name, pages):
+        """Copy an adapter to its pages; on a GPU beside the iterations [S-LoRA §5.2]. Returns a function
+        that waits for the copy."""
+        if self.engine.lora == "merge":
+            return lambda: None
+        if not self.kv.is_cuda:
+            self.tell("write", name, pages)
+            return lambda: None
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.tell("write", name, pages)
+        return lambda: torch.cuda.current_stream().wait_stream(stream)
+
+    def write(self, name, pages):
+        self.engine.adapters.known[name].write(self.kv, pages)
+
+    def merge(self, name):
+        """Merge-and-swap baseline: this adapter, and no other, in the weights [S-LoRA §7]."""
+        self.model.merge(None if name is None else self.engine.adapters.known[name])
+
+    # tensor parallelism
+
+    def tell(self, method, *values):
+        """Call a method of this runner, and of the runners of all other ranks."""
+        self.model.world.broadcast((method, values))
+        return getattr(self, method)(*values)
+
+    def follow(self):
+        """The other ranks: do what rank 0 tells, until it stops."""
+        self.following = True
+        while self.following:
+            method, values = self.model.world.broadcast(None)
+            with torch.inference_mode():
+                getattr(self, method)(*values)
+
+    def stop(self):
+        self.following = False
+
+NO_SITES = np.zeros((0, 8), np.int32)
+
+def make_sites(sites, table, operator, way):
+    """Sites of one operator (kernels.Sites). sites: (S, 8) array."""
+    rows = sites[:, 1]
+    few = rows <= FEW_ROWS
+    return Sites(
+        sites=torch.from_numpy(sites),
+        table=table,
+        n_few=int(few.sum()),
+        max_few=int((rows * few).max()),
+        max_chunk=int((rows * ~few).max()),
+        n_module=len(operator.modules),
+        max_rank=round_up(int(sites[:, 4].max()), 16),
+        way="bmm" if way == "bmm" else "batched",
+    )
+
+class CudaGraphs:
+    """Recorded iterations for a GPU, replayed with one launch, so that the GPU does not wait for Python.
+    Recorded are batches of decodes alone, padded to a power of two, and batches of decodes and one chunk
+    that together have exactly engine.chunk tokens. Padding rows write to the padding page."""
+
+    def __init__(self, runner):
+        self.runner = runner
+        self.graphs = {}  # sizes -> (graph, static batch, logits)
+
+    def fits(self, batch):
+        n_chunk = len(batch.spans) - batch.n_few
+        whole = n_chunk == 1 and len(batch.tokens) == self.runner.engine.chunk
+        return (whole or not n_chunk) and batch.max_few <= 1 and not batch.adapters
+
+    def replay(self, batch):
+        padded = self.pad(batch)
+        key = len(padded.tokens), padded.n_few, len(padded.spans), padded.max_context
+        if key not in self.graphs:
+            self.graphs[key] = self.record(padded)
+        graph, static, logits = self.graphs[key]
+        for name in ("tokens", "positions", "pages", "spans", "table", "logit_rows"):
+            getattr(static, name).copy_(getattr(padded, name), non_blocking=True)
+        graph.replay()
+        return logits[:len(batch.logit_rows)]
+
+    def pad(self, batch):
+        """The batch with padding rows and empty spans, on the host, so that few sizes occur."""
+        n_chunk = len(batch.spans) - batch.n_few
+        N = len(batch.tokens)
+        n_few = self.runner.engine.max_batch
+        if not n_chunk:
+            N = n_few = power_of_two(N)
+        context = power_of_two(max(batch.max_context, 256))
+        M = n_few + n_chunk
+        page = self.runner.n_page
+        few = pad(batch.spans[:batch.n_few], n_few, 0)
+        return replace(batch, tokens=pad(batch.tokens, N, 0), positions=pad(batch.positions, N, 0),
+                       pages=pad(batch.pages, N, page), table=pad(batch.table, M * context, page),
+                       spans=torch.cat([few, batch.spans[batch.n_few:]]),
+                       logit_rows=pad(batch.logit_rows, M, 0), n_few=n_few, max_few=1,
+                       max_chunk=N if n_chunk else 0, max_context=context)
+
+    def record(self, batch):
+        model = self.runner.model
+        static = batch.to(model.device)
+        model.forward(static, self.runner.kv)  # compiles the kernels
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = model.forward(static, self.runner.kv)
+        return graph, static, logits
+
+def power_of_two(n):
+    return 1 << (n - 1).bit_length()
+
+def pad(x, n, value):
+    """x (m, ...) with rows of value behind it: (n, ...)"""
+    return torch.cat([x, x.new_full((n - len(x), *x.shape[1:]), value)])
+
+class CostRunner:
+    """The simulator: moves a clock by what the cost model says. Every token is 0, and drafts are
+    accepted by a forced chance [SmartSpec §7.2]."""
+
+    def __init__(self, engine, cost, clock=None):
+        self.engine = engine
+        self.cost = cost
+        self.clock = clock or VirtualClock()
+        self.link = VirtualClock()  # when the copies from host memory are done
+        self.merged = None
+
+    def run(self, plan):
+        entries = entries_of(plan, self.engine)
+        self.advance(self.cost.time_of(entries, self.engine.lora) + self.swap_seconds(plan))
+        new_tokens = {}
+        for (request, _), (_, _, wanted, _) in zip(plan, entries):
+            if wanted:
+                n_accepted = 0
+                if request.drafts:
+                    tree = request.tree[:len(request.drafts)]
+                    n_accepted = forced_acceptance(request, tree, self.engine)
+                new_tokens[request] = [0] * (1 + n_accepted)
+        return new_tokens
+
+    def advance(self, seconds):
+        self.clock.t += seconds
+
+    def swap_seconds(self, plan):
+        """Seconds to swap the merged adapter, if the plan needs another one."""
+        name = plan[0][0].adapter
+        if self.engine.lora != "merge" or name == self.merged:
+            return 0.0
+        self.merged = name
+        return self.cost.merge()
+
+    def draft(self, spans, threshold):
+        self.advance(self.cost.time_of([(s.n_past, len(s.tokens), s.n_logits, 0) for s in spans]))
+        return [(span.request, 0, True) for span in spans if span.n_logits]
+
+    def read_adapter(self, source):
+        return source if isinstance(source, Adapter) else Adapter.shape_only(self.cost.config, source)
+
+    def copy_adapter(self, name, pages):
+        """Copies follow one another on the link, while iterations run [S-LoRA §5.2]."""
+        if self.engine.lora == "merge":
+            return lambda: None
+        store = self.engine.adapters
+        n_params = store.known[name].n_params
+        host, transfer = self.cost.load(n_params, store.pool is not self.engine.pool)
+        self.advance(host)
+        self.link.wait_until(self.clock.now())
+        self.link.t += transfer
+        arrival = self.link.now()
+        return lambda: self.clock.wait_until(arrival)
+
+# -----------------------------------------------------------------------------
+# the simulated pipeline
+
+class Pipeline:
+    """Simulator: a model whose layers are spread over n_stage stages, with as many micro-batches in
+    flight [SARATHI §5.3]. Every micro-batch is an engine (a lane) with its own pages and running
+    requests; all lanes share one queue. cost: a roofline of all nodes. options: of every lane; max_batch
+    and n_page must be among them.
+
+    A stage that idles between two micro-batches makes a bubble [SARATHI §3.2]. PB1: their prefills
+    differ in length. PB2: one has a prefill, the other none. PB3: only their contexts differ."""
+
+    def __init__(self, cost, n_stage, **options):
+        self.free_at = [0.0] * n_stage  # seconds at which each stage has done its micro-batches
+        self.planned_at = 0.0  # the last lane's planning
+        self.n_prompt = None  # prompt tokens of the last micro-batch
+        self.bubbles = {"PB1": 0.0, "PB2": 0.0, "PB3": 0.0}  # seconds, all stages
+        self.bubble_of = Counter()  # request id -> seconds
+        self.record = options.pop("record", None)
+        self.lanes = deque()
+        for _ in range(n_stage):
+            runner = StageRunner(self, cost)
+            lane = Engine(cost, runner=runner, **options)
+            runner.engine = lane
+            self.lanes.append(lane)
+        first = self.lanes[0]
+        for lane in self.lanes:
+            lane.requests = first.requests
+            lane.pending = first.pending
+            lane.waiting = first.waiting
+        self.first = first
+        self.requests = first.requests
+        self.add = first.add
+
+    def step(self):
+        """One iteration of the next lane that has work. Returns its events."""
+        for _ in self.lanes:
+            lane = self.lanes[0]
+            self.lanes.rotate(-1)
+            if lane.running or lane.waiting:
+                break
+        lane.clock.wait_until(self.planned_at)
+        return lane.step()
+
+    run = Engine.run
+
+    def book(self, plan, idle):
+        """Count a micro-batch's bubbles by kind and for each of its requests."""
+        before = self.n_prompt
+        self.n_prompt = sum(n for _, n in plan if n > FEW_ROWS)
+        if before is None:
+            return
+        kind = "PB2"
+        if before == self.n_prompt:
+            kind = "PB3"
+        elif before and self.n_prompt:
+            kind = "PB1"
+        self.bubbles[kind] += idle
+        for request, _ in plan:
+            self.bubble_of[request.id] += idle
+
+class StageRunner(CostRunner):
+    """Moves a micro-batch through the stages of a Pipeline, each as soon as it is free."""
+
+    def __init__(self, pipeline, cost):
+        super().__init__(None, cost)
+        self.pipeline = pipeline
+
+    def run(self, plan):
+        start = self.clock.now()
+        new_tokens = super().run(plan)
+        self.clock.t = self.through_stages(plan, start, self.clock.now() - start)
+        return new_tokens
+
+    def through_stages(self, plan, t, seconds):
+        """A micro-batch planned at t takes so many seconds in all stages together. Returns when it has
+        left the last one."""
+        pipeline = self.pipeline
+        pipeline.planned_at = t
+        n_stage = len(pipeline.free_at)
+        busy = seconds / n_stage
+        send = self.cost.send(sum(n for _, n in plan))  # keeps a stage busy as well
+        idle = 0.0
+        for stage, free_at in enumerate(pipeline.free_at):
+            start = max(t, free_at)
+            if pipeline.n_prompt is not None:
+                idle += start - free_at
+            t = start + busy + (send if stage < n_stage - 1 else 0.0)
+            pipeline.free_at[stage] = t
+            if pipeline.record is not None:
+                entries = [(r.id, r.n_past, n, 0) for r, n in plan]
+                pipeline.record.append(Iteration(start, t, entries, stage))
+        pipeline.book(plan, idle)
+        return t
+
+# -----------------------------------------------------------------------------
+# command line
+
+def add_model_flags(parser, model):
+    """Flags of both command lines: what to run, and where."""
+    parser.add_argument("--model", default=model,
+                        help=f"a Hugging Face folder, or one of {', '.join(PRESETS)} (random weights, "
+                             "except tiny, which `python model.py` trains)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
+                        help="of weights and cache; default: bfloat16 where it is fast")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tp", type=int, default=1,
+                        help="processes that share every layer, started by torchrun")
+    parser.add_argument("--scheduler", default="sarathi", choices=SCHEDULERS)
+    parser.add_argument("--chunk", type=int, default=256,
+                        help="tokens of a prefill chunk, or of an iteration with sarathi_serve")
+    parser.add_argument("--draft", help="where drafts come from: ngram, draft (trained beside tiny), "
+                                        "or a smaller model of the same vocabulary")
+    parser.add_argument("--spec", help=f"how many: a number, or one of {', '.join(POLICIES)}, autopilot")
+    parser.add_argument("--seed", type=int, default=0)
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(
+        description="Generate text with the sarathi engine.", allow_abbrev=False,
+        epilog='example: python sarathi.py --prompt "def fib(" --draft ngram --max-new-tokens 200')
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="text to continue")
+    prompt.add_argument("--tokens", help="the prompt as token ids: 1,2,3")
+    add_model_flags(parser, "tiny")
+    parser.add_argument("--adapter", help="a PEFT folder with LoRA weights")
+    parser.add_argument("--temperature", type=float, default=0.6, help="0: greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="0: off")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    return parser.parse_args()
+
+def generate_text(args):
+    """Stream one request's text, or tokens, to stdout; then its figures to stderr."""
+    world = World.start(args.tp, args.device)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    model, tokenizer = load_model(args.model, dtype, str(world.device), args.seed, world)
+    draft = args.draft
+    if draft not in (None, "ngram") and not world.rank:
+        draft = load_model(draft, model.dtype, str(model.device))[0]
+    own = "autopilot" if args.scheduler == "autopilot" else "goodput"
+    spec = args.spec or (own if draft else "off")
+    engine = Engine(model, args.scheduler, args.chunk, max_batch=1, seed=args.seed, draft=draft,
+                    spec="off" if world.rank else spec)
+    if args.adapter:
+        engine.add_adapter(args.adapter, args.adapter)
+    if world.rank:
+        engine.runner.follow()
+        return
+
+    if args.prompt is None:
+        request = Request([int(token) for token in args.tokens.split(",")])
+        show = lambda tokens: "".join(f"{token} " for token in tokens)
+    elif tokenizer is None:
+        raise ValueError(f"model {args.model!r} has no tokenizer: use --tokens 1,2,3")
+    else:
+        request = Request(tokenizer.encode(args.prompt), stop=tokenizer.stop)
+        show = tokenizer.stream()
+        print(args.prompt, end="", flush=True)
+    request.adapter = args.adapter
+    for name in ("temperature", "top_k", "top_p", "max_new_tokens"):
+        setattr(request, name, getattr(args, name))
+    engine.add(request)
+    engine.run(lambda event: print(show(event.tokens), end="", flush=True))
+    engine.runner.tell("stop")
+    print()
+    seconds = request.times[-1] - request.arrival
+    print(f"{len(request.prompt)} + {len(request.output)} tokens, "
+          f"{len(request.output) / seconds:.0f} tokens/s, TTFT {request.ttft * 1e3:.1f} ms, "
+          f"TPOT {request.tpot * 1e3:.1f} ms", file=sys.stderr)
+    if engine.speculator:
+        print(f"{engine.speculator.n_accepted} of {engine.speculator.n_drafted} drafts accepted",
+              file=sys.stderr)
+
+def run_command_line(main):
+    """Call main(). A mistake of the user ends in one line on stderr and exit status 2."""
+    try:
+        main()
+    except (ValueError, KeyError, OSError) as error:
+        message = error.args[0] if isinstance(error, KeyError) else error
+        print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+if __name__ == "__main__":
+    run_command_line(lambda: generate_text(parse_arguments()))
