@@ -185,13 +185,9 @@ def use_triton(x):
     return HAS_TRITON and (x.is_cuda or INTERPRET)
 
 
-def n_splits(n_program, device, most):
-    """How many times to split n_program programs so that they fill a GPU twice: a power of two."""
-    n_processor = 4  # Triton's interpreter
-    if device.type == "cuda":
-        n_processor = torch.cuda.get_device_properties(device).multi_processor_count
-    n = min(2 * n_processor // max(n_program, 1), most)
-    return triton.next_power_of_2(max(n, 1))
+def n_splits(n_program, most):
+    """How many times to split n_program programs for about 256 in all: a power of two."""
+    return triton.next_power_of_2(max(1, min(256 // n_program, most)))
 
 
 @triton.jit
@@ -442,15 +438,13 @@ def attention_ref(q, kv, batch):
 def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
                       H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program: a tile of query rows of one kv head against one split of the context. A row
-    of the tile is one query head of one token: the G = H / Hk heads of a kv head share its loads.
+    """One program: a tile of query rows of one kv head against one split of the context. A row of
+    the tile is one query head of one token: the G = H / Hk heads of a kv head share its loads.
 
-                    context: n_past cached tokens, then the request's own
-                   |----- split 0 -----|----- split 1 -----|
-        token 0    x x x x x x x x x x x x x x x x               G rows each; x: visible
-        token 1    x x x x x x x x x x x x x x x x x             for each BLOCK_N tokens: load
-        token 2    x x x x x x x x x x x x x x x x x x           K and V from their pages,
-        token 3    x x x x x x x x x x x x x x x x x x x         online softmax [FlashAttention]
+                     |----- split 0 -----|----- split 1 -----|    context: cached tokens, then own
+        token 0, G x   x x x x x x x x x x x x x x x x x          x: visible. for each BLOCK_N
+        token 1, G x   x x x x x x x x x x x x x x x x x x        tokens: load K and V from their
+        token 2, G x   x x x x x x x x x x x x x x x x x x x      pages, online softmax
     """
     G: tl.constexpr = H // HK
     tile = tl.program_id(0) * BLOCK_M
@@ -510,11 +504,8 @@ def attention_triton(q, kv, batch):
     Hk = kv.size(2)
     out = torch.empty_like(q)
     n = min(N, batch.n_few * batch.max_few)  # at least the rows of all requests with few rows
-    n_split = n_splits(batch.n_few * Hk, q.device, min(32, batch.max_context // 128))
-    parts = q.new_empty(n_split, n, H, D, dtype=torch.float32)
-    lse = q.new_empty(n_split, n, H, dtype=torch.float32)
     block_d = triton.next_power_of_2(D)
-    block_n = 8192 // (block_d * q.element_size())
+    block_n = min(64, 8192 // (block_d * q.element_size()))
     most = 128 if q.element_size() == 2 else 16
 
     def attend(spans, max_rows, n_split, out, lse):
@@ -527,6 +518,9 @@ def attention_triton(q, kv, batch):
                                 num_warps=8 if block_m == most else 4, num_stages=5)
 
     if batch.max_few > 0:
+        n_split = n_splits(batch.n_few * Hk, min(32, batch.max_context // 128))
+        parts = q.new_empty(n_split, n, H, D, dtype=torch.float32)
+        lse = q.new_empty(n_split, n, H, dtype=torch.float32)
         attend(batch.spans[:batch.n_few], batch.max_few, n_split, parts, lse)
         _combine_kernel[(n * H,)](parts, lse, out, n * H, D, n_split, block_d)
     if batch.max_chunk > 0:
@@ -534,25 +528,39 @@ def attention_triton(q, kv, batch):
     return out
 
 
-def attention(q, kv, batch):
-    """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
-    if use_triton(q):
-        return attention_triton(q, kv, batch)
-    function = cpp("attend", q, kv)
-    if function is None:
-        return attention_ref(q, kv, batch)
+def attention_cpp(q, kv, batch):
+    """Few rows: contexts read in place. Chunks: CHUNK_ROWS rows at a time [SARATHI Fig. 6]."""
     out = torch.empty_like(q)
-    spans = batch.spans
-    n_few = batch.n_few
-    if n_few:
-        _, H, D = q.shape
-        inputs = q.data_ptr(), kv.data_ptr(), spans.data_ptr(), batch.table.data_ptr()
-        function(*inputs, out.data_ptr(), n_few, kv.size(1), H, kv.size(2), D)
-    for start, n, n_past, first in spans[n_few:].tolist():
-        if n:
-            pages = batch.table[first:first + n_past + n]
-            attend_chunk(q[start:start + n], kv, pages, n_past, out[start:start + n])
+    if batch.n_few:
+        inputs = q.data_ptr(), kv.data_ptr(), batch.spans.data_ptr(), batch.table.data_ptr()
+        sizes = batch.n_few, kv.size(1), q.size(1), kv.size(2), q.size(2)
+        cpp("attend", q)(*inputs, out.data_ptr(), *sizes)
+    for start, n, n_past, first in batch.spans[batch.n_few:].tolist():
+        for i in range(0, n, CHUNK_ROWS):
+            rows = slice(start + i, start + min(i + CHUNK_ROWS, n))
+            pages = batch.table[first:first + n_past + rows.stop - start]
+            attend_chunk(q[rows], kv, pages, out[rows])
     return out
+
+
+def attend_chunk(q, kv, pages, out):
+    """q (n, H, D) attends to the tokens on `pages`, the last n of which are its own. n and context
+    are padded to multiples of 32, because oneDNN compiles a kernel for each shape."""
+    n, H, D = q.shape
+    Hk = kv.size(2)
+    G = H // Hk
+    m = round_up(n, 32)
+    context = round_up(len(pages), 32)
+    k = gather_heads(kv[0], pages, context)  # (Hk, context, D)
+    v = gather_heads(kv[1], pages, context)  # (Hk, context, D)
+    q = gather_heads(q.view(n, Hk, G * D), None, m).view(Hk, m * G, D)
+    totals = torch.empty(Hk, m * G)
+    scores = torch.bmm(q, k.transpose(1, 2))  # (Hk, m * G, context)
+    sizes = Hk, m, G, context, len(pages) - n
+    cpp("causal_softmax", q)(scores.data_ptr(), totals.data_ptr(), *sizes, D ** -0.5)
+    values = torch.bmm(scores, v)  # (Hk, m * G, D)
+    outputs = values.data_ptr(), totals.data_ptr(), out.data_ptr()
+    cpp("scatter_heads", q)(*outputs, n, m, Hk, G, D)
 
 
 def gather_heads(x, rows, padded):
@@ -564,28 +572,12 @@ def gather_heads(x, rows, padded):
     return out
 
 
-def attend_chunk(q, kv, pages, n_past, out):
-    """q (n, H, D) against n_past + n tokens on pages, CHUNK_ROWS rows at a time [SARATHI Fig. 6].
-    Rows and contexts are padded to multiples of 32: oneDNN compiles a kernel for each shape."""
-    n, H, D = q.shape
-    Hk = kv.size(2)
-    G = H // Hk
-    n_padded = round_up(n, 32)
-    context = round_up(n_past + n_padded, 32)
-    k = gather_heads(kv[0], pages, context).transpose(1, 2)  # (Hk, D, context)
-    v = gather_heads(kv[1], pages, context)  # (Hk, context, D)
-    q = gather_heads(q.view(n, Hk, G * D), None, n_padded).view(Hk, n_padded * G, D)
-    softmax = cpp("causal_softmax", q)
-    scatter = cpp("scatter_heads", q)
-    for i in range(0, n, CHUNK_ROWS):
-        m = min(CHUNK_ROWS, n_padded - i)
-        seen = round_up(n_past + i + m, 32)
-        scores = torch.bmm(q[:, i * G:(i + m) * G], k[:, :, :seen])  # (Hk, m * G, seen)
-        totals = torch.empty(Hk, m * G)
-        softmax(scores.data_ptr(), totals.data_ptr(), Hk, m, G, seen, n_past + i, D ** -0.5)
-        values = torch.bmm(scores, v[:, :seen])  # (Hk, m * G, D)
-        to = out[i:].data_ptr()
-        scatter(values.data_ptr(), totals.data_ptr(), to, min(m, n - i), m, Hk, G, D)
+def attention(q, kv, batch):    """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
+    if use_triton(q):
+        return attention_triton(q, kv, batch)
+    if cpp("attend", q, kv) is None:
+        return attention_ref(q, kv, batch)
+    return attention_cpp(q, kv, batch)
 
 
 # -----------------------------------------------------------------------------
@@ -729,30 +721,30 @@ def _expand_kernel(y, b, xa, sites, table, n_out, width, stride, n_split, C, W: 
 
 
 def lora_triton(y, x, kv, sites, exchange=None):
-    """Tiles of 64 rows [MBGMM]. If all sites have few rows, one tile of 16 rows each [MBGMV]; the sum
-    over the numbers of x is split to fill the GPU, unless xa is exchanged."""
+    """Tiles of 64 rows [MBGMM]. If all sites have few rows, one tile of 16 rows each [MBGMV]; the
+    sum over the numbers of x is split to fill the GPU, unless xa is exchanged."""
     N, C = x.shape
     W = kv[0, 0].numel()
     S = len(sites.sites)
     block = max(16, min(256 // x.element_size(), triton.next_power_of_2(W)))
     block_r = max(16, triton.next_power_of_2(sites.max_rank))
+    block_k = min(block, 128 * block // block_r)
     block_m = 64 if sites.max_chunk > 0 else 16
-    warps = 8 if sites.max_chunk > 0 else 4
+    warps = max(4, block_m // 8)
     n_tile = cdiv(max(sites.max_few, sites.max_chunk), block_m)
     n_split = 1
     if exchange is None and sites.max_chunk == 0:
-        n_split = n_splits(S, x.device, min(16, C // block))
+        n_split = n_splits(S, min(16, C // block_k))
     xa = x.new_empty(n_split, N, sites.n_module * sites.max_rank, dtype=torch.float32)
     _shrink_kernel[(n_tile, S, n_split)](
         x, kv[0], xa, sites.sites, sites.table, xa.stride(0), xa.size(2), sites.max_rank, C, W,
-        block_m, block_r, min(block, 128 * block // block_r), num_warps=warps, num_stages=6)
+        block_m, block_r, block_k, num_warps=warps, num_stages=6)
     if exchange is not None:
         xa = exchange(xa[0])[None]
-    n_block = cdiv(y.size(1), W) * cdiv(W, block)
-    _expand_kernel[(n_tile, S, n_block)](
-        y, kv[1], xa, sites.sites, sites.table, xa.stride(0), xa.size(2),
-        xa.size(2) // sites.n_module, n_split, y.size(1), W, block_m, 32, block,
-        num_warps=warps, num_stages=5)
+    stride = xa.size(2) // sites.n_module
+    _expand_kernel[(n_tile, S, cdiv(y.size(1), W) * cdiv(W, block))](
+        y, kv[1], xa, sites.sites, sites.table, xa.stride(0), xa.size(2), stride, n_split,
+        y.size(1), W, block_m, 32, block, num_warps=warps, num_stages=5)
 
 
 def lora(y, x, kv, sites, exchange=None):

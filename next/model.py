@@ -41,20 +41,19 @@ from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, 
 # the shape of a model
 
 OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # of one layer [SARATHI Table 1]
-ROW_PARALLEL = ("postproj", "ffn_ln2")  # tensor parallelism cuts the input of these
+ROW_PARALLEL = ("postproj", "ffn_ln2")  # tensor parallelism cuts their input, not their output
 ROPE_SCALINGS = {  # kind -> the numbers that it needs
     "default": [],
     "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
 }
-
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 class Operator(NamedTuple):
     """One or several modules of a checkpoint, side by side in one matrix."""
     n_in: int
     n_out: int
     modules: dict  # name of the module in the checkpoint -> (first column, columns)
-
 
 @dataclass
 class GPTConfig:
@@ -78,28 +77,21 @@ class GPTConfig:
     def __post_init__(self):
         for f in fields(self):
             value = getattr(self, f.name)
-            is_default = value == 0 and f.default == 0
-            if f.type in (int, float) and not is_default:
+            if f.type in (int, float) and (value != 0 or f.default != 0):
                 check_number(f.name, value, f.type)
-        if self.rope_kind not in ROPE_SCALINGS:
-            raise ValueError(f"rope_type = {self.rope_kind!r}: must be one of {[*ROPE_SCALINGS]}")
-        for key in ROPE_SCALINGS[self.rope_kind]:
-            check_number(f"rope_scaling: {key}", self.rope_scaling.get(key), float)
         self.n_inner = self.n_inner or 4 * self.n_embd
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
+        self.is_llama = self.family == "llama"
+        self.rope = self.rope_scaling.get("rope_type") or self.rope_scaling.get("type", "default")
+        if self.rope not in ROPE_SCALINGS:
+            raise ValueError(f"rope_type = {self.rope!r}: must be one of {[*ROPE_SCALINGS]}")
+        for key in ROPE_SCALINGS[self.rope]:
+            check_number(f"rope_scaling: {key}", self.rope_scaling.get(key), float)
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head = {self.n_head}: no multiple of n_kv_head {self.n_kv_head}")
         if self.head_dim == 0 or self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim}: must be even and positive")
-
-    @property
-    def is_llama(self):
-        return self.family == "llama"
-
-    @property
-    def rope_kind(self):
-        return self.rope_scaling.get("rope_type") or self.rope_scaling.get("type") or "default"
 
     def shard_of(self, rank, n):
         """The share of device `rank` of n. ValueError if n does not divide heads or widths."""
@@ -155,16 +147,13 @@ class GPTConfig:
     @cached_property
     def n_params(self):
         """Parameters of this share, embeddings included"""
-        total = 0
-        for parts in checkpoint_parts(self).values():
-            for part in parts:
-                total += math.prod(part.shape) // (1 if part.dim is None else self.shard[1])
-        return total
+        parts = sum(checkpoint_parts(self).values(), [])
+        n = self.shard[1]
+        return sum(math.prod(shape) // (1 if dim is None else n) for _, shape, dim in parts)
 
     def page_bytes(self, itemsize):
         """Bytes of K and V of one token in all layers: m_kv in [SARATHI §4.3]"""
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
-
 
 def check_number(name, value, kind):
     """ValueError unless value is a positive number, for kind int a whole one."""
@@ -173,7 +162,6 @@ def check_number(name, value, kind):
         noun = "whole number" if kind is int else "number"
         raise ValueError(f"{name} = {value!r}: must be a positive {noun}")
 
-
 PRESETS = {  # layers, heads, embd, inner, kv heads, head dim, vocabulary, context, family, tied
     "tiny": GPTConfig(4, 4, 256, 704, 0, 0, 257, 1024, "llama", True),  # see train_tiny
     "gpt2": GPTConfig(12, 12, 768, 0, 0, 0, 50257, 1024, "gpt2", True),
@@ -181,15 +169,13 @@ PRESETS = {  # layers, heads, embd, inner, kv heads, head dim, vocabulary, conte
     "gpt3-175b": GPTConfig(96, 96, 12288, 0, 0, 0, 50257, 4096, "gpt2", True),  # [SARATHI §5.3]
     "llama-30m": GPTConfig(8, 8, 512, 1408, 0, 0, 8192, 2048, "llama", True),
     "llama-124m": GPTConfig(12, 12, 768, 2048, 0, 0, 50304, 2048, "llama", True),  # as GPT-2
-    "llama-160m": GPTConfig(12, 12, 768, 3072, 0, 0, 32000, 2048, "llama", False),
-    "tinyllama-1.1b": GPTConfig(22, 32, 2048, 5632, 4, 0, 32000, 2048, "llama", False),
-    "llama-7b": GPTConfig(32, 32, 4096, 11008, 0, 0, 32000, 4096, "llama", False),
-    "llama-13b": GPTConfig(40, 40, 5120, 13824, 0, 0, 32000, 4096, "llama", False),
-    "llama-33b": GPTConfig(60, 52, 6656, 17920, 0, 0, 32000, 4096, "llama", False),
-    "llama-70b": GPTConfig(80, 64, 8192, 28672, 8, 0, 32000, 4096, "llama", False),
+    "llama-160m": GPTConfig(12, 12, 768, 3072, 0, 0, 32000, 2048),
+    "tinyllama-1.1b": GPTConfig(22, 32, 2048, 5632, 4, 0, 32000, 2048),
+    "llama-7b": GPTConfig(32, 32, 4096, 11008, 0, 0, 32000, 4096),
+    "llama-13b": GPTConfig(40, 40, 5120, 13824, 0, 0, 32000, 4096),
+    "llama-33b": GPTConfig(60, 52, 6656, 17920, 0, 0, 32000, 4096),
+    "llama-70b": GPTConfig(80, 64, 8192, 28672, 8, 0, 32000, 4096),
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def preset(name):
     """The GPTConfig of a preset. KeyError that lists the presets for any other name."""
@@ -197,36 +183,28 @@ def preset(name):
         raise KeyError(f"unknown preset {name!r}: must be one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
-
 def is_fast(dtype, device):
-    """Whether the hardware multiplies this dtype. A CPU that emulates bfloat16 needs five times as
-    long as for float32."""
+    """Whether the hardware multiplies this dtype. CPUs emulate bfloat16 five times as slowly."""
     if torch.device(device).type == "cuda":
         return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0)
-    if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
-        emulated = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-        return torch.cpu._is_avx512_bf16_supported() if emulated else True
-    return dtype == torch.float32
-
+    has_bfloat16 = torch.cpu._is_avx512_bf16_supported()
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16)
 
 def pick_dtype(dtype, device, stored="bfloat16"):
-    """A torch dtype, also from its name. None: the stored one if this machine is fast in it, else
+    """A torch dtype, also by its name. None: the stored one if this machine is fast in it, else
     float32. ValueError for any other dtype."""
     name = str(dtype or stored).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"dtype = {name!r}: must be one of {', '.join(DTYPES)}")
-    if dtype is None and not is_fast(DTYPES[name], device):
-        return torch.float32
-    return DTYPES[name]
-
+    slow = dtype is None and not is_fast(DTYPES[name], device)
+    return torch.float32 if slow else DTYPES[name]
 
 # -----------------------------------------------------------------------------
 # tensor parallelism
 
-
 class World:
     """The processes that share every layer of one model. World() is a process on its own."""
-    TIMEOUT = 300  # seconds until a rank without an answer raises
+    TIMEOUT = timedelta(seconds=300)  # until a rank without an answer raises
 
     def __init__(self, device="cpu"):
         self.rank = 0
@@ -243,11 +221,11 @@ class World:
             raise ValueError(f"tp = {size} needs {size} processes, there are {n}: {command} ...")
         world = cls(device)
         if size > 1:
-            if world.device.type == "cuda":
+            if device == "cuda":
                 world.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
                 torch.cuda.set_device(world.device)
-            backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=cls.TIMEOUT))
+            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=cls.TIMEOUT)
             atexit.register(dist.destroy_process_group)
             world.rank = dist.get_rank()
             world.size = size
@@ -262,55 +240,42 @@ class World:
 
     def all_gather(self, x):
         """x of every rank -> (n, *x.shape). Each rank sends n - 1 times x [S-LoRA §6]."""
-        out = x.new_empty(self.size, *x.shape)
         if self.size == 1:
-            return out.copy_(x)
+            return x[None]
+        out = x.new_empty(self.size, *x.shape)
         dist.all_gather(list(out), x)
         self.n_bytes += (self.size - 1) * x.nbytes
         return out
 
     def broadcast(self, value):
-        """The value of rank 0 on every rank. value: anything that can be pickled"""
+        """The value of rank 0, anything that can be pickled, on every rank."""
         values = [value]
         if self.size > 1:
             dist.broadcast_object_list(values, src=0)
         return values[0]
 
-
 def cut(tensor, dim, shard, module):
     """Share i of n of a whole tensor along dim. GPT-2's c_attn is q, k and v: each one is cut."""
     i, n = shard
-    pieces = 3 if "c_attn" in module else 1
-    tensor = tensor.unflatten(dim, (pieces, n, -1))  # (.., pieces, n, width, ..)
+    n_piece = 3 if "c_attn" in module else 1
+    tensor = tensor.unflatten(dim, (n_piece, n, -1))  # (.., n_piece, n, width, ..)
     return tensor.select(dim + 1, i).flatten(dim, dim + 1)
-
 
 # -----------------------------------------------------------------------------
 # the model
 
-
-def ignore(operator):
-    """The mark of a forward pass that is not timed."""
-
-
 def rotary_frequencies(config):
     """Radians per position (D / 2,), stretched as config.rope_scaling says."""
-    D = config.head_dim
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = config.rope_theta ** -exponent
     scaling = config.rope_scaling
-    frequencies = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float32) / D)
-    if config.rope_kind == "default":
-        return frequencies
-    stretched = frequencies / scaling["factor"]
-    if config.rope_kind == "linear":
-        return stretched
-
-    # llama3: low frequencies are stretched, high ones are kept, with a ramp in between
-    low = scaling["low_freq_factor"]
-    high = scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    ramp = ((turns - low) / (high - low)).clamp(0, 1)
-    return ramp * frequencies + (1 - ramp) * stretched
-
+    kept = float(config.rope == "default")  # which part of a frequency is not stretched
+    if config.rope == "llama3":  # all of the high ones, none of the low ones, a ramp in between
+        low = scaling["low_freq_factor"]
+        high = scaling["high_freq_factor"]
+        turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.get("factor", 1))
 
 class GPT:
     """A model, or one device's share of it. Made by from_preset() or from_pretrained()."""
@@ -320,40 +285,34 @@ class GPT:
         self.config = config
         self.weights = weights
         self.world = world
-        self.originals = {}  # weights that an adapter is merged into, without it
+        self.dtype = weights["embedding.weight"].dtype
+        self.device = weights["embedding.weight"].device
+        self.originals = {}  # weights without the adapter that is merged into them
         self.frequencies = rotary_frequencies(config).to(self.device)
-        self.exchange = {}  # operator -> how devices exchange x A
+        self.exchange = dict.fromkeys(OPERATORS)  # how devices exchange x A
         if world.size > 1:
             for op in OPERATORS:
                 self.exchange[op] = world.all_reduce if op in ROW_PARALLEL else self.gather
         self.find_layers()
 
     def find_layers(self):
-        """Set self.layers[i][operator or norm] = (weight, bias or None)."""
+        """Set self.layers[i][norm or operator] = (weight, bias or None)."""
         self.layers = []
         for i in range(self.config.n_layer):
             layer = {name: self.affine(f"{i}.{name}") for name in ("norm1", "norm2", *OPERATORS)}
             for op in ROW_PARALLEL:
                 if self.world.rank > 0:
-                    layer[op] = (layer[op][0], None)  # device 0 adds the bias to the sum
+                    layer[op] = (layer[op][0], None)  # rank 0 adds the bias to the sum
             self.layers.append(layer)
 
     def affine(self, name):
         return self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
 
     @property
-    def dtype(self):
-        return self.weights["embedding.weight"].dtype
-
-    @property
-    def device(self):
-        return self.weights["embedding.weight"].device
-
-    @property
     def n_bytes(self):
         """Bytes of all weights on this device"""
-        distinct = {id(weight): weight for weight in self.weights.values()}
-        return sum(weight.numel() * weight.dtype.itemsize for weight in distinct.values())
+        distinct = dict.fromkeys(self.weights.values())
+        return sum(weight.numel() * weight.dtype.itemsize for weight in distinct)
 
     def new_cache(self, n_page):
         """A zeroed cache (L, 2, n_page, Hk, D)"""
@@ -362,19 +321,16 @@ class GPT:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
-    def forward(self, batch, kv, mark=None):
+    def forward(self, batch, kv, mark=lambda operator: None):
         """One iteration: all tokens pass a layer together, so each weight is read once
         [SARATHI §4.3]. kv (L, 2, n_page, Hk, D) -> logits (M, V), on ranks above 0 None.
         mark(operator) is called when an operator is done."""
         c = self.config
-        mark = mark or ignore
         x = F.embedding(batch.tokens, self.weights["embedding.weight"])  # (N, C)
-        cos = None
-        sin = None
+        rope = (None, None)
         if c.is_llama:
             angles = batch.positions[:, None] * self.frequencies  # (N, D / 2)
-            cos = angles.cos()
-            sin = angles.sin()
+            rope = (angles.cos(), angles.sin())
         else:
             x = x + F.embedding(batch.positions, self.weights["positions.weight"])
         delta = None  # output of the operator before; the next norm adds it to x
@@ -383,7 +339,7 @@ class GPT:
             x, h = add_norm(x, delta, *layer["norm1"], c.norm_eps)
             mark("others")
             qkv = self.linear("preproj", layer, h, batch, layer_kv, mark)
-            q = rotate_write(qkv, cos, sin, layer_kv, batch.pages, c.n_head, c.n_kv_head)
+            q = rotate_write(qkv, *rope, layer_kv, batch.pages, c.n_head, c.n_kv_head)
             h = attention(q, layer_kv, batch).flatten(1)  # (N, H * D)
             mark("attn")
             delta = self.linear("postproj", layer, h, batch, layer_kv, mark)
@@ -407,7 +363,7 @@ class GPT:
         y = linear(x, *layer[op])
         mark(op)
         if op in batch.adapters:
-            lora(y, x, kv, batch.adapters[op], self.exchange.get(op))
+            lora(y, x, kv, batch.adapters[op], self.exchange[op])
             mark("lora")
         if self.world.size > 1 and op in ROW_PARALLEL:
             self.world.all_reduce(y)
@@ -421,7 +377,7 @@ class GPT:
 
     def hidden(self, tokens):
         """tokens (B, T) -> normed states (B, T, C) in float32, by the definitions of the operators,
-        without a cache: the oracle's path and the trainer's."""
+        without a cache: for the oracle and the trainer."""
         c = self.config
         positions = torch.arange(tokens.size(1), device=self.device)
         angles = positions[:, None] * self.frequencies  # (T, D / 2)
@@ -431,24 +387,18 @@ class GPT:
         delta = None
         for layer in self.layers:
             x, h = add_norm_ref(x, delta, *layer["norm1"], c.norm_eps)
-            h = self.attend(linear_ref(h, *layer["preproj"]), angles)
-            delta = linear_ref(h, *layer["postproj"])
+            qkv = linear_ref(h, *layer["preproj"]).unflatten(-1, (-1, c.head_dim))
+            q, k, v = qkv.split([c.n_head, c.n_kv_head, c.n_kv_head], 2)  # (B, T, heads, D)
+            if c.is_llama:
+                q = rotate_ref(q, angles.cos(), angles.sin())
+                k = rotate_ref(k, angles.cos(), angles.sin())
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
+            h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            delta = linear_ref(h.transpose(1, 2).flatten(2), *layer["postproj"])
             x, h = add_norm_ref(x, delta, *layer["norm2"], c.norm_eps)
             h = activate_ref(linear_ref(h, *layer["ffn_ln1"]), c.is_llama)
             delta = linear_ref(h, *layer["ffn_ln2"])
         return add_norm_ref(x, delta, *self.affine("norm"), c.norm_eps)[1]
-
-    def attend(self, qkv, angles):
-        """Causal attention of whole sequences: qkv (B, T, (H + 2 Hk) D) -> (B, T, H D)"""
-        c = self.config
-        qkv = qkv.unflatten(-1, (-1, c.head_dim))  # (B, T, H + 2 Hk, D)
-        q, k, v = qkv.split([c.n_head, c.n_kv_head, c.n_kv_head], 2)
-        if c.is_llama:
-            q = rotate_ref(q, angles.cos(), angles.sin())
-            k = rotate_ref(k, angles.cos(), angles.sin())
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
-        h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return h.transpose(1, 2).flatten(2)
 
     @torch.inference_mode()
     def logits(self, tokens):
@@ -468,23 +418,20 @@ class GPT:
 
     @torch.inference_mode()
     def merge(self, adapter):
-        """The merge-and-swap baseline [S-LoRA §4.1]: every weight W becomes W + A B of this
+        """The merge-and-swap baseline [S-LoRA §4.1]: each weight W becomes W + A B of this
         adapter, or W again if it is None."""
         assert self.world.size == 1, "merging has no tensor parallelism"
-        for name, weight in self.originals.items():
-            self.set_weight(name, weight)
-        self.originals = {}
-        for op in adapter.sites if adapter else []:
+        while self.originals:
+            self.set_weight(*self.originals.popitem())
+        for module in adapter.ranks if adapter else []:
+            op = self.config.modules[module]
+            first, columns = self.config.operators[op].modules[module]
             for i in range(self.config.n_layer):
-                name = f"{i}.{op}.weight"
-                self.originals[name] = self.weights[name].to_dense().clone()
-                merged = self.originals[name].clone().float()
-                for module, (first, columns) in self.config.operators[op].modules.items():
-                    if module in adapter.ranks:
-                        a, b = adapter.factors(i, module)
-                        product = b.T.float() @ a.float()
-                        merged[first:first + columns] += product.to(self.device)
-                self.set_weight(name, merged.to(self.dtype))
+                weight = self.weights[f"{i}.{op}.weight"].to_dense().clone()
+                self.originals.setdefault(f"{i}.{op}.weight", weight.clone())
+                a, b = adapter.factors(i, module)
+                weight[first:first + columns] += (b.T.float() @ a.float()).to(weight)
+                self.set_weight(f"{i}.{op}.weight", weight)
         self.find_layers()
 
     def set_weight(self, name, weight):
@@ -519,10 +466,12 @@ class GPT:
         missing, ValueError for contents that do not fit."""
         config, stored = read_config(Path(folder))
         world = world or World(device)
-        dtype = pick_dtype(dtype, world.device, stored)
         checkpoint = Checkpoint(Path(folder), "model")
+        dtype = pick_dtype(dtype, world.device, stored)
         model = cls.load(config, checkpoint.take, dtype, world)
-        checkpoint.expect_all_taken()
+        surplus = [name for name in checkpoint.files if not name.endswith(OLD)]
+        if surplus:
+            raise ValueError(f"{folder}: {len(surplus)} surplus tensors, as {surplus[0]!r}")
         return model
 
     @classmethod
@@ -535,14 +484,14 @@ class GPT:
             if name == "head.weight" and world.rank > 0:
                 continue
             shares = []
-            for part in parts:
-                tensor = take(part.name, part.shape)
-                if part.dim is not None:
-                    tensor = cut(tensor, part.dim, config.shard, part.name)
+            for part, shape, dim in parts:
+                tensor = take(part, shape)
+                if dim is not None:
+                    tensor = cut(tensor, dim, config.shard, part)
                 shares.append(tensor.to(world.device, dtype))
             weight = torch.cat(shares)
-            is_matrix = weight.dim() == 2 and not name.startswith(("embedding", "positions"))
-            weights[name] = pack(weight) if is_matrix else weight
+            is_table = name.startswith(("embedding", "positions"))
+            weights[name] = weight if is_table or weight.dim() == 1 else pack(weight)
         if config.tied and world.rank == 0:
             weights["head.weight"] = pack(weights["embedding.weight"])
         return cls(config, weights, world)
@@ -551,11 +500,17 @@ class GPT:
         """Write a Hugging Face folder."""
         tensors = {}
         for name, parts in checkpoint_parts(self.config).items():
-            sizes = [part.shape[0] for part in parts]
-            for part, tensor in zip(parts, self.weights[name].to_dense().detach().split(sizes)):
-                tensors[part.name] = tensor.T if is_transposed(part.name) else tensor
-        write_folder(folder, "model", tensors, "config.json", to_json(self.config, self.dtype))
-
+            weight = self.weights[name].to_dense().detach()
+            sizes = [shape[0] for _, shape, _ in parts]
+            for (part, _, _), tensor in zip(parts, weight.split(sizes)):
+                tensors[part] = tensor.T if part.endswith(TRANSPOSED) else tensor
+        architecture = "LlamaForCausalLM" if self.config.is_llama else "GPT2LMHeadModel"
+        settings = {"architectures": [architecture], "model_type": self.config.family}
+        for name, key in zip(FIELDS, KEYS[self.config.family]):
+            settings[key] = getattr(self.config, name)
+        settings["dtype"] = str(self.dtype).removeprefix("torch.")
+        settings["rope_scaling"] = self.config.rope_scaling or None
+        write_folder(folder, "model", tensors, "config.json", settings)
 
 # -----------------------------------------------------------------------------
 # Hugging Face folders
@@ -565,17 +520,19 @@ NAMES = {  # family -> our names and those of its checkpoints
               "norm1": "input_layernorm", "norm2": "post_attention_layernorm"},
     "gpt2": {"embedding": "wte", "norm": "ln_f", "layer": "h", "norm1": "ln_1", "norm2": "ln_2"},
 }
-SETTINGS = {  # family -> our fields and the keys of its config.json
-    "llama": {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
-              "n_embd": "hidden_size", "n_inner": "intermediate_size", "vocab_size": "vocab_size",
-              "block_size": "max_position_embeddings", "n_kv_head": "num_key_value_heads",
-              "head_dim": "head_dim", "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings"},
-    "gpt2": {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "n_inner": "n_inner",
-             "vocab_size": "vocab_size", "block_size": "n_positions",
-             "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings"},
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (n_in, n_out)
+OLD = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "lm_head.weight")  # not needed
+FIELDS = """n_layer n_head n_embd n_inner vocab_size block_size norm_eps tied
+            n_kv_head head_dim rope_theta""".split()
+KEYS = {  # family -> the keys of these fields in config.json
+    "llama": """num_hidden_layers num_attention_heads hidden_size intermediate_size vocab_size
+                max_position_embeddings rms_norm_eps tie_word_embeddings
+                num_key_value_heads head_dim rope_theta""".split(),
+    "gpt2": """n_layer n_head n_embd n_inner vocab_size n_positions layer_norm_epsilon
+               tie_word_embeddings""".split(),
 }
 OPTIONAL = {  # the defaults of transformers
-    "llama": {"n_kv_head": 0, "head_dim": 0, "norm_eps": 1e-6, "tied": False},
+    "llama": {"n_kv_head": 0, "head_dim": 0, "norm_eps": 1e-6, "tied": False, "rope_theta": 1e4},
     "gpt2": {"n_inner": 0, "norm_eps": 1e-5, "tied": True},
 }
 SUPPORTED = {  # model_type -> what its config.json may say; the first value is the default
@@ -585,47 +542,33 @@ SUPPORTED = {  # model_type -> what its config.json may say; the first value is 
              "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False]},
 }
 
-
-class Part(NamedTuple):
-    """A tensor of a checkpoint: a weight, or some of its rows."""
-    name: str
-    shape: tuple
-    dim: int | None = None  # tensor parallelism cuts it here
-
-
 def checkpoint_parts(config):
-    """{our name: [Part, ...]} of all weights, for example {"3.preproj.weight": [q, k, v]}. Row-
-    parallel operators are cut along their input, the others along their output [S-LoRA §6]."""
+    """{our name: [(name in the checkpoint, its shape, dim)]}, for example {"3.preproj.weight":
+    [q, k, v]}. dim: where tensor parallelism cuts the tensor, None if it does not [S-LoRA §6]."""
     c = config
     names = NAMES[c.family]
     vocabulary = (c.vocab_size, c.n_embd)
-    parts = {"embedding.weight": [Part(f"{names['embedding']}.weight", vocabulary)]}
+    parts = {"embedding.weight": [(f"{names['embedding']}.weight", vocabulary, None)]}
     if not c.is_llama:
-        parts["positions.weight"] = [Part("wpe.weight", (c.block_size, c.n_embd))]
+        parts["positions.weight"] = [("wpe.weight", (c.block_size, c.n_embd), None)]
     if not c.tied:
-        parts["head.weight"] = [Part("lm_head.weight", vocabulary)]
+        parts["head.weight"] = [("lm_head.weight", vocabulary, None)]
     for leaf in ["weight"] if c.is_llama else ["weight", "bias"]:
-        parts[f"norm.{leaf}"] = [Part(f"{names['norm']}.{leaf}", (c.n_embd,))]
+        parts[f"norm.{leaf}"] = [(f"{names['norm']}.{leaf}", (c.n_embd,), None)]
         for i in range(c.n_layer):
             prefix = f"{names['layer']}.{i}"
             for norm in ("norm1", "norm2"):
-                part = Part(f"{prefix}.{names[norm]}.{leaf}", (c.n_embd,))
-                parts[f"{i}.{norm}.{leaf}"] = [part]
+                name = f"{prefix}.{names[norm]}.{leaf}"
+                parts[f"{i}.{norm}.{leaf}"] = [(name, (c.n_embd,), None)]
             for module, op in c.modules.items():
                 shape = c.whole_shape(module)
                 dim = int(op in ROW_PARALLEL)
                 if leaf == "bias":
                     shape = shape[:1]
                     dim = None if op in ROW_PARALLEL else 0
-                part = Part(f"{prefix}.{module}.{leaf}", shape, dim)
+                part = (f"{prefix}.{module}.{leaf}", shape, dim)
                 parts.setdefault(f"{i}.{op}.{leaf}", []).append(part)
     return parts
-
-
-def is_transposed(name):
-    """GPT-2 stores its matrices as (n_in, n_out)."""
-    return name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-
 
 def read_json(path):
     """The settings in a file. FileNotFoundError or ValueError that names the file."""
@@ -636,15 +579,12 @@ def read_json(path):
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} does not hold settings in JSON: {error}") from None
 
-
 def check_settings(path, settings, supported):
     """ValueError for a setting with which this file would compute something else."""
     for key, values in supported.items():
-        value = settings.get(key, values[0])
-        if value not in values:
+        if settings.get(key, values[0]) not in values:
             valid = " or ".join(map(repr, values))
-            raise ValueError(f"{path}: {key} = {value!r} is not supported, only {valid}")
-
+            raise ValueError(f"{path}: {key} = {settings[key]!r} is not supported, only {valid}")
 
 def read_config(folder):
     """folder/config.json -> (GPTConfig, name of the stored dtype)"""
@@ -653,33 +593,20 @@ def read_config(folder):
     kind = c.get("model_type")
     check_settings(path, {"model_type": kind}, {"model_type": [*SUPPORTED]})
     check_settings(path, c, SUPPORTED[kind])
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}  # transformers 5, or older
+    c = {**rope, **c}
     family = "gpt2" if kind == "gpt2" else "llama"
     found = {"family": family, **OPTIONAL[family]}
-    for name, key in SETTINGS[family].items():
+    for name, key in zip(FIELDS, KEYS[family]):
         if c.get(key) is not None:
             found[name] = c[key]
         elif name not in found:
             raise ValueError(f"{path} lacks the setting {key!r}")
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}  # transformers 5, or 4
-    theta = rope.get("rope_theta") or c.get("rope_theta") or 10000.0
     try:
-        config = GPTConfig(**found, rope_theta=theta, rope_scaling=rope)
+        config = GPTConfig(**found, rope_scaling=rope)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return config, c.get("dtype") or c.get("torch_dtype") or "float32"
-
-
-def to_json(config, dtype):
-    """The settings that read_config reads."""
-    architecture = "LlamaForCausalLM" if config.is_llama else "GPT2LMHeadModel"
-    settings = {"architectures": [architecture], "model_type": config.family}
-    for name, key in SETTINGS[config.family].items():
-        settings[key] = getattr(config, name)
-    settings["dtype"] = str(dtype).removeprefix("torch.")
-    settings["rope_theta"] = config.rope_theta
-    settings["rope_scaling"] = config.rope_scaling or None
-    return settings
-
 
 def write_folder(folder, stem, tensors, settings_name, settings):
     """Write {name: tensor} to folder/stem.safetensors, and settings beside it."""
@@ -688,7 +615,6 @@ def write_folder(folder, stem, tensors, settings_name, settings):
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, folder / f"{stem}.safetensors", metadata={"format": "pt"})
     (folder / settings_name).write_text(json.dumps(settings, indent=1))
-
 
 class Checkpoint:
     """The tensors of a folder, in stem.safetensors or in shards; each is read when it is taken."""
@@ -711,26 +637,17 @@ class Checkpoint:
                 raise ValueError(f"{path} is damaged: {error}") from None
 
     def take(self, name, shape):
-        """The tensor `name`, (n_out, n_in) if it is a matrix. ValueError if it is missing or has
-        another shape."""
+        """The tensor `name`, (n_out, n_in) if it is a matrix. ValueError if it does not fit."""
         if name not in self.files:
             raise ValueError(f"{self.folder}: tensor {name!r} is missing")
         path, stored_name = self.files.pop(name)
         with safe_open(path, "pt") as file:  # an open file would keep in memory all it has read
             tensor = file.get_tensor(stored_name)
-        tensor = tensor.T if is_transposed(name) else tensor
+        tensor = tensor.T if name.endswith(TRANSPOSED) else tensor
         if tensor.shape != shape or not tensor.is_floating_point():
             raise ValueError(f"{self.folder}: tensor {name!r} is {tuple(tensor.shape)} "
                              f"{tensor.dtype}, must be {shape} and floating point")
         return tensor
-
-    def expect_all_taken(self):
-        """ValueError for tensors without a place. Old files hold masks and tied heads."""
-        old = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "lm_head.weight")
-        surplus = [name for name in self.files if not name.endswith(old)]
-        if surplus:
-            raise ValueError(f"{self.folder}: {len(surplus)} surplus tensors, such as {surplus[0]!r}")
-
 
 # -----------------------------------------------------------------------------
 # adapters
@@ -742,7 +659,6 @@ PLAIN_LORA = {  # what an adapter_config.json may say; the first value is the de
     "init_lora_weights": [True, False, None, "gaussian", "orthogonal", "eva"],
 }
 
-
 class Adapter:
     """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]: row i of A in the
     K plane, row i of B in the V plane. A row that is wider than a page takes several pages:
@@ -753,52 +669,53 @@ class Adapter:
     """
 
     def __init__(self, config, ranks, dtype=None):
-        """ranks: {module: rank}, the largest of all layers. dtype None: no weights."""
+        """ranks: {module: rank}, or one rank for q, k, v, o [S-LoRA §4.1]. dtype None: no weights.
+        A device has every n-th row of A and its columns of B; of row-parallel operators its columns
+        of both [S-LoRA §6]. ValueError for unknown modules."""
+        if isinstance(ranks, int):
+            attention = ("preproj", "postproj")
+            ranks = {m: ranks for m, op in config.modules.items() if op in attention}
+        for name in ranks:
+            if name not in config.modules:
+                raise ValueError(f"module {name!r}: must be one of {', '.join(config.modules)}")
         self.config = config
         self.ranks = ranks
         self.width = config.n_kv_head * config.head_dim
         self.n_page = 0
         self.n_params = 0  # of this device
         self.sites = {}  # operator -> (n_site, 8) int32, see kernels.Sites
-        for op, operator in config.operators.items():
+        i, n = config.shard
+        for op, (n_in, _, modules) in config.operators.items():
             sites = []
-            for number, module in enumerate(operator.modules):
-                if module in ranks:
-                    site = self.site(op, number, module)
-                    sites.append(site)
-            if sites:
-                self.sites[op] = np.array(sites, dtype=np.int32)
+            for number, module in enumerate(modules):
+                if module not in ranks:
+                    continue
+                column, columns = modules[module]
+                rank = ranks[module]
+                rank_a = cdiv(rank, n)
+                if op in ROW_PARALLEL:
+                    rank_a = rank
+                    columns //= n
+                    column = i * columns
+                sites.append([0, 0, column, columns, rank_a, rank, number, self.n_page])
+                self.n_page += max(rank_a * cdiv(n_in, self.width),
+                                   rank * cdiv(columns, self.width))
+                self.n_params += config.n_layer * (rank_a * n_in + rank * columns)
+            self.sites[op] = np.array(sites, dtype=np.int32).reshape(-1, 8)
         self.planes = None
         if dtype is not None:
             shape = (config.n_layer, 2, self.n_page, self.width)
             self.planes = torch.zeros(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
 
-    def site(self, op, number, module):
-        """The next site. Devices have every n-th row of A and their columns of B; of row-parallel
-        operators their columns of A and B [S-LoRA §6]."""
-        i, n = self.config.shard
-        n_in, _, modules = self.config.operators[op]
-        column, columns = modules[module]
-        rank_b = self.ranks[module]
-        rank_a = cdiv(rank_b, n)
-        if op in ROW_PARALLEL:
-            rank_a = rank_b
-            columns //= n
-            column = i * columns
-        first = self.n_page
-        self.n_page += max(rank_a * cdiv(n_in, self.width), rank_b * cdiv(columns, self.width))
-        self.n_params += self.config.n_layer * (rank_a * n_in + rank_b * columns)
-        return [0, 0, column, columns, rank_a, rank_b, number, first]
-
     @classmethod
     def shape_only(cls, config, ranks):
-        """An adapter without weights, for the simulator. ranks: as in random()"""
-        return cls(config, module_ranks(config, ranks))
+        """An adapter without weights, for the simulator"""
+        return cls(config, ranks)
 
     @classmethod
     def random(cls, config, ranks, seed=0, dtype=torch.float32):
-        """Random A and B. ranks: {module: rank}, or one rank for q, k, v, o [S-LoRA §4.1]"""
-        adapter = cls(config, module_ranks(config, ranks), dtype)
+        """Random A and B"""
+        adapter = cls(config, ranks, dtype)
         rng = torch.Generator().manual_seed(seed)
         for layer in range(config.n_layer):
             for module, rank in adapter.ranks.items():
@@ -812,14 +729,18 @@ class Adapter:
     def from_pretrained(cls, folder, config, dtype=torch.float32):
         """A PEFT folder. FileNotFoundError for files that are missing, ValueError for contents
         that are no LoRA of this model."""
-        folder = Path(folder)
-        rank_and_scaling = read_lora_settings(folder / "adapter_config.json")
-        checkpoint = Checkpoint(folder, "adapter_model")
-        found = lora_modules(checkpoint, config)
+        rank_and_scaling = read_lora_settings(Path(folder) / "adapter_config.json")
+        checkpoint = Checkpoint(Path(folder), "adapter_model")
+        found = {}  # path in front of .lora_A.weight -> (layer, module)
         ranks = {}
-        for path, (_, module) in found.items():
-            rank, _ = rank_and_scaling(path)
-            ranks[module] = max(rank, ranks.get(module, 0))
+        for name in checkpoint.files:
+            match = re.fullmatch(r"(.*\.(?:layers|h)\.(\d+)\.(.+))\.lora_[AB]\.weight", name)
+            if match is None or match[3] not in config.modules or int(match[2]) >= config.n_layer:
+                raise ValueError(f"{folder}: {name!r} does not fit: layers 0 to "
+                                 f"{config.n_layer - 1}, modules {', '.join(config.modules)}")
+            path, layer, module = match.groups()
+            found[path] = int(layer), module
+            ranks[module] = max(ranks.get(module, 0), rank_and_scaling(path)[0])
         adapter = cls(config, ranks, dtype)
         for path, (layer, module) in found.items():
             n_out, n_in = config.whole_shape(module)
@@ -827,49 +748,43 @@ class Adapter:
             a = checkpoint.take(f"{path}.lora_A.weight", (rank, n_in))
             b = checkpoint.take(f"{path}.lora_B.weight", (n_out, rank))
             adapter.fill(layer, module, a, b.T.float() * scaling)
-        checkpoint.expect_all_taken()
         return adapter
 
     def save_pretrained(self, folder):
         """Write a PEFT folder. alpha is the rank, so the scaling is 1."""
+        prefix = "model.layers" if self.config.is_llama else "transformer.h"
         tensors = {}
         for layer in range(self.config.n_layer):
             for module in self.ranks:
-                prefix = "model.layers" if self.config.is_llama else "transformer.h"
                 path = f"base_model.model.{prefix}.{layer}.{module}"
                 a, b = self.factors(layer, module)
-                tensors[f"{path}.lora_A.weight"] = a
-                tensors[f"{path}.lora_B.weight"] = b.T
-        rank = max(self.ranks.values())
-        settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank,
+                tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b.T}
+        settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1,
                     "rank_pattern": self.ranks, "alpha_pattern": self.ranks,
                     "target_modules": list(self.ranks), "fan_in_fan_out": not self.config.is_llama}
         write_folder(folder, "adapter_model", tensors, "adapter_config.json", settings)
 
     def factors(self, layer, module):
-        """Views of A (rank of A, n_in) and B (rank of B, columns) of one layer, on this device"""
-        op = self.config.modules[module]
-        number = list(self.config.operators[op].modules).index(module)
-        sites = self.sites[op]
+        """Views of A (rank of A, n_in) and B (rank of B, columns) on this device"""
+        operator = self.config.operators[self.config.modules[module]]
+        sites = self.sites[self.config.modules[module]]
+        number = list(operator.modules).index(module)
         _, _, _, columns, rank_a, rank_b, _, first = sites[sites[:, 6] == number][0].tolist()
-        views = []
-        for plane, rank, n in ((0, rank_a, self.config.operators[op].n_in), (1, rank_b, columns)):
-            rows = self.planes[layer, plane, first:first + rank * cdiv(n, self.width)]
-            views.append(rows.view(rank, -1)[:, :n])
-        return views
+        a = self.planes[layer, 0, first:first + rank_a * cdiv(operator.n_in, self.width)]
+        b = self.planes[layer, 1, first:first + rank_b * cdiv(columns, self.width)]
+        return a.view(rank_a, -1)[:, :operator.n_in], b.view(rank_b, -1)[:, :columns]
 
     def fill(self, layer, module, a, b):
-        """Keep this device's part of A (rank, n_in) and B (rank, n_out). A smaller rank than that
-        of the site leaves rows of zeros."""
+        """Keep this device's part of A (rank, n_in) and B (rank, n_out). If the rank is smaller
+        than that of the site, or not a multiple of the devices, the last rows stay zero."""
         shard = self.config.shard
         if self.config.modules[module] in ROW_PARALLEL:
             a = cut(a, 1, shard, module)
         else:
             a = a[shard[0]::shard[1]]
-        b = cut(b, 1, shard, module)
         own_a, own_b = self.factors(layer, module)
         own_a[:len(a)] = a
-        own_b[:len(b)] = b
+        own_b[:len(b)] = cut(b, 1, shard, module)
 
     @torch.inference_mode()
     def write(self, kv, pages):
@@ -878,54 +793,27 @@ class Adapter:
         planes = self.planes.to(kv.device, non_blocking=True)
         kv.index_copy_(2, pages, planes.unflatten(-1, kv.shape[3:]))
 
-
-def module_ranks(config, ranks):
-    """{module: rank} from one rank, or from {end of a module's name: rank} as in PEFT."""
-    if isinstance(ranks, int):
-        return {m: ranks for m, op in config.modules.items() if op in ("preproj", "postproj")}
-    found = {}
-    for name, rank in ranks.items():
-        matches = [m for m in config.modules if f".{m}".endswith(f".{name}")]
-        if not matches:
-            raise ValueError(f"module {name!r}: must be one of {', '.join(config.modules)}")
-        found |= dict.fromkeys(matches, rank)
-    return found
-
-
 def read_lora_settings(path):
     """An adapter_config.json -> a function (path of a module) -> (rank, scaling)"""
     c = read_json(path)
     check_settings(path, c, PLAIN_LORA)
-    for name, kind, patterns in (("r", int, "rank_pattern"), ("lora_alpha", float, "alpha_pattern")):
-        for value in [c.get(name), *(c.get(patterns) or {}).values()]:
-            check_number(f"{path}: {name}", value, kind)
+    ranks = {**(c.get("rank_pattern") or {}), ".*": c.get("r")}  # the first match counts
+    alphas = {**(c.get("alpha_pattern") or {}), ".*": c.get("lora_alpha")}
+    for value in [*ranks.values(), *alphas.values()]:
+        check_number(f"{path}: rank or alpha", value, float)
 
-    def setting(module, patterns, default):
+    def setting(module, patterns):
+        module = module.removeprefix("base_model.model.")
         for pattern, value in patterns.items():
             if re.fullmatch(rf"(.*\.)?({pattern})", module):
                 return value
-        return default
 
     def rank_and_scaling(module):
-        module = module.removeprefix("base_model.model.")
-        rank = setting(module, c.get("rank_pattern") or {}, c["r"])
-        alpha = setting(module, c.get("alpha_pattern") or {}, c["lora_alpha"])
-        return rank, alpha / (math.sqrt(rank) if c.get("use_rslora") else rank)
+        rank = setting(module, ranks)
+        divisor = math.sqrt(rank) if c.get("use_rslora") else rank
+        return rank, setting(module, alphas) / divisor
 
     return rank_and_scaling
-
-
-def lora_modules(checkpoint, config):
-    """{path in front of .lora_A.weight: (layer, module)} of the tensors of a PEFT folder"""
-    found = {}
-    for name in checkpoint.files:
-        match = re.fullmatch(r"(.*\.(?:layers|h)\.(\d+)\.(.+))\.lora_[AB]\.weight", name)
-        if match is None or match[3] not in config.modules or int(match[2]) >= config.n_layer:
-            raise ValueError(f"{checkpoint.folder}: {name!r} does not fit: must be in layers 0 to "
-                             f"{config.n_layer - 1} and modules {', '.join(config.modules)}")
-        found[match[1]] = int(match[2]), match[3]
-    return found
-
 
 # -----------------------------------------------------------------------------
 # text
@@ -934,13 +822,18 @@ GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
                 r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
-
-@dataclass
 class Tokenizer:
-    """A tiktoken encoding, the tokens in front of every prompt, and those that end a text."""
-    encoding: tiktoken.Encoding
-    prefix: list
-    stop: list
+    """Byte-level BPE through tiktoken."""
+
+    def __init__(self, ranks, special, split, prefix, stop):
+        """ranks {bytes: token}, special {text: token}, split: a pattern that cuts a text into
+        words, prefix: tokens in front of every prompt, stop: tokens that end a text"""
+        self.encoding = tiktoken.Encoding("sarathi", pat_str=split, mergeable_ranks=ranks,
+                                          special_tokens=special)
+        self.bytes_of = {token: part for part, token in ranks.items()}
+        self.bytes_of |= {token: text.encode() for text, token in special.items()}
+        self.prefix = prefix
+        self.stop = stop
 
     def encode(self, text):
         return self.prefix + self.encoding.encode(text, allowed_special="all")
@@ -953,102 +846,81 @@ class Tokenizer:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
         def text_of(tokens, final=False):
-            return decoder.decode(b"".join(map(self.bytes_of, tokens)), final)
+            # models may have more tokens than their tokenizer
+            parts = [self.bytes_of.get(token, "\ufffd".encode()) for token in tokens]
+            return decoder.decode(b"".join(parts), final)
 
         return text_of
-
-    def bytes_of(self, token):
-        try:
-            return self.encoding.decode_single_token_bytes(token)
-        except KeyError:  # models may have more tokens than their tokenizer
-            return "\ufffd".encode()
-
 
 def byte_tokenizer():
     """Token b is byte b, and token 256 ends a text."""
     ranks = {bytes([b]): b for b in range(256)}
-    encoding = tiktoken.Encoding("bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks,
-                                 special_tokens={"<|endoftext|>": 256})
-    return Tokenizer(encoding, [], [256])
-
+    return Tokenizer(ranks, {"<|endoftext|>": 256}, r"(?s:.)", [], [256])
 
 def load_tokenizer(folder):
-    """The byte-level BPE of a folder with tokenizer.json or tokenizer.model (tiktoken's format).
+    """The byte-level BPE of a folder: tokenizer.json, or tokenizer.model in tiktoken's format.
     ValueError for tokenizers of another kind, FileNotFoundError if there is none."""
     folder = Path(folder)
     path = folder / "tokenizer.json"
-    if path.is_file():
-        try:
-            ranks, special, split, prefix = parse_tokenizer(read_json(path))
-        except (KeyError, TypeError, AttributeError, StopIteration):
-            raise ValueError(f"{path} is not a byte-level BPE; use token ids, not text") from None
-    else:
-        ranks, special, split, prefix = read_tiktoken(folder / "tokenizer.model")
+    parse = parse_tokenizer
+    if not path.is_file():
+        path = folder / "tokenizer.model"
+        parse = parse_tiktoken
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no tokenizer: use token ids, not text")
     stop = []
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
-            stop = read_json(folder / name).get("eos_token_id", stop)
-    encoding = tiktoken.Encoding(folder.name, pat_str=split, mergeable_ranks=ranks,
-                                 special_tokens=special)
-    return Tokenizer(encoding, prefix, stop if isinstance(stop, list) else [stop])
+            stop = read_json(folder / name).get("eos_token_id") or stop
+    try:
+        return Tokenizer(*parse(path), stop if isinstance(stop, list) else [stop])
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise ValueError(f"{path} is not a byte-level BPE: use token ids, not text") from None
 
-
-def parse_tokenizer(settings):
-    """What a tokenizer.json holds -> (ranks, special tokens, pattern, prefix). KeyError and others
-    if it is no byte-level BPE."""
-    # GPT-2's printable character of each byte
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    byte_of = {chr(b): b for b in printable}
-    for n, b in enumerate(sorted(set(range(256)) - set(printable))):
-        byte_of[chr(256 + n)] = b
+def parse_tokenizer(path):
+    """A tokenizer.json -> (ranks, special, split, prefix). KeyError and others if it is not BPE
+    over bytes."""
+    settings = read_json(path)
     special = {token["content"]: token["id"] for token in settings["added_tokens"]}
+
+    # a vocabulary spells bytes as printable characters
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
     ranks = {}
     for word, rank in settings["model"]["vocab"].items():
         if word not in special:
             ranks[bytes(byte_of[character] for character in word)] = rank
 
-    # the pattern that cuts a text into words before pairs are merged
     splitter = settings["pre_tokenizer"]
     steps = {step["type"]: step for step in splitter.get("pretokenizers", [splitter])}
     split = GPT2_SPLIT
-    if not steps["ByteLevel"]["use_regex"]:
-        split = steps["Split"]["pattern"]["Regex"]
-    elif len(steps) > 1:
-        raise KeyError("a second pattern")
+    if not steps.pop("ByteLevel")["use_regex"]:
+        split = steps.pop("Split")["pattern"]["Regex"]
+    if steps:
+        raise KeyError("another pattern")
 
-    # tokens that the template puts in front of a text
+    # the template may put tokens in front of a text
     post = settings.get("post_processor") or {}
+    template = [item for step in post.get("processors", [post]) for item in step.get("single", [])]
     prefix = []
-    for step in post.get("processors", [post]):
-        for item in step.get("single", []):
-            if "Sequence" in item:
-                break
-            prefix.append(special[item["SpecialToken"]["id"]])
+    while template and "SpecialToken" in template[0]:
+        prefix.append(special[template.pop(0)["SpecialToken"]["id"]])
     return ranks, special, split, prefix
 
-
-def read_tiktoken(path):
-    """A file of lines "token in base64, rank", with the special tokens of Llama 3"""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} has no tokenizer; use token ids, not text")
+def parse_tiktoken(path):
+    """Lines "token in base64, rank" -> (ranks, special, split, prefix), as in Llama 3"""
     ranks = {}
-    try:
-        for line in path.read_bytes().splitlines():
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-    except ValueError:
-        raise ValueError(f"{path} is not tiktoken's format; use token ids, not text") from None
+    for line in path.read_bytes().splitlines():
+        token, rank = line.split()
+        ranks[base64.b64decode(token, validate=True)] = int(rank)
     special = {"<|begin_of_text|>": len(ranks), "<|end_of_text|>": len(ranks) + 1}
     return ranks, special, LLAMA3_SPLIT, [len(ranks)]
-
 
 # -----------------------------------------------------------------------------
 # models by name, and the tiny model
 
-
-def cache_folder():
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
-
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
 
 def load_model(name, dtype=None, device="cpu", seed=0, world=None):
     """name: a preset (random weights), a Hugging Face folder, or "tiny" and its "draft" once they
@@ -1056,10 +928,9 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
     if name in PRESETS and name != "tiny":
         return GPT.from_preset(name, dtype, device, seed, world), None
     if name in ("tiny", "draft"):
-        folder = cache_folder() / name
-        if not folder.is_dir():
+        if not (CACHE / name).is_dir():
             raise FileNotFoundError(f"model {name!r} is not trained yet: run `python model.py`")
-        return GPT.from_pretrained(folder, dtype, device, world), byte_tokenizer()
+        return GPT.from_pretrained(CACHE / name, dtype, device, world), byte_tokenizer()
     if not Path(name).is_dir():
         raise FileNotFoundError(f"model {name!r}: must be a folder or one of {', '.join(PRESETS)}")
     model = GPT.from_pretrained(name, dtype, device, world)
@@ -1069,7 +940,6 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
         print(error, file=sys.stderr)
         return model, None
 
-
 def stdlib_tokens():
     """The sources of Python's standard library as bytes (T,), each file ended by token 256"""
     tokens = []
@@ -1077,13 +947,10 @@ def stdlib_tokens():
         tokens += [*path.read_bytes(), 256]
     return torch.tensor(tokens)
 
-
-def train(config, data, steps, name="model", seed=0):
-    """Train a model on tokens (T,). -> (GPT, loss of the last steps in nats per token)"""
-    B = 4
-    T = 256
-    rng = torch.Generator().manual_seed(seed)
-    model = GPT.from_preset(config, torch.float32, seed=seed)
+def train(config, data, steps, name, B=4, T=256):
+    """Train a model on tokens (n,). -> (GPT, mean loss of the last 50 steps in nats per token)"""
+    rng = torch.Generator().manual_seed(0)
+    model = GPT.from_preset(config, torch.float32)
     parameters = model.parameters()
     optimizer = torch.optim.AdamW(parameters, lr=2e-3, betas=(0.9, 0.99), weight_decay=0.1)
     losses = []
@@ -1105,16 +972,14 @@ def train(config, data, steps, name="model", seed=0):
         bar.set_postfix(loss=f"{losses[-1]:.3f}")
     return model, float(np.mean(losses[-50:]))
 
-
 def train_tiny(steps=1100):
-    """Train the preset "tiny" and a draft model of one layer, in half as many steps."""
+    """Train the preset "tiny" and, in half as many steps, a draft model of one layer."""
     data = stdlib_tokens()
     config = preset("tiny")
     for name, n_layer, n in (("draft", 1, steps // 2), ("tiny", config.n_layer, steps)):
         model, loss = train(replace(config, n_layer=n_layer), data, n, name)
-        model.save_pretrained(cache_folder() / name)
-        print(f"{name}: loss {loss:.2f} nats per byte, saved in {cache_folder() / name}")
-
+        model.save_pretrained(CACHE / name)
+        print(f"{name}: loss {loss:.2f} nats per byte, saved in {CACHE / name}")
 
 if __name__ == "__main__":
     train_tiny()

@@ -102,13 +102,13 @@ class Request:
         return tokens, end
 
 class Event(NamedTuple):
-    """New tokens of a request. finished: why it ended ("length", "stop", "aborted"), else ""."""
+    """New tokens of a request. finished: "length" or "stop" if they are its last ones, else ""."""
     request: Request
     tokens: list
     finished: str
 
 class Iteration(NamedTuple):
-    """A record of one iteration. entries: (request id, n_past, tokens fed, drafts among them)."""
+    """A record of one iteration, for traces. entries: (request id, n_past, rows, drafts among them)."""
     start: float  # seconds
     end: float
     entries: list
@@ -155,7 +155,6 @@ class Engine:
         self.pending = []  # a heap of (arrival, id): requests that have not arrived
         self.waiting = []  # preempted requests first, then by arrival
         self.running = []  # the most recently started last
-        self.dropped = []  # events of requests that the order aborted
         self.n_added = 0
 
         # memory, and the runner that uses it
@@ -171,14 +170,15 @@ class Engine:
 
         # policies
         self.scheduler = make_scheduler(scheduler, chunk)
-        self.order = ORDERS[check_choice("order", order, ORDERS)] if isinstance(order, str) else order
+        self.order = order if callable(order) else ORDERS[check_choice("order", order, ORDERS)]
         if lora == "merge":
             self.order = one_adapter(self.order)
         policy = make_policy(spec, self.scheduler)
         self.cost = cost or (model if self.simulated else None)
-        if self.cost is None and (self.scheduler.priced or policy and policy.priced):
+        priced = self.scheduler.priced or policy is not None and policy.priced
+        if priced and self.cost is None:
             self.cost = CostModel.profile(model)
-        self.speculator = Speculator(self, draft, policy) if policy else None
+        self.speculator = Speculator(self, draft, policy, priced) if policy else None
         self.scheduler.start(self)
 
     def step(self):
@@ -202,7 +202,7 @@ class Engine:
     def add_adapter(self, name, source):
         """Make an adapter known. source: a PEFT folder, an Adapter, or a rank (random weights).
         FileNotFoundError or ValueError for a folder that is missing or does not fit."""
-        adapter = self.runner.read_adapter(source)
+        adapter = source if isinstance(source, Adapter) else self.runner.read_adapter(source)
         self.adapters.known[name] = adapter
         self.adapters.n_page[name] = 0 if self.lora == "merge" else adapter.n_page
 
@@ -222,10 +222,10 @@ class Engine:
         """Serve prompts (lists of tokens). Returns the list of outputs. adapter: a name for all, or a
         list of names; options: other fields of Request."""
         names = adapter if isinstance(adapter, list) else [adapter] * len(prompts)
-        requests = []
-        for prompt, name in zip(prompts, names, strict=True):
-            requests.append(Request(prompt, max_new_tokens, name, **options))
-            self.add(requests[-1])
+        requests = [Request(prompt, max_new_tokens, name, **options)
+                    for prompt, name in zip(prompts, names, strict=True)]
+        for request in requests:
+            self.add(request)
         self.run()
         return [request.output for request in requests]
 
@@ -261,10 +261,12 @@ class Engine:
             return []
         ordered = self.order(self.waiting, self.running, self.clock.now())
         if len(ordered) < len(self.waiting):
-            self.drop_aborted()
+            for request in [r for r in self.waiting if r.state == "aborted"]:
+                self.finish(request, "aborted")  # by the order [S-LoRA §4.3]
         # pages that are free, or would be without idle adapters; the two pools may be one
+        store = self.adapters
         free = {self.pool: self.pool.n_free}
-        free[self.adapters.pool] = self.adapters.pool.n_free + self.adapters.n_idle_page()
+        free[store.pool] = store.pool.n_free + store.n_idle_page()
         if self.alloc == "grow":
             free[self.pool] -= len(self.running)  # for the next decodes
         names = set()
@@ -273,7 +275,7 @@ class Engine:
             free[self.pool] -= self.pages_at_start(request)
             if request.adapter not in names:
                 names.add(request.adapter)
-                free[self.adapters.pool] -= self.adapters.pages_at_start(request.adapter)
+                free[store.pool] -= store.pages_at_start(request.adapter)
             if min(free.values()) < 0:
                 break
             fitting.append(request)
@@ -340,7 +342,7 @@ class Engine:
     def commit(self, plan, new_tokens):
         """Advance the planned requests by what the runner did. Returns the events."""
         now = self.clock.now()
-        events = self.take_dropped()
+        events = []
         for request, n in plan:
             request.n_past += n
             tokens = new_tokens.get(request)
@@ -357,24 +359,13 @@ class Engine:
             events.append(Event(request, tokens, end))
         return events
 
-    def drop_aborted(self):
-        """Finish waiting requests that the order has marked as aborted [S-LoRA §4.3]."""
-        for request in [r for r in self.waiting if r.state == "aborted"]:
-            self.finish(request, "aborted")
-            self.dropped.append(Event(request, [], "aborted"))
-
-    def take_dropped(self):
-        events = self.dropped
-        self.dropped = []
-        return events
-
     def idle(self):
-        """Nothing could be planned: wait for the next arrival. Returns events of dropped requests."""
-        if self.waiting and not self.running and not self.dropped:
+        """Nothing could be planned: wait for the next arrival."""
+        if self.waiting and not self.running:
             if not self.pending:
                 raise RuntimeError(f"{len(self.waiting)} requests wait, but the order leaves all out")
             self.clock.wait_until(self.pending[0][0])
-        return self.take_dropped()
+        return []
 
 def check_choice(name, value, choices):
     """Returns value. KeyError that lists the choices if it is none of them."""
@@ -393,20 +384,18 @@ def check_request(r, engine):
     config = engine.model.config
     check_range("tokens in the prompt", len(r.prompt), 1)
     if not engine.simulated:
-        for token in (min(r.prompt), max(r.prompt)):
-            check_range("token", token, 0, config.vocab_size - 1)
+        check_range("token", min(r.prompt), 0)
+        check_range("token", max(r.prompt), 0, config.vocab_size - 1)
     check_range("max_new_tokens", r.max_new_tokens, 1)
     check_range("temperature", r.temperature, 0)
     check_range("top_k", r.top_k, 0)
     check_range("top_p", r.top_p, 1e-9, 1)
-    if r.adapter is not None:
-        check_choice("adapter", r.adapter, engine.adapters.known)
     check_range("prompt + max_new_tokens", r.max_len, 2, config.block_size)
-    n_page = engine.adapters.n_page[r.adapter]
-    check_range("pages of the adapter", n_page, 0, engine.adapters.pool.n_page)
-    if engine.adapters.pool is not engine.pool:
-        n_page = 0
-    check_range("pages of the request and its adapter", r.max_len + n_page, 1, engine.pool.n_page)
+    store = engine.adapters
+    check_choice("adapter", r.adapter, store.n_page) if r.adapter is not None else None
+    shared = store.n_page[r.adapter] if store.pool is engine.pool else 0
+    check_range("pages of the adapter", store.n_page[r.adapter], 0, store.pool.n_page)
+    check_range("pages of the request and its adapter", r.max_len + shared, 1, engine.pool.n_page)
 
 # -----------------------------------------------------------------------------
 # memory: pages and adapters
@@ -445,7 +434,7 @@ class AdapterStore:
 
     def __init__(self, pool):
         self.pool = pool
-        self.copy = None  # the runner's (adapter's name, pages) -> function that waits for the copy
+        self.copy = None  # the runner's (name, pages) -> function that waits for the copy
         self.known = {}  # name -> Adapter
         self.n_page = {None: 0}  # name -> pages
         self.loaded = {}  # name -> function that waits for the copy; least recently used first
@@ -458,7 +447,7 @@ class AdapterStore:
         return sum(self.n_page[name] for name in self.idle())
 
     def pages_at_start(self, name):
-        """Of the free and idle pages, how many a request takes with its adapter."""
+        """How many of the free and idle pages a request takes with its adapter."""
         return 0 if self.n_users[name] else self.n_page[name]
 
     def reserve(self, pool, owner, n):
@@ -470,10 +459,10 @@ class AdapterStore:
         if pool is not self.pool or n_new > pool.n_free + self.n_idle_page():
             return False
         for name in self.idle():
-            del self.loaded[name]
-            pool.release(name)
-            if pool.reserve(owner, n):
-                return True
+            if n_new > pool.n_free:
+                del self.loaded[name]
+                pool.release(name)
+        return pool.reserve(owner, n)
 
     def acquire(self, name):
         """Load an adapter, if it is not loaded, and count a user. False if pages are missing."""
@@ -487,7 +476,6 @@ class AdapterStore:
         return True
 
     def release(self, name):
-        """Count a user less."""
         self.n_users[name] -= name is not None
 
     def load(self, name):
@@ -620,27 +608,29 @@ class Autopilot(Scheduler):
         """Sets the number of drafts. Returns the number of prompt tokens to feed."""
         d = len(decodes)
         stats = self.stats(decodes)
-        n_prompt = sum(request.n_todo for request in prefills)
         speculator = self.engine.speculator
-        ks = range(MAX_DRAFTS + 1) if self.policy else [0]
+        ks = range(MAX_DRAFTS + 1) if self.policy else range(1)
+        alpha = speculator.acceptance.rate if speculator else 0.0
+        tokens = [d * expected_tokens(alpha, k) for k in ks]
+
+        def seconds(chunk, k):
+            chunks = self.stats(prefill_chunks(prefills, chunk))
+            stats_of_both = IterationStats(*map(add, stats.with_drafts(d * k), chunks))
+            drafting = speculator.proposer.seconds(d, stats.context, k) if k else 0.0
+            return self.engine.cost.seconds(stats_of_both) + drafting
 
         # the best number of drafts without a chunk, and so the price of a decoded token
-        tokens = [d * expected_tokens(speculator.acceptance.rate if k else 0.0, k) for k in ks]
-        widened = [stats.with_drafts(d * k) for k in ks]
-        drafting = [speculator.proposer.seconds(d, stats.context, k) if k else 0.0 for k in ks]
-        alone = [self.engine.cost.seconds(widened[k]) + drafting[k] for k in ks]
-        k = max(ks, key=lambda k: tokens[k] / alone[k])
-        price = alone[k] / max(1, tokens[k])
-        limit = max(self.time_limit(decodes, d * price), alone[k])
+        k = max(ks, key=lambda k: tokens[k] / seconds(0, k))
+        price = seconds(0, k) / max(1, tokens[k])
+        limit = max(self.time_limit(decodes, d * price), seconds(0, k))
 
         def work_rate(chunk, k):
-            chunks = self.stats(prefill_chunks(prefills, chunk))
-            both = IterationStats(*map(add, widened[k], chunks))
-            seconds = self.engine.cost.seconds(both) + drafting[k]
+            took = seconds(chunk, k)
             work = chunk * self.prefill_price + tokens[k] * price
-            return work / seconds if seconds <= limit else 0.0
+            return work / took if took <= limit else 0.0
 
         # the best chunk beside these drafts, then the best number of drafts beside this chunk
+        n_prompt = sum(request.n_todo for request in prefills)
         sizes = {n - d * (1 + k) for n in self.sizes} | {n_prompt}
         sizes = [0] * (d > 0) + sorted(n for n in sizes if 0 < n <= n_prompt)
         chunk = max(sizes, key=lambda n: work_rate(n, k), default=0)
@@ -774,11 +764,8 @@ def forced_acceptance(request, tree, engine):
     """How many levels of drafts are accepted if each draft has the chance engine.alpha. The answer for
     a position depends on nothing else, so that numbers of drafts can be compared."""
     for level, n_candidate in enumerate(tree):
-        # splitmix64 of (seed, request, position): uniform in 0 .. 2^64 - 1
-        x = hash((engine.seed, request.id, request.n_tokens + level)) * 0x9E3779B97F4A7C15 % 2**64
-        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
-        if (x ^ x >> 31) >= 2**64 * (1 - (1 - engine.alpha) ** n_candidate):
+        x = hash((engine.seed, request.id, request.n_tokens + level)) % 999983 / 999983  # uniform
+        if x >= 1 - (1 - engine.alpha) ** n_candidate:
             return level
     return len(tree)
 
@@ -987,12 +974,12 @@ def make_proposer(draft, engine, priced):
 class Speculator:
     """Adds drafts to an engine's plans, and counts how many are accepted [SmartSpec §5]."""
 
-    def __init__(self, engine, draft, policy):
+    def __init__(self, engine, draft, policy, priced):
         if engine.alpha == 0 and (engine.simulated or isinstance(policy, Oracle)):
             raise ValueError("alpha = 0: a simulator and an oracle need a forced acceptance rate")
         self.engine = engine
         self.policy = policy
-        self.proposer = make_proposer(draft, engine, policy.priced or engine.scheduler.priced)
+        self.proposer = make_proposer(draft, engine, priced)
         self.proposer.threshold = policy.threshold
         self.acceptance = MovingAcceptance()
         self.n_drafted = 0
@@ -1343,10 +1330,6 @@ class Profile(CostModel):
     """Least squares over made-up iterations of a real model on this machine. error: the median relative
     error on iterations that the fit did not see."""
     KNOT = 16  # tokens: up to here, linear operators are bound by memory
-    LINEAR = slice(0, 3)  # which features make which operator
-    ATTENTION = slice(3, 8)
-    OTHERS = slice(8, 9)
-    LORA = slice(9, 12)
 
     def __init__(self, model, n_fit=72, n_test=12, n_round=3):
         super().__init__(model.config, model.dtype, str(model.device))
@@ -1369,46 +1352,44 @@ class Profile(CostModel):
         self.bandwidth = self.n_bytes / max(self.coefficients[0], 1e-9)
 
     def features(self, s):
-        return (1, s.n_tokens, max(0, s.n_tokens - self.KNOT),
-                s.context, s.context_again, s.decodes, s.pairs, s.chunk_context,
-                s.n_logits,
-                s.adapted, s.lora_read, s.lora_pairs)
+        return (1, s.n_tokens, max(0, s.n_tokens - self.KNOT),  # linear
+                s.context, s.context_again, s.decodes, s.pairs, s.chunk_context,  # attention
+                s.n_logits,  # others
+                s.adapted, s.lora_read, s.lora_pairs)  # adapters
 
-    def part(self, which, stats):
-        pairs = zip(self.coefficients[which], self.features(stats)[which])
-        return sum(coefficient * feature for coefficient, feature in pairs)
+    def part(self, first, end, stats):
+        terms = zip(self.coefficients[first:end], self.features(stats)[first:end])
+        return sum(coefficient * feature for coefficient, feature in terms)
 
     def linear(self, n):
-        return self.part(self.LINEAR, IterationStats(n))
+        return self.part(0, 3, IterationStats(n))
 
     def attention(self, stats):
-        return self.part(self.ATTENTION, stats)
+        return self.part(3, 8, stats)
 
     def others(self, stats):
-        return self.part(self.OTHERS, stats)
+        return self.part(8, 9, stats)
 
     def lora(self, stats, way):
-        return self.part(self.LORA, stats)
+        return self.part(9, 12, stats)
 
 def random_plan(engine, rng, L):
     """A made-up iteration: decodes, some with drafts, and in most cases a chunk; half of them with
     adapters."""
-    known = [None, *engine.adapters.known] if rng.random() < 0.5 else [None]
-    plan = []
-    n_draft = int(rng.choice((0, 0, 0, 1, 3, 7)))
-    n_context = int(2 ** rng.uniform(3, math.log2(L / 2)))
-    for _ in range(rng.choice((0, 1, 2, 4, 8, 16))):
-        n_past = int(rng.integers(1, n_context))
-        request = Request([1] * (n_past + 1), 1 + n_draft, known[rng.integers(len(known))])
+    names = [None, *engine.adapters.known] if rng.random() < 0.5 else [None]
+
+    def entry(n_past, n, n_draft):
+        request = Request([1] * (n_past + n), 1 + n_draft, names[rng.integers(len(names))])
         request.n_past = n_past
         request.drafts = [1] * n_draft
-        plan.append((request, 1))
+        return request, n
+    n_draft = rng.choice((0, 0, 0, 1, 3, 7))
+    context = 2 ** rng.uniform(3, math.log2(L / 2))
+    plan = [entry(int(rng.uniform(1, context)), 1, n_draft)
+            for _ in range(rng.choice((0, 1, 2, 4, 8, 16)))]
     if not plan or rng.random() < 0.5:
         n = int(2 ** rng.uniform(3.5, math.log2(L / 2)))
-        n_past = int(rng.choice((0, L // 4, L // 2)))
-        request = Request([1] * (n_past + n), 1, known[rng.integers(len(known))])
-        request.n_past = n_past
-        plan.append((request, n))
+        plan.append(entry(rng.choice((0, L // 4, L // 2)), n, 0))
     return plan
 
 def time_plan(engine, plan):

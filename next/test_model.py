@@ -231,7 +231,7 @@ BAD_FOLDERS = {
     f"'{Q}' is missing": edit(lambda t: t.pop(Q)),
     f"'{Q}' is \\(3, 64\\) .*must be \\(64, 64\\)": edit(lambda t: t.update({Q: torch.ones(3, 64)})),
     f"'{Q}' is .*int32": edit(lambda t: t.update({Q: torch.ones(64, 64, dtype=torch.int32)})),
-    "1 surplus tensors, such as 'extra'": edit(lambda t: t.update(extra=torch.ones(1))),
+    "1 surplus tensors, as 'extra'": edit(lambda t: t.update(extra=torch.ones(1))),
 }
 
 
@@ -328,14 +328,14 @@ BAD_ADAPTERS = {
     "router.*does not fit.*self_attn.q_proj": edit(
         lambda t: t.update({A.replace("q_proj", "router"): torch.ones(8, 64)})),
     "adapter_model.safetensors does not exist": lambda f: next(f.glob("*.safetensors")).unlink(),
-    "r = 'x': must be a positive whole number": edit(r="x"),
+    "rank or alpha = .x.: must be a positive number": edit(r="x"),
 }
 
 
 @pytest.mark.parametrize("message", BAD_ADAPTERS)
 def test_a_bad_adapter_is_one_clear_line(message, tmp_path):
     Adapter.random(LLAMA, 8).save_pretrained(tmp_path)
-    edit(rank_pattern={}, alpha_pattern={})(tmp_path)
+    edit(rank_pattern={}, alpha_pattern={}, r=8, lora_alpha=8)(tmp_path)
     BAD_ADAPTERS[message](tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         Adapter.from_pretrained(tmp_path, LLAMA)
@@ -398,7 +398,7 @@ def test_tiktokens_format_and_other_tokenizers(tmp_path):
     assert ours.encode("abc") == [257, 256, ord("c")]
     assert ours.decode([256, 99999, 98]) == "ab\ufffdb"
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00")
-    with pytest.raises(ValueError, match="not tiktoken's format; use token ids"):
+    with pytest.raises(ValueError, match="not a byte-level BPE: use token ids"):
         load_tokenizer(tmp_path)
     metaspace = dict(added_tokens=[], model=dict(type="BPE", vocab={"\u2581a": 0}))
     unigram = dict(added_tokens=[], model=dict(type="Unigram", vocab=[["a", 0.0]]))
@@ -406,9 +406,9 @@ def test_tiktokens_format_and_other_tokenizers(tmp_path):
         type="Sequence", pretokenizers=[dict(type="Digits"), dict(type="ByteLevel", use_regex=True)]))
     for settings in (metaspace, unigram, digits):
         (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
-        with pytest.raises(ValueError, match="not a byte-level BPE; use token ids"):
+        with pytest.raises(ValueError, match="not a byte-level BPE: use token ids"):
             load_tokenizer(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no tokenizer; use token ids"):
+    with pytest.raises(FileNotFoundError, match="no tokenizer: use token ids"):
         load_tokenizer(tmp_path / "nowhere")
 
 
@@ -513,7 +513,7 @@ def test_presets_have_the_published_size(name, billions):
 
 
 def test_names_that_are_no_model(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(model_py, "CACHE", tmp_path)
     with pytest.raises(KeyError, match="unknown preset 'llama-8b': must be one of tiny, gpt2"):
         GPT.from_preset("llama-8b")
     with pytest.raises(FileNotFoundError, match="'tiny' is not trained yet: run `python model.py`"):
@@ -535,10 +535,10 @@ def test_dtype_none_is_the_folders_if_the_machine_is_fast(tmp_path, monkeypatch)
 
 
 def test_training_lowers_the_loss_and_the_model_is_found(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(model_py, "CACHE", tmp_path)
     monkeypatch.setattr(model_py, "PRESETS", {"tiny": GPTConfig(2, 2, 64, 128, vocab_size=257, tied=True)})
     monkeypatch.setattr(model_py, "stdlib_tokens", lambda: torch.arange(4000) % 7)
-    model_py.train_tiny(steps=60)
+    model_py.train_tiny(steps=100)
     model, tokenizer = load_model("tiny")
     draft, _ = load_model("draft")
     assert (model.config.n_layer, draft.config.n_layer) == (2, 1)
@@ -546,4 +546,4 @@ def test_training_lowers_the_loss_and_the_model_is_found(tmp_path, monkeypatch):
     tokens = torch.arange(30) % 7
     for m in (model, draft):
         loss = torch.nn.functional.cross_entropy(m.logits(tokens)[:-1], tokens[1:])
-        assert loss < 3  # log(257) = 5.5 at the start
+        assert loss < 2.5  # log(257) = 5.5 at the start
