@@ -572,7 +572,8 @@ def gather_heads(x, rows, padded):
     return out
 
 
-def attention(q, kv, batch):    """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
+def attention(q, kv, batch):
+    """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
     if use_triton(q):
         return attention_triton(q, kv, batch)
     if cpp("attend", q, kv) is None:
@@ -1094,15 +1095,16 @@ void attend(const T* q, T* kv, const int32_t* spans, const int32_t* table, T* ou
 template <class T>
 void gather_heads(const T* plane, const int32_t* rows, T* out, int n_row, int padded, int Hk,
                   int D) {
-    #pragma omp parallel for if (padded > 8)
-    for (int64_t i = 0; i < padded; i++)
-        for (int64_t h = 0; h < Hk; h++) {
-            T* to = out + (h * padded + i) * D;
-            if (i < n_row)
-                memcpy(to, plane + ((rows ? rows[i] : i) * Hk + h) * D, D * sizeof(T));
-            else
-                memset(to, 0, D * sizeof(T));
-        }
+    #pragma omp parallel for
+    for (int64_t begin = 0; begin < padded; begin += 32)
+        for (int64_t h = 0; h < Hk; h++)
+            for (int64_t i = begin; i < std::min<int64_t>(begin + 32, padded); i++) {
+                T* to = out + (h * padded + i) * D;
+                if (i < n_row)
+                    memcpy(to, plane + ((rows ? rows[i] : i) * Hk + h) * D, D * sizeof(T));
+                else
+                    memset(to, 0, D * sizeof(T));
+            }
 }
 
 // Softmax in place of scores (Hk, n, G, context), without the division by totals (Hk, n, G). Row j
@@ -1110,31 +1112,33 @@ void gather_heads(const T* plane, const int32_t* rows, T* out, int n_row, int pa
 template <class T>
 void causal_softmax(T* scores, float* totals, int Hk, int n, int G, int context, int n_past,
                     float scale) {
-    T masked[16];
-    store(masked, vec{} + MASKED);
+    T mask[64] = {};  // 32 zeros, 32 times MASKED
+    store_pair(mask + 32, {vec{} + MASKED, vec{} + MASKED});
     scale *= LOG2E;
-    #pragma omp parallel for
-    for (int64_t row = 0; row < (int64_t)Hk * n * G; row++) {
-        T* s = scores + row * context;
-        const int seen = std::min(context, n_past + (int)(row / G % n) + 1);
-        const int end = (seen + 31) / 32 * 32;
-        for (int c = seen; c < end; c++) s[c] = masked[0];
-        vec top = vec{} + MASKED, total = {};
-        for (int c = 0; c < end; c += 32) {
-            Pair x = load_pair(s + c);
-            top = larger(top, larger(x.a, x.b));
-        }
-        const float m = largest(top) * scale;
-        for (int c = 0; c < end; c += 32) {
-            Pair x = load_pair(s + c);
-            x.a = exp2(x.a * scale - m);
-            x.b = exp2(x.b * scale - m);
-            total += x.a + x.b;
-            store_pair(s + c, x);
-        }
-        memset(s + seen, 0, (context - seen) * sizeof(T));
-        totals[row] = sum(total);
-    }
+    #pragma omp parallel for collapse(2)
+    for (int64_t h = 0; h < Hk; h++)
+        for (int j = 0; j < n; j++)
+            for (int64_t row = (h * n + j) * G; row < (h * n + j + 1) * G; row++) {
+                T* s = scores + row * context;
+                const int seen = std::min(context, n_past + j + 1), last = (seen - 1) / 32 * 32;
+                Pair x = load_pair(s + last), m = load_pair(mask + 32 - (seen - last));
+                store_pair(s + last, {x.a + m.a, x.b + m.b});
+                vec top = vec{} + MASKED, total = {};
+                for (int c = 0; c <= last; c += 32) {
+                    x = load_pair(s + c);
+                    top = larger(top, larger(x.a, x.b));
+                }
+                const float highest = largest(top) * scale;
+                for (int c = 0; c <= last; c += 32) {
+                    x = load_pair(s + c);
+                    x.a = exp2(x.a * scale - highest);
+                    x.b = exp2(x.b * scale - highest);
+                    total += x.a + x.b;
+                    store_pair(s + c, x);
+                }
+                memset(s + seen, 0, (context - seen) * sizeof(T));
+                totals[row] = sum(total);
+            }
 }
 
 // values (Hk, padded, G, D) / totals (Hk, padded, G) -> out (n, Hk, G, D)

@@ -42,12 +42,13 @@ from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, 
 
 OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # of one layer [SARATHI Table 1]
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # tensor parallelism cuts their input, not their output
+RANK_0 = ("head.weight", "postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
 ROPE_SCALINGS = {  # kind -> the numbers that it needs
     "default": [],
     "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
 
 class Operator(NamedTuple):
     """One or several modules of a checkpoint, side by side in one matrix."""
@@ -196,8 +197,9 @@ def pick_dtype(dtype, device, stored="bfloat16"):
     name = str(dtype or stored).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"dtype = {name!r}: must be one of {', '.join(DTYPES)}")
-    slow = dtype is None and not is_fast(DTYPES[name], device)
-    return torch.float32 if slow else DTYPES[name]
+    if dtype is None and not is_fast(getattr(torch, name), device):
+        return torch.float32
+    return getattr(torch, name)
 
 # -----------------------------------------------------------------------------
 # tensor parallelism
@@ -289,21 +291,16 @@ class GPT:
         self.device = weights["embedding.weight"].device
         self.originals = {}  # weights without the adapter that is merged into them
         self.frequencies = rotary_frequencies(config).to(self.device)
-        self.exchange = dict.fromkeys(OPERATORS)  # how devices exchange x A
-        if world.size > 1:
-            for op in OPERATORS:
-                self.exchange[op] = world.all_reduce if op in ROW_PARALLEL else self.gather
+        exchange = (self.gather, world.all_reduce) if world.size > 1 else (None, None)
+        self.exchange = dict(zip(OPERATORS, 2 * exchange))  # how devices exchange x A
         self.find_layers()
 
     def find_layers(self):
         """Set self.layers[i][norm or operator] = (weight, bias or None)."""
         self.layers = []
         for i in range(self.config.n_layer):
-            layer = {name: self.affine(f"{i}.{name}") for name in ("norm1", "norm2", *OPERATORS)}
-            for op in ROW_PARALLEL:
-                if self.world.rank > 0:
-                    layer[op] = (layer[op][0], None)  # rank 0 adds the bias to the sum
-            self.layers.append(layer)
+            names = ("norm1", "norm2", *OPERATORS)
+            self.layers.append({name: self.affine(f"{i}.{name}") for name in names})
 
     def affine(self, name):
         return self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
@@ -388,11 +385,11 @@ class GPT:
         for layer in self.layers:
             x, h = add_norm_ref(x, delta, *layer["norm1"], c.norm_eps)
             qkv = linear_ref(h, *layer["preproj"]).unflatten(-1, (-1, c.head_dim))
-            q, k, v = qkv.split([c.n_head, c.n_kv_head, c.n_kv_head], 2)  # (B, T, heads, D)
+            qk, v = qkv.split([c.n_head + c.n_kv_head, c.n_kv_head], 2)  # (B, T, heads, D)
             if c.is_llama:
-                q = rotate_ref(q, angles.cos(), angles.sin())
-                k = rotate_ref(k, angles.cos(), angles.sin())
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
+                qk = rotate_ref(qk, angles.cos(), angles.sin())
+            q, k = qk.transpose(1, 2).split([c.n_head, c.n_kv_head], 1)  # (B, heads, T, D)
+            v = v.transpose(1, 2)
             h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             delta = linear_ref(h.transpose(1, 2).flatten(2), *layer["postproj"])
             x, h = add_norm_ref(x, delta, *layer["norm2"], c.norm_eps)
@@ -404,8 +401,8 @@ class GPT:
     def logits(self, tokens):
         """The oracle: tokens (T,) -> logits (T, V) in float32"""
         assert self.world.size == 1, "the oracle has no tensor parallelism"
-        tokens = torch.as_tensor(tokens, dtype=torch.long, device=self.device)
-        return linear_ref(self.hidden(tokens[None])[0], self.weights["head.weight"])
+        hidden = self.hidden(torch.as_tensor(tokens, device=self.device)[None])[0]
+        return linear_ref(hidden, self.weights["head.weight"])
 
     def parameters(self):
         """Make all weights trainable. Returns them."""
@@ -470,7 +467,7 @@ class GPT:
         dtype = pick_dtype(dtype, world.device, stored)
         model = cls.load(config, checkpoint.take, dtype, world)
         surplus = [name for name in checkpoint.files if not name.endswith(OLD)]
-        if surplus:
+        if surplus and world.rank == 0:
             raise ValueError(f"{folder}: {len(surplus)} surplus tensors, as {surplus[0]!r}")
         return model
 
@@ -481,7 +478,7 @@ class GPT:
         config = config.shard_of(world.rank, world.size)
         weights = {}
         for name, parts in checkpoint_parts(config).items():
-            if name == "head.weight" and world.rank > 0:
+            if world.rank > 0 and name.endswith(RANK_0):
                 continue
             shares = []
             for part, shape, dim in parts:
@@ -547,27 +544,29 @@ def checkpoint_parts(config):
     [q, k, v]}. dim: where tensor parallelism cuts the tensor, None if it does not [S-LoRA §6]."""
     c = config
     names = NAMES[c.family]
-    vocabulary = (c.vocab_size, c.n_embd)
-    parts = {"embedding.weight": [(f"{names['embedding']}.weight", vocabulary, None)]}
+    parts = {}
+
+    def add(name, stored, shape, dim=None):
+        parts.setdefault(name, []).append((stored, shape, dim))
+
+    add("embedding.weight", f"{names['embedding']}.weight", (c.vocab_size, c.n_embd))
     if not c.is_llama:
-        parts["positions.weight"] = [("wpe.weight", (c.block_size, c.n_embd), None)]
+        add("positions.weight", "wpe.weight", (c.block_size, c.n_embd))
     if not c.tied:
-        parts["head.weight"] = [("lm_head.weight", vocabulary, None)]
+        add("head.weight", "lm_head.weight", (c.vocab_size, c.n_embd))
     for leaf in ["weight"] if c.is_llama else ["weight", "bias"]:
-        parts[f"norm.{leaf}"] = [(f"{names['norm']}.{leaf}", (c.n_embd,), None)]
+        add(f"norm.{leaf}", f"{names['norm']}.{leaf}", (c.n_embd,))
         for i in range(c.n_layer):
             prefix = f"{names['layer']}.{i}"
             for norm in ("norm1", "norm2"):
-                name = f"{prefix}.{names[norm]}.{leaf}"
-                parts[f"{i}.{norm}.{leaf}"] = [(name, (c.n_embd,), None)]
+                add(f"{i}.{norm}.{leaf}", f"{prefix}.{names[norm]}.{leaf}", (c.n_embd,))
             for module, op in c.modules.items():
                 shape = c.whole_shape(module)
                 dim = int(op in ROW_PARALLEL)
                 if leaf == "bias":
                     shape = shape[:1]
                     dim = None if op in ROW_PARALLEL else 0
-                part = (f"{prefix}.{module}.{leaf}", shape, dim)
-                parts.setdefault(f"{i}.{op}.{leaf}", []).append(part)
+                add(f"{i}.{op}.{leaf}", f"{prefix}.{module}.{leaf}", shape, dim)
     return parts
 
 def read_json(path):
@@ -684,6 +683,7 @@ class Adapter:
         self.n_page = 0
         self.n_params = 0  # of this device
         self.sites = {}  # operator -> (n_site, 8) int32, see kernels.Sites
+        self.places = {}  # module -> (first page, rank of A, n_in, rank of B, columns)
         i, n = config.shard
         for op, (n_in, _, modules) in config.operators.items():
             sites = []
@@ -692,12 +692,12 @@ class Adapter:
                     continue
                 column, columns = modules[module]
                 rank = ranks[module]
-                rank_a = cdiv(rank, n)
+                rank_a = rank if op in ROW_PARALLEL else cdiv(rank, n)
                 if op in ROW_PARALLEL:
-                    rank_a = rank
                     columns //= n
                     column = i * columns
                 sites.append([0, 0, column, columns, rank_a, rank, number, self.n_page])
+                self.places[module] = self.n_page, rank_a, n_in, rank, columns
                 self.n_page += max(rank_a * cdiv(n_in, self.width),
                                    rank * cdiv(columns, self.width))
                 self.n_params += config.n_layer * (rank_a * n_in + rank * columns)
@@ -766,13 +766,12 @@ class Adapter:
 
     def factors(self, layer, module):
         """Views of A (rank of A, n_in) and B (rank of B, columns) on this device"""
-        operator = self.config.operators[self.config.modules[module]]
-        sites = self.sites[self.config.modules[module]]
-        number = list(operator.modules).index(module)
-        _, _, _, columns, rank_a, rank_b, _, first = sites[sites[:, 6] == number][0].tolist()
-        a = self.planes[layer, 0, first:first + rank_a * cdiv(operator.n_in, self.width)]
-        b = self.planes[layer, 1, first:first + rank_b * cdiv(columns, self.width)]
-        return a.view(rank_a, -1)[:, :operator.n_in], b.view(rank_b, -1)[:, :columns]
+        first, rank_a, n_in, rank_b, columns = self.places[module]
+        a = self.planes[layer, 0, first:]
+        b = self.planes[layer, 1, first:]
+        row_a = cdiv(n_in, self.width) * self.width
+        row_b = cdiv(columns, self.width) * self.width
+        return a.as_strided((rank_a, n_in), (row_a, 1)), b.as_strided((rank_b, columns), (row_b, 1))
 
     def fill(self, layer, module, a, b):
         """Keep this device's part of A (rank, n_in) and B (rank, n_out). If the rank is smaller
@@ -799,8 +798,9 @@ def read_lora_settings(path):
     check_settings(path, c, PLAIN_LORA)
     ranks = {**(c.get("rank_pattern") or {}), ".*": c.get("r")}  # the first match counts
     alphas = {**(c.get("alpha_pattern") or {}), ".*": c.get("lora_alpha")}
-    for value in [*ranks.values(), *alphas.values()]:
-        check_number(f"{path}: rank or alpha", value, float)
+    for patterns, kind in ((ranks, int), (alphas, float)):
+        for value in patterns.values():
+            check_number(f"{path}: rank or alpha", value, kind)
 
     def setting(module, patterns):
         module = module.removeprefix("base_model.model.")
@@ -927,18 +927,16 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
     are trained. -> (GPT, Tokenizer or None)"""
     if name in PRESETS and name != "tiny":
         return GPT.from_preset(name, dtype, device, seed, world), None
-    if name in ("tiny", "draft"):
-        if not (CACHE / name).is_dir():
-            raise FileNotFoundError(f"model {name!r} is not trained yet: run `python model.py`")
-        return GPT.from_pretrained(CACHE / name, dtype, device, world), byte_tokenizer()
-    if not Path(name).is_dir():
-        raise FileNotFoundError(f"model {name!r}: must be a folder or one of {', '.join(PRESETS)}")
-    model = GPT.from_pretrained(name, dtype, device, world)
+    folder = CACHE / name if name in ("tiny", "draft") else Path(name)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"model {name!r}: must be a folder, one of {', '.join(PRESETS)}, "
+                                "or after `python model.py` tiny or draft")
+    model = GPT.from_pretrained(folder, dtype, device, world)
     try:
-        return model, load_tokenizer(name)
-    except (FileNotFoundError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return model, None
+        tokenizer = byte_tokenizer() if folder.parent == CACHE else load_tokenizer(folder)
+    except (FileNotFoundError, ValueError):
+        tokenizer = None
+    return model, tokenizer
 
 def stdlib_tokens():
     """The sources of Python's standard library as bytes (T,), each file ended by token 256"""

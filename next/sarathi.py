@@ -173,12 +173,12 @@ class Engine:
         self.order = order if callable(order) else ORDERS[check_choice("order", order, ORDERS)]
         if lora == "merge":
             self.order = one_adapter(self.order)
-        policy = make_policy(spec, self.scheduler)
+        policy = make_policy(spec)
         self.cost = cost or (model if self.simulated else None)
         priced = self.scheduler.priced or policy is not None and policy.priced
         if priced and self.cost is None:
             self.cost = CostModel.profile(model)
-        self.speculator = Speculator(self, draft, policy, priced) if policy else None
+        self.speculator = Speculator(self, draft, policy) if policy else None
         self.scheduler.start(self)
 
     def step(self):
@@ -556,87 +556,54 @@ class Sarathi(Scheduler):
     The chunk leaves room for the decodes, so that both together fill whole tiles [§4.4]."""
 
     def plan(self, running, waiting):
-        plan = [(request, 1) for request in running if request.n_todo == 1]
-        prefills = [request for request in running if request.n_todo > 1] + waiting[:1]
-        if prefills:
-            tile = min(self.tile, self.chunk)
-            n_token = max(self.chunk, round_up(len(plan) + 1, tile))
-            plan.append((prefills[0], min(prefills[0].n_todo, n_token - len(plan))))
-        return plan
+        decodes, prefills = split(running, waiting)
+        if not prefills:
+            return decodes
+        tile = min(self.tile, self.chunk)
+        n_token = max(self.chunk, round_up(len(decodes) + 1, tile))
+        return decodes + prefill_chunks(prefills[:1], n_token - len(decodes))
 
 class SarathiServe(Scheduler):
     """A budget of tokens per iteration: decodes first, then prefill chunks (Sarathi-Serve)."""
 
     def plan(self, running, waiting):
-        decodes = [(request, 1) for request in running if request.n_todo == 1]
-        prefills = [request for request in running if request.n_todo > 1] + waiting
+        decodes, prefills = split(running, waiting)
         return decodes + prefill_chunks(prefills, self.chunk - len(decodes))
 
-def prefill_chunks(prefills, budget):
-    """Cut budget tokens from the prompts, one prompt after the other. Returns [(request, n)]."""
-    plan = []
-    for request in prefills:
-        if budget > 0:
-            plan.append((request, min(request.n_todo, budget)))
-            budget -= plan[-1][1]
-    return plan
-
-def round_up(n, unit):
-    return -(-n // unit) * unit
-
 class Autopilot(Scheduler):
-    """Chooses the chunk, and with spec="autopilot" the number of drafts, by one price: the most work
-    per second, each kind of work priced at what it costs alone [SARATHI §6, SmartSpec §4.1]."""
+    """Chooses each iteration's chunk by one price: the most work per second, where prompt tokens and
+    decoded tokens count what they cost alone, at best. The policy goodput does the same for the number
+    of drafts [SARATHI §6, SmartSpec §4.1]."""
     priced = True
-    policy = None  # with spec="autopilot": a Fixed policy, set in every plan
 
     def start(self, engine):
         self.engine = engine
         self.tile = engine.cost.tile
-        powers = {2**i for i in range(4, 13)}
-        tiles = {self.tile * i for i in (1, 2, 3, 4, 6)}
-        self.sizes = sorted(n for n in powers | tiles if n % self.tile == 0)  # tokens worth trying
-        # seconds per prefilled token, at its best
+        sizes = {2**i for i in range(4, 13)} | {self.tile * i for i in (1, 2, 3, 4, 6)}
+        self.sizes = sorted(n for n in sizes if n % self.tile == 0)  # of batches, in tokens
+        # seconds per prompt token, at best
         self.prefill_price = min(engine.cost.time_of([(0, n, 0, 0)]) / n for n in self.sizes)
 
     def plan(self, running, waiting):
-        decodes = [(request, 1) for request in running if request.n_todo == 1]
-        prefills = [request for request in running if request.n_todo > 1] + waiting
-        return decodes + prefill_chunks(prefills, self.choose(decodes, prefills))
-
-    def choose(self, decodes, prefills):
-        """Sets the number of drafts. Returns the number of prompt tokens to feed."""
+        decodes, prefills = split(running, waiting)
         d = len(decodes)
         stats = self.stats(decodes)
         speculator = self.engine.speculator
-        ks = range(MAX_DRAFTS + 1) if self.policy else range(1)
-        alpha = speculator.acceptance.rate if speculator else 0.0
-        tokens = [d * expected_tokens(alpha, k) for k in ks]
+        if speculator:  # as many drafts as in the last iteration
+            stats = stats.with_drafts(speculator.n_last)
+        alone = self.engine.cost.seconds(stats)
+        limit = max(alone, self.time_limit(decodes, alone))
 
-        def seconds(chunk, k):
-            chunks = self.stats(prefill_chunks(prefills, chunk))
-            stats_of_both = IterationStats(*map(add, stats.with_drafts(d * k), chunks))
-            drafting = speculator.proposer.seconds(d, stats.context, k) if k else 0.0
-            return self.engine.cost.seconds(stats_of_both) + drafting
+        def work_rate(chunk):
+            both = IterationStats(*map(add, stats, self.stats(prefill_chunks(prefills, chunk))))
+            seconds = self.engine.cost.seconds(both)
+            work = chunk * self.prefill_price + alone * (d > 0)
+            return work / seconds if seconds <= limit else 0.0
 
-        # the best number of drafts without a chunk, and so the price of a decoded token
-        k = max(ks, key=lambda k: tokens[k] / seconds(0, k))
-        price = seconds(0, k) / max(1, tokens[k])
-        limit = max(self.time_limit(decodes, d * price), seconds(0, k))
-
-        def work_rate(chunk, k):
-            took = seconds(chunk, k)
-            work = chunk * self.prefill_price + tokens[k] * price
-            return work / took if took <= limit else 0.0
-
-        # the best chunk beside these drafts, then the best number of drafts beside this chunk
         n_prompt = sum(request.n_todo for request in prefills)
-        sizes = {n - d * (1 + k) for n in self.sizes} | {n_prompt}
-        sizes = [0] * (d > 0) + sorted(n for n in sizes if 0 < n <= n_prompt)
-        chunk = max(sizes, key=lambda n: work_rate(n, k), default=0)
-        if self.policy:
-            self.policy.tree = (1,) * max(ks, key=lambda k: work_rate(chunk, k))
-        return chunk
+        sizes = [n - stats.n_tokens for n in self.sizes] + [n_prompt]
+        sizes = [0] * (d > 0) + [n for n in sizes if 0 < n <= n_prompt]
+        return decodes + prefill_chunks(prefills, max(sizes, key=work_rate, default=0))
 
     def stats(self, plan):
         return IterationStats.of(entries_of(plan, self.engine), self.tile)
@@ -654,6 +621,23 @@ class Autopilot(Scheduler):
             if at_best <= target * (request.max_new_tokens - 1):
                 limit = min(limit, target * n - elapsed)
         return limit
+
+def split(running, waiting):
+    """Returns the decodes as entries of a plan, and the requests with a prompt to feed."""
+    decodes = [(request, 1) for request in running if request.n_todo == 1]
+    return decodes, [request for request in running if request.n_todo > 1] + waiting
+
+def prefill_chunks(prefills, budget):
+    """Cut budget tokens from the prompts, one prompt after the other. Returns [(request, n)]."""
+    plan = []
+    for request in prefills:
+        if budget > 0:
+            plan.append((request, min(request.n_todo, budget)))
+            budget -= plan[-1][1]
+    return plan
+
+def round_up(n, unit):
+    return -(-n // unit) * unit
 
 SCHEDULERS = {"static": Static, "orca": Orca, "prefill_first": PrefillFirst, "sarathi": Sarathi,
               "sarathi_serve": SarathiServe, "autopilot": Autopilot}
@@ -676,8 +660,7 @@ def fcfs(waiting, running, now):
 
 def lcfs(waiting, running, now):
     """Last come, first served; preempted requests before all [S-LoRA §4.3]."""
-    preempted = [request for request in waiting if request.output]
-    return preempted + [request for request in reversed(waiting) if not request.output]
+    return sorted(waiting, key=lambda request: (not request.output, -request.arrival))
 
 ORDERS = {"fcfs": fcfs, "lcfs": lcfs}
 
@@ -713,22 +696,20 @@ class EarlyAbort:
         self.latest = (1 - margin) * slo  # seconds of waiting; margin: from the start to the first token
         self.last_id = -1
         self.n_waiting = 0
-        self.come = 0.0  # requests per call
-        self.started = 0.0
+        self.surplus = 0.0  # requests that come minus requests that are started, per call
 
     def __call__(self, waiting, running, now):
         n_come = sum(request.id > self.last_id for request in waiting)
         n_started = self.n_waiting + n_come - len(waiting)
         if n_come or n_started:
-            self.come = 0.7 * n_come + 0.3 * self.come
-            self.started = 0.7 * n_started + 0.3 * self.started
+            self.surplus = 0.7 * (n_come - n_started) + 0.3 * self.surplus
         self.last_id = max(self.last_id, *(request.id for request in waiting))
         for request in waiting:
             if now - request.arrival >= self.latest and not request.output:
                 request.state = "aborted"
         alive = [request for request in waiting if request.state == "waiting"]
         self.n_waiting = len(alive)
-        return alive if self.come < self.started else lcfs(alive, running, now)
+        return lcfs(alive, running, now) if self.surplus >= 0 else alive
 
 # -----------------------------------------------------------------------------
 # speculation: how many drafts (policies), which ones (proposers), and how many were accepted
@@ -751,10 +732,6 @@ class MovingAcceptance:
     def update(self, n_accepted, n_tried):
         self.accepted = self.FADE * self.accepted + n_accepted
         self.tried = self.FADE * self.tried + n_tried
-
-def expected_tokens(alpha, k):
-    """l(alpha, k): tokens that k drafts and the token behind them are worth [SmartSpec Eq. 8]."""
-    return sum(alpha ** i for i in range(k + 1))
 
 def tree_size(tree):
     """Drafts in a tree with so many candidates per level: (3, 2, 2) has 3 + 6 + 12 = 21."""
@@ -787,7 +764,7 @@ class Fixed(Policy):
 
     def __init__(self, tree):
         self.tree = tree
-        self.most = max(MAX_DRAFTS, len(tree))
+        self.most = len(tree)
 
     def lengths(self, alphas, limits, price):
         return [self.tree[:limit] for limit in limits]
@@ -799,22 +776,22 @@ class Goodput(Policy):
     trees = [(1,) * k for k in range(MAX_DRAFTS + 1)]
 
     def lengths(self, alphas, limits, price):
-        tokens, seconds = self.outlook(alphas, limits, price)
+        tokens, seconds = self.outlook(alphas[0], limits, price)
         best = self.trees[np.argmax(tokens / seconds)]
         return [best[:limit] for limit in limits]
 
-    def outlook(self, alphas, limits, price):
+    def outlook(self, alpha, limits, price):
         """Expected tokens and seconds of the iteration with each of the trees: two arrays."""
         # differs from [SmartSpec Eq. 10]: as printed it lacks the token that comes even if no draft is
         # accepted, and a level fails with 1 - alpha whatever its number of candidates
         tokens = []
         seconds = []
         for tree in self.trees:
-            chances = [1 - (1 - alphas[0]) ** n_candidate for n_candidate in tree]
-            worth = np.cumsum(np.cumprod([1.0, *chances]))  # tokens, by levels
+            chances = [1 - (1 - alpha) ** n_candidate for n_candidate in tree]
+            worth = np.cumsum(np.cumprod([1.0, *chances]))  # tokens by levels [SmartSpec Eq. 8]
             sizes = np.array([tree_size(tree[:level]) for level in range(len(tree) + 1)])
             levels = np.minimum(limits, len(tree))  # (B,)
-            tokens.append(worth[levels].sum())
+            tokens.append(worth[levels].sum())  # [SmartSpec Eq. 9]
             seconds.append(price(int(sizes[levels].sum()), int(levels.max())))
         return np.array(tokens), np.array(seconds)
 
@@ -828,8 +805,8 @@ class GoodputGlobal(Goodput):
     def __init__(self):
         self.totals = np.zeros((2, len(self.trees)))  # tokens and seconds, as if k had always been 0, 1, ..
 
-    def outlook(self, alphas, limits, price):
-        self.totals += super().outlook(alphas, limits, price)
+    def outlook(self, alpha, limits, price):
+        self.totals += super().outlook(alpha, limits, price)
         return self.totals
 
 class GoodputRequest(Goodput):
@@ -858,24 +835,20 @@ class Oracle(Goodput):
     """Knows how many drafts will be accepted [SmartSpec Fig. 14]; needs a forced alpha. The limits end
     at the accepted drafts, so every draft within them is worth a token."""
 
-    def outlook(self, alphas, limits, price):
-        return super().outlook([1.0], limits, price)
+    def outlook(self, alpha, limits, price):
+        return super().outlook(1.0, limits, price)
 
 POLICIES = {"goodput": Goodput, "goodput_global": GoodputGlobal, "goodput_request": GoodputRequest,
             "goodput_tree": GoodputTree, "confidence": Confidence, "oracle": Oracle}
 
-def make_policy(spec, scheduler):
-    """A Policy from "off" (None), a number, "3,2,2" (a tree), "autopilot", a name or an object."""
+def make_policy(spec):
+    """A Policy from "off" (None), a number, a tree like "3,2,2", a name or an object."""
     if isinstance(spec, Policy) or spec == "off":
         return None if spec == "off" else spec
-    if spec == "autopilot":
-        check_choice("scheduler for spec autopilot", type(scheduler), [Autopilot])
-        scheduler.policy = Fixed(())
-        return scheduler.policy
     if str(spec).replace(",", "").isdecimal():
         numbers = [check_range("spec", int(n), 1) for n in str(spec).split(",")]
         return Fixed(tuple(numbers) if len(numbers) > 1 else (1,) * numbers[0])
-    return POLICIES[check_choice("spec", spec, [*POLICIES, "off", "autopilot", "1", "2"])]()
+    return POLICIES[check_choice("spec", spec, [*POLICIES, "off", "1", "2"])]()
 
 class Proposer:
     """Where drafts come from. Subclass it and write draft()."""
@@ -974,14 +947,15 @@ def make_proposer(draft, engine, priced):
 class Speculator:
     """Adds drafts to an engine's plans, and counts how many are accepted [SmartSpec §5]."""
 
-    def __init__(self, engine, draft, policy, priced):
+    def __init__(self, engine, draft, policy):
         if engine.alpha == 0 and (engine.simulated or isinstance(policy, Oracle)):
             raise ValueError("alpha = 0: a simulator and an oracle need a forced acceptance rate")
         self.engine = engine
         self.policy = policy
-        self.proposer = make_proposer(draft, engine, priced)
+        self.proposer = make_proposer(draft, engine, policy.priced)
         self.proposer.threshold = policy.threshold
         self.acceptance = MovingAcceptance()
+        self.n_last = 0  # drafts in the last iteration
         self.n_drafted = 0
         self.n_accepted = 0
 
@@ -1002,6 +976,7 @@ class Speculator:
                 request.tree = k if isinstance(k, tuple) else (1,) * k
                 lengths[request] = self.reserve(request, tree_size(request.tree))
         self.proposer.propose(plan, lengths)
+        self.n_last = sum(lengths.values())
 
     def limit(self, request):
         """The most drafts that a decode can use."""
@@ -1907,7 +1882,7 @@ def add_model_flags(parser, model):
                         help="tokens of a prefill chunk, or of an iteration with sarathi_serve")
     parser.add_argument("--draft", help="where drafts come from: ngram, draft (trained beside tiny), "
                                         "or a smaller model of the same vocabulary")
-    parser.add_argument("--spec", help=f"how many: a number, or one of {', '.join(POLICIES)}, autopilot")
+    parser.add_argument("--spec", help=f"how many: a number, or one of {', '.join(POLICIES)}")
     parser.add_argument("--seed", type=int, default=0)
 
 def parse_arguments():
@@ -1933,8 +1908,7 @@ def generate_text(args):
     draft = args.draft
     if draft not in (None, "ngram") and not world.rank:
         draft = load_model(draft, model.dtype, str(model.device))[0]
-    own = "autopilot" if args.scheduler == "autopilot" else "goodput"
-    spec = args.spec or (own if draft else "off")
+    spec = args.spec or ("goodput" if draft else "off")
     engine = Engine(model, args.scheduler, args.chunk, max_batch=1, seed=args.seed, draft=draft,
                     spec="off" if world.rank else spec)
     if args.adapter:
