@@ -1063,10 +1063,9 @@ class IterationStats(NamedTuple):
         """The same iteration with n drafts, spread over its decodes."""
         d = max(1, self.decodes)
         context = self.context + n
-        again = self.context_again + n * context / d
-        lora_pairs = self.lora_pairs + n * self.lora_read / d
         return self._replace(n_tokens=self.n_tokens + n, n_logits=self.n_logits + n, context=context,
-                             context_again=again, lora_pairs=lora_pairs)
+                             context_again=self.context_again + n * context / d,
+                             lora_pairs=self.lora_pairs + n * self.lora_read / d)
 
 def entries_of(plan, engine):
     """A plan as IterationStats.of takes it: (n_past, rows, rows with logits, adapter weights)."""
@@ -1152,9 +1151,7 @@ class CostModel:
         self.name = name
         self.n_bytes = config.n_params * dtype.itemsize
         self.page_bytes = config.page_bytes(dtype.itemsize)
-        self.operator_weights = {op: config.n_layer * n_in * n_out
-                                 for op, (n_in, n_out) in config.widths.items()}
-        self.n_weights = sum(self.operator_weights.values())
+        self.n_weights = {op: config.n_layer * n_in * n_out for op, (n_in, n_out) in config.widths.items()}
 
     @staticmethod
     def roofline(config, gpu, tp=1, nodes=1, system="sarathi", delay=LINK_DELAY):
@@ -1171,16 +1168,13 @@ class CostModel:
 
     def time(self, n_tokens, n_context=0):
         """Seconds of an iteration that feeds n_tokens and whose decodes read n_context cached tokens."""
-        return self.seconds(self.rough_stats(n_tokens, n_context))
+        check_range("n_tokens", n_tokens, 1)
+        check_range("n_context", n_context, 0)
+        return self.seconds(IterationStats(n_tokens, 1, int(n_context > 0), n_context))
 
     def operators(self, n_tokens, n_context=0):
         """The same by operator [SARATHI Table 1]: {"preproj": seconds, "attn": ..., ...}."""
-        return self.split(self.rough_stats(n_tokens, n_context))
-
-    def rough_stats(self, n_tokens, n_context):
-        check_range("n_tokens", n_tokens, 1)
-        check_range("n_context", n_context, 0)
-        return IterationStats(n_tokens, 1, int(n_context > 0), n_context)
+        return self.split(IterationStats(n_tokens, 1, int(n_context > 0), n_context))
 
     def time_of(self, entries, lora="batched"):
         """Seconds of an iteration. entries: (n_past, rows, rows with logits, adapter weights)."""
@@ -1198,12 +1192,11 @@ class CostModel:
         return total + system.token * stats.n_logits
 
     def split(self, stats):
-        seconds = {"attn": self.attention(stats), "others": self.others(stats)}
-        linear = self.linear(stats.n_tokens)
-        for op, n in self.operator_weights.items():
-            seconds[op] = linear * n / self.n_weights
-        if stats.adapted:
-            seconds["lora"] = self.lora(stats, "batched")
+        linear = self.linear(stats.n_tokens) / sum(self.n_weights.values())
+        seconds = {op: linear * n for op, n in self.n_weights.items()}
+        seconds["attn"] = self.attention(stats)
+        seconds["others"] = self.others(stats)
+        seconds["lora"] = self.lora(stats, "batched") if stats.adapted else 0.0
         return seconds
 
     def load(self, n_params, resize):
@@ -1215,7 +1208,7 @@ class CostModel:
     def merge(self):
         """Seconds to swap the merged adapter: W - A1 B1 + A2 B2 on q, k, v and o, where each of the two
         steps reads W and the product, and writes both."""
-        n = self.operator_weights["preproj"] + self.operator_weights["postproj"]
+        n = self.n_weights["preproj"] + self.n_weights["postproj"]
         return 2 * 4 * n * self.dtype.itemsize / self.bandwidth
 
 class Roofline(CostModel):
@@ -1224,20 +1217,19 @@ class Roofline(CostModel):
 
     def __init__(self, config, gpu, tp, nodes, system, delay):
         config.shard_of(0, check_range("tp", tp, 1))  # ValueError if tp does not divide the heads
-        gpu = GPUS[check_choice("hardware", gpu, GPUS)]
-        name = next(name for name in GPUS if GPUS[name] is gpu)
-        super().__init__(config, torch.bfloat16, f"{tp * nodes} x {name}" if tp * nodes > 1 else name)
+        sheet = GPUS[check_choice("hardware", gpu, GPUS)]
+        super().__init__(config, torch.bfloat16, f"{tp * nodes} x {gpu}" if tp * nodes > 1 else gpu)
         self.system = SYSTEMS[check_choice("system", system, SYSTEMS)]
         self.tp = tp
         self.delay = delay
-        self.link = LINK * gpu.link
+        self.link = LINK * sheet.link
         self.exchanges = True  # x A of adapters is sent; False shows what that costs [S-LoRA Fig. 8]
-        self.flops = GEMM_FLOPS * tp * gpu.flops
-        self.bandwidth = GEMM_BANDWIDTH * tp * gpu.bandwidth
-        self.chunk_flops = CHUNK_FLOPS * tp * gpu.flops
-        self.page_seconds = self.page_bytes / (DECODE_BANDWIDTH * tp * gpu.bandwidth)
-        self.lora_bandwidth = LORA_BANDWIDTH * tp * gpu.bandwidth
-        self.memory = USABLE * tp * nodes * gpu.memory * 2**30 - self.n_bytes  # for the cache
+        self.flops = GEMM_FLOPS * tp * sheet.flops
+        self.bandwidth = GEMM_BANDWIDTH * tp * sheet.bandwidth
+        self.chunk_flops = CHUNK_FLOPS * tp * sheet.flops
+        self.page_seconds = self.page_bytes / (DECODE_BANDWIDTH * tp * sheet.bandwidth)
+        self.lora_bandwidth = LORA_BANDWIDTH * tp * sheet.bandwidth
+        self.memory = USABLE * tp * nodes * sheet.memory * 2**30 - self.n_bytes  # for the cache
         check_range(f"free GB of {self.name} beside the weights", self.memory / 1e9, 0)
 
     def product(self, n, n_weights):
@@ -1248,7 +1240,10 @@ class Roofline(CostModel):
 
     def linear(self, n):
         """The four linear operators, and an all-reduce after two of them [SARATHI §2.3]."""
-        return self.product(n, self.n_weights) + 2 * self.all_reduce(n)
+        seconds = self.product(n, sum(self.n_weights.values()))
+        if self.tp > 1:
+            seconds += 2 * self.message(2 * (self.tp - 1) / self.tp * n * self.config.n_embd)
+        return seconds
 
     def attention(self, s):
         c = self.config
@@ -1272,23 +1267,14 @@ class Roofline(CostModel):
         if way == "bmm":  # gathered and padded first
             read *= 3
             calls = self.system.gather * s.adapted
-        return multiply + read + self.config.n_layer * calls + self.exchange(s)
-
-    def all_reduce(self, n):
-        """Seconds of one all-reduce of n tokens in every layer, over the tp GPUs of a node."""
-        numbers = 2 * (self.tp - 1) / self.tp * n * self.config.n_embd
-        return self.message(numbers) if self.tp > 1 else 0.0
-
-    def exchange(self, s):
-        """Seconds to exchange x A of adapters on q, k, v and o: 5 (N - 1) B r / N numbers per layer in
-        two messages [S-LoRA §6]."""
-        if self.tp == 1 or not self.exchanges:
-            return 0.0
-        # adapter weights per layer and unit of rank
-        operators = [self.config.operators[op] for op in ("preproj", "postproj")]
-        width = sum(op.n_in + n for op in operators for _, n in op.modules.values())
-        rows = (s.lora_read + s.lora_pairs) / width / self.config.n_layer
-        return 2 * self.message(5 / 2 * (self.tp - 1) / self.tp * rows)
+        seconds = multiply + read + self.config.n_layer * calls
+        if self.tp > 1 and self.exchanges:
+            # x A is exchanged: 5 (N - 1) B r / N numbers per layer in two messages [S-LoRA §6]
+            operators = [self.config.operators[op] for op in ("preproj", "postproj")]
+            width = sum(op.n_in + n for op in operators for _, n in op.modules.values())
+            rows = (s.lora_read + s.lora_pairs) / width / self.config.n_layer
+            seconds += 2 * self.message(5 / 2 * (self.tp - 1) / self.tp * rows)
+        return seconds
 
     def message(self, numbers):
         """Seconds to send so many numbers in every layer."""
@@ -1360,8 +1346,8 @@ def random_plan(engine, rng, L):
         return request, n
     n_draft = rng.choice((0, 0, 0, 1, 3, 7))
     context = 2 ** rng.uniform(3, math.log2(L / 2))
-    plan = [entry(int(rng.uniform(1, context)), 1, n_draft)
-            for _ in range(rng.choice((0, 1, 2, 4, 8, 16)))]
+    n_decode = rng.choice((0, 1, 2, 4, 8, 16))
+    plan = [entry(int(rng.uniform(1, context)), 1, n_draft) for _ in range(n_decode)]
     if not plan or rng.random() < 0.5:
         n = int(2 ** rng.uniform(3.5, math.log2(L / 2)))
         plan.append(entry(rng.choice((0, L // 4, L // 2)), n, 0))
@@ -1407,7 +1393,7 @@ class WallClock:
         time.sleep(max(0.0, t - self.now()))
 
 class VirtualClock:
-    """Seconds that nobody has to wait for."""
+    """Simulated seconds."""
     t = 0.0
 
     def now(self):
@@ -1437,7 +1423,7 @@ class ModelRunner:
         self.merged = None  # the adapter in the weights, if engine.lora is "merge"
         pools = {engine.pool, engine.adapters.pool}
         self.n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
-        self.kv = model.new_cache(self.n_page + 1)  # the last one is for padding rows
+        self.kv = model.new_cache(self.n_page + 1)  # the last page is for padding rows
         self.graphs = CudaGraphs(self) if model.device.type == "cuda" else None
 
     def run(self, plan):
@@ -1472,36 +1458,28 @@ class ModelRunner:
         """Spans as one flat Batch, on the host."""
         tokens = []
         positions = []
-        pages = []
-        table = []
         rows = []  # as Batch.spans
+        tables = []
         logit_rows = []
         n_entry = 0
         for request, n_past, new, n_logits in spans:
             end = n_past + len(new)
-            own = self.engine.pool.tables[request][:end]
             rows.append((len(tokens), len(new), n_past, n_entry))
             n_entry += end
             tokens += new
             positions += range(n_past, end)
-            pages.append(own[n_past:])
-            table.append(own)
+            tables.append(self.engine.pool.tables[request][:end])
             logit_rows += range(len(tokens) - n_logits, len(tokens))
-        sizes = [n for _, n, _, _ in rows]
-        few = [n for n in sizes if n <= FEW_ROWS]
-        return Batch(
-            tokens=torch.tensor(tokens),
-            positions=torch.tensor(positions),
-            pages=torch.from_numpy(np.concatenate(pages)),
-            spans=torch.tensor(rows, dtype=torch.int32),
-            table=torch.from_numpy(np.concatenate(table)),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-            n_few=len(few),
-            max_few=max(few, default=0),
-            max_chunk=max(sizes[len(few):], default=0),
-            max_context=max(map(len, table)),
-            adapters=self.pack_adapters(spans, rows),
-        )
+        pages = [table[n_past:] for table, (_, _, n_past, _) in zip(tables, rows)]
+        few = [n for _, n, _, _ in rows if n <= FEW_ROWS]
+        chunks = [n for _, n, _, _ in rows if n > FEW_ROWS]
+        return Batch(tokens=torch.tensor(tokens), positions=torch.tensor(positions),
+                     pages=torch.from_numpy(np.concatenate(pages)),
+                     spans=torch.tensor(rows, dtype=torch.int32),
+                     table=torch.from_numpy(np.concatenate(tables)),
+                     logit_rows=torch.tensor(logit_rows, dtype=torch.int64), n_few=len(few),
+                     max_few=max(few, default=0), max_chunk=max(chunks, default=0),
+                     max_context=max(map(len, tables)), adapters=self.pack_adapters(spans, rows))
 
     def pack_adapters(self, spans, rows):
         """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]."""
@@ -1511,8 +1489,7 @@ class ModelRunner:
             return {}
         names = [spans[i].request.adapter for i in adapted]
         tables = {name: store.pool.tables[name] for name in names}
-        ends = np.cumsum([0, *map(len, tables.values())])
-        first_entry = dict(zip(tables, ends))
+        first_entry = dict(zip(tables, np.cumsum([0, *map(len, tables.values())])))
         table = torch.from_numpy(np.concatenate(list(tables.values())))
         packed = {}
         for op, operator in self.model.config.operators.items():
@@ -1522,12 +1499,17 @@ class ModelRunner:
                 counts = [len(part) for part in parts]
                 sites[:, 0:2] = np.repeat([rows[i][:2] for i in adapted], counts, 0)
                 sites[:, 7] += np.repeat([first_entry[name] for name in names], counts)
-                packed[op] = make_sites(sites, table, operator, self.engine.lora)
+                n = sites[:, 1]
+                few = n <= FEW_ROWS
+                packed[op] = Sites(sites=torch.from_numpy(sites), table=table, n_few=int(few.sum()),
+                                   max_few=int((n * few).max()), max_chunk=int((n * ~few).max()),
+                                   n_module=len(operator.modules),
+                                   max_rank=round_up(int(sites[:, 4].max()), 16), way=self.engine.lora)
         return packed
 
     def verify_greedy(self, asking, logits):
         """Accept the drafts that equal the argmax; or, with a forced alpha, as many as it says."""
-        best = logits.max(-1).indices.tolist()
+        best = logits.max(-1).indices.tolist() if asking else []
         new_tokens = {}
         row = 0
         for request in asking:
@@ -1549,7 +1531,7 @@ class ModelRunner:
         q = [request.draft_probs for request in asking if request.drafts]
         q = torch.cat(q) if q and q[0] is not None else None  # None: deterministic drafts
         drafts = torch.tensor(drafts, dtype=torch.int64, device=p.device)
-        u = self.uniform(len(drafts) + len(asking), p.device)
+        u = torch.rand(len(drafts) + len(asking), generator=self.generator).to(p.device)
         n_accepted, tokens = verify(p, q, drafts, torch.tensor(n_drafts, device=p.device), u)
         new_tokens = {}
         for request, n, token in zip(asking, n_accepted.tolist(), tokens.tolist()):
@@ -1563,9 +1545,6 @@ class ModelRunner:
         temperature, top_k, top_p = settings.to(logits.device).unbind(1)
         return probabilities(logits, temperature, top_k.long(), top_p)
 
-    def uniform(self, n, device):
-        return torch.rand(n, generator=self.generator).to(device)
-
     def draft(self, spans, threshold):
         """As a draft model: a draft for every span with a logit row. Returns [(request, token, whether
         its probability is above threshold)]."""
@@ -1573,27 +1552,24 @@ class ModelRunner:
         requests = [span.request for span in spans if span.n_logits]
         if not requests:
             return []
-        q = None
-        if any(request.temperature > 0 for request in requests) and not self.engine.alpha:
-            q = self.distributions(requests, [1] * len(requests), logits)
-            tokens = sample(q, self.uniform(len(q), q.device))
-            for i, request in enumerate(requests):
-                earlier = [] if request.draft_probs is None else [request.draft_probs]
-                request.draft_probs = torch.cat([*earlier, q[i:i + 1]])
-        else:
+        if self.engine.alpha or all(request.temperature == 0 for request in requests):
             tokens = logits.max(-1).indices
+        else:
+            q = self.distributions(requests, [1] * len(requests), logits)
+            tokens = sample(q, torch.rand(len(q), generator=self.generator).to(q.device))
+            for request, row in zip(requests, q.split(1)):
+                earlier = [] if request.draft_probs is None else [request.draft_probs]
+                request.draft_probs = torch.cat([*earlier, row])
         sure = [True] * len(requests)
         if threshold:
-            q = logits.float().softmax(-1) if q is None else q
-            sure = (q.gather(1, tokens[:, None])[:, 0] > threshold).tolist()
+            probability = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0]
+            sure = (probability > threshold).tolist()
         return list(zip(requests, tokens.tolist(), sure))
 
     # adapters
 
     def read_adapter(self, source):
-        """An Adapter from a PEFT folder, a rank (random weights), or an Adapter."""
-        if isinstance(source, Adapter):
-            return source
+        """An Adapter from a PEFT folder or from a rank (random weights)."""
         if isinstance(source, int):
             seed = len(self.engine.adapters.known)
             return Adapter.random(self.model.config, source, seed, self.model.dtype)
@@ -1602,8 +1578,6 @@ class ModelRunner:
     def copy_adapter(self, name, pages):
         """Copy an adapter to its pages; on a GPU beside the iterations [S-LoRA §5.2]. Returns a function
         that waits for the copy."""
-        if self.engine.lora == "merge":
-            return lambda: None
         if not self.kv.is_cuda:
             self.tell("write", name, pages)
             return lambda: None
@@ -1614,7 +1588,8 @@ class ModelRunner:
         return lambda: torch.cuda.current_stream().wait_stream(stream)
 
     def write(self, name, pages):
-        self.engine.adapters.known[name].write(self.kv, pages)
+        if self.engine.lora != "merge":
+            self.engine.adapters.known[name].write(self.kv, pages)
 
     def merge(self, name):
         """Merge-and-swap baseline: this adapter, and no other, in the weights [S-LoRA §7]."""
@@ -1639,21 +1614,6 @@ class ModelRunner:
         self.following = False
 
 NO_SITES = np.zeros((0, 8), np.int32)
-
-def make_sites(sites, table, operator, way):
-    """Sites of one operator (kernels.Sites). sites: (S, 8) array."""
-    rows = sites[:, 1]
-    few = rows <= FEW_ROWS
-    return Sites(
-        sites=torch.from_numpy(sites),
-        table=table,
-        n_few=int(few.sum()),
-        max_few=int((rows * few).max()),
-        max_chunk=int((rows * ~few).max()),
-        n_module=len(operator.modules),
-        max_rank=round_up(int(sites[:, 4].max()), 16),
-        way="bmm" if way == "bmm" else "batched",
-    )
 
 class CudaGraphs:
     """Recorded iterations for a GPU, replayed with one launch, so that the GPU does not wait for Python.
@@ -1688,13 +1648,13 @@ class CudaGraphs:
         if not n_chunk:
             N = n_few = power_of_two(N)
         context = power_of_two(max(batch.max_context, 256))
-        M = n_few + n_chunk
         page = self.runner.n_page
         few = pad(batch.spans[:batch.n_few], n_few, 0)
         return replace(batch, tokens=pad(batch.tokens, N, 0), positions=pad(batch.positions, N, 0),
-                       pages=pad(batch.pages, N, page), table=pad(batch.table, M * context, page),
+                       pages=pad(batch.pages, N, page),
                        spans=torch.cat([few, batch.spans[batch.n_few:]]),
-                       logit_rows=pad(batch.logit_rows, M, 0), n_few=n_few, max_few=1,
+                       table=pad(batch.table, (n_few + n_chunk) * context, page),
+                       logit_rows=pad(batch.logit_rows, n_few + n_chunk, 0), n_few=n_few, max_few=1,
                        max_chunk=N if n_chunk else 0, max_context=context)
 
     def record(self, batch):
@@ -1726,47 +1686,37 @@ class CostRunner:
         self.merged = None
 
     def run(self, plan):
-        entries = entries_of(plan, self.engine)
-        self.advance(self.cost.time_of(entries, self.engine.lora) + self.swap_seconds(plan))
+        engine = self.engine
+        entries = entries_of(plan, engine)
+        self.clock.t += self.cost.time_of(entries, engine.lora)
+        adapter = plan[0][0].adapter
+        if engine.lora == "merge" and adapter != self.merged:
+            self.merged = adapter
+            self.clock.t += self.cost.merge()
         new_tokens = {}
         for (request, _), (_, _, wanted, _) in zip(plan, entries):
             if wanted:
-                n_accepted = 0
-                if request.drafts:
-                    tree = request.tree[:len(request.drafts)]
-                    n_accepted = forced_acceptance(request, tree, self.engine)
-                new_tokens[request] = [0] * (1 + n_accepted)
+                tree = request.tree[:len(request.drafts)]
+                new_tokens[request] = [0] * (1 + forced_acceptance(request, tree, engine))
         return new_tokens
 
-    def advance(self, seconds):
-        self.clock.t += seconds
-
-    def swap_seconds(self, plan):
-        """Seconds to swap the merged adapter, if the plan needs another one."""
-        name = plan[0][0].adapter
-        if self.engine.lora != "merge" or name == self.merged:
-            return 0.0
-        self.merged = name
-        return self.cost.merge()
-
     def draft(self, spans, threshold):
-        self.advance(self.cost.time_of([(s.n_past, len(s.tokens), s.n_logits, 0) for s in spans]))
+        entries = [(n_past, len(tokens), n_logits, 0) for _, n_past, tokens, n_logits in spans]
+        self.clock.t += self.cost.time_of(entries)
         return [(span.request, 0, True) for span in spans if span.n_logits]
 
     def read_adapter(self, source):
-        return source if isinstance(source, Adapter) else Adapter.shape_only(self.cost.config, source)
+        return Adapter.shape_only(self.cost.config, source)
 
     def copy_adapter(self, name, pages):
         """Copies follow one another on the link, while iterations run [S-LoRA §5.2]."""
-        if self.engine.lora == "merge":
-            return lambda: None
         store = self.engine.adapters
-        n_params = store.known[name].n_params
-        host, transfer = self.cost.load(n_params, store.pool is not self.engine.pool)
-        self.advance(host)
-        self.link.wait_until(self.clock.now())
-        self.link.t += transfer
-        arrival = self.link.now()
+        if self.engine.lora != "merge":
+            n_params = store.known[name].n_params
+            host, transfer = self.cost.load(n_params, store.pool is not self.engine.pool)
+            self.clock.t += host
+            self.link.t = max(self.link.t, self.clock.t) + transfer
+        arrival = self.link.t
         return lambda: self.clock.wait_until(arrival)
 
 # -----------------------------------------------------------------------------
@@ -1780,26 +1730,25 @@ class Pipeline:
 
     A stage that idles between two micro-batches makes a bubble [SARATHI §3.2]. PB1: their prefills
     differ in length. PB2: one has a prefill, the other none. PB3: only their contexts differ."""
+    run = Engine.run
 
-    def __init__(self, cost, n_stage, **options):
+    def __init__(self, cost, n_stage, record=None, **options):
+        self.record = record
         self.free_at = [0.0] * n_stage  # seconds at which each stage has done its micro-batches
         self.planned_at = 0.0  # the last lane's planning
         self.n_prompt = None  # prompt tokens of the last micro-batch
         self.bubbles = {"PB1": 0.0, "PB2": 0.0, "PB3": 0.0}  # seconds, all stages
         self.bubble_of = Counter()  # request id -> seconds
-        self.record = options.pop("record", None)
         self.lanes = deque()
         for _ in range(n_stage):
-            runner = StageRunner(self, cost)
-            lane = Engine(cost, runner=runner, **options)
-            runner.engine = lane
+            lane = Engine(cost, runner=StageRunner(self, cost), **options)
+            lane.runner.engine = lane
             self.lanes.append(lane)
         first = self.lanes[0]
         for lane in self.lanes:
             lane.requests = first.requests
             lane.pending = first.pending
             lane.waiting = first.waiting
-        self.first = first
         self.requests = first.requests
         self.add = first.add
 
@@ -1813,133 +1762,119 @@ class Pipeline:
         lane.clock.wait_until(self.planned_at)
         return lane.step()
 
-    run = Engine.run
+    def flow(self, plan, seconds, t):
+        """Move a micro-batch, planned at t, through the stages, each as soon as it is free. Returns when
+        it has left the last one. seconds: of all stages together."""
+        self.planned_at = t
+        busy = seconds / len(self.free_at)
+        send = self.lanes[0].model.send(sum(n for _, n in plan))  # keeps a stage busy as well
+        idle = 0.0
+        for stage, free_at in enumerate(self.free_at):
+            start = max(t, free_at)
+            idle += start - free_at
+            t = start + busy + (send if stage + 1 < len(self.free_at) else 0.0)
+            self.free_at[stage] = t
+            if self.record is not None:
+                entries = [(r.id, r.n_past, n, 0) for r, n in plan]
+                self.record.append(Iteration(start, t, entries, stage))
 
-    def book(self, plan, idle):
-        """Count a micro-batch's bubbles by kind and for each of its requests."""
+        # count the bubbles by kind, and for each request
         before = self.n_prompt
         self.n_prompt = sum(n for _, n in plan if n > FEW_ROWS)
-        if before is None:
-            return
-        kind = "PB2"
-        if before == self.n_prompt:
-            kind = "PB3"
-        elif before and self.n_prompt:
-            kind = "PB1"
-        self.bubbles[kind] += idle
-        for request, _ in plan:
-            self.bubble_of[request.id] += idle
+        if before is not None:
+            kind = "PB1" if before and self.n_prompt else "PB2"
+            self.bubbles["PB3" if before == self.n_prompt else kind] += idle
+            for request, _ in plan:
+                self.bubble_of[request.id] += idle
+        return t
 
 class StageRunner(CostRunner):
-    """Moves a micro-batch through the stages of a Pipeline, each as soon as it is free."""
+    """Runs a lane's plans through the stages of its Pipeline."""
 
     def __init__(self, pipeline, cost):
         super().__init__(None, cost)
         self.pipeline = pipeline
 
     def run(self, plan):
-        start = self.clock.now()
+        start = self.clock.t
         new_tokens = super().run(plan)
-        self.clock.t = self.through_stages(plan, start, self.clock.now() - start)
+        self.clock.t = self.pipeline.flow(plan, self.clock.t - start, start)
         return new_tokens
-
-    def through_stages(self, plan, t, seconds):
-        """A micro-batch planned at t takes so many seconds in all stages together. Returns when it has
-        left the last one."""
-        pipeline = self.pipeline
-        pipeline.planned_at = t
-        n_stage = len(pipeline.free_at)
-        busy = seconds / n_stage
-        send = self.cost.send(sum(n for _, n in plan))  # keeps a stage busy as well
-        idle = 0.0
-        for stage, free_at in enumerate(pipeline.free_at):
-            start = max(t, free_at)
-            if pipeline.n_prompt is not None:
-                idle += start - free_at
-            t = start + busy + (send if stage < n_stage - 1 else 0.0)
-            pipeline.free_at[stage] = t
-            if pipeline.record is not None:
-                entries = [(r.id, r.n_past, n, 0) for r, n in plan]
-                pipeline.record.append(Iteration(start, t, entries, stage))
-        pipeline.book(plan, idle)
-        return t
 
 # -----------------------------------------------------------------------------
 # command line
 
 def add_model_flags(parser, model):
     """Flags of both command lines: what to run, and where."""
-    parser.add_argument("--model", default=model,
-                        help=f"a Hugging Face folder, or one of {', '.join(PRESETS)} (random weights, "
-                             "except tiny, which `python model.py` trains)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
-                        help="of weights and cache; default: bfloat16 where it is fast")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tp", type=int, default=1,
-                        help="processes that share every layer, started by torchrun")
-    parser.add_argument("--scheduler", default="sarathi", choices=SCHEDULERS)
-    parser.add_argument("--chunk", type=int, default=256,
-                        help="tokens of a prefill chunk, or of an iteration with sarathi_serve")
-    parser.add_argument("--draft", help="where drafts come from: ngram, draft (trained beside tiny), "
-                                        "or a smaller model of the same vocabulary")
-    parser.add_argument("--spec", help=f"how many: a number, or one of {', '.join(POLICIES)}")
-    parser.add_argument("--seed", type=int, default=0)
+    flag = parser.add_argument
+    flag("--model", default=model, help=f"a Hugging Face folder, or one of {', '.join(PRESETS)} (random "
+         "weights, except tiny, which `python model.py` trains)")
+    flag("--dtype", choices=("float32", "bfloat16", "float16"),
+         help="of weights and cache; default: bfloat16 where it is fast")
+    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    flag("--tp", type=int, default=1, help="processes that share every layer, started by torchrun")
+    flag("--scheduler", default="sarathi", choices=SCHEDULERS)
+    flag("--chunk", type=int, default=256,
+         help="tokens of a prefill chunk, or of an iteration with sarathi_serve")
+    flag("--seed", type=int, default=0)
 
 def parse_arguments():
     parser = argparse.ArgumentParser(
         description="Generate text with the sarathi engine.", allow_abbrev=False,
         epilog='example: python sarathi.py --prompt "def fib(" --draft ngram --max-new-tokens 200')
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", help="text to continue")
-    prompt.add_argument("--tokens", help="the prompt as token ids: 1,2,3")
     add_model_flags(parser, "tiny")
-    parser.add_argument("--adapter", help="a PEFT folder with LoRA weights")
-    parser.add_argument("--temperature", type=float, default=0.6, help="0: greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="0: off")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--max-new-tokens", type=int, default=256)
+    flag = parser.add_argument
+    flag("--prompt", help="text to continue")
+    flag("--tokens", help="or the prompt as token ids: 1,2,3")
+    flag("--adapter", help="a PEFT folder with LoRA weights")
+    flag("--draft", help="where drafts come from: ngram, draft (trained beside tiny), or a model")
+    flag("--spec", help=f"how many drafts: a number, or one of {', '.join(POLICIES)}")
+    flag("--temperature", type=float, default=0.6, help="0: greedy")
+    flag("--top-k", type=int, default=0, help="0: off")
+    flag("--top-p", type=float, default=1.0)
+    flag("--max-new-tokens", type=int, default=256)
     return parser.parse_args()
+
+def make_request(args, tokenizer):
+    """Returns the Request and the function that shows new tokens as text."""
+    options = {name: getattr(args, name)
+               for name in ("max_new_tokens", "adapter", "temperature", "top_k", "top_p")}
+    if args.prompt is None:
+        tokens = [int(token) for token in (args.tokens or "").split(",")]
+        return Request(tokens, **options), lambda tokens: "".join(f"{token} " for token in tokens)
+    if tokenizer is None:
+        raise ValueError(f"model {args.model!r} has no tokenizer: use --tokens 1,2,3")
+    prompt = tokenizer.encode(args.prompt)
+    return Request(prompt, stop=tokenizer.stop, **options), tokenizer.stream()
 
 def generate_text(args):
     """Stream one request's text, or tokens, to stdout; then its figures to stderr."""
     world = World.start(args.tp, args.device)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     model, tokenizer = load_model(args.model, dtype, str(world.device), args.seed, world)
-    draft = args.draft
-    if draft not in (None, "ngram") and not world.rank:
-        draft = load_model(draft, model.dtype, str(model.device))[0]
-    spec = args.spec or ("goodput" if draft else "off")
+    request, show = make_request(args, tokenizer)
+    draft = None if world.rank else args.draft
+    if draft not in (None, "ngram"):
+        draft, _ = load_model(draft, model.dtype, str(model.device))
+    spec = args.spec or "goodput"
     engine = Engine(model, args.scheduler, args.chunk, max_batch=1, seed=args.seed, draft=draft,
-                    spec="off" if world.rank else spec)
+                    spec=spec if draft else "off")
     if args.adapter:
         engine.add_adapter(args.adapter, args.adapter)
     if world.rank:
         engine.runner.follow()
         return
-
-    if args.prompt is None:
-        request = Request([int(token) for token in args.tokens.split(",")])
-        show = lambda tokens: "".join(f"{token} " for token in tokens)
-    elif tokenizer is None:
-        raise ValueError(f"model {args.model!r} has no tokenizer: use --tokens 1,2,3")
-    else:
-        request = Request(tokenizer.encode(args.prompt), stop=tokenizer.stop)
-        show = tokenizer.stream()
-        print(args.prompt, end="", flush=True)
-    request.adapter = args.adapter
-    for name in ("temperature", "top_k", "top_p", "max_new_tokens"):
-        setattr(request, name, getattr(args, name))
     engine.add(request)
+    print(args.prompt or "", end="", flush=True)
     engine.run(lambda event: print(show(event.tokens), end="", flush=True))
     engine.runner.tell("stop")
     print()
-    seconds = request.times[-1] - request.arrival
-    print(f"{len(request.prompt)} + {len(request.output)} tokens, "
-          f"{len(request.output) / seconds:.0f} tokens/s, TTFT {request.ttft * 1e3:.1f} ms, "
-          f"TPOT {request.tpot * 1e3:.1f} ms", file=sys.stderr)
+    rate = len(request.output) / (request.times[-1] - request.arrival)
+    figures = (f"{len(request.prompt)} + {len(request.output)} tokens, {rate:.0f} tokens/s, "
+               f"TTFT {request.ttft * 1e3:.1f} ms, TPOT {request.tpot * 1e3:.1f} ms")
     if engine.speculator:
-        print(f"{engine.speculator.n_accepted} of {engine.speculator.n_drafted} drafts accepted",
-              file=sys.stderr)
+        figures += f", {engine.speculator.n_accepted} of {engine.speculator.n_drafted} drafts accepted"
+    print(figures, file=sys.stderr)
 
 def run_command_line(main):
     """Call main(). A mistake of the user ends in one line on stderr and exit status 2."""
