@@ -1,9 +1,9 @@
 """The operators of one iteration over a flat batch of N tokens.
 
-In reading order: how a batch is described (Batch, Sites), the C++ library, and the operators
-linear, add_norm, activate, rotate_write, attention, lora, and sampling with verification. An
-operator stands here up to four times: `op_ref` is its definition in plain torch, `_op_kernel` is
-Triton for GPUs, C++ for CPUs stands in SOURCE at the end, and `op` picks one of them.
+In reading order: how a batch is described (Batch, Sites), how C++ is compiled and called, and
+the operators linear, add_norm, activate, rotate_write, attention, lora, and sampling with
+verification. An operator stands here up to four times: `op_ref` is its definition in plain
+torch, `_op_kernel` is Triton for GPUs, SOURCE at the end is C++ for CPUs, and `op` picks one.
 
 The cache. The keys and values of one layer are `kv` (2, n_page, Hk, D): plane 0 is K, plane 1 is
 V. A page is one vector of width W = Hk * D in each plane. It holds one token, or rows of an
@@ -81,6 +81,10 @@ class Sites(OnDevice):
     max_rank: int  # largest rank of A, rounded up to 16
     way: str = "batched"  # or "bmm", the baseline: copy, pad, batched matrix products
 
+    def entries(self, first=0):
+        """The sites from number `first` on as lists, without padding (rows = 0)"""
+        return [site for site in self.sites[first:].tolist() if site[1] > 0]
+
 
 @dataclass
 class Batch(OnDevice):
@@ -113,10 +117,10 @@ def round_up(n, unit):
 
 def build(source):
     """Compile C++ in about 2 seconds, once per source and processor. -> path of the library"""
-    compiler = os.environ.get("CXX", "g++")
+    compiler = os.environ.get("CXX", "g++").split()
     flags = "-O3 -march=native -fopenmp -shared -fPIC -Wno-psabi -fno-math-errno"
     flags += " -ffinite-math-only -fno-signed-zeros -fno-trapping-math"
-    query = [compiler, "-march=native", "-dM", "-E", "-x", "c++", "/dev/null"]
+    query = [*compiler, "-march=native", "-dM", "-E", "-x", "c++", "/dev/null"]
     target = subprocess.run(query, capture_output=True, check=True).stdout
     key = hashlib.sha256(target + flags.encode() + source.encode()).hexdigest()[:16]
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -124,7 +128,7 @@ def build(source):
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        command = [compiler, *flags.split(), "-x", "c++", "-", "-o", str(unfinished)]
+        command = [*compiler, *flags.split(), "-x", "c++", "-", "-o", str(unfinished)]
         subprocess.run(command, input=source.encode(), capture_output=True, check=True)
         unfinished.rename(path)  # atomic: other processes may build it too
     return path
@@ -587,10 +591,10 @@ def attention(q, kv, batch):
 
 def adapter_rows(plane, table, first, rank, width):
     """The rows of A or B from their pages: plane (n_page, Hk, D) -> (rank, width)"""
-    plane = plane.flatten(1)
-    per_row = cdiv(width, plane.size(1))  # pages of a row
-    pages = table[first:first + rank * per_row].long()
-    return plane[pages].view(rank, -1)[:, :width]
+    plane = plane.flatten(1)  # (n_page, W)
+    n_page = cdiv(width, plane.size(1))  # pages of a row
+    pages = table[first:first + rank * n_page]
+    return plane.index_select(0, pages).view(rank, -1)[:, :width]
 
 
 def shrink(x, kv, sites, entries, xa):
@@ -607,12 +611,12 @@ def expand(y, xa, kv, sites, entries):
     for start, n, column, columns, _, rank, module, first in entries:
         b = adapter_rows(kv[1], sites.table, first, rank, columns)
         own = xa[start:start + n, module * stride:module * stride + rank]
-        y[start:start + n, column:column + columns] += own.to(y.dtype) @ b
+        y[start:start + n, column:column + columns].addmm_(own.to(y.dtype), b)
 
 
 def lora_ref(y, x, kv, sites, exchange=None):
     """xa = x A (N, n_module * max_rank) float32, module j from column j * max_rank on; y += xa B"""
-    entries = sites.sites.tolist()
+    entries = sites.entries()
     xa = x.new_zeros(len(x), sites.n_module * sites.max_rank, dtype=torch.float32)
     shrink(x, kv, sites, entries, xa)
     if exchange is not None:
@@ -624,7 +628,7 @@ def lora_cpp(y, x, kv, sites, exchange=None):
     """Few rows: sums over the rows of A and B, read in place. Chunks: the definition."""
     xa = x.new_empty(len(x), sites.n_module * sites.max_rank, dtype=torch.float32)
     few = sites.sites.data_ptr(), sites.table.data_ptr(), xa.data_ptr(), sites.n_few
-    chunks = sites.sites[sites.n_few:].tolist()
+    chunks = sites.entries(sites.n_few)
     W = kv.size(2) * kv.size(3)
     if sites.n_few:
         sizes = x.size(1), W, sites.n_module, sites.max_rank
@@ -641,7 +645,7 @@ def lora_cpp(y, x, kv, sites, exchange=None):
 
 def lora_bmm(y, x, kv, sites):
     """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
-    entries = sites.sites.tolist()
+    entries = sites.entries()
     rows = x.new_zeros(len(entries), max(sites.max_few, sites.max_chunk), x.size(1))
     a = x.new_zeros(len(entries), sites.max_rank, x.size(1))
     b = x.new_zeros(len(entries), sites.max_rank, max(entry[3] for entry in entries))
@@ -771,18 +775,20 @@ def probabilities(logits, temperature, top_k, top_p):
     greedy = temperature == 0
     logits = logits.float()
     scaled = logits / temperature.masked_fill(greedy, 1)[:, None]
-    limited = (top_k > 0) | (top_p < 1)
-    if limited.any():
-        ordered, order = scaled.sort(-1, descending=True)
-        rank = torch.arange(logits.size(1), device=logits.device)
-        k = top_k.masked_fill(top_k == 0, logits.size(1))[:, None]
+    if ((top_k > 0) | (top_p < 1)).any():
+        V = logits.size(1)
+        k = top_k.masked_fill(top_k == 0, V)[:, None]
+        ordered, order = scaled.topk(min(int(k.max()), V))
+        rank = torch.arange(order.size(1), device=logits.device)
         ordered = ordered.masked_fill(rank >= k, float("-inf"))
         p = ordered.softmax(-1)
         before = p.cumsum(-1) - p  # probability of the tokens that rank higher
         dropped = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)
-        scaled = scaled.scatter(1, order, ordered.masked_fill(dropped, float("-inf")))
+        ordered = ordered.masked_fill(dropped, float("-inf"))
+        scaled = torch.full_like(scaled, float("-inf")).scatter(1, order, ordered)
     p = scaled.softmax(-1)
-    one_hot = torch.zeros_like(p).scatter_(1, logits.argmax(-1, keepdim=True), 1)
+    best = logits.max(-1, keepdim=True).indices
+    one_hot = torch.zeros_like(p).scatter_(1, best, 1)
     return torch.where(greedy[:, None], one_hot, p)
 
 
@@ -838,65 +844,73 @@ SOURCE = r"""
 #include <vector>
 #include <omp.h>
 
+#ifdef __AVX512F__
+#define NUMBERS 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
+const int LANES = 16;
+#else
+#define NUMBERS 0, 1, 2, 3, 4, 5, 6, 7
+const int LANES = 8;
+#endif
 typedef uint16_t bf16;
-typedef float vec __attribute__((vector_size(64)));  // 16 floats
-typedef int32_t ivec __attribute__((vector_size(64)));
-typedef uint32_t uvec __attribute__((vector_size(64)));
-typedef uint16_t hvec __attribute__((vector_size(32)));
-const ivec LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
+const ivec LANE = {NUMBERS};
 const float LOG2E = 1.44269504f, MASKED = -1e30f;
 
 static inline vec load(const float* p) {
     vec v;
-    memcpy(&v, p, 64);
+    memcpy(&v, p, sizeof v);
     return v;
 }
 static inline vec load(const bf16* p) {
     hvec h;
-    memcpy(&h, p, 32);
+    memcpy(&h, p, sizeof h);
     return (vec)(__builtin_convertvector(h, uvec) << 16);
 }
-static inline void store(float* p, vec v) { memcpy(p, &v, 64); }
+static inline void store(float* p, vec v) { memcpy(p, &v, sizeof v); }
 static inline void store(bf16* p, vec v) {  // rounds to the nearest, ties to even
     uvec u = (uvec)v;
     u += 0x7fff + (u >> 16 & 1);
     hvec h = __builtin_convertvector(u >> 16, hvec);
-    memcpy(p, &h, 32);
+    memcpy(p, &h, sizeof h);
 }
 
-// 32 numbers in an order of their own that costs few instructions, for sums and elementwise work
+// 2 LANES numbers in an order of their own that costs few instructions
 struct Pair { vec a, b; };
-static inline Pair load_pair(const float* p) { return {load(p), load(p + 16)}; }
+static inline Pair load_pair(const float* p) { return {load(p), load(p + LANES)}; }
 static inline Pair load_pair(const bf16* p) {
     uvec u;
-    memcpy(&u, p, 64);
+    memcpy(&u, p, sizeof u);
     return {(vec)(u << 16), (vec)(u & 0xffff0000)};
 }
-static inline void store_pair(float* p, Pair v) { memcpy(p, &v, 128); }
+static inline void store_pair(float* p, Pair v) { memcpy(p, &v, sizeof v); }
 static inline void store_pair(bf16* p, Pair v) {  // rounds to the nearest, ties up
     uvec u = ((uvec)v.a + 0x8000) >> 16 | (((uvec)v.b + 0x8000) & 0xffff0000);
-    memcpy(p, &u, 64);
+    memcpy(p, &u, sizeof u);
 }
 
 // One step of a sum over lanes: lane i adds two lanes of a, or of b if `bit` of i is set.
 template <int bit> static inline vec fold(vec a, vec b) {
-    const ivec from = (LANE & bit) != 0 ? LANE + 16 : LANE;
+    const ivec from = (LANE & bit) != 0 ? LANE + LANES : LANE;
     return __builtin_shuffle(a, b, from) + __builtin_shuffle(a, b, from ^ bit);
 }
 static inline vec sums(vec* v) {  // lane i: the sum of v[i]
-    for (int i = 0; i < 8; i++) v[i] = fold<8>(v[i], v[i + 8]);
+    if (LANES == 16)
+        for (int i = 0; i < 8; i++) v[i] = fold<8>(v[i], v[i + 8]);
     for (int i = 0; i < 4; i++) v[i] = fold<4>(v[i], v[i + 4]);
     for (int i = 0; i < 2; i++) v[i] = fold<2>(v[i], v[i + 2]);
     return fold<1>(v[0], v[1]);
 }
 static inline float sum(vec v) {
-    v = fold<8>(v, v);
+    if (LANES == 16) v = fold<8>(v, v);
     v = fold<4>(v, v);
     return v[0] + v[1] + v[2] + v[3];
 }
 static inline vec larger(vec a, vec b) { return a > b ? a : b; }
 static inline float largest(vec v) {
-    v = larger(v, __builtin_shuffle(v, LANE ^ 8));
+    v = larger(v, __builtin_shuffle(v, LANE ^ LANES / 2));
     v = larger(v, __builtin_shuffle(v, LANE ^ 4));
     return std::max(std::max(v[0], v[1]), std::max(v[2], v[3]));
 }
@@ -919,7 +933,7 @@ void add_norm(const T* x, const T* y, const T* weight, const T* bias, T* total, 
     for (int64_t i = 0; i < N; i++) {
         const T* row = (y ? total : x) + i * C;
         vec all = {}, squares = {};
-        for (int c = 0; c < C; c += 16) {
+        for (int c = 0; c < C; c += LANES) {
             if (y) store(total + i * C + c, load(x + i * C + c) + load(y + i * C + c));
             vec v = load(row + c);
             all += v;
@@ -928,7 +942,7 @@ void add_norm(const T* x, const T* y, const T* weight, const T* bias, T* total, 
         const float mean = bias ? sum(all) / C : 0;
         const float variance = std::max(0.0f, sum(squares) / C - mean * mean);
         const float scale = 1 / std::sqrt(variance + eps);
-        for (int c = 0; c < C; c += 16) {
+        for (int c = 0; c < C; c += LANES) {
             vec v = (load(row + c) - mean) * scale * load(weight + c);
             store(out + i * C + c, bias ? v + load(bias + c) : v);
         }
@@ -939,7 +953,7 @@ void add_norm(const T* x, const T* y, const T* weight, const T* bias, T* total, 
 template <class T> void activate(const T* h, T* out, int N, int I, int gated) {
     #pragma omp parallel for if (N > 8)
     for (int64_t i = 0; i < N; i++)
-        for (int c = 0; c < I; c += 16) {
+        for (int c = 0; c < I; c += LANES) {
             vec x = load(h + (gated ? 2 * i : i) * I + c);
             vec z = gated ? x : 1.59576912f * (x + 0.044715f * x * x * x);
             z = larger(LOG2E * z, vec{} - 126.0f);
@@ -960,7 +974,7 @@ void rotate_write(const T* qkv, const float* cos, const float* sin, T* q, T* kv,
         for (int h = 0; h < H + Hk; h++, from += D) {
             T* to = h < H ? q + (i * H + h) * D : k + (h - H) * D;
             if (!cos) memcpy(to, from, D * sizeof(T));
-            for (int d = 0; cos && d < D / 2; d += 16) {
+            for (int d = 0; cos && d < D / 2; d += LANES) {
                 vec c = load(cos + i * D / 2 + d), s = load(sin + i * D / 2 + d);
                 vec a = load(from + d), b = load(from + D / 2 + d);
                 store(to + d, a * c - b * s);
@@ -973,16 +987,16 @@ void rotate_write(const T* qkv, const float* cos, const float* sin, T* q, T* kv,
 
 // One step of an online softmax: the query q (D) attends to the first `seen` of BLOCK tokens with
 // keys k[t] and values v[t]. state: the maximum score, in units of log2, the sum of the weights,
-// and from state + 16 on the weighted sum of the values (D).
-const int BLOCK = 32;
+// and from state + LANES on the weighted sum of the values (D).
+const int BLOCK = 2 * LANES;
 template <class T>
 void attend_block(const float* q, T* const* k, T* const* v, int seen, int D, float* state) {
     vec s[2];
     for (int half = 0; half < 2; half++) {
-        vec dot[16] = {};
-        for (int d = 0; d < D; d += 16)
-            for (int t = 0; t < 16; t++) dot[t] += load(q + d) * load(k[16 * half + t] + d);
-        s[half] = LANE + 16 * half < seen ? sums(dot) : vec{} + MASKED;
+        vec dot[LANES] = {};
+        for (int d = 0; d < D; d += LANES)
+            for (int t = 0; t < LANES; t++) dot[t] += load(q + d) * load(k[LANES * half + t] + d);
+        s[half] = LANE + LANES * half < seen ? sums(dot) : vec{} + MASKED;
     }
     const float top = std::max(state[0], largest(larger(s[0], s[1])));
     const float shrink = top == state[0] ? 1 : std::exp2(state[0] - top);
@@ -990,23 +1004,23 @@ void attend_block(const float* q, T* const* k, T* const* v, int seen, int D, flo
     state[0] = top;
     state[1] = state[1] * shrink + sum(s[0] + s[1]);
     const float* weight = (const float*)s;
-    for (int d = 0; d < D; d += 64) {  // four sums at a time: their additions overlap
-        float* value = state + 16 + d;
-        const int n = std::min(4, (D - d) / 16);
+    for (int d = 0; d < D; d += 4 * LANES) {  // four sums at a time: their additions overlap
+        float* value = state + LANES + d;
+        const int n = std::min(4, (D - d) / LANES);
         vec acc[4];
-        for (int i = 0; i < n; i++) acc[i] = load(value + 16 * i) * shrink;
+        for (int i = 0; i < n; i++) acc[i] = load(value + LANES * i) * shrink;
         if (n == 4)
             for (int t = 0; t < BLOCK; t++)
-                for (int i = 0; i < 4; i++) acc[i] += weight[t] * load(v[t] + d + 16 * i);
+                for (int i = 0; i < 4; i++) acc[i] += weight[t] * load(v[t] + d + LANES * i);
         else
             for (int t = 0; t < BLOCK; t++)
-                for (int i = 0; i < n; i++) acc[i] += weight[t] * load(v[t] + d + 16 * i);
-        for (int i = 0; i < n; i++) store(value + 16 * i, acc[i]);
+                for (int i = 0; i < n; i++) acc[i] += weight[t] * load(v[t] + d + LANES * i);
+        for (int i = 0; i < n; i++) store(value + LANES * i, acc[i]);
     }
 }
 
 // The queries of one request attend to its tokens begin .. end - 1, BLOCK tokens of one kv head at
-// a time. q (rows, H, D), states (rows, H, 16 + D).
+// a time. q (rows, H, D), states (rows, H, LANES + D).
 template <class T>
 void attend_part(const T* q, T* K, T* V, const int32_t* pages, int rows, int n_past, int begin,
                  int end, int H, int Hk, int D, float* states) {
@@ -1015,21 +1029,22 @@ void attend_part(const T* q, T* K, T* V, const int32_t* pages, int rows, int n_p
     std::vector<float> scratch((rows * H + 2 * BLOCK) * D);
     float *queries = &scratch[2 * BLOCK * D], *kf[BLOCK], *vf[BLOCK];
     T *k[BLOCK], *v[BLOCK];
-    for (int i = 0; i < rows * H * D; i += 16) store(queries + i, load(q + i) * scale);
+    for (int i = 0; i < rows * H * D; i += LANES) store(queries + i, load(q + i) * scale);
     for (; begin < end; begin += BLOCK)
         for (int h = 0; h < Hk; h++) {
             for (int t = 0; t < BLOCK; t++) {
                 const int64_t page = pages[std::min(begin + t, end - 1)];
-                const int64_t next = pages[std::min(begin + t + BLOCK, end - 1)];
                 k[t] = K + page * W + h * D;
                 v[t] = V + page * W + h * D;
+                const int64_t later = pages[std::min(begin + t + BLOCK, end - 1)];
+                const int64_t next = h + 1 < Hk ? page * W + (h + 1) * D : later * W;
                 for (int d = 0; d < D; d += 64 / sizeof(T)) {
-                    __builtin_prefetch(K + next * W + h * D + d);
-                    __builtin_prefetch(V + next * W + h * D + d);
+                    __builtin_prefetch(K + next + d);
+                    __builtin_prefetch(V + next + d);
                 }
                 kf[t] = &scratch[t * D];
                 vf[t] = kf[t] + BLOCK * D;
-                for (int d = 0; rows * G > 1 && d < D; d += 16) {  // convert for several queries
+                for (int d = 0; rows * G > 1 && d < D; d += LANES) {  // convert for several queries
                     store(kf[t] + d, load(k[t] + d));
                     store(vf[t] + d, load(v[t] + d));
                 }
@@ -1037,7 +1052,7 @@ void attend_part(const T* q, T* K, T* V, const int32_t* pages, int rows, int n_p
             for (int i = 0; i < rows * G; i++) {
                 const int query = i / G * H + h * G + i % G;
                 const int seen = std::min(end, n_past + i / G + 1) - begin;
-                float *x = queries + query * D, *state = states + query * (16 + D);
+                float *x = queries + query * D, *state = states + query * (LANES + D);
                 if (rows * G > 1)
                     attend_block(x, kf, vf, seen, D, state);
                 else
@@ -1055,13 +1070,14 @@ void attend(const T* q, T* kv, const int32_t* spans, const int32_t* table, T* ou
             int n_page, int H, int Hk, int D) {
     int64_t n_context = 0, longest = 0, N = 0;
     for (int r = 0; r < R; r++) {
+        if (spans[4 * r + 1] == 0) continue;  // padding
         const int64_t context = spans[4 * r + 1] + spans[4 * r + 2];
         n_context += context;
         longest = std::max(longest, context);
         N = std::max<int64_t>(N, spans[4 * r] + spans[4 * r + 1]);
     }
     const int64_t size = std::max<int64_t>(128, n_context / (4 * omp_get_max_threads()));
-    const int64_t n_part = (longest + size - 1) / size, stride = 16 + D;
+    const int64_t n_part = (longest + size - 1) / size, stride = LANES + D;
     std::vector<float> states(n_part * N * H * stride);
     for (int64_t i = 0; i < n_part * N * H; i++) states[i * stride] = MASKED;
     #pragma omp parallel for collapse(2) schedule(dynamic, 1)
@@ -1069,7 +1085,7 @@ void attend(const T* q, T* kv, const int32_t* spans, const int32_t* table, T* ou
         for (int r = 0; r < R; r++) {
             const int32_t* span = spans + 4 * r;
             const int end = std::min<int64_t>(span[1] + span[2], (p + 1) * size);
-            if (span[1] > 0)
+            if (span[1] > 0 && p * size < end)
                 attend_part(q + span[0] * H * D, kv, kv + (int64_t)n_page * Hk * D,
                             table + span[3], span[1], span[2], p * size, end, H, Hk, D,
                             &states[(p * N + span[0]) * H * stride]);
@@ -1082,10 +1098,10 @@ void attend(const T* q, T* kv, const int32_t* spans, const int32_t* table, T* ou
         for (int p = 0; p < n_part; p++) top = std::max(top, state[p * step]);
         for (int p = 0; p < n_part; p++)
             total += state[p * step + 1] * std::exp2(state[p * step] - top);
-        for (int d = 0; d < D; d += 16) {
+        for (int d = 0; d < D; d += LANES) {
             vec acc = {};
             for (int p = 0; p < n_part; p++)
-                acc += std::exp2(state[p * step] - top) * load(state + p * step + 16 + d);
+                acc += std::exp2(state[p * step] - top) * load(state + p * step + LANES + d);
             store(out + i * D + d, acc / total);
         }
     }
@@ -1112,24 +1128,24 @@ void gather_heads(const T* plane, const int32_t* rows, T* out, int n_row, int pa
 template <class T>
 void causal_softmax(T* scores, float* totals, int Hk, int n, int G, int context, int n_past,
                     float scale) {
-    T mask[64] = {};  // 32 zeros, 32 times MASKED
-    store_pair(mask + 32, {vec{} + MASKED, vec{} + MASKED});
+    T mask[4 * LANES] = {};  // first zeros, then MASKED
+    store_pair(mask + 2 * LANES, {vec{} + MASKED, vec{} + MASKED});
     scale *= LOG2E;
     #pragma omp parallel for collapse(2)
     for (int64_t h = 0; h < Hk; h++)
         for (int j = 0; j < n; j++)
             for (int64_t row = (h * n + j) * G; row < (h * n + j + 1) * G; row++) {
                 T* s = scores + row * context;
-                const int seen = std::min(context, n_past + j + 1), last = (seen - 1) / 32 * 32;
-                Pair x = load_pair(s + last), m = load_pair(mask + 32 - (seen - last));
+                const int seen = std::min(context, n_past + j + 1), last = (seen - 1) & -2 * LANES;
+                Pair x = load_pair(s + last), m = load_pair(mask + 2 * LANES + last - seen);
                 store_pair(s + last, {x.a + m.a, x.b + m.b});
                 vec top = vec{} + MASKED, total = {};
-                for (int c = 0; c <= last; c += 32) {
+                for (int c = 0; c <= last; c += 2 * LANES) {
                     x = load_pair(s + c);
                     top = larger(top, larger(x.a, x.b));
                 }
                 const float highest = largest(top) * scale;
-                for (int c = 0; c <= last; c += 32) {
+                for (int c = 0; c <= last; c += 2 * LANES) {
                     x = load_pair(s + c);
                     x.a = exp2(x.a * scale - highest);
                     x.b = exp2(x.b * scale - highest);
@@ -1149,7 +1165,7 @@ void scatter_heads(const T* values, const float* totals, T* out, int n, int padd
     for (int64_t i = 0; i < n; i++)
         for (int64_t h = 0; h < Hk * G; h++) {
             const int64_t from = (h / G * padded + i) * G + h % G;
-            for (int d = 0; d < D; d += 16)
+            for (int d = 0; d < D; d += LANES)
                 store(out + (i * Hk * G + h) * D + d, load(values + from * D + d) / totals[from]);
         }
 }
@@ -1167,8 +1183,11 @@ void shrink(const T* x, const T* A, const int32_t* sites, const int32_t* table, 
             const int end = i < site[4] ? site[0] + site[1] : 0;
             for (int64_t row = site[0]; row < end; row++) {
                 vec dot = {};
-                for (int c = 0; c < n_in; c += 16)
-                    dot += load(x + row * n_in + c) * load(A + (int64_t)pages[c / W] * W + c % W);
+                for (int p = 0; p < n_page; p++) {
+                    const T *a = A + (int64_t)pages[p] * W, *part = x + row * n_in + p * W;
+                    for (int c = 0; c < std::min(W, n_in - p * W); c += LANES)
+                        dot += load(a + c) * load(part + c);
+                }
                 xa[(row * n_module + site[6]) * max_rank + i] = sum(dot);
             }
         }
@@ -1178,7 +1197,7 @@ void shrink(const T* x, const T* A, const int32_t* sites, const int32_t* table, 
 template <class T>
 void expand(T* y, const T* B, const int32_t* sites, const int32_t* table, const float* xa, int S,
             int n_out, int W, int n_module, int stride) {
-    const int block = W % 64 ? 16 : 64;  // columns, on one page
+    const int block = W % (4 * LANES) ? LANES : 4 * LANES;  // columns, on one page
     #pragma omp parallel for collapse(2) schedule(dynamic, 4)
     for (int s = 0; s < S; s++)
         for (int c = 0; c < n_out; c += block) {
@@ -1188,15 +1207,16 @@ void expand(T* y, const T* B, const int32_t* sites, const int32_t* table, const 
             const int end = n > 0 ? site[0] + site[1] : 0;
             for (int64_t row = site[0]; row < end; row++) {
                 const float* weight = xa + (row * n_module + site[6]) * stride;
-                T *own = y + row * n_out + site[2] + c, sum[64] = {};
+                T *own = y + row * n_out + site[2] + c, sum[4 * LANES] = {};
                 memcpy(sum, own, n * sizeof(T));
                 vec acc[4];
-                for (int v = 0; v < block / 16; v++) acc[v] = load(sum + 16 * v);
+                for (int v = 0; v < block / LANES; v++) acc[v] = load(sum + LANES * v);
                 for (int i = 0; i < site[5]; i++) {
                     const T* b = B + (int64_t)pages[i * n_page] * W + c % W;
-                    for (int v = 0; v < block / 16; v++) acc[v] += weight[i] * load(b + 16 * v);
+                    for (int v = 0; v < block / LANES; v++)
+                        acc[v] += weight[i] * load(b + LANES * v);
                 }
-                for (int v = 0; v < block / 16; v++) store(sum + 16 * v, acc[v]);
+                for (int v = 0; v < block / LANES; v++) store(sum + LANES * v, acc[v]);
                 memcpy(own, sum, n * sizeof(T));
             }
         }

@@ -84,6 +84,8 @@ class GPTConfig:
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         self.is_llama = self.family == "llama"
+        if self.family not in ("llama", "gpt2"):
+            raise ValueError(f"family = {self.family!r}: must be 'llama' or 'gpt2'")
         self.rope = self.rope_scaling.get("rope_type") or self.rope_scaling.get("type", "default")
         if self.rope not in ROPE_SCALINGS:
             raise ValueError(f"rope_type = {self.rope!r}: must be one of {[*ROPE_SCALINGS]}")
@@ -103,47 +105,48 @@ class GPTConfig:
                        n_inner=self.n_inner // n, shard=(rank, n))
 
     @cached_property
+    def modules(self):
+        """{module of a checkpoint: (operator, n_out, n_in)} of one layer of the whole model"""
+        n = self.shard[1]
+        C = self.n_embd
+        I = self.n_inner * n
+        Q = self.n_head * n * self.head_dim
+        K = self.n_kv_head * n * self.head_dim
+        if self.is_llama:
+            return {
+                "self_attn.q_proj": ("preproj", Q, C),
+                "self_attn.k_proj": ("preproj", K, C),
+                "self_attn.v_proj": ("preproj", K, C),
+                "self_attn.o_proj": ("postproj", C, Q),
+                "mlp.gate_proj": ("ffn_ln1", I, C),
+                "mlp.up_proj": ("ffn_ln1", I, C),
+                "mlp.down_proj": ("ffn_ln2", C, I),
+            }
+        return {
+            "attn.c_attn": ("preproj", Q + 2 * K, C),
+            "attn.c_proj": ("postproj", C, Q),
+            "mlp.c_fc": ("ffn_ln1", I, C),
+            "mlp.c_proj": ("ffn_ln2", C, I),
+        }
+
+    @cached_property
     def operators(self):
         """{name: Operator} of one layer of this share"""
-        C = self.n_embd
-        I = self.n_inner
-        q = self.n_head * self.head_dim
-        kv = self.n_kv_head * self.head_dim
-        if self.is_llama:
-            qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-            gate_up = {"mlp.gate_proj": I, "mlp.up_proj": I}
-            columns = [qkv, {"self_attn.o_proj": C}, gate_up, {"mlp.down_proj": C}]
-        else:
-            qkv = {"attn.c_attn": q + 2 * kv}
-            columns = [qkv, {"attn.c_proj": C}, {"mlp.c_fc": I}, {"mlp.c_proj": C}]
-        operators = {}
-        for name, n_in, widths in zip(OPERATORS, [C, q, C, I], columns):
-            modules = {}
-            n_out = 0
-            for module, n in widths.items():
-                modules[module] = (n_out, n)
-                n_out += n
-            operators[name] = Operator(n_in, n_out, modules)
+        n = self.shard[1]
+        operators = {name: Operator(0, 0, {}) for name in OPERATORS}
+        for module, (name, n_out, n_in) in self.modules.items():
+            if name in ROW_PARALLEL:
+                n_in //= n
+            else:
+                n_out //= n
+            _, first, modules = operators[name]
+            operators[name] = Operator(n_in, first + n_out, {**modules, module: (first, n_out)})
         return operators
 
     @property
     def widths(self):
         """{operator: (n_in, n_out)} of one layer of this share"""
         return {name: (op.n_in, op.n_out) for name, op in self.operators.items()}
-
-    @cached_property
-    def modules(self):
-        """{module of a checkpoint: its operator}"""
-        return {module: name for name, op in self.operators.items() for module in op.modules}
-
-    def whole_shape(self, module):
-        """(n_out, n_in) of a module in the whole model"""
-        operator = self.operators[self.modules[module]]
-        columns = operator.modules[module][1]
-        n = self.shard[1]
-        if self.modules[module] in ROW_PARALLEL:
-            return columns, operator.n_in * n
-        return columns * n, operator.n_in
 
     @cached_property
     def n_params(self):
@@ -213,6 +216,8 @@ class World:
         self.size = 1
         self.device = torch.device(device)
         self.n_bytes = 0  # sent by this rank
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)  # Triton launches kernels there
 
     @classmethod
     def start(cls, size, device="cpu"):
@@ -221,12 +226,12 @@ class World:
         if n != size:
             command = f"torchrun --nproc_per_node {size} {Path(sys.argv[0]).name} --tp {size}"
             raise ValueError(f"tp = {size} needs {size} processes, there are {n}: {command} ...")
+        backend = "gloo"
+        if size > 1 and device == "cuda":
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            backend = "cpu:gloo,cuda:nccl"
         world = cls(device)
         if size > 1:
-            if device == "cuda":
-                world.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-                torch.cuda.set_device(world.device)
-            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=cls.TIMEOUT)
             atexit.register(dist.destroy_process_group)
             world.rank = dist.get_rank()
@@ -291,18 +296,12 @@ class GPT:
         self.device = weights["embedding.weight"].device
         self.originals = {}  # weights without the adapter that is merged into them
         self.frequencies = rotary_frequencies(config).to(self.device)
-        exchange = (self.gather, world.all_reduce) if world.size > 1 else (None, None)
-        self.exchange = dict(zip(OPERATORS, 2 * exchange))  # how devices exchange x A
-        self.find_layers()
-
-    def find_layers(self):
-        """Set self.layers[i][norm or operator] = (weight, bias or None)."""
-        self.layers = []
-        for i in range(self.config.n_layer):
-            names = ("norm1", "norm2", *OPERATORS)
-            self.layers.append({name: self.affine(f"{i}.{name}") for name in names})
+        self.exchange = dict.fromkeys(OPERATORS)  # how devices exchange x A
+        for op in OPERATORS if world.size > 1 else []:
+            self.exchange[op] = world.all_reduce if op in ROW_PARALLEL else self.gather
 
     def affine(self, name):
+        """(weight, bias or None) of a norm or an operator such as 3.preproj"""
         return self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
 
     @property
@@ -318,11 +317,12 @@ class GPT:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
-    def forward(self, batch, kv, mark=lambda operator: None):
+    def forward(self, batch, kv, mark=None):
         """One iteration: all tokens pass a layer together, so each weight is read once
         [SARATHI §4.3]. kv (L, 2, n_page, Hk, D) -> logits (M, V), on ranks above 0 None.
         mark(operator) is called when an operator is done."""
         c = self.config
+        mark = mark or (lambda operator: None)
         x = F.embedding(batch.tokens, self.weights["embedding.weight"])  # (N, C)
         rope = (None, None)
         if c.is_llama:
@@ -332,20 +332,20 @@ class GPT:
             x = x + F.embedding(batch.positions, self.weights["positions.weight"])
         delta = None  # output of the operator before; the next norm adds it to x
 
-        for layer, layer_kv in zip(self.layers, kv):
-            x, h = add_norm(x, delta, *layer["norm1"], c.norm_eps)
+        for i, layer_kv in enumerate(kv):
+            x, h = add_norm(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
             mark("others")
-            qkv = self.linear("preproj", layer, h, batch, layer_kv, mark)
+            qkv = self.linear("preproj", i, h, batch, layer_kv, mark)
             q = rotate_write(qkv, *rope, layer_kv, batch.pages, c.n_head, c.n_kv_head)
             h = attention(q, layer_kv, batch).flatten(1)  # (N, H * D)
             mark("attn")
-            delta = self.linear("postproj", layer, h, batch, layer_kv, mark)
-            x, h = add_norm(x, delta, *layer["norm2"], c.norm_eps)
+            delta = self.linear("postproj", i, h, batch, layer_kv, mark)
+            x, h = add_norm(x, delta, *self.affine(f"{i}.norm2"), c.norm_eps)
             mark("others")
-            h = self.linear("ffn_ln1", layer, h, batch, layer_kv, mark)
+            h = self.linear("ffn_ln1", i, h, batch, layer_kv, mark)
             h = activate(h, c.is_llama)
             mark("others")
-            delta = self.linear("ffn_ln2", layer, h, batch, layer_kv, mark)
+            delta = self.linear("ffn_ln2", i, h, batch, layer_kv, mark)
 
         if self.world.rank > 0:
             return None
@@ -355,9 +355,9 @@ class GPT:
         mark("others")
         return logits
 
-    def linear(self, op, layer, x, batch, kv, mark):
+    def linear(self, op, i, x, batch, kv, mark):
         """x W of all rows, x A B of each row's adapter [S-LoRA §4.1], the sum over devices [§6]."""
-        y = linear(x, *layer[op])
+        y = linear(x, *self.affine(f"{i}.{op}"))
         mark(op)
         if op in batch.adapters:
             lora(y, x, kv, batch.adapters[op], self.exchange[op])
@@ -382,19 +382,19 @@ class GPT:
         if not c.is_llama:
             x = x + self.weights["positions.weight"][positions].float()
         delta = None
-        for layer in self.layers:
-            x, h = add_norm_ref(x, delta, *layer["norm1"], c.norm_eps)
-            qkv = linear_ref(h, *layer["preproj"]).unflatten(-1, (-1, c.head_dim))
+        for i in range(c.n_layer):
+            x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
+            qkv = linear_ref(h, *self.affine(f"{i}.preproj")).unflatten(-1, (-1, c.head_dim))
             qk, v = qkv.split([c.n_head + c.n_kv_head, c.n_kv_head], 2)  # (B, T, heads, D)
             if c.is_llama:
                 qk = rotate_ref(qk, angles.cos(), angles.sin())
             q, k = qk.transpose(1, 2).split([c.n_head, c.n_kv_head], 1)  # (B, heads, T, D)
             v = v.transpose(1, 2)
             h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            delta = linear_ref(h.transpose(1, 2).flatten(2), *layer["postproj"])
-            x, h = add_norm_ref(x, delta, *layer["norm2"], c.norm_eps)
-            h = activate_ref(linear_ref(h, *layer["ffn_ln1"]), c.is_llama)
-            delta = linear_ref(h, *layer["ffn_ln2"])
+            delta = linear_ref(h.transpose(1, 2).flatten(2), *self.affine(f"{i}.postproj"))
+            x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm2"), c.norm_eps)
+            h = activate_ref(linear_ref(h, *self.affine(f"{i}.ffn_ln1")), c.is_llama)
+            delta = linear_ref(h, *self.affine(f"{i}.ffn_ln2"))
         return add_norm_ref(x, delta, *self.affine("norm"), c.norm_eps)[1]
 
     @torch.inference_mode()
@@ -410,7 +410,6 @@ class GPT:
             self.weights[name] = weight.to_dense().detach().requires_grad_()
         if self.config.tied:
             self.weights["head.weight"] = self.weights["embedding.weight"]
-        self.find_layers()
         return list(dict.fromkeys(self.weights.values()))
 
     @torch.inference_mode()
@@ -420,16 +419,16 @@ class GPT:
         assert self.world.size == 1, "merging has no tensor parallelism"
         while self.originals:
             self.set_weight(*self.originals.popitem())
-        for module in adapter.ranks if adapter else []:
-            op = self.config.modules[module]
-            first, columns = self.config.operators[op].modules[module]
-            for i in range(self.config.n_layer):
+        for op, operator in self.config.operators.items():
+            merged = [m for m in operator.modules if adapter and m in adapter.ranks]
+            for i in range(self.config.n_layer if merged else 0):
                 weight = self.weights[f"{i}.{op}.weight"].to_dense().clone()
-                self.originals.setdefault(f"{i}.{op}.weight", weight.clone())
-                a, b = adapter.factors(i, module)
-                weight[first:first + columns] += (b.T.float() @ a.float()).to(weight)
+                self.originals[f"{i}.{op}.weight"] = weight.clone()
+                for module in merged:
+                    first, columns = operator.modules[module]
+                    a, b = (t.to(self.device).float() for t in adapter.factors(i, module))
+                    weight[first:first + columns] += b.T @ a
                 self.set_weight(f"{i}.{op}.weight", weight)
-        self.find_layers()
 
     def set_weight(self, name, weight):
         """Plain weights are overwritten in place: CUDA graphs know their addresses."""
@@ -533,7 +532,8 @@ OPTIONAL = {  # the defaults of transformers
     "gpt2": {"n_inner": 0, "norm_eps": 1e-5, "tied": True},
 }
 SUPPORTED = {  # model_type -> what its config.json may say; the first value is the default
-    "llama": {"hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [False]},
+    "llama": {"hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [False],
+              "partial_rotary_factor": [1.0]},
     "mistral": {"hidden_act": ["silu"], "sliding_window": [None]},
     "gpt2": {"activation_function": ["gelu_new", "gelu_pytorch_tanh"],
              "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False]},
@@ -544,29 +544,26 @@ def checkpoint_parts(config):
     [q, k, v]}. dim: where tensor parallelism cuts the tensor, None if it does not [S-LoRA §6]."""
     c = config
     names = NAMES[c.family]
-    parts = {}
+    vocabulary = (c.vocab_size, c.n_embd)
+    parts = {"embedding.weight": [(f"{names['embedding']}.weight", vocabulary, None)]}
+    if not c.is_llama:
+        parts["positions.weight"] = [("wpe.weight", (c.block_size, c.n_embd), None)]
+    if not c.tied:
+        parts["head.weight"] = [("lm_head.weight", vocabulary, None)]
 
     def add(name, stored, shape, dim=None):
-        parts.setdefault(name, []).append((stored, shape, dim))
+        parts.setdefault(f"{name}.weight", []).append((f"{stored}.weight", shape, dim))
+        if not c.is_llama:
+            dim = 0 if dim == 0 else None
+            parts.setdefault(f"{name}.bias", []).append((f"{stored}.bias", shape[:1], dim))
 
-    add("embedding.weight", f"{names['embedding']}.weight", (c.vocab_size, c.n_embd))
-    if not c.is_llama:
-        add("positions.weight", "wpe.weight", (c.block_size, c.n_embd))
-    if not c.tied:
-        add("head.weight", "lm_head.weight", (c.vocab_size, c.n_embd))
-    for leaf in ["weight"] if c.is_llama else ["weight", "bias"]:
-        add(f"norm.{leaf}", f"{names['norm']}.{leaf}", (c.n_embd,))
-        for i in range(c.n_layer):
-            prefix = f"{names['layer']}.{i}"
-            for norm in ("norm1", "norm2"):
-                add(f"{i}.{norm}.{leaf}", f"{prefix}.{names[norm]}.{leaf}", (c.n_embd,))
-            for module, op in c.modules.items():
-                shape = c.whole_shape(module)
-                dim = int(op in ROW_PARALLEL)
-                if leaf == "bias":
-                    shape = shape[:1]
-                    dim = None if op in ROW_PARALLEL else 0
-                add(f"{i}.{op}.{leaf}", f"{prefix}.{module}.{leaf}", shape, dim)
+    add("norm", names["norm"], (c.n_embd,))
+    for i in range(c.n_layer):
+        prefix = f"{names['layer']}.{i}"
+        add(f"{i}.norm1", f"{prefix}.{names['norm1']}", (c.n_embd,))
+        add(f"{i}.norm2", f"{prefix}.{names['norm2']}", (c.n_embd,))
+        for module, (op, n_out, n_in) in c.modules.items():
+            add(f"{i}.{op}", f"{prefix}.{module}", (n_out, n_in), int(op in ROW_PARALLEL))
     return parts
 
 def read_json(path):
@@ -591,9 +588,9 @@ def read_config(folder):
     c = read_json(path)
     kind = c.get("model_type")
     check_settings(path, {"model_type": kind}, {"model_type": [*SUPPORTED]})
-    check_settings(path, c, SUPPORTED[kind])
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}  # transformers 5, or older
     c = {**rope, **c}
+    check_settings(path, c, SUPPORTED[kind])
     family = "gpt2" if kind == "gpt2" else "llama"
     found = {"family": family, **OPTIONAL[family]}
     for name, key in zip(FIELDS, KEYS[family]):
@@ -652,9 +649,7 @@ class Checkpoint:
 # adapters
 
 PLAIN_LORA = {  # what an adapter_config.json may say; the first value is the default
-    "peft_type": ["LORA"], "bias": ["none"], "use_dora": [False], "lora_bias": [False],
-    "modules_to_save": [None, []], "target_parameters": [None, []],
-    "trainable_token_indices": [None, []], "layer_replication": [None, []],
+    "peft_type": ["LORA"], "bias": ["none"], "use_dora": [False], "layer_replication": [None],
     "init_lora_weights": [True, False, None, "gaussian", "orthogonal", "eva"],
 }
 
@@ -673,7 +668,7 @@ class Adapter:
         of both [S-LoRA §6]. ValueError for unknown modules."""
         if isinstance(ranks, int):
             attention = ("preproj", "postproj")
-            ranks = {m: ranks for m, op in config.modules.items() if op in attention}
+            ranks = {m: ranks for m, (op, _, _) in config.modules.items() if op in attention}
         for name in ranks:
             if name not in config.modules:
                 raise ValueError(f"module {name!r}: must be one of {', '.join(config.modules)}")
@@ -719,7 +714,7 @@ class Adapter:
         rng = torch.Generator().manual_seed(seed)
         for layer in range(config.n_layer):
             for module, rank in adapter.ranks.items():
-                n_out, n_in = config.whole_shape(module)
+                _, n_out, n_in = config.modules[module]
                 a = torch.randn(rank, n_in, generator=rng) * n_in ** -0.5
                 b = torch.randn(rank, n_out, generator=rng) * 0.02
                 adapter.fill(layer, module, a, b)
@@ -743,7 +738,7 @@ class Adapter:
             ranks[module] = max(ranks.get(module, 0), rank_and_scaling(path)[0])
         adapter = cls(config, ranks, dtype)
         for path, (layer, module) in found.items():
-            n_out, n_in = config.whole_shape(module)
+            _, n_out, n_in = config.modules[module]
             rank, scaling = rank_and_scaling(path)
             a = checkpoint.take(f"{path}.lora_A.weight", (rank, n_in))
             b = checkpoint.take(f"{path}.lora_B.weight", (n_out, rank))
@@ -777,7 +772,7 @@ class Adapter:
         """Keep this device's part of A (rank, n_in) and B (rank, n_out). If the rank is smaller
         than that of the site, or not a multiple of the devices, the last rows stay zero."""
         shard = self.config.shard
-        if self.config.modules[module] in ROW_PARALLEL:
+        if self.config.modules[module][0] in ROW_PARALLEL:
             a = cut(a, 1, shard, module)
         else:
             a = a[shard[0]::shard[1]]
@@ -802,16 +797,14 @@ def read_lora_settings(path):
         for value in patterns.values():
             check_number(f"{path}: rank or alpha", value, kind)
 
-    def setting(module, patterns):
-        module = module.removeprefix("base_model.model.")
-        for pattern, value in patterns.items():
-            if re.fullmatch(rf"(.*\.)?({pattern})", module):
-                return value
-
     def rank_and_scaling(module):
-        rank = setting(module, ranks)
-        divisor = math.sqrt(rank) if c.get("use_rslora") else rank
-        return rank, setting(module, alphas) / divisor
+        module = module.removeprefix("base_model.model.")
+        found = []
+        for patterns in (ranks, alphas):
+            matches = [p for p in patterns if re.fullmatch(rf"(.*\.)?({p})", module)]
+            found.append(patterns[matches[0]])
+        rank, alpha = found
+        return rank, alpha / (math.sqrt(rank) if c.get("use_rslora") else rank)
 
     return rank_and_scaling
 
@@ -819,6 +812,8 @@ def read_lora_settings(path):
 # text
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGITS_SPLIT = (r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})"
+                r"|\s+(?!\S)|\s+")  # every digit is a word
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
                 r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
@@ -861,19 +856,17 @@ def load_tokenizer(folder):
     """The byte-level BPE of a folder: tokenizer.json, or tokenizer.model in tiktoken's format.
     ValueError for tokenizers of another kind, FileNotFoundError if there is none."""
     folder = Path(folder)
-    path = folder / "tokenizer.json"
-    parse = parse_tokenizer
-    if not path.is_file():
-        path = folder / "tokenizer.model"
-        parse = parse_tiktoken
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no tokenizer: use token ids, not text")
     stop = []
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
             stop = read_json(folder / name).get("eos_token_id") or stop
+    parsers = {"tokenizer.json": parse_tokenizer, "tokenizer.model": parse_tiktoken}
+    found = [name for name in parsers if (folder / name).is_file()]
+    if not found:
+        raise FileNotFoundError(f"{folder} has no tokenizer: use token ids, not text")
+    path = folder / found[0]
     try:
-        return Tokenizer(*parse(path), stop if isinstance(stop, list) else [stop])
+        return Tokenizer(*parsers[path.name](path), stop if isinstance(stop, list) else [stop])
     except (KeyError, TypeError, AttributeError, ValueError):
         raise ValueError(f"{path} is not a byte-level BPE: use token ids, not text") from None
 
@@ -894,11 +887,12 @@ def parse_tokenizer(path):
 
     splitter = settings["pre_tokenizer"]
     steps = {step["type"]: step for step in splitter.get("pretokenizers", [splitter])}
-    split = GPT2_SPLIT
-    if not steps.pop("ByteLevel")["use_regex"]:
+    byte_level = steps.pop("ByteLevel")
+    split = DIGITS_SPLIT if steps.pop("Digits", None) else GPT2_SPLIT
+    if not byte_level.get("use_regex", True):
         split = steps.pop("Split")["pattern"]["Regex"]
-    if steps:
-        raise KeyError("another pattern")
+    if steps or byte_level.get("add_prefix_space") or settings.get("normalizer"):
+        raise KeyError("steps that one pattern cannot express")
 
     # the template may put tokens in front of a text
     post = settings.get("post_processor") or {}
@@ -927,13 +921,15 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
     are trained. -> (GPT, Tokenizer or None)"""
     if name in PRESETS and name != "tiny":
         return GPT.from_preset(name, dtype, device, seed, world), None
-    folder = CACHE / name if name in ("tiny", "draft") else Path(name)
+    trained = name in ("tiny", "draft")
+    folder = CACHE / name if trained else Path(name)
     if not folder.is_dir():
-        raise FileNotFoundError(f"model {name!r}: must be a folder, one of {', '.join(PRESETS)}, "
-                                "or after `python model.py` tiny or draft")
+        valid = f"must be a folder or one of {', '.join(PRESETS)}"
+        hint = "is not trained yet, run `python model.py`" if trained else valid
+        raise FileNotFoundError(f"model {name!r}: {hint}")
     model = GPT.from_pretrained(folder, dtype, device, world)
     try:
-        tokenizer = byte_tokenizer() if folder.parent == CACHE else load_tokenizer(folder)
+        tokenizer = byte_tokenizer() if trained else load_tokenizer(folder)
     except (FileNotFoundError, ValueError):
         tokenizer = None
     return model, tokenizer

@@ -17,8 +17,8 @@ import sys
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from operator import add
+from itertools import accumulate, islice
+from operator import add, mul
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -586,23 +586,29 @@ class Autopilot(Scheduler):
 
     def plan(self, running, waiting):
         decodes, prefills = split(running, waiting)
-        d = len(decodes)
         stats = self.stats(decodes)
+        drafting = 0.0
         speculator = self.engine.speculator
-        if speculator:  # as many drafts as in the last iteration
-            stats = stats.with_drafts(speculator.n_last)
-        alone = self.engine.cost.seconds(stats)
+        if speculator and decodes:  # as many drafts as in the last iteration
+            n = speculator.n_last
+            drafting = speculator.proposer.seconds(len(decodes), stats.context, n / len(decodes))
+            stats = stats.with_drafts(n)
+        alone = self.engine.cost.seconds(stats) + drafting if decodes else 0.0
         limit = max(alone, self.time_limit(decodes, alone))
+        # the same seconds could serve the decodes together with those that the prompts become
+        decode_work = alone * len(decodes) / max(1, len(decodes) + len(prefills))
 
         def work_rate(chunk):
             both = IterationStats(*map(add, stats, self.stats(prefill_chunks(prefills, chunk))))
-            seconds = self.engine.cost.seconds(both)
-            work = chunk * self.prefill_price + alone * (d > 0)
-            return work / seconds if seconds <= limit else 0.0
+            seconds = self.engine.cost.seconds(both) + drafting
+            return (chunk * self.prefill_price + decode_work) / seconds if seconds <= limit else 0.0
 
-        n_prompt = sum(request.n_todo for request in prefills)
-        sizes = [n - stats.n_tokens for n in self.sizes] + [n_prompt]
-        sizes = [0] * (d > 0) + [n for n in sizes if 0 < n <= n_prompt]
+        # beside decodes any chunk will do; without them, whole prompts: a rest would run alone
+        ends = list(accumulate(request.n_todo for request in prefills))
+        sizes = ends
+        if decodes:
+            sizes = [n - stats.n_tokens for n in self.sizes] + ends
+            sizes = [0] + [n for n in sizes if 0 < n <= sum(ends[-1:])]
         return decodes + prefill_chunks(prefills, max(sizes, key=work_rate, default=0))
 
     def stats(self, plan):
@@ -612,14 +618,16 @@ class Autopilot(Scheduler):
         """The longest iteration that keeps requests within the TPOT target, averaged over their
         output. A request ahead of the target leaves time for prompts. A request that cannot meet it
         any more is ignored."""
-        limit = math.inf
         target = self.engine.tpot
-        for request, _ in decodes if target else ():
+        started = [request for request, _ in decodes if request.output] if target else []
+        limit = math.inf
+        for request in started:
             n = len(request.output)
             elapsed = self.engine.clock.now() - request.times[0]
             at_best = elapsed + (request.max_new_tokens - n) * seconds_per_token
-            if at_best <= target * (request.max_new_tokens - 1):
-                limit = min(limit, target * n - elapsed)
+            slack = target * (request.max_new_tokens - 1) - at_best
+            if slack >= 0:
+                limit = min(limit, seconds_per_token + slack / 2)
         return limit
 
 def split(running, waiting):
@@ -741,8 +749,11 @@ def forced_acceptance(request, tree, engine):
     """How many levels of drafts are accepted if each draft has the chance engine.alpha. The answer for
     a position depends on nothing else, so that numbers of drafts can be compared."""
     for level, n_candidate in enumerate(tree):
-        x = hash((engine.seed, request.id, request.n_tokens + level)) % 999983 / 999983  # uniform
-        if x >= 1 - (1 - engine.alpha) ** n_candidate:
+        # splitmix64 of (seed, request, position): uniform in 0 .. 2^64 - 1
+        x = (engine.seed << 48) + (request.id << 24) + request.n_tokens + level
+        x = (x * 0x9E3779B97F4A7C15 ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        if (x ^ x >> 31) >= 2**64 * (1 - (1 - engine.alpha) ** n_candidate):
             return level
     return len(tree)
 
@@ -788,11 +799,11 @@ class Goodput(Policy):
         seconds = []
         for tree in self.trees:
             chances = [1 - (1 - alpha) ** n_candidate for n_candidate in tree]
-            worth = np.cumsum(np.cumprod([1.0, *chances]))  # tokens by levels [SmartSpec Eq. 8]
-            sizes = np.array([tree_size(tree[:level]) for level in range(len(tree) + 1)])
-            levels = np.minimum(limits, len(tree))  # (B,)
-            tokens.append(worth[levels].sum())  # [SmartSpec Eq. 9]
-            seconds.append(price(int(sizes[levels].sum()), int(levels.max())))
+            worth = list(accumulate(accumulate([1.0, *chances], mul)))  # by levels [SmartSpec Eq. 8]
+            cut = [(min(limit, len(tree)), n) for limit, n in Counter(limits).items()]
+            tokens.append(sum(worth[level] * n for level, n in cut))  # [SmartSpec Eq. 9]
+            n_drafts = sum(tree_size(tree[:level]) * n for level, n in cut)
+            seconds.append(price(n_drafts, max(cut)[0]))
         return np.array(tokens), np.array(seconds)
 
 class GoodputTree(Goodput):
@@ -1000,8 +1011,10 @@ class Speculator:
         # differs from [SmartSpec Eq. 3]: chunks in the batch are no reason for or against drafts
         cost = self.engine.cost
         stats = IterationStats.of(entries_of(plan, self.engine), cost.tile)
-        entries = entries_of([(request, 1) for request in decodes], self.engine)
-        alone = IterationStats.of(entries, cost.tile)
+        alone = stats
+        if len(decodes) < len(plan):
+            entries = entries_of([(request, 1) for request in decodes], self.engine)
+            alone = IterationStats.of(entries, cost.tile)
         chunks = cost.seconds(stats) - cost.seconds(alone)
 
         def price(n, steps):
@@ -1552,7 +1565,8 @@ class ModelRunner:
         requests = [span.request for span in spans if span.n_logits]
         if not requests:
             return []
-        if self.engine.alpha or all(request.temperature == 0 for request in requests):
+        greedy = all(r.temperature == 0 and r.draft_probs is None for r in requests)
+        if self.engine.alpha or greedy:
             tokens = logits.max(-1).indices
         else:
             q = self.distributions(requests, [1] * len(requests), logits)

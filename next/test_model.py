@@ -6,7 +6,6 @@ import socket
 from base64 import b64encode
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,99 +15,90 @@ import model as model_py
 from kernels import FEW_ROWS, Batch, Sites, cdiv
 from model import GPT, Adapter, GPTConfig, World, load_model, load_tokenizer, preset
 
+torch.set_num_threads(1)  # the models are tiny
 LLAMA = GPTConfig(2, 4, 64, 96, n_kv_head=2, vocab_size=131, block_size=96)
 GPT2 = GPTConfig(2, 4, 64, vocab_size=131, block_size=96, family="gpt2", tied=True)
-
 
 def random_model(config, folder, dtype=torch.float32):
     """A folder with weights so large that logits differ -> the model"""
     model = GPT.from_preset(config, dtype, seed=1)
+    rng = torch.Generator().manual_seed(2)
     for weight in model.parameters():
-        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
+        noise = torch.randn(weight.shape, generator=rng)
         weight.data += 0.15 * noise.to(dtype)
     model.save_pretrained(folder)
     return GPT.from_pretrained(folder, dtype)
 
-
 def prompt(n, seed=0):
     return torch.randint(0, 131, (n,), generator=torch.Generator().manual_seed(seed))
 
-
 def int32(numbers):
     return torch.tensor(numbers, dtype=torch.int32)
-
 
 def make_batch(spans, config):
     """spans: [(tokens, n_past, page table, Adapter or None, its pages)], few rows first. All logits
     are wanted."""
     tokens, positions, pages, rows, table = [], [], [], [], []
     for span, n_past, own, _, _ in spans:
-        end = n_past + len(span)
         rows.append([len(tokens), len(span), n_past, len(table)])
         tokens += span
-        positions += range(n_past, end)
-        pages += own[n_past:end]
-        table += own[:end]
-    few = [n for _, n, _, _ in rows if n <= FEW_ROWS]
-    chunks = [n for _, n, _, _ in rows if n > FEW_ROWS]
-    most = max(few, default=0), max(chunks, default=0)
+        positions += range(n_past, n_past + len(span))
+        pages += own[n_past:n_past + len(span)]
+        table += own[:n_past + len(span)]
+    lengths = [len(span[0]) for span in spans]
+    n_few = sum(n <= FEW_ROWS for n in lengths)
+    most = max(lengths[:n_few], default=0), max(lengths[n_few:], default=0)
     adapters = {}
     for op, operator in config.operators.items():
-        sites, site_table = [np.empty((0, 8), np.int32)], []
+        sites, site_table = [], []
         for (_, _, _, adapter, own), (first, n, _, _) in zip(spans, rows):
-            if adapter:
-                sites.append(adapter.sites[op].copy())
-                sites[-1][:, :2] = first, n
-                sites[-1][:, 7] += len(site_table)
-                site_table += own
-        sites = torch.from_numpy(np.concatenate(sites))
-        if len(sites):
-            adapters[op] = Sites(sites, int32(site_table), int((sites[:, 1] <= FEW_ROWS).sum()), *most,
-                                 len(operator.modules), cdiv(int(sites[:, 4].max()), 16) * 16)
-    return Batch(torch.tensor(tokens), torch.tensor(positions), int32(pages), int32(rows),
-                 int32(table), torch.arange(len(tokens)), len(few), *most,
-                 max(n + n_past for _, n, n_past, _ in rows), adapters)
-
+            for site in adapter.sites[op].tolist() if adapter else []:
+                sites.append([first, n, *site[2:7], site[7] + len(site_table)])
+            site_table += own
+        if sites:
+            n_few_sites = sum(n <= FEW_ROWS for _, n, *_ in sites)
+            max_rank = cdiv(max(site[4] for site in sites), 16) * 16
+            adapters[op] = Sites(int32(sites), int32(site_table), n_few_sites, *most,
+                                 len(operator.modules), max_rank)
+    tokens = torch.tensor(tokens)
+    return Batch(tokens, torch.tensor(positions), int32(pages), int32(rows), int32(table),
+                 torch.arange(len(tokens)), n_few, *most, max(positions) + 1, adapters)
 
 def serve(model, prompts, lengths, adapters):
     """Run prompts together, in iterations of the given lengths -> logits of each one's tokens"""
     n_page = sum(map(len, prompts)) + sum(adapter.n_page for adapter in adapters if adapter)
     free = torch.randperm(n_page, generator=torch.Generator().manual_seed(0)).tolist()
-    take = lambda n: [free.pop() for _ in range(n)]
     kv = model.new_cache(n_page)
-    tables = [take(len(tokens)) for tokens in prompts]
-    homes = [take(adapter.n_page) if adapter else [] for adapter in adapters]
-    for adapter, pages in zip(adapters, homes):
+    tables, homes = [], []
+    for tokens, adapter in zip(prompts, adapters):
+        tables.append([free.pop() for _ in tokens])
+        homes.append([free.pop() for _ in range(adapter.n_page if adapter else 0)])
         if adapter:
-            adapter.write(kv, pages)
+            adapter.write(kv, homes[-1])
     n_past = [0] * len(prompts)
-    logits = [[] for _ in prompts]
+    logits = [[torch.zeros(0, 131)] for _ in prompts]
     for i in range(max(map(len, lengths))):
-        fed = [(own[i], r) for r, own in enumerate(lengths) if i < len(own) and own[i]]
+        fed = sorted((own[i], r) for r, own in enumerate(lengths) if i < len(own) and own[i])
         spans = []
-        for n, r in sorted(fed):
+        for n, r in fed:
             span = prompts[r][n_past[r]:n_past[r] + n].tolist()
             spans.append((span, n_past[r], tables[r], adapters[r], homes[r]))
-        out = model.forward(make_batch(spans, model.config), kv)
-        for n, r in sorted(fed):
             n_past[r] += n
-            if out is not None:
-                logits[r].append(out[:n])
-                out = out[n:]
-    return [torch.cat(rows) if rows else None for rows in logits]
-
+        out = model.forward(make_batch(spans, model.config), kv)
+        if out is not None:
+            for (n, r), rows in zip(fed, out.split([n for n, _ in fed])):
+                logits[r].append(rows.float())
+    return [torch.cat(rows) for rows in logits]
 
 def close(a, b, atol=1e-4):
-    assert b.std() > 0.5
-    return torch.allclose(a.float(), b, atol=atol, rtol=0)
-
+    assert b.std() > 0.1
+    return torch.allclose(a, b, atol=atol, rtol=0)
 
 LENGTHS = {  # for three requests, the tokens of each iteration
     "whole": [(40,), (25,), (9,)],
     "chunks": [(16, 16, 8), (9, 9, 7), (1, 8, 0)],
     "decodes": [(30, 1, 1, 1), (0, 20, 1, 4), (1, 1, 17, 1)],
 }
-
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("config, dtype, atol", [
@@ -119,10 +109,17 @@ def test_forward_equals_the_oracle(config, dtype, atol, lengths, tmp_path):
     for tokens, logits in zip(prompts, serve(model, prompts, LENGTHS[lengths], [None] * 3)):
         assert close(logits, model.logits(tokens), atol)
 
+def test_marks_name_each_operator_when_it_is_done():
+    model = GPT.from_preset(LLAMA, torch.float32)
+    marks = []
+    adapter = Adapter.random(LLAMA, {"mlp.down_proj": 2})
+    batch = make_batch([([1, 2], 0, [30, 31], adapter, [*range(adapter.n_page)])], LLAMA)
+    model.forward(batch, model.new_cache(32), marks.append)
+    layer = "others preproj attn postproj others ffn_ln1 others ffn_ln2 lora".split()
+    assert marks == [*layer, *layer, "others"]
 
 # -----------------------------------------------------------------------------
 # Hugging Face folders
-
 
 def hf_folder(folder, family="llama", shard="5GB", **settings):
     """A random checkpoint, written by transformers -> its model"""
@@ -133,33 +130,29 @@ def hf_folder(folder, family="llama", shard="5GB", **settings):
     if family != "gpt2":
         kind = getattr(transformers, f"{family.title()}ForCausalLM")
         sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-                     num_attention_heads=4, max_position_embeddings=96)
+                     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=96)
     sizes |= dict(vocab_size=131, bos_token_id=1, eos_token_id=2, initializer_range=0.2)
     theirs = kind(kind.config_class(**sizes | settings)).eval()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter += 0.1 * torch.randn_like(parameter) * (parameter.dim() == 1)
+    for parameter in theirs.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter) * (parameter.dim() == 1)
     theirs.save_pretrained(folder, max_shard_size=shard)
     return theirs
-
 
 @torch.no_grad()
 def logits_of(theirs, tokens):
     return theirs(tokens[None]).logits[0]
-
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=32, rope_theta=5e5)
 CHECKPOINTS = {
     "gpt2": dict(family="gpt2"), "gpt2 shards": dict(family="gpt2", shard="20KB"),
     "gpt2 inner": dict(family="gpt2", n_inner=80, tie_word_embeddings=False),
-    "mha": {}, "gqa": dict(num_key_value_heads=2), "mqa": dict(num_key_value_heads=1),
-    "tied": dict(tie_word_embeddings=True), "shards": dict(shard="30KB", num_key_value_heads=2),
+    "mha": dict(num_key_value_heads=4), "gqa": {}, "mqa": dict(num_key_value_heads=1),
+    "tied": dict(tie_word_embeddings=True), "shards": dict(shard="30KB"),
     "llama3 rope": dict(rope_parameters=LLAMA3), "wide heads": dict(head_dim=32),
     "linear rope": dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4)),
-    "mistral": dict(family="mistral", sliding_window=None, num_key_value_heads=2),
+    "mistral": dict(family="mistral", sliding_window=None),
 }
-
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_logits_equal_transformers(name, tmp_path):
@@ -181,24 +174,20 @@ def test_logits_equal_transformers(name, tmp_path):
     auto = pytest.importorskip("transformers").AutoModelForCausalLM
     assert close(logits_of(auto.from_pretrained(tmp_path / "saved"), tokens), expected)
 
-
 def edit(tensors=None, **settings):
-    """A function that changes the tensors of a folder by tensors({name: tensor}), and settings;
-    None removes a setting."""
+    """A function that changes a folder: its tensors, None removes one, and its settings alike"""
     def change(folder):
         config = next(folder.glob("*config.json"))
         known = json.loads(config.read_text()) | settings
         config.write_text(json.dumps({k: v for k, v in known.items() if v is not None}))
         path = next(folder.glob("*.safetensors"))
-        found = load_file(path)
-        if tensors:
-            tensors(found)
-        save_file(found, path)
+        known = load_file(path) | (tensors or {})
+        save_file({k: v for k, v in known.items() if v is not None}, path)
     return change
 
-
 Q = "model.layers.1.self_attn.q_proj.weight"
-BAD_FOLDERS = {
+A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+BAD_MODELS = {
     "config.json does not exist": lambda f: (f / "config.json").unlink(),
     "config.json does not hold settings": lambda f: (f / "config.json").write_text("[1"),
     "model.safetensors does not exist": lambda f: (f / "model.safetensors").unlink(),
@@ -210,41 +199,36 @@ BAD_FOLDERS = {
     "rope_scaling: factor = None": edit(rope_scaling={"type": "linear"}),
     "n_layer = 'two': must be a positive whole number": edit(num_hidden_layers="two"),
     "n_head = 4: no multiple of n_kv_head 3": edit(num_key_value_heads=3),
-    "head_dim = 9: must be even": edit(head_dim=9),
-    f"'{Q}' is missing": edit(lambda t: t.pop(Q)),
-    f"'{Q}' is \\(3, 64\\).*must be \\(64, 64\\)": edit(lambda t: t.update({Q: torch.ones(3, 64)})),
-    f"'{Q}' is .*int32": edit(lambda t: t.update({Q: int32([[0] * 64] * 64)})),
-    "1 surplus tensors, as 'extra'": edit(lambda t: t.update(extra=torch.ones(1))),
+    "head_dim = 9: must be even": edit(head_dim=9), f"'{Q}' is missing": edit({Q: None}),
+    f"'{Q}' is \\(3, 64\\).*must be \\(64, 64\\)": edit({Q: torch.ones(3, 64)}),
+    f"'{Q}' is .*int32": edit({Q: int32([[0] * 64] * 64)}),
+    "1 surplus tensors, as 'extra'": edit({"extra": torch.ones(1)}),
 }
-A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
-EIGHT = torch.ones(8, 64)
 BAD_ADAPTERS = {
     "use_dora = True is not supported": edit(use_dora=True),
     "bias = 'all' is not supported, only 'none'": edit(bias="all"),
-    "peft_type = 'IA3'": edit(peft_type="IA3"), "rank or alpha = 0.5: must be a positive whole": edit(r=0.5),
-    f"'{A}' is missing": edit(lambda t: t.pop(A)),
-    f"'{A}' is \\(8, 32\\).*must be \\(8, 64\\)": edit(lambda t: t.update({A: torch.ones(8, 32)})),
-    "layers.7.*does not fit: layers 0 to 1": edit(lambda t: t.update({A.replace("1", "7"): EIGHT})),
-    "z_proj.*does not fit.*q_proj": edit(lambda t: t.update({A.replace("q_", "z_"): EIGHT})),
-    "adapter_model.safetensors does not exist": lambda f: (f / "adapter_model.safetensors").unlink(),
+    "peft_type = 'IA3'": edit(peft_type="IA3"), "rank or alpha = 0.5: must be": edit(r=0.5),
+    f"'{A}' is missing": edit({A: None}),
+    f"'{A}' is \\(8, 32\\).*must be \\(8, 64\\)": edit({A: torch.ones(8, 32)}),
+    "layers.7.*does not fit: layers 0 to 1": edit({A.replace("1", "7"): torch.ones(8, 64)}),
+    "z_proj.*does not fit.*q_proj": edit({A.replace("q_", "z_"): torch.ones(8, 64)}),
+    "adapter_model.* does not exist": lambda f: (f / "adapter_model.safetensors").unlink(),
 }
 
-
-@pytest.mark.parametrize("message", [*BAD_FOLDERS, *BAD_ADAPTERS])
+@pytest.mark.parametrize("message", [*BAD_MODELS, *BAD_ADAPTERS])
 def test_a_bad_folder_is_one_clear_line(message, tmp_path):
-    if message in BAD_FOLDERS:
+    if message in BAD_MODELS:
         GPT.from_preset(LLAMA).save_pretrained(tmp_path)
-        load = GPT.from_pretrained
-        BAD_FOLDERS[message](tmp_path)
     else:
         Adapter.random(LLAMA, 8).save_pretrained(tmp_path)
-        load = lambda folder: Adapter.from_pretrained(folder, LLAMA)
         edit(rank_pattern=None, alpha_pattern=None, r=8, lora_alpha=8)(tmp_path)
-        BAD_ADAPTERS[message](tmp_path)
+    (BAD_MODELS | BAD_ADAPTERS)[message](tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as raised:
-        load(tmp_path)
+        if message in BAD_MODELS:
+            GPT.from_pretrained(tmp_path)
+        else:
+            Adapter.from_pretrained(tmp_path, LLAMA)
     assert "\n" not in str(raised.value)
-
 
 # -----------------------------------------------------------------------------
 # adapters
@@ -267,12 +251,11 @@ LORAS = {
     ],
 }
 
-
 @pytest.mark.parametrize("family", LORAS)
 def test_adapters_equal_peft(family, tmp_path):
     """Merged, and in a batch with requests of all adapters and one without."""
     peft = pytest.importorskip("peft")
-    theirs = hf_folder(tmp_path, family, **(dict(num_key_value_heads=2) if family == "llama" else {}))
+    theirs = hf_folder(tmp_path, family)
     ours = GPT.from_pretrained(tmp_path)
     tokens = prompt(40)
     adapters, expected = [None], [logits_of(theirs, tokens)]
@@ -285,7 +268,8 @@ def test_adapters_equal_peft(family, tmp_path):
         wrapped.unload()
         adapters.append(Adapter.from_pretrained(tmp_path / str(i), ours.config))
         ours.merge(adapters[-1])
-        assert close(ours.logits(tokens), expected[-1]) and not close(expected[-1], expected[0], 0.1)
+        assert close(ours.logits(tokens), expected[-1])
+        assert not close(expected[-1], expected[0], 0.1)
     ours.merge(None)
     assert torch.equal(ours.logits(tokens), GPT.from_pretrained(tmp_path).logits(tokens))
     lengths = [(40,), (30, 9, 1), (8, 8, 24), (32, 1, 7), (1, 39), (9, 9, 22)][:len(adapters)]
@@ -300,37 +284,32 @@ def test_adapters_equal_peft(family, tmp_path):
     again = Adapter.from_pretrained(tmp_path / "saved", ours.config)
     assert torch.equal(again.planes, adapter.planes) and again.ranks == ranks
     ours.merge(again)
+    half = GPT.from_pretrained(tmp_path, torch.float16)  # not packed: merged in place
+    address, before = half.weights["0.preproj.weight"].data_ptr(), half.logits(tokens)
+    half.merge(again)
+    assert close(half.logits(tokens), ours.logits(tokens), 0.1)
+    half.merge(None)
+    assert half.weights["0.preproj.weight"].data_ptr() == address
+    assert torch.equal(half.logits(tokens), before)
     saved = peft.PeftModel.from_pretrained(theirs, tmp_path / "saved")
     assert close(ours.logits(tokens), logits_of(saved, tokens))
-
-
-def test_shapes_of_adapters():
-    adapter = Adapter.shape_only(LLAMA, 8)
-    assert adapter.ranks == {f"self_attn.{name}_proj": 8 for name in "qkvo"}
-    assert adapter.n_params == 2 * 8 * (64 + 64 + 2 * (64 + 32) + 64 + 64)
-    assert adapter.n_page == 8 * 2 * 4 and adapter.planes is None  # rows of 64 on pages of 32
-    with pytest.raises(ValueError, match="module 'x_proj': must be one of self_attn.q_proj"):
-        Adapter.random(LLAMA, {"x_proj": 4})
-
 
 # -----------------------------------------------------------------------------
 # tensor parallelism
 
-
 def serve_share(folder, config, world):
     """Four requests with adapters of whole and odd ranks, on this device's share -> logits"""
     model = GPT.from_pretrained(folder, world=world)
-    adapters = [None]
-    for ranks in (32, {m: 3 + 5 * i for i, m in enumerate(config.modules)}, {[*config.modules][0]: 1}):
-        adapters.append(Adapter.random(model.config, ranks, seed=2))
-        adapters[-1].planes *= 4
+    odd = {module: 3 + 5 * i for i, module in enumerate(config.modules)}
+    adapters = [None, *(Adapter.random(model.config, ranks, seed=2) for ranks in (32, odd, 1))]
+    for adapter in adapters[1:]:
+        adapter.planes *= 4
     prompts = [prompt(30, seed=i) for i in range(4)]
     return serve(model, prompts, [(20, 9, 1), (30,), (1, 29), (7, 7, 16)], adapters)
 
-
 def run_rank(rank, port, folders, out):
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    torch.set_num_threads(1)
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ |= dict(RANK=str(rank), WORLD_SIZE="2")
     world = World.start(2)
     assert world.broadcast([rank]) == [0]
     results = [serve_share(folder, config, world) for folder, config in folders]
@@ -343,7 +322,6 @@ def run_rank(rank, port, folders, out):
             for _ in range(3):
                 world.all_reduce(torch.ones(4))
         torch.save(results, out)
-
 
 def test_two_devices_give_the_logits_of_one(tmp_path):
     folders = [(tmp_path / config.family, config) for config in (LLAMA, GPT2)]
@@ -365,23 +343,22 @@ def test_two_devices_give_the_logits_of_one(tmp_path):
     assert base_bytes == n_layer * 2 * (2 * (n - 1) * B * h // n) * 4  # two all-reduces
     assert lora_bytes - base_bytes == n_layer * (5 * (n - 1) * B * r // n) * 4  # [S-LoRA §6]
 
-
 # -----------------------------------------------------------------------------
 # text
 
-TEXTS = ["def f(x):\n    return x + 1\n", "naïve café, 東京 12345  two  spaces\t\n\n end ",
+TEXTS = ["def f(x):\n    return x + 1\n", "naïve café, 東京 12345  6 two  spaces\t\n\n end ",
          "it's WE'LL 100% ok\r\n", " leading", "", "<s>special</s>", Path(__file__).read_text()]
 
-
-@pytest.mark.parametrize("kind", ["gpt2", "llama3"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "digits"])
 def test_a_folders_tokenizer_is_the_same_through_tiktoken(kind, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     pre = tokenizers.pre_tokenizers
+    split = pre.Split(tokenizers.Regex(model_py.LLAMA3_SPLIT), "isolated")
     theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
-    theirs.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
-    if kind == "llama3":
-        split = pre.Split(tokenizers.Regex(model_py.LLAMA3_SPLIT), "isolated")
-        theirs.pre_tokenizer = pre.Sequence([split, pre.ByteLevel(False, use_regex=False)])
+    theirs.pre_tokenizer = {
+        "gpt2": pre.ByteLevel(False),
+        "digits": pre.Sequence([pre.Digits(True), pre.ByteLevel(False)]),
+        "llama3": pre.Sequence([split, pre.ByteLevel(False, use_regex=False)])}[kind]
     theirs.train_from_iterator(TEXTS, tokenizers.trainers.BpeTrainer(
         vocab_size=500, special_tokens=["<s>", "</s>"], show_progress=False,
         initial_alphabet=pre.ByteLevel.alphabet()))
@@ -396,18 +373,15 @@ def test_a_folders_tokenizer_is_the_same_through_tiktoken(kind, tmp_path):
         assert ours.encode(text) == theirs.encode(text).ids
         assert ours.decode(ours.encode(text)[len(ours.prefix):]) == text
 
-
 def test_tiktokens_format_and_tokenizers_of_another_kind(tmp_path):
     lines = [b64encode(bytes([b])) + b" %d\n" % b for b in range(256)]
     (tmp_path / "tokenizer.model").write_bytes(b"".join(lines) + b64encode(b"ab") + b" 256")
     ours = load_tokenizer(tmp_path)
-    assert ours.encode("abc") == [257, 256, ord("c")]
-    assert ours.decode([256, 99999, 98]) == "ab\ufffdb"
+    assert ours.encode("abc") == [257, 256, ord("c")] and ours.decode([256, 999, 98]) == "ab\ufffdb"
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00")  # SentencePiece
     bpe = dict(added_tokens=[], model=dict(type="BPE", vocab={"a": 0}))
-    steps = [dict(type="Digits"), dict(type="ByteLevel", use_regex=True)]
-    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00")
-    for settings in (None, bpe | dict(model=dict(type="BPE", vocab={"\u2581a": 0})),
-                     bpe | dict(model=dict(type="Unigram", vocab=[["a", 0.0]])), bpe,
+    steps = [dict(type="Metaspace"), dict(type="ByteLevel", use_regex=True)]
+    for settings in (None, bpe, bpe | dict(model=dict(type="BPE", vocab={"\u2581a": 0})),
                      bpe | dict(pre_tokenizer=dict(type="Sequence", pretokenizers=steps))):
         if settings:
             (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
@@ -416,7 +390,6 @@ def test_tiktokens_format_and_tokenizers_of_another_kind(tmp_path):
     with pytest.raises(FileNotFoundError, match="no tokenizer: use token ids"):
         load_tokenizer(tmp_path / "nowhere")
 
-
 def test_streamed_text_holds_back_half_a_character():
     tokenizer = model_py.byte_tokenizer()
     text_of = tokenizer.stream()
@@ -424,38 +397,37 @@ def test_streamed_text_holds_back_half_a_character():
     assert [text_of([token]) for token in tokens] == ["", "é", "", "", "東", "<|endoftext|>"]
     assert text_of(tokens[:1]) == "" and text_of([], final=True) == "\ufffd"
 
-
 # -----------------------------------------------------------------------------
 # models by name, and the trainer
 
-SIZES = {"gpt2-xl": 1.56, "llama-7b": 6.74, "llama-13b": 13.0, "llama-33b": 32.5,
-         "llama-70b": 69.0, "gpt3-175b": 175, "tinyllama-1.1b": 1.1, "llama-124m": 0.124}
+SIZES = {"gpt2-xl": 1.56, "llama-7b": 6.74, "llama-13b": 13.0, "llama-33b": 32.5, "llama-70b": 69.0,
+         "gpt3-175b": 175, "tinyllama-1.1b": 1.1, "llama-124m": 0.124}  # billions of parameters
+WRONG = {
+    "unknown preset 'llama-8b': must be one of tiny, gpt2": lambda: GPT.from_preset("llama-8b"),
+    "'tiny': is not trained yet, run `python model.py`": lambda: load_model("tiny"),
+    "'nowhere': must be a folder or one of tiny": lambda: load_model("nowhere"),
+    "dtype = 'int8': must be one of float32": lambda: GPT.from_preset(LLAMA, torch.int8),
+    "tp = 3 needs 3 processes, there are 1: torchrun": lambda: World.start(3),
+    "tp = 4 does not divide n_kv_head = 2": lambda: LLAMA.shard_of(0, 4),
+    "'x_proj': must be one of self_attn.q_proj": lambda: Adapter.random(LLAMA, {"x_proj": 4}),
+}
 
-
-def test_sizes_of_presets_and_shards():
+def test_sizes_of_presets_shares_and_adapters():
     for name, billions in SIZES.items():
         assert preset(name).n_params == pytest.approx(billions * 1e9, rel=0.01)
     shard = LLAMA.shard_of(1, 2)
     assert shard.widths["preproj"] == (64, 64) and shard.widths["ffn_ln2"] == (48, 64)
     assert shard.page_bytes(2) * 2 == LLAMA.page_bytes(2) == 2 * 2 * 32 * 2
-
-
-WRONG = {
-    "unknown preset 'llama-8b': must be one of tiny, gpt2": lambda: GPT.from_preset("llama-8b"),
-    "'tiny': must be .* or after `python model.py` tiny": lambda: load_model("tiny"),
-    "'nowhere': must be a folder, one of tiny": lambda: load_model("nowhere"),
-    "dtype = 'int8': must be one of float32": lambda: GPT.from_preset(LLAMA, torch.int8),
-    "tp = 3 needs 3 processes, there are 1: torchrun": lambda: World.start(3),
-    "tp = 4 does not divide n_kv_head = 2": lambda: LLAMA.shard_of(0, 4),
-}
-
+    adapter = Adapter.shape_only(LLAMA, 8)
+    assert adapter.ranks == {f"self_attn.{name}_proj": 8 for name in "qkvo"}
+    assert adapter.n_params == 2 * 8 * (64 + 64 + 2 * (64 + 32) + 64 + 64)
+    assert adapter.n_page == 8 * 2 * 4 and adapter.planes is None  # rows of 64 on pages of 32
 
 @pytest.mark.parametrize("message", WRONG)
 def test_a_wrong_argument_is_one_clear_line(message, tmp_path, monkeypatch):
     monkeypatch.setattr(model_py, "CACHE", tmp_path)
     with pytest.raises((ValueError, FileNotFoundError, KeyError), match=message):
         WRONG[message]()
-
 
 def test_dtype_none_is_the_folders_if_the_machine_is_fast(tmp_path, monkeypatch):
     GPT.from_preset(LLAMA, torch.bfloat16).save_pretrained(tmp_path)
@@ -464,7 +436,6 @@ def test_dtype_none_is_the_folders_if_the_machine_is_fast(tmp_path, monkeypatch)
         model = GPT.from_pretrained(tmp_path)
         assert model.dtype == dtype and model.n_bytes == dtype.itemsize * LLAMA.n_params
         assert GPT.from_pretrained(tmp_path, "bfloat16").dtype == torch.bfloat16
-
 
 def test_training_lowers_the_loss_and_the_models_are_found(tmp_path, monkeypatch):
     tiny = GPTConfig(2, 2, 64, 128, vocab_size=257, tied=True)
