@@ -392,7 +392,8 @@ def check_request(r, engine):
     check_range("top_p", r.top_p, 1e-9, 1)
     check_range("prompt + max_new_tokens", r.max_len, 2, config.block_size)
     store = engine.adapters
-    check_choice("adapter", r.adapter, store.n_page) if r.adapter is not None else None
+    if r.adapter is not None:
+        check_choice("adapter", r.adapter, store.known)
     shared = store.n_page[r.adapter] if store.pool is engine.pool else 0
     check_range("pages of the adapter", store.n_page[r.adapter], 0, store.pool.n_page)
     check_range("pages of the request and its adapter", r.max_len + shared, 1, engine.pool.n_page)
@@ -963,7 +964,7 @@ class Speculator:
             raise ValueError("alpha = 0: a simulator and an oracle need a forced acceptance rate")
         self.engine = engine
         self.policy = policy
-        self.proposer = make_proposer(draft, engine, policy.priced)
+        self.proposer = make_proposer(draft, engine, policy.priced or engine.scheduler.priced)
         self.proposer.threshold = policy.threshold
         self.acceptance = MovingAcceptance()
         self.n_last = 0  # drafts in the last iteration
@@ -1463,6 +1464,11 @@ class ModelRunner:
         return self.tell("compute", self.pack(spans))
 
     def compute(self, batch):
+        rank = self.model.world.rank
+        for op in {"postproj", "ffn_ln2"} & batch.adapters.keys() if rank else ():
+            # every rank adds x A B to columns of its own [S-LoRA §6]; rank 0 packed the first ones
+            sites = batch.adapters[op].sites
+            sites[:, 2] += rank * sites[:, 3]
         if self.graphs and self.graphs.fits(batch):
             return self.graphs.replay(batch)
         return self.model.forward(batch.to(self.model.device), self.kv)
@@ -1768,7 +1774,7 @@ class Pipeline:
 
     def step(self):
         """One iteration of the next lane that has work. Returns its events."""
-        for _ in self.lanes:
+        for _ in range(len(self.lanes)):
             lane = self.lanes[0]
             self.lanes.rotate(-1)
             if lane.running or lane.waiting:
