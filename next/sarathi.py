@@ -56,7 +56,7 @@ class Request:
     drafts: list = field(default_factory=list)  # guessed tokens behind the output
     tree: tuple = ()  # candidates per level of the drafts; real drafts have one per level
     draft_probs: object = None  # (drafts, V), what sampled drafts were drawn from
-    acceptance: object = None  # this request's MovingAcceptance
+    acceptance: float = 0.7  # share of its drafts that are accepted, a moving average
 
     @property
     def n_tokens(self):
@@ -108,7 +108,7 @@ class Event(NamedTuple):
     finished: str
 
 class Iteration(NamedTuple):
-    """A record of one iteration, for traces. entries: (request id, n_past, rows, drafts among them)."""
+    """A record of one iteration. entries: (request id, n_past, rows, rows with logits, adapter weights)."""
     start: float  # seconds
     end: float
     entries: list
@@ -136,7 +136,6 @@ class Engine:
     cost: prices for the policies; None: a profile of this machine, made if a policy asks
     record: a list to which every Iteration is appended
     """
-
     def __init__(self, model, scheduler="sarathi", chunk=256, max_batch=8, n_page=0,
                  alloc="reserve", draft=None, spec="off", seed=0, alpha=0.0, order="fcfs",
                  lora="batched", adapter_pages=0, tpot=0.0, cost=None, record=None, runner=None):
@@ -193,7 +192,7 @@ class Engine:
         start = self.clock.now()
         new_tokens = self.runner.run(plan)  # one flat batch [SARATHI §4.3] [S-LoRA §5.3]
         if self.record is not None:
-            entries = [(r.id, r.n_past, n + len(r.drafts), len(r.drafts)) for r, n in plan]
+            entries = [(r.id, *entry) for (r, _), entry in zip(plan, entries_of(plan, self))]
             self.record.append(Iteration(start, self.clock.now(), entries))
         return self.commit(plan, new_tokens)  # advance, drop rejected drafts, finish
 
@@ -211,7 +210,6 @@ class Engine:
         check_request(request, self)
         request.id = self.n_added
         self.n_added += 1
-        request.acceptance = MovingAcceptance()
         if request.arrival is None:
             request.arrival = self.clock.now()
         self.requests[request.id] = request
@@ -404,7 +402,6 @@ def check_request(r, engine):
 class PagePool:
     """Pages of one preallocated cache. A page holds K and V of one token in every layer, or one row of
     an adapter's A and B [S-LoRA §5.1]."""
-
     def __init__(self, n_page, first=0):
         self.n_page = n_page
         self.n_free = n_page
@@ -432,7 +429,6 @@ class PagePool:
 class AdapterStore:
     """All adapters in host memory, and some loaded into pages: those of running requests, and idle ones
     as long as no request needs their pages [S-LoRA §5]."""
-
     def __init__(self, pool):
         self.pool = pool
         self.copy = None  # the runner's (name, pages) -> function that waits for the copy
@@ -536,26 +532,22 @@ class Scheduler:
 
 class Static(Scheduler):
     """Request-level batching (FasterTransformer): fill a batch, run it until all have ended."""
-
     def plan(self, running, waiting):
         return [(request, request.n_todo) for request in running or waiting]
 
 class Orca(Scheduler):
     """Iteration-level batching: whole prompts join the running decodes [SARATHI §4.5]."""
-
     def plan(self, running, waiting):
         return [(request, request.n_todo) for request in running + waiting]
 
 class PrefillFirst(Scheduler):
     """Continuous batching as in vLLM and TGI: new prompts run at once, decodes wait [TNG]."""
-
     def plan(self, running, waiting):
         return [(request, request.n_todo) for request in waiting or running]
 
 class Sarathi(Scheduler):
     """Decode-maximal batching: one prefill chunk, every other slot a decode [SARATHI §4.3].
     The chunk leaves room for the decodes, so that both together fill whole tiles [§4.4]."""
-
     def plan(self, running, waiting):
         decodes, prefills = split(running, waiting)
         if not prefills:
@@ -566,7 +558,6 @@ class Sarathi(Scheduler):
 
 class SarathiServe(Scheduler):
     """A budget of tokens per iteration: decodes first, then prefill chunks (Sarathi-Serve)."""
-
     def plan(self, running, waiting):
         decodes, prefills = split(running, waiting)
         return decodes + prefill_chunks(prefills, self.chunk - len(decodes))
@@ -700,7 +691,6 @@ def one_adapter(inner=fcfs, patience=30):
 class EarlyAbort:
     """An order that aborts requests too late for their first token [S-LoRA §4.3, App. B]. If more
     requests come than are started (moving averages), the newest go first, else the oldest."""
-
     def __init__(self, slo, margin=1 / 12):
         self.latest = (1 - margin) * slo  # seconds of waiting; margin: from the start to the first token
         self.last_id = -1
@@ -724,23 +714,6 @@ class EarlyAbort:
 # speculation: how many drafts (policies), which ones (proposers), and how many were accepted
 
 MAX_DRAFTS = FEW_ROWS - 1  # V in [SmartSpec Alg. 2]; a verification then still reads its cache in place
-
-class MovingAcceptance:
-    """The share of drafts that are accepted: alpha, a moving average [SmartSpec §4.4]."""
-    PRIOR = 0.7  # before any draft was verified; it weighs as much as one draft
-    FADE = 0.98  # of older evidence, per update
-
-    def __init__(self):
-        self.accepted = 0.0
-        self.tried = 0.0
-
-    @property
-    def rate(self):
-        return (self.accepted + self.PRIOR) / (self.tried + 1)
-
-    def update(self, n_accepted, n_tried):
-        self.accepted = self.FADE * self.accepted + n_accepted
-        self.tried = self.FADE * self.tried + n_tried
 
 def tree_size(tree):
     """Drafts in a tree with so many candidates per level: (3, 2, 2) has 3 + 6 + 12 = 21."""
@@ -773,7 +746,6 @@ class Policy:
 
 class Fixed(Policy):
     """The same drafts for all requests and steps: (1, 1, 1) are three, (3, 2, 2) is a tree."""
-
     def __init__(self, tree):
         self.tree = tree
         self.most = len(tree)
@@ -813,7 +785,6 @@ class GoodputTree(Goodput):
 
 class GoodputGlobal(Goodput):
     """One k for all requests and all steps: the best over everything so far [SmartSpec §3.3]."""
-
     def __init__(self):
         self.totals = np.zeros((2, len(self.trees)))  # tokens and seconds, as if k had always been 0, 1, ..
 
@@ -846,7 +817,6 @@ class Confidence(Goodput):
 class Oracle(Goodput):
     """Knows how many drafts will be accepted [SmartSpec Fig. 14]; needs a forced alpha. The limits end
     at the accepted drafts, so every draft within them is worth a token."""
-
     def outlook(self, alpha, limits, price):
         return super().outlook(1.0, limits, price)
 
@@ -863,13 +833,14 @@ def make_policy(spec):
     return POLICIES[check_choice("spec", spec, [*POLICIES, "off", "1", "2"])]()
 
 class Proposer:
-    """Where drafts come from. Subclass it and write draft()."""
+    """Where drafts come from. Subclass it and write draft(). By itself it stands in the simulator for
+    lookup and for Medusa's heads."""
     threshold = 0.0  # the policy's
     excluded = ()  # requests that never get drafts
 
     def draft(self, request, k):
         """Up to k tokens that may follow the request's known ones."""
-        raise NotImplementedError
+        return [0] * k
 
     def propose(self, plan, lengths):
         """Set the drafts of the requests in lengths {request: k}."""
@@ -882,7 +853,6 @@ class Proposer:
 
 class Ngram(Proposer):
     """Prompt lookup: what followed the last occurrence of the last three, two or one tokens."""
-
     def __init__(self):
         self.text = WeakKeyDictionary()  # request -> its tokens as bytes, four per token
 
@@ -898,17 +868,10 @@ class Ngram(Proposer):
                 return np.resize(following, k).tolist()  # repeated, if it is short
         return []
 
-class ModelFree(Proposer):
-    """Simulator: drafts that cost next to nothing, from lookup or from Medusa's heads."""
-
-    def draft(self, request, k):
-        return [0] * k
-
 class DraftModel(Proposer):
     """A smaller model, on the same page tables with a cache of its own [SmartSpec §6]. The cache follows
     the target's: it is fed the same prompt chunks in the same iterations. If decodes rarely get drafts,
     new requests are not drafted for, and the draft model is spared their prompts [SmartSpec §5]."""
-
     def __init__(self, runner, cost):
         self.runner = runner
         self.cost = cost
@@ -954,11 +917,10 @@ def make_proposer(draft, engine, priced):
         cost = CostModel.profile(draft) if priced else None
         return DraftModel(ModelRunner(engine, draft), cost)
     check_choice("draft", draft, ["ngram"])
-    return ModelFree() if engine.simulated else Ngram()
+    return Proposer() if engine.simulated else Ngram()
 
 class Speculator:
     """Adds drafts to an engine's plans, and counts how many are accepted [SmartSpec §5]."""
-
     def __init__(self, engine, draft, policy):
         if engine.alpha == 0 and (engine.simulated or isinstance(policy, Oracle)):
             raise ValueError("alpha = 0: a simulator and an oracle need a forced acceptance rate")
@@ -966,7 +928,7 @@ class Speculator:
         self.policy = policy
         self.proposer = make_proposer(draft, engine, policy.priced or engine.scheduler.priced)
         self.proposer.threshold = policy.threshold
-        self.acceptance = MovingAcceptance()
+        self.acceptance = 0.7  # alpha, a moving average over all requests [SmartSpec §4.4]
         self.n_last = 0  # drafts in the last iteration
         self.n_drafted = 0
         self.n_accepted = 0
@@ -980,9 +942,9 @@ class Speculator:
         lengths = {}
         if decodes:
             limits = [self.limit(request) for request in decodes]
-            alphas = [self.acceptance.rate] * len(decodes)
+            alphas = [self.acceptance] * len(decodes)
             if self.policy.per_request:
-                alphas = [request.acceptance.rate for request in decodes]
+                alphas = [request.acceptance for request in decodes]
             price = self.make_price(plan, decodes) if self.policy.priced else None
             for request, k in zip(decodes, self.policy.lengths(alphas, limits, price)):
                 request.tree = k if isinstance(k, tuple) else (1,) * k
@@ -1026,8 +988,8 @@ class Speculator:
     def count(self, request, n_accepted):
         """Update the acceptance rates. Drafts behind the first rejected one were not tried."""
         n_tried = min(n_accepted + 1, len(request.tree), len(request.drafts))
-        self.acceptance.update(n_accepted, n_tried)
-        request.acceptance.update(n_accepted, n_tried)
+        self.acceptance += 0.01 * (n_accepted - self.acceptance * n_tried)
+        request.acceptance += 0.05 * (n_accepted - request.acceptance * n_tried)
         self.n_drafted += len(request.drafts)
         self.n_accepted += n_accepted
 
@@ -1396,7 +1358,6 @@ def least_squares(A, b):
 
 class WallClock:
     """Seconds since the clock was made."""
-
     def __init__(self):
         self.start = time.perf_counter()
 
@@ -1428,7 +1389,6 @@ class ModelRunner:
 
     With tensor parallelism every rank has an engine. Rank 0 runs it; the runners of the other ranks
     follow(): they do what rank 0 broadcasts."""
-
     def __init__(self, engine, model):
         self.engine = engine
         self.model = model
@@ -1639,7 +1599,6 @@ class CudaGraphs:
     """Recorded iterations for a GPU, replayed with one launch, so that the GPU does not wait for Python.
     Recorded are batches of decodes alone, padded to a power of two, and batches of decodes and one chunk
     that together have exactly engine.chunk tokens. Padding rows write to the padding page."""
-
     def __init__(self, runner):
         self.runner = runner
         self.graphs = {}  # sizes -> (graph, static batch, logits)
@@ -1697,7 +1656,6 @@ def pad(x, n, value):
 class CostRunner:
     """The simulator: moves a clock by what the cost model says. Every token is 0, and drafts are
     accepted by a forced chance [SmartSpec §7.2]."""
-
     def __init__(self, engine, cost, clock=None):
         self.engine = engine
         self.cost = cost
@@ -1795,7 +1753,7 @@ class Pipeline:
             t = start + busy + (send if stage + 1 < len(self.free_at) else 0.0)
             self.free_at[stage] = t
             if self.record is not None:
-                entries = [(r.id, r.n_past, n, 0) for r, n in plan]
+                entries = [(r.id, r.n_past, n, n == r.n_todo, 0) for r, n in plan]
                 self.record.append(Iteration(start, t, entries, stage))
 
         # count the bubbles by kind, and for each request
@@ -1810,7 +1768,6 @@ class Pipeline:
 
 class StageRunner(CostRunner):
     """Runs a lane's plans through the stages of its Pipeline."""
-
     def __init__(self, pipeline, cost):
         super().__init__(None, cost)
         self.pipeline = pipeline

@@ -344,7 +344,7 @@ def test_pages_are_conserved(model, alloc, own_pool, n, n_adapter):
 def test_the_simulator_plans_as_the_engine(scheduler, options):
     records = []
     for model, small in ((TARGET, draft(0.3)), (COST, CostModel.roofline(TINY, "h200"))):
-        source = {"free": sarathi.ModelFree(), "model": small}.get(options.get("draft"))
+        source = {"free": sarathi.Proposer(), "model": small}.get(options.get("draft"))
         requests = mixed([None, *ADAPTERS], 12, arrival=0.0)
         engine = serve(model, requests, scheduler, chunk=20, max_batch=4, cost=COST,
                        **dict(options, draft=source))
@@ -581,7 +581,7 @@ def test_forced_acceptance_is_like_coins_on_both_clocks():
     counts = []
     for model in (TARGET, COST):
         requests = [Request([1] * 5, 121) for _ in range(64)]
-        engine = serve(model, requests, max_batch=32, spec=3, alpha=0.6, draft=sarathi.ModelFree())
+        engine = serve(model, requests, max_batch=32, spec=3, alpha=0.6, draft=sarathi.Proposer())
         accepted = []
         for request in requests:  # the iterations in which every request has room for three drafts
             events = [event for event in engine.events if event.request is request]
