@@ -108,7 +108,8 @@ class Event(NamedTuple):
     finished: str
 
 class Iteration(NamedTuple):
-    """A record of one iteration. entries: (request id, n_past, rows, rows with logits, adapter weights)."""
+    """A record of one iteration. entries: (request id, n_past, rows, rows with logits, adapter
+    weights)."""
     start: float  # seconds
     end: float
     entries: list
@@ -217,8 +218,8 @@ class Engine:
         return request.id
 
     def generate(self, prompts, max_new_tokens=32, adapter=None, **options):
-        """Serve prompts (lists of tokens). Returns the list of outputs. adapter: a name for all, or a
-        list of names; options: other fields of Request."""
+        """Serve prompts (lists of tokens). Returns the list of outputs. adapter: a name for all, or
+        a list of names; options: other fields of Request."""
         names = adapter if isinstance(adapter, list) else [adapter] * len(prompts)
         requests = [Request(prompt, max_new_tokens, name, **options)
                     for prompt, name in zip(prompts, names, strict=True)]
@@ -243,7 +244,8 @@ class Engine:
     # the parts of an iteration
 
     def arrive(self):
-        """Move requests that have arrived to the queue. If nothing else is there, wait for the next."""
+        """Move requests that have arrived to the queue. If nothing else is there, wait for the
+        next."""
         if self.pending and not self.running and not self.waiting:
             self.clock.wait_until(self.pending[0][0])
         while self.pending and self.pending[0][0] <= self.clock.now():
@@ -252,8 +254,8 @@ class Engine:
                 self.waiting.append(self.requests[id])
 
     def queue(self):
-        """The waiting requests that can start now, in the order's order. The first one that does not
-        fit max_batch or the free pages blocks those behind it."""
+        """The waiting requests that can start now, in the order's order. The first one that does
+        not fit max_batch or the free pages blocks those behind it."""
         slots = self.max_batch - len(self.running)
         if not self.waiting or slots <= 0:
             return []
@@ -283,11 +285,11 @@ class Engine:
         return request.max_len if self.alloc == "reserve" else request.n_tokens
 
     def admit(self, plan):
-        """Reserve pages for the plan's tokens, and start its waiting requests. Returns the part of the
-        plan that has its pages."""
+        """Reserve pages for the plan's tokens, and start its waiting requests. Returns the part of
+        the plan that has its pages."""
         assert plan or not self.running, f"{self.scheduler} planned nothing for running requests"
         for request, n in plan:
-            assert 0 < n <= request.n_todo, f"{self.scheduler} planned {n} of {request.n_todo} tokens"
+            assert 0 < n <= request.n_todo, f"{self.scheduler} planned {n} of {request.n_todo}"
             if request.state == "waiting":
                 self.start(request)
             elif self.alloc == "grow":
@@ -308,8 +310,8 @@ class Engine:
         request.state = "running"
 
     def grow(self, request, n):
-        """Let a running request have n pages. If no page is free, the most recently started request is
-        preempted; it is recomputed later."""
+        """Let a running request have n pages. If no page is free, the most recently started request
+        is preempted; it is recomputed later."""
         while request.state == "running":
             if self.adapters.reserve(self.pool, request, n):
                 return
@@ -361,7 +363,7 @@ class Engine:
         """Nothing could be planned: wait for the next arrival."""
         if self.waiting and not self.running:
             if not self.pending:
-                raise RuntimeError(f"{len(self.waiting)} requests wait, but the order leaves all out")
+                raise RuntimeError(f"{len(self.waiting)} requests wait: the order leaves all out")
             self.clock.wait_until(self.pending[0][0])
         return []
 
@@ -400,8 +402,8 @@ def check_request(r, engine):
 # memory: pages and adapters
 
 class PagePool:
-    """Pages of one preallocated cache. A page holds K and V of one token in every layer, or one row of
-    an adapter's A and B [S-LoRA §5.1]."""
+    """Pages of one preallocated cache. A page holds K and V of one token in every layer, or one row
+    of an adapter's A and B [S-LoRA §5.1]."""
     def __init__(self, n_page, first=0):
         self.n_page = n_page
         self.n_free = n_page
@@ -427,8 +429,8 @@ class PagePool:
         self.n_free += len(table)
 
 class AdapterStore:
-    """All adapters in host memory, and some loaded into pages: those of running requests, and idle ones
-    as long as no request needs their pages [S-LoRA §5]."""
+    """All adapters in host memory, and some loaded into pages: those of running requests, and idle
+    ones as long as no request needs their pages [S-LoRA §5]."""
     def __init__(self, pool):
         self.pool = pool
         self.copy = None  # the runner's (name, pages) -> function that waits for the copy
@@ -448,8 +450,8 @@ class AdapterStore:
         return 0 if self.n_users[name] else self.n_page[name]
 
     def reserve(self, pool, owner, n):
-        """Let owner have n pages of pool in all. If too few are free, idle adapters are evicted, least
-        recently used first. Returns False, changing nothing, if that would not be enough."""
+        """Let owner have n pages of pool in all. If too few are free, idle adapters are evicted,
+        least recently used first. Returns False, changing nothing, if that would not be enough."""
         if pool.reserve(owner, n):
             return True
         n_new = n - len(pool.tables.get(owner, ()))
@@ -482,15 +484,16 @@ class AdapterStore:
         return True
 
     def prefetch(self, waiting, n=8):
-        """Load adapters of the next requests while others run, as far as pages are free [S-LoRA §5.2]."""
+        """Load adapters of the next requests while others run, as far as pages are free [S-LoRA
+        §5.2]."""
         for request in waiting[:n]:
             name = request.adapter
             if name not in self.loaded and 0 < self.n_page[name] <= self.pool.n_free:
                 self.load(name)
 
 def size_pool(model, draft, n_page, max_batch):
-    """Returns (n_page, max_batch), filling in zeros: B = floor((M_G - M_S) / (L m_kv)) [SARATHI §4.3].
-    A draft model's cache has as many pages as the target's [SmartSpec §6]."""
+    """Returns (n_page, max_batch), filling in zeros: B = floor((M_G - M_S) / (L m_kv)) [SARATHI
+    §4.3]. A draft model's cache has as many pages as the target's [SmartSpec §6]."""
     check_range("n_page", n_page, 0)
     check_range("max_batch", max_batch, 0)
     L = model.config.block_size
@@ -523,8 +526,8 @@ class Scheduler:
         self.chunk = chunk
 
     def plan(self, running, waiting):
-        """running: requests with pages, the oldest first. waiting: requests that could start now, the
-        next one first. Returns [(request, n)] with 1 <= n <= request.n_todo."""
+        """running: requests with pages, the oldest first. waiting: requests that could start now,
+        the next one first. Returns [(request, n)] with 1 <= n <= request.n_todo."""
         raise NotImplementedError
 
     def start(self, engine):
@@ -563,9 +566,9 @@ class SarathiServe(Scheduler):
         return decodes + prefill_chunks(prefills, self.chunk - len(decodes))
 
 class Autopilot(Scheduler):
-    """Chooses each iteration's chunk by one price: the most work per second, where prompt tokens and
-    decoded tokens count what they cost alone, at best. The policy goodput does the same for the number
-    of drafts [SARATHI §6, SmartSpec §4.1]."""
+    """Chooses each iteration's chunk by one price: the most work per second, where prompt tokens
+    and decoded tokens count what they cost alone, at best. The policy goodput does the same for the
+    number of drafts [SARATHI §6, SmartSpec §4.1]."""
     priced = True
 
     def start(self, engine):
@@ -692,7 +695,7 @@ class EarlyAbort:
     """An order that aborts requests too late for their first token [S-LoRA §4.3, App. B]. If more
     requests come than are started (moving averages), the newest go first, else the oldest."""
     def __init__(self, slo, margin=1 / 12):
-        self.latest = (1 - margin) * slo  # seconds of waiting; margin: from the start to the first token
+        self.latest = (1 - margin) * slo  # seconds of waiting; a margin for the first run
         self.last_id = -1
         self.n_waiting = 0
         self.surplus = 0.0  # requests that come minus requests that are started, per call
@@ -713,15 +716,15 @@ class EarlyAbort:
 # -----------------------------------------------------------------------------
 # speculation: how many drafts (policies), which ones (proposers), and how many were accepted
 
-MAX_DRAFTS = FEW_ROWS - 1  # V in [SmartSpec Alg. 2]; a verification then still reads its cache in place
+MAX_DRAFTS = FEW_ROWS - 1  # V in [SmartSpec Alg. 2]; verifications still read the cache in place
 
 def tree_size(tree):
     """Drafts in a tree with so many candidates per level: (3, 2, 2) has 3 + 6 + 12 = 21."""
     return sum(math.prod(tree[:i + 1]) for i in range(len(tree)))
 
 def forced_acceptance(request, tree, engine):
-    """How many levels of drafts are accepted if each draft has the chance engine.alpha. The answer for
-    a position depends on nothing else, so that numbers of drafts can be compared."""
+    """How many levels of drafts are accepted if each draft has the chance engine.alpha. The answer
+    for a position depends on nothing else, so that numbers of drafts can be compared."""
     for level, n_candidate in enumerate(tree):
         # splitmix64 of (seed, request, position): uniform in 0 .. 2^64 - 1
         x = (engine.seed << 48) + (request.id << 24) + request.n_tokens + level
@@ -739,9 +742,9 @@ class Policy:
     threshold = 0.0  # a draft model stops behind a draft with no more than this probability
 
     def lengths(self, alphas, limits, price):
-        """alphas: acceptance rates of the decodes. limits: the most drafts each can use. price(n, steps)
-        -> seconds of an iteration with n drafts in all, made in so many steps. Returns [k, ...], or in
-        the simulator also trees: tuples of candidates per level."""
+        """alphas: acceptance rates of the decodes. limits: the most drafts each can use. price(n,
+        steps) -> seconds of an iteration with n drafts in all, made in so many steps. Returns [k,
+        ...], or in the simulator also trees: tuples of candidates per level."""
         raise NotImplementedError
 
 class Fixed(Policy):
@@ -766,13 +769,13 @@ class Goodput(Policy):
 
     def outlook(self, alpha, limits, price):
         """Expected tokens and seconds of the iteration with each of the trees: two arrays."""
-        # differs from [SmartSpec Eq. 10]: as printed it lacks the token that comes even if no draft is
-        # accepted, and a level fails with 1 - alpha whatever its number of candidates
+        # differs from [SmartSpec Eq. 10]: as printed it lacks the token that comes even if no draft
+        # is accepted, and a level fails with 1 - alpha whatever its number of candidates
         tokens = []
         seconds = []
         for tree in self.trees:
             chances = [1 - (1 - alpha) ** n_candidate for n_candidate in tree]
-            worth = list(accumulate(accumulate([1.0, *chances], mul)))  # by levels [SmartSpec Eq. 8]
+            worth = list(accumulate(accumulate([1.0, *chances], mul)))  # by level [SmartSpec Eq. 8]
             cut = [(min(limit, len(tree)), n) for limit, n in Counter(limits).items()]
             tokens.append(sum(worth[level] * n for level, n in cut))  # [SmartSpec Eq. 9]
             n_drafts = sum(tree_size(tree[:level]) * n for level, n in cut)
@@ -786,7 +789,7 @@ class GoodputTree(Goodput):
 class GoodputGlobal(Goodput):
     """One k for all requests and all steps: the best over everything so far [SmartSpec §3.3]."""
     def __init__(self):
-        self.totals = np.zeros((2, len(self.trees)))  # tokens and seconds, as if k had always been 0, 1, ..
+        self.totals = np.zeros((2, len(self.trees)))  # tokens and seconds, for each k
 
     def outlook(self, alpha, limits, price):
         self.totals += super().outlook(alpha, limits, price)
@@ -815,8 +818,8 @@ class Confidence(Goodput):
     threshold = 0.4
 
 class Oracle(Goodput):
-    """Knows how many drafts will be accepted [SmartSpec Fig. 14]; needs a forced alpha. The limits end
-    at the accepted drafts, so every draft within them is worth a token."""
+    """Knows how many drafts will be accepted [SmartSpec Fig. 14]; needs a forced alpha. The limits
+    end at the accepted drafts, so every draft within them is worth a token."""
     def outlook(self, alpha, limits, price):
         return super().outlook(1.0, limits, price)
 
@@ -833,8 +836,8 @@ def make_policy(spec):
     return POLICIES[check_choice("spec", spec, [*POLICIES, "off", "1", "2"])]()
 
 class Proposer:
-    """Where drafts come from. Subclass it and write draft(). By itself it stands in the simulator for
-    lookup and for Medusa's heads."""
+    """Where drafts come from. Subclass it and write draft(). By itself it stands in the simulator
+    for lookup and for Medusa's heads."""
     threshold = 0.0  # the policy's
     excluded = ()  # requests that never get drafts
 
@@ -869,9 +872,10 @@ class Ngram(Proposer):
         return []
 
 class DraftModel(Proposer):
-    """A smaller model, on the same page tables with a cache of its own [SmartSpec §6]. The cache follows
-    the target's: it is fed the same prompt chunks in the same iterations. If decodes rarely get drafts,
-    new requests are not drafted for, and the draft model is spared their prompts [SmartSpec §5]."""
+    """A smaller model, on the same page tables with a cache of its own [SmartSpec §6]. The cache
+    follows the target's: it is fed the same prompt chunks in the same iterations. If decodes rarely
+    get drafts, new requests are not drafted for, and the draft model is spared their prompts
+    [SmartSpec §5]."""
     def __init__(self, runner, cost):
         self.runner = runner
         self.cost = cost
@@ -903,7 +907,8 @@ class DraftModel(Proposer):
                     request.n_draft_past += 1
 
     def seconds(self, n_request, n_context, n_step):
-        return n_step * self.cost.seconds(IterationStats(n_request, n_request, n_request, n_context))
+        n = n_request
+        return n_step * self.cost.seconds(IterationStats(n, n, n, n_context))
 
 def make_proposer(draft, engine, priced):
     """A Proposer from "ngram", a model, or an object. ValueError or KeyError for anything else."""
@@ -962,11 +967,11 @@ class Speculator:
         return limit
 
     def reserve(self, request, k):
-        """Reserve pages for k drafts [SmartSpec §6]; nothing is evicted or preempted for them. Returns
-        k, or 0 if too few pages are free."""
-        if self.engine.alloc == "grow" and not self.engine.pool.reserve(request, request.n_tokens + k):
-            return 0
-        return k
+        """Reserve pages for k drafts [SmartSpec §6]; nothing is evicted or preempted for them.
+        Returns k, or 0 if too few pages are free."""
+        if self.engine.alloc == "reserve":
+            return k
+        return k if self.engine.pool.reserve(request, request.n_tokens + k) else 0
 
     def make_price(self, plan, decodes):
         """Returns price(n, steps): seconds of the iteration with n drafts, made in so many steps
@@ -981,8 +986,8 @@ class Speculator:
         chunks = cost.seconds(stats) - cost.seconds(alone)
 
         def price(n, steps):
-            seconds = cost.seconds(stats.with_drafts(n)) - chunks
-            return seconds + (self.proposer.seconds(len(decodes), alone.context, steps) if n else 0.0)
+            drafting = self.proposer.seconds(len(decodes), alone.context, steps) if n else 0.0
+            return cost.seconds(stats.with_drafts(n)) - chunks + drafting
         return price
 
     def count(self, request, n_accepted):
@@ -1012,8 +1017,8 @@ class IterationStats(NamedTuple):
 
     @classmethod
     def of(cls, entries, tile):
-        """entries: (n_past, rows, rows with logits, adapter weights) per request. A chunk's attention
-        computes whole tiles of rows."""
+        """entries: (n_past, rows, rows with logits, adapter weights) per request. A chunk's
+        attention computes whole tiles of rows."""
         n_tokens = n_logits = decodes = context = context_again = 0
         chunks = pairs = chunk_context = adapted = lora_read = lora_pairs = 0
         for n_past, n, wanted, n_weight in entries:
@@ -1032,15 +1037,15 @@ class IterationStats(NamedTuple):
                 adapted += 1
                 lora_read += n_weight * few
                 lora_pairs += n_weight * (n - few)
-        return cls(n_tokens, n_logits, decodes, context, context_again, chunks, pairs, chunk_context,
-                   adapted, lora_read, lora_pairs)
+        return cls(n_tokens, n_logits, decodes, context, context_again, chunks, pairs,
+                   chunk_context, adapted, lora_read, lora_pairs)
 
     def with_drafts(self, n):
         """The same iteration with n drafts, spread over its decodes."""
         d = max(1, self.decodes)
         context = self.context + n
-        return self._replace(n_tokens=self.n_tokens + n, n_logits=self.n_logits + n, context=context,
-                             context_again=self.context_again + n * context / d,
+        return self._replace(n_tokens=self.n_tokens + n, n_logits=self.n_logits + n,
+                             context=context, context_again=self.context_again + n * context / d,
                              lora_pairs=self.lora_pairs + n * self.lora_read / d)
 
 def entries_of(plan, engine):
@@ -1094,7 +1099,7 @@ class System(NamedTuple):
     token: float = 0.0  # per sampled or verified token
     load: float = 0.0  # per layer, to start the copies of an adapter
     resize: float = 0.0  # per layer, to resize a pool for adapters alone
-    gather: float = ATTENTION_CALL  # per layer and request, to gather an adapter for a batched product
+    gather: float = ATTENTION_CALL  # per layer and request, to gather an adapter for a bmm
     eager: bool = False  # host and GPU wait for each other: their times add up
     expand: bool = False  # every draft is verified as a request of its own
 
@@ -1127,12 +1132,13 @@ class CostModel:
         self.name = name
         self.n_bytes = config.n_params * dtype.itemsize
         self.page_bytes = config.page_bytes(dtype.itemsize)
-        self.n_weights = {op: config.n_layer * n_in * n_out for op, (n_in, n_out) in config.widths.items()}
+        self.n_weights = {op: config.n_layer * math.prod(w) for op, w in config.widths.items()}
 
     @staticmethod
     def roofline(config, gpu, tp=1, nodes=1, system="sarathi", delay=LINK_DELAY):
-        """From a GPU's data sheet. tp: GPUs that share every layer. nodes: such groups in a Pipeline,
-        which share the layers. system: a name in SYSTEMS. KeyError for an unknown name."""
+        """From a GPU's data sheet. tp: GPUs that share every layer. nodes: such groups in a
+        Pipeline, which share the layers. system: a name in SYSTEMS. KeyError for an unknown
+        name."""
         return Roofline(config, gpu, tp, nodes, system, delay)
 
     @staticmethod
@@ -1143,7 +1149,8 @@ class CostModel:
         return PROFILES[model]
 
     def time(self, n_tokens, n_context=0):
-        """Seconds of an iteration that feeds n_tokens and whose decodes read n_context cached tokens."""
+        """Seconds of an iteration that feeds n_tokens and whose decodes read n_context cached
+        tokens."""
         check_range("n_tokens", n_tokens, 1)
         check_range("n_context", n_context, 0)
         return self.seconds(IterationStats(n_tokens, 1, int(n_context > 0), n_context))
@@ -1176,14 +1183,14 @@ class CostModel:
         return seconds
 
     def load(self, n_params, resize):
-        """(seconds of the host, seconds of the link) to copy an adapter in. resize: the adapters have a
-        pool of their own."""
+        """(seconds of the host, seconds of the link) to copy an adapter in. resize: the adapters
+        have a pool of their own."""
         host = self.config.n_layer * (self.system.load + self.system.resize * resize)
         return host, n_params * self.dtype.itemsize / (LINK * PCIE)
 
     def merge(self):
-        """Seconds to swap the merged adapter: W - A1 B1 + A2 B2 on q, k, v and o, where each of the two
-        steps reads W and the product, and writes both."""
+        """Seconds to swap the merged adapter: W - A1 B1 + A2 B2 on q, k, v and o, where each of the
+        two steps reads W and the product, and writes both."""
         n = self.n_weights["preproj"] + self.n_weights["postproj"]
         return 2 * 4 * n * self.dtype.itemsize / self.bandwidth
 
@@ -1199,7 +1206,7 @@ class Roofline(CostModel):
         self.tp = tp
         self.delay = delay
         self.link = LINK * sheet.link
-        self.exchanges = True  # x A of adapters is sent; False shows what that costs [S-LoRA Fig. 8]
+        self.exchanges = True  # x A of adapters is sent; False shows its cost [S-LoRA Fig. 8]
         self.flops = GEMM_FLOPS * tp * sheet.flops
         self.bandwidth = GEMM_BANDWIDTH * tp * sheet.bandwidth
         self.chunk_flops = CHUNK_FLOPS * tp * sheet.flops
@@ -1236,7 +1243,8 @@ class Roofline(CostModel):
         return passes / self.bandwidth + head
 
     def lora(self, s, way):
-        """x A B: decodes are bound by the weights they read (MBGMV), chunks by multiplying (MBGMM)."""
+        """x A B: decodes are bound by the weights they read (MBGMV), chunks by multiplying
+        (MBGMM)."""
         multiply = 2 * s.lora_pairs / self.chunk_flops
         read = s.lora_read * self.dtype.itemsize / self.lora_bandwidth
         calls = ATTENTION_CALL * ((s.chunks > 0) + (s.decodes > 0))
@@ -1264,8 +1272,8 @@ class Roofline(CostModel):
 PROFILES = WeakKeyDictionary()  # model -> Profile
 
 class Profile(CostModel):
-    """Least squares over made-up iterations of a real model on this machine. error: the median relative
-    error on iterations that the fit did not see."""
+    """Least squares over made-up iterations of a real model on this machine. error: the median
+    relative error on iterations that the fit did not see."""
     KNOT = 16  # tokens: up to here, linear operators are bound by memory
 
     def __init__(self, model, n_fit=72, n_test=12, n_round=3):
@@ -1343,7 +1351,8 @@ def time_plan(engine, plan):
     return seconds
 
 def least_squares(A, b):
-    """min |A x - b| with x >= 0: as long as a coefficient is negative, the lowest one is left out."""
+    """min |A x - b| with x >= 0: as long as a coefficient is negative, the lowest one is left
+    out."""
     scale = np.abs(A).max(0) + 1e-30
     keep = np.arange(A.shape[1])
     while True:
@@ -1415,8 +1424,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, spans):
-        """One iteration of the model. Sorts spans: requests with few rows first. Returns logits (M, V)
-        of the wanted rows, span after span."""
+        """One iteration of the model. Sorts spans: requests with few rows first. Returns logits (M,
+        V) of the wanted rows, span after span."""
         if self.engine.lora == "merge" and spans[0].request.adapter != self.merged:
             self.merged = spans[0].request.adapter
             self.tell("merge", self.merged)
@@ -1482,8 +1491,8 @@ class ModelRunner:
                 few = n <= FEW_ROWS
                 packed[op] = Sites(sites=torch.from_numpy(sites), table=table, n_few=int(few.sum()),
                                    max_few=int((n * few).max()), max_chunk=int((n * ~few).max()),
-                                   n_module=len(operator.modules),
-                                   max_rank=round_up(int(sites[:, 4].max()), 16), way=self.engine.lora)
+                                   max_rank=round_up(int(sites[:, 4].max()), 16),
+                                   n_module=len(operator.modules), way=self.engine.lora)
         return packed
 
     def verify_greedy(self, asking, logits):
@@ -1525,8 +1534,8 @@ class ModelRunner:
         return probabilities(logits, temperature, top_k.long(), top_p)
 
     def draft(self, spans, threshold):
-        """As a draft model: a draft for every span with a logit row. Returns [(request, token, whether
-        its probability is above threshold)]."""
+        """As a draft model: a draft for every span with a logit row. Returns [(request, token,
+        whether its probability is above threshold)]."""
         logits = self.forward(spans)
         requests = [span.request for span in spans if span.n_logits]
         if not requests:
@@ -1556,8 +1565,8 @@ class ModelRunner:
         return Adapter.from_pretrained(source, self.model.config, self.model.dtype)
 
     def copy_adapter(self, name, pages):
-        """Copy an adapter to its pages; on a GPU beside the iterations [S-LoRA §5.2]. Returns a function
-        that waits for the copy."""
+        """Copy an adapter to its pages; on a GPU beside the iterations [S-LoRA §5.2]. Returns a
+        function that waits for the copy."""
         if not self.kv.is_cuda:
             self.tell("write", name, pages)
             return lambda: None
@@ -1596,9 +1605,10 @@ class ModelRunner:
 NO_SITES = np.zeros((0, 8), np.int32)
 
 class CudaGraphs:
-    """Recorded iterations for a GPU, replayed with one launch, so that the GPU does not wait for Python.
-    Recorded are batches of decodes alone, padded to a power of two, and batches of decodes and one chunk
-    that together have exactly engine.chunk tokens. Padding rows write to the padding page."""
+    """Recorded iterations for a GPU, replayed with one launch, so that the GPU does not wait for
+    Python. Recorded are batches of decodes alone, padded to a power of two, and batches of decodes
+    and one chunk that together have exactly engine.chunk tokens. Padding rows write to the padding
+    page."""
     def __init__(self, runner):
         self.runner = runner
         self.graphs = {}  # sizes -> (graph, static batch, logits)
@@ -1703,8 +1713,8 @@ class CostRunner:
 class Pipeline:
     """Simulator: a model whose layers are spread over n_stage stages, with as many micro-batches in
     flight [SARATHI §5.3]. Every micro-batch is an engine (a lane) with its own pages and running
-    requests; all lanes share one queue. cost: a roofline of all nodes. options: of every lane; max_batch
-    and n_page must be among them.
+    requests; all lanes share one queue. cost: a roofline of all nodes. options: of every lane;
+    max_batch and n_page must be among them.
 
     A stage that idles between two micro-batches makes a bubble [SARATHI §3.2]. PB1: their prefills
     differ in length. PB2: one has a prefill, the other none. PB3: only their contexts differ."""
@@ -1741,8 +1751,8 @@ class Pipeline:
         return lane.step()
 
     def flow(self, plan, seconds, t):
-        """Move a micro-batch, planned at t, through the stages, each as soon as it is free. Returns when
-        it has left the last one. seconds: of all stages together."""
+        """Move a micro-batch, planned at t, through the stages, each as soon as it is free. Returns
+        when it has left the last one. seconds: of all stages together."""
         self.planned_at = t
         busy = seconds / len(self.free_at)
         send = self.lanes[0].model.send(sum(n for _, n in plan))  # keeps a stage busy as well
@@ -1784,8 +1794,8 @@ class StageRunner(CostRunner):
 def add_model_flags(parser, model):
     """Flags of both command lines: what to run, and where."""
     flag = parser.add_argument
-    flag("--model", default=model, help=f"a Hugging Face folder, or one of {', '.join(PRESETS)} (random "
-         "weights, except tiny, which `python model.py` trains)")
+    flag("--model", default=model, help=f"a Hugging Face folder, or one of {', '.join(PRESETS)} "
+         "(random weights, except tiny, which `python model.py` trains)")
     flag("--dtype", choices=("float32", "bfloat16", "float16"),
          help="of weights and cache; default: bfloat16 where it is fast")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -1850,7 +1860,8 @@ def generate_text(args):
     figures = (f"{len(request.prompt)} + {len(request.output)} tokens, {rate:.0f} tokens/s, "
                f"TTFT {request.ttft * 1e3:.1f} ms, TPOT {request.tpot * 1e3:.1f} ms")
     if engine.speculator:
-        figures += f", {engine.speculator.n_accepted} of {engine.speculator.n_drafted} drafts accepted"
+        n_drafted = engine.speculator.n_drafted
+        figures += f", {engine.speculator.n_accepted} of {n_drafted} drafts accepted"
     print(figures, file=sys.stderr)
 
 def run_command_line(main):

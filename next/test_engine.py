@@ -72,6 +72,12 @@ def mixed(names=(None,), n=6, **fields):
     return [Request(prompt(3 + 11 * i % 40, i), 4 + 5 * i % 17, names[i % len(names)], **fields)
             for i in range(n)]
 
+class Zeros(sarathi.Proposer):
+    """Drafts for a forced acceptance rate"""
+
+    def draft(self, request, k):
+        return [0] * k
+
 def equal_requests(n, n_prompt, n_output):
     return [Request([0] * n_prompt, n_output) for _ in range(n)]
 
@@ -114,7 +120,7 @@ def n_preempted(engine):
     cached = {}
     n = 0
     for iteration in engine.record:
-        for id, n_past, _, _ in iteration.entries:
+        for id, n_past, *_ in iteration.entries:
             n += n_past == 0 < cached.get(id, 0)
             cached[id] = n_past
     return n
@@ -126,7 +132,8 @@ def check_pages(engine):
     for pool in pools:
         pages = np.concatenate([pool.free[:pool.n_free], *pool.tables.values()])
         assert len(set(pages.tolist())) == len(pages) == pool.n_page
-    assert {owner for pool in pools for owner in pool.tables} == {*engine.running, *store.loaded}
+    loaded = {name for name in store.loaded if store.n_page[name]}
+    assert {owner for pool in pools for owner in pool.tables} == {*engine.running, *loaded}
     for request in engine.running:
         n = len(engine.pool.tables[request])
         assert n == request.max_len if engine.alloc == "reserve" else n >= request.n_past
@@ -146,6 +153,8 @@ FACTORS = [
     [(None, "off"), *product(["ngram", 0.3, 9.0], SPECS)],  # source or noise of drafts, spec
     [0.0, 1.0],  # temperature of a neighbour
     [0, 4],  # step in which a neighbour is aborted, if not 0
+    [("lora", "batched"), ("lora", "bmm"), ("lora", "merge"), ("adapter_pages", 45)],
+    ["fcfs", "lcfs"],
 ]
 
 def pairs(case):
@@ -181,12 +190,13 @@ def test_greedy_tokens_equal_the_naive_loop(scheduler):
     preemptions = 0
     accepted = Counter()
     for case in [case for case in CASES if case[0] == scheduler]:
-        _, chunk, alloc, n_page, names, (source, spec), temperature, abort = case
+        _, chunk, alloc, n_page, names, (source, spec), temperature, abort, way, order = case
+        model = random_model() if "merge" in way else TARGET
         greedy = mixed(names)
         others = [Request(prompt(11), 30, names[-1]),
                   Request(prompt(9), 20, names[-1], temperature=temperature)]
-        engine = start(TARGET, others + greedy, scheduler, chunk=chunk, alloc=alloc, n_page=n_page,
-                       max_batch=4, spec=spec, cost=COST,
+        engine = start(model, others + greedy, scheduler, chunk=chunk, alloc=alloc, n_page=n_page,
+                       max_batch=4, spec=spec, cost=COST, order=order, **dict([way]),
                        draft=draft(source) if isinstance(source, float) else source)
         for _ in range(abort):
             engine.step()
@@ -293,7 +303,7 @@ def test_sampled_speculation_end_to_end(source, rule, monkeypatch):
     monkeypatch.setattr(sarathi, "verify", RULES[rule])
     config = replace(TINY, vocab_size=8)
     model = random_model(config)
-    other = GPT.from_preset(config, torch.float32, seed=5)
+    other = random_model(config, noise=1.0)
     engine = Engine(model, "orca", max_batch=300, n_page=300 * 16, spec=2, seed=3,
                     draft=other if source == "draft model" else "ngram")
     tokens = [1, 2, 3, 1, 2, 4, 1, 2]
@@ -344,21 +354,13 @@ def test_pages_are_conserved(model, alloc, own_pool, n, n_adapter):
 def test_the_simulator_plans_as_the_engine(scheduler, options):
     records = []
     for model, small in ((TARGET, draft(0.3)), (COST, CostModel.roofline(TINY, "h200"))):
-        source = {"free": sarathi.Proposer(), "model": small}.get(options.get("draft"))
+        source = {"free": Zeros(), "model": small}.get(options.get("draft"))
         requests = mixed([None, *ADAPTERS], 12, arrival=0.0)
         engine = serve(model, requests, scheduler, chunk=20, max_batch=4, cost=COST,
                        **dict(options, draft=source))
         records.append([iteration.entries for iteration in engine.record])
     assert records[0] == records[1]
     assert options["alloc"] == "reserve" or n_preempted(engine)
-
-@pytest.mark.parametrize("options", [
-    dict(lora="batched"), dict(lora="bmm"), dict(lora="merge"), dict(adapter_pages=45),
-    dict(adapter_pages=25, alloc="grow", n_page=60), dict(order=sarathi.cluster(2))], ids=str)
-def test_every_way_to_compute_adapters_gives_the_same_tokens(options):
-    requests = mixed([None, "q", "ffn", "all", "ffn", "q"], 12)
-    serve(random_model(), requests, chunk=16, max_batch=3, **options)
-    check_tokens(requests)
 
 def test_the_least_recently_used_adapter_is_evicted():
     adapters = dict.fromkeys("abcd", ADAPTERS["q"])  # of eight pages
@@ -420,6 +422,12 @@ STATES = {
     "preempted": lambda r: r.state == "waiting" and r.output,
 }
 
+@pytest.mark.xfail(reason="step() waits until an aborted request would have arrived")
+def test_no_step_waits_for_an_aborted_request():
+    engine = start(COST, [Request([0], 1, arrival=1e9)])
+    engine.abort(0)
+    assert engine.step() == [] and engine.clock.now() == 0
+
 @pytest.mark.parametrize("state", STATES)
 def test_abort_in_every_state(state):
     others = [Request(prompt(12, i), 25, arrival=0.0) for i in range(2)]
@@ -433,7 +441,7 @@ def test_abort_in_every_state(state):
     n = len(victim.output)
     check_pages(engine)
     engine.run()
-    assert (victim.state, len(victim.output)) == ("aborted", n)
+    assert (victim.state, len(victim.output)) == ("aborted", n) and engine.waiting == []
     check_tokens(others)
     for id in (0, 2, 99):
         with pytest.raises(KeyError, match=f"no request with id {id} is waiting or running"):
@@ -485,6 +493,18 @@ def test_bad_input_is_one_line_and_harms_no_other():
     engine.run()
     check_tokens([good])
 
+@pytest.mark.xfail(reason="a tree on a real model outgrows the page table: segmentation fault")
+def test_a_tree_on_a_real_model_is_refused():
+    with pytest.raises(ValueError, match="3,2,2"):
+        Engine(TARGET, spec="3,2,2", draft="ngram")
+
+@pytest.mark.xfail(reason="an engine with merged weights leaves an adapter in its model")
+def test_merged_weights_end_with_their_engine():
+    model = random_model()
+    for requests, lora in ((mixed(["q"]), "merge"), (mixed(), "batched")):
+        serve(model, requests, lora=lora)
+        check_tokens(requests)
+
 # -----------------------------------------------------------------------------
 # schedulers and orders, on the simulator
 
@@ -499,7 +519,7 @@ def test_every_scheduler_stalls_what_its_paper_says():
         engine = serve(A6000, requests, scheduler)
         gap[scheduler] = np.diff(requests[0].times).max() / whole
         ttft[scheduler] = requests[3].ttft / whole
-        batches[scheduler] = [sorted(n for _, _, n, _ in i.entries) for i in engine.record]
+        batches[scheduler] = [sorted(entry[2] for entry in i.entries) for i in engine.record]
     assert gap["static"] < 0.1 and ttft["static"] > 2  # the newcomer waits
     assert min(gap["orca"], gap["prefill_first"]) > 1  # the decodes wait
     for scheduler in ("sarathi", "sarathi_serve", "autopilot"):
@@ -514,10 +534,10 @@ def test_sarathi_fills_whole_tiles(chunk, B):
     engine = serve(A6000, requests, chunk=chunk, max_batch=B, n_page=B * 1500)
     chunks = set()
     for iteration in engine.record:
-        n_token = sum(n for _, _, n, _ in iteration.entries)
+        n_token = sum(entry[2] for entry in iteration.entries)
         prefills = [entry for entry in iteration.entries if entry[2] > 1]
         assert len(prefills) <= 1 and len(iteration.entries) <= B
-        for id, n_past, n, _ in prefills:
+        for _, n_past, n, *_ in prefills:
             if n_past + n < 550:
                 assert n_token % 128 == 0 and n_token < max(chunk, B) + 128
                 chunks.add(n)
@@ -552,6 +572,7 @@ ORDERS = [  # order, adapters of waiting requests, of running ones -> positions 
     (sarathi.one_adapter(), "Abacb", "", [0, 2]),
     (sarathi.one_adapter(patience=1), "Abacb", "b", [1, 4]),
     (sarathi.one_adapter(patience=2), "Abacb", "c", []),  # the batch runs out
+    (sarathi.EarlyAbort(3.0), "Abacb", "", [0, 4, 3, 2, 1]),  # more come than start
     (fair, "aaabb", "a", [3, 4, 0, 1, 2]),
 ]
 
@@ -581,7 +602,7 @@ def test_forced_acceptance_is_like_coins_on_both_clocks():
     counts = []
     for model in (TARGET, COST):
         requests = [Request([1] * 5, 121) for _ in range(64)]
-        engine = serve(model, requests, max_batch=32, spec=3, alpha=0.6, draft=sarathi.Proposer())
+        engine = serve(model, requests, max_batch=32, spec=3, alpha=0.6, draft=Zeros())
         accepted = []
         for request in requests:  # the iterations in which every request has room for three drafts
             events = [event for event in engine.events if event.request is request]
@@ -610,7 +631,7 @@ def test_policies_choose_as_the_paper_says():
                            n_page=B * 100, **options)
             seconds[spec] = engine.clock.now()
             if spec == "goodput":
-                n_draft = np.mean([entry[3] for i in engine.record[1:9] for entry in i.entries])
+                n_draft = np.mean([entry[3] - 1 for i in engine.record[1:9] for entry in i.entries])
                 assert low <= n_draft <= high, B
         assert seconds.pop("oracle") <= 1.005 * min(seconds.values())
         assert seconds["goodput"] <= 1.05 * min(seconds.values())
@@ -618,7 +639,7 @@ def test_policies_choose_as_the_paper_says():
     a, b, c = policy.lengths([0.9, 0.1, 0.6], [7, 7, 7], lambda n, n_step: 1 + 0.1 * n)
     assert a > c > b
     engine = serve(A100, mixed(), spec="3,2,2", **options)
-    assert max(entry[3] for i in engine.record for entry in i.entries) == 21
+    assert max(entry[3] - 1 for i in engine.record for entry in i.entries) == 21
 
 def test_a_draft_model_that_does_not_pay_is_spared_the_prompts():
     """If most decodes get no drafts, new requests are excluded for life [SmartSpec §5]."""
@@ -657,7 +678,7 @@ def arriving(scheduler, cost, rate, n_prompt, n_output, **options):
     times = accumulate(rng.expovariate(rate) for _ in range(60))
     requests = [Request([0] * n_prompt, n_output, arrival=t) for t in times]
     engine = serve(cost, requests, scheduler, max_batch=10, n_page=40000, **options)
-    batches = [[n for _, _, n, _ in iteration.entries] for iteration in engine.record]
+    batches = [[entry[2] for entry in iteration.entries] for iteration in engine.record]
     return (np.mean([r.times[-1] - r.arrival for r in requests]), max(r.tpot for r in requests),
             np.mean([sum(batch) for batch in batches if max(batch) > 8]))
 
@@ -792,9 +813,12 @@ def test_command_line(monkeypatch, capsys, tmp_path):
         sarathi.run_command_line(lambda: sarathi.generate_text(sarathi.parse_arguments()))
         return capsys.readouterr()
 
-    out, err = call([*tokens, "--adapter", tmp_path / "ffn", "--draft", "ngram"])
-    assert [int(token) for token in out.split()] == naive(tuple(prompt(15)), "ffn", 12)
-    assert re.search(r"15 \+ 12 tokens, \d+ tokens/s, .* of \d+ drafts accepted", err, re.S)
+    drafts = ["--draft", tmp_path, "--spec", 3]  # of the model itself
+    for name, flags in (("ffn", ["--adapter", tmp_path / "ffn"]), (None, drafts)):
+        out, err = call(tokens + flags)
+        assert [int(token) for token in out.split()] == naive(tuple(prompt(15)), name, 12)
+        assert re.search(r"^15 \+ 12 tokens, \d+ tokens/s, TTFT .* ms, TPOT .* ms", err)
+    assert re.search(r"([1-9]\d*) of \1 drafts accepted", err)
     for message, flags in MISTAKES.items():
         with pytest.raises(SystemExit) as end:
             call(flags if flags[0] in ("--tokens", "--prompt") else tokens + flags)

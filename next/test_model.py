@@ -3,7 +3,6 @@ devices against one, tokenizers against their libraries, and one line for what u
 import json
 import os
 import socket
-from base64 import b64encode
 from pathlib import Path
 
 import pytest
@@ -207,7 +206,7 @@ BAD_MODELS = {
 BAD_ADAPTERS = {
     "use_dora = True is not supported": edit(use_dora=True),
     "bias = 'all' is not supported, only 'none'": edit(bias="all"),
-    "peft_type = 'IA3'": edit(peft_type="IA3"), "rank or alpha = 0.5: must be": edit(r=0.5),
+    "peft_type = 'IA3'": edit(peft_type="IA3"), "lora_alpha = None: must be": edit(lora_alpha=None),
     f"'{A}' is missing": edit({A: None}),
     f"'{A}' is \\(8, 32\\).*must be \\(8, 64\\)": edit({A: torch.ones(8, 32)}),
     "layers.7.*does not fit: layers 0 to 1": edit({A.replace("1", "7"): torch.ones(8, 64)}),
@@ -284,12 +283,11 @@ def test_adapters_equal_peft(family, tmp_path):
     again = Adapter.from_pretrained(tmp_path / "saved", ours.config)
     assert torch.equal(again.planes, adapter.planes) and again.ranks == ranks
     ours.merge(again)
-    half = GPT.from_pretrained(tmp_path, torch.float16)  # not packed: merged in place
-    address, before = half.weights["0.preproj.weight"].data_ptr(), half.logits(tokens)
+    half = GPT.from_pretrained(tmp_path, torch.float16)  # not packed
+    before = half.logits(tokens)
     half.merge(again)
     assert close(half.logits(tokens), ours.logits(tokens), 0.1)
     half.merge(None)
-    assert half.weights["0.preproj.weight"].data_ptr() == address
     assert torch.equal(half.logits(tokens), before)
     saved = peft.PeftModel.from_pretrained(theirs, tmp_path / "saved")
     assert close(ours.logits(tokens), logits_of(saved, tokens))
@@ -346,6 +344,8 @@ def test_two_devices_give_the_logits_of_one(tmp_path):
 # -----------------------------------------------------------------------------
 # text
 
+LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 TEXTS = ["def f(x):\n    return x + 1\n", "naïve café, 東京 12345  6 two  spaces\t\n\n end ",
          "it's WE'LL 100% ok\r\n", " leading", "", "<s>special</s>", Path(__file__).read_text()]
 
@@ -353,7 +353,7 @@ TEXTS = ["def f(x):\n    return x + 1\n", "naïve café, 東京 12345  6 two  sp
 def test_a_folders_tokenizer_is_the_same_through_tiktoken(kind, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     pre = tokenizers.pre_tokenizers
-    split = pre.Split(tokenizers.Regex(model_py.LLAMA3_SPLIT), "isolated")
+    split = pre.Split(tokenizers.Regex(LLAMA3_SPLIT), "isolated")
     theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
     theirs.pre_tokenizer = {
         "gpt2": pre.ByteLevel(False),
@@ -373,22 +373,17 @@ def test_a_folders_tokenizer_is_the_same_through_tiktoken(kind, tmp_path):
         assert ours.encode(text) == theirs.encode(text).ids
         assert ours.decode(ours.encode(text)[len(ours.prefix):]) == text
 
-def test_tiktokens_format_and_tokenizers_of_another_kind(tmp_path):
-    lines = [b64encode(bytes([b])) + b" %d\n" % b for b in range(256)]
-    (tmp_path / "tokenizer.model").write_bytes(b"".join(lines) + b64encode(b"ab") + b" 256")
-    ours = load_tokenizer(tmp_path)
-    assert ours.encode("abc") == [257, 256, ord("c")] and ours.decode([256, 999, 98]) == "ab\ufffdb"
-    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00")  # SentencePiece
+def test_a_folder_without_a_byte_level_bpe_has_no_tokenizer(tmp_path):
     bpe = dict(added_tokens=[], model=dict(type="BPE", vocab={"a": 0}))
     steps = [dict(type="Metaspace"), dict(type="ByteLevel", use_regex=True)]
     for settings in (None, bpe, bpe | dict(model=dict(type="BPE", vocab={"\u2581a": 0})),
                      bpe | dict(pre_tokenizer=dict(type="Sequence", pretokenizers=steps))):
         if settings:
             (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
-        with pytest.raises(ValueError, match="not a byte-level BPE: use token ids"):
-            load_tokenizer(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no tokenizer: use token ids"):
-        load_tokenizer(tmp_path / "nowhere")
+        assert load_tokenizer(tmp_path) is None
+    steps.pop(0)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    assert load_tokenizer(tmp_path).decode([0, 999]) == "a\ufffd"
 
 def test_streamed_text_holds_back_half_a_character():
     tokenizer = model_py.byte_tokenizer()
@@ -409,7 +404,6 @@ WRONG = {
     "dtype = 'int8': must be one of float32": lambda: GPT.from_preset(LLAMA, torch.int8),
     "tp = 3 needs 3 processes, there are 1: torchrun": lambda: World.start(3),
     "tp = 4 does not divide n_kv_head = 2": lambda: LLAMA.shard_of(0, 4),
-    "'x_proj': must be one of self_attn.q_proj": lambda: Adapter.random(LLAMA, {"x_proj": 4}),
 }
 
 def test_sizes_of_presets_shares_and_adapters():
