@@ -33,14 +33,13 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-    HAS_TRITON = True
 except ImportError:  # the Triton kernels stay plain functions that are never called
     triton = SimpleNamespace(jit=lambda kernel: kernel)
     tl = SimpleNamespace(constexpr=None)
-    HAS_TRITON = False
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FEW_ROWS = 8  # requests with at most this many rows read their context in place
-CHUNK_ROWS = 256  # rows of a chunk that attend in one matrix product
+CHUNK_ROWS = 256  # rows of a chunk that attend in one matrix product [SARATHI Fig. 6]
 
 # glibc returns large blocks to the system when they are freed, so that every iteration would
 # fault its activations in again. Keep blocks of up to 2 GB.
@@ -51,10 +50,8 @@ if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
 # -----------------------------------------------------------------------------
 # batches
 
-
 class OnDevice:
     """Base of dataclasses that hold tensors."""
-
     def to(self, device):
         """A copy on the device. The CPU does not wait for the copies."""
         copies = {}
@@ -66,7 +63,6 @@ class OnDevice:
                     value = value.pin_memory()
                 copies[name] = value.to(device, non_blocking=True)
         return replace(self, **copies)
-
 
 @dataclass
 class Sites(OnDevice):
@@ -80,11 +76,6 @@ class Sites(OnDevice):
     n_module: int  # modules of the operator (q, k, v: 3)
     max_rank: int  # largest rank of A, rounded up to 16
     way: str = "batched"  # or "bmm", the baseline: copy, pad, batched matrix products
-
-    def entries(self, first=0):
-        """The sites from number `first` on as lists, without padding (rows = 0)"""
-        return [site for site in self.sites[first:].tolist() if site[1] > 0]
-
 
 @dataclass
 class Batch(OnDevice):
@@ -101,125 +92,100 @@ class Batch(OnDevice):
     max_context: int  # largest n_past + rows
     adapters: dict = field(default_factory=dict)  # operator name -> Sites
 
-
 def cdiv(n, unit):
     """n / unit, rounded up."""
     return -(-n // unit)
 
-
-def round_up(n, unit):
-    """The smallest multiple of unit that is at least n."""
-    return cdiv(n, unit) * unit
-
-
 # -----------------------------------------------------------------------------
-# the C++ operators: compiled at first use, called through ctypes
+# where an operator runs: Triton, C++ (compiled at first use, called through ctypes) or torch
 
-def build(source):
-    """Compile C++ in about 2 seconds, once per source and processor. -> path of the library"""
-    compiler = os.environ.get("CXX", "g++").split()
-    flags = "-O3 -march=native -fopenmp -shared -fPIC -Wno-psabi -fno-math-errno"
-    flags += " -ffinite-math-only -fno-signed-zeros -fno-trapping-math"
-    query = [*compiler, "-march=native", "-dM", "-E", "-x", "c++", "/dev/null"]
-    target = subprocess.run(query, capture_output=True, check=True).stdout
-    key = hashlib.sha256(target + flags.encode() + source.encode()).hexdigest()[:16]
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(cache) / "sarathi" / f"operators-{key}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        command = [*compiler, *flags.split(), "-x", "c++", "-", "-o", str(unfinished)]
-        subprocess.run(command, input=source.encode(), capture_output=True, check=True)
-        unfinished.rename(path)  # atomic: other processes may build it too
-    return path
+def backend(x, *others):
+    """"triton" on a GPU, and anywhere in Triton's interpreter; on a CPU "cpp" if the tensors are
+    contiguous, of one dtype, and have rows of a multiple of 16 numbers; else "torch"."""
+    if (x.is_cuda or INTERPRETED) and hasattr(triton, "cdiv"):
+        return "triton"
+    if not x.is_cpu or x.requires_grad or x.size(-1) % 16 or x.dtype not in library():
+        return "torch"
+    for tensor in (x, *others):
+        if tensor is not None and (tensor.dtype != x.dtype or not tensor.is_contiguous()):
+            return "torch"
+    return "cpp"
 
+def cpp(name, x, *arguments):
+    """Run a C++ operator of the dtype of x. None is passed as null."""
+    values = [ctypes.c_void_p(x.data_ptr())]
+    for value in arguments:
+        if isinstance(value, Tensor):
+            value = ctypes.c_void_p(value.data_ptr())
+        elif isinstance(value, float):
+            value = ctypes.c_float(value)
+        values.append(value)
+    library()[x.dtype][name](*values)
 
 @lru_cache
 def library():
-    """{(name, dtype): C++ function}, empty if there is no compiler: then the definitions serve."""
-    operators = re.findall(r"template <class T> *\s*void (\w+)\((.*?)\)", SOURCE, re.DOTALL)
+    """{dtype: {name: C++ function}}, empty if there is no compiler: then the definitions serve."""
+    names = re.findall(r"template <class T>\s+void (\w+)\(", SOURCE)
     dtypes = {torch.float32: "float", torch.bfloat16: "bf16"}
-    names = [f"(void*){name}<{c_type}>" for c_type in dtypes.values() for name, _ in operators]
-    table = f'extern "C" {{ void* operators[] = {{{", ".join(names)}}}; }}'
+    source = SOURCE
+    for c_type in dtypes.values():
+        for name in names:
+            source += f'extern "C" {{ auto {name}_{c_type} = {name}<{c_type}>; }}\n'
     try:
-        shared = ctypes.CDLL(str(build(SOURCE + table)))
+        shared = ctypes.CDLL(build(source))
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"C++ operators not compiled, plain torch is slower: {error}", file=sys.stderr)
         return {}
-    addresses = iter((ctypes.c_void_p * len(names)).in_dll(shared, "operators"))
+    function = ctypes.CFUNCTYPE(None)
     functions = {}
-    for dtype in dtypes:
-        for name, parameters in operators:
-            types = [argument_type(parameter) for parameter in parameters.split(",")]
-            functions[name, dtype] = ctypes.CFUNCTYPE(None, *types)(next(addresses))
+    for dtype, c_type in dtypes.items():
+        functions[dtype] = {n: function.in_dll(shared, f"{n}_{c_type}") for n in names}
     return functions
 
-
-def argument_type(parameter):
-    """The ctypes type of a parameter in C++: a pointer, float or int"""
-    if "*" in parameter:
-        return ctypes.c_void_p
-    return ctypes.c_float if "float" in parameter else ctypes.c_int
-
-
-def cpp(name, x, *others):
-    """The C++ operator for these tensors (or None), or None if the definition has to serve."""
-    if not x.is_cpu or x.requires_grad or x.size(-1) % 16:
-        return None
-    for tensor in (x, *others):
-        if tensor is not None and (tensor.dtype != x.dtype or not tensor.is_contiguous()):
-            return None
-    return library().get((name, x.dtype))
-
-
-def pointer(x):
-    """The address of a tensor, null for None."""
-    return None if x is None else x.data_ptr()
-
-
-# -----------------------------------------------------------------------------
-# Triton
-
-
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def use_triton(x):
-    """Whether the Triton kernels compute x: on a GPU, or anywhere in Triton's interpreter."""
-    return HAS_TRITON and (x.is_cuda or INTERPRET)
-
+def build(source):
+    """Compile C++ in about 2 seconds, once per source and processor. -> path of the library"""
+    compiler = os.environ.get("CXX", "g++").split() + ["-march=native", "-x", "c++"]
+    macros = [*compiler, "-dM", "-E", "/dev/null"]
+    target = subprocess.run(macros, capture_output=True, check=True).stdout
+    lanes = 16 if b"__AVX512F__" in target else 8
+    flags = f"-DLANES={lanes} -O3 -fopenmp -shared -fPIC -Wno-psabi -fno-math-errno"
+    flags += " -ffinite-math-only -fno-signed-zeros -fno-trapping-math"
+    key = hashlib.sha256(target + flags.encode() + source.encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
+    path = cache / f"operators-{key}.so"
+    if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        command = [*compiler, *flags.split(), "-", "-o", unfinished]
+        subprocess.run(command, input=source.encode(), capture_output=True, check=True)
+        unfinished.rename(path)  # atomic: other processes may build it too
+    return path
 
 def n_splits(n_program, most):
     """How many times to split n_program programs for about 256 in all: a power of two."""
     return triton.next_power_of_2(max(1, min(256 // n_program, most)))
 
-
 @triton.jit
 def load4(numbers):
     return (tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 3))
 
-
 # -----------------------------------------------------------------------------
 # linear: x weight^T + bias
 
-
 def pack(weight):
     """weight (n_out, n_in) in oneDNN's blocked layout if this CPU has kernels for it."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if not weight.is_cpu or not torch.backends.mkldnn.is_available():
         return weight
     fast = weight.dtype == torch.float32
     if weight.dtype == torch.bfloat16:
         fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.ops.mkldnn._reorder_linear_weight(weight, None) if fast else weight
 
-
 def linear_ref(x, weight, bias=None):
     """x (..., n_in), weight (n_out, n_in), packed or plain, of any dtype -> (..., n_out)"""
-    if weight.is_mkldnn:
-        weight = weight.to_dense()
+    weight = weight.to_dense() if weight.is_mkldnn else weight
     bias = None if bias is None else bias.to(x.dtype)
     return F.linear(x, weight.to(x.dtype), bias)
-
 
 def linear(x, weight, bias=None):
     """x (..., n_in), weight (n_out, n_in) as returned by pack -> (..., n_out)"""
@@ -229,10 +195,8 @@ def linear(x, weight, bias=None):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
-
 # -----------------------------------------------------------------------------
 # add_norm: residual sum and normalization
-
 
 def add_norm_ref(x, y, weight, bias, eps):
     """total = x + y (y None: x) and its RMSNorm; its LayerNorm if there is a bias. -> both"""
@@ -241,7 +205,6 @@ def add_norm_ref(x, y, weight, bias, eps):
     if bias is None:
         return total, F.rms_norm(total, weight.shape, weight, eps)
     return total, F.layer_norm(total, weight.shape, weight, bias.to(total.dtype), eps)
-
 
 @triton.jit
 def _add_norm_kernel(x, y, weight, bias, total, out, eps, C, BLOCK: tl.constexpr):
@@ -264,35 +227,24 @@ def _add_norm_kernel(x, y, weight, bias, total, out, eps, C, BLOCK: tl.constexpr
         r += tl.load(bias + c, mask)
     tl.store(out + at, r, mask)
 
-
-def add_norm_triton(x, y, weight, bias, eps):
+def add_norm(x, y, weight, bias, eps):
+    """x, y (N, C); weight, bias (C,); y and bias may be None -> x + y and its norm, each (N, C)"""
+    chosen = backend(x, y, weight, bias)
+    if chosen == "torch":
+        return add_norm_ref(x, y, weight, bias, eps)
     N, C = x.shape
-    out = torch.empty_like(x)
     total = x if y is None else torch.empty_like(x)
+    out = torch.empty_like(x)
+    if chosen == "cpp":
+        cpp("add_norm", x, y, weight, bias, total, out, N, C, float(eps))
+        return total, out
     block = triton.next_power_of_2(C)
     warps = min(16, max(4, block // 512))
     _add_norm_kernel[(N,)](x, y, weight, bias, total, out, eps, C, block, num_warps=warps)
     return total, out
 
-
-def add_norm(x, y, weight, bias, eps):
-    """x, y (N, C); weight, bias (C,); y and bias may be None -> x + y and its norm, each (N, C)"""
-    if use_triton(x):
-        return add_norm_triton(x, y, weight, bias, eps)
-    function = cpp("add_norm", x, y, weight, bias)
-    if function is None:
-        return add_norm_ref(x, y, weight, bias, eps)
-    N, C = x.shape
-    total = x if y is None else torch.empty_like(x)
-    out = torch.empty_like(x)
-    inputs = x.data_ptr(), pointer(y), weight.data_ptr(), pointer(bias)
-    function(*inputs, total.data_ptr(), out.data_ptr(), N, C, eps)
-    return total, out
-
-
 # -----------------------------------------------------------------------------
 # activate: SwiGLU or GELU
-
 
 def activate_ref(h, gated):
     """gated: SwiGLU of h (..., 2 I), gate and up side by side; else tanh-GELU. -> (..., I)"""
@@ -300,7 +252,6 @@ def activate_ref(h, gated):
         gate, up = h.chunk(2, -1)
         return F.silu(gate) * up
     return F.gelu(h, approximate="tanh")
-
 
 @triton.jit
 def _activate_kernel(h, out, I, GATED: tl.constexpr, BLOCK: tl.constexpr):
@@ -318,33 +269,22 @@ def _activate_kernel(h, out, I, GATED: tl.constexpr, BLOCK: tl.constexpr):
         y = x * tl.sigmoid(2 * z)  # sigmoid(2 z) = (1 + tanh(z)) / 2
     tl.store(out + row * I + i, y, mask)
 
-
-def activate_triton(h, gated):
+def activate(h, gated):
+    """h (N, 2 I) if gated, else (N, I) -> (N, I)"""
     N, I = h.shape
     I = I // 2 if gated else I
     out = h.new_empty(N, I)
-    _activate_kernel[(N, cdiv(I, 1024))](h, out, I, gated, BLOCK=1024)
+    chosen = backend(h, out)
+    if chosen == "triton":
+        _activate_kernel[(N, cdiv(I, 1024))](h, out, I, gated, BLOCK=1024)
+    elif chosen == "cpp" and I % 16 == 0:
+        cpp("activate", h, out, N, I, gated)
+    else:
+        out = activate_ref(h, gated)
     return out
-
-
-def activate(h, gated):
-    """h (N, 2 I) if gated, else (N, I) -> (N, I)"""
-    if use_triton(h):
-        return activate_triton(h, gated)
-    function = cpp("activate", h)
-    N, I = h.shape
-    if gated:
-        I = I // 2
-    if function is None or I % 16:
-        return activate_ref(h, gated)
-    out = h.new_empty(N, I)
-    function(h.data_ptr(), out.data_ptr(), N, I, gated)
-    return out
-
 
 # -----------------------------------------------------------------------------
 # rotate_write: rotary positions, and K and V to the cache
-
 
 def rotate_ref(x, cos, sin):
     """Rotate x (..., heads, D): element d pairs with d + D / 2. cos, sin (..., D / 2)"""
@@ -352,7 +292,6 @@ def rotate_ref(x, cos, sin):
     sin = sin[..., None, :]
     a, b = x.float().chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-
 
 def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head):
     """Rotate q and k, unless cos is None; write k and v to their pages. -> q (N, H, D)"""
@@ -364,7 +303,6 @@ def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head):
     kv[0, pages.long()] = k
     kv[1, pages.long()] = v
     return q.contiguous()
-
 
 @triton.jit
 def _rotate_write_kernel(qkv, cos, sin, q, kv, pages, plane, H: tl.constexpr, HK: tl.constexpr,
@@ -393,35 +331,25 @@ def _rotate_write_kernel(qkv, cos, sin, q, kv, pages, plane, H: tl.constexpr, HK
     cell = (head - H) // HK * plane + (page * HK + (head - H) % HK) * D
     tl.store(kv + cell + d, x, mask & (head >= H))
 
-
-def rotate_write_triton(qkv, cos, sin, kv, pages, n_head, n_kv_head):
-    N = qkv.size(0)
-    D = kv.size(-1)
+def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head):
+    """qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2) float32 or None, kv (2, n_page, Hk, D),
+    pages (N,) -> q (N, H, D)"""
+    chosen = backend(kv, qkv)
+    N = len(qkv)
+    D = kv.size(3)
+    if chosen == "torch" or (chosen == "cpp" and D % 32):
+        return rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head)
     q = qkv.new_empty(N, n_head, D)
+    if chosen == "cpp":
+        cpp("rotate_write", qkv, cos, sin, q, kv, pages, N, kv.size(1), n_head, n_kv_head, D)
+        return q
     grid = N, cdiv(n_head + 2 * n_kv_head, 8)
     _rotate_write_kernel[grid](qkv, cos, sin, q, kv, pages, kv.stride(0), n_head, n_kv_head, D,
                                BLOCK_H=8, BLOCK_D=triton.next_power_of_2(D))
     return q
 
-
-def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head):
-    """qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2) float32 or None, kv (2, n_page, Hk, D),
-    pages (N,) -> q (N, H, D)"""
-    if use_triton(qkv):
-        return rotate_write_triton(qkv, cos, sin, kv, pages, n_head, n_kv_head)
-    function = cpp("rotate_write", kv, qkv)
-    D = kv.size(3)
-    if function is None or (cos is not None and D % 32):
-        return rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head)
-    q = qkv.new_empty(len(qkv), n_head, D)
-    inputs = qkv.data_ptr(), pointer(cos), pointer(sin), q.data_ptr(), kv.data_ptr()
-    function(*inputs, pages.data_ptr(), len(qkv), kv.size(1), n_head, n_kv_head, D)
-    return q
-
-
 # -----------------------------------------------------------------------------
 # attention over the paged cache
-
 
 def attention_ref(q, kv, batch):
     """Row j of a request attends to the first n_past + j + 1 tokens of its request."""
@@ -436,7 +364,6 @@ def attention_ref(q, kv, batch):
         p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         out[start:start + n] = torch.einsum("hnc,chd->nhd", p, v).to(q.dtype)
     return out
-
 
 @triton.jit
 def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
@@ -487,20 +414,8 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
     total = tl.maximum(total, 1e-30)  # the split may be empty
     at += tl.program_id(2) * n_out
     if lse is not None:
-        tl.store(lse + at, top + tl.log2(total), token < n_row)
+        tl.store(lse + at, (top + tl.log2(total)) * 0.6931471806, token < n_row)
     tl.store(out + at[:, None] * D + d, acc / total[:, None], mask)
-
-
-@triton.jit
-def _combine_kernel(parts, lse, out, n_out, D, N_SPLIT: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program: one head of one row.    out = sum of 2^lse[s] parts[s] / sum of 2^lse[s]"""
-    d = tl.arange(0, BLOCK_D)[None]
-    at = tl.arange(0, N_SPLIT).to(tl.int64)[:, None] * n_out + tl.program_id(0)
-    weight = tl.load(lse + at)
-    weight = tl.exp2(weight - tl.max(weight))
-    y = tl.sum(weight * tl.load(parts + at * D + d, d < D), 0) / tl.sum(weight)
-    tl.store(out + tl.program_id(0).to(tl.int64) * D + d, y[None], d < D)
-
 
 def attention_triton(q, kv, batch):
     """Few rows: contexts are split to fill the GPU, then combined [flash-decoding]. Then chunks."""
@@ -511,12 +426,12 @@ def attention_triton(q, kv, batch):
     block_d = triton.next_power_of_2(D)
     block_n = min(64, 8192 // (block_d * q.element_size()))
     most = 128 if q.element_size() == 2 else 16
+    scale = D ** -0.5 * 1.4426950408889634  # exp(x) = exp2(x log2(e))
 
     def attend(spans, max_rows, n_split, out, lse):
         n_query = max_rows * H // Hk
         block_m = min(most, max(16, triton.next_power_of_2(n_query)))
         grid = cdiv(n_query, block_m), Hk * len(spans), n_split
-        scale = D ** -0.5 * 1.4426950408889634  # exp(x) = exp2(x log2(e))
         _attention_kernel[grid](q, kv, out, lse, spans, batch.table, kv.stride(0), scale, n * H,
                                 H, Hk, D, block_m, block_n, block_d,
                                 num_warps=8 if block_m == most else 4, num_stages=5)
@@ -524,144 +439,106 @@ def attention_triton(q, kv, batch):
     if batch.max_few > 0:
         n_split = n_splits(batch.n_few * Hk, min(32, batch.max_context // 128))
         parts = q.new_empty(n_split, n, H, D, dtype=torch.float32)
-        lse = q.new_empty(n_split, n, H, dtype=torch.float32)
+        lse = q.new_empty(n_split, n, H, 1, dtype=torch.float32)  # log of the sum of exp(scores)
         attend(batch.spans[:batch.n_few], batch.max_few, n_split, parts, lse)
-        _combine_kernel[(n * H,)](parts, lse, out, n * H, D, n_split, block_d)
+        out[:n] = (parts * lse.softmax(0)).sum(0)
     if batch.max_chunk > 0:
         attend(batch.spans[batch.n_few:], batch.max_chunk, 1, out, None)
     return out
 
-
 def attention_cpp(q, kv, batch):
-    """Few rows: contexts read in place. Chunks: CHUNK_ROWS rows at a time [SARATHI Fig. 6]."""
+    """Few rows: contexts read in place. Chunks: gathered, then matrix products."""
+    _, H, D = q.shape
+    Hk = kv.size(2)
     out = torch.empty_like(q)
     if batch.n_few:
-        inputs = q.data_ptr(), kv.data_ptr(), batch.spans.data_ptr(), batch.table.data_ptr()
-        sizes = batch.n_few, kv.size(1), q.size(1), kv.size(2), q.size(2)
-        cpp("attend", q)(*inputs, out.data_ptr(), *sizes)
+        cpp("attend", q, *kv, batch.spans, batch.table, out, batch.n_few, H, Hk, D)
     for start, n, n_past, first in batch.spans[batch.n_few:].tolist():
-        for i in range(0, n, CHUNK_ROWS):
-            rows = slice(start + i, start + min(i + CHUNK_ROWS, n))
-            pages = batch.table[first:first + n_past + rows.stop - start]
-            attend_chunk(q[rows], kv, pages, out[rows])
+        pages = batch.table[first:first + n_past + n]
+        attend_chunk(q[start:start + n], kv, pages, out[start:start + n])
     return out
-
 
 def attend_chunk(q, kv, pages, out):
-    """q (n, H, D) attends to the tokens on `pages`, the last n of which are its own. n and context
-    are padded to multiples of 32, because oneDNN compiles a kernel for each shape."""
+    """q (n, H, D) attends to the tokens on `pages`, the last n of which are its own. Rows and
+    context are padded to multiples of 32, because oneDNN compiles a kernel for each shape."""
     n, H, D = q.shape
     Hk = kv.size(2)
-    G = H // Hk
-    m = round_up(n, 32)
-    context = round_up(len(pages), 32)
-    k = gather_heads(kv[0], pages, context)  # (Hk, context, D)
-    v = gather_heads(kv[1], pages, context)  # (Hk, context, D)
-    q = gather_heads(q.view(n, Hk, G * D), None, m).view(Hk, m * G, D)
-    totals = torch.empty(Hk, m * G)
-    scores = torch.bmm(q, k.transpose(1, 2))  # (Hk, m * G, context)
-    sizes = Hk, m, G, context, len(pages) - n
-    cpp("causal_softmax", q)(scores.data_ptr(), totals.data_ptr(), *sizes, D ** -0.5)
-    values = torch.bmm(scores, v)  # (Hk, m * G, D)
-    outputs = values.data_ptr(), totals.data_ptr(), out.data_ptr()
-    cpp("scatter_heads", q)(*outputs, n, m, Hk, G, D)
-
-
-def gather_heads(x, rows, padded):
-    """x (n, Hk, D), its rows in the order of `rows`, or all -> (Hk, padded, D), zeros behind"""
-    _, Hk, D = x.shape
-    n = len(x) if rows is None else len(rows)
-    out = x.new_empty(Hk, padded, D)
-    cpp("gather_heads", x)(x.data_ptr(), pointer(rows), out.data_ptr(), n, padded, Hk, D)
-    return out
-
+    n_past = len(pages) - n
+    pages = torch.cat([pages, pages[-1:].expand(-len(pages) % 32)])
+    k = kv[0].index_select(0, pages).transpose(0, 1).contiguous()  # (Hk, context, D)
+    v = kv[1].index_select(0, pages).transpose(0, 1).contiguous()  # (Hk, context, D)
+    for first in range(0, n, CHUNK_ROWS):
+        own = out[first:first + CHUNK_ROWS]
+        rows = F.pad(q[first:first + CHUNK_ROWS], (0, 0, 0, 0, 0, -len(own) % 32))  # (m, H, D)
+        rows = rows.unflatten(1, (Hk, -1)).transpose(0, 1).contiguous()  # (Hk, m, G, D)
+        context = cdiv(n_past + first + len(own), 32) * 32
+        scores = torch.bmm(rows.flatten(1, 2), k[:, :context].transpose(1, 2))
+        totals = torch.empty(*rows.shape[:3], 1)
+        sizes = *rows.shape[:3], context, n_past + first
+        cpp("causal_softmax", scores, totals, *sizes, D ** -0.5)
+        values = torch.bmm(scores, v[:, :context]).view_as(rows) / totals
+        own.view(-1, Hk, H // Hk, D).copy_(values.transpose(0, 1)[:len(own)])
 
 def attention(q, kv, batch):
     """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
-    if use_triton(q):
+    chosen = backend(q, kv)
+    if chosen == "triton":
         return attention_triton(q, kv, batch)
-    if cpp("attend", q, kv) is None:
-        return attention_ref(q, kv, batch)
-    return attention_cpp(q, kv, batch)
-
+    if chosen == "cpp":
+        return attention_cpp(q, kv, batch)
+    return attention_ref(q, kv, batch)
 
 # -----------------------------------------------------------------------------
 # lora: y += x A B, for each row the A and B of its own adapter [S-LoRA §5.3]
 
-
 def adapter_rows(plane, table, first, rank, width):
     """The rows of A or B from their pages: plane (n_page, Hk, D) -> (rank, width)"""
     plane = plane.flatten(1)  # (n_page, W)
-    n_page = cdiv(width, plane.size(1))  # pages of a row
-    pages = table[first:first + rank * n_page]
+    pages = table[first:first + rank * cdiv(width, plane.size(1))]
     return plane.index_select(0, pages).view(rank, -1)[:, :width]
 
-
-def shrink(x, kv, sites, entries, xa):
-    """x A of the sites in `entries` -> their rows and columns of xa"""
-    for start, n, _, _, rank, _, module, first in entries:
+def lora_ref(y, x, kv, sites, exchange=None, n_few=0):
+    """xa = x A (N, n_module * max_rank) float32, module j from column j * max_rank on; y += xa B.
+    C++ takes the first n_few sites and reads the rows of A and B in place."""
+    W = kv.size(2) * kv.size(3)
+    xa = x.new_zeros(len(x), sites.n_module * sites.max_rank, dtype=torch.float32)
+    few = sites.sites, sites.table  # of the sites that C++ takes
+    chunks = [site for site in sites.sites[n_few:].tolist() if site[1] > 0]
+    if n_few:
+        cpp("shrink", x, kv[0], *few, xa, n_few, x.size(1), W, sites.n_module, sites.max_rank)
+    for start, n, _, _, rank, _, module, first in chunks:
         a = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
         column = module * sites.max_rank
         xa[start:start + n, column:column + rank] = x[start:start + n] @ a.T
-
-
-def expand(y, xa, kv, sites, entries):
-    """y += xa B for the sites in `entries`"""
+    if exchange is not None:
+        xa = exchange(xa)
     stride = xa.size(1) // sites.n_module
-    for start, n, column, columns, _, rank, module, first in entries:
+    if n_few:
+        cpp("expand", y, kv[1], *few, xa, n_few, y.size(1), W, sites.n_module, stride)
+    for start, n, column, columns, _, rank, module, first in chunks:
         b = adapter_rows(kv[1], sites.table, first, rank, columns)
         own = xa[start:start + n, module * stride:module * stride + rank]
         y[start:start + n, column:column + columns].addmm_(own.to(y.dtype), b)
 
-
-def lora_ref(y, x, kv, sites, exchange=None):
-    """xa = x A (N, n_module * max_rank) float32, module j from column j * max_rank on; y += xa B"""
-    entries = sites.entries()
-    xa = x.new_zeros(len(x), sites.n_module * sites.max_rank, dtype=torch.float32)
-    shrink(x, kv, sites, entries, xa)
-    if exchange is not None:
-        xa = exchange(xa)
-    expand(y, xa, kv, sites, entries)
-
-
-def lora_cpp(y, x, kv, sites, exchange=None):
-    """Few rows: sums over the rows of A and B, read in place. Chunks: the definition."""
-    xa = x.new_empty(len(x), sites.n_module * sites.max_rank, dtype=torch.float32)
-    few = sites.sites.data_ptr(), sites.table.data_ptr(), xa.data_ptr(), sites.n_few
-    chunks = sites.entries(sites.n_few)
-    W = kv.size(2) * kv.size(3)
-    if sites.n_few:
-        sizes = x.size(1), W, sites.n_module, sites.max_rank
-        cpp("shrink", x)(x.data_ptr(), kv.data_ptr(), *few, *sizes)
-    shrink(x, kv, sites, chunks, xa)
-    if exchange is not None:
-        xa = exchange(xa)
-    if sites.n_few:
-        few = sites.sites.data_ptr(), sites.table.data_ptr(), xa.data_ptr(), sites.n_few
-        sizes = y.size(1), W, sites.n_module, xa.size(1) // sites.n_module
-        cpp("expand", y)(y.data_ptr(), kv[1].data_ptr(), *few, *sizes)
-    expand(y, xa, kv, sites, chunks)
-
-
 def lora_bmm(y, x, kv, sites):
     """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
-    entries = sites.entries()
+    entries = [site for site in sites.sites.tolist() if site[1] > 0]
     rows = x.new_zeros(len(entries), max(sites.max_few, sites.max_chunk), x.size(1))
     a = x.new_zeros(len(entries), sites.max_rank, x.size(1))
-    b = x.new_zeros(len(entries), sites.max_rank, max(entry[3] for entry in entries))
-    for s, (start, n, _, columns, rank, _, _, first) in enumerate(entries):
+    b = x.new_zeros(len(entries), sites.max_rank, y.size(1))
+    for s, (start, n, column, columns, rank, _, _, first) in enumerate(entries):
         rows[s, :n] = x[start:start + n]
         a[s, :rank] = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
-        b[s, :rank, :columns] = adapter_rows(kv[1], sites.table, first, rank, columns)
-    product = torch.bmm(torch.bmm(rows, a.transpose(1, 2)), b)
-    for s, (start, n, column, columns, _, _, _, _) in enumerate(entries):
-        y[start:start + n, column:column + columns] += product[s, :n, :columns]
-
+        own = b[s, :rank, column:column + columns]
+        own.copy_(adapter_rows(kv[1], sites.table, first, rank, columns))
+    product = rows @ a.mT @ b  # (S, rows, n_out)
+    for (start, n, *_), own in zip(entries, product):
+        y[start:start + n] += own[:n]
 
 @triton.jit
-def _shrink_kernel(x, a, xa, sites, table, n_out, width, stride, C: tl.constexpr, W: tl.constexpr,
+def _shrink_kernel(x, a, xa, sites, table, width, stride, C: tl.constexpr, W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
-    """One program: xa = x A for BLOCK_M rows of one site, over one split of the C numbers of x.
+    """One program: xa = x A for BLOCK_M rows of one site.
 
         x, a row    |  0  |  1  |  2  |  3  |  4  |     blocks of BLOCK_K numbers, which
         A, row 0    |  page 81  |  page 7   | 40  |     begin anew with each page
@@ -678,10 +555,8 @@ def _shrink_kernel(x, a, xa, sites, table, n_out, width, stride, C: tl.constexpr
     row = (first_row + m).to(tl.int64)
     n_page = tl.cdiv(C, W)  # pages of a row of A
     n_block = tl.cdiv(W, BLOCK_K)  # blocks of a page
-    size = tl.cdiv(n_page * n_block, tl.num_programs(2))
-    begin = tl.program_id(2) * size
     acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    for block in range(begin, tl.minimum(begin + size, n_page * n_block)):
+    for block in range(n_page * n_block):
         i = block // n_block
         k = block % n_block * BLOCK_K + tl.arange(0, BLOCK_K)[None]
         mask = (k < W) & (i * W + k < C)
@@ -689,15 +564,13 @@ def _shrink_kernel(x, a, xa, sites, table, n_out, width, stride, C: tl.constexpr
         w = tl.load(a + page[:, None] * W + k, (r < rank)[:, None] & mask, 0.0)
         v = tl.load(x + row * C + i * W + k, (m < n_row) & mask, 0.0)
         acc = tl.dot(v, w.T, acc, input_precision="ieee")
-    at = tl.program_id(2) * n_out + row * width + module * stride + r[None]
-    tl.store(xa + at, acc, (m < n_row) & (r < rank)[None])
-
+    tl.store(xa + row * width + module * stride + r[None], acc, (m < n_row) & (r < rank)[None])
 
 @triton.jit
-def _expand_kernel(y, b, xa, sites, table, n_out, width, stride, n_split, C, W: tl.constexpr,
+def _expand_kernel(y, b, xa, sites, table, width, stride, C, W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
     """One program: y += xa B for BLOCK_M rows of one site and BLOCK_N columns that lie in the
-    same page of each row of B. xa is the sum of its splits."""
+    same page of each row of B."""
     site = sites + 8 * tl.program_id(1)
     first_row, n_row, first_column, n_column = load4(site)
     _, rank, module, first_entry = load4(site + 4)
@@ -712,10 +585,8 @@ def _expand_kernel(y, b, xa, sites, table, n_out, width, stride, n_split, C, W: 
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, rank, BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
-        v = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
         at = xa + row * width + module * stride + r[None]
-        for split in range(n_split):
-            v += tl.load(at + split * n_out, (m < n_row) & (r < rank)[None], 0.0)
+        v = tl.load(at, (m < n_row) & (r < rank)[None], 0.0)
         entry = first_entry + r * tl.cdiv(n_column, W) + i
         page = tl.load(table + entry, r < rank, 0).to(tl.int64)
         w = tl.load(b + page[:, None] * W + k, (r < rank)[:, None] & mask, 0.0)
@@ -724,50 +595,40 @@ def _expand_kernel(y, b, xa, sites, table, n_out, width, stride, n_split, C, W: 
     acc += tl.load(at, (m < n_row) & mask, 0.0)
     tl.store(at, acc, (m < n_row) & mask)
 
-
 def lora_triton(y, x, kv, sites, exchange=None):
-    """Tiles of 64 rows [MBGMM]. If all sites have few rows, one tile of 16 rows each [MBGMV]; the
-    sum over the numbers of x is split to fill the GPU, unless xa is exchanged."""
-    N, C = x.shape
-    W = kv[0, 0].numel()
-    S = len(sites.sites)
+    """Tiles of 64 rows [MBGMM]; if all sites have few rows, of 16 [MBGMV]."""
+    W = kv.size(2) * kv.size(3)
     block = max(16, min(256 // x.element_size(), triton.next_power_of_2(W)))
     block_r = max(16, triton.next_power_of_2(sites.max_rank))
     block_k = min(block, 128 * block // block_r)
     block_m = 64 if sites.max_chunk > 0 else 16
     warps = max(4, block_m // 8)
-    n_tile = cdiv(max(sites.max_few, sites.max_chunk), block_m)
-    n_split = 1
-    if exchange is None and sites.max_chunk == 0:
-        n_split = n_splits(S, min(16, C // block_k))
-    xa = x.new_empty(n_split, N, sites.n_module * sites.max_rank, dtype=torch.float32)
-    _shrink_kernel[(n_tile, S, n_split)](
-        x, kv[0], xa, sites.sites, sites.table, xa.stride(0), xa.size(2), sites.max_rank, C, W,
+    grid = cdiv(max(sites.max_few, sites.max_chunk), block_m), len(sites.sites)
+    xa = x.new_empty(len(x), sites.n_module * sites.max_rank, dtype=torch.float32)
+    _shrink_kernel[grid](
+        x, kv[0], xa, sites.sites, sites.table, xa.size(1), sites.max_rank, x.size(1), W,
         block_m, block_r, block_k, num_warps=warps, num_stages=6)
     if exchange is not None:
-        xa = exchange(xa[0])[None]
-    stride = xa.size(2) // sites.n_module
-    _expand_kernel[(n_tile, S, cdiv(y.size(1), W) * cdiv(W, block))](
-        y, kv[1], xa, sites.sites, sites.table, xa.stride(0), xa.size(2), stride, n_split,
+        xa = exchange(xa)
+    n_block = cdiv(y.size(1), W) * cdiv(W, block)
+    _expand_kernel[(*grid, n_block)](
+        y, kv[1], xa, sites.sites, sites.table, xa.size(1), xa.size(1) // sites.n_module,
         y.size(1), W, block_m, 32, block, num_warps=warps, num_stages=5)
-
 
 def lora(y, x, kv, sites, exchange=None):
     """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A."""
+    chosen = backend(x, y, kv)
     if sites.way == "bmm":
         assert exchange is None, "the bmm baseline runs on one device"
         lora_bmm(y, x, kv, sites)
-    elif use_triton(x):
+    elif chosen == "triton":
         lora_triton(y, x, kv, sites, exchange)
-    elif cpp("shrink", x, y, kv) is not None and kv[0, 0].numel() % 16 == 0:
-        lora_cpp(y, x, kv, sites, exchange)
     else:
-        lora_ref(y, x, kv, sites, exchange)
-
+        in_place = chosen == "cpp" and kv[0, 0].numel() % 16 == 0
+        lora_ref(y, x, kv, sites, exchange, sites.n_few if in_place else 0)
 
 # -----------------------------------------------------------------------------
 # sampling and verification; gpt-fast's convention: p of the target model, q of the draft model
-
 
 def probabilities(logits, temperature, top_k, top_p):
     """logits (M, V), the others (M,) -> p (M, V) float32. temperature 0: all on the argmax;
@@ -783,14 +644,12 @@ def probabilities(logits, temperature, top_k, top_p):
         ordered = ordered.masked_fill(rank >= k, float("-inf"))
         p = ordered.softmax(-1)
         before = p.cumsum(-1) - p  # probability of the tokens that rank higher
-        dropped = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)
-        ordered = ordered.masked_fill(dropped, float("-inf"))
+        limit = top_p.masked_fill(top_p == 1, 2)[:, None]
+        ordered = ordered.masked_fill((before >= limit) & (rank > 0), float("-inf"))
         scaled = torch.full_like(scaled, float("-inf")).scatter(1, order, ordered)
-    p = scaled.softmax(-1)
     best = logits.max(-1, keepdim=True).indices
-    one_hot = torch.zeros_like(p).scatter_(1, best, 1)
-    return torch.where(greedy[:, None], one_hot, p)
-
+    one_hot = torch.zeros_like(logits).scatter_(1, best, 1)
+    return torch.where(greedy[:, None], one_hot, scaled.softmax(-1))
 
 def sample(p, u):
     """Inverse CDF: weights p (M, V), need not sum to 1; u (M,) uniform in [0, 1) -> (M,)"""
@@ -800,7 +659,6 @@ def sample(p, u):
     last = torch.searchsorted(cdf, total.clone())  # of all tokens with a weight; u may be near 1
     return torch.minimum(token, last)[:, 0]
 
-
 def verify(p, q, drafts, n_drafts, u):
     """Lossless rejection sampling [SmartSpec §2]: accept draft d with probability p[d] / q[d]; at
     the first rejection sample from max(p - q, 0), after the last draft from p.
@@ -808,14 +666,12 @@ def verify(p, q, drafts, n_drafts, u):
     Request r has n_drafts[r] of drafts (K,) and n_drafts[r] + 1 rows of p (K + R, V). q (K, V), or
     None for drafts that were not sampled. u (K + R,) uniform -> n_accepted (R,), tokens (R,)"""
     K = len(drafts)
-    R = len(n_drafts)
-    end = n_drafts.cumsum(0)
-    first_draft = end - n_drafts
-    first_row = first_draft + torch.arange(R, device=p.device)
+    first_draft = n_drafts.cumsum(0) - n_drafts
+    first_row = first_draft + torch.arange(len(n_drafts), device=p.device)
     request = torch.repeat_interleave(n_drafts, output_size=K)  # (K,)
     draft = torch.arange(K, device=p.device)
     p_draft = p[draft + request, drafts]
-    q_draft = torch.ones_like(p_draft) if q is None else q[draft, drafts]
+    q_draft = 1 if q is None else q[draft, drafts]
     accepted = u[:K] * q_draft < p_draft
 
     # the first rejected draft of each request, counted within the request
@@ -830,12 +686,11 @@ def verify(p, q, drafts, n_drafts, u):
         weights[rejected] = (weights[rejected] - q[at]).clamp_(min=0)
     return n_accepted, sample(weights, u[K:])
 
-
 # -----------------------------------------------------------------------------
-# SOURCE: the C++ operators
+# the C++ operators
 
 SOURCE = r"""
-// GCC's vector extensions compile to what the processor has: AVX2, AVX-512, NEON.
+// GCC's vector extensions compile to what the processor has: AVX-512 (LANES 16), AVX2 or NEON (8).
 // Widths and head dimensions are multiples of 16.
 #include <algorithm>
 #include <cmath>
@@ -844,19 +699,11 @@ SOURCE = r"""
 #include <vector>
 #include <omp.h>
 
-#ifdef __AVX512F__
-#define NUMBERS 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
-const int LANES = 16;
-#else
-#define NUMBERS 0, 1, 2, 3, 4, 5, 6, 7
-const int LANES = 8;
-#endif
 typedef uint16_t bf16;
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
-const ivec LANE = {NUMBERS};
 const float LOG2E = 1.44269504f, MASKED = -1e30f;
 
 static inline vec load(const float* p) {
@@ -872,12 +719,11 @@ static inline vec load(const bf16* p) {
 static inline void store(float* p, vec v) { memcpy(p, &v, sizeof v); }
 static inline void store(bf16* p, vec v) {  // rounds to the nearest, ties to even
     uvec u = (uvec)v;
-    u += 0x7fff + (u >> 16 & 1);
-    hvec h = __builtin_convertvector(u >> 16, hvec);
+    hvec h = __builtin_convertvector((u + 0x7fff + (u >> 16 & 1)) >> 16, hvec);
     memcpy(p, &h, sizeof h);
 }
 
-// 2 LANES numbers in an order of their own that costs few instructions
+// 2 LANES numbers, in bf16 first the even, then the odd ones, because that costs few instructions
 struct Pair { vec a, b; };
 static inline Pair load_pair(const float* p) { return {load(p), load(p + LANES)}; }
 static inline Pair load_pair(const bf16* p) {
@@ -891,28 +737,30 @@ static inline void store_pair(bf16* p, Pair v) {  // rounds to the nearest, ties
     memcpy(p, &u, sizeof u);
 }
 
+static inline ivec lanes() {  // 0, 1, 2 ...
+    ivec lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    return lane;
+}
 // One step of a sum over lanes: lane i adds two lanes of a, or of b if `bit` of i is set.
 template <int bit> static inline vec fold(vec a, vec b) {
-    const ivec from = (LANE & bit) != 0 ? LANE + LANES : LANE;
+    const ivec from = (lanes() & bit) != 0 ? lanes() + LANES : lanes();
     return __builtin_shuffle(a, b, from) + __builtin_shuffle(a, b, from ^ bit);
 }
-static inline vec sums(vec* v) {  // lane i: the sum of v[i]
-    if (LANES == 16)
-        for (int i = 0; i < 8; i++) v[i] = fold<8>(v[i], v[i + 8]);
-    for (int i = 0; i < 4; i++) v[i] = fold<4>(v[i], v[i + 4]);
-    for (int i = 0; i < 2; i++) v[i] = fold<2>(v[i], v[i + 2]);
-    return fold<1>(v[0], v[1]);
+template <int n = LANES / 2> static inline vec sums(vec* v) {  // lane i: the sum of v[i]
+    for (int i = 0; i < n; i++) v[i] = fold<n>(v[i], v[i + n]);
+    if constexpr (n > 1) return sums<n / 2>(v);
+    return v[0];
 }
-static inline float sum(vec v) {
-    if (LANES == 16) v = fold<8>(v, v);
-    v = fold<4>(v, v);
-    return v[0] + v[1] + v[2] + v[3];
+template <int n = LANES / 2> static inline float sum(vec v) {
+    v = fold<n>(v, v);
+    if constexpr (n > 1) return sum<n / 2>(v);
+    return v[0];
 }
 static inline vec larger(vec a, vec b) { return a > b ? a : b; }
 static inline float largest(vec v) {
-    v = larger(v, __builtin_shuffle(v, LANE ^ LANES / 2));
-    v = larger(v, __builtin_shuffle(v, LANE ^ 4));
-    return std::max(std::max(v[0], v[1]), std::max(v[2], v[3]));
+    for (int n = LANES / 2; n > 0; n /= 2) v = larger(v, __builtin_shuffle(v, lanes() ^ n));
+    return v[0];
 }
 
 // 2^x = 2^n 2^f with a whole n and |f| <= 1/2, for x < 127; relative error 3e-6
@@ -992,30 +840,29 @@ const int BLOCK = 2 * LANES;
 template <class T>
 void attend_block(const float* q, T* const* k, T* const* v, int seen, int D, float* state) {
     vec s[2];
+    float* weight = (float*)s;
     for (int half = 0; half < 2; half++) {
         vec dot[LANES] = {};
         for (int d = 0; d < D; d += LANES)
             for (int t = 0; t < LANES; t++) dot[t] += load(q + d) * load(k[LANES * half + t] + d);
-        s[half] = LANE + LANES * half < seen ? sums(dot) : vec{} + MASKED;
+        s[half] = sums(dot);
     }
+    for (int t = seen; t < BLOCK; t++) weight[t] = MASKED;
     const float top = std::max(state[0], largest(larger(s[0], s[1])));
     const float shrink = top == state[0] ? 1 : std::exp2(state[0] - top);
-    for (vec& weight : s) weight = exp2(weight - top);
+    for (vec& x : s) x = exp2(x - top);
     state[0] = top;
     state[1] = state[1] * shrink + sum(s[0] + s[1]);
-    const float* weight = (const float*)s;
+    float* value = state + LANES;
     for (int d = 0; d < D; d += 4 * LANES) {  // four sums at a time: their additions overlap
-        float* value = state + LANES + d;
-        const int n = std::min(4, (D - d) / LANES);
         vec acc[4];
-        for (int i = 0; i < n; i++) acc[i] = load(value + LANES * i) * shrink;
-        if (n == 4)
-            for (int t = 0; t < BLOCK; t++)
-                for (int i = 0; i < 4; i++) acc[i] += weight[t] * load(v[t] + d + LANES * i);
-        else
-            for (int t = 0; t < BLOCK; t++)
-                for (int i = 0; i < n; i++) acc[i] += weight[t] * load(v[t] + d + LANES * i);
-        for (int i = 0; i < n; i++) store(value + LANES * i, acc[i]);
+        const int n = std::min(4, (D - d) / LANES);
+        for (int i = 0; i < n; i++) acc[i] = load(value + d + LANES * i) * shrink;
+        for (int t = 0; n == 4 && t < BLOCK; t++)
+            for (int i = 0; i < 4; i++) acc[i] += weight[t] * load(v[t] + d + LANES * i);
+        for (int t = 0; n < 4 && t < BLOCK; t++)
+            for (int i = 0; i < n; i++) acc[i] += weight[t] * load(v[t] + d + LANES * i);
+        for (int i = 0; i < n; i++) store(value + d + LANES * i, acc[i]);
     }
 }
 
@@ -1024,27 +871,28 @@ void attend_block(const float* q, T* const* k, T* const* v, int seen, int D, flo
 template <class T>
 void attend_part(const T* q, T* K, T* V, const int32_t* pages, int rows, int n_past, int begin,
                  int end, int H, int Hk, int D, float* states) {
-    const int G = H / Hk, W = Hk * D;
-    const float scale = LOG2E / std::sqrt((float)D);
-    std::vector<float> scratch((rows * H + 2 * BLOCK) * D);
-    float *queries = &scratch[2 * BLOCK * D], *kf[BLOCK], *vf[BLOCK];
+    const int G = H / Hk;
+    std::vector<vec> scratch((rows * H + 2 * BLOCK) * D / LANES);  // vec: aligned
+    float *copies = (float*)scratch.data(), *queries = copies + 2 * BLOCK * D;
+    float *kf[BLOCK], *vf[BLOCK];
     T *k[BLOCK], *v[BLOCK];
-    for (int i = 0; i < rows * H * D; i += LANES) store(queries + i, load(q + i) * scale);
+    for (int i = 0; i < rows * H * D; i += LANES)
+        store(queries + i, load(q + i) * (LOG2E / std::sqrt((float)D)));
     for (; begin < end; begin += BLOCK)
         for (int h = 0; h < Hk; h++) {
             for (int t = 0; t < BLOCK; t++) {
                 const int64_t page = pages[std::min(begin + t, end - 1)];
-                k[t] = K + page * W + h * D;
-                v[t] = V + page * W + h * D;
                 const int64_t later = pages[std::min(begin + t + BLOCK, end - 1)];
-                const int64_t next = h + 1 < Hk ? page * W + (h + 1) * D : later * W;
+                const int64_t next = h + 1 < Hk ? page * Hk + h + 1 : later * Hk;  // to prefetch
                 for (int d = 0; d < D; d += 64 / sizeof(T)) {
-                    __builtin_prefetch(K + next + d);
-                    __builtin_prefetch(V + next + d);
+                    __builtin_prefetch(K + next * D + d);
+                    __builtin_prefetch(V + next * D + d);
                 }
-                kf[t] = &scratch[t * D];
+                k[t] = K + (page * Hk + h) * D;
+                v[t] = V + (page * Hk + h) * D;
+                kf[t] = copies + t * D;
                 vf[t] = kf[t] + BLOCK * D;
-                for (int d = 0; rows * G > 1 && d < D; d += LANES) {  // convert for several queries
+                for (int d = 0; rows * G > 1 && d < D; d += LANES) {  // once for several queries
                     store(kf[t] + d, load(k[t] + d));
                     store(vf[t] + d, load(v[t] + d));
                 }
@@ -1063,22 +911,22 @@ void attend_part(const T* q, T* K, T* V, const int32_t* pages, int rows, int n_p
 
 // Attention of requests with few rows, the cache read in place. Contexts are cut into parts, so
 // that all threads have work; the parts are combined at the end [flash-decoding].
-// q, out (N, H, D); kv (2, n_page, Hk, D); spans (R, 4): first row, rows, n_past, first entry of
+// q, out (N, H, D); K and V (n_page, Hk, D); spans (R, 4): first row, rows, n_past, first entry of
 // table. Row j of a request sees its first n_past + j + 1 tokens.
 template <class T>
-void attend(const T* q, T* kv, const int32_t* spans, const int32_t* table, T* out, int R,
-            int n_page, int H, int Hk, int D) {
+void attend(const T* q, T* K, T* V, const int32_t* spans, const int32_t* table, T* out, int R,
+            int H, int Hk, int D) {
     int64_t n_context = 0, longest = 0, N = 0;
-    for (int r = 0; r < R; r++) {
-        if (spans[4 * r + 1] == 0) continue;  // padding
-        const int64_t context = spans[4 * r + 1] + spans[4 * r + 2];
-        n_context += context;
-        longest = std::max(longest, context);
-        N = std::max<int64_t>(N, spans[4 * r] + spans[4 * r + 1]);
+    for (const int32_t* span = spans; span < spans + 4 * R; span += 4) {
+        if (span[1] == 0) continue;  // padding
+        n_context += span[1] + span[2];
+        longest = std::max<int64_t>(longest, span[1] + span[2]);
+        N = std::max<int64_t>(N, span[0] + span[1]);
     }
     const int64_t size = std::max<int64_t>(128, n_context / (4 * omp_get_max_threads()));
     const int64_t n_part = (longest + size - 1) / size, stride = LANES + D;
-    std::vector<float> states(n_part * N * H * stride);
+    std::vector<vec> memory(n_part * N * H * stride / LANES);
+    float* states = (float*)memory.data();
     for (int64_t i = 0; i < n_part * N * H; i++) states[i * stride] = MASKED;
     #pragma omp parallel for collapse(2) schedule(dynamic, 1)
     for (int p = 0; p < n_part; p++)
@@ -1086,13 +934,12 @@ void attend(const T* q, T* kv, const int32_t* spans, const int32_t* table, T* ou
             const int32_t* span = spans + 4 * r;
             const int end = std::min<int64_t>(span[1] + span[2], (p + 1) * size);
             if (span[1] > 0 && p * size < end)
-                attend_part(q + span[0] * H * D, kv, kv + (int64_t)n_page * Hk * D,
-                            table + span[3], span[1], span[2], p * size, end, H, Hk, D,
-                            &states[(p * N + span[0]) * H * stride]);
+                attend_part(q + span[0] * H * D, K, V, table + span[3], span[1], span[2], p * size,
+                            end, H, Hk, D, states + (p * N + span[0]) * H * stride);
         }
     #pragma omp parallel for if (N * H > 1024)
     for (int64_t i = 0; i < N * H; i++) {
-        const float* state = &states[i * stride];
+        const float* state = states + i * stride;
         const int64_t step = N * H * stride;  // to the next part
         float top = MASKED, total = 0;
         for (int p = 0; p < n_part; p++) top = std::max(top, state[p * step]);
@@ -1107,67 +954,36 @@ void attend(const T* q, T* kv, const int32_t* spans, const int32_t* table, T* ou
     }
 }
 
-// plane (n, Hk, D), rows (n_row,), null: 0, 1, 2 ... -> out (Hk, padded, D), zeros behind n_row
-template <class T>
-void gather_heads(const T* plane, const int32_t* rows, T* out, int n_row, int padded, int Hk,
-                  int D) {
-    #pragma omp parallel for
-    for (int64_t begin = 0; begin < padded; begin += 32)
-        for (int64_t h = 0; h < Hk; h++)
-            for (int64_t i = begin; i < std::min<int64_t>(begin + 32, padded); i++) {
-                T* to = out + (h * padded + i) * D;
-                if (i < n_row)
-                    memcpy(to, plane + ((rows ? rows[i] : i) * Hk + h) * D, D * sizeof(T));
-                else
-                    memset(to, 0, D * sizeof(T));
-            }
-}
-
 // Softmax in place of scores (Hk, n, G, context), without the division by totals (Hk, n, G). Row j
 // sees the first n_past + j + 1 columns, the others become 0; context is a multiple of 32.
 template <class T>
 void causal_softmax(T* scores, float* totals, int Hk, int n, int G, int context, int n_past,
                     float scale) {
-    T mask[4 * LANES] = {};  // first zeros, then MASKED
-    store_pair(mask + 2 * LANES, {vec{} + MASKED, vec{} + MASKED});
     scale *= LOG2E;
-    #pragma omp parallel for collapse(2)
-    for (int64_t h = 0; h < Hk; h++)
-        for (int j = 0; j < n; j++)
-            for (int64_t row = (h * n + j) * G; row < (h * n + j + 1) * G; row++) {
-                T* s = scores + row * context;
-                const int seen = std::min(context, n_past + j + 1), last = (seen - 1) & -2 * LANES;
-                Pair x = load_pair(s + last), m = load_pair(mask + 2 * LANES + last - seen);
-                store_pair(s + last, {x.a + m.a, x.b + m.b});
-                vec top = vec{} + MASKED, total = {};
-                for (int c = 0; c <= last; c += 2 * LANES) {
-                    x = load_pair(s + c);
-                    top = larger(top, larger(x.a, x.b));
-                }
-                const float highest = largest(top) * scale;
-                for (int c = 0; c <= last; c += 2 * LANES) {
-                    x = load_pair(s + c);
-                    x.a = exp2(x.a * scale - highest);
-                    x.b = exp2(x.b * scale - highest);
-                    total += x.a + x.b;
-                    store_pair(s + c, x);
-                }
-                memset(s + seen, 0, (context - seen) * sizeof(T));
-                totals[row] = sum(total);
-            }
-}
-
-// values (Hk, padded, G, D) / totals (Hk, padded, G) -> out (n, Hk, G, D)
-template <class T>
-void scatter_heads(const T* values, const float* totals, T* out, int n, int padded, int Hk, int G,
-                   int D) {
-    #pragma omp parallel for if (n > 8)
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t h = 0; h < Hk * G; h++) {
-            const int64_t from = (h / G * padded + i) * G + h % G;
-            for (int d = 0; d < D; d += LANES)
-                store(out + (i * Hk * G + h) * D + d, load(values + from * D + d) / totals[from]);
+    T mask[4 * LANES] = {};  // zeros, then MASKED
+    store_pair(mask + 2 * LANES, {vec{} + MASKED, vec{} + MASKED});
+    #pragma omp parallel for
+    for (int64_t row = 0; row < Hk * n * G; row++) {
+        T* s = scores + row * context;
+        const int seen = std::min(context, n_past + (int)row / G % n + 1);
+        const int last = (seen - 1) & -2 * LANES;  // the pair in which the context ends
+        Pair x = load_pair(s + last), m = load_pair(mask + 2 * LANES + last - seen);
+        store_pair(s + last, {x.a + m.a, x.b + m.b});
+        vec top = vec{} + MASKED, total = {};
+        for (int c = 0; c <= last; c += 2 * LANES) {
+            x = load_pair(s + c);
+            top = larger(top, larger(x.a, x.b));
         }
+        const float highest = largest(top) * scale;
+        for (int c = 0; c <= last; c += 2 * LANES) {
+            x = load_pair(s + c);
+            x = {exp2(x.a * scale - highest), exp2(x.b * scale - highest)};
+            total += x.a + x.b;
+            store_pair(s + c, x);
+        }
+        totals[row] = sum(total);
+        memset(s + seen, 0, (context - seen) * sizeof(T));
+    }
 }
 
 // xa (N, n_module * max_rank) = x (N, n_in) A for sites with few rows, A (n_page, W) read in place
@@ -1207,17 +1023,17 @@ void expand(T* y, const T* B, const int32_t* sites, const int32_t* table, const 
             const int end = n > 0 ? site[0] + site[1] : 0;
             for (int64_t row = site[0]; row < end; row++) {
                 const float* weight = xa + (row * n_module + site[6]) * stride;
-                T *own = y + row * n_out + site[2] + c, sum[4 * LANES] = {};
-                memcpy(sum, own, n * sizeof(T));
+                T *own = y + row * n_out + site[2] + c, part[4 * LANES] = {};
+                memcpy(part, own, n * sizeof(T));
                 vec acc[4];
-                for (int v = 0; v < block / LANES; v++) acc[v] = load(sum + LANES * v);
+                for (int v = 0; v < block / LANES; v++) acc[v] = load(part + LANES * v);
                 for (int i = 0; i < site[5]; i++) {
                     const T* b = B + (int64_t)pages[i * n_page] * W + c % W;
                     for (int v = 0; v < block / LANES; v++)
                         acc[v] += weight[i] * load(b + LANES * v);
                 }
-                for (int v = 0; v < block / LANES; v++) store(sum + LANES * v, acc[v]);
-                memcpy(own, sum, n * sizeof(T));
+                for (int v = 0; v < block / LANES; v++) store(part + LANES * v, acc[v]);
+                memcpy(own, part, n * sizeof(T));
             }
         }
 }

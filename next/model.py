@@ -415,7 +415,7 @@ class GPT:
     @torch.inference_mode()
     def merge(self, adapter):
         """The merge-and-swap baseline [S-LoRA §4.1]: W becomes W + A B, or W again for None."""
-        assert self.world.size == 1, "merging has no tensor parallelism"
+        assert adapter is None or self.world.size == 1, "merging has no tensor parallelism"
         self.weights |= self.originals
         self.originals = {}
         for op, operator in self.config.operators.items() if adapter else []:

@@ -13,6 +13,7 @@ import copy
 import heapq
 import math
 import os
+import re
 import sys
 import time
 from collections import Counter, deque
@@ -224,6 +225,8 @@ class Engine:
         requests = [Request(prompt, max_new_tokens, name, **options)
                     for prompt, name in zip(prompts, names, strict=True)]
         for request in requests:
+            check_request(request, self)  # all of them, before any is added
+        for request in requests:
             self.add(request)
         self.run()
         return [request.output for request in requests]
@@ -246,10 +249,13 @@ class Engine:
     def arrive(self):
         """Move requests that have arrived to the queue. If nothing else is there, wait for the
         next."""
-        if self.pending and not self.running and not self.waiting:
-            self.clock.wait_until(self.pending[0][0])
-        while self.pending and self.pending[0][0] <= self.clock.now():
-            _, id = heapq.heappop(self.pending)
+        while self.pending:
+            arrival, id = self.pending[0]
+            if id in self.requests and not self.running and not self.waiting:
+                self.clock.wait_until(arrival)
+            if id in self.requests and arrival > self.clock.now():
+                break
+            heapq.heappop(self.pending)
             if id in self.requests:  # not aborted before its arrival
                 self.waiting.append(self.requests[id])
 
@@ -370,7 +376,7 @@ class Engine:
 def check_choice(name, value, choices):
     """Returns value. KeyError that lists the choices if it is none of them."""
     if value not in choices:
-        raise KeyError(f"unknown {name} {value!r}: one of {', '.join(choices)}")
+        raise KeyError(f"unknown {name} {value!r}: one of {', '.join(map(str, choices))}")
     return value
 
 def check_range(name, value, low, high=math.inf):
@@ -740,6 +746,7 @@ class Policy:
     priced = False  # whether lengths() gets a price
     per_request = False  # whether alphas are the requests' own; else they are all the same
     threshold = 0.0  # a draft model stops behind a draft with no more than this probability
+    trees = []  # what lengths() chooses from, if these are trees
 
     def lengths(self, alphas, limits, price):
         """alphas: acceptance rates of the decodes. limits: the most drafts each can use. price(n,
@@ -750,11 +757,11 @@ class Policy:
 class Fixed(Policy):
     """The same drafts for all requests and steps: (1, 1, 1) are three, (3, 2, 2) is a tree."""
     def __init__(self, tree):
-        self.tree = tree
+        self.trees = [tree]
         self.most = len(tree)
 
     def lengths(self, alphas, limits, price):
-        return [self.tree[:limit] for limit in limits]
+        return [self.trees[0][:limit] for limit in limits]
 
 class Goodput(Policy):
     """One k for all decodes of a step: the most generated tokens per second [SmartSpec Alg. 1]."""
@@ -929,6 +936,8 @@ class Speculator:
     def __init__(self, engine, draft, policy):
         if engine.alpha == 0 and (engine.simulated or isinstance(policy, Oracle)):
             raise ValueError("alpha = 0: a simulator and an oracle need a forced acceptance rate")
+        if not engine.simulated and any(n > 1 for tree in policy.trees for n in tree):
+            raise ValueError(f"spec = {policy.trees}: trees of drafts are for the simulator")
         self.engine = engine
         self.policy = policy
         self.proposer = make_proposer(draft, engine, policy.priced or engine.scheduler.priced)
@@ -1404,10 +1413,12 @@ class ModelRunner:
         self.clock = WallClock()
         self.generator = torch.Generator().manual_seed(engine.seed)
         self.merged = None  # the adapter in the weights, if engine.lora is "merge"
+        model.merge(None)  # an engine before this one may have left an adapter
         pools = {engine.pool, engine.adapters.pool}
         self.n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
         self.kv = model.new_cache(self.n_page + 1)  # the last page is for padding rows
-        self.graphs = CudaGraphs(self) if model.device.type == "cuda" else None
+        recording = model.device.type == "cuda" and engine.lora != "merge"
+        self.graphs = CudaGraphs(self) if recording else None
 
     def run(self, plan):
         """Carry out a plan. Returns {request: accepted drafts and one more token}."""
@@ -1827,7 +1838,9 @@ def make_request(args, tokenizer):
     options = {name: getattr(args, name)
                for name in ("max_new_tokens", "adapter", "temperature", "top_k", "top_p")}
     if args.prompt is None:
-        tokens = [int(token) for token in (args.tokens or "").split(",")]
+        if not re.fullmatch(r"\d+(,\d+)*", args.tokens or ""):
+            raise ValueError(f"--tokens {args.tokens}: must be token ids like 1,2,3 (or use --prompt)")
+        tokens = [int(token) for token in args.tokens.split(",")]
         return Request(tokens, **options), lambda tokens: "".join(f"{token} " for token in tokens)
     if tokenizer is None:
         raise ValueError(f"model {args.model!r} has no tokenizer: use --tokens 1,2,3")

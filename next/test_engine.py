@@ -422,7 +422,6 @@ STATES = {
     "preempted": lambda r: r.state == "waiting" and r.output,
 }
 
-@pytest.mark.xfail(reason="step() waits until an aborted request would have arrived")
 def test_no_step_waits_for_an_aborted_request():
     engine = start(COST, [Request([0], 1, arrival=1e9)])
     engine.abort(0)
@@ -493,12 +492,10 @@ def test_bad_input_is_one_line_and_harms_no_other():
     engine.run()
     check_tokens([good])
 
-@pytest.mark.xfail(reason="a tree on a real model outgrows the page table: segmentation fault")
 def test_a_tree_on_a_real_model_is_refused():
-    with pytest.raises(ValueError, match="3,2,2"):
+    with pytest.raises(ValueError, match="3, 2, 2"):
         Engine(TARGET, spec="3,2,2", draft="ngram")
 
-@pytest.mark.xfail(reason="an engine with merged weights leaves an adapter in its model")
 def test_merged_weights_end_with_their_engine():
     model = random_model()
     for requests, lora in ((mixed(["q"]), "merge"), (mixed(), "batched")):

@@ -44,7 +44,7 @@ def make_batch(spans, config):
         positions += range(n_past, n_past + len(span))
         pages += own[n_past:n_past + len(span)]
         table += own[:n_past + len(span)]
-    lengths = [len(span[0]) for span in spans]
+    lengths = [row[1] for row in rows]
     n_few = sum(n <= FEW_ROWS for n in lengths)
     most = max(lengths[:n_few], default=0), max(lengths[n_few:], default=0)
     adapters = {}
@@ -55,25 +55,24 @@ def make_batch(spans, config):
                 sites.append([first, n, *site[2:7], site[7] + len(site_table)])
             site_table += own
         if sites:
-            n_few_sites = sum(n <= FEW_ROWS for _, n, *_ in sites)
+            n_few_sites = sum(site[1] <= FEW_ROWS for site in sites)
             max_rank = cdiv(max(site[4] for site in sites), 16) * 16
             adapters[op] = Sites(int32(sites), int32(site_table), n_few_sites, *most,
                                  len(operator.modules), max_rank)
-    tokens = torch.tensor(tokens)
-    return Batch(tokens, torch.tensor(positions), int32(pages), int32(rows), int32(table),
-                 torch.arange(len(tokens)), n_few, *most, max(positions) + 1, adapters)
+    return Batch(torch.tensor(tokens), torch.tensor(positions), int32(pages), int32(rows),
+                 int32(table), torch.arange(len(tokens)), n_few, *most, max(positions) + 1,
+                 adapters)
 
 def serve(model, prompts, lengths, adapters):
     """Run prompts together, in iterations of the given lengths -> logits of each one's tokens"""
     n_page = sum(map(len, prompts)) + sum(adapter.n_page for adapter in adapters if adapter)
     free = torch.randperm(n_page, generator=torch.Generator().manual_seed(0)).tolist()
     kv = model.new_cache(n_page)
-    tables, homes = [], []
-    for tokens, adapter in zip(prompts, adapters):
-        tables.append([free.pop() for _ in tokens])
-        homes.append([free.pop() for _ in range(adapter.n_page if adapter else 0)])
+    tables = [[free.pop() for _ in tokens] for tokens in prompts]
+    homes = [[free.pop() for _ in range(a.n_page if a else 0)] for a in adapters]
+    for adapter, home in zip(adapters, homes):
         if adapter:
-            adapter.write(kv, homes[-1])
+            adapter.write(kv, home)
     n_past = [0] * len(prompts)
     logits = [[torch.zeros(0, 131)] for _ in prompts]
     for i in range(max(map(len, lengths))):
@@ -84,9 +83,8 @@ def serve(model, prompts, lengths, adapters):
             spans.append((span, n_past[r], tables[r], adapters[r], homes[r]))
             n_past[r] += n
         out = model.forward(make_batch(spans, model.config), kv)
-        if out is not None:
-            for (n, r), rows in zip(fed, out.split([n for n, _ in fed])):
-                logits[r].append(rows.float())
+        for (n, r), rows in zip(fed, [] if out is None else out.split([n for n, _ in fed])):
+            logits[r].append(rows.float())
     return [torch.cat(rows) for rows in logits]
 
 def close(a, b, atol=1e-4):
@@ -116,9 +114,6 @@ def test_marks_name_each_operator_when_it_is_done():
     model.forward(batch, model.new_cache(32), marks.append)
     layer = "others preproj attn postproj others ffn_ln1 others ffn_ln2 lora".split()
     assert marks == [*layer, *layer, "others"]
-
-# -----------------------------------------------------------------------------
-# Hugging Face folders
 
 def hf_folder(folder, family="llama", shard="5GB", **settings):
     """A random checkpoint, written by transformers -> its model"""
@@ -229,9 +224,6 @@ def test_a_bad_folder_is_one_clear_line(message, tmp_path):
             Adapter.from_pretrained(tmp_path, LLAMA)
     assert "\n" not in str(raised.value)
 
-# -----------------------------------------------------------------------------
-# adapters
-
 LORAS = {
     "llama": [
         dict(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]),
@@ -292,9 +284,6 @@ def test_adapters_equal_peft(family, tmp_path):
     saved = peft.PeftModel.from_pretrained(theirs, tmp_path / "saved")
     assert close(ours.logits(tokens), logits_of(saved, tokens))
 
-# -----------------------------------------------------------------------------
-# tensor parallelism
-
 def serve_share(folder, config, world):
     """Four requests with adapters of whole and odd ranks, on this device's share -> logits"""
     model = GPT.from_pretrained(folder, world=world)
@@ -312,13 +301,8 @@ def run_rank(rank, port, folders, out):
     assert world.broadcast([rank]) == [0]
     results = [serve_share(folder, config, world) for folder, config in folders]
     model = GPT.from_preset(LLAMA, torch.float32, seed=4, world=world)
-    for adapter in (None, Adapter.random(model.config, 32)):
-        world.n_bytes = 0
-        results += [serve(model, [prompt(24)], [(24,)], [adapter])[0], world.n_bytes]
+    results.append(serve(model, [prompt(24)], [(24,)], [Adapter.random(model.config, 32)])[0])
     if rank == 0:
-        with pytest.raises(RuntimeError):  # the other rank ends
-            for _ in range(3):
-                world.all_reduce(torch.ones(4))
         torch.save(results, out)
 
 def test_two_devices_give_the_logits_of_one(tmp_path):
@@ -329,20 +313,13 @@ def test_two_devices_give_the_logits_of_one(tmp_path):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     torch.multiprocessing.spawn(run_rank, (port, folders, tmp_path / "results"), nprocs=2)
-    *served, base, base_bytes, lora, lora_bytes = torch.load(tmp_path / "results")
+    *served, found = torch.load(tmp_path / "results")
+    model = GPT.from_preset(LLAMA, torch.float32, seed=4)
+    model.merge(Adapter.random(LLAMA, 32))
+    assert torch.allclose(found, model.logits(prompt(24)), atol=1e-5, rtol=0)
     for (folder, config), found in zip(folders, served):
         for logits, expected in zip(found, serve_share(folder, config, World())):
             assert close(logits, expected)
-    model = GPT.from_preset(LLAMA, torch.float32, seed=4)
-    assert torch.allclose(base, model.logits(prompt(24)), atol=1e-5, rtol=0)
-    model.merge(Adapter.random(LLAMA, 32))
-    assert torch.allclose(lora, model.logits(prompt(24)), atol=1e-5, rtol=0)
-    n, B, h, r, n_layer = 2, 24, 64, 32, 2
-    assert base_bytes == n_layer * 2 * (2 * (n - 1) * B * h // n) * 4  # two all-reduces
-    assert lora_bytes - base_bytes == n_layer * (5 * (n - 1) * B * r // n) * 4  # [S-LoRA §6]
-
-# -----------------------------------------------------------------------------
-# text
 
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
                 r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -391,9 +368,6 @@ def test_streamed_text_holds_back_half_a_character():
     tokens = tokenizer.encode("é東<|endoftext|>")
     assert [text_of([token]) for token in tokens] == ["", "é", "", "", "東", "<|endoftext|>"]
     assert text_of(tokens[:1]) == "" and text_of([], final=True) == "\ufffd"
-
-# -----------------------------------------------------------------------------
-# models by name, and the trainer
 
 SIZES = {"gpt2-xl": 1.56, "llama-7b": 6.74, "llama-13b": 13.0, "llama-33b": 32.5, "llama-70b": 69.0,
          "gpt3-175b": 175, "tinyllama-1.1b": 1.1, "llama-124m": 0.124}  # billions of parameters
