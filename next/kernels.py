@@ -840,19 +840,18 @@ const int BLOCK = 2 * LANES;
 template <class T>
 void attend_block(const float* q, T* const* k, T* const* v, int seen, int D, float* state) {
     vec s[2];
-    float* weight = (float*)s;
     for (int half = 0; half < 2; half++) {
         vec dot[LANES] = {};
         for (int d = 0; d < D; d += LANES)
             for (int t = 0; t < LANES; t++) dot[t] += load(q + d) * load(k[LANES * half + t] + d);
-        s[half] = sums(dot);
+        s[half] = lanes() + LANES * half < seen ? sums(dot) : vec{} + MASKED;
     }
-    for (int t = seen; t < BLOCK; t++) weight[t] = MASKED;
     const float top = std::max(state[0], largest(larger(s[0], s[1])));
     const float shrink = top == state[0] ? 1 : std::exp2(state[0] - top);
     for (vec& x : s) x = exp2(x - top);
     state[0] = top;
     state[1] = state[1] * shrink + sum(s[0] + s[1]);
+    const float* weight = (const float*)s;
     float* value = state + LANES;
     for (int d = 0; d < D; d += 4 * LANES) {  // four sums at a time: their additions overlap
         vec acc[4];
