@@ -692,7 +692,7 @@ def one_adapter(inner=fcfs, patience=30):
     other adapters come first, the batch runs out and the adapter changes [S-LoRA §7]."""
     def order(waiting, running, now):
         ordered = inner(waiting, running, now)
-        adapter = (running or ordered)[0].adapter
+        adapter = (running or ordered or waiting)[0].adapter
         same = [request for request in ordered if request.adapter == adapter]
         return same if same and ordered.index(same[0]) <= patience else []
     return order

@@ -822,3 +822,22 @@ def test_command_line(monkeypatch, capsys, tmp_path):
         out, err = capsys.readouterr()
         assert end.value.code == 2 and out == "" and "Traceback" not in err
         assert re.search(f"^sarathi.py: .*{message}", err, re.M), err
+
+def test_padding_for_cuda_graphs_changes_no_logits():
+    """Batches of decodes alone, and of decodes beside a chunk that fills the iteration"""
+    engine = start(TARGET, mixed(), adapters={}, chunk=24, max_batch=4)
+    runner = engine.runner
+    graphs = sarathi.CudaGraphs(runner)
+    compute = runner.compute
+    n_padded = Counter()
+
+    def compare(batch):
+        logits = compute(batch)
+        if graphs.fits(batch):
+            n_padded[len(batch.spans) - batch.n_few] += 1
+            torch.testing.assert_close(compute(graphs.pad(batch))[:len(logits)], logits)
+        return logits
+
+    runner.compute = compare
+    engine.run()
+    assert min(n_padded[0], n_padded[1]) > 0
