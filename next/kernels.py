@@ -1012,28 +1012,40 @@ void shrink(const T* x, const T* A, const int32_t* sites, const int32_t* table, 
 template <class T>
 void expand(T* y, const T* B, const int32_t* sites, const int32_t* table, const float* xa, int S,
             int n_out, int W, int n_module, int stride) {
-    const int block = W % (4 * LANES) ? LANES : 4 * LANES;  // columns, on one page
-    #pragma omp parallel for collapse(2) schedule(dynamic, 4)
-    for (int s = 0; s < S; s++)
-        for (int c = 0; c < n_out; c += block) {
-            const int32_t* site = sites + 8 * s;
-            const int n = std::min(block, site[3] - c), n_page = (site[3] + W - 1) / W;
-            const int32_t* pages = table + site[7] + c / W;
-            const int end = n > 0 ? site[0] + site[1] : 0;
-            for (int64_t row = site[0]; row < end; row++) {
-                const float* weight = xa + (row * n_module + site[6]) * stride;
-                T *own = y + row * n_out + site[2] + c, part[4 * LANES] = {};
-                memcpy(part, own, n * sizeof(T));
-                vec acc[4];
-                for (int v = 0; v < block / LANES; v++) acc[v] = load(part + LANES * v);
-                for (int i = 0; i < site[5]; i++) {
-                    const T* b = B + (int64_t)pages[i * n_page] * W + c % W;
-                    for (int v = 0; v < block / LANES; v++)
-                        acc[v] += weight[i] * load(b + LANES * v);
+    #pragma omp parallel for schedule(dynamic, 1)
+    for (int s = 0; s < S; s++) {
+        const int32_t* site = sites + 8 * s;
+        const int columns = site[3], rank = site[5], n_page = (columns + W - 1) / W;
+        if (site[1] == 0) continue;
+        std::vector<float> total(columns + LANES);
+        for (int64_t row = site[0]; row < site[0] + site[1]; row++) {
+            const float* weight = xa + (row * n_module + site[6]) * stride;
+            T* own = y + row * n_out + site[2];
+            for (int c = 0; c < columns; c += LANES) {
+                T part[LANES] = {};
+                memcpy(part, own + c, std::min(LANES, columns - c) * sizeof(T));
+                store(&total[c], load(part));
+            }
+            for (int p = 0; p < n_page; p++)
+                for (int i = 0; i < rank; i += 4) {  // four rows of B at a time
+                    const int last = std::min(4, rank - i) - 1;
+                    const T* b[4];
+                    float w[4];
+                    for (int j = 0; j < 4; j++) {
+                        b[j] = B + (int64_t)table[site[7] + (i + std::min(j, last)) * n_page + p] * W;
+                        w[j] = j > last ? 0 : weight[i + j];
+                    }
+                    float* to = &total[p * W];
+                    for (int c = 0; c < std::min(W, columns - p * W); c += LANES)
+                        store(to + c, load(to + c) + w[0] * load(b[0] + c) + w[1] * load(b[1] + c)
+                                          + w[2] * load(b[2] + c) + w[3] * load(b[3] + c));
                 }
-                for (int v = 0; v < block / LANES; v++) store(part + LANES * v, acc[v]);
-                memcpy(own, part, n * sizeof(T));
+            for (int c = 0; c < columns; c += LANES) {
+                T part[LANES];
+                store(part, load(&total[c]));
+                memcpy(own + c, part, std::min(LANES, columns - c) * sizeof(T));
             }
         }
+    }
 }
 """
