@@ -6,7 +6,7 @@ runners, which carry plans out on a model or on a clock; the simulated pipeline;
 
 A plan says how many tokens of which request are fed next: [(request, n)]. A prefill chunk, a decode
 and a verification of drafts are the same thing. The engine knows requests, pages and plans, and no
-tensors; tensors begin in ModelRunner.
+tensors; tensors begin in ModelRunner.pack, attention is in model.py and kernels.py.
 """
 import argparse
 import copy
@@ -54,7 +54,7 @@ class Request:
     times: list = field(default_factory=list)  # seconds at which each output token came
     n_past: int = 0  # tokens with K and V in the cache
     n_draft_past: int = 0  # the same for a draft model's cache
-    drafts: list = field(default_factory=list)  # guessed tokens behind the output
+    drafts: list = field(default_factory=list)  # guessed tokens, within an iteration
     tree: tuple = ()  # candidates per level of the drafts; real drafts have one per level
     draft_probs: object = None  # (drafts, V), what sampled drafts were drawn from
     acceptance: float = 0.7  # share of its drafts that are accepted, a moving average
@@ -124,7 +124,7 @@ class Engine:
 
     model: a GPT; or a CostModel: the simulator, with a virtual clock
     scheduler: a name in SCHEDULERS, or a Scheduler
-    chunk: tokens of a prefill chunk; of an iteration with sarathi_serve
+    chunk: most tokens of a prefill chunk; with sarathi_serve, of a whole iteration
     max_batch: requests that run at once; 0: as many as fit [SARATHI §4.3]
     n_page: pages of the cache, one per token; 0: enough for max_batch requests
     alloc: "reserve" a request's maximum length at its start, or "grow" page by page
@@ -143,7 +143,7 @@ class Engine:
                  lora="batched", adapter_pages=0, tpot=0.0, cost=None, record=None, runner=None):
         self.model = model
         self.simulated = isinstance(model, CostModel)
-        self.chunk = check_range("chunk", chunk, 1)
+        check_range("chunk", chunk, 1)
         self.alloc = check_choice("alloc", alloc, ("reserve", "grow"))
         self.lora = check_choice("lora", lora, ("batched", "bmm", "merge"))
         self.alpha = check_range("alpha", alpha, 0, 1)
@@ -158,6 +158,19 @@ class Engine:
         self.running = []  # the most recently started last
         self.n_added = 0
 
+        # policies
+        self.scheduler = make_scheduler(scheduler, chunk)
+        self.order = order if callable(order) else ORDERS[check_choice("order", order, ORDERS)]
+        if lora == "merge":
+            self.order = one_adapter(self.order)
+        policy = make_policy(spec)
+        self.cost = cost or (model if self.simulated else None)
+        priced = self.scheduler.priced or policy is not None and policy.priced
+        if priced and self.cost is None:
+            if model.world.size > 1:
+                raise ValueError("with tensor parallelism, give the policies' prices: cost=...")
+            self.cost = CostModel.profile(model)
+
         # memory, and the runner that uses it
         n_page, self.max_batch = size_pool(model, draft, n_page, max_batch)
         self.pool = PagePool(n_page)
@@ -169,16 +182,6 @@ class Engine:
         self.clock = runner.clock
         self.adapters.copy = runner.copy_adapter
 
-        # policies
-        self.scheduler = make_scheduler(scheduler, chunk)
-        self.order = order if callable(order) else ORDERS[check_choice("order", order, ORDERS)]
-        if lora == "merge":
-            self.order = one_adapter(self.order)
-        policy = make_policy(spec)
-        self.cost = cost or (model if self.simulated else None)
-        priced = self.scheduler.priced or policy is not None and policy.priced
-        if priced and self.cost is None:
-            self.cost = CostModel.profile(model)
         self.speculator = Speculator(self, draft, policy) if policy else None
         self.scheduler.start(self)
 
@@ -274,7 +277,7 @@ class Engine:
         free = {self.pool: self.pool.n_free}
         free[store.pool] = store.pool.n_free + store.n_idle_page()
         if self.alloc == "grow":
-            free[self.pool] -= len(self.running)  # for the next decodes
+            free[self.pool] -= len(self.running)  # a page for each one's next token
         names = set()
         fitting = []
         for request in islice(ordered, slots):
@@ -294,9 +297,10 @@ class Engine:
         """Reserve pages for the plan's tokens, and start its waiting requests. Returns the part of
         the plan that has its pages."""
         assert plan or not self.running, f"{self.scheduler} planned nothing for running requests"
+        new = {request for request, _ in plan if request.state == "waiting"}  # not: preempted below
         for request, n in plan:
             assert 0 < n <= request.n_todo, f"{self.scheduler} planned {n} of {request.n_todo}"
-            if request.state == "waiting":
+            if request in new:
                 self.start(request)
             elif self.alloc == "grow":
                 self.grow(request, request.n_past + n)
@@ -359,6 +363,8 @@ class Engine:
             request.n_draft_past = min(request.n_draft_past, request.n_past)
             if request.drafts:
                 self.speculator.count(request, len(tokens) - 1)
+                request.drafts = []
+                request.draft_probs = None
             tokens, end = request.append(tokens, now)
             if end:
                 self.finish(request, end)
@@ -452,7 +458,7 @@ class AdapterStore:
         return sum(self.n_page[name] for name in self.idle())
 
     def pages_at_start(self, name):
-        """How many of the free and idle pages a request takes with its adapter."""
+        """Pages that an adapter takes from the free and idle ones: none if it has users."""
         return 0 if self.n_users[name] else self.n_page[name]
 
     def reserve(self, pool, owner, n):
@@ -558,7 +564,7 @@ class Sarathi(Scheduler):
     """Decode-maximal batching: one prefill chunk, every other slot a decode [SARATHI §4.3].
     The chunk leaves room for the decodes, so that both together fill whole tiles [§4.4]."""
     def plan(self, running, waiting):
-        decodes, prefills = split(running, waiting)
+        decodes, prefills = decodes_and_prefills(running, waiting)
         if not prefills:
             return decodes
         tile = min(self.tile, self.chunk)
@@ -568,7 +574,7 @@ class Sarathi(Scheduler):
 class SarathiServe(Scheduler):
     """A budget of tokens per iteration: decodes first, then prefill chunks (Sarathi-Serve)."""
     def plan(self, running, waiting):
-        decodes, prefills = split(running, waiting)
+        decodes, prefills = decodes_and_prefills(running, waiting)
         return decodes + prefill_chunks(prefills, self.chunk - len(decodes))
 
 class Autopilot(Scheduler):
@@ -586,7 +592,7 @@ class Autopilot(Scheduler):
         self.prefill_price = min(engine.cost.time_of([(0, n, 0, 0)]) / n for n in self.sizes)
 
     def plan(self, running, waiting):
-        decodes, prefills = split(running, waiting)
+        decodes, prefills = decodes_and_prefills(running, waiting)
         stats = self.stats(decodes)
         drafting = 0.0
         speculator = self.engine.speculator
@@ -596,7 +602,7 @@ class Autopilot(Scheduler):
             stats = stats.with_drafts(n)
         alone = self.engine.cost.seconds(stats) + drafting if decodes else 0.0
         limit = max(alone, self.time_limit(decodes, alone))
-        # the same seconds could serve the decodes together with those that the prompts become
+        # every prompt becomes a decode; the same seconds could then serve all of them
         decode_work = alone * len(decodes) / max(1, len(decodes) + len(prefills))
 
         def work_rate(chunk):
@@ -604,7 +610,8 @@ class Autopilot(Scheduler):
             seconds = self.engine.cost.seconds(both) + drafting
             return (chunk * self.prefill_price + decode_work) / seconds if seconds <= limit else 0.0
 
-        # beside decodes any chunk will do; without them, whole prompts: a rest would run alone
+        # beside decodes any chunk will do; without them only whole prompts, since the rest of a
+        # prompt would get an iteration of its own
         ends = list(accumulate(request.n_todo for request in prefills))
         sizes = ends
         if decodes:
@@ -631,7 +638,7 @@ class Autopilot(Scheduler):
                 limit = min(limit, seconds_per_token + slack / 2)
         return limit
 
-def split(running, waiting):
+def decodes_and_prefills(running, waiting):
     """Returns the decodes as entries of a plan, and the requests with a prompt to feed."""
     decodes = [(request, 1) for request in running if request.n_todo == 1]
     return decodes, [request for request in running if request.n_todo > 1] + waiting
@@ -668,7 +675,7 @@ def fcfs(waiting, running, now):
     return waiting
 
 def lcfs(waiting, running, now):
-    """Last come, first served; preempted requests before all [S-LoRA §4.3]."""
+    """Last come, first served [S-LoRA §4.3]. Requests with output, which were preempted, go first."""
     return sorted(waiting, key=lambda request: (not request.output, -request.arrival))
 
 ORDERS = {"fcfs": fcfs, "lcfs": lcfs}
@@ -722,7 +729,7 @@ class EarlyAbort:
 # -----------------------------------------------------------------------------
 # speculation: how many drafts (policies), which ones (proposers), and how many were accepted
 
-MAX_DRAFTS = FEW_ROWS - 1  # V in [SmartSpec Alg. 2]; verifications still read the cache in place
+MAX_DRAFTS = FEW_ROWS - 1  # V in [SmartSpec Alg. 2]; a verification still has few rows
 
 def tree_size(tree):
     """Drafts in a tree with so many candidates per level: (3, 2, 2) has 3 + 6 + 12 = 21."""
@@ -744,9 +751,9 @@ class Policy:
     """How many drafts each decode gets. Subclass it and write lengths()."""
     most = MAX_DRAFTS  # the longest proposal
     priced = False  # whether lengths() gets a price
-    per_request = False  # whether alphas are the requests' own; else they are all the same
+    per_request = False  # alphas: one per request (True), or the average of all (False)
     threshold = 0.0  # a draft model stops behind a draft with no more than this probability
-    trees = []  # what lengths() chooses from, if these are trees
+    trees = []  # what lengths() chooses from; (1, 1, 1) is a chain of three drafts
 
     def lengths(self, alphas, limits, price):
         """alphas: acceptance rates of the decodes. limits: the most drafts each can use. price(n,
@@ -897,7 +904,8 @@ class DraftModel(Proposer):
             if request.n_past == 0 and self.idle > 0.7:
                 self.excluded.add(request)
             k = lengths.get(request, 0)
-            # a decode without drafts is fed later, with its next drafts
+            # a decode without drafts is fed later, with its next drafts. Usually one token is new to
+            # the draft model, two if all drafts were accepted.
             if request in self.excluded or request.n_todo == 1 and not k:
                 continue
             end = request.n_past + n
@@ -949,9 +957,6 @@ class Speculator:
 
     def add_drafts(self, plan):
         """Give the plan's decodes drafts, and reserve pages for them."""
-        for request, _ in plan:
-            request.drafts = []
-            request.draft_probs = None
         decodes = [request for request, _ in plan if request.n_todo == 1]
         lengths = {}
         if decodes:
@@ -964,6 +969,8 @@ class Speculator:
                 request.tree = k if isinstance(k, tuple) else (1,) * k
                 lengths[request] = self.reserve(request, tree_size(request.tree))
         self.proposer.propose(plan, lengths)
+        for request in decodes:  # fewer drafts than wanted may have been made
+            request.tree = request.tree[:len(request.drafts)]
         self.n_last = sum(lengths.values())
 
     def limit(self, request):
@@ -985,7 +992,8 @@ class Speculator:
     def make_price(self, plan, decodes):
         """Returns price(n, steps): seconds of the iteration with n drafts, made in so many steps
         [SmartSpec Eq. 4], without what the plan's chunks add."""
-        # differs from [SmartSpec Eq. 3]: chunks in the batch are no reason for or against drafts
+        # differs from [SmartSpec Eq. 3]: the cost of chunks, the same with and without drafts, is
+        # subtracted
         cost = self.engine.cost
         stats = IterationStats.of(entries_of(plan, self.engine), cost.tile)
         alone = stats
@@ -1001,7 +1009,7 @@ class Speculator:
 
     def count(self, request, n_accepted):
         """Update the acceptance rates. Drafts behind the first rejected one were not tried."""
-        n_tried = min(n_accepted + 1, len(request.tree), len(request.drafts))
+        n_tried = min(n_accepted + 1, len(request.tree))
         self.acceptance += 0.01 * (n_accepted - self.acceptance * n_tried)
         request.acceptance += 0.05 * (n_accepted - request.acceptance * n_tried)
         self.n_drafted += len(request.drafts)
@@ -1016,7 +1024,7 @@ class IterationStats(NamedTuple):
     n_logits: int = 0  # rows that need the output head
     decodes: int = 0  # requests with at most FEW_ROWS rows
     context: int = 0  # cached tokens that decodes read
-    context_again: float = 0  # the same, once more for every draft
+    context_again: float = 0  # the same, if every draft reads its context itself
     chunks: int = 0  # requests with more rows
     pairs: float = 0  # (query, key) pairs of chunks
     chunk_context: int = 0  # cached tokens that chunks read again [SARATHI §4.2]
@@ -1446,7 +1454,7 @@ class ModelRunner:
     def compute(self, batch):
         rank = self.model.world.rank
         for op in {"postproj", "ffn_ln2"} & batch.adapters.keys() if rank else ():
-            # every rank adds x A B to columns of its own [S-LoRA §6]; rank 0 packed the first ones
+            # the sites hold rank 0's columns; shift them to this rank's [S-LoRA §6]
             sites = batch.adapters[op].sites
             sites[:, 2] += rank * sites[:, 3]
         if self.graphs and self.graphs.fits(batch):
@@ -1491,6 +1499,7 @@ class ModelRunner:
         first_entry = dict(zip(tables, np.cumsum([0, *map(len, tables.values())])))
         table = torch.from_numpy(np.concatenate(list(tables.values())))
         packed = {}
+        # columns of Sites.sites: 0 first row, 1 rows, 4 rank of A, 7 first entry in table
         for op, operator in self.model.config.operators.items():
             parts = [store.known[name].sites.get(op, NO_SITES) for name in names]
             sites = np.concatenate(parts)
@@ -1514,8 +1523,8 @@ class ModelRunner:
         for request in asking:
             drafts = request.drafts
             n = 0
-            if self.engine.alpha:
-                n = forced_acceptance(request, request.tree[:len(drafts)], self.engine)
+            if self.engine.alpha and drafts:
+                n = forced_acceptance(request, request.tree, self.engine)
             while not self.engine.alpha and n < len(drafts) and drafts[n] == best[row + n]:
                 n += 1
             new_tokens[request] = drafts[:n] + [best[row + n]]
@@ -1528,7 +1537,8 @@ class ModelRunner:
         drafts = [token for request in asking for token in request.drafts]
         p = self.distributions(asking, [n + 1 for n in n_drafts], logits)
         q = [request.draft_probs for request in asking if request.drafts]
-        q = torch.cat(q) if q and q[0] is not None else None  # None: deterministic drafts
+        # draft() gives all requests distributions, or none: then drafts are deterministic
+        q = torch.cat(q) if q and q[0] is not None else None
         drafts = torch.tensor(drafts, dtype=torch.int64, device=p.device)
         u = torch.rand(len(drafts) + len(asking), generator=self.generator).to(p.device)
         n_accepted, tokens = verify(p, q, drafts, torch.tensor(n_drafts, device=p.device), u)
@@ -1618,15 +1628,15 @@ NO_SITES = np.zeros((0, 8), np.int32)
 class CudaGraphs:
     """Recorded iterations for a GPU, replayed with one launch, so that the GPU does not wait for
     Python. Recorded are batches of decodes alone, padded to a power of two, and batches of decodes
-    and one chunk that together have exactly engine.chunk tokens. Padding rows write to the padding
-    page."""
+    and one chunk that together have exactly scheduler.chunk tokens. Padding rows write to the
+    padding page."""
     def __init__(self, runner):
         self.runner = runner
         self.graphs = {}  # sizes -> (graph, static batch, logits)
 
     def fits(self, batch):
         n_chunk = len(batch.spans) - batch.n_few
-        whole = n_chunk == 1 and len(batch.tokens) == self.runner.engine.chunk
+        whole = n_chunk == 1 and len(batch.tokens) == self.runner.engine.scheduler.chunk
         return (whole or not n_chunk) and batch.max_few <= 1 and not batch.adapters
 
     def replay(self, batch):
@@ -1695,8 +1705,10 @@ class CostRunner:
         new_tokens = {}
         for (request, _), (_, _, wanted, _) in zip(plan, entries):
             if wanted:
-                tree = request.tree[:len(request.drafts)]
-                new_tokens[request] = [0] * (1 + forced_acceptance(request, tree, engine))
+                n_accepted = 0
+                if request.drafts:
+                    n_accepted = forced_acceptance(request, request.tree, engine)
+                new_tokens[request] = [0] * (1 + n_accepted)
         return new_tokens
 
     def draft(self, spans, threshold):
@@ -1839,7 +1851,7 @@ def make_request(args, tokenizer):
                for name in ("max_new_tokens", "adapter", "temperature", "top_k", "top_p")}
     if args.prompt is None:
         if not re.fullmatch(r"\d+(,\d+)*", args.tokens or ""):
-            raise ValueError(f"--tokens {args.tokens}: must be token ids like 1,2,3 (or use --prompt)")
+            raise ValueError(f"--tokens {args.tokens}: must be token ids like 1,2,3")
         tokens = [int(token) for token in args.tokens.split(",")]
         return Request(tokens, **options), lambda tokens: "".join(f"{token} " for token in tokens)
     if tokenizer is None:
@@ -1856,7 +1868,7 @@ def generate_text(args):
     draft = None if world.rank else args.draft
     if draft not in (None, "ngram"):
         draft, _ = load_model(draft, model.dtype, str(model.device))
-    spec = args.spec or "goodput"
+    spec = args.spec or ("goodput" if world.size == 1 else "3")
     engine = Engine(model, args.scheduler, args.chunk, max_batch=1, seed=args.seed, draft=draft,
                     spec=spec if draft else "off")
     if args.adapter:
