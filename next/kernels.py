@@ -1032,7 +1032,8 @@ void expand(T* y, const T* B, const int32_t* sites, const int32_t* table, const 
                     const T* b[4];
                     float w[4];
                     for (int j = 0; j < 4; j++) {
-                        b[j] = B + (int64_t)table[site[7] + (i + std::min(j, last)) * n_page + p] * W;
+                        const int entry = site[7] + (i + std::min(j, last)) * n_page + p;
+                        b[j] = B + (int64_t)table[entry] * W;
                         w[j] = j > last ? 0 : weight[i + j];
                     }
                     float* to = &total[p * W];

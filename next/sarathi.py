@@ -675,7 +675,7 @@ def fcfs(waiting, running, now):
     return waiting
 
 def lcfs(waiting, running, now):
-    """Last come, first served [S-LoRA §4.3]. Requests with output, which were preempted, go first."""
+    """Last come, first served [S-LoRA §4.3], behind requests that were preempted with output."""
     return sorted(waiting, key=lambda request: (not request.output, -request.arrival))
 
 ORDERS = {"fcfs": fcfs, "lcfs": lcfs}
@@ -904,8 +904,8 @@ class DraftModel(Proposer):
             if request.n_past == 0 and self.idle > 0.7:
                 self.excluded.add(request)
             k = lengths.get(request, 0)
-            # a decode without drafts is fed later, with its next drafts. Usually one token is new to
-            # the draft model, two if all drafts were accepted.
+            # a decode without drafts is fed later, with its next drafts. Usually one token is new
+            # to the draft model, two if all drafts were accepted.
             if request in self.excluded or request.n_todo == 1 and not k:
                 continue
             end = request.n_past + n
