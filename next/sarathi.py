@@ -65,7 +65,7 @@ class Request:
 
     @property
     def n_todo(self):
-        return len(self.prompt) + len(self.output) - self.n_past
+        return self.n_tokens - self.n_past
 
     @property
     def max_len(self):
@@ -1166,7 +1166,7 @@ class CostModel:
         return PROFILES[model]
 
     def time(self, n_tokens, n_context=0):
-        """Seconds of an iteration that feeds n_tokens and whose decodes read n_context cached
+        """Seconds of an iteration that feeds n_tokens, with decodes that read n_context cached
         tokens."""
         check_range("n_tokens", n_tokens, 1)
         check_range("n_context", n_context, 0)
@@ -1734,7 +1734,7 @@ class CostRunner:
 # the simulated pipeline
 
 class Pipeline:
-    """Simulator: a model whose layers are spread over n_stage stages, with as many micro-batches in
+    """Simulator: the layers of a model spread over n_stage stages, with as many micro-batches in
     flight [SARATHI §5.3]. Every micro-batch is an engine (a lane) with its own pages and running
     requests; all lanes share one queue. cost: a roofline of all nodes. options: of every lane;
     max_batch and n_page must be among them.
