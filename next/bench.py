@@ -37,7 +37,20 @@ from kernels import FEW_ROWS, linear, pack
 from model import GPT, Adapter, is_fast, load_model, preset
 from sarathi import (GPUS, CostModel, EarlyAbort, Engine, IterationStats, Pipeline, Request,
                      Sarathi, SarathiServe, Scheduler, Span, add_model_flags, check_choice,
-                     check_range, cluster, run_command_line, time_plan)
+                     check_range, cluster, fcfs, lcfs, run_command_line)
+
+def time_plan(engine, plan):
+    """Seconds of a made-up iteration."""
+    for request, _ in plan:
+        engine.pool.reserve(request, request.max_len)
+        engine.adapters.acquire(request.adapter)
+    start = time.perf_counter()
+    engine.runner.run(plan)
+    seconds = time.perf_counter() - start
+    for request, _ in plan:
+        engine.pool.release(request)
+        engine.adapters.release(request.adapter)
+    return seconds
 
 # -----------------------------------------------------------------------------
 # claims: every number of the papers, as data
@@ -327,7 +340,7 @@ class Simulated(Place):
     def operators(self, decodes=0, context=0, chunk=0, past=0):
         """{operator: seconds} of an iteration"""
         entries = made_up_entries(decodes, context, chunk, past, True)
-        return self.model.split(IterationStats.of(entries, self.model.tile))
+        return self.model.split(self.model.stats(entries))
 
 def made_up_entries(decodes, context, chunk, past, last):
     """An iteration as IterationStats.of takes it."""
@@ -1013,7 +1026,7 @@ def slora_fig9(place):
 def slora_fig10(place):
     """[S-LoRA Fig. 10] SLO attainment by how uneven the arrivals are, for three orders."""
     for panel, name, cv in CLAIMS["slora_fig10"]:
-        order = {"last come first": "lcfs", "first come first": "fcfs"}.get(name)
+        order = {"last come first": lcfs, "first come first": fcfs}.get(name)
         run = slora("S4", 400, 6, place.grid(30, 300), cv=cv, order=order or EarlyAbort(6.0))
         yield panel, name, cv, run.attainment()
 

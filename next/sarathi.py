@@ -16,10 +16,11 @@ import os
 import re
 import sys
 import time
+from array import array
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice
-from operator import add, mul
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -89,18 +90,14 @@ class Request:
         return [*self.prompt[start:end], *self.output[:max(0, end - n)]]
 
     def append(self, tokens, now):
-        """Append new tokens up to the end of the output. Returns (appended tokens, end): "length",
+        """Append tokens up to the end of the output. Returns (those appended, end): "length",
         "stop", or "" if the request goes on."""
-        left = self.max_new_tokens - len(self.output)
-        end = "length" if len(tokens) >= left else ""
-        tokens = tokens[:left]
-        stops = [i for i, token in enumerate(tokens) if token in self.stop] if self.stop else []
-        if stops:
-            tokens = tokens[:stops[0] + 1]
-            end = "stop"
-        self.output += tokens
-        self.times += [now] * len(tokens)
-        return tokens, end
+        stops = [i + 1 for i, token in enumerate(tokens) if token in self.stop]
+        n = min([self.max_new_tokens - len(self.output), *stops])
+        self.output += tokens[:n]
+        self.times += [now] * len(tokens[:n])
+        end = "length" if len(self.output) == self.max_new_tokens else ""
+        return tokens[:n], "stop" if n in stops else end
 
 class Event(NamedTuple):
     """New tokens of a request. finished: "length" or "stop" if they are its last ones, else ""."""
@@ -109,11 +106,10 @@ class Event(NamedTuple):
     finished: str
 
 class Iteration(NamedTuple):
-    """A record of one iteration. entries: (request id, n_past, rows, rows with logits, adapter
-    weights)."""
+    """A record of one iteration."""
     start: float  # seconds
     end: float
-    entries: list
+    entries: list  # (request id, n_past, rows, rows with logits, adapter weights)
     stage: int = 0  # of a simulated pipeline
 
 # -----------------------------------------------------------------------------
@@ -131,7 +127,7 @@ class Engine:
     draft: None, "ngram", a smaller GPT or CostModel, or a Proposer
     spec: "off", a number of drafts, a name in POLICIES, or a Policy
     alpha: if not 0, each draft is accepted with this forced chance
-    order: a name in ORDERS, or a function (waiting, running, now) -> list
+    order: a function (waiting, running, now) -> list
     lora: "batched", or the baselines "bmm" and "merge" [S-LoRA §7]
     adapter_pages: pages of a pool for adapters alone (the no-unify baseline); 0: one pool
     tpot: autopilot's target, seconds per token; 0: none
@@ -139,11 +135,11 @@ class Engine:
     record: a list to which every Iteration is appended
     """
     def __init__(self, model, scheduler="sarathi", chunk=256, max_batch=8, n_page=0,
-                 alloc="reserve", draft=None, spec="off", seed=0, alpha=0.0, order="fcfs",
+                 alloc="reserve", draft=None, spec="off", seed=0, alpha=0.0, order=None,
                  lora="batched", adapter_pages=0, tpot=0.0, cost=None, record=None, runner=None):
         self.model = model
         self.simulated = isinstance(model, CostModel)
-        check_range("chunk", chunk, 1)
+        self.chunk = check_range("chunk", chunk, 1)
         self.alloc = check_choice("alloc", alloc, ("reserve", "grow"))
         self.lora = check_choice("lora", lora, ("batched", "bmm", "merge"))
         self.alpha = check_range("alpha", alpha, 0, 1)
@@ -158,13 +154,15 @@ class Engine:
         self.running = []  # the most recently started last
         self.n_added = 0
 
-        # policies
-        self.scheduler = make_scheduler(scheduler, chunk)
-        self.order = order if callable(order) else ORDERS[check_choice("order", order, ORDERS)]
+        # policies, and the prices that they ask for
+        if isinstance(scheduler, str):
+            scheduler = SCHEDULERS[check_choice("scheduler", scheduler, SCHEDULERS)]()
+        self.scheduler = scheduler
+        self.order = order or fcfs
         if lora == "merge":
             self.order = one_adapter(self.order)
         policy = make_policy(spec)
-        self.cost = cost or (model if self.simulated else None)
+        self.cost = model if self.simulated and cost is None else cost
         priced = self.scheduler.priced or policy is not None and policy.priced
         if priced and self.cost is None:
             if model.world.size > 1:
@@ -190,6 +188,8 @@ class Engine:
         self.arrive()
         plan = self.scheduler.plan(self.running, self.queue())  # policy [SARATHI §4.3]
         plan = self.admit(plan)  # memory: pages, adapters, preemption [S-LoRA §5.1]
+        if not plan:  # nothing of the queue has room yet
+            plan = self.admit(self.scheduler.plan(self.running, []))
         if not plan:
             return self.idle()
         if self.speculator:
@@ -234,12 +234,11 @@ class Engine:
         self.run()
         return [request.output for request in requests]
 
-    def run(self, on_event=None):
-        """Step until every request has ended. on_event(event) is called for each event."""
+    def run(self, on_event=lambda event: None):
+        """Step until every request has ended. on_event is called for each event."""
         while self.requests:
             for event in self.step():
-                if on_event:
-                    on_event(event)
+                on_event(event)
 
     def abort(self, id):
         """End a request now. KeyError if the id is unknown or the request has ended."""
@@ -250,81 +249,59 @@ class Engine:
     # the parts of an iteration
 
     def arrive(self):
-        """Move requests that have arrived to the queue. If nothing else is there, wait for the
-        next."""
-        while self.pending:
-            arrival, id = self.pending[0]
-            if id in self.requests and not self.running and not self.waiting:
-                self.clock.wait_until(arrival)
-            if id in self.requests and arrival > self.clock.now():
-                break
-            heapq.heappop(self.pending)
-            if id in self.requests:  # not aborted before its arrival
-                self.waiting.append(self.requests[id])
+        """Queue the requests that have arrived. If there is nothing else, wait for the next."""
+        if self.pending and not self.running and not self.waiting:
+            self.clock.wait_until(self.pending[0][0])
+        while self.pending and self.pending[0][0] <= self.clock.now():
+            id = heapq.heappop(self.pending)[1]
+            self.waiting.append(self.requests[id])
 
     def queue(self):
-        """The waiting requests that can start now, in the order's order. The first one that does
-        not fit max_batch or the free pages blocks those behind it."""
-        slots = self.max_batch - len(self.running)
-        if not self.waiting or slots <= 0:
+        """As many waiting requests as max_batch leaves room for, in the order's order."""
+        n_free = self.max_batch - len(self.running)
+        if not self.waiting or n_free <= 0:
             return []
         ordered = self.order(self.waiting, self.running, self.clock.now())
         if len(ordered) < len(self.waiting):
             for request in [r for r in self.waiting if r.state == "aborted"]:
                 self.finish(request, "aborted")  # by the order [S-LoRA §4.3]
-        # pages that are free, or would be without idle adapters; the two pools may be one
-        store = self.adapters
-        free = {self.pool: self.pool.n_free}
-        free[store.pool] = store.pool.n_free + store.n_idle_page()
-        if self.alloc == "grow":
-            free[self.pool] -= len(self.running)  # a page for each one's next token
-        names = set()
-        fitting = []
-        for request in islice(ordered, slots):
-            free[self.pool] -= self.pages_at_start(request)
-            if request.adapter not in names:
-                names.add(request.adapter)
-                free[store.pool] -= store.pages_at_start(request.adapter)
-            if min(free.values()) < 0:
-                break
-            fitting.append(request)
-        return fitting
-
-    def pages_at_start(self, request):
-        return request.max_len if self.alloc == "reserve" else request.n_tokens
+        return ordered[:n_free]
 
     def admit(self, plan):
-        """Reserve pages for the plan's tokens, and start its waiting requests. Returns the part of
-        the plan that has its pages."""
-        assert plan or not self.running, f"{self.scheduler} planned nothing for running requests"
+        """Start the plan's waiting requests, as far as they have room: the first one that has none
+        blocks those behind it. Reserve pages for the tokens of the others. Returns the part of the
+        plan that can run."""
         new = {request for request, _ in plan if request.state == "waiting"}  # not: preempted below
+        room = True
         for request, n in plan:
             assert 0 < n <= request.n_todo, f"{self.scheduler} planned {n} of {request.n_todo}"
             if request in new:
-                self.start(request)
+                room = room and self.start(request)
             elif self.alloc == "grow":
                 self.grow(request, request.n_past + n)
         self.adapters.prefetch(self.waiting)
         return [entry for entry in plan if entry[0].state == "running"]
 
     def start(self, request):
-        """Start a waiting request: acquire its adapter and its pages. It keeps waiting if growing
-        requests took the pages in this iteration."""
+        """Start a waiting request: acquire its adapter and its pages. Returns False if one of them
+        has no room."""
+        n = request.max_len if self.alloc == "reserve" else request.n_tokens
+        spare = 0 if self.alloc == "reserve" else len(self.running)  # a page for each next token
         if not self.adapters.acquire(request.adapter):
-            return
-        if not self.adapters.reserve(self.pool, request, self.pages_at_start(request)):
+            return False
+        if not self.adapters.reserve(self.pool, request, n, spare):
             self.adapters.release(request.adapter)
-            return
+            return False
+        self.adapters.loaded[request.adapter]()  # waits for its copy
         self.waiting.remove(request)
         self.running.append(request)
         request.state = "running"
+        return True
 
     def grow(self, request, n):
         """Let a running request have n pages. If no page is free, the most recently started request
         is preempted; it is recomputed later."""
-        while request.state == "running":
-            if self.adapters.reserve(self.pool, request, n):
-                return
+        while request.state == "running" and not self.adapters.reserve(self.pool, request, n):
             self.preempt(self.running[-1])
 
     def preempt(self, request):
@@ -346,12 +323,14 @@ class Engine:
             self.release(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        else:
+            self.pending.remove((request.arrival, request.id))
+            heapq.heapify(self.pending)
         request.state = end
         del self.requests[request.id]
 
     def commit(self, plan, new_tokens):
         """Advance the planned requests by what the runner did. Returns the events."""
-        now = self.clock.now()
         events = []
         for request, n in plan:
             request.n_past += n
@@ -364,18 +343,19 @@ class Engine:
             if request.drafts:
                 self.speculator.count(request, len(tokens) - 1)
                 request.drafts = []
+                request.tree = ()
                 request.draft_probs = None
-            tokens, end = request.append(tokens, now)
+            tokens, end = request.append(tokens, self.clock.now())
             if end:
                 self.finish(request, end)
             events.append(Event(request, tokens, end))
         return events
 
     def idle(self):
-        """Nothing could be planned: wait for the next arrival."""
-        if self.waiting and not self.running:
-            if not self.pending:
-                raise RuntimeError(f"{len(self.waiting)} requests wait: the order leaves all out")
+        """Nothing can run: wait for the next arrival."""
+        assert not self.running, f"{self.scheduler} planned nothing for running requests"
+        if self.waiting:
+            assert self.pending, f"{len(self.waiting)} requests wait: the order leaves all out"
             self.clock.wait_until(self.pending[0][0])
         return []
 
@@ -404,11 +384,10 @@ def check_request(r, engine):
     check_range("top_p", r.top_p, 1e-9, 1)
     check_range("prompt + max_new_tokens", r.max_len, 2, config.block_size)
     store = engine.adapters
-    if r.adapter is not None:
-        check_choice("adapter", r.adapter, store.known)
-    shared = store.n_page[r.adapter] if store.pool is engine.pool else 0
-    check_range("pages of the adapter", store.n_page[r.adapter], 0, store.pool.n_page)
-    check_range("pages of the request and its adapter", r.max_len + shared, 1, engine.pool.n_page)
+    n_page = store.n_page[check_choice("adapter", r.adapter, store.n_page)]
+    check_range("pages of the adapter", n_page, 0, store.pool.n_page)
+    n_page = n_page if store.pool is engine.pool else 0
+    check_range("pages of the request and its adapter", r.max_len + n_page, 1, engine.pool.n_page)
 
 # -----------------------------------------------------------------------------
 # memory: pages and adapters
@@ -418,27 +397,24 @@ class PagePool:
     of an adapter's A and B [S-LoRA §5.1]."""
     def __init__(self, n_page, first=0):
         self.n_page = n_page
-        self.n_free = n_page
-        self.free = np.arange(first, first + n_page, dtype=np.int32)[::-1].copy()  # a stack
+        self.free = array("i", range(first + n_page - 1, first - 1, -1))  # a stack
         self.tables = {}  # owner -> its pages, in the order of its tokens or rows
 
     def reserve(self, owner, n):
         """Let owner have n pages in all. Returns False, changing nothing, if too few are free."""
-        table = self.tables.get(owner, self.free[:0])
-        n_new = n - len(table)
-        if n_new > self.n_free:
+        table = self.tables.get(owner, array("i"))
+        n_new = max(0, n - len(table))
+        if n_new > len(self.free):
             return False
-        if n_new > 0:
-            self.n_free -= n_new
-            new = self.free[self.n_free:self.n_free + n_new][::-1]
-            self.tables[owner] = np.concatenate([table, new])
+        self.tables[owner] = table
+        if n_new:
+            table.extend(self.free[:-n_new - 1:-1])
+            del self.free[-n_new:]
         return True
 
     def release(self, owner):
         """Free all pages of owner."""
-        table = self.tables.pop(owner, self.free[:0])
-        self.free[self.n_free:self.n_free + len(table)] = table[::-1]
-        self.n_free += len(table)
+        self.free.extend(self.tables.pop(owner)[::-1])
 
 class AdapterStore:
     """All adapters in host memory, and some loaded into pages: those of running requests, and idle
@@ -447,60 +423,52 @@ class AdapterStore:
         self.pool = pool
         self.copy = None  # the runner's (name, pages) -> function that waits for the copy
         self.known = {}  # name -> Adapter
-        self.n_page = {None: 0}  # name -> pages
-        self.loaded = {}  # name -> function that waits for the copy; least recently used first
-        self.n_users = Counter()  # name -> running requests
+        self.n_page = {None: 0}  # name -> pages; None: the model as it is
+        self.loaded = {None: lambda: None}  # name -> function that waits for the copy; LRU first
+        self.n_users = Counter([None])  # name -> running requests; None is never idle
 
-    def idle(self):
-        return [name for name in self.loaded if not self.n_users[name]]
-
-    def n_idle_page(self):
-        return sum(self.n_page[name] for name in self.idle())
-
-    def pages_at_start(self, name):
-        """Pages that an adapter takes from the free and idle ones: none if it has users."""
-        return 0 if self.n_users[name] else self.n_page[name]
-
-    def reserve(self, pool, owner, n):
-        """Let owner have n pages of pool in all. If too few are free, idle adapters are evicted,
-        least recently used first. Returns False, changing nothing, if that would not be enough."""
-        if pool.reserve(owner, n):
-            return True
-        n_new = n - len(pool.tables.get(owner, ()))
-        if pool is not self.pool or n_new > pool.n_free + self.n_idle_page():
-            return False
-        for name in self.idle():
-            if n_new > pool.n_free:
-                del self.loaded[name]
-                pool.release(name)
+    def reserve(self, pool, owner, n, spare=0):
+        """Let owner have n pages of pool in all, and leave spare ones free. If too few are free,
+        idle adapters are evicted, least recently used first. Returns False, changing nothing, if
+        that would not be enough."""
+        missing = n + spare - len(pool.tables.get(owner, ())) - len(pool.free)
+        if missing > 0:
+            idle = []
+            if pool is self.pool:
+                idle = [name for name in self.loaded if not self.n_users[name]]
+            if missing > sum(self.n_page[name] for name in idle):
+                return False
+            for name in idle:
+                if missing > 0:
+                    missing -= self.n_page[name]
+                    del self.loaded[name]
+                    pool.release(name)
         return pool.reserve(owner, n)
+
+    def load(self, name):
+        """Start to copy an adapter to pages. Returns False if too few are free or idle."""
+        if not self.reserve(self.pool, name, self.n_page[name]):
+            return False
+        self.loaded[name] = self.copy(name, self.pool.tables[name])
+        return True
 
     def acquire(self, name):
         """Load an adapter, if it is not loaded, and count a user. False if pages are missing."""
-        if name is None:
-            return True
         if name not in self.loaded and not self.load(name):
             return False
         self.loaded[name] = self.loaded.pop(name)  # now the most recently used
-        self.loaded[name]()
         self.n_users[name] += 1
         return True
 
     def release(self, name):
-        self.n_users[name] -= name is not None
-
-    def load(self, name):
-        if not self.reserve(self.pool, name, self.n_page[name]):
-            return False
-        self.loaded[name] = self.copy(name, self.pool.tables.get(name))
-        return True
+        self.n_users[name] -= 1
 
     def prefetch(self, waiting, n=8):
         """Load adapters of the next requests while others run, as far as pages are free [S-LoRA
         §5.2]."""
         for request in waiting[:n]:
             name = request.adapter
-            if name not in self.loaded and 0 < self.n_page[name] <= self.pool.n_free:
+            if name not in self.loaded and 0 < self.n_page[name] <= len(self.pool.free):
                 self.load(name)
 
 def size_pool(model, draft, n_page, max_batch):
@@ -531,19 +499,21 @@ def free_memory(device):
 
 class Scheduler:
     """Subclass it and write plan(). chunk: None takes the engine's."""
-    tile = 128  # tokens: linear operators cost whole tiles [SARATHI Fig. 7]
     priced = False  # whether it needs engine.cost
 
     def __init__(self, chunk=None):
         self.chunk = chunk
 
-    def plan(self, running, waiting):
-        """running: requests with pages, the oldest first. waiting: requests that could start now,
-        the next one first. Returns [(request, n)] with 1 <= n <= request.n_todo."""
-        raise NotImplementedError
-
     def start(self, engine):
         """Called once, before the first iteration."""
+        self.engine = engine
+        self.chunk = self.chunk or engine.chunk
+
+    def plan(self, running, waiting):
+        """running: requests with pages, the oldest first. waiting: requests that may start now, the
+        next one first. Returns [(request, n)] with 1 <= n <= request.n_todo. If nothing in the plan
+        has room, plan() is called again without the waiting requests."""
+        raise NotImplementedError
 
 class Static(Scheduler):
     """Request-level batching (FasterTransformer): fill a batch, run it until all have ended."""
@@ -565,10 +535,7 @@ class Sarathi(Scheduler):
     The chunk leaves room for the decodes, so that both together fill whole tiles [§4.4]."""
     def plan(self, running, waiting):
         decodes, prefills = decodes_and_prefills(running, waiting)
-        if not prefills:
-            return decodes
-        tile = min(self.tile, self.chunk)
-        n_token = max(self.chunk, round_up(len(decodes) + 1, tile))
+        n_token = max(self.chunk, round_up(len(decodes) + 1, min(TILE, self.chunk)))
         return decodes + prefill_chunks(prefills[:1], n_token - len(decodes))
 
 class SarathiServe(Scheduler):
@@ -584,30 +551,27 @@ class Autopilot(Scheduler):
     priced = True
 
     def start(self, engine):
-        self.engine = engine
-        self.tile = engine.cost.tile
-        sizes = {2**i for i in range(4, 13)} | {self.tile * i for i in (1, 2, 3, 4, 6)}
-        self.sizes = sorted(n for n in sizes if n % self.tile == 0)  # of batches, in tokens
+        super().start(engine)
+        tile = engine.cost.tile
+        sizes = {2**i for i in range(4, 13)} | {tile * i for i in (1, 2, 3, 4, 6)}
+        self.sizes = sorted(n for n in sizes if n % tile == 0)  # of batches, in tokens
         # seconds per prompt token, at best
         self.prefill_price = min(engine.cost.time_of([(0, n, 0, 0)]) / n for n in self.sizes)
 
     def plan(self, running, waiting):
+        cost = self.engine.cost
         decodes, prefills = decodes_and_prefills(running, waiting)
-        stats = self.stats(decodes)
-        drafting = 0.0
-        speculator = self.engine.speculator
-        if speculator and decodes:  # as many drafts as in the last iteration
-            n = speculator.n_last
-            drafting = speculator.proposer.seconds(len(decodes), stats.context, n / len(decodes))
-            stats = stats.with_drafts(n)
-        alone = self.engine.cost.seconds(stats) + drafting if decodes else 0.0
+        stats = cost.stats(entries_of(decodes, self.engine))
+        if self.engine.speculator:  # as many drafts as in the last iteration
+            stats = stats.with_drafts(self.engine.speculator.n_last)
+        alone = cost.seconds(stats) if decodes else 0.0
         limit = max(alone, self.time_limit(decodes, alone))
         # every prompt becomes a decode; the same seconds could then serve all of them
         decode_work = alone * len(decodes) / max(1, len(decodes) + len(prefills))
 
         def work_rate(chunk):
-            both = IterationStats(*map(add, stats, self.stats(prefill_chunks(prefills, chunk))))
-            seconds = self.engine.cost.seconds(both) + drafting
+            chunks = entries_of(prefill_chunks(prefills, chunk), self.engine)
+            seconds = cost.seconds(cost.stats(chunks, stats))
             return (chunk * self.prefill_price + decode_work) / seconds if seconds <= limit else 0.0
 
         # beside decodes any chunk will do; without them only whole prompts, since the rest of a
@@ -619,21 +583,17 @@ class Autopilot(Scheduler):
             sizes = [0] + [n for n in sizes if 0 < n <= sum(ends[-1:])]
         return decodes + prefill_chunks(prefills, max(sizes, key=work_rate, default=0))
 
-    def stats(self, plan):
-        return IterationStats.of(entries_of(plan, self.engine), self.tile)
-
     def time_limit(self, decodes, seconds_per_token):
         """The longest iteration that keeps requests within the TPOT target, averaged over their
         output. A request ahead of the target leaves time for prompts. A request that cannot meet it
         any more is ignored."""
-        target = self.engine.tpot
-        started = [request for request, _ in decodes if request.output] if target else []
         limit = math.inf
-        for request in started:
-            n = len(request.output)
+        started = [request for request, _ in decodes if request.output]
+        for request in started if self.engine.tpot else []:
             elapsed = self.engine.clock.now() - request.times[0]
-            at_best = elapsed + (request.max_new_tokens - n) * seconds_per_token
-            slack = target * (request.max_new_tokens - 1) - at_best
+            n_left = request.max_new_tokens - len(request.output)
+            allowed = self.engine.tpot * (request.max_new_tokens - 1)
+            slack = allowed - elapsed - n_left * seconds_per_token
             if slack >= 0:
                 limit = min(limit, seconds_per_token + slack / 2)
         return limit
@@ -649,7 +609,7 @@ def prefill_chunks(prefills, budget):
     for request in prefills:
         if budget > 0:
             plan.append((request, min(request.n_todo, budget)))
-            budget -= plan[-1][1]
+            budget -= request.n_todo
     return plan
 
 def round_up(n, unit):
@@ -657,14 +617,6 @@ def round_up(n, unit):
 
 SCHEDULERS = {"static": Static, "orca": Orca, "prefill_first": PrefillFirst, "sarathi": Sarathi,
               "sarathi_serve": SarathiServe, "autopilot": Autopilot}
-
-def make_scheduler(scheduler, chunk):
-    """A Scheduler from a name or an object. An object may serve several engines: it is copied."""
-    if isinstance(scheduler, str):
-        scheduler = SCHEDULERS[check_choice("scheduler", scheduler, SCHEDULERS)]()
-    scheduler = copy.copy(scheduler)
-    scheduler.chunk = scheduler.chunk or chunk
-    return scheduler
 
 # -----------------------------------------------------------------------------
 # orders of the queue: functions (waiting, running, now) -> list. waiting: preempted requests first,
@@ -678,20 +630,15 @@ def lcfs(waiting, running, now):
     """Last come, first served [S-LoRA §4.3], behind requests that were preempted with output."""
     return sorted(waiting, key=lambda request: (not request.output, -request.arrival))
 
-ORDERS = {"fcfs": fcfs, "lcfs": lcfs}
-
 def cluster(d, inner=fcfs):
     """As soon as a batch holds d adapters, requests for these go first [S-LoRA §4.2, App. A]."""
     def order(waiting, running, now):
         adapters = {request.adapter for request in running} | {None}
-        first = []
-        others = []
-        for request in inner(waiting, running, now):
+        ordered = inner(waiting, running, now)
+        for request in ordered:
             if len(adapters) <= d:
                 adapters.add(request.adapter)
-            chosen = first if request.adapter in adapters else others
-            chosen.append(request)
-        return first + others
+        return sorted(ordered, key=lambda request: request.adapter not in adapters)
     return order
 
 def one_adapter(inner=fcfs, patience=30):
@@ -705,26 +652,21 @@ def one_adapter(inner=fcfs, patience=30):
     return order
 
 class EarlyAbort:
-    """An order that aborts requests too late for their first token [S-LoRA §4.3, App. B]. If more
-    requests come than are started (moving averages), the newest go first, else the oldest."""
+    """An order that aborts requests too late for their first token [S-LoRA §4.3, App. B]. While the
+    queue grows (a moving average), the newest go first, else the oldest."""
     def __init__(self, slo, margin=1 / 12):
         self.latest = (1 - margin) * slo  # seconds of waiting; a margin for the first run
-        self.last_id = -1
         self.n_waiting = 0
-        self.surplus = 0.0  # requests that come minus requests that are started, per call
+        self.growth = 0.0  # requests per call
 
     def __call__(self, waiting, running, now):
-        n_come = sum(request.id > self.last_id for request in waiting)
-        n_started = self.n_waiting + n_come - len(waiting)
-        if n_come or n_started:
-            self.surplus = 0.7 * (n_come - n_started) + 0.3 * self.surplus
-        self.last_id = max(self.last_id, *(request.id for request in waiting))
+        self.growth = 0.7 * (len(waiting) - self.n_waiting) + 0.3 * self.growth
         for request in waiting:
             if now - request.arrival >= self.latest and not request.output:
                 request.state = "aborted"
         alive = [request for request in waiting if request.state == "waiting"]
         self.n_waiting = len(alive)
-        return lcfs(alive, running, now) if self.surplus >= 0 else alive
+        return lcfs(alive, running, now) if self.growth >= 0 else alive
 
 # -----------------------------------------------------------------------------
 # speculation: how many drafts (policies), which ones (proposers), and how many were accepted
@@ -733,7 +675,7 @@ MAX_DRAFTS = FEW_ROWS - 1  # V in [SmartSpec Alg. 2]; a verification still has f
 
 def tree_size(tree):
     """Drafts in a tree with so many candidates per level: (3, 2, 2) has 3 + 6 + 12 = 21."""
-    return sum(math.prod(tree[:i + 1]) for i in range(len(tree)))
+    return sum(accumulate(tree, mul))
 
 def forced_acceptance(request, tree, engine):
     """How many levels of drafts are accepted if each draft has the chance engine.alpha. The answer
@@ -749,25 +691,23 @@ def forced_acceptance(request, tree, engine):
 
 class Policy:
     """How many drafts each decode gets. Subclass it and write lengths()."""
-    most = MAX_DRAFTS  # the longest proposal
     priced = False  # whether lengths() gets a price
-    per_request = False  # alphas: one per request (True), or the average of all (False)
+    knows = False  # whether the limits end at the drafts that will be accepted
     threshold = 0.0  # a draft model stops behind a draft with no more than this probability
-    trees = []  # what lengths() chooses from; (1, 1, 1) is a chain of three drafts
+    trees = [(1,) * MAX_DRAFTS]  # to choose from; (1, 1, 1) is a chain of three drafts
 
-    def lengths(self, alphas, limits, price):
-        """alphas: acceptance rates of the decodes. limits: the most drafts each can use. price(n,
-        steps) -> seconds of an iteration with n drafts in all, made in so many steps. Returns [k,
-        ...], or in the simulator also trees: tuples of candidates per level."""
+    def lengths(self, requests, limits, alpha, price):
+        """requests: the decodes; limits: the most drafts that each can use; alpha: the acceptance
+        rate of all requests (request.acceptance: of one). price(n, steps) -> seconds of an
+        iteration with n drafts in all, made in so many steps. Returns a tree for each decode."""
         raise NotImplementedError
 
 class Fixed(Policy):
     """The same drafts for all requests and steps: (1, 1, 1) are three, (3, 2, 2) is a tree."""
     def __init__(self, tree):
         self.trees = [tree]
-        self.most = len(tree)
 
-    def lengths(self, alphas, limits, price):
+    def lengths(self, requests, limits, alpha, price):
         return [self.trees[0][:limit] for limit in limits]
 
 class Goodput(Policy):
@@ -776,8 +716,8 @@ class Goodput(Policy):
     priced = True
     trees = [(1,) * k for k in range(MAX_DRAFTS + 1)]
 
-    def lengths(self, alphas, limits, price):
-        tokens, seconds = self.outlook(alphas[0], limits, price)
+    def lengths(self, requests, limits, alpha, price):
+        tokens, seconds = self.outlook(alpha, limits, price)
         best = self.trees[np.argmax(tokens / seconds)]
         return [best[:limit] for limit in limits]
 
@@ -785,16 +725,15 @@ class Goodput(Policy):
         """Expected tokens and seconds of the iteration with each of the trees: two arrays."""
         # differs from [SmartSpec Eq. 10]: as printed it lacks the token that comes even if no draft
         # is accepted, and a level fails with 1 - alpha whatever its number of candidates
-        tokens = []
-        seconds = []
+        outlook = []
         for tree in self.trees:
             chances = [1 - (1 - alpha) ** n_candidate for n_candidate in tree]
             worth = list(accumulate(accumulate([1.0, *chances], mul)))  # by level [SmartSpec Eq. 8]
-            cut = [(min(limit, len(tree)), n) for limit, n in Counter(limits).items()]
-            tokens.append(sum(worth[level] * n for level, n in cut))  # [SmartSpec Eq. 9]
-            n_drafts = sum(tree_size(tree[:level]) * n for level, n in cut)
-            seconds.append(price(n_drafts, max(cut)[0]))
-        return np.array(tokens), np.array(seconds)
+            cut = Counter(min(limit, len(tree)) for limit in limits)
+            tokens = sum(worth[level] * n for level, n in cut.items())  # [SmartSpec Eq. 9]
+            n_drafts = sum(tree_size(tree[:level]) * n for level, n in cut.items())
+            outlook.append((tokens, price(n_drafts, max(cut))))
+        return np.array(outlook).T
 
 class GoodputTree(Goodput):
     """Simulator: the tree of drafts with the most tokens per second [SmartSpec Eq. 10]."""
@@ -802,29 +741,26 @@ class GoodputTree(Goodput):
 
 class GoodputGlobal(Goodput):
     """One k for all requests and all steps: the best over everything so far [SmartSpec §3.3]."""
-    def __init__(self):
-        self.totals = np.zeros((2, len(self.trees)))  # tokens and seconds, for each k
+    totals = np.zeros((2, 1))  # tokens and seconds, for each tree
 
     def outlook(self, alpha, limits, price):
-        self.totals += super().outlook(alpha, limits, price)
+        self.totals = self.totals + super().outlook(alpha, limits, price)
         return self.totals
 
 class GoodputRequest(Goodput):
     """Each request its own k [SmartSpec §3.3]. Draft j of a request is worth alpha^j tokens. For a
     number of drafts in all, the best are those worth most; sixteen such numbers are priced."""
-    per_request = True
-
-    def lengths(self, alphas, limits, price):
+    def lengths(self, requests, limits, alpha, price):
         worth = []
-        for i, (alpha, limit) in enumerate(zip(alphas, limits)):
-            worth += [(alpha ** j, j, i) for j in range(1, limit + 1)]
+        for i, (request, limit) in enumerate(zip(requests, limits)):
+            worth += [(request.acceptance ** j, j, i) for j in range(1, limit + 1)]
         worth.sort(reverse=True)
         tokens = np.cumsum([len(limits)] + [value for value, _, _ in worth])
         steps = np.maximum.accumulate([0] + [j for _, j, _ in worth])
         numbers = np.linspace(0, len(worth), 17).astype(int).tolist()
         best = max(numbers, key=lambda n: tokens[n] / price(n, int(steps[n])))
         chosen = Counter(i for _, _, i in worth[:best])
-        return [chosen[i] for i in range(len(limits))]
+        return [(1,) * chosen[i] for i in range(len(limits))]
 
 class Confidence(Goodput):
     """Goodput's k at most: a draft model stops behind a draft it was not sure of."""
@@ -832,22 +768,14 @@ class Confidence(Goodput):
     threshold = 0.4
 
 class Oracle(Goodput):
-    """Knows how many drafts will be accepted [SmartSpec Fig. 14]; needs a forced alpha. The limits
-    end at the accepted drafts, so every draft within them is worth a token."""
+    """Knows how many drafts will be accepted [SmartSpec Fig. 14]; needs a forced alpha."""
+    knows = True
+
     def outlook(self, alpha, limits, price):
         return super().outlook(1.0, limits, price)
 
 POLICIES = {"goodput": Goodput, "goodput_global": GoodputGlobal, "goodput_request": GoodputRequest,
             "goodput_tree": GoodputTree, "confidence": Confidence, "oracle": Oracle}
-
-def make_policy(spec):
-    """A Policy from "off" (None), a number, a tree like "3,2,2", a name or an object."""
-    if isinstance(spec, Policy) or spec == "off":
-        return None if spec == "off" else spec
-    if str(spec).replace(",", "").isdecimal():
-        numbers = [check_range("spec", int(n), 1) for n in str(spec).split(",")]
-        return Fixed(tuple(numbers) if len(numbers) > 1 else (1,) * numbers[0])
-    return POLICIES[check_choice("spec", spec, [*POLICIES, "off", "1", "2"])]()
 
 class Proposer:
     """Where drafts come from. Subclass it and write draft(). By itself it stands in the simulator
@@ -871,18 +799,17 @@ class Proposer:
 class Ngram(Proposer):
     """Prompt lookup: what followed the last occurrence of the last three, two or one tokens."""
     def __init__(self):
-        self.text = WeakKeyDictionary()  # request -> its tokens as bytes, four per token
+        self.text = WeakKeyDictionary()  # request -> its tokens, each as a character
 
     def draft(self, request, k):
-        text = self.text.setdefault(request, bytearray())
-        text += np.array(request.tokens(len(text) // 4, request.n_tokens), np.int32).tobytes()
-        for n in (12, 8, 4):
-            at = text.rfind(text[-n:], 0, -4)
-            while at >= 0 and at % 4:  # not on the border of a token
-                at = text.rfind(text[-n:], 0, at + n - 1)
+        text = self.text.get(request, "")
+        text += "".join(map(chr, request.tokens(len(text), request.n_tokens)))
+        self.text[request] = text
+        for n in (3, 2, 1):
+            at = text.rfind(text[-n:], 0, -1)
             if at >= 0:
-                following = np.frombuffer(text[at + n:], np.int32)
-                return np.resize(following, k).tolist()  # repeated, if it is short
+                following = text[at + n:]
+                return [ord(following[i % len(following)]) for i in range(k)]
         return []
 
 class DraftModel(Proposer):
@@ -906,12 +833,11 @@ class DraftModel(Proposer):
             k = lengths.get(request, 0)
             # a decode without drafts is fed later, with its next drafts. Usually one token is new
             # to the draft model, two if all drafts were accepted.
-            if request in self.excluded or request.n_todo == 1 and not k:
-                continue
-            end = request.n_past + n
-            tokens = request.tokens(request.n_draft_past, end)
-            spans.append(Span(request, request.n_draft_past, tokens, min(k, 1)))
-            request.n_draft_past = end
+            if request not in self.excluded and (request.n_todo > 1 or k):
+                end = request.n_past + n
+                tokens = request.tokens(request.n_draft_past, end)
+                spans.append(Span(request, request.n_draft_past, tokens, min(k, 1)))
+                request.n_draft_past = end
         while spans:
             drafted = self.runner.draft(spans, self.threshold)
             spans = []
@@ -925,6 +851,15 @@ class DraftModel(Proposer):
         n = n_request
         return n_step * self.cost.seconds(IterationStats(n, n, n, n_context))
 
+def make_policy(spec):
+    """A Policy from "off" (None), a number, a tree like "3,2,2", a name or an object."""
+    if isinstance(spec, Policy) or spec == "off":
+        return None if spec == "off" else spec
+    if str(spec).replace(",", "").isdecimal():
+        numbers = [check_range("spec", int(n), 1) for n in str(spec).split(",")]
+        return Fixed(tuple(numbers) if len(numbers) > 1 else (1,) * numbers[0])
+    return POLICIES[check_choice("spec", spec, [*POLICIES, "off", "1", "2"])]()
+
 def make_proposer(draft, engine, priced):
     """A Proposer from "ngram", a model, or an object. ValueError or KeyError for anything else."""
     if isinstance(draft, Proposer):
@@ -934,21 +869,20 @@ def make_proposer(draft, engine, priced):
     if isinstance(draft, GPT):
         V = engine.model.config.vocab_size
         check_range("vocabulary of the draft model", draft.config.vocab_size, V, V)
-        cost = CostModel.profile(draft) if priced else None
-        return DraftModel(ModelRunner(engine, draft), cost)
+        return DraftModel(ModelRunner(engine, draft), CostModel.profile(draft) if priced else None)
     check_choice("draft", draft, ["ngram"])
     return Proposer() if engine.simulated else Ngram()
 
 class Speculator:
     """Adds drafts to an engine's plans, and counts how many are accepted [SmartSpec §5]."""
     def __init__(self, engine, draft, policy):
-        if engine.alpha == 0 and (engine.simulated or isinstance(policy, Oracle)):
+        if engine.alpha == 0 and (engine.simulated or policy.knows):
             raise ValueError("alpha = 0: a simulator and an oracle need a forced acceptance rate")
-        if not engine.simulated and any(n > 1 for tree in policy.trees for n in tree):
+        if not engine.simulated and max(map(max, filter(None, policy.trees))) > 1:
             raise ValueError(f"spec = {policy.trees}: trees of drafts are for the simulator")
         self.engine = engine
         self.policy = policy
-        self.proposer = make_proposer(draft, engine, policy.priced or engine.scheduler.priced)
+        self.proposer = make_proposer(draft, engine, policy.priced)
         self.proposer.threshold = policy.threshold
         self.acceptance = 0.7  # alpha, a moving average over all requests [SmartSpec §4.4]
         self.n_last = 0  # drafts in the last iteration
@@ -956,56 +890,42 @@ class Speculator:
         self.n_accepted = 0
 
     def add_drafts(self, plan):
-        """Give the plan's decodes drafts, and reserve pages for them."""
+        """Give the plan's decodes drafts."""
         decodes = [request for request, _ in plan if request.n_todo == 1]
-        lengths = {}
-        if decodes:
-            limits = [self.limit(request) for request in decodes]
-            alphas = [self.acceptance] * len(decodes)
-            if self.policy.per_request:
-                alphas = [request.acceptance for request in decodes]
-            price = self.make_price(plan, decodes) if self.policy.priced else None
-            for request, k in zip(decodes, self.policy.lengths(alphas, limits, price)):
-                request.tree = k if isinstance(k, tuple) else (1,) * k
-                lengths[request] = self.reserve(request, tree_size(request.tree))
+        lengths = self.choose(plan, decodes) if decodes else {}
+        self.n_last = sum(lengths.values())
         self.proposer.propose(plan, lengths)
         for request in decodes:  # fewer drafts than wanted may have been made
             request.tree = request.tree[:len(request.drafts)]
-        self.n_last = sum(lengths.values())
+
+    def choose(self, plan, decodes):
+        """Choose trees of drafts, and reserve their pages; nothing is evicted or preempted for them
+        [SmartSpec §6]. Returns {request: number of drafts}."""
+        cost = self.engine.cost
+        stats = cost.stats(entries_of(plan, self.engine)) if self.policy.priced else None
+
+        def price(n, steps):  # [SmartSpec Eq. 4]
+            drafting = self.proposer.seconds(len(decodes), stats.context, steps) if n else 0.0
+            return cost.seconds(stats.with_drafts(n)) + drafting
+        limits = [self.limit(request) for request in decodes]
+        trees = self.policy.lengths(decodes, limits, self.acceptance, price)
+        lengths = {}
+        for request, request.tree in zip(decodes, trees):
+            k = tree_size(request.tree)
+            grown = self.engine.alloc == "grow"
+            if grown and not self.engine.pool.reserve(request, request.n_tokens + k):
+                k = 0
+            lengths[request] = k
+        return lengths
 
     def limit(self, request):
-        """The most drafts that a decode can use."""
-        limit = min(self.policy.most, request.max_len - request.n_tokens - 1)
+        """The most levels of drafts that a decode can use."""
         if request in self.proposer.excluded:
             return 0
-        if isinstance(self.policy, Oracle):
+        limit = min(max(map(len, self.policy.trees)), request.max_len - request.n_tokens - 1)
+        if self.policy.knows:
             return forced_acceptance(request, (1,) * limit, self.engine)
         return limit
-
-    def reserve(self, request, k):
-        """Reserve pages for k drafts [SmartSpec §6]; nothing is evicted or preempted for them.
-        Returns k, or 0 if too few pages are free."""
-        if self.engine.alloc == "reserve":
-            return k
-        return k if self.engine.pool.reserve(request, request.n_tokens + k) else 0
-
-    def make_price(self, plan, decodes):
-        """Returns price(n, steps): seconds of the iteration with n drafts, made in so many steps
-        [SmartSpec Eq. 4], without what the plan's chunks add."""
-        # differs from [SmartSpec Eq. 3]: the cost of chunks, the same with and without drafts, is
-        # subtracted
-        cost = self.engine.cost
-        stats = IterationStats.of(entries_of(plan, self.engine), cost.tile)
-        alone = stats
-        if len(decodes) < len(plan):
-            entries = entries_of([(request, 1) for request in decodes], self.engine)
-            alone = IterationStats.of(entries, cost.tile)
-        chunks = cost.seconds(stats) - cost.seconds(alone)
-
-        def price(n, steps):
-            drafting = self.proposer.seconds(len(decodes), alone.context, steps) if n else 0.0
-            return cost.seconds(stats.with_drafts(n)) - chunks + drafting
-        return price
 
     def count(self, request, n_accepted):
         """Update the acceptance rates. Drafts behind the first rejected one were not tried."""
@@ -1018,7 +938,8 @@ class Speculator:
 # -----------------------------------------------------------------------------
 # cost models: how long an iteration takes
 
-class IterationStats(NamedTuple):
+@dataclass
+class IterationStats:
     """What the time of an iteration depends on."""
     n_tokens: int = 0  # through the linear operators
     n_logits: int = 0  # rows that need the output head
@@ -1026,54 +947,46 @@ class IterationStats(NamedTuple):
     context: int = 0  # cached tokens that decodes read
     context_again: float = 0  # the same, if every draft reads its context itself
     chunks: int = 0  # requests with more rows
-    pairs: float = 0  # (query, key) pairs of chunks
+    pairs: float = 0  # (query, key) pairs of chunks, in whole tiles of rows
     chunk_context: int = 0  # cached tokens that chunks read again [SARATHI §4.2]
     adapted: int = 0  # requests with an adapter
     lora_read: int = 0  # adapter weights that decodes read, each request its own
     lora_pairs: int = 0  # (row, adapter weight) pairs of chunks and drafts
 
-    @classmethod
-    def of(cls, entries, tile):
-        """entries: (n_past, rows, rows with logits, adapter weights) per request. A chunk's
-        attention computes whole tiles of rows."""
-        n_tokens = n_logits = decodes = context = context_again = 0
-        chunks = pairs = chunk_context = adapted = lora_read = lora_pairs = 0
-        for n_past, n, wanted, n_weight in entries:
-            n_tokens += n
-            n_logits += wanted
-            few = n <= FEW_ROWS
-            if few:
-                decodes += 1
-                context += n_past + n
-                context_again += (n - 1) * (n_past + n)
-            else:
-                chunks += 1
-                pairs += round_up(n, tile) * (n_past + n / 2)
-                chunk_context += n_past + n
-            if n_weight:
-                adapted += 1
-                lora_read += n_weight * few
-                lora_pairs += n_weight * (n - few)
-        return cls(n_tokens, n_logits, decodes, context, context_again, chunks, pairs,
-                   chunk_context, adapted, lora_read, lora_pairs)
+    def add(self, n_past, n, n_logits, n_weight, tile):
+        """Add n rows of a request with n_past cached tokens and n_weight adapter weights."""
+        self.n_tokens += n
+        self.n_logits += n_logits
+        self.adapted += n_weight > 0
+        if n <= FEW_ROWS:
+            self.decodes += 1
+            self.context += n_past + n
+            self.context_again += (n - 1) * (n_past + n)
+            self.lora_read += n_weight
+            self.lora_pairs += n_weight * (n - 1)
+        else:
+            self.chunks += 1
+            self.pairs += round_up(n, tile) * (n_past + n / 2)
+            self.chunk_context += n_past + n
+            self.lora_pairs += n_weight * n
 
     def with_drafts(self, n):
         """The same iteration with n drafts, spread over its decodes."""
         d = max(1, self.decodes)
         context = self.context + n
-        return self._replace(n_tokens=self.n_tokens + n, n_logits=self.n_logits + n,
-                             context=context, context_again=self.context_again + n * context / d,
-                             lora_pairs=self.lora_pairs + n * self.lora_read / d)
+        return replace(self, n_tokens=self.n_tokens + n, n_logits=self.n_logits + n,
+                       context=context, context_again=self.context_again + n * context / d,
+                       lora_pairs=self.lora_pairs + n * self.lora_read / d)
 
 def entries_of(plan, engine):
-    """A plan as IterationStats.of takes it: (n_past, rows, rows with logits, adapter weights)."""
-    known = engine.adapters.known
+    """What IterationStats.add takes, for each request of a plan: (n_past, rows, rows with logits,
+    adapter weights)."""
     entries = []
     for request, n in plan:
         n_draft = len(request.drafts)
-        wanted = 1 + n_draft if n == request.n_todo else 0
-        n_weight = 0 if request.adapter is None else known[request.adapter].n_params
-        entries.append((request.n_past, n + n_draft, wanted, n_weight))
+        n_logits = 1 + n_draft if n == request.n_todo else 0
+        adapter = engine.adapters.known.get(request.adapter)
+        entries.append((request.n_past, n + n_draft, n_logits, adapter.n_params if adapter else 0))
     return entries
 
 class GPU(NamedTuple):
@@ -1138,8 +1051,8 @@ SYSTEMS = {
 }
 
 class CostModel:
-    """Seconds of an iteration [SmartSpec Eq. 7, SARATHI Fig. 7]. Subclasses give linear, attention,
-    others and lora."""
+    """Seconds of an iteration [SmartSpec Eq. 7, SARATHI Fig. 7]: CostModel.roofline(config, gpu) of
+    a GPU's data sheet, CostModel.profile(model) of this machine. Subclasses write parts()."""
     system = SYSTEMS["sarathi"]
     tile = 1
 
@@ -1151,52 +1064,46 @@ class CostModel:
         self.page_bytes = config.page_bytes(dtype.itemsize)
         self.n_weights = {op: config.n_layer * math.prod(w) for op, w in config.widths.items()}
 
-    @staticmethod
-    def roofline(config, gpu, tp=1, nodes=1, system="sarathi", delay=LINK_DELAY):
-        """From a GPU's data sheet. tp: GPUs that share every layer. nodes: such groups in a
-        Pipeline, which share the layers. system: a name in SYSTEMS. KeyError for an unknown
-        name."""
-        return Roofline(config, gpu, tp, nodes, system, delay)
-
-    @staticmethod
-    def profile(model):
-        """Fitted to iterations timed on this machine, once per model: about 15 seconds."""
-        if model not in PROFILES:
-            PROFILES[model] = Profile(model)
-        return PROFILES[model]
-
     def time(self, n_tokens, n_context=0):
-        """Seconds of an iteration that feeds n_tokens, with decodes that read n_context cached
-        tokens."""
-        check_range("n_tokens", n_tokens, 1)
-        check_range("n_context", n_context, 0)
-        return self.seconds(IterationStats(n_tokens, 1, int(n_context > 0), n_context))
+        """Seconds of an iteration of n_tokens, with decodes that read n_context cached tokens."""
+        return sum(self.operators(n_tokens, n_context).values())
 
     def operators(self, n_tokens, n_context=0):
         """The same by operator [SARATHI Table 1]: {"preproj": seconds, "attn": ..., ...}."""
+        check_range("n_tokens", n_tokens, 1)
+        check_range("n_context", n_context, 0)
         return self.split(IterationStats(n_tokens, 1, int(n_context > 0), n_context))
+
+    def stats(self, entries, others=IterationStats()):
+        """Stats of an iteration. entries: as from entries_of. others: of its other requests."""
+        stats = copy.copy(others)
+        for entry in entries:
+            stats.add(*entry, self.tile)
+        return stats
 
     def time_of(self, entries, lora="batched"):
         """Seconds of an iteration. entries: (n_past, rows, rows with logits, adapter weights)."""
-        return self.seconds(IterationStats.of(entries, self.tile), lora)
+        return self.seconds(self.stats(entries), lora)
 
     def seconds(self, stats, lora="batched"):
-        system = self.system
-        if system.expand:
-            stats = stats._replace(context=stats.context + stats.context_again)
-        device = self.linear(stats.n_tokens) + self.attention(stats) + self.others(stats)
-        if stats.adapted and lora != "merge":
-            device += self.lora(stats, lora)
-        host = self.config.n_layer * system.layer
-        total = device + host if system.eager else max(device, host)
-        return total + system.token * stats.n_logits
+        return sum(self.split(stats, lora).values())
 
-    def split(self, stats):
-        linear = self.linear(stats.n_tokens) / sum(self.n_weights.values())
+    def parts(self, stats, lora):
+        """Seconds of the linear operators, attention, all others, and adapters."""
+        raise NotImplementedError
+
+    def split(self, stats, lora="batched"):
+        """Seconds by operator. host: what the host adds to the time of the device."""
+        linear, attention, others, adapters = self.parts(stats, lora)
+        linear /= sum(self.n_weights.values())
         seconds = {op: linear * n for op, n in self.n_weights.items()}
-        seconds["attn"] = self.attention(stats)
-        seconds["others"] = self.others(stats)
-        seconds["lora"] = self.lora(stats, "batched") if stats.adapted else 0.0
+        seconds |= dict(attn=attention, others=others, lora=0.0)
+        if stats.adapted and lora != "merge":
+            seconds["lora"] = adapters
+        host = self.config.n_layer * self.system.layer
+        if not self.system.eager:
+            host = max(0.0, host - sum(seconds.values()))
+        seconds["host"] = host + self.system.token * stats.n_logits
         return seconds
 
     def load(self, n_params, resize):
@@ -1212,30 +1119,34 @@ class CostModel:
         return 2 * 4 * n * self.dtype.itemsize / self.bandwidth
 
 class Roofline(CostModel):
-    """Each operator takes the 2-norm of its computing and its reading time."""
+    """Each operator takes the 2-norm of its computing and its reading time. gpu: a name in GPUS.
+    tp: GPUs that share every layer. nodes: such groups in a Pipeline, which share the layers.
+    system: a name in SYSTEMS. KeyError for an unknown name."""
     tile = TILE
 
-    def __init__(self, config, gpu, tp, nodes, system, delay):
+    def __init__(self, config, gpu, tp=1, nodes=1, system="sarathi", delay=LINK_DELAY):
         config.shard_of(0, check_range("tp", tp, 1))  # ValueError if tp does not divide the heads
         sheet = GPUS[check_choice("hardware", gpu, GPUS)]
         super().__init__(config, torch.bfloat16, f"{tp * nodes} x {gpu}" if tp * nodes > 1 else gpu)
         self.system = SYSTEMS[check_choice("system", system, SYSTEMS)]
         self.tp = tp
         self.delay = delay
-        self.link = LINK * sheet.link
         self.exchanges = True  # x A of adapters is sent; False shows its cost [S-LoRA Fig. 8]
-        self.flops = GEMM_FLOPS * tp * sheet.flops
-        self.bandwidth = GEMM_BANDWIDTH * tp * sheet.bandwidth
-        self.chunk_flops = CHUNK_FLOPS * tp * sheet.flops
-        self.page_seconds = self.page_bytes / (DECODE_BANDWIDTH * tp * sheet.bandwidth)
-        self.lora_bandwidth = LORA_BANDWIDTH * tp * sheet.bandwidth
+        self.link = LINK * sheet.link
+        self.flops = tp * sheet.flops
+        self.read = tp * sheet.bandwidth
+        self.bandwidth = GEMM_BANDWIDTH * self.read
         self.memory = USABLE * tp * nodes * sheet.memory * 2**30 - self.n_bytes  # for the cache
         check_range(f"free GB of {self.name} beside the weights", self.memory / 1e9, 0)
+
+    def parts(self, stats, lora):
+        adapters = self.lora(stats, lora) if stats.adapted else 0.0
+        return self.linear(stats.n_tokens), self.attention(stats), self.others(stats), adapters
 
     def product(self, n, n_weights):
         """n rows times n_weights weights: whole tiles are computed, every weight is read once."""
         rows = n if n <= SKINNY else round_up(n, TILE)
-        compute = 2 * rows * n_weights / self.flops
+        compute = 2 * rows * n_weights / (GEMM_FLOPS * self.flops)
         return math.hypot(compute, self.dtype.itemsize * n_weights / self.bandwidth)
 
     def linear(self, n):
@@ -1247,10 +1158,12 @@ class Roofline(CostModel):
 
     def attention(self, s):
         c = self.config
-        compute = 4 * c.n_layer * c.n_head * c.head_dim * s.pairs / self.chunk_flops
-        chunks = math.hypot(compute, s.chunk_context * self.page_seconds)
+        page_seconds = self.page_bytes / (DECODE_BANDWIDTH * self.read)
+        flops = 4 * c.n_layer * c.n_head * c.head_dim * s.pairs
+        chunks = math.hypot(flops / (CHUNK_FLOPS * self.flops), s.chunk_context * page_seconds)
+        context = s.context + s.context_again * self.system.expand
         n_calls = (s.chunks > 0) + (s.decodes > 0)
-        return chunks + s.context * self.page_seconds + c.n_layer * ATTENTION_CALL * n_calls
+        return chunks + context * page_seconds + c.n_layer * ATTENTION_CALL * n_calls
 
     def others(self, s):
         """Norms, activations and residuals; the output head for the rows that need it."""
@@ -1262,8 +1175,8 @@ class Roofline(CostModel):
     def lora(self, s, way):
         """x A B: decodes are bound by the weights they read (MBGMV), chunks by multiplying
         (MBGMM)."""
-        multiply = 2 * s.lora_pairs / self.chunk_flops
-        read = s.lora_read * self.dtype.itemsize / self.lora_bandwidth
+        multiply = 2 * s.lora_pairs / (CHUNK_FLOPS * self.flops)
+        read = s.lora_read * self.dtype.itemsize / (LORA_BANDWIDTH * self.read)
         calls = ATTENTION_CALL * ((s.chunks > 0) + (s.decodes > 0))
         if way == "bmm":  # gathered and padded first
             read *= 3
@@ -1286,98 +1199,82 @@ class Roofline(CostModel):
         n_bytes = n * self.config.n_embd * self.dtype.itemsize / self.tp
         return n_bytes / (LINK * INFINIBAND) + LINK_DELAY
 
-PROFILES = WeakKeyDictionary()  # model -> Profile
-
 class Profile(CostModel):
-    """Least squares over made-up iterations of a real model on this machine. error: the median
+    """Least squares over random iterations of a real model on this machine. error: the median
     relative error on iterations that the fit did not see."""
-    KNOT = 16  # tokens: up to here, linear operators are bound by memory
-
-    def __init__(self, model, n_fit=72, n_test=12, n_round=3):
+    def __init__(self, model, n=120, n_round=4):
         super().__init__(model.config, model.dtype, str(model.device))
-        self.memory = free_memory(model.device)
-        L = min(model.config.block_size, 1024)
-        engine = Engine(model, max_batch=32, n_page=20 * L)
-        engine.runner.kv.normal_()
-        for rank in (8, 64):
-            engine.add_adapter(rank, rank)
-        rng = np.random.default_rng(0)
-        plans = [random_plan(engine, rng, L) for _ in range(n_fit + n_test)]
-        seconds = np.zeros((1 + n_round, len(plans)))
-        for i in tqdm(range(seconds.size), "profile of this machine", leave=False, delay=3):
-            seconds.flat[i] = time_plan(engine, plans[i % len(plans)])
-        seconds = np.median(seconds[1:], 0)  # the first round warms up
-        features = [self.features(IterationStats.of(entries_of(p, engine), 1)) for p in plans]
-        relative = np.array(features) / seconds[:, None]
-        self.coefficients = least_squares(relative[:n_fit], np.ones(n_fit)).tolist()
-        self.error = float(np.median(np.abs(relative[n_fit:] @ self.coefficients - 1)))
+        rounds = [random_iterations(model, n) for _ in range(n_round)]  # the first one warms up
+        seconds = np.median([[i.end - i.start for i in record] for record in rounds[1:]], 0)
+        stats = [self.stats([entry[1:] for entry in i.entries]) for i in rounds[0]]
+        relative = np.array([self.features(s) for s in stats]) / seconds[:, None]
+        tested = np.arange(n) % 6 == 5
+        self.coefficients = least_squares(relative[~tested])
+        self.error = float(np.median(np.abs(relative[tested] @ self.coefficients - 1)))
         self.bandwidth = self.n_bytes / max(self.coefficients[0], 1e-9)
 
     def features(self, s):
-        return (1, s.n_tokens, max(0, s.n_tokens - self.KNOT),  # linear
+        return (1, s.n_tokens,  # linear
                 s.context, s.context_again, s.decodes, s.pairs, s.chunk_context,  # attention
                 s.n_logits,  # others
                 s.adapted, s.lora_read, s.lora_pairs)  # adapters
 
-    def part(self, first, end, stats):
-        terms = zip(self.coefficients[first:end], self.features(stats)[first:end])
-        return sum(coefficient * feature for coefficient, feature in terms)
+    def parts(self, stats, lora):
+        seconds = list(map(mul, self.coefficients, self.features(stats)))
+        return sum(seconds[:2]), sum(seconds[2:7]), seconds[7], sum(seconds[8:])
 
-    def linear(self, n):
-        return self.part(0, 3, IterationStats(n))
+class RandomPlans(Sarathi):
+    """For a profile: random parts of Sarathi's plans, with random chunks and numbers of drafts."""
+    def start(self, engine):
+        self.engine = engine
+        self.rng = np.random.default_rng(0)
 
-    def attention(self, stats):
-        return self.part(3, 8, stats)
+    def plan(self, running, waiting):
+        rng = self.rng
+        self.engine.speculator.policy = Fixed((1,) * rng.choice((0, 0, 0, 1, 3, 7)))
+        self.chunk = int(2 ** rng.uniform(4, 9))
+        plan = super().plan(running, waiting)
+        share = rng.random()
+        return [entry for entry in plan if rng.random() < share] or plan[-1:]
 
-    def others(self, stats):
-        return self.part(8, 9, stats)
+def random_iterations(model, n):
+    """A record of n iterations on the model, the same ones in each call."""
+    L = min(model.config.block_size, 1024)
+    record = []
+    engine = Engine(model, RandomPlans(), max_batch=16, n_page=20 * L, draft=Proposer(), spec=7,
+                    alpha=0.5, record=record)
+    engine.add_adapter(8, 8)
+    engine.add_adapter(64, 64)
+    rng = np.random.default_rng(0)
+    for i in range(n):
+        adapter = rng.choice((None, 8, 64)) if i > n // 6 else None
+        engine.add(Request([1] * int(2 ** rng.uniform(3, math.log2(L - 32))), 32, adapter))
+    for _ in tqdm(range(n), "profile of this machine", leave=False, delay=3):
+        engine.step()
+    return record
 
-    def lora(self, stats, way):
-        return self.part(9, 12, stats)
-
-def random_plan(engine, rng, L):
-    """A made-up iteration: decodes, some with drafts, and in most cases a chunk; half of them with
-    adapters."""
-    names = [None, *engine.adapters.known] if rng.random() < 0.5 else [None]
-
-    def entry(n_past, n, n_draft):
-        request = Request([1] * (n_past + n), 1 + n_draft, names[rng.integers(len(names))])
-        request.n_past = n_past
-        request.drafts = [1] * n_draft
-        return request, n
-    n_draft = rng.choice((0, 0, 0, 1, 3, 7))
-    context = 2 ** rng.uniform(3, math.log2(L / 2))
-    n_decode = rng.choice((0, 1, 2, 4, 8, 16))
-    plan = [entry(int(rng.uniform(1, context)), 1, n_draft) for _ in range(n_decode)]
-    if not plan or rng.random() < 0.5:
-        n = int(2 ** rng.uniform(3.5, math.log2(L / 2)))
-        plan.append(entry(rng.choice((0, L // 4, L // 2)), n, 0))
-    return plan
-
-def time_plan(engine, plan):
-    """Seconds of a made-up iteration."""
-    for request, _ in plan:
-        engine.pool.reserve(request, request.max_len)
-        engine.adapters.acquire(request.adapter)
-    start = time.perf_counter()
-    engine.runner.run(plan)
-    seconds = time.perf_counter() - start
-    for request, _ in plan:
-        engine.pool.release(request)
-        engine.adapters.release(request.adapter)
-    return seconds
-
-def least_squares(A, b):
-    """min |A x - b| with x >= 0: as long as a coefficient is negative, the lowest one is left
+def least_squares(A):
+    """min |A x - 1| with x >= 0: as long as a coefficient is negative, the lowest one is left
     out."""
     scale = np.abs(A).max(0) + 1e-30
     keep = np.arange(A.shape[1])
     while True:
         x = np.zeros(A.shape[1])
-        x[keep] = np.linalg.lstsq(A[:, keep] / scale[keep], b, rcond=None)[0]
+        x[keep] = np.linalg.lstsq(A[:, keep] / scale[keep], np.ones(len(A)), rcond=None)[0]
         if x.min() >= 0:
-            return x / scale
+            return (x / scale).tolist()
         keep = keep[keep != x.argmin()]
+
+PROFILES = WeakKeyDictionary()  # model -> Profile
+
+def profile(model):
+    """The cost model of a model on this machine, measured once, in about 15 seconds."""
+    if model not in PROFILES:
+        PROFILES[model] = Profile(model)
+    return PROFILES[model]
+
+CostModel.roofline = Roofline
+CostModel.profile = staticmethod(profile)
 
 # -----------------------------------------------------------------------------
 # runners: carry out a plan on a model, or on a clock
@@ -1465,27 +1362,29 @@ class ModelRunner:
         """Spans as one flat Batch, on the host."""
         tokens = []
         positions = []
+        pages = []
         rows = []  # as Batch.spans
         tables = []
         logit_rows = []
         n_entry = 0
         for request, n_past, new, n_logits in spans:
             end = n_past + len(new)
+            table = self.engine.pool.tables[request][:end]
             rows.append((len(tokens), len(new), n_past, n_entry))
-            n_entry += end
             tokens += new
             positions += range(n_past, end)
-            tables.append(self.engine.pool.tables[request][:end])
+            pages += table[n_past:]
+            tables.append(table)
             logit_rows += range(len(tokens) - n_logits, len(tokens))
-        pages = [table[n_past:] for table, (_, _, n_past, _) in zip(tables, rows)]
+            n_entry += end
         few = [n for _, n, _, _ in rows if n <= FEW_ROWS]
-        chunks = [n for _, n, _, _ in rows if n > FEW_ROWS]
         return Batch(tokens=torch.tensor(tokens), positions=torch.tensor(positions),
-                     pages=torch.from_numpy(np.concatenate(pages)),
+                     pages=torch.tensor(pages, dtype=torch.int32),
                      spans=torch.tensor(rows, dtype=torch.int32),
                      table=torch.from_numpy(np.concatenate(tables)),
                      logit_rows=torch.tensor(logit_rows, dtype=torch.int64), n_few=len(few),
-                     max_few=max(few, default=0), max_chunk=max(chunks, default=0),
+                     max_few=max(few, default=0),
+                     max_chunk=max([n for _, n, _, _ in rows[len(few):]], default=0),
                      max_context=max(map(len, tables)), adapters=self.pack_adapters(spans, rows))
 
     def pack_adapters(self, spans, rows):
@@ -1519,29 +1418,27 @@ class ModelRunner:
         """Accept the drafts that equal the argmax; or, with a forced alpha, as many as it says."""
         best = logits.max(-1).indices.tolist() if asking else []
         new_tokens = {}
-        row = 0
         for request in asking:
             drafts = request.drafts
             n = 0
-            if self.engine.alpha and drafts:
-                n = forced_acceptance(request, request.tree, self.engine)
-            while not self.engine.alpha and n < len(drafts) and drafts[n] == best[row + n]:
+            while n < len(drafts) and drafts[n] == best[n]:
                 n += 1
-            new_tokens[request] = drafts[:n] + [best[row + n]]
-            row += len(drafts) + 1
+            if self.engine.alpha:
+                n = forced_acceptance(request, request.tree, self.engine)
+            new_tokens[request] = drafts[:n] + [best[n]]
+            best = best[len(drafts) + 1:]
         return new_tokens
 
     def verify_sampled(self, asking, logits):
         """Rejection sampling: the output is distributed as without drafts [SmartSpec §2]."""
-        n_drafts = [len(request.drafts) for request in asking]
-        drafts = [token for request in asking for token in request.drafts]
-        p = self.distributions(asking, [n + 1 for n in n_drafts], logits)
+        n_drafts = torch.tensor([len(request.drafts) for request in asking])
+        drafts = torch.tensor([d for request in asking for d in request.drafts], dtype=torch.int64)
+        p = self.distributions(asking, n_drafts + 1, logits)
         q = [request.draft_probs for request in asking if request.drafts]
         # draft() gives all requests distributions, or none: then drafts are deterministic
         q = torch.cat(q) if q and q[0] is not None else None
-        drafts = torch.tensor(drafts, dtype=torch.int64, device=p.device)
         u = torch.rand(len(drafts) + len(asking), generator=self.generator).to(p.device)
-        n_accepted, tokens = verify(p, q, drafts, torch.tensor(n_drafts, device=p.device), u)
+        n_accepted, tokens = verify(p, q, drafts.to(p.device), n_drafts.to(p.device), u)
         new_tokens = {}
         for request, n, token in zip(asking, n_accepted.tolist(), tokens.tolist()):
             new_tokens[request] = request.drafts[:n] + [token]
@@ -1549,9 +1446,9 @@ class ModelRunner:
 
     def distributions(self, requests, n_rows, logits):
         """What requests sample from, (M, V): n_rows[i] rows of logits for request i."""
-        settings = [(r.temperature, r.top_k, r.top_p) for r in requests]
-        settings = torch.tensor(settings).repeat_interleave(torch.tensor(n_rows), 0)  # (M, 3)
-        temperature, top_k, top_p = settings.to(logits.device).unbind(1)
+        settings = torch.tensor([(r.temperature, r.top_k, r.top_p) for r in requests])
+        settings = settings.repeat_interleave(n_rows, 0).to(logits.device)  # (M, 3)
+        temperature, top_k, top_p = settings.unbind(1)
         return probabilities(logits, temperature, top_k.long(), top_p)
 
     def draft(self, spans, threshold):
@@ -1561,11 +1458,10 @@ class ModelRunner:
         requests = [span.request for span in spans if span.n_logits]
         if not requests:
             return []
+        tokens = logits.max(-1).indices
         greedy = all(r.temperature == 0 and r.draft_probs is None for r in requests)
-        if self.engine.alpha or greedy:
-            tokens = logits.max(-1).indices
-        else:
-            q = self.distributions(requests, [1] * len(requests), logits)
+        if not self.engine.alpha and not greedy:
+            q = self.distributions(requests, torch.ones(len(requests), dtype=torch.int64), logits)
             tokens = sample(q, torch.rand(len(q), generator=self.generator).to(q.device))
             for request, row in zip(requests, q.split(1)):
                 earlier = [] if request.draft_probs is None else [request.draft_probs]
@@ -1695,19 +1591,17 @@ class CostRunner:
         self.merged = None
 
     def run(self, plan):
+        """Pass the time of a plan. Returns {request: its new tokens}."""
         engine = self.engine
-        entries = entries_of(plan, engine)
-        self.clock.t += self.cost.time_of(entries, engine.lora)
+        self.clock.t += self.cost.time_of(entries_of(plan, engine), engine.lora)
         adapter = plan[0][0].adapter
         if engine.lora == "merge" and adapter != self.merged:
             self.merged = adapter
             self.clock.t += self.cost.merge()
         new_tokens = {}
-        for (request, _), (_, _, wanted, _) in zip(plan, entries):
-            if wanted:
-                n_accepted = 0
-                if request.drafts:
-                    n_accepted = forced_acceptance(request, request.tree, engine)
+        for request, n in plan:
+            if n == request.n_todo:
+                n_accepted = forced_acceptance(request, request.tree, engine)
                 new_tokens[request] = [0] * (1 + n_accepted)
         return new_tokens
 
@@ -1750,18 +1644,17 @@ class Pipeline:
         self.n_prompt = None  # prompt tokens of the last micro-batch
         self.bubbles = {"PB1": 0.0, "PB2": 0.0, "PB3": 0.0}  # seconds, all stages
         self.bubble_of = Counter()  # request id -> seconds
-        self.lanes = deque()
-        for _ in range(n_stage):
-            lane = Engine(cost, runner=StageRunner(self, cost), **options)
-            lane.runner.engine = lane
-            self.lanes.append(lane)
+        self.lanes = deque(Engine(cost, runner=StageRunner(self, cost), **options)
+                           for _ in range(n_stage))
         first = self.lanes[0]
         for lane in self.lanes:
+            lane.runner.engine = lane
             lane.requests = first.requests
             lane.pending = first.pending
             lane.waiting = first.waiting
         self.requests = first.requests
         self.add = first.add
+        self.clock = first.clock
 
     def step(self):
         """One iteration of the next lane that has work. Returns its events."""
@@ -1849,15 +1742,15 @@ def make_request(args, tokenizer):
     """Returns the Request and the function that shows new tokens as text."""
     options = {name: getattr(args, name)
                for name in ("max_new_tokens", "adapter", "temperature", "top_k", "top_p")}
-    if args.prompt is None:
-        if not re.fullmatch(r"\d+(,\d+)*", args.tokens or ""):
-            raise ValueError(f"--tokens {args.tokens}: must be token ids like 1,2,3")
-        tokens = [int(token) for token in args.tokens.split(",")]
-        return Request(tokens, **options), lambda tokens: "".join(f"{token} " for token in tokens)
-    if tokenizer is None:
-        raise ValueError(f"model {args.model!r} has no tokenizer: use --tokens 1,2,3")
-    prompt = tokenizer.encode(args.prompt)
-    return Request(prompt, stop=tokenizer.stop, **options), tokenizer.stream()
+    if args.prompt is not None:
+        if tokenizer is None:
+            raise ValueError(f"model {args.model!r} has no tokenizer: use --tokens 1,2,3")
+        request = Request(tokenizer.encode(args.prompt), stop=tokenizer.stop, **options)
+        return request, tokenizer.stream()
+    if not re.fullmatch(r"\d+(,\d+)*", args.tokens or ""):
+        raise ValueError(f"--tokens {args.tokens}: must be token ids like 1,2,3")
+    tokens = [int(token) for token in args.tokens.split(",")]
+    return Request(tokens, **options), lambda tokens: "".join(f"{token} " for token in tokens)
 
 def generate_text(args):
     """Stream one request's text, or tokens, to stdout; then its figures to stderr."""

@@ -130,14 +130,14 @@ def check_pages(engine):
     store = engine.adapters
     pools = {engine.pool, store.pool}
     for pool in pools:
-        pages = np.concatenate([pool.free[:pool.n_free], *pool.tables.values()])
+        pages = np.concatenate([pool.free, *pool.tables.values()])
         assert len(set(pages.tolist())) == len(pages) == pool.n_page
     loaded = {name for name in store.loaded if store.n_page[name]}
-    assert {owner for pool in pools for owner in pool.tables} == {*engine.running, *loaded}
+    assert {owner for pool in pools for owner, pages in pool.tables.items() if pages} == {*engine.running, *loaded}
     for request in engine.running:
         n = len(engine.pool.tables[request])
         assert n == request.max_len if engine.alloc == "reserve" else n >= request.n_past
-    users = Counter(r.adapter for r in engine.running if r.adapter is not None)
+    users = Counter([None] + [r.adapter for r in engine.running])
     assert +store.n_users == users and set(users) <= set(store.loaded)
 
 # -----------------------------------------------------------------------------
@@ -154,7 +154,7 @@ FACTORS = [
     [0.0, 1.0],  # temperature of a neighbour
     [0, 4],  # step in which a neighbour is aborted, if not 0
     [("lora", "batched"), ("lora", "bmm"), ("lora", "merge"), ("adapter_pages", 45)],
-    ["fcfs", "lcfs"],
+    [None, sarathi.lcfs],
 ]
 
 def pairs(case):
@@ -331,7 +331,7 @@ def test_pages_are_conserved(model, alloc, own_pool, n, n_adapter):
         requests.append(Request(prompt(rng.randint(1, 60)), rng.randint(1, 60), name))
     ranks = {name: rng.choice([2, 3, 8]) for name in range(n_adapter)}
     engine = start(TARGET if model == "real" else COST, requests, "sarathi_serve", ranks, chunk=40,
-                   max_batch=24, n_page=700, alloc=alloc, order="lcfs", adapter_pages=own_pool,
+                   max_batch=24, n_page=700, alloc=alloc, order=sarathi.lcfs, adapter_pages=own_pool,
                    draft="ngram", spec=3, alpha=0.6)
     n_aborted = 0
     ever_loaded = set()
@@ -342,7 +342,7 @@ def test_pages_are_conserved(model, alloc, own_pool, n, n_adapter):
         engine.step()
         check_pages(engine)
         ever_loaded |= engine.adapters.loaded.keys()
-    assert engine.running == [] and {*engine.adapters.idle()} == {*engine.adapters.loaded}
+    assert engine.running == [] and engine.adapters.n_users.total() == 1
     assert n_aborted > n / 20 and len(ever_loaded) > 1.5 * len(engine.adapters.loaded)
     assert alloc == "reserve" or n_preempted(engine) > n / 30
 
@@ -368,10 +368,10 @@ def test_the_least_recently_used_adapter_is_evicted():
     loaded = []
     for name in "abcacda":
         engine.generate([[1, 2]], 3, name)
-        loaded.append("".join(sorted(engine.adapters.loaded)))
+        loaded.append("".join(sorted(filter(None, engine.adapters.loaded))))
     assert loaded == ["a", "ab", "abc", "abc", "abc", "acd", "acd"]
     engine.generate([[1] * 10], 19)  # a request needs all pages but one
-    assert engine.adapters.loaded == {}
+    assert [*engine.adapters.loaded] == [None]
 
 def test_adapters_of_the_queue_are_copied_while_others_run(monkeypatch):
     seconds = []
@@ -449,7 +449,6 @@ def test_abort_in_every_state(state):
 OTHER = GPT.from_preset(replace(TINY, vocab_size=8), torch.float32)
 BAD = {  # message -> options of the engine, or fields of a request
     "unknown scheduler 'fast'.* static, orca": dict(scheduler="fast"),
-    "unknown order 'sjf'.* fcfs, lcfs": dict(order="sjf"),
     "unknown alloc 'lazy'.* reserve, grow": dict(alloc="lazy"),
     "unknown lora 'padded'.* bmm": dict(lora="padded"),
     "unknown spec 'best'.* goodput": dict(spec="best", draft="ngram"),
@@ -585,7 +584,7 @@ def test_orders_of_the_queue():
 def test_early_abort_serves_more_requests_in_time():
     """More requests than can be served [S-LoRA Fig. 10]"""
     in_time = []
-    for order in ("fcfs", "lcfs", sarathi.EarlyAbort(6.0)):
+    for order in (sarathi.fcfs, sarathi.lcfs, sarathi.EarlyAbort(6.0)):
         requests = [Request([0] * 500, 100, arrival=i / 18) for i in range(600)]
         serve(A100, requests, "orca", order=order, max_batch=16)
         in_time.append(sum(bool(r.times) and r.ttft < 6 for r in requests))
@@ -615,7 +614,7 @@ def test_goodput_expects_the_papers_number_of_tokens(alpha):
     for best in range(8):
         def price(n, n_step):
             return (1 - alpha ** (n // 3 + 1)) / (1 - alpha) - 1e-9 * (n_step == best)
-        assert sarathi.Goodput().lengths([alpha] * 3, [7] * 3, price) == [(1,) * best] * 3
+        assert sarathi.Goodput().lengths([None] * 3, [7] * 3, alpha, price) == [(1,) * best] * 3
 
 def test_policies_choose_as_the_paper_says():
     """Many drafts for small batches, none for large ones [SmartSpec Fig. 5]; the oracle never
@@ -633,8 +632,9 @@ def test_policies_choose_as_the_paper_says():
         assert seconds.pop("oracle") <= 1.005 * min(seconds.values())
         assert seconds["goodput"] <= 1.05 * min(seconds.values())
     policy = sarathi.GoodputRequest()
-    a, b, c = policy.lengths([0.9, 0.1, 0.6], [7, 7, 7], lambda n, n_step: 1 + 0.1 * n)
-    assert a > c > b
+    requests = [Request([0], acceptance=alpha) for alpha in (0.9, 0.1, 0.6)]
+    trees = policy.lengths(requests, [7, 7, 7], 0.5, lambda n, n_step: 1 + 0.1 * n)
+    assert len(trees[0]) > len(trees[2]) > len(trees[1])
     engine = serve(A100, mixed(), spec="3,2,2", **options)
     assert max(entry[3] - 1 for i in engine.record for entry in i.entries) == 21
 
