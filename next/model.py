@@ -15,9 +15,8 @@ import json
 import math
 import os
 import re
-import zlib
-from collections import namedtuple
-from dataclasses import dataclass, field, fields, replace
+from collections import defaultdict, namedtuple
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -59,15 +58,13 @@ TENSORS = {  # family -> our name, name in a checkpoint, shape (see GPTConfig.te
                *.norm2      h.*.ln_2         C
                *.ffn_ln1    h.*.mlp.c_fc     I C
                *.ffn_ln2    h.*.mlp.c_proj   C I"""}
-ROPE_SCALINGS = {"default": [], "linear": ["factor"], "llama3": [  # the numbers each one needs
-    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
-# one or several modules, side by side in one matrix. modules: {name: (first column, columns)}
+# modules: {name: (first column, columns)} of the output, to which adapters of this device add
 Operator = namedtuple("Operator", "n_in n_out modules")
 
 @dataclass
 class GPTConfig:
     """The shape of a model. Family "llama" has RoPE, RMSNorm and SwiGLU; "gpt2" has learned
-    positions, LayerNorm, GELU and biases. ValueError for numbers that make no model."""
+    positions, LayerNorm, GELU and biases."""
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -80,27 +77,14 @@ class GPTConfig:
     tied: bool = False  # the output head is the token embedding
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: dict = field(default_factory=dict)  # as in a Hugging Face config
+    rope_scaling: dict = None  # as in a Hugging Face config
     shard: tuple = (0, 1)  # (i, n): n_head, n_kv_head and n_inner are those of share i of n
 
     def __post_init__(self):
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.type in (int, float) and (value or f.default):
-                check_number(f.name, value, f.type)
         self.is_llama = self.family == "llama"
         self.n_inner = self.n_inner or 4 * self.n_embd
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head = {self.n_head}: no multiple of n_kv_head {self.n_kv_head}")
-        if self.head_dim == 0 or self.head_dim % 2:
-            raise ValueError(f"head_dim = {self.head_dim}: must be even and positive")
-        self.rope = self.rope_scaling.get("rope_type") or self.rope_scaling.get("type", "default")
-        if self.rope not in ROPE_SCALINGS:
-            raise ValueError(f"rope_type = {self.rope!r}: must be one of {[*ROPE_SCALINGS]}")
-        for key in ROPE_SCALINGS[self.rope]:
-            check_number(f"rope_scaling: {key}", self.rope_scaling.get(key), float)
 
     def shard_of(self, rank, n):
         """The share of device `rank` of n. ValueError if n does not divide heads and widths."""
@@ -114,23 +98,19 @@ class GPTConfig:
     def tensors(self):
         """{our name: [(name in a checkpoint, shape, dim)]} of the whole model, for example
         {"3.preproj.weight": [q, k, v]}. Tensor parallelism cuts dim, if it is not None."""
-        n = self.shard[1]
-        Q = self.n_head * n * self.head_dim
-        K = self.n_kv_head * n * self.head_dim
-        sizes = dict(V=self.vocab_size, T=self.block_size, C=self.n_embd, I=self.n_inner * n,
-                     Q=Q, K=K, QKV=Q + 2 * K)
-        tensors = {}
+        D = self.head_dim * self.shard[1]
+        sizes = dict(V=self.vocab_size, T=self.block_size, C=self.n_embd,
+                     I=self.n_inner * self.shard[1], Q=self.n_head * D, K=self.n_kv_head * D,
+                     QKV=(self.n_head + 2 * self.n_kv_head) * D)
+        tensors = defaultdict(list)
         for line in TENSORS[self.family].splitlines():
-            ours, theirs, *letters = line.split()
-            shape = tuple(sizes[letter] for letter in letters)
-            dim = next((dim for dim, size in enumerate(letters) if size not in "VTC"), None)
-            kinds = [("weight", shape, dim)]
-            if not self.is_llama and letters[0] not in "V T":
-                kinds.append(("bias", shape[:1], 0 if dim == 0 else None))
-            for i in range(self.n_layer if "*" in ours else 1):
-                for kind, shape, dim in kinds:
-                    parts = tensors.setdefault(f"{ours}.{kind}".replace("*", str(i)), [])
-                    parts.append((f"{theirs}.{kind}".replace("*", str(i)), shape, dim))
+            for i in range(self.n_layer if "*" in line else 1):
+                ours, theirs, *letters = line.replace("*", str(i)).split()
+                shape = tuple(sizes[letter] for letter in letters)
+                dim = next((dim for dim, size in enumerate(letters) if size not in "VTC"), None)
+                tensors[f"{ours}.weight"].append((f"{theirs}.weight", shape, dim))
+                if not self.is_llama and letters[0] not in ("V", "T"):
+                    tensors[f"{ours}.bias"].append((f"{theirs}.bias", shape[:1], dim))
         if self.tied:
             del tensors["head.weight"]
         return tensors
@@ -138,22 +118,22 @@ class GPTConfig:
     @cached_property
     def modules(self):
         """{module of a checkpoint: (operator, n_out, n_in)} of one layer of the whole model"""
-        modules = {}
-        for op in OPERATORS:
-            for name, shape, _ in self.tensors[f"0.{op}.weight"]:
-                modules[name.split(".0.")[1].removesuffix(".weight")] = (op, *shape)
-        return modules
+        return {name.split(".0.")[1].removesuffix(".weight"): (op, *shape)
+                for op in OPERATORS for name, shape, _ in self.tensors[f"0.{op}.weight"]}
 
     @cached_property
     def operators(self):
         """{name: Operator} of one layer of this share"""
-        n = self.shard[1]
-        operators = {name: Operator(0, 0, {}) for name in OPERATORS}
-        for module, (name, n_out, n_in) in self.modules.items():
-            n_in //= n if name in ROW_PARALLEL else 1
-            n_out //= 1 if name in ROW_PARALLEL else n
-            _, first, modules = operators[name]
-            operators[name] = Operator(n_in, first + n_out, {**modules, module: (first, n_out)})
+        i, n = self.shard
+        operators = {op: Operator(0, 0, {}) for op in OPERATORS}
+        for module, (op, n_out, n_in) in self.modules.items():
+            if op in ROW_PARALLEL:
+                own = {module: (i * n_out // n, n_out // n)}
+                operators[op] = Operator(n_in // n, n_out, own)
+            else:
+                _, first, modules = operators[op]
+                modules[module] = (first, n_out // n)
+                operators[op] = Operator(n_in, first + n_out // n, modules)
         return operators
 
     @property
@@ -163,20 +143,12 @@ class GPTConfig:
 
     @cached_property
     def n_params(self):
-        """Parameters of this share, embeddings included"""
-        parts = sum(self.tensors.values(), [])
-        n = self.shard[1]
-        return sum(math.prod(shape) // (1 if dim is None else n) for _, shape, dim in parts)
+        """Parameters of the whole model, embeddings included"""
+        return sum(math.prod(shape) for _, shape, _ in sum(self.tensors.values(), []))
 
     def page_bytes(self, itemsize):
         """Bytes of K and V of one token in all layers: m_kv in [SARATHI §4.3]"""
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
-
-def check_number(name, value, kind):
-    """ValueError unless value is a positive number, for kind int a whole one."""
-    if not isinstance(value, (int, kind)) or not 0 < value < math.inf:
-        noun = "whole number" if kind is int else "number"
-        raise ValueError(f"{name} = {value!r}: must be a positive {noun}")
 
 PRESETS = {  # layers, heads, embd, inner, kv heads, head dim, vocabulary, context, family, tied
     "tiny": GPTConfig(4, 4, 256, 704, 0, 0, 257, 1024, "llama", True),  # see train_tiny
@@ -234,12 +206,10 @@ class World:
                              f"--nproc_per_node {size} sarathi.py --tp {size} ...")
         if size == 1:
             return cls(device)
-        backend = "gloo"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        atexit.register(dist.destroy_process_group)
         if device == "cuda":
             device = f"cuda:{os.environ['LOCAL_RANK']}"
-            backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend)
-        atexit.register(dist.destroy_process_group)
         return cls(device, dist.get_rank(), size)
 
     def all_reduce(self, x):
@@ -263,25 +233,29 @@ class World:
         return values[0]
 
 def cut(tensor, dim, shard, module):
-    """Share i of n along dim, all if dim is None. GPT-2's c_attn is q, k and v: each one is cut."""
-    if dim is None:
+    """Share i of n along dim, if the tensor has it. GPT-2's c_attn is q, k, v: each one is cut."""
+    i, n = shard
+    if dim is None or dim == tensor.dim() or n == 1:
         return tensor
-    n_piece = 3 if "c_attn" in module else 1
-    tensor = tensor.unflatten(dim, (n_piece, shard[1], -1))  # (.., n_piece, n, width, ..)
-    return tensor.select(dim + 1, shard[0]).flatten(dim, dim + 1)
+    pieces = tensor.chunk(3 if "c_attn" in module else 1, dim)
+    return torch.cat([piece.chunk(n, dim)[i] for piece in pieces], dim)
 
 def rotary_frequencies(config):
-    """Radians per position (D / 2,), stretched as config.rope_scaling says."""
+    """Radians per position (D / 2,), stretched as config.rope_scaling says, or ValueError."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = config.rope_theta ** -exponent
-    scaling = config.rope_scaling
-    kept = float(config.rope == "default")  # which part of a frequency is not stretched
-    if config.rope == "llama3":  # all of the high ones, none of the low ones, a ramp in between
+    scaling = config.rope_scaling or {}
+    kind = scaling.get("rope_type") or scaling.get("type", "default")
+    if kind not in ("default", "linear", "llama3"):
+        raise ValueError(f"rope_type = {kind!r}: must be default, linear or llama3")
+    factor = 1 if kind == "default" else scaling["factor"]
+    kept = 0.0  # which part of a frequency is not stretched
+    if kind == "llama3":  # all of the high ones, none of the low ones, a ramp in between
         low = scaling["low_freq_factor"]
         high = scaling["high_freq_factor"]
         turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.get("factor", 1))
+    return frequencies * (kept + (1 - kept) / factor)
 
 class GPT:
     """A model, or one device's share of it. Made by from_preset() or from_pretrained()."""
@@ -294,9 +268,9 @@ class GPT:
         self.weights = {}  # as in config.tensors, matrices packed for this machine
         self.originals = {}  # weights without the adapter that is merged into them
         for name, parts in config.tensors.items():
+            shares = [cut(take(part, shape), dim, config.shard, part) for part, shape, dim in parts]
             if world.rank > 0 and name.endswith(RANK_0):
                 continue
-            shares = [cut(take(part, shape), dim, config.shard, part) for part, shape, dim in parts]
             weight = torch.cat(shares).to(world.device, dtype)
             is_table = name.startswith(("embedding", "positions"))
             self.weights[name] = weight if is_table or weight.dim() == 1 else pack(weight)
@@ -304,9 +278,6 @@ class GPT:
             self.weights["head.weight"] = pack(self.weights["embedding.weight"])
         self.device = self.weights["embedding.weight"].device
         self.frequencies = rotary_frequencies(config).to(self.device)
-        self.exchange = dict.fromkeys(OPERATORS)  # how devices exchange x A
-        for op in OPERATORS if world.size > 1 else []:
-            self.exchange[op] = world.all_reduce if op in ROW_PARALLEL else world.all_gather
 
     def affine(self, name):
         """(weight, bias or None) of a norm or an operator such as 3.preproj"""
@@ -315,29 +286,29 @@ class GPT:
     @property
     def n_bytes(self):
         """Bytes of all weights on this device"""
-        distinct = dict.fromkeys(self.weights.values())
-        return sum(weight.numel() * weight.dtype.itemsize for weight in distinct)
+        return sum(w.numel() * w.dtype.itemsize for w in set(self.weights.values()))
 
     def new_cache(self, n_page):
         """A zeroed cache (L, 2, n_page, Hk, D)"""
         c = self.config
-        shape = (c.n_layer, 2, n_page, c.n_kv_head, c.head_dim)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return torch.zeros(c.n_layer, 2, n_page, c.n_kv_head, c.head_dim, dtype=self.dtype,
+                           device=self.device)
+
+    def embed(self, tokens, positions):
+        """tokens (..., N), positions (N,) -> x (..., N, C), and (cos, sin), each (N, D / 2)"""
+        x = F.embedding(tokens, self.weights["embedding.weight"])
+        if not self.config.is_llama:
+            return x + F.embedding(positions, self.weights["positions.weight"]), (None, None)
+        angles = positions[:, None] * self.frequencies
+        return x, (angles.cos(), angles.sin())
 
     @torch.inference_mode()
-    def forward(self, batch, kv, mark=None):
+    def forward(self, batch, kv, mark=lambda operator: None):
         """One iteration: all tokens pass a layer together, so each weight is read once
         [SARATHI §4.3]. kv (L, 2, n_page, Hk, D) -> logits (M, V), on ranks above 0 None.
         mark(operator) is called when an operator is done."""
         c = self.config
-        mark = mark or (lambda operator: None)
-        x = F.embedding(batch.tokens, self.weights["embedding.weight"])  # (N, C)
-        rope = (None, None)
-        if c.is_llama:
-            angles = batch.positions[:, None] * self.frequencies  # (N, D / 2)
-            rope = (angles.cos(), angles.sin())
-        else:
-            x = x + F.embedding(batch.positions, self.weights["positions.weight"])
+        x, rope = self.embed(batch.tokens, batch.positions)
         delta = None  # output of the operator before; the next norm adds it to x
         for i, layer_kv in enumerate(kv):
             x, h = add_norm(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
@@ -366,28 +337,26 @@ class GPT:
         y = linear(x, *self.affine(f"{i}.{op}"))
         mark(op)
         if op in batch.adapters:
-            lora(y, x, kv, batch.adapters[op], self.exchange[op])
+            exchange = self.world.all_reduce if op in ROW_PARALLEL else self.world.all_gather
+            lora(y, x, kv, batch.adapters[op], exchange if self.world.size > 1 else None)
             mark("lora")
         if self.world.size > 1 and op in ROW_PARALLEL:
             self.world.all_reduce(y)
             mark(op)
         return y
 
-    def hidden(self, tokens):
-        """tokens (B, T) -> normed states (B, T, C) in float32, by the operators' definitions"""
+    def forward_ref(self, tokens):
+        """tokens (B, T) -> logits (B, T, V) in float32, by the operators' definitions: no cache"""
         c = self.config
-        positions = torch.arange(tokens.size(1), device=self.device)
-        angles = positions[:, None] * self.frequencies  # (T, D / 2)
-        x = self.weights["embedding.weight"][tokens].float()
-        if not c.is_llama:
-            x = x + self.weights["positions.weight"][positions].float()
+        x, rope = self.embed(tokens, torch.arange(tokens.size(1), device=self.device))
+        x = x.float()  # (B, T, C)
         delta = None
         for i in range(c.n_layer):
             x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
             qkv = linear_ref(h, *self.affine(f"{i}.preproj")).unflatten(-1, (-1, c.head_dim))
             qk, v = qkv.split([c.n_head + c.n_kv_head, c.n_kv_head], 2)  # (B, T, heads, D)
             if c.is_llama:
-                qk = rotate_ref(qk, angles.cos(), angles.sin())
+                qk = rotate_ref(qk, *rope)
             q, k = qk.transpose(1, 2).split([c.n_head, c.n_kv_head], 1)  # (B, heads, T, D)
             v = v.transpose(1, 2)
             h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -395,14 +364,14 @@ class GPT:
             x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm2"), c.norm_eps)
             h = activate_ref(linear_ref(h, *self.affine(f"{i}.ffn_ln1")), c.is_llama)
             delta = linear_ref(h, *self.affine(f"{i}.ffn_ln2"))
-        return add_norm_ref(x, delta, *self.affine("norm"), c.norm_eps)[1]
+        _, h = add_norm_ref(x, delta, *self.affine("norm"), c.norm_eps)
+        return linear_ref(h, self.weights["head.weight"])
 
     @torch.inference_mode()
     def logits(self, tokens):
         """The oracle: tokens (T,) -> logits (T, V) in float32"""
         assert self.world.size == 1, "the oracle has no tensor parallelism"
-        hidden = self.hidden(torch.as_tensor(tokens, device=self.device)[None])[0]
-        return linear_ref(hidden, self.weights["head.weight"])
+        return self.forward_ref(torch.as_tensor(tokens, device=self.device)[None])[0]
 
     def parameters(self):
         """Make all weights trainable. Returns them."""
@@ -415,19 +384,19 @@ class GPT:
     @torch.inference_mode()
     def merge(self, adapter):
         """The merge-and-swap baseline [S-LoRA §4.1]: W becomes W + A B, or W again for None."""
-        assert adapter is None or self.world.size == 1, "merging has no tensor parallelism"
         self.weights |= self.originals
         self.originals = {}
         for op, operator in self.config.operators.items() if adapter else []:
             merged = operator.modules.keys() & adapter.ranks
             for i in range(self.config.n_layer if merged else 0):
-                self.originals[f"{i}.{op}.weight"] = self.weights[f"{i}.{op}.weight"]
-                weight = self.weights[f"{i}.{op}.weight"].to_dense().clone()
+                name = f"{i}.{op}.weight"
+                self.originals[name] = self.weights[name]
+                weight = self.weights[name].to_dense().clone()
                 for module in merged:
                     first, columns = operator.modules[module]
-                    a, b = (t.to(self.device).float() for t in adapter.factors(i, module))
+                    a, b = (t[i].to(self.device).float() for t in adapter.factors(module))
                     weight[first:first + columns] += b.T @ a
-                self.weights[f"{i}.{op}.weight"] = pack(weight)
+                self.weights[name] = pack(weight)
 
     @classmethod
     def from_preset(cls, name, dtype=None, device="cpu", seed=0, world=None):
@@ -435,15 +404,11 @@ class GPT:
         config = name if isinstance(name, GPTConfig) else preset(name)
         world = world or World(device)
         dtype = pick_dtype(dtype, world.device)
-
+        rng = torch.Generator(world.device).manual_seed(seed)
         def take(name, shape):
             if len(shape) == 1:
                 return torch.full(shape, float(name.endswith("weight")))  # norms 1, biases 0
-            rng = torch.Generator(world.device)
-            rng.manual_seed((seed << 32) + zlib.crc32(name.encode()))
-            weight = torch.empty(shape, dtype=dtype, device=world.device)
-            return weight.normal_(0, 0.02, generator=rng)
-
+            return torch.normal(0, 0.02, shape, generator=rng, dtype=dtype, device=world.device)
         return cls(config, take, dtype, world)
 
     @classmethod
@@ -455,7 +420,7 @@ class GPT:
         world = world or World(device)
         model = cls(config, checkpoint.take, pick_dtype(dtype, world.device, stored), world)
         surplus = [name for name in checkpoint if not name.endswith(NOT_NEEDED)]
-        if surplus and world.rank == 0:
+        if surplus:
             raise ValueError(f"{folder}: {len(surplus)} surplus tensors, as {surplus[0]!r}")
         return model
 
@@ -468,27 +433,21 @@ class GPT:
             for part, shape, _ in parts:
                 tensor, weight = weight.tensor_split([shape[0]])
                 tensors[part] = tensor.T if part.endswith(TRANSPOSED) else tensor
-        architecture = "LlamaForCausalLM" if c.is_llama else "GPT2LMHeadModel"
-        settings = {key: getattr(c, name) for name, key in zip(FIELDS, KEYS[c.family])}
-        settings |= {"architectures": [architecture], "model_type": c.family,
-                     "dtype": str(self.dtype)[6:], "rope_scaling": c.rope_scaling or None}
+        settings = {KEYS[c.family].get(name, name): value for name, value in asdict(c).items()}
+        settings |= {"architectures": ["LlamaForCausalLM" if c.is_llama else "GPT2LMHeadModel"],
+                     "model_type": c.family, "dtype": str(self.dtype).removeprefix("torch.")}
         write_folder(folder, "model", tensors, "config.json", settings)
 
 # -----------------------------------------------------------------------------
 # Hugging Face folders
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (n_in, n_out)
 NOT_NEEDED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "lm_head.weight")
-FIELDS = """n_layer n_head n_embd n_inner vocab_size block_size norm_eps tied
-            n_kv_head head_dim rope_theta""".split()
-KEYS = {  # family -> the keys of these fields in config.json
-    "llama": """num_hidden_layers num_attention_heads hidden_size intermediate_size vocab_size
-                max_position_embeddings rms_norm_eps tie_word_embeddings
-                num_key_value_heads head_dim rope_theta""".split(),
-    "gpt2": """n_layer n_head n_embd n_inner vocab_size n_positions layer_norm_epsilon
-               tie_word_embeddings""".split()}
-OPTIONAL = {  # the defaults of transformers
-    "llama": dict(n_kv_head=0, head_dim=0, norm_eps=1e-6, tied=False, rope_theta=10000.0),
-    "gpt2": dict(n_inner=0, norm_eps=1e-5, tied=True)}
+KEYS = {  # family -> fields of GPTConfig that have another name in config.json
+    "llama": dict(n_layer="num_hidden_layers", n_head="num_attention_heads", n_embd="hidden_size",
+                  n_inner="intermediate_size", norm_eps="rms_norm_eps", tied="tie_word_embeddings",
+                  n_kv_head="num_key_value_heads", block_size="max_position_embeddings"),
+    "gpt2": dict(block_size="n_positions", tied="tie_word_embeddings",
+                 norm_eps="layer_norm_epsilon")}
 SUPPORTED = {  # what config.json or adapter_config.json may say; the first value is the default
     "model_type": ["llama", "mistral", "gpt2"], "hidden_act": ["silu"], "attention_bias": [False],
     "mlp_bias": [False], "sliding_window": [None], "scale_attn_by_inverse_layer_idx": [False],
@@ -514,14 +473,13 @@ def read_config(folder):
     """folder/config.json -> (GPTConfig, name of the stored dtype)"""
     c = read_json(folder / "config.json")
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}  # transformers 5, or older
-    c = {**rope, **c}
+    c = {**rope, **c, "rope_scaling": rope or None}
     family = "gpt2" if c.get("model_type") == "gpt2" else "llama"
-    found = {"family": family, "rope_scaling": rope, **OPTIONAL[family]}
-    for name, key in zip(FIELDS, KEYS[family]):
+    found = {"family": family, "tied": family == "gpt2"}
+    for f in fields(GPTConfig):
+        key = KEYS[family].get(f.name, f.name)
         if c.get(key) is not None:
-            found[name] = c[key]
-        elif name not in found:
-            raise ValueError(f"{folder}/config.json lacks the setting {key!r}")
+            found[f.name] = f.type(c[key])
     return GPTConfig(**found), c.get("dtype") or c.get("torch_dtype") or "float32"
 
 def write_folder(folder, stem, tensors, settings_name, settings):
@@ -538,99 +496,79 @@ class Checkpoint(dict):
 
     def __init__(self, folder, stem):
         self.folder = folder
-        paths = sorted(folder.glob(f"{stem}*.safetensors"))
-        if not paths:
-            raise FileNotFoundError(f"{folder}/{stem}.safetensors does not exist")
-        for path in paths:
+        for path in folder.glob(f"{stem}*.safetensors"):
             try:
-                found = load_file(path)
+                tensors = load_file(path).items()
             except SafetensorError as error:
                 raise ValueError(f"{path} is damaged: {error}") from None
-            for name, tensor in found.items():
-                tensor = tensor.T if name.endswith(TRANSPOSED) else tensor
-                self[name.removeprefix("transformer.")] = tensor
+            self |= {name.removeprefix("transformer."): tensor for name, tensor in tensors}
+        if not self:
+            raise FileNotFoundError(f"{folder}/{stem}.safetensors does not exist")
 
     def take(self, name, shape):
         """Remove a tensor and return it. ValueError if it is missing or does not fit."""
         if name not in self:
             raise ValueError(f"{self.folder}: tensor {name!r} is missing")
         tensor = self.pop(name)
+        tensor = tensor.T if name.endswith(TRANSPOSED) else tensor
         if tensor.shape != shape or not tensor.is_floating_point():
             raise ValueError(f"{self.folder}: tensor {name!r} is {tuple(tensor.shape)} "
                              f"{tensor.dtype}, must be {shape} and floating point")
         return tensor
 
 class Adapter:
-    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]: row i of A in the
-    K plane, row i of B in the V plane. A row that is wider than a page takes several pages:
-
-        page       0   1   2   3   4   5   6   7
-        K plane  | A of q_proj   | A of v_proj   |     rank 4 on two modules
-        V plane  | B of q_proj   | B of v_proj   |     B is multiplied by its scaling
-    """
+    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. From the first
+    page of a module on, the K plane holds the rows of A, and the V plane those of B, multiplied by
+    its scaling. A row that is wider than a page takes several pages."""
 
     def __init__(self, config, ranks, dtype=None):
         """ranks: {module: rank}, or one rank for q, k, v, o [S-LoRA §4.1]. dtype None: no weights.
         A device has its columns of B and every n-th row of A, in row-parallel operators its columns
         of both [S-LoRA §6]."""
         if isinstance(ranks, int):
-            attention = ("preproj", "postproj")
-            ranks = {m: ranks for m, (op, _, _) in config.modules.items() if op in attention}
+            ranks = {module: ranks for module in config.modules if "attn" in module}
         self.config = config
         self.ranks = ranks
-        self.width = config.n_kv_head * config.head_dim
         self.n_page = 0
         self.n_params = 0  # of this device
         self.sites = {}  # operator -> (n_site, 8) int32, see kernels.Sites
         self.places = {}  # module -> (first page, shape of A, shape of B)
-        i, n = config.shard
+        width = config.n_kv_head * config.head_dim
         for op, (n_in, _, modules) in config.operators.items():
             sites = []
             for number, (module, (column, columns)) in enumerate(modules.items()):
-                if module not in ranks:
-                    continue
-                rank = rank_a = ranks[module]
-                if op in ROW_PARALLEL:
-                    columns //= n
-                    column = i * columns
-                else:
-                    rank_a = cdiv(rank, n)
-                sites.append([0, 0, column, columns, rank_a, rank, number, self.n_page])
-                shapes = (rank_a, n_in), (rank, columns)
-                self.places[module] = self.n_page, *shapes
-                self.n_page += max(rows * cdiv(width, self.width) for rows, width in shapes)
-                self.n_params += config.n_layer * sum(map(math.prod, shapes))
+                if module in ranks:
+                    rank = ranks[module]
+                    rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])
+                    sites.append([0, 0, column, columns, rank_a, rank, number, self.n_page])
+                    self.places[module] = self.n_page, (rank_a, n_in), (rank, columns)
+                    self.n_page += max(rank_a * cdiv(n_in, width), rank * cdiv(columns, width))
+                    self.n_params += config.n_layer * (rank_a * n_in + rank * columns)
             self.sites[op] = np.array(sites, dtype=np.int32).reshape(-1, 8)
         self.planes = None
         if dtype is not None:
-            shape = (config.n_layer, 2, self.n_page, self.width)
-            self.planes = torch.zeros(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
-
-    @classmethod
-    def shape_only(cls, config, ranks):
-        """An adapter without weights, for the simulator"""
-        return cls(config, ranks)
+            self.planes = torch.zeros(config.n_layer, 2, self.n_page, width, dtype=dtype,
+                                      pin_memory=torch.cuda.is_available())
 
     @classmethod
     def random(cls, config, ranks, seed=0, dtype=torch.float32):
         """Random A and B"""
         adapter = cls(config, ranks, dtype)
         rng = torch.Generator().manual_seed(seed)
-        for layer in range(config.n_layer):
-            for module, rank in adapter.ranks.items():
-                _, n_out, n_in = config.modules[module]
-                a = torch.randn(rank, n_in, generator=rng) * n_in ** -0.5
-                b = torch.randn(rank, n_out, generator=rng) * 0.02
-                adapter.fill(layer, module, a, b)
+        for module, rank in adapter.ranks.items():
+            _, n_out, n_in = config.modules[module]
+            a = torch.randn(config.n_layer, rank, n_in, generator=rng) * n_in ** -0.5
+            b = torch.randn(config.n_layer, rank, n_out, generator=rng) * 0.02
+            adapter.fill(module, slice(None), a, b)
         return adapter
 
     @classmethod
     def from_pretrained(cls, folder, config, dtype=torch.float32):
         """A PEFT folder. Errors as in GPT.from_pretrained."""
         settings = read_json(Path(folder) / "adapter_config.json")
-        alphas = {**(settings.get("alpha_pattern") or {}), ".*": settings.get("lora_alpha")}
+        alphas = {**(settings.get("alpha_pattern") or {}), ".*": settings.get("lora_alpha", 8)}
         checkpoint = Checkpoint(Path(folder), "adapter_model")
-        factors = {}  # (layer, module) -> A (rank, n_in), B (rank, n_out)
+        factors = []  # (module, layer, A (rank, n_in), B (rank, n_out))
         ranks = {}
         while checkpoint:
             name = next(iter(checkpoint))
@@ -644,46 +582,44 @@ class Adapter:
             a = checkpoint.take(f"{path}.lora_A.weight", (rank, n_in))
             b = checkpoint.take(f"{path}.lora_B.weight", (n_out, rank))
             alpha = next(alphas[p] for p in alphas if re.fullmatch(rf"(.*\.)?({p})", path))
-            check_number(f"{folder}: lora_alpha", alpha, float)
             scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-            factors[int(layer), module] = a, b.T.float() * scaling
+            factors.append((module, int(layer), a, b.T.float() * scaling))
             ranks[module] = max(ranks.get(module, 0), rank)
         adapter = cls(config, ranks, dtype)
-        for place, (a, b) in factors.items():
-            adapter.fill(*place, a, b)
+        for factor in factors:
+            adapter.fill(*factor)
         return adapter
 
     def save_pretrained(self, folder):
         """Write a PEFT folder. alpha is the rank, so the scaling is 1."""
         prefix = "model.layers" if self.config.is_llama else "transformer.h"
         tensors = {}
-        for layer in range(self.config.n_layer):
-            for module in self.ranks:
+        for module in self.ranks:
+            for layer, (a, b) in enumerate(zip(*self.factors(module))):
                 path = f"base_model.model.{prefix}.{layer}.{module}"
-                a, b = self.factors(layer, module)
                 tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b.T}
         settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1,
                     "rank_pattern": self.ranks, "alpha_pattern": self.ranks,
                     "target_modules": list(self.ranks), "fan_in_fan_out": not self.config.is_llama}
         write_folder(folder, "adapter_model", tensors, "adapter_config.json", settings)
 
-    def factors(self, layer, module):
-        """Views of A (rank of A, n_in) and B (rank of B, columns) on this device"""
+    def factors(self, module):
+        """Views of A (L, rank of A, n_in) and B (L, rank of B, columns) on this device"""
         first, *shapes = self.places[module]
         views = []
-        for plane, (rank, width) in zip(self.planes[layer], shapes):
-            pages = plane[first:first + rank * cdiv(width, self.width)]
-            views.append(pages.view(rank, -1)[:, :width])
+        for plane, (rank, n) in zip(self.planes.unbind(1), shapes):
+            pages = plane[:, first:first + rank * cdiv(n, plane.size(-1))]
+            views.append(pages.view(len(pages), rank, -1)[..., :n])
         return views
 
-    def fill(self, layer, module, a, b):
-        """Keep this device's part of A (rank, n_in) and B (rank, n_out), below them zeros."""
-        shard = self.config.shard
+    def fill(self, module, layers, a, b):
+        """Keep this device's part of A (.., rank, n_in) and B (.., rank, n_out), zeros below."""
+        i, n = self.config.shard
         row_parallel = self.config.modules[module][0] in ROW_PARALLEL
-        a = cut(a, 1, shard, module) if row_parallel else a[shard[0]::shard[1]]
-        own_a, own_b = self.factors(layer, module)
-        own_a[:len(a)] = a
-        own_b[:len(b)] = cut(b, 1, shard, module)
+        a = cut(a, -1, (i, n), module) if row_parallel else a[..., i::n, :]
+        own_a, own_b = self.factors(module)
+        own_a[layers, ..., :a.size(-2), :] = a
+        own_b[layers, ..., :b.size(-2), :] = cut(b, -1, (i, n), module)
 
     @torch.inference_mode()
     def write(self, kv, pages):
@@ -695,8 +631,8 @@ class Adapter:
 # -----------------------------------------------------------------------------
 # text
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-DIGITS_SPLIT = (r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})"
-                r"|\s+(?!\S)|\s+")  # every digit is a word
+SPLITS = {"": GPT2_SPLIT,  # steps in front of the byte level -> pattern of a word
+          "Digits": r"\p{N}|" + GPT2_SPLIT.replace(r" ?\p{N}+", r"\s+(?=\p{N})")}
 
 class Tokenizer:
     """Byte-level BPE through tiktoken."""
@@ -720,11 +656,9 @@ class Tokenizer:
     def stream(self):
         """A function tokens -> text. The bytes of an incomplete character are held back."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
         def text_of(tokens, final=False):
             parts = [self.bytes_of.get(token, "\ufffd".encode()) for token in tokens]
             return decoder.decode(b"".join(parts), final)
-
         return text_of
 
 def byte_tokenizer():
@@ -733,43 +667,29 @@ def byte_tokenizer():
     return Tokenizer(ranks, {"<|endoftext|>": 256}, r"(?s:.)", [], [256])
 
 def load_tokenizer(folder):
-    """The byte-level BPE in folder/tokenizer.json, None for a folder without one."""
-    stop = []
-    for path in (Path(folder) / "config.json", Path(folder) / "generation_config.json"):
-        if path.is_file():
-            stop = read_json(path).get("eos_token_id") or stop
-    stop = stop if isinstance(stop, list) else [stop]
-    try:
-        return Tokenizer(*parse_tokenizer(read_json(Path(folder) / "tokenizer.json")), stop)
-    except (FileNotFoundError, KeyError, TypeError, AttributeError, ValueError):
-        return None  # none, or one of another kind
-
-def parse_tokenizer(settings):
-    """A tokenizer.json -> (ranks, special, split, prefix), KeyError and others if that fails"""
-    special = {token["content"]: token["id"] for token in settings["added_tokens"]}
-    # a vocabulary spells bytes as printable characters
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-    ranks = {}
-    for word, rank in settings["model"]["vocab"].items():
-        if word not in special:
-            ranks[bytes(byte_of[character] for character in word)] = rank
-    splitter = settings["pre_tokenizer"]
-    steps = {step["type"]: step for step in splitter.get("pretokenizers", [splitter])}
-    byte_level = steps.pop("ByteLevel")
-    split = DIGITS_SPLIT if steps.pop("Digits", None) else GPT2_SPLIT
-    if not byte_level.get("use_regex", True):
-        split = steps.pop("Split")["pattern"]["Regex"]
-    if steps or byte_level.get("add_prefix_space") or settings.get("normalizer"):
-        raise KeyError("steps that one pattern cannot express")
-    # a template may put tokens in front of a text
-    post = settings.get("post_processor") or {}
-    template = [item for step in post.get("processors", [post]) for item in step.get("single", [])]
-    prefix = []
-    while template and "SpecialToken" in template[0]:
-        prefix.append(special[template.pop(0)["SpecialToken"]["id"]])
-    return ranks, special, split, prefix
+    """The byte-level BPE in folder/tokenizer.json, None if there is none or one of another kind."""
+    found = {}
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        if (Path(folder) / name).is_file():
+            found |= read_json(Path(folder) / name)
+    splitter = found.get("pre_tokenizer") or {}
+    *steps, last = splitter.get("pretokenizers", [splitter])
+    kind = " ".join(step["type"] for step in steps)
+    split = steps[0]["pattern"].get("Regex") if kind == "Split" else SPLITS.get(kind)
+    if split is None or last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        return None
+    special = {token["content"]: token["id"] for token in found["added_tokens"]}
+    # a vocabulary spells the bytes that cannot be printed as the characters from 256 on
+    unprintable = [*range(33), *range(127, 161), 173]
+    byte_of = {256 + i: b for i, b in enumerate(unprintable)}
+    ranks = {word.translate(byte_of).encode("latin-1"): token
+             for word, token in found["model"]["vocab"].items() if word not in special}
+    # a template may put a token in front of a text
+    post = found.get("post_processor") or {}
+    parts = [part for step in post.get("processors", [post]) for part in step.get("single", [])]
+    prefix = [special[part["SpecialToken"]["id"]] for part in parts[:1] if "SpecialToken" in part]
+    stop = found.get("eos_token_id", [])
+    return Tokenizer(ranks, special, split, prefix, stop if isinstance(stop, list) else [stop])
 
 # -----------------------------------------------------------------------------
 # models by name, and the tiny model
@@ -777,16 +697,15 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sara
 
 def load_model(name, dtype=None, device="cpu", seed=0, world=None):
     """A preset (random weights), a folder, or "tiny" or "draft" -> (GPT, Tokenizer or None)"""
-    if name in PRESETS and name != "tiny":
+    if name in ("tiny", "draft"):
+        if not (CACHE / name).is_dir():
+            raise FileNotFoundError(f"model {name!r}: is not trained yet, run `python model.py`")
+        return GPT.from_pretrained(CACHE / name, dtype, device, world), byte_tokenizer()
+    if name in PRESETS:
         return GPT.from_preset(name, dtype, device, seed, world), None
-    trained = name in ("tiny", "draft")
-    folder = CACHE / name if trained else Path(name)
-    if not folder.is_dir():
-        valid = f"must be a folder or one of {', '.join(PRESETS)}"
-        hint = "is not trained yet, run `python model.py`" if trained else valid
-        raise FileNotFoundError(f"model {name!r}: {hint}")
-    tokenizer = byte_tokenizer() if trained else load_tokenizer(folder)
-    return GPT.from_pretrained(folder, dtype, device, world), tokenizer
+    if not Path(name).is_dir():
+        raise FileNotFoundError(f"model {name!r}: must be a folder or one of {', '.join(PRESETS)}")
+    return GPT.from_pretrained(name, dtype, device, world), load_tokenizer(name)
 
 def stdlib_tokens():
     """The sources of Python's standard library as bytes (T,), each file ended by token 256"""
@@ -798,10 +717,9 @@ def stdlib_tokens():
 def train_tiny(steps=1100, B=4, T=256):
     """Train the preset "tiny" and, in half as many steps, a draft model of one layer."""
     data = stdlib_tokens()
-    for name, config, n in (("draft", replace(preset("tiny"), n_layer=1), steps // 2),
-                            ("tiny", preset("tiny"), steps)):
-        rng = torch.Generator().manual_seed(0)
-        model = GPT.from_preset(config, torch.float32)
+    for name, n_layer, n in (("draft", 1, steps // 2), ("tiny", preset("tiny").n_layer, steps)):
+        torch.manual_seed(0)
+        model = GPT.from_preset(replace(preset("tiny"), n_layer=n_layer), torch.float32)
         parameters = model.parameters()
         optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.99), weight_decay=0.1)
         bar = tqdm(range(n), f"training {name}")
@@ -809,10 +727,10 @@ def train_tiny(steps=1100, B=4, T=256):
             # 50 steps of warming up, then half a cosine down to a tenth
             decay = 0.55 + 0.45 * math.cos(math.pi * step / n)
             optimizer.param_groups[0]["lr"] = 2e-3 * min((step + 1) / 50, decay)
-            start = torch.randint(len(data) - T, (B, 1), generator=rng)
+            start = torch.randint(len(data) - T, (B, 1))
             tokens = data[start + torch.arange(T + 1)]  # (B, T + 1)
             with torch.autocast("cpu", enabled=is_fast(torch.bfloat16, "cpu")):
-                logits = linear_ref(model.hidden(tokens[:, :-1]), model.weights["head.weight"])
+                logits = model.forward_ref(tokens[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
             optimizer.zero_grad()
             loss.backward()

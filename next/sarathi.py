@@ -574,14 +574,17 @@ class Autopilot(Scheduler):
             seconds = cost.seconds(cost.stats(chunks, stats))
             return (chunk * self.prefill_price + decode_work) / seconds if seconds <= limit else 0.0
 
-        # beside decodes any chunk will do; without them only whole prompts, since the rest of a
-        # prompt would get an iteration of its own
         ends = list(accumulate(request.n_todo for request in prefills))
-        sizes = ends
+        if not ends:
+            return decodes
+        sizes = ends  # whole prompts: the rest of a prompt would get an iteration of its own
         if decodes:
-            sizes = [n - stats.n_tokens for n in self.sizes] + ends
-            sizes = [0] + [n for n in sizes if 0 < n <= sum(ends[-1:])]
-        return decodes + prefill_chunks(prefills, max(sizes, key=work_rate, default=0))
+            sizes = [n - stats.n_tokens for n in self.sizes]
+            sizes = [0] + [n for n in sizes if 0 < n <= ends[-1]] + ends
+        rates = [work_rate(n) for n in sizes]
+        # of the chunks that are nearly the best: the one nearest to the end of the first prompt
+        good = [n for n, rate in zip(sizes, rates) if rate > 0.97 * max(rates)]
+        return decodes + prefill_chunks(prefills, min(good, key=lambda n: abs(n - ends[0])))
 
     def time_limit(self, decodes, seconds_per_token):
         """The longest iteration that keeps requests within the TPOT target, averaged over their
@@ -1611,7 +1614,7 @@ class CostRunner:
         return [(span.request, 0, True) for span in spans if span.n_logits]
 
     def read_adapter(self, source):
-        return Adapter.shape_only(self.cost.config, source)
+        return Adapter(self.cost.config, source)
 
     def copy_adapter(self, name, pages):
         """Copies follow one another on the link, while iterations run [S-LoRA §5.2]."""
