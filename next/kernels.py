@@ -18,7 +18,6 @@ adapter [S-LoRA §5.1]. A page table lists the pages of a request in the order o
 import ctypes
 import hashlib
 import os
-import re
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
@@ -56,12 +55,10 @@ class OnDevice:
         """A copy on the device. The CPU does not wait for the copies."""
         copies = {}
         for name, value in vars(self).items():
-            if isinstance(value, dict):
-                copies[name] = {key: sites.to(device) for key, sites in value.items()}
             if isinstance(value, Tensor):
-                if torch.device(device).type == "cuda":
-                    value = value.pin_memory()
                 copies[name] = value.to(device, non_blocking=True)
+            elif isinstance(value, dict):
+                copies[name] = {key: sites.to(device) for key, sites in value.items()}
         return replace(self, **copies)
 
 @dataclass
@@ -99,65 +96,57 @@ def cdiv(n, unit):
 # -----------------------------------------------------------------------------
 # where an operator runs: Triton, C++ (compiled at first use, called through ctypes) or torch
 
-def backend(x, *others):
-    """"triton" on a GPU, and anywhere in Triton's interpreter; on a CPU "cpp" if the tensors are
-    contiguous, of one dtype, and have rows of a multiple of 16 numbers; else "torch"."""
+def backend(x):
+    """"triton" on a GPU, and anywhere in Triton's interpreter; "cpp" on a CPU for float32 and
+    bfloat16 if there is a compiler; else "torch"."""
     if (x.is_cuda or INTERPRETED) and hasattr(triton, "cdiv"):
         return "triton"
-    if not x.is_cpu or x.requires_grad or x.size(-1) % 16 or x.dtype not in library():
-        return "torch"
-    for tensor in (x, *others):
-        if tensor is not None and (tensor.dtype != x.dtype or not tensor.is_contiguous()):
-            return "torch"
-    return "cpp"
+    if x.is_cpu and library(x.dtype) is not None:
+        return "cpp"
+    return "torch"
 
-def cpp(name, x, *arguments):
+def cpp(name, x, *arguments, head_dim=64):
     """Run a C++ operator of the dtype of x. None is passed as null."""
-    values = [ctypes.c_void_p(x.data_ptr())]
-    for value in arguments:
+    values = []
+    for value in (x, *arguments):
         if isinstance(value, Tensor):
+            assert value.is_contiguous()
             value = ctypes.c_void_p(value.data_ptr())
         elif isinstance(value, float):
             value = ctypes.c_float(value)
         values.append(value)
-    library()[x.dtype][name](*values)
+    operator = getattr(library(x.dtype, head_dim), name)
+    operator(*values)
 
 @lru_cache
-def library():
-    """{dtype: {name: C++ function}}, empty if there is no compiler: then the definitions serve."""
-    names = re.findall(r"template <class T>\s+void (\w+)\(", SOURCE)
-    dtypes = {torch.float32: "float", torch.bfloat16: "bf16"}
-    source = SOURCE
-    for c_type in dtypes.values():
-        for name in names:
-            source += f'extern "C" {{ auto {name}_{c_type} = {name}<{c_type}>; }}\n'
+def library(dtype, head_dim=64):
+    """The C++ operators for one dtype and one head_dim, on which only attention and rotate_write
+    depend. None if there is no compiler or no C++ for the dtype: then the definitions serve."""
+    names = {torch.float32: "float", torch.bfloat16: "bf16"}
+    if dtype not in names:
+        return None
     try:
-        shared = ctypes.CDLL(build(source))
+        return ctypes.CDLL(build(f"-DT={names[dtype]}", f"-DD={head_dim}"))
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"C++ operators not compiled, plain torch is slower: {error}", file=sys.stderr)
-        return {}
-    function = ctypes.CFUNCTYPE(None)
-    functions = {}
-    for dtype, c_type in dtypes.items():
-        functions[dtype] = {n: function.in_dll(shared, f"{n}_{c_type}") for n in names}
-    return functions
+        return None
 
-def build(source):
-    """Compile C++ in about 2 seconds, once per source and processor. -> path of the library"""
-    compiler = os.environ.get("CXX", "g++").split() + ["-march=native", "-x", "c++"]
-    macros = [*compiler, "-dM", "-E", "/dev/null"]
+def build(*definitions):
+    """Compile SOURCE in about a second, once per processor. -> path of the library"""
+    compiler = os.environ.get("CXX", "g++").split()
+    command = [*compiler, *FLAGS.split(), *definitions, "-x", "c++"]
+    macros = [*command, "-dM", "-E", "/dev/null"]
     target = subprocess.run(macros, capture_output=True, check=True).stdout
-    lanes = 16 if b"__AVX512F__" in target else 8
-    flags = f"-DLANES={lanes} -O3 -fopenmp -shared -fPIC -Wno-psabi -fno-math-errno"
-    flags += " -ffinite-math-only -fno-signed-zeros -fno-trapping-math"
-    key = hashlib.sha256(target + flags.encode() + source.encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
-    path = cache / f"operators-{key}.so"
+    text = target + FLAGS.encode() + SOURCE.encode()
+    key = hashlib.sha256(text).hexdigest()[:16]
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(cache) / "sarathi"
+    path = folder / f"operators-{key}.so"
     if not path.exists():
-        cache.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        command = [*compiler, *flags.split(), "-", "-o", unfinished]
-        subprocess.run(command, input=source.encode(), capture_output=True, check=True)
+        command += ["-", "-o", unfinished]
+        subprocess.run(command, input=SOURCE.encode(), capture_output=True, check=True)
         unfinished.rename(path)  # atomic: other processes may build it too
     return path
 
@@ -167,7 +156,11 @@ def n_splits(n_program, most):
 
 @triton.jit
 def load4(numbers):
-    return (tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 3))
+    a = tl.load(numbers)
+    b = tl.load(numbers + 1)
+    c = tl.load(numbers + 2)
+    d = tl.load(numbers + 3)
+    return a, b, c, d
 
 # -----------------------------------------------------------------------------
 # linear: x weight^T + bias
@@ -229,7 +222,7 @@ def _add_norm_kernel(x, y, weight, bias, total, out, eps, C, BLOCK: tl.constexpr
 
 def add_norm(x, y, weight, bias, eps):
     """x, y (N, C); weight, bias (C,); y and bias may be None -> x + y and its norm, each (N, C)"""
-    chosen = backend(x, y, weight, bias)
+    chosen = backend(x)
     if chosen == "torch":
         return add_norm_ref(x, y, weight, bias, eps)
     N, C = x.shape
@@ -240,7 +233,9 @@ def add_norm(x, y, weight, bias, eps):
         return total, out
     block = triton.next_power_of_2(C)
     warps = min(16, max(4, block // 512))
-    _add_norm_kernel[(N,)](x, y, weight, bias, total, out, eps, C, block, num_warps=warps)
+    _add_norm_kernel[(N,)](
+        x, y, weight, bias, total, out, eps, C,
+        block, num_warps=warps)
     return total, out
 
 # -----------------------------------------------------------------------------
@@ -253,34 +248,14 @@ def activate_ref(h, gated):
         return F.silu(gate) * up
     return F.gelu(h, approximate="tanh")
 
-@triton.jit
-def _activate_kernel(h, out, I, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: BLOCK numbers of one token."""
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < I
-    if GATED:
-        gate = tl.load(h + 2 * row * I + i, mask).to(tl.float32)
-        up = tl.load(h + (2 * row + 1) * I + i, mask)
-        y = gate * tl.sigmoid(gate) * up
-    else:
-        x = tl.load(h + row * I + i, mask).to(tl.float32)
-        z = 0.7978845608 * (x + 0.044715 * x * x * x)  # sqrt(2 / pi) (x + ...)
-        y = x * tl.sigmoid(2 * z)  # sigmoid(2 z) = (1 + tanh(z)) / 2
-    tl.store(out + row * I + i, y, mask)
-
 def activate(h, gated):
     """h (N, 2 I) if gated, else (N, I) -> (N, I)"""
+    if backend(h) != "cpp":
+        return activate_ref(h, gated)
     N, I = h.shape
     I = I // 2 if gated else I
     out = h.new_empty(N, I)
-    chosen = backend(h, out)
-    if chosen == "triton":
-        _activate_kernel[(N, cdiv(I, 1024))](h, out, I, gated, BLOCK=1024)
-    elif chosen == "cpp" and I % 16 == 0:
-        cpp("activate", h, out, N, I, gated)
-    else:
-        out = activate_ref(h, gated)
+    cpp("activate", h, out, N, I, gated)
     return out
 
 # -----------------------------------------------------------------------------
@@ -291,7 +266,8 @@ def rotate_ref(x, cos, sin):
     cos = cos[..., None, :]
     sin = sin[..., None, :]
     a, b = x.float().chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return rotated.to(x.dtype)
 
 def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head):
     """Rotate q and k, unless cos is None; write k and v to their pages. -> q (N, H, D)"""
@@ -305,8 +281,9 @@ def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head):
     return q.contiguous()
 
 @triton.jit
-def _rotate_write_kernel(qkv, cos, sin, q, kv, pages, plane, H: tl.constexpr, HK: tl.constexpr,
-                         D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
+def _rotate_write_kernel(qkv, cos, sin, q, kv, pages, plane,
+                         H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+                         BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program: BLOCK_H of the heads of one token.
 
         qkv   | q 0 | q 1 | ... | k 0 | ... | v 0 | ... |     k and v: to the planes of kv
@@ -320,32 +297,39 @@ def _rotate_write_kernel(qkv, cos, sin, q, kv, pages, plane, H: tl.constexpr, HK
     x = tl.load(vectors + d, mask)
     if cos is not None:
         # element d rotates together with element d + D / 2
-        partner = tl.load(vectors + (d + D // 2) % D, mask)
-        angle = token * (D // 2) + d % (D // 2)
+        half = D // 2
+        partner = tl.load(vectors + (d + half) % D, mask)
+        angle = token * half + d % half
         c = tl.load(cos + angle, d < D)
         s = tl.load(sin + angle, d < D)
-        rotated = x * c + partner * tl.where(d < D // 2, -s, s)
+        s = tl.where(d < half, -s, s)
+        rotated = x * c + partner * s
         x = tl.where(head < H + HK, rotated.to(x.dtype), x)
     tl.store(q + (token * H + head) * D + d, x, mask & (head < H))
     page = tl.load(pages + token).to(tl.int64)
-    cell = (head - H) // HK * plane + (page * HK + (head - H) % HK) * D
-    tl.store(kv + cell + d, x, mask & (head >= H))
+    kv_head = (head - H) % HK
+    cell = (page * HK + kv_head) * D + d
+    cell += (head - H) // HK * plane
+    tl.store(kv + cell, x, mask & (head >= H))
 
 def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head):
     """qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2) float32 or None, kv (2, n_page, Hk, D),
     pages (N,) -> q (N, H, D)"""
-    chosen = backend(kv, qkv)
+    chosen = backend(qkv)
+    if chosen == "torch":
+        return rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head)
     N = len(qkv)
     D = kv.size(3)
-    if chosen == "torch" or (chosen == "cpp" and D % 32):
-        return rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head)
     q = qkv.new_empty(N, n_head, D)
     if chosen == "cpp":
-        cpp("rotate_write", qkv, cos, sin, q, kv, pages, N, kv.size(1), n_head, n_kv_head, D)
+        sizes = N, n_head, n_kv_head
+        cpp("rotate_write", qkv, cos, sin, q, *kv, pages, *sizes, head_dim=D)
         return q
     grid = N, cdiv(n_head + 2 * n_kv_head, 8)
-    _rotate_write_kernel[grid](qkv, cos, sin, q, kv, pages, kv.stride(0), n_head, n_kv_head, D,
-                               BLOCK_H=8, BLOCK_D=triton.next_power_of_2(D))
+    _rotate_write_kernel[grid](
+        qkv, cos, sin, q, kv, pages, kv.stride(0),
+        n_head, n_kv_head, D,
+        BLOCK_H=8, BLOCK_D=triton.next_power_of_2(D))
     return q
 
 # -----------------------------------------------------------------------------
@@ -354,15 +338,13 @@ def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head):
 def attention_ref(q, kv, batch):
     """Row j of a request attends to the first n_past + j + 1 tokens of its request."""
     out = torch.zeros_like(q)
-    group = q.size(1) // kv.size(2)  # query heads per kv head
     for start, n, n_past, first in batch.spans.tolist():
         pages = batch.table[first:first + n_past + n].long()
-        k, v = kv[:, pages].float().repeat_interleave(group, 2)  # (context, H, D) each
-        rows = q[start:start + n].float()  # (n, H, D)
-        scores = torch.einsum("nhd,chd->hnc", rows, k) * q.size(-1) ** -0.5
-        seen = torch.ones_like(scores[0], dtype=torch.bool).tril(n_past)  # (n, context)
-        p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        out[start:start + n] = torch.einsum("hnc,chd->nhd", p, v).to(q.dtype)
+        k, v = kv[:, pages].float().transpose(1, 2)  # (Hk, context, D) each
+        rows = q[start:start + n].float().transpose(0, 1)  # (H, n, D)
+        seen = torch.ones(n, len(pages), device=q.device).tril(n_past)
+        own = F.scaled_dot_product_attention(rows, k, v, seen.bool(), enable_gqa=True)
+        out[start:start + n] = own.transpose(0, 1)
     return out
 
 @triton.jit
@@ -380,21 +362,24 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
     G: tl.constexpr = H // HK
     tile = tl.program_id(0) * BLOCK_M
     kv_head = tl.program_id(1) % HK
-    first_row, n_row, n_past, first_entry = load4(spans + 4 * (tl.program_id(1) // HK))
+    request = tl.program_id(1) // HK
+    first_row, n_row, n_past, first_entry = load4(spans + 4 * request)
     if tile >= n_row * G:
         return
 
     m = tile + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)[None]
     token = m // G
-    at = (first_row + token).to(tl.int64) * H + kv_head * G + m % G
+    head = kv_head * G + m % G
+    at = (first_row + token).to(tl.int64) * H + head
     mask = (token < n_row)[:, None] & (d < D)
     queries = tl.load(q + at[:, None] * D + d, mask, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], -1e30, tl.float32)
     end = n_past + tl.minimum(n_row, (tile + BLOCK_M - 1) // G + 1)
-    size = tl.cdiv(tl.cdiv(end, tl.num_programs(2)), BLOCK_N) * BLOCK_N
+    size = tl.cdiv(end, tl.num_programs(2))  # tokens of a split
+    size = tl.cdiv(size, BLOCK_N) * BLOCK_N
     begin = tl.program_id(2) * size
     for start in range(begin, tl.minimum(begin + size, end), BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
@@ -403,18 +388,21 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
         cells_mask = (j < end)[:, None] & (d < D)
         k = tl.load(cells, cells_mask, 0.0)
         v = tl.load(cells + plane, cells_mask, 0.0)
+        seen = j[None] - n_past <= token[:, None]
         scores = tl.dot(queries, k.T, input_precision="ieee") * scale
-        scores = tl.where(j[None] - n_past <= token[:, None], scores, -1e30)
+        scores = tl.where(seen, scores, -1e30)
         new_top = tl.maximum(top, tl.max(scores, 1))
         p = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        acc *= shrink[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         total = total * shrink + tl.sum(p, 1)
         top = new_top
     total = tl.maximum(total, 1e-30)  # the split may be empty
     at += tl.program_id(2) * n_out
     if lse is not None:
-        tl.store(lse + at, (top + tl.log2(total)) * 0.6931471806, token < n_row)
+        log = (top + tl.log2(total)) * 0.6931471806  # ln(2)
+        tl.store(lse + at, log, token < n_row)
     tl.store(out + at[:, None] * D + d, acc / total[:, None], mask)
 
 def attention_triton(q, kv, batch):
@@ -432,61 +420,60 @@ def attention_triton(q, kv, batch):
         n_query = max_rows * H // Hk
         block_m = min(most, max(16, triton.next_power_of_2(n_query)))
         grid = cdiv(n_query, block_m), Hk * len(spans), n_split
-        _attention_kernel[grid](q, kv, out, lse, spans, batch.table, kv.stride(0), scale, n * H,
-                                H, Hk, D, block_m, block_n, block_d,
-                                num_warps=8 if block_m == most else 4, num_stages=5)
+        warps = 8 if block_m == most else 4
+        _attention_kernel[grid](
+            q, kv, out, lse, spans, batch.table, kv.stride(0), scale, n * H,
+            H, Hk, D, block_m, block_n, block_d,
+            num_warps=warps, num_stages=5)
 
     if batch.max_few > 0:
         n_split = n_splits(batch.n_few * Hk, min(32, batch.max_context // 128))
         parts = q.new_empty(n_split, n, H, D, dtype=torch.float32)
         lse = q.new_empty(n_split, n, H, 1, dtype=torch.float32)  # log of the sum of exp(scores)
-        attend(batch.spans[:batch.n_few], batch.max_few, n_split, parts, lse)
+        few = batch.spans[:batch.n_few]
+        attend(few, batch.max_few, n_split, parts, lse)
         out[:n] = (parts * lse.softmax(0)).sum(0)
     if batch.max_chunk > 0:
-        attend(batch.spans[batch.n_few:], batch.max_chunk, 1, out, None)
-    return out
-
-def attention_cpp(q, kv, batch):
-    """Few rows: contexts read in place. Chunks: gathered, then matrix products."""
-    _, H, D = q.shape
-    Hk = kv.size(2)
-    out = torch.empty_like(q)
-    if batch.n_few:
-        cpp("attend", q, *kv, batch.spans, batch.table, out, batch.n_few, H, Hk, D)
-    for start, n, n_past, first in batch.spans[batch.n_few:].tolist():
-        pages = batch.table[first:first + n_past + n]
-        attend_chunk(q[start:start + n], kv, pages, out[start:start + n])
+        chunks = batch.spans[batch.n_few:]
+        attend(chunks, batch.max_chunk, 1, out, None)
     return out
 
 def attend_chunk(q, kv, pages, out):
     """q (n, H, D) attends to the tokens on `pages`, the last n of which are its own. Rows and
     context are padded to multiples of 32, because oneDNN compiles a kernel for each shape."""
-    n, H, D = q.shape
-    Hk = kv.size(2)
+    n, _, D = q.shape
     n_past = len(pages) - n
+    q = F.pad(q, (0, 0, 0, 0, 0, -n % 32))
     pages = torch.cat([pages, pages[-1:].expand(-len(pages) % 32)])
-    k = kv[0].index_select(0, pages).transpose(0, 1).contiguous()  # (Hk, context, D)
-    v = kv[1].index_select(0, pages).transpose(0, 1).contiguous()  # (Hk, context, D)
+    k, v = kv.index_select(1, pages).transpose(1, 2).contiguous()  # (Hk, context, D) each
     for first in range(0, n, CHUNK_ROWS):
-        own = out[first:first + CHUNK_ROWS]
-        rows = F.pad(q[first:first + CHUNK_ROWS], (0, 0, 0, 0, 0, -len(own) % 32))  # (m, H, D)
-        rows = rows.unflatten(1, (Hk, -1)).transpose(0, 1).contiguous()  # (Hk, m, G, D)
-        context = cdiv(n_past + first + len(own), 32) * 32
-        scores = torch.bmm(rows.flatten(1, 2), k[:, :context].transpose(1, 2))
+        rows = q[first:first + CHUNK_ROWS].unflatten(1, (len(k), -1))
+        rows = rows.transpose(0, 1).contiguous()  # (Hk, m, G, D)
+        context = cdiv(n_past + first + rows.size(1), 32) * 32
+        scores = rows.flatten(1, 2) @ k[:, :context].mT  # (Hk, m * G, context)
         totals = torch.empty(*rows.shape[:3], 1)
-        sizes = *rows.shape[:3], context, n_past + first
+        sizes = *rows.shape[:3], scores.size(2), n_past + first
         cpp("causal_softmax", scores, totals, *sizes, D ** -0.5)
-        values = torch.bmm(scores, v[:, :context]).view_as(rows) / totals
-        own.view(-1, Hk, H // Hk, D).copy_(values.transpose(0, 1)[:len(own)])
+        values = (scores @ v[:, :context]).view_as(rows) / totals
+        values = values.transpose(0, 1).flatten(1, 2)  # (m, H, D)
+        out[first:first + CHUNK_ROWS] = values[:n - first]
 
 def attention(q, kv, batch):
     """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
-    chosen = backend(q, kv)
+    chosen = backend(q)
     if chosen == "triton":
         return attention_triton(q, kv, batch)
-    if chosen == "cpp":
-        return attention_cpp(q, kv, batch)
-    return attention_ref(q, kv, batch)
+    if chosen == "torch":
+        return attention_ref(q, kv, batch)
+    out = torch.empty_like(q)
+    if batch.n_few:
+        sizes = batch.n_few, q.size(1), kv.size(2)
+        cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
+    chunks = batch.spans[batch.n_few:]
+    for start, n, n_past, first in chunks.tolist():
+        pages = batch.table[first:first + n_past + n]
+        attend_chunk(q[start:start + n], kv, pages, out[start:start + n])
+    return out
 
 # -----------------------------------------------------------------------------
 # lora: y += x A B, for each row the A and B of its own adapter [S-LoRA §5.3]
@@ -495,48 +482,28 @@ def adapter_rows(plane, table, first, rank, width):
     """The rows of A or B from their pages: plane (n_page, Hk, D) -> (rank, width)"""
     plane = plane.flatten(1)  # (n_page, W)
     pages = table[first:first + rank * cdiv(width, plane.size(1))]
-    return plane.index_select(0, pages).view(rank, -1)[:, :width]
-
-def lora_ref(y, x, kv, sites, exchange=None, n_few=0):
-    """xa = x A (N, n_module * max_rank) float32, module j from column j * max_rank on; y += xa B.
-    C++ takes the first n_few sites and reads the rows of A and B in place."""
-    W = kv.size(2) * kv.size(3)
-    xa = x.new_zeros(len(x), sites.n_module * sites.max_rank, dtype=torch.float32)
-    few = sites.sites, sites.table  # of the sites that C++ takes
-    chunks = [site for site in sites.sites[n_few:].tolist() if site[1] > 0]
-    if n_few:
-        cpp("shrink", x, kv[0], *few, xa, n_few, x.size(1), W, sites.n_module, sites.max_rank)
-    for start, n, _, _, rank, _, module, first in chunks:
-        a = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
-        column = module * sites.max_rank
-        xa[start:start + n, column:column + rank] = x[start:start + n] @ a.T
-    if exchange is not None:
-        xa = exchange(xa)
-    stride = xa.size(1) // sites.n_module
-    if n_few:
-        cpp("expand", y, kv[1], *few, xa, n_few, y.size(1), W, sites.n_module, stride)
-    for start, n, column, columns, _, rank, module, first in chunks:
-        b = adapter_rows(kv[1], sites.table, first, rank, columns)
-        own = xa[start:start + n, module * stride:module * stride + rank]
-        y[start:start + n, column:column + columns].addmm_(own.to(y.dtype), b)
+    rows = plane.index_select(0, pages).view(rank, -1)
+    return rows[:, :width]
 
 def lora_bmm(y, x, kv, sites):
     """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
     entries = [site for site in sites.sites.tolist() if site[1] > 0]
-    rows = x.new_zeros(len(entries), max(sites.max_few, sites.max_chunk), x.size(1))
+    n_row = max(sites.max_few, sites.max_chunk)
+    rows = x.new_zeros(len(entries), n_row, x.size(1))
     a = x.new_zeros(len(entries), sites.max_rank, x.size(1))
     b = x.new_zeros(len(entries), sites.max_rank, y.size(1))
     for s, (start, n, column, columns, rank, _, _, first) in enumerate(entries):
         rows[s, :n] = x[start:start + n]
         a[s, :rank] = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
-        own = b[s, :rank, column:column + columns]
-        own.copy_(adapter_rows(kv[1], sites.table, first, rank, columns))
+        own = adapter_rows(kv[1], sites.table, first, rank, columns)
+        b[s, :rank, column:column + columns] = own
     product = rows @ a.mT @ b  # (S, rows, n_out)
-    for (start, n, *_), own in zip(entries, product):
-        y[start:start + n] += own[:n]
+    for s, (start, n, *_) in enumerate(entries):
+        y[start:start + n] += product[s, :n]
 
 @triton.jit
-def _shrink_kernel(x, a, xa, sites, table, width, stride, C: tl.constexpr, W: tl.constexpr,
+def _shrink_kernel(x, a, xa, sites, table, width, stride,
+                   C: tl.constexpr, W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
     """One program: xa = x A for BLOCK_M rows of one site.
 
@@ -547,24 +514,27 @@ def _shrink_kernel(x, a, xa, sites, table, width, stride, C: tl.constexpr, W: tl
     site = sites + 8 * tl.program_id(1)
     first_row, n_row, _, _ = load4(site)
     rank, _, module, first_entry = load4(site + 4)
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    if tl.program_id(0) * BLOCK_M >= n_row:
+    tile = tl.program_id(0) * BLOCK_M
+    if tile >= n_row:
         return
 
+    m = tile + tl.arange(0, BLOCK_M)[:, None]
     r = tl.arange(0, BLOCK_R)
     row = (first_row + m).to(tl.int64)
+    r_mask = r < rank
     n_page = tl.cdiv(C, W)  # pages of a row of A
     n_block = tl.cdiv(W, BLOCK_K)  # blocks of a page
     acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     for block in range(n_page * n_block):
         i = block // n_block
         k = block % n_block * BLOCK_K + tl.arange(0, BLOCK_K)[None]
-        mask = (k < W) & (i * W + k < C)
-        page = tl.load(table + first_entry + r * n_page + i, r < rank, 0).to(tl.int64)
-        w = tl.load(a + page[:, None] * W + k, (r < rank)[:, None] & mask, 0.0)
-        v = tl.load(x + row * C + i * W + k, (m < n_row) & mask, 0.0)
+        k_mask = (k < W) & (i * W + k < C)
+        page = tl.load(table + first_entry + r * n_page + i, r_mask, 0).to(tl.int64)
+        w = tl.load(a + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
+        v = tl.load(x + row * C + i * W + k, (m < n_row) & k_mask, 0.0)
         acc = tl.dot(v, w.T, acc, input_precision="ieee")
-    tl.store(xa + row * width + module * stride + r[None], acc, (m < n_row) & (r < rank)[None])
+    at = xa + row * width + module * stride + r[None]
+    tl.store(at, acc, (m < n_row) & r_mask[None])
 
 @triton.jit
 def _expand_kernel(y, b, xa, sites, table, width, stride, C, W: tl.constexpr,
@@ -574,58 +544,102 @@ def _expand_kernel(y, b, xa, sites, table, width, stride, C, W: tl.constexpr,
     site = sites + 8 * tl.program_id(1)
     first_row, n_row, first_column, n_column = load4(site)
     _, rank, module, first_entry = load4(site + 4)
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    i = tl.program_id(2) // tl.cdiv(W, BLOCK_N)  # page of the row
-    k = tl.program_id(2) % tl.cdiv(W, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)[None]
-    if (tl.program_id(0) * BLOCK_M >= n_row) | (i * W >= n_column):
+    tile = tl.program_id(0) * BLOCK_M
+    n_block = tl.cdiv(W, BLOCK_N)  # blocks of a page
+    i = tl.program_id(2) // n_block  # page of the row
+    if (tile >= n_row) | (i * W >= n_column):
         return
 
+    m = tile + tl.arange(0, BLOCK_M)[:, None]
+    k = tl.program_id(2) % n_block * BLOCK_N + tl.arange(0, BLOCK_N)[None]
     row = (first_row + m).to(tl.int64)
-    mask = (k < W) & (i * W + k < n_column)
+    k_mask = (k < W) & (i * W + k < n_column)
+    n_page = tl.cdiv(n_column, W)  # pages of a row of B
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, rank, BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
+        r_mask = r < rank
         at = xa + row * width + module * stride + r[None]
-        v = tl.load(at, (m < n_row) & (r < rank)[None], 0.0)
-        entry = first_entry + r * tl.cdiv(n_column, W) + i
-        page = tl.load(table + entry, r < rank, 0).to(tl.int64)
-        w = tl.load(b + page[:, None] * W + k, (r < rank)[:, None] & mask, 0.0)
+        v = tl.load(at, (m < n_row) & r_mask[None], 0.0)
+        page = tl.load(table + first_entry + r * n_page + i, r_mask, 0).to(tl.int64)
+        w = tl.load(b + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
         acc = tl.dot(v.to(w.dtype), w, acc, input_precision="ieee")
     at = y + row * C + first_column + i * W + k
-    acc += tl.load(at, (m < n_row) & mask, 0.0)
-    tl.store(at, acc, (m < n_row) & mask)
+    mask = (m < n_row) & k_mask
+    acc += tl.load(at, mask, 0.0)
+    tl.store(at, acc, mask)
 
-def lora_triton(y, x, kv, sites, exchange=None):
-    """Tiles of 64 rows [MBGMM]; if all sites have few rows, of 16 [MBGMV]."""
-    W = kv.size(2) * kv.size(3)
-    block = max(16, min(256 // x.element_size(), triton.next_power_of_2(W)))
-    block_r = max(16, triton.next_power_of_2(sites.max_rank))
-    block_k = min(block, 128 * block // block_r)
+def triton_tiles(plane, sites):
+    """-> grid; rows of a program: 64 [MBGMM], or 16 if all sites have few rows [MBGMV]; numbers of
+    a page; warps"""
+    W = plane[0].numel()
     block_m = 64 if sites.max_chunk > 0 else 16
-    warps = max(4, block_m // 8)
-    grid = cdiv(max(sites.max_few, sites.max_chunk), block_m), len(sites.sites)
-    xa = x.new_empty(len(x), sites.n_module * sites.max_rank, dtype=torch.float32)
-    _shrink_kernel[grid](
-        x, kv[0], xa, sites.sites, sites.table, xa.size(1), sites.max_rank, x.size(1), W,
-        block_m, block_r, block_k, num_warps=warps, num_stages=6)
-    if exchange is not None:
-        xa = exchange(xa)
-    n_block = cdiv(y.size(1), W) * cdiv(W, block)
-    _expand_kernel[(*grid, n_block)](
-        y, kv[1], xa, sites.sites, sites.table, xa.size(1), xa.size(1) // sites.n_module,
-        y.size(1), W, block_m, 32, block, num_warps=warps, num_stages=5)
+    block = min(256 // plane.element_size(), triton.next_power_of_2(W))
+    block = max(16, block)
+    most = max(sites.max_few, sites.max_chunk)
+    grid = cdiv(most, block_m), len(sites.sites)
+    return grid, block_m, block, max(4, block_m // 8)
 
-def lora(y, x, kv, sites, exchange=None):
-    """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A."""
-    chosen = backend(x, y, kv)
+def shrink(xa, x, plane, sites, chosen):
+    """xa (N, n_module * max_rank) = x A, module j from column j * max_rank on"""
+    W = plane[0].numel()
+    others = sites.sites
+    if chosen == "triton":
+        grid, block_m, block, warps = triton_tiles(plane, sites)
+        block_r = max(16, triton.next_power_of_2(sites.max_rank))
+        block_k = min(block, 128 * block // block_r)
+        _shrink_kernel[grid](
+            x, plane, xa, sites.sites, sites.table, xa.size(1), sites.max_rank,
+            x.size(1), W, block_m, block_r, block_k,
+            num_warps=warps, num_stages=6)
+        return
+    if chosen == "cpp":
+        sizes = sites.n_few, x.size(1), W, sites.n_module, sites.max_rank
+        cpp("shrink", x, plane, sites.sites, sites.table, xa, *sizes)
+        others = sites.sites[sites.n_few:]
+    for start, n, _, _, rank, _, module, first in others.tolist():
+        if n > 0:
+            a = adapter_rows(plane, sites.table, first, rank, x.size(1))
+            column = module * sites.max_rank
+            xa[start:start + n, column:column + rank] = x[start:start + n] @ a.T
+
+def expand(y, xa, plane, sites, chosen):
+    """y += xa B. An exchange may have widened xa: module j begins at column j * stride."""
+    W = plane[0].numel()
+    stride = xa.size(1) // sites.n_module
+    others = sites.sites
+    if chosen == "triton":
+        grid, block_m, block, warps = triton_tiles(plane, sites)
+        n_block = cdiv(y.size(1), W) * cdiv(W, block)
+        _expand_kernel[(*grid, n_block)](
+            y, plane, xa, sites.sites, sites.table, xa.size(1), stride,
+            y.size(1), W, block_m, 32, block,
+            num_warps=warps, num_stages=5)
+        return
+    if chosen == "cpp":
+        sizes = sites.n_few, y.size(1), W, sites.n_module, stride
+        cpp("expand", y, plane, sites.sites, sites.table, xa, *sizes)
+        others = sites.sites[sites.n_few:]
+    for start, n, column, columns, _, rank, module, first in others.tolist():
+        if n > 0:
+            b = adapter_rows(plane, sites.table, first, rank, columns)
+            own = xa[start:start + n, module * stride:module * stride + rank]
+            y[start:start + n, column:column + columns].addmm_(own.to(y.dtype), b)
+
+def lora(y, x, kv, sites, exchange=None, chosen=None):
+    """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A. chosen:
+    "triton", "cpp" (few rows in C++, A and B read in place; chunks by products) or "torch"."""
     if sites.way == "bmm":
         assert exchange is None, "the bmm baseline runs on one device"
         lora_bmm(y, x, kv, sites)
-    elif chosen == "triton":
-        lora_triton(y, x, kv, sites, exchange)
-    else:
-        in_place = chosen == "cpp" and kv[0, 0].numel() % 16 == 0
-        lora_ref(y, x, kv, sites, exchange, sites.n_few if in_place else 0)
+        return
+    if chosen is None:
+        chosen = backend(x)
+    xa = x.new_zeros(len(x), sites.n_module * sites.max_rank, dtype=torch.float32)
+    shrink(xa, x, kv[0], sites, chosen)
+    if exchange is not None:
+        xa = exchange(xa)
+    expand(y, xa, kv[1], sites, chosen)
 
 # -----------------------------------------------------------------------------
 # sampling and verification; gpt-fast's convention: p of the target model, q of the draft model
@@ -645,7 +659,8 @@ def probabilities(logits, temperature, top_k, top_p):
         p = ordered.softmax(-1)
         before = p.cumsum(-1) - p  # probability of the tokens that rank higher
         limit = top_p.masked_fill(top_p == 1, 2)[:, None]
-        ordered = ordered.masked_fill((before >= limit) & (rank > 0), float("-inf"))
+        hidden = (before >= limit) & (rank > 0)
+        ordered = ordered.masked_fill(hidden, float("-inf"))
         scaled = torch.full_like(scaled, float("-inf")).scatter(1, order, ordered)
     best = logits.max(-1, keepdim=True).indices
     one_hot = torch.zeros_like(logits).scatter_(1, best, 1)
@@ -655,7 +670,8 @@ def sample(p, u):
     """Inverse CDF: weights p (M, V), need not sum to 1; u (M,) uniform in [0, 1) -> (M,)"""
     cdf = p.double().cumsum(-1)
     total = cdf[:, -1:]
-    token = torch.searchsorted(cdf, u.double()[:, None] * total, right=True)
+    at = u.double()[:, None] * total
+    token = torch.searchsorted(cdf, at, right=True)
     last = torch.searchsorted(cdf, total.clone())  # of all tokens with a weight; u may be near 1
     return torch.minimum(token, last)[:, 0]
 
@@ -683,15 +699,20 @@ def verify(p, q, drafts, n_drafts, u):
     if q is None:
         weights[rejected, drafts[at]] = 0
     else:
-        weights[rejected] = (weights[rejected] - q[at]).clamp_(min=0)
+        residual = weights[rejected] - q[at]
+        weights[rejected] = residual.clamp(min=0)
     return n_accepted, sample(weights, u[K:])
 
 # -----------------------------------------------------------------------------
 # the C++ operators
 
+# -ffast-math would also change how other libraries compute with denormal numbers. GCC makes no
+# vectors of loops that it has jammed.
+FLAGS = ("-march=native -O3 -fno-loop-unroll-and-jam -fopenmp -shared -fPIC -fno-math-errno"
+         " -ffinite-math-only -fno-signed-zeros -fno-trapping-math -fassociative-math")
+
 SOURCE = r"""
-// GCC's vector extensions compile to what the processor has: AVX-512 (LANES 16), AVX2 or NEON (8).
-// Widths and head dimensions are multiples of 16.
+// Plain loops, which GCC turns into vector instructions. T is float or bf16, D is head_dim.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -699,294 +720,200 @@ SOURCE = r"""
 #include <vector>
 #include <omp.h>
 
-typedef uint16_t bf16;
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
-typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
-const float LOG2E = 1.44269504f, MASKED = -1e30f;
+const float LOG2E = 1.44269504f;
 
-static inline vec load(const float* p) {
-    vec v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-static inline vec load(const bf16* p) {
-    hvec h;
-    memcpy(&h, p, sizeof h);
-    return (vec)(__builtin_convertvector(h, uvec) << 16);
-}
-static inline void store(float* p, vec v) { memcpy(p, &v, sizeof v); }
-static inline void store(bf16* p, vec v) {  // rounds to the nearest, ties to even
-    uvec u = (uvec)v;
-    hvec h = __builtin_convertvector((u + 0x7fff + (u >> 16 & 1)) >> 16, hvec);
-    memcpy(p, &h, sizeof h);
-}
-
-// 2 LANES numbers, in bf16 first the even, then the odd ones, because that costs few instructions
-struct Pair { vec a, b; };
-static inline Pair load_pair(const float* p) { return {load(p), load(p + LANES)}; }
-static inline Pair load_pair(const bf16* p) {
-    uvec u;
-    memcpy(&u, p, sizeof u);
-    return {(vec)(u << 16), (vec)(u & 0xffff0000)};
-}
-static inline void store_pair(float* p, Pair v) { memcpy(p, &v, sizeof v); }
-static inline void store_pair(bf16* p, Pair v) {  // rounds to the nearest, ties up
-    uvec u = ((uvec)v.a + 0x8000) >> 16 | (((uvec)v.b + 0x8000) & 0xffff0000);
-    memcpy(p, &u, sizeof u);
-}
-
-static inline ivec lanes() {  // 0, 1, 2 ...
-    ivec lane;
-    for (int i = 0; i < LANES; i++) lane[i] = i;
-    return lane;
-}
-// One step of a sum over lanes: lane i adds two lanes of a, or of b if `bit` of i is set.
-template <int bit> static inline vec fold(vec a, vec b) {
-    const ivec from = (lanes() & bit) != 0 ? lanes() + LANES : lanes();
-    return __builtin_shuffle(a, b, from) + __builtin_shuffle(a, b, from ^ bit);
-}
-template <int n = LANES / 2> static inline vec sums(vec* v) {  // lane i: the sum of v[i]
-    for (int i = 0; i < n; i++) v[i] = fold<n>(v[i], v[i + n]);
-    if constexpr (n > 1) return sums<n / 2>(v);
-    return v[0];
-}
-template <int n = LANES / 2> static inline float sum(vec v) {
-    v = fold<n>(v, v);
-    if constexpr (n > 1) return sum<n / 2>(v);
-    return v[0];
-}
-static inline vec larger(vec a, vec b) { return a > b ? a : b; }
-static inline float largest(vec v) {
-    for (int n = LANES / 2; n > 0; n /= 2) v = larger(v, __builtin_shuffle(v, lanes() ^ n));
-    return v[0];
-}
+struct bf16 {  // the upper half of a float
+    uint16_t half;
+    operator float() const {
+        uint32_t bits = (uint32_t)half << 16;
+        float x;
+        memcpy(&x, &bits, 4);
+        return x;
+    }
+    void operator=(float x) {  // rounds to the nearest, ties to even
+        uint32_t bits;
+        memcpy(&bits, &x, 4);
+        half = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    }
+};
 
 // 2^x = 2^n 2^f with a whole n and |f| <= 1/2, for x < 127; relative error 3e-6
-static inline vec exp2(vec x) {
-    x = larger(x, vec{} - 126.0f);
-    ivec n = __builtin_convertvector(x + 126.5f, ivec) - 126;
-    vec f = x - __builtin_convertvector(n, vec);
-    vec p = vec{} + 9.5701014e-3f;
-    for (float c : {5.591786e-2f, 0.24024745f, 0.69312181f, 0.99999926f}) p = p * f + c;
-    return (vec)((ivec)p + (n << 23));
+static inline float power_of_2(float x) {
+    x = std::max(x, -126.0f);
+    int32_t n = (int32_t)(x + 126.5f) - 126;
+    float f = x - n;
+    float p = ((9.5701014e-3f * f + 5.591786e-2f) * f + 0.24024745f) * f;
+    p = (p + 0.69312181f) * f + 0.99999926f;
+    int32_t bits;
+    memcpy(&bits, &p, 4);
+    bits += n << 23;
+    memcpy(&p, &bits, 4);
+    return p;
 }
 
+static inline float sigmoid(float x) {
+    return 1 / (1 + power_of_2(-LOG2E * std::max(x, -80.0f)));
+}
+
+// p = exp(scale (p - largest p)) for the first `seen` of n numbers, the others become 0. -> sum
+template <class P> static inline float softmax(P* p, int seen, int n, float scale) {
+    float top = -1e30f, sum = 0;
+    for (int i = 0; i < seen; i++) top = std::max(top, (float)p[i]);
+    for (int i = 0; i < seen; i++) {
+        float e = power_of_2(LOG2E * scale * (p[i] - top));
+        p[i] = e;
+        sum += e;
+    }
+    memset(p + seen, 0, (n - seen) * sizeof(P));
+    return sum;
+}
+
+template <class X, class Y> static inline float dot(const X* x, const Y* y, int n) {
+    float sum = 0;
+    for (int i = 0; i < n; i++) sum += x[i] * y[i];
+    return sum;
+}
+
+// sum (n) += w[0] row 0 + w[1] row 1 + ..., four at a time; row i is on page pages[i * step] of kv
+static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
+                            const int32_t* pages, int step, int n_row, int64_t W, int n) {
+    int i = 0;
+    for (; i + 4 <= n_row; i += 4) {
+        const T* a = kv + pages[i * step] * W;
+        const T* b = kv + pages[(i + 1) * step] * W;
+        const T* c = kv + pages[(i + 2) * step] * W;
+        const T* d = kv + pages[(i + 3) * step] * W;
+        for (int k = 0; k < n; k++)
+            sum[k] += w[i] * a[k] + w[i + 1] * b[k] + w[i + 2] * c[k] + w[i + 3] * d[k];
+    }
+    for (; i < n_row; i++) {
+        const T* a = kv + pages[i * step] * W;
+        for (int k = 0; k < n; k++) sum[k] += w[i] * a[k];
+    }
+}
+
+static inline void prefetch(const T* x, int n) {
+    for (int i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(x + i);
+}
+
+extern "C" {
+
 // total = x + y, out = norm(total) * weight (+ bias: LayerNorm, else RMSNorm); each (N, C)
-template <class T>
 void add_norm(const T* x, const T* y, const T* weight, const T* bias, T* total, T* out, int N,
               int C, float eps) {
     #pragma omp parallel for if (N > 8)
     for (int64_t i = 0; i < N; i++) {
         const T* row = (y ? total : x) + i * C;
-        vec all = {}, squares = {};
-        for (int c = 0; c < C; c += LANES) {
-            if (y) store(total + i * C + c, load(x + i * C + c) + load(y + i * C + c));
-            vec v = load(row + c);
-            all += v;
-            squares += v * v;
+        float sum = 0, squares = 0;
+        for (int c = 0; y && c < C; c++) total[i * C + c] = x[i * C + c] + y[i * C + c];
+        for (int c = 0; c < C; c++) {
+            sum += row[c];
+            squares += row[c] * row[c];
         }
-        const float mean = bias ? sum(all) / C : 0;
-        const float variance = std::max(0.0f, sum(squares) / C - mean * mean);
-        const float scale = 1 / std::sqrt(variance + eps);
-        for (int c = 0; c < C; c += LANES) {
-            vec v = (load(row + c) - mean) * scale * load(weight + c);
-            store(out + i * C + c, bias ? v + load(bias + c) : v);
-        }
+        float mean = bias ? sum / C : 0;
+        float scale = 1 / std::sqrt(std::max(0.0f, squares / C - mean * mean) + eps);
+        for (int c = 0; c < C; c++)
+            out[i * C + c] = (row[c] - mean) * scale * weight[c] + (bias ? (float)bias[c] : 0);
     }
 }
 
 // h (N, 2 I) -> SwiGLU, or h (N, I) -> tanh-GELU; out (N, I)
-template <class T> void activate(const T* h, T* out, int N, int I, int gated) {
+void activate(const T* h, T* out, int N, int I, int gated) {
     #pragma omp parallel for if (N > 8)
-    for (int64_t i = 0; i < N; i++)
-        for (int c = 0; c < I; c += LANES) {
-            vec x = load(h + (gated ? 2 * i : i) * I + c);
-            vec z = gated ? x : 1.59576912f * (x + 0.044715f * x * x * x);
-            z = larger(LOG2E * z, vec{} - 126.0f);
-            vec y = x / (1 + exp2(-z));  // (1 + tanh(z / 2)) / 2 = 1 / (1 + exp(-z))
-            store(out + i * I + c, gated ? y * load(h + (2 * i + 1) * I + c) : y);
-        }
+    for (int64_t i = 0; i < N; i++) {
+        const T* x = h + (gated ? 2 * i : i) * I;
+        T* y = out + i * I;
+        for (int c = 0; gated && c < I; c++) y[c] = x[c] * sigmoid(x[c]) * x[I + c];
+        for (int c = 0; !gated && c < I; c++)  // (1 + tanh(z / 2)) / 2 = sigmoid(z)
+            y[c] = x[c] * sigmoid(1.59576912f * (x[c] + 0.044715f * x[c] * x[c] * x[c]));
+    }
 }
 
 // Rotate q and k, unless cos is null; write k and v to their pages. qkv (N, (H + 2 Hk) D),
-// cos and sin (N, D / 2), kv (2, n_page, Hk, D), pages (N,) -> q (N, H, D)
-template <class T>
-void rotate_write(const T* qkv, const float* cos, const float* sin, T* q, T* kv,
-                  const int32_t* pages, int N, int n_page, int H, int Hk, int D) {
+// cos and sin (N, D / 2), K and V (n_page, Hk, D), pages (N,) -> q (N, H, D)
+void rotate_write(const T* qkv, const float* cos, const float* sin, T* q, T* K, T* V,
+                  const int32_t* pages, int N, int H, int Hk) {
     #pragma omp parallel for if (N > 8)
     for (int64_t i = 0; i < N; i++) {
         const T* from = qkv + i * (H + 2 * Hk) * D;
-        T* k = kv + (int64_t)pages[i] * Hk * D;
+        const int64_t page = (int64_t)pages[i] * Hk * D;
         for (int h = 0; h < H + Hk; h++, from += D) {
-            T* to = h < H ? q + (i * H + h) * D : k + (h - H) * D;
-            if (!cos) memcpy(to, from, D * sizeof(T));
-            for (int d = 0; cos && d < D / 2; d += LANES) {
-                vec c = load(cos + i * D / 2 + d), s = load(sin + i * D / 2 + d);
-                vec a = load(from + d), b = load(from + D / 2 + d);
-                store(to + d, a * c - b * s);
-                store(to + D / 2 + d, b * c + a * s);
+            T* to = h < H ? q + (i * H + h) * D : K + page + (h - H) * D;
+            for (int d = 0; d < D / 2; d++) {
+                float c = cos ? cos[i * D / 2 + d] : 1, s = sin ? sin[i * D / 2 + d] : 0;
+                float a = from[d], b = from[d + D / 2];
+                to[d] = a * c - b * s;
+                to[d + D / 2] = b * c + a * s;
             }
         }
-        memcpy(k + (int64_t)n_page * Hk * D, from, Hk * D * sizeof(T));
+        memcpy(V + page, from, Hk * D * sizeof(T));
     }
 }
 
-// One step of an online softmax: the query q (D) attends to the first `seen` of BLOCK tokens with
-// keys k[t] and values v[t]. state: the maximum score, in units of log2, the sum of the weights,
-// and from state + LANES on the weighted sum of the values (D).
-const int BLOCK = 2 * LANES;
-template <class T>
-void attend_block(const float* q, T* const* k, T* const* v, int seen, int D, float* state) {
-    vec s[2];
-    for (int half = 0; half < 2; half++) {
-        vec dot[LANES] = {};
-        for (int d = 0; d < D; d += LANES)
-            for (int t = 0; t < LANES; t++) dot[t] += load(q + d) * load(k[LANES * half + t] + d);
-        s[half] = lanes() + LANES * half < seen ? sums(dot) : vec{} + MASKED;
-    }
-    const float top = std::max(state[0], largest(larger(s[0], s[1])));
-    const float shrink = top == state[0] ? 1 : std::exp2(state[0] - top);
-    for (vec& x : s) x = exp2(x - top);
-    state[0] = top;
-    state[1] = state[1] * shrink + sum(s[0] + s[1]);
-    const float* weight = (const float*)s;
-    float* value = state + LANES;
-    for (int d = 0; d < D; d += 4 * LANES) {  // four sums at a time: their additions overlap
-        vec acc[4];
-        const int n = std::min(4, (D - d) / LANES);
-        for (int i = 0; i < n; i++) acc[i] = load(value + d + LANES * i) * shrink;
-        for (int t = 0; n == 4 && t < BLOCK; t++)
-            for (int i = 0; i < 4; i++) acc[i] += weight[t] * load(v[t] + d + LANES * i);
-        for (int t = 0; n < 4 && t < BLOCK; t++)
-            for (int i = 0; i < n; i++) acc[i] += weight[t] * load(v[t] + d + LANES * i);
-        for (int i = 0; i < n; i++) store(value + d + LANES * i, acc[i]);
-    }
-}
-
-// The queries of one request attend to its tokens begin .. end - 1, BLOCK tokens of one kv head at
-// a time. q (rows, H, D), states (rows, H, LANES + D).
-template <class T>
-void attend_part(const T* q, T* K, T* V, const int32_t* pages, int rows, int n_past, int begin,
-                 int end, int H, int Hk, int D, float* states) {
-    const int G = H / Hk;
-    std::vector<vec> scratch((rows * H + 2 * BLOCK) * D / LANES);  // vec: aligned
-    float *copies = (float*)scratch.data(), *queries = copies + 2 * BLOCK * D;
-    float *kf[BLOCK], *vf[BLOCK];
-    T *k[BLOCK], *v[BLOCK];
-    for (int i = 0; i < rows * H * D; i += LANES)
-        store(queries + i, load(q + i) * (LOG2E / std::sqrt((float)D)));
-    for (; begin < end; begin += BLOCK)
-        for (int h = 0; h < Hk; h++) {
-            for (int t = 0; t < BLOCK; t++) {
-                const int64_t page = pages[std::min(begin + t, end - 1)];
-                const int64_t later = pages[std::min(begin + t + BLOCK, end - 1)];
-                const int64_t next = h + 1 < Hk ? page * Hk + h + 1 : later * Hk;  // to prefetch
-                for (int d = 0; d < D; d += 64 / sizeof(T)) {
-                    __builtin_prefetch(K + next * D + d);
-                    __builtin_prefetch(V + next * D + d);
-                }
-                k[t] = K + (page * Hk + h) * D;
-                v[t] = V + (page * Hk + h) * D;
-                kf[t] = copies + t * D;
-                vf[t] = kf[t] + BLOCK * D;
-                for (int d = 0; rows * G > 1 && d < D; d += LANES) {  // once for several queries
-                    store(kf[t] + d, load(k[t] + d));
-                    store(vf[t] + d, load(v[t] + d));
-                }
-            }
-            for (int i = 0; i < rows * G; i++) {
-                const int query = i / G * H + h * G + i % G;
-                const int seen = std::min(end, n_past + i / G + 1) - begin;
-                float *x = queries + query * D, *state = states + query * (LANES + D);
-                if (rows * G > 1)
-                    attend_block(x, kf, vf, seen, D, state);
-                else
-                    attend_block(x, k, v, seen, D, state);
-            }
-        }
-}
-
-// Attention of requests with few rows, the cache read in place. Contexts are cut into parts, so
-// that all threads have work; the parts are combined at the end [flash-decoding].
-// q, out (N, H, D); K and V (n_page, Hk, D); spans (R, 4): first row, rows, n_past, first entry of
-// table. Row j of a request sees its first n_past + j + 1 tokens.
-template <class T>
-void attend(const T* q, T* K, T* V, const int32_t* spans, const int32_t* table, T* out, int R,
-            int H, int Hk, int D) {
-    int64_t n_context = 0, longest = 0, N = 0;
-    for (const int32_t* span = spans; span < spans + 4 * R; span += 4) {
-        if (span[1] == 0) continue;  // padding
-        n_context += span[1] + span[2];
-        longest = std::max<int64_t>(longest, span[1] + span[2]);
-        N = std::max<int64_t>(N, span[0] + span[1]);
-    }
-    const int64_t size = std::max<int64_t>(128, n_context / (4 * omp_get_max_threads()));
-    const int64_t n_part = (longest + size - 1) / size, stride = LANES + D;
-    std::vector<vec> memory(n_part * N * H * stride / LANES);
-    float* states = (float*)memory.data();
-    for (int64_t i = 0; i < n_part * N * H; i++) states[i * stride] = MASKED;
+// Attention of requests with few rows, the cache read in place: the scores of all tokens, their
+// softmax, then the sum of the values. q, out (N, H, D); K and V (n_page, Hk, D); spans (R, 4):
+// first row, rows, n_past, first entry of table. Row j of a request sees its first n_past + j + 1
+// tokens. A thread takes about 256 numbers of the pages of a request at a time.
+void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int32_t* table,
+            T* out, int R, int H, int Hk) {
+    const int64_t W = Hk * D, G = H / Hk;
+    const int n_part = std::max((Hk * D + 255) / 256, std::min(Hk, 2 * omp_get_max_threads() / R));
     #pragma omp parallel for collapse(2) schedule(dynamic, 1)
-    for (int p = 0; p < n_part; p++)
-        for (int r = 0; r < R; r++) {
-            const int32_t* span = spans + 4 * r;
-            const int end = std::min<int64_t>(span[1] + span[2], (p + 1) * size);
-            if (span[1] > 0 && p * size < end)
-                attend_part(q + span[0] * H * D, K, V, table + span[3], span[1], span[2], p * size,
-                            end, H, Hk, D, states + (p * N + span[0]) * H * stride);
+    for (int r = 0; r < R; r++)
+        for (int part = 0; part < n_part; part++) {
+            const int32_t *span = spans + 4 * r, *pages = table + span[3];
+            const int n_past = span[2], context = span[1] + n_past;
+            if (span[1] == 0) continue;  // padding
+            const int first = part * Hk / n_part, end = (part + 1) * Hk / n_part;  // kv heads
+            const int n = span[1] * G, n_query = n * (end - first);  // of a kv head, of all
+            const int width = (end - first) * D;
+            const int64_t stride = context + 16;  // queries in different sets of the L1 cache
+            std::vector<float> queries(n_query * D), p(n_query * stride), sums(n_query * D);
+            auto place = [&](int i) {  // of query i in q and out
+                return ((span[0] + i % n / G) * H + (first + i / n) * G + i % G) * D;
+            };
+            for (int i = 0; i < n_query; i++)
+                for (int d = 0; d < D; d++) queries[i * D + d] = q[place(i) + d];
+            for (int t = 0; t < context; t++) {
+                if (t + 16 < context) prefetch(K + pages[t + 16] * W + first * D, width);
+                for (int h = first, i = 0; h < end; h++) {
+                    float k[D];
+                    for (int d = 0; d < D; d++) k[d] = K[pages[t] * W + h * D + d];
+                    for (int last = i + n; i < last; i++)
+                        p[i * stride + t] = dot(&queries[i * D], k, D);
+                }
+            }
+            for (int i = 0; i < n_query; i++) {
+                float* own = &p[i * stride];
+                float sum = softmax(own, n_past + i % n / G + 1, context, 1 / std::sqrt(float(D)));
+                for (int t = 0; t < context; t++) own[t] /= sum;
+            }
+            for (int t = 0; t < context; t += 4) {
+                const int n_row = std::min(4, context - t);
+                for (int next = t + 16; next < std::min(t + 20, context); next++)
+                    prefetch(V + pages[next] * W + first * D, width);
+                for (int h = first, i = 0; h < end; h++)
+                    for (int last = i + n; i < last; i++)
+                        add_rows(&sums[i * D], &p[i * stride + t], V + h * D, pages + t, 1, n_row,
+                                 W, D);
+            }
+            for (int i = 0; i < n_query; i++)
+                for (int d = 0; d < D; d++) out[place(i) + d] = sums[i * D + d];
         }
-    #pragma omp parallel for if (N * H > 1024)
-    for (int64_t i = 0; i < N * H; i++) {
-        const float* state = states + i * stride;
-        const int64_t step = N * H * stride;  // to the next part
-        float top = MASKED, total = 0;
-        for (int p = 0; p < n_part; p++) top = std::max(top, state[p * step]);
-        for (int p = 0; p < n_part; p++)
-            total += state[p * step + 1] * std::exp2(state[p * step] - top);
-        for (int d = 0; d < D; d += LANES) {
-            vec acc = {};
-            for (int p = 0; p < n_part; p++)
-                acc += std::exp2(state[p * step] - top) * load(state + p * step + LANES + d);
-            store(out + i * D + d, acc / total);
-        }
-    }
 }
 
 // Softmax in place of scores (Hk, n, G, context), without the division by totals (Hk, n, G). Row j
-// sees the first n_past + j + 1 columns, the others become 0; context is a multiple of 32.
-template <class T>
+// sees the first n_past + j + 1 columns, the others become 0.
 void causal_softmax(T* scores, float* totals, int Hk, int n, int G, int context, int n_past,
                     float scale) {
-    scale *= LOG2E;
-    T mask[4 * LANES] = {};  // zeros, then MASKED
-    store_pair(mask + 2 * LANES, {vec{} + MASKED, vec{} + MASKED});
     #pragma omp parallel for
     for (int64_t row = 0; row < Hk * n * G; row++) {
-        T* s = scores + row * context;
-        const int seen = std::min(context, n_past + (int)row / G % n + 1);
-        const int last = (seen - 1) & -2 * LANES;  // the pair in which the context ends
-        Pair x = load_pair(s + last), m = load_pair(mask + 2 * LANES + last - seen);
-        store_pair(s + last, {x.a + m.a, x.b + m.b});
-        vec top = vec{} + MASKED, total = {};
-        for (int c = 0; c <= last; c += 2 * LANES) {
-            x = load_pair(s + c);
-            top = larger(top, larger(x.a, x.b));
-        }
-        const float highest = largest(top) * scale;
-        for (int c = 0; c <= last; c += 2 * LANES) {
-            x = load_pair(s + c);
-            x = {exp2(x.a * scale - highest), exp2(x.b * scale - highest)};
-            total += x.a + x.b;
-            store_pair(s + c, x);
-        }
-        totals[row] = sum(total);
-        memset(s + seen, 0, (context - seen) * sizeof(T));
+        int seen = std::min(context, n_past + (int)row / G % n + 1);
+        totals[row] = softmax(scores + row * context, seen, context, scale);
     }
 }
 
 // xa (N, n_module * max_rank) = x (N, n_in) A for sites with few rows, A (n_page, W) read in place
-template <class T>
 void shrink(const T* x, const T* A, const int32_t* sites, const int32_t* table, float* xa, int S,
             int n_in, int W, int n_module, int max_rank) {
     const int n_page = (n_in + W - 1) / W;  // pages of a row of A
@@ -997,56 +924,34 @@ void shrink(const T* x, const T* A, const int32_t* sites, const int32_t* table, 
             const int32_t* pages = table + site[7] + i * n_page;
             const int end = i < site[4] ? site[0] + site[1] : 0;
             for (int64_t row = site[0]; row < end; row++) {
-                vec dot = {};
+                float sum = 0;
                 for (int p = 0; p < n_page; p++) {
                     const T *a = A + (int64_t)pages[p] * W, *part = x + row * n_in + p * W;
-                    for (int c = 0; c < std::min(W, n_in - p * W); c += LANES)
-                        dot += load(a + c) * load(part + c);
+                    sum += dot(part, a, std::min(W, n_in - p * W));
                 }
-                xa[(row * n_module + site[6]) * max_rank + i] = sum(dot);
+                xa[(row * n_module + site[6]) * max_rank + i] = sum;
             }
         }
 }
 
 // y (N, n_out) += xa (N, n_module * stride) B for sites with few rows, B (n_page, W) read in place
-template <class T>
 void expand(T* y, const T* B, const int32_t* sites, const int32_t* table, const float* xa, int S,
             int n_out, int W, int n_module, int stride) {
     #pragma omp parallel for schedule(dynamic, 1)
     for (int s = 0; s < S; s++) {
-        const int32_t* site = sites + 8 * s;
+        const int32_t *site = sites + 8 * s, *pages = table + site[7];
         const int columns = site[3], rank = site[5], n_page = (columns + W - 1) / W;
-        if (site[1] == 0) continue;
-        std::vector<float> total(columns + LANES);
         for (int64_t row = site[0]; row < site[0] + site[1]; row++) {
-            const float* weight = xa + (row * n_module + site[6]) * stride;
             T* own = y + row * n_out + site[2];
-            for (int c = 0; c < columns; c += LANES) {
-                T part[LANES] = {};
-                memcpy(part, own + c, std::min(LANES, columns - c) * sizeof(T));
-                store(&total[c], load(part));
-            }
+            const float* weights = xa + (row * n_module + site[6]) * stride;
+            std::vector<float> sums(own, own + columns);
             for (int p = 0; p < n_page; p++)
-                for (int i = 0; i < rank; i += 4) {  // four rows of B at a time
-                    const int last = std::min(4, rank - i) - 1;
-                    const T* b[4];
-                    float w[4];
-                    for (int j = 0; j < 4; j++) {
-                        const int entry = site[7] + (i + std::min(j, last)) * n_page + p;
-                        b[j] = B + (int64_t)table[entry] * W;
-                        w[j] = j > last ? 0 : weight[i + j];
-                    }
-                    float* to = &total[p * W];
-                    for (int c = 0; c < std::min(W, columns - p * W); c += LANES)
-                        store(to + c, load(to + c) + w[0] * load(b[0] + c) + w[1] * load(b[1] + c)
-                                          + w[2] * load(b[2] + c) + w[3] * load(b[3] + c));
-                }
-            for (int c = 0; c < columns; c += LANES) {
-                T part[LANES];
-                store(part, load(&total[c]));
-                memcpy(own + c, part, std::min(LANES, columns - c) * sizeof(T));
-            }
+                add_rows(&sums[p * W], weights, B, pages + p, n_page, rank, W,
+                         std::min(W, columns - p * W));
+            std::copy(sums.begin(), sums.end(), own);
         }
     }
 }
+
+}  // extern "C"
 """

@@ -2,6 +2,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,9 @@ def used(monkeypatch):
     names = set()
     cpp = kernels.cpp
 
-    def recorded(name, *arguments):
+    def recorded(name, *arguments, **options):
         names.add(name)
-        cpp(name, *arguments)
+        cpp(name, *arguments, **options)
 
     monkeypatch.setattr(kernels, "cpp", recorded)
     with torch.inference_mode():
@@ -155,7 +156,7 @@ def test_lora(requests, W, n_in, widths, way, dtype, used):
         b = kernels.adapter_rows(kv[1], sites.table, first, rank, columns).double()
         expected[start:start + n, column:column + columns] += x[start:start + n].double() @ a.T @ b
     defined = y.clone()
-    kernels.lora_ref(defined, x, kv, sites)
+    kernels.lora(defined, x, kv, replace(sites, way="batched"), chosen="torch")
     kernels.lora(y, x, kv, sites)
     scale = expected.abs().max()
     close(y / scale, expected / scale, dtype)
@@ -169,10 +170,10 @@ def test_lora_all_gather():
     kv = cache(60, 1, 64, torch.float32)
     x, y = torch.randn(N, 64), torch.randn(N, 96)
     expected = y.clone()
-    kernels.lora_ref(expected, x, kv, whole)
+    kernels.lora(expected, x, kv, whole, chosen="torch")
     gathered = torch.full((N, 2, 32), float("nan"))
-    kernels.lora_ref(y.clone(), x, kv, whole, lambda xa: gathered[:, :, :16].copy_(
-        xa.view(N, 2, -1)).flatten(1))
+    kernels.lora(y.clone(), x, kv, whole, lambda xa: gathered[:, :, :16].copy_(
+        xa.view(N, 2, -1)).flatten(1), "torch")
     whole.sites[:, 4] //= 2  # this device computes half of the ranks, the exchange adds the rest
     kernels.lora(y, x, kv, whole, lambda half: gathered.flatten(1))
     close(y, expected, torch.float32)

@@ -65,12 +65,6 @@ def test_add_norm(C, has_y, has_bias, dtype):
         assert_near(ours, expected)
 
 @in_interpreter
-@pytest.mark.parametrize("I, gated, dtype", [(3, 1, FLOAT), (1025, 0, FLOAT), (1030, 1, HALF)])
-def test_activate(I, gated, dtype):
-    h = 3 * torch.randn(2, I * (1 + gated), dtype=dtype)
-    assert_near(kernels.activate(h, gated), kernels.activate_ref(h, gated))
-
-@in_interpreter
 @pytest.mark.parametrize("D, H, Hk, dtype, rotated", [
     (64, 2, 2, FLOAT, 1), (80, 4, 1, HALF, 0), (96, 8, 2, FLOAT, 1), (128, 9, 3, HALF, 1)])
 def test_rotate_write(D, H, Hk, dtype, rotated):
@@ -115,16 +109,15 @@ def test_lora(W, n_in, modules, widen, shapes, dtype):
     y = torch.randn(220, sum(modules), dtype=dtype)
     y_ref = y.clone()
     kv = cache_of(sites.table, 1, W, dtype)
-    kernels.lora_triton(y, x, kv, sites, exchange)
-    sites.sites = sites.sites[sites.sites[:, 1] > 0]  # the definition does without padding
-    kernels.lora_ref(y_ref, x, kv, sites, exchange)
+    kernels.lora(y, x, kv, sites, exchange, "triton")
+    kernels.lora(y_ref, x, kv, sites, exchange, "torch")
     assert_near(y, y_ref)
 
 def test_every_kernel_in_the_interpreter():
     run = subprocess.run([sys.executable, "-m", "pytest", "-qx", "-k", "not every", __file__],
                          capture_output=True, text=True,
                          env={**os.environ, "TRITON_INTERPRET": "1"})
-    assert run.returncode == 0 and "26 passed" in run.stdout, run.stdout[-5000:] + run.stderr
+    assert run.returncode == 0 and "23 passed" in run.stdout, run.stdout[-5000:] + run.stderr
 
 @pytest.mark.parametrize("arch, dtype, D, H, Hk, n_few, rank", [
     (80, BF16, 128, 32, 32, 1, 16), (86, BF16, 128, 32, 8, 8, 64), (90, BF16, 128, 64, 8, 8, 128),
@@ -145,13 +138,12 @@ def test_every_launch_compiles(arch, dtype, D, H, Hk, n_few, rank, monkeypatch, 
     kv = torch.randn(2, 9, Hk, D, dtype=dtype)
     cos, sin = torch.randn(2, 9, D // 2)
     kernels.add_norm(x, x, x[0], x[0] if dtype == HALF else None, 1e-5)
-    kernels.activate(x, dtype != HALF)
     kernels.rotate_write(qkv, cos, sin, kv, torch.arange(9).int(), H, Hk)
     kernels.attention_triton(x.view(9, H, D), kv, batch_of([(n_few, 600), (200, 0)]))
     for rows in (n_few, 200):
         sites = sites_of([(0, rows, 0, rank), (0, rows, 2, 1)], H * D, columns, Hk * D)
-        kernels.lora_triton(qkv, x, kv, sites)
-    assert len(made) == 9
+        kernels.lora(qkv, x, kv, sites, chosen="triton")
+    assert len(made) == 8
     cuobjdump = triton.knobs.nvidia.cuobjdump.path
     cubin = tmp_path / "kernel.cubin"
     for kernel in made:
