@@ -331,6 +331,7 @@ class Engine:
 
     def commit(self, plan, new_tokens):
         """Advance the planned requests by what the runner did. Returns the events."""
+        now = self.clock.now()
         events = []
         for request, n in plan:
             request.n_past += n
@@ -345,7 +346,7 @@ class Engine:
                 request.drafts = []
                 request.tree = ()
                 request.draft_probs = None
-            tokens, end = request.append(tokens, self.clock.now())
+            tokens, end = request.append(tokens, now)
             if end:
                 self.finish(request, end)
             events.append(Event(request, tokens, end))

@@ -1,8 +1,10 @@
 """The proofs, in the order of the code: operators against their definitions (C++ here, Triton in
 its interpreter and compiled for GPUs that are not here), models against transformers and PEFT,
 the engine against a naive loop, speculation by chi-square, the simulator against the engine and
-the papers, tensor parallelism in processes, and the command line."""
+the papers, tensor parallelism in processes, the command line, and bench.py: every claim has its
+point, a wrong constant misses one, every experiment runs at its smallest."""
 import json
+import math
 import os
 import random
 import re
@@ -18,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import Mock
 
+import matplotlib.image
 import numpy as np
 import pytest
 import torch
@@ -25,12 +28,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import bfloat16, float16, float32
 
+import bench
 import kernels
 import model as model_py
 import sarathi
 from kernels import FEW_ROWS, Batch, Sites, cdiv
 from model import GPT, Adapter, GPTConfig, World, load_model, load_tokenizer, preset
-from sarathi import SCHEDULERS, CostModel, Engine, Request
+from sarathi import SCHEDULERS, CostModel, Engine, Iteration, Request, run_command_line
 
 torch.set_num_threads(1)  # the models are tiny
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # set by test_triton_in_its_interpreter
@@ -1297,3 +1301,335 @@ def test_command_line(monkeypatch, capsys, tmp_path):
         out, err = capsys.readouterr()
         assert end.value.code == 2 and out == "" and "Traceback" not in err
         assert re.search(f"^sarathi.py: .*{message}", err, re.M), err
+
+def arguments(words=""):
+    return bench.parse_arguments(words.split())
+
+def simulated(name, words="--size small"):
+    """The place where the paper's numbers of an experiment hold"""
+    return bench.simulate(arguments(words), *bench.EXPERIMENTS[name].on)
+
+@cache
+def small_rows(name):
+    """An experiment at its smallest, simulated: {(panel, series, x): row}"""
+    rows = bench.EXPERIMENTS[name].rows(simulated(name))
+    return {tuple(row["at"]): row for row in rows}
+
+# -----------------------------------------------------------------------------
+# bench.py: claims
+
+CITED = {  # a number of each paper's table or figure: (paper, kind, fit)
+    ("table2", "attn (ms)", "decode-maximal", ""): (15.2, "value", True),
+    ("table4", "decode speedup", "LLaMA-33B, A100", 2048): (4.25, "gain", False),
+    ("fig9", "peak at L = 1024", "Orca, best", ""): (1.11, "gain", False),
+    ("fig12", "bubble time, median", "Orca over SARATHI", ""): (6.29, "gain", False),
+    ("tng", "chunked prefill", "over prefill_first", ""): (1.5, "gain", False),
+}
+
+def test_claims_are_the_papers():
+    for (name, *at), cited in CITED.items():
+        assert bench.CLAIMS[name][tuple(at)][:3] == cited, (name, at)
+    assert set(bench.CLAIMS) <= set(bench.EXPERIMENTS)
+    assert sum(map(len, bench.CLAIMS.values())) == 160
+    note = bench.CLAIMS["fig12"]["completion", "Orca over SARATHI", ""].note
+    assert note.startswith("stages idle 66 %") and note.endswith("to change that")
+
+@pytest.mark.parametrize("kind, paper, inside, outside", [
+    ("value", 100, (85.1, 114.9), (84.9, 115.1)),
+    ("gain", 1.1, (1.071, 1.129), (1.069, 1.131)),
+    ("at least", 2, (2, 9), (1.99,)),
+    ("at most", 2, (2, 0.1), (2.01,)),
+])
+def test_claim_holds(kind, paper, inside, outside):
+    claim = bench.Claim(paper, kind, False, "")
+    assert all(claim.holds(ours) for ours in inside)
+    assert not any(claim.holds(ours) for ours in outside)
+
+@pytest.mark.parametrize("name", [name for name in bench.CLAIMS if name != "fidelity"])
+def test_every_claim_has_its_point(name):
+    rows = small_rows(name)
+    assert set(bench.CLAIMS[name]) <= set(rows)
+    for at, claim in bench.CLAIMS[name].items():
+        row = rows[at]
+        assert row["paper"] == claim.paper and row["fit"] == claim.fit
+        assert row["kind"] in ("value", "gain", "bound")
+        assert row["inside"] == claim.holds(row["ours"])
+
+MISSES = {  # misses of the experiments that are small as they are; each has a note
+    "table4": {("throughput", "", 1024), ("decode speedup", "LLaMA-33B, A100", 3072)},
+    "fig10": {("ffn", "smallest", ""), ("ffn", "largest", ""), ("projections", "smallest", "")},
+    "fig13": {("prefill", "worst", 64), ("prefill", "worst", 256)},
+}
+
+@pytest.mark.parametrize("name", ["table2", "table4", "fig3", "fig4", "fig7", "fig8", "fig9",
+                                  "fig10", "fig13", "slora_fig8", "spec_fig1", "spec_fig5",
+                                  "spec_fig12", "spec_fig16"])
+def test_claims_hold(name):
+    rows = small_rows(name)
+    missed = {at for at in bench.CLAIMS[name] if not rows[at]["inside"]}
+    assert missed == MISSES.get(name, set())
+    assert all(rows[at]["note"] for at in missed)
+
+CONSTANTS = {  # constant -> the claim on which it was chosen, and for slora() what to run
+    "GEMM_FLOPS": ("table2", ("linear (ms)", "prefill-only", "")),
+    "GEMM_BANDWIDTH": ("table2", ("linear (ms)", "decode-only", "")),
+    "CHUNK_FLOPS": ("table2", ("attn (ms)", "prefill-only", "")),
+    "DECODE_BANDWIDTH": ("table2", ("attn (ms)", "decode-only", "")),
+    "ATTENTION_CALL": ("table2", ("attn (ms)", "decode-only", "")),
+    "TILE": ("fig7", ("iteration (ms)", "", 128)),
+    "SKINNY": ("table2", ("linear (ms)", "decode-only", "")),
+    "USABLE": ("fig8", ("largest batch", "L = 3072", "")),
+    "ELEMENTWISE": ("fig3", ("share of others", "", "")),
+    "LORA_BANDWIDTH": ("slora_table3", ("S4", "S-LoRA", 100), "S4", 100, 10, 120),
+    "lightllm.layer": ("slora_fig6", ("latency (s)", "", 1), "S4", 400, 1, 300),
+    "lightllm.token": ("slora_table3", ("S1", "S-LoRA", 5), "S1", 5, 10, 120),
+    "lightllm.load": ("slora_table3", ("S2", "S-LoRA", 1000), "S2", 1000, 10, 120),
+    "lightllm.resize": ("slora_fig5", ("a100", "no-unify", ""), "S4", 400, 6, 300, "no-unify"),
+    "lightllm.gather": ("slora_fig5", ("a100", "bmm", ""), "S4", 400, 6, 30, "bmm"),
+    "transformers.layer": ("slora_table3", ("S1", "PEFT", 5), "S1", 5, 10, 120, "PEFT"),
+    "transformers.token": ("slora_table3", ("S1", "PEFT", 5), "S1", 5, 10, 120, "PEFT"),
+    "vllm.token": ("spec_fig1", ("no gain beyond rate", "k = 5", "")),
+}
+SCALES = {"SKINNY": 0.1, "ELEMENTWISE": 4, "LORA_BANDWIDTH": 0.5}  # where 2 is too little
+
+def claim_holds(name, at, *run):
+    """The fitted cells of S-LoRA are met within 6 %; 15 % would not tell a factor of two."""
+    if not run:
+        rows = bench.EXPERIMENTS[name].rows(simulated(name))
+        return {tuple(row["at"]): row for row in rows}[at]["inside"]
+    run = bench.slora(simulated(name, ""), *run)
+    ours = run.latency if name == "slora_fig6" else run.requests_per_second
+    return abs(ours / bench.CLAIMS[name][at].paper - 1) < 0.06
+
+@pytest.mark.parametrize("constant", CONSTANTS)
+def test_wrong_constant_misses_its_claim(constant, monkeypatch):
+    name, at, *run = CONSTANTS[constant]
+    assert claim_holds(name, at, *run) if run else small_rows(name)[at]["inside"]
+    factor = SCALES.get(constant, 2)
+    system, _, field = constant.partition(".")
+    if field:
+        values = sarathi.SYSTEMS[system]
+        wrong = values._replace(**{field: factor * getattr(values, field)})
+        monkeypatch.setitem(sarathi.SYSTEMS, system, wrong)
+    else:
+        value = getattr(sarathi, constant)
+        monkeypatch.setattr(sarathi, constant, type(value)(factor * value))
+    assert not claim_holds(name, at, *run)
+
+def test_adapters_take_pages_of_the_unified_pool():
+    run = bench.slora(simulated("slora_fig5", ""), "S2", 200, 2, 300, gpu="a10g")
+    assert bench.CLAIMS["slora_fig5"]["a10g", "S-LoRA", ""].holds(run.requests_per_second)
+
+def test_scoreboard_counts(monkeypatch, capsys):
+    names = ("table4", "fig7", "fig8", "fig13")
+    monkeypatch.setattr(bench, "CLAIMS", {name: bench.CLAIMS[name] for name in names})
+    rows = bench.scoreboard(arguments())
+    assert len(rows) == sum(map(len, bench.CLAIMS.values()))
+    assert {"experiment", "what", "paper", "ours", "kind", "fit", "inside"} <= set(rows[0])
+    text = capsys.readouterr().out
+    for line in ("predicted values: 3 of 4", "predicted gains: 13 of 15", "fitted values: 6 of 6"):
+        assert line in text
+
+# -----------------------------------------------------------------------------
+# experiments, measured on a tiny model
+
+@cache
+def tiny_place():
+    config = GPTConfig(2, 4, 64, 96, n_kv_head=2, vocab_size=61, block_size=1024)
+    words = "--lengths 64,96 --rounds 2 --max-batch 4 --chunk 128 --rate 50"
+    return bench.Place(arguments(words), GPT.from_preset(config, torch.float32), "a tiny model")
+
+MEASURED = [name for name, what in bench.EXPERIMENTS.items() if what.only != "simulated"]
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_experiment_measures(name):
+    if name == "peers":
+        pytest.importorskip("peft")
+    rows = list(bench.EXPERIMENTS[name].rows(tiny_place()))
+    assert rows and all(math.isfinite(row["ours"]) for row in rows)
+    assert {row["source"] for row in rows} == {"measured"}
+    if name == "table4":
+        assert [row["what"] for row in rows if "throughput" in row["what"]] == [
+            "throughput, L = 64 (paper: 1024)", "throughput, L = 96 (paper: 2048)"]
+        assert all(row["spread"] is not None for row in rows)
+
+@pytest.mark.parametrize("name", ["ceilings", "timeline", "online", "autopilot"])
+def test_experiment_simulates(name):
+    assert all(math.isfinite(row["ours"]) for row in small_rows(name).values())
+
+def test_rounds_take_turns_and_warm_up():
+    calls = []
+    functions = [lambda name=name: calls.append(name) or len(calls) for name in "abc"]
+    place = tiny_place()
+    assert place.rounds(*functions) == [[6, 7], [5, 8], [4, 9]]
+    assert calls == list("abccbaabc")
+
+def test_iteration_is_what_the_cost_model_says():
+    place = simulated("table2")
+    cost = place.model
+    iteration = place.iteration(5, 1023, 251, 512)
+    expected = cost.time_of([(1023, 1, 1, 0)] * 5 + [(512, 251, 1, 0)])
+    assert iteration() == pytest.approx(expected)
+    operators = place.operators(5, 1023, 251, 512)
+    assert sum(operators.values()) == pytest.approx(expected)
+    assert {name for name, t in operators.items() if t} == set(tiny_place().operators(4, 63))
+
+def test_explanation_and_chunk():
+    place = simulated("fig9", "--lengths 1024,2048")
+    rows = [row for name in bench.MAIN_JOB for row in bench.EXPERIMENTS[name].rows(place)]
+    text = bench.explain(place, rows)
+    assert "ridge point is 204 tokens" in text and "about 34.0 times" in text
+    assert "attention, 12% of a batch" in text and "1.20 to 1.22 times" in text
+    assert bench.pick_chunk(place) == 256  # 256 / (B - 1) is 51
+    assert bench.pick_chunk(place, pd=200) > 256
+
+# -----------------------------------------------------------------------------
+# workloads
+
+def test_jobs_are_distributed_as_the_papers_say():
+    jobs = bench.gamma_jobs(4, 2000, cv=3, n_adapter=50, alpha=0.2, prompt=(8, 64), output=[5])
+    gaps = np.diff([job.arrival for job in jobs])
+    assert gaps.mean() == pytest.approx(1 / 4, rel=0.1)
+    assert gaps.std() / gaps.mean() == pytest.approx(3, rel=0.1)
+    assert {job.prompt for job in jobs} == set(range(8, 65))
+    # x^alpha is uniform below a power law: half of the requests are for names below 50 / 2^5
+    assert np.mean([int(job.adapter) < 50 / 32 for job in jobs]) == pytest.approx(0.5, abs=0.05)
+    lengths = np.array([job.prompt + job.output for job in bench.zipf_jobs(20000)])
+    assert lengths.min() >= 1024 and lengths.max() <= 4096
+    # the sum of k^-0.4 up to n grows as n^0.6
+    assert np.mean(lengths < 1024 + 307) == pytest.approx(0.1 ** 0.6, abs=0.02)
+
+@pytest.mark.parametrize("L, pd, chunk, B", [(1024, 10, 0, 1), (1024, 0, 256, 18), (256, 0, 256, 6),
+                                             (3072, 0, 128, 6), (8, 200, 0, 1)])
+def test_halves(L, pd, chunk, B):
+    P, D = bench.halves(L, pd, chunk, B)
+    assert P + D == L and P > 0 and D > 0
+    if L > 500:
+        assert P / D == pytest.approx(pd or chunk / (B - 1), rel=0.2)
+        assert not chunk or P % (chunk - B + 1) == 0
+
+def test_serve_keeps_clients_and_arrivals():
+    cost = CostModel.roofline(GPTConfig(2, 4, 64, vocab_size=61, block_size=64), "a10g")
+    jobs = [bench.Job(5.0 * i, 9, 4 + i) for i in range(7)]
+    engine = Engine(cost, max_batch=8, record=[])
+    run = bench.serve(engine, jobs, clients=3)
+    assert max(len({e[0] for e in it.entries if e[2]}) for it in engine.record) == 3
+    assert run.seconds < 1 and len(run.ttfts) == 7 and run.attainment == 1
+    run = bench.serve(Engine(cost, max_batch=8), jobs)
+    assert [r.arrival for r in run.requests] == [5.0 * i for i in range(7)]
+    assert run.tokens_per_second == pytest.approx(sum(13 + i for i in range(7)) / run.seconds)
+
+# -----------------------------------------------------------------------------
+# pictures and traces
+
+RECORD = [Iteration(0.0, 0.0, [(0, 0, 0, 0, 0)]), Iteration(1.0, 1.0, [(1, 0, 0, 0, 0)]),
+          Iteration(0.0, 2.0, [(0, 0, 64, 1, 0)]), Iteration(2.0, 3.0, [(1, 0, 32, 1, 0)]),
+          Iteration(3.0, 4.0, [(0, 64, 1, 1, 0), (1, 32, 1, 1, 0)])]
+PIECES = [(0, "chunk", 0.0, 2.0, 64), (1, "waiting", 1.0, 2.0, 0), (1, "chunk", 2.0, 3.0, 32),
+          (0, "stall", 2.0, 3.0, 0), (0, "decode", 3.0, 4.0, 1), (1, "decode", 3.0, 4.0, 1)]
+
+def test_pieces_of_requests_and_stages():
+    assert list(bench.pieces(RECORD)) == PIECES
+    chunk = [(7, 0, 64, 1, 0)]
+    stages = [Iteration(0.0, 1.0, chunk, 0), Iteration(1.0, 2.0, chunk, 1),
+              Iteration(3.0, 4.0, [(7, 64, 1, 1, 0), (8, 5, 1, 1, 0)], 0)]
+    assert list(bench.pieces(stages)) == [
+        (0, "chunk", 0.0, 1.0, 64), (1, "chunk", 1.0, 2.0, 64), (0, "bubble", 1.0, 3.0, 0),
+        (0, "decode", 3.0, 4.0, 2)]
+
+def test_trace(tmp_path):
+    bench.write_trace(tmp_path / "trace.json", [("sarathi", RECORD)])
+    name, *events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert name["ph"] == "M" and name["args"] == {"name": "sarathi"}
+    assert [(e["tid"], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e["args"]["tokens"])
+            for e in events] == PIECES
+    assert all(e["ph"] == "X" and e["pid"] == 0 for e in events)
+
+def test_picture_shows_ours_and_the_papers():
+    rows = list(small_rows("fig9").values())
+    figure = bench.draw(rows, bench.EXPERIMENTS["fig9"])
+    panels = {ax.get_title(): ax for ax in figure.axes}
+    assert {row["at"][0] for row in rows} == set(panels)
+    ours = {row["at"][1]: row["ours"] for row in rows if row["at"][0] == "peak at L = 1024"}
+    ax = panels["peak at L = 1024"]
+    assert [bar.get_height() for bar in ax.patches] == list(ours.values())
+    papers = {y for line in ax.lines for y in line.get_ydata()}
+    assert papers == {1.27, 1.23, 1.11, 1.0, 1}
+    assert max(panels["gain at L = 1024, B = 18"].lines[1].get_ydata()) == ours["C = 256"]
+
+# -----------------------------------------------------------------------------
+# command line
+
+def command(monkeypatch, capsys, words):
+    """bench.py with these arguments: (exit status, stdout, stderr)"""
+    monkeypatch.setattr(sys, "argv", ["bench.py", *words.split()])
+    status = 0
+    try:
+        run_command_line(bench.main)
+    except SystemExit as end:
+        status = end.code
+    return status, *capsys.readouterr()
+
+@pytest.mark.parametrize("words, needle", [
+    ("fig99", "fig99"), ("--hardware b200 fig3", "b200"), ("--no-such-flag", "--no-such-flag"),
+    ("--chunk many", "many"), ("--chunk 0", "chunk = 0"), ("--lengths 1..x", "1..x"),
+    ("--rounds 0", "rounds = 0"), ("fig3 --lengths 9999 --hardware a100", "9999"),
+    ("--cv -1", "cv = -1"), ("spec_here --hardware a100", "only be measured"),
+    ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
+    ("fig3 --model no-model --hardware a100", "no-model"),
+])
+def test_mistakes_are_one_line(monkeypatch, capsys, words, needle):
+    status, out, err = command(monkeypatch, capsys, words)
+    assert status == 2 and needle in err
+    assert len(err.strip().splitlines()) == 1 and "Traceback" not in err
+
+def test_list_and_help(monkeypatch, capsys):
+    _, out, _ = command(monkeypatch, capsys, "list")
+    assert [line.split()[0] for line in out.splitlines()] == list(bench.EXPERIMENTS)
+    cited = [line for line in out.splitlines() if "fig" in line or "table" in line.split()[0]]
+    assert all("[S" in line for line in cited)
+    _, out, _ = command(monkeypatch, capsys, "--help")
+    assert all(word in out for word in ("python bench.py --chunk 256", "requests/s", "8..512"))
+
+def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
+    words = f"fig3 timeline --hardware a100 --plot {tmp_path} --trace {tmp_path}/trace.json"
+    status, out, _ = command(monkeypatch, capsys, words)
+    lines = out.strip().splitlines()
+    assert status == 0 and sum(line.startswith("| what ") for line in lines) == 2
+    assert any(line.startswith("| decode over prefill, B = 18 ") for line in lines)
+    report = json.loads(lines[-1])
+    assert report["experiment"] == "fig3 timeline" and report["machine"].endswith("simulated")
+    # the paper's numbers are not beside those of other hardware
+    assert all(row["paper"] is None and row["source"] == "simulated" for row in report["rows"])
+    for name in ("fig3_a100.png", "timeline_a100.png"):
+        assert matplotlib.image.imread(tmp_path / name).std() > 0.05
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [event["args"].get("name") or event["name"] for event in events]
+    assert {"static", "prefill_first", "sarathi", "waiting", "stall", "chunk"} <= set(names)
+
+def test_online_flags(monkeypatch, capsys, tmp_path):
+    def throughput(words):
+        _, out, _ = command(monkeypatch, capsys, f"online --hardware a100 --size small {words}")
+        rows = json.loads(out.strip().splitlines()[-1])["rows"]
+        return {row["at"][1]: row["ours"] for row in rows if row["at"][0].startswith("through")}
+    slow = throughput("--rate 0.5 --prompt 64..128 --output 9")
+    assert slow == {name: pytest.approx(0.5, rel=0.3) for name in sarathi.SCHEDULERS}
+    (tmp_path / "jobs.csv").write_text("arrival,prompt,output\n0,64,4\n1,64,4\n2,64,4\n")
+    assert throughput(f"--jobs {tmp_path}/jobs.csv")["orca"] == pytest.approx(3 / 2, rel=0.1)
+
+def test_interrupt_prints_what_was_measured(monkeypatch, capsys):
+    def endless(place):
+        """Two points, and Ctrl-C"""
+        yield "first", 1.0
+        yield "second", 2.0
+        raise KeyboardInterrupt
+    what = bench.EXPERIMENTS["fig3"]._replace(run=endless)
+    monkeypatch.setitem(bench.EXPERIMENTS, "fig3", what)
+    status, out, _ = command(monkeypatch, capsys, "fig3 fig4 --hardware a6000")
+    assert status == 130 and "| second " in out and "fig4:" not in out
+    assert len(json.loads(out.strip().splitlines()[-1])["rows"]) == 2
+
+def test_main_job_explains_before_its_tables(monkeypatch, capsys):
+    status, out, _ = command(monkeypatch, capsys, "--hardware a6000 --size small")
+    assert status == 0 and out.startswith("On llama-13b on 1 x a6000, simulated, the ridge point")
+    assert out.index("### ceilings") < out.index("### table2") < out.index("### table4")
