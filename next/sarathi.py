@@ -9,11 +9,9 @@ and a verification of drafts are the same thing. The engine knows requests, page
 tensors; tensors begin in ModelRunner.pack, attention is in model.py and kernels.py.
 """
 import argparse
-import copy
 import heapq
 import math
 import os
-import re
 import sys
 import time
 from array import array
@@ -22,14 +20,14 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from kernels import FEW_ROWS, Batch, Sites, probabilities, sample, verify
-from model import GPT, PRESETS, Adapter, World, load_model
+from model import GPT, PRESETS, ROW_PARALLEL, Adapter, World, load_model
 
 # -----------------------------------------------------------------------------
 # requests
@@ -39,8 +37,7 @@ class Request:
     """One user's request and how far it has come.
 
     |<--------- prompt --------->|<---- output ---->|
-    |<------ n_past: cached ------>|<--- n_todo --->|<-- drafts -->|
-    """
+    |<------ n_past: cached ------>|<--- n_todo --->|<-- drafts -->|"""
     prompt: list  # tokens
     max_new_tokens: int = 32
     adapter: str = None  # a name given to Engine.add_adapter
@@ -55,9 +52,10 @@ class Request:
     times: list = field(default_factory=list)  # seconds at which each output token came
     n_past: int = 0  # tokens with K and V in the cache
     n_draft_past: int = 0  # the same for a draft model's cache
+    drafted: bool = True  # False: a draft model leaves this request out
     drafts: list = field(default_factory=list)  # guessed tokens, within an iteration
     tree: tuple = ()  # candidates per level of the drafts; real drafts have one per level
-    draft_probs: object = None  # (drafts, V), what sampled drafts were drawn from
+    draft_probs: list = field(default_factory=list)  # (1, V) for each sampled draft: its q
     acceptance: float = 0.7  # share of its drafts that are accepted, a moving average
 
     @property
@@ -85,19 +83,19 @@ class Request:
     def tokens(self, start, end):
         """The known tokens start .. end - 1, as a list."""
         n = len(self.prompt)
-        if start >= n:
-            return self.output[start - n:end - n]
-        return [*self.prompt[start:end], *self.output[:max(0, end - n)]]
+        return [*self.prompt[start:end], *self.output[max(0, start - n):max(0, end - n)]]
 
     def append(self, tokens, now):
         """Append tokens up to the end of the output. Returns (those appended, end): "length",
         "stop", or "" if the request goes on."""
-        stops = [i + 1 for i, token in enumerate(tokens) if token in self.stop]
-        n = min([self.max_new_tokens - len(self.output), *stops])
-        self.output += tokens[:n]
-        self.times += [now] * len(tokens[:n])
-        end = "length" if len(self.output) == self.max_new_tokens else ""
-        return tokens[:n], "stop" if n in stops else end
+        for n, token in enumerate(tokens, 1):
+            self.output.append(token)
+            self.times.append(now)
+            if token in self.stop:
+                return tokens[:n], "stop"
+            if len(self.output) == self.max_new_tokens:
+                return tokens[:n], "length"
+        return tokens, ""
 
 class Event(NamedTuple):
     """New tokens of a request. finished: "length" or "stop" if they are its last ones, else ""."""
@@ -132,11 +130,10 @@ class Engine:
     adapter_pages: pages of a pool for adapters alone (the no-unify baseline); 0: one pool
     tpot: autopilot's target, seconds per token; 0: none
     cost: prices for the policies; None: a profile of this machine, made if a policy asks
-    record: a list to which every Iteration is appended
-    """
+    record: a list to which every Iteration is appended"""
     def __init__(self, model, scheduler="sarathi", chunk=256, max_batch=8, n_page=0,
                  alloc="reserve", draft=None, spec="off", seed=0, alpha=0.0, order=None,
-                 lora="batched", adapter_pages=0, tpot=0.0, cost=None, record=None, runner=None):
+                 lora="batched", adapter_pages=0, tpot=0.0, cost=None, record=None):
         self.model = model
         self.simulated = isinstance(model, CostModel)
         self.chunk = check_range("chunk", chunk, 1)
@@ -165,8 +162,6 @@ class Engine:
         self.cost = model if self.simulated and cost is None else cost
         priced = self.scheduler.priced or policy is not None and policy.priced
         if priced and self.cost is None:
-            if model.world.size > 1:
-                raise ValueError("with tensor parallelism, give the policies' prices: cost=...")
             self.cost = CostModel.profile(model)
 
         # memory, and the runner that uses it
@@ -174,12 +169,9 @@ class Engine:
         self.pool = PagePool(n_page)
         own_pool = PagePool(adapter_pages, first=n_page) if adapter_pages else self.pool
         self.adapters = AdapterStore(own_pool)
-        if runner is None:
-            runner = CostRunner(self, model) if self.simulated else ModelRunner(self, model)
-        self.runner = runner
-        self.clock = runner.clock
-        self.adapters.copy = runner.copy_adapter
-
+        self.runner = CostRunner(self, model) if self.simulated else ModelRunner(self, model)
+        self.clock = self.runner.clock
+        self.adapters.copy = self.runner.copy_adapter
         self.speculator = Speculator(self, draft, policy) if policy else None
         self.scheduler.start(self)
 
@@ -197,8 +189,7 @@ class Engine:
         start = self.clock.now()
         new_tokens = self.runner.run(plan)  # one flat batch [SARATHI §4.3] [S-LoRA §5.3]
         if self.record is not None:
-            entries = [(r.id, *entry) for (r, _), entry in zip(plan, entries_of(plan, self))]
-            self.record.append(Iteration(start, self.clock.now(), entries))
+            self.record.append(Iteration(start, self.clock.now(), entries_of(plan, self)))
         return self.commit(plan, new_tokens)  # advance, drop rejected drafts, finish
 
     # requests and adapters come and go
@@ -268,9 +259,8 @@ class Engine:
         return ordered[:n_free]
 
     def admit(self, plan):
-        """Start the plan's waiting requests, as far as they have room: the first one that has none
-        blocks those behind it. Reserve pages for the tokens of the others. Returns the part of the
-        plan that can run."""
+        """Start the plan's waiting requests, in order, up to the first one that has no room, and
+        reserve pages for the others' tokens. Returns the part of the plan that can run."""
         new = {request for request, _ in plan if request.state == "waiting"}  # not: preempted below
         room = True
         for request, n in plan:
@@ -283,8 +273,7 @@ class Engine:
         return [entry for entry in plan if entry[0].state == "running"]
 
     def start(self, request):
-        """Start a waiting request: acquire its adapter and its pages. Returns False if one of them
-        has no room."""
+        """Acquire a waiting request's adapter and pages. Returns False if one has no room."""
         n = request.max_len if self.alloc == "reserve" else request.n_tokens
         spare = 0 if self.alloc == "reserve" else len(self.running)  # a page for each next token
         if not self.adapters.acquire(request.adapter):
@@ -299,13 +288,12 @@ class Engine:
         return True
 
     def grow(self, request, n):
-        """Let a running request have n pages. If no page is free, the most recently started request
-        is preempted; it is recomputed later."""
+        """Let a running request have n pages. If too few are free, preempt the last to start."""
         while request.state == "running" and not self.adapters.reserve(self.pool, request, n):
             self.preempt(self.running[-1])
 
     def preempt(self, request):
-        """Release the pages of a running request and put it in front of the queue."""
+        """Put a running request in front of the queue, without its pages: it is recomputed."""
         self.release(request)
         request.n_past = 0
         request.n_draft_past = 0
@@ -345,7 +333,7 @@ class Engine:
                 self.speculator.count(request, len(tokens) - 1)
                 request.drafts = []
                 request.tree = ()
-                request.draft_probs = None
+                request.draft_probs = []
             tokens, end = request.append(tokens, now)
             if end:
                 self.finish(request, end)
@@ -377,8 +365,8 @@ def check_request(r, engine):
     config = engine.model.config
     check_range("tokens in the prompt", len(r.prompt), 1)
     if not engine.simulated:
-        check_range("token", min(r.prompt), 0)
-        check_range("token", max(r.prompt), 0, config.vocab_size - 1)
+        for token in (min(r.prompt), max(r.prompt)):
+            check_range("token", token, 0, config.vocab_size - 1)
     check_range("max_new_tokens", r.max_new_tokens, 1)
     check_range("temperature", r.temperature, 0)
     check_range("top_k", r.top_k, 0)
@@ -394,28 +382,26 @@ def check_request(r, engine):
 # memory: pages and adapters
 
 class PagePool:
-    """Pages of one preallocated cache. A page holds K and V of one token in every layer, or one row
-    of an adapter's A and B [S-LoRA §5.1]."""
+    """Pages of a cache: each holds a token's K and V, or a row of A and B [S-LoRA §5.1]."""
     def __init__(self, n_page, first=0):
         self.n_page = n_page
-        self.free = array("i", range(first + n_page - 1, first - 1, -1))  # a stack
+        self.free = array("i", range(first, first + n_page))  # a stack
         self.tables = {}  # owner -> its pages, in the order of its tokens or rows
 
     def reserve(self, owner, n):
         """Let owner have n pages in all. Returns False, changing nothing, if too few are free."""
         table = self.tables.get(owner, array("i"))
-        n_new = max(0, n - len(table))
-        if n_new > len(self.free):
+        left = len(self.free) - max(0, n - len(table))
+        if left < 0:
             return False
         self.tables[owner] = table
-        if n_new:
-            table.extend(self.free[:-n_new - 1:-1])
-            del self.free[-n_new:]
+        table.extend(self.free[left:])
+        del self.free[left:]
         return True
 
     def release(self, owner):
         """Free all pages of owner."""
-        self.free.extend(self.tables.pop(owner)[::-1])
+        self.free.extend(self.tables.pop(owner))
 
 class AdapterStore:
     """All adapters in host memory, and some loaded into pages: those of running requests, and idle
@@ -429,9 +415,8 @@ class AdapterStore:
         self.n_users = Counter([None])  # name -> running requests; None is never idle
 
     def reserve(self, pool, owner, n, spare=0):
-        """Let owner have n pages of pool in all, and leave spare ones free. If too few are free,
-        idle adapters are evicted, least recently used first. Returns False, changing nothing, if
-        that would not be enough."""
+        """PagePool.reserve, with spare pages left free. Evicts idle adapters, least recently used
+        first, but none if too few pages would become free."""
         missing = n + spare - len(pool.tables.get(owner, ())) - len(pool.free)
         if missing > 0:
             idle = []
@@ -465,35 +450,30 @@ class AdapterStore:
         self.n_users[name] -= 1
 
     def prefetch(self, waiting, n=8):
-        """Load adapters of the next requests while others run, as far as pages are free [S-LoRA
-        §5.2]."""
+        """Load the next requests' adapters into free pages, while others run [S-LoRA §5.2]."""
         for request in waiting[:n]:
             name = request.adapter
             if name not in self.loaded and 0 < self.n_page[name] <= len(self.pool.free):
                 self.load(name)
 
 def size_pool(model, draft, n_page, max_batch):
-    """Returns (n_page, max_batch), filling in zeros: B = floor((M_G - M_S) / (L m_kv)) [SARATHI
-    §4.3]. A draft model's cache has as many pages as the target's [SmartSpec §6]."""
+    """Returns (n_page, max_batch) without zeros: B = floor((M_G - M_S) / (L m_kv)) [SARATHI §4.3].
+    A draft model's cache has as many pages as the target's [SmartSpec §6]."""
     check_range("n_page", n_page, 0)
     check_range("max_batch", max_batch, 0)
     L = model.config.block_size
     if not n_page:
-        free = model.memory if isinstance(model, CostModel) else free_memory(model.device)
-        page = model.config.page_bytes(model.dtype.itemsize)
-        if isinstance(draft, (GPT, CostModel)):
-            page += draft.config.page_bytes(draft.dtype.itemsize)
-        if isinstance(draft, CostModel):
-            free -= draft.n_bytes
+        models = [m for m in (model, draft) if isinstance(m, (GPT, CostModel))]
+        page = sum(m.config.page_bytes(m.dtype.itemsize) for m in models)
+        if isinstance(model, CostModel):
+            free = model.memory - sum(m.n_bytes for m in models[1:])
+        elif model.device.type == "cuda":
+            free = 0.9 * torch.cuda.mem_get_info(model.device)[0]
+        else:  # a quarter of the computer's memory
+            free = 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         n_page = min(int(free // page), (max_batch or 256) * L)
     check_range("pages that fit the memory", n_page, 1)
     return n_page, max_batch or max(1, n_page // L)
-
-def free_memory(device):
-    """Bytes for a cache: most of what a GPU has left, a quarter of a computer's memory."""
-    if device.type == "cuda":
-        return 0.9 * torch.cuda.mem_get_info(device)[0]
-    return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 # -----------------------------------------------------------------------------
 # schedulers: how many tokens of which request are fed next
@@ -546,61 +526,56 @@ class SarathiServe(Scheduler):
         return decodes + prefill_chunks(prefills, self.chunk - len(decodes))
 
 class Autopilot(Scheduler):
-    """Chooses each iteration's chunk by one price: the most work per second, where prompt tokens
-    and decoded tokens count what they cost alone, at best. The policy goodput does the same for the
-    number of drafts [SARATHI §6, SmartSpec §4.1]."""
+    """Takes the chunk with the most work per second, where prompt tokens and decoded tokens count
+    what they cost alone, at best. Goodput does so for drafts [SARATHI §6, SmartSpec §4.1]."""
     priced = True
 
     def start(self, engine):
         super().start(engine)
         tile = engine.cost.tile
-        sizes = {2**i for i in range(4, 13)} | {tile * i for i in (1, 2, 3, 4, 6)}
-        self.sizes = sorted(n for n in sizes if n % tile == 0)  # of batches, in tokens
+        sizes = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
+        self.sizes = [n for n in sizes if n % tile == 0]  # of batches, in tokens
         # seconds per prompt token, at best
         self.prefill_price = min(engine.cost.time_of([(0, n, 0, 0)]) / n for n in self.sizes)
 
     def plan(self, running, waiting):
         cost = self.engine.cost
         decodes, prefills = decodes_and_prefills(running, waiting)
+        if not prefills:
+            return decodes
         stats = cost.stats(entries_of(decodes, self.engine))
         if self.engine.speculator:  # as many drafts as in the last iteration
             stats = stats.with_drafts(self.engine.speculator.n_last)
         alone = cost.seconds(stats) if decodes else 0.0
         limit = max(alone, self.time_limit(decodes, alone))
         # every prompt becomes a decode; the same seconds could then serve all of them
-        decode_work = alone * len(decodes) / max(1, len(decodes) + len(prefills))
-
-        def work_rate(chunk):
-            chunks = entries_of(prefill_chunks(prefills, chunk), self.engine)
-            seconds = cost.seconds(cost.stats(chunks, stats))
-            return (chunk * self.prefill_price + decode_work) / seconds if seconds <= limit else 0.0
-
+        decode_work = alone * len(decodes) / (len(decodes) + len(prefills))
         ends = list(accumulate(request.n_todo for request in prefills))
-        if not ends:
-            return decodes
         sizes = ends  # whole prompts: the rest of a prompt would get an iteration of its own
         if decodes:
             sizes = [n - stats.n_tokens for n in self.sizes]
             sizes = [0] + [n for n in sizes if 0 < n <= ends[-1]] + ends
-        rates = [work_rate(n) for n in sizes]
+        rates = []
+        for n in sizes:
+            chunks = entries_of(prefill_chunks(prefills, n), self.engine)
+            seconds = cost.seconds(cost.stats(chunks, stats))
+            work = n * self.prefill_price + decode_work
+            rates.append(work / seconds if seconds <= limit else 0.0)
         # of the chunks that are nearly the best: the one nearest to the end of the first prompt
         good = [n for n, rate in zip(sizes, rates) if rate > 0.97 * max(rates)]
         return decodes + prefill_chunks(prefills, min(good, key=lambda n: abs(n - ends[0])))
 
     def time_limit(self, decodes, seconds_per_token):
-        """The longest iteration that keeps requests within the TPOT target, averaged over their
-        output. A request ahead of the target leaves time for prompts. A request that cannot meet it
-        any more is ignored."""
-        limit = math.inf
-        started = [request for request, _ in decodes if request.output]
-        for request in started if self.engine.tpot else []:
-            elapsed = self.engine.clock.now() - request.times[0]
-            n_left = request.max_new_tokens - len(request.output)
-            allowed = self.engine.tpot * (request.max_new_tokens - 1)
-            slack = allowed - elapsed - n_left * seconds_per_token
-            if slack >= 0:
-                limit = min(limit, seconds_per_token + slack / 2)
-        return limit
+        """The longest iteration that keeps requests within their TPOT target. Those ahead of it
+        leave time for prompts; those that cannot meet it any more are ignored."""
+        slacks = [math.inf]
+        for request, _ in decodes if self.engine.tpot else ():
+            if request.output:
+                elapsed = self.engine.clock.now() - request.times[0]
+                n_left = request.max_new_tokens - len(request.output)
+                allowed = self.engine.tpot * (request.max_new_tokens - 1)
+                slacks.append(allowed - elapsed - n_left * seconds_per_token)
+        return seconds_per_token + min(slack for slack in slacks if slack >= 0) / 2
 
 def decodes_and_prefills(running, waiting):
     """Returns the decodes as entries of a plan, and the requests with a prompt to feed."""
@@ -707,9 +682,9 @@ class Policy:
         raise NotImplementedError
 
 class Fixed(Policy):
-    """The same drafts for all requests and steps: (1, 1, 1) are three, (3, 2, 2) is a tree."""
-    def __init__(self, tree):
-        self.trees = [tree]
+    """The same drafts for all requests and steps: Fixed(3) is three, Fixed(3, 2, 2) a tree."""
+    def __init__(self, *tree):
+        self.trees = [tree if len(tree) > 1 else (1,) * tree[0]]
 
     def lengths(self, requests, limits, alpha, price):
         return [self.trees[0][:limit] for limit in limits]
@@ -758,12 +733,12 @@ class GoodputRequest(Goodput):
         worth = []
         for i, (request, limit) in enumerate(zip(requests, limits)):
             worth += [(request.acceptance ** j, j, i) for j in range(1, limit + 1)]
-        worth.sort(reverse=True)
-        tokens = np.cumsum([len(limits)] + [value for value, _, _ in worth])
-        steps = np.maximum.accumulate([0] + [j for _, j, _ in worth])
+        values, levels, owners = zip((len(limits), 0, 0), *sorted(worth, reverse=True))
+        tokens = np.cumsum(values)
+        steps = np.maximum.accumulate(levels)
         numbers = np.linspace(0, len(worth), 17).astype(int).tolist()
         best = max(numbers, key=lambda n: tokens[n] / price(n, int(steps[n])))
-        chosen = Counter(i for _, _, i in worth[:best])
+        chosen = Counter(owners[1:best + 1])
         return [(1,) * chosen[i] for i in range(len(limits))]
 
 class Confidence(Goodput):
@@ -782,10 +757,8 @@ POLICIES = {"goodput": Goodput, "goodput_global": GoodputGlobal, "goodput_reques
             "goodput_tree": GoodputTree, "confidence": Confidence, "oracle": Oracle}
 
 class Proposer:
-    """Where drafts come from. Subclass it and write draft(). By itself it stands in the simulator
-    for lookup and for Medusa's heads."""
+    """Where drafts come from. Subclass it and write draft(). By itself: lookup, simulated."""
     threshold = 0.0  # the policy's
-    excluded = ()  # requests that never get drafts
 
     def draft(self, request, k):
         """Up to k tokens that may follow the request's known ones."""
@@ -812,20 +785,17 @@ class Ngram(Proposer):
         for n in (3, 2, 1):
             at = text.rfind(text[-n:], 0, -1)
             if at >= 0:
-                following = text[at + n:]
-                return [ord(following[i % len(following)]) for i in range(k)]
+                following = text[at + n:at + n + k] * k
+                return list(map(ord, following[:k]))
         return []
 
 class DraftModel(Proposer):
-    """A smaller model, on the same page tables with a cache of its own [SmartSpec §6]. The cache
-    follows the target's: it is fed the same prompt chunks in the same iterations. If decodes rarely
-    get drafts, new requests are not drafted for, and the draft model is spared their prompts
-    [SmartSpec §5]."""
+    """A smaller model with the same page tables and a cache of its own, which is fed the same
+    chunks [SmartSpec §6]. If decodes rarely get drafts, it leaves new requests out [§5]."""
     def __init__(self, runner, cost):
         self.runner = runner
         self.cost = cost
         self.idle = 0.0  # share of recent steps without drafts
-        self.excluded = WeakSet()
 
     def propose(self, plan, lengths):
         if lengths:
@@ -833,11 +803,11 @@ class DraftModel(Proposer):
         spans = []
         for request, n in plan:
             if request.n_past == 0 and self.idle > 0.7:
-                self.excluded.add(request)
+                request.drafted = False
             k = lengths.get(request, 0)
             # a decode without drafts is fed later, with its next drafts. Usually one token is new
             # to the draft model, two if all drafts were accepted.
-            if request not in self.excluded and (request.n_todo > 1 or k):
+            if request.drafted and (request.n_todo > 1 or k):
                 end = request.n_past + n
                 tokens = request.tokens(request.n_draft_past, end)
                 spans.append(Span(request, request.n_draft_past, tokens, min(k, 1)))
@@ -857,11 +827,12 @@ class DraftModel(Proposer):
 
 def make_policy(spec):
     """A Policy from "off" (None), a number, a tree like "3,2,2", a name or an object."""
-    if isinstance(spec, Policy) or spec == "off":
-        return None if spec == "off" else spec
+    if spec == "off":
+        return None
+    if isinstance(spec, Policy):
+        return spec
     if str(spec).replace(",", "").isdecimal():
-        numbers = [check_range("spec", int(n), 1) for n in str(spec).split(",")]
-        return Fixed(tuple(numbers) if len(numbers) > 1 else (1,) * numbers[0])
+        return Fixed(*[check_range("spec", int(n), 1) for n in str(spec).split(",")])
     return POLICIES[check_choice("spec", spec, [*POLICIES, "off", "1", "2"])]()
 
 def make_proposer(draft, engine, priced):
@@ -882,7 +853,7 @@ class Speculator:
     def __init__(self, engine, draft, policy):
         if engine.alpha == 0 and (engine.simulated or policy.knows):
             raise ValueError("alpha = 0: a simulator and an oracle need a forced acceptance rate")
-        if not engine.simulated and max(map(max, filter(None, policy.trees))) > 1:
+        if not engine.simulated and max(sum(policy.trees, ())) > 1:
             raise ValueError(f"spec = {policy.trees}: trees of drafts are for the simulator")
         self.engine = engine
         self.policy = policy
@@ -914,17 +885,16 @@ class Speculator:
         limits = [self.limit(request) for request in decodes]
         trees = self.policy.lengths(decodes, limits, self.acceptance, price)
         lengths = {}
+        reserved = self.engine.alloc == "reserve"
         for request, request.tree in zip(decodes, trees):
             k = tree_size(request.tree)
-            grown = self.engine.alloc == "grow"
-            if grown and not self.engine.pool.reserve(request, request.n_tokens + k):
-                k = 0
-            lengths[request] = k
+            room = reserved or self.engine.pool.reserve(request, request.n_tokens + k)
+            lengths[request] = k if room else 0
         return lengths
 
     def limit(self, request):
         """The most levels of drafts that a decode can use."""
-        if request in self.proposer.excluded:
+        if not request.drafted:
             return 0
         limit = min(max(map(len, self.policy.trees)), request.max_len - request.n_tokens - 1)
         if self.policy.knows:
@@ -944,7 +914,7 @@ class Speculator:
 
 @dataclass
 class IterationStats:
-    """What the time of an iteration depends on."""
+    """All that the time of an iteration depends on: the features of a Profile."""
     n_tokens: int = 0  # through the linear operators
     n_logits: int = 0  # rows that need the output head
     decodes: int = 0  # requests with at most FEW_ROWS rows
@@ -983,14 +953,14 @@ class IterationStats:
                        lora_pairs=self.lora_pairs + n * self.lora_read / d)
 
 def entries_of(plan, engine):
-    """What IterationStats.add takes, for each request of a plan: (n_past, rows, rows with logits,
-    adapter weights)."""
+    """A plan as Iteration.entries."""
     entries = []
     for request, n in plan:
         n_draft = len(request.drafts)
         n_logits = 1 + n_draft if n == request.n_todo else 0
         adapter = engine.adapters.known.get(request.adapter)
-        entries.append((request.n_past, n + n_draft, n_logits, adapter.n_params if adapter else 0))
+        n_weight = adapter.n_params if adapter else 0
+        entries.append((request.id, request.n_past, n + n_draft, n_logits, n_weight))
     return entries
 
 class GPU(NamedTuple):
@@ -1003,7 +973,6 @@ class GPU(NamedTuple):
 GPUS = {
     "a10g": GPU(70e12, 600e9, 24, 32e9),
     "a6000": GPU(154.8e12, 768e9, 48, 56e9),
-    "a40": GPU(149.7e12, 696e9, 48, 56e9),
     "a100-40": GPU(312e12, 1555e9, 40, 300e9),
     "a100": GPU(312e12, 2039e9, 80, 300e9),
     "h100": GPU(989e12, 3350e9, 80, 450e9),
@@ -1060,13 +1029,19 @@ class CostModel:
     system = SYSTEMS["sarathi"]
     tile = 1
 
-    def __init__(self, config, dtype, name):
+    def __init__(self, config, dtype):
         self.config = config
         self.dtype = dtype
-        self.name = name
         self.n_bytes = config.n_params * dtype.itemsize
         self.page_bytes = config.page_bytes(dtype.itemsize)
         self.n_weights = {op: config.n_layer * math.prod(w) for op, w in config.widths.items()}
+
+    @staticmethod
+    def profile(model):
+        """The costs of a model on this machine, measured once, in about 15 seconds."""
+        if model not in PROFILES:
+            PROFILES[model] = Profile(model)
+        return PROFILES[model]
 
     def time(self, n_tokens, n_context=0):
         """Seconds of an iteration of n_tokens, with decodes that read n_context cached tokens."""
@@ -1079,14 +1054,15 @@ class CostModel:
         return self.split(IterationStats(n_tokens, 1, int(n_context > 0), n_context))
 
     def stats(self, entries, others=IterationStats()):
-        """Stats of an iteration. entries: as from entries_of. others: of its other requests."""
-        stats = copy.copy(others)
+        """Stats of an iteration. entries: as Iteration.entries, with or without the id. others:
+        stats of its other requests."""
+        stats = replace(others)
         for entry in entries:
-            stats.add(*entry, self.tile)
+            stats.add(*entry[-4:], self.tile)
         return stats
 
     def time_of(self, entries, lora="batched"):
-        """Seconds of an iteration. entries: (n_past, rows, rows with logits, adapter weights)."""
+        """Seconds of an iteration with these entries."""
         return self.seconds(self.stats(entries), lora)
 
     def seconds(self, stats, lora="batched"):
@@ -1101,9 +1077,7 @@ class CostModel:
         linear, attention, others, adapters = self.parts(stats, lora)
         linear /= sum(self.n_weights.values())
         seconds = {op: linear * n for op, n in self.n_weights.items()}
-        seconds |= dict(attn=attention, others=others, lora=0.0)
-        if stats.adapted and lora != "merge":
-            seconds["lora"] = adapters
+        seconds |= dict(attn=attention, others=others, lora=adapters if lora != "merge" else 0.0)
         host = self.config.n_layer * self.system.layer
         if not self.system.eager:
             host = max(0.0, host - sum(seconds.values()))
@@ -1111,14 +1085,13 @@ class CostModel:
         return seconds
 
     def load(self, n_params, resize):
-        """(seconds of the host, seconds of the link) to copy an adapter in. resize: the adapters
-        have a pool of their own."""
+        """Seconds of (host, link) to load an adapter. resize: into a pool for adapters alone."""
         host = self.config.n_layer * (self.system.load + self.system.resize * resize)
         return host, n_params * self.dtype.itemsize / (LINK * PCIE)
 
     def merge(self):
-        """Seconds to swap the merged adapter: W - A1 B1 + A2 B2 on q, k, v and o, where each of the
-        two steps reads W and the product, and writes both."""
+        """Seconds to swap the merged adapter, W - A1 B1 + A2 B2 of q, k, v and o: each of the two
+        steps reads and writes W and the product."""
         n = self.n_weights["preproj"] + self.n_weights["postproj"]
         return 2 * 4 * n * self.dtype.itemsize / self.bandwidth
 
@@ -1128,20 +1101,19 @@ class Roofline(CostModel):
     system: a name in SYSTEMS. KeyError for an unknown name."""
     tile = TILE
 
-    def __init__(self, config, gpu, tp=1, nodes=1, system="sarathi", delay=LINK_DELAY):
+    def __init__(self, config, gpu, tp=1, nodes=1, system="sarathi"):
         config.shard_of(0, check_range("tp", tp, 1))  # ValueError if tp does not divide the heads
         sheet = GPUS[check_choice("hardware", gpu, GPUS)]
-        super().__init__(config, torch.bfloat16, f"{tp * nodes} x {gpu}" if tp * nodes > 1 else gpu)
+        super().__init__(config, torch.bfloat16)
         self.system = SYSTEMS[check_choice("system", system, SYSTEMS)]
         self.tp = tp
-        self.delay = delay
         self.exchanges = True  # x A of adapters is sent; False shows its cost [S-LoRA Fig. 8]
         self.link = LINK * sheet.link
         self.flops = tp * sheet.flops
         self.read = tp * sheet.bandwidth
         self.bandwidth = GEMM_BANDWIDTH * self.read
         self.memory = USABLE * tp * nodes * sheet.memory * 2**30 - self.n_bytes  # for the cache
-        check_range(f"free GB of {self.name} beside the weights", self.memory / 1e9, 0)
+        check_range(f"free GB of {tp * nodes} x {gpu} beside the weights", self.memory / 1e9, 0)
 
     def parts(self, stats, lora):
         adapters = self.lora(stats, lora) if stats.adapted else 0.0
@@ -1177,8 +1149,7 @@ class Roofline(CostModel):
         return passes / self.bandwidth + head
 
     def lora(self, s, way):
-        """x A B: decodes are bound by the weights they read (MBGMV), chunks by multiplying
-        (MBGMM)."""
+        """x A B: decodes are bound by reading (MBGMV), chunks by multiplying (MBGMM)."""
         multiply = 2 * s.lora_pairs / (CHUNK_FLOPS * self.flops)
         read = s.lora_read * self.dtype.itemsize / (LORA_BANDWIDTH * self.read)
         calls = ATTENTION_CALL * ((s.chunks > 0) + (s.decodes > 0))
@@ -1196,7 +1167,7 @@ class Roofline(CostModel):
 
     def message(self, numbers):
         """Seconds to send so many numbers in every layer."""
-        return self.config.n_layer * (numbers * self.dtype.itemsize / self.link + self.delay)
+        return self.config.n_layer * (numbers * self.dtype.itemsize / self.link + LINK_DELAY)
 
     def send(self, n):
         """Seconds to send n tokens to the next stage of a pipeline, in the next node."""
@@ -1204,81 +1175,74 @@ class Roofline(CostModel):
         return n_bytes / (LINK * INFINIBAND) + LINK_DELAY
 
 class Profile(CostModel):
-    """Least squares over random iterations of a real model on this machine. error: the median
-    relative error on iterations that the fit did not see."""
-    def __init__(self, model, n=120, n_round=4):
-        super().__init__(model.config, model.dtype, str(model.device))
-        rounds = [random_iterations(model, n) for _ in range(n_round)]  # the first one warms up
-        seconds = np.median([[i.end - i.start for i in record] for record in rounds[1:]], 0)
-        stats = [self.stats([entry[1:] for entry in i.entries]) for i in rounds[0]]
+    """Least squares over random iterations of a model on this machine. error: the median relative
+    error on iterations that the fit did not see."""
+    def __init__(self, model, n=120, n_round=3):
+        super().__init__(model.config, model.dtype)
+        if model.world.size > 1:
+            raise ValueError("with tensor parallelism, give the policies' prices: cost=...")
+        L = min(model.config.block_size, 1024)
+        engine = Engine(model, max_batch=17, n_page=20 * L)
+        engine.add_adapter(8, 8)
+        engine.add_adapter(64, 64)
+        rng = np.random.default_rng(0)
+        plans = [random_plan(rng, L, adapted=i > n // 4) for i in range(n)]
+        bar = tqdm(plans * n_round, "profile of this machine", leave=False, delay=3)
+        rounds = np.array([time_plan(engine, plan) for plan in bar]).reshape(n_round, n)
+        seconds = np.median(rounds, 0)
+        stats = [self.stats(entries_of(plan, engine)) for plan in plans]
         relative = np.array([self.features(s) for s in stats]) / seconds[:, None]
         tested = np.arange(n) % 6 == 5
         self.coefficients = least_squares(relative[~tested])
         self.error = float(np.median(np.abs(relative[tested] @ self.coefficients - 1)))
         self.bandwidth = self.n_bytes / max(self.coefficients[0], 1e-9)
 
-    def features(self, s):
-        return (1, s.n_tokens,  # linear
-                s.context, s.context_again, s.decodes, s.pairs, s.chunk_context,  # attention
-                s.n_logits,  # others
-                s.adapted, s.lora_read, s.lora_pairs)  # adapters
+    def features(self, stats):
+        return 1, *vars(stats).values()
 
     def parts(self, stats, lora):
         seconds = list(map(mul, self.coefficients, self.features(stats)))
-        return sum(seconds[:2]), sum(seconds[2:7]), seconds[7], sum(seconds[8:])
+        return sum(seconds[:2]), sum(seconds[3:9]), seconds[2], sum(seconds[9:])
 
-class RandomPlans(Sarathi):
-    """For a profile: random parts of Sarathi's plans, with random chunks and numbers of drafts."""
-    def start(self, engine):
-        self.engine = engine
-        self.rng = np.random.default_rng(0)
+def random_plan(rng, L, adapted):
+    """The plan of a random iteration: decodes that all have as many drafts, a chunk, or both."""
+    k = rng.choice((0, 0, 0, 1, 3, 7))
+    decodes = [1] * rng.integers(17)
+    chunk = min(int(2 ** rng.uniform(4, 9)), L // 2)
+    plan = []
+    for n in decodes + [chunk] * (rng.random() < 0.5 or not decodes):
+        n_past = int(2 ** rng.uniform(2, math.log2(L - n - 8)))
+        adapter = rng.choice((None, 8, 64)) if adapted else None
+        request = Request([1] * (n_past + n), 8, adapter, n_past=n_past)
+        request.drafts = [1] * k if n == 1 else []
+        plan.append((request, n))
+    return plan
 
-    def plan(self, running, waiting):
-        rng = self.rng
-        self.engine.speculator.policy = Fixed((1,) * rng.choice((0, 0, 0, 1, 3, 7)))
-        self.chunk = int(2 ** rng.uniform(4, 9))
-        plan = super().plan(running, waiting)
-        share = rng.random()
-        return [entry for entry in plan if rng.random() < share] or plan[-1:]
-
-def random_iterations(model, n):
-    """A record of n iterations on the model, the same ones in each call."""
-    L = min(model.config.block_size, 1024)
-    record = []
-    engine = Engine(model, RandomPlans(), max_batch=16, n_page=20 * L, draft=Proposer(), spec=7,
-                    alpha=0.5, record=record)
-    engine.add_adapter(8, 8)
-    engine.add_adapter(64, 64)
-    rng = np.random.default_rng(0)
-    for i in range(n):
-        adapter = rng.choice((None, 8, 64)) if i > n // 6 else None
-        engine.add(Request([1] * int(2 ** rng.uniform(3, math.log2(L - 32))), 32, adapter))
-    for _ in tqdm(range(n), "profile of this machine", leave=False, delay=3):
-        engine.step()
-    return record
+def time_plan(engine, plan):
+    """Seconds of an iteration with requests that were never added, run twice: a server's caches
+    are warm as well."""
+    for request, _ in plan:
+        engine.pool.reserve(request, request.max_len)
+        engine.adapters.acquire(request.adapter)
+    engine.runner.run(plan)
+    start = time.perf_counter()
+    engine.runner.run(plan)
+    seconds = time.perf_counter() - start
+    for request, _ in plan:
+        engine.pool.release(request)
+        engine.adapters.release(request.adapter)
+    return seconds
 
 def least_squares(A):
-    """min |A x - 1| with x >= 0: as long as a coefficient is negative, the lowest one is left
-    out."""
-    scale = np.abs(A).max(0) + 1e-30
-    keep = np.arange(A.shape[1])
-    while True:
-        x = np.zeros(A.shape[1])
-        x[keep] = np.linalg.lstsq(A[:, keep] / scale[keep], np.ones(len(A)), rcond=None)[0]
-        if x.min() >= 0:
-            return (x / scale).tolist()
-        keep = keep[keep != x.argmin()]
+    """min |A x - 1| with x >= 0, by coordinate descent."""
+    x = np.zeros(A.shape[1])
+    for j in list(range(len(x))) * 2000:
+        column = A[:, j]
+        x[j] = max(0.0, x[j] + column @ (1 - A @ x) / (column @ column + 1e-30))
+    return x.tolist()
 
 PROFILES = WeakKeyDictionary()  # model -> Profile
-
-def profile(model):
-    """The cost model of a model on this machine, measured once, in about 15 seconds."""
-    if model not in PROFILES:
-        PROFILES[model] = Profile(model)
-    return PROFILES[model]
-
 CostModel.roofline = Roofline
-CostModel.profile = staticmethod(profile)
 
 # -----------------------------------------------------------------------------
 # runners: carry out a plan on a model, or on a clock
@@ -1326,7 +1290,7 @@ class ModelRunner:
         pools = {engine.pool, engine.adapters.pool}
         self.n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
         self.kv = model.new_cache(self.n_page + 1)  # the last page is for padding rows
-        recording = model.device.type == "cuda" and engine.lora != "merge"
+        recording = self.kv.is_cuda and engine.lora != "merge" and model.world.size == 1
         self.graphs = CudaGraphs(self) if recording else None
 
     def run(self, plan):
@@ -1342,10 +1306,8 @@ class ModelRunner:
             return self.verify_greedy(asking, logits)
         return self.verify_sampled(asking, logits)
 
-    @torch.inference_mode()
     def forward(self, spans):
-        """One iteration of the model. Sorts spans: requests with few rows first. Returns logits (M,
-        V) of the wanted rows, span after span."""
+        """One iteration of the model. Sorts spans. Returns logits (M, V), span after span."""
         if self.engine.lora == "merge" and spans[0].request.adapter != self.merged:
             self.merged = spans[0].request.adapter
             self.tell("merge", self.merged)
@@ -1353,11 +1315,10 @@ class ModelRunner:
         return self.tell("compute", self.pack(spans))
 
     def compute(self, batch):
-        rank = self.model.world.rank
-        for op in {"postproj", "ffn_ln2"} & batch.adapters.keys() if rank else ():
+        for op in batch.adapters.keys() & ROW_PARALLEL:
             # the sites hold rank 0's columns; shift them to this rank's [S-LoRA §6]
             sites = batch.adapters[op].sites
-            sites[:, 2] += rank * sites[:, 3]
+            sites[:, 2] += self.model.world.rank * sites[:, 3]
         if self.graphs and self.graphs.fits(batch):
             return self.graphs.replay(batch)
         return self.model.forward(batch.to(self.model.device), self.kv)
@@ -1366,61 +1327,59 @@ class ModelRunner:
         """Spans as one flat Batch, on the host."""
         tokens = []
         positions = []
-        pages = []
-        rows = []  # as Batch.spans
-        tables = []
         logit_rows = []
-        n_entry = 0
+        rows = []  # as Batch.spans
+        pages = array("i")
+        table = array("i")
         for request, n_past, new, n_logits in spans:
             end = n_past + len(new)
-            table = self.engine.pool.tables[request][:end]
-            rows.append((len(tokens), len(new), n_past, n_entry))
+            own = self.engine.pool.tables[request][:end]
+            rows.append((len(tokens), len(new), n_past, len(table)))
             tokens += new
             positions += range(n_past, end)
-            pages += table[n_past:]
-            tables.append(table)
             logit_rows += range(len(tokens) - n_logits, len(tokens))
-            n_entry += end
-        few = [n for _, n, _, _ in rows if n <= FEW_ROWS]
+            pages += own[n_past:]
+            table += own
         return Batch(tokens=torch.tensor(tokens), positions=torch.tensor(positions),
-                     pages=torch.tensor(pages, dtype=torch.int32),
+                     pages=torch.frombuffer(pages, dtype=torch.int32),
                      spans=torch.tensor(rows, dtype=torch.int32),
-                     table=torch.from_numpy(np.concatenate(tables)),
-                     logit_rows=torch.tensor(logit_rows, dtype=torch.int64), n_few=len(few),
-                     max_few=max(few, default=0),
-                     max_chunk=max([n for _, n, _, _ in rows[len(few):]], default=0),
-                     max_context=max(map(len, tables)), adapters=self.pack_adapters(spans, rows))
+                     table=torch.frombuffer(table, dtype=torch.int32),
+                     logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+                     max_context=max(n_past + n for _, n, n_past, _ in rows),
+                     adapters=self.pack_adapters(spans, rows),
+                     **row_counts([n for _, n, _, _ in rows]))
 
     def pack_adapters(self, spans, rows):
         """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]."""
         store = self.engine.adapters
-        adapted = [i for i, span in enumerate(spans) if span.request.adapter is not None]
+        adapted = [(span.request.adapter, row) for span, row in zip(spans, rows)
+                   if span.request.adapter is not None]
         if not adapted or self.engine.lora == "merge" or self.model is not self.engine.model:
             return {}
-        names = [spans[i].request.adapter for i in adapted]
-        tables = {name: store.pool.tables[name] for name in names}
-        first_entry = dict(zip(tables, np.cumsum([0, *map(len, tables.values())])))
-        table = torch.from_numpy(np.concatenate(list(tables.values())))
+        table = array("i")
+        first = {}  # adapter -> its first entry in table
+        places = []  # of adapted requests: first row, rows, first entry
+        for name, row in adapted:
+            if name not in first:
+                first[name] = len(table)
+                table += store.pool.tables[name]
+            places.append((row[0], row[1], first[name]))
+        table = torch.frombuffer(table, dtype=torch.int32)
         packed = {}
-        # columns of Sites.sites: 0 first row, 1 rows, 4 rank of A, 7 first entry in table
         for op, operator in self.model.config.operators.items():
-            parts = [store.known[name].sites.get(op, NO_SITES) for name in names]
+            parts = [store.known[name].sites[op] for name, _ in adapted]
             sites = np.concatenate(parts)
             if len(sites):
-                counts = [len(part) for part in parts]
-                sites[:, 0:2] = np.repeat([rows[i][:2] for i in adapted], counts, 0)
-                sites[:, 7] += np.repeat([first_entry[name] for name in names], counts)
-                n = sites[:, 1]
-                few = n <= FEW_ROWS
-                packed[op] = Sites(sites=torch.from_numpy(sites), table=table, n_few=int(few.sum()),
-                                   max_few=int((n * few).max()), max_chunk=int((n * ~few).max()),
-                                   max_rank=round_up(int(sites[:, 4].max()), 16),
-                                   n_module=len(operator.modules), way=self.engine.lora)
+                sites[:, [0, 1, 7]] += np.repeat(places, list(map(len, parts)), 0)
+                max_rank = round_up(int(sites[:, 4].max()), 16)
+                packed[op] = Sites(sites=torch.from_numpy(sites), table=table, max_rank=max_rank,
+                                   n_module=len(operator.modules), way=self.engine.lora,
+                                   **row_counts(sites[:, 1]))
         return packed
 
     def verify_greedy(self, asking, logits):
         """Accept the drafts that equal the argmax; or, with a forced alpha, as many as it says."""
-        best = logits.max(-1).indices.tolist() if asking else []
+        best = logits.max(-1).indices.tolist()
         new_tokens = {}
         for request in asking:
             drafts = request.drafts
@@ -1435,48 +1394,42 @@ class ModelRunner:
 
     def verify_sampled(self, asking, logits):
         """Rejection sampling: the output is distributed as without drafts [SmartSpec §2]."""
-        n_drafts = torch.tensor([len(request.drafts) for request in asking])
+        p = self.distributions([r for r in asking for _ in range(1 + len(r.drafts))], logits)
+        q = [row for request in asking for row in request.draft_probs]
+        q = torch.cat(q) if q else None  # None: drafts are deterministic
         drafts = torch.tensor([d for request in asking for d in request.drafts], dtype=torch.int64)
-        p = self.distributions(asking, n_drafts + 1, logits)
-        q = [request.draft_probs for request in asking if request.drafts]
-        # draft() gives all requests distributions, or none: then drafts are deterministic
-        q = torch.cat(q) if q and q[0] is not None else None
-        u = torch.rand(len(drafts) + len(asking), generator=self.generator).to(p.device)
+        n_drafts = torch.tensor([len(request.drafts) for request in asking])
+        u = self.uniform(len(p))
         n_accepted, tokens = verify(p, q, drafts.to(p.device), n_drafts.to(p.device), u)
-        new_tokens = {}
-        for request, n, token in zip(asking, n_accepted.tolist(), tokens.tolist()):
-            new_tokens[request] = request.drafts[:n] + [token]
-        return new_tokens
+        ends = zip(asking, n_accepted.tolist(), tokens.tolist())
+        return {request: request.drafts[:n] + [token] for request, n, token in ends}
 
-    def distributions(self, requests, n_rows, logits):
-        """What requests sample from, (M, V): n_rows[i] rows of logits for request i."""
+    def distributions(self, requests, logits):
+        """The distributions (M, V) that rows of logits are sampled from. requests: of each row."""
         settings = torch.tensor([(r.temperature, r.top_k, r.top_p) for r in requests])
-        settings = settings.repeat_interleave(n_rows, 0).to(logits.device)  # (M, 3)
-        temperature, top_k, top_p = settings.unbind(1)
+        temperature, top_k, top_p = settings.to(logits.device).unbind(1)
         return probabilities(logits, temperature, top_k.long(), top_p)
 
+    def uniform(self, n):
+        return torch.rand(n, generator=self.generator).to(self.model.device)
+
     def draft(self, spans, threshold):
-        """As a draft model: a draft for every span with a logit row. Returns [(request, token,
-        whether its probability is above threshold)]."""
+        """A draft for every span with a logit row: [(request, token, is it above threshold)]."""
         logits = self.forward(spans)
         requests = [span.request for span in spans if span.n_logits]
-        if not requests:
-            return []
         tokens = logits.max(-1).indices
-        greedy = all(r.temperature == 0 and r.draft_probs is None for r in requests)
+        # if one request samples, all of them have distributions
+        greedy = all(r.temperature == 0 and not r.draft_probs for r in requests)
         if not self.engine.alpha and not greedy:
-            q = self.distributions(requests, torch.ones(len(requests), dtype=torch.int64), logits)
-            tokens = sample(q, torch.rand(len(q), generator=self.generator).to(q.device))
+            q = self.distributions(requests, logits)
+            tokens = sample(q, self.uniform(len(q)))
             for request, row in zip(requests, q.split(1)):
-                earlier = [] if request.draft_probs is None else [request.draft_probs]
-                request.draft_probs = torch.cat([*earlier, row])
+                request.draft_probs.append(row)
         sure = [True] * len(requests)
         if threshold:
             probability = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0]
             sure = (probability > threshold).tolist()
         return list(zip(requests, tokens.tolist(), sure))
-
-    # adapters
 
     def read_adapter(self, source):
         """An Adapter from a PEFT folder or from a rank (random weights)."""
@@ -1486,8 +1439,7 @@ class ModelRunner:
         return Adapter.from_pretrained(source, self.model.config, self.model.dtype)
 
     def copy_adapter(self, name, pages):
-        """Copy an adapter to its pages; on a GPU beside the iterations [S-LoRA §5.2]. Returns a
-        function that waits for the copy."""
+        """Start to copy an adapter to its pages. Returns a function that waits for the copy."""
         if not self.kv.is_cuda:
             self.tell("write", name, pages)
             return lambda: None
@@ -1505,8 +1457,6 @@ class ModelRunner:
         """Merge-and-swap baseline: this adapter, and no other, in the weights [S-LoRA §7]."""
         self.model.merge(None if name is None else self.engine.adapters.known[name])
 
-    # tensor parallelism
-
     def tell(self, method, *values):
         """Call a method of this runner, and of the runners of all other ranks."""
         self.model.world.broadcast((method, values))
@@ -1514,22 +1464,23 @@ class ModelRunner:
 
     def follow(self):
         """The other ranks: do what rank 0 tells, until it stops."""
-        self.following = True
-        while self.following:
+        method = None
+        while method != "stop":
             method, values = self.model.world.broadcast(None)
-            with torch.inference_mode():
-                getattr(self, method)(*values)
+            getattr(self, method)(*values)
 
     def stop(self):
-        self.following = False
+        """The last call that rank 0 tells."""
 
-NO_SITES = np.zeros((0, 8), np.int32)
+def row_counts(counts):
+    """n_few, max_few and max_chunk of a Batch or of Sites. counts: rows of each span or site."""
+    n = np.array(counts)
+    few = n <= FEW_ROWS
+    return dict(n_few=int(few.sum()), max_few=int((n * few).max()), max_chunk=int((n * ~few).max()))
 
 class CudaGraphs:
-    """Recorded iterations for a GPU, replayed with one launch, so that the GPU does not wait for
-    Python. Recorded are batches of decodes alone, padded to a power of two, and batches of decodes
-    and one chunk that together have exactly scheduler.chunk tokens. Padding rows write to the
-    padding page."""
+    """Iterations that a GPU replays without waiting for Python: decodes alone, padded to a power of
+    two, and decodes beside one chunk, scheduler.chunk tokens together."""
     def __init__(self, runner):
         self.runner = runner
         self.graphs = {}  # sizes -> (graph, static batch, logits)
@@ -1559,13 +1510,13 @@ class CudaGraphs:
             N = n_few = power_of_two(N)
         context = power_of_two(max(batch.max_context, 256))
         page = self.runner.n_page
-        few = pad(batch.spans[:batch.n_few], n_few, 0)
-        return replace(batch, tokens=pad(batch.tokens, N, 0), positions=pad(batch.positions, N, 0),
+        few = pad(batch.spans[:batch.n_few], n_few)
+        return replace(batch, tokens=pad(batch.tokens, N), positions=pad(batch.positions, N),
                        pages=pad(batch.pages, N, page),
                        spans=torch.cat([few, batch.spans[batch.n_few:]]),
                        table=pad(batch.table, (n_few + n_chunk) * context, page),
-                       logit_rows=pad(batch.logit_rows, n_few + n_chunk, 0), n_few=n_few, max_few=1,
-                       max_chunk=N if n_chunk else 0, max_context=context)
+                       logit_rows=pad(batch.logit_rows, n_few + n_chunk), n_few=n_few, max_few=1,
+                       max_chunk=N * n_chunk, max_context=context)
 
     def record(self, batch):
         model = self.runner.model
@@ -1580,7 +1531,7 @@ class CudaGraphs:
 def power_of_two(n):
     return 1 << (n - 1).bit_length()
 
-def pad(x, n, value):
+def pad(x, n, value=0):
     """x (m, ...) with rows of value behind it: (n, ...)"""
     return torch.cat([x, x.new_full((n - len(x), *x.shape[1:]), value)])
 
@@ -1590,24 +1541,24 @@ class CostRunner:
     def __init__(self, engine, cost, clock=None):
         self.engine = engine
         self.cost = cost
+        self.flow = None  # a Pipeline's
         self.clock = clock or VirtualClock()
-        self.link = VirtualClock()  # when the copies from host memory are done
+        self.link_free_at = 0.0  # seconds; when the copies from host memory are done
         self.merged = None
 
     def run(self, plan):
         """Pass the time of a plan. Returns {request: its new tokens}."""
         engine = self.engine
+        start = self.clock.t
         self.clock.t += self.cost.time_of(entries_of(plan, engine), engine.lora)
         adapter = plan[0][0].adapter
         if engine.lora == "merge" and adapter != self.merged:
             self.merged = adapter
             self.clock.t += self.cost.merge()
-        new_tokens = {}
-        for request, n in plan:
-            if n == request.n_todo:
-                n_accepted = forced_acceptance(request, request.tree, engine)
-                new_tokens[request] = [0] * (1 + n_accepted)
-        return new_tokens
+        if self.flow:
+            self.clock.t = self.flow(plan, start, self.clock.t)
+        return {request: [0] * (1 + forced_acceptance(request, request.tree, engine))
+                for request, n in plan if n == request.n_todo}
 
     def draft(self, spans, threshold):
         entries = [(n_past, len(tokens), n_logits, 0) for _, n_past, tokens, n_logits in spans]
@@ -1624,18 +1575,18 @@ class CostRunner:
             n_params = store.known[name].n_params
             host, transfer = self.cost.load(n_params, store.pool is not self.engine.pool)
             self.clock.t += host
-            self.link.t = max(self.link.t, self.clock.t) + transfer
-        arrival = self.link.t
+            self.link_free_at = max(self.link_free_at, self.clock.t) + transfer
+        arrival = self.link_free_at
         return lambda: self.clock.wait_until(arrival)
 
 # -----------------------------------------------------------------------------
 # the simulated pipeline
 
 class Pipeline:
-    """Simulator: the layers of a model spread over n_stage stages, with as many micro-batches in
-    flight [SARATHI §5.3]. Every micro-batch is an engine (a lane) with its own pages and running
-    requests; all lanes share one queue. cost: a roofline of all nodes. options: of every lane;
-    max_batch and n_page must be among them.
+    """The layers of a model spread over n_stage stages, with as many micro-batches in flight
+    [SARATHI §5.3]. A micro-batch is an engine (a lane) with its own pages and running requests; all
+    lanes share one queue. cost: a roofline of all nodes. options: of a lane, with max_batch and
+    n_page.
 
     A stage that idles between two micro-batches makes a bubble [SARATHI §3.2]. PB1: their prefills
     differ in length. PB2: one has a prefill, the other none. PB3: only their contexts differ."""
@@ -1646,13 +1597,12 @@ class Pipeline:
         self.free_at = [0.0] * n_stage  # seconds at which each stage has done its micro-batches
         self.planned_at = 0.0  # the last lane's planning
         self.n_prompt = None  # prompt tokens of the last micro-batch
-        self.bubbles = {"PB1": 0.0, "PB2": 0.0, "PB3": 0.0}  # seconds, all stages
+        self.bubbles = dict.fromkeys(("PB1", "PB2", "PB3"), 0.0)  # seconds, all stages
         self.bubble_of = Counter()  # request id -> seconds
-        self.lanes = deque(Engine(cost, runner=StageRunner(self, cost), **options)
-                           for _ in range(n_stage))
+        self.lanes = deque(Engine(cost, **options) for _ in range(n_stage))
         first = self.lanes[0]
         for lane in self.lanes:
-            lane.runner.engine = lane
+            lane.runner.flow = self.flow
             lane.requests = first.requests
             lane.pending = first.pending
             lane.waiting = first.waiting
@@ -1670,12 +1620,13 @@ class Pipeline:
         lane.clock.wait_until(self.planned_at)
         return lane.step()
 
-    def flow(self, plan, seconds, t):
-        """Move a micro-batch, planned at t, through the stages, each as soon as it is free. Returns
-        when it has left the last one. seconds: of all stages together."""
+    def flow(self, plan, t, end):
+        """Move a micro-batch, planned at t, through the stages, each as soon as it is free. end: if
+        it never waited. Returns when it has left the last one."""
         self.planned_at = t
-        busy = seconds / len(self.free_at)
+        busy = (end - t) / len(self.free_at)
         send = self.lanes[0].model.send(sum(n for _, n in plan))  # keeps a stage busy as well
+        entries = entries_of(plan, self.lanes[0])
         idle = 0.0
         for stage, free_at in enumerate(self.free_at):
             start = max(t, free_at)
@@ -1683,7 +1634,6 @@ class Pipeline:
             t = start + busy + (send if stage + 1 < len(self.free_at) else 0.0)
             self.free_at[stage] = t
             if self.record is not None:
-                entries = [(r.id, r.n_past, n, n == r.n_todo, 0) for r, n in plan]
                 self.record.append(Iteration(start, t, entries, stage))
 
         # count the bubbles by kind, and for each request
@@ -1695,18 +1645,6 @@ class Pipeline:
             for request, _ in plan:
                 self.bubble_of[request.id] += idle
         return t
-
-class StageRunner(CostRunner):
-    """Runs a lane's plans through the stages of its Pipeline."""
-    def __init__(self, pipeline, cost):
-        super().__init__(None, cost)
-        self.pipeline = pipeline
-
-    def run(self, plan):
-        start = self.clock.t
-        new_tokens = super().run(plan)
-        self.clock.t = self.pipeline.flow(plan, self.clock.t - start, start)
-        return new_tokens
 
 # -----------------------------------------------------------------------------
 # command line
@@ -1731,43 +1669,43 @@ def parse_arguments():
         epilog='example: python sarathi.py --prompt "def fib(" --draft ngram --max-new-tokens 200')
     add_model_flags(parser, "tiny")
     flag = parser.add_argument
-    flag("--prompt", help="text to continue")
-    flag("--tokens", help="or the prompt as token ids: 1,2,3")
+    prompt = parser.add_mutually_exclusive_group(required=True).add_argument
+    prompt("--prompt", help="text to continue")
+    prompt("--tokens", type=token_ids, metavar="1,2,3", help="or the prompt as token ids")
     flag("--adapter", help="a PEFT folder with LoRA weights")
     flag("--draft", help="where drafts come from: ngram, draft (trained beside tiny), or a model")
-    flag("--spec", help=f"how many drafts: a number, or one of {', '.join(POLICIES)}")
+    flag("--spec", default="3", help=f"how many drafts: a number, or one of {', '.join(POLICIES)}")
     flag("--temperature", type=float, default=0.6, help="0: greedy")
     flag("--top-k", type=int, default=0, help="0: off")
     flag("--top-p", type=float, default=1.0)
     flag("--max-new-tokens", type=int, default=256)
     return parser.parse_args()
 
+def token_ids(text):
+    return [int(token) for token in text.split(",")]
+
 def make_request(args, tokenizer):
     """Returns the Request and the function that shows new tokens as text."""
-    options = {name: getattr(args, name)
-               for name in ("max_new_tokens", "adapter", "temperature", "top_k", "top_p")}
-    if args.prompt is not None:
-        if tokenizer is None:
-            raise ValueError(f"model {args.model!r} has no tokenizer: use --tokens 1,2,3")
-        request = Request(tokenizer.encode(args.prompt), stop=tokenizer.stop, **options)
-        return request, tokenizer.stream()
-    if not re.fullmatch(r"\d+(,\d+)*", args.tokens or ""):
-        raise ValueError(f"--tokens {args.tokens}: must be token ids like 1,2,3")
-    tokens = [int(token) for token in args.tokens.split(",")]
-    return Request(tokens, **options), lambda tokens: "".join(f"{token} " for token in tokens)
+    request = Request(args.tokens, args.max_new_tokens, args.adapter, args.temperature, args.top_k,
+                      args.top_p)
+    if args.tokens:
+        return request, lambda tokens: "".join(f"{token} " for token in tokens)
+    if tokenizer is None:
+        raise ValueError(f"model {args.model!r} has no tokenizer: use --tokens 1,2,3")
+    request.prompt = tokenizer.encode(args.prompt)
+    request.stop = tokenizer.stop
+    return request, tokenizer.stream()
 
 def generate_text(args):
     """Stream one request's text, or tokens, to stdout; then its figures to stderr."""
     world = World.start(args.tp, args.device)
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    model, tokenizer = load_model(args.model, dtype, str(world.device), args.seed, world)
+    model, tokenizer = load_model(args.model, args.dtype, str(world.device), args.seed, world)
     request, show = make_request(args, tokenizer)
     draft = None if world.rank else args.draft
     if draft not in (None, "ngram"):
         draft, _ = load_model(draft, model.dtype, str(model.device))
-    spec = args.spec or ("goodput" if world.size == 1 else "3")
     engine = Engine(model, args.scheduler, args.chunk, max_batch=1, seed=args.seed, draft=draft,
-                    spec=spec if draft else "off")
+                    spec=args.spec if draft else "off")
     if args.adapter:
         engine.add_adapter(args.adapter, args.adapter)
     if world.rank:
@@ -1781,9 +1719,9 @@ def generate_text(args):
     rate = len(request.output) / (request.times[-1] - request.arrival)
     figures = (f"{len(request.prompt)} + {len(request.output)} tokens, {rate:.0f} tokens/s, "
                f"TTFT {request.ttft * 1e3:.1f} ms, TPOT {request.tpot * 1e3:.1f} ms")
-    if engine.speculator:
-        n_drafted = engine.speculator.n_drafted
-        figures += f", {engine.speculator.n_accepted} of {n_drafted} drafts accepted"
+    speculator = engine.speculator
+    if speculator:
+        figures += f", {speculator.n_accepted} of {speculator.n_drafted} drafts accepted"
     print(figures, file=sys.stderr)
 
 def run_command_line(main):
