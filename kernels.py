@@ -1,1206 +1,957 @@
-"""The operators of one iteration, over a flat batch of N tokens. This file knows tensors, the
-rows that each request feeds and the pages they lie in, and nothing of models, schedulers or text.
+"""The operators of one iteration over a flat batch of N tokens.
 
-Where an operator is more than a line of torch it stands here up to three times, side by side: `op_ref` is the definition, in
-plain torch; `_op_kernel` is Triton, for GPUs; `op` is what the model calls, and picks what is fast on the machine at hand.
+In reading order: how a batch is described (Batch, Sites), how C++ is compiled and called, and
+the operators linear, add_norm, activate, rotate_write, attention, lora, and sampling with
+verification. An operator stands here up to four times: `op_ref` is its definition in plain
+torch, `_op_kernel` is Triton for GPUs, SOURCE at the end is C++ for CPUs, and `op` picks one.
 
-The cache. One layer's keys and values live in `kv` (2, n_row, D): plane 0 is K, plane 1 is V, a row is one head's vector of
-one token. A page (one token's K and V) owns n_kv_head rows in each plane. Head h of a page whose first row is `row` lies at
+The cache. The keys and values of one layer are `kv` (2, n_page, Hk, D): plane 0 is K, plane 1 is
+V. A page is one vector of width W = Hk * D in each plane. It holds one token, or rows of an
+adapter [S-LoRA §5.1]. A page table lists the pages of a request in the order of its tokens:
 
-    row + h * stride        stride = 1: the page lies alone, its heads side by side        (grow: page by page)
-                            stride = n: n pages lie together, head after head, so that     (reserve: a whole request)
-                                        one head's context is one contiguous block
+    page            0       1       2       3       4       5       6       7
+    K plane     | k of 0 | A row 0 | k of 1 | A row 1 | k of 2 |   free  | ...
+    V plane     | v of 0 | B row 0 | v of 1 | B row 1 | v of 2 |   free  | ...
 
-and so both allocation policies, and every kernel, share one address formula. One exception: where torch attends, on a CPU, and a
-request's n pages lie together, n a multiple of D, its K is stored in key tiles of D tokens, each transposed:
-
-    V, and K elsewhere: row t of a tile is  v_t[0] v_t[1] ... v_t[D-1]      K: row i of a tile is  k_0[i] k_1[i] ... k_(D-1)[i]
-
-The scores of D tokens, q[0] row 0 + q[1] row 1 + ..., are then what a value is, a sum of rows, each times a number, and one routine
-computes both.
+    page table of the request: 0 2 4        page table of the adapter: 1 3
 """
-import atexit
 import ctypes
+import hashlib
 import os
-import pickle
+import subprocess
 import sys
-import time
-from collections import Counter, deque
-from dataclasses import dataclass, field, fields, replace
-from datetime import timedelta
-from functools import cached_property, lru_cache
-from itertools import islice, pairwise
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
-import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 try:
     import triton
     import triton.language as tl
-    HAS_TRITON = True
-except ImportError:  # plain torch everywhere: the kernels below are read as Python functions, and nobody launches them
-    triton, tl, HAS_TRITON = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=None), False
+except ImportError:  # the Triton kernels stay plain functions that are never called
+    triton = SimpleNamespace(jit=lambda kernel: kernel)
+    tl = SimpleNamespace(constexpr=None)
 
-CHUNK_ROWS = 128  # query rows of a chunk that attend in one call: smaller wastes less above the diagonal, larger runs faster
-ALIGN = 32  # contexts are filled up to a multiple of so many tokens: softmax is a quarter faster, and oneDNN meets few new shapes
-CALL = 256  # to start an attention call takes as long as to attend to so many tokens: decodes share one as long as filling up adds no more
-PART = 4 * 2**20  # bytes of K or V that are gathered at once
-FEW_ROWS = 8  # up to so many rows a request streams its context from memory (a decode, a verification); beyond, it multiplies (a chunk)
-MOST_CHUNKS = 8  # so many chunks a recorded iteration has room for
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FEW_ROWS = 8  # requests with at most this many rows read their context in place
+CHUNK_ROWS = 256  # rows of a chunk that attend in one matrix product [SARATHI Fig. 6]
 
-# glibc gives large blocks back to the system when they are freed; every iteration would fault its activations in again, a tenth of its time
+# glibc returns large blocks to the system when they are freed, so that every iteration would
+# fault its activations in again. Keep blocks of up to 2 GB.
 if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
     for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
         ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
-# oneDNN keeps the kernels that it compiled for the last 1,024 shapes, those of 200 batch sizes: where more come and go, each iteration
-# compiles again, a tenth of its time. Four times as many take up to 1.5 GB
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096")
+# -----------------------------------------------------------------------------
+# batches
 
+class OnDevice:
+    """Base of dataclasses that hold tensors."""
+    def to(self, device):
+        """A copy on the device. The CPU does not wait for the copies."""
+        copies = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                copies[name] = value.to(device, non_blocking=True)
+            elif isinstance(value, dict):
+                copies[name] = {key: sites.to(device) for key, sites in value.items()}
+        return replace(self, **copies)
 
-# ---------------------------------------------------------------- where the Triton kernels run
+@dataclass
+class Sites(OnDevice):
+    """Where adapters act in one operator: S sites, one per (request, module), few rows first."""
+    sites: Tensor  # (S, 8) int32: first row, rows, first column of y, columns, rank of A,
+    #                rank of B, module number, first entry in table
+    table: Tensor  # (n,) int32: pages of the adapters
+    n_few: int  # sites[:n_few] have at most FEW_ROWS rows, the others more
+    max_few: int  # most rows of a site among the first n_few, 0 if there is none
+    max_chunk: int  # most rows of a site among the others, 0 if there is none
+    n_module: int  # modules of the operator (q, k, v: 3)
+    max_rank: int  # largest rank of A, rounded up to 16
+    way: str = "batched"  # or "bmm", the baseline: copy, pad, batched matrix products
 
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter: every kernel as written, on a CPU, slowly
-
-
-def on_gpu(device):
-    """Whether the Triton kernels run on this device."""
-    return HAS_TRITON and (device.type == "cuda" or INTERPRET)
-
-
-def fused(x):
-    """Whether the Triton kernels compute x: one flat batch (N, C) on a GPU. Whole sequences (B, T, C), for training and the oracle, are torch's."""
-    return x.dim() == 2 and on_gpu(x.device)
-
-
-def launch(kernel, grid, *args, **constants):
-    """kernel[grid](*args): the one door to the GPU, where tests see what goes through."""
-    kernel[grid](*args, **constants)
-
-
-def pow2(n):
-    """The smallest power of two that is at least n: tiles have such sides, and mask what is too much."""
-    return 1 << (max(int(n), 1) - 1).bit_length()
-
+@dataclass
+class Batch(OnDevice):
+    """One iteration: N tokens of R requests, a request's rows side by side, few rows first."""
+    tokens: Tensor  # (N,) int64
+    positions: Tensor  # (N,) int64
+    pages: Tensor  # (N,) int32: the page to which K and V of each token are written
+    spans: Tensor  # (R, 4) int32: first row, rows, n_past, first entry in table
+    table: Tensor  # (n,) int32: page tables of all requests; n_past + rows entries each
+    logit_rows: Tensor  # (M,) int64: rows for which next-token logits are computed
+    n_few: int  # spans[:n_few] have at most FEW_ROWS rows, the others more
+    max_few: int  # most rows of a request among the first n_few, 0 if there is none
+    max_chunk: int  # most rows of a request among the others, 0 if there is none
+    max_context: int  # largest n_past + rows
+    adapters: dict = field(default_factory=dict)  # operator name -> Sites
 
 def cdiv(n, unit):
-    """How many units it takes to hold n."""
+    """n / unit, rounded up."""
     return -(-n // unit)
 
+# -----------------------------------------------------------------------------
+# where an operator runs: Triton, C++ (compiled at first use, called through ctypes) or torch
 
-def round_up(n, unit):
-    """The smallest multiple of unit that is at least n."""
-    return cdiv(n, unit) * unit
+def backend(x):
+    """"triton" on a GPU, and anywhere in Triton's interpreter; "cpp" on a CPU for float32 and
+    bfloat16 if there is a compiler; else "torch"."""
+    if (x.is_cuda or INTERPRETED) and hasattr(triton, "cdiv"):
+        return "triton"
+    if x.is_cpu and library(x.dtype) is not None:
+        return "cpp"
+    return "torch"
 
+def cpp(name, x, *arguments, head_dim=64):
+    """Run a C++ operator of the dtype of x. None is passed as null."""
+    values = []
+    for value in (x, *arguments):
+        if isinstance(value, Tensor):
+            assert value.is_contiguous()
+            value = ctypes.c_void_p(value.data_ptr())
+        elif isinstance(value, float):
+            value = ctypes.c_float(value)
+        values.append(value)
+    operator = getattr(library(x.dtype, head_dim), name)
+    operator(*values)
 
-def filled(x, n, value):
-    """x (m, ...) -> (n, ...), all behind x alike"""
-    return np.concatenate([x, np.broadcast_to(np.asarray(value, x.dtype), (n - len(x), *x.shape[1:]))])
+@lru_cache
+def library(dtype, head_dim=64):
+    """The C++ operators for one dtype and one head_dim, on which only attention and rotate_write
+    depend. None if there is no compiler or no C++ for the dtype: then the definitions serve."""
+    names = {torch.float32: "float", torch.bfloat16: "bf16"}
+    if dtype not in names:
+        return None
+    try:
+        return ctypes.CDLL(build(f"-DT={names[dtype]}", f"-DD={head_dim}"))
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"C++ operators not compiled, plain torch is slower: {error}", file=sys.stderr)
+        return None
 
+def build(*definitions):
+    """Compile SOURCE in about a second, once per processor. -> path of the library"""
+    compiler = os.environ.get("CXX", "g++").split()
+    command = [*compiler, *FLAGS.split(), *definitions, "-x", "c++"]
+    macros = [*command, "-dM", "-E", "/dev/null"]
+    target = subprocess.run(macros, capture_output=True, check=True).stdout
+    text = target + FLAGS.encode() + SOURCE.encode()
+    key = hashlib.sha256(text).hexdigest()[:16]
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(cache) / "sarathi"
+    path = folder / f"operators-{key}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        command += ["-", "-o", unfinished]
+        subprocess.run(command, input=SOURCE.encode(), capture_output=True, check=True)
+        unfinished.rename(path)  # atomic: other processes may build it too
+    return path
 
-def upload(homes, device, into=None):
-    """Dataclasses -> (flat, copies of them), where each numpy array is an int32 tensor of its shape on the device, a view of flat: all
-    by one copy. into: the flat of homes of the same sizes, to be written over."""
-    names = [[f.name for f in fields(home) if isinstance(getattr(home, f.name), np.ndarray)] for home in homes]
-    parts = [getattr(home, name) for home, own in zip(homes, names) for name in own]
-    sizes = [round_up(x.size, 4) for x in parts]  # 16-byte borders: a kernel is compiled for aligned pointers once
-    flat = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    for x, room in zip(parts, flat.split(sizes)):
-        room.numpy()[:x.size] = x.ravel()
-    flat = flat.to(device, non_blocking=True) if into is None else into.copy_(flat, non_blocking=True)
-    views = iter([t[:x.size].view(x.shape) for t, x in zip(flat.split(sizes), parts)])
-    return flat, [replace(home, **{name: next(views) for name in own}) for home, own in zip(homes, names)]
+def n_splits(n_program, most):
+    """How many times to split n_program programs for about 256 in all: a power of two."""
+    return triton.next_power_of_2(max(1, min(256 // n_program, most)))
 
+@triton.jit
+def load4(numbers):
+    a = tl.load(numbers)
+    b = tl.load(numbers + 1)
+    c = tl.load(numbers + 2)
+    d = tl.load(numbers + 3)
+    return a, b, c, d
 
-def place(x, device):
-    """A numpy array as a tensor on the device, which it does not wait for."""
-    x = torch.from_numpy(x)
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
-
-
-def fetch(x):
-    """-> a function that waits for x, but for nothing that the device is given after this: its values as lists"""
-    if x.device.type != "cuda":
-        return x.tolist
-    host, done = x.to("cpu", non_blocking=True), torch.cuda.Event()
-    done.record()
-    return lambda: (done.synchronize(), host.tolist())[1]
-
-
-# ---------------------------------------------------------------- linear: every weight read once for all N tokens
+# -----------------------------------------------------------------------------
+# linear: x weight^T + bias
 
 def pack(weight):
-    """weight (C_out, C_in), reordered once into the blocks this CPU's matrix units want; unchanged where there are none."""
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
+    """weight (n_out, n_in) in oneDNN's blocked layout if this CPU has kernels for it."""
+    if not weight.is_cpu or not torch.backends.mkldnn.is_available():
         return weight
-    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return weight
-    return torch.ops.mkldnn._reorder_linear_weight(weight, None)
-
+    fast = weight.dtype == torch.float32
+    if weight.dtype == torch.bfloat16:
+        fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.ops.mkldnn._reorder_linear_weight(weight, None) if fast else weight
 
 def linear_ref(x, weight, bias=None):
-    """x (..., C_in) @ weightᵀ + bias in x's own dtype, whatever the weight is stored as."""
-    weight = (weight.to_dense() if weight.is_mkldnn else weight).to(x.dtype)
-    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-
+    """x (..., n_in), weight (n_out, n_in), packed or plain, of any dtype -> (..., n_out)"""
+    weight = weight.to_dense() if weight.is_mkldnn else weight
+    bias = None if bias is None else bias.to(x.dtype)
+    return F.linear(x, weight.to(x.dtype), bias)
 
 def linear(x, weight, bias=None):
-    """x (..., C_in), weight (C_out, C_in) as `pack` left it -> (..., C_out)."""
-    if x.dtype != weight.dtype:  # the float32 oracle over bfloat16 weights
+    """x (..., n_in), weight (n_out, n_in) as returned by pack -> (..., n_out)"""
+    if x.dtype != weight.dtype:
         return linear_ref(x, weight, bias)
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
-
-# ---------------------------------------------------------------- between the matrices: residual and norm, activation
+# -----------------------------------------------------------------------------
+# add_norm: residual sum and normalization
 
 def add_norm_ref(x, y, weight, bias, eps):
-    """The residual x + y (y None: x) and its RMSNorm, or LayerNorm where there is a bias, over the last dimension. -> both"""
-    x, weight = x if y is None else x + y, weight.to(x.dtype)
+    """total = x + y (y None: x) and its RMSNorm; its LayerNorm if there is a bias. -> both"""
+    total = x if y is None else x + y
+    weight = weight.to(total.dtype)
     if bias is None:
-        return x, F.rms_norm(x, weight.shape, weight, eps)
-    return x, F.layer_norm(x, weight.shape, weight, bias.to(x.dtype), eps)
-
+        return total, F.rms_norm(total, weight.shape, weight, eps)
+    return total, F.layer_norm(total, weight.shape, weight, bias.to(total.dtype), eps)
 
 @triton.jit
-def _add_norm_kernel(x, y, weight, bias, total, out, eps, C: tl.constexpr, BLOCK_C: tl.constexpr):
-    """One program, one token: its C numbers are read once, summed, rounded as torch would, normalized, written twice."""
-    c = tl.arange(0, BLOCK_C)
-    there = c < C
-    at = tl.program_id(0).to(tl.int64) * C + c
-    r = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
-    if y is not None:
-        r = (r + tl.load(y + at, mask=there, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
-        tl.store(total + at, r, mask=there)
-        r = r.to(tl.float32)
-    if bias is not None:
-        r = tl.where(there, r - tl.sum(r) / C, 0.0)
-    r = r * tl.rsqrt(tl.sum(r * r) / C + eps) * tl.load(weight + c, mask=there, other=0.0).to(tl.float32)
-    if bias is not None:
-        r += tl.load(bias + c, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + at, r, mask=there)
+def _add_norm_kernel(x, y, weight, bias, total, out, eps, C, BLOCK: tl.constexpr):
+    """One program: one token. LayerNorm subtracts the mean first and adds the bias at the end.
 
+        total = x + y           out = total / sqrt(mean(total^2) + eps) * weight
+    """
+    c = tl.arange(0, BLOCK)
+    mask = c < C
+    at = tl.program_id(0).to(tl.int64) * C + c
+    r = tl.load(x + at, mask, 0.0).to(tl.float32)
+    if y is not None:
+        r += tl.load(y + at, mask, 0.0)
+        tl.store(total + at, r, mask)
+    if bias is not None:
+        r = tl.where(mask, r - tl.sum(r) / C, 0.0)
+    r *= tl.rsqrt(tl.sum(r * r) / C + eps)
+    r *= tl.load(weight + c, mask)
+    if bias is not None:
+        r += tl.load(bias + c, mask)
+    tl.store(out + at, r, mask)
 
 def add_norm(x, y, weight, bias, eps):
-    """x, y (N, C) or y None, weight and bias (C,) or bias None -> x + y and its norm, each (N, C)."""
-    if not fused(x):
+    """x, y (N, C); weight, bias (C,); y and bias may be None -> x + y and its norm, each (N, C)"""
+    chosen = backend(x)
+    if chosen == "torch":
         return add_norm_ref(x, y, weight, bias, eps)
     N, C = x.shape
-    total, out, block = x if y is None else torch.empty_like(x), torch.empty_like(x), pow2(C)
-    launch(_add_norm_kernel, (N,), x, y, weight, bias, total, out, eps, C=C, BLOCK_C=block, num_warps=min(16, max(4, block // 512)))
+    total = x if y is None else torch.empty_like(x)
+    out = torch.empty_like(x)
+    if chosen == "cpp":
+        cpp("add_norm", x, y, weight, bias, total, out, N, C, float(eps))
+        return total, out
+    block = triton.next_power_of_2(C)
+    warps = min(16, max(4, block // 512))
+    _add_norm_kernel[(N,)](
+        x, y, weight, bias, total, out, eps, C,
+        block, num_warps=warps)
     return total, out
 
+# -----------------------------------------------------------------------------
+# activate: SwiGLU or GELU
 
 def activate_ref(h, gated):
-    """SwiGLU of h (..., 2 I), gate and up side by side -> (..., I); not gated: GELU of h (..., I), by tanh as GPT-2 does."""
+    """gated: SwiGLU of h (..., 2 I), gate and up side by side; else tanh-GELU. -> (..., I)"""
     if gated:
         gate, up = h.chunk(2, -1)
         return F.silu(gate) * up
     return F.gelu(h, approximate="tanh")
 
-
-@triton.jit
-def _activate_kernel(h, out, I, GATED: tl.constexpr, BLOCK_I: tl.constexpr):
-    """One program, BLOCK_I numbers of one token."""
-    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
-    if GATED:
-        x = tl.load(h + 2 * row * I + i, mask=i < I, other=0.0).to(tl.float32)
-        y = x * tl.sigmoid(x) * tl.load(h + (2 * row + 1) * I + i, mask=i < I, other=0.0).to(tl.float32)
-    else:
-        x = tl.load(h + row * I + i, mask=i < I, other=0.0).to(tl.float32)
-        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh z) / 2 = sigmoid(2 z), z = sqrt(2 / pi) (...)
-    tl.store(out + row * I + i, y, mask=i < I)
-
-
 def activate(h, gated):
-    """h (N, 2 I) gated, else (N, I) -> (N, I)"""
-    if not fused(h):
+    """h (N, 2 I) if gated, else (N, I) -> (N, I)"""
+    if backend(h) != "cpp":
         return activate_ref(h, gated)
-    N, I = h.size(0), h.size(1) // (2 if gated else 1)
+    N, I = h.shape
+    I = I // 2 if gated else I
     out = h.new_empty(N, I)
-    launch(_activate_kernel, (N, cdiv(I, 1024)), h, out, I, GATED=gated, BLOCK_I=1024)
+    cpp("activate", h, out, N, I, gated)
     return out
 
+# -----------------------------------------------------------------------------
+# rotate_write: rotary positions, and K and V to the cache
 
-# ---------------------------------------------------------------- rotary positions
+def rotate_ref(x, cos, sin):
+    """Rotate x (..., heads, D): element d pairs with d + D / 2. cos, sin (..., D / 2)"""
+    cos = cos[..., None, :]
+    sin = sin[..., None, :]
+    a, b = x.float().chunk(2, -1)
+    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return rotated.to(x.dtype)
 
-def rope_angles(positions, inv_freq, dtype):
-    """positions (N,), inv_freq (D/2,) -> cos, sin (N, 1, D); sin carries the sign of the half that `rotate` adds it to."""
-    angle = positions[:, None].float() * inv_freq  # (N, D/2)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([cos, cos], -1)[:, None].to(dtype), torch.cat([-sin, sin], -1)[:, None].to(dtype)
-
-
-def rotate(x, cos, sin):
-    """Rotate x (..., N, heads, D) by its positions; element i pairs with i + D/2, as in Hugging Face checkpoints."""
-    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
-
-
-def split_heads(qkv, rope, n_head, n_kv_head):
-    """qkv (..., N, (H + 2 Hk) D) -> q (..., N, H, D), k and v (..., N, Hk, D); q and k rotated, unless rope is None."""
-    qk, v = qkv.unflatten(-1, (n_head + 2 * n_kv_head, -1)).split([n_head + n_kv_head, n_kv_head], -2)
-    q, k = (qk if rope is None else rotate(qk, *rope)).split([n_head, n_kv_head], -2)
-    return q, k, v
-
-
-# ---------------------------------------------------------------- attention over the cache
-
-@dataclass
-class Table:
-    """The pages of one owner. rows[i]: where in the cache the first head of page i lies, each next head `stride` rows on (1: the page lies
-    alone; n: n pages together, head after head). In key tiles this is where V lies; K is transposed there."""
-    rows: np.ndarray
-    stride: int
-    space: np.ndarray | None = None  # the array whose filled part rows is: room to grow without a copy
-
-    def key_tile(self, D):
-        """Of how many tokens K lies together, transposed: D, if these are whole key tiles of D pages; else 1."""
-        return D if self.stride > 1 and self.stride % D == 0 else 1
-
-    def at(self, tokens, n_kv_head):
-        """(n, Hk) the cache rows of these tokens."""
-        return self.rows[tokens, None] + self.stride * np.arange(n_kv_head)
-
-    def for_heads(self, n_kv_head, other):
-        """The same pages in the cache of a model with `other` kv heads."""
-        if n_kv_head == other:
-            return self
-        pages = self.rows // n_kv_head
-        return Table(pages * other if self.stride == 1 else pages[0] * other + np.arange(self.stride), self.stride)
-
-
-class Feed(NamedTuple):
-    """What one request feeds to a batch: its tokens past .. end - 1."""
-    table: Table
-    past: int
-    end: int
-    parents: tuple | None = None  # where they form a tree: of each the place of the one it follows
-
-
-@dataclass
-class Segment:
-    """R requests that each feed n tokens: a block of a chunk's rows (R = 1), or decodes with contexts alike (n = 1).
-
-    Both are the same sum: n rows against a context of up to `ctx` tokens, causal from the diagonal on [SARATHI Fig. 6]."""
-    start: int  # first of its R * n rows in the flat batch
-    R: int
-    n: int
-    ctx: int  # tokens of the longest context, its own rows included, rounded up to ALIGN and key_tile; shorter ones are filled up
-    key_tile: int  # tokens whose K lies together, transposed: D; or 1: K lies as V does
-    index: torch.Tensor  # (2, R * Hk * ctx) int32: the cache rows to read, K's and V's, per request and head. What fills up to ctx is a row
-    #                      of the request's own: another's might hold NaN, which no mask removes
-    mask: torch.Tensor  # (R, 1, n * G, w) added to the scores of the last w tokens of ctx: causal_mask
-
-    @classmethod
-    def cut(cls, feeds, key_tile, n_kv_head, group, dtype, to):
-        """A batch as attention calls: a chunk cut into blocks of rows; decodes that feed as many tokens each share one, as long as the
-        shorter contexts are filled up with less than a call costs. group: query heads per kv head; to: an array -> a tensor"""
-        segments, start, i = [], 0, 0
-        while i < len(feeds):
-            t, a, longest, _ = feeds[i]
-            n, R, tile = longest - a, 1, t.key_tile(key_tile)
-            for t, a, b, _ in islice(feeds, i + 1, None):  # of as many tokens, contexts ascend
-                filled_up = R * (b - longest)  # what the R before it would read too much, to share a call with it
-                if n > FEW_ROWS or b - a != n or filled_up > CALL or t.key_tile(key_tile) != tile:
-                    break
-                R, longest = R + 1, b
-            for j in range(0, n, CHUNK_ROWS):
-                segments.append(cls.of(feeds[i:i + R], start + j, j, min(CHUNK_ROWS, n - j), tile, n_kv_head, group, dtype, to))
-            start, i = start + R * n, i + R
-        return segments
-
-    @classmethod
-    def of(cls, feeds, start, skip, n, tile, n_kv_head, group, dtype, to):
-        """n tokens of each of these requests, behind the `skip` before them; from row `start` of the batch on."""
-        ends = np.array([f.past + skip + n for f in feeds])
-        ctx = round_up(int(ends.max()), round_up(ALIGN, tile))
-        rows = np.empty((2, len(feeds), 1, ctx), np.int32)
-        for i, (f, end) in enumerate(zip(feeds, ends)):
-            for row, stop in zip(rows[:, i, 0], (round_up(end, tile), end)):
-                row[:stop], row[stop:] = f.table.rows[:stop], f.table.rows[0]
-        heads = np.array([f.table.stride for f in feeds], np.int32)[:, None, None] * np.arange(n_kv_head, dtype=np.int32)[:, None]
-        index, trees = to((rows + heads).reshape(2, -1)), tuple(f.parents for f in feeds)
-        mask = causal_mask(ends - ends.min(), n, group, ctx - int(ends.max()), dtype, index.device, trees if any(trees) else ())
-        return cls(start, len(feeds), n, ctx, tile, index, mask)
-
-    @cached_property
-    def bags(self):
-        """index for each row, (2, R * Hk * n * G * ctx): what embedding_bag sums up, in all layers"""
-        return self.index.view(2, -1, 1, self.ctx).expand(-1, -1, self.mask.size(2), -1).reshape(2, -1)
-
-    @cached_property
-    def columns(self):
-        """K's index in the order that makes of key tiles Kᵀ (D, ctx), one beside the other"""
-        return self.index[0].view(-1, self.ctx // self.key_tile, self.key_tile).transpose(1, 2).reshape(-1)
-
-
-class Chunk(NamedTuple):
-    """A chunk of a request whose pages lie together."""
-    start: int  # its first row in the batch,
-    n: int  # how many it has,
-    past: int  # and how many tokens are before them
-    row: int  # the first cache row of the request's pages,
-    stride: int  # and how many they are
-    key_tile: int  # as a Segment's
-
-
-@dataclass
-class Rows:
-    """Where K and V of the N new tokens go, on a CPU: of the first n_few each to rows of its own, of a chunk all together."""
-    v: torch.Tensor  # (n_few, Hk) cache rows
-    k: torch.Tensor  # the same; or (n_few, Hk, D) the place in the plane of each number: key_cells
-    chunks: list[Chunk] = field(default_factory=list)
-    fresh: torch.Tensor | None = None  # (n, Hk) cache rows of key tiles that these tokens begin and do not fill: cleared, for they are read whole
-
-    @classmethod
-    def of(cls, feeds, key_tile, n_kv_head, D, to):
-        """Of a batch; to: an array -> a tensor."""
-        chunks, few, fresh, start = [], [], [], 0
-        for t, a, b, _ in feeds:
-            tile = t.key_tile(key_tile)
-            if b - a > FEW_ROWS and t.stride > 1:
-                chunks.append(Chunk(start, b - a, a, int(t.rows[0]), t.stride, tile))
-            else:
-                few.append((t, a, b, tile))
-            if b - b % tile >= a and b % tile:
-                fresh.append(t.at(slice(b - b % tile, round_up(b, tile)), n_kv_head))
-            start += b - a
-        fresh = to(np.concatenate(fresh)) if fresh else None
-        rows = np.concatenate([np.empty((0, n_kv_head), int), *(t.at(slice(a, b), n_kv_head) for t, a, b, _ in few)])
-        if all(tile == 1 for *_, tile in few):
-            return cls(to(rows), to(rows), chunks, fresh)
-        tokens = np.concatenate([np.arange(a, b) for _, a, b, _ in few])
-        tiles = np.repeat([tile for *_, tile in few], [b - a for _, a, b, _ in few])
-        return cls(to(rows), to(key_cells(rows, tokens, tiles, D)), chunks, fresh)
-
-
-def key_cells(rows, t, key_tile, D):
-    """Where in the plane each number of K has its place. rows (n, Hk): cache rows of tokens t (n,) of their requests; key_tile: as a
-    Segment's, for all or (n,) -> (n, Hk, D)"""
-    column, step = (np.asarray(x)[..., None, None] for x in (t % key_tile, key_tile))
-    return (rows[..., None] - column) * D + np.arange(D) * step + column
-
-
-def write(kv, k, v, rows):
-    """k and v (N, Hk, D) to where Rows say."""
-    n_few = len(rows.v)
-    if rows.fresh is not None:
-        kv[0][rows.fresh] = 0
-    kv[1][rows.v] = v[:n_few]
-    if rows.k.dim() == 2:
-        kv[0][rows.k] = k[:n_few]
-    else:
-        kv[0].put_(rows.k, k[:n_few])
-    for c in rows.chunks:
-        _write_chunk(kv, k[c.start:c.start + c.n], v[c.start:c.start + c.n], c)
-
-
-def _write_chunk(kv, k, v, c):
-    """V is one copy, K up to three: to what is left of a key tile, to whole ones, and to the beginning of one."""
-    (_, Hk, D), tile, past, end = k.shape, c.key_tile, c.past, c.past + c.n
-    keys, values = kv[:, c.row:c.row + Hk * c.stride]
-    values.view(Hk, -1, D)[:, past:end] = v.transpose(0, 1)
-    whole = min(end, round_up(past, tile))
-    for a, b in pairwise((past, whole, max(whole, end // tile * tile), end)):
-        if a < b:
-            n_tile = max(1, (b - a) // tile)
-            part = k[a - past:b - past].unflatten(0, (n_tile, -1)).permute(2, 0, 3, 1)  # (Hk, tiles, D, tokens of each)
-            keys.view(Hk, -1, D, tile)[:, a // tile:a // tile + n_tile, :, a % tile:a % tile + part.size(3)] = part
-
-
-@lru_cache(maxsize=256)  # the same few trees grow in every iteration
-def lineage(parents):
-    """parents: for each of n rows the row it follows, an earlier one, or -1 -> (n, n) bool: whom each row follows, itself included."""
-    sees = torch.eye(len(parents), dtype=torch.bool)
-    for row, parent in enumerate(parents):
-        if parent >= 0:
-            sees[row] |= sees[parent]
-    return sees
-
-
-@dataclass
-class Pages:
-    """What the Triton kernels read instead of Segments: where each request's pages are, and which rows each program computes. numpy
-    arrays as `of` makes them, int32 on the GPU once uploaded; launches depend on their sizes alone, so that a recording can be
-    replayed with other contents. A tile is BLOCK_M neighbouring rows of one request, row = token * G + head of the group."""
-    rows: torch.Tensor  # (N, 2) the first cache row and the stride of each new token's page
-    spans: torch.Tensor  # (B, 7) per request: its first row in the batch, n, n_past, first cache row, stride, first entry in table, and in
-    #                      trees (-1: its tokens follow one another)
-    table: torch.Tensor  # (T,) the first rows of all pages of all requests whose pages lie alone
-    trees: torch.Tensor  # (T,) for each kind of tree that tokens form, (n, n): 1 where one is seen by another
-    few: torch.Tensor  # (n_tile, 2) tiles of requests that feed up to FEW_ROWS tokens: request, first row
-    many: torch.Tensor  # (n_tile, 2) tiles of chunks
-    n_few: int  # tokens in tiles `few`; they lead the batch
-    block_few: int  # BLOCK_M of tiles `few`
-    block_many: int  # and of tiles `many`
-    group: int  # G
-
-    @classmethod
-    def of(cls, tables, strides, n_past, n, group, dtype, parents=()):
-        """Per request: the first cache rows of its pages (a list of B arrays), their stride, its cached and its new tokens, each
-        (B,), requests of few tokens first. group: query heads per kv head; dtype: the cache's; parents: of the new tokens where they
-        form a tree, None where they do not, or () for nobody."""
-        strides, n_past, n = (np.asarray(x, np.int32) for x in (strides, n_past, n))
-        ends, scattered, few = n_past + n, strides == 1, n <= FEW_ROWS
-        assert (np.diff(few.astype(int)) <= 0).all(), "requests of few tokens lead the batch"
-        listed = np.where(scattered, ends, 0)
-        nothing, kinds = np.empty(0, np.int32), [p for p in dict.fromkeys(parents) if p]
-        trees = [lineage(p).numpy().ravel().astype(np.int32) for p in kinds]
-        begin = dict(zip(kinds, np.cumsum([0, *map(len, trees)]).tolist()))
-        spans = np.stack([np.cumsum(n) - n, n, n_past, [t[0] for t in tables], strides, np.cumsum(listed) - listed,
-                          [begin.get(p, -1) for p in parents or [None] * len(n)]], 1)
-        rows = np.stack([np.concatenate([nothing, *(t[a:b] for t, a, b in zip(tables, n_past, ends))]), np.repeat(strides, n)], 1)
-        table = np.concatenate([nothing, *(t[:m] for t, m in zip(tables, listed) if m)])
-        part = 2 if kinds else 1  # a tree's mask takes registers, too
-        block_many = (32 if dtype == torch.float32 else 128) // part  # what registers and shared memory hold
-        block_few = min(64 // part, block_many, max(16, pow2(n[few].max(initial=1) * group)))  # 16: a tensor core's least
-        return cls(rows, spans, table, np.concatenate([nothing, *trees]), tiles(few, n * group, block_few),
-                   tiles(~few, n * group, block_many), int(n[few].sum()), block_few, block_many, group)
-
-    def padded(self, N, n_few, has_chunks, scratch):
-        """The same for N tokens, n_few of them in tiles `few`, so that all sizes follow from these numbers. Rows of nobody are written
-        to the page at cache row `scratch`; tiles of nobody belong to a last request of n = 0."""
-        nobody = n_few + MOST_CHUNKS
-        n_many = has_chunks * (cdiv(N * self.group, self.block_many) + MOST_CHUNKS)
-        n_tile = min(n_few, pow2(len(self.few) or n_few))  # not one for each token of a verification: from tiles follows how contexts are split
-        return replace(self, rows=filled(self.rows, N, (scratch, 1)), spans=filled(self.spans, nobody + 1, (0, 0, 0, 0, 1, 0, -1)),
-                       table=filled(self.table, table_room(self.table), 0), trees=filled(self.trees, len(self.trees) and pow2(len(self.trees)), 0),
-                       few=filled(self.few, n_tile, (nobody, 0)), many=filled(self.many, n_many, (nobody, 0)), n_few=n_few)
-
-
-def table_room(table):
-    """How long a padded batch's table is: in few steps, for each makes a recording of its own."""
-    return max(2**14, pow2(len(table)))
-
-
-def tiles(chosen, n_row, block):
-    """(n_tile, 2) request and first row of each tile of `block` rows, of the chosen (B,) requests of n_row (B,) rows each."""
-    requests = np.flatnonzero(chosen)
-    count = cdiv(n_row[requests], block)
-    first = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    return np.stack([np.repeat(requests, count), first * block], 1)[::-1]  # a chunk's last rows see most: the longest work first
-
-
-def rotate_write_ref(qkv, rope, kv, rows, n_head, n_kv_head):
-    """Rotate q and k, write k and v into their pages. qkv (N, (H + 2 Hk) D) -> q (N, H, D)"""
-    q, k, v = split_heads(qkv, rope, n_head, n_kv_head)
-    if isinstance(rows, Pages):
-        row, stride = rows.rows.long().split(1, 1)
-        row = row + stride * torch.arange(n_kv_head, device=row.device)
-        rows = Rows(row, row)
-    write(kv, k, v, rows)
-    return q
-
-
-@triton.jit
-def _rotate_write_kernel(qkv, cos, sin, q, kv, rows, plane, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
-                         BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program, BLOCK_H of one token's heads, q, k and v alike: the first H go to q, the rest to the page's rows.
-
-        qkv of a token   q0 q1 q2 q3 | k0 k1 | v0 v1        q0..q3 ──▶ q        k0 ──▶ kv[0, row]  k1 ──▶ kv[0, row + stride]
-                         └───rotated───────┘                                    v0 ──▶ kv[1, row]  v1 ──▶ kv[1, row + stride]
-    """
-    t, d = tl.program_id(0), tl.arange(0, BLOCK_D)[None]
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-    there = (head < H + 2 * HK) & (d < D)
-    token = qkv + t.to(tl.int64) * ((H + 2 * HK) * D) + head * D
-    x = tl.load(token + d, mask=there, other=0.0)
+def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head):
+    """Rotate q and k, unless cos is None; write k and v to their pages. -> q (N, H, D)"""
+    qkv = qkv.unflatten(-1, (n_head + 2 * n_kv_head, -1))  # (N, H + 2 Hk, D)
+    q, k, v = qkv.split([n_head, n_kv_head, n_kv_head], 1)
     if cos is not None:
-        turned = tl.load(token + (d + D // 2) % D, mask=there, other=0.0).to(tl.float32)
-        c, s = tl.load(cos + t * D + d, mask=d < D, other=0.0), tl.load(sin + t * D + d, mask=d < D, other=0.0)
-        x = tl.where(head < H + HK, x.to(tl.float32) * c.to(tl.float32) + turned * s.to(tl.float32), x.to(tl.float32))
-    tl.store(q + (t.to(tl.int64) * H + head) * D + d, x, mask=there & (head < H))
-    row, stride, other = tl.load(rows + 2 * t), tl.load(rows + 2 * t + 1), tl.maximum(head - H, 0)
-    cell = (row + other % HK * stride).to(tl.int64) * D + (other // HK).to(tl.int64) * plane
-    tl.store(kv + cell + d, x, mask=there & (head >= H))
+        q = rotate_ref(q, cos, sin)
+        k = rotate_ref(k, cos, sin)
+    kv[0, pages.long()] = k
+    kv[1, pages.long()] = v
+    return q.contiguous()
 
+@triton.jit
+def _rotate_write_kernel(qkv, cos, sin, q, kv, pages, plane,
+                         H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+                         BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One program: BLOCK_H of the heads of one token.
 
-def rotate_write(qkv, rope, kv, rows, n_head, n_kv_head):
-    """qkv (N, (H + 2 Hk) D), rope as rope_angles says or None, kv (2, n_row, D): k and v go to it as rows, Rows or Pages, say.
-    -> q (N, H, D)"""
-    if not isinstance(rows, Pages):
-        return rotate_write_ref(qkv, rope, kv, rows, n_head, n_kv_head)
-    (N, D), (cos, sin) = (len(qkv), kv.size(-1)), rope or (None, None)
-    q, n = qkv.new_empty(N, n_head, D), n_head + 2 * n_kv_head
-    block = min(16, pow2(n))
-    launch(_rotate_write_kernel, (N, cdiv(n, block)), qkv, cos, sin, q, kv, rows.rows, kv.stride(0), H=n_head, HK=n_kv_head, D=D,
-           BLOCK_H=block, BLOCK_D=pow2(D))
+        qkv   | q 0 | q 1 | ... | k 0 | ... | v 0 | ... |     k and v: to the planes of kv
+                rotate            rotate      copy
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    d = tl.arange(0, BLOCK_D)[None]
+    mask = (head < H + 2 * HK) & (d < D)
+    vectors = qkv + (token * (H + 2 * HK) + head) * D
+    x = tl.load(vectors + d, mask)
+    if cos is not None:
+        # element d rotates together with element d + D / 2
+        half = D // 2
+        partner = tl.load(vectors + (d + half) % D, mask)
+        angle = token * half + d % half
+        c = tl.load(cos + angle, d < D)
+        s = tl.load(sin + angle, d < D)
+        s = tl.where(d < half, -s, s)
+        rotated = x * c + partner * s
+        x = tl.where(head < H + HK, rotated.to(x.dtype), x)
+    tl.store(q + (token * H + head) * D + d, x, mask & (head < H))
+    page = tl.load(pages + token).to(tl.int64)
+    kv_head = (head - H) % HK
+    cell = (page * HK + kv_head) * D + d
+    cell += (head - H) // HK * plane
+    tl.store(kv + cell, x, mask & (head >= H))
+
+def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head):
+    """qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2) float32 or None, kv (2, n_page, Hk, D),
+    pages (N,) -> q (N, H, D)"""
+    chosen = backend(qkv)
+    if chosen == "torch":
+        return rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head)
+    N = len(qkv)
+    D = kv.size(3)
+    q = qkv.new_empty(N, n_head, D)
+    if chosen == "cpp":
+        sizes = N, n_head, n_kv_head
+        cpp("rotate_write", qkv, cos, sin, q, *kv, pages, *sizes, head_dim=D)
+        return q
+    grid = N, cdiv(n_head + 2 * n_kv_head, 8)
+    _rotate_write_kernel[grid](
+        qkv, cos, sin, q, kv, pages, kv.stride(0),
+        n_head, n_kv_head, D,
+        BLOCK_H=8, BLOCK_D=triton.next_power_of_2(D))
     return q
 
+# -----------------------------------------------------------------------------
+# attention over the paged cache
 
-@lru_cache(maxsize=16)
-def stairs(n, dtype, device):
-    """(n + 1, n): row i is 0 in the first i columns, and -inf behind them."""
-    return torch.full((n + 1, n), float("-inf"), dtype=dtype, device=device).triu_()
-
-
-def causal_mask(ahead, n, group, pad, dtype, device, trees=()):
-    """What to add to the last columns of the scores. ahead (R,): each request's cached tokens beyond the shortest one's. -> (R, 1,
-    n * group, w), w = max(ahead) + n + pad, of 0 and -inf; columns before these w are seen by every row. trees: where a request's
-    rows do not follow one another but form a tree, their parents; else None."""
-    sees, w = (ahead[:, None] + np.arange(1, n + 1)).repeat(group), int(ahead.max()) + n + pad  # (R * n * group,) how many of them
-    mask = stairs(pow2(w), dtype, device)[:, :w].index_select(0, place(sees, device)).view(len(ahead), 1, -1, w)
-    for rows, start, parents in zip(mask, ahead, trees):
-        if parents:
-            rows[0, :, start:start + n] = torch.where(lineage(parents), 0.0, float("-inf")).repeat_interleave(group, 0)
-    return mask
-
-
-def attention_ref(q, kv, tables):
-    """The definition. q (N, H, D); kv (2, n_row, D); tables: one (rows (ctx, Hk), n) per request, in the order of the batch:
-    its n newest rows attend to all ctx tokens up to themselves, or, if there is a third, their parents in a tree, to what was cached
-    and those that they follow. -> (N, H, D)"""
-    out, start = [], 0
-    for rows, n, *parents in tables:
-        ctx, Hk = rows.shape
-        k, v = kv[:, rows].float().repeat_interleave(q.size(1) // Hk, 2)  # (ctx, H, D) each
-        scores = torch.einsum("nhd,chd->hnc", q[start:start + n].float(), k) * q.size(-1) ** -0.5
-        hidden = torch.arange(ctx) > (ctx - n + torch.arange(n))[:, None]
-        if parents:
-            hidden[:, ctx - n:] = ~lineage(*parents)
-        p = scores.masked_fill(hidden.to(scores.device), float("-inf")).softmax(-1)
-        out.append(torch.einsum("hnc,chd->nhd", p, v))
-        start += n
-    return torch.cat(out).to(q.dtype)
-
-
-@triton.jit
-def _attention_kernel(q, kv, out, lse, spans, table, trees, tiles, n_out, q_stride, plane, scale, H: tl.constexpr, G: tl.constexpr,
-                      D: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program, one tile of one kv head: BLOCK_M rows (a token's G heads side by side share the loads) against one split of the
-    context. A chunk has many tiles and one split, a decode one tile and many splits; the sum is the same.
-
-                   context: n_past cached tokens, n new ones               for each BLOCK_N tokens of the split:
-                   ├── split 0 ──┼── split 1 ──┼── split 2 ┤                 their pages' rows: row + j, or from the table
-        rows of    ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■                     K there (BLOCK_N, D), scores, what lies ahead hidden
-        the tile   ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■                   old sums shrink to the new maximum [FlashAttention]
-                   ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■                 V there (BLOCK_N, D), weighted, added
-    """
-    h, split, m = tl.program_id(1), tl.program_id(2), tl.load(tiles + 2 * tl.program_id(0) + 1) + tl.arange(0, BLOCK_M)
-    span = spans + 7 * tl.load(tiles + 2 * tl.program_id(0))
-    start, n, n_past = tl.load(span), tl.load(span + 1), tl.load(span + 2)
-    row, stride, first, tree = tl.load(span + 3), tl.load(span + 4), tl.load(span + 5), tl.load(span + 6)
-    d, real, last = tl.arange(0, BLOCK_D)[None], m < n * G, n_past + m // G  # last: the last token that each row sees
-    at = (start + m // G) * H + h * G + m % G  # (BLOCK_M,) token and head in the batch
-    x = tl.load(q + (start + m // G)[:, None] * q_stride + (h * G + m % G)[:, None] * D + d, mask=real[:, None] & (d < D), other=0.0)
-
-    end = tl.max(tl.where(real, last + 1, 0))
-    share = tl.cdiv(tl.cdiv(end, tl.num_programs(2)), BLOCK_N) * BLOCK_N  # whole blocks: none is in two splits
-    end = tl.minimum(end, (split + 1) * share)
-    top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for block in range(split * share, end, BLOCK_N):
-        j = block + tl.arange(0, BLOCK_N)
-        page = tl.where(stride > 1, row + j, tl.load(table + first + j, mask=(j < end) & (stride == 1), other=0))
-        cell = (page + h * stride).to(tl.int64)[:, None] * D + d  # (BLOCK_N, BLOCK_D)
-        there = (j < end)[:, None] & (d < D)
-        k = tl.load(kv + cell, mask=there, other=0.0)
-        s = tl.dot(x, tl.trans(k), input_precision="tf32x3") * scale
-        s = tl.where(j[None] <= last[:, None], s, float("-inf"))
-        if trees is not None:  # of the new tokens a row of a tree sees those that it follows
-            drafts = (tree >= 0) & (j >= n_past) & (j < n_past + n)
-            sees = tl.load(trees + tree + (m // G)[:, None] * n + (j - n_past)[None], mask=real[:, None] & drafts[None], other=1)
-            s = tl.where(sees > 0, s, float("-inf"))
-        new = tl.maximum(top, tl.max(s, 1))
-        shift = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing yet, in a split ahead of it
-        p, shrink = tl.exp2(s - shift[:, None]), tl.exp2(top - shift)
-        v = tl.load(kv + plane + cell, mask=there, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
-        top, total = new, total * shrink + tl.sum(p, 1)
-
-    seen = real & (total > 0)
-    if SPLIT:
-        at += split * n_out
-        tl.store(lse + at, tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")), mask=real)
-    y = acc / tl.where(seen, total, 1.0)[:, None]
-    tl.store(out + at.to(tl.int64)[:, None] * D + d, y, mask=seen[:, None] & (d < D))
-
-
-@triton.jit
-def _combine_kernel(parts, lse, out, n_out, D: tl.constexpr, N_SPLIT: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program, one head of one token: the mean of its splits' results, each weighted by the sum of its scores' exponentials."""
-    at, d = tl.program_id(0) + n_out * tl.arange(0, N_SPLIT), tl.arange(0, BLOCK_D)[None]
-    w = tl.load(lse + at)
-    w = tl.exp2(w - tl.max(w, 0))
-    y = tl.load(parts + at.to(tl.int64)[:, None] * D + d, mask=(w > 0)[:, None] & (d < D), other=0.0)  # unseen splits hold anything
-    y = tl.sum(w[:, None] * y, 0)[None] / tl.sum(w, 0)
-    tl.store(out + tl.program_id(0).to(tl.int64) * D + d, y, mask=d < D)
-
-
-def attention_pages(q, kv, pages, n_kv_head, n_split=0):
-    """q (N, H, D), kv (2, n_row, D), Pages -> (N, H, D). n_split: into how many parts a decode's context is cut, a power of two;
-    0: as many as fill the GPU. At most three launches, whose grids depend on the numbers of tiles, n_few and n_split alone."""
-    N, H, D = q.shape
-    out = q.new_empty(N, H, D)
-
-    def attend(tiles, block, n_split, out, lse, n_out):
-        scale = D ** -0.5 * 1.4426950408889634  # log2(e): a GPU's own exponential is 2 ** x
-        launch(_attention_kernel, (len(tiles), n_kv_head, n_split), q, kv, out, lse, pages.spans, pages.table,
-               pages.trees if len(pages.trees) else None, tiles, n_out, q.stride(0), kv.stride(0), scale, H=H, G=H // n_kv_head, D=D,
-               SPLIT=n_split > 1, BLOCK_M=block, BLOCK_N=32 if q.dtype == torch.float32 else 64, BLOCK_D=max(16, pow2(D)),  # tl.dot's least
-               num_warps=4 if block == 16 else 8, num_stages=2)
-
-    if len(pages.few):
-        n_split = n_split or min(32, pow2(2 * n_processors(q.device) / (len(pages.few) * n_kv_head)))
-        if n_split == 1:
-            attend(pages.few, pages.block_few, 1, out, None, 0)
-        else:
-            n_out = pages.n_few * H
-            parts, lse = (torch.empty(n_split, n_out, size, dtype=torch.float32, device=q.device) for size in (D, 1))
-            attend(pages.few, pages.block_few, n_split, parts, lse, n_out)
-            launch(_combine_kernel, (n_out,), parts, lse, out, n_out, D=D, N_SPLIT=n_split, BLOCK_D=pow2(D))
-    if len(pages.many):  # after the combining, which in a padded batch does not know where the few rows end
-        attend(pages.many, pages.block_many, 1, out, None, 0)
+def attention_ref(q, kv, batch):
+    """Row j of a request attends to the first n_past + j + 1 tokens of its request."""
+    out = torch.zeros_like(q)
+    for start, n, n_past, first in batch.spans.tolist():
+        pages = batch.table[first:first + n_past + n].long()
+        k, v = kv[:, pages].float().transpose(1, 2)  # (Hk, context, D) each
+        rows = q[start:start + n].float().transpose(0, 1)  # (H, n, D)
+        seen = torch.ones(n, len(pages), device=q.device).tril(n_past)
+        own = F.scaled_dot_product_attention(rows, k, v, seen.bool(), enable_gqa=True)
+        out[start:start + n] = own.transpose(0, 1)
     return out
 
-
-@lru_cache
-def n_processors(device):
-    """The GPU's streaming multiprocessors, or a few for the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-def attention(q, kv, segments, n_kv_head):
-    """q (N, H, D), kv (2, n_row, D), segments (or Pages) that cover the N rows -> (N, H, D)"""
-    if isinstance(segments, Pages):
-        return attention_pages(q, kv, segments, n_kv_head)
-    N, H, D = q.shape
-    G = H // n_kv_head  # the G heads of a group share the loads of one K and V
-    out, q = torch.empty_like(q), q * D ** -0.5
-    for s in segments:
-        rows = slice(s.start, s.start + s.R * s.n)
-        qs = q[rows].view(s.R, s.n, n_kv_head, G, D).transpose(1, 2).reshape(s.R * n_kv_head, s.n * G, D)
-        out[rows].view(s.R, s.n, n_kv_head, G, D).copy_(_attend(qs, kv, s).view(s.R, n_kv_head, s.n, G, D).transpose(1, 2))
-    return out
-
-
-def _attend(q, kv, s):
-    """q (B, m, D) scaled, B = R Hk and m = n G, against the contexts of a segment -> (B, m, D). Few rows read the cache where it lies:
-    a value is a sum of V's rows, each times a number, which is torch's embedding_bag, and so is a score, of a key tile's. To
-    multiply many rows, gathering first costs less."""
-    B, m, D = q.shape
-    if s.key_tile > 1 and m <= FEW_ROWS:
-        scores = _sums(kv[0], s.bags[0], D, q[:, :, None].expand(B, m, s.ctx // D, D)).view(B, m, s.ctx)
-    else:
-        scores = q.new_empty(B, m, s.ctx)
-        for part, k in _contexts(kv[0], s.columns, s.ctx):
-            torch.bmm(q[part], k.view(-1, D, s.ctx) if s.key_tile > 1 else k.transpose(1, 2), out=scores[part])
-    scores.view(s.R, -1, m, s.ctx)[..., -s.mask.size(-1):].add_(s.mask)
-    p = scores.softmax(-1)
-    if m <= FEW_ROWS:
-        return _sums(kv[1], s.bags[1], s.ctx, p).view(B, m, D)
-    y = q.new_empty(B, m, D)
-    for part, v in _contexts(kv[1], s.index[1], s.ctx):
-        torch.bmm(p[part], v, out=y[part])
-    return y
-
-
-def _sums(plane, index, n, numbers):
-    """Of each n neighbours in index the sum of the rows there, each times its number: (len(index) / n, D)"""
-    return torch.embedding_bag(plane, index, _starts(len(index), n, index.device), mode=0, per_sample_weights=numbers.reshape(-1))[0]  # 0: a sum
-
-
-@lru_cache(maxsize=256)
-def _starts(size, n, device):
-    return torch.arange(0, size, n, dtype=torch.int32, device=device)
-
-
-def _contexts(plane, index, ctx):
-    """plane (n_row, D) -> (slice of the R Hk contexts in index, (b, ctx, D) these), in parts that the processor's cache still has when
-    they are multiplied."""
-    step = max(1, PART // (ctx * plane.size(1) * plane.element_size()))
-    for i in range(0, len(index) // ctx, step):
-        yield slice(i, i + step), plane.index_select(0, index[i * ctx:(i + step) * ctx]).view(-1, ctx, plane.size(1))
-
-
-# ---------------------------------------------------------------- adapters: to each row x of the batch its own x A B [S-LoRA §5.3]
-
-class Site(NamedTuple):
-    """Where one module's A and B lie: rows of as many pages as they are wide, A's in the K plane and B's in the V plane."""
-    first: int  # the first of the module's columns in its operator's output,
-    n_out: int  # how many they are,
-    page: int  # and how many pages wide those before them are
-    a: np.ndarray  # (rank, pages of a row); of devices that share out A's rows, this one's
-    b: np.ndarray  # (rank, pages of a row)
-
-
-class Factors:
-    """What one adapter has at one operator: its sites, and the same pages as the flat lists that Lora strings together."""
-
-    def __init__(self, sites, n_out):
-        """n_out: pages that a row of the operator's output is wide."""
-        ranks = [len(s.a) for s in sites]
-        starts = np.cumsum(ranks) - ranks
-        self.sites, self.ranks = sites, [slice(i, i + r) for i, r in zip(starts, ranks)]
-        self.a = np.concatenate([s.a for s in sites])  # (rank, pages of x)
-        self.b = np.concatenate([s.b.T.ravel() for s in sites])  # page of y after page of y, for each the rows of B
-        tile = lambda numbers: np.concatenate([np.tile(n, s.b.shape[1]) for n, s in zip(numbers, sites)])
-        self.b_from = tile([i + np.arange(len(s.b)) % r for i, r, s in zip(starts, ranks, sites)])  # which number of xA each is for,
-        self.b_owner = tile([np.arange(len(s.b)) // r for r, s in zip(ranks, sites)])  # and which device's
-        self.a_index, self.b_index = torch.from_numpy(self.a.ravel()), [torch.from_numpy(s.b.ravel()) for s in sites]
-        self.n_bag = np.zeros(n_out, int)  # how many rows of B meet in each page of y
-        for s in sites:
-            self.n_bag[s.page:s.page + s.b.shape[1]] = len(s.b)
-
-    @cached_property
-    def listed(self):
-        """What LoraPages says of a request: all pages, A's and then B's, and its row of `spans` if they alone were the table."""
-        first = np.cumsum(self.n_bag) - self.n_bag
-        own = np.zeros_like(self.n_bag)
-        for s in self.sites:
-            own[s.page:s.page + s.b.shape[1]] = len(s.a)
-        outs = np.stack([self.n_bag, self.b_from[np.minimum(first, len(self.b) - 1)], self.a.size + first, own], 1)  # (pages of y, 4)
-        return np.concatenate([self.a.ravel(), self.b]), np.concatenate([[0, 0, len(self.a), 0], outs.ravel()])
-
-
-@dataclass
-class Lora:
-    """What the adapters of a batch do at one operator. Rows of few tokens multiply vectors (MBGMV), chunks matrices (MBGMM).
-
-    On a CPU, number j of a few row's xA is the product of x and the page of A's row j, and (xA)B a sum of B's pages, each times one
-    of these numbers. The sum is torch's embedding_bag, the products are its gradient; both read the pages where they lie. A row
-    that is wider than a page is taken page by page. All the batch's xA is one flat tensor, the few rows' and then each chunk's: what
-    devices that share out the adapters exchange [S-LoRA §6]."""
-    width: int  # numbers in one plane of a page
-    spans: list  # (first row, rows, Factors) of each request with an adapter, in the order of the batch
-    columns: list  # (first, n_out, page) of the modules in y
-    n_few: int  # rows of few tokens; they lead the batch
-    a: torch.Tensor  # (n,) pages of A's rows, for each few row,
-    a_bag: torch.Tensor  # (n,) and which page of x each multiplies
-    b: torch.Tensor  # (m,) pages of B's rows, for each page of the few rows' y,
-    b_from: torch.Tensor  # (m,) which number of xA each is multiplied with,
-    b_bag: torch.Tensor  # (pages of y,) and where each page of y begins in b
-    bmm: bool = False  # compute as S-LoRA-bmm does, to compare with
-
-    @classmethod
-    def of(cls, spans, n_few, n_in, columns, width, bmm=False):
-        """spans, n_few, columns, width as above; n_in: numbers in a row of x."""
-        n_in, n_out = cdiv(n_in, width), columns[-1][2] + cdiv(columns[-1][1], width)
-        rows = [(row, f) for start, n, f in spans if n <= FEW_ROWS for row in range(start, start + n)]
-        string = lambda lists: np.concatenate([np.empty(0, int), *lists])
-        of_row = lambda values, sizes: np.repeat(np.array(values, int), sizes)
-        a, b = string(f.a.ravel() for _, f in rows), string(f.b for _, f in rows)
-        a_bag = np.arange(len(a)) % n_in + of_row([row * n_in for row, _ in rows], [f.a.size for _, f in rows])
-        before = np.cumsum([0, *(len(f.a) for _, f in rows)])[:-1]
-        b_from = string(f.b_from for _, f in rows) + of_row(before, [len(f.b) for _, f in rows])
-        b_from += sum(len(f.a) for _, f in rows) * string(f.b_owner for _, f in rows)
-        n_bag = np.zeros((n_few, n_out), int)
-        for row, f in rows:
-            n_bag[row] = f.n_bag
-        b_bag = np.cumsum(n_bag) - n_bag.ravel()
-        return cls(width, spans, columns, n_few, *map(torch.from_numpy, (a, a_bag, b, b_from, b_bag)), bmm)
-
-
-@dataclass
-class LoraPages:
-    """What Lora is to a CPU, for GPUs: arrays as `of` makes them, int32 in their memory once uploaded, so that launches depend on none
-    of the values but the largest rank. A tile is neighbouring rows of one request; a tile of a request of rank 0 is empty."""
-    width: int  # numbers in one plane of a page
-    rank: int  # no row has more numbers in xA, all modules of the operator together
-    step: int  # a power of two that divides all of `columns`
-    spans: torch.Tensor  # (B, 4 + 4 * pages of y) per request: its first row in the batch, n, numbers in xA, first entry in table;
-    #                      then of each page of y: the module's rank (0: none), its first number in xA, first entry in table, and
-    #                      how many of its numbers are in this device's xA
-    columns: torch.Tensor  # (pages of y, 2) of each page of y: its first column in y, columns
-    table: torch.Tensor  # (T,) pages of the adapters in use: A's, row after row; B's, page of y after page of y
-    few: torch.Tensor  # (n_tile, 2) tiles of requests that feed up to FEW_ROWS tokens (MBGMV): request, first row. They have 16 rows,
-    #                    a tensor core's least: a decode fills but one, yet what takes its time is to read A and B, once either way
-    many: torch.Tensor  # (n_tile, 2) tiles of chunks (MBGMM),
-    block_many: int  # of so many rows
-
-    @classmethod
-    def of(cls, spans, columns, width, dtype):
-        """spans, columns and width as Lora has them, dtype: the cache's."""
-        adapters = list({id(f): f for _, _, f in spans}.values())  # each is listed once, however many requests use it
-        begin = dict(zip(map(id, adapters), np.cumsum([0, *(len(f.listed[0]) for f in adapters)])))
-        rows = np.stack([f.listed[1] for _, _, f in spans])
-        rows[:, 0], rows[:, 1] = [start for start, _, _ in spans], [n for _, n, _ in spans]
-        rows[:, [3, *range(6, rows.shape[1], 4)]] += np.array([begin[id(f)] for _, _, f in spans])[:, None]
-        columns = np.array([(first + i, min(width, n - i)) for first, n, _ in columns for i in range(0, n, width)])
-        few, block = rows[:, 1] <= FEW_ROWS, 32 if dtype == torch.float32 else 64  # what registers hold
-        return cls(width, int(rows[:, 2].max()), int(np.gcd.reduce(columns.ravel(), initial=16)), rows, columns,
-                   np.concatenate([f.listed[0] for f in adapters]), tiles(few, rows[:, 1], 16), tiles(~few, rows[:, 1], block), block)
-
-    def padded(self, N, n_few, has_chunks):
-        """The same for N tokens and n_few of them in tiles `few`; the largest rank becomes a power of two."""
-        nobody, n_many = n_few + MOST_CHUNKS, has_chunks * (cdiv(N, self.block_many) + MOST_CHUNKS)
-        return replace(self, rank=pow2(self.rank), spans=filled(self.spans, nobody + 1, 0), table=filled(self.table, table_room(self.table), 0),
-                       few=filled(self.few, n_few, (nobody, 0)), many=filled(self.many, n_many, (nobody, 0)))
-
-
-def lora_ref(y, x, kv, adapters):
-    """The definition, in place: y (N, C_out) += x A B, for x (N, C_in) and each request's A (rank, C_in) and B (rank, C_out)."""
-    pages = kv.view(2, -1, adapters.width)
-    for start, n, factors in adapters.spans:
-        for s in factors.sites:
-            a, b = pages[0, s.a].flatten(1)[:, :x.size(1)], pages[1, s.b].flatten(1)[:, :s.n_out]
-            y[start:start + n, s.first:s.first + s.n_out] += x[start:start + n] @ a.T @ b
-    return y
-
-
 @triton.jit
-def _shrink_kernel(x, a, xa, spans, table, tiles, xa_width, C: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
-    """One program, one tile: BLOCK_M rows of x times BLOCK_R rows of its request's A, all modules' in one list, over one split of
-    their width. a: the K plane. xa (N, splits, xa_width), xa_width a multiple of BLOCK_R.
+def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
+                      H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One program: a tile of query rows of one kv head against one split of the context. A row of
+    the tile is one query head of one token: the G = H / Hk heads of a kv head share its loads.
 
-                 ├──── split 0 ────┼──── split 1 ────┤          for each BLOCK_K numbers of the split, none across two pages:
-        x        ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■            which pages A's rows have there, from the table
-        A  row 0 ├─ page 81 ─┼─ page 7 ──┼─ page 40 ┤            A there (BLOCK_R, BLOCK_K) and x there (BLOCK_M, BLOCK_K)
-           row 1 ├─ page 5 ──┼─ page 82 ─┼─ page 41 ┤            multiplied, added
+                     |----- split 0 -----|----- split 1 -----|    context: cached tokens, then own
+        token 0, G x   x x x x x x x x x x x x x x x x x          x: visible. for each BLOCK_N
+        token 1, G x   x x x x x x x x x x x x x x x x x x        tokens: load K and V from their
+        token 2, G x   x x x x x x x x x x x x x x x x x x x      pages, online softmax
     """
-    split, m = tl.program_id(2), tl.load(tiles + 2 * tl.program_id(0) + 1) + tl.arange(0, BLOCK_M)
-    span = spans + (4 + 4 * P) * tl.load(tiles + 2 * tl.program_id(0))
-    start, n, rank, first = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
-    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    if tl.program_id(1) * BLOCK_R < rank:
-        row, real, known = (start + m).to(tl.int64)[:, None], (m < n)[:, None], r < rank
-        n_page: tl.constexpr = (C + WIDTH - 1) // WIDTH
-        per_page: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
-        n_block: tl.constexpr = C // WIDTH * per_page + (C % WIDTH + BLOCK_K - 1) // BLOCK_K
-        share = tl.cdiv(n_block, tl.num_programs(2))
-        acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-        for block in range(split * share, tl.minimum(n_block, (split + 1) * share)):
-            i, c = block // per_page, block % per_page * BLOCK_K + tl.arange(0, BLOCK_K)[None]  # page of the row, numbers in it
-            there = (c < WIDTH) & (i * WIDTH + c < C)
-            page = tl.load(table + first + r * n_page + i, mask=known, other=0).to(tl.int64)[:, None]
-            w = tl.load(a + page * WIDTH + c, mask=known[:, None] & there, other=0.0)
-            v = tl.load(x + row * C + i * WIDTH + c, mask=real & there, other=0.0)
-            acc = tl.dot(v, tl.trans(w), acc, input_precision="tf32x3")
-        tl.store(xa + (row * tl.num_programs(2) + split) * xa_width + r[None], acc, mask=real)
-
-
-@triton.jit
-def _expand_kernel(y, b, xa, spans, columns, table, tiles, xa_width, device, C: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
-                   STEP: tl.constexpr, N_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One program, one tile: BLOCK_M rows of y and BLOCK_N columns of one of its P pages. b: the V plane; device: None, or numbers
-    from one device's xa to the next one's, each with `own` of a module's.
-
-        xA of a row    ├─ q: rank 8 ─┼──── v: rank 16 ────┤      nothing, where the page's module has no adapter (k). Else for
-        y of a row     ├─ q 0 ─┼─ q 1 ─┼─ k ─┼─ v ─┤             each BLOCK_R of the module's numbers in xA:
-                          ▲                     ▲                  the sum of their splits
-        B's pages      81 5 7 ...            40 82 41 ...          times those rows of B there (BLOCK_R, BLOCK_N), added
-    """
-    page, m = tl.program_id(1), tl.load(tiles + 2 * tl.program_id(0) + 1) + tl.arange(0, BLOCK_M)
-    span = spans + (4 + 4 * P) * tl.load(tiles + 2 * tl.program_id(0))
-    start, n, of_page = tl.load(span), tl.load(span + 1), span + 4 + 4 * page
-    rank, begin, first, own = tl.load(of_page), tl.load(of_page + 1), tl.load(of_page + 2), tl.load(of_page + 3)
-    if rank > 0:
-        column, n_column = tl.multiple_of(tl.load(columns + 2 * page), STEP), tl.multiple_of(tl.load(columns + 2 * page + 1), STEP)
-        c, row, real = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)[None], (start + m).to(tl.int64)[:, None], (m < n)[:, None]
-        at, there = y + row * C + column + c, real & (c < n_column)
-        acc = tl.load(at, mask=there, other=0.0).to(tl.float32)
-        for block in range(0, rank, BLOCK_R):
-            r = block + tl.arange(0, BLOCK_R)
-            rows = tl.load(table + first + r, mask=r < rank, other=0).to(tl.int64)[:, None]
-            w = tl.load(b + rows * WIDTH + c, mask=(r < rank)[:, None] & (c < WIDTH), other=0.0)
-            number = begin + r if device is None else begin + r % own + r // own * device
-            v = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-            for split in tl.static_range(N_SPLIT):
-                v += tl.load(xa + (row * N_SPLIT + split) * xa_width + number[None], mask=real & (r < rank)[None], other=0.0)
-            acc = tl.dot(v.to(w.dtype), w, acc, input_precision="tf32x3")
-        tl.store(at, acc, mask=there)
-
-
-def lora_pages(y, x, kv, l, n_split=0, exchange=None):
-    """y (N, C_out) += x A B, in place, for LoraPages l. n_split: into how many parts the width of x is cut, a power of two; 0: as
-    many as fill the GPU. At most four launches, whose grids depend on the numbers of tiles and the largest rank alone. exchange: as
-    for lora. -> y"""
-    assert x.is_contiguous() and y.is_contiguous()
-    P, wide, width, calls = len(l.columns), x.dtype == torch.float32, round_up(l.rank, 64), []
-    both = exchange and torch.empty(len(x), 1, width, dtype=torch.float32, device=x.device)  # xA of few and many rows, sent together
-    for tiles, block_m, block_r, block_k, block_n in ((l.few, 16, 32, 128, 256), (l.many, l.block_many, 64, 64, 64)):
-        if len(tiles):
-            block_r, block_k, block_n = (32, 32, 64) if wide else (block_r, block_k, block_n)
-            block_k, block_n = (max(16, min(block, pow2(l.width))) for block in (block_k, block_n))
-            n_rank, warps = cdiv(l.rank, block_r), 4 if block_m == 16 else 8
-            splits = 1 if exchange else n_split or min(4, pow2(2 * n_processors(x.device) / (len(tiles) * n_rank)))
-            xa = both if exchange else torch.empty(len(x), splits, width, dtype=torch.float32, device=x.device)
-            launch(_shrink_kernel, (len(tiles), n_rank, splits), x, kv[0], xa, l.spans, l.table, tiles, width, C=x.size(1),
-                   WIDTH=l.width, P=P, BLOCK_M=block_m, BLOCK_R=block_r, BLOCK_K=block_k, num_warps=warps, num_stages=5)
-            calls.append((tiles, xa, splits, block_m, block_n, warps))
-    device = None
-    if exchange:
-        both = exchange(both[:, 0, :l.rank].to(x.dtype).flatten()).view(-1, len(x), 1, l.rank)
-        width, device = l.rank, both.stride(0)
-    for tiles, xa, splits, block_m, block_n, warps in calls:
-        launch(_expand_kernel, (len(tiles), P, cdiv(l.width, block_n)), y, kv[1], both if exchange else xa, l.spans, l.columns, l.table,
-               tiles, width, device, C=y.size(1), WIDTH=l.width, P=P, STEP=l.step, N_SPLIT=splits, BLOCK_M=block_m, BLOCK_R=32,
-               BLOCK_N=block_n, num_warps=warps, num_stages=3)
-    return y
-
-
-def lora(y, x, kv, adapters, exchange=None):
-    """y (N, C_out) += x A B, in place. x (N, C_in), kv (2, n_row, D) with A and B in its pages, adapters: a Lora, or LoraPages where
-    the kernels run. exchange: a function, this device's flat xA -> (devices, numbers), all of theirs; None: it is alone. -> y"""
-    if isinstance(adapters, LoraPages):
-        return lora_pages(y, x, kv, adapters, exchange=exchange)
-    if adapters.bmm or x.device.type != "cpu":  # a GPU without Triton: plain torch
-        return lora_bmm(y, x, kv, adapters)
-    pages = kv.view(2, -1, adapters.width)
-    chunks = [span for span in adapters.spans if span[1] > FEW_ROWS]
-    parts = [mbgmv_shrink(x, pages, adapters)] if len(adapters.b) else []
-    parts += [mbgmm_shrink(x[start:start + n], pages, factors) for start, n, factors in chunks]
-    if exchange is None:
-        parts = iter([part[None] for part in parts])
-    else:
-        parts = iter(exchange(torch.cat(parts)).split([len(part) for part in parts], 1))
-    if len(adapters.b):
-        mbgmv_expand(y, next(parts), pages, adapters)
-    for start, n, factors in chunks:
-        mbgmm_expand(y[start:start + n], next(parts).unflatten(1, (n, -1)), pages, factors)
-    return y
-
-
-def mbgmv_shrink(x, pages, l):
-    """x A of the rows of few tokens, flat. pages (2, n_page, width); no padding, no copy of A."""
-    x = x[:l.n_few] if x.size(1) % l.width == 0 else F.pad(x[:l.n_few], (0, -x.size(1) % l.width))
-    n_in = x.size(1) // l.width
-    xa = torch.ops.aten._embedding_bag_per_sample_weights_backward(x.view(-1, l.width), pages[0], l.a, l.b_bag, l.a_bag, 0)
-    return xa if n_in == 1 else xa.view(-1, n_in).sum(1)
-
-
-def mbgmv_expand(y, xa, pages, l):
-    """Of the same rows: y[:n_few] += (x A) B, for xa (devices, numbers)."""
-    xab = F.embedding_bag(l.b, pages[1], l.b_bag, mode="sum", per_sample_weights=xa.flatten()[l.b_from]).view(l.n_few, -1)
-    if len(l.columns) > 1 and xab.size(1) == y.size(1):  # all modules side by side, and none ends inside a page
-        y[:l.n_few] += xab
+    G: tl.constexpr = H // HK
+    tile = tl.program_id(0) * BLOCK_M
+    kv_head = tl.program_id(1) % HK
+    request = tl.program_id(1) // HK
+    first_row, n_row, n_past, first_entry = load4(spans + 4 * request)
+    if tile >= n_row * G:
         return
-    for first, n_out, page in l.columns:
-        y[:l.n_few, first:first + n_out] += xab[:, page * l.width:page * l.width + n_out]
 
+    m = tile + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)[None]
+    token = m // G
+    head = kv_head * G + m % G
+    at = (first_row + token).to(tl.int64) * H + head
+    mask = (token < n_row)[:, None] & (d < D)
+    queries = tl.load(q + at[:, None] * D + d, mask, 0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], -1e30, tl.float32)
+    end = n_past + tl.minimum(n_row, (tile + BLOCK_M - 1) // G + 1)
+    size = tl.cdiv(end, tl.num_programs(2))  # tokens of a split
+    size = tl.cdiv(size, BLOCK_N) * BLOCK_N
+    begin = tl.program_id(2) * size
+    for start in range(begin, tl.minimum(begin + size, end), BLOCK_N):
+        j = start + tl.arange(0, BLOCK_N)
+        page = tl.load(table + first_entry + j, j < end, 0).to(tl.int64)
+        cells = kv + (page * HK + kv_head)[:, None] * D + d
+        cells_mask = (j < end)[:, None] & (d < D)
+        k = tl.load(cells, cells_mask, 0.0)
+        v = tl.load(cells + plane, cells_mask, 0.0)
+        seen = j[None] - n_past <= token[:, None]
+        scores = tl.dot(queries, k.T, input_precision="ieee") * scale
+        scores = tl.where(seen, scores, -1e30)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        p = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        acc *= shrink[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        total = total * shrink + tl.sum(p, 1)
+        top = new_top
+    total = tl.maximum(total, 1e-30)  # the split may be empty
+    at += tl.program_id(2) * n_out
+    if lse is not None:
+        log = (top + tl.log2(total)) * 0.6931471806  # ln(2)
+        tl.store(lse + at, log, token < n_row)
+    tl.store(out + at[:, None] * D + d, acc / total[:, None], mask)
 
-def mbgmm_shrink(x, pages, factors):
-    """x A of one chunk (n, C_in), flat"""
-    return (x @ pages[0].index_select(0, factors.a_index).view(len(factors.a), -1)[:, :x.size(1)].T).flatten()  # (n * rank,)
+def attention_triton(q, kv, batch):
+    """Few rows: contexts are split to fill the GPU, then combined [flash-decoding]. Then chunks."""
+    N, H, D = q.shape
+    Hk = kv.size(2)
+    out = torch.empty_like(q)
+    n = min(N, batch.n_few * batch.max_few)  # at least the rows of all requests with few rows
+    block_d = triton.next_power_of_2(D)
+    block_n = min(64, 8192 // (block_d * q.element_size()))
+    most = 128 if q.element_size() == 2 else 16
+    scale = D ** -0.5 * 1.4426950408889634  # exp(x) = exp2(x log2(e))
 
+    def attend(spans, max_rows, n_split, out, lse):
+        n_query = max_rows * H // Hk
+        block_m = min(most, max(16, triton.next_power_of_2(n_query)))
+        grid = cdiv(n_query, block_m), Hk * len(spans), n_split
+        warps = 8 if block_m == most else 4
+        _attention_kernel[grid](
+            q, kv, out, lse, spans, batch.table, kv.stride(0), scale, n * H,
+            H, Hk, D, block_m, block_n, block_d,
+            num_warps=warps, num_stages=5)
 
-def mbgmm_expand(y, xa, pages, factors):
-    """One chunk: y (n, C_out) += (x A) B, for xa (devices, n, rank)."""
-    for s, ranks, index in zip(factors.sites, factors.ranks, factors.b_index):
-        own = xa[:, :, ranks].transpose(0, 1).flatten(1)[:, :len(s.b)]  # (n, rank)
-        y[:, s.first:s.first + s.n_out].addmm_(own, pages[1].index_select(0, index).view(len(s.b), -1)[:, :s.n_out])
+    if batch.max_few > 0:
+        n_split = n_splits(batch.n_few * Hk, min(32, batch.max_context // 128))
+        parts = q.new_empty(n_split, n, H, D, dtype=torch.float32)
+        lse = q.new_empty(n_split, n, H, 1, dtype=torch.float32)  # log of the sum of exp(scores)
+        few = batch.spans[:batch.n_few]
+        attend(few, batch.max_few, n_split, parts, lse)
+        out[:n] = (parts * lse.softmax(0)).sum(0)
+    if batch.max_chunk > 0:
+        chunks = batch.spans[batch.n_few:]
+        attend(chunks, batch.max_chunk, 1, out, None)
+    return out
 
+def attend_chunk(q, kv, pages, out):
+    """q (n, H, D) attends to the tokens on `pages`, the last n of which are its own. Rows and
+    context are padded to multiples of 32, because oneDNN compiles a kernel for each shape."""
+    n, _, D = q.shape
+    n_past = len(pages) - n
+    q = F.pad(q, (0, 0, 0, 0, 0, -n % 32))
+    pages = torch.cat([pages, pages[-1:].expand(-len(pages) % 32)])
+    k, v = kv.index_select(1, pages).transpose(1, 2).contiguous()  # (Hk, context, D) each
+    for first in range(0, n, CHUNK_ROWS):
+        rows = q[first:first + CHUNK_ROWS].unflatten(1, (len(k), -1))
+        rows = rows.transpose(0, 1).contiguous()  # (Hk, m, G, D)
+        context = cdiv(n_past + first + rows.size(1), 32) * 32
+        scores = rows.flatten(1, 2) @ k[:, :context].mT  # (Hk, m * G, context)
+        totals = torch.empty(*rows.shape[:3], 1)
+        sizes = *rows.shape[:3], scores.size(2), n_past + first
+        cpp("causal_softmax", scores, totals, *sizes, D ** -0.5)
+        values = (scores @ v[:, :context]).view_as(rows) / totals
+        values = values.transpose(0, 1).flatten(1, 2)  # (m, H, D)
+        out[first:first + CHUNK_ROWS] = values[:n - first]
 
-def lora_bmm(y, x, kv, adapters):
-    """As S-LoRA-bmm [S-LoRA §7.1]: every request's A and B are copied side by side, rows and ranks padded to the largest, and one
-    batched GEMM multiplies them all; decodes and chunks apart, as there."""
-    pages = kv.view(2, -1, adapters.width)
-    for of_kind in (lambda n: n <= FEW_ROWS, lambda n: n > FEW_ROWS):
-        spans = [span for span in adapters.spans if of_kind(span[1])]
-        if not spans:
-            continue
-        start, n = (torch.tensor([span[i] for span in spans], device=x.device) for i in (0, 1))
-        token = torch.arange(max(n for _, n, _ in spans), device=x.device)
-        real = token < n[:, None]  # (B, n)
-        rows = torch.where(real, start[:, None] + token, start[:, None])
-        padded = x[rows]  # (B, n, C_in)
-        for first, n_out, _ in adapters.columns:
-            sites = [next((s for s in f.sites if s.first == first), None) for _, _, f in spans]
-            rank = max((len(s.a) for s in sites if s), default=0)
-            a, b = x.new_zeros(len(spans), rank, x.size(1)), x.new_zeros(len(spans), rank, n_out)
-            for i, s in enumerate(sites):
-                if s:
-                    a[i, :len(s.a)] = pages[0, s.a].flatten(1)[:, :x.size(1)]
-                    b[i, :len(s.b)] = pages[1, s.b].flatten(1)[:, :n_out]
-            y[rows[real], first:first + n_out] += torch.bmm(torch.bmm(padded, a.transpose(1, 2)), b)[real]
-    return y
+def attention(q, kv, batch):
+    """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
+    chosen = backend(q)
+    if chosen == "triton":
+        return attention_triton(q, kv, batch)
+    if chosen == "torch":
+        return attention_ref(q, kv, batch)
+    out = torch.empty_like(q)
+    if batch.n_few:
+        sizes = batch.n_few, q.size(1), kv.size(2)
+        cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
+    chunks = batch.spans[batch.n_few:]
+    for start, n, n_past, first in chunks.tolist():
+        pages = batch.table[first:first + n_past + n]
+        attend_chunk(q[start:start + n], kv, pages, out[start:start + n])
+    return out
 
+# -----------------------------------------------------------------------------
+# lora: y += x A B, for each row the A and B of its own adapter [S-LoRA §5.3]
 
-# ---------------------------------------------------------------- sampling
+def adapter_rows(plane, table, first, rank, width):
+    """The rows of A or B from their pages: plane (n_page, Hk, D) -> (rank, width)"""
+    plane = plane.flatten(1)  # (n_page, W)
+    pages = table[first:first + rank * cdiv(width, plane.size(1))]
+    rows = plane.index_select(0, pages).view(rank, -1)
+    return rows[:, :width]
 
-def target_probs(logits, temperature, top_k, top_p):
-    """The distribution that is sampled from. logits (M, V); temperature > 0, top_k (0: all), top_p, each (M,) -> (M, V) float32.
-    Kept are the top_k likeliest tokens and, of these, the fewest whose probabilities reach top_p. A temperature below a millionth is
-    one: it leaves the likeliest token, and a quotient that is finite."""
-    p, order = (logits.float() / temperature.clamp(min=1e-6)[:, None]).softmax(-1).sort(-1, descending=True)
-    rank = torch.arange(p.size(1), device=p.device)
-    p = p.masked_fill((top_k[:, None] > 0) & (rank >= top_k[:, None]), 0.0)
-    p = p / p.sum(-1, keepdim=True)
-    p = p.masked_fill(p.cumsum(-1) - p >= top_p[:, None], 0.0)
-    return torch.zeros_like(p).scatter_(1, order, p / p.sum(-1, keepdim=True))
+def lora_bmm(y, x, kv, sites):
+    """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
+    entries = [site for site in sites.sites.tolist() if site[1] > 0]
+    n_row = max(sites.max_few, sites.max_chunk)
+    rows = x.new_zeros(len(entries), n_row, x.size(1))
+    a = x.new_zeros(len(entries), sites.max_rank, x.size(1))
+    b = x.new_zeros(len(entries), sites.max_rank, y.size(1))
+    for s, (start, n, column, columns, rank, _, _, first) in enumerate(entries):
+        rows[s, :n] = x[start:start + n]
+        a[s, :rank] = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
+        own = adapter_rows(kv[1], sites.table, first, rank, columns)
+        b[s, :rank, column:column + columns] = own
+    product = rows @ a.mT @ b  # (S, rows, n_out)
+    for s, (start, n, *_) in enumerate(entries):
+        y[start:start + n] += product[s, :n]
 
+@triton.jit
+def _shrink_kernel(x, a, xa, sites, table, width, stride,
+                   C: tl.constexpr, W: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
+    """One program: xa = x A for BLOCK_M rows of one site.
+
+        x, a row    |  0  |  1  |  2  |  3  |  4  |     blocks of BLOCK_K numbers, which
+        A, row 0    |  page 81  |  page 7   | 40  |     begin anew with each page
+        A, row 1    |  page 5   |  page 82  | 41  |
+    """
+    site = sites + 8 * tl.program_id(1)
+    first_row, n_row, _, _ = load4(site)
+    rank, _, module, first_entry = load4(site + 4)
+    tile = tl.program_id(0) * BLOCK_M
+    if tile >= n_row:
+        return
+
+    m = tile + tl.arange(0, BLOCK_M)[:, None]
+    r = tl.arange(0, BLOCK_R)
+    row = (first_row + m).to(tl.int64)
+    r_mask = r < rank
+    n_page = tl.cdiv(C, W)  # pages of a row of A
+    n_block = tl.cdiv(W, BLOCK_K)  # blocks of a page
+    acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    for block in range(n_page * n_block):
+        i = block // n_block
+        k = block % n_block * BLOCK_K + tl.arange(0, BLOCK_K)[None]
+        k_mask = (k < W) & (i * W + k < C)
+        page = tl.load(table + first_entry + r * n_page + i, r_mask, 0).to(tl.int64)
+        w = tl.load(a + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
+        v = tl.load(x + row * C + i * W + k, (m < n_row) & k_mask, 0.0)
+        acc = tl.dot(v, w.T, acc, input_precision="ieee")
+    at = xa + row * width + module * stride + r[None]
+    tl.store(at, acc, (m < n_row) & r_mask[None])
+
+@triton.jit
+def _expand_kernel(y, b, xa, sites, table, width, stride, C, W: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program: y += xa B for BLOCK_M rows of one site and BLOCK_N columns that lie in the
+    same page of each row of B."""
+    site = sites + 8 * tl.program_id(1)
+    first_row, n_row, first_column, n_column = load4(site)
+    _, rank, module, first_entry = load4(site + 4)
+    tile = tl.program_id(0) * BLOCK_M
+    n_block = tl.cdiv(W, BLOCK_N)  # blocks of a page
+    i = tl.program_id(2) // n_block  # page of the row
+    if (tile >= n_row) | (i * W >= n_column):
+        return
+
+    m = tile + tl.arange(0, BLOCK_M)[:, None]
+    k = tl.program_id(2) % n_block * BLOCK_N + tl.arange(0, BLOCK_N)[None]
+    row = (first_row + m).to(tl.int64)
+    k_mask = (k < W) & (i * W + k < n_column)
+    n_page = tl.cdiv(n_column, W)  # pages of a row of B
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, rank, BLOCK_R):
+        r = start + tl.arange(0, BLOCK_R)
+        r_mask = r < rank
+        at = xa + row * width + module * stride + r[None]
+        v = tl.load(at, (m < n_row) & r_mask[None], 0.0)
+        page = tl.load(table + first_entry + r * n_page + i, r_mask, 0).to(tl.int64)
+        w = tl.load(b + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
+        acc = tl.dot(v.to(w.dtype), w, acc, input_precision="ieee")
+    at = y + row * C + first_column + i * W + k
+    mask = (m < n_row) & k_mask
+    acc += tl.load(at, mask, 0.0)
+    tl.store(at, acc, mask)
+
+def triton_tiles(plane, sites):
+    """-> grid; rows of a program: 64 [MBGMM], or 16 if all sites have few rows [MBGMV]; numbers of
+    a page; warps"""
+    W = plane[0].numel()
+    block_m = 64 if sites.max_chunk > 0 else 16
+    block = min(256 // plane.element_size(), triton.next_power_of_2(W))
+    block = max(16, block)
+    most = max(sites.max_few, sites.max_chunk)
+    grid = cdiv(most, block_m), len(sites.sites)
+    return grid, block_m, block, max(4, block_m // 8)
+
+def shrink(xa, x, plane, sites, chosen):
+    """xa (N, n_module * max_rank) = x A, module j from column j * max_rank on"""
+    W = plane[0].numel()
+    others = sites.sites
+    if chosen == "triton":
+        grid, block_m, block, warps = triton_tiles(plane, sites)
+        block_r = max(16, triton.next_power_of_2(sites.max_rank))
+        block_k = min(block, 128 * block // block_r)
+        _shrink_kernel[grid](
+            x, plane, xa, sites.sites, sites.table, xa.size(1), sites.max_rank,
+            x.size(1), W, block_m, block_r, block_k,
+            num_warps=warps, num_stages=6)
+        return
+    if chosen == "cpp":
+        sizes = sites.n_few, x.size(1), W, sites.n_module, sites.max_rank
+        cpp("shrink", x, plane, sites.sites, sites.table, xa, *sizes)
+        others = sites.sites[sites.n_few:]
+    for start, n, _, _, rank, _, module, first in others.tolist():
+        if n > 0:
+            a = adapter_rows(plane, sites.table, first, rank, x.size(1))
+            column = module * sites.max_rank
+            xa[start:start + n, column:column + rank] = x[start:start + n] @ a.T
+
+def expand(y, xa, plane, sites, chosen):
+    """y += xa B. An exchange may have widened xa: module j begins at column j * stride."""
+    W = plane[0].numel()
+    stride = xa.size(1) // sites.n_module
+    others = sites.sites
+    if chosen == "triton":
+        grid, block_m, block, warps = triton_tiles(plane, sites)
+        n_block = cdiv(y.size(1), W) * cdiv(W, block)
+        _expand_kernel[(*grid, n_block)](
+            y, plane, xa, sites.sites, sites.table, xa.size(1), stride,
+            y.size(1), W, block_m, 32, block,
+            num_warps=warps, num_stages=5)
+        return
+    if chosen == "cpp":
+        sizes = sites.n_few, y.size(1), W, sites.n_module, stride
+        cpp("expand", y, plane, sites.sites, sites.table, xa, *sizes)
+        others = sites.sites[sites.n_few:]
+    for start, n, column, columns, _, rank, module, first in others.tolist():
+        if n > 0:
+            b = adapter_rows(plane, sites.table, first, rank, columns)
+            own = xa[start:start + n, module * stride:module * stride + rank]
+            y[start:start + n, column:column + columns].addmm_(own.to(y.dtype), b)
+
+def lora(y, x, kv, sites, exchange=None, chosen=None):
+    """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A. chosen:
+    "triton", "cpp" (few rows in C++, A and B read in place; chunks by products) or "torch"."""
+    if sites.way == "bmm":
+        assert exchange is None, "the bmm baseline runs on one device"
+        lora_bmm(y, x, kv, sites)
+        return
+    if chosen is None:
+        chosen = backend(x)
+    xa = x.new_zeros(len(x), sites.n_module * sites.max_rank, dtype=torch.float32)
+    shrink(xa, x, kv[0], sites, chosen)
+    if exchange is not None:
+        xa = exchange(xa)
+    expand(y, xa, kv[1], sites, chosen)
+
+# -----------------------------------------------------------------------------
+# sampling and verification; gpt-fast's convention: p of the target model, q of the draft model
+
+def probabilities(logits, temperature, top_k, top_p):
+    """logits (M, V), the others (M,) -> p (M, V) float32. temperature 0: all on the argmax;
+    top_k 0: no limit; top_p 1: no limit, else the fewest tokens that together have top_p."""
+    greedy = temperature == 0
+    logits = logits.float()
+    scaled = logits / temperature.masked_fill(greedy, 1)[:, None]
+    if ((top_k > 0) | (top_p < 1)).any():
+        V = logits.size(1)
+        k = top_k.masked_fill(top_k == 0, V)[:, None]
+        ordered, order = scaled.topk(min(int(k.max()), V))
+        rank = torch.arange(order.size(1), device=logits.device)
+        ordered = ordered.masked_fill(rank >= k, float("-inf"))
+        p = ordered.softmax(-1)
+        before = p.cumsum(-1) - p  # probability of the tokens that rank higher
+        limit = top_p.masked_fill(top_p == 1, 2)[:, None]
+        hidden = (before >= limit) & (rank > 0)
+        ordered = ordered.masked_fill(hidden, float("-inf"))
+        scaled = torch.full_like(scaled, float("-inf")).scatter(1, order, ordered)
+    best = logits.max(-1, keepdim=True).indices
+    one_hot = torch.zeros_like(logits).scatter_(1, best, 1)
+    return torch.where(greedy[:, None], one_hot, scaled.softmax(-1))
 
 def sample(p, u):
-    """One token per row by inverting the cumulative distribution: p (M, V), u (M,) uniform in [0, 1) -> (M,)"""
+    """Inverse CDF: weights p (M, V), need not sum to 1; u (M,) uniform in [0, 1) -> (M,)"""
     cdf = p.double().cumsum(-1)
-    return torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).squeeze(1).clamp_(max=p.size(1) - 1)
+    total = cdf[:, -1:]
+    at = u.double()[:, None] * total
+    token = torch.searchsorted(cdf, at, right=True)
+    last = torch.searchsorted(cdf, total.clone())  # of all tokens with a weight; u may be near 1
+    return torch.minimum(token, last)[:, 0]
 
+def verify(p, q, drafts, n_drafts, u):
+    """Lossless rejection sampling [SmartSpec §2]: accept draft d with probability p[d] / q[d]; at
+    the first rejection sample from max(p - q, 0), after the last draft from p.
 
-# ---------------------------------------------------------------- verification: row m gave p for the token that its draft m guesses
+    Request r has n_drafts[r] of drafts (K,) and n_drafts[r] + 1 rows of p (K + R, V). q (K, V), or
+    None for drafts that were not sampled. u (K + R,) uniform -> n_accepted (R,), tokens (R,)"""
+    K = len(drafts)
+    first_draft = n_drafts.cumsum(0) - n_drafts
+    first_row = first_draft + torch.arange(len(n_drafts), device=p.device)
+    request = torch.repeat_interleave(n_drafts, output_size=K)  # (K,)
+    draft = torch.arange(K, device=p.device)
+    p_draft = p[draft + request, drafts]
+    q_draft = 1 if q is None else q[draft, drafts]
+    accepted = u[:K] * q_draft < p_draft
 
-def accept(p, q, draft, u):
-    """Lossless rejection sampling [SmartSpec §2; arXiv 2211.17192]: each row keeps its draft x with probability min(1, p(x) / q(x)).
-    p (M, V) the target's distribution; q (M, V) the one x was drawn from, None: x was certain; draft (M,), -1: none; u (M,) -> (M,) bool"""
-    x = draft.clamp(min=0)[:, None]
-    return (draft >= 0) & (u * (1.0 if q is None else q.gather(1, x).squeeze(1)) < p.gather(1, x).squeeze(1))
+    # the first rejected draft of each request, counted within the request
+    place = torch.where(accepted, n_drafts[request], draft - first_draft[request])
+    n_accepted = n_drafts.scatter_reduce(0, request, place, "amin")
+    weights = p[first_row + n_accepted]  # (R, V)
+    rejected = torch.nonzero(n_accepted < n_drafts)[:, 0]
+    at = (first_draft + n_accepted)[rejected]
+    if q is None:
+        weights[rejected, drafts[at]] = 0
+    else:
+        residual = weights[rejected] - q[at]
+        weights[rejected] = residual.clamp(min=0)
+    return n_accepted, sample(weights, u[K:])
 
+# -----------------------------------------------------------------------------
+# the C++ operators
 
-def residual(p, q, draft):
-    """(M, V) what a row draws from once its draft was turned down: max(0, p - q), not normalized; p where there was no draft."""
-    there = (draft >= 0)[:, None]
-    rest = p.scatter(1, draft.clamp(min=0)[:, None], 0.0) if q is None else (p - q).clamp_(min=0)
-    return torch.where(there & (rest.sum(-1, keepdim=True) > 0), rest, p)  # p = q but for rounding: nothing is left
+# -ffast-math would also change how other libraries compute with denormal numbers. GCC makes no
+# vectors of loops that it has jammed.
+FLAGS = ("-march=native -O3 -fno-loop-unroll-and-jam -fopenmp -shared -fPIC -fno-math-errno"
+         " -ffinite-math-only -fno-signed-zeros -fno-trapping-math -fassociative-math")
 
+SOURCE = r"""
+// Plain loops, which GCC turns into vector instructions. T is float or bf16, D is head_dim.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#include <omp.h>
 
-def run_ends(accepted, first):
-    """accepted (M,) bool, false in every request's last row; first (B,) their first rows -> (B,) the row where each one's run of
-    accepted drafts ends: the one that gives its next token."""
-    rows = torch.arange(len(accepted), device=accepted.device).masked_fill_(accepted, len(accepted))
-    return rows.flip(0).cummin(0).values.flip(0)[first]  # the nearest row from here on that is not accepted
+const float LOG2E = 1.44269504f;
 
+struct bf16 {  // the upper half of a float
+    uint16_t half;
+    operator float() const {
+        uint32_t bits = (uint32_t)half << 16;
+        float x;
+        memcpy(&x, &bits, 4);
+        return x;
+    }
+    void operator=(float x) {  // rounds to the nearest, ties to even
+        uint32_t bits;
+        memcpy(&bits, &x, 4);
+        half = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    }
+};
 
-# ---------------------------------------------------------------- more than one device: what their processes say to each other
+// 2^x = 2^n 2^f with a whole n and |f| <= 1/2, for x < 127; relative error 3e-6
+static inline float power_of_2(float x) {
+    x = std::max(x, -126.0f);
+    int32_t n = (int32_t)(x + 126.5f) - 126;
+    float f = x - n;
+    float p = ((9.5701014e-3f * f + 5.591786e-2f) * f + 0.24024745f) * f;
+    p = (p + 0.69312181f) * f + 0.99999926f;
+    int32_t bits;
+    memcpy(&bits, &p, 4);
+    bits += n << 23;
+    memcpy(&p, &bits, 4);
+    return p;
+}
 
-TIMEOUT = 300  # seconds that a rank waits for another before it gives up: a CPU may take a minute for its layers of a long prompt
-LETTER = 1000  # bytes of the first message of World.agree; what is longer takes a second one
+static inline float sigmoid(float x) {
+    return 1 / (1 + power_of_2(-LOG2E * std::max(x, -80.0f)));
+}
 
+// p = exp(scale (p - largest p)) for the first `seen` of n numbers, the others become 0. -> sum
+template <class P> static inline float softmax(P* p, int seen, int n, float scale) {
+    float top = -1e30f, sum = 0;
+    for (int i = 0; i < seen; i++) top = std::max(top, (float)p[i]);
+    for (int i = 0; i < seen; i++) {
+        float e = power_of_2(LOG2E * scale * (p[i] - top));
+        p[i] = e;
+        sum += e;
+    }
+    memset(p + seen, 0, (n - seen) * sizeof(P));
+    return sum;
+}
 
-class World:
-    """The processes that hold one model together, each on its device, all running the same program [SPMD]. tp neighbours share
-    every layer (`part` is which share this one has), pp such groups share out the layers (`stage` is which):
+template <class X, class Y> static inline float dot(const X* x, const Y* y, int n) {
+    float sum = 0;
+    for (int i = 0; i < n; i++) sum += x[i] * y[i];
+    return sum;
+}
 
-        stage 0    rank 0   rank 1    all_reduce, all_gather: within a row            rank = stage * tp + part
-        stage 1    rank 2   rank 3    send, receive: down a column                    here tp = 2, pp = 2
+// sum (n) += w[0] row 0 + w[1] row 1 + ..., four at a time; row i is on page pages[i * step] of kv
+static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
+                            const int32_t* pages, int step, int n_row, int64_t W, int n) {
+    int i = 0;
+    for (; i + 4 <= n_row; i += 4) {
+        const T* a = kv + pages[i * step] * W;
+        const T* b = kv + pages[(i + 1) * step] * W;
+        const T* c = kv + pages[(i + 2) * step] * W;
+        const T* d = kv + pages[(i + 3) * step] * W;
+        for (int k = 0; k < n; k++)
+            sum[k] += w[i] * a[k] + w[i + 1] * b[k] + w[i + 2] * c[k] + w[i + 3] * d[k];
+    }
+    for (; i < n_row; i++) {
+        const T* a = kv + pages[i * step] * W;
+        for (int k = 0; k < n; k++) sum[k] += w[i] * a[k];
+    }
+}
 
-    What a rank sends is counted in `sent`, in bytes, by what it was for, as a ring sends it: (tp - 1) / tp of what is gathered, twice
-    that of what is reduced. World() is a process by itself: every method gives back what it got, torch.distributed is never touched."""
+static inline void prefetch(const T* x, int n) {
+    for (int i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(x + i);
+}
 
-    def __init__(self, tp=1, pp=1, rank=0, device="cpu"):
-        self.tp, self.pp, self.rank, self.size, self.device = tp, pp, rank, tp * pp, device
-        self.stage, self.part = divmod(rank, tp)
-        self.last, self.is_last = tp * (pp - 1), self.stage == pp - 1  # the first rank of the last stage; whether this is of that
-        self.sent, self.posted = Counter(), deque()  # bytes by purpose; messages that nobody waited for
-        self.came = self.stop = False  # whether Ctrl-C came to this process, and whether all know that it is to stop
+extern "C" {
 
-    @classmethod
-    def start(cls, tp=1, pp=1, device="cpu"):
-        """Join the processes that torchrun started. ValueError, with the line to type, if there are not tp * pp of them."""
-        size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
-        if tp * pp != size:
-            raise ValueError(f"tp = {tp}, pp = {pp}: needs {tp * pp} processes, there {'is' if size == 1 else 'are'} {size}: "
-                             f"torchrun --nproc_per_node {tp * pp} {os.path.basename(sys.argv[0])} --tp {tp} --pp {pp} ...")
-        if size == 1:
-            return cls(device=device)
-        if device == "cuda":
-            if local >= torch.cuda.device_count():
-                raise ValueError(f"device = 'cuda': process {local} has no GPU of its own, there are {torch.cuda.device_count()}")
-            torch.cuda.set_device(local)
-            device = f"cuda:{local}"
-        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))  # for what is agreed on
-        world = cls(tp, pp, dist.get_rank(), device)
-        backend = "nccl" if device != "cpu" else "gloo"
-        group = lambda ranks: dist.new_group(ranks, timedelta(seconds=TIMEOUT), backend)
-        rows = [group([*range(i * tp, (i + 1) * tp)]) for i in range(pp)] if tp > 1 else [None] * pp  # everybody makes all groups
-        columns = [group([*range(i, size, tp)]) for i in range(tp)] if pp > 1 else [None] * tp
-        world.row, world.column = rows[world.stage], columns[world.part]
-        atexit.register(world.close)
-        return world
+// total = x + y, out = norm(total) * weight (+ bias: LayerNorm, else RMSNorm); each (N, C)
+void add_norm(const T* x, const T* y, const T* weight, const T* bias, T* total, T* out, int N,
+              int C, float eps) {
+    #pragma omp parallel for if (N > 8)
+    for (int64_t i = 0; i < N; i++) {
+        const T* row = (y ? total : x) + i * C;
+        float sum = 0, squares = 0;
+        for (int c = 0; y && c < C; c++) total[i * C + c] = x[i * C + c] + y[i * C + c];
+        for (int c = 0; c < C; c++) {
+            sum += row[c];
+            squares += row[c] * row[c];
+        }
+        float mean = bias ? sum / C : 0;
+        float scale = 1 / std::sqrt(std::max(0.0f, squares / C - mean * mean) + eps);
+        for (int c = 0; c < C; c++)
+            out[i * C + c] = (row[c] - mean) * scale * weight[c] + (bias ? (float)bias[c] : 0);
+    }
+}
 
-    def agree(self, value, source=0):
-        """What rank `source` says, on every rank: any value that can be pickled. The source does not wait for the others."""
-        if self.size == 1:
-            return value
-        text = pickle.dumps(value) if self.rank == source else b""
-        first = self._broadcast(len(text).to_bytes(8, "little") + text[:LETTER], 8 + LETTER, source)
-        n_rest = int.from_bytes(first[:8], "little") - LETTER
-        rest = self._broadcast(text[LETTER:], n_rest, source) if n_rest > 0 else b""
-        return value if self.rank == source else pickle.loads(first[8:] + rest)  # which ignores what is behind the value
+// h (N, 2 I) -> SwiGLU, or h (N, I) -> tanh-GELU; out (N, I)
+void activate(const T* h, T* out, int N, int I, int gated) {
+    #pragma omp parallel for if (N > 8)
+    for (int64_t i = 0; i < N; i++) {
+        const T* x = h + (gated ? 2 * i : i) * I;
+        T* y = out + i * I;
+        for (int c = 0; gated && c < I; c++) y[c] = x[c] * sigmoid(x[c]) * x[I + c];
+        for (int c = 0; !gated && c < I; c++)  // (1 + tanh(z / 2)) / 2 = sigmoid(z)
+            y[c] = x[c] * sigmoid(1.59576912f * (x[c] + 0.044715f * x[c] * x[c] * x[c]));
+    }
+}
 
-    def _broadcast(self, text, n, source):
-        """n bytes, on rank `source` text and zeros behind it -> the same on every rank. The source does not wait for the others."""
-        x = torch.frombuffer(bytearray(text.ljust(n, b"\0")), dtype=torch.uint8)
-        work = self._call(dist.broadcast, x, source, async_op=True)
-        if self.rank != source:
-            self._call(work.wait)
-            return x.numpy().tobytes()
-        while self.posted and self.posted[0].is_completed():  # those that arrived are forgotten
-            self.posted.popleft()
-        self.posted.append(work)
-        return x.numpy().tobytes()
+// Rotate q and k, unless cos is null; write k and v to their pages. qkv (N, (H + 2 Hk) D),
+// cos and sin (N, D / 2), K and V (n_page, Hk, D), pages (N,) -> q (N, H, D)
+void rotate_write(const T* qkv, const float* cos, const float* sin, T* q, T* K, T* V,
+                  const int32_t* pages, int N, int H, int Hk) {
+    #pragma omp parallel for if (N > 8)
+    for (int64_t i = 0; i < N; i++) {
+        const T* from = qkv + i * (H + 2 * Hk) * D;
+        const int64_t page = (int64_t)pages[i] * Hk * D;
+        for (int h = 0; h < H + Hk; h++, from += D) {
+            T* to = h < H ? q + (i * H + h) * D : K + page + (h - H) * D;
+            for (int d = 0; d < D / 2; d++) {
+                float c = cos ? cos[i * D / 2 + d] : 1, s = sin ? sin[i * D / 2 + d] : 0;
+                float a = from[d], b = from[d + D / 2];
+                to[d] = a * c - b * s;
+                to[d + D / 2] = b * c + a * s;
+            }
+        }
+        memcpy(V + page, from, Hk * D * sizeof(T));
+    }
+}
 
-    def spread(self, x, source):
-        """Copy x of rank `source` into everybody's x. Nobody waits; what is spread arrives in the order of the calls -> a function that
-        waits until this has."""
-        if self.rank == source:
-            works = [self._call(dist.isend, x, rank, tag=1) for rank in range(self.size) if rank != source]
-        else:
-            works = [self._call(dist.irecv, x, source, tag=1)]
-        return lambda: [self._call(work.wait) for work in works]
+// Attention of requests with few rows, the cache read in place: the scores of all tokens, their
+// softmax, then the sum of the values. q, out (N, H, D); K and V (n_page, Hk, D); spans (R, 4):
+// first row, rows, n_past, first entry of table. Row j of a request sees its first n_past + j + 1
+// tokens. A thread takes about 256 numbers of the pages of a request at a time.
+void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int32_t* table,
+            T* out, int R, int H, int Hk) {
+    const int64_t W = Hk * D, G = H / Hk;
+    const int n_part = std::max((Hk * D + 255) / 256, std::min(Hk, 2 * omp_get_max_threads() / R));
+    #pragma omp parallel for collapse(2) schedule(dynamic, 1)
+    for (int r = 0; r < R; r++)
+        for (int part = 0; part < n_part; part++) {
+            const int32_t *span = spans + 4 * r, *pages = table + span[3];
+            const int n_past = span[2], context = span[1] + n_past;
+            if (span[1] == 0) continue;  // padding
+            const int first = part * Hk / n_part, end = (part + 1) * Hk / n_part;  // kv heads
+            const int n = span[1] * G, n_query = n * (end - first);  // of a kv head, of all
+            const int width = (end - first) * D;
+            const int64_t stride = context + 16;  // queries in different sets of the L1 cache
+            std::vector<float> queries(n_query * D), p(n_query * stride), sums(n_query * D);
+            auto place = [&](int i) {  // of query i in q and out
+                return ((span[0] + i % n / G) * H + (first + i / n) * G + i % G) * D;
+            };
+            for (int i = 0; i < n_query; i++)
+                for (int d = 0; d < D; d++) queries[i * D + d] = q[place(i) + d];
+            for (int t = 0; t < context; t++) {
+                if (t + 16 < context) prefetch(K + pages[t + 16] * W + first * D, width);
+                for (int h = first, i = 0; h < end; h++) {
+                    float k[D];
+                    for (int d = 0; d < D; d++) k[d] = K[pages[t] * W + h * D + d];
+                    for (int last = i + n; i < last; i++)
+                        p[i * stride + t] = dot(&queries[i * D], k, D);
+                }
+            }
+            for (int i = 0; i < n_query; i++) {
+                float* own = &p[i * stride];
+                float sum = softmax(own, n_past + i % n / G + 1, context, 1 / std::sqrt(float(D)));
+                for (int t = 0; t < context; t++) own[t] /= sum;
+            }
+            for (int t = 0; t < context; t += 4) {
+                const int n_row = std::min(4, context - t);
+                for (int next = t + 16; next < std::min(t + 20, context); next++)
+                    prefetch(V + pages[next] * W + first * D, width);
+                for (int h = first, i = 0; h < end; h++)
+                    for (int last = i + n; i < last; i++)
+                        add_rows(&sums[i * D], &p[i * stride + t], V + h * D, pages + t, 1, n_row,
+                                 W, D);
+            }
+            for (int i = 0; i < n_query; i++)
+                for (int d = 0; d < D; d++) out[place(i) + d] = sums[i * D + d];
+        }
+}
 
-    def each(self, value):
-        """What every rank says, in the order of ranks."""
-        return [self.agree(value, rank) for rank in range(self.size)]
+// Softmax in place of scores (Hk, n, G, context), without the division by totals (Hk, n, G). Row j
+// sees the first n_past + j + 1 columns, the others become 0.
+void causal_softmax(T* scores, float* totals, int Hk, int n, int G, int context, int n_past,
+                    float scale) {
+    #pragma omp parallel for
+    for (int64_t row = 0; row < Hk * n * G; row++) {
+        int seen = std::min(context, n_past + (int)row / G % n + 1);
+        totals[row] = softmax(scores + row * context, seen, context, scale);
+    }
+}
 
-    def all_reduce(self, x, what):
-        """Sum x over the row, in place. -> x"""
-        if self.tp > 1:
-            self.sent[what] += 2 * (self.tp - 1) * x.nbytes // self.tp
-            self._call(dist.all_reduce, x, group=self.row)
-        return x
+// xa (N, n_module * max_rank) = x (N, n_in) A for sites with few rows, A (n_page, W) read in place
+void shrink(const T* x, const T* A, const int32_t* sites, const int32_t* table, float* xa, int S,
+            int n_in, int W, int n_module, int max_rank) {
+    const int n_page = (n_in + W - 1) / W;  // pages of a row of A
+    #pragma omp parallel for collapse(2) schedule(dynamic, 16)
+    for (int s = 0; s < S; s++)
+        for (int i = 0; i < max_rank; i++) {
+            const int32_t* site = sites + 8 * s;
+            const int32_t* pages = table + site[7] + i * n_page;
+            const int end = i < site[4] ? site[0] + site[1] : 0;
+            for (int64_t row = site[0]; row < end; row++) {
+                float sum = 0;
+                for (int p = 0; p < n_page; p++) {
+                    const T *a = A + (int64_t)pages[p] * W, *part = x + row * n_in + p * W;
+                    sum += dot(part, a, std::min(W, n_in - p * W));
+                }
+                xa[(row * n_module + site[6]) * max_rank + i] = sum;
+            }
+        }
+}
 
-    def all_gather(self, x, what):
-        """x of every part of the row, in order -> (tp, *x.shape)"""
-        if self.tp == 1:
-            return x[None]
-        self.sent[what] += (self.tp - 1) * x.nbytes
-        out = x.new_empty(self.tp, *x.shape)
-        self._call(dist.all_gather, [*out], x.contiguous(), group=self.row)
-        return out
+// y (N, n_out) += xa (N, n_module * stride) B for sites with few rows, B (n_page, W) read in place
+void expand(T* y, const T* B, const int32_t* sites, const int32_t* table, const float* xa, int S,
+            int n_out, int W, int n_module, int stride) {
+    #pragma omp parallel for schedule(dynamic, 1)
+    for (int s = 0; s < S; s++) {
+        const int32_t *site = sites + 8 * s, *pages = table + site[7];
+        const int columns = site[3], rank = site[5], n_page = (columns + W - 1) / W;
+        for (int64_t row = site[0]; row < site[0] + site[1]; row++) {
+            T* own = y + row * n_out + site[2];
+            const float* weights = xa + (row * n_module + site[6]) * stride;
+            std::vector<float> sums(own, own + columns);
+            for (int p = 0; p < n_page; p++)
+                add_rows(&sums[p * W], weights, B, pages + p, n_page, rank, W,
+                         std::min(W, columns - p * W));
+            std::copy(sums.begin(), sums.end(), own);
+        }
+    }
+}
 
-    def send(self, x, what):
-        """x to the same part of the next stage -> a function that waits until it is there."""
-        self.sent[what] += x.nbytes
-        work = self._call(dist.isend, x.contiguous(), self.rank + self.tp, group=self.column)
-        return lambda: self._call(work.wait)
-
-    def receive(self, shape, dtype):
-        """What the stage before sends -> a function that waits for it, a tensor of this shape"""
-        x = torch.empty(shape, dtype=dtype, device=self.device)
-        work = self._call(dist.irecv, x, self.rank - self.tp, group=self.column)
-        return lambda: (self._call(work.wait), x)[1]
-
-    def _call(self, f, *args, **more):
-        """f(...). ConnectionError, naming the rank, where another's end or silence makes it impossible."""
-        try:
-            return f(*args, **more)
-        except RuntimeError as e:
-            why = str(e).splitlines()[0].split("] ")[-1][:80]  # without the place in gloo's source
-            raise ConnectionError(f"rank {self.rank} of {self.size} cannot go on: {self._missing()} ({why})") from None
-
-    def _missing(self):
-        """Who does not answer a roll call, which everybody holds who notices that something is wrong."""
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            store.add(f"alive {self.rank}", 1)
-            time.sleep(1.0)
-            gone = [rank for rank in range(self.size) if not store.check([f"alive {rank}"])]
-        except RuntimeError:  # it lives with rank 0, or with torchrun
-            gone = [0]
-        return f"rank {' and '.join(map(str, gone))} died or hangs" if gone else "no rank is missing"
-
-    @staticmethod
-    def first_to_say(message):
-        """Whether no other rank has said that: what is wrong on all of them is said once."""
-        if not dist.is_initialized():
-            return os.environ.get("RANK", "0") == "0"
-        try:
-            return dist.distributed_c10d._get_default_store().add(message, 1) == 1
-        except RuntimeError:  # the store died with rank 0
-            return True
-
-    def close(self):
-        """Wait until what was sent is there, and part."""
-        for work in self.posted:
-            try:
-                work.wait(timedelta(seconds=5))
-            except RuntimeError:  # the one who should have got it is gone
-                break
-        self.posted.clear()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+}  // extern "C"
+"""
