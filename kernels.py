@@ -853,11 +853,12 @@ void rotate_write(const T* qkv, const float* cos, const float* sin, T* q, T* K, 
 // Attention of requests with few rows, the cache read in place: the scores of all tokens, their
 // softmax, then the sum of the values. q, out (N, H, D); K and V (n_page, Hk, D); spans (R, 4):
 // first row, rows, n_past, first entry of table. Row j of a request sees its first n_past + j + 1
-// tokens. A thread takes about 256 numbers of the pages of a request at a time.
+// tokens. A thread takes a whole request: pages are read from end to end. Only if there are
+// fewer requests than threads, their heads are divided into parts.
 void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int32_t* table,
             T* out, int R, int H, int Hk) {
     const int64_t W = Hk * D, G = H / Hk;
-    const int n_part = std::max((Hk * D + 255) / 256, std::min(Hk, 2 * omp_get_max_threads() / R));
+    const int n_part = std::min(Hk, (omp_get_max_threads() + R - 1) / R);
     #pragma omp parallel for collapse(2) schedule(dynamic, 1)
     for (int r = 0; r < R; r++)
         for (int part = 0; part < n_part; part++) {
