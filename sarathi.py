@@ -1038,7 +1038,7 @@ class CostModel:
 
     @staticmethod
     def profile(model):
-        """The costs of a model on this machine, measured once, in about 15 seconds."""
+        """The costs of a model on this machine, measured once, in 10 to 30 seconds."""
         if model not in PROFILES:
             PROFILES[model] = Profile(model)
         return PROFILES[model]
