@@ -1666,6 +1666,7 @@ def add_model_flags(parser, model):
 def parse_arguments():
     parser = argparse.ArgumentParser(
         description="Generate text with the sarathi engine.", allow_abbrev=False,
+        usage=argparse.SUPPRESS,  # a mistake is one line
         epilog='example: python sarathi.py --prompt "def fib(" --draft ngram --max-new-tokens 200')
     add_model_flags(parser, "tiny")
     flag = parser.add_argument
