@@ -348,6 +348,14 @@ def attention_ref(q, kv, batch):
     return out
 
 @triton.jit
+def load_pages(kv, plane, table, j, end, kv_head, d, HK: tl.constexpr, D: tl.constexpr):
+    """K and V of one kv head for tokens j of a request, zeros from `end` on"""
+    page = tl.load(table + j, j < end, 0).to(tl.int64)
+    cells = kv + (page * HK + kv_head)[:, None] * D + d
+    mask = (j < end)[:, None] & (d < D)
+    return tl.load(cells, mask, 0.0), tl.load(cells + plane, mask, 0.0)
+
+@triton.jit
 def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
                       H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -362,16 +370,14 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
     G: tl.constexpr = H // HK
     tile = tl.program_id(0) * BLOCK_M
     kv_head = tl.program_id(1) % HK
-    request = tl.program_id(1) // HK
-    first_row, n_row, n_past, first_entry = load4(spans + 4 * request)
+    first_row, n_row, n_past, first_entry = load4(spans + 4 * (tl.program_id(1) // HK))
     if tile >= n_row * G:
         return
 
     m = tile + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)[None]
     token = m // G
-    head = kv_head * G + m % G
-    at = (first_row + token).to(tl.int64) * H + head
+    at = (first_row + token).to(tl.int64) * H + kv_head * G + m % G
     mask = (token < n_row)[:, None] & (d < D)
     queries = tl.load(q + at[:, None] * D + d, mask, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -383,11 +389,7 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
     begin = tl.program_id(2) * size
     for start in range(begin, tl.minimum(begin + size, end), BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
-        page = tl.load(table + first_entry + j, j < end, 0).to(tl.int64)
-        cells = kv + (page * HK + kv_head)[:, None] * D + d
-        cells_mask = (j < end)[:, None] & (d < D)
-        k = tl.load(cells, cells_mask, 0.0)
-        v = tl.load(cells + plane, cells_mask, 0.0)
+        k, v = load_pages(kv, plane, table + first_entry, j, end, kv_head, d, HK, D)
         seen = j[None] - n_past <= token[:, None]
         scores = tl.dot(queries, k.T, input_precision="ieee") * scale
         scores = tl.where(seen, scores, -1e30)

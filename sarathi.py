@@ -707,9 +707,9 @@ class Goodput(Policy):
         outlook = []
         for tree in self.trees:
             chances = [1 - (1 - alpha) ** n_candidate for n_candidate in tree]
-            worth = list(accumulate(accumulate([1.0, *chances], mul)))  # by level [SmartSpec Eq. 8]
+            expected = list(accumulate(accumulate([1.0, *chances], mul)))  # [SmartSpec Eq. 8]
             cut = Counter(min(limit, len(tree)) for limit in limits)
-            tokens = sum(worth[level] * n for level, n in cut.items())  # [SmartSpec Eq. 9]
+            tokens = sum(expected[level] * n for level, n in cut.items())  # [SmartSpec Eq. 9]
             n_drafts = sum(tree_size(tree[:level]) * n for level, n in cut.items())
             outlook.append((tokens, price(n_drafts, max(cut))))
         return np.array(outlook).T
@@ -730,13 +730,13 @@ class GoodputRequest(Goodput):
     """Each request its own k [SmartSpec §3.3]. Draft j of a request is worth alpha^j tokens. For a
     number of drafts in all, the best are those worth most; sixteen such numbers are priced."""
     def lengths(self, requests, limits, alpha, price):
-        worth = []
+        drafts = []  # (expected tokens, level, request)
         for i, (request, limit) in enumerate(zip(requests, limits)):
-            worth += [(request.acceptance ** j, j, i) for j in range(1, limit + 1)]
-        values, levels, owners = zip((len(limits), 0, 0), *sorted(worth, reverse=True))
+            drafts += [(request.acceptance ** j, j, i) for j in range(1, limit + 1)]
+        values, levels, owners = zip((len(limits), 0, 0), *sorted(drafts, reverse=True))
         tokens = np.cumsum(values)
         steps = np.maximum.accumulate(levels)
-        numbers = np.linspace(0, len(worth), 17).astype(int).tolist()
+        numbers = np.linspace(0, len(drafts), 17).astype(int).tolist()
         best = max(numbers, key=lambda n: tokens[n] / price(n, int(steps[n])))
         chosen = Counter(owners[1:best + 1])
         return [(1,) * chosen[i] for i in range(len(limits))]
@@ -1301,10 +1301,10 @@ class ModelRunner:
             n_logits = 1 + len(request.drafts) if n == request.n_todo else 0
             spans.append(Span(request, request.n_past, tokens, n_logits))
         logits = self.forward(spans)
-        asking = [span.request for span in spans if span.n_logits]
-        if self.engine.alpha or all(request.temperature == 0 for request in asking):
-            return self.verify_greedy(asking, logits)
-        return self.verify_sampled(asking, logits)
+        sampling = [span.request for span in spans if span.n_logits]
+        if self.engine.alpha or all(request.temperature == 0 for request in sampling):
+            return self.verify_greedy(sampling, logits)
+        return self.verify_sampled(sampling, logits)
 
     def forward(self, spans):
         """One iteration of the model. Sorts spans. Returns logits (M, V), span after span."""
@@ -1377,11 +1377,11 @@ class ModelRunner:
                                    **row_counts(sites[:, 1]))
         return packed
 
-    def verify_greedy(self, asking, logits):
+    def verify_greedy(self, sampling, logits):
         """Accept the drafts that equal the argmax; or, with a forced alpha, as many as it says."""
         best = logits.max(-1).indices.tolist()
         new_tokens = {}
-        for request in asking:
+        for request in sampling:
             drafts = request.drafts
             n = 0
             while n < len(drafts) and drafts[n] == best[n]:
@@ -1392,16 +1392,16 @@ class ModelRunner:
             best = best[len(drafts) + 1:]
         return new_tokens
 
-    def verify_sampled(self, asking, logits):
+    def verify_sampled(self, sampling, logits):
         """Rejection sampling: the output is distributed as without drafts [SmartSpec §2]."""
-        p = self.distributions([r for r in asking for _ in range(1 + len(r.drafts))], logits)
-        q = [row for request in asking for row in request.draft_probs]
+        p = self.distributions([r for r in sampling for _ in range(1 + len(r.drafts))], logits)
+        q = [row for request in sampling for row in request.draft_probs]
         q = torch.cat(q) if q else None  # None: drafts are deterministic
-        drafts = torch.tensor([d for request in asking for d in request.drafts], dtype=torch.int64)
-        n_drafts = torch.tensor([len(request.drafts) for request in asking])
+        drafts = torch.tensor([d for request in sampling for d in request.drafts], dtype=torch.int64)
+        n_drafts = torch.tensor([len(request.drafts) for request in sampling])
         u = self.uniform(len(p))
         n_accepted, tokens = verify(p, q, drafts.to(p.device), n_drafts.to(p.device), u)
-        ends = zip(asking, n_accepted.tolist(), tokens.tolist())
+        ends = zip(sampling, n_accepted.tolist(), tokens.tolist())
         return {request: request.drafts[:n] + [token] for request, n, token in ends}
 
     def distributions(self, requests, logits):
