@@ -844,6 +844,20 @@ def test_requests_start_when_they_arrive():
     starts = [(iteration.entries[0][0], iteration.start) for iteration in engine.record]
     assert starts[::3] == [(1, 2.0), (0, 5.0), (3, 900.0)]
 
+def test_a_request_without_room_waits_and_blocks_those_behind_it():
+    first = Request([0] * 40, 20)
+    engine = Engine(COST, "orca", max_batch=3, n_page=100)
+    for request in (first, Request([0] * 60, 20), Request([0] * 5, 5)):
+        engine.add(request)
+    engine.step()
+    assert engine.running == [first]
+    # a page for the next token of each running request stays free
+    engine = Engine(COST, "orca", max_batch=2, n_page=50, alloc="grow")
+    for request in (Request([0] * 40, 9), Request([0] * 9, 5)):
+        engine.add(request)
+        engine.step()
+    assert len(engine.running) == 1
+
 def test_preempted_requests_go_first():
     requests = equal_requests(12, 20, 40)
     engine = serve(COST, requests, max_batch=6, n_page=150, alloc="grow")
