@@ -434,7 +434,8 @@ class Run:
         done = [r for r in requests if r.state in ("length", "stop")]
         self.requests = requests
         self.start = start
-        self.seconds = max(r.times[-1] for r in done) - start
+        self.ends = sorted(r.times[-1] for r in done)
+        self.seconds = self.ends[-1] - start
         self.requests_per_second = len(done) / self.seconds
         self.tokens_per_second = sum(r.max_len for r in done) / self.seconds
         self.latency = fmean(r.times[-1] - r.arrival for r in done)
@@ -564,21 +565,14 @@ def decode_speedup(place, L, B):
 
 def gains(place, ways, P, D, B):
     """{name: [how many times as fast as request-level batching, in each round]} for equal requests
-    of P + D tokens. ways: {name: scheduler}"""
+    of P + D tokens. ways: {name: scheduler}. The time of the middle half of the requests counts:
+    how a run begins and ends says little of a server."""
+    n = B * (16 if place.simulated else 4)
     schedulers = {"static": "static", **ways}
     options = {name: {"scheduler": schedulers[name]} for name in schedulers}
-
-    def seconds(n):
-        jobs = [Job(0.0, P, D)] * n
-        runs = place.race(options, jobs=jobs, B=B)
-        return {name: np.array([run.seconds for run in runs[name]]) for name in runs}
-    if place.simulated:
-        # four batches behind four others: the end of a run says little of a server
-        first = seconds(4 * B)
-        times = seconds(8 * B)
-        times = {name: times[name] - first[name] for name in times}
-    else:
-        times = seconds(3 * B)
+    times = {}
+    for name, runs in place.race(options, jobs=[Job(0.0, P, D)] * n, B=B).items():
+        times[name] = np.array([run.ends[3 * n // 4 - 1] - run.ends[n // 4 - 1] for run in runs])
     return {name: (times["static"] / times[name]).tolist() for name in ways}
 
 def explain(place, rows):
