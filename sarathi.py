@@ -118,7 +118,7 @@ class Engine:
 
     model: a GPT; or a CostModel: the simulator, with a virtual clock
     scheduler: a name in SCHEDULERS, or a Scheduler
-    chunk: most tokens of a prefill chunk; with sarathi_serve, of a whole iteration
+    chunk: tokens of an iteration that feeds a prefill chunk, its decodes included
     max_batch: requests that run at once; 0: as many as fit [SARATHI §4.3]
     n_page: pages of the cache, one per token; 0: enough for max_batch requests
     alloc: "reserve" a request's maximum length at its start, or "grow" page by page
@@ -261,7 +261,8 @@ class Engine:
     def admit(self, plan):
         """Start the plan's waiting requests, in order, up to the first one that has no room, and
         reserve pages for the others' tokens. Returns the part of the plan that can run."""
-        new = {request for request, _ in plan if request.state == "waiting"}  # not: preempted below
+        # a request that is preempted below waits again, and must not start at once
+        new = {request for request, _ in plan if request.state == "waiting"}
         room = True
         for request, n in plan:
             assert 0 < n <= request.n_todo, f"{self.scheduler} planned {n} of {request.n_todo}"
@@ -450,7 +451,8 @@ class AdapterStore:
         self.n_users[name] -= 1
 
     def prefetch(self, waiting, n=8):
-        """Load the next requests' adapters into free pages, while others run [S-LoRA §5.2]."""
+        """Load the adapters of the first n requests by arrival into free pages, while others run
+        [S-LoRA §5.2]."""
         for request in waiting[:n]:
             name = request.adapter
             if name not in self.loaded and 0 < self.n_page[name] <= len(self.pool.free):
@@ -491,9 +493,10 @@ class Scheduler:
         self.chunk = self.chunk or engine.chunk
 
     def plan(self, running, waiting):
-        """running: requests with pages, the oldest first. waiting: requests that may start now, the
-        next one first. Returns [(request, n)] with 1 <= n <= request.n_todo. If nothing in the plan
-        has room, plan() is called again without the waiting requests."""
+        """running: requests with pages, the oldest first. waiting: the next requests of the queue's
+        order, as many as max_batch leaves room for. Returns [(request, n)] with 1 <= n <=
+        request.n_todo. Waiting requests without free pages are left out of the plan; if nothing
+        remains, plan() is called again without the waiting ones."""
         raise NotImplementedError
 
 class Static(Scheduler):
@@ -516,6 +519,7 @@ class Sarathi(Scheduler):
     The chunk leaves room for the decodes, so that both together fill whole tiles [§4.4]."""
     def plan(self, running, waiting):
         decodes, prefills = decodes_and_prefills(running, waiting)
+        # more decodes than fit: as many tiles as they need
         n_token = max(self.chunk, round_up(len(decodes) + 1, min(TILE, self.chunk)))
         return decodes + prefill_chunks(prefills[:1], n_token - len(decodes))
 
@@ -548,7 +552,8 @@ class Autopilot(Scheduler):
             stats = stats.with_drafts(self.engine.speculator.n_last)
         alone = cost.seconds(stats) if decodes else 0.0
         limit = max(alone, self.time_limit(decodes, alone))
-        # every prompt becomes a decode; the same seconds could then serve all of them
+        # a decode is worth less beside waiting prompts: once they are fed, the same iteration
+        # decodes for all of them, at nearly the same cost
         decode_work = alone * len(decodes) / (len(decodes) + len(prefills))
         ends = list(accumulate(request.n_todo for request in prefills))
         sizes = ends  # whole prompts: the rest of a prompt would get an iteration of its own
@@ -575,7 +580,8 @@ class Autopilot(Scheduler):
                 n_left = request.max_new_tokens - len(request.output)
                 allowed = self.engine.tpot * (request.max_new_tokens - 1)
                 slacks.append(allowed - elapsed - n_left * seconds_per_token)
-        return seconds_per_token + min(slack for slack in slacks if slack >= 0) / 2
+        slack = min(slack for slack in slacks if slack >= 0)
+        return seconds_per_token + slack / 2  # the other half is for the next prompts
 
 def decodes_and_prefills(running, waiting):
     """Returns the decodes as entries of a plan, and the requests with a prompt to feed."""
@@ -622,7 +628,7 @@ def cluster(d, inner=fcfs):
 
 def one_adapter(inner=fcfs, patience=30):
     """For merged weights: only requests of the running adapter. If more than `patience` requests of
-    other adapters come first, the batch runs out and the adapter changes [S-LoRA §7]."""
+    other adapters come first, no more of it start, and the adapter changes [S-LoRA §7]."""
     def order(waiting, running, now):
         ordered = inner(waiting, running, now)
         adapter = (running or ordered or waiting)[0].adapter
@@ -631,8 +637,8 @@ def one_adapter(inner=fcfs, patience=30):
     return order
 
 class EarlyAbort:
-    """An order that aborts requests too late for their first token [S-LoRA §4.3, App. B]. While the
-    queue grows (a moving average), the newest go first, else the oldest."""
+    """An order that aborts requests too late for their first token [S-LoRA §4.3, App. B].
+    While the queue grows (a moving average), the newest go first, else the oldest."""
     def __init__(self, slo, margin=1 / 12):
         self.latest = (1 - margin) * slo  # seconds of waiting; a margin for the first run
         self.n_waiting = 0
@@ -673,12 +679,13 @@ class Policy:
     priced = False  # whether lengths() gets a price
     knows = False  # whether the limits end at the drafts that will be accepted
     threshold = 0.0  # a draft model stops behind a draft with no more than this probability
-    trees = [(1,) * MAX_DRAFTS]  # to choose from; (1, 1, 1) is a chain of three drafts
+    trees = [(1,) * MAX_DRAFTS]  # to choose from
 
     def lengths(self, requests, limits, alpha, price):
         """requests: the decodes; limits: the most drafts that each can use; alpha: the acceptance
         rate of all requests (request.acceptance: of one). price(n, steps) -> seconds of an
-        iteration with n drafts in all, made in so many steps. Returns a tree for each decode."""
+        iteration with n drafts in all, made in so many steps. Returns a tree for each decode: its
+        candidates per level. (1, 1, 1) is a chain of three drafts, () none."""
         raise NotImplementedError
 
 class Fixed(Policy):
@@ -707,11 +714,12 @@ class Goodput(Policy):
         outlook = []
         for tree in self.trees:
             chances = [1 - (1 - alpha) ** n_candidate for n_candidate in tree]
-            expected = list(accumulate(accumulate([1.0, *chances], mul)))  # [SmartSpec Eq. 8]
-            cut = Counter(min(limit, len(tree)) for limit in limits)
-            tokens = sum(expected[level] * n for level, n in cut.items())  # [SmartSpec Eq. 9]
-            n_drafts = sum(tree_size(tree[:level]) * n for level, n in cut.items())
-            outlook.append((tokens, price(n_drafts, max(cut))))
+            # of a request by levels: 1, 1 + a, 1 + a + a^2, ... tokens [SmartSpec Eq. 8]
+            expected = list(accumulate(accumulate([1.0, *chances], mul)))
+            levels = Counter(min(limit, len(tree)) for limit in limits)
+            tokens = sum(expected[level] * n for level, n in levels.items())  # [SmartSpec Eq. 9]
+            n_drafts = sum(tree_size(tree[:level]) * n for level, n in levels.items())
+            outlook.append((tokens, price(n_drafts, max(levels))))
         return np.array(outlook).T
 
 class GoodputTree(Goodput):
@@ -757,7 +765,8 @@ POLICIES = {"goodput": Goodput, "goodput_global": GoodputGlobal, "goodput_reques
             "goodput_tree": GoodputTree, "confidence": Confidence, "oracle": Oracle}
 
 class Proposer:
-    """Where drafts come from. Subclass it and write draft(). By itself: lookup, simulated."""
+    """Where drafts come from. Subclass it and write draft(). The class itself stands for prompt
+    lookup in the simulator."""
     threshold = 0.0  # the policy's
 
     def draft(self, request, k):
@@ -771,7 +780,7 @@ class Proposer:
 
     def seconds(self, n_request, n_context, n_step):
         """Seconds that n_step drafts for each of n_request requests take [SmartSpec Eq. 5]."""
-        return 1e-5 * n_request
+        return 1e-5 * n_request  # one lookup per request
 
 class Ngram(Proposer):
     """Prompt lookup: what followed the last occurrence of the last three, two or one tokens."""
@@ -785,21 +794,25 @@ class Ngram(Proposer):
         for n in (3, 2, 1):
             at = text.rfind(text[-n:], 0, -1)
             if at >= 0:
-                following = text[at + n:at + n + k] * k
+                following = text[at + n:at + n + k] * k  # near the end: repeated
                 return list(map(ord, following[:k]))
         return []
 
 class DraftModel(Proposer):
     """A smaller model with the same page tables and a cache of its own, which is fed the same
-    chunks [SmartSpec §6]. If decodes rarely get drafts, it leaves new requests out [§5]."""
+    chunks [SmartSpec §6]. If decodes rarely get drafts, it leaves new requests out for life [§5];
+    after some hundred steps without a draft it tries again."""
     def __init__(self, runner, cost):
         self.runner = runner
         self.cost = cost
-        self.idle = 0.0  # share of recent steps without drafts
+        self.idle = 0.0  # share of recent steps in which no decode was worth a draft
 
     def propose(self, plan, lengths):
-        if lengths:
-            self.idle = 0.98 * self.idle + 0.02 * (max(lengths.values()) == 0)
+        wanted = [k for request, k in lengths.items() if request.drafted]
+        if wanted:
+            self.idle += 0.02 * ((max(wanted) == 0) - self.idle)
+        else:  # no request can tell: forget slowly
+            self.idle *= 0.998
         spans = []
         for request, n in plan:
             if request.n_past == 0 and self.idle > 0.7:
@@ -1202,7 +1215,10 @@ class Profile(CostModel):
 
     def parts(self, stats, lora):
         seconds = list(map(mul, self.coefficients, self.features(stats)))
-        return sum(seconds[:2]), sum(seconds[3:9]), seconds[2], sum(seconds[9:])
+        linear = sum(seconds[:2])  # the constant, n_tokens
+        others = seconds[2]  # n_logits
+        attention = sum(seconds[3:9])  # decodes ... chunk_context
+        return linear, attention, others, sum(seconds[9:])
 
 def random_plan(rng, L, adapted):
     """The plan of a random iteration: decodes that all have as many drafts, a chunk, or both."""
@@ -1397,7 +1413,8 @@ class ModelRunner:
         p = self.distributions([r for r in sampling for _ in range(1 + len(r.drafts))], logits)
         q = [row for request in sampling for row in request.draft_probs]
         q = torch.cat(q) if q else None  # None: drafts are deterministic
-        drafts = torch.tensor([d for request in sampling for d in request.drafts], dtype=torch.int64)
+        drafts = [draft for request in sampling for draft in request.drafts]
+        drafts = torch.tensor(drafts, dtype=torch.int64)
         n_drafts = torch.tensor([len(request.drafts) for request in sampling])
         u = self.uniform(len(p))
         n_accepted, tokens = verify(p, q, drafts.to(p.device), n_drafts.to(p.device), u)
@@ -1584,7 +1601,7 @@ class CostRunner:
 
 class Pipeline:
     """The layers of a model spread over n_stage stages, with as many micro-batches in flight
-    [SARATHI §5.3]. A micro-batch is an engine (a lane) with its own pages and running requests; all
+    [SARATHI §5.3]. A micro-batch is an engine, a lane, with its own pages and running requests; all
     lanes share one queue. cost: a roofline of all nodes. options: of a lane, with max_batch and
     n_page.
 

@@ -1150,14 +1150,16 @@ def test_requests_with_a_higher_acceptance_rate_get_more_drafts():
     assert a > c > b
 
 def test_a_draft_model_that_does_not_pay_is_spared_the_prompts():
-    """If most decodes get no drafts, new requests are excluded for life [SmartSpec §5]."""
+    """If most decodes get no drafts, new requests are excluded for life [SmartSpec §5]; later ones
+    are drafted again, so that a lower load would be noticed."""
     requests = equal_requests(20, 300, 40)
     engine = start(A100, requests, max_batch=4, n_page=4000, draft=A6000, spec="goodput", alpha=0.5)
     past = {}  # as of the first token
     engine.run(lambda event: past.setdefault(event.request, event.request.n_draft_past))
     past = [past[request] for request in requests]
     assert past[:4] == [300] * 4
-    assert past[-8:] == [0] * 8
+    assert past[8:16] == [0] * 8
+    assert past[-1] == 300
     assert engine.speculator.n_drafted == 0
 
 def arriving(scheduler, cost, rate, n_prompt, n_output, **options):
