@@ -266,8 +266,9 @@ def rotate_ref(x, cos, sin):
     cos = cos[..., None, :]
     sin = sin[..., None, :]
     a, b = x.float().chunk(2, -1)
-    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    return rotated.to(x.dtype)
+    first = a * cos - b * sin
+    second = b * cos + a * sin
+    return torch.cat([first, second], -1).to(x.dtype)
 
 def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head):
     """Rotate q and k, unless cos is None; write k and v to their pages. -> q (N, H, D)"""
@@ -446,7 +447,8 @@ def attend_chunk(q, kv, pages, out):
     n, _, D = q.shape
     n_past = len(pages) - n
     q = F.pad(q, (0, 0, 0, 0, 0, -n % 32))
-    pages = torch.cat([pages, pages[-1:].expand(-len(pages) % 32)])
+    padding = pages[-1:].expand(-len(pages) % 32)
+    pages = torch.cat([pages, padding])
     k, v = kv.index_select(1, pages).transpose(1, 2).contiguous()  # (Hk, context, D) each
     for first in range(0, n, CHUNK_ROWS):
         rows = q[first:first + CHUNK_ROWS].unflatten(1, (len(k), -1))
@@ -495,10 +497,10 @@ def lora_bmm(y, x, kv, sites):
     a = x.new_zeros(len(entries), sites.max_rank, x.size(1))
     b = x.new_zeros(len(entries), sites.max_rank, y.size(1))
     for s, (start, n, column, columns, rank, _, _, first) in enumerate(entries):
+        end = column + columns
         rows[s, :n] = x[start:start + n]
         a[s, :rank] = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
-        own = adapter_rows(kv[1], sites.table, first, rank, columns)
-        b[s, :rank, column:column + columns] = own
+        b[s, :rank, column:end] = adapter_rows(kv[1], sites.table, first, rank, columns)
     product = rows @ a.mT @ b  # (S, rows, n_out)
     for s, (start, n, *_) in enumerate(entries):
         y[start:start + n] += product[s, :n]
@@ -532,7 +534,8 @@ def _shrink_kernel(x, a, xa, sites, table, width, stride,
         k = block % n_block * BLOCK_K + tl.arange(0, BLOCK_K)[None]
         k_mask = (k < W) & (i * W + k < C)
         page = tl.load(table + first_entry + r * n_page + i, r_mask, 0).to(tl.int64)
-        w = tl.load(a + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
+        cells = a + page[:, None] * W + k
+        w = tl.load(cells, r_mask[:, None] & k_mask, 0.0)
         v = tl.load(x + row * C + i * W + k, (m < n_row) & k_mask, 0.0)
         acc = tl.dot(v, w.T, acc, input_precision="ieee")
     at = xa + row * width + module * stride + r[None]
@@ -564,7 +567,8 @@ def _expand_kernel(y, b, xa, sites, table, width, stride, C, W: tl.constexpr,
         at = xa + row * width + module * stride + r[None]
         v = tl.load(at, (m < n_row) & r_mask[None], 0.0)
         page = tl.load(table + first_entry + r * n_page + i, r_mask, 0).to(tl.int64)
-        w = tl.load(b + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
+        cells = b + page[:, None] * W + k
+        w = tl.load(cells, r_mask[:, None] & k_mask, 0.0)
         acc = tl.dot(v.to(w.dtype), w, acc, input_precision="ieee")
     at = y + row * C + first_column + i * W + k
     mask = (m < n_row) & k_mask
@@ -625,8 +629,9 @@ def expand(y, xa, plane, sites, chosen):
     for start, n, column, columns, _, rank, module, first in others.tolist():
         if n > 0:
             b = adapter_rows(plane, sites.table, first, rank, columns)
-            own = xa[start:start + n, module * stride:module * stride + rank]
-            y[start:start + n, column:column + columns].addmm_(own.to(y.dtype), b)
+            place = module * stride
+            own = xa[start:start + n, place:place + rank].to(y.dtype)
+            y[start:start + n, column:column + columns].addmm_(own, b)
 
 def lora(y, x, kv, sites, exchange=None, chosen=None):
     """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A. chosen:
