@@ -7,18 +7,17 @@
     python bench.py list                             all experiments
 
 In reading order: claims; experiments; places, where experiments run; workloads; the experiments,
-paper by paper; the scoreboard; tables, pictures and traces; the command line.
+paper by paper; the scoreboard, tables, pictures and traces; the command line.
 
 An experiment is a generator of points (panel, series, x, ours). The papers' numbers are CLAIMS.
 Tables, JSON, pictures and the scoreboard derive from both.
 """
 import argparse
-import copy
+import csv
 import json
 import math
 import os
 import re
-import sys
 import tempfile
 import textwrap
 import time
@@ -35,12 +34,12 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from kernels import FEW_ROWS, linear, pack
+from kernels import linear, pack
 from model import GPT, Adapter, load_model, preset
-from sarathi import (GEMM_FLOPS, GPUS, MAX_DRAFTS, POLICIES, CostModel, EarlyAbort, Engine,
-                     Iteration, IterationStats, Pipeline, Request, Sarathi, SarathiServe, Scheduler,
-                     Span, add_model_flags, check_choice, check_range, cluster, entries_of, fcfs,
-                     lcfs, run_command_line)
+from sarathi import (GEMM_FLOPS, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, CostModel, EarlyAbort,
+                     Engine, Iteration, IterationStats, Pipeline, Request, Sarathi, SarathiServe,
+                     Scheduler, Span, add_model_flags, check_choice, check_range, cluster,
+                     entries_of, fcfs, lcfs, run_command_line)
 
 # -----------------------------------------------------------------------------
 # claims: every number of the papers, as data
@@ -50,18 +49,7 @@ class Claim(NamedTuple):
     paper: float
     kind: str  # "value", "gain" over a baseline, "at least", "at most"
     fit: bool
-    note: str  # what was seen, where ours is not inside
-
-    def judge(self, row):
-        """What a row has to say about the claim."""
-        is_bound = self.kind.startswith("at ")
-        return dict(
-            what=f"{row['what']} ({self.kind})" if is_bound else row["what"],
-            paper=self.paper,
-            kind="bound" if is_bound else self.kind,
-            fit=self.fit,
-            inside=self.holds(row["ours"]),
-            note=self.note)
+    note: str  # what was seen
 
     def holds(self, ours):
         """Values within 15 %, gains within 30 % of what they gain, bounds as they say."""
@@ -74,18 +62,16 @@ class Claim(NamedTuple):
         return abs(ours / self.paper - 1) <= 0.15
 
 # experiment | kind | panel | series | numbers | note. A number: "x: paper" or "series: paper", * if
-# a constant was chosen on it. A note says what was seen. Left out: numbers that follow
-# from others (totals and 1.2 ms per decode in Table 2, 1.28 in Fig. 12, +32 % in Fig. 7), and
-# vLLM-packed [S-LoRA Table 3], a system that is not simulated.
+# a constant was chosen on it. A note says what was seen, for all numbers of its line. Left out:
+# numbers that follow from others (totals and 1.2 ms per decode in Table 2, 1.28 in Fig. 12, +32 %
+# in Fig. 7), and vLLM-packed [S-LoRA Table 3], a system that is not simulated.
 CLAIM_TABLE = """
 table2 | value | linear (ms) | | prefill-only: 224.8*; decode-only: 44.28*; decode-maximal: 223.2*
 table2 | value | attn (ms) | | prefill-only: 10.0*; decode-only: 5.68*; decode-maximal: 15.2*
 table4 | gain | decode speedup | | 1024: 5.45; 2048: 3.26; 3072: 2.51
-table4 | gain | throughput | | 1024: 1.33
-    | more than the paper's own peak at this length, 1.27 (fig9); ours is 1.22 in both
-table4 | gain | throughput | | 2048: 1.26; 3072: 1.22
-table4 | gain | decode speedup | LLaMA-33B, A100 | 1024: 3.83; 2048: 4.25
-table4 | gain | decode speedup | LLaMA-33B, A100 | 3072: 3.51
+table4 | gain | throughput | | 1024: 1.33; 2048: 1.26; 3072: 1.22
+    | more than the paper's own peak at L = 1024, 1.27 (fig9); ours is 1.22 in both
+table4 | gain | decode speedup | LLaMA-33B, A100 | 1024: 3.83; 2048: 4.25; 3072: 3.51
     | ours is 4.7, 4.6, 4.8 at B = 10, 5, 3: fewer decodes gain what a longer context costs
 table4 | gain | throughput | LLaMA-33B, A100 | 1024: 1.25; 2048: 1.22; 3072: 1.14
 fig3 | value | decode over prefill | | 1: 200; 2: 100; 18: 16.7
@@ -105,19 +91,18 @@ fig9 | at least | peak at L = 1024 | | C = 256 / 128: 1
 fig9 | value | P:D of the peak at L = 1024 | | C = 256: 14; C = 512: 28
 fig9 | at least | P:D of the peak at L = 1024 | | Orca / C = 256: 1
 fig10 | gain | ffn | | smallest: 1.3; largest: 1.6 | ours is 1.10 to 1.39 for all linear operators
-fig10 | gain | projections | | smallest: 1.05 | ours is 1.10 to 1.39 for all linear operators
-fig10 | gain | projections | | largest: 1.38
+fig10 | gain | projections | | smallest: 1.05; largest: 1.38
+    | ours is 1.10 to 1.39 for all linear operators
 fig12 | gain | bubble time, median | | Orca over SARATHI: 6.29
     | stages idle 66 % of the time with Orca, 5 % with SARATHI
-fig12 | gain | completion | | Orca over SARATHI: 1.91
+fig12 | gain | completion | | Orca over SARATHI: 1.91; TP over SARATHI: 1.48
     | stages idle 66 % of the time with Orca; no start-up delay was picked to change that
-fig12 | gain | completion | | TP over SARATHI: 1.48
 fig12 | value | largest batch | | TP8 x PP8: 27*; TP8: 11*
 fig13 | value | attention | worst | 64: 3
-fig13 | value | prefill | worst | 64: 5 | 73 ms for 64 tokens; the paper's 128 tokens take 55 (fig7)
-fig13 | value | prefill | worst | 128: 2
-fig13 | at most | prefill | worst | 256: 1.25 | our chunk takes 72.2 ms, the paper's 69.8 (fig7)
-fig13 | at most | prefill | worst | 512: 1.111
+fig13 | value | prefill | worst | 64: 5; 128: 2
+    | 73 ms for 64 tokens; the paper's 128 tokens take 55 (fig7)
+fig13 | at most | prefill | worst | 256: 1.25; 512: 1.111
+    | our chunk of 256 takes 72.2 ms, the paper's 69.8 (fig7)
 fig13 | value | end to end | best | 64: 1
 fig13 | gain | end to end | best | 128: 1.16
 fig13 | at least | C = 256 | | over C = 320: 1
@@ -125,38 +110,33 @@ slora_table3 | value | S1 | S-LoRA | 5: 8.05*; 100: 7.99; 1000: 7.64; 2000: 7.61
 slora_table3 | value | S2 | S-LoRA | 5: 7.48; 100: 7.29; 1000: 6.69*; 2000: 6.71
 slora_table3 | value | S4 | S-LoRA | 2: 4.49; 100: 4.28*; 1000: 3.96
 slora_table3 | value | S1 | PEFT | 5: 0.88*; 100: 0.25*
-slora_table3 | value | S2 | PEFT | 5: 0.74 | ours is 0.02 less than for S1, the paper's 0.14
-slora_table3 | value | S2 | PEFT | 100: 0.24
+slora_table3 | value | S2 | PEFT | 5: 0.74; 100: 0.24
+    | ours is 0.02 less than for S1 at n = 5, the paper's 0.14
 slora_table3 | value | S4 | PEFT | 2: 0.54; 100: 0.13*
 slora_fig5 | value | a100 | | S-LoRA: 4.06; no-unify: 2.64*; bmm: 0.173*
-slora_fig5 | value | a10g | | S-LoRA: 1.576; no-unify: 1.194
-slora_fig5 | value | a10g | | bmm: 0.253
+slora_fig5 | value | a10g | | S-LoRA: 1.576; no-unify: 1.194; bmm: 0.253
     | 0.23 with 0.4 ms to gather an adapter, instead of the 0.505 ms that were fitted on the A100
 slora_fig6 | value | requests/s | | 1: 0.942; 2: 1.838; 4: 3.539; 6: 4.012; 8: 4.017
-slora_fig6 | value | latency (s) | | 1: 15.32*; 2: 17.18; 6: 86.26; 8: 163.2
-slora_fig6 | value | latency (s) | | 4: 23.03 | 3.6 s less than the paper's, 0.9 s at R = 2
-slora_fig6 | value | first token (s) | | 1: 0.364; 2: 0.499; 4: 0.74
-    | 0.12, 0.15 and 0.25 s less than the paper's
-slora_fig6 | value | first token (s) | | 6: 60.02; 8: 136.5
+slora_fig6 | value | latency (s) | | 1: 15.32*; 2: 17.18; 4: 23.03; 6: 86.26; 8: 163.2
+    | 3.6 s less than the paper's at R = 4, 0.9 s at R = 2
+slora_fig6 | value | first token (s) | | 1: 0.364; 2: 0.499; 4: 0.74; 6: 60.02; 8: 136.5
+    | 0.12, 0.15 and 0.25 s less than the paper's at R = 1, 2, 4
 slora_fig6 | value | attainment | | 1: 1; 2: 1; 4: 1; 6: 0.102; 8: 0.059
 slora_fig8 | at least | 4 GPUs over 2 | | S5: 2; S6: 2
 slora_fig9 | value | alpha = 1 | merge | 1: 1.587; 2: 1.15; 5: 0.733
-slora_fig9 | value | alpha = 1 | S-LoRA | 1: 1.412 | ours is 1.19 to 1.29 for all n
-slora_fig9 | value | alpha = 1 | S-LoRA | 2: 1.442; 5: 1.421
+slora_fig9 | value | alpha = 1 | S-LoRA | 1: 1.412; 2: 1.442; 5: 1.421
+    | ours is 1.19 to 1.29 for all n
 slora_fig9 | value | alpha = 0.1 | merge | 5: 0.949
 slora_fig9 | value | alpha = 0.1 | S-LoRA | 5: 1.409
-slora_fig10 | value | attainment | early abort | 1: 0.72; 2: 0.72; 4: 0.69; 6: 0.66
-slora_fig10 | value | attainment | early abort | 8: 0.56 | 0.53 to 0.71 with five other seeds
+slora_fig10 | value | attainment | early abort | 1: 0.72; 2: 0.72; 4: 0.69; 6: 0.66; 8: 0.56
+    | at cv = 8 0.53 to 0.71 with five other seeds
 slora_fig10 | value | attainment | lcfs | 1: 0.7; 2: 0.7; 4: 0.59; 6: 0.57; 8: 0.45
-slora_fig10 | value | attainment | fcfs | 1: 0.1; 4: 0.1; 6: 0.28
-slora_fig10 | value | attainment | fcfs | 2: 0.1 | 0.10 to 0.17 with five other seeds
-slora_fig10 | value | attainment | fcfs | 8: 0.14 | 0.08 to 0.15 with five other seeds
-clustering | value | requests/s | | 1: 1.733; 2: 1.693; 4: 1.677; 8: 1.71
+slora_fig10 | value | attainment | fcfs | 1: 0.1; 2: 0.1; 4: 0.1; 6: 0.28; 8: 0.14
+    | with five other seeds 0.10 to 0.17 at cv = 2, 0.08 to 0.15 at cv = 8
+clustering | value | requests/s | | 1: 1.733; 2: 1.693; 4: 1.677; 8: 1.71; 32: 1.635
     | clustering changes nothing here: d = 1 .. 8 give one and the same run
-clustering | value | requests/s | | 32: 1.635
-clustering | value | attainment | | 1: 0.846; 2: 0.838; 4: 0.792; 8: 0.85
-    | clustering changes nothing here: d = 1 .. 8 give one and the same run
-clustering | value | attainment | | 32: 0.679 | 0.93 to 1.00 with five other seeds
+clustering | value | attainment | | 1: 0.846; 2: 0.838; 4: 0.792; 8: 0.85; 32: 0.679
+    | d = 1 .. 8 give one and the same run; at d = 32 0.93 to 1.00 with five other seeds
 spec_fig1 | value | no gain beyond rate | | k = 3: 16; k = 5: 12*
 spec_fig1 | at least | best k at rate 4 | | 3
 spec_fig1 | at least | goodput | | lowest rate: 1.2; least: 1
@@ -173,18 +153,16 @@ fidelity | at most | throughput error (%) | | static: 10; orca: 10; prefill_firs
 """
 
 def parse_claims(table):
-    """{experiment: {(panel, series, x): Claim}}. A note is behind all numbers of its line."""
+    """{experiment: {(panel, series, x): Claim}}"""
     claims = defaultdict(dict)
     for line in table.replace("\n    ", " ").strip().splitlines():
         parts = [part.strip() for part in line.split("|")]
-        name, kind, panel, series, cells, *note = parts
-        for cell in cells.split("; "):
-            key, _, number = cell.rpartition(": ")
-            at = (panel, series or key, "")
-            if key.isdigit():
-                at = (panel, series, int(key))
-            paper = float(number.rstrip("*"))
-            claims[name][at] = Claim(paper, kind, number.endswith("*"), "".join(note))
+        name, kind, panel, series, numbers, *note = parts
+        for number in numbers.split("; "):
+            key, _, paper = number.rpartition(": ")
+            at = (panel, series, int(key)) if key.isdigit() else (panel, series or key, "")
+            fit = paper.endswith("*")
+            claims[name][at] = Claim(float(paper.rstrip("*")), kind, fit, "".join(note))
     return claims
 
 CLAIMS = parse_claims(CLAIM_TABLE)
@@ -196,89 +174,75 @@ EXPERIMENTS = {}
 A6000_13B = ("llama-13b", "a6000", 1, "sarathi")  # model, GPU, tensor parallelism, serving system
 A100_13B = ("llama-13b", "a100", 1, "lightllm")
 A100_7B = ("llama-7b", "a100", 1, "vllm")
+MAX_B = {1024: 18, 2048: 10, 3072: 6}  # length -> the largest batch that fits [SARATHI §5.1]
 
 class Experiment(NamedTuple):
     """A generator of points, and how they are shown."""
     run: Callable  # Place -> points (panel, ours), (panel, series, ours), (panel, series, x, ours)
+    about: str
     x: str  # label of the x axis; its last word stands in tables
     y: str
     on: tuple  # where the paper's numbers hold
     only: str  # "measured" or "simulated", if it cannot be both
 
-    @property
-    def about(self):
-        return " ".join(self.run.__doc__.split())
-
     def rows(self, place):
-        """The points as dicts, beside the papers' numbers. ours: a number, or a list of rounds,
+        """The points as dicts, beside the papers' numbers. ours: a number, or an array of rounds,
         shown as their median and half the distance between their quartiles."""
         claims = CLAIMS[self.run.__name__] if place.on in (None, self.on) else {}
         for panel, *keys, ours in self.run(place):
             series, x = (*keys, "", "")[:2]
-            rounds = ours if isinstance(ours, list) else [ours]
-            low, high = np.quantile(rounds, (0.25, 0.75)).tolist()
             paper_x = x
-            if self.x.endswith("L"):
-                paper_x = place.paper_length.get(x, x)
-            claim = claims.get((panel, series, paper_x))
+            if self.x.endswith("L") and place.on is None:
+                paper_x = dict(zip(place.lengths, MAX_B)).get(x, x)
             what = ", ".join(part for part in (panel, series) if part)
             what += f", {self.x.split()[-1]} = {x}" if x != "" else ""
             what += f" (paper: {paper_x})" if paper_x != x else ""
+            low, middle, high = np.quantile(ours, (0.25, 0.5, 0.75)).tolist()
             row = dict(
                 experiment=self.run.__name__,
                 what=what,
                 at=[panel, series, x],
                 paper=None,
-                ours=median(rounds),
+                ours=middle,
                 spread=(high - low) / 2 if high > low else None,
                 source="simulated" if place.simulated else "measured")
+            claim = claims.get((panel, series, paper_x))
             if claim:
-                row |= claim.judge(row)
+                row |= claim._asdict() | dict(inside=claim.holds(middle))
+                if claim.kind.startswith("at "):
+                    row |= dict(what=f"{what} ({claim.kind})", kind="bound")
             yield row
 
 def experiment(x="", y="", on=A6000_13B, only=""):
     """Register a function as an experiment, under its own name."""
     def register(run):
-        EXPERIMENTS[run.__name__] = Experiment(run, x, y, on, only)
+        about = " ".join(run.__doc__.split())
+        EXPERIMENTS[run.__name__] = Experiment(run, about, x, y, on, only)
         return run
     return register
 
 # -----------------------------------------------------------------------------
 # places, where experiments run
 
-MAX_B = {1024: 18, 2048: 10, 3072: 6}  # length -> the largest batch that fits [SARATHI §5.1]
-
 class Place:
-    """This machine, or simulated hardware. It answers four questions: iteration(), operators(),
-    serve() and rounds()."""
+    """This machine, or simulated hardware: it times iterations and operators, and serves jobs."""
     def __init__(self, args, model, source, on=None):
         self.args = args
         self.model = model  # a GPT or a CostModel
         self.source = source
         self.on = on  # None: this machine
-        self.simulated = on is not None
-        self.tapes = []  # (name, last iterations) of the first 20 engines
+        self.simulated = isinstance(model, CostModel)
+        self.tapes = {}  # scheduler -> iterations of the last run with it
         self.B = args.max_batch  # requests in a batch [SARATHI Table 4]
-        self.full = args.size == "full" if args.size else self.simulated
+        self.full = args.size == "full" if args.size else self.simulated  # the papers' grids
+        self.paper = self.full or self.simulated  # the same for grids that are quick to simulate
         self.lengths = args.lengths or (list(MAX_B) if on else [256, 512, 768])
-        self.paper_length = {} if on else dict(zip(self.lengths, MAX_B))
+        self.sizes = list(MAX_B.items()) if self.paper else [(self.lengths[0], self.B)]
         for L in self.lengths:
             check_range("--lengths", L, 8, model.config.block_size)
 
-    def grid(self, small, full):
-        """Sizes of an experiment: small ones, or the paper's [--size]."""
-        return full if self.full else small
-
-    def paper_grid(self, small, full):
-        """The same, for grids that are always the paper's where they are simulated."""
-        return full if self.full or self.simulated else small
-
-    def sizes(self):
-        """[(L, B)]: the paper's largest batches, or this place's first length."""
-        return self.paper_grid([(self.lengths[0], self.B)], list(MAX_B.items()))
-
     def rounds(self, *functions, n=0):
-        """What functions return, a list per function. They take turns, so that a machine that
+        """Results of functions, a list per function. They take turns, so that a machine that
         becomes slower does so for all; the first round warms up. A simulator needs one round."""
         n = 0 if self.simulated else n or self.args.rounds
         results = [[] for _ in functions]
@@ -287,24 +251,17 @@ class Place:
                 results[j].append(functions[j]())
         return [values[n > 0:] for values in results]
 
-    def seconds(self, *functions):
-        """The median of each function's seconds in interleaved rounds."""
-        return [median(times) for times in self.rounds(*functions)]
+    def seconds(self, *shapes, last=True):
+        """Seconds of iterations of these shapes, as of made_up_plan: (n_shape, n_round)."""
+        functions = []
+        for shape in shapes:
+            plan, engine = made_up_plan(self.model, *shape, last=last)
+            functions.append(timed(engine.runner.run, plan, clock=engine.clock.now))
+        return np.array(self.rounds(*functions))
 
-    def iteration(self, *sizes, **options):
-        """A function that runs one iteration, as of made_up_plan, and returns its seconds."""
-        plan, engine = made_up_plan(self.model, *sizes, **options)
-
-        def seconds():
-            start = engine.clock.now()
-            engine.runner.run(plan)
-            wait_for_gpu()
-            return engine.clock.now() - start
-        return seconds
-
-    def operators(self, *sizes):
+    def operators(self, *shape):
         """{operator: seconds} of an iteration, as of made_up_plan."""
-        plan, engine = made_up_plan(self.model, *sizes)
+        plan, engine = made_up_plan(self.model, *shape)
         if self.simulated:
             return self.model.split(self.model.stats(entries_of(plan, engine)))
         spans = [Span(r, r.n_past, r.prompt[r.n_past:], 1) for r, _ in plan]
@@ -321,33 +278,39 @@ class Place:
         return seconds
 
     def serve(self, jobs, B, clients=0, adapters=(), n_page=0, **options):
-        """Serve jobs in batches of up to B requests, by an engine with the flags' options. Returns
-        a Run."""
+        """The Run of jobs in batches of up to B requests, by an engine with the flags' options."""
         scheduler = options.pop("scheduler", self.args.scheduler)
-        name = scheduler if isinstance(scheduler, str) else f"C = {scheduler.chunk}"
-        n_page = n_page or B * max(job.prompt + job.output for job in jobs)
         engine = Engine(
             self.model,
             scheduler,
             self.args.chunk,
             max_batch=B,
-            n_page=n_page,
+            n_page=n_page or B * max(job.prompt + job.output for job in jobs),
             seed=self.args.seed,
-            record=self.tape(name),
+            record=self.tape(scheduler),
             **options)
         return serve(engine, jobs, clients, adapters)
 
-    def tape(self, name):
+    def tape(self, scheduler):
         """Where an engine records its iterations, if a picture or a trace is wanted."""
-        if not (self.args.plot or self.args.trace) or len(self.tapes) == 20:
-            return None
-        self.tapes.append((name, deque(maxlen=60000)))
-        return self.tapes[-1][1]
+        name = scheduler if isinstance(scheduler, str) else f"C = {scheduler.chunk}"
+        if self.args.plot or self.args.trace:
+            self.tapes[name] = deque(maxlen=60000)
+        return self.tapes.get(name)
 
     def race(self, ways, n=0, **common):
         """Serve in several ways {name: options} in interleaved rounds. Returns {name: [Run]}."""
         functions = [partial(self.serve, **common | way) for way in ways.values()]
         return dict(zip(ways, self.rounds(*functions, n=n)))
+
+def timed(function, *arguments, clock=time.perf_counter, **options):
+    """A function that calls another one and returns its seconds on a clock."""
+    def seconds():
+        start = clock()
+        function(*arguments, **options)
+        wait_for_gpu()
+        return clock() - start
+    return seconds
 
 def wait_for_gpu():
     if torch.cuda.is_initialized():
@@ -356,9 +319,7 @@ def wait_for_gpu():
 def made_up_plan(model, decodes=0, context=0, chunk=0, past=0, last=True):
     """An iteration of requests that were never added: so many decodes, each after `context` cached
     tokens, and a chunk after `past`. last: all sample a token. Returns the plan and an engine."""
-    sizes = [(context, 1)] * decodes
-    if chunk:
-        sizes.append((past, chunk))
+    sizes = [(context, 1)] * decodes + [(past, chunk)] * (chunk > 0)
     n_page = sum(n_past + n + 2 for n_past, n in sizes)
     engine = Engine(model, chunk=decodes + chunk, max_batch=len(sizes), n_page=n_page)
     plan = []
@@ -375,17 +336,14 @@ def simulate(args, model, gpu, tp, system):
     cost = CostModel.roofline(preset(model), gpu, tp, system=system)
     return Place(args, cost, f"{model} on {tp} x {gpu}, simulated", (model, gpu, tp, system))
 
-@cache
-def load(name, dtype, device, seed):
-    """A model, once for all experiments."""
-    model, _ = load_model(name, dtype and getattr(torch, dtype), device, seed)
-    return model
+load_once = cache(load_model)
 
 def this_machine(args):
     """A Place of this machine, with a model on it."""
     on_cpu = args.device == "cpu"
     name = args.model or ("llama-30m" if on_cpu else "llama-7b")
-    model = load(name, args.dtype, args.device, args.seed)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    model, _ = load_once(name, dtype, args.device, args.seed)
     kind = torch.backends.cpu.get_cpu_capability()
     machine = f"{torch.get_num_threads()} threads of a CPU with {kind}"
     if not on_cpu:
@@ -414,18 +372,16 @@ def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, alpha=1.0, prompt=(8, 511), o
     prompts = rng.randint(prompt[0], prompt[-1] + 1, n).tolist()
     outputs = rng.randint(output[0], output[-1] + 1, n).tolist()
     gaps = rng.gamma(1 / cv ** 2, cv ** 2 / rate, n)
-    arrivals = np.cumsum(gaps).tolist()
-    return [Job(*job) for job in zip(arrivals, prompts, outputs, names)]
+    return list(map(Job, np.cumsum(gaps).tolist(), prompts, outputs, names))
 
-def at_rate(jobs, rate):
-    """Jobs that came at one per second, at another rate. inf: all at once."""
+def at_rate(jobs, rate=math.inf):
+    """Jobs that came at one per second, at another rate, or all at once."""
     return [job._replace(arrival=job.arrival / rate) for job in jobs]
 
 def zipf_jobs(n):
     """Jobs of 1K .. 4K tokens, the k-th shortest with a chance of k^-0.4 [SARATHI §5.3]."""
-    lengths = np.arange(1024, 4097)
-    weights = (lengths - 1023) ** -0.4
-    lengths = np.random.default_rng(0).choice(lengths, n, p=weights / weights.sum())
+    weights = np.arange(1, 3074) ** -0.4
+    lengths = 1024 + np.random.default_rng(0).choice(3073, n, p=weights / weights.sum())
     return [Job(0.0, *halves(L, 10)) for L in lengths.tolist()]
 
 class Run:
@@ -451,7 +407,7 @@ def serve(engine, jobs, clients=0, adapters=()):
     Returns a Run."""
     for name in {job.adapter for job in jobs} - {None}:
         engine.add_adapter(name, adapters[int(name) % len(adapters)])
-    start = engine.clock.now() if isinstance(engine, Engine) else 0.0
+    start = engine.clock.now()
     requests = []
     while len(requests) < len(jobs) or engine.requests:
         for job in jobs[len(requests):]:
@@ -491,89 +447,76 @@ def ceilings(place):
     yield "ridge point (tokens)", flops * place.model.dtype.itemsize / 2 / bandwidth
 
 def measure_ceilings(place):
-    """(FLOP/s, bytes/s): one matrix times many rows, and more weights than caches hold times one
-    row."""
+    """(FLOP/s, bytes/s): a matrix times many rows; more weights than caches hold times one row."""
     model = place.model
     if place.simulated:
         return GEMM_FLOPS * model.flops, model.bandwidth
-    C, N = (1024, 512) if model.device.type == "cpu" else (4096, 4096)
+    on_cpu = model.device.type == "cpu"
+    C = 1024 if on_cpu else 4096
+    N = 512 if on_cpu else 4096
     options = dict(dtype=model.dtype, device=model.device)
     weights = [pack(torch.randn(4 * C, C, **options)) for _ in range(48)]
 
-    def products(x, n):
-        for weight in weights[:n]:
+    def products(x, weights):
+        for weight in weights:
             linear(x, weight)
-        wait_for_gpu()
     one = torch.randn(1, C, **options)
     many = torch.randn(N, C, **options)
-    reading, multiplying = place.seconds(timed(products, one, 48), timed(products, many, 4))
-    flops = 4 * 2 * N * 4 * C * C
-    n_bytes = 48 * 4 * C * C * model.dtype.itemsize
-    return flops / multiplying, n_bytes / reading
-
-def timed(function, *arguments, **options):
-    """A function that calls another one and returns its seconds."""
-    def seconds():
-        start = time.perf_counter()
-        function(*arguments, **options)
-        return time.perf_counter() - start
-    return seconds
-
-def n_weights(config):
-    """(weights of all layers, of the output head)"""
-    layer = sum(math.prod(width) for width in config.widths.values())
-    return config.n_layer * layer, config.vocab_size * config.n_embd
+    rounds = place.rounds(timed(products, one, weights), timed(products, many, weights[:4]))
+    reading, multiplying = np.median(rounds, 1).tolist()
+    n = 4 * C * C  # weights of a matrix
+    return 4 * 2 * N * n / multiplying, 48 * n * model.dtype.itemsize / reading
 
 @experiment()
 def table2(place):
     """[SARATHI Table 2] a prefill-only, a decode-only and a decode-maximal batch, by operator."""
     L = max(n for n in place.lengths if n <= 1024)
-    batches = {"prefill-only": (0, 0, L), "decode-only": (4, L - 1, 0),
-               "decode-maximal": (3, L - 1, L - 3)}
-    rounds = place.rounds(*(place.iteration(*batch) for batch in batches.values()))
-    for (name, batch), times in zip(batches.items(), rounds):
+    batches = {
+        "prefill-only": (0, 0, L),
+        "decode-only": (4, L - 1, 0),
+        "decode-maximal": (3, L - 1, L - 3),
+    }
+    rounds = place.seconds(*batches.values())
+    for (name, batch), seconds in zip(batches.items(), rounds):
         operators = place.operators(*batch)
         share = operators["attn"] / sum(operators.values())
-        yield "linear (ms)", name, [(1 - share) * t * 1e3 for t in times]
-        yield "attn (ms)", name, [share * t * 1e3 for t in times]
+        yield "linear (ms)", name, (1 - share) * seconds * 1e3
+        yield "attn (ms)", name, share * seconds * 1e3
 
 @experiment("tokens per request, L", "times")
 def table4(place):
     """[SARATHI Table 4] decode speedup, and throughput over request-level batching, at the P:D
     where decodes piggyback perfectly."""
-    cases = [("", place, L, place.B, 0) for L in place.lengths]
+    cases = [("", place, L, place.B) for L in place.lengths]
     if place.simulated:
         other = simulate(place.args, "llama-33b", "a100", 1, "sarathi")
-        for size in ((1024, 10, 28), (2048, 5, 63), (3072, 3, 127)):
-            cases.append(("LLaMA-33B, A100", other, *size))
-    for name, own, L, B, pd in cases:
+        for L, B in ((1024, 10), (2048, 5), (3072, 3)):
+            cases.append(("LLaMA-33B, A100", other, L, B))
+    for name, own, L, B in cases:
         yield "decode speedup", name, L, decode_speedup(own, L, B)
-        P, D = halves(L, pd, own.args.chunk, B)
-        ways = {"ours": own.args.scheduler}
-        yield "throughput", name, L, gains(own, ways, P, D, B)["ours"]
+        P, D = halves(L, 0, own.args.chunk, B)
+        yield "throughput", name, L, gains(own, P, D, B, own.args.scheduler)[0]
 
 def decode_speedup(place, L, B):
-    """How many times cheaper a decode is beside a chunk than in a batch of B decodes, in each round
-    [SARATHI §5.1]."""
+    """How many times cheaper a decode is beside a chunk than in a batch of B [SARATHI §5.1]."""
     d = B - 1
     chunk = min(place.args.chunk, L) - d
-    rounds = place.rounds(
-        place.iteration(B, L - 1),
-        place.iteration(d, L - 1, chunk),
-        place.iteration(0, 0, chunk))
-    return [alone / B / ((both - prefill) / d) for alone, both, prefill in zip(*rounds)]
+    alone, both, prefill = place.seconds(
+        (B, L - 1),
+        (d, L - 1, chunk),
+        (0, 0, chunk))
+    return alone / B / ((both - prefill) / d)
 
-def gains(place, ways, P, D, B):
-    """{name: [how many times as fast as request-level batching, in each round]} for equal requests
-    of P + D tokens. ways: {name: scheduler}. The time of the middle half of the requests counts:
-    how a run begins and ends says little of a server."""
+def gains(place, P, D, B, *schedulers):
+    """How many times as fast as request-level batching, (n_scheduler, n_round), for equal requests
+    of P + D tokens. The time of the middle half of the requests counts: how a run begins and ends
+    says little of a server."""
     n = B * (16 if place.simulated else 4)
-    schedulers = {"static": "static", **ways}
-    options = {name: {"scheduler": schedulers[name]} for name in schedulers}
-    times = {}
-    for name, runs in place.race(options, jobs=[Job(0.0, P, D)] * n, B=B).items():
-        times[name] = np.array([run.ends[3 * n // 4 - 1] - run.ends[n // 4 - 1] for run in runs])
-    return {name: (times["static"] / times[name]).tolist() for name in ways}
+    serve = partial(place.serve, [Job(0.0, P, D)] * n, B)
+    functions = [partial(serve, scheduler=scheduler) for scheduler in ("static", *schedulers)]
+    ends = np.array([[run.ends for run in runs] for runs in place.rounds(*functions)])
+    seconds = ends[:, :, 3 * n // 4 - 1] - ends[:, :, n // 4 - 1]
+    return seconds[0] / seconds[1:]
 
 def explain(place, rows):
     """One paragraph on the limits of the gain on this machine."""
@@ -581,32 +524,27 @@ def explain(place, rows):
     ridge = ours["ceilings", "ridge point (tokens)", "", ""]
     attention = ours["table2", "attn (ms)", "decode-only", ""]
     attention /= attention + ours["table2", "linear (ms)", "decode-only", ""]
-    layers, head = n_weights(place.model.config)
     throughput = [ours["table4", "throughput", "", L] for L in place.lengths]
     return (
         f"On {place.source}, the ridge point is {ridge:.0f} tokens: reading a weight takes as long "
         f"as multiplying it with so many. A batch of {place.B} decodes reads every weight for "
         f"{place.B} tokens; beside a chunk of {place.args.chunk} tokens they are read once for "
-        f"both. So decodes can become at most about {max(1, ridge / place.B):.1f} times cheaper, "
-        f"by this machine's ridge point. Two parts of a decode do not become cheaper: attention, "
-        f"{attention:.0%} of a batch of decodes, and the output head, {head / (layers + head):.0%} "
-        f"of the weights. Throughput is {min(throughput):.2f} to {max(throughput):.2f} times that "
-        f"of request-level batching.")
+        f"both. So decodes can become at most about {max(1, ridge / place.B):.1f} times cheaper. "
+        f"Two parts do not: the output head, and attention, {attention:.0%} of a batch of decodes. "
+        f"Throughput is {min(throughput):.2f} to {max(throughput):.2f} times that of "
+        f"request-level batching.")
 
 # -----------------------------------------------------------------------------
 # SARATHI's figures
 
-PD_RATIOS = (1, 2, 3, 5, 7, 10, 20, 40, 50, 64, 80, 100, 128, 160, 200)
-
-@experiment("decodes in the batch, B")
+@experiment("decodes in the batch, B", "times")
 def fig3(place):
     """[SARATHI Fig. 3] the cost of a decoded token over that of a prefilled one."""
     L = place.lengths[0]
-    sizes = place.paper_grid((1, 2, place.B), (1, 2, 4, 8, 12, 18))
-    functions = [place.iteration(B, L - 1) for B in sizes]
-    prefill, *decodes = place.seconds(place.iteration(0, 0, L), *functions)
+    sizes = (1, 2, 4, 8, 12, 18)
+    prefill, *decodes = place.seconds((0, 0, L), *((B, L - 1) for B in sizes))
     for B, seconds in zip(sizes, decodes):
-        yield "decode over prefill", "", B, seconds / B / (prefill / L)
+        yield "decode over prefill", "", B, median(seconds) / B / (median(prefill) / L)
     operators = place.operators(0, 0, L)
     yield "share of others", operators["others"] / sum(operators.values())
 
@@ -614,17 +552,15 @@ def fig3(place):
 def fig4(place):
     """[SARATHI Fig. 4] one layer: prefills need some hundred tokens, decodes as many requests."""
     L = place.lengths[0]
-    prefill = {}  # tokens -> tokens/ms
-    decode = {}
-    for n in (64, 128, 256, 512, 1024):
-        if n <= L:
-            seconds, = place.seconds(place.iteration(0, 0, n, last=False))
-            prefill[n] = n * place.model.config.n_layer / seconds / 1e3
-            yield "prefill (tokens/ms)", "", n, prefill[n]
-    for n in [2 ** i for i in range(place.paper_grid(6, 10))]:
-        seconds, = place.seconds(place.iteration(n, L - 1, last=False))
-        decode[n] = n * place.model.config.n_layer / seconds / 1e3
-        yield "decode (tokens/ms)", "", n, decode[n]
+
+    def rate(n, *shape):
+        seconds = np.median(place.seconds(shape, last=False))
+        return n * place.model.config.n_layer / seconds / 1e3
+    prefill = {n: rate(n, 0, 0, n) for n in (64, 128, 256, 512, 1024) if n <= L}
+    decode = {2 ** i: rate(2 ** i, 2 ** i, L - 1) for i in range(10 if place.paper else 6)}
+    for kind, curve in (("prefill", prefill), ("decode", decode)):
+        for n in curve:
+            yield f"{kind} (tokens/ms)", "", n, curve[n]
     if L >= 256:
         yield "prefill at 256", "over the peak", prefill[256] / max(prefill.values())
     enough = [n for n in decode if decode[n] > 0.95 * max(decode.values())]
@@ -637,34 +573,33 @@ def fig4(place):
 @experiment("tokens in the batch, N", "ms")
 def fig7(place):
     """[SARATHI Fig. 7] tile quantization: prefills of whole tiles, and of one token more."""
-    small = (32, 64, 96, 128, 192, 256, 384, 512)
-    tiles = place.paper_grid(small, range(128, 1025, 128))
+    tiles = (32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
     sizes = [n for tile in tiles for n in (tile, tile + 1) if n <= max(place.lengths)]
-    functions = [place.iteration(0, 0, n, last=False) for n in sizes]
-    for n, times in zip(sizes, place.rounds(*functions)):
-        yield "iteration (ms)", "", n, [t * 1e3 for t in times]
+    rounds = place.seconds(*((0, 0, n) for n in sizes), last=False)
+    for n, seconds in zip(sizes, rounds):
+        yield "iteration (ms)", "", n, seconds * 1e3
 
 def pick_chunk(place, pd=50):
     """The best chunk size of fig7 for a P:D ratio [SARATHI §4.2, §4.4]: a prompt token costs its
     share of a chunk, and of the decodes that the chunks leave over."""
     B = place.B
-    ms = {chunk: median(times) for _, _, chunk, times in fig7(place)}
-    decode, = place.seconds(place.iteration(B, max(place.lengths) // 2))
+    decode = 1e3 * np.median(place.seconds((B, max(place.lengths) // 2)))
+    costs = {}  # chunk -> ms of a prompt token
+    for _, _, chunk, ms in fig7(place):
+        if chunk > B and chunk % 32 == 0:
+            left_over = max(0.0, 1 / pd - (B - 1) / chunk)
+            costs[chunk] = median(ms) / chunk + left_over * decode / B
+    return min(costs, key=costs.get)
 
-    def cost(chunk):
-        left_over = max(0.0, 1 / pd - (B - 1) / chunk)
-        return ms[chunk] / chunk + left_over * 1e3 * decode / B
-    return min((n for n in ms if n > B and n % 32 == 0), key=cost)
-
-@experiment("batch size, B")
+@experiment("batch size, B", "times")
 def fig8(place):
     """[SARATHI Fig. 8] decode speedup over batch size and length, and the batches that fit."""
     speedups = []
-    for L, most in place.sizes():
+    for L, most in place.sizes:
         for B in range(2, most + 1, 2):
-            rounds = decode_speedup(place, L, B)
-            yield "decode speedup by B", f"L = {L}", B, rounds
-            speedups.append(median(rounds))
+            speedup = decode_speedup(place, L, B)
+            yield "decode speedup by B", f"L = {L}", B, speedup
+            speedups.append(median(speedup))
     yield "decode speedup", "largest", max(speedups)
     yield "decode speedup", "smallest", min(speedups)
     for L in MAX_B if place.simulated else ():
@@ -672,30 +607,32 @@ def fig8(place):
         cost = CostModel.roofline(config, *place.on[1:3])
         yield "largest batch", f"L = {L}", Engine(cost, max_batch=0).max_batch
 
-@experiment("ratio of prompt to output, P:D")
+@experiment("ratio of prompt to output, P:D", "times request-level batching")
 def fig9(place):
     """[SARATHI Fig. 9, 11] throughput over request-level batching by P:D ratio, for chunk sizes and
     for Orca's best and worst case."""
-    chunks = place.paper_grid([place.args.chunk], [128, 256, 512])
-    for L, B in place.sizes():
+    chunks = [128, 256, 512] if place.paper else [place.args.chunk]
+    ratios = (5, 50)
+    if place.full:
+        ratios = (1, 2, 3, 5, 7, 10, 20, 40, 50, 64, 80, 100, 128, 160, 200)
+    for L, B in place.sizes:
         ways = {f"C = {C}": Sarathi(C) for C in chunks}
         ways |= {"Orca, best": Sarathi(L + B), "Orca, worst": "orca"}
-        shapes = {halves(L, pd) for pd in place.grid((5, 50), PD_RATIOS)}
+        shapes = {halves(L, pd) for pd in ratios}
         shapes |= {halves(L, 0, C, B) for C in chunks}
-        curves = defaultdict(dict)  # name -> {P:D: gain}
+        curves = defaultdict(list)  # name -> [(gain, P:D)]
         for P, D in sorted(shapes):
-            ratios = gains(place, ways, P, D, B)
-            for name in ways:
-                yield f"gain at L = {L}, B = {B}", name, round(P / D, 2), ratios[name]
-                curves[name][P / D] = median(ratios[name])
-        peak = {name: max(curves[name].values()) for name in ways}
-        at = {name: max(curves[name], key=curves[name].get) for name in ways}
+            for name, gain in zip(ways, gains(place, P, D, B, *ways.values())):
+                yield f"gain at L = {L}, B = {B}", name, round(P / D, 2), gain
+                curves[name].append((median(gain), P / D))
+        best = {name: max(curve) for name, curve in curves.items()}
+        for name, (gain, pd) in best.items():
+            yield f"peak at L = {L}", name, gain
+            yield f"P:D of the peak at L = {L}", name, pd
         if len(chunks) > 1:
-            peak["C = 256 / 128"] = peak["C = 256"] / peak["C = 128"]
-            at["Orca / C = 256"] = at["Orca, best"] / at["C = 256"]
-        for panel, ours in (("peak", peak), ("P:D of the peak", at)):
-            for name in ours:
-                yield f"{panel} at L = {L}", name, ours[name]
+            gain, pd = best["C = 256"]
+            yield f"peak at L = {L}", "C = 256 / 128", gain / best["C = 128"][0]
+            yield f"P:D of the peak at L = {L}", "Orca / C = 256", best["Orca, best"][1] / pd
 
 @experiment("batch size, B", "time over SARATHI's", only="simulated")
 def fig10(place):
@@ -723,17 +660,16 @@ def fig12(place):
     """[SARATHI Fig. 12] GPT-3 on 64 GPUs: a pipeline of eight nodes with Orca and with SARATHI, and
     eight nodes without a pipeline. The picture shows the pipelines' stages."""
     cost = CostModel.roofline(place.model.config, *place.on[1:3], nodes=8)
-    jobs = zipf_jobs(place.grid(300, 10000))
+    jobs = zipf_jobs(10000 if place.full else 300)
     seconds = {}
     bubbles = {}
     for name, scheduler in (("Orca", Sarathi(4096 + 27)), ("SARATHI", Sarathi(256))):
-        line = Pipeline(cost, 8, record=place.tape(name), scheduler=scheduler, max_batch=27,
+        line = Pipeline(cost, 8, place.tape(name), scheduler=scheduler, max_batch=27,
                         n_page=27 * 4096)
-        run = serve(line, jobs)
-        seconds[name] = run.seconds
-        bubbles[name] = median(line.bubble_of[request.id] for request in run.requests)
+        seconds[name] = serve(line, jobs).seconds
+        bubbles[name] = median(line.bubble_of.values())
         for kind, idle in line.bubbles.items():
-            yield "idle share of the stages", f"{name}, {kind}", idle / 8 / run.seconds
+            yield "idle share of the stages", f"{name}, {kind}", idle / 8 / seconds[name]
     alone = 0.0
     for i in range(8):  # each node gets every eighth request
         node = Engine(place.model, Sarathi(4096 + 11), max_batch=11, n_page=11 * 4096)
@@ -748,19 +684,14 @@ def fig12(place):
 def fig13(place):
     """[SARATHI Fig. 13] what chunks cost attention and prefill, and what they gain end to end."""
     ratios = defaultdict(list)  # (panel, C) -> one per length
-    chunks = place.paper_grid((64, 128), range(64, 513, 64))
-    for (L, B), C in product(place.sizes(), chunks):
+    chunks = range(64, 513 if place.paper else 129, 64)
+    for (L, B), C in product(place.sizes, chunks):
         whole = prefill_in_chunks(place, L, L)
         parts = prefill_in_chunks(place, L, C)
-        P, D = halves(L, 0, C, B)
-        gain = gains(place, {"ours": Sarathi(C)}, P, D, B)["ours"]
-        ours = {
-            "attention": parts[1] / whole[1],
-            "prefill": parts[0] / whole[0],
-            "end to end": median(gain),
-        }
+        ours = {panel: parts[panel] / whole[panel] for panel in parts}
+        ours["end to end"] = gains(place, *halves(L, 0, C, B), B, Sarathi(C))[0]
         for panel, ratio in ours.items():
-            ratios[panel, C].append(ratio)
+            ratios[panel, C].append(np.median(ratio))
             yield panel, f"L = {L}", C, ratio
     for (panel, C), values in ratios.items():
         yield panel, "best" if panel == "end to end" else "worst", C, max(values)
@@ -769,14 +700,14 @@ def fig13(place):
         yield "C = 256", "over C = 320", best[0] / best[1]
 
 def prefill_in_chunks(place, L, C):
-    """(seconds of all, of attention) for a prompt of L tokens in chunks of C"""
+    """Seconds of attention, and of all, for a prompt of L tokens in chunks of C."""
     shapes = [(0, 0, min(C, L - past), past) for past in range(0, L, C)]
-    functions = [place.iteration(*shape, last=False) for shape in shapes]
-    total = sum(place.seconds(*functions))
+    seconds = np.median(place.seconds(*shapes, last=False), 1).sum()
     operators = Counter()
     for shape in shapes:
         operators.update(place.operators(*shape))
-    return total, total * operators["attn"] / sum(operators.values())
+    share = operators["attn"] / sum(operators.values())
+    return {"attention": share * seconds, "prefill": seconds}
 
 # -----------------------------------------------------------------------------
 # S-LoRA's figures: the authors' systems, simulated
@@ -789,12 +720,15 @@ SETTINGS = {  # [S-LoRA Table 1]: model, ranks dealt in turns
     "S6": ("llama-70b", (64,)),
 }
 POOLS = {  # tokens that the authors' servers had room for, adapters included
-    ("llama-7b", "a100"): 125000, ("llama-13b", "a100"): 65000,
-    ("llama-7b", "a10g"): 14500, ("llama-7b", "a100-40"): 14500,
-}
-SPLIT_POOLS = {  # the same, if adapters have a pool of their own
-    ("no-unify", "a100"): 35000, ("bmm", "a100"): 35000,
-    ("no-unify", "a10g"): 9000, ("bmm", "a10g"): 8000,
+    ("llama-7b", "a100"): 125000,
+    ("llama-13b", "a100"): 65000,
+    ("llama-7b", "a10g"): 14500,
+    ("llama-7b", "a100-40"): 14500,
+    # the same, if adapters have a pool of their own
+    ("no-unify", "a100"): 35000,
+    ("bmm", "a100"): 35000,
+    ("no-unify", "a10g"): 9000,
+    ("bmm", "a10g"): 8000,
 }
 
 class Lightllm(Scheduler):
@@ -812,8 +746,8 @@ class Lightllm(Scheduler):
         return [(request, request.n_todo) for request in new or running]
 
     def fitting(self, running, waiting):
-        """The waiting requests up to the first one with which the batch would outgrow the pool, or
-        with which the new prompts take more than a sixth of it."""
+        """The first waiting requests: while the batch will never outgrow the pool, and the new
+        prompts take up to a sixth of it."""
         store = self.engine.adapters
         n_page = self.engine.pool.n_page
         batch = [(r.max_len - r.n_tokens, r.n_tokens) for r in running]
@@ -833,46 +767,43 @@ class Lightllm(Scheduler):
                 return waiting[:i]
         return waiting
 
-class AdapterBatches:
+def adapter_batches(size):
     """The order of a server on top of PEFT: all requests that have come, adapter by adapter, in
     batches of one adapter; then all that have come meanwhile."""
-    def __init__(self, size):
-        self.size = size
-        self.batches = []
+    batches = []
 
-    def __call__(self, waiting, running, now):
+    def order(waiting, running, now):
         if running:
             return []
-        if not self.batches:
+        if not batches:
             groups = defaultdict(list)
             for request in waiting:
                 groups[request.adapter].append(request)
             for group in groups.values():
-                while group:
-                    self.batches.append(group[:self.size])
-                    group = group[self.size:]
-        return self.batches.pop(0)
+                batches.extend(group[i:i + size] for i in range(0, len(group), size))
+        return batches.pop(0)
+    return order
 
-def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, system="lightllm",
-          cv=1.0, alpha=1.0, order=fcfs):
-    """Serve a setting of [S-LoRA Table 1] with n adapters by one of the paper's systems. Returns a
-    Run."""
+def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv=1.0, alpha=1.0,
+          order=fcfs):
+    """The Run of a setting of [S-LoRA Table 1] with n adapters, by one of the paper's systems."""
     gpu = gpu or place.on[1]
     model, ranks = SETTINGS[setting]
+    system = place.on[3]
     options = dict(scheduler=Lightllm(), max_batch=1000, order=order)
     if variant == "PEFT":
         system = "transformers"
         size = 50 if model == "llama-7b" else 35
-        options = dict(scheduler="static", max_batch=size, order=AdapterBatches(size))
+        options = dict(scheduler="static", max_batch=size, order=adapter_batches(size))
     cost = CostModel.roofline(preset(model), gpu, tp, system=system)
     cost.exchanges = variant != "no messages"
-    n_page = SPLIT_POOLS.get((variant, gpu)) or POOLS.get((model, gpu))
-    n_page = n_page or int(cost.memory // cost.page_bytes)
-    if variant in ("no-unify", "bmm"):
+    n_page = POOLS.get((model, gpu), int(cost.memory // cost.page_bytes))
+    if (variant, gpu) in POOLS:
+        n_page = POOLS[variant, gpu]
         options["adapter_pages"] = n_page // 4
     if variant in ("bmm", "merge"):
         options["lora"] = variant
-    jobs = gamma_jobs(rate, place.grid(seconds / 6, seconds), cv, n, alpha)
+    jobs = gamma_jobs(rate, seconds if place.full else seconds / 6, cv, n, alpha)
     if variant == "base model":
         jobs = [job._replace(adapter=None) for job in jobs]
     return serve(Engine(cost, alloc="grow", n_page=n_page, **options), jobs, adapters=ranks)
@@ -889,10 +820,10 @@ def slora_table3(place):
 def slora_fig5(place):
     """[S-LoRA Fig. 5, §7.2] what the unified pool and the kernels are worth: S4 with 400 adapters
     on an A100, S2 with 200 on an A10G."""
+    settings = {"a100": ("S4", 400, 6), "a10g": ("S2", 200, 2)}
     for gpu, variant, _ in CLAIMS["slora_fig5"]:
-        setting, n, rate = ("S4", 400, 6) if gpu == "a100" else ("S2", 200, 2)
         seconds = 30 if (gpu, variant) == ("a100", "bmm") else 300
-        run = slora(place, setting, n, rate, seconds, variant, gpu)
+        run = slora(place, *settings[gpu], seconds, variant, gpu)
         yield gpu, variant, run.requests_per_second
 
 @experiment("arrival rate (requests/s), R", "", A100_13B, "simulated")
@@ -905,14 +836,14 @@ def slora_fig6(place):
         yield "first token (s)", "", rate, fmean(run.ttfts)
         yield "attainment", "", rate, run.attainment
 
-@experiment("GPUs, N", "", ("llama-33b", "a100-40", 2, "sarathi"), "simulated")
+@experiment("GPUs, N", "requests/s", ("llama-33b", "a100-40", 2, "sarathi"), "simulated")
 def slora_fig8(place):
     """[S-LoRA Fig. 8] requests/s with tensor parallelism: with adapters, without sending their x A,
     and for the base model alone."""
     for setting, gpu, n in (("S5", "a100-40", 100), ("S6", "a100", 10)):
         rates = {}
         for tp, part in product((2, 4), ("S-LoRA", "no messages", "base model")):
-            run = slora(place, setting, n, 12, 60, part, gpu, tp, "sarathi")
+            run = slora(place, setting, n, 12, 60, part, gpu, tp)
             rates[tp, part] = run.requests_per_second
             yield setting, part, tp, run.requests_per_second
         yield "4 GPUs over 2", setting, rates[4, "S-LoRA"] / rates[2, "S-LoRA"]
@@ -928,15 +859,14 @@ def slora_fig9(place):
 @experiment("coefficient of variation, cv", "share within the SLO", A100_13B, "simulated")
 def slora_fig10(place):
     """[S-LoRA Fig. 10] SLO attainment by how uneven the arrivals are, for three orders."""
-    for panel, name, cv in sorted(CLAIMS["slora_fig10"]):
-        order = {"fcfs": fcfs, "lcfs": lcfs}.get(name) or EarlyAbort(6.0)
-        run = slora(place, "S4", 400, 6, 300, cv=cv, order=order)
+    for panel, name, cv in CLAIMS["slora_fig10"]:
+        orders = {"fcfs": fcfs, "lcfs": lcfs, "early abort": EarlyAbort(6.0)}
+        run = slora(place, "S4", 400, 6, 300, cv=cv, order=orders[name])
         yield panel, name, cv, run.attainment
 
 @experiment("adapters in a batch, d", "", ("llama-7b", "a100-40", 1, "lightllm"), "simulated")
 def clustering(place):
-    """[S-LoRA App. A] adapter clustering: throughput and attainment, if a batch keeps to d
-    adapters."""
+    """[S-LoRA App. A] throughput and attainment, if a batch keeps to a cluster of d adapters."""
     for d in (1, 2, 4, 8, 32):
         run = slora(place, "S2", 32, 2, 120, order=cluster(d))
         yield "requests/s", "", d, run.requests_per_second
@@ -951,19 +881,18 @@ def slora_here(place):
                 for seed, rank in enumerate(10 * SETTINGS["S2"][1])]
     L = place.lengths[0]
     pages = 4 * max(adapter.n_page for adapter in adapters)
-    jobs = {}  # adapters -> jobs
-    for n in (0, 100, 2000):
-        jobs[n] = gamma_jobs(1, 30, n_adapter=n, prompt=(8, L // 2), output=(8, L // 2))
-        jobs[n] = at_rate(jobs[n], math.inf)
+    sizes = dict(prompt=(8, L // 2), output=(8, L // 2))
+    jobs = at_rate(gamma_jobs(1, 30, n_adapter=100, **sizes))
     ways = {
-        "no adapter": dict(jobs=jobs[0]),
-        "S-LoRA": dict(jobs=jobs[100]),
-        "S-LoRA, n = 2000": dict(jobs=jobs[2000]),
-        "no-unify": dict(jobs=jobs[100], adapter_pages=pages),
-        "bmm": dict(jobs=jobs[100], lora="bmm"),
-        "merge and swap": dict(jobs=jobs[100], lora="merge"),
+        "no adapter": dict(jobs=[job._replace(adapter=None) for job in jobs]),
+        "S-LoRA": {},
+        "S-LoRA, n = 2000": dict(jobs=at_rate(gamma_jobs(1, 30, n_adapter=2000, **sizes))),
+        "no-unify": dict(adapter_pages=pages),
+        "bmm": dict(lora="bmm"),
+        "merge and swap": dict(lora="merge"),
     }
-    common = dict(B=place.B, n_page=place.B * L + pages, alloc="grow", adapters=adapters)
+    common = dict(jobs=jobs, B=place.B, n_page=place.B * L + pages, alloc="grow",
+                  adapters=adapters)
     for name, runs in place.race(ways, 3, **common).items():
         yield "throughput", name, [run.tokens_per_second for run in runs]
 
@@ -972,52 +901,47 @@ def slora_here(place):
 
 CHOICES = {"off": "off", "k = 1": 1, "k = 3": 3, "k = 5": 5, "goodput": "goodput"}  # [§7]
 
-def latencies(place, rates, choices, draft="ngram", alpha=0.7, P=128, D=128):
+def small_model(place):
+    """A draft model on the same GPU."""
+    return CostModel.roofline(preset("llama-160m"), place.on[1], system=place.on[3])
+
+def latencies(place, rates, choices, alpha, draft="ngram", P=128):
     """Points: latency by arrival rate (Poisson) for choices {name: spec}, how many times shorter
-    than without drafts, and this for goodput. Returns {name: {rate: times shorter}}."""
-    n_page = int(0.9 * place.model.memory / place.model.page_bytes)
-    B = min(256, n_page // (P + D))
-    times = defaultdict(dict)
+    than without drafts, and this for goodput. Returns {name: [times shorter, per rate]}."""
+    n_page = 0.9 * place.model.memory / place.model.page_bytes
+    B = min(256, int(n_page / (P + 128)))
+    options = dict(scheduler="prefill_first", alloc="grow", draft=draft, alpha=alpha)
+    times = defaultdict(list)
     for rate in rates:
-        jobs = gamma_jobs(rate, place.grid(10, 60), prompt=(P, P), output=(D, D))
+        jobs = gamma_jobs(rate, 60 if place.full else 10, prompt=[P], output=[128])
+        latency = {}
         for name, spec in choices.items():
-            run = place.serve(
-                jobs,
-                B,
-                scheduler="prefill_first",
-                alloc="grow",
-                draft=draft,
-                spec=spec,
-                alpha=alpha)
+            run = place.serve(jobs, B, spec=spec, **options)
+            latency[name] = run.latency
+            times[name].append(latency["off"] / run.latency)
             yield "latency (s)", name, rate, run.latency
-            off = run.latency if spec == "off" else off
-            times[name][rate] = off / run.latency
-            yield "times as fast as off", name, rate, times[name][rate]
-    goodput = times["goodput" if "goodput" in choices else "goodput_tree"]
-    yield "goodput", "lowest rate", goodput[min(rates)]
-    yield "goodput", "most", max(goodput.values())
-    yield "goodput", "least", min(goodput.values())
+            yield "times as fast as off", name, rate, times[name][-1]
+    yield "goodput", "lowest rate", times["goodput"][0]
+    yield "goodput", "most", max(times["goodput"])
+    yield "goodput", "least", min(times["goodput"])
     return times
 
 @experiment("arrival rate (requests/s), R", "", A100_7B, "simulated")
 def spec_fig1(place):
     """[SmartSpec Fig. 1, 11, 14] latency with k drafts of a draft model, with goodput's choice and
     with an oracle's; acceptance 0.7."""
-    draft = CostModel.roofline(preset("llama-160m"), place.on[1], system="vllm")
-    rates = place.grid((1, 4, 12, 20), (1, 4, 8, 10, 12, 14, 16, 18, 20))
+    rates = (1, 4, 8, 10, 12, 14, 16, 18, 20) if place.full else (1, 4, 12, 20)
     choices = CHOICES | {"oracle": "oracle"}
-    times = yield from latencies(place, rates, choices, draft)
+    times = yield from latencies(place, rates, choices, 0.7, small_model(place))
     for name in ("k = 3", "k = 5"):
         # where the curve falls below 1, between two points in proportion
-        falling = [-times[name][rate] for rate in rates]
-        yield "no gain beyond rate", name, float(np.interp(-1, falling, rates))
-    yield "best k at rate 4", max((1, 3, 5), key=lambda k: times[f"k = {k}"][4])
+        yield "no gain beyond rate", name, np.interp(-1, np.negative(times[name]), rates)
+    yield "best k at rate 4", max((1, 3, 5), key=lambda k: times[f"k = {k}"][1])
 
 @experiment("batch size, B", "drafts per request", A100_7B, "simulated")
 def spec_fig5(place):
-    """[SmartSpec Fig. 5] the number of drafts with the most goodput, by batch size; acceptance 0.7,
-    context 192."""
-    draft = CostModel.roofline(preset("llama-160m"), place.on[1], system="vllm")
+    """[SmartSpec Fig. 5] the k with the most goodput by batch size; acceptance 0.7, context 192."""
+    draft = small_model(place)
     for B in [2 ** i for i in range(10)]:
         stats = IterationStats(B, B, B, 192 * B)
 
@@ -1029,33 +953,31 @@ def spec_fig5(place):
 @experiment("arrival rate (requests/s), R", "", A100_7B, "simulated")
 def spec_fig12(place):
     """[SmartSpec Fig. 12] latency with prompt lookup; acceptance 0.35, prompts of 512 tokens."""
-    rates = place.grid((1, 6, 12), (1, 2, 4, 6, 8, 10, 12))
-    yield from latencies(place, rates, CHOICES, alpha=0.35, P=512)
+    rates = (1, 2, 4, 6, 8, 10, 12) if place.full else (1, 6, 12)
+    yield from latencies(place, rates, CHOICES, 0.35, P=512)
 
 @experiment("arrival rate (requests/s), R", "", A100_7B, "simulated")
 def spec_fig16(place):
     """[SmartSpec Fig. 16] latency with Medusa's heads: one candidate each, fixed trees, and
     goodput's tree; acceptance 0.5."""
-    choices = {name: name for name in ("off", "1,1,1", "2,2,1", "3,2,2", "goodput_tree")}
-    rates = place.grid((1, 20), (1, 4, 8, 12, 16, 20))
-    times = yield from latencies(place, rates, choices, alpha=0.5)
-    yield "goodput", "over 1,1,1", times["goodput_tree"][20] / times["1,1,1"][20]
+    choices = {name: name for name in ("off", "1,1,1", "2,2,1", "3,2,2")}
+    rates = (1, 4, 8, 12, 16, 20) if place.full else (1, 20)
+    times = yield from latencies(place, rates, choices | {"goodput": "goodput_tree"}, 0.5)
+    yield "goodput", "over 1,1,1", times["goodput"][-1] / times["1,1,1"][-1]
 
 @experiment("batch size, B", "tokens/s", only="measured")
 def spec_here(place):
     """The worth of drafts here: a random draft model of one layer with acceptance forced to 0.7,
     and prompt lookup in a prompt that repeats itself, truly verified."""
     c = place.model.config
-    small = replace(c, n_layer=1, n_head=1, n_kv_head=1, n_embd=c.head_dim, n_inner=4 * c.head_dim)
+    D = c.head_dim
+    small = replace(c, n_layer=1, n_head=1, n_kv_head=1, n_embd=D, n_inner=4 * D)
     draft = GPT.from_preset(small, place.model.dtype, str(place.model.device), seed=1)
-    forced = dict(draft=draft, alpha=0.7)
-    for panel, B, drafts in (
-            ("draft model", 1, forced),
-            ("draft model", place.B, forced),
-            ("draft model", 4 * place.B, forced),
-            ("prompt lookup", 1, dict(draft="ngram"))):
-        ways = {name: dict(drafts, spec=spec) for name, spec in CHOICES.items()}
-        common = dict(jobs=[Job(0.0, 64, 64)] * B, B=B, scheduler="prefill_first")
+    ways = {name: dict(spec=spec) for name, spec in CHOICES.items()}
+    cases = [("draft model", B, dict(draft=draft, alpha=0.7)) for B in (1, place.B, 4 * place.B)]
+    cases.append(("prompt lookup", 1, dict(draft="ngram")))
+    for panel, B, drafts in cases:
+        common = dict(drafts, jobs=[Job(0.0, 64, 64)] * B, B=B, scheduler="prefill_first")
         for name, runs in place.race(ways, **common).items():
             yield panel, name, B, [B * 64 / run.seconds for run in runs]
 
@@ -1064,10 +986,9 @@ def spec_here(place):
 
 @experiment()
 def timeline(place):
-    """[TNG] the same six requests with static batching, prefill-first and chunked prefill, on
-    a time axis."""
+    """[TNG] the same six requests with static batching, prefill-first and chunked prefill."""
     L = max(place.lengths)
-    unit, = place.seconds(place.iteration(0, 0, L))  # arrivals are in prefills of L tokens
+    unit = np.median(place.seconds((0, 0, L)))  # arrivals are in prefills of L tokens
     jobs = []
     for sizes in ("0 1 24", "0 2 12", "0 1 36", "0.6 6 16", "1.5 4 10", "2.2 2 12"):
         arrival, eighths, output = sizes.split()
@@ -1083,50 +1004,60 @@ def timeline(place):
 def tng(place):
     """[TNG] TTFT, TPOT and throughput by the number of concurrent requests, for schedulers and
     chunk sizes; and the gain of chunks if all requests are of equal size."""
-    sizes = place.grid((64, 256), (512, 1024, 2048))
+    sizes = (512, 1024, 2048) if place.full else (64, 256)
     chunks = {f"C = {C}": SarathiServe(C) for C in sizes}
     L = place.lengths[0]
-    for n in place.grid((1, 4, 12), (1, 2, 4, 8, 16, 32, 64, 128)):
-        n_job = place.grid(2, 4) * max(n, 3)
+    for n in (1, 2, 4, 8, 16, 32, 64, 128) if place.full else (1, 4, 12):
+        n_job = (4 if place.full else 2) * max(n, 3)
         jobs = gamma_jobs(1, n_job, prompt=(8, L // 2), output=(4, L // 8))
         for name in ("static", "prefill_first", *chunks):
             run = place.serve(jobs, n, clients=n, scheduler=chunks.get(name, name))
             yield "throughput (tokens/s)", name, n, run.tokens_per_second
             yield "TTFT, median (s)", name, n, median(run.ttfts)
             yield "TPOT, median (s)", name, n, median(run.tpots)
-    ratios = []
-    for n, pd in product((8, 32, 128), (4, 16, 64)) if place.simulated else ():
-        jobs = [Job(0.0, *halves(L, pd))] * (6 * n)
-        base, *ours = [place.serve(jobs, n, scheduler=scheduler).seconds
-                       for scheduler in ("prefill_first", *chunks.values())]
-        ratios.append(base / min(ours))
-    if ratios:
+    if place.simulated:
+        ratios = []
+        for n, pd in product((8, 32, 128), (4, 16, 64)):
+            jobs = [Job(0.0, *halves(L, pd))] * (6 * n)
+            base, *ours = [place.serve(jobs, n, scheduler=scheduler).seconds
+                           for scheduler in ("prefill_first", *chunks.values())]
+            ratios.append(base / min(ours))
         yield "chunked prefill", "over prefill_first", max(ratios)
 
-@experiment("seconds")
+def read_jobs(path):
+    """Jobs of a CSV file: seconds, and tokens of prompt and output. ValueError if it has others."""
+    with open(path, newline="") as file:
+        lines = list(csv.DictReader(file))
+    try:
+        jobs = [Job(float(line["arrival"]), int(line["prompt"]), int(line["output"]))
+                for line in lines]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: needs a line arrival,prompt,output and such numbers") from error
+    check_range(f"requests in {path}", len(jobs), 1)
+    return jobs
+
+@experiment("seconds", "share of requests")
 def online(place):
-    """Online serving: TTFT, TPOT and stalls under each scheduler. Flags: --rate, --cv, --prompt,
-    --output, --jobs."""
+    """TTFT, TPOT and stalls by scheduler. Flags: --rate, --cv, --prompt, --output, --jobs."""
     args = place.args
     L = max(place.lengths)
     B = 2 * place.B
     if args.jobs:
-        # columns: arrival, prompt, output
-        jobs = [Job(t, int(P), int(D)) for t, P, D in
-                np.loadtxt(args.jobs, delimiter=",", skiprows=1, ndmin=2).tolist()]
+        jobs = read_jobs(args.jobs)
     else:
-        jobs = gamma_jobs(1.0, place.grid(32, 320), args.cv, seed=args.seed,
-                          prompt=args.prompt or (8, L // 2),
-                          output=args.output or (4, max(4, L // 16)))
-        rate = args.rate or 0.7 * place.serve(at_rate(jobs, math.inf), B).requests_per_second
+        prompt = args.prompt or (8, L // 2)
+        output = args.output or (4, max(4, L // 16))
+        n = 320 if place.full else 32
+        jobs = gamma_jobs(1.0, n, args.cv, 0, 1.0, prompt, output, args.seed)
+        rate = args.rate or 0.7 * place.serve(at_rate(jobs), B).requests_per_second
         jobs = at_rate(jobs, rate)
-    for name in ("static", "orca", "prefill_first", "sarathi", "sarathi_serve", "autopilot"):
+    for name in SCHEDULERS:
         run = place.serve(jobs, B, scheduler=name)
         yield "throughput (requests/s)", name, run.requests_per_second
         waits = {"TTFT": run.ttfts, "TPOT": run.tpots, "longest stall": run.stalls}
         for what, seconds in waits.items():
             for q in (50, 90, 99):
-                yield f"{what}, p{q} (s)", name, float(np.percentile(seconds, q))
+                yield f"{what}, p{q} (s)", name, np.percentile(seconds, q)
             for q in range(101):
                 yield f"CDF of {what}", name, float(np.percentile(seconds, q)), q / 100
 
@@ -1144,78 +1075,77 @@ WORKLOADS = """
 def autopilot(place):
     """Autopilot beside 30 fixed settings of chunk size and drafts: mean latency over that of the
     best one that meets the TPOT target. Workloads: prompt, output, load, acceptance, target."""
-    config = replace(preset("llama-160m"), block_size=place.model.config.block_size)
-    draft = CostModel.roofline(config, place.on[1])
-    grid = place.grid(((128, "off"), (512, 3)),
-                      [*product((64, 128, 256, 512, 1024, 2048), ("off", 1, 3, 5, 7))])
+    draft = small_model(place)
+    grid = list(product((64, 128, 256, 512, 1024, 2048), ("off", 1, 3, 5, 7)))
     ratios = []
-    for workload in place.grid(WORKLOADS[1:4:2], WORKLOADS):
+    missed = 0
+    for workload in WORKLOADS if place.full else WORKLOADS[1:4:2]:
         P, D, load, alpha, slow = [float(number) for number in workload.split()]
-        jobs = gamma_jobs(1.0, place.grid(20, 160), seed=place.args.seed,
+        jobs = gamma_jobs(1.0, 160 if place.full else 20, seed=place.args.seed,
                           prompt=(P // 2, P * 3 // 2), output=(D // 2, D * 3 // 2))
-        common = dict(B=48, alloc="grow")
-        capacity = place.serve(at_rate(jobs, math.inf), **common).requests_per_second
-        common |= dict(jobs=at_rate(jobs, load * capacity), draft=draft, alpha=alpha)
+        capacity = place.serve(at_rate(jobs), 48, alloc="grow").requests_per_second
+        serve = partial(place.serve, at_rate(jobs, load * capacity), 48, alloc="grow", draft=draft,
+                        alpha=alpha)
         target = slow * place.model.time(1, P + D / 2)
         fixed = []
-        for chunk, spec in grid:
-            run = place.serve(scheduler=SarathiServe(chunk), spec=spec, **common)
+        for chunk, spec in grid if place.full else grid[5::12]:
+            run = serve(scheduler=SarathiServe(chunk), spec=spec)
             if not target or np.quantile(run.tpots, 0.9) <= target:
                 fixed.append(run.latency)
-        run = place.serve(scheduler="autopilot", spec="goodput", tpot=target, **common)
+        run = serve(scheduler="autopilot", spec="goodput", tpot=target)
         if fixed:
             ratios.append(run.latency / min(fixed))
             yield "latency over the best", workload.strip(), ratios[-1]
+            missed += bool(target and np.quantile(run.tpots, 0.9) > target)
     yield "all workloads", "mean", fmean(ratios)
+    yield "all workloads", "median", median(ratios)
     yield "all workloads", "worst", max(ratios)
+    yield "all workloads", "targets missed", missed
 
 @experiment("", "%", only="measured")
 def fidelity(place):
     """[SmartSpec Fig. 13, SARATHI §5.3] the simulator beside this machine: the same requests, with
     costs from the one-time profile; seconds between tokens, and throughput."""
-    twin = copy.copy(place)
-    twin.model = CostModel.profile(place.model)
-    twin.simulated = True
+    twin = Place(place.args, CostModel.profile(place.model), place.source)
     yield "error of the profile (%)", 100 * twin.model.error
     L = max(place.lengths) // 2
     jobs = gamma_jobs(1, 4 * place.B, prompt=(8, L), output=(4, max(8, L // 8)))
-    options = dict(jobs=at_rate(jobs, math.inf), B=place.B)
-    ways = {name: {"scheduler": name} for name in ("static", "orca", "prefill_first", "sarathi")}
-    measured = place.race(ways, 3, **options)
-    simulated = twin.race(ways, **options)
+    common = dict(jobs=at_rate(jobs), B=place.B)
+    ways = {name: dict(scheduler=name) for name in ("static", "orca", "prefill_first", "sarathi")}
+    measured = place.race(ways, 3, **common)
+    simulated = twin.race(ways, **common)
     for name in ways:
         real = np.median([iteration_seconds(run) for run in measured[name]], 0)
-        ours = iteration_seconds(simulated[name][0])
-        yield "iteration error (%)", name, float(np.median(100 * abs(ours / real - 1)))
-        yield "throughput error (%)", name, float(100 * abs(real.sum() / ours.sum() - 1))
+        ours = iteration_seconds(*simulated[name])
+        yield "iteration error (%)", name, np.median(100 * abs(ours / real - 1))
+        yield "throughput error (%)", name, 100 * abs(real.sum() / ours.sum() - 1)
 
 def iteration_seconds(run):
     """Seconds between the ends of iterations that gave tokens, the first since the start"""
     ends = {t for request in run.requests for t in request.times}
     return np.diff(sorted({run.start, *ends}))
 
-@experiment("tokens or requests, n", only="measured")
+@experiment("tokens or requests, n", "share of the ceiling", only="measured")
 def roofline(place):
     """How near iterations come to this machine's ceilings: the seconds that the FLOPs of linear
     operators, or the bytes of weights and cache, take at the ceilings, over the measured ones."""
     flops, bandwidth = measure_ceilings(place)
     c = place.model.config
     itemsize = place.model.dtype.itemsize
-    layers, head = n_weights(c)
+    layers = c.n_layer * sum(math.prod(width) for width in c.widths.values())
+    head = c.vocab_size * c.n_embd
     L = place.lengths[0]
     shapes = [(0, 0, n) for n in (32, 128, 512)]
     shapes += [(n, L - 1, 0) for n in (1, 4, 16)]
-    functions = [place.iteration(*shape) for shape in shapes]
-    for (d, _, chunk), t in zip(shapes, place.seconds(*functions)):
+    for (d, _, chunk), seconds in zip(shapes, place.seconds(*shapes)):
         computing = 2 * ((d + chunk) * layers + max(d, 1) * head) / flops
         reading = (layers + head) * itemsize + (d * L + chunk) * c.page_bytes(itemsize)
-        share = max(computing, reading / bandwidth) / t
+        share = max(computing, reading / bandwidth) / median(seconds)
         yield "share of the ceiling", "prefill" if chunk else "decode", d + chunk, share
 
 @experiment("", "tokens/s, prompts too", only="measured")
 def peers(place):
-    """transformers' generate(), and PEFT's mixed batch of adapters, beside this engine, in
-    interleaved rounds."""
+    """transformers' generate(), and PEFT's mixed batch of adapters, beside this engine."""
     import peft
     import transformers
     transformers.utils.logging.set_verbosity_error()
@@ -1233,7 +1163,6 @@ def peers(place):
                            min_new_tokens=D, do_sample=False, pad_token_id=0)
             names = None
             if peer == "PEFT":
-                names = options["adapter_names"] = 4 * ["a", "b"]
                 for name in ("a", "b"):
                     adapter = Adapter.random(model.config, 16, ord(name), model.dtype)
                     adapter.save_pretrained(f"{folder}/{name}")
@@ -1241,13 +1170,14 @@ def peers(place):
                 theirs = peft.PeftModel.from_pretrained(theirs, f"{folder}/a", "a")
                 theirs.load_adapter(f"{folder}/b", "b")
                 theirs.to(model.dtype).eval()
+                names = options["adapter_names"] = 4 * ["a", "b"]
             rounds = place.rounds(timed(engine.generate, prompts.tolist(), D, names),
                                   timed(theirs.generate, input_ids=prompts, **options))
-            for name, times in zip(("sarathi", peer), rounds):
-                yield f"{peer}, B = {B}", name, [B * (P + D) / t for t in times]
+            for name, seconds in zip(("sarathi", peer), np.array(rounds)):
+                yield f"{peer}, B = {B}", name, B * (P + D) / seconds
 
 # -----------------------------------------------------------------------------
-# the scoreboard
+# the scoreboard, tables, pictures and traces
 
 def scoreboard_rows(args, name):
     """The rows of one experiment that have a claim, where the paper's numbers hold."""
@@ -1259,8 +1189,7 @@ def scoreboard(args):
     """Every number of the papers beside ours, simulated with one set of constants. Returns rows."""
     names = [name for name in CLAIMS if EXPERIMENTS[name].only != "measured"]
     with ProcessPoolExecutor(os.cpu_count()) as executor:
-        parts = list(executor.map(partial(scoreboard_rows, args), names))
-    rows = [row for part in parts for row in part]
+        rows = sum(executor.map(partial(scoreboard_rows, args), names), [])
     columns = ("experiment", "what", "paper", "ours", "kind", "fit", "inside", "note")
     print(f"{table(rows, columns)}\n\nValues within 15 %, gains within 30 % of what they gain, "
           "bounds as they say:\n")
@@ -1271,16 +1200,11 @@ def scoreboard(args):
             print(f"- {role} {kind}s: {sum(inside)} of {len(inside)} ({fmean(inside):.0%})")
     return rows
 
-# -----------------------------------------------------------------------------
-# tables, pictures and traces
-
 def cell(value):
     """Three significant digits; a dash for None."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, (int, float)):
+    if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return "-" if value is None else value
+    return {None: "-", True: "yes", False: "no"}.get(value, value)
 
 def table(rows, columns=("what", "paper", "ours", "spread", "source")):
     """Rows as a Markdown table, without the curves of CDFs."""
@@ -1292,43 +1216,55 @@ def table(rows, columns=("what", "paper", "ours", "spread", "source")):
     return "\n".join(f"| {' | '.join(line)} |" for line in padded)
 
 COLORS = {  # the same thing has the same color in every picture
-    "static": "#7f7f7f", "off": "#7f7f7f", "prefill_first": "#8c564b", "orca": "#e07b2a",
-    "Orca, best": "#e07b2a", "Orca, worst": "#f5b78a", "goodput": "#e07b2a",
-    "goodput_tree": "#e07b2a", "oracle": "#1b9e87", "sarathi": "#2a78c2",
-    "sarathi_serve": "#17a0a8", "autopilot": "#1b9e87", "k = 1": "#93c4ea", "k = 3": "#2a78c2",
-    "k = 5": "#123a73", "C = 128": "#93c4ea", "C = 256": "#2a78c2", "C = 512": "#123a73",
-    "L = 1024": "#c77fd0", "L = 2048": "#9340a8", "L = 3072": "#571b6e", "chunk": "#1b9e87",
-    "decode": "#f2c14e", "waiting": "#e4e4e4", "stall": "#e8583f", "bubble": "#e8583f"}
+    "C = 128": "#93c4ea",
+    "C = 256": "#2a78c2",
+    "C = 512": "#123a73",
+    "k = 1": "#93c4ea",
+    "k = 3": "#2a78c2",
+    "k = 5": "#123a73",
+    "Orca, best": "#e07b2a",
+    "Orca, worst": "#f5b78a",
+    "off": "#7f7f7f",
+    "goodput": "#e07b2a",
+    "oracle": "#1b9e87",
+    "chunk": "#1b9e87",
+    "decode": "#f2c14e",
+    "waiting": "#e4e4e4",
+    "stall": "#e8583f",
+    "bubble": "#e8583f",
+}
 
 def draw(rows, what):
-    """A Figure with a panel per panel: a line per series, or a bar if there is no x. Hollow marks
-    are the paper's numbers."""
-    panels = defaultdict(lambda: defaultdict(list))  # panel -> series -> rows
+    """A Figure with a panel per panel: a line per series, or bars if the experiment has no x axis;
+    if it has one, points without an x stay in the table. Hollow marks: the papers' numbers."""
+    panels = defaultdict(lambda: defaultdict(list))  # panel -> series -> [(x, row)]
     for row in rows:
-        panels[row["at"][0]][row["at"][1]].append(row)
+        panel, series, x = row["at"]
+        if not what.x:
+            panels[panel][""].append((series, row))
+        elif x != "":
+            panels[panel][series].append((x, row))
     n_column = min(3, len(panels))
     n_row = math.ceil(len(panels) / n_column)
     figure = Figure((max(6, 4 * n_column), 3.4 * n_row), layout="constrained")
     for i, (title, groups) in enumerate(panels.items()):
-        ax = figure.add_subplot(n_row, n_column, i + 1, title=title, ylabel=what.y)
+        ax = figure.add_subplot(n_row, n_column, i + 1, title=title, xlabel=what.x, ylabel=what.y)
         ax.grid(alpha=0.25)
         ax.set_axisbelow(True)
-        for j, (name, mine) in enumerate(groups.items()):
-            color = COLORS.get(name, f"C{j}")
-            xs = [row["at"][2] for row in mine]
+        for j, (name, points) in enumerate(groups.items()):
+            xs, mine = zip(*points)
             ours = [row["ours"] for row in mine]
-            if xs == [""]:
-                xs = [name]
-                ax.bar(xs, ours, color=color)
-                ax.tick_params("x", labelrotation=90 if len(groups) > 3 else 0)
-            else:
+            papers = [row["paper"] for row in mine]
+            color = COLORS.get(name, f"C{j}")
+            if what.x:
                 ax.plot(xs, ours, ".-", color=color, label=name or "ours")
-                ax.set_xlabel(what.x)
                 ax.set_xscale("log", base=2)
-                ax.xaxis.set_major_formatter("{x:g}")
-            paper = np.array([row["paper"] for row in mine], float)
-            if not np.isnan(paper).all():
-                ax.plot(xs, paper, "o", mfc="white", mec=color, mew=1.6, ms=7, label="paper")
+                ax.xaxis.set_major_formatter("{x:.4g}")
+            else:
+                ax.bar(xs, ours, color=color, label="ours")
+                ax.tick_params("x", labelrotation=90 if len(xs) > 3 else 0)
+            if any(paper is not None for paper in papers):
+                ax.plot(xs, papers, "o", mfc="white", mec=color, mew=1.6, ms=7, label="paper")
     return figure
 
 def pieces(iterations):
@@ -1344,16 +1280,17 @@ def pieces(iterations):
             if start > before + 1e-9:
                 yield row, gap, before, start, 0
             if sum(sizes):
-                yield row, "chunk" if max(sizes) > FEW_ROWS else "decode", start, end, sum(sizes)
+                kind = "chunk" if any(n > n_logits for _, _, n, n_logits, _ in mine) else "decode"
+                yield row, kind, start, end, sum(sizes)
             gap = "stall" if sum(sizes) else "waiting"
             last[row] = (end, "bubble" if staged else gap)
 
 def draw_tapes(tapes):
-    """A Figure with one time axis: a panel per tape, a row per request or stage. Of a long tape, a
-    stretch from the middle."""
+    """A Figure with one time axis: a panel per tape, a row per request or stage. Of a long tape it
+    has a stretch from the middle."""
     figure = Figure((10, 0.7 + 1.7 * len(tapes)), layout="constrained")
     axes = figure.subplots(len(tapes), 1, sharex=True)
-    for ax, (name, iterations) in zip(axes, tapes):
+    for ax, (name, iterations) in zip(axes, tapes.items()):
         shown = list(iterations)
         if len(shown) > 1000:
             shown = shown[len(shown) // 2:][:400]
@@ -1361,8 +1298,7 @@ def draw_tapes(tapes):
         for row, kind, start, end, _ in pieces(shown):
             rows.add(row)
             left = start - shown[0].start
-            bar = ax.barh(row, end - start, left=left, color=COLORS[kind], label=kind)
-            bar[0].set(edgecolor="white", lw=0.4)
+            ax.barh(row, end - start, left=left, color=COLORS[kind], label=kind, ec="white", lw=0.4)
         ax.set(title=name, ylabel="stage" if shown[-1].stage else "request", yticks=sorted(rows))
         ax.invert_yaxis()
         ax.margins(x=0)
@@ -1378,15 +1314,16 @@ def save_picture(place, name, rows, folder):
     figure.suptitle(title, fontsize=9)
     handles = {}  # label -> its handle: one legend under all panels
     for ax in figure.axes:
-        handles |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles, loc="outside lower center", fontsize=8, frameon=False,
-                  ncols=int(figure.get_figwidth() / 1.3))
+        for handle, label in zip(*ax.get_legend_handles_labels()):
+            handles[label] = handle
+    if len(handles) > 1:
+        figure.legend(handles.values(), handles, loc="outside lower center", fontsize=8,
+                      frameon=False, ncols=int(figure.get_figwidth() / 1.3))
     where = place.on[1] if place.on else place.model.device.type
     figure.savefig(os.path.join(folder, f"{name}_{where}.png"), dpi=110)
 
 def write_trace(path, tapes):
-    """Chrome's trace format, for ui.perfetto.dev: a process per engine, a thread per request or
-    stage; microseconds."""
+    """Chrome's trace format: a process per engine, a thread per request or stage; microseconds."""
     events = []
     for pid, (name, iterations) in enumerate(tapes):
         events.append(dict(ph="M", name="process_name", pid=pid, args=dict(name=name)))
@@ -1441,11 +1378,11 @@ def parse_arguments(words=None):
     flag("--jobs", metavar="FILE", help="online: a CSV file: a line of names, then arrival (s), "
          "prompt, output (tokens)")
     flag("--plot", metavar="FOLDER", help="save each experiment's picture there")
-    flag("--trace", metavar="FILE", help="save the first runs' iterations for ui.perfetto.dev")
+    flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
     args = parser.parse_args(words)
-    for name in ("chunk", "max_batch", "rounds", "rate", "cv"):
+    for name, least in dict(chunk=1, max_batch=1, rounds=1, rate=0.001, cv=0.001).items():
         if getattr(args, name) not in (None, "auto"):
-            check_range(name, getattr(args, name), 0.001)
+            check_range(name, getattr(args, name), least)
     return args
 
 def choose_place(args, name):
@@ -1459,52 +1396,57 @@ def choose_place(args, name):
         return simulate(args, args.model or model, gpu, max(args.tp, tp), system)
     return this_machine(args)
 
+MAIN_JOB = ["ceilings", "table2", "table4"]
+
 def run_experiments(args, names):
     """Run experiments; then, or after Ctrl-C, print their tables and save what flags ask for."""
     if args.chunk == "auto":
         args.chunk = pick_chunk(choose_place(args, names[0]))
         print(f"Chunk: {args.chunk} tokens, by the profile of fig7\n", flush=True)
-    places = [choose_place(args, name) for name in names]
+    places = {name: choose_place(args, name) for name in names}
     rows = {name: [] for name in names}
     try:
-        for name, place in zip(names, places):
+        for name, place in places.items():
             for row in tqdm(EXPERIMENTS[name].rows(place), name, leave=False, delay=3):
                 rows[name].append(row)
         if names == MAIN_JOB:
             print(explain(place, sum(rows.values(), [])) + "\n")
     finally:
-        for name, place in zip(names, places):
+        for name, place in places.items():
             if rows[name]:
                 about = EXPERIMENTS[name].about
                 print(f"### {name}: {about}\n{place.source}\n\n{table(rows[name])}\n")
                 if args.plot:
                     save_picture(place, name, rows[name], args.plot)
         if args.trace:
-            write_trace(args.trace, [tape for place in places for tape in place.tapes])
-        print(json.dumps(dict(
-            experiment=" ".join(names),
-            rows=sum(rows.values(), []),
-            seed=args.seed,
-            machine=place.source,
-            torch=torch.__version__)))
-
-MAIN_JOB = ["ceilings", "table2", "table4"]
+            tapes = [tape for place in places.values() for tape in place.tapes.items()]
+            write_trace(args.trace, tapes)
+        if any(rows.values()):
+            print(json.dumps(dict(
+                experiment=" ".join(names),
+                rows=sum(rows.values(), []),
+                seed=args.seed,
+                machine=place.source,
+                torch=torch.__version__)))
 
 def main():
     args = parse_arguments()
     names = args.experiments or MAIN_JOB
+    alone = ["all", "list", "scoreboard"] if len(names) == 1 else []
     for name in names:
-        check_choice("experiment", name, [*EXPERIMENTS, "all", "list", "scoreboard"])
+        check_choice("experiment", name, [*EXPERIMENTS, *alone])
+    if args.trace:
+        open(args.trace, "w").close()  # an error now, not after the experiments
     if args.plot:
         os.makedirs(args.plot, exist_ok=True)
+    if names == ["all"]:
+        names = [name for name, what in EXPERIMENTS.items()
+                 if not (args.hardware and what.only == "measured")]
     if names == ["list"]:
         for name, what in EXPERIMENTS.items():
             print(f"{name:13} {what.about}")
     elif names == ["scoreboard"]:
         print("\n" + json.dumps(dict(experiment="scoreboard", rows=scoreboard(args))))
-    elif names == ["all"]:
-        run_experiments(args, [name for name, what in EXPERIMENTS.items()
-                               if not (args.hardware and what.only == "measured")])
     else:
         run_experiments(args, names)
 

@@ -9,6 +9,7 @@ has never heard of a request. In reading order:
     Tokenizer             byte-level BPE through tiktoken
     python model.py       train the tiny model and its draft model, about three minutes
 """
+import argparse
 import atexit
 import codecs
 import json
@@ -741,4 +742,5 @@ def train_tiny(steps=1100, B=4, T=256):
         print(f"saved in {CACHE / name}")
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=train_tiny.__doc__).parse_args()
     train_tiny()

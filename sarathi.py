@@ -158,8 +158,8 @@ class Engine:
         self.order = order or fcfs
         if lora == "merge":
             self.order = one_adapter(self.order)
-        policy = make_policy(spec)
         self.cost = model if self.simulated and cost is None else cost
+        policy = make_policy(spec, self)
         priced = self.scheduler.priced or policy is not None and policy.priced
         if priced and self.cost is None:
             self.cost = CostModel.profile(model)
@@ -264,8 +264,10 @@ class Engine:
         # a request that is preempted below waits again, and must not start at once
         new = {request for request, _ in plan if request.state == "waiting"}
         room = True
+        name = type(self.scheduler).__name__
+        assert len({request for request, _ in plan}) == len(plan), f"{name} plans a request twice"
         for request, n in plan:
-            assert 0 < n <= request.n_todo, f"{self.scheduler} planned {n} of {request.n_todo}"
+            assert 0 < n <= request.n_todo, f"{name} plans {n} of {request.n_todo} tokens"
             if request in new:
                 room = room and self.start(request)
             elif self.alloc == "grow":
@@ -343,9 +345,10 @@ class Engine:
 
     def idle(self):
         """Nothing can run: wait for the next arrival."""
-        assert not self.running, f"{self.scheduler} planned nothing for running requests"
+        name = type(self.scheduler).__name__
+        assert not self.running, f"{name} plans nothing for running requests"
         if self.waiting:
-            assert self.pending, f"{len(self.waiting)} requests wait: the order leaves all out"
+            assert self.pending, f"{name} or the order starts none of {len(self.waiting)} requests"
             self.clock.wait_until(self.pending[0][0])
         return []
 
@@ -373,6 +376,7 @@ def check_request(r, engine):
     check_range("top_k", r.top_k, 0)
     check_range("top_p", r.top_p, 1e-9, 1)
     check_range("prompt + max_new_tokens", r.max_len, 2, config.block_size)
+    check_range("arrival", 0 if r.arrival is None else r.arrival, 0)
     store = engine.adapters
     n_page = store.n_page[check_choice("adapter", r.adapter, store.n_page)]
     check_range("pages of the adapter", n_page, 0, store.pool.n_page)
@@ -838,15 +842,22 @@ class DraftModel(Proposer):
         n = n_request
         return n_step * self.cost.seconds(IterationStats(n, n, n, n_context))
 
-def make_policy(spec):
-    """A Policy from "off" (None), a number, a tree like "3,2,2", a name or an object."""
+def make_policy(spec, engine):
+    """A Policy from "off" (None), a number, a tree like "3,2,2", a name or an object. ValueError if
+    the engine cannot follow it."""
     if spec == "off":
         return None
     if isinstance(spec, Policy):
-        return spec
-    if str(spec).replace(",", "").isdecimal():
-        return Fixed(*[check_range("spec", int(n), 1) for n in str(spec).split(",")])
-    return POLICIES[check_choice("spec", spec, [*POLICIES, "off", "1", "2"])]()
+        policy = spec
+    elif str(spec).replace(",", "").isdecimal():
+        policy = Fixed(*[check_range("spec", int(n), 1) for n in str(spec).split(",")])
+    else:
+        policy = POLICIES[check_choice("spec", spec, [*POLICIES, "off", "1", "2", "3 ..."])]()
+    if engine.alpha == 0 and (engine.simulated or policy.knows):
+        raise ValueError("alpha = 0: a simulator and an oracle need a forced acceptance rate")
+    if not engine.simulated and max(sum(policy.trees, ())) > 1:
+        raise ValueError(f"spec = {policy.trees}: trees of drafts are for the simulator")
+    return policy
 
 def make_proposer(draft, engine, priced):
     """A Proposer from "ngram", a model, or an object. ValueError or KeyError for anything else."""
@@ -864,10 +875,6 @@ def make_proposer(draft, engine, priced):
 class Speculator:
     """Adds drafts to an engine's plans, and counts how many are accepted [SmartSpec §5]."""
     def __init__(self, engine, draft, policy):
-        if engine.alpha == 0 and (engine.simulated or policy.knows):
-            raise ValueError("alpha = 0: a simulator and an oracle need a forced acceptance rate")
-        if not engine.simulated and max(sum(policy.trees, ())) > 1:
-            raise ValueError(f"spec = {policy.trees}: trees of drafts are for the simulator")
         self.engine = engine
         self.policy = policy
         self.proposer = make_proposer(draft, engine, policy.priced)
@@ -899,7 +906,7 @@ class Speculator:
         trees = self.policy.lengths(decodes, limits, self.acceptance, price)
         lengths = {}
         reserved = self.engine.alloc == "reserve"
-        for request, request.tree in zip(decodes, trees):
+        for request, request.tree in zip(decodes, trees, strict=True):
             k = tree_size(request.tree)
             room = reserved or self.engine.pool.reserve(request, request.n_tokens + k)
             lengths[request] = k if room else 0
@@ -1126,7 +1133,8 @@ class Roofline(CostModel):
         self.read = tp * sheet.bandwidth
         self.bandwidth = GEMM_BANDWIDTH * self.read
         self.memory = USABLE * tp * nodes * sheet.memory * 2**30 - self.n_bytes  # for the cache
-        check_range(f"free GB of {tp * nodes} x {gpu} beside the weights", self.memory / 1e9, 0)
+        free = round(self.memory / 1e9, 1)
+        check_range(f"free GB of {tp * nodes} x {gpu} beside the weights", free, 0)
 
     def parts(self, stats, lora):
         adapters = self.lora(stats, lora) if stats.adapted else 0.0
@@ -1672,18 +1680,20 @@ def add_model_flags(parser, model):
     flag("--model", default=model, help=f"a Hugging Face folder, or one of {', '.join(PRESETS)} "
          "(random weights, except tiny, which `python model.py` trains)")
     flag("--dtype", choices=("float32", "bfloat16", "float16"),
-         help="of weights and cache; default: bfloat16 where it is fast")
-    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+         help="of weights and cache; none given: the folder's, or bfloat16 where it is fast")
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    flag("--device", default=devices[0], choices=devices, help="where the model runs")
     flag("--tp", type=int, default=1, help="processes that share every layer, started by torchrun")
-    flag("--scheduler", default="sarathi", choices=SCHEDULERS)
+    flag("--scheduler", default="sarathi", choices=SCHEDULERS, help="how batches are filled")
     flag("--chunk", type=int, default=256,
-         help="tokens of a prefill chunk, or of an iteration with sarathi_serve")
-    flag("--seed", type=int, default=0)
+         help="tokens of an iteration that feeds a prompt, decodes included")
+    flag("--seed", type=int, default=0, help="of random weights, samples and arrivals")
 
 def parse_arguments():
     parser = argparse.ArgumentParser(
         description="Generate text with the sarathi engine.", allow_abbrev=False,
         usage=argparse.SUPPRESS,  # a mistake is one line
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         epilog='example: python sarathi.py --prompt "def fib(" --draft ngram --max-new-tokens 200')
     add_model_flags(parser, "tiny")
     flag = parser.add_argument
@@ -1692,11 +1702,12 @@ def parse_arguments():
     prompt("--tokens", type=token_ids, metavar="1,2,3", help="or the prompt as token ids")
     flag("--adapter", help="a PEFT folder with LoRA weights")
     flag("--draft", help="where drafts come from: ngram, draft (trained beside tiny), or a model")
-    flag("--spec", default="3", help=f"how many drafts: a number, or one of {', '.join(POLICIES)}")
+    flag("--spec", default="3", help="how many drafts: a number; or goodput, goodput_request, "
+         "goodput_global, confidence, which first profile this machine")
     flag("--temperature", type=float, default=0.6, help="0: greedy")
     flag("--top-k", type=int, default=0, help="0: off")
-    flag("--top-p", type=float, default=1.0)
-    flag("--max-new-tokens", type=int, default=256)
+    flag("--top-p", type=float, default=1.0, help="1: off")
+    flag("--max-new-tokens", type=int, default=256, help="most tokens of the output")
     return parser.parse_args()
 
 def token_ids(text):
@@ -1746,7 +1757,7 @@ def run_command_line(main):
     """Call main(). A mistake of the user ends in one line on stderr and exit status 2."""
     try:
         main()
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, ImportError) as error:
         message = error.args[0] if isinstance(error, KeyError) else error
         print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
         sys.exit(2)
