@@ -509,13 +509,13 @@ def decode_speedup(place, L, B):
 
 def gains(place, P, D, B, *schedulers):
     """How many times as fast as request-level batching, (n_scheduler, n_round), for equal requests
-    of P + D tokens. The time of the middle half of the requests counts: how a run begins and ends
-    says little of a server."""
-    n = B * (16 if place.simulated else 4)
+    of P + D tokens. The time of the middle third of the requests counts: how a run begins and
+    ends says little of a server."""
+    n = B * (15 if place.simulated else 3)
     serve = partial(place.serve, [Job(0.0, P, D)] * n, B)
     functions = [partial(serve, scheduler=scheduler) for scheduler in ("static", *schedulers)]
     ends = np.array([[run.ends for run in runs] for runs in place.rounds(*functions)])
-    seconds = ends[:, :, 3 * n // 4 - 1] - ends[:, :, n // 4 - 1]
+    seconds = ends[:, :, 2 * n // 3 - 1] - ends[:, :, n // 3 - 1]
     return seconds[0] / seconds[1:]
 
 def explain(place, rows):
