@@ -1714,11 +1714,11 @@ def token_ids(text):
     return [int(token) for token in text.split(",")]
 
 def make_request(args, tokenizer):
-    """Returns the Request and the function that shows new tokens as text."""
+    """Returns the Request and a function (new tokens, are they the last ones) -> text."""
     request = Request(args.tokens, args.max_new_tokens, args.adapter, args.temperature, args.top_k,
                       args.top_p)
     if args.tokens:
-        return request, lambda tokens: "".join(f"{token} " for token in tokens)
+        return request, lambda tokens, final: "".join(f"{token} " for token in tokens)
     if tokenizer is None:
         raise ValueError(f"model {args.model!r} has no tokenizer: use --tokens 1,2,3")
     request.prompt = tokenizer.encode(args.prompt)
@@ -1742,7 +1742,10 @@ def generate_text(args):
         return
     engine.add(request)
     print(args.prompt or "", end="", flush=True)
-    engine.run(lambda event: print(show(event.tokens), end="", flush=True))
+
+    def on_event(event):
+        print(show(event.tokens, bool(event.finished)), end="", flush=True)
+    engine.run(on_event)
     engine.runner.tell("stop")
     print()
     rate = len(request.output) / (request.times[-1] - request.arrival)

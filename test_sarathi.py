@@ -1505,7 +1505,8 @@ def test_command_line_continues_a_text(monkeypatch, capsys):
     tokenizer.bytes_of = {token: b"\xc3" if token % 2 else b"\xa9" for token in range(61)}
     tokens = naive(tuple(b"7*7"), None, 12)
     tokenizer.stop = [tokens[8]]
-    expected = tokenizer.stream()(tokens[:tokens.index(tokens[8]) + 1])
+    tokenizer.bytes_of[tokens[8]] = b"\xc3"  # half a character at the end
+    expected = tokenizer.stream()(tokens[:tokens.index(tokens[8]) + 1], True)
     words = "sarathi.py --prompt 7*7 --temperature 0 --max-new-tokens 12 --seed 5 --chunk 2"
     load = Mock(return_value=(TARGET, tokenizer))
     make = Mock(side_effect=Engine)
