@@ -815,7 +815,7 @@ class DraftModel(Proposer):
         wanted = [k for request, k in lengths.items() if request.drafted]
         if wanted:
             self.idle += 0.02 * ((max(wanted) == 0) - self.idle)
-        else:  # no request can tell: forget slowly
+        else:  # no running request could get drafts: forget slowly, until new ones try again
             self.idle *= 0.998
         spans = []
         for request, n in plan:
@@ -1620,7 +1620,6 @@ class Pipeline:
     def __init__(self, cost, n_stage, record=None, **options):
         self.record = record
         self.free_at = [0.0] * n_stage  # seconds at which each stage has done its micro-batches
-        self.planned_at = 0.0  # the last lane's planning
         self.n_prompt = None  # prompt tokens of the last micro-batch
         self.bubbles = dict.fromkeys(("PB1", "PB2", "PB3"), 0.0)  # seconds, all stages
         self.bubble_of = Counter()  # request id -> seconds
@@ -1642,13 +1641,11 @@ class Pipeline:
             self.lanes.rotate(-1)
             if lane.running or lane.waiting:
                 break
-        lane.clock.wait_until(self.planned_at)
         return lane.step()
 
     def flow(self, plan, t, end):
         """Move a micro-batch, planned at t, through the stages, each as soon as it is free. end: if
         it never waited. Returns when it has left the last one."""
-        self.planned_at = t
         busy = (end - t) / len(self.free_at)
         send = self.lanes[0].model.send(sum(n for _, n in plan))  # keeps a stage busy as well
         entries = entries_of(plan, self.lanes[0])
