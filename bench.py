@@ -77,9 +77,18 @@ def read_claims():
 
 CLAIMS = read_claims()
 EXPERIMENTS = {}
-A6000_13B = ("llama-13b", "a6000", 1, "sarathi")  # model, GPU, tensor parallelism, serving system
-A100_13B = ("llama-13b", "a100", 1, "lightllm")
-A100_7B = ("llama-7b", "a100", 1, "vllm")
+
+class Hardware(NamedTuple):
+    """What is simulated."""
+    model: str
+    gpu: str
+    tp: int = 1
+    system: str = "sarathi"  # the serving system, a name in SYSTEMS
+
+A6000_13B = Hardware("llama-13b", "a6000")
+A100_13B = Hardware("llama-13b", "a100", 1, "lightllm")
+A100_7B = Hardware("llama-7b", "a100", 1, "vllm")
+LENGTHS = "tokens per request, L"  # label of an axis
 MAX_B = {1024: 18, 2048: 10, 3072: 6}  # length -> the largest batch that fits [SARATHI §5.1]
 
 class Experiment(NamedTuple):
@@ -88,16 +97,17 @@ class Experiment(NamedTuple):
     about: str
     x: str  # label of the x axis; its last word stands in tables
     y: str
-    on: tuple  # where the paper's numbers hold
+    on: Hardware  # where the paper's numbers hold
     only: str  # "measured" or "simulated", if it cannot be both
 
     def rows(self, place):
         """The points as dicts, beside the papers' numbers. ours: a number, or an array of rounds,
         shown as their median and half the distance between their quartiles."""
         name = self.run.__name__
-        claims = CLAIMS[name] if place.on in (None, self.on) else {}
-        # the papers' lengths, for which shorter ones stand on this machine
-        lengths = dict(zip(place.lengths, MAX_B)) if self.x.endswith("L") and not place.on else {}
+        claims = CLAIMS.get(name, {}) if place.on in (None, self.on) else {}
+        lengths = {}  # length on this machine -> the paper's, for which it stands
+        if self.x == LENGTHS and not place.on:
+            lengths = {L: paper for L, paper in zip(place.lengths, MAX_B) if L not in MAX_B}
         for panel, *keys, ours in self.run(place):
             series, x = (*keys, "", "")[:2]
             what = f"{panel}, {series}" if series else panel
@@ -140,22 +150,27 @@ class Place:
         self.simulated = isinstance(model, CostModel)
         self.tapes = {}  # scheduler -> iterations of the last run with it
         self.B = args.max_batch  # requests in a batch [SARATHI Table 4]
+        self.jobs = partial(gamma_jobs, seed=42 + args.seed)
         self.full = args.size == "full" if args.size else self.simulated  # the papers' grids
-        self.paper = self.full or self.simulated  # the same for grids that are quick to simulate
+        self.wide = self.full or self.simulated  # the same, for grids that are simulated at once
         self.lengths = args.lengths or (list(MAX_B) if on else [256, 512, 768])
-        self.sizes = list(MAX_B.items()) if self.paper else [(self.lengths[0], self.B)]
         for L in self.lengths:
-            check_range("--lengths", L, 8, model.config.block_size)
+            check_range("--lengths", L, 64, model.config.block_size)
+        # lengths with the batch that fits
+        self.sizes = [(L, self.B) for L in args.lengths or self.lengths[:1]]
+        if self.wide and not args.lengths:
+            self.sizes = [(L, B) for L, B in MAX_B.items() if L <= model.config.block_size]
 
     def rounds(self, *functions, n=0):
         """Results of functions, a list per function. They take turns, so that a machine that
         becomes slower does so for all; the first round warms up. A simulator needs one round."""
-        n = 0 if self.simulated else n or self.args.rounds
+        n_warm = 0 if self.simulated else 1
+        n_round = 1 if self.simulated else n or self.args.rounds
         results = [[] for _ in functions]
-        for i in range(n + 1):
-            for j in sorted(range(len(functions)), reverse=i % 2):
+        for i in range(n_warm + n_round):
+            for j in sorted(range(len(functions)), reverse=i % 2 == 1):
                 results[j].append(functions[j]())
-        return [values[n > 0:] for values in results]
+        return [values[n_warm:] for values in results]
 
     def seconds(self, *shapes, last=True):
         """Seconds of iterations of these shapes, as of made_up_plan: (n_shape, n_round)."""
@@ -239,10 +254,10 @@ def made_up_plan(model, decodes=0, context=0, chunk=0, past=0, last=True):
         engine.runner.kv.normal_()
     return plan, engine
 
-def simulate(args, model, gpu, tp, system):
+def simulate(args, on):
     """A Place of hardware you lack."""
-    cost = CostModel.roofline(preset(model), gpu, tp, system=system)
-    return Place(args, cost, f"{model} on {tp} x {gpu}, simulated", (model, gpu, tp, system))
+    cost = CostModel.roofline(preset(on.model), on.gpu, on.tp, system=on.system)
+    return Place(args, cost, f"{on.model} on {on.tp} x {on.gpu}, simulated", on)
 
 load_once = cache(load_model)
 
@@ -268,15 +283,15 @@ class Job(NamedTuple):
     output: int
     adapter: str = None
 
-def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, alpha=1.0, prompt=(8, 511), output=(8, 511),
+def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0, prompt=(8, 511), output=(8, 511),
                seed=42):
-    """Jobs with Gamma distributed gaps, Poisson for cv = 1; lengths are uniform; the popularity of
-    adapters is a power law [S-LoRA §7.2]."""
+    """rate * seconds jobs with Gamma distributed gaps, Poisson for cv = 1; lengths are uniform; the
+    popularity of adapters is a power law [S-LoRA §7.2]."""
     rng = np.random.RandomState(seed)
     n = max(1, int(rate * seconds))
     names = [None] * n
     if n_adapter:
-        names = [str(int(x * n_adapter)) for x in rng.power(alpha, n)]
+        names = [str(int(x * n_adapter)) for x in rng.power(power, n)]
     prompts = rng.randint(prompt[0], prompt[-1] + 1, n).tolist()
     outputs = rng.randint(output[0], output[-1] + 1, n).tolist()
     gaps = rng.gamma(1 / cv ** 2, cv ** 2 / rate, n)
@@ -379,7 +394,7 @@ def measure_ceilings(place):
 @experiment()
 def table2(place):
     """[SARATHI Table 2] a prefill-only, a decode-only and a decode-maximal batch, by operator."""
-    L = max(n for n in place.lengths if n <= 1024)
+    L = min(1024, max(place.lengths))
     batches = {
         "prefill-only": (0, 0, L),
         "decode-only": (4, L - 1),
@@ -390,18 +405,18 @@ def table2(place):
         yield "linear (ms)", name, 1e3 * sum(operators.values())
         yield "attn (ms)", name, 1e3 * attention
 
-@experiment("tokens per request, L", "times")
+@experiment(LENGTHS, "times")
 def table4(place):
     """[SARATHI Table 4] decode speedup, and throughput over request-level batching, at the P:D
     where decodes piggyback perfectly."""
     cases = [("", place, L, place.B) for L in place.lengths]
     if place.simulated:
-        other = simulate(place.args, "llama-33b", "a100", 1, "sarathi")
+        other = simulate(place.args, Hardware("llama-33b", "a100"))
         for L, B in ((1024, 10), (2048, 5), (3072, 3)):
             cases.append(("LLaMA-33B, A100", other, L, B))
     for name, own, L, B in cases:
         yield "decode speedup", name, L, decode_speedup(own, L, B)
-        P, D = halves(L, 0, own.args.chunk, B)
+        P, D = halves(L, chunk=own.args.chunk, B=B)
         yield "throughput", name, L, gains(own, P, D, B, own.args.scheduler)[0]
 
 def decode_speedup(place, L, B):
@@ -419,8 +434,8 @@ def gains(place, P, D, B, *schedulers):
     of P + D tokens. The time of the middle third of the requests counts: how a run begins and
     ends says little of a server."""
     n = B * (15 if place.simulated else 3)
-    serve = partial(place.serve, [Job(0.0, P, D)] * n, B)
-    functions = [partial(serve, scheduler=scheduler) for scheduler in ("static", *schedulers)]
+    functions = [partial(place.serve, [Job(0.0, P, D)] * n, B, scheduler=scheduler)
+                 for scheduler in ("static", *schedulers)]
     ends = np.array([[run.ends for run in runs] for runs in place.rounds(*functions)])
     seconds = ends[:, :, 2 * n // 3 - 1] - ends[:, :, n // 3 - 1]
     return seconds[0] / seconds[1:]
@@ -460,7 +475,7 @@ def fig4(place):
     """[SARATHI Fig. 4] one layer: prefills need some hundred tokens, decodes as many requests."""
     L = place.lengths[0]
     shapes = {"prefill": {n: (0, 0, n) for n in (64, 128, 256, 512, 1024) if n <= L},
-              "decode": {2 ** i: (2 ** i, L - 1) for i in range(10 if place.paper else 6)}}
+              "decode": {2 ** i: (2 ** i, L - 1) for i in range(10 if place.wide else 6)}}
     rates = defaultdict(dict)  # tokens/ms of one layer
     for kind, group in shapes.items():
         for n, shape in group.items():
@@ -511,21 +526,22 @@ def fig8(place):
     yield "decode speedup", "smallest", min(speedups)
     for L in MAX_B if place.simulated else ():
         config = replace(place.model.config, block_size=L)
-        cost = CostModel.roofline(config, *place.on[1:3])
+        cost = CostModel.roofline(config, place.on.gpu, place.on.tp)
         yield "largest batch", f"L = {L}", Engine(cost, max_batch=0).max_batch
 
 @experiment("ratio of prompt to output, P:D", "times request-level batching")
 def fig9(place):
     """[SARATHI Fig. 9, 11] throughput over request-level batching by P:D ratio, for chunk sizes and
     for Orca's best and worst case."""
-    chunks = (128, 256, 512) if place.paper else (place.args.chunk,)
+    chunks = sorted({128, 256, 512, place.args.chunk}) if place.wide else [place.args.chunk]
     ratios = (5, 50)
     if place.full:
         ratios = (1, 2, 3, 5, 7, 10, 20, 40, 50, 64, 80, 100, 128, 160, 200)
     for L, B in place.sizes:
         ways = {f"C = {C}": Sarathi(C) for C in chunks}
+        # Orca at best feeds one whole prompt beside all decodes, at worst all prompts at once
         ways |= {"Orca, best": Sarathi(L + B), "Orca, worst": "orca"}
-        shapes = {halves(L, pd) for pd in ratios} | {halves(L, 0, C, B) for C in chunks}
+        shapes = {halves(L, pd) for pd in ratios} | {halves(L, chunk=C, B=B) for C in chunks}
         best = dict.fromkeys(ways, (0, 0))  # the largest gain, and its P:D
         for P, D in sorted(shapes):
             for name, gain in zip(ways, gains(place, P, D, B, *ways.values())):
@@ -534,7 +550,7 @@ def fig9(place):
         for name, (gain, pd) in best.items():
             yield f"peak at L = {L}", name, gain
             yield f"P:D of the peak at L = {L}", name, pd
-        if place.paper:
+        if place.wide:
             gain, pd = best["C = 256"]
             yield f"peak at L = {L}", "C = 256 / 128", gain / best["C = 128"][0]
             yield f"P:D of the peak at L = {L}", "Orca / C = 256", best["Orca, best"][1] / pd
@@ -546,7 +562,7 @@ def fig10(place):
     ratios = defaultdict(list)
     for C, (L, most) in product((256, 512), MAX_B.items()):
         for B in sorted({2, 6, most}):
-            P, D = halves(L, 0, C, B)
+            P, D = halves(L, chunk=C, B=B)
             chunk = C - B + 1
             mixed = place.operators(B - 1, L - 1, chunk, P // 2)
             prefill = place.operators(0, 0, P)
@@ -559,11 +575,11 @@ def fig10(place):
         yield name, "smallest", min(ratios[operator])
         yield name, "largest", max(ratios[operator])
 
-@experiment(on=("gpt3-175b", "a100", 8, "sarathi"), only="simulated")
+@experiment(on=Hardware("gpt3-175b", "a100", 8), only="simulated")
 def fig12(place):
     """[SARATHI Fig. 12] GPT-3 on 64 GPUs: a pipeline of eight nodes with Orca and with SARATHI, and
     eight nodes without a pipeline. The picture shows the pipelines' stages."""
-    cost = CostModel.roofline(place.model.config, *place.on[1:3], nodes=8)
+    cost = CostModel.roofline(place.model.config, place.on.gpu, place.on.tp, nodes=8)
     jobs = zipf_jobs(10000 if place.full else 300)
     seconds = []
     bubbles = []
@@ -588,18 +604,18 @@ def fig12(place):
 def fig13(place):
     """[SARATHI Fig. 13] what chunks cost attention and prefill, and what they gain end to end."""
     ratios = defaultdict(list)  # (panel, C) -> one per length
-    chunks = range(64, 513 if place.paper else 129, 64)
+    chunks = range(64, 513 if place.wide else 129, 64)
     for (L, B), C in product(place.sizes, chunks):
         whole = prefill_in_chunks(place, L, L)
         parts = prefill_in_chunks(place, L, C)
         ours = {panel: parts[panel] / whole[panel] for panel in parts}
-        ours["end to end"] = gains(place, *halves(L, 0, C, B), B, Sarathi(C))[0]
+        ours["end to end"] = gains(place, *halves(L, chunk=C, B=B), B, Sarathi(C))[0]
         for panel, ratio in ours.items():
             ratios[panel, C].append(np.median(ratio))
             yield panel, f"L = {L}", C, ratio
     for (panel, C), values in ratios.items():
         yield panel, "best" if panel == "end to end" else "worst", C, max(values)
-    if place.paper:
+    if place.wide:
         best, longer = [max(ratios["end to end", C]) for C in (256, 320)]
         yield "C = 256", "over C = 320", best / longer
 
@@ -656,7 +672,7 @@ class Lightllm(Scheduler):
             batch.append((request.max_new_tokens, len(request.prompt)))
             adapters.add(request.adapter)
             n_token += len(request.prompt)
-            # when the i-th request to end ends, i requests are left
+            # from the last to end to the first: when the i-th of them ends, i still hold pages
             left, tokens = np.array(sorted(batch, reverse=True)).T
             peak = (left * np.arange(1, len(left) + 1) + np.cumsum(tokens)).max()
             if store.pool is self.engine.pool:
@@ -682,12 +698,12 @@ def adapter_batches(size):
         return batches.pop(0)
     return order
 
-def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv=1.0, alpha=1.0,
+def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv=1.0, power=1.0,
           order=fcfs):
     """The Run of a setting of [S-LoRA Table 1] with n adapters, by one of the paper's systems."""
-    gpu = gpu or place.on[1]
+    gpu = gpu or place.on.gpu
     model, ranks = SETTINGS[setting]
-    system = place.on[3]
+    system = place.on.system
     options = dict(scheduler=Lightllm(), max_batch=1000, order=order)
     if variant == "PEFT":
         system = "transformers"
@@ -701,7 +717,7 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv
         options["adapter_pages"] = n_page // 4
     if variant in ("bmm", "merge"):
         options["lora"] = variant
-    jobs = gamma_jobs(rate, seconds if place.full else seconds / 6, cv, n, alpha)
+    jobs = place.jobs(rate, seconds if place.full else seconds / 6, cv, n, power)
     if variant == "base model":
         jobs = [job._replace(adapter=None) for job in jobs]
     return serve(Engine(cost, alloc="grow", n_page=n_page, **options), jobs, adapters=ranks)
@@ -734,24 +750,26 @@ def slora_fig6(place):
         yield "first token (s)", "", rate, fmean(run.ttfts)
         yield "attainment", "", rate, run.attainment
 
-@experiment("GPUs, N", "requests/s", ("llama-33b", "a100-40", 2, "sarathi"), "simulated")
+@experiment("GPUs, N", "requests/s", Hardware("llama-33b", "a100-40", 2), "simulated")
 def slora_fig8(place):
     """[S-LoRA Fig. 8] requests/s with tensor parallelism: with adapters, without sending their x A,
     and for the base model alone."""
     for setting, gpu, n in (("S5", "a100-40", 100), ("S6", "a100", 10)):
-        for part in ("no messages", "base model", "S-LoRA"):
-            rates = [slora(place, setting, n, 12, 60, part, gpu, tp).requests_per_second
-                     for tp in (2, 4)]
-            yield setting, part, 2, rates[0]
-            yield setting, part, 4, rates[1]
-        yield "4 GPUs over 2", setting, rates[1] / rates[0]
+        for part in ("base model", "no messages", "S-LoRA"):
+            two, four = [slora(place, setting, n, 12, 60, part, gpu, tp).requests_per_second
+                         for tp in (2, 4)]
+            yield setting, part, 2, two
+            yield setting, part, 4, four
+            if part == "S-LoRA":
+                yield "4 GPUs over 2", setting, four / two
 
-@experiment("adapters, n", "requests/s", ("llama-7b", "a10g", 1, "lightllm"), "simulated")
+@experiment("adapters, n", "requests/s", Hardware("llama-7b", "a10g", 1, "lightllm"),
+            "simulated")
 def slora_fig9(place):
     """[S-LoRA Fig. 9] an adapter merged into the weights, beside x A B on the fly."""
     for panel, variant, n in CLAIMS["slora_fig9"]:
-        alpha = float(panel.split()[-1])
-        run = slora(place, "S2", n, 2, 60, variant, alpha=alpha)
+        power = float(panel.split()[-1])
+        run = slora(place, "S2", n, 2, 60, variant, power=power)
         yield panel, variant, n, run.requests_per_second
 
 @experiment("coefficient of variation, cv", "share within the SLO", A100_13B, "simulated")
@@ -762,7 +780,8 @@ def slora_fig10(place):
         run = slora(place, "S4", 400, 6, 300, cv=cv, order=orders[name])
         yield panel, name, cv, run.attainment
 
-@experiment("adapters in a batch, d", "", ("llama-7b", "a100-40", 1, "lightllm"), "simulated")
+@experiment("adapters in a batch, d", "", Hardware("llama-7b", "a100-40", 1, "lightllm"),
+            "simulated")
 def clustering(place):
     """[S-LoRA App. A] throughput and attainment, if a batch keeps to a cluster of d adapters."""
     for d in (1, 2, 4, 8, 32):
@@ -779,7 +798,7 @@ def slora_here(place):
                 for seed, rank in enumerate(10 * SETTINGS["S2"][1])]
     L = place.lengths[0]
     pages = 4 * max(adapter.n_page for adapter in adapters)
-    few, many = [at_rate(gamma_jobs(1, 30, 1.0, n, 1.0, (8, L // 2), (8, L // 2)))
+    few, many = [at_rate(place.jobs(1, 30, 1.0, n, 1.0, (8, L // 2), (8, L // 2)))
                  for n in (100, 2000)]
     ways = {
         "no adapter": dict(jobs=[job._replace(adapter=None) for job in few]),
@@ -799,19 +818,19 @@ CHOICES = {"off": "off", "k = 1": 1, "k = 3": 3, "k = 5": 5, "goodput": "goodput
 
 def small_model(place):
     """A draft model on the same GPU."""
-    return CostModel.roofline(preset("llama-160m"), place.on[1], system=place.on[3])
+    return CostModel.roofline(preset("llama-160m"), place.on.gpu, system=place.on.system)
 
 def latencies(place, rates, choices, alpha, draft="ngram", P=128):
     """Points: latency by arrival rate (Poisson) for choices {name: spec}, how many times shorter
     than without drafts, and this for goodput. Returns {name: [times shorter, per rate]}."""
     n_page = 0.9 * place.model.memory / place.model.page_bytes
     B = min(256, int(n_page / (P + 128)))
-    serve = partial(place.serve, B=B, scheduler="prefill_first", alloc="grow", draft=draft,
-                    alpha=alpha)
+    options = dict(B=B, scheduler="prefill_first", alloc="grow", draft=draft, alpha=alpha)
     times = defaultdict(list)
     for rate in rates:
-        jobs = gamma_jobs(rate, 60 if place.full else 10, prompt=[P], output=[128])
-        latency = {name: serve(jobs, spec=spec).latency for name, spec in choices.items()}
+        jobs = place.jobs(rate, 60 if place.full else 10, prompt=[P], output=[128])
+        latency = {name: place.serve(jobs, spec=spec, **options).latency
+                   for name, spec in choices.items()}
         for name in choices:
             times[name].append(latency["off"] / latency[name])
             yield "latency (s)", name, rate, latency[name]
@@ -831,14 +850,14 @@ def spec_fig1(place):
     for name in ("k = 3", "k = 5"):
         # where the curve falls below 1, between two points in proportion
         yield "no gain beyond rate", name, np.interp(-1, np.negative(times[name]), rates)
-    yield "best k at rate 4", max((1, 3, 5), key=lambda k: times[f"k = {k}"][1])
+    yield "best k at rate 4", max((1, 3, 5), key=lambda k: times[f"k = {k}"][rates.index(4)])
 
 @experiment("batch size, B", "drafts per request", A100_7B, "simulated")
 def spec_fig5(place):
     """[SmartSpec Fig. 5] the k with the most goodput by batch size; acceptance 0.7, context 192."""
     draft = small_model(place)
     for B in [2 ** i for i in range(10)]:
-        stats = IterationStats(B, B, B, 192 * B)
+        stats = IterationStats(n_tokens=B, n_logits=B, decodes=B, context=192 * B)
 
         def price(n, steps):
             return place.model.seconds(stats.with_drafts(n)) + steps * draft.seconds(stats)
@@ -891,28 +910,27 @@ def timeline(place):
         yield "longest stall (s)", name, max(run.stalls)
         yield "all done (s)", name, run.seconds
 
-@experiment("concurrent requests, n", on=("llama-7b", "h100", 1, "vllm"))
+@experiment("concurrent requests, n", on=Hardware("llama-7b", "h100", 1, "vllm"))
 def tng(place):
     """[TNG] TTFT, TPOT and throughput by the number of concurrent requests, for schedulers and
     chunk sizes; and the gain of chunks if all requests are of equal size."""
     sizes = (512, 1024, 2048) if place.full else (64, 256)
-    chunks = {f"C = {C}": SarathiServe(C) for C in sizes}
-    ways = {"static": "static", "prefill_first": "prefill_first"} | chunks
+    ways = {name: dict(scheduler=name) for name in ("static", "prefill_first")}
+    ways |= {f"C = {C}": dict(scheduler=SarathiServe(C)) for C in sizes}
     L = place.lengths[0]
     for n in (1, 2, 4, 8, 16, 32, 64, 128) if place.full else (1, 4, 12):
         n_job = (4 if place.full else 2) * max(n, 3)
-        jobs = gamma_jobs(1, n_job, prompt=(8, L // 2), output=(4, L // 8))
-        for name, scheduler in ways.items():
-            run = place.serve(jobs, n, n, scheduler=scheduler)
+        jobs = place.jobs(1, n_job, prompt=(8, L // 2), output=(4, L // 8))
+        for name, (run,) in place.race(ways, 1, jobs=jobs, B=n, clients=n).items():
             yield "throughput (tokens/s)", name, n, run.tokens_per_second
             yield "TTFT, median (s)", name, n, median(run.ttfts)
             yield "TPOT, median (s)", name, n, median(run.tpots)
-    ratios = []
-    for n, pd in product((8, 32, 128), (4, 16, 64)) if place.simulated else ():
-        jobs = [Job(0.0, *halves(L, pd))] * (6 * n)
-        _, base, *ours = [place.serve(jobs, n, scheduler=way).seconds for way in ways.values()]
-        ratios.append(base / min(ours))
-    if ratios:
+    if place.simulated:
+        ratios = []
+        for n, pd in product((8, 32, 128), (4, 16, 64)):
+            runs = place.race(ways, jobs=[Job(0.0, *halves(L, pd))] * (6 * n), B=n)
+            _, base, *ours = [run.seconds for run, in runs.values()]
+            ratios.append(base / min(ours))
         yield "chunked prefill", "over prefill_first", max(ratios)
 
 def read_jobs(path):
@@ -934,7 +952,7 @@ def online(place):
         prompt = args.prompt or (8, L // 2)
         output = args.output or (4, max(4, L // 16))
         n = 320 if place.full else 32
-        jobs = gamma_jobs(1, n, args.cv, 0, 1.0, prompt, output, args.seed)
+        jobs = place.jobs(1, n, args.cv, prompt=prompt, output=output)
         rate = args.rate or 0.7 * place.serve(at_rate(jobs), B).requests_per_second
         jobs = at_rate(jobs, rate)
     for name in SCHEDULERS:
@@ -958,7 +976,7 @@ WORKLOADS = """
 1300 13 1.2 0.8 0, 1300 7 0.2 0.3 0, 1300 7 0.8 0.8 2, 1300 7 1.2 0.3 2
 """.split(",")
 
-@experiment("", "latency over the best setting's", ("llama-13b", "a100", 1, "sarathi"), "simulated")
+@experiment("", "latency over the best setting's", Hardware("llama-13b", "a100"), "simulated")
 def autopilot(place):
     """Autopilot beside 30 fixed settings of chunk size and drafts: mean latency over that of the
     best one that meets the TPOT target. Workloads: prompt, output, load, acceptance, target."""
@@ -968,15 +986,15 @@ def autopilot(place):
     missed = 0
     for workload in WORKLOADS if place.full else WORKLOADS[1:4:2]:
         P, D, load, alpha, slow = [float(number) for number in workload.split()]
-        jobs = gamma_jobs(1, 160 if place.full else 20, prompt=(P // 2, P * 3 // 2),
-                          output=(D // 2, D * 3 // 2), seed=place.args.seed)
+        jobs = place.jobs(1, 160 if place.full else 20, prompt=(P // 2, P * 3 // 2),
+                          output=(D // 2, D * 3 // 2))
         capacity = place.serve(at_rate(jobs), 48, alloc="grow").requests_per_second
-        serve = partial(place.serve, at_rate(jobs, load * capacity), 48, alloc="grow", draft=draft,
-                        alpha=alpha)
+        run = partial(place.serve, at_rate(jobs, load * capacity), 48, alloc="grow", draft=draft,
+                      alpha=alpha)
         target = slow * place.model.time(1, P + D / 2)
-        runs = [serve(scheduler="autopilot", spec="goodput", tpot=target)]
+        runs = [run(scheduler="autopilot", spec="goodput", tpot=target)]
         for chunk, spec in grid if place.full else grid[5::12]:
-            runs.append(serve(scheduler=SarathiServe(chunk), spec=spec))
+            runs.append(run(scheduler=SarathiServe(chunk), spec=spec))
         met = [not target or np.quantile(run.tpots, 0.9) <= target for run in runs]
         fixed = [run.latency for run, ok in zip(runs[1:], met[1:]) if ok]
         if fixed:
@@ -995,7 +1013,7 @@ def fidelity(place):
     twin = Place(place.args, CostModel.profile(place.model), place.source)
     yield "error of the profile (%)", 100 * twin.model.error
     L = max(place.lengths) // 2
-    jobs = at_rate(gamma_jobs(1, 4 * place.B, prompt=(8, L), output=(4, max(8, L // 8))))
+    jobs = at_rate(place.jobs(1, 4 * place.B, prompt=(8, L), output=(4, max(8, L // 8))))
     ways = {name: dict(scheduler=name) for name in ("static", "orca", "prefill_first", "sarathi")}
     measured = place.race(ways, 3, jobs=jobs, B=place.B)
     simulated = twin.race(ways, jobs=jobs, B=place.B)
@@ -1071,7 +1089,7 @@ def scoreboard_rows(args, name):
     """The rows of one experiment that have a claim, where the paper's numbers hold."""
     torch.set_num_threads(1)
     what = EXPERIMENTS[name]
-    return [row for row in what.rows(simulate(args, *what.on)) if row["paper"] is not None]
+    return [row for row in what.rows(simulate(args, what.on)) if row["paper"] is not None]
 
 def scoreboard(args):
     """Every number of the papers beside ours, simulated with one set of constants. Returns rows."""
@@ -1180,7 +1198,8 @@ def draw_tapes(tapes):
         for row, kind, start, end, _ in pieces(shown):
             left = start - shown[0].start
             ax.barh(row, end - start, left=left, color=COLORS[kind], label=kind, ec="white", lw=0.4)
-        ax.set(title=name, ylabel="stage" if shown[-1].stage else "request")
+        staged = any(iteration.stage for iteration in shown)
+        ax.set(title=name, ylabel="stage" if staged else "request")
         ax.yaxis.get_major_locator().set_params(integer=True)
         ax.invert_yaxis()
         ax.margins(x=0)
@@ -1206,7 +1225,7 @@ def save_picture(place, name, rows, folder):
             fontsize=8,
             frameon=False,
             ncols=int(figure.get_figwidth() / 1.3))
-    where = place.on[1] if place.on else place.model.device.type
+    where = place.on.gpu if place.on else place.model.device.type
     figure.savefig(os.path.join(folder, f"{name}_{where}.png"), dpi=110)
 
 def write_trace(path, tapes):
@@ -1264,7 +1283,7 @@ def parse_arguments(words=None):
     flag("--plot", metavar="FOLDER", help="save each experiment's picture there")
     flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
     args = parser.parse_args(words)
-    for name, least in dict(chunk=1, max_batch=1, rounds=1, rate=0.001, cv=0.001).items():
+    for name, least in dict(chunk=1, max_batch=2, rounds=1, rate=0.001, cv=0.001).items():
         if getattr(args, name) not in (None, "auto"):
             check_range(name, getattr(args, name), least)
     return args
@@ -1275,8 +1294,10 @@ def choose_place(args, name):
     if args.hardware and what.only == "measured":
         raise ValueError(f"{name} can only be measured: leave out --hardware")
     if args.hardware or what.only == "simulated":
-        model, gpu, tp, system = what.on
-        return simulate(args, args.model or model, args.hardware or gpu, max(args.tp, tp), system)
+        return simulate(args, what.on._replace(
+            model=args.model or what.on.model,
+            gpu=args.hardware or what.on.gpu,
+            tp=max(args.tp, what.on.tp)))
     return this_machine(args)
 
 MAIN_JOB = ["ceilings", "table2", "table4"]
@@ -1307,7 +1328,7 @@ def run_experiments(args, names):
             experiment=" ".join(names),
             rows=sum(rows.values(), []),
             seed=args.seed,
-            machine=place.source,
+            machine="; ".join(dict.fromkeys(place.source for place in places.values())),
             torch=torch.__version__)))
 
 def main():
@@ -1316,6 +1337,8 @@ def main():
     alone = ["all", "list", "scoreboard"] if len(names) == 1 else []
     for name in names:
         check_choice("experiment", name, [*EXPERIMENTS, *alone])
+    if names == ["scoreboard"] and args.chunk == "auto":
+        raise ValueError("scoreboard --chunk auto: a profile is of one place, give it a number")
     if args.trace:
         open(args.trace, "w").close()  # an error now, not after the experiments
     if args.plot:

@@ -1521,7 +1521,7 @@ def arguments(words=""):
     return bench.parse_arguments(words.split())
 
 def simulated(name, words="--size small"):
-    return bench.simulate(arguments(words), *EXPERIMENTS[name].on)
+    return bench.simulate(arguments(words), EXPERIMENTS[name].on)
 
 @cache
 def small_rows(name):
@@ -1696,7 +1696,7 @@ def test_explanation_and_chunk():
     assert bench.pick_chunk(place, pd=200) > 256
 
 def test_jobs_are_distributed_as_the_papers_say():
-    jobs = bench.gamma_jobs(4, 2000, cv=3, n_adapter=50, alpha=0.2, prompt=(8, 64))
+    jobs = bench.gamma_jobs(4, 2000, cv=3, n_adapter=50, power=0.2, prompt=(8, 64))
     gaps = np.diff([job.arrival for job in jobs])
     assert gaps.mean() == approx(1 / 4, rel=0.1)
     assert gaps.std() / gaps.mean() == approx(3, rel=0.1)
@@ -1821,6 +1821,7 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("--no-such-flag", "--no-such-flag"), ("--chunk many", "many"),
     ("--chunk 0", "chunk = 0"), ("--lengths 1..x", "1..x"), ("--max-batch 0", "max_batch = 0"),
     ("--rounds 0", "rounds = 0"), ("fig3 --lengths 9999 --hardware a100", "9999"),
+    ("scoreboard --chunk auto", "auto"), ("fig8 --lengths 32 --hardware a100", "= 32"),
     ("--cv -1", "cv = -1"), ("spec_here --hardware a100", "only be measured"),
     ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
     ("fig3 --model no-model --hardware a100", "no-model"),
