@@ -9,15 +9,15 @@ and a verification of drafts are the same thing. The engine knows requests, page
 tensors; tensors begin in ModelRunner.pack, attention is in model.py and kernels.py.
 """
 import argparse
-import heapq
 import math
 import os
 import sys
 import time
 from array import array
+from bisect import insort
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, count
 from operator import mul
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -104,7 +104,6 @@ class Event(NamedTuple):
     finished: str
 
 class Iteration(NamedTuple):
-    """A record of one iteration."""
     start: float  # seconds
     end: float
     entries: list  # (request id, n_past, rows, rows with logits, adapter weights)
@@ -146,10 +145,10 @@ class Engine:
 
         # requests, from their arrival to their end
         self.requests = {}  # id -> request, from add to its end
-        self.pending = []  # a heap of (arrival, id): requests that have not arrived
+        self.pending = []  # requests that have not arrived, the next one first
         self.waiting = []  # preempted requests first, then by arrival
         self.running = []  # the most recently started last
-        self.n_added = 0
+        self.ids = count()
 
         # policies, and the prices that they ask for
         if isinstance(scheduler, str):
@@ -158,10 +157,9 @@ class Engine:
         self.order = order or fcfs
         if lora == "merge":
             self.order = one_adapter(self.order)
-        self.cost = model if self.simulated and cost is None else cost
+        self.cost = cost or (model if self.simulated else None)
         policy = make_policy(spec, self)
-        priced = self.scheduler.priced or policy is not None and policy.priced
-        if priced and self.cost is None:
+        if self.cost is None and (self.scheduler.priced or policy and policy.priced):
             self.cost = CostModel.profile(model)
 
         # memory, and the runner that uses it
@@ -169,8 +167,9 @@ class Engine:
         self.pool = PagePool(n_page)
         own_pool = PagePool(adapter_pages, first=n_page) if adapter_pages else self.pool
         self.adapters = AdapterStore(own_pool)
+        self.merged = None  # the adapter in the weights, if lora is "merge"
+        self.clock = VirtualClock() if self.simulated else WallClock()
         self.runner = CostRunner(self, model) if self.simulated else ModelRunner(self, model)
-        self.clock = self.runner.clock
         self.adapters.copy = self.runner.copy_adapter
         self.speculator = Speculator(self, draft, policy) if policy else None
         self.scheduler.start(self)
@@ -204,12 +203,11 @@ class Engine:
     def add(self, request):
         """Queue a request. Returns its id. ValueError or KeyError if it could never be served."""
         check_request(request, self)
-        request.id = self.n_added
-        self.n_added += 1
+        request.id = next(self.ids)
         if request.arrival is None:
             request.arrival = self.clock.now()
         self.requests[request.id] = request
-        heapq.heappush(self.pending, (request.arrival, request.id))
+        insort(self.pending, request, key=lambda request: request.arrival)
         return request.id
 
     def generate(self, prompts, max_new_tokens=32, adapter=None, **options):
@@ -242,10 +240,9 @@ class Engine:
     def arrive(self):
         """Queue the requests that have arrived. If there is nothing else, wait for the next."""
         if self.pending and not self.running and not self.waiting:
-            self.clock.wait_until(self.pending[0][0])
-        while self.pending and self.pending[0][0] <= self.clock.now():
-            id = heapq.heappop(self.pending)[1]
-            self.waiting.append(self.requests[id])
+            self.clock.wait_until(self.pending[0].arrival)
+        while self.pending and self.pending[0].arrival <= self.clock.now():
+            self.waiting.append(self.pending.pop(0))
 
     def queue(self):
         """As many waiting requests as max_batch leaves room for, in the order's order."""
@@ -253,9 +250,8 @@ class Engine:
         if not self.waiting or n_free <= 0:
             return []
         ordered = self.order(self.waiting, self.running, self.clock.now())
-        if len(ordered) < len(self.waiting):
-            for request in [r for r in self.waiting if r.state == "aborted"]:
-                self.finish(request, "aborted")  # by the order [S-LoRA §4.3]
+        for request in [r for r in self.waiting if r.state == "aborted"]:
+            self.finish(request, "aborted")  # by the order [S-LoRA §4.3]
         return ordered[:n_free]
 
     def admit(self, plan):
@@ -270,7 +266,7 @@ class Engine:
             assert 0 < n <= request.n_todo, f"{name} plans {n} of {request.n_todo} tokens"
             if request in new:
                 room = room and self.start(request)
-            elif self.alloc == "grow":
+            else:
                 self.grow(request, request.n_past + n)
         self.adapters.prefetch(self.waiting)
         return [entry for entry in plan if entry[0].state == "running"]
@@ -285,23 +281,24 @@ class Engine:
             self.adapters.release(request.adapter)
             return False
         self.adapters.loaded[request.adapter]()  # waits for its copy
+        if self.lora == "merge" and request.adapter != self.merged:
+            self.merged = request.adapter
+            self.runner.merge(self.adapters.known.get(self.merged))
         self.waiting.remove(request)
         self.running.append(request)
         request.state = "running"
         return True
 
     def grow(self, request, n):
-        """Let a running request have n pages. If too few are free, preempt the last to start."""
+        """Let a running request have n pages. If too few are free, preempt the last to start: it
+        goes in front of the queue, without its pages, and is recomputed."""
         while request.state == "running" and not self.adapters.reserve(self.pool, request, n):
-            self.preempt(self.running[-1])
-
-    def preempt(self, request):
-        """Put a running request in front of the queue, without its pages: it is recomputed."""
-        self.release(request)
-        request.n_past = 0
-        request.n_draft_past = 0
-        request.state = "waiting"
-        self.waiting.insert(0, request)
+            last = self.running[-1]
+            self.release(last)
+            last.n_past = 0
+            last.n_draft_past = 0
+            last.state = "waiting"
+            self.waiting.insert(0, last)
 
     def release(self, request):
         self.running.remove(request)
@@ -315,8 +312,7 @@ class Engine:
         elif request in self.waiting:
             self.waiting.remove(request)
         else:
-            self.pending.remove((request.arrival, request.id))
-            heapq.heapify(self.pending)
+            self.pending.remove(request)
         request.state = end
         del self.requests[request.id]
 
@@ -349,7 +345,7 @@ class Engine:
         assert not self.running, f"{name} plans nothing for running requests"
         if self.waiting:
             assert self.pending, f"{name} or the order starts none of {len(self.waiting)} requests"
-            self.clock.wait_until(self.pending[0][0])
+            self.clock.wait_until(self.pending[0].arrival)
         return []
 
 def check_choice(name, value, choices):
@@ -405,7 +401,6 @@ class PagePool:
         return True
 
     def release(self, owner):
-        """Free all pages of owner."""
         self.free.extend(self.tables.pop(owner))
 
 class AdapterStore:
@@ -440,7 +435,8 @@ class AdapterStore:
         """Start to copy an adapter to pages. Returns False if too few are free or idle."""
         if not self.reserve(self.pool, name, self.n_page[name]):
             return False
-        self.loaded[name] = self.copy(name, self.pool.tables[name])
+        pages = self.pool.tables[name]
+        self.loaded[name] = self.copy(name, pages) if pages else self.loaded[None]
         return True
 
     def acquire(self, name):
@@ -473,13 +469,17 @@ def size_pool(model, draft, n_page, max_batch):
         page = sum(m.config.page_bytes(m.dtype.itemsize) for m in models)
         if isinstance(model, CostModel):
             free = model.memory - sum(m.n_bytes for m in models[1:])
-        elif model.device.type == "cuda":
-            free = 0.9 * torch.cuda.mem_get_info(model.device)[0]
-        else:  # a quarter of the computer's memory
-            free = 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        else:
+            free = free_memory(model.device)
         n_page = min(int(free // page), (max_batch or 256) * L)
     check_range("pages that fit the memory", n_page, 1)
     return n_page, max_batch or max(1, n_page // L)
+
+def free_memory(device):
+    """Bytes for a cache: of a GPU most that is free, of a computer a quarter of all."""
+    if device.type == "cuda":
+        return 0.9 * torch.cuda.mem_get_info(device)[0]
+    return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 # -----------------------------------------------------------------------------
 # schedulers: how many tokens of which request are fed next
@@ -544,7 +544,8 @@ class Autopilot(Scheduler):
         sizes = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
         self.sizes = [n for n in sizes if n % tile == 0]  # of batches, in tokens
         # seconds per prompt token, at best
-        self.prefill_price = min(engine.cost.time_of([(0, n, 0, 0)]) / n for n in self.sizes)
+        cost = engine.cost
+        self.prefill_price = min(cost.seconds(cost.stats([(0, n, 0, 0)])) / n for n in self.sizes)
 
     def plan(self, running, waiting):
         cost = self.engine.cost
@@ -555,7 +556,7 @@ class Autopilot(Scheduler):
         if self.engine.speculator:  # as many drafts as in the last iteration
             stats = stats.with_drafts(self.engine.speculator.n_last)
         alone = cost.seconds(stats) if decodes else 0.0
-        limit = max(alone, self.time_limit(decodes, alone))
+        limit = self.time_limit(decodes, alone)
         # a decode is worth less beside waiting prompts: once they are fed, the same iteration
         # decodes for all of them, at nearly the same cost
         decode_work = alone * len(decodes) / (len(decodes) + len(prefills))
@@ -584,8 +585,8 @@ class Autopilot(Scheduler):
                 n_left = request.max_new_tokens - len(request.output)
                 allowed = self.engine.tpot * (request.max_new_tokens - 1)
                 slacks.append(allowed - elapsed - n_left * seconds_per_token)
-        slack = min(slack for slack in slacks if slack >= 0)
-        return seconds_per_token + slack / 2  # the other half is for the next prompts
+        # half of the time is for the next prompts
+        return seconds_per_token + min(slack for slack in slacks if slack >= 0) / 2
 
 def decodes_and_prefills(running, waiting):
     """Returns the decodes as entries of a plan, and the requests with a prompt to feed."""
@@ -612,7 +613,6 @@ SCHEDULERS = {"static": Static, "orca": Orca, "prefill_first": PrefillFirst, "sa
 # then by arrival. A request left out of the list waits; one marked "aborted" ends.
 
 def fcfs(waiting, running, now):
-    """First come, first served."""
     return waiting
 
 def lcfs(waiting, running, now):
@@ -771,14 +771,12 @@ POLICIES = {"goodput": Goodput, "goodput_global": GoodputGlobal, "goodput_reques
 class Proposer:
     """Where drafts come from. Subclass it and write draft(). The class itself stands for prompt
     lookup in the simulator."""
-    threshold = 0.0  # the policy's
-
     def draft(self, request, k):
         """Up to k tokens that may follow the request's known ones."""
         return [0] * k
 
-    def propose(self, plan, lengths):
-        """Set the drafts of the requests in lengths {request: k}."""
+    def propose(self, plan, lengths, threshold):
+        """Set the drafts of the requests in lengths {request: k}. threshold: the policy's."""
         for request, k in lengths.items():
             request.drafts = self.draft(request, k) if k else []
 
@@ -811,7 +809,7 @@ class DraftModel(Proposer):
         self.cost = cost
         self.idle = 0.0  # share of recent steps in which no decode was worth a draft
 
-    def propose(self, plan, lengths):
+    def propose(self, plan, lengths, threshold):
         wanted = [k for request, k in lengths.items() if request.drafted]
         if wanted:
             self.idle += 0.02 * ((max(wanted) == 0) - self.idle)
@@ -830,7 +828,7 @@ class DraftModel(Proposer):
                 spans.append(Span(request, request.n_draft_past, tokens, min(k, 1)))
                 request.n_draft_past = end
         while spans:
-            drafted = self.runner.draft(spans, self.threshold)
+            drafted = self.runner.draft(spans, threshold)
             spans = []
             for request, token, sure in drafted:
                 request.drafts.append(token)
@@ -864,7 +862,7 @@ def make_proposer(draft, engine, priced):
     if isinstance(draft, Proposer):
         return draft
     if isinstance(draft, CostModel):
-        return DraftModel(CostRunner(engine, draft, engine.clock), draft)
+        return DraftModel(CostRunner(engine, draft), draft)
     if isinstance(draft, GPT):
         V = engine.model.config.vocab_size
         check_range("vocabulary of the draft model", draft.config.vocab_size, V, V)
@@ -878,48 +876,42 @@ class Speculator:
         self.engine = engine
         self.policy = policy
         self.proposer = make_proposer(draft, engine, policy.priced)
-        self.proposer.threshold = policy.threshold
         self.acceptance = 0.7  # alpha, a moving average over all requests [SmartSpec §4.4]
         self.n_last = 0  # drafts in the last iteration
         self.n_drafted = 0
         self.n_accepted = 0
 
     def add_drafts(self, plan):
-        """Give the plan's decodes drafts."""
+        """Give the plan's decodes drafts, and pages for them. Nothing is evicted or preempted for
+        drafts [SmartSpec §6]."""
         decodes = [request for request, _ in plan if request.n_todo == 1]
-        lengths = self.choose(plan, decodes) if decodes else {}
+        trees = self.choose(plan, decodes) if decodes else []
+        lengths = {}
+        for request, request.tree in zip(decodes, trees, strict=True):
+            k = tree_size(request.tree)
+            room = self.engine.pool.reserve(request, request.n_tokens + k)
+            lengths[request] = k if room else 0
         self.n_last = sum(lengths.values())
-        self.proposer.propose(plan, lengths)
+        self.proposer.propose(plan, lengths, self.policy.threshold)
         for request in decodes:  # fewer drafts than wanted may have been made
             request.tree = request.tree[:len(request.drafts)]
 
     def choose(self, plan, decodes):
-        """Choose trees of drafts, and reserve their pages; nothing is evicted or preempted for them
-        [SmartSpec §6]. Returns {request: number of drafts}."""
+        """The policy's tree of drafts for each decode."""
         cost = self.engine.cost
         stats = cost.stats(entries_of(plan, self.engine)) if self.policy.priced else None
 
         def price(n, steps):  # [SmartSpec Eq. 4]
             drafting = self.proposer.seconds(len(decodes), stats.context, steps) if n else 0.0
             return cost.seconds(stats.with_drafts(n)) + drafting
-        limits = [self.limit(request) for request in decodes]
-        trees = self.policy.lengths(decodes, limits, self.acceptance, price)
-        lengths = {}
-        reserved = self.engine.alloc == "reserve"
-        for request, request.tree in zip(decodes, trees, strict=True):
-            k = tree_size(request.tree)
-            room = reserved or self.engine.pool.reserve(request, request.n_tokens + k)
-            lengths[request] = k if room else 0
-        return lengths
-
-    def limit(self, request):
-        """The most levels of drafts that a decode can use."""
-        if not request.drafted:
-            return 0
-        limit = min(max(map(len, self.policy.trees)), request.max_len - request.n_tokens - 1)
-        if self.policy.knows:
-            return forced_acceptance(request, (1,) * limit, self.engine)
-        return limit
+        most = max(map(len, self.policy.trees))
+        limits = []
+        for request in decodes:
+            limit = min(most, request.max_len - request.n_tokens - 1) if request.drafted else 0
+            if self.policy.knows:
+                limit = forced_acceptance(request, (1,) * limit, self.engine)
+            limits.append(limit)
+        return self.policy.lengths(decodes, limits, self.acceptance, price)
 
     def count(self, request, n_accepted):
         """Update the acceptance rates. Drafts behind the first rejected one were not tried."""
@@ -947,23 +939,6 @@ class IterationStats:
     lora_read: int = 0  # adapter weights that decodes read, each request its own
     lora_pairs: int = 0  # (row, adapter weight) pairs of chunks and drafts
 
-    def add(self, n_past, n, n_logits, n_weight, tile):
-        """Add n rows of a request with n_past cached tokens and n_weight adapter weights."""
-        self.n_tokens += n
-        self.n_logits += n_logits
-        self.adapted += n_weight > 0
-        if n <= FEW_ROWS:
-            self.decodes += 1
-            self.context += n_past + n
-            self.context_again += (n - 1) * (n_past + n)
-            self.lora_read += n_weight
-            self.lora_pairs += n_weight * (n - 1)
-        else:
-            self.chunks += 1
-            self.pairs += round_up(n, tile) * (n_past + n / 2)
-            self.chunk_context += n_past + n
-            self.lora_pairs += n_weight * n
-
     def with_drafts(self, n):
         """The same iteration with n drafts, spread over its decodes."""
         d = max(1, self.decodes)
@@ -978,13 +953,12 @@ def entries_of(plan, engine):
     for request, n in plan:
         n_draft = len(request.drafts)
         n_logits = 1 + n_draft if n == request.n_todo else 0
-        adapter = engine.adapters.known.get(request.adapter)
-        n_weight = adapter.n_params if adapter else 0
+        on_pages = engine.adapters.n_page[request.adapter] > 0
+        n_weight = engine.adapters.known[request.adapter].n_params if on_pages else 0
         entries.append((request.id, request.n_past, n + n_draft, n_logits, n_weight))
     return entries
 
 class GPU(NamedTuple):
-    """A data sheet."""
     flops: float  # dense 16-bit tensor cores, 1/s
     bandwidth: float  # memory, bytes/s
     memory: float  # GiB
@@ -1074,16 +1048,24 @@ class CostModel:
         return self.split(IterationStats(n_tokens, 1, int(n_context > 0), n_context))
 
     def stats(self, entries, others=IterationStats()):
-        """Stats of an iteration. entries: as Iteration.entries, with or without the id. others:
-        stats of its other requests."""
-        stats = replace(others)
-        for entry in entries:
-            stats.add(*entry[-4:], self.tile)
-        return stats
-
-    def time_of(self, entries, lora="batched"):
-        """Seconds of an iteration with these entries."""
-        return self.seconds(self.stats(entries), lora)
+        """Stats of an iteration with these entries (the id may lack) and the others' stats."""
+        s = replace(others)
+        for *_, n_past, n, n_logits, n_weight in entries:
+            s.n_tokens += n
+            s.n_logits += n_logits
+            s.adapted += n_weight > 0
+            if n <= FEW_ROWS:
+                s.decodes += 1
+                s.context += n_past + n
+                s.context_again += (n - 1) * (n_past + n)
+                s.lora_read += n_weight
+                s.lora_pairs += n_weight * (n - 1)
+            else:
+                s.chunks += 1
+                s.pairs += round_up(n, self.tile) * (n_past + n / 2)
+                s.chunk_context += n_past + n
+                s.lora_pairs += n_weight * n
+        return s
 
     def seconds(self, stats, lora="batched"):
         return sum(self.split(stats, lora).values())
@@ -1097,7 +1079,7 @@ class CostModel:
         linear, attention, others, adapters = self.parts(stats, lora)
         linear /= sum(self.n_weights.values())
         seconds = {op: linear * n for op, n in self.n_weights.items()}
-        seconds |= dict(attn=attention, others=others, lora=adapters if lora != "merge" else 0.0)
+        seconds |= dict(attn=attention, others=others, lora=adapters)
         host = self.config.n_layer * self.system.layer
         if not self.system.eager:
             host = max(0.0, host - sum(seconds.values()))
@@ -1136,9 +1118,24 @@ class Roofline(CostModel):
         free = round(self.memory / 1e9, 1)
         check_range(f"free GB of {tp * nodes} x {gpu} beside the weights", free, 0)
 
-    def parts(self, stats, lora):
-        adapters = self.lora(stats, lora) if stats.adapted else 0.0
-        return self.linear(stats.n_tokens), self.attention(stats), self.others(stats), adapters
+    def parts(self, s, lora):
+        c = self.config
+        # the linear operators, and an all-reduce after two of them [SARATHI §2.3]
+        linear = self.product(s.n_tokens, sum(self.n_weights.values()))
+        if self.tp > 1:
+            linear += 2 * self.message(2 * (self.tp - 1) / self.tp * s.n_tokens * c.n_embd)
+        # attention: chunks compute and read, decodes read
+        page_seconds = self.page_bytes / (DECODE_BANDWIDTH * self.read)
+        flops = 4 * c.n_layer * c.n_head * c.head_dim * s.pairs
+        chunks = math.hypot(flops / (CHUNK_FLOPS * self.flops), s.chunk_context * page_seconds)
+        context = s.context + s.context_again * self.system.expand
+        calls = c.n_layer * ATTENTION_CALL * ((s.chunks > 0) + (s.decodes > 0))
+        attention = chunks + context * page_seconds + calls
+        # norms, activations and residuals; the output head for the rows that need it
+        passes = ELEMENTWISE * s.n_tokens * c.n_layer * c.n_embd * self.dtype.itemsize
+        head = self.product(s.n_logits, c.vocab_size * c.n_embd) if s.n_logits else 0.0
+        adapters = self.lora(s, calls, lora) if s.adapted else 0.0
+        return linear, attention, passes / self.bandwidth + head, adapters
 
     def product(self, n, n_weights):
         """n rows times n_weights weights: whole tiles are computed, every weight is read once."""
@@ -1146,43 +1143,17 @@ class Roofline(CostModel):
         compute = 2 * rows * n_weights / (GEMM_FLOPS * self.flops)
         return math.hypot(compute, self.dtype.itemsize * n_weights / self.bandwidth)
 
-    def linear(self, n):
-        """The four linear operators, and an all-reduce after two of them [SARATHI §2.3]."""
-        seconds = self.product(n, sum(self.n_weights.values()))
-        if self.tp > 1:
-            seconds += 2 * self.message(2 * (self.tp - 1) / self.tp * n * self.config.n_embd)
-        return seconds
-
-    def attention(self, s):
-        c = self.config
-        page_seconds = self.page_bytes / (DECODE_BANDWIDTH * self.read)
-        flops = 4 * c.n_layer * c.n_head * c.head_dim * s.pairs
-        chunks = math.hypot(flops / (CHUNK_FLOPS * self.flops), s.chunk_context * page_seconds)
-        context = s.context + s.context_again * self.system.expand
-        n_calls = (s.chunks > 0) + (s.decodes > 0)
-        return chunks + context * page_seconds + c.n_layer * ATTENTION_CALL * n_calls
-
-    def others(self, s):
-        """Norms, activations and residuals; the output head for the rows that need it."""
-        c = self.config
-        passes = ELEMENTWISE * s.n_tokens * c.n_layer * c.n_embd * self.dtype.itemsize
-        head = self.product(s.n_logits, c.vocab_size * c.n_embd) if s.n_logits else 0.0
-        return passes / self.bandwidth + head
-
-    def lora(self, s, way):
+    def lora(self, s, calls, way):
         """x A B: decodes are bound by reading (MBGMV), chunks by multiplying (MBGMM)."""
         multiply = 2 * s.lora_pairs / (CHUNK_FLOPS * self.flops)
         read = s.lora_read * self.dtype.itemsize / (LORA_BANDWIDTH * self.read)
-        calls = ATTENTION_CALL * ((s.chunks > 0) + (s.decodes > 0))
         if way == "bmm":  # gathered and padded first
             read *= 3
-            calls = self.system.gather * s.adapted
-        seconds = multiply + read + self.config.n_layer * calls
+            calls = self.config.n_layer * self.system.gather * s.adapted
+        seconds = multiply + read + calls
         if self.tp > 1 and self.exchanges:
             # x A is exchanged: 5 (N - 1) B r / N numbers per layer in two messages [S-LoRA §6]
-            operators = [self.config.operators[op] for op in ("preproj", "postproj")]
-            width = sum(op.n_in + n for op in operators for _, n in op.modules.values())
-            rows = (s.lora_read + s.lora_pairs) / width / self.config.n_layer
+            rows = (s.lora_read + s.lora_pairs) / Adapter(self.config, 1).n_params
             seconds += 2 * self.message(5 / 2 * (self.tp - 1) / self.tp * rows)
         return seconds
 
@@ -1202,6 +1173,7 @@ class Profile(CostModel):
         super().__init__(model.config, model.dtype)
         if model.world.size > 1:
             raise ValueError("with tensor parallelism, give the policies' prices: cost=...")
+        self.memory = free_memory(model.device)
         L = min(model.config.block_size, 1024)
         engine = Engine(model, max_batch=17, n_page=20 * L)
         engine.add_adapter(8, 8)
@@ -1212,17 +1184,13 @@ class Profile(CostModel):
         rounds = np.array([time_plan(engine, plan) for plan in bar]).reshape(n_round, n)
         seconds = rounds.min(0)  # whatever else the machine does only adds to them
         stats = [self.stats(entries_of(plan, engine)) for plan in plans]
-        relative = np.array([self.features(s) for s in stats]) / seconds[:, None]
+        relative = np.array([(1, *vars(s).values()) for s in stats]) / seconds[:, None]
         tested = np.arange(n) % 6 == 5
         self.coefficients = least_squares(relative[~tested])
         self.error = float(np.median(np.abs(relative[tested] @ self.coefficients - 1)))
-        self.bandwidth = self.n_bytes / max(self.coefficients[0], 1e-9)
-
-    def features(self, stats):
-        return 1, *vars(stats).values()
 
     def parts(self, stats, lora):
-        seconds = list(map(mul, self.coefficients, self.features(stats)))
+        seconds = list(map(mul, self.coefficients, (1, *vars(stats).values())))
         linear = sum(seconds[:2])  # the constant, n_tokens
         others = seconds[2]  # n_logits
         attention = sum(seconds[3:9])  # decodes ... chunk_context
@@ -1272,7 +1240,6 @@ CostModel.roofline = Roofline
 # runners: carry out a plan on a model, or on a clock
 
 class WallClock:
-    """Seconds since the clock was made."""
     def __init__(self):
         self.start = time.perf_counter()
 
@@ -1283,8 +1250,7 @@ class WallClock:
         time.sleep(max(0.0, t - self.now()))
 
 class VirtualClock:
-    """Simulated seconds."""
-    t = 0.0
+    t = 0.0  # simulated seconds
 
     def now(self):
         return self.t
@@ -1307,9 +1273,10 @@ class ModelRunner:
     def __init__(self, engine, model):
         self.engine = engine
         self.model = model
-        self.clock = WallClock()
         self.generator = torch.Generator().manual_seed(engine.seed)
-        self.merged = None  # the adapter in the weights, if engine.lora is "merge"
+        self.merge = model.merge  # the merge-and-swap baseline [S-LoRA §7]
+        if engine.lora != "batched" and model.world.size > 1:
+            raise ValueError(f"lora = {engine.lora!r}: the baselines run on one device")
         model.merge(None)  # an engine before this one may have left an adapter
         pools = {engine.pool, engine.adapters.pool}
         self.n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
@@ -1332,9 +1299,6 @@ class ModelRunner:
 
     def forward(self, spans):
         """One iteration of the model. Sorts spans. Returns logits (M, V), span after span."""
-        if self.engine.lora == "merge" and spans[0].request.adapter != self.merged:
-            self.merged = spans[0].request.adapter
-            self.tell("merge", self.merged)
         spans.sort(key=lambda span: len(span.tokens) > FEW_ROWS)
         return self.tell("compute", self.pack(spans))
 
@@ -1377,8 +1341,8 @@ class ModelRunner:
         """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]."""
         store = self.engine.adapters
         adapted = [(span.request.adapter, row) for span, row in zip(spans, rows)
-                   if span.request.adapter is not None]
-        if not adapted or self.engine.lora == "merge" or self.model is not self.engine.model:
+                   if store.n_page[span.request.adapter]]
+        if not adapted or self.model is not self.engine.model:
             return {}
         table = array("i")
         first = {}  # adapter -> its first entry in table
@@ -1424,7 +1388,7 @@ class ModelRunner:
         drafts = [draft for request in sampling for draft in request.drafts]
         drafts = torch.tensor(drafts, dtype=torch.int64)
         n_drafts = torch.tensor([len(request.drafts) for request in sampling])
-        u = self.uniform(len(p))
+        u = torch.rand(len(p), generator=self.generator).to(p.device)
         n_accepted, tokens = verify(p, q, drafts.to(p.device), n_drafts.to(p.device), u)
         ends = zip(sampling, n_accepted.tolist(), tokens.tolist())
         return {request: request.drafts[:n] + [token] for request, n, token in ends}
@@ -1435,9 +1399,6 @@ class ModelRunner:
         temperature, top_k, top_p = settings.to(logits.device).unbind(1)
         return probabilities(logits, temperature, top_k.long(), top_p)
 
-    def uniform(self, n):
-        return torch.rand(n, generator=self.generator).to(self.model.device)
-
     def draft(self, spans, threshold):
         """A draft for every span with a logit row: [(request, token, is it above threshold)]."""
         logits = self.forward(spans)
@@ -1447,7 +1408,7 @@ class ModelRunner:
         greedy = all(r.temperature == 0 and not r.draft_probs for r in requests)
         if not self.engine.alpha and not greedy:
             q = self.distributions(requests, logits)
-            tokens = sample(q, self.uniform(len(q)))
+            tokens = sample(q, torch.rand(len(q), generator=self.generator).to(q.device))
             for request, row in zip(requests, q.split(1)):
                 request.draft_probs.append(row)
         sure = [True] * len(requests)
@@ -1475,12 +1436,7 @@ class ModelRunner:
         return lambda: torch.cuda.current_stream().wait_stream(stream)
 
     def write(self, name, pages):
-        if self.engine.lora != "merge":
-            self.engine.adapters.known[name].write(self.kv, pages)
-
-    def merge(self, name):
-        """Merge-and-swap baseline: this adapter, and no other, in the weights [S-LoRA §7]."""
-        self.model.merge(None if name is None else self.engine.adapters.known[name])
+        self.engine.adapters.known[name].write(self.kv, pages)
 
     def tell(self, method, *values):
         """Call a method of this runner, and of the runners of all other ranks."""
@@ -1563,23 +1519,19 @@ def pad(x, n, value=0):
 class CostRunner:
     """The simulator: moves a clock by what the cost model says. Every token is 0, and drafts are
     accepted by a forced chance [SmartSpec §7.2]."""
-    def __init__(self, engine, cost, clock=None):
+    def __init__(self, engine, cost):
         self.engine = engine
         self.cost = cost
         self.flow = None  # a Pipeline's
-        self.clock = clock or VirtualClock()
+        self.clock = engine.clock
         self.link_free_at = 0.0  # seconds; when the copies from host memory are done
-        self.merged = None
 
     def run(self, plan):
         """Pass the time of a plan. Returns {request: its new tokens}."""
         engine = self.engine
         start = self.clock.t
-        self.clock.t += self.cost.time_of(entries_of(plan, engine), engine.lora)
-        adapter = plan[0][0].adapter
-        if engine.lora == "merge" and adapter != self.merged:
-            self.merged = adapter
-            self.clock.t += self.cost.merge()
+        stats = self.cost.stats(entries_of(plan, engine))
+        self.clock.t += self.cost.seconds(stats, engine.lora)
         if self.flow:
             self.clock.t = self.flow(plan, start, self.clock.t)
         return {request: [0] * (1 + forced_acceptance(request, request.tree, engine))
@@ -1587,8 +1539,11 @@ class CostRunner:
 
     def draft(self, spans, threshold):
         entries = [(n_past, len(tokens), n_logits, 0) for _, n_past, tokens, n_logits in spans]
-        self.clock.t += self.cost.time_of(entries)
+        self.clock.t += self.cost.seconds(self.cost.stats(entries))
         return [(span.request, 0, True) for span in spans if span.n_logits]
+
+    def merge(self, adapter):
+        self.clock.t += self.cost.merge()
 
     def read_adapter(self, source):
         return Adapter(self.cost.config, source)
@@ -1596,11 +1551,10 @@ class CostRunner:
     def copy_adapter(self, name, pages):
         """Copies follow one another on the link, while iterations run [S-LoRA §5.2]."""
         store = self.engine.adapters
-        if self.engine.lora != "merge":
-            n_params = store.known[name].n_params
-            host, transfer = self.cost.load(n_params, store.pool is not self.engine.pool)
-            self.clock.t += host
-            self.link_free_at = max(self.link_free_at, self.clock.t) + transfer
+        n_params = store.known[name].n_params
+        host, transfer = self.cost.load(n_params, store.pool is not self.engine.pool)
+        self.clock.t += host
+        self.link_free_at = max(self.link_free_at, self.clock.t) + transfer
         arrival = self.link_free_at
         return lambda: self.clock.wait_until(arrival)
 
@@ -1710,23 +1664,18 @@ def parse_arguments():
 def token_ids(text):
     return [int(token) for token in text.split(",")]
 
-def make_request(args, tokenizer):
-    """Returns the Request and a function (new tokens, are they the last ones) -> text."""
-    request = Request(args.tokens, args.max_new_tokens, args.adapter, args.temperature, args.top_k,
-                      args.top_p)
-    if args.tokens:
-        return request, lambda tokens, final: "".join(f"{token} " for token in tokens)
-    if tokenizer is None:
-        raise ValueError(f"model {args.model!r} has no tokenizer: use --tokens 1,2,3")
-    request.prompt = tokenizer.encode(args.prompt)
-    request.stop = tokenizer.stop
-    return request, tokenizer.stream()
-
 def generate_text(args):
     """Stream one request's text, or tokens, to stdout; then its figures to stderr."""
     world = World.start(args.tp, args.device)
     model, tokenizer = load_model(args.model, args.dtype, str(world.device), args.seed, world)
-    request, show = make_request(args, tokenizer)
+    request = Request(args.tokens, args.max_new_tokens, args.adapter, args.temperature, args.top_k,
+                      args.top_p)
+    if not args.tokens:
+        if tokenizer is None:
+            raise ValueError(f"model {args.model!r} has no tokenizer: use --tokens 1,2,3")
+        request.prompt = tokenizer.encode(args.prompt)
+        request.stop = tokenizer.stop
+        text_of = tokenizer.stream()
     draft = None if world.rank else args.draft
     if draft not in (None, "ngram"):
         draft, _ = load_model(draft, model.dtype, str(model.device))
@@ -1741,7 +1690,10 @@ def generate_text(args):
     print(args.prompt or "", end="", flush=True)
 
     def on_event(event):
-        print(show(event.tokens, bool(event.finished)), end="", flush=True)
+        text = "".join(f"{token} " for token in event.tokens)
+        if not args.tokens:
+            text = text_of(event.tokens, bool(event.finished))
+        print(text, end="", flush=True)
     engine.run(on_event)
     engine.runner.tell("stop")
     print()

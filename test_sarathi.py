@@ -290,7 +290,6 @@ def test_triton_compiles(arch, number, H, Hk, D, spec, rank, monkeypatch, tmp_pa
             compiled = kernel.warmup(*args, grid=grid, **options)
             made[compiled.hash] = compiled
         return launch
-
     monkeypatch.setattr(triton.JITFunction, "__getitem__", compile_only)
     config = GPTConfig(1, H, 512, 0, Hk, D, 61, 1024, "gpt2" if H == Hk else "llama")
     model = GPT.from_preset(config, number)
@@ -364,7 +363,6 @@ def record_logits(model):
                 if start <= row < start + n:
                     rows.append((known[:n_past + row - start + 1], logits[i]))
         return logits
-
     model.forward = recorded
     return rows
 
@@ -501,7 +499,6 @@ def test_adapters_equal_peft(family, tmp_path):
     ranks = {module: 3 + i for i, module in enumerate(ours.config.modules)}
     random_adapter(ranks, ours.config).save_pretrained(tmp_path / "ours")
     names = [None, *map(str, range(len(LORAS[family]))), "ours"]
-
     expected = {}  # first token of a prompt -> its tokens and the next ones, their logits
     for i, name in enumerate(names):
         model = peft.PeftModel.from_pretrained(theirs, tmp_path / name) if name else theirs
@@ -510,7 +507,6 @@ def test_adapters_equal_peft(family, tmp_path):
         expected[i] = tokens, logits_by(model)(tokens)
         if name:
             model.unload()
-
     rows = record_logits(ours)
     for scheduler in SCHEDULERS:
         engine = Engine(ours, scheduler, chunk=13, max_batch=4, cost=COST)
@@ -1009,7 +1005,6 @@ def test_padding_for_cuda_graphs_changes_no_logits():
             n_padded[batch.max_chunk > 0] += 1
             close(forward(graphs.pad(batch), kv)[:len(logits)], logits)
         return logits
-
     model.forward = compare
     engine.run()
     check_tokens(requests)
@@ -1105,7 +1100,6 @@ def test_goodput_is_expected_tokens_per_second(policy, alpha, per_draft, per_ste
     """[SmartSpec Eq. 8 to 10]; the second request can use two levels of drafts at most"""
     def price(n_draft, n_step):
         return 1 + per_draft * n_draft + per_step * n_step
-
     trees = sarathi.POLICIES[policy]().lengths([None, None], [7, 2], alpha, price)
     assert [sarathi.tree_size(tree) for tree in trees] == expected
 
@@ -1300,8 +1294,8 @@ def test_the_price_of_drafts_is_what_they_take():
     decodes = A100.stats([(99, 1, 1, 1000)] * 10)
     verifications = A100.stats([(99, 4, 4, 1000)] * 10)
     assert decodes.with_drafts(30) == verifications
-    assert A100.time(1, 100) == approx(A100.time_of([(99, 1, 1, 0)]))
-    step = A100.time_of([(99, 1, 1, 0)] * 300)
+    assert A100.time(1, 100) == approx(A100.seconds(A100.stats([(99, 1, 1, 0)])))
+    step = A100.seconds(A100.stats([(99, 1, 1, 0)] * 300))
     proposer = sarathi.DraftModel(None, A100)
     assert proposer.seconds(300, 300 * 100, n_step=4) == approx(4 * step)
 
@@ -1329,9 +1323,16 @@ def test_baselines_of_adapters():
     calls = 32 * sarathi.ATTENTION_CALL
     reading = A100.split(stats)["lora"] - calls
     assert A100.split(stats, "bmm")["lora"] == approx(3 * reading + 5 * calls)
-    assert A100.split(stats, "merge")["lora"] == 0
     n_bytes = 32 * 4 * 4096**2 * 2
     assert A100.merge() == approx(8 * n_bytes / A100.bandwidth)
+    times = [0.0]
+    engine = Engine(A100, lora="merge")
+    for name in (None, "0", "1"):
+        engine.add_adapter(name or "?", 8)
+        engine.generate([[0] * 9], 4, name)
+        times.append(engine.clock.t)
+    alone, *merged = np.diff(times)
+    assert merged == approx([alone + A100.merge()] * 2)  # a swap, and nothing else
 
 FEATURES = {  # operators -> the features of an iteration that cost them seconds in a profile
     "preproj postproj ffn_ln1 ffn_ln2": "n_tokens",
@@ -1376,7 +1377,8 @@ def test_chunks_make_smaller_bubbles():
     for n in (500, 700):
         pipeline.add(Request([0] * n, 1))
     pipeline.step()
-    assert pipeline.free_at[-1] == approx(cost.time_of([(0, 500, 1, 0)]) + 7 * cost.send(500))
+    alone = cost.seconds(cost.stats([(0, 500, 1, 0)]))
+    assert pipeline.free_at[-1] == approx(alone + 7 * cost.send(500))
     pipeline.step()  # another prefill, which is longer
     assert pipeline.bubbles["PB1"] > 0 == pipeline.bubbles["PB2"]
 
@@ -1458,6 +1460,7 @@ def test_a_profile_fits_the_seconds_of_iterations(monkeypatch):
     profile = sarathi.Profile(random_model(replace(TINY, block_size=256)))
     assert profile.error < 0.02 and min(profile.coefficients) >= 0
     assert profile.time(200, 1000) == approx(4.0, rel=0.05)
+    Engine(profile).generate([[1] * 9], 4)  # simulates this machine, with its memory
 
 MISTAKES = {
     "'nowhere': must be a folder": ["--model", "nowhere"],
@@ -1478,7 +1481,6 @@ def test_command_line(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(sys, "argv", ["sarathi.py", *map(str, given + flags)])
         sarathi.run_command_line(lambda: sarathi.generate_text(sarathi.parse_arguments()))
         return capsys.readouterr()
-
     sampled = [call(tokens + ["--temperature", 2, "--seed", seed]).out for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
     drafts = ["--draft", tmp_path, "--spec", 3]  # of the model itself
@@ -1680,7 +1682,7 @@ def test_iteration_is_what_the_cost_model_says():
     place = simulated("table2")
     cost = place.model
     seconds = place.seconds((5, 1023, 251, 512))
-    expected = cost.time_of([(1023, 1, 1, 0)] * 5 + [(512, 251, 1, 0)])
+    expected = cost.seconds(cost.stats([(1023, 1, 1, 0)] * 5 + [(512, 251, 1, 0)]))
     assert seconds.item() == approx(expected)
     operators = place.operators(5, 1023, 251, 512)
     assert sum(operators.values()) == approx(expected)
@@ -1745,7 +1747,6 @@ def test_serve_keeps_clients_and_arrivals():
     run = bench.serve(engine, jobs, clients=3)
     n_running = [len(rows) for rows in rows_of(engine, 2) if max(rows) > 0]
     assert max(n_running) == 3
-
     engine.clock.t = 100.0
     run = bench.serve(engine, jobs)
     assert [r.arrival for r in run.requests] == [100 + job.arrival for job in jobs]
