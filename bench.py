@@ -153,13 +153,15 @@ class Place:
         self.jobs = partial(gamma_jobs, seed=42 + args.seed)
         self.full = args.size == "full" if args.size else self.simulated  # the papers' grids
         self.wide = self.full or self.simulated  # the same, for grids that are simulated at once
-        self.lengths = args.lengths or (list(MAX_B) if on else [256, 512, 768])
+        longest = model.config.block_size
+        lengths = [L for L in (MAX_B if on else (256, 512, 768)) if L <= longest]
+        self.lengths = args.lengths or lengths or [longest]
         for L in self.lengths:
-            check_range("--lengths", L, 64, model.config.block_size)
+            check_range("--lengths", L, 64, longest)
         # lengths with the batch that fits
         self.sizes = [(L, self.B) for L in args.lengths or self.lengths[:1]]
         if self.wide and not args.lengths:
-            self.sizes = [(L, B) for L, B in MAX_B.items() if L <= model.config.block_size]
+            self.sizes = [(L, B) for L, B in MAX_B.items() if L <= longest]
 
     def rounds(self, *functions, n=0):
         """Results of functions, a list per function. They take turns, so that a machine that
