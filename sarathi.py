@@ -250,8 +250,9 @@ class Engine:
         if not self.waiting or n_free <= 0:
             return []
         ordered = self.order(self.waiting, self.running, self.clock.now())
-        for request in [r for r in self.waiting if r.state == "aborted"]:
-            self.finish(request, "aborted")  # by the order [S-LoRA §4.3]
+        if len(ordered) < len(self.waiting):  # thousands may wait: no scan without need
+            for request in [r for r in self.waiting if r.state == "aborted"]:
+                self.finish(request, "aborted")  # by the order [S-LoRA §4.3]
         return ordered[:n_free]
 
     def admit(self, plan):
