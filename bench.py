@@ -67,7 +67,8 @@ def read_claims():
     claims = defaultdict(dict)
     with open(Path(__file__).with_name("assets") / "claims.csv", newline="") as file:
         for line in csv.DictReader(file):
-            at = line["panel"], line["series"], int(line["x"] or 0) or ""
+            x = int(line["x"]) if line["x"] else ""
+            at = line["panel"], line["series"], x
             claims[line["experiment"]][at] = Claim(
                 paper=float(line["paper"]),
                 kind=line["kind"],
@@ -151,8 +152,9 @@ class Place:
         self.tapes = {}  # scheduler -> iterations of the last run with it
         self.B = args.max_batch  # requests in a batch [SARATHI Table 4]
         self.jobs = partial(gamma_jobs, seed=42 + args.seed)
-        self.full = args.size == "full" if args.size else self.simulated  # the papers' grids
-        self.wide = self.full or self.simulated  # the same, for grids that are simulated at once
+        # whether to take the papers' grids: those that are slow even if simulated, and the others
+        self.full = args.size == "full" if args.size else self.simulated
+        self.wide = self.full or self.simulated
         longest = model.config.block_size
         lengths = [L for L in (MAX_B if on else (256, 512, 768)) if L <= longest]
         self.lengths = args.lengths or lengths or [longest]
@@ -1147,9 +1149,10 @@ def draw(rows, what):
     panels = defaultdict(lambda: defaultdict(list))  # panel -> series -> [(x, ours, paper)]
     for row in rows:
         panel, series, x = row["at"]
-        name, x = (series, x) if what.x else ("ours", series)
-        if x != "" or not what.x:
-            panels[panel][name].append((x, row["ours"], row["paper"]))
+        if not what.x:
+            panels[panel]["ours"].append((series, row["ours"], row["paper"]))
+        elif x != "":
+            panels[panel][series].append((x, row["ours"], row["paper"]))
     n_column = min(3, len(panels))
     n_row = math.ceil(len(panels) / n_column)
     figure = Figure((max(6, 4 * n_column), 3.4 * n_row), layout="constrained")
@@ -1198,12 +1201,13 @@ def draw_tapes(tapes):
         shown = list(iterations)
         if len(shown) > 1000:
             shown = shown[len(shown) // 2:][:400]
+        rows = set()
         for row, kind, start, end, _ in pieces(shown):
+            rows.add(row)
             left = start - shown[0].start
             ax.barh(row, end - start, left=left, color=COLORS[kind], label=kind, ec="white", lw=0.4)
         staged = any(iteration.stage for iteration in shown)
-        ax.set(title=name, ylabel="stage" if staged else "request")
-        ax.yaxis.get_major_locator().set_params(integer=True)
+        ax.set(title=name, ylabel="stage" if staged else "request", yticks=sorted(rows))
         ax.invert_yaxis()
         ax.margins(x=0)
     ax.set_xlabel("seconds")
@@ -1327,12 +1331,13 @@ def run_experiments(args, names):
         if args.trace:
             tapes = [tape for place in places.values() for tape in place.tapes.items()]
             write_trace(args.trace, tapes)
-        print(json.dumps(dict(
-            experiment=" ".join(names),
-            rows=sum(rows.values(), []),
-            seed=args.seed,
-            machine="; ".join(dict.fromkeys(place.source for place in places.values())),
-            torch=torch.__version__)))
+        if rows:
+            print(json.dumps(dict(
+                experiment=" ".join(names),
+                rows=sum(rows.values(), []),
+                seed=args.seed,
+                machine="; ".join(dict.fromkeys(place.source for place in places.values())),
+                torch=torch.__version__)))
 
 def main():
     args = parse_arguments()

@@ -436,7 +436,7 @@ class AdapterStore:
         """Start to copy an adapter to pages. Returns False if too few are free or idle."""
         if not self.reserve(self.pool, name, self.n_page[name]):
             return False
-        pages = self.pool.tables[name]
+        pages = self.pool.tables[name]  # none if adapters are merged into the weights
         self.loaded[name] = self.copy(name, pages) if pages else self.loaded[None]
         return True
 
