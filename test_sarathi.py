@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, combinations, pairwise, product
@@ -900,9 +900,8 @@ def test_a_request_without_room_waits_and_blocks_those_behind_it():
         engine.add(request)
     engine.step()
     assert engine.running == [first]
-    # a page for the next token of each running request stays free
     engine = Engine(COST, "orca", max_batch=2, n_page=50, alloc="grow")
-    for request in (Request([0] * 40, 9), Request([0] * 9, 5)):
+    for request in (Request([0] * 40, 9), Request([0] * 9, 5)):  # a page for a next token is left
         engine.add(request)
         engine.step()
     assert len(engine.running) == 1
@@ -1461,7 +1460,7 @@ def test_a_profile_fits_the_seconds_of_iterations(monkeypatch):
     profile = sarathi.Profile(random_model(replace(TINY, block_size=256)))
     assert profile.error < 0.02 and min(profile.coefficients) >= 0
     assert profile.time(200, 1000) == approx(4.0, rel=0.05)
-    Engine(profile).generate([[1] * 9], 4)  # simulates this machine, with its memory
+    Engine(profile)  # the simulator has a pool of the size that this machine would have
 
 MISTAKES = {
     "'nowhere': must be a folder": ["--model", "nowhere"],
@@ -1537,8 +1536,7 @@ def small_rows(name):
 def test_claims_are_the_papers():
     assert sum(map(len, CLAIMS.values())) == 160
     assert CLAIMS["table2"]["attn (ms)", "decode-maximal", ""][:3] == (15.2, "value", True)
-    at = "decode speedup", "LLaMA-33B, A100", 2048
-    assert CLAIMS["table4"][at][:3] == (4.25, "gain", False)
+    assert CLAIMS["table4"]["decode speedup", "LLaMA-33B, A100", 2048][:3] == (4.25, "gain", False)
 
 @each("kind, paper, inside, outside", [
     ("value", 100, (85.1, 114.9), (84.9, 115.1)),
@@ -1557,7 +1555,8 @@ def test_every_claim_has_its_point(name):
     assert set(CLAIMS[name]) <= set(rows)
     for at, claim in CLAIMS[name].items():
         row = rows[at]
-        assert row["paper"] == claim.paper and row["fit"] == claim.fit
+        assert row["paper"] == claim.paper
+        assert row["fit"] == claim.fit
         assert row["kind"] in ("value", "gain", "bound")
         assert row["inside"] == claim.holds(row["ours"])
 
@@ -1609,7 +1608,7 @@ def claim_holds(name, at, *run):
 @each("constant", CONSTANTS)
 def test_wrong_constant_misses_its_claim(constant, monkeypatch):
     name, at, *run = CONSTANTS[constant]
-    assert claim_holds(name, at, *run) if run else small_rows(name)[at]["inside"]
+    assert claim_holds(name, at, *run)
     factor = SCALES.get(constant, 2)
     system, _, field = constant.partition(".")
     if field:
@@ -1840,9 +1839,9 @@ def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
     lines = out.strip().splitlines()
     assert status == 0 and sum(line.startswith("| what ") for line in lines) == 2
     assert any(line.startswith("| decode over prefill, B = 18 ") for line in lines)
-    report = json.loads(lines[-1])
-    assert report["experiment"] == "fig3 timeline" and report["machine"].endswith("simulated")
-    # the paper's numbers are not beside those of other hardware
+    report = json.loads(lines[-1])  # without the paper's numbers, which are of other hardware
+    assert report["experiment"] == "fig3 timeline"
+    assert report["machine"].endswith("simulated")
     assert all(row["paper"] is None and row["source"] == "simulated" for row in report["rows"])
     for name in ("fig3_a100.png", "timeline_a100.png"):
         assert matplotlib.image.imread(tmp_path / name).std() > 0.05
@@ -1855,11 +1854,10 @@ def test_online_flags(monkeypatch, capsys, tmp_path):
     for words, rate in flags.items():
         _, out, _ = command(monkeypatch, capsys, f"online --hardware a100 --size small {words}")
         rows = json.loads(out.strip().splitlines()[-1])["rows"]
-        ours = defaultdict(list)
-        for row in rows:
-            ours[row["at"][0]].append(row["ours"])
-        assert ours["throughput (requests/s)"][1:] == approx([rate] * 5, rel=0.3)  # not static
-        assert ours["longest stall, p50 (s)"][1] > ours["TPOT, p50 (s)"][1]
+        ours = {tuple(row["at"][:2]): row["ours"] for row in rows}
+        rates = [ours["throughput (requests/s)", name] for name in SCHEDULERS]
+        assert rates[1:] == approx([rate] * 5, rel=0.3)  # not static
+        assert ours["longest stall, p50 (s)", "orca"] > ours["TPOT, p50 (s)", "orca"]
 
 def test_interrupt_prints_what_was_measured(monkeypatch, capsys):
     def endless(place):
