@@ -1830,7 +1830,7 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
 ])
 def test_mistakes_are_one_line(monkeypatch, capsys, words, needle):
     status, out, err = command(monkeypatch, capsys, words)
-    assert status == 2 and needle in err
+    assert status == 2 and needle in err and not out
     assert len(err.strip().splitlines()) == 1 and "Traceback" not in err
 
 def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
