@@ -451,12 +451,16 @@ def explain(place, rows):
     attention = ours["table2", "attn (ms)", "decode-only", ""]
     attention /= attention + ours["table2", "linear (ms)", "decode-only", ""]
     throughput = [ours["table4", "throughput", "", L] for L in place.lengths]
+    L = place.lengths[-1]
+    C = place.args.chunk
+    whole, parts = [prefill_in_chunks(place, L, n)["prefill"] for n in (L, C)]
     return (
         f"On {place.source}, the ridge point is {ridge:.0f} tokens: reading a weight takes as long "
         f"as multiplying it with so many. A batch of {place.B} decodes reads every weight for "
-        f"{place.B} tokens; beside a chunk of {place.args.chunk} tokens they are read once for "
+        f"{place.B} tokens; beside a chunk of {C} tokens they are read once for "
         f"both. So decodes can become at most about {max(1, ridge / place.B):.1f} times cheaper. "
         f"Two parts do not: the output head, and attention, {attention:.0%} of a batch of decodes. "
+        f"And a prompt of {L} tokens takes {parts / whole:.2f} times as long in chunks as whole. "
         f"Throughput is {min(throughput):.2f} to {max(throughput):.2f} times that of "
         "request-level batching.")
 
