@@ -38,7 +38,7 @@ except ImportError:  # the Triton kernels stay plain functions that are never ca
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FEW_ROWS = 8  # requests with at most this many rows read their context in place
-CHUNK_ROWS = 256  # rows that attend in one matrix product on a CPU [SARATHI Fig. 6]
+CHUNK_ROWS = 256  # rows of a chunk that attend in one matrix product [SARATHI Fig. 6]
 
 # glibc returns large blocks to the system when they are freed, so that every iteration would
 # fault its activations in again. Keep blocks of up to 2 GB.
@@ -336,23 +336,16 @@ def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head):
 # -----------------------------------------------------------------------------
 # attention over the paged cache
 
-def attention_ref(q, kv, spans, table):
-    """Row j of a request attends to the first n_past + j + 1 tokens of its request. Chunks on a
-    CPU use this as well: torch has a fast attention there for K and V that lie side by side."""
+def attention_ref(q, kv, batch):
+    """Row j of a request attends to the first n_past + j + 1 tokens of its request."""
     out = torch.zeros_like(q)
-    for start, n, n_past, first in spans.tolist():
-        pages = table[first:first + n_past + n]
-        padding = pages[-1:].expand(-len(pages) % 32)  # products of odd sizes are slower
-        pages = torch.cat([pages, padding])
-        k, v = kv.index_select(1, pages).transpose(1, 2)[:, None]  # (1, Hk, context, D) each
-        for at in range(0, n, CHUNK_ROWS):
-            m = min(CHUNK_ROWS, n - at)
-            rows = q[None, start + at:start + at + m].transpose(1, 2)  # (1, H, m, D)
-            end = cdiv(n_past + at + m, 32) * 32
-            seen = torch.ones(m, end, dtype=torch.bool, device=q.device).tril(n_past + at)
-            own = F.scaled_dot_product_attention(
-                rows, k[:, :, :end], v[:, :, :end], seen, enable_gqa=True)
-            out[start + at:start + at + m] = own[0].transpose(0, 1)
+    for start, n, n_past, first in batch.spans.tolist():
+        pages = batch.table[first:first + n_past + n].long()
+        k, v = kv[:, pages].float().transpose(1, 2)  # (Hk, context, D) each
+        rows = q[start:start + n].float().transpose(0, 1)  # (H, n, D)
+        seen = torch.ones(n, len(pages), device=q.device).tril(n_past)
+        own = F.scaled_dot_product_attention(rows, k, v, seen.bool(), enable_gqa=True)
+        out[start:start + n] = own.transpose(0, 1)
     return out
 
 @triton.jit
@@ -448,17 +441,42 @@ def attention_triton(q, kv, batch):
         attend(chunks, batch.max_chunk, 1, out, None)
     return out
 
+def attend_chunk(q, kv, pages, out):
+    """q (n, H, D) attends to the tokens on `pages`, the last n of which are its own. Rows and
+    context are padded to multiples of 32, because oneDNN compiles a kernel for each shape."""
+    n, _, D = q.shape
+    n_past = len(pages) - n
+    q = F.pad(q, (0, 0, 0, 0, 0, -n % 32))
+    padding = pages[-1:].expand(-len(pages) % 32)
+    pages = torch.cat([pages, padding])
+    k, v = kv.index_select(1, pages).transpose(1, 2).contiguous()  # (Hk, context, D) each
+    for first in range(0, n, CHUNK_ROWS):
+        rows = q[first:first + CHUNK_ROWS].unflatten(1, (len(k), -1))
+        rows = rows.transpose(0, 1).contiguous()  # (Hk, m, G, D)
+        context = cdiv(n_past + first + rows.size(1), 32) * 32
+        scores = rows.flatten(1, 2) @ k[:, :context].mT  # (Hk, m * G, context)
+        totals = torch.empty(*rows.shape[:3], 1)
+        sizes = *rows.shape[:3], scores.size(2), n_past + first
+        cpp("causal_softmax", scores, totals, *sizes, D ** -0.5)
+        values = (scores @ v[:, :context]).view_as(rows) / totals
+        values = values.transpose(0, 1).flatten(1, 2)  # (m, H, D)
+        out[first:first + CHUNK_ROWS] = values[:n - first]
+
 def attention(q, kv, batch):
     """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
     chosen = backend(q)
     if chosen == "triton":
         return attention_triton(q, kv, batch)
     if chosen == "torch":
-        return attention_ref(q, kv, batch.spans, batch.table)
-    out = attention_ref(q, kv, batch.spans[batch.n_few:], batch.table)
+        return attention_ref(q, kv, batch)
+    out = torch.empty_like(q)
     if batch.n_few:
         sizes = batch.n_few, q.size(1), kv.size(2)
         cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
+    chunks = batch.spans[batch.n_few:]
+    for start, n, n_past, first in chunks.tolist():
+        pages = batch.table[first:first + n_past + n]
+        attend_chunk(q[start:start + n], kv, pages, out[start:start + n])
     return out
 
 # -----------------------------------------------------------------------------
@@ -744,14 +762,15 @@ static inline float sigmoid(float x) {
 }
 
 // p = exp(scale (p - largest p)) for the first `seen` of n numbers, the others become 0. -> sum
-static inline float softmax(float* p, int seen, int n, float scale) {
+template <class P> static inline float softmax(P* p, int seen, int n, float scale) {
     float top = -1e30f, sum = 0;
-    for (int i = 0; i < seen; i++) top = std::max(top, p[i]);
+    for (int i = 0; i < seen; i++) top = std::max(top, (float)p[i]);
     for (int i = 0; i < seen; i++) {
-        p[i] = power_of_2(LOG2E * scale * (p[i] - top));
-        sum += p[i];
+        float e = power_of_2(LOG2E * scale * (p[i] - top));
+        p[i] = e;
+        sum += e;
     }
-    std::fill(p + seen, p + n, 0.0f);
+    memset(p + seen, 0, (n - seen) * sizeof(P));
     return sum;
 }
 
@@ -888,6 +907,17 @@ void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int3
             for (int i = 0; i < n_query; i++)
                 for (int d = 0; d < D; d++) out[place(i) + d] = sums[i * D + d];
         }
+}
+
+// Softmax in place of scores (Hk, n, G, context), without the division by totals (Hk, n, G). Row j
+// sees the first n_past + j + 1 columns, the others become 0.
+void causal_softmax(T* scores, float* totals, int Hk, int n, int G, int context, int n_past,
+                    float scale) {
+    #pragma omp parallel for
+    for (int64_t row = 0; row < Hk * n * G; row++) {
+        int seen = std::min(context, n_past + (int)row / G % n + 1);
+        totals[row] = softmax(scores + row * context, seen, context, scale);
+    }
 }
 
 // xa (N, n_module * max_rank) = x (N, n_in) A for sites with few rows, A (n_page, W) read in place
