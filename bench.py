@@ -457,10 +457,10 @@ def explain(place, rows):
     return (
         f"On {place.source}, the ridge point is {ridge:.0f} tokens: reading a weight takes as long "
         f"as multiplying it with so many. A batch of {place.B} decodes reads every weight for "
-        f"{place.B} tokens; beside a chunk of {C} tokens they are read once for "
-        f"both. So decodes can become at most about {max(1, ridge / place.B):.1f} times cheaper. "
+        f"{place.B} tokens; beside a chunk of {C} tokens they are read once for both. "
+        f"So decodes can become at most about {max(1, ridge / place.B):.1f} times cheaper. "
         f"Two parts do not: the output head, and attention, {attention:.0%} of a batch of decodes. "
-        f"And a prompt of {L} tokens takes {parts / whole:.2f} times as long in chunks as whole. "
+        f"A prompt of {L} tokens takes {parts / whole:.2f} times as long in such chunks as whole. "
         f"Throughput is {min(throughput):.2f} to {max(throughput):.2f} times that of "
         "request-level batching.")
 
