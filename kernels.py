@@ -4,6 +4,7 @@ In reading order: how a batch is described (Batch, Sites), how C++ is compiled a
 the operators linear, add_norm, activate, rotate_write, attention, lora, and sampling with
 verification. An operator stands here up to four times: `op_ref` is its definition in plain
 torch, `_op_kernel` is Triton for GPUs, SOURCE at the end is C++ for CPUs, and `op` picks one.
+Norms and activations have no Triton kernels: they take under 5 % of the time [SARATHI §3.1].
 
 The cache. The keys and values of one layer are `kv` (2, n_page, Hk, D): plane 0 is K, plane 1 is
 V. A page is one vector of width W = Hk * D in each plane. It holds one token, or rows of an
@@ -58,7 +59,7 @@ class OnDevice:
             if isinstance(value, Tensor):
                 copies[name] = value.to(device, non_blocking=True)
             elif isinstance(value, dict):
-                copies[name] = {key: sites.to(device) for key, sites in value.items()}
+                copies[name] = {op: sites.to(device) for op, sites in value.items()}
         return replace(self, **copies)
 
 @dataclass
@@ -150,10 +151,6 @@ def build(*definitions):
         unfinished.rename(path)  # atomic: other processes may build it too
     return path
 
-def n_splits(n_program, most):
-    """How many times to split n_program programs for about 256 in all: a power of two."""
-    return triton.next_power_of_2(max(1, min(256 // n_program, most)))
-
 @triton.jit
 def load4(numbers):
     a = tl.load(numbers)
@@ -199,43 +196,14 @@ def add_norm_ref(x, y, weight, bias, eps):
         return total, F.rms_norm(total, weight.shape, weight, eps)
     return total, F.layer_norm(total, weight.shape, weight, bias.to(total.dtype), eps)
 
-@triton.jit
-def _add_norm_kernel(x, y, weight, bias, total, out, eps, C, BLOCK: tl.constexpr):
-    """One program: one token. LayerNorm subtracts the mean first and adds the bias at the end.
-
-        total = x + y           out = total / sqrt(mean(total^2) + eps) * weight
-    """
-    c = tl.arange(0, BLOCK)
-    mask = c < C
-    at = tl.program_id(0).to(tl.int64) * C + c
-    r = tl.load(x + at, mask, 0.0).to(tl.float32)
-    if y is not None:
-        r += tl.load(y + at, mask, 0.0)
-        tl.store(total + at, r, mask)
-    if bias is not None:
-        r = tl.where(mask, r - tl.sum(r) / C, 0.0)
-    r *= tl.rsqrt(tl.sum(r * r) / C + eps)
-    r *= tl.load(weight + c, mask)
-    if bias is not None:
-        r += tl.load(bias + c, mask)
-    tl.store(out + at, r, mask)
-
 def add_norm(x, y, weight, bias, eps):
     """x, y (N, C); weight, bias (C,); y and bias may be None -> x + y and its norm, each (N, C)"""
-    chosen = backend(x)
-    if chosen == "torch":
+    if backend(x) != "cpp":
         return add_norm_ref(x, y, weight, bias, eps)
     N, C = x.shape
     total = x if y is None else torch.empty_like(x)
     out = torch.empty_like(x)
-    if chosen == "cpp":
-        cpp("add_norm", x, y, weight, bias, total, out, N, C, float(eps))
-        return total, out
-    block = triton.next_power_of_2(C)
-    warps = min(16, max(4, block // 512))
-    _add_norm_kernel[(N,)](
-        x, y, weight, bias, total, out, eps, C,
-        block, num_warps=warps)
+    cpp("add_norm", x, y, weight, bias, total, out, N, C, float(eps))
     return total, out
 
 # -----------------------------------------------------------------------------
@@ -430,7 +398,8 @@ def attention_triton(q, kv, batch):
             num_warps=warps, num_stages=5)
 
     if batch.max_few > 0:
-        n_split = n_splits(batch.n_few * Hk, min(32, batch.max_context // 128))
+        n_split = min(32, batch.max_context // 128, 256 // (batch.n_few * Hk))
+        n_split = triton.next_power_of_2(max(1, n_split))  # for about 256 programs in all
         parts = q.new_empty(n_split, n, H, D, dtype=torch.float32)
         lse = q.new_empty(n_split, n, H, 1, dtype=torch.float32)  # log of the sum of exp(scores)
         few = batch.spans[:batch.n_few]
@@ -489,6 +458,17 @@ def adapter_rows(plane, table, first, rank, width):
     rows = plane.index_select(0, pages).view(rank, -1)
     return rows[:, :width]
 
+def lora_ref(y, x, kv, sites, exchange=None):
+    """Two products for each site."""
+    for start, n, column, columns, rank_a, rank_b, _, first in sites.sites.tolist():
+        if n > 0:
+            a = adapter_rows(kv[0], sites.table, first, rank_a, x.size(1))
+            b = adapter_rows(kv[1], sites.table, first, rank_b, columns)
+            xa = x[start:start + n] @ a.T
+            if exchange is not None:
+                xa = exchange(xa)[:, :rank_b]
+            y[start:start + n, column:column + columns].addmm_(xa, b)
+
 def lora_bmm(y, x, kv, sites):
     """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
     entries = [site for site in sites.sites.tolist() if site[1] > 0]
@@ -506,7 +486,7 @@ def lora_bmm(y, x, kv, sites):
         y[start:start + n] += product[s, :n]
 
 @triton.jit
-def _shrink_kernel(x, a, xa, sites, table, width, stride,
+def _shrink_kernel(x, a, xa, sites, table, width, n_module,
                    C: tl.constexpr, W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
     """One program: xa = x A for BLOCK_M rows of one site.
@@ -536,13 +516,15 @@ def _shrink_kernel(x, a, xa, sites, table, width, stride,
         page = tl.load(table + first_entry + r * n_page + i, r_mask, 0).to(tl.int64)
         cells = a + page[:, None] * W + k
         w = tl.load(cells, r_mask[:, None] & k_mask, 0.0)
-        v = tl.load(x + row * C + i * W + k, (m < n_row) & k_mask, 0.0)
+        mask = (m < n_row) & k_mask
+        v = tl.load(x + row * C + i * W + k, mask, 0.0)
         acc = tl.dot(v, w.T, acc, input_precision="ieee")
-    at = xa + row * width + module * stride + r[None]
-    tl.store(at, acc, (m < n_row) & r_mask[None])
+    column = width // n_module * module + r[None]
+    mask = (m < n_row) & r_mask[None]
+    tl.store(xa + row * width + column, acc, mask)
 
 @triton.jit
-def _expand_kernel(y, b, xa, sites, table, width, stride, C, W: tl.constexpr,
+def _expand_kernel(y, b, xa, sites, table, width, n_module, C, W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
     """One program: y += xa B for BLOCK_M rows of one site and BLOCK_N columns that lie in the
     same page of each row of B."""
@@ -564,8 +546,9 @@ def _expand_kernel(y, b, xa, sites, table, width, stride, C, W: tl.constexpr,
     for start in range(0, rank, BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
         r_mask = r < rank
-        at = xa + row * width + module * stride + r[None]
-        v = tl.load(at, (m < n_row) & r_mask[None], 0.0)
+        column = width // n_module * module + r[None]
+        mask = (m < n_row) & r_mask[None]
+        v = tl.load(xa + row * width + column, mask, 0.0)
         page = tl.load(table + first_entry + r * n_page + i, r_mask, 0).to(tl.int64)
         cells = b + page[:, None] * W + k
         w = tl.load(cells, r_mask[:, None] & k_mask, 0.0)
@@ -575,77 +558,48 @@ def _expand_kernel(y, b, xa, sites, table, width, stride, C, W: tl.constexpr,
     acc += tl.load(at, mask, 0.0)
     tl.store(at, acc, mask)
 
-def triton_tiles(plane, sites):
-    """-> grid; rows of a program: 64 [MBGMM], or 16 if all sites have few rows [MBGMV]; numbers of
-    a page; warps"""
-    W = plane[0].numel()
+def lora_triton(y, x, kv, sites, exchange):
+    """A program takes 64 rows of a site [MBGMM], or 16 if all sites have few rows [MBGMV]."""
+    W = kv[0, 0].numel()
     block_m = 64 if sites.max_chunk > 0 else 16
-    block = min(256 // plane.element_size(), triton.next_power_of_2(W))
-    block = max(16, block)
+    block = min(256 // x.element_size(), triton.next_power_of_2(W))
+    block = max(16, block)  # numbers of a page
+    block_r = max(16, triton.next_power_of_2(sites.max_rank))
+    block_k = min(block, 128 * block // block_r)
     most = max(sites.max_few, sites.max_chunk)
     grid = cdiv(most, block_m), len(sites.sites)
-    return grid, block_m, block, max(4, block_m // 8)
+    warps = max(4, block_m // 8)
 
-def shrink(xa, x, plane, sites, chosen):
-    """xa (N, n_module * max_rank) = x A, module j from column j * max_rank on"""
-    W = plane[0].numel()
-    others = sites.sites
-    if chosen == "triton":
-        grid, block_m, block, warps = triton_tiles(plane, sites)
-        block_r = max(16, triton.next_power_of_2(sites.max_rank))
-        block_k = min(block, 128 * block // block_r)
-        _shrink_kernel[grid](
-            x, plane, xa, sites.sites, sites.table, xa.size(1), sites.max_rank,
-            x.size(1), W, block_m, block_r, block_k,
-            num_warps=warps, num_stages=6)
-        return
-    if chosen == "cpp":
-        sizes = sites.n_few, x.size(1), W, sites.n_module, sites.max_rank
-        cpp("shrink", x, plane, sites.sites, sites.table, xa, *sizes)
-        others = sites.sites[sites.n_few:]
-    for start, n, _, _, rank, _, module, first in others.tolist():
-        if n > 0:
-            a = adapter_rows(plane, sites.table, first, rank, x.size(1))
-            column = module * sites.max_rank
-            xa[start:start + n, column:column + rank] = x[start:start + n] @ a.T
-
-def expand(y, xa, plane, sites, chosen):
-    """y += xa B. An exchange may have widened xa: module j begins at column j * stride."""
-    W = plane[0].numel()
-    stride = xa.size(1) // sites.n_module
-    others = sites.sites
-    if chosen == "triton":
-        grid, block_m, block, warps = triton_tiles(plane, sites)
-        n_block = cdiv(y.size(1), W) * cdiv(W, block)
-        _expand_kernel[(*grid, n_block)](
-            y, plane, xa, sites.sites, sites.table, xa.size(1), stride,
-            y.size(1), W, block_m, 32, block,
-            num_warps=warps, num_stages=5)
-        return
-    if chosen == "cpp":
-        sizes = sites.n_few, y.size(1), W, sites.n_module, stride
-        cpp("expand", y, plane, sites.sites, sites.table, xa, *sizes)
-        others = sites.sites[sites.n_few:]
-    for start, n, column, columns, _, rank, module, first in others.tolist():
-        if n > 0:
-            b = adapter_rows(plane, sites.table, first, rank, columns)
-            place = module * stride
-            own = xa[start:start + n, place:place + rank].to(y.dtype)
-            y[start:start + n, column:column + columns].addmm_(own, b)
-
-def lora(y, x, kv, sites, exchange=None, chosen=None):
-    """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A. chosen:
-    "triton", "cpp" (few rows in C++, A and B read in place; chunks by products) or "torch"."""
-    if sites.way == "bmm":
-        lora_bmm(y, x, kv, sites)
-        return
-    if chosen is None:
-        chosen = backend(x)
-    xa = x.new_zeros(len(x), sites.n_module * sites.max_rank, dtype=torch.float32)
-    shrink(xa, x, kv[0], sites, chosen)
+    width = sites.n_module * sites.max_rank
+    xa = x.new_zeros(len(x), width, dtype=torch.float32)
+    _shrink_kernel[grid](
+        x, kv[0], xa, sites.sites, sites.table, xa.size(1), sites.n_module,
+        x.size(1), W, block_m, block_r, block_k,
+        num_warps=warps, num_stages=6)
     if exchange is not None:
         xa = exchange(xa)
-    expand(y, xa, kv[1], sites, chosen)
+    n_block = cdiv(y.size(1), W) * cdiv(W, block)
+    _expand_kernel[(*grid, n_block)](
+        y, kv[1], xa, sites.sites, sites.table, xa.size(1), sites.n_module,
+        y.size(1), W, block_m, 32, block,
+        num_warps=warps, num_stages=5)
+
+def lora(y, x, kv, sites, exchange=None):
+    """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A, which
+    is then computed for all sites before it is used."""
+    chosen = backend(x)
+    if sites.way == "bmm":
+        lora_bmm(y, x, kv, sites)
+    elif chosen == "triton":
+        lora_triton(y, x, kv, sites, exchange)
+    elif chosen == "torch" or exchange is not None:
+        lora_ref(y, x, kv, sites, exchange)
+    else:
+        sizes = sites.n_few, x.size(1), y.size(1), kv[0, 0].numel()
+        cpp("lora", x, y, *kv, sites.sites, sites.table, *sizes)
+        if sites.max_chunk > 0:
+            chunks = sites.sites[sites.n_few:]
+            lora_ref(y, x, kv, replace(sites, sites=chunks))
 
 # -----------------------------------------------------------------------------
 # sampling and verification; gpt-fast's convention: p of the target model, q of the draft model
@@ -667,7 +621,8 @@ def probabilities(logits, temperature, top_k, top_p):
         limit = top_p.masked_fill(top_p == 1, 2)[:, None]
         hidden = (before >= limit) & (rank > 0)
         ordered = ordered.masked_fill(hidden, float("-inf"))
-        scaled = torch.full_like(scaled, float("-inf")).scatter(1, order, ordered)
+        nothing = torch.full_like(scaled, float("-inf"))
+        scaled = nothing.scatter(1, order, ordered)
     best = logits.max(-1, keepdim=True).indices
     one_hot = torch.zeros_like(logits).scatter_(1, best, 1)
     return torch.where(greedy[:, None], one_hot, scaled.softmax(-1))
@@ -780,6 +735,10 @@ template <class X, class Y> static inline float dot(const X* x, const Y* y, int 
     return sum;
 }
 
+static inline void prefetch(const T* x, int n) {
+    for (int i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(x + i);
+}
+
 // sum (n) += w[0] row 0 + w[1] row 1 + ..., four at a time; row i is on page pages[i * step] of kv
 static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
                             const int32_t* pages, int step, int n_row, int64_t W, int n) {
@@ -789,6 +748,8 @@ static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
         const T* b = kv + pages[(i + 1) * step] * W;
         const T* c = kv + pages[(i + 2) * step] * W;
         const T* d = kv + pages[(i + 3) * step] * W;
+        for (int next = i + 4; next < std::min(i + 8, n_row); next++)
+            prefetch(kv + pages[next * step] * W, n);
         for (int k = 0; k < n; k++)
             sum[k] += w[i] * a[k] + w[i + 1] * b[k] + w[i + 2] * c[k] + w[i + 3] * d[k];
     }
@@ -796,10 +757,6 @@ static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
         const T* a = kv + pages[i * step] * W;
         for (int k = 0; k < n; k++) sum[k] += w[i] * a[k];
     }
-}
-
-static inline void prefetch(const T* x, int n) {
-    for (int i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(x + i);
 }
 
 extern "C" {
@@ -920,41 +877,27 @@ void causal_softmax(T* scores, float* totals, int Hk, int n, int G, int context,
     }
 }
 
-// xa (N, n_module * max_rank) = x (N, n_in) A for sites with few rows, A (n_page, W) read in place
-void shrink(const T* x, const T* A, const int32_t* sites, const int32_t* table, float* xa, int S,
-            int n_in, int W, int n_module, int max_rank) {
-    const int n_page = (n_in + W - 1) / W;  // pages of a row of A
-    #pragma omp parallel for collapse(2) schedule(dynamic, 16)
-    for (int s = 0; s < S; s++)
-        for (int i = 0; i < max_rank; i++) {
-            const int32_t* site = sites + 8 * s;
-            const int32_t* pages = table + site[7] + i * n_page;
-            const int end = i < site[4] ? site[0] + site[1] : 0;
-            for (int64_t row = site[0]; row < end; row++) {
-                float sum = 0;
-                for (int p = 0; p < n_page; p++) {
-                    const T *a = A + (int64_t)pages[p] * W, *part = x + row * n_in + p * W;
-                    sum += dot(part, a, std::min(W, n_in - p * W));
-                }
-                xa[(row * n_module + site[6]) * max_rank + i] = sum;
-            }
-        }
-}
-
-// y (N, n_out) += xa (N, n_module * stride) B for sites with few rows, B (n_page, W) read in place
-void expand(T* y, const T* B, const int32_t* sites, const int32_t* table, const float* xa, int S,
-            int n_out, int W, int n_module, int stride) {
+// y (N, n_out) += x (N, n_in) A B for sites with few rows; A and B (n_page, W) are read in place
+void lora(const T* x, T* y, const T* A, const T* B, const int32_t* sites, const int32_t* table,
+          int S, int n_in, int n_out, int width) {
+    const int64_t W = width;
     #pragma omp parallel for schedule(dynamic, 1)
     for (int s = 0; s < S; s++) {
         const int32_t *site = sites + 8 * s, *pages = table + site[7];
-        const int columns = site[3], rank = site[5], n_page = (columns + W - 1) / W;
+        const int columns = site[3], rank = site[4];
+        const int a_page = (n_in + W - 1) / W, b_page = (columns + W - 1) / W;  // pages of a row
         for (int64_t row = site[0]; row < site[0] + site[1]; row++) {
+            std::vector<float> in(x + row * n_in, x + (row + 1) * n_in), xa(rank);
+            for (int i = 0; i < rank * a_page; i++) {
+                const int first = i % a_page * W, n = std::min(width, n_in - first);
+                if (i + 8 < rank * a_page) prefetch(A + pages[i + 8] * W, n);
+                xa[i / a_page] += dot(&in[first], A + pages[i] * W, n);
+            }
             T* own = y + row * n_out + site[2];
-            const float* weights = xa + (row * n_module + site[6]) * stride;
             std::vector<float> sums(own, own + columns);
-            for (int p = 0; p < n_page; p++)
-                add_rows(&sums[p * W], weights, B, pages + p, n_page, rank, W,
-                         std::min(W, columns - p * W));
+            for (int p = 0; p < b_page; p++)
+                add_rows(&sums[p * W], xa.data(), B, pages + p, b_page, rank, W,
+                         std::min(width, columns - p * width));
             std::copy(sums.begin(), sums.end(), own);
         }
     }
