@@ -243,10 +243,10 @@ def wait_for_gpu():
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
-def made_up_plan(model, decodes=0, context=0, chunk=0, past=0, last=True):
+def made_up_plan(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=True):
     """An iteration of requests that were never added: so many decodes, each after `context` cached
-    tokens, and a chunk after `past`. last: all sample a token. Returns the plan and an engine."""
-    sizes = [(context, 1)] * decodes + [(past, chunk)] * (chunk > 0)
+    tokens, and chunks after `past`. last: all sample a token. Returns the plan and an engine."""
+    sizes = [(context, 1)] * decodes + [(past, chunk)] * (chunks if chunk else 0)
     n_page = sum(n_past + n + 2 for n_past, n in sizes)
     engine = Engine(model, chunk=decodes + chunk, max_batch=len(sizes), n_page=n_page)
     plan = []
@@ -566,17 +566,17 @@ def fig9(place):
 @experiment("batch size, B", "time over SARATHI's", only="simulated")
 def fig10(place):
     """[SARATHI Fig. 10] seconds by operator, request-level batching over SARATHI, where decodes
-    piggyback perfectly. All linear operators have one line."""
+    piggyback perfectly, without a run's start and end. All linear operators have one line."""
     ratios = defaultdict(list)
     for C, (L, most) in product((256, 512), MAX_B.items()):
         for B in sorted({2, 6, most}):
             P, D = halves(L, chunk=C, B=B)
             chunk = C - B + 1
             mixed = place.operators(B - 1, L - 1, chunk, P // 2)
-            prefill = place.operators(0, 0, P)
+            prefill = place.operators(0, 0, P, 0, B)
             decode = place.operators(B, L - D // 2)
             for name in ("preproj", "attn", "postproj", "ffn_ln1"):
-                alone = prefill[name] + D * decode[name] / B
+                alone = (prefill[name] + D * decode[name]) / B
                 ratios[name].append(alone / (mixed[name] * P / chunk))
                 yield f"C = {C}, L = {L}", name, B, ratios[name][-1]
     for name, operator in (("ffn", "ffn_ln1"), ("projections", "preproj")):
