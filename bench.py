@@ -1056,7 +1056,8 @@ def roofline(place):
 
 @experiment("", "tokens/s, prompts too", only="measured")
 def peers(place):
-    """transformers' generate(), and PEFT's mixed batch of adapters, beside this engine."""
+    """transformers' generate(), and PEFT's mixed batch of adapters, beside this engine. All feed
+    the prompts at once."""
     import peft
     import transformers
     transformers.utils.logging.set_verbosity_error()
@@ -1068,7 +1069,8 @@ def peers(place):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
         theirs = theirs.to(model.device).eval()
         for B, peer in ((1, "transformers"), (8, "transformers"), (8, "PEFT")):
-            engine = Engine(model, max_batch=B, n_page=B * (P + D) + 1000)
+            n_page = B * (P + D) + 1000
+            engine = Engine(model, "prefill_first", max_batch=B, n_page=n_page)
             prompts = torch.zeros(B, P, dtype=torch.int64, device=model.device)
             options = dict(
                 attention_mask=torch.ones_like(prompts),
