@@ -739,21 +739,17 @@ static inline void prefetch(const T* x, int n) {
     for (int i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(x + i);
 }
 
-// sum (n) += w[0] row 0 + w[1] row 1 + ..., four at a time; row i is on page pages[i * step] of kv
+// sum (n) += w[0] row 0 + w[1] row 1 + ..., up to four rows; row i is on page pages[i * step] of kv
 static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
                             const int32_t* pages, int step, int n_row, int64_t W, int n) {
-    int i = 0;
-    for (; i + 4 <= n_row; i += 4) {
-        const T* a = kv + pages[i * step] * W;
-        const T* b = kv + pages[(i + 1) * step] * W;
-        const T* c = kv + pages[(i + 2) * step] * W;
-        const T* d = kv + pages[(i + 3) * step] * W;
-        for (int next = i + 4; next < std::min(i + 8, n_row); next++)
-            prefetch(kv + pages[next * step] * W, n);
+    if (n_row == 4) {
+        const T *a = kv + pages[0] * W, *b = kv + pages[step] * W;
+        const T *c = kv + pages[2 * step] * W, *d = kv + pages[3 * step] * W;
         for (int k = 0; k < n; k++)
-            sum[k] += w[i] * a[k] + w[i + 1] * b[k] + w[i + 2] * c[k] + w[i + 3] * d[k];
+            sum[k] += w[0] * a[k] + w[1] * b[k] + w[2] * c[k] + w[3] * d[k];
+        return;
     }
-    for (; i < n_row; i++) {
+    for (int i = 0; i < n_row; i++) {
         const T* a = kv + pages[i * step] * W;
         for (int k = 0; k < n; k++) sum[k] += w[i] * a[k];
     }
@@ -896,8 +892,13 @@ void lora(const T* x, T* y, const T* A, const T* B, const int32_t* sites, const 
             T* own = y + row * n_out + site[2];
             std::vector<float> sums(own, own + columns);
             for (int p = 0; p < b_page; p++)
-                add_rows(&sums[p * W], xa.data(), B, pages + p, b_page, rank, W,
-                         std::min(width, columns - p * width));
+                for (int i = 0; i < rank; i += 4) {
+                    const int32_t* rows = pages + i * b_page + p;
+                    for (int next = 4; next < std::min(8, rank - i); next++)
+                        prefetch(B + rows[next * b_page] * W, W);
+                    add_rows(&sums[p * W], &xa[i], B, rows, b_page, std::min(4, rank - i), W,
+                             std::min(width, columns - p * width));
+                }
             std::copy(sums.begin(), sums.end(), own);
         }
     }
