@@ -19,6 +19,7 @@ adapter [S-LoRA §5.1]. A page table lists the pages of a request in the order o
 import ctypes
 import hashlib
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
@@ -415,21 +416,22 @@ def attend_chunk(q, kv, pages, out):
     context are padded to multiples of 32, because oneDNN compiles a kernel for each shape."""
     n, _, D = q.shape
     n_past = len(pages) - n
-    q = F.pad(q, (0, 0, 0, 0, 0, -n % 32))
     padding = pages[-1:].expand(-len(pages) % 32)
     pages = torch.cat([pages, padding])
-    k, v = kv.index_select(1, pages).transpose(1, 2).contiguous()  # (Hk, context, D) each
+    k, v = kv.transpose(1, 2).index_select(2, pages)  # (Hk, context, D) each
+    q = q.unflatten(1, (len(k), -1)).transpose(0, 1)  # (Hk, n, G, D)
+    out = out.unflatten(1, (len(k), -1)).transpose(0, 1)
     for first in range(0, n, CHUNK_ROWS):
-        rows = q[first:first + CHUNK_ROWS].unflatten(1, (len(k), -1))
-        rows = rows.transpose(0, 1).contiguous()  # (Hk, m, G, D)
+        own = out[:, first:first + CHUNK_ROWS]
+        m = own.size(1)
+        rows = F.pad(q[:, first:first + CHUNK_ROWS], (0, 0, 0, 0, 0, -m % 32)).contiguous()
         context = cdiv(n_past + first + rows.size(1), 32) * 32
         scores = rows.flatten(1, 2) @ k[:, :context].mT  # (Hk, m * G, context)
         totals = torch.empty(*rows.shape[:3], 1)
         sizes = *rows.shape[:3], scores.size(2), n_past + first
         cpp("causal_softmax", scores, totals, *sizes, D ** -0.5)
-        values = (scores @ v[:, :context]).view_as(rows) / totals
-        values = values.transpose(0, 1).flatten(1, 2)  # (m, H, D)
-        out[first:first + CHUNK_ROWS] = values[:n - first]
+        values = (scores @ v[:, :context]).view_as(rows)
+        torch.div(values[:, :m], totals[:, :m], out=own)
 
 def attention(q, kv, batch):
     """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
@@ -671,6 +673,8 @@ def verify(p, q, drafts, n_drafts, u):
 # vectors of loops that it has jammed.
 FLAGS = ("-march=native -O3 -fno-loop-unroll-and-jam -fopenmp -shared -fPIC -fno-math-errno"
          " -ffinite-math-only -fno-signed-zeros -fno-trapping-math -fassociative-math")
+if platform.machine() == "x86_64":
+    FLAGS += " -mprefer-vector-width=512"  # of AVX-512; GCC prefers half of it
 
 SOURCE = r"""
 // Plain loops, which GCC turns into vector instructions. T is float or bf16, D is head_dim.
