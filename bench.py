@@ -245,7 +245,8 @@ def wait_for_gpu():
 
 def made_up_plan(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=True):
     """An iteration of requests that were never added: so many decodes, each after `context` cached
-    tokens, and chunks after `past`. last: all sample a token. Returns the plan and an engine."""
+    tokens, and so many chunks of `chunk` tokens, each after `past`. last: all sample a token.
+    Returns the plan and an engine."""
     sizes = [(context, 1)] * decodes + [(past, chunk)] * (chunks if chunk else 0)
     n_page = sum(n_past + n + 2 for n_past, n in sizes)
     engine = Engine(model, chunk=decodes + chunk, max_batch=len(sizes), n_page=n_page)

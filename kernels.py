@@ -172,7 +172,9 @@ def pack(weight):
     if weight.dtype == torch.bfloat16:
         fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         if len(weight) < 1024:
-            n_row = 1  # with None, some 300 to 1,400 rows keep only one core busy on AMX CPUs
+            # the layout for one row. With the default, oneDNN multiplies 300 to 1,400 rows on
+            # one core of a CPU with AMX.
+            n_row = 1
     return torch.ops.mkldnn._reorder_linear_weight(weight, n_row) if fast else weight
 
 def linear_ref(x, weight, bias=None):
@@ -425,8 +427,8 @@ def attend_chunk(q, kv, pages, out):
     q = q.unflatten(1, (len(k), -1)).transpose(0, 1)  # (Hk, n, G, D)
     out = out.unflatten(1, (len(k), -1)).transpose(0, 1)
     for first in range(0, n, CHUNK_ROWS):
-        own = out[:, first:first + CHUNK_ROWS]
-        m = own.size(1)
+        result = out[:, first:first + CHUNK_ROWS]
+        m = result.size(1)
         rows = F.pad(q[:, first:first + CHUNK_ROWS], (0, 0, 0, 0, 0, -m % 32)).contiguous()
         context = cdiv(n_past + first + rows.size(1), 32) * 32
         scores = rows.flatten(1, 2) @ k[:, :context].mT  # (Hk, m * G, context)
@@ -434,7 +436,7 @@ def attend_chunk(q, kv, pages, out):
         sizes = *rows.shape[:3], scores.size(2), n_past + first
         cpp("causal_softmax", scores, totals, *sizes, D ** -0.5)
         values = (scores @ v[:, :context]).view_as(rows)
-        torch.div(values[:, :m], totals[:, :m], out=own)
+        torch.div(values[:, :m], totals[:, :m], out=result)
 
 def attention(q, kv, batch):
     """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
@@ -590,8 +592,8 @@ def lora_triton(y, x, kv, sites, exchange):
         num_warps=warps, num_stages=5)
 
 def lora(y, x, kv, sites, exchange=None):
-    """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A, which
-    is then computed for all sites before it is used."""
+    """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A; on a
+    CPU the definition serves then."""
     chosen = backend(x)
     if sites.way == "bmm":
         lora_bmm(y, x, kv, sites)
@@ -626,8 +628,8 @@ def probabilities(logits, temperature, top_k, top_p):
         limit = top_p.masked_fill(top_p == 1, 2)[:, None]
         hidden = (before >= limit) & (rank > 0)
         ordered = ordered.masked_fill(hidden, float("-inf"))
-        nothing = torch.full_like(scaled, float("-inf"))
-        scaled = nothing.scatter(1, order, ordered)
+        impossible = torch.full_like(scaled, float("-inf"))
+        scaled = impossible.scatter(1, order, ordered)
     best = logits.max(-1, keepdim=True).indices
     one_hot = torch.zeros_like(logits).scatter_(1, best, 1)
     return torch.where(greedy[:, None], one_hot, scaled.softmax(-1))
@@ -677,7 +679,7 @@ def verify(p, q, drafts, n_drafts, u):
 FLAGS = ("-march=native -O3 -fno-loop-unroll-and-jam -fopenmp -shared -fPIC -fno-math-errno"
          " -ffinite-math-only -fno-signed-zeros -fno-trapping-math -fassociative-math")
 if platform.machine() == "x86_64":
-    FLAGS += " -mprefer-vector-width=512"  # of AVX-512; GCC prefers half of it
+    FLAGS += " -mprefer-vector-width=512"  # GCC uses vectors of 256 bits otherwise
 
 SOURCE = r"""
 // Plain loops, which GCC turns into vector instructions. T is float or bf16, D is head_dim.
