@@ -471,8 +471,7 @@ LORAS = {
         dict(r=16, lora_alpha=8, target_modules=["q_proj", "o_proj"], use_rslora=True),
         dict(r=20, lora_alpha=20, target_modules="all-linear"),
         dict(
-            r=8,
-            lora_alpha=8,
+            r=8, lora_alpha=8,
             target_modules=["q_proj", "down_proj", "o_proj"],
             alpha_pattern={"down_proj": 2, "model.layers.0.self_attn.q_proj": 12},
             rank_pattern={"layers.1.mlp.down_proj": 5, "^model.layers.1.self_attn.q_proj": 6},
@@ -1285,6 +1284,7 @@ def test_stats_of_an_iteration():
         pairs=128 * (100 + 64 / 2),  # a whole tile
         chunk_context=100 + 64,
         adapted=2,
+        adapted_chunks=1,
         lora_read=20,
         lora_pairs=64 * 10 + 2 * 20,
     )
@@ -1338,13 +1338,13 @@ FEATURES = {  # operators -> the features of an iteration that cost them seconds
     "preproj postproj ffn_ln1 ffn_ln2": "n_tokens",
     "others": "n_logits",
     "attn": "decodes context context_again chunks pairs chunk_context",
-    "lora": "adapted lora_read lora_pairs",
+    "lora": "adapted adapted_chunks lora_read lora_pairs",
 }
 
 def test_a_profile_counts_every_feature_to_its_operator():
     profile = sarathi.Profile.__new__(sarathi.Profile)  # nothing is timed
     CostModel.__init__(profile, TINY, float32)
-    profile.coefficients = [1.0] * 12
+    profile.coefficients = [1.0] * 13
     before = profile.split(IterationStats())
     for operators, features in FEATURES.items():
         for name in features.split():
