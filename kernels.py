@@ -427,16 +427,16 @@ def attend_chunk(q, kv, pages, out):
     q = q.unflatten(1, (len(k), -1)).transpose(0, 1)  # (Hk, n, G, D)
     out = out.unflatten(1, (len(k), -1)).transpose(0, 1)
     for first in range(0, n, CHUNK_ROWS):
-        result = out[:, first:first + CHUNK_ROWS]
-        m = result.size(1)
-        rows = F.pad(q[:, first:first + CHUNK_ROWS], (0, 0, 0, 0, 0, -m % 32)).contiguous()
+        block = q[:, first:first + CHUNK_ROWS]
+        m = block.size(1)
+        rows = q.new_zeros(len(k), cdiv(m, 32) * 32, *q.shape[2:])
+        rows[:, :m] = block
         context = cdiv(n_past + first + rows.size(1), 32) * 32
         scores = rows.flatten(1, 2) @ k[:, :context].mT  # (Hk, m * G, context)
-        totals = torch.empty(*rows.shape[:3], 1)
         sizes = *rows.shape[:3], scores.size(2), n_past + first
-        cpp("causal_softmax", scores, totals, *sizes, D ** -0.5)
+        cpp("causal_softmax", scores, *sizes, D ** -0.5)
         values = (scores @ v[:, :context]).view_as(rows)
-        torch.div(values[:, :m], totals[:, :m], out=result)
+        out[:, first:first + m] = values[:, :m]
 
 def attention(q, kv, batch):
     """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
@@ -707,9 +707,9 @@ struct bf16 {  // the upper half of a float
     }
 };
 
-// 2^x = 2^n 2^f with a whole n and |f| <= 1/2, for x < 127; relative error 3e-6
+// 2^x = 2^n 2^f with a whole n and |f| <= 1/2, for -100 < x < 127; relative error 3e-6
 static inline float power_of_2(float x) {
-    x = std::max(x, -126.0f);
+    x = std::max(x, -100.0f);
     int32_t n = (int32_t)(x + 126.5f) - 126;
     float f = x - n;
     float p = ((9.5701014e-3f * f + 5.591786e-2f) * f + 0.24024745f) * f;
@@ -725,17 +725,20 @@ static inline float sigmoid(float x) {
     return 1 / (1 + power_of_2(-LOG2E * std::max(x, -80.0f)));
 }
 
-// p = exp(scale (p - largest p)) for the first `seen` of n numbers, the others become 0. -> sum
-template <class P> static inline float softmax(P* p, int seen, int n, float scale) {
+// Softmax of scale p[i] for the first `seen` of n numbers, the others become 0. It computes whole
+// vectors: p and the buffer e have room for `seen` rounded up to a multiple of 32.
+template <class P> static inline void softmax(P* p, float* e, int seen, int n, float scale) {
+    const int end = (seen + 31) / 32 * 32;
     float top = -1e30f, sum = 0;
-    for (int i = 0; i < seen; i++) top = std::max(top, (float)p[i]);
-    for (int i = 0; i < seen; i++) {
-        float e = power_of_2(LOG2E * scale * (p[i] - top));
-        p[i] = e;
-        sum += e;
+    for (int i = seen; i < end; i++) p[i] = -1e30f;
+    for (int i = 0; i < end; i++) top = std::max(top, (float)p[i]);
+    for (int i = 0; i < end; i++) {
+        e[i] = power_of_2(LOG2E * scale * (p[i] - top));
+        sum += e[i];
     }
+    const float inverse = 1 / sum;
+    for (int i = 0; i < end; i++) p[i] = e[i] * inverse;
     memset(p + seen, 0, (n - seen) * sizeof(P));
-    return sum;
 }
 
 template <class X, class Y> static inline float dot(const X* x, const Y* y, int n) {
@@ -826,6 +829,7 @@ void rotate_write(const T* qkv, const float* cos, const float* sin, T* q, T* K, 
 void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int32_t* table,
             T* out, int R, int H, int Hk) {
     const int64_t W = Hk * D, G = H / Hk;
+    const float scale = 1 / std::sqrt(float(D));
     const int n_part = std::min(Hk, (omp_get_max_threads() + R - 1) / R);
     #pragma omp parallel for collapse(2) schedule(dynamic, 1)
     for (int r = 0; r < R; r++)
@@ -836,8 +840,9 @@ void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int3
             const int first = part * Hk / n_part, end = (part + 1) * Hk / n_part;  // kv heads
             const int n = span[1] * G, n_query = n * (end - first);  // of a kv head, of all
             const int width = (end - first) * D;
-            const int64_t stride = context + 16;  // queries in different sets of the L1 cache
-            std::vector<float> queries(n_query * D), p(n_query * stride), sums(n_query * D);
+            const int64_t stride = context + 32;  // queries in different sets of the L1 cache
+            std::vector<float> queries(n_query * D), p(n_query * stride), e(stride);
+            std::vector<float> sums(n_query * D);
             auto place = [&](int i) {  // of query i in q and out
                 return ((span[0] + i % n / G) * H + (first + i / n) * G + i % G) * D;
             };
@@ -852,11 +857,8 @@ void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int3
                         p[i * stride + t] = dot(&queries[i * D], k, D);
                 }
             }
-            for (int i = 0; i < n_query; i++) {
-                float* own = &p[i * stride];
-                float sum = softmax(own, n_past + i % n / G + 1, context, 1 / std::sqrt(float(D)));
-                for (int t = 0; t < context; t++) own[t] /= sum;
-            }
+            for (int i = 0; i < n_query; i++)
+                softmax(&p[i * stride], &e[0], n_past + i % n / G + 1, context, scale);
             for (int t = 0; t < context; t += 4) {
                 const int n_row = std::min(4, context - t);
                 for (int next = t + 16; next < std::min(t + 20, context); next++)
@@ -871,14 +873,17 @@ void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int3
         }
 }
 
-// Softmax in place of scores (Hk, n, G, context), without the division by totals (Hk, n, G). Row j
-// sees the first n_past + j + 1 columns, the others become 0.
-void causal_softmax(T* scores, float* totals, int Hk, int n, int G, int context, int n_past,
-                    float scale) {
-    #pragma omp parallel for
-    for (int64_t row = 0; row < Hk * n * G; row++) {
-        int seen = std::min(context, n_past + (int)row / G % n + 1);
-        totals[row] = softmax(scores + row * context, seen, context, scale);
+// Softmax in place of scores (Hk, n, G, context). Row j sees the first n_past + j + 1 columns, the
+// others become 0.
+void causal_softmax(T* scores, int Hk, int n, int G, int context, int n_past, float scale) {
+    #pragma omp parallel
+    {
+        std::vector<float> e(context);
+        #pragma omp for
+        for (int64_t row = 0; row < Hk * n * G; row++) {
+            int seen = std::min(context, n_past + (int)row / G % n + 1);
+            softmax(scores + row * context, &e[0], seen, context, scale);
+        }
     }
 }
 
