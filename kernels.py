@@ -427,10 +427,9 @@ def attend_chunk(q, kv, pages, out):
     q = q.unflatten(1, (len(k), -1)).transpose(0, 1)  # (Hk, n, G, D)
     out = out.unflatten(1, (len(k), -1)).transpose(0, 1)
     for first in range(0, n, CHUNK_ROWS):
-        block = q[:, first:first + CHUNK_ROWS]
-        m = block.size(1)
+        m = min(CHUNK_ROWS, n - first)
         rows = q.new_zeros(len(k), cdiv(m, 32) * 32, *q.shape[2:])
-        rows[:, :m] = block
+        rows[:, :m] = q[:, first:first + m]
         context = cdiv(n_past + first + rows.size(1), 32) * 32
         scores = rows.flatten(1, 2) @ k[:, :context].mT  # (Hk, m * G, context)
         sizes = *rows.shape[:3], scores.size(2), n_past + first
@@ -707,7 +706,8 @@ struct bf16 {  // the upper half of a float
     }
 };
 
-// 2^x = 2^n 2^f with a whole n and |f| <= 1/2, for -100 < x < 127; relative error 3e-6
+// 2^x = 2^n 2^f with a whole n and |f| <= 1/2, for x < 127; relative error 3e-6. Below -100 it is
+// 2^-100, which can be divided by a sum without becoming a denormal number: these are slow.
 static inline float power_of_2(float x) {
     x = std::max(x, -100.0f);
     int32_t n = (int32_t)(x + 126.5f) - 126;
@@ -840,7 +840,7 @@ void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int3
             const int first = part * Hk / n_part, end = (part + 1) * Hk / n_part;  // kv heads
             const int n = span[1] * G, n_query = n * (end - first);  // of a kv head, of all
             const int width = (end - first) * D;
-            const int64_t stride = context + 32;  // queries in different sets of the L1 cache
+            const int64_t stride = context + 32;  // for whole vectors, in different L1 cache sets
             std::vector<float> queries(n_query * D), p(n_query * stride), e(stride);
             std::vector<float> sums(n_query * D);
             auto place = [&](int i) {  // of query i in q and out

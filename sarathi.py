@@ -1183,7 +1183,7 @@ class Profile(CostModel):
         engine.add_adapter(64, 64)
         rng = np.random.default_rng(0)
         plans = [random_plan(rng, L, adapted=i > n // 4) for i in range(n)]
-        # small ones first: after a large iteration some CPUs are slower for a while
+        # small iterations first: after a large one, some CPUs are slower for a while
         plans.sort(key=lambda plan: self.stats(entries_of(plan, engine)).n_tokens)
         bar = tqdm(plans * n_round, "profile of this machine", leave=False, delay=3)
         rounds = np.array([time_plan(engine, plan) for plan in bar]).reshape(n_round, n)
