@@ -1,10 +1,11 @@
 """The papers' tables and figures, measured on this machine or simulated on hardware you lack.
 
-    python bench.py --chunk 256                      ceilings, Table 2 and Table 4 on this machine
+    python bench.py --chunk 256                      what users feel, Table 4 and Table 2, here
     python bench.py fig9 --hardware a6000 --plot .   one figure, simulated: a table and a picture
     python bench.py online --rate 4 --prompt 8..512  online serving, four requests per second
+    python bench.py online --scheduler my.py:Mine    your scheduler beside the built-in ones
     python bench.py scoreboard                       every number of the papers beside ours
-    python bench.py list                             all experiments
+    python bench.py list                             all experiments, and where they run
 
 An experiment is a generator of points (panel, series, x, ours). The papers' numbers are CLAIMS.
 Tables, JSON, pictures and the scoreboard derive from both. In reading order: claims; experiments;
@@ -17,14 +18,16 @@ import json
 import math
 import os
 import re
+import runpy
+import sys
 import tempfile
 import textwrap
 import time
 from collections import Counter, defaultdict, deque
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Callable, NamedTuple
@@ -37,9 +40,10 @@ from tqdm import tqdm
 from kernels import linear, pack
 from model import GPT, Adapter, load_model, preset
 from sarathi import (GEMM_FLOPS, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, CostModel, EarlyAbort,
-                     Engine, Iteration, IterationStats, Pipeline, Request, Sarathi, SarathiServe,
-                     Scheduler, Span, add_model_flags, check_choice, check_range, cluster,
-                     entries_of, fcfs, lcfs, run_command_line)
+                     Engine, Iteration, IterationStats, Pipeline, Policy, Request, Run, Sarathi,
+                     SarathiServe, Scheduler, Span, add_model_flags, cell, check_choice,
+                     check_range, cluster, entries_of, fcfs, free_memory, lcfs, run_command_line,
+                     table)
 
 # -----------------------------------------------------------------------------
 # claims and experiments
@@ -106,9 +110,7 @@ class Experiment(NamedTuple):
         shown as their median and half the distance between their quartiles."""
         name = self.run.__name__
         claims = CLAIMS.get(name, {}) if place.on in (None, self.on) else {}
-        lengths = {}  # length on this machine -> the paper's, for which it stands
-        if self.x == LENGTHS and not place.on:
-            lengths = {L: paper for L, paper in zip(place.lengths, MAX_B) if L not in MAX_B}
+        lengths = place.stands if self.x == LENGTHS else {}
         for panel, *keys, ours in self.run(place):
             series, x = (*keys, "", "")[:2]
             what = f"{panel}, {series}" if series else panel
@@ -125,9 +127,13 @@ class Experiment(NamedTuple):
                 source="simulated" if place.simulated else "measured")
             claim = claims.get((panel, series, lengths.get(x, x)))
             if claim:
-                row |= claim._asdict() | dict(inside=claim.holds(middle))
-                if claim.kind.startswith("at "):
-                    row |= dict(what=f"{what} ({claim.kind})", kind="bound")
+                row["paper"] = claim.paper
+                bound = claim.kind.startswith("at ")
+                if bound:
+                    row["what"] += f" ({claim.kind})"
+                if place.simulated:  # what is measured here is of another model than the paper's
+                    row |= dict(kind="bound" if bound else claim.kind, fit=claim.fit,
+                                note=claim.note, inside=claim.holds(middle))
             yield row
 
 def experiment(x="", y="", on=A6000_13B, only=""):
@@ -150,31 +156,44 @@ class Place:
         self.on = on  # None: this machine
         self.simulated = isinstance(model, CostModel)
         self.tapes = {}  # scheduler -> iterations of the last run with it
+        self.bar = tqdm(disable=True)  # a tick per measurement
         self.B = args.max_batch  # requests in a batch [SARATHI Table 4]
         self.jobs = partial(gamma_jobs, seed=42 + args.seed)
         # whether to take the papers' grids: those that are slow even if simulated, and the others
         self.full = args.size == "full" if args.size else self.simulated
         self.wide = self.full or self.simulated
         longest = model.config.block_size
-        lengths = [L for L in (MAX_B if on else (256, 512, 768)) if L <= longest]
+        lengths = MAX_B
+        if not on and model.device.type == "cpu":
+            lengths = (256, 512, 768)
+        elif not on:  # half of the memory, since some experiments hold two caches
+            n_page = free_memory(model.device) / 2 / model.config.page_bytes(model.dtype.itemsize)
+            longest = min(longest, int(n_page / self.B))
+        lengths = [L for L in lengths if L <= longest]
         self.lengths = args.lengths or lengths or [longest]
         for L in self.lengths:
-            check_range("--lengths", L, 64, longest)
+            check_range("--lengths", L, 64, model.config.block_size)
+        # length on this machine -> the paper's, for which it stands
+        self.stands = {} if on else {L: paper for L, paper in zip(self.lengths, MAX_B)
+                                     if L not in MAX_B}
         # lengths with the batch that fits
         self.sizes = [(L, self.B) for L in args.lengths or self.lengths[:1]]
         if self.wide and not args.lengths:
             self.sizes = [(L, B) for L, B in MAX_B.items() if L <= longest]
 
-    def rounds(self, *functions, n=0):
-        """Results of functions, a list per function. They take turns, so that a machine that
-        becomes slower does so for all; the first round warms up. A simulator needs one round."""
-        n_warm = 0 if self.simulated else 1
-        n_round = 1 if self.simulated else n or self.args.rounds
+    def rounds(self, *functions, share=1):
+        """Results of functions, a list per function. They take turns for `share` times --seconds,
+        so that a machine that becomes slower does so for all: at least two rounds, and the first
+        of more than two warms up. A simulator needs one round."""
         results = [[] for _ in functions]
-        for i in range(n_warm + n_round):
-            for j in sorted(range(len(functions)), reverse=i % 2 == 1):
+        start = time.perf_counter()
+        for n in count(1):
+            for j in sorted(range(len(functions)), reverse=n % 2 == 0):
                 results[j].append(functions[j]())
-        return [values[n_warm:] for values in results]
+                self.bar.update()
+            elapsed = time.perf_counter() - start
+            if self.simulated or (n >= 2 and elapsed > share * self.args.seconds):
+                return results if n <= 2 else [values[1:] for values in results]
 
     def seconds(self, *shapes, last=True):
         """Seconds of iterations of these shapes, as of made_up_plan: (n_shape, n_round)."""
@@ -203,9 +222,13 @@ class Place:
         seconds = self.seconds(shape, last=last)[0] / parts.total()
         return {operator: part * seconds for operator, part in parts.items()}
 
-    def serve(self, jobs, B, clients=0, adapters=(), n_page=0, **options):
+    def serve(self, jobs, B, clients=0, adapters=(), n_end=0, n_page=0, **options):
         """The Run of jobs in batches of up to B requests, by an engine with the flags' options."""
         scheduler = options.pop("scheduler", self.args.scheduler)
+        if isinstance(scheduler, type):
+            scheduler = scheduler()
+        if isinstance(options.get("spec"), type):
+            options["spec"] = options["spec"]()
         n_page = n_page or B * max(job.prompt + job.output for job in jobs)
         engine = Engine(
             self.model,
@@ -216,19 +239,21 @@ class Place:
             seed=self.args.seed,
             record=self.tape(scheduler),
             **options)
-        return serve(engine, jobs, clients, adapters)
+        return serve(engine, jobs, clients, adapters, n_end)
 
     def tape(self, scheduler):
         """Where an engine records its iterations, if a picture or a trace is wanted."""
-        name = scheduler if isinstance(scheduler, str) else f"C = {scheduler.chunk}"
+        name = scheduler if isinstance(scheduler, str) else type(scheduler).__name__
+        if isinstance(scheduler, (Sarathi, SarathiServe)):
+            name = f"C = {scheduler.chunk}"
         if self.args.plot or self.args.trace:
             self.tapes[name] = deque(maxlen=60000)
         return self.tapes.get(name)
 
-    def race(self, ways, n=0, **common):
+    def race(self, ways, **common):
         """Serve in several ways {name: options} in interleaved rounds. Returns {name: [Run]}."""
         functions = [partial(self.serve, **common | way) for way in ways.values()]
-        return dict(zip(ways, self.rounds(*functions, n=n)))
+        return dict(zip(ways, self.rounds(*functions, share=3)))
 
 def timed(function, *arguments, clock=time.perf_counter, **options):
     """A function that calls another one and returns its seconds on a clock."""
@@ -242,6 +267,24 @@ def timed(function, *arguments, clock=time.perf_counter, **options):
 def wait_for_gpu():
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+def cpu_seconds():
+    """Seconds: on the clock, of all processes and virtual machines on this machine's cores, and of
+    this process. Linux counts them; elsewhere the middle one is this process's."""
+    own = sum(os.times()[:4])
+    everything = own
+    if os.path.exists("/proc/stat"):
+        user, nice, system, _, _, *others = map(int, Path("/proc/stat").read_text().split()[1:9])
+        everything = (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
+    return np.array([time.perf_counter(), everything, own])
+
+def warn_of_others(before):
+    """One line on stderr if other processes took more than a tenth of the cores since."""
+    elapsed, everything, own = cpu_seconds() - before
+    share = (everything - own) / elapsed / os.cpu_count()
+    if share > 0.1:
+        print(f"warning: other processes took {share:.0%} of the cores meanwhile, measured times "
+              "are too long", file=sys.stderr)
 
 def made_up_plan(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=True):
     """An iteration of requests that were never added: so many decodes, each after `context` cached
@@ -269,7 +312,11 @@ load_once = cache(load_model)
 def this_machine(args):
     """A Place of this machine, with a model on it."""
     on_cpu = args.device == "cpu"
-    name = args.model or ("llama-30m" if on_cpu else "llama-7b")
+    name = args.model or "llama-30m"
+    if not args.model and not on_cpu:  # the paper's model, if the weights leave room for a cache
+        room = 0.3 * torch.cuda.mem_get_info()[1]  # in parameters of two bytes
+        names = ("llama-13b", "llama-7b", "tinyllama-1.1b")
+        name = next((name for name in names if preset(name).n_params < room), name)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     model, _ = load_once(name, dtype, args.device, args.seed)
     machine = f"{torch.get_num_threads()} threads of a CPU with "
@@ -312,27 +359,10 @@ def zipf_jobs(n):
     lengths = 1024 + np.random.default_rng(0).choice(3073, n, p=weights / weights.sum())
     return [Job(0.0, *halves(L, 10)) for L in lengths.tolist()]
 
-class Run:
-    """How requests were served. Times in seconds; lists have an entry per finished request."""
-    def __init__(self, requests, start):
-        done = [r for r in requests if r.state in ("length", "stop")]
-        self.requests = requests
-        self.start = start
-        self.ends = sorted(r.times[-1] for r in done)
-        self.seconds = self.ends[-1] - start
-        self.requests_per_second = len(done) / self.seconds
-        self.tokens_per_second = sum(r.max_len for r in done) / self.seconds
-        self.latency = fmean(r.times[-1] - r.arrival for r in done)
-        self.ttfts = [r.ttft for r in done]
-        self.tpots = [r.tpot for r in done]
-        self.stalls = [max(np.diff(r.times), default=0.0) for r in done]  # longest gap of tokens
-        # share of all requests with a first token within 6 s [S-LoRA §4.3]
-        self.attainment = sum(ttft < 6 for ttft in self.ttfts) / len(requests)
-
-def serve(engine, jobs, clients=0, adapters=()):
-    """Serve jobs until all have ended. clients: so many are there at once, and the next one comes
-    when one has ended; 0: they come at their arrival. adapters: dealt in turns to the jobs' names.
-    Returns a Run."""
+def serve(engine, jobs, clients=0, adapters=(), n_end=0):
+    """Serve jobs until all have ended, or n_end of them. clients: so many are there at once, and
+    the next one comes when one has ended; 0: they come at their arrival. adapters: dealt in turns
+    to the jobs' names. Returns a Run."""
     for name in {job.adapter for job in jobs} - {None}:
         engine.add_adapter(name, adapters[int(name) % len(adapters)])
     start = engine.clock.now()
@@ -348,9 +378,18 @@ def serve(engine, jobs, clients=0, adapters=()):
             if engine.record is not None:
                 arrived = (request.id, 0, 0, 0, 0)
                 engine.record.append(Iteration(request.arrival, request.arrival, [arrived]))
+    def on_event(event):
+        add(bool(event.finished))
+        if n_end and len(requests) - len(engine.requests) >= n_end:
+            for id in list(engine.requests):
+                engine.abort(id)
     add(clients or len(jobs))
-    engine.run(lambda event: add(bool(event.finished)))
+    engine.run(on_event)
     return Run(requests, start)
+
+def attainment(run):
+    """Share of all requests with a first token within 6 s [S-LoRA §4.3]"""
+    return sum(ttft < 6 for ttft in run.ttfts) / len(run.requests)
 
 def halves(L, pd=0, chunk=0, B=1):
     """Cut L tokens into (prompt, output) with a ratio of P:D. pd = 0: chunk / (B - 1), where
@@ -365,6 +404,21 @@ def halves(L, pd=0, chunk=0, B=1):
 
 # -----------------------------------------------------------------------------
 # the main job
+
+@experiment()
+def users(place):
+    """What users feel: the same arrivals with static batching, prefill-first and chunked prefill,
+    at 0.9 of the load that chunked prefill can serve. A stall is a time without a new token in the
+    middle of an output."""
+    L = max(place.lengths)
+    jobs = place.jobs(1, 2 * place.B, prompt=(L // 6, 9 * L // 10), output=(L // 48, L // 12))
+    options = dict(B=place.B, scheduler="sarathi")
+    rate = 0.9 * place.serve(at_rate(jobs), **options).requests_per_second
+    ways = {name: dict(scheduler=name) for name in ("static", "prefill_first", "sarathi")}
+    for name, runs in place.race(ways, jobs=at_rate(jobs, rate), B=place.B).items():
+        for figure in ("tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
+            yield figure, name, [run.figures[figure] for run in runs]
+        yield "longest stall ms", name, [1e3 * max(run.stalls) for run in runs]
 
 @experiment()
 def ceilings(place):
@@ -398,7 +452,8 @@ def measure_ceilings(place):
 
 @experiment()
 def table2(place):
-    """[SARATHI Table 2] a prefill-only, a decode-only and a decode-maximal batch, by operator."""
+    """[SARATHI Table 2] a prefill-only, a decode-only and a decode-maximal batch, by operator: a
+    prompt of 1,024 tokens (or the longest length), four decodes, three beside the prompt."""
     L = min(1024, max(place.lengths))
     batches = {
         "prefill-only": (0, 0, L),
@@ -437,33 +492,42 @@ def decode_speedup(place, L, B):
 def gains(place, P, D, B, *schedulers):
     """How many times as fast as request-level batching, (n_scheduler, n_round), for equal requests
     of P + D tokens. The time of the middle third of the requests counts: how a run begins and
-    ends says little of a server."""
+    ends says little of a server. A static batch has no beginning: one of them is enough."""
     n = B * (15 if place.simulated else 3)
-    functions = [partial(place.serve, [Job(0.0, P, D)] * n, B, scheduler=scheduler)
-                 for scheduler in ("static", *schedulers)]
-    ends = np.array([[run.ends for run in runs] for runs in place.rounds(*functions)])
-    seconds = ends[:, :, 2 * n // 3 - 1] - ends[:, :, n // 3 - 1]
-    return seconds[0] / seconds[1:]
+    jobs = [Job(0.0, P, D)] * n
+    functions = [partial(place.serve, jobs[:B], B, scheduler="static")]
+    functions += [partial(place.serve, jobs, B, scheduler=scheduler, n_end=2 * n // 3)
+                  for scheduler in schedulers]
+    static, *others = place.rounds(*functions, share=3)
+    ends = np.array([[(run.ends[n // 3 - 1], run.ends[2 * n // 3 - 1]) for run in runs]
+                     for runs in others])
+    batch = np.array([run.seconds for run in static])
+    return n / 3 / B * batch / np.diff(ends)[:, :, 0]
 
-def explain(place, rows):
-    """One paragraph on the limits of the gain on this machine."""
-    ours = {(row["experiment"], *row["at"]): row["ours"] for row in rows}
-    ridge = ours["ceilings", "ridge point (tokens)", "", ""]
-    attention = ours["table2", "attn (ms)", "decode-only", ""]
-    attention /= attention + ours["table2", "linear (ms)", "decode-only", ""]
-    throughput = [ours["table4", "throughput", "", L] for L in place.lengths]
+def explain(parts):
+    """One paragraph on what chunks gain on this machine, from the main job's rows."""
+    ours = {}
+    for (place, rows), *_ in parts.values():
+        ours |= {(row["experiment"], *row["at"]): row["ours"] for row in rows}
+    prefill, decode = [sum(ours["table2", f"{part} (ms)", batch, ""] for part in ("linear", "attn"))
+                       for batch in ("prefill-only", "decode-only")]
+    place = parts["users"][0][0]
     L = place.lengths[-1]
-    C = place.args.chunk
-    whole, parts = [prefill_in_chunks(place, L, n)["prefill"] for n in (L, C)]
+    P, D = halves(L, chunk=place.args.chunk, B=place.B)
+    most = 1 + D * decode / (place.B * prefill)
+    gains = [ours["table4", "throughput", "", L] for L in place.lengths]
+    stalls = [ours["users", "longest stall ms", name, ""] for name in ("prefill_first", "sarathi")]
+    speeds = [ours["users", "tokens/s", name, ""] for name in ("prefill_first", "sarathi")]
     return (
-        f"On {place.source}, the ridge point is {ridge:.0f} tokens: reading a weight takes as long "
-        f"as multiplying it with so many. A batch of {place.B} decodes reads every weight for "
-        f"{place.B} tokens; beside a chunk of {C} tokens they are read once for both. "
-        f"So decodes can become at most about {max(1, ridge / place.B):.1f} times cheaper. "
-        f"Two parts do not: the output head, and attention, {attention:.0%} of a batch of decodes. "
-        f"A prompt of {L} tokens takes {parts / whole:.2f} times as long in such chunks as whole. "
-        f"Throughput is {min(throughput):.2f} to {max(throughput):.2f} times that of "
-        "request-level batching.")
+        "Chunks end stalls: the longest pause in an output is "
+        f"{stalls[1]:.0f} ms instead of {stalls[0]:.0f}, at {speeds[1] / speeds[0]:.2f} times "
+        "prefill-first's throughput. "
+        "They raise throughput only where decodes take long beside prompts. One read of a weight "
+        f"pays for {ours['ceilings', 'ridge point (tokens)', '', '']:.0f} tokens here (the ridge "
+        f"point). A prompt of {L} tokens takes {prefill:.0f} ms and a batch of decodes "
+        f"{decode:.1f} ms, so that requests of {P} + {D} tokens could be served {most:.2f} times "
+        f"as fast at best, if decodes cost nothing. Measured: {min(gains):.2f} to "
+        f"{max(gains):.2f} times request-level batching.")
 
 # -----------------------------------------------------------------------------
 # SARATHI's figures
@@ -755,9 +819,9 @@ def slora_fig6(place):
     for rate in (1, 2, 4, 6, 8):
         run = slora(place, "S4", 400, rate, 300)
         yield "requests/s", "", rate, run.requests_per_second
-        yield "latency (s)", "", rate, run.latency
+        yield "latency (s)", "", rate, fmean(run.latencies)
         yield "first token (s)", "", rate, fmean(run.ttfts)
-        yield "attainment", "", rate, run.attainment
+        yield "attainment", "", rate, attainment(run)
 
 @experiment("GPUs, N", "requests/s", Hardware("llama-33b", "a100-40", 2), "simulated")
 def slora_fig8(place):
@@ -787,7 +851,7 @@ def slora_fig10(place):
     for panel, name, cv in CLAIMS["slora_fig10"]:
         orders = {"fcfs": fcfs, "lcfs": lcfs, "early abort": EarlyAbort(6.0)}
         run = slora(place, "S4", 400, 6, 300, cv=cv, order=orders[name])
-        yield panel, name, cv, run.attainment
+        yield panel, name, cv, attainment(run)
 
 @experiment("adapters in a batch, d", "", Hardware("llama-7b", "a100-40", 1, "lightllm"),
             "simulated")
@@ -796,7 +860,7 @@ def clustering(place):
     for d in (1, 2, 4, 8, 32):
         run = slora(place, "S2", 32, 2, 120, order=cluster(d))
         yield "requests/s", "", d, run.requests_per_second
-        yield "attainment", "", d, run.attainment
+        yield "attainment", "", d, attainment(run)
 
 @experiment("", "tokens/s", only="measured")
 def slora_here(place):
@@ -818,7 +882,7 @@ def slora_here(place):
         "bmm": dict(lora="bmm"),
         "merge and swap": dict(lora="merge")}
     common = dict(jobs=few, B=place.B, n_page=place.B * L + pages, alloc="grow", adapters=adapters)
-    for name, runs in place.race(ways, 3, **common).items():
+    for name, runs in place.race(ways, **common).items():
         yield "throughput", name, [run.tokens_per_second for run in runs]
 
 # -----------------------------------------------------------------------------
@@ -839,7 +903,7 @@ def latencies(place, rates, choices, alpha, draft="ngram", P=128):
     times = defaultdict(list)
     for rate in rates:
         jobs = place.jobs(rate, 60 if place.full else 10, prompt=[P], output=[128])
-        latency = {name: place.serve(jobs, spec=spec, **options).latency
+        latency = {name: fmean(place.serve(jobs, spec=spec, **options).latencies)
                    for name, spec in choices.items()}
         for name in choices:
             times[name].append(latency["off"] / latency[name])
@@ -913,12 +977,12 @@ def timeline(place):
     unit = np.median(place.seconds((0, 0, L)))  # arrivals are in prefills of L tokens
     sizes = ((0, 1, 24), (0, 2, 12), (0, 1, 36), (0.6, 6, 16), (1.5, 4, 10), (2.2, 2, 12))
     jobs = [Job(arrival * unit, eighths * L // 8, output) for arrival, eighths, output in sizes]
-    for name in ("static", "prefill_first", "sarathi"):
-        run = place.serve(jobs, 4, scheduler=name)
-        yield "TTFT, mean (s)", name, fmean(run.ttfts)
-        yield "TPOT, mean (s)", name, fmean(run.tpots)
-        yield "longest stall (s)", name, max(run.stalls)
-        yield "all done (s)", name, run.seconds
+    ways = {name: dict(scheduler=name) for name in ("static", "prefill_first", "sarathi")}
+    for name, runs in place.race(ways, jobs=jobs, B=4).items():
+        yield "TTFT, mean (s)", name, [fmean(run.ttfts) for run in runs]
+        yield "TPOT, mean (s)", name, [fmean(run.tpots) for run in runs]
+        yield "longest stall (s)", name, [max(run.stalls) for run in runs]
+        yield "all done (s)", name, [run.seconds for run in runs]
 
 @experiment("concurrent requests, n", on=Hardware("llama-7b", "h100", 1, "vllm"))
 def tng(place):
@@ -931,10 +995,10 @@ def tng(place):
     for n in (1, 2, 4, 8, 16, 32, 64, 128) if place.full else (1, 4, 12):
         n_job = (4 if place.full else 2) * max(n, 3)
         jobs = place.jobs(1, n_job, prompt=(8, L // 2), output=(4, L // 8))
-        for name, (run,) in place.race(ways, 1, jobs=jobs, B=n, clients=n).items():
-            yield "throughput (tokens/s)", name, n, run.tokens_per_second
-            yield "TTFT, median (s)", name, n, median(run.ttfts)
-            yield "TPOT, median (s)", name, n, median(run.tpots)
+        for name, runs in place.race(ways, jobs=jobs, B=n, clients=n).items():
+            yield "throughput (tokens/s)", name, n, [run.tokens_per_second for run in runs]
+            yield "TTFT, median (s)", name, n, [median(run.ttfts) for run in runs]
+            yield "TPOT, median (s)", name, n, [median(run.tpots) for run in runs]
     if place.simulated:
         ratios = []
         for n, pd in product((8, 32, 128), (4, 16, 64)):
@@ -952,7 +1016,9 @@ def read_jobs(path):
 
 @experiment("seconds", "share of requests")
 def online(place):
-    """TTFT, TPOT and stalls by scheduler. Flags: --rate, --cv, --prompt, --output, --jobs."""
+    """TTFT, TPOT and the longest stall of a request, by scheduler. Flags: --rate, --cv, --prompt,
+    --output, --jobs; --scheduler and --spec add rows (drafts by prompt lookup beside --scheduler's
+    batches, each accepted with a chance of 0.7)."""
     args = place.args
     L = max(place.lengths)
     B = 2 * place.B
@@ -962,19 +1028,21 @@ def online(place):
         prompt = args.prompt or (8, L // 2)
         output = args.output or (4, max(4, L // 16))
         n = 320 if place.full else 32
-        jobs = place.jobs(1, n, args.cv, prompt=prompt, output=output)
+        jobs = place.jobs(1, n, args.cv or 1.0, prompt=prompt, output=output)
         rate = args.rate or 0.7 * place.serve(at_rate(jobs), B).requests_per_second
         jobs = at_rate(jobs, rate)
-    for name in SCHEDULERS:
-        run = place.serve(jobs, B, scheduler=name)
-        yield "throughput (requests/s)", name, run.requests_per_second
-        waits = {"TTFT": run.ttfts, "TPOT": run.tpots, "longest stall": run.stalls}
-        for what, seconds in waits.items():
-            curve = np.percentile(seconds, range(101)).tolist()
-            for q in (50, 90, 99):
-                yield f"{what}, p{q} (s)", name, curve[q]
-            for q in range(101):
-                yield f"CDF of {what}", name, curve[q], q / 100
+    ways = {name_of(scheduler): dict(scheduler=scheduler)
+            for scheduler in dict.fromkeys([*SCHEDULERS, args.scheduler])}
+    if args.spec:
+        for spec in dict.fromkeys(["goodput", args.spec]):
+            ways[name_of(spec)] = dict(spec=spec, draft="ngram", alpha=0.7)
+    for name, runs in place.race(ways, jobs=jobs, B=B).items():
+        for figure in runs[0].figures:
+            yield figure, name, [run.figures[figure] for run in runs]
+        for what in ("ttfts", "tpots", "stalls"):
+            curves = np.percentile([getattr(run, what) for run in runs], range(101), axis=1)
+            for q, seconds in enumerate(np.median(curves, 1).tolist()):
+                yield f"CDF of {what}", name, seconds, q / 100
 
 # -----------------------------------------------------------------------------
 # autopilot, and how far the simulator and the engine can be trusted
@@ -1006,9 +1074,10 @@ def autopilot(place):
         for chunk, spec in grid if place.full else grid[5::12]:
             runs.append(run(scheduler=SarathiServe(chunk), spec=spec))
         met = [not target or np.quantile(run.tpots, 0.9) <= target for run in runs]
-        fixed = [run.latency for run, ok in zip(runs[1:], met[1:]) if ok]
+        latency, *others = [fmean(run.latencies) for run in runs]
+        fixed = [seconds for seconds, ok in zip(others, met[1:]) if ok]
         if fixed:
-            ratios.append(runs[0].latency / min(fixed))
+            ratios.append(latency / min(fixed))
             yield "latency over the best", workload.strip(), ratios[-1]
             missed += not met[0]
     yield "all workloads", "mean", fmean(ratios)
@@ -1025,7 +1094,7 @@ def fidelity(place):
     L = max(place.lengths) // 2
     jobs = at_rate(place.jobs(1, 4 * place.B, prompt=(8, L), output=(4, max(8, L // 8))))
     ways = {name: dict(scheduler=name) for name in ("static", "orca", "prefill_first", "sarathi")}
-    measured = place.race(ways, 3, jobs=jobs, B=place.B)
+    measured = place.race(ways, jobs=jobs, B=place.B)
     simulated = twin.race(ways, jobs=jobs, B=place.B)
     for name in ways:
         real = np.median([iteration_seconds(run) for run in measured[name]], 0)
@@ -1091,7 +1160,7 @@ def peers(place):
             names = options.get("adapter_names")
             rounds = place.rounds(timed(engine.generate, prompts.tolist(), D, names),
                                   timed(theirs.generate, input_ids=prompts, **options))
-            for name, seconds in zip(("sarathi", peer), np.array(rounds)):
+            for name, seconds in zip(("sarathi", "the other"), np.array(rounds)):
                 yield f"{peer}, B = {B}", name, B * (P + D) / seconds
 
 # -----------------------------------------------------------------------------
@@ -1107,9 +1176,23 @@ def scoreboard(args):
     """Every number of the papers beside ours, simulated with one set of constants. Returns rows."""
     names = [name for name in CLAIMS if EXPERIMENTS[name].only != "measured"]
     with ProcessPoolExecutor(os.cpu_count()) as executor:
-        rows = sum(executor.map(partial(scoreboard_rows, args), names), [])
-    print(table(rows, ("experiment", "what", "paper", "ours", "kind", "fit", "inside", "note")))
-    print("\nValues within 15 %, gains within 30 % of what they gain, bounds as they say:\n")
+        runs = [executor.submit(scoreboard_rows, args, name) for name in names]
+        for _ in tqdm(as_completed(runs), "scoreboard", len(runs), leave=False, delay=3):
+            pass
+    rows = sum((run.result() for run in runs), [])
+    heads = ("experiment", "what", "paper", "ours", "kind", "inside")
+    lines = []
+    for row in rows:
+        kind = row["kind"] + "*" * row["fit"]
+        inside = "yes" if row["inside"] else "no"
+        lines.append([row["experiment"], row["what"], row["paper"], row["ours"], kind, inside])
+    print(f"{table(heads, lines)}\n\nThe misses, and what was seen:\n")
+    for row in rows:
+        if not row["inside"]:
+            text = f"- {row['experiment']}, {row['what']}: {row['note']}"
+            print(textwrap.fill(text, 118, subsequent_indent="  "))
+    print("\nValues within 15 %, gains within 30 % of what they gain, bounds as they say; a constant"
+          " was fitted to\nthose with a *:\n")
     for fit, kind in product((False, True), ("value", "gain", "bound")):
         inside = [row["inside"] for row in rows if row["kind"] == kind and row["fit"] == fit]
         if inside:
@@ -1117,20 +1200,66 @@ def scoreboard(args):
             print(f"- {role} {kind}s: {sum(inside)} of {len(inside)} ({fmean(inside):.0%})")
     return rows
 
-def cell(value):
-    """Three significant digits; a dash for None."""
-    if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return {None: "-", True: "yes", False: "no"}.get(value, value)
+MOST_LINES = 24  # of a table; more points are left to the picture
 
-def table(rows, columns=("what", "paper", "ours", "spread", "source")):
-    """Rows as a Markdown table, without the curves of CDFs."""
-    rows = [row for row in rows if not row["what"].startswith("CDF")]
-    lines = [columns] + [[cell(row[name]) for name in columns] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    lines.insert(1, ["-" * width for width in widths])
-    padded = [map(str.ljust, line, widths) for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+def tables(what, parts):
+    """The Markdown tables of an experiment: its curves, then its points without an x.
+    parts: [(place, rows)], the same experiment measured and simulated, or one of both."""
+    texts = []
+    for is_curve in (True, False):
+        here = {row["at"][1] for row in parts[0][1]}  # the series of both places
+        chosen = [(place, [row for row in rows
+                           if (row["at"][2] != "") == is_curve and row["at"][1] in here])
+                  for place, rows in parts]
+        # columns are panels or series, or every point has a line: the table that is filled best
+        layouts = [lay_out(what, chosen, by) for by in (0, 1, None)]
+        share, text = max(layouts, key=lambda layout: layout[0])
+        n_point = len(chosen[0][1])
+        if n_point:
+            texts.append(text if share else f"({n_point} points: see --plot and --json)")
+    return "\n\n".join(texts)
+
+def lay_out(what, parts, by):
+    """A table of points. by: the part of (panel, series, x) that names the columns; None: none.
+    Returns (share of its cells that are filled, text); the share is 0 if the table is too large."""
+    lines = defaultdict(dict)  # the other parts of points -> {(column, kind of number): text}
+    columns = {}
+    for place, rows in parts:
+        kind = "simulated" if place.on else "here"
+        if by is None and len(rows) > MOST_LINES:
+            rows = [row for row in rows if row["paper"] is not None]
+        for row in rows:
+            keys = [place.stands.get(key, key) for key in row["at"]]
+            column = what.y or "ours"
+            if by is not None:
+                column = keys[by]
+                keys[by] = ""
+            columns[column] = None
+            line = lines[tuple(keys)]
+            line[column, kind] = cell(row["ours"])
+            if row["spread"]:
+                line[column, kind] += f" ± {float(format(row['spread'], '.2g')):g}"
+            if row["paper"] is not None:
+                bound = re.search(r"at (least|most)", row["what"])
+                line[column, "paper"] = f"{bound[0]} {row['paper']:g}" if bound else row["paper"]
+    if not lines:
+        return 0.0, ""
+
+    first = "simulated" if parts[0][0].on else "here"
+    kinds = [first, "simulated", "paper"] if len(parts) > 1 else [first, "paper"]
+    pairs = [pair for pair in product(columns, kinds) if any(pair in line for line in lines.values())]
+    of_lines = [i for i in range(3) if any(keys[i] != "" for keys in lines)]
+    heads = [("", "", what.x.rpartition(" ")[2])[i] for i in of_lines]
+    for column, kind in pairs:
+        here = f"{column}, here" if len(parts) > 1 else column
+        heads.append(here if kind == first else kind)
+    lengths = {paper: f"{L} (paper: {paper})" for L, paper in parts[0][0].stands.items()}
+    text = table(heads, [[lengths.get(keys[i], keys[i]) for i in of_lines] + [*map(line.get, pairs)]
+                         for keys, line in lines.items()])
+    n_filled = sum((column, first) in line for line in lines.values() for column in columns)
+    share = n_filled / len(lines) / len(columns) * (0.6 if by is None else 1.0)
+    fits = len(lines) <= MOST_LINES and text.index("\n") <= 120
+    return share * fits, text
 
 COLORS = {  # the same thing has the same color in every picture
     "C = 128": "#93c4ea",
@@ -1172,8 +1301,9 @@ def draw(rows, what):
             color = COLORS.get(name, f"C{j}")
             if what.x:
                 ax.plot(xs, ours, ".-", color=color, label=name or "ours")
-                ax.set_xscale("log", base=2)
-                ax.xaxis.set_major_formatter("{x:.4g}")
+                if what.x != "seconds":
+                    ax.set_xscale("log", base=2)
+                    ax.xaxis.set_major_formatter("{x:.4g}")
             else:
                 ax.bar(xs, ours, color=color, label=name)
                 ax.tick_params("x", labelrotation=90 if len(xs) > 3 else 0)
@@ -1262,6 +1392,9 @@ def write_trace(path, tapes):
 # -----------------------------------------------------------------------------
 # command line
 
+MAIN_JOB = ["users", "table4", "table2", "ceilings"]
+WHERE = {"": "here, or --hardware", "measured": "here", "simulated": "simulated"}
+
 def token_counts(text):
     """A type of argparse: 256, or 256,512,768, or 8..512."""
     if not re.fullmatch(r"[1-9]\d*((,|\.\.)[1-9]\d*)*", text):
@@ -1276,31 +1409,55 @@ def parse_arguments(words=None):
         formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS)
     flag = parser.add_argument
     flag("experiments", nargs="*", help="names from `list`, or all, list, scoreboard; default: "
-         "ceilings table2 table4")
+         f"{' '.join(MAIN_JOB)}")
     add_model_flags(parser, None)
+    flag("--scheduler", default="sarathi", type=partial(class_in_file, base=Scheduler),
+         help="how batches are filled, of those that name no scheduler; FILE.py:CLASS: your own")
     flag("--chunk", type=lambda text: text if text == "auto" else int(text), default=256,
          help="tokens of a prefill chunk; auto: a profile picks it [SARATHI §4.2]; default: 256")
     flag("--hardware", choices=GPUS, help="simulate this GPU instead of measuring")
     flag("--lengths", type=token_counts, help="tokens per request, prompt and output; default: "
          "256,512,768 here, 1024,2048,3072 simulated")
     flag("--max-batch", type=int, default=6, help="requests in a batch; default: 6")
-    flag("--rounds", type=int, default=10, help="rounds of a measurement; default: 10")
+    flag("--seconds", type=float, default=2, help="of a measurement's rounds, thrice as many for "
+         "whole runs; default: 2")
     flag("--size", choices=("small", "full"), help="grid of an experiment; default: small if "
          "measured, full if simulated")
     flag("--rate", type=float, help="online: requests/s; default: 0.7 of what can be served")
-    flag("--cv", type=float, default=1.0, help="online: coefficient of variation of the gaps "
-         "between arrivals; default: 1, Poisson")
+    flag("--cv", type=float, help="online: coefficient of variation of the gaps between arrivals; "
+         "default: 1, Poisson")
     flag("--prompt", type=token_counts, help="online: tokens of a prompt, like 256 or 8..512")
     flag("--output", type=token_counts, help="online: tokens of an output")
     flag("--jobs", metavar="FILE", help="online: a CSV file: a line of names, then arrival (s), "
          "prompt, output (tokens)")
+    flag("--spec", type=partial(class_in_file, base=Policy), help="online: how many drafts, as an "
+         "engine's spec; FILE.py:CLASS: your own")
     flag("--plot", metavar="FOLDER", help="save each experiment's picture there")
+    flag("--json", metavar="FILE", help="save all rows; without a terminal stdout ends with them")
     flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
     args = parser.parse_args(words)
-    for name, least in dict(chunk=1, max_batch=2, rounds=1, rate=0.001, cv=0.001).items():
+    for name, least in dict(chunk=1, max_batch=2, seconds=0, rate=0.001, cv=0.001).items():
         if getattr(args, name) not in (None, "auto"):
             check_range(name, getattr(args, name), least)
+    if not isinstance(args.scheduler, type):
+        check_choice("scheduler", args.scheduler, SCHEDULERS)
+    for name in ("rate", "cv", "prompt", "output", "jobs", "spec"):
+        if getattr(args, name) is not None and not {"online", "all"} & {*args.experiments}:
+            raise ValueError(f"--{name} is a flag of `online` alone")
     return args
+
+def class_in_file(text, base):
+    """The class that FILE.py:CLASS names, or text as it is."""
+    path, _, name = text.rpartition(":")
+    if not path:
+        return text
+    classes = {key: value for key, value in runpy.run_path(path).items()
+               if isinstance(value, type) and issubclass(value, base) and value is not base}
+    return classes[check_choice(f"{base.__name__} of {path}", name, classes)]
+
+def name_of(way):
+    """A class by its name, a string as it is."""
+    return way.__name__ if isinstance(way, type) else way
 
 def choose_place(args, name):
     """Where an experiment runs."""
@@ -1314,48 +1471,94 @@ def choose_place(args, name):
             tp=max(args.tp, what.on.tp)))
     return this_machine(args)
 
-MAIN_JOB = ["ceilings", "table2", "table4"]
-
 def run_experiments(args, names):
     """Run experiments; then, or after Ctrl-C, print their tables and save what flags ask for."""
     if args.chunk == "auto":
         args.chunk = pick_chunk(choose_place(args, names[0]))
         print(f"Chunk: {args.chunk} tokens, by the profile of fig7\n", flush=True)
-    places = {name: choose_place(args, name) for name in names}
-    rows = defaultdict(list)
+    parts = {name: [(place, []) for place in choose_places(args, name)] for name in names}
+    paragraph = ""
+    before = cpu_seconds()
     try:
-        for name, place in places.items():
-            for row in tqdm(EXPERIMENTS[name].rows(place), name, leave=False, delay=3):
-                rows[name].append(row)
-        if names == MAIN_JOB:
-            print(explain(place, sum(rows.values(), [])) + "\n")
+        for name, pairs in parts.items():
+            for place, rows in pairs:
+                with tqdm(desc=name, unit=" runs", leave=False, delay=3) as place.bar:
+                    rows.extend(EXPERIMENTS[name].rows(place))
+        if not args.experiments:
+            paragraph = explain(parts)
     finally:
-        for name in rows:
-            what = EXPERIMENTS[name]
-            print(f"### {name}: {what.about}\n{places[name].source}\n\n{table(rows[name])}\n")
-            if args.plot:
-                save_picture(places[name], name, rows[name], args.plot)
-        if args.trace:
-            tapes = [tape for place in places.values() for tape in place.tapes.items()]
-            write_trace(args.trace, tapes)
-        if rows:
-            print(json.dumps(dict(
-                experiment=" ".join(names),
-                rows=sum(rows.values(), []),
-                seed=args.seed,
-                machine="; ".join(dict.fromkeys(place.source for place in places.values())),
-                torch=torch.__version__)))
+        report(args, {name: pairs for name, pairs in parts.items() if pairs[0][1]}, paragraph)
+        warn_of_others(before)
+
+def choose_places(args, name):
+    """Where an experiment runs. What the main job measures of Tables 2 and 4 stands beside the
+    paper's hardware, simulated; its fig9 is simulated, with a mark for what was measured."""
+    place = choose_place(args, name)
+    if args.experiments or place.simulated or name not in ("table2", "table4", "fig9"):
+        return [place]
+    args = argparse.Namespace(**vars(args) | dict(lengths=None))
+    other = simulate(args, EXPERIMENTS[name].on)
+    return [other] if name == "fig9" else [place, other]
+
+def report(args, parts, paragraph):
+    """Print tables and the main job's paragraph; save pictures, a trace and JSON."""
+    every_part = sum(parts.values(), [])
+    for name, pairs in parts.items():
+        what = EXPERIMENTS[name]
+        place, rows = pairs[0]
+        print(f"### {name}: {what.about}")
+        for other, _ in pairs:
+            print(other.source)
+        if not place.simulated and any(row["paper"] is not None for row in rows):
+            print(f"The paper's numbers are of {what.on.model} on {what.on.tp} x {what.on.gpu}.")
+        print((f"Numbers: {what.y}.\n" if what.y else "") + f"\n{tables(what, pairs)}\n")
+        if args.plot:
+            save_picture(place, name, rows + marks(name, parts), args.plot)
+    print(paragraph)
+    if args.trace:
+        tapes = [tape for place, _ in every_part for tape in place.tapes.items()]
+        write_trace(args.trace, tapes)
+    if every_part:
+        write_json(args, dict(
+            experiment=" ".join(parts),
+            rows=sum((rows for _, rows in every_part), []),
+            seed=args.seed,
+            machine="; ".join(dict.fromkeys(place.source for place, _ in every_part)),
+            torch=torch.__version__))
+
+def marks(name, parts):
+    """Rows that put what table4 measured on this machine into fig9's picture."""
+    if name != "fig9" or "table4" not in parts:
+        return []
+    rows = []
+    place, measured = parts["table4"][0]
+    for row in measured:
+        panel, _, L = row["at"]
+        if panel == "throughput":
+            P, D = halves(L, chunk=place.args.chunk, B=place.B)
+            L = place.stands.get(L, L)
+            at = [f"gain at L = {L}, B = {MAX_B.get(L)}", "this machine", P / D]
+            rows.append(row | dict(at=at, paper=None))
+    return rows
+
+def write_json(args, report):
+    """One JSON object: to the file of --json, and to a stdout that is no terminal."""
+    text = json.dumps(report)
+    if args.json:
+        Path(args.json).write_text(text + "\n")
+    if not sys.stdout.isatty():
+        print(text)
 
 def main():
     args = parse_arguments()
-    names = args.experiments or MAIN_JOB
+    names = args.experiments or MAIN_JOB + ["timeline", "fig9"] * bool(args.plot)
     alone = ["all", "list", "scoreboard"] if len(names) == 1 else []
     for name in names:
         check_choice("experiment", name, [*EXPERIMENTS, *alone])
     if names == ["scoreboard"] and args.chunk == "auto":
         raise ValueError("scoreboard --chunk auto: a profile is of one place, give it a number")
-    if args.trace:
-        open(args.trace, "w").close()  # an error now, not after the experiments
+    for path in filter(None, (args.trace, args.json)):
+        open(path, "w").close()  # an error now, not after the experiments
     if args.plot:
         os.makedirs(args.plot, exist_ok=True)
     if names == ["all"]:
@@ -1363,9 +1566,10 @@ def main():
                  if not (args.hardware and what.only == "measured")]
     if names == ["list"]:
         for name, what in EXPERIMENTS.items():
-            print(f"{name:13} {what.about}")
+            print(textwrap.fill(f"{name:13} {WHERE[what.only]:11} {what.about}", 118,
+                                subsequent_indent=26 * " "))
     elif names == ["scoreboard"]:
-        print("\n" + json.dumps(dict(experiment="scoreboard", rows=scoreboard(args))))
+        write_json(args, dict(experiment="scoreboard", rows=scoreboard(args)))
     else:
         run_experiments(args, names)
 

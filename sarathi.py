@@ -148,6 +148,7 @@ class Engine:
         self.pending = []  # requests that have not arrived, the next one first
         self.waiting = []  # preempted requests first, then by arrival
         self.running = []  # the most recently started last
+        self.full = False  # a waiting request had no room, and nothing has changed since
         self.ids = count()
 
         # policies, and the prices that they ask for
@@ -177,12 +178,10 @@ class Engine:
     def step(self):
         """One iteration. Returns its events; [] if nothing can run now."""
         self.arrive()
-        plan = self.scheduler.plan(self.running, self.queue())  # policy [SARATHI §4.3]
-        plan = self.admit(plan)  # memory: pages, adapters, preemption [S-LoRA §5.1]
-        if not plan:  # nothing of the queue has room yet
-            plan = self.admit(self.scheduler.plan(self.running, []))
+        planned = self.scheduler.plan(self.running, self.queue())  # policy [SARATHI §4.3]
+        plan = self.admit(planned)  # memory: pages, adapters, preemption [S-LoRA §5.1]
         if not plan:
-            return self.idle()
+            return self.idle(planned)
         if self.speculator:
             self.speculator.add_drafts(plan)  # drafts behind the decodes [SmartSpec §5]
         start = self.clock.now()
@@ -224,10 +223,16 @@ class Engine:
         return [request.output for request in requests]
 
     def run(self, on_event=lambda event: None):
-        """Step until every request has ended. on_event is called for each event."""
+        """Step until every request has ended. on_event is called for each event. Returns the Run
+        of the requests that came to their end."""
+        start = self.clock.now()
+        finished = []
         while self.requests:
             for event in self.step():
                 on_event(event)
+                if event.finished:
+                    finished.append(event.request)
+        return Run(finished, start)
 
     def abort(self, id):
         """End a request now. KeyError if the id is unknown or the request has ended."""
@@ -243,11 +248,13 @@ class Engine:
             self.clock.wait_until(self.pending[0].arrival)
         while self.pending and self.pending[0].arrival <= self.clock.now():
             self.waiting.append(self.pending.pop(0))
+            self.full = False
 
     def queue(self):
-        """As many waiting requests as max_batch leaves room for, in the order's order."""
+        """As many waiting requests as max_batch leaves room for, in the order's order. None while
+        the first of them has no room in memory."""
         n_free = self.max_batch - len(self.running)
-        if not self.waiting or n_free <= 0:
+        if not self.waiting or n_free <= 0 or self.full:
             return []
         ordered = self.order(self.waiting, self.running, self.clock.now())
         if len(ordered) < len(self.waiting):  # thousands may wait: no scan without need
@@ -267,6 +274,7 @@ class Engine:
             assert 0 < n <= request.n_todo, f"{name} plans {n} of {request.n_todo} tokens"
             if request in new:
                 room = room and self.start(request)
+                self.full = not room
             else:
                 self.grow(request, request.n_past + n)
         self.adapters.prefetch(self.waiting)
@@ -305,9 +313,11 @@ class Engine:
         self.running.remove(request)
         self.pool.release(request)
         self.adapters.release(request.adapter)
+        self.full = False
 
     def finish(self, request, end):
         """End a request: "length", "stop" or "aborted"."""
+        self.full = False
         if request.state == "running":
             self.release(request)
         elif request in self.waiting:
@@ -340,11 +350,12 @@ class Engine:
             events.append(Event(request, tokens, end))
         return events
 
-    def idle(self):
-        """Nothing can run: wait for the next arrival."""
+    def idle(self, planned):
+        """Nothing can run. If a waiting request was planned, it had no room: the next plan is made
+        without the queue. Otherwise wait for the next arrival."""
         name = type(self.scheduler).__name__
-        assert not self.running, f"{name} plans nothing for running requests"
-        if self.waiting:
+        assert planned or not self.running, f"{name} plans nothing for running requests"
+        if self.waiting and not self.running:
             assert self.pending, f"{name} or the order starts none of {len(self.waiting)} requests"
             self.clock.wait_until(self.pending[0].arrival)
         return []
@@ -379,6 +390,56 @@ def check_request(r, engine):
     check_range("pages of the adapter", n_page, 0, store.pool.n_page)
     n_page = n_page if store.pool is engine.pool else 0
     check_range("pages of the request and its adapter", r.max_len + n_page, 1, engine.pool.n_page)
+
+# -----------------------------------------------------------------------------
+# what users feel
+
+class Run:
+    """How requests were served. Seconds; lists have an entry per finished request."""
+    def __init__(self, requests, start):
+        done = [r for r in requests if r.state in ("length", "stop")]
+        self.requests = requests
+        self.start = start
+        self.ends = sorted(r.times[-1] for r in done)
+        self.seconds = max(self.ends, default=math.inf) - start
+        self.requests_per_second = len(done) / self.seconds
+        self.tokens_per_second = sum(r.n_tokens for r in done) / self.seconds  # prompts too
+        self.latencies = [r.times[-1] - r.arrival for r in done]
+        self.ttfts = [r.ttft for r in done]
+        self.tpots = [r.tpot for r in done]
+        self.stalls = [max(np.diff(r.times), default=0.0) for r in done]  # longest gap of tokens
+
+    @property
+    def figures(self):
+        """{name: number}: medians and 99th percentiles over the finished requests. A stall is the
+        longest time between two tokens of a request."""
+        figures = {"requests": len(self.ends), "tokens/s": self.tokens_per_second}
+        for name, times in (("TTFT", self.ttfts), ("TPOT", self.tpots), ("stall", self.stalls)):
+            for q in (50, 99):
+                seconds = float(np.percentile(times, q)) if times else math.nan
+                figures[f"{name} p{q} ms"] = 1e3 * seconds
+        return figures
+
+    def __str__(self):
+        return compare({"run": self})
+
+def compare(runs):
+    """A Markdown table with the figures of runs {name: Run}."""
+    lines = [[name, *run.figures.values()] for name, run in runs.items()]
+    return table(["", *next(iter(runs.values())).figures], lines)
+
+def table(heads, lines):
+    """A Markdown table. Numbers have three significant digits; None is a dash."""
+    texts = [heads, *([cell(value) for value in line] for line in lines)]
+    widths = [max(map(len, column)) for column in zip(*texts)]
+    texts.insert(1, ["-" * width for width in widths])
+    padded = [map(str.ljust, line, widths) for line in texts]
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+
+def cell(value):
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "-" if value is None else str(value)
 
 # -----------------------------------------------------------------------------
 # memory: pages and adapters
@@ -500,8 +561,8 @@ class Scheduler:
     def plan(self, running, waiting):
         """running: requests with pages, the oldest first. waiting: the next requests of the queue's
         order, as many as max_batch leaves room for. Returns [(request, n)] with 1 <= n <=
-        request.n_todo. Waiting requests without free pages are left out of the plan; if nothing
-        remains, plan() is called again without the waiting ones."""
+        request.n_todo. Called once per step. Waiting requests without free pages are left out of
+        the plan, and waiting is empty until pages are released or a request arrives."""
         raise NotImplementedError
 
 class Static(Scheduler):
