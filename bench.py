@@ -211,7 +211,7 @@ class Place:
         spans = [Span(r, r.n_past, r.tokens(r.n_past, r.n_past + n), int(last)) for r, n in plan]
         batch = engine.runner.pack(spans).to(self.model.device)
         parts = Counter()
-        for _ in range(4):
+        for _ in range(2):
             times = [time.perf_counter()]
 
             def mark(operator):
@@ -407,15 +407,17 @@ def halves(L, pd=0, chunk=0, B=1):
 
 @experiment()
 def users(place):
-    """What users feel: the same arrivals with static batching, prefill-first and chunked prefill,
-    at 0.9 of the load that chunked prefill can serve. A stall is a time without a new token in the
-    middle of an output."""
+    """What users feel: the same arrivals with static batching, prefill-first and chunked prefill.
+    Again and again a short prompt with a long output comes, and two long prompts with a short one;
+    prompts alone take 3/4 of the time. Stall: no new token in the middle of an output."""
     L = max(place.lengths)
-    jobs = place.jobs(1, 2 * place.B, prompt=(L // 6, 9 * L // 10), output=(L // 48, L // 12))
-    options = dict(B=place.B, scheduler="sarathi")
-    rate = 0.9 * place.serve(at_rate(jobs), **options).requests_per_second
+    unit, decode = np.median(place.seconds((0, 0, L), (3, L // 4)), 1).tolist()
+    n_out = max(2, min(int(2 * unit / decode), L // 2))
+    n = 8 if place.simulated else max(2, round(0.6 / unit))  # some seconds
+    jobs = [Job(2.5 * unit * i, P, D) for i in range(n)
+            for P, D in ((L // 8, n_out), (7 * L // 8, 8), (7 * L // 8, 8))]
     ways = {name: dict(scheduler=name) for name in ("static", "prefill_first", "sarathi")}
-    for name, runs in place.race(ways, jobs=at_rate(jobs, rate), B=place.B).items():
+    for name, runs in place.race(ways, jobs=jobs, B=place.B).items():
         for figure in ("tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
             yield figure, name, [run.figures[figure] for run in runs]
         yield "longest stall ms", name, [1e3 * max(run.stalls) for run in runs]
@@ -491,18 +493,18 @@ def decode_speedup(place, L, B):
 
 def gains(place, P, D, B, *schedulers):
     """How many times as fast as request-level batching, (n_scheduler, n_round), for equal requests
-    of P + D tokens. The time of the middle third of the requests counts: how a run begins and
-    ends says little of a server. A static batch has no beginning: one of them is enough."""
-    n = B * (15 if place.simulated else 3)
-    jobs = [Job(0.0, P, D)] * n
+    of P + D tokens. The middle of a run counts: how it begins and ends says little of a server.
+    One static batch is like the next."""
+    first, last = (5 * B, 10 * B) if place.simulated else (B, B + 3)
+    jobs = [Job(0.0, P, D)] * (last + B)
     functions = [partial(place.serve, jobs[:B], B, scheduler="static")]
-    functions += [partial(place.serve, jobs, B, scheduler=scheduler, n_end=2 * n // 3)
+    functions += [partial(place.serve, jobs, B, scheduler=scheduler, n_end=last)
                   for scheduler in schedulers]
     static, *others = place.rounds(*functions, share=3)
-    ends = np.array([[(run.ends[n // 3 - 1], run.ends[2 * n // 3 - 1]) for run in runs]
-                     for runs in others])
     batch = np.array([run.seconds for run in static])
-    return n / 3 / B * batch / np.diff(ends)[:, :, 0]
+    ends = np.array([[(run.ends[first - 1], run.ends[last - 1]) for run in runs]
+                     for runs in others])
+    return (last - first) / B * batch / np.diff(ends)[:, :, 0]
 
 def explain(parts):
     """One paragraph on what chunks gain on this machine, from the main job's rows."""
@@ -1419,8 +1421,8 @@ def parse_arguments(words=None):
     flag("--lengths", type=token_counts, help="tokens per request, prompt and output; default: "
          "256,512,768 here, 1024,2048,3072 simulated")
     flag("--max-batch", type=int, default=6, help="requests in a batch; default: 6")
-    flag("--seconds", type=float, default=2, help="of a measurement's rounds, thrice as many for "
-         "whole runs; default: 2")
+    flag("--seconds", type=float, default=1.5, help="of a measurement's rounds, thrice as many for "
+         "whole runs; default: 1.5")
     flag("--size", choices=("small", "full"), help="grid of an experiment; default: small if "
          "measured, full if simulated")
     flag("--rate", type=float, help="online: requests/s; default: 0.7 of what can be served")
