@@ -163,13 +163,12 @@ class Place:
         self.full = args.size == "full" if args.size else self.simulated
         self.wide = self.full or self.simulated
         longest = model.config.block_size
-        lengths = MAX_B
-        if not on and model.device.type == "cpu":
-            lengths = (256, 512, 768)
-        elif not on:  # half of the memory, since some experiments hold two caches
-            n_page = free_memory(model.device) / 2 / model.config.page_bytes(model.dtype.itemsize)
-            longest = min(longest, int(n_page / self.B))
-        lengths = [L for L in lengths if L <= longest]
+        room = longest
+        if not self.simulated:  # half of the memory, since some experiments hold two caches
+            page_bytes = model.config.page_bytes(model.dtype.itemsize)
+            room = free_memory(model.device) / 2 / page_bytes / self.B
+        lengths = MAX_B if on or args.device == "cuda" else (256, 512, 768)
+        lengths = [L for L in lengths if L <= min(longest, room)]
         self.lengths = args.lengths or lengths or [longest]
         for L in self.lengths:
             check_range("--lengths", L, 64, model.config.block_size)
@@ -514,7 +513,7 @@ def explain(parts):
     prefill, decode = [sum(ours["table2", f"{part} (ms)", batch, ""] for part in ("linear", "attn"))
                        for batch in ("prefill-only", "decode-only")]
     place = parts["users"][0][0]
-    L = place.lengths[-1]
+    L = min(1024, max(place.lengths))  # as in table2
     P, D = halves(L, chunk=place.args.chunk, B=place.B)
     most = 1 + D * decode / (place.B * prefill)
     gains = [ours["table4", "throughput", "", L] for L in place.lengths]
@@ -1516,7 +1515,8 @@ def report(args, parts, paragraph):
         print((f"Numbers: {what.y}.\n" if what.y else "") + f"\n{tables(what, pairs)}\n")
         if args.plot:
             save_picture(place, name, rows + marks(name, parts), args.plot)
-    print(paragraph)
+    if paragraph:
+        print(f"{paragraph}\n")
     if args.trace:
         tapes = [tape for place, _ in every_part for tape in place.tapes.items()]
         write_trace(args.trace, tapes)

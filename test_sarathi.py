@@ -1602,7 +1602,7 @@ def claim_holds(name, at, *run):
     if not run:
         return small_rows.__wrapped__(name)[at]["inside"]
     run = bench.slora(simulated(name, ""), *run)
-    ours = run.latency if name == "slora_fig6" else run.requests_per_second
+    ours = np.mean(run.latencies) if name == "slora_fig6" else run.requests_per_second
     return abs(ours / CLAIMS[name][at].paper - 1) < 0.06
 
 @each("constant", CONSTANTS)
@@ -1637,7 +1637,7 @@ def test_scoreboard_counts(monkeypatch, capsys):
 @cache
 def tiny_place():
     config = GPTConfig(2, 4, 64, 96, n_kv_head=2, vocab_size=61, block_size=1024)
-    words = "--lengths 64,96 --rounds 2 --max-batch 4 --chunk 128 --rate 50"
+    words = "online --lengths 64,96 --seconds 0 --max-batch 4 --chunk 128 --rate 50"
     return bench.Place(arguments(words), GPT.from_preset(config, torch.float32), "a tiny model")
 
 MEASURED = [name for name, what in EXPERIMENTS.items() if what.only != "simulated"]
@@ -1673,12 +1673,16 @@ def test_fidelity_compares_two_times(monkeypatch):
     assert errors["iteration error (%)"] == approx(300)
     assert errors["throughput error (%)"] == approx(75)
 
-def test_rounds_take_turns_and_warm_up():
-    calls = []
-    functions = [lambda name=name: calls.append(name) or len(calls) for name in "abc"]
+def test_rounds_take_turns_and_warm_up(monkeypatch):
+    """Two rounds at least; more of them until the time is over, without the first"""
     place = tiny_place()
-    assert place.rounds(*functions) == [[6, 7], [5, 8], [4, 9]]
-    assert calls == list("abccbaabc")
+    for seconds, expected in ((0, [[1, 6], [2, 5], [3, 4]]), (14, [[6, 7], [5, 8], [4, 9]])):
+        calls = []
+        functions = [lambda name=name: calls.append(name) or len(calls) for name in "abc"]
+        monkeypatch.setattr(bench.time, "perf_counter", lambda: 2 * len(calls))
+        monkeypatch.setattr(place.args, "seconds", seconds)
+        assert place.rounds(*functions) == expected
+        assert calls == list("abccbaabc")[:3 * len(expected[0]) + 3 * (seconds > 0)]
 
 def test_iteration_is_what_the_cost_model_says():
     place = simulated("table2")
@@ -1693,10 +1697,18 @@ def test_iteration_is_what_the_cost_model_says():
 
 def test_explanation_and_chunk():
     place = simulated("fig9", "--lengths 1024,2048")
-    rows = [row for name in bench.MAIN_JOB for row in EXPERIMENTS[name].rows(place)]
-    text = bench.explain(place, rows)
-    assert "point is 204 tokens" in text and "about 34.0 times" in text and "1.20 to 1.22" in text
-    assert "12% of a batch of decodes. A prompt of 2048 tokens takes 1.26 times as long" in text
+    parts = {name: [(place, list(EXPERIMENTS[name].rows(place)))] for name in bench.MAIN_JOB}
+    text = bench.explain(parts)
+    rows = {(row["experiment"], *row["at"]): row["ours"] for _, rows in sum(parts.values(), [])
+            for row in rows}
+    stalls = [rows["users", "longest stall ms", name, ""] for name in ("sarathi", "prefill_first")]
+    assert stalls[0] < stalls[1] / 3
+    assert f"{stalls[0]:.0f} ms instead of {stalls[1]:.0f}" in text
+    assert "pays for 204 tokens" in text and "Measured: 1.20 to 1.22 times" in text
+    # of 1,024 tokens every 52nd is decoded, in a batch of 6: at best, these cost nothing
+    prefill = 1e3 * place.model.seconds(place.model.stats([(0, 1024, 1, 0)]))
+    decode = 1e3 * place.model.seconds(place.model.stats([(1023, 1, 1, 0)] * 4))
+    assert f"could be served {1 + 20 * decode / 6 / prefill:.2f} times" in text
     assert bench.pick_chunk(place) == 256  # 256 / (B - 1) is 51
     assert bench.pick_chunk(place, pd=200) > 256
 
@@ -1719,9 +1731,9 @@ def test_run_counts_all_requests():
     early = Request([0], arrival=1.0, state="length", times=[2.0, 3.0, 6.0])
     late = Request([0], arrival=1.0, state="stop", times=[8.0, 9.0])
     run = bench.Run([early, late, Request([0], state="aborted")], start=1.0)
-    assert run.attainment == approx(1 / 3)
+    assert bench.attainment(run) == approx(1 / 3)
     assert run.requests_per_second == 2 / 8
-    assert run.latency == (5 + 8) / 2
+    assert run.latencies == [5, 8]
     assert run.stalls == [3.0, 1.0]
     assert run.tpots == [2.0, 1.0]
 
@@ -1822,7 +1834,7 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("fig99", ": unknown experiment 'fig99'"), ("--hardware b200 fig3", "b200"),
     ("--no-such-flag", "--no-such-flag"), ("--chunk many", "many"),
     ("--chunk 0", "chunk = 0"), ("--lengths 1..x", "1..x"), ("--max-batch 0", "max_batch = 0"),
-    ("--rounds 0", "rounds = 0"), ("fig3 --lengths 9999 --hardware a100", "9999"),
+    ("--seconds -1", "seconds = -1"), ("fig3 --lengths 9999 --hardware a100", "9999"),
     ("scoreboard --chunk auto", "auto"), ("fig8 --lengths 32 --hardware a100", "= 32"),
     ("--cv -1", "cv = -1"), ("spec_here --hardware a100", "only be measured"),
     ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
@@ -1837,8 +1849,10 @@ def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
     words = f"fig3 timeline --hardware a100 --plot {tmp_path} --trace {tmp_path}/trace.json"
     status, out, _ = command(monkeypatch, capsys, words)
     lines = out.strip().splitlines()
-    assert status == 0 and sum(line.startswith("| what ") for line in lines) == 2
-    assert any(line.startswith("| decode over prefill, B = 18 ") for line in lines)
+    assert status == 0 and sum(line.startswith("###") for line in lines) == 2
+    assert any(re.match(r"\| 18 +\| [0-9.]+ +\|$", line) for line in lines)
+    assert any(re.match(r"\| prefill_first( +\| [0-9.]+){4} +\|$", line) for line in lines)
+    assert all(len(line) <= 120 for line in lines[:-1] if line.startswith("|"))
     report = json.loads(lines[-1])  # without the paper's numbers, which are of other hardware
     assert report["experiment"] == "fig3 timeline"
     assert report["machine"].endswith("simulated")
@@ -1850,14 +1864,15 @@ def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
 
 def test_online_flags(monkeypatch, capsys, tmp_path):
     (tmp_path / "jobs.csv").write_text("arrival,prompt,output\n0,64,4\n1,64,4\n2,64,4\n")
-    flags = {"--rate 0.5 --prompt 64..128 --output 9": 0.5, f"--jobs {tmp_path}/jobs.csv": 3 / 2}
+    flags = {"--rate 0.5 --prompt 64..128 --output 9": 0.5 * (96 + 9),
+             f"--jobs {tmp_path}/jobs.csv": 3 / 2 * (64 + 4)}
     for words, rate in flags.items():
         _, out, _ = command(monkeypatch, capsys, f"online --hardware a100 --size small {words}")
         rows = json.loads(out.strip().splitlines()[-1])["rows"]
         ours = {tuple(row["at"][:2]): row["ours"] for row in rows}
-        rates = [ours["throughput (requests/s)", name] for name in SCHEDULERS]
-        assert rates[1:] == approx([rate] * 5, rel=0.3)  # not static
-        assert ours["longest stall, p50 (s)", "orca"] > ours["TPOT, p50 (s)", "orca"]
+        speeds = [ours["tokens/s", name] for name in SCHEDULERS]
+        assert speeds[1:] == approx([rate] * 5, rel=0.3)  # not static
+        assert ours["stall p50 ms", "orca"] > ours["TPOT p50 ms", "orca"]
 
 def test_interrupt_prints_what_was_measured(monkeypatch, capsys):
     def endless(place):
