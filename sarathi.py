@@ -42,7 +42,6 @@ class Request:
     prompt: list  # tokens
     max_new_tokens: int = 32
     adapter: str = None  # a name given to Engine.add_adapter
-    version: int = None  # of the adapter, from the request's start to its end
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0
@@ -50,6 +49,7 @@ class Request:
     arrival: float = None  # seconds on the engine's clock; None: now
     id: int = -1  # given by Engine.add
     state: str = "waiting"  # -> running -> length, stop or aborted
+    version: int = None  # of the adapter, from the request's start to its end
     output: list = field(default_factory=list)
     times: list = field(default_factory=list)  # seconds at which each output token came
     n_past: int = 0  # tokens with K and V in the cache

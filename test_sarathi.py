@@ -2,6 +2,7 @@
 its interpreter and compiled for GPUs that are not here), models against transformers and PEFT,
 the engine against a naive loop, speculation by chi-square, the simulator against the engine and
 the papers, tensor parallelism in processes, command lines, and every claim of bench."""
+import dataclasses
 import json
 import math
 import os
@@ -429,8 +430,9 @@ CHECKPOINTS = {
     "mistral": dict(family="mistral", sliding_window=None),
 }
 
-def edit(folder, remove=None, cut=None, tensors={}, **settings):
-    """Change a folder: remove or cut a file, replace tensors and settings (None removes one)."""
+def edit(folder, remove=None, cut=None, rename=None, tensors={}, **settings):
+    """Change a folder: remove or cut a file, replace tensors and settings (None removes one), and
+    rename the file of the tensors."""
     config = next(folder.glob("*config.json"))
     weights = next(folder.glob("*.safetensors"))
     settings = json.loads(config.read_text()) | settings
@@ -443,6 +445,8 @@ def edit(folder, remove=None, cut=None, tensors={}, **settings):
         (folder / remove).unlink()
     if cut:
         os.truncate(folder / cut, 100)
+    if rename:
+        weights.rename(folder / rename)
 
 @each("name", CHECKPOINTS)
 def test_logits_equal_transformers(name, tmp_path):
@@ -490,11 +494,7 @@ def test_adapters_equal_peft(family, tmp_path):
     theirs = transformers_model(tmp_path, family)
     ours = GPT.from_pretrained(tmp_path)
     for i, settings in enumerate(LORAS[family]):
-        wrapped = peft.get_peft_model(theirs, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
-        for name, parameter in wrapped.named_parameters():
-            parameter.data += 0.3 * torch.randn_like(parameter) * ("lora_B" in name)
-        wrapped.save_pretrained(tmp_path / f"{i}")
-        wrapped.unload()
+        trained_by_peft(theirs, tmp_path / f"{i}", **settings).unload()
     ranks = {module: 3 + i for i, module in enumerate(ours.config.modules)}
     random_adapter(ranks, ours.config).save_pretrained(tmp_path / "ours")
     names = [None, *map(str, range(len(LORAS[family]))), "ours"]
@@ -517,6 +517,92 @@ def test_adapters_equal_peft(family, tmp_path):
         tokens, their_logits = expected[known[0]]
         close(logits, their_logits[len(known) - 1])
 
+def trained_by_peft(theirs, folder, **settings):
+    """Save an adapter of PEFT that is not zero to a folder, and let PEFT read it -> its model"""
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(theirs, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    for name, parameter in wrapped.named_parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter) * ("lora_" in name)
+    wrapped.save_pretrained(folder)
+    wrapped.unload()
+    return peft.PeftModel.from_pretrained(theirs, folder)
+
+Q0 = "layers.0.self_attn.q_proj"
+PATTERNS = [
+    {Q0: 6},
+    {f"model.{Q0}": 6},
+    {f"^model.{Q0}": 6},
+    {f"base_model.model.model.{Q0}": 6},  # matches nothing
+    {"layers.1.self_attn.q_proj": 5, "q_proj": 6, "self_attn.q_proj": 7},  # the first one counts
+    {"proj": 6, "q": 5, ".*_proj": 3},
+    {"layers.(0|1).self_attn.[qo]_proj": 6, "model.layers.1.mlp": 5},
+    {"(q|down)_proj$": 6, "mlp.up_proj|self_attn.o_proj": 2},
+]
+
+@each("settings", [
+    *[dict(alpha_pattern=pattern) for pattern in PATTERNS],
+    *[dict(rank_pattern=pattern, use_rslora=True) for pattern in PATTERNS],
+    dict(rank_pattern=PATTERNS[4], alpha_pattern=PATTERNS[5]),
+    *[dict(init_lora_weights=way) for way in (False, "gaussian", "orthogonal", "mica")],
+    dict(layers_to_transform=[1], exclude_modules=["down_proj"], lora_dropout=0.5),
+    dict(target_modules=".*layers.1.*(k|v|gate)_proj", fan_in_fan_out=True),
+    dict(ensure_weight_tying=False, bias="none", modules_to_save=[], target_parameters=[]),
+], ids=str)
+def test_an_adapters_weights_are_pefts(settings, tmp_path):
+    """A and B, each with its rank and scaling, of every module that PEFT changes and of no other"""
+    theirs = transformers_model(tmp_path)
+    config = GPT.from_pretrained(tmp_path).config
+    targets = ["q_proj", "o_proj", "up_proj", "down_proj"]
+    settings = dict(r=4, lora_alpha=12, target_modules=targets) | settings
+    wrapped = trained_by_peft(theirs, tmp_path / "a", **settings)
+    adapter = Adapter.from_pretrained(tmp_path / "a", config)
+    n_numbers = 0
+    for path, layer in wrapped.named_modules():
+        if hasattr(layer, "lora_A"):
+            *_, i, parent, name = path.split(".")
+            a, b = (factor[int(i)] for factor in adapter.factors(f"{parent}.{name}"))
+            r = layer.r["default"]
+            near(a[:r], layer.lora_A["default"].weight)
+            near(b[:r], layer.lora_B["default"].weight.T * layer.scaling["default"])
+            n_numbers += np.prod(a[:r].shape) + np.prod(b[:r].shape)
+    assert n_numbers == adapter.planes.count_nonzero()
+
+def test_every_setting_of_peft_has_its_place():
+    """A field that a new version of PEFT adds must be decided upon; OFF is what it says if unset"""
+    peft = pytest.importorskip("peft")
+    table = model_py.LORA_SETTINGS
+    for field in dataclasses.fields(peft.LoraConfig):
+        assert field.name in table, f"{field.name} is harmless, honoured or refused?"
+        assert table[field.name] is None or getattr(peft.LoraConfig(), field.name) in table[field.name]
+        assert table[field.name] is None or not field.metadata.get("is_lora_variant") or (
+            table[field.name] == model_py.OFF)
+
+NAMES = {  # of a tensor in an adapter's file, from PEFT's -> what is wrong with it
+    "base_model.model.model.": "",
+    "model.": "",
+    "": "",
+    "base_model.model.": "",
+    "module.base_model.model._orig_mod.model.": "",
+    "base_model.model.vision_tower.": "does not fit",
+    "base_model.model.text.model.": "does not fit",
+}
+
+@each("start", NAMES)
+@each("end", [".weight", ".default.weight", ".other.weight"])
+def test_names_of_an_adapters_tensors(start, end, tmp_path):
+    adapter = Adapter.random(TINY, 3)
+    adapter.save_pretrained(tmp_path)
+    names = {name: re.sub(".*(?=layers)", start, name).replace(".weight", end)
+             for name in load_file(tmp_path / "adapter_model.safetensors")}
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    save_file({names[name]: tensor for name, tensor in tensors.items()},
+              tmp_path / "adapter_model.safetensors")
+    if NAMES[start]:
+        with pytest.raises(ValueError, match=NAMES[start]):
+            Adapter.from_pretrained(tmp_path, TINY)
+    else:
+        assert torch.equal(Adapter.from_pretrained(tmp_path, TINY).planes, adapter.planes)
+
 Q = "model.layers.1.self_attn.q_proj.weight"
 A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 BAD_MODELS = {
@@ -535,14 +621,30 @@ BAD_MODELS = {
     f"'{Q}' is .*int32": dict(tensors={Q: torch.ones(128, 128).int()}),
     "1 surplus tensors, as 'extra'": dict(tensors={"extra": torch.ones(1)}),
 }
+OFF = "is not supported, only None or False"
 BAD_ADAPTERS = {
-    "use_dora = True is not supported": dict(use_dora=True),
     f"'{A}' is missing": dict(tensors={A: None}),
     f"'{A}' is \\(8, 32\\).*must be \\(8, 128\\)": dict(tensors={A: torch.ones(8, 32)}),
+    "lora_A.weight' is \\(8, 128\\).*must be \\(4, 128\\)": dict(rank_pattern={}, r=4),
     "z_proj.*does not fit.*q_proj": dict(tensors={A.replace("q_", "z_"): torch.ones(8)}),
+    "q_proj.lora_magnitude.*does not fit": dict(
+        tensors={A.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(8)}),
     "layers.7.*does not fit.*layers 0 to 1": dict(
         tensors={A.replace("layers.1", "layers.7"): torch.ones(8, 128)}),
+    "second adapter": dict(tensors={A.replace("A.", "A.b."): torch.ones(8, 128),
+                                    A.replace("A.", "B.b."): torch.ones(128, 8)}),
     "adapter_model.* does not exist": dict(remove="adapter_model.safetensors"),
+    "has only adapter_model.bin: .*PEFT": dict(rename="adapter_model.bin"),
+    "peft_type = 'IA3' is not supported, only 'LORA'": dict(peft_type="IA3"),
+    "bias = 'lora_only' is not supported, only 'none'": dict(bias="lora_only"),
+    **{f"init_lora_weights = '{way}' is not supported": dict(init_lora_weights=way)
+       for way in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")},
+    **{f"{name} = .* {OFF}": {name: value} for name, value in dict(
+        use_dora=True, lora_bias=True, use_qalora=True, modules_to_save=["lm_head"],
+        trainable_token_indices=[1, 2], alora_invocation_tokens=[7, 9], target_parameters=["w"],
+        layer_replication=[[0, 2], [1, 2]], megatron_config={"n": 1}, use_bdlora={"n": 1},
+        arrow_config={"n": 1}, kasa_config={"n": 1}, velora_config={"n": 1},
+        monteclora_config={"n": 1}, of_a_later_peft=True).items()},
 }
 
 @each("message", [*BAD_MODELS, *BAD_ADAPTERS])
@@ -725,7 +827,8 @@ def n_preempted(engine):
     return n
 
 def check_pages(engine):
-    """A page is free or has one owner. Owners are running requests and loaded adapters."""
+    """A page is free or has one owner. Owners are running requests and loaded versions of adapters;
+    a version is known as long as it has a name or a request."""
     owners = set()
     for pool in {engine.pool, engine.adapters.pool}:
         n_owned = sum(map(len, pool.tables.values()))
@@ -736,9 +839,12 @@ def check_pages(engine):
         owners |= {owner for owner, pages in pool.tables.items() if len(pages)}
     running = set(engine.running)
     loaded = set(engine.adapters.loaded)
+    versions = {request.version for request in engine.requests.values()} - {None}
+    assert engine.adapters.known.keys() == versions.union(engine.adapters.newest.values())
+    assert loaded <= engine.adapters.known.keys()
     assert running <= owners <= running | loaded
     for request in running:
-        assert request.adapter in loaded | {None}
+        assert request.version in loaded
         n = len(engine.pool.tables[request])
         assert n == request.max_len if engine.alloc == "reserve" else n >= request.n_past
 
@@ -838,15 +944,15 @@ def test_the_least_recently_used_adapter_is_evicted():
     loaded = []
     for name in "abcacda":
         engine.generate([[1, 2]], 3, name)
-        loaded.append("".join(sorted(filter(None, engine.adapters.loaded))))
-    assert loaded == ["a", "ab", "abc", "abc", "abc", "acd", "acd"]
+        loaded.append("".join("-abcd"[version] for version in sorted(engine.adapters.loaded)))
+    assert loaded == ["-a", "-ab", "-abc", "-abc", "-abc", "-acd", "-acd"]
     for request in (Request([1] * 10, 10), Request([1], 1, "b")):
         engine.add(request)
     engine.step()  # nothing is evicted for the adapter of a request that waits
-    assert list(filter(None, engine.adapters.loaded)) == ["a"]
+    assert sorted(engine.adapters.loaded) == [0, 1]
     engine.run()
     engine.generate([[1] * 10], 19)  # a request needs all pages but one
-    assert not any(engine.adapters.loaded)
+    assert list(engine.adapters.loaded) == [0]
 
 def test_adapters_of_the_queue_are_copied_while_others_run(monkeypatch):
     cost = CostModel.roofline(preset("llama-7b"), "a100")
@@ -857,11 +963,63 @@ def test_adapters_of_the_queue_are_copied_while_others_run(monkeypatch):
         engine = serve(cost, requests, "orca", ranks, max_batch=4, n_page=20000)
         seconds.append(engine.clock.now())
         monkeypatch.setattr(sarathi.AdapterStore, "prefetch", lambda *_: None)
-    copy = cost.load(engine.adapters.known[0].n_params, False)[1]
+    copy = cost.load(engine.adapters.known[1].n_params, False)[1]
     assert seconds[1] - seconds[0] == approx(56 * copy, rel=0.05)  # all but the first four
-    waits = [engine.runner.copy_adapter(name, []) for name in range(3)]
+    waits = [engine.runner.copy_adapter(1 + i, []) for i in range(3)]
     waits[2]()  # behind the two others
     assert engine.clock.now() - seconds[1] == approx(3 * copy)
+
+def slow_copies(monkeypatch):
+    """A copy lands when it is waited for, else two iterations later, on whatever is there then."""
+    in_flight = []  # [iterations left, [the write]]
+    def copy_adapter(runner, version, pages):
+        adapter = runner.engine.adapters.known[version]
+        writes = [lambda: adapter.write(runner.kv, [*pages])]
+        pages = [*pages]
+        in_flight.append([2, writes])
+        return lambda: writes and writes.pop()()
+    def compute(runner, batch):
+        for entry in in_flight:
+            entry[0] -= 1
+            if entry[0] == 0 and entry[1]:
+                entry[1].pop()()
+        return run(runner, batch)
+    run = sarathi.ModelRunner.compute
+    monkeypatch.setattr(sarathi.ModelRunner, "copy_adapter", copy_adapter)
+    monkeypatch.setattr(sarathi.ModelRunner, "compute", compute)
+
+BASELINES = [dict(lora="batched"), dict(lora="bmm"), dict(lora="merge"), dict(adapter_pages=60)]
+
+@each("options", BASELINES)
+def test_a_replaced_adapter_stays_with_requests_that_started(options, monkeypatch):
+    slow_copies(monkeypatch)
+    options = dict(max_batch=2, n_page=75, alloc="grow", chunk=10) | options
+    engine = start(TARGET, [], adapters={"a": ADAPTERS["q"], "b": ADAPTERS["all"]}, **options)
+    old = [Request(prompt(12, i), 25, "a") for i in range(2)]
+    new = [Request(prompt(9, i), 6, "a") for i in range(2)]
+    kept = Request(prompt(9), 6, "b")
+    for request in (*old, new[0], kept):
+        engine.add(request)
+    while not old[1].output:
+        engine.step()
+    engine.add_adapter("a", ADAPTERS["ffn"])
+    engine.remove_adapter("b")
+    for name, call in (("b", engine.remove_adapter), (None, engine.remove_adapter),
+                       ("b", lambda name: engine.add(Request([1], 2, name)))):
+        with pytest.raises(KeyError, match=f"unknown adapter {name!r}: one of .*a"):
+            call(name)
+    engine.add(new[1])
+    with pytest.raises(ValueError, match="pages of the adapter = 128: must be in 0 .. "):
+        if options.get("lora") == "merge":
+            raise ValueError("pages of the adapter = 128: must be in 0 .. 0: it takes none")
+        engine.add_adapter("a", 16)
+    while engine.requests:
+        engine.step()
+        check_pages(engine)
+    for request, name in zip((*old, *new, kept), ("q", "q", "ffn", "ffn", "all")):
+        assert request.output == naive(tuple(request.prompt), name, request.max_new_tokens)
+    engine.remove_adapter("a")
+    assert len(engine.pool.free) == 75 and list(engine.adapters.known) == [0]
 
 def test_events_stop_tokens_and_times():
     requests = mixed()
