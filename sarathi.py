@@ -199,7 +199,7 @@ class Engine:
         """Make an adapter known. source: a PEFT folder, an Adapter, or a rank (random weights).
         Under a used name it replaces the other one: requests that have started keep that to their
         end. FileNotFoundError or ValueError for a folder that is missing or does not fit."""
-        adapter = self.runner.read_adapter(source)
+        adapter = read_adapter(source, self)
         ours, theirs = [(c.n_layer, c.operators) for c in (self.model.config, adapter.config)]
         if name is None or ours != theirs:
             raise ValueError(f"adapter {name!r}: must have a name, and be made for this model")
@@ -212,8 +212,11 @@ class Engine:
                 check_pages(request, adapter, self)
         self.adapters.add(name, adapter)
         self.drop_versions()
+        # with tensor parallelism all ranks add it, or follow rank 0, which tells them a folder
         source = None if isinstance(source, Adapter) else source
-        self.model.world.broadcast(("hold", (name, source, {*self.adapters.known})))
+        values = self.model.world.broadcast(("hold", (name, source, {*self.adapters.known})))[1]
+        if values[0] != name:
+            raise ValueError(f"adapter {name!r}: rank 0 adds {values[0]!r}, the order must be one")
 
     def remove_adapter(self, name):
         """Forget an adapter. Requests that were added before keep it to their end. KeyError for an
@@ -311,7 +314,9 @@ class Engine:
         spare = 0 if self.alloc == "reserve" else len(self.running)  # a page for each next token
         version = self.adapters.version(request)
         swap = self.lora == "merge" and version != self.merged
-        if swap and self.running or not self.adapters.acquire(version):
+        if swap and self.running:  # they need the weights as they are
+            return False
+        if not self.adapters.acquire(version):
             return False
         if not self.adapters.reserve(self.pool, request, n, spare):
             self.adapters.release(version)
@@ -454,10 +459,9 @@ class AdapterStore:
         """base: an Adapter of no modules"""
         self.pool = pool
         self.copy = None  # the runner's (version, pages) -> function that waits for the copy
-        self.n_version = 0
-        self.newest = {}  # name -> version
-        self.known = {}  # version -> Adapter
-        self.add(None, base)
+        self.n_version = 1  # so many were made
+        self.newest = {None: 0}  # name -> version
+        self.known = {0: base}  # version -> Adapter
         self.loaded = {0: lambda: None}  # version -> function that waits for the copy; LRU first
         self.n_users = Counter([0])  # version -> running requests; 0 is never idle
 
@@ -525,6 +529,20 @@ class AdapterStore:
             n_page = self.known[version].n_page
             if version not in self.loaded and 0 < n_page <= len(self.pool.free):
                 self.load(version)
+
+def read_adapter(source, engine):
+    """An Adapter from a PEFT folder, an Adapter, or a rank: random weights, in a simulator none."""
+    model = engine.model
+    if isinstance(source, Adapter):
+        return source
+    if isinstance(source, int):
+        check_range("rank", source, 1)
+        if engine.simulated:
+            return Adapter(model.config, source)
+        return Adapter.random(model.config, source, engine.adapters.n_version, model.dtype)
+    if not isinstance(source, (str, os.PathLike)):
+        raise ValueError(f"adapter = {source!r}: must be a PEFT folder, an Adapter, or a rank")
+    return Adapter.from_pretrained(source, model.config, model.dtype)
 
 def size_pool(model, draft, n_page, max_batch):
     """Returns (n_page, max_batch) without zeros: B = floor((M_G - M_S) / (L m_kv)) [SARATHI §4.3].
@@ -1412,9 +1430,8 @@ class ModelRunner:
     def pack_adapters(self, spans, rows):
         """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]."""
         store = self.engine.adapters
-        versions = [store.version(span.request) for span in spans]
-        adapted = [(version, row) for version, row in zip(versions, rows)
-                   if store.known[version].n_page]
+        adapted = [(store.version(span.request), row) for span, row in zip(spans, rows)]
+        adapted = [(version, row) for version, row in adapted if store.known[version].n_page]
         if not adapted or self.model is not self.engine.model:
             return {}
         table = array("i")
@@ -1490,15 +1507,6 @@ class ModelRunner:
             sure = (probability > threshold).tolist()
         return list(zip(requests, tokens.tolist(), sure))
 
-    def read_adapter(self, source):
-        """An Adapter, from a PEFT folder, or from a rank (random weights)."""
-        if isinstance(source, Adapter):
-            return source
-        if isinstance(source, int):
-            seed = self.engine.adapters.n_version
-            return Adapter.random(self.model.config, source, seed, self.model.dtype)
-        return Adapter.from_pretrained(source, self.model.config, self.model.dtype)
-
     def copy_adapter(self, version, pages):
         """Start to copy an adapter to its pages. Returns a function that waits for the copy."""
         if not self.kv.is_cuda:
@@ -1515,9 +1523,7 @@ class ModelRunner:
 
     def hold(self, name, source, versions):
         """The other ranks: add an adapter, and forget all but these versions."""
-        if source is None:
-            raise ValueError(f"adapter {name!r}: while ranks follow rank 0, it must be a folder")
-        self.engine.adapters.add(name, self.read_adapter(source))
+        self.engine.adapters.add(name, read_adapter(source, self.engine))
         self.engine.adapters.keep(versions)
 
     def tell(self, method, *values):
@@ -1626,9 +1632,6 @@ class CostRunner:
 
     def merge(self, adapter):
         self.clock.t += self.cost.merge()
-
-    def read_adapter(self, source):
-        return source if isinstance(source, Adapter) else Adapter(self.cost.config, source)
 
     def copy_adapter(self, version, pages):
         """Copies follow one another on the link, while iterations run [S-LoRA §5.2]."""

@@ -569,6 +569,9 @@ def test_an_adapters_weights_are_pefts(tmp_path):
                 n_numbers += a[:rank].numel() + b[:rank].numel()
         assert n_numbers == adapter.planes.count_nonzero() > 0, settings
         wrapped.unload()
+    engine = Engine(CostModel.roofline(config, "a10g"))  # in a simulator of the same size
+    engine.add_adapter("a", tmp_path / "a")
+    assert engine.adapters.known[1].n_params == adapter.n_params
 
 def test_every_setting_of_peft_has_its_place():
     """A field that a new PEFT adds must be decided upon. Variants of LoRA must be off."""
@@ -1200,6 +1203,9 @@ def test_bad_input_is_one_line_and_harms_no_other():
                          ("wide", replace(TINY, n_inner=96)), ("half", TINY.shard_of(1, 2))):
         with pytest.raises(ValueError, match=f"adapter {name!r}: must have a name, and be made"):
             engine.add_adapter(name, Adapter.random(config, {"mlp.down_proj": 2}))
+    for source, message in ((0, "rank = 0"), (None, "adapter = None: must be a PEFT folder, an A")):
+        with pytest.raises(ValueError, match=message):
+            engine.add_adapter("lost", source)
     engine.run()
     check_tokens([good])
 
