@@ -484,6 +484,11 @@ LORAS = {
     "gpt2": [
         dict(r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True),
         dict(r=9, lora_alpha=6, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True),
+        dict(
+            r=4, lora_alpha=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True,
+            alpha_pattern={"^transformer.h.1.mlp.c_proj": 3, "h.0.attn.c_proj": 5, "h.0": 1},
+            rank_pattern={"attn.c_attn": 6, "mlp.c_proj": 3},
+        ),
     ],
 }
 
@@ -534,7 +539,7 @@ PATTERNS = [
     {f"^model.{Q0}": 6},
     {f"base_model.model.model.{Q0}": 6},  # matches nothing
     {"layers.1.self_attn.q_proj": 5, "q_proj": 6, "self_attn.q_proj": 7},  # the first one counts
-    {"proj": 6, "q": 5, ".*_proj": 3},
+    {"proj": 6, "q": 5, "self.*_proj": 3},  # of whole names
     {"layers.(0|1).self_attn.[qo]_proj": 6, "model.layers.1.mlp": 5},
     {"(q|down)_proj$": 6, "mlp.up_proj|self_attn.o_proj": 2},
 ]
@@ -937,6 +942,11 @@ def test_pages_are_conserved(alloc, adapter_pages, n, n_adapter):
         if rng.random() < 0.1:
             engine.abort(rng.choice([*engine.requests]))
             n_aborted += 1
+        name = rng.randrange(n_adapter)
+        if rng.random() < 0.1:
+            engine.add_adapter(name, rng.choice([2, 3, 8]))
+        elif rng.random() < 0.1 and name in engine.adapters.newest:
+            engine.remove_adapter(name)
         engine.step()
         check_pages(engine)
         ever_loaded |= engine.adapters.loaded.keys()
@@ -994,6 +1004,15 @@ def slow_copies(monkeypatch):
         return compute(runner, batch)
     monkeypatch.setattr(sarathi.ModelRunner, "copy_adapter", copy_adapter)
     monkeypatch.setattr(sarathi.ModelRunner, "compute", slow_compute)
+
+def test_an_adapter_takes_the_models_dtype():
+    engine = Engine(random_model(dtype=bfloat16))
+    for name, dtype in (("a", float32), ("b", bfloat16)):
+        adapter = random_adapter(3)
+        adapter.planes = adapter.planes.to(dtype)
+        engine.add_adapter(name, adapter)
+    outputs = engine.generate([prompt(9)] * 3, 12, ["a", "b", None])
+    assert outputs[0] == outputs[1] != outputs[2]
 
 BASELINES = [dict(lora="batched"), dict(lora="bmm"), dict(lora="merge"), dict(adapter_pages=60)]
 
@@ -1180,7 +1199,7 @@ BAD_REQUESTS = {
     "pages of the adapter = 96.* 80": dict(adapter="large"),
 }
 
-def test_bad_input_is_one_line_and_harms_no_other():
+def test_bad_input_is_one_line_and_harms_no_other(monkeypatch):
     good = Request(prompt(12), 25, "ffn")
     engine = start(TARGET, [], max_batch=2, n_page=80)
     engine.add_adapter("large", 12)
@@ -1206,6 +1225,10 @@ def test_bad_input_is_one_line_and_harms_no_other():
     for source, message in ((0, "rank = 0"), (None, "adapter = None: must be a PEFT folder, an A")):
         with pytest.raises(ValueError, match=message):
             engine.add_adapter("lost", source)
+    monkeypatch.setattr(World, "broadcast", lambda *_: ("hold", ("other", None, {0})))
+    with pytest.raises(ValueError, match="adapter 'mine': rank 0 adds 'other'"):
+        engine.add_adapter("mine", ADAPTERS["q"])
+    monkeypatch.undo()
     engine.run()
     check_tokens([good])
 
