@@ -515,7 +515,7 @@ class Checkpoint(dict):
                              f"{tensor.dtype}, must be {shape} and floating point")
         return tensor
 
-OFF = [None, False, [], {}]
+OFF = [None, False, "", [], {}]
 LORA_SETTINGS = {  # fields of PEFT's LoraConfig -> what they may say; None: anything
     "peft_type": ["LORA"], "bias": ["none"],
     # all others have changed the weights of the base model

@@ -1059,7 +1059,7 @@ def test_random_life_of_adapters(options, monkeypatch):
     sources = {None: None}  # name -> that of its newest weights
     weights = {}  # request -> the same, from its start on
     requests = []
-    for i in range(1000):
+    for _ in range(1000):
         name = rng.choice("abc")
         operation = rng.choice(["add", "add_adapter", "remove", "abort", "step", "step"])
         if operation == "add" and len(engine.requests) < 8:
