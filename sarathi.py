@@ -201,7 +201,7 @@ class Engine:
         end. FileNotFoundError or ValueError for a folder that is missing or does not fit."""
         adapter = read_adapter(source, self)
         ours, theirs = [(c.n_layer, c.operators) for c in (self.model.config, adapter.config)]
-        if name is None or ours != theirs and not self.simulated:
+        if name is None or (ours != theirs and not self.simulated):
             raise ValueError(f"adapter {name!r}: must have a name, and be made for this model")
         if self.lora == "merge":  # into the weights: it takes no pages, and nothing more is read
             adapter = copy(adapter)
