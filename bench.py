@@ -740,17 +740,17 @@ class Lightllm(Scheduler):
         store = self.engine.adapters
         n_page = self.engine.pool.n_page
         batch = [(r.max_len - r.n_tokens, r.n_tokens) for r in running]
-        adapters = {r.adapter for r in running}
+        adapters = {store.version(r) for r in running}
         n_token = 0
         for i, request in enumerate(waiting):
             batch.append((request.max_new_tokens, len(request.prompt)))
-            adapters.add(request.adapter)
+            adapters.add(store.version(request))
             n_token += len(request.prompt)
             # from the last to end to the first: when the i-th of them ends, i still hold pages
             left, tokens = np.array(sorted(batch, reverse=True)).T
             peak = (left * np.arange(1, len(left) + 1) + np.cumsum(tokens)).max()
             if store.pool is self.engine.pool:
-                peak += sum(store.n_page[name] for name in adapters)
+                peak += sum(store.known[version].n_page for version in adapters)
             if peak > n_page or i and n_token > n_page / 6:
                 return waiting[:i]
         return waiting

@@ -449,12 +449,10 @@ KEYS = {  # family -> fields of GPTConfig that have another name in config.json
                   n_kv_head="num_key_value_heads", block_size="max_position_embeddings"),
     "gpt2": dict(block_size="n_positions", tied="tie_word_embeddings",
                  norm_eps="layer_norm_epsilon")}
-SUPPORTED = {  # what config.json or adapter_config.json may say; the first value is the default
+SUPPORTED = {  # what config.json may say; the first value is the default
     "model_type": ["llama", "mistral", "gpt2"], "hidden_act": ["silu"], "attention_bias": [False],
     "mlp_bias": [False], "sliding_window": [None], "scale_attn_by_inverse_layer_idx": [False],
-    "activation_function": ["gelu_new", "gelu_pytorch_tanh"], "scale_attn_weights": [True],
-    "peft_type": ["LORA"], "bias": ["none"], "use_dora": [False], "layer_replication": [None],
-    "init_lora_weights": [True, False, None, "gaussian", "orthogonal", "eva"]}
+    "activation_function": ["gelu_new", "gelu_pytorch_tanh"], "scale_attn_weights": [True]}
 
 def read_json(path):
     """The settings in a file. ValueError for settings that this file does not support."""
@@ -517,6 +515,53 @@ class Checkpoint(dict):
                              f"{tensor.dtype}, must be {shape} and floating point")
         return tensor
 
+OFF = [None, False, "", [], {}]
+LORA_SETTINGS = {  # fields of PEFT's LoraConfig -> what they may say; None: anything
+    "peft_type": ["LORA"], "bias": ["none"],
+    # all others have changed the weights of the base model
+    "init_lora_weights": [True, False, None, "gaussian", "orthogonal", "eva", "mica"],
+    # read below; then those without effect after the training (the tensors say which modules it
+    # changed); then settings of old versions and of another writer
+    **dict.fromkeys("""r lora_alpha use_rslora rank_pattern alpha_pattern
+        task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
+        lora_dropout fan_in_fan_out target_modules exclude_modules layers_to_transform
+        layers_pattern loftq_config eva_config corda_config lora_ga_config megatron_core
+        qalora_group_size runtime_config ensure_weight_tying
+        merge_weights lora_dtype lorap_lr_ratio lorap_emb_lr""".split()),
+    # other mathematics, or tensors besides A and B
+    **dict.fromkeys("""use_dora lora_bias modules_to_save trainable_token_indices use_qalora
+        alora_invocation_tokens layer_replication target_parameters megatron_config use_bdlora
+        arrow_config kasa_config velora_config monteclora_config""".split(), OFF)}
+# with or without the prefixes of PEFT and of wrappers, and with or without the adapter's name
+LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*(?:layers|h)\.(\d+)\.(.+)"
+               r"\.lora_)[AB]((?:\.[^.]+)?\.weight)")
+
+def read_adapter_config(folder):
+    """The settings in folder/adapter_config.json. ValueError for those that are not supported.
+    Settings of a later PEFT may change the mathematics: they must be off."""
+    path = folder / "adapter_config.json"
+    settings = read_json(path)
+    for key, value in settings.items():
+        valid = LORA_SETTINGS.get(key, OFF)
+        if valid is not None and value not in valid:
+            valid = " or ".join(map(repr, valid))
+            raise ValueError(f"{path}: {key} = {value!r} is not supported, only {valid}")
+    if (folder / "adapter_model.bin").is_file() and not any(folder.glob("*.safetensors")):
+        raise FileNotFoundError(f"{folder} has only adapter_model.bin: load it with PEFT, and "
+                                f"save_pretrained() writes adapter_model.safetensors")
+    return settings
+
+def module_path(config, module, layer):
+    """The name of a module in transformers' model."""
+    return f"{'model.layers' if config.is_llama else 'transformer.h'}.{layer}.{module}"
+
+def of_pattern(patterns, path, default):
+    """The value of the first pattern that a module's path matches, as PEFT matches it."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", path):
+            return value
+    return default
+
 class Adapter:
     """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. From the first
     page of a module on, the K plane holds the rows of A, and the V plane those of B, multiplied by
@@ -566,38 +611,41 @@ class Adapter:
     @classmethod
     def from_pretrained(cls, folder, config, dtype=torch.float32):
         """A PEFT folder. Errors as in GPT.from_pretrained."""
-        settings = read_json(Path(folder) / "adapter_config.json")
-        alphas = {**(settings.get("alpha_pattern") or {}), ".*": settings.get("lora_alpha", 8)}
-        checkpoint = Checkpoint(Path(folder), "adapter_model")
-        factors = []  # (module, layer, A (rank, n_in), B (rank, n_out))
+        folder = Path(folder)
+        settings = read_adapter_config(folder)
+        checkpoint = Checkpoint(folder, "adapter_model")
+        factors = {}  # (module, layer) -> A (rank, n_in), B (rank, n_out)
         ranks = {}
         while checkpoint:
             name = next(iter(checkpoint))
-            match = re.fullmatch(r"(.*\.(?:layers|h)\.(\d+)\.(.+))\.lora_[AB]\.weight", name)
+            match = re.fullmatch(LORA_TENSOR, name)
             if match is None or match[3] not in config.modules or int(match[2]) >= config.n_layer:
                 raise ValueError(f"{folder}: {name!r} does not fit: layers 0 to "
                                  f"{config.n_layer - 1}, modules {', '.join(config.modules)}")
-            path, layer, module = match.groups()
+            start, layer, module, end = match.groups()
+            place = module, int(layer)
+            if place in factors:
+                raise ValueError(f"{folder}: {name!r} is of a second adapter, only one is read")
             _, n_out, n_in = config.modules[module]
-            rank = len(checkpoint.get(f"{path}.lora_A.weight", ()))
-            a = checkpoint.take(f"{path}.lora_A.weight", (rank, n_in))
-            b = checkpoint.take(f"{path}.lora_B.weight", (n_out, rank))
-            alpha = next(alphas[p] for p in alphas if re.fullmatch(rf"(.*\.)?({p})", path))
+            path = module_path(config, *place)
+            rank = of_pattern(settings.get("rank_pattern"), path, settings.get("r", 8))
+            a = checkpoint.take(f"{start}A{end}", (rank, n_in))
+            b = checkpoint.take(f"{start}B{end}", (n_out, rank))
+            alpha = of_pattern(settings.get("alpha_pattern"), path, settings.get("lora_alpha", 8))
             scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-            factors.append((module, int(layer), a, b.T.float() * scaling))
+            factors[place] = a, b.T.float() * scaling
             ranks[module] = max(ranks.get(module, 0), rank)
         adapter = cls(config, ranks, dtype)
-        for factor in factors:
-            adapter.fill(*factor)
+        for place, (a, b) in factors.items():
+            adapter.fill(*place, a, b)
         return adapter
 
     def save_pretrained(self, folder):
         """Write a PEFT folder. alpha is the rank, so the scaling is 1."""
-        prefix = "model.layers" if self.config.is_llama else "transformer.h"
         tensors = {}
         for module in self.ranks:
             for layer, (a, b) in enumerate(zip(*self.factors(module))):
-                path = f"base_model.model.{prefix}.{layer}.{module}"
+                path = f"base_model.model.{module_path(self.config, module, layer)}"
                 tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b.T}
         settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1,
                     "rank_pattern": self.ranks, "alpha_pattern": self.ranks,
@@ -626,7 +674,7 @@ class Adapter:
     def write(self, kv, pages):
         """Copy the weights of all layers to these pages (n_page,) of kv (L, 2, n_page, Hk, D)."""
         pages = torch.as_tensor(pages, dtype=torch.long, device=kv.device)
-        planes = self.planes.to(kv.device, non_blocking=True)
+        planes = self.planes.to(kv, non_blocking=True)
         kv.index_copy_(2, pages, planes.unflatten(-1, kv.shape[3:]))
 
 # -----------------------------------------------------------------------------

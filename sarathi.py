@@ -16,6 +16,7 @@ import time
 from array import array
 from bisect import insort
 from collections import Counter, deque
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
 from operator import mul
@@ -48,6 +49,7 @@ class Request:
     arrival: float = None  # seconds on the engine's clock; None: now
     id: int = -1  # given by Engine.add
     state: str = "waiting"  # -> running -> length, stop or aborted
+    version: int = None  # of the adapter, from the request's start to its end
     output: list = field(default_factory=list)
     times: list = field(default_factory=list)  # seconds at which each output token came
     n_past: int = 0  # tokens with K and V in the cache
@@ -167,8 +169,8 @@ class Engine:
         n_page, self.max_batch = size_pool(model, draft, n_page, max_batch)
         self.pool = PagePool(n_page)
         own_pool = PagePool(adapter_pages, first=n_page) if adapter_pages else self.pool
-        self.adapters = AdapterStore(own_pool)
-        self.merged = None  # the adapter in the weights, if lora is "merge"
+        self.adapters = AdapterStore(own_pool, Adapter(model.config, {}))
+        self.merged = 0  # the version in the weights, if lora is "merge"
         self.clock = VirtualClock() if self.simulated else WallClock()
         self.runner = CostRunner(self, model) if self.simulated else ModelRunner(self, model)
         self.adapters.copy = self.runner.copy_adapter
@@ -194,10 +196,44 @@ class Engine:
 
     def add_adapter(self, name, source):
         """Make an adapter known. source: a PEFT folder, an Adapter, or a rank (random weights).
-        FileNotFoundError or ValueError for a folder that is missing or does not fit."""
-        adapter = source if isinstance(source, Adapter) else self.runner.read_adapter(source)
-        self.adapters.known[name] = adapter
-        self.adapters.n_page[name] = 0 if self.lora == "merge" else adapter.n_page
+        Under a used name it replaces the other one: requests that have started keep that to their
+        end. FileNotFoundError or ValueError for a folder that is missing or does not fit."""
+        adapter = read_adapter(source, self)
+        ours, theirs = [(c.n_layer, c.operators) for c in (self.model.config, adapter.config)]
+        if name is None or (ours != theirs and not self.simulated):
+            raise ValueError(f"adapter {name!r}: must have a name, and be made for this model")
+        if self.lora == "merge":  # into the weights: it takes no pages, and nothing more is read
+            adapter = copy(adapter)
+            adapter.n_page = 0
+            adapter.n_params = 0
+        for request in self.requests.values():
+            if request.adapter == name and request.version is None:
+                check_pages(request, adapter, self)
+        self.adapters.add(name, adapter)
+        self.drop_versions()
+        # with tensor parallelism all ranks add it, or follow rank 0, which tells them a folder
+        source = None if isinstance(source, Adapter) else source
+        values = self.model.world.broadcast(("hold", (name, source, {*self.adapters.known})))[1]
+        if values[0] != name:
+            raise ValueError(f"adapter {name!r}: rank 0 adds {values[0]!r}, the order must be one")
+
+    def remove_adapter(self, name):
+        """Forget an adapter. Requests that were added before keep it to their end. KeyError for an
+        unknown name."""
+        names = [name for name in self.adapters.newest if name is not None]
+        version = self.adapters.newest.pop(check_choice("adapter", name, names))
+        for request in self.requests.values():
+            if request.adapter == name and request.version is None:
+                request.version = version
+        self.drop_versions()
+
+    def drop_versions(self):
+        """Forget the versions that no name stands for and no request needs. Ranks above 0 have no
+        requests: they do so when rank 0 adds an adapter."""
+        store = self.adapters
+        if self.model.world.rank == 0 and len(store.known) > len(store.newest):
+            needed = {request.version for request in self.requests.values()}
+            store.keep(needed.union(store.newest.values()))
 
     def add(self, request):
         """Queue a request. Returns its id. ValueError or KeyError if it could never be served."""
@@ -284,15 +320,20 @@ class Engine:
         """Acquire a waiting request's adapter and pages. Returns False if one has no room."""
         n = request.max_len if self.alloc == "reserve" else request.n_tokens
         spare = 0 if self.alloc == "reserve" else len(self.running)  # a page for each next token
-        if not self.adapters.acquire(request.adapter):
+        version = self.adapters.version(request)
+        swap = self.lora == "merge" and version != self.merged
+        if swap and self.running:  # they need the weights as they are
+            return False
+        if not self.adapters.acquire(version):
             return False
         if not self.adapters.reserve(self.pool, request, n, spare):
-            self.adapters.release(request.adapter)
+            self.adapters.release(version)
             return False
-        self.adapters.loaded[request.adapter]()  # waits for its copy
-        if self.lora == "merge" and request.adapter != self.merged:
-            self.merged = request.adapter
-            self.runner.merge(self.adapters.known.get(self.merged))
+        self.adapters.loaded[version]()  # waits for its copy
+        if swap:
+            self.merged = version
+            self.runner.merge(self.adapters.known[version])
+        request.version = version
         self.waiting.remove(request)
         self.running.append(request)
         request.state = "running"
@@ -312,7 +353,7 @@ class Engine:
     def release(self, request):
         self.running.remove(request)
         self.pool.release(request)
-        self.adapters.release(request.adapter)
+        self.adapters.release(request.version)
         self.full = False
 
     def finish(self, request, end):
@@ -326,6 +367,7 @@ class Engine:
             self.pending.remove(request)
         request.state = end
         del self.requests[request.id]
+        self.drop_versions()
 
     def commit(self, plan, new_tokens):
         """Advance the planned requests by what the runner did. Returns the events."""
@@ -385,10 +427,15 @@ def check_request(r, engine):
     check_range("top_p", r.top_p, 1e-9, 1)
     check_range("prompt + max_new_tokens", r.max_len, 2, config.block_size)
     check_range("arrival", 0 if r.arrival is None else r.arrival, 0)
-    store = engine.adapters
-    n_page = store.n_page[check_choice("adapter", r.adapter, store.n_page)]
-    check_range("pages of the adapter", n_page, 0, store.pool.n_page)
-    n_page = n_page if store.pool is engine.pool else 0
+    newest = engine.adapters.newest
+    version = newest[check_choice("adapter", r.adapter, newest)]
+    check_pages(r, engine.adapters.known[version], engine)
+
+def check_pages(r, adapter, engine):
+    """ValueError if a request and its adapter could never have room at once."""
+    pool = engine.adapters.pool
+    n_page = check_range("pages of the adapter", adapter.n_page, 0, pool.n_page)
+    n_page = n_page if pool is engine.pool else 0
     check_range("pages of the request and its adapter", r.max_len + n_page, 1, engine.pool.n_page)
 
 # -----------------------------------------------------------------------------
@@ -467,14 +514,38 @@ class PagePool:
 
 class AdapterStore:
     """All adapters in host memory, and some loaded into pages: those of running requests, and idle
-    ones as long as no request needs their pages [S-LoRA §5]."""
-    def __init__(self, pool):
+    ones as long as no request needs their pages [S-LoRA §5]. Each add makes a version of its own:
+    replaced ones stay until their requests have ended. Version 0 is the model as it is."""
+    def __init__(self, pool, base):
+        """base: an Adapter of no modules"""
         self.pool = pool
-        self.copy = None  # the runner's (name, pages) -> function that waits for the copy
-        self.known = {}  # name -> Adapter
-        self.n_page = {None: 0}  # name -> pages; None: the model as it is
-        self.loaded = {None: lambda: None}  # name -> function that waits for the copy; LRU first
-        self.n_users = Counter([None])  # name -> running requests; None is never idle
+        self.copy = None  # the runner's (version, pages) -> function that waits for the copy
+        self.n_version = 1  # so many were made
+        self.newest = {None: 0}  # name -> version
+        self.known = {0: base}  # version -> Adapter
+        self.loaded = {0: lambda: None}  # version -> function that waits for the copy; LRU first
+        self.n_users = Counter([0])  # version -> running requests; 0 is never idle
+
+    def add(self, name, adapter):
+        self.newest[name] = self.n_version
+        self.known[self.n_version] = adapter
+        self.n_version += 1
+
+    def version(self, request):
+        """Its own if it has started, else the newest of its adapter's name."""
+        return self.newest[request.adapter] if request.version is None else request.version
+
+    def keep(self, versions):
+        """Forget all other versions."""
+        for version in self.known.keys() - versions:
+            if version in self.loaded:
+                self.evict(version)
+            del self.known[version]
+            del self.n_users[version]
+
+    def evict(self, version):
+        self.loaded.pop(version)()  # a copy in flight must not overwrite the next owner's pages
+        self.pool.release(version)
 
     def reserve(self, pool, owner, n, spare=0):
         """PagePool.reserve, with spare pages left free. Evicts idle adapters, least recently used
@@ -483,42 +554,56 @@ class AdapterStore:
         if missing > 0:
             idle = []
             if pool is self.pool:
-                idle = [name for name in self.loaded if not self.n_users[name]]
-            if missing > sum(self.n_page[name] for name in idle):
+                idle = [version for version in self.loaded if not self.n_users[version]]
+            if missing > sum(self.known[version].n_page for version in idle):
                 return False
-            for name in idle:
+            for version in idle:
                 if missing > 0:
-                    missing -= self.n_page[name]
-                    del self.loaded[name]
-                    pool.release(name)
+                    missing -= self.known[version].n_page
+                    self.evict(version)
         return pool.reserve(owner, n)
 
-    def load(self, name):
+    def load(self, version):
         """Start to copy an adapter to pages. Returns False if too few are free or idle."""
-        if not self.reserve(self.pool, name, self.n_page[name]):
+        if not self.reserve(self.pool, version, self.known[version].n_page):
             return False
-        pages = self.pool.tables[name]  # none if adapters are merged into the weights
-        self.loaded[name] = self.copy(name, pages) if pages else self.loaded[None]
+        pages = self.pool.tables[version]  # none if adapters are merged into the weights
+        self.loaded[version] = self.copy(version, pages) if pages else self.loaded[0]
         return True
 
-    def acquire(self, name):
+    def acquire(self, version):
         """Load an adapter, if it is not loaded, and count a user. False if pages are missing."""
-        if name not in self.loaded and not self.load(name):
+        if version not in self.loaded and not self.load(version):
             return False
-        self.loaded[name] = self.loaded.pop(name)  # now the most recently used
-        self.n_users[name] += 1
+        self.loaded[version] = self.loaded.pop(version)  # now the most recently used
+        self.n_users[version] += 1
         return True
 
-    def release(self, name):
-        self.n_users[name] -= 1
+    def release(self, version):
+        self.n_users[version] -= 1
 
     def prefetch(self, waiting, n=8):
         """Load the adapters of the first n requests by arrival into free pages, while others run
         [S-LoRA §5.2]."""
         for request in waiting[:n]:
-            name = request.adapter
-            if name not in self.loaded and 0 < self.n_page[name] <= len(self.pool.free):
-                self.load(name)
+            version = self.version(request)
+            n_page = self.known[version].n_page
+            if version not in self.loaded and 0 < n_page <= len(self.pool.free):
+                self.load(version)
+
+def read_adapter(source, engine):
+    """An Adapter from a PEFT folder, an Adapter, or a rank: random weights, in a simulator none."""
+    model = engine.model
+    if isinstance(source, Adapter):
+        return source
+    if isinstance(source, int):
+        check_range("rank", source, 1)
+        if engine.simulated:
+            return Adapter(model.config, source)
+        return Adapter.random(model.config, source, engine.adapters.n_version, model.dtype)
+    if not isinstance(source, (str, os.PathLike)):
+        raise ValueError(f"adapter = {source!r}: must be a PEFT folder, an Adapter, or a rank")
+    return Adapter.from_pretrained(source, model.config, model.dtype)
 
 def size_pool(model, draft, n_page, max_batch):
     """Returns (n_page, max_batch) without zeros: B = floor((M_G - M_S) / (L m_kv)) [SARATHI §4.3].
@@ -1016,8 +1101,7 @@ def entries_of(plan, engine):
     for request, n in plan:
         n_draft = len(request.drafts)
         n_logits = 1 + n_draft if n == request.n_todo else 0
-        on_pages = engine.adapters.n_page[request.adapter] > 0
-        n_weight = engine.adapters.known[request.adapter].n_params if on_pages else 0
+        n_weight = engine.adapters.known[engine.adapters.version(request)].n_params
         entries.append((request.id, request.n_past, n + n_draft, n_logits, n_weight))
     return entries
 
@@ -1084,6 +1168,7 @@ class CostModel:
     """Seconds of an iteration [SmartSpec Eq. 7, SARATHI Fig. 7]: CostModel.roofline(config, gpu) of
     a GPU's data sheet, CostModel.profile(model) of this machine. Subclasses write parts()."""
     system = SYSTEMS["sarathi"]
+    world = World()  # one process simulates all
     tile = 1
 
     def __init__(self, config, dtype):
@@ -1281,14 +1366,14 @@ def time_plan(engine, plan):
     are warm as well."""
     for request, _ in plan:
         engine.pool.reserve(request, request.max_len)
-        engine.adapters.acquire(request.adapter)
+        engine.adapters.acquire(engine.adapters.version(request))
     engine.runner.run(plan)
     start = time.perf_counter()
     engine.runner.run(plan)
     seconds = time.perf_counter() - start
     for request, _ in plan:
         engine.pool.release(request)
-        engine.adapters.release(request.adapter)
+        engine.adapters.release(engine.adapters.version(request))
     return seconds
 
 def least_squares(A):
@@ -1406,22 +1491,22 @@ class ModelRunner:
     def pack_adapters(self, spans, rows):
         """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]."""
         store = self.engine.adapters
-        adapted = [(span.request.adapter, row) for span, row in zip(spans, rows)
-                   if store.n_page[span.request.adapter]]
+        adapted = [(store.version(span.request), row) for span, row in zip(spans, rows)]
+        adapted = [(version, row) for version, row in adapted if store.known[version].n_page]
         if not adapted or self.model is not self.engine.model:
             return {}
         table = array("i")
-        first = {}  # adapter -> its first entry in table
+        first = {}  # version -> its first entry in table
         places = []  # of adapted requests: first row, rows, first entry
-        for name, row in adapted:
-            if name not in first:
-                first[name] = len(table)
-                table += store.pool.tables[name]
-            places.append((row[0], row[1], first[name]))
+        for version, row in adapted:
+            if version not in first:
+                first[version] = len(table)
+                table += store.pool.tables[version]
+            places.append((row[0], row[1], first[version]))
         table = torch.frombuffer(table, dtype=torch.int32)
         packed = {}
         for op, operator in self.model.config.operators.items():
-            parts = [store.known[name].sites[op] for name, _ in adapted]
+            parts = [store.known[version].sites[op] for version, _ in adapted]
             sites = np.concatenate(parts)
             if len(sites):
                 sites[:, [0, 1, 7]] += np.repeat(places, list(map(len, parts)), 0)
@@ -1483,26 +1568,24 @@ class ModelRunner:
             sure = (probability > threshold).tolist()
         return list(zip(requests, tokens.tolist(), sure))
 
-    def read_adapter(self, source):
-        """An Adapter from a PEFT folder or from a rank (random weights)."""
-        if isinstance(source, int):
-            seed = len(self.engine.adapters.known)
-            return Adapter.random(self.model.config, source, seed, self.model.dtype)
-        return Adapter.from_pretrained(source, self.model.config, self.model.dtype)
-
-    def copy_adapter(self, name, pages):
+    def copy_adapter(self, version, pages):
         """Start to copy an adapter to its pages. Returns a function that waits for the copy."""
         if not self.kv.is_cuda:
-            self.tell("write", name, pages)
+            self.tell("write", version, pages)
             return lambda: None
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.tell("write", name, pages)
+            self.tell("write", version, pages)
         return lambda: torch.cuda.current_stream().wait_stream(stream)
 
-    def write(self, name, pages):
-        self.engine.adapters.known[name].write(self.kv, pages)
+    def write(self, version, pages):
+        self.engine.adapters.known[version].write(self.kv, pages)
+
+    def hold(self, name, source, versions):
+        """The other ranks: add an adapter, and forget all but these versions."""
+        self.engine.adapters.add(name, read_adapter(source, self.engine))
+        self.engine.adapters.keep(versions)
 
     def tell(self, method, *values):
         """Call a method of this runner, and of the runners of all other ranks."""
@@ -1611,13 +1694,10 @@ class CostRunner:
     def merge(self, adapter):
         self.clock.t += self.cost.merge()
 
-    def read_adapter(self, source):
-        return Adapter(self.cost.config, source)
-
-    def copy_adapter(self, name, pages):
+    def copy_adapter(self, version, pages):
         """Copies follow one another on the link, while iterations run [S-LoRA §5.2]."""
         store = self.engine.adapters
-        n_params = store.known[name].n_params
+        n_params = store.known[version].n_params
         host, transfer = self.cost.load(n_params, store.pool is not self.engine.pool)
         self.clock.t += host
         self.link_free_at = max(self.link_free_at, self.clock.t) + transfer
@@ -1745,10 +1825,14 @@ def generate_text(args):
     draft = None if world.rank else args.draft
     if draft not in (None, "ngram"):
         draft, _ = load_model(draft, model.dtype, str(model.device))
-    engine = Engine(model, args.scheduler, args.chunk, max_batch=1, seed=args.seed, draft=draft,
-                    spec=args.spec if draft else "off")
+    n_page = 0
     if args.adapter:
-        engine.add_adapter(args.adapter, args.adapter)
+        adapter = Adapter.from_pretrained(args.adapter, model.config, model.dtype)
+        n_page = adapter.n_page
+    engine = Engine(model, args.scheduler, args.chunk, max_batch=1, seed=args.seed, draft=draft,
+                    spec=args.spec if draft else "off", adapter_pages=n_page)
+    if args.adapter:
+        engine.add_adapter(args.adapter, adapter)
     if world.rank:
         engine.runner.follow()
         return

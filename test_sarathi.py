@@ -2,6 +2,7 @@
 its interpreter and compiled for GPUs that are not here), models against transformers and PEFT,
 the engine against a naive loop, speculation by chi-square, the simulator against the engine and
 the papers, tensor parallelism in processes, command lines, and every claim of bench."""
+import dataclasses
 import json
 import math
 import os
@@ -429,8 +430,9 @@ CHECKPOINTS = {
     "mistral": dict(family="mistral", sliding_window=None),
 }
 
-def edit(folder, remove=None, cut=None, tensors={}, **settings):
-    """Change a folder: remove or cut a file, replace tensors and settings (None removes one)."""
+def edit(folder, remove=None, cut=None, rename=None, tensors={}, **settings):
+    """Change a folder: remove or cut a file, replace tensors and settings (None removes one), and
+    rename the file of the tensors."""
     config = next(folder.glob("*config.json"))
     weights = next(folder.glob("*.safetensors"))
     settings = json.loads(config.read_text()) | settings
@@ -443,6 +445,8 @@ def edit(folder, remove=None, cut=None, tensors={}, **settings):
         (folder / remove).unlink()
     if cut:
         os.truncate(folder / cut, 100)
+    if rename:
+        weights.rename(folder / rename)
 
 @each("name", CHECKPOINTS)
 def test_logits_equal_transformers(name, tmp_path):
@@ -480,6 +484,11 @@ LORAS = {
     "gpt2": [
         dict(r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True),
         dict(r=9, lora_alpha=6, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True),
+        dict(
+            r=4, lora_alpha=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True,
+            alpha_pattern={"^transformer.h.1.mlp.c_proj": 3, "h.0.attn.c_proj": 5, "h.0": 1},
+            rank_pattern={"attn.c_attn": 6, "mlp.c_proj": 3},
+        ),
     ],
 }
 
@@ -490,11 +499,7 @@ def test_adapters_equal_peft(family, tmp_path):
     theirs = transformers_model(tmp_path, family)
     ours = GPT.from_pretrained(tmp_path)
     for i, settings in enumerate(LORAS[family]):
-        wrapped = peft.get_peft_model(theirs, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
-        for name, parameter in wrapped.named_parameters():
-            parameter.data += 0.3 * torch.randn_like(parameter) * ("lora_B" in name)
-        wrapped.save_pretrained(tmp_path / f"{i}")
-        wrapped.unload()
+        trained_by_peft(theirs, tmp_path / f"{i}", **settings).unload()
     ranks = {module: 3 + i for i, module in enumerate(ours.config.modules)}
     random_adapter(ranks, ours.config).save_pretrained(tmp_path / "ours")
     names = [None, *map(str, range(len(LORAS[family]))), "ours"]
@@ -517,6 +522,97 @@ def test_adapters_equal_peft(family, tmp_path):
         tokens, their_logits = expected[known[0]]
         close(logits, their_logits[len(known) - 1])
 
+def trained_by_peft(theirs, folder, **settings):
+    """Save an adapter of PEFT that is not zero to a folder, and let PEFT read it -> its model"""
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(theirs, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    for name, parameter in wrapped.named_parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter) * ("lora_" in name)
+    wrapped.save_pretrained(folder)
+    wrapped.unload()
+    return peft.PeftModel.from_pretrained(theirs, folder)
+
+Q0 = "layers.0.self_attn.q_proj"
+PATTERNS = [
+    {Q0: 6},
+    {f"model.{Q0}": 6},
+    {f"^model.{Q0}": 6},
+    {f"base_model.model.model.{Q0}": 6},  # matches nothing
+    {"layers.1.self_attn.q_proj": 5, "q_proj": 6, "self_attn.q_proj": 7},  # the first one counts
+    {"proj": 6, "q": 5, "self.*_proj": 3},  # of whole names
+    {"layers.(0|1).self_attn.[qo]_proj": 6, "model.layers.1.mlp": 5},
+    {"(q|down)_proj$": 6, "mlp.up_proj|self_attn.o_proj": 2},
+]
+
+SETTINGS = [
+    *[dict(alpha_pattern=pattern, rank_pattern=PATTERNS[i - 3], use_rslora=i > 4)
+      for i, pattern in enumerate(PATTERNS)],
+    *[dict(init_lora_weights=way) for way in (False, "gaussian", "orthogonal", "mica")],
+    dict(layers_to_transform=[1], exclude_modules=["down_proj"], lora_dropout=0.5),
+    dict(target_modules=".*layers.1.*(k|v|gate)_proj", fan_in_fan_out=True),
+    dict(ensure_weight_tying=False, bias="none", modules_to_save=[], target_parameters=[]),
+]
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapters_weights_are_pefts(tmp_path):
+    """A and B, each with its rank and scaling, of every module that PEFT changes and of no other"""
+    theirs = transformers_model(tmp_path)
+    config = GPT.from_pretrained(tmp_path).config
+    targets = ["q_proj", "o_proj", "up_proj", "down_proj"]
+    for settings in SETTINGS:
+        settings = dict(r=4, lora_alpha=12, target_modules=targets) | settings
+        wrapped = trained_by_peft(theirs, tmp_path / "a", **settings)
+        adapter = Adapter.from_pretrained(tmp_path / "a", config)
+        n_numbers = 0
+        for path, layer in wrapped.named_modules():
+            if hasattr(layer, "lora_A"):
+                *_, i, parent, name = path.split(".")
+                a, b = (factor[int(i)] for factor in adapter.factors(f"{parent}.{name}"))
+                rank = layer.r["default"]
+                near(a[:rank], layer.lora_A["default"].weight)
+                near(b[:rank], layer.lora_B["default"].weight.T * layer.scaling["default"])
+                n_numbers += a[:rank].numel() + b[:rank].numel()
+        assert n_numbers == adapter.planes.count_nonzero() > 0, settings
+        wrapped.unload()
+    engine = Engine(CostModel.roofline(config, "a10g"))  # in a simulator of the same size
+    engine.add_adapter("a", tmp_path / "a")
+    assert engine.adapters.known[1].n_params == adapter.n_params
+
+def test_every_setting_of_peft_has_its_place():
+    """A field that a new PEFT adds must be decided upon. Variants of LoRA must be off."""
+    peft = pytest.importorskip("peft")
+    unset = peft.LoraConfig()
+    for field in dataclasses.fields(unset):
+        assert field.name in model_py.LORA_SETTINGS, f"{field.name}: served or refused?"
+        valid = model_py.LORA_SETTINGS[field.name]
+        assert field.name == "peft_type" or valid is None or getattr(unset, field.name) in valid
+        assert valid == model_py.OFF or not field.metadata.get("is_lora_variant")
+
+NAMES = {  # what stands in front of "layers.0..." in an adapter's file -> what is wrong with it
+    "base_model.model.model.": "",
+    "model.": "",
+    "": "",
+    "base_model.model.": "",
+    "module.base_model.model._orig_mod.model.": "",
+    "base_model.model.vision_tower.": "does not fit",
+    "base_model.model.text.model.": "does not fit",
+}
+
+@each("start", NAMES)
+@each("end", [".weight", ".default.weight"])
+def test_names_of_an_adapters_tensors(start, end, tmp_path):
+    adapter = random_adapter(3)
+    adapter.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    renamed = {re.sub(".*(?=layers)", start, name).replace(".weight", end): tensor
+               for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "adapter_model.safetensors")
+    if NAMES[start]:
+        with pytest.raises(ValueError, match=NAMES[start]):
+            Adapter.from_pretrained(tmp_path, TINY)
+    else:
+        assert torch.equal(Adapter.from_pretrained(tmp_path, TINY).planes, adapter.planes)
+
 Q = "model.layers.1.self_attn.q_proj.weight"
 A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 BAD_MODELS = {
@@ -535,14 +631,30 @@ BAD_MODELS = {
     f"'{Q}' is .*int32": dict(tensors={Q: torch.ones(128, 128).int()}),
     "1 surplus tensors, as 'extra'": dict(tensors={"extra": torch.ones(1)}),
 }
+OFF = "is not supported, only None or False"
 BAD_ADAPTERS = {
-    "use_dora = True is not supported": dict(use_dora=True),
     f"'{A}' is missing": dict(tensors={A: None}),
     f"'{A}' is \\(8, 32\\).*must be \\(8, 128\\)": dict(tensors={A: torch.ones(8, 32)}),
+    "lora_A.weight' is \\(8, 128\\).*must be \\(4, 128\\)": dict(rank_pattern={}, r=4),
     "z_proj.*does not fit.*q_proj": dict(tensors={A.replace("q_", "z_"): torch.ones(8)}),
+    "q_proj.lora_magnitude.*does not fit": dict(
+        tensors={A.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(8)}),
     "layers.7.*does not fit.*layers 0 to 1": dict(
         tensors={A.replace("layers.1", "layers.7"): torch.ones(8, 128)}),
+    "second adapter": dict(tensors={A.replace("A.", "A.b."): torch.ones(8, 128),
+                                    A.replace("A.", "B.b."): torch.ones(128, 8)}),
     "adapter_model.* does not exist": dict(remove="adapter_model.safetensors"),
+    "has only adapter_model.bin: .*PEFT": dict(rename="adapter_model.bin"),
+    "peft_type = 'IA3' is not supported, only 'LORA'": dict(peft_type="IA3"),
+    "bias = 'lora_only' is not supported, only 'none'": dict(bias="lora_only"),
+    **{f"init_lora_weights = '{way}' is not supported": dict(init_lora_weights=way)
+       for way in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")},
+    **{f"{name} = .* {OFF}": {name: value} for name, value in dict(
+        use_dora=True, lora_bias=True, use_qalora=True, modules_to_save=["lm_head"],
+        trainable_token_indices=[1, 2], alora_invocation_tokens=[7, 9], target_parameters=["w"],
+        layer_replication=[[0, 2], [1, 2]], megatron_config={"n": 1}, use_bdlora={"n": 1},
+        arrow_config={"n": 1}, kasa_config={"n": 1}, velora_config={"n": 1},
+        monteclora_config={"n": 1}, of_a_later_peft=True).items()},
 }
 
 @each("message", [*BAD_MODELS, *BAD_ADAPTERS])
@@ -725,7 +837,8 @@ def n_preempted(engine):
     return n
 
 def check_pages(engine):
-    """A page is free or has one owner. Owners are running requests and loaded adapters."""
+    """A page is free or has one owner. Owners are running requests and loaded versions of adapters;
+    a version is known as long as it has a name or a request."""
     owners = set()
     for pool in {engine.pool, engine.adapters.pool}:
         n_owned = sum(map(len, pool.tables.values()))
@@ -736,9 +849,12 @@ def check_pages(engine):
         owners |= {owner for owner, pages in pool.tables.items() if len(pages)}
     running = set(engine.running)
     loaded = set(engine.adapters.loaded)
+    versions = {request.version for request in engine.requests.values()} - {None}
+    assert engine.adapters.known.keys() == versions.union(engine.adapters.newest.values())
+    assert loaded <= engine.adapters.known.keys()
     assert running <= owners <= running | loaded
     for request in running:
-        assert request.adapter in loaded | {None}
+        assert request.version in loaded
         n = len(engine.pool.tables[request])
         assert n == request.max_len if engine.alloc == "reserve" else n >= request.n_past
 
@@ -826,6 +942,11 @@ def test_pages_are_conserved(alloc, adapter_pages, n, n_adapter):
         if rng.random() < 0.1:
             engine.abort(rng.choice([*engine.requests]))
             n_aborted += 1
+        name = rng.randrange(n_adapter)
+        if rng.random() < 0.1:
+            engine.add_adapter(name, rng.choice([2, 3, 8]))
+        elif rng.random() < 0.1 and name in engine.adapters.newest:
+            engine.remove_adapter(name)
         engine.step()
         check_pages(engine)
         ever_loaded |= engine.adapters.loaded.keys()
@@ -838,15 +959,15 @@ def test_the_least_recently_used_adapter_is_evicted():
     loaded = []
     for name in "abcacda":
         engine.generate([[1, 2]], 3, name)
-        loaded.append("".join(sorted(filter(None, engine.adapters.loaded))))
-    assert loaded == ["a", "ab", "abc", "abc", "abc", "acd", "acd"]
+        loaded.append("".join("-abcd"[version] for version in sorted(engine.adapters.loaded)))
+    assert loaded == ["-a", "-ab", "-abc", "-abc", "-abc", "-acd", "-acd"]
     for request in (Request([1] * 10, 10), Request([1], 1, "b")):
         engine.add(request)
     engine.step()  # nothing is evicted for the adapter of a request that waits
-    assert list(filter(None, engine.adapters.loaded)) == ["a"]
+    assert sorted(engine.adapters.loaded) == [0, 1]
     engine.run()
     engine.generate([[1] * 10], 19)  # a request needs all pages but one
-    assert not any(engine.adapters.loaded)
+    assert list(engine.adapters.loaded) == [0]
 
 def test_adapters_of_the_queue_are_copied_while_others_run(monkeypatch):
     cost = CostModel.roofline(preset("llama-7b"), "a100")
@@ -857,11 +978,122 @@ def test_adapters_of_the_queue_are_copied_while_others_run(monkeypatch):
         engine = serve(cost, requests, "orca", ranks, max_batch=4, n_page=20000)
         seconds.append(engine.clock.now())
         monkeypatch.setattr(sarathi.AdapterStore, "prefetch", lambda *_: None)
-    copy = cost.load(engine.adapters.known[0].n_params, False)[1]
+    copy = cost.load(engine.adapters.known[1].n_params, False)[1]
     assert seconds[1] - seconds[0] == approx(56 * copy, rel=0.05)  # all but the first four
-    waits = [engine.runner.copy_adapter(name, []) for name in range(3)]
+    waits = [engine.runner.copy_adapter(1 + i, []) for i in range(3)]
     waits[2]()  # behind the two others
     assert engine.clock.now() - seconds[1] == approx(3 * copy)
+
+def slow_copies(monkeypatch):
+    """A copy lands when it is waited for, or else two iterations later, whatever is there then."""
+    in_flight = []  # [iterations left, writes]
+    compute = sarathi.ModelRunner.compute
+
+    def copy_adapter(runner, version, pages):
+        adapter = runner.engine.adapters.known[version]
+        pages = list(pages)
+        writes = [lambda: adapter.write(runner.kv, pages)]
+        in_flight.append([2, writes])
+        return lambda: writes and writes.pop()()
+
+    def slow_compute(runner, batch):
+        for entry in in_flight:
+            entry[0] -= 1
+            if entry[0] == 0 and entry[1]:
+                entry[1].pop()()
+        return compute(runner, batch)
+    monkeypatch.setattr(sarathi.ModelRunner, "copy_adapter", copy_adapter)
+    monkeypatch.setattr(sarathi.ModelRunner, "compute", slow_compute)
+
+def test_an_adapter_takes_the_models_dtype():
+    engine = Engine(random_model(dtype=bfloat16))
+    for name, dtype in (("a", float32), ("b", bfloat16)):
+        adapter = random_adapter(3)
+        adapter.planes = adapter.planes.to(dtype)
+        engine.add_adapter(name, adapter)
+    outputs = engine.generate([prompt(9)] * 3, 12, ["a", "b", None])
+    assert outputs[0] == outputs[1] != outputs[2]
+
+BASELINES = [dict(lora="batched"), dict(lora="bmm"), dict(lora="merge"), dict(adapter_pages=60)]
+
+@each("options", BASELINES, ids=str)
+def test_requests_that_started_keep_a_replaced_adapter(options, monkeypatch):
+    slow_copies(monkeypatch)
+    options = dict(max_batch=2, n_page=75, alloc="grow", chunk=10) | options
+    engine = start(TARGET, [], adapters={"a": ADAPTERS["q"], "b": ADAPTERS["all"]}, **options)
+    old = [Request(prompt(30, i), 25, "a") for i in range(2)]
+    new = [Request(prompt(9, i), 6, "a") for i in range(2)]
+    removed = Request(prompt(9), 6, "b")
+    for request in (*old, new[0], removed):
+        engine.add(request)
+    while not old[1].output:
+        engine.step()
+    engine.add_adapter("a", ADAPTERS["ffn"])
+    engine.remove_adapter("b")
+    for name in ("b", None):
+        with pytest.raises(KeyError, match=f"unknown adapter {name!r}: one of a"):
+            engine.remove_adapter(name)
+    with pytest.raises(KeyError, match="unknown adapter 'b': one of .*a"):
+        engine.add(Request([1], 2, "b"))
+    if options.get("lora") != "merge":
+        with pytest.raises(ValueError, match="pages of the adapter = 128: must be in 0 .. "):
+            engine.add_adapter("a", 16)  # new[0] would wait for ever
+    engine.add(new[1])
+    while engine.requests:
+        engine.step()
+        check_pages(engine)
+    assert n_preempted(engine)
+    for request, name in zip((*old, *new, removed), ("q", "q", "ffn", "ffn", "all")):
+        assert request.output == naive(tuple(request.prompt), name, request.max_new_tokens)
+    engine.remove_adapter("a")
+    assert len(engine.pool.free) == 75 and list(engine.adapters.known) == [0]
+
+@each("options", [*BASELINES, dict(alloc="reserve", draft="ngram", spec=3)], ids=str)
+def test_random_life_of_adapters(options, monkeypatch):
+    """Adapters and requests come and go in 1,000 random operations, with copies in flight: every
+    request has the tokens of the weights with which it started, and no page is lost."""
+    slow_copies(monkeypatch)
+    rng = random.Random(0)
+    options = dict(max_batch=3, n_page=70, alloc="grow", chunk=10) | options
+    engine = start(TARGET, [], "sarathi_serve", adapters={}, **options)
+    sources = {None: None}  # name -> that of its newest weights
+    weights = {}  # request -> the same, from its start on
+    requests = []
+    for _ in range(1000):
+        name = rng.choice("abc")
+        operation = rng.choice(["add", "add_adapter", "remove", "abort", "step", "step"])
+        if operation == "add" and len(engine.requests) < 8:
+            fields = dict(prompt=prompt(rng.choice([3, 9, 20]), rng.randrange(3)),
+                          max_new_tokens=rng.randint(1, 12), adapter=rng.choice([*sources]))
+            requests.append(Request(**fields))
+            engine.add(requests[-1])
+        elif operation == "add_adapter":
+            sources[name] = rng.choice([*ADAPTERS])
+            engine.add_adapter(name, ADAPTERS[sources[name]])
+        elif operation == "remove" and name in sources and rng.random() < 0.5:
+            source = sources.pop(name)
+            for request in engine.requests.values():
+                if request.adapter == name:
+                    weights.setdefault(request, source)
+            engine.remove_adapter(name)
+        elif operation == "abort" and engine.requests and rng.random() < 0.2:
+            engine.abort(rng.choice([*engine.requests]))
+        elif operation == "step":
+            engine.step()
+            for request in requests:
+                if request.state != "waiting":
+                    weights.setdefault(request, sources.get(request.adapter))
+        check_pages(engine)
+    engine.run()
+    for request in requests:
+        source = weights.get(request, sources.get(request.adapter))
+        expected = naive(tuple(request.prompt), source, 12)
+        assert request.output == expected[:len(request.output)], request
+    ends = Counter(request.state for request in requests)
+    assert ends["length"] > 60 and ends["aborted"] > 5
+    for name in sources.keys() - {None}:
+        engine.remove_adapter(name)
+    assert len(engine.pool.free) == 70 and list(engine.adapters.loaded) == [0]
 
 def test_events_stop_tokens_and_times():
     requests = mixed()
@@ -967,7 +1199,7 @@ BAD_REQUESTS = {
     "pages of the adapter = 96.* 80": dict(adapter="large"),
 }
 
-def test_bad_input_is_one_line_and_harms_no_other():
+def test_bad_input_is_one_line_and_harms_no_other(monkeypatch):
     good = Request(prompt(12), 25, "ffn")
     engine = start(TARGET, [], max_batch=2, n_page=80)
     engine.add_adapter("large", 12)
@@ -986,6 +1218,17 @@ def test_bad_input_is_one_line_and_harms_no_other():
     start(TARGET, [Request([1], 19, "ffn")], n_page=20, adapter_pages=40)  # has room
     with pytest.raises(FileNotFoundError, match="nowhere"):
         engine.add_adapter("lost", "nowhere")
+    for name, config in ((None, TINY), ("deep", replace(TINY, n_layer=3)),
+                         ("wide", replace(TINY, n_inner=96)), ("half", TINY.shard_of(1, 2))):
+        with pytest.raises(ValueError, match=f"adapter {name!r}: must have a name, and be made"):
+            engine.add_adapter(name, Adapter.random(config, {"mlp.down_proj": 2}))
+    for source, message in ((0, "rank = 0"), (None, "adapter = None: must be a PEFT folder, an A")):
+        with pytest.raises(ValueError, match=message):
+            engine.add_adapter("lost", source)
+    monkeypatch.setattr(World, "broadcast", lambda *_: ("hold", ("other", None, {0})))
+    with pytest.raises(ValueError, match="adapter 'mine': rank 0 adds 'other'"):
+        engine.add_adapter("mine", ADAPTERS["q"])
+    monkeypatch.undo()
     engine.run()
     check_tokens([good])
 
@@ -1391,8 +1634,26 @@ SHARED = [  # model, adapters of the requests, source of drafts
     ("llama", MIXED, "model"),
     ("gpt2", MIXED, None),
     ("preset", MIXED, None),
+    ("llama", ("replaced",), None),
     ("llama", ("wide",), None),
 ]
+
+def serve_replaced(engine, folder):
+    """Replace an adapter while the other ranks follow; its requests are recomputed -> outputs"""
+    requests = [Request(prompt(18, i), 9, "small") for i in range(3)]
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    started = list(engine.running)
+    assert 0 < len(started) < 3
+    engine.add_adapter("small", folder / "ffn")
+    engine.grow(started[0], 901)  # all are preempted, and the old version is evicted
+    assert engine.adapters.reserve(engine.pool, "all", 900) and not engine.running
+    engine.pool.release("all")
+    engine.run()
+    engine.remove_adapter("small")
+    engine.add_adapter("last", 2)
+    return [request.output for request in requests]
 
 def serve_share(folder, world, name, adapters, draft):
     """Serve a mixed batch, or follow rank 0 -> tokens, or None; and the bytes sent"""
@@ -1410,11 +1671,15 @@ def serve_share(folder, world, name, adapters, draft):
     world.n_bytes = 0
     tokens = None
     if world.rank == 0:
-        prompts = [prompt(30 - i, i) for i in range(len(adapters))]
-        tokens = engine.generate(prompts, 11, [*adapters])
+        if adapters == ("replaced",):
+            tokens = serve_replaced(engine, folder)
+        else:
+            prompts = [prompt(30 - i, i) for i in range(len(adapters))]
+            tokens = engine.generate(prompts, 11, [*adapters])
         engine.runner.tell("stop")
     else:
         engine.runner.follow()
+    assert len(engine.adapters.known) == 4
     return tokens, world.n_bytes
 
 def run_rank(rank, n, port, folder):
@@ -1433,12 +1698,13 @@ def run_rank(rank, n, port, folder):
 @each("n", [2, 4])
 def test_tensor_parallelism(n, tmp_path):
     TARGET.save_pretrained(tmp_path / "llama")
+    ADAPTERS["ffn"].save_pretrained(tmp_path / "ffn")
     random_model(GPT2).save_pretrained(tmp_path / "gpt2")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         arguments = n, s.getsockname()[1], tmp_path
     group = torch.multiprocessing.spawn(run_rank, arguments, n, join=False, daemon=True)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 180  # far more than it takes
     while not group.join(5):
         assert time.monotonic() < deadline, "a rank hangs"
     assert len([*tmp_path.glob("*.raised")]) == n - 1
@@ -1474,6 +1740,9 @@ MISTAKES = {
 def test_command_line(monkeypatch, capsys, tmp_path):
     TARGET.save_pretrained(tmp_path)
     ADAPTERS["ffn"].save_pretrained(tmp_path / "ffn")
+    large = Adapter.random(TINY, {module: 24 for module in TINY.modules})
+    large.save_pretrained(tmp_path / "large")
+    assert large.n_page > TINY.block_size
     tokens = ["--tokens", ",".join(map(str, prompt(15)))]
     def call(flags):
         given = ["--model", tmp_path, "--max-new-tokens", 12, "--temperature", 0]
@@ -1494,6 +1763,7 @@ def test_command_line(monkeypatch, capsys, tmp_path):
         assert printed == naive(tuple(prompt(15)), name, 12)
         assert re.search(r"^15 \+ 12 tokens, \d+ tokens/s, TTFT .* ms, TPOT .* ms", err)
     assert re.search(r"([1-9]\d*) of \1 drafts accepted", err)
+    assert len(call(tokens + ["--adapter", tmp_path / "large"]).out.split()) == 12
     for message, flags in MISTAKES.items():
         with pytest.raises(SystemExit) as end:
             call(flags if flags[0] in ("--tokens", "--prompt") else tokens + flags)
