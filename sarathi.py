@@ -16,8 +16,10 @@ import time
 from array import array
 from bisect import insort
 from collections import Counter, deque
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
+from numbers import Integral, Real
 from operator import mul
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -27,7 +29,7 @@ import torch
 from tqdm import tqdm
 
 from kernels import FEW_ROWS, Batch, Sites, probabilities, sample, verify
-from model import GPT, PRESETS, ROW_PARALLEL, Adapter, World, load_model
+from model import GPT, PRESETS, ROW_PARALLEL, Adapter, GPTConfig, World, load_model
 
 # -----------------------------------------------------------------------------
 # requests
@@ -44,8 +46,10 @@ class Request:
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0
-    stop: tuple = ()  # tokens that end the output
+    stop: tuple = ()  # tokens that end the output; a token or None will do
     arrival: float = None  # seconds on the engine's clock; None: now
+    seed: int = None  # of sampled tokens; None: of the engine's seed and the id
+    # the rest is the engine's
     id: int = -1  # given by Engine.add
     state: str = "waiting"  # -> running -> length, stop or aborted
     output: list = field(default_factory=list)
@@ -71,6 +75,13 @@ class Request:
         return len(self.prompt) + self.max_new_tokens
 
     @property
+    def end(self):
+        """"stop" or "length" if the output is complete, else ""."""
+        if self.output and self.output[-1] in self.stop:
+            return "stop"
+        return "length" if len(self.output) == self.max_new_tokens else ""
+
+    @property
     def ttft(self):
         """Seconds from arrival to the first token."""
         return self.times[0] - self.arrival
@@ -86,16 +97,25 @@ class Request:
         return [*self.prompt[start:end], *self.output[max(0, start - n):max(0, end - n)]]
 
     def append(self, tokens, now):
-        """Append tokens up to the end of the output. Returns (those appended, end): "length",
-        "stop", or "" if the request goes on."""
+        """Append tokens up to the end of the output. Returns those appended."""
         for n, token in enumerate(tokens, 1):
-            self.output.append(token)
             self.times.append(now)
-            if token in self.stop:
-                return tokens[:n], "stop"
-            if len(self.output) == self.max_new_tokens:
-                return tokens[:n], "length"
-        return tokens, ""
+            self.output.append(token)
+            if self.end:
+                return tokens[:n]
+        return tokens
+
+    def forget(self):
+        """Without pages: nothing is cached, and the request waits to be recomputed."""
+        self.n_past = 0
+        self.n_draft_past = 0
+        self.drop_drafts()
+        self.state = "waiting"
+
+    def drop_drafts(self):
+        self.drafts = []
+        self.tree = ()
+        self.draft_probs = []
 
 class Event(NamedTuple):
     """New tokens of a request. finished: "length" or "stop" if they are its last ones, else ""."""
@@ -122,7 +142,7 @@ class Engine:
     n_page: pages of the cache, one per token; 0: enough for max_batch requests
     alloc: "reserve" a request's maximum length at its start, or "grow" page by page
     draft: None, "ngram", a smaller GPT or CostModel, or a Proposer
-    spec: "off", a number of drafts, a name in POLICIES, or a Policy
+    spec: "off", a number of drafts, a name in POLICIES, or a Policy; None: three, if draft is given
     alpha: if not 0, each draft is accepted with this forced chance
     order: a function (waiting, running, now) -> list
     lora: "batched", or the baselines "bmm" and "merge" [S-LoRA §7]
@@ -131,16 +151,16 @@ class Engine:
     cost: prices for the policies; None: a profile of this machine, made if a policy asks
     record: a list to which every Iteration is appended"""
     def __init__(self, model, scheduler="sarathi", chunk=256, max_batch=8, n_page=0,
-                 alloc="reserve", draft=None, spec="off", seed=0, alpha=0.0, order=None,
+                 alloc="reserve", draft=None, spec=None, seed=0, alpha=0.0, order=None,
                  lora="batched", adapter_pages=0, tpot=0.0, cost=None, record=None):
-        self.model = model
+        self.model = check_type("model", model, (GPT, CostModel), "GPT.from_preset('tiny')")
         self.simulated = isinstance(model, CostModel)
-        self.chunk = check_range("chunk", chunk, 1)
+        self.chunk = check_range("chunk", chunk, 1, kind=Integral)
         self.alloc = check_choice("alloc", alloc, ("reserve", "grow"))
         self.lora = check_choice("lora", lora, ("batched", "bmm", "merge"))
         self.alpha = check_range("alpha", alpha, 0, 1)
         self.tpot = check_range("tpot", tpot, 0)
-        self.seed = seed
+        self.seed = check_range("seed", seed, *LIMITS["seed"], Integral)
         self.record = record
 
         # requests, from their arrival to their end
@@ -153,12 +173,12 @@ class Engine:
         # policies, and the prices that they ask for
         if isinstance(scheduler, str):
             scheduler = SCHEDULERS[check_choice("scheduler", scheduler, SCHEDULERS)]()
-        self.scheduler = scheduler
-        self.order = order or fcfs
+        self.scheduler = check_type("scheduler", scheduler, Scheduler, "Sarathi()")
+        self.order = check_type("order", order or fcfs, Callable, "lcfs")
         if lora == "merge":
             self.order = one_adapter(self.order)
         self.cost = cost or (model if self.simulated else None)
-        policy = make_policy(spec, self)
+        policy = make_policy(spec, draft, self)
         if self.cost is None and (self.scheduler.priced or policy and policy.priced):
             self.cost = CostModel.profile(model)
 
@@ -175,21 +195,26 @@ class Engine:
         self.scheduler.start(self)
 
     def step(self):
-        """One iteration. Returns its events; [] if nothing can run now."""
-        self.arrive()
-        plan = self.scheduler.plan(self.running, self.queue())  # policy [SARATHI §4.3]
-        plan = self.admit(plan)  # memory: pages, adapters, preemption [S-LoRA §5.1]
-        if not plan:  # nothing of the queue has room yet
-            plan = self.admit(self.scheduler.plan(self.running, []))
-        if not plan:
-            return self.idle()
-        if self.speculator:
-            self.speculator.add_drafts(plan)  # drafts behind the decodes [SmartSpec §5]
-        start = self.clock.now()
-        new_tokens = self.runner.run(plan)  # one flat batch [SARATHI §4.3] [S-LoRA §5.3]
-        if self.record is not None:
-            self.record.append(Iteration(start, self.clock.now(), entries_of(plan, self)))
-        return self.commit(plan, new_tokens)  # advance, drop rejected drafts, finish
+        """One iteration. Returns its events; [] if nothing can run now. After an exception, Ctrl-C
+        included, all requests wait again, and the engine serves on."""
+        try:
+            self.arrive()
+            plan = self.scheduler.plan([*self.running], self.queue())  # policy [SARATHI §4.3]
+            plan = self.admit(plan)  # memory: pages, adapters, preemption [S-LoRA §5.1]
+            if not plan:  # nothing of the queue has room yet
+                plan = self.admit(self.scheduler.plan([*self.running], []))
+            if not plan:
+                return self.idle()
+            if self.speculator:
+                self.speculator.add_drafts(plan)  # drafts behind the decodes [SmartSpec §5]
+            start = self.clock.now()
+            new_tokens = self.runner.run(plan)  # one flat batch [SARATHI §4.3] [S-LoRA §5.3]
+            if self.record is not None:
+                self.record.append(Iteration(start, self.clock.now(), entries_of(plan, self)))
+            return self.commit(plan, new_tokens)  # advance, drop rejected drafts, finish
+        except BaseException:
+            self.recover()
+            raise
 
     # requests and adapters come and go
 
@@ -206,21 +231,32 @@ class Engine:
         request.id = next(self.ids)
         if request.arrival is None:
             request.arrival = self.clock.now()
+        if request.seed is None:
+            request.seed = splitmix64(self.seed, request.id)
         self.requests[request.id] = request
         insort(self.pending, request, key=lambda request: request.arrival)
         return request.id
 
     def generate(self, prompts, max_new_tokens=32, adapter=None, **options):
         """Serve prompts (lists of tokens). Returns the list of outputs. adapter: a name for all, or
-        a list of names; options: other fields of Request."""
+        a list of names; options: other fields of Request. After an exception, Ctrl-C included,
+        these requests have left the engine."""
         names = adapter if isinstance(adapter, list) else [adapter] * len(prompts)
+        if len(names) != len(prompts):
+            raise ValueError(f"adapter has {len(names)} names: must have {len(prompts)}, or be one")
         requests = [Request(prompt, max_new_tokens, name, **options)
-                    for prompt, name in zip(prompts, names, strict=True)]
+                    for prompt, name in zip(prompts, names)]
         for request in requests:
             check_request(request, self)  # all of them, before any is added
-        for request in requests:
-            self.add(request)
-        self.run()
+        try:
+            for request in requests:
+                self.add(request)
+            self.run()
+        except BaseException:
+            for request in requests:
+                self.requests.pop(request.id, None)
+            self.recover()
+            raise
         return [request.output for request in requests]
 
     def run(self, on_event=lambda event: None):
@@ -234,6 +270,25 @@ class Engine:
         if id not in self.requests:
             raise KeyError(f"no request with id {id} is waiting or running")
         self.finish(self.requests[id], "aborted")
+
+    def recover(self):
+        """After an exception, all that an iteration may have left half-done begins again from
+        self.requests: they wait without pages, and no adapter is loaded."""
+        self.adapters.unload()
+        self.pool.clear()
+        if self.lora == "merge":
+            self.merged = None
+            self.runner.merge(None)
+        for request in [*self.requests.values()]:
+            del request.times[len(request.output):]
+            end = "aborted" if request.state == "aborted" else request.end
+            request.forget()
+            if end:
+                request.state = end
+                del self.requests[request.id]
+        self.running.clear()
+        self.waiting.clear()
+        self.pending[:] = sorted(self.requests.values(), key=lambda request: request.arrival)
 
     # the parts of an iteration
 
@@ -249,22 +304,25 @@ class Engine:
         n_free = self.max_batch - len(self.running)
         if not self.waiting or n_free <= 0:
             return []
-        ordered = self.order(self.waiting, self.running, self.clock.now())
+        ordered = self.order([*self.waiting], [*self.running], self.clock.now())
+        assert isinstance(ordered, list), f"the order returns {short(ordered)}: must be a list"
         if len(ordered) < len(self.waiting):  # thousands may wait: no scan without need
             for request in [r for r in self.waiting if r.state == "aborted"]:
                 self.finish(request, "aborted")  # by the order [S-LoRA §4.3]
-        return ordered[:n_free]
+        first = ordered[:n_free]
+        assert len(set(first)) == len(first), "the order returns a request twice"
+        for request in first:
+            assert request in self.waiting, f"the order returns {short(request)}: it does not wait"
+        return first
 
     def admit(self, plan):
         """Start the plan's waiting requests, in order, up to the first one that has no room, and
         reserve pages for the others' tokens. Returns the part of the plan that can run."""
+        check_plan(plan, self)
         # a request that is preempted below waits again, and must not start at once
         new = {request for request, _ in plan if request.state == "waiting"}
         room = True
-        name = type(self.scheduler).__name__
-        assert len({request for request, _ in plan}) == len(plan), f"{name} plans a request twice"
         for request, n in plan:
-            assert 0 < n <= request.n_todo, f"{name} plans {n} of {request.n_todo} tokens"
             if request in new:
                 room = room and self.start(request)
             else:
@@ -296,9 +354,7 @@ class Engine:
         while request.state == "running" and not self.adapters.reserve(self.pool, request, n):
             last = self.running[-1]
             self.release(last)
-            last.n_past = 0
-            last.n_draft_past = 0
-            last.state = "waiting"
+            last.forget()
             self.waiting.insert(0, last)
 
     def release(self, request):
@@ -323,18 +379,18 @@ class Engine:
         events = []
         for request, n in plan:
             request.n_past += n
-            tokens = new_tokens.get(request)
-            if tokens is None:  # a part of the prompt
+            verified = new_tokens.get(request)
+            if verified is None:  # a part of the prompt
                 continue
             # accepted drafts are cached too; K and V of rejected ones are overwritten later
-            request.n_past += len(tokens) - 1
+            request.n_past += len(verified) - 1
             request.n_draft_past = min(request.n_draft_past, request.n_past)
+            tokens = request.append(verified, now)
             if request.drafts:
-                self.speculator.count(request, len(tokens) - 1)
-                request.drafts = []
-                request.tree = ()
-                request.draft_probs = []
-            tokens, end = request.append(tokens, now)
+                # a stop token may have cut accepted drafts off
+                self.speculator.count(request, min(len(tokens), len(verified) - 1), len(tokens))
+                request.drop_drafts()
+            end = request.end
             if end:
                 self.finish(request, end)
             events.append(Event(request, tokens, end))
@@ -355,30 +411,96 @@ def check_choice(name, value, choices):
         raise KeyError(f"unknown {name} {value!r}: one of {', '.join(map(str, choices))}")
     return value
 
-def check_range(name, value, low, high=math.inf):
-    """Returns value. ValueError if it is outside low .. high."""
+def check_range(name, value, low, high=math.inf, kind=Real):
+    """Returns value. ValueError if it is not a number in low .. high. kind: Real or Integral."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{name} = {short(value)}: must be {NUMBERS[kind]} in {low} .. {high}")
     if not low <= value <= high:
         raise ValueError(f"{name} = {value}: must be in {low} .. {high}")
     return value
 
+NUMBERS = {Real: "a number", Integral: "a whole number"}
+
+def check_type(name, value, kind, example):
+    """Returns value. ValueError if it is not an object of this class: a name, or the class."""
+    if not isinstance(value, kind) or isinstance(value, type):
+        raise ValueError(f"{name} = {short(value)}: must be an object, like {example}")
+    return value
+
+def check_tokens(name, tokens, kind=Sequence):
+    """Returns tokens as a list; bytes as they are. ValueError if they are no list of tokens."""
+    if isinstance(tokens, bytes):
+        return tokens
+    if isinstance(tokens, (np.ndarray, torch.Tensor)):
+        tokens = tokens.tolist()
+    if isinstance(tokens, str):
+        raise ValueError(f"{name} = {short(tokens)}: must be tokens: tokenizer.encode(text)")
+    is_list = isinstance(tokens, kind)
+    if not is_list or any(t is bool or not issubclass(t, Integral) for t in set(map(type, tokens))):
+        raise ValueError(f"{name} = {short(tokens)}: must be a list of tokens, like [1, 2, 3]")
+    return list(map(int, tokens))
+
+def short(value):
+    """A value in one line of a message"""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+LIMITS = {  # the numbers in a request: lowest and highest, which are whole if the number must be
+    "max_new_tokens": (1, 10**9),
+    "temperature": (0.0, 1e9),
+    "top_k": (0, 10**9),
+    "top_p": (1e-9, 1.0),
+    "arrival": (0.0, 1e9),  # seconds on the engine's clock, not since 1970
+    "seed": (0, 2**64 - 1),
+}
+
 def check_request(r, engine):
-    """ValueError or KeyError, in one line, for a request that could never be served."""
+    """Put a request's fields in their normal form. ValueError or KeyError, in one line, for a
+    request that could never be served, or that an engine has got before."""
+    new = vars(Request(check_type("request", r, Request, "Request([1, 2, 3])").prompt))
+    names = [*new]
+    for name in names[names.index("id"):]:
+        value = getattr(r, name)
+        if type(value) is not type(new[name]) or value != new[name]:
+            raise ValueError(f"{name} = {short(value)}: the engine sets it; "
+                             "every request needs a Request of its own")
+    for name, (low, high) in LIMITS.items():
+        value = getattr(r, name)
+        if value is not None or new[name] is not None:
+            kind = Integral if isinstance(low, int) else Real
+            setattr(r, name, type(low)(check_range(name, value, low, high, kind)))
+    r.prompt = check_tokens("prompt", r.prompt)
+    stop = (r.stop,) if isinstance(r.stop, Integral) else r.stop or ()
+    r.stop = tuple(check_tokens("stop", stop, (Sequence, Set)))
+    if not isinstance(r.adapter, (str, Integral, type(None))):
+        raise ValueError(f"adapter = {short(r.adapter)}: must be a name")
     config = engine.model.config
     check_range("tokens in the prompt", len(r.prompt), 1)
     if not engine.simulated:
         for token in (min(r.prompt), max(r.prompt)):
             check_range("token", token, 0, config.vocab_size - 1)
-    check_range("max_new_tokens", r.max_new_tokens, 1)
-    check_range("temperature", r.temperature, 0)
-    check_range("top_k", r.top_k, 0)
-    check_range("top_p", r.top_p, 1e-9, 1)
     check_range("prompt + max_new_tokens", r.max_len, 2, config.block_size)
-    check_range("arrival", 0 if r.arrival is None else r.arrival, 0)
     store = engine.adapters
     n_page = store.n_page[check_choice("adapter", r.adapter, store.n_page)]
     check_range("pages of the adapter", n_page, 0, store.pool.n_page)
     n_page = n_page if store.pool is engine.pool else 0
     check_range("pages of the request and its adapter", r.max_len + n_page, 1, engine.pool.n_page)
+
+def check_plan(plan, engine):
+    """Assertions for a scheduler's author."""
+    name = type(engine.scheduler).__name__
+    good = isinstance(plan, list) and all(isinstance(e, tuple) and len(e) == 2 for e in plan)
+    assert good, f"{name} plans {short(plan)}: must be [(request, n)]"
+    assert len({request for request, _ in plan}) == len(plan), f"{name} plans a request twice"
+    for request, n in plan:
+        known = isinstance(request, Request)
+        known = known and (request.state == "running" or request in engine.waiting)
+        assert known, f"{name} plans {short(request)}: it neither waits nor runs"
+        good = isinstance(n, Integral) and 0 < n <= request.n_todo
+        assert good, f"{name} plans {n} of {request.n_todo} tokens"
+    n_new = sum(request.state == "waiting" for request, _ in plan)
+    n_free = engine.max_batch - len(engine.running)
+    assert n_new <= n_free, f"{name} starts {n_new} requests: max_batch leaves room for {n_free}"
 
 # -----------------------------------------------------------------------------
 # memory: pages and adapters
@@ -387,7 +509,12 @@ class PagePool:
     """Pages of a cache: each holds a token's K and V, or a row of A and B [S-LoRA §5.1]."""
     def __init__(self, n_page, first=0):
         self.n_page = n_page
-        self.free = array("i", range(first, first + n_page))  # a stack
+        self.first = first
+        self.clear()
+
+    def clear(self):
+        """Take all pages back."""
+        self.free = array("i", range(self.first, self.first + self.n_page))  # a stack
         self.tables = {}  # owner -> its pages, in the order of its tokens or rows
 
     def reserve(self, owner, n):
@@ -414,6 +541,14 @@ class AdapterStore:
         self.n_page = {None: 0}  # name -> pages; None: the model as it is
         self.loaded = {None: lambda: None}  # name -> function that waits for the copy; LRU first
         self.n_users = Counter([None])  # name -> running requests; None is never idle
+
+    def unload(self):
+        """Take all adapters off their pages. No request runs."""
+        for wait in self.loaded.values():
+            wait()
+        self.loaded = {None: lambda: None}
+        self.n_users = Counter([None])
+        self.pool.clear()
 
     def reserve(self, pool, owner, n, spare=0):
         """PagePool.reserve, with spare pages left free. Evicts idle adapters, least recently used
@@ -462,8 +597,8 @@ class AdapterStore:
 def size_pool(model, draft, n_page, max_batch):
     """Returns (n_page, max_batch) without zeros: B = floor((M_G - M_S) / (L m_kv)) [SARATHI §4.3].
     A draft model's cache has as many pages as the target's [SmartSpec §6]."""
-    check_range("n_page", n_page, 0)
-    check_range("max_batch", max_batch, 0)
+    check_range("n_page", n_page, 0, kind=Integral)
+    check_range("max_batch", max_batch, 0, kind=Integral)
     L = model.config.block_size
     if not n_page:
         models = [m for m in (model, draft) if isinstance(m, (GPT, CostModel))]
@@ -667,15 +802,30 @@ def tree_size(tree):
     """Drafts in a tree with so many candidates per level: (3, 2, 2) has 3 + 6 + 12 = 21."""
     return sum(accumulate(tree, mul))
 
+def splitmix64(seed, n):
+    """Number n (0, 1, ...) of the generator splitmix64: 0 .. 2^64 - 1. Integers, or np.uint64."""
+    most = 2**64 - 1
+    x = seed + (n + 1) * 0x9E3779B97F4A7C15 & most
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & most
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & most
+    return x ^ x >> 31
+
+# three random numbers for each position of a request: do they accept a draft, draw a token that is
+# final, or a draft
+ACCEPT, TOKEN, DRAFT = range(3)
+
+def uniform(places, use):
+    """Uniform numbers in [0, 1) for places [(seed, position)], the same on every device -> (M,)"""
+    seeds, positions = np.array(places, np.uint64).reshape(-1, 2).T
+    x = splitmix64(seeds, 3 * positions + use)
+    return torch.from_numpy((x >> 11) * 2.0**-53)
+
 def forced_acceptance(request, tree, engine):
     """How many levels of drafts are accepted if each draft has the chance engine.alpha. The answer
     for a position depends on nothing else, so that numbers of drafts can be compared."""
     for level, n_candidate in enumerate(tree):
-        # splitmix64 of (seed, request, position): uniform in 0 .. 2^64 - 1
-        x = (engine.seed << 48) + (request.id << 24) + request.n_tokens + level
-        x = (x * 0x9E3779B97F4A7C15 ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
-        if (x ^ x >> 31) >= 2**64 * (1 - (1 - engine.alpha) ** n_candidate):
+        x = splitmix64(request.seed, 3 * (request.n_tokens + level) + ACCEPT)
+        if x >= 2**64 * (1 - (1 - engine.alpha) ** n_candidate):
             return level
     return len(tree)
 
@@ -772,6 +922,8 @@ POLICIES = {"goodput": Goodput, "goodput_global": GoodputGlobal, "goodput_reques
 class Proposer:
     """Where drafts come from. Subclass it and write draft(). The class itself stands for prompt
     lookup in the simulator."""
+    context = math.inf  # the most tokens from which it can draft
+
     def draft(self, request, k):
         """Up to k tokens that may follow the request's known ones."""
         return [0] * k
@@ -805,9 +957,10 @@ class DraftModel(Proposer):
     """A smaller model with the same page tables and a cache of its own, which is fed the same
     chunks [SmartSpec §6]. If decodes rarely get drafts, it leaves new requests out for life [§5];
     after some hundred steps without a draft it tries again."""
-    def __init__(self, runner, cost):
+    def __init__(self, runner, cost, context):
         self.runner = runner
         self.cost = cost
+        self.context = context
         self.idle = 0.0  # share of recent steps in which no decode was worth a draft
 
     def propose(self, plan, lengths, threshold):
@@ -818,7 +971,7 @@ class DraftModel(Proposer):
             self.idle *= 0.998
         spans = []
         for request, n in plan:
-            if request.n_past == 0 and self.idle > 0.7:
+            if request.n_past == 0 and (self.idle > 0.7 or request.n_tokens > self.context):
                 request.drafted = False
             k = lengths.get(request, 0)
             # a decode without drafts is fed later, with its next drafts. Usually one token is new
@@ -841,11 +994,15 @@ class DraftModel(Proposer):
         n = n_request
         return n_step * self.cost.seconds(IterationStats(n, n, n, n_context))
 
-def make_policy(spec, engine):
-    """A Policy from "off" (None), a number, a tree like "3,2,2", a name or an object. ValueError if
-    the engine cannot follow it."""
+def make_policy(spec, draft, engine):
+    """A Policy from a number, a tree like "3,2,2", a name or an object; None from "off". ValueError
+    if the engine cannot follow it."""
+    if spec is None:
+        spec = "off" if draft is None else 3
     if spec == "off":
         return None
+    if draft is None:
+        raise ValueError(f"spec = {short(spec)}: needs a draft, ngram or a model")
     if isinstance(spec, Policy):
         policy = spec
     elif str(spec).replace(",", "").isdecimal():
@@ -862,13 +1019,19 @@ def make_proposer(draft, engine, priced):
     """A Proposer from "ngram", a model, or an object. ValueError or KeyError for anything else."""
     if isinstance(draft, Proposer):
         return draft
-    if isinstance(draft, CostModel):
-        return DraftModel(CostRunner(engine, draft), draft)
-    if isinstance(draft, GPT):
+    if isinstance(draft, CostModel if engine.simulated else GPT):
+        context = draft.config.block_size
+        if engine.simulated:
+            return DraftModel(CostRunner(engine, draft), draft, context)
         V = engine.model.config.vocab_size
-        check_range("vocabulary of the draft model", draft.config.vocab_size, V, V)
-        return DraftModel(ModelRunner(engine, draft), CostModel.profile(draft) if priced else None)
-    check_choice("draft", draft, ["ngram"])
+        n = draft.config.vocab_size
+        if abs(n - V) > min(256, V // 4):
+            raise ValueError(f"vocabulary of the draft model = {n}: must be {V}, as the model's; "
+                             "only a few rows of padding may differ")
+        cost = CostModel.profile(draft) if priced else None
+        return DraftModel(ModelRunner(engine, draft), cost, context)
+    kind = "a CostModel" if engine.simulated else "a GPT"
+    check_choice("draft", draft, ["ngram", kind, "a Proposer"])
     return Proposer() if engine.simulated else Ngram()
 
 class Speculator:
@@ -894,8 +1057,19 @@ class Speculator:
             lengths[request] = k if room else 0
         self.n_last = sum(lengths.values())
         self.proposer.propose(plan, lengths, self.policy.threshold)
+        self.check_drafts(lengths)
         for request in decodes:  # fewer drafts than wanted may have been made
             request.tree = request.tree[:len(request.drafts)]
+
+    def check_drafts(self, lengths):
+        """Assertions for a proposer's author."""
+        V = self.engine.model.config.vocab_size
+        name = type(self.proposer).__name__
+        for request, k in lengths.items():
+            drafts = request.drafts
+            good = isinstance(drafts, list) and set(map(type, drafts)) <= {int}
+            good = good and len(drafts) <= k and all(0 <= token < V for token in drafts)
+            assert good, f"{name} drafts {short(drafts)}: must be a list of up to {k} tokens < {V}"
 
     def choose(self, plan, decodes):
         """The policy's tree of drafts for each decode."""
@@ -908,15 +1082,29 @@ class Speculator:
         most = max(map(len, self.policy.trees))
         limits = []
         for request in decodes:
-            limit = min(most, request.max_len - request.n_tokens - 1) if request.drafted else 0
+            n = request.n_tokens
+            limit = min(most, request.max_len - n - 1, max(0, self.proposer.context - n + 1))
+            limit = limit if request.drafted else 0
             if self.policy.knows:
                 limit = forced_acceptance(request, (1,) * limit, self.engine)
             limits.append(limit)
-        return self.policy.lengths(decodes, limits, self.acceptance, price)
+        trees = self.policy.lengths(decodes, limits, self.acceptance, price)
+        self.check_trees(trees, limits)
+        return trees
 
-    def count(self, request, n_accepted):
-        """Update the acceptance rates. Drafts behind the first rejected one were not tried."""
-        n_tried = min(n_accepted + 1, len(request.tree))
+    def check_trees(self, trees, limits):
+        """Assertions for a policy's author."""
+        good = isinstance(trees, list) and all(isinstance(tree, tuple) for tree in trees)
+        good = good and len(trees) == len(limits)
+        good = good and all(len(tree) <= limit for tree, limit in zip(trees, limits))
+        good = good and (self.engine.simulated or all(set(tree) <= {1} for tree in trees))
+        assert good, (f"{type(self.policy).__name__} returns {short(trees)}: must be a list with a "
+                      f"tree for each decode, like (1, 1), of at most {short(limits)} levels")
+
+    def count(self, request, n_accepted, n_new):
+        """Update the acceptance rates. Drafts behind the first rejected one, or behind the end of
+        the output's n_new tokens, were not tried."""
+        n_tried = min(n_new, len(request.tree))
         self.acceptance += 0.01 * (n_accepted - self.acceptance * n_tried)
         request.acceptance += 0.05 * (n_accepted - request.acceptance * n_tried)
         self.n_drafted += len(request.drafts)
@@ -1107,6 +1295,7 @@ class Roofline(CostModel):
     tile = TILE
 
     def __init__(self, config, gpu, tp=1, nodes=1, system="sarathi"):
+        check_type("config", config, GPTConfig, "preset('llama-7b')")
         config.shard_of(0, check_range("tp", tp, 1))  # ValueError if tp does not divide the heads
         sheet = GPUS[check_choice("hardware", gpu, GPUS)]
         super().__init__(config, torch.bfloat16)
@@ -1278,7 +1467,6 @@ class ModelRunner:
     def __init__(self, engine, model):
         self.engine = engine
         self.model = model
-        self.generator = torch.Generator().manual_seed(engine.seed)
         self.merge = model.merge  # the merge-and-swap baseline [S-LoRA §7]
         if engine.lora != "batched" and model.world.size > 1:
             raise ValueError(f"lora = {engine.lora!r}: the baselines run on one device")
@@ -1333,7 +1521,9 @@ class ModelRunner:
             logit_rows += range(len(tokens) - n_logits, len(tokens))
             pages += own[n_past:]
             table += own
-        return Batch(tokens=torch.tensor(tokens), positions=torch.tensor(positions),
+        # a draft model may lack the target's last tokens
+        tokens = torch.tensor(tokens).clamp(max=self.model.config.vocab_size - 1)
+        return Batch(tokens=tokens, positions=torch.tensor(positions),
                      pages=torch.frombuffer(pages, dtype=torch.int32),
                      spans=torch.tensor(rows, dtype=torch.int32),
                      table=torch.frombuffer(table, dtype=torch.int32),
@@ -1390,10 +1580,15 @@ class ModelRunner:
         p = self.distributions([r for r in sampling for _ in range(1 + len(r.drafts))], logits)
         q = [row for request in sampling for row in request.draft_probs]
         q = torch.cat(q) if q else None  # None: drafts are deterministic
-        drafts = [draft for request in sampling for draft in request.drafts]
+        drafts = []
+        places = []  # of drafts: seed, position
+        for request in sampling:
+            drafts += request.drafts
+            places += [(request.seed, request.n_tokens + j) for j in range(len(request.drafts))]
+        ends = [(request.seed, request.n_tokens) for request in sampling]
+        u = torch.cat([uniform(places, ACCEPT), uniform(ends, TOKEN)]).to(p.device)
         drafts = torch.tensor(drafts, dtype=torch.int64)
         n_drafts = torch.tensor([len(request.drafts) for request in sampling])
-        u = torch.rand(len(p), generator=self.generator).to(p.device)
         n_accepted, tokens = verify(p, q, drafts.to(p.device), n_drafts.to(p.device), u)
         ends = zip(sampling, n_accepted.tolist(), tokens.tolist())
         return {request: request.drafts[:n] + [token] for request, n, token in ends}
@@ -1406,14 +1601,17 @@ class ModelRunner:
 
     def draft(self, spans, threshold):
         """A draft for every span with a logit row: [(request, token, is it above threshold)]."""
-        logits = self.forward(spans)
+        V = self.engine.model.config.vocab_size
+        logits = self.forward(spans)[:, :V]  # no token that the target lacks
         requests = [span.request for span in spans if span.n_logits]
         tokens = logits.max(-1).indices
         # if one request samples, all of them have distributions
         greedy = all(r.temperature == 0 and not r.draft_probs for r in requests)
         if not self.engine.alpha and not greedy:
             q = self.distributions(requests, logits)
-            tokens = sample(q, torch.rand(len(q), generator=self.generator).to(q.device))
+            places = [(r.seed, r.n_tokens + len(r.drafts)) for r in requests]
+            tokens = sample(q, uniform(places, DRAFT).to(q.device))
+            q = torch.nn.functional.pad(q, (0, V - q.size(1)))  # none of a token that it lacks
             for request, row in zip(requests, q.split(1)):
                 request.draft_probs.append(row)
         sure = [True] * len(requests)
@@ -1658,8 +1856,8 @@ def parse_arguments():
     prompt("--tokens", type=token_ids, metavar="1,2,3", help="or the prompt as token ids")
     flag("--adapter", help="a PEFT folder with LoRA weights")
     flag("--draft", help="where drafts come from: ngram, draft (trained beside tiny), or a model")
-    flag("--spec", default="3", help="how many drafts: a number; or goodput, goodput_request, "
-         "goodput_global, confidence, which first profile this machine")
+    flag("--spec", help="how many drafts: a number, 3 if none is given; or goodput, "
+         "goodput_request, goodput_global, confidence, which first profile this machine")
     flag("--temperature", type=float, default=0.6, help="0: greedy")
     flag("--top-k", type=int, default=0, help="0: off")
     flag("--top-p", type=float, default=1.0, help="1: off")
@@ -1685,7 +1883,7 @@ def generate_text(args):
     if draft not in (None, "ngram"):
         draft, _ = load_model(draft, model.dtype, str(model.device))
     engine = Engine(model, args.scheduler, args.chunk, max_batch=1, seed=args.seed, draft=draft,
-                    spec=args.spec if draft else "off")
+                    spec=None if world.rank else args.spec)
     if args.adapter:
         engine.add_adapter(args.adapter, args.adapter)
     if world.rank:
