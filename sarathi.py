@@ -16,11 +16,10 @@ import time
 from array import array
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
 from numbers import Integral, Real
-from operator import mul
+from operator import index, mul
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -49,8 +48,7 @@ class Request:
     stop: tuple = ()  # tokens that end the output; a token or None will do
     arrival: float = None  # seconds on the engine's clock; None: now
     seed: int = None  # of sampled tokens; None: of the engine's seed and the id
-    # the rest is the engine's
-    id: int = -1  # given by Engine.add
+    id: int = -1  # given by Engine.add; all from here on is the engine's
     state: str = "waiting"  # -> running -> length, stop or aborted
     output: list = field(default_factory=list)
     times: list = field(default_factory=list)  # seconds at which each output token came
@@ -153,14 +151,14 @@ class Engine:
     def __init__(self, model, scheduler="sarathi", chunk=256, max_batch=8, n_page=0,
                  alloc="reserve", draft=None, spec=None, seed=0, alpha=0.0, order=None,
                  lora="batched", adapter_pages=0, tpot=0.0, cost=None, record=None):
-        self.model = check_type("model", model, (GPT, CostModel), "GPT.from_preset('tiny')")
+        self.model = check_type("model", model, (GPT, CostModel), "GPT.from_preset(name)")
         self.simulated = isinstance(model, CostModel)
-        self.chunk = check_range("chunk", chunk, 1, kind=Integral)
+        self.chunk = check_range("chunk", chunk, 1)
         self.alloc = check_choice("alloc", alloc, ("reserve", "grow"))
         self.lora = check_choice("lora", lora, ("batched", "bmm", "merge"))
-        self.alpha = check_range("alpha", alpha, 0, 1)
-        self.tpot = check_range("tpot", tpot, 0)
-        self.seed = check_range("seed", seed, *LIMITS["seed"], Integral)
+        self.alpha = check_range("alpha", alpha, 0.0, 1.0)
+        self.tpot = check_range("tpot", tpot, 0.0)
+        self.seed = check_range("seed", seed, 0, 2**63)
         self.record = record
 
         # requests, from their arrival to their end
@@ -174,7 +172,7 @@ class Engine:
         if isinstance(scheduler, str):
             scheduler = SCHEDULERS[check_choice("scheduler", scheduler, SCHEDULERS)]()
         self.scheduler = check_type("scheduler", scheduler, Scheduler, "Sarathi()")
-        self.order = check_type("order", order or fcfs, Callable, "lcfs")
+        self.order = order or fcfs
         if lora == "merge":
             self.order = one_adapter(self.order)
         self.cost = cost or (model if self.simulated else None)
@@ -232,18 +230,16 @@ class Engine:
         if request.arrival is None:
             request.arrival = self.clock.now()
         if request.seed is None:
-            request.seed = splitmix64(self.seed, request.id)
+            request.seed = (self.seed << 24) + request.id & MASK
         self.requests[request.id] = request
         insort(self.pending, request, key=lambda request: request.arrival)
         return request.id
 
     def generate(self, prompts, max_new_tokens=32, adapter=None, **options):
         """Serve prompts (lists of tokens). Returns the list of outputs. adapter: a name for all, or
-        a list of names; options: other fields of Request. After an exception, Ctrl-C included,
-        these requests have left the engine."""
+        a list of names; options: other fields of Request."""
         names = adapter if isinstance(adapter, list) else [adapter] * len(prompts)
-        if len(names) != len(prompts):
-            raise ValueError(f"adapter has {len(names)} names: must have {len(prompts)}, or be one")
+        check_range("names in adapter", len(names), len(prompts), len(prompts))
         requests = [Request(prompt, max_new_tokens, name, **options)
                     for prompt, name in zip(prompts, names)]
         for request in requests:
@@ -252,11 +248,9 @@ class Engine:
             for request in requests:
                 self.add(request)
             self.run()
-        except BaseException:
-            for request in requests:
-                self.requests.pop(request.id, None)
-            self.recover()
-            raise
+        finally:  # behind an exception, Ctrl-C included, these requests leave the engine
+            if any([self.requests.pop(request.id, None) for request in requests]):
+                self.recover()
         return [request.output for request in requests]
 
     def run(self, on_event=lambda event: None):
@@ -272,8 +266,8 @@ class Engine:
         self.finish(self.requests[id], "aborted")
 
     def recover(self):
-        """After an exception, all that an iteration may have left half-done begins again from
-        self.requests: they wait without pages, and no adapter is loaded."""
+        """Begin again from self.requests: all wait, and no page has an owner. Whatever an iteration
+        left half-done is gone."""
         self.adapters.unload()
         self.pool.clear()
         if self.lora == "merge":
@@ -281,9 +275,9 @@ class Engine:
             self.runner.merge(None)
         for request in [*self.requests.values()]:
             del request.times[len(request.output):]
-            end = "aborted" if request.state == "aborted" else request.end
+            end = request.end or request.state
             request.forget()
-            if end:
+            if end not in ("waiting", "running"):
                 request.state = end
                 del self.requests[request.id]
         self.running.clear()
@@ -305,22 +299,30 @@ class Engine:
         if not self.waiting or n_free <= 0:
             return []
         ordered = self.order([*self.waiting], [*self.running], self.clock.now())
-        assert isinstance(ordered, list), f"the order returns {short(ordered)}: must be a list"
+        assert isinstance(ordered, list), f"the order gives {short(ordered)}: must be a list"
         if len(ordered) < len(self.waiting):  # thousands may wait: no scan without need
             for request in [r for r in self.waiting if r.state == "aborted"]:
                 self.finish(request, "aborted")  # by the order [S-LoRA §4.3]
         first = ordered[:n_free]
-        assert len(set(first)) == len(first), "the order returns a request twice"
         for request in first:
-            assert request in self.waiting, f"the order returns {short(request)}: it does not wait"
+            assert request in self.waiting, f"the order gives {short(request)}: it does not wait"
         return first
 
     def admit(self, plan):
         """Start the plan's waiting requests, in order, up to the first one that has no room, and
         reserve pages for the others' tokens. Returns the part of the plan that can run."""
-        check_plan(plan, self)
+        name = type(self.scheduler).__name__
+        good = isinstance(plan, list) and all(isinstance(entry, tuple) for entry in plan)
+        assert good, f"{name} plans {short(plan)}: must be [(request, n)]"
+        assert len({request for request, _ in plan}) == len(plan), f"{name} plans a request twice"
+        for request, n in plan:
+            known = request in self.running or request in self.waiting
+            assert known, f"{name} plans {short(request)}: it neither waits nor runs"
+            good = isinstance(n, Integral) and 0 < n <= request.n_todo
+            assert good, f"{name} plans {n} of {request.n_todo} tokens"
         # a request that is preempted below waits again, and must not start at once
         new = {request for request, _ in plan if request.state == "waiting"}
+        assert len(new) <= self.max_batch - len(self.running), f"{name} plans more than max_batch"
         room = True
         for request, n in plan:
             if request in new:
@@ -411,67 +413,53 @@ def check_choice(name, value, choices):
         raise KeyError(f"unknown {name} {value!r}: one of {', '.join(map(str, choices))}")
     return value
 
-def check_range(name, value, low, high=math.inf, kind=Real):
-    """Returns value. ValueError if it is not a number in low .. high. kind: Real or Integral."""
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f"{name} = {short(value)}: must be {NUMBERS[kind]} in {low} .. {high}")
-    if not low <= value <= high:
-        raise ValueError(f"{name} = {value}: must be in {low} .. {high}")
-    return value
-
-NUMBERS = {Real: "a number", Integral: "a whole number"}
+def check_range(name, value, low, high=math.inf):
+    """Returns value, as low's type. ValueError if it is not such a number in low .. high."""
+    kind = type(low)
+    good = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    if not good or not low <= value <= high:
+        raise ValueError(f"{name} = {short(value)}: must be in {low} .. {high} ({kind.__name__})")
+    return kind(value)
 
 def check_type(name, value, kind, example):
-    """Returns value. ValueError if it is not an object of this class: a name, or the class."""
-    if not isinstance(value, kind) or isinstance(value, type):
+    """Returns value. ValueError if it is not an object of this class, but a name or a class."""
+    if not isinstance(value, kind):
         raise ValueError(f"{name} = {short(value)}: must be an object, like {example}")
     return value
 
-def check_tokens(name, tokens, kind=Sequence):
-    """Returns tokens as a list; bytes as they are. ValueError if they are no list of tokens."""
-    if isinstance(tokens, bytes):
-        return tokens
-    if isinstance(tokens, (np.ndarray, torch.Tensor)):
-        tokens = tokens.tolist()
-    if isinstance(tokens, str):
-        raise ValueError(f"{name} = {short(tokens)}: must be tokens: tokenizer.encode(text)")
-    is_list = isinstance(tokens, kind)
-    if not is_list or any(t is bool or not issubclass(t, Integral) for t in set(map(type, tokens))):
-        raise ValueError(f"{name} = {short(tokens)}: must be a list of tokens, like [1, 2, 3]")
-    return list(map(int, tokens))
+def check_tokens(name, tokens):
+    """Returns tokens as a list; bytes as they are. ValueError if they are no whole numbers."""
+    try:
+        if isinstance(tokens, bytes):
+            return tokens
+        return [index(token) for token in tokens]
+    except TypeError:
+        raise ValueError(f"{name} = {short(tokens)}: must be a list of tokens, like [1, 2, 3]; "
+                         "encode a text, and give generate() a list of prompts") from None
 
 def short(value):
     """A value in one line of a message"""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."
-
-LIMITS = {  # the numbers in a request: lowest and highest, which are whole if the number must be
-    "max_new_tokens": (1, 10**9),
-    "temperature": (0.0, 1e9),
-    "top_k": (0, 10**9),
-    "top_p": (1e-9, 1.0),
-    "arrival": (0.0, 1e9),  # seconds on the engine's clock, not since 1970
-    "seed": (0, 2**64 - 1),
-}
+    return f"{' '.join(repr(value).split()):.60}"
 
 def check_request(r, engine):
     """Put a request's fields in their normal form. ValueError or KeyError, in one line, for a
-    request that could never be served, or that an engine has got before."""
+    request that could never be served, or has been added before."""
     new = vars(Request(check_type("request", r, Request, "Request([1, 2, 3])").prompt))
-    names = [*new]
-    for name in names[names.index("id"):]:
-        value = getattr(r, name)
-        if type(value) is not type(new[name]) or value != new[name]:
-            raise ValueError(f"{name} = {short(value)}: the engine sets it; "
-                             "every request needs a Request of its own")
-    for name, (low, high) in LIMITS.items():
-        value = getattr(r, name)
-        if value is not None or new[name] is not None:
-            kind = Integral if isinstance(low, int) else Real
-            setattr(r, name, type(low)(check_range(name, value, low, high, kind)))
+    for name in [*new][[*new].index("id"):]:
+        if repr(getattr(r, name)) != repr(new[name]):
+            raise ValueError(f"{name} = {short(getattr(r, name))}: add a Request only once, as new")
     r.prompt = check_tokens("prompt", r.prompt)
-    stop = (r.stop,) if isinstance(r.stop, Integral) else r.stop or ()
-    r.stop = tuple(check_tokens("stop", stop, (Sequence, Set)))
+    r.max_new_tokens = check_range("max_new_tokens", r.max_new_tokens, 1, 10**9)
+    r.temperature = check_range("temperature", r.temperature, 0.0, 1e9)
+    r.top_k = check_range("top_k", r.top_k, 0, 10**9)
+    r.top_p = check_range("top_p", r.top_p, 1e-9, 1.0)
+    if isinstance(r.stop, Integral) or r.stop is None:
+        r.stop = () if r.stop is None else (r.stop,)
+    r.stop = tuple(check_tokens("stop", r.stop))
+    if r.arrival is not None:
+        r.arrival = check_range("arrival", r.arrival, 0.0, 1e9)  # not seconds since 1970
+    if r.seed is not None:
+        r.seed = check_range("seed", r.seed, 0, MASK)
     if not isinstance(r.adapter, (str, Integral, type(None))):
         raise ValueError(f"adapter = {short(r.adapter)}: must be a name")
     config = engine.model.config
@@ -485,22 +473,6 @@ def check_request(r, engine):
     check_range("pages of the adapter", n_page, 0, store.pool.n_page)
     n_page = n_page if store.pool is engine.pool else 0
     check_range("pages of the request and its adapter", r.max_len + n_page, 1, engine.pool.n_page)
-
-def check_plan(plan, engine):
-    """Assertions for a scheduler's author."""
-    name = type(engine.scheduler).__name__
-    good = isinstance(plan, list) and all(isinstance(e, tuple) and len(e) == 2 for e in plan)
-    assert good, f"{name} plans {short(plan)}: must be [(request, n)]"
-    assert len({request for request, _ in plan}) == len(plan), f"{name} plans a request twice"
-    for request, n in plan:
-        known = isinstance(request, Request)
-        known = known and (request.state == "running" or request in engine.waiting)
-        assert known, f"{name} plans {short(request)}: it neither waits nor runs"
-        good = isinstance(n, Integral) and 0 < n <= request.n_todo
-        assert good, f"{name} plans {n} of {request.n_todo} tokens"
-    n_new = sum(request.state == "waiting" for request, _ in plan)
-    n_free = engine.max_batch - len(engine.running)
-    assert n_new <= n_free, f"{name} starts {n_new} requests: max_batch leaves room for {n_free}"
 
 # -----------------------------------------------------------------------------
 # memory: pages and adapters
@@ -597,8 +569,8 @@ class AdapterStore:
 def size_pool(model, draft, n_page, max_batch):
     """Returns (n_page, max_batch) without zeros: B = floor((M_G - M_S) / (L m_kv)) [SARATHI §4.3].
     A draft model's cache has as many pages as the target's [SmartSpec §6]."""
-    check_range("n_page", n_page, 0, kind=Integral)
-    check_range("max_batch", max_batch, 0, kind=Integral)
+    check_range("n_page", n_page, 0)
+    check_range("max_batch", max_batch, 0)
     L = model.config.block_size
     if not n_page:
         models = [m for m in (model, draft) if isinstance(m, (GPT, CostModel))]
@@ -802,29 +774,26 @@ def tree_size(tree):
     """Drafts in a tree with so many candidates per level: (3, 2, 2) has 3 + 6 + 12 = 21."""
     return sum(accumulate(tree, mul))
 
-def splitmix64(seed, n):
-    """Number n (0, 1, ...) of the generator splitmix64: 0 .. 2^64 - 1. Integers, or np.uint64."""
-    most = 2**64 - 1
-    x = seed + (n + 1) * 0x9E3779B97F4A7C15 & most
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & most
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & most
+MASK = 2**64 - 1
+ACCEPT, TOKEN, DRAFT = range(3)  # random numbers for a position: verify, sample, propose
+
+def hash_of(seed, position, use):
+    """A random number in 0 .. 2^64 - 1. Of integers; or of arrays of np.uint64."""
+    x = (seed + (seed >> 40) << 24) + (use << 22) + position & MASK
+    x = (x * 0x9E3779B97F4A7C15 ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
     return x ^ x >> 31
 
-# three random numbers for each position of a request: do they accept a draft, draw a token that is
-# final, or a draft
-ACCEPT, TOKEN, DRAFT = range(3)
-
 def uniform(places, use):
-    """Uniform numbers in [0, 1) for places [(seed, position)], the same on every device -> (M,)"""
+    """Random numbers in [0, 1) for places [(seed, position)], the same on every device -> (M,)"""
     seeds, positions = np.array(places, np.uint64).reshape(-1, 2).T
-    x = splitmix64(seeds, 3 * positions + use)
-    return torch.from_numpy((x >> 11) * 2.0**-53)
+    return torch.from_numpy((hash_of(seeds, positions, use) >> 11) * 2.0**-53)
 
 def forced_acceptance(request, tree, engine):
     """How many levels of drafts are accepted if each draft has the chance engine.alpha. The answer
     for a position depends on nothing else, so that numbers of drafts can be compared."""
     for level, n_candidate in enumerate(tree):
-        x = splitmix64(request.seed, 3 * (request.n_tokens + level) + ACCEPT)
+        x = hash_of(request.seed, request.n_tokens + level, ACCEPT)
         if x >= 2**64 * (1 - (1 - engine.alpha) ** n_candidate):
             return level
     return len(tree)
@@ -957,7 +926,7 @@ class DraftModel(Proposer):
     """A smaller model with the same page tables and a cache of its own, which is fed the same
     chunks [SmartSpec §6]. If decodes rarely get drafts, it leaves new requests out for life [§5];
     after some hundred steps without a draft it tries again."""
-    def __init__(self, runner, cost, context):
+    def __init__(self, runner, cost, context=math.inf):
         self.runner = runner
         self.cost = cost
         self.context = context
@@ -1019,17 +988,15 @@ def make_proposer(draft, engine, priced):
     """A Proposer from "ngram", a model, or an object. ValueError or KeyError for anything else."""
     if isinstance(draft, Proposer):
         return draft
-    if isinstance(draft, CostModel if engine.simulated else GPT):
-        context = draft.config.block_size
-        if engine.simulated:
-            return DraftModel(CostRunner(engine, draft), draft, context)
-        V = engine.model.config.vocab_size
+    if isinstance(draft, CostModel) and engine.simulated:
+        return DraftModel(CostRunner(engine, draft), draft, draft.config.block_size)
+    if isinstance(draft, GPT) and not engine.simulated:
         n = draft.config.vocab_size
-        if abs(n - V) > min(256, V // 4):
-            raise ValueError(f"vocabulary of the draft model = {n}: must be {V}, as the model's; "
-                             "only a few rows of padding may differ")
+        V = engine.model.config.vocab_size
+        if abs(n - V) > min(256, V // 4):  # more than padding
+            raise ValueError(f"vocabulary of the draft model = {n}: must be the model's, {V}")
         cost = CostModel.profile(draft) if priced else None
-        return DraftModel(ModelRunner(engine, draft), cost, context)
+        return DraftModel(ModelRunner(engine, draft), cost, draft.config.block_size)
     kind = "a CostModel" if engine.simulated else "a GPT"
     check_choice("draft", draft, ["ngram", kind, "a Proposer"])
     return Proposer() if engine.simulated else Ngram()
@@ -1057,19 +1024,12 @@ class Speculator:
             lengths[request] = k if room else 0
         self.n_last = sum(lengths.values())
         self.proposer.propose(plan, lengths, self.policy.threshold)
-        self.check_drafts(lengths)
-        for request in decodes:  # fewer drafts than wanted may have been made
-            request.tree = request.tree[:len(request.drafts)]
-
-    def check_drafts(self, lengths):
-        """Assertions for a proposer's author."""
         V = self.engine.model.config.vocab_size
-        name = type(self.proposer).__name__
-        for request, k in lengths.items():
+        for request in decodes:  # fewer drafts than wanted may have been made
             drafts = request.drafts
-            good = isinstance(drafts, list) and set(map(type, drafts)) <= {int}
-            good = good and len(drafts) <= k and all(0 <= token < V for token in drafts)
-            assert good, f"{name} drafts {short(drafts)}: must be a list of up to {k} tokens < {V}"
+            good = len(drafts) <= lengths[request] and all(0 <= token < V for token in drafts)
+            assert good, f"drafts {drafts}: must be up to {lengths[request]} tokens below {V}"
+            request.tree = request.tree[:len(drafts)]
 
     def choose(self, plan, decodes):
         """The policy's tree of drafts for each decode."""
@@ -1089,17 +1049,13 @@ class Speculator:
                 limit = forced_acceptance(request, (1,) * limit, self.engine)
             limits.append(limit)
         trees = self.policy.lengths(decodes, limits, self.acceptance, price)
-        self.check_trees(trees, limits)
-        return trees
-
-    def check_trees(self, trees, limits):
-        """Assertions for a policy's author."""
+        name = type(self.policy).__name__
         good = isinstance(trees, list) and all(isinstance(tree, tuple) for tree in trees)
-        good = good and len(trees) == len(limits)
-        good = good and all(len(tree) <= limit for tree, limit in zip(trees, limits))
-        good = good and (self.engine.simulated or all(set(tree) <= {1} for tree in trees))
-        assert good, (f"{type(self.policy).__name__} returns {short(trees)}: must be a list with a "
-                      f"tree for each decode, like (1, 1), of at most {short(limits)} levels")
+        assert good and len(trees) == len(decodes), f"{name} gives {trees}: must be trees, (1, 1)"
+        size = len if self.engine.simulated else tree_size
+        good = all(size(tree) <= limit for tree, limit in zip(trees, limits))
+        assert good, f"{name} gives {trees}: larger than the limits {limits}"
+        return trees
 
     def count(self, request, n_accepted, n_new):
         """Update the acceptance rates. Drafts behind the first rejected one, or behind the end of
@@ -1234,7 +1190,7 @@ class CostModel:
     def operators(self, n_tokens, n_context=0):
         """The same by operator [SARATHI Table 1]: {"preproj": seconds, "attn": ..., ...}."""
         check_range("n_tokens", n_tokens, 1)
-        check_range("n_context", n_context, 0)
+        check_range("n_context", n_context, 0.0)
         return self.split(IterationStats(n_tokens, 1, int(n_context > 0), n_context))
 
     def stats(self, entries, others=IterationStats()):
@@ -1308,7 +1264,7 @@ class Roofline(CostModel):
         self.bandwidth = GEMM_BANDWIDTH * self.read
         self.memory = USABLE * tp * nodes * sheet.memory * 2**30 - self.n_bytes  # for the cache
         free = round(self.memory / 1e9, 1)
-        check_range(f"free GB of {tp * nodes} x {gpu} beside the weights", free, 0)
+        check_range(f"free GB of {tp * nodes} x {gpu} beside the weights", free, 0.0)
 
     def parts(self, s, lora):
         c = self.config
