@@ -430,12 +430,14 @@ def check_type(name, value, kind, example):
 def check_tokens(name, tokens):
     """Returns tokens as a list; bytes as they are. ValueError if they are no whole numbers."""
     try:
-        if isinstance(tokens, bytes):
-            return tokens
-        return [index(token) for token in tokens]
+        good = bool not in map(type, tokens)
+        whole = tokens if isinstance(tokens, bytes) else [index(token) for token in tokens]
     except TypeError:
+        good = False
+    if not good:
         raise ValueError(f"{name} = {short(tokens)}: must be a list of tokens, like [1, 2, 3]; "
-                         "encode a text, and give generate() a list of prompts") from None
+                         "encode a text, and give generate() a list of prompts")
+    return whole
 
 def short(value):
     """A value in one line of a message"""
