@@ -316,7 +316,7 @@ class Engine:
         assert good, f"{name} plans {short(plan)}: must be [(request, n)]"
         assert len({request for request, _ in plan}) == len(plan), f"{name} plans a request twice"
         for request, n in plan:
-            known = request in self.running or request in self.waiting
+            known = request.state == "running" or request in self.waiting
             assert known, f"{name} plans {short(request)}: it neither waits nor runs"
             good = isinstance(n, Integral) and 0 < n <= request.n_todo
             assert good, f"{name} plans {n} of {request.n_todo} tokens"
@@ -455,9 +455,8 @@ def check_request(r, engine):
     r.temperature = check_range("temperature", r.temperature, 0.0, 1e9)
     r.top_k = check_range("top_k", r.top_k, 0, 10**9)
     r.top_p = check_range("top_p", r.top_p, 1e-9, 1.0)
-    if isinstance(r.stop, Integral) or r.stop is None:
-        r.stop = () if r.stop is None else (r.stop,)
-    r.stop = tuple(check_tokens("stop", r.stop))
+    stop = (r.stop,) if isinstance(r.stop, Integral) else r.stop
+    r.stop = tuple(check_tokens("stop", () if stop is None else stop))
     if r.arrival is not None:
         r.arrival = check_range("arrival", r.arrival, 0.0, 1e9)  # not seconds since 1970
     if r.seed is not None:
@@ -1051,12 +1050,11 @@ class Speculator:
                 limit = forced_acceptance(request, (1,) * limit, self.engine)
             limits.append(limit)
         trees = self.policy.lengths(decodes, limits, self.acceptance, price)
-        name = type(self.policy).__name__
-        good = isinstance(trees, list) and all(isinstance(tree, tuple) for tree in trees)
-        assert good and len(trees) == len(decodes), f"{name} gives {trees}: must be trees, (1, 1)"
         size = len if self.engine.simulated else tree_size
-        good = all(size(tree) <= limit for tree, limit in zip(trees, limits))
-        assert good, f"{name} gives {trees}: larger than the limits {limits}"
+        good = isinstance(trees, list) and list(map(type, trees)) == [tuple] * len(limits)
+        good = good and all(size(tree) <= limit for tree, limit in zip(trees, limits))
+        name = type(self.policy).__name__
+        assert good, f"{name} gives {trees}: must be trees, like (1, 1), within limits {limits}"
         return trees
 
     def count(self, request, n_accepted, n_new):
@@ -1538,15 +1536,12 @@ class ModelRunner:
         p = self.distributions([r for r in sampling for _ in range(1 + len(r.drafts))], logits)
         q = [row for request in sampling for row in request.draft_probs]
         q = torch.cat(q) if q else None  # None: drafts are deterministic
-        drafts = []
-        places = []  # of drafts: seed, position
-        for request in sampling:
-            drafts += request.drafts
-            places += [(request.seed, request.n_tokens + j) for j in range(len(request.drafts))]
-        ends = [(request.seed, request.n_tokens) for request in sampling]
-        u = torch.cat([uniform(places, ACCEPT), uniform(ends, TOKEN)]).to(p.device)
+        drafts = [draft for request in sampling for draft in request.drafts]
         drafts = torch.tensor(drafts, dtype=torch.int64)
         n_drafts = torch.tensor([len(request.drafts) for request in sampling])
+        places = [(r.seed, r.n_tokens + j) for r in sampling for j in range(len(r.drafts))]
+        u = [uniform(places, ACCEPT), uniform([(r.seed, r.n_tokens) for r in sampling], TOKEN)]
+        u = torch.cat(u).to(p.device)
         n_accepted, tokens = verify(p, q, drafts.to(p.device), n_drafts.to(p.device), u)
         ends = zip(sampling, n_accepted.tolist(), tokens.tolist())
         return {request: request.drafts[:n] + [token] for request, n, token in ends}

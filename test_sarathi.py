@@ -885,14 +885,15 @@ def test_events_stop_tokens_and_times():
     check_tokens(requests)
 
 def test_drafts_behind_a_stop_token_are_not_accepted():
-    tokens = naive(tuple(prompt(9)), None, 12)
-    for stop in (tokens[2], [tokens[2]], {tokens[2]}):
-        engine = Engine(TARGET, draft=random_model(), spec=6)
-        assert engine.generate([prompt(9)], 12, stop=stop) == [tokens[:3]]
-        # the first token comes without drafts, the two others are all that counts
-        assert (engine.speculator.n_accepted, engine.speculator.n_drafted) == (2, 6)
+    tokens = naive(tuple(prompt(25)), None, 12)
+    end = next(n for n in range(2, 12) if tokens[n] not in tokens[:n])
+    for stop in (tokens[end], [tokens[end]], {tokens[end]}):
+        engine = Engine(TARGET, draft=random_model(), spec=7)
+        assert engine.generate([prompt(25)], 12, stop=stop) == [tokens[:end + 1]]
+        # the first token comes without drafts
+        assert end < 7 == engine.speculator.n_drafted and engine.speculator.n_accepted == end
         assert engine.speculator.acceptance > 0.7
-    assert Engine(TARGET).generate([prompt(9)], 12, stop=None) == [tokens]
+    assert Engine(TARGET).generate([prompt(25)], 12, stop=None) == [tokens]
 
 def test_requests_start_when_they_arrive():
     arrivals = (5.0, 2.0, 2.0, 900.0, 1e9)
@@ -1089,13 +1090,8 @@ ORDERS = {
     "the order gives 3: it does not wait": [3],
     "Sarathi or the order starts none of 3 requests": [],
 }
-TREES = {  # for one decode
-    "Wrong gives 3: must be trees": 3,
-    "Wrong gives .3.: must be trees": [3],
-    "Wrong gives ..: must be trees": [],
-    "Wrong gives ..1, 1, 1, 1..: larger than the limits .3.": [(1, 1, 1, 1)],
-    "Wrong gives ..4,..: larger than the limits .3.": [(4,)],
-}
+TREES = {f"Wrong gives {re.escape(str(trees))}: must be trees.* within limits .3.": trees
+         for trees in (3, [3], [], [(1, 1, 1, 1)], [(4,)])}  # for one decode
 DRAFTS = {
     "drafts .61.: must be up to 3 tokens below 61": [61],
     "drafts .1, 1, 1, 1.: must be up to 3 tokens below 61": [1] * 4,
@@ -1344,7 +1340,7 @@ def test_the_draft_models_vocabulary_and_context_may_be_shorter():
         engine = serve(TARGET, [sampled, *requests], draft=draft, chunk=20, max_batch=3, n_page=150,
                        alloc="grow")
         check_tokens(requests)
-        assert engine.speculator.n_drafted > (0 if config.block_size == 8 else 50)
+        assert engine.speculator.n_drafted > (0 if config.block_size == 8 else 40)
         assert max(fed) < config.block_size
 
 def test_a_draft_models_cache_follows_the_targets():
