@@ -1118,6 +1118,24 @@ def test_a_mistake_in_a_users_code_is_one_clear_line(message):
     check_pages(engine)
     assert not engine.requests
 
+class Careless(sarathi.SarathiServe):
+    def plan(self, running, waiting):
+        plan = super().plan(running, waiting)
+        running.clear()
+        waiting.clear()
+        return plan
+
+def test_users_code_may_change_the_lists_that_it_gets():
+    def careless(waiting, running, now):
+        ordered = waiting[::-1]
+        waiting.clear()
+        running.clear()
+        return ordered
+    requests = mixed([None, "q"])
+    engine = serve(TARGET, requests, Careless(), order=careless, max_batch=3)
+    check_tokens(requests)
+    check_pages(engine)
+
 class Broken(Exception):
     """Of a user's code"""
 
