@@ -1150,7 +1150,8 @@ def fails_at(n, function):
 
 @each("n", [1, 2, 5])
 @each("part", ["scheduler", "order", "policy", "proposer"])
-def test_an_exception_in_a_users_code(part, n):
+@each("way", ["generate", "run"])
+def test_an_exception_in_a_users_code(part, n, way):
     """generate takes its requests back; the engine serves the others, and the next call."""
     scheduler = sarathi.Sarathi()
     policy = sarathi.Fixed(3)
@@ -1163,12 +1164,22 @@ def test_an_exception_in_a_users_code(part, n):
     engine = start(TARGET, others, scheduler, draft=proposer, spec=policy, order=order, n_page=200,
                    max_batch=3, chunk=16, alloc="grow")
     with pytest.raises(Broken):
-        engine.generate([prompt(9)] * 3, 12, [None, "q", "ffn"])
+        if way == "run":
+            engine.run()
+        else:
+            engine.generate([prompt(9)] * 3, 12, [None, "q", "ffn"])
     check_pages(engine)
     assert not engine.running and {*engine.requests.values()} <= {*others}
     tokens, = engine.generate([prompt(9)], 12, "ffn")
     assert tokens == naive(tuple(prompt(9)), "ffn", 12)
     check_tokens(others)
+
+def test_a_merge_that_failed_is_repeated():
+    engine = start(random_model(), [], lora="merge")
+    engine.runner.merge = fails_at(1, engine.runner.merge)
+    with pytest.raises(Broken):
+        engine.generate([prompt(9)], 12, "all")
+    assert engine.generate([prompt(9)], 12, "all") == [naive(tuple(prompt(9)), "all", 12)]
 
 def interrupt_at(n, function, *arguments):
     """Call a function, with a KeyboardInterrupt before the n-th line of sarathi.py that it runs.
