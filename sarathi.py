@@ -248,7 +248,7 @@ class Engine:
             for request in requests:
                 self.add(request)
             self.run()
-        finally:  # behind an exception, Ctrl-C included, these requests leave the engine
+        finally:  # after an exception, Ctrl-C included, these requests leave the engine
             if any([self.requests.pop(request.id, None) for request in requests]):
                 self.recover()
         return [request.output for request in requests]
