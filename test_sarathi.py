@@ -1347,7 +1347,8 @@ def test_sampled_tokens_depend_on_their_seed_alone():
         engine.run()
         for r in requests:
             settings = r.temperature, r.top_k, r.top_p
-            assert r.output == expected(tuple(r.prompt), r.adapter, r.max_new_tokens, r.seed, settings)
+            start_of = tuple(r.prompt), r.adapter, r.max_new_tokens, r.seed
+            assert r.output == expected(*start_of, settings)
         preemptions += n_preempted(engine)
     assert preemptions > 5
 
@@ -1362,8 +1363,8 @@ def test_seeds():
         one, two = outputs(5, seed)
         assert one == two == outputs(6, seed)[0]
         assert one not in outputs(5, seed ^ 1) + outputs(5, seed ^ 2**41)
-    u = torch.cat([sarathi.uniform([(seed, n) for seed in (0, 1, 7 << 24, 2**63) for n in range(999)],
-                                   use) for use in range(3)])
+    places = [*product((0, 1, 7 << 24, 2**63), range(999))]
+    u = torch.cat([sarathi.uniform(places, use) for use in range(3)])
     for v in (u[1:], u[999:], u[3996:]):  # the next position, seed, use
         assert abs(torch.corrcoef(torch.stack([u[:len(v)], v]))[0, 1]) < 0.04
     assert 0 <= u.min() and u.max() < 1 and torch.histc(u, 10).std() < 60
