@@ -1437,7 +1437,7 @@ def parse_arguments(words=None):
     flag("--json", metavar="FILE", help="save all rows; without a terminal stdout ends with them")
     flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
     args = parser.parse_args(words)
-    for name, least in dict(chunk=1, max_batch=2, seconds=0, rate=0.001, cv=0.001).items():
+    for name, least in dict(chunk=1, max_batch=2, seconds=0.0, rate=0.001, cv=0.001).items():
         if getattr(args, name) not in (None, "auto"):
             check_range(name, getattr(args, name), least)
     if not isinstance(args.scheduler, type):

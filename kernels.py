@@ -613,7 +613,7 @@ def lora(y, x, kv, sites, exchange=None):
 def probabilities(logits, temperature, top_k, top_p):
     """logits (M, V), the others (M,) -> p (M, V) float32. temperature 0: all on the argmax;
     top_k 0: no limit; top_p 1: no limit, else the fewest tokens that together have top_p."""
-    greedy = temperature == 0
+    greedy = temperature < 1e-5  # 1e-37 would make infinite logits
     logits = logits.float()
     scaled = logits / temperature.masked_fill(greedy, 1)[:, None]
     if ((top_k > 0) | (top_p < 1)).any():

@@ -19,7 +19,8 @@ from collections import Counter, deque
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
-from operator import mul
+from numbers import Integral, Real
+from operator import index, mul
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,7 +29,7 @@ import torch
 from tqdm import tqdm
 
 from kernels import FEW_ROWS, Batch, Sites, probabilities, sample, verify
-from model import GPT, PRESETS, ROW_PARALLEL, Adapter, World, load_model
+from model import GPT, PRESETS, ROW_PARALLEL, Adapter, GPTConfig, World, load_model
 
 # -----------------------------------------------------------------------------
 # requests
@@ -45,9 +46,10 @@ class Request:
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0
-    stop: tuple = ()  # tokens that end the output
+    stop: tuple = ()  # tokens that end the output; a token or None will do
     arrival: float = None  # seconds on the engine's clock; None: now
-    id: int = -1  # given by Engine.add
+    seed: int = None  # of sampled tokens; None: of the engine's seed and the id
+    id: int = -1  # given by Engine.add; all from here on is the engine's
     state: str = "waiting"  # -> running -> length, stop or aborted
     version: int = None  # of the adapter, from the request's start to its end
     output: list = field(default_factory=list)
@@ -73,6 +75,13 @@ class Request:
         return len(self.prompt) + self.max_new_tokens
 
     @property
+    def end(self):
+        """"stop" or "length" if the output is complete, else ""."""
+        if self.output and self.output[-1] in self.stop:
+            return "stop"
+        return "length" if len(self.output) == self.max_new_tokens else ""
+
+    @property
     def ttft(self):
         """Seconds from arrival to the first token."""
         return self.times[0] - self.arrival
@@ -88,16 +97,25 @@ class Request:
         return [*self.prompt[start:end], *self.output[max(0, start - n):max(0, end - n)]]
 
     def append(self, tokens, now):
-        """Append tokens up to the end of the output. Returns (those appended, end): "length",
-        "stop", or "" if the request goes on."""
+        """Append tokens up to the end of the output. Returns those appended."""
         for n, token in enumerate(tokens, 1):
-            self.output.append(token)
             self.times.append(now)
-            if token in self.stop:
-                return tokens[:n], "stop"
-            if len(self.output) == self.max_new_tokens:
-                return tokens[:n], "length"
-        return tokens, ""
+            self.output.append(token)
+            if self.end:
+                return tokens[:n]
+        return tokens
+
+    def forget(self):
+        """Without pages: nothing is cached, and the request waits to be recomputed."""
+        self.n_past = 0
+        self.n_draft_past = 0
+        self.drop_drafts()
+        self.state = "waiting"
+
+    def drop_drafts(self):
+        self.drafts = []
+        self.tree = ()
+        self.draft_probs = []
 
 class Event(NamedTuple):
     """New tokens of a request. finished: "length" or "stop" if they are its last ones, else ""."""
@@ -124,7 +142,7 @@ class Engine:
     n_page: pages of the cache, one per token; 0: enough for max_batch requests
     alloc: "reserve" a request's maximum length at its start, or "grow" page by page
     draft: None, "ngram", a smaller GPT or CostModel, or a Proposer
-    spec: "off", a number of drafts, a name in POLICIES, or a Policy
+    spec: "off", a number of drafts, a name in POLICIES, or a Policy; None: three, if draft is given
     alpha: if not 0, each draft is accepted with this forced chance
     order: a function (waiting, running, now) -> list
     lora: "batched", or the baselines "bmm" and "merge" [S-LoRA §7]
@@ -133,16 +151,16 @@ class Engine:
     cost: prices for the policies; None: a profile of this machine, made if a policy asks
     record: a list to which every Iteration is appended"""
     def __init__(self, model, scheduler="sarathi", chunk=256, max_batch=8, n_page=0,
-                 alloc="reserve", draft=None, spec="off", seed=0, alpha=0.0, order=None,
+                 alloc="reserve", draft=None, spec=None, seed=0, alpha=0.0, order=None,
                  lora="batched", adapter_pages=0, tpot=0.0, cost=None, record=None):
-        self.model = model
+        self.model = check_type("model", model, (GPT, CostModel), "GPT.from_preset(name)")
         self.simulated = isinstance(model, CostModel)
         self.chunk = check_range("chunk", chunk, 1)
         self.alloc = check_choice("alloc", alloc, ("reserve", "grow"))
         self.lora = check_choice("lora", lora, ("batched", "bmm", "merge"))
-        self.alpha = check_range("alpha", alpha, 0, 1)
-        self.tpot = check_range("tpot", tpot, 0)
-        self.seed = seed
+        self.alpha = check_range("alpha", alpha, 0.0, 1.0)
+        self.tpot = check_range("tpot", tpot, 0.0)
+        self.seed = check_range("seed", seed, 0, 2**63)
         self.record = record
 
         # requests, from their arrival to their end
@@ -156,12 +174,12 @@ class Engine:
         # policies, and the prices that they ask for
         if isinstance(scheduler, str):
             scheduler = SCHEDULERS[check_choice("scheduler", scheduler, SCHEDULERS)]()
-        self.scheduler = scheduler
+        self.scheduler = check_type("scheduler", scheduler, Scheduler, "Sarathi()")
         self.order = order or fcfs
         if lora == "merge":
             self.order = one_adapter(self.order)
         self.cost = cost or (model if self.simulated else None)
-        policy = make_policy(spec, self)
+        policy = make_policy(spec, draft, self)
         if self.cost is None and (self.scheduler.priced or policy and policy.priced):
             self.cost = CostModel.profile(model)
 
@@ -178,19 +196,24 @@ class Engine:
         self.scheduler.start(self)
 
     def step(self):
-        """One iteration. Returns its events; [] if nothing can run now."""
-        self.arrive()
-        planned = self.scheduler.plan(self.running, self.queue())  # policy [SARATHI §4.3]
-        plan = self.admit(planned)  # memory: pages, adapters, preemption [S-LoRA §5.1]
-        if not plan:
-            return self.idle(planned)
-        if self.speculator:
-            self.speculator.add_drafts(plan)  # drafts behind the decodes [SmartSpec §5]
-        start = self.clock.now()
-        new_tokens = self.runner.run(plan)  # one flat batch [SARATHI §4.3] [S-LoRA §5.3]
-        if self.record is not None:
-            self.record.append(Iteration(start, self.clock.now(), entries_of(plan, self)))
-        return self.commit(plan, new_tokens)  # advance, drop rejected drafts, finish
+        """One iteration. Returns its events; [] if nothing can run now. After an exception, Ctrl-C
+        included, all requests wait again, and the engine serves on."""
+        try:
+            self.arrive()
+            planned = self.scheduler.plan([*self.running], self.queue())  # policy [SARATHI §4.3]
+            plan = self.admit(planned)  # memory: pages, adapters, preemption [S-LoRA §5.1]
+            if not plan:
+                return self.idle(planned)
+            if self.speculator:
+                self.speculator.add_drafts(plan)  # drafts behind the decodes [SmartSpec §5]
+            start = self.clock.now()
+            new_tokens = self.runner.run(plan)  # one flat batch [SARATHI §4.3] [S-LoRA §5.3]
+            if self.record is not None:
+                self.record.append(Iteration(start, self.clock.now(), entries_of(plan, self)))
+            return self.commit(plan, new_tokens)  # advance, drop rejected drafts, finish
+        except BaseException:
+            self.recover()
+            raise
 
     # requests and adapters come and go
 
@@ -241,6 +264,8 @@ class Engine:
         request.id = next(self.ids)
         if request.arrival is None:
             request.arrival = self.clock.now()
+        if request.seed is None:
+            request.seed = (self.seed << 24) + request.id & MASK
         self.requests[request.id] = request
         insort(self.pending, request, key=lambda request: request.arrival)
         return request.id
@@ -249,13 +274,18 @@ class Engine:
         """Serve prompts (lists of tokens). Returns the list of outputs. adapter: a name for all, or
         a list of names; options: other fields of Request."""
         names = adapter if isinstance(adapter, list) else [adapter] * len(prompts)
+        check_range("names in adapter", len(names), len(prompts), len(prompts))
         requests = [Request(prompt, max_new_tokens, name, **options)
-                    for prompt, name in zip(prompts, names, strict=True)]
+                    for prompt, name in zip(prompts, names)]
         for request in requests:
             check_request(request, self)  # all of them, before any is added
-        for request in requests:
-            self.add(request)
-        self.run()
+        try:
+            for request in requests:
+                self.add(request)
+            self.run()
+        finally:  # after an exception, Ctrl-C included, these requests leave the engine
+            if any([self.requests.pop(request.id, None) for request in requests]):
+                self.recover()
         return [request.output for request in requests]
 
     def run(self, on_event=lambda event: None):
@@ -276,6 +306,26 @@ class Engine:
             raise KeyError(f"no request with id {id} is waiting or running")
         self.finish(self.requests[id], "aborted")
 
+    def recover(self):
+        """Begin again from self.requests: all wait, and no page has an owner. Whatever an iteration
+        left half-done is gone."""
+        self.adapters.unload()
+        self.pool.clear()
+        self.full = False
+        if self.lora == "merge":
+            self.merged = 0
+            self.runner.merge(None)
+        for request in [*self.requests.values()]:
+            del request.times[len(request.output):]
+            end = request.end or request.state
+            request.forget()
+            if end not in ("waiting", "running"):
+                request.state = end
+                del self.requests[request.id]
+        self.running.clear()
+        self.waiting.clear()
+        self.pending[:] = sorted(self.requests.values(), key=lambda request: request.arrival)
+
     # the parts of an iteration
 
     def arrive(self):
@@ -292,22 +342,33 @@ class Engine:
         n_free = self.max_batch - len(self.running)
         if not self.waiting or n_free <= 0 or self.full:
             return []
-        ordered = self.order(self.waiting, self.running, self.clock.now())
+        ordered = self.order([*self.waiting], [*self.running], self.clock.now())
+        assert isinstance(ordered, list), f"the order gives {short(ordered)}: must be a list"
         if len(ordered) < len(self.waiting):  # thousands may wait: no scan without need
             for request in [r for r in self.waiting if r.state == "aborted"]:
                 self.finish(request, "aborted")  # by the order [S-LoRA §4.3]
-        return ordered[:n_free]
+        first = ordered[:n_free]
+        for request in first:
+            assert request in self.waiting, f"the order gives {short(request)}: it does not wait"
+        return first
 
     def admit(self, plan):
         """Start the plan's waiting requests, in order, up to the first one that has no room, and
         reserve pages for the others' tokens. Returns the part of the plan that can run."""
-        # a request that is preempted below waits again, and must not start at once
-        new = {request for request, _ in plan if request.state == "waiting"}
-        room = True
         name = type(self.scheduler).__name__
+        good = isinstance(plan, list) and all(isinstance(entry, tuple) for entry in plan)
+        assert good, f"{name} plans {short(plan)}: must be [(request, n)]"
         assert len({request for request, _ in plan}) == len(plan), f"{name} plans a request twice"
         for request, n in plan:
-            assert 0 < n <= request.n_todo, f"{name} plans {n} of {request.n_todo} tokens"
+            known = request.state == "running" or request in self.waiting
+            assert known, f"{name} plans {short(request)}: it neither waits nor runs"
+            good = isinstance(n, Integral) and 0 < n <= request.n_todo
+            assert good, f"{name} plans {n} of {request.n_todo} tokens"
+        # a request that is preempted below waits again, and must not start at once
+        new = {request for request, _ in plan if request.state == "waiting"}
+        assert len(new) <= self.max_batch - len(self.running), f"{name} plans more than max_batch"
+        room = True
+        for request, n in plan:
             if request in new:
                 room = room and self.start(request)
                 self.full = not room
@@ -345,9 +406,7 @@ class Engine:
         while request.state == "running" and not self.adapters.reserve(self.pool, request, n):
             last = self.running[-1]
             self.release(last)
-            last.n_past = 0
-            last.n_draft_past = 0
-            last.state = "waiting"
+            last.forget()
             self.waiting.insert(0, last)
 
     def release(self, request):
@@ -375,18 +434,18 @@ class Engine:
         events = []
         for request, n in plan:
             request.n_past += n
-            tokens = new_tokens.get(request)
-            if tokens is None:  # a part of the prompt
+            verified = new_tokens.get(request)
+            if verified is None:  # a part of the prompt
                 continue
             # accepted drafts are cached too; K and V of rejected ones are overwritten later
-            request.n_past += len(tokens) - 1
+            request.n_past += len(verified) - 1
             request.n_draft_past = min(request.n_draft_past, request.n_past)
+            tokens = request.append(verified, now)
             if request.drafts:
-                self.speculator.count(request, len(tokens) - 1)
-                request.drafts = []
-                request.tree = ()
-                request.draft_probs = []
-            tokens, end = request.append(tokens, now)
+                # a stop token may have cut accepted drafts off
+                self.speculator.count(request, min(len(tokens), len(verified) - 1), len(tokens))
+                request.drop_drafts()
+            end = request.end
             if end:
                 self.finish(request, end)
             events.append(Event(request, tokens, end))
@@ -409,24 +468,61 @@ def check_choice(name, value, choices):
     return value
 
 def check_range(name, value, low, high=math.inf):
-    """Returns value. ValueError if it is outside low .. high."""
-    if not low <= value <= high:
-        raise ValueError(f"{name} = {value}: must be in {low} .. {high}")
+    """Returns value, as low's type. ValueError if it is not such a number in low .. high."""
+    kind = type(low)
+    good = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    if not good or not low <= value <= high:
+        raise ValueError(f"{name} = {short(value)}: must be in {low} .. {high} ({kind.__name__})")
+    return kind(value)
+
+def check_type(name, value, kind, example):
+    """Returns value. ValueError if it is not an object of this class, but a name or a class."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} = {short(value)}: must be an object, like {example}")
     return value
 
+def check_tokens(name, tokens):
+    """Returns tokens as a list; bytes as they are. ValueError if they are no whole numbers."""
+    try:
+        good = bool not in map(type, tokens)
+        whole = tokens if isinstance(tokens, bytes) else [index(token) for token in tokens]
+    except TypeError:
+        good = False
+    if not good:
+        raise ValueError(f"{name} = {short(tokens)}: must be a list of tokens, like [1, 2, 3]; "
+                         "encode a text, and give generate() a list of prompts")
+    return whole
+
+def short(value):
+    """A value in one line of a message"""
+    return f"{' '.join(repr(value).split()):.60}"
+
 def check_request(r, engine):
-    """ValueError or KeyError, in one line, for a request that could never be served."""
+    """Put a request's fields in their normal form. ValueError or KeyError, in one line, for a
+    request that could never be served, or has been added before."""
+    new = vars(Request(check_type("request", r, Request, "Request([1, 2, 3])").prompt))
+    for name in [*new][[*new].index("id"):]:
+        if repr(getattr(r, name)) != repr(new[name]):
+            raise ValueError(f"{name} = {short(getattr(r, name))}: add a Request only once, as new")
+    r.prompt = check_tokens("prompt", r.prompt)
+    r.max_new_tokens = check_range("max_new_tokens", r.max_new_tokens, 1, 10**9)
+    r.temperature = check_range("temperature", r.temperature, 0.0, 1e9)
+    r.top_k = check_range("top_k", r.top_k, 0, 10**9)
+    r.top_p = check_range("top_p", r.top_p, 1e-9, 1.0)
+    stop = (r.stop,) if isinstance(r.stop, Integral) else r.stop
+    r.stop = tuple(check_tokens("stop", () if stop is None else stop))
+    if r.arrival is not None:
+        r.arrival = check_range("arrival", r.arrival, 0.0, 1e9)  # not seconds since 1970
+    if r.seed is not None:
+        r.seed = check_range("seed", r.seed, 0, MASK)
+    if not isinstance(r.adapter, (str, Integral, type(None))):
+        raise ValueError(f"adapter = {short(r.adapter)}: must be a name")
     config = engine.model.config
     check_range("tokens in the prompt", len(r.prompt), 1)
     if not engine.simulated:
         for token in (min(r.prompt), max(r.prompt)):
             check_range("token", token, 0, config.vocab_size - 1)
-    check_range("max_new_tokens", r.max_new_tokens, 1)
-    check_range("temperature", r.temperature, 0)
-    check_range("top_k", r.top_k, 0)
-    check_range("top_p", r.top_p, 1e-9, 1)
     check_range("prompt + max_new_tokens", r.max_len, 2, config.block_size)
-    check_range("arrival", 0 if r.arrival is None else r.arrival, 0)
     newest = engine.adapters.newest
     version = newest[check_choice("adapter", r.adapter, newest)]
     check_pages(r, engine.adapters.known[version], engine)
@@ -448,7 +544,7 @@ class Run:
         self.requests = requests
         self.start = start
         self.ends = sorted(r.times[-1] for r in done)
-        self.seconds = max(self.ends, default=math.inf) - start
+        self.seconds = max(1e-9, max(self.ends, default=math.inf) - start)
         self.requests_per_second = len(done) / self.seconds
         self.tokens_per_second = sum(r.n_tokens for r in done) / self.seconds  # prompts too
         self.latencies = [r.times[-1] - r.arrival for r in done]
@@ -495,7 +591,12 @@ class PagePool:
     """Pages of a cache: each holds a token's K and V, or a row of A and B [S-LoRA §5.1]."""
     def __init__(self, n_page, first=0):
         self.n_page = n_page
-        self.free = array("i", range(first, first + n_page))  # a stack
+        self.first = first
+        self.clear()
+
+    def clear(self):
+        """Take all pages back."""
+        self.free = array("i", range(self.first, self.first + self.n_page))  # a stack
         self.tables = {}  # owner -> its pages, in the order of its tokens or rows
 
     def reserve(self, owner, n):
@@ -546,6 +647,14 @@ class AdapterStore:
     def evict(self, version):
         self.loaded.pop(version)()  # a copy in flight must not overwrite the next owner's pages
         self.pool.release(version)
+
+    def unload(self):
+        """Take all adapters off their pages. No request runs."""
+        for wait in self.loaded.values():
+            wait()
+        self.loaded = {0: lambda: None}
+        self.n_users = Counter([0])
+        self.pool.clear()
 
     def reserve(self, pool, owner, n, spare=0):
         """PagePool.reserve, with spare pages left free. Evicts idle adapters, least recently used
@@ -813,15 +922,27 @@ def tree_size(tree):
     """Drafts in a tree with so many candidates per level: (3, 2, 2) has 3 + 6 + 12 = 21."""
     return sum(accumulate(tree, mul))
 
+MASK = 2**64 - 1
+ACCEPT, TOKEN, DRAFT = range(3)  # random numbers for a position: verify, sample, propose
+
+def hash_of(seed, position, use):
+    """A random number in 0 .. 2^64 - 1. Of integers; or of arrays of np.uint64."""
+    x = (seed + (seed >> 40) << 24) + (use << 22) + position & MASK
+    x = (x * 0x9E3779B97F4A7C15 ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
+    return x ^ x >> 31
+
+def uniform(places, use):
+    """Random numbers in [0, 1) for places [(seed, position)], the same on every device -> (M,)"""
+    seeds, positions = np.array(places, np.uint64).reshape(-1, 2).T
+    return torch.from_numpy((hash_of(seeds, positions, use) >> 11) * 2.0**-53)
+
 def forced_acceptance(request, tree, engine):
     """How many levels of drafts are accepted if each draft has the chance engine.alpha. The answer
     for a position depends on nothing else, so that numbers of drafts can be compared."""
     for level, n_candidate in enumerate(tree):
-        # splitmix64 of (seed, request, position): uniform in 0 .. 2^64 - 1
-        x = (engine.seed << 48) + (request.id << 24) + request.n_tokens + level
-        x = (x * 0x9E3779B97F4A7C15 ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
-        if (x ^ x >> 31) >= 2**64 * (1 - (1 - engine.alpha) ** n_candidate):
+        x = hash_of(request.seed, request.n_tokens + level, ACCEPT)
+        if x >= 2**64 * (1 - (1 - engine.alpha) ** n_candidate):
             return level
     return len(tree)
 
@@ -918,6 +1039,8 @@ POLICIES = {"goodput": Goodput, "goodput_global": GoodputGlobal, "goodput_reques
 class Proposer:
     """Where drafts come from. Subclass it and write draft(). The class itself stands for prompt
     lookup in the simulator."""
+    context = math.inf  # the most tokens from which it can draft
+
     def draft(self, request, k):
         """Up to k tokens that may follow the request's known ones."""
         return [0] * k
@@ -951,9 +1074,10 @@ class DraftModel(Proposer):
     """A smaller model with the same page tables and a cache of its own, which is fed the same
     chunks [SmartSpec §6]. If decodes rarely get drafts, it leaves new requests out for life [§5];
     after some hundred steps without a draft it tries again."""
-    def __init__(self, runner, cost):
+    def __init__(self, runner, cost, context=math.inf):
         self.runner = runner
         self.cost = cost
+        self.context = context
         self.idle = 0.0  # share of recent steps in which no decode was worth a draft
 
     def propose(self, plan, lengths, threshold):
@@ -964,7 +1088,7 @@ class DraftModel(Proposer):
             self.idle *= 0.998
         spans = []
         for request, n in plan:
-            if request.n_past == 0 and self.idle > 0.7:
+            if request.n_past == 0 and (self.idle > 0.7 or request.n_tokens > self.context):
                 request.drafted = False
             k = lengths.get(request, 0)
             # a decode without drafts is fed later, with its next drafts. Usually one token is new
@@ -987,11 +1111,15 @@ class DraftModel(Proposer):
         n = n_request
         return n_step * self.cost.seconds(IterationStats(n, n, n, n_context))
 
-def make_policy(spec, engine):
-    """A Policy from "off" (None), a number, a tree like "3,2,2", a name or an object. ValueError if
-    the engine cannot follow it."""
+def make_policy(spec, draft, engine):
+    """A Policy from a number, a tree like "3,2,2", a name or an object; None from "off". ValueError
+    if the engine cannot follow it."""
+    if spec is None:
+        spec = "off" if draft is None else 3
     if spec == "off":
         return None
+    if draft is None:
+        raise ValueError(f"spec = {short(spec)}: needs a draft, ngram or a model")
     if isinstance(spec, Policy):
         policy = spec
     elif str(spec).replace(",", "").isdecimal():
@@ -1008,13 +1136,17 @@ def make_proposer(draft, engine, priced):
     """A Proposer from "ngram", a model, or an object. ValueError or KeyError for anything else."""
     if isinstance(draft, Proposer):
         return draft
-    if isinstance(draft, CostModel):
-        return DraftModel(CostRunner(engine, draft), draft)
-    if isinstance(draft, GPT):
+    if isinstance(draft, CostModel) and engine.simulated:
+        return DraftModel(CostRunner(engine, draft), draft, draft.config.block_size)
+    if isinstance(draft, GPT) and not engine.simulated:
+        n = draft.config.vocab_size
         V = engine.model.config.vocab_size
-        check_range("vocabulary of the draft model", draft.config.vocab_size, V, V)
-        return DraftModel(ModelRunner(engine, draft), CostModel.profile(draft) if priced else None)
-    check_choice("draft", draft, ["ngram"])
+        if abs(n - V) > min(256, V // 4):  # more than padding
+            raise ValueError(f"vocabulary of the draft model = {n}: must be the model's, {V}")
+        cost = CostModel.profile(draft) if priced else None
+        return DraftModel(ModelRunner(engine, draft), cost, draft.config.block_size)
+    kind = "a CostModel" if engine.simulated else "a GPT"
+    check_choice("draft", draft, ["ngram", kind, "a Proposer"])
     return Proposer() if engine.simulated else Ngram()
 
 class Speculator:
@@ -1040,8 +1172,12 @@ class Speculator:
             lengths[request] = k if room else 0
         self.n_last = sum(lengths.values())
         self.proposer.propose(plan, lengths, self.policy.threshold)
+        V = self.engine.model.config.vocab_size
         for request in decodes:  # fewer drafts than wanted may have been made
-            request.tree = request.tree[:len(request.drafts)]
+            drafts = request.drafts
+            good = len(drafts) <= lengths[request] and all(0 <= token < V for token in drafts)
+            assert good, f"drafts {drafts}: must be up to {lengths[request]} tokens below {V}"
+            request.tree = request.tree[:len(drafts)]
 
     def choose(self, plan, decodes):
         """The policy's tree of drafts for each decode."""
@@ -1054,15 +1190,24 @@ class Speculator:
         most = max(map(len, self.policy.trees))
         limits = []
         for request in decodes:
-            limit = min(most, request.max_len - request.n_tokens - 1) if request.drafted else 0
+            n = request.n_tokens
+            limit = min(most, request.max_len - n - 1, max(0, self.proposer.context - n + 1))
+            limit = limit if request.drafted else 0
             if self.policy.knows:
                 limit = forced_acceptance(request, (1,) * limit, self.engine)
             limits.append(limit)
-        return self.policy.lengths(decodes, limits, self.acceptance, price)
+        trees = self.policy.lengths(decodes, limits, self.acceptance, price)
+        size = len if self.engine.simulated else tree_size
+        good = isinstance(trees, list) and list(map(type, trees)) == [tuple] * len(limits)
+        good = good and all(size(tree) <= limit for tree, limit in zip(trees, limits))
+        name = type(self.policy).__name__
+        assert good, f"{name} gives {trees}: must be trees, like (1, 1), within limits {limits}"
+        return trees
 
-    def count(self, request, n_accepted):
-        """Update the acceptance rates. Drafts behind the first rejected one were not tried."""
-        n_tried = min(n_accepted + 1, len(request.tree))
+    def count(self, request, n_accepted, n_new):
+        """Update the acceptance rates. Drafts behind the first rejected one, or behind the end of
+        the output's n_new tokens, were not tried."""
+        n_tried = min(n_new, len(request.tree))
         self.acceptance += 0.01 * (n_accepted - self.acceptance * n_tried)
         request.acceptance += 0.05 * (n_accepted - request.acceptance * n_tried)
         self.n_drafted += len(request.drafts)
@@ -1192,7 +1337,7 @@ class CostModel:
     def operators(self, n_tokens, n_context=0):
         """The same by operator [SARATHI Table 1]: {"preproj": seconds, "attn": ..., ...}."""
         check_range("n_tokens", n_tokens, 1)
-        check_range("n_context", n_context, 0)
+        check_range("n_context", n_context, 0.0)
         return self.split(IterationStats(n_tokens, 1, int(n_context > 0), n_context))
 
     def stats(self, entries, others=IterationStats()):
@@ -1253,6 +1398,7 @@ class Roofline(CostModel):
     tile = TILE
 
     def __init__(self, config, gpu, tp=1, nodes=1, system="sarathi"):
+        check_type("config", config, GPTConfig, "preset('llama-7b')")
         config.shard_of(0, check_range("tp", tp, 1))  # ValueError if tp does not divide the heads
         sheet = GPUS[check_choice("hardware", gpu, GPUS)]
         super().__init__(config, torch.bfloat16)
@@ -1265,7 +1411,7 @@ class Roofline(CostModel):
         self.bandwidth = GEMM_BANDWIDTH * self.read
         self.memory = USABLE * tp * nodes * sheet.memory * 2**30 - self.n_bytes  # for the cache
         free = round(self.memory / 1e9, 1)
-        check_range(f"free GB of {tp * nodes} x {gpu} beside the weights", free, 0)
+        check_range(f"free GB of {tp * nodes} x {gpu} beside the weights", free, 0.0)
 
     def parts(self, s, lora):
         c = self.config
@@ -1424,7 +1570,6 @@ class ModelRunner:
     def __init__(self, engine, model):
         self.engine = engine
         self.model = model
-        self.generator = torch.Generator().manual_seed(engine.seed)
         self.merge = model.merge  # the merge-and-swap baseline [S-LoRA §7]
         if engine.lora != "batched" and model.world.size > 1:
             raise ValueError(f"lora = {engine.lora!r}: the baselines run on one device")
@@ -1479,7 +1624,9 @@ class ModelRunner:
             logit_rows += range(len(tokens) - n_logits, len(tokens))
             pages += own[n_past:]
             table += own
-        return Batch(tokens=torch.tensor(tokens), positions=torch.tensor(positions),
+        # a draft model may lack the target's last tokens
+        tokens = torch.tensor(tokens).clamp(max=self.model.config.vocab_size - 1)
+        return Batch(tokens=tokens, positions=torch.tensor(positions),
                      pages=torch.frombuffer(pages, dtype=torch.int32),
                      spans=torch.tensor(rows, dtype=torch.int32),
                      table=torch.frombuffer(table, dtype=torch.int32),
@@ -1539,7 +1686,9 @@ class ModelRunner:
         drafts = [draft for request in sampling for draft in request.drafts]
         drafts = torch.tensor(drafts, dtype=torch.int64)
         n_drafts = torch.tensor([len(request.drafts) for request in sampling])
-        u = torch.rand(len(p), generator=self.generator).to(p.device)
+        places = [(r.seed, r.n_tokens + j) for r in sampling for j in range(len(r.drafts))]
+        u = [uniform(places, ACCEPT), uniform([(r.seed, r.n_tokens) for r in sampling], TOKEN)]
+        u = torch.cat(u).to(p.device)
         n_accepted, tokens = verify(p, q, drafts.to(p.device), n_drafts.to(p.device), u)
         ends = zip(sampling, n_accepted.tolist(), tokens.tolist())
         return {request: request.drafts[:n] + [token] for request, n, token in ends}
@@ -1552,14 +1701,17 @@ class ModelRunner:
 
     def draft(self, spans, threshold):
         """A draft for every span with a logit row: [(request, token, is it above threshold)]."""
-        logits = self.forward(spans)
+        V = self.engine.model.config.vocab_size
+        logits = self.forward(spans)[:, :V]  # no token that the target lacks
         requests = [span.request for span in spans if span.n_logits]
         tokens = logits.max(-1).indices
         # if one request samples, all of them have distributions
         greedy = all(r.temperature == 0 and not r.draft_probs for r in requests)
         if not self.engine.alpha and not greedy:
             q = self.distributions(requests, logits)
-            tokens = sample(q, torch.rand(len(q), generator=self.generator).to(q.device))
+            places = [(r.seed, r.n_tokens + len(r.drafts)) for r in requests]
+            tokens = sample(q, uniform(places, DRAFT).to(q.device))
+            q = torch.nn.functional.pad(q, (0, V - q.size(1)))  # none of a token that it lacks
             for request, row in zip(requests, q.split(1)):
                 request.draft_probs.append(row)
         sure = [True] * len(requests)
@@ -1799,8 +1951,8 @@ def parse_arguments():
     prompt("--tokens", type=token_ids, metavar="1,2,3", help="or the prompt as token ids")
     flag("--adapter", help="a PEFT folder with LoRA weights")
     flag("--draft", help="where drafts come from: ngram, draft (trained beside tiny), or a model")
-    flag("--spec", default="3", help="how many drafts: a number; or goodput, goodput_request, "
-         "goodput_global, confidence, which first profile this machine")
+    flag("--spec", help="how many drafts: a number, 3 if none is given; or goodput, "
+         "goodput_request, goodput_global, confidence, which first profile this machine")
     flag("--temperature", type=float, default=0.6, help="0: greedy")
     flag("--top-k", type=int, default=0, help="0: off")
     flag("--top-p", type=float, default=1.0, help="1: off")
@@ -1830,7 +1982,7 @@ def generate_text(args):
         adapter = Adapter.from_pretrained(args.adapter, model.config, model.dtype)
         n_page = adapter.n_page
     engine = Engine(model, args.scheduler, args.chunk, max_batch=1, seed=args.seed, draft=draft,
-                    spec=args.spec if draft else "off", adapter_pages=n_page)
+                    spec=None if world.rank else args.spec, adapter_pages=n_page)
     if args.adapter:
         engine.add_adapter(args.adapter, adapter)
     if world.rank:

@@ -677,7 +677,11 @@ WRONG = {
     "tp = 3 needs 3 processes, there are 1: torchrun": lambda: World.start(3),
     "tp = 8 does not divide n_kv_head = 4": lambda: TINY.shard_of(0, 8),
     "free GB of 1 x a10g": lambda: CostModel.roofline(preset("llama-70b"), "a10g"),
-    "alpha = 0: a simulator": lambda: Engine(COST, draft="ngram", spec=3),
+    "alpha = 0: a simulator": lambda: Engine(COST, draft="ngram"),
+    "model = 'llama-7b': must be an object": lambda: Engine("llama-7b"),
+    "config = 'llama-7b': must be an object": lambda: CostModel.roofline("llama-7b", "a100"),
+    "unknown draft .*: one of ngram, a GPT": lambda: Engine(TARGET, draft=COST),
+    "unknown draft .*: one of ngram, a CostModel": lambda: Engine(COST, draft=TARGET, alpha=0.5),
 }
 
 @each("message", WRONG)
@@ -1139,6 +1143,17 @@ def test_events_stop_tokens_and_times():
     requests.remove(stopped)
     check_tokens(requests)
 
+def test_drafts_behind_a_stop_token_are_not_accepted():
+    tokens = naive(tuple(prompt(25)), None, 12)
+    end = next(n for n in range(2, 12) if tokens[n] not in tokens[:n])
+    for stop in (tokens[end], [tokens[end]], {tokens[end]}):
+        engine = Engine(TARGET, draft=random_model(), spec=7)
+        assert engine.generate([prompt(25)], 12, stop=stop) == [tokens[:end + 1]]
+        # the first token comes without drafts
+        assert end < 7 == engine.speculator.n_drafted and engine.speculator.n_accepted == end
+        assert engine.speculator.acceptance > 0.7
+    assert Engine(TARGET).generate([prompt(25)], 12, stop=None) == [tokens]
+
 def test_requests_start_when_they_arrive():
     arrivals = (5.0, 2.0, 2.0, 900.0, 1e9)
     requests = [Request([0] * 9, 3, arrival=t) for t in arrivals]
@@ -1207,13 +1222,35 @@ BAD_OPTIONS = {
     "oracle": dict(spec="oracle", draft="ngram"),
     "2, 1": dict(spec="2,1", draft="ngram"),  # a tree on a real model
     "spec = 0": dict(spec=0, draft="ngram"),
+    "spec = 3: needs a draft": dict(spec=3),
+    "scheduler = .*Sarathi.* must be an object": dict(scheduler=sarathi.Sarathi),
     "chunk = 0": dict(chunk=0),
+    "chunk = '64'": dict(chunk="64"),
+    "seed = 0.5": dict(seed=0.5),
     "alpha = 1.5": dict(alpha=1.5),
     "max_batch = -1": dict(max_batch=-1),
     "unknown lora 'fast'": dict(lora="fast"),
 }
+LIST = "must be a list of tokens, like .1, 2, 3."
 BAD_REQUESTS = {
     "tokens in the prompt = 0": dict(prompt=[]),
+    f"prompt = 'text': {LIST}": dict(prompt="text"),
+    f"prompt = 5: {LIST}": dict(prompt=5),
+    f"prompt = .1.5.: {LIST}": dict(prompt=[1.5]),
+    f"prompt = .True.: {LIST}": dict(prompt=[True]),
+    f"prompt = ..1, 2..: {LIST}": dict(prompt=[[1, 2]]),
+    f"stop = '.': {LIST}": dict(stop="."),
+    "max_new_tokens = 2.0": dict(max_new_tokens=2.0),
+    "max_new_tokens = True": dict(max_new_tokens=True),
+    "temperature = '1'": dict(temperature="1"),
+    "temperature = inf": dict(temperature=math.inf),
+    "top_k = 1000000000000": dict(top_k=10**12),
+    "arrival = nan": dict(arrival=math.nan),
+    "arrival = 1700000000: must be in 0.0 .. 1000000000": dict(arrival=1700000000),
+    "seed = -1": dict(seed=-1),
+    "adapter = .'ffn'.: must be a name": dict(adapter=["ffn"]),
+    "n_past = 3: add a Request only once": dict(n_past=3),
+    "output = .1.: add a Request only once": dict(output=[1]),
     "token = 61: must be in 0 .. 60": dict(prompt=[1, 61]),
     "token = -1": dict(prompt=[-1]),
     "max_new_tokens = 0": dict(max_new_tokens=0),
@@ -1227,7 +1264,7 @@ BAD_REQUESTS = {
 }
 
 def test_bad_input_is_one_line_and_harms_no_other(monkeypatch):
-    good = Request(prompt(12), 25, "ffn")
+    good = Request(prompt(12), 45, "ffn")
     engine = start(TARGET, [], max_batch=2, n_page=80)
     engine.add_adapter("large", 12)
     engine.add(good)
@@ -1239,8 +1276,16 @@ def test_bad_input_is_one_line_and_harms_no_other(monkeypatch):
                 engine.add(Request(**dict(dict(prompt=[1]), **fields)))
         assert "\n" not in str(raised.value)
         engine.step()
-    with pytest.raises(ValueError):
-        engine.generate([[1], []])
+    for message, prompts, adapter in (
+        ("tokens in the prompt = 0", [[1], []], None),
+        (f"prompt = 1: {LIST}.*generate.. a list of prompts", [1, 2], None),
+        (f"prompt = 'h': {LIST}", "hello", None),
+        ("names in adapter = 1: must be in 2 .. 2", [[1], [2]], ["ffn"]),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.generate(prompts, adapter=adapter)
+    with pytest.raises(ValueError, match="id = 0: add a Request only once"):
+        engine.add(good)
     assert len(engine.requests) == 1  # none was added
     start(TARGET, [Request([1], 19, "ffn")], n_page=20, adapter_pages=40)  # has room
     with pytest.raises(FileNotFoundError, match="nowhere"):
@@ -1258,6 +1303,214 @@ def test_bad_input_is_one_line_and_harms_no_other(monkeypatch):
     monkeypatch.undo()
     engine.run()
     check_tokens([good])
+
+ODD = [None, True, -1, 0, 1, 3, 61, 2**70, 0.5, 1.0, 1e-39, 1e-9, math.nan, math.inf, 1e300, 1j,
+       "", "text", b"", b"ab", [], [5, 6], (7,), {8}, {"a": 1}, [[1]], ["a"], [None], range(3),
+       np.int8(9), np.arange(4), np.ones(2), torch.tensor([3, 4]), torch.tensor(2), Request, object]
+FIELDS = ["prompt", "max_new_tokens", "adapter", "temperature", "top_k", "top_p", "stop", "arrival",
+          "seed", "n_past", "drafts", "state", "output", "acceptance"]
+
+@each("draft", [None, "ngram", 0.3])
+def test_odd_requests_are_refused_or_served(draft, monkeypatch):
+    """A seeded fuzz. A refusal is one line; what is accepted ends, and harms no good neighbour."""
+    rng = random.Random(0)
+    source = draft_model(draft) if draft == 0.3 else draft
+    engine = start(TARGET, [], max_batch=4, n_page=300, alloc="grow", draft=source)
+    monkeypatch.setattr(engine, "clock", sarathi.VirtualClock())
+    n_served = 0
+    for _ in range(10):
+        good = mixed([None, "q"])
+        odd = []
+        for _ in range(50):
+            fields = dict(prompt=prompt(rng.randint(1, 20)), max_new_tokens=rng.randint(1, 9))
+            fields |= dict(temperature=rng.choice([0.0, 1.0]), adapter=rng.choice([None, "ffn"]))
+            fields[rng.choice(FIELDS)] = rng.choice(ODD)
+            odd.append(Request(**fields))
+        for request in rng.sample(good + odd, 56):
+            try:
+                engine.add(request)
+            except (ValueError, KeyError) as error:
+                assert request in odd and "\n" not in str(error)
+                odd.remove(request)
+        engine.run()
+        check_tokens(good)
+        check_pages(engine)
+        assert all(request.state in ("length", "stop") for request in odd)
+        assert all(type(token) is int for request in odd for token in request.output)
+        n_served += len(odd)
+    assert 50 < n_served < 400
+
+class Wrong(sarathi.Scheduler):
+    def plan(self, running, waiting):
+        return eval(self.chunk)
+
+PLANS = {
+    "Wrong plans None: must be .*request, n": "None",
+    "Wrong plans .Request.*: must be .*request, n": "running + waiting",
+    "Wrong plans a request twice": "[(r, 1) for r in running + waiting] * 2",
+    "Wrong plans 99 of 4 tokens": "[(r, 99) for r in waiting]",
+    "Wrong plans 0.5 of 4 tokens": "[(r, 0.5) for r in waiting]",
+    "Wrong plans Request.*: it neither waits nor runs": "[(Request([1]), 1)]",
+    "Wrong plans more than max_batch": "[(r, 1) for r in self.engine.waiting]",
+    "Wrong plans nothing for running requests": "[(r, 1) for r in waiting]",
+}
+ORDERS = {
+    "the order gives None: must be a list": None,
+    "the order gives Request.*: it does not wait": [Request([1])],
+    "the order gives 3: it does not wait": [3],
+    "Sarathi or the order starts none of 3 requests": [],
+}
+TREES = {f"Wrong gives {re.escape(str(trees))}: must be trees.* within limits .3.": trees
+         for trees in (3, [3], [], [(1, 1, 1, 1)], [(4,)])}  # for one decode
+DRAFTS = {
+    "drafts .61.: must be up to 3 tokens below 61": [61],
+    "drafts .1, 1, 1, 1.: must be up to 3 tokens below 61": [1] * 4,
+    "drafts .-1.: must be": [-1],
+}
+
+@each("message", PLANS | ORDERS | TREES | DRAFTS)
+def test_a_mistake_in_a_users_code_is_one_clear_line(message):
+    options = dict(max_batch=2)
+    if message in PLANS:
+        options["scheduler"] = Wrong(PLANS[message])
+    if message in ORDERS:
+        options["order"] = lambda *_: ORDERS[message]
+    if message in TREES:
+        policy = type("Wrong", (sarathi.Fixed,), dict(lengths=lambda *_: TREES[message]))(3)
+        options = dict(max_batch=1, draft="ngram", spec=policy)
+    if message in DRAFTS:
+        proposer = Proposer()
+        proposer.draft = lambda request, k: DRAFTS[message]
+        options |= dict(draft=proposer)
+    engine = Engine(TARGET, **options)
+    with pytest.raises(AssertionError, match=message):
+        engine.generate([[1, 2, 3, 4]] * 3, 8)
+    check_pages(engine)
+    assert not engine.requests
+
+class Careless(sarathi.SarathiServe):
+    def plan(self, running, waiting):
+        plan = super().plan(running, waiting)
+        running.clear()
+        waiting.clear()
+        return plan
+
+def test_users_code_may_change_the_lists_that_it_gets():
+    def careless(waiting, running, now):
+        ordered = waiting[::-1]
+        waiting.clear()
+        running.clear()
+        return ordered
+    requests = mixed([None, "q"])
+    engine = serve(TARGET, requests, Careless(), order=careless, max_batch=3)
+    check_tokens(requests)
+    check_pages(engine)
+
+class Broken(Exception):
+    """Of a user's code"""
+
+def fails_at(n, function):
+    """A function whose n-th call fails, and no other"""
+    calls = iter(range(1, 10**9))
+    def call(*arguments):
+        if next(calls) == n:
+            raise Broken
+        return function(*arguments)
+    return call
+
+@each("n", [1, 2, 5])
+@each("part", ["scheduler", "order", "policy", "proposer"])
+@each("way", ["generate", "run"])
+def test_an_exception_in_a_users_code(part, n, way):
+    """generate takes its requests back; the engine serves the others, and the next call."""
+    scheduler = sarathi.Sarathi()
+    policy = sarathi.Fixed(3)
+    proposer = sarathi.Ngram()
+    order = fails_at(n * (part == "order"), fcfs)
+    for name, place, method in (("scheduler", scheduler, "plan"), ("policy", policy, "lengths"),
+                                ("proposer", proposer, "draft")):
+        setattr(place, method, fails_at(n * (part == name), getattr(place, method)))
+    others = mixed([None, "q"])
+    engine = start(TARGET, others, scheduler, draft=proposer, spec=policy, order=order, n_page=200,
+                   max_batch=3, chunk=16, alloc="grow")
+    with pytest.raises(Broken):
+        if way == "run":
+            engine.run()
+        else:
+            engine.generate([prompt(9)] * 3, 12, [None, "q", "ffn"])
+    check_pages(engine)
+    assert not engine.running and {*engine.requests.values()} <= {*others}
+    tokens, = engine.generate([prompt(9)], 12, "ffn")
+    assert tokens == naive(tuple(prompt(9)), "ffn", 12)
+    check_tokens(others)
+
+def test_a_merge_that_failed_is_repeated():
+    engine = start(random_model(), [], lora="merge")
+    engine.runner.merge = fails_at(1, engine.runner.merge)
+    with pytest.raises(Broken):
+        engine.generate([prompt(9)], 12, "all")
+    assert engine.generate([prompt(9)], 12, "all") == [naive(tuple(prompt(9)), "all", 12)]
+
+def interrupt_at(n, function, *arguments):
+    """Call a function, with a KeyboardInterrupt before the n-th line of sarathi.py that it runs.
+    -> the numbers of all lines that it ran"""
+    lines = []
+    def trace(frame, event, _):
+        if frame.f_code.co_filename != sarathi.__file__:
+            return None
+        if event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) == n:
+                raise KeyboardInterrupt
+        return trace
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function(*arguments)
+        assert n == 0
+    except KeyboardInterrupt:
+        assert n > 0
+    finally:
+        sys.settrace(before)
+    return lines
+
+@each("model, lora, adapter_pages", [
+    (COST, "batched", 0),
+    (COST, "batched", 60),
+    (TARGET, "batched", 0),
+    (TARGET, "merge", 0),
+])
+def test_an_interrupt_before_any_line(model, lora, adapter_pages):
+    """generate takes its requests back, and no page and no token of the others is lost. The
+    simulator is interrupted before every line that it runs, the engine before twelve."""
+    small = CostModel.roofline(TINY, "h200") if model is COST else draft_model(0.3)
+    options = dict(draft=small, spec=2, n_page=130, max_batch=3, chunk=16, alloc="grow", lora=lora,
+                   adapter_pages=adapter_pages, alpha=0.7 * (model is COST))
+    adapters = dict(q=4, ffn=3) if model is COST else ADAPTERS
+    names = [None, "q", "ffn"]
+    prompts = [prompt(9 + i, i) for i in range(3)]
+    def attempt(n):
+        others = mixed(names, 3)
+        engine = start(model, others, adapters=adapters, **options)
+        lines = interrupt_at(n, engine.generate, prompts, 8, names)
+        check_pages(engine)
+        assert {*engine.requests.values()} <= {*others}
+        assert all(len(request.times) == len(request.output) for request in others)
+        tokens = engine.generate(prompts, 8, names)
+        assert not engine.requests
+        if model is COST:
+            assert tokens == [[0] * 8] * 3
+            assert all(len(request.output) == request.max_new_tokens for request in others)
+        else:
+            assert tokens == [naive(tuple(p), name, 8) for p, name in zip(prompts, names)]
+            check_tokens(others)
+        return lines
+    lines = attempt(0)
+    places = random.Random(0).sample([*enumerate(lines, 1)], len(lines))
+    each_line = {line: n for n, line in places}  # one of the times that each line runs
+    assert len(each_line) > 250
+    for n in list(each_line.values())[:12 if model is TARGET else None]:
+        attempt(n)
 
 def test_padding_for_cuda_graphs_changes_no_logits():
     """Batches of decodes alone, and of decodes beside a chunk that fills the iteration"""
@@ -1290,13 +1543,16 @@ def forget_residual(p, q, drafts, n_drafts, u):
 RULES = {"right": kernels.verify, "broken": forget_residual}
 
 @each("rule", RULES)
-@each("source", ["ngram", "draft model"])
+@each("source", ["ngram", 7, 10])
 def test_sampled_speculation_is_lossless(source, rule, monkeypatch):
-    """Chi-square of the first three tokens of 7,000 equal requests; two tokens have no chance."""
+    """Chi-square of the first three tokens of 7,000 equal requests; two tokens have no chance. A
+    number: a draft model with so many tokens, of which the target has eight."""
     monkeypatch.setattr(sarathi, "verify", RULES[rule])
     config = replace(TINY, vocab_size=8)
     model = random_model(config)
-    draft = random_model(config, noise=1.0) if source == "draft model" else source
+    draft = source
+    if source != "ngram":
+        draft = random_model(replace(config, vocab_size=source), noise=1.0)
     engine = Engine(model, "orca", max_batch=350, n_page=350 * 16, spec=2, seed=3, draft=draft)
     tokens = [1, 2, 3, 1, 2, 4, 1, 2]
     outputs = torch.tensor(engine.generate([tokens] * 7000, 4, temperature=3.0, top_k=6))
@@ -1314,6 +1570,93 @@ def test_sampled_speculation_is_lossless(source, rule, monkeypatch):
     chance = torch.special.gammaincc(enough.sum() / 2, statistic / 2)
     assert (chance > 1e-7) == (rule == "right")  # a right rule fails once in ten million runs
     assert engine.speculator.n_accepted > 500
+
+SAMPLING = {
+    "scheduler": list(SCHEDULERS),
+    "chunk": [1, 7, 37, 100],
+    "alloc": ["reserve", "grow"],
+    "n_page": [65, 400],
+    "max_batch": [1, 4],
+    "adapters": [(None,), (None, "q", "ffn")],
+    "neighbour": [None, 0.0, 1.0],  # temperature
+    "abort": [0, 4],
+    "lora": ["batched", "bmm", "merge"],
+    "order": [fcfs, lcfs],
+}
+
+def test_sampled_tokens_depend_on_their_seed_alone():
+    """Under every scheduler, chunk, allocation, preemption and neighbour: the oracle's logits, and
+    a uniform number for each position"""
+    @cache
+    def expected(tokens, name, n, seed, settings):
+        model = random_model()
+        model.merge(ADAPTERS.get(name))
+        tokens = list(tokens)
+        for _ in range(n):
+            p = kernels.probabilities(model.logits(tokens)[-1:], *torch.tensor([settings]).T)
+            u = sarathi.uniform([(seed, len(tokens))], sarathi.TOKEN)
+            tokens.append(int(kernels.sample(p, u)))
+        return tokens[-n:]
+    preemptions = 0
+    for case in pairwise_cover(SAMPLING.values()):
+        options = dict(zip(SAMPLING, case))
+        names = options.pop("adapters")
+        abort = options.pop("abort")
+        neighbour = options.pop("neighbour")
+        requests = mixed(names, 9, temperature=2.0)
+        for i, request in enumerate(requests):
+            request.seed = 2**63 // (i + 1)
+            request.top_k = 9 * (i % 2)
+            request.top_p = 0.9 if i % 3 == 0 else 1.0
+        other = Request(prompt(15), 20, temperature=neighbour or 0.0)
+        engine = start(TARGET, [other] * (neighbour is not None) + requests, cost=COST, **options)
+        for _ in range(abort):
+            engine.step()
+        if other.id in engine.requests:
+            engine.abort(other.id)
+        engine.run()
+        for r in requests:
+            settings = r.temperature, r.top_k, r.top_p
+            start_of = tuple(r.prompt), r.adapter, r.max_new_tokens, r.seed
+            assert r.output == expected(*start_of, settings)
+        preemptions += n_preempted(engine)
+    assert preemptions > 5
+
+def test_seeds():
+    """The default is of the engine's seed and the request's id. Other seeds, other tokens."""
+    def outputs(of_engine, seed=None):
+        return Engine(TARGET, seed=of_engine).generate([prompt(9)] * 2, 20, temperature=9.0,
+                                                       seed=seed)
+    one, two = outputs(5)
+    assert one != two and [one, two] == outputs(5) and one not in outputs(6)
+    for seed in (0, 2**40, 2**64 - 1):
+        one, two = outputs(5, seed)
+        assert one == two == outputs(6, seed)[0]
+        assert one not in outputs(5, seed ^ 1) + outputs(5, seed ^ 2**41)
+    places = [*product((0, 1, 7 << 24, 2**63), range(999))]
+    u = torch.cat([sarathi.uniform(places, use) for use in range(3)])
+    for v in (u[1:], u[999:], u[3996:]):  # the next position, seed, use
+        assert abs(torch.corrcoef(torch.stack([u[:len(v)], v]))[0, 1]) < 0.04
+    assert 0 <= u.min() and u.max() < 1 and torch.histc(u, 10).std() < 60
+
+def test_the_draft_models_vocabulary_and_context_may_be_shorter():
+    """... or longer, by padding: its drafts are tokens of the target, within its own context."""
+    for config in (replace(TINY, vocab_size=50), replace(TINY, vocab_size=70),
+                   replace(TINY, block_size=32), replace(TINY, block_size=8)):
+        requests = mixed([None], 8, temperature=0.0)
+        sampled = Request(prompt(11), 20, temperature=1.0)
+        draft = random_model(config)
+        fed = []
+        forward = draft.forward
+        def record(batch, kv):
+            fed.append(int(batch.positions.max()))
+            return forward(batch, kv)
+        draft.forward = record
+        engine = serve(TARGET, [sampled, *requests], draft=draft, chunk=20, max_batch=3, n_page=150,
+                       alloc="grow")
+        check_tokens(requests)
+        assert engine.speculator.n_drafted > (0 if config.block_size == 8 else 40)
+        assert max(fed) < config.block_size
 
 def test_a_draft_models_cache_follows_the_targets():
     """With a forced acceptance rate the output shows wrong drafts. Those of the same model are
@@ -1762,6 +2105,7 @@ MISTAKES = {
     "token = 70: must be in 0 .. 60": ["--tokens", "1,70"],
     "invalid choice: 'fast'": ["--scheduler", "fast"],
     "tp = 2 needs 2 processes": ["--tp", 2],
+    "spec = '3': needs a draft": ["--spec", 3],
 }
 
 def test_command_line(monkeypatch, capsys, tmp_path):
