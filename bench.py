@@ -271,7 +271,7 @@ def this_machine(args):
     on_cpu = args.device == "cpu"
     name = args.model or ("llama-30m" if on_cpu else "llama-7b")
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    model, _ = load_once(name, dtype, args.device, args.seed)
+    model = load_once(name, dtype, args.device, args.seed)
     machine = f"{torch.get_num_threads()} threads of a CPU with "
     machine += torch.backends.cpu.get_cpu_capability()
     if not on_cpu:

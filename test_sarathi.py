@@ -81,21 +81,23 @@ def test_operator_activate(N, I, gated, dtype):
     h = 5 * torch.randn(N, 2 * I if gated else I).to(dtype)
     near(kernels.activate(h, gated), kernels.activate_ref(h, gated))
 
-@each("rotated", [True, False])
+@each("rotated, normed", [(True, False), (False, False), (True, True), (False, True)])
 @each("N, H, Hk, D", [
     (1, 4, 4, 32),
     (21, 8, 2, 96),
     (3, 9, 3, 128),
 ])
-def test_operator_rotate_write(N, H, Hk, D, rotated, dtype):
-    qkv = torch.randn(N, (H + 2 * Hk) * D).to(dtype)
+def test_operator_rotate_write(N, H, Hk, D, rotated, normed, dtype):
+    qkv = 3 * torch.randn(N, (H + 2 * Hk) * D).to(dtype)
+    norm = torch.randn(2 * D).to(dtype) if normed else None
     angles = 6 * torch.rand(N, D // 2)
     rope = (angles.cos(), angles.sin()) if rotated else (None, None)
     pages = torch.randperm(40)[:N].int()
     kv = torch.randn(2, 40, Hk, D).to(dtype)
     kv_ref = kv.clone()
-    q = kernels.rotate_write(qkv, *rope, kv, pages, H, Hk)
-    q_ref = kernels.rotate_write_ref(qkv, *rope, kv_ref, pages, H, Hk)
+    eps = 0.5  # large enough to be seen
+    q = kernels.rotate_write(qkv, *rope, kv, pages, H, Hk, norm, eps)
+    q_ref = kernels.rotate_write_ref(qkv, *rope, kv_ref, pages, H, Hk, norm, eps)
     near([q, kv], [q_ref, kv_ref])
 
 def place(entries, lengths):
