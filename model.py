@@ -277,7 +277,7 @@ def rotary_frequencies(config):
     if kind == "llama3":  # all of the high ones, none of the low ones, a ramp in between
         low = scaling["low_freq_factor"]
         high = scaling["high_freq_factor"]
-        n_trained = scaling.get("original_max_position_embeddings", config.block_size)
+        n_trained = scaling.get("original_max_position_embeddings") or config.block_size
         turns = n_trained * frequencies / (2 * math.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / factor)
