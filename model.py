@@ -733,12 +733,12 @@ class Adapter:
 class Tokenizer:
     """Text to tokens and back, through functions of a library."""
 
-    def __init__(self, encode, decode, stop, byte_tokens=frozenset()):
-        """stop: tokens that end a text; byte_tokens: a run of them is decoded as a whole"""
+    def __init__(self, encode, decode, stop, is_byte=lambda token: False):
+        """stop: tokens that end a text; is_byte: of tokens that are decoded with the next one"""
         self.encode = encode
         self.decode = decode
         self.stop = stop
-        self.byte_tokens = byte_tokens
+        self.is_byte = is_byte
 
     def stream(self, prompt=()):
         """A function tokens -> text that continues a prompt. Text that the next token may change is
@@ -749,7 +749,7 @@ class Tokenizer:
             held.extend(tokens)
             before = self.decode(shown)
             text = self.decode(shown + held)
-            is_open = text.endswith("\ufffd") or self.byte_tokens.intersection(held[-1:])
+            is_open = text.endswith("\ufffd") or any(map(self.is_byte, held[-1:]))
             if is_open and not final:
                 return ""
             if text != before:
@@ -771,34 +771,28 @@ def byte_tokenizer():
     return tiktoken_tokenizer(tiktoken.Encoding(
         "bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}))
 
-def read_tokenizer(path, stop, settings):
-    """The Tokenizer of a tokenizer.json. settings: those of tokenizer_config.json. If they say which
-    tokens are added to a text, they decide, as in transformers, and not the template."""
+def read_tokenizer(path, stop):
+    """The Tokenizer of a tokenizer.json. Its template adds tokens to a text, as in transformers."""
     try:
         library = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
         raise ValueError(f"{path} is not read by the tokenizers library: {error}") from None
     library.no_truncation()
-    vocabulary = library.get_vocab()
-    added = {}
-    for kind in ("bos", "eos"):
-        token = settings.get(f"{kind}_token")
-        token = token["content"] if isinstance(token, dict) else token
-        is_added = settings.get(f"add_{kind}_token") and token in vocabulary
-        added[kind] = [vocabulary[token]] if is_added else []
-    by_template = not {"add_bos_token", "add_eos_token"} & settings.keys()
+    library.no_padding()
 
     def encode(text):
-        tokens = library.encode(text, add_special_tokens=by_template).ids
-        return added["bos"] + tokens + added["eos"]
-    byte_tokens = {vocabulary.get(f"<0x{b:02X}>") for b in range(256)}
-    return Tokenizer(encode, partial(library.decode, skip_special_tokens=False), stop, byte_tokens)
+        return library.encode(text).ids
+
+    def is_byte(token):
+        name = library.id_to_token(token)
+        return name is None or re.fullmatch("<0x[0-9A-F]{2}>", name) is not None
+    return Tokenizer(encode, partial(library.decode, skip_special_tokens=False), stop, is_byte)
 
 # -----------------------------------------------------------------------------
 # models by name, and the tiny model
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
-SETTINGS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-            "vocab.*", "model.safetensors.index.json"]
+SETTINGS = ["config.json", "generation_config.json", "tokenizer.json", "vocab.*",
+            "model.safetensors.index.json"]
 
 def find_folder(name):
     """The folder of a model: itself, that of the trained "tiny" or "draft", None for a preset, or
@@ -846,13 +840,13 @@ def load_tokenizer(name):
         return tiktoken_tokenizer(tiktoken.get_encoding("gpt2"))
     if folder.parent == CACHE:
         return byte_tokenizer()
-    paths = [folder / f"{stem}.json" for stem in ("config", "generation_config", "tokenizer_config")]
-    config, generation, settings = (read_json(p) if p.is_file() else {} for p in paths)
+    paths = folder / "config.json", folder / "generation_config.json"
+    config, generation = (read_json(path) if path.is_file() else {} for path in paths)
     family = config.get("model_type")
     stop = {**FAMILIES.get(family, {}), **config, **generation}.get("eos_token_id")
     stop = stop if isinstance(stop, list) else [stop] * (stop is not None)
     if (folder / "tokenizer.json").is_file():
-        return read_tokenizer(folder / "tokenizer.json", stop, settings)
+        return read_tokenizer(folder / "tokenizer.json", stop)
     if family == "gpt2" and not any(folder.glob("vocab.*")):
         return tiktoken_tokenizer(tiktoken.get_encoding("gpt2"))
     raise FileNotFoundError(f"{folder}/tokenizer.json does not exist: use --tokens 1,2,3, or write it "

@@ -743,69 +743,58 @@ KINDS = ("gpt2", "gpt2 with a space", "digits", "groups of digits", "llama3", "q
          "llama2", "mistral", "metaspace", "unigram", "wordpiece", "words", "cut and padded",
          "no decoder")
 
-def tokenizer_of(kind):
-    """A tokenizers.Tokenizer as families of models have it, trained on TEXTS"""
-    t = pytest.importorskip("tokenizers")
+def parts_of(kind, t):
+    """(splitter, normalizer, decoder) of a kind of tokenizer. t: the library"""
     pre = t.pre_tokenizers
-    byte_level = pre.ByteLevel(False, use_regex=False)
-    split = lambda pattern: pre.Sequence([pre.Split(t.Regex(pattern), "isolated"), byte_level])
-    llama2_decoder = t.decoders.Sequence([
-        t.decoders.Replace("▁", " "), t.decoders.ByteFallback(), t.decoders.Fuse(),
-        t.decoders.Strip(" ", 1, 0)])
-    splits = {
-        "gpt2 with a space": pre.ByteLevel(True),
-        "digits": pre.Sequence([pre.Digits(True), pre.ByteLevel(False)]),
-        "groups of digits": pre.Sequence([pre.Digits(False), pre.ByteLevel(False)]),
-        "llama3": split(LLAMA3_SPLIT),
-        "qwen": split(LLAMA3_SPLIT.replace("{1,3}", "")),
-        "gaps": split(r" ?[^(\s|[.,!?])]+"),
-        "llama2": None,
-        "mistral": pre.Metaspace(prepend_scheme="first", split=False),
-        "metaspace": pre.Metaspace(),
-        "unigram": pre.Sequence([pre.WhitespaceSplit(), pre.Metaspace()]),
-        "wordpiece": pre.BertPreTokenizer(),
-        "words": pre.Whitespace(),
-    }
-    normalizers = {
-        "qwen": t.normalizers.NFC(),
-        "unigram": t.normalizers.NFKC(),
-        "wordpiece": t.normalizers.BertNormalizer(),
-        "llama2": t.normalizers.Sequence([
-            t.normalizers.Prepend("▁"), t.normalizers.Replace(" ", "▁")]),
-    }
-    decoders = {
-        "llama2": llama2_decoder,
-        "mistral": llama2_decoder,
-        "metaspace": t.decoders.Metaspace(),
-        "unigram": t.decoders.Metaspace(),
-        "wordpiece": t.decoders.WordPiece(),
-        "words": None,
-        "no decoder": None,
-    }
+    normal = t.normalizers
+    bytes_of_words = pre.ByteLevel(False, use_regex=False)
+    split = lambda pattern: pre.Sequence(
+        [pre.Split(t.Regex(pattern), "isolated"), bytes_of_words])
+    digits = lambda alone: pre.Sequence([pre.Digits(alone), pre.ByteLevel(False)])
+    to_bytes = t.decoders.ByteLevel()
+    to_spaces = t.decoders.Metaspace()
+    to_text = t.decoders.Sequence([t.decoders.Replace("▁", " "), t.decoders.ByteFallback(),
+                                   t.decoders.Fuse(), t.decoders.Strip(" ", 1, 0)])
+    spaces = normal.Sequence([normal.Prepend("▁"), normal.Replace(" ", "▁")])
+    first = pre.Metaspace(prepend_scheme="first", split=False)
+    return {
+        "gpt2 with a space": (pre.ByteLevel(True), None, to_bytes),
+        "digits": (digits(True), None, to_bytes),
+        "groups of digits": (digits(False), None, to_bytes),
+        "llama3": (split(LLAMA3_SPLIT), None, to_bytes),
+        "qwen": (split(LLAMA3_SPLIT.replace("{1,3}", "")), normal.NFC(), to_bytes),
+        "gaps": (split(r" ?[^(\s|[.,!?])]+"), None, to_bytes),
+        "llama2": (None, spaces, to_text),
+        "mistral": (first, None, to_text),
+        "metaspace": (pre.Metaspace(), None, to_spaces),
+        "unigram": (pre.Metaspace(), normal.NFKC(), to_spaces),
+        "wordpiece": (pre.BertPreTokenizer(), normal.BertNormalizer(), t.decoders.WordPiece()),
+        "words": (pre.Whitespace(), None, None),
+        "no decoder": (pre.ByteLevel(False), None, None),
+    }.get(kind, (pre.ByteLevel(False), None, to_bytes))
+
+def tokenizer_of(kind):
+    """A tokenizers.Tokenizer as a family of models has it, trained on TEXTS"""
+    t = pytest.importorskip("tokenizers")
     name = {"unigram": "Unigram", "wordpiece": "WordPiece", "words": "WordLevel"}.get(kind, "BPE")
-    unknown = {} if name == "Unigram" else dict(unk_token="<unk>")
-    if kind in ("llama2", "mistral"):
-        unknown |= dict(byte_fallback=True, fuse_unk=True)
-    tokenizer = t.Tokenizer(getattr(t.models, name)(**unknown))
+    has_bytes = kind in ("llama2", "mistral")
+    options = dict(byte_fallback=True, fuse_unk=True) if has_bytes else {}
+    options |= {} if name == "Unigram" else dict(unk_token="<unk>")
+    tokenizer = t.Tokenizer(getattr(t.models, name)(**options))
+    for part, value in zip(("pre_tokenizer", "normalizer", "decoder"), parts_of(kind, t)):
+        if value is not None:
+            setattr(tokenizer, part, value)
     special = ["<unk>", "<s>", "</s>"]
-    options = dict(vocab_size=600, special_tokens=special, show_progress=False)
-    if kind in ("llama2", "mistral"):
-        options |= dict(special_tokens=special + [f"<0x{b:02X}>" for b in range(256)])
-        options |= dict(limit_alphabet=60)
+    options = dict(vocab_size=600, show_progress=False)
+    if has_bytes:
+        special += [f"<0x{b:02X}>" for b in range(256)]
+        options |= dict(limit_alphabet=60)  # the other characters are bytes
     elif name == "BPE":
-        options |= dict(initial_alphabet=pre.ByteLevel.alphabet())
-    if name == "Unigram":
+        options |= dict(initial_alphabet=t.pre_tokenizers.ByteLevel.alphabet())
+    elif name == "Unigram":
         options |= dict(unk_token="<unk>")
-    split_by = splits.get(kind, pre.ByteLevel(False))
-    if split_by:
-        tokenizer.pre_tokenizer = split_by
-    if kind in normalizers:
-        tokenizer.normalizer = normalizers[kind]
-    decoder = decoders.get(kind, t.decoders.ByteLevel())
-    if decoder:
-        tokenizer.decoder = decoder
-    trainer = getattr(t.trainers, f"{name}Trainer")(**options)
-    tokenizer.train_from_iterator(TEXTS, trainer)
+    trainer = getattr(t.trainers, f"{name.replace('BPE', 'Bpe')}Trainer")
+    tokenizer.train_from_iterator(TEXTS, trainer(special_tokens=special, **options))
     tokenizer.add_tokens([t.AddedToken("<tool>", lstrip=kind == "qwen", rstrip=kind == "gpt2")])
     if kind in ("llama2", "mistral", "llama3"):
         tokenizer.post_processor = t.processors.TemplateProcessing(
@@ -838,22 +827,15 @@ def test_tokens_and_streamed_text_are_those_of_tokenizers(kind, tmp_path):
             rest = rest[size:]
         assert text == whole(start + output), output
 
-ADDED = [  # tokenizer_config.json
-    {},
-    dict(add_bos_token=True),
-    dict(add_bos_token=False),
-    dict(add_eos_token=True),
-    dict(add_bos_token=True, add_eos_token=True, bos_token=dict(content="<s>")),
-    dict(add_bos_token=True, bos_token=None),
-]
-
-@each("kind, settings", product(("gpt2", "llama3"), ADDED))
-def test_tokens_added_to_a_text_are_those_of_transformers(kind, settings, tmp_path):
+@each("add_bos_token", [True, False])
+@each("kind, name", [("gpt2", "GPT2Tokenizer"), ("llama3", "PreTrainedTokenizerFast"),
+                     ("llama2", "LlamaTokenizer"), ("mistral", "LlamaTokenizerFast")])
+def test_tokens_added_to_a_text_are_those_of_transformers(kind, name, add_bos_token, tmp_path):
+    """Those of the template in tokenizer.json, whatever tokenizer_config.json says"""
     transformers = pytest.importorskip("transformers")
     tokenizer_of(kind).save(str(tmp_path / "tokenizer.json"))
-    settings = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>",
-                    **settings) if "bos_token" not in settings else dict(
-                        tokenizer_class="PreTrainedTokenizerFast", eos_token="</s>", **settings)
+    settings = dict(tokenizer_class=name, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+                    add_bos_token=add_bos_token)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert load_tokenizer(tmp_path).encode("a b") == theirs("a b").input_ids
