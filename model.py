@@ -532,13 +532,13 @@ def read_config(folder):
     c = read_json(path)
     family = c.get("model_type")
     if family is None:  # the architecture decides
-        families = [key for key in FAMILIES if ARCHITECTURES[key] in c.get("architectures", [])]
+        families = [key for key in FAMILIES if ARCHITECTURES[key] in (c.get("architectures") or ())]
         family = families[0] if families else None
     if family not in FAMILIES:
         valid = " or ".join(map(repr, FAMILIES))
         raise ValueError(f"{path}: model_type = {family!r} is not supported, only {valid}")
     rope = c.get("rope_scaling") or c.get("rope_parameters") or {}  # transformers 5 has the second
-    c |= {**rope, "rope_scaling": rope or None}
+    c |= check_type(path, "rope_scaling", rope, dict) | {"rope_scaling": rope or None}
     check_supported(path, c)
     defaults = FAMILIES[family]
     c = defaults | {k: v for k, v in c.items() if v is not None or k in OPTIONAL}
@@ -566,7 +566,8 @@ def check_type(path, key, value, kind):
     """The value. ValueError if it is of another type, or a number that is not positive."""
     kinds = (int, float) if kind is float else kind
     if not isinstance(value, kinds) or (kind in (int, float) and value <= 0):
-        raise ValueError(f"{path}: {key} = {value!r}: must be a positive {kind.__name__}")
+        name = f"{'positive ' if kind in (int, float) else ''}{kind.__name__}"
+        raise ValueError(f"{path}: {key} = {value!r}: must be a {name}")
     return value
 
 def write_folder(folder, stem, tensors, settings_name, settings):
@@ -806,9 +807,9 @@ def find_folder(name):
     if name in PRESETS:
         return None
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) is None:
-        raise FileNotFoundError(f"model {name!r}: must be a folder, owner/name on the Hub, or one "
+        raise FileNotFoundError(f"model '{name}': must be a folder, owner/name on the Hub, or one "
                                 f"of {', '.join(PRESETS)}")
-    return download(name)
+    return download(str(name))
 
 @cache
 def download(name):
@@ -833,25 +834,21 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
 
 def load_tokenizer(name):
     """The Tokenizer of a model, named as in load_model. FileNotFoundError if it has none."""
-    folder = find_folder(name)
-    if folder is None and PRESETS[name].is_llama:
-        raise FileNotFoundError(f"model {name!r} has no tokenizer: use --tokens 1,2,3")
-    if folder is None:
-        return tiktoken_tokenizer(tiktoken.get_encoding("gpt2"))
+    folder = find_folder(name) or Path(name)
     if folder.parent == CACHE:
         return byte_tokenizer()
     paths = folder / "config.json", folder / "generation_config.json"
     config, generation = (read_json(path) if path.is_file() else {} for path in paths)
-    family = config.get("model_type")
+    family = PRESETS[name].family if not folder.is_dir() else config.get("model_type")
     stop = {**FAMILIES.get(family, {}), **config, **generation}.get("eos_token_id")
     stop = stop if isinstance(stop, list) else [stop] * (stop is not None)
     if (folder / "tokenizer.json").is_file():
         return read_tokenizer(folder / "tokenizer.json", stop)
     if family == "gpt2" and not any(folder.glob("vocab.*")):
         return tiktoken_tokenizer(tiktoken.get_encoding("gpt2"))
-    raise FileNotFoundError(f"{folder}/tokenizer.json does not exist: use --tokens 1,2,3, or write it "
-                            "with transformers' AutoTokenizer.from_pretrained(folder)"
-                            ".save_pretrained(folder)")
+    raise FileNotFoundError(
+        f"model '{name}' has no tokenizer.json: use --tokens 1,2,3, or write one with transformers' "
+        f"AutoTokenizer.from_pretrained('{name}').save_pretrained('{name}')")
 
 def stdlib_tokens():
     """The sources of Python's standard library as bytes (T,), each file ended by token 256"""
