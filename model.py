@@ -497,8 +497,9 @@ FAMILIES = {  # family -> the keys of config.json that it knows, with transforme
     "gpt2": GPT2, "llama": LLAMA | dict(attention_bias=False, mlp_bias=False),
     "mistral": LLAMA | MISTRAL, "qwen2": LLAMA | QWEN2,
     "qwen3": LLAMA | QWEN2 | dict(head_dim=128, attention_bias=False)}
-ARCHITECTURES = {family: f"{family.capitalize()}ForCausalLM" for family in FAMILIES}
-ARCHITECTURES["gpt2"] = "GPT2LMHeadModel"
+ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM",
+                 "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+                 "qwen3": "Qwen3ForCausalLM"}
 OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim", "sliding_window", "eos_token_id")  # null
 
 SUPPORTED = {  # what settings that change the mathematics may say; the first value is the default
@@ -773,7 +774,7 @@ def byte_tokenizer():
         "bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}))
 
 def read_tokenizer(path, stop):
-    """The Tokenizer of a tokenizer.json. Its template adds tokens to a text, as in transformers."""
+    """The Tokenizer of a tokenizer.json. Its template adds tokens to texts, as in transformers."""
     try:
         library = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
@@ -847,7 +848,7 @@ def load_tokenizer(name):
     if family == "gpt2" and not any(folder.glob("vocab.*")):
         return tiktoken_tokenizer(tiktoken.get_encoding("gpt2"))
     raise FileNotFoundError(
-        f"model '{name}' has no tokenizer.json: use --tokens 1,2,3, or write one with transformers' "
+        f"model '{name}' has no tokenizer.json: use --tokens 1,2,3, or write it with transformers: "
         f"AutoTokenizer.from_pretrained('{name}').save_pretrained('{name}')")
 
 def stdlib_tokens():

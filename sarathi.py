@@ -1633,8 +1633,9 @@ class Pipeline:
 def add_model_flags(parser, model):
     """Flags of both command lines: what to run, and where."""
     flag = parser.add_argument
-    flag("--model", default=model, help=f"a Hugging Face folder, owner/name on its Hub, or one of {', '.join(PRESETS)} "
-         "(random weights, except tiny, which `python model.py` trains)")
+    flag("--model", default=model,
+         help=f"a Hugging Face folder, a name on its Hub (owner/name), or one of "
+         f"{', '.join(PRESETS)} (random weights, except tiny, which `python model.py` trains)")
     flag("--dtype", choices=("float32", "bfloat16", "float16"),
          help="of weights and cache; none given: the folder's, or bfloat16 where it is fast")
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]

@@ -437,12 +437,9 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
     "mistral": dict(family="mistral", sliding_window=None),
     "mistral, large window": dict(family="mistral", sliding_window=200),
     "mistral, context 80": dict(family="mistral", sliding_window=80),
-    "mistral, window left out": dict(
-        family="mistral", sliding_window=160, changes=dict(sliding_window=None)),
-    "qwen2": dict(family="qwen2"),
+    "qwen2": dict(family="qwen2", changes=dict(attention_bias=True)),  # which it does not know
     "qwen2 tied": dict(family="qwen2", tie_word_embeddings=True, shard="30KB"),
-    "qwen2, no window": dict(
-        family="qwen2", sliding_window=8, max_window_layers=0),
+    "qwen2, no window": dict(family="qwen2", sliding_window=8, max_window_layers=0),
     "qwen2, whole layers": dict(
         family="qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2),
     "qwen2, context 80": dict(
@@ -450,12 +447,9 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
     "qwen2, layers left out, context 80": dict(
         family="qwen2", use_sliding_window=True, sliding_window=80, max_window_layers=1,
         changes=dict(layer_types=None)),
-    "qwen2, bias ignored": dict(family="qwen2", changes=dict(attention_bias=True)),
     "qwen3": dict(family="qwen3", head_dim=32),
     "qwen3, tied": dict(family="qwen3", tie_word_embeddings=True, shard="30KB"),
     "qwen3, bias": dict(family="qwen3", head_dim=24, attention_bias=True),
-    "qwen3, context 80": dict(
-        family="qwen3", use_sliding_window=True, sliding_window=80, max_window_layers=0),
     "as transformers 4 wrote it": dict(
         changes=dict(rope_parameters=None, rope_theta=5e5, rope_scaling=LLAMA3)),
     "old linear rope": dict(
@@ -464,22 +458,21 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
         changes=dict(rope_parameters=dict([*LLAMA3.items()][:-1], rope_theta=1e4))),
     "two thetas": dict(
         changes=dict(rope_parameters=dict(rope_type="default", rope_theta=5e5), rope_theta=3.0)),
-    "theta outside": dict(
-        changes=dict(rope_parameters=dict(rope_type="default"), rope_theta=5e5)),
+    "theta outside": dict(changes=dict(rope_parameters=dict(rope_type="default"), rope_theta=5e5)),
     "no theta": dict(changes=dict(rope_parameters=None)),
     "no model_type": dict(family="qwen3", changes=dict(model_type=None)),
     "gpt2 without model_type": dict(family="gpt2", changes=dict(model_type=None)),
     "kv heads left out": dict(num_key_value_heads=4, changes=dict(num_key_value_heads=None)),
     "eps left out": dict(changes=dict(rms_norm_eps=None, hidden_act="swish")),
-    "tied, but another head": dict(
-        changes=dict(tie_word_embeddings=True)),
+    "tied, but another head": dict(changes=dict(tie_word_embeddings=True)),
 }
 
 def edit(folder, remove=None, cut=None, tensors={}, index=None, **settings):
     """Change a folder: remove or cut a file, replace tensors and settings (None removes one)."""
     if index is not None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = folder / ("config.json" if (folder / "config.json").exists() else "adapter_config.json")
+    config = folder / "config.json"
+    config = config if config.exists() else folder / "adapter_config.json"
     settings = json.loads(config.read_text()) | settings
     config.write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
     if tensors:
