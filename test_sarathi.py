@@ -448,7 +448,8 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
         family="qwen2", use_sliding_window=True, sliding_window=80, max_window_layers=1,
         changes=dict(layer_types=None)),
     "qwen3": dict(family="qwen3", head_dim=32),
-    "qwen3, tied": dict(family="qwen3", tie_word_embeddings=True, shard="30KB"),
+    "qwen3, tied": dict(
+        family="qwen3", tie_word_embeddings=True, shard="30KB", changes=dict(head_dim=None)),
     "qwen3, bias": dict(family="qwen3", head_dim=24, attention_bias=True),
     "as transformers 4 wrote it": dict(
         changes=dict(rope_parameters=None, rope_theta=5e5, rope_scaling=LLAMA3)),
