@@ -530,36 +530,38 @@ def check_supported(path, settings):
 def read_config(folder):
     """folder/config.json -> (GPTConfig, name of the stored dtype)"""
     path = folder / "config.json"
-    c = read_json(path)
-    family = c.get("model_type")
+    settings = read_json(path)
+    family = settings.get("model_type")
     if family is None:  # the architecture decides
-        families = [key for key in FAMILIES if ARCHITECTURES[key] in (c.get("architectures") or ())]
-        family = families[0] if families else None
+        names = settings.get("architectures") or ()
+        family = next((key for key in FAMILIES if ARCHITECTURES[key] in names), None)
     if family not in FAMILIES:
         valid = " or ".join(map(repr, FAMILIES))
         raise ValueError(f"{path}: model_type = {family!r} is not supported, only {valid}")
-    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}  # transformers 5 has the second
-    c |= check_type(path, "rope_scaling", rope, dict) | {"rope_scaling": rope or None}
-    check_supported(path, c)
-    defaults = FAMILIES[family]
-    c = defaults | {k: v for k, v in c.items() if v is not None or k in OPTIONAL}
+    # transformers 5 writes rope_parameters
+    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    settings |= check_type(path, "rope_scaling", rope, dict) | {"rope_scaling": rope or None}
+    check_supported(path, settings)
+    c = dict(FAMILIES[family])
+    c |= {key: value for key, value in settings.items()
+          if key in c and (value is not None or key in OPTIONAL)}
     found = {"family": family}
     for f in fields(GPTConfig):
         key = KEYS[family != "gpt2"].get(f.name, f.name)
-        value = c[key] if key in defaults else None
-        if value is not None:
-            found[f.name] = check_type(path, key, value, f.type)
+        if c.get(key) is not None:
+            found[f.name] = check_type(path, key, c[key], f.type)
     window = window_of(c)
     if window is not None and check_type(path, "sliding_window", window, int) < found["block_size"]:
         print(f"{path}: sliding_window = {window} limits the context to {window} tokens",
               file=sys.stderr)
         found["block_size"] = window
-    return GPTConfig(**found), c.get("dtype") or c.get("torch_dtype") or "float32"
+    stored = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    return GPTConfig(**found), stored
 
 def window_of(c):
-    """The sliding window of a layer, None if all layers see the whole context. c: of config.json"""
-    n_full = c.get("max_window_layers", 0)
-    layers = c.get("layer_types") or ["full_attention"] * n_full + ["sliding_attention"]
+    """The sliding window of some layers, None if there is none. c: settings of a family"""
+    n_windowed = c.get("num_hidden_layers", 0) - c.get("max_window_layers", 0)
+    layers = c.get("layer_types") or ["sliding_attention"] * n_windowed
     is_used = c.get("use_sliding_window", True) and "sliding_attention" in layers
     return c.get("sliding_window") if is_used else None
 

@@ -467,6 +467,7 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
     "gpt2 without model_type": dict(family="gpt2", changes=dict(model_type=None)),
     "kv heads left out": dict(num_key_value_heads=4, changes=dict(num_key_value_heads=None)),
     "eps left out": dict(changes=dict(rms_norm_eps=None, hidden_act="swish")),
+    "window that llama does not know": dict(changes=dict(sliding_window=8)),
     "tied, but another head": dict(changes=dict(tie_word_embeddings=True)),
 }
 
