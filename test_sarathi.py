@@ -440,7 +440,7 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
     "qwen2": dict(family="qwen2", changes=dict(attention_bias=True)),  # which it does not know
     "qwen2 tied": dict(family="qwen2", tie_word_embeddings=True, shard="30KB"),
     "qwen2, no window": dict(
-        family="qwen2", sliding_window=8, max_window_layers=0, changes=dict(layer_types=None)),
+        family="qwen2", max_window_layers=0, changes=dict(sliding_window=8, layer_types=None)),
     "qwen2, whole layers": dict(
         family="qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2,
         changes=dict(layer_types=None)),
