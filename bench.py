@@ -317,7 +317,7 @@ def this_machine(args):
         names = ("llama-13b", "llama-7b", "tinyllama-1.1b")
         name = next((name for name in names if preset(name).n_params < room), name)
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    model, _ = load_once(name, dtype, args.device, args.seed)
+    model = load_once(name, dtype, args.device, args.seed)
     machine = f"{torch.get_num_threads()} threads of a CPU with "
     machine += torch.backends.cpu.get_cpu_capability()
     if not on_cpu:

@@ -233,7 +233,7 @@ def activate(h, gated):
     return out
 
 # -----------------------------------------------------------------------------
-# rotate_write: rotary positions, and K and V to the cache
+# rotate_write: norms of heads, rotary positions, and K and V to the cache
 
 def rotate_ref(x, cos, sin):
     """Rotate x (..., heads, D): element d pairs with d + D / 2. cos, sin (..., D / 2)"""
@@ -244,10 +244,21 @@ def rotate_ref(x, cos, sin):
     second = b * cos + a * sin
     return torch.cat([first, second], -1).to(x.dtype)
 
-def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head):
-    """Rotate q and k, unless cos is None; write k and v to their pages. -> q (N, H, D)"""
+def norm_heads_ref(q, k, weight, eps):
+    """RMSNorm of each head of q and k (..., heads, D). weight (2 D,): of q, then of k; None: no
+    norm. -> q, k"""
+    if weight is None:
+        return q, k
+    q_weight, k_weight = weight.to(q.dtype).chunk(2)
+    shape = q_weight.shape
+    return F.rms_norm(q, shape, q_weight, eps), F.rms_norm(k, shape, k_weight, eps)
+
+def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps):
+    """Norm q and k, unless norm is None; rotate them, unless cos is None; write k and v to their
+    pages. -> q (N, H, D)"""
     qkv = qkv.unflatten(-1, (n_head + 2 * n_kv_head, -1))  # (N, H + 2 Hk, D)
     q, k, v = qkv.split([n_head, n_kv_head, n_kv_head], 1)
+    q, k = norm_heads_ref(q, k, norm, eps)
     if cos is not None:
         q = rotate_ref(q, cos, sin)
         k = rotate_ref(k, cos, sin)
@@ -256,24 +267,33 @@ def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head):
     return q.contiguous()
 
 @triton.jit
-def _rotate_write_kernel(qkv, cos, sin, q, kv, pages, plane,
+def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane, eps,
                          H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                          BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program: BLOCK_H of the heads of one token.
 
         qkv   | q 0 | q 1 | ... | k 0 | ... | v 0 | ... |     k and v: to the planes of kv
-                rotate            rotate      copy
+             norm, rotate      norm, rotate   copy
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     d = tl.arange(0, BLOCK_D)[None]
     mask = (head < H + 2 * HK) & (d < D)
     vectors = qkv + (token * (H + 2 * HK) + head) * D
-    x = tl.load(vectors + d, mask)
+    x = tl.load(vectors + d, mask, 0.0)
+    # element d rotates together with element d + D / 2
+    half = D // 2
+    partner_d = (d + half) % D
+    partner = tl.load(vectors + partner_d, mask, 0.0)
+    if norm is not None:
+        wide = x.to(tl.float32)
+        scale = 1 / tl.sqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
+        weights = norm + tl.where(head < H, 0, D)
+        is_qk = head < H + HK
+        normed = wide * scale * tl.load(weights + d, mask & is_qk, 0.0)
+        x = tl.where(is_qk, normed.to(x.dtype), x)
+        partner = partner * scale * tl.load(weights + partner_d, mask & is_qk, 0.0)
     if cos is not None:
-        # element d rotates together with element d + D / 2
-        half = D // 2
-        partner = tl.load(vectors + (d + half) % D, mask)
         angle = token * half + d % half
         c = tl.load(cos + angle, d < D)
         s = tl.load(sin + angle, d < D)
@@ -287,22 +307,22 @@ def _rotate_write_kernel(qkv, cos, sin, q, kv, pages, plane,
     cell += (head - H) // HK * plane
     tl.store(kv + cell, x, mask & (head >= H))
 
-def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head):
+def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm=None, eps=0.0):
     """qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2) float32 or None, kv (2, n_page, Hk, D),
-    pages (N,) -> q (N, H, D)"""
+    pages (N,), norm (2 D,) or None -> q (N, H, D)"""
     chosen = backend(qkv)
     if chosen == "torch":
-        return rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head)
+        return rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps)
     N = len(qkv)
     D = kv.size(3)
     q = qkv.new_empty(N, n_head, D)
     if chosen == "cpp":
         sizes = N, n_head, n_kv_head
-        cpp("rotate_write", qkv, cos, sin, q, *kv, pages, *sizes, head_dim=D)
+        cpp("rotate_write", qkv, cos, sin, norm, q, *kv, pages, *sizes, float(eps), head_dim=D)
         return q
     grid = N, cdiv(n_head + 2 * n_kv_head, 8)
     _rotate_write_kernel[grid](
-        qkv, cos, sin, q, kv, pages, kv.stride(0),
+        qkv, cos, sin, norm, q, kv, pages, kv.stride(0), eps,
         n_head, n_kv_head, D,
         BLOCK_H=8, BLOCK_D=triton.next_power_of_2(D))
     return q
@@ -800,19 +820,24 @@ void activate(const T* h, T* out, int N, int I, int gated) {
     }
 }
 
-// Rotate q and k, unless cos is null; write k and v to their pages. qkv (N, (H + 2 Hk) D),
-// cos and sin (N, D / 2), K and V (n_page, Hk, D), pages (N,) -> q (N, H, D)
-void rotate_write(const T* qkv, const float* cos, const float* sin, T* q, T* K, T* V,
-                  const int32_t* pages, int N, int H, int Hk) {
+// Norm q and k, unless norm is null; rotate them, unless cos is null; write k and v to their pages.
+// qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2), norm (2, D), K and V (n_page, Hk, D), pages (N,)
+// -> q (N, H, D)
+void rotate_write(const T* qkv, const float* cos, const float* sin, const T* norm, T* q, T* K,
+                  T* V, const int32_t* pages, int N, int H, int Hk, float eps) {
     #pragma omp parallel for if (N > 8)
     for (int64_t i = 0; i < N; i++) {
         const T* from = qkv + i * (H + 2 * Hk) * D;
         const int64_t page = (int64_t)pages[i] * Hk * D;
         for (int h = 0; h < H + Hk; h++, from += D) {
             T* to = h < H ? q + (i * H + h) * D : K + page + (h - H) * D;
+            const T* weight = norm && h >= H ? norm + D : norm;
+            const float scale = norm ? 1 / std::sqrt(dot(from, from, D) / D + eps) : 1;
+            float x[D];
+            for (int d = 0; d < D; d++) x[d] = norm ? from[d] * scale * weight[d] : (float)from[d];
             for (int d = 0; d < D / 2; d++) {
                 float c = cos ? cos[i * D / 2 + d] : 1, s = sin ? sin[i * D / 2 + d] : 0;
-                float a = from[d], b = from[d + D / 2];
+                float a = x[d], b = x[d + D / 2];
                 to[d] = a * c - b * s;
                 to[d + D / 2] = b * c + a * s;
             }

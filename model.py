@@ -1,42 +1,45 @@
-"""GPT-2 and LLaMA over a flat batch of tokens. This file knows weights, checkpoints and text. It
-has never heard of a request. In reading order:
+"""GPT-2, LLaMA, Mistral and Qwen over a flat batch of tokens. This file knows weights, checkpoints
+and text. It has never heard of a request. In reading order:
 
     GPTConfig, PRESETS    the shape of a model and its tensors [SARATHI Table 1]
     World                 the processes of a tensor-parallel group [S-LoRA §6]
     GPT                   forward(batch, kv): one iteration; logits(tokens): the oracle
-    Checkpoint            the tensors of a Hugging Face or PEFT folder
+    FAMILIES, Checkpoint  the settings and tensors of a Hugging Face or PEFT folder
     Adapter               LoRA weights, laid out as the pages of the cache [S-LoRA §5.1]
-    Tokenizer             byte-level BPE through tiktoken
+    Tokenizer             text through the tokenizers library or tiktoken
     python model.py       train the tiny model and its draft model, about three minutes
 """
 import argparse
 import atexit
-import codecs
 import json
 import math
 import os
 import re
+import sys
 from collections import defaultdict, namedtuple
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
+from textwrap import shorten
 
 import numpy as np
 import tiktoken
+import tokenizers
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, cdiv, linear,
-                     linear_ref, lora, pack, rotate_ref, rotate_write)
+                     linear_ref, lora, norm_heads_ref, pack, rotate_ref, rotate_write)
 
 OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # of one layer [SARATHI Table 1]
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # tensor parallelism cuts their input, not their output
 RANK_0 = ("head.weight", "postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
-TENSORS = {  # family -> our name, name in a checkpoint, shape (see GPTConfig.tensors); * is a layer
+TENSORS = {  # our name, name in a checkpoint, shape (see GPTConfig.tensors); * is a layer
     "llama": """embedding    model.embed_tokens                        V C
                 norm         model.norm                                C
                 head         lm_head                                   V C
@@ -44,6 +47,8 @@ TENSORS = {  # family -> our name, name in a checkpoint, shape (see GPTConfig.te
                 *.preproj    model.layers.*.self_attn.q_proj           Q C
                 *.preproj    model.layers.*.self_attn.k_proj           K C
                 *.preproj    model.layers.*.self_attn.v_proj           K C
+                *.qk_norm    model.layers.*.self_attn.q_norm           D
+                *.qk_norm    model.layers.*.self_attn.k_norm           D
                 *.postproj   model.layers.*.self_attn.o_proj           C Q
                 *.norm2      model.layers.*.post_attention_layernorm   C
                 *.ffn_ln1    model.layers.*.mlp.gate_proj              I C
@@ -64,8 +69,9 @@ Operator = namedtuple("Operator", "n_in n_out modules")
 
 @dataclass
 class GPTConfig:
-    """The shape of a model. Family "llama" has RoPE, RMSNorm and SwiGLU; "gpt2" has learned
-    positions, LayerNorm, GELU and biases."""
+    """The shape of a model. Family "gpt2" has learned positions, LayerNorm, GELU and biases; the
+    others have RoPE, RMSNorm and SwiGLU. "qwen2" adds biases of q, k and v, "qwen3" norms of the
+    heads of q and k."""
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -79,10 +85,12 @@ class GPTConfig:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: dict = None  # as in a Hugging Face config
+    attention_bias: bool = False  # biases of q, k, v and o
+    mlp_bias: bool = False
     shard: tuple = (0, 1)  # (i, n): n_head, n_kv_head and n_inner are those of share i of n
 
     def __post_init__(self):
-        self.is_llama = self.family == "llama"
+        self.is_llama = self.family != "gpt2"
         self.n_inner = self.n_inner or 4 * self.n_embd
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
@@ -95,22 +103,33 @@ class GPTConfig:
         return replace(self, n_head=self.n_head // n, n_kv_head=self.n_kv_head // n,
                        n_inner=self.n_inner // n, shard=(rank, n))
 
+    def has_bias(self, name):
+        """Whether a linear layer or a norm has a bias. name: in a checkpoint"""
+        if not self.is_llama:
+            return name not in ("wte", "wpe", "lm_head")
+        if "mlp" in name:
+            return self.mlp_bias
+        is_qwen2 = self.family == "qwen2" and not name.endswith("o_proj")
+        return "proj" in name and (self.attention_bias or is_qwen2)
+
     @cached_property
     def tensors(self):
         """{our name: [(name in a checkpoint, shape, dim)]} of the whole model, for example
         {"3.preproj.weight": [q, k, v]}. Tensor parallelism cuts dim, if it is not None."""
         D = self.head_dim * self.shard[1]
-        sizes = dict(V=self.vocab_size, T=self.block_size, C=self.n_embd,
+        sizes = dict(V=self.vocab_size, T=self.block_size, C=self.n_embd, D=self.head_dim,
                      I=self.n_inner * self.shard[1], Q=self.n_head * D, K=self.n_kv_head * D,
                      QKV=(self.n_head + 2 * self.n_kv_head) * D)
         tensors = defaultdict(list)
-        for line in TENSORS[self.family].splitlines():
+        for line in TENSORS["llama" if self.is_llama else "gpt2"].splitlines():
+            if "qk_norm" in line and self.family != "qwen3":
+                continue
             for i in range(self.n_layer if "*" in line else 1):
                 ours, theirs, *letters = line.replace("*", str(i)).split()
                 shape = tuple(sizes[letter] for letter in letters)
-                dim = next((dim for dim, size in enumerate(letters) if size not in "VTC"), None)
+                dim = next((dim for dim, size in enumerate(letters) if size not in "VTCD"), None)
                 tensors[f"{ours}.weight"].append((f"{theirs}.weight", shape, dim))
-                if not self.is_llama and letters[0] not in ("V", "T"):
+                if self.has_bias(theirs):
                     tensors[f"{ours}.bias"].append((f"{theirs}.bias", shape[:1], dim))
         if self.tied:
             del tensors["head.weight"]
@@ -247,14 +266,19 @@ def rotary_frequencies(config):
     frequencies = config.rope_theta ** -exponent
     scaling = config.rope_scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type", "default")
-    if kind not in ("default", "linear", "llama3"):
+    needs = {"default": "", "linear": "factor", "llama3": "factor low_freq_factor high_freq_factor"}
+    if kind not in needs:
         raise ValueError(f"rope_type = {kind!r}: must be default, linear or llama3")
+    for key in needs[kind].split():
+        if not isinstance(scaling.get(key), (int, float)):
+            raise ValueError(f"rope_type = {kind!r}: {key} = {scaling.get(key)!r} is no number")
     factor = 1 if kind == "default" else scaling["factor"]
     kept = 0.0  # which part of a frequency is not stretched
     if kind == "llama3":  # all of the high ones, none of the low ones, a ramp in between
         low = scaling["low_freq_factor"]
         high = scaling["high_freq_factor"]
-        turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+        n_trained = scaling.get("original_max_position_embeddings") or config.block_size
+        turns = n_trained * frequencies / (2 * math.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / factor)
 
@@ -268,6 +292,7 @@ class GPT:
         self.dtype = dtype
         self.weights = {}  # as in config.tensors, matrices packed for this machine
         self.originals = {}  # weights without the adapter that is merged into them
+        self.frequencies = rotary_frequencies(config).to(world.device)
         for name, parts in config.tensors.items():
             shares = [cut(take(part, shape), dim, config.shard, part) for part, shape, dim in parts]
             if world.rank > 0 and name.endswith(RANK_0):
@@ -278,7 +303,6 @@ class GPT:
         if config.tied and world.rank == 0:
             self.weights["head.weight"] = pack(self.weights["embedding.weight"])
         self.device = self.weights["embedding.weight"].device
-        self.frequencies = rotary_frequencies(config).to(self.device)
 
     def affine(self, name):
         """(weight, bias or None) of a norm or an operator such as 3.preproj"""
@@ -315,7 +339,9 @@ class GPT:
             x, h = add_norm(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
             mark("others")
             qkv = self.linear("preproj", i, h, batch, layer_kv, mark)
-            q = rotate_write(qkv, *rope, layer_kv, batch.pages, c.n_head, c.n_kv_head)
+            norm = self.weights.get(f"{i}.qk_norm.weight")
+            q = rotate_write(qkv, *rope, layer_kv, batch.pages, c.n_head, c.n_kv_head, norm,
+                             c.norm_eps)
             h = attention(q, layer_kv, batch).flatten(1)  # (N, H * D)
             mark("attn")
             delta = self.linear("postproj", i, h, batch, layer_kv, mark)
@@ -355,11 +381,12 @@ class GPT:
         for i in range(c.n_layer):
             x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
             qkv = linear_ref(h, *self.affine(f"{i}.preproj")).unflatten(-1, (-1, c.head_dim))
-            qk, v = qkv.split([c.n_head + c.n_kv_head, c.n_kv_head], 2)  # (B, T, heads, D)
+            q, k, v = qkv.split([c.n_head, c.n_kv_head, c.n_kv_head], 2)  # (B, T, heads, D)
+            q, k = norm_heads_ref(q, k, self.weights.get(f"{i}.qk_norm.weight"), c.norm_eps)
             if c.is_llama:
-                qk = rotate_ref(qk, *rope)
-            q, k = qk.transpose(1, 2).split([c.n_head, c.n_kv_head], 1)  # (B, heads, T, D)
-            v = v.transpose(1, 2)
+                q = rotate_ref(q, *rope)
+                k = rotate_ref(k, *rope)
+            q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, heads, T, D)
             h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             delta = linear_ref(h.transpose(1, 2).flatten(2), *self.affine(f"{i}.postproj"))
             x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm2"), c.norm_eps)
@@ -413,11 +440,16 @@ class GPT:
         return cls(config, take, dtype, world)
 
     @classmethod
-    def from_pretrained(cls, folder, dtype=None, device="cpu", world=None):
-        """A Hugging Face folder: gpt2, llama, or mistral without sliding window. FileNotFoundError
-        for files that are missing, ValueError for contents that do not fit."""
-        config, stored = read_config(Path(folder))
-        checkpoint = Checkpoint(Path(folder), "model")
+    def from_pretrained(cls, name, dtype=None, device="cpu", world=None):
+        """A Hugging Face folder, or the name of one on the Hub (owner/name), of a family in
+        FAMILIES. FileNotFoundError for what is missing, ValueError for contents that do not fit."""
+        folder = find_folder(name) or Path(name)
+        config, stored = read_config(folder)
+        checkpoint = Checkpoint(folder, "model")
+        head = checkpoint.get("lm_head.weight")
+        embedding = checkpoint.get("model.embed_tokens.weight", checkpoint.get("wte.weight"))
+        if config.tied and None not in (head, embedding) and not torch.equal(head, embedding):
+            config = replace(config, tied=False)  # as transformers decides
         world = world or World(device)
         model = cls(config, checkpoint.take, pick_dtype(dtype, world.device, stored), world)
         surplus = [name for name in checkpoint if not name.endswith(NOT_NEEDED)]
@@ -434,52 +466,110 @@ class GPT:
             for part, shape, _ in parts:
                 tensor, weight = weight.tensor_split([shape[0]])
                 tensors[part] = tensor.T if part.endswith(TRANSPOSED) else tensor
-        settings = {KEYS[c.family].get(name, name): value for name, value in asdict(c).items()}
-        settings |= {"architectures": ["LlamaForCausalLM" if c.is_llama else "GPT2LMHeadModel"],
-                     "model_type": c.family, "dtype": str(self.dtype).removeprefix("torch.")}
+        settings = {KEYS[c.is_llama].get(name, name): value for name, value in asdict(c).items()}
+        settings |= {"architectures": [ARCHITECTURES[c.family]], "model_type": c.family,
+                     "dtype": str(self.dtype).removeprefix("torch."), "sliding_window": None}
         write_folder(folder, "model", tensors, "config.json", settings)
 
 # -----------------------------------------------------------------------------
 # Hugging Face folders
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (n_in, n_out)
 NOT_NEEDED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "lm_head.weight")
-KEYS = {  # family -> fields of GPTConfig that have another name in config.json
-    "llama": dict(n_layer="num_hidden_layers", n_head="num_attention_heads", n_embd="hidden_size",
-                  n_inner="intermediate_size", norm_eps="rms_norm_eps", tied="tie_word_embeddings",
-                  n_kv_head="num_key_value_heads", block_size="max_position_embeddings"),
-    "gpt2": dict(block_size="n_positions", tied="tie_word_embeddings",
-                 norm_eps="layer_norm_epsilon")}
-SUPPORTED = {  # what config.json may say; the first value is the default
-    "model_type": ["llama", "mistral", "gpt2"], "hidden_act": ["silu"], "attention_bias": [False],
-    "mlp_bias": [False], "sliding_window": [None], "scale_attn_by_inverse_layer_idx": [False],
-    "activation_function": ["gelu_new", "gelu_pytorch_tanh"], "scale_attn_weights": [True]}
+KEYS = {  # GPTConfig.is_llama -> fields of GPTConfig that have another name in config.json
+    True: dict(n_layer="num_hidden_layers", n_head="num_attention_heads", n_embd="hidden_size",
+               n_inner="intermediate_size", norm_eps="rms_norm_eps", tied="tie_word_embeddings",
+               n_kv_head="num_key_value_heads", block_size="max_position_embeddings"),
+    False: dict(block_size="n_positions", tied="tie_word_embeddings",
+                norm_eps="layer_norm_epsilon")}
+
+GPT2 = dict(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12, n_inner=None,
+            layer_norm_epsilon=1e-5, tie_word_embeddings=True, eos_token_id=50256)
+LLAMA = dict(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+             num_attention_heads=32, num_key_value_heads=None, head_dim=None, rms_norm_eps=1e-6,
+             max_position_embeddings=2048, rope_theta=10000.0, tie_word_embeddings=False,
+             eos_token_id=2, rope_scaling=None)
+MISTRAL = dict(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072,
+               sliding_window=4096)
+QWEN2 = dict(vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, eos_token_id=None,
+             max_position_embeddings=32768, sliding_window=4096, use_sliding_window=False,
+             max_window_layers=28, layer_types=None)
+FAMILIES = {  # family -> the keys of config.json that it knows, with transformers' defaults
+    "gpt2": GPT2, "llama": LLAMA | dict(attention_bias=False, mlp_bias=False),
+    "mistral": LLAMA | MISTRAL, "qwen2": LLAMA | QWEN2,
+    "qwen3": LLAMA | QWEN2 | dict(head_dim=128, attention_bias=False)}
+ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM",
+                 "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+                 "qwen3": "Qwen3ForCausalLM"}
+OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim", "sliding_window", "eos_token_id")  # null
+
+SUPPORTED = {  # what settings that change the mathematics may say; the first value is the default
+    "hidden_act": ["silu", "swish"], "quantization_config": [None],
+    "partial_rotary_factor": [1, None], "full_attention": [None], "add_cross_attention": [False],
+    "activation_function": ["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate"],
+    "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False]}
 
 def read_json(path):
-    """The settings in a file. ValueError for settings that this file does not support."""
+    """The settings in a file"""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     try:
-        settings = dict(json.loads(path.read_text("utf-8")))
+        return dict(json.loads(path.read_text("utf-8")))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} does not hold settings in JSON: {error}") from None
+
+def check_supported(path, settings):
+    """ValueError for a setting in a file that changes the mathematics and is not supported"""
     for key, values in SUPPORTED.items():
         if settings.get(key, values[0]) not in values:
+            value = shorten(repr(settings[key]), 100)
             valid = " or ".join(map(repr, values))
-            raise ValueError(f"{path}: {key} = {settings[key]!r} is not supported, only {valid}")
-    return settings
+            raise ValueError(f"{path}: {key} = {value} is not supported, only {valid}")
 
 def read_config(folder):
     """folder/config.json -> (GPTConfig, name of the stored dtype)"""
-    c = read_json(folder / "config.json")
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}  # transformers 5, or older
-    c = {**rope, **c, "rope_scaling": rope or None}
-    family = "gpt2" if c.get("model_type") == "gpt2" else "llama"
-    found = {"family": family, "tied": family == "gpt2"}
+    path = folder / "config.json"
+    settings = read_json(path)
+    family = settings.get("model_type")
+    if family is None:  # the architecture decides
+        names = settings.get("architectures") or ()
+        family = next((key for key in FAMILIES if ARCHITECTURES[key] in names), None)
+    if family not in FAMILIES:
+        valid = " or ".join(map(repr, FAMILIES))
+        raise ValueError(f"{path}: model_type = {family!r} is not supported, only {valid}")
+    # transformers 5 writes rope_parameters
+    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    settings |= check_type(path, "rope_scaling", rope, dict) | {"rope_scaling": rope or None}
+    check_supported(path, settings)
+    c = dict(FAMILIES[family])
+    c |= {key: value for key, value in settings.items()
+          if key in c and (value is not None or key in OPTIONAL)}
+    found = {"family": family}
     for f in fields(GPTConfig):
-        key = KEYS[family].get(f.name, f.name)
+        key = KEYS[family != "gpt2"].get(f.name, f.name)
         if c.get(key) is not None:
-            found[f.name] = f.type(c[key])
-    return GPTConfig(**found), c.get("dtype") or c.get("torch_dtype") or "float32"
+            found[f.name] = check_type(path, key, c[key], f.type)
+    window = window_of(c)
+    if window is not None and check_type(path, "sliding_window", window, int) < found["block_size"]:
+        print(f"{path}: sliding_window = {window} limits the context to {window} tokens",
+              file=sys.stderr)
+        found["block_size"] = window
+    stored = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    return GPTConfig(**found), stored
+
+def window_of(c):
+    """The sliding window of some layers, None if there is none. c: settings of a family"""
+    n_windowed = c.get("num_hidden_layers", 0) - c.get("max_window_layers", 0)
+    layers = c.get("layer_types") or ["sliding_attention"] * n_windowed
+    is_used = c.get("use_sliding_window", True) and "sliding_attention" in layers
+    return c.get("sliding_window") if is_used else None
+
+def check_type(path, key, value, kind):
+    """The value. ValueError if it is of another type, or a number that is not positive."""
+    kinds = (int, float) if kind is float else kind
+    if not isinstance(value, kinds) or (kind in (int, float) and value <= 0):
+        name = f"{'positive ' if kind in (int, float) else ''}{kind.__name__}"
+        raise ValueError(f"{path}: {key} = {value!r}: must be a {name}")
+    return value
 
 def write_folder(folder, stem, tensors, settings_name, settings):
     """Write {name: tensor} to folder/stem.safetensors, and settings beside it."""
@@ -489,20 +579,31 @@ def write_folder(folder, stem, tensors, settings_name, settings):
     save_file(tensors, folder / f"{stem}.safetensors", metadata={"format": "pt"})
     (folder / settings_name).write_text(json.dumps(settings, indent=1))
 
+def files_of(folder, stem):
+    """Names of the files with tensors: stem.safetensors, else those that its index names"""
+    index = folder / f"{stem}.safetensors.index.json"
+    if (folder / f"{stem}.safetensors").is_file() or not index.is_file():
+        return [f"{stem}.safetensors"]
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict):
+        raise ValueError(f"{index} has no weight_map")
+    return sorted(set(files.values()))
+
 class Checkpoint(dict):
-    """{name: tensor} of a folder, from stem.safetensors or its shards, matrices as (n_out, n_in).
-    The tensors stay in the files until they are used."""
+    """{name: tensor} of a folder, matrices as (n_out, n_in). The tensors stay in the files until
+    they are used."""
 
     def __init__(self, folder, stem):
         self.folder = folder
-        for path in folder.glob(f"{stem}*.safetensors"):
+        for path in [folder / file for file in files_of(folder, stem)]:
+            if not path.is_file():
+                raise FileNotFoundError(f"{path} does not exist (.bin files are not read: load them "
+                                        "with transformers or PEFT, save_pretrained() writes this)")
             try:
                 tensors = load_file(path).items()
             except SafetensorError as error:
                 raise ValueError(f"{path} is damaged: {error}") from None
             self |= {name.removeprefix("transformer."): tensor for name, tensor in tensors}
-        if not self:
-            raise FileNotFoundError(f"{folder}/{stem}.safetensors does not exist")
 
     def take(self, name, shape):
         """Remove a tensor and return it. ValueError if it is missing or does not fit."""
@@ -546,9 +647,6 @@ def read_adapter_config(folder):
         if valid is not None and value not in valid:
             valid = " or ".join(map(repr, valid))
             raise ValueError(f"{path}: {key} = {value!r} is not supported, only {valid}")
-    if (folder / "adapter_model.bin").is_file() and not any(folder.glob("*.safetensors")):
-        raise FileNotFoundError(f"{folder} has only adapter_model.bin: load it with PEFT, and "
-                                f"save_pretrained() writes adapter_model.safetensors")
     return settings
 
 def module_path(config, module, layer):
@@ -679,82 +777,125 @@ class Adapter:
 
 # -----------------------------------------------------------------------------
 # text
-GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-SPLITS = {"": GPT2_SPLIT,  # steps in front of the byte level -> pattern of a word
-          "Digits": r"\p{N}|" + GPT2_SPLIT.replace(r" ?\p{N}+", r"\s+(?=\p{N})")}
 
 class Tokenizer:
-    """Byte-level BPE through tiktoken."""
+    """Text to tokens and back, through functions of a library."""
 
-    def __init__(self, ranks, special, split, prefix, stop):
-        """ranks {bytes: token}, special {text: token}, split: a pattern of a word, prefix: tokens
-        in front of every prompt, stop: tokens that end a text"""
-        self.encoding = tiktoken.Encoding("sarathi", pat_str=split, mergeable_ranks=ranks,
-                                          special_tokens=special)
-        self.bytes_of = {token: part for part, token in ranks.items()}
-        self.bytes_of |= {token: text.encode() for text, token in special.items()}
-        self.prefix = prefix
+    def __init__(self, encode, decode, stop, is_byte=lambda token: False):
+        """stop: tokens that end a text; is_byte: of tokens that are decoded with the next one"""
+        self.encode = encode
+        self.decode = decode
         self.stop = stop
+        self.is_byte = is_byte
 
-    def encode(self, text):
-        return self.prefix + self.encoding.encode(text, allowed_special="all")
-
-    def decode(self, tokens):
-        return self.stream()(tokens, final=True)
-
-    def stream(self):
-        """A function tokens -> text. The bytes of an incomplete character are held back."""
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    def stream(self, prompt=()):
+        """A function tokens -> text that continues a prompt. Text that the next token may change is
+        held back: half characters, and byte tokens, on which tokenizers' DecodeStream fails."""
+        shown = [*prompt]  # tokens in front of `held` that its text depends on
+        held = []
         def text_of(tokens, final=False):
-            parts = [self.bytes_of.get(token, "\ufffd".encode()) for token in tokens]
-            return decoder.decode(b"".join(parts), final)
+            held.extend(tokens)
+            before = self.decode(shown)
+            text = self.decode(shown + held)
+            is_open = text.endswith("\ufffd") or any(map(self.is_byte, held[-1:]))
+            if is_open and not final:
+                return ""
+            if text != before:
+                shown.clear()
+            shown.extend(held)
+            held.clear()
+            return text[len(before):]
         return text_of
+
+def tiktoken_tokenizer(encoding):
+    """The Tokenizer of a tiktoken.Encoding. Tokens that only the model has are no text."""
+    def decode(tokens):
+        return encoding.decode([token for token in tokens if token < encoding.n_vocab])
+    return Tokenizer(partial(encoding.encode, allowed_special="all"), decode, [encoding.eot_token])
 
 def byte_tokenizer():
     """Token b is byte b, and token 256 ends a text."""
     ranks = {bytes([b]): b for b in range(256)}
-    return Tokenizer(ranks, {"<|endoftext|>": 256}, r"(?s:.)", [], [256])
+    return tiktoken_tokenizer(tiktoken.Encoding(
+        "bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}))
 
-def load_tokenizer(folder):
-    """The byte-level BPE in folder/tokenizer.json, None if there is none or one of another kind."""
-    found = {}
-    for name in ("config.json", "generation_config.json", "tokenizer.json"):
-        if (Path(folder) / name).is_file():
-            found |= read_json(Path(folder) / name)
-    splitter = found.get("pre_tokenizer") or {}
-    *steps, last = splitter.get("pretokenizers", [splitter])
-    kind = " ".join(step["type"] for step in steps)
-    split = steps[0]["pattern"].get("Regex") if kind == "Split" else SPLITS.get(kind)
-    if split is None or last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
-        return None
-    special = {token["content"]: token["id"] for token in found["added_tokens"]}
-    # a vocabulary spells the bytes that cannot be printed as the characters from 256 on
-    unprintable = [*range(33), *range(127, 161), 173]
-    byte_of = {256 + i: b for i, b in enumerate(unprintable)}
-    ranks = {word.translate(byte_of).encode("latin-1"): token
-             for word, token in found["model"]["vocab"].items() if word not in special}
-    # a template may put a token in front of a text
-    post = found.get("post_processor") or {}
-    parts = [part for step in post.get("processors", [post]) for part in step.get("single", [])]
-    prefix = [special[part["SpecialToken"]["id"]] for part in parts[:1] if "SpecialToken" in part]
-    stop = found.get("eos_token_id", [])
-    return Tokenizer(ranks, special, split, prefix, stop if isinstance(stop, list) else [stop])
+def read_tokenizer(path, stop):
+    """The Tokenizer of a tokenizer.json. Its template adds tokens to texts, as in transformers."""
+    try:
+        library = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise ValueError(f"{path} is not read by the tokenizers library: {error}") from None
+    library.no_truncation()
+    library.no_padding()
+
+    def encode(text):
+        return library.encode(text).ids
+
+    def is_byte(token):
+        name = library.id_to_token(token)
+        return name is None or re.fullmatch("<0x[0-9A-F]{2}>", name) is not None
+    return Tokenizer(encode, partial(library.decode, skip_special_tokens=False), stop, is_byte)
 
 # -----------------------------------------------------------------------------
 # models by name, and the tiny model
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
+SETTINGS = ["config.json", "generation_config.json", "tokenizer.json", "vocab.*",
+            "model.safetensors.index.json"]
 
-def load_model(name, dtype=None, device="cpu", seed=0, world=None):
-    """A preset (random weights), a folder, or "tiny" or "draft" -> (GPT, Tokenizer or None)"""
+def find_folder(name):
+    """The folder of a model: itself, that of the trained "tiny" or "draft", None for a preset, or
+    that of owner/name in the Hub's cache. FileNotFoundError if there is none."""
+    if Path(name).is_dir():
+        return Path(name)
     if name in ("tiny", "draft"):
         if not (CACHE / name).is_dir():
             raise FileNotFoundError(f"model {name!r}: is not trained yet, run `python model.py`")
-        return GPT.from_pretrained(CACHE / name, dtype, device, world), byte_tokenizer()
+        return CACHE / name
     if name in PRESETS:
-        return GPT.from_preset(name, dtype, device, seed, world), None
-    if not Path(name).is_dir():
-        raise FileNotFoundError(f"model {name!r}: must be a folder or one of {', '.join(PRESETS)}")
-    return GPT.from_pretrained(name, dtype, device, world), load_tokenizer(name)
+        return None
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) is None:
+        raise FileNotFoundError(f"model '{name}': must be a folder, owner/name on the Hub, or one "
+                                f"of {', '.join(PRESETS)}")
+    return download(str(name))
+
+@cache
+def download(name):
+    """The folder of owner/name in the Hub's cache, where only missing files are downloaded"""
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=SETTINGS))
+        snapshot_download(name, allow_patterns=SETTINGS + files_of(folder, "model"))
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FileNotFoundError(f"model {name!r}: is no folder, and the Hub or its cache does not "
+                                f"have it: {reason}") from None
+    return folder
+
+def load_model(name, dtype=None, device="cpu", seed=0, world=None):
+    """The GPT of a folder, a name on the Hub, a preset (random weights), or "tiny" or "draft"."""
+    folder = find_folder(name)
+    if folder is None:
+        return GPT.from_preset(name, dtype, device, seed, world)
+    if name in PRESETS and folder == Path(name):
+        print(f"model {name!r}: the folder of this name, not the preset", file=sys.stderr)
+    return GPT.from_pretrained(folder, dtype, device, world)
+
+def load_tokenizer(name):
+    """The Tokenizer of a model, named as in load_model. FileNotFoundError if it has none."""
+    folder = find_folder(name) or Path(name)
+    if folder.parent == CACHE:
+        return byte_tokenizer()
+    paths = folder / "config.json", folder / "generation_config.json"
+    config, generation = (read_json(path) if path.is_file() else {} for path in paths)
+    family = PRESETS[name].family if not folder.is_dir() else config.get("model_type")
+    stop = {**FAMILIES.get(family, {}), **config, **generation}.get("eos_token_id")
+    stop = stop if isinstance(stop, list) else [stop] * (stop is not None)
+    if (folder / "tokenizer.json").is_file():
+        return read_tokenizer(folder / "tokenizer.json", stop)
+    if family == "gpt2" and not any(folder.glob("vocab.*")):
+        return tiktoken_tokenizer(tiktoken.get_encoding("gpt2"))
+    raise FileNotFoundError(
+        f"model '{name}' has no tokenizer.json: use --tokens 1,2,3, or write it with transformers: "
+        f"AutoTokenizer.from_pretrained('{name}').save_pretrained('{name}')")
 
 def stdlib_tokens():
     """The sources of Python's standard library as bytes (T,), each file ended by token 256"""

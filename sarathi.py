@@ -29,7 +29,8 @@ import torch
 from tqdm import tqdm
 
 from kernels import FEW_ROWS, Batch, Sites, probabilities, sample, verify
-from model import GPT, PRESETS, ROW_PARALLEL, Adapter, GPTConfig, World, load_model
+from model import (GPT, PRESETS, ROW_PARALLEL, Adapter, GPTConfig, World, load_model,
+                   load_tokenizer)
 
 # -----------------------------------------------------------------------------
 # requests
@@ -1926,8 +1927,9 @@ class Pipeline:
 def add_model_flags(parser, model):
     """Flags of both command lines: what to run, and where."""
     flag = parser.add_argument
-    flag("--model", default=model, help=f"a Hugging Face folder, or one of {', '.join(PRESETS)} "
-         "(random weights, except tiny, which `python model.py` trains)")
+    flag("--model", default=model,
+         help=f"a Hugging Face folder, a name on its Hub (owner/name), or one of "
+         f"{', '.join(PRESETS)} (random weights, except tiny, which `python model.py` trains)")
     flag("--dtype", choices=("float32", "bfloat16", "float16"),
          help="of weights and cache; none given: the folder's, or bfloat16 where it is fast")
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
@@ -1965,18 +1967,17 @@ def token_ids(text):
 def generate_text(args):
     """Stream one request's text, or tokens, to stdout; then its figures to stderr."""
     world = World.start(args.tp, args.device)
-    model, tokenizer = load_model(args.model, args.dtype, str(world.device), args.seed, world)
     request = Request(args.tokens, args.max_new_tokens, args.adapter, args.temperature, args.top_k,
                       args.top_p)
     if not args.tokens:
-        if tokenizer is None:
-            raise ValueError(f"model {args.model!r} has no tokenizer: use --tokens 1,2,3")
+        tokenizer = load_tokenizer(args.model)
         request.prompt = tokenizer.encode(args.prompt)
         request.stop = tokenizer.stop
-        text_of = tokenizer.stream()
+        text_of = tokenizer.stream(request.prompt)
+    model = load_model(args.model, args.dtype, str(world.device), args.seed, world)
     draft = None if world.rank else args.draft
     if draft not in (None, "ngram"):
-        draft, _ = load_model(draft, model.dtype, str(model.device))
+        draft = load_model(draft, model.dtype, str(model.device))
     n_page = 0
     if args.adapter:
         adapter = Adapter.from_pretrained(args.adapter, model.config, model.dtype)
