@@ -2847,16 +2847,24 @@ def test_interrupt_prints_what_was_measured(monkeypatch, capsys):
 
 README = Path(__file__).with_name("README.md").read_text(encoding="utf8")
 
-def test_readme_code_runs(capsys):
+def test_readme_code_runs_and_prints_what_it_says(capsys):
     names = {}
     for code in re.findall(r"```python\n(.*?)```", README, re.S):
         exec(code, names)
-        if "engine" in names and not names["engine"].requests:
-            engine = names["engine"]
-            for i in range(6):
-                engine.add(Request([1] * 40, 5, arrival=0.001 * i))
-            engine.run()
-    assert "simulated seconds" in capsys.readouterr().out
+    figures = {}  # of the last run of a name: tokens/s, TTFT p50, p99, TPOT p50, p99, stall p50, p99
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith("| ") and "p50" not in line and "---" not in line:
+            name, _, *numbers = line.strip("|").split("|")
+            figures[name.strip()] = [float(number) for number in numbers]
+    assert figures["sarathi"][5] < figures["Alternate"][5] < figures["prefill_first"][5] / 2
+    assert figures["prefill_first"][1] < figures["sarathi"][1] < figures["Alternate"][1]
+    assert figures["five"][3] < figures["SmallBatches"][3] < figures["off"][3]
+    assert figures["fair"][1] < figures["by arrival"][1] / 10
+    for name, places in (("prefill_first", (0, 1, 5)), ("sarathi", (0, 1, 5)), ("off", (3,)),
+                         ("Alternate", (0, 1, 5)), ("five", (3,)), ("SmallBatches", (3,))):
+        for i in places:
+            number = f"{figures[name][i]:,.0f}" if i != 3 else f"{figures[name][i]:g}"
+            assert re.search(rf"\b{number}\b", README), (name, number)
 
 def test_readme_names_what_exists():
     """Functions, classes and tests that the README's tables cite"""
