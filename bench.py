@@ -14,6 +14,7 @@ pictures and traces; the command line.
 """
 import argparse
 import csv
+import gzip
 import json
 import math
 import os
@@ -23,9 +24,11 @@ import sys
 import tempfile
 import textwrap
 import time
+import zlib
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from datetime import datetime, timezone
 from functools import cache, partial
 from itertools import count, product
 from pathlib import Path
@@ -39,8 +42,8 @@ from tqdm import tqdm
 
 from kernels import linear, pack
 from model import GPT, Adapter, load_model, preset
-from sarathi import (GEMM_FLOPS, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, CostModel, EarlyAbort,
-                     Engine, Iteration, IterationStats, Pipeline, Policy, Request, Run, Sarathi,
+from sarathi import (GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, CostModel,
+                     EarlyAbort, Engine, Iteration, IterationStats, Pipeline, Policy, Request, Run, Sarathi,
                      SarathiServe, Scheduler, Span, add_model_flags, cell, check_choice,
                      check_range, cluster, entries_of, fcfs, free_memory, lcfs, run_command_line,
                      table)
@@ -163,10 +166,7 @@ class Place:
         self.full = args.size == "full" if args.size else self.simulated
         self.wide = self.full or self.simulated
         longest = model.config.block_size
-        room = longest
-        if not self.simulated:  # half of the memory, since some experiments hold two caches
-            page_bytes = model.config.page_bytes(model.dtype.itemsize)
-            room = free_memory(model.device) / 2 / page_bytes / self.B
+        room = longest if self.simulated else self.room / self.B
         lengths = MAX_B if on or args.device == "cuda" else (256, 512, 768)
         lengths = [L for L in lengths if L <= min(longest, room)]
         self.lengths = args.lengths or lengths or [longest]
@@ -179,6 +179,12 @@ class Place:
         self.sizes = [(L, self.B) for L in args.lengths or self.lengths[:1]]
         if self.wide and not args.lengths:
             self.sizes = [(L, B) for L, B in MAX_B.items() if L <= longest]
+
+    @property
+    def room(self):
+        """Tokens that fit the memory: here half of it, since some experiments hold two caches."""
+        memory = self.model.memory if self.simulated else free_memory(self.model.device) / 2
+        return int(memory // self.model.config.page_bytes(self.model.dtype.itemsize))
 
     def rounds(self, *functions, share=1):
         """Results of functions, a list per function. They take turns for `share` times --seconds,
@@ -303,13 +309,17 @@ def made_up_plan(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=Tr
 
 def simulate(args, on):
     """A Place of hardware you lack."""
-    cost = CostModel.roofline(preset(on.model), on.gpu, on.tp, system=on.system)
+    config = preset(on.model)
+    config = replace(config, block_size=args.context or config.block_size)
+    cost = CostModel.roofline(config, on.gpu, on.tp, system=on.system)
     return Place(args, cost, f"{on.model} on {on.tp} x {on.gpu}, simulated", on)
 
 load_once = cache(load_model)
 
 def this_machine(args):
     """A Place of this machine, with a model on it."""
+    if args.context:
+        raise ValueError(f"--context {args.context}: is of simulated models, add --hardware")
     on_cpu = args.device == "cpu"
     name = args.model or "llama-30m"
     if not args.model and not on_cpu:  # the paper's model, if the weights leave room for a cache
@@ -1008,12 +1018,89 @@ def tng(place):
             ratios.append(base / min(ours))
         yield "chunked prefill", "over prefill_first", max(ratios)
 
-def read_jobs(path):
-    """Jobs of a CSV file. ValueError if it does not have the columns arrival, prompt, output."""
-    table = np.genfromtxt(path, delimiter=",", names=True, ndmin=1)
-    check_range(f"requests in {path}", len(table), 1)
-    columns = [table[name].tolist() for name in ("arrival", "prompt", "output")]
-    return [Job(arrival, int(prompt), int(output)) for arrival, prompt, output in zip(*columns)]
+TRACES = (  # columns of arrival, prompt and output; and the unit of an arrival, in seconds
+    ("arrival", "prompt", "output", 1.0),
+    ("timestamp", "contexttokens", "generatedtokens", 1.0),  # Azure
+    ("timestamp", "request tokens", "response tokens", 1.0),  # BurstGPT
+    ("arrived_at", "num_prefill_tokens", "num_decode_tokens", 1.0),  # Vidur
+    ("timestamp", "input_length", "output_length", 0.001))  # Mooncake
+
+def read_jobs(path, longest, rate=None):
+    """Jobs of a trace, by arrival, the first at 0. Those without prompt or output, or of more than
+    `longest` tokens, are counted on stderr. A rate takes the place of arrivals that are missing."""
+    jobs = list(read_trace(path, rate))
+    served = [job for job in jobs
+              if job.prompt > 0 and job.output > 0 and job.prompt + job.output <= longest]
+    n_skipped = len(jobs) - len(served)
+    if n_skipped:
+        print(f"{path}: {n_skipped} of {len(jobs)} requests are skipped: without a prompt or an "
+              f"output, or longer than {longest} tokens", file=sys.stderr)
+    check_range(f"requests of {path} that can be served", len(served), 1)
+    served.sort(key=lambda job: job.arrival)
+    return [job._replace(arrival=job.arrival - served[0].arrival) for job in served]
+
+def read_trace(path, rate):
+    """Yields the Jobs of a file: CSV, or JSON lines. ValueError names the line that is wrong."""
+    heads = []
+    number = 0
+    opener = gzip.open if path.endswith(".gz") else open
+    try:
+        with opener(path, "rt", encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if line.lstrip().startswith("{"):
+                    yield read_job(json.loads(line), rate)
+                elif line.strip():
+                    fields = next(csv.reader([line], skipinitialspace=True, strict=True))
+                    if heads:
+                        yield read_job(dict(zip(heads, fields, strict=True)), rate)
+                    heads = heads or [name.strip().lower() for name in fields]
+    except (ValueError, csv.Error, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}, line {number}: {error}") from None
+
+def read_job(row, rate):
+    """The Job of a row {column: value}. With a rate, its arrival is not read."""
+    known = [columns for columns in TRACES if {*columns[1:3]} <= {*row}]
+    if not known:
+        names = " or ".join(f"({', '.join(columns[:3])})" for columns in TRACES)
+        raise ValueError(f"columns {', '.join(row)}: must be {names}")
+    arrival, prompt, output, unit = known[0]
+    if not rate and arrival not in row:
+        raise ValueError(f"column {arrival!r} is missing: add it, or --rate for random arrivals")
+    prompt, output = [float(str(row[name])) for name in (prompt, output)]
+    if prompt % 1 or output % 1:  # NaN too
+        raise ValueError(f"{prompt} and {output} tokens: must be whole numbers")
+    seconds = 0.0 if rate else seconds_of(str(row[arrival]), unit)
+    return Job(seconds, int(prompt), int(output))
+
+def seconds_of(text, unit):
+    """Seconds of an arrival: a number of units, or a date, in UTC if it names no zone."""
+    try:
+        seconds = unit * float(text)
+    except ValueError:
+        date = datetime.fromisoformat(text.strip())
+        seconds = date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp()
+    if not math.isfinite(seconds):
+        raise ValueError(f"arrival {text}: must be a date or a finite number")
+    return seconds
+
+def online_jobs(place):
+    """Jobs of --jobs as they come; or at --rate, with the lengths of --jobs or random ones."""
+    args = place.args
+    L = max(place.lengths)
+    B = 2 * place.B
+    n = 320 if place.full else 32
+    jobs = []
+    if args.jobs:
+        jobs = read_jobs(args.jobs, min(place.model.config.block_size, place.room), args.rate)
+        n = len(jobs)
+        if not args.rate:
+            return jobs
+    spaced = place.jobs(1, n, args.cv or 1.0, prompt=args.prompt or (8, L // 2),
+                        output=args.output or (4, max(4, L // 16)))
+    if jobs:
+        spaced = [job._replace(arrival=at.arrival) for job, at in zip(jobs, spaced)]
+    rate = args.rate or 0.7 * place.serve(at_rate(spaced), B).requests_per_second
+    return at_rate(spaced, rate)
 
 @experiment("seconds", "share of requests")
 def online(place):
@@ -1021,23 +1108,15 @@ def online(place):
     --output, --jobs; --scheduler and --spec add rows (drafts by prompt lookup beside --scheduler's
     batches, each accepted with a chance of 0.7)."""
     args = place.args
-    L = max(place.lengths)
+    jobs = online_jobs(place)
     B = 2 * place.B
-    if args.jobs:
-        jobs = read_jobs(args.jobs)
-    else:
-        prompt = args.prompt or (8, L // 2)
-        output = args.output or (4, max(4, L // 16))
-        n = 320 if place.full else 32
-        jobs = place.jobs(1, n, args.cv or 1.0, prompt=prompt, output=output)
-        rate = args.rate or 0.7 * place.serve(at_rate(jobs), B).requests_per_second
-        jobs = at_rate(jobs, rate)
+    n_page = min(place.room, B * max(job.prompt + job.output for job in jobs))
     ways = {name_of(scheduler): dict(scheduler=scheduler)
             for scheduler in dict.fromkeys([*SCHEDULERS, args.scheduler])}
     if args.spec:
         for spec in dict.fromkeys(["goodput", args.spec]):
             ways[name_of(spec)] = dict(spec=spec, draft="ngram", alpha=0.7)
-    for name, runs in place.race(ways, jobs=jobs, B=B).items():
+    for name, runs in place.race(ways, jobs=jobs, B=B, n_page=n_page).items():
         for figure in runs[0].figures:
             yield figure, name, [run.figures[figure] for run in runs]
         for what in ("ttfts", "tpots", "stalls"):
@@ -1370,7 +1449,7 @@ def save_picture(place, name, rows, folder):
             fontsize=8,
             frameon=False,
             ncols=int(figure.get_figwidth() / 1.3))
-    where = place.on.gpu if place.on else place.model.device.type
+    where = Path(place.on.gpu).stem if place.on else place.model.device.type
     figure.savefig(os.path.join(folder, f"{name}_{where}.png"), dpi=110)
 
 def write_trace(path, tapes):
@@ -1416,7 +1495,9 @@ def parse_arguments(words=None):
          help="how batches are filled, of those that name no scheduler; FILE.py:CLASS: your own")
     flag("--chunk", type=lambda text: text if text == "auto" else int(text), default=256,
          help="tokens of a prefill chunk; auto: a profile picks it [SARATHI §4.2]; default: 256")
-    flag("--hardware", choices=GPUS, help="simulate this GPU instead of measuring")
+    flag("--hardware", help="simulate this GPU instead of measuring: one of "
+         f"{', '.join(GPUS)}, or a FILE.json of {', '.join(GPU._fields)}")
+    flag("--context", type=int, help="longest context of a simulated model; default: its own")
     flag("--lengths", type=token_counts, help="tokens per request, prompt and output; default: "
          "256,512,768 here, 1024,2048,3072 simulated")
     flag("--max-batch", type=int, default=6, help="requests in a batch; default: 6")
@@ -1429,15 +1510,15 @@ def parse_arguments(words=None):
          "default: 1, Poisson")
     flag("--prompt", type=token_counts, help="online: tokens of a prompt, like 256 or 8..512")
     flag("--output", type=token_counts, help="online: tokens of an output")
-    flag("--jobs", metavar="FILE", help="online: a CSV file: a line of names, then arrival (s), "
-         "prompt, output (tokens)")
+    flag("--jobs", metavar="FILE", help="online: a trace, CSV or JSON lines, .gz too: arrival (s), "
+         "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur or Mooncake")
     flag("--spec", type=partial(class_in_file, base=Policy), help="online: how many drafts, as an "
          "engine's spec; FILE.py:CLASS: your own")
     flag("--plot", metavar="FOLDER", help="save each experiment's picture there")
     flag("--json", metavar="FILE", help="save all rows; without a terminal stdout ends with them")
     flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
     args = parser.parse_args(words)
-    for name, least in dict(chunk=1, max_batch=2, seconds=0, rate=0.001, cv=0.001).items():
+    for name, least in dict(chunk=1, max_batch=2, context=64, seconds=0, rate=0.001, cv=0.001).items():
         if getattr(args, name) not in (None, "auto"):
             check_range(name, getattr(args, name), least)
     if not isinstance(args.scheduler, type):
