@@ -1526,6 +1526,9 @@ def parse_arguments(words=None):
     for name in ("rate", "cv", "prompt", "output", "jobs", "spec"):
         if getattr(args, name) is not None and not {"online", "all"} & {*args.experiments}:
             raise ValueError(f"--{name} is a flag of `online` alone")
+    for name in ["prompt", "output"] + ["cv"] * (args.rate is None):
+        if args.jobs and getattr(args, name) is not None:
+            raise ValueError(f"--{name} has no effect on the requests of --jobs")
     return args
 
 def class_in_file(text, base):
@@ -1570,7 +1573,8 @@ def run_experiments(args, names):
             paragraph = explain(parts)
     finally:
         report(args, {name: pairs for name, pairs in parts.items() if pairs[0][1]}, paragraph)
-        warn_of_others(before)
+        if any(not place.simulated for place, _ in sum(parts.values(), [])):
+            warn_of_others(before)
 
 def choose_places(args, name):
     """Where an experiment runs. What the main job measures of Tables 2 and 4 stands beside the
