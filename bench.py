@@ -30,7 +30,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cache, partial
-from itertools import count, product
+from itertools import count, groupby, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Callable, NamedTuple
@@ -77,10 +77,7 @@ def read_claims():
             x = int(line["x"]) if line["x"] else ""
             at = line["panel"], line["series"], x
             claims[line["experiment"]][at] = Claim(
-                paper=float(line["paper"]),
-                kind=line["kind"],
-                fit=line["fit"] == "fit",
-                note=line["note"])
+                float(line["paper"]), line["kind"], line["fit"] == "fit", line["note"])
     return claims
 
 CLAIMS = read_claims()
@@ -120,14 +117,9 @@ class Experiment(NamedTuple):
             what += f", {self.x.split()[-1]} = {x}" if x != "" else ""
             what += f" (paper: {lengths[x]})" if x in lengths else ""
             low, middle, high = np.quantile(ours, (0.25, 0.5, 0.75)).tolist()
-            row = dict(
-                experiment=name,
-                what=what,
-                at=[panel, series, x],
-                paper=None,
-                ours=middle,
-                spread=(high - low) / 2 if high > low else None,
-                source="simulated" if place.simulated else "measured")
+            source = "simulated" if place.simulated else "measured"
+            row = dict(experiment=name, what=what, at=[panel, series, x], paper=None, ours=middle,
+                       spread=(high - low) / 2 if high > low else None, source=source)
             claim = claims.get((panel, series, lengths.get(x, x)))
             if claim:
                 row["paper"] = claim.paper
@@ -166,15 +158,14 @@ class Place:
         self.full = args.size == "full" if args.size else self.simulated
         self.wide = self.full or self.simulated
         longest = model.config.block_size
-        room = longest if self.simulated else self.room / self.B
+        room = longest if self.simulated else min(longest, self.room / self.B)
         lengths = MAX_B if on or args.device == "cuda" else (256, 512, 768)
-        lengths = [L for L in lengths if L <= min(longest, room)]
-        self.lengths = args.lengths or lengths or [longest]
+        self.lengths = args.lengths or [L for L in lengths if L <= room] or [longest]
         for L in self.lengths:
-            check_range("--lengths", L, 64, model.config.block_size)
+            check_range("--lengths", L, 64, longest)
         # length on this machine -> the paper's, for which it stands
-        self.stands = {} if on else {L: paper for L, paper in zip(self.lengths, MAX_B)
-                                     if L not in MAX_B}
+        pairs = [] if on else zip(self.lengths, MAX_B)
+        self.stands = {L: paper for L, paper in pairs if L not in MAX_B}
         # lengths with the batch that fits
         self.sizes = [(L, self.B) for L in args.lengths or self.lengths[:1]]
         if self.wide and not args.lengths:
@@ -227,30 +218,16 @@ class Place:
         seconds = self.seconds(shape, last=last)[0] / parts.total()
         return {operator: part * seconds for operator, part in parts.items()}
 
-    def serve(self, jobs, B, clients=0, adapters=(), n_end=0, n_page=0, **options):
+    def serve(self, jobs, B, clients=0, adapters=(), n_end=0, n_page=0, spec="off", **options):
         """The Run of jobs in batches of up to B requests, by an engine with the flags' options."""
-        scheduler = options.pop("scheduler", self.args.scheduler)
-        if isinstance(scheduler, type):
-            scheduler = scheduler()
-        if isinstance(options.get("spec"), type):
-            options["spec"] = options["spec"]()
+        scheduler = instance(options.pop("scheduler", self.args.scheduler))
         n_page = n_page or B * max(job.prompt + job.output for job in jobs)
-        engine = Engine(
-            self.model,
-            scheduler,
-            self.args.chunk,
-            B,
-            n_page,
-            seed=self.args.seed,
-            record=self.tape(scheduler),
-            **options)
+        engine = Engine(self.model, scheduler, self.args.chunk, B, n_page, spec=instance(spec),
+                        seed=self.args.seed, record=self.tape(name_of(scheduler)), **options)
         return serve(engine, jobs, clients, adapters, n_end)
 
-    def tape(self, scheduler):
+    def tape(self, name):
         """Where an engine records its iterations, if a picture or a trace is wanted."""
-        name = scheduler if isinstance(scheduler, str) else type(scheduler).__name__
-        if isinstance(scheduler, (Sarathi, SarathiServe)):
-            name = f"C = {scheduler.chunk}"
         if self.args.plot or self.args.trace:
             self.tapes[name] = deque(maxlen=60000)
         return self.tapes.get(name)
@@ -273,20 +250,17 @@ def wait_for_gpu():
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
-def cpu_seconds():
-    """Seconds: on the clock, of all processes and virtual machines on this machine's cores, and of
-    this process. Linux counts them; elsewhere the middle one is this process's."""
-    own = sum(os.times()[:4])
-    everything = own
-    if os.path.exists("/proc/stat"):
-        user, nice, system, _, _, *others = map(int, Path("/proc/stat").read_text().split()[1:9])
-        everything = (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
-    return np.array([time.perf_counter(), everything, own])
+def others_seconds():
+    """Seconds of the cores that other processes and virtual machines have had, if Linux counts."""
+    if not os.path.exists("/proc/stat"):
+        return 0.0
+    user, nice, system, _, _, *others = map(int, Path("/proc/stat").read_text().split()[1:9])
+    everything = (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
+    return everything - sum(os.times()[:4])
 
-def warn_of_others(before):
+def warn_of_others(start, before):
     """One line on stderr if other processes took more than a tenth of the cores since."""
-    elapsed, everything, own = cpu_seconds() - before
-    share = (everything - own) / elapsed / os.cpu_count()
+    share = (others_seconds() - before) / (time.perf_counter() - start) / os.cpu_count()
     if share > 0.1:
         print(f"warning: other processes took {share:.0%} of the cores meanwhile, measured times "
               "are too long", file=sys.stderr)
@@ -425,7 +399,7 @@ def users(place):
     n = 8 if place.simulated else max(2, round(0.6 / unit))  # some seconds
     jobs = [Job(2.5 * unit * i, P, D) for i in range(n)
             for P, D in ((L // 8, n_out), (7 * L // 8, 8), (7 * L // 8, 8))]
-    ways = {name: dict(scheduler=name) for name in ("static", "prefill_first", "sarathi")}
+    ways = by_scheduler(("static", "prefill_first", "sarathi"))
     for name, runs in place.race(ways, jobs=jobs, B=place.B).items():
         for figure in ("tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
             yield figure, name, [run.figures[figure] for run in runs]
@@ -988,7 +962,7 @@ def timeline(place):
     unit = np.median(place.seconds((0, 0, L)))  # arrivals are in prefills of L tokens
     sizes = ((0, 1, 24), (0, 2, 12), (0, 1, 36), (0.6, 6, 16), (1.5, 4, 10), (2.2, 2, 12))
     jobs = [Job(arrival * unit, eighths * L // 8, output) for arrival, eighths, output in sizes]
-    ways = {name: dict(scheduler=name) for name in ("static", "prefill_first", "sarathi")}
+    ways = by_scheduler(("static", "prefill_first", "sarathi"))
     for name, runs in place.race(ways, jobs=jobs, B=4).items():
         yield "TTFT, mean (s)", name, [fmean(run.ttfts) for run in runs]
         yield "TPOT, mean (s)", name, [fmean(run.tpots) for run in runs]
@@ -1000,8 +974,7 @@ def tng(place):
     """[TNG] TTFT, TPOT and throughput by the number of concurrent requests, for schedulers and
     chunk sizes; and the gain of chunks if all requests are of equal size."""
     sizes = (512, 1024, 2048) if place.full else (64, 256)
-    ways = {name: dict(scheduler=name) for name in ("static", "prefill_first")}
-    ways |= {f"C = {C}": dict(scheduler=SarathiServe(C)) for C in sizes}
+    ways = by_scheduler(["static", "prefill_first", *map(SarathiServe, sizes)])
     L = place.lengths[0]
     for n in (1, 2, 4, 8, 16, 32, 64, 128) if place.full else (1, 4, 12):
         n_job = (4 if place.full else 2) * max(n, 3)
@@ -1027,17 +1000,17 @@ TRACES = (  # columns of arrival, prompt and output; and the unit of an arrival,
 
 def read_jobs(path, longest, rate=None):
     """Jobs of a trace, by arrival, the first at 0. Those without prompt or output, or of more than
-    `longest` tokens, are counted on stderr. A rate takes the place of arrivals that are missing."""
+    `longest` tokens, are counted on stderr. With a rate, no arrivals are read."""
     jobs = list(read_trace(path, rate))
     served = [job for job in jobs
-              if job.prompt > 0 and job.output > 0 and job.prompt + job.output <= longest]
-    n_skipped = len(jobs) - len(served)
-    if n_skipped:
-        print(f"{path}: {n_skipped} of {len(jobs)} requests are skipped: without a prompt or an "
-              f"output, or longer than {longest} tokens", file=sys.stderr)
+              if min(job.prompt, job.output) > 0 and job.prompt + job.output <= longest]
+    if len(served) < len(jobs):
+        print(f"{path}: {len(jobs) - len(served)} of {len(jobs)} requests are skipped: without a "
+              f"prompt or an output, or longer than {longest} tokens", file=sys.stderr)
     check_range(f"requests of {path} that can be served", len(served), 1)
-    served.sort(key=lambda job: job.arrival)
-    return [job._replace(arrival=job.arrival - served[0].arrival) for job in served]
+    start = min(job.arrival for job in served)
+    jobs = [job._replace(arrival=job.arrival - start) for job in served]
+    return sorted(jobs, key=lambda job: job.arrival)
 
 def read_trace(path, rate):
     """Yields the Jobs of a file: CSV, or JSON lines. ValueError names the line that is wrong."""
@@ -1058,19 +1031,16 @@ def read_trace(path, rate):
         raise ValueError(f"{path}, line {number}: {error}") from None
 
 def read_job(row, rate):
-    """The Job of a row {column: value}. With a rate, its arrival is not read."""
-    known = [columns for columns in TRACES if {*columns[1:3]} <= {*row}]
-    if not known:
-        names = " or ".join(f"({', '.join(columns[:3])})" for columns in TRACES)
-        raise ValueError(f"columns {', '.join(row)}: must be {names}")
-    arrival, prompt, output, unit = known[0]
-    if not rate and arrival not in row:
-        raise ValueError(f"column {arrival!r} is missing: add it, or --rate for random arrivals")
-    prompt, output = [float(str(row[name])) for name in (prompt, output)]
-    if prompt % 1 or output % 1:  # NaN too
-        raise ValueError(f"{prompt} and {output} tokens: must be whole numbers")
-    seconds = 0.0 if rate else seconds_of(str(row[arrival]), unit)
-    return Job(seconds, int(prompt), int(output))
+    """The Job of a row {column: value} of a trace."""
+    for arrival, prompt, output, unit in TRACES:
+        if prompt in row and output in row and (rate or arrival in row):
+            seconds = 0.0 if rate else seconds_of(str(row[arrival]), unit)
+            lengths = [float(str(row[name])) for name in (prompt, output)]
+            if lengths != [n // 1 for n in lengths]:
+                raise ValueError(f"{lengths} tokens: must be whole numbers")
+            return Job(seconds, *map(int, lengths))
+    known = " or ".join(f"({', '.join(columns[:3])})" for columns in TRACES)
+    raise ValueError(f"columns {', '.join(row)}: must be {known}; --rate replaces arrivals")
 
 def seconds_of(text, unit):
     """Seconds of an arrival: a number of units, or a date, in UTC if it names no zone."""
@@ -1078,29 +1048,24 @@ def seconds_of(text, unit):
         seconds = unit * float(text)
     except ValueError:
         date = datetime.fromisoformat(text.strip())
-        seconds = date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp()
-    if not math.isfinite(seconds):
-        raise ValueError(f"arrival {text}: must be a date or a finite number")
-    return seconds
+        return date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp()
+    return check_range("arrival", seconds, -1e18, 1e18)
 
 def online_jobs(place):
     """Jobs of --jobs as they come; or at --rate, with the lengths of --jobs or random ones."""
     args = place.args
     L = max(place.lengths)
-    B = 2 * place.B
-    n = 320 if place.full else 32
     jobs = []
     if args.jobs:
         jobs = read_jobs(args.jobs, min(place.model.config.block_size, place.room), args.rate)
-        n = len(jobs)
         if not args.rate:
             return jobs
+    n = len(jobs) or (320 if place.full else 32)
     spaced = place.jobs(1, n, args.cv or 1.0, prompt=args.prompt or (8, L // 2),
                         output=args.output or (4, max(4, L // 16)))
-    if jobs:
-        spaced = [job._replace(arrival=at.arrival) for job, at in zip(jobs, spaced)]
-    rate = args.rate or 0.7 * place.serve(at_rate(spaced), B).requests_per_second
-    return at_rate(spaced, rate)
+    rate = args.rate or 0.7 * place.serve(at_rate(spaced), 2 * place.B).requests_per_second
+    jobs = [job._replace(arrival=at.arrival) for job, at in zip(jobs or spaced, spaced)]
+    return at_rate(jobs, rate)
 
 @experiment("seconds", "share of requests")
 def online(place):
@@ -1111,10 +1076,9 @@ def online(place):
     jobs = online_jobs(place)
     B = 2 * place.B
     n_page = min(place.room, B * max(job.prompt + job.output for job in jobs))
-    ways = {name_of(scheduler): dict(scheduler=scheduler)
-            for scheduler in dict.fromkeys([*SCHEDULERS, args.scheduler])}
+    ways = by_scheduler([*SCHEDULERS, args.scheduler])
     if args.spec:
-        for spec in dict.fromkeys(["goodput", args.spec]):
+        for spec in ("goodput", args.spec):
             ways[name_of(spec)] = dict(spec=spec, draft="ngram", alpha=0.7)
     for name, runs in place.race(ways, jobs=jobs, B=B, n_page=n_page).items():
         for figure in runs[0].figures:
@@ -1173,7 +1137,7 @@ def fidelity(place):
     yield "error of the profile (%)", 100 * twin.model.error
     L = max(place.lengths) // 2
     jobs = at_rate(place.jobs(1, 4 * place.B, prompt=(8, L), output=(4, max(8, L // 8))))
-    ways = {name: dict(scheduler=name) for name in ("static", "orca", "prefill_first", "sarathi")}
+    ways = by_scheduler(("static", "orca", "prefill_first", "sarathi"))
     measured = place.race(ways, jobs=jobs, B=place.B)
     simulated = twin.race(ways, jobs=jobs, B=place.B)
     for name in ways:
@@ -1261,11 +1225,9 @@ def scoreboard(args):
             pass
     rows = sum((run.result() for run in runs), [])
     heads = ("experiment", "what", "paper", "ours", "kind", "inside")
-    lines = []
-    for row in rows:
-        kind = row["kind"] + "*" * row["fit"]
-        inside = "yes" if row["inside"] else "no"
-        lines.append([row["experiment"], row["what"], row["paper"], row["ours"], kind, inside])
+    lines = [[row[head] for head in heads] for row in rows]
+    for line, row in zip(lines, rows):
+        line[4:] = row["kind"] + "*" * row["fit"], "yes" if row["inside"] else "no"
     print(f"{table(heads, lines)}\n\nThe misses, and what was seen:\n")
     for row in rows:
         if not row["inside"]:
@@ -1285,79 +1247,71 @@ MOST_LINES = 24  # of a table; more points are left to the picture
 def tables(what, parts):
     """The Markdown tables of an experiment: its curves, then its points without an x.
     parts: [(place, rows)], the same experiment measured and simulated, or one of both."""
+    numbers = numbers_of(what, parts)
     texts = []
     for is_curve in (True, False):
-        here = {row["at"][1] for row in parts[0][1]}  # the series of both places
-        chosen = [(place, [row for row in rows
-                           if (row["at"][2] != "") == is_curve and row["at"][1] in here])
-                  for place, rows in parts]
-        # columns are panels or series, or every point has a line: the table that is filled best
-        layouts = [lay_out(what, chosen, by) for by in (0, 1, None)]
-        share, text = max(layouts, key=lambda layout: layout[0])
-        n_point = len(chosen[0][1])
-        if n_point:
-            texts.append(text if share else f"({n_point} points: see --plot and --json)")
+        points = {at: kinds for at, kinds in numbers.items() if (at[2] != "") == is_curve}
+        if points:
+            # columns are panels or series, or every point has a line: the table filled best
+            layouts = [lay_out(points, by, what.x.rpartition(" ")[2]) for by in (0, 1, 3)]
+            share, text = max(layouts, key=lambda layout: layout[0])
+            texts.append(text if share else f"({len(points)} points: see --plot and --json)")
     return "\n\n".join(texts)
 
-def lay_out(what, parts, by):
-    """A table of points. by: the part of (panel, series, x) that names the columns; None: none.
-    Returns (share of its cells that are filled, text); the share is 0 if the table is too large."""
-    lines = defaultdict(dict)  # the other parts of points -> {(column, kind of number): text}
-    columns = {}
+def numbers_of(what, parts):
+    """{(panel, series, x, head of a column): {"here", "simulated" or "paper": text}}: points of all
+    places. Lengths here stand for the paper's."""
+    here, first = parts[0]
+    names = {row["at"][1] for row in first}
+    stands = here.stands if what.x == LENGTHS else {}
+    labels = {paper: f"{L} (paper: {paper})" for L, paper in stands.items()}
+    numbers = defaultdict(dict)
     for place, rows in parts:
-        kind = "simulated" if place.on else "here"
-        if by is None and len(rows) > MOST_LINES:
-            rows = [row for row in rows if row["paper"] is not None]
         for row in rows:
-            keys = [place.stands.get(key, key) for key in row["at"]]
-            column = what.y or "ours"
-            if by is not None:
-                column = keys[by]
-                keys[by] = ""
-            columns[column] = None
-            line = lines[tuple(keys)]
-            line[column, kind] = cell(row["ours"])
-            if row["spread"]:
-                line[column, kind] += f" ± {float(format(row['spread'], '.2g')):g}"
-            if row["paper"] is not None:
-                bound = re.search(r"at (least|most)", row["what"])
-                line[column, "paper"] = f"{bound[0]} {row['paper']:g}" if bound else row["paper"]
-    if not lines:
-        return 0.0, ""
+            panel, series, x = row["at"]
+            x = stands.get(x, x) if place is here else x
+            if series in names:
+                kinds = numbers[panel, series, labels.get(x, x), what.y or "ours"]
+                kind = "simulated" if place.on else "here"
+                kinds[kind] = cell(row["ours"])
+                if row["spread"]:
+                    kinds[kind] += f" ± {float(format(row['spread'], '.2g')):g}"
+                if row["paper"] is not None:
+                    bound = re.search(r"\((at .*)\)", row["what"])
+                    kinds["paper"] = f"{bound[1]} {row['paper']:g}" if bound else cell(row["paper"])
+    return numbers
 
-    first = "simulated" if parts[0][0].on else "here"
-    kinds = [first, "simulated", "paper"] if len(parts) > 1 else [first, "paper"]
-    pairs = [pair for pair in product(columns, kinds) if any(pair in line for line in lines.values())]
+def lay_out(points, by, x):
+    """(share of the cells that are filled, text) of a table. Part `by` of the points' keys names
+    the columns, the first three others the lines. The share is 0 if the table is too large."""
+    if by == 3 and len(points) > MOST_LINES:
+        points = {at: kinds for at, kinds in points.items() if "paper" in kinds}
+    lines = defaultdict(dict)
+    for at, kinds in points.items():
+        keys = tuple("" if i == by else at[i] for i in range(3))
+        lines[keys] |= {(at[by], kind): text for kind, text in kinds.items()}
+    columns = dict.fromkeys(at[by] for at in points)
+    used = {pair for line in lines.values() for pair in line}
+    shown = [pair for pair in product(columns, ("here", "simulated", "paper")) if pair in used]
     of_lines = [i for i in range(3) if any(keys[i] != "" for keys in lines)]
-    heads = [("", "", what.x.rpartition(" ")[2])[i] for i in of_lines]
-    for column, kind in pairs:
-        here = f"{column}, here" if len(parts) > 1 else column
-        heads.append(here if kind == first else kind)
-    lengths = {paper: f"{L} (paper: {paper})" for L, paper in parts[0][0].stands.items()}
-    text = table(heads, [[lengths.get(keys[i], keys[i]) for i in of_lines] + [*map(line.get, pairs)]
+    heads = [("", "", x)[i] for i in of_lines]
+    both = len({kind for _, kind in used} - {"paper"}) > 1
+    for column, group in groupby(shown, lambda pair: pair[0]):
+        (_, first), *others = group
+        heads.append(f"{column}, {first}" if both else column)
+        heads.extend(kind for _, kind in others)
+    text = table(heads, [[keys[i] for i in of_lines] + [line.get(pair) for pair in shown]
                          for keys, line in lines.items()])
-    n_filled = sum((column, first) in line for line in lines.values() for column in columns)
-    share = n_filled / len(lines) / len(columns) * (0.6 if by is None else 1.0)
-    fits = len(lines) <= MOST_LINES and text.index("\n") <= 120
-    return share * fits, text
+    share = len(points) / max(1, len(lines) * len(columns)) * (0.6 if by == 3 else 1.0)
+    return share * (len(lines) <= MOST_LINES and text.index("\n") <= 120), text
 
 COLORS = {  # the same thing has the same color in every picture
-    "C = 128": "#93c4ea",
-    "C = 256": "#2a78c2",
-    "C = 512": "#123a73",
-    "k = 1": "#93c4ea",
-    "k = 3": "#2a78c2",
-    "k = 5": "#123a73",
-    "Orca, best": "#e07b2a",
-    "Orca, worst": "#f5b78a",
-    "off": "#7f7f7f",
-    "goodput": "#e07b2a",
-    "oracle": "#1b9e87",
-    "chunk": "#1b9e87",
-    "decode": "#f2c14e",
-    "waiting": "#e4e4e4",
-    "stall": "#e8583f",
-    "bubble": "#e8583f"}
+    "C = 128": "#93c4ea", "C = 256": "#2a78c2", "C = 512": "#123a73",
+    "k = 1": "#93c4ea", "k = 3": "#2a78c2", "k = 5": "#123a73",
+    "Orca, best": "#e07b2a", "Orca, worst": "#f5b78a",
+    "off": "#7f7f7f", "goodput": "#e07b2a", "oracle": "#1b9e87",
+    "chunk": "#1b9e87", "decode": "#f2c14e", "waiting": "#e4e4e4",
+    "stall": "#e8583f", "bubble": "#e8583f"}
 
 def draw(rows, what):
     """A Figure with a panel per panel: a line per series, or bars if the experiment has no x axis;
@@ -1442,13 +1396,8 @@ def save_picture(place, name, rows, folder):
         for handle, label in zip(*ax.get_legend_handles_labels()):
             handles[label] = handle
     if len(handles) > 1:
-        figure.legend(
-            handles.values(),
-            handles,
-            loc="outside lower center",
-            fontsize=8,
-            frameon=False,
-            ncols=int(figure.get_figwidth() / 1.3))
+        figure.legend(handles.values(), handles, loc="outside lower center", fontsize=8,
+                      frameon=False, ncols=int(figure.get_figwidth() / 1.3))
     where = Path(place.on.gpu).stem if place.on else place.model.device.type
     figure.savefig(os.path.join(folder, f"{name}_{where}.png"), dpi=110)
 
@@ -1458,14 +1407,8 @@ def write_trace(path, tapes):
     for pid, (name, iterations) in enumerate(tapes):
         events.append(dict(ph="M", name="process_name", pid=pid, args=dict(name=name)))
         for row, kind, start, end, tokens in pieces(iterations):
-            events.append(dict(
-                ph="X",
-                name=kind,
-                pid=pid,
-                tid=row,
-                ts=start * 1e6,
-                dur=(end - start) * 1e6,
-                args=dict(tokens=tokens)))
+            events.append(dict(ph="X", name=kind, pid=pid, tid=row, ts=start * 1e6,
+                               dur=(end - start) * 1e6, args=dict(tokens=tokens)))
     with open(path, "w") as file:
         json.dump(dict(traceEvents=events), file)
 
@@ -1540,30 +1483,29 @@ def class_in_file(text, base):
                if isinstance(value, type) and issubclass(value, base) and value is not base}
     return classes[check_choice(f"{base.__name__} of {path}", name, classes)]
 
-def name_of(way):
-    """A class by its name, a string as it is."""
-    return way.__name__ if isinstance(way, type) else way
+def instance(way):
+    """An object of a class, anything else as it is."""
+    return way() if isinstance(way, type) else way
 
-def choose_place(args, name):
-    """Where an experiment runs."""
-    what = EXPERIMENTS[name]
-    if args.hardware and what.only == "measured":
-        raise ValueError(f"{name} can only be measured: leave out --hardware")
-    if args.hardware or what.only == "simulated":
-        return simulate(args, what.on._replace(
-            model=args.model or what.on.model,
-            gpu=args.hardware or what.on.gpu,
-            tp=max(args.tp, what.on.tp)))
-    return this_machine(args)
+def name_of(way):
+    """Of a scheduler or a policy: a name as it is, a chunk size, or the class."""
+    if isinstance(way, (Sarathi, SarathiServe)):
+        return f"C = {way.chunk}"
+    return way if isinstance(way, str) else type(instance(way)).__name__
+
+def by_scheduler(schedulers):
+    """The ways of a race between schedulers: names, objects or classes."""
+    return {name_of(scheduler): dict(scheduler=scheduler) for scheduler in schedulers}
 
 def run_experiments(args, names):
     """Run experiments; then, or after Ctrl-C, print their tables and save what flags ask for."""
     if args.chunk == "auto":
-        args.chunk = pick_chunk(choose_place(args, names[0]))
+        args.chunk = pick_chunk(choose_places(args, names[0])[0])
         print(f"Chunk: {args.chunk} tokens, by the profile of fig7\n", flush=True)
     parts = {name: [(place, []) for place in choose_places(args, name)] for name in names}
     paragraph = ""
-    before = cpu_seconds()
+    start = time.perf_counter()
+    before = others_seconds()
     try:
         for name, pairs in parts.items():
             for place, rows in pairs:
@@ -1574,17 +1516,23 @@ def run_experiments(args, names):
     finally:
         report(args, {name: pairs for name, pairs in parts.items() if pairs[0][1]}, paragraph)
         if any(not place.simulated for place, _ in sum(parts.values(), [])):
-            warn_of_others(before)
+            warn_of_others(start, before)
 
 def choose_places(args, name):
-    """Where an experiment runs. What the main job measures of Tables 2 and 4 stands beside the
-    paper's hardware, simulated; its fig9 is simulated, with a mark for what was measured."""
-    place = choose_place(args, name)
-    if args.experiments or place.simulated or name not in ("table2", "table4", "fig9"):
-        return [place]
-    args = argparse.Namespace(**vars(args) | dict(lengths=None))
-    other = simulate(args, EXPERIMENTS[name].on)
-    return [other] if name == "fig9" else [place, other]
+    """Where an experiment runs. The main job's Tables 2 and 4 stand beside the paper's hardware,
+    simulated; its fig9 is simulated, with a mark for what was measured."""
+    what = EXPERIMENTS[name]
+    if args.hardware and what.only == "measured":
+        raise ValueError(f"{name} can only be measured: leave out --hardware")
+    if args.hardware or what.only == "simulated":
+        return [simulate(args, what.on._replace(
+            model=args.model or what.on.model,
+            gpu=args.hardware or what.on.gpu,
+            tp=max(args.tp, what.on.tp)))]
+    if args.experiments or name not in ("table2", "table4", "fig9"):
+        return [this_machine(args)]
+    paper = simulate(argparse.Namespace(**vars(args) | dict(lengths=None)), what.on)
+    return [paper] if name == "fig9" else [this_machine(args), paper]
 
 def report(args, parts, paragraph):
     """Print tables and the main job's paragraph; save pictures, a trace and JSON."""
@@ -1592,9 +1540,7 @@ def report(args, parts, paragraph):
     for name, pairs in parts.items():
         what = EXPERIMENTS[name]
         place, rows = pairs[0]
-        print(f"### {name}: {what.about}")
-        for other, _ in pairs:
-            print(other.source)
+        print(f"### {name}: {what.about}", *(other.source for other, _ in pairs), sep="\n")
         if not place.simulated and any(row["paper"] is not None for row in rows):
             print(f"The paper's numbers are of {what.on.model} on {what.on.tp} x {what.on.gpu}.")
         print((f"Numbers: {what.y}.\n" if what.y else "") + f"\n{tables(what, pairs)}\n")
