@@ -7,10 +7,9 @@
     python bench.py scoreboard                       every number of the papers beside ours
     python bench.py list                             all experiments, and where they run
 
-An experiment is a generator of points (panel, series, x, ours). The papers' numbers are CLAIMS.
-Tables, JSON, pictures and the scoreboard derive from both. In reading order: claims; experiments;
-places, where experiments run; workloads; the experiments, paper by paper; the scoreboard, tables,
-pictures and traces; the command line.
+An experiment is a generator of points (panel, series, x, ours); the papers' numbers are CLAIMS;
+tables, JSON, pictures and the scoreboard derive from both. In reading order: claims; places, where
+experiments run; workloads; experiments, paper by paper; scoreboard, tables, pictures; command line.
 """
 import argparse
 import csv
@@ -26,7 +25,7 @@ import textwrap
 import time
 import zlib
 from collections import Counter, defaultdict, deque
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cache, partial
@@ -43,8 +42,8 @@ from tqdm import tqdm
 from kernels import linear, pack
 from model import GPT, Adapter, load_model, preset
 from sarathi import (GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, CostModel,
-                     EarlyAbort, Engine, Iteration, IterationStats, Pipeline, Policy, Request, Run, Sarathi,
-                     SarathiServe, Scheduler, Span, add_model_flags, cell, check_choice,
+                     EarlyAbort, Engine, Iteration, IterationStats, Pipeline, Policy, Request, Run,
+                     Sarathi, SarathiServe, Scheduler, Span, add_model_flags, cell, check_choice,
                      check_range, cluster, entries_of, fcfs, free_memory, lcfs, run_command_line,
                      table)
 
@@ -150,6 +149,7 @@ class Place:
         self.source = source
         self.on = on  # None: this machine
         self.simulated = isinstance(model, CostModel)
+        self.rows = []  # of an experiment
         self.tapes = {}  # scheduler -> iterations of the last run with it
         self.bar = tqdm(disable=True)  # a tick per measurement
         self.B = args.max_batch  # requests in a batch [SARATHI Table 4]
@@ -178,9 +178,8 @@ class Place:
         return int(memory // self.model.config.page_bytes(self.model.dtype.itemsize))
 
     def rounds(self, *functions, share=1):
-        """Results of functions, a list per function. They take turns for `share` times --seconds,
-        so that a machine that becomes slower does so for all: at least two rounds, and the first
-        of more than two warms up. A simulator needs one round."""
+        """Results of functions, a list per function. They take turns for `share` times --seconds
+        and at least two rounds; the first of more warms up. A simulator needs one round."""
         results = [[] for _ in functions]
         start = time.perf_counter()
         for n in count(1):
@@ -266,9 +265,8 @@ def warn_of_others(start, before):
               "are too long", file=sys.stderr)
 
 def made_up_plan(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=True):
-    """An iteration of requests that were never added: so many decodes, each after `context` cached
-    tokens, and so many chunks of `chunk` tokens, each after `past`. last: all sample a token.
-    Returns the plan and an engine."""
+    """(plan, engine) of requests that were never added: decodes, each after `context` cached
+    tokens, and chunks of `chunk` tokens, each after `past`. last: all sample a token."""
     sizes = [(context, 1)] * decodes + [(past, chunk)] * (chunks if chunk else 0)
     n_page = sum(n_past + n + 2 for n_past, n in sizes)
     engine = Engine(model, chunk=decodes + chunk, max_batch=len(sizes), n_page=n_page)
@@ -343,9 +341,8 @@ def zipf_jobs(n):
     return [Job(0.0, *halves(L, 10)) for L in lengths.tolist()]
 
 def serve(engine, jobs, clients=0, adapters=(), n_end=0):
-    """Serve jobs until all have ended, or n_end of them. clients: so many are there at once, and
-    the next one comes when one has ended; 0: they come at their arrival. adapters: dealt in turns
-    to the jobs' names. Returns a Run."""
+    """The Run of jobs until all have ended, or n_end of them. clients: so many are there at once;
+    0: they come at their arrival. adapters: dealt in turns to the jobs' names."""
     for name in {job.adapter for job in jobs} - {None}:
         engine.add_adapter(name, adapters[int(name) % len(adapters)])
     start = engine.clock.now()
@@ -418,10 +415,8 @@ def measure_ceilings(place):
     model = place.model
     if place.simulated:
         return GEMM_FLOPS * model.flops, model.bandwidth
-    C = N = 4096
-    if model.device.type == "cpu":
-        C = 1024
-        N = 512
+    C = 1024 if model.device.type == "cpu" else 4096
+    N = 512 if model.device.type == "cpu" else 4096
     options = dict(dtype=model.dtype, device=model.device)
     weights = [pack(torch.randn(4 * C, C, **options)) for _ in range(48)]
     one = torch.randn(1, C, **options)
@@ -476,8 +471,7 @@ def decode_speedup(place, L, B):
 
 def gains(place, P, D, B, *schedulers):
     """How many times as fast as request-level batching, (n_scheduler, n_round), for equal requests
-    of P + D tokens. The middle of a run counts: how it begins and ends says little of a server.
-    One static batch is like the next."""
+    of P + D tokens. The middle of a run counts; one static batch is like the next."""
     first, last = (5 * B, 10 * B) if place.simulated else (B, B + 3)
     jobs = [Job(0.0, P, D)] * (last + B)
     functions = [partial(place.serve, jobs[:B], B, scheduler="static")]
@@ -489,20 +483,20 @@ def gains(place, P, D, B, *schedulers):
                      for runs in others])
     return (last - first) / B * batch / np.diff(ends)[:, :, 0]
 
-def explain(parts):
+def explain(places):
     """One paragraph on what chunks gain on this machine, from the main job's rows."""
-    ours = {}
-    for (place, rows), *_ in parts.values():
-        ours |= {(row["experiment"], *row["at"]): row["ours"] for row in rows}
+    place = places["users"][0]
+    ours = {(row["experiment"], *row["at"]): row["ours"]
+            for group in places.values() for row in group[0].rows}
     prefill, decode = [sum(ours["table2", f"{part} (ms)", batch, ""] for part in ("linear", "attn"))
                        for batch in ("prefill-only", "decode-only")]
-    place = parts["users"][0][0]
     L = min(1024, max(place.lengths))  # as in table2
     P, D = halves(L, chunk=place.args.chunk, B=place.B)
     most = 1 + D * decode / (place.B * prefill)
     gains = [ours["table4", "throughput", "", L] for L in place.lengths]
-    stalls = [ours["users", "longest stall ms", name, ""] for name in ("prefill_first", "sarathi")]
-    speeds = [ours["users", "tokens/s", name, ""] for name in ("prefill_first", "sarathi")]
+    stalls, speeds = [
+        [ours["users", figure, name, ""] for name in ("prefill_first", "sarathi")]
+        for figure in ("longest stall ms", "tokens/s")]
     return (
         "Chunks end stalls: the longest pause in an output is "
         f"{stalls[1]:.0f} ms instead of {stalls[0]:.0f}, at {speeds[1] / speeds[0]:.2f} times "
@@ -719,8 +713,7 @@ class Lightllm(Scheduler):
         return [(request, request.n_todo) for request in new or running]
 
     def fitting(self, running, waiting):
-        """The first waiting requests: while the batch will never outgrow the pool, and the new
-        prompts take up to a sixth of it."""
+        """The first waiting requests that never outgrow the pool; prompts: up to a sixth of it."""
         store = self.engine.adapters
         n_page = self.engine.pool.n_page
         batch = [(r.max_len - r.n_tokens, r.n_tokens) for r in running]
@@ -814,12 +807,12 @@ def slora_fig8(place):
     and for the base model alone."""
     for setting, gpu, n in (("S5", "a100-40", 100), ("S6", "a100", 10)):
         for part in ("base model", "no messages", "S-LoRA"):
-            two, four = [slora(place, setting, n, 12, 60, part, gpu, tp).requests_per_second
-                         for tp in (2, 4)]
-            yield setting, part, 2, two
-            yield setting, part, 4, four
-            if part == "S-LoRA":
-                yield "4 GPUs over 2", setting, four / two
+            speeds = []
+            for tp in (2, 4):
+                run = slora(place, setting, n, 12, 60, part, gpu, tp)
+                speeds.append(run.requests_per_second)
+                yield setting, part, tp, speeds[-1]
+        yield "4 GPUs over 2", setting, speeds[1] / speeds[0]
 
 @experiment("adapters, n", "requests/s", Hardware("llama-7b", "a10g", 1, "lightllm"),
             "simulated")
@@ -1032,15 +1025,18 @@ def read_trace(path, rate):
 
 def read_job(row, rate):
     """The Job of a row {column: value} of a trace."""
-    for arrival, prompt, output, unit in TRACES:
-        if prompt in row and output in row and (rate or arrival in row):
-            seconds = 0.0 if rate else seconds_of(str(row[arrival]), unit)
-            lengths = [float(str(row[name])) for name in (prompt, output)]
-            if lengths != [n // 1 for n in lengths]:
-                raise ValueError(f"{lengths} tokens: must be whole numbers")
-            return Job(seconds, *map(int, lengths))
-    known = " or ".join(f"({', '.join(columns[:3])})" for columns in TRACES)
-    raise ValueError(f"columns {', '.join(row)}: must be {known}; --rate replaces arrivals")
+    known = [columns for columns in TRACES if {*columns[1:3]} <= {*row}]
+    if not known:
+        names = " or ".join(f"({', '.join(columns[:3])})" for columns in TRACES)
+        raise ValueError(f"columns {', '.join(row)}: must be {names}")
+    arrival, prompt, output, unit = known[0]
+    if not rate and arrival not in row:
+        raise ValueError(f"column {arrival!r} is missing: add it, or --rate in its place")
+    lengths = [float(str(row[name])) for name in (prompt, output)]
+    if lengths != [n // 1 for n in lengths]:
+        raise ValueError(f"{lengths} tokens: must be whole numbers")
+    seconds = 0.0 if rate else seconds_of(str(row[arrival]), unit)
+    return Job(seconds, *map(int, lengths))
 
 def seconds_of(text, unit):
     """Seconds of an arrival: a number of units, or a date, in UTC if it names no zone."""
@@ -1124,9 +1120,8 @@ def autopilot(place):
             ratios.append(latency / min(fixed))
             yield "latency over the best", workload.strip(), ratios[-1]
             missed += not met[0]
-    yield "all workloads", "mean", fmean(ratios)
-    yield "all workloads", "median", median(ratios)
-    yield "all workloads", "worst", max(ratios)
+    for name, function in dict(mean=fmean, median=median, worst=max).items():
+        yield "all workloads", name, function(ratios)
     yield "all workloads", "targets missed", missed
 
 @experiment("", "%", only="measured")
@@ -1183,15 +1178,10 @@ def peers(place):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
         theirs = theirs.to(model.device).eval()
         for B, peer in ((1, "transformers"), (8, "transformers"), (8, "PEFT")):
-            n_page = B * (P + D) + 1000
-            engine = Engine(model, "prefill_first", max_batch=B, n_page=n_page)
+            engine = Engine(model, "prefill_first", max_batch=B, n_page=B * (P + D) + 1000)
             prompts = torch.zeros(B, P, dtype=torch.int64, device=model.device)
-            options = dict(
-                attention_mask=torch.ones_like(prompts),
-                max_new_tokens=D,
-                min_new_tokens=D,
-                do_sample=False,
-                pad_token_id=0)
+            options = dict(attention_mask=torch.ones_like(prompts), max_new_tokens=D,
+                           min_new_tokens=D, do_sample=False, pad_token_id=0)
             if peer == "PEFT":
                 for name in ("a", "b"):
                     adapter = Adapter.random(model.config, 16, ord(name), model.dtype)
@@ -1220,10 +1210,8 @@ def scoreboard(args):
     """Every number of the papers beside ours, simulated with one set of constants. Returns rows."""
     names = [name for name in CLAIMS if EXPERIMENTS[name].only != "measured"]
     with ProcessPoolExecutor(os.cpu_count()) as executor:
-        runs = [executor.submit(scoreboard_rows, args, name) for name in names]
-        for _ in tqdm(as_completed(runs), "scoreboard", len(runs), leave=False, delay=3):
-            pass
-    rows = sum((run.result() for run in runs), [])
+        runs = executor.map(partial(scoreboard_rows, args), names)
+        rows = sum(tqdm(runs, "scoreboard", len(names), leave=False, delay=3), [])
     heads = ("experiment", "what", "paper", "ours", "kind", "inside")
     lines = [[row[head] for head in heads] for row in rows]
     for line, row in zip(lines, rows):
@@ -1233,8 +1221,8 @@ def scoreboard(args):
         if not row["inside"]:
             text = f"- {row['experiment']}, {row['what']}: {row['note']}"
             print(textwrap.fill(text, 118, subsequent_indent="  "))
-    print("\nValues within 15 %, gains within 30 % of what they gain, bounds as they say; a constant"
-          " was fitted to\nthose with a *:\n")
+    print("\nValues within 15 %, gains within 30 % of what they gain, bounds as they say; a "
+          "constant was fitted to\nthose with a *:\n")
     for fit, kind in product((False, True), ("value", "gain", "bound")):
         inside = [row["inside"] for row in rows if row["kind"] == kind and row["fit"] == fit]
         if inside:
@@ -1244,10 +1232,9 @@ def scoreboard(args):
 
 MOST_LINES = 24  # of a table; more points are left to the picture
 
-def tables(what, parts):
-    """The Markdown tables of an experiment: its curves, then its points without an x.
-    parts: [(place, rows)], the same experiment measured and simulated, or one of both."""
-    numbers = numbers_of(what, parts)
+def tables(what, places):
+    """The Markdown tables of an experiment in these places: curves, then points without an x."""
+    numbers = numbers_of(what, places)
     texts = []
     for is_curve in (True, False):
         points = {at: kinds for at, kinds in numbers.items() if (at[2] != "") == is_curve}
@@ -1258,27 +1245,27 @@ def tables(what, parts):
             texts.append(text if share else f"({len(points)} points: see --plot and --json)")
     return "\n\n".join(texts)
 
-def numbers_of(what, parts):
+def numbers_of(what, places):
     """{(panel, series, x, head of a column): {"here", "simulated" or "paper": text}}: points of all
     places. Lengths here stand for the paper's."""
-    here, first = parts[0]
-    names = {row["at"][1] for row in first}
-    stands = here.stands if what.x == LENGTHS else {}
+    names = {row["at"][1] for row in places[0].rows}
+    stands = places[0].stands if what.x == LENGTHS else {}
     labels = {paper: f"{L} (paper: {paper})" for L, paper in stands.items()}
     numbers = defaultdict(dict)
-    for place, rows in parts:
-        for row in rows:
+    for place in places:
+        for row in place.rows:
             panel, series, x = row["at"]
-            x = stands.get(x, x) if place is here else x
-            if series in names:
-                kinds = numbers[panel, series, labels.get(x, x), what.y or "ours"]
-                kind = "simulated" if place.on else "here"
-                kinds[kind] = cell(row["ours"])
-                if row["spread"]:
-                    kinds[kind] += f" ± {float(format(row['spread'], '.2g')):g}"
-                if row["paper"] is not None:
-                    bound = re.search(r"\((at .*)\)", row["what"])
-                    kinds["paper"] = f"{bound[1]} {row['paper']:g}" if bound else cell(row["paper"])
+            if series not in names:
+                continue
+            x = x if place.on else stands.get(x, x)
+            text = cell(row["ours"])
+            if row["spread"]:
+                text += f" ± {float(format(row['spread'], '.2g')):g}"
+            kinds = numbers[panel, series, labels.get(x, x), what.y or "ours"]
+            kinds["simulated" if place.on else "here"] = text
+            if row["paper"] is not None:
+                bound = re.search(r"\((at .*)\)", row["what"])
+                kinds["paper"] = f"{bound[1]} {row['paper']:g}" if bound else row["paper"]
     return numbers
 
 def lay_out(points, by, x):
@@ -1364,8 +1351,7 @@ def pieces(iterations):
             last[row] = (end, "bubble" if staged else gap)
 
 def draw_tapes(tapes):
-    """A Figure with one time axis: a panel per tape, a row per request or stage. Of a long tape it
-    has a stretch from the middle."""
+    """A Figure: a panel per tape, a row per request or stage; of a long tape, its middle."""
     figure = Figure((10, 0.7 + 1.7 * len(tapes)), layout="constrained")
     axes = figure.subplots(len(tapes), 1, sharex=True)
     for ax, (name, iterations) in zip(axes, tapes.items()):
@@ -1444,33 +1430,33 @@ def parse_arguments(words=None):
     flag("--lengths", type=token_counts, help="tokens per request, prompt and output; default: "
          "256,512,768 here, 1024,2048,3072 simulated")
     flag("--max-batch", type=int, default=6, help="requests in a batch; default: 6")
-    flag("--seconds", type=float, default=1.5, help="of a measurement's rounds, thrice as many for "
-         "whole runs; default: 1.5")
-    flag("--size", choices=("small", "full"), help="grid of an experiment; default: small if "
-         "measured, full if simulated")
-    flag("--rate", type=float, help="online: requests/s; default: 0.7 of what can be served")
-    flag("--cv", type=float, help="online: coefficient of variation of the gaps between arrivals; "
-         "default: 1, Poisson")
-    flag("--prompt", type=token_counts, help="online: tokens of a prompt, like 256 or 8..512")
-    flag("--output", type=token_counts, help="online: tokens of an output")
-    flag("--jobs", metavar="FILE", help="online: a trace, CSV or JSON lines, .gz too: arrival (s), "
-         "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur or Mooncake")
-    flag("--spec", type=partial(class_in_file, base=Policy), help="online: how many drafts, as an "
-         "engine's spec; FILE.py:CLASS: your own")
+    flag("--seconds", type=float, default=1.5,
+         help="of a measurement's rounds, thrice as many for whole runs; default: 1.5")
+    flag("--size", choices=("small", "full"),
+         help="grid of an experiment; default: small if measured, full if simulated")
     flag("--plot", metavar="FOLDER", help="save each experiment's picture there")
     flag("--json", metavar="FILE", help="save all rows; without a terminal stdout ends with them")
     flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
+    online = parser.add_argument_group("of online").add_argument
+    online("--rate", type=float, help="requests/s; default: 0.7 of what can be served")
+    online("--cv", type=float, help="coefficient of variation of the gaps between arrivals")
+    online("--prompt", type=token_counts, help="tokens of a prompt, like 256 or 8..512")
+    online("--output", type=token_counts, help="tokens of an output")
+    online("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), "
+           "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur or Mooncake")
+    online("--spec", type=partial(class_in_file, base=Policy),
+           help="how many drafts, as an engine's spec; FILE.py:CLASS: your own")
     args = parser.parse_args(words)
-    for name, least in dict(chunk=1, max_batch=2, context=64, seconds=0, rate=0.001, cv=0.001).items():
-        if getattr(args, name) not in (None, "auto"):
-            check_range(name, getattr(args, name), least)
+    given = {name: value for name, value in vars(args).items() if value not in (None, "auto")}
+    least = dict(chunk=1, max_batch=2, context=64, seconds=0, rate=0.001, cv=0.001)
+    for name, low in least.items():
+        check_range(name, given.get(name, low), low)
     if not isinstance(args.scheduler, type):
         check_choice("scheduler", args.scheduler, SCHEDULERS)
-    for name in ("rate", "cv", "prompt", "output", "jobs", "spec"):
-        if getattr(args, name) is not None and not {"online", "all"} & {*args.experiments}:
+    for name in [name for name in ("rate", "cv", "prompt", "output", "jobs", "spec") if name in given]:
+        if not {"online", "all"} & {*args.experiments}:
             raise ValueError(f"--{name} is a flag of `online` alone")
-    for name in ["prompt", "output"] + ["cv"] * (args.rate is None):
-        if args.jobs and getattr(args, name) is not None:
+        if args.jobs and (name in ("prompt", "output") or name == "cv" and not args.rate):
             raise ValueError(f"--{name} has no effect on the requests of --jobs")
     return args
 
@@ -1489,7 +1475,7 @@ def instance(way):
 
 def name_of(way):
     """Of a scheduler or a policy: a name as it is, a chunk size, or the class."""
-    if isinstance(way, (Sarathi, SarathiServe)):
+    if type(way) in (Sarathi, SarathiServe):
         return f"C = {way.chunk}"
     return way if isinstance(way, str) else type(instance(way)).__name__
 
@@ -1502,20 +1488,17 @@ def run_experiments(args, names):
     if args.chunk == "auto":
         args.chunk = pick_chunk(choose_places(args, names[0])[0])
         print(f"Chunk: {args.chunk} tokens, by the profile of fig7\n", flush=True)
-    parts = {name: [(place, []) for place in choose_places(args, name)] for name in names}
-    paragraph = ""
+    places = {name: choose_places(args, name) for name in names}
     start = time.perf_counter()
     before = others_seconds()
     try:
-        for name, pairs in parts.items():
-            for place, rows in pairs:
+        for name, group in places.items():
+            for place in group:
                 with tqdm(desc=name, unit=" runs", leave=False, delay=3) as place.bar:
-                    rows.extend(EXPERIMENTS[name].rows(place))
-        if not args.experiments:
-            paragraph = explain(parts)
+                    place.rows.extend(EXPERIMENTS[name].rows(place))
     finally:
-        report(args, {name: pairs for name, pairs in parts.items() if pairs[0][1]}, paragraph)
-        if any(not place.simulated for place, _ in sum(parts.values(), [])):
+        report(args, {name: group for name, group in places.items() if group[0].rows})
+        if any(not place.simulated for place in sum(places.values(), [])):
             warn_of_others(start, before)
 
 def choose_places(args, name):
@@ -1534,38 +1517,35 @@ def choose_places(args, name):
     paper = simulate(argparse.Namespace(**vars(args) | dict(lengths=None)), what.on)
     return [paper] if name == "fig9" else [this_machine(args), paper]
 
-def report(args, parts, paragraph):
-    """Print tables and the main job's paragraph; save pictures, a trace and JSON."""
-    every_part = sum(parts.values(), [])
-    for name, pairs in parts.items():
+def report(args, places):
+    """Print tables and the main job's paragraph; save what flags ask for. {experiment: [Place]}"""
+    for name, group in places.items():
         what = EXPERIMENTS[name]
-        place, rows = pairs[0]
-        print(f"### {name}: {what.about}", *(other.source for other, _ in pairs), sep="\n")
-        if not place.simulated and any(row["paper"] is not None for row in rows):
+        place = group[0]
+        print(f"### {name}: {what.about}", *(other.source for other in group), sep="\n")
+        if not place.simulated and any(row["paper"] is not None for row in place.rows):
             print(f"The paper's numbers are of {what.on.model} on {what.on.tp} x {what.on.gpu}.")
-        print((f"Numbers: {what.y}.\n" if what.y else "") + f"\n{tables(what, pairs)}\n")
+        print((f"Numbers: {what.y}.\n" if what.y else "") + f"\n{tables(what, group)}\n")
         if args.plot:
-            save_picture(place, name, rows + marks(name, parts), args.plot)
-    if paragraph:
-        print(f"{paragraph}\n")
+            rows = marks(*places.get("table4", [])[:1]) if name == "fig9" else []
+            save_picture(place, name, place.rows + rows, args.plot)
+    if not args.experiments and {*MAIN_JOB} <= {*places}:
+        print(f"{explain(places)}\n")
+    every_place = sum(places.values(), [])
     if args.trace:
-        tapes = [tape for place, _ in every_part for tape in place.tapes.items()]
-        write_trace(args.trace, tapes)
-    if every_part:
+        write_trace(args.trace, [tape for place in every_place for tape in place.tapes.items()])
+    if every_place:
         write_json(args, dict(
-            experiment=" ".join(parts),
-            rows=sum((rows for _, rows in every_part), []),
+            experiment=" ".join(places),
+            rows=sum((place.rows for place in every_place), []),
             seed=args.seed,
-            machine="; ".join(dict.fromkeys(place.source for place, _ in every_part)),
+            machine="; ".join(dict.fromkeys(place.source for place in every_place)),
             torch=torch.__version__))
 
-def marks(name, parts):
+def marks(place=None):
     """Rows that put what table4 measured on this machine into fig9's picture."""
-    if name != "fig9" or "table4" not in parts:
-        return []
     rows = []
-    place, measured = parts["table4"][0]
-    for row in measured:
+    for row in place.rows if place else ():
         panel, _, L = row["at"]
         if panel == "throughput":
             P, D = halves(L, chunk=place.args.chunk, B=place.B)

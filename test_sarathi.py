@@ -1729,10 +1729,9 @@ def test_iteration_is_what_the_cost_model_says():
 
 def test_explanation_and_chunk():
     place = simulated("fig9", "--lengths 1024,2048")
-    parts = {name: [(place, list(EXPERIMENTS[name].rows(place)))] for name in bench.MAIN_JOB}
-    text = bench.explain(parts)
-    rows = {(row["experiment"], *row["at"]): row["ours"] for _, rows in sum(parts.values(), [])
-            for row in rows}
+    place.rows = [row for name in bench.MAIN_JOB for row in EXPERIMENTS[name].rows(place)]
+    text = bench.explain({"users": [place]})
+    rows = {(row["experiment"], *row["at"]): row["ours"] for row in place.rows}
     stalls = [rows["users", "longest stall ms", name, ""] for name in ("sarathi", "prefill_first")]
     assert stalls[0] < stalls[1] / 3
     assert f"{stalls[0]:.0f} ms instead of {stalls[1]:.0f}" in text
@@ -1812,9 +1811,10 @@ def test_traces_of_the_field(name, form, tmp_path, capsys):
     ("arrival,prompt,output\n0,5,5\n1,5.5,5\n", "line 3: .*whole"),
     ("arrival,prompt,output\n0,nan,5\n", "line 2: .*whole"),
     ("arrival,prompt,output\n0,,5\n", "line 2: "),
-    ("arrival,prompt,output\n0,5,5\ninf,5,5\n", "line 3: arrival inf"),
+    ("arrival,prompt,output\n0,5,5\ninf,5,5\n", "line 3: arrival = inf"),
     ("arrival,prompt,output\nnoon,5,5\n", "line 2: .*'noon'"),
     ('arrival,prompt,output\n0,5,5\n1,"5,5\n', "line 3: "),
+    ('arrival,prompt,output\n0,5,5\n1,5,"5\n', "line 3: "),
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "pro\n', "line 2: "),
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "prompt": 5}\n', "line 2: "),
     ("arrival,prompt,output\n0,0,5\n0,5,0\n0,60,5\n0,-1,5\n", "can be served = 0"),
