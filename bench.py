@@ -1453,10 +1453,11 @@ def parse_arguments(words=None):
         check_range(name, given.get(name, low), low)
     if not isinstance(args.scheduler, type):
         check_choice("scheduler", args.scheduler, SCHEDULERS)
-    for name in [name for name in ("rate", "cv", "prompt", "output", "jobs", "spec") if name in given]:
-        if not {"online", "all"} & {*args.experiments}:
+    for name in ("rate", "cv", "prompt", "output", "jobs", "spec"):
+        if name in given and not {"online", "all"} & {*args.experiments}:
             raise ValueError(f"--{name} is a flag of `online` alone")
-        if args.jobs and (name in ("prompt", "output") or name == "cv" and not args.rate):
+    for name in ["prompt", "output"] + ["cv"] * (args.rate is None):
+        if name in given and args.jobs:
             raise ValueError(f"--{name} has no effect on the requests of --jobs")
     return args
 
@@ -1527,7 +1528,7 @@ def report(args, places):
             print(f"The paper's numbers are of {what.on.model} on {what.on.tp} x {what.on.gpu}.")
         print((f"Numbers: {what.y}.\n" if what.y else "") + f"\n{tables(what, group)}\n")
         if args.plot:
-            rows = marks(*places.get("table4", [])[:1]) if name == "fig9" else []
+            rows = marks(places["table4"][0]) if name == "fig9" and "table4" in places else []
             save_picture(place, name, place.rows + rows, args.plot)
     if not args.experiments and {*MAIN_JOB} <= {*places}:
         print(f"{explain(places)}\n")
@@ -1542,10 +1543,10 @@ def report(args, places):
             machine="; ".join(dict.fromkeys(place.source for place in every_place)),
             torch=torch.__version__))
 
-def marks(place=None):
-    """Rows that put what table4 measured on this machine into fig9's picture."""
+def marks(place):
+    """Rows that put table4's throughput at a place into fig9's picture."""
     rows = []
-    for row in place.rows if place else ():
+    for row in place.rows:
         panel, _, L = row["at"]
         if panel == "throughput":
             P, D = halves(L, chunk=place.args.chunk, B=place.B)
