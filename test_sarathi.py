@@ -1688,7 +1688,10 @@ def test_experiment_simulates(name):
 
 def test_short_lengths_stand_for_the_papers():
     place = bench.Place(arguments("--lengths 512,1024"), simulated("table4").model, "here")
-    rows = [row["what"] for row in EXPERIMENTS["table4"].rows(place)]
+    for name, needle in (("fig7", "| 512 "), ("table4", "| 512 (paper: 1024) ")):
+        place.rows = list(EXPERIMENTS[name].rows(place))
+        assert needle in bench.tables(EXPERIMENTS[name], [place])
+    rows = [row["what"] for row in place.rows]
     assert rows[1:4:2] == ["throughput, L = 512 (paper: 1024)", "throughput, L = 1024"]
     assert place.sizes == [(512, 6), (1024, 6)]
     place = bench.simulate(arguments(), bench.Hardware("gpt2", "a100"))
@@ -1774,7 +1777,8 @@ TRACES = {  # the same three requests, 4 and 1.5 seconds apart
     "azure.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 23:59:58.5000000,374,44\n"
                  "2023-11-17 00:00:02.5,396,9\n2023-11-17 00:00:04+00:00,7,1\n",
     "burst.csv": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-                 "5,GPT-4,374,44,418,API log\n9,ChatGPT,396,9,405,\"a, b\"\n10.5,GPT-4,7,1,8,API log\n",
+                 "5,GPT-4,374,44,418,API log\n9,ChatGPT,396,9,405,\"a, b\"\n"
+                 "10.5,GPT-4,7,1,8,API log\n",
     "vidur.csv": "arrived_at,num_prefill_tokens,num_decode_tokens\n5.5,396,9\n7,7,1\n1.5,374,44\n",
     "ours.jsonl": "".join('{"output": %d, "prompt": %d, "arrival": "%s"}\n' % row for row in (
         (44, 374, "2024-05-10T01:00:00Z"), (9, 396, "2024-05-10T01:00:04+00:00"),
