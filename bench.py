@@ -1014,13 +1014,15 @@ def read_trace(path, rate):
         with opener(path, "rt", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.lstrip().startswith("{"):
-                    yield read_job(json.loads(line), rate)
+                    row = json.loads(line)
+                    heads = heads or [*row]  # no other line is CSV's first
+                    yield read_job(row, rate)
                 elif line.strip():
                     fields = next(csv.reader([line], skipinitialspace=True, strict=True))
                     if heads:
                         yield read_job(dict(zip(heads, fields, strict=True)), rate)
                     heads = heads or [name.strip().lower() for name in fields]
-    except (ValueError, csv.Error, EOFError, zlib.error) as error:
+    except (ValueError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path}, line {number}: {error}") from None
 
 def read_job(row, rate):

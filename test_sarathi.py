@@ -1821,6 +1821,7 @@ def test_traces_of_the_field(name, form, tmp_path, capsys):
     ('arrival,prompt,output\n0,5,5\n1,5,"5\n', "line 3: "),
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "pro\n', "line 2: "),
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "prompt": 5}\n', "line 2: "),
+    ('{"arrival": 0, "prompt": 5, "output": 5}\n[1, 5, 5]\n', "line 2: "),
     ("arrival,prompt,output\n0,0,5\n0,5,0\n0,60,5\n0,-1,5\n", "can be served = 0"),
     ("", "can be served = 0"),
     ("\xff", "line 0: .*utf-8"),
