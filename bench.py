@@ -7,13 +7,13 @@
     python bench.py scoreboard                       every number of the papers beside ours
     python bench.py list                             all experiments, and where they run
 
-An experiment is a generator of points (panel, series, x, ours). The papers' numbers are CLAIMS.
-Tables, JSON, pictures and the scoreboard derive from both. In reading order: claims; experiments;
-places, where experiments run; workloads; the experiments, paper by paper; the scoreboard, tables,
-pictures and traces; the command line.
+An experiment is a generator of points (panel, series, x, ours); the papers' numbers are CLAIMS;
+tables, JSON, pictures and the scoreboard derive from both. In reading order: claims; places, where
+experiments run; workloads; experiments, paper by paper; scoreboard, tables, pictures; command line.
 """
 import argparse
 import csv
+import gzip
 import json
 import math
 import os
@@ -23,11 +23,13 @@ import sys
 import tempfile
 import textwrap
 import time
+import zlib
 from collections import Counter, defaultdict, deque
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from datetime import datetime, timezone
 from functools import cache, partial
-from itertools import count, product
+from itertools import count, groupby, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Callable, NamedTuple
@@ -39,9 +41,9 @@ from tqdm import tqdm
 
 from kernels import linear, pack
 from model import GPT, Adapter, load_model, preset
-from sarathi import (GEMM_FLOPS, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, CostModel, EarlyAbort,
-                     Engine, Iteration, IterationStats, Pipeline, Policy, Request, Run, Sarathi,
-                     SarathiServe, Scheduler, Span, add_model_flags, cell, check_choice,
+from sarathi import (GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, CostModel,
+                     EarlyAbort, Engine, Iteration, IterationStats, Pipeline, Policy, Request, Run,
+                     Sarathi, SarathiServe, Scheduler, Span, add_model_flags, cell, check_choice,
                      check_range, cluster, entries_of, fcfs, free_memory, lcfs, run_command_line,
                      table)
 
@@ -74,10 +76,7 @@ def read_claims():
             x = int(line["x"]) if line["x"] else ""
             at = line["panel"], line["series"], x
             claims[line["experiment"]][at] = Claim(
-                paper=float(line["paper"]),
-                kind=line["kind"],
-                fit=line["fit"] == "fit",
-                note=line["note"])
+                float(line["paper"]), line["kind"], line["fit"] == "fit", line["note"])
     return claims
 
 CLAIMS = read_claims()
@@ -117,14 +116,9 @@ class Experiment(NamedTuple):
             what += f", {self.x.split()[-1]} = {x}" if x != "" else ""
             what += f" (paper: {lengths[x]})" if x in lengths else ""
             low, middle, high = np.quantile(ours, (0.25, 0.5, 0.75)).tolist()
-            row = dict(
-                experiment=name,
-                what=what,
-                at=[panel, series, x],
-                paper=None,
-                ours=middle,
-                spread=(high - low) / 2 if high > low else None,
-                source="simulated" if place.simulated else "measured")
+            source = "simulated" if place.simulated else "measured"
+            row = dict(experiment=name, what=what, at=[panel, series, x], paper=None, ours=middle,
+                       spread=(high - low) / 2 if high > low else None, source=source)
             claim = claims.get((panel, series, lengths.get(x, x)))
             if claim:
                 row["paper"] = claim.paper
@@ -155,6 +149,7 @@ class Place:
         self.source = source
         self.on = on  # None: this machine
         self.simulated = isinstance(model, CostModel)
+        self.rows = []  # of an experiment
         self.tapes = {}  # scheduler -> iterations of the last run with it
         self.bar = tqdm(disable=True)  # a tick per measurement
         self.B = args.max_batch  # requests in a batch [SARATHI Table 4]
@@ -163,27 +158,28 @@ class Place:
         self.full = args.size == "full" if args.size else self.simulated
         self.wide = self.full or self.simulated
         longest = model.config.block_size
-        room = longest
-        if not self.simulated:  # half of the memory, since some experiments hold two caches
-            page_bytes = model.config.page_bytes(model.dtype.itemsize)
-            room = free_memory(model.device) / 2 / page_bytes / self.B
+        room = longest if self.simulated else min(longest, self.room / self.B)
         lengths = MAX_B if on or args.device == "cuda" else (256, 512, 768)
-        lengths = [L for L in lengths if L <= min(longest, room)]
-        self.lengths = args.lengths or lengths or [longest]
+        self.lengths = args.lengths or [L for L in lengths if L <= room] or [longest]
         for L in self.lengths:
-            check_range("--lengths", L, 64, model.config.block_size)
+            check_range("--lengths", L, 64, longest)
         # length on this machine -> the paper's, for which it stands
-        self.stands = {} if on else {L: paper for L, paper in zip(self.lengths, MAX_B)
-                                     if L not in MAX_B}
+        pairs = [] if on else zip(self.lengths, MAX_B)
+        self.stands = {L: paper for L, paper in pairs if L not in MAX_B}
         # lengths with the batch that fits
         self.sizes = [(L, self.B) for L in args.lengths or self.lengths[:1]]
         if self.wide and not args.lengths:
             self.sizes = [(L, B) for L, B in MAX_B.items() if L <= longest]
 
+    @property
+    def room(self):
+        """Tokens that fit the memory: here half of it, since some experiments hold two caches."""
+        memory = self.model.memory if self.simulated else free_memory(self.model.device) / 2
+        return int(memory // self.model.config.page_bytes(self.model.dtype.itemsize))
+
     def rounds(self, *functions, share=1):
-        """Results of functions, a list per function. They take turns for `share` times --seconds,
-        so that a machine that becomes slower does so for all: at least two rounds, and the first
-        of more than two warms up. A simulator needs one round."""
+        """Results of functions, a list per function. They take turns for `share` times --seconds
+        and at least two rounds; the first of more warms up. A simulator needs one round."""
         results = [[] for _ in functions]
         start = time.perf_counter()
         for n in count(1):
@@ -221,30 +217,16 @@ class Place:
         seconds = self.seconds(shape, last=last)[0] / parts.total()
         return {operator: part * seconds for operator, part in parts.items()}
 
-    def serve(self, jobs, B, clients=0, adapters=(), n_end=0, n_page=0, **options):
+    def serve(self, jobs, B, clients=0, adapters=(), n_end=0, n_page=0, spec="off", **options):
         """The Run of jobs in batches of up to B requests, by an engine with the flags' options."""
-        scheduler = options.pop("scheduler", self.args.scheduler)
-        if isinstance(scheduler, type):
-            scheduler = scheduler()
-        if isinstance(options.get("spec"), type):
-            options["spec"] = options["spec"]()
+        scheduler = instance(options.pop("scheduler", self.args.scheduler))
         n_page = n_page or B * max(job.prompt + job.output for job in jobs)
-        engine = Engine(
-            self.model,
-            scheduler,
-            self.args.chunk,
-            B,
-            n_page,
-            seed=self.args.seed,
-            record=self.tape(scheduler),
-            **options)
+        engine = Engine(self.model, scheduler, self.args.chunk, B, n_page, spec=instance(spec),
+                        seed=self.args.seed, record=self.tape(name_of(scheduler)), **options)
         return serve(engine, jobs, clients, adapters, n_end)
 
-    def tape(self, scheduler):
+    def tape(self, name):
         """Where an engine records its iterations, if a picture or a trace is wanted."""
-        name = scheduler if isinstance(scheduler, str) else type(scheduler).__name__
-        if isinstance(scheduler, (Sarathi, SarathiServe)):
-            name = f"C = {scheduler.chunk}"
         if self.args.plot or self.args.trace:
             self.tapes[name] = deque(maxlen=60000)
         return self.tapes.get(name)
@@ -267,28 +249,24 @@ def wait_for_gpu():
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
-def cpu_seconds():
-    """Seconds: on the clock, of all processes and virtual machines on this machine's cores, and of
-    this process. Linux counts them; elsewhere the middle one is this process's."""
-    own = sum(os.times()[:4])
-    everything = own
-    if os.path.exists("/proc/stat"):
-        user, nice, system, _, _, *others = map(int, Path("/proc/stat").read_text().split()[1:9])
-        everything = (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
-    return np.array([time.perf_counter(), everything, own])
+def others_seconds():
+    """Seconds of the cores that other processes and virtual machines have had, if Linux counts."""
+    if not os.path.exists("/proc/stat"):
+        return 0.0
+    user, nice, system, _, _, *others = map(int, Path("/proc/stat").read_text().split()[1:9])
+    everything = (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
+    return everything - sum(os.times()[:4])
 
-def warn_of_others(before):
+def warn_of_others(start, before):
     """One line on stderr if other processes took more than a tenth of the cores since."""
-    elapsed, everything, own = cpu_seconds() - before
-    share = (everything - own) / elapsed / os.cpu_count()
+    share = (others_seconds() - before) / (time.perf_counter() - start) / os.cpu_count()
     if share > 0.1:
         print(f"warning: other processes took {share:.0%} of the cores meanwhile, measured times "
               "are too long", file=sys.stderr)
 
 def made_up_plan(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=True):
-    """An iteration of requests that were never added: so many decodes, each after `context` cached
-    tokens, and so many chunks of `chunk` tokens, each after `past`. last: all sample a token.
-    Returns the plan and an engine."""
+    """(plan, engine) of requests that were never added: decodes, each after `context` cached
+    tokens, and chunks of `chunk` tokens, each after `past`. last: all sample a token."""
     sizes = [(context, 1)] * decodes + [(past, chunk)] * (chunks if chunk else 0)
     n_page = sum(n_past + n + 2 for n_past, n in sizes)
     engine = Engine(model, chunk=decodes + chunk, max_batch=len(sizes), n_page=n_page)
@@ -303,13 +281,17 @@ def made_up_plan(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=Tr
 
 def simulate(args, on):
     """A Place of hardware you lack."""
-    cost = CostModel.roofline(preset(on.model), on.gpu, on.tp, system=on.system)
+    config = preset(on.model)
+    config = replace(config, block_size=args.context or config.block_size)
+    cost = CostModel.roofline(config, on.gpu, on.tp, system=on.system)
     return Place(args, cost, f"{on.model} on {on.tp} x {on.gpu}, simulated", on)
 
 load_once = cache(load_model)
 
 def this_machine(args):
     """A Place of this machine, with a model on it."""
+    if args.context:
+        raise ValueError(f"--context {args.context}: is of simulated models, add --hardware")
     on_cpu = args.device == "cpu"
     name = args.model or "llama-30m"
     if not args.model and not on_cpu:  # the paper's model, if the weights leave room for a cache
@@ -359,9 +341,8 @@ def zipf_jobs(n):
     return [Job(0.0, *halves(L, 10)) for L in lengths.tolist()]
 
 def serve(engine, jobs, clients=0, adapters=(), n_end=0):
-    """Serve jobs until all have ended, or n_end of them. clients: so many are there at once, and
-    the next one comes when one has ended; 0: they come at their arrival. adapters: dealt in turns
-    to the jobs' names. Returns a Run."""
+    """The Run of jobs until all have ended, or n_end of them. clients: so many are there at once;
+    0: they come at their arrival. adapters: dealt in turns to the jobs' names."""
     for name in {job.adapter for job in jobs} - {None}:
         engine.add_adapter(name, adapters[int(name) % len(adapters)])
     start = engine.clock.now()
@@ -415,7 +396,7 @@ def users(place):
     n = 8 if place.simulated else max(2, round(0.6 / unit))  # some seconds
     jobs = [Job(2.5 * unit * i, P, D) for i in range(n)
             for P, D in ((L // 8, n_out), (7 * L // 8, 8), (7 * L // 8, 8))]
-    ways = {name: dict(scheduler=name) for name in ("static", "prefill_first", "sarathi")}
+    ways = by_scheduler(("static", "prefill_first", "sarathi"))
     for name, runs in place.race(ways, jobs=jobs, B=place.B).items():
         for figure in ("tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
             yield figure, name, [run.figures[figure] for run in runs]
@@ -434,10 +415,8 @@ def measure_ceilings(place):
     model = place.model
     if place.simulated:
         return GEMM_FLOPS * model.flops, model.bandwidth
-    C = N = 4096
-    if model.device.type == "cpu":
-        C = 1024
-        N = 512
+    C = 1024 if model.device.type == "cpu" else 4096
+    N = 512 if model.device.type == "cpu" else 4096
     options = dict(dtype=model.dtype, device=model.device)
     weights = [pack(torch.randn(4 * C, C, **options)) for _ in range(48)]
     one = torch.randn(1, C, **options)
@@ -492,8 +471,7 @@ def decode_speedup(place, L, B):
 
 def gains(place, P, D, B, *schedulers):
     """How many times as fast as request-level batching, (n_scheduler, n_round), for equal requests
-    of P + D tokens. The middle of a run counts: how it begins and ends says little of a server.
-    One static batch is like the next."""
+    of P + D tokens. The middle of a run counts; one static batch is like the next."""
     first, last = (5 * B, 10 * B) if place.simulated else (B, B + 3)
     jobs = [Job(0.0, P, D)] * (last + B)
     functions = [partial(place.serve, jobs[:B], B, scheduler="static")]
@@ -505,20 +483,20 @@ def gains(place, P, D, B, *schedulers):
                      for runs in others])
     return (last - first) / B * batch / np.diff(ends)[:, :, 0]
 
-def explain(parts):
+def explain(places):
     """One paragraph on what chunks gain on this machine, from the main job's rows."""
-    ours = {}
-    for (place, rows), *_ in parts.values():
-        ours |= {(row["experiment"], *row["at"]): row["ours"] for row in rows}
+    place = places["users"][0]
+    ours = {(row["experiment"], *row["at"]): row["ours"]
+            for group in places.values() for row in group[0].rows}
     prefill, decode = [sum(ours["table2", f"{part} (ms)", batch, ""] for part in ("linear", "attn"))
                        for batch in ("prefill-only", "decode-only")]
-    place = parts["users"][0][0]
     L = min(1024, max(place.lengths))  # as in table2
     P, D = halves(L, chunk=place.args.chunk, B=place.B)
     most = 1 + D * decode / (place.B * prefill)
     gains = [ours["table4", "throughput", "", L] for L in place.lengths]
-    stalls = [ours["users", "longest stall ms", name, ""] for name in ("prefill_first", "sarathi")]
-    speeds = [ours["users", "tokens/s", name, ""] for name in ("prefill_first", "sarathi")]
+    stalls, speeds = [
+        [ours["users", figure, name, ""] for name in ("prefill_first", "sarathi")]
+        for figure in ("longest stall ms", "tokens/s")]
     return (
         "Chunks end stalls: the longest pause in an output is "
         f"{stalls[1]:.0f} ms instead of {stalls[0]:.0f}, at {speeds[1] / speeds[0]:.2f} times "
@@ -735,8 +713,7 @@ class Lightllm(Scheduler):
         return [(request, request.n_todo) for request in new or running]
 
     def fitting(self, running, waiting):
-        """The first waiting requests: while the batch will never outgrow the pool, and the new
-        prompts take up to a sixth of it."""
+        """The first waiting requests that never outgrow the pool; prompts: up to a sixth of it."""
         store = self.engine.adapters
         n_page = self.engine.pool.n_page
         batch = [(r.max_len - r.n_tokens, r.n_tokens) for r in running]
@@ -830,12 +807,12 @@ def slora_fig8(place):
     and for the base model alone."""
     for setting, gpu, n in (("S5", "a100-40", 100), ("S6", "a100", 10)):
         for part in ("base model", "no messages", "S-LoRA"):
-            two, four = [slora(place, setting, n, 12, 60, part, gpu, tp).requests_per_second
-                         for tp in (2, 4)]
-            yield setting, part, 2, two
-            yield setting, part, 4, four
-            if part == "S-LoRA":
-                yield "4 GPUs over 2", setting, four / two
+            speeds = []
+            for tp in (2, 4):
+                run = slora(place, setting, n, 12, 60, part, gpu, tp)
+                speeds.append(run.requests_per_second)
+                yield setting, part, tp, speeds[-1]
+        yield "4 GPUs over 2", setting, speeds[1] / speeds[0]
 
 @experiment("adapters, n", "requests/s", Hardware("llama-7b", "a10g", 1, "lightllm"),
             "simulated")
@@ -978,7 +955,7 @@ def timeline(place):
     unit = np.median(place.seconds((0, 0, L)))  # arrivals are in prefills of L tokens
     sizes = ((0, 1, 24), (0, 2, 12), (0, 1, 36), (0.6, 6, 16), (1.5, 4, 10), (2.2, 2, 12))
     jobs = [Job(arrival * unit, eighths * L // 8, output) for arrival, eighths, output in sizes]
-    ways = {name: dict(scheduler=name) for name in ("static", "prefill_first", "sarathi")}
+    ways = by_scheduler(("static", "prefill_first", "sarathi"))
     for name, runs in place.race(ways, jobs=jobs, B=4).items():
         yield "TTFT, mean (s)", name, [fmean(run.ttfts) for run in runs]
         yield "TPOT, mean (s)", name, [fmean(run.tpots) for run in runs]
@@ -990,8 +967,7 @@ def tng(place):
     """[TNG] TTFT, TPOT and throughput by the number of concurrent requests, for schedulers and
     chunk sizes; and the gain of chunks if all requests are of equal size."""
     sizes = (512, 1024, 2048) if place.full else (64, 256)
-    ways = {name: dict(scheduler=name) for name in ("static", "prefill_first")}
-    ways |= {f"C = {C}": dict(scheduler=SarathiServe(C)) for C in sizes}
+    ways = by_scheduler(["static", "prefill_first", *map(SarathiServe, sizes)])
     L = place.lengths[0]
     for n in (1, 2, 4, 8, 16, 32, 64, 128) if place.full else (1, 4, 12):
         n_job = (4 if place.full else 2) * max(n, 3)
@@ -1008,40 +984,107 @@ def tng(place):
             ratios.append(base / min(ours))
         yield "chunked prefill", "over prefill_first", max(ratios)
 
-def read_jobs(path):
-    """Jobs of a CSV file. ValueError if it does not have the columns arrival, prompt, output."""
-    table = np.genfromtxt(path, delimiter=",", names=True, ndmin=1)
-    check_range(f"requests in {path}", len(table), 1)
-    columns = [table[name].tolist() for name in ("arrival", "prompt", "output")]
-    return [Job(arrival, int(prompt), int(output)) for arrival, prompt, output in zip(*columns)]
+TRACES = (  # columns of arrival, prompt and output; and the unit of an arrival, in seconds
+    ("arrival", "prompt", "output", 1.0),
+    ("timestamp", "contexttokens", "generatedtokens", 1.0),  # Azure
+    ("timestamp", "request tokens", "response tokens", 1.0),  # BurstGPT
+    ("arrived_at", "num_prefill_tokens", "num_decode_tokens", 1.0),  # Vidur
+    ("timestamp", "input_length", "output_length", 0.001))  # Mooncake
+
+def read_jobs(path, longest, rate=None):
+    """Jobs of a trace, by arrival, the first at 0. Those without prompt or output, or of more than
+    `longest` tokens, are counted on stderr. With a rate, no arrivals are read."""
+    jobs = list(read_trace(path, rate))
+    served = [job for job in jobs
+              if min(job.prompt, job.output) > 0 and job.prompt + job.output <= longest]
+    if len(served) < len(jobs):
+        print(f"{path}: {len(jobs) - len(served)} of {len(jobs)} requests are skipped: without a "
+              f"prompt or an output, or longer than {longest} tokens", file=sys.stderr)
+    check_range(f"requests of {path} that can be served", len(served), 1)
+    start = min(job.arrival for job in served)
+    jobs = [job._replace(arrival=job.arrival - start) for job in served]
+    return sorted(jobs, key=lambda job: job.arrival)
+
+def read_trace(path, rate):
+    """Yields the Jobs of a file: CSV, or JSON lines. ValueError names the line that is wrong."""
+    heads = []
+    number = 0
+    opener = gzip.open if path.endswith(".gz") else open
+    try:
+        with opener(path, "rt", encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if line.lstrip().startswith("{"):
+                    row = json.loads(line)
+                    heads = heads or [*row]  # no other line is CSV's first
+                    yield read_job(row, rate)
+                elif line.strip():
+                    fields = next(csv.reader([line], skipinitialspace=True, strict=True))
+                    if heads:
+                        yield read_job(dict(zip(heads, fields, strict=True)), rate)
+                    heads = heads or [name.strip().lower() for name in fields]
+    except (ValueError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}, line {number}: {error}") from None
+
+def read_job(row, rate):
+    """The Job of a row {column: value} of a trace."""
+    known = [columns for columns in TRACES if {*columns[1:3]} <= {*row}]
+    if not known:
+        names = " or ".join(f"({', '.join(columns[:3])})" for columns in TRACES)
+        raise ValueError(f"columns {', '.join(row)}: must be {names}")
+    arrival, prompt, output, unit = known[0]
+    if not rate and arrival not in row:
+        raise ValueError(f"column {arrival!r} is missing: add it, or --rate in its place")
+    lengths = [float(str(row[name])) for name in (prompt, output)]
+    if lengths != [n // 1 for n in lengths]:
+        raise ValueError(f"{lengths} tokens: must be whole numbers")
+    seconds = 0.0 if rate else seconds_of(str(row[arrival]), unit)
+    return Job(seconds, *map(int, lengths))
+
+def seconds_of(text, unit):
+    """Seconds of an arrival: a number of units, or a date, in UTC if it names no zone."""
+    try:
+        seconds = unit * float(text)
+    except ValueError:
+        # Python 3.10 reads six digits of a second, and no Z
+        text = re.sub(r"(\.\d{1,6})\d*", lambda digits: f"{digits[1]:0<7}", text.strip())
+        date = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        return date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp()
+    return check_range("arrival", seconds, -1e18, 1e18)
+
+def online_jobs(place):
+    """Jobs of --jobs as they come; or at --rate, with the lengths of --jobs or random ones."""
+    args = place.args
+    L = max(place.lengths)
+    jobs = []
+    if args.jobs:
+        jobs = read_jobs(args.jobs, min(place.model.config.block_size, place.room), args.rate)
+        if not args.rate:
+            return jobs
+    n = len(jobs) or (320 if place.full else 32)
+    spaced = place.jobs(1, n, args.cv or 1.0, prompt=args.prompt or (8, L // 2),
+                        output=args.output or (4, max(4, L // 16)))
+    rate = args.rate or 0.7 * place.serve(at_rate(spaced), 2 * place.B).requests_per_second
+    jobs = [job._replace(arrival=at.arrival) for job, at in zip(jobs or spaced, spaced)]
+    return at_rate(jobs, rate)
 
 @experiment("seconds", "share of requests")
 def online(place):
-    """TTFT, TPOT and the longest stall of a request, by scheduler. Flags: --rate, --cv, --prompt,
-    --output, --jobs; --scheduler and --spec add rows (drafts by prompt lookup beside --scheduler's
-    batches, each accepted with a chance of 0.7)."""
+    """Time to the first token (TTFT), per token after it (TPOT), and longest time between two
+    tokens of a request (stall): medians and 99th percentiles. --scheduler and --spec add rows,
+    the latter with drafts by prompt lookup, each accepted with a chance of 0.7."""
     args = place.args
-    L = max(place.lengths)
+    jobs = online_jobs(place)
     B = 2 * place.B
-    if args.jobs:
-        jobs = read_jobs(args.jobs)
-    else:
-        prompt = args.prompt or (8, L // 2)
-        output = args.output or (4, max(4, L // 16))
-        n = 320 if place.full else 32
-        jobs = place.jobs(1, n, args.cv or 1.0, prompt=prompt, output=output)
-        rate = args.rate or 0.7 * place.serve(at_rate(jobs), B).requests_per_second
-        jobs = at_rate(jobs, rate)
-    ways = {name_of(scheduler): dict(scheduler=scheduler)
-            for scheduler in dict.fromkeys([*SCHEDULERS, args.scheduler])}
+    n_page = min(place.room, B * max(job.prompt + job.output for job in jobs))
+    ways = by_scheduler([*SCHEDULERS, args.scheduler])
     if args.spec:
-        for spec in dict.fromkeys(["goodput", args.spec]):
+        for spec in ("goodput", args.spec):
             ways[name_of(spec)] = dict(spec=spec, draft="ngram", alpha=0.7)
-    for name, runs in place.race(ways, jobs=jobs, B=B).items():
-        for figure in runs[0].figures:
+    for name, runs in place.race(ways, jobs=jobs, B=B, n_page=n_page).items():
+        for figure in [*runs[0].figures][1:]:  # all but the number of requests
             yield figure, name, [run.figures[figure] for run in runs]
-        for what in ("ttfts", "tpots", "stalls"):
-            curves = np.percentile([getattr(run, what) for run in runs], range(101), axis=1)
+        for what, field in (("TTFT", "ttfts"), ("TPOT", "tpots"), ("stalls", "stalls")):
+            curves = np.percentile([getattr(run, field) for run in runs], range(101), axis=1)
             for q, seconds in enumerate(np.median(curves, 1).tolist()):
                 yield f"CDF of {what}", name, seconds, q / 100
 
@@ -1081,9 +1124,8 @@ def autopilot(place):
             ratios.append(latency / min(fixed))
             yield "latency over the best", workload.strip(), ratios[-1]
             missed += not met[0]
-    yield "all workloads", "mean", fmean(ratios)
-    yield "all workloads", "median", median(ratios)
-    yield "all workloads", "worst", max(ratios)
+    for name, function in dict(mean=fmean, median=median, worst=max).items():
+        yield "all workloads", name, function(ratios)
     yield "all workloads", "targets missed", missed
 
 @experiment("", "%", only="measured")
@@ -1094,7 +1136,7 @@ def fidelity(place):
     yield "error of the profile (%)", 100 * twin.model.error
     L = max(place.lengths) // 2
     jobs = at_rate(place.jobs(1, 4 * place.B, prompt=(8, L), output=(4, max(8, L // 8))))
-    ways = {name: dict(scheduler=name) for name in ("static", "orca", "prefill_first", "sarathi")}
+    ways = by_scheduler(("static", "orca", "prefill_first", "sarathi"))
     measured = place.race(ways, jobs=jobs, B=place.B)
     simulated = twin.race(ways, jobs=jobs, B=place.B)
     for name in ways:
@@ -1140,15 +1182,10 @@ def peers(place):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
         theirs = theirs.to(model.device).eval()
         for B, peer in ((1, "transformers"), (8, "transformers"), (8, "PEFT")):
-            n_page = B * (P + D) + 1000
-            engine = Engine(model, "prefill_first", max_batch=B, n_page=n_page)
+            engine = Engine(model, "prefill_first", max_batch=B, n_page=B * (P + D) + 1000)
             prompts = torch.zeros(B, P, dtype=torch.int64, device=model.device)
-            options = dict(
-                attention_mask=torch.ones_like(prompts),
-                max_new_tokens=D,
-                min_new_tokens=D,
-                do_sample=False,
-                pad_token_id=0)
+            options = dict(attention_mask=torch.ones_like(prompts), max_new_tokens=D,
+                           min_new_tokens=D, do_sample=False, pad_token_id=0)
             if peer == "PEFT":
                 for name in ("a", "b"):
                     adapter = Adapter.random(model.config, 16, ord(name), model.dtype)
@@ -1177,23 +1214,19 @@ def scoreboard(args):
     """Every number of the papers beside ours, simulated with one set of constants. Returns rows."""
     names = [name for name in CLAIMS if EXPERIMENTS[name].only != "measured"]
     with ProcessPoolExecutor(os.cpu_count()) as executor:
-        runs = [executor.submit(scoreboard_rows, args, name) for name in names]
-        for _ in tqdm(as_completed(runs), "scoreboard", len(runs), leave=False, delay=3):
-            pass
-    rows = sum((run.result() for run in runs), [])
+        runs = executor.map(partial(scoreboard_rows, args), names)
+        rows = sum(tqdm(runs, "scoreboard", len(names), leave=False, delay=3), [])
     heads = ("experiment", "what", "paper", "ours", "kind", "inside")
-    lines = []
-    for row in rows:
-        kind = row["kind"] + "*" * row["fit"]
-        inside = "yes" if row["inside"] else "no"
-        lines.append([row["experiment"], row["what"], row["paper"], row["ours"], kind, inside])
+    lines = [[row[head] for head in heads] for row in rows]
+    for line, row in zip(lines, rows):
+        line[4:] = row["kind"] + "*" * row["fit"], "yes" if row["inside"] else "no"
     print(f"{table(heads, lines)}\n\nThe misses, and what was seen:\n")
     for row in rows:
         if not row["inside"]:
             text = f"- {row['experiment']}, {row['what']}: {row['note']}"
             print(textwrap.fill(text, 118, subsequent_indent="  "))
-    print("\nValues within 15 %, gains within 30 % of what they gain, bounds as they say; a constant"
-          " was fitted to\nthose with a *:\n")
+    print("\nValues within 15 %, gains within 30 % of what they gain, bounds as they say; a "
+          "constant was fitted to\nthose with a *:\n")
     for fit, kind in product((False, True), ("value", "gain", "bound")):
         inside = [row["inside"] for row in rows if row["kind"] == kind and row["fit"] == fit]
         if inside:
@@ -1203,82 +1236,73 @@ def scoreboard(args):
 
 MOST_LINES = 24  # of a table; more points are left to the picture
 
-def tables(what, parts):
-    """The Markdown tables of an experiment: its curves, then its points without an x.
-    parts: [(place, rows)], the same experiment measured and simulated, or one of both."""
+def tables(what, places):
+    """The Markdown tables of an experiment in these places: curves, then points without an x."""
+    numbers = numbers_of(what, places)
     texts = []
-    for is_curve in (True, False):
-        here = {row["at"][1] for row in parts[0][1]}  # the series of both places
-        chosen = [(place, [row for row in rows
-                           if (row["at"][2] != "") == is_curve and row["at"][1] in here])
-                  for place, rows in parts]
-        # columns are panels or series, or every point has a line: the table that is filled best
-        layouts = [lay_out(what, chosen, by) for by in (0, 1, None)]
-        share, text = max(layouts, key=lambda layout: layout[0])
-        n_point = len(chosen[0][1])
-        if n_point:
-            texts.append(text if share else f"({n_point} points: see --plot and --json)")
+    for is_curve in (what.x != "seconds", what.x == "seconds"):
+        points = {at: kinds for at, kinds in numbers.items() if (at[2] != "") == is_curve}
+        if points:
+            # columns are panels or series, or every point has a line: the table filled best
+            layouts = [lay_out(points, by, what.x.rpartition(" ")[2]) for by in (0, 1, 3)]
+            share, text = max(layouts, key=lambda layout: layout[0])
+            texts.append(text if share else f"({len(points)} points: see --plot and --json)")
     return "\n\n".join(texts)
 
-def lay_out(what, parts, by):
-    """A table of points. by: the part of (panel, series, x) that names the columns; None: none.
-    Returns (share of its cells that are filled, text); the share is 0 if the table is too large."""
-    lines = defaultdict(dict)  # the other parts of points -> {(column, kind of number): text}
-    columns = {}
-    for place, rows in parts:
-        kind = "simulated" if place.on else "here"
-        if by is None and len(rows) > MOST_LINES:
-            rows = [row for row in rows if row["paper"] is not None]
-        for row in rows:
-            keys = [place.stands.get(key, key) for key in row["at"]]
-            column = what.y or "ours"
-            if by is not None:
-                column = keys[by]
-                keys[by] = ""
-            columns[column] = None
-            line = lines[tuple(keys)]
-            line[column, kind] = cell(row["ours"])
+def numbers_of(what, places):
+    """{(panel, series, x, head of a column): {"here", "simulated" or "paper": text}}: points of all
+    places. Lengths here stand for the paper's."""
+    names = {row["at"][1] for row in places[0].rows}
+    stands = places[0].stands if what.x == LENGTHS else {}
+    labels = {paper: f"{L} (paper: {paper})" for L, paper in stands.items()}
+    numbers = defaultdict(dict)
+    for place in places:
+        for row in place.rows:
+            panel, series, x = row["at"]
+            if series not in names:
+                continue
+            x = x if place.on else stands.get(x, x)
+            text = cell(row["ours"])
             if row["spread"]:
-                line[column, kind] += f" ± {float(format(row['spread'], '.2g')):g}"
+                text += f" ± {float(format(row['spread'], '.2g')):g}"
+            kinds = numbers[panel, series, labels.get(x, x), what.y or "ours"]
+            kinds["simulated" if place.on else "here"] = text
             if row["paper"] is not None:
-                bound = re.search(r"at (least|most)", row["what"])
-                line[column, "paper"] = f"{bound[0]} {row['paper']:g}" if bound else row["paper"]
-    if not lines:
-        return 0.0, ""
+                bound = re.search(r"\((at .*)\)", row["what"])
+                kinds["paper"] = f"{bound[1]} {row['paper']:g}" if bound else row["paper"]
+    return numbers
 
-    first = "simulated" if parts[0][0].on else "here"
-    kinds = [first, "simulated", "paper"] if len(parts) > 1 else [first, "paper"]
-    pairs = [pair for pair in product(columns, kinds) if any(pair in line for line in lines.values())]
+def lay_out(points, by, x):
+    """(share of the cells that are filled, text) of a table. Part `by` of the points' keys names
+    the columns, the first three others the lines. The share is 0 if the table is too large."""
+    if by == 3 and len(points) > MOST_LINES:
+        points = {at: kinds for at, kinds in points.items() if "paper" in kinds}
+    lines = defaultdict(dict)
+    for at, kinds in points.items():
+        keys = tuple("" if i == by else at[i] for i in range(3))
+        lines[keys] |= {(at[by], kind): text for kind, text in kinds.items()}
+    columns = dict.fromkeys(at[by] for at in points)
+    used = {pair for line in lines.values() for pair in line}
+    shown = [pair for pair in product(columns, ("here", "simulated", "paper")) if pair in used]
     of_lines = [i for i in range(3) if any(keys[i] != "" for keys in lines)]
-    heads = [("", "", what.x.rpartition(" ")[2])[i] for i in of_lines]
-    for column, kind in pairs:
-        here = f"{column}, here" if len(parts) > 1 else column
-        heads.append(here if kind == first else kind)
-    lengths = {paper: f"{L} (paper: {paper})" for L, paper in parts[0][0].stands.items()}
-    text = table(heads, [[lengths.get(keys[i], keys[i]) for i in of_lines] + [*map(line.get, pairs)]
+    heads = [("", "", x)[i] for i in of_lines]
+    both = len({kind for _, kind in used} - {"paper"}) > 1
+    for column, group in groupby(shown, lambda pair: pair[0]):
+        (_, first), *others = group
+        heads.append(f"{column}, {first}" if both else column)
+        heads.extend(kind for _, kind in others)
+    text = table(heads, [[keys[i] for i in of_lines] + [line.get(pair) for pair in shown]
                          for keys, line in lines.items()])
-    n_filled = sum((column, first) in line for line in lines.values() for column in columns)
-    share = n_filled / len(lines) / len(columns) * (0.6 if by is None else 1.0)
-    fits = len(lines) <= MOST_LINES and text.index("\n") <= 120
-    return share * fits, text
+    share = len(points) / max(1, len(lines) * len(columns)) * (0.6 if by == 3 else 1.0)
+    return share * (len(lines) <= MOST_LINES and text.index("\n") <= 120), text
 
 COLORS = {  # the same thing has the same color in every picture
-    "C = 128": "#93c4ea",
-    "C = 256": "#2a78c2",
-    "C = 512": "#123a73",
-    "k = 1": "#93c4ea",
-    "k = 3": "#2a78c2",
-    "k = 5": "#123a73",
-    "Orca, best": "#e07b2a",
-    "Orca, worst": "#f5b78a",
-    "off": "#7f7f7f",
-    "goodput": "#e07b2a",
-    "oracle": "#1b9e87",
-    "chunk": "#1b9e87",
-    "decode": "#f2c14e",
-    "waiting": "#e4e4e4",
-    "stall": "#e8583f",
-    "bubble": "#e8583f"}
+    "C = 128": "#93c4ea", "C = 256": "#2a78c2", "C = 512": "#123a73",
+    "k = 1": "#93c4ea", "k = 3": "#2a78c2", "k = 5": "#123a73",
+    "Orca, best": "#e07b2a", "Orca, worst": "#f5b78a",
+    "off": "#7f7f7f", "goodput": "#e07b2a", "oracle": "#1b9e87",
+    "chunk": "#1b9e87", "decode": "#f2c14e", "waiting": "#e4e4e4",
+    "stall": "#e8583f", "bubble": "#e8583f"}
 
 def draw(rows, what):
     """A Figure with a panel per panel: a line per series, or bars if the experiment has no x axis;
@@ -1302,9 +1326,8 @@ def draw(rows, what):
             color = COLORS.get(name, f"C{j}")
             if what.x:
                 ax.plot(xs, ours, ".-", color=color, label=name or "ours")
-                if what.x != "seconds":
-                    ax.set_xscale("log", base=2)
-                    ax.xaxis.set_major_formatter("{x:.4g}")
+                ax.set_xscale("log", base=10 if what.x == "seconds" else 2)
+                ax.xaxis.set_major_formatter("{x:.4g}")
             else:
                 ax.bar(xs, ours, color=color, label=name)
                 ax.tick_params("x", labelrotation=90 if len(xs) > 3 else 0)
@@ -1331,8 +1354,7 @@ def pieces(iterations):
             last[row] = (end, "bubble" if staged else gap)
 
 def draw_tapes(tapes):
-    """A Figure with one time axis: a panel per tape, a row per request or stage. Of a long tape it
-    has a stretch from the middle."""
+    """A Figure: a panel per tape, a row per request or stage; of a long tape, its middle."""
     figure = Figure((10, 0.7 + 1.7 * len(tapes)), layout="constrained")
     axes = figure.subplots(len(tapes), 1, sharex=True)
     for ax, (name, iterations) in zip(axes, tapes.items()):
@@ -1363,14 +1385,9 @@ def save_picture(place, name, rows, folder):
         for handle, label in zip(*ax.get_legend_handles_labels()):
             handles[label] = handle
     if len(handles) > 1:
-        figure.legend(
-            handles.values(),
-            handles,
-            loc="outside lower center",
-            fontsize=8,
-            frameon=False,
-            ncols=int(figure.get_figwidth() / 1.3))
-    where = place.on.gpu if place.on else place.model.device.type
+        figure.legend(handles.values(), handles, loc="outside lower center", fontsize=8,
+                      frameon=False, ncols=int(figure.get_figwidth() / 1.3))
+    where = Path(place.on.gpu).stem if place.on else place.model.device.type
     figure.savefig(os.path.join(folder, f"{name}_{where}.png"), dpi=110)
 
 def write_trace(path, tapes):
@@ -1379,14 +1396,8 @@ def write_trace(path, tapes):
     for pid, (name, iterations) in enumerate(tapes):
         events.append(dict(ph="M", name="process_name", pid=pid, args=dict(name=name)))
         for row, kind, start, end, tokens in pieces(iterations):
-            events.append(dict(
-                ph="X",
-                name=kind,
-                pid=pid,
-                tid=row,
-                ts=start * 1e6,
-                dur=(end - start) * 1e6,
-                args=dict(tokens=tokens)))
+            events.append(dict(ph="X", name=kind, pid=pid, tid=row, ts=start * 1e6,
+                               dur=(end - start) * 1e6, args=dict(tokens=tokens)))
     with open(path, "w") as file:
         json.dump(dict(traceEvents=events), file)
 
@@ -1416,35 +1427,41 @@ def parse_arguments(words=None):
          help="how batches are filled, of those that name no scheduler; FILE.py:CLASS: your own")
     flag("--chunk", type=lambda text: text if text == "auto" else int(text), default=256,
          help="tokens of a prefill chunk; auto: a profile picks it [SARATHI §4.2]; default: 256")
-    flag("--hardware", choices=GPUS, help="simulate this GPU instead of measuring")
+    flag("--hardware", help="simulate this GPU instead of measuring: one of "
+         f"{', '.join(GPUS)}, or a FILE.json of {', '.join(GPU._fields)}")
+    flag("--context", type=int, help="longest context of a simulated model; default: its own")
     flag("--lengths", type=token_counts, help="tokens per request, prompt and output; default: "
          "256,512,768 here, 1024,2048,3072 simulated")
     flag("--max-batch", type=int, default=6, help="requests in a batch; default: 6")
-    flag("--seconds", type=float, default=1.5, help="of a measurement's rounds, thrice as many for "
-         "whole runs; default: 1.5")
-    flag("--size", choices=("small", "full"), help="grid of an experiment; default: small if "
-         "measured, full if simulated")
-    flag("--rate", type=float, help="online: requests/s; default: 0.7 of what can be served")
-    flag("--cv", type=float, help="online: coefficient of variation of the gaps between arrivals; "
-         "default: 1, Poisson")
-    flag("--prompt", type=token_counts, help="online: tokens of a prompt, like 256 or 8..512")
-    flag("--output", type=token_counts, help="online: tokens of an output")
-    flag("--jobs", metavar="FILE", help="online: a CSV file: a line of names, then arrival (s), "
-         "prompt, output (tokens)")
-    flag("--spec", type=partial(class_in_file, base=Policy), help="online: how many drafts, as an "
-         "engine's spec; FILE.py:CLASS: your own")
+    flag("--seconds", type=float, default=1.5,
+         help="of a measurement's rounds, thrice as many for whole runs; default: 1.5")
+    flag("--size", choices=("small", "full"),
+         help="grid of an experiment; default: small if measured, full if simulated")
     flag("--plot", metavar="FOLDER", help="save each experiment's picture there")
     flag("--json", metavar="FILE", help="save all rows; without a terminal stdout ends with them")
     flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
+    online = parser.add_argument_group("of online").add_argument
+    online("--rate", type=float, help="requests/s; default: 0.7 of what can be served")
+    online("--cv", type=float, help="coefficient of variation of the gaps between arrivals")
+    online("--prompt", type=token_counts, help="tokens of a prompt, like 256 or 8..512")
+    online("--output", type=token_counts, help="tokens of an output")
+    online("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), "
+           "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur or Mooncake")
+    online("--spec", type=partial(class_in_file, base=Policy),
+           help="how many drafts, as an engine's spec; FILE.py:CLASS: your own")
     args = parser.parse_args(words)
-    for name, least in dict(chunk=1, max_batch=2, seconds=0.0, rate=0.001, cv=0.001).items():
-        if getattr(args, name) not in (None, "auto"):
-            check_range(name, getattr(args, name), least)
+    given = {name: value for name, value in vars(args).items() if value not in (None, "auto")}
+    least = dict(chunk=1, max_batch=2, context=64, seconds=0.0, rate=0.001, cv=0.001)
+    for name, low in least.items():
+        check_range(name, given.get(name, low), low)
     if not isinstance(args.scheduler, type):
         check_choice("scheduler", args.scheduler, SCHEDULERS)
     for name in ("rate", "cv", "prompt", "output", "jobs", "spec"):
-        if getattr(args, name) is not None and not {"online", "all"} & {*args.experiments}:
+        if name in given and not {"online", "all"} & {*args.experiments}:
             raise ValueError(f"--{name} is a flag of `online` alone")
+    for name in ["prompt", "output"] + ["cv"] * (args.rate is None):
+        if name in given and args.jobs:
+            raise ValueError(f"--{name} has no effect on the requests of --jobs")
     return args
 
 def class_in_file(text, base):
@@ -1456,85 +1473,86 @@ def class_in_file(text, base):
                if isinstance(value, type) and issubclass(value, base) and value is not base}
     return classes[check_choice(f"{base.__name__} of {path}", name, classes)]
 
-def name_of(way):
-    """A class by its name, a string as it is."""
-    return way.__name__ if isinstance(way, type) else way
+def instance(way):
+    """An object of a class, anything else as it is."""
+    return way() if isinstance(way, type) else way
 
-def choose_place(args, name):
-    """Where an experiment runs."""
-    what = EXPERIMENTS[name]
-    if args.hardware and what.only == "measured":
-        raise ValueError(f"{name} can only be measured: leave out --hardware")
-    if args.hardware or what.only == "simulated":
-        return simulate(args, what.on._replace(
-            model=args.model or what.on.model,
-            gpu=args.hardware or what.on.gpu,
-            tp=max(args.tp, what.on.tp)))
-    return this_machine(args)
+def name_of(way):
+    """Of a scheduler or a policy: a name as it is, a chunk size, or the class."""
+    if type(way) in (Sarathi, SarathiServe):
+        return f"C = {way.chunk}"
+    return way if isinstance(way, str) else type(instance(way)).__name__
+
+def by_scheduler(schedulers):
+    """The ways of a race between schedulers: names, objects or classes."""
+    return {name_of(scheduler): dict(scheduler=scheduler) for scheduler in schedulers}
 
 def run_experiments(args, names):
     """Run experiments; then, or after Ctrl-C, print their tables and save what flags ask for."""
     if args.chunk == "auto":
-        args.chunk = pick_chunk(choose_place(args, names[0]))
+        args.chunk = pick_chunk(choose_places(args, names[0])[0])
         print(f"Chunk: {args.chunk} tokens, by the profile of fig7\n", flush=True)
-    parts = {name: [(place, []) for place in choose_places(args, name)] for name in names}
-    paragraph = ""
-    before = cpu_seconds()
+    places = {name: choose_places(args, name) for name in names}
+    start = time.perf_counter()
+    before = others_seconds()
     try:
-        for name, pairs in parts.items():
-            for place, rows in pairs:
+        for name, group in places.items():
+            for place in group:
                 with tqdm(desc=name, unit=" runs", leave=False, delay=3) as place.bar:
-                    rows.extend(EXPERIMENTS[name].rows(place))
-        if not args.experiments:
-            paragraph = explain(parts)
+                    place.rows.extend(EXPERIMENTS[name].rows(place))
     finally:
-        report(args, {name: pairs for name, pairs in parts.items() if pairs[0][1]}, paragraph)
-        warn_of_others(before)
+        report(args, {name: group for name, group in places.items() if group[0].rows})
+        if any(not place.simulated for place in sum(places.values(), [])):
+            warn_of_others(start, before)
 
 def choose_places(args, name):
-    """Where an experiment runs. What the main job measures of Tables 2 and 4 stands beside the
-    paper's hardware, simulated; its fig9 is simulated, with a mark for what was measured."""
-    place = choose_place(args, name)
-    if args.experiments or place.simulated or name not in ("table2", "table4", "fig9"):
-        return [place]
-    args = argparse.Namespace(**vars(args) | dict(lengths=None))
-    other = simulate(args, EXPERIMENTS[name].on)
-    return [other] if name == "fig9" else [place, other]
+    """Where an experiment runs. The main job's Tables 2 and 4 stand beside the paper's hardware,
+    simulated; its fig9 is simulated, with a mark for what was measured."""
+    what = EXPERIMENTS[name]
+    if args.hardware and what.only == "measured":
+        raise ValueError(f"{name} can only be measured: leave out --hardware")
+    if args.hardware or what.only == "simulated":
+        return [simulate(args, what.on._replace(
+            model=args.model or what.on.model,
+            gpu=args.hardware or what.on.gpu,
+            tp=max(args.tp, what.on.tp)))]
+    if args.experiments or name not in ("table2", "table4", "fig9"):
+        return [this_machine(args)]
+    paper = simulate(argparse.Namespace(**vars(args) | dict(lengths=None)), what.on)
+    return [paper] if name == "fig9" else [this_machine(args), paper]
 
-def report(args, parts, paragraph):
-    """Print tables and the main job's paragraph; save pictures, a trace and JSON."""
-    every_part = sum(parts.values(), [])
-    for name, pairs in parts.items():
+def report(args, places):
+    """Print tables and the main job's paragraph; save what flags ask for. {experiment: [Place]}"""
+    for name, group in places.items():
         what = EXPERIMENTS[name]
-        place, rows = pairs[0]
-        print(f"### {name}: {what.about}")
-        for other, _ in pairs:
-            print(other.source)
-        if not place.simulated and any(row["paper"] is not None for row in rows):
-            print(f"The paper's numbers are of {what.on.model} on {what.on.tp} x {what.on.gpu}.")
-        print((f"Numbers: {what.y}.\n" if what.y else "") + f"\n{tables(what, pairs)}\n")
+        place = group[0]
+        sources = [other.source for other in group]
+        if not place.simulated and any(row["paper"] is not None for row in place.rows):
+            sources.append(f"the paper: {what.on.model} on {what.on.tp} x {what.on.gpu}")
+        print(f"### {name}\n{textwrap.fill(what.about, 118)}\n{'; '.join(sources)}")
+        if what.x not in ("", "seconds"):
+            print(f"By {what.x}.", f"Numbers: {what.y}." if what.y else "")
+        print(f"\n{tables(what, group)}\n")
         if args.plot:
-            save_picture(place, name, rows + marks(name, parts), args.plot)
-    if paragraph:
-        print(f"{paragraph}\n")
+            rows = marks(places["table4"][0]) if name == "fig9" and "table4" in places else []
+            save_picture(place, name, place.rows + rows, args.plot)
+    if not args.experiments and {*MAIN_JOB} <= {*places}:
+        print(f"{textwrap.fill(explain(places), 118)}\n")
+    every_place = sum(places.values(), [])
     if args.trace:
-        tapes = [tape for place, _ in every_part for tape in place.tapes.items()]
-        write_trace(args.trace, tapes)
-    if every_part:
+        write_trace(args.trace, [tape for place in every_place for tape in place.tapes.items()])
+    if every_place:
         write_json(args, dict(
-            experiment=" ".join(parts),
-            rows=sum((rows for _, rows in every_part), []),
+            experiment=" ".join(places),
+            rows=sum((place.rows for place in every_place), []),
             seed=args.seed,
-            machine="; ".join(dict.fromkeys(place.source for place, _ in every_part)),
+            machine="; ".join(dict.fromkeys(place.source for place in every_place)),
             torch=torch.__version__))
 
-def marks(name, parts):
-    """Rows that put what table4 measured on this machine into fig9's picture."""
-    if name != "fig9" or "table4" not in parts:
-        return []
+def marks(place):
+    """Rows that put table4's throughput at a place into fig9's picture."""
     rows = []
-    place, measured = parts["table4"][0]
-    for row in measured:
+    for row in place.rows:
         panel, _, L = row["at"]
         if panel == "throughput":
             P, D = halves(L, chunk=place.args.chunk, B=place.B)
@@ -1568,8 +1586,8 @@ def main():
                  if not (args.hardware and what.only == "measured")]
     if names == ["list"]:
         for name, what in EXPERIMENTS.items():
-            print(textwrap.fill(f"{name:13} {WHERE[what.only]:11} {what.about}", 118,
-                                subsequent_indent=26 * " "))
+            print(textwrap.fill(f"{name:13} {WHERE[what.only]:20} {what.about}", 118,
+                                subsequent_indent=35 * " "))
     elif names == ["scoreboard"]:
         write_json(args, dict(experiment="scoreboard", rows=scoreboard(args)))
     else:

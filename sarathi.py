@@ -9,6 +9,7 @@ and a verification of drafts are the same thing. The engine knows requests, page
 tensors; tensors begin in ModelRunner.pack, attention is in model.py and kernels.py.
 """
 import argparse
+import json
 import math
 import os
 import sys
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
 from numbers import Integral, Real
 from operator import index, mul
+from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -1252,7 +1254,7 @@ def entries_of(plan, engine):
     return entries
 
 class GPU(NamedTuple):
-    flops: float  # dense 16-bit tensor cores, 1/s
+    flops: float  # dense 16-bit tensor cores that add in 32 bits, 1/s
     bandwidth: float  # memory, bytes/s
     memory: float  # GiB
     link: float  # to a neighbour in the node, one way, bytes/s
@@ -1264,7 +1266,28 @@ GPUS = {
     "a100": GPU(312e12, 2039e9, 80, 300e9),
     "h100": GPU(989e12, 3350e9, 80, 450e9),
     "h200": GPU(989e12, 4800e9, 141, 450e9),
+    "b200": GPU(2250e12, 8000e9, 180, 900e9),
+    "a40": GPU(149.7e12, 696e9, 48, 56e9),
+    "l4": GPU(121e12, 300e9, 24, 32e9),
+    "l40s": GPU(362e12, 864e9, 48, 32e9),
+    "rtx-3090": GPU(71e12, 936e9, 24, 56e9),
+    "rtx-4090": GPU(165.2e12, 1008e9, 24, 32e9),
+    "rtx-5090": GPU(209.5e12, 1792e9, 32, 64e9),
 }
+
+def data_sheet(gpu):
+    """A GPU by its name in GPUS, or of a JSON file with a GPU's fields: "my-gpu.json"."""
+    if not str(gpu).endswith(".json"):
+        return GPUS[check_choice("hardware (or FILE.json)", gpu, GPUS)]
+    try:
+        fields = json.loads(Path(gpu).read_text())
+        sheet = GPU(*(1.0 * fields[name] for name in GPU._fields))
+    except (ValueError, KeyError, TypeError) as error:
+        example = json.dumps(GPUS["a100"]._asdict())
+        raise ValueError(f"{gpu}: {error}: must be like {example}") from None
+    for name, value, least in zip(GPU._fields, sheet, (1e9, 1e9, 1.0, 1e6)):
+        check_range(f"{name} of {gpu}", value, least, 1e4 if name == "memory" else 1e20)
+    return sheet
 
 # shares of the data sheet that kernels reach, for every GPU and model; fitted to the cited cells
 GEMM_FLOPS = 0.77  # [SARATHI Table 2] prefill-only, linear
@@ -1393,15 +1416,15 @@ class CostModel:
         return 2 * 4 * n * self.dtype.itemsize / self.bandwidth
 
 class Roofline(CostModel):
-    """Each operator takes the 2-norm of its computing and its reading time. gpu: a name in GPUS.
-    tp: GPUs that share every layer. nodes: such groups in a Pipeline, which share the layers.
-    system: a name in SYSTEMS. KeyError for an unknown name."""
+    """Each operator takes the 2-norm of its computing and its reading time. gpu: a name in GPUS,
+    or a file NAME.json. tp: GPUs that share every layer. nodes: such groups in a Pipeline, which
+    share the layers. system: a name in SYSTEMS. KeyError for an unknown name."""
     tile = TILE
 
     def __init__(self, config, gpu, tp=1, nodes=1, system="sarathi"):
         check_type("config", config, GPTConfig, "preset('llama-7b')")
         config.shard_of(0, check_range("tp", tp, 1))  # ValueError if tp does not divide the heads
-        sheet = GPUS[check_choice("hardware", gpu, GPUS)]
+        sheet = data_sheet(gpu)
         super().__init__(config, torch.bfloat16)
         self.system = SYSTEMS[check_choice("system", system, SYSTEMS)]
         self.tp = tp
