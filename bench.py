@@ -37,6 +37,7 @@ from typing import Callable, NamedTuple
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from tqdm import tqdm
 
 from kernels import linear, pack
@@ -1326,7 +1327,9 @@ def draw(rows, what):
             color = COLORS.get(name, f"C{j}")
             if what.x:
                 ax.plot(xs, ours, ".-", color=color, label=name or "ours")
-                ax.set_xscale("log", base=10 if what.x == "seconds" else 2)
+                ax.set_xscale("log", base=2)
+                if what.x == "seconds":
+                    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # 0.1, 0.2, 0.5, 1
                 ax.xaxis.set_major_formatter("{x:.4g}")
             else:
                 ax.bar(xs, ours, color=color, label=name)
