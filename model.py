@@ -502,8 +502,8 @@ ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM",
                  "qwen3": "Qwen3ForCausalLM"}
 OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim", "sliding_window", "eos_token_id")  # null
 
-SUPPORTED = {  # what settings that change the mathematics may say; the first value is the default
-    "hidden_act": ["silu", "swish"], "quantization_config": [None],
+MODEL_SETTINGS = {  # settings of config.json that change the mathematics -> the values they may have
+    "model_type": [*FAMILIES], "hidden_act": ["silu", "swish"], "quantization_config": [None],
     "partial_rotary_factor": [1, None], "full_attention": [None], "add_cross_attention": [False],
     "activation_function": ["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate"],
     "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False]}
@@ -517,29 +517,29 @@ def read_json(path):
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} does not hold settings in JSON: {error}") from None
 
-def check_supported(path, settings):
-    """ValueError for a setting in a file that changes the mathematics and is not supported"""
-    for key, values in SUPPORTED.items():
-        if settings.get(key, values[0]) not in values:
-            value = shorten(repr(settings[key]), 100)
-            valid = " or ".join(map(repr, values))
+def check_settings(path, settings, table, others=None):
+    """ValueError for a value that is not supported. table: {setting: valid values, None: any};
+    others: valid values of settings that are not in the table"""
+    for key, value in settings.items():
+        valid = table.get(key, others)
+        if valid is not None and value not in valid:
+            value = shorten(repr(value), 100)
+            valid = " or ".join(map(repr, valid))
             raise ValueError(f"{path}: {key} = {value} is not supported, only {valid}")
 
 def read_config(folder):
     """folder/config.json -> (GPTConfig, name of the stored dtype)"""
     path = folder / "config.json"
     settings = read_json(path)
-    family = settings.get("model_type")
-    if family is None:  # the architecture decides
+    if settings.get("model_type") is None:  # the architecture decides
         names = settings.get("architectures") or ()
-        family = next((key for key in FAMILIES if ARCHITECTURES[key] in names), None)
-    if family not in FAMILIES:
-        valid = " or ".join(map(repr, FAMILIES))
-        raise ValueError(f"{path}: model_type = {family!r} is not supported, only {valid}")
+        known = [family for family, name in ARCHITECTURES.items() if name in names]
+        settings["model_type"] = known[0] if known else None
     # transformers 5 writes rope_parameters
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     settings |= check_type(path, "rope_scaling", rope, dict) | {"rope_scaling": rope or None}
-    check_supported(path, settings)
+    check_settings(path, settings, MODEL_SETTINGS)
+    family = settings["model_type"]
     c = dict(FAMILIES[family])
     c |= {key: value for key, value in settings.items()
           if key in c and (value is not None or key in OPTIONAL)}
@@ -637,18 +637,6 @@ LORA_SETTINGS = {  # fields of PEFT's LoraConfig -> what they may say; None: any
 LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*(?:layers|h)\.(\d+)\.(.+)"
                r"\.lora_)[AB]((?:\.[^.]+)?\.weight)")
 
-def read_adapter_config(folder):
-    """The settings in folder/adapter_config.json. ValueError for those that are not supported.
-    Settings of a later PEFT may change the mathematics: they must be off."""
-    path = folder / "adapter_config.json"
-    settings = read_json(path)
-    for key, value in settings.items():
-        valid = LORA_SETTINGS.get(key, OFF)
-        if valid is not None and value not in valid:
-            valid = " or ".join(map(repr, valid))
-            raise ValueError(f"{path}: {key} = {value!r} is not supported, only {valid}")
-    return settings
-
 def module_path(config, module, layer):
     """The name of a module in transformers' model."""
     return f"{'model.layers' if config.is_llama else 'transformer.h'}.{layer}.{module}"
@@ -710,7 +698,9 @@ class Adapter:
     def from_pretrained(cls, folder, config, dtype=torch.float32):
         """A PEFT folder. Errors as in GPT.from_pretrained."""
         folder = Path(folder)
-        settings = read_adapter_config(folder)
+        path = folder / "adapter_config.json"
+        settings = read_json(path)
+        check_settings(path, settings, LORA_SETTINGS, OFF)
         checkpoint = Checkpoint(folder, "adapter_model")
         factors = {}  # (module, layer) -> A (rank, n_in), B (rank, n_out)
         ranks = {}
@@ -725,11 +715,11 @@ class Adapter:
             if place in factors:
                 raise ValueError(f"{folder}: {name!r} is of a second adapter, only one is read")
             _, n_out, n_in = config.modules[module]
-            path = module_path(config, *place)
-            rank = of_pattern(settings.get("rank_pattern"), path, settings.get("r", 8))
+            target = module_path(config, *place)
+            rank = of_pattern(settings.get("rank_pattern"), target, settings.get("r", 8))
             a = checkpoint.take(f"{start}A{end}", (rank, n_in))
             b = checkpoint.take(f"{start}B{end}", (n_out, rank))
-            alpha = of_pattern(settings.get("alpha_pattern"), path, settings.get("lora_alpha", 8))
+            alpha = of_pattern(settings.get("alpha_pattern"), target, settings.get("lora_alpha", 8))
             scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
             factors[place] = a, b.T.float() * scaling
             ranks[module] = max(ranks.get(module, 0), rank)
