@@ -17,7 +17,7 @@ import os
 import re
 import sys
 from collections import defaultdict, namedtuple
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from textwrap import shorten
@@ -39,31 +39,31 @@ from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, 
 OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # of one layer [SARATHI Table 1]
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # tensor parallelism cuts their input, not their output
 RANK_0 = ("head.weight", "postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
-TENSORS = {  # our name, name in a checkpoint, shape (see GPTConfig.tensors); * is a layer
-    "llama": """embedding    model.embed_tokens                        V C
-                norm         model.norm                                C
-                head         lm_head                                   V C
-                *.norm1      model.layers.*.input_layernorm            C
-                *.preproj    model.layers.*.self_attn.q_proj           Q C
-                *.preproj    model.layers.*.self_attn.k_proj           K C
-                *.preproj    model.layers.*.self_attn.v_proj           K C
-                *.qk_norm    model.layers.*.self_attn.q_norm           D
-                *.qk_norm    model.layers.*.self_attn.k_norm           D
-                *.postproj   model.layers.*.self_attn.o_proj           C Q
-                *.norm2      model.layers.*.post_attention_layernorm   C
-                *.ffn_ln1    model.layers.*.mlp.gate_proj              I C
-                *.ffn_ln1    model.layers.*.mlp.up_proj                I C
-                *.ffn_ln2    model.layers.*.mlp.down_proj              C I""",
-    "gpt2": """embedding    wte              V C
-               positions    wpe              T C
-               norm         ln_f             C
-               head         lm_head          V C
-               *.norm1      h.*.ln_1         C
-               *.preproj    h.*.attn.c_attn  QKV C
-               *.postproj   h.*.attn.c_proj  C Q
-               *.norm2      h.*.ln_2         C
-               *.ffn_ln1    h.*.mlp.c_fc     I C
-               *.ffn_ln2    h.*.mlp.c_proj   C I"""}
+TENSORS = {  # our name, name in a checkpoint, has a bias, shape (see GPTConfig); * is a layer
+    "llama": """embedding    model.embed_tokens                        no   V C
+                norm         model.norm                                no   C
+                head         lm_head                                   no   V C
+                *.norm1      model.layers.*.input_layernorm            no   C
+                *.preproj    model.layers.*.self_attn.q_proj           qkv  Q C
+                *.preproj    model.layers.*.self_attn.k_proj           qkv  K C
+                *.preproj    model.layers.*.self_attn.v_proj           qkv  K C
+                *.qk_norm    model.layers.*.self_attn.q_norm           no   D
+                *.qk_norm    model.layers.*.self_attn.k_norm           no   D
+                *.postproj   model.layers.*.self_attn.o_proj           o    C Q
+                *.norm2      model.layers.*.post_attention_layernorm   no   C
+                *.ffn_ln1    model.layers.*.mlp.gate_proj              mlp  I C
+                *.ffn_ln1    model.layers.*.mlp.up_proj                mlp  I C
+                *.ffn_ln2    model.layers.*.mlp.down_proj              mlp  C I""",
+    "gpt2": """embedding    wte              no   V C
+               positions    wpe              no   T C
+               norm         ln_f             yes  C
+               head         lm_head          no   V C
+               *.norm1      h.*.ln_1         yes  C
+               *.preproj    h.*.attn.c_attn  yes  QKV C
+               *.postproj   h.*.attn.c_proj  yes  C Q
+               *.norm2      h.*.ln_2         yes  C
+               *.ffn_ln1    h.*.mlp.c_fc     yes  I C
+               *.ffn_ln2    h.*.mlp.c_proj   yes  C I"""}
 # modules: {name: (first column, columns)} of the output, to which adapters of this device add
 Operator = namedtuple("Operator", "n_in n_out modules")
 
@@ -103,15 +103,6 @@ class GPTConfig:
         return replace(self, n_head=self.n_head // n, n_kv_head=self.n_kv_head // n,
                        n_inner=self.n_inner // n, shard=(rank, n))
 
-    def has_bias(self, name):
-        """Whether a linear layer or a norm has a bias. name: in a checkpoint"""
-        if not self.is_llama:
-            return name not in ("wte", "wpe", "lm_head")
-        if "mlp" in name:
-            return self.mlp_bias
-        is_qwen2 = self.family == "qwen2" and not name.endswith("o_proj")
-        return "proj" in name and (self.attention_bias or is_qwen2)
-
     @cached_property
     def tensors(self):
         """{our name: [(name in a checkpoint, shape, dim)]} of the whole model, for example
@@ -120,16 +111,18 @@ class GPTConfig:
         sizes = dict(V=self.vocab_size, T=self.block_size, C=self.n_embd, D=self.head_dim,
                      I=self.n_inner * self.shard[1], Q=self.n_head * D, K=self.n_kv_head * D,
                      QKV=(self.n_head + 2 * self.n_kv_head) * D)
+        has_bias = dict(no=False, yes=True, o=self.attention_bias, mlp=self.mlp_bias,
+                        qkv=self.attention_bias or self.family == "qwen2")
         tensors = defaultdict(list)
         for line in TENSORS["llama" if self.is_llama else "gpt2"].splitlines():
             if "qk_norm" in line and self.family != "qwen3":
                 continue
             for i in range(self.n_layer if "*" in line else 1):
-                ours, theirs, *letters = line.replace("*", str(i)).split()
+                ours, theirs, bias, *letters = line.replace("*", str(i)).split()
                 shape = tuple(sizes[letter] for letter in letters)
                 dim = next((dim for dim, size in enumerate(letters) if size not in "VTCD"), None)
                 tensors[f"{ours}.weight"].append((f"{theirs}.weight", shape, dim))
-                if self.has_bias(theirs):
+                if has_bias[bias]:
                     tensors[f"{ours}.bias"].append((f"{theirs}.bias", shape[:1], dim))
         if self.tied:
             del tensors["head.weight"]
@@ -266,21 +259,20 @@ def rotary_frequencies(config):
     frequencies = config.rope_theta ** -exponent
     scaling = config.rope_scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type", "default")
-    needs = {"default": "", "linear": "factor", "llama3": "factor low_freq_factor high_freq_factor"}
-    if kind not in needs:
+    if kind not in ("default", "linear", "llama3"):
         raise ValueError(f"rope_type = {kind!r}: must be default, linear or llama3")
-    for key in needs[kind].split():
-        if not isinstance(scaling.get(key), (int, float)):
-            raise ValueError(f"rope_type = {kind!r}: {key} = {scaling.get(key)!r} is no number")
-    factor = 1 if kind == "default" else scaling["factor"]
+    if kind == "default":
+        return frequencies
+
+    def number(key):
+        return check_type(f"rope_type = {kind!r}", key, scaling.get(key), float)
     kept = 0.0  # which part of a frequency is not stretched
     if kind == "llama3":  # all of the high ones, none of the low ones, a ramp in between
-        low = scaling["low_freq_factor"]
-        high = scaling["high_freq_factor"]
+        low = number("low_freq_factor")
         n_trained = scaling.get("original_max_position_embeddings") or config.block_size
         turns = n_trained * frequencies / (2 * math.pi)
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / factor)
+        kept = ((turns - low) / (number("high_freq_factor") - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / number("factor"))
 
 class GPT:
     """A model, or one device's share of it. Made by from_preset() or from_pretrained()."""
@@ -447,8 +439,8 @@ class GPT:
         config, stored = read_config(folder)
         checkpoint = Checkpoint(folder, "model")
         head = checkpoint.get("lm_head.weight")
-        embedding = checkpoint.get("model.embed_tokens.weight", checkpoint.get("wte.weight"))
-        if config.tied and None not in (head, embedding) and not torch.equal(head, embedding):
+        embedding = checkpoint.get(config.tensors["embedding.weight"][0][0], head)
+        if config.tied and head is not None and not torch.equal(head, embedding):
             config = replace(config, tied=False)  # as transformers decides
         world = world or World(device)
         model = cls(config, checkpoint.take, pick_dtype(dtype, world.device, stored), world)
@@ -466,7 +458,8 @@ class GPT:
             for part, shape, _ in parts:
                 tensor, weight = weight.tensor_split([shape[0]])
                 tensors[part] = tensor.T if part.endswith(TRANSPOSED) else tensor
-        settings = {KEYS[c.is_llama].get(name, name): value for name, value in asdict(c).items()}
+        keys = {KEYS.get(key, key): key for key in FAMILIES[c.family]}
+        settings = {keys[name]: value for name, value in asdict(c).items() if name in keys}
         settings |= {"architectures": [ARCHITECTURES[c.family]], "model_type": c.family,
                      "dtype": str(self.dtype).removeprefix("torch."), "sliding_window": None}
         write_folder(folder, "model", tensors, "config.json", settings)
@@ -475,13 +468,11 @@ class GPT:
 # Hugging Face folders
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (n_in, n_out)
 NOT_NEEDED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "lm_head.weight")
-KEYS = {  # GPTConfig.is_llama -> fields of GPTConfig that have another name in config.json
-    True: dict(n_layer="num_hidden_layers", n_head="num_attention_heads", n_embd="hidden_size",
-               n_inner="intermediate_size", norm_eps="rms_norm_eps", tied="tie_word_embeddings",
-               n_kv_head="num_key_value_heads", block_size="max_position_embeddings"),
-    False: dict(block_size="n_positions", tied="tie_word_embeddings",
-                norm_eps="layer_norm_epsilon")}
-
+KEYS = dict(  # key of config.json -> field of GPTConfig, where the names differ
+    num_hidden_layers="n_layer", num_attention_heads="n_head", num_key_value_heads="n_kv_head",
+    hidden_size="n_embd", intermediate_size="n_inner", rms_norm_eps="norm_eps",
+    layer_norm_epsilon="norm_eps", max_position_embeddings="block_size", n_positions="block_size",
+    tie_word_embeddings="tied")
 GPT2 = dict(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12, n_inner=None,
             layer_norm_epsilon=1e-5, tie_word_embeddings=True, eos_token_id=50256)
 LLAMA = dict(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
@@ -497,10 +488,9 @@ FAMILIES = {  # family -> the keys of config.json that it knows, with transforme
     "gpt2": GPT2, "llama": LLAMA | dict(attention_bias=False, mlp_bias=False),
     "mistral": LLAMA | MISTRAL, "qwen2": LLAMA | QWEN2,
     "qwen3": LLAMA | QWEN2 | dict(head_dim=128, attention_bias=False)}
-ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM",
-                 "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-                 "qwen3": "Qwen3ForCausalLM"}
-OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim", "sliding_window", "eos_token_id")  # null
+ARCHITECTURES = dict(gpt2="GPT2LMHeadModel", llama="LlamaForCausalLM", qwen2="Qwen2ForCausalLM",
+                     qwen3="Qwen3ForCausalLM", mistral="MistralForCausalLM")
+OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")  # null is a value of its own
 
 MODEL_SETTINGS = {  # settings of config.json that change the mathematics -> the values they may have
     "model_type": [*FAMILIES], "hidden_act": ["silu", "swish"], "quantization_config": [None],
@@ -544,10 +534,11 @@ def read_config(folder):
     c |= {key: value for key, value in settings.items()
           if key in c and (value is not None or key in OPTIONAL)}
     found = {"family": family}
-    for f in fields(GPTConfig):
-        key = KEYS[family != "gpt2"].get(f.name, f.name)
-        if c.get(key) is not None:
-            found[f.name] = check_type(path, key, c[key], f.type)
+    types = GPTConfig.__annotations__
+    for key, value in c.items():
+        name = KEYS.get(key, key)
+        if name in types and value is not None:
+            found[name] = check_type(path, key, value, types[name])
     window = window_of(c)
     if window is not None and check_type(path, "sliding_window", window, int) < found["block_size"]:
         print(f"{path}: sliding_window = {window} limits the context to {window} tokens",
