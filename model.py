@@ -17,10 +17,10 @@ import os
 import re
 import sys
 from collections import defaultdict, namedtuple
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from textwrap import shorten
 
 import numpy as np
 import tiktoken
@@ -435,7 +435,7 @@ class GPT:
     def from_pretrained(cls, name, dtype=None, device="cpu", world=None):
         """A Hugging Face folder, or the name of one on the Hub (owner/name), of a family in
         FAMILIES. FileNotFoundError for what is missing, ValueError for contents that do not fit."""
-        folder = find_folder(name) or Path(name)
+        folder = find_folder(name)
         config, stored = read_config(folder)
         checkpoint = Checkpoint(folder, "model")
         head = checkpoint.get("lm_head.weight")
@@ -513,9 +513,8 @@ def check_settings(path, settings, table, others=None):
     for key, value in settings.items():
         valid = table.get(key, others)
         if valid is not None and value not in valid:
-            value = shorten(repr(value), 100)
             valid = " or ".join(map(repr, valid))
-            raise ValueError(f"{path}: {key} = {value} is not supported, only {valid}")
+            raise ValueError(f"{path}: {key} = {value!r:.100} is not supported, only {valid}")
 
 def read_config(folder):
     """folder/config.json -> (GPTConfig, name of the stored dtype)"""
@@ -539,20 +538,23 @@ def read_config(folder):
         name = KEYS.get(key, key)
         if name in types and value is not None:
             found[name] = check_type(path, key, value, types[name])
-    window = window_of(c)
-    if window is not None and check_type(path, "sliding_window", window, int) < found["block_size"]:
+    window = window_of(path, c)
+    if window < found["block_size"]:
         print(f"{path}: sliding_window = {window} limits the context to {window} tokens",
               file=sys.stderr)
         found["block_size"] = window
     stored = settings.get("dtype") or settings.get("torch_dtype") or "float32"
     return GPTConfig(**found), stored
 
-def window_of(c):
-    """The sliding window of some layers, None if there is none. c: settings of a family"""
-    n_windowed = c.get("num_hidden_layers", 0) - c.get("max_window_layers", 0)
-    layers = c.get("layer_types") or ["sliding_attention"] * n_windowed
-    is_used = c.get("use_sliding_window", True) and "sliding_attention" in layers
-    return c.get("sliding_window") if is_used else None
+def window_of(path, c):
+    """The sliding window of some layers, infinite if no layer has one. c: settings of a family"""
+    window = c.get("sliding_window")
+    if window is None or not c.get("use_sliding_window", True):
+        return math.inf
+    is_windowed = c["num_hidden_layers"] > c.get("max_window_layers", 0)
+    if c.get("layer_types"):
+        is_windowed = "sliding_attention" in c["layer_types"]
+    return check_type(path, "sliding_window", window, int) if is_windowed else math.inf
 
 def check_type(path, key, value, kind):
     """The value. ValueError if it is of another type, or a number that is not positive."""
@@ -575,9 +577,7 @@ def files_of(folder, stem):
     index = folder / f"{stem}.safetensors.index.json"
     if (folder / f"{stem}.safetensors").is_file() or not index.is_file():
         return [f"{stem}.safetensors"]
-    files = read_json(index).get("weight_map")
-    if not isinstance(files, dict):
-        raise ValueError(f"{index} has no weight_map")
+    files = check_type(index, "weight_map", read_json(index).get("weight_map"), dict)
     return sorted(set(files.values()))
 
 class Checkpoint(dict):
@@ -608,19 +608,17 @@ class Checkpoint(dict):
         return tensor
 
 OFF = [None, False, "", [], {}]
-LORA_SETTINGS = {  # fields of PEFT's LoraConfig -> what they may say; None: anything
+LORA_SETTINGS = {  # fields of PEFT's LoraConfig -> the values they may have; None: any
     "peft_type": ["LORA"], "bias": ["none"],
-    # all others have changed the weights of the base model
+    # all other ways change the weights of the base model
     "init_lora_weights": [True, False, None, "gaussian", "orthogonal", "eva", "mica"],
-    # read below; then those without effect after the training (the tensors say which modules it
-    # changed); then settings of old versions and of another writer
-    **dict.fromkeys("""r lora_alpha use_rslora rank_pattern alpha_pattern
-        task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
-        lora_dropout fan_in_fan_out target_modules exclude_modules layers_to_transform
-        layers_pattern loftq_config eva_config corda_config lora_ga_config megatron_core
-        qalora_group_size runtime_config ensure_weight_tying
-        merge_weights lora_dtype lorap_lr_ratio lorap_emb_lr""".split()),
-    # other mathematics, or tensors besides A and B
+    # used below, or without effect after the training: the tensors say which modules have changed
+    **dict.fromkeys("""r lora_alpha use_rslora rank_pattern alpha_pattern task_type auto_mapping
+        peft_version base_model_name_or_path revision inference_mode lora_dropout fan_in_fan_out
+        target_modules exclude_modules layers_to_transform layers_pattern loftq_config eva_config
+        corda_config lora_ga_config megatron_core qalora_group_size runtime_config
+        ensure_weight_tying merge_weights lora_dtype lorap_lr_ratio lorap_emb_lr""".split()),
+    # other mathematics, or tensors besides A and B; so are all settings of a later PEFT
     **dict.fromkeys("""use_dora lora_bias modules_to_save trainable_token_indices use_qalora
         alora_invocation_tokens layer_replication target_parameters megatron_config use_bdlora
         arrow_config kasa_config velora_config monteclora_config""".split(), OFF)}
@@ -634,10 +632,35 @@ def module_path(config, module, layer):
 
 def of_pattern(patterns, path, default):
     """The value of the first pattern that a module's path matches, as PEFT matches it."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
-            return value
-    return default
+    matches = [pattern for pattern in patterns or () if re.match(rf"(.*\.)?({pattern})$", path)]
+    return patterns[matches[0]] if matches else default
+
+def read_factors(folder, config):
+    """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}"""
+    path = folder / "adapter_config.json"
+    settings = {"r": 8, "lora_alpha": 8} | read_json(path)
+    check_settings(path, settings, LORA_SETTINGS, OFF)
+    checkpoint = Checkpoint(folder, "adapter_model")
+    factors = {}
+    while checkpoint:
+        name = next(iter(checkpoint))
+        match = re.fullmatch(LORA_TENSOR, name)
+        if match is None or match[3] not in config.modules or int(match[2]) >= config.n_layer:
+            raise ValueError(f"{folder}: {name!r} does not fit: layers 0 to {config.n_layer - 1}, "
+                             f"modules {', '.join(config.modules)}")
+        start, layer, module, end = match.groups()
+        place = module, int(layer)
+        if place in factors:
+            raise ValueError(f"{folder}: {name!r} is of a second adapter, only one is read")
+        path = module_path(config, *place)
+        rank = of_pattern(settings.get("rank_pattern"), path, settings["r"])
+        alpha = of_pattern(settings.get("alpha_pattern"), path, settings["lora_alpha"])
+        scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        _, n_out, n_in = config.modules[module]
+        a = checkpoint.take(f"{start}A{end}", (rank, n_in))
+        b = checkpoint.take(f"{start}B{end}", (n_out, rank))
+        factors[place] = a, b.T.float() * scaling
+    return factors
 
 class Adapter:
     """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. From the first
@@ -688,32 +711,10 @@ class Adapter:
     @classmethod
     def from_pretrained(cls, folder, config, dtype=torch.float32):
         """A PEFT folder. Errors as in GPT.from_pretrained."""
-        folder = Path(folder)
-        path = folder / "adapter_config.json"
-        settings = read_json(path)
-        check_settings(path, settings, LORA_SETTINGS, OFF)
-        checkpoint = Checkpoint(folder, "adapter_model")
-        factors = {}  # (module, layer) -> A (rank, n_in), B (rank, n_out)
+        factors = read_factors(Path(folder), config)
         ranks = {}
-        while checkpoint:
-            name = next(iter(checkpoint))
-            match = re.fullmatch(LORA_TENSOR, name)
-            if match is None or match[3] not in config.modules or int(match[2]) >= config.n_layer:
-                raise ValueError(f"{folder}: {name!r} does not fit: layers 0 to "
-                                 f"{config.n_layer - 1}, modules {', '.join(config.modules)}")
-            start, layer, module, end = match.groups()
-            place = module, int(layer)
-            if place in factors:
-                raise ValueError(f"{folder}: {name!r} is of a second adapter, only one is read")
-            _, n_out, n_in = config.modules[module]
-            target = module_path(config, *place)
-            rank = of_pattern(settings.get("rank_pattern"), target, settings.get("r", 8))
-            a = checkpoint.take(f"{start}A{end}", (rank, n_in))
-            b = checkpoint.take(f"{start}B{end}", (n_out, rank))
-            alpha = of_pattern(settings.get("alpha_pattern"), target, settings.get("lora_alpha", 8))
-            scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-            factors[place] = a, b.T.float() * scaling
-            ranks[module] = max(ranks.get(module, 0), rank)
+        for (module, _), (a, _) in factors.items():
+            ranks[module] = max(ranks.get(module, 0), len(a))
         adapter = cls(config, ranks, dtype)
         for place, (a, b) in factors.items():
             adapter.fill(*place, a, b)
@@ -759,15 +760,13 @@ class Adapter:
 # -----------------------------------------------------------------------------
 # text
 
+@dataclass
 class Tokenizer:
     """Text to tokens and back, through functions of a library."""
-
-    def __init__(self, encode, decode, stop, is_byte=lambda token: False):
-        """stop: tokens that end a text; is_byte: of tokens that are decoded with the next one"""
-        self.encode = encode
-        self.decode = decode
-        self.stop = stop
-        self.is_byte = is_byte
+    encode: Callable  # text -> tokens
+    decode: Callable  # tokens -> text
+    stop: list  # tokens that end a text
+    is_byte: Callable = lambda token: False  # whether a token is decoded together with the next one
 
     def stream(self, prompt=()):
         """A function tokens -> text that continues a prompt. Text that the next token may change is
@@ -778,8 +777,8 @@ class Tokenizer:
             held.extend(tokens)
             before = self.decode(shown)
             text = self.decode(shown + held)
-            is_open = text.endswith("\ufffd") or any(map(self.is_byte, held[-1:]))
-            if is_open and not final:
+            ends_in_byte = bool(held) and self.is_byte(held[-1])
+            if (ends_in_byte or text.endswith("\ufffd")) and not final:
                 return ""
             if text != before:
                 shown.clear()
@@ -808,24 +807,20 @@ def read_tokenizer(path, stop):
         raise ValueError(f"{path} is not read by the tokenizers library: {error}") from None
     library.no_truncation()
     library.no_padding()
-
-    def encode(text):
-        return library.encode(text).ids
-
-    def is_byte(token):
-        name = library.id_to_token(token)
-        return name is None or re.fullmatch("<0x[0-9A-F]{2}>", name) is not None
-    return Tokenizer(encode, partial(library.decode, skip_special_tokens=False), stop, is_byte)
+    def is_byte(token):  # or a token that only the model has
+        return re.fullmatch("(<0x[0-9A-F]{2}>)?", library.id_to_token(token) or "") is not None
+    return Tokenizer(lambda text: library.encode(text).ids,
+                     partial(library.decode, skip_special_tokens=False), stop, is_byte)
 
 # -----------------------------------------------------------------------------
 # models by name, and the tiny model
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
-SETTINGS = ["config.json", "generation_config.json", "tokenizer.json", "vocab.*",
-            "model.safetensors.index.json"]
+HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "vocab.*",
+             "model.safetensors.index.json"]
 
 def find_folder(name):
-    """The folder of a model: itself, that of the trained "tiny" or "draft", None for a preset, or
-    that of owner/name in the Hub's cache. FileNotFoundError if there is none."""
+    """The folder of a model: itself, that of the trained "tiny" or "draft", or that of owner/name
+    in the Hub's cache. A preset needs none. FileNotFoundError if there is none."""
     if Path(name).is_dir():
         return Path(name)
     if name in ("tiny", "draft"):
@@ -833,7 +828,7 @@ def find_folder(name):
             raise FileNotFoundError(f"model {name!r}: is not trained yet, run `python model.py`")
         return CACHE / name
     if name in PRESETS:
-        return None
+        return Path(name)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) is None:
         raise FileNotFoundError(f"model '{name}': must be a folder, owner/name on the Hub, or one "
                                 f"of {', '.join(PRESETS)}")
@@ -843,8 +838,8 @@ def find_folder(name):
 def download(name):
     """The folder of owner/name in the Hub's cache, where only missing files are downloaded"""
     try:
-        folder = Path(snapshot_download(name, allow_patterns=SETTINGS))
-        snapshot_download(name, allow_patterns=SETTINGS + files_of(folder, "model"))
+        folder = Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        snapshot_download(name, allow_patterns=HUB_FILES + files_of(folder, "model"))
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise FileNotFoundError(f"model {name!r}: is no folder, and the Hub or its cache does not "
@@ -854,7 +849,7 @@ def download(name):
 def load_model(name, dtype=None, device="cpu", seed=0, world=None):
     """The GPT of a folder, a name on the Hub, a preset (random weights), or "tiny" or "draft"."""
     folder = find_folder(name)
-    if folder is None:
+    if not folder.is_dir():
         return GPT.from_preset(name, dtype, device, seed, world)
     if name in PRESETS and folder == Path(name):
         print(f"model {name!r}: the folder of this name, not the preset", file=sys.stderr)
@@ -862,14 +857,14 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
 
 def load_tokenizer(name):
     """The Tokenizer of a model, named as in load_model. FileNotFoundError if it has none."""
-    folder = find_folder(name) or Path(name)
+    folder = find_folder(name)
     if folder.parent == CACHE:
         return byte_tokenizer()
     paths = folder / "config.json", folder / "generation_config.json"
     config, generation = (read_json(path) if path.is_file() else {} for path in paths)
     family = PRESETS[name].family if not folder.is_dir() else config.get("model_type")
     stop = {**FAMILIES.get(family, {}), **config, **generation}.get("eos_token_id")
-    stop = stop if isinstance(stop, list) else [stop] * (stop is not None)
+    stop = [stop] if isinstance(stop, int) else stop or []
     if (folder / "tokenizer.json").is_file():
         return read_tokenizer(folder / "tokenizer.json", stop)
     if family == "gpt2" and not any(folder.glob("vocab.*")):

@@ -717,7 +717,7 @@ BAD_MODELS = {
     "q_proj.bias' is missing": dict(attention_bias=True),
     "hidden_act = 'gelu' is not supported": dict(hidden_act="gelu"),
     "n_kv_head 3|k_proj": dict(num_key_value_heads=3),
-    "index.json has no weight_map": dict(remove="model.safetensors", index={}),
+    "index.json: weight_map = None: must be a dict": dict(remove="model.safetensors", index={}),
     "model-1.safetensors does not exist": dict(
         remove="model.safetensors", index={"weight_map": {Q: "model-1.safetensors"}}),
     f"'{Q}' is missing": dict(tensors={Q: None}),
