@@ -69,9 +69,8 @@ Operator = namedtuple("Operator", "n_in n_out modules")
 
 @dataclass
 class GPTConfig:
-    """The shape of a model. Family "gpt2" has learned positions, LayerNorm, GELU and biases; the
-    others have RoPE, RMSNorm and SwiGLU. "qwen2" adds biases of q, k and v, "qwen3" norms of the
-    heads of q and k."""
+    """The shape of a model. Family "gpt2" has learned positions, LayerNorm and GELU, all others
+    have RoPE, RMSNorm and SwiGLU. Norms of q and k are those of "qwen3"."""
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -259,19 +258,19 @@ def rotary_frequencies(config):
     frequencies = config.rope_theta ** -exponent
     scaling = config.rope_scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type", "default")
-    if kind not in ("default", "linear", "llama3"):
-        raise ValueError(f"rope_type = {kind!r}: must be default, linear or llama3")
-    if kind == "default":
-        return frequencies
-
     def number(key):
         return check_type(f"rope_type = {kind!r}", key, scaling.get(key), float)
-    kept = 0.0  # which part of a frequency is not stretched
-    if kind == "llama3":  # all of the high ones, none of the low ones, a ramp in between
-        low = number("low_freq_factor")
-        n_trained = scaling.get("original_max_position_embeddings") or config.block_size
-        turns = n_trained * frequencies / (2 * math.pi)
-        kept = ((turns - low) / (number("high_freq_factor") - low)).clamp(0, 1)
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return frequencies / number("factor")
+    if kind != "llama3":
+        raise ValueError(f"rope_type = {kind!r}: must be default, linear or llama3")
+    # low frequencies are stretched, high ones are kept, with a ramp in between
+    low = number("low_freq_factor")
+    n_trained = scaling.get("original_max_position_embeddings") or config.block_size
+    turns = n_trained * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (number("high_freq_factor") - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / number("factor"))
 
 class GPT:
@@ -490,8 +489,7 @@ FAMILIES = {  # family -> the keys of config.json that it knows, with transforme
     "qwen3": LLAMA | QWEN2 | dict(head_dim=128, attention_bias=False)}
 ARCHITECTURES = dict(gpt2="GPT2LMHeadModel", llama="LlamaForCausalLM", qwen2="Qwen2ForCausalLM",
                      qwen3="Qwen3ForCausalLM", mistral="MistralForCausalLM")
-OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")  # null is a value of its own
-
+OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")  # null is not the default
 MODEL_SETTINGS = {  # settings of config.json that change the mathematics -> the values they may have
     "model_type": [*FAMILIES], "hidden_act": ["silu", "swish"], "quantization_config": [None],
     "partial_rotary_factor": [1, None], "full_attention": [None], "add_cross_attention": [False],
@@ -581,8 +579,7 @@ def files_of(folder, stem):
     return sorted(set(files.values()))
 
 class Checkpoint(dict):
-    """{name: tensor} of a folder, matrices as (n_out, n_in). The tensors stay in the files until
-    they are used."""
+    """{name: tensor} of a folder. Tensors are read from their files when they are used."""
 
     def __init__(self, folder, stem):
         self.folder = folder
@@ -597,7 +594,7 @@ class Checkpoint(dict):
             self |= {name.removeprefix("transformer."): tensor for name, tensor in tensors}
 
     def take(self, name, shape):
-        """Remove a tensor and return it. ValueError if it is missing or does not fit."""
+        """Remove a tensor, matrices as (n_out, n_in). ValueError if it is missing or unfit."""
         if name not in self:
             raise ValueError(f"{self.folder}: tensor {name!r} is missing")
         tensor = self.pop(name)
@@ -632,8 +629,8 @@ def module_path(config, module, layer):
 
 def of_pattern(patterns, path, default):
     """The value of the first pattern that a module's path matches, as PEFT matches it."""
-    matches = [pattern for pattern in patterns or () if re.match(rf"(.*\.)?({pattern})$", path)]
-    return patterns[matches[0]] if matches else default
+    found = [key for key in patterns or () if re.match(rf"(.*\.)?({key})$", path)]
+    return patterns[found[0]] if found else default
 
 def read_factors(folder, config):
     """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}"""
@@ -652,9 +649,9 @@ def read_factors(folder, config):
         place = module, int(layer)
         if place in factors:
             raise ValueError(f"{folder}: {name!r} is of a second adapter, only one is read")
-        path = module_path(config, *place)
-        rank = of_pattern(settings.get("rank_pattern"), path, settings["r"])
-        alpha = of_pattern(settings.get("alpha_pattern"), path, settings["lora_alpha"])
+        target = module_path(config, *place)
+        rank = of_pattern(settings.get("rank_pattern"), target, settings["r"])
+        alpha = of_pattern(settings.get("alpha_pattern"), target, settings["lora_alpha"])
         scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
         _, n_out, n_in = config.modules[module]
         a = checkpoint.take(f"{start}A{end}", (rank, n_in))
@@ -759,7 +756,6 @@ class Adapter:
 
 # -----------------------------------------------------------------------------
 # text
-
 @dataclass
 class Tokenizer:
     """Text to tokens and back, through functions of a library."""
