@@ -498,8 +498,6 @@ MODEL_SETTINGS = {  # settings of config.json that change the mathematics -> the
 
 def read_json(path):
     """The settings in a file"""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
     try:
         return dict(json.loads(path.read_text("utf-8")))
     except (ValueError, TypeError) as error:
@@ -536,23 +534,23 @@ def read_config(folder):
         name = KEYS.get(key, key)
         if name in types and value is not None:
             found[name] = check_type(path, key, value, types[name])
-    window = window_of(path, c)
-    if window < found["block_size"]:
-        print(f"{path}: sliding_window = {window} limits the context to {window} tokens",
-              file=sys.stderr)
-        found["block_size"] = window
+    found["block_size"] = context_of(path, c, found["block_size"])
     stored = settings.get("dtype") or settings.get("torch_dtype") or "float32"
     return GPTConfig(**found), stored
 
-def window_of(path, c):
-    """The sliding window of some layers, infinite if no layer has one. c: settings of a family"""
+def context_of(path, c, trained):
+    """The longest context: that of the training, or the sliding window of some layers"""
     window = c.get("sliding_window")
     if window is None or not c.get("use_sliding_window", True):
-        return math.inf
+        return trained
     is_windowed = c["num_hidden_layers"] > c.get("max_window_layers", 0)
     if c.get("layer_types"):
         is_windowed = "sliding_attention" in c["layer_types"]
-    return check_type(path, "sliding_window", window, int) if is_windowed else math.inf
+    if not is_windowed or check_type(path, "sliding_window", window, int) >= trained:
+        return trained
+    print(f"{path}: sliding_window = {window} limits the context to {window} tokens",
+          file=sys.stderr)
+    return window
 
 def check_type(path, key, value, kind):
     """The value. ValueError if it is of another type, or a number that is not positive."""
@@ -816,13 +814,12 @@ HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "vocab.*
 
 def find_folder(name):
     """The folder of a model: itself, that of the trained "tiny" or "draft", or that of owner/name
-    in the Hub's cache. A preset needs none. FileNotFoundError if there is none."""
-    if Path(name).is_dir():
-        return Path(name)
+    in the Hub's cache. FileNotFoundError if there is none, except for presets."""
+    for folder in (Path(name), CACHE / name):
+        if folder.is_dir():
+            return folder
     if name in ("tiny", "draft"):
-        if not (CACHE / name).is_dir():
-            raise FileNotFoundError(f"model {name!r}: is not trained yet, run `python model.py`")
-        return CACHE / name
+        raise FileNotFoundError(f"model {name!r}: is not trained yet, run `python model.py`")
     if name in PRESETS:
         return Path(name)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) is None:

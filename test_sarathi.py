@@ -694,7 +694,7 @@ def test_names_of_an_adapters_tensors(start, end, tmp_path):
 Q = "model.layers.1.self_attn.q_proj.weight"
 A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 BAD_MODELS = {
-    "config.json does not exist": dict(remove="config.json"),
+    "No such file .*config.json": dict(remove="config.json"),
     "config.json does not hold settings": dict(cut="config.json"),
     "model.safetensors does not exist": dict(remove="model.safetensors"),
     "model.safetensors is damaged": dict(cut="model.safetensors"),
@@ -2342,7 +2342,7 @@ def test_a_profile_fits_the_seconds_of_iterations(monkeypatch):
 MISTAKES = {
     "'nowhere': must be a folder": ["--model", "nowhere"],
     "has no tokenizer.json: use --tokens": ["--prompt", "hello"],
-    "nowhere.*does not exist": ["--adapter", "nowhere"],
+    "No such file .*nowhere": ["--adapter", "nowhere"],
     "token = 70: must be in 0 .. 60": ["--tokens", "1,70"],
     "invalid choice: 'fast'": ["--scheduler", "fast"],
     "tp = 2 needs 2 processes": ["--tp", 2],
