@@ -90,6 +90,7 @@ class GPTConfig:
 
     def __post_init__(self):
         self.is_llama = self.family != "gpt2"
+        self.layers = "model.layers" if self.is_llama else "transformer.h"  # in transformers
         self.n_inner = self.n_inner or 4 * self.n_embd
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
@@ -490,7 +491,7 @@ FAMILIES = {  # family -> the keys of config.json that it knows, with transforme
 ARCHITECTURES = dict(gpt2="GPT2LMHeadModel", llama="LlamaForCausalLM", qwen2="Qwen2ForCausalLM",
                      qwen3="Qwen3ForCausalLM", mistral="MistralForCausalLM")
 OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")  # null is not the default
-MODEL_SETTINGS = {  # settings of config.json that change the mathematics -> the values they may have
+MODEL_SETTINGS = {  # keys of config.json that change the mathematics -> the values they may have
     "model_type": [*FAMILIES], "hidden_act": ["silu", "swish"], "quantization_config": [None],
     "partial_rotary_factor": [1, None], "full_attention": [None], "add_cross_attention": [False],
     "activation_function": ["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate"],
@@ -518,34 +519,34 @@ def read_config(folder):
     settings = read_json(path)
     if settings.get("model_type") is None:  # the architecture decides
         names = settings.get("architectures") or ()
-        known = [family for family, name in ARCHITECTURES.items() if name in names]
-        settings["model_type"] = known[0] if known else None
+        families = [family for family, name in ARCHITECTURES.items() if name in names]
+        settings["model_type"] = families[0] if families else None
     # transformers 5 writes rope_parameters
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     settings |= check_type(path, "rope_scaling", rope, dict) | {"rope_scaling": rope or None}
     check_settings(path, settings, MODEL_SETTINGS)
     family = settings["model_type"]
-    c = dict(FAMILIES[family])
-    c |= {key: value for key, value in settings.items()
-          if key in c and (value is not None or key in OPTIONAL)}
+    known = dict(FAMILIES[family])
+    known |= {key: value for key, value in settings.items()
+              if key in known and (value is not None or key in OPTIONAL)}
     found = {"family": family}
     types = GPTConfig.__annotations__
-    for key, value in c.items():
+    for key, value in known.items():
         name = KEYS.get(key, key)
         if name in types and value is not None:
             found[name] = check_type(path, key, value, types[name])
-    found["block_size"] = context_of(path, c, found["block_size"])
+    found["block_size"] = context_of(path, known, found["block_size"])
     stored = settings.get("dtype") or settings.get("torch_dtype") or "float32"
     return GPTConfig(**found), stored
 
-def context_of(path, c, trained):
+def context_of(path, settings, trained):
     """The longest context: that of the training, or the sliding window of some layers"""
-    window = c.get("sliding_window")
-    if window is None or not c.get("use_sliding_window", True):
+    window = settings.get("sliding_window")
+    if window is None or not settings.get("use_sliding_window", True):
         return trained
-    is_windowed = c["num_hidden_layers"] > c.get("max_window_layers", 0)
-    if c.get("layer_types"):
-        is_windowed = "sliding_attention" in c["layer_types"]
+    is_windowed = settings["num_hidden_layers"] > settings.get("max_window_layers", 0)
+    if settings.get("layer_types"):
+        is_windowed = "sliding_attention" in settings["layer_types"]
     if not is_windowed or check_type(path, "sliding_window", window, int) >= trained:
         return trained
     print(f"{path}: sliding_window = {window} limits the context to {window} tokens",
@@ -583,7 +584,7 @@ class Checkpoint(dict):
         self.folder = folder
         for path in [folder / file for file in files_of(folder, stem)]:
             if not path.is_file():
-                raise FileNotFoundError(f"{path} does not exist (.bin files are not read: load them "
+                raise FileNotFoundError(f"{path} does not exist (.bin files are not read: load one "
                                         "with transformers or PEFT, save_pretrained() writes this)")
             try:
                 tensors = load_file(path).items()
@@ -592,7 +593,7 @@ class Checkpoint(dict):
             self |= {name.removeprefix("transformer."): tensor for name, tensor in tensors}
 
     def take(self, name, shape):
-        """Remove a tensor, matrices as (n_out, n_in). ValueError if it is missing or unfit."""
+        """Remove a tensor and return it, as (n_out, n_in). ValueError if it does not fit."""
         if name not in self:
             raise ValueError(f"{self.folder}: tensor {name!r} is missing")
         tensor = self.pop(name)
@@ -621,10 +622,6 @@ LORA_SETTINGS = {  # fields of PEFT's LoraConfig -> the values they may have; No
 LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*(?:layers|h)\.(\d+)\.(.+)"
                r"\.lora_)[AB]((?:\.[^.]+)?\.weight)")
 
-def module_path(config, module, layer):
-    """The name of a module in transformers' model."""
-    return f"{'model.layers' if config.is_llama else 'transformer.h'}.{layer}.{module}"
-
 def of_pattern(patterns, path, default):
     """The value of the first pattern that a module's path matches, as PEFT matches it."""
     found = [key for key in patterns or () if re.match(rf"(.*\.)?({key})$", path)]
@@ -647,7 +644,7 @@ def read_factors(folder, config):
         place = module, int(layer)
         if place in factors:
             raise ValueError(f"{folder}: {name!r} is of a second adapter, only one is read")
-        target = module_path(config, *place)
+        target = f"{config.layers}.{layer}.{module}"
         rank = of_pattern(settings.get("rank_pattern"), target, settings["r"])
         alpha = of_pattern(settings.get("alpha_pattern"), target, settings["lora_alpha"])
         scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
@@ -720,7 +717,7 @@ class Adapter:
         tensors = {}
         for module in self.ranks:
             for layer, (a, b) in enumerate(zip(*self.factors(module))):
-                path = f"base_model.model.{module_path(self.config, module, layer)}"
+                path = f"base_model.model.{self.config.layers}.{layer}.{module}"
                 tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b.T}
         settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1,
                     "rank_pattern": self.ranks, "alpha_pattern": self.ranks,
