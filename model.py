@@ -852,7 +852,7 @@ def load_tokenizer(name):
         return byte_tokenizer()
     paths = folder / "config.json", folder / "generation_config.json"
     config, generation = (read_json(path) if path.is_file() else {} for path in paths)
-    family = PRESETS[name].family if not folder.is_dir() else config.get("model_type")
+    family = config.get("model_type") if folder.is_dir() else PRESETS[name].family
     stop = {**FAMILIES.get(family, {}), **config, **generation}.get("eos_token_id")
     stop = [stop] if isinstance(stop, int) else stop or []
     if (folder / "tokenizer.json").is_file():
