@@ -702,7 +702,7 @@ BAD_MODELS = {
     "'hidden_size'|embed_tokens": dict(hidden_size=None),
     "rope_type = 'yarn'": dict(rope_scaling={"rope_type": "yarn"}),
     "rope_type = 'dynamic'": dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
-    "rope_type = 'linear': factor = None: must be a positive float": dict(rope_scaling={"type": "linear"}),
+    "rope_type = 'linear': factor = None: must be": dict(rope_scaling={"type": "linear"}),
     "partial_rotary_factor = 0.5 is not": dict(rope_parameters={"partial_rotary_factor": 0.5}),
     "full_attention = .* is not": dict(rope_parameters={"full_attention": {"rope_theta": 1.0}}),
     "quantization_config = .*awq.* is not": dict(quantization_config={"quant_method": "awq"}),
