@@ -17,10 +17,10 @@ import os
 import re
 import sys
 from collections import defaultdict, namedtuple
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from textwrap import shorten
 
 import numpy as np
 import tiktoken
@@ -39,39 +39,38 @@ from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, 
 OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # of one layer [SARATHI Table 1]
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # tensor parallelism cuts their input, not their output
 RANK_0 = ("head.weight", "postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
-TENSORS = {  # our name, name in a checkpoint, shape (see GPTConfig.tensors); * is a layer
-    "llama": """embedding    model.embed_tokens                        V C
-                norm         model.norm                                C
-                head         lm_head                                   V C
-                *.norm1      model.layers.*.input_layernorm            C
-                *.preproj    model.layers.*.self_attn.q_proj           Q C
-                *.preproj    model.layers.*.self_attn.k_proj           K C
-                *.preproj    model.layers.*.self_attn.v_proj           K C
-                *.qk_norm    model.layers.*.self_attn.q_norm           D
-                *.qk_norm    model.layers.*.self_attn.k_norm           D
-                *.postproj   model.layers.*.self_attn.o_proj           C Q
-                *.norm2      model.layers.*.post_attention_layernorm   C
-                *.ffn_ln1    model.layers.*.mlp.gate_proj              I C
-                *.ffn_ln1    model.layers.*.mlp.up_proj                I C
-                *.ffn_ln2    model.layers.*.mlp.down_proj              C I""",
-    "gpt2": """embedding    wte              V C
-               positions    wpe              T C
-               norm         ln_f             C
-               head         lm_head          V C
-               *.norm1      h.*.ln_1         C
-               *.preproj    h.*.attn.c_attn  QKV C
-               *.postproj   h.*.attn.c_proj  C Q
-               *.norm2      h.*.ln_2         C
-               *.ffn_ln1    h.*.mlp.c_fc     I C
-               *.ffn_ln2    h.*.mlp.c_proj   C I"""}
+TENSORS = {  # our name, name in a checkpoint, has a bias, shape (see GPTConfig); * is a layer
+    "llama": """embedding    model.embed_tokens                        no   V C
+                norm         model.norm                                no   C
+                head         lm_head                                   no   V C
+                *.norm1      model.layers.*.input_layernorm            no   C
+                *.preproj    model.layers.*.self_attn.q_proj           qkv  Q C
+                *.preproj    model.layers.*.self_attn.k_proj           qkv  K C
+                *.preproj    model.layers.*.self_attn.v_proj           qkv  K C
+                *.qk_norm    model.layers.*.self_attn.q_norm           no   D
+                *.qk_norm    model.layers.*.self_attn.k_norm           no   D
+                *.postproj   model.layers.*.self_attn.o_proj           o    C Q
+                *.norm2      model.layers.*.post_attention_layernorm   no   C
+                *.ffn_ln1    model.layers.*.mlp.gate_proj              mlp  I C
+                *.ffn_ln1    model.layers.*.mlp.up_proj                mlp  I C
+                *.ffn_ln2    model.layers.*.mlp.down_proj              mlp  C I""",
+    "gpt2": """embedding    wte              no   V C
+               positions    wpe              no   T C
+               norm         ln_f             yes  C
+               head         lm_head          no   V C
+               *.norm1      h.*.ln_1         yes  C
+               *.preproj    h.*.attn.c_attn  yes  QKV C
+               *.postproj   h.*.attn.c_proj  yes  C Q
+               *.norm2      h.*.ln_2         yes  C
+               *.ffn_ln1    h.*.mlp.c_fc     yes  I C
+               *.ffn_ln2    h.*.mlp.c_proj   yes  C I"""}
 # modules: {name: (first column, columns)} of the output, to which adapters of this device add
 Operator = namedtuple("Operator", "n_in n_out modules")
 
 @dataclass
 class GPTConfig:
-    """The shape of a model. Family "gpt2" has learned positions, LayerNorm, GELU and biases; the
-    others have RoPE, RMSNorm and SwiGLU. "qwen2" adds biases of q, k and v, "qwen3" norms of the
-    heads of q and k."""
+    """The shape of a model. Family "gpt2" has learned positions, LayerNorm and GELU, all others
+    have RoPE, RMSNorm and SwiGLU. Norms of q and k are those of "qwen3"."""
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -91,6 +90,7 @@ class GPTConfig:
 
     def __post_init__(self):
         self.is_llama = self.family != "gpt2"
+        self.layers = "model.layers" if self.is_llama else "transformer.h"  # in transformers
         self.n_inner = self.n_inner or 4 * self.n_embd
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
@@ -103,15 +103,6 @@ class GPTConfig:
         return replace(self, n_head=self.n_head // n, n_kv_head=self.n_kv_head // n,
                        n_inner=self.n_inner // n, shard=(rank, n))
 
-    def has_bias(self, name):
-        """Whether a linear layer or a norm has a bias. name: in a checkpoint"""
-        if not self.is_llama:
-            return name not in ("wte", "wpe", "lm_head")
-        if "mlp" in name:
-            return self.mlp_bias
-        is_qwen2 = self.family == "qwen2" and not name.endswith("o_proj")
-        return "proj" in name and (self.attention_bias or is_qwen2)
-
     @cached_property
     def tensors(self):
         """{our name: [(name in a checkpoint, shape, dim)]} of the whole model, for example
@@ -120,16 +111,18 @@ class GPTConfig:
         sizes = dict(V=self.vocab_size, T=self.block_size, C=self.n_embd, D=self.head_dim,
                      I=self.n_inner * self.shard[1], Q=self.n_head * D, K=self.n_kv_head * D,
                      QKV=(self.n_head + 2 * self.n_kv_head) * D)
+        has_bias = dict(no=False, yes=True, o=self.attention_bias, mlp=self.mlp_bias,
+                        qkv=self.attention_bias or self.family == "qwen2")
         tensors = defaultdict(list)
         for line in TENSORS["llama" if self.is_llama else "gpt2"].splitlines():
             if "qk_norm" in line and self.family != "qwen3":
                 continue
             for i in range(self.n_layer if "*" in line else 1):
-                ours, theirs, *letters = line.replace("*", str(i)).split()
+                ours, theirs, bias, *letters = line.replace("*", str(i)).split()
                 shape = tuple(sizes[letter] for letter in letters)
                 dim = next((dim for dim, size in enumerate(letters) if size not in "VTCD"), None)
                 tensors[f"{ours}.weight"].append((f"{theirs}.weight", shape, dim))
-                if self.has_bias(theirs):
+                if has_bias[bias]:
                     tensors[f"{ours}.bias"].append((f"{theirs}.bias", shape[:1], dim))
         if self.tied:
             del tensors["head.weight"]
@@ -266,21 +259,20 @@ def rotary_frequencies(config):
     frequencies = config.rope_theta ** -exponent
     scaling = config.rope_scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type", "default")
-    needs = {"default": "", "linear": "factor", "llama3": "factor low_freq_factor high_freq_factor"}
-    if kind not in needs:
+    def number(key):
+        return check_type(f"rope_type = {kind!r}", key, scaling.get(key), float)
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return frequencies / number("factor")
+    if kind != "llama3":
         raise ValueError(f"rope_type = {kind!r}: must be default, linear or llama3")
-    for key in needs[kind].split():
-        if not isinstance(scaling.get(key), (int, float)):
-            raise ValueError(f"rope_type = {kind!r}: {key} = {scaling.get(key)!r} is no number")
-    factor = 1 if kind == "default" else scaling["factor"]
-    kept = 0.0  # which part of a frequency is not stretched
-    if kind == "llama3":  # all of the high ones, none of the low ones, a ramp in between
-        low = scaling["low_freq_factor"]
-        high = scaling["high_freq_factor"]
-        n_trained = scaling.get("original_max_position_embeddings") or config.block_size
-        turns = n_trained * frequencies / (2 * math.pi)
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / factor)
+    # low frequencies are stretched, high ones are kept, with a ramp in between
+    low = number("low_freq_factor")
+    n_trained = scaling.get("original_max_position_embeddings") or config.block_size
+    turns = n_trained * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (number("high_freq_factor") - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / number("factor"))
 
 class GPT:
     """A model, or one device's share of it. Made by from_preset() or from_pretrained()."""
@@ -443,12 +435,12 @@ class GPT:
     def from_pretrained(cls, name, dtype=None, device="cpu", world=None):
         """A Hugging Face folder, or the name of one on the Hub (owner/name), of a family in
         FAMILIES. FileNotFoundError for what is missing, ValueError for contents that do not fit."""
-        folder = find_folder(name) or Path(name)
+        folder = find_folder(name)
         config, stored = read_config(folder)
         checkpoint = Checkpoint(folder, "model")
         head = checkpoint.get("lm_head.weight")
-        embedding = checkpoint.get("model.embed_tokens.weight", checkpoint.get("wte.weight"))
-        if config.tied and None not in (head, embedding) and not torch.equal(head, embedding):
+        embedding = checkpoint.get(config.tensors["embedding.weight"][0][0], head)
+        if config.tied and head is not None and not torch.equal(head, embedding):
             config = replace(config, tied=False)  # as transformers decides
         world = world or World(device)
         model = cls(config, checkpoint.take, pick_dtype(dtype, world.device, stored), world)
@@ -466,7 +458,8 @@ class GPT:
             for part, shape, _ in parts:
                 tensor, weight = weight.tensor_split([shape[0]])
                 tensors[part] = tensor.T if part.endswith(TRANSPOSED) else tensor
-        settings = {KEYS[c.is_llama].get(name, name): value for name, value in asdict(c).items()}
+        keys = {KEYS.get(key, key): key for key in FAMILIES[c.family]}
+        settings = {keys[name]: value for name, value in asdict(c).items() if name in keys}
         settings |= {"architectures": [ARCHITECTURES[c.family]], "model_type": c.family,
                      "dtype": str(self.dtype).removeprefix("torch."), "sliding_window": None}
         write_folder(folder, "model", tensors, "config.json", settings)
@@ -475,13 +468,11 @@ class GPT:
 # Hugging Face folders
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (n_in, n_out)
 NOT_NEEDED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "lm_head.weight")
-KEYS = {  # GPTConfig.is_llama -> fields of GPTConfig that have another name in config.json
-    True: dict(n_layer="num_hidden_layers", n_head="num_attention_heads", n_embd="hidden_size",
-               n_inner="intermediate_size", norm_eps="rms_norm_eps", tied="tie_word_embeddings",
-               n_kv_head="num_key_value_heads", block_size="max_position_embeddings"),
-    False: dict(block_size="n_positions", tied="tie_word_embeddings",
-                norm_eps="layer_norm_epsilon")}
-
+KEYS = dict(  # key of config.json -> field of GPTConfig, where the names differ
+    num_hidden_layers="n_layer", num_attention_heads="n_head", num_key_value_heads="n_kv_head",
+    hidden_size="n_embd", intermediate_size="n_inner", rms_norm_eps="norm_eps",
+    layer_norm_epsilon="norm_eps", max_position_embeddings="block_size", n_positions="block_size",
+    tie_word_embeddings="tied")
 GPT2 = dict(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12, n_inner=None,
             layer_norm_epsilon=1e-5, tie_word_embeddings=True, eos_token_id=50256)
 LLAMA = dict(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
@@ -497,71 +488,70 @@ FAMILIES = {  # family -> the keys of config.json that it knows, with transforme
     "gpt2": GPT2, "llama": LLAMA | dict(attention_bias=False, mlp_bias=False),
     "mistral": LLAMA | MISTRAL, "qwen2": LLAMA | QWEN2,
     "qwen3": LLAMA | QWEN2 | dict(head_dim=128, attention_bias=False)}
-ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM",
-                 "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-                 "qwen3": "Qwen3ForCausalLM"}
-OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim", "sliding_window", "eos_token_id")  # null
-
-SUPPORTED = {  # what settings that change the mathematics may say; the first value is the default
-    "hidden_act": ["silu", "swish"], "quantization_config": [None],
+ARCHITECTURES = dict(gpt2="GPT2LMHeadModel", llama="LlamaForCausalLM", qwen2="Qwen2ForCausalLM",
+                     qwen3="Qwen3ForCausalLM", mistral="MistralForCausalLM")
+OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")  # null is not the default
+MODEL_SETTINGS = {  # keys of config.json that change the mathematics -> the values they may have
+    "model_type": [*FAMILIES], "hidden_act": ["silu", "swish"], "quantization_config": [None],
     "partial_rotary_factor": [1, None], "full_attention": [None], "add_cross_attention": [False],
     "activation_function": ["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate"],
     "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False]}
 
 def read_json(path):
     """The settings in a file"""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
     try:
         return dict(json.loads(path.read_text("utf-8")))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} does not hold settings in JSON: {error}") from None
 
-def check_supported(path, settings):
-    """ValueError for a setting in a file that changes the mathematics and is not supported"""
-    for key, values in SUPPORTED.items():
-        if settings.get(key, values[0]) not in values:
-            value = shorten(repr(settings[key]), 100)
-            valid = " or ".join(map(repr, values))
-            raise ValueError(f"{path}: {key} = {value} is not supported, only {valid}")
+def check_settings(path, settings, table, others=None):
+    """ValueError for a value that is not supported. table: {setting: valid values, None: any};
+    others: valid values of settings that are not in the table"""
+    for key, value in settings.items():
+        valid = table.get(key, others)
+        if valid is not None and value not in valid:
+            valid = " or ".join(map(repr, valid))
+            raise ValueError(f"{path}: {key} = {value!r:.100} is not supported, only {valid}")
 
 def read_config(folder):
     """folder/config.json -> (GPTConfig, name of the stored dtype)"""
     path = folder / "config.json"
     settings = read_json(path)
-    family = settings.get("model_type")
-    if family is None:  # the architecture decides
+    if settings.get("model_type") is None:  # the architecture decides
         names = settings.get("architectures") or ()
-        family = next((key for key in FAMILIES if ARCHITECTURES[key] in names), None)
-    if family not in FAMILIES:
-        valid = " or ".join(map(repr, FAMILIES))
-        raise ValueError(f"{path}: model_type = {family!r} is not supported, only {valid}")
+        families = [family for family, name in ARCHITECTURES.items() if name in names]
+        settings["model_type"] = families[0] if families else None
     # transformers 5 writes rope_parameters
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     settings |= check_type(path, "rope_scaling", rope, dict) | {"rope_scaling": rope or None}
-    check_supported(path, settings)
-    c = dict(FAMILIES[family])
-    c |= {key: value for key, value in settings.items()
-          if key in c and (value is not None or key in OPTIONAL)}
+    check_settings(path, settings, MODEL_SETTINGS)
+    family = settings["model_type"]
+    known = dict(FAMILIES[family])
+    known |= {key: value for key, value in settings.items()
+              if key in known and (value is not None or key in OPTIONAL)}
     found = {"family": family}
-    for f in fields(GPTConfig):
-        key = KEYS[family != "gpt2"].get(f.name, f.name)
-        if c.get(key) is not None:
-            found[f.name] = check_type(path, key, c[key], f.type)
-    window = window_of(c)
-    if window is not None and check_type(path, "sliding_window", window, int) < found["block_size"]:
-        print(f"{path}: sliding_window = {window} limits the context to {window} tokens",
-              file=sys.stderr)
-        found["block_size"] = window
+    types = GPTConfig.__annotations__
+    for key, value in known.items():
+        name = KEYS.get(key, key)
+        if name in types and value is not None:
+            found[name] = check_type(path, key, value, types[name])
+    found["block_size"] = context_of(path, known, found["block_size"])
     stored = settings.get("dtype") or settings.get("torch_dtype") or "float32"
     return GPTConfig(**found), stored
 
-def window_of(c):
-    """The sliding window of some layers, None if there is none. c: settings of a family"""
-    n_windowed = c.get("num_hidden_layers", 0) - c.get("max_window_layers", 0)
-    layers = c.get("layer_types") or ["sliding_attention"] * n_windowed
-    is_used = c.get("use_sliding_window", True) and "sliding_attention" in layers
-    return c.get("sliding_window") if is_used else None
+def context_of(path, settings, trained):
+    """The longest context: that of the training, or the sliding window of some layers"""
+    window = settings.get("sliding_window")
+    if window is None or not settings.get("use_sliding_window", True):
+        return trained
+    is_windowed = settings["num_hidden_layers"] > settings.get("max_window_layers", 0)
+    if settings.get("layer_types"):
+        is_windowed = "sliding_attention" in settings["layer_types"]
+    if not is_windowed or check_type(path, "sliding_window", window, int) >= trained:
+        return trained
+    print(f"{path}: sliding_window = {window} limits the context to {window} tokens",
+          file=sys.stderr)
+    return window
 
 def check_type(path, key, value, kind):
     """The value. ValueError if it is of another type, or a number that is not positive."""
@@ -584,20 +574,17 @@ def files_of(folder, stem):
     index = folder / f"{stem}.safetensors.index.json"
     if (folder / f"{stem}.safetensors").is_file() or not index.is_file():
         return [f"{stem}.safetensors"]
-    files = read_json(index).get("weight_map")
-    if not isinstance(files, dict):
-        raise ValueError(f"{index} has no weight_map")
+    files = check_type(index, "weight_map", read_json(index).get("weight_map"), dict)
     return sorted(set(files.values()))
 
 class Checkpoint(dict):
-    """{name: tensor} of a folder, matrices as (n_out, n_in). The tensors stay in the files until
-    they are used."""
+    """{name: tensor} of a folder. Tensors are read from their files when they are used."""
 
     def __init__(self, folder, stem):
         self.folder = folder
         for path in [folder / file for file in files_of(folder, stem)]:
             if not path.is_file():
-                raise FileNotFoundError(f"{path} does not exist (.bin files are not read: load them "
+                raise FileNotFoundError(f"{path} does not exist (.bin files are not read: load one "
                                         "with transformers or PEFT, save_pretrained() writes this)")
             try:
                 tensors = load_file(path).items()
@@ -606,7 +593,7 @@ class Checkpoint(dict):
             self |= {name.removeprefix("transformer."): tensor for name, tensor in tensors}
 
     def take(self, name, shape):
-        """Remove a tensor and return it. ValueError if it is missing or does not fit."""
+        """Remove a tensor and return it, as (n_out, n_in). ValueError if it does not fit."""
         if name not in self:
             raise ValueError(f"{self.folder}: tensor {name!r} is missing")
         tensor = self.pop(name)
@@ -617,19 +604,17 @@ class Checkpoint(dict):
         return tensor
 
 OFF = [None, False, "", [], {}]
-LORA_SETTINGS = {  # fields of PEFT's LoraConfig -> what they may say; None: anything
+LORA_SETTINGS = {  # fields of PEFT's LoraConfig -> the values they may have; None: any
     "peft_type": ["LORA"], "bias": ["none"],
-    # all others have changed the weights of the base model
+    # all other ways change the weights of the base model
     "init_lora_weights": [True, False, None, "gaussian", "orthogonal", "eva", "mica"],
-    # read below; then those without effect after the training (the tensors say which modules it
-    # changed); then settings of old versions and of another writer
-    **dict.fromkeys("""r lora_alpha use_rslora rank_pattern alpha_pattern
-        task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
-        lora_dropout fan_in_fan_out target_modules exclude_modules layers_to_transform
-        layers_pattern loftq_config eva_config corda_config lora_ga_config megatron_core
-        qalora_group_size runtime_config ensure_weight_tying
-        merge_weights lora_dtype lorap_lr_ratio lorap_emb_lr""".split()),
-    # other mathematics, or tensors besides A and B
+    # used below, or without effect after the training: the tensors say which modules have changed
+    **dict.fromkeys("""r lora_alpha use_rslora rank_pattern alpha_pattern task_type auto_mapping
+        peft_version base_model_name_or_path revision inference_mode lora_dropout fan_in_fan_out
+        target_modules exclude_modules layers_to_transform layers_pattern loftq_config eva_config
+        corda_config lora_ga_config megatron_core qalora_group_size runtime_config
+        ensure_weight_tying merge_weights lora_dtype lorap_lr_ratio lorap_emb_lr""".split()),
+    # other mathematics, or tensors besides A and B; so are all settings of a later PEFT
     **dict.fromkeys("""use_dora lora_bias modules_to_save trainable_token_indices use_qalora
         alora_invocation_tokens layer_replication target_parameters megatron_config use_bdlora
         arrow_config kasa_config velora_config monteclora_config""".split(), OFF)}
@@ -637,28 +622,37 @@ LORA_SETTINGS = {  # fields of PEFT's LoraConfig -> what they may say; None: any
 LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*(?:layers|h)\.(\d+)\.(.+)"
                r"\.lora_)[AB]((?:\.[^.]+)?\.weight)")
 
-def read_adapter_config(folder):
-    """The settings in folder/adapter_config.json. ValueError for those that are not supported.
-    Settings of a later PEFT may change the mathematics: they must be off."""
-    path = folder / "adapter_config.json"
-    settings = read_json(path)
-    for key, value in settings.items():
-        valid = LORA_SETTINGS.get(key, OFF)
-        if valid is not None and value not in valid:
-            valid = " or ".join(map(repr, valid))
-            raise ValueError(f"{path}: {key} = {value!r} is not supported, only {valid}")
-    return settings
-
-def module_path(config, module, layer):
-    """The name of a module in transformers' model."""
-    return f"{'model.layers' if config.is_llama else 'transformer.h'}.{layer}.{module}"
-
 def of_pattern(patterns, path, default):
     """The value of the first pattern that a module's path matches, as PEFT matches it."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
-            return value
-    return default
+    found = [key for key in patterns or () if re.match(rf"(.*\.)?({key})$", path)]
+    return patterns[found[0]] if found else default
+
+def read_factors(folder, config):
+    """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}"""
+    path = folder / "adapter_config.json"
+    settings = {"r": 8, "lora_alpha": 8} | read_json(path)
+    check_settings(path, settings, LORA_SETTINGS, OFF)
+    checkpoint = Checkpoint(folder, "adapter_model")
+    factors = {}
+    while checkpoint:
+        name = next(iter(checkpoint))
+        match = re.fullmatch(LORA_TENSOR, name)
+        if match is None or match[3] not in config.modules or int(match[2]) >= config.n_layer:
+            raise ValueError(f"{folder}: {name!r} does not fit: layers 0 to {config.n_layer - 1}, "
+                             f"modules {', '.join(config.modules)}")
+        start, layer, module, end = match.groups()
+        place = module, int(layer)
+        if place in factors:
+            raise ValueError(f"{folder}: {name!r} is of a second adapter, only one is read")
+        target = f"{config.layers}.{layer}.{module}"
+        rank = of_pattern(settings.get("rank_pattern"), target, settings["r"])
+        alpha = of_pattern(settings.get("alpha_pattern"), target, settings["lora_alpha"])
+        scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        _, n_out, n_in = config.modules[module]
+        a = checkpoint.take(f"{start}A{end}", (rank, n_in))
+        b = checkpoint.take(f"{start}B{end}", (n_out, rank))
+        factors[place] = a, b.T.float() * scaling
+    return factors
 
 class Adapter:
     """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. From the first
@@ -709,30 +703,10 @@ class Adapter:
     @classmethod
     def from_pretrained(cls, folder, config, dtype=torch.float32):
         """A PEFT folder. Errors as in GPT.from_pretrained."""
-        folder = Path(folder)
-        settings = read_adapter_config(folder)
-        checkpoint = Checkpoint(folder, "adapter_model")
-        factors = {}  # (module, layer) -> A (rank, n_in), B (rank, n_out)
+        factors = read_factors(Path(folder), config)
         ranks = {}
-        while checkpoint:
-            name = next(iter(checkpoint))
-            match = re.fullmatch(LORA_TENSOR, name)
-            if match is None or match[3] not in config.modules or int(match[2]) >= config.n_layer:
-                raise ValueError(f"{folder}: {name!r} does not fit: layers 0 to "
-                                 f"{config.n_layer - 1}, modules {', '.join(config.modules)}")
-            start, layer, module, end = match.groups()
-            place = module, int(layer)
-            if place in factors:
-                raise ValueError(f"{folder}: {name!r} is of a second adapter, only one is read")
-            _, n_out, n_in = config.modules[module]
-            path = module_path(config, *place)
-            rank = of_pattern(settings.get("rank_pattern"), path, settings.get("r", 8))
-            a = checkpoint.take(f"{start}A{end}", (rank, n_in))
-            b = checkpoint.take(f"{start}B{end}", (n_out, rank))
-            alpha = of_pattern(settings.get("alpha_pattern"), path, settings.get("lora_alpha", 8))
-            scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-            factors[place] = a, b.T.float() * scaling
-            ranks[module] = max(ranks.get(module, 0), rank)
+        for (module, _), (a, _) in factors.items():
+            ranks[module] = max(ranks.get(module, 0), len(a))
         adapter = cls(config, ranks, dtype)
         for place, (a, b) in factors.items():
             adapter.fill(*place, a, b)
@@ -743,7 +717,7 @@ class Adapter:
         tensors = {}
         for module in self.ranks:
             for layer, (a, b) in enumerate(zip(*self.factors(module))):
-                path = f"base_model.model.{module_path(self.config, module, layer)}"
+                path = f"base_model.model.{self.config.layers}.{layer}.{module}"
                 tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b.T}
         settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1,
                     "rank_pattern": self.ranks, "alpha_pattern": self.ranks,
@@ -777,16 +751,13 @@ class Adapter:
 
 # -----------------------------------------------------------------------------
 # text
-
+@dataclass
 class Tokenizer:
     """Text to tokens and back, through functions of a library."""
-
-    def __init__(self, encode, decode, stop, is_byte=lambda token: False):
-        """stop: tokens that end a text; is_byte: of tokens that are decoded with the next one"""
-        self.encode = encode
-        self.decode = decode
-        self.stop = stop
-        self.is_byte = is_byte
+    encode: Callable  # text -> tokens
+    decode: Callable  # tokens -> text
+    stop: list  # tokens that end a text
+    is_byte: Callable = lambda token: False  # whether a token is decoded together with the next one
 
     def stream(self, prompt=()):
         """A function tokens -> text that continues a prompt. Text that the next token may change is
@@ -797,8 +768,8 @@ class Tokenizer:
             held.extend(tokens)
             before = self.decode(shown)
             text = self.decode(shown + held)
-            is_open = text.endswith("\ufffd") or any(map(self.is_byte, held[-1:]))
-            if is_open and not final:
+            ends_in_byte = bool(held) and self.is_byte(held[-1])
+            if (ends_in_byte or text.endswith("\ufffd")) and not final:
                 return ""
             if text != before:
                 shown.clear()
@@ -827,32 +798,27 @@ def read_tokenizer(path, stop):
         raise ValueError(f"{path} is not read by the tokenizers library: {error}") from None
     library.no_truncation()
     library.no_padding()
-
-    def encode(text):
-        return library.encode(text).ids
-
-    def is_byte(token):
-        name = library.id_to_token(token)
-        return name is None or re.fullmatch("<0x[0-9A-F]{2}>", name) is not None
-    return Tokenizer(encode, partial(library.decode, skip_special_tokens=False), stop, is_byte)
+    def is_byte(token):  # or a token that only the model has
+        return re.fullmatch("(<0x[0-9A-F]{2}>)?", library.id_to_token(token) or "") is not None
+    return Tokenizer(lambda text: library.encode(text).ids,
+                     partial(library.decode, skip_special_tokens=False), stop, is_byte)
 
 # -----------------------------------------------------------------------------
 # models by name, and the tiny model
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
-SETTINGS = ["config.json", "generation_config.json", "tokenizer.json", "vocab.*",
-            "model.safetensors.index.json"]
+HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "vocab.*",
+             "model.safetensors.index.json"]
 
 def find_folder(name):
-    """The folder of a model: itself, that of the trained "tiny" or "draft", None for a preset, or
-    that of owner/name in the Hub's cache. FileNotFoundError if there is none."""
-    if Path(name).is_dir():
-        return Path(name)
+    """The folder of a model: itself, that of the trained "tiny" or "draft", or that of owner/name
+    in the Hub's cache. FileNotFoundError if there is none, except for presets."""
+    for folder in (Path(name), CACHE / name):
+        if folder.is_dir():
+            return folder
     if name in ("tiny", "draft"):
-        if not (CACHE / name).is_dir():
-            raise FileNotFoundError(f"model {name!r}: is not trained yet, run `python model.py`")
-        return CACHE / name
+        raise FileNotFoundError(f"model {name!r}: is not trained yet, run `python model.py`")
     if name in PRESETS:
-        return None
+        return Path(name)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) is None:
         raise FileNotFoundError(f"model '{name}': must be a folder, owner/name on the Hub, or one "
                                 f"of {', '.join(PRESETS)}")
@@ -862,8 +828,8 @@ def find_folder(name):
 def download(name):
     """The folder of owner/name in the Hub's cache, where only missing files are downloaded"""
     try:
-        folder = Path(snapshot_download(name, allow_patterns=SETTINGS))
-        snapshot_download(name, allow_patterns=SETTINGS + files_of(folder, "model"))
+        folder = Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        snapshot_download(name, allow_patterns=HUB_FILES + files_of(folder, "model"))
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise FileNotFoundError(f"model {name!r}: is no folder, and the Hub or its cache does not "
@@ -873,7 +839,7 @@ def download(name):
 def load_model(name, dtype=None, device="cpu", seed=0, world=None):
     """The GPT of a folder, a name on the Hub, a preset (random weights), or "tiny" or "draft"."""
     folder = find_folder(name)
-    if folder is None:
+    if not folder.is_dir():
         return GPT.from_preset(name, dtype, device, seed, world)
     if name in PRESETS and folder == Path(name):
         print(f"model {name!r}: the folder of this name, not the preset", file=sys.stderr)
@@ -881,14 +847,14 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
 
 def load_tokenizer(name):
     """The Tokenizer of a model, named as in load_model. FileNotFoundError if it has none."""
-    folder = find_folder(name) or Path(name)
+    folder = find_folder(name)
     if folder.parent == CACHE:
         return byte_tokenizer()
     paths = folder / "config.json", folder / "generation_config.json"
     config, generation = (read_json(path) if path.is_file() else {} for path in paths)
-    family = PRESETS[name].family if not folder.is_dir() else config.get("model_type")
+    family = config.get("model_type") if folder.is_dir() else PRESETS[name].family
     stop = {**FAMILIES.get(family, {}), **config, **generation}.get("eos_token_id")
-    stop = stop if isinstance(stop, list) else [stop] * (stop is not None)
+    stop = [stop] if isinstance(stop, int) else stop or []
     if (folder / "tokenizer.json").is_file():
         return read_tokenizer(folder / "tokenizer.json", stop)
     if family == "gpt2" and not any(folder.glob("vocab.*")):

@@ -695,7 +695,7 @@ def test_names_of_an_adapters_tensors(start, end, tmp_path):
 Q = "model.layers.1.self_attn.q_proj.weight"
 A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 BAD_MODELS = {
-    "config.json does not exist": dict(remove="config.json"),
+    "No such file .*config.json": dict(remove="config.json"),
     "config.json does not hold settings": dict(cut="config.json"),
     "model.safetensors does not exist": dict(remove="model.safetensors"),
     "model.safetensors is damaged": dict(cut="model.safetensors"),
@@ -703,7 +703,7 @@ BAD_MODELS = {
     "'hidden_size'|embed_tokens": dict(hidden_size=None),
     "rope_type = 'yarn'": dict(rope_scaling={"rope_type": "yarn"}),
     "rope_type = 'dynamic'": dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
-    "rope_type = 'linear': factor = None is no number": dict(rope_scaling={"type": "linear"}),
+    "rope_type = 'linear': factor = None: must be": dict(rope_scaling={"type": "linear"}),
     "partial_rotary_factor = 0.5 is not": dict(rope_parameters={"partial_rotary_factor": 0.5}),
     "full_attention = .* is not": dict(rope_parameters={"full_attention": {"rope_theta": 1.0}}),
     "quantization_config = .*awq.* is not": dict(quantization_config={"quant_method": "awq"}),
@@ -718,7 +718,7 @@ BAD_MODELS = {
     "q_proj.bias' is missing": dict(attention_bias=True),
     "hidden_act = 'gelu' is not supported": dict(hidden_act="gelu"),
     "n_kv_head 3|k_proj": dict(num_key_value_heads=3),
-    "index.json has no weight_map": dict(remove="model.safetensors", index={}),
+    "index.json: weight_map = None: must be a dict": dict(remove="model.safetensors", index={}),
     "model-1.safetensors does not exist": dict(
         remove="model.safetensors", index={"weight_map": {Q: "model-1.safetensors"}}),
     f"'{Q}' is missing": dict(tensors={Q: None}),
@@ -2343,7 +2343,7 @@ def test_a_profile_fits_the_seconds_of_iterations(monkeypatch):
 MISTAKES = {
     "'nowhere': must be a folder": ["--model", "nowhere"],
     "has no tokenizer.json: use --tokens": ["--prompt", "hello"],
-    "nowhere.*does not exist": ["--adapter", "nowhere"],
+    "No such file .*nowhere": ["--adapter", "nowhere"],
     "token = 70: must be in 0 .. 60": ["--tokens", "1,70"],
     "invalid choice: 'fast'": ["--scheduler", "fast"],
     "tp = 2 needs 2 processes": ["--tp", 2],
