@@ -24,10 +24,13 @@ from unittest.mock import Mock
 import matplotlib.image
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 from pytest import approx
 from safetensors.torch import load_file, save_file
+from tokenizers import decoders, normalizers
+from tokenizers import pre_tokenizers as splitters
 from torch import bfloat16, float16, float32
 
 import bench
@@ -756,26 +759,21 @@ def test_a_bad_folder_or_argument_is_one_clear_line(message, tmp_path, monkeypat
             WRONG[message]()
     assert "\n" not in str(raised.value)
 
-@each("files", [
-    ["model.safetensors", "consolidated.safetensors", "model.fp16.safetensors", "model.bin"],
-    ["a-1.safetensors", "a-2.safetensors", "model.safetensors.index.json", "a-3.safetensors"],
+@each("weights, others", [
+    (["model.safetensors"], ["consolidated.safetensors", "model.fp16.safetensors", "model.bin"]),
+    (["a-1.safetensors", "a-2.safetensors", "model.safetensors.index.json"], ["a-3.safetensors"]),
 ])
-def test_only_needed_files_come_from_the_hub(files, tmp_path, monkeypatch):
-    index = {"weight_map": {"a": "a-1.safetensors", "b": "a-2.safetensors", "c": "a-1.safetensors"}}
-    (tmp_path / "index").write_text(json.dumps(index))
-    files = [*files, "config.json", "tokenizer.json", "vocab.txt", "README.md"]
-    folder = tmp_path / "snapshot"
-    folder.mkdir()
+def test_only_needed_files_come_from_the_hub(weights, others, tmp_path, monkeypatch):
+    settings = ["config.json", "tokenizer.json", "vocab.txt"]
+    files = {"a": "a-1.safetensors", "b": "a-2.safetensors", "c": "a-1.safetensors"}
     def snapshot_download(name, allow_patterns):
-        for file in files:
+        for file in (*weights, *settings, *others, "README.md"):
             if any(fnmatch(file, pattern) for pattern in allow_patterns):
-                (folder / file).write_text(json.dumps(index))
-        return str(folder)
+                (tmp_path / file).write_text(json.dumps({"weight_map": files}))
+        return str(tmp_path)
     monkeypatch.setattr(model_py, "snapshot_download", snapshot_download)
-    assert model_py.download.__wrapped__("owner/name") == folder
-    weights = files[:1] if "model.safetensors" in files else files[:3]
-    expected = [*weights, "config.json", "tokenizer.json", "vocab.txt"]
-    assert sorted(path.name for path in folder.iterdir()) == sorted(expected)
+    assert model_py.download.__wrapped__("owner/name") == tmp_path
+    assert {path.name for path in tmp_path.iterdir()} == {*weights, *settings}
 
 def test_a_name_on_the_hub_is_found_in_its_cache(tmp_path):
     repository = tmp_path / "hub/models--owner--name"
@@ -815,83 +813,60 @@ def test_dtype_none_is_the_folders_if_the_machine_is_fast(tmp_path, monkeypatch)
         assert GPT.from_pretrained(tmp_path, "bfloat16").dtype == bfloat16
         edit(tmp_path, dtype=None, torch_dtype="bfloat16")  # as transformers 4 called it
 
-LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 TEXTS = ["naïve café, e\u0301 東京 🙂🙃 12345  6 two  spaces\t\n\n end ", "it's WE'LL 100% ok\r\n",
          " leading (a)", "", "a<s>special</s> <tool> b<tool>c", Path(__file__).read_text()[:20000]]
-KINDS = ("gpt2", "gpt2 with a space", "digits", "groups of digits", "llama3", "qwen", "gaps",
-         "llama2", "mistral", "metaspace", "unigram", "wordpiece", "words", "cut and padded",
-         "no decoder")
+LLAMA2_TEXT = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
+                                 decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+KINDS = {  # name -> kind of model, normalizer, splitter into words, decoder
+    "gpt2": ("BPE", None, splitters.ByteLevel(False), decoders.ByteLevel()),
+    "llama3": ("BPE", None, splitters.ByteLevel(True), decoders.ByteLevel()),
+    "qwen": ("BPE", normalizers.NFC(), splitters.ByteLevel(False), decoders.ByteLevel()),
+    "llama2": ("BPE", normalizers.Sequence([
+        normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None, LLAMA2_TEXT),
+    "mistral": ("BPE", None, splitters.Metaspace(prepend_scheme="first", split=False), LLAMA2_TEXT),
+    "unigram": ("Unigram", normalizers.NFKC(), splitters.Metaspace(), decoders.Metaspace()),
+    "wordpiece": ("WordPiece", normalizers.BertNormalizer(), splitters.BertPreTokenizer(),
+                  decoders.WordPiece()),
+    "words": ("WordLevel", None, splitters.Whitespace(), None),
+}
 
-def parts_of(kind, t):
-    """(splitter, normalizer, decoder) of a kind of tokenizer. t: the library"""
-    pre = t.pre_tokenizers
-    normal = t.normalizers
-    bytes_of_words = pre.ByteLevel(False, use_regex=False)
-    split = lambda pattern: pre.Sequence(
-        [pre.Split(t.Regex(pattern), "isolated"), bytes_of_words])
-    digits = lambda alone: pre.Sequence([pre.Digits(alone), pre.ByteLevel(False)])
-    to_bytes = t.decoders.ByteLevel()
-    to_spaces = t.decoders.Metaspace()
-    to_text = t.decoders.Sequence([t.decoders.Replace("▁", " "), t.decoders.ByteFallback(),
-                                   t.decoders.Fuse(), t.decoders.Strip(" ", 1, 0)])
-    spaces = normal.Sequence([normal.Prepend("▁"), normal.Replace(" ", "▁")])
-    first = pre.Metaspace(prepend_scheme="first", split=False)
-    return {
-        "gpt2 with a space": (pre.ByteLevel(True), None, to_bytes),
-        "digits": (digits(True), None, to_bytes),
-        "groups of digits": (digits(False), None, to_bytes),
-        "llama3": (split(LLAMA3_SPLIT), None, to_bytes),
-        "qwen": (split(LLAMA3_SPLIT.replace("{1,3}", "")), normal.NFC(), to_bytes),
-        "gaps": (split(r" ?[^(\s|[.,!?])]+"), None, to_bytes),
-        "llama2": (None, spaces, to_text),
-        "mistral": (first, None, to_text),
-        "metaspace": (pre.Metaspace(), None, to_spaces),
-        "unigram": (pre.Metaspace(), normal.NFKC(), to_spaces),
-        "wordpiece": (pre.BertPreTokenizer(), normal.BertNormalizer(), t.decoders.WordPiece()),
-        "words": (pre.Whitespace(), None, None),
-        "no decoder": (pre.ByteLevel(False), None, None),
-    }.get(kind, (pre.ByteLevel(False), None, to_bytes))
-
-def tokenizer_of(kind):
+def tokenizer_of(name):
     """A tokenizers.Tokenizer as a family of models has it, trained on TEXTS"""
-    t = pytest.importorskip("tokenizers")
-    name = {"unigram": "Unigram", "wordpiece": "WordPiece", "words": "WordLevel"}.get(kind, "BPE")
-    has_bytes = kind in ("llama2", "mistral")
-    options = dict(byte_fallback=True, fuse_unk=True) if has_bytes else {}
-    options |= {} if name == "Unigram" else dict(unk_token="<unk>")
-    tokenizer = t.Tokenizer(getattr(t.models, name)(**options))
-    for part, value in zip(("pre_tokenizer", "normalizer", "decoder"), parts_of(kind, t)):
+    kind, *parts = KINDS[name]
+    tokenizer = tokenizers.Tokenizer(getattr(tokenizers.models, kind)())
+    for part, value in zip(("normalizer", "pre_tokenizer", "decoder"), parts):
         if value is not None:
             setattr(tokenizer, part, value)
     special = ["<unk>", "<s>", "</s>"]
     options = dict(vocab_size=600, show_progress=False)
-    if has_bytes:
-        special += [f"<0x{b:02X}>" for b in range(256)]
-        options |= dict(limit_alphabet=60)  # the other characters are bytes
-    elif name == "BPE":
-        options |= dict(initial_alphabet=t.pre_tokenizers.ByteLevel.alphabet())
-    elif name == "Unigram":
+    if kind == "Unigram":
         options |= dict(unk_token="<unk>")
-    trainer = getattr(t.trainers, f"{name.replace('BPE', 'Bpe')}Trainer")
+    else:
+        tokenizer.model.unk_token = "<unk>"
+    if name in ("llama2", "mistral"):  # all but 60 characters are bytes
+        special += [f"<0x{b:02X}>" for b in range(256)]
+        options |= dict(limit_alphabet=60)
+        tokenizer.model.byte_fallback = True
+    elif kind == "BPE":
+        options |= dict(initial_alphabet=splitters.ByteLevel.alphabet())
+    trainer = getattr(tokenizers.trainers, f"{kind.replace('BPE', 'Bpe')}Trainer")
     tokenizer.train_from_iterator(TEXTS, trainer(special_tokens=special, **options))
-    tokenizer.add_tokens([t.AddedToken("<tool>", lstrip=kind == "qwen", rstrip=kind == "gpt2")])
-    if kind in ("llama2", "mistral", "llama3"):
-        tokenizer.post_processor = t.processors.TemplateProcessing(
+    tool = tokenizers.AddedToken("<tool>", lstrip=name == "qwen", rstrip=name == "gpt2")
+    tokenizer.add_tokens([tool])
+    if name in ("llama2", "mistral", "llama3"):
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
             "<s> $A", special_tokens=[("<s>", 1)])
     return tokenizer
 
-@each("kind", KINDS)
-def test_tokens_and_streamed_text_are_those_of_tokenizers(kind, tmp_path):
-    theirs = tokenizer_of(kind)
+@each("name", KINDS)
+def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
+    theirs = tokenizer_of(name)
     expected = [theirs.encode(text).ids for text in TEXTS]
-    if kind == "cut and padded":
-        theirs.enable_truncation(4)
-        theirs.enable_padding(length=90)
+    theirs.enable_truncation(4)  # of batches for training
+    theirs.enable_padding(length=90)
     theirs.save(str(tmp_path / "tokenizer.json"))
     ours = load_tokenizer(tmp_path)
     assert [ours.encode(text) for text in TEXTS] == expected
-    whole = lambda tokens: theirs.decode(tokens, skip_special_tokens=False)
     rng = random.Random(0)
     n = theirs.get_vocab_size() + 3  # a model may have more tokens than its tokenizer
     outputs = [*expected[:-1], expected[-1][:200]]
@@ -899,19 +874,18 @@ def test_tokens_and_streamed_text_are_those_of_tokenizers(kind, tmp_path):
     start = ours.encode("it's")
     for output, most in product(outputs, (1, 5)):
         text_of = ours.stream(start)
-        text = whole(start)
+        text = theirs.decode(start, skip_special_tokens=False)
         rest = list(output)
         while rest:
             size = rng.randint(1, most)
             text += text_of(rest[:size], size >= len(rest))
             rest = rest[size:]
-        assert text == whole(start + output), output
+        assert text == theirs.decode(start + output, skip_special_tokens=False), output
 
 @each("add_bos_token", [True, False])
 @each("kind, name", [("gpt2", "GPT2Tokenizer"), ("llama3", "PreTrainedTokenizerFast"),
                      ("llama2", "LlamaTokenizer"), ("mistral", "LlamaTokenizerFast")])
 def test_tokens_added_to_a_text_are_those_of_transformers(kind, name, add_bos_token, tmp_path):
-    """Those of the template in tokenizer.json, whatever tokenizer_config.json says"""
     transformers = pytest.importorskip("transformers")
     tokenizer_of(kind).save(str(tmp_path / "tokenizer.json"))
     settings = dict(tokenizer_class=name, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
@@ -936,8 +910,7 @@ def test_stop_tokens(config, generation, stop, tmp_path):
     assert load_tokenizer(tmp_path).stop == stop
 
 @each("files, message", [
-    ({}, "has no tokenizer.json: .*--tokens 1,2,3.*AutoTokenizer"),
-    ({"tokenizer.model": "x"}, "has no tokenizer.json: .*AutoTokenizer"),
+    ({"tokenizer.model": "x"}, "has no tokenizer.json: .*--tokens 1,2,3.*AutoTokenizer"),
     ({"vocab.json": "{}", "config.json": '{"model_type": "gpt2"}'}, "has no tokenizer.json: "),
     ({"tokenizer.json": "{}"}, "tokenizer.json is not read by the tokenizers library"),
 ])
