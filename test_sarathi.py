@@ -22,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import Mock
 
+import huggingface_hub
 import matplotlib.image
 import numpy as np
 import pytest
@@ -371,7 +372,7 @@ def record_logits(model):
     return rows
 
 @each("config, dtype, atol", [
-    (TINY, float32, 1e-4), (GPT2, float32, 1e-4), (TINY, bfloat16, 0.3), (QWEN3, bfloat16, 0.3)])
+    (GPT2, float32, 1e-4), (TINY, bfloat16, 0.3), (QWEN3, bfloat16, 0.3)])
 def test_forward_equals_the_oracle(config, dtype, atol):
     model = random_model(config, dtype)
     rows = record_logits(model)
@@ -523,11 +524,13 @@ def test_settings_left_out_are_transformers_defaults(family, tmp_path):
     transformers = pytest.importorskip("transformers")
     settings = dict(model_type=family, use_sliding_window=True)
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     ours, _ = read_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(theirs.to_dict()))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
     assert replace(read_config(tmp_path)[0], rope_scaling=None) == ours
-    assert FAMILIES[family]["eos_token_id"] == theirs.eos_token_id
+    different = {key for key, value in FAMILIES[family].items()
+                 if value is not None and theirs.get(key) != value}
+    assert different <= {"use_sliding_window", "rope_theta"}
 
 LORAS = {
     "llama": [
@@ -664,7 +667,6 @@ BAD_MODELS = {
     "model.safetensors does not exist": dict(remove="model.safetensors"),
     "model.safetensors is damaged": dict(cut="model.safetensors"),
     "model_type = 'bert' is not supported, only 'gpt2' or 'llama' or": dict(model_type="bert"),
-    "'hidden_size'|embed_tokens": dict(hidden_size=None),
     "rope_type = 'yarn'": dict(rope_scaling={"rope_type": "yarn"}),
     "rope_type = 'linear': factor = None is no number": dict(rope_scaling={"type": "linear"}),
     "partial_rotary_factor = 0.5 is not": dict(rope_parameters={"partial_rotary_factor": 0.5}),
@@ -706,14 +708,11 @@ BAD_ADAPTERS = {
     "adapter_model.safetensors does not exist.*PEFT": dict(rename="adapter_model.bin"),
     "peft_type = 'IA3' is not supported, only 'LORA'": dict(peft_type="IA3"),
     "bias = 'lora_only' is not supported, only 'none'": dict(bias="lora_only"),
-    **{f"init_lora_weights = '{way}' is not supported": dict(init_lora_weights=way)
-       for way in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")},
+    "init_lora_weights = 'pissa' is not supported": dict(init_lora_weights="pissa"),
     **{f"{name} = .* {OFF}": {name: value} for name, value in dict(
         use_dora=True, lora_bias=True, use_qalora=True, modules_to_save=["lm_head"],
-        trainable_token_indices=[1, 2], alora_invocation_tokens=[7, 9], target_parameters=["w"],
-        layer_replication=[[0, 2], [1, 2]], megatron_config={"n": 1}, use_bdlora={"n": 1},
-        arrow_config={"n": 1}, kasa_config={"n": 1}, velora_config={"n": 1},
-        monteclora_config={"n": 1}, of_a_later_peft=True).items()},
+        trainable_token_indices=[1, 2], target_parameters=["w"], megatron_config={"n": 1},
+        layer_replication=[[0, 2], [1, 2]], of_a_later_peft=True).items()},
 }
 
 WRONG = {
@@ -764,21 +763,16 @@ def test_only_needed_files_come_from_the_hub(weights, others, tmp_path, monkeypa
     assert model_py.download.__wrapped__("owner/name") == tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {*weights, *settings}
 
-def test_a_name_on_the_hub_is_found_in_its_cache(tmp_path):
-    repository = tmp_path / "hub/models--owner--name"
-    TARGET.save_pretrained(repository / "snapshots/1")
-    (repository / "refs").mkdir()
-    (repository / "refs/main").write_text("1")
-    code = ("from model import GPT, load_model\n"
-            "print(GPT.from_pretrained('owner/name').config.n_params)\n"
-            "try: load_model('owner/other')\n"
-            "except FileNotFoundError as error: print(error)")
-    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    out = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True,
-                                  cwd=Path(__file__).parent)
-    found, missing = out.splitlines()
-    assert found == str(TARGET.config.n_params)
-    assert missing.startswith("model 'owner/other': is no folder, and the Hub or its cache")
+def test_a_name_on_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
+    for name, value in dict(HF_HUB_CACHE=str(tmp_path), HF_HUB_OFFLINE=True).items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    TARGET.save_pretrained(tmp_path / "models--owner--cached/snapshots/1")
+    (tmp_path / "models--owner--cached/refs").mkdir()
+    (tmp_path / "models--owner--cached/refs/main").write_text("1")
+    assert GPT.from_pretrained("owner/cached").config == TINY
+    message = "model 'owner/other': is no folder, and the Hub or its cache"
+    with pytest.raises(FileNotFoundError, match=message):
+        load_model("owner/other")
 
 def test_a_folder_is_taken_before_a_preset(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -1116,8 +1110,8 @@ def test_plan_is_called_once_per_step():
     for length in (8, 8, 2):
         id = engine.add(Request(prompt(10), length))
         engine.step()
-    # the second one had no room: the third is offered with it, then without it
-    assert scheduler.calls[9:] == [(0, 1), (1, 1), (1, 2)]
+    # the second one had no room, and blocks the third
+    assert scheduler.calls[9:] == [(0, 1), (1, 1), (1, 2)] and len(engine.running) == 1
     engine.abort(id - 1)
     engine.step()
     assert scheduler.calls[12:] == [(1, 1)] and engine.requests[id].state == "running"
@@ -1189,7 +1183,7 @@ def test_an_adapter_takes_the_models_dtype():
     dict(adapter_pages=60, n_page=35),
     dict(alloc="reserve", draft="ngram", spec=3),
 ], ids=str)
-def test_random_life(options, monkeypatch):
+def test_pages_are_conserved(options, monkeypatch):
     """Requests and adapters come and go in 1,000 random operations, with copies in flight: every
     request has the tokens of the weights with which it started, and no page is lost."""
     slow_copies(monkeypatch)
@@ -1282,18 +1276,12 @@ def test_requests_start_when_they_arrive():
     starts = [(iteration.entries[0][0], iteration.start) for iteration in engine.record]
     assert starts[::3] == [(2, 2.0), (0, 5.0), (3, 900.0)]
 
-def test_a_request_without_room_waits_and_blocks_those_behind_it():
-    first = Request([0] * 40, 20)
-    engine = Engine(COST, "orca", max_batch=3, n_page=100)
-    for request in (first, Request([0] * 60, 20), Request([0] * 5, 5)):
-        engine.add(request)
-    engine.step()
-    assert engine.running == [first]
+def test_a_request_starts_if_every_running_one_has_a_page_for_its_next_token():
     engine = Engine(COST, "orca", max_batch=2, n_page=50, alloc="grow")
-    for request in (Request([0] * 40, 9), Request([0] * 9, 5)):  # a page for a next token is left
-        engine.add(request)
+    for n_prompt, n_running in ((40, 1), (9, 1)):
+        engine.add(Request([0] * n_prompt, 5))
         engine.step()
-    assert len(engine.running) == 1
+        assert len(engine.running) == n_running
 
 def test_preempted_requests_go_first():
     requests = equal_requests(12, 20, 40)
@@ -1401,35 +1389,32 @@ ODD = [None, True, -1, 0, 1, 3, 61, 2**70, 0.5, 1.0, 1e-39, 1e-9, math.nan, math
 FIELDS = ["prompt", "max_new_tokens", "adapter", "temperature", "top_k", "top_p", "stop", "arrival",
           "seed", "n_past", "drafts", "state", "output", "acceptance"]
 
-@each("draft", [None, "ngram", 0.3])
+@each("draft", [None, "model"])
 def test_odd_requests_are_refused_or_served(draft, monkeypatch):
     """A seeded fuzz. A refusal is one line; what is accepted ends, and harms no good neighbour."""
     rng = random.Random(0)
-    source = draft_model(draft) if draft == 0.3 else draft
+    source = draft_model(0.3) if draft else None
     engine = start(TARGET, [], max_batch=4, n_page=300, alloc="grow", draft=source)
     monkeypatch.setattr(engine, "clock", sarathi.VirtualClock())
-    n_served = 0
-    for _ in range(10):
-        good = mixed([None, "q"])
-        odd = []
-        for _ in range(50):
-            fields = dict(prompt=prompt(rng.randint(1, 20)), max_new_tokens=rng.randint(1, 9))
-            fields |= dict(temperature=rng.choice([0.0, 1.0]), adapter=rng.choice([None, "ffn"]))
-            fields[rng.choice(FIELDS)] = rng.choice(ODD)
-            odd.append(Request(**fields))
-        for request in rng.sample(good + odd, 56):
-            try:
-                engine.add(request)
-            except (ValueError, KeyError) as error:
-                assert request in odd and "\n" not in str(error)
-                odd.remove(request)
-        engine.run()
-        check_tokens(good)
-        check_pages(engine)
-        assert all(request.state in ("length", "stop") for request in odd)
-        assert all(type(token) is int for request in odd for token in request.output)
-        n_served += len(odd)
-    assert 50 < n_served < 400
+    good = mixed([None, "q"], 30)
+    odd = []
+    for _ in range(500):
+        fields = dict(prompt=prompt(rng.randint(1, 20)), max_new_tokens=rng.randint(1, 9),
+                      temperature=rng.choice([0.0, 1.0]), adapter=rng.choice([None, "ffn"]))
+        odd.append(Request(**fields | {rng.choice(FIELDS): rng.choice(ODD)}))
+    for request in rng.sample(good + odd, 530):
+        try:
+            engine.add(request)
+        except (ValueError, KeyError) as error:
+            assert request in odd and "\n" not in str(error)
+            odd.remove(request)
+    engine.run()
+    check_tokens(good)
+    check_pages(engine)
+    for request in odd:
+        assert request.state in ("length", "stop")
+        assert all(type(token) is int for token in request.output)
+    assert 50 < len(odd) < 400
 
 PLANS = {
     "plans .Request.*: must be .*request, n": lambda waiting, engine: waiting,
@@ -1527,12 +1512,10 @@ def test_an_exception_before_any_line(model, lora, adapter_pages, n_place, call)
         assert all(len(request.times) == len(request.output) for request in others)
         tokens = generate()
         assert not engine.requests
-        if model is COST:
-            assert tokens == [[0] * 8] * 3
-            assert all(len(request.output) == request.max_new_tokens for request in others)
-        else:
+        if model is TARGET:
             assert tokens == [naive(tuple(p), name, 8) for p, name in zip(prompts, names)]
             check_tokens(others)
+        assert all(len(request.output) == request.max_new_tokens for request in others)
         return lines
     lines = attempt(0)
     rng = random.Random(f"{call} {adapter_pages}")
