@@ -1558,7 +1558,7 @@ RULES = {"right": kernels.verify, "broken": forget_residual}
 @each("rule", RULES)
 @each("source", ["ngram", 7, 10])
 def test_sampled_speculation_is_lossless(source, rule, monkeypatch):
-    """Chi-square of the first three tokens of 7,000 equal requests; two tokens have no chance. A
+    """Chi-square of the first three tokens of 4,000 equal requests; two tokens have no chance. A
     number: a draft model with so many tokens, of which the target has eight."""
     monkeypatch.setattr(sarathi, "verify", RULES[rule])
     config = replace(TINY, vocab_size=8)
@@ -1568,7 +1568,7 @@ def test_sampled_speculation_is_lossless(source, rule, monkeypatch):
         draft = random_model(replace(config, vocab_size=source), noise=1.0)
     engine = Engine(model, "orca", max_batch=350, n_page=350 * 16, spec=2, seed=3, draft=draft)
     tokens = [1, 2, 3, 1, 2, 4, 1, 2]
-    outputs = torch.tensor(engine.generate([tokens] * 7000, 4, temperature=3.0, top_k=6))
+    outputs = torch.tensor(engine.generate([tokens] * 4000, 4, temperature=3.0, top_k=6))
     cells = torch.zeros(8, 8, 8)
     for a, b in product(range(8), repeat=2):
         logits = model.logits([*tokens, a, b])[-3:] / 3
@@ -1576,13 +1576,13 @@ def test_sampled_speculation_is_lossless(source, rule, monkeypatch):
         p = logits.masked_fill(logits < worst, -torch.inf).softmax(-1)
         cells[a, b] = p[0, a] * p[1, b] * p[2]
     counts = torch.bincount(outputs[:, :3] @ torch.tensor([64, 8, 1]), minlength=512)
-    expected = 7000 * cells.flatten()
+    expected = 4000 * cells.flatten()
     assert not counts[expected == 0].any()
     enough = expected >= 5
     statistic = ((counts - expected) ** 2 / expected)[enough].sum()
     chance = torch.special.gammaincc(enough.sum() / 2, statistic / 2)
     assert (chance > 1e-7) == (rule == "right")  # a right rule fails once in ten million runs
-    assert engine.speculator.n_accepted > 500
+    assert engine.speculator.n_accepted > 300
 
 SAMPLING = FACTORS | {"drafts": [(None, "off")], "max_batch": [1, 4]}
 
@@ -1637,16 +1637,12 @@ def test_the_draft_models_vocabulary_and_context_may_be_shorter():
         requests = mixed([None], 8, temperature=0.0)
         sampled = Request(prompt(11), 20, temperature=1.0)
         draft = random_model(config)
-        fed = []
-        forward = draft.forward
-        def record(batch, kv):
-            fed.append(int(batch.positions.max()))
-            return forward(batch, kv)
-        draft.forward = record
+        draft.forward = Mock(side_effect=draft.forward)
         engine = serve(TARGET, [sampled, *requests], draft=draft, chunk=20, max_batch=3, n_page=150,
                        alloc="grow")
         check_tokens(requests)
         assert engine.speculator.n_drafted > (0 if config.block_size == 8 else 40)
+        fed = [call.args[0].positions.max() for call in draft.forward.call_args_list]
         assert max(fed) < config.block_size
 
 def test_a_draft_models_cache_follows_the_targets():
