@@ -471,7 +471,8 @@ def edit(folder, remove=None, cut=None, rename=None, tensors={}, index=None, **s
     config = config if config.exists() else folder / "adapter_config.json"
     weights = next(folder.glob("*.safetensors"))
     settings = json.loads(config.read_text()) | settings
-    config.write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
+    settings = {k: v for k, v in settings.items() if v is not None}
+    config.write_text(json.dumps(settings))
     if tensors:
         tensors = load_file(weights) | tensors
         tensors = {k: v for k, v in tensors.items() if v is not None}
@@ -954,7 +955,8 @@ def naive(tokens, name, n, seed=0, *settings):
         return greedy_loop(model.logits, tokens, n)
     tokens = list(tokens)
     for _ in range(n):
-        p = kernels.probabilities(model.logits(tokens)[-1:], *torch.tensor([settings]).T)
+        logits = model.logits(tokens)[-1:]
+        p = kernels.probabilities(logits, *torch.tensor([settings]).T)
         u = sarathi.uniform([(seed, len(tokens))], sarathi.TOKEN)
         tokens.append(int(kernels.sample(p, u)))
     return tokens[-n:]
@@ -1114,10 +1116,12 @@ def test_plan_is_called_once_per_step():
         id = engine.add(Request(prompt(10), length))
         engine.step()
     # the second one had no room, and blocks the third
-    assert scheduler.calls[9:] == [1, 1, 2] and len(engine.running) == 1
+    assert scheduler.calls[9:] == [1, 1, 2]
+    assert len(engine.running) == 1
     engine.abort(id - 1)
     engine.step()
-    assert scheduler.calls[12:] == [1] and engine.requests[id].state == "running"
+    assert scheduler.calls[12:] == [1]
+    assert engine.requests[id].state == "running"
 
 def test_the_least_recently_used_adapter_is_evicted():
     adapters = dict.fromkeys("abcd", ADAPTERS["q"])  # of eight pages
@@ -1466,7 +1470,8 @@ def test_a_merge_that_failed_is_repeated():
     with pytest.raises(KeyboardInterrupt):
         engine.generate([prompt(9)], 12, "all")
     engine.runner.merge = merge
-    assert engine.generate([prompt(9)], 12, "all") == [naive(tuple(prompt(9)), "all", 12)]
+    tokens, = engine.generate([prompt(9)], 12, "all")
+    assert tokens == naive(tuple(prompt(9)), "all", 12)
 
 def fail_at(n, function):
     """Call a function, with an exception before the n-th line of sarathi.py that it runs: Ctrl-C,
@@ -1579,7 +1584,8 @@ def test_sampled_speculation_is_lossless(source, rule, monkeypatch):
         worst = logits.topk(6).values[:, -1:]
         p = logits.masked_fill(logits < worst, -torch.inf).softmax(-1)
         cells[a, b] = p[0, a] * p[1, b] * p[2]
-    counts = torch.bincount(outputs[:, :3] @ torch.tensor([64, 8, 1]), minlength=512)
+    places = outputs[:, :3] @ torch.tensor([64, 8, 1])
+    counts = torch.bincount(places, minlength=512)
     expected = 4000 * cells.flatten()
     assert not counts[expected == 0].any()
     enough = expected >= 5
@@ -1618,8 +1624,10 @@ def test_seeds():
     places = [*product((0, 1, 7 << 24, 2**63), range(999))]
     u = torch.cat([sarathi.uniform(places, use) for use in range(3)])
     for v in (u[1:], u[999:], u[3996:]):  # the next position, seed, use
-        assert abs(torch.corrcoef(torch.stack([u[:len(v)], v]))[0, 1]) < 0.04
-    assert 0 <= u.min() and u.max() < 1 and torch.histc(u, 10).std() < 60
+        pairs = torch.stack([u[:len(v)], v])
+        assert abs(torch.corrcoef(pairs)[0, 1]) < 0.04
+    assert 0 <= u.min() and u.max() < 1
+    assert torch.histc(u, 10).std() < 60
 
 def test_the_draft_models_vocabulary_and_context_may_be_shorter():
     """... or longer, by padding: its drafts are tokens of the target, within its own context."""
