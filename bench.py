@@ -1473,7 +1473,8 @@ def class_in_file(text, base):
     if not path:
         return text
     classes = {key: value for key, value in runpy.run_path(path).items()
-               if isinstance(value, type) and issubclass(value, base) and value is not base}
+               if isinstance(value, type) and issubclass(value, base)
+               and value.__module__ == "<run_path>"}  # not what the file imports
     return classes[check_choice(f"{base.__name__} of {path}", name, classes)]
 
 def instance(way):

@@ -797,10 +797,27 @@ TEXTS = ["naïve café, e\u0301 東京 🙂🙃 12345  6 two  spaces\t\n\n end "
          " leading (a)", "", "a<s>special</s> <tool> b<tool>c", Path(__file__).read_text()[:20000]]
 LLAMA2_TEXT = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
                                  decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+def split(pattern):
+    return splitters.Sequence([splitters.Split(tokenizers.Regex(pattern), "isolated"),
+                               splitters.ByteLevel(False, use_regex=False)])
+
+def digits(alone):
+    return splitters.Sequence([splitters.Digits(alone), splitters.ByteLevel(False)])
+
+TO_BYTES = decoders.ByteLevel()
 KINDS = {  # name -> kind of model, normalizer, splitter into words, decoder
-    "gpt2": ("BPE", None, splitters.ByteLevel(False), decoders.ByteLevel()),
-    "llama3": ("BPE", None, splitters.ByteLevel(True), decoders.ByteLevel()),
-    "qwen": ("BPE", normalizers.NFC(), splitters.ByteLevel(False), decoders.ByteLevel()),
+    "gpt2": ("BPE", None, splitters.ByteLevel(False), TO_BYTES),
+    "gpt2 with a space": ("BPE", None, splitters.ByteLevel(True), TO_BYTES),
+    "digits": ("BPE", None, digits(True), TO_BYTES),
+    "groups of digits": ("BPE", None, digits(False), TO_BYTES),
+    "llama3": ("BPE", None, split(LLAMA3_SPLIT), TO_BYTES),
+    "qwen": ("BPE", normalizers.NFC(), split(LLAMA3_SPLIT.replace("{1,3}", "")), TO_BYTES),
+    "gaps": ("BPE", None, split(r" ?[^(\s|[.,!?])]+"), TO_BYTES),
+    "no decoder": ("BPE", None, splitters.ByteLevel(False), None),
+    "metaspace": ("BPE", None, splitters.Metaspace(), decoders.Metaspace()),
     "llama2": ("BPE", normalizers.Sequence([
         normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None, LLAMA2_TEXT),
     "mistral": ("BPE", None, splitters.Metaspace(prepend_scheme="first", split=False), LLAMA2_TEXT),
@@ -2632,10 +2649,16 @@ def test_a_busy_machine_is_told(monkeypatch, capsys):
         bench.warn_of_others(10.0, 7.0)
         assert ("took 30% of the cores" in capsys.readouterr().err) == warned
 
+def tables(name, *places):
+    """The tables of an experiment, of (place, rows)"""
+    for place, rows in places:
+        place.rows = rows
+    return bench.tables(EXPERIMENTS[name], [place for place, _ in places])
+
 @each("name", [name for name, what in EXPERIMENTS.items() if what.only != "measured"])
 def test_tables_fit_120_columns(name):
     rows = list(small_rows(name).values())
-    text = bench.tables(EXPERIMENTS[name], [(simulated(name), rows)])
+    text = tables(name, (simulated(name), rows))
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert lines and max(map(len, lines)) <= 120
     n_paper = sum(row["paper"] is not None for row in rows)
@@ -2644,15 +2667,14 @@ def test_tables_fit_120_columns(name):
 
 def test_tables_of_curves_and_of_two_places():
     rows = list(small_rows("fig3").values())
-    text = bench.tables(EXPERIMENTS["fig3"], [(simulated("fig3"), rows)])
+    text = tables("fig3", (simulated("fig3"), rows))
     assert "| 18 | 16.7                | 16.7  |" in text and "| at most 0.05 |" in text
-    here = tiny_place()
-    on = simulated("table4")
     own = [dict(row, ours=0.5, spread=0.015, at=[panel, series, 64 if L == 1024 else 96])
            for (panel, series, L), row in small_rows("table4").items()
            if L in (1024, 2048) and not series]
-    parts = [(here, own), (on, list(small_rows("table4").values()))]
-    lines = bench.tables(EXPERIMENTS["table4"], parts).splitlines()
+    papers = list(small_rows("table4").values())
+    here = tiny_place.__wrapped__()
+    lines = tables("table4", (here, own), (simulated("table4"), papers)).splitlines()
     assert lines[0].split(" | ")[1].strip() == "decode speedup, here"
     assert re.match(r"\| 64 \(paper: 1024\) +\| 0.5 ± 0.015 +\| 5.81 +\| 5.45 ", lines[2])
     assert "LLaMA-33B" not in "".join(lines)
