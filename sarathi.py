@@ -348,28 +348,23 @@ class Engine:
         if len(ordered) < len(self.waiting):  # thousands may wait: no scan without need
             for request in [r for r in self.waiting if r.state == "aborted"]:
                 self.finish(request, "aborted")  # by the order [S-LoRA §4.3]
-        first = ordered[:n_free]
-        for request in first:
-            assert request in self.waiting, f"the order gives {short(request)}: it does not wait"
-        return first
+        return ordered[:n_free]
 
     def admit(self, plan):
         """Start the plan's waiting requests, in order, up to the first one that has no room, and
         reserve pages for the others' tokens. Returns the part of the plan that can run."""
         name = type(self.scheduler).__name__
-        good = isinstance(plan, list) and all(isinstance(entry, tuple) for entry in plan)
-        assert good, f"{name} plans {short(plan)}: must be [(request, n)]"
-        assert len({request for request, _ in plan}) == len(plan), f"{name} plans a request twice"
-        for request, n in plan:
-            known = request.state == "running" or request in self.waiting
-            assert known, f"{name} plans {short(request)}: it neither waits nor runs"
-            good = isinstance(n, Integral) and 0 < n <= request.n_todo
-            assert good, f"{name} plans {n} of {request.n_todo} tokens"
+        assert isinstance(plan, list), f"{name} plans {short(plan)}: must be [(request, n)]"
+        batch = {request for request, _ in plan}.union(self.running)
+        good = len(dict(plan)) == len(plan) and len(batch) <= self.max_batch
+        assert good, f"{name} plans a request twice, or more than max_batch = {self.max_batch}"
         # a request that is preempted below waits again, and must not start at once
         new = {request for request, _ in plan if request.state == "waiting"}
-        assert len(new) <= self.max_batch - len(self.running), f"{name} plans more than max_batch"
         room = True
         for request, n in plan:
+            good = request.state == "running" or request in self.waiting
+            good = good and n in range(1, request.n_todo + 1)
+            assert good, f"{name} or the order plans {n} tokens of {short(request)}"
             if request in new:
                 room = room and self.start(request)
                 self.full = not room
@@ -456,9 +451,9 @@ class Engine:
         """Nothing can run. If a waiting request was planned, it had no room: the next plan is made
         without the queue. Otherwise wait for the next arrival."""
         name = type(self.scheduler).__name__
-        assert planned or not self.running, f"{name} plans nothing for running requests"
+        stuck = self.running or self.waiting and not self.pending
+        assert planned or not stuck, f"{name} or the order serves none of the requests"
         if self.waiting and not self.running:
-            assert self.pending, f"{name} or the order starts none of {len(self.waiting)} requests"
             self.clock.wait_until(self.pending[0].arrival)
         return []
 
@@ -1167,10 +1162,11 @@ class Speculator:
         decodes = [request for request, _ in plan if request.n_todo == 1]
         trees = self.choose(plan, decodes) if decodes else []
         lengths = {}
-        for request, request.tree in zip(decodes, trees, strict=True):
-            k = tree_size(request.tree)
+        for request, tree in zip(decodes, trees):
+            k = tree_size(tree)
             room = self.engine.pool.reserve(request, request.n_tokens + k)
             lengths[request] = k if room else 0
+            request.tree = tree
         self.n_last = sum(lengths.values())
         self.proposer.propose(plan, lengths, self.policy.threshold)
         V = self.engine.model.config.vocab_size
@@ -1199,10 +1195,10 @@ class Speculator:
             limits.append(limit)
         trees = self.policy.lengths(decodes, limits, self.acceptance, price)
         size = len if self.engine.simulated else tree_size
-        good = isinstance(trees, list) and list(map(type, trees)) == [tuple] * len(limits)
-        good = good and all(size(tree) <= limit for tree, limit in zip(trees, limits))
+        good = [isinstance(tree, tuple) and size(tree) <= limit
+                for tree, limit in zip(trees, limits, strict=True)]
         name = type(self.policy).__name__
-        assert good, f"{name} gives {trees}: must be trees, like (1, 1), within limits {limits}"
+        assert all(good), f"{name} gives {trees}: must be trees, like (1, 1), within {limits}"
         return trees
 
     def count(self, request, n_accepted, n_new):

@@ -1585,22 +1585,20 @@ class Wrong(sarathi.Scheduler):
 
 PLANS = {
     "Wrong plans None: must be .*request, n": "None",
-    "Wrong plans .Request.*: must be .*request, n": "running + waiting",
     "Wrong plans a request twice": "[(r, 1) for r in running + waiting] * 2",
-    "Wrong plans 99 of 4 tokens": "[(r, 99) for r in waiting]",
-    "Wrong plans 0.5 of 4 tokens": "[(r, 0.5) for r in waiting]",
-    "Wrong plans Request.*: it neither waits nor runs": "[(Request([1]), 1)]",
-    "Wrong plans more than max_batch": "[(r, 1) for r in self.engine.waiting]",
-    "Wrong plans nothing for running requests": "[(r, 1) for r in waiting]",
+    "Wrong or the order plans 99 tokens of Request": "[(r, 99) for r in waiting]",
+    "Wrong or the order plans 0.5 tokens of Request": "[(r, 0.5) for r in waiting]",
+    "Wrong or the order plans 1 tokens of Request": "[(Request([1]), 1)]",
+    "Wrong plans .* more than max_batch = 2": "[(r, 1) for r in self.engine.waiting]",
+    "Wrong or the order serves none of the requests": "[(r, 1) for r in waiting]",
 }
 ORDERS = {
     "the order gives None: must be a list": None,
-    "the order gives Request.*: it does not wait": [Request([1])],
-    "the order gives 3: it does not wait": [3],
-    "Sarathi or the order starts none of 3 requests": [],
+    "Sarathi or the order plans 1 tokens of Request": [Request([1])],
+    "Sarathi or the order serves none of the requests": [],
 }
-TREES = {f"Wrong gives {re.escape(str(trees))}: must be trees.* within limits .3.": trees
-         for trees in (3, [3], [], [(1, 1, 1, 1)], [(4,)])}  # for one decode
+TREES = {f"Wrong gives {re.escape(str(trees))}: must be trees.* within .3.": trees
+         for trees in ([3], [(1, 1, 1, 1)], [(4,)])}  # for one decode
 DRAFTS = {
     "drafts .61.: must be up to 3 tokens below 61": [61],
     "drafts .1, 1, 1, 1.: must be up to 3 tokens below 61": [1] * 4,
