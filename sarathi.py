@@ -154,7 +154,7 @@ class Engine:
     def __init__(self, model, scheduler="sarathi", chunk=256, max_batch=8, n_page=0,
                  alloc="reserve", draft=None, spec=None, seed=0, alpha=0.0, order=None,
                  lora="batched", adapter_pages=0, tpot=0.0, cost=None, record=None):
-        self.model = check_type("model", model, (GPT, CostModel), "GPT.from_preset(name)")
+        self.model = check_type("model", model, (GPT, CostModel), "a GPT or a CostModel")
         self.simulated = isinstance(model, CostModel)
         self.chunk = check_range("chunk", chunk, 1)
         self.alloc = check_choice("alloc", alloc, ("reserve", "grow"))
@@ -175,7 +175,7 @@ class Engine:
         # policies, and the prices that they ask for
         if isinstance(scheduler, str):
             scheduler = SCHEDULERS[check_choice("scheduler", scheduler, SCHEDULERS)]()
-        self.scheduler = check_type("scheduler", scheduler, Scheduler, "Sarathi()")
+        self.scheduler = check_type("scheduler", scheduler, Scheduler, "a name, or an object like Sarathi()")
         self.order = order or fcfs
         if lora == "merge":
             self.order = one_adapter(self.order)
@@ -197,8 +197,8 @@ class Engine:
         self.scheduler.start(self)
 
     def step(self):
-        """One iteration. Returns its events; [] if nothing can run now. After an exception, Ctrl-C
-        included, all requests wait again, and the engine serves on."""
+        """One iteration. Returns its events; [] if nothing can run now. After any exception, all
+        requests wait again, and the engine serves on."""
         try:
             self.arrive()
             planned = self.scheduler.plan([*self.running], self.queue())  # policy [SARATHI §4.3]
@@ -222,14 +222,7 @@ class Engine:
         """Make an adapter known. source: a PEFT folder, an Adapter, or a rank (random weights).
         Under a used name it replaces the other one: requests that have started keep that to their
         end. FileNotFoundError or ValueError for a folder that is missing or does not fit."""
-        adapter = read_adapter(source, self)
-        ours, theirs = [(c.n_layer, c.operators) for c in (self.model.config, adapter.config)]
-        if name is None or (ours != theirs and not self.simulated):
-            raise ValueError(f"adapter {name!r}: must have a name, and be made for this model")
-        if self.lora == "merge":  # into the weights: it takes no pages, and nothing more is read
-            adapter = copy(adapter)
-            adapter.n_page = 0
-            adapter.n_params = 0
+        adapter = read_adapter(name, source, self)
         for request in self.requests.values():
             if request.adapter == name and request.version is None:
                 check_pages(request, adapter, self)
@@ -284,7 +277,7 @@ class Engine:
             for request in requests:
                 self.add(request)
             self.run()
-        finally:  # after an exception, Ctrl-C included, these requests leave the engine
+        finally:  # after an exception, these requests leave the engine
             if any([self.requests.pop(request.id, None) for request in requests]):
                 self.recover()
         return [request.output for request in requests]
@@ -308,9 +301,8 @@ class Engine:
         self.finish(self.requests[id], "aborted")
 
     def recover(self):
-        """Begin again from self.requests: all wait, and no page has an owner. Whatever an iteration
-        left half-done is gone."""
-        self.adapters.unload()
+        """Begin again from self.requests: all wait, and no page has an owner."""
+        self.adapters.clear()
         self.pool.clear()
         self.full = False
         if self.lora == "merge":
@@ -318,10 +310,10 @@ class Engine:
             self.runner.merge(None)
         for request in [*self.requests.values()]:
             del request.times[len(request.output):]
-            end = request.end or request.state
+            state = request.end or request.state
             request.forget()
-            if end not in ("waiting", "running"):
-                request.state = end
+            if state not in ("waiting", "running"):
+                request.state = state
                 del self.requests[request.id]
         self.running.clear()
         self.waiting.clear()
@@ -471,10 +463,10 @@ def check_range(name, value, low, high=math.inf):
         raise ValueError(f"{name} = {short(value)}: must be in {low} .. {high} ({kind.__name__})")
     return kind(value)
 
-def check_type(name, value, kind, example):
-    """Returns value. ValueError if it is not an object of this class, but a name or a class."""
+def check_type(name, value, kind, valid):
+    """Returns value. ValueError if it is not of this class, or of one of these."""
     if not isinstance(value, kind):
-        raise ValueError(f"{name} = {short(value)}: must be an object, like {example}")
+        raise ValueError(f"{name} = {short(value)}: must be {valid}")
     return value
 
 def check_tokens(name, tokens):
@@ -496,7 +488,7 @@ def short(value):
 def check_request(r, engine):
     """Put a request's fields in their normal form. ValueError or KeyError, in one line, for a
     request that could never be served, or has been added before."""
-    new = vars(Request(check_type("request", r, Request, "Request([1, 2, 3])").prompt))
+    new = vars(Request(check_type("request", r, Request, "a Request").prompt))
     for name in [*new][[*new].index("id"):]:
         if repr(getattr(r, name)) != repr(new[name]):
             raise ValueError(f"{name} = {short(getattr(r, name))}: add a Request only once, as new")
@@ -511,8 +503,7 @@ def check_request(r, engine):
         r.arrival = check_range("arrival", r.arrival, 0.0, 1e9)  # not seconds since 1970
     if r.seed is not None:
         r.seed = check_range("seed", r.seed, 0, MASK)
-    if not isinstance(r.adapter, (str, Integral, type(None))):
-        raise ValueError(f"adapter = {short(r.adapter)}: must be a name")
+    check_type("adapter", r.adapter, (str, Integral, type(None)), "a name")
     config = engine.model.config
     check_range("tokens in the prompt", len(r.prompt), 1)
     if not engine.simulated:
@@ -546,26 +537,21 @@ class Run:
         self.latencies = [r.times[-1] - r.arrival for r in done]
         self.ttfts = [r.ttft for r in done]
         self.tpots = [r.tpot for r in done]
-        self.stalls = [max(np.diff(r.times), default=0.0) for r in done]  # longest gap of tokens
+        # the longest time between two tokens
+        self.stalls = [max(np.diff(r.times), default=0.0) for r in done]
 
     @property
     def figures(self):
-        """{name: number}: medians and 99th percentiles over the finished requests. A stall is the
-        longest time between two tokens of a request."""
+        """{name: number}, with medians and 99th percentiles over the finished requests"""
         figures = {"requests": len(self.ends), "tokens/s": self.tokens_per_second}
         for name, times in (("TTFT", self.ttfts), ("TPOT", self.tpots), ("stall", self.stalls)):
             for q in (50, 99):
-                seconds = float(np.percentile(times, q)) if times else math.nan
-                figures[f"{name} p{q} ms"] = 1e3 * seconds
+                seconds = np.percentile(times or [math.nan], q)
+                figures[f"{name} p{q} ms"] = 1e3 * float(seconds)
         return figures
 
     def __str__(self):
-        return compare({"run": self})
-
-def compare(runs):
-    """A Markdown table with the figures of runs {name: Run}."""
-    lines = [[name, *run.figures.values()] for name, run in runs.items()]
-    return table(["", *next(iter(runs.values())).figures], lines)
+        return table([*self.figures], [self.figures.values()])
 
 def table(heads, lines):
     """A Markdown table. Numbers have three significant digits; None is a dash."""
@@ -611,8 +597,8 @@ class PagePool:
 
 class AdapterStore:
     """All adapters in host memory, and some loaded into pages: those of running requests, and idle
-    ones as long as no request needs their pages [S-LoRA §5]. Each add makes a version of its own:
-    replaced ones stay until their requests have ended. Version 0 is the model as it is."""
+    ones as long as no request needs their pages [S-LoRA §5]. Each add makes a version. Version 0 is
+    the model as it is."""
     def __init__(self, pool, base):
         """base: an Adapter of no modules"""
         self.pool = pool
@@ -620,8 +606,17 @@ class AdapterStore:
         self.n_version = 1  # so many were made
         self.newest = {None: 0}  # name -> version
         self.known = {0: base}  # version -> Adapter
-        self.loaded = {0: lambda: None}  # version -> function that waits for the copy; LRU first
-        self.n_users = Counter([0])  # version -> running requests; 0 is never idle
+        self.loaded = {}  # version -> function that waits for the copy; LRU first
+        self.n_users = Counter()  # version -> running requests
+        self.clear()
+
+    def clear(self):
+        """Take all adapters off their pages. No request runs."""
+        for wait in self.loaded.values():
+            wait()
+        self.pool.clear()
+        self.loaded = {0: lambda: None}
+        self.n_users = Counter([0])  # version 0 is never idle
 
     def add(self, name, adapter):
         self.newest[name] = self.n_version
@@ -644,28 +639,17 @@ class AdapterStore:
         self.loaded.pop(version)()  # a copy in flight must not overwrite the next owner's pages
         self.pool.release(version)
 
-    def unload(self):
-        """Take all adapters off their pages. No request runs."""
-        for wait in self.loaded.values():
-            wait()
-        self.loaded = {0: lambda: None}
-        self.n_users = Counter([0])
-        self.pool.clear()
-
     def reserve(self, pool, owner, n, spare=0):
         """PagePool.reserve, with spare pages left free. Evicts idle adapters, least recently used
-        first, but none if too few pages would become free."""
-        missing = n + spare - len(pool.tables.get(owner, ())) - len(pool.free)
-        if missing > 0:
-            idle = []
-            if pool is self.pool:
-                idle = [version for version in self.loaded if not self.n_users[version]]
-            if missing > sum(self.known[version].n_page for version in idle):
+        first, unless too few pages would become free."""
+        n_free = n + spare - len(pool.tables.get(owner, ()))  # so many must be
+        if n_free > len(pool.free):
+            idle = [version for version in self.loaded if not self.n_users[version]]
+            n_idle = sum(self.known[version].n_page for version in idle)
+            if pool is not self.pool or n_free > len(pool.free) + n_idle:
                 return False
-            for version in idle:
-                if missing > 0:
-                    missing -= self.known[version].n_page
-                    self.evict(version)
+            while n_free > len(pool.free):
+                self.evict(idle.pop(0))
         return pool.reserve(owner, n)
 
     def load(self, version):
@@ -688,27 +672,34 @@ class AdapterStore:
         self.n_users[version] -= 1
 
     def prefetch(self, waiting, n=8):
-        """Load the adapters of the first n requests by arrival into free pages, while others run
-        [S-LoRA §5.2]."""
+        """Load the adapters of the first n requests into free pages [S-LoRA §5.2]."""
         for request in waiting[:n]:
             version = self.version(request)
             n_page = self.known[version].n_page
             if version not in self.loaded and 0 < n_page <= len(self.pool.free):
                 self.load(version)
 
-def read_adapter(source, engine):
+def read_adapter(name, source, engine):
     """An Adapter from a PEFT folder, an Adapter, or a rank: random weights, in a simulator none."""
+    kinds = (str, os.PathLike, Adapter, int)
+    check_type("adapter", source, kinds, "a PEFT folder, an Adapter, or a rank")
     model = engine.model
-    if isinstance(source, Adapter):
-        return source
+    adapter = source
     if isinstance(source, int):
         check_range("rank", source, 1)
-        if engine.simulated:
-            return Adapter(model.config, source)
-        return Adapter.random(model.config, source, engine.adapters.n_version, model.dtype)
-    if not isinstance(source, (str, os.PathLike)):
-        raise ValueError(f"adapter = {source!r}: must be a PEFT folder, an Adapter, or a rank")
-    return Adapter.from_pretrained(source, model.config, model.dtype)
+        adapter = Adapter(model.config, source)
+        if not engine.simulated:
+            adapter = Adapter.random(model.config, source, engine.adapters.n_version, model.dtype)
+    elif not isinstance(source, Adapter):
+        adapter = Adapter.from_pretrained(source, model.config, model.dtype)
+    ours, theirs = [(c.n_layer, c.operators) for c in (model.config, adapter.config)]
+    if name is None or (ours != theirs and not engine.simulated):
+        raise ValueError(f"adapter {name!r}: must have a name, and be made for this model")
+    if engine.lora == "merge":  # into the weights: it takes no pages, and nothing more is read
+        adapter = copy(adapter)
+        adapter.n_page = 0
+        adapter.n_params = 0
+    return adapter
 
 def size_pool(model, draft, n_page, max_batch):
     """Returns (n_page, max_batch) without zeros: B = floor((M_G - M_S) / (L m_kv)) [SARATHI §4.3].
@@ -749,10 +740,10 @@ class Scheduler:
         self.chunk = self.chunk or engine.chunk
 
     def plan(self, running, waiting):
-        """running: requests with pages, the oldest first. waiting: the next requests of the queue's
-        order, as many as max_batch leaves room for. Returns [(request, n)] with 1 <= n <=
-        request.n_todo. Called once per step. Waiting requests without free pages are left out of
-        the plan, and waiting is empty until pages are released or a request arrives."""
+        """running: requests with pages, the oldest first. waiting: the next of the queue, as many
+        as max_batch leaves room for. Returns [(request, n)] with 1 <= n <= request.n_todo. Called
+        once per step: if a waiting request finds no free pages, it is left out, and waiting is
+        empty until pages are released or a request arrives."""
         raise NotImplementedError
 
 class Static(Scheduler):
@@ -862,7 +853,7 @@ SCHEDULERS = {"static": Static, "orca": Orca, "prefill_first": PrefillFirst, "sa
 
 # -----------------------------------------------------------------------------
 # orders of the queue: functions (waiting, running, now) -> list. waiting: preempted requests first,
-# then by arrival. A request left out of the list waits; one marked "aborted" ends.
+# then by arrival. A request that is left out waits, or ends if its state is set to "aborted".
 
 def fcfs(waiting, running, now):
     return waiting
@@ -951,9 +942,9 @@ class Policy:
 
     def lengths(self, requests, limits, alpha, price):
         """requests: the decodes; limits: the most drafts that each can use; alpha: the acceptance
-        rate of all requests (request.acceptance: of one). price(n, steps) -> seconds of an
-        iteration with n drafts in all, made in so many steps. Returns a tree for each decode: its
-        candidates per level. (1, 1, 1) is a chain of three drafts, () none."""
+        rate (request.acceptance: of one). price(n, steps) -> seconds of an iteration with n drafts,
+        made in so many steps. Returns a tree for each decode, its candidates per level: (1, 1, 1)
+        is a chain of three drafts, () none."""
         raise NotImplementedError
 
 class Fixed(Policy):
@@ -1068,8 +1059,8 @@ class Ngram(Proposer):
 
 class DraftModel(Proposer):
     """A smaller model with the same page tables and a cache of its own, which is fed the same
-    chunks [SmartSpec §6]. If decodes rarely get drafts, it leaves new requests out for life [§5];
-    after some hundred steps without a draft it tries again."""
+    chunks [SmartSpec §6]. If decodes rarely get drafts, it leaves out new requests, to their end
+    [§5]; after some hundred steps without a draft it tries again."""
     def __init__(self, runner, cost, context=math.inf):
         self.runner = runner
         self.cost = cost
@@ -1157,8 +1148,7 @@ class Speculator:
         self.n_accepted = 0
 
     def add_drafts(self, plan):
-        """Give the plan's decodes drafts, and pages for them. Nothing is evicted or preempted for
-        drafts [SmartSpec §6]."""
+        """Give the plan's decodes drafts, if pages are free for them [SmartSpec §6]."""
         decodes = [request for request, _ in plan if request.n_todo == 1]
         trees = self.choose(plan, decodes) if decodes else []
         lengths = {}
@@ -1395,7 +1385,7 @@ class Roofline(CostModel):
     tile = TILE
 
     def __init__(self, config, gpu, tp=1, nodes=1, system="sarathi"):
-        check_type("config", config, GPTConfig, "preset('llama-7b')")
+        check_type("config", config, GPTConfig, "a GPTConfig, like preset(name)")
         config.shard_of(0, check_range("tp", tp, 1))  # ValueError if tp does not divide the heads
         sheet = GPUS[check_choice("hardware", gpu, GPUS)]
         super().__init__(config, torch.bfloat16)
@@ -1505,8 +1495,7 @@ def random_plan(rng, L, adapted):
     return plan
 
 def time_plan(engine, plan):
-    """Seconds of an iteration with requests that were never added, run twice: a server's caches
-    are warm as well."""
+    """Seconds of the second of two equal iterations: a server's caches are warm as well."""
     for request, _ in plan:
         engine.pool.reserve(request, request.max_len)
         engine.adapters.acquire(engine.adapters.version(request))
@@ -1733,7 +1722,7 @@ class ModelRunner:
 
     def hold(self, name, source, versions):
         """The other ranks: add an adapter, and forget all but these versions."""
-        self.engine.adapters.add(name, read_adapter(source, self.engine))
+        self.engine.adapters.add(name, read_adapter(name, source, self.engine))
         self.engine.adapters.keep(versions)
 
     def tell(self, method, *values):
@@ -1858,9 +1847,8 @@ class CostRunner:
 
 class Pipeline:
     """The layers of a model spread over n_stage stages, with as many micro-batches in flight
-    [SARATHI §5.3]. A micro-batch is an engine, a lane, with its own pages and running requests; all
-    lanes share one queue. cost: a roofline of all nodes. options: of a lane, with max_batch and
-    n_page.
+    [SARATHI §5.3]. Each lane is an engine with pages and running requests of its own; all share one
+    queue. cost: a roofline of all nodes. options: of a lane, with max_batch and n_page.
 
     A stage that idles between two micro-batches makes a bubble [SARATHI §3.2]. PB1: their prefills
     differ in length. PB2: one has a prefill, the other none. PB3: only their contexts differ."""
