@@ -52,7 +52,7 @@ class Request:
     seed: int = None  # of sampled tokens; None: of the engine's seed and the id
     id: int = -1  # given by Engine.add; all from here on is the engine's
     state: str = "waiting"  # -> running -> length, stop or aborted
-    version: int = None  # of the adapter, from the request's start to its end
+    version: int = 0  # of the adapter, the newest when the request is added
     output: list = field(default_factory=list)
     times: list = field(default_factory=list)  # seconds at which each output token came
     n_past: int = 0  # tokens with K and V in the cache
@@ -220,13 +220,9 @@ class Engine:
 
     def add_adapter(self, name, source):
         """Make an adapter known. source: a PEFT folder, an Adapter, or a rank (random weights).
-        Under a used name it replaces the other one: requests that have started keep that to their
-        end. FileNotFoundError or ValueError for a folder that is missing or does not fit."""
-        adapter = read_adapter(name, source, self)
-        for request in self.requests.values():
-            if request.adapter == name and request.version is None:
-                check_pages(request, adapter, self)
-        self.adapters.add(name, adapter)
+        Under a used name it replaces the other one: requests that were added before keep that.
+        FileNotFoundError or ValueError for a folder that is missing or does not fit."""
+        self.adapters.add(name, read_adapter(name, source, self))
         self.drop_versions()
         # with tensor parallelism all ranks add it, or follow rank 0, which tells them a folder
         source = None if isinstance(source, Adapter) else source
@@ -235,13 +231,10 @@ class Engine:
             raise ValueError(f"adapter {name!r}: rank 0 adds {values[0]!r}, the order must be one")
 
     def remove_adapter(self, name):
-        """Forget an adapter. Requests that were added before keep it to their end. KeyError for an
-        unknown name."""
+        """Forget an adapter. Requests that were added before keep it. KeyError for an unknown
+        name."""
         names = [name for name in self.adapters.newest if name is not None]
-        version = self.adapters.newest.pop(check_choice("adapter", name, names))
-        for request in self.requests.values():
-            if request.adapter == name and request.version is None:
-                request.version = version
+        del self.adapters.newest[check_choice("adapter", name, names)]
         self.drop_versions()
 
     def drop_versions(self):
@@ -260,6 +253,7 @@ class Engine:
             request.arrival = self.clock.now()
         if request.seed is None:
             request.seed = (self.seed << 24) + request.id & MASK
+        request.version = self.adapters.newest[request.adapter]
         self.requests[request.id] = request
         insort(self.pending, request, key=lambda request: request.arrival)
         return request.id
@@ -369,7 +363,7 @@ class Engine:
         """Acquire a waiting request's adapter and pages. Returns False if one has no room."""
         n = request.max_len if self.alloc == "reserve" else request.n_tokens
         spare = 0 if self.alloc == "reserve" else len(self.running)  # a page for each next token
-        version = self.adapters.version(request)
+        version = request.version
         swap = self.lora == "merge" and version != self.merged
         if swap and self.running:  # they need the weights as they are
             return False
@@ -382,7 +376,6 @@ class Engine:
         if swap:
             self.merged = version
             self.runner.merge(self.adapters.known[version])
-        request.version = version
         self.waiting.remove(request)
         self.running.append(request)
         request.state = "running"
@@ -510,15 +503,11 @@ def check_request(r, engine):
         for token in (min(r.prompt), max(r.prompt)):
             check_range("token", token, 0, config.vocab_size - 1)
     check_range("prompt + max_new_tokens", r.max_len, 2, config.block_size)
-    newest = engine.adapters.newest
-    version = newest[check_choice("adapter", r.adapter, newest)]
-    check_pages(r, engine.adapters.known[version], engine)
-
-def check_pages(r, adapter, engine):
-    """ValueError if a request and its adapter could never have room at once."""
-    pool = engine.adapters.pool
-    n_page = check_range("pages of the adapter", adapter.n_page, 0, pool.n_page)
-    n_page = n_page if pool is engine.pool else 0
+    # the request and its adapter must have room at once
+    store = engine.adapters
+    adapter = store.known[store.newest[check_choice("adapter", r.adapter, store.newest)]]
+    n_page = check_range("pages of the adapter", adapter.n_page, 0, store.pool.n_page)
+    n_page = n_page if store.pool is engine.pool else 0
     check_range("pages of the request and its adapter", r.max_len + n_page, 1, engine.pool.n_page)
 
 # -----------------------------------------------------------------------------
@@ -624,8 +613,7 @@ class AdapterStore:
         self.n_version += 1
 
     def version(self, request):
-        """Its own if it has started, else the newest of its adapter's name."""
-        return self.newest[request.adapter] if request.version is None else request.version
+        return request.version
 
     def keep(self, versions):
         """Forget all other versions."""
@@ -674,10 +662,9 @@ class AdapterStore:
     def prefetch(self, waiting, n=8):
         """Load the adapters of the first n requests into free pages [S-LoRA §5.2]."""
         for request in waiting[:n]:
-            version = self.version(request)
-            n_page = self.known[version].n_page
-            if version not in self.loaded and 0 < n_page <= len(self.pool.free):
-                self.load(version)
+            n_page = self.known[request.version].n_page
+            if request.version not in self.loaded and 0 < n_page <= len(self.pool.free):
+                self.load(request.version)
 
 def read_adapter(name, source, engine):
     """An Adapter from a PEFT folder, an Adapter, or a rank: random weights, in a simulator none."""
@@ -1233,7 +1220,7 @@ def entries_of(plan, engine):
     for request, n in plan:
         n_draft = len(request.drafts)
         n_logits = 1 + n_draft if n == request.n_todo else 0
-        n_weight = engine.adapters.known[engine.adapters.version(request)].n_params
+        n_weight = engine.adapters.known[request.version].n_params
         entries.append((request.id, request.n_past, n + n_draft, n_logits, n_weight))
     return entries
 
@@ -1488,8 +1475,8 @@ def random_plan(rng, L, adapted):
     plan = []
     for n in decodes + [chunk] * (rng.random() < 0.5 or not decodes):
         n_past = int(2 ** rng.uniform(2, math.log2(L - n - 8)))
-        adapter = rng.choice((None, 8, 64)) if adapted else None
-        request = Request([1] * (n_past + n), 8, adapter, n_past=n_past)
+        version = rng.integers(3) if adapted else 0
+        request = Request([1] * (n_past + n), 8, version=int(version), n_past=n_past)
         request.drafts = [1] * k if n == 1 else []
         plan.append((request, n))
     return plan
@@ -1498,14 +1485,14 @@ def time_plan(engine, plan):
     """Seconds of the second of two equal iterations: a server's caches are warm as well."""
     for request, _ in plan:
         engine.pool.reserve(request, request.max_len)
-        engine.adapters.acquire(engine.adapters.version(request))
+        engine.adapters.acquire(request.version)
     engine.runner.run(plan)
     start = time.perf_counter()
     engine.runner.run(plan)
     seconds = time.perf_counter() - start
     for request, _ in plan:
         engine.pool.release(request)
-        engine.adapters.release(engine.adapters.version(request))
+        engine.adapters.release(request.version)
     return seconds
 
 def least_squares(A):
@@ -1624,7 +1611,7 @@ class ModelRunner:
     def pack_adapters(self, spans, rows):
         """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]."""
         store = self.engine.adapters
-        adapted = [(store.version(span.request), row) for span, row in zip(spans, rows)]
+        adapted = [(span.request.version, row) for span, row in zip(spans, rows)]
         adapted = [(version, row) for version, row in adapted if store.known[version].n_page]
         if not adapted or self.model is not self.engine.model:
             return {}
