@@ -175,7 +175,7 @@ class Engine:
         # policies, and the prices that they ask for
         if isinstance(scheduler, str):
             scheduler = SCHEDULERS[check_choice("scheduler", scheduler, SCHEDULERS)]()
-        self.scheduler = check_type("scheduler", scheduler, Scheduler, "a name, or an object like Sarathi()")
+        self.scheduler = check_type("scheduler", scheduler, Scheduler, "an object like Sarathi()")
         self.order = order or fcfs
         if lora == "merge":
             self.order = one_adapter(self.order)
@@ -231,8 +231,7 @@ class Engine:
             raise ValueError(f"adapter {name!r}: rank 0 adds {values[0]!r}, the order must be one")
 
     def remove_adapter(self, name):
-        """Forget an adapter. Requests that were added before keep it. KeyError for an unknown
-        name."""
+        """Forget an adapter. Requests that were added before keep it. KeyError if it is unknown."""
         names = [name for name in self.adapters.newest if name is not None]
         del self.adapters.newest[check_choice("adapter", name, names)]
         self.drop_versions()
@@ -324,8 +323,7 @@ class Engine:
             self.full = False
 
     def queue(self):
-        """As many waiting requests as max_batch leaves room for, in the order's order. None while
-        the first of them has no room in memory."""
+        """The next waiting requests: as many as max_batch has room for; none if memory is full."""
         n_free = self.max_batch - len(self.running)
         if not self.waiting or n_free <= 0 or self.full:
             return []
@@ -337,8 +335,8 @@ class Engine:
         return ordered[:n_free]
 
     def admit(self, plan):
-        """Start the plan's waiting requests, in order, up to the first one that has no room, and
-        reserve pages for the others' tokens. Returns the part of the plan that can run."""
+        """Start the plan's waiting requests, up to the first one that has no room, and reserve
+        pages for the others' tokens. Returns the part of the plan that can run."""
         name = type(self.scheduler).__name__
         assert isinstance(plan, list), f"{name} plans {short(plan)}: must be [(request, n)]"
         batch = {request for request, _ in plan}.union(self.running)
@@ -433,8 +431,7 @@ class Engine:
         return events
 
     def idle(self, planned):
-        """Nothing can run. If a waiting request was planned, it had no room: the next plan is made
-        without the queue. Otherwise wait for the next arrival."""
+        """Nothing can run: what was planned has no room yet. Wait for the next arrival."""
         name = type(self.scheduler).__name__
         stuck = self.running or self.waiting and not self.pending
         assert planned or not stuck, f"{name} or the order serves none of the requests"
@@ -479,8 +476,8 @@ def short(value):
     return f"{' '.join(repr(value).split()):.60}"
 
 def check_request(r, engine):
-    """Put a request's fields in their normal form. ValueError or KeyError, in one line, for a
-    request that could never be served, or has been added before."""
+    """Put a request's fields in their normal form. ValueError or KeyError if it was added before,
+    or could never be served."""
     new = vars(Request(check_type("request", r, Request, "a Request").prompt))
     for name in [*new][[*new].index("id"):]:
         if repr(getattr(r, name)) != repr(new[name]):
@@ -526,8 +523,7 @@ class Run:
         self.latencies = [r.times[-1] - r.arrival for r in done]
         self.ttfts = [r.ttft for r in done]
         self.tpots = [r.tpot for r in done]
-        # the longest time between two tokens
-        self.stalls = [max(np.diff(r.times), default=0.0) for r in done]
+        self.stalls = [max(np.diff(r.times), default=0.0) for r in done]  # longest gap of tokens
 
     @property
     def figures(self):
@@ -544,7 +540,7 @@ class Run:
 
 def table(heads, lines):
     """A Markdown table. Numbers have three significant digits; None is a dash."""
-    texts = [heads, *([cell(value) for value in line] for line in lines)]
+    texts = [heads, *(list(map(cell, line)) for line in lines)]
     widths = [max(map(len, column)) for column in zip(*texts)]
     texts.insert(1, ["-" * width for width in widths])
     padded = [map(str.ljust, line, widths) for line in texts]
@@ -586,10 +582,8 @@ class PagePool:
 
 class AdapterStore:
     """All adapters in host memory, and some loaded into pages: those of running requests, and idle
-    ones as long as no request needs their pages [S-LoRA §5]. Each add makes a version. Version 0 is
-    the model as it is."""
+    ones as long as no request needs their pages [S-LoRA §5]. Version 0, base, has no modules."""
     def __init__(self, pool, base):
-        """base: an Adapter of no modules"""
         self.pool = pool
         self.copy = None  # the runner's (version, pages) -> function that waits for the copy
         self.n_version = 1  # so many were made
@@ -750,7 +744,7 @@ class PrefillFirst(Scheduler):
 
 class Sarathi(Scheduler):
     """Decode-maximal batching: one prefill chunk, every other slot a decode [SARATHI §4.3].
-    The chunk leaves room for the decodes, so that both together fill whole tiles [§4.4]."""
+    Both together fill whole tiles [§4.4]."""
     def plan(self, running, waiting):
         decodes, prefills = decodes_and_prefills(running, waiting)
         # more decodes than fit: as many tiles as they need
@@ -770,11 +764,10 @@ class Autopilot(Scheduler):
 
     def start(self, engine):
         super().start(engine)
-        tile = engine.cost.tile
-        sizes = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
-        self.sizes = [n for n in sizes if n % tile == 0]  # of batches, in tokens
-        # seconds per prompt token, at best
         cost = engine.cost
+        sizes = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
+        self.sizes = [n for n in sizes if n % cost.tile == 0]  # of batches, in tokens
+        # seconds per prompt token, at best
         self.prefill_price = min(cost.seconds(cost.stats([(0, n, 0, 0)])) / n for n in self.sizes)
 
     def plan(self, running, waiting):
@@ -1011,8 +1004,7 @@ POLICIES = {"goodput": Goodput, "goodput_global": GoodputGlobal, "goodput_reques
             "goodput_tree": GoodputTree, "confidence": Confidence, "oracle": Oracle}
 
 class Proposer:
-    """Where drafts come from. Subclass it and write draft(). The class itself stands for prompt
-    lookup in the simulator."""
+    """Subclass it and write draft(). The class itself is the simulator's prompt lookup."""
     context = math.inf  # the most tokens from which it can draft
 
     def draft(self, request, k):
@@ -1086,18 +1078,16 @@ class DraftModel(Proposer):
         return n_step * self.cost.seconds(IterationStats(n, n, n, n_context))
 
 def make_policy(spec, draft, engine):
-    """A Policy from a number, a tree like "3,2,2", a name or an object; None from "off". ValueError
-    if the engine cannot follow it."""
-    if spec is None:
-        spec = "off" if draft is None else 3
-    if spec == "off":
+    """A Policy from a number, a tree like "3,2,2", a name or an object; None from "off"."""
+    if spec == "off" or spec is None and draft is None:
         return None
     if draft is None:
         raise ValueError(f"spec = {short(spec)}: needs a draft, ngram or a model")
+    text = "3" if spec is None else str(spec)
     if isinstance(spec, Policy):
         policy = spec
-    elif str(spec).replace(",", "").isdecimal():
-        policy = Fixed(*[check_range("spec", int(n), 1) for n in str(spec).split(",")])
+    elif text.replace(",", "").isdecimal():
+        policy = Fixed(*[check_range("spec", int(n), 1) for n in text.split(",")])
     else:
         policy = POLICIES[check_choice("spec", spec, [*POLICIES, "off", "1", "2", "3 ..."])]()
     if engine.alpha == 0 and (engine.simulated or policy.knows):
@@ -1147,11 +1137,10 @@ class Speculator:
         self.n_last = sum(lengths.values())
         self.proposer.propose(plan, lengths, self.policy.threshold)
         V = self.engine.model.config.vocab_size
-        for request in decodes:  # fewer drafts than wanted may have been made
-            drafts = request.drafts
-            good = len(drafts) <= lengths[request] and all(0 <= token < V for token in drafts)
-            assert good, f"drafts {drafts}: must be up to {lengths[request]} tokens below {V}"
-            request.tree = request.tree[:len(drafts)]
+        for request, k in lengths.items():
+            good = len(request.drafts) <= k and all(0 <= token < V for token in request.drafts)
+            assert good, f"drafts {request.drafts}: must be up to {k} tokens below {V}"
+            request.tree = request.tree[:len(request.drafts)]  # fewer than wanted may be made
 
     def choose(self, plan, decodes):
         """The policy's tree of drafts for each decode."""
@@ -1179,8 +1168,7 @@ class Speculator:
         return trees
 
     def count(self, request, n_accepted, n_new):
-        """Update the acceptance rates. Drafts behind the first rejected one, or behind the end of
-        the output's n_new tokens, were not tried."""
+        """Update the acceptance rates. Drafts behind the n_new tokens were not tried."""
         n_tried = min(n_new, len(request.tree))
         self.acceptance += 0.01 * (n_accepted - self.acceptance * n_tried)
         request.acceptance += 0.05 * (n_accepted - request.acceptance * n_tried)
@@ -1360,10 +1348,9 @@ class CostModel:
         return host, n_params * self.dtype.itemsize / (LINK * PCIE)
 
     def merge(self):
-        """Seconds to swap the merged adapter, W - A1 B1 + A2 B2 of q, k, v and o: each of the two
-        steps reads and writes W and the product."""
+        """Seconds to swap the merged adapter, W - A1 B1 + A2 B2 of q, k, v and o."""
         n = self.n_weights["preproj"] + self.n_weights["postproj"]
-        return 2 * 4 * n * self.dtype.itemsize / self.bandwidth
+        return 2 * 4 * n * self.dtype.itemsize / self.bandwidth  # reads and writes W and A B
 
 class Roofline(CostModel):
     """Each operator takes the 2-norm of its computing and its reading time. gpu: a name in GPUS.
@@ -1436,8 +1423,7 @@ class Roofline(CostModel):
         return n_bytes / (LINK * INFINIBAND) + LINK_DELAY
 
 class Profile(CostModel):
-    """Least squares over random iterations of a model on this machine. error: the median relative
-    error on iterations that the fit did not see."""
+    """Least squares over random iterations of a model on this machine."""
     def __init__(self, model, n=120, n_round=3):
         super().__init__(model.config, model.dtype)
         if model.world.size > 1:
@@ -1456,7 +1442,7 @@ class Profile(CostModel):
         seconds = np.median(rounds, 0)
         stats = [self.stats(entries_of(plan, engine)) for plan in plans]
         relative = np.array([(1, *vars(s).values()) for s in stats]) / seconds[:, None]
-        tested = np.arange(n) % 6 == 5
+        tested = np.arange(n) % 6 == 5  # the fit does not see them
         self.coefficients = least_squares(relative[~tested])
         self.error = float(np.median(np.abs(relative[tested] @ self.coefficients - 1)))
 
@@ -1536,10 +1522,8 @@ class Span(NamedTuple):
     n_logits: int  # how many of the last rows need logits
 
 class ModelRunner:
-    """Runs plans on a model: packs them into one flat batch, verifies drafts and samples.
-
-    With tensor parallelism every rank has an engine. Rank 0 runs it; the runners of the other ranks
-    follow(): they do what rank 0 broadcasts."""
+    """Runs plans on a model: packs them into one flat batch, verifies drafts and samples. With
+    tensor parallelism every rank has an engine: rank 0 runs, the runners of the others follow()."""
     def __init__(self, engine, model):
         self.engine = engine
         self.model = model
@@ -1791,8 +1775,7 @@ def pad(x, n, value=0):
     return torch.cat([x, x.new_full((n - len(x), *x.shape[1:]), value)])
 
 class CostRunner:
-    """The simulator: moves a clock by what the cost model says. Every token is 0, and drafts are
-    accepted by a forced chance [SmartSpec §7.2]."""
+    """The simulator: moves a clock by what the cost model says. Every token is 0."""
     def __init__(self, engine, cost):
         self.engine = engine
         self.cost = cost
@@ -1834,7 +1817,7 @@ class CostRunner:
 
 class Pipeline:
     """The layers of a model spread over n_stage stages, with as many micro-batches in flight
-    [SARATHI §5.3]. Each lane is an engine with pages and running requests of its own; all share one
+    [SARATHI §5.3]. A lane is an engine with pages and running requests of its own; all share one
     queue. cost: a roofline of all nodes. options: of a lane, with max_batch and n_page.
 
     A stage that idles between two micro-batches makes a bubble [SARATHI §3.2]. PB1: their prefills
@@ -1868,8 +1851,8 @@ class Pipeline:
         return lane.step()
 
     def flow(self, plan, t, end):
-        """Move a micro-batch, planned at t, through the stages, each as soon as it is free. end: if
-        it never waited. Returns when it has left the last one."""
+        """Move a micro-batch, planned at t, through the stages. end: if it never waited. Returns
+        when it has left the last one."""
         busy = (end - t) / len(self.free_at)
         send = self.lanes[0].model.send(sum(n for _, n in plan))  # keeps a stage busy as well
         entries = entries_of(plan, self.lanes[0])

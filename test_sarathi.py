@@ -1457,7 +1457,7 @@ BAD_OPTIONS = {
     "2, 1": dict(spec="2,1", draft="ngram"),  # a tree on a real model
     "spec = 0": dict(spec=0, draft="ngram"),
     "spec = 3: needs a draft": dict(spec=3),
-    "scheduler = .*Sarathi.* must be a name, or an object": dict(scheduler=sarathi.Sarathi),
+    "scheduler = .*Sarathi.* must be an object like Sarathi": dict(scheduler=sarathi.Sarathi),
     "chunk = 0": dict(chunk=0),
     "chunk = '64'": dict(chunk="64"),
     "seed = 0.5": dict(seed=0.5),
