@@ -264,8 +264,6 @@ class Engine:
         check_range("names in adapter", len(names), len(prompts), len(prompts))
         requests = [Request(prompt, max_new_tokens, name, **options)
                     for prompt, name in zip(prompts, names)]
-        for request in requests:
-            check_request(request, self)  # all of them, before any is added
         try:
             for request in requests:
                 self.add(request)
@@ -462,14 +460,12 @@ def check_type(name, value, kind, valid):
 def check_tokens(name, tokens):
     """Returns tokens as a list; bytes as they are. ValueError if they are no whole numbers."""
     try:
-        good = bool not in map(type, tokens)
-        whole = tokens if isinstance(tokens, bytes) else [index(token) for token in tokens]
+        if bool in map(type, tokens):
+            raise TypeError
+        return tokens if isinstance(tokens, bytes) else [index(token) for token in tokens]
     except TypeError:
-        good = False
-    if not good:
         raise ValueError(f"{name} = {short(tokens)}: must be a list of tokens, like [1, 2, 3]; "
-                         "encode a text, and give generate() a list of prompts")
-    return whole
+                         "encode a text, and give generate() a list of prompts") from None
 
 def short(value):
     """A value in one line of a message"""
@@ -483,16 +479,14 @@ def check_request(r, engine):
         if repr(getattr(r, name)) != repr(new[name]):
             raise ValueError(f"{name} = {short(getattr(r, name))}: add a Request only once, as new")
     r.prompt = check_tokens("prompt", r.prompt)
-    r.max_new_tokens = check_range("max_new_tokens", r.max_new_tokens, 1, 10**9)
-    r.temperature = check_range("temperature", r.temperature, 0.0, 1e9)
-    r.top_k = check_range("top_k", r.top_k, 0, 10**9)
-    r.top_p = check_range("top_p", r.top_p, 1e-9, 1.0)
+    limits = {"max_new_tokens": (1, 10**9), "temperature": (0.0, 1e9), "top_k": (0, 10**9),
+              "top_p": (1e-9, 1.0), "arrival": (0.0, 1e9), "seed": (0, MASK)}
+    for name, (low, high) in limits.items():
+        value = getattr(r, name)
+        if value is not None or name not in ("arrival", "seed"):
+            setattr(r, name, check_range(name, value, low, high))
     stop = (r.stop,) if isinstance(r.stop, Integral) else r.stop
     r.stop = tuple(check_tokens("stop", () if stop is None else stop))
-    if r.arrival is not None:
-        r.arrival = check_range("arrival", r.arrival, 0.0, 1e9)  # not seconds since 1970
-    if r.seed is not None:
-        r.seed = check_range("seed", r.seed, 0, MASK)
     check_type("adapter", r.adapter, (str, Integral, type(None)), "a name")
     config = engine.model.config
     check_range("tokens in the prompt", len(r.prompt), 1)
@@ -802,7 +796,7 @@ class Autopilot(Scheduler):
         """The longest iteration that keeps requests within their TPOT target. Those ahead of it
         leave time for prompts; those that cannot meet it any more are ignored."""
         slacks = [math.inf]
-        for request, _ in decodes if self.engine.tpot else ():
+        for request, _ in decodes:
             if request.output:
                 elapsed = self.engine.clock.now() - request.times[0]
                 n_left = request.max_new_tokens - len(request.output)
