@@ -57,7 +57,7 @@ class Request:
     times: list = field(default_factory=list)  # seconds at which each output token came
     n_past: int = 0  # tokens with K and V in the cache
     n_draft_past: int = 0  # the same for a draft model's cache
-    drafted: bool = True  # False: a draft model leaves this request out
+    may_draft: bool = True  # False: a draft model leaves this request out
     drafts: list = field(default_factory=list)  # guessed tokens, within an iteration
     tree: tuple = ()  # candidates per level of the drafts; real drafts have one per level
     draft_probs: list = field(default_factory=list)  # (1, V) for each sampled draft: its q
@@ -181,7 +181,7 @@ class Engine:
             self.order = one_adapter(self.order)
         self.cost = cost or (model if self.simulated else None)
         policy = make_policy(spec, draft, self)
-        if self.cost is None and (self.scheduler.priced or policy and policy.priced):
+        if self.cost is None and (self.scheduler.needs_price or policy and policy.needs_price):
             self.cost = CostModel.profile(model)
 
         # memory, and the runner that uses it
@@ -227,8 +227,7 @@ class Engine:
         # with tensor parallelism all ranks add it, or follow rank 0, which tells them a folder
         source = None if isinstance(source, Adapter) else source
         values = self.model.world.broadcast(("hold", (name, source, {*self.adapters.known})))[1]
-        if values[0] != name:
-            raise ValueError(f"adapter {name!r}: rank 0 adds {values[0]!r}, the order must be one")
+        assert values[0] == name, f"adapter {name!r}: rank 0 adds {values[0]!r} at this point"
 
     def remove_adapter(self, name):
         """Forget an adapter. Requests that were added before keep it. KeyError if it is unknown."""
@@ -704,7 +703,7 @@ def free_memory(device):
 
 class Scheduler:
     """Subclass it and write plan(). chunk: None takes the engine's."""
-    priced = False  # whether it needs engine.cost
+    needs_price = False  # whether it needs engine.cost
 
     def __init__(self, chunk=None):
         self.chunk = chunk
@@ -715,10 +714,9 @@ class Scheduler:
         self.chunk = self.chunk or engine.chunk
 
     def plan(self, running, waiting):
-        """running: requests with pages, the oldest first. waiting: the next of the queue, as many
-        as max_batch leaves room for. Returns [(request, n)] with 1 <= n <= request.n_todo. Called
-        once per step: if a waiting request finds no free pages, it is left out, and waiting is
-        empty until pages are released or a request arrives."""
+        """running: requests with pages, the oldest first. waiting: those that max_batch has room
+        for; none if pages were missing, until some are released or a request arrives. Returns
+        [(request, n)] with 1 <= n <= request.n_todo. Called once per step."""
         raise NotImplementedError
 
 class Static(Scheduler):
@@ -754,7 +752,7 @@ class SarathiServe(Scheduler):
 class Autopilot(Scheduler):
     """Takes the chunk with the most work per second, where prompt tokens and decoded tokens count
     what they cost alone, at best. Goodput does so for drafts [SARATHI §6, SmartSpec §4.1]."""
-    priced = True
+    needs_price = True
 
     def start(self, engine):
         super().start(engine)
@@ -899,8 +897,8 @@ def uniform(places, use):
     return torch.from_numpy((hash_of(seeds, positions, use) >> 11) * 2.0**-53)
 
 def forced_acceptance(request, tree, engine):
-    """How many levels of drafts are accepted if each draft has the chance engine.alpha. The answer
-    for a position depends on nothing else, so that numbers of drafts can be compared."""
+    """How many levels of drafts are accepted if each draft has the chance engine.alpha. The seed
+    and the position decide, so that numbers of drafts can be compared."""
     for level, n_candidate in enumerate(tree):
         x = hash_of(request.seed, request.n_tokens + level, ACCEPT)
         if x >= 2**64 * (1 - (1 - engine.alpha) ** n_candidate):
@@ -909,16 +907,15 @@ def forced_acceptance(request, tree, engine):
 
 class Policy:
     """How many drafts each decode gets. Subclass it and write lengths()."""
-    priced = False  # whether lengths() gets a price
-    knows = False  # whether the limits end at the drafts that will be accepted
+    needs_price = False  # whether lengths() gets a price
+    sees_future = False  # whether the limits end at the drafts that will be accepted
     threshold = 0.0  # a draft model stops behind a draft with no more than this probability
     trees = [(1,) * MAX_DRAFTS]  # to choose from
 
     def lengths(self, requests, limits, alpha, price):
-        """requests: the decodes; limits: the most drafts that each can use; alpha: the acceptance
-        rate (request.acceptance: of one). price(n, steps) -> seconds of an iteration with n drafts,
-        made in so many steps. Returns a tree for each decode, its candidates per level: (1, 1, 1)
-        is a chain of three drafts, () none."""
+        """requests: the decodes; limits: the most drafts for each; alpha: the acceptance rate of
+        all. price(n, steps) -> seconds of an iteration with n drafts, made in so many steps.
+        Returns a tree, candidates per level, for each: (1, 1, 1) is three drafts in a row."""
         raise NotImplementedError
 
 class Fixed(Policy):
@@ -932,19 +929,19 @@ class Fixed(Policy):
 class Goodput(Policy):
     """One k for all decodes of a step: the most generated tokens per second [SmartSpec Alg. 1]."""
     # differs from [SmartSpec Alg. 2]: the scheduler decides which requests run, not the policy
-    priced = True
+    needs_price = True
     trees = [(1,) * k for k in range(MAX_DRAFTS + 1)]
 
     def lengths(self, requests, limits, alpha, price):
-        tokens, seconds = self.outlook(alpha, limits, price)
+        tokens, seconds = self.expectation(alpha, limits, price)
         best = self.trees[np.argmax(tokens / seconds)]
         return [best[:limit] for limit in limits]
 
-    def outlook(self, alpha, limits, price):
+    def expectation(self, alpha, limits, price):
         """Expected tokens and seconds of the iteration with each of the trees: two arrays."""
         # differs from [SmartSpec Eq. 10]: as printed it lacks the token that comes even if no draft
         # is accepted, and a level fails with 1 - alpha whatever its number of candidates
-        outlook = []
+        outcomes = []
         for tree in self.trees:
             chances = [1 - (1 - alpha) ** n_candidate for n_candidate in tree]
             # of a request by levels: 1, 1 + a, 1 + a + a^2, ... tokens [SmartSpec Eq. 8]
@@ -952,8 +949,8 @@ class Goodput(Policy):
             levels = Counter(min(limit, len(tree)) for limit in limits)
             tokens = sum(expected[level] * n for level, n in levels.items())  # [SmartSpec Eq. 9]
             n_drafts = sum(tree_size(tree[:level]) * n for level, n in levels.items())
-            outlook.append((tokens, price(n_drafts, max(levels))))
-        return np.array(outlook).T
+            outcomes.append((tokens, price(n_drafts, max(levels))))
+        return np.array(outcomes).T
 
 class GoodputTree(Goodput):
     """Simulator: the tree of drafts with the most tokens per second [SmartSpec Eq. 10]."""
@@ -963,8 +960,8 @@ class GoodputGlobal(Goodput):
     """One k for all requests and all steps: the best over everything so far [SmartSpec §3.3]."""
     totals = np.zeros((2, 1))  # tokens and seconds, for each tree
 
-    def outlook(self, alpha, limits, price):
-        self.totals = self.totals + super().outlook(alpha, limits, price)
+    def expectation(self, alpha, limits, price):
+        self.totals = self.totals + super().expectation(alpha, limits, price)
         return self.totals
 
 class GoodputRequest(Goodput):
@@ -989,10 +986,10 @@ class Confidence(Goodput):
 
 class Oracle(Goodput):
     """Knows how many drafts will be accepted [SmartSpec Fig. 14]; needs a forced alpha."""
-    knows = True
+    sees_future = True
 
-    def outlook(self, alpha, limits, price):
-        return super().outlook(1.0, limits, price)
+    def expectation(self, alpha, limits, price):
+        return super().expectation(1.0, limits, price)
 
 POLICIES = {"goodput": Goodput, "goodput_global": GoodputGlobal, "goodput_request": GoodputRequest,
             "goodput_tree": GoodputTree, "confidence": Confidence, "oracle": Oracle}
@@ -1031,9 +1028,8 @@ class Ngram(Proposer):
         return []
 
 class DraftModel(Proposer):
-    """A smaller model with the same page tables and a cache of its own, which is fed the same
-    chunks [SmartSpec §6]. If decodes rarely get drafts, it leaves out new requests, to their end
-    [§5]; after some hundred steps without a draft it tries again."""
+    """A smaller model with the same page tables, fed the same chunks [SmartSpec §6]. If decodes
+    rarely get drafts, it leaves out new requests [§5]; some hundred steps later it tries again."""
     def __init__(self, runner, cost, context=math.inf):
         self.runner = runner
         self.cost = cost
@@ -1041,7 +1037,7 @@ class DraftModel(Proposer):
         self.idle = 0.0  # share of recent steps in which no decode was worth a draft
 
     def propose(self, plan, lengths, threshold):
-        wanted = [k for request, k in lengths.items() if request.drafted]
+        wanted = [k for request, k in lengths.items() if request.may_draft]
         if wanted:
             self.idle += 0.02 * ((max(wanted) == 0) - self.idle)
         else:  # no running request could get drafts: forget slowly, until new ones try again
@@ -1049,11 +1045,11 @@ class DraftModel(Proposer):
         spans = []
         for request, n in plan:
             if request.n_past == 0 and (self.idle > 0.7 or request.n_tokens > self.context):
-                request.drafted = False
+                request.may_draft = False
             k = lengths.get(request, 0)
             # a decode without drafts is fed later, with its next drafts. Usually one token is new
             # to the draft model, two if all drafts were accepted.
-            if request.drafted and (request.n_todo > 1 or k):
+            if request.may_draft and (request.n_todo > 1 or k):
                 end = request.n_past + n
                 tokens = request.tokens(request.n_draft_past, end)
                 spans.append(Span(request, request.n_draft_past, tokens, min(k, 1)))
@@ -1084,13 +1080,13 @@ def make_policy(spec, draft, engine):
         policy = Fixed(*[check_range("spec", int(n), 1) for n in text.split(",")])
     else:
         policy = POLICIES[check_choice("spec", spec, [*POLICIES, "off", "1", "2", "3 ..."])]()
-    if engine.alpha == 0 and (engine.simulated or policy.knows):
+    if engine.alpha == 0 and (engine.simulated or policy.sees_future):
         raise ValueError("alpha = 0: a simulator and an oracle need a forced acceptance rate")
     if not engine.simulated and max(sum(policy.trees, ())) > 1:
         raise ValueError(f"spec = {policy.trees}: trees of drafts are for the simulator")
     return policy
 
-def make_proposer(draft, engine, priced):
+def make_proposer(draft, engine, needs_price):
     """A Proposer from "ngram", a model, or an object. ValueError or KeyError for anything else."""
     if isinstance(draft, Proposer):
         return draft
@@ -1101,7 +1097,7 @@ def make_proposer(draft, engine, priced):
         V = engine.model.config.vocab_size
         if abs(n - V) > min(256, V // 4):  # more than padding
             raise ValueError(f"vocabulary of the draft model = {n}: must be the model's, {V}")
-        cost = CostModel.profile(draft) if priced else None
+        cost = CostModel.profile(draft) if needs_price else None
         return DraftModel(ModelRunner(engine, draft), cost, draft.config.block_size)
     kind = "a CostModel" if engine.simulated else "a GPT"
     check_choice("draft", draft, ["ngram", kind, "a Proposer"])
@@ -1112,7 +1108,7 @@ class Speculator:
     def __init__(self, engine, draft, policy):
         self.engine = engine
         self.policy = policy
-        self.proposer = make_proposer(draft, engine, policy.priced)
+        self.proposer = make_proposer(draft, engine, policy.needs_price)
         self.acceptance = 0.7  # alpha, a moving average over all requests [SmartSpec §4.4]
         self.n_last = 0  # drafts in the last iteration
         self.n_drafted = 0
@@ -1139,7 +1135,7 @@ class Speculator:
     def choose(self, plan, decodes):
         """The policy's tree of drafts for each decode."""
         cost = self.engine.cost
-        stats = cost.stats(entries_of(plan, self.engine)) if self.policy.priced else None
+        stats = cost.stats(entries_of(plan, self.engine)) if self.policy.needs_price else None
 
         def price(n, steps):  # [SmartSpec Eq. 4]
             drafting = self.proposer.seconds(len(decodes), stats.context, steps) if n else 0.0
@@ -1149,8 +1145,8 @@ class Speculator:
         for request in decodes:
             n = request.n_tokens
             limit = min(most, request.max_len - n - 1, max(0, self.proposer.context - n + 1))
-            limit = limit if request.drafted else 0
-            if self.policy.knows:
+            limit = limit if request.may_draft else 0
+            if self.policy.sees_future:
                 limit = forced_acceptance(request, (1,) * limit, self.engine)
             limits.append(limit)
         trees = self.policy.lengths(decodes, limits, self.acceptance, price)
@@ -1347,9 +1343,8 @@ class CostModel:
         return 2 * 4 * n * self.dtype.itemsize / self.bandwidth  # reads and writes W and A B
 
 class Roofline(CostModel):
-    """Each operator takes the 2-norm of its computing and its reading time. gpu: a name in GPUS.
-    tp: GPUs that share every layer. nodes: such groups in a Pipeline, which share the layers.
-    system: a name in SYSTEMS. KeyError for an unknown name."""
+    """Each operator takes the 2-norm of its computing and its reading time. tp: GPUs that share
+    every layer. nodes: such groups in a Pipeline. gpu and system: names in GPUS and SYSTEMS."""
     tile = TILE
 
     def __init__(self, config, gpu, tp=1, nodes=1, system="sarathi"):
@@ -1432,8 +1427,8 @@ class Profile(CostModel):
         # small iterations first: after a large one, some CPUs are slower for a while
         plans.sort(key=lambda plan: self.stats(entries_of(plan, engine)).n_tokens)
         bar = tqdm(plans * n_round, "profile of this machine", leave=False, delay=3)
-        rounds = np.array([time_plan(engine, plan) for plan in bar]).reshape(n_round, n)
-        seconds = np.median(rounds, 0)
+        rounds = [time_plan(engine, plan) for plan in bar]
+        seconds = np.median(np.reshape(rounds, (n_round, n)), 0)
         stats = [self.stats(entries_of(plan, engine)) for plan in plans]
         relative = np.array([(1, *vars(s).values()) for s in stats]) / seconds[:, None]
         tested = np.arange(n) % 6 == 5  # the fit does not see them
@@ -1926,12 +1921,11 @@ def generate_text(args):
     draft = None if world.rank else args.draft
     if draft not in (None, "ngram"):
         draft = load_model(draft, model.dtype, str(model.device))
-    n_page = 0
+    adapter = Adapter(model.config, {})
     if args.adapter:
         adapter = Adapter.from_pretrained(args.adapter, model.config, model.dtype)
-        n_page = adapter.n_page
     engine = Engine(model, args.scheduler, args.chunk, max_batch=1, seed=args.seed, draft=draft,
-                    spec=None if world.rank else args.spec, adapter_pages=n_page)
+                    spec=None if world.rank else args.spec, adapter_pages=adapter.n_page)
     if args.adapter:
         engine.add_adapter(args.adapter, adapter)
     if world.rank:
