@@ -107,7 +107,7 @@ class Request:
         return tokens
 
     def forget(self):
-        """Without pages: nothing is cached, and the request waits to be recomputed."""
+        """Nothing is cached any more: wait to be recomputed."""
         self.n_past = 0
         self.n_draft_past = 0
         self.drop_drafts()
@@ -430,7 +430,7 @@ class Engine:
     def idle(self, planned):
         """Nothing can run: what was planned has no room yet. Wait for the next arrival."""
         name = type(self.scheduler).__name__
-        stuck = self.running or self.waiting and not self.pending
+        stuck = self.running or (self.waiting and not self.pending)
         assert planned or not stuck, f"{name} or the order serves none of the requests"
         if self.waiting and not self.running:
             self.clock.wait_until(self.pending[0].arrival)
@@ -1069,7 +1069,7 @@ class DraftModel(Proposer):
 
 def make_policy(spec, draft, engine):
     """A Policy from a number, a tree like "3,2,2", a name or an object; None from "off"."""
-    if spec == "off" or spec is None and draft is None:
+    if spec == "off" or (spec is None and draft is None):
         return None
     if draft is None:
         raise ValueError(f"spec = {short(spec)}: needs a draft, ngram or a model")
@@ -1093,10 +1093,9 @@ def make_proposer(draft, engine, needs_price):
     if isinstance(draft, CostModel) and engine.simulated:
         return DraftModel(CostRunner(engine, draft), draft, draft.config.block_size)
     if isinstance(draft, GPT) and not engine.simulated:
-        n = draft.config.vocab_size
         V = engine.model.config.vocab_size
-        if abs(n - V) > min(256, V // 4):  # more than padding
-            raise ValueError(f"vocabulary of the draft model = {n}: must be the model's, {V}")
+        n = min(256, V // 4)  # the most that may be padding
+        check_range("vocabulary of the draft model", draft.config.vocab_size, V - n, V + n)
         cost = CostModel.profile(draft) if needs_price else None
         return DraftModel(ModelRunner(engine, draft), cost, draft.config.block_size)
     kind = "a CostModel" if engine.simulated else "a GPT"
@@ -1832,8 +1831,7 @@ class Pipeline:
 
     def step(self):
         """One iteration of the next lane that has work. Returns its events."""
-        for _ in range(len(self.lanes)):
-            lane = self.lanes[0]
+        for lane in [*self.lanes]:
             self.lanes.rotate(-1)
             if lane.running or lane.waiting:
                 break
