@@ -429,9 +429,8 @@ class Engine:
 
     def idle(self, planned):
         """Nothing can run: what was planned has no room yet. Wait for the next arrival."""
-        name = type(self.scheduler).__name__
         stuck = self.running or (self.waiting and not self.pending)
-        assert planned or not stuck, f"{name} or the order serves none of the requests"
+        assert planned or not stuck, f"{type(self.scheduler).__name__} or the order serves nothing"
         if self.waiting and not self.running:
             self.clock.wait_until(self.pending[0].arrival)
         return []
@@ -473,8 +472,9 @@ def short(value):
 def check_request(r, engine):
     """Put a request's fields in their normal form. ValueError or KeyError if it was added before,
     or could never be served."""
-    new = vars(Request(check_type("request", r, Request, "a Request").prompt))
-    for name in [*new][[*new].index("id"):]:
+    check_type("request", r, Request, "a Request")
+    new = vars(Request(r.prompt))
+    for name in [*new][[*new].index("id"):]:  # the engine's fields
         if repr(getattr(r, name)) != repr(new[name]):
             raise ValueError(f"{name} = {short(getattr(r, name))}: add a Request only once, as new")
     r.prompt = check_tokens("prompt", r.prompt)

@@ -1585,12 +1585,12 @@ PLANS = {
     "Wrong or the order plans 0.5 tokens of Request": "[(r, 0.5) for r in waiting]",
     "Wrong or the order plans 1 tokens of Request": "[(Request([1]), 1)]",
     "Wrong plans .* more than max_batch = 2": "[(r, 1) for r in self.engine.waiting]",
-    "Wrong or the order serves none of the requests": "[(r, 1) for r in waiting]",
+    "Wrong or the order serves nothing": "[(r, 1) for r in waiting]",
 }
 ORDERS = {
     "the order gives None: must be a list": None,
     "Sarathi or the order plans 1 tokens of Request": [Request([1])],
-    "Sarathi or the order serves none of the requests": [],
+    "Sarathi or the order serves nothing": [],
 }
 TREES = {f"Wrong gives {re.escape(str(trees))}: must be trees.* within .3.": trees
          for trees in ([3], [(1, 1, 1, 1)], [(4,)])}  # for one decode
