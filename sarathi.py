@@ -345,7 +345,8 @@ class Engine:
         for request, n in plan:
             good = request.state == "running" or request in self.waiting
             good = good and n in range(1, request.n_todo + 1)
-            assert good, f"{name} or the order plans {n} tokens of {short(request)}"
+            assert good, (f"{name} or the order plans {n} of {request.n_todo} tokens of "
+                          f"{short(request)}: must be in the queue or running")
             if request in new:
                 room = room and self.start(request)
                 self.full = not room

@@ -1581,15 +1581,15 @@ class Wrong(sarathi.Scheduler):
 PLANS = {
     "Wrong plans None: must be .*request, n": "None",
     "Wrong plans a request twice": "[(r, 1) for r in running + waiting] * 2",
-    "Wrong or the order plans 99 tokens of Request": "[(r, 99) for r in waiting]",
-    "Wrong or the order plans 0.5 tokens of Request": "[(r, 0.5) for r in waiting]",
-    "Wrong or the order plans 1 tokens of Request": "[(Request([1]), 1)]",
+    "Wrong or the order plans 99 of 4 tokens of Request": "[(r, 99) for r in waiting]",
+    "Wrong or the order plans 0.5 of 4 tokens of Request": "[(r, 0.5) for r in waiting]",
+    "Wrong or the order plans 1 of 1 tokens of Request.*: must be in the queue": "[(Request([1]), 1)]",
     "Wrong plans .* more than max_batch = 2": "[(r, 1) for r in self.engine.waiting]",
     "Wrong or the order serves nothing": "[(r, 1) for r in waiting]",
 }
 ORDERS = {
     "the order gives None: must be a list": None,
-    "Sarathi or the order plans 1 tokens of Request": [Request([1])],
+    "Sarathi or the order plans 1 of 1 tokens of Request": [Request([1])],
     "Sarathi or the order serves nothing": [],
 }
 TREES = {f"Wrong gives {re.escape(str(trees))}: must be trees.* within .3.": trees
