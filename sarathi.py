@@ -54,12 +54,12 @@ class Request:
     seed: int = None  # of sampled tokens; None: of the engine's seed and the id
     id: int = -1  # given by Engine.add; all from here on is the engine's
     state: str = "waiting"  # -> running -> length, stop or aborted
-    version: int = None  # of the adapter, from the request's start to its end
+    version: int = 0  # of the adapter, the newest when the request is added
     output: list = field(default_factory=list)
     times: list = field(default_factory=list)  # seconds at which each output token came
     n_past: int = 0  # tokens with K and V in the cache
     n_draft_past: int = 0  # the same for a draft model's cache
-    drafted: bool = True  # False: a draft model leaves this request out
+    may_draft: bool = True  # False: a draft model leaves this request out
     drafts: list = field(default_factory=list)  # guessed tokens, within an iteration
     tree: tuple = ()  # candidates per level of the drafts; real drafts have one per level
     draft_probs: list = field(default_factory=list)  # (1, V) for each sampled draft: its q
@@ -109,7 +109,7 @@ class Request:
         return tokens
 
     def forget(self):
-        """Without pages: nothing is cached, and the request waits to be recomputed."""
+        """Nothing is cached any more: wait to be recomputed."""
         self.n_past = 0
         self.n_draft_past = 0
         self.drop_drafts()
@@ -156,7 +156,7 @@ class Engine:
     def __init__(self, model, scheduler="sarathi", chunk=256, max_batch=8, n_page=0,
                  alloc="reserve", draft=None, spec=None, seed=0, alpha=0.0, order=None,
                  lora="batched", adapter_pages=0, tpot=0.0, cost=None, record=None):
-        self.model = check_type("model", model, (GPT, CostModel), "GPT.from_preset(name)")
+        self.model = check_type("model", model, (GPT, CostModel), "a GPT or a CostModel")
         self.simulated = isinstance(model, CostModel)
         self.chunk = check_range("chunk", chunk, 1)
         self.alloc = check_choice("alloc", alloc, ("reserve", "grow"))
@@ -177,13 +177,13 @@ class Engine:
         # policies, and the prices that they ask for
         if isinstance(scheduler, str):
             scheduler = SCHEDULERS[check_choice("scheduler", scheduler, SCHEDULERS)]()
-        self.scheduler = check_type("scheduler", scheduler, Scheduler, "Sarathi()")
+        self.scheduler = check_type("scheduler", scheduler, Scheduler, "an object like Sarathi()")
         self.order = order or fcfs
         if lora == "merge":
             self.order = one_adapter(self.order)
         self.cost = cost or (model if self.simulated else None)
         policy = make_policy(spec, draft, self)
-        if self.cost is None and (self.scheduler.priced or policy and policy.priced):
+        if self.cost is None and (self.scheduler.needs_price or policy and policy.needs_price):
             self.cost = CostModel.profile(model)
 
         # memory, and the runner that uses it
@@ -199,8 +199,8 @@ class Engine:
         self.scheduler.start(self)
 
     def step(self):
-        """One iteration. Returns its events; [] if nothing can run now. After an exception, Ctrl-C
-        included, all requests wait again, and the engine serves on."""
+        """One iteration. Returns its events; [] if nothing can run now. After any exception, all
+        requests wait again, and the engine serves on."""
         try:
             self.arrive()
             planned = self.scheduler.plan([*self.running], self.queue())  # policy [SARATHI §4.3]
@@ -222,35 +222,19 @@ class Engine:
 
     def add_adapter(self, name, source):
         """Make an adapter known. source: a PEFT folder, an Adapter, or a rank (random weights).
-        Under a used name it replaces the other one: requests that have started keep that to their
-        end. FileNotFoundError or ValueError for a folder that is missing or does not fit."""
-        adapter = read_adapter(source, self)
-        ours, theirs = [(c.n_layer, c.operators) for c in (self.model.config, adapter.config)]
-        if name is None or (ours != theirs and not self.simulated):
-            raise ValueError(f"adapter {name!r}: must have a name, and be made for this model")
-        if self.lora == "merge":  # into the weights: it takes no pages, and nothing more is read
-            adapter = copy(adapter)
-            adapter.n_page = 0
-            adapter.n_params = 0
-        for request in self.requests.values():
-            if request.adapter == name and request.version is None:
-                check_pages(request, adapter, self)
-        self.adapters.add(name, adapter)
+        Under a used name it replaces the other one: requests that were added before keep that.
+        FileNotFoundError or ValueError for a folder that is missing or does not fit."""
+        self.adapters.add(name, read_adapter(name, source, self))
         self.drop_versions()
         # with tensor parallelism all ranks add it, or follow rank 0, which tells them a folder
         source = None if isinstance(source, Adapter) else source
         values = self.model.world.broadcast(("hold", (name, source, {*self.adapters.known})))[1]
-        if values[0] != name:
-            raise ValueError(f"adapter {name!r}: rank 0 adds {values[0]!r}, the order must be one")
+        assert values[0] == name, f"adapter {name!r}: rank 0 adds {values[0]!r} at this point"
 
     def remove_adapter(self, name):
-        """Forget an adapter. Requests that were added before keep it to their end. KeyError for an
-        unknown name."""
+        """Forget an adapter. Requests that were added before keep it. KeyError if it is unknown."""
         names = [name for name in self.adapters.newest if name is not None]
-        version = self.adapters.newest.pop(check_choice("adapter", name, names))
-        for request in self.requests.values():
-            if request.adapter == name and request.version is None:
-                request.version = version
+        del self.adapters.newest[check_choice("adapter", name, names)]
         self.drop_versions()
 
     def drop_versions(self):
@@ -269,6 +253,7 @@ class Engine:
             request.arrival = self.clock.now()
         if request.seed is None:
             request.seed = (self.seed << 24) + request.id & MASK
+        request.version = self.adapters.newest[request.adapter]
         self.requests[request.id] = request
         insort(self.pending, request, key=lambda request: request.arrival)
         return request.id
@@ -280,13 +265,11 @@ class Engine:
         check_range("names in adapter", len(names), len(prompts), len(prompts))
         requests = [Request(prompt, max_new_tokens, name, **options)
                     for prompt, name in zip(prompts, names)]
-        for request in requests:
-            check_request(request, self)  # all of them, before any is added
         try:
             for request in requests:
                 self.add(request)
             self.run()
-        finally:  # after an exception, Ctrl-C included, these requests leave the engine
+        finally:  # after an exception, these requests leave the engine
             if any([self.requests.pop(request.id, None) for request in requests]):
                 self.recover()
         return [request.output for request in requests]
@@ -310,9 +293,8 @@ class Engine:
         self.finish(self.requests[id], "aborted")
 
     def recover(self):
-        """Begin again from self.requests: all wait, and no page has an owner. Whatever an iteration
-        left half-done is gone."""
-        self.adapters.unload()
+        """Begin again from self.requests: all wait, and no page has an owner."""
+        self.adapters.clear()
         self.pool.clear()
         self.full = False
         if self.lora == "merge":
@@ -320,10 +302,10 @@ class Engine:
             self.runner.merge(None)
         for request in [*self.requests.values()]:
             del request.times[len(request.output):]
-            end = request.end or request.state
+            state = request.end or request.state
             request.forget()
-            if end not in ("waiting", "running"):
-                request.state = end
+            if state not in ("waiting", "running"):
+                request.state = state
                 del self.requests[request.id]
         self.running.clear()
         self.waiting.clear()
@@ -340,8 +322,7 @@ class Engine:
             self.full = False
 
     def queue(self):
-        """As many waiting requests as max_batch leaves room for, in the order's order. None while
-        the first of them has no room in memory."""
+        """The next waiting requests: as many as max_batch has room for; none if memory is full."""
         n_free = self.max_batch - len(self.running)
         if not self.waiting or n_free <= 0 or self.full:
             return []
@@ -350,28 +331,24 @@ class Engine:
         if len(ordered) < len(self.waiting):  # thousands may wait: no scan without need
             for request in [r for r in self.waiting if r.state == "aborted"]:
                 self.finish(request, "aborted")  # by the order [S-LoRA §4.3]
-        first = ordered[:n_free]
-        for request in first:
-            assert request in self.waiting, f"the order gives {short(request)}: it does not wait"
-        return first
+        return ordered[:n_free]
 
     def admit(self, plan):
-        """Start the plan's waiting requests, in order, up to the first one that has no room, and
-        reserve pages for the others' tokens. Returns the part of the plan that can run."""
+        """Start the plan's waiting requests, up to the first one that has no room, and reserve
+        pages for the others' tokens. Returns the part of the plan that can run."""
         name = type(self.scheduler).__name__
-        good = isinstance(plan, list) and all(isinstance(entry, tuple) for entry in plan)
-        assert good, f"{name} plans {short(plan)}: must be [(request, n)]"
-        assert len({request for request, _ in plan}) == len(plan), f"{name} plans a request twice"
-        for request, n in plan:
-            known = request.state == "running" or request in self.waiting
-            assert known, f"{name} plans {short(request)}: it neither waits nor runs"
-            good = isinstance(n, Integral) and 0 < n <= request.n_todo
-            assert good, f"{name} plans {n} of {request.n_todo} tokens"
+        assert isinstance(plan, list), f"{name} plans {short(plan)}: must be [(request, n)]"
+        batch = {request for request, _ in plan}.union(self.running)
+        good = len(dict(plan)) == len(plan) and len(batch) <= self.max_batch
+        assert good, f"{name} plans a request twice, or more than max_batch = {self.max_batch}"
         # a request that is preempted below waits again, and must not start at once
         new = {request for request, _ in plan if request.state == "waiting"}
-        assert len(new) <= self.max_batch - len(self.running), f"{name} plans more than max_batch"
         room = True
         for request, n in plan:
+            good = request.state == "running" or request in self.waiting
+            good = good and n in range(1, request.n_todo + 1)
+            assert good, (f"{name} or the order plans {n} of {request.n_todo} tokens of "
+                          f"{short(request)}: must be in the queue or running")
             if request in new:
                 room = room and self.start(request)
                 self.full = not room
@@ -384,7 +361,7 @@ class Engine:
         """Acquire a waiting request's adapter and pages. Returns False if one has no room."""
         n = request.max_len if self.alloc == "reserve" else request.n_tokens
         spare = 0 if self.alloc == "reserve" else len(self.running)  # a page for each next token
-        version = self.adapters.version(request)
+        version = request.version
         swap = self.lora == "merge" and version != self.merged
         if swap and self.running:  # they need the weights as they are
             return False
@@ -397,7 +374,6 @@ class Engine:
         if swap:
             self.merged = version
             self.runner.merge(self.adapters.known[version])
-        request.version = version
         self.waiting.remove(request)
         self.running.append(request)
         request.state = "running"
@@ -455,12 +431,10 @@ class Engine:
         return events
 
     def idle(self, planned):
-        """Nothing can run. If a waiting request was planned, it had no room: the next plan is made
-        without the queue. Otherwise wait for the next arrival."""
-        name = type(self.scheduler).__name__
-        assert planned or not self.running, f"{name} plans nothing for running requests"
+        """Nothing can run: what was planned has no room yet. Wait for the next arrival."""
+        stuck = self.running or (self.waiting and not self.pending)
+        assert planned or not stuck, f"{type(self.scheduler).__name__} or the order serves nothing"
         if self.waiting and not self.running:
-            assert self.pending, f"{name} or the order starts none of {len(self.waiting)} requests"
             self.clock.wait_until(self.pending[0].arrival)
         return []
 
@@ -478,63 +452,55 @@ def check_range(name, value, low, high=math.inf):
         raise ValueError(f"{name} = {short(value)}: must be in {low} .. {high} ({kind.__name__})")
     return kind(value)
 
-def check_type(name, value, kind, example):
-    """Returns value. ValueError if it is not an object of this class, but a name or a class."""
+def check_type(name, value, kind, valid):
+    """Returns value. ValueError if it is not of this class, or of one of these."""
     if not isinstance(value, kind):
-        raise ValueError(f"{name} = {short(value)}: must be an object, like {example}")
+        raise ValueError(f"{name} = {short(value)}: must be {valid}")
     return value
 
 def check_tokens(name, tokens):
     """Returns tokens as a list; bytes as they are. ValueError if they are no whole numbers."""
     try:
-        good = bool not in map(type, tokens)
-        whole = tokens if isinstance(tokens, bytes) else [index(token) for token in tokens]
+        if bool in map(type, tokens):
+            raise TypeError
+        return tokens if isinstance(tokens, bytes) else [index(token) for token in tokens]
     except TypeError:
-        good = False
-    if not good:
         raise ValueError(f"{name} = {short(tokens)}: must be a list of tokens, like [1, 2, 3]; "
-                         "encode a text, and give generate() a list of prompts")
-    return whole
+                         "encode a text, and give generate() a list of prompts") from None
 
 def short(value):
     """A value in one line of a message"""
     return f"{' '.join(repr(value).split()):.60}"
 
 def check_request(r, engine):
-    """Put a request's fields in their normal form. ValueError or KeyError, in one line, for a
-    request that could never be served, or has been added before."""
-    new = vars(Request(check_type("request", r, Request, "Request([1, 2, 3])").prompt))
-    for name in [*new][[*new].index("id"):]:
+    """Put a request's fields in their normal form. ValueError or KeyError if it was added before,
+    or could never be served."""
+    check_type("request", r, Request, "a Request")
+    new = vars(Request(r.prompt))
+    for name in [*new][[*new].index("id"):]:  # the engine's fields
         if repr(getattr(r, name)) != repr(new[name]):
             raise ValueError(f"{name} = {short(getattr(r, name))}: add a Request only once, as new")
     r.prompt = check_tokens("prompt", r.prompt)
-    r.max_new_tokens = check_range("max_new_tokens", r.max_new_tokens, 1, 10**9)
-    r.temperature = check_range("temperature", r.temperature, 0.0, 1e9)
-    r.top_k = check_range("top_k", r.top_k, 0, 10**9)
-    r.top_p = check_range("top_p", r.top_p, 1e-9, 1.0)
+    limits = {"max_new_tokens": (1, 10**9), "temperature": (0.0, 1e9), "top_k": (0, 10**9),
+              "top_p": (1e-9, 1.0), "arrival": (0.0, 1e9), "seed": (0, MASK)}
+    for name, (low, high) in limits.items():
+        value = getattr(r, name)
+        if value is not None or name not in ("arrival", "seed"):
+            setattr(r, name, check_range(name, value, low, high))
     stop = (r.stop,) if isinstance(r.stop, Integral) else r.stop
     r.stop = tuple(check_tokens("stop", () if stop is None else stop))
-    if r.arrival is not None:
-        r.arrival = check_range("arrival", r.arrival, 0.0, 1e9)  # not seconds since 1970
-    if r.seed is not None:
-        r.seed = check_range("seed", r.seed, 0, MASK)
-    if not isinstance(r.adapter, (str, Integral, type(None))):
-        raise ValueError(f"adapter = {short(r.adapter)}: must be a name")
+    check_type("adapter", r.adapter, (str, Integral, type(None)), "a name")
     config = engine.model.config
     check_range("tokens in the prompt", len(r.prompt), 1)
     if not engine.simulated:
         for token in (min(r.prompt), max(r.prompt)):
             check_range("token", token, 0, config.vocab_size - 1)
     check_range("prompt + max_new_tokens", r.max_len, 2, config.block_size)
-    newest = engine.adapters.newest
-    version = newest[check_choice("adapter", r.adapter, newest)]
-    check_pages(r, engine.adapters.known[version], engine)
-
-def check_pages(r, adapter, engine):
-    """ValueError if a request and its adapter could never have room at once."""
-    pool = engine.adapters.pool
-    n_page = check_range("pages of the adapter", adapter.n_page, 0, pool.n_page)
-    n_page = n_page if pool is engine.pool else 0
+    # the request and its adapter must have room at once
+    store = engine.adapters
+    adapter = store.known[store.newest[check_choice("adapter", r.adapter, store.newest)]]
+    n_page = check_range("pages of the adapter", adapter.n_page, 0, store.pool.n_page)
+    n_page = n_page if store.pool is engine.pool else 0
     check_range("pages of the request and its adapter", r.max_len + n_page, 1, engine.pool.n_page)
 
 # -----------------------------------------------------------------------------
@@ -557,26 +523,20 @@ class Run:
 
     @property
     def figures(self):
-        """{name: number}: medians and 99th percentiles over the finished requests. A stall is the
-        longest time between two tokens of a request."""
+        """{name: number}, with medians and 99th percentiles over the finished requests"""
         figures = {"requests": len(self.ends), "tokens/s": self.tokens_per_second}
         for name, times in (("TTFT", self.ttfts), ("TPOT", self.tpots), ("stall", self.stalls)):
             for q in (50, 99):
-                seconds = float(np.percentile(times, q)) if times else math.nan
-                figures[f"{name} p{q} ms"] = 1e3 * seconds
+                seconds = np.percentile(times or [math.nan], q)
+                figures[f"{name} p{q} ms"] = 1e3 * float(seconds)
         return figures
 
     def __str__(self):
-        return compare({"run": self})
-
-def compare(runs):
-    """A Markdown table with the figures of runs {name: Run}."""
-    lines = [[name, *run.figures.values()] for name, run in runs.items()]
-    return table(["", *next(iter(runs.values())).figures], lines)
+        return table([*self.figures], [self.figures.values()])
 
 def table(heads, lines):
     """A Markdown table. Numbers have three significant digits; None is a dash."""
-    texts = [heads, *([cell(value) for value in line] for line in lines)]
+    texts = [heads, *(list(map(cell, line)) for line in lines)]
     widths = [max(map(len, column)) for column in zip(*texts)]
     texts.insert(1, ["-" * width for width in widths])
     padded = [map(str.ljust, line, widths) for line in texts]
@@ -618,17 +578,24 @@ class PagePool:
 
 class AdapterStore:
     """All adapters in host memory, and some loaded into pages: those of running requests, and idle
-    ones as long as no request needs their pages [S-LoRA §5]. Each add makes a version of its own:
-    replaced ones stay until their requests have ended. Version 0 is the model as it is."""
+    ones as long as no request needs their pages [S-LoRA §5]. Version 0, base, has no modules."""
     def __init__(self, pool, base):
-        """base: an Adapter of no modules"""
         self.pool = pool
         self.copy = None  # the runner's (version, pages) -> function that waits for the copy
         self.n_version = 1  # so many were made
         self.newest = {None: 0}  # name -> version
         self.known = {0: base}  # version -> Adapter
-        self.loaded = {0: lambda: None}  # version -> function that waits for the copy; LRU first
-        self.n_users = Counter([0])  # version -> running requests; 0 is never idle
+        self.loaded = {}  # version -> function that waits for the copy; LRU first
+        self.n_users = Counter()  # version -> running requests
+        self.clear()
+
+    def clear(self):
+        """Take all adapters off their pages. No request runs."""
+        for wait in self.loaded.values():
+            wait()
+        self.pool.clear()
+        self.loaded = {0: lambda: None}
+        self.n_users = Counter([0])  # version 0 is never idle
 
     def add(self, name, adapter):
         self.newest[name] = self.n_version
@@ -636,8 +603,7 @@ class AdapterStore:
         self.n_version += 1
 
     def version(self, request):
-        """Its own if it has started, else the newest of its adapter's name."""
-        return self.newest[request.adapter] if request.version is None else request.version
+        return request.version
 
     def keep(self, versions):
         """Forget all other versions."""
@@ -651,28 +617,17 @@ class AdapterStore:
         self.loaded.pop(version)()  # a copy in flight must not overwrite the next owner's pages
         self.pool.release(version)
 
-    def unload(self):
-        """Take all adapters off their pages. No request runs."""
-        for wait in self.loaded.values():
-            wait()
-        self.loaded = {0: lambda: None}
-        self.n_users = Counter([0])
-        self.pool.clear()
-
     def reserve(self, pool, owner, n, spare=0):
         """PagePool.reserve, with spare pages left free. Evicts idle adapters, least recently used
-        first, but none if too few pages would become free."""
-        missing = n + spare - len(pool.tables.get(owner, ())) - len(pool.free)
-        if missing > 0:
-            idle = []
-            if pool is self.pool:
-                idle = [version for version in self.loaded if not self.n_users[version]]
-            if missing > sum(self.known[version].n_page for version in idle):
+        first, unless too few pages would become free."""
+        n_free = n + spare - len(pool.tables.get(owner, ()))  # so many must be
+        if n_free > len(pool.free):
+            idle = [version for version in self.loaded if not self.n_users[version]]
+            n_idle = sum(self.known[version].n_page for version in idle)
+            if pool is not self.pool or n_free > len(pool.free) + n_idle:
                 return False
-            for version in idle:
-                if missing > 0:
-                    missing -= self.known[version].n_page
-                    self.evict(version)
+            while n_free > len(pool.free):
+                self.evict(idle.pop(0))
         return pool.reserve(owner, n)
 
     def load(self, version):
@@ -695,27 +650,33 @@ class AdapterStore:
         self.n_users[version] -= 1
 
     def prefetch(self, waiting, n=8):
-        """Load the adapters of the first n requests by arrival into free pages, while others run
-        [S-LoRA §5.2]."""
+        """Load the adapters of the first n requests into free pages [S-LoRA §5.2]."""
         for request in waiting[:n]:
-            version = self.version(request)
-            n_page = self.known[version].n_page
-            if version not in self.loaded and 0 < n_page <= len(self.pool.free):
-                self.load(version)
+            n_page = self.known[request.version].n_page
+            if request.version not in self.loaded and 0 < n_page <= len(self.pool.free):
+                self.load(request.version)
 
-def read_adapter(source, engine):
+def read_adapter(name, source, engine):
     """An Adapter from a PEFT folder, an Adapter, or a rank: random weights, in a simulator none."""
+    kinds = (str, os.PathLike, Adapter, int)
+    check_type("adapter", source, kinds, "a PEFT folder, an Adapter, or a rank")
     model = engine.model
-    if isinstance(source, Adapter):
-        return source
+    adapter = source
     if isinstance(source, int):
         check_range("rank", source, 1)
-        if engine.simulated:
-            return Adapter(model.config, source)
-        return Adapter.random(model.config, source, engine.adapters.n_version, model.dtype)
-    if not isinstance(source, (str, os.PathLike)):
-        raise ValueError(f"adapter = {source!r}: must be a PEFT folder, an Adapter, or a rank")
-    return Adapter.from_pretrained(source, model.config, model.dtype)
+        adapter = Adapter(model.config, source)
+        if not engine.simulated:
+            adapter = Adapter.random(model.config, source, engine.adapters.n_version, model.dtype)
+    elif not isinstance(source, Adapter):
+        adapter = Adapter.from_pretrained(source, model.config, model.dtype)
+    ours, theirs = [(c.n_layer, c.operators) for c in (model.config, adapter.config)]
+    if name is None or (ours != theirs and not engine.simulated):
+        raise ValueError(f"adapter {name!r}: must have a name, and be made for this model")
+    if engine.lora == "merge":  # into the weights: it takes no pages, and nothing more is read
+        adapter = copy(adapter)
+        adapter.n_page = 0
+        adapter.n_params = 0
+    return adapter
 
 def size_pool(model, draft, n_page, max_batch):
     """Returns (n_page, max_batch) without zeros: B = floor((M_G - M_S) / (L m_kv)) [SARATHI §4.3].
@@ -745,7 +706,7 @@ def free_memory(device):
 
 class Scheduler:
     """Subclass it and write plan(). chunk: None takes the engine's."""
-    priced = False  # whether it needs engine.cost
+    needs_price = False  # whether it needs engine.cost
 
     def __init__(self, chunk=None):
         self.chunk = chunk
@@ -756,10 +717,9 @@ class Scheduler:
         self.chunk = self.chunk or engine.chunk
 
     def plan(self, running, waiting):
-        """running: requests with pages, the oldest first. waiting: the next requests of the queue's
-        order, as many as max_batch leaves room for. Returns [(request, n)] with 1 <= n <=
-        request.n_todo. Called once per step. Waiting requests without free pages are left out of
-        the plan, and waiting is empty until pages are released or a request arrives."""
+        """running: requests with pages, the oldest first. waiting: those that max_batch has room
+        for; none if pages were missing, until some are released or a request arrives. Returns
+        [(request, n)] with 1 <= n <= request.n_todo. Called once per step."""
         raise NotImplementedError
 
 class Static(Scheduler):
@@ -779,7 +739,7 @@ class PrefillFirst(Scheduler):
 
 class Sarathi(Scheduler):
     """Decode-maximal batching: one prefill chunk, every other slot a decode [SARATHI §4.3].
-    The chunk leaves room for the decodes, so that both together fill whole tiles [§4.4]."""
+    Both together fill whole tiles [§4.4]."""
     def plan(self, running, waiting):
         decodes, prefills = decodes_and_prefills(running, waiting)
         # more decodes than fit: as many tiles as they need
@@ -795,15 +755,14 @@ class SarathiServe(Scheduler):
 class Autopilot(Scheduler):
     """Takes the chunk with the most work per second, where prompt tokens and decoded tokens count
     what they cost alone, at best. Goodput does so for drafts [SARATHI §6, SmartSpec §4.1]."""
-    priced = True
+    needs_price = True
 
     def start(self, engine):
         super().start(engine)
-        tile = engine.cost.tile
-        sizes = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
-        self.sizes = [n for n in sizes if n % tile == 0]  # of batches, in tokens
-        # seconds per prompt token, at best
         cost = engine.cost
+        sizes = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
+        self.sizes = [n for n in sizes if n % cost.tile == 0]  # of batches, in tokens
+        # seconds per prompt token, at best
         self.prefill_price = min(cost.seconds(cost.stats([(0, n, 0, 0)])) / n for n in self.sizes)
 
     def plan(self, running, waiting):
@@ -838,7 +797,7 @@ class Autopilot(Scheduler):
         """The longest iteration that keeps requests within their TPOT target. Those ahead of it
         leave time for prompts; those that cannot meet it any more are ignored."""
         slacks = [math.inf]
-        for request, _ in decodes if self.engine.tpot else ():
+        for request, _ in decodes:
             if request.output:
                 elapsed = self.engine.clock.now() - request.times[0]
                 n_left = request.max_new_tokens - len(request.output)
@@ -869,7 +828,7 @@ SCHEDULERS = {"static": Static, "orca": Orca, "prefill_first": PrefillFirst, "sa
 
 # -----------------------------------------------------------------------------
 # orders of the queue: functions (waiting, running, now) -> list. waiting: preempted requests first,
-# then by arrival. A request left out of the list waits; one marked "aborted" ends.
+# then by arrival. A request that is left out waits, or ends if its state is set to "aborted".
 
 def fcfs(waiting, running, now):
     return waiting
@@ -941,8 +900,8 @@ def uniform(places, use):
     return torch.from_numpy((hash_of(seeds, positions, use) >> 11) * 2.0**-53)
 
 def forced_acceptance(request, tree, engine):
-    """How many levels of drafts are accepted if each draft has the chance engine.alpha. The answer
-    for a position depends on nothing else, so that numbers of drafts can be compared."""
+    """How many levels of drafts are accepted if each draft has the chance engine.alpha. The seed
+    and the position decide, so that numbers of drafts can be compared."""
     for level, n_candidate in enumerate(tree):
         x = hash_of(request.seed, request.n_tokens + level, ACCEPT)
         if x >= 2**64 * (1 - (1 - engine.alpha) ** n_candidate):
@@ -951,16 +910,15 @@ def forced_acceptance(request, tree, engine):
 
 class Policy:
     """How many drafts each decode gets. Subclass it and write lengths()."""
-    priced = False  # whether lengths() gets a price
-    knows = False  # whether the limits end at the drafts that will be accepted
+    needs_price = False  # whether lengths() gets a price
+    sees_future = False  # whether the limits end at the drafts that will be accepted
     threshold = 0.0  # a draft model stops behind a draft with no more than this probability
     trees = [(1,) * MAX_DRAFTS]  # to choose from
 
     def lengths(self, requests, limits, alpha, price):
-        """requests: the decodes; limits: the most drafts that each can use; alpha: the acceptance
-        rate of all requests (request.acceptance: of one). price(n, steps) -> seconds of an
-        iteration with n drafts in all, made in so many steps. Returns a tree for each decode: its
-        candidates per level. (1, 1, 1) is a chain of three drafts, () none."""
+        """requests: the decodes; limits: the most drafts for each; alpha: the acceptance rate of
+        all. price(n, steps) -> seconds of an iteration with n drafts, made in so many steps.
+        Returns a tree, candidates per level, for each: (1, 1, 1) is three drafts in a row."""
         raise NotImplementedError
 
 class Fixed(Policy):
@@ -974,19 +932,19 @@ class Fixed(Policy):
 class Goodput(Policy):
     """One k for all decodes of a step: the most generated tokens per second [SmartSpec Alg. 1]."""
     # differs from [SmartSpec Alg. 2]: the scheduler decides which requests run, not the policy
-    priced = True
+    needs_price = True
     trees = [(1,) * k for k in range(MAX_DRAFTS + 1)]
 
     def lengths(self, requests, limits, alpha, price):
-        tokens, seconds = self.outlook(alpha, limits, price)
+        tokens, seconds = self.expectation(alpha, limits, price)
         best = self.trees[np.argmax(tokens / seconds)]
         return [best[:limit] for limit in limits]
 
-    def outlook(self, alpha, limits, price):
+    def expectation(self, alpha, limits, price):
         """Expected tokens and seconds of the iteration with each of the trees: two arrays."""
         # differs from [SmartSpec Eq. 10]: as printed it lacks the token that comes even if no draft
         # is accepted, and a level fails with 1 - alpha whatever its number of candidates
-        outlook = []
+        outcomes = []
         for tree in self.trees:
             chances = [1 - (1 - alpha) ** n_candidate for n_candidate in tree]
             # of a request by levels: 1, 1 + a, 1 + a + a^2, ... tokens [SmartSpec Eq. 8]
@@ -994,8 +952,8 @@ class Goodput(Policy):
             levels = Counter(min(limit, len(tree)) for limit in limits)
             tokens = sum(expected[level] * n for level, n in levels.items())  # [SmartSpec Eq. 9]
             n_drafts = sum(tree_size(tree[:level]) * n for level, n in levels.items())
-            outlook.append((tokens, price(n_drafts, max(levels))))
-        return np.array(outlook).T
+            outcomes.append((tokens, price(n_drafts, max(levels))))
+        return np.array(outcomes).T
 
 class GoodputTree(Goodput):
     """Simulator: the tree of drafts with the most tokens per second [SmartSpec Eq. 10]."""
@@ -1005,8 +963,8 @@ class GoodputGlobal(Goodput):
     """One k for all requests and all steps: the best over everything so far [SmartSpec §3.3]."""
     totals = np.zeros((2, 1))  # tokens and seconds, for each tree
 
-    def outlook(self, alpha, limits, price):
-        self.totals = self.totals + super().outlook(alpha, limits, price)
+    def expectation(self, alpha, limits, price):
+        self.totals = self.totals + super().expectation(alpha, limits, price)
         return self.totals
 
 class GoodputRequest(Goodput):
@@ -1031,17 +989,16 @@ class Confidence(Goodput):
 
 class Oracle(Goodput):
     """Knows how many drafts will be accepted [SmartSpec Fig. 14]; needs a forced alpha."""
-    knows = True
+    sees_future = True
 
-    def outlook(self, alpha, limits, price):
-        return super().outlook(1.0, limits, price)
+    def expectation(self, alpha, limits, price):
+        return super().expectation(1.0, limits, price)
 
 POLICIES = {"goodput": Goodput, "goodput_global": GoodputGlobal, "goodput_request": GoodputRequest,
             "goodput_tree": GoodputTree, "confidence": Confidence, "oracle": Oracle}
 
 class Proposer:
-    """Where drafts come from. Subclass it and write draft(). The class itself stands for prompt
-    lookup in the simulator."""
+    """Subclass it and write draft(). The class itself is the simulator's prompt lookup."""
     context = math.inf  # the most tokens from which it can draft
 
     def draft(self, request, k):
@@ -1074,9 +1031,8 @@ class Ngram(Proposer):
         return []
 
 class DraftModel(Proposer):
-    """A smaller model with the same page tables and a cache of its own, which is fed the same
-    chunks [SmartSpec §6]. If decodes rarely get drafts, it leaves new requests out for life [§5];
-    after some hundred steps without a draft it tries again."""
+    """A smaller model with the same page tables, fed the same chunks [SmartSpec §6]. If decodes
+    rarely get drafts, it leaves out new requests [§5]; some hundred steps later it tries again."""
     def __init__(self, runner, cost, context=math.inf):
         self.runner = runner
         self.cost = cost
@@ -1084,7 +1040,7 @@ class DraftModel(Proposer):
         self.idle = 0.0  # share of recent steps in which no decode was worth a draft
 
     def propose(self, plan, lengths, threshold):
-        wanted = [k for request, k in lengths.items() if request.drafted]
+        wanted = [k for request, k in lengths.items() if request.may_draft]
         if wanted:
             self.idle += 0.02 * ((max(wanted) == 0) - self.idle)
         else:  # no running request could get drafts: forget slowly, until new ones try again
@@ -1092,11 +1048,11 @@ class DraftModel(Proposer):
         spans = []
         for request, n in plan:
             if request.n_past == 0 and (self.idle > 0.7 or request.n_tokens > self.context):
-                request.drafted = False
+                request.may_draft = False
             k = lengths.get(request, 0)
             # a decode without drafts is fed later, with its next drafts. Usually one token is new
             # to the draft model, two if all drafts were accepted.
-            if request.drafted and (request.n_todo > 1 or k):
+            if request.may_draft and (request.n_todo > 1 or k):
                 end = request.n_past + n
                 tokens = request.tokens(request.n_draft_past, end)
                 spans.append(Span(request, request.n_draft_past, tokens, min(k, 1)))
@@ -1115,38 +1071,35 @@ class DraftModel(Proposer):
         return n_step * self.cost.seconds(IterationStats(n, n, n, n_context))
 
 def make_policy(spec, draft, engine):
-    """A Policy from a number, a tree like "3,2,2", a name or an object; None from "off". ValueError
-    if the engine cannot follow it."""
-    if spec is None:
-        spec = "off" if draft is None else 3
-    if spec == "off":
+    """A Policy from a number, a tree like "3,2,2", a name or an object; None from "off"."""
+    if spec == "off" or (spec is None and draft is None):
         return None
     if draft is None:
         raise ValueError(f"spec = {short(spec)}: needs a draft, ngram or a model")
+    text = "3" if spec is None else str(spec)
     if isinstance(spec, Policy):
         policy = spec
-    elif str(spec).replace(",", "").isdecimal():
-        policy = Fixed(*[check_range("spec", int(n), 1) for n in str(spec).split(",")])
+    elif text.replace(",", "").isdecimal():
+        policy = Fixed(*[check_range("spec", int(n), 1) for n in text.split(",")])
     else:
         policy = POLICIES[check_choice("spec", spec, [*POLICIES, "off", "1", "2", "3 ..."])]()
-    if engine.alpha == 0 and (engine.simulated or policy.knows):
+    if engine.alpha == 0 and (engine.simulated or policy.sees_future):
         raise ValueError("alpha = 0: a simulator and an oracle need a forced acceptance rate")
     if not engine.simulated and max(sum(policy.trees, ())) > 1:
         raise ValueError(f"spec = {policy.trees}: trees of drafts are for the simulator")
     return policy
 
-def make_proposer(draft, engine, priced):
+def make_proposer(draft, engine, needs_price):
     """A Proposer from "ngram", a model, or an object. ValueError or KeyError for anything else."""
     if isinstance(draft, Proposer):
         return draft
     if isinstance(draft, CostModel) and engine.simulated:
         return DraftModel(CostRunner(engine, draft), draft, draft.config.block_size)
     if isinstance(draft, GPT) and not engine.simulated:
-        n = draft.config.vocab_size
         V = engine.model.config.vocab_size
-        if abs(n - V) > min(256, V // 4):  # more than padding
-            raise ValueError(f"vocabulary of the draft model = {n}: must be the model's, {V}")
-        cost = CostModel.profile(draft) if priced else None
+        n = min(256, V // 4)  # the most that may be padding
+        check_range("vocabulary of the draft model", draft.config.vocab_size, V - n, V + n)
+        cost = CostModel.profile(draft) if needs_price else None
         return DraftModel(ModelRunner(engine, draft), cost, draft.config.block_size)
     kind = "a CostModel" if engine.simulated else "a GPT"
     check_choice("draft", draft, ["ngram", kind, "a Proposer"])
@@ -1157,35 +1110,34 @@ class Speculator:
     def __init__(self, engine, draft, policy):
         self.engine = engine
         self.policy = policy
-        self.proposer = make_proposer(draft, engine, policy.priced)
+        self.proposer = make_proposer(draft, engine, policy.needs_price)
         self.acceptance = 0.7  # alpha, a moving average over all requests [SmartSpec §4.4]
         self.n_last = 0  # drafts in the last iteration
         self.n_drafted = 0
         self.n_accepted = 0
 
     def add_drafts(self, plan):
-        """Give the plan's decodes drafts, and pages for them. Nothing is evicted or preempted for
-        drafts [SmartSpec §6]."""
+        """Give the plan's decodes drafts, if pages are free for them [SmartSpec §6]."""
         decodes = [request for request, _ in plan if request.n_todo == 1]
         trees = self.choose(plan, decodes) if decodes else []
         lengths = {}
-        for request, request.tree in zip(decodes, trees, strict=True):
-            k = tree_size(request.tree)
+        for request, tree in zip(decodes, trees):
+            k = tree_size(tree)
             room = self.engine.pool.reserve(request, request.n_tokens + k)
             lengths[request] = k if room else 0
+            request.tree = tree
         self.n_last = sum(lengths.values())
         self.proposer.propose(plan, lengths, self.policy.threshold)
         V = self.engine.model.config.vocab_size
-        for request in decodes:  # fewer drafts than wanted may have been made
-            drafts = request.drafts
-            good = len(drafts) <= lengths[request] and all(0 <= token < V for token in drafts)
-            assert good, f"drafts {drafts}: must be up to {lengths[request]} tokens below {V}"
-            request.tree = request.tree[:len(drafts)]
+        for request, k in lengths.items():
+            good = len(request.drafts) <= k and all(0 <= token < V for token in request.drafts)
+            assert good, f"drafts {request.drafts}: must be up to {k} tokens below {V}"
+            request.tree = request.tree[:len(request.drafts)]  # fewer than wanted may be made
 
     def choose(self, plan, decodes):
         """The policy's tree of drafts for each decode."""
         cost = self.engine.cost
-        stats = cost.stats(entries_of(plan, self.engine)) if self.policy.priced else None
+        stats = cost.stats(entries_of(plan, self.engine)) if self.policy.needs_price else None
 
         def price(n, steps):  # [SmartSpec Eq. 4]
             drafting = self.proposer.seconds(len(decodes), stats.context, steps) if n else 0.0
@@ -1195,21 +1147,20 @@ class Speculator:
         for request in decodes:
             n = request.n_tokens
             limit = min(most, request.max_len - n - 1, max(0, self.proposer.context - n + 1))
-            limit = limit if request.drafted else 0
-            if self.policy.knows:
+            limit = limit if request.may_draft else 0
+            if self.policy.sees_future:
                 limit = forced_acceptance(request, (1,) * limit, self.engine)
             limits.append(limit)
         trees = self.policy.lengths(decodes, limits, self.acceptance, price)
         size = len if self.engine.simulated else tree_size
-        good = isinstance(trees, list) and list(map(type, trees)) == [tuple] * len(limits)
-        good = good and all(size(tree) <= limit for tree, limit in zip(trees, limits))
+        good = [isinstance(tree, tuple) and size(tree) <= limit
+                for tree, limit in zip(trees, limits, strict=True)]
         name = type(self.policy).__name__
-        assert good, f"{name} gives {trees}: must be trees, like (1, 1), within limits {limits}"
+        assert all(good), f"{name} gives {trees}: must be trees, like (1, 1), within {limits}"
         return trees
 
     def count(self, request, n_accepted, n_new):
-        """Update the acceptance rates. Drafts behind the first rejected one, or behind the end of
-        the output's n_new tokens, were not tried."""
+        """Update the acceptance rates. Drafts behind the n_new tokens were not tried."""
         n_tried = min(n_new, len(request.tree))
         self.acceptance += 0.01 * (n_accepted - self.acceptance * n_tried)
         request.acceptance += 0.05 * (n_accepted - request.acceptance * n_tried)
@@ -1249,7 +1200,7 @@ def entries_of(plan, engine):
     for request, n in plan:
         n_draft = len(request.drafts)
         n_logits = 1 + n_draft if n == request.n_todo else 0
-        n_weight = engine.adapters.known[engine.adapters.version(request)].n_params
+        n_weight = engine.adapters.known[request.version].n_params
         entries.append((request.id, request.n_past, n + n_draft, n_logits, n_weight))
     return entries
 
@@ -1410,19 +1361,18 @@ class CostModel:
         return host, n_params * self.dtype.itemsize / (LINK * PCIE)
 
     def merge(self):
-        """Seconds to swap the merged adapter, W - A1 B1 + A2 B2 of q, k, v and o: each of the two
-        steps reads and writes W and the product."""
+        """Seconds to swap the merged adapter, W - A1 B1 + A2 B2 of q, k, v and o."""
         n = self.n_weights["preproj"] + self.n_weights["postproj"]
-        return 2 * 4 * n * self.dtype.itemsize / self.bandwidth
+        return 2 * 4 * n * self.dtype.itemsize / self.bandwidth  # reads and writes W and A B
 
 class Roofline(CostModel):
-    """Each operator takes the 2-norm of its computing and its reading time. gpu: a name in GPUS,
-    or a file NAME.json. tp: GPUs that share every layer. nodes: such groups in a Pipeline, which
-    share the layers. system: a name in SYSTEMS. KeyError for an unknown name."""
+    """Each operator takes the 2-norm of its computing and its reading time. gpu: a name in GPUS, or
+    a file NAME.json. tp: GPUs that share every layer. nodes: such groups in a Pipeline. system: a
+    name in SYSTEMS."""
     tile = TILE
 
     def __init__(self, config, gpu, tp=1, nodes=1, system="sarathi"):
-        check_type("config", config, GPTConfig, "preset('llama-7b')")
+        check_type("config", config, GPTConfig, "a GPTConfig, like preset(name)")
         config.shard_of(0, check_range("tp", tp, 1))  # ValueError if tp does not divide the heads
         sheet = data_sheet(gpu)
         super().__init__(config, torch.bfloat16)
@@ -1486,8 +1436,7 @@ class Roofline(CostModel):
         return n_bytes / (LINK * INFINIBAND) + LINK_DELAY
 
 class Profile(CostModel):
-    """Least squares over random iterations of a model on this machine. error: the median relative
-    error on iterations that the fit did not see."""
+    """Least squares over random iterations of a model on this machine."""
     def __init__(self, model, n=120, n_round=3):
         super().__init__(model.config, model.dtype)
         if model.world.size > 1:
@@ -1502,11 +1451,11 @@ class Profile(CostModel):
         # small iterations first: after a large one, some CPUs are slower for a while
         plans.sort(key=lambda plan: self.stats(entries_of(plan, engine)).n_tokens)
         bar = tqdm(plans * n_round, "profile of this machine", leave=False, delay=3)
-        rounds = np.array([time_plan(engine, plan) for plan in bar]).reshape(n_round, n)
-        seconds = np.median(rounds, 0)
+        rounds = [time_plan(engine, plan) for plan in bar]
+        seconds = np.median(np.reshape(rounds, (n_round, n)), 0)
         stats = [self.stats(entries_of(plan, engine)) for plan in plans]
         relative = np.array([(1, *vars(s).values()) for s in stats]) / seconds[:, None]
-        tested = np.arange(n) % 6 == 5
+        tested = np.arange(n) % 6 == 5  # the fit does not see them
         self.coefficients = least_squares(relative[~tested])
         self.error = float(np.median(np.abs(relative[tested] @ self.coefficients - 1)))
 
@@ -1525,25 +1474,24 @@ def random_plan(rng, L, adapted):
     plan = []
     for n in decodes + [chunk] * (rng.random() < 0.5 or not decodes):
         n_past = int(2 ** rng.uniform(2, math.log2(L - n - 8)))
-        adapter = rng.choice((None, 8, 64)) if adapted else None
-        request = Request([1] * (n_past + n), 8, adapter, n_past=n_past)
+        version = rng.integers(3) if adapted else 0
+        request = Request([1] * (n_past + n), 8, version=int(version), n_past=n_past)
         request.drafts = [1] * k if n == 1 else []
         plan.append((request, n))
     return plan
 
 def time_plan(engine, plan):
-    """Seconds of an iteration with requests that were never added, run twice: a server's caches
-    are warm as well."""
+    """Seconds of the second of two equal iterations: a server's caches are warm as well."""
     for request, _ in plan:
         engine.pool.reserve(request, request.max_len)
-        engine.adapters.acquire(engine.adapters.version(request))
+        engine.adapters.acquire(request.version)
     engine.runner.run(plan)
     start = time.perf_counter()
     engine.runner.run(plan)
     seconds = time.perf_counter() - start
     for request, _ in plan:
         engine.pool.release(request)
-        engine.adapters.release(engine.adapters.version(request))
+        engine.adapters.release(request.version)
     return seconds
 
 def least_squares(A):
@@ -1587,10 +1535,8 @@ class Span(NamedTuple):
     n_logits: int  # how many of the last rows need logits
 
 class ModelRunner:
-    """Runs plans on a model: packs them into one flat batch, verifies drafts and samples.
-
-    With tensor parallelism every rank has an engine. Rank 0 runs it; the runners of the other ranks
-    follow(): they do what rank 0 broadcasts."""
+    """Runs plans on a model: packs them into one flat batch, verifies drafts and samples. With
+    tensor parallelism every rank has an engine: rank 0 runs, the runners of the others follow()."""
     def __init__(self, engine, model):
         self.engine = engine
         self.model = model
@@ -1662,7 +1608,7 @@ class ModelRunner:
     def pack_adapters(self, spans, rows):
         """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]."""
         store = self.engine.adapters
-        adapted = [(store.version(span.request), row) for span, row in zip(spans, rows)]
+        adapted = [(span.request.version, row) for span, row in zip(spans, rows)]
         adapted = [(version, row) for version, row in adapted if store.known[version].n_page]
         if not adapted or self.model is not self.engine.model:
             return {}
@@ -1760,7 +1706,7 @@ class ModelRunner:
 
     def hold(self, name, source, versions):
         """The other ranks: add an adapter, and forget all but these versions."""
-        self.engine.adapters.add(name, read_adapter(source, self.engine))
+        self.engine.adapters.add(name, read_adapter(name, source, self.engine))
         self.engine.adapters.keep(versions)
 
     def tell(self, method, *values):
@@ -1842,8 +1788,7 @@ def pad(x, n, value=0):
     return torch.cat([x, x.new_full((n - len(x), *x.shape[1:]), value)])
 
 class CostRunner:
-    """The simulator: moves a clock by what the cost model says. Every token is 0, and drafts are
-    accepted by a forced chance [SmartSpec §7.2]."""
+    """The simulator: moves a clock by what the cost model says. Every token is 0."""
     def __init__(self, engine, cost):
         self.engine = engine
         self.cost = cost
@@ -1885,9 +1830,8 @@ class CostRunner:
 
 class Pipeline:
     """The layers of a model spread over n_stage stages, with as many micro-batches in flight
-    [SARATHI §5.3]. A micro-batch is an engine, a lane, with its own pages and running requests; all
-    lanes share one queue. cost: a roofline of all nodes. options: of a lane, with max_batch and
-    n_page.
+    [SARATHI §5.3]. A lane is an engine with pages and running requests of its own; all share one
+    queue. cost: a roofline of all nodes. options: of a lane, with max_batch and n_page.
 
     A stage that idles between two micro-batches makes a bubble [SARATHI §3.2]. PB1: their prefills
     differ in length. PB2: one has a prefill, the other none. PB3: only their contexts differ."""
@@ -1912,16 +1856,15 @@ class Pipeline:
 
     def step(self):
         """One iteration of the next lane that has work. Returns its events."""
-        for _ in range(len(self.lanes)):
-            lane = self.lanes[0]
+        for lane in [*self.lanes]:
             self.lanes.rotate(-1)
             if lane.running or lane.waiting:
                 break
         return lane.step()
 
     def flow(self, plan, t, end):
-        """Move a micro-batch, planned at t, through the stages, each as soon as it is free. end: if
-        it never waited. Returns when it has left the last one."""
+        """Move a micro-batch, planned at t, through the stages. end: if it never waited. Returns
+        when it has left the last one."""
         busy = (end - t) / len(self.free_at)
         send = self.lanes[0].model.send(sum(n for _, n in plan))  # keeps a stage busy as well
         entries = entries_of(plan, self.lanes[0])
@@ -2001,12 +1944,11 @@ def generate_text(args):
     draft = None if world.rank else args.draft
     if draft not in (None, "ngram"):
         draft = load_model(draft, model.dtype, str(model.device))
-    n_page = 0
+    adapter = Adapter(model.config, {})
     if args.adapter:
         adapter = Adapter.from_pretrained(args.adapter, model.config, model.dtype)
-        n_page = adapter.n_page
     engine = Engine(model, args.scheduler, args.chunk, max_batch=1, seed=args.seed, draft=draft,
-                    spec=None if world.rank else args.spec, adapter_pages=n_page)
+                    spec=None if world.rank else args.spec, adapter_pages=adapter.n_page)
     if args.adapter:
         engine.add_adapter(args.adapter, adapter)
     if world.rank:

@@ -720,8 +720,8 @@ WRONG = {
     "tp = 8 does not divide n_kv_head = 4": lambda: TINY.shard_of(0, 8),
     "free GB of 1 x a10g": lambda: CostModel.roofline(preset("llama-70b"), "a10g"),
     "alpha = 0: a simulator": lambda: Engine(COST, draft="ngram"),
-    "model = 'llama-7b': must be an object": lambda: Engine("llama-7b"),
-    "config = 'llama-7b': must be an object": lambda: CostModel.roofline("llama-7b", "a100"),
+    "model = 'llama-7b': must be a GPT or a CostModel": lambda: Engine("llama-7b"),
+    "config = 'llama-7b': must be a GPTConfig": lambda: CostModel.roofline("llama-7b", "a100"),
     "unknown draft .*: one of ngram, a GPT": lambda: Engine(TARGET, draft=COST),
     "unknown draft .*: one of ngram, a CostModel": lambda: Engine(COST, draft=TARGET, alpha=0.5),
 }
@@ -1026,7 +1026,7 @@ def check_pages(engine):
         owners |= {owner for owner, pages in pool.tables.items() if len(pages)}
     running = set(engine.running)
     loaded = set(engine.adapters.loaded)
-    versions = {request.version for request in engine.requests.values()} - {None}
+    versions = {request.version for request in engine.requests.values()}
     assert engine.adapters.known.keys() == versions.union(engine.adapters.newest.values())
     assert loaded <= engine.adapters.known.keys()
     assert running <= owners <= running | loaded
@@ -1210,13 +1210,13 @@ def test_an_adapter_takes_the_models_dtype():
 ], ids=str)
 def test_pages_are_conserved(options, monkeypatch):
     """Requests and adapters come and go in 1,000 random operations, with copies in flight: every
-    request has the tokens of the weights with which it started, and no page is lost."""
+    request has the tokens of the weights with which it was added, and no page is lost."""
     slow_copies(monkeypatch)
     rng = random.Random(0)
     options = dict(max_batch=3, n_page=70, alloc="grow", chunk=10) | options
     engine = start(TARGET, [], "sarathi_serve", adapters={}, **options)
     sources = {None: None}  # name -> that of its newest weights
-    weights = {}  # request -> the same, from its start on
+    weights = {}  # request -> the same, when it was added
     aborted = {}  # request -> its state and its output
     requests = []
     for _ in range(1000):
@@ -1226,14 +1226,12 @@ def test_pages_are_conserved(options, monkeypatch):
             tokens = prompt(rng.choice([3, 9, 20]), rng.randrange(3))
             requests.append(Request(tokens, rng.randint(1, 12), rng.choice([*sources])))
             engine.add(requests[-1])
+            weights[requests[-1]] = sources[requests[-1].adapter]
         elif operation == "add_adapter":
             sources[name] = rng.choice([*ADAPTERS])
             engine.add_adapter(name, ADAPTERS[sources[name]])
         elif operation == "remove" and name in sources and rng.random() < 0.5:
-            source = sources.pop(name)
-            for request in engine.requests.values():
-                if request.adapter == name:
-                    weights.setdefault(request, source)
+            del sources[name]
             engine.remove_adapter(name)
         elif operation == "abort" and engine.requests and rng.random() < 0.2:
             victim = rng.choice([*engine.requests.values()])
@@ -1241,14 +1239,10 @@ def test_pages_are_conserved(options, monkeypatch):
             engine.abort(victim.id)
         elif operation == "step":
             engine.step()
-            for request in requests:
-                if request.state != "waiting":
-                    weights.setdefault(request, sources.get(request.adapter))
         check_pages(engine)
     engine.run()
     for request in requests:
-        source = weights.get(request, sources.get(request.adapter))
-        expected = naive(tuple(request.prompt), source, 12)
+        expected = naive(tuple(request.prompt), weights[request], 12)
         assert request.output == expected[:len(request.output)], request
         if request in aborted:
             assert request.state == "aborted" and request.output == aborted[request][1]
@@ -1320,13 +1314,13 @@ BAD_OPTIONS = {
     "unknown lora 'fast'": dict(lora="fast"),
     "unknown spec 'best'.* goodput": dict(spec="best", draft="ngram"),
     "unknown draft 'tree'.* ngram": dict(spec=2, draft="tree"),
-    "vocabulary of the draft model = 7.* 61": dict(
+    "vocabulary of the draft model = 7: must be in 46 .. 76": dict(
         spec=2, draft=GPT.from_preset(replace(TINY, vocab_size=7), float32)),
     "oracle": dict(spec="oracle", draft="ngram"),
     "2, 1": dict(spec="2,1", draft="ngram"),  # a tree on a real model
     "spec = 0": dict(spec=0, draft="ngram"),
     "spec = 3: needs a draft": dict(spec=3),
-    "scheduler = .*Sarathi.* must be an object": dict(scheduler=sarathi.Sarathi),
+    "scheduler = .*Sarathi.* must be an object like Sarathi": dict(scheduler=sarathi.Sarathi),
     "chunk = 0": dict(chunk=0),
     "chunk = '64'": dict(chunk="64"),
     "seed = 0.5": dict(seed=0.5),
@@ -1406,7 +1400,7 @@ def test_bad_input_is_one_line_and_harms_no_other(message):
 def test_ranks_add_the_same_adapters(monkeypatch):
     engine = Engine(TARGET)
     monkeypatch.setattr(World, "broadcast", lambda *_: ("hold", ("other", None, {0})))
-    with pytest.raises(ValueError, match="adapter 'mine': rank 0 adds 'other'"):
+    with pytest.raises(AssertionError, match="adapter 'mine': rank 0 adds 'other'"):
         engine.add_adapter("mine", ADAPTERS["q"])
 
 ODD = [None, True, -1, 0, 1, 3, 61, 2**70, 0.5, 1e-39, 1e300, math.nan, math.inf, 1j, "", "text",
@@ -2421,9 +2415,8 @@ def test_run_counts_all_requests():
     assert figures["requests"] == 2 and figures["tokens/s"] == (2 + 5) / 8
     assert figures["TTFT p50 ms"] == 4000 and figures["TTFT p99 ms"] == approx(6940)
     assert figures["TPOT p50 ms"] == 1500 and figures["stall p99 ms"] == approx(2980)
-    lines = sarathi.compare({"one": run, "other": bench.Run([], 0.0)}).split("\n")
-    assert lines[2].startswith("| one   | 2        | 0.875    | 4000        | 6940 ")
-    assert lines[3].startswith("| other | 0        | 0        | nan  ")
+    assert str(run).split("\n")[2].startswith("| 2        | 0.875    | 4000        | 6940 ")
+    assert str(bench.Run([], 0.0)).split("\n")[2].startswith("| 0        | 0        | nan  ")
 
 TRACES = {  # the same three requests, 4 and 1.5 seconds apart
     "ours.csv": "arrival,prompt,output\n1700000000,374,44\n1700000004,396,9\n1700000005.5,7,1\n",
