@@ -523,7 +523,8 @@ class Run:
 
     @property
     def figures(self):
-        """{name: number}, with medians and 99th percentiles over the finished requests"""
+        """{name: number}, with medians and 99th percentiles over the finished requests. stall: the
+        longest time between two tokens of a request."""
         figures = {"requests": len(self.ends), "tokens/s": self.tokens_per_second}
         for name, times in (("TTFT", self.ttfts), ("TPOT", self.tpots), ("stall", self.stalls)):
             for q in (50, 99):
@@ -532,7 +533,12 @@ class Run:
         return figures
 
     def __str__(self):
-        return table([*self.figures], [self.figures.values()])
+        return compare({"run": self})
+
+def compare(runs):
+    """A Markdown table with the figures of runs {name: Run}."""
+    lines = [[name, *run.figures.values()] for name, run in runs.items()]
+    return table(["", *next(iter(runs.values())).figures], lines)
 
 def table(heads, lines):
     """A Markdown table. Numbers have three significant digits; None is a dash."""
