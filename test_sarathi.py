@@ -2415,8 +2415,10 @@ def test_run_counts_all_requests():
     assert figures["requests"] == 2 and figures["tokens/s"] == (2 + 5) / 8
     assert figures["TTFT p50 ms"] == 4000 and figures["TTFT p99 ms"] == approx(6940)
     assert figures["TPOT p50 ms"] == 1500 and figures["stall p99 ms"] == approx(2980)
-    assert str(run).split("\n")[2].startswith("| 2        | 0.875    | 4000        | 6940 ")
-    assert str(bench.Run([], 0.0)).split("\n")[2].startswith("| 0        | 0        | nan  ")
+    lines = sarathi.compare({"one": run, "other": bench.Run([], 0.0)}).split("\n")
+    assert lines[2].startswith("| one   | 2        | 0.875    | 4000        | 6940 ")
+    assert lines[3].startswith("| other | 0        | 0        | nan  ")
+    assert str(run).split("\n")[2].startswith("| run | 2        | 0.875 ")
 
 TRACES = {  # the same three requests, 4 and 1.5 seconds apart
     "ours.csv": "arrival,prompt,output\n1700000000,374,44\n1700000004,396,9\n1700000005.5,7,1\n",
