@@ -389,14 +389,14 @@ def halves(L, pd=0, chunk=0, B=1):
 @experiment()
 def users(place):
     """What users feel: the same arrivals with static batching, prefill-first and chunked prefill.
-    Again and again a short prompt with a long output comes, and two long prompts with a short one;
-    prompts alone take 3/4 of the time. Stall: no new token in the middle of an output."""
+    Again and again a short prompt with a long output comes, and three long prompts with a short
+    one; prompts alone take 3/4 of the time. Stall: no new token in the middle of an output."""
     L = max(place.lengths)
     unit, decode = np.median(place.seconds((0, 0, L), (3, L // 4)), 1).tolist()
     n_out = max(2, min(int(2 * unit / decode), L // 2))
     n = 8 if place.simulated else max(2, round(0.6 / unit))  # some seconds
-    jobs = [Job(2.5 * unit * i, P, D) for i in range(n)
-            for P, D in ((L // 8, n_out), (7 * L // 8, 8), (7 * L // 8, 8))]
+    jobs = [Job(2.7 * unit * i, P, D) for i in range(n)
+            for P, D in [(L // 8, n_out)] + 3 * [(5 * L // 8, 8)]]
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
     for name, runs in place.race(ways, jobs=jobs, B=place.B).items():
         for figure in ("tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
