@@ -337,7 +337,8 @@ class Engine:
         """Start the plan's waiting requests, up to the first one that has no room, and reserve
         pages for the others' tokens. Returns the part of the plan that can run."""
         name = type(self.scheduler).__name__
-        assert isinstance(plan, list), f"{name} plans {short(plan)}: must be [(request, n)]"
+        good = isinstance(plan, list) and all(isinstance(entry, tuple) for entry in plan)
+        assert good, f"{name} plans {short(plan)}: must be [(request, n)]"
         batch = {request for request, _ in plan}.union(self.running)
         good = len(dict(plan)) == len(plan) and len(batch) <= self.max_batch
         assert good, f"{name} plans a request twice, or more than max_batch = {self.max_batch}"
@@ -1159,10 +1160,10 @@ class Speculator:
             limits.append(limit)
         trees = self.policy.lengths(decodes, limits, self.acceptance, price)
         size = len if self.engine.simulated else tree_size
-        good = [isinstance(tree, tuple) and size(tree) <= limit
-                for tree, limit in zip(trees, limits, strict=True)]
+        good = len(trees) == len(limits) and all(
+            isinstance(tree, tuple) and size(tree) <= limit for tree, limit in zip(trees, limits))
         name = type(self.policy).__name__
-        assert all(good), f"{name} gives {trees}: must be trees, like (1, 1), within {limits}"
+        assert good, f"{name} gives {trees}: must be trees, like (1, 1), within {limits}"
         return trees
 
     def count(self, request, n_accepted, n_new):
