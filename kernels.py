@@ -163,30 +163,65 @@ def load4(numbers):
 # -----------------------------------------------------------------------------
 # linear: x weight^T + bias
 
+@dataclass(eq=False)
+class Packed:
+    """A weight (n_out, n_in) for the C++ product, which reads it from end to end: panels of some
+    columns of the product. In a panel the columns' numbers stand side by side, bfloat16 by twos:
+
+        columns           0       1       2     ...
+        n_in 0, 1     | a0 a1 | b0 b1 | c0 c1 | ...
+        n_in 2, 3     | a2 a3 | b2 b3 | c2 c3 | ...                                             """
+    panels: Tensor  # (panels, n_in / P, columns, P), P = 2 for bfloat16 and 1 for float32
+    shape: torch.Size
+
+    def __init__(self, weight, n_column):
+        rows = F.pad(weight, (0, 0, 0, -len(weight) % n_column))
+        units = rows.view(torch.int32).unflatten(0, (-1, n_column))
+        self.panels = units.mT.contiguous().view(weight.dtype)
+        self.shape = weight.shape
+        self.dtype = weight.dtype
+
+    def numel(self):
+        return self.shape.numel()
+
+    def to_dense(self):
+        units = self.panels.view(torch.int32).mT.flatten(0, 1).contiguous()
+        return units.view(self.dtype)[:len(self)]
+
+    def __len__(self):
+        return self.shape[0]
+
 def pack(weight):
-    """weight (n_out, n_in) in oneDNN's blocked layout if this CPU has kernels for it."""
-    if not weight.is_cpu or not torch.backends.mkldnn.is_available():
+    """weight (n_out, n_in) in the layout of the fastest product on this CPU: the C++ one's or
+    oneDNN's; elsewhere as it is."""
+    if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
         return weight
-    n_row = None
-    fast = weight.dtype == torch.float32
-    if weight.dtype == torch.bfloat16:
-        fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        if len(weight) < 1024:
-            # the layout for one row. With the default, oneDNN multiplies 300 to 1,400 rows on
-            # one core of a CPU with AMX.
-            n_row = 1
-    return torch.ops.mkldnn._reorder_linear_weight(weight, n_row) if fast else weight
+    operators = library(weight.dtype)
+    n_column = operators.panel_columns() if operators else 0
+    if n_column and weight.size(1) * weight.itemsize % 4 == 0:
+        return Packed(weight, n_column)
+    bfloat16 = weight.dtype == torch.bfloat16
+    if bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return weight
+    # the layout for one row. With the default, oneDNN multiplies 300 to 1,400 rows on one core of
+    # a CPU with AMX.
+    n_row = 1 if bfloat16 and len(weight) < 1024 else None
+    return torch.ops.mkldnn._reorder_linear_weight(weight, n_row)
 
 def linear_ref(x, weight, bias=None):
     """x (..., n_in), weight (n_out, n_in), packed or plain, of any dtype -> (..., n_out)"""
-    weight = weight.to_dense() if weight.is_mkldnn else weight
     bias = None if bias is None else bias.to(x.dtype)
-    return F.linear(x, weight.to(x.dtype), bias)
+    return F.linear(x, weight.to_dense().to(x.dtype), bias)
 
 def linear(x, weight, bias=None):
     """x (..., n_in), weight (n_out, n_in) as returned by pack -> (..., n_out)"""
     if x.dtype != weight.dtype:
         return linear_ref(x, weight, bias)
+    if isinstance(weight, Packed):
+        n_out, n_in = weight.shape
+        y = x.new_empty(*x.shape[:-1], n_out)
+        cpp("linear", x, weight.panels, bias, y, x.numel() // n_in, n_out, n_in)
+        return y
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
@@ -708,6 +743,9 @@ SOURCE = r"""
 #include <cstring>
 #include <vector>
 #include <omp.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 const float LOG2E = 1.44269504f;
 
@@ -787,7 +825,133 @@ static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
     }
 }
 
+// Products. A weight lies in panels of COLUMNS columns (see Packed), K and V of a chunk as well. A
+// tile of a product is ROWS rows by one panel: its sums stay in registers, two vectors a row. They
+// are added in the same order whatever the number of rows.
+#if defined(__AVX512F__)
+const int LANES = 16, ROWS = 8;
+#elif defined(__AVX2__)
+const int LANES = 8, ROWS = 6;
+#else
+const int LANES = 4, ROWS = 8;
+#endif
+const int COLUMNS = 2 * LANES;
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+
+#pragma GCC push_options
+#pragma GCC optimize("no-associative-math")
+
+// Number i, of one float or two bf16, of LANES columns
+static inline vec numbers(const float* w, int i) {
+    vec x;
+    memcpy(&x, w, sizeof x);
+    return x;
+}
+
+static inline vec numbers(const bf16* w, int i) {
+    words pairs;
+    memcpy(&pairs, w, sizeof pairs);
+    return (vec)(i ? pairs & 0xffff0000 : pairs << 16);
+}
+
+#ifdef __AVX512BF16__
+typedef T X;  // of the rows
+#else
+typedef float X;
+#endif
+
+// sums += the next one or two numbers of each row times those of the panel w
+template <int M, class W>
+static inline void add_products(vec (*sums)[2], const X* x, int64_t x_step, const W* w) {
+    const int P = 4 / sizeof(W);
+    for (int i = 0; i < P; i++) {
+        const vec a = numbers(w, i), b = numbers(w + LANES * P, i);
+        #pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            sums[m][0] += (float)x[m * x_step + i] * a;
+            sums[m][1] += (float)x[m * x_step + i] * b;
+        }
+    }
+}
+
+#ifdef __AVX512BF16__
+template <int M>
+static inline void add_products(vec (*sums)[2], const bf16* x, int64_t x_step, const bf16* w) {
+    const __m512bh a = (__m512bh)_mm512_loadu_si512(w);
+    const __m512bh b = (__m512bh)_mm512_loadu_si512(w + COLUMNS);
+    #pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+        int32_t pair;
+        memcpy(&pair, x + m * x_step, 4);
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+        sums[m][0] = _mm512_dpbf16_ps(sums[m][0], both, a);
+        sums[m][1] = _mm512_dpbf16_ps(sums[m][1], both, b);
+    }
+}
+#endif
+
+// The first n columns of M rows of y = x w + bias; x (M, K), one panel w (K, COLUMNS)
+template <int M, class W, class Y>
+static void tile(const X* x, int64_t x_step, const W* w, const T* bias, Y* y, int64_t y_step,
+                 int K, int n) {
+    const int P = 4 / sizeof(W);
+    vec sums[M][2] = {};
+    for (int k = 0; k < K; k += P, w += COLUMNS * P) add_products<M>(sums, x + k, x_step, w);
+    #pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+        float row[COLUMNS];
+        memcpy(row, sums[m], sizeof row);
+        for (int i = 0; bias && i < n; i++) row[i] += bias[i];
+        for (int i = 0; i < n; i++) y[m * y_step + i] = row[i];
+    }
+}
+
+// The same for m <= M rows
+template <int M>
+static void tile_of(int m, const X* x, int64_t x_step, const T* w, const T* bias, T* y,
+                    int64_t y_step, int K, int n) {
+    if constexpr (M > 1)
+        if (m < M) return tile_of<M - 1>(m, x, x_step, w, bias, y, y_step, K, n);
+    tile<M>(x, x_step, w, bias, y, y_step, K, n);
+}
+
+#pragma GCC pop_options
+
 extern "C" {
+
+// Columns of a panel; 0 on a CPU with AMX, where oneDNN is faster
+int panel_columns() {
+#ifdef __AMX_BF16__
+    return 0;
+#endif
+    return COLUMNS;
+}
+
+// y (M, N) = x (M, K) w^T + bias, w in panels. Rows stay in the L2 cache, weights are read once.
+void linear(const T* x, const T* w, const T* bias, T* y, int M, int N, int K) {
+    std::vector<X> wide;  // x, if the tile takes other numbers
+    const X* rows = (const X*)x;
+    if (sizeof(X) > sizeof(T)) {
+        wide.assign(x, x + (int64_t)M * K);
+        rows = &wide[0];
+    }
+    // if there are few panels for all threads, they share panels by blocks of rows
+    const int n_panel = (N + COLUMNS - 1) / COLUMNS, n_tile = (M + ROWS - 1) / ROWS;
+    const int n_block = std::min(n_tile, std::max(1, 4 * omp_get_max_threads() / n_panel));
+    #pragma omp parallel for collapse(2)
+    for (int block = 0; block < n_block; block++)
+        for (int panel = 0; panel < n_panel; panel++) {
+            const int n = panel * COLUMNS, end = (int64_t)M * (block + 1) / n_block;
+            for (int row = (int64_t)M * block / n_block, m; row < end; row += m) {
+                const int n_left = (end - row + ROWS - 1) / ROWS;  // tiles of about equal size
+                m = (end - row + n_left - 1) / n_left;
+                tile_of<ROWS>(m, rows + (int64_t)row * K, K, w + (int64_t)n * K,
+                              bias ? bias + n : bias, y + (int64_t)row * N + n, N, K,
+                              std::min(COLUMNS, N - n));
+            }
+        }
+}
 
 // total = x + y, out = norm(total) * weight (+ bias: LayerNorm, else RMSNorm); each (N, C)
 void add_norm(const T* x, const T* y, const T* weight, const T* bias, T* total, T* out, int N,
