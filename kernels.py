@@ -504,9 +504,15 @@ def attention(q, kv, batch):
         sizes = batch.n_few, q.size(1), kv.size(2)
         cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
     chunks = batch.spans[batch.n_few:]
+    own = library(q.dtype).panel_columns()
     for start, n, n_past, first in chunks.tolist():
         pages = batch.table[first:first + n_past + n]
-        attend_chunk(q[start:start + n], kv, pages, out[start:start + n])
+        rows = slice(start, start + n)
+        if own:
+            sizes = n, n_past, q.size(1), kv.size(2)
+            cpp("attend_chunk", q[rows], *kv, pages, out[rows], *sizes, head_dim=q.size(2))
+        else:
+            attend_chunk(q[rows], kv, pages, out[rows])
     return out
 
 # -----------------------------------------------------------------------------
@@ -741,6 +747,7 @@ SOURCE = r"""
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 #include <omp.h>
 #ifdef __AVX512BF16__
@@ -1060,6 +1067,57 @@ void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int3
             for (int i = 0; i < n_query; i++)
                 for (int d = 0; d < D; d++) out[place(i) + d] = sums[i * D + d];
         }
+}
+
+// Attention of n rows of one request with more than a few. K and V of its tokens are copied to
+// panels: in those of K a token is a column, in those of V an element of the head is. Then ROWS
+// queries of a kv head at a time: scores, softmax, values. q, out (n, H, D)
+void attend_chunk(const T* q, const T* K, const T* V, const int32_t* pages, T* out, int n,
+                  int n_past, int H, int Hk) {
+    const int P = 4 / sizeof(X), G = H / Hk, context = n_past + n;
+    const int64_t W = Hk * D, end = (context + 31) / 32 * 32, size = end * ((D + 31) / 32 * 32);
+    std::unique_ptr<X[]> keys(new X[Hk * size]), values(new X[Hk * size]);
+    #pragma omp parallel
+    {
+        #pragma omp for
+        for (int t = 0; t < end; t++) {
+            const int64_t page = pages[std::min(t, context - 1)] * W;
+            for (int h = 0; h < Hk; h++) {
+                const T *k = K + page + h * D, *v = V + page + h * D;
+                X* key = &keys[h * size + t / COLUMNS * COLUMNS * D + t % COLUMNS * P];
+                for (int d = 0; d < D; d += P)
+                    for (int i = 0; i < P; i++) key[d * COLUMNS + i] = k[d + i];
+                X* value = &values[h * size + t / P * COLUMNS * P + t % P];
+                for (int d = 0; d < D; d++)
+                    value[d / COLUMNS * COLUMNS * end + d % COLUMNS * P] = v[d];
+            }
+        }
+        std::vector<X> x(ROWS * D), p(ROWS * (end + 32));  // queries, then values; scores
+        std::vector<float> e(end);
+        #pragma omp for collapse(2) schedule(dynamic, 4)
+        for (int h = 0; h < Hk; h++)
+            for (int first = 0; first < n * G; first += ROWS) {
+                const int m = std::min(ROWS, n * G - first);
+                const int width = (n_past + (first + m - 1) / G + 32) / 32 * 32;
+                const int64_t stride = end + 32;
+                auto place = [&](int i) {  // of query i in q and out
+                    return (((first + i) / G) * H + h * G + (first + i) % G) * D;
+                };
+                for (int i = 0; i < m; i++)
+                    for (int d = 0; d < D; d++) x[i * D + d] = q[place(i) + d];
+                for (int t = 0; t < width; t += COLUMNS)
+                    tile<ROWS>(&x[0], D, &keys[h * size + (int64_t)t * D], nullptr, &p[t], stride,
+                               D, COLUMNS);
+                for (int i = 0; i < m; i++)
+                    softmax(&p[i * stride], &e[0], n_past + (first + i) / G + 1, width,
+                            1 / std::sqrt(float(D)));
+                for (int d = 0; d < D; d += COLUMNS)
+                    tile<ROWS>(&p[0], stride, &values[h * size + d * end], nullptr, &x[d], D,
+                               width, std::min(COLUMNS, D - d));
+                for (int i = 0; i < m; i++)
+                    for (int d = 0; d < D; d++) out[place(i) + d] = x[i * D + d];
+            }
+    }
 }
 
 // Softmax in place of scores (Hk, n, G, context). Row j sees the first n_past + j + 1 columns, the
