@@ -1035,7 +1035,6 @@ void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int3
             if (span[1] == 0) continue;  // padding
             const int first = part * Hk / n_part, end = (part + 1) * Hk / n_part;  // kv heads
             const int n = span[1] * G, n_query = n * (end - first);  // of a kv head, of all
-            const int width = (end - first) * D;
             const int64_t stride = context + 32;  // for whole vectors, in different L1 cache sets
             std::vector<float> queries(n_query * D), p(n_query * stride), e(stride);
             std::vector<float> sums(n_query * D);
@@ -1045,8 +1044,9 @@ void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int3
             for (int i = 0; i < n_query; i++)
                 for (int d = 0; d < D; d++) queries[i * D + d] = q[place(i) + d];
             for (int t = 0; t < context; t++) {
-                if (t + 16 < context) prefetch(K + pages[t + 16] * W + first * D, width);
+                const T* ahead = K + pages[std::min(t + 16, context - 1)] * W;
                 for (int h = first, i = 0; h < end; h++) {
+                    prefetch(ahead + h * D, D);
                     float k[D];
                     for (int d = 0; d < D; d++) k[d] = K[pages[t] * W + h * D + d];
                     for (int last = i + n; i < last; i++)
@@ -1057,12 +1057,13 @@ void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int3
                 softmax(&p[i * stride], &e[0], n_past + i % n / G + 1, context, scale);
             for (int t = 0; t < context; t += 4) {
                 const int n_row = std::min(4, context - t);
-                for (int next = t + 16; next < std::min(t + 20, context); next++)
-                    prefetch(V + pages[next] * W + first * D, width);
-                for (int h = first, i = 0; h < end; h++)
+                for (int h = first, i = 0; h < end; h++) {
+                    for (int next = t + 16; next < std::min(t + 20, context); next++)
+                        prefetch(V + pages[next] * W + h * D, D);
                     for (int last = i + n; i < last; i++)
                         add_rows(&sums[i * D], &p[i * stride + t], V + h * D, pages + t, 1, n_row,
                                  W, D);
+                }
             }
             for (int i = 0; i < n_query; i++)
                 for (int d = 0; d < D; d++) out[place(i) + d] = sums[i * D + d];
