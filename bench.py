@@ -34,12 +34,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Callable, NamedTuple
 
-import numpy as np
-import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
-from tqdm import tqdm
-
+# kernels before torch: it sets how torch's threads wait
 from kernels import linear, pack
 from model import GPT, Adapter, load_model, preset
 from sarathi import (GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, CostModel,
@@ -47,6 +42,12 @@ from sarathi import (GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, Co
                      Sarathi, SarathiServe, Scheduler, Span, add_model_flags, cell, check_choice,
                      check_range, cluster, entries_of, fcfs, free_memory, lcfs, run_command_line,
                      table)
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+from tqdm import tqdm
 
 # -----------------------------------------------------------------------------
 # claims and experiments

@@ -27,9 +27,13 @@ from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+# Threads that wait for another one spin for some 10 us, then sleep. OpenMP's default is so long that
+# one other busy process makes iterations twenty times slower. Read when torch is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 try:
     import triton

@@ -22,6 +22,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 
+# kernels before torch: it sets how torch's threads wait
+from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, cdiv, linear,
+                     linear_ref, lora, norm_heads_ref, pack, rotate_ref, rotate_write)
+
 import numpy as np
 import tiktoken
 import tokenizers
@@ -32,9 +36,6 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
-
-from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, cdiv, linear,
-                     linear_ref, lora, norm_heads_ref, pack, rotate_ref, rotate_write)
 
 OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # of one layer [SARATHI Table 1]
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # tensor parallelism cuts their input, not their output

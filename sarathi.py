@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
-import torch
-from tqdm import tqdm
-
+# kernels before torch: it sets how torch's threads wait
 from kernels import FEW_ROWS, Batch, Sites, probabilities, sample, verify
 from model import (GPT, PRESETS, ROW_PARALLEL, Adapter, GPTConfig, World, load_model,
                    load_tokenizer)
+
+import numpy as np
+import torch
+from tqdm import tqdm
 
 # -----------------------------------------------------------------------------
 # requests
@@ -1307,8 +1308,9 @@ class CostModel:
 
     @staticmethod
     def profile(model):
-        """The costs of a model on this machine, measured once, in 10 to 30 seconds."""
+        """The costs of a model on this machine, measured once, in 10 to 15 seconds."""
         if model not in PROFILES:
+            print("measuring what iterations cost on this machine, 15 s at most", file=sys.stderr)
             PROFILES[model] = Profile(model)
         return PROFILES[model]
 
@@ -1444,7 +1446,7 @@ class Roofline(CostModel):
 
 class Profile(CostModel):
     """Least squares over random iterations of a model on this machine."""
-    def __init__(self, model, n=120, n_round=3):
+    def __init__(self, model, n=120, budget=12.0):
         super().__init__(model.config, model.dtype)
         if model.world.size > 1:
             raise ValueError("with tensor parallelism, give the policies' prices: cost=...")
@@ -1455,14 +1457,21 @@ class Profile(CostModel):
         engine.add_adapter(64, 64)
         rng = np.random.default_rng(0)
         plans = [random_plan(rng, L, adapted=i > n // 4) for i in range(n)]
-        # small iterations first: after a large one, some CPUs are slower for a while
+        # six subsets with plans of all sizes. In each the small ones come first: after a large
+        # iteration, some CPUs are slower for a while
         plans.sort(key=lambda plan: self.stats(entries_of(plan, engine)).n_tokens)
-        bar = tqdm(plans * n_round, "profile of this machine", leave=False, delay=3)
-        rounds = [time_plan(engine, plan) for plan in bar]
-        seconds = np.median(np.reshape(rounds, (n_round, n)), 0)
-        stats = [self.stats(entries_of(plan, engine)) for plan in plans]
-        relative = np.array([(1, *vars(s).values()) for s in stats]) / seconds[:, None]
-        tested = np.arange(n) % 6 == 5  # the fit does not see them
+        order = [i for first in range(6) for i in range(first, n, 6)]
+        times = [[] for _ in plans]
+        end = time.perf_counter() + budget
+        for count, i in enumerate(tqdm(order * 3, "costs of this machine", leave=False, delay=1)):
+            if count >= n // 3 and time.perf_counter() > end:
+                break
+            times[i].append(time_plan(engine, plans[i]))
+        measured = [(entries_of(plan, engine), np.median(seconds))
+                    for plan, seconds in zip(plans, times) if seconds]
+        relative = np.array([[x / seconds for x in (1, *vars(self.stats(entries)).values())]
+                             for entries, seconds in measured])
+        tested = np.arange(len(measured)) % 6 == 5  # the fit does not see them
         self.coefficients = least_squares(relative[~tested])
         self.error = float(np.median(np.abs(relative[tested] @ self.coefficients - 1)))
 

@@ -23,6 +23,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import Mock
 
+# kernels before torch: it sets how torch's threads wait
+import bench
+import kernels
+import model as model_py
+import sarathi
+from bench import CLAIMS, EXPERIMENTS
+from kernels import FEW_ROWS, Batch, Sites, cdiv
+from model import (FAMILIES, GPT, Adapter, GPTConfig, World, load_model, load_tokenizer, preset,
+                   read_config)
+from sarathi import (SCHEDULERS, CostModel, EarlyAbort, Engine, Iteration, IterationStats, Proposer,
+                     Request, cluster, fcfs, lcfs, one_adapter, run_command_line)
+
 import huggingface_hub
 import matplotlib.image
 import numpy as np
@@ -35,17 +47,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import decoders, normalizers
 from tokenizers import pre_tokenizers as splitters
 from torch import bfloat16, float16, float32
-
-import bench
-import kernels
-import model as model_py
-import sarathi
-from bench import CLAIMS, EXPERIMENTS
-from kernels import FEW_ROWS, Batch, Sites, cdiv
-from model import (FAMILIES, GPT, Adapter, GPTConfig, World, load_model, load_tokenizer, preset,
-                   read_config)
-from sarathi import (SCHEDULERS, CostModel, EarlyAbort, Engine, Iteration, IterationStats, Proposer,
-                     Request, cluster, fcfs, lcfs, one_adapter, run_command_line)
 
 torch.set_num_threads(1)  # the models are tiny
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # set by test_triton_in_its_interpreter
