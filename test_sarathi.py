@@ -73,6 +73,32 @@ def near(actual, expected, scale=1.0):
     torch.testing.assert_close(actual, expected, atol=tolerance * float(scale), rtol=tolerance,
                                check_dtype=False)
 
+@each("n_thread", [1, 5])
+@each("n_in, n_out", [
+    (2, 1),
+    (30, 7),
+    (64, 16),
+    (770, 33),
+    (96, 70),
+    (33, 40),  # no whole pairs of bfloat16: not packed
+])
+def test_operator_linear(n_in, n_out, n_thread, dtype):
+    """All numbers of rows to two tiles, and a prompt's; a row does not depend on its neighbours"""
+    weight = torch.randn(n_out, n_in).to(dtype)
+    bias = torch.randn(n_out).to(dtype)
+    x = torch.randn(300, n_in).to(dtype)
+    packed = kernels.pack(weight)
+    assert torch.equal(packed.to_dense(), weight)
+    kernels.cpp.called |= not isinstance(packed, kernels.Packed)  # then oneDNN or torch serves
+    torch.set_num_threads(n_thread)
+    for n, shift in product((*range(1, 18), 300), (bias, None)):
+        expected = F.linear(x[:n].double(), weight.double(), None if shift is None else bias.double())
+        actual = kernels.linear(x[:n], packed, shift)
+        near(actual, expected, n_in**0.5)
+        if isinstance(packed, kernels.Packed):
+            assert torch.equal(actual[-1:], kernels.linear(x[n - 1:n], packed, shift))
+    torch.set_num_threads(1)
+
 @each("N, C", [(1, 48), (33, 1040)])
 def test_operator_add_norm(N, C, dtype):
     """RMSNorm and LayerNorm, with and without a sum, which is rounded as torch rounds it"""
