@@ -23,6 +23,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import warnings
 import zlib
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor
@@ -35,7 +36,7 @@ from statistics import fmean, median
 from typing import Callable, NamedTuple
 
 # kernels before torch: it sets how torch's threads wait
-from kernels import linear, pack
+from kernels import linear, pack, torch_dtype
 from model import GPT, Adapter, load_model, preset
 from sarathi import (GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, CostModel,
                      EarlyAbort, Engine, Iteration, IterationStats, Pipeline, Policy, Request, Run,
@@ -1177,12 +1178,14 @@ def peers(place):
     import peft
     import transformers
     transformers.utils.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")  # theirs, about the future
     model = place.model
     P = 256
     D = 32
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
+        dtype = torch_dtype(model.weights["embedding.weight"])
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         theirs = theirs.to(model.device).eval()
         for B, peer in ((1, "transformers"), (8, "transformers"), (8, "PEFT")):
             engine = Engine(model, "prefill_first", max_batch=B, n_page=B * (P + D) + 1000)
@@ -1196,7 +1199,7 @@ def peers(place):
                     engine.add_adapter(name, adapter)
                 theirs = peft.PeftModel.from_pretrained(theirs, f"{folder}/a", "a")
                 theirs.load_adapter(f"{folder}/b", "b")
-                theirs.to(model.dtype).eval()
+                theirs.to(dtype).eval()
                 options["adapter_names"] = 4 * ["a", "b"]
             names = options.get("adapter_names")
             rounds = place.rounds(timed(engine.generate, prompts.tolist(), D, names),

@@ -205,12 +205,17 @@ def pack(weight):
     if n_column and weight.size(1) * weight.itemsize % 4 == 0:
         return Packed(weight, n_column)
     bfloat16 = weight.dtype == torch.bfloat16
-    if bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if bfloat16 and not torch.cpu._is_avx512_bf16_supported():
         return weight
     # the layout for one row. With the default, oneDNN multiplies 300 to 1,400 rows on one core of
     # a CPU with AMX.
     n_row = 1 if bfloat16 and len(weight) < 1024 else None
     return torch.ops.mkldnn._reorder_linear_weight(weight, n_row)
+
+def torch_dtype(x):
+    """The dtype in which torch multiplies fast: a CPU without bfloat16 emulates it."""
+    slow = x.is_cpu and x.dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported()
+    return torch.float32 if slow else x.dtype
 
 def linear_ref(x, weight, bias=None):
     """x (..., n_in), weight (n_out, n_in), packed or plain, of any dtype -> (..., n_out)"""
@@ -531,22 +536,24 @@ def adapter_rows(plane, table, first, rank, width):
 
 def lora_ref(y, x, kv, sites, exchange=None):
     """Two products for each site."""
+    x = x.to(torch_dtype(x))
     for start, n, column, columns, rank_a, rank_b, _, first in sites.sites.tolist():
         if n > 0:
             a = adapter_rows(kv[0], sites.table, first, rank_a, x.size(1))
             b = adapter_rows(kv[1], sites.table, first, rank_b, columns)
-            xa = x[start:start + n] @ a.T
+            xa = x[start:start + n] @ a.T.to(x.dtype)
             if exchange is not None:
                 xa = exchange(xa)[:, :rank_b]
-            y[start:start + n, column:column + columns].addmm_(xa, b)
+            y[start:start + n, column:column + columns] += xa @ b.to(x.dtype)
 
 def lora_bmm(y, x, kv, sites):
     """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
     entries = [site for site in sites.sites.tolist() if site[1] > 0]
     n_row = max(sites.max_few, sites.max_chunk)
-    rows = x.new_zeros(len(entries), n_row, x.size(1))
-    a = x.new_zeros(len(entries), sites.max_rank, x.size(1))
-    b = x.new_zeros(len(entries), sites.max_rank, y.size(1))
+    options = dict(dtype=torch_dtype(x))
+    rows = x.new_zeros(len(entries), n_row, x.size(1), **options)
+    a = x.new_zeros(len(entries), sites.max_rank, x.size(1), **options)
+    b = x.new_zeros(len(entries), sites.max_rank, y.size(1), **options)
     for s, (start, n, column, columns, rank, _, _, first) in enumerate(entries):
         end = column + columns
         rows[s, :n] = x[start:start + n]
