@@ -394,7 +394,7 @@ def users(place):
     Again and again a short prompt with a long output comes, and three long prompts with a short
     one; prompts alone take 3/4 of the time. Stall: no new token in the middle of an output."""
     L = max(place.lengths)
-    unit, decode = np.median(place.seconds((0, 0, L), (3, L // 4)), 1).tolist()
+    unit, decode = np.min(place.seconds((0, 0, L), (3, L // 4)), 1).tolist()
     n_out = max(2, min(int(2 * unit / decode), L // 2))
     n = 8 if place.simulated else max(3, round(0.6 / unit))  # some seconds
     jobs = [Job(2.7 * unit * i, P, D) for i in range(n)
@@ -501,8 +501,9 @@ def explain(places):
     stalls, speeds = [
         [ours["users", figure, name, ""] for name in ("prefill_first", "sarathi")]
         for figure in ("longest stall ms", "tokens/s")]
+    ended = "end" if stalls[1] < stalls[0] else "ended no"
     return (
-        "Chunks end stalls: the longest pause in an output is "
+        f"Chunks {ended} stalls: the longest pause in an output is "
         f"{stalls[1]:.0f} ms instead of {stalls[0]:.0f}, at {speeds[1] / speeds[0]:.2f} times "
         "prefill-first's throughput. "
         "They raise throughput only where decodes take long beside prompts. One read of a weight "
@@ -1002,8 +1003,8 @@ def read_jobs(path, longest, rate=None):
     served = [job for job in jobs
               if min(job.prompt, job.output) > 0 and job.prompt + job.output <= longest]
     if len(served) < len(jobs):
-        print(f"{path}: {len(jobs) - len(served)} of {len(jobs)} requests are skipped: without a "
-              f"prompt or an output, or longer than {longest} tokens", file=sys.stderr)
+        print(f"{path}: {len(jobs) - len(served)} of {len(jobs)} requests are skipped: no prompt, "
+              f"no output, or more than {longest} tokens", file=sys.stderr)
     check_range(f"requests of {path} that can be served", len(served), 1)
     start = min(job.arrival for job in served)
     jobs = [job._replace(arrival=job.arrival - start) for job in served]
@@ -1067,8 +1068,10 @@ def online_jobs(place):
     n = len(jobs) or (320 if place.full else 32)
     spaced = place.jobs(1, n, args.cv or 1.0, prompt=args.prompt or (8, L // 2),
                         output=args.output or (4, max(4, L // 16)))
-    rate = args.rate or 0.7 * place.serve(at_rate(spaced), 2 * place.B).requests_per_second
+    most = place.serve(at_rate(spaced), 2 * place.B, scheduler="sarathi").requests_per_second
+    rate = args.rate or 0.7 * most
     jobs = [job._replace(arrival=at.arrival) for job, at in zip(jobs or spaced, spaced)]
+    place.source += f"; {rate:.3g} requests/s arrive"
     return at_rate(jobs, rate)
 
 @experiment("seconds", "share of requests")
@@ -1252,7 +1255,7 @@ def tables(what, places):
             # columns are panels or series, or every point has a line: the table filled best
             layouts = [lay_out(points, by, what.x.rpartition(" ")[2]) for by in (0, 1, 3)]
             share, text = max(layouts, key=lambda layout: layout[0])
-            texts.append(text if share else f"({len(points)} points: see --plot and --json)")
+            texts.append(text if share else f"(curves of {len(points)} points: --plot, --json)")
     return "\n\n".join(texts)
 
 def numbers_of(what, places):
@@ -1307,7 +1310,7 @@ COLORS = {  # the same thing has the same color in every picture
     "k = 1": "#93c4ea", "k = 3": "#2a78c2", "k = 5": "#123a73",
     "Orca, best": "#e07b2a", "Orca, worst": "#f5b78a",
     "off": "#7f7f7f", "goodput": "#e07b2a", "oracle": "#1b9e87",
-    "chunk": "#1b9e87", "decode": "#f2c14e", "waiting": "#e4e4e4",
+    "prompt": "#1b9e87", "decode": "#f2c14e", "waiting": "#e4e4e4",
     "stall": "#e8583f", "bubble": "#e8583f"}
 
 def draw(rows, what):
@@ -1356,7 +1359,7 @@ def pieces(iterations):
             if start > before + 1e-9:
                 yield row, gap, before, start, 0
             if n_token:
-                kind = "chunk" if any(n > n_logits for _, _, n, n_logits, _ in mine) else "decode"
+                kind = "prompt" if any(n > n_logits for _, _, n, n_logits, _ in mine) else "decode"
                 yield row, kind, start, end, n_token
             gap = "stall" if n_token else "waiting"
             last[row] = (end, "bubble" if staged else gap)
@@ -1510,9 +1513,9 @@ def run_experiments(args, names):
                 with tqdm(desc=name, unit=" runs", leave=False, delay=3) as place.bar:
                     place.rows.extend(EXPERIMENTS[name].rows(place))
     finally:
-        report(args, {name: group for name, group in places.items() if group[0].rows})
         if any(not place.simulated for place in sum(places.values(), [])):
             warn_of_others(start, before)
+        report(args, {name: group for name, group in places.items() if group[0].rows})
 
 def choose_places(args, name):
     """Where an experiment runs. The main job's Tables 2 and 4 stand beside the paper's hardware,
@@ -1538,7 +1541,8 @@ def report(args, places):
         sources = [other.source for other in group]
         if not place.simulated and any(row["paper"] is not None for row in place.rows):
             sources.append(f"the paper: {what.on.model} on {what.on.tp} x {what.on.gpu}")
-        print(f"### {name}\n{textwrap.fill(what.about, 118)}\n{'; '.join(sources)}")
+        print(f"### {name}\n{textwrap.fill(what.about, 118)}")
+        print(textwrap.fill("; ".join(sources), 118))
         if what.x not in ("", "seconds"):
             print(f"By {what.x}.", f"Numbers: {what.y}." if what.y else "")
         print(f"\n{tables(what, group)}\n")

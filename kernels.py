@@ -27,8 +27,8 @@ from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
-# Threads that wait for another one spin for some 10 us, then sleep. OpenMP's default is so long that
-# one other busy process makes iterations twenty times slower. Read when torch is imported.
+# Threads that wait for another one spin for some 10 us, then sleep. By OpenMP's default they spin
+# for so long that one other busy process makes iterations twenty times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import torch  # noqa: E402

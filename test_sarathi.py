@@ -92,8 +92,8 @@ def test_operator_linear(n_in, n_out, n_thread, dtype):
     kernels.cpp.called |= not isinstance(packed, kernels.Packed)  # then oneDNN or torch serves
     torch.set_num_threads(n_thread)
     for n, shift in product((*range(1, 18), 300), (bias, None)):
-        expected = F.linear(x[:n].double(), weight.double(), None if shift is None else bias.double())
         actual = kernels.linear(x[:n], packed, shift)
+        expected = x[:n].double() @ weight.double().T + (0 if shift is None else shift)
         near(actual, expected, n_in**0.5)
         if isinstance(packed, kernels.Packed):
             assert torch.equal(actual[-1:], kernels.linear(x[n - 1:n], packed, shift))
@@ -2546,9 +2546,9 @@ RECORD = [  # entries: request, n_past, rows, rows with logits, weights; no rows
     Iteration(3.0, 4.0, [(0, 64, 1, 1, 0), (1, 2, 1, 1, 0)]),
 ]
 PIECES = [
-    (0, "chunk", 0.0, 2.0, 64),
+    (0, "prompt", 0.0, 2.0, 64),
     (1, "waiting", 1.0, 2.0, 0),
-    (1, "chunk", 2.0, 3.0, 2),
+    (1, "prompt", 2.0, 3.0, 2),
     (0, "stall", 2.0, 3.0, 0),
     (0, "decode", 3.0, 4.0, 1),
     (1, "decode", 3.0, 4.0, 1),
@@ -2563,8 +2563,8 @@ def test_pieces_of_requests_and_stages():
         Iteration(3.0, 4.0, verification, stage=0),
     ]
     assert list(bench.pieces(stages)) == [
-        (0, "chunk", 0.0, 1.0, 64),
-        (1, "chunk", 1.0, 2.0, 64),
+        (0, "prompt", 0.0, 1.0, 64),
+        (1, "prompt", 1.0, 2.0, 64),
         (0, "bubble", 1.0, 3.0, 0),
         (0, "decode", 3.0, 4.0, 9),
     ]
@@ -2574,7 +2574,7 @@ def test_trace(tmp_path):
     bench.write_trace(path, [("sarathi", RECORD)])
     name, first, *others = json.loads(path.read_text())["traceEvents"]
     assert name["ph"] == "M" and name["args"] == {"name": "sarathi"}
-    expected = dict(ph="X", name="chunk", pid=0, tid=0, ts=0, dur=2e6, args={"tokens": 64})
+    expected = dict(ph="X", name="prompt", pid=0, tid=0, ts=0, dur=2e6, args={"tokens": 64})
     assert first == expected and len(others) == 5
 
 def test_picture_shows_ours_and_the_papers():
@@ -2636,7 +2636,7 @@ def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
     for name in ("fig3_a100.png", "timeline_a100.png"):
         assert matplotlib.image.imread(tmp_path / name).std() > 0.05
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {"waiting", "stall", "chunk"} <= {event["name"] for event in events}
+    assert {"waiting", "stall", "prompt"} <= {event["name"] for event in events}
 
 OWN = """
 from sarathi import Policy, Sarathi
