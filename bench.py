@@ -1068,8 +1068,10 @@ def online_jobs(place):
     n = len(jobs) or (320 if place.full else 32)
     spaced = place.jobs(1, n, args.cv or 1.0, prompt=args.prompt or (8, L // 2),
                         output=args.output or (4, max(4, L // 16)))
-    most = place.serve(at_rate(spaced), 2 * place.B, scheduler="sarathi").requests_per_second
-    rate = args.rate or 0.7 * most
+    rate = args.rate
+    if not rate:
+        most = place.serve(at_rate(spaced), 2 * place.B, scheduler="sarathi")
+        rate = 0.7 * most.requests_per_second
     jobs = [job._replace(arrival=at.arrival) for job, at in zip(jobs or spaced, spaced)]
     place.source += f"; {rate:.3g} requests/s arrive"
     return at_rate(jobs, rate)

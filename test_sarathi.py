@@ -288,6 +288,20 @@ def test_without_a_compiler_the_definitions_serve(compiler, tmp_path):
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("\n") == 1 and "C++" in run.stderr
 
+@each("module", ["kernels", "model", "sarathi", "bench"])
+def test_how_threads_wait_is_set_before_torch_starts_them(module):
+    """Libraries read the environment when they are loaded."""
+    code = ("import os, sys\n"
+            "class Finder:\n"
+            "    def find_spec(name, *_):\n"
+            "        if name == 'torch': print(os.environ.get('GOMP_SPINCOUNT'))\n"
+            f"sys.meta_path.insert(0, Finder); import {module}")
+    environment = {**os.environ}
+    del environment["GOMP_SPINCOUNT"]
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                         cwd=Path(__file__).parent, env=environment)
+    assert run.stdout.split() == ["3000"], run.stderr
+
 def test_triton_in_its_interpreter():
     """The tests of operators above in a process of their own, because triton reads TRITON_INTERPRET
     when it is imported"""
