@@ -1933,6 +1933,8 @@ def parse_arguments():
     prompt = parser.add_mutually_exclusive_group(required=True).add_argument
     prompt("--prompt", help="text to continue")
     prompt("--tokens", type=token_ids, metavar="1,2,3", help="or the prompt as token ids")
+    prompt("--explain", action="store_true",
+           help="or follow two small requests through every iteration: plans, batches, pages")
     flag("--adapter", help="a PEFT folder with LoRA weights")
     flag("--draft", help="where drafts come from: ngram, draft (trained beside tiny), or a model")
     flag("--spec", help="how many drafts: a number, 3 if none is given; or goodput, "
@@ -1989,6 +1991,39 @@ def generate_text(args):
         figures += f", {speculator.n_accepted} of {speculator.n_drafted} drafts accepted"
     print(figures, file=sys.stderr)
 
+def explain(args):
+    """Print what every iteration does with two requests, one of them with an adapter."""
+    model = GPT.from_preset("tiny", torch.float32, seed=args.seed)
+    engine = Engine(model, args.scheduler, chunk=8, max_batch=2, n_page=160, alloc="grow",
+                    draft="ngram", spec=2)
+    engine.add_adapter("a", 1)
+    engine.add(Request([5, 6, 7, 8, 5, 6, 7, 8, 5, 6], 6))
+    engine.add(Request([9, 9, 9, 9, 9, 9, 9], 4, adapter="a"))
+    run = engine.runner.run
+    iterations = count(1)
+
+    def run_and_tell(plan):
+        n_token = sum(n + len(request.drafts) for request, n in plan)
+        print(f"\niteration {next(iterations)}: {n_token} tokens, {len(engine.waiting)} requests "
+              f"wait, {len(engine.pool.free)} of {engine.pool.n_page} pages are free")
+        for request, n in plan:
+            end = request.n_past + n + len(request.drafts)
+            fed = request.tokens(request.n_past, request.n_past + n)
+            kind = "decode" if request.output else "prefill chunk"
+            print(f"  request {request.id}, {kind}: tokens {fed}, drafts {request.drafts}\n"
+                  f"    positions {request.n_past} .. {end - 1}, page table "
+                  f"{engine.pool.tables[request][:end].tolist()}")
+            if request.adapter:
+                pages = engine.adapters.pool.tables[request.version]
+                print(f"    adapter {request.adapter!r} on pages {pages[0]} .. {pages[-1]}")
+        new_tokens = run(plan)
+        for request, tokens in new_tokens.items():
+            print(f"  request {request.id}: {len(tokens) - 1} of {len(request.drafts)} drafts "
+                  f"accepted, new tokens {tokens}")
+        return new_tokens
+    engine.runner.run = run_and_tell
+    engine.run()
+
 def run_command_line(main):
     """Call main(). A mistake of the user ends in one line on stderr and exit status 2."""
     try:
@@ -2000,5 +2035,12 @@ def run_command_line(main):
     except KeyboardInterrupt:
         sys.exit(130)
 
+def main():
+    args = parse_arguments()
+    if args.explain:
+        explain(args)
+    else:
+        generate_text(args)
+
 if __name__ == "__main__":
-    run_command_line(lambda: generate_text(parse_arguments()))
+    run_command_line(main)
