@@ -164,19 +164,22 @@ class GPTConfig:
         """Bytes of K and V of one token in all layers: m_kv in [SARATHI §4.3]"""
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
 
-PRESETS = {  # layers, heads, embd, inner, kv heads, head dim, vocabulary, context, family, tied
-    "tiny": GPTConfig(4, 4, 256, 704, 0, 0, 257, 1024, "llama", True),  # see train_tiny
-    "gpt2": GPTConfig(12, 12, 768, 0, 0, 0, 50257, 1024, "gpt2", True),
-    "gpt2-xl": GPTConfig(48, 25, 1600, 0, 0, 0, 50257, 1024, "gpt2", True),
-    "gpt3-175b": GPTConfig(96, 96, 12288, 0, 0, 0, 50257, 4096, "gpt2", True),  # [SARATHI §5.3]
-    "llama-30m": GPTConfig(8, 8, 512, 1408, 0, 0, 8192, 2048, "llama", True),
-    "llama-124m": GPTConfig(12, 12, 768, 2048, 0, 0, 50304, 2048, "llama", True),  # as GPT-2
-    "llama-160m": GPTConfig(12, 12, 768, 3072, 0, 0, 32000, 2048),
-    "tinyllama-1.1b": GPTConfig(22, 32, 2048, 5632, 4, 0, 32000, 2048),
-    "llama-7b": GPTConfig(32, 32, 4096, 11008, 0, 0, 32000, 4096),
-    "llama-13b": GPTConfig(40, 40, 5120, 13824, 0, 0, 32000, 4096),
-    "llama-33b": GPTConfig(60, 52, 6656, 17920, 0, 0, 32000, 4096),
-    "llama-70b": GPTConfig(80, 64, 8192, 28672, 8, 0, 32000, 4096)}
+PRESETS = {  # layers, heads, embd
+    "tiny": GPTConfig(4, 4, 256, n_inner=704, vocab_size=257, tied=True),  # see train_tiny
+    "gpt2": GPTConfig(12, 12, 768, family="gpt2", tied=True),
+    "gpt2-xl": GPTConfig(48, 25, 1600, family="gpt2", tied=True),
+    "gpt3-175b": GPTConfig(96, 96, 12288, block_size=4096, family="gpt2", tied=True),
+    "llama-30m": GPTConfig(8, 8, 512, n_inner=1408, vocab_size=8192, block_size=2048, tied=True),
+    "llama-124m": GPTConfig(12, 12, 768, n_inner=2048, vocab_size=50304, block_size=2048,
+                            tied=True),  # of GPT-2's size
+    "llama-160m": GPTConfig(12, 12, 768, n_inner=3072, vocab_size=32000, block_size=2048),
+    "tinyllama-1.1b": GPTConfig(22, 32, 2048, n_inner=5632, n_kv_head=4, vocab_size=32000,
+                                block_size=2048),
+    "llama-7b": GPTConfig(32, 32, 4096, n_inner=11008, vocab_size=32000, block_size=4096),
+    "llama-13b": GPTConfig(40, 40, 5120, n_inner=13824, vocab_size=32000, block_size=4096),
+    "llama-33b": GPTConfig(60, 52, 6656, n_inner=17920, vocab_size=32000, block_size=4096),
+    "llama-70b": GPTConfig(80, 64, 8192, n_inner=28672, n_kv_head=8, vocab_size=32000,
+                           block_size=4096)}
 
 def preset(name):
     """The GPTConfig of a preset. KeyError that lists the presets for any other name."""
