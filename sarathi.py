@@ -19,7 +19,7 @@ from bisect import insort
 from collections import Counter, deque
 from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, count
+from itertools import accumulate, count, groupby
 from numbers import Integral, Real
 from operator import index, mul
 from pathlib import Path
@@ -1571,8 +1571,9 @@ class ModelRunner:
         return self.verify_sampled(sampling, logits)
 
     def forward(self, spans):
-        """One iteration of the model. Sorts spans. Returns logits (M, V), span after span."""
-        spans.sort(key=lambda span: len(span.tokens) > FEW_ROWS)
+        """One iteration of the model. Sorts spans: few rows first, those of an adapter side by
+        side. Returns logits (M, V), span after span."""
+        spans.sort(key=lambda span: (len(span.tokens) > FEW_ROWS, span.request.version))
         return self.tell("compute", self.pack(spans))
 
     def compute(self, batch):
@@ -1613,27 +1614,29 @@ class ModelRunner:
                      **row_counts([n for _, n, _, _ in rows]))
 
     def pack_adapters(self, spans, rows):
-        """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]."""
-        store = self.engine.adapters
-        adapted = [(span.request.version, row) for span, row in zip(spans, rows)]
-        adapted = [(version, row) for version, row in adapted if store.known[version].n_page]
-        if not adapted or self.model is not self.engine.model:
+        """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]. Adjacent rows of an adapter
+        share a site, so that it is read once."""
+        if self.model is not self.engine.model:
             return {}
+        store = self.engine.adapters
         table = array("i")
-        first = {}  # version -> its first entry in table
-        places = []  # of adapted requests: first row, rows, first entry
-        for version, row in adapted:
-            if version not in first:
-                first[version] = len(table)
+        places = []  # (version, (first row, rows, first entry in table))
+        for version, group in groupby(zip(spans, rows), lambda pair: pair[0].request.version):
+            if store.known[version].n_page:
+                own = [row for _, row in group]
+                places.append((version, (own[0][0], sum(row[1] for row in own), len(table))))
                 table += store.pool.tables[version]
-            places.append((row[0], row[1], first[version]))
+        if not places:
+            return {}
+        places.sort(key=lambda place: place[1][1] > FEW_ROWS)
         table = torch.frombuffer(table, dtype=torch.int32)
         packed = {}
         for op, operator in self.model.config.operators.items():
-            parts = [store.known[version].sites[op] for version, _ in adapted]
+            parts = [store.known[version].sites[op] for version, _ in places]
             sites = np.concatenate(parts)
             if len(sites):
-                sites[:, [0, 1, 7]] += np.repeat(places, list(map(len, parts)), 0)
+                where = [place for _, place in places]
+                sites[:, [0, 1, 7]] += np.repeat(where, list(map(len, parts)), 0)
                 max_rank = round_up(int(sites[:, 4].max()), 16)
                 packed[op] = Sites(sites=torch.from_numpy(sites), table=table, max_rank=max_rank,
                                    n_module=len(operator.modules), way=self.engine.lora,

@@ -191,10 +191,11 @@ def gather(xa):
 @each("W, n_in, columns, n_device, requests", [
     (64, 112, (64, 130, 20), 1, "1 0 1 1 8, 1, 5 0 16 2 40, 8 1 128 2 3"),
     (48, 192, (64, 48), 1, "8 0 17 1 5, 9 1 3, 2, 63 1 33, 64 0 16, 65 0 64 1 1"),
-    (256, 144, (513,), 1, "1 0 100, 2 0 1"),
+    (256, 144, (513,), 1, "1 0 100, 2 0 1, 7 0 30"),
     (64, 64, (65, 20), 2, "3 0 1 1 20, 1, 64 0 40 1 7"),
 ])
-def test_operator_lora(W, n_in, columns, n_device, requests, dtype):
+@each("n_thread", [1, 5])  # with more threads than sites, these divide the rows of a site
+def test_operator_lora(n_thread, W, n_in, columns, n_device, requests, dtype):
     N, sites = sites_of(requests, n_in, columns, W, n_device)
     kv = cache_of(sites.table, 1, W, dtype)
     x = torch.randn(N + 3, n_in).to(dtype) / 16
@@ -211,7 +212,9 @@ def test_operator_lora(W, n_in, columns, n_device, requests, dtype):
             expected[start:start + rows, column:column + n_out] += xa @ b
     for way in ("batched", "bmm")[:3 - n_device]:
         actual = y.clone()
+        torch.set_num_threads(n_thread)
         kernels.lora(actual, x, kv, replace(sites, way=way), exchange)
+        torch.set_num_threads(1)
         near(actual, expected, expected.abs().max())
 
 def test_probabilities():
@@ -1191,6 +1194,24 @@ def slow_copies(monkeypatch):
         return compute(runner, batch)
     monkeypatch.setattr(sarathi.ModelRunner, "copy_adapter", copy_adapter)
     monkeypatch.setattr(sarathi.ModelRunner, "compute", slow_compute)
+
+def test_requests_with_the_same_adapter_share_its_sites():
+    """Rows of an adapter stand side by side, and are one site: (first row, rows). Nine rows of
+    decodes are multiplied like a chunk's."""
+    engine = start(TARGET, [], max_batch=20, n_page=2000)
+    spans = []
+    for version, n in [(1, 1), (0, 1), (3, 2), (1, 8), (3, 9), (1, 20), (0, 30)]:
+        request = Request([1] * n, version=version)
+        engine.pool.reserve(request, n)
+        engine.adapters.acquire(version)
+        spans.append(sarathi.Span(request, 0, request.prompt, 1))
+    batches = []
+    engine.runner.compute = batches.append
+    engine.runner.forward(spans)
+    assert [span.request.version for span in spans] == [0, 1, 1, 3, 0, 1, 3]
+    sites = batches[0].adapters["preproj"]  # adapter 1 has q, adapter 3 q and k
+    assert sites.sites[:, :2].tolist() == 2 * [[10, 2]] + [[1, 9], [42, 20]] + 2 * [[62, 9]]
+    assert (sites.n_few, sites.max_few, sites.max_chunk) == (2, 2, 20)
 
 def test_an_adapter_takes_the_models_dtype():
     engine = Engine(random_model(dtype=bfloat16))
