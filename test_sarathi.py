@@ -1905,30 +1905,32 @@ def test_autopilot_keeps_its_target():
     assert [n for _, n in plan] == [1, 1, 30]
 
 def test_stats_of_an_iteration():
-    """A chunk of 64 tokens and a verification of two drafts; entries as of an iteration"""
-    actual = A100.stats([(100, 64, 1, 10), (9, 3, 3, 20)])
+    """A chunk of 64 tokens, a verification of two drafts and a decode; entries as of an iteration.
+    The chunk and the decode have the same adapter, of ten weights: they read it once."""
+    actual = A100.stats([(100, 64, 1, 7, 10), (9, 3, 3, 8, 20), (5, 1, 1, 7, 10)])
     assert actual == IterationStats(
-        n_tokens=64 + 3,
-        n_logits=1 + 3,
-        decodes=1,
-        context=9 + 3,
+        n_tokens=64 + 3 + 1,
+        n_logits=1 + 3 + 1,
+        decodes=2,
+        context=9 + 3 + 5 + 1,
         context_again=2 * (9 + 3),
         chunks=1,
         pairs=128 * (100 + 64 / 2),  # a whole tile
         chunk_context=100 + 64,
-        adapted=2,
+        adapted=3 + 1,
         adapted_chunks=1,
-        lora_read=20,
-        lora_pairs=64 * 10 + 2 * 20,
+        lora_read=10 + 20,
+        lora_pairs=3 * 20 + 10,
+        lora_chunk_pairs=64 * 10,
     )
 
 def test_the_price_of_drafts_is_what_they_take():
-    decodes = A100.stats([(99, 1, 1, 1000)] * 10)
-    verifications = A100.stats([(99, 4, 4, 1000)] * 10)
+    decodes = A100.stats([(99, 1, 1, 7, 1000)] * 10)
+    verifications = A100.stats([(99, 4, 4, 7, 1000)] * 10)
     assert decodes.with_drafts(30) == verifications
-    decode = A100.stats([(99, 1, 1, 0)])
+    decode = A100.stats([(99, 1, 1, 0, 0)])
     assert A100.time(1, 100) == approx(A100.seconds(decode))
-    step = A100.seconds(A100.stats([(99, 1, 1, 0)] * 300))
+    step = A100.seconds(A100.stats([(99, 1, 1, 0, 0)] * 300))
     proposer = sarathi.DraftModel(None, A100)
     assert proposer.seconds(300, 300 * 100, n_step=4) == approx(4 * step)
 
@@ -1936,7 +1938,7 @@ def test_two_gpus_halve_the_work_and_send_messages():
     """[SARATHI §2.3, S-LoRA §6]"""
     two = CostModel.roofline(A100.config, "a100", tp=2)
     n_weight = Adapter(A100.config, 16).n_params
-    stats = A100.stats([(500, 2048, 1, n_weight)])
+    stats = A100.stats([(500, 2048, 1, 1, n_weight)])
     alone = A100.split(stats)
     shared = two.split(stats)
     numbers = 2048 * 4096  # two all-reduces, each sends 2 (N - 1) / N = 1 times x
@@ -1951,11 +1953,15 @@ def test_two_gpus_halve_the_work_and_send_messages():
     assert sent == approx(2 * two.message(5 / 4 * 2048 * 16))
 
 def test_baselines_of_adapters():
-    """bmm copies adapters first; a swap reads and writes W and A B of q, k, v and o twice."""
-    stats = A100.stats([(100, 1, 1, 10**7)] * 5)
+    """Five decodes read one adapter once. bmm copies it for each of them first; a swap reads and
+    writes W and A B of q, k, v and o twice."""
+    stats = A100.stats([(100, 1, 1, 1, 10**7)] * 5)
     calls = 32 * sarathi.ATTENTION_CALL
-    reading = A100.split(stats)["lora"] - calls
-    assert A100.split(stats, "bmm")["lora"] == approx(3 * reading + 5 * calls)
+    rows = 32 * 5 * sarathi.LORA_ROW
+    multiplying = 2 * 5 * 10**7 / (sarathi.CHUNK_FLOPS * 312e12)
+    reading = 2 * 10**7 / (sarathi.LORA_BANDWIDTH * 2039e9)
+    assert A100.split(stats)["lora"] == approx(reading + multiplying + rows + calls)
+    assert A100.split(stats, "bmm")["lora"] == approx(3 * reading + multiplying + 5 * calls)
     n_bytes = 32 * 4 * 4096**2 * 2
     assert A100.merge() == approx(8 * n_bytes / A100.bandwidth)
     times = [0.0]
@@ -1971,13 +1977,13 @@ FEATURES = {  # operators -> the features of an iteration that cost them seconds
     "preproj postproj ffn_ln1 ffn_ln2": "n_tokens",
     "others": "n_logits",
     "attn": "decodes context context_again chunks pairs chunk_context",
-    "lora": "adapted adapted_chunks lora_read lora_pairs",
+    "lora": "adapted adapted_chunks lora_read lora_pairs lora_chunk_pairs",
 }
 
 def test_a_profile_counts_every_feature_to_its_operator():
     profile = sarathi.Profile.__new__(sarathi.Profile)  # nothing is timed
     CostModel.__init__(profile, TINY, float32)
-    profile.coefficients = [1.0] * 13
+    profile.coefficients = [1.0] * 14
     before = profile.split(IterationStats())
     for operators, features in FEATURES.items():
         for name in features.split():
@@ -2010,8 +2016,11 @@ def test_chunks_make_smaller_bubbles():
     for n in (500, 700):
         pipeline.add(Request([0] * n, 1))
     pipeline.step()
-    alone = cost.seconds(cost.stats([(0, 500, 1, 0)]))
+    alone = cost.seconds(cost.stats([(0, 500, 1, 0, 0)]))
+    # a stage sends while it works on: only the next one waits
     assert pipeline.free_at[-1] == approx(alone + 7 * cost.send(500))
+    assert pipeline.lanes[-1].clock.t == pipeline.free_at[-1]
+    assert pipeline.free_at[0] == approx(alone / 8)
     pipeline.step()  # another prefill, which is longer
     assert pipeline.bubbles["PB1"] > 0 == pipeline.bubbles["PB2"]
 
@@ -2197,7 +2206,9 @@ def small_rows(name):
 # bench.py: claims, measured experiments, workloads, pictures and traces
 
 def test_claims_are_the_papers():
-    assert sum(map(len, CLAIMS.values())) == 160
+    assert sum(map(len, CLAIMS.values())) == 166
+    sources = {claim.source for claims in CLAIMS.values() for claim in claims.values()}
+    assert sources == {"SARATHI text", "S-LoRA text", "S-LoRA logs", "SmartSpec text", "TNG text"}
     assert CLAIMS["table2"]["attn (ms)", "decode-maximal", ""][:3] == (15.2, "value", True)
     assert CLAIMS["table4"]["decode speedup", "LLaMA-33B, A100", 2048][:3] == (4.25, "gain", False)
 
@@ -2208,7 +2219,7 @@ def test_claims_are_the_papers():
     ("at most", 2, (2, 0.1), (2.01,)),
 ])
 def test_claim_holds(kind, paper, inside, outside):
-    claim = bench.Claim(paper, kind, False, "")
+    claim = bench.Claim(paper, kind, False, "", "", "")
     assert all(claim.holds(ours) for ours in inside)
     assert not any(claim.holds(ours) for ours in outside)
 
@@ -2278,11 +2289,11 @@ CONSTANTS = {  # constant -> the claim on which it was chosen, and for slora() w
     "ATTENTION_CALL": ("table2", ("attn (ms)", "decode-only", "")),
     "TILE": ("fig7", ("iteration (ms)", "", 128)),
     "SKINNY": ("table2", ("linear (ms)", "decode-only", "")),
-    "USABLE": ("fig8", ("largest batch", "L = 3072", "")),
+    "sarathi.usable": ("fig8", ("largest batch", "L = 3072", "")),
     "ELEMENTWISE": ("fig3", ("share of others", "", "")),
     "LORA_BANDWIDTH": ("slora_table3", ("S4", "S-LoRA", 100), "S4", 100, 10, 120),
+    "LORA_ROW": ("slora_table3", ("S4", "S-LoRA", 2), "S4", 2, 10, 120),
     "lightllm.layer": ("slora_fig6", ("latency (s)", "", 1), "S4", 400, 1, 300),
-    "lightllm.token": ("slora_table3", ("S1", "S-LoRA", 5), "S1", 5, 10, 120),
     "lightllm.load": ("slora_table3", ("S2", "S-LoRA", 1000), "S2", 1000, 10, 120),
     "lightllm.resize": ("slora_fig5", ("a100", "no-unify", ""), "S4", 400, 6, 300, "no-unify"),
     "lightllm.gather": ("slora_fig5", ("a100", "bmm", ""), "S4", 400, 6, 30, "bmm"),
@@ -2385,7 +2396,7 @@ def test_iteration_is_what_the_cost_model_says():
     place = simulated("table2")
     cost = place.model
     seconds = place.seconds((5, 1023, 251, 512))
-    stats = cost.stats([(1023, 1, 1, 0)] * 5 + [(512, 251, 1, 0)])
+    stats = cost.stats([(1023, 1, 1, 0, 0)] * 5 + [(512, 251, 1, 0, 0)])
     expected = cost.seconds(stats)
     assert seconds.item() == approx(expected)
     operators = place.operators(5, 1023, 251, 512)
@@ -2402,8 +2413,8 @@ def test_explanation_and_chunk():
     assert f"{stalls[0]:.0f} ms instead of {stalls[1]:.0f}" in text
     assert "pays for 204 tokens" in text and "Measured: 1.20 to 1.22 times" in text
     # of 1,024 tokens every 52nd is decoded, in a batch of 6: at best, these cost nothing
-    prefill = 1e3 * place.model.seconds(place.model.stats([(0, 1024, 1, 0)]))
-    decode = 1e3 * place.model.seconds(place.model.stats([(1023, 1, 1, 0)] * 4))
+    prefill = 1e3 * place.model.seconds(place.model.stats([(0, 1024, 1, 0, 0)]))
+    decode = 1e3 * place.model.seconds(place.model.stats([(1023, 1, 1, 0, 0)] * 4))
     assert f"could be served {1 + 20 * decode / 6 / prefill:.2f} times" in text
     assert bench.pick_chunk(place) == 256  # 256 / (B - 1) is 51
     assert bench.pick_chunk(place, pd=200) > 256
