@@ -337,13 +337,15 @@ class Engine:
         """Start the plan's waiting requests, up to the first one that has no room, and reserve
         pages for the others' tokens. Returns the part of the plan that can run."""
         name = type(self.scheduler).__name__
-        good = isinstance(plan, list) and all(isinstance(entry, tuple) for entry in plan)
+        good = isinstance(plan, list)
+        good = good and all(issubclass(kind, tuple) for kind in {*map(type, plan)})
         assert good, f"{name} plans {short(plan)}: must be [(request, n)]"
-        batch = {request for request, _ in plan}.union(self.running)
-        good = len(dict(plan)) == len(plan) and len(batch) <= self.max_batch
+        planned = dict(plan)
+        batch = {*planned, *self.running}
+        good = len(planned) == len(plan) and len(batch) <= self.max_batch
         assert good, f"{name} plans a request twice, or more than max_batch = {self.max_batch}"
         # a request that is preempted below waits again, and must not start at once
-        new = {request for request, _ in plan if request.state == "waiting"}
+        new = batch.difference(self.running)
         room = True
         for request, n in plan:
             good = request.state == "running" or request in self.waiting

@@ -2334,10 +2334,30 @@ def test_scoreboard_counts(monkeypatch, capsys):
     monkeypatch.setattr(bench, "CLAIMS", {name: CLAIMS[name] for name in names})
     rows = bench.scoreboard(arguments())
     assert len(rows) == sum(map(len, bench.CLAIMS.values()))
-    assert {"experiment", "what", "paper", "ours", "kind", "fit", "inside"} <= set(rows[0])
+    assert {"experiment", "what", "paper", "paper_source", "ours", "kind", "inside"} <= set(rows[0])
+    line = "SARATHI: values 3 of 4, gains 13 of 15, bounds 2 of 3, fitted 6 of 6"
     text = capsys.readouterr().out
-    for line in ("predicted values: 3 of 4", "predicted gains: 13 of 15", "fitted values: 6 of 6"):
-        assert line in text
+    assert f"- {line}\n- all: {line[9:]}\n" in text
+
+def test_a_run_counts_once():
+    """However many rows it feeds; it holds if all of them do."""
+    rows = []
+    for text in ("A value 1 x", "A value 0 x", "A value 1", "A value 1", "A gain 1 x", "B value 0"):
+        paper, kind, inside, *run = text.split()
+        rows.append(dict(paper_source=f"{paper} text", experiment="e", what=str(len(rows)),
+                         kind=kind, fit=False, run="".join(run), inside=inside == "1"))
+    rows.append(rows[-1] | dict(fit=True))
+    assert [*bench.count_runs(rows)] == [
+        "- A: values 2 of 3, gains 1 of 1",
+        "- B: values 0 of 1, fitted 0 of 1",
+        "- all: values 2 of 4, gains 1 of 1, fitted 0 of 1",
+    ]
+
+@each("kind, ours, far", [
+    ("at least", 3.9, False), ("at least", 4.1, True), ("at most", 0.9, True), ("value", 9, False),
+])
+def test_a_bound_passed_by_far_says_little(kind, ours, far):
+    assert bench.Claim(2, kind, False, "", "", "").is_far(ours) == far
 
 @cache
 def tiny_place():
