@@ -771,7 +771,7 @@ class Lightllm(Scheduler):
 
 def adapter_batches(size):
     """The order of a server on top of PEFT: all requests that have come, adapter by adapter, in
-    batches of one adapter; then all that have come meanwhile."""
+    batches of one adapter; then all that have come meanwhile. PEFT would pad them; this does not."""
     batches = []
 
     def order(waiting, running, now):
