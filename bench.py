@@ -495,7 +495,7 @@ def decode_speedup(place, L, B):
 def gains(place, P, D, B, *schedulers):
     """How many times as fast as request-level batching, (n_scheduler, n_round), for equal requests
     of P + D tokens. The middle of a run counts; one static batch is like the next."""
-    first, last = (5 * B, 10 * B) if place.simulated else (B, B + 3)
+    first, last = (3 * B, 6 * B) if place.simulated else (B, B + 3)
     jobs = [Job(0.0, P, D)] * (last + B)
     functions = [partial(place.serve, jobs[:B], B, scheduler="static")]
     functions += [partial(place.serve, jobs, B, scheduler=scheduler, n_end=last)
@@ -771,7 +771,7 @@ class Lightllm(Scheduler):
 
 def adapter_batches(size):
     """The order of a server on top of PEFT: all requests that have come, adapter by adapter, in
-    batches of one adapter; then all that have come meanwhile. PEFT would pad them; this does not."""
+    batches of one adapter; then all that have come meanwhile. Unlike PEFT's, none is padded."""
     batches = []
 
     def order(waiting, running, now):
