@@ -77,7 +77,8 @@ class Claim(NamedTuple):
 def read_claims():
     """{experiment: {(panel, series, x): Claim}} of assets/claims.csv. Left out are numbers that
     follow from others, such as totals of Table 2, or from the arrivals, such as throughput at low
-    load; pictures without numbers [SmartSpec Fig. 14]; and vLLM-packed [S-LoRA Table 3]."""
+    load; figures whose numbers or settings are not given [S-LoRA Fig. 7, SmartSpec Fig. 14]; and
+    vLLM-packed [S-LoRA Table 3]."""
     claims = defaultdict(dict)
     with open(Path(__file__).with_name("assets") / "claims.csv", newline="") as file:
         for line in csv.DictReader(file):
@@ -787,9 +788,8 @@ def adapter_batches(size):
     return order
 
 def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv=1.0, power=1.0,
-          order=fcfs, **lengths):
-    """The Run of a setting of [S-LoRA Table 1] with n adapters, by one of the paper's systems.
-    lengths: prompt and output, as of gamma_jobs."""
+          order=fcfs):
+    """The Run of a setting of [S-LoRA Table 1] with n adapters, by one of the paper's systems."""
     gpu = gpu or place.on.gpu
     model, ranks = SETTINGS[setting]
     system = place.on.system
@@ -806,8 +806,7 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv
         options["adapter_pages"] = n_page // 4
     if variant in ("bmm", "merge"):
         options["lora"] = variant
-    seconds = seconds if place.full else seconds / 6
-    jobs = place.jobs(rate, seconds, cv, n, power, **lengths)
+    jobs = place.jobs(rate, seconds if place.full else seconds / 6, cv, n, power)
     if variant == "base model":
         jobs = [job._replace(adapter=None) for job in jobs]
     return serve(Engine(cost, alloc="grow", n_page=n_page, **options), jobs, adapters=ranks)
@@ -840,15 +839,6 @@ def slora_fig6(place):
         yield "latency (s)", "", rate, fmean(run.latencies)
         yield "first token (s)", "", rate, fmean(run.ttfts)
         yield "attainment", "", rate, attainment(run)
-
-@experiment("arrival rate (requests/s), R", "", Hardware("llama-7b", "a10g", 1, "lightllm"),
-            "simulated")
-def slora_fig7(place):
-    """[S-LoRA Fig. 7] throughput on requests of a chat service: 26 adapters, means of 85 and 165
-    tokens. Lengths are uniform here, and adapters equally popular."""
-    for rate in (2, 3, 4):
-        run = slora(place, "S2", 26, rate, 300, prompt=(1, 169), output=(1, 329))
-        yield "requests/s", "", rate, run.requests_per_second
 
 @experiment("GPUs, N", "requests/s", Hardware("llama-33b", "a100-40", 2, "lightllm"),
             "simulated")
