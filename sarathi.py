@@ -1893,7 +1893,6 @@ class Pipeline:
         when it has left the last one."""
         busy = (end - t) / len(self.free_at)
         send = self.lanes[0].model.send(sum(n for _, n in plan))
-        entries = entries_of(plan, self.lanes[0])
         idle = 0.0
         for stage, free_at in enumerate(self.free_at):
             start = max(t, free_at)
@@ -1901,6 +1900,7 @@ class Pipeline:
             done = start + busy
             self.free_at[stage] = done
             if self.record is not None:
+                entries = entries_of(plan, self.lanes[0])
                 self.record.append(Iteration(start, done, entries, stage))
             t = done + send  # only the next stage waits for a message
 
