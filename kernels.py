@@ -69,7 +69,8 @@ class OnDevice:
 
 @dataclass
 class Sites(OnDevice):
-    """Where adapters act in one operator: S sites, one per (request, module), few rows first."""
+    """Where adapters act in one operator: S sites, one per module and adjacent rows of an adapter,
+    of one request or several, few rows first."""
     sites: Tensor  # (S, 8) int32: first row, rows, first column of y, columns, rank of A,
     #                rank of B, module number, first entry in table
     table: Tensor  # (n,) int32: pages of the adapters
@@ -1146,35 +1147,45 @@ void causal_softmax(T* scores, int Hk, int n, int G, int context, int n_past, fl
     }
 }
 
-// y (N, n_out) += x (N, n_in) A B for sites with few rows; A and B (n_page, W) are read in place
+// y (N, n_out) += x (N, n_in) A B for sites with few rows, which share one reading of A and B
+// (n_page, W) in place. Only if there are fewer sites than threads, their rows are divided.
 void lora(const T* x, T* y, const T* A, const T* B, const int32_t* sites, const int32_t* table,
           int S, int n_in, int n_out, int width) {
     const int64_t W = width;
-    #pragma omp parallel for schedule(dynamic, 1)
-    for (int s = 0; s < S; s++) {
-        const int32_t *site = sites + 8 * s, *pages = table + site[7];
-        const int columns = site[3], rank = site[4];
-        const int a_page = (n_in + W - 1) / W, b_page = (columns + W - 1) / W;  // pages of a row
-        for (int64_t row = site[0]; row < site[0] + site[1]; row++) {
-            std::vector<float> in(x + row * n_in, x + (row + 1) * n_in), xa(rank);
+    const int n_part = (omp_get_max_threads() + S - 1) / std::max(1, S);
+    #pragma omp parallel for collapse(2) schedule(dynamic, 1)
+    for (int s = 0; s < S; s++)
+        for (int part = 0; part < n_part; part++) {
+            const int32_t *site = sites + 8 * s, *pages = table + site[7];
+            const int columns = site[3], rank = site[4];
+            const int a_page = (n_in + W - 1) / W, b_page = (columns + W - 1) / W;  // of a row
+            const int first_row = site[0] + part * site[1] / n_part;
+            const int n = site[0] + (part + 1) * site[1] / n_part - first_row;
+            if (n == 0) continue;
+            const T* own_x = x + (int64_t)first_row * n_in;
+            T* own_y = y + (int64_t)first_row * n_out + site[2];
+            std::vector<float> in(own_x, own_x + n * n_in), xa(n * rank), sums(n * columns);
             for (int i = 0; i < rank * a_page; i++) {
-                const int first = i % a_page * W, n = std::min(width, n_in - first);
-                if (i + 8 < rank * a_page) prefetch(A + pages[i + 8] * W, n);
-                xa[i / a_page] += dot(&in[first], A + pages[i] * W, n);
+                const int first = i % a_page * W, length = std::min(width, n_in - first);
+                if (i + 8 < rank * a_page) prefetch(A + pages[i + 8] * W, length);
+                for (int j = 0; j < n; j++)
+                    xa[j * rank + i / a_page] +=
+                        dot(&in[j * n_in + first], A + pages[i] * W, length);
             }
-            T* own = y + row * n_out + site[2];
-            std::vector<float> sums(own, own + columns);
+            for (int j = 0; j < n; j++)
+                for (int k = 0; k < columns; k++) sums[j * columns + k] = own_y[j * n_out + k];
             for (int p = 0; p < b_page; p++)
                 for (int i = 0; i < rank; i += 4) {
                     const int32_t* rows = pages + i * b_page + p;
                     for (int next = 4; next < std::min(8, rank - i); next++)
                         prefetch(B + rows[next * b_page] * W, W);
-                    add_rows(&sums[p * W], &xa[i], B, rows, b_page, std::min(4, rank - i), W,
-                             std::min(width, columns - p * width));
+                    for (int j = 0; j < n; j++)
+                        add_rows(&sums[j * columns + p * W], &xa[j * rank + i], B, rows, b_page,
+                                 std::min(4, rank - i), W, std::min(width, columns - p * width));
                 }
-            std::copy(sums.begin(), sums.end(), own);
+            for (int j = 0; j < n; j++)
+                for (int k = 0; k < columns; k++) own_y[j * n_out + k] = sums[j * columns + k];
         }
-    }
 }
 
 }  // extern "C"

@@ -19,7 +19,7 @@ from bisect import insort
 from collections import Counter, deque
 from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, count
+from itertools import accumulate, count, groupby
 from numbers import Integral, Real
 from operator import index, mul
 from pathlib import Path
@@ -72,7 +72,7 @@ class Request:
 
     @property
     def n_todo(self):
-        return self.n_tokens - self.n_past
+        return len(self.prompt) + len(self.output) - self.n_past  # called often
 
     @property
     def max_len(self):
@@ -130,7 +130,7 @@ class Event(NamedTuple):
 class Iteration(NamedTuple):
     start: float  # seconds
     end: float
-    entries: list  # (request id, n_past, rows, rows with logits, adapter weights)
+    entries: list  # (request id, n_past, rows, rows with logits, adapter version, its weights)
     stage: int = 0  # of a simulated pipeline
 
 # -----------------------------------------------------------------------------
@@ -338,13 +338,15 @@ class Engine:
         """Start the plan's waiting requests, up to the first one that has no room, and reserve
         pages for the others' tokens. Returns the part of the plan that can run."""
         name = type(self.scheduler).__name__
-        good = isinstance(plan, list) and all(isinstance(entry, tuple) for entry in plan)
+        good = isinstance(plan, list)
+        good = good and all(issubclass(kind, tuple) for kind in {*map(type, plan)})
         assert good, f"{name} plans {short(plan)}: must be [(request, n)]"
-        batch = {request for request, _ in plan}.union(self.running)
-        good = len(dict(plan)) == len(plan) and len(batch) <= self.max_batch
+        planned = dict(plan)
+        batch = {*planned, *self.running}
+        good = len(planned) == len(plan) and len(batch) <= self.max_batch
         assert good, f"{name} plans a request twice, or more than max_batch = {self.max_batch}"
         # a request that is preempted below waits again, and must not start at once
-        new = {request for request, _ in plan if request.state == "waiting"}
+        new = batch.difference(self.running)
         room = True
         for request, n in plan:
             good = request.state == "running" or request in self.waiting
@@ -771,7 +773,8 @@ class Autopilot(Scheduler):
         sizes = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
         self.sizes = [n for n in sizes if n % cost.tile == 0]  # of batches, in tokens
         # seconds per prompt token, at best
-        self.prefill_price = min(cost.seconds(cost.stats([(0, n, 0, 0)])) / n for n in self.sizes)
+        stats = {n: cost.stats([(0, n, 0, 0, 0)]) for n in self.sizes}
+        self.prefill_price = min(cost.seconds(stats[n]) / n for n in self.sizes)
 
     def plan(self, running, waiting):
         cost = self.engine.cost
@@ -1189,10 +1192,11 @@ class IterationStats:
     chunks: int = 0  # requests with more rows
     pairs: float = 0  # (query, key) pairs of chunks, in whole tiles of rows
     chunk_context: int = 0  # cached tokens that chunks read again [SARATHI §4.2]
-    adapted: int = 0  # requests with an adapter
-    adapted_chunks: int = 0  # chunks of these
-    lora_read: int = 0  # adapter weights that decodes read, each request its own
-    lora_pairs: int = 0  # (row, adapter weight) pairs of chunks and drafts
+    adapted: int = 0  # rows of decodes with an adapter
+    adapted_chunks: int = 0  # chunks with one
+    lora_read: int = 0  # adapter weights; requests with the same adapter read it once
+    lora_pairs: int = 0  # (row, adapter weight) pairs of decodes
+    lora_chunk_pairs: int = 0  # the same of chunks
 
     def with_drafts(self, n):
         """The same iteration with n drafts, spread over its decodes."""
@@ -1200,7 +1204,8 @@ class IterationStats:
         context = self.context + n
         return replace(self, n_tokens=self.n_tokens + n, n_logits=self.n_logits + n,
                        context=context, context_again=self.context_again + n * context / d,
-                       lora_pairs=self.lora_pairs + n * self.lora_read / d)
+                       adapted=self.adapted * (1 + n / d),
+                       lora_pairs=self.lora_pairs * (1 + n / d))
 
 def entries_of(plan, engine):
     """A plan as Iteration.entries."""
@@ -1208,8 +1213,9 @@ def entries_of(plan, engine):
     for request, n in plan:
         n_draft = len(request.drafts)
         n_logits = 1 + n_draft if n == request.n_todo else 0
-        n_weight = engine.adapters.known[request.version].n_params
-        entries.append((request.id, request.n_past, n + n_draft, n_logits, n_weight))
+        version = request.version
+        n_weight = engine.adapters.known[version].n_params
+        entries.append((request.id, request.n_past, n + n_draft, n_logits, version, n_weight))
     return entries
 
 class GPU(NamedTuple):
@@ -1254,8 +1260,8 @@ GEMM_BANDWIDTH = 0.76  # [SARATHI Table 2] decode-only, linear
 CHUNK_FLOPS = 0.30  # [SARATHI Table 2] prefill-only, attn
 DECODE_BANDWIDTH = 0.80  # [SARATHI Table 2] decode-only, attn
 ATTENTION_CALL = 19e-6  # seconds per layer and kernel [SARATHI Table 2] decode-maximal, attn
-LORA_BANDWIDTH = 0.325  # [S-LoRA Table 3] S4, n = 100
-USABLE = 0.84  # of the memory, for weights and cache [SARATHI Fig. 8, §5.3]
+LORA_BANDWIDTH = 0.5  # [S-LoRA Table 3] S4, n = 100
+LORA_ROW = 4.8e-6  # seconds per layer and row of a decode [S-LoRA Table 3] S4, n = 2
 ELEMENTWISE = 6  # reads and writes of a token's vector per layer: "others" < 5 % [SARATHI §3.1]
 TILE = 128  # rows of a matrix product's block [SARATHI Fig. 7]
 SKINNY = 32  # up to so many rows, products use smaller blocks [SARATHI Table 2]
@@ -1266,7 +1272,8 @@ INFINIBAND = 25e9  # bytes/s to the next node
 PCIE = 32e9  # bytes/s from host memory
 
 class System(NamedTuple):
-    """Seconds that a serving system's host adds to the GPU's, each fitted to the cell beside it."""
+    """Seconds that a serving system's host adds to the GPU's, each fitted to the cell beside it,
+    and what it does otherwise."""
     layer: float = 0.0  # to launch the kernels of a layer
     token: float = 0.0  # per sampled or verified token
     load: float = 0.0  # per layer, to start the copies of an adapter
@@ -1274,15 +1281,16 @@ class System(NamedTuple):
     gather: float = ATTENTION_CALL  # per layer and request, to gather an adapter for a bmm
     eager: bool = False  # host and GPU wait for each other: their times add up
     expand: bool = False  # every draft is verified as a request of its own
+    usable: float = 0.84  # share of the memory for weights and cache [SARATHI Fig. 8, §5.3]
 
 SYSTEMS = {
     "sarathi": System(),  # this engine
     "lightllm": System(  # S-LoRA is built on it
-        layer=1.33e-3,  # [S-LoRA Fig. 6] S4, R = 1, latency
-        token=0.085e-3,  # [S-LoRA Table 3] S1, n = 5
-        load=0.45e-3,  # [S-LoRA Table 3] S2, n = 1000
-        resize=1.25e-3,  # [S-LoRA Fig. 5] no-unify, A100-80, n = 400
-        gather=0.505e-3),  # [S-LoRA Fig. 5] bmm, A100-80, n = 400
+        layer=1.36e-3,  # [S-LoRA Fig. 6] S4, R = 1, latency
+        load=0.36e-3,  # [S-LoRA Table 3] S2, n = 1000
+        resize=2.2e-3,  # [S-LoRA Fig. 5] no-unify, A100-80, n = 400
+        gather=0.505e-3,  # [S-LoRA Fig. 5] bmm, A100-80, n = 400
+        usable=0.92),  # 125,000 tokens beside 7B on an A100-80, in the authors' scripts
     "transformers": System(
         layer=1.8e-3,  # [S-LoRA Table 3] PEFT, S1 and S4, n = 100
         token=0.95e-3,  # [S-LoRA Table 3] PEFT, S1, n = 5
@@ -1327,22 +1335,24 @@ class CostModel:
     def stats(self, entries, others=IterationStats()):
         """Stats of an iteration with these entries (the id may lack) and the others' stats."""
         s = replace(others)
-        for *_, n_past, n, n_logits, n_weight in entries:
+        adapters = {}  # version -> weights
+        for *_, n_past, n, n_logits, version, n_weight in entries:
             s.n_tokens += n
             s.n_logits += n_logits
-            s.adapted += n_weight > 0
+            adapters[version] = n_weight
             if n <= FEW_ROWS:
                 s.decodes += 1
                 s.context += n_past + n
                 s.context_again += (n - 1) * (n_past + n)
-                s.lora_read += n_weight
-                s.lora_pairs += n_weight * (n - 1)
+                s.adapted += n * (n_weight > 0)
+                s.lora_pairs += n * n_weight
             else:
                 s.chunks += 1
                 s.pairs += round_up(n, self.tile) * (n_past + n / 2)
                 s.chunk_context += n_past + n
                 s.adapted_chunks += n_weight > 0
-                s.lora_pairs += n_weight * n
+                s.lora_chunk_pairs += n * n_weight
+        s.lora_read += sum(adapters.values())
         return s
 
     def seconds(self, stats, lora="batched"):
@@ -1392,7 +1402,8 @@ class Roofline(CostModel):
         self.flops = tp * sheet.flops
         self.read = tp * sheet.bandwidth
         self.bandwidth = GEMM_BANDWIDTH * self.read
-        self.memory = USABLE * tp * nodes * sheet.memory * 2**30 - self.n_bytes  # for the cache
+        memory = self.system.usable * tp * nodes * sheet.memory * 2**30
+        self.memory = memory - self.n_bytes  # for the cache
         free = round(self.memory / 1e9, 1)
         check_range(f"free GB of {tp * nodes} x {gpu} beside the weights", free, 0.0)
 
@@ -1412,7 +1423,7 @@ class Roofline(CostModel):
         # norms, activations and residuals; the output head for the rows that need it
         passes = ELEMENTWISE * s.n_tokens * c.n_layer * c.n_embd * self.dtype.itemsize
         head = self.product(s.n_logits, c.vocab_size * c.n_embd) if s.n_logits else 0.0
-        adapters = self.lora(s, calls, lora) if s.adapted else 0.0
+        adapters = self.lora(s, calls, lora) if s.lora_read else 0.0
         return linear, attention, passes / self.bandwidth + head, adapters
 
     def product(self, n, n_weights):
@@ -1422,17 +1433,22 @@ class Roofline(CostModel):
         return math.hypot(compute, self.dtype.itemsize * n_weights / self.bandwidth)
 
     def lora(self, s, calls, way):
-        """x A B: decodes are bound by reading (MBGMV), chunks by multiplying (MBGMM)."""
-        multiply = 2 * s.lora_pairs / (CHUNK_FLOPS * self.flops)
+        """x A B: each adapter is read once, each row of a decode is a vector product of its own
+        (MBGMV), chunks are multiplied (MBGMM)."""
+        L = self.config.n_layer
+        pairs = s.lora_pairs + s.lora_chunk_pairs
+        multiply = 2 * pairs / (CHUNK_FLOPS * self.flops)
         read = s.lora_read * self.dtype.itemsize / (LORA_BANDWIDTH * self.read)
+        rows = L * LORA_ROW * s.adapted / self.tp
         if way == "bmm":  # gathered and padded first
             read *= 3
-            calls = self.config.n_layer * self.system.gather * s.adapted
-        seconds = multiply + read + calls
+            rows = L * self.system.gather * (s.adapted + s.adapted_chunks)
+            calls = 0.0
+        seconds = multiply + read + rows + calls
         if self.tp > 1 and self.exchanges:
             # x A is exchanged: 5 (N - 1) B r / N numbers per layer in two messages [S-LoRA §6]
-            rows = (s.lora_read + s.lora_pairs) / Adapter(self.config, 1).n_params
-            seconds += 2 * self.message(5 / 2 * (self.tp - 1) / self.tp * rows)
+            numbers = pairs / Adapter(self.config, 1).n_params  # B r
+            seconds += 2 * self.message(5 / 2 * (self.tp - 1) / self.tp * numbers)
         return seconds
 
     def message(self, numbers):
@@ -1580,8 +1596,9 @@ class ModelRunner:
         return self.verify_sampled(sampling, logits)
 
     def forward(self, spans):
-        """One iteration of the model. Sorts spans. Returns logits (M, V), span after span."""
-        spans.sort(key=lambda span: len(span.tokens) > FEW_ROWS)
+        """One iteration of the model. Sorts spans: few rows first, those of an adapter side by
+        side. Returns logits (M, V), span after span."""
+        spans.sort(key=lambda span: (len(span.tokens) > FEW_ROWS, span.request.version))
         return self.tell("compute", self.pack(spans))
 
     def compute(self, batch):
@@ -1622,27 +1639,29 @@ class ModelRunner:
                      **row_counts([n for _, n, _, _ in rows]))
 
     def pack_adapters(self, spans, rows):
-        """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]."""
-        store = self.engine.adapters
-        adapted = [(span.request.version, row) for span, row in zip(spans, rows)]
-        adapted = [(version, row) for version, row in adapted if store.known[version].n_page]
-        if not adapted or self.model is not self.engine.model:
+        """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]. Adjacent rows of an adapter
+        share a site, so that it is read once."""
+        if self.model is not self.engine.model:
             return {}
+        store = self.engine.adapters
         table = array("i")
-        first = {}  # version -> its first entry in table
-        places = []  # of adapted requests: first row, rows, first entry
-        for version, row in adapted:
-            if version not in first:
-                first[version] = len(table)
+        places = []  # (version, (first row, rows, first entry in table))
+        for version, group in groupby(zip(spans, rows), lambda pair: pair[0].request.version):
+            if store.known[version].n_page:
+                own = [row for _, row in group]
+                places.append((version, (own[0][0], sum(row[1] for row in own), len(table))))
                 table += store.pool.tables[version]
-            places.append((row[0], row[1], first[version]))
+        if not places:
+            return {}
+        places.sort(key=lambda place: place[1][1] > FEW_ROWS)
         table = torch.frombuffer(table, dtype=torch.int32)
         packed = {}
         for op, operator in self.model.config.operators.items():
-            parts = [store.known[version].sites[op] for version, _ in adapted]
+            parts = [store.known[version].sites[op] for version, _ in places]
             sites = np.concatenate(parts)
             if len(sites):
-                sites[:, [0, 1, 7]] += np.repeat(places, list(map(len, parts)), 0)
+                where = [place for _, place in places]
+                sites[:, [0, 1, 7]] += np.repeat(where, list(map(len, parts)), 0)
                 max_rank = round_up(int(sites[:, 4].max()), 16)
                 packed[op] = Sites(sites=torch.from_numpy(sites), table=table, max_rank=max_rank,
                                    n_module=len(operator.modules), way=self.engine.lora,
@@ -1824,7 +1843,7 @@ class CostRunner:
                 for request, n in plan if n == request.n_todo}
 
     def draft(self, spans, threshold):
-        entries = [(n_past, len(tokens), n_logits, 0) for _, n_past, tokens, n_logits in spans]
+        entries = [(n_past, len(tokens), n_logits, 0, 0) for _, n_past, tokens, n_logits in spans]
         self.clock.t += self.cost.seconds(self.cost.stats(entries))
         return [(span.request, 0, True) for span in spans if span.n_logits]
 
@@ -1882,16 +1901,17 @@ class Pipeline:
         """Move a micro-batch, planned at t, through the stages. end: if it never waited. Returns
         when it has left the last one."""
         busy = (end - t) / len(self.free_at)
-        send = self.lanes[0].model.send(sum(n for _, n in plan))  # keeps a stage busy as well
-        entries = entries_of(plan, self.lanes[0])
+        send = self.lanes[0].model.send(sum(n for _, n in plan))
         idle = 0.0
         for stage, free_at in enumerate(self.free_at):
             start = max(t, free_at)
             idle += start - free_at
-            t = start + busy + (send if stage + 1 < len(self.free_at) else 0.0)
-            self.free_at[stage] = t
+            done = start + busy
+            self.free_at[stage] = done
             if self.record is not None:
-                self.record.append(Iteration(start, t, entries, stage))
+                entries = entries_of(plan, self.lanes[0])
+                self.record.append(Iteration(start, done, entries, stage))
+            t = done + send  # only the next stage waits for a message
 
         # count the bubbles by kind, and for each request
         before = self.n_prompt
@@ -1901,7 +1921,7 @@ class Pipeline:
             self.bubbles["PB3" if before == self.n_prompt else kind] += idle
             for request, _ in plan:
                 self.bubble_of[request.id] += idle
-        return t
+        return done
 
 # -----------------------------------------------------------------------------
 # command line
