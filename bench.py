@@ -913,8 +913,9 @@ def spec_fig5(place):
     for B in [2 ** i for i in range(10)]:
         stats = IterationStats(n_tokens=B, n_logits=B, decodes=B, context=192 * B)
 
-        def price(n, steps):
-            return place.model.seconds(stats.with_drafts(n)) + steps * draft.seconds(stats)
+        def price(drafts):
+            verifying = place.model.seconds(stats.with_drafts(sum(drafts)))
+            return verifying + len(drafts) * draft.seconds(stats)
         best = POLICIES["goodput"]().lengths([None] * B, [MAX_DRAFTS] * B, 0.7, price)
         yield "best k", "", B, len(best[0])
 
