@@ -19,7 +19,7 @@ from bisect import insort
 from collections import Counter, deque
 from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, count
+from itertools import accumulate, count, islice
 from numbers import Integral, Real
 from operator import index, mul
 from pathlib import Path
@@ -172,6 +172,7 @@ class Engine:
         self.pending = []  # requests that have not arrived, the next one first
         self.waiting = []  # preempted requests first, then by arrival
         self.running = []  # the most recently started last
+        self.ordered = []  # the waiting requests, as the order gave them last
         self.full = False  # a waiting request had no room, and nothing has changed since
         self.ids = count()
 
@@ -312,6 +313,7 @@ class Engine:
                 del self.requests[request.id]
         self.running.clear()
         self.waiting.clear()
+        self.ordered = []
         self.pending[:] = sorted(self.requests.values(), key=lambda request: request.arrival)
 
     # the parts of an iteration
@@ -331,6 +333,7 @@ class Engine:
             return []
         ordered = self.order([*self.waiting], [*self.running], self.clock.now())
         assert isinstance(ordered, list), f"the order gives {short(ordered)}: must be a list"
+        self.ordered = ordered
         if len(ordered) < len(self.waiting):  # thousands may wait: no scan without need
             for request in [r for r in self.waiting if r.state == "aborted"]:
                 self.finish(request, "aborted")  # by the order [S-LoRA §4.3]
@@ -358,7 +361,8 @@ class Engine:
                 self.full = not room
             else:
                 self.grow(request, request.n_past + n)
-        self.adapters.prefetch(self.waiting)
+        if len(self.adapters.known) > 1:
+            self.prefetch()
         return [entry for entry in plan if entry[0].state == "running"]
 
     def start(self, request):
@@ -382,6 +386,17 @@ class Engine:
         self.running.append(request)
         request.state = "running"
         return True
+
+    def prefetch(self, n=8):
+        """Load the adapters of the next n requests to start [S-LoRA §5.2], if these have room beside
+        all that the running ones may still need: so that no page is taken back before its use."""
+        shared = self.adapters.pool is self.pool
+        spare = sum(r.max_len - len(self.pool.tables[r]) for r in self.running)
+        wanted = []
+        for request in islice((r for r in self.ordered if r.state == "waiting"), n):
+            spare += request.max_len
+            wanted.append((request.version, spare * shared))
+        self.adapters.prefetch(wanted)
 
     def grow(self, request, n):
         """Let a running request have n pages. If too few are free, preempt the last to start: it
@@ -630,29 +645,29 @@ class AdapterStore:
         self.pool.release(version)
 
     def reserve(self, pool, owner, n, spare=0):
-        """PagePool.reserve, with spare pages left free. Evicts idle adapters, least recently used
-        first, unless too few pages would become free."""
-        n_free = n + spare - len(pool.tables.get(owner, ()))  # so many must be
-        if n_free > len(pool.free):
+        """PagePool.reserve, with spare pages left that are free or an idle adapter's. Evicts idle
+        adapters, least recently used first, unless too few pages would become free."""
+        n_more = n - len(pool.tables.get(owner, ()))
+        if n_more + spare > len(pool.free):
             idle = [version for version in self.loaded if not self.n_users[version]]
             n_idle = sum(self.known[version].n_page for version in idle)
-            if pool is not self.pool or n_free > len(pool.free) + n_idle:
+            if pool is not self.pool or n_more + spare > len(pool.free) + n_idle:
                 return False
-            while n_free > len(pool.free):
+            while n_more > len(pool.free):
                 self.evict(idle.pop(0))
         return pool.reserve(owner, n)
 
-    def load(self, version):
+    def load(self, version, spare):
         """Start to copy an adapter to pages. Returns False if too few are free or idle."""
-        if not self.reserve(self.pool, version, self.known[version].n_page):
+        if not self.reserve(self.pool, version, self.known[version].n_page, spare):
             return False
         pages = self.pool.tables[version]  # none if adapters are merged into the weights
         self.loaded[version] = self.copy(version, pages) if pages else self.loaded[0]
         return True
 
-    def acquire(self, version):
+    def acquire(self, version, spare=0):
         """Load an adapter, if it is not loaded, and count a user. False if pages are missing."""
-        if version not in self.loaded and not self.load(version):
+        if version not in self.loaded and not self.load(version, spare):
             return False
         self.loaded[version] = self.loaded.pop(version)  # now the most recently used
         self.n_users[version] += 1
@@ -661,12 +676,16 @@ class AdapterStore:
     def release(self, version):
         self.n_users[version] -= 1
 
-    def prefetch(self, waiting, n=8):
-        """Load the adapters of the first n requests into free pages [S-LoRA §5.2]."""
-        for request in waiting[:n]:
-            n_page = self.known[request.version].n_page
-            if request.version not in self.loaded and 0 < n_page <= len(self.pool.free):
-                self.load(request.version)
+    def prefetch(self, wanted):
+        """Load adapters, [(version, pages to spare)], up to the first that has no room; none of
+        them takes the pages of another one."""
+        versions = []
+        for version, spare in wanted:
+            if not self.acquire(version, spare):
+                break
+            versions.append(version)
+        for version in versions:
+            self.release(version)
 
 def read_adapter(name, source, engine):
     """An Adapter from a PEFT folder, an Adapter, or a rank: random weights, in a simulator none."""
@@ -878,21 +897,27 @@ def one_adapter(inner=fcfs, patience=30):
     return order
 
 class EarlyAbort:
-    """An order that aborts requests too late for their first token [S-LoRA §4.3, App. B].
-    While the queue grows (a moving average), the newest go first, else the oldest."""
+    """An order that aborts requests too late for their first token [S-LoRA §4.3, App. B]. The newest
+    go first, unless fewer arrive from one start of requests to the next than start (a moving
+    average). Calls after which none starts do not count: the authors' server makes fewer."""
     def __init__(self, slo, margin=1 / 12):
         self.latest = (1 - margin) * slo  # seconds of waiting; a margin for the first run
-        self.n_waiting = 0
-        self.growth = 0.0  # requests per call
+        self.alive = []  # of the last call
+        self.n_new = 0  # arrived since the last start
+        self.growth = 0.0  # of the queue, requests per start
 
     def __call__(self, waiting, running, now):
-        self.growth = 0.7 * (len(waiting) - self.n_waiting) + 0.3 * self.growth
+        n_left = sum(request.state == "waiting" for request in self.alive)
+        n_started = len(self.alive) - n_left
+        self.n_new += len(waiting) - n_left
+        if n_started:
+            self.growth = 0.7 * (self.n_new - n_started) + 0.3 * self.growth
+            self.n_new = 0
         for request in waiting:
             if now - request.arrival >= self.latest and not request.output:
                 request.state = "aborted"
-        alive = [request for request in waiting if request.state == "waiting"]
-        self.n_waiting = len(alive)
-        return lcfs(alive, running, now) if self.growth >= 0 else alive
+        self.alive = [request for request in waiting if request.state == "waiting"]
+        return lcfs(self.alive, running, now) if self.growth >= 0 else [*self.alive]
 
 # -----------------------------------------------------------------------------
 # speculation: how many drafts (policies), which ones (proposers), and how many were accepted
