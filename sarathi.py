@@ -1084,7 +1084,7 @@ class Ngram(Proposer):
 
 class DraftModel(Proposer):
     """A smaller model with the same page tables, fed the same chunks [SmartSpec §6]. If decodes
-    rarely get drafts, it leaves out new requests [§5] but every tenth, to notice a change."""
+    rarely get drafts, it leaves out new requests [§5], but for 16 of 128, to notice a change."""
     def __init__(self, runner, cost, context=math.inf):
         self.runner = runner
         self.cost = cost
@@ -1097,7 +1097,7 @@ class DraftModel(Proposer):
             self.idle += 0.02 * ((max(wanted) == 0) - self.idle)
         spans = []
         for request, n in plan:
-            left_out = self.idle > 0.7 and request.id % 10 > 0
+            left_out = self.idle > 0.7 and request.id % 128 >= 16
             if request.n_past == 0 and (left_out or request.n_tokens > self.context):
                 request.may_draft = False
             k = lengths.get(request, 0)
@@ -1174,13 +1174,14 @@ class Speculator:
         many as the others."""
         largest = max(self.trees.values(), key=tree_size, default=())
         return sum(tree_size(self.trees.get(request, largest)[:self.limit(request)])
-                   for request in decodes if request.may_draft)
+                   for request in decodes)
 
     def limit(self, request):
         """The most levels of drafts that its output, and the proposer's context, have room for."""
         n = request.n_tokens
         most = max(map(len, self.policy.trees))
-        return min(most, request.max_len - n - 1, max(0, self.proposer.context - n + 1))
+        limit = min(most, request.max_len - n - 1, max(0, self.proposer.context - n + 1))
+        return limit if request.may_draft else 0
 
     def add_drafts(self, plan):
         """Give the plan's decodes drafts, if pages are free for them [SmartSpec §6]."""
@@ -1204,7 +1205,7 @@ class Speculator:
             request.tree = request.tree[:len(request.drafts)]  # fewer than wanted may be made
 
     def choose(self, plan, decodes):
-        """The policy's tree of drafts for each decode, () if it may not get any."""
+        """The policy's tree of drafts for each decode."""
         cost = self.engine.cost
         stats = cost.stats(entries_of(plan, self.engine)) if self.policy.needs_price else None
 
@@ -1221,8 +1222,7 @@ class Speculator:
             isinstance(tree, tuple) and size(tree) <= limit for tree, limit in zip(trees, limits))
         name = type(self.policy).__name__
         assert good, f"{name} gives {trees}: must be trees, like (1, 1), within {limits}"
-        # chosen as if all could get drafts: a sample shows if they pay
-        return [tree if request.may_draft else () for request, tree in zip(decodes, trees)]
+        return trees
 
     def count(self, request, n_accepted, n_new):
         """Update the acceptance rates. Drafts behind the n_new tokens were not tried."""

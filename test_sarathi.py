@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -1177,11 +1177,12 @@ def test_adapters_of_the_queue_are_copied_while_others_run(monkeypatch):
 def test_what_is_prefetched_is_used(rate, monkeypatch):
     """[S-LoRA §5.2] At any load, prefetching loads nothing twice and saves time."""
     figures = []
+    LOAD = CostModel.load
     for _ in range(2):
-        copy = Mock(side_effect=sarathi.CostRunner.copy_adapter, autospec=True)
-        monkeypatch.setattr(sarathi.CostRunner, "copy_adapter", lambda *args: copy(*args))
+        load = Mock(side_effect=partial(LOAD, A100_S4))
+        monkeypatch.setattr(CostModel, "load", load)
         run = bench.slora(simulated("slora_fig6"), "S4", 400, rate, 180)
-        figures.append((copy.call_count, run.seconds, np.mean(run.ttfts)))
+        figures.append((load.call_count, run.seconds, np.mean(run.ttfts)))
         monkeypatch.setattr(sarathi.AdapterStore, "prefetch", lambda *_: None)
     (loads, seconds, ttft), (loads_without, seconds_without, ttft_without) = figures
     assert loads <= loads_without and seconds <= 1.001 * seconds_without
@@ -1694,25 +1695,27 @@ def test_forced_acceptance_is_like_coins(tree, alpha):
     engine = serve(COST, requests, max_batch=32, spec=spec, alpha=alpha, draft="ngram")
     chances = [1 - (1 - alpha) ** n for n in tree]
     n_new = [len(event.tokens) for event in engine.events]
-    assert np.mean(n_new) == approx(1 + sum(accumulate(chances, mul)), rel=0.03)
+    assert np.mean(n_new) == approx(1 + sum(accumulate(chances, mul)), rel=0.05)
     assert len({tuple(request.times) for request in requests}) > 60
     rates = [request.acceptance for request in requests]
     assert np.mean(rates) == approx(alpha, abs=0.05)
     assert engine.speculator.acceptance == approx(alpha, abs=0.05)
 
-def test_a_request_may_have_an_acceptance_of_its_own():
-    """Alone it decides which drafts are accepted, and with goodput_request how many are made."""
-    for spec in (4, "goodput_request"):
-        requests = [Request([0] * 5, 200, alpha=alpha) for alpha in (1.0, 0.0, None)]
-        engine = serve(A100, requests, spec=spec, alpha=0.6, draft="ngram")
-        n_new = [np.mean([len(event.tokens) for event in engine.events if event.request is request])
-                 for request in requests]
-        assert n_new[0] > 4.5 and n_new[1] == 1
-        assert n_new[2] == approx(sum(0.6 ** j for j in range(5)), rel=0.2)
-    n_draft = Counter()
-    for iteration in engine.record:
-        n_draft += Counter({id: n_logits - 1 for id, _, _, n_logits, _ in iteration.entries[:3]})
-    assert n_draft[1] < 30 < n_draft[0]
+@each("spec", [4, "goodput_request"])
+def test_a_request_may_have_an_acceptance_of_its_own(spec):
+    """It decides which drafts are accepted, and with goodput_request how many are made."""
+    requests = [Request([0] * 5, 200, alpha=alpha) for alpha in (1.0, 0.0, None)]
+    engine = serve(A100, requests, spec=spec, alpha=0.6, draft="ngram")
+    n_new = defaultdict(list)
+    for event in engine.events:
+        n_new[event.request.id].append(len(event.tokens))
+    assert np.mean(n_new[0]) > 4.5 and np.mean(n_new[1]) == 1
+    assert np.mean(n_new[2]) == approx(sum(0.6 ** j for j in range(5)), rel=0.2)
+    n_logits = defaultdict(list)
+    for id, n in zip(sum(rows_of(engine, 0), []), sum(rows_of(engine, 3), [])):
+        n_logits[id].append(n)
+    equal = np.mean(n_logits[0]) < 1.2 * np.mean(n_logits[1])
+    assert equal == (spec == 4)
 
 class Skilled(Proposer):
     """Every draft is the next token with a chance, else another one."""
@@ -1747,7 +1750,7 @@ def test_an_acceptance_that_recovers_is_noticed(draft, spec):
             skilled.chance = rate
             for _ in range(n):
                 own = None if draft == "real" else rate
-                engine.add(Request(prompt(12), 30, alpha=own))
+                engine.add(Request(prompt(12), 12 if draft == "real model" else 30, alpha=own))
             engine.run()
         n_draft.append(engine.speculator.n_drafted - before)
     assert n_draft[0] > 0.8 * n_draft[1] > 500
@@ -1865,14 +1868,15 @@ def test_sarathi_fills_whole_tiles(chunk, B):
 def test_chunks_leave_room_for_drafts(scheduler, spec):
     """Chunk, decodes and drafts fill two tiles of 128 rows [SARATHI §4.4]."""
     rng = random.Random(0)
-    requests = [Request([0] * rng.randint(500, 1500), rng.randint(10, 40), alpha=rng.choice((0.3, 0.9)))
-                for _ in range(60)]
+    requests = [Request([0] * rng.randint(500, 1500), rng.randint(10, 40)) for _ in range(60)]
+    for request in requests:
+        request.alpha = rng.choice((0.3, 0.9))
     engine = serve(A6000, requests, scheduler, max_batch=6, n_page=10000, spec=spec, alpha=0.7,
                    draft="ngram")
     mixed = [sum(rows) for rows in rows_of(engine, 2) if max(rows) > FEW_ROWS and len(rows) > 2]
     assert len(mixed) > 100
-    partial = [n for n in mixed if 0 < n % 128 < 64]
-    assert len(partial) <= (0.02 if spec == 3 else 0.1) * len(mixed)
+    n_exceeding = sum(n > 256 and 0 < n % 128 < 48 for n in mixed)  # no prompt's end
+    assert n_exceeding <= (0.02 if spec == 3 else 0.1) * len(mixed)
 
 @each("L, B", [(1024, 20), (2048, 10), (3072, 6)])
 def test_the_largest_batch_that_fits(L, B):
@@ -1942,15 +1946,15 @@ def test_an_oracle_drafts_what_will_be_accepted():
     assert engine.speculator.n_accepted == engine.speculator.n_drafted > 0
 
 def test_a_draft_model_that_does_not_pay_is_spared_the_prompts():
-    """If most decodes get no drafts, new requests are excluded for life [SmartSpec §5], but every
-    tenth: so that a change would be noticed."""
-    requests = equal_requests(32, 300, 40)
+    """If most decodes get no drafts, new requests are excluded for life [SmartSpec §5], but for 16
+    of 128: so that a change would be noticed."""
+    requests = equal_requests(140, 300, 40)
     engine = start(A100, requests, max_batch=4, n_page=4000, draft=A6000, spec="goodput", alpha=0.5)
     past = {}  # as of the first token
     engine.run(lambda event: past.setdefault(event.request, event.request.n_draft_past))
     past = [past[request] for request in requests]
     assert past[:4] == [300] * 4
-    assert past[8:] == [300 if i % 10 == 0 else 0 for i in range(8, 32)]
+    assert past[16:] == [0] * 112 + [300] * 12
     assert engine.speculator.n_drafted == 0
 
 class Linear(CostModel):
