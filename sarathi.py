@@ -387,14 +387,14 @@ class Engine:
         request.state = "running"
         return True
 
-    def prefetch(self, n=8):
+    def prefetch(self, n=32):
         """Load the adapters of the next n requests to start [S-LoRA §5.2], if these have room beside
         all that the running ones may still need: so that no page is taken back before its use."""
         shared = self.adapters.pool is self.pool
         spare = sum(r.max_len - len(self.pool.tables[r]) for r in self.running)
         wanted = []
         for request in islice((r for r in self.ordered if r.state == "waiting"), n):
-            spare += request.max_len
+            spare += request.n_tokens
             wanted.append((request.version, spare * shared))
         self.adapters.prefetch(wanted)
 
