@@ -2454,7 +2454,8 @@ def tiny_place():
     words = "online --lengths 64,96 --seconds 0 --max-batch 4 --chunk 128 --rate 50"
     return bench.Place(arguments(words), GPT.from_preset(config, torch.float32), "a tiny model")
 
-MEASURED = [name for name, what in EXPERIMENTS.items() if what.only != "simulated"]
+MEASURED = [name for name, what in EXPERIMENTS.items()
+            if what.only != "simulated" and name != "spec_here"]  # it needs text, see below
 
 @each("name", MEASURED)
 def test_experiment_measures(name):
@@ -2463,6 +2464,49 @@ def test_experiment_measures(name):
     rows = list(EXPERIMENTS[name].rows(tiny_place()))
     assert rows and all(math.isfinite(row["ours"]) for row in rows)
     assert {row["source"] for row in rows} == {"measured"}
+
+@each("words, n_way, prompts", [
+    ("", 8, [b'"""The pap']),  # pieces of this project's files
+    ("--model tiny", 4, [b'"""The pap']),
+    ("--model tiny --draft draft --prompts text", 8, [b"One.", b"Two\nlines.", b"One."]),
+])
+def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys, tmp_path):
+    """With tiny and its draft, or --model and --draft; without a draft model by prompt lookup"""
+    config = GPTConfig(1, 2, 32, 64, vocab_size=257, block_size=512)
+    for name in ("tiny", "draft"):
+        random_model(config).save_pretrained(tmp_path / "cache" / name)
+    (tmp_path / "text").write_text("One.\n\nTwo\nlines.\n \n\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model_py, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(bench, "load_once", load_model)
+    monkeypatch.setattr(CostModel, "profile", lambda model: CostModel.roofline(TINY, "h200"))
+    monkeypatch.setattr(bench, "N_TEXT", (12, 9))
+    served = []
+    generate = Engine.generate
+    monkeypatch.setattr(Engine, "generate",
+                        lambda *args: served.append(args[1]) or generate(*args))
+    status, out, err = command(monkeypatch, capsys, f"spec_here --seconds 0 {words}")
+    assert status == 0, err
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    ours = {tuple(row["at"]): row["ours"] for row in rows}
+    assert len(ours) == 3 * (1 + 2 * n_way)
+    if n_way == 8:  # the draft model is the same model
+        assert ours["accepted, 24", "model, k = 3", ""] == 1
+    assert 0 <= ours["accepted, 24", "lookup, k = 3", ""] < 1
+    assert sum(line.startswith("| lookup, ") for line in out.splitlines()) == 4
+    assert {len(batch) for batch in served} == {1, 6, 24}
+    texts = [bytes(tokens) for tokens in served[-1]]
+    assert all(text.startswith(prompt) for text, prompt in zip(texts, prompts))
+
+@each("words, needle", [
+    ("", "model 'tiny': is not trained yet, run `python model.py`"),
+    ("--model llama-30m", "model 'llama-30m' has no tokenizer.json"),
+    ("--model llama-30m --prompts no.txt", "no.txt"),
+])
+def test_text_that_is_missing(words, needle, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(model_py, "CACHE", tmp_path)
+    status, out, err = command(monkeypatch, capsys, f"spec_here {words}")
+    assert status == 2 and needle in err.strip().splitlines()[-1]
 
 @each("name", ["ceilings", "timeline", "online", "autopilot"])
 def test_experiment_simulates(name):
@@ -2728,7 +2772,7 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("--scheduler nowhere.py:Mine online", "nowhere.py"), ("--scheduler mine", "'mine'"),
     ("online --jobs a.csv --prompt 8", "--prompt"), ("online --jobs a.csv --cv 2", "--cv"),
     ("fig3 --hardware a100 --context 9", "context = 9"), ("fig3 --context 4096", "--hardware"),
-    ("fig3 --hardware nowhere.json", "nowhere.json"),
+    ("fig3 --hardware nowhere.json", "nowhere.json"), ("fig3 --draft tiny", "--draft"),
 ])
 def test_mistakes_are_one_line(monkeypatch, capsys, words, needle):
     status, out, err = command(monkeypatch, capsys, words)
