@@ -898,26 +898,28 @@ def one_adapter(inner=fcfs, patience=30):
 
 class EarlyAbort:
     """An order that aborts requests too late for their first token [S-LoRA §4.3, App. B]. The newest
-    go first, unless fewer arrive from one start of requests to the next than start (a moving
-    average). Calls after which none starts do not count: the authors' server makes fewer."""
+    go first if more have come since requests last started than start at once (moving averages)."""
     def __init__(self, slo, margin=1 / 12):
         self.latest = (1 - margin) * slo  # seconds of waiting; a margin for the first run
         self.alive = []  # of the last call
-        self.n_new = 0  # arrived since the last start
-        self.growth = 0.0  # of the queue, requests per start
+        self.n_new = 0  # have come since the last start
+        self.n_come = 1.0  # from one start to the next
+        self.n_start = 1.0  # at once
 
     def __call__(self, waiting, running, now):
         n_left = sum(request.state == "waiting" for request in self.alive)
         n_started = len(self.alive) - n_left
-        self.n_new += len(waiting) - n_left
         if n_started:
-            self.growth = 0.7 * (self.n_new - n_started) + 0.3 * self.growth
+            self.n_come += 0.7 * (self.n_new - self.n_come)
+            self.n_start += 0.7 * (n_started - self.n_start)
             self.n_new = 0
+        self.n_new += len(waiting) - n_left
         for request in waiting:
             if now - request.arrival >= self.latest and not request.output:
                 request.state = "aborted"
         self.alive = [request for request in waiting if request.state == "waiting"]
-        return lcfs(self.alive, running, now) if self.growth >= 0 else [*self.alive]
+        grows = 0.7 * self.n_new + 0.3 * self.n_come >= self.n_start
+        return lcfs(self.alive, running, now) if grows else [*self.alive]
 
 # -----------------------------------------------------------------------------
 # speculation: how many drafts (policies), which ones (proposers), and how many were accepted

@@ -1923,18 +1923,26 @@ def test_orders_of_the_queue(order, waiting, running, expected):
     assert "".join(str(request.id) for request in ordered) == expected
 
 def test_early_abort():
-    """The newest go first as long as more arrive than start, by a moving average over the calls
-    after which some started."""
+    """The newest go first if more have come since the last start than start at once. Calls between
+    two starts do not count, however many there are."""
     order = EarlyAbort(12.0)
     late, preempted, old, new = [Request([0], arrival=t) for t in (0.0, 0.0, 0.1, 9.0)]
     preempted.output = [7]
-    assert order([late, preempted, old, new], [], 11.0) == [preempted, new, old]
+    assert order([late, preempted, old, new], [], 11.0) == [preempted, new, old]  # four have come
     assert late.state == "aborted"
     preempted.state = "running"
-    assert order([old, new], [], 11.0) == [new, old]  # four came, one started
-    for n_new, first in ((0, new), (0, new), (1, old)):  # calls without a start change nothing
-        others = [Request([0], arrival=10.0) for _ in range(n_new)]
-        assert order([old, new, *others], [], 11.0)[0] is (others or [first])[0]
+    newest = Request([0], arrival=10.0)
+    waiting = [old, new]
+    for _ in range(3):
+        assert order(waiting, [], 11.0) == [old, new]  # none
+    waiting.append(newest)
+    for _ in range(3):
+        assert order(waiting, [], 11.0) == [newest, new, old]  # one, and one starts at once
+    old.state = new.state = newest.state = "running"
+    waiting = [Request([0], arrival=10.5 + 0.1 * i) for i in range(3)]
+    assert order(waiting[:2], [], 11.0) == waiting[:2]  # two, and three start
+    assert order(waiting, [], 11.0) == waiting[::-1]  # three
+
 @each("B, low, high", [(1, 5, 7), (64, 1, 4), (512, 0, 0)])
 def test_goodput_drafts_much_for_small_batches(B, low, high):
     options = dict(max_batch=B, n_page=B * 100, draft="ngram", spec="goodput", alpha=0.7)
