@@ -949,6 +949,8 @@ def spec_here(place):
     names = ["off"]
     names += [f"{source}, {name}" for source, name in product(sources, [*CHOICES][1:])]
     choices = [(None, "off"), *product(sources.values(), [*CHOICES.values()][1:])]
+    for draft, spec in choices:  # warm up: goodput makes its profile
+        continue_text(place, prompts[:1], draft, spec)
     for B in (1, 6, 24):
         rounds = place.rounds(*(partial(continue_text, place, prompts[:B], draft, spec)
                                 for draft, spec in choices), share=3)
