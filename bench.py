@@ -37,7 +37,7 @@ from typing import Callable, NamedTuple
 
 # kernels before torch: it sets how torch's threads wait
 from kernels import linear, pack, torch_dtype
-from model import GPT, Adapter, load_model, preset
+from model import CACHE, Adapter, load_model, load_tokenizer, preset
 from sarathi import (GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, CostModel,
                      EarlyAbort, Engine, Iteration, IterationStats, Pipeline, Policy, Request, Run,
                      Sarathi, SarathiServe, Scheduler, Span, add_model_flags, cell, check_choice,
@@ -967,8 +967,9 @@ def spec_fig5(place):
     for B in [2 ** i for i in range(10)]:
         stats = IterationStats(n_tokens=B, n_logits=B, decodes=B, context=192 * B)
 
-        def price(n, steps):
-            return place.model.seconds(stats.with_drafts(n)) + steps * draft.seconds(stats)
+        def price(drafts):
+            verifying = place.model.seconds(stats.with_drafts(sum(drafts)))
+            return verifying + len(drafts) * draft.seconds(stats)
         best = POLICIES["goodput"]().lengths([None] * B, [MAX_DRAFTS] * B, 0.7, price)
         yield "best k", "", B, len(best[0])
 
@@ -995,19 +996,53 @@ def spec_fig16(place):
                 if n == n_logits]
         yield "batched tokens per request", f"acceptance {alpha}", fmean(rows)
 
-@experiment("batch size, B", "tokens/s", only="measured")
+@experiment("batch size, B", only="measured")
 def spec_here(place):
-    """The worth of drafts here: a random draft model of one layer with acceptance forced to 0.7,
-    and prompt lookup in a prompt that repeats itself, truly verified."""
-    D = place.model.config.head_dim
-    small = replace(place.model.config, n_layer=1, n_head=1, n_kv_head=1, n_embd=D, n_inner=4 * D)
-    draft = GPT.from_preset(small, place.model.dtype, str(place.model.device), seed=1)
-    ways = {name: dict(spec=spec) for name, spec in CHOICES.items()}
-    cases = [("draft model", B, dict(draft=draft, alpha=0.7)) for B in (1, place.B, 4 * place.B)]
-    for panel, B, drafts in [*cases, ("prompt lookup", 1, dict(draft="ngram"))]:
-        common = dict(drafts, jobs=[Job(0.0, 64, 64)] * B, B=B, scheduler="prefill_first")
-        for name, runs in place.race(ways, **common).items():
-            yield panel, name, B, [B * 64 / run.seconds for run in runs]
+    """The worth of drafts here, on real text: how many times as fast as without drafts B requests
+    are served, and the share of drafts that is accepted; by a draft model and by prompt lookup. The
+    trained tiny model continues pieces of this project's files; or --model and --draft do, the
+    paragraphs of --prompts."""
+    prompts = read_prompts(place)
+    model = place.model
+    sources = {"lookup": "ngram"}
+    if place.args.draft:
+        small = load_model(place.args.draft, model.dtype, str(model.device))
+        sources = {"model": small, **sources}
+    names = ["off"]
+    names += [f"{source}, {name}" for source, name in product(sources, [*CHOICES][1:])]
+    choices = [(None, "off"), *product(sources.values(), [*CHOICES.values()][1:])]
+    for draft, spec in choices:  # warm up: goodput makes its profile
+        continue_text(place, prompts[:1], draft, spec)
+    for B in (1, 6, 24):
+        rounds = place.rounds(*(partial(continue_text, place, prompts[:B], draft, spec)
+                                for draft, spec in choices), share=3)
+        seconds, accepted = np.moveaxis(rounds, -1, 0)  # (n_choice, n_round) each
+        yield "tokens/s without drafts", "", B, B * N_TEXT[1] / seconds[0]
+        for i, name in enumerate(names[1:], 1):
+            yield f"B = {B}", name, seconds[0] / seconds[i]
+            yield f"accepted, {B}", name, np.median(accepted[i])
+
+N_TEXT = 256, 64  # most tokens of a prompt of spec_here, and tokens of an output
+
+def read_prompts(place):
+    """24 prompts, lists of tokens: paragraphs of --prompts, or pieces of this project's files."""
+    if place.args.prompts:
+        texts = re.split(r"\n\s*\n", Path(place.args.prompts).read_text(encoding="utf8").strip())
+    else:
+        paths = sorted(Path(__file__).parent.glob("*.py"))
+        text = "".join(path.read_text(encoding="utf8") for path in paths)
+        texts = textwrap.wrap(text, 1000, replace_whitespace=False, drop_whitespace=False)
+    texts = texts[::max(1, len(texts) // 24)]
+    encode = load_tokenizer(place.args.model).encode
+    return [encode(texts[i % len(texts)])[:N_TEXT[0]] for i in range(24)]
+
+def continue_text(place, prompts, draft, spec):
+    """Seconds of an output for every prompt, and the share of drafts that is accepted."""
+    engine = Engine(place.model, "prefill_first", max_batch=len(prompts),
+                    n_page=len(prompts) * sum(N_TEXT), draft=draft, spec=spec)
+    seconds = timed(engine.generate, prompts, N_TEXT[1])()
+    speculator = engine.speculator
+    return seconds, speculator.n_accepted / max(1, speculator.n_drafted) if speculator else 0.0
 
 # -----------------------------------------------------------------------------
 # TNG, and online serving
@@ -1538,6 +1573,9 @@ def parse_arguments(words=None):
            "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur or Mooncake")
     online("--spec", type=partial(class_in_file, base=Policy),
            help="how many drafts, as an engine's spec; FILE.py:CLASS: your own")
+    text = parser.add_argument_group("of spec_here").add_argument
+    text("--draft", help="a draft model: a folder, or a name; default: none, but for the tiny model")
+    text("--prompts", metavar="FILE", help="a text, one prompt a paragraph")
     args = parser.parse_args(words)
     given = {name: value for name, value in vars(args).items() if value not in (None, "auto")}
     least = dict(chunk=1, max_batch=2, context=64, seconds=0.0, rate=0.001, cv=0.001)
@@ -1545,9 +1583,11 @@ def parse_arguments(words=None):
         check_range(name, given.get(name, low), low)
     if not isinstance(args.scheduler, type):
         check_choice("scheduler", args.scheduler, SCHEDULERS)
-    for name in ("rate", "cv", "prompt", "output", "jobs", "spec"):
-        if name in given and not {"online", "all"} & {*args.experiments}:
-            raise ValueError(f"--{name} is a flag of `online` alone")
+    owners = dict.fromkeys(("rate", "cv", "prompt", "output", "jobs", "spec"), "online")
+    owners |= dict.fromkeys(("draft", "prompts"), "spec_here")
+    for name, owner in owners.items():
+        if name in given and not {owner, "all"} & {*args.experiments}:
+            raise ValueError(f"--{name} is a flag of `{owner}` alone")
     for name in ["prompt", "output"] + ["cv"] * (args.rate is None):
         if name in given and args.jobs:
             raise ValueError(f"--{name} has no effect on the requests of --jobs")
@@ -1599,6 +1639,8 @@ def choose_places(args, name):
     """Where an experiment runs. The main job's Tables 2 and 4 stand beside the paper's hardware,
     simulated; its fig9 is simulated, with a mark for what was measured."""
     what = EXPERIMENTS[name]
+    if name == "spec_here" and not args.model:  # text needs trained models
+        args = argparse.Namespace(**vars(args) | dict(model="tiny", draft=args.draft or "draft"))
     if args.hardware and what.only == "measured":
         raise ValueError(f"{name} can only be measured: leave out --hardware")
     if args.hardware or what.only == "simulated":
@@ -1675,6 +1717,8 @@ def main():
     if names == ["all"]:
         names = [name for name, what in EXPERIMENTS.items()
                  if not (args.hardware and what.only == "measured")]
+        if not args.model and not (CACHE / "tiny").is_dir():
+            names = [name for name in names if name != "spec_here"]  # it needs a trained model
     if names == ["list"]:
         for name, what in EXPERIMENTS.items():
             print(textwrap.fill(f"{name:13} {WHERE[what.only]:20} {what.about}", 118,

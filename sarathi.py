@@ -19,7 +19,7 @@ from bisect import insort
 from collections import Counter, deque
 from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, count, groupby
+from itertools import accumulate, count, groupby, islice
 from numbers import Integral, Real
 from operator import index, mul
 from pathlib import Path
@@ -53,6 +53,7 @@ class Request:
     stop: tuple = ()  # tokens that end the output; a token or None will do
     arrival: float = None  # seconds on the engine's clock; None: now
     seed: int = None  # of sampled tokens; None: of the engine's seed and the id
+    alpha: float = None  # forced chance of its drafts; None: the engine's alpha
     id: int = -1  # given by Engine.add; all from here on is the engine's
     state: str = "waiting"  # -> running -> length, stop or aborted
     version: int = 0  # of the adapter, the newest when the request is added
@@ -64,7 +65,7 @@ class Request:
     drafts: list = field(default_factory=list)  # guessed tokens, within an iteration
     tree: tuple = ()  # candidates per level of the drafts; real drafts have one per level
     draft_probs: list = field(default_factory=list)  # (1, V) for each sampled draft: its q
-    acceptance: float = 0.7  # share of its drafts that are accepted, a moving average
+    acceptance: float = None  # of its drafts, an estimate; at first the speculator's of all
 
     @property
     def n_tokens(self):
@@ -172,6 +173,7 @@ class Engine:
         self.pending = []  # requests that have not arrived, the next one first
         self.waiting = []  # preempted requests first, then by arrival
         self.running = []  # the most recently started last
+        self.ordered = []  # the waiting requests, as the order gave them last
         self.full = False  # a waiting request had no room, and nothing has changed since
         self.ids = count()
 
@@ -252,6 +254,8 @@ class Engine:
         request.id = next(self.ids)
         if request.arrival is None:
             request.arrival = self.clock.now()
+        if request.alpha is None:
+            request.alpha = self.alpha
         if request.seed is None:
             request.seed = (self.seed << 24) + request.id & MASK
         request.version = self.adapters.newest[request.adapter]
@@ -310,6 +314,7 @@ class Engine:
                 del self.requests[request.id]
         self.running.clear()
         self.waiting.clear()
+        self.ordered = []
         self.pending[:] = sorted(self.requests.values(), key=lambda request: request.arrival)
 
     # the parts of an iteration
@@ -329,6 +334,7 @@ class Engine:
             return []
         ordered = self.order([*self.waiting], [*self.running], self.clock.now())
         assert isinstance(ordered, list), f"the order gives {short(ordered)}: must be a list"
+        self.ordered = ordered
         if len(ordered) < len(self.waiting):  # thousands may wait: no scan without need
             for request in [r for r in self.waiting if r.state == "aborted"]:
                 self.finish(request, "aborted")  # by the order [S-LoRA §4.3]
@@ -358,7 +364,8 @@ class Engine:
                 self.full = not room
             else:
                 self.grow(request, request.n_past + n)
-        self.adapters.prefetch(self.waiting)
+        if len(self.adapters.known) > 1:
+            self.prefetch()
         return [entry for entry in plan if entry[0].state == "running"]
 
     def start(self, request):
@@ -382,6 +389,17 @@ class Engine:
         self.running.append(request)
         request.state = "running"
         return True
+
+    def prefetch(self, n=32):
+        """Load the adapters of the next n requests to start [S-LoRA §5.2], if these have room beside
+        all that the running ones may still need: so that no page is taken back before its use."""
+        shared = self.adapters.pool is self.pool
+        spare = sum(r.max_len - len(self.pool.tables[r]) for r in self.running)
+        wanted = []
+        for request in islice((r for r in self.ordered if r.state == "waiting"), n):
+            spare += request.n_tokens
+            wanted.append((request.version, spare * shared))
+        self.adapters.prefetch(wanted)
 
     def grow(self, request, n):
         """Let a running request have n pages. If too few are free, preempt the last to start: it
@@ -424,7 +442,7 @@ class Engine:
             request.n_past += len(verified) - 1
             request.n_draft_past = min(request.n_draft_past, request.n_past)
             tokens = request.append(verified, now)
-            if request.drafts:
+            if self.speculator:
                 # a stop token may have cut accepted drafts off
                 self.speculator.count(request, min(len(tokens), len(verified) - 1), len(tokens))
                 request.drop_drafts()
@@ -486,11 +504,13 @@ def check_request(r, engine):
             raise ValueError(f"{name} = {short(getattr(r, name))}: add a Request only once, as new")
     r.prompt = check_tokens("prompt", r.prompt)
     limits = {"max_new_tokens": (1, 10**9), "temperature": (0.0, 1e9), "top_k": (0, 10**9),
-              "top_p": (1e-9, 1.0), "arrival": (0.0, 1e9), "seed": (0, MASK)}
+              "top_p": (1e-9, 1.0), "arrival": (0.0, 1e9), "seed": (0, MASK), "alpha": (0.0, 1.0)}
     for name, (low, high) in limits.items():
         value = getattr(r, name)
-        if value is not None or name not in ("arrival", "seed"):
+        if value is not None or name not in ("arrival", "seed", "alpha"):
             setattr(r, name, check_range(name, value, low, high))
+    if r.alpha is not None and not engine.alpha:
+        raise ValueError(f"alpha = {r.alpha}: of a request, needs an engine with an alpha")
     stop = (r.stop,) if isinstance(r.stop, Integral) else r.stop
     r.stop = tuple(check_tokens("stop", () if stop is None else stop))
     check_type("adapter", r.adapter, (str, Integral, type(None)), "a name")
@@ -628,29 +648,29 @@ class AdapterStore:
         self.pool.release(version)
 
     def reserve(self, pool, owner, n, spare=0):
-        """PagePool.reserve, with spare pages left free. Evicts idle adapters, least recently used
-        first, unless too few pages would become free."""
-        n_free = n + spare - len(pool.tables.get(owner, ()))  # so many must be
-        if n_free > len(pool.free):
+        """PagePool.reserve, with spare pages left that are free or an idle adapter's. Evicts idle
+        adapters, least recently used first, unless too few pages would become free."""
+        n_more = n - len(pool.tables.get(owner, ()))
+        if n_more + spare > len(pool.free):
             idle = [version for version in self.loaded if not self.n_users[version]]
             n_idle = sum(self.known[version].n_page for version in idle)
-            if pool is not self.pool or n_free > len(pool.free) + n_idle:
+            if pool is not self.pool or n_more + spare > len(pool.free) + n_idle:
                 return False
-            while n_free > len(pool.free):
+            while n_more > len(pool.free):
                 self.evict(idle.pop(0))
         return pool.reserve(owner, n)
 
-    def load(self, version):
+    def load(self, version, spare):
         """Start to copy an adapter to pages. Returns False if too few are free or idle."""
-        if not self.reserve(self.pool, version, self.known[version].n_page):
+        if not self.reserve(self.pool, version, self.known[version].n_page, spare):
             return False
         pages = self.pool.tables[version]  # none if adapters are merged into the weights
         self.loaded[version] = self.copy(version, pages) if pages else self.loaded[0]
         return True
 
-    def acquire(self, version):
+    def acquire(self, version, spare=0):
         """Load an adapter, if it is not loaded, and count a user. False if pages are missing."""
-        if version not in self.loaded and not self.load(version):
+        if version not in self.loaded and not self.load(version, spare):
             return False
         self.loaded[version] = self.loaded.pop(version)  # now the most recently used
         self.n_users[version] += 1
@@ -659,12 +679,16 @@ class AdapterStore:
     def release(self, version):
         self.n_users[version] -= 1
 
-    def prefetch(self, waiting, n=8):
-        """Load the adapters of the first n requests into free pages [S-LoRA §5.2]."""
-        for request in waiting[:n]:
-            n_page = self.known[request.version].n_page
-            if request.version not in self.loaded and 0 < n_page <= len(self.pool.free):
-                self.load(request.version)
+    def prefetch(self, wanted):
+        """Load adapters, [(version, pages to spare)], up to the first that has no room; none of
+        them takes the pages of another one."""
+        versions = []
+        for version, spare in wanted:
+            if not self.acquire(version, spare):
+                break
+            versions.append(version)
+        for version in versions:
+            self.release(version)
 
 def read_adapter(name, source, engine):
     """An Adapter from a PEFT folder, an Adapter, or a rank: random weights, in a simulator none."""
@@ -732,6 +756,17 @@ class Scheduler:
         [(request, n)] with 1 <= n <= request.n_todo. Called once per step."""
         raise NotImplementedError
 
+    def drafts(self, decodes):
+        """How many drafts to expect behind the decodes of a plan."""
+        speculator = self.engine.speculator
+        return speculator.expected([request for request, _ in decodes]) if speculator else 0
+
+    def budget(self, decodes):
+        """Prompt tokens that fill a chunk beside the decodes of a plan and their drafts; if more of
+        these come than fit, whole tiles [SARATHI §4.4]."""
+        n = len(decodes) + self.drafts(decodes)
+        return max(self.chunk, round_up(n + 1, min(TILE, self.chunk))) - n
+
 class Static(Scheduler):
     """Request-level batching (FasterTransformer): fill a batch, run it until all have ended."""
     def plan(self, running, waiting):
@@ -752,15 +787,13 @@ class Sarathi(Scheduler):
     Both together fill whole tiles [§4.4]."""
     def plan(self, running, waiting):
         decodes, prefills = decodes_and_prefills(running, waiting)
-        # more decodes than fit: as many tiles as they need
-        n_token = max(self.chunk, round_up(len(decodes) + 1, min(TILE, self.chunk)))
-        return decodes + prefill_chunks(prefills[:1], n_token - len(decodes))
+        return decodes + prefill_chunks(prefills[:1], self.budget(decodes))
 
 class SarathiServe(Scheduler):
     """A budget of tokens per iteration: decodes first, then prefill chunks (Sarathi-Serve)."""
     def plan(self, running, waiting):
         decodes, prefills = decodes_and_prefills(running, waiting)
-        return decodes + prefill_chunks(prefills, self.chunk - len(decodes))
+        return decodes + prefill_chunks(prefills, self.budget(decodes))
 
 class Autopilot(Scheduler):
     """Takes the chunk with the most work per second, where prompt tokens and decoded tokens count
@@ -781,9 +814,7 @@ class Autopilot(Scheduler):
         decodes, prefills = decodes_and_prefills(running, waiting)
         if not prefills:
             return decodes
-        stats = cost.stats(entries_of(decodes, self.engine))
-        if self.engine.speculator:  # as many drafts as in the last iteration
-            stats = stats.with_drafts(self.engine.speculator.n_last)
+        stats = cost.stats(entries_of(decodes, self.engine)).with_drafts(self.drafts(decodes))
         alone = cost.seconds(stats) if decodes else 0.0
         limit = self.time_limit(decodes, alone)
         # a decode is worth less beside waiting prompts: once they are fed, the same iteration
@@ -870,21 +901,29 @@ def one_adapter(inner=fcfs, patience=30):
     return order
 
 class EarlyAbort:
-    """An order that aborts requests too late for their first token [S-LoRA §4.3, App. B].
-    While the queue grows (a moving average), the newest go first, else the oldest."""
+    """An order that aborts requests too late for their first token [S-LoRA §4.3, App. B]. The newest
+    go first if more have come since requests last started than start at once (moving averages)."""
     def __init__(self, slo, margin=1 / 12):
         self.latest = (1 - margin) * slo  # seconds of waiting; a margin for the first run
-        self.n_waiting = 0
-        self.growth = 0.0  # requests per call
+        self.alive = []  # of the last call
+        self.n_new = 0  # have come since the last start
+        self.n_come = 1.0  # from one start to the next
+        self.n_start = 1.0  # at once
 
     def __call__(self, waiting, running, now):
-        self.growth = 0.7 * (len(waiting) - self.n_waiting) + 0.3 * self.growth
+        n_left = sum(request.state == "waiting" for request in self.alive)
+        n_started = len(self.alive) - n_left
+        if n_started:
+            self.n_come += 0.7 * (self.n_new - self.n_come)
+            self.n_start += 0.7 * (n_started - self.n_start)
+            self.n_new = 0
+        self.n_new += len(waiting) - n_left
         for request in waiting:
             if now - request.arrival >= self.latest and not request.output:
                 request.state = "aborted"
-        alive = [request for request in waiting if request.state == "waiting"]
-        self.n_waiting = len(alive)
-        return lcfs(alive, running, now) if self.growth >= 0 else alive
+        self.alive = [request for request in waiting if request.state == "waiting"]
+        grows = 0.7 * self.n_new + 0.3 * self.n_come >= self.n_start
+        return lcfs(self.alive, running, now) if grows else [*self.alive]
 
 # -----------------------------------------------------------------------------
 # speculation: how many drafts (policies), which ones (proposers), and how many were accepted
@@ -894,6 +933,10 @@ MAX_DRAFTS = FEW_ROWS - 1  # V in [SmartSpec Alg. 2]; a verification still has f
 def tree_size(tree):
     """Drafts in a tree with so many candidates per level: (3, 2, 2) has 3 + 6 + 12 = 21."""
     return sum(accumulate(tree, mul))
+
+def chance(alpha, n_candidate):
+    """That one of a level's candidates is accepted, if each has the chance alpha."""
+    return 1 - (1 - alpha) ** n_candidate
 
 MASK = 2**64 - 1
 ACCEPT, TOKEN, DRAFT = range(3)  # random numbers for a position: verify, sample, propose
@@ -910,12 +953,12 @@ def uniform(places, use):
     seeds, positions = np.array(places, np.uint64).reshape(-1, 2).T
     return torch.from_numpy((hash_of(seeds, positions, use) >> 11) * 2.0**-53)
 
-def forced_acceptance(request, tree, engine):
-    """How many levels of drafts are accepted if each draft has the chance engine.alpha. The seed
+def forced_acceptance(request, tree):
+    """How many levels of drafts are accepted if each draft has the chance request.alpha. The seed
     and the position decide, so that numbers of drafts can be compared."""
     for level, n_candidate in enumerate(tree):
         x = hash_of(request.seed, request.n_tokens + level, ACCEPT)
-        if x >= 2**64 * (1 - (1 - engine.alpha) ** n_candidate):
+        if x >= 2**64 * chance(request.alpha, n_candidate):
             return level
     return len(tree)
 
@@ -928,7 +971,7 @@ class Policy:
 
     def lengths(self, requests, limits, alpha, price):
         """requests: the decodes; limits: the most drafts for each; alpha: the acceptance rate of
-        all. price(n, steps) -> seconds of an iteration with n drafts, made in so many steps.
+        all. price(drafts) -> seconds of an iteration with drafts[i] drafts of all made in step i.
         Returns a tree, candidates per level, for each: (1, 1, 1) is three drafts in a row."""
         raise NotImplementedError
 
@@ -955,15 +998,17 @@ class Goodput(Policy):
         """Expected tokens and seconds of the iteration with each of the trees: two arrays."""
         # differs from [SmartSpec Eq. 10]: as printed it lacks the token that comes even if no draft
         # is accepted, and a level fails with 1 - alpha whatever its number of candidates
+        limits = np.array(limits)
         outcomes = []
         for tree in self.trees:
-            chances = [1 - (1 - alpha) ** n_candidate for n_candidate in tree]
+            tree = tree[:limits.max()]
+            chances = [chance(alpha, n_candidate) for n_candidate in tree]
             # of a request by levels: 1, 1 + a, 1 + a + a^2, ... tokens [SmartSpec Eq. 8]
-            expected = list(accumulate(accumulate([1.0, *chances], mul)))
-            levels = Counter(min(limit, len(tree)) for limit in limits)
-            tokens = sum(expected[level] * n for level, n in levels.items())  # [SmartSpec Eq. 9]
-            n_drafts = sum(tree_size(tree[:level]) * n for level, n in levels.items())
-            outcomes.append((tokens, price(n_drafts, max(levels))))
+            expected = np.cumsum(np.cumprod([1.0, *chances]))
+            tokens = expected[np.minimum(limits, len(tree))].sum()  # [SmartSpec Eq. 9]
+            drafts = [int(width * (limits > level).sum())
+                      for level, width in enumerate(accumulate(tree, mul))]
+            outcomes.append((tokens, price(drafts)))
         return np.array(outcomes).T
 
 class GoodputTree(Goodput):
@@ -985,11 +1030,12 @@ class GoodputRequest(Goodput):
         drafts = []  # (expected tokens, level, request)
         for i, (request, limit) in enumerate(zip(requests, limits)):
             drafts += [(request.acceptance ** j, j, i) for j in range(1, limit + 1)]
-        values, levels, owners = zip((len(limits), 0, 0), *sorted(drafts, reverse=True))
+        drafts.sort(key=lambda draft: -draft[0])  # those worth the same stay in their order
+        values, levels, owners = zip((len(limits), 0, 0), *drafts)
         tokens = np.cumsum(values)
-        steps = np.maximum.accumulate(levels)
         numbers = np.linspace(0, len(drafts), 17).astype(int).tolist()
-        best = max(numbers, key=lambda n: tokens[n] / price(n, int(steps[n])))
+        best = max(numbers, key=lambda n: (
+            tokens[n] / price(np.bincount(levels[:n + 1])[1:].tolist())))
         chosen = Counter(owners[1:best + 1])
         return [(1,) * chosen[i] for i in range(len(limits))]
 
@@ -1021,9 +1067,10 @@ class Proposer:
         for request, k in lengths.items():
             request.drafts = self.draft(request, k) if k else []
 
-    def seconds(self, n_request, n_context, n_step):
-        """Seconds that n_step drafts for each of n_request requests take [SmartSpec Eq. 5]."""
-        return 1e-5 * n_request  # one lookup per request
+    def seconds(self, drafts, context):
+        """Seconds to make drafts[i] drafts in step i, each behind so many tokens [SmartSpec Eq. 5].
+        """
+        return 1e-5 * max(drafts, default=0)  # one lookup per request
 
 class Ngram(Proposer):
     """Prompt lookup: what followed the last occurrence of the last three, two or one tokens."""
@@ -1043,7 +1090,7 @@ class Ngram(Proposer):
 
 class DraftModel(Proposer):
     """A smaller model with the same page tables, fed the same chunks [SmartSpec §6]. If decodes
-    rarely get drafts, it leaves out new requests [§5]; some hundred steps later it tries again."""
+    rarely get drafts, it leaves out new requests [§5], but for 16 of 128, to notice a change."""
     def __init__(self, runner, cost, context=math.inf):
         self.runner = runner
         self.cost = cost
@@ -1054,11 +1101,10 @@ class DraftModel(Proposer):
         wanted = [k for request, k in lengths.items() if request.may_draft]
         if wanted:
             self.idle += 0.02 * ((max(wanted) == 0) - self.idle)
-        else:  # no running request could get drafts: forget slowly, until new ones try again
-            self.idle *= 0.998
         spans = []
         for request, n in plan:
-            if request.n_past == 0 and (self.idle > 0.7 or request.n_tokens > self.context):
+            left_out = self.idle > 0.7 and request.id % 128 >= 16
+            if request.n_past == 0 and (left_out or request.n_tokens > self.context):
                 request.may_draft = False
             k = lengths.get(request, 0)
             # a decode without drafts is fed later, with its next drafts. Usually one token is new
@@ -1077,9 +1123,9 @@ class DraftModel(Proposer):
                     spans.append(Span(request, request.n_draft_past, [token], 1))
                     request.n_draft_past += 1
 
-    def seconds(self, n_request, n_context, n_step):
-        n = n_request
-        return n_step * self.cost.seconds(IterationStats(n, n, n, n_context))
+    def seconds(self, drafts, context):
+        return sum(n_step * self.cost.seconds(IterationStats(n, n, n, n * context))
+                   for n, n_step in Counter(drafts).items())
 
 def make_policy(spec, draft, engine):
     """A Policy from a number, a tree like "3,2,2", a name or an object; None from "off"."""
@@ -1096,6 +1142,8 @@ def make_policy(spec, draft, engine):
         policy = POLICIES[check_choice("spec", spec, [*POLICIES, "off", "1", "2", "3 ..."])]()
     if engine.alpha == 0 and (engine.simulated or policy.sees_future):
         raise ValueError("alpha = 0: a simulator and an oracle need a forced acceptance rate")
+    if engine.simulated and policy.threshold:
+        raise ValueError(f"spec = {short(spec)}: drafts of a simulator have no probabilities")
     if not engine.simulated and max(sum(policy.trees, ())) > 1:
         raise ValueError(f"spec = {policy.trees}: trees of drafts are for the simulator")
     return policy
@@ -1122,22 +1170,39 @@ class Speculator:
         self.engine = engine
         self.policy = policy
         self.proposer = make_proposer(draft, engine, policy.needs_price)
-        self.acceptance = 0.7  # alpha, a moving average over all requests [SmartSpec §4.4]
-        self.n_last = 0  # drafts in the last iteration
+        self.acceptance = PRIOR  # alpha, a moving average over all requests [SmartSpec §4.4]
+        self.trees = {}  # decode of the last iteration -> its tree of drafts
         self.n_drafted = 0
         self.n_accepted = 0
 
+    def expected(self, decodes):
+        """How many drafts these requests will get: as many as in the last iteration, a new one as
+        many as the others."""
+        largest = max(self.trees.values(), key=tree_size, default=())
+        return sum(tree_size(self.trees.get(request, largest)[:self.limit(request)])
+                   for request in decodes)
+
+    def limit(self, request):
+        """The most levels of drafts that its output, and the proposer's context, have room for."""
+        n = request.n_tokens
+        most = max(map(len, self.policy.trees))
+        limit = min(most, request.max_len - n - 1, max(0, self.proposer.context - n + 1))
+        return limit if request.may_draft else 0
+
     def add_drafts(self, plan):
         """Give the plan's decodes drafts, if pages are free for them [SmartSpec §6]."""
+        for request, _ in plan:
+            if request.acceptance is None:
+                request.acceptance = self.acceptance
         decodes = [request for request, _ in plan if request.n_todo == 1]
-        trees = self.choose(plan, decodes) if decodes else []
+        if decodes:
+            self.trees = dict(zip(decodes, self.choose(plan, decodes)))
         lengths = {}
-        for request, tree in zip(decodes, trees):
-            k = tree_size(tree)
+        for request in decodes:
+            request.tree = self.trees[request]
+            k = tree_size(request.tree)
             room = self.engine.pool.reserve(request, request.n_tokens + k)
             lengths[request] = k if room else 0
-            request.tree = tree
-        self.n_last = sum(lengths.values())
         self.proposer.propose(plan, lengths, self.policy.threshold)
         V = self.engine.model.config.vocab_size
         for request, k in lengths.items():
@@ -1150,18 +1215,13 @@ class Speculator:
         cost = self.engine.cost
         stats = cost.stats(entries_of(plan, self.engine)) if self.policy.needs_price else None
 
-        def price(n, steps):  # [SmartSpec Eq. 4]
-            drafting = self.proposer.seconds(len(decodes), stats.context, steps) if n else 0.0
-            return cost.seconds(stats.with_drafts(n)) + drafting
-        most = max(map(len, self.policy.trees))
-        limits = []
-        for request in decodes:
-            n = request.n_tokens
-            limit = min(most, request.max_len - n - 1, max(0, self.proposer.context - n + 1))
-            limit = limit if request.may_draft else 0
-            if self.policy.sees_future:
-                limit = forced_acceptance(request, (1,) * limit, self.engine)
-            limits.append(limit)
+        def price(drafts):  # [SmartSpec Eq. 4]
+            drafting = self.proposer.seconds(drafts, stats.context / len(decodes))
+            return cost.seconds(stats.with_drafts(sum(drafts))) + drafting
+        limits = [self.limit(request) for request in decodes]
+        if self.policy.sees_future:
+            limits = [forced_acceptance(request, (1,) * limit)
+                      for request, limit in zip(decodes, limits)]
         trees = self.policy.lengths(decodes, limits, self.acceptance, price)
         size = len if self.engine.simulated else tree_size
         good = len(trees) == len(limits) and all(
@@ -1172,11 +1232,21 @@ class Speculator:
 
     def count(self, request, n_accepted, n_new):
         """Update the acceptance rates. Drafts behind the n_new tokens were not tried."""
-        n_tried = min(n_new, len(request.tree))
-        self.acceptance += 0.01 * (n_accepted - self.acceptance * n_tried)
-        request.acceptance += 0.05 * (n_accepted - request.acceptance * n_tried)
+        tried = request.tree[:n_new]
+        self.acceptance = moved(self.acceptance, PRIOR, 0.01, tried, n_accepted)
+        request.acceptance = moved(request.acceptance, self.acceptance, 0.05, tried, n_accepted)
         self.n_drafted += len(request.drafts)
         self.n_accepted += n_accepted
+
+PRIOR = 0.7  # the acceptance rate before any draft
+
+def moved(rate, prior, weight, tree, n_accepted):
+    """An acceptance rate after n_accepted levels of a tree were accepted, and perhaps one was not.
+    A decode without drafts counts as 1 % of a draft with the prior's chance: where drafts do not
+    pay, now and then one is tried, for less than 1 % of the time."""
+    if not tree:
+        return rate + 0.01 * weight * (prior - rate)
+    return rate + weight * (n_accepted - sum(chance(rate, n_candidate) for n_candidate in tree))
 
 # -----------------------------------------------------------------------------
 # cost models: how long an iteration takes
@@ -1678,7 +1748,7 @@ class ModelRunner:
             while n < len(drafts) and drafts[n] == best[n]:
                 n += 1
             if self.engine.alpha:
-                n = forced_acceptance(request, request.tree, self.engine)
+                n = forced_acceptance(request, request.tree)
             new_tokens[request] = drafts[:n] + [best[n]]
             best = best[len(drafts) + 1:]
         return new_tokens
@@ -1839,7 +1909,7 @@ class CostRunner:
         self.clock.t += self.cost.seconds(stats, engine.lora)
         if self.flow:
             self.clock.t = self.flow(plan, start, self.clock.t)
-        return {request: [0] * (1 + forced_acceptance(request, request.tree, engine))
+        return {request: [0] * (1 + forced_acceptance(request, request.tree))
                 for request, n in plan if n == request.n_todo}
 
     def draft(self, spans, threshold):
