@@ -745,13 +745,16 @@ class Lightllm(Scheduler):
     def plan(self, running, waiting):
         new = []
         if not running or self.since >= 10:
-            store = self.engine.adapters
-            for version in [*store.loaded]:
-                if not store.n_users[version]:
-                    store.evict(version)
+            self.drop_idle()
             new = self.fitting(running, waiting)
         self.since = 0 if new else self.since + 1
         return [(request, request.n_todo) for request in new or running]
+
+    def drop_idle(self):
+        store = self.engine.adapters
+        for version in [*store.loaded]:
+            if not store.n_users[version]:
+                store.evict(version)
 
     def fitting(self, running, waiting):
         """The first waiting requests that never outgrow the pool; prompts: up to a sixth of it."""

@@ -1233,6 +1233,9 @@ def test_what_is_prefetched_is_used(rate, monkeypatch):
     """[S-LoRA §5.2] Nothing is loaded more often, and first tokens come earlier."""
     figures = []
     load = sarathi.AdapterStore.load
+    # the authors' server, but for what it does about adapters
+    monkeypatch.setattr(bench.Lightllm, "start", sarathi.Scheduler.start)
+    monkeypatch.setattr(bench.Lightllm, "drop_idle", lambda self: None)
     for _ in range(2):
         loads = []
         monkeypatch.setattr(sarathi.AdapterStore, "load",
