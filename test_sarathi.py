@@ -1228,7 +1228,7 @@ def test_adapters_are_prefetched_in_the_order_of_the_queue():
     engine.step()
     assert [*engine.adapters.loaded] == [0, 3, 2]
 
-@each("rate", [2, 8])
+@each("rate", [4, 8])
 def test_what_is_prefetched_is_used(rate, monkeypatch):
     """[S-LoRA §5.2] Nothing is loaded more often, and first tokens come earlier."""
     figures = []
