@@ -2523,6 +2523,15 @@ def test_wrong_constant_misses_its_claim(constant, monkeypatch):
         monkeypatch.setattr(sarathi, constant, type(value)(factor * value))
     assert not claim_holds(name, at, *run)
 
+def test_lightllm_keeps_no_idle_adapter():
+    requests = [Request([0] * 9, 4, "q"), Request([0] * 9, 4, "all", arrival=10.0)]
+    engine = start(COST, requests, bench.Lightllm(), n_page=400, alloc="grow")
+    loaded = set()
+    while engine.requests:
+        engine.step()
+        loaded.add(tuple(sorted(engine.adapters.loaded)))
+    assert loaded == {(0, 1), (0, 3)}
+
 def test_adapters_take_pages_of_the_unified_pool():
     run = bench.slora(simulated("slora_fig5", ""), "S2", 200, 2, 300, gpu="a10g")
     assert CLAIMS["slora_fig5"]["a10g", "S-LoRA", ""].holds(run.requests_per_second)
