@@ -193,11 +193,9 @@ class Place:
 
     def seconds(self, *shapes, last=True):
         """Seconds of iterations of these shapes, as of made_up_plan: (n_shape, n_round)."""
-        functions = []
-        for shape in shapes:
-            plan, engine = made_up_plan(self.model, *shape, last=last)
-            functions.append(timed(engine.runner.run, plan, clock=engine.clock.now))
-        return np.array(self.rounds(*functions))
+        made = [made_up_plan(self.model, *shape, last=last) for shape in shapes]
+        return np.array(self.rounds(*(timed(engine.runner.run, plan, clock=engine.clock.now)
+                                      for plan, engine in made)))
 
     def operators(self, *shape, last=True):
         """{operator: seconds} of an iteration, as of made_up_plan; measured: of each round."""

@@ -4,7 +4,6 @@ In reading order: how a batch is described (Batch, Sites), how C++ is compiled a
 the operators linear, add_norm, activate, rotate_write, attention, lora, and sampling with
 verification. An operator stands here up to four times: `op_ref` is its definition in plain
 torch, `_op_kernel` is Triton for GPUs, SOURCE at the end is C++ for CPUs, and `op` picks one.
-Norms and activations have no Triton kernels: they take under 5 % of the time [SARATHI §3.1].
 
 The cache. The keys and values of one layer are `kv` (2, n_page, Hk, D): plane 0 is K, plane 1 is
 V. A page is one vector of width W = Hk * D in each plane. It holds one token, or rows of an
@@ -74,6 +73,7 @@ class Sites(OnDevice):
     max_chunk: int  # most rows of a site among the others, 0 if there is none
     n_module: int  # modules of the operator (q, k, v: 3)
     max_rank: int  # largest rank of A, rounded up to 16
+    wide: bool = False  # whether all columns begin and end at multiples of 16
     way: str = "batched"  # or "bmm", the baseline: copy, pad, batched matrix products
 
 @dataclass
@@ -202,14 +202,41 @@ def add_norm_ref(x, y, weight, bias, eps):
         return total, F.rms_norm(total, weight.shape, weight, eps)
     return total, F.layer_norm(total, weight.shape, weight, bias.to(total.dtype), eps)
 
+@triton.jit
+def _add_norm_kernel(x, y, weight, bias, total, out, eps,
+                     C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """One program: a row."""
+    c = tl.arange(0, BLOCK_C)
+    mask = c < C
+    at = tl.program_id(0).to(tl.int64) * C + c
+    row = tl.load(x + at, mask, 0.0)
+    if y is not None:
+        row += tl.load(y + at, mask, 0.0)
+        tl.store(total + at, row, mask)
+    row = row.to(tl.float32)
+    if bias is not None:
+        row = tl.where(mask, row - tl.sum(row, 0) / C, 0.0)
+    row *= 1 / tl.sqrt(tl.sum(row * row, 0) / C + eps)
+    row *= tl.load(weight + c, mask, 0.0)
+    if bias is not None:
+        row += tl.load(bias + c, mask, 0.0)
+    tl.store(out + at, row, mask)
+
 def add_norm(x, y, weight, bias, eps):
     """x, y (N, C); weight, bias (C,); y and bias may be None -> x + y and its norm, each (N, C)"""
-    if backend(x) != "cpp":
+    chosen = backend(x)
+    if chosen == "torch":
         return add_norm_ref(x, y, weight, bias, eps)
     N, C = x.shape
     total = x if y is None else torch.empty_like(x)
     out = torch.empty_like(x)
-    cpp("add_norm", x, y, weight, bias, total, out, N, C, float(eps))
+    if chosen == "cpp":
+        cpp("add_norm", x, y, weight, bias, total, out, N, C, float(eps))
+    elif N > 0:
+        _add_norm_kernel[(N,)](
+            x, y, weight, bias, total, out, eps,
+            C, triton.next_power_of_2(C),
+            num_warps=8)
     return total, out
 
 # -----------------------------------------------------------------------------
@@ -222,14 +249,31 @@ def activate_ref(h, gated):
         return F.silu(gate) * up
     return F.gelu(h, approximate="tanh")
 
+@triton.jit
+def _activate_kernel(h, out, I, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: BLOCK numbers of a row. tanh-GELU: (1 + tanh(z / 2)) / 2 = sigmoid(z)"""
+    row = tl.program_id(0).to(tl.int64) * I
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(h + (2 * row if GATED else row) + i, i < I, 0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(h + 2 * row + I + i, i < I, 0.0)
+        y = gate * tl.sigmoid(gate) * up
+    else:
+        y = gate * tl.sigmoid(1.59576912 * (gate + 0.044715 * gate * gate * gate))
+    tl.store(out + row + i, y, i < I)
+
 def activate(h, gated):
     """h (N, 2 I) if gated, else (N, I) -> (N, I)"""
-    if backend(h) != "cpp":
+    chosen = backend(h)
+    if chosen == "torch":
         return activate_ref(h, gated)
     N, I = h.shape
     I = I // 2 if gated else I
     out = h.new_empty(N, I)
-    cpp("activate", h, out, N, I, gated)
+    if chosen == "cpp":
+        cpp("activate", h, out, N, I, gated)
+    else:
+        _activate_kernel[(N, cdiv(I, 1024))](h, out, I, gated, 1024)
     return out
 
 # -----------------------------------------------------------------------------
@@ -398,42 +442,75 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
     total = tl.maximum(total, 1e-30)  # the split may be empty
     at += tl.program_id(2) * n_out
     if lse is not None:
-        log = (top + tl.log2(total)) * 0.6931471806  # ln(2)
-        tl.store(lse + at, log, token < n_row)
+        tl.store(lse + at, top + tl.log2(total), token < n_row)
     tl.store(out + at[:, None] * D + d, acc / total[:, None], mask)
 
-def attention_triton(q, kv, batch):
-    """Few rows: contexts are split to fill the GPU, then combined [flash-decoding]. Then chunks."""
+@triton.jit
+def _combine_kernel(parts, lse, out, spans, n_split, n_out, H: tl.constexpr, D: tl.constexpr,
+                    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One program: BLOCK_H heads of one row, the mean of its splits with weights 2^lse."""
+    first_row, n_row, _, _ = load4(spans + 4 * tl.program_id(1))
+    if tl.program_id(0) >= n_row:
+        return
+
+    head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)[None]
+    at = (first_row + tl.program_id(0)).to(tl.int64) * H + head
+    mask = (head < H)[:, None] & (d < D)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    top = tl.full([BLOCK_H], -1e30, tl.float32)
+    for split in range(n_split):
+        cells = at + split * n_out
+        log = tl.load(lse + cells, head < H, 0.0)
+        new_top = tl.maximum(top, log)
+        shrink = tl.exp2(top - new_top)
+        weight = tl.exp2(log - new_top)
+        acc *= shrink[:, None]
+        acc += weight[:, None] * tl.load(parts + cells[:, None] * D + d, mask, 0.0)
+        total = total * shrink + weight
+        top = new_top
+    tl.store(out + at[:, None] * D + d, acc / total[:, None], mask)
+
+def attend(q, kv, batch, spans, max_rows, out):
+    """Attention of the rows of these spans. If few programs run, contexts are split to fill the
+    GPU, then combined [flash-decoding]."""
     N, H, D = q.shape
     Hk = kv.size(2)
-    out = torch.empty_like(q)
-    n = min(N, batch.n_few * batch.max_few)  # at least the rows of all requests with few rows
+    itemsize = q.element_size()
+    n_query = max_rows * H // Hk
     block_d = triton.next_power_of_2(D)
-    block_n = min(64, 8192 // (block_d * q.element_size()))
-    most = 128 if q.element_size() == 2 else 16
+    most = 16 if itemsize == 4 else min(128, 16384 // block_d)  # rows whose sums fit registers
+    block_m = min(most, max(16, triton.next_power_of_2(n_query)))
+    block_n = max(16, min(64, 8192 // (block_d * itemsize)))
+    n_tile = cdiv(n_query, block_m)
     scale = D ** -0.5 * 1.4426950408889634  # exp(x) = exp2(x log2(e))
 
-    def attend(spans, max_rows, n_split, out, lse):
-        n_query = max_rows * H // Hk
-        block_m = min(most, max(16, triton.next_power_of_2(n_query)))
-        grid = cdiv(n_query, block_m), Hk * len(spans), n_split
-        warps = 8 if block_m == most else 4
-        _attention_kernel[grid](
-            q, kv, out, lse, spans, batch.table, kv.stride(0), scale, n * H,
-            H, Hk, D, block_m, block_n, block_d,
-            num_warps=warps, num_stages=5)
+    # about 256 programs; a split has at least 128 tokens, of chunks twice their rows
+    n_split = min(256 // (n_tile * Hk * len(spans)), batch.max_context // max(128, 2 * max_rows))
+    n_split = triton.next_power_of_2(max(1, min(32, n_split)))
+    parts = out
+    lse = None  # log2 of the sum of exp(scores)
+    if n_split > 1:
+        parts = q.new_empty(n_split, N, H, D, dtype=torch.float32)
+        lse = q.new_empty(n_split, N, H, dtype=torch.float32)
+    _attention_kernel[(n_tile, Hk * len(spans), n_split)](
+        q, kv, parts, lse, spans, batch.table, kv.stride(0), scale, N * H,
+        H, Hk, D, block_m, block_n, block_d,
+        num_warps=8 if block_m == most else 4,
+        num_stages=1 + 32768 // (block_n * block_d * itemsize))  # 64 KB of keys and values
+    if n_split > 1:
+        _combine_kernel[(max_rows, len(spans), cdiv(H, 8))](
+            parts, lse, out, spans, n_split, N * H,
+            H, D, BLOCK_H=8, BLOCK_D=block_d)
 
+def attention_triton(q, kv, batch):
+    """Requests with few rows, then chunks"""
+    out = torch.empty_like(q)
     if batch.max_few > 0:
-        n_split = min(32, batch.max_context // 128, 256 // (batch.n_few * Hk))
-        n_split = triton.next_power_of_2(max(1, n_split))  # for about 256 programs in all
-        parts = q.new_empty(n_split, n, H, D, dtype=torch.float32)
-        lse = q.new_empty(n_split, n, H, 1, dtype=torch.float32)  # log of the sum of exp(scores)
-        few = batch.spans[:batch.n_few]
-        attend(few, batch.max_few, n_split, parts, lse)
-        out[:n] = (parts * lse.softmax(0)).sum(0)
+        attend(q, kv, batch, batch.spans[:batch.n_few], batch.max_few, out)
     if batch.max_chunk > 0:
-        chunks = batch.spans[batch.n_few:]
-        attend(chunks, batch.max_chunk, 1, out, None)
+        attend(q, kv, batch, batch.spans[batch.n_few:], batch.max_chunk, out)
     return out
 
 def attend_chunk(q, kv, pages, out):
@@ -515,7 +592,7 @@ def lora_bmm(y, x, kv, sites):
 def _shrink_kernel(x, a, xa, sites, table, width, n_module,
                    C: tl.constexpr, W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
-    """One program: xa = x A for BLOCK_M rows of one site.
+    """One program: xa = x A for BLOCK_M rows of one site and BLOCK_R rows of A.
 
         x, a row    |  0  |  1  |  2  |  3  |  4  |     blocks of BLOCK_K numbers, which
         A, row 0    |  page 81  |  page 7   | 40  |     begin anew with each page
@@ -525,11 +602,12 @@ def _shrink_kernel(x, a, xa, sites, table, width, n_module,
     first_row, n_row, _, _ = load4(site)
     rank, _, module, first_entry = load4(site + 4)
     tile = tl.program_id(0) * BLOCK_M
-    if tile >= n_row:
+    first_rank = tl.program_id(2) * BLOCK_R
+    if (tile >= n_row) | (first_rank >= rank):
         return
 
     m = tile + tl.arange(0, BLOCK_M)[:, None]
-    r = tl.arange(0, BLOCK_R)
+    r = first_rank + tl.arange(0, BLOCK_R)
     row = (first_row + m).to(tl.int64)
     r_mask = r < rank
     n_page = tl.cdiv(C, W)  # pages of a row of A
@@ -551,11 +629,18 @@ def _shrink_kernel(x, a, xa, sites, table, width, n_module,
 
 @triton.jit
 def _expand_kernel(y, b, xa, sites, table, width, n_module, C, W: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+                   BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+                   WIDE: tl.constexpr):
     """One program: y += xa B for BLOCK_M rows of one site and BLOCK_N columns that lie in the
     same page of each row of B."""
     site = sites + 8 * tl.program_id(1)
-    first_row, n_row, first_column, n_column = load4(site)
+    first_row = tl.load(site)
+    n_row = tl.load(site + 1)
+    first_column = tl.load(site + 2)
+    n_column = tl.load(site + 3)
+    if WIDE:  # then the compiler loads and stores 16 bytes at a time
+        first_column = tl.multiple_of(first_column, 16)
+        n_column = tl.multiple_of(n_column, 16)
     _, rank, module, first_entry = load4(site + 4)
     tile = tl.program_id(0) * BLOCK_M
     n_block = tl.cdiv(W, BLOCK_N)  # blocks of a page
@@ -587,27 +672,29 @@ def _expand_kernel(y, b, xa, sites, table, width, n_module, C, W: tl.constexpr,
 def lora_triton(y, x, kv, sites, exchange):
     """A program takes 64 rows of a site [MBGMM], or 16 if all sites have few rows [MBGMV]."""
     W = kv[0, 0].numel()
-    block_m = 64 if sites.max_chunk > 0 else 16
     block = min(256 // x.element_size(), triton.next_power_of_2(W))
     block = max(16, block)  # numbers of a page
-    block_r = max(16, triton.next_power_of_2(sites.max_rank))
-    block_k = min(block, 128 * block // block_r)
+    block_m = 16
+    block_r = 16
+    if sites.max_chunk > 0:
+        block_m = 64
+        block_r = min(128, max(16, triton.next_power_of_2(sites.max_rank)))
     most = max(sites.max_few, sites.max_chunk)
     grid = cdiv(most, block_m), len(sites.sites)
     warps = max(4, block_m // 8)
 
     width = sites.n_module * sites.max_rank
-    xa = x.new_zeros(len(x), width, dtype=torch.float32)
-    _shrink_kernel[grid](
+    xa = x.new_empty(len(x), width, dtype=torch.float32)
+    _shrink_kernel[(*grid, cdiv(sites.max_rank, block_r))](
         x, kv[0], xa, sites.sites, sites.table, xa.size(1), sites.n_module,
-        x.size(1), W, block_m, block_r, block_k,
-        num_warps=warps, num_stages=6)
+        x.size(1), W, block_m, block_r, block,
+        num_warps=warps, num_stages=5)
     if exchange is not None:
         xa = exchange(xa)
     n_block = cdiv(y.size(1), W) * cdiv(W, block)
     _expand_kernel[(*grid, n_block)](
         y, kv[1], xa, sites.sites, sites.table, xa.size(1), sites.n_module,
-        y.size(1), W, block_m, 32, block,
+        y.size(1), W, block_m, 32, block, sites.wide and W % 16 == 0,
         num_warps=warps, num_stages=5)
 
 def lora(y, x, kv, sites, exchange=None):

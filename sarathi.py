@@ -24,7 +24,7 @@ from numbers import Integral, Real
 from operator import index, mul
 from pathlib import Path
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, proxy
 
 import numpy as np
 import torch
@@ -186,17 +186,19 @@ class Engine:
         if self.cost is None and (self.scheduler.needs_price or policy and policy.needs_price):
             self.cost = CostModel.profile(model)
 
-        # memory, and the runner that uses it
+        # memory, and the runner that uses it. The parts refer to the engine weakly: when it ends,
+        # the memory of its cache is free at once
         n_page, self.max_batch = size_pool(model, draft, n_page, max_batch)
         self.pool = PagePool(n_page)
         own_pool = PagePool(adapter_pages, first=n_page) if adapter_pages else self.pool
         self.adapters = AdapterStore(own_pool, Adapter(model.config, {}))
         self.merged = 0  # the version in the weights, if lora is "merge"
         self.clock = VirtualClock() if self.simulated else WallClock()
-        self.runner = CostRunner(self, model) if self.simulated else ModelRunner(self, model)
+        engine = proxy(self)
+        self.runner = CostRunner(engine, model) if self.simulated else ModelRunner(engine, model)
         self.adapters.copy = self.runner.copy_adapter
-        self.speculator = Speculator(self, draft, policy) if policy else None
-        self.scheduler.start(self)
+        self.speculator = Speculator(engine, draft, policy) if policy else None
+        self.scheduler.start(engine)
 
     def step(self):
         """One iteration. Returns its events; [] if nothing can run now. After any exception, all
