@@ -50,24 +50,12 @@ if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
 # -----------------------------------------------------------------------------
 # batches
 
-class OnDevice:
-    """Base of dataclasses that hold tensors."""
-    def to(self, device):
-        """A copy on the device. The CPU does not wait for the copies."""
-        copies = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                copies[name] = value.to(device, non_blocking=True)
-            elif isinstance(value, dict):
-                copies[name] = {op: sites.to(device) for op, sites in value.items()}
-        return replace(self, **copies)
-
 @dataclass
-class Sites(OnDevice):
+class Sites:
     """Where adapters act in one operator: S sites, one per (request, module), few rows first."""
     sites: Tensor  # (S, 8) int32: first row, rows, first column of y, columns, rank of A,
     #                rank of B, module number, first entry in table
-    table: Tensor  # (n,) int32: pages of the adapters
+    table: Tensor  # (n,) int32: that of the batch
     n_few: int  # sites[:n_few] have at most FEW_ROWS rows, the others more
     max_few: int  # most rows of a site among the first n_few, 0 if there is none
     max_chunk: int  # most rows of a site among the others, 0 if there is none
@@ -77,19 +65,55 @@ class Sites(OnDevice):
     way: str = "batched"  # or "bmm", the baseline: copy, pad, batched matrix products
 
 @dataclass
-class Batch(OnDevice):
-    """One iteration: N tokens of R requests, a request's rows side by side, few rows first."""
-    tokens: Tensor  # (N,) int64
-    positions: Tensor  # (N,) int64
-    pages: Tensor  # (N,) int32: the page to which K and V of each token are written
-    spans: Tensor  # (R, 4) int32: first row, rows, n_past, first entry in table
-    table: Tensor  # (n,) int32: page tables of all requests; n_past + rows entries each
-    logit_rows: Tensor  # (M,) int64: rows for which next-token logits are computed
+class Batch:
+    """One iteration: N tokens of R requests, a request's rows side by side, few rows first. All
+    tensors are int32."""
+    tokens: Tensor  # (N,)
+    positions: Tensor  # (N,)
+    pages: Tensor  # (N,): the page to which K and V of each token are written
+    spans: Tensor  # (R, 4): first row, rows, n_past, first entry in table
+    table: Tensor  # (n,): page tables of all requests, n_past + rows entries each; of adapters
+    logit_rows: Tensor  # (M,): rows for which next-token logits are computed
     n_few: int  # spans[:n_few] have at most FEW_ROWS rows, the others more
     max_few: int  # most rows of a request among the first n_few, 0 if there is none
     max_chunk: int  # most rows of a request among the others, 0 if there is none
     max_context: int  # largest n_past + rows
     adapters: dict = field(default_factory=dict)  # operator name -> Sites
+
+    def tensors(self):
+        """All tensors, the table last"""
+        sites = [sites.sites for sites in self.adapters.values()]
+        return [self.tokens, self.positions, self.pages, self.spans, self.logit_rows, *sites,
+                self.table]
+
+    def flat(self):
+        """All numbers side by side, each tensor from a multiple of 16 bytes on"""
+        return torch.cat([F.pad(x.flatten(), (0, -x.numel() % 4)) for x in self.tensors()])
+
+    def over(self, flat):
+        """The batch with its tensors in memory that is laid out like flat(). The rest of it is the
+        table's."""
+        views = []
+        for x in self.tensors()[:-1]:
+            views.append(flat[:x.numel()].view(x.shape))
+            flat = flat[cdiv(x.numel(), 4) * 4:]
+        adapters = {op: replace(sites, sites=view, table=flat)
+                    for (op, sites), view in zip(self.adapters.items(), views[5:])}
+        tokens, positions, pages, spans, logit_rows = views[:5]
+        return replace(self, tokens=tokens, positions=positions, pages=pages, spans=spans,
+                       table=flat, logit_rows=logit_rows, adapters=adapters)
+
+    def to(self, device):
+        """The batch on the device, by one copy for which the CPU does not wait"""
+        if device.type == "cpu":
+            return self
+        return self.over(send(self.flat(), device))
+
+def send(x, device):
+    """x on the device. The CPU does not wait for the copy."""
+    if device.type == "cpu":
+        return x
+    return x.pin_memory().to(device, non_blocking=True)
 
 def cdiv(n, unit):
     """n / unit, rounded up."""
@@ -482,7 +506,8 @@ def attend(q, kv, batch, spans, max_rows, out):
     block_d = triton.next_power_of_2(D)
     most = 16 if itemsize == 4 else min(128, 16384 // block_d)  # rows whose sums fit registers
     block_m = min(most, max(16, triton.next_power_of_2(n_query)))
-    block_n = max(16, min(64, 8192 // (block_d * itemsize)))
+    is_tile = block_m >= 64
+    block_n = max(16, min(64, (16384 if is_tile else 8192) // (block_d * itemsize)))
     n_tile = cdiv(n_query, block_m)
     scale = D ** -0.5 * 1.4426950408889634  # exp(x) = exp2(x log2(e))
 
@@ -497,7 +522,7 @@ def attend(q, kv, batch, spans, max_rows, out):
     _attention_kernel[(n_tile, Hk * len(spans), n_split)](
         q, kv, parts, lse, spans, batch.table, kv.stride(0), scale, N * H,
         H, Hk, D, block_m, block_n, block_d,
-        num_warps=8 if block_m == most else 4,
+        num_warps=8 if is_tile else 4,
         num_stages=1 + 32768 // (block_n * block_d * itemsize))  # 64 KB of keys and values
     if n_split > 1:
         _combine_kernel[(max_rows, len(spans), cdiv(H, 8))](

@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, cdiv, linear,
-                     linear_ref, lora, norm_heads_ref, pack, rotate_ref, rotate_write)
+                     linear_ref, lora, norm_heads_ref, pack, rotate_ref, rotate_write, send)
 
 OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # of one layer [SARATHI Table 1]
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # tensor parallelism cuts their input, not their output
@@ -745,7 +745,7 @@ class Adapter:
     @torch.inference_mode()
     def write(self, kv, pages):
         """Copy the weights of all layers to these pages (n_page,) of kv (L, 2, n_page, Hk, D)."""
-        pages = torch.as_tensor(pages, dtype=torch.long, device=kv.device)
+        pages = send(torch.tensor(pages), kv.device)
         planes = self.planes.to(kv, non_blocking=True)
         kv.index_copy_(2, pages, planes.unflatten(-1, kv.shape[3:]))
 

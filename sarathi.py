@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kernels import FEW_ROWS, Batch, Sites, probabilities, sample, verify
+from kernels import FEW_ROWS, Batch, Sites, backend, probabilities, sample, send, verify
 from model import (GPT, PRESETS, ROW_PARALLEL, Adapter, GPTConfig, World, load_model,
                    load_tokenizer)
 
@@ -1556,8 +1556,9 @@ class ModelRunner:
         pools = {engine.pool, engine.adapters.pool}
         self.n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
         self.kv = model.new_cache(self.n_page + 1)  # the last page is for padding rows
-        recording = self.kv.is_cuda and engine.lora != "merge" and model.world.size == 1
-        self.graphs = CudaGraphs(self) if recording else None
+        self.copies = torch.cuda.Stream() if self.kv.is_cuda else None  # of adapters
+        recording = self.kv.is_cuda and backend(self.kv) == "triton" and model.world.size == 1
+        self.graphs = CudaGraphs(engine, model, self.kv) if recording else None
 
     def run(self, plan):
         """Carry out a plan. Returns {request: accepted drafts and one more token}."""
@@ -1593,7 +1594,7 @@ class ModelRunner:
         logit_rows = []
         rows = []  # as Batch.spans
         pages = array("i")
-        table = array("i")
+        table = array("i")  # pages of the requests, then of their adapters
         for request, n_past, new, n_logits in spans:
             end = n_past + len(new)
             own = self.engine.pool.tables[request][:end]
@@ -1604,24 +1605,25 @@ class ModelRunner:
             pages += own[n_past:]
             table += own
         # a draft model may lack the target's last tokens
-        tokens = torch.tensor(tokens).clamp(max=self.model.config.vocab_size - 1)
-        return Batch(tokens=tokens, positions=torch.tensor(positions),
+        tokens = torch.tensor(tokens, dtype=torch.int32)
+        adapters = self.pack_adapters(spans, rows, table)
+        return Batch(tokens=tokens.clamp(max=self.model.config.vocab_size - 1),
+                     positions=torch.tensor(positions, dtype=torch.int32),
                      pages=torch.frombuffer(pages, dtype=torch.int32),
                      spans=torch.tensor(rows, dtype=torch.int32),
                      table=torch.frombuffer(table, dtype=torch.int32),
-                     logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-                     max_context=max(n_past + n for _, n, n_past, _ in rows),
-                     adapters=self.pack_adapters(spans, rows),
+                     logit_rows=torch.tensor(logit_rows, dtype=torch.int32),
+                     max_context=max(n_past + n for _, n, n_past, _ in rows), adapters=adapters,
                      **row_counts([n for _, n, _, _ in rows]))
 
-    def pack_adapters(self, spans, rows):
-        """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]."""
+    def pack_adapters(self, spans, rows, table):
+        """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]. Appends their pages to the
+        batch's table."""
         store = self.engine.adapters
         adapted = [(span.request.version, row) for span, row in zip(spans, rows)]
         adapted = [(version, row) for version, row in adapted if store.known[version].n_page]
         if not adapted or self.model is not self.engine.model:
             return {}
-        table = array("i")
         first = {}  # version -> its first entry in table
         places = []  # of adapted requests: first row, rows, first entry
         for version, row in adapted:
@@ -1637,8 +1639,9 @@ class ModelRunner:
             if len(sites):
                 sites[:, [0, 1, 7]] += np.repeat(places, list(map(len, parts)), 0)
                 max_rank = round_up(int(sites[:, 4].max()), 16)
+                wide = not (np.array([*operator.modules.values()]) % 16).any()
                 packed[op] = Sites(sites=torch.from_numpy(sites), table=table, max_rank=max_rank,
-                                   n_module=len(operator.modules), way=self.engine.lora,
+                                   n_module=len(operator.modules), way=self.engine.lora, wide=wide,
                                    **row_counts(sites[:, 1]))
         return packed
 
@@ -1701,14 +1704,14 @@ class ModelRunner:
 
     def copy_adapter(self, version, pages):
         """Start to copy an adapter to its pages. Returns a function that waits for the copy."""
-        if not self.kv.is_cuda:
+        if self.copies is None:
             self.tell("write", version, pages)
             return lambda: None
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self.copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copies):
             self.tell("write", version, pages)
-        return lambda: torch.cuda.current_stream().wait_stream(stream)
+            done = self.copies.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(done)
 
     def write(self, version, pages):
         self.engine.adapters.known[version].write(self.kv, pages)
@@ -1740,54 +1743,71 @@ def row_counts(counts):
     return dict(n_few=int(few.sum()), max_few=int((n * few).max()), max_chunk=int((n * ~few).max()))
 
 class CudaGraphs:
-    """Iterations that a GPU replays without waiting for Python: decodes alone, padded to a power of
-    two, and decodes beside one chunk, scheduler.chunk tokens together."""
-    def __init__(self, runner):
-        self.runner = runner
-        self.graphs = {}  # sizes -> (graph, static batch, logits)
+    """Iterations that a GPU replays without waiting for Python: decodes or verifications alone,
+    padded to powers of two, and decodes beside one chunk, scheduler.chunk tokens together."""
+    def __init__(self, engine, model, kv):
+        self.engine = engine
+        self.model = model
+        self.kv = kv
+        self.graphs = {}  # sizes -> (graph, inputs, logits)
+        self.pool = torch.cuda.graph_pool_handle()  # one memory for the activations of all graphs
 
     def fits(self, batch):
         n_chunk = len(batch.spans) - batch.n_few
-        whole = n_chunk == 1 and len(batch.tokens) == self.runner.engine.scheduler.chunk
-        return (whole or not n_chunk) and batch.max_few <= 1 and not batch.adapters
+        whole = n_chunk == 1 and len(batch.tokens) == self.engine.scheduler.chunk
+        whole = whole and batch.max_few <= 1
+        return (whole or not n_chunk) and self.engine.lora == "batched"
 
     def replay(self, batch):
         padded = self.pad(batch)
-        key = len(padded.tokens), padded.n_few, len(padded.spans), padded.max_context
+        ranks = tuple((op, sites.max_rank) for op, sites in padded.adapters.items())
+        key = (len(padded.tokens), padded.n_few, len(padded.spans), padded.max_few,
+               padded.max_context, ranks)
         if key not in self.graphs:
             self.graphs[key] = self.record(padded)
-        graph, static, logits = self.graphs[key]
-        for name in ("tokens", "positions", "pages", "spans", "table", "logit_rows"):
-            getattr(static, name).copy_(getattr(padded, name), non_blocking=True)
+        graph, inputs, logits = self.graphs[key]
+        flat = padded.flat()
+        inputs[:len(flat)].copy_(send(flat, inputs.device))
         graph.replay()
         return logits[:len(batch.logit_rows)]
 
     def pad(self, batch):
-        """The batch with padding rows and empty spans, on the host, so that few sizes occur."""
+        """The batch with padding rows, empty spans and empty sites, on the host, so that few sizes
+        occur."""
         n_chunk = len(batch.spans) - batch.n_few
         N = len(batch.tokens)
-        n_few = self.runner.engine.max_batch
-        if not n_chunk:
-            N = n_few = power_of_two(N)
+        n_few = self.engine.max_batch
         context = power_of_two(max(batch.max_context, 256))
-        page = self.runner.n_page
+        if not n_chunk:
+            N = power_of_two(N)
+            n_few = power_of_two(batch.n_few)
+            context = self.model.config.block_size
+        max_few = 1 if batch.max_few <= 1 else FEW_ROWS
+        R = n_few + n_chunk
+        adapters = {}
+        for op, sites in batch.adapters.items():
+            S = R * sites.n_module
+            adapters[op] = replace(sites, sites=pad(sites.sites, S), n_few=S, max_few=N,
+                                   max_chunk=N * n_chunk, max_rank=power_of_two(sites.max_rank))
         few = pad(batch.spans[:batch.n_few], n_few)
         return replace(batch, tokens=pad(batch.tokens, N), positions=pad(batch.positions, N),
-                       pages=pad(batch.pages, N, page),
+                       pages=pad(batch.pages, N, self.kv.size(2) - 1),
                        spans=torch.cat([few, batch.spans[batch.n_few:]]),
-                       table=pad(batch.table, (n_few + n_chunk) * context, page),
-                       logit_rows=pad(batch.logit_rows, n_few + n_chunk), n_few=n_few, max_few=1,
-                       max_chunk=N * n_chunk, max_context=context)
+                       logit_rows=pad(batch.logit_rows, R if max_few == 1 else N), n_few=n_few,
+                       max_few=max_few, max_chunk=N * n_chunk, max_context=context,
+                       adapters=adapters)
 
     def record(self, batch):
-        model = self.runner.model
-        static = batch.to(model.device)
-        model.forward(static, self.runner.kv)  # compiles the kernels
+        flat = batch.flat()
+        # the table may become as long as the cache
+        inputs = pad(flat, len(flat) + self.kv.size(2)).to(self.kv.device)
+        static = batch.over(inputs)
+        self.model.forward(static, self.kv)  # compiles the kernels
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = model.forward(static, self.runner.kv)
-        return graph, static, logits
+        with torch.cuda.graph(graph, pool=self.pool):
+            logits = self.model.forward(static, self.kv)
+        return graph, inputs, logits
 
 def power_of_two(n):
     return 1 << (n - 1).bit_length()
