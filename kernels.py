@@ -743,27 +743,32 @@ def lora(y, x, kv, sites, exchange=None):
 # sampling and verification; gpt-fast's convention: p of the target model, q of the draft model
 
 def probabilities(logits, temperature, top_k, top_p):
-    """logits (M, V), the others (M,) -> p (M, V) float32. temperature 0: all on the argmax;
-    top_k 0: no limit; top_p 1: no limit, else the fewest tokens that together have top_p."""
+    """logits (M, V), the others (M,) on the host -> p (M, V) float32. temperature 0: all on the
+    argmax; top_k 0: no limit; top_p 1: no limit, else the fewest tokens that together have top_p."""
+    V = logits.size(1)
     greedy = temperature < 1e-5  # 1e-37 would make infinite logits
-    logits = logits.float()
-    scaled = logits / temperature.masked_fill(greedy, 1)[:, None]
-    if ((top_k > 0) | (top_p < 1)).any():
-        V = logits.size(1)
-        k = top_k.masked_fill(top_k == 0, V)[:, None]
-        ordered, order = scaled.topk(min(int(k.max()), V))
+    top_k = top_k.masked_fill(top_k == 0, V).clamp(max=V)
+    limited = (top_k < V) | (top_p < 1)
+    temperature = temperature.masked_fill(greedy, 1)
+    settings = torch.stack([temperature, top_k, top_p.masked_fill(top_p == 1, 2), greedy])
+    temperature, k, top_p, is_greedy = send(settings, logits.device)[..., None]  # (M, 1) each
+    scaled = logits.float() / temperature
+    if limited.any():
+        ordered, order = scaled.topk(int(top_k.max()))
         rank = torch.arange(order.size(1), device=logits.device)
         ordered = ordered.masked_fill(rank >= k, float("-inf"))
         p = ordered.softmax(-1)
         before = p.cumsum(-1) - p  # probability of the tokens that rank higher
-        limit = top_p.masked_fill(top_p == 1, 2)[:, None]
-        hidden = (before >= limit) & (rank > 0)
+        hidden = (before >= top_p) & (rank > 0)
         ordered = ordered.masked_fill(hidden, float("-inf"))
         impossible = torch.full_like(scaled, float("-inf"))
         scaled = impossible.scatter(1, order, ordered)
-    best = logits.max(-1, keepdim=True).indices
-    one_hot = torch.zeros_like(logits).scatter_(1, best, 1)
-    return torch.where(greedy[:, None], one_hot, scaled.softmax(-1))
+    p = scaled.softmax(-1)
+    if greedy.any():
+        best = logits.max(-1, keepdim=True).indices
+        one_hot = torch.zeros_like(p).scatter_(1, best, 1)
+        p = torch.where(is_greedy > 0, one_hot, p)
+    return p
 
 def sample(p, u):
     """Inverse CDF: weights p (M, V), need not sum to 1; u (M,) uniform in [0, 1) -> (M,)"""
@@ -793,13 +798,13 @@ def verify(p, q, drafts, n_drafts, u):
     place = torch.where(accepted, n_drafts[request], draft - first_draft[request])
     n_accepted = n_drafts.scatter_reduce(0, request, place, "amin")
     weights = p[first_row + n_accepted]  # (R, V)
-    rejected = torch.nonzero(n_accepted < n_drafts)[:, 0]
-    at = (first_draft + n_accepted)[rejected]
+    rejected = n_accepted < n_drafts
+    at = (first_draft + n_accepted).clamp(max=K - 1)
     if q is None:
-        weights[rejected, drafts[at]] = 0
+        residual = weights.scatter(1, drafts[at][:, None], 0)
     else:
-        residual = weights[rejected] - q[at]
-        weights[rejected] = residual.clamp(min=0)
+        residual = (weights - q[at]).clamp(min=0)
+    weights = torch.where(rejected[:, None], residual, weights)
     return n_accepted, sample(weights, u[K:])
 
 # -----------------------------------------------------------------------------

@@ -1663,23 +1663,26 @@ class ModelRunner:
     def verify_sampled(self, sampling, logits):
         """Rejection sampling: the output is distributed as without drafts [SmartSpec §2]."""
         p = self.distributions([r for r in sampling for _ in range(1 + len(r.drafts))], logits)
+        u = uniform([(r.seed, r.n_tokens) for r in sampling], TOKEN)
+        drafts = [draft for request in sampling for draft in request.drafts]
+        if not drafts:
+            tokens = sample(p, send(u, p.device)).tolist()
+            return {request: [token] for request, token in zip(sampling, tokens)}
         q = [row for request in sampling for row in request.draft_probs]
         q = torch.cat(q) if q else None  # None: drafts are deterministic
-        drafts = [draft for request in sampling for draft in request.drafts]
-        drafts = torch.tensor(drafts, dtype=torch.int64)
-        n_drafts = torch.tensor([len(request.drafts) for request in sampling])
         places = [(r.seed, r.n_tokens + j) for r in sampling for j in range(len(r.drafts))]
-        u = [uniform(places, ACCEPT), uniform([(r.seed, r.n_tokens) for r in sampling], TOKEN)]
-        u = torch.cat(u).to(p.device)
-        n_accepted, tokens = verify(p, q, drafts.to(p.device), n_drafts.to(p.device), u)
-        ends = zip(sampling, n_accepted.tolist(), tokens.tolist())
-        return {request: request.drafts[:n] + [token] for request, n, token in ends}
+        u = torch.cat([uniform(places, ACCEPT), u])
+        drafts = torch.tensor(drafts)
+        n_drafts = torch.tensor([len(request.drafts) for request in sampling])
+        drafts, n_drafts, u = (send(x, p.device) for x in (drafts, n_drafts, u))
+        ends = torch.stack(verify(p, q, drafts, n_drafts, u), 1).tolist()
+        return {request: request.drafts[:n] + [token]
+                for request, (n, token) in zip(sampling, ends)}
 
     def distributions(self, requests, logits):
         """The distributions (M, V) that rows of logits are sampled from. requests: of each row."""
         settings = torch.tensor([(r.temperature, r.top_k, r.top_p) for r in requests])
-        temperature, top_k, top_p = settings.to(logits.device).unbind(1)
-        return probabilities(logits, temperature, top_k.long(), top_p)
+        return probabilities(logits, *settings.unbind(1))
 
     def draft(self, spans, threshold):
         """A draft for every span with a logit row: [(request, token, is it above threshold)]."""
@@ -1692,7 +1695,7 @@ class ModelRunner:
         if not self.engine.alpha and not greedy:
             q = self.distributions(requests, logits)
             places = [(r.seed, r.n_tokens + len(r.drafts)) for r in requests]
-            tokens = sample(q, uniform(places, DRAFT).to(q.device))
+            tokens = sample(q, send(uniform(places, DRAFT), q.device))
             q = torch.nn.functional.pad(q, (0, V - q.size(1)))  # none of a token that it lacks
             for request, row in zip(requests, q.split(1)):
                 request.draft_probs.append(row)

@@ -3,6 +3,7 @@ its interpreter and compiled for GPUs that are not here), models against transfo
 the engine against a naive loop, speculation by chi-square, the simulator against the engine and
 the papers, tensor parallelism in processes, command lines, and every claim of bench."""
 import dataclasses
+import gc
 import gzip
 import json
 import math
@@ -13,8 +14,9 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cache
@@ -177,7 +179,8 @@ def sites_of(requests, n_in, columns, W, widen=1):
             lengths.append(rank * max(cdiv(n_in, W), widen * cdiv(columns[j], W)))
         N += rows
     max_rank = cdiv(max(entry[4] for entry in entries), 16) * 16
-    return N, Sites(*place(entries, lengths), len(columns), max_rank)
+    wide = all(n % 16 == 0 for n in columns)
+    return N, Sites(*place(entries, lengths), len(columns), max_rank, wide)
 
 def rows_on_pages(plane, pages, rank, width):
     """A or B: rank rows of `width` numbers, each on whole pages"""
@@ -193,6 +196,7 @@ def gather(xa):
     (48, 192, (64, 48), 1, "8 0 17 1 5, 9 1 3, 2, 63 1 33, 64 0 16, 65 0 64 1 1"),
     (256, 144, (513,), 1, "1 0 100, 2 0 1"),
     (64, 64, (65, 20), 2, "3 0 1 1 20, 1, 64 0 40 1 7"),
+    (80, 96, (96, 160), 1, "1 0 300 1 2, 9 0 33 1 260"),
 ])
 def test_operator_lora(W, n_in, columns, n_device, requests, dtype):
     N, sites = sites_of(requests, n_in, columns, W, n_device)
@@ -1255,6 +1259,25 @@ def test_pages_are_conserved(options, monkeypatch):
         engine.remove_adapter(name)
     assert len(engine.pool.free) == engine.pool.n_page and list(engine.adapters.known) == [0]
 
+@each("draft, lora", [("ngram", "batched"), (0.3, "batched"), (None, "merge")])
+def test_engines_leave_no_cache_behind(draft, lora, monkeypatch):
+    """The caches are freed when the engine ends, without Python's collector, also with graphs."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 1)
+    draft = draft_model(draft) if isinstance(draft, float) else draft
+    requests = mixed((None, "q"), 3)
+    engine = start(TARGET, requests, "autopilot", cost=COST, draft=draft, lora=lora)
+    runners = [engine.runner]
+    if isinstance(draft, GPT):
+        runners.append(engine.speculator.proposer.runner)
+    caches = [weakref.ref(runner.kv) for runner in runners]
+    engine.run()
+    gc.disable()
+    for runner in runners:
+        runner.graphs = sarathi.CudaGraphs(runner.engine, runner.model, runner.kv)
+    del engine, runner, runners
+    assert [cache() for cache in caches] == [None] * len(caches)
+    gc.enable()
+
 def test_events_stop_tokens_and_times():
     requests = mixed()
     stopped = requests[3]
@@ -1546,24 +1569,83 @@ def test_an_exception_before_any_line(model, lora, adapter_pages, n_place, call)
     for n in rng.sample([*each_line.values()], n_place):
         attempt(n)
 
-def test_padding_for_cuda_graphs_changes_no_logits():
-    """Batches of decodes alone, and of decodes beside a chunk that fills the iteration"""
-    model = random_model()
-    requests = mixed()
-    engine = start(model, requests, chunk=24, max_batch=4)
-    graphs = sarathi.CudaGraphs(engine.runner)
-    forward = model.forward
-    n_padded = Counter()
-    def compare(batch, kv):
-        logits = forward(batch, kv)
-        if graphs.fits(batch):
-            n_padded[batch.max_chunk > 0] += 1
-            close(forward(graphs.pad(batch), kv)[:len(logits)], logits)
+def numbers(batch):
+    """All that a CUDA graph keeps from its recording: Python's numbers and the shapes of tensors"""
+    shapes = [tensor.shape for tensor in batch.tensors()[:-1]]
+    parts = batch, *batch.adapters.values()
+    values = [value for part in parts for value in vars(part).values() if isinstance(value, int)]
+    return shapes, values
+
+def fake_graphs(monkeypatch):
+    """From now on runners record CUDA graphs. A replay computes again what was recorded, and the
+    outputs of all other graphs become NaN, since they share memory. -> replays by kind"""
+    calls = {}  # graph -> model, batch, cache, logits
+    recording = []
+    padded = []
+    replays = Counter()
+    forward = GPT.forward
+    pad = sarathi.CudaGraphs.pad
+    init = sarathi.ModelRunner.__init__
+
+    class Graph:
+        def replay(self):
+            model, batch, kv, logits = calls[self]
+            assert numbers(batch) == numbers(padded[-1])
+            for *_, others in calls.values():
+                others.fill_(math.nan)
+            logits.copy_(forward(model, batch, kv))
+            kinds = dict(drafts=batch.max_few > 1, chunk=batch.max_chunk > 0,
+                         adapters=bool(batch.adapters))
+            replays.update(name for name, is_so in kinds.items() if is_so)
+
+    @contextmanager
+    def record(graph, pool):
+        recording.append(graph)
+        yield
+        recording.clear()
+
+    def recorded_forward(model, *args):
+        logits = forward(model, *args)
+        if recording:
+            logits = logits.clone()
+            calls[recording[0]] = model, *args, logits
         return logits
-    model.forward = compare
-    engine.run()
-    check_tokens(requests)
-    assert n_padded[False] and n_padded[True]
+
+    def init_with_graphs(runner, engine, model):
+        init(runner, engine, model)
+        runner.graphs = sarathi.CudaGraphs(engine, model, runner.kv)
+
+    def remembered_pad(graphs, batch):
+        padded.append(pad(graphs, batch))
+        return padded[-1]
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(GPT, "forward", recorded_forward)
+    monkeypatch.setattr(sarathi.ModelRunner, "__init__", init_with_graphs)
+    monkeypatch.setattr(sarathi.CudaGraphs, "pad", remembered_pad)
+    return replays
+
+@pytest.fixture
+def unwritten_memory_is_nan():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+def test_graphs_change_no_operator_and_no_token(unwritten_memory_is_nan, monkeypatch):
+    """Decodes, verifications, adapters and chunks, replayed with padding; less of it in Triton's
+    interpreter"""
+    replays = fake_graphs(monkeypatch)
+    if INTERPRETED:
+        requests = mixed((None, "q"), 2)
+        serve(TARGET, requests, chunk=10, max_batch=2, draft="ngram", spec=2)
+        check_tokens(requests)
+    for case in CASES[::2] if not INTERPRETED else []:
+        requests = mixed(case["adapters"])
+        serve_case(case | dict(lora="batched"), requests)
+        check_tokens(requests)
+    assert min(replays[kind] for kind in ("drafts", "chunk", "adapters")) > (not INTERPRETED)
 
 # -----------------------------------------------------------------------------
 # speculation
