@@ -122,10 +122,13 @@ def cdiv(n, unit):
 # -----------------------------------------------------------------------------
 # where an operator runs: Triton, C++ (compiled at first use, called through ctypes) or torch
 
+def has_triton():
+    return hasattr(triton, "cdiv")
+
 def backend(x):
     """"triton" on a GPU, and anywhere in Triton's interpreter; "cpp" on a CPU for float32 and
     bfloat16 if there is a compiler; else "torch"."""
-    if (x.is_cuda or INTERPRETED) and hasattr(triton, "cdiv"):
+    if (x.is_cuda or INTERPRETED) and has_triton():
         return "triton"
     if x.is_cpu and library(x.dtype) is not None:
         return "cpp"

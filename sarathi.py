@@ -19,6 +19,7 @@ from bisect import insort
 from collections import Counter, deque
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import accumulate, count
 from numbers import Integral, Real
 from operator import index, mul
@@ -30,7 +31,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kernels import FEW_ROWS, Batch, Sites, backend, probabilities, sample, send, verify
+from kernels import FEW_ROWS, Batch, Sites, has_triton, probabilities, sample, send, verify
 from model import (GPT, PRESETS, ROW_PARALLEL, Adapter, GPTConfig, World, load_model,
                    load_tokenizer)
 
@@ -188,7 +189,7 @@ class Engine:
 
         # memory, and the runner that uses it. The parts refer to the engine weakly: when it ends,
         # the memory of its cache is free at once
-        n_page, self.max_batch = size_pool(model, draft, n_page, max_batch)
+        n_page, self.max_batch = size_pool(self, draft, n_page, max_batch)
         self.pool = PagePool(n_page)
         own_pool = PagePool(adapter_pages, first=n_page) if adapter_pages else self.pool
         self.adapters = AdapterStore(own_pool, Adapter(model.config, {}))
@@ -687,19 +688,27 @@ def read_adapter(name, source, engine):
         adapter.n_params = 0
     return adapter
 
-def size_pool(model, draft, n_page, max_batch):
+def size_pool(engine, draft, n_page, max_batch):
     """Returns (n_page, max_batch) without zeros: B = floor((M_G - M_S) / (L m_kv)) [SARATHI §4.3].
     A draft model's cache has as many pages as the target's [SmartSpec §6]."""
     check_range("n_page", n_page, 0)
     check_range("max_batch", max_batch, 0)
+    model = engine.model
     L = model.config.block_size
     if not n_page:
         models = [m for m in (model, draft) if isinstance(m, (GPT, CostModel))]
         page = sum(m.config.page_bytes(m.dtype.itemsize) for m in models)
-        if isinstance(model, CostModel):
+        if engine.simulated:
             free = model.memory - sum(m.n_bytes for m in models[1:])
         else:
+            # memory for the largest iteration, and as much for graphs. It feeds a chunk, or, by
+            # other schedulers, as many tokens as the cache may hold
+            n_logits = (max_batch or 256) * (FEW_ROWS if draft else 1)
+            chunk = engine.scheduler.chunk or engine.chunk
             free = free_memory(model.device)
+            free -= 2 * model.iteration_bytes(chunk + n_logits, n_logits)
+            if not isinstance(engine.scheduler, (Sarathi, SarathiServe)):
+                page += model.iteration_bytes(1, 0)
         n_page = min(int(free // page), (max_batch or 256) * L)
     check_range("pages that fit the memory", n_page, 1)
     return n_page, max_batch or max(1, n_page // L)
@@ -707,8 +716,19 @@ def size_pool(model, draft, n_page, max_batch):
 def free_memory(device):
     """Bytes for a cache: of a GPU most that is free, of a computer a quarter of all."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # of engines that have ended
         return 0.9 * torch.cuda.mem_get_info(device)[0]
     return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+@cache
+def check_gpu(device, head_dim):
+    """ValueError if the kernels do not run on this GPU. One line if there are none."""
+    check_range("head_dim on a GPU", head_dim, 1, 256)
+    major, minor = torch.cuda.get_device_capability(device)
+    check_range("compute capability of the GPU", major + minor / 10, 8.0)
+    if not has_triton():
+        print("Triton is missing: plain torch operators, slower and without CUDA graphs",
+              file=sys.stderr)
 
 # -----------------------------------------------------------------------------
 # schedulers: how many tokens of which request are fed next
@@ -1451,7 +1471,8 @@ class Profile(CostModel):
         if model.world.size > 1:
             raise ValueError("with tensor parallelism, give the policies' prices: cost=...")
         self.memory = free_memory(model.device)
-        L = min(model.config.block_size, 1024)
+        # its cache takes at most half of the free memory
+        L = min(model.config.block_size, 1024, int(self.memory / 2 / self.page_bytes / 20))
         engine = Engine(model, max_batch=17, n_page=20 * L)
         engine.add_adapter(8, 8)
         engine.add_adapter(64, 64)
@@ -1555,10 +1576,14 @@ class ModelRunner:
         model.merge(None)  # an engine before this one may have left an adapter
         pools = {engine.pool, engine.adapters.pool}
         self.n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
+        self.copies = None  # the stream of copies of adapters
+        self.graphs = None
+        if model.device.type == "cuda":
+            check_gpu(model.device, model.config.head_dim)
+            self.copies = torch.cuda.Stream()
         self.kv = model.new_cache(self.n_page + 1)  # the last page is for padding rows
-        self.copies = torch.cuda.Stream() if self.kv.is_cuda else None  # of adapters
-        recording = self.kv.is_cuda and backend(self.kv) == "triton" and model.world.size == 1
-        self.graphs = CudaGraphs(engine, model, self.kv) if recording else None
+        if self.copies and has_triton() and model.world.size == 1:
+            self.graphs = CudaGraphs(engine, model, self.kv)
 
     def run(self, plan):
         """Carry out a plan. Returns {request: accepted drafts and one more token}."""
@@ -1922,6 +1947,8 @@ class Pipeline:
 # -----------------------------------------------------------------------------
 # command line
 
+NVIDIA_DRIVER = "/proc/driver/nvidia/version"
+
 def add_model_flags(parser, model):
     """Flags of both command lines: what to run, and where."""
     flag = parser.add_argument
@@ -1931,6 +1958,9 @@ def add_model_flags(parser, model):
     flag("--dtype", choices=("float32", "bfloat16", "float16"),
          help="of weights and cache; none given: the folder's, or bfloat16 where it is fast")
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    if torch.version.cuda and devices == ["cpu"] and os.path.exists(NVIDIA_DRIVER):
+        print(f"no GPU is used: the driver does not run CUDA {torch.version.cuda}, for which torch "
+              "is built", file=sys.stderr)
     flag("--device", default=devices[0], choices=devices, help="where the model runs")
     flag("--tp", type=int, default=1, help="processes that share every layer, started by torchrun")
     flag("--scheduler", default="sarathi", choices=SCHEDULERS, help="how batches are filled")
@@ -2009,8 +2039,11 @@ def run_command_line(main):
     """Call main(). A mistake of the user ends in one line on stderr and exit status 2."""
     try:
         main()
-    except (ValueError, KeyError, OSError, ImportError) as error:
+    except (ValueError, KeyError, OSError, ImportError, torch.OutOfMemoryError) as error:
         message = error.args[0] if isinstance(error, KeyError) else error
+        if isinstance(error, torch.OutOfMemoryError):
+            message = (f"{str(error).partition(' Including')[0]} Less memory is needed with another "
+                       "--model, --dtype or --chunk, in bench.py also --max-batch or --lengths")
         print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
