@@ -29,7 +29,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cache, partial
-from itertools import count, groupby, product
+from itertools import count, groupby, pairwise, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Callable, NamedTuple
@@ -204,15 +204,17 @@ class Place:
             return self.model.split(self.model.stats(entries_of(plan, engine)))
         spans = [Span(r, r.n_past, r.tokens(r.n_past, r.n_past + n), int(last)) for r, n in plan]
         batch = engine.runner.pack(spans).to(self.model.device)
+        rounds = []
+        for _ in range(3):
+            marks = [("", moment())]
+            self.model.forward(batch, engine.runner.kv,
+                               lambda operator: marks.append((operator, moment())))
+            rounds.append(marks)
+        wait_for_gpu()
         parts = Counter()
-        for _ in range(2):
-            times = [time.perf_counter()]
-
-            def mark(operator):
-                wait_for_gpu()
-                times.append(time.perf_counter())
-                parts[operator] += times[-1] - times[-2]
-            self.model.forward(batch, engine.runner.kv, mark)
+        for marks in rounds[1:]:  # in the first one kernels are compiled
+            for (_, before), (operator, after) in pairwise(marks):
+                parts[operator] += seconds_between(before, after)
         seconds = self.seconds(shape, last=last)[0] / parts.total()
         return {operator: part * seconds for operator, part in parts.items()}
 
@@ -248,6 +250,19 @@ def wait_for_gpu():
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
+def moment():
+    """Now; on a GPU an event, for which nobody waits"""
+    if not torch.cuda.is_initialized():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+def seconds_between(before, after):
+    if isinstance(before, float):
+        return after - before
+    return before.elapsed_time(after) / 1e3
+
 def others_seconds():
     """Seconds of the cores that other processes and virtual machines have had, if Linux counts."""
     if not os.path.exists("/proc/stat"):
@@ -276,6 +291,8 @@ def made_up_plan(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=Tr
         plan.append((request, n))
     if not engine.simulated:
         engine.runner.kv.normal_()
+    if engine.model.world.device.type == "cuda":
+        engine.runner.run(plan)  # compiles kernels and records a graph
     return plan, engine
 
 def simulate(args, on):
@@ -344,6 +361,8 @@ def serve(engine, jobs, clients=0, adapters=(), n_end=0):
     0: they come at their arrival. adapters: dealt in turns to the jobs' names."""
     for name in {job.adapter for job in jobs} - {None}:
         engine.add_adapter(name, adapters[int(name) % len(adapters)])
+    if engine.model.world.device.type == "cuda":
+        warm_up(engine, [job.adapter for job in jobs])
     start = engine.clock.now()
     requests = []
 
@@ -365,6 +384,15 @@ def serve(engine, jobs, clients=0, adapters=(), n_end=0):
     add(clients or len(jobs))
     engine.run(on_event)
     return Run(requests, start)
+
+def warm_up(engine, names):
+    """Serve batches of 1, 2, 4 ... requests: a GPU compiles kernels and records graphs."""
+    n = 1
+    while n <= engine.max_batch:
+        engine.generate([[0] * 8] * n, 8, (names * n)[:n])
+        n *= 2
+    if engine.record is not None:
+        engine.record.clear()
 
 def attainment(run):
     """Share of all requests with a first token within 6 s [S-LoRA §4.3]"""
@@ -1154,18 +1182,55 @@ def iteration_seconds(run):
 def roofline(place):
     """How near iterations come to this machine's ceilings: the seconds that the FLOPs of linear
     operators, or the bytes of weights and cache, take at the ceilings, over the measured ones."""
+    L = place.lengths[0]
+    shapes = [(0, 0, n) for n in (32, 128, 512)] + [(n, L - 1, 0) for n in (1, 4, 16)]
+    for (d, _, chunk), share in zip(shapes, shares(place, shapes)):
+        yield "share of the ceiling", "prefill" if chunk else "decode", d + chunk, share
+
+def shares(place, shapes):
+    """The share of this machine's ceilings that iterations reach. shapes: (decodes, past, chunk)"""
     flops, bandwidth = measure_ceilings(place)
     c = place.model.config
     itemsize = place.model.dtype.itemsize
     layers = c.n_layer * sum(math.prod(width) for width in c.widths.values())
     head = c.vocab_size * c.n_embd
-    L = place.lengths[0]
-    shapes = [(0, 0, n) for n in (32, 128, 512)] + [(n, L - 1, 0) for n in (1, 4, 16)]
-    for (d, _, chunk), seconds in zip(shapes, place.seconds(*shapes)):
+    for d, past, chunk in shapes:
         computing = 2 * ((d + chunk) * layers + max(d, 1) * head) / flops
-        reading = (layers + head) * itemsize + (d * L + chunk) * c.page_bytes(itemsize)
-        share = max(computing, reading / bandwidth) / median(seconds)
-        yield "share of the ceiling", "prefill" if chunk else "decode", d + chunk, share
+        reading = (layers + head) * itemsize + (d * past + chunk) * c.page_bytes(itemsize)
+        seconds = median(place.seconds((d, past, chunk))[0])
+        yield max(computing, reading / bandwidth) / seconds
+
+@experiment("tokens or requests, n", only="measured")
+def gpu(place):
+    """All that a new GPU has to show: logits against the definitions, shares of its ceilings, the
+    host's time per iteration, peak memory; then table2, table4, spec_here and slora_here."""
+    model = place.model
+    if place.args.device == "cpu":
+        raise ValueError("gpu: torch sees no GPU, or --device cpu was given")
+    tokens = np.random.default_rng(0).integers(256, size=300).tolist()
+    request = Request(tokens, 1)
+    engine = Engine(model, n_page=request.max_len)
+    engine.pool.reserve(request, request.max_len)
+    ends = (0, 128, 292, 299, 300)  # two chunks, a verification and a decode
+    rows = [engine.runner.forward([Span(request, first, tokens[first:end], 1)]).float()
+            for first, end in pairwise(ends)]
+    errors = torch.cat(rows) - model.logits(tokens)[[end - 1 for end in ends[1:]]]
+    yield "error of logits over their deviation", float(errors.abs().max() / rows[0].std())
+    shapes = [(B, L, 0) for L in (1024, 4000) for B in (1, 8, 64) if B * L < place.room]
+    shapes += [(0, 0, n) for n in (256, 512, 2048) if n < place.room]
+    for (d, past, chunk), share in zip(shapes, shares(place, shapes)):
+        yield "share of the ceiling", f"decode at {past}" if d else "prefill", d + chunk, share
+    for B in (1, 8, 64):
+        plan, engine = made_up_plan(model, B, 64)
+        spans = [Span(r, r.n_past, [1], 1) for r, _ in plan]
+        seconds = []
+        for _ in range(9):
+            wait_for_gpu()
+            start = time.perf_counter()
+            engine.runner.forward(spans)
+            seconds.append(time.perf_counter() - start)
+        yield "host (ms)", "decode", B, 1e3 * median(seconds)
+    yield "peak memory (GB)", torch.cuda.max_memory_allocated() / 1e9
 
 @experiment("", "tokens/s, prompts too", only="measured")
 def peers(place):
@@ -1587,6 +1652,8 @@ def main():
     if names == ["all"]:
         names = [name for name, what in EXPERIMENTS.items()
                  if not (args.hardware and what.only == "measured")]
+    if names == ["gpu"]:
+        names += ["table2", "table4", "spec_here", "slora_here"]
     if names == ["list"]:
         for name, what in EXPERIMENTS.items():
             print(textwrap.fill(f"{name:13} {WHERE[what.only]:20} {what.about}", 118,
