@@ -308,7 +308,7 @@ class GPT:
     def iteration_bytes(self, n_token, n_logits):
         """Bytes of an iteration's activations, and of its logits while they are sampled"""
         c = self.config
-        numbers = 4 * c.n_embd + 3 * c.n_inner + 2 * c.n_head * c.head_dim
+        numbers = 5 * c.n_embd + 3 * c.n_inner + 2 * c.n_head * c.head_dim
         return n_token * numbers * self.dtype.itemsize + n_logits * c.vocab_size * 24
 
     def new_cache(self, n_page):

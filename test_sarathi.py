@@ -37,6 +37,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import decoders, normalizers
 from tokenizers import pre_tokenizers as splitters
 from torch import bfloat16, float16, float32
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench
 import kernels
@@ -274,22 +275,26 @@ def test_triton_in_its_interpreter():
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr
 
-SHARED_MEMORY = {80: 166912, 86: 101376, 90: 232448}  # bytes that a program may use
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}  # bytes of a program
 @each("arch, family, number, H, Hk, D, spec, rank", [  # number: dtype; spec: drafts
-    (86, "llama", bfloat16, 32, 8, 128, 7, 64),
-    (90, "qwen3", bfloat16, 64, 8, 128, 7, 128),
-    (80, "llama", float16, 20, 1, 80, "off", 8),
-    (86, "gpt2", float16, 12, 12, 64, "off", 256),
-    (80, "qwen3", float32, 32, 4, 64, 2, 16),
-    (86, "gpt2", float32, 16, 16, 128, 7, 64),
+    (80, "llama", bfloat16, 32, 8, 256, 7, 64),
+    (90, "qwen3", bfloat16, 64, 8, 128, 7, 256),
+    (120, "llama", bfloat16, 8, 8, 64, 2, 128),
+    (89, "gpt2", float16, 32, 4, 96, 7, 16),
+    (86, "llama", bfloat16, 32, 32, 128, "off", 256),
+    (86, "qwen3", float16, 16, 4, 256, 7, 8),
+    (120, "llama", float16, 32, 4, 256, "off", 64),
+    (90, "gpt2", bfloat16, 16, 16, 96, 2, 64),
+    (80, "gpt2", float32, 16, 4, 128, 7, 260),
+    (89, "llama", float32, 16, 16, 256, 7, 64),
 ])
 def test_triton_compiles(arch, family, number, H, Hk, D, spec, rank, monkeypatch, tmp_path):
-    """All that an engine launches on a GPU: no registers are spilled, shared memory suffices."""
+    """All that an engine launches on a GPU: no registers are spilled, shared memory suffices, and
+    16-bit numbers are not loaded or stored one by one."""
     triton = pytest.importorskip("triton")
     driver = Mock(get_current_device=lambda: arch)
     driver.get_current_target.return_value = triton.backends.compiler.GPUTarget("cuda", arch, 32)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    monkeypatch.setattr(kernels, "backend", lambda *_: "triton")
     made = {}
 
     def compile_only(kernel, grid):
@@ -297,24 +302,114 @@ def test_triton_compiles(arch, family, number, H, Hk, D, spec, rank, monkeypatch
             compiled = kernel.warmup(*args, grid=grid, **options)
             made[compiled.hash] = compiled
         return launch
-    monkeypatch.setattr(triton.JITFunction, "__getitem__", compile_only)
-    config = GPTConfig(1, H, 512, 0, Hk, D, 61, 1024, family)
-    model = GPT.from_preset(config, number)
-    requests = [Request([1] * n, 20, "adapter") for n in (600, 200)]
-    adapters = {"adapter": Adapter.random(config, rank, dtype=number)}
-    draft = Proposer()
-    engine = start(model, requests, "sarathi_serve", adapters, chunk=600, draft=draft, spec=spec)
+    engine = launching_engine(compile_only, monkeypatch, H, Hk, D, family, number, spec, rank)
     for _ in range(3):
         engine.step()
     names = Counter(compiled.metadata.name for compiled in made.values())
-    assert len(names) >= 4 and names["_attention_kernel"] >= 2
+    assert len(names) == 7 and names["_attention_kernel"] >= 2
     cubin = tmp_path / "kernel.cubin"
     for compiled in made.values():
         cubin.write_bytes(compiled.asm["cubin"])
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin]
         usage = subprocess.check_output(command, text=True)
-        assert "STACK:0" in usage, compiled.metadata.name  # spilled registers would lie there
-        assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+        name = compiled.metadata.name
+        assert "STACK:0" in usage, name  # spilled registers would lie there
+        assert compiled.metadata.shared <= SHARED_MEMORY[arch], name
+        assert not re.search(r"(ld|st)\.global[.\w]*\.[bu]16\b", compiled.asm["ptx"]), name
+
+def launching_engine(launch, monkeypatch, H, Hk, D, family="llama", number=float32, spec="off",
+                     rank=16, n_layer=1):
+    """An engine with two prompts, of 600 tokens with an adapter and of 200, on a GPU that is not
+    here: launch(kernel, grid) stands for its Triton kernels."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "backend", lambda *_: "triton")
+    monkeypatch.setattr(model_py, "pack", lambda weight: weight)
+    monkeypatch.setattr(triton.JITFunction, "__getitem__", launch)
+    config = GPTConfig(n_layer, H, 512, 0, Hk, D, 61, 1024, family)
+    model = GPT.from_preset(config, number)
+    requests = [Request([1] * n, 20, name) for n, name in ((600, "adapter"), (200, None))]
+    adapters = {"adapter": Adapter.random(config, rank, dtype=number)}
+    draft = None if spec == "off" else Proposer()
+    return start(model, requests, "sarathi_serve", adapters, chunk=600, draft=draft, spec=spec)
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that run on a device: not views, and not those that reserve memory; and
+    the bytes of tensors."""
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+        self.n_bytes = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), options=None):
+        name = operator.overloadpacket.__name__
+        if not operator.is_view and not re.match("(new_)?empty|_unsafe_view|detach", name):
+            self.counts[name] += 1
+        out = operator(*args, **options or {})
+        if not operator.is_view and name != "_unsafe_view":
+            storage = out.untyped_storage()
+            self.take(storage.nbytes())
+            weakref.finalize(storage, self.take, -storage.nbytes())
+        return out
+
+    def take(self, n_bytes):
+        self.n_bytes += n_bytes
+        self.peak = max(self.peak, self.n_bytes)
+
+@each("family, H, Hk", [("llama", 8, 8), ("qwen3", 16, 2), ("gpt2", 8, 8)])
+def test_an_iteration_takes_the_memory_that_is_kept_for_it(family, H, Hk, monkeypatch):
+    nothing = lambda kernel, grid: lambda *_, **__: None
+    engine = launching_engine(nothing, monkeypatch, H, Hk, 64, family)
+    forward = engine.model.forward
+    launches = Launches()
+
+    def counted_forward(*args):
+        with launches:
+            return forward(*args)
+    engine.model.forward = counted_forward
+    engine.step()
+    assert 0.6 < launches.peak / engine.model.iteration_bytes(600, 2) <= 1
+
+@each("scheduler", ["sarathi", "prefill_first"])
+def test_the_cache_leaves_room_for_iterations(scheduler, monkeypatch):
+    """Of 100 MB. prefill_first may feed as many tokens at once as the cache holds."""
+    model = random_model()
+    monkeypatch.setattr(sarathi, "free_memory", lambda device: 1e8)
+    n = Engine(model, scheduler, chunk=64, max_batch=1000).pool.n_page
+    reserved = 2 * model.iteration_bytes(1064, 1000)
+    if scheduler == "prefill_first":
+        reserved += model.iteration_bytes(n, 0)
+    assert n * TINY.page_bytes(4) + reserved == approx(1e8, rel=1e-3)
+
+@each("family", ["llama", "qwen3", "gpt2"])
+def test_a_layer_of_decodes_launches_ten_kernels(family, monkeypatch):
+    """And nothing in an iteration waits for the GPU, or brings a tensor of the CPU; at its end the
+    tokens do."""
+    counts = {}
+    for n_layer in (1, 2):
+        launches = Launches()
+        count = lambda kernel, grid: lambda *_, **__: launches.counts.update([kernel.__name__])
+        with monkeypatch.context() as patch:
+            engine = launching_engine(count, patch, 4, 2, 64, family, n_layer=n_layer)
+            engine.generate([[1]] * 3, 2)
+            engine.add(Request([1] * 300, 3))
+            engine.step()
+            forward = engine.model.forward
+
+            def counted_forward(*args):
+                with launches:
+                    return forward(*args)
+            engine.model.forward = counted_forward
+            launches.counts.clear()
+            waits = Mock(side_effect=lambda tensor: [0] * len(tensor))
+            patch.setattr(torch.Tensor, "tolist", lambda tensor: waits(tensor))
+            engine.step()
+        counts[n_layer] = launches.counts
+        assert waits.call_count == 1
+    assert set(counts[2]) <= {*"embedding mul cos sin add linear index".split(), *KERNELS}
+    assert (counts[2] - counts[1]).total() == 10  # with the combination of splits
+
+KERNELS = [f"_{name}_kernel" for name in "add_norm activate rotate_write attention combine".split()]
 
 # -----------------------------------------------------------------------------
 # models
@@ -1632,6 +1727,33 @@ def unwritten_memory_is_nan():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+def test_gpus_that_do_not_do(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    for head_dim, message in ((320, "head_dim"), (128, "compute capability of the GPU = 7.5")):
+        with pytest.raises(ValueError, match=message):
+            sarathi.check_gpu("cuda", head_dim)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(sarathi, "has_triton", lambda: False)
+    for _ in range(2):  # the line comes once
+        sarathi.check_gpu("cuda", 128)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sarathi, "NVIDIA_DRIVER", __file__)
+    bench.parse_arguments([])
+    lines = capsys.readouterr().err.splitlines()
+    assert [*map(len, lines)] == approx([80, 80], abs=30)
+    assert "Triton" in lines[0] and "driver" in lines[1] and "12.8" in lines[1]
+
+def test_out_of_memory_is_one_line(capsys):
+    def main():
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 23.64 "
+            "GiB of which 3.42 GiB is free. Including non-PyTorch memory, this process has ...")
+    with pytest.raises(SystemExit, match="2"):
+        run_command_line(main)
+    line, = capsys.readouterr().err.splitlines()
+    assert all(word in line for word in ("20.00 GiB", "3.42 GiB", "--model", "--max-batch"))
 
 def test_graphs_change_no_operator_and_no_token(unwritten_memory_is_nan, monkeypatch):
     """Decodes, verifications, adapters and chunks, replayed with padding; less of it in Triton's
