@@ -510,7 +510,10 @@ def attend(q, kv, batch, spans, max_rows, out):
     most = 16 if itemsize == 4 else min(128, 16384 // block_d)  # rows whose sums fit registers
     block_m = min(most, max(16, triton.next_power_of_2(n_query)))
     is_tile = block_m >= 64
-    block_n = max(16, min(64, (16384 if is_tile else 8192) // (block_d * itemsize)))
+    size = 8192  # bytes of a block of keys; on an H100 more of them fit registers
+    if is_tile and not INTERPRETED:
+        size *= 1 + (triton.runtime.driver.active.get_current_target().arch == 90)
+    block_n = max(16, min(64, size // (block_d * itemsize)))
     n_tile = cdiv(n_query, block_m)
     scale = D ** -0.5 * 1.4426950408889634  # exp(x) = exp2(x log2(e))
 
