@@ -251,7 +251,7 @@ def wait_for_gpu():
         torch.cuda.synchronize()
 
 def moment():
-    """Now; on a GPU an event, for which nobody waits"""
+    """Now; on a GPU an event"""
     if not torch.cuda.is_initialized():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

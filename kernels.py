@@ -507,7 +507,7 @@ def attend(q, kv, batch, spans, max_rows, out):
     itemsize = q.element_size()
     n_query = max_rows * H // Hk
     block_d = triton.next_power_of_2(D)
-    most = 16 if itemsize == 4 else min(128, 16384 // block_d)  # rows whose sums fit registers
+    most = 16 if itemsize == 4 else min(128, 16384 // block_d)  # their sums fit registers
     block_m = min(most, max(16, triton.next_power_of_2(n_query)))
     is_tile = block_m >= 64
     size = 8192  # bytes of a block of keys; on an H100 more of them fit registers
@@ -750,7 +750,7 @@ def lora(y, x, kv, sites, exchange=None):
 
 def probabilities(logits, temperature, top_k, top_p):
     """logits (M, V), the others (M,) on the host -> p (M, V) float32. temperature 0: all on the
-    argmax; top_k 0: no limit; top_p 1: no limit, else the fewest tokens that together have top_p."""
+    argmax; top_k 0: no limit; top_p 1: no limit, else the fewest tokens that have top_p."""
     V = logits.size(1)
     greedy = temperature < 1e-5  # 1e-37 would make infinite logits
     top_k = top_k.masked_fill(top_k == 0, V).clamp(max=V)

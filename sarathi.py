@@ -1959,8 +1959,8 @@ def add_model_flags(parser, model):
          help="of weights and cache; none given: the folder's, or bfloat16 where it is fast")
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     if torch.version.cuda and devices == ["cpu"] and os.path.exists(NVIDIA_DRIVER):
-        print(f"no GPU is used: the driver does not run CUDA {torch.version.cuda}, for which torch "
-              "is built", file=sys.stderr)
+        print("no GPU is used: its driver is too old, or broken, for torch's CUDA "
+              f"{torch.version.cuda}", file=sys.stderr)
     flag("--device", default=devices[0], choices=devices, help="where the model runs")
     flag("--tp", type=int, default=1, help="processes that share every layer, started by torchrun")
     flag("--scheduler", default="sarathi", choices=SCHEDULERS, help="how batches are filled")
@@ -2042,8 +2042,9 @@ def run_command_line(main):
     except (ValueError, KeyError, OSError, ImportError, torch.OutOfMemoryError) as error:
         message = error.args[0] if isinstance(error, KeyError) else error
         if isinstance(error, torch.OutOfMemoryError):
-            message = (f"{str(error).partition(' Including')[0]} Less memory is needed with another "
-                       "--model, --dtype or --chunk, in bench.py also --max-batch or --lengths")
+            needed = str(error).partition(" Including")[0]
+            message = (f"{needed} Take another --model or --dtype, or a smaller --chunk; in bench.py "
+                       "also --max-batch or --lengths")
         print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
