@@ -1205,9 +1205,8 @@ def gpu(place):
     """All that a new GPU has to show: logits against the definitions, shares of its ceilings, the
     host's time per iteration, peak memory; then table2, table4, spec_here and slora_here."""
     model = place.model
-    if place.args.device == "cpu":
-        raise ValueError("gpu: torch sees no GPU, or --device cpu was given")
-    tokens = np.random.default_rng(0).integers(256, size=300).tolist()
+    c = model.config
+    tokens = np.random.default_rng(0).integers(c.vocab_size, size=300).tolist()
     request = Request(tokens, 1)
     engine = Engine(model, n_page=request.max_len)
     engine.pool.reserve(request, request.max_len)
@@ -1216,8 +1215,10 @@ def gpu(place):
             for first, end in pairwise(ends)]
     errors = torch.cat(rows) - model.logits(tokens)[[end - 1 for end in ends[1:]]]
     yield "error of logits over their deviation", float(errors.abs().max() / rows[0].std())
-    shapes = [(B, L, 0) for L in (1024, 4000) for B in (1, 8, 64) if B * L < place.room]
-    shapes += [(0, 0, n) for n in (256, 512, 2048) if n < place.room]
+    shapes = [(B, L, 0) for L in (1000, 4000) for B in (1, 8, 64)]
+    shapes += [(0, 0, n) for n in (256, 512, 2048)]
+    shapes = [(d, past, n) for d, past, n in shapes
+              if past + n < c.block_size and d * past + n < place.room]
     for (d, past, chunk), share in zip(shapes, shares(place, shapes)):
         yield "share of the ceiling", f"decode at {past}" if d else "prefill", d + chunk, share
     for B in (1, 8, 64):
@@ -1653,6 +1654,8 @@ def main():
         names = [name for name, what in EXPERIMENTS.items()
                  if not (args.hardware and what.only == "measured")]
     if names == ["gpu"]:
+        if args.device == "cpu":
+            raise ValueError("gpu: torch sees no GPU, or --device cpu was given")
         names += ["table2", "table4", "spec_here", "slora_here"]
     if names == ["list"]:
         for name, what in EXPERIMENTS.items():

@@ -2043,8 +2043,8 @@ def run_command_line(main):
         message = error.args[0] if isinstance(error, KeyError) else error
         if isinstance(error, torch.OutOfMemoryError):
             needed = str(error).partition(" Including")[0]
-            message = (f"{needed} Take another --model or --dtype, or a smaller --chunk; in bench.py "
-                       "also --max-batch or --lengths")
+            message = (f"{needed} Take another --model or --dtype, or a smaller --chunk, in "
+                       "bench.py also --max-batch or --lengths")
         print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

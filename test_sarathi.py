@@ -1747,6 +1747,12 @@ def test_gpus_that_do_not_do(monkeypatch, capsys):
     assert [*map(len, lines)] == approx([80, 80], abs=30)
     assert "Triton" in lines[0] and "driver" in lines[1] and "12.8" in lines[1]
 
+def test_a_new_gpu_has_to_be_there(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.py", "gpu", "--device", "cpu"])
+    with pytest.raises(SystemExit, match="2"):
+        run_command_line(bench.main)
+    assert capsys.readouterr().err == "bench.py: gpu: torch sees no GPU, or --device cpu was given\n"
+
 def test_out_of_memory_is_one_line(capsys):
     def main():
         raise torch.OutOfMemoryError(
