@@ -362,7 +362,7 @@ def serve(engine, jobs, clients=0, adapters=(), n_end=0):
     for name in {job.adapter for job in jobs} - {None}:
         engine.add_adapter(name, adapters[int(name) % len(adapters)])
     if engine.model.world.device.type == "cuda":
-        warm_up(engine, [job.adapter for job in jobs])
+        warm_up(engine, jobs)
     start = engine.clock.now()
     requests = []
 
@@ -385,12 +385,15 @@ def serve(engine, jobs, clients=0, adapters=(), n_end=0):
     engine.run(on_event)
     return Run(requests, start)
 
-def warm_up(engine, names):
-    """Serve batches of 1, 2, 4 ... requests: a GPU compiles kernels and records graphs."""
-    n = 1
-    while n <= engine.max_batch:
-        engine.generate([[0] * 8] * n, 8, (names * n)[:n])
-        n *= 2
+def warm_up(engine, jobs):
+    """Serve the first prompts, and batches of 1, 2, 4 ... requests, so that a GPU compiles kernels
+    and records graphs."""
+    names = [job.adapter for job in jobs] * engine.max_batch
+    first = jobs[:2 * engine.max_batch]
+    n_token = min(4, *(job.output for job in first))
+    engine.generate([bytes(job.prompt) for job in first], n_token, names[:len(first)])
+    for n in [2 ** i for i in range(engine.max_batch.bit_length())]:
+        engine.generate([bytes(8)] * n, 8, names[:n])
     if engine.record is not None:
         engine.record.clear()
 

@@ -1472,7 +1472,7 @@ class Profile(CostModel):
             raise ValueError("with tensor parallelism, give the policies' prices: cost=...")
         self.memory = free_memory(model.device)
         # its cache takes at most half of the free memory
-        L = min(model.config.block_size, 1024, int(self.memory / 2 / self.page_bytes / 20))
+        L = min(model.config.block_size, 1024, max(64, int(self.memory / self.page_bytes / 40)))
         engine = Engine(model, max_batch=17, n_page=20 * L)
         engine.add_adapter(8, 8)
         engine.add_adapter(64, 64)

@@ -1730,6 +1730,19 @@ def unwritten_memory_is_nan():
     yield
     torch.use_deterministic_algorithms(False)
 
+def test_most_graphs_are_warm_before_a_run_is_timed(monkeypatch):
+    replays = fake_graphs(monkeypatch)
+    jobs = [bench.Job(0.0, 32, 6, name) for name in 4 * (None, "0", None)]
+    engine = Engine(TARGET, chunk=16, max_batch=4)
+    engine.add_adapter("0", ADAPTERS["q"])
+    bench.warm_up(engine, jobs)
+    graphs = {*engine.runner.graphs.graphs}
+    n_replay = replays.total()
+    bench.serve(engine, jobs, adapters=[ADAPTERS["q"]])
+    new = {*engine.runner.graphs.graphs} - graphs
+    assert all(key[3] == FEW_ROWS for key in new)  # rests of prompts beside some decodes
+    assert len(graphs) > 4 * len(new) and replays.total() > n_replay
+
 def test_gpus_that_do_not_do(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     for head_dim, message in ((320, "head_dim"), (128, "compute capability of the GPU = 7.5")):
