@@ -30,7 +30,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cache, partial
-from itertools import count, groupby, product
+from itertools import count, groupby, pairwise, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Callable, NamedTuple
@@ -205,11 +205,9 @@ class Place:
 
     def seconds(self, *shapes, last=True):
         """Seconds of iterations of these shapes, as of made_up_plan: (n_shape, n_round)."""
-        functions = []
-        for shape in shapes:
-            plan, engine = made_up_plan(self.model, *shape, last=last)
-            functions.append(timed(engine.runner.run, plan, clock=engine.clock.now))
-        return np.array(self.rounds(*functions))
+        made = [made_up_plan(self.model, *shape, last=last) for shape in shapes]
+        return np.array(self.rounds(*(timed(engine.runner.run, plan, clock=engine.clock.now)
+                                      for plan, engine in made)))
 
     def operators(self, *shape, last=True):
         """{operator: seconds} of an iteration, as of made_up_plan; measured: of each round."""
@@ -218,15 +216,17 @@ class Place:
             return self.model.split(self.model.stats(entries_of(plan, engine)))
         spans = [Span(r, r.n_past, r.tokens(r.n_past, r.n_past + n), int(last)) for r, n in plan]
         batch = engine.runner.pack(spans).to(self.model.device)
+        rounds = []
+        for _ in range(3):
+            marks = [("", moment())]
+            self.model.forward(batch, engine.runner.kv,
+                               lambda operator: marks.append((operator, moment())))
+            rounds.append(marks)
+        wait_for_gpu()
         parts = Counter()
-        for _ in range(2):
-            times = [time.perf_counter()]
-
-            def mark(operator):
-                wait_for_gpu()
-                times.append(time.perf_counter())
-                parts[operator] += times[-1] - times[-2]
-            self.model.forward(batch, engine.runner.kv, mark)
+        for marks in rounds[1:]:  # in the first one kernels are compiled
+            for (_, before), (operator, after) in pairwise(marks):
+                parts[operator] += seconds_between(before, after)
         seconds = self.seconds(shape, last=last)[0] / parts.total()
         return {operator: part * seconds for operator, part in parts.items()}
 
@@ -263,6 +263,19 @@ def wait_for_gpu():
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
+def moment():
+    """Now; on a GPU an event"""
+    if not torch.cuda.is_initialized():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+def seconds_between(before, after):
+    if isinstance(before, float):
+        return after - before
+    return before.elapsed_time(after) / 1e3
+
 def others_seconds():
     """Seconds of the cores that other processes and virtual machines have had, if Linux counts."""
     if not os.path.exists("/proc/stat"):
@@ -291,6 +304,8 @@ def made_up_plan(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=Tr
         plan.append((request, n))
     if not engine.simulated:
         engine.runner.kv.normal_()
+    if engine.model.world.device.type == "cuda":
+        engine.runner.run(plan)  # compiles kernels and records a graph
     return plan, engine
 
 def simulate(args, on):
@@ -359,6 +374,8 @@ def serve(engine, jobs, clients=0, adapters=(), n_end=0):
     0: they come at their arrival. adapters: dealt in turns to the jobs' names."""
     for name in {job.adapter for job in jobs} - {None}:
         engine.add_adapter(name, adapters[int(name) % len(adapters)])
+    if engine.model.world.device.type == "cuda":
+        warm_up(engine, jobs)
     start = engine.clock.now()
     requests = []
 
@@ -381,6 +398,18 @@ def serve(engine, jobs, clients=0, adapters=(), n_end=0):
     add(clients or len(jobs))
     engine.run(on_event)
     return Run(requests, start)
+
+def warm_up(engine, jobs):
+    """Serve the first prompts, and batches of 1, 2, 4 ... requests, so that a GPU compiles kernels
+    and records graphs."""
+    names = [job.adapter for job in jobs] * engine.max_batch
+    first = jobs[:2 * engine.max_batch]
+    n_token = min(4, *(job.output for job in first))
+    engine.generate([bytes(job.prompt) for job in first], n_token, names[:len(first)])
+    for n in [2 ** i for i in range(engine.max_batch.bit_length())]:
+        engine.generate([bytes(8)] * n, 8, names[:n])
+    if engine.record is not None:
+        engine.record.clear()
 
 def attainment(run):
     """Share of all requests with a first token within 6 s [S-LoRA §4.3]"""
@@ -1260,18 +1289,56 @@ def iteration_seconds(run):
 def roofline(place):
     """How near iterations come to this machine's ceilings: the seconds that the FLOPs of linear
     operators, or the bytes of weights and cache, take at the ceilings, over the measured ones."""
+    L = place.lengths[0]
+    shapes = [(0, 0, n) for n in (32, 128, 512)] + [(n, L - 1, 0) for n in (1, 4, 16)]
+    for (d, _, chunk), share in zip(shapes, shares(place, shapes)):
+        yield "share of the ceiling", "prefill" if chunk else "decode", d + chunk, share
+
+def shares(place, shapes):
+    """The share of this machine's ceilings that iterations reach. shapes: (decodes, past, chunk)"""
     flops, bandwidth = measure_ceilings(place)
     c = place.model.config
     itemsize = place.model.dtype.itemsize
     layers = c.n_layer * sum(math.prod(width) for width in c.widths.values())
     head = c.vocab_size * c.n_embd
-    L = place.lengths[0]
-    shapes = [(0, 0, n) for n in (32, 128, 512)] + [(n, L - 1, 0) for n in (1, 4, 16)]
-    for (d, _, chunk), seconds in zip(shapes, place.seconds(*shapes)):
+    for d, past, chunk in shapes:
         computing = 2 * ((d + chunk) * layers + max(d, 1) * head) / flops
-        reading = (layers + head) * itemsize + (d * L + chunk) * c.page_bytes(itemsize)
-        share = max(computing, reading / bandwidth) / median(seconds)
-        yield "share of the ceiling", "prefill" if chunk else "decode", d + chunk, share
+        reading = (layers + head) * itemsize + (d * past + chunk) * c.page_bytes(itemsize)
+        seconds = median(place.seconds((d, past, chunk))[0])
+        yield max(computing, reading / bandwidth) / seconds
+
+@experiment("tokens or requests, n", only="measured")
+def gpu(place):
+    """All that a new GPU has to show: logits against the definitions, shares of its ceilings, the
+    host's time per iteration, peak memory; then table2, table4, spec_here and slora_here."""
+    model = place.model
+    c = model.config
+    tokens = np.random.default_rng(0).integers(c.vocab_size, size=300).tolist()
+    request = Request(tokens, 1)
+    engine = Engine(model, n_page=request.max_len)
+    engine.pool.reserve(request, request.max_len)
+    ends = (0, 128, 292, 299, 300)  # two chunks, a verification and a decode
+    rows = [engine.runner.forward([Span(request, first, tokens[first:end], 1)]).float()
+            for first, end in pairwise(ends)]
+    errors = torch.cat(rows) - model.logits(tokens)[[end - 1 for end in ends[1:]]]
+    yield "error of logits over their deviation", float(errors.abs().max() / rows[0].std())
+    shapes = [(B, L, 0) for L in (1000, 4000) for B in (1, 8, 64)]
+    shapes += [(0, 0, n) for n in (256, 512, 2048)]
+    shapes = [(d, past, n) for d, past, n in shapes
+              if past + n < c.block_size and d * past + n < place.room]
+    for (d, past, chunk), share in zip(shapes, shares(place, shapes)):
+        yield "share of the ceiling", f"decode at {past}" if d else "prefill", d + chunk, share
+    for B in (1, 8, 64):
+        plan, engine = made_up_plan(model, B, 64)
+        spans = [Span(r, r.n_past, [1], 1) for r, _ in plan]
+        seconds = []
+        for _ in range(9):
+            wait_for_gpu()
+            start = time.perf_counter()
+            engine.runner.forward(spans)
+            seconds.append(time.perf_counter() - start)
+        yield "host (ms)", "decode", B, 1e3 * median(seconds)
+    yield "peak memory (GB)", torch.cuda.max_memory_allocated() / 1e9
 
 @experiment("", "tokens/s, prompts too", only="measured")
 def peers(place):
@@ -1577,7 +1644,7 @@ def parse_arguments(words=None):
     online("--spec", type=partial(class_in_file, base=Policy),
            help="how many drafts, as an engine's spec; FILE.py:CLASS: your own")
     text = parser.add_argument_group("of spec_here").add_argument
-    text("--draft", help="a draft model: a folder, or a name; default: none, but for the tiny model")
+    text("--draft", help="a draft model: a folder, or a name; none, but for the tiny model")
     text("--prompts", metavar="FILE", help="a text, one prompt a paragraph")
     args = parser.parse_args(words)
     given = {name: value for name, value in vars(args).items() if value not in (None, "auto")}
@@ -1722,6 +1789,10 @@ def main():
                  if not (args.hardware and what.only == "measured")]
         if not args.model and not (CACHE / "tiny").is_dir():
             names = [name for name in names if name != "spec_here"]  # it needs a trained model
+    if names == ["gpu"]:
+        if args.device == "cpu":
+            raise ValueError("gpu: torch sees no GPU, or --device cpu was given")
+        names += ["table2", "table4", "spec_here", "slora_here"]
     if names == ["list"]:
         for name, what in EXPERIMENTS.items():
             print(textwrap.fill(f"{name:13} {WHERE[what.only]:20} {what.about}", 118,

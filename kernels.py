@@ -4,7 +4,6 @@ In reading order: how a batch is described (Batch, Sites), how C++ is compiled a
 the operators linear, add_norm, activate, rotate_write, attention, lora, and sampling with
 verification. An operator stands here up to four times: `op_ref` is its definition in plain
 torch, `_op_kernel` is Triton for GPUs, SOURCE at the end is C++ for CPUs, and `op` picks one.
-Norms and activations have no Triton kernels: they take under 5 % of the time [SARATHI §3.1].
 
 The cache. The keys and values of one layer are `kv` (2, n_page, Hk, D): plane 0 is K, plane 1 is
 V. A page is one vector of width W = Hk * D in each plane. It holds one token, or rows of an
@@ -55,46 +54,71 @@ if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
 # -----------------------------------------------------------------------------
 # batches
 
-class OnDevice:
-    """Base of dataclasses that hold tensors."""
-    def to(self, device):
-        """A copy on the device. The CPU does not wait for the copies."""
-        copies = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                copies[name] = value.to(device, non_blocking=True)
-            elif isinstance(value, dict):
-                copies[name] = {op: sites.to(device) for op, sites in value.items()}
-        return replace(self, **copies)
-
 @dataclass
-class Sites(OnDevice):
+class Sites:
     """Where adapters act in one operator: S sites, one per module and adjacent rows of an adapter,
     of one request or several, few rows first."""
     sites: Tensor  # (S, 8) int32: first row, rows, first column of y, columns, rank of A,
     #                rank of B, module number, first entry in table
-    table: Tensor  # (n,) int32: pages of the adapters
+    table: Tensor  # (n,) int32: that of the batch
     n_few: int  # sites[:n_few] have at most FEW_ROWS rows, the others more
     max_few: int  # most rows of a site among the first n_few, 0 if there is none
     max_chunk: int  # most rows of a site among the others, 0 if there is none
     n_module: int  # modules of the operator (q, k, v: 3)
     max_rank: int  # largest rank of A, rounded up to 16
+    wide: bool = False  # whether all columns begin and end at multiples of 16
     way: str = "batched"  # or "bmm", the baseline: copy, pad, batched matrix products
 
 @dataclass
-class Batch(OnDevice):
-    """One iteration: N tokens of R requests, a request's rows side by side, few rows first."""
-    tokens: Tensor  # (N,) int64
-    positions: Tensor  # (N,) int64
-    pages: Tensor  # (N,) int32: the page to which K and V of each token are written
-    spans: Tensor  # (R, 4) int32: first row, rows, n_past, first entry in table
-    table: Tensor  # (n,) int32: page tables of all requests; n_past + rows entries each
-    logit_rows: Tensor  # (M,) int64: rows for which next-token logits are computed
+class Batch:
+    """One iteration: N tokens of R requests, a request's rows side by side, few rows first. All
+    tensors are int32."""
+    tokens: Tensor  # (N,)
+    positions: Tensor  # (N,)
+    pages: Tensor  # (N,): the page to which K and V of each token are written
+    spans: Tensor  # (R, 4): first row, rows, n_past, first entry in table
+    table: Tensor  # (n,): page tables of all requests, n_past + rows entries each; of adapters
+    logit_rows: Tensor  # (M,): rows for which next-token logits are computed
     n_few: int  # spans[:n_few] have at most FEW_ROWS rows, the others more
     max_few: int  # most rows of a request among the first n_few, 0 if there is none
     max_chunk: int  # most rows of a request among the others, 0 if there is none
     max_context: int  # largest n_past + rows
     adapters: dict = field(default_factory=dict)  # operator name -> Sites
+
+    def tensors(self):
+        """All tensors, the table last"""
+        sites = [sites.sites for sites in self.adapters.values()]
+        return [self.tokens, self.positions, self.pages, self.spans, self.logit_rows, *sites,
+                self.table]
+
+    def flat(self):
+        """All numbers side by side, each tensor from a multiple of 16 bytes on"""
+        return torch.cat([F.pad(x.flatten(), (0, -x.numel() % 4)) for x in self.tensors()])
+
+    def over(self, flat):
+        """The batch with its tensors in memory that is laid out like flat(). The rest of it is the
+        table's."""
+        views = []
+        for x in self.tensors()[:-1]:
+            views.append(flat[:x.numel()].view(x.shape))
+            flat = flat[cdiv(x.numel(), 4) * 4:]
+        adapters = {op: replace(sites, sites=view, table=flat)
+                    for (op, sites), view in zip(self.adapters.items(), views[5:])}
+        tokens, positions, pages, spans, logit_rows = views[:5]
+        return replace(self, tokens=tokens, positions=positions, pages=pages, spans=spans,
+                       table=flat, logit_rows=logit_rows, adapters=adapters)
+
+    def to(self, device):
+        """The batch on the device, by one copy for which the CPU does not wait"""
+        if device.type == "cpu":
+            return self
+        return self.over(send(self.flat(), device))
+
+def send(x, device):
+    """x on the device. The CPU does not wait for the copy."""
+    if device.type == "cpu":
+        return x
+    return x.pin_memory().to(device, non_blocking=True)
 
 def cdiv(n, unit):
     """n / unit, rounded up."""
@@ -103,10 +127,13 @@ def cdiv(n, unit):
 # -----------------------------------------------------------------------------
 # where an operator runs: Triton, C++ (compiled at first use, called through ctypes) or torch
 
+def has_triton():
+    return hasattr(triton, "cdiv")
+
 def backend(x):
     """"triton" on a GPU, and anywhere in Triton's interpreter; "cpp" on a CPU for float32 and
     bfloat16 if there is a compiler; else "torch"."""
-    if (x.is_cuda or INTERPRETED) and hasattr(triton, "cdiv"):
+    if (x.is_cuda or INTERPRETED) and has_triton():
         return "triton"
     if x.is_cpu and library(x.dtype) is not None:
         return "cpp"
@@ -247,14 +274,41 @@ def add_norm_ref(x, y, weight, bias, eps):
         return total, F.rms_norm(total, weight.shape, weight, eps)
     return total, F.layer_norm(total, weight.shape, weight, bias.to(total.dtype), eps)
 
+@triton.jit
+def _add_norm_kernel(x, y, weight, bias, total, out, eps,
+                     C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """One program: a row."""
+    c = tl.arange(0, BLOCK_C)
+    mask = c < C
+    at = tl.program_id(0).to(tl.int64) * C + c
+    row = tl.load(x + at, mask, 0.0)
+    if y is not None:
+        row += tl.load(y + at, mask, 0.0)
+        tl.store(total + at, row, mask)
+    row = row.to(tl.float32)
+    if bias is not None:
+        row = tl.where(mask, row - tl.sum(row, 0) / C, 0.0)
+    row *= 1 / tl.sqrt(tl.sum(row * row, 0) / C + eps)
+    row *= tl.load(weight + c, mask, 0.0)
+    if bias is not None:
+        row += tl.load(bias + c, mask, 0.0)
+    tl.store(out + at, row, mask)
+
 def add_norm(x, y, weight, bias, eps):
     """x, y (N, C); weight, bias (C,); y and bias may be None -> x + y and its norm, each (N, C)"""
-    if backend(x) != "cpp":
+    chosen = backend(x)
+    if chosen == "torch":
         return add_norm_ref(x, y, weight, bias, eps)
     N, C = x.shape
     total = x if y is None else torch.empty_like(x)
     out = torch.empty_like(x)
-    cpp("add_norm", x, y, weight, bias, total, out, N, C, float(eps))
+    if chosen == "cpp":
+        cpp("add_norm", x, y, weight, bias, total, out, N, C, float(eps))
+    elif N > 0:
+        _add_norm_kernel[(N,)](
+            x, y, weight, bias, total, out, eps,
+            C, triton.next_power_of_2(C),
+            num_warps=8)
     return total, out
 
 # -----------------------------------------------------------------------------
@@ -267,14 +321,31 @@ def activate_ref(h, gated):
         return F.silu(gate) * up
     return F.gelu(h, approximate="tanh")
 
+@triton.jit
+def _activate_kernel(h, out, I, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: BLOCK numbers of a row. tanh-GELU: (1 + tanh(z / 2)) / 2 = sigmoid(z)"""
+    row = tl.program_id(0).to(tl.int64) * I
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(h + (2 * row if GATED else row) + i, i < I, 0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(h + 2 * row + I + i, i < I, 0.0)
+        y = gate * tl.sigmoid(gate) * up
+    else:
+        y = gate * tl.sigmoid(1.59576912 * (gate + 0.044715 * gate * gate * gate))
+    tl.store(out + row + i, y, i < I)
+
 def activate(h, gated):
     """h (N, 2 I) if gated, else (N, I) -> (N, I)"""
-    if backend(h) != "cpp":
+    chosen = backend(h)
+    if chosen == "torch":
         return activate_ref(h, gated)
     N, I = h.shape
     I = I // 2 if gated else I
     out = h.new_empty(N, I)
-    cpp("activate", h, out, N, I, gated)
+    if chosen == "cpp":
+        cpp("activate", h, out, N, I, gated)
+    else:
+        _activate_kernel[(N, cdiv(I, 1024))](h, out, I, gated, 1024)
     return out
 
 # -----------------------------------------------------------------------------
@@ -443,42 +514,79 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
     total = tl.maximum(total, 1e-30)  # the split may be empty
     at += tl.program_id(2) * n_out
     if lse is not None:
-        log = (top + tl.log2(total)) * 0.6931471806  # ln(2)
-        tl.store(lse + at, log, token < n_row)
+        tl.store(lse + at, top + tl.log2(total), token < n_row)
     tl.store(out + at[:, None] * D + d, acc / total[:, None], mask)
 
-def attention_triton(q, kv, batch):
-    """Few rows: contexts are split to fill the GPU, then combined [flash-decoding]. Then chunks."""
+@triton.jit
+def _combine_kernel(parts, lse, out, spans, n_split, n_out, H: tl.constexpr, D: tl.constexpr,
+                    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One program: BLOCK_H heads of one row, the mean of its splits with weights 2^lse."""
+    first_row, n_row, _, _ = load4(spans + 4 * tl.program_id(1))
+    if tl.program_id(0) >= n_row:
+        return
+
+    head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)[None]
+    at = (first_row + tl.program_id(0)).to(tl.int64) * H + head
+    mask = (head < H)[:, None] & (d < D)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    top = tl.full([BLOCK_H], -1e30, tl.float32)
+    for split in range(n_split):
+        cells = at + split * n_out
+        log = tl.load(lse + cells, head < H, 0.0)
+        new_top = tl.maximum(top, log)
+        shrink = tl.exp2(top - new_top)
+        weight = tl.exp2(log - new_top)
+        acc *= shrink[:, None]
+        acc += weight[:, None] * tl.load(parts + cells[:, None] * D + d, mask, 0.0)
+        total = total * shrink + weight
+        top = new_top
+    tl.store(out + at[:, None] * D + d, acc / total[:, None], mask)
+
+def attend(q, kv, batch, spans, max_rows, out):
+    """Attention of the rows of these spans. If few programs run, contexts are split to fill the
+    GPU, then combined [flash-decoding]."""
     N, H, D = q.shape
     Hk = kv.size(2)
-    out = torch.empty_like(q)
-    n = min(N, batch.n_few * batch.max_few)  # at least the rows of all requests with few rows
+    itemsize = q.element_size()
+    n_query = max_rows * H // Hk
     block_d = triton.next_power_of_2(D)
-    block_n = min(64, 8192 // (block_d * q.element_size()))
-    most = 128 if q.element_size() == 2 else 16
+    most = 16 if itemsize == 4 else min(128, 16384 // block_d)  # their sums fit registers
+    block_m = min(most, max(16, triton.next_power_of_2(n_query)))
+    is_tile = block_m >= 64
+    size = 8192  # bytes of a block of keys; on an H100 more of them fit registers
+    if is_tile and not INTERPRETED:
+        size *= 1 + (triton.runtime.driver.active.get_current_target().arch == 90)
+    block_n = max(16, min(64, size // (block_d * itemsize)))
+    n_tile = cdiv(n_query, block_m)
     scale = D ** -0.5 * 1.4426950408889634  # exp(x) = exp2(x log2(e))
 
-    def attend(spans, max_rows, n_split, out, lse):
-        n_query = max_rows * H // Hk
-        block_m = min(most, max(16, triton.next_power_of_2(n_query)))
-        grid = cdiv(n_query, block_m), Hk * len(spans), n_split
-        warps = 8 if block_m == most else 4
-        _attention_kernel[grid](
-            q, kv, out, lse, spans, batch.table, kv.stride(0), scale, n * H,
-            H, Hk, D, block_m, block_n, block_d,
-            num_warps=warps, num_stages=5)
+    # about 256 programs; a split has at least 128 tokens, of chunks twice their rows
+    n_split = min(256 // (n_tile * Hk * len(spans)), batch.max_context // max(128, 2 * max_rows))
+    n_split = triton.next_power_of_2(max(1, min(32, n_split)))
+    parts = out
+    lse = None  # log2 of the sum of exp(scores)
+    if n_split > 1:
+        parts = q.new_empty(n_split, N, H, D, dtype=torch.float32)
+        lse = q.new_empty(n_split, N, H, dtype=torch.float32)
+    _attention_kernel[(n_tile, Hk * len(spans), n_split)](
+        q, kv, parts, lse, spans, batch.table, kv.stride(0), scale, N * H,
+        H, Hk, D, block_m, block_n, block_d,
+        num_warps=8 if is_tile else 4,
+        num_stages=1 + 32768 // (block_n * block_d * itemsize))  # 64 KB of keys and values
+    if n_split > 1:
+        _combine_kernel[(max_rows, len(spans), cdiv(H, 8))](
+            parts, lse, out, spans, n_split, N * H,
+            H, D, BLOCK_H=8, BLOCK_D=block_d)
 
+def attention_triton(q, kv, batch):
+    """Requests with few rows, then chunks"""
+    out = torch.empty_like(q)
     if batch.max_few > 0:
-        n_split = min(32, batch.max_context // 128, 256 // (batch.n_few * Hk))
-        n_split = triton.next_power_of_2(max(1, n_split))  # for about 256 programs in all
-        parts = q.new_empty(n_split, n, H, D, dtype=torch.float32)
-        lse = q.new_empty(n_split, n, H, 1, dtype=torch.float32)  # log of the sum of exp(scores)
-        few = batch.spans[:batch.n_few]
-        attend(few, batch.max_few, n_split, parts, lse)
-        out[:n] = (parts * lse.softmax(0)).sum(0)
+        attend(q, kv, batch, batch.spans[:batch.n_few], batch.max_few, out)
     if batch.max_chunk > 0:
-        chunks = batch.spans[batch.n_few:]
-        attend(chunks, batch.max_chunk, 1, out, None)
+        attend(q, kv, batch, batch.spans[batch.n_few:], batch.max_chunk, out)
     return out
 
 def attend_chunk(q, kv, pages, out):
@@ -568,7 +676,7 @@ def lora_bmm(y, x, kv, sites):
 def _shrink_kernel(x, a, xa, sites, table, width, n_module,
                    C: tl.constexpr, W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
-    """One program: xa = x A for BLOCK_M rows of one site.
+    """One program: xa = x A for BLOCK_M rows of one site and BLOCK_R rows of A.
 
         x, a row    |  0  |  1  |  2  |  3  |  4  |     blocks of BLOCK_K numbers, which
         A, row 0    |  page 81  |  page 7   | 40  |     begin anew with each page
@@ -578,11 +686,12 @@ def _shrink_kernel(x, a, xa, sites, table, width, n_module,
     first_row, n_row, _, _ = load4(site)
     rank, _, module, first_entry = load4(site + 4)
     tile = tl.program_id(0) * BLOCK_M
-    if tile >= n_row:
+    first_rank = tl.program_id(2) * BLOCK_R
+    if (tile >= n_row) | (first_rank >= rank):
         return
 
     m = tile + tl.arange(0, BLOCK_M)[:, None]
-    r = tl.arange(0, BLOCK_R)
+    r = first_rank + tl.arange(0, BLOCK_R)
     row = (first_row + m).to(tl.int64)
     r_mask = r < rank
     n_page = tl.cdiv(C, W)  # pages of a row of A
@@ -604,11 +713,18 @@ def _shrink_kernel(x, a, xa, sites, table, width, n_module,
 
 @triton.jit
 def _expand_kernel(y, b, xa, sites, table, width, n_module, C, W: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+                   BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+                   WIDE: tl.constexpr):
     """One program: y += xa B for BLOCK_M rows of one site and BLOCK_N columns that lie in the
     same page of each row of B."""
     site = sites + 8 * tl.program_id(1)
-    first_row, n_row, first_column, n_column = load4(site)
+    first_row = tl.load(site)
+    n_row = tl.load(site + 1)
+    first_column = tl.load(site + 2)
+    n_column = tl.load(site + 3)
+    if WIDE:  # then the compiler loads and stores 16 bytes at a time
+        first_column = tl.multiple_of(first_column, 16)
+        n_column = tl.multiple_of(n_column, 16)
     _, rank, module, first_entry = load4(site + 4)
     tile = tl.program_id(0) * BLOCK_M
     n_block = tl.cdiv(W, BLOCK_N)  # blocks of a page
@@ -640,27 +756,29 @@ def _expand_kernel(y, b, xa, sites, table, width, n_module, C, W: tl.constexpr,
 def lora_triton(y, x, kv, sites, exchange):
     """A program takes 64 rows of a site [MBGMM], or 16 if all sites have few rows [MBGMV]."""
     W = kv[0, 0].numel()
-    block_m = 64 if sites.max_chunk > 0 else 16
     block = min(256 // x.element_size(), triton.next_power_of_2(W))
     block = max(16, block)  # numbers of a page
-    block_r = max(16, triton.next_power_of_2(sites.max_rank))
-    block_k = min(block, 128 * block // block_r)
+    block_m = 16
+    block_r = 16
+    if sites.max_chunk > 0:
+        block_m = 64
+        block_r = min(128, max(16, triton.next_power_of_2(sites.max_rank)))
     most = max(sites.max_few, sites.max_chunk)
     grid = cdiv(most, block_m), len(sites.sites)
     warps = max(4, block_m // 8)
 
     width = sites.n_module * sites.max_rank
-    xa = x.new_zeros(len(x), width, dtype=torch.float32)
-    _shrink_kernel[grid](
+    xa = x.new_empty(len(x), width, dtype=torch.float32)
+    _shrink_kernel[(*grid, cdiv(sites.max_rank, block_r))](
         x, kv[0], xa, sites.sites, sites.table, xa.size(1), sites.n_module,
-        x.size(1), W, block_m, block_r, block_k,
-        num_warps=warps, num_stages=6)
+        x.size(1), W, block_m, block_r, block,
+        num_warps=warps, num_stages=5)
     if exchange is not None:
         xa = exchange(xa)
     n_block = cdiv(y.size(1), W) * cdiv(W, block)
     _expand_kernel[(*grid, n_block)](
         y, kv[1], xa, sites.sites, sites.table, xa.size(1), sites.n_module,
-        y.size(1), W, block_m, 32, block,
+        y.size(1), W, block_m, 32, block, sites.wide and W % 16 == 0,
         num_warps=warps, num_stages=5)
 
 def lora(y, x, kv, sites, exchange=None):
@@ -684,27 +802,32 @@ def lora(y, x, kv, sites, exchange=None):
 # sampling and verification; gpt-fast's convention: p of the target model, q of the draft model
 
 def probabilities(logits, temperature, top_k, top_p):
-    """logits (M, V), the others (M,) -> p (M, V) float32. temperature 0: all on the argmax;
-    top_k 0: no limit; top_p 1: no limit, else the fewest tokens that together have top_p."""
+    """logits (M, V), the others (M,) on the host -> p (M, V) float32. temperature 0: all on the
+    argmax; top_k 0: no limit; top_p 1: no limit, else the fewest tokens that have top_p."""
+    V = logits.size(1)
     greedy = temperature < 1e-5  # 1e-37 would make infinite logits
-    logits = logits.float()
-    scaled = logits / temperature.masked_fill(greedy, 1)[:, None]
-    if ((top_k > 0) | (top_p < 1)).any():
-        V = logits.size(1)
-        k = top_k.masked_fill(top_k == 0, V)[:, None]
-        ordered, order = scaled.topk(min(int(k.max()), V))
+    top_k = top_k.masked_fill(top_k == 0, V).clamp(max=V)
+    limited = (top_k < V) | (top_p < 1)
+    temperature = temperature.masked_fill(greedy, 1)
+    settings = torch.stack([temperature, top_k, top_p.masked_fill(top_p == 1, 2), greedy])
+    temperature, k, top_p, is_greedy = send(settings, logits.device)[..., None]  # (M, 1) each
+    scaled = logits.float() / temperature
+    if limited.any():
+        ordered, order = scaled.topk(int(top_k.max()))
         rank = torch.arange(order.size(1), device=logits.device)
         ordered = ordered.masked_fill(rank >= k, float("-inf"))
         p = ordered.softmax(-1)
         before = p.cumsum(-1) - p  # probability of the tokens that rank higher
-        limit = top_p.masked_fill(top_p == 1, 2)[:, None]
-        hidden = (before >= limit) & (rank > 0)
+        hidden = (before >= top_p) & (rank > 0)
         ordered = ordered.masked_fill(hidden, float("-inf"))
         impossible = torch.full_like(scaled, float("-inf"))
         scaled = impossible.scatter(1, order, ordered)
-    best = logits.max(-1, keepdim=True).indices
-    one_hot = torch.zeros_like(logits).scatter_(1, best, 1)
-    return torch.where(greedy[:, None], one_hot, scaled.softmax(-1))
+    p = scaled.softmax(-1)
+    if greedy.any():
+        best = logits.max(-1, keepdim=True).indices
+        one_hot = torch.zeros_like(p).scatter_(1, best, 1)
+        p = torch.where(is_greedy > 0, one_hot, p)
+    return p
 
 def sample(p, u):
     """Inverse CDF: weights p (M, V), need not sum to 1; u (M,) uniform in [0, 1) -> (M,)"""
@@ -734,13 +857,13 @@ def verify(p, q, drafts, n_drafts, u):
     place = torch.where(accepted, n_drafts[request], draft - first_draft[request])
     n_accepted = n_drafts.scatter_reduce(0, request, place, "amin")
     weights = p[first_row + n_accepted]  # (R, V)
-    rejected = torch.nonzero(n_accepted < n_drafts)[:, 0]
-    at = (first_draft + n_accepted)[rejected]
+    rejected = n_accepted < n_drafts
+    at = (first_draft + n_accepted).clamp(max=K - 1)
     if q is None:
-        weights[rejected, drafts[at]] = 0
+        residual = weights.scatter(1, drafts[at][:, None], 0)
     else:
-        residual = weights[rejected] - q[at]
-        weights[rejected] = residual.clamp(min=0)
+        residual = (weights - q[at]).clamp(min=0)
+    weights = torch.where(rejected[:, None], residual, weights)
     return n_accepted, sample(weights, u[K:])
 
 # -----------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from pathlib import Path
 
 # kernels before torch: it sets how torch's threads wait
 from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, cdiv, linear,
-                     linear_ref, lora, norm_heads_ref, pack, rotate_ref, rotate_write)
+                     linear_ref, lora, norm_heads_ref, pack, rotate_ref, rotate_write, send)
 
 import numpy as np
 import tiktoken
@@ -308,6 +308,12 @@ class GPT:
     def n_bytes(self):
         """Bytes of all weights on this device"""
         return sum(w.numel() * w.dtype.itemsize for w in set(self.weights.values()))
+
+    def iteration_bytes(self, n_token, n_logits):
+        """Bytes of an iteration's activations, and of its logits while they are sampled"""
+        c = self.config
+        numbers = 5 * c.n_embd + 3 * c.n_inner + 2 * c.n_head * c.head_dim
+        return n_token * numbers * self.dtype.itemsize + n_logits * c.vocab_size * 24
 
     def new_cache(self, n_page):
         """A zeroed cache (L, 2, n_page, Hk, D)"""
@@ -749,7 +755,7 @@ class Adapter:
     @torch.inference_mode()
     def write(self, kv, pages):
         """Copy the weights of all layers to these pages (n_page,) of kv (L, 2, n_page, Hk, D)."""
-        pages = torch.as_tensor(pages, dtype=torch.long, device=kv.device)
+        pages = send(torch.tensor(pages), kv.device)
         planes = self.planes.to(kv, non_blocking=True)
         kv.index_copy_(2, pages, planes.unflatten(-1, kv.shape[3:]))
 

@@ -19,15 +19,16 @@ from bisect import insort
 from collections import Counter, deque
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import accumulate, count, groupby, islice
 from numbers import Integral, Real
 from operator import index, mul
 from pathlib import Path
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, proxy
 
 # kernels before torch: it sets how torch's threads wait
-from kernels import FEW_ROWS, Batch, Sites, probabilities, sample, verify
+from kernels import FEW_ROWS, Batch, Sites, has_triton, probabilities, sample, send, verify
 from model import (GPT, PRESETS, ROW_PARALLEL, Adapter, GPTConfig, World, load_model,
                    load_tokenizer)
 
@@ -189,17 +190,19 @@ class Engine:
         if self.cost is None and (self.scheduler.needs_price or policy and policy.needs_price):
             self.cost = CostModel.profile(model)
 
-        # memory, and the runner that uses it
-        n_page, self.max_batch = size_pool(model, draft, n_page, max_batch)
+        # memory, and the runner that uses it. The parts refer to the engine weakly: when it ends,
+        # the memory of its cache is free at once
+        n_page, self.max_batch = size_pool(self, draft, n_page, max_batch)
         self.pool = PagePool(n_page)
         own_pool = PagePool(adapter_pages, first=n_page) if adapter_pages else self.pool
         self.adapters = AdapterStore(own_pool, Adapter(model.config, {}))
         self.merged = 0  # the version in the weights, if lora is "merge"
         self.clock = VirtualClock() if self.simulated else WallClock()
-        self.runner = CostRunner(self, model) if self.simulated else ModelRunner(self, model)
+        engine = proxy(self)
+        self.runner = CostRunner(engine, model) if self.simulated else ModelRunner(engine, model)
         self.adapters.copy = self.runner.copy_adapter
-        self.speculator = Speculator(self, draft, policy) if policy else None
-        self.scheduler.start(self)
+        self.speculator = Speculator(engine, draft, policy) if policy else None
+        self.scheduler.start(engine)
 
     def step(self):
         """One iteration. Returns its events; [] if nothing can run now. After any exception, all
@@ -391,7 +394,7 @@ class Engine:
         return True
 
     def prefetch(self, n=32):
-        """Load the adapters of the next n requests to start [S-LoRA §5.2], if these have room beside
+        """Load the adapters of the next n requests to start [S-LoRA §5.2], if they have room beside
         all that the running ones may still need: so that no page is taken back before its use."""
         shared = self.adapters.pool is self.pool
         spare = sum(r.max_len - len(self.pool.tables[r]) for r in self.running)
@@ -712,19 +715,27 @@ def read_adapter(name, source, engine):
         adapter.n_params = 0
     return adapter
 
-def size_pool(model, draft, n_page, max_batch):
+def size_pool(engine, draft, n_page, max_batch):
     """Returns (n_page, max_batch) without zeros: B = floor((M_G - M_S) / (L m_kv)) [SARATHI §4.3].
     A draft model's cache has as many pages as the target's [SmartSpec §6]."""
     check_range("n_page", n_page, 0)
     check_range("max_batch", max_batch, 0)
+    model = engine.model
     L = model.config.block_size
     if not n_page:
         models = [m for m in (model, draft) if isinstance(m, (GPT, CostModel))]
         page = sum(m.config.page_bytes(m.dtype.itemsize) for m in models)
-        if isinstance(model, CostModel):
+        if engine.simulated:
             free = model.memory - sum(m.n_bytes for m in models[1:])
         else:
+            # memory for the largest iteration, and as much for graphs. It feeds a chunk, or, by
+            # other schedulers, as many tokens as the cache may hold
+            n_logits = (max_batch or 256) * (FEW_ROWS if draft else 1)
+            chunk = engine.scheduler.chunk or engine.chunk
             free = free_memory(model.device)
+            free -= 2 * model.iteration_bytes(chunk + n_logits, n_logits)
+            if not isinstance(engine.scheduler, (Sarathi, SarathiServe)):
+                page += model.iteration_bytes(1, 0)
         n_page = min(int(free // page), (max_batch or 256) * L)
     check_range("pages that fit the memory", n_page, 1)
     return n_page, max_batch or max(1, n_page // L)
@@ -732,8 +743,19 @@ def size_pool(model, draft, n_page, max_batch):
 def free_memory(device):
     """Bytes for a cache: of a GPU most that is free, of a computer a quarter of all."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # of engines that have ended
         return 0.9 * torch.cuda.mem_get_info(device)[0]
     return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+@cache
+def check_gpu(device, head_dim):
+    """ValueError if the kernels do not run on this GPU. One line if there are none."""
+    check_range("head_dim on a GPU", head_dim, 1, 256)
+    major, minor = torch.cuda.get_device_capability(device)
+    check_range("compute capability of the GPU", major + minor / 10, 8.0)
+    if not has_triton():
+        print("Triton is missing: plain torch operators, slower and without CUDA graphs",
+              file=sys.stderr)
 
 # -----------------------------------------------------------------------------
 # schedulers: how many tokens of which request are fed next
@@ -901,8 +923,8 @@ def one_adapter(inner=fcfs, patience=30):
     return order
 
 class EarlyAbort:
-    """An order that aborts requests too late for their first token [S-LoRA §4.3, App. B]. The newest
-    go first if more have come since requests last started than start at once (moving averages)."""
+    """An order that aborts requests too late for their first token [S-LoRA §4.3, App. B]. The
+    newest go first if more have come since requests last started than start at once (moving averages)."""
     def __init__(self, slo, margin=1 / 12):
         self.latest = (1 - margin) * slo  # seconds of waiting; a margin for the first run
         self.alive = []  # of the last call
@@ -1537,7 +1559,8 @@ class Profile(CostModel):
         if model.world.size > 1:
             raise ValueError("with tensor parallelism, give the policies' prices: cost=...")
         self.memory = free_memory(model.device)
-        L = min(model.config.block_size, 1024)
+        # its cache takes at most half of the free memory
+        L = min(model.config.block_size, 1024, max(64, int(self.memory / self.page_bytes / 40)))
         engine = Engine(model, max_batch=17, n_page=20 * L)
         engine.add_adapter(8, 8)
         engine.add_adapter(64, 64)
@@ -1549,8 +1572,8 @@ class Profile(CostModel):
         order = [i for first in range(4) for i in range(first, n, 4)]
         times = [[] for _ in plans]
         end = time.perf_counter() + budget
-        for count, i in enumerate(tqdm(order * 3, "costs of this machine", leave=False, delay=1)):
-            if count >= n // 4 and time.perf_counter() > end:
+        for n_done, i in enumerate(tqdm(order * 3, "costs of this machine", leave=False, delay=1)):
+            if n_done >= n // 4 and time.perf_counter() > end:
                 break
             times[i].append(time_plan(engine, plans[i]))
         measured = [(entries_of(plan, engine), np.median(seconds))
@@ -1648,9 +1671,14 @@ class ModelRunner:
         model.merge(None)  # an engine before this one may have left an adapter
         pools = {engine.pool, engine.adapters.pool}
         self.n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
+        self.copies = None  # the stream of copies of adapters
+        self.graphs = None
+        if model.device.type == "cuda":
+            check_gpu(model.device, model.config.head_dim)
+            self.copies = torch.cuda.Stream()
         self.kv = model.new_cache(self.n_page + 1)  # the last page is for padding rows
-        recording = self.kv.is_cuda and engine.lora != "merge" and model.world.size == 1
-        self.graphs = CudaGraphs(self) if recording else None
+        if self.copies and has_triton() and model.world.size == 1:
+            self.graphs = CudaGraphs(engine, model, self.kv)
 
     def run(self, plan):
         """Carry out a plan. Returns {request: accepted drafts and one more token}."""
@@ -1687,7 +1715,7 @@ class ModelRunner:
         logit_rows = []
         rows = []  # as Batch.spans
         pages = array("i")
-        table = array("i")
+        table = array("i")  # pages of the requests, then of their adapters
         for request, n_past, new, n_logits in spans:
             end = n_past + len(new)
             own = self.engine.pool.tables[request][:end]
@@ -1698,23 +1726,23 @@ class ModelRunner:
             pages += own[n_past:]
             table += own
         # a draft model may lack the target's last tokens
-        tokens = torch.tensor(tokens).clamp(max=self.model.config.vocab_size - 1)
-        return Batch(tokens=tokens, positions=torch.tensor(positions),
+        tokens = torch.tensor(tokens, dtype=torch.int32)
+        adapters = self.pack_adapters(spans, rows, table)
+        return Batch(tokens=tokens.clamp(max=self.model.config.vocab_size - 1),
+                     positions=torch.tensor(positions, dtype=torch.int32),
                      pages=torch.frombuffer(pages, dtype=torch.int32),
                      spans=torch.tensor(rows, dtype=torch.int32),
                      table=torch.frombuffer(table, dtype=torch.int32),
-                     logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-                     max_context=max(n_past + n for _, n, n_past, _ in rows),
-                     adapters=self.pack_adapters(spans, rows),
+                     logit_rows=torch.tensor(logit_rows, dtype=torch.int32),
+                     max_context=max(n_past + n for _, n, n_past, _ in rows), adapters=adapters,
                      **row_counts([n for _, n, _, _ in rows]))
 
-    def pack_adapters(self, spans, rows):
+    def pack_adapters(self, spans, rows, table):
         """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]. Adjacent rows of an adapter
-        share a site, so that it is read once."""
+        share a site, so that it is read once. Appends their pages to the batch's table."""
         if self.model is not self.engine.model:
             return {}
         store = self.engine.adapters
-        table = array("i")
         places = []  # (version, (first row, rows, first entry in table))
         for version, group in groupby(zip(spans, rows), lambda pair: pair[0].request.version):
             if store.known[version].n_page:
@@ -1733,8 +1761,9 @@ class ModelRunner:
                 where = [place for _, place in places]
                 sites[:, [0, 1, 7]] += np.repeat(where, list(map(len, parts)), 0)
                 max_rank = round_up(int(sites[:, 4].max()), 16)
+                wide = not (np.array([*operator.modules.values()]) % 16).any()
                 packed[op] = Sites(sites=torch.from_numpy(sites), table=table, max_rank=max_rank,
-                                   n_module=len(operator.modules), way=self.engine.lora,
+                                   n_module=len(operator.modules), way=self.engine.lora, wide=wide,
                                    **row_counts(sites[:, 1]))
         return packed
 
@@ -1756,23 +1785,26 @@ class ModelRunner:
     def verify_sampled(self, sampling, logits):
         """Rejection sampling: the output is distributed as without drafts [SmartSpec §2]."""
         p = self.distributions([r for r in sampling for _ in range(1 + len(r.drafts))], logits)
+        u = uniform([(r.seed, r.n_tokens) for r in sampling], TOKEN)
+        drafts = [draft for request in sampling for draft in request.drafts]
+        if not drafts:
+            tokens = sample(p, send(u, p.device)).tolist()
+            return {request: [token] for request, token in zip(sampling, tokens)}
         q = [row for request in sampling for row in request.draft_probs]
         q = torch.cat(q) if q else None  # None: drafts are deterministic
-        drafts = [draft for request in sampling for draft in request.drafts]
-        drafts = torch.tensor(drafts, dtype=torch.int64)
-        n_drafts = torch.tensor([len(request.drafts) for request in sampling])
         places = [(r.seed, r.n_tokens + j) for r in sampling for j in range(len(r.drafts))]
-        u = [uniform(places, ACCEPT), uniform([(r.seed, r.n_tokens) for r in sampling], TOKEN)]
-        u = torch.cat(u).to(p.device)
-        n_accepted, tokens = verify(p, q, drafts.to(p.device), n_drafts.to(p.device), u)
-        ends = zip(sampling, n_accepted.tolist(), tokens.tolist())
-        return {request: request.drafts[:n] + [token] for request, n, token in ends}
+        u = torch.cat([uniform(places, ACCEPT), u])
+        drafts = torch.tensor(drafts)
+        n_drafts = torch.tensor([len(request.drafts) for request in sampling])
+        drafts, n_drafts, u = (send(x, p.device) for x in (drafts, n_drafts, u))
+        ends = torch.stack(verify(p, q, drafts, n_drafts, u), 1).tolist()
+        return {request: request.drafts[:n] + [token]
+                for request, (n, token) in zip(sampling, ends)}
 
     def distributions(self, requests, logits):
         """The distributions (M, V) that rows of logits are sampled from. requests: of each row."""
         settings = torch.tensor([(r.temperature, r.top_k, r.top_p) for r in requests])
-        temperature, top_k, top_p = settings.to(logits.device).unbind(1)
-        return probabilities(logits, temperature, top_k.long(), top_p)
+        return probabilities(logits, *settings.unbind(1))
 
     def draft(self, spans, threshold):
         """A draft for every span with a logit row: [(request, token, is it above threshold)]."""
@@ -1785,7 +1817,7 @@ class ModelRunner:
         if not self.engine.alpha and not greedy:
             q = self.distributions(requests, logits)
             places = [(r.seed, r.n_tokens + len(r.drafts)) for r in requests]
-            tokens = sample(q, uniform(places, DRAFT).to(q.device))
+            tokens = sample(q, send(uniform(places, DRAFT), q.device))
             q = torch.nn.functional.pad(q, (0, V - q.size(1)))  # none of a token that it lacks
             for request, row in zip(requests, q.split(1)):
                 request.draft_probs.append(row)
@@ -1797,14 +1829,14 @@ class ModelRunner:
 
     def copy_adapter(self, version, pages):
         """Start to copy an adapter to its pages. Returns a function that waits for the copy."""
-        if not self.kv.is_cuda:
+        if self.copies is None:
             self.tell("write", version, pages)
             return lambda: None
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self.copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copies):
             self.tell("write", version, pages)
-        return lambda: torch.cuda.current_stream().wait_stream(stream)
+            done = self.copies.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(done)
 
     def write(self, version, pages):
         self.engine.adapters.known[version].write(self.kv, pages)
@@ -1836,54 +1868,71 @@ def row_counts(counts):
     return dict(n_few=int(few.sum()), max_few=int((n * few).max()), max_chunk=int((n * ~few).max()))
 
 class CudaGraphs:
-    """Iterations that a GPU replays without waiting for Python: decodes alone, padded to a power of
-    two, and decodes beside one chunk, scheduler.chunk tokens together."""
-    def __init__(self, runner):
-        self.runner = runner
-        self.graphs = {}  # sizes -> (graph, static batch, logits)
+    """Iterations that a GPU replays without waiting for Python: decodes or verifications alone,
+    padded to powers of two, and decodes beside one chunk, scheduler.chunk tokens together."""
+    def __init__(self, engine, model, kv):
+        self.engine = engine
+        self.model = model
+        self.kv = kv
+        self.graphs = {}  # sizes -> (graph, inputs, logits)
+        self.pool = torch.cuda.graph_pool_handle()  # one memory for the activations of all graphs
 
     def fits(self, batch):
         n_chunk = len(batch.spans) - batch.n_few
-        whole = n_chunk == 1 and len(batch.tokens) == self.runner.engine.scheduler.chunk
-        return (whole or not n_chunk) and batch.max_few <= 1 and not batch.adapters
+        whole = n_chunk == 1 and len(batch.tokens) == self.engine.scheduler.chunk
+        whole = whole and batch.max_few <= 1
+        return (whole or not n_chunk) and self.engine.lora == "batched"
 
     def replay(self, batch):
         padded = self.pad(batch)
-        key = len(padded.tokens), padded.n_few, len(padded.spans), padded.max_context
+        ranks = tuple((op, sites.max_rank) for op, sites in padded.adapters.items())
+        key = (len(padded.tokens), padded.n_few, len(padded.spans), padded.max_few,
+               padded.max_context, ranks)
         if key not in self.graphs:
             self.graphs[key] = self.record(padded)
-        graph, static, logits = self.graphs[key]
-        for name in ("tokens", "positions", "pages", "spans", "table", "logit_rows"):
-            getattr(static, name).copy_(getattr(padded, name), non_blocking=True)
+        graph, inputs, logits = self.graphs[key]
+        flat = padded.flat()
+        inputs[:len(flat)].copy_(send(flat, inputs.device))
         graph.replay()
         return logits[:len(batch.logit_rows)]
 
     def pad(self, batch):
-        """The batch with padding rows and empty spans, on the host, so that few sizes occur."""
+        """The batch with padding rows, empty spans and empty sites, on the host, so that few sizes
+        occur."""
         n_chunk = len(batch.spans) - batch.n_few
         N = len(batch.tokens)
-        n_few = self.runner.engine.max_batch
-        if not n_chunk:
-            N = n_few = power_of_two(N)
+        n_few = self.engine.max_batch
         context = power_of_two(max(batch.max_context, 256))
-        page = self.runner.n_page
+        if not n_chunk:
+            N = power_of_two(N)
+            n_few = power_of_two(batch.n_few)
+            context = self.model.config.block_size
+        max_few = 1 if batch.max_few <= 1 else FEW_ROWS
+        R = n_few + n_chunk
+        adapters = {}
+        for op, sites in batch.adapters.items():
+            S = R * sites.n_module
+            adapters[op] = replace(sites, sites=pad(sites.sites, S), n_few=S, max_few=N,
+                                   max_chunk=N * n_chunk, max_rank=power_of_two(sites.max_rank))
         few = pad(batch.spans[:batch.n_few], n_few)
         return replace(batch, tokens=pad(batch.tokens, N), positions=pad(batch.positions, N),
-                       pages=pad(batch.pages, N, page),
+                       pages=pad(batch.pages, N, self.kv.size(2) - 1),
                        spans=torch.cat([few, batch.spans[batch.n_few:]]),
-                       table=pad(batch.table, (n_few + n_chunk) * context, page),
-                       logit_rows=pad(batch.logit_rows, n_few + n_chunk), n_few=n_few, max_few=1,
-                       max_chunk=N * n_chunk, max_context=context)
+                       logit_rows=pad(batch.logit_rows, R if max_few == 1 else N), n_few=n_few,
+                       max_few=max_few, max_chunk=N * n_chunk, max_context=context,
+                       adapters=adapters)
 
     def record(self, batch):
-        model = self.runner.model
-        static = batch.to(model.device)
-        model.forward(static, self.runner.kv)  # compiles the kernels
+        flat = batch.flat()
+        # the table may become as long as the cache
+        inputs = pad(flat, len(flat) + self.kv.size(2)).to(self.kv.device)
+        static = batch.over(inputs)
+        self.model.forward(static, self.kv)  # compiles the kernels
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = model.forward(static, self.runner.kv)
-        return graph, static, logits
+        with torch.cuda.graph(graph, pool=self.pool):
+            logits = self.model.forward(static, self.kv)
+        return graph, inputs, logits
 
 def power_of_two(n):
     return 1 << (n - 1).bit_length()
@@ -1996,6 +2045,8 @@ class Pipeline:
 # -----------------------------------------------------------------------------
 # command line
 
+NVIDIA_DRIVER = "/proc/driver/nvidia/version"
+
 def add_model_flags(parser, model):
     """Flags of both command lines: what to run, and where."""
     flag = parser.add_argument
@@ -2005,6 +2056,9 @@ def add_model_flags(parser, model):
     flag("--dtype", choices=("float32", "bfloat16", "float16"),
          help="of weights and cache; none given: the folder's, or bfloat16 where it is fast")
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    if torch.version.cuda and devices == ["cpu"] and os.path.exists(NVIDIA_DRIVER):
+        print("no GPU is used: its driver is too old, or broken, for torch's CUDA "
+              f"{torch.version.cuda}", file=sys.stderr)
     flag("--device", default=devices[0], choices=devices, help="where the model runs")
     flag("--tp", type=int, default=1, help="processes that share every layer, started by torchrun")
     flag("--scheduler", default="sarathi", choices=SCHEDULERS, help="how batches are filled")
@@ -2118,8 +2172,12 @@ def run_command_line(main):
     """Call main(). A mistake of the user ends in one line on stderr and exit status 2."""
     try:
         main()
-    except (ValueError, KeyError, OSError, ImportError) as error:
+    except (ValueError, KeyError, OSError, ImportError, torch.OutOfMemoryError) as error:
         message = error.args[0] if isinstance(error, KeyError) else error
+        if isinstance(error, torch.OutOfMemoryError):
+            needed = str(error).partition(" Including")[0]
+            message = (f"{needed} Take another --model or --dtype, or a smaller --chunk, in "
+                       "bench.py also --max-batch or --lengths")
         print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@ its interpreter and compiled for GPUs that are not here), models against transfo
 the engine against a naive loop, speculation by chi-square, the simulator against the engine and
 the papers, tensor parallelism in processes, command lines, and every claim of bench."""
 import dataclasses
+import gc
 import gzip
 import json
 import math
@@ -13,8 +14,9 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections import Counter, defaultdict
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cache
@@ -48,9 +50,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import decoders, normalizers
 from tokenizers import pre_tokenizers as splitters
 from torch import bfloat16, float16, float32
+from torch.utils._python_dispatch import TorchDispatchMode
 
 torch.set_num_threads(1)  # the models are tiny
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # set by test_triton_in_its_interpreter
+# with a GPU, operators are tested and small models serve there
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 each = pytest.mark.parametrize
 
 # -----------------------------------------------------------------------------
@@ -64,9 +69,9 @@ def dtype(request, monkeypatch):
     """For tests of operators. They fail if the definitions alone run."""
     torch.manual_seed(0)
     monkeypatch.setattr(kernels, "cpp", Mock(side_effect=kernels.cpp))
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.device(DEVICE):
         yield request.param
-    assert kernels.cpp.called or INTERPRETED
+    assert kernels.cpp.called or INTERPRETED or DEVICE == "cuda"
 
 def near(actual, expected, scale=1.0):
     first = actual if isinstance(actual, torch.Tensor) else actual[0]
@@ -205,7 +210,8 @@ def sites_of(requests, n_in, columns, W, widen=1):
             lengths.append(rank * max(cdiv(n_in, W), widen * cdiv(columns[j], W)))
         N += rows
     max_rank = cdiv(max(entry[4] for entry in entries), 16) * 16
-    return N, Sites(*place(entries, lengths), len(columns), max_rank)
+    wide = all(n % 16 == 0 for n in columns)
+    return N, Sites(*place(entries, lengths), len(columns), max_rank, wide)
 
 def rows_on_pages(plane, pages, rank, width):
     """A or B: rank rows of `width` numbers, each on whole pages"""
@@ -221,6 +227,7 @@ def gather(xa):
     (48, 192, (64, 48), 1, "8 0 17 1 5, 9 1 3, 2, 63 1 33, 64 0 16, 65 0 64 1 1"),
     (256, 144, (513,), 1, "1 0 100, 2 0 1, 7 0 30"),
     (64, 64, (65, 20), 2, "3 0 1 1 20, 1, 64 0 40 1 7"),
+    (80, 96, (96, 160), 1, "1 0 300 1 2, 9 0 33 1 260"),
 ])
 @each("n_thread", [1, 5])  # with more threads than sites, these divide the rows of a site
 def test_operator_lora(n_thread, W, n_in, columns, n_device, requests, dtype):
@@ -315,22 +322,26 @@ def test_triton_in_its_interpreter():
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr
 
-SHARED_MEMORY = {80: 166912, 86: 101376, 90: 232448}  # bytes that a program may use
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}  # bytes of a program
 @each("arch, family, number, H, Hk, D, spec, rank", [  # number: dtype; spec: drafts
-    (86, "llama", bfloat16, 32, 8, 128, 7, 64),
-    (90, "qwen3", bfloat16, 64, 8, 128, 7, 128),
-    (80, "llama", float16, 20, 1, 80, "off", 8),
-    (86, "gpt2", float16, 12, 12, 64, "off", 256),
-    (80, "qwen3", float32, 32, 4, 64, 2, 16),
-    (86, "gpt2", float32, 16, 16, 128, 7, 64),
+    (80, "llama", bfloat16, 32, 8, 256, 7, 64),
+    (90, "qwen3", bfloat16, 64, 8, 128, 7, 256),
+    (120, "llama", bfloat16, 8, 8, 64, 2, 128),
+    (89, "gpt2", float16, 32, 4, 96, 7, 16),
+    (86, "llama", bfloat16, 32, 32, 128, "off", 256),
+    (86, "qwen3", float16, 16, 4, 256, 7, 8),
+    (120, "llama", float16, 32, 4, 256, "off", 64),
+    (90, "gpt2", bfloat16, 16, 16, 96, 2, 64),
+    (80, "gpt2", float32, 16, 4, 128, 7, 260),
+    (89, "llama", float32, 16, 16, 256, 7, 64),
 ])
 def test_triton_compiles(arch, family, number, H, Hk, D, spec, rank, monkeypatch, tmp_path):
-    """All that an engine launches on a GPU: no registers are spilled, shared memory suffices."""
+    """All that an engine launches on a GPU: no registers are spilled, shared memory suffices, and
+    16-bit numbers are not loaded or stored one by one."""
     triton = pytest.importorskip("triton")
     driver = Mock(get_current_device=lambda: arch)
     driver.get_current_target.return_value = triton.backends.compiler.GPUTarget("cuda", arch, 32)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    monkeypatch.setattr(kernels, "backend", lambda *_: "triton")
     made = {}
 
     def compile_only(kernel, grid):
@@ -338,24 +349,114 @@ def test_triton_compiles(arch, family, number, H, Hk, D, spec, rank, monkeypatch
             compiled = kernel.warmup(*args, grid=grid, **options)
             made[compiled.hash] = compiled
         return launch
-    monkeypatch.setattr(triton.JITFunction, "__getitem__", compile_only)
-    config = GPTConfig(1, H, 512, 0, Hk, D, 61, 1024, family)
-    model = GPT.from_preset(config, number)
-    requests = [Request([1] * n, 20, "adapter") for n in (600, 200)]
-    adapters = {"adapter": Adapter.random(config, rank, dtype=number)}
-    draft = Proposer()
-    engine = start(model, requests, "sarathi_serve", adapters, chunk=600, draft=draft, spec=spec)
+    engine = launching_engine(compile_only, monkeypatch, H, Hk, D, family, number, spec, rank)
     for _ in range(3):
         engine.step()
     names = Counter(compiled.metadata.name for compiled in made.values())
-    assert len(names) >= 4 and names["_attention_kernel"] >= 2
+    assert len(names) == 7 and names["_attention_kernel"] >= 2
     cubin = tmp_path / "kernel.cubin"
     for compiled in made.values():
         cubin.write_bytes(compiled.asm["cubin"])
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin]
         usage = subprocess.check_output(command, text=True)
-        assert "STACK:0" in usage, compiled.metadata.name  # spilled registers would lie there
-        assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+        name = compiled.metadata.name
+        assert "STACK:0" in usage, name  # spilled registers would lie there
+        assert compiled.metadata.shared <= SHARED_MEMORY[arch], name
+        assert not re.search(r"(ld|st)\.global[.\w]*\.[bu]16\b", compiled.asm["ptx"]), name
+
+def launching_engine(launch, monkeypatch, H, Hk, D, family="llama", number=float32, spec="off",
+                     rank=16, n_layer=1):
+    """An engine with two prompts, of 600 tokens with an adapter and of 200, on a GPU that is not
+    here: launch(kernel, grid) stands for its Triton kernels."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "backend", lambda *_: "triton")
+    monkeypatch.setattr(model_py, "pack", lambda weight: weight)
+    monkeypatch.setattr(triton.JITFunction, "__getitem__", launch)
+    config = GPTConfig(n_layer, H, 512, 0, Hk, D, 61, 1024, family)
+    model = GPT.from_preset(config, number)
+    requests = [Request([1] * n, 20, name) for n, name in ((600, "adapter"), (200, None))]
+    adapters = {"adapter": Adapter.random(config, rank, dtype=number)}
+    draft = None if spec == "off" else Proposer()
+    return start(model, requests, "sarathi_serve", adapters, chunk=600, draft=draft, spec=spec)
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that run on a device: not views, and not those that reserve memory; and
+    the bytes of tensors."""
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+        self.n_bytes = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), options=None):
+        name = operator.overloadpacket.__name__
+        if not operator.is_view and not re.match("(new_)?empty|_unsafe_view|detach", name):
+            self.counts[name] += 1
+        out = operator(*args, **options or {})
+        if not operator.is_view and name != "_unsafe_view":
+            storage = out.untyped_storage()
+            self.take(storage.nbytes())
+            weakref.finalize(storage, self.take, -storage.nbytes())
+        return out
+
+    def take(self, n_bytes):
+        self.n_bytes += n_bytes
+        self.peak = max(self.peak, self.n_bytes)
+
+@each("family, H, Hk", [("llama", 8, 8), ("qwen3", 16, 2), ("gpt2", 8, 8)])
+def test_an_iteration_takes_the_memory_that_is_kept_for_it(family, H, Hk, monkeypatch):
+    nothing = lambda kernel, grid: lambda *_, **__: None
+    engine = launching_engine(nothing, monkeypatch, H, Hk, 64, family)
+    forward = engine.model.forward
+    launches = Launches()
+
+    def counted_forward(*args):
+        with launches:
+            return forward(*args)
+    engine.model.forward = counted_forward
+    engine.step()
+    assert 0.6 < launches.peak / engine.model.iteration_bytes(600, 2) <= 1
+
+@each("scheduler", ["sarathi", "prefill_first"])
+def test_the_cache_leaves_room_for_iterations(scheduler, monkeypatch):
+    """Of 100 MB. prefill_first may feed as many tokens at once as the cache holds."""
+    model = random_model()
+    monkeypatch.setattr(sarathi, "free_memory", lambda device: 1e8)
+    n = Engine(model, scheduler, chunk=64, max_batch=1000).pool.n_page
+    reserved = 2 * model.iteration_bytes(1064, 1000)
+    if scheduler == "prefill_first":
+        reserved += model.iteration_bytes(n, 0)
+    assert n * TINY.page_bytes(4) + reserved == approx(1e8, rel=1e-3)
+
+@each("family", ["llama", "qwen3", "gpt2"])
+def test_a_layer_of_decodes_launches_ten_kernels(family, monkeypatch):
+    """And nothing in an iteration waits for the GPU, or brings a tensor of the CPU; at its end the
+    tokens do."""
+    counts = {}
+    for n_layer in (1, 2):
+        launches = Launches()
+        count = lambda kernel, grid: lambda *_, **__: launches.counts.update([kernel.__name__])
+        with monkeypatch.context() as patch:
+            engine = launching_engine(count, patch, 4, 2, 64, family, n_layer=n_layer)
+            engine.generate([[1]] * 3, 2)
+            engine.add(Request([1] * 300, 3))
+            engine.step()
+            forward = engine.model.forward
+
+            def counted_forward(*args):
+                with launches:
+                    return forward(*args)
+            engine.model.forward = counted_forward
+            launches.counts.clear()
+            waits = Mock(side_effect=lambda tensor: [0] * len(tensor))
+            patch.setattr(torch.Tensor, "tolist", lambda tensor: waits(tensor))
+            engine.step()
+        counts[n_layer] = launches.counts
+        assert waits.call_count == 1
+    assert set(counts[2]) <= {*"embedding mul cos sin add linear index".split(), *KERNELS}
+    assert (counts[2] - counts[1]).total() == 10  # with the combination of splits
+
+KERNELS = [f"_{name}_kernel" for name in "add_norm activate rotate_write attention combine".split()]
 
 # -----------------------------------------------------------------------------
 # models
@@ -373,7 +474,7 @@ def random_model(config=TINY, dtype=float32, noise=0.0):
         weight.data += 0.15 * (own + noise * other)
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return GPT.from_pretrained(folder, dtype)
+        return GPT.from_pretrained(folder, dtype, DEVICE)
 
 def prompt(n, seed=0):
     """Random tokens with repetitions, so that prompt lookup finds some"""
@@ -1347,6 +1448,25 @@ def test_pages_are_conserved(options, monkeypatch):
         engine.remove_adapter(name)
     assert len(engine.pool.free) == engine.pool.n_page and list(engine.adapters.known) == [0]
 
+@each("draft, lora", [("ngram", "batched"), (0.3, "batched"), (None, "merge")])
+def test_engines_leave_no_cache_behind(draft, lora, monkeypatch):
+    """The caches are freed when the engine ends, without Python's collector, also with graphs."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 1)
+    draft = draft_model(draft) if isinstance(draft, float) else draft
+    requests = mixed((None, "q"), 3)
+    engine = start(TARGET, requests, "autopilot", cost=COST, draft=draft, lora=lora)
+    runners = [engine.runner]
+    if isinstance(draft, GPT):
+        runners.append(engine.speculator.proposer.runner)
+    caches = [weakref.ref(runner.kv) for runner in runners]
+    engine.run()
+    gc.disable()
+    for runner in runners:
+        runner.graphs = sarathi.CudaGraphs(runner.engine, runner.model, runner.kv)
+    del engine, runner, runners
+    assert [cache() for cache in caches] == [None] * len(caches)
+    gc.enable()
+
 def test_events_stop_tokens_and_times():
     requests = mixed()
     stopped = requests[3]
@@ -1640,24 +1760,131 @@ def test_an_exception_before_any_line(model, lora, adapter_pages, n_place, call)
     for n in rng.sample([*each_line.values()], n_place):
         attempt(n)
 
-def test_padding_for_cuda_graphs_changes_no_logits():
-    """Batches of decodes alone, and of decodes beside a chunk that fills the iteration"""
-    model = random_model()
-    requests = mixed()
-    engine = start(model, requests, chunk=24, max_batch=4)
-    graphs = sarathi.CudaGraphs(engine.runner)
-    forward = model.forward
-    n_padded = Counter()
-    def compare(batch, kv):
-        logits = forward(batch, kv)
-        if graphs.fits(batch):
-            n_padded[batch.max_chunk > 0] += 1
-            close(forward(graphs.pad(batch), kv)[:len(logits)], logits)
+def numbers(batch):
+    """All that a CUDA graph keeps from its recording: Python's numbers and the shapes of tensors"""
+    shapes = [tensor.shape for tensor in batch.tensors()[:-1]]
+    parts = batch, *batch.adapters.values()
+    values = [value for part in parts for value in vars(part).values() if isinstance(value, int)]
+    return shapes, values
+
+def fake_graphs(monkeypatch):
+    """From now on runners record CUDA graphs. A replay computes again what was recorded, and the
+    outputs of all other graphs become NaN, since they share memory. -> replays by kind"""
+    calls = {}  # graph -> model, batch, cache, logits
+    recording = []
+    padded = []
+    replays = Counter()
+    forward = GPT.forward
+    pad = sarathi.CudaGraphs.pad
+    init = sarathi.ModelRunner.__init__
+
+    class Graph:
+        def replay(self):
+            model, batch, kv, logits = calls[self]
+            assert numbers(batch) == numbers(padded[-1])
+            for *_, others in calls.values():
+                others.fill_(math.nan)
+            logits.copy_(forward(model, batch, kv))
+            kinds = dict(drafts=batch.max_few > 1, chunk=batch.max_chunk > 0,
+                         adapters=bool(batch.adapters))
+            replays.update(name for name, is_so in kinds.items() if is_so)
+
+    @contextmanager
+    def record(graph, pool):
+        recording.append(graph)
+        yield
+        recording.clear()
+
+    def recorded_forward(model, *args):
+        logits = forward(model, *args)
+        if recording:
+            logits = logits.clone()
+            calls[recording[0]] = model, *args, logits
         return logits
-    model.forward = compare
-    engine.run()
-    check_tokens(requests)
-    assert n_padded[False] and n_padded[True]
+
+    def init_with_graphs(runner, engine, model):
+        init(runner, engine, model)
+        runner.graphs = sarathi.CudaGraphs(engine, model, runner.kv)
+
+    def remembered_pad(graphs, batch):
+        padded.append(pad(graphs, batch))
+        return padded[-1]
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(GPT, "forward", recorded_forward)
+    monkeypatch.setattr(sarathi.ModelRunner, "__init__", init_with_graphs)
+    monkeypatch.setattr(sarathi.CudaGraphs, "pad", remembered_pad)
+    return replays
+
+@pytest.fixture
+def unwritten_memory_is_nan():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+def test_most_graphs_are_warm_before_a_run_is_timed(monkeypatch):
+    replays = fake_graphs(monkeypatch)
+    jobs = [bench.Job(0.0, 32, 6, name) for name in 4 * (None, "0", None)]
+    engine = Engine(TARGET, chunk=16, max_batch=4)
+    engine.add_adapter("0", ADAPTERS["q"])
+    bench.warm_up(engine, jobs)
+    graphs = {*engine.runner.graphs.graphs}
+    n_replay = replays.total()
+    bench.serve(engine, jobs, adapters=[ADAPTERS["q"]])
+    new = {*engine.runner.graphs.graphs} - graphs
+    assert all(key[3] == FEW_ROWS for key in new)  # rests of prompts beside some decodes
+    assert len(graphs) > 4 * len(new) and replays.total() > n_replay
+
+def test_gpus_that_do_not_do(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    for head_dim, message in ((320, "head_dim"), (128, "compute capability of the GPU = 7.5")):
+        with pytest.raises(ValueError, match=message):
+            sarathi.check_gpu("cuda", head_dim)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(sarathi, "has_triton", lambda: False)
+    for _ in range(2):  # the line comes once
+        sarathi.check_gpu("cuda", 128)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sarathi, "NVIDIA_DRIVER", __file__)
+    bench.parse_arguments([])
+    lines = capsys.readouterr().err.splitlines()
+    assert [*map(len, lines)] == approx([80, 80], abs=30)
+    assert "Triton" in lines[0] and "driver" in lines[1] and "12.8" in lines[1]
+
+def test_a_new_gpu_has_to_be_there(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.py", "gpu", "--device", "cpu"])
+    with pytest.raises(SystemExit, match="2"):
+        run_command_line(bench.main)
+    error = capsys.readouterr().err
+    assert error == "bench.py: gpu: torch sees no GPU, or --device cpu was given\n"
+
+def test_out_of_memory_is_one_line(capsys):
+    def main():
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 23.64 "
+            "GiB of which 3.42 GiB is free. Including non-PyTorch memory, this process has ...")
+    with pytest.raises(SystemExit, match="2"):
+        run_command_line(main)
+    line, = capsys.readouterr().err.splitlines()
+    assert all(word in line for word in ("20.00 GiB", "3.42 GiB", "--model", "--max-batch"))
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there, all tests of the engine replay real graphs")
+def test_graphs_change_no_operator_and_no_token(unwritten_memory_is_nan, monkeypatch):
+    """Decodes, verifications, adapters and chunks, replayed with padding; less of it in Triton's
+    interpreter"""
+    replays = fake_graphs(monkeypatch)
+    if INTERPRETED:
+        requests = mixed((None, "q"), 2)
+        serve(TARGET, requests, chunk=10, max_batch=2, draft="ngram", spec=2)
+        check_tokens(requests)
+    for case in CASES[::2] if not INTERPRETED else []:
+        requests = mixed(case["adapters"])
+        serve_case(case | dict(lora="batched"), requests)
+        check_tokens(requests)
+    assert min(replays[kind] for kind in ("drafts", "chunk", "adapters")) > (not INTERPRETED)
 
 # -----------------------------------------------------------------------------
 # speculation
@@ -3014,7 +3241,7 @@ def test_readme_code_runs_and_prints_what_it_says(capsys):
     names = {}
     for code in re.findall(r"```python\n(.*?)```", README, re.S):
         exec(code, names)
-    figures = {}  # of the last run of a name: tokens/s, TTFT p50, p99, TPOT p50, p99, stall p50, p99
+    figures = {}  # of the last run of a name: tokens/s, TTFT p50, p99, TPOT, stall likewise
     for line in capsys.readouterr().out.splitlines():
         if line.startswith("| ") and "p50" not in line and "---" not in line:
             name, _, *numbers = line.strip("|").split("|")
