@@ -659,7 +659,9 @@ def fig9(place):
         for name, (gain, pd) in best.items():
             yield f"peak at L = {L}", name, gain
             yield f"P:D of the peak at L = {L}", name, pd
-            yield f"median over P:D at L = {L}", name, median(gain for gain, _ in curves[name])
+        # at each P:D the best chunk's gain [SARATHI §5.1.3]
+        of_chunks = zip(*(curves[f"C = {C}"] for C in chunks))
+        yield f"median over P:D at L = {L}", "best chunk", median(max(at)[0] for at in of_chunks)
         if place.wide:
             gain, pd = best["C = 256"]
             yield f"peak at L = {L}", "C = 256 / 128", gain / best["C = 128"][0]
