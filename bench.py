@@ -1646,7 +1646,7 @@ def parse_arguments(words=None):
     online("--spec", type=partial(class_in_file, base=Policy),
            help="how many drafts, as an engine's spec; FILE.py:CLASS: your own")
     text = parser.add_argument_group("of spec_here").add_argument
-    text("--draft", help="a draft model: a folder, or a name; none, but for the tiny model")
+    text("--draft", help="a draft model, as --model; default: none, but for the tiny model")
     text("--prompts", metavar="FILE", help="a text, one prompt a paragraph")
     args = parser.parse_args(words)
     given = {name: value for name, value in vars(args).items() if value not in (None, "auto")}

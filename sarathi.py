@@ -394,8 +394,8 @@ class Engine:
         return True
 
     def prefetch(self, n=32):
-        """Load the adapters of the next n requests to start [S-LoRA §5.2], if they have room beside
-        all that the running ones may still need: so that no page is taken back before its use."""
+        """Load the adapters of the next n requests to start [S-LoRA §5.2], if these have room
+        beside all that the running ones may still need, so that none is evicted before its use."""
         shared = self.adapters.pool is self.pool
         spare = sum(r.max_len - len(self.pool.tables[r]) for r in self.running)
         wanted = []
@@ -924,7 +924,7 @@ def one_adapter(inner=fcfs, patience=30):
 
 class EarlyAbort:
     """An order that aborts requests too late for their first token [S-LoRA §4.3, App. B]. The
-    newest go first if more have come since requests last started than start at once (moving averages)."""
+    newest go first if more have come since the last start than start at once (moving averages)."""
     def __init__(self, slo, margin=1 / 12):
         self.latest = (1 - margin) * slo  # seconds of waiting; a margin for the first run
         self.alive = []  # of the last call
