@@ -374,7 +374,7 @@ def serve(engine, jobs, clients=0, adapters=(), n_end=0):
     0: they come at their arrival. adapters: dealt in turns to the jobs' names."""
     for name in {job.adapter for job in jobs} - {None}:
         engine.add_adapter(name, adapters[int(name) % len(adapters)])
-    if engine.model.world.device.type == "cuda":
+    if isinstance(engine, Engine) and engine.model.world.device.type == "cuda":
         warm_up(engine, jobs)
     start = engine.clock.now()
     requests = []
@@ -1293,21 +1293,20 @@ def roofline(place):
     operators, or the bytes of weights and cache, take at the ceilings, over the measured ones."""
     L = place.lengths[0]
     shapes = [(0, 0, n) for n in (32, 128, 512)] + [(n, L - 1, 0) for n in (1, 4, 16)]
-    for (d, _, chunk), share in zip(shapes, shares(place, shapes)):
+    for (d, _, chunk), share in zip(shapes, shares(place, measure_ceilings(place), *shapes)):
         yield "share of the ceiling", "prefill" if chunk else "decode", d + chunk, share
 
-def shares(place, shapes):
-    """The share of this machine's ceilings that iterations reach. shapes: (decodes, past, chunk)"""
-    flops, bandwidth = measure_ceilings(place)
+def shares(place, ceilings, *shapes):
+    """The share of a machine's ceilings that iterations reach. shapes: (decodes, past, chunk)"""
+    flops, bandwidth = ceilings
     c = place.model.config
     itemsize = place.model.dtype.itemsize
     layers = c.n_layer * sum(math.prod(width) for width in c.widths.values())
     head = c.vocab_size * c.n_embd
-    for d, past, chunk in shapes:
+    for (d, past, chunk), seconds in zip(shapes, place.seconds(*shapes)):
         computing = 2 * ((d + chunk) * layers + max(d, 1) * head) / flops
         reading = (layers + head) * itemsize + (d * past + chunk) * c.page_bytes(itemsize)
-        seconds = median(place.seconds((d, past, chunk))[0])
-        yield max(computing, reading / bandwidth) / seconds
+        yield max(computing, reading / bandwidth) / median(seconds)
 
 @experiment("tokens or requests, n", only="measured")
 def gpu(place):
@@ -1326,10 +1325,11 @@ def gpu(place):
     yield "error of logits over their deviation", float(errors.abs().max() / rows[0].std())
     shapes = [(B, L, 0) for L in (1000, 4000) for B in (1, 8, 64)]
     shapes += [(0, 0, n) for n in (256, 512, 2048)]
-    shapes = [(d, past, n) for d, past, n in shapes
-              if past + n < c.block_size and d * past + n < place.room]
-    for (d, past, chunk), share in zip(shapes, shares(place, shapes)):
-        yield "share of the ceiling", f"decode at {past}" if d else "prefill", d + chunk, share
+    ceilings = measure_ceilings(place)
+    for d, past, n in shapes:
+        if past + n < c.block_size and d * past + n < place.room:  # one cache at a time
+            share, = shares(place, ceilings, (d, past, n))
+            yield "share of the ceiling", f"decode at {past}" if d else "prefill", d + n, share
     for B in (1, 8, 64):
         plan, engine = made_up_plan(model, B, 64)
         spans = [Span(r, r.n_past, [1], 1) for r, _ in plan]
@@ -1789,12 +1789,12 @@ def main():
     if names == ["all"]:
         names = [name for name, what in EXPERIMENTS.items()
                  if not (args.hardware and what.only == "measured")]
-        if not args.model and not (CACHE / "tiny").is_dir():
-            names = [name for name in names if name != "spec_here"]  # it needs a trained model
     if names == ["gpu"]:
         if args.device == "cpu":
             raise ValueError("gpu: torch sees no GPU, or --device cpu was given")
         names += ["table2", "table4", "spec_here", "slora_here"]
+    if len(names) > 1 and not args.model and not (CACHE / "tiny").is_dir():
+        names = [name for name in names if name != "spec_here"]  # it needs a trained model
     if names == ["list"]:
         for name, what in EXPERIMENTS.items():
             print(textwrap.fill(f"{name:13} {WHERE[what.only]:20} {what.about}", 118,

@@ -2857,6 +2857,21 @@ def test_text_that_is_missing(words, needle, monkeypatch, capsys, tmp_path):
     status, out, err = command(monkeypatch, capsys, f"spec_here {words}")
     assert status == 2 and needle in err.strip().splitlines()[-1]
 
+def test_operators_are_timed_without_the_first_pass(monkeypatch):
+    """In it, kernels are compiled."""
+    place = bench.Place(arguments("--seconds 0 --chunk 128"), random_model(), "a tiny model")
+    now = [0.0]
+
+    def forward(batch, kv, mark):
+        now[0] += 1 if now[0] else 100
+        mark("attn")
+        now[0] += 3
+        mark("others")
+    monkeypatch.setattr(place.model, "forward", forward)
+    monkeypatch.setattr(bench, "moment", lambda: now[0])
+    monkeypatch.setattr(place, "seconds", lambda *shapes, last: np.array([[8.0]]))
+    assert place.operators(2, 10) == {"attn": approx([2.0]), "others": approx([6.0])}
+
 @each("name", ["ceilings", "timeline", "online", "autopilot"])
 def test_experiment_simulates(name):
     assert all(math.isfinite(row["ours"]) for row in small_rows(name).values())
