@@ -1793,7 +1793,8 @@ def main():
         if args.device == "cpu":
             raise ValueError("gpu: torch sees no GPU, or --device cpu was given")
         names += ["table2", "table4", "spec_here", "slora_here"]
-    if len(names) > 1 and not args.model and not (CACHE / "tiny").is_dir():
+    chosen = args.experiments not in (["all"], ["gpu"])
+    if not chosen and not args.model and not (CACHE / "tiny").is_dir():
         names = [name for name in names if name != "spec_here"]  # it needs a trained model
     if names == ["list"]:
         for name, what in EXPERIMENTS.items():

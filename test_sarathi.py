@@ -1858,8 +1858,7 @@ def test_a_new_gpu_has_to_be_there(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench.py", "gpu", "--device", "cpu"])
     with pytest.raises(SystemExit, match="2"):
         run_command_line(bench.main)
-    error = capsys.readouterr().err
-    assert error == "bench.py: gpu: torch sees no GPU, or --device cpu was given\n"
+    assert "gpu: torch sees no GPU" in capsys.readouterr().err
 
 def test_out_of_memory_is_one_line(capsys):
     def main():
