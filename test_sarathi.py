@@ -3274,6 +3274,12 @@ def test_readme_code_runs_and_prints_what_it_says(capsys):
             number = f"{figures[name][i]:,.0f}" if i != 3 else f"{figures[name][i]:g}"
             assert re.search(rf"\b{number}\b", README), (name, number)
 
+def test_explain_prints_what_readme_shows(capsys):
+    sarathi.explain(arguments("--seed 0"))
+    blocks = Path(__file__).with_name("README.md").read_text().split("```\n")
+    shown = next(block for block in blocks if block.startswith("iteration"))
+    assert shown in capsys.readouterr().out
+
 def test_readme_names_what_exists():
     """Functions, classes and tests that the README's tables cite"""
     source = "".join(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf8")
