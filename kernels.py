@@ -606,7 +606,7 @@ def attend_chunk(q, kv, pages, out):
         context = cdiv(n_past + first + rows.size(1), 32) * 32
         scores = rows.flatten(1, 2) @ k[:, :context].mT  # (Hk, m * G, context)
         sizes = *rows.shape[:3], scores.size(2), n_past + first
-        cpp("causal_softmax", scores, *sizes, D ** -0.5)
+        cpp("causal_softmax", scores, *sizes, head_dim=D)
         values = (scores @ v[:, :context]).view_as(rows)
         out[:, first:first + m] = values[:, :m]
 
@@ -890,50 +890,55 @@ SOURCE = r"""
 #endif
 
 const float LOG2E = 1.44269504f;
+const float SCALE = 1 / std::sqrt(float(D));  // of scores
+
+// The bytes at x as a V
+template <class V> static inline V load(const void* x) {
+    V bytes;
+    memcpy(&bytes, x, sizeof bytes);
+    return bytes;
+}
 
 struct bf16 {  // the upper half of a float
     uint16_t half;
     operator float() const {
-        uint32_t bits = (uint32_t)half << 16;
-        float x;
-        memcpy(&x, &bits, 4);
-        return x;
+        const uint32_t bits = (uint32_t)half << 16;
+        return load<float>(&bits);
     }
     void operator=(float x) {  // rounds to the nearest, ties to even
-        uint32_t bits;
-        memcpy(&bits, &x, 4);
+        const uint32_t bits = load<uint32_t>(&x);
         half = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     }
 };
+
+// n / unit, rounded up
+static inline int64_t cdiv(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
 
 // 2^x = 2^n 2^f with a whole n and |f| <= 1/2, for x < 127; relative error 3e-6. Below -100 it is
 // 2^-100, which can be divided by a sum without becoming a denormal number: these are slow.
 static inline float power_of_2(float x) {
     x = std::max(x, -100.0f);
-    int32_t n = (int32_t)(x + 126.5f) - 126;
-    float f = x - n;
+    const int32_t n = (int32_t)(x + 126.5f) - 126;
+    const float f = x - n;
     float p = ((9.5701014e-3f * f + 5.591786e-2f) * f + 0.24024745f) * f;
     p = (p + 0.69312181f) * f + 0.99999926f;
-    int32_t bits;
-    memcpy(&bits, &p, 4);
-    bits += n << 23;
-    memcpy(&p, &bits, 4);
-    return p;
+    const int32_t bits = load<int32_t>(&p) + (n << 23);
+    return load<float>(&bits);
 }
 
 static inline float sigmoid(float x) {
     return 1 / (1 + power_of_2(-LOG2E * std::max(x, -80.0f)));
 }
 
-// Softmax of scale p[i] for the first `seen` of n numbers, the others become 0. It computes whole
+// Softmax of SCALE p[i] for the first `seen` of n numbers, the others become 0. It computes whole
 // vectors: p and the buffer e have room for `seen` rounded up to a multiple of 32.
-template <class P> static inline void softmax(P* p, float* e, int seen, int n, float scale) {
-    const int end = (seen + 31) / 32 * 32;
+template <class P> static inline void softmax(P* p, float* e, int seen, int n) {
+    const int end = cdiv(seen, 32) * 32;
     float top = -1e30f, sum = 0;
     for (int i = seen; i < end; i++) p[i] = -1e30f;
     for (int i = 0; i < end; i++) top = std::max(top, (float)p[i]);
     for (int i = 0; i < end; i++) {
-        e[i] = power_of_2(LOG2E * scale * (p[i] - top));
+        e[i] = power_of_2(LOG2E * SCALE * (p[i] - top));
         sum += e[i];
     }
     const float inverse = 1 / sum;
@@ -941,7 +946,7 @@ template <class P> static inline void softmax(P* p, float* e, int seen, int n, f
     memset(p + seen, 0, (n - seen) * sizeof(P));
 }
 
-template <class X, class Y> static inline float dot(const X* x, const Y* y, int n) {
+template <class Y> static inline float dot(const float* x, const Y* y, int n) {
     float sum = 0;
     for (int i = 0; i < n; i++) sum += x[i] * y[i];
     return sum;
@@ -954,22 +959,20 @@ static inline void prefetch(const T* x, int n) {
 // sum (n) += w[0] row 0 + w[1] row 1 + ..., up to four rows; row i is on page pages[i * step] of kv
 static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
                             const int32_t* pages, int step, int n_row, int64_t W, int n) {
-    if (n_row == 4) {
-        const T *a = kv + pages[0] * W, *b = kv + pages[step] * W;
-        const T *c = kv + pages[2 * step] * W, *d = kv + pages[3 * step] * W;
-        for (int k = 0; k < n; k++)
-            sum[k] += w[0] * a[k] + w[1] * b[k] + w[2] * c[k] + w[3] * d[k];
-        return;
+    const T* row[4];
+    float weight[4];
+    for (int i = 0; i < 4; i++) {
+        row[i] = kv + pages[std::min(i, n_row - 1) * step] * W;
+        weight[i] = i < n_row ? w[i] : 0;
     }
-    for (int i = 0; i < n_row; i++) {
-        const T* a = kv + pages[i * step] * W;
-        for (int k = 0; k < n; k++) sum[k] += w[i] * a[k];
-    }
+    for (int k = 0; k < n; k++)
+        sum[k] += weight[0] * row[0][k] + weight[1] * row[1][k] + weight[2] * row[2][k]
+                  + weight[3] * row[3][k];
 }
 
 // Products. A weight lies in panels of COLUMNS columns (see Packed), K and V of a chunk as well. A
-// tile of a product is ROWS rows by one panel: its sums stay in registers, two vectors a row. They
-// are added in the same order whatever the number of rows.
+// tile of a product is up to ROWS rows by one panel: its sums stay in registers, two vectors a row.
+// They are added in the same order whatever the number of rows.
 #if defined(__AVX512F__)
 const int LANES = 16, ROWS = 8;
 #elif defined(__AVX2__)
@@ -980,6 +983,11 @@ const int LANES = 4, ROWS = 8;
 const int COLUMNS = 2 * LANES;
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+#ifdef __AVX512BF16__
+typedef T X;  // of the rows
+#else
+typedef float X;
+#endif
 
 #pragma GCC push_options
 #pragma GCC optimize("no-associative-math")
@@ -996,12 +1004,6 @@ static inline vec numbers(const bf16* w, int i) {
     memcpy(&pairs, w, sizeof pairs);
     return (vec)(i ? pairs & 0xffff0000 : pairs << 16);
 }
-
-#ifdef __AVX512BF16__
-typedef T X;  // of the rows
-#else
-typedef float X;
-#endif
 
 // sums += the next one or two numbers of each row times those of the panel w
 template <int M, class W>
@@ -1024,38 +1026,29 @@ static inline void add_products(vec (*sums)[2], const bf16* x, int64_t x_step, c
     const __m512bh b = (__m512bh)_mm512_loadu_si512(w + COLUMNS);
     #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
-        int32_t pair;
-        memcpy(&pair, x + m * x_step, 4);
-        const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-        sums[m][0] = _mm512_dpbf16_ps(sums[m][0], both, a);
-        sums[m][1] = _mm512_dpbf16_ps(sums[m][1], both, b);
+        const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + m * x_step));
+        sums[m][0] = _mm512_dpbf16_ps(sums[m][0], pair, a);
+        sums[m][1] = _mm512_dpbf16_ps(sums[m][1], pair, b);
     }
 }
 #endif
 
-// The first n columns of M rows of y = x w + bias; x (M, K), one panel w (K, COLUMNS)
-template <int M, class W, class Y>
-static void tile(const X* x, int64_t x_step, const W* w, const T* bias, Y* y, int64_t y_step,
-                 int K, int n) {
+// The first n columns of m <= M rows of y = x w + bias; x (m, K), one panel w (K, COLUMNS)
+template <int M, class W>
+static void tile(int m, const X* x, int64_t x_step, const W* w, const T* bias, W* y,
+                 int64_t y_step, int K, int n) {
+    if constexpr (M > 1)
+        if (m < M) return tile<M - 1>(m, x, x_step, w, bias, y, y_step, K, n);
     const int P = 4 / sizeof(W);
     vec sums[M][2] = {};
     for (int k = 0; k < K; k += P, w += COLUMNS * P) add_products<M>(sums, x + k, x_step, w);
     #pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
+    for (int i = 0; i < M; i++) {
         float row[COLUMNS];
-        memcpy(row, sums[m], sizeof row);
-        for (int i = 0; bias && i < n; i++) row[i] += bias[i];
-        for (int i = 0; i < n; i++) y[m * y_step + i] = row[i];
+        memcpy(row, sums[i], sizeof row);
+        for (int k = 0; bias && k < n; k++) row[k] += bias[k];
+        for (int k = 0; k < n; k++) y[i * y_step + k] = row[k];
     }
-}
-
-// The same for m <= M rows
-template <int M>
-static void tile_of(int m, const X* x, int64_t x_step, const T* w, const T* bias, T* y,
-                    int64_t y_step, int K, int n) {
-    if constexpr (M > 1)
-        if (m < M) return tile_of<M - 1>(m, x, x_step, w, bias, y, y_step, K, n);
-    tile<M>(x, x_step, w, bias, y, y_step, K, n);
 }
 
 #pragma GCC pop_options
@@ -1079,18 +1072,16 @@ void linear(const T* x, const T* w, const T* bias, T* y, int M, int N, int K) {
         rows = &wide[0];
     }
     // if there are few panels for all threads, they share panels by blocks of rows
-    const int n_panel = (N + COLUMNS - 1) / COLUMNS, n_tile = (M + ROWS - 1) / ROWS;
-    const int n_block = std::min(n_tile, std::max(1, 4 * omp_get_max_threads() / n_panel));
+    const int n_panel = cdiv(N, COLUMNS), most = std::max(1, 4 * omp_get_max_threads() / n_panel);
+    const int n_block = std::min<int>(most, cdiv(M, ROWS));
     #pragma omp parallel for collapse(2)
     for (int block = 0; block < n_block; block++)
         for (int panel = 0; panel < n_panel; panel++) {
             const int n = panel * COLUMNS, end = (int64_t)M * (block + 1) / n_block;
-            for (int row = (int64_t)M * block / n_block, m; row < end; row += m) {
-                const int n_left = (end - row + ROWS - 1) / ROWS;  // tiles of about equal size
-                m = (end - row + n_left - 1) / n_left;
-                tile_of<ROWS>(m, rows + (int64_t)row * K, K, w + (int64_t)n * K,
-                              bias ? bias + n : bias, y + (int64_t)row * N + n, N, K,
-                              std::min(COLUMNS, N - n));
+            for (int64_t row = (int64_t)M * block / n_block, m; row < end; row += m) {
+                m = cdiv(end - row, cdiv(end - row, ROWS));  // tiles of about equal size
+                tile<ROWS>(m, rows + row * K, K, w + (int64_t)n * K, bias ? bias + n : bias,
+                           y + row * N + n, N, K, std::min(COLUMNS, N - n));
             }
         }
 }
@@ -1107,8 +1098,8 @@ void add_norm(const T* x, const T* y, const T* weight, const T* bias, T* total, 
             sum += row[c];
             squares += row[c] * row[c];
         }
-        float mean = bias ? sum / C : 0;
-        float scale = 1 / std::sqrt(std::max(0.0f, squares / C - mean * mean) + eps);
+        const float mean = bias ? sum / C : 0;
+        const float scale = 1 / std::sqrt(std::max(0.0f, squares / C - mean * mean) + eps);
         for (int c = 0; c < C; c++)
             out[i * C + c] = (row[c] - mean) * scale * weight[c] + (bias ? (float)bias[c] : 0);
     }
@@ -1138,14 +1129,14 @@ void rotate_write(const T* qkv, const float* cos, const float* sin, const T* nor
         for (int h = 0; h < H + Hk; h++, from += D) {
             T* to = h < H ? q + (i * H + h) * D : K + page + (h - H) * D;
             const T* weight = norm && h >= H ? norm + D : norm;
-            const float scale = norm ? 1 / std::sqrt(dot(from, from, D) / D + eps) : 1;
             float x[D];
-            for (int d = 0; d < D; d++) x[d] = norm ? from[d] * scale * weight[d] : (float)from[d];
+            std::copy_n(from, D, x);
+            const float scale = norm ? 1 / std::sqrt(dot(x, x, D) / D + eps) : 1;
+            for (int d = 0; norm && d < D; d++) x[d] = x[d] * scale * weight[d];
             for (int d = 0; d < D / 2; d++) {
-                float c = cos ? cos[i * D / 2 + d] : 1, s = sin ? sin[i * D / 2 + d] : 0;
-                float a = x[d], b = x[d + D / 2];
-                to[d] = a * c - b * s;
-                to[d + D / 2] = b * c + a * s;
+                const float c = cos ? cos[i * D / 2 + d] : 1, s = sin ? sin[i * D / 2 + d] : 0;
+                to[d] = x[d] * c - x[d + D / 2] * s;
+                to[d + D / 2] = x[d + D / 2] * c + x[d] * s;
             }
         }
         memcpy(V + page, from, Hk * D * sizeof(T));
@@ -1154,14 +1145,12 @@ void rotate_write(const T* qkv, const float* cos, const float* sin, const T* nor
 
 // Attention of requests with few rows, the cache read in place: the scores of all tokens, their
 // softmax, then the sum of the values. q, out (N, H, D); K and V (n_page, Hk, D); spans (R, 4):
-// first row, rows, n_past, first entry of table. Row j of a request sees its first n_past + j + 1
-// tokens. A thread takes a whole request: pages are read from end to end. Only if there are
-// fewer requests than threads, their heads are divided into parts.
+// first row, rows, n_past, first entry of table. A thread takes a whole request: pages are read
+// from end to end. Only if there are fewer requests than threads, their heads are divided.
 void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int32_t* table,
             T* out, int R, int H, int Hk) {
     const int64_t W = Hk * D, G = H / Hk;
-    const float scale = 1 / std::sqrt(float(D));
-    const int n_part = std::min(Hk, (omp_get_max_threads() + R - 1) / R);
+    const int n_part = std::min<int>(Hk, cdiv(omp_get_max_threads(), R));
     #pragma omp parallel for collapse(2) schedule(dynamic, 1)
     for (int r = 0; r < R; r++)
         for (int part = 0; part < n_part; part++) {
@@ -1171,37 +1160,33 @@ void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int3
             const int first = part * Hk / n_part, end = (part + 1) * Hk / n_part;  // kv heads
             const int n = span[1] * G, n_query = n * (end - first);  // of a kv head, of all
             const int64_t stride = context + 32;  // for whole vectors, in different L1 cache sets
-            std::vector<float> queries(n_query * D), p(n_query * stride), e(stride);
-            std::vector<float> sums(n_query * D);
+            std::vector<float> queries(n_query * D), sums(n_query * D);
+            std::vector<float> p(n_query * stride), e(stride);
             auto place = [&](int i) {  // of query i in q and out
                 return ((span[0] + i % n / G) * H + (first + i / n) * G + i % G) * D;
             };
-            for (int i = 0; i < n_query; i++)
-                for (int d = 0; d < D; d++) queries[i * D + d] = q[place(i) + d];
+            for (int i = 0; i < n_query; i++) std::copy_n(q + place(i), D, &queries[i * D]);
             for (int t = 0; t < context; t++) {
                 const T* ahead = K + pages[std::min(t + 16, context - 1)] * W;
                 for (int h = first, i = 0; h < end; h++) {
                     prefetch(ahead + h * D, D);
                     float k[D];
-                    for (int d = 0; d < D; d++) k[d] = K[pages[t] * W + h * D + d];
+                    std::copy_n(K + pages[t] * W + h * D, D, k);
                     for (int last = i + n; i < last; i++)
                         p[i * stride + t] = dot(&queries[i * D], k, D);
                 }
             }
             for (int i = 0; i < n_query; i++)
-                softmax(&p[i * stride], &e[0], n_past + i % n / G + 1, context, scale);
-            for (int t = 0; t < context; t += 4) {
-                const int n_row = std::min(4, context - t);
+                softmax(&p[i * stride], &e[0], n_past + i % n / G + 1, context);
+            for (int t = 0; t < context; t += 4)
                 for (int h = first, i = 0; h < end; h++) {
                     for (int next = t + 16; next < std::min(t + 20, context); next++)
                         prefetch(V + pages[next] * W + h * D, D);
                     for (int last = i + n; i < last; i++)
-                        add_rows(&sums[i * D], &p[i * stride + t], V + h * D, pages + t, 1, n_row,
-                                 W, D);
+                        add_rows(&sums[i * D], &p[i * stride + t], V + h * D, pages + t, 1,
+                                 std::min(4, context - t), W, D);
                 }
-            }
-            for (int i = 0; i < n_query; i++)
-                for (int d = 0; d < D; d++) out[place(i) + d] = sums[i * D + d];
+            for (int i = 0; i < n_query; i++) std::copy_n(&sums[i * D], D, out + place(i));
         }
 }
 
@@ -1211,61 +1196,55 @@ void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int3
 void attend_chunk(const T* q, const T* K, const T* V, const int32_t* pages, T* out, int n,
                   int n_past, int H, int Hk) {
     const int P = 4 / sizeof(X), G = H / Hk, context = n_past + n;
-    const int64_t W = Hk * D, end = (context + 31) / 32 * 32, size = end * ((D + 31) / 32 * 32);
+    const int64_t W = Hk * D, end = cdiv(context, 32) * 32, stride = end + 32;
+    const int64_t size = end * cdiv(D, 32) * 32;  // of the panels of a kv head
     std::unique_ptr<X[]> keys(new X[Hk * size]), values(new X[Hk * size]);
     #pragma omp parallel
     {
         #pragma omp for
-        for (int t = 0; t < end; t++) {
-            const int64_t page = pages[std::min(t, context - 1)] * W;
+        for (int t = 0; t < end; t++)
             for (int h = 0; h < Hk; h++) {
-                const T *k = K + page + h * D, *v = V + page + h * D;
+                const int64_t from = pages[std::min(t, context - 1)] * W + h * D;
                 X* key = &keys[h * size + t / COLUMNS * COLUMNS * D + t % COLUMNS * P];
-                for (int d = 0; d < D; d += P)
-                    for (int i = 0; i < P; i++) key[d * COLUMNS + i] = k[d + i];
                 X* value = &values[h * size + t / P * COLUMNS * P + t % P];
-                for (int d = 0; d < D; d++)
-                    value[d / COLUMNS * COLUMNS * end + d % COLUMNS * P] = v[d];
+                for (int d = 0; d < D; d++) {
+                    key[d / P * P * COLUMNS + d % P] = K[from + d];
+                    value[d / COLUMNS * COLUMNS * end + d % COLUMNS * P] = V[from + d];
+                }
             }
-        }
-        std::vector<X> x(ROWS * D), p(ROWS * (end + 32));  // queries, then values; scores
+        std::vector<X> x(ROWS * D), p(ROWS * stride);  // queries, then values; scores
         std::vector<float> e(end);
         #pragma omp for collapse(2) schedule(dynamic, 4)
         for (int h = 0; h < Hk; h++)
             for (int first = 0; first < n * G; first += ROWS) {
                 const int m = std::min(ROWS, n * G - first);
-                const int width = (n_past + (first + m - 1) / G + 32) / 32 * 32;
-                const int64_t stride = end + 32;
+                const int width = cdiv(n_past + (first + m - 1) / G + 1, 32) * 32;
                 auto place = [&](int i) {  // of query i in q and out
                     return (((first + i) / G) * H + h * G + (first + i) % G) * D;
                 };
-                for (int i = 0; i < m; i++)
-                    for (int d = 0; d < D; d++) x[i * D + d] = q[place(i) + d];
+                for (int i = 0; i < m; i++) std::copy_n(q + place(i), D, &x[i * D]);
                 for (int t = 0; t < width; t += COLUMNS)
-                    tile<ROWS>(&x[0], D, &keys[h * size + (int64_t)t * D], nullptr, &p[t], stride,
-                               D, COLUMNS);
+                    tile<ROWS, X>(m, &x[0], D, &keys[h * size + (int64_t)t * D], nullptr, &p[t],
+                                  stride, D, COLUMNS);
                 for (int i = 0; i < m; i++)
-                    softmax(&p[i * stride], &e[0], n_past + (first + i) / G + 1, width,
-                            1 / std::sqrt(float(D)));
+                    softmax(&p[i * stride], &e[0], n_past + (first + i) / G + 1, width);
                 for (int d = 0; d < D; d += COLUMNS)
-                    tile<ROWS>(&p[0], stride, &values[h * size + d * end], nullptr, &x[d], D,
-                               width, std::min(COLUMNS, D - d));
-                for (int i = 0; i < m; i++)
-                    for (int d = 0; d < D; d++) out[place(i) + d] = x[i * D + d];
+                    tile<ROWS, X>(m, &p[0], stride, &values[h * size + d * end], nullptr, &x[d], D,
+                                  width, std::min(COLUMNS, D - d));
+                for (int i = 0; i < m; i++) std::copy_n(&x[i * D], D, out + place(i));
             }
     }
 }
 
-// Softmax in place of scores (Hk, n, G, context). Row j sees the first n_past + j + 1 columns, the
-// others become 0.
-void causal_softmax(T* scores, int Hk, int n, int G, int context, int n_past, float scale) {
+// Softmax in place of scores (Hk, n, G, context). Row j sees the first n_past + j + 1 columns.
+void causal_softmax(T* scores, int Hk, int n, int G, int context, int n_past) {
     #pragma omp parallel
     {
         std::vector<float> e(context);
         #pragma omp for
         for (int64_t row = 0; row < Hk * n * G; row++) {
-            int seen = std::min(context, n_past + (int)row / G % n + 1);
-            softmax(scores + row * context, &e[0], seen, context, scale);
+            const int seen = std::min(context, n_past + (int)row / G % n + 1);
+            softmax(scores + row * context, &e[0], seen, context);
         }
     }
 }
@@ -1275,18 +1254,18 @@ void causal_softmax(T* scores, int Hk, int n, int G, int context, int n_past, fl
 void lora(const T* x, T* y, const T* A, const T* B, const int32_t* sites, const int32_t* table,
           int S, int n_in, int n_out, int width) {
     const int64_t W = width;
-    const int n_part = (omp_get_max_threads() + S - 1) / std::max(1, S);
+    const int n_part = cdiv(omp_get_max_threads(), std::max(1, S));
     #pragma omp parallel for collapse(2) schedule(dynamic, 1)
     for (int s = 0; s < S; s++)
         for (int part = 0; part < n_part; part++) {
             const int32_t *site = sites + 8 * s, *pages = table + site[7];
             const int columns = site[3], rank = site[4];
-            const int a_page = (n_in + W - 1) / W, b_page = (columns + W - 1) / W;  // of a row
-            const int first_row = site[0] + part * site[1] / n_part;
+            const int a_page = cdiv(n_in, W), b_page = cdiv(columns, W);  // of a row
+            const int64_t first_row = site[0] + part * site[1] / n_part;
             const int n = site[0] + (part + 1) * site[1] / n_part - first_row;
             if (n == 0) continue;
-            const T* own_x = x + (int64_t)first_row * n_in;
-            T* own_y = y + (int64_t)first_row * n_out + site[2];
+            const T* own_x = x + first_row * n_in;
+            T* own_y = y + first_row * n_out + site[2];
             std::vector<float> in(own_x, own_x + n * n_in), xa(n * rank), sums(n * columns);
             for (int i = 0; i < rank * a_page; i++) {
                 const int first = i % a_page * W, length = std::min(width, n_in - first);
@@ -1295,8 +1274,7 @@ void lora(const T* x, T* y, const T* A, const T* B, const int32_t* sites, const 
                     xa[j * rank + i / a_page] +=
                         dot(&in[j * n_in + first], A + pages[i] * W, length);
             }
-            for (int j = 0; j < n; j++)
-                for (int k = 0; k < columns; k++) sums[j * columns + k] = own_y[j * n_out + k];
+            for (int j = 0; j < n; j++) std::copy_n(own_y + j * n_out, columns, &sums[j * columns]);
             for (int p = 0; p < b_page; p++)
                 for (int i = 0; i < rank; i += 4) {
                     const int32_t* rows = pages + i * b_page + p;
@@ -1306,8 +1284,7 @@ void lora(const T* x, T* y, const T* A, const T* B, const int32_t* sites, const 
                         add_rows(&sums[j * columns + p * W], &xa[j * rank + i], B, rows, b_page,
                                  std::min(4, rank - i), W, std::min(width, columns - p * width));
                 }
-            for (int j = 0; j < n; j++)
-                for (int k = 0; k < columns; k++) own_y[j * n_out + k] = sums[j * columns + k];
+            for (int j = 0; j < n; j++) std::copy_n(&sums[j * columns], columns, own_y + j * n_out);
         }
 }
 
