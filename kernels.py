@@ -1,9 +1,11 @@
 """The operators of one iteration over a flat batch of N tokens.
 
-In reading order: how a batch is described (Batch, Sites), how C++ is compiled and called, and
-the operators linear, add_norm, activate, rotate_write, attention, lora, and sampling with
+In reading order: how a batch is described (Batch, Sites), how C++ is compiled and called, the
+operators linear, add_norm, activate, rotate_write, attention and lora, then sampling and
 verification. An operator stands here up to four times: `op_ref` is its definition in plain
 torch, `_op_kernel` is Triton for GPUs, SOURCE at the end is C++ for CPUs, and `op` picks one.
+Three layouts have a picture: the cache below, a weight in panels at Packed, and the rows of an
+adapter on pages at _shrink_kernel.
 
 The cache. The keys and values of one layer are `kv` (2, n_page, Hk, D): plane 0 is K, plane 1 is
 V. A page is one vector of width W = Hk * D in each plane. It holds one token, or rows of an
@@ -26,9 +28,15 @@ from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
-# Threads that wait for another one spin for some 10 us, then sleep. By OpenMP's default they spin
-# for so long that one other busy process makes iterations twenty times slower.
+# Importing this file changes two settings of the process, before torch is loaded:
+# - Threads that wait for another one spin for some 10 us, then sleep. By OpenMP's default they spin
+#   for so long that one other busy process makes iterations twenty times slower.
+# - malloc keeps freed blocks of up to 2 GB. By glibc's default large ones go back to the system, so
+#   that every iteration faults its activations in again.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
+    for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+        ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -41,15 +49,10 @@ except ImportError:  # the Triton kernels stay plain functions that are never ca
     triton = SimpleNamespace(jit=lambda kernel: kernel)
     tl = SimpleNamespace(constexpr=None)
 
+MOST_SPLITS = 32  # of a context in attention on a GPU
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FEW_ROWS = 8  # requests with at most this many rows read their context in place
 CHUNK_ROWS = 256  # rows of a chunk that attend in one matrix product [SARATHI Fig. 6]
-
-# glibc returns large blocks to the system when they are freed, so that every iteration would
-# fault its activations in again. Keep blocks of up to 2 GB.
-if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
-    for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-        ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
 # -----------------------------------------------------------------------------
 # batches
@@ -71,9 +74,8 @@ class Sites:
 
 @dataclass
 class Batch:
-    """One iteration: N tokens of R requests, a request's rows side by side, few rows first. All
-    tensors are int32."""
-    tokens: Tensor  # (N,)
+    """One iteration: N tokens of R requests, few rows first. All tensors are int32."""
+    tokens: Tensor  # (N,), those of a request side by side
     positions: Tensor  # (N,)
     pages: Tensor  # (N,): the page to which K and V of each token are written
     spans: Tensor  # (R, 4): first row, rows, n_past, first entry in table
@@ -96,8 +98,7 @@ class Batch:
         return torch.cat([F.pad(x.flatten(), (0, -x.numel() % 4)) for x in self.tensors()])
 
     def over(self, flat):
-        """The batch with its tensors in memory that is laid out like flat(). The rest of it is the
-        table's."""
+        """The batch with its tensors in memory laid out as in flat(), the table in the rest"""
         views = []
         for x in self.tensors()[:-1]:
             views.append(flat[:x.numel()].view(x.shape))
@@ -149,13 +150,12 @@ def cpp(name, x, *arguments, head_dim=64):
         elif isinstance(value, float):
             value = ctypes.c_float(value)
         values.append(value)
-    operator = getattr(library(x.dtype, head_dim), name)
-    operator(*values)
+    getattr(library(x.dtype, head_dim), name)(*values)
 
 @lru_cache
 def library(dtype, head_dim=64):
     """The C++ operators for one dtype and one head_dim, on which only attention and rotate_write
-    depend. None if there is no compiler or no C++ for the dtype: then the definitions serve."""
+    depend. None if there is no compiler or no C++ for the dtype: backend() falls back to torch."""
     names = {torch.float32: "float", torch.bfloat16: "bf16"}
     if dtype not in names:
         return None
@@ -185,43 +185,38 @@ def build(*definitions):
     return path
 
 @triton.jit
-def load4(numbers):
-    a = tl.load(numbers)
-    b = tl.load(numbers + 1)
-    c = tl.load(numbers + 2)
-    d = tl.load(numbers + 3)
-    return a, b, c, d
+def load4(numbers, UNIT: tl.constexpr = 1):
+    """Four numbers. The last two are multiples of UNIT, which lets the compiler load and store 16
+    bytes at a time where they are offsets."""
+    c = tl.multiple_of(tl.load(numbers + 2), UNIT)
+    d = tl.multiple_of(tl.load(numbers + 3), UNIT)
+    return tl.load(numbers), tl.load(numbers + 1), c, d
 
 # -----------------------------------------------------------------------------
 # linear: x weight^T + bias
 
-@dataclass(eq=False)
 class Packed:
-    """A weight (n_out, n_in) for the C++ product, which reads it from end to end: panels of some
-    columns of the product. In a panel the columns' numbers stand side by side, bfloat16 by twos:
+    """A weight (n_out, n_in) for the C++ product, which reads it from end to end. A panel holds
+    some columns of the product, their numbers side by side, bfloat16 by twos:
 
         columns           0       1       2     ...
         n_in 0, 1     | a0 a1 | b0 b1 | c0 c1 | ...
-        n_in 2, 3     | a2 a3 | b2 b3 | c2 c3 | ...                                             """
-    panels: Tensor  # (panels, n_in / P, columns, P), P = 2 for bfloat16 and 1 for float32
-    shape: torch.Size
+        n_in 2, 3     | a2 a3 | b2 b3 | c2 c3 | ...
+    """
 
     def __init__(self, weight, n_column):
-        rows = F.pad(weight, (0, 0, 0, -len(weight) % n_column))
-        units = rows.view(torch.int32).unflatten(0, (-1, n_column))
-        self.panels = units.mT.contiguous().view(weight.dtype)
         self.shape = weight.shape
         self.dtype = weight.dtype
+        rows = F.pad(weight, (0, 0, 0, -len(weight) % n_column))
+        units = rows.view(torch.int32).unflatten(0, (-1, n_column))  # of 4 bytes
+        self.panels = units.mT.contiguous()  # (panels, units of a row, columns)
 
     def numel(self):
         return self.shape.numel()
 
     def to_dense(self):
-        units = self.panels.view(torch.int32).mT.flatten(0, 1).contiguous()
-        return units.view(self.dtype)[:len(self)]
-
-    def __len__(self):
-        return self.shape[0]
+        rows = self.panels.mT.flatten(0, 1).contiguous().view(self.dtype)
+        return rows[:self.shape[0]]
 
 def pack(weight):
     """weight (n_out, n_in) in the layout of the fastest product on this CPU: the C++ one's or
@@ -360,24 +355,23 @@ def rotate_ref(x, cos, sin):
     second = b * cos + a * sin
     return torch.cat([first, second], -1).to(x.dtype)
 
-def norm_heads_ref(q, k, weight, eps):
-    """RMSNorm of each head of q and k (..., heads, D). weight (2 D,): of q, then of k; None: no
-    norm. -> q, k"""
-    if weight is None:
-        return q, k
-    q_weight, k_weight = weight.to(q.dtype).chunk(2)
-    shape = q_weight.shape
-    return F.rms_norm(q, shape, q_weight, eps), F.rms_norm(k, shape, k_weight, eps)
-
-def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps):
-    """Norm q and k, unless norm is None; rotate them, unless cos is None; write k and v to their
-    pages. -> q (N, H, D)"""
-    qkv = qkv.unflatten(-1, (n_head + 2 * n_kv_head, -1))  # (N, H + 2 Hk, D)
-    q, k, v = qkv.split([n_head, n_kv_head, n_kv_head], 1)
-    q, k = norm_heads_ref(q, k, norm, eps)
+def heads_ref(qkv, cos, sin, n_head, n_kv_head, norm, eps):
+    """qkv (..., (H + 2 Hk) D) -> q (..., H, D), k and v (..., Hk, D). q and k are normed, unless
+    norm is None (2 D,: the weights of q, then of k), and rotated, unless cos is None."""
+    heads = qkv.unflatten(-1, (n_head + 2 * n_kv_head, -1))
+    q, k, v = heads.split([n_head, n_kv_head, n_kv_head], -2)
+    if norm is not None:
+        q_weight, k_weight = norm.to(q.dtype).chunk(2)
+        q = F.rms_norm(q, q_weight.shape, q_weight, eps)
+        k = F.rms_norm(k, k_weight.shape, k_weight, eps)
     if cos is not None:
         q = rotate_ref(q, cos, sin)
         k = rotate_ref(k, cos, sin)
+    return q, k, v
+
+def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps):
+    """heads_ref of qkv (N, (H + 2 Hk) D), with k and v written to their pages -> q (N, H, D)"""
+    q, k, v = heads_ref(qkv, cos, sin, n_head, n_kv_head, norm, eps)
     kv[0, pages.long()] = k
     kv[1, pages.long()] = v
     return q.contiguous()
@@ -425,7 +419,7 @@ def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane, eps,
 
 def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm=None, eps=0.0):
     """qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2) float32 or None, kv (2, n_page, Hk, D),
-    pages (N,), norm (2 D,) or None -> q (N, H, D)"""
+    pages (N,), norm (2 D,) or None -> q (N, H, D), as rotate_write_ref"""
     chosen = backend(qkv)
     if chosen == "torch":
         return rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps)
@@ -457,14 +451,6 @@ def attention_ref(q, kv, batch):
         own = F.scaled_dot_product_attention(rows, k, v, seen.bool(), enable_gqa=True)
         out[start:start + n] = own.transpose(0, 1)
     return out
-
-@triton.jit
-def load_pages(kv, plane, table, j, end, kv_head, d, HK: tl.constexpr, D: tl.constexpr):
-    """K and V of one kv head for tokens j of a request, zeros from `end` on"""
-    page = tl.load(table + j, j < end, 0).to(tl.int64)
-    cells = kv + (page * HK + kv_head)[:, None] * D + d
-    mask = (j < end)[:, None] & (d < D)
-    return tl.load(cells, mask, 0.0), tl.load(cells + plane, mask, 0.0)
 
 @triton.jit
 def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
@@ -500,10 +486,13 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
     begin = tl.program_id(2) * size
     for start in range(begin, tl.minimum(begin + size, end), BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
-        k, v = load_pages(kv, plane, table + first_entry, j, end, kv_head, d, HK, D)
-        seen = j[None] - n_past <= token[:, None]
+        page = tl.load(table + first_entry + j, j < end, 0).to(tl.int64)
+        cells = kv + (page * HK + kv_head)[:, None] * D + d
+        kv_mask = (j < end)[:, None] & (d < D)
+        k = tl.load(cells, kv_mask, 0.0)
+        v = tl.load(cells + plane, kv_mask, 0.0)
         scores = tl.dot(queries, k.T, input_precision="ieee") * scale
-        scores = tl.where(seen, scores, -1e30)
+        scores = tl.where(j[None] - n_past <= token[:, None], scores, -1e30)
         new_top = tl.maximum(top, tl.max(scores, 1))
         p = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -519,34 +508,28 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
 
 @triton.jit
 def _combine_kernel(parts, lse, out, spans, n_split, n_out, H: tl.constexpr, D: tl.constexpr,
-                    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program: BLOCK_H heads of one row, the mean of its splits with weights 2^lse."""
+                    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One program: a head of one row, the mean of its splits with weights 2^lse."""
     first_row, n_row, _, _ = load4(spans + 4 * tl.program_id(1))
     if tl.program_id(0) >= n_row:
         return
 
-    head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
-    d = tl.arange(0, BLOCK_D)[None]
-    at = (first_row + tl.program_id(0)).to(tl.int64) * H + head
-    mask = (head < H)[:, None] & (d < D)
-    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
-    top = tl.full([BLOCK_H], -1e30, tl.float32)
-    for split in range(n_split):
-        cells = at + split * n_out
-        log = tl.load(lse + cells, head < H, 0.0)
-        new_top = tl.maximum(top, log)
-        shrink = tl.exp2(top - new_top)
-        weight = tl.exp2(log - new_top)
-        acc *= shrink[:, None]
-        acc += weight[:, None] * tl.load(parts + cells[:, None] * D + d, mask, 0.0)
-        total = total * shrink + weight
-        top = new_top
-    tl.store(out + at[:, None] * D + d, acc / total[:, None], mask)
+    split = tl.arange(0, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
+    at = (first_row + tl.program_id(0)).to(tl.int64) * H + tl.program_id(2)
+    cells = at + split * n_out
+    log = tl.load(lse + cells, split < n_split, float("-inf"))
+    weight = tl.exp2(log - tl.max(log, 0))[:, None]
+    mask = (split < n_split)[:, None] & (d < D)[None]
+    values = tl.load(parts + cells[:, None] * D + d[None], mask, 0.0)
+    mean = tl.sum(weight * values, 0) / tl.sum(weight, 0)
+    tl.store(out + at * D + d, mean, d < D)
 
 def attend(q, kv, batch, spans, max_rows, out):
-    """Attention of the rows of these spans. If few programs run, contexts are split to fill the
-    GPU, then combined [flash-decoding]."""
+    """Attention of these spans, of at most max_rows rows each, in Triton. If few programs run,
+    contexts are split to fill the GPU, then combined [flash-decoding]."""
+    if max_rows == 0:
+        return
     N, H, D = q.shape
     Hk = kv.size(2)
     itemsize = q.element_size()
@@ -564,7 +547,7 @@ def attend(q, kv, batch, spans, max_rows, out):
 
     # about 256 programs; a split has at least 128 tokens, of chunks twice their rows
     n_split = min(256 // (n_tile * Hk * len(spans)), batch.max_context // max(128, 2 * max_rows))
-    n_split = triton.next_power_of_2(max(1, min(32, n_split)))
+    n_split = triton.next_power_of_2(max(1, min(MOST_SPLITS, n_split)))
     parts = out
     lse = None  # log2 of the sum of exp(scores)
     if n_split > 1:
@@ -576,18 +559,10 @@ def attend(q, kv, batch, spans, max_rows, out):
         num_warps=8 if is_tile else 4,
         num_stages=1 + 32768 // (block_n * block_d * itemsize))  # 64 KB of keys and values
     if n_split > 1:
-        _combine_kernel[(max_rows, len(spans), cdiv(H, 8))](
+        _combine_kernel[(max_rows, len(spans), H)](
             parts, lse, out, spans, n_split, N * H,
-            H, D, BLOCK_H=8, BLOCK_D=block_d)
-
-def attention_triton(q, kv, batch):
-    """Requests with few rows, then chunks"""
-    out = torch.empty_like(q)
-    if batch.max_few > 0:
-        attend(q, kv, batch, batch.spans[:batch.n_few], batch.max_few, out)
-    if batch.max_chunk > 0:
-        attend(q, kv, batch, batch.spans[batch.n_few:], batch.max_chunk, out)
-    return out
+            H, D, BLOCK_S=MOST_SPLITS, BLOCK_D=block_d,
+            num_warps=max(1, block_d // 64))
 
 def attend_chunk(q, kv, pages, out):
     """q (n, H, D) attends to the tokens on `pages`, the last n of which are its own. Rows and
@@ -613,11 +588,13 @@ def attend_chunk(q, kv, pages, out):
 def attention(q, kv, batch):
     """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
     chosen = backend(q)
-    if chosen == "triton":
-        return attention_triton(q, kv, batch)
     if chosen == "torch":
         return attention_ref(q, kv, batch)
     out = torch.empty_like(q)
+    if chosen == "triton":
+        attend(q, kv, batch, batch.spans[:batch.n_few], batch.max_few, out)
+        attend(q, kv, batch, batch.spans[batch.n_few:], batch.max_chunk, out)
+        return out
     if batch.n_few:
         sizes = batch.n_few, q.size(1), kv.size(2)
         cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
@@ -702,29 +679,20 @@ def _shrink_kernel(x, a, xa, sites, table, width, n_module,
         k = block % n_block * BLOCK_K + tl.arange(0, BLOCK_K)[None]
         k_mask = (k < W) & (i * W + k < C)
         page = tl.load(table + first_entry + r * n_page + i, r_mask, 0).to(tl.int64)
-        cells = a + page[:, None] * W + k
-        w = tl.load(cells, r_mask[:, None] & k_mask, 0.0)
-        mask = (m < n_row) & k_mask
-        v = tl.load(x + row * C + i * W + k, mask, 0.0)
+        w = tl.load(a + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
+        v = tl.load(x + row * C + i * W + k, (m < n_row) & k_mask, 0.0)
         acc = tl.dot(v, w.T, acc, input_precision="ieee")
     column = width // n_module * module + r[None]
-    mask = (m < n_row) & r_mask[None]
-    tl.store(xa + row * width + column, acc, mask)
+    tl.store(xa + row * width + column, acc, (m < n_row) & r_mask[None])
 
 @triton.jit
 def _expand_kernel(y, b, xa, sites, table, width, n_module, C, W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-                   WIDE: tl.constexpr):
+                   UNIT: tl.constexpr):
     """One program: y += xa B for BLOCK_M rows of one site and BLOCK_N columns that lie in the
     same page of each row of B."""
     site = sites + 8 * tl.program_id(1)
-    first_row = tl.load(site)
-    n_row = tl.load(site + 1)
-    first_column = tl.load(site + 2)
-    n_column = tl.load(site + 3)
-    if WIDE:  # then the compiler loads and stores 16 bytes at a time
-        first_column = tl.multiple_of(first_column, 16)
-        n_column = tl.multiple_of(n_column, 16)
+    first_row, n_row, first_column, n_column = load4(site, UNIT)
     _, rank, module, first_entry = load4(site + 4)
     tile = tl.program_id(0) * BLOCK_M
     n_block = tl.cdiv(W, BLOCK_N)  # blocks of a page
@@ -742,11 +710,9 @@ def _expand_kernel(y, b, xa, sites, table, width, n_module, C, W: tl.constexpr,
         r = start + tl.arange(0, BLOCK_R)
         r_mask = r < rank
         column = width // n_module * module + r[None]
-        mask = (m < n_row) & r_mask[None]
-        v = tl.load(xa + row * width + column, mask, 0.0)
+        v = tl.load(xa + row * width + column, (m < n_row) & r_mask[None], 0.0)
         page = tl.load(table + first_entry + r * n_page + i, r_mask, 0).to(tl.int64)
-        cells = b + page[:, None] * W + k
-        w = tl.load(cells, r_mask[:, None] & k_mask, 0.0)
+        w = tl.load(b + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
         acc = tl.dot(v.to(w.dtype), w, acc, input_precision="ieee")
     at = y + row * C + first_column + i * W + k
     mask = (m < n_row) & k_mask
@@ -756,19 +722,15 @@ def _expand_kernel(y, b, xa, sites, table, width, n_module, C, W: tl.constexpr,
 def lora_triton(y, x, kv, sites, exchange):
     """A program takes 64 rows of a site [MBGMM], or 16 if all sites have few rows [MBGMV]."""
     W = kv[0, 0].numel()
-    block = min(256 // x.element_size(), triton.next_power_of_2(W))
-    block = max(16, block)  # numbers of a page
+    block = max(16, min(256 // x.element_size(), triton.next_power_of_2(W)))  # numbers of a page
     block_m = 16
     block_r = 16
     if sites.max_chunk > 0:
         block_m = 64
         block_r = min(128, max(16, triton.next_power_of_2(sites.max_rank)))
-    most = max(sites.max_few, sites.max_chunk)
-    grid = cdiv(most, block_m), len(sites.sites)
+    grid = cdiv(max(sites.max_few, sites.max_chunk), block_m), len(sites.sites)
     warps = max(4, block_m // 8)
-
-    width = sites.n_module * sites.max_rank
-    xa = x.new_empty(len(x), width, dtype=torch.float32)
+    xa = x.new_empty(len(x), sites.n_module * sites.max_rank, dtype=torch.float32)
     _shrink_kernel[(*grid, cdiv(sites.max_rank, block_r))](
         x, kv[0], xa, sites.sites, sites.table, xa.size(1), sites.n_module,
         x.size(1), W, block_m, block_r, block,
@@ -778,12 +740,12 @@ def lora_triton(y, x, kv, sites, exchange):
     n_block = cdiv(y.size(1), W) * cdiv(W, block)
     _expand_kernel[(*grid, n_block)](
         y, kv[1], xa, sites.sites, sites.table, xa.size(1), sites.n_module,
-        y.size(1), W, block_m, 32, block, sites.wide and W % 16 == 0,
+        y.size(1), W, block_m, 32, block, 16 if sites.wide and W % 16 == 0 else 1,
         num_warps=warps, num_stages=5)
 
 def lora(y, x, kv, sites, exchange=None):
-    """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A; on a
-    CPU the definition serves then."""
+    """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A, for
+    which a CPU falls back to plain torch"""
     chosen = backend(x)
     if sites.way == "bmm":
         lora_bmm(y, x, kv, sites)
@@ -795,8 +757,7 @@ def lora(y, x, kv, sites, exchange=None):
         sizes = sites.n_few, x.size(1), y.size(1), kv[0, 0].numel()
         cpp("lora", x, y, *kv, sites.sites, sites.table, *sizes)
         if sites.max_chunk > 0:
-            chunks = sites.sites[sites.n_few:]
-            lora_ref(y, x, kv, replace(sites, sites=chunks))
+            lora_ref(y, x, kv, replace(sites, sites=sites.sites[sites.n_few:]))
 
 # -----------------------------------------------------------------------------
 # sampling and verification; gpt-fast's convention: p of the target model, q of the draft model
@@ -869,8 +830,8 @@ def verify(p, q, drafts, n_drafts, u):
 # -----------------------------------------------------------------------------
 # the C++ operators
 
-# -ffast-math would also change how other libraries compute with denormal numbers. GCC makes no
-# vectors of loops that it has jammed.
+# Not -ffast-math: it changes how all libraries of the process compute with denormal numbers. Not
+# unroll-and-jam: GCC merges two passes of an outer loop, then uses no vector instructions in them.
 FLAGS = ("-march=native -O3 -fno-loop-unroll-and-jam -fopenmp -shared -fPIC -fno-math-errno"
          " -ffinite-math-only -fno-signed-zeros -fno-trapping-math -fassociative-math")
 if platform.machine() == "x86_64":
