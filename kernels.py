@@ -150,7 +150,8 @@ def cpp(name, x, *arguments, head_dim=64):
         elif isinstance(value, float):
             value = ctypes.c_float(value)
         values.append(value)
-    getattr(library(x.dtype, head_dim), name)(*values)
+    operator = getattr(library(x.dtype, head_dim), name)
+    operator(*values)
 
 @lru_cache
 def library(dtype, head_dim=64):
@@ -219,8 +220,8 @@ class Packed:
         return rows[:self.shape[0]]
 
 def pack(weight):
-    """weight (n_out, n_in) in the layout of the fastest product on this CPU: the C++ one's or
-    oneDNN's; elsewhere as it is."""
+    """weight (n_out, n_in) in the layout of this CPU's fastest product: the C++ one's, oneDNN's, or
+    as it is"""
     if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
         return weight
     operators = library(weight.dtype)
@@ -230,8 +231,7 @@ def pack(weight):
     bfloat16 = weight.dtype == torch.bfloat16
     if bfloat16 and not torch.cpu._is_avx512_bf16_supported():
         return weight
-    # the layout for one row. With the default, oneDNN multiplies 300 to 1,400 rows on one core of
-    # a CPU with AMX.
+    # the layout for one row: in the default, oneDNN multiplies 300 to 1,400 rows on one AMX core
     n_row = 1 if bfloat16 and len(weight) < 1024 else None
     return torch.ops.mkldnn._reorder_linear_weight(weight, n_row)
 
@@ -538,9 +538,9 @@ def attend(q, kv, batch, spans, max_rows, out):
     most = 16 if itemsize == 4 else min(128, 16384 // block_d)  # their sums fit registers
     block_m = min(most, max(16, triton.next_power_of_2(n_query)))
     is_tile = block_m >= 64
-    size = 8192  # bytes of a block of keys; on an H100 more of them fit registers
-    if is_tile and not INTERPRETED:
-        size *= 1 + (triton.runtime.driver.active.get_current_target().arch == 90)
+    size = 8192  # bytes of a block of keys
+    if is_tile and not INTERPRETED and triton.runtime.driver.active.get_current_target().arch == 90:
+        size = 16384  # more of them fit the registers of an H100
     block_n = max(16, min(64, size // (block_d * itemsize)))
     n_tile = cdiv(n_query, block_m)
     scale = D ** -0.5 * 1.4426950408889634  # exp(x) = exp2(x log2(e))
@@ -561,7 +561,7 @@ def attend(q, kv, batch, spans, max_rows, out):
     if n_split > 1:
         _combine_kernel[(max_rows, len(spans), H)](
             parts, lse, out, spans, n_split, N * H,
-            H, D, BLOCK_S=MOST_SPLITS, BLOCK_D=block_d,
+            H, D, MOST_SPLITS, block_d,
             num_warps=max(1, block_d // 64))
 
 def attend_chunk(q, kv, pages, out):
@@ -646,8 +646,8 @@ def lora_bmm(y, x, kv, sites):
         a[s, :rank] = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
         b[s, :rank, column:end] = adapter_rows(kv[1], sites.table, first, rank, columns)
     product = rows @ a.mT @ b  # (S, rows, n_out)
-    for s, (start, n, *_) in enumerate(entries):
-        y[start:start + n] += product[s, :n]
+    for (start, n, *_), own in zip(entries, product):
+        y[start:start + n] += own[:n]
 
 @triton.jit
 def _shrink_kernel(x, a, xa, sites, table, width, n_module,
@@ -710,9 +710,9 @@ def _expand_kernel(y, b, xa, sites, table, width, n_module, C, W: tl.constexpr,
         r = start + tl.arange(0, BLOCK_R)
         r_mask = r < rank
         column = width // n_module * module + r[None]
-        v = tl.load(xa + row * width + column, (m < n_row) & r_mask[None], 0.0)
         page = tl.load(table + first_entry + r * n_page + i, r_mask, 0).to(tl.int64)
         w = tl.load(b + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
+        v = tl.load(xa + row * width + column, (m < n_row) & r_mask[None], 0.0)
         acc = tl.dot(v.to(w.dtype), w, acc, input_precision="ieee")
     at = y + row * C + first_column + i * W + k
     mask = (m < n_row) & k_mask
@@ -722,13 +722,16 @@ def _expand_kernel(y, b, xa, sites, table, width, n_module, C, W: tl.constexpr,
 def lora_triton(y, x, kv, sites, exchange):
     """A program takes 64 rows of a site [MBGMM], or 16 if all sites have few rows [MBGMV]."""
     W = kv[0, 0].numel()
-    block = max(16, min(256 // x.element_size(), triton.next_power_of_2(W)))  # numbers of a page
+    block = min(256 // x.element_size(), triton.next_power_of_2(W))
+    block = max(16, block)  # numbers of a page
+    unit = 16 if sites.wide and W % 16 == 0 else 1  # of the columns
     block_m = 16
     block_r = 16
     if sites.max_chunk > 0:
         block_m = 64
         block_r = min(128, max(16, triton.next_power_of_2(sites.max_rank)))
-    grid = cdiv(max(sites.max_few, sites.max_chunk), block_m), len(sites.sites)
+    most = max(sites.max_few, sites.max_chunk)
+    grid = cdiv(most, block_m), len(sites.sites)
     warps = max(4, block_m // 8)
     xa = x.new_empty(len(x), sites.n_module * sites.max_rank, dtype=torch.float32)
     _shrink_kernel[(*grid, cdiv(sites.max_rank, block_r))](
@@ -740,7 +743,7 @@ def lora_triton(y, x, kv, sites, exchange):
     n_block = cdiv(y.size(1), W) * cdiv(W, block)
     _expand_kernel[(*grid, n_block)](
         y, kv[1], xa, sites.sites, sites.table, xa.size(1), sites.n_module,
-        y.size(1), W, block_m, 32, block, 16 if sites.wide and W % 16 == 0 else 1,
+        y.size(1), W, block_m, 32, block, unit,
         num_warps=warps, num_stages=5)
 
 def lora(y, x, kv, sites, exchange=None):

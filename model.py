@@ -40,9 +40,9 @@ from tqdm import tqdm
 OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # of one layer [SARATHI Table 1]
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # tensor parallelism cuts their input, not their output
 RANK_0 = ("head.weight", "postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
-# Our name, name in a checkpoint, has a bias, shape (see GPTConfig.tensors); * is a layer. A name of
-# ours that stands in several lines is one matrix, of their rows one below the other. LLaMA-7B has
-# "3.preproj.weight": [("model.layers.3.self_attn.q_proj.weight", (4096, 4096), 0), k_proj, v_proj]
+# our name, name in a checkpoint, has a bias, shape; * is a layer. Lines of one name are one matrix.
+# GPTConfig.tensors makes of three lines, for llama-7b, "3.preproj.weight":
+# [("model.layers.3.self_attn.q_proj.weight", (4096, 4096), 0), the same of k_proj and of v_proj]
 TENSORS = {
     "llama": """embedding    model.embed_tokens                        no   V C
                 norm         model.norm                                no   C
@@ -110,10 +110,11 @@ class GPTConfig:
     @cached_property
     def tensors(self):
         """{our name: [(name in a checkpoint, shape, dim that is cut by tensor parallelism)]}"""
-        D = self.head_dim * self.shard[1]
+        n = self.shard[1]
+        Q = n * self.n_head * self.head_dim
+        K = n * self.n_kv_head * self.head_dim
         sizes = dict(V=self.vocab_size, T=self.block_size, C=self.n_embd, D=self.head_dim,
-                     I=self.n_inner * self.shard[1], Q=self.n_head * D, K=self.n_kv_head * D,
-                     QKV=(self.n_head + 2 * self.n_kv_head) * D)
+                     I=n * self.n_inner, Q=Q, K=K, QKV=Q + 2 * K)
         has_bias = dict(no=False, yes=True, o=self.attention_bias, mlp=self.mlp_bias,
                         qkv=self.attention_bias or self.family == "qwen2")
         tensors = defaultdict(list)
@@ -165,22 +166,20 @@ class GPTConfig:
         """Bytes of K and V of one token in all layers: m_kv in [SARATHI §4.3]"""
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
 
+llama = partial(GPTConfig, vocab_size=32000, block_size=2048)
 PRESETS = {  # layers, heads, embd
     "tiny": GPTConfig(4, 4, 256, n_inner=704, vocab_size=257, tied=True),  # see train_tiny
     "gpt2": GPTConfig(12, 12, 768, family="gpt2", tied=True),
     "gpt2-xl": GPTConfig(48, 25, 1600, family="gpt2", tied=True),
     "gpt3-175b": GPTConfig(96, 96, 12288, block_size=4096, family="gpt2", tied=True),
-    "llama-30m": GPTConfig(8, 8, 512, n_inner=1408, vocab_size=8192, block_size=2048, tied=True),
-    "llama-124m": GPTConfig(12, 12, 768, n_inner=2048, vocab_size=50304, block_size=2048,
-                            tied=True),  # of GPT-2's size
-    "llama-160m": GPTConfig(12, 12, 768, n_inner=3072, vocab_size=32000, block_size=2048),
-    "tinyllama-1.1b": GPTConfig(22, 32, 2048, n_inner=5632, n_kv_head=4, vocab_size=32000,
-                                block_size=2048),
-    "llama-7b": GPTConfig(32, 32, 4096, n_inner=11008, vocab_size=32000, block_size=4096),
-    "llama-13b": GPTConfig(40, 40, 5120, n_inner=13824, vocab_size=32000, block_size=4096),
-    "llama-33b": GPTConfig(60, 52, 6656, n_inner=17920, vocab_size=32000, block_size=4096),
-    "llama-70b": GPTConfig(80, 64, 8192, n_inner=28672, n_kv_head=8, vocab_size=32000,
-                           block_size=4096)}
+    "llama-30m": llama(8, 8, 512, n_inner=1408, vocab_size=8192, tied=True),
+    "llama-124m": llama(12, 12, 768, n_inner=2048, vocab_size=50304, tied=True),  # as GPT-2
+    "llama-160m": llama(12, 12, 768, n_inner=3072),
+    "tinyllama-1.1b": llama(22, 32, 2048, n_inner=5632, n_kv_head=4),
+    "llama-7b": llama(32, 32, 4096, n_inner=11008, block_size=4096),
+    "llama-13b": llama(40, 40, 5120, n_inner=13824, block_size=4096),
+    "llama-33b": llama(60, 52, 6656, n_inner=17920, block_size=4096),
+    "llama-70b": llama(80, 64, 8192, n_inner=28672, n_kv_head=8, block_size=4096)}
 
 def preset(name):
     """The GPTConfig of a preset. KeyError that lists the presets for any other name."""
