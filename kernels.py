@@ -1,9 +1,11 @@
 """The operators of one iteration over a flat batch of N tokens.
 
-In reading order: how a batch is described (Batch, Sites), how C++ is compiled and called, and
-the operators linear, add_norm, activate, rotate_write, attention, lora, and sampling with
+In reading order: how a batch is described (Batch, Sites), how C++ is compiled and called, the
+operators linear, add_norm, activate, rotate_write, attention and lora, then sampling and
 verification. An operator stands here up to four times: `op_ref` is its definition in plain
 torch, `_op_kernel` is Triton for GPUs, SOURCE at the end is C++ for CPUs, and `op` picks one.
+Three layouts have a picture: the cache below, a weight in panels at Packed, and the rows of an
+adapter on pages at _shrink_kernel.
 
 The cache. The keys and values of one layer are `kv` (2, n_page, Hk, D): plane 0 is K, plane 1 is
 V. A page is one vector of width W = Hk * D in each plane. It holds one token, or rows of an
@@ -26,9 +28,15 @@ from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
-# Threads that wait for another one spin for some 10 us, then sleep. By OpenMP's default they spin
-# for so long that one other busy process makes iterations twenty times slower.
+# Importing this file changes two settings of the process, before torch is loaded:
+# - Threads that wait for another one spin for some 10 us, then sleep. By OpenMP's default they spin
+#   for so long that one other busy process makes iterations twenty times slower.
+# - malloc keeps freed blocks of up to 2 GB. By glibc's default large ones go back to the system, so
+#   that every iteration faults its activations in again.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
+    for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+        ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -41,15 +49,10 @@ except ImportError:  # the Triton kernels stay plain functions that are never ca
     triton = SimpleNamespace(jit=lambda kernel: kernel)
     tl = SimpleNamespace(constexpr=None)
 
+MOST_SPLITS = 32  # of a context in attention on a GPU
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FEW_ROWS = 8  # requests with at most this many rows read their context in place
 CHUNK_ROWS = 256  # rows of a chunk that attend in one matrix product [SARATHI Fig. 6]
-
-# glibc returns large blocks to the system when they are freed, so that every iteration would
-# fault its activations in again. Keep blocks of up to 2 GB.
-if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
-    for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-        ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
 # -----------------------------------------------------------------------------
 # batches
@@ -71,9 +74,8 @@ class Sites:
 
 @dataclass
 class Batch:
-    """One iteration: N tokens of R requests, a request's rows side by side, few rows first. All
-    tensors are int32."""
-    tokens: Tensor  # (N,)
+    """One iteration: N tokens of R requests, few rows first. All tensors are int32."""
+    tokens: Tensor  # (N,), those of a request side by side
     positions: Tensor  # (N,)
     pages: Tensor  # (N,): the page to which K and V of each token are written
     spans: Tensor  # (R, 4): first row, rows, n_past, first entry in table
@@ -96,8 +98,7 @@ class Batch:
         return torch.cat([F.pad(x.flatten(), (0, -x.numel() % 4)) for x in self.tensors()])
 
     def over(self, flat):
-        """The batch with its tensors in memory that is laid out like flat(). The rest of it is the
-        table's."""
+        """The batch with its tensors in memory laid out as in flat(), the table in the rest"""
         views = []
         for x in self.tensors()[:-1]:
             views.append(flat[:x.numel()].view(x.shape))
@@ -155,7 +156,7 @@ def cpp(name, x, *arguments, head_dim=64):
 @lru_cache
 def library(dtype, head_dim=64):
     """The C++ operators for one dtype and one head_dim, on which only attention and rotate_write
-    depend. None if there is no compiler or no C++ for the dtype: then the definitions serve."""
+    depend. None if there is no compiler or no C++ for the dtype: backend() falls back to torch."""
     names = {torch.float32: "float", torch.bfloat16: "bf16"}
     if dtype not in names:
         return None
@@ -185,47 +186,42 @@ def build(*definitions):
     return path
 
 @triton.jit
-def load4(numbers):
-    a = tl.load(numbers)
-    b = tl.load(numbers + 1)
-    c = tl.load(numbers + 2)
-    d = tl.load(numbers + 3)
-    return a, b, c, d
+def load4(numbers, UNIT: tl.constexpr = 1):
+    """Four numbers. The last two are multiples of UNIT, which lets the compiler load and store 16
+    bytes at a time where they are offsets."""
+    c = tl.multiple_of(tl.load(numbers + 2), UNIT)
+    d = tl.multiple_of(tl.load(numbers + 3), UNIT)
+    return tl.load(numbers), tl.load(numbers + 1), c, d
 
 # -----------------------------------------------------------------------------
 # linear: x weight^T + bias
 
-@dataclass(eq=False)
 class Packed:
-    """A weight (n_out, n_in) for the C++ product, which reads it from end to end: panels of some
-    columns of the product. In a panel the columns' numbers stand side by side, bfloat16 by twos:
+    """A weight (n_out, n_in) for the C++ product, which reads it from end to end. A panel holds
+    some columns of the product, their numbers side by side, bfloat16 by twos:
 
         columns           0       1       2     ...
         n_in 0, 1     | a0 a1 | b0 b1 | c0 c1 | ...
-        n_in 2, 3     | a2 a3 | b2 b3 | c2 c3 | ...                                             """
-    panels: Tensor  # (panels, n_in / P, columns, P), P = 2 for bfloat16 and 1 for float32
-    shape: torch.Size
+        n_in 2, 3     | a2 a3 | b2 b3 | c2 c3 | ...
+    """
 
     def __init__(self, weight, n_column):
-        rows = F.pad(weight, (0, 0, 0, -len(weight) % n_column))
-        units = rows.view(torch.int32).unflatten(0, (-1, n_column))
-        self.panels = units.mT.contiguous().view(weight.dtype)
         self.shape = weight.shape
         self.dtype = weight.dtype
+        rows = F.pad(weight, (0, 0, 0, -len(weight) % n_column))
+        units = rows.view(torch.int32).unflatten(0, (-1, n_column))  # of 4 bytes
+        self.panels = units.mT.contiguous()  # (panels, units of a row, columns)
 
     def numel(self):
         return self.shape.numel()
 
     def to_dense(self):
-        units = self.panels.view(torch.int32).mT.flatten(0, 1).contiguous()
-        return units.view(self.dtype)[:len(self)]
-
-    def __len__(self):
-        return self.shape[0]
+        rows = self.panels.mT.flatten(0, 1).contiguous().view(self.dtype)
+        return rows[:self.shape[0]]
 
 def pack(weight):
-    """weight (n_out, n_in) in the layout of the fastest product on this CPU: the C++ one's or
-    oneDNN's; elsewhere as it is."""
+    """weight (n_out, n_in) in the layout of this CPU's fastest product: the C++ one's, oneDNN's, or
+    as it is"""
     if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
         return weight
     operators = library(weight.dtype)
@@ -235,8 +231,7 @@ def pack(weight):
     bfloat16 = weight.dtype == torch.bfloat16
     if bfloat16 and not torch.cpu._is_avx512_bf16_supported():
         return weight
-    # the layout for one row. With the default, oneDNN multiplies 300 to 1,400 rows on one core of
-    # a CPU with AMX.
+    # the layout for one row: in the default, oneDNN multiplies 300 to 1,400 rows on one AMX core
     n_row = 1 if bfloat16 and len(weight) < 1024 else None
     return torch.ops.mkldnn._reorder_linear_weight(weight, n_row)
 
@@ -360,24 +355,23 @@ def rotate_ref(x, cos, sin):
     second = b * cos + a * sin
     return torch.cat([first, second], -1).to(x.dtype)
 
-def norm_heads_ref(q, k, weight, eps):
-    """RMSNorm of each head of q and k (..., heads, D). weight (2 D,): of q, then of k; None: no
-    norm. -> q, k"""
-    if weight is None:
-        return q, k
-    q_weight, k_weight = weight.to(q.dtype).chunk(2)
-    shape = q_weight.shape
-    return F.rms_norm(q, shape, q_weight, eps), F.rms_norm(k, shape, k_weight, eps)
-
-def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps):
-    """Norm q and k, unless norm is None; rotate them, unless cos is None; write k and v to their
-    pages. -> q (N, H, D)"""
-    qkv = qkv.unflatten(-1, (n_head + 2 * n_kv_head, -1))  # (N, H + 2 Hk, D)
-    q, k, v = qkv.split([n_head, n_kv_head, n_kv_head], 1)
-    q, k = norm_heads_ref(q, k, norm, eps)
+def heads_ref(qkv, cos, sin, n_head, n_kv_head, norm, eps):
+    """qkv (..., (H + 2 Hk) D) -> q (..., H, D), k and v (..., Hk, D). q and k are normed, unless
+    norm is None (2 D,: the weights of q, then of k), and rotated, unless cos is None."""
+    heads = qkv.unflatten(-1, (n_head + 2 * n_kv_head, -1))
+    q, k, v = heads.split([n_head, n_kv_head, n_kv_head], -2)
+    if norm is not None:
+        q_weight, k_weight = norm.to(q.dtype).chunk(2)
+        q = F.rms_norm(q, q_weight.shape, q_weight, eps)
+        k = F.rms_norm(k, k_weight.shape, k_weight, eps)
     if cos is not None:
         q = rotate_ref(q, cos, sin)
         k = rotate_ref(k, cos, sin)
+    return q, k, v
+
+def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps):
+    """heads_ref of qkv (N, (H + 2 Hk) D), with k and v written to their pages -> q (N, H, D)"""
+    q, k, v = heads_ref(qkv, cos, sin, n_head, n_kv_head, norm, eps)
     kv[0, pages.long()] = k
     kv[1, pages.long()] = v
     return q.contiguous()
@@ -425,7 +419,7 @@ def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane, eps,
 
 def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm=None, eps=0.0):
     """qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2) float32 or None, kv (2, n_page, Hk, D),
-    pages (N,), norm (2 D,) or None -> q (N, H, D)"""
+    pages (N,), norm (2 D,) or None -> q (N, H, D), as rotate_write_ref"""
     chosen = backend(qkv)
     if chosen == "torch":
         return rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps)
@@ -457,14 +451,6 @@ def attention_ref(q, kv, batch):
         own = F.scaled_dot_product_attention(rows, k, v, seen.bool(), enable_gqa=True)
         out[start:start + n] = own.transpose(0, 1)
     return out
-
-@triton.jit
-def load_pages(kv, plane, table, j, end, kv_head, d, HK: tl.constexpr, D: tl.constexpr):
-    """K and V of one kv head for tokens j of a request, zeros from `end` on"""
-    page = tl.load(table + j, j < end, 0).to(tl.int64)
-    cells = kv + (page * HK + kv_head)[:, None] * D + d
-    mask = (j < end)[:, None] & (d < D)
-    return tl.load(cells, mask, 0.0), tl.load(cells + plane, mask, 0.0)
 
 @triton.jit
 def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
@@ -500,10 +486,13 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
     begin = tl.program_id(2) * size
     for start in range(begin, tl.minimum(begin + size, end), BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
-        k, v = load_pages(kv, plane, table + first_entry, j, end, kv_head, d, HK, D)
-        seen = j[None] - n_past <= token[:, None]
+        page = tl.load(table + first_entry + j, j < end, 0).to(tl.int64)
+        cells = kv + (page * HK + kv_head)[:, None] * D + d
+        kv_mask = (j < end)[:, None] & (d < D)
+        k = tl.load(cells, kv_mask, 0.0)
+        v = tl.load(cells + plane, kv_mask, 0.0)
         scores = tl.dot(queries, k.T, input_precision="ieee") * scale
-        scores = tl.where(seen, scores, -1e30)
+        scores = tl.where(j[None] - n_past <= token[:, None], scores, -1e30)
         new_top = tl.maximum(top, tl.max(scores, 1))
         p = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -519,34 +508,28 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
 
 @triton.jit
 def _combine_kernel(parts, lse, out, spans, n_split, n_out, H: tl.constexpr, D: tl.constexpr,
-                    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program: BLOCK_H heads of one row, the mean of its splits with weights 2^lse."""
+                    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One program: a head of one row, the mean of its splits with weights 2^lse."""
     first_row, n_row, _, _ = load4(spans + 4 * tl.program_id(1))
     if tl.program_id(0) >= n_row:
         return
 
-    head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
-    d = tl.arange(0, BLOCK_D)[None]
-    at = (first_row + tl.program_id(0)).to(tl.int64) * H + head
-    mask = (head < H)[:, None] & (d < D)
-    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
-    top = tl.full([BLOCK_H], -1e30, tl.float32)
-    for split in range(n_split):
-        cells = at + split * n_out
-        log = tl.load(lse + cells, head < H, 0.0)
-        new_top = tl.maximum(top, log)
-        shrink = tl.exp2(top - new_top)
-        weight = tl.exp2(log - new_top)
-        acc *= shrink[:, None]
-        acc += weight[:, None] * tl.load(parts + cells[:, None] * D + d, mask, 0.0)
-        total = total * shrink + weight
-        top = new_top
-    tl.store(out + at[:, None] * D + d, acc / total[:, None], mask)
+    split = tl.arange(0, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
+    at = (first_row + tl.program_id(0)).to(tl.int64) * H + tl.program_id(2)
+    cells = at + split * n_out
+    log = tl.load(lse + cells, split < n_split, float("-inf"))
+    weight = tl.exp2(log - tl.max(log, 0))[:, None]
+    mask = (split < n_split)[:, None] & (d < D)[None]
+    values = tl.load(parts + cells[:, None] * D + d[None], mask, 0.0)
+    mean = tl.sum(weight * values, 0) / tl.sum(weight, 0)
+    tl.store(out + at * D + d, mean, d < D)
 
 def attend(q, kv, batch, spans, max_rows, out):
-    """Attention of the rows of these spans. If few programs run, contexts are split to fill the
-    GPU, then combined [flash-decoding]."""
+    """Attention of these spans, of at most max_rows rows each, in Triton. If few programs run,
+    contexts are split to fill the GPU, then combined [flash-decoding]."""
+    if max_rows == 0:
+        return
     N, H, D = q.shape
     Hk = kv.size(2)
     itemsize = q.element_size()
@@ -555,16 +538,16 @@ def attend(q, kv, batch, spans, max_rows, out):
     most = 16 if itemsize == 4 else min(128, 16384 // block_d)  # their sums fit registers
     block_m = min(most, max(16, triton.next_power_of_2(n_query)))
     is_tile = block_m >= 64
-    size = 8192  # bytes of a block of keys; on an H100 more of them fit registers
-    if is_tile and not INTERPRETED:
-        size *= 1 + (triton.runtime.driver.active.get_current_target().arch == 90)
+    size = 8192  # bytes of a block of keys
+    if is_tile and not INTERPRETED and triton.runtime.driver.active.get_current_target().arch == 90:
+        size = 16384  # more of them fit the registers of an H100
     block_n = max(16, min(64, size // (block_d * itemsize)))
     n_tile = cdiv(n_query, block_m)
     scale = D ** -0.5 * 1.4426950408889634  # exp(x) = exp2(x log2(e))
 
     # about 256 programs; a split has at least 128 tokens, of chunks twice their rows
     n_split = min(256 // (n_tile * Hk * len(spans)), batch.max_context // max(128, 2 * max_rows))
-    n_split = triton.next_power_of_2(max(1, min(32, n_split)))
+    n_split = triton.next_power_of_2(max(1, min(MOST_SPLITS, n_split)))
     parts = out
     lse = None  # log2 of the sum of exp(scores)
     if n_split > 1:
@@ -576,18 +559,10 @@ def attend(q, kv, batch, spans, max_rows, out):
         num_warps=8 if is_tile else 4,
         num_stages=1 + 32768 // (block_n * block_d * itemsize))  # 64 KB of keys and values
     if n_split > 1:
-        _combine_kernel[(max_rows, len(spans), cdiv(H, 8))](
+        _combine_kernel[(max_rows, len(spans), H)](
             parts, lse, out, spans, n_split, N * H,
-            H, D, BLOCK_H=8, BLOCK_D=block_d)
-
-def attention_triton(q, kv, batch):
-    """Requests with few rows, then chunks"""
-    out = torch.empty_like(q)
-    if batch.max_few > 0:
-        attend(q, kv, batch, batch.spans[:batch.n_few], batch.max_few, out)
-    if batch.max_chunk > 0:
-        attend(q, kv, batch, batch.spans[batch.n_few:], batch.max_chunk, out)
-    return out
+            H, D, MOST_SPLITS, block_d,
+            num_warps=max(1, block_d // 64))
 
 def attend_chunk(q, kv, pages, out):
     """q (n, H, D) attends to the tokens on `pages`, the last n of which are its own. Rows and
@@ -606,18 +581,20 @@ def attend_chunk(q, kv, pages, out):
         context = cdiv(n_past + first + rows.size(1), 32) * 32
         scores = rows.flatten(1, 2) @ k[:, :context].mT  # (Hk, m * G, context)
         sizes = *rows.shape[:3], scores.size(2), n_past + first
-        cpp("causal_softmax", scores, *sizes, D ** -0.5)
+        cpp("causal_softmax", scores, *sizes, head_dim=D)
         values = (scores @ v[:, :context]).view_as(rows)
         out[:, first:first + m] = values[:, :m]
 
 def attention(q, kv, batch):
     """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
     chosen = backend(q)
-    if chosen == "triton":
-        return attention_triton(q, kv, batch)
     if chosen == "torch":
         return attention_ref(q, kv, batch)
     out = torch.empty_like(q)
+    if chosen == "triton":
+        attend(q, kv, batch, batch.spans[:batch.n_few], batch.max_few, out)
+        attend(q, kv, batch, batch.spans[batch.n_few:], batch.max_chunk, out)
+        return out
     if batch.n_few:
         sizes = batch.n_few, q.size(1), kv.size(2)
         cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
@@ -669,8 +646,8 @@ def lora_bmm(y, x, kv, sites):
         a[s, :rank] = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
         b[s, :rank, column:end] = adapter_rows(kv[1], sites.table, first, rank, columns)
     product = rows @ a.mT @ b  # (S, rows, n_out)
-    for s, (start, n, *_) in enumerate(entries):
-        y[start:start + n] += product[s, :n]
+    for (start, n, *_), own in zip(entries, product):
+        y[start:start + n] += own[:n]
 
 @triton.jit
 def _shrink_kernel(x, a, xa, sites, table, width, n_module,
@@ -702,29 +679,20 @@ def _shrink_kernel(x, a, xa, sites, table, width, n_module,
         k = block % n_block * BLOCK_K + tl.arange(0, BLOCK_K)[None]
         k_mask = (k < W) & (i * W + k < C)
         page = tl.load(table + first_entry + r * n_page + i, r_mask, 0).to(tl.int64)
-        cells = a + page[:, None] * W + k
-        w = tl.load(cells, r_mask[:, None] & k_mask, 0.0)
-        mask = (m < n_row) & k_mask
-        v = tl.load(x + row * C + i * W + k, mask, 0.0)
+        w = tl.load(a + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
+        v = tl.load(x + row * C + i * W + k, (m < n_row) & k_mask, 0.0)
         acc = tl.dot(v, w.T, acc, input_precision="ieee")
     column = width // n_module * module + r[None]
-    mask = (m < n_row) & r_mask[None]
-    tl.store(xa + row * width + column, acc, mask)
+    tl.store(xa + row * width + column, acc, (m < n_row) & r_mask[None])
 
 @triton.jit
 def _expand_kernel(y, b, xa, sites, table, width, n_module, C, W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-                   WIDE: tl.constexpr):
+                   UNIT: tl.constexpr):
     """One program: y += xa B for BLOCK_M rows of one site and BLOCK_N columns that lie in the
     same page of each row of B."""
     site = sites + 8 * tl.program_id(1)
-    first_row = tl.load(site)
-    n_row = tl.load(site + 1)
-    first_column = tl.load(site + 2)
-    n_column = tl.load(site + 3)
-    if WIDE:  # then the compiler loads and stores 16 bytes at a time
-        first_column = tl.multiple_of(first_column, 16)
-        n_column = tl.multiple_of(n_column, 16)
+    first_row, n_row, first_column, n_column = load4(site, UNIT)
     _, rank, module, first_entry = load4(site + 4)
     tile = tl.program_id(0) * BLOCK_M
     n_block = tl.cdiv(W, BLOCK_N)  # blocks of a page
@@ -742,11 +710,9 @@ def _expand_kernel(y, b, xa, sites, table, width, n_module, C, W: tl.constexpr,
         r = start + tl.arange(0, BLOCK_R)
         r_mask = r < rank
         column = width // n_module * module + r[None]
-        mask = (m < n_row) & r_mask[None]
-        v = tl.load(xa + row * width + column, mask, 0.0)
         page = tl.load(table + first_entry + r * n_page + i, r_mask, 0).to(tl.int64)
-        cells = b + page[:, None] * W + k
-        w = tl.load(cells, r_mask[:, None] & k_mask, 0.0)
+        w = tl.load(b + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
+        v = tl.load(xa + row * width + column, (m < n_row) & r_mask[None], 0.0)
         acc = tl.dot(v.to(w.dtype), w, acc, input_precision="ieee")
     at = y + row * C + first_column + i * W + k
     mask = (m < n_row) & k_mask
@@ -758,6 +724,7 @@ def lora_triton(y, x, kv, sites, exchange):
     W = kv[0, 0].numel()
     block = min(256 // x.element_size(), triton.next_power_of_2(W))
     block = max(16, block)  # numbers of a page
+    unit = 16 if sites.wide and W % 16 == 0 else 1  # of the columns
     block_m = 16
     block_r = 16
     if sites.max_chunk > 0:
@@ -766,9 +733,7 @@ def lora_triton(y, x, kv, sites, exchange):
     most = max(sites.max_few, sites.max_chunk)
     grid = cdiv(most, block_m), len(sites.sites)
     warps = max(4, block_m // 8)
-
-    width = sites.n_module * sites.max_rank
-    xa = x.new_empty(len(x), width, dtype=torch.float32)
+    xa = x.new_empty(len(x), sites.n_module * sites.max_rank, dtype=torch.float32)
     _shrink_kernel[(*grid, cdiv(sites.max_rank, block_r))](
         x, kv[0], xa, sites.sites, sites.table, xa.size(1), sites.n_module,
         x.size(1), W, block_m, block_r, block,
@@ -778,12 +743,12 @@ def lora_triton(y, x, kv, sites, exchange):
     n_block = cdiv(y.size(1), W) * cdiv(W, block)
     _expand_kernel[(*grid, n_block)](
         y, kv[1], xa, sites.sites, sites.table, xa.size(1), sites.n_module,
-        y.size(1), W, block_m, 32, block, sites.wide and W % 16 == 0,
+        y.size(1), W, block_m, 32, block, unit,
         num_warps=warps, num_stages=5)
 
 def lora(y, x, kv, sites, exchange=None):
-    """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A; on a
-    CPU the definition serves then."""
+    """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A, for
+    which a CPU falls back to plain torch"""
     chosen = backend(x)
     if sites.way == "bmm":
         lora_bmm(y, x, kv, sites)
@@ -795,8 +760,7 @@ def lora(y, x, kv, sites, exchange=None):
         sizes = sites.n_few, x.size(1), y.size(1), kv[0, 0].numel()
         cpp("lora", x, y, *kv, sites.sites, sites.table, *sizes)
         if sites.max_chunk > 0:
-            chunks = sites.sites[sites.n_few:]
-            lora_ref(y, x, kv, replace(sites, sites=chunks))
+            lora_ref(y, x, kv, replace(sites, sites=sites.sites[sites.n_few:]))
 
 # -----------------------------------------------------------------------------
 # sampling and verification; gpt-fast's convention: p of the target model, q of the draft model
@@ -869,8 +833,8 @@ def verify(p, q, drafts, n_drafts, u):
 # -----------------------------------------------------------------------------
 # the C++ operators
 
-# -ffast-math would also change how other libraries compute with denormal numbers. GCC makes no
-# vectors of loops that it has jammed.
+# Not -ffast-math: it changes how all libraries of the process compute with denormal numbers. Not
+# unroll-and-jam: GCC merges two passes of an outer loop, then uses no vector instructions in them.
 FLAGS = ("-march=native -O3 -fno-loop-unroll-and-jam -fopenmp -shared -fPIC -fno-math-errno"
          " -ffinite-math-only -fno-signed-zeros -fno-trapping-math -fassociative-math")
 if platform.machine() == "x86_64":
@@ -890,50 +854,55 @@ SOURCE = r"""
 #endif
 
 const float LOG2E = 1.44269504f;
+const float SCALE = 1 / std::sqrt(float(D));  // of scores
+
+// The bytes at x as a V
+template <class V> static inline V load(const void* x) {
+    V bytes;
+    memcpy(&bytes, x, sizeof bytes);
+    return bytes;
+}
 
 struct bf16 {  // the upper half of a float
     uint16_t half;
     operator float() const {
-        uint32_t bits = (uint32_t)half << 16;
-        float x;
-        memcpy(&x, &bits, 4);
-        return x;
+        const uint32_t bits = (uint32_t)half << 16;
+        return load<float>(&bits);
     }
     void operator=(float x) {  // rounds to the nearest, ties to even
-        uint32_t bits;
-        memcpy(&bits, &x, 4);
+        const uint32_t bits = load<uint32_t>(&x);
         half = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     }
 };
+
+// n / unit, rounded up
+static inline int64_t cdiv(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
 
 // 2^x = 2^n 2^f with a whole n and |f| <= 1/2, for x < 127; relative error 3e-6. Below -100 it is
 // 2^-100, which can be divided by a sum without becoming a denormal number: these are slow.
 static inline float power_of_2(float x) {
     x = std::max(x, -100.0f);
-    int32_t n = (int32_t)(x + 126.5f) - 126;
-    float f = x - n;
+    const int32_t n = (int32_t)(x + 126.5f) - 126;
+    const float f = x - n;
     float p = ((9.5701014e-3f * f + 5.591786e-2f) * f + 0.24024745f) * f;
     p = (p + 0.69312181f) * f + 0.99999926f;
-    int32_t bits;
-    memcpy(&bits, &p, 4);
-    bits += n << 23;
-    memcpy(&p, &bits, 4);
-    return p;
+    const int32_t bits = load<int32_t>(&p) + (n << 23);
+    return load<float>(&bits);
 }
 
 static inline float sigmoid(float x) {
     return 1 / (1 + power_of_2(-LOG2E * std::max(x, -80.0f)));
 }
 
-// Softmax of scale p[i] for the first `seen` of n numbers, the others become 0. It computes whole
+// Softmax of SCALE p[i] for the first `seen` of n numbers, the others become 0. It computes whole
 // vectors: p and the buffer e have room for `seen` rounded up to a multiple of 32.
-template <class P> static inline void softmax(P* p, float* e, int seen, int n, float scale) {
-    const int end = (seen + 31) / 32 * 32;
+template <class P> static inline void softmax(P* p, float* e, int seen, int n) {
+    const int end = cdiv(seen, 32) * 32;
     float top = -1e30f, sum = 0;
     for (int i = seen; i < end; i++) p[i] = -1e30f;
     for (int i = 0; i < end; i++) top = std::max(top, (float)p[i]);
     for (int i = 0; i < end; i++) {
-        e[i] = power_of_2(LOG2E * scale * (p[i] - top));
+        e[i] = power_of_2(LOG2E * SCALE * (p[i] - top));
         sum += e[i];
     }
     const float inverse = 1 / sum;
@@ -941,7 +910,7 @@ template <class P> static inline void softmax(P* p, float* e, int seen, int n, f
     memset(p + seen, 0, (n - seen) * sizeof(P));
 }
 
-template <class X, class Y> static inline float dot(const X* x, const Y* y, int n) {
+template <class Y> static inline float dot(const float* x, const Y* y, int n) {
     float sum = 0;
     for (int i = 0; i < n; i++) sum += x[i] * y[i];
     return sum;
@@ -954,22 +923,20 @@ static inline void prefetch(const T* x, int n) {
 // sum (n) += w[0] row 0 + w[1] row 1 + ..., up to four rows; row i is on page pages[i * step] of kv
 static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
                             const int32_t* pages, int step, int n_row, int64_t W, int n) {
-    if (n_row == 4) {
-        const T *a = kv + pages[0] * W, *b = kv + pages[step] * W;
-        const T *c = kv + pages[2 * step] * W, *d = kv + pages[3 * step] * W;
-        for (int k = 0; k < n; k++)
-            sum[k] += w[0] * a[k] + w[1] * b[k] + w[2] * c[k] + w[3] * d[k];
-        return;
+    const T* row[4];
+    float weight[4];
+    for (int i = 0; i < 4; i++) {
+        row[i] = kv + pages[std::min(i, n_row - 1) * step] * W;
+        weight[i] = i < n_row ? w[i] : 0;
     }
-    for (int i = 0; i < n_row; i++) {
-        const T* a = kv + pages[i * step] * W;
-        for (int k = 0; k < n; k++) sum[k] += w[i] * a[k];
-    }
+    for (int k = 0; k < n; k++)
+        sum[k] += weight[0] * row[0][k] + weight[1] * row[1][k] + weight[2] * row[2][k]
+                  + weight[3] * row[3][k];
 }
 
 // Products. A weight lies in panels of COLUMNS columns (see Packed), K and V of a chunk as well. A
-// tile of a product is ROWS rows by one panel: its sums stay in registers, two vectors a row. They
-// are added in the same order whatever the number of rows.
+// tile of a product is up to ROWS rows by one panel: its sums stay in registers, two vectors a row.
+// They are added in the same order whatever the number of rows.
 #if defined(__AVX512F__)
 const int LANES = 16, ROWS = 8;
 #elif defined(__AVX2__)
@@ -980,6 +947,11 @@ const int LANES = 4, ROWS = 8;
 const int COLUMNS = 2 * LANES;
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+#ifdef __AVX512BF16__
+typedef T X;  // of the rows
+#else
+typedef float X;
+#endif
 
 #pragma GCC push_options
 #pragma GCC optimize("no-associative-math")
@@ -996,12 +968,6 @@ static inline vec numbers(const bf16* w, int i) {
     memcpy(&pairs, w, sizeof pairs);
     return (vec)(i ? pairs & 0xffff0000 : pairs << 16);
 }
-
-#ifdef __AVX512BF16__
-typedef T X;  // of the rows
-#else
-typedef float X;
-#endif
 
 // sums += the next one or two numbers of each row times those of the panel w
 template <int M, class W>
@@ -1024,38 +990,29 @@ static inline void add_products(vec (*sums)[2], const bf16* x, int64_t x_step, c
     const __m512bh b = (__m512bh)_mm512_loadu_si512(w + COLUMNS);
     #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
-        int32_t pair;
-        memcpy(&pair, x + m * x_step, 4);
-        const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-        sums[m][0] = _mm512_dpbf16_ps(sums[m][0], both, a);
-        sums[m][1] = _mm512_dpbf16_ps(sums[m][1], both, b);
+        const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + m * x_step));
+        sums[m][0] = _mm512_dpbf16_ps(sums[m][0], pair, a);
+        sums[m][1] = _mm512_dpbf16_ps(sums[m][1], pair, b);
     }
 }
 #endif
 
-// The first n columns of M rows of y = x w + bias; x (M, K), one panel w (K, COLUMNS)
-template <int M, class W, class Y>
-static void tile(const X* x, int64_t x_step, const W* w, const T* bias, Y* y, int64_t y_step,
-                 int K, int n) {
+// The first n columns of m <= M rows of y = x w + bias; x (m, K), one panel w (K, COLUMNS)
+template <int M, class W>
+static void tile(int m, const X* x, int64_t x_step, const W* w, const T* bias, W* y,
+                 int64_t y_step, int K, int n) {
+    if constexpr (M > 1)
+        if (m < M) return tile<M - 1>(m, x, x_step, w, bias, y, y_step, K, n);
     const int P = 4 / sizeof(W);
     vec sums[M][2] = {};
     for (int k = 0; k < K; k += P, w += COLUMNS * P) add_products<M>(sums, x + k, x_step, w);
     #pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
+    for (int i = 0; i < M; i++) {
         float row[COLUMNS];
-        memcpy(row, sums[m], sizeof row);
-        for (int i = 0; bias && i < n; i++) row[i] += bias[i];
-        for (int i = 0; i < n; i++) y[m * y_step + i] = row[i];
+        memcpy(row, sums[i], sizeof row);
+        for (int k = 0; bias && k < n; k++) row[k] += bias[k];
+        for (int k = 0; k < n; k++) y[i * y_step + k] = row[k];
     }
-}
-
-// The same for m <= M rows
-template <int M>
-static void tile_of(int m, const X* x, int64_t x_step, const T* w, const T* bias, T* y,
-                    int64_t y_step, int K, int n) {
-    if constexpr (M > 1)
-        if (m < M) return tile_of<M - 1>(m, x, x_step, w, bias, y, y_step, K, n);
-    tile<M>(x, x_step, w, bias, y, y_step, K, n);
 }
 
 #pragma GCC pop_options
@@ -1079,18 +1036,16 @@ void linear(const T* x, const T* w, const T* bias, T* y, int M, int N, int K) {
         rows = &wide[0];
     }
     // if there are few panels for all threads, they share panels by blocks of rows
-    const int n_panel = (N + COLUMNS - 1) / COLUMNS, n_tile = (M + ROWS - 1) / ROWS;
-    const int n_block = std::min(n_tile, std::max(1, 4 * omp_get_max_threads() / n_panel));
+    const int n_panel = cdiv(N, COLUMNS), most = std::max(1, 4 * omp_get_max_threads() / n_panel);
+    const int n_block = std::min<int>(most, cdiv(M, ROWS));
     #pragma omp parallel for collapse(2)
     for (int block = 0; block < n_block; block++)
         for (int panel = 0; panel < n_panel; panel++) {
             const int n = panel * COLUMNS, end = (int64_t)M * (block + 1) / n_block;
-            for (int row = (int64_t)M * block / n_block, m; row < end; row += m) {
-                const int n_left = (end - row + ROWS - 1) / ROWS;  // tiles of about equal size
-                m = (end - row + n_left - 1) / n_left;
-                tile_of<ROWS>(m, rows + (int64_t)row * K, K, w + (int64_t)n * K,
-                              bias ? bias + n : bias, y + (int64_t)row * N + n, N, K,
-                              std::min(COLUMNS, N - n));
+            for (int64_t row = (int64_t)M * block / n_block, m; row < end; row += m) {
+                m = cdiv(end - row, cdiv(end - row, ROWS));  // tiles of about equal size
+                tile<ROWS>(m, rows + row * K, K, w + (int64_t)n * K, bias ? bias + n : bias,
+                           y + row * N + n, N, K, std::min(COLUMNS, N - n));
             }
         }
 }
@@ -1107,8 +1062,8 @@ void add_norm(const T* x, const T* y, const T* weight, const T* bias, T* total, 
             sum += row[c];
             squares += row[c] * row[c];
         }
-        float mean = bias ? sum / C : 0;
-        float scale = 1 / std::sqrt(std::max(0.0f, squares / C - mean * mean) + eps);
+        const float mean = bias ? sum / C : 0;
+        const float scale = 1 / std::sqrt(std::max(0.0f, squares / C - mean * mean) + eps);
         for (int c = 0; c < C; c++)
             out[i * C + c] = (row[c] - mean) * scale * weight[c] + (bias ? (float)bias[c] : 0);
     }
@@ -1138,14 +1093,14 @@ void rotate_write(const T* qkv, const float* cos, const float* sin, const T* nor
         for (int h = 0; h < H + Hk; h++, from += D) {
             T* to = h < H ? q + (i * H + h) * D : K + page + (h - H) * D;
             const T* weight = norm && h >= H ? norm + D : norm;
-            const float scale = norm ? 1 / std::sqrt(dot(from, from, D) / D + eps) : 1;
             float x[D];
-            for (int d = 0; d < D; d++) x[d] = norm ? from[d] * scale * weight[d] : (float)from[d];
+            std::copy_n(from, D, x);
+            const float scale = norm ? 1 / std::sqrt(dot(x, x, D) / D + eps) : 1;
+            for (int d = 0; norm && d < D; d++) x[d] = x[d] * scale * weight[d];
             for (int d = 0; d < D / 2; d++) {
-                float c = cos ? cos[i * D / 2 + d] : 1, s = sin ? sin[i * D / 2 + d] : 0;
-                float a = x[d], b = x[d + D / 2];
-                to[d] = a * c - b * s;
-                to[d + D / 2] = b * c + a * s;
+                const float c = cos ? cos[i * D / 2 + d] : 1, s = sin ? sin[i * D / 2 + d] : 0;
+                to[d] = x[d] * c - x[d + D / 2] * s;
+                to[d + D / 2] = x[d + D / 2] * c + x[d] * s;
             }
         }
         memcpy(V + page, from, Hk * D * sizeof(T));
@@ -1154,14 +1109,12 @@ void rotate_write(const T* qkv, const float* cos, const float* sin, const T* nor
 
 // Attention of requests with few rows, the cache read in place: the scores of all tokens, their
 // softmax, then the sum of the values. q, out (N, H, D); K and V (n_page, Hk, D); spans (R, 4):
-// first row, rows, n_past, first entry of table. Row j of a request sees its first n_past + j + 1
-// tokens. A thread takes a whole request: pages are read from end to end. Only if there are
-// fewer requests than threads, their heads are divided into parts.
+// first row, rows, n_past, first entry of table. A thread takes a whole request: pages are read
+// from end to end. Only if there are fewer requests than threads, their heads are divided.
 void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int32_t* table,
             T* out, int R, int H, int Hk) {
     const int64_t W = Hk * D, G = H / Hk;
-    const float scale = 1 / std::sqrt(float(D));
-    const int n_part = std::min(Hk, (omp_get_max_threads() + R - 1) / R);
+    const int n_part = std::min<int>(Hk, cdiv(omp_get_max_threads(), R));
     #pragma omp parallel for collapse(2) schedule(dynamic, 1)
     for (int r = 0; r < R; r++)
         for (int part = 0; part < n_part; part++) {
@@ -1171,37 +1124,33 @@ void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int3
             const int first = part * Hk / n_part, end = (part + 1) * Hk / n_part;  // kv heads
             const int n = span[1] * G, n_query = n * (end - first);  // of a kv head, of all
             const int64_t stride = context + 32;  // for whole vectors, in different L1 cache sets
-            std::vector<float> queries(n_query * D), p(n_query * stride), e(stride);
-            std::vector<float> sums(n_query * D);
+            std::vector<float> queries(n_query * D), sums(n_query * D);
+            std::vector<float> p(n_query * stride), e(stride);
             auto place = [&](int i) {  // of query i in q and out
                 return ((span[0] + i % n / G) * H + (first + i / n) * G + i % G) * D;
             };
-            for (int i = 0; i < n_query; i++)
-                for (int d = 0; d < D; d++) queries[i * D + d] = q[place(i) + d];
+            for (int i = 0; i < n_query; i++) std::copy_n(q + place(i), D, &queries[i * D]);
             for (int t = 0; t < context; t++) {
                 const T* ahead = K + pages[std::min(t + 16, context - 1)] * W;
                 for (int h = first, i = 0; h < end; h++) {
                     prefetch(ahead + h * D, D);
                     float k[D];
-                    for (int d = 0; d < D; d++) k[d] = K[pages[t] * W + h * D + d];
+                    std::copy_n(K + pages[t] * W + h * D, D, k);
                     for (int last = i + n; i < last; i++)
                         p[i * stride + t] = dot(&queries[i * D], k, D);
                 }
             }
             for (int i = 0; i < n_query; i++)
-                softmax(&p[i * stride], &e[0], n_past + i % n / G + 1, context, scale);
-            for (int t = 0; t < context; t += 4) {
-                const int n_row = std::min(4, context - t);
+                softmax(&p[i * stride], &e[0], n_past + i % n / G + 1, context);
+            for (int t = 0; t < context; t += 4)
                 for (int h = first, i = 0; h < end; h++) {
                     for (int next = t + 16; next < std::min(t + 20, context); next++)
                         prefetch(V + pages[next] * W + h * D, D);
                     for (int last = i + n; i < last; i++)
-                        add_rows(&sums[i * D], &p[i * stride + t], V + h * D, pages + t, 1, n_row,
-                                 W, D);
+                        add_rows(&sums[i * D], &p[i * stride + t], V + h * D, pages + t, 1,
+                                 std::min(4, context - t), W, D);
                 }
-            }
-            for (int i = 0; i < n_query; i++)
-                for (int d = 0; d < D; d++) out[place(i) + d] = sums[i * D + d];
+            for (int i = 0; i < n_query; i++) std::copy_n(&sums[i * D], D, out + place(i));
         }
 }
 
@@ -1211,61 +1160,55 @@ void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int3
 void attend_chunk(const T* q, const T* K, const T* V, const int32_t* pages, T* out, int n,
                   int n_past, int H, int Hk) {
     const int P = 4 / sizeof(X), G = H / Hk, context = n_past + n;
-    const int64_t W = Hk * D, end = (context + 31) / 32 * 32, size = end * ((D + 31) / 32 * 32);
+    const int64_t W = Hk * D, end = cdiv(context, 32) * 32, stride = end + 32;
+    const int64_t size = end * cdiv(D, 32) * 32;  // of the panels of a kv head
     std::unique_ptr<X[]> keys(new X[Hk * size]), values(new X[Hk * size]);
     #pragma omp parallel
     {
         #pragma omp for
-        for (int t = 0; t < end; t++) {
-            const int64_t page = pages[std::min(t, context - 1)] * W;
+        for (int t = 0; t < end; t++)
             for (int h = 0; h < Hk; h++) {
-                const T *k = K + page + h * D, *v = V + page + h * D;
+                const int64_t from = pages[std::min(t, context - 1)] * W + h * D;
                 X* key = &keys[h * size + t / COLUMNS * COLUMNS * D + t % COLUMNS * P];
-                for (int d = 0; d < D; d += P)
-                    for (int i = 0; i < P; i++) key[d * COLUMNS + i] = k[d + i];
                 X* value = &values[h * size + t / P * COLUMNS * P + t % P];
-                for (int d = 0; d < D; d++)
-                    value[d / COLUMNS * COLUMNS * end + d % COLUMNS * P] = v[d];
+                for (int d = 0; d < D; d++) {
+                    key[d / P * P * COLUMNS + d % P] = K[from + d];
+                    value[d / COLUMNS * COLUMNS * end + d % COLUMNS * P] = V[from + d];
+                }
             }
-        }
-        std::vector<X> x(ROWS * D), p(ROWS * (end + 32));  // queries, then values; scores
+        std::vector<X> x(ROWS * D), p(ROWS * stride);  // queries, then values; scores
         std::vector<float> e(end);
         #pragma omp for collapse(2) schedule(dynamic, 4)
         for (int h = 0; h < Hk; h++)
             for (int first = 0; first < n * G; first += ROWS) {
                 const int m = std::min(ROWS, n * G - first);
-                const int width = (n_past + (first + m - 1) / G + 32) / 32 * 32;
-                const int64_t stride = end + 32;
+                const int width = cdiv(n_past + (first + m - 1) / G + 1, 32) * 32;
                 auto place = [&](int i) {  // of query i in q and out
                     return (((first + i) / G) * H + h * G + (first + i) % G) * D;
                 };
-                for (int i = 0; i < m; i++)
-                    for (int d = 0; d < D; d++) x[i * D + d] = q[place(i) + d];
+                for (int i = 0; i < m; i++) std::copy_n(q + place(i), D, &x[i * D]);
                 for (int t = 0; t < width; t += COLUMNS)
-                    tile<ROWS>(&x[0], D, &keys[h * size + (int64_t)t * D], nullptr, &p[t], stride,
-                               D, COLUMNS);
+                    tile<ROWS, X>(m, &x[0], D, &keys[h * size + (int64_t)t * D], nullptr, &p[t],
+                                  stride, D, COLUMNS);
                 for (int i = 0; i < m; i++)
-                    softmax(&p[i * stride], &e[0], n_past + (first + i) / G + 1, width,
-                            1 / std::sqrt(float(D)));
+                    softmax(&p[i * stride], &e[0], n_past + (first + i) / G + 1, width);
                 for (int d = 0; d < D; d += COLUMNS)
-                    tile<ROWS>(&p[0], stride, &values[h * size + d * end], nullptr, &x[d], D,
-                               width, std::min(COLUMNS, D - d));
-                for (int i = 0; i < m; i++)
-                    for (int d = 0; d < D; d++) out[place(i) + d] = x[i * D + d];
+                    tile<ROWS, X>(m, &p[0], stride, &values[h * size + d * end], nullptr, &x[d], D,
+                                  width, std::min(COLUMNS, D - d));
+                for (int i = 0; i < m; i++) std::copy_n(&x[i * D], D, out + place(i));
             }
     }
 }
 
-// Softmax in place of scores (Hk, n, G, context). Row j sees the first n_past + j + 1 columns, the
-// others become 0.
-void causal_softmax(T* scores, int Hk, int n, int G, int context, int n_past, float scale) {
+// Softmax in place of scores (Hk, n, G, context). Row j sees the first n_past + j + 1 columns.
+void causal_softmax(T* scores, int Hk, int n, int G, int context, int n_past) {
     #pragma omp parallel
     {
         std::vector<float> e(context);
         #pragma omp for
         for (int64_t row = 0; row < Hk * n * G; row++) {
-            int seen = std::min(context, n_past + (int)row / G % n + 1);
-            softmax(scores + row * context, &e[0], seen, context, scale);
+            const int seen = std::min(context, n_past + (int)row / G % n + 1);
+            softmax(scores + row * context, &e[0], seen, context);
         }
     }
 }
@@ -1275,18 +1218,18 @@ void causal_softmax(T* scores, int Hk, int n, int G, int context, int n_past, fl
 void lora(const T* x, T* y, const T* A, const T* B, const int32_t* sites, const int32_t* table,
           int S, int n_in, int n_out, int width) {
     const int64_t W = width;
-    const int n_part = (omp_get_max_threads() + S - 1) / std::max(1, S);
+    const int n_part = cdiv(omp_get_max_threads(), std::max(1, S));
     #pragma omp parallel for collapse(2) schedule(dynamic, 1)
     for (int s = 0; s < S; s++)
         for (int part = 0; part < n_part; part++) {
             const int32_t *site = sites + 8 * s, *pages = table + site[7];
             const int columns = site[3], rank = site[4];
-            const int a_page = (n_in + W - 1) / W, b_page = (columns + W - 1) / W;  // of a row
-            const int first_row = site[0] + part * site[1] / n_part;
+            const int a_page = cdiv(n_in, W), b_page = cdiv(columns, W);  // of a row
+            const int64_t first_row = site[0] + part * site[1] / n_part;
             const int n = site[0] + (part + 1) * site[1] / n_part - first_row;
             if (n == 0) continue;
-            const T* own_x = x + (int64_t)first_row * n_in;
-            T* own_y = y + (int64_t)first_row * n_out + site[2];
+            const T* own_x = x + first_row * n_in;
+            T* own_y = y + first_row * n_out + site[2];
             std::vector<float> in(own_x, own_x + n * n_in), xa(n * rank), sums(n * columns);
             for (int i = 0; i < rank * a_page; i++) {
                 const int first = i % a_page * W, length = std::min(width, n_in - first);
@@ -1295,8 +1238,7 @@ void lora(const T* x, T* y, const T* A, const T* B, const int32_t* sites, const 
                     xa[j * rank + i / a_page] +=
                         dot(&in[j * n_in + first], A + pages[i] * W, length);
             }
-            for (int j = 0; j < n; j++)
-                for (int k = 0; k < columns; k++) sums[j * columns + k] = own_y[j * n_out + k];
+            for (int j = 0; j < n; j++) std::copy_n(own_y + j * n_out, columns, &sums[j * columns]);
             for (int p = 0; p < b_page; p++)
                 for (int i = 0; i < rank; i += 4) {
                     const int32_t* rows = pages + i * b_page + p;
@@ -1306,8 +1248,7 @@ void lora(const T* x, T* y, const T* A, const T* B, const int32_t* sites, const 
                         add_rows(&sums[j * columns + p * W], &xa[j * rank + i], B, rows, b_page,
                                  std::min(4, rank - i), W, std::min(width, columns - p * width));
                 }
-            for (int j = 0; j < n; j++)
-                for (int k = 0; k < columns; k++) own_y[j * n_out + k] = sums[j * columns + k];
+            for (int j = 0; j < n; j++) std::copy_n(&sums[j * columns], columns, own_y + j * n_out);
         }
 }
 

@@ -23,8 +23,8 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 
 # kernels before torch: it sets how torch's threads wait
-from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, cdiv, linear,
-                     linear_ref, lora, norm_heads_ref, pack, rotate_ref, rotate_write, send)
+from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, cdiv, heads_ref,
+                     linear, linear_ref, lora, pack, rotate_write, send)
 
 import numpy as np
 import tiktoken
@@ -40,7 +40,10 @@ from tqdm import tqdm
 OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # of one layer [SARATHI Table 1]
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # tensor parallelism cuts their input, not their output
 RANK_0 = ("head.weight", "postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
-TENSORS = {  # our name, name in a checkpoint, has a bias, shape (see GPTConfig); * is a layer
+# our name, name in a checkpoint, has a bias, shape; * is a layer. Lines of one name are one matrix.
+# GPTConfig.tensors makes of three lines, for llama-7b, "3.preproj.weight":
+# [("model.layers.3.self_attn.q_proj.weight", (4096, 4096), 0), the same of k_proj and of v_proj]
+TENSORS = {
     "llama": """embedding    model.embed_tokens                        no   V C
                 norm         model.norm                                no   C
                 head         lm_head                                   no   V C
@@ -87,7 +90,7 @@ class GPTConfig:
     rope_scaling: dict = None  # as in a Hugging Face config
     attention_bias: bool = False  # biases of q, k, v and o
     mlp_bias: bool = False
-    shard: tuple = (0, 1)  # (i, n): n_head, n_kv_head and n_inner are those of share i of n
+    shard: tuple = (0, 1)  # (i, n): of device i of n. n_head, n_kv_head, n_inner are its share
 
     def __post_init__(self):
         self.is_llama = self.family != "gpt2"
@@ -106,12 +109,12 @@ class GPTConfig:
 
     @cached_property
     def tensors(self):
-        """{our name: [(name in a checkpoint, shape, dim)]} of the whole model, for example
-        {"3.preproj.weight": [q, k, v]}. Tensor parallelism cuts dim, if it is not None."""
-        D = self.head_dim * self.shard[1]
+        """{our name: [(name in a checkpoint, shape, dim that is cut by tensor parallelism)]}"""
+        n = self.shard[1]
+        Q = n * self.n_head * self.head_dim
+        K = n * self.n_kv_head * self.head_dim
         sizes = dict(V=self.vocab_size, T=self.block_size, C=self.n_embd, D=self.head_dim,
-                     I=self.n_inner * self.shard[1], Q=self.n_head * D, K=self.n_kv_head * D,
-                     QKV=(self.n_head + 2 * self.n_kv_head) * D)
+                     I=n * self.n_inner, Q=Q, K=K, QKV=Q + 2 * K)
         has_bias = dict(no=False, yes=True, o=self.attention_bias, mlp=self.mlp_bias,
                         qkv=self.attention_bias or self.family == "qwen2")
         tensors = defaultdict(list)
@@ -139,15 +142,14 @@ class GPTConfig:
     def operators(self):
         """{name: Operator} of one layer of this share"""
         i, n = self.shard
-        operators = {op: Operator(0, 0, {}) for op in OPERATORS}
+        operators = {}
         for module, (op, n_out, n_in) in self.modules.items():
+            own = n_out // n
             if op in ROW_PARALLEL:
-                own = {module: (i * n_out // n, n_out // n)}
-                operators[op] = Operator(n_in // n, n_out, own)
+                operators[op] = Operator(n_in // n, n_out, {module: (i * own, own)})
             else:
-                _, first, modules = operators[op]
-                modules[module] = (first, n_out // n)
-                operators[op] = Operator(n_in, first + n_out // n, modules)
+                _, first, modules = operators.get(op, (n_in, 0, {}))
+                operators[op] = Operator(n_in, first + own, modules | {module: (first, own)})
         return operators
 
     @property
@@ -158,28 +160,26 @@ class GPTConfig:
     @cached_property
     def n_params(self):
         """Parameters of the whole model, embeddings included"""
-        return sum(math.prod(shape) for _, shape, _ in sum(self.tensors.values(), []))
+        return sum(math.prod(shape) for parts in self.tensors.values() for _, shape, _ in parts)
 
     def page_bytes(self, itemsize):
         """Bytes of K and V of one token in all layers: m_kv in [SARATHI §4.3]"""
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
 
+llama = partial(GPTConfig, vocab_size=32000, block_size=2048)
 PRESETS = {  # layers, heads, embd
     "tiny": GPTConfig(4, 4, 256, n_inner=704, vocab_size=257, tied=True),  # see train_tiny
     "gpt2": GPTConfig(12, 12, 768, family="gpt2", tied=True),
     "gpt2-xl": GPTConfig(48, 25, 1600, family="gpt2", tied=True),
     "gpt3-175b": GPTConfig(96, 96, 12288, block_size=4096, family="gpt2", tied=True),
-    "llama-30m": GPTConfig(8, 8, 512, n_inner=1408, vocab_size=8192, block_size=2048, tied=True),
-    "llama-124m": GPTConfig(12, 12, 768, n_inner=2048, vocab_size=50304, block_size=2048,
-                            tied=True),  # of GPT-2's size
-    "llama-160m": GPTConfig(12, 12, 768, n_inner=3072, vocab_size=32000, block_size=2048),
-    "tinyllama-1.1b": GPTConfig(22, 32, 2048, n_inner=5632, n_kv_head=4, vocab_size=32000,
-                                block_size=2048),
-    "llama-7b": GPTConfig(32, 32, 4096, n_inner=11008, vocab_size=32000, block_size=4096),
-    "llama-13b": GPTConfig(40, 40, 5120, n_inner=13824, vocab_size=32000, block_size=4096),
-    "llama-33b": GPTConfig(60, 52, 6656, n_inner=17920, vocab_size=32000, block_size=4096),
-    "llama-70b": GPTConfig(80, 64, 8192, n_inner=28672, n_kv_head=8, vocab_size=32000,
-                           block_size=4096)}
+    "llama-30m": llama(8, 8, 512, n_inner=1408, vocab_size=8192, tied=True),
+    "llama-124m": llama(12, 12, 768, n_inner=2048, vocab_size=50304, tied=True),  # as GPT-2
+    "llama-160m": llama(12, 12, 768, n_inner=3072),
+    "tinyllama-1.1b": llama(22, 32, 2048, n_inner=5632, n_kv_head=4),
+    "llama-7b": llama(32, 32, 4096, n_inner=11008, block_size=4096),
+    "llama-13b": llama(40, 40, 5120, n_inner=13824, block_size=4096),
+    "llama-33b": llama(60, 52, 6656, n_inner=17920, block_size=4096),
+    "llama-70b": llama(80, 64, 8192, n_inner=28672, n_kv_head=8, block_size=4096)}
 
 def preset(name):
     """The GPTConfig of a preset. KeyError that lists the presets for any other name."""
@@ -281,7 +281,7 @@ def rotary_frequencies(config):
 class GPT:
     """A model, or one device's share of it. Made by from_preset() or from_pretrained()."""
 
-    def __init__(self, config, take, dtype, world):
+    def __init__(self, config: GPTConfig, take: Callable, dtype: torch.dtype, world: World):
         """Keep this rank's share of each tensor that take(name, shape) returns."""
         self.config = config = config.shard_of(world.rank, world.size)
         self.world = world
@@ -382,13 +382,10 @@ class GPT:
         delta = None
         for i in range(c.n_layer):
             x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
-            qkv = linear_ref(h, *self.affine(f"{i}.preproj")).unflatten(-1, (-1, c.head_dim))
-            q, k, v = qkv.split([c.n_head, c.n_kv_head, c.n_kv_head], 2)  # (B, T, heads, D)
-            q, k = norm_heads_ref(q, k, self.weights.get(f"{i}.qk_norm.weight"), c.norm_eps)
-            if c.is_llama:
-                q = rotate_ref(q, *rope)
-                k = rotate_ref(k, *rope)
-            q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, heads, T, D)
+            qkv = linear_ref(h, *self.affine(f"{i}.preproj"))
+            norm = self.weights.get(f"{i}.qk_norm.weight")
+            heads = heads_ref(qkv, *rope, c.n_head, c.n_kv_head, norm, c.norm_eps)
+            q, k, v = (part.transpose(1, 2) for part in heads)  # (B, heads, T, D)
             h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             delta = linear_ref(h.transpose(1, 2).flatten(2), *self.affine(f"{i}.postproj"))
             x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm2"), c.norm_eps)
@@ -403,8 +400,8 @@ class GPT:
         assert self.world.size == 1, "the oracle has no tensor parallelism"
         return self.forward_ref(torch.as_tensor(tokens, device=self.device)[None])[0]
 
-    def parameters(self):
-        """Make all weights trainable. Returns them."""
+    def make_trainable(self):
+        """Replace all weights by trainable ones, which are not packed. -> list of them"""
         for name, weight in self.weights.items():
             self.weights[name] = weight.to_dense().detach().requires_grad_()
         if self.config.tied:
@@ -429,8 +426,9 @@ class GPT:
                 self.weights[name] = pack(weight)
 
     @classmethod
-    def from_preset(cls, name, dtype=None, device="cpu", seed=0, world=None):
-        """Random weights, for one seed the same on any number of devices. name: or a GPTConfig"""
+    def from_preset(cls, name: str | GPTConfig, dtype: torch.dtype | str | None = None,
+                    device: str = "cpu", seed: int = 0, world: World | None = None) -> "GPT":
+        """Random weights, for one seed the same on any number of devices"""
         config = name if isinstance(name, GPTConfig) else preset(name)
         world = world or World(device)
         dtype = pick_dtype(dtype, world.device)
@@ -442,7 +440,8 @@ class GPT:
         return cls(config, take, dtype, world)
 
     @classmethod
-    def from_pretrained(cls, name, dtype=None, device="cpu", world=None):
+    def from_pretrained(cls, name: str | Path, dtype: torch.dtype | str | None = None,
+                        device: str = "cpu", world: World | None = None) -> "GPT":
         """A Hugging Face folder, or the name of one on the Hub (owner/name), of a family in
         FAMILIES. FileNotFoundError for what is missing, ValueError for contents that do not fit."""
         folder = find_folder(name)
@@ -886,7 +885,7 @@ def train_tiny(steps=1100, B=4, T=256):
     for name, n_layer, n in (("draft", 1, steps // 2), ("tiny", preset("tiny").n_layer, steps)):
         torch.manual_seed(0)
         model = GPT.from_preset(replace(preset("tiny"), n_layer=n_layer), torch.float32)
-        parameters = model.parameters()
+        parameters = model.make_trainable()
         optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.99), weight_decay=0.1)
         bar = tqdm(range(n), f"training {name}")
         for step in bar:

@@ -469,7 +469,7 @@ def random_model(config=TINY, dtype=float32, noise=0.0):
     """Weights so large that tokens differ, and noise on top of them"""
     model = GPT.from_preset(config, float32, seed=1)
     rng = torch.Generator().manual_seed(2)
-    for weight in model.parameters():
+    for weight in model.make_trainable():
         own, other = torch.randn(2, *weight.shape, generator=rng)
         weight.data += 0.15 * (own + noise * other)
     with TemporaryDirectory() as folder:
