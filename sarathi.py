@@ -1271,6 +1271,317 @@ def moved(rate, prior, weight, tree, n_accepted):
     return rate + weight * (n_accepted - sum(chance(rate, n_candidate) for n_candidate in tree))
 
 # -----------------------------------------------------------------------------
+# runners: carry out a plan on a model, or on a clock
+
+class WallClock:
+    def __init__(self):
+        self.start = time.perf_counter()
+
+    def now(self):
+        return time.perf_counter() - self.start
+
+    def wait_until(self, t):
+        time.sleep(max(0.0, t - self.now()))
+
+class VirtualClock:
+    t = 0.0  # simulated seconds
+
+    def now(self):
+        return self.t
+
+    def wait_until(self, t):
+        self.t = max(self.t, t)
+
+class Span(NamedTuple):
+    """Tokens of one request that a model is fed."""
+    request: Request
+    n_past: int
+    tokens: list
+    n_logits: int  # how many of the last rows need logits
+
+class ModelRunner:
+    """Runs plans on a model: packs them into one flat batch, verifies drafts and samples. With
+    tensor parallelism every rank has an engine: rank 0 runs, the runners of the others follow()."""
+    def __init__(self, engine, model):
+        self.engine = engine
+        self.model = model
+        self.merge = model.merge  # the merge-and-swap baseline [S-LoRA §7]
+        if engine.lora != "batched" and model.world.size > 1:
+            raise ValueError(f"lora = {engine.lora!r}: the baselines run on one device")
+        model.merge(None)  # an engine before this one may have left an adapter
+        pools = {engine.pool, engine.adapters.pool}
+        self.n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
+        self.copies = None  # the stream of copies of adapters
+        self.graphs = None
+        if model.device.type == "cuda":
+            check_gpu(model.device, model.config.head_dim)
+            self.copies = torch.cuda.Stream()
+        self.kv = model.new_cache(self.n_page + 1)  # the last page is for padding rows
+        if self.copies and has_triton() and model.world.size == 1:
+            self.graphs = CudaGraphs(engine, model, self.kv)
+
+    def run(self, plan):
+        """Carry out a plan. Returns {request: accepted drafts and one more token}."""
+        spans = []
+        for request, n in plan:
+            tokens = request.tokens(request.n_past, request.n_past + n) + request.drafts
+            n_logits = 1 + len(request.drafts) if n == request.n_todo else 0
+            spans.append(Span(request, request.n_past, tokens, n_logits))
+        logits = self.forward(spans)
+        sampling = [span.request for span in spans if span.n_logits]
+        if self.engine.alpha or all(request.temperature == 0 for request in sampling):
+            return self.verify_greedy(sampling, logits)
+        return self.verify_sampled(sampling, logits)
+
+    def forward(self, spans):
+        """One iteration of the model. Sorts spans: few rows first, those of an adapter side by
+        side. Returns logits (M, V), span after span."""
+        spans.sort(key=lambda span: (len(span.tokens) > FEW_ROWS, span.request.version))
+        return self.tell("compute", self.pack(spans))
+
+    def compute(self, batch):
+        for op in batch.adapters.keys() & ROW_PARALLEL:
+            # the sites hold rank 0's columns; shift them to this rank's [S-LoRA §6]
+            sites = batch.adapters[op].sites
+            sites[:, 2] += self.model.world.rank * sites[:, 3]
+        if self.graphs and self.graphs.fits(batch):
+            return self.graphs.replay(batch)
+        return self.model.forward(batch.to(self.model.device), self.kv)
+
+    def pack(self, spans):
+        """Spans as one flat Batch, on the host."""
+        tokens = []
+        positions = []
+        logit_rows = []
+        rows = []  # as Batch.spans
+        pages = array("i")
+        table = array("i")  # pages of the requests, then of their adapters
+        for request, n_past, new, n_logits in spans:
+            end = n_past + len(new)
+            own = self.engine.pool.tables[request][:end]
+            rows.append((len(tokens), len(new), n_past, len(table)))
+            tokens += new
+            positions += range(n_past, end)
+            logit_rows += range(len(tokens) - n_logits, len(tokens))
+            pages += own[n_past:]
+            table += own
+        # a draft model may lack the target's last tokens
+        tokens = torch.tensor(tokens, dtype=torch.int32)
+        adapters = self.pack_adapters(spans, rows, table)
+        return Batch(tokens=tokens.clamp(max=self.model.config.vocab_size - 1),
+                     positions=torch.tensor(positions, dtype=torch.int32),
+                     pages=torch.frombuffer(pages, dtype=torch.int32),
+                     spans=torch.tensor(rows, dtype=torch.int32),
+                     table=torch.frombuffer(table, dtype=torch.int32),
+                     logit_rows=torch.tensor(logit_rows, dtype=torch.int32),
+                     max_context=max(n_past + n for _, n, n_past, _ in rows), adapters=adapters,
+                     **row_counts([n for _, n, _, _ in rows]))
+
+    def pack_adapters(self, spans, rows, table):
+        """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]. Adjacent rows of an adapter
+        share a site, so that it is read once. Appends their pages to the batch's table."""
+        if self.model is not self.engine.model:
+            return {}
+        store = self.engine.adapters
+        places = []  # (version, (first row, rows, first entry in table))
+        for version, group in groupby(zip(spans, rows), lambda pair: pair[0].request.version):
+            if store.known[version].n_page:
+                own = [row for _, row in group]
+                places.append((version, (own[0][0], sum(row[1] for row in own), len(table))))
+                table += store.pool.tables[version]
+        if not places:
+            return {}
+        places.sort(key=lambda place: place[1][1] > FEW_ROWS)
+        table = torch.frombuffer(table, dtype=torch.int32)
+        packed = {}
+        for op, operator in self.model.config.operators.items():
+            parts = [store.known[version].sites[op] for version, _ in places]
+            sites = np.concatenate(parts)
+            if len(sites):
+                where = [place for _, place in places]
+                sites[:, [0, 1, 7]] += np.repeat(where, list(map(len, parts)), 0)
+                max_rank = round_up(int(sites[:, 4].max()), 16)
+                wide = not (np.array([*operator.modules.values()]) % 16).any()
+                packed[op] = Sites(sites=torch.from_numpy(sites), table=table, max_rank=max_rank,
+                                   n_module=len(operator.modules), way=self.engine.lora, wide=wide,
+                                   **row_counts(sites[:, 1]))
+        return packed
+
+    def verify_greedy(self, sampling, logits):
+        """Accept the drafts that equal the argmax; or, with a forced alpha, as many as it says."""
+        best = logits.max(-1).indices.tolist()
+        new_tokens = {}
+        for request in sampling:
+            drafts = request.drafts
+            n = 0
+            while n < len(drafts) and drafts[n] == best[n]:
+                n += 1
+            if self.engine.alpha:
+                n = forced_acceptance(request, request.tree)
+            new_tokens[request] = drafts[:n] + [best[n]]
+            best = best[len(drafts) + 1:]
+        return new_tokens
+
+    def verify_sampled(self, sampling, logits):
+        """Rejection sampling: the output is distributed as without drafts [SmartSpec §2]."""
+        p = self.distributions([r for r in sampling for _ in range(1 + len(r.drafts))], logits)
+        u = uniform([(r.seed, r.n_tokens) for r in sampling], TOKEN)
+        drafts = [draft for request in sampling for draft in request.drafts]
+        if not drafts:
+            tokens = sample(p, send(u, p.device)).tolist()
+            return {request: [token] for request, token in zip(sampling, tokens)}
+        q = [row for request in sampling for row in request.draft_probs]
+        q = torch.cat(q) if q else None  # None: drafts are deterministic
+        places = [(r.seed, r.n_tokens + j) for r in sampling for j in range(len(r.drafts))]
+        u = torch.cat([uniform(places, ACCEPT), u])
+        drafts = torch.tensor(drafts)
+        n_drafts = torch.tensor([len(request.drafts) for request in sampling])
+        drafts, n_drafts, u = (send(x, p.device) for x in (drafts, n_drafts, u))
+        ends = torch.stack(verify(p, q, drafts, n_drafts, u), 1).tolist()
+        return {request: request.drafts[:n] + [token]
+                for request, (n, token) in zip(sampling, ends)}
+
+    def distributions(self, requests, logits):
+        """The distributions (M, V) that rows of logits are sampled from. requests: of each row."""
+        settings = torch.tensor([(r.temperature, r.top_k, r.top_p) for r in requests])
+        return probabilities(logits, *settings.unbind(1))
+
+    def draft(self, spans, threshold):
+        """A draft for every span with a logit row: [(request, token, is it above threshold)]."""
+        V = self.engine.model.config.vocab_size
+        logits = self.forward(spans)[:, :V]  # no token that the target lacks
+        requests = [span.request for span in spans if span.n_logits]
+        tokens = logits.max(-1).indices
+        # if one request samples, all of them have distributions
+        greedy = all(r.temperature == 0 and not r.draft_probs for r in requests)
+        if not self.engine.alpha and not greedy:
+            q = self.distributions(requests, logits)
+            places = [(r.seed, r.n_tokens + len(r.drafts)) for r in requests]
+            tokens = sample(q, send(uniform(places, DRAFT), q.device))
+            q = torch.nn.functional.pad(q, (0, V - q.size(1)))  # none of a token that it lacks
+            for request, row in zip(requests, q.split(1)):
+                request.draft_probs.append(row)
+        sure = [True] * len(requests)
+        if threshold:
+            probability = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0]
+            sure = (probability > threshold).tolist()
+        return list(zip(requests, tokens.tolist(), sure))
+
+    def copy_adapter(self, version, pages):
+        """Start to copy an adapter to its pages. Returns a function that waits for the copy."""
+        if self.copies is None:
+            self.tell("write", version, pages)
+            return lambda: None
+        self.copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copies):
+            self.tell("write", version, pages)
+            done = self.copies.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(done)
+
+    def write(self, version, pages):
+        self.engine.adapters.known[version].write(self.kv, pages)
+
+    def hold(self, name, source, versions):
+        """The other ranks: add an adapter, and forget all but these versions."""
+        self.engine.adapters.add(name, read_adapter(name, source, self.engine))
+        self.engine.adapters.keep(versions)
+
+    def tell(self, method, *values):
+        """Call a method of this runner, and of the runners of all other ranks."""
+        self.model.world.broadcast((method, values))
+        return getattr(self, method)(*values)
+
+    def follow(self):
+        """The other ranks: do what rank 0 tells, until it stops."""
+        method = None
+        while method != "stop":
+            method, values = self.model.world.broadcast(None)
+            getattr(self, method)(*values)
+
+    def stop(self):
+        """The last call that rank 0 tells."""
+
+def row_counts(counts):
+    """n_few, max_few and max_chunk of a Batch or of Sites. counts: rows of each span or site."""
+    n = np.array(counts)
+    few = n <= FEW_ROWS
+    return dict(n_few=int(few.sum()), max_few=int((n * few).max()), max_chunk=int((n * ~few).max()))
+
+class CudaGraphs:
+    """Iterations that a GPU replays without waiting for Python: decodes or verifications alone,
+    padded to powers of two, and decodes beside one chunk, scheduler.chunk tokens together."""
+    def __init__(self, engine, model, kv):
+        self.engine = engine
+        self.model = model
+        self.kv = kv
+        self.graphs = {}  # sizes -> (graph, inputs, logits)
+        self.pool = torch.cuda.graph_pool_handle()  # one memory for the activations of all graphs
+
+    def fits(self, batch):
+        n_chunk = len(batch.spans) - batch.n_few
+        whole = n_chunk == 1 and len(batch.tokens) == self.engine.scheduler.chunk
+        whole = whole and batch.max_few <= 1
+        return (whole or not n_chunk) and self.engine.lora == "batched"
+
+    def replay(self, batch):
+        padded = self.pad(batch)
+        ranks = tuple((op, sites.max_rank) for op, sites in padded.adapters.items())
+        key = (len(padded.tokens), padded.n_few, len(padded.spans), padded.max_few,
+               padded.max_context, ranks)
+        if key not in self.graphs:
+            self.graphs[key] = self.record(padded)
+        graph, inputs, logits = self.graphs[key]
+        flat = padded.flat()
+        inputs[:len(flat)].copy_(send(flat, inputs.device))
+        graph.replay()
+        return logits[:len(batch.logit_rows)]
+
+    def pad(self, batch):
+        """The batch with padding rows, empty spans and empty sites, on the host, so that few sizes
+        occur."""
+        n_chunk = len(batch.spans) - batch.n_few
+        N = len(batch.tokens)
+        n_few = self.engine.max_batch
+        context = power_of_two(max(batch.max_context, 256))
+        if not n_chunk:
+            N = power_of_two(N)
+            n_few = power_of_two(batch.n_few)
+            context = self.model.config.block_size
+        max_few = 1 if batch.max_few <= 1 else FEW_ROWS
+        R = n_few + n_chunk
+        adapters = {}
+        for op, sites in batch.adapters.items():
+            S = R * sites.n_module
+            adapters[op] = replace(sites, sites=pad(sites.sites, S), n_few=S, max_few=N,
+                                   max_chunk=N * n_chunk, max_rank=power_of_two(sites.max_rank))
+        few = pad(batch.spans[:batch.n_few], n_few)
+        return replace(batch, tokens=pad(batch.tokens, N), positions=pad(batch.positions, N),
+                       pages=pad(batch.pages, N, self.kv.size(2) - 1),
+                       spans=torch.cat([few, batch.spans[batch.n_few:]]),
+                       logit_rows=pad(batch.logit_rows, R if max_few == 1 else N), n_few=n_few,
+                       max_few=max_few, max_chunk=N * n_chunk, max_context=context,
+                       adapters=adapters)
+
+    def record(self, batch):
+        flat = batch.flat()
+        # the table may become as long as the cache
+        inputs = pad(flat, len(flat) + self.kv.size(2)).to(self.kv.device)
+        static = batch.over(inputs)
+        self.model.forward(static, self.kv)  # compiles the kernels
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            logits = self.model.forward(static, self.kv)
+        return graph, inputs, logits
+
+def power_of_two(n):
+    return 1 << (n - 1).bit_length()
+
+def pad(x, n, value=0):
+    """x (m, ...) with rows of value behind it: (n, ...)"""
+    return torch.cat([x, x.new_full((n - len(x), *x.shape[1:]), value)])
+
+# -----------------------------------------------------------------------------
 # cost models: how long an iteration takes
 
 @dataclass
@@ -1631,315 +1942,7 @@ PROFILES = WeakKeyDictionary()  # model -> Profile
 CostModel.roofline = Roofline
 
 # -----------------------------------------------------------------------------
-# runners: carry out a plan on a model, or on a clock
-
-class WallClock:
-    def __init__(self):
-        self.start = time.perf_counter()
-
-    def now(self):
-        return time.perf_counter() - self.start
-
-    def wait_until(self, t):
-        time.sleep(max(0.0, t - self.now()))
-
-class VirtualClock:
-    t = 0.0  # simulated seconds
-
-    def now(self):
-        return self.t
-
-    def wait_until(self, t):
-        self.t = max(self.t, t)
-
-class Span(NamedTuple):
-    """Tokens of one request that a model is fed."""
-    request: Request
-    n_past: int
-    tokens: list
-    n_logits: int  # how many of the last rows need logits
-
-class ModelRunner:
-    """Runs plans on a model: packs them into one flat batch, verifies drafts and samples. With
-    tensor parallelism every rank has an engine: rank 0 runs, the runners of the others follow()."""
-    def __init__(self, engine, model):
-        self.engine = engine
-        self.model = model
-        self.merge = model.merge  # the merge-and-swap baseline [S-LoRA §7]
-        if engine.lora != "batched" and model.world.size > 1:
-            raise ValueError(f"lora = {engine.lora!r}: the baselines run on one device")
-        model.merge(None)  # an engine before this one may have left an adapter
-        pools = {engine.pool, engine.adapters.pool}
-        self.n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
-        self.copies = None  # the stream of copies of adapters
-        self.graphs = None
-        if model.device.type == "cuda":
-            check_gpu(model.device, model.config.head_dim)
-            self.copies = torch.cuda.Stream()
-        self.kv = model.new_cache(self.n_page + 1)  # the last page is for padding rows
-        if self.copies and has_triton() and model.world.size == 1:
-            self.graphs = CudaGraphs(engine, model, self.kv)
-
-    def run(self, plan):
-        """Carry out a plan. Returns {request: accepted drafts and one more token}."""
-        spans = []
-        for request, n in plan:
-            tokens = request.tokens(request.n_past, request.n_past + n) + request.drafts
-            n_logits = 1 + len(request.drafts) if n == request.n_todo else 0
-            spans.append(Span(request, request.n_past, tokens, n_logits))
-        logits = self.forward(spans)
-        sampling = [span.request for span in spans if span.n_logits]
-        if self.engine.alpha or all(request.temperature == 0 for request in sampling):
-            return self.verify_greedy(sampling, logits)
-        return self.verify_sampled(sampling, logits)
-
-    def forward(self, spans):
-        """One iteration of the model. Sorts spans: few rows first, those of an adapter side by
-        side. Returns logits (M, V), span after span."""
-        spans.sort(key=lambda span: (len(span.tokens) > FEW_ROWS, span.request.version))
-        return self.tell("compute", self.pack(spans))
-
-    def compute(self, batch):
-        for op in batch.adapters.keys() & ROW_PARALLEL:
-            # the sites hold rank 0's columns; shift them to this rank's [S-LoRA §6]
-            sites = batch.adapters[op].sites
-            sites[:, 2] += self.model.world.rank * sites[:, 3]
-        if self.graphs and self.graphs.fits(batch):
-            return self.graphs.replay(batch)
-        return self.model.forward(batch.to(self.model.device), self.kv)
-
-    def pack(self, spans):
-        """Spans as one flat Batch, on the host."""
-        tokens = []
-        positions = []
-        logit_rows = []
-        rows = []  # as Batch.spans
-        pages = array("i")
-        table = array("i")  # pages of the requests, then of their adapters
-        for request, n_past, new, n_logits in spans:
-            end = n_past + len(new)
-            own = self.engine.pool.tables[request][:end]
-            rows.append((len(tokens), len(new), n_past, len(table)))
-            tokens += new
-            positions += range(n_past, end)
-            logit_rows += range(len(tokens) - n_logits, len(tokens))
-            pages += own[n_past:]
-            table += own
-        # a draft model may lack the target's last tokens
-        tokens = torch.tensor(tokens, dtype=torch.int32)
-        adapters = self.pack_adapters(spans, rows, table)
-        return Batch(tokens=tokens.clamp(max=self.model.config.vocab_size - 1),
-                     positions=torch.tensor(positions, dtype=torch.int32),
-                     pages=torch.frombuffer(pages, dtype=torch.int32),
-                     spans=torch.tensor(rows, dtype=torch.int32),
-                     table=torch.frombuffer(table, dtype=torch.int32),
-                     logit_rows=torch.tensor(logit_rows, dtype=torch.int32),
-                     max_context=max(n_past + n for _, n, n_past, _ in rows), adapters=adapters,
-                     **row_counts([n for _, n, _, _ in rows]))
-
-    def pack_adapters(self, spans, rows, table):
-        """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]. Adjacent rows of an adapter
-        share a site, so that it is read once. Appends their pages to the batch's table."""
-        if self.model is not self.engine.model:
-            return {}
-        store = self.engine.adapters
-        places = []  # (version, (first row, rows, first entry in table))
-        for version, group in groupby(zip(spans, rows), lambda pair: pair[0].request.version):
-            if store.known[version].n_page:
-                own = [row for _, row in group]
-                places.append((version, (own[0][0], sum(row[1] for row in own), len(table))))
-                table += store.pool.tables[version]
-        if not places:
-            return {}
-        places.sort(key=lambda place: place[1][1] > FEW_ROWS)
-        table = torch.frombuffer(table, dtype=torch.int32)
-        packed = {}
-        for op, operator in self.model.config.operators.items():
-            parts = [store.known[version].sites[op] for version, _ in places]
-            sites = np.concatenate(parts)
-            if len(sites):
-                where = [place for _, place in places]
-                sites[:, [0, 1, 7]] += np.repeat(where, list(map(len, parts)), 0)
-                max_rank = round_up(int(sites[:, 4].max()), 16)
-                wide = not (np.array([*operator.modules.values()]) % 16).any()
-                packed[op] = Sites(sites=torch.from_numpy(sites), table=table, max_rank=max_rank,
-                                   n_module=len(operator.modules), way=self.engine.lora, wide=wide,
-                                   **row_counts(sites[:, 1]))
-        return packed
-
-    def verify_greedy(self, sampling, logits):
-        """Accept the drafts that equal the argmax; or, with a forced alpha, as many as it says."""
-        best = logits.max(-1).indices.tolist()
-        new_tokens = {}
-        for request in sampling:
-            drafts = request.drafts
-            n = 0
-            while n < len(drafts) and drafts[n] == best[n]:
-                n += 1
-            if self.engine.alpha:
-                n = forced_acceptance(request, request.tree)
-            new_tokens[request] = drafts[:n] + [best[n]]
-            best = best[len(drafts) + 1:]
-        return new_tokens
-
-    def verify_sampled(self, sampling, logits):
-        """Rejection sampling: the output is distributed as without drafts [SmartSpec §2]."""
-        p = self.distributions([r for r in sampling for _ in range(1 + len(r.drafts))], logits)
-        u = uniform([(r.seed, r.n_tokens) for r in sampling], TOKEN)
-        drafts = [draft for request in sampling for draft in request.drafts]
-        if not drafts:
-            tokens = sample(p, send(u, p.device)).tolist()
-            return {request: [token] for request, token in zip(sampling, tokens)}
-        q = [row for request in sampling for row in request.draft_probs]
-        q = torch.cat(q) if q else None  # None: drafts are deterministic
-        places = [(r.seed, r.n_tokens + j) for r in sampling for j in range(len(r.drafts))]
-        u = torch.cat([uniform(places, ACCEPT), u])
-        drafts = torch.tensor(drafts)
-        n_drafts = torch.tensor([len(request.drafts) for request in sampling])
-        drafts, n_drafts, u = (send(x, p.device) for x in (drafts, n_drafts, u))
-        ends = torch.stack(verify(p, q, drafts, n_drafts, u), 1).tolist()
-        return {request: request.drafts[:n] + [token]
-                for request, (n, token) in zip(sampling, ends)}
-
-    def distributions(self, requests, logits):
-        """The distributions (M, V) that rows of logits are sampled from. requests: of each row."""
-        settings = torch.tensor([(r.temperature, r.top_k, r.top_p) for r in requests])
-        return probabilities(logits, *settings.unbind(1))
-
-    def draft(self, spans, threshold):
-        """A draft for every span with a logit row: [(request, token, is it above threshold)]."""
-        V = self.engine.model.config.vocab_size
-        logits = self.forward(spans)[:, :V]  # no token that the target lacks
-        requests = [span.request for span in spans if span.n_logits]
-        tokens = logits.max(-1).indices
-        # if one request samples, all of them have distributions
-        greedy = all(r.temperature == 0 and not r.draft_probs for r in requests)
-        if not self.engine.alpha and not greedy:
-            q = self.distributions(requests, logits)
-            places = [(r.seed, r.n_tokens + len(r.drafts)) for r in requests]
-            tokens = sample(q, send(uniform(places, DRAFT), q.device))
-            q = torch.nn.functional.pad(q, (0, V - q.size(1)))  # none of a token that it lacks
-            for request, row in zip(requests, q.split(1)):
-                request.draft_probs.append(row)
-        sure = [True] * len(requests)
-        if threshold:
-            probability = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0]
-            sure = (probability > threshold).tolist()
-        return list(zip(requests, tokens.tolist(), sure))
-
-    def copy_adapter(self, version, pages):
-        """Start to copy an adapter to its pages. Returns a function that waits for the copy."""
-        if self.copies is None:
-            self.tell("write", version, pages)
-            return lambda: None
-        self.copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.copies):
-            self.tell("write", version, pages)
-            done = self.copies.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(done)
-
-    def write(self, version, pages):
-        self.engine.adapters.known[version].write(self.kv, pages)
-
-    def hold(self, name, source, versions):
-        """The other ranks: add an adapter, and forget all but these versions."""
-        self.engine.adapters.add(name, read_adapter(name, source, self.engine))
-        self.engine.adapters.keep(versions)
-
-    def tell(self, method, *values):
-        """Call a method of this runner, and of the runners of all other ranks."""
-        self.model.world.broadcast((method, values))
-        return getattr(self, method)(*values)
-
-    def follow(self):
-        """The other ranks: do what rank 0 tells, until it stops."""
-        method = None
-        while method != "stop":
-            method, values = self.model.world.broadcast(None)
-            getattr(self, method)(*values)
-
-    def stop(self):
-        """The last call that rank 0 tells."""
-
-def row_counts(counts):
-    """n_few, max_few and max_chunk of a Batch or of Sites. counts: rows of each span or site."""
-    n = np.array(counts)
-    few = n <= FEW_ROWS
-    return dict(n_few=int(few.sum()), max_few=int((n * few).max()), max_chunk=int((n * ~few).max()))
-
-class CudaGraphs:
-    """Iterations that a GPU replays without waiting for Python: decodes or verifications alone,
-    padded to powers of two, and decodes beside one chunk, scheduler.chunk tokens together."""
-    def __init__(self, engine, model, kv):
-        self.engine = engine
-        self.model = model
-        self.kv = kv
-        self.graphs = {}  # sizes -> (graph, inputs, logits)
-        self.pool = torch.cuda.graph_pool_handle()  # one memory for the activations of all graphs
-
-    def fits(self, batch):
-        n_chunk = len(batch.spans) - batch.n_few
-        whole = n_chunk == 1 and len(batch.tokens) == self.engine.scheduler.chunk
-        whole = whole and batch.max_few <= 1
-        return (whole or not n_chunk) and self.engine.lora == "batched"
-
-    def replay(self, batch):
-        padded = self.pad(batch)
-        ranks = tuple((op, sites.max_rank) for op, sites in padded.adapters.items())
-        key = (len(padded.tokens), padded.n_few, len(padded.spans), padded.max_few,
-               padded.max_context, ranks)
-        if key not in self.graphs:
-            self.graphs[key] = self.record(padded)
-        graph, inputs, logits = self.graphs[key]
-        flat = padded.flat()
-        inputs[:len(flat)].copy_(send(flat, inputs.device))
-        graph.replay()
-        return logits[:len(batch.logit_rows)]
-
-    def pad(self, batch):
-        """The batch with padding rows, empty spans and empty sites, on the host, so that few sizes
-        occur."""
-        n_chunk = len(batch.spans) - batch.n_few
-        N = len(batch.tokens)
-        n_few = self.engine.max_batch
-        context = power_of_two(max(batch.max_context, 256))
-        if not n_chunk:
-            N = power_of_two(N)
-            n_few = power_of_two(batch.n_few)
-            context = self.model.config.block_size
-        max_few = 1 if batch.max_few <= 1 else FEW_ROWS
-        R = n_few + n_chunk
-        adapters = {}
-        for op, sites in batch.adapters.items():
-            S = R * sites.n_module
-            adapters[op] = replace(sites, sites=pad(sites.sites, S), n_few=S, max_few=N,
-                                   max_chunk=N * n_chunk, max_rank=power_of_two(sites.max_rank))
-        few = pad(batch.spans[:batch.n_few], n_few)
-        return replace(batch, tokens=pad(batch.tokens, N), positions=pad(batch.positions, N),
-                       pages=pad(batch.pages, N, self.kv.size(2) - 1),
-                       spans=torch.cat([few, batch.spans[batch.n_few:]]),
-                       logit_rows=pad(batch.logit_rows, R if max_few == 1 else N), n_few=n_few,
-                       max_few=max_few, max_chunk=N * n_chunk, max_context=context,
-                       adapters=adapters)
-
-    def record(self, batch):
-        flat = batch.flat()
-        # the table may become as long as the cache
-        inputs = pad(flat, len(flat) + self.kv.size(2)).to(self.kv.device)
-        static = batch.over(inputs)
-        self.model.forward(static, self.kv)  # compiles the kernels
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            logits = self.model.forward(static, self.kv)
-        return graph, inputs, logits
-
-def power_of_two(n):
-    return 1 << (n - 1).bit_length()
-
-def pad(x, n, value=0):
-    """x (m, ...) with rows of value behind it: (n, ...)"""
-    return torch.cat([x, x.new_full((n - len(x), *x.shape[1:]), value)])
+# the simulator: a runner that moves a clock, and a pipeline of engines
 
 class CostRunner:
     """The simulator: moves a clock by what the cost model says. Every token is 0."""
@@ -1978,9 +1981,6 @@ class CostRunner:
         self.link_free_at = max(self.link_free_at, self.clock.t) + transfer
         arrival = self.link_free_at
         return lambda: self.clock.wait_until(arrival)
-
-# -----------------------------------------------------------------------------
-# the simulated pipeline
 
 class Pipeline:
     """The layers of a model spread over n_stage stages, with as many micro-batches in flight
