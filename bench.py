@@ -38,8 +38,8 @@ from typing import Callable, NamedTuple
 # kernels before torch: it sets how torch's threads wait
 from kernels import linear, pack, torch_dtype
 from model import CACHE, Adapter, load_model, load_tokenizer, preset
-from sarathi import (GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, CostModel,
-                     EarlyAbort, Engine, Iteration, IterationStats, Pipeline, Policy, Request, Run,
+from sarathi import (GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, CostModel, EarlyAbort,
+                     Engine, Entry, Iteration, IterationStats, Pipeline, Policy, Request, Run,
                      Sarathi, SarathiServe, Scheduler, Span, add_model_flags, cell, check_choice,
                      check_range, cluster, entries_of, fcfs, free_memory, lcfs, run_command_line,
                      table)
@@ -597,7 +597,7 @@ def fig4(place):
     yield "decode batch", "at 95 % of the peak", min(enough)
     if place.simulated:  # wider matrices fill a GPU with fewer tokens [SARATHI §4.2]
         cost = CostModel.roofline(replace(preset("gpt3-175b"), n_layer=1), "a100")
-        rates = {n: n / cost.seconds(cost.stats([(0, n, 0, 0, 0)])) for n in shapes["prefill"]}
+        rates = {n: n / cost.seconds(cost.stats([Entry(-1, 0, n, 0)])) for n in shapes["prefill"]}
         yield "prefill at 256", "GPT-3 on an A100", rates[256] / max(rates.values())
 
 @experiment("tokens in the batch, N", "ms")
@@ -792,11 +792,11 @@ class Lightllm(Scheduler):
         store = self.engine.adapters
         n_page = self.engine.pool.n_page
         batch = [(r.max_len - r.n_tokens, r.n_tokens) for r in running]
-        adapters = {store.version(r) for r in running}
+        adapters = {r.version for r in running}
         n_token = 0
         for i, request in enumerate(waiting):
             batch.append((request.max_new_tokens, len(request.prompt)))
-            adapters.add(store.version(request))
+            adapters.add(request.version)
             n_token += len(request.prompt)
             # from the last to end to the first: when the i-th of them ends, i still hold pages
             left, tokens = np.array(sorted(batch, reverse=True)).T
@@ -1319,7 +1319,7 @@ def gpu(place):
     engine = Engine(model, n_page=request.max_len)
     engine.pool.reserve(request, request.max_len)
     ends = (0, 128, 292, 299, 300)  # two chunks, a verification and a decode
-    rows = [engine.runner.forward([Span(request, first, tokens[first:end], 1)]).float()
+    rows = [engine.runner.forward([Span(request, first, tokens[first:end], 1)])[1].float()
             for first, end in pairwise(ends)]
     errors = torch.cat(rows) - model.logits(tokens)[[end - 1 for end in ends[1:]]]
     yield "error of logits over their deviation", float(errors.abs().max() / rows[0].std())

@@ -1,13 +1,16 @@
 """The serving engine: SARATHI, S-LoRA and SmartSpec in one loop.
 
 In reading order: requests; the engine, one iteration of it in `Engine.step`; memory (pages and
-adapters); schedulers; orders of the queue; speculation (policies and proposers); cost models;
-runners, which carry plans out on a model or on a clock; the simulated pipeline; the command line.
+adapters); schedulers; orders of the queue; speculation (policies and proposers); the runner, which
+carries plans out on a model; the simulator (cost models, a runner that moves a clock, a pipeline);
+the command line.
 
 A plan says how many tokens of which request are fed next: [(request, n)]. A prefill chunk, a decode
 and a verification of drafts are the same thing. The engine knows requests, pages and plans, and no
 tensors; tensors begin in ModelRunner.pack, attention is in model.py and kernels.py.
 """
+from __future__ import annotations
+
 import argparse
 import json
 import math
@@ -17,6 +20,7 @@ import time
 from array import array
 from bisect import insort
 from collections import Counter, deque
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -28,7 +32,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary, proxy
 
 # kernels before torch: it sets how torch's threads wait
-from kernels import FEW_ROWS, Batch, Sites, has_triton, probabilities, sample, send, verify
+from kernels import FEW_ROWS, Batch, Sites, cdiv, has_triton, probabilities, sample, send, verify
 from model import (GPT, PRESETS, ROW_PARALLEL, Adapter, GPTConfig, World, load_model,
                    load_tokenizer)
 
@@ -45,28 +49,31 @@ class Request:
 
     |<--------- prompt --------->|<---- output ---->|
     |<------ n_past: cached ------>|<--- n_todo --->|<-- drafts -->|"""
-    prompt: list  # tokens
+    # what the user asks for
+    prompt: list[int]
     max_new_tokens: int = 32
-    adapter: str = None  # a name given to Engine.add_adapter
+    adapter: str | None = None  # a name given to Engine.add_adapter
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0
-    stop: tuple = ()  # tokens that end the output; a token or None will do
-    arrival: float = None  # seconds on the engine's clock; None: now
-    seed: int = None  # of sampled tokens; None: of the engine's seed and the id
-    alpha: float = None  # forced chance of its drafts; None: the engine's alpha
-    id: int = -1  # given by Engine.add; all from here on is the engine's
+    stop: tuple[int, ...] = ()  # tokens that end the output; a token or None will do
+    arrival: float | None = None  # seconds on the engine's clock; None: now
+    seed: int | None = None  # of sampled tokens; None: of the engine's seed and the id
+    alpha: float | None = None  # forced chance of its drafts; None: the engine's alpha
+    # the engine's state
+    id: int = -1  # given by Engine.add
     state: str = "waiting"  # -> running -> length, stop or aborted
     version: int = 0  # of the adapter, the newest when the request is added
-    output: list = field(default_factory=list)
-    times: list = field(default_factory=list)  # seconds at which each output token came
+    output: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # seconds at which each output token came
     n_past: int = 0  # tokens with K and V in the cache
-    n_draft_past: int = 0  # the same for a draft model's cache
+    # speculation's state
+    n_draft_past: int = 0  # tokens with K and V in the cache of a draft model
     may_draft: bool = True  # False: a draft model leaves this request out
-    drafts: list = field(default_factory=list)  # guessed tokens, within an iteration
-    tree: tuple = ()  # candidates per level of the drafts; real drafts have one per level
+    drafts: list[int] = field(default_factory=list)  # guessed tokens, within an iteration
+    tree: tuple[int, ...] = ()  # candidates per level of the drafts; real drafts have one per level
     draft_probs: list = field(default_factory=list)  # (1, V) for each sampled draft: its q
-    acceptance: float = None  # of its drafts, an estimate; at first the speculator's of all
+    acceptance: float | None = None  # estimated rate of its drafts; at first that of all requests
 
     @property
     def n_tokens(self):
@@ -74,7 +81,7 @@ class Request:
 
     @property
     def n_todo(self):
-        return len(self.prompt) + len(self.output) - self.n_past  # called often
+        return len(self.prompt) + len(self.output) - self.n_past
 
     @property
     def max_len(self):
@@ -129,10 +136,19 @@ class Event(NamedTuple):
     tokens: list
     finished: str
 
+class Entry(NamedTuple):
+    """What an iteration computes for one request."""
+    id: int  # of the request
+    n_past: int
+    n_row: int  # tokens, drafts included
+    n_logits: int  # rows with logits
+    version: int = 0  # of the adapter
+    n_weight: int = 0  # of the adapter
+
 class Iteration(NamedTuple):
     start: float  # seconds
     end: float
-    entries: list  # (request id, n_past, rows, rows with logits, adapter version, its weights)
+    entries: list[Entry]
     stage: int = 0  # of a simulated pipeline
 
 # -----------------------------------------------------------------------------
@@ -149,6 +165,7 @@ class Engine:
     alloc: "reserve" a request's maximum length at its start, or "grow" page by page
     draft: None, "ngram", a smaller GPT or CostModel, or a Proposer
     spec: "off", a number of drafts, a name in POLICIES, or a Policy; None: three, if draft is given
+    seed: of the sampled tokens of requests without a seed of their own
     alpha: if not 0, each draft is accepted with this forced chance
     order: a function (waiting, running, now) -> list
     lora: "batched", or the baselines "bmm" and "merge" [S-LoRA §7]
@@ -156,9 +173,12 @@ class Engine:
     tpot: autopilot's target, seconds per token; 0: none
     cost: prices for the policies; None: a profile of this machine, made if a policy asks
     record: a list to which every Iteration is appended"""
-    def __init__(self, model, scheduler="sarathi", chunk=256, max_batch=8, n_page=0,
-                 alloc="reserve", draft=None, spec=None, seed=0, alpha=0.0, order=None,
-                 lora="batched", adapter_pages=0, tpot=0.0, cost=None, record=None):
+    def __init__(self, model: GPT | CostModel, scheduler: str | Scheduler = "sarathi",
+                 chunk: int = 256, max_batch: int = 8, n_page: int = 0, alloc: str = "reserve",
+                 draft: str | GPT | CostModel | Proposer | None = None,
+                 spec: str | int | Policy | None = None, seed: int = 0, alpha: float = 0.0,
+                 order: Callable | None = None, lora: str = "batched", adapter_pages: int = 0,
+                 tpot: float = 0.0, cost: CostModel | None = None, record: list | None = None):
         self.model = check_type("model", model, (GPT, CostModel), "a GPT or a CostModel")
         self.simulated = isinstance(model, CostModel)
         self.chunk = check_range("chunk", chunk, 1)
@@ -200,11 +220,11 @@ class Engine:
         self.clock = VirtualClock() if self.simulated else WallClock()
         engine = proxy(self)
         self.runner = CostRunner(engine, model) if self.simulated else ModelRunner(engine, model)
-        self.adapters.copy = self.runner.copy_adapter
+        self.adapters.start_copy = self.runner.copy_adapter
         self.speculator = Speculator(engine, draft, policy) if policy else None
         self.scheduler.start(engine)
 
-    def step(self):
+    def step(self) -> list[Event]:
         """One iteration. Returns its events; [] if nothing can run now. After any exception, all
         requests wait again, and the engine serves on."""
         try:
@@ -226,7 +246,7 @@ class Engine:
 
     # requests and adapters come and go
 
-    def add_adapter(self, name, source):
+    def add_adapter(self, name: str, source: str | Adapter | int):
         """Make an adapter known. source: a PEFT folder, an Adapter, or a rank (random weights).
         Under a used name it replaces the other one: requests that were added before keep that.
         FileNotFoundError or ValueError for a folder that is missing or does not fit."""
@@ -237,7 +257,7 @@ class Engine:
         values = self.model.world.broadcast(("hold", (name, source, {*self.adapters.known})))[1]
         assert values[0] == name, f"adapter {name!r}: rank 0 adds {values[0]!r} at this point"
 
-    def remove_adapter(self, name):
+    def remove_adapter(self, name: str):
         """Forget an adapter. Requests that were added before keep it. KeyError if it is unknown."""
         names = [name for name in self.adapters.newest if name is not None]
         del self.adapters.newest[check_choice("adapter", name, names)]
@@ -251,7 +271,7 @@ class Engine:
             needed = {request.version for request in self.requests.values()}
             store.keep(needed.union(store.newest.values()))
 
-    def add(self, request):
+    def add(self, request: Request) -> int:
         """Queue a request. Returns its id. ValueError or KeyError if it could never be served."""
         check_request(request, self)
         request.id = next(self.ids)
@@ -266,7 +286,8 @@ class Engine:
         insort(self.pending, request, key=lambda request: request.arrival)
         return request.id
 
-    def generate(self, prompts, max_new_tokens=32, adapter=None, **options):
+    def generate(self, prompts: list[list[int]], max_new_tokens: int = 32,
+                 adapter: str | list | None = None, **options) -> list[list[int]]:
         """Serve prompts (lists of tokens). Returns the list of outputs. adapter: a name for all, or
         a list of names; options: other fields of Request."""
         names = adapter if isinstance(adapter, list) else [adapter] * len(prompts)
@@ -282,7 +303,7 @@ class Engine:
                 self.recover()
         return [request.output for request in requests]
 
-    def run(self, on_event=lambda event: None):
+    def run(self, on_event: Callable[[Event], None] = lambda event: None) -> Run:
         """Step until every request has ended. on_event is called for each event. Returns the Run
         of the requests that came to their end."""
         start = self.clock.now()
@@ -294,7 +315,7 @@ class Engine:
                     finished.append(event.request)
         return Run(finished, start)
 
-    def abort(self, id):
+    def abort(self, id: int):
         """End a request now. KeyError if the id is unknown or the request has ended."""
         if id not in self.requests:
             raise KeyError(f"no request with id {id} is waiting or running")
@@ -346,22 +367,11 @@ class Engine:
     def admit(self, plan):
         """Start the plan's waiting requests, up to the first one that has no room, and reserve
         pages for the others' tokens. Returns the part of the plan that can run."""
-        name = type(self.scheduler).__name__
-        good = isinstance(plan, list)
-        good = good and all(issubclass(kind, tuple) for kind in {*map(type, plan)})
-        assert good, f"{name} plans {short(plan)}: must be [(request, n)]"
-        planned = dict(plan)
-        batch = {*planned, *self.running}
-        good = len(planned) == len(plan) and len(batch) <= self.max_batch
-        assert good, f"{name} plans a request twice, or more than max_batch = {self.max_batch}"
+        self.check_plan(plan)
         # a request that is preempted below waits again, and must not start at once
-        new = batch.difference(self.running)
+        new = {request for request, _ in plan if request.state != "running"}
         room = True
         for request, n in plan:
-            good = request.state == "running" or request in self.waiting
-            good = good and n in range(1, request.n_todo + 1)
-            assert good, (f"{name} or the order plans {n} of {request.n_todo} tokens of "
-                          f"{short(request)}: must be in the queue or running")
             if request in new:
                 room = room and self.start(request)
                 self.full = not room
@@ -369,7 +379,21 @@ class Engine:
                 self.grow(request, request.n_past + n)
         if len(self.adapters.known) > 1:
             self.prefetch()
-        return [entry for entry in plan if entry[0].state == "running"]
+        return [(request, n) for request, n in plan if request.state == "running"]
+
+    def check_plan(self, plan):
+        """AssertionError that names a mistake of the scheduler or of the order."""
+        name = type(self.scheduler).__name__
+        good = isinstance(plan, list) and all(isinstance(entry, tuple) for entry in plan)
+        assert good, f"{name} plans {short(plan)}: must be [(request, n)]"
+        planned = {request for request, _ in plan}
+        good = len(planned) == len(plan) and len(planned.union(self.running)) <= self.max_batch
+        assert good, f"{name} plans a request twice, or more than max_batch = {self.max_batch}"
+        for request, n in plan:
+            good = request.state == "running" or request in self.waiting
+            assert good and n in range(1, request.n_todo + 1), (
+                f"{name} or the order plans {n} of {request.n_todo} tokens of {short(request)}: "
+                "must be in the queue or running")
 
     def start(self, request):
         """Acquire a waiting request's adapter and pages. Returns False if one has no room."""
@@ -384,7 +408,7 @@ class Engine:
         if not self.adapters.reserve(self.pool, request, n, spare):
             self.adapters.release(version)
             return False
-        self.adapters.loaded[version]()  # waits for its copy
+        self.adapters.wait(version)
         if swap:
             self.merged = version
             self.runner.merge(self.adapters.known[version])
@@ -399,9 +423,10 @@ class Engine:
         shared = self.adapters.pool is self.pool
         spare = sum(r.max_len - len(self.pool.tables[r]) for r in self.running)
         wanted = []
-        for request in islice((r for r in self.ordered if r.state == "waiting"), n):
+        waiting = (request for request in self.ordered if request.state == "waiting")
+        for request in islice(waiting, n):
             spare += request.n_tokens
-            wanted.append((request.version, spare * shared))
+            wanted.append((request.version, spare if shared else 0))
         self.adapters.prefetch(wanted)
 
     def grow(self, request, n):
@@ -449,10 +474,9 @@ class Engine:
                 # a stop token may have cut accepted drafts off
                 self.speculator.count(request, min(len(tokens), len(verified) - 1), len(tokens))
                 request.drop_drafts()
-            end = request.end
-            if end:
-                self.finish(request, end)
-            events.append(Event(request, tokens, end))
+            events.append(Event(request, tokens, request.end))
+            if request.end:
+                self.finish(request, request.end)
         return events
 
     def idle(self, planned):
@@ -462,6 +486,17 @@ class Engine:
         if self.waiting and not self.running:
             self.clock.wait_until(self.pending[0].arrival)
         return []
+
+def entries_of(plan, engine):
+    """The Entry of each request in a plan."""
+    entries = []
+    for request, n in plan:
+        n_draft = len(request.drafts)
+        n_logits = 1 + n_draft if n == request.n_todo else 0
+        n_weight = engine.adapters.known[request.version].n_params
+        entries.append(Entry(request.id, request.n_past, n + n_draft, n_logits, request.version,
+                             n_weight))
+    return entries
 
 def check_choice(name, value, choices):
     """Returns value. KeyError that lists the choices if it is none of them."""
@@ -614,7 +649,7 @@ class AdapterStore:
     ones as long as no request needs their pages [S-LoRA §5]. Version 0, base, has no modules."""
     def __init__(self, pool, base):
         self.pool = pool
-        self.copy = None  # the runner's (version, pages) -> function that waits for the copy
+        self.start_copy = None  # the runner's (version, pages) -> function that waits for the copy
         self.n_version = 1  # so many were made
         self.newest = {None: 0}  # name -> version
         self.known = {0: base}  # version -> Adapter
@@ -624,8 +659,8 @@ class AdapterStore:
 
     def clear(self):
         """Take all adapters off their pages. No request runs."""
-        for wait in self.loaded.values():
-            wait()
+        for version in self.loaded:
+            self.wait(version)
         self.pool.clear()
         self.loaded = {0: lambda: None}
         self.n_users = Counter([0])  # version 0 is never idle
@@ -635,8 +670,9 @@ class AdapterStore:
         self.known[self.n_version] = adapter
         self.n_version += 1
 
-    def version(self, request):
-        return request.version
+    def wait(self, version):
+        """Wait until an adapter is copied to its pages."""
+        self.loaded[version]()
 
     def keep(self, versions):
         """Forget all other versions."""
@@ -647,7 +683,8 @@ class AdapterStore:
             del self.n_users[version]
 
     def evict(self, version):
-        self.loaded.pop(version)()  # a copy in flight must not overwrite the next owner's pages
+        self.wait(version)  # a copy in flight must not overwrite the next owner's pages
+        del self.loaded[version]
         self.pool.release(version)
 
     def reserve(self, pool, owner, n, spare=0):
@@ -668,7 +705,7 @@ class AdapterStore:
         if not self.reserve(self.pool, version, self.known[version].n_page, spare):
             return False
         pages = self.pool.tables[version]  # none if adapters are merged into the weights
-        self.loaded[version] = self.copy(version, pages) if pages else self.loaded[0]
+        self.loaded[version] = self.start_copy(version, pages) if pages else self.loaded[0]
         return True
 
     def acquire(self, version, spare=0):
@@ -772,7 +809,8 @@ class Scheduler:
         self.engine = engine
         self.chunk = self.chunk or engine.chunk
 
-    def plan(self, running, waiting):
+    def plan(self, running: list[Request],
+             waiting: list[Request]) -> list[tuple[Request, int]]:
         """running: requests with pages, the oldest first. waiting: those that max_batch has room
         for; none if pages were missing, until some are released or a request arrives. Returns
         [(request, n)] with 1 <= n <= request.n_todo. Called once per step."""
@@ -787,7 +825,8 @@ class Scheduler:
         """Prompt tokens that fill a chunk beside the decodes of a plan and their drafts; if more of
         these come than fit, whole tiles [SARATHI §4.4]."""
         n = len(decodes) + self.drafts(decodes)
-        return max(self.chunk, round_up(n + 1, min(TILE, self.chunk))) - n
+        tile = min(TILE, self.chunk)
+        return max(self.chunk, cdiv(n + 1, tile) * tile) - n
 
 class Static(Scheduler):
     """Request-level batching (FasterTransformer): fill a batch, run it until all have ended."""
@@ -828,8 +867,8 @@ class Autopilot(Scheduler):
         sizes = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
         self.sizes = [n for n in sizes if n % cost.tile == 0]  # of batches, in tokens
         # seconds per prompt token, at best
-        stats = {n: cost.stats([(0, n, 0, 0, 0)]) for n in self.sizes}
-        self.prefill_price = min(cost.seconds(stats[n]) / n for n in self.sizes)
+        self.prefill_price = min(
+            cost.seconds(cost.stats([Entry(-1, 0, n, 0)])) / n for n in self.sizes)
 
     def plan(self, running, waiting):
         cost = self.engine.cost
@@ -883,9 +922,6 @@ def prefill_chunks(prefills, budget):
             plan.append((request, min(request.n_todo, budget)))
             budget -= request.n_todo
     return plan
-
-def round_up(n, unit):
-    return -(-n // unit) * unit
 
 SCHEDULERS = {"static": Static, "orca": Orca, "prefill_first": PrefillFirst, "sarathi": Sarathi,
               "sarathi_serve": SarathiServe, "autopilot": Autopilot}
@@ -991,7 +1027,8 @@ class Policy:
     threshold = 0.0  # a draft model stops behind a draft with no more than this probability
     trees = [(1,) * MAX_DRAFTS]  # to choose from
 
-    def lengths(self, requests, limits, alpha, price):
+    def lengths(self, requests: list[Request], limits: list[int], alpha: float,
+                price: Callable[[list[int]], float]) -> list[tuple[int, ...]]:
         """requests: the decodes; limits: the most drafts for each; alpha: the acceptance rate of
         all. price(drafts) -> seconds of an iteration with drafts[i] drafts of all made in step i.
         Returns a tree, candidates per level, for each: (1, 1, 1) is three drafts in a row."""
@@ -1046,19 +1083,26 @@ class GoodputGlobal(Goodput):
         return self.totals
 
 class GoodputRequest(Goodput):
-    """Each request its own k [SmartSpec §3.3]. Draft j of a request is worth alpha^j tokens. For a
-    number of drafts in all, the best are those worth most; sixteen such numbers are priced."""
+    """Each request its own k [SmartSpec §3.3]. Draft j of a request is worth alpha^j tokens. The
+    drafts worth most are taken first, as many as give the most tokens per second."""
     def lengths(self, requests, limits, alpha, price):
         drafts = []  # (expected tokens, level, request)
         for i, (request, limit) in enumerate(zip(requests, limits)):
             drafts += [(request.acceptance ** j, j, i) for j in range(1, limit + 1)]
         drafts.sort(key=lambda draft: -draft[0])  # those worth the same stay in their order
-        values, levels, owners = zip((len(limits), 0, 0), *drafts)
-        tokens = np.cumsum(values)
-        numbers = np.linspace(0, len(drafts), 17).astype(int).tolist()
-        best = max(numbers, key=lambda n: (
-            tokens[n] / price(np.bincount(levels[:n + 1])[1:].tolist())))
-        chosen = Counter(owners[1:best + 1])
+        numbers = np.linspace(0, len(drafts), 17).astype(int)  # a price takes time: not all
+        tokens = len(limits)  # that come without drafts
+        best_rate = tokens / price([])
+        best = 0
+        n_level = Counter()
+        for n, (value, level, _) in enumerate(drafts, 1):
+            tokens += value
+            n_level[level] += 1
+            rate = tokens / price([*n_level.values()]) if n in numbers else 0.0
+            if rate > best_rate:
+                best_rate = rate
+                best = n
+        chosen = Counter(i for _, _, i in drafts[:best])
         return [(1,) * chosen[i] for i in range(len(limits))]
 
 class Confidence(Goodput):
@@ -1077,12 +1121,12 @@ POLICIES = {"goodput": Goodput, "goodput_global": GoodputGlobal, "goodput_reques
             "goodput_tree": GoodputTree, "confidence": Confidence, "oracle": Oracle}
 
 class Proposer:
-    """Subclass it and write draft(). The class itself is the simulator's prompt lookup."""
+    """Subclass it and write draft()."""
     context = math.inf  # the most tokens from which it can draft
 
-    def draft(self, request, k):
+    def draft(self, request: Request, k: int) -> list[int]:
         """Up to k tokens that may follow the request's known ones."""
-        return [0] * k
+        raise NotImplementedError
 
     def propose(self, plan, lengths, threshold):
         """Set the drafts of the requests in lengths {request: k}. threshold: the policy's."""
@@ -1093,6 +1137,11 @@ class Proposer:
         """Seconds to make drafts[i] drafts in step i, each behind so many tokens [SmartSpec Eq. 5].
         """
         return 1e-5 * max(drafts, default=0)  # one lookup per request
+
+class Zeros(Proposer):
+    """The simulator's prompt lookup: every token is 0."""
+    def draft(self, request, k):
+        return [0] * k
 
 class Ngram(Proposer):
     """Prompt lookup: what followed the last occurrence of the last three, two or one tokens."""
@@ -1184,7 +1233,7 @@ def make_proposer(draft, engine, needs_price):
         return DraftModel(ModelRunner(engine, draft), cost, draft.config.block_size)
     kind = "a CostModel" if engine.simulated else "a GPT"
     check_choice("draft", draft, ["ngram", kind, "a Proposer"])
-    return Proposer() if engine.simulated else Ngram()
+    return Zeros() if engine.simulated else Ngram()
 
 class Speculator:
     """Adds drafts to an engine's plans, and counts how many are accepted [SmartSpec §5]."""
@@ -1292,6 +1341,8 @@ class VirtualClock:
     def wait_until(self, t):
         self.t = max(self.t, t)
 
+ROW, N_ROW, COLUMN, N_COLUMN, RANK, _, _, ENTRY = range(8)  # columns of Sites.sites
+
 class Span(NamedTuple):
     """Tokens of one request that a model is fed."""
     request: Request
@@ -1311,7 +1362,7 @@ class ModelRunner:
         model.merge(None)  # an engine before this one may have left an adapter
         pools = {engine.pool, engine.adapters.pool}
         self.n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
-        self.copies = None  # the stream of copies of adapters
+        self.copies = None  # the stream that copies adapters
         self.graphs = None
         if model.device.type == "cuda":
             check_gpu(model.device, model.config.head_dim)
@@ -1327,23 +1378,23 @@ class ModelRunner:
             tokens = request.tokens(request.n_past, request.n_past + n) + request.drafts
             n_logits = 1 + len(request.drafts) if n == request.n_todo else 0
             spans.append(Span(request, request.n_past, tokens, n_logits))
-        logits = self.forward(spans)
+        spans, logits = self.forward(spans)
         sampling = [span.request for span in spans if span.n_logits]
         if self.engine.alpha or all(request.temperature == 0 for request in sampling):
             return self.verify_greedy(sampling, logits)
         return self.verify_sampled(sampling, logits)
 
     def forward(self, spans):
-        """One iteration of the model. Sorts spans: few rows first, those of an adapter side by
-        side. Returns logits (M, V), span after span."""
-        spans.sort(key=lambda span: (len(span.tokens) > FEW_ROWS, span.request.version))
-        return self.tell("compute", self.pack(spans))
+        """One iteration of the model. Returns the spans in the order of the batch, few rows first
+        and those of an adapter side by side, and logits (M, V), span after span."""
+        spans = sorted(spans, key=lambda s: (len(s.tokens) > FEW_ROWS, s.request.version))
+        return spans, self.tell("compute", self.pack(spans))
 
     def compute(self, batch):
         for op in batch.adapters.keys() & ROW_PARALLEL:
             # the sites hold rank 0's columns; shift them to this rank's [S-LoRA §6]
             sites = batch.adapters[op].sites
-            sites[:, 2] += self.model.world.rank * sites[:, 3]
+            sites[:, COLUMN] += self.model.world.rank * sites[:, N_COLUMN]
         if self.graphs and self.graphs.fits(batch):
             return self.graphs.replay(batch)
         return self.model.forward(batch.to(self.model.device), self.kv)
@@ -1399,12 +1450,12 @@ class ModelRunner:
             sites = np.concatenate(parts)
             if len(sites):
                 where = [place for _, place in places]
-                sites[:, [0, 1, 7]] += np.repeat(where, list(map(len, parts)), 0)
-                max_rank = round_up(int(sites[:, 4].max()), 16)
+                sites[:, [ROW, N_ROW, ENTRY]] += np.repeat(where, list(map(len, parts)), 0)
+                max_rank = cdiv(int(sites[:, RANK].max()), 16) * 16
                 wide = not (np.array([*operator.modules.values()]) % 16).any()
                 packed[op] = Sites(sites=torch.from_numpy(sites), table=table, max_rank=max_rank,
                                    n_module=len(operator.modules), way=self.engine.lora, wide=wide,
-                                   **row_counts(sites[:, 1]))
+                                   **row_counts(sites[:, N_ROW]))
         return packed
 
     def verify_greedy(self, sampling, logits):
@@ -1449,7 +1500,8 @@ class ModelRunner:
     def draft(self, spans, threshold):
         """A draft for every span with a logit row: [(request, token, is it above threshold)]."""
         V = self.engine.model.config.vocab_size
-        logits = self.forward(spans)[:, :V]  # no token that the target lacks
+        spans, logits = self.forward(spans)
+        logits = logits[:, :V]  # no token that the target lacks
         requests = [span.request for span in spans if span.n_logits]
         tokens = logits.max(-1).indices
         # if one request samples, all of them have distributions
@@ -1610,17 +1662,6 @@ class IterationStats:
                        adapted=self.adapted * (1 + n / d),
                        lora_pairs=self.lora_pairs * (1 + n / d))
 
-def entries_of(plan, engine):
-    """A plan as Iteration.entries."""
-    entries = []
-    for request, n in plan:
-        n_draft = len(request.drafts)
-        n_logits = 1 + n_draft if n == request.n_todo else 0
-        version = request.version
-        n_weight = engine.adapters.known[version].n_params
-        entries.append((request.id, request.n_past, n + n_draft, n_logits, version, n_weight))
-    return entries
-
 class GPU(NamedTuple):
     flops: float  # dense 16-bit tensor cores that add in 32 bits, 1/s
     bandwidth: float  # memory, bytes/s
@@ -1718,28 +1759,34 @@ class CostModel:
         self.n_weights = {op: config.n_layer * math.prod(w) for op, w in config.widths.items()}
 
     @staticmethod
-    def profile(model):
+    def profile(model: GPT) -> CostModel:
         """The costs of a model on this machine, measured once, in 10 to 15 seconds."""
         if model not in PROFILES:
             print("measuring what iterations cost on this machine, 15 s at most", file=sys.stderr)
             PROFILES[model] = Profile(model)
         return PROFILES[model]
 
-    def time(self, n_tokens, n_context=0):
+    @staticmethod
+    def roofline(config: GPTConfig, gpu: str, tp: int = 1, nodes: int = 1,
+                 system: str = "sarathi") -> CostModel:
+        """The costs of a model on GPUs, from their data sheet."""
+        return Roofline(config, gpu, tp, nodes, system)
+
+    def time(self, n_tokens: int, n_context: float = 0) -> float:
         """Seconds of an iteration of n_tokens, with decodes that read n_context cached tokens."""
         return sum(self.operators(n_tokens, n_context).values())
 
-    def operators(self, n_tokens, n_context=0):
+    def operators(self, n_tokens: int, n_context: float = 0) -> dict[str, float]:
         """The same by operator [SARATHI Table 1]: {"preproj": seconds, "attn": ..., ...}."""
         check_range("n_tokens", n_tokens, 1)
         check_range("n_context", n_context, 0.0)
         return self.split(IterationStats(n_tokens, 1, int(n_context > 0), n_context))
 
-    def stats(self, entries, others=IterationStats()):
-        """Stats of an iteration with these entries (the id may lack) and the others' stats."""
+    def stats(self, entries: list[Entry], others=IterationStats()) -> IterationStats:
+        """Stats of an iteration with these entries and the others' stats."""
         s = replace(others)
         adapters = {}  # version -> weights
-        for *_, n_past, n, n_logits, version, n_weight in entries:
+        for _, n_past, n, n_logits, version, n_weight in entries:
             s.n_tokens += n
             s.n_logits += n_logits
             adapters[version] = n_weight
@@ -1751,14 +1798,14 @@ class CostModel:
                 s.lora_pairs += n * n_weight
             else:
                 s.chunks += 1
-                s.pairs += round_up(n, self.tile) * (n_past + n / 2)
+                s.pairs += cdiv(n, self.tile) * self.tile * (n_past + n / 2)
                 s.chunk_context += n_past + n
                 s.adapted_chunks += n_weight > 0
                 s.lora_chunk_pairs += n * n_weight
         s.lora_read += sum(adapters.values())
         return s
 
-    def seconds(self, stats, lora="batched"):
+    def seconds(self, stats: IterationStats, lora: str = "batched") -> float:
         return sum(self.split(stats, lora).values())
 
     def parts(self, stats, lora):
@@ -1777,12 +1824,12 @@ class CostModel:
         seconds["host"] = host + self.system.token * stats.n_logits
         return seconds
 
-    def load(self, n_params, resize):
+    def load_seconds(self, n_params, resize):
         """Seconds of (host, link) to load an adapter. resize: into a pool for adapters alone."""
         host = self.config.n_layer * (self.system.load + self.system.resize * resize)
         return host, n_params * self.dtype.itemsize / (LINK * PCIE)
 
-    def merge(self):
+    def merge_seconds(self):
         """Seconds to swap the merged adapter, W - A1 B1 + A2 B2 of q, k, v and o."""
         n = self.n_weights["preproj"] + self.n_weights["postproj"]
         return 2 * 4 * n * self.dtype.itemsize / self.bandwidth  # reads and writes W and A B
@@ -1803,8 +1850,8 @@ class Roofline(CostModel):
         self.exchanges = True  # x A of adapters is sent; False shows its cost [S-LoRA Fig. 8]
         self.link = LINK * sheet.link
         self.flops = tp * sheet.flops
-        self.read = tp * sheet.bandwidth
-        self.bandwidth = GEMM_BANDWIDTH * self.read
+        self.peak_bandwidth = tp * sheet.bandwidth
+        self.bandwidth = GEMM_BANDWIDTH * self.peak_bandwidth  # of matrix products
         memory = self.system.usable * tp * nodes * sheet.memory * 2**30
         self.memory = memory - self.n_bytes  # for the cache
         free = round(self.memory / 1e9, 1)
@@ -1817,7 +1864,7 @@ class Roofline(CostModel):
         if self.tp > 1:
             linear += 2 * self.message(2 * (self.tp - 1) / self.tp * s.n_tokens * c.n_embd)
         # attention: chunks compute and read, decodes read
-        page_seconds = self.page_bytes / (DECODE_BANDWIDTH * self.read)
+        page_seconds = self.page_bytes / (DECODE_BANDWIDTH * self.peak_bandwidth)
         flops = 4 * c.n_layer * c.n_head * c.head_dim * s.pairs
         chunks = math.hypot(flops / (CHUNK_FLOPS * self.flops), s.chunk_context * page_seconds)
         context = s.context + s.context_again * self.system.expand
@@ -1831,7 +1878,7 @@ class Roofline(CostModel):
 
     def product(self, n, n_weights):
         """n rows times n_weights weights: whole tiles are computed, every weight is read once."""
-        rows = n if n <= SKINNY else round_up(n, TILE)
+        rows = n if n <= SKINNY else cdiv(n, TILE) * TILE
         compute = 2 * rows * n_weights / (GEMM_FLOPS * self.flops)
         return math.hypot(compute, self.dtype.itemsize * n_weights / self.bandwidth)
 
@@ -1841,7 +1888,7 @@ class Roofline(CostModel):
         L = self.config.n_layer
         pairs = s.lora_pairs + s.lora_chunk_pairs
         multiply = 2 * pairs / (CHUNK_FLOPS * self.flops)
-        read = s.lora_read * self.dtype.itemsize / (LORA_BANDWIDTH * self.read)
+        read = s.lora_read * self.dtype.itemsize / (LORA_BANDWIDTH * self.peak_bandwidth)
         rows = L * LORA_ROW * s.adapted / self.tp
         if way == "bmm":  # gathered and padded first
             read *= 3
@@ -1892,15 +1939,15 @@ class Profile(CostModel):
         relative = np.array([[x / seconds for x in (1, *vars(self.stats(entries)).values())]
                              for entries, seconds in measured])
         tested = np.arange(len(measured)) % 6 == 5  # the fit does not see them
-        self.coefficients = least_squares(relative[~tested])
+        self.coefficients = least_squares(relative[~tested])  # seconds; and of each feature
         self.error = float(np.median(np.abs(relative[tested] @ self.coefficients - 1)))
 
     def parts(self, stats, lora):
-        seconds = list(map(mul, self.coefficients, (1, *vars(stats).values())))
-        linear = sum(seconds[:2])  # the constant, n_tokens
-        others = seconds[2]  # n_logits
-        attention = sum(seconds[3:9])  # decodes ... chunk_context
-        return linear, attention, others, sum(seconds[9:])
+        constant, *per_feature = self.coefficients
+        s = IterationStats(*map(mul, per_feature, vars(stats).values()))  # now in seconds
+        attention = s.decodes + s.context + s.context_again + s.chunks + s.pairs + s.chunk_context
+        adapters = s.adapted + s.adapted_chunks + s.lora_read + s.lora_pairs + s.lora_chunk_pairs
+        return constant + s.n_tokens, attention, s.n_logits, adapters
 
 def random_plan(rng, L, adapted):
     """The plan of a random iteration: decodes that all have as many drafts, a chunk, or both."""
@@ -1939,7 +1986,6 @@ def least_squares(A):
     return x.tolist()
 
 PROFILES = WeakKeyDictionary()  # model -> Profile
-CostModel.roofline = Roofline
 
 # -----------------------------------------------------------------------------
 # the simulator: a runner that moves a clock, and a pipeline of engines
@@ -1965,18 +2011,19 @@ class CostRunner:
                 for request, n in plan if n == request.n_todo}
 
     def draft(self, spans, threshold):
-        entries = [(n_past, len(tokens), n_logits, 0, 0) for _, n_past, tokens, n_logits in spans]
+        entries = [Entry(request.id, n_past, len(tokens), n_logits)
+                   for request, n_past, tokens, n_logits in spans]
         self.clock.t += self.cost.seconds(self.cost.stats(entries))
         return [(span.request, 0, True) for span in spans if span.n_logits]
 
     def merge(self, adapter):
-        self.clock.t += self.cost.merge()
+        self.clock.t += self.cost.merge_seconds()
 
     def copy_adapter(self, version, pages):
         """Copies follow one another on the link, while iterations run [S-LoRA §5.2]."""
         store = self.engine.adapters
         n_params = store.known[version].n_params
-        host, transfer = self.cost.load(n_params, store.pool is not self.engine.pool)
+        host, transfer = self.cost.load_seconds(n_params, store.pool is not self.engine.pool)
         self.clock.t += host
         self.link_free_at = max(self.link_free_at, self.clock.t) + transfer
         arrival = self.link_free_at
