@@ -771,7 +771,7 @@ class Lightllm(Scheduler):
 
     def start(self, engine):
         super().start(engine)
-        engine.adapters.prefetch = lambda waiting: None
+        engine.prefetch = lambda: None
 
     def plan(self, running, waiting):
         new = []

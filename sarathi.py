@@ -210,8 +210,7 @@ class Engine:
         if self.cost is None and (self.scheduler.needs_price or policy and policy.needs_price):
             self.cost = CostModel.profile(model)
 
-        # memory, and the runner that uses it. The parts refer to the engine weakly: when it ends,
-        # the memory of its cache is free at once
+        # memory and the runner. Weak references to the engine: its cache is freed when it ends
         n_page, self.max_batch = size_pool(self, draft, n_page, max_batch)
         self.pool = PagePool(n_page)
         own_pool = PagePool(adapter_pages, first=n_page) if adapter_pages else self.pool
@@ -264,8 +263,8 @@ class Engine:
         self.drop_versions()
 
     def drop_versions(self):
-        """Forget the versions that no name stands for and no request needs. Ranks above 0 have no
-        requests: they do so when rank 0 adds an adapter."""
+        """Forget replaced and removed adapters that no request needs. Other ranks have no requests:
+        they do so when rank 0 adds an adapter."""
         store = self.adapters
         if self.model.world.rank == 0 and len(store.known) > len(store.newest):
             needed = {request.version for request in self.requests.values()}
@@ -292,11 +291,11 @@ class Engine:
         a list of names; options: other fields of Request."""
         names = adapter if isinstance(adapter, list) else [adapter] * len(prompts)
         check_range("names in adapter", len(names), len(prompts), len(prompts))
-        requests = [Request(prompt, max_new_tokens, name, **options)
-                    for prompt, name in zip(prompts, names)]
+        requests = []
         try:
-            for request in requests:
-                self.add(request)
+            for prompt, name in zip(prompts, names):
+                requests.append(Request(prompt, max_new_tokens, name, **options))
+                self.add(requests[-1])
             self.run()
         finally:  # after an exception, these requests leave the engine
             if any([self.requests.pop(request.id, None) for request in requests]):
@@ -304,8 +303,7 @@ class Engine:
         return [request.output for request in requests]
 
     def run(self, on_event: Callable[[Event], None] = lambda event: None) -> Run:
-        """Step until every request has ended. on_event is called for each event. Returns the Run
-        of the requests that came to their end."""
+        """Step until every request has ended. Returns the Run of those not aborted."""
         start = self.clock.now()
         finished = []
         while self.requests:
@@ -344,7 +342,7 @@ class Engine:
     # the parts of an iteration
 
     def arrive(self):
-        """Queue the requests that have arrived. If there is nothing else, wait for the next."""
+        """Queue the requests that have arrived. If there are no others, wait for the next."""
         if self.pending and not self.running and not self.waiting:
             self.clock.wait_until(self.pending[0].arrival)
         while self.pending and self.pending[0].arrival <= self.clock.now():
@@ -366,7 +364,7 @@ class Engine:
 
     def admit(self, plan):
         """Start the plan's waiting requests, up to the first one that has no room, and reserve
-        pages for the others' tokens. Returns the part of the plan that can run."""
+        pages for the running ones' tokens. Returns the part of the plan that can run."""
         self.check_plan(plan)
         # a request that is preempted below waits again, and must not start at once
         new = {request for request, _ in plan if request.state != "running"}
@@ -419,19 +417,22 @@ class Engine:
 
     def prefetch(self, n=32):
         """Load the adapters of the next n requests to start [S-LoRA §5.2], if these have room
-        beside all that the running ones may still need, so that none is evicted before its use."""
-        shared = self.adapters.pool is self.pool
+        beside all that the running ones may still need."""
         spare = sum(r.max_len - len(self.pool.tables[r]) for r in self.running)
-        wanted = []
+        shared = self.adapters.pool is self.pool
+        acquired = []  # until all are loaded, so that none evicts another one
         waiting = (request for request in self.ordered if request.state == "waiting")
         for request in islice(waiting, n):
             spare += request.n_tokens
-            wanted.append((request.version, spare if shared else 0))
-        self.adapters.prefetch(wanted)
+            if not self.adapters.acquire(request.version, spare if shared else 0):
+                break
+            acquired.append(request.version)
+        for version in acquired:
+            self.adapters.release(version)
 
     def grow(self, request, n):
-        """Let a running request have n pages. If too few are free, preempt the last to start: it
-        goes in front of the queue, without its pages, and is recomputed."""
+        """Reserve n pages for a running request. If too few are free, preempt the last to start:
+        it loses its pages, goes to the front of the queue, and is recomputed later."""
         while request.state == "running" and not self.adapters.reserve(self.pool, request, n):
             last = self.running[-1]
             self.release(last)
@@ -480,7 +481,7 @@ class Engine:
         return events
 
     def idle(self, planned):
-        """Nothing can run: what was planned has no room yet. Wait for the next arrival."""
+        """Nothing can run: the planned requests have no room. Wait for the next arrival."""
         stuck = self.running or (self.waiting and not self.pending)
         assert planned or not stuck, f"{type(self.scheduler).__name__} or the order serves nothing"
         if self.waiting and not self.running:
@@ -529,15 +530,14 @@ def check_tokens(name, tokens):
                          "encode a text, and give generate() a list of prompts") from None
 
 def short(value):
-    """A value in one line of a message"""
-    return f"{' '.join(repr(value).split()):.60}"
+    return " ".join(repr(value).split())[:60]
 
 def check_request(r, engine):
     """Put a request's fields in their normal form. ValueError or KeyError if it was added before,
     or could never be served."""
     check_type("request", r, Request, "a Request")
     new = vars(Request(r.prompt))
-    for name in [*new][[*new].index("id"):]:  # the engine's fields
+    for name in islice(new, [*new].index("id"), None):  # the fields that the user must not set
         if repr(getattr(r, name)) != repr(new[name]):
             raise ValueError(f"{name} = {short(getattr(r, name))}: add a Request only once, as new")
     r.prompt = check_tokens("prompt", r.prompt)
@@ -585,8 +585,7 @@ class Run:
 
     @property
     def figures(self):
-        """{name: number}, with medians and 99th percentiles over the finished requests. stall: the
-        longest time between two tokens of a request."""
+        """{name: number}; p50 and p99: percentiles over the finished requests."""
         figures = {"requests": len(self.ends), "tokens/s": self.tokens_per_second}
         for name, times in (("TTFT", self.ttfts), ("TPOT", self.tpots), ("stall", self.stalls)):
             for q in (50, 99):
@@ -646,7 +645,7 @@ class PagePool:
 
 class AdapterStore:
     """All adapters in host memory, and some loaded into pages: those of running requests, and idle
-    ones as long as no request needs their pages [S-LoRA §5]. Version 0, base, has no modules."""
+    ones as long as no request needs their pages [S-LoRA §5]. Version 0 is the base model."""
     def __init__(self, pool, base):
         self.pool = pool
         self.start_copy = None  # the runner's (version, pages) -> function that waits for the copy
@@ -688,8 +687,8 @@ class AdapterStore:
         self.pool.release(version)
 
     def reserve(self, pool, owner, n, spare=0):
-        """PagePool.reserve, with spare pages left that are free or an idle adapter's. Evicts idle
-        adapters, least recently used first, unless too few pages would become free."""
+        """PagePool.reserve, if `spare` more pages are free or of idle adapters. Evicts idle
+        adapters, least recently used first, until n are free."""
         n_more = n - len(pool.tables.get(owner, ()))
         if n_more + spare > len(pool.free):
             idle = [version for version in self.loaded if not self.n_users[version]]
@@ -719,30 +718,19 @@ class AdapterStore:
     def release(self, version):
         self.n_users[version] -= 1
 
-    def prefetch(self, wanted):
-        """Load adapters, [(version, pages to spare)], up to the first that has no room; none of
-        them takes the pages of another one."""
-        versions = []
-        for version, spare in wanted:
-            if not self.acquire(version, spare):
-                break
-            versions.append(version)
-        for version in versions:
-            self.release(version)
-
 def read_adapter(name, source, engine):
     """An Adapter from a PEFT folder, an Adapter, or a rank: random weights, in a simulator none."""
     kinds = (str, os.PathLike, Adapter, int)
     check_type("adapter", source, kinds, "a PEFT folder, an Adapter, or a rank")
     model = engine.model
     adapter = source
-    if isinstance(source, int):
-        check_range("rank", source, 1)
-        adapter = Adapter(model.config, source)
-        if not engine.simulated:
-            adapter = Adapter.random(model.config, source, engine.adapters.n_version, model.dtype)
-    elif not isinstance(source, Adapter):
+    if isinstance(source, (str, os.PathLike)):
         adapter = Adapter.from_pretrained(source, model.config, model.dtype)
+    elif isinstance(source, int):
+        rank = check_range("rank", source, 1)
+        adapter = Adapter(model.config, rank)
+        if not engine.simulated:
+            adapter = Adapter.random(model.config, rank, engine.adapters.n_version, model.dtype)
     ours, theirs = [(c.n_layer, c.operators) for c in (model.config, adapter.config)]
     if name is None or (ours != theirs and not engine.simulated):
         raise ValueError(f"adapter {name!r}: must have a name, and be made for this model")
@@ -765,8 +753,8 @@ def size_pool(engine, draft, n_page, max_batch):
         if engine.simulated:
             free = model.memory - sum(m.n_bytes for m in models[1:])
         else:
-            # memory for the largest iteration, and as much for graphs. It feeds a chunk, or, by
-            # other schedulers, as many tokens as the cache may hold
+            # twice the memory of the largest iteration, one for graphs. It feeds a chunk, or, by
+            # other schedulers, as many tokens as the cache holds
             n_logits = (max_batch or 256) * (FEW_ROWS if draft else 1)
             chunk = engine.scheduler.chunk or engine.chunk
             free = free_memory(model.device)
@@ -812,8 +800,8 @@ class Scheduler:
     def plan(self, running: list[Request],
              waiting: list[Request]) -> list[tuple[Request, int]]:
         """running: requests with pages, the oldest first. waiting: those that max_batch has room
-        for; none if pages were missing, until some are released or a request arrives. Returns
-        [(request, n)] with 1 <= n <= request.n_todo. Called once per step."""
+        for; none while memory is full. Returns [(request, n)] with 1 <= n <= request.n_todo.
+        Called once per step."""
         raise NotImplementedError
 
     def drafts(self, decodes):
@@ -822,8 +810,8 @@ class Scheduler:
         return speculator.expected([request for request, _ in decodes]) if speculator else 0
 
     def budget(self, decodes):
-        """Prompt tokens that fill a chunk beside the decodes of a plan and their drafts; if more of
-        these come than fit, whole tiles [SARATHI §4.4]."""
+        """Prompt tokens that fill a chunk beside the decodes of a plan and their drafts; if these
+        alone are more, that fill whole tiles [SARATHI §4.4]."""
         n = len(decodes) + self.drafts(decodes)
         tile = min(TILE, self.chunk)
         return max(self.chunk, cdiv(n + 1, tile) * tile) - n
@@ -867,8 +855,8 @@ class Autopilot(Scheduler):
         sizes = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
         self.sizes = [n for n in sizes if n % cost.tile == 0]  # of batches, in tokens
         # seconds per prompt token, at best
-        self.prefill_price = min(
-            cost.seconds(cost.stats([Entry(-1, 0, n, 0)])) / n for n in self.sizes)
+        stats = [cost.stats([Entry(-1, 0, n, 0)]) for n in self.sizes]
+        self.prefill_price = min(cost.seconds(s) / s.n_tokens for s in stats)
 
     def plan(self, running, waiting):
         cost = self.engine.cost
@@ -881,8 +869,10 @@ class Autopilot(Scheduler):
         # a decode is worth less beside waiting prompts: once they are fed, the same iteration
         # decodes for all of them, at nearly the same cost
         decode_work = alone * len(decodes) / (len(decodes) + len(prefills))
+        # prompt tokens to choose from. 8 decodes beside prompts of 100 and 300 tokens: ends are
+        # 100 and 400; sizes 0, 8 (16 - 8), 24, 56, ... 376 (384 - 8), 100, 400
         ends = list(accumulate(request.n_todo for request in prefills))
-        sizes = ends  # whole prompts: the rest of a prompt would get an iteration of its own
+        sizes = ends  # no decodes wait: whole prompts
         if decodes:
             sizes = [n - stats.n_tokens for n in self.sizes]
             sizes = [0] + [n for n in sizes if 0 < n <= ends[-1]] + ends
@@ -1022,8 +1012,7 @@ def forced_acceptance(request, tree):
 
 class Policy:
     """How many drafts each decode gets. Subclass it and write lengths()."""
-    needs_price = False  # whether lengths() gets a price
-    sees_future = False  # whether the limits end at the drafts that will be accepted
+    needs_price = False  # whether lengths() calls price
     threshold = 0.0  # a draft model stops behind a draft with no more than this probability
     trees = [(1,) * MAX_DRAFTS]  # to choose from
 
@@ -1112,10 +1101,10 @@ class Confidence(Goodput):
 
 class Oracle(Goodput):
     """Knows how many drafts will be accepted [SmartSpec Fig. 14]; needs a forced alpha."""
-    sees_future = True
-
-    def expectation(self, alpha, limits, price):
-        return super().expectation(1.0, limits, price)
+    def lengths(self, requests, limits, alpha, price):
+        accepted = [forced_acceptance(request, (1,) * limit)
+                    for request, limit in zip(requests, limits)]
+        return super().lengths(requests, accepted, 1.0, price)
 
 POLICIES = {"goodput": Goodput, "goodput_global": GoodputGlobal, "goodput_request": GoodputRequest,
             "goodput_tree": GoodputTree, "confidence": Confidence, "oracle": Oracle}
@@ -1134,8 +1123,7 @@ class Proposer:
             request.drafts = self.draft(request, k) if k else []
 
     def seconds(self, drafts, context):
-        """Seconds to make drafts[i] drafts in step i, each behind so many tokens [SmartSpec Eq. 5].
-        """
+        """Seconds to make drafts[i] drafts in step i, each behind context tokens."""
         return 1e-5 * max(drafts, default=0)  # one lookup per request
 
 class Zeros(Proposer):
@@ -1178,8 +1166,7 @@ class DraftModel(Proposer):
             if request.n_past == 0 and (left_out or request.n_tokens > self.context):
                 request.may_draft = False
             k = lengths.get(request, 0)
-            # a decode without drafts is fed later, with its next drafts. Usually one token is new
-            # to the draft model, two if all drafts were accepted.
+            # a decode without drafts is fed later, with its next drafts
             if request.may_draft and (request.n_todo > 1 or k):
                 end = request.n_past + n
                 tokens = request.tokens(request.n_draft_past, end)
@@ -1194,9 +1181,11 @@ class DraftModel(Proposer):
                     spans.append(Span(request, request.n_draft_past, [token], 1))
                     request.n_draft_past += 1
 
-    def seconds(self, drafts, context):
-        return sum(n_step * self.cost.seconds(IterationStats(n, n, n, n * context))
-                   for n, n_step in Counter(drafts).items())
+    def seconds(self, drafts, context):  # [SmartSpec Eq. 5]
+        seconds = 0.0
+        for n, n_step in Counter(drafts).items():
+            seconds += n_step * self.cost.seconds(IterationStats(n, n, n, n * context))
+        return seconds
 
 def make_policy(spec, draft, engine):
     """A Policy from a number, a tree like "3,2,2", a name or an object; None from "off"."""
@@ -1211,7 +1200,7 @@ def make_policy(spec, draft, engine):
         policy = Fixed(*[check_range("spec", int(n), 1) for n in text.split(",")])
     else:
         policy = POLICIES[check_choice("spec", spec, [*POLICIES, "off", "1", "2", "3 ..."])]()
-    if engine.alpha == 0 and (engine.simulated or policy.sees_future):
+    if engine.alpha == 0 and (engine.simulated or isinstance(policy, Oracle)):
         raise ValueError("alpha = 0: a simulator and an oracle need a forced acceptance rate")
     if engine.simulated and policy.threshold:
         raise ValueError(f"spec = {short(spec)}: drafts of a simulator have no probabilities")
@@ -1290,15 +1279,12 @@ class Speculator:
             drafting = self.proposer.seconds(drafts, stats.context / len(decodes))
             return cost.seconds(stats.with_drafts(sum(drafts))) + drafting
         limits = [self.limit(request) for request in decodes]
-        if self.policy.sees_future:
-            limits = [forced_acceptance(request, (1,) * limit)
-                      for request, limit in zip(decodes, limits)]
         trees = self.policy.lengths(decodes, limits, self.acceptance, price)
         size = len if self.engine.simulated else tree_size
         good = len(trees) == len(limits) and all(
             isinstance(tree, tuple) and size(tree) <= limit for tree, limit in zip(trees, limits))
-        name = type(self.policy).__name__
-        assert good, f"{name} gives {trees}: must be trees, like (1, 1), within {limits}"
+        assert good, (f"{type(self.policy).__name__} gives {trees}: must be trees, like (1, 1), "
+                      f"within {limits}")
         return trees
 
     def count(self, request, n_accepted, n_new):
@@ -1416,16 +1402,12 @@ class ModelRunner:
             logit_rows += range(len(tokens) - n_logits, len(tokens))
             pages += own[n_past:]
             table += own
-        # a draft model may lack the target's last tokens
-        tokens = torch.tensor(tokens, dtype=torch.int32)
         adapters = self.pack_adapters(spans, rows, table)
-        return Batch(tokens=tokens.clamp(max=self.model.config.vocab_size - 1),
-                     positions=torch.tensor(positions, dtype=torch.int32),
-                     pages=torch.frombuffer(pages, dtype=torch.int32),
-                     spans=torch.tensor(rows, dtype=torch.int32),
-                     table=torch.frombuffer(table, dtype=torch.int32),
-                     logit_rows=torch.tensor(logit_rows, dtype=torch.int32),
-                     max_context=max(n_past + n for _, n, n_past, _ in rows), adapters=adapters,
+        # a draft model may lack the target's last tokens
+        tokens = int32(tokens).clamp(max=self.model.config.vocab_size - 1)
+        return Batch(tokens=tokens, positions=int32(positions), pages=int32(pages),
+                     spans=int32(rows), table=int32(table), logit_rows=int32(logit_rows),
+                     max_context=1 + max(positions), adapters=adapters,
                      **row_counts([n for _, n, _, _ in rows]))
 
     def pack_adapters(self, spans, rows, table):
@@ -1443,7 +1425,7 @@ class ModelRunner:
         if not places:
             return {}
         places.sort(key=lambda place: place[1][1] > FEW_ROWS)
-        table = torch.frombuffer(table, dtype=torch.int32)
+        table = int32(table)
         packed = {}
         for op, operator in self.model.config.operators.items():
             parts = [store.known[version].sites[op] for version, _ in places]
@@ -1552,6 +1534,11 @@ class ModelRunner:
 
     def stop(self):
         """The last call that rank 0 tells."""
+
+def int32(values):
+    if isinstance(values, array):
+        return torch.frombuffer(values, dtype=torch.int32)
+    return torch.tensor(values, dtype=torch.int32)
 
 def row_counts(counts):
     """n_few, max_few and max_chunk of a Batch or of Sites. counts: rows of each span or site."""
@@ -1939,7 +1926,7 @@ class Profile(CostModel):
         relative = np.array([[x / seconds for x in (1, *vars(self.stats(entries)).values())]
                              for entries, seconds in measured])
         tested = np.arange(len(measured)) % 6 == 5  # the fit does not see them
-        self.coefficients = least_squares(relative[~tested])  # seconds; and of each feature
+        self.coefficients = least_squares(relative[~tested])  # a constant, and per feature
         self.error = float(np.median(np.abs(relative[tested] @ self.coefficients - 1)))
 
     def parts(self, stats, lora):
@@ -2036,7 +2023,7 @@ class Pipeline:
 
     A stage that idles between two micro-batches makes a bubble [SARATHI §3.2]. PB1: their prefills
     differ in length. PB2: one has a prefill, the other none. PB3: only their contexts differ."""
-    run = Engine.run
+    run = Engine.run  # works on requests, clock and step(), which a pipeline has too
 
     def __init__(self, cost, n_stage, record=None, **options):
         self.record = record

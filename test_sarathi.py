@@ -1311,7 +1311,7 @@ def test_adapters_of_the_queue_are_copied_while_others_run(monkeypatch):
         ranks = dict.fromkeys(range(60), 64)
         engine = serve(cost, requests, "orca", ranks, max_batch=4, n_page=20000)
         seconds.append(engine.clock.now())
-        monkeypatch.setattr(sarathi.AdapterStore, "prefetch", lambda *_: None)
+        monkeypatch.setattr(sarathi.Engine, "prefetch", lambda *_: None)
     copy = cost.load_seconds(engine.adapters.known[1].n_params, False)[1]
     assert seconds[1] - seconds[0] == approx(56 * copy, rel=0.05)  # all but the first four
     waits = [engine.runner.copy_adapter(1 + i, []) for i in range(3)]
@@ -1343,7 +1343,7 @@ def test_what_is_prefetched_is_used(rate, monkeypatch):
                             lambda *args: loads.append(load(*args)) or loads[-1])
         run = bench.slora(simulated("slora_fig6"), "S4", 400, rate, 300)
         figures.append((sum(loads), run.seconds, np.mean(run.ttfts)))
-        monkeypatch.setattr(sarathi.AdapterStore, "prefetch", lambda *_: None)
+        monkeypatch.setattr(sarathi.Engine, "prefetch", lambda *_: None)
     ours, without = figures
     assert ours[0] <= without[0] and ours[1] < 1.003 * without[1] and ours[2] < without[2]
 
@@ -2100,8 +2100,11 @@ def test_prompt_lookup(text, k, expected):
     ("goodput_tree", 0.5, 0.015, 0.0, [10, 6]),  # (2, 2, 1) and (2, 2)
     ("oracle", 0.1, 0.05, 0.0, [7, 2]),
 ])
-def test_goodput_is_expected_tokens_per_second(policy, alpha, per_draft, per_step, expected):
+def test_goodput_is_expected_tokens_per_second(policy, alpha, per_draft, per_step, expected,
+                                               monkeypatch):
     """[SmartSpec Eq. 8 to 10]; the second request can use two levels of drafts at most"""
+    # the oracle sees that all drafts will be accepted
+    monkeypatch.setattr(sarathi, "forced_acceptance", lambda request, tree: len(tree))
     def price(drafts):
         return 1 + per_draft * sum(drafts) + per_step * len(drafts)
     trees = sarathi.POLICIES[policy]().lengths([None, None], [7, 2], alpha, price)
