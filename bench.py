@@ -807,22 +807,22 @@ class Lightllm(Scheduler):
                 return waiting[:i]
         return waiting
 
-def adapter_batches(size):
-    """The order of a server on top of PEFT: all requests that have come, adapter by adapter, in
-    batches of one adapter; then all that have come meanwhile. Unlike PEFT's, none is padded."""
-    batches = []
+class PeftServer(Lightllm):
+    """A server on top of PEFT: all requests that have come, adapter by adapter, in batches of one
+    adapter; then all that have come meanwhile. Unlike PEFT's, none is padded."""
+    def __init__(self, size):
+        super().__init__()
+        self.size = size  # of a batch
+        self.batches = []
 
-    def order(waiting, running, now):
-        if running:
-            return []
-        if not batches:
+    def plan(self, running, waiting):
+        if not running and not self.batches:
             groups = defaultdict(list)
             for request in waiting:
                 groups[request.adapter].append(request)
             for group in groups.values():
-                batches.extend(group[i:i + size] for i in range(0, len(group), size))
-        return batches.pop(0)
-    return order
+                self.batches.extend(group[i:i + self.size] for i in range(0, len(group), self.size))
+        return [(request, request.n_todo) for request in running or self.batches.pop(0)]
 
 def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv=1.0, power=1.0,
           order=fcfs):
@@ -834,7 +834,7 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv
     if variant == "PEFT":
         system = "transformers"
         size = 50 if model == "llama-7b" else 35
-        options = dict(scheduler="static", max_batch=size, order=adapter_batches(size))
+        options = dict(scheduler=PeftServer(size), max_batch=10000)
     cost = CostModel.roofline(preset(model), gpu, tp, system=system)
     cost.exchanges = variant != "no messages"
     n_page = POOLS.get((model, gpu), int(cost.memory // cost.page_bytes))

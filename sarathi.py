@@ -475,9 +475,10 @@ class Engine:
                 # a stop token may have cut accepted drafts off
                 self.speculator.count(request, min(len(tokens), len(verified) - 1), len(tokens))
                 request.drop_drafts()
-            events.append(Event(request, tokens, request.end))
-            if request.end:
-                self.finish(request, request.end)
+            end = request.end
+            events.append(Event(request, tokens, end))
+            if end:
+                self.finish(request, end)
         return events
 
     def idle(self, planned):
@@ -631,13 +632,16 @@ class PagePool:
 
     def reserve(self, owner, n):
         """Let owner have n pages in all. Returns False, changing nothing, if too few are free."""
-        table = self.tables.get(owner, array("i"))
-        left = len(self.free) - max(0, n - len(table))
-        if left < 0:
+        if owner not in self.tables:
+            if n > len(self.free):
+                return False
+            self.tables[owner] = array("i")
+        n_more = n - len(self.tables[owner])
+        if n_more > len(self.free):
             return False
-        self.tables[owner] = table
-        table.extend(self.free[left:])
-        del self.free[left:]
+        if n_more > 0:
+            self.tables[owner].extend(self.free[-n_more:])
+            del self.free[-n_more:]
         return True
 
     def release(self, owner):
@@ -689,6 +693,8 @@ class AdapterStore:
     def reserve(self, pool, owner, n, spare=0):
         """PagePool.reserve, if `spare` more pages are free or of idle adapters. Evicts idle
         adapters, least recently used first, until n are free."""
+        if not spare and pool.reserve(owner, n):
+            return True
         n_more = n - len(pool.tables.get(owner, ()))
         if n_more + spare > len(pool.free):
             idle = [version for version in self.loaded if not self.n_users[version]]
@@ -978,6 +984,7 @@ class EarlyAbort:
 
 MAX_DRAFTS = FEW_ROWS - 1  # V in [SmartSpec Alg. 2]; a verification still has few rows
 
+@cache
 def tree_size(tree):
     """Drafts in a tree with so many candidates per level: (3, 2, 2) has 3 + 6 + 12 = 21."""
     return sum(accumulate(tree, mul))
@@ -1046,17 +1053,15 @@ class Goodput(Policy):
         """Expected tokens and seconds of the iteration with each of the trees: two arrays."""
         # differs from [SmartSpec Eq. 10]: as printed it lacks the token that comes even if no draft
         # is accepted, and a level fails with 1 - alpha whatever its number of candidates
-        limits = np.array(limits)
+        # requests that have room for each level
+        room = [sum([limit > level for limit in limits]) for level in range(max(limits))]
         outcomes = []
         for tree in self.trees:
-            tree = tree[:limits.max()]
-            chances = [chance(alpha, n_candidate) for n_candidate in tree]
-            # of a request by levels: 1, 1 + a, 1 + a + a^2, ... tokens [SmartSpec Eq. 8]
-            expected = np.cumsum(np.cumprod([1.0, *chances]))
-            tokens = expected[np.minimum(limits, len(tree))].sum()  # [SmartSpec Eq. 9]
-            drafts = [int(width * (limits > level).sum())
-                      for level, width in enumerate(accumulate(tree, mul))]
-            outcomes.append((tokens, price(drafts)))
+            chances = accumulate([chance(alpha, n_candidate) for n_candidate in tree], mul)
+            # of a request by levels: 1, 1 + a, 1 + a + a^2, ... tokens [SmartSpec Eq. 8, 9]
+            tokens = len(limits) + sum(map(mul, room, chances))
+            widths = accumulate(tree, mul)  # drafts per level
+            outcomes.append((tokens, price([*map(mul, room, widths)])))
         return np.array(outcomes).T
 
 class GoodputTree(Goodput):
@@ -1229,6 +1234,7 @@ class Speculator:
     def __init__(self, engine, draft, policy):
         self.engine = engine
         self.policy = policy
+        self.most = max(map(len, policy.trees))  # levels of drafts
         self.proposer = make_proposer(draft, engine, policy.needs_price)
         self.acceptance = PRIOR  # alpha, a moving average over all requests [SmartSpec §4.4]
         self.trees = {}  # decode of the last iteration -> its tree of drafts
@@ -1245,8 +1251,7 @@ class Speculator:
     def limit(self, request):
         """The most levels of drafts that its output, and the proposer's context, have room for."""
         n = request.n_tokens
-        most = max(map(len, self.policy.trees))
-        limit = min(most, request.max_len - n - 1, max(0, self.proposer.context - n + 1))
+        limit = min(self.most, request.max_len - n - 1, max(0, self.proposer.context - n + 1))
         return limit if request.may_draft else 0
 
     def add_drafts(self, plan):
@@ -1303,7 +1308,7 @@ def moved(rate, prior, weight, tree, n_accepted):
     pay, now and then one is tried, for less than 1 % of the time."""
     if not tree:
         return rate + 0.01 * weight * (prior - rate)
-    return rate + weight * (n_accepted - sum(chance(rate, n_candidate) for n_candidate in tree))
+    return rate + weight * (n_accepted - sum([chance(rate, n_candidate) for n_candidate in tree]))
 
 # -----------------------------------------------------------------------------
 # runners: carry out a plan on a model, or on a clock
@@ -1771,7 +1776,7 @@ class CostModel:
 
     def stats(self, entries: list[Entry], others=IterationStats()) -> IterationStats:
         """Stats of an iteration with these entries and the others' stats."""
-        s = replace(others)
+        s = copy(others)
         adapters = {}  # version -> weights
         for _, n_past, n, n_logits, version, n_weight in entries:
             s.n_tokens += n
@@ -1781,8 +1786,9 @@ class CostModel:
                 s.decodes += 1
                 s.context += n_past + n
                 s.context_again += (n - 1) * (n_past + n)
-                s.adapted += n * (n_weight > 0)
-                s.lora_pairs += n * n_weight
+                if n_weight:
+                    s.adapted += n
+                    s.lora_pairs += n * n_weight
             else:
                 s.chunks += 1
                 s.pairs += cdiv(n, self.tile) * self.tile * (n_past + n / 2)
