@@ -907,8 +907,14 @@ class Autopilot(Scheduler):
 
 def decodes_and_prefills(running, waiting):
     """Returns the decodes as entries of a plan, and the requests with a prompt to feed."""
-    decodes = [(request, 1) for request in running if request.n_todo == 1]
-    return decodes, [request for request in running if request.n_todo > 1] + waiting
+    decodes = []
+    prefills = []
+    for request in running:
+        if request.n_todo == 1:
+            decodes.append((request, 1))
+        else:
+            prefills.append(request)
+    return decodes, prefills + waiting
 
 def prefill_chunks(prefills, budget):
     """Cut budget tokens from the prompts, one prompt after the other. Returns [(request, n)]."""
@@ -1996,12 +2002,12 @@ class CostRunner:
         """Pass the time of a plan. Returns {request: its new tokens}."""
         engine = self.engine
         start = self.clock.t
-        stats = self.cost.stats(entries_of(plan, engine))
-        self.clock.t += self.cost.seconds(stats, engine.lora)
+        entries = entries_of(plan, engine)
+        self.clock.t += self.cost.seconds(self.cost.stats(entries), engine.lora)
         if self.flow:
             self.clock.t = self.flow(plan, start, self.clock.t)
         return {request: [0] * (1 + forced_acceptance(request, request.tree))
-                for request, n in plan if n == request.n_todo}
+                for (request, _), entry in zip(plan, entries) if entry.n_logits}
 
     def draft(self, spans, threshold):
         entries = [Entry(request.id, n_past, len(tokens), n_logits)
