@@ -2873,7 +2873,8 @@ def test_operators_are_timed_without_the_first_pass(monkeypatch):
     monkeypatch.setattr(place.model, "forward", forward)
     monkeypatch.setattr(bench, "moment", lambda: now[0])
     monkeypatch.setattr(place, "seconds", lambda *shapes, last: np.array([[8.0]]))
-    assert place.operators(2, 10) == {"attn": approx([2.0]), "others": approx([6.0])}
+    operators = place.operators(decodes=2, context=10)
+    assert operators == {"attn": approx([2.0]), "others": approx([6.0])}
 
 @each("name", ["ceilings", "timeline", "online", "autopilot"])
 def test_experiment_simulates(name):
@@ -2886,9 +2887,9 @@ def test_short_lengths_stand_for_the_papers():
         assert needle in bench.tables(EXPERIMENTS[name], [place])
     rows = [row["what"] for row in place.rows]
     assert rows[1:4:2] == ["throughput, L = 512 (paper: 1024)", "throughput, L = 1024"]
-    assert place.sizes == [(512, 6), (1024, 6)]
+    assert place.batches == [(512, 6), (1024, 6)]
     place = bench.simulate(arguments(), bench.Hardware("gpt2", "a100"))
-    assert place.sizes == [(1024, 18)]  # longer ones do not fit the model
+    assert place.batches == [(1024, 18)]  # longer ones do not fit the model
 
 def test_fidelity_compares_two_times(monkeypatch):
     place = simulated("table4", "--lengths 64")
@@ -2915,13 +2916,15 @@ def test_rounds_take_turns_and_warm_up(monkeypatch):
 def test_iteration_is_what_the_cost_model_says():
     place = simulated("table2")
     cost = place.model
-    seconds = place.seconds((5, 1023, 251, 512))
+    shape = dict(decodes=5, context=1023, chunk=251, past=512)
+    seconds = place.seconds(shape)
     stats = cost.stats([Entry(0, 1023, 1, 1)] * 5 + [Entry(0, 512, 251, 1)])
     expected = cost.seconds(stats)
     assert seconds.item() == approx(expected)
-    operators = place.operators(5, 1023, 251, 512)
+    operators = place.operators(**shape)
     assert sum(operators.values()) == approx(expected)
-    assert {name for name, t in operators.items() if t} == set(tiny_place().operators(4, 63))
+    measured = tiny_place().operators(decodes=4, context=63)
+    assert {name for name, t in operators.items() if t} == {*measured}
 
 def test_explanation_and_chunk():
     place = simulated("fig9", "--lengths 1024,2048")
