@@ -38,8 +38,8 @@ from typing import Callable, NamedTuple
 # kernels before torch: it sets how torch's threads wait
 from kernels import linear, pack, torch_dtype
 from model import CACHE, Adapter, load_model, load_tokenizer, preset
-from sarathi import (GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, CostModel,
-                     EarlyAbort, Engine, Iteration, IterationStats, Pipeline, Policy, Request, Run,
+from sarathi import (GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, CostModel, EarlyAbort,
+                     Engine, Entry, Iteration, IterationStats, Pipeline, Policy, Request, Run,
                      Sarathi, SarathiServe, Scheduler, Span, add_model_flags, cell, check_choice,
                      check_range, cluster, entries_of, fcfs, free_memory, lcfs, run_command_line,
                      table)
@@ -167,9 +167,10 @@ class Place:
         self.bar = tqdm(disable=True)  # a tick per measurement
         self.B = args.max_batch  # requests in a batch [SARATHI Table 4]
         self.jobs = partial(gamma_jobs, seed=42 + args.seed)
-        # whether to take the papers' grids: those that are slow even if simulated, and the others
-        self.full = args.size == "full" if args.size else self.simulated
-        self.wide = self.full or self.simulated
+        # which of the papers' grids to take: all, or those that are fast if simulated
+        self.all_grids = args.size == "full" if args.size else self.simulated
+        self.fast_grids = self.all_grids or self.simulated
+        self.brief = False  # the scoreboard's: no series without a claim
         longest = model.config.block_size
         room = longest if self.simulated else min(longest, self.room / self.B)
         lengths = MAX_B if on or args.device == "cuda" else (256, 512, 768)
@@ -179,10 +180,10 @@ class Place:
         # length on this machine -> the paper's, for which it stands
         pairs = [] if on else zip(self.lengths, MAX_B)
         self.stands = {L: paper for L, paper in pairs if L not in MAX_B}
-        # lengths with the batch that fits
-        self.sizes = [(L, self.B) for L in args.lengths or self.lengths[:1]]
-        if self.wide and not args.lengths:
-            self.sizes = [(L, B) for L, B in MAX_B.items() if L <= longest]
+        # (length, requests of it in a batch): the papers' largest batches, or --max-batch
+        self.batches = [(L, self.B) for L in args.lengths or self.lengths[:1]]
+        if self.fast_grids and not args.lengths:
+            self.batches = [(L, B) for L, B in MAX_B.items() if L <= longest]
 
     @property
     def room(self):
@@ -204,14 +205,14 @@ class Place:
                 return results if n <= 2 else [values[1:] for values in results]
 
     def seconds(self, *shapes, last=True):
-        """Seconds of iterations of these shapes, as of made_up_plan: (n_shape, n_round)."""
-        made = [made_up_plan(self.model, *shape, last=last) for shape in shapes]
+        """Seconds of iterations of these shapes, dicts for made_up_plan: (n_shape, n_round)."""
+        made = [made_up_plan(self.model, **shape, last=last) for shape in shapes]
         return np.array(self.rounds(*(timed(engine.runner.run, plan, clock=engine.clock.now)
                                       for plan, engine in made)))
 
-    def operators(self, *shape, last=True):
+    def operators(self, last=True, **shape):
         """{operator: seconds} of an iteration, as of made_up_plan; measured: of each round."""
-        plan, engine = made_up_plan(self.model, *shape, last=last)
+        plan, engine = made_up_plan(self.model, **shape, last=last)
         if self.simulated:
             return self.model.split(self.model.stats(entries_of(plan, engine)))
         spans = [Span(r, r.n_past, r.tokens(r.n_past, r.n_past + n), int(last)) for r, n in plan]
@@ -439,7 +440,7 @@ def users(place):
     Again and again a short prompt with a long output comes, and three long prompts with a short
     one; prompts alone take 3/4 of the time. Stall: no new token in the middle of an output."""
     L = max(place.lengths)
-    unit, decode = np.min(place.seconds((0, 0, L), (3, L // 4)), 1).tolist()
+    unit, decode = np.min(place.seconds(dict(chunk=L), dict(decodes=3, context=L // 4)), 1).tolist()
     n_out = max(2, min(int(2 * unit / decode), L // 2))
     n = 8 if place.simulated else max(3, round(0.6 / unit))  # some seconds
     jobs = [Job(2.7 * unit * i, P, D) for i in range(n)
@@ -486,12 +487,12 @@ def table2(place):
     beside it takes what it adds."""
     L = min(1024, max(place.lengths))
     batches = {
-        "prefill-only": (0, 0, L),
-        "decode-only": (4, L - 1),
-        "decode-maximal": (3, L - 1, L - 3)}
+        "prefill-only": dict(chunk=L),
+        "decode-only": dict(decodes=4, context=L - 1),
+        "decode-maximal": dict(decodes=3, context=L - 1, chunk=L - 3)}
     totals = []
     for name, batch in batches.items():
-        operators = place.operators(*batch)
+        operators = place.operators(**batch)
         totals.append(1e3 * np.median(sum(operators.values())))
         attention = operators.pop("attn")
         yield "linear (ms)", name, 1e3 * sum(operators.values())
@@ -519,9 +520,9 @@ def decode_speedup(place, L, B):
     d = B - 1
     chunk = min(place.args.chunk, L) - d
     alone, both, prefill = place.seconds(
-        (B, L - 1),
-        (d, L - 1, chunk),
-        (0, 0, chunk))
+        dict(decodes=B, context=L - 1),
+        dict(decodes=d, context=L - 1, chunk=chunk),
+        dict(chunk=chunk))
     return alone / B / ((both - prefill) / d)
 
 def gains(place, P, D, B, *schedulers):
@@ -572,18 +573,20 @@ def fig3(place):
     """[SARATHI Fig. 3] the cost of a decoded token over that of a prefilled one."""
     L = place.lengths[0]
     sizes = (1, 2, 4, 8, 12, 18)
-    prefill, *decodes = place.seconds((0, 0, L), *((B, L - 1) for B in sizes))
+    batches = [dict(decodes=B, context=L - 1) for B in sizes]
+    prefill, *decodes = place.seconds(dict(chunk=L), *batches)
     for B, seconds in zip(sizes, decodes):
         yield "decode over prefill", "", B, median(seconds) / B / (median(prefill) / L)
-    operators = place.operators(0, 0, L)
+    operators = place.operators(chunk=L)
     yield "share of others", operators["others"] / sum(operators.values())
 
 @experiment("tokens, or decodes, N")
 def fig4(place):
     """[SARATHI Fig. 4] one layer: prefills need some hundred tokens, decodes as many requests."""
     L = place.lengths[0]
-    shapes = {"prefill": {n: (0, 0, n) for n in (64, 128, 256, 512, 1024) if n <= L},
-              "decode": {2 ** i: (2 ** i, L - 1) for i in range(10 if place.wide else 6)}}
+    batches = [2 ** i for i in range(10 if place.fast_grids else 6)]
+    shapes = {"prefill": {n: dict(chunk=n) for n in (64, 128, 256, 512, 1024) if n <= L},
+              "decode": {B: dict(decodes=B, context=L - 1) for B in batches}}
     rates = defaultdict(dict)  # tokens/ms of one layer
     for kind, group in shapes.items():
         for n, shape in group.items():
@@ -597,7 +600,7 @@ def fig4(place):
     yield "decode batch", "at 95 % of the peak", min(enough)
     if place.simulated:  # wider matrices fill a GPU with fewer tokens [SARATHI §4.2]
         cost = CostModel.roofline(replace(preset("gpt3-175b"), n_layer=1), "a100")
-        rates = {n: n / cost.seconds(cost.stats([(0, n, 0, 0, 0)])) for n in shapes["prefill"]}
+        rates = {n: n / cost.seconds(cost.stats([Entry(-1, 0, n, 0)])) for n in shapes["prefill"]}
         yield "prefill at 256", "GPT-3 on an A100", rates[256] / max(rates.values())
 
 @experiment("tokens in the batch, N", "ms")
@@ -605,7 +608,7 @@ def fig7(place):
     """[SARATHI Fig. 7] tile quantization: prefills of whole tiles, and of one token more."""
     tiles = (32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
     sizes = [n for tile in tiles for n in (tile, tile + 1) if n <= max(place.lengths)]
-    rounds = place.seconds(*((0, 0, n) for n in sizes), last=False)
+    rounds = place.seconds(*(dict(chunk=n) for n in sizes), last=False)
     for n, seconds in zip(sizes, rounds):
         yield "iteration (ms)", "", n, 1e3 * seconds
 
@@ -613,7 +616,8 @@ def pick_chunk(place, pd=50):
     """The best chunk size of fig7 for a P:D ratio [SARATHI §4.2, §4.4]: a prompt token costs its
     share of a chunk, and of the decodes that the chunks leave over."""
     B = place.B
-    decode = 1e3 * np.median(place.seconds((B, max(place.lengths) // 2)))
+    middle = dict(decodes=B, context=max(place.lengths) // 2)
+    decode = 1e3 * np.median(place.seconds(middle))
     costs = {}  # chunk -> ms of a prompt token
     for _, _, chunk, ms in fig7(place):
         if chunk > B and chunk % 32 == 0:
@@ -625,7 +629,7 @@ def pick_chunk(place, pd=50):
 def fig8(place):
     """[SARATHI Fig. 8] decode speedup over batch size and length, and the batches that fit."""
     speedups = []
-    for L, most in place.sizes:
+    for L, most in place.batches:
         for B in range(2, most + 1, 2):
             speedup = decode_speedup(place, L, B)
             yield "decode speedup by B", f"L = {L}", B, speedup
@@ -641,14 +645,18 @@ def fig8(place):
 def fig9(place):
     """[SARATHI Fig. 9, 11] throughput over request-level batching by P:D ratio, for chunk sizes and
     for Orca's best and worst case."""
-    chunks = sorted({128, 256, 512, place.args.chunk}) if place.wide else [place.args.chunk]
+    chunks = {place.args.chunk}
+    if place.fast_grids:
+        chunks = sorted(chunks | {128, 256, 512})
     ratios = (5, 50)
-    if place.full:
+    if place.all_grids:
         ratios = (1, 2, 3, 5, 7, 10, 20, 40, 50, 64, 80, 100, 128, 160, 200)
-    for L, B in place.sizes:
+    for L, B in place.batches:
         ways = {f"C = {C}": Sarathi(C) for C in chunks}
         # Orca at best feeds one whole prompt beside all decodes, at worst all prompts at once
-        ways |= {"Orca, best": Sarathi(L + B), "Orca, worst": "orca"}
+        ways["Orca, best"] = Sarathi(L + B)
+        if not place.brief:
+            ways["Orca, worst"] = "orca"
         shapes = {halves(L, pd) for pd in ratios} | {halves(L, chunk=C, B=B) for C in chunks}
         curves = defaultdict(list)  # name -> (gain, P:D)
         for P, D in sorted(shapes):
@@ -662,7 +670,7 @@ def fig9(place):
         # at each P:D the best chunk's gain [SARATHI §5.1.3]
         of_chunks = zip(*(curves[f"C = {C}"] for C in chunks))
         yield f"median over P:D at L = {L}", "best chunk", median(max(at)[0] for at in of_chunks)
-        if place.wide:
+        if place.fast_grids:
             gain, pd = best["C = 256"]
             yield f"peak at L = {L}", "C = 256 / 128", gain / best["C = 128"][0]
             yield f"P:D of the peak at L = {L}", "Orca / C = 256", best["Orca, best"][1] / pd
@@ -676,9 +684,9 @@ def fig10(place):
         for B in sorted({2, 6, most}):
             P, D = halves(L, chunk=C, B=B)
             chunk = C - B + 1
-            mixed = place.operators(B - 1, L - 1, chunk, P // 2)
-            prefill = place.operators(0, 0, P, 0, B)
-            decode = place.operators(B, L - D // 2)
+            mixed = place.operators(decodes=B - 1, context=L - 1, chunk=chunk, past=P // 2)
+            prefill = place.operators(chunk=P, chunks=B)
+            decode = place.operators(decodes=B, context=L - D // 2)
             for name in ("preproj", "attn", "postproj", "ffn_ln1"):
                 alone = (prefill[name] + D * decode[name]) / B
                 ratios[name].append(alone / (mixed[name] * P / chunk))
@@ -692,7 +700,7 @@ def fig12(place):
     """[SARATHI Fig. 12] GPT-3 on 64 GPUs: a pipeline of eight nodes with Orca and with SARATHI, and
     eight nodes without a pipeline. The picture shows the pipelines' stages."""
     cost = CostModel.roofline(place.model.config, place.on.gpu, place.on.tp, nodes=8)
-    jobs = zipf_jobs(10000 if place.full else 300)
+    jobs = zipf_jobs(10000 if place.all_grids else 300)
     seconds = []
     bubbles = []
     for name, chunk in (("Orca", 4096 + 27), ("SARATHI", 256)):
@@ -719,8 +727,8 @@ def fig12(place):
 def fig13(place):
     """[SARATHI Fig. 13] what chunks cost attention and prefill, and what they gain end to end."""
     ratios = defaultdict(list)  # (panel, C) -> one per length
-    chunks = range(64, 513 if place.wide else 129, 64)
-    for (L, B), C in product(place.sizes, chunks):
+    chunks = range(64, 513 if place.fast_grids else 129, 64)
+    for (L, B), C in product(place.batches, chunks):
         whole = prefill_in_chunks(place, L, L)
         parts = prefill_in_chunks(place, L, C)
         ours = {panel: parts[panel] / whole[panel] for panel in parts}
@@ -730,7 +738,7 @@ def fig13(place):
             yield panel, f"L = {L}", C, ratio
     for (panel, C), values in ratios.items():
         yield panel, "best" if panel == "end to end" else "worst", C, max(values)
-    if place.wide:
+    if place.fast_grids:
         best, longer = [max(ratios["end to end", C]) for C in (256, 320)]
         yield "C = 256", "over C = 320", best / longer
 
@@ -739,7 +747,7 @@ def prefill_in_chunks(place, L, C):
     seconds = Counter()
     for past in range(0, L, C):
         chunk = min(C, L - past)
-        for operator, t in place.operators(0, 0, chunk, past, last=False).items():
+        for operator, t in place.operators(last=False, chunk=chunk, past=past).items():
             seconds[operator] += np.median(t)
     return {"attention": seconds["attn"], "prefill": seconds.total()}
 
@@ -771,7 +779,7 @@ class Lightllm(Scheduler):
 
     def start(self, engine):
         super().start(engine)
-        engine.adapters.prefetch = lambda waiting: None
+        engine.prefetch = lambda: None
 
     def plan(self, running, waiting):
         new = []
@@ -792,11 +800,11 @@ class Lightllm(Scheduler):
         store = self.engine.adapters
         n_page = self.engine.pool.n_page
         batch = [(r.max_len - r.n_tokens, r.n_tokens) for r in running]
-        adapters = {store.version(r) for r in running}
+        adapters = {r.version for r in running}
         n_token = 0
         for i, request in enumerate(waiting):
             batch.append((request.max_new_tokens, len(request.prompt)))
-            adapters.add(store.version(request))
+            adapters.add(request.version)
             n_token += len(request.prompt)
             # from the last to end to the first: when the i-th of them ends, i still hold pages
             left, tokens = np.array(sorted(batch, reverse=True)).T
@@ -807,22 +815,22 @@ class Lightllm(Scheduler):
                 return waiting[:i]
         return waiting
 
-def adapter_batches(size):
-    """The order of a server on top of PEFT: all requests that have come, adapter by adapter, in
-    batches of one adapter; then all that have come meanwhile. Unlike PEFT's, none is padded."""
-    batches = []
+class PeftServer(Lightllm):
+    """A server on top of PEFT: all requests that have come, adapter by adapter, in batches of one
+    adapter; then all that have come meanwhile. Unlike PEFT's, none is padded."""
+    def __init__(self, size):
+        super().__init__()
+        self.size = size  # of a batch
+        self.batches = []
 
-    def order(waiting, running, now):
-        if running:
-            return []
-        if not batches:
+    def plan(self, running, waiting):
+        if not running and not self.batches:
             groups = defaultdict(list)
             for request in waiting:
                 groups[request.adapter].append(request)
             for group in groups.values():
-                batches.extend(group[i:i + size] for i in range(0, len(group), size))
-        return batches.pop(0)
-    return order
+                self.batches.extend(group[i:i + self.size] for i in range(0, len(group), self.size))
+        return [(request, request.n_todo) for request in running or self.batches.pop(0)]
 
 def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv=1.0, power=1.0,
           order=fcfs):
@@ -834,7 +842,7 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv
     if variant == "PEFT":
         system = "transformers"
         size = 50 if model == "llama-7b" else 35
-        options = dict(scheduler="static", max_batch=size, order=adapter_batches(size))
+        options = dict(scheduler=PeftServer(size), max_batch=10000)
     cost = CostModel.roofline(preset(model), gpu, tp, system=system)
     cost.exchanges = variant != "no messages"
     n_page = POOLS.get((model, gpu), int(cost.memory // cost.page_bytes))
@@ -843,7 +851,7 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv
         options["adapter_pages"] = n_page // 4
     if variant in ("bmm", "merge"):
         options["lora"] = variant
-    jobs = place.jobs(rate, seconds if place.full else seconds / 6, cv, n, power)
+    jobs = place.jobs(rate, seconds if place.all_grids else seconds / 6, cv, n, power)
     if variant == "base model":
         jobs = [job._replace(adapter=None) for job in jobs]
     return serve(Engine(cost, alloc="grow", n_page=n_page, **options), jobs, adapters=ranks)
@@ -883,7 +891,7 @@ def slora_fig8(place):
     """[S-LoRA Fig. 8] requests/s with tensor parallelism: with adapters, without sending their x A,
     and for the base model alone."""
     for setting, gpu, n in (("S5", "a100-40", 100), ("S6", "a100", 10)):
-        for part in ("base model", "no messages", "S-LoRA"):
+        for part in ("S-LoRA",) if place.brief else ("base model", "no messages", "S-LoRA"):
             speeds = []
             for tp in (2, 4):
                 run = slora(place, setting, n, 12, 60, part, gpu, tp)
@@ -920,8 +928,9 @@ def clustering(place):
 
 @experiment("", "tokens/s", only="measured")
 def slora_here(place):
-    """The cost of adapters here: no adapter, S-LoRA and its baselines, on requests of the same
-    lengths. 40 adapters of mixed ranks stand for 100 and 2,000, to save host memory."""
+    """The cost of adapters here, in tokens/s, prompts counted: no adapter, S-LoRA and its
+    baselines, on requests of the same lengths. 40 adapters of mixed ranks stand for 100 and 2,000,
+    to save host memory."""
     model = place.model
     adapters = [Adapter.random(model.config, rank, seed, model.dtype)
                 for seed, rank in enumerate(10 * SETTINGS["S2"][1])]
@@ -935,8 +944,8 @@ def slora_here(place):
         "S-LoRA": {},
         "S-LoRA, n = 2000": dict(jobs=many),
         "no-unify": dict(adapter_pages=pages),
-        "bmm": dict(lora="bmm"),
-        "merge and swap": dict(lora="merge")}
+        "padded (bmm)": dict(lora="bmm"),
+        "merged and swapped": dict(lora="merge")}
     common = dict(jobs=few, B=place.B, n_page=place.B * L + pages, alloc="grow", adapters=adapters)
     for name, runs in place.race(ways, **common).items():
         yield "throughput", name, [run.tokens_per_second for run in runs]
@@ -958,7 +967,7 @@ def latencies(place, rates, choices, alpha, draft="ngram", P=128):
     options = dict(B=B, scheduler="prefill_first", alloc="grow", draft=draft, alpha=alpha)
     times = defaultdict(list)
     for rate in rates:
-        jobs = place.jobs(rate, 60 if place.full else 10, prompt=[P], output=[128])
+        jobs = place.jobs(rate, 60 if place.all_grids else 10, prompt=[P], output=[128])
         latency = {name: fmean(place.serve(jobs, spec=spec, **options).latencies)
                    for name, spec in choices.items()}
         for name in choices:
@@ -974,8 +983,8 @@ def latencies(place, rates, choices, alpha, draft="ngram", P=128):
 def spec_fig1(place):
     """[SmartSpec Fig. 1, 11, 14] latency with k drafts of a draft model, with goodput's choice and
     with an oracle's; acceptance 0.7."""
-    rates = (1, 4, 8, 10, 12, 14, 16, 18, 20) if place.full else (1, 4, 12, 20)
-    choices = CHOICES | {"oracle": "oracle"}
+    rates = (1, 4, 8, 10, 12, 14, 16, 18, 20) if place.all_grids else (1, 4, 12, 20)
+    choices = CHOICES | ({} if place.brief else {"oracle": "oracle"})
     times = yield from latencies(place, rates, choices, 0.7, small_model(place))
     for name in ("k = 3", "k = 5"):
         # where the curve falls below 1, between two points in proportion
@@ -1010,22 +1019,24 @@ def spec_fig5(place):
 @experiment("arrival rate (requests/s), R", "", A100_7B, "simulated")
 def spec_fig12(place):
     """[SmartSpec Fig. 12] latency with prompt lookup; acceptance 0.35, prompts of 512 tokens."""
-    rates = (1, 2, 4, 6, 8, 10, 12) if place.full else (1, 6, 12)
-    yield from latencies(place, rates, CHOICES, 0.35, P=512)
+    rates = (1, 2, 4, 6, 8, 10, 12) if place.all_grids else (1, 6, 12)
+    choices = {name: CHOICES[name] for name in ("off", "goodput")} if place.brief else CHOICES
+    yield from latencies(place, rates, choices, 0.35, P=512)
 
 @experiment("arrival rate (requests/s), R", "", A100_7B, "simulated")
 def spec_fig16(place):
     """[SmartSpec Fig. 16] latency with Medusa's heads: one candidate each, fixed trees, and
     goodput's tree; acceptance 0.6. Batched are the tokens that a decode feeds, at the last rate."""
-    choices = {name: name for name in ("off", "1,1,1", "2,2,1", "3,2,2")}
-    rates = (1, 4, 8, 12, 16, 20) if place.full else (1, 20)
+    fixed = ("off", "1,1,1") if place.brief else ("off", "1,1,1", "2,2,1", "3,2,2")
+    choices = dict(zip(fixed, fixed))
+    rates = (1, 4, 8, 12, 16, 20) if place.all_grids and not place.brief else (1, 20)
     times = yield from latencies(place, rates, choices | {"goodput": "goodput_tree"}, 0.6)
     yield "goodput", "over 1,1,1", times["goodput"][-1] / times["1,1,1"][-1]
     for alpha in (0.6, 0.8):
         record = []
-        place.serve(place.jobs(rates[-1], 60 if place.full else 10, prompt=[128], output=[128]),
-                    256, scheduler="prefill_first", alloc="grow", draft="ngram", alpha=alpha,
-                    spec="goodput_tree", record=record)
+        jobs = place.jobs(rates[-1], 60 if place.all_grids else 10, prompt=[128], output=[128])
+        place.serve(jobs, 256, scheduler="prefill_first", alloc="grow", draft="ngram",
+                    alpha=alpha, spec="goodput_tree", record=record)
         rows = [n for iteration in record for _, _, n, n_logits, *_ in iteration.entries
                 if n == n_logits]
         yield "batched tokens per request", f"acceptance {alpha}", fmean(rows)
@@ -1033,9 +1044,9 @@ def spec_fig16(place):
 @experiment("batch size, B", only="measured")
 def spec_here(place):
     """The worth of drafts here, on real text: how many times as fast as without drafts B requests
-    are served, and the share of drafts that is accepted; by a draft model and by prompt lookup. The
-    trained tiny model continues pieces of this project's files; or --model and --draft do, the
-    paragraphs of --prompts."""
+    are served (these: output tokens/s), and the share of drafts that is accepted; by a draft model
+    and by prompt lookup. The trained tiny model continues pieces of this project's files; or
+    --model and --draft do, the paragraphs of --prompts."""
     prompts = read_prompts(place)
     model = place.model
     sources = {"lookup": "ngram"}
@@ -1085,7 +1096,7 @@ def continue_text(place, prompts, draft, spec):
 def timeline(place):
     """[TNG] the same six requests with static batching, prefill-first and chunked prefill."""
     L = max(place.lengths)
-    unit = np.median(place.seconds((0, 0, L)))  # arrivals are in prefills of L tokens
+    unit = np.median(place.seconds(dict(chunk=L)))  # arrivals are in prefills of L tokens
     sizes = ((0, 1, 24), (0, 2, 12), (0, 1, 36), (0.6, 6, 16), (1.5, 4, 10), (2.2, 2, 12))
     jobs = [Job(arrival * unit, eighths * L // 8, output) for arrival, eighths, output in sizes]
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
@@ -1099,11 +1110,12 @@ def timeline(place):
 def tng(place):
     """[TNG] TTFT, TPOT and throughput by the number of concurrent requests, for schedulers and
     chunk sizes; and the gain of chunks if all requests are of equal size."""
-    sizes = (512, 1024, 2048) if place.full else (64, 256)
+    sizes = (512, 1024, 2048) if place.all_grids else (64, 256)
     ways = by_scheduler(["static", "prefill_first", *map(SarathiServe, sizes)])
     L = place.lengths[0]
-    for n in (1, 2, 4, 8, 16, 32, 64, 128) if place.full else (1, 4, 12):
-        n_job = (4 if place.full else 2) * max(n, 3)
+    concurrent = (1, 2, 4, 8, 16, 32, 64, 128) if place.all_grids else (1, 4, 12)
+    for n in () if place.brief else concurrent:
+        n_job = (4 if place.all_grids else 2) * max(n, 3)
         jobs = place.jobs(1, n_job, prompt=(8, L // 2), output=(4, L // 8))
         for name, runs in place.race(ways, jobs=jobs, B=n, clients=n).items():
             yield "throughput (tokens/s)", name, n, [run.tokens_per_second for run in runs]
@@ -1193,7 +1205,7 @@ def online_jobs(place):
         jobs = read_jobs(args.jobs, min(place.model.config.block_size, place.room), args.rate)
         if not args.rate:
             return jobs
-    n = len(jobs) or (320 if place.full else 32)
+    n = len(jobs) or (320 if place.all_grids else 32)
     spaced = place.jobs(1, n, args.cv or 1.0, prompt=args.prompt or (8, L // 2),
                         output=args.output or (4, max(4, L // 16)))
     rate = args.rate
@@ -1243,16 +1255,16 @@ def autopilot(place):
     grid = list(product((64, 128, 256, 512, 1024, 2048), ("off", 1, 3, 5, 7)))
     ratios = []
     missed = 0
-    for workload in WORKLOADS if place.full else WORKLOADS[1:4:2]:
+    for workload in WORKLOADS if place.all_grids else WORKLOADS[1:4:2]:
         P, D, load, alpha, slow = [float(number) for number in workload.split()]
-        jobs = place.jobs(1, 160 if place.full else 20, prompt=(P // 2, P * 3 // 2),
+        jobs = place.jobs(1, 160 if place.all_grids else 20, prompt=(P // 2, P * 3 // 2),
                           output=(D // 2, D * 3 // 2))
         capacity = place.serve(at_rate(jobs), 48, alloc="grow").requests_per_second
         run = partial(place.serve, at_rate(jobs, load * capacity), 48, alloc="grow", draft=draft,
                       alpha=alpha)
         target = slow * place.model.time(1, P + D / 2)
         runs = [run(scheduler="autopilot", spec="goodput", tpot=target)]
-        for chunk, spec in grid if place.full else grid[5::12]:
+        for chunk, spec in grid if place.all_grids else grid[5::12]:
             runs.append(run(scheduler=SarathiServe(chunk), spec=spec))
         met = [not target or np.quantile(run.tpots, 0.9) <= target for run in runs]
         latency, *others = [fmean(run.latencies) for run in runs]
@@ -1292,21 +1304,24 @@ def roofline(place):
     """How near iterations come to this machine's ceilings: the seconds that the FLOPs of linear
     operators, or the bytes of weights and cache, take at the ceilings, over the measured ones."""
     L = place.lengths[0]
-    shapes = [(0, 0, n) for n in (32, 128, 512)] + [(n, L - 1, 0) for n in (1, 4, 16)]
-    for (d, _, chunk), share in zip(shapes, shares(place, measure_ceilings(place), *shapes)):
-        yield "share of the ceiling", "prefill" if chunk else "decode", d + chunk, share
+    ceilings = measure_ceilings(place)
+    for n in (32, 128, 512):
+        yield "share of the ceiling", "prefill", n, share(place, ceilings, chunk=n)
+    for n in (1, 4, 16):
+        yield "share of the ceiling", "decode", n, share(place, ceilings, decodes=n, context=L - 1)
 
-def shares(place, ceilings, *shapes):
-    """The share of a machine's ceilings that iterations reach. shapes: (decodes, past, chunk)"""
+def share(place, ceilings, decodes=0, context=0, chunk=0):
+    """The share of a machine's ceilings (FLOP/s, bytes/s) that an iteration reaches."""
     flops, bandwidth = ceilings
     c = place.model.config
     itemsize = place.model.dtype.itemsize
     layers = c.n_layer * sum(math.prod(width) for width in c.widths.values())
     head = c.vocab_size * c.n_embd
-    for (d, past, chunk), seconds in zip(shapes, place.seconds(*shapes)):
-        computing = 2 * ((d + chunk) * layers + max(d, 1) * head) / flops
-        reading = (layers + head) * itemsize + (d * past + chunk) * c.page_bytes(itemsize)
-        yield max(computing, reading / bandwidth) / median(seconds)
+    computing = 2 * ((decodes + chunk) * layers + max(decodes, 1) * head) / flops
+    pages = decodes * context + chunk
+    reading = ((layers + head) * itemsize + pages * c.page_bytes(itemsize)) / bandwidth
+    seconds = place.seconds(dict(decodes=decodes, context=context, chunk=chunk))
+    return max(computing, reading) / np.median(seconds)
 
 @experiment("tokens or requests, n", only="measured")
 def gpu(place):
@@ -1319,19 +1334,20 @@ def gpu(place):
     engine = Engine(model, n_page=request.max_len)
     engine.pool.reserve(request, request.max_len)
     ends = (0, 128, 292, 299, 300)  # two chunks, a verification and a decode
-    rows = [engine.runner.forward([Span(request, first, tokens[first:end], 1)]).float()
+    rows = [engine.runner.forward([Span(request, first, tokens[first:end], 1)])[1].float()
             for first, end in pairwise(ends)]
     errors = torch.cat(rows) - model.logits(tokens)[[end - 1 for end in ends[1:]]]
     yield "error of logits over their deviation", float(errors.abs().max() / rows[0].std())
-    shapes = [(B, L, 0) for L in (1000, 4000) for B in (1, 8, 64)]
-    shapes += [(0, 0, n) for n in (256, 512, 2048)]
     ceilings = measure_ceilings(place)
-    for d, past, n in shapes:
-        if past + n < c.block_size and d * past + n < place.room:  # one cache at a time
-            share, = shares(place, ceilings, (d, past, n))
-            yield "share of the ceiling", f"decode at {past}" if d else "prefill", d + n, share
+    for L, B in product((1000, 4000), (1, 8, 64)):
+        if L < c.block_size and B * L < place.room:
+            reached = share(place, ceilings, decodes=B, context=L)
+            yield "share of the ceiling", f"decode at {L}", B, reached
+    for n in (256, 512, 2048):
+        if n < min(c.block_size, place.room):
+            yield "share of the ceiling", "prefill", n, share(place, ceilings, chunk=n)
     for B in (1, 8, 64):
-        plan, engine = made_up_plan(model, B, 64)
+        plan, engine = made_up_plan(model, decodes=B, context=64)
         spans = [Span(r, r.n_past, [1], 1) for r, _ in plan]
         seconds = []
         for _ in range(9):
@@ -1342,7 +1358,7 @@ def gpu(place):
         yield "host (ms)", "decode", B, 1e3 * median(seconds)
     yield "peak memory (GB)", torch.cuda.max_memory_allocated() / 1e9
 
-@experiment("", "tokens/s, prompts too", only="measured")
+@experiment("", "tokens/s of prompts of 256 and outputs of 32, all counted", only="measured")
 def peers(place):
     """transformers' generate(), and PEFT's mixed batch of adapters, beside this engine. All feed
     the prompts at once."""
@@ -1385,13 +1401,17 @@ def scoreboard_rows(args, name):
     """The rows of one experiment that have a claim, where the paper's numbers hold."""
     torch.set_num_threads(1)
     what = EXPERIMENTS[name]
-    return [row for row in what.rows(simulate(args, what.on)) if row["paper"] is not None]
+    place = simulate(args, what.on)
+    place.brief = True
+    return [row for row in what.rows(place) if row["paper"] is not None]
+
+LONGEST = ("slora_table3", "fig12", "spec_fig1", "slora_fig10")
 
 def scoreboard(args):
     """Every number of the papers beside ours, simulated with one set of constants. Returns rows."""
     names = [name for name in CLAIMS if EXPERIMENTS[name].only != "measured"]
-    # those with many claims take long: they begin first
-    longest = sorted(names, key=lambda name: len(CLAIMS[name]), reverse=True)
+    # the longest begin first
+    longest = sorted(names, key=lambda name: name not in LONGEST)
     with ProcessPoolExecutor(os.cpu_count()) as executor:
         runs = executor.map(partial(scoreboard_rows, args), longest)
         rows = sum(tqdm(runs, "scoreboard", len(names), leave=False, delay=3), [])
@@ -1700,7 +1720,7 @@ def run_experiments(args, names):
     try:
         for name, group in places.items():
             for place in group:
-                with tqdm(desc=name, unit=" runs", leave=False, delay=3) as place.bar:
+                with tqdm(desc=name, unit="run", leave=False, delay=3) as place.bar:
                     place.rows.extend(EXPERIMENTS[name].rows(place))
     finally:
         if any(not place.simulated for place in sum(places.values(), [])):

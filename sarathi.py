@@ -1,13 +1,16 @@
 """The serving engine: SARATHI, S-LoRA and SmartSpec in one loop.
 
 In reading order: requests; the engine, one iteration of it in `Engine.step`; memory (pages and
-adapters); schedulers; orders of the queue; speculation (policies and proposers); cost models;
-runners, which carry plans out on a model or on a clock; the simulated pipeline; the command line.
+adapters); schedulers; orders of the queue; speculation (policies and proposers); the runner, which
+carries plans out on a model; the simulator (cost models, a runner that moves a clock, a pipeline);
+the command line.
 
 A plan says how many tokens of which request are fed next: [(request, n)]. A prefill chunk, a decode
 and a verification of drafts are the same thing. The engine knows requests, pages and plans, and no
 tensors; tensors begin in ModelRunner.pack, attention is in model.py and kernels.py.
 """
+from __future__ import annotations
+
 import argparse
 import json
 import math
@@ -17,6 +20,7 @@ import time
 from array import array
 from bisect import insort
 from collections import Counter, deque
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -28,7 +32,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary, proxy
 
 # kernels before torch: it sets how torch's threads wait
-from kernels import FEW_ROWS, Batch, Sites, has_triton, probabilities, sample, send, verify
+from kernels import FEW_ROWS, Batch, Sites, cdiv, has_triton, probabilities, sample, send, verify
 from model import (GPT, PRESETS, ROW_PARALLEL, Adapter, GPTConfig, World, load_model,
                    load_tokenizer)
 
@@ -45,28 +49,31 @@ class Request:
 
     |<--------- prompt --------->|<---- output ---->|
     |<------ n_past: cached ------>|<--- n_todo --->|<-- drafts -->|"""
-    prompt: list  # tokens
+    # what the user asks for
+    prompt: list[int]
     max_new_tokens: int = 32
-    adapter: str = None  # a name given to Engine.add_adapter
+    adapter: str | None = None  # a name given to Engine.add_adapter
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0
-    stop: tuple = ()  # tokens that end the output; a token or None will do
-    arrival: float = None  # seconds on the engine's clock; None: now
-    seed: int = None  # of sampled tokens; None: of the engine's seed and the id
-    alpha: float = None  # forced chance of its drafts; None: the engine's alpha
-    id: int = -1  # given by Engine.add; all from here on is the engine's
+    stop: tuple[int, ...] = ()  # tokens that end the output; a token or None will do
+    arrival: float | None = None  # seconds on the engine's clock; None: now
+    seed: int | None = None  # of sampled tokens; None: of the engine's seed and the id
+    alpha: float | None = None  # forced chance of its drafts; None: the engine's alpha
+    # the engine's state
+    id: int = -1  # given by Engine.add
     state: str = "waiting"  # -> running -> length, stop or aborted
     version: int = 0  # of the adapter, the newest when the request is added
-    output: list = field(default_factory=list)
-    times: list = field(default_factory=list)  # seconds at which each output token came
+    output: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # seconds at which each output token came
     n_past: int = 0  # tokens with K and V in the cache
-    n_draft_past: int = 0  # the same for a draft model's cache
+    # speculation's state
+    n_draft_past: int = 0  # tokens with K and V in the cache of a draft model
     may_draft: bool = True  # False: a draft model leaves this request out
-    drafts: list = field(default_factory=list)  # guessed tokens, within an iteration
-    tree: tuple = ()  # candidates per level of the drafts; real drafts have one per level
+    drafts: list[int] = field(default_factory=list)  # guessed tokens, within an iteration
+    tree: tuple[int, ...] = ()  # candidates per level of the drafts; real drafts have one per level
     draft_probs: list = field(default_factory=list)  # (1, V) for each sampled draft: its q
-    acceptance: float = None  # of its drafts, an estimate; at first the speculator's of all
+    acceptance: float | None = None  # estimated rate of its drafts; at first that of all requests
 
     @property
     def n_tokens(self):
@@ -74,7 +81,7 @@ class Request:
 
     @property
     def n_todo(self):
-        return len(self.prompt) + len(self.output) - self.n_past  # called often
+        return len(self.prompt) + len(self.output) - self.n_past
 
     @property
     def max_len(self):
@@ -129,10 +136,19 @@ class Event(NamedTuple):
     tokens: list
     finished: str
 
+class Entry(NamedTuple):
+    """What an iteration computes for one request."""
+    id: int  # of the request
+    n_past: int
+    n_row: int  # tokens, drafts included
+    n_logits: int  # rows with logits
+    version: int = 0  # of the adapter
+    n_weight: int = 0  # of the adapter
+
 class Iteration(NamedTuple):
     start: float  # seconds
     end: float
-    entries: list  # (request id, n_past, rows, rows with logits, adapter version, its weights)
+    entries: list[Entry]
     stage: int = 0  # of a simulated pipeline
 
 # -----------------------------------------------------------------------------
@@ -149,6 +165,7 @@ class Engine:
     alloc: "reserve" a request's maximum length at its start, or "grow" page by page
     draft: None, "ngram", a smaller GPT or CostModel, or a Proposer
     spec: "off", a number of drafts, a name in POLICIES, or a Policy; None: three, if draft is given
+    seed: of the sampled tokens of requests without a seed of their own
     alpha: if not 0, each draft is accepted with this forced chance
     order: a function (waiting, running, now) -> list
     lora: "batched", or the baselines "bmm" and "merge" [S-LoRA §7]
@@ -156,9 +173,12 @@ class Engine:
     tpot: autopilot's target, seconds per token; 0: none
     cost: prices for the policies; None: a profile of this machine, made if a policy asks
     record: a list to which every Iteration is appended"""
-    def __init__(self, model, scheduler="sarathi", chunk=256, max_batch=8, n_page=0,
-                 alloc="reserve", draft=None, spec=None, seed=0, alpha=0.0, order=None,
-                 lora="batched", adapter_pages=0, tpot=0.0, cost=None, record=None):
+    def __init__(self, model: GPT | CostModel, scheduler: str | Scheduler = "sarathi",
+                 chunk: int = 256, max_batch: int = 8, n_page: int = 0, alloc: str = "reserve",
+                 draft: str | GPT | CostModel | Proposer | None = None,
+                 spec: str | int | Policy | None = None, seed: int = 0, alpha: float = 0.0,
+                 order: Callable | None = None, lora: str = "batched", adapter_pages: int = 0,
+                 tpot: float = 0.0, cost: CostModel | None = None, record: list | None = None):
         self.model = check_type("model", model, (GPT, CostModel), "a GPT or a CostModel")
         self.simulated = isinstance(model, CostModel)
         self.chunk = check_range("chunk", chunk, 1)
@@ -190,8 +210,7 @@ class Engine:
         if self.cost is None and (self.scheduler.needs_price or policy and policy.needs_price):
             self.cost = CostModel.profile(model)
 
-        # memory, and the runner that uses it. The parts refer to the engine weakly: when it ends,
-        # the memory of its cache is free at once
+        # memory and the runner. Weak references to the engine: its cache is freed when it ends
         n_page, self.max_batch = size_pool(self, draft, n_page, max_batch)
         self.pool = PagePool(n_page)
         own_pool = PagePool(adapter_pages, first=n_page) if adapter_pages else self.pool
@@ -200,11 +219,11 @@ class Engine:
         self.clock = VirtualClock() if self.simulated else WallClock()
         engine = proxy(self)
         self.runner = CostRunner(engine, model) if self.simulated else ModelRunner(engine, model)
-        self.adapters.copy = self.runner.copy_adapter
+        self.adapters.start_copy = self.runner.copy_adapter
         self.speculator = Speculator(engine, draft, policy) if policy else None
         self.scheduler.start(engine)
 
-    def step(self):
+    def step(self) -> list[Event]:
         """One iteration. Returns its events; [] if nothing can run now. After any exception, all
         requests wait again, and the engine serves on."""
         try:
@@ -226,7 +245,7 @@ class Engine:
 
     # requests and adapters come and go
 
-    def add_adapter(self, name, source):
+    def add_adapter(self, name: str, source: str | Adapter | int):
         """Make an adapter known. source: a PEFT folder, an Adapter, or a rank (random weights).
         Under a used name it replaces the other one: requests that were added before keep that.
         FileNotFoundError or ValueError for a folder that is missing or does not fit."""
@@ -237,21 +256,21 @@ class Engine:
         values = self.model.world.broadcast(("hold", (name, source, {*self.adapters.known})))[1]
         assert values[0] == name, f"adapter {name!r}: rank 0 adds {values[0]!r} at this point"
 
-    def remove_adapter(self, name):
+    def remove_adapter(self, name: str):
         """Forget an adapter. Requests that were added before keep it. KeyError if it is unknown."""
         names = [name for name in self.adapters.newest if name is not None]
         del self.adapters.newest[check_choice("adapter", name, names)]
         self.drop_versions()
 
     def drop_versions(self):
-        """Forget the versions that no name stands for and no request needs. Ranks above 0 have no
-        requests: they do so when rank 0 adds an adapter."""
+        """Forget replaced and removed adapters that no request needs. Other ranks have no requests:
+        they do so when rank 0 adds an adapter."""
         store = self.adapters
         if self.model.world.rank == 0 and len(store.known) > len(store.newest):
             needed = {request.version for request in self.requests.values()}
             store.keep(needed.union(store.newest.values()))
 
-    def add(self, request):
+    def add(self, request: Request) -> int:
         """Queue a request. Returns its id. ValueError or KeyError if it could never be served."""
         check_request(request, self)
         request.id = next(self.ids)
@@ -266,25 +285,25 @@ class Engine:
         insort(self.pending, request, key=lambda request: request.arrival)
         return request.id
 
-    def generate(self, prompts, max_new_tokens=32, adapter=None, **options):
+    def generate(self, prompts: list[list[int]], max_new_tokens: int = 32,
+                 adapter: str | list | None = None, **options) -> list[list[int]]:
         """Serve prompts (lists of tokens). Returns the list of outputs. adapter: a name for all, or
         a list of names; options: other fields of Request."""
         names = adapter if isinstance(adapter, list) else [adapter] * len(prompts)
         check_range("names in adapter", len(names), len(prompts), len(prompts))
-        requests = [Request(prompt, max_new_tokens, name, **options)
-                    for prompt, name in zip(prompts, names)]
+        requests = []
         try:
-            for request in requests:
-                self.add(request)
+            for prompt, name in zip(prompts, names):
+                requests.append(Request(prompt, max_new_tokens, name, **options))
+                self.add(requests[-1])
             self.run()
         finally:  # after an exception, these requests leave the engine
             if any([self.requests.pop(request.id, None) for request in requests]):
                 self.recover()
         return [request.output for request in requests]
 
-    def run(self, on_event=lambda event: None):
-        """Step until every request has ended. on_event is called for each event. Returns the Run
-        of the requests that came to their end."""
+    def run(self, on_event: Callable[[Event], None] = lambda event: None) -> Run:
+        """Step until every request has ended. Returns the Run of those not aborted."""
         start = self.clock.now()
         finished = []
         while self.requests:
@@ -294,7 +313,7 @@ class Engine:
                     finished.append(event.request)
         return Run(finished, start)
 
-    def abort(self, id):
+    def abort(self, id: int):
         """End a request now. KeyError if the id is unknown or the request has ended."""
         if id not in self.requests:
             raise KeyError(f"no request with id {id} is waiting or running")
@@ -323,7 +342,7 @@ class Engine:
     # the parts of an iteration
 
     def arrive(self):
-        """Queue the requests that have arrived. If there is nothing else, wait for the next."""
+        """Queue the requests that have arrived. If there are no others, wait for the next."""
         if self.pending and not self.running and not self.waiting:
             self.clock.wait_until(self.pending[0].arrival)
         while self.pending and self.pending[0].arrival <= self.clock.now():
@@ -345,23 +364,12 @@ class Engine:
 
     def admit(self, plan):
         """Start the plan's waiting requests, up to the first one that has no room, and reserve
-        pages for the others' tokens. Returns the part of the plan that can run."""
-        name = type(self.scheduler).__name__
-        good = isinstance(plan, list)
-        good = good and all(issubclass(kind, tuple) for kind in {*map(type, plan)})
-        assert good, f"{name} plans {short(plan)}: must be [(request, n)]"
-        planned = dict(plan)
-        batch = {*planned, *self.running}
-        good = len(planned) == len(plan) and len(batch) <= self.max_batch
-        assert good, f"{name} plans a request twice, or more than max_batch = {self.max_batch}"
+        pages for the running ones' tokens. Returns the part of the plan that can run."""
+        self.check_plan(plan)
         # a request that is preempted below waits again, and must not start at once
-        new = batch.difference(self.running)
+        new = {request for request, _ in plan if request.state != "running"}
         room = True
         for request, n in plan:
-            good = request.state == "running" or request in self.waiting
-            good = good and n in range(1, request.n_todo + 1)
-            assert good, (f"{name} or the order plans {n} of {request.n_todo} tokens of "
-                          f"{short(request)}: must be in the queue or running")
             if request in new:
                 room = room and self.start(request)
                 self.full = not room
@@ -369,7 +377,21 @@ class Engine:
                 self.grow(request, request.n_past + n)
         if len(self.adapters.known) > 1:
             self.prefetch()
-        return [entry for entry in plan if entry[0].state == "running"]
+        return [(request, n) for request, n in plan if request.state == "running"]
+
+    def check_plan(self, plan):
+        """AssertionError that names a mistake of the scheduler or of the order."""
+        name = type(self.scheduler).__name__
+        good = isinstance(plan, list) and all(isinstance(entry, tuple) for entry in plan)
+        assert good, f"{name} plans {short(plan)}: must be [(request, n)]"
+        planned = {request for request, _ in plan}
+        good = len(planned) == len(plan) and len(planned.union(self.running)) <= self.max_batch
+        assert good, f"{name} plans a request twice, or more than max_batch = {self.max_batch}"
+        for request, n in plan:
+            good = request.state == "running" or request in self.waiting
+            assert good and n in range(1, request.n_todo + 1), (
+                f"{name} or the order plans {n} of {request.n_todo} tokens of {short(request)}: "
+                "must be in the queue or running")
 
     def start(self, request):
         """Acquire a waiting request's adapter and pages. Returns False if one has no room."""
@@ -384,7 +406,7 @@ class Engine:
         if not self.adapters.reserve(self.pool, request, n, spare):
             self.adapters.release(version)
             return False
-        self.adapters.loaded[version]()  # waits for its copy
+        self.adapters.wait(version)
         if swap:
             self.merged = version
             self.runner.merge(self.adapters.known[version])
@@ -395,18 +417,22 @@ class Engine:
 
     def prefetch(self, n=32):
         """Load the adapters of the next n requests to start [S-LoRA §5.2], if these have room
-        beside all that the running ones may still need, so that none is evicted before its use."""
-        shared = self.adapters.pool is self.pool
+        beside all that the running ones may still need."""
         spare = sum(r.max_len - len(self.pool.tables[r]) for r in self.running)
-        wanted = []
-        for request in islice((r for r in self.ordered if r.state == "waiting"), n):
+        shared = self.adapters.pool is self.pool
+        acquired = []  # until all are loaded, so that none evicts another one
+        waiting = (request for request in self.ordered if request.state == "waiting")
+        for request in islice(waiting, n):
             spare += request.n_tokens
-            wanted.append((request.version, spare * shared))
-        self.adapters.prefetch(wanted)
+            if not self.adapters.acquire(request.version, spare if shared else 0):
+                break
+            acquired.append(request.version)
+        for version in acquired:
+            self.adapters.release(version)
 
     def grow(self, request, n):
-        """Let a running request have n pages. If too few are free, preempt the last to start: it
-        goes in front of the queue, without its pages, and is recomputed."""
+        """Reserve n pages for a running request. If too few are free, preempt the last to start:
+        it loses its pages, goes to the front of the queue, and is recomputed later."""
         while request.state == "running" and not self.adapters.reserve(self.pool, request, n):
             last = self.running[-1]
             self.release(last)
@@ -450,18 +476,29 @@ class Engine:
                 self.speculator.count(request, min(len(tokens), len(verified) - 1), len(tokens))
                 request.drop_drafts()
             end = request.end
+            events.append(Event(request, tokens, end))
             if end:
                 self.finish(request, end)
-            events.append(Event(request, tokens, end))
         return events
 
     def idle(self, planned):
-        """Nothing can run: what was planned has no room yet. Wait for the next arrival."""
+        """Nothing can run: the planned requests have no room. Wait for the next arrival."""
         stuck = self.running or (self.waiting and not self.pending)
         assert planned or not stuck, f"{type(self.scheduler).__name__} or the order serves nothing"
         if self.waiting and not self.running:
             self.clock.wait_until(self.pending[0].arrival)
         return []
+
+def entries_of(plan, engine):
+    """The Entry of each request in a plan."""
+    entries = []
+    for request, n in plan:
+        n_draft = len(request.drafts)
+        n_logits = 1 + n_draft if n == request.n_todo else 0
+        n_weight = engine.adapters.known[request.version].n_params
+        entries.append(Entry(request.id, request.n_past, n + n_draft, n_logits, request.version,
+                             n_weight))
+    return entries
 
 def check_choice(name, value, choices):
     """Returns value. KeyError that lists the choices if it is none of them."""
@@ -494,15 +531,14 @@ def check_tokens(name, tokens):
                          "encode a text, and give generate() a list of prompts") from None
 
 def short(value):
-    """A value in one line of a message"""
-    return f"{' '.join(repr(value).split()):.60}"
+    return " ".join(repr(value).split())[:60]
 
 def check_request(r, engine):
     """Put a request's fields in their normal form. ValueError or KeyError if it was added before,
     or could never be served."""
     check_type("request", r, Request, "a Request")
     new = vars(Request(r.prompt))
-    for name in [*new][[*new].index("id"):]:  # the engine's fields
+    for name in islice(new, [*new].index("id"), None):  # the fields that the user must not set
         if repr(getattr(r, name)) != repr(new[name]):
             raise ValueError(f"{name} = {short(getattr(r, name))}: add a Request only once, as new")
     r.prompt = check_tokens("prompt", r.prompt)
@@ -550,8 +586,7 @@ class Run:
 
     @property
     def figures(self):
-        """{name: number}, with medians and 99th percentiles over the finished requests. stall: the
-        longest time between two tokens of a request."""
+        """{name: number}; p50 and p99: percentiles over the finished requests."""
         figures = {"requests": len(self.ends), "tokens/s": self.tokens_per_second}
         for name, times in (("TTFT", self.ttfts), ("TPOT", self.tpots), ("stall", self.stalls)):
             for q in (50, 99):
@@ -597,13 +632,16 @@ class PagePool:
 
     def reserve(self, owner, n):
         """Let owner have n pages in all. Returns False, changing nothing, if too few are free."""
-        table = self.tables.get(owner, array("i"))
-        left = len(self.free) - max(0, n - len(table))
-        if left < 0:
+        if owner not in self.tables:
+            if n > len(self.free):
+                return False
+            self.tables[owner] = array("i")
+        n_more = n - len(self.tables[owner])
+        if n_more > len(self.free):
             return False
-        self.tables[owner] = table
-        table.extend(self.free[left:])
-        del self.free[left:]
+        if n_more > 0:
+            self.tables[owner].extend(self.free[-n_more:])
+            del self.free[-n_more:]
         return True
 
     def release(self, owner):
@@ -611,10 +649,10 @@ class PagePool:
 
 class AdapterStore:
     """All adapters in host memory, and some loaded into pages: those of running requests, and idle
-    ones as long as no request needs their pages [S-LoRA §5]. Version 0, base, has no modules."""
+    ones as long as no request needs their pages [S-LoRA §5]. Version 0 is the base model."""
     def __init__(self, pool, base):
         self.pool = pool
-        self.copy = None  # the runner's (version, pages) -> function that waits for the copy
+        self.start_copy = None  # the runner's (version, pages) -> function that waits for the copy
         self.n_version = 1  # so many were made
         self.newest = {None: 0}  # name -> version
         self.known = {0: base}  # version -> Adapter
@@ -624,8 +662,8 @@ class AdapterStore:
 
     def clear(self):
         """Take all adapters off their pages. No request runs."""
-        for wait in self.loaded.values():
-            wait()
+        for version in self.loaded:
+            self.wait(version)
         self.pool.clear()
         self.loaded = {0: lambda: None}
         self.n_users = Counter([0])  # version 0 is never idle
@@ -635,8 +673,9 @@ class AdapterStore:
         self.known[self.n_version] = adapter
         self.n_version += 1
 
-    def version(self, request):
-        return request.version
+    def wait(self, version):
+        """Wait until an adapter is copied to its pages."""
+        self.loaded[version]()
 
     def keep(self, versions):
         """Forget all other versions."""
@@ -647,12 +686,15 @@ class AdapterStore:
             del self.n_users[version]
 
     def evict(self, version):
-        self.loaded.pop(version)()  # a copy in flight must not overwrite the next owner's pages
+        self.wait(version)  # a copy in flight must not overwrite the next owner's pages
+        del self.loaded[version]
         self.pool.release(version)
 
     def reserve(self, pool, owner, n, spare=0):
-        """PagePool.reserve, with spare pages left that are free or an idle adapter's. Evicts idle
-        adapters, least recently used first, unless too few pages would become free."""
+        """PagePool.reserve, if `spare` more pages are free or of idle adapters. Evicts idle
+        adapters, least recently used first, until n are free."""
+        if not spare and pool.reserve(owner, n):
+            return True
         n_more = n - len(pool.tables.get(owner, ()))
         if n_more + spare > len(pool.free):
             idle = [version for version in self.loaded if not self.n_users[version]]
@@ -668,7 +710,7 @@ class AdapterStore:
         if not self.reserve(self.pool, version, self.known[version].n_page, spare):
             return False
         pages = self.pool.tables[version]  # none if adapters are merged into the weights
-        self.loaded[version] = self.copy(version, pages) if pages else self.loaded[0]
+        self.loaded[version] = self.start_copy(version, pages) if pages else self.loaded[0]
         return True
 
     def acquire(self, version, spare=0):
@@ -682,30 +724,19 @@ class AdapterStore:
     def release(self, version):
         self.n_users[version] -= 1
 
-    def prefetch(self, wanted):
-        """Load adapters, [(version, pages to spare)], up to the first that has no room; none of
-        them takes the pages of another one."""
-        versions = []
-        for version, spare in wanted:
-            if not self.acquire(version, spare):
-                break
-            versions.append(version)
-        for version in versions:
-            self.release(version)
-
 def read_adapter(name, source, engine):
     """An Adapter from a PEFT folder, an Adapter, or a rank: random weights, in a simulator none."""
     kinds = (str, os.PathLike, Adapter, int)
     check_type("adapter", source, kinds, "a PEFT folder, an Adapter, or a rank")
     model = engine.model
     adapter = source
-    if isinstance(source, int):
-        check_range("rank", source, 1)
-        adapter = Adapter(model.config, source)
-        if not engine.simulated:
-            adapter = Adapter.random(model.config, source, engine.adapters.n_version, model.dtype)
-    elif not isinstance(source, Adapter):
+    if isinstance(source, (str, os.PathLike)):
         adapter = Adapter.from_pretrained(source, model.config, model.dtype)
+    elif isinstance(source, int):
+        rank = check_range("rank", source, 1)
+        adapter = Adapter(model.config, rank)
+        if not engine.simulated:
+            adapter = Adapter.random(model.config, rank, engine.adapters.n_version, model.dtype)
     ours, theirs = [(c.n_layer, c.operators) for c in (model.config, adapter.config)]
     if name is None or (ours != theirs and not engine.simulated):
         raise ValueError(f"adapter {name!r}: must have a name, and be made for this model")
@@ -728,8 +759,8 @@ def size_pool(engine, draft, n_page, max_batch):
         if engine.simulated:
             free = model.memory - sum(m.n_bytes for m in models[1:])
         else:
-            # memory for the largest iteration, and as much for graphs. It feeds a chunk, or, by
-            # other schedulers, as many tokens as the cache may hold
+            # twice the memory of the largest iteration, one for graphs. It feeds a chunk, or, by
+            # other schedulers, as many tokens as the cache holds
             n_logits = (max_batch or 256) * (FEW_ROWS if draft else 1)
             chunk = engine.scheduler.chunk or engine.chunk
             free = free_memory(model.device)
@@ -772,10 +803,11 @@ class Scheduler:
         self.engine = engine
         self.chunk = self.chunk or engine.chunk
 
-    def plan(self, running, waiting):
+    def plan(self, running: list[Request],
+             waiting: list[Request]) -> list[tuple[Request, int]]:
         """running: requests with pages, the oldest first. waiting: those that max_batch has room
-        for; none if pages were missing, until some are released or a request arrives. Returns
-        [(request, n)] with 1 <= n <= request.n_todo. Called once per step."""
+        for; none while memory is full. Returns [(request, n)] with 1 <= n <= request.n_todo.
+        Called once per step."""
         raise NotImplementedError
 
     def drafts(self, decodes):
@@ -784,10 +816,11 @@ class Scheduler:
         return speculator.expected([request for request, _ in decodes]) if speculator else 0
 
     def budget(self, decodes):
-        """Prompt tokens that fill a chunk beside the decodes of a plan and their drafts; if more of
-        these come than fit, whole tiles [SARATHI §4.4]."""
+        """Prompt tokens that fill a chunk beside the decodes of a plan and their drafts; if these
+        alone are more, that fill whole tiles [SARATHI §4.4]."""
         n = len(decodes) + self.drafts(decodes)
-        return max(self.chunk, round_up(n + 1, min(TILE, self.chunk))) - n
+        tile = min(TILE, self.chunk)
+        return max(self.chunk, cdiv(n + 1, tile) * tile) - n
 
 class Static(Scheduler):
     """Request-level batching (FasterTransformer): fill a batch, run it until all have ended."""
@@ -828,8 +861,8 @@ class Autopilot(Scheduler):
         sizes = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
         self.sizes = [n for n in sizes if n % cost.tile == 0]  # of batches, in tokens
         # seconds per prompt token, at best
-        stats = {n: cost.stats([(0, n, 0, 0, 0)]) for n in self.sizes}
-        self.prefill_price = min(cost.seconds(stats[n]) / n for n in self.sizes)
+        stats = [cost.stats([Entry(-1, 0, n, 0)]) for n in self.sizes]
+        self.prefill_price = min(cost.seconds(s) / s.n_tokens for s in stats)
 
     def plan(self, running, waiting):
         cost = self.engine.cost
@@ -842,8 +875,10 @@ class Autopilot(Scheduler):
         # a decode is worth less beside waiting prompts: once they are fed, the same iteration
         # decodes for all of them, at nearly the same cost
         decode_work = alone * len(decodes) / (len(decodes) + len(prefills))
+        # prompt tokens to choose from. 8 decodes beside prompts of 100 and 300 tokens: ends are
+        # 100 and 400; sizes 0, 8 (16 - 8), 24, 56, ... 376 (384 - 8), 100, 400
         ends = list(accumulate(request.n_todo for request in prefills))
-        sizes = ends  # whole prompts: the rest of a prompt would get an iteration of its own
+        sizes = ends  # no decodes wait: whole prompts
         if decodes:
             sizes = [n - stats.n_tokens for n in self.sizes]
             sizes = [0] + [n for n in sizes if 0 < n <= ends[-1]] + ends
@@ -872,8 +907,14 @@ class Autopilot(Scheduler):
 
 def decodes_and_prefills(running, waiting):
     """Returns the decodes as entries of a plan, and the requests with a prompt to feed."""
-    decodes = [(request, 1) for request in running if request.n_todo == 1]
-    return decodes, [request for request in running if request.n_todo > 1] + waiting
+    decodes = []
+    prefills = []
+    for request in running:
+        if request.n_todo == 1:
+            decodes.append((request, 1))
+        else:
+            prefills.append(request)
+    return decodes, prefills + waiting
 
 def prefill_chunks(prefills, budget):
     """Cut budget tokens from the prompts, one prompt after the other. Returns [(request, n)]."""
@@ -883,9 +924,6 @@ def prefill_chunks(prefills, budget):
             plan.append((request, min(request.n_todo, budget)))
             budget -= request.n_todo
     return plan
-
-def round_up(n, unit):
-    return -(-n // unit) * unit
 
 SCHEDULERS = {"static": Static, "orca": Orca, "prefill_first": PrefillFirst, "sarathi": Sarathi,
               "sarathi_serve": SarathiServe, "autopilot": Autopilot}
@@ -952,6 +990,7 @@ class EarlyAbort:
 
 MAX_DRAFTS = FEW_ROWS - 1  # V in [SmartSpec Alg. 2]; a verification still has few rows
 
+@cache
 def tree_size(tree):
     """Drafts in a tree with so many candidates per level: (3, 2, 2) has 3 + 6 + 12 = 21."""
     return sum(accumulate(tree, mul))
@@ -986,12 +1025,12 @@ def forced_acceptance(request, tree):
 
 class Policy:
     """How many drafts each decode gets. Subclass it and write lengths()."""
-    needs_price = False  # whether lengths() gets a price
-    sees_future = False  # whether the limits end at the drafts that will be accepted
+    needs_price = False  # whether lengths() calls price
     threshold = 0.0  # a draft model stops behind a draft with no more than this probability
     trees = [(1,) * MAX_DRAFTS]  # to choose from
 
-    def lengths(self, requests, limits, alpha, price):
+    def lengths(self, requests: list[Request], limits: list[int], alpha: float,
+                price: Callable[[list[int]], float]) -> list[tuple[int, ...]]:
         """requests: the decodes; limits: the most drafts for each; alpha: the acceptance rate of
         all. price(drafts) -> seconds of an iteration with drafts[i] drafts of all made in step i.
         Returns a tree, candidates per level, for each: (1, 1, 1) is three drafts in a row."""
@@ -1020,17 +1059,15 @@ class Goodput(Policy):
         """Expected tokens and seconds of the iteration with each of the trees: two arrays."""
         # differs from [SmartSpec Eq. 10]: as printed it lacks the token that comes even if no draft
         # is accepted, and a level fails with 1 - alpha whatever its number of candidates
-        limits = np.array(limits)
+        # requests that have room for each level
+        room = [sum([limit > level for limit in limits]) for level in range(max(limits))]
         outcomes = []
         for tree in self.trees:
-            tree = tree[:limits.max()]
-            chances = [chance(alpha, n_candidate) for n_candidate in tree]
-            # of a request by levels: 1, 1 + a, 1 + a + a^2, ... tokens [SmartSpec Eq. 8]
-            expected = np.cumsum(np.cumprod([1.0, *chances]))
-            tokens = expected[np.minimum(limits, len(tree))].sum()  # [SmartSpec Eq. 9]
-            drafts = [int(width * (limits > level).sum())
-                      for level, width in enumerate(accumulate(tree, mul))]
-            outcomes.append((tokens, price(drafts)))
+            chances = accumulate([chance(alpha, n_candidate) for n_candidate in tree], mul)
+            # of a request by levels: 1, 1 + a, 1 + a + a^2, ... tokens [SmartSpec Eq. 8, 9]
+            tokens = len(limits) + sum(map(mul, room, chances))
+            widths = accumulate(tree, mul)  # drafts per level
+            outcomes.append((tokens, price([*map(mul, room, widths)])))
         return np.array(outcomes).T
 
 class GoodputTree(Goodput):
@@ -1046,19 +1083,26 @@ class GoodputGlobal(Goodput):
         return self.totals
 
 class GoodputRequest(Goodput):
-    """Each request its own k [SmartSpec §3.3]. Draft j of a request is worth alpha^j tokens. For a
-    number of drafts in all, the best are those worth most; sixteen such numbers are priced."""
+    """Each request its own k [SmartSpec §3.3]. Draft j of a request is worth alpha^j tokens. The
+    drafts worth most are taken first, as many as give the most tokens per second."""
     def lengths(self, requests, limits, alpha, price):
         drafts = []  # (expected tokens, level, request)
         for i, (request, limit) in enumerate(zip(requests, limits)):
             drafts += [(request.acceptance ** j, j, i) for j in range(1, limit + 1)]
         drafts.sort(key=lambda draft: -draft[0])  # those worth the same stay in their order
-        values, levels, owners = zip((len(limits), 0, 0), *drafts)
-        tokens = np.cumsum(values)
-        numbers = np.linspace(0, len(drafts), 17).astype(int).tolist()
-        best = max(numbers, key=lambda n: (
-            tokens[n] / price(np.bincount(levels[:n + 1])[1:].tolist())))
-        chosen = Counter(owners[1:best + 1])
+        numbers = np.linspace(0, len(drafts), 17).astype(int)  # a price takes time: not all
+        tokens = len(limits)  # that come without drafts
+        best_rate = tokens / price([])
+        best = 0
+        n_level = Counter()
+        for n, (value, level, _) in enumerate(drafts, 1):
+            tokens += value
+            n_level[level] += 1
+            rate = tokens / price([*n_level.values()]) if n in numbers else 0.0
+            if rate > best_rate:
+                best_rate = rate
+                best = n
+        chosen = Counter(i for _, _, i in drafts[:best])
         return [(1,) * chosen[i] for i in range(len(limits))]
 
 class Confidence(Goodput):
@@ -1068,21 +1112,21 @@ class Confidence(Goodput):
 
 class Oracle(Goodput):
     """Knows how many drafts will be accepted [SmartSpec Fig. 14]; needs a forced alpha."""
-    sees_future = True
-
-    def expectation(self, alpha, limits, price):
-        return super().expectation(1.0, limits, price)
+    def lengths(self, requests, limits, alpha, price):
+        accepted = [forced_acceptance(request, (1,) * limit)
+                    for request, limit in zip(requests, limits)]
+        return super().lengths(requests, accepted, 1.0, price)
 
 POLICIES = {"goodput": Goodput, "goodput_global": GoodputGlobal, "goodput_request": GoodputRequest,
             "goodput_tree": GoodputTree, "confidence": Confidence, "oracle": Oracle}
 
 class Proposer:
-    """Subclass it and write draft(). The class itself is the simulator's prompt lookup."""
+    """Subclass it and write draft()."""
     context = math.inf  # the most tokens from which it can draft
 
-    def draft(self, request, k):
+    def draft(self, request: Request, k: int) -> list[int]:
         """Up to k tokens that may follow the request's known ones."""
-        return [0] * k
+        raise NotImplementedError
 
     def propose(self, plan, lengths, threshold):
         """Set the drafts of the requests in lengths {request: k}. threshold: the policy's."""
@@ -1090,9 +1134,13 @@ class Proposer:
             request.drafts = self.draft(request, k) if k else []
 
     def seconds(self, drafts, context):
-        """Seconds to make drafts[i] drafts in step i, each behind so many tokens [SmartSpec Eq. 5].
-        """
+        """Seconds to make drafts[i] drafts in step i, each behind context tokens."""
         return 1e-5 * max(drafts, default=0)  # one lookup per request
+
+class Zeros(Proposer):
+    """The simulator's prompt lookup: every token is 0."""
+    def draft(self, request, k):
+        return [0] * k
 
 class Ngram(Proposer):
     """Prompt lookup: what followed the last occurrence of the last three, two or one tokens."""
@@ -1129,8 +1177,7 @@ class DraftModel(Proposer):
             if request.n_past == 0 and (left_out or request.n_tokens > self.context):
                 request.may_draft = False
             k = lengths.get(request, 0)
-            # a decode without drafts is fed later, with its next drafts. Usually one token is new
-            # to the draft model, two if all drafts were accepted.
+            # a decode without drafts is fed later, with its next drafts
             if request.may_draft and (request.n_todo > 1 or k):
                 end = request.n_past + n
                 tokens = request.tokens(request.n_draft_past, end)
@@ -1145,9 +1192,11 @@ class DraftModel(Proposer):
                     spans.append(Span(request, request.n_draft_past, [token], 1))
                     request.n_draft_past += 1
 
-    def seconds(self, drafts, context):
-        return sum(n_step * self.cost.seconds(IterationStats(n, n, n, n * context))
-                   for n, n_step in Counter(drafts).items())
+    def seconds(self, drafts, context):  # [SmartSpec Eq. 5]
+        seconds = 0.0
+        for n, n_step in Counter(drafts).items():
+            seconds += n_step * self.cost.seconds(IterationStats(n, n, n, n * context))
+        return seconds
 
 def make_policy(spec, draft, engine):
     """A Policy from a number, a tree like "3,2,2", a name or an object; None from "off"."""
@@ -1162,7 +1211,7 @@ def make_policy(spec, draft, engine):
         policy = Fixed(*[check_range("spec", int(n), 1) for n in text.split(",")])
     else:
         policy = POLICIES[check_choice("spec", spec, [*POLICIES, "off", "1", "2", "3 ..."])]()
-    if engine.alpha == 0 and (engine.simulated or policy.sees_future):
+    if engine.alpha == 0 and (engine.simulated or isinstance(policy, Oracle)):
         raise ValueError("alpha = 0: a simulator and an oracle need a forced acceptance rate")
     if engine.simulated and policy.threshold:
         raise ValueError(f"spec = {short(spec)}: drafts of a simulator have no probabilities")
@@ -1184,13 +1233,14 @@ def make_proposer(draft, engine, needs_price):
         return DraftModel(ModelRunner(engine, draft), cost, draft.config.block_size)
     kind = "a CostModel" if engine.simulated else "a GPT"
     check_choice("draft", draft, ["ngram", kind, "a Proposer"])
-    return Proposer() if engine.simulated else Ngram()
+    return Zeros() if engine.simulated else Ngram()
 
 class Speculator:
     """Adds drafts to an engine's plans, and counts how many are accepted [SmartSpec §5]."""
     def __init__(self, engine, draft, policy):
         self.engine = engine
         self.policy = policy
+        self.most = max(map(len, policy.trees))  # levels of drafts
         self.proposer = make_proposer(draft, engine, policy.needs_price)
         self.acceptance = PRIOR  # alpha, a moving average over all requests [SmartSpec §4.4]
         self.trees = {}  # decode of the last iteration -> its tree of drafts
@@ -1207,8 +1257,7 @@ class Speculator:
     def limit(self, request):
         """The most levels of drafts that its output, and the proposer's context, have room for."""
         n = request.n_tokens
-        most = max(map(len, self.policy.trees))
-        limit = min(most, request.max_len - n - 1, max(0, self.proposer.context - n + 1))
+        limit = min(self.most, request.max_len - n - 1, max(0, self.proposer.context - n + 1))
         return limit if request.may_draft else 0
 
     def add_drafts(self, plan):
@@ -1241,15 +1290,12 @@ class Speculator:
             drafting = self.proposer.seconds(drafts, stats.context / len(decodes))
             return cost.seconds(stats.with_drafts(sum(drafts))) + drafting
         limits = [self.limit(request) for request in decodes]
-        if self.policy.sees_future:
-            limits = [forced_acceptance(request, (1,) * limit)
-                      for request, limit in zip(decodes, limits)]
         trees = self.policy.lengths(decodes, limits, self.acceptance, price)
         size = len if self.engine.simulated else tree_size
         good = len(trees) == len(limits) and all(
             isinstance(tree, tuple) and size(tree) <= limit for tree, limit in zip(trees, limits))
-        name = type(self.policy).__name__
-        assert good, f"{name} gives {trees}: must be trees, like (1, 1), within {limits}"
+        assert good, (f"{type(self.policy).__name__} gives {trees}: must be trees, like (1, 1), "
+                      f"within {limits}")
         return trees
 
     def count(self, request, n_accepted, n_new):
@@ -1268,7 +1314,322 @@ def moved(rate, prior, weight, tree, n_accepted):
     pay, now and then one is tried, for less than 1 % of the time."""
     if not tree:
         return rate + 0.01 * weight * (prior - rate)
-    return rate + weight * (n_accepted - sum(chance(rate, n_candidate) for n_candidate in tree))
+    return rate + weight * (n_accepted - sum([chance(rate, n_candidate) for n_candidate in tree]))
+
+# -----------------------------------------------------------------------------
+# runners: carry out a plan on a model, or on a clock
+
+class WallClock:
+    def __init__(self):
+        self.start = time.perf_counter()
+
+    def now(self):
+        return time.perf_counter() - self.start
+
+    def wait_until(self, t):
+        time.sleep(max(0.0, t - self.now()))
+
+class VirtualClock:
+    t = 0.0  # simulated seconds
+
+    def now(self):
+        return self.t
+
+    def wait_until(self, t):
+        self.t = max(self.t, t)
+
+ROW, N_ROW, COLUMN, N_COLUMN, RANK, _, _, ENTRY = range(8)  # columns of Sites.sites
+
+class Span(NamedTuple):
+    """Tokens of one request that a model is fed."""
+    request: Request
+    n_past: int
+    tokens: list
+    n_logits: int  # how many of the last rows need logits
+
+class ModelRunner:
+    """Runs plans on a model: packs them into one flat batch, verifies drafts and samples. With
+    tensor parallelism every rank has an engine: rank 0 runs, the runners of the others follow()."""
+    def __init__(self, engine, model):
+        self.engine = engine
+        self.model = model
+        self.merge = model.merge  # the merge-and-swap baseline [S-LoRA §7]
+        if engine.lora != "batched" and model.world.size > 1:
+            raise ValueError(f"lora = {engine.lora!r}: the baselines run on one device")
+        model.merge(None)  # an engine before this one may have left an adapter
+        pools = {engine.pool, engine.adapters.pool}
+        self.n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
+        self.copies = None  # the stream that copies adapters
+        self.graphs = None
+        if model.device.type == "cuda":
+            check_gpu(model.device, model.config.head_dim)
+            self.copies = torch.cuda.Stream()
+        self.kv = model.new_cache(self.n_page + 1)  # the last page is for padding rows
+        if self.copies and has_triton() and model.world.size == 1:
+            self.graphs = CudaGraphs(engine, model, self.kv)
+
+    def run(self, plan):
+        """Carry out a plan. Returns {request: accepted drafts and one more token}."""
+        spans = []
+        for request, n in plan:
+            tokens = request.tokens(request.n_past, request.n_past + n) + request.drafts
+            n_logits = 1 + len(request.drafts) if n == request.n_todo else 0
+            spans.append(Span(request, request.n_past, tokens, n_logits))
+        spans, logits = self.forward(spans)
+        sampling = [span.request for span in spans if span.n_logits]
+        if self.engine.alpha or all(request.temperature == 0 for request in sampling):
+            return self.verify_greedy(sampling, logits)
+        return self.verify_sampled(sampling, logits)
+
+    def forward(self, spans):
+        """One iteration of the model. Returns the spans in the order of the batch, few rows first
+        and those of an adapter side by side, and logits (M, V), span after span."""
+        spans = sorted(spans, key=lambda s: (len(s.tokens) > FEW_ROWS, s.request.version))
+        return spans, self.tell("compute", self.pack(spans))
+
+    def compute(self, batch):
+        for op in batch.adapters.keys() & ROW_PARALLEL:
+            # the sites hold rank 0's columns; shift them to this rank's [S-LoRA §6]
+            sites = batch.adapters[op].sites
+            sites[:, COLUMN] += self.model.world.rank * sites[:, N_COLUMN]
+        if self.graphs and self.graphs.fits(batch):
+            return self.graphs.replay(batch)
+        return self.model.forward(batch.to(self.model.device), self.kv)
+
+    def pack(self, spans):
+        """Spans as one flat Batch, on the host."""
+        tokens = []
+        positions = []
+        logit_rows = []
+        rows = []  # as Batch.spans
+        pages = array("i")
+        table = array("i")  # pages of the requests, then of their adapters
+        for request, n_past, new, n_logits in spans:
+            end = n_past + len(new)
+            own = self.engine.pool.tables[request][:end]
+            rows.append((len(tokens), len(new), n_past, len(table)))
+            tokens += new
+            positions += range(n_past, end)
+            logit_rows += range(len(tokens) - n_logits, len(tokens))
+            pages += own[n_past:]
+            table += own
+        adapters = self.pack_adapters(spans, rows, table)
+        # a draft model may lack the target's last tokens
+        tokens = int32(tokens).clamp(max=self.model.config.vocab_size - 1)
+        return Batch(tokens=tokens, positions=int32(positions), pages=int32(pages),
+                     spans=int32(rows), table=int32(table), logit_rows=int32(logit_rows),
+                     max_context=1 + max(positions), adapters=adapters,
+                     **row_counts([n for _, n, _, _ in rows]))
+
+    def pack_adapters(self, spans, rows, table):
+        """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]. Adjacent rows of an adapter
+        share a site, so that it is read once. Appends their pages to the batch's table."""
+        if self.model is not self.engine.model:
+            return {}
+        store = self.engine.adapters
+        places = []  # (version, (first row, rows, first entry in table))
+        for version, group in groupby(zip(spans, rows), lambda pair: pair[0].request.version):
+            if store.known[version].n_page:
+                own = [row for _, row in group]
+                places.append((version, (own[0][0], sum(row[1] for row in own), len(table))))
+                table += store.pool.tables[version]
+        if not places:
+            return {}
+        places.sort(key=lambda place: place[1][1] > FEW_ROWS)
+        table = int32(table)
+        packed = {}
+        for op, operator in self.model.config.operators.items():
+            parts = [store.known[version].sites[op] for version, _ in places]
+            sites = np.concatenate(parts)
+            if len(sites):
+                where = [place for _, place in places]
+                sites[:, [ROW, N_ROW, ENTRY]] += np.repeat(where, list(map(len, parts)), 0)
+                max_rank = cdiv(int(sites[:, RANK].max()), 16) * 16
+                wide = not (np.array([*operator.modules.values()]) % 16).any()
+                packed[op] = Sites(sites=torch.from_numpy(sites), table=table, max_rank=max_rank,
+                                   n_module=len(operator.modules), way=self.engine.lora, wide=wide,
+                                   **row_counts(sites[:, N_ROW]))
+        return packed
+
+    def verify_greedy(self, sampling, logits):
+        """Accept the drafts that equal the argmax; or, with a forced alpha, as many as it says."""
+        best = logits.max(-1).indices.tolist()
+        new_tokens = {}
+        for request in sampling:
+            drafts = request.drafts
+            n = 0
+            while n < len(drafts) and drafts[n] == best[n]:
+                n += 1
+            if self.engine.alpha:
+                n = forced_acceptance(request, request.tree)
+            new_tokens[request] = drafts[:n] + [best[n]]
+            best = best[len(drafts) + 1:]
+        return new_tokens
+
+    def verify_sampled(self, sampling, logits):
+        """Rejection sampling: the output is distributed as without drafts [SmartSpec §2]."""
+        p = self.distributions([r for r in sampling for _ in range(1 + len(r.drafts))], logits)
+        u = uniform([(r.seed, r.n_tokens) for r in sampling], TOKEN)
+        drafts = [draft for request in sampling for draft in request.drafts]
+        if not drafts:
+            tokens = sample(p, send(u, p.device)).tolist()
+            return {request: [token] for request, token in zip(sampling, tokens)}
+        q = [row for request in sampling for row in request.draft_probs]
+        q = torch.cat(q) if q else None  # None: drafts are deterministic
+        places = [(r.seed, r.n_tokens + j) for r in sampling for j in range(len(r.drafts))]
+        u = torch.cat([uniform(places, ACCEPT), u])
+        drafts = torch.tensor(drafts)
+        n_drafts = torch.tensor([len(request.drafts) for request in sampling])
+        drafts, n_drafts, u = (send(x, p.device) for x in (drafts, n_drafts, u))
+        ends = torch.stack(verify(p, q, drafts, n_drafts, u), 1).tolist()
+        return {request: request.drafts[:n] + [token]
+                for request, (n, token) in zip(sampling, ends)}
+
+    def distributions(self, requests, logits):
+        """The distributions (M, V) that rows of logits are sampled from. requests: of each row."""
+        settings = torch.tensor([(r.temperature, r.top_k, r.top_p) for r in requests])
+        return probabilities(logits, *settings.unbind(1))
+
+    def draft(self, spans, threshold):
+        """A draft for every span with a logit row: [(request, token, is it above threshold)]."""
+        V = self.engine.model.config.vocab_size
+        spans, logits = self.forward(spans)
+        logits = logits[:, :V]  # no token that the target lacks
+        requests = [span.request for span in spans if span.n_logits]
+        tokens = logits.max(-1).indices
+        # if one request samples, all of them have distributions
+        greedy = all(r.temperature == 0 and not r.draft_probs for r in requests)
+        if not self.engine.alpha and not greedy:
+            q = self.distributions(requests, logits)
+            places = [(r.seed, r.n_tokens + len(r.drafts)) for r in requests]
+            tokens = sample(q, send(uniform(places, DRAFT), q.device))
+            q = torch.nn.functional.pad(q, (0, V - q.size(1)))  # none of a token that it lacks
+            for request, row in zip(requests, q.split(1)):
+                request.draft_probs.append(row)
+        sure = [True] * len(requests)
+        if threshold:
+            probability = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0]
+            sure = (probability > threshold).tolist()
+        return list(zip(requests, tokens.tolist(), sure))
+
+    def copy_adapter(self, version, pages):
+        """Start to copy an adapter to its pages. Returns a function that waits for the copy."""
+        if self.copies is None:
+            self.tell("write", version, pages)
+            return lambda: None
+        self.copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copies):
+            self.tell("write", version, pages)
+            done = self.copies.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(done)
+
+    def write(self, version, pages):
+        self.engine.adapters.known[version].write(self.kv, pages)
+
+    def hold(self, name, source, versions):
+        """The other ranks: add an adapter, and forget all but these versions."""
+        self.engine.adapters.add(name, read_adapter(name, source, self.engine))
+        self.engine.adapters.keep(versions)
+
+    def tell(self, method, *values):
+        """Call a method of this runner, and of the runners of all other ranks."""
+        self.model.world.broadcast((method, values))
+        return getattr(self, method)(*values)
+
+    def follow(self):
+        """The other ranks: do what rank 0 tells, until it stops."""
+        method = None
+        while method != "stop":
+            method, values = self.model.world.broadcast(None)
+            getattr(self, method)(*values)
+
+    def stop(self):
+        """The last call that rank 0 tells."""
+
+def int32(values):
+    if isinstance(values, array):
+        return torch.frombuffer(values, dtype=torch.int32)
+    return torch.tensor(values, dtype=torch.int32)
+
+def row_counts(counts):
+    """n_few, max_few and max_chunk of a Batch or of Sites. counts: rows of each span or site."""
+    n = np.array(counts)
+    few = n <= FEW_ROWS
+    return dict(n_few=int(few.sum()), max_few=int((n * few).max()), max_chunk=int((n * ~few).max()))
+
+class CudaGraphs:
+    """Iterations that a GPU replays without waiting for Python: decodes or verifications alone,
+    padded to powers of two, and decodes beside one chunk, scheduler.chunk tokens together."""
+    def __init__(self, engine, model, kv):
+        self.engine = engine
+        self.model = model
+        self.kv = kv
+        self.graphs = {}  # sizes -> (graph, inputs, logits)
+        self.pool = torch.cuda.graph_pool_handle()  # one memory for the activations of all graphs
+
+    def fits(self, batch):
+        n_chunk = len(batch.spans) - batch.n_few
+        whole = n_chunk == 1 and len(batch.tokens) == self.engine.scheduler.chunk
+        whole = whole and batch.max_few <= 1
+        return (whole or not n_chunk) and self.engine.lora == "batched"
+
+    def replay(self, batch):
+        padded = self.pad(batch)
+        ranks = tuple((op, sites.max_rank) for op, sites in padded.adapters.items())
+        key = (len(padded.tokens), padded.n_few, len(padded.spans), padded.max_few,
+               padded.max_context, ranks)
+        if key not in self.graphs:
+            self.graphs[key] = self.record(padded)
+        graph, inputs, logits = self.graphs[key]
+        flat = padded.flat()
+        inputs[:len(flat)].copy_(send(flat, inputs.device))
+        graph.replay()
+        return logits[:len(batch.logit_rows)]
+
+    def pad(self, batch):
+        """The batch with padding rows, empty spans and empty sites, on the host, so that few sizes
+        occur."""
+        n_chunk = len(batch.spans) - batch.n_few
+        N = len(batch.tokens)
+        n_few = self.engine.max_batch
+        context = power_of_two(max(batch.max_context, 256))
+        if not n_chunk:
+            N = power_of_two(N)
+            n_few = power_of_two(batch.n_few)
+            context = self.model.config.block_size
+        max_few = 1 if batch.max_few <= 1 else FEW_ROWS
+        R = n_few + n_chunk
+        adapters = {}
+        for op, sites in batch.adapters.items():
+            S = R * sites.n_module
+            adapters[op] = replace(sites, sites=pad(sites.sites, S), n_few=S, max_few=N,
+                                   max_chunk=N * n_chunk, max_rank=power_of_two(sites.max_rank))
+        few = pad(batch.spans[:batch.n_few], n_few)
+        return replace(batch, tokens=pad(batch.tokens, N), positions=pad(batch.positions, N),
+                       pages=pad(batch.pages, N, self.kv.size(2) - 1),
+                       spans=torch.cat([few, batch.spans[batch.n_few:]]),
+                       logit_rows=pad(batch.logit_rows, R if max_few == 1 else N), n_few=n_few,
+                       max_few=max_few, max_chunk=N * n_chunk, max_context=context,
+                       adapters=adapters)
+
+    def record(self, batch):
+        flat = batch.flat()
+        # the table may become as long as the cache
+        inputs = pad(flat, len(flat) + self.kv.size(2)).to(self.kv.device)
+        static = batch.over(inputs)
+        self.model.forward(static, self.kv)  # compiles the kernels
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            logits = self.model.forward(static, self.kv)
+        return graph, inputs, logits
+
+def power_of_two(n):
+    return 1 << (n - 1).bit_length()
+
+def pad(x, n, value=0):
+    """x (m, ...) with rows of value behind it: (n, ...)"""
+    return torch.cat([x, x.new_full((n - len(x), *x.shape[1:]), value)])
 
 # -----------------------------------------------------------------------------
 # cost models: how long an iteration takes
@@ -1298,17 +1659,6 @@ class IterationStats:
                        context=context, context_again=self.context_again + n * context / d,
                        adapted=self.adapted * (1 + n / d),
                        lora_pairs=self.lora_pairs * (1 + n / d))
-
-def entries_of(plan, engine):
-    """A plan as Iteration.entries."""
-    entries = []
-    for request, n in plan:
-        n_draft = len(request.drafts)
-        n_logits = 1 + n_draft if n == request.n_todo else 0
-        version = request.version
-        n_weight = engine.adapters.known[version].n_params
-        entries.append((request.id, request.n_past, n + n_draft, n_logits, version, n_weight))
-    return entries
 
 class GPU(NamedTuple):
     flops: float  # dense 16-bit tensor cores that add in 32 bits, 1/s
@@ -1407,28 +1757,34 @@ class CostModel:
         self.n_weights = {op: config.n_layer * math.prod(w) for op, w in config.widths.items()}
 
     @staticmethod
-    def profile(model):
+    def profile(model: GPT) -> CostModel:
         """The costs of a model on this machine, measured once, in 10 to 15 seconds."""
         if model not in PROFILES:
             print("measuring what iterations cost on this machine, 15 s at most", file=sys.stderr)
             PROFILES[model] = Profile(model)
         return PROFILES[model]
 
-    def time(self, n_tokens, n_context=0):
+    @staticmethod
+    def roofline(config: GPTConfig, gpu: str, tp: int = 1, nodes: int = 1,
+                 system: str = "sarathi") -> CostModel:
+        """The costs of a model on GPUs, from their data sheet."""
+        return Roofline(config, gpu, tp, nodes, system)
+
+    def time(self, n_tokens: int, n_context: float = 0) -> float:
         """Seconds of an iteration of n_tokens, with decodes that read n_context cached tokens."""
         return sum(self.operators(n_tokens, n_context).values())
 
-    def operators(self, n_tokens, n_context=0):
+    def operators(self, n_tokens: int, n_context: float = 0) -> dict[str, float]:
         """The same by operator [SARATHI Table 1]: {"preproj": seconds, "attn": ..., ...}."""
         check_range("n_tokens", n_tokens, 1)
         check_range("n_context", n_context, 0.0)
         return self.split(IterationStats(n_tokens, 1, int(n_context > 0), n_context))
 
-    def stats(self, entries, others=IterationStats()):
-        """Stats of an iteration with these entries (the id may lack) and the others' stats."""
-        s = replace(others)
+    def stats(self, entries: list[Entry], others=IterationStats()) -> IterationStats:
+        """Stats of an iteration with these entries and the others' stats."""
+        s = copy(others)
         adapters = {}  # version -> weights
-        for *_, n_past, n, n_logits, version, n_weight in entries:
+        for _, n_past, n, n_logits, version, n_weight in entries:
             s.n_tokens += n
             s.n_logits += n_logits
             adapters[version] = n_weight
@@ -1436,18 +1792,19 @@ class CostModel:
                 s.decodes += 1
                 s.context += n_past + n
                 s.context_again += (n - 1) * (n_past + n)
-                s.adapted += n * (n_weight > 0)
-                s.lora_pairs += n * n_weight
+                if n_weight:
+                    s.adapted += n
+                    s.lora_pairs += n * n_weight
             else:
                 s.chunks += 1
-                s.pairs += round_up(n, self.tile) * (n_past + n / 2)
+                s.pairs += cdiv(n, self.tile) * self.tile * (n_past + n / 2)
                 s.chunk_context += n_past + n
                 s.adapted_chunks += n_weight > 0
                 s.lora_chunk_pairs += n * n_weight
         s.lora_read += sum(adapters.values())
         return s
 
-    def seconds(self, stats, lora="batched"):
+    def seconds(self, stats: IterationStats, lora: str = "batched") -> float:
         return sum(self.split(stats, lora).values())
 
     def parts(self, stats, lora):
@@ -1466,12 +1823,12 @@ class CostModel:
         seconds["host"] = host + self.system.token * stats.n_logits
         return seconds
 
-    def load(self, n_params, resize):
+    def load_seconds(self, n_params, resize):
         """Seconds of (host, link) to load an adapter. resize: into a pool for adapters alone."""
         host = self.config.n_layer * (self.system.load + self.system.resize * resize)
         return host, n_params * self.dtype.itemsize / (LINK * PCIE)
 
-    def merge(self):
+    def merge_seconds(self):
         """Seconds to swap the merged adapter, W - A1 B1 + A2 B2 of q, k, v and o."""
         n = self.n_weights["preproj"] + self.n_weights["postproj"]
         return 2 * 4 * n * self.dtype.itemsize / self.bandwidth  # reads and writes W and A B
@@ -1492,8 +1849,8 @@ class Roofline(CostModel):
         self.exchanges = True  # x A of adapters is sent; False shows its cost [S-LoRA Fig. 8]
         self.link = LINK * sheet.link
         self.flops = tp * sheet.flops
-        self.read = tp * sheet.bandwidth
-        self.bandwidth = GEMM_BANDWIDTH * self.read
+        self.peak_bandwidth = tp * sheet.bandwidth
+        self.bandwidth = GEMM_BANDWIDTH * self.peak_bandwidth  # of matrix products
         memory = self.system.usable * tp * nodes * sheet.memory * 2**30
         self.memory = memory - self.n_bytes  # for the cache
         free = round(self.memory / 1e9, 1)
@@ -1506,7 +1863,7 @@ class Roofline(CostModel):
         if self.tp > 1:
             linear += 2 * self.message(2 * (self.tp - 1) / self.tp * s.n_tokens * c.n_embd)
         # attention: chunks compute and read, decodes read
-        page_seconds = self.page_bytes / (DECODE_BANDWIDTH * self.read)
+        page_seconds = self.page_bytes / (DECODE_BANDWIDTH * self.peak_bandwidth)
         flops = 4 * c.n_layer * c.n_head * c.head_dim * s.pairs
         chunks = math.hypot(flops / (CHUNK_FLOPS * self.flops), s.chunk_context * page_seconds)
         context = s.context + s.context_again * self.system.expand
@@ -1520,7 +1877,7 @@ class Roofline(CostModel):
 
     def product(self, n, n_weights):
         """n rows times n_weights weights: whole tiles are computed, every weight is read once."""
-        rows = n if n <= SKINNY else round_up(n, TILE)
+        rows = n if n <= SKINNY else cdiv(n, TILE) * TILE
         compute = 2 * rows * n_weights / (GEMM_FLOPS * self.flops)
         return math.hypot(compute, self.dtype.itemsize * n_weights / self.bandwidth)
 
@@ -1530,7 +1887,7 @@ class Roofline(CostModel):
         L = self.config.n_layer
         pairs = s.lora_pairs + s.lora_chunk_pairs
         multiply = 2 * pairs / (CHUNK_FLOPS * self.flops)
-        read = s.lora_read * self.dtype.itemsize / (LORA_BANDWIDTH * self.read)
+        read = s.lora_read * self.dtype.itemsize / (LORA_BANDWIDTH * self.peak_bandwidth)
         rows = L * LORA_ROW * s.adapted / self.tp
         if way == "bmm":  # gathered and padded first
             read *= 3
@@ -1581,15 +1938,15 @@ class Profile(CostModel):
         relative = np.array([[x / seconds for x in (1, *vars(self.stats(entries)).values())]
                              for entries, seconds in measured])
         tested = np.arange(len(measured)) % 6 == 5  # the fit does not see them
-        self.coefficients = least_squares(relative[~tested])
+        self.coefficients = least_squares(relative[~tested])  # a constant, and per feature
         self.error = float(np.median(np.abs(relative[tested] @ self.coefficients - 1)))
 
     def parts(self, stats, lora):
-        seconds = list(map(mul, self.coefficients, (1, *vars(stats).values())))
-        linear = sum(seconds[:2])  # the constant, n_tokens
-        others = seconds[2]  # n_logits
-        attention = sum(seconds[3:9])  # decodes ... chunk_context
-        return linear, attention, others, sum(seconds[9:])
+        constant, *per_feature = self.coefficients
+        s = IterationStats(*map(mul, per_feature, vars(stats).values()))  # now in seconds
+        attention = s.decodes + s.context + s.context_again + s.chunks + s.pairs + s.chunk_context
+        adapters = s.adapted + s.adapted_chunks + s.lora_read + s.lora_pairs + s.lora_chunk_pairs
+        return constant + s.n_tokens, attention, s.n_logits, adapters
 
 def random_plan(rng, L, adapted):
     """The plan of a random iteration: decodes that all have as many drafts, a chunk, or both."""
@@ -1628,318 +1985,9 @@ def least_squares(A):
     return x.tolist()
 
 PROFILES = WeakKeyDictionary()  # model -> Profile
-CostModel.roofline = Roofline
 
 # -----------------------------------------------------------------------------
-# runners: carry out a plan on a model, or on a clock
-
-class WallClock:
-    def __init__(self):
-        self.start = time.perf_counter()
-
-    def now(self):
-        return time.perf_counter() - self.start
-
-    def wait_until(self, t):
-        time.sleep(max(0.0, t - self.now()))
-
-class VirtualClock:
-    t = 0.0  # simulated seconds
-
-    def now(self):
-        return self.t
-
-    def wait_until(self, t):
-        self.t = max(self.t, t)
-
-class Span(NamedTuple):
-    """Tokens of one request that a model is fed."""
-    request: Request
-    n_past: int
-    tokens: list
-    n_logits: int  # how many of the last rows need logits
-
-class ModelRunner:
-    """Runs plans on a model: packs them into one flat batch, verifies drafts and samples. With
-    tensor parallelism every rank has an engine: rank 0 runs, the runners of the others follow()."""
-    def __init__(self, engine, model):
-        self.engine = engine
-        self.model = model
-        self.merge = model.merge  # the merge-and-swap baseline [S-LoRA §7]
-        if engine.lora != "batched" and model.world.size > 1:
-            raise ValueError(f"lora = {engine.lora!r}: the baselines run on one device")
-        model.merge(None)  # an engine before this one may have left an adapter
-        pools = {engine.pool, engine.adapters.pool}
-        self.n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
-        self.copies = None  # the stream of copies of adapters
-        self.graphs = None
-        if model.device.type == "cuda":
-            check_gpu(model.device, model.config.head_dim)
-            self.copies = torch.cuda.Stream()
-        self.kv = model.new_cache(self.n_page + 1)  # the last page is for padding rows
-        if self.copies and has_triton() and model.world.size == 1:
-            self.graphs = CudaGraphs(engine, model, self.kv)
-
-    def run(self, plan):
-        """Carry out a plan. Returns {request: accepted drafts and one more token}."""
-        spans = []
-        for request, n in plan:
-            tokens = request.tokens(request.n_past, request.n_past + n) + request.drafts
-            n_logits = 1 + len(request.drafts) if n == request.n_todo else 0
-            spans.append(Span(request, request.n_past, tokens, n_logits))
-        logits = self.forward(spans)
-        sampling = [span.request for span in spans if span.n_logits]
-        if self.engine.alpha or all(request.temperature == 0 for request in sampling):
-            return self.verify_greedy(sampling, logits)
-        return self.verify_sampled(sampling, logits)
-
-    def forward(self, spans):
-        """One iteration of the model. Sorts spans: few rows first, those of an adapter side by
-        side. Returns logits (M, V), span after span."""
-        spans.sort(key=lambda span: (len(span.tokens) > FEW_ROWS, span.request.version))
-        return self.tell("compute", self.pack(spans))
-
-    def compute(self, batch):
-        for op in batch.adapters.keys() & ROW_PARALLEL:
-            # the sites hold rank 0's columns; shift them to this rank's [S-LoRA §6]
-            sites = batch.adapters[op].sites
-            sites[:, 2] += self.model.world.rank * sites[:, 3]
-        if self.graphs and self.graphs.fits(batch):
-            return self.graphs.replay(batch)
-        return self.model.forward(batch.to(self.model.device), self.kv)
-
-    def pack(self, spans):
-        """Spans as one flat Batch, on the host."""
-        tokens = []
-        positions = []
-        logit_rows = []
-        rows = []  # as Batch.spans
-        pages = array("i")
-        table = array("i")  # pages of the requests, then of their adapters
-        for request, n_past, new, n_logits in spans:
-            end = n_past + len(new)
-            own = self.engine.pool.tables[request][:end]
-            rows.append((len(tokens), len(new), n_past, len(table)))
-            tokens += new
-            positions += range(n_past, end)
-            logit_rows += range(len(tokens) - n_logits, len(tokens))
-            pages += own[n_past:]
-            table += own
-        # a draft model may lack the target's last tokens
-        tokens = torch.tensor(tokens, dtype=torch.int32)
-        adapters = self.pack_adapters(spans, rows, table)
-        return Batch(tokens=tokens.clamp(max=self.model.config.vocab_size - 1),
-                     positions=torch.tensor(positions, dtype=torch.int32),
-                     pages=torch.frombuffer(pages, dtype=torch.int32),
-                     spans=torch.tensor(rows, dtype=torch.int32),
-                     table=torch.frombuffer(table, dtype=torch.int32),
-                     logit_rows=torch.tensor(logit_rows, dtype=torch.int32),
-                     max_context=max(n_past + n for _, n, n_past, _ in rows), adapters=adapters,
-                     **row_counts([n for _, n, _, _ in rows]))
-
-    def pack_adapters(self, spans, rows, table):
-        """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]. Adjacent rows of an adapter
-        share a site, so that it is read once. Appends their pages to the batch's table."""
-        if self.model is not self.engine.model:
-            return {}
-        store = self.engine.adapters
-        places = []  # (version, (first row, rows, first entry in table))
-        for version, group in groupby(zip(spans, rows), lambda pair: pair[0].request.version):
-            if store.known[version].n_page:
-                own = [row for _, row in group]
-                places.append((version, (own[0][0], sum(row[1] for row in own), len(table))))
-                table += store.pool.tables[version]
-        if not places:
-            return {}
-        places.sort(key=lambda place: place[1][1] > FEW_ROWS)
-        table = torch.frombuffer(table, dtype=torch.int32)
-        packed = {}
-        for op, operator in self.model.config.operators.items():
-            parts = [store.known[version].sites[op] for version, _ in places]
-            sites = np.concatenate(parts)
-            if len(sites):
-                where = [place for _, place in places]
-                sites[:, [0, 1, 7]] += np.repeat(where, list(map(len, parts)), 0)
-                max_rank = round_up(int(sites[:, 4].max()), 16)
-                wide = not (np.array([*operator.modules.values()]) % 16).any()
-                packed[op] = Sites(sites=torch.from_numpy(sites), table=table, max_rank=max_rank,
-                                   n_module=len(operator.modules), way=self.engine.lora, wide=wide,
-                                   **row_counts(sites[:, 1]))
-        return packed
-
-    def verify_greedy(self, sampling, logits):
-        """Accept the drafts that equal the argmax; or, with a forced alpha, as many as it says."""
-        best = logits.max(-1).indices.tolist()
-        new_tokens = {}
-        for request in sampling:
-            drafts = request.drafts
-            n = 0
-            while n < len(drafts) and drafts[n] == best[n]:
-                n += 1
-            if self.engine.alpha:
-                n = forced_acceptance(request, request.tree)
-            new_tokens[request] = drafts[:n] + [best[n]]
-            best = best[len(drafts) + 1:]
-        return new_tokens
-
-    def verify_sampled(self, sampling, logits):
-        """Rejection sampling: the output is distributed as without drafts [SmartSpec §2]."""
-        p = self.distributions([r for r in sampling for _ in range(1 + len(r.drafts))], logits)
-        u = uniform([(r.seed, r.n_tokens) for r in sampling], TOKEN)
-        drafts = [draft for request in sampling for draft in request.drafts]
-        if not drafts:
-            tokens = sample(p, send(u, p.device)).tolist()
-            return {request: [token] for request, token in zip(sampling, tokens)}
-        q = [row for request in sampling for row in request.draft_probs]
-        q = torch.cat(q) if q else None  # None: drafts are deterministic
-        places = [(r.seed, r.n_tokens + j) for r in sampling for j in range(len(r.drafts))]
-        u = torch.cat([uniform(places, ACCEPT), u])
-        drafts = torch.tensor(drafts)
-        n_drafts = torch.tensor([len(request.drafts) for request in sampling])
-        drafts, n_drafts, u = (send(x, p.device) for x in (drafts, n_drafts, u))
-        ends = torch.stack(verify(p, q, drafts, n_drafts, u), 1).tolist()
-        return {request: request.drafts[:n] + [token]
-                for request, (n, token) in zip(sampling, ends)}
-
-    def distributions(self, requests, logits):
-        """The distributions (M, V) that rows of logits are sampled from. requests: of each row."""
-        settings = torch.tensor([(r.temperature, r.top_k, r.top_p) for r in requests])
-        return probabilities(logits, *settings.unbind(1))
-
-    def draft(self, spans, threshold):
-        """A draft for every span with a logit row: [(request, token, is it above threshold)]."""
-        V = self.engine.model.config.vocab_size
-        logits = self.forward(spans)[:, :V]  # no token that the target lacks
-        requests = [span.request for span in spans if span.n_logits]
-        tokens = logits.max(-1).indices
-        # if one request samples, all of them have distributions
-        greedy = all(r.temperature == 0 and not r.draft_probs for r in requests)
-        if not self.engine.alpha and not greedy:
-            q = self.distributions(requests, logits)
-            places = [(r.seed, r.n_tokens + len(r.drafts)) for r in requests]
-            tokens = sample(q, send(uniform(places, DRAFT), q.device))
-            q = torch.nn.functional.pad(q, (0, V - q.size(1)))  # none of a token that it lacks
-            for request, row in zip(requests, q.split(1)):
-                request.draft_probs.append(row)
-        sure = [True] * len(requests)
-        if threshold:
-            probability = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0]
-            sure = (probability > threshold).tolist()
-        return list(zip(requests, tokens.tolist(), sure))
-
-    def copy_adapter(self, version, pages):
-        """Start to copy an adapter to its pages. Returns a function that waits for the copy."""
-        if self.copies is None:
-            self.tell("write", version, pages)
-            return lambda: None
-        self.copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.copies):
-            self.tell("write", version, pages)
-            done = self.copies.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(done)
-
-    def write(self, version, pages):
-        self.engine.adapters.known[version].write(self.kv, pages)
-
-    def hold(self, name, source, versions):
-        """The other ranks: add an adapter, and forget all but these versions."""
-        self.engine.adapters.add(name, read_adapter(name, source, self.engine))
-        self.engine.adapters.keep(versions)
-
-    def tell(self, method, *values):
-        """Call a method of this runner, and of the runners of all other ranks."""
-        self.model.world.broadcast((method, values))
-        return getattr(self, method)(*values)
-
-    def follow(self):
-        """The other ranks: do what rank 0 tells, until it stops."""
-        method = None
-        while method != "stop":
-            method, values = self.model.world.broadcast(None)
-            getattr(self, method)(*values)
-
-    def stop(self):
-        """The last call that rank 0 tells."""
-
-def row_counts(counts):
-    """n_few, max_few and max_chunk of a Batch or of Sites. counts: rows of each span or site."""
-    n = np.array(counts)
-    few = n <= FEW_ROWS
-    return dict(n_few=int(few.sum()), max_few=int((n * few).max()), max_chunk=int((n * ~few).max()))
-
-class CudaGraphs:
-    """Iterations that a GPU replays without waiting for Python: decodes or verifications alone,
-    padded to powers of two, and decodes beside one chunk, scheduler.chunk tokens together."""
-    def __init__(self, engine, model, kv):
-        self.engine = engine
-        self.model = model
-        self.kv = kv
-        self.graphs = {}  # sizes -> (graph, inputs, logits)
-        self.pool = torch.cuda.graph_pool_handle()  # one memory for the activations of all graphs
-
-    def fits(self, batch):
-        n_chunk = len(batch.spans) - batch.n_few
-        whole = n_chunk == 1 and len(batch.tokens) == self.engine.scheduler.chunk
-        whole = whole and batch.max_few <= 1
-        return (whole or not n_chunk) and self.engine.lora == "batched"
-
-    def replay(self, batch):
-        padded = self.pad(batch)
-        ranks = tuple((op, sites.max_rank) for op, sites in padded.adapters.items())
-        key = (len(padded.tokens), padded.n_few, len(padded.spans), padded.max_few,
-               padded.max_context, ranks)
-        if key not in self.graphs:
-            self.graphs[key] = self.record(padded)
-        graph, inputs, logits = self.graphs[key]
-        flat = padded.flat()
-        inputs[:len(flat)].copy_(send(flat, inputs.device))
-        graph.replay()
-        return logits[:len(batch.logit_rows)]
-
-    def pad(self, batch):
-        """The batch with padding rows, empty spans and empty sites, on the host, so that few sizes
-        occur."""
-        n_chunk = len(batch.spans) - batch.n_few
-        N = len(batch.tokens)
-        n_few = self.engine.max_batch
-        context = power_of_two(max(batch.max_context, 256))
-        if not n_chunk:
-            N = power_of_two(N)
-            n_few = power_of_two(batch.n_few)
-            context = self.model.config.block_size
-        max_few = 1 if batch.max_few <= 1 else FEW_ROWS
-        R = n_few + n_chunk
-        adapters = {}
-        for op, sites in batch.adapters.items():
-            S = R * sites.n_module
-            adapters[op] = replace(sites, sites=pad(sites.sites, S), n_few=S, max_few=N,
-                                   max_chunk=N * n_chunk, max_rank=power_of_two(sites.max_rank))
-        few = pad(batch.spans[:batch.n_few], n_few)
-        return replace(batch, tokens=pad(batch.tokens, N), positions=pad(batch.positions, N),
-                       pages=pad(batch.pages, N, self.kv.size(2) - 1),
-                       spans=torch.cat([few, batch.spans[batch.n_few:]]),
-                       logit_rows=pad(batch.logit_rows, R if max_few == 1 else N), n_few=n_few,
-                       max_few=max_few, max_chunk=N * n_chunk, max_context=context,
-                       adapters=adapters)
-
-    def record(self, batch):
-        flat = batch.flat()
-        # the table may become as long as the cache
-        inputs = pad(flat, len(flat) + self.kv.size(2)).to(self.kv.device)
-        static = batch.over(inputs)
-        self.model.forward(static, self.kv)  # compiles the kernels
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            logits = self.model.forward(static, self.kv)
-        return graph, inputs, logits
-
-def power_of_two(n):
-    return 1 << (n - 1).bit_length()
-
-def pad(x, n, value=0):
-    """x (m, ...) with rows of value behind it: (n, ...)"""
-    return torch.cat([x, x.new_full((n - len(x), *x.shape[1:]), value)])
+# the simulator: a runner that moves a clock, and a pipeline of engines
 
 class CostRunner:
     """The simulator: moves a clock by what the cost model says. Every token is 0."""
@@ -1954,33 +2002,31 @@ class CostRunner:
         """Pass the time of a plan. Returns {request: its new tokens}."""
         engine = self.engine
         start = self.clock.t
-        stats = self.cost.stats(entries_of(plan, engine))
-        self.clock.t += self.cost.seconds(stats, engine.lora)
+        entries = entries_of(plan, engine)
+        self.clock.t += self.cost.seconds(self.cost.stats(entries), engine.lora)
         if self.flow:
             self.clock.t = self.flow(plan, start, self.clock.t)
         return {request: [0] * (1 + forced_acceptance(request, request.tree))
-                for request, n in plan if n == request.n_todo}
+                for (request, _), entry in zip(plan, entries) if entry.n_logits}
 
     def draft(self, spans, threshold):
-        entries = [(n_past, len(tokens), n_logits, 0, 0) for _, n_past, tokens, n_logits in spans]
+        entries = [Entry(request.id, n_past, len(tokens), n_logits)
+                   for request, n_past, tokens, n_logits in spans]
         self.clock.t += self.cost.seconds(self.cost.stats(entries))
         return [(span.request, 0, True) for span in spans if span.n_logits]
 
     def merge(self, adapter):
-        self.clock.t += self.cost.merge()
+        self.clock.t += self.cost.merge_seconds()
 
     def copy_adapter(self, version, pages):
         """Copies follow one another on the link, while iterations run [S-LoRA §5.2]."""
         store = self.engine.adapters
         n_params = store.known[version].n_params
-        host, transfer = self.cost.load(n_params, store.pool is not self.engine.pool)
+        host, transfer = self.cost.load_seconds(n_params, store.pool is not self.engine.pool)
         self.clock.t += host
         self.link_free_at = max(self.link_free_at, self.clock.t) + transfer
         arrival = self.link_free_at
         return lambda: self.clock.wait_until(arrival)
-
-# -----------------------------------------------------------------------------
-# the simulated pipeline
 
 class Pipeline:
     """The layers of a model spread over n_stage stages, with as many micro-batches in flight
@@ -1989,7 +2035,7 @@ class Pipeline:
 
     A stage that idles between two micro-batches makes a bubble [SARATHI §3.2]. PB1: their prefills
     differ in length. PB2: one has a prefill, the other none. PB3: only their contexts differ."""
-    run = Engine.run
+    run = Engine.run  # works on requests, clock and step(), which a pipeline has too
 
     def __init__(self, cost, n_stage, record=None, **options):
         self.record = record
