@@ -537,7 +537,8 @@ def check_request(r, engine):
     or could never be served."""
     check_type("request", r, Request, "a Request")
     new = vars(Request(r.prompt))
-    for name in islice(new, [*new].index("id"), None):  # the fields that the user must not set
+    names = list(new)
+    for name in names[names.index("id"):]:  # the fields that a user must not set
         if repr(getattr(r, name)) != repr(new[name]):
             raise ValueError(f"{name} = {short(getattr(r, name))}: add a Request only once, as new")
     r.prompt = check_tokens("prompt", r.prompt)
@@ -784,6 +785,8 @@ def check_gpu(device, head_dim):
 
 # -----------------------------------------------------------------------------
 # schedulers: how many tokens of which request are fed next
+
+TILE = 128  # rows of a matrix product's block: fewer take as long [SARATHI Fig. 7]
 
 class Scheduler:
     """Subclass it and write plan(). chunk: None takes the engine's."""
@@ -1154,6 +1157,7 @@ class DraftModel(Proposer):
     def propose(self, plan, lengths, threshold):
         wanted = [k for request, k in lengths.items() if request.may_draft]
         if wanted:
+            # a moving average over about fifty steps
             self.idle_share += 0.02 * ((max(wanted) == 0) - self.idle_share)
         spans = []
         for request, n in plan:
@@ -1687,7 +1691,6 @@ ATTENTION_CALL = 19e-6  # seconds per layer and kernel [SARATHI Table 2] decode-
 LORA_BANDWIDTH = 0.5  # [S-LoRA Table 3] S4, n = 100
 LORA_ROW = 4.8e-6  # seconds per layer and row of a decode [S-LoRA Table 3] S4, n = 2
 ELEMENTWISE = 6  # reads and writes of a token's vector per layer: "others" < 5 % [SARATHI §3.1]
-TILE = 128  # rows of a matrix product's block [SARATHI Fig. 7]
 SKINNY = 32  # up to so many rows, products use smaller blocks [SARATHI Table 2]
 # not fitted: usual values
 LINK = 0.75  # share of a link's bandwidth that NCCL reaches
@@ -1725,7 +1728,8 @@ SYSTEMS = {
 }
 
 class CostModel:
-    """Seconds of an iteration [SmartSpec Eq. 7, SARATHI Fig. 7]. Subclasses write parts()."""
+    """Seconds of an iteration [SmartSpec Eq. 7, SARATHI Fig. 7]. time() and operators() take
+    numbers of tokens, seconds() and split() take stats(). Subclasses write parts()."""
     system = SYSTEMS["sarathi"]
     world = World()  # one process simulates all
     tile = 1
