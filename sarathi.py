@@ -835,8 +835,7 @@ class PrefillFirst(Scheduler):
         return [(request, request.n_todo) for request in waiting or running]
 
 class Sarathi(Scheduler):
-    """Decode-maximal batching: one prefill chunk, every other slot a decode [SARATHI §4.3].
-    Both together fill whole tiles [§4.4]."""
+    """Decode-maximal batching: one prefill chunk, every other slot a decode [SARATHI §4.3]."""
     def plan(self, running, waiting):
         decodes, prefills = decodes_and_prefills(running, waiting)
         return decodes + prefill_chunks(prefills[:1], self.budget(decodes))
@@ -1316,15 +1315,6 @@ class WallClock:
     def wait_until(self, t):
         time.sleep(max(0.0, t - self.now()))
 
-class VirtualClock:
-    t = 0.0  # simulated seconds
-
-    def now(self):
-        return self.t
-
-    def wait_until(self, t):
-        self.t = max(self.t, t)
-
 ROW, N_ROW, COLUMN, N_COLUMN, RANK, _, _, ENTRY = range(8)  # columns of Sites.sites
 
 class Span(NamedTuple):
@@ -1562,8 +1552,8 @@ class CudaGraphs:
     def replay(self, batch):
         padded = self.pad(batch)
         ranks = tuple((op, sites.max_rank) for op, sites in padded.adapters.items())
-        sizes = len(padded.tokens), padded.n_few, len(padded.spans), padded.max_few
-        key = sizes, padded.max_context, ranks
+        key = (len(padded.tokens), padded.n_few, len(padded.spans), padded.max_few,
+               padded.max_context, ranks)
         if key not in self.graphs:
             self.graphs[key] = self.record(padded)
         graph, inputs, logits = self.graphs[key]
@@ -1573,8 +1563,7 @@ class CudaGraphs:
         return logits[:len(batch.logit_rows)]
 
     def pad(self, batch):
-        """The batch with padding rows, empty spans and empty sites, on the host, so that few sizes
-        occur."""
+        """The batch with padding rows, empty spans and empty sites, so that few sizes occur."""
         n_chunk = len(batch.spans) - batch.n_few
         N = len(batch.tokens)
         n_few = self.engine.max_batch
@@ -1973,6 +1962,15 @@ PROFILES = WeakKeyDictionary()  # model -> Profile
 
 # -----------------------------------------------------------------------------
 # the simulator: a runner that moves a clock, and a pipeline
+
+class VirtualClock:
+    t = 0.0  # simulated seconds
+
+    def now(self):
+        return self.t
+
+    def wait_until(self, t):
+        self.t = max(self.t, t)
 
 class CostRunner:
     """The simulator: moves a clock by what the cost model says. Every token is 0."""
