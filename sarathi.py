@@ -49,7 +49,7 @@ class Request:
 
     |<--------- prompt --------->|<---- output ---->|
     |<------ n_past: cached ------>|<--- n_todo --->|<-- drafts -->|"""
-    # what the user asks for
+    # from the user
     prompt: list[int]
     max_new_tokens: int = 32
     adapter: str | None = None  # a name given to Engine.add_adapter
@@ -60,14 +60,14 @@ class Request:
     arrival: float | None = None  # seconds on the engine's clock; None: now
     seed: int | None = None  # of sampled tokens; None: of the engine's seed and the id
     alpha: float | None = None  # forced chance of its drafts; None: the engine's alpha
-    # the engine's state
+    # of the engine
     id: int = -1  # given by Engine.add
     state: str = "waiting"  # -> running -> length, stop or aborted
     version: int = 0  # of the adapter, the newest when the request is added
     output: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)  # seconds at which each output token came
     n_past: int = 0  # tokens with K and V in the cache
-    # speculation's state
+    # of speculation
     n_draft_past: int = 0  # tokens with K and V in the cache of a draft model
     may_draft: bool = True  # False: a draft model leaves this request out
     drafts: list[int] = field(default_factory=list)  # guessed tokens, within an iteration
@@ -131,10 +131,10 @@ class Request:
         self.draft_probs = []
 
 class Event(NamedTuple):
-    """New tokens of a request. finished: "length" or "stop" if they are its last ones, else ""."""
+    """New tokens of a request."""
     request: Request
-    tokens: list
-    finished: str
+    tokens: list[int]
+    finished: str  # "length" or "stop" if they are the last ones, else ""
 
 class Entry(NamedTuple):
     """What an iteration computes for one request."""
@@ -291,11 +291,11 @@ class Engine:
         a list of names; options: other fields of Request."""
         names = adapter if isinstance(adapter, list) else [adapter] * len(prompts)
         check_range("names in adapter", len(names), len(prompts), len(prompts))
-        requests = []
+        requests = [Request(prompt, max_new_tokens, name, **options)
+                    for prompt, name in zip(prompts, names)]
         try:
-            for prompt, name in zip(prompts, names):
-                requests.append(Request(prompt, max_new_tokens, name, **options))
-                self.add(requests[-1])
+            for request in requests:
+                self.add(request)
             self.run()
         finally:  # after an exception, these requests leave the engine
             if any([self.requests.pop(request.id, None) for request in requests]):
@@ -320,7 +320,7 @@ class Engine:
         self.finish(self.requests[id], "aborted")
 
     def recover(self):
-        """Begin again from self.requests: all wait, and no page has an owner."""
+        """Begin again from self.requests: all wait, and all pages are free."""
         self.adapters.clear()
         self.pool.clear()
         self.full = False
@@ -538,7 +538,8 @@ def check_request(r, engine):
     or could never be served."""
     check_type("request", r, Request, "a Request")
     new = vars(Request(r.prompt))
-    for name in islice(new, [*new].index("id"), None):  # the fields that the user must not set
+    names = list(new)
+    for name in names[names.index("id"):]:  # the fields that a user must not set
         if repr(getattr(r, name)) != repr(new[name]):
             raise ValueError(f"{name} = {short(getattr(r, name))}: add a Request only once, as new")
     r.prompt = check_tokens("prompt", r.prompt)
@@ -562,9 +563,9 @@ def check_request(r, engine):
     # the request and its adapter must have room at once
     store = engine.adapters
     adapter = store.known[store.newest[check_choice("adapter", r.adapter, store.newest)]]
-    n_page = check_range("pages of the adapter", adapter.n_page, 0, store.pool.n_page)
-    n_page = n_page if store.pool is engine.pool else 0
-    check_range("pages of the request and its adapter", r.max_len + n_page, 1, engine.pool.n_page)
+    check_range("pages of the adapter", adapter.n_page, 0, store.pool.n_page)
+    n_page = r.max_len + (adapter.n_page if store.pool is engine.pool else 0)
+    check_range("pages of the request and its adapter", n_page, 1, engine.pool.n_page)
 
 # -----------------------------------------------------------------------------
 # what users feel
@@ -656,7 +657,7 @@ class AdapterStore:
         self.n_version = 1  # so many were made
         self.newest = {None: 0}  # name -> version
         self.known = {0: base}  # version -> Adapter
-        self.loaded = {}  # version -> function that waits for the copy; LRU first
+        self.loaded = {}  # version -> function that waits for its copy; least recently used first
         self.n_users = Counter()  # version -> running requests
         self.clear()
 
@@ -772,7 +773,7 @@ def size_pool(engine, draft, n_page, max_batch):
     return n_page, max_batch or max(1, n_page // L)
 
 def free_memory(device):
-    """Bytes for a cache: of a GPU most that is free, of a computer a quarter of all."""
+    """Bytes for a cache: 90 % of a GPU's free memory, or a quarter of the computer's."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of engines that have ended
         return 0.9 * torch.cuda.mem_get_info(device)[0]
@@ -791,14 +792,16 @@ def check_gpu(device, head_dim):
 # -----------------------------------------------------------------------------
 # schedulers: how many tokens of which request are fed next
 
+TILE = 128  # rows of a matrix product's block: fewer take as long [SARATHI Fig. 7]
+
 class Scheduler:
     """Subclass it and write plan(). chunk: None takes the engine's."""
     needs_price = False  # whether it needs engine.cost
 
-    def __init__(self, chunk=None):
+    def __init__(self, chunk: int | None = None):
         self.chunk = chunk
 
-    def start(self, engine):
+    def start(self, engine: Engine):
         """Called once, before the first iteration."""
         self.engine = engine
         self.chunk = self.chunk or engine.chunk
@@ -813,7 +816,7 @@ class Scheduler:
     def drafts(self, decodes):
         """How many drafts to expect behind the decodes of a plan."""
         speculator = self.engine.speculator
-        return speculator.expected([request for request, _ in decodes]) if speculator else 0
+        return speculator.expected(decodes) if speculator else 0
 
     def budget(self, decodes):
         """Prompt tokens that fill a chunk beside the decodes of a plan and their drafts; if these
@@ -838,8 +841,7 @@ class PrefillFirst(Scheduler):
         return [(request, request.n_todo) for request in waiting or running]
 
 class Sarathi(Scheduler):
-    """Decode-maximal batching: one prefill chunk, every other slot a decode [SARATHI §4.3].
-    Both together fill whole tiles [§4.4]."""
+    """Decode-maximal batching: one prefill chunk, every other slot a decode [SARATHI §4.3]."""
     def plan(self, running, waiting):
         decodes, prefills = decodes_and_prefills(running, waiting)
         return decodes + prefill_chunks(prefills[:1], self.budget(decodes))
@@ -875,8 +877,8 @@ class Autopilot(Scheduler):
         # a decode is worth less beside waiting prompts: once they are fed, the same iteration
         # decodes for all of them, at nearly the same cost
         decode_work = alone * len(decodes) / (len(decodes) + len(prefills))
-        # prompt tokens to choose from. 8 decodes beside prompts of 100 and 300 tokens: ends are
-        # 100 and 400; sizes 0, 8 (16 - 8), 24, 56, ... 376 (384 - 8), 100, 400
+        # sizes: prompt tokens to choose from. Beside 8 decodes, prompts of 100 and 300 tokens have
+        # the ends 100, 400 and the sizes 0, 8 (16 - 8), 24, 56, ... 376 (384 - 8), 100, 400
         ends = list(accumulate(request.n_todo for request in prefills))
         sizes = ends  # no decodes wait: whole prompts
         if decodes:
@@ -888,7 +890,8 @@ class Autopilot(Scheduler):
             seconds = cost.seconds(cost.stats(chunks, stats))
             work = n * self.prefill_price + decode_work
             rates.append(work / seconds if seconds <= limit else 0.0)
-        # of the chunks that are nearly the best: the one nearest to the end of the first prompt
+        # of the sizes nearly as good as the best: the one nearest to the end of the first prompt,
+        # in the example 100, if 120 is the best
         good = [n for n, rate in zip(sizes, rates) if rate > 0.97 * max(rates)]
         return decodes + prefill_chunks(prefills, min(good, key=lambda n: abs(n - ends[0])))
 
@@ -1090,18 +1093,12 @@ class GoodputRequest(Goodput):
         for i, (request, limit) in enumerate(zip(requests, limits)):
             drafts += [(request.acceptance ** j, j, i) for j in range(1, limit + 1)]
         drafts.sort(key=lambda draft: -draft[0])  # those worth the same stay in their order
-        numbers = np.linspace(0, len(drafts), 17).astype(int)  # a price takes time: not all
-        tokens = len(limits)  # that come without drafts
-        best_rate = tokens / price([])
-        best = 0
-        n_level = Counter()
-        for n, (value, level, _) in enumerate(drafts, 1):
-            tokens += value
-            n_level[level] += 1
-            rate = tokens / price([*n_level.values()]) if n in numbers else 0.0
-            if rate > best_rate:
-                best_rate = rate
-                best = n
+        rates = {}  # number of drafts -> tokens per second
+        for n in np.linspace(0, len(drafts), 17).astype(int).tolist():
+            tokens = sum((value for value, _, _ in drafts[:n]), len(limits))
+            n_step = Counter(level for _, level, _ in drafts[:n])
+            rates[n] = tokens / price([*n_step.values()])
+        best = max(rates, key=rates.get)
         chosen = Counter(i for _, _, i in drafts[:best])
         return [(1,) * chosen[i] for i in range(len(limits))]
 
@@ -1165,15 +1162,16 @@ class DraftModel(Proposer):
         self.runner = runner
         self.cost = cost
         self.context = context
-        self.idle = 0.0  # share of recent steps in which no decode was worth a draft
+        self.idle_share = 0.0  # of recent steps: in which no decode was worth a draft
 
     def propose(self, plan, lengths, threshold):
         wanted = [k for request, k in lengths.items() if request.may_draft]
         if wanted:
-            self.idle += 0.02 * ((max(wanted) == 0) - self.idle)
+            # a moving average over about fifty steps
+            self.idle_share += 0.02 * ((max(wanted) == 0) - self.idle_share)
         spans = []
         for request, n in plan:
-            left_out = self.idle > 0.7 and request.id % 128 >= 16
+            left_out = self.idle_share > 0.7 and request.id % 128 >= 16
             if request.n_past == 0 and (left_out or request.n_tokens > self.context):
                 request.may_draft = False
             k = lengths.get(request, 0)
@@ -1248,11 +1246,10 @@ class Speculator:
         self.n_accepted = 0
 
     def expected(self, decodes):
-        """How many drafts these requests will get: as many as in the last iteration, a new one as
-        many as the others."""
+        """Drafts that these decodes will get: each its last tree, a new one the largest of all."""
         largest = max(self.trees.values(), key=tree_size, default=())
-        return sum(tree_size(self.trees.get(request, largest)[:self.limit(request)])
-                   for request in decodes)
+        trees = [self.trees.get(request, largest)[:self.limit(request)] for request, _ in decodes]
+        return sum(map(tree_size, trees))
 
     def limit(self, request):
         """The most levels of drafts that its output, and the proposer's context, have room for."""
@@ -1272,8 +1269,8 @@ class Speculator:
         for request in decodes:
             request.tree = self.trees[request]
             k = tree_size(request.tree)
-            room = self.engine.pool.reserve(request, request.n_tokens + k)
-            lengths[request] = k if room else 0
+            has_room = self.engine.pool.reserve(request, request.n_tokens + k)
+            lengths[request] = k if has_room else 0
         self.proposer.propose(plan, lengths, self.policy.threshold)
         V = self.engine.model.config.vocab_size
         for request, k in lengths.items():
@@ -1317,7 +1314,7 @@ def moved(rate, prior, weight, tree, n_accepted):
     return rate + weight * (n_accepted - sum([chance(rate, n_candidate) for n_candidate in tree]))
 
 # -----------------------------------------------------------------------------
-# runners: carry out a plan on a model, or on a clock
+# the runner: carries out a plan on a model
 
 class WallClock:
     def __init__(self):
@@ -1329,19 +1326,10 @@ class WallClock:
     def wait_until(self, t):
         time.sleep(max(0.0, t - self.now()))
 
-class VirtualClock:
-    t = 0.0  # simulated seconds
-
-    def now(self):
-        return self.t
-
-    def wait_until(self, t):
-        self.t = max(self.t, t)
-
 ROW, N_ROW, COLUMN, N_COLUMN, RANK, _, _, ENTRY = range(8)  # columns of Sites.sites
 
 class Span(NamedTuple):
-    """Tokens of one request that a model is fed."""
+    """Tokens of a request that a model is fed."""
     request: Request
     n_past: int
     tokens: list
@@ -1358,13 +1346,13 @@ class ModelRunner:
             raise ValueError(f"lora = {engine.lora!r}: the baselines run on one device")
         model.merge(None)  # an engine before this one may have left an adapter
         pools = {engine.pool, engine.adapters.pool}
-        self.n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
+        n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
         self.copies = None  # the stream that copies adapters
         self.graphs = None
         if model.device.type == "cuda":
             check_gpu(model.device, model.config.head_dim)
             self.copies = torch.cuda.Stream()
-        self.kv = model.new_cache(self.n_page + 1)  # the last page is for padding rows
+        self.kv = model.new_cache(n_page + 1)  # the last page is for padding rows
         if self.copies and has_triton() and model.world.size == 1:
             self.graphs = CudaGraphs(engine, model, self.kv)
 
@@ -1482,8 +1470,7 @@ class ModelRunner:
         n_drafts = torch.tensor([len(request.drafts) for request in sampling])
         drafts, n_drafts, u = (send(x, p.device) for x in (drafts, n_drafts, u))
         ends = torch.stack(verify(p, q, drafts, n_drafts, u), 1).tolist()
-        return {request: request.drafts[:n] + [token]
-                for request, (n, token) in zip(sampling, ends)}
+        return {r: r.drafts[:n] + [token] for r, (n, token) in zip(sampling, ends)}
 
     def distributions(self, requests, logits):
         """The distributions (M, V) that rows of logits are sampled from. requests: of each row."""
@@ -1587,8 +1574,7 @@ class CudaGraphs:
         return logits[:len(batch.logit_rows)]
 
     def pad(self, batch):
-        """The batch with padding rows, empty spans and empty sites, on the host, so that few sizes
-        occur."""
+        """The batch with padding rows, empty spans and empty sites, so that few sizes occur."""
         n_chunk = len(batch.spans) - batch.n_few
         N = len(batch.tokens)
         n_few = self.engine.max_batch
@@ -1632,7 +1618,7 @@ def pad(x, n, value=0):
     return torch.cat([x, x.new_full((n - len(x), *x.shape[1:]), value)])
 
 # -----------------------------------------------------------------------------
-# cost models: how long an iteration takes
+# the simulator's cost models: how long an iteration takes
 
 @dataclass
 class IterationStats:
@@ -1705,7 +1691,6 @@ ATTENTION_CALL = 19e-6  # seconds per layer and kernel [SARATHI Table 2] decode-
 LORA_BANDWIDTH = 0.5  # [S-LoRA Table 3] S4, n = 100
 LORA_ROW = 4.8e-6  # seconds per layer and row of a decode [S-LoRA Table 3] S4, n = 2
 ELEMENTWISE = 6  # reads and writes of a token's vector per layer: "others" < 5 % [SARATHI §3.1]
-TILE = 128  # rows of a matrix product's block [SARATHI Fig. 7]
 SKINNY = 32  # up to so many rows, products use smaller blocks [SARATHI Table 2]
 # not fitted: usual values
 LINK = 0.75  # share of a link's bandwidth that NCCL reaches
@@ -1743,8 +1728,8 @@ SYSTEMS = {
 }
 
 class CostModel:
-    """Seconds of an iteration [SmartSpec Eq. 7, SARATHI Fig. 7]: CostModel.roofline(config, gpu) of
-    a GPU's data sheet, CostModel.profile(model) of this machine. Subclasses write parts()."""
+    """Seconds of an iteration [SmartSpec Eq. 7, SARATHI Fig. 7]. time() and operators() take
+    numbers of tokens, seconds() and split() take stats(). Subclasses write parts()."""
     system = SYSTEMS["sarathi"]
     world = World()  # one process simulates all
     tile = 1
@@ -1767,7 +1752,7 @@ class CostModel:
     @staticmethod
     def roofline(config: GPTConfig, gpu: str, tp: int = 1, nodes: int = 1,
                  system: str = "sarathi") -> CostModel:
-        """The costs of a model on GPUs, from their data sheet."""
+        """The costs of a model on GPUs, from their data sheet: see Roofline."""
         return Roofline(config, gpu, tp, nodes, system)
 
     def time(self, n_tokens: int, n_context: float = 0) -> float:
@@ -1807,12 +1792,12 @@ class CostModel:
     def seconds(self, stats: IterationStats, lora: str = "batched") -> float:
         return sum(self.split(stats, lora).values())
 
-    def parts(self, stats, lora):
+    def parts(self, stats: IterationStats, lora: str) -> tuple[float, float, float, float]:
         """Seconds of the linear operators, attention, all others, and adapters."""
         raise NotImplementedError
 
-    def split(self, stats, lora="batched"):
-        """Seconds by operator. host: what the host adds to the time of the device."""
+    def split(self, stats: IterationStats, lora: str = "batched") -> dict[str, float]:
+        """Seconds by operator. host: seconds that the host adds to the device's."""
         linear, attention, others, adapters = self.parts(stats, lora)
         linear /= sum(self.n_weights.values())
         seconds = {op: linear * n for op, n in self.n_weights.items()}
@@ -1923,8 +1908,7 @@ class Profile(CostModel):
         engine.add_adapter(64, 64)
         rng = np.random.default_rng(0)
         plans = [random_plan(rng, L, adapted=i > n // 4) for i in range(n)]
-        # four subsets with plans of all sizes. In each the small ones come first: after a large
-        # iteration, some CPUs are slower for a while
+        # four subsets of all sizes, the small ones first: some CPUs are slower after a large one
         plans.sort(key=lambda plan: self.stats(entries_of(plan, engine)).n_tokens)
         order = [i for first in range(4) for i in range(first, n, 4)]
         times = [[] for _ in plans]
@@ -1933,11 +1917,13 @@ class Profile(CostModel):
             if n_done >= n // 4 and time.perf_counter() > end:
                 break
             times[i].append(time_plan(engine, plans[i]))
-        measured = [(entries_of(plan, engine), np.median(seconds))
-                    for plan, seconds in zip(plans, times) if seconds]
-        relative = np.array([[x / seconds for x in (1, *vars(self.stats(entries)).values())]
-                             for entries, seconds in measured])
-        tested = np.arange(len(measured)) % 6 == 5  # the fit does not see them
+        relative = []
+        for plan, seconds in zip(plans, times):
+            if seconds:
+                stats = self.stats(entries_of(plan, engine))
+                relative.append(np.array([1, *vars(stats).values()]) / np.median(seconds))
+        relative = np.array(relative)
+        tested = np.arange(len(relative)) % 6 == 5  # the fit does not see them
         self.coefficients = least_squares(relative[~tested])  # a constant, and per feature
         self.error = float(np.median(np.abs(relative[tested] @ self.coefficients - 1)))
 
@@ -1987,7 +1973,16 @@ def least_squares(A):
 PROFILES = WeakKeyDictionary()  # model -> Profile
 
 # -----------------------------------------------------------------------------
-# the simulator: a runner that moves a clock, and a pipeline of engines
+# the simulator: a runner that moves a clock, and a pipeline
+
+class VirtualClock:
+    t = 0.0  # simulated seconds
+
+    def now(self):
+        return self.t
+
+    def wait_until(self, t):
+        self.t = max(self.t, t)
 
 class CostRunner:
     """The simulator: moves a clock by what the cost model says. Every token is 0."""
@@ -2010,8 +2005,7 @@ class CostRunner:
                 for (request, _), entry in zip(plan, entries) if entry.n_logits}
 
     def draft(self, spans, threshold):
-        entries = [Entry(request.id, n_past, len(tokens), n_logits)
-                   for request, n_past, tokens, n_logits in spans]
+        entries = [Entry(s.request.id, s.n_past, len(s.tokens), s.n_logits) for s in spans]
         self.clock.t += self.cost.seconds(self.cost.stats(entries))
         return [(span.request, 0, True) for span in spans if span.n_logits]
 
@@ -2067,6 +2061,7 @@ class Pipeline:
         when it has left the last one."""
         busy = (end - t) / len(self.free_at)
         send = self.lanes[0].model.send(sum(n for _, n in plan))
+        entries = entries_of(plan, self.lanes[0])
         idle = 0.0
         for stage, free_at in enumerate(self.free_at):
             start = max(t, free_at)
@@ -2074,7 +2069,6 @@ class Pipeline:
             done = start + busy
             self.free_at[stage] = done
             if self.record is not None:
-                entries = entries_of(plan, self.lanes[0])
                 self.record.append(Iteration(start, done, entries, stage))
             t = done + send  # only the next stage waits for a message
 
@@ -2141,8 +2135,8 @@ def token_ids(text):
 def generate_text(args):
     """Stream one request's text, or tokens, to stdout; then its figures to stderr."""
     world = World.start(args.tp, args.device)
-    request = Request(args.tokens, args.max_new_tokens, args.adapter, args.temperature, args.top_k,
-                      args.top_p)
+    options = args.max_new_tokens, args.adapter, args.temperature, args.top_k, args.top_p
+    request = Request(args.tokens, *options)
     if not args.tokens:
         tokenizer = load_tokenizer(args.model)
         request.prompt = tokenizer.encode(args.prompt)

@@ -2070,7 +2070,7 @@ def test_drafts_that_do_not_pay_are_hardly_tried(draft, spec, B):
         engine = Engine(VLLM, max_batch=B, n_page=B * 200, draft=source, spec=policy, alpha=0.02)
         if policy != "off":
             engine.speculator.acceptance = 0.02  # it is no news
-            engine.speculator.proposer.idle = 1.0
+            engine.speculator.proposer.idle_share = 1.0
         rng = random.Random(0)
         for _ in range(12 * B):
             engine.add(Request([0] * rng.randint(20, 90), rng.randint(30, 90)))
@@ -2262,8 +2262,8 @@ def test_an_oracle_drafts_what_will_be_accepted():
     assert engine.speculator.n_accepted == engine.speculator.n_drafted > 0
 
 def test_a_draft_model_that_does_not_pay_is_spared_the_prompts():
-    """If most decodes get no drafts, new requests are excluded for life [SmartSpec §5], but for 16
-    of 128: so that a change would be noticed."""
+    """If most decodes get no drafts, new requests never get any [SmartSpec §5], but for 16 of 128:
+    so that a change would be noticed."""
     requests = equal_requests(140, 300, 40)
     engine = start(A100, requests, max_batch=4, n_page=4000, draft=A6000, spec="goodput", alpha=0.5)
     past = {}  # as of the first token
