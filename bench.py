@@ -26,6 +26,7 @@ import time
 import warnings
 import zlib
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -33,7 +34,7 @@ from functools import cache, partial
 from itertools import count, groupby, pairwise, product
 from pathlib import Path
 from statistics import fmean, median
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 # kernels before torch: it sets how torch's threads wait
 from kernels import linear, pack, torch_dtype
@@ -1157,7 +1158,7 @@ def read_trace(path, rate):
     opener = gzip.open if path.endswith(".gz") else open
     try:
         with opener(path, "rt", encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(file, 1):  # noqa: B007
                 if line.lstrip().startswith("{"):
                     row = json.loads(line)
                     heads = heads or [*row]  # no other line is CSV's first

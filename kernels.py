@@ -38,9 +38,9 @@ if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
     for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
         ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 try:
     import triton

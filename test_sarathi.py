@@ -609,7 +609,7 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
     "tied, but another head": dict(changes=dict(tie_word_embeddings=True)),
 }
 
-def edit(folder, remove=None, cut=None, rename=None, tensors={}, index=None, **settings):
+def edit(folder, remove=None, cut=None, rename=None, tensors=(), index=None, **settings):
     """Change a folder: remove or cut a file, replace tensors and settings (None removes one), and
     rename the file of the tensors."""
     if index is not None:
