@@ -2181,13 +2181,13 @@ def explain(args):
         for request, n in plan:
             end = request.n_past + n + len(request.drafts)
             fed = request.tokens(request.n_past, request.n_past + n)
-            table = engine.pool.tables[request][:end].tolist()
+            pages = engine.pool.tables[request][request.n_past:end].tolist()
             kind = "decode" if request.output else "prefill chunk"
-            print(f"  request {request.id}, {kind}: tokens {fed}, drafts {request.drafts}\n"
-                  f"    positions {request.n_past} .. {end - 1}, page table {table}")
+            print(f"  request {request.id}, {kind}: feed tokens {fed}, drafts {request.drafts}\n"
+                  f"    positions {request.n_past} .. {end - 1} on pages {pages}")
             if request.adapter:
                 pages = engine.adapters.pool.tables[request.version]
-                print(f"    adapter {request.adapter!r} on pages {pages[0]} .. {pages[-1]}")
+                print(f"    adapter {request.adapter!r} on pages {pages.tolist()}")
         new_tokens = run(plan)
         for request, tokens in new_tokens.items():
             print(f"  request {request.id}: {len(tokens) - 1} of {len(request.drafts)} drafts "
