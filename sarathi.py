@@ -2192,11 +2192,11 @@ def explain(args):
               f"wait, {len(engine.pool.free)} of {engine.pool.n_page} pages are free")
         for request, n in plan:
             end = request.n_past + n + len(request.drafts)
+            fed = request.tokens(request.n_past, request.n_past + n)
+            pages = engine.pool.tables[request][request.n_past:end].tolist()
             kind = "decode" if request.output else "prefill chunk"
-            print(f"  request {request.id}, {kind}: feed tokens "
-                  f"{request.tokens(request.n_past, request.n_past + n)}, drafts {request.drafts}\n"
-                  f"    positions {request.n_past} .. {end - 1} on pages "
-                  f"{engine.pool.tables[request][request.n_past:end].tolist()}")
+            print(f"  request {request.id}, {kind}: feed tokens {fed}, drafts {request.drafts}\n"
+                  f"    positions {request.n_past} .. {end - 1} on pages {pages}")
             if request.adapter:
                 pages = engine.adapters.pool.tables[request.version]
                 print(f"    adapter {request.adapter!r} on pages {pages.tolist()}")
