@@ -1756,8 +1756,8 @@ def report(args, places):
             sources.append(f"the paper: {what.on.model} on {what.on.tp} x {what.on.gpu}")
         print(f"### {name}\n{textwrap.fill(what.about, 118)}")
         print(textwrap.fill("; ".join(sources), 118))
-        if what.x not in ("", "seconds"):
-            print(f"By {what.x}.", f"Numbers: {what.y}." if what.y else "")
+        x = f"By {what.x}. " if what.x not in ("", "seconds") else ""
+        print(x + (f"Numbers: {what.y}." if what.y else ""))
         print(f"\n{tables(what, group)}\n")
         if args.plot:
             rows = marks(places["table4"][0]) if name == "fig9" and "table4" in places else []
