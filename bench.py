@@ -554,9 +554,9 @@ def explain(places):
     stalls, speeds = [
         [ours["users", figure, name, ""] for name in ("prefill_first", "sarathi")]
         for figure in ("longest stall ms", "tokens/s")]
-    ended = "end" if stalls[1] < stalls[0] else "ended no"
+    verb = "shorten" if stalls[1] < stalls[0] else "did not shorten"
     return (
-        f"Chunks {ended} stalls: the longest pause in an output is "
+        f"Chunks {verb} stalls: the longest pause in an output is "
         f"{stalls[1]:.0f} ms instead of {stalls[0]:.0f}, at {speeds[1] / speeds[0]:.2f} times "
         "prefill-first's throughput. "
         "They raise throughput only where decodes take long beside prompts. One read of a weight "

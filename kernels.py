@@ -956,7 +956,7 @@ typedef float X;
 #pragma GCC push_options
 #pragma GCC optimize("no-associative-math")
 
-// Number i, of one float or two bf16, of LANES columns
+// Of LANES columns, number i of the one float or two bf16 each
 static inline vec numbers(const float* w, int i) {
     vec x;
     memcpy(&x, w, sizeof x);
@@ -1027,7 +1027,7 @@ int panel_columns() {
     return COLUMNS;
 }
 
-// y (M, N) = x (M, K) w^T + bias, w in panels. Rows stay in the L2 cache, weights are read once.
+// y (M, N) = x (M, K) w^T + bias, w in panels. Each block of rows reads a panel once.
 void linear(const T* x, const T* w, const T* bias, T* y, int M, int N, int K) {
     std::vector<X> wide;  // x, if the tile takes other numbers
     const X* rows = (const X*)x;

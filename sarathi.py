@@ -161,7 +161,7 @@ class Engine:
     scheduler: a name in SCHEDULERS, or a Scheduler
     chunk: tokens of an iteration that feeds a prefill chunk, its decodes included
     max_batch: requests that run at once; 0: as many as fit [SARATHI §4.3]
-    n_page: pages of the cache, one per token; 0: enough for max_batch requests
+    n_page: pages of the cache, one per token; 0: for max_batch requests, if memory has room
     alloc: "reserve" a request's maximum length at its start, or "grow" page by page
     draft: None, "ngram", a smaller GPT or CostModel, or a Proposer
     spec: "off", a number of drafts, a name in POLICIES, or a Policy; None: three, if draft is given
