@@ -1165,8 +1165,10 @@ def read_trace(path, rate):
                     yield read_job(row, rate)
                 elif line.strip():
                     fields = next(csv.reader([line], skipinitialspace=True, strict=True))
+                    if heads and len(fields) != len(heads):
+                        raise ValueError(f"{len(fields)} fields, the first line has {len(heads)}")
                     if heads:
-                        yield read_job(dict(zip(heads, fields, strict=True)), rate)
+                        yield read_job(dict(zip(heads, fields)), rate)
                     heads = heads or [name.strip().lower() for name in fields]
     except (ValueError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path}, line {number}: {error}") from None

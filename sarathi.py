@@ -2183,6 +2183,8 @@ def explain(args):
     engine.add_adapter("a", 1)
     engine.add(Request([5, 6, 7, 8, 5, 6, 7, 8, 5, 6], 6))
     engine.add(Request([9, 9, 9, 9, 9, 9, 9], 4, adapter="a"))
+    print("random weights; 8 tokens at most beside a prompt, 2 drafts for a decode; request 0: 10 "
+          "tokens and 6 to generate; request 1: 7 and 4, adapter 'a'")
     run = engine.runner.run
     iterations = count(1)
 

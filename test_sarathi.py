@@ -3015,7 +3015,7 @@ def test_traces_of_the_field(name, form, tmp_path, capsys):
     ("prompt,output\n5,5\n", "column 'arrival' is missing"),
     ("arrival,prompt,output\n0,5,5\n1,x,5\n", "line 3: .*'x'"),
     ("arrival,prompt,output\n0,5,5\n\n1,5\n", "line 4: "),
-    ("arrival,prompt,output\n0,5,5\n1,1,000,5\n", "line 3: "),
+    ("arrival,prompt,output\n0,5,5\n1,1,000,5\n", "line 3: 4 fields, the first line has 3"),
     ("arrival,prompt,output\n0,5,5\n1,5.5,5\n", "line 3: .*whole"),
     ("arrival,prompt,output\n0,nan,5\n", "line 2: .*whole"),
     ("arrival,prompt,output\n0,,5\n", "line 2: "),
