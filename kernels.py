@@ -599,11 +599,11 @@ def attention(q, kv, batch):
         sizes = batch.n_few, q.size(1), kv.size(2)
         cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
     chunks = batch.spans[batch.n_few:]
-    own = library(q.dtype).panel_columns()
+    in_panels = library(q.dtype).panel_columns() and q.size(2) % 2 == 0  # bfloat16 goes by twos
     for start, n, n_past, first in chunks.tolist():
         pages = batch.table[first:first + n_past + n]
         rows = slice(start, start + n)
-        if own:
+        if in_panels:
             sizes = n, n_past, q.size(1), kv.size(2)
             cpp("attend_chunk", q[rows], *kv, pages, out[rows], *sizes, head_dim=q.size(2))
         else:
@@ -1097,8 +1097,9 @@ void rotate_write(const T* qkv, const float* cos, const float* sin, const T* nor
             std::copy_n(from, D, x);
             const float scale = norm ? 1 / std::sqrt(dot(x, x, D) / D + eps) : 1;
             for (int d = 0; norm && d < D; d++) x[d] = x[d] * scale * weight[d];
-            for (int d = 0; d < D / 2; d++) {
-                const float c = cos ? cos[i * D / 2 + d] : 1, s = sin ? sin[i * D / 2 + d] : 0;
+            for (int d = 0; !cos && d < D; d++) to[d] = x[d];
+            for (int d = 0; cos && d < D / 2; d++) {
+                const float c = cos[i * D / 2 + d], s = sin[i * D / 2 + d];
                 to[d] = x[d] * c - x[d + D / 2] * s;
                 to[d + D / 2] = x[d + D / 2] * c + x[d] * s;
             }

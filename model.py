@@ -98,6 +98,10 @@ class GPTConfig:
         self.n_inner = self.n_inner or 4 * self.n_embd
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_kv_head = {self.n_kv_head}: must divide n_head = {self.n_head}")
+        if self.is_llama and self.head_dim % 2:
+            raise ValueError(f"head_dim = {self.head_dim}: must be even, positions rotate pairs")
 
     def shard_of(self, rank, n):
         """The share of device `rank` of n. ValueError if n does not divide heads and widths."""

@@ -1903,9 +1903,11 @@ class Profile(CostModel):
         self.memory = free_memory(model.device)
         # its cache takes at most half of the free memory
         L = min(model.config.block_size, 1024, max(64, int(self.memory / self.page_bytes / 40)))
-        engine = Engine(model, max_batch=17, n_page=20 * L)
-        engine.add_adapter(8, 8)
-        engine.add_adapter(64, 64)
+        adapters = [Adapter.random(model.config, rank, rank, model.dtype) for rank in (8, 64)]
+        n_page = 17 * (L + 8) + sum(adapter.n_page for adapter in adapters)
+        engine = Engine(model, max_batch=17, n_page=n_page)
+        for name, adapter in enumerate(adapters):
+            engine.add_adapter(name, adapter)
         rng = np.random.default_rng(0)
         plans = [random_plan(rng, L, adapted=i > n // 4) for i in range(n)]
         # four subsets of all sizes, the small ones first: some CPUs are slower after a large one
@@ -1936,12 +1938,13 @@ class Profile(CostModel):
 
 def random_plan(rng, L, adapted):
     """The plan of a random iteration: decodes that all have as many drafts, a chunk, or both."""
-    k = rng.choice((0, 0, 0, 1, 3, 7))
+    k = min(rng.choice((0, 0, 0, 1, 3, 7)), L // 2 - 2)
     decodes = [1] * rng.choice((0, 1, 2, 4, 8, 16))
     chunk = min(int(2 ** rng.uniform(4, 9)), L // 2)
     plan = []
     for n in decodes + [chunk] * (rng.random() < 0.5 or not decodes):
-        n_past = int(2 ** rng.uniform(2, math.log2(L - n - 8)))
+        most = math.log2(max(1, L - n - 8))
+        n_past = int(2 ** rng.uniform(min(2, most), most))
         version = rng.integers(3) if adapted else 0
         request = Request([1] * (n_past + n), 8, version=int(version), n_past=n_past)
         request.drafts = [1] * k if n == 1 else []

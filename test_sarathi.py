@@ -129,12 +129,13 @@ def test_operator_activate(N, I, gated, dtype):
     (1, 4, 4, 32),
     (21, 8, 2, 96),
     (3, 9, 3, 128),
+    (2, 4, 4, 5),  # not rotated
 ])
 def test_operator_rotate_write(N, H, Hk, D, rotated, normed, dtype):
     qkv = 3 * torch.randn(N, (H + 2 * Hk) * D).to(dtype)
     norm = torch.randn(2 * D).to(dtype) if normed else None
     angles = 6 * torch.rand(N, D // 2)
-    rope = (angles.cos(), angles.sin()) if rotated else (None, None)
+    rope = (angles.cos(), angles.sin()) if rotated and D % 2 == 0 else (None, None)
     pages = torch.randperm(40)[:N].int()
     kv = torch.randn(2, 40, Hk, D).to(dtype)
     kv_ref = kv.clone()
@@ -184,6 +185,7 @@ def batch_of(requests):
     (1, 8, 2, 96, "1+254 1+255 1+256 5+11 31+3 32+3 33+3"),
     (1, 8, 1, 128, "8+1100 1+0"),
     (1, 4, 1, 16, "255+0 257+64 300+40"),
+    (1, 4, 4, 5, "1+7 9+3 40+0"),
     (5, 8, 4, 32, "5+40"),  # for one request: they divide its heads
 ])
 def test_operator_attention(n_thread, H, Hk, D, requests, dtype):
@@ -823,7 +825,7 @@ BAD_MODELS = {
     "tie_word_embeddings = 'no': must be a bool": dict(tie_word_embeddings="no"),
     "rope_scaling = 'linear': must be a dict": dict(rope_scaling="linear"),
     "q_proj.bias' is missing": dict(attention_bias=True),
-    "n_kv_head 3|k_proj": dict(num_key_value_heads=3),
+    "n_kv_head = 3: must divide": dict(num_key_value_heads=3),
     "index.json: weight_map = None: must be a dict": dict(remove="model.safetensors", index={}),
     "model-1.safetensors does not exist": dict(
         remove="model.safetensors", index={"weight_map": {Q: "model-1.safetensors"}}),
@@ -864,6 +866,8 @@ WRONG = {
     "dtype = 'int8': must be one of float32": lambda: GPT.from_preset(TINY, torch.int8),
     "tp = 3 needs 3 processes, there are 1: torchrun": lambda: World.start(3),
     "tp = 8 does not divide n_kv_head = 4": lambda: TINY.shard_of(0, 8),
+    "n_kv_head = 3: must divide n_head = 8": lambda: replace(TINY, n_kv_head=3),
+    "head_dim = 7: must be even": lambda: GPTConfig(1, 2, 14),
     "free GB of 1 x a10g": lambda: CostModel.roofline(preset("llama-70b"), "a10g"),
     "alpha = 0: a simulator": lambda: Engine(COST, draft="ngram"),
     "model = 'llama-7b': must be a GPT or a CostModel": lambda: Engine("llama-7b"),
@@ -2551,6 +2555,11 @@ def test_a_profile_fits_the_seconds_of_iterations(monkeypatch):
     assert profile.error < 0.02 and min(profile.coefficients) >= 0
     assert profile.time(200, 1000) == approx(4.0, rel=0.05)
     Engine(profile)  # the simulator has a pool of the size that this machine would have
+
+@each("block_size", [8, 16])
+def test_a_profile_of_a_model_with_a_short_context(block_size):
+    model = random_model(replace(TINY, block_size=block_size))
+    assert sarathi.Profile(model, n=24, budget=0).time(4, 4) > 0
 
 MISTAKES = {
     "'nowhere': must be a folder": ["--model", "nowhere"],
