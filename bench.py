@@ -171,7 +171,6 @@ class Place:
         # which of the papers' grids to take: all, or those that are fast if simulated
         self.all_grids = args.size == "full" if args.size else self.simulated
         self.fast_grids = self.all_grids or self.simulated
-        self.brief = False  # the scoreboard's: no series without a claim
         longest = model.config.block_size
         room = longest if self.simulated else min(longest, self.room / self.B)
         lengths = MAX_B if on or args.device == "cuda" else (256, 512, 768)
@@ -655,9 +654,7 @@ def fig9(place):
     for L, B in place.batches:
         ways = {f"C = {C}": Sarathi(C) for C in chunks}
         # Orca at best feeds one whole prompt beside all decodes, at worst all prompts at once
-        ways["Orca, best"] = Sarathi(L + B)
-        if not place.brief:
-            ways["Orca, worst"] = "orca"
+        ways |= {"Orca, best": Sarathi(L + B), "Orca, worst": "orca"}
         shapes = {halves(L, pd) for pd in ratios} | {halves(L, chunk=C, B=B) for C in chunks}
         curves = defaultdict(list)  # name -> (gain, P:D)
         for P, D in sorted(shapes):
@@ -892,7 +889,7 @@ def slora_fig8(place):
     """[S-LoRA Fig. 8] requests/s with tensor parallelism: with adapters, without sending their x A,
     and for the base model alone."""
     for setting, gpu, n in (("S5", "a100-40", 100), ("S6", "a100", 10)):
-        for part in ("S-LoRA",) if place.brief else ("base model", "no messages", "S-LoRA"):
+        for part in ("base model", "no messages", "S-LoRA"):
             speeds = []
             for tp in (2, 4):
                 run = slora(place, setting, n, 12, 60, part, gpu, tp)
@@ -985,7 +982,7 @@ def spec_fig1(place):
     """[SmartSpec Fig. 1, 11, 14] latency with k drafts of a draft model, with goodput's choice and
     with an oracle's; acceptance 0.7."""
     rates = (1, 4, 8, 10, 12, 14, 16, 18, 20) if place.all_grids else (1, 4, 12, 20)
-    choices = CHOICES | ({} if place.brief else {"oracle": "oracle"})
+    choices = CHOICES | {"oracle": "oracle"}
     times = yield from latencies(place, rates, choices, 0.7, small_model(place))
     for name in ("k = 3", "k = 5"):
         # where the curve falls below 1, between two points in proportion
@@ -1021,16 +1018,14 @@ def spec_fig5(place):
 def spec_fig12(place):
     """[SmartSpec Fig. 12] latency with prompt lookup; acceptance 0.35, prompts of 512 tokens."""
     rates = (1, 2, 4, 6, 8, 10, 12) if place.all_grids else (1, 6, 12)
-    choices = {name: CHOICES[name] for name in ("off", "goodput")} if place.brief else CHOICES
-    yield from latencies(place, rates, choices, 0.35, P=512)
+    yield from latencies(place, rates, CHOICES, 0.35, P=512)
 
 @experiment("arrival rate (requests/s), R", "", A100_7B, "simulated")
 def spec_fig16(place):
     """[SmartSpec Fig. 16] latency with Medusa's heads: one candidate each, fixed trees, and
     goodput's tree; acceptance 0.6. Batched are the tokens that a decode feeds, at the last rate."""
-    fixed = ("off", "1,1,1") if place.brief else ("off", "1,1,1", "2,2,1", "3,2,2")
-    choices = dict(zip(fixed, fixed))
-    rates = (1, 4, 8, 12, 16, 20) if place.all_grids and not place.brief else (1, 20)
+    choices = {name: name for name in ("off", "1,1,1", "2,2,1", "3,2,2")}
+    rates = (1, 4, 8, 12, 16, 20) if place.all_grids else (1, 20)
     times = yield from latencies(place, rates, choices | {"goodput": "goodput_tree"}, 0.6)
     yield "goodput", "over 1,1,1", times["goodput"][-1] / times["1,1,1"][-1]
     for alpha in (0.6, 0.8):
@@ -1072,8 +1067,14 @@ N_TEXT = 256, 64  # most tokens of a prompt of spec_here, and tokens of an outpu
 
 def read_prompts(place):
     """24 prompts, lists of tokens: paragraphs of --prompts, or pieces of this project's files."""
-    if place.args.prompts:
-        texts = re.split(r"\n\s*\n", Path(place.args.prompts).read_text(encoding="utf8").strip())
+    path = place.args.prompts
+    if path:
+        try:
+            texts = re.split(r"\n\s*\n", Path(path).read_text(encoding="utf8"))
+        except UnicodeDecodeError:
+            texts = []
+        texts = [text for text in map(str.strip, texts) if text]
+        check_range(f"paragraphs of UTF-8 text in {path}", len(texts), 1)
     else:
         paths = sorted(Path(__file__).parent.glob("*.py"))
         text = "".join(path.read_text(encoding="utf8") for path in paths)
@@ -1114,8 +1115,7 @@ def tng(place):
     sizes = (512, 1024, 2048) if place.all_grids else (64, 256)
     ways = by_scheduler(["static", "prefill_first", *map(SarathiServe, sizes)])
     L = place.lengths[0]
-    concurrent = (1, 2, 4, 8, 16, 32, 64, 128) if place.all_grids else (1, 4, 12)
-    for n in () if place.brief else concurrent:
+    for n in (1, 2, 4, 8, 16, 32, 64, 128) if place.all_grids else (1, 4, 12):
         n_job = (4 if place.all_grids else 2) * max(n, 3)
         jobs = place.jobs(1, n_job, prompt=(8, L // 2), output=(4, L // 8))
         for name, runs in place.race(ways, jobs=jobs, B=n, clients=n).items():
@@ -1404,9 +1404,7 @@ def scoreboard_rows(args, name):
     """The rows of one experiment that have a claim, where the paper's numbers hold."""
     torch.set_num_threads(1)
     what = EXPERIMENTS[name]
-    place = simulate(args, what.on)
-    place.brief = True
-    return [row for row in what.rows(place) if row["paper"] is not None]
+    return [row for row in what.rows(simulate(args, what.on)) if row["paper"] is not None]
 
 LONGEST = ("slora_table3", "fig12", "spec_fig1", "slora_fig10")
 

@@ -163,7 +163,9 @@ def library(dtype, head_dim=64):
     try:
         return ctypes.CDLL(build(f"-DT={names[dtype]}", f"-DD={head_dim}"))
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"C++ operators not compiled, plain torch is slower: {error}", file=sys.stderr)
+        reason = getattr(error, "stderr", b"").decode().strip() or str(error)
+        print("C++ operators not compiled, plain torch is slower:", reason.splitlines()[0],
+              file=sys.stderr)
         return None
 
 def build(*definitions):

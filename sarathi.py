@@ -2130,7 +2130,11 @@ def parse_arguments():
     flag("--top-k", type=int, default=0, help="0: off")
     flag("--top-p", type=float, default=1.0, help="1: off")
     flag("--max-new-tokens", type=int, default=256, help="most tokens of the output")
-    return parser.parse_args()
+    args = parser.parse_args()
+    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    if args.explain and given - {"explain", "scheduler", "seed"}:
+        raise ValueError("--explain runs an example of its own: only --scheduler and --seed fit it")
+    return args
 
 def token_ids(text):
     return [int(token) for token in text.split(",")]

@@ -2569,6 +2569,7 @@ MISTAKES = {
     "invalid choice: 'fast'": ["--scheduler", "fast"],
     "tp = 2 needs 2 processes": ["--tp", 2],
     "spec = '3': needs a draft": ["--spec", 3],
+    "--explain runs an example of its own": ["--explain", "--chunk", 8],
 }
 
 def test_command_line(monkeypatch, capsys, tmp_path):
@@ -2600,7 +2601,7 @@ def test_command_line(monkeypatch, capsys, tmp_path):
     assert len(call(tokens + ["--adapter", tmp_path / "large"]).out.split()) == 12
     for message, flags in MISTAKES.items():
         with pytest.raises(SystemExit) as end:
-            call(flags if flags[0] in ("--tokens", "--prompt") else tokens + flags)
+            call(flags if flags[0] in ("--tokens", "--prompt", "--explain") else tokens + flags)
         out, err = capsys.readouterr()
         assert end.value.code == 2 and out == "" and "Traceback" not in err
         assert re.search(f"^sarathi.py: .*{message}", err, re.M), err
@@ -2863,9 +2864,14 @@ def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys,
     ("", "model 'tiny': is not trained yet, run `python model.py`"),
     ("--model llama-30m", "model 'llama-30m' has no tokenizer.json"),
     ("--model llama-30m --prompts no.txt", "no.txt"),
+    ("--model llama-30m --prompts latin.txt", "paragraphs of UTF-8 text in latin.txt = 0: must be"),
+    ("--model llama-30m --prompts empty.txt", "paragraphs of UTF-8 text in empty.txt = 0: must be"),
 ])
 def test_text_that_is_missing(words, needle, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(model_py, "CACHE", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("latin.txt").write_bytes(b"caf\xe9")
+    Path("empty.txt").write_text(" \n\n")
     status, out, err = command(monkeypatch, capsys, f"spec_here {words}")
     assert status == 2 and needle in err.strip().splitlines()[-1]
 
