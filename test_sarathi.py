@@ -290,6 +290,45 @@ def test_verify_gives_tokens_the_chances_of_p(sampled):
     chances = torch.bincount(first, q[draft] / 200**2)
     torch.testing.assert_close(chances, p, atol=0.0015, rtol=0, check_dtype=False)
 
+# for a processor without bfloat16 instructions: pairs of bfloat16 to float, products, sums
+IMMINTRIN = """
+typedef int __m512i __attribute__((vector_size(64)));
+typedef unsigned __m512bh __attribute__((vector_size(64)));
+typedef float __m512 __attribute__((vector_size(64)));
+static inline __m512i _mm512_set1_epi32(int x) { return x - __m512i{}; }
+static inline __m512i _mm512_loadu_si512(const void* x) {
+    __m512i y;
+    memcpy(&y, x, sizeof y);
+    return y;
+}
+static inline __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
+    sum += (__m512)(a & 0xffff0000) * (__m512)(b & 0xffff0000);
+    return sum + (__m512)(a << 16) * (__m512)(b << 16);
+}
+"""
+
+@each("macros, n_column", [
+    ("-U__AVX2__ -U__AVX512F__ -U__AVX512BF16__", 8),
+    ("-D__AVX2__ -U__AVX512F__ -U__AVX512BF16__", 16),
+    ("-D__AVX512F__ -U__AVX512BF16__", 32),
+    ("-D__AVX512F__ -D__AVX512BF16__", 32),
+    ("-D__AMX_BF16__", 0),
+], ids=["NEON", "AVX2", "AVX-512", "AVX512-BF16", "AMX"])
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="C++ does not run")
+def test_products_of_other_processors(macros, n_column, dtype, monkeypatch, tmp_path):
+    """Their layouts and tiles. The compiler translates vectors that this processor lacks."""
+    (tmp_path / "immintrin.h").write_text(IMMINTRIN)
+    if "-D__AMX" not in macros:
+        macros += " -U__AMX_BF16__"
+    flags = kernels.FLAGS.replace("-O3", "-O1")
+    monkeypatch.setattr(kernels, "FLAGS", f"{flags} {macros} -I{tmp_path}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernels.library.cache_clear()
+    assert kernels.library(dtype).panel_columns() == n_column
+    test_operator_linear(770, 70, 1, dtype)
+    test_operator_attention(1, 6, 2, 64, "1+254 5+11 31+3 33+3", dtype)
+    kernels.library.cache_clear()
+
 @each("compiler", ["/missing/g++", "false"])
 def test_without_a_compiler_the_definitions_serve(compiler, tmp_path):
     code = ("import torch, kernels; x = torch.ones(2, 32)\n"
