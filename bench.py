@@ -1630,7 +1630,7 @@ def token_counts(text):
         raise argparse.ArgumentTypeError(f"{text!r}: must be like 256, 256,512 or 8..512")
     return sorted(int(number) for number in re.findall(r"\d+", text))
 
-def parse_arguments(words=None):
+def make_parser():
     about, usage, *_ = __doc__.split("\n\n")
     # without its usage lines, argparse reports a mistake in one line
     parser = argparse.ArgumentParser(
@@ -1669,7 +1669,10 @@ def parse_arguments(words=None):
     text = parser.add_argument_group("of spec_here").add_argument
     text("--draft", help="a draft model, as --model; default: none, but for the tiny model")
     text("--prompts", metavar="FILE", help="a text, one prompt a paragraph")
-    args = parser.parse_args(words)
+    return parser
+
+def parse_arguments(words=None):
+    args = make_parser().parse_args(words)
     given = {name: value for name, value in vars(args).items() if value not in (None, "auto")}
     least = dict(chunk=1, max_batch=2, context=64, seconds=0.0, rate=0.001, cv=0.001)
     for name, low in least.items():

@@ -472,7 +472,6 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
     first_row, n_row, n_past, first_entry = load4(spans + 4 * (tl.program_id(1) // HK))
     if tile >= n_row * G:
         return
-
     m = tile + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)[None]
     token = m // G
@@ -483,8 +482,7 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
     total = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], -1e30, tl.float32)
     end = n_past + tl.minimum(n_row, (tile + BLOCK_M - 1) // G + 1)
-    size = tl.cdiv(end, tl.num_programs(2))  # tokens of a split
-    size = tl.cdiv(size, BLOCK_N) * BLOCK_N
+    size = tl.cdiv(tl.cdiv(end, tl.num_programs(2)), BLOCK_N) * BLOCK_N  # tokens of a split
     begin = tl.program_id(2) * size
     for start in range(begin, tl.minimum(begin + size, end), BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
