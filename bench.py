@@ -40,8 +40,8 @@ from typing import NamedTuple
 from kernels import linear, pack, torch_dtype
 from model import CACHE, Adapter, load_model, load_tokenizer, preset
 from sarathi import (GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, CostModel, EarlyAbort,
-                     Engine, Entry, Iteration, IterationStats, Pipeline, Policy, Request, Run,
-                     Sarathi, SarathiServe, Scheduler, Span, add_model_flags, cell, check_choice,
+                     Engine, Entry, Feed, Iteration, IterationStats, Pipeline, Policy, Request,
+                     Run, Sarathi, SarathiServe, Scheduler, add_model_flags, cell, check_choice,
                      check_range, cluster, entries_of, fcfs, free_memory, lcfs, run_command_line,
                      table)
 
@@ -124,7 +124,7 @@ class Experiment(NamedTuple):
         claims = CLAIMS.get(name, {}) if place.on in (None, self.on) else {}
         lengths = place.stands if self.x == LENGTHS else {}
         for panel, *keys, ours in self.run(place):
-            series, x = (*keys, "", "")[:2]
+            series, x = (*keys, "", "")[:2]  # what is left out is ""
             what = f"{panel}, {series}" if series else panel
             what += f", {self.x.split()[-1]} = {x}" if x != "" else ""
             what += f" (paper: {lengths[x]})" if x in lengths else ""
@@ -215,8 +215,8 @@ class Place:
         plan, engine = made_up_plan(self.model, **shape, last=last)
         if self.simulated:
             return self.model.split(self.model.stats(entries_of(plan, engine)))
-        spans = [Span(r, r.n_past, r.tokens(r.n_past, r.n_past + n), int(last)) for r, n in plan]
-        batch = engine.runner.pack(spans).to(self.model.device)
+        feeds = [Feed(r, r.n_past, r.tokens(r.n_past, r.n_past + n), int(last)) for r, n in plan]
+        batch = engine.runner.pack(feeds).to(self.model.device)
         rounds = []
         for _ in range(3):
             marks = [("", moment())]
@@ -388,7 +388,7 @@ def serve(engine, jobs, clients=0, adapters=(), n_end=0):
             requests.append(request)
             engine.add(request)
             if engine.record is not None:
-                arrived = (request.id, 0, 0, 0, 0, 0)
+                arrived = Entry(request.id, 0, 0, 0)  # marks the arrival, for pictures
                 engine.record.append(Iteration(request.arrival, request.arrival, [arrived]))
     def on_event(event):
         if event.finished:
@@ -1236,7 +1236,8 @@ def online(place):
         for figure in [*runs[0].figures][1:]:  # all but the number of requests
             yield figure, name, [run.figures[figure] for run in runs]
         for what, field in (("TTFT", "ttfts"), ("TPOT", "tpots"), ("stalls", "stalls")):
-            curves = np.percentile([getattr(run, field) for run in runs], range(101), axis=1)
+            times = [getattr(run, field) or [math.nan] for run in runs]
+            curves = np.percentile(times, range(101), axis=1)
             for q, seconds in enumerate(np.median(curves, 1).tolist()):
                 yield f"CDF of {what}", name, seconds, q / 100
 
@@ -1318,7 +1319,7 @@ def share(place, ceilings, decodes=0, context=0, chunk=0):
     flops, bandwidth = ceilings
     c = place.model.config
     itemsize = place.model.dtype.itemsize
-    layers = c.n_layer * sum(math.prod(width) for width in c.widths.values())
+    layers = c.n_layer * sum(op.n_in * op.n_out for op in c.operators.values())
     head = c.vocab_size * c.n_embd
     computing = 2 * ((decodes + chunk) * layers + max(decodes, 1) * head) / flops
     pages = decodes * context + chunk
@@ -1329,7 +1330,7 @@ def share(place, ceilings, decodes=0, context=0, chunk=0):
 @experiment("tokens or requests, n", only="measured")
 def gpu(place):
     """All that a new GPU has to show: logits against the definitions, shares of its ceilings, the
-    host's time per iteration, peak memory; then table2, table4, spec_here and slora_here."""
+    host's time per iteration, peak memory; then table2, table4, slora_here and spec_here."""
     model = place.model
     c = model.config
     tokens = np.random.default_rng(0).integers(c.vocab_size, size=300).tolist()
@@ -1337,7 +1338,7 @@ def gpu(place):
     engine = Engine(model, n_page=request.max_len)
     engine.pool.reserve(request, request.max_len)
     ends = (0, 128, 292, 299, 300)  # two chunks, a verification and a decode
-    rows = [engine.runner.forward([Span(request, first, tokens[first:end], 1)])[1].float()
+    rows = [engine.runner.forward([Feed(request, first, tokens[first:end], 1)])[1].float()
             for first, end in pairwise(ends)]
     errors = torch.cat(rows) - model.logits(tokens)[[end - 1 for end in ends[1:]]]
     yield "error of logits over their deviation", float(errors.abs().max() / rows[0].std())
@@ -1351,12 +1352,12 @@ def gpu(place):
             yield "share of the ceiling", "prefill", n, share(place, ceilings, chunk=n)
     for B in (1, 8, 64):
         plan, engine = made_up_plan(model, decodes=B, context=64)
-        spans = [Span(r, r.n_past, [1], 1) for r, _ in plan]
+        feeds = [Feed(r, r.n_past, [1], 1) for r, _ in plan]
         seconds = []
         for _ in range(9):
             wait_for_gpu()
             start = time.perf_counter()
-            engine.runner.forward(spans)
+            engine.runner.forward(feeds)
             seconds.append(time.perf_counter() - start)
         yield "host (ms)", "decode", B, 1e3 * median(seconds)
     yield "peak memory (GB)", torch.cuda.max_memory_allocated() / 1e9
@@ -1554,7 +1555,7 @@ def draw(rows, what):
 
 def pieces(iterations):
     """What each request, or each stage of a pipeline, does in iterations. Yields (row, kind, start,
-    end, tokens); kind: chunk or decode; between them waiting or stall, in a stage bubble."""
+    end, tokens); kind: prompt or decode; between them waiting or stall, in a stage bubble."""
     staged = any(iteration.stage for iteration in iterations)
     last = {}  # row -> end of its last piece, and the kind of a gap behind it
     for start, end, entries, stage in iterations:
@@ -1590,11 +1591,11 @@ def draw_tapes(tapes):
     ax.set_xlabel("seconds")
     return figure
 
-def save_picture(place, name, rows, folder):
+def save_picture(place, name, folder):
     """Save folder/NAME_PLACE.png."""
     what = EXPERIMENTS[name]
     is_tape = name in ("timeline", "fig12")
-    figure = draw_tapes(place.tapes) if is_tape else draw(rows, what)
+    figure = draw_tapes(place.tapes) if is_tape else draw(place.rows, what)
     title = textwrap.fill(f"{what.about} {place.source}", int(15 * figure.get_figwidth()))
     figure.suptitle(title, fontsize=9)
     handles = {}  # label -> its handle: one legend under all panels
@@ -1637,13 +1638,14 @@ def make_parser():
         description=f"{about}\n\n{usage}", allow_abbrev=False, conflict_handler="resolve",
         formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS)
     flag = parser.add_argument
-    flag("experiments", nargs="*", help="names from `list`, or all, list, scoreboard; default: "
+    flag("experiments", nargs="*", help="names from `list`; or list, or scoreboard; default: "
          f"{' '.join(MAIN_JOB)}")
     add_model_flags(parser, None)
     flag("--scheduler", default="sarathi", type=partial(class_in_file, base=Scheduler),
          help="how batches are filled, of those that name no scheduler; FILE.py:CLASS: your own")
     flag("--chunk", type=lambda text: text if text == "auto" else int(text), default=256,
-         help="tokens of a prefill chunk; auto: a profile picks it [SARATHI §4.2]; default: 256")
+         help="tokens of an iteration that feeds a prefill chunk; auto: a profile picks them "
+              "[SARATHI §4.2]; default: 256")
     flag("--hardware", help="simulate this GPU instead of measuring: one of "
          f"{', '.join(GPUS)}, or a FILE.json of {', '.join(GPU._fields)}")
     flag("--context", type=int, help="longest context of a simulated model; default: its own")
@@ -1682,7 +1684,7 @@ def parse_arguments(words=None):
     owners = dict.fromkeys(("rate", "cv", "prompt", "output", "jobs", "spec"), "online")
     owners |= dict.fromkeys(("draft", "prompts"), "spec_here")
     for name, owner in owners.items():
-        if name in given and not {owner, "all"} & {*args.experiments}:
+        if name in given and owner not in args.experiments:
             raise ValueError(f"--{name} is a flag of `{owner}` alone")
     for name in ["prompt", "output"] + ["cv"] * (args.rate is None):
         if name in given and args.jobs:
@@ -1733,7 +1735,7 @@ def run_experiments(args, names):
 
 def choose_places(args, name):
     """Where an experiment runs. The main job's Tables 2 and 4 stand beside the paper's hardware,
-    simulated; its fig9 is simulated, with a mark for what was measured."""
+    simulated."""
     what = EXPERIMENTS[name]
     if name == "spec_here" and not args.model:  # text needs trained models
         args = argparse.Namespace(**vars(args) | dict(model="tiny", draft=args.draft or "draft"))
@@ -1744,10 +1746,10 @@ def choose_places(args, name):
             model=args.model or what.on.model,
             gpu=args.hardware or what.on.gpu,
             tp=max(args.tp, what.on.tp)))]
-    if args.experiments or name not in ("table2", "table4", "fig9"):
+    if args.experiments or name not in ("table2", "table4"):
         return [this_machine(args)]
     paper = simulate(argparse.Namespace(**vars(args) | dict(lengths=None)), what.on)
-    return [paper] if name == "fig9" else [this_machine(args), paper]
+    return [this_machine(args), paper]
 
 def report(args, places):
     """Print tables and the main job's paragraph; save what flags ask for. {experiment: [Place]}"""
@@ -1763,8 +1765,7 @@ def report(args, places):
         print(x + (f"Numbers: {what.y}." if what.y else ""))
         print(f"\n{tables(what, group)}\n")
         if args.plot:
-            rows = marks(places["table4"][0]) if name == "fig9" and "table4" in places else []
-            save_picture(place, name, place.rows + rows, args.plot)
+            save_picture(place, name, args.plot)
     if not args.experiments and {*MAIN_JOB} <= {*places}:
         print(f"{textwrap.fill(explain(places), 118)}\n")
     every_place = sum(places.values(), [])
@@ -1778,18 +1779,6 @@ def report(args, places):
             machine="; ".join(dict.fromkeys(place.source for place in every_place)),
             torch=torch.__version__))
 
-def marks(place):
-    """Rows that put table4's throughput at a place into fig9's picture."""
-    rows = []
-    for row in place.rows:
-        panel, _, L = row["at"]
-        if panel == "throughput":
-            P, D = halves(L, chunk=place.args.chunk, B=place.B)
-            L = place.stands.get(L, L)
-            at = [f"gain at L = {L}, B = {MAX_B.get(L)}", "this machine", P / D]
-            rows.append(row | dict(at=at, paper=None))
-    return rows
-
 def write_json(args, report):
     """One JSON object: to the file of --json, and to a stdout that is no terminal."""
     text = json.dumps(report)
@@ -1800,8 +1789,8 @@ def write_json(args, report):
 
 def main():
     args = parse_arguments()
-    names = args.experiments or MAIN_JOB + ["timeline", "fig9"] * bool(args.plot)
-    alone = ["all", "list", "scoreboard"] if len(names) == 1 else []
+    names = args.experiments or MAIN_JOB + ["timeline"] * bool(args.plot)
+    alone = ["list", "scoreboard"] if len(names) == 1 else []
     for name in names:
         check_choice("experiment", name, [*EXPERIMENTS, *alone])
     if names == ["scoreboard"] and args.chunk == "auto":
@@ -1810,16 +1799,11 @@ def main():
         open(path, "w").close()  # an error now, not after the experiments
     if args.plot:
         os.makedirs(args.plot, exist_ok=True)
-    if names == ["all"]:
-        names = [name for name, what in EXPERIMENTS.items()
-                 if not (args.hardware and what.only == "measured")]
     if names == ["gpu"]:
         if args.device == "cpu":
             raise ValueError("gpu: torch sees no GPU, or --device cpu was given")
-        names += ["table2", "table4", "spec_here", "slora_here"]
-    chosen = args.experiments not in (["all"], ["gpu"])
-    if not chosen and not args.model and not (CACHE / "tiny").is_dir():
-        names = [name for name in names if name != "spec_here"]  # it needs a trained model
+        trained = args.model or (CACHE / "tiny").is_dir()
+        names += ["table2", "table4", "slora_here"] + ["spec_here"] * bool(trained)
     if names == ["list"]:
         for name, what in EXPERIMENTS.items():
             print(textwrap.fill(f"{name:13} {WHERE[what.only]:20} {what.about}", 118,

@@ -59,8 +59,8 @@ CHUNK_ROWS = 256  # rows of a chunk that attend in one matrix product [SARATHI F
 
 @dataclass
 class Sites:
-    """Where adapters act in one operator: S sites, one per module and adjacent rows of an adapter,
-    of one request or several, few rows first."""
+    """Where adapters act in one operator. A site: adjacent rows of the batch with the same adapter,
+    times one module (q, k, ...). Sites with few rows come first."""
     sites: Tensor  # (S, 8) int32: first row, rows, first column of y, columns, rank of A,
     #                rank of B, module number, first entry in table
     table: Tensor  # (n,) int32: that of the batch
@@ -189,8 +189,8 @@ def build(*definitions):
 
 @triton.jit
 def load4(numbers, UNIT: tl.constexpr = 1):
-    """Four numbers. The last two are multiples of UNIT, which lets the compiler load and store 16
-    bytes at a time where they are offsets."""
+    """Four numbers. The last two are multiples of UNIT: the compiler may load and store 16 bytes at
+    a time at such offsets."""
     c = tl.multiple_of(tl.load(numbers + 2), UNIT)
     d = tl.multiple_of(tl.load(numbers + 3), UNIT)
     return tl.load(numbers), tl.load(numbers + 1), c, d
@@ -233,7 +233,8 @@ def pack(weight):
     bfloat16 = weight.dtype == torch.bfloat16
     if bfloat16 and not torch.cpu._is_avx512_bf16_supported():
         return weight
-    # the layout for one row: in the default, oneDNN multiplies 300 to 1,400 rows on one AMX core
+    # for small weights oneDNN's layout for one row: with that for many, AMX multiplies 300 to 1,400
+    # rows on one core
     n_row = 1 if bfloat16 and len(weight) < 1024 else None
     return torch.ops.mkldnn._reorder_linear_weight(weight, n_row)
 
@@ -249,8 +250,6 @@ def linear_ref(x, weight, bias=None):
 
 def linear(x, weight, bias=None):
     """x (..., n_in), weight (n_out, n_in) as returned by pack -> (..., n_out)"""
-    if x.dtype != weight.dtype:
-        return linear_ref(x, weight, bias)
     if isinstance(weight, Packed):
         n_out, n_in = weight.shape
         y = x.new_empty(*x.shape[:-1], n_out)
@@ -455,7 +454,7 @@ def attention_ref(q, kv, batch):
     return out
 
 @triton.jit
-def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
+def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, split_stride,
                       H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program: a tile of query rows of one kv head against one split of the context. A row of
@@ -472,6 +471,7 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
     first_row, n_row, n_past, first_entry = load4(spans + 4 * (tl.program_id(1) // HK))
     if tile >= n_row * G:
         return
+
     m = tile + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)[None]
     token = m // G
@@ -479,10 +479,10 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
     mask = (token < n_row)[:, None] & (d < D)
     queries = tl.load(q + at[:, None] * D + d, mask, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.full([BLOCK_M], 1e-30, tl.float32)  # not 0: a split may be empty
     top = tl.full([BLOCK_M], -1e30, tl.float32)
     end = n_past + tl.minimum(n_row, (tile + BLOCK_M - 1) // G + 1)
-    size = tl.cdiv(tl.cdiv(end, tl.num_programs(2)), BLOCK_N) * BLOCK_N  # tokens of a split
+    size = tl.cdiv(end, tl.num_programs(2) * BLOCK_N) * BLOCK_N  # tokens of a split
     begin = tl.program_id(2) * size
     for start in range(begin, tl.minimum(begin + size, end), BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
@@ -496,19 +496,17 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, n_out,
         new_top = tl.maximum(top, tl.max(scores, 1))
         p = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
-        acc *= shrink[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         total = total * shrink + tl.sum(p, 1)
         top = new_top
-    total = tl.maximum(total, 1e-30)  # the split may be empty
-    at += tl.program_id(2) * n_out
+    at += tl.program_id(2) * split_stride
     if lse is not None:
         tl.store(lse + at, top + tl.log2(total), token < n_row)
     tl.store(out + at[:, None] * D + d, acc / total[:, None], mask)
 
 @triton.jit
-def _combine_kernel(parts, lse, out, spans, n_split, n_out, H: tl.constexpr, D: tl.constexpr,
-                    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+def _combine_kernel(parts, lse, out, spans, n_split, split_stride,
+                    H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program: a head of one row, the mean of its splits with weights 2^lse."""
     first_row, n_row, _, _ = load4(spans + 4 * tl.program_id(1))
     if tl.program_id(0) >= n_row:
@@ -517,7 +515,7 @@ def _combine_kernel(parts, lse, out, spans, n_split, n_out, H: tl.constexpr, D: 
     split = tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_D)
     at = (first_row + tl.program_id(0)).to(tl.int64) * H + tl.program_id(2)
-    cells = at + split * n_out
+    cells = at + split * split_stride
     log = tl.load(lse + cells, split < n_split, float("-inf"))
     weight = tl.exp2(log - tl.max(log, 0))[:, None]
     mask = (split < n_split)[:, None] & (d < D)[None]
@@ -525,7 +523,7 @@ def _combine_kernel(parts, lse, out, spans, n_split, n_out, H: tl.constexpr, D: 
     mean = tl.sum(weight * values, 0) / tl.sum(weight, 0)
     tl.store(out + at * D + d, mean, d < D)
 
-def attend(q, kv, batch, spans, max_rows, out):
+def attention_triton(q, kv, batch, spans, max_rows, out):
     """Attention of these spans, of at most max_rows rows each, in Triton. If few programs run,
     contexts are split to fill the GPU, then combined [flash-decoding]."""
     if max_rows == 0:
@@ -535,7 +533,7 @@ def attend(q, kv, batch, spans, max_rows, out):
     itemsize = q.element_size()
     n_query = max_rows * H // Hk
     block_d = triton.next_power_of_2(D)
-    most = 16 if itemsize == 4 else min(128, 16384 // block_d)  # their sums fit registers
+    most = 16 if itemsize == 4 else min(128, 16384 // block_d)  # the accumulator fits registers
     block_m = min(most, max(16, triton.next_power_of_2(n_query)))
     is_tile = block_m >= 64
     size = 8192  # bytes of a block of keys
@@ -545,7 +543,7 @@ def attend(q, kv, batch, spans, max_rows, out):
     n_tile = cdiv(n_query, block_m)
     scale = D ** -0.5 * 1.4426950408889634  # exp(x) = exp2(x log2(e))
 
-    # about 256 programs; a split has at least 128 tokens, of chunks twice their rows
+    # about 256 programs; a split has about 128 tokens or more, twice as many as a chunk has rows
     n_split = min(256 // (n_tile * Hk * len(spans)), batch.max_context // max(128, 2 * max_rows))
     n_split = triton.next_power_of_2(max(1, min(MOST_SPLITS, n_split)))
     parts = out
@@ -564,7 +562,7 @@ def attend(q, kv, batch, spans, max_rows, out):
             H, D, MOST_SPLITS, block_d,
             num_warps=max(1, block_d // 64))
 
-def attend_chunk(q, kv, pages, out):
+def attend_chunk_torch(q, kv, pages, out):
     """q (n, H, D) attends to the tokens on `pages`, the last n of which are its own. Rows and
     context are padded to multiples of 32, because oneDNN compiles a kernel for each shape."""
     n, _, D = q.shape
@@ -592,8 +590,8 @@ def attention(q, kv, batch):
         return attention_ref(q, kv, batch)
     out = torch.empty_like(q)
     if chosen == "triton":
-        attend(q, kv, batch, batch.spans[:batch.n_few], batch.max_few, out)
-        attend(q, kv, batch, batch.spans[batch.n_few:], batch.max_chunk, out)
+        attention_triton(q, kv, batch, batch.spans[:batch.n_few], batch.max_few, out)
+        attention_triton(q, kv, batch, batch.spans[batch.n_few:], batch.max_chunk, out)
         return out
     if batch.n_few:
         sizes = batch.n_few, q.size(1), kv.size(2)
@@ -607,7 +605,7 @@ def attention(q, kv, batch):
             sizes = n, n_past, q.size(1), kv.size(2)
             cpp("attend_chunk", q[rows], *kv, pages, out[rows], *sizes, head_dim=q.size(2))
         else:
-            attend_chunk(q[rows], kv, pages, out[rows])
+            attend_chunk_torch(q[rows], kv, pages, out[rows])
     return out
 
 # -----------------------------------------------------------------------------
@@ -763,7 +761,7 @@ def lora(y, x, kv, sites, exchange=None):
             lora_ref(y, x, kv, replace(sites, sites=sites.sites[sites.n_few:]))
 
 # -----------------------------------------------------------------------------
-# sampling and verification; gpt-fast's convention: p of the target model, q of the draft model
+# sampling and verification; p: of the target model, q: of the draft model
 
 def probabilities(logits, temperature, top_k, top_p):
     """logits (M, V), the others (M,) on the host -> p (M, V) float32. temperature 0: all on the
@@ -779,14 +777,13 @@ def probabilities(logits, temperature, top_k, top_p):
     if limited.any():
         ordered, order = scaled.topk(int(top_k.max()))
         rank = torch.arange(order.size(1), device=logits.device)
-        ordered = ordered.masked_fill(rank >= k, float("-inf"))
-        p = ordered.softmax(-1)
-        before = p.cumsum(-1) - p  # probability of the tokens that rank higher
-        hidden = (before >= top_p) & (rank > 0)
-        ordered = ordered.masked_fill(hidden, float("-inf"))
-        impossible = torch.full_like(scaled, float("-inf"))
-        scaled = impossible.scatter(1, order, ordered)
-    p = scaled.softmax(-1)
+        ordered = ordered.masked_fill(rank >= k, float("-inf")).softmax(-1)
+        before = ordered.cumsum(-1) - ordered  # probability of the tokens that rank higher
+        ordered = ordered.masked_fill((before >= top_p) & (rank > 0), 0)
+        ordered /= ordered.sum(-1, keepdim=True)
+        p = torch.zeros_like(scaled).scatter_(1, order, ordered)
+    else:
+        p = scaled.softmax(-1)
     if greedy.any():
         best = logits.max(-1, keepdim=True).indices
         one_hot = torch.zeros_like(p).scatter_(1, best, 1)
@@ -811,7 +808,7 @@ def verify(p, q, drafts, n_drafts, u):
     K = len(drafts)
     first_draft = n_drafts.cumsum(0) - n_drafts
     first_row = first_draft + torch.arange(len(n_drafts), device=p.device)
-    request = torch.repeat_interleave(n_drafts, output_size=K)  # (K,)
+    request = torch.repeat_interleave(n_drafts, output_size=K)  # (K,): of each draft
     draft = torch.arange(K, device=p.device)
     p_draft = p[draft + request, drafts]
     q_draft = 1 if q is None else q[draft, drafts]
@@ -1133,21 +1130,21 @@ void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int3
             for (int i = 0; i < n_query; i++) std::copy_n(q + place(i), D, &queries[i * D]);
             for (int t = 0; t < context; t++) {
                 const T* ahead = K + pages[std::min(t + 16, context - 1)] * W;
-                for (int h = first, i = 0; h < end; h++) {
+                for (int h = first; h < end; h++) {
                     prefetch(ahead + h * D, D);
                     float k[D];
                     std::copy_n(K + pages[t] * W + h * D, D, k);
-                    for (int last = i + n; i < last; i++)
+                    for (int i = (h - first) * n; i < (h - first + 1) * n; i++)
                         p[i * stride + t] = dot(&queries[i * D], k, D);
                 }
             }
             for (int i = 0; i < n_query; i++)
                 softmax(&p[i * stride], &e[0], n_past + i % n / G + 1, context);
             for (int t = 0; t < context; t += 4)
-                for (int h = first, i = 0; h < end; h++) {
+                for (int h = first; h < end; h++) {
                     for (int next = t + 16; next < std::min(t + 20, context); next++)
                         prefetch(V + pages[next] * W + h * D, D);
-                    for (int last = i + n; i < last; i++)
+                    for (int i = (h - first) * n; i < (h - first + 1) * n; i++)
                         add_rows(&sums[i * D], &p[i * stride + t], V + h * D, pages + t, 1,
                                  std::min(4, context - t), W, D);
                 }

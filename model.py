@@ -3,11 +3,11 @@ and text. It has never heard of a request. In reading order:
 
     GPTConfig, PRESETS    the shape of a model and its tensors [SARATHI Table 1]
     World                 the processes of a tensor-parallel group [S-LoRA §6]
-    GPT                   forward(batch, kv): one iteration; logits(tokens): the oracle
+    GPT                   forward(batch, kv): one iteration; logits(tokens): the reference
     FAMILIES, Checkpoint  the settings and tensors of a Hugging Face or PEFT folder
     Adapter               LoRA weights, laid out as the pages of the cache [S-LoRA §5.1]
     Tokenizer             text through the tokenizers library or tiktoken
-    python model.py       train the tiny model and its draft model, about three minutes
+    python model.py       train the tiny model and its draft model, three to four minutes
 """
 import argparse
 import atexit
@@ -37,8 +37,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # of one layer [SARATHI Table 1]
+OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]; ln: linear
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # tensor parallelism cuts their input, not their output
+CUT = ("Q", "K", "QKV", "I")  # sizes that tensor parallelism divides
 RANK_0 = ("head.weight", "postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
 # our name, name in a checkpoint, has a bias, shape; * is a layer. Lines of one name are one matrix.
 # GPTConfig.tensors makes of three lines, for llama-7b, "3.preproj.weight":
@@ -68,8 +69,8 @@ TENSORS = {
                *.norm2      h.*.ln_2         yes  C
                *.ffn_ln1    h.*.mlp.c_fc     yes  I C
                *.ffn_ln2    h.*.mlp.c_proj   yes  C I"""}
-# modules: {name: (first column, columns)} of the output, to which adapters of this device add
-Operator = namedtuple("Operator", "n_in n_out modules")
+# columns: {module: (first column, columns)} of the output, to which adapters of this device add
+Operator = namedtuple("Operator", "n_in n_out columns")
 
 @dataclass
 class GPTConfig:
@@ -128,7 +129,7 @@ class GPTConfig:
             for i in range(self.n_layer if "*" in line else 1):
                 ours, theirs, bias, *letters = line.replace("*", str(i)).split()
                 shape = tuple(sizes[letter] for letter in letters)
-                dim = next((dim for dim, size in enumerate(letters) if size not in "VTCD"), None)
+                dim = next((dim for dim, size in enumerate(letters) if size in CUT), None)
                 tensors[f"{ours}.weight"].append((f"{theirs}.weight", shape, dim))
                 if has_bias[bias]:
                     tensors[f"{ours}.bias"].append((f"{theirs}.bias", shape[:1], dim))
@@ -152,14 +153,9 @@ class GPTConfig:
             if op in ROW_PARALLEL:
                 operators[op] = Operator(n_in // n, n_out, {module: (i * own, own)})
             else:
-                _, first, modules = operators.get(op, (n_in, 0, {}))
-                operators[op] = Operator(n_in, first + own, modules | {module: (first, own)})
+                _, first, columns = operators.get(op, (n_in, 0, {}))
+                operators[op] = Operator(n_in, first + own, columns | {module: (first, own)})
         return operators
-
-    @property
-    def widths(self):
-        """{operator: (n_in, n_out)} of one layer of this share"""
-        return {name: (op.n_in, op.n_out) for name, op in self.operators.items()}
 
     @cached_property
     def n_params(self):
@@ -195,7 +191,7 @@ def is_fast(dtype, device):
     """Whether this machine is about as fast in a dtype as in float32, or faster"""
     if torch.device(device).type == "cuda":
         return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0)
-    weight = torch.empty(2, 2, dtype=dtype)
+    weight = torch.empty(2, 2, dtype=dtype)  # pack returns it as it is if no product is fast
     return dtype == torch.float32 or pack(weight) is not weight
 
 def pick_dtype(dtype, device, stored="bfloat16"):
@@ -240,7 +236,8 @@ class World:
         return x
 
     def all_gather(self, x):
-        """x (N, C) -> (N, C * n), columns of n ranks in turn. Each sends n - 1 times x."""
+        """x (N, C) -> (N, C * n): column 0 of every rank, then column 1, ... Each sends n - 1 times
+        x."""
         out = x.new_empty(self.size, *x.shape)
         dist.all_gather(list(out), x)
         self.n_bytes += (self.size - 1) * x.nbytes
@@ -400,8 +397,8 @@ class GPT:
 
     @torch.inference_mode()
     def logits(self, tokens):
-        """The oracle: tokens (T,) -> logits (T, V) in float32"""
-        assert self.world.size == 1, "the oracle has no tensor parallelism"
+        """The reference: tokens (T,) -> logits (T, V) in float32"""
+        assert self.world.size == 1, "the reference has no tensor parallelism"
         return self.forward_ref(torch.as_tensor(tokens, device=self.device)[None])[0]
 
     def make_trainable(self):
@@ -418,13 +415,13 @@ class GPT:
         self.weights |= self.originals
         self.originals = {}
         for op, operator in self.config.operators.items() if adapter else []:
-            merged = operator.modules.keys() & adapter.ranks
+            merged = operator.columns.keys() & adapter.ranks
             for i in range(self.config.n_layer if merged else 0):
                 name = f"{i}.{op}.weight"
                 self.originals[name] = self.weights[name]
                 weight = self.weights[name].to_dense().clone()
                 for module in merged:
-                    first, columns = operator.modules[module]
+                    first, columns = operator.columns[module]
                     a, b = (t[i].to(self.device).float() for t in adapter.factors(module))
                     weight[first:first + columns] += b.T @ a
                 self.weights[name] = pack(weight)

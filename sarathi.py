@@ -3,7 +3,7 @@
 In reading order: requests; the engine, one iteration of it in `Engine.step`; memory (pages and
 adapters); schedulers; orders of the queue; speculation (policies and proposers); the runner, which
 carries plans out on a model; the simulator (cost models, a runner that moves a clock, a pipeline);
-the command line.
+figures of a run; checks; the command line.
 
 A plan says how many tokens of which request are fed next: [(request, n)]. A prefill chunk, a decode
 and a verification of drafts are the same thing. The engine knows requests, pages and plans, and no
@@ -39,6 +39,8 @@ from model import (GPT, PRESETS, ROW_PARALLEL, Adapter, GPTConfig, World, load_m
 import numpy as np
 import torch
 from tqdm import tqdm
+
+MASK = 2**64 - 1  # seeds and random numbers have 64 bits
 
 # -----------------------------------------------------------------------------
 # requests
@@ -210,11 +212,12 @@ class Engine:
         if self.cost is None and (self.scheduler.needs_price or policy and policy.needs_price):
             self.cost = CostModel.profile(model)
 
-        # memory and the runner. Weak references to the engine: its cache is freed when it ends
+        # memory and the runner. Parts refer to the engine weakly: without a cycle, its cache is
+        # freed as soon as the engine is
         n_page, self.max_batch = size_pool(self, draft, n_page, max_batch)
         self.pool = PagePool(n_page)
-        own_pool = PagePool(adapter_pages, first=n_page) if adapter_pages else self.pool
-        self.adapters = AdapterStore(own_pool, Adapter(model.config, {}))
+        adapter_pool = PagePool(adapter_pages, first=n_page) if adapter_pages else self.pool
+        self.adapters = AdapterStore(adapter_pool, Adapter(model.config, {}))
         self.merged = 0  # the version in the weights, if lora is "merge"
         self.clock = VirtualClock() if self.simulated else WallClock()
         engine = proxy(self)
@@ -251,10 +254,13 @@ class Engine:
         FileNotFoundError or ValueError for a folder that is missing or does not fit."""
         self.adapters.add(name, read_adapter(name, source, self))
         self.drop_versions()
-        # with tensor parallelism all ranks add it, or follow rank 0, which tells them a folder
+        # the other ranks call add_adapter too, or are in ModelRunner.follow(), which adds a folder.
+        # broadcast returns what rank 0 gives it
         source = None if isinstance(source, Adapter) else source
         values = self.model.world.broadcast(("hold", (name, source, {*self.adapters.known})))[1]
-        assert values[0] == name, f"adapter {name!r}: rank 0 adds {values[0]!r} at this point"
+        theirs, _, versions = values
+        assert theirs == name, f"adapter {name!r}: rank 0 adds {theirs!r} at this point"
+        self.adapters.keep(versions)  # the other ranks have no requests
 
     def remove_adapter(self, name: str):
         """Forget an adapter. Requests that were added before keep it. KeyError if it is unknown."""
@@ -263,8 +269,8 @@ class Engine:
         self.drop_versions()
 
     def drop_versions(self):
-        """Forget replaced and removed adapters that no request needs. Other ranks have no requests:
-        they do so when rank 0 adds an adapter."""
+        """Forget replaced and removed adapters that no request needs: other ranks do so when an
+        adapter is added."""
         store = self.adapters
         if self.model.world.rank == 0 and len(store.known) > len(store.newest):
             needed = {request.version for request in self.requests.values()}
@@ -279,7 +285,7 @@ class Engine:
         if request.alpha is None:
             request.alpha = self.alpha
         if request.seed is None:
-            request.seed = (self.seed << 24) + request.id & MASK
+            request.seed = ((self.seed << 24) + request.id) & MASK
         request.version = self.adapters.newest[request.adapter]
         self.requests[request.id] = request
         insort(self.pending, request, key=lambda request: request.arrival)
@@ -298,7 +304,8 @@ class Engine:
                 self.add(request)
             self.run()
         finally:  # after an exception, these requests leave the engine
-            if any([self.requests.pop(request.id, None) for request in requests]):
+            left = [self.requests.pop(request.id, None) for request in requests]
+            if any(left):
                 self.recover()
         return [request.output for request in requests]
 
@@ -328,15 +335,16 @@ class Engine:
             self.merged = 0
             self.runner.merge(None)
         for request in [*self.requests.values()]:
-            del request.times[len(request.output):]
+            del request.times[len(request.output):]  # append() was stopped between the two
             state = request.end or request.state
             request.forget()
             if state not in ("waiting", "running"):
                 request.state = state
                 del self.requests[request.id]
+        self.ordered = []
+        # in place: the lanes of a Pipeline share these lists
         self.running.clear()
         self.waiting.clear()
-        self.ordered = []
         self.pending[:] = sorted(self.requests.values(), key=lambda request: request.arrival)
 
     # the parts of an iteration
@@ -406,7 +414,7 @@ class Engine:
         if not self.adapters.reserve(self.pool, request, n, spare):
             self.adapters.release(version)
             return False
-        self.adapters.wait(version)
+        self.adapters.loaded[version]()  # wait for its copy
         if swap:
             self.merged = version
             self.runner.merge(self.adapters.known[version])
@@ -500,122 +508,6 @@ def entries_of(plan, engine):
                              n_weight))
     return entries
 
-def check_choice(name, value, choices):
-    """Returns value. KeyError that lists the choices if it is none of them."""
-    if value not in choices:
-        raise KeyError(f"unknown {name} {value!r}: one of {', '.join(map(str, choices))}")
-    return value
-
-def check_range(name, value, low, high=math.inf):
-    """Returns value, as low's type. ValueError if it is not such a number in low .. high."""
-    kind = type(low)
-    good = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-    if not good or not low <= value <= high:
-        raise ValueError(f"{name} = {short(value)}: must be in {low} .. {high} ({kind.__name__})")
-    return kind(value)
-
-def check_type(name, value, kind, valid):
-    """Returns value. ValueError if it is not of this class, or of one of these."""
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} = {short(value)}: must be {valid}")
-    return value
-
-def check_tokens(name, tokens):
-    """Returns tokens as a list; bytes as they are. ValueError if they are no whole numbers."""
-    try:
-        if bool in map(type, tokens):
-            raise TypeError
-        return tokens if isinstance(tokens, bytes) else [index(token) for token in tokens]
-    except TypeError:
-        raise ValueError(f"{name} = {short(tokens)}: must be a list of tokens, like [1, 2, 3]; "
-                         "encode a text, and give generate() a list of prompts") from None
-
-def short(value):
-    return " ".join(repr(value).split())[:60]
-
-def check_request(r, engine):
-    """Put a request's fields in their normal form. ValueError or KeyError if it was added before,
-    or could never be served."""
-    check_type("request", r, Request, "a Request")
-    new = vars(Request(r.prompt))
-    names = list(new)
-    for name in names[names.index("id"):]:  # the fields that a user must not set
-        if repr(getattr(r, name)) != repr(new[name]):
-            raise ValueError(f"{name} = {short(getattr(r, name))}: add a Request only once, as new")
-    r.prompt = check_tokens("prompt", r.prompt)
-    limits = {"max_new_tokens": (1, 10**9), "temperature": (0.0, 1e9), "top_k": (0, 10**9),
-              "top_p": (1e-9, 1.0), "arrival": (0.0, 1e9), "seed": (0, MASK), "alpha": (0.0, 1.0)}
-    for name, (low, high) in limits.items():
-        value = getattr(r, name)
-        if value is not None or name not in ("arrival", "seed", "alpha"):
-            setattr(r, name, check_range(name, value, low, high))
-    if r.alpha is not None and not engine.alpha:
-        raise ValueError(f"alpha = {r.alpha}: of a request, needs an engine with an alpha")
-    stop = (r.stop,) if isinstance(r.stop, Integral) else r.stop
-    r.stop = tuple(check_tokens("stop", () if stop is None else stop))
-    check_type("adapter", r.adapter, (str, Integral, type(None)), "a name")
-    config = engine.model.config
-    check_range("tokens in the prompt", len(r.prompt), 1)
-    if not engine.simulated:
-        for token in (min(r.prompt), max(r.prompt)):
-            check_range("token", token, 0, config.vocab_size - 1)
-    check_range("prompt + max_new_tokens", r.max_len, 2, config.block_size)
-    # the request and its adapter must have room at once
-    store = engine.adapters
-    adapter = store.known[store.newest[check_choice("adapter", r.adapter, store.newest)]]
-    check_range("pages of the adapter", adapter.n_page, 0, store.pool.n_page)
-    n_page = r.max_len + (adapter.n_page if store.pool is engine.pool else 0)
-    check_range("pages of the request and its adapter", n_page, 1, engine.pool.n_page)
-
-# -----------------------------------------------------------------------------
-# what users feel
-
-class Run:
-    """How requests were served. Seconds; lists have an entry per finished request."""
-    def __init__(self, requests, start):
-        done = [r for r in requests if r.state in ("length", "stop")]
-        self.requests = requests
-        self.start = start
-        self.ends = sorted(r.times[-1] for r in done)
-        self.seconds = max(1e-9, max(self.ends, default=math.inf) - start)
-        self.requests_per_second = len(done) / self.seconds
-        self.tokens_per_second = sum(r.n_tokens for r in done) / self.seconds  # prompts too
-        self.latencies = [r.times[-1] - r.arrival for r in done]
-        self.ttfts = [r.ttft for r in done]
-        self.tpots = [r.tpot for r in done]
-        self.stalls = [max(np.diff(r.times), default=0.0) for r in done]  # longest gap of tokens
-
-    @property
-    def figures(self):
-        """{name: number}; p50 and p99: percentiles over the finished requests."""
-        figures = {"requests": len(self.ends), "tokens/s": self.tokens_per_second}
-        for name, times in (("TTFT", self.ttfts), ("TPOT", self.tpots), ("stall", self.stalls)):
-            for q in (50, 99):
-                seconds = np.percentile(times or [math.nan], q)
-                figures[f"{name} p{q} ms"] = 1e3 * float(seconds)
-        return figures
-
-    def __str__(self):
-        return compare({"run": self})
-
-def compare(runs):
-    """A Markdown table with the figures of runs {name: Run}."""
-    lines = [[name, *run.figures.values()] for name, run in runs.items()]
-    return table(["", *next(iter(runs.values())).figures], lines)
-
-def table(heads, lines):
-    """A Markdown table. Numbers have three significant digits; None is a dash."""
-    texts = [heads, *(list(map(cell, line)) for line in lines)]
-    widths = [max(map(len, column)) for column in zip(*texts)]
-    texts.insert(1, ["-" * width for width in widths])
-    padded = [map(str.ljust, line, widths) for line in texts]
-    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
-
-def cell(value):
-    if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return "-" if value is None else str(value)
-
 # -----------------------------------------------------------------------------
 # memory: pages and adapters
 
@@ -633,15 +525,12 @@ class PagePool:
 
     def reserve(self, owner, n):
         """Let owner have n pages in all. Returns False, changing nothing, if too few are free."""
-        if owner not in self.tables:
-            if n > len(self.free):
-                return False
-            self.tables[owner] = array("i")
-        n_more = n - len(self.tables[owner])
+        n_more = n - len(self.tables.get(owner, ()))
         if n_more > len(self.free):
             return False
+        table = self.tables.setdefault(owner, array("i"))
         if n_more > 0:
-            self.tables[owner].extend(self.free[-n_more:])
+            table.extend(self.free[-n_more:])
             del self.free[-n_more:]
         return True
 
@@ -657,14 +546,15 @@ class AdapterStore:
         self.n_version = 1  # so many were made
         self.newest = {None: 0}  # name -> version
         self.known = {0: base}  # version -> Adapter
-        self.loaded = {}  # version -> function that waits for its copy; least recently used first
+        # version -> function that waits for its copy; the least recently used first
+        self.loaded = {}
         self.n_users = Counter()  # version -> running requests
         self.clear()
 
     def clear(self):
         """Take all adapters off their pages. No request runs."""
-        for version in self.loaded:
-            self.wait(version)
+        for wait in self.loaded.values():
+            wait()
         self.pool.clear()
         self.loaded = {0: lambda: None}
         self.n_users = Counter([0])  # version 0 is never idle
@@ -673,10 +563,6 @@ class AdapterStore:
         self.newest[name] = self.n_version
         self.known[self.n_version] = adapter
         self.n_version += 1
-
-    def wait(self, version):
-        """Wait until an adapter is copied to its pages."""
-        self.loaded[version]()
 
     def keep(self, versions):
         """Forget all other versions."""
@@ -687,13 +573,13 @@ class AdapterStore:
             del self.n_users[version]
 
     def evict(self, version):
-        self.wait(version)  # a copy in flight must not overwrite the next owner's pages
+        self.loaded[version]()  # a copy in flight must not overwrite the next owner's pages
         del self.loaded[version]
         self.pool.release(version)
 
     def reserve(self, pool, owner, n, spare=0):
-        """PagePool.reserve, if `spare` more pages are free or of idle adapters. Evicts idle
-        adapters, least recently used first, until n are free."""
+        """Reserve n pages of a pool for owner; idle adapters are evicted for them, the least
+        recently used first. Returns False if, beside these, `spare` more could not be free."""
         if not spare and pool.reserve(owner, n):
             return True
         n_more = n - len(pool.tables.get(owner, ()))
@@ -706,18 +592,14 @@ class AdapterStore:
                 self.evict(idle.pop(0))
         return pool.reserve(owner, n)
 
-    def load(self, version, spare):
-        """Start to copy an adapter to pages. Returns False if too few are free or idle."""
-        if not self.reserve(self.pool, version, self.known[version].n_page, spare):
-            return False
-        pages = self.pool.tables[version]  # none if adapters are merged into the weights
-        self.loaded[version] = self.start_copy(version, pages) if pages else self.loaded[0]
-        return True
-
     def acquire(self, version, spare=0):
-        """Load an adapter, if it is not loaded, and count a user. False if pages are missing."""
-        if version not in self.loaded and not self.load(version, spare):
-            return False
+        """Count a user of an adapter; start to copy it to pages, if it is not loaded. Returns False
+        if too few pages are free or idle."""
+        if version not in self.loaded:
+            if not self.reserve(self.pool, version, self.known[version].n_page, spare):
+                return False
+            pages = self.pool.tables[version]  # none if adapters are merged into the weights
+            self.loaded[version] = self.start_copy(version, pages) if pages else self.loaded[0]
         self.loaded[version] = self.loaded.pop(version)  # now the most recently used
         self.n_users[version] += 1
         return True
@@ -760,8 +642,8 @@ def size_pool(engine, draft, n_page, max_batch):
         if engine.simulated:
             free = model.memory - sum(m.n_bytes for m in models[1:])
         else:
-            # twice the memory of the largest iteration, one for graphs. It feeds a chunk, or, by
-            # other schedulers, as many tokens as the cache holds
+            # the largest iteration, and as much for graphs. Schedulers that feed whole prompts may
+            # feed as many tokens as the cache holds: each of its pages pays for one
             n_logits = (max_batch or 256) * (FEW_ROWS if draft else 1)
             chunk = engine.scheduler.chunk or engine.chunk
             free = free_memory(model.device)
@@ -819,11 +701,13 @@ class Scheduler:
         return speculator.expected(decodes) if speculator else 0
 
     def budget(self, decodes):
-        """Prompt tokens that fill a chunk beside the decodes of a plan and their drafts; if these
-        alone are more, that fill whole tiles [SARATHI §4.4]."""
+        """How many prompt tokens go beside a plan's decodes and their drafts: up to the chunk; if
+        these alone fill it, up to the next whole tile [SARATHI §4.4]."""
         n = len(decodes) + self.drafts(decodes)
+        if n < self.chunk:
+            return self.chunk - n
         tile = min(TILE, self.chunk)
-        return max(self.chunk, cdiv(n + 1, tile) * tile) - n
+        return cdiv(n + 1, tile) * tile - n
 
 class Static(Scheduler):
     """Request-level batching (FasterTransformer): fill a batch, run it until all have ended."""
@@ -853,8 +737,8 @@ class SarathiServe(Scheduler):
         return decodes + prefill_chunks(prefills, self.budget(decodes))
 
 class Autopilot(Scheduler):
-    """Takes the chunk with the most work per second, where prompt tokens and decoded tokens count
-    what they cost alone, at best. Goodput does so for drafts [SARATHI §6, SmartSpec §4.1]."""
+    """Takes the chunk with the most work per second: a prompt token counts what it costs at best,
+    the decodes what they cost alone. Goodput does so for drafts [SARATHI §6, SmartSpec §4.1]."""
     needs_price = True
 
     def start(self, engine):
@@ -884,29 +768,30 @@ class Autopilot(Scheduler):
         if decodes:
             sizes = [n - stats.n_tokens for n in self.sizes]
             sizes = [0] + [n for n in sizes if 0 < n <= ends[-1]] + ends
-        rates = []
+        rates = {}  # prompt tokens -> seconds of work done per second
         for n in sizes:
             chunks = entries_of(prefill_chunks(prefills, n), self.engine)
             seconds = cost.seconds(cost.stats(chunks, stats))
-            work = n * self.prefill_price + decode_work
-            rates.append(work / seconds if seconds <= limit else 0.0)
+            if seconds <= limit:
+                rates[n] = (n * self.prefill_price + decode_work) / seconds
         # of the sizes nearly as good as the best: the one nearest to the end of the first prompt,
         # in the example 100, if 120 is the best
-        good = [n for n, rate in zip(sizes, rates) if rate > 0.97 * max(rates)]
+        good = [n for n, rate in rates.items() if rate > 0.97 * max(rates.values())]
         return decodes + prefill_chunks(prefills, min(good, key=lambda n: abs(n - ends[0])))
 
-    def time_limit(self, decodes, seconds_per_token):
-        """The longest iteration that keeps requests within their TPOT target. Those ahead of it
-        leave time for prompts; those that cannot meet it any more are ignored."""
+    def time_limit(self, decodes, alone):
+        """The longest iteration that keeps requests within their TPOT target, if the decodes alone
+        take so many seconds. Requests ahead of it leave time for prompts; those that cannot meet
+        it any more are ignored, without a target all."""
         slacks = [math.inf]
         for request, _ in decodes:
             if request.output:
                 elapsed = self.engine.clock.now() - request.times[0]
                 n_left = request.max_new_tokens - len(request.output)
                 allowed = self.engine.tpot * (request.max_new_tokens - 1)
-                slacks.append(allowed - elapsed - n_left * seconds_per_token)
+                slacks.append(allowed - elapsed - n_left * alone)
         # half of the time is for the next prompts
-        return seconds_per_token + min(slack for slack in slacks if slack >= 0) / 2
+        return alone + min(slack for slack in slacks if slack >= 0) / 2
 
 def decodes_and_prefills(running, waiting):
     """Returns the decodes as entries of a plan, and the requests with a prompt to feed."""
@@ -969,9 +854,9 @@ class EarlyAbort:
     def __init__(self, slo, margin=1 / 12):
         self.latest = (1 - margin) * slo  # seconds of waiting; a margin for the first run
         self.alive = []  # of the last call
-        self.n_new = 0  # have come since the last start
-        self.n_come = 1.0  # from one start to the next
-        self.n_start = 1.0  # at once
+        self.n_new = 0  # requests that came since the last start
+        self.n_come = 1.0  # the average of n_new at a start
+        self.n_start = 1.0  # the average of requests started at once
 
     def __call__(self, waiting, running, now):
         n_left = sum(request.state == "waiting" for request in self.alive)
@@ -1002,12 +887,12 @@ def chance(alpha, n_candidate):
     """That one of a level's candidates is accepted, if each has the chance alpha."""
     return 1 - (1 - alpha) ** n_candidate
 
-MASK = 2**64 - 1
 ACCEPT, TOKEN, DRAFT = range(3)  # random numbers for a position: verify, sample, propose
 
 def hash_of(seed, position, use):
-    """A random number in 0 .. 2^64 - 1. Of integers; or of arrays of np.uint64."""
-    x = (seed + (seed >> 40) << 24) + (use << 22) + position & MASK
+    """A random number in 0 .. 2^64 - 1. Of integers; or of arrays of np.uint64. The low 24 bits
+    are for use and position; the seed's upper 24, which the shift drops, are folded in."""
+    x = ((seed + (seed >> 40)) << 24) + (use << 22) + position & MASK
     x = (x * 0x9E3779B97F4A7C15 ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
     return x ^ x >> 31
@@ -1030,13 +915,14 @@ class Policy:
     """How many drafts each decode gets. Subclass it and write lengths()."""
     needs_price = False  # whether lengths() calls price
     threshold = 0.0  # a draft model stops behind a draft with no more than this probability
-    trees = [(1,) * MAX_DRAFTS]  # to choose from
+    trees = [(1,) * MAX_DRAFTS]  # of drafts, to choose from
 
-    def lengths(self, requests: list[Request], limits: list[int], alpha: float,
-                price: Callable[[list[int]], float]) -> list[tuple[int, ...]]:
-        """requests: the decodes; limits: the most drafts for each; alpha: the acceptance rate of
-        all. price(drafts) -> seconds of an iteration with drafts[i] drafts of all made in step i.
-        Returns a tree, candidates per level, for each: (1, 1, 1) is three drafts in a row."""
+    def lengths(self, requests: list[Request], limits: list[int], acceptance: float,
+                price: Callable[[list[int]], float]) -> list[int] | list[tuple[int, ...]]:
+        """requests: the decodes; limits: the most drafts for each; acceptance: the estimated rate
+        of all. price(drafts) -> seconds of an iteration whose drafting step i makes drafts[i]
+        drafts, of all requests together. Returns a number for each; in the simulator it may be a
+        tree, candidates per level: (1, 1, 1) is three drafts in a row."""
         raise NotImplementedError
 
 class Fixed(Policy):
@@ -1044,7 +930,7 @@ class Fixed(Policy):
     def __init__(self, *tree):
         self.trees = [tree if len(tree) > 1 else (1,) * tree[0]]
 
-    def lengths(self, requests, limits, alpha, price):
+    def lengths(self, requests, limits, acceptance, price):
         return [self.trees[0][:limit] for limit in limits]
 
 class Goodput(Policy):
@@ -1053,20 +939,21 @@ class Goodput(Policy):
     needs_price = True
     trees = [(1,) * k for k in range(MAX_DRAFTS + 1)]
 
-    def lengths(self, requests, limits, alpha, price):
-        tokens, seconds = self.expectation(alpha, limits, price)
+    def lengths(self, requests, limits, acceptance, price):
+        tokens, seconds = self.expectation(acceptance, limits, price)
         best = self.trees[np.argmax(tokens / seconds)]
         return [best[:limit] for limit in limits]
 
-    def expectation(self, alpha, limits, price):
+    def expectation(self, acceptance, limits, price):
         """Expected tokens and seconds of the iteration with each of the trees: two arrays."""
         # differs from [SmartSpec Eq. 10]: as printed it lacks the token that comes even if no draft
-        # is accepted, and a level fails with 1 - alpha whatever its number of candidates
+        # is accepted, and a level fails with 1 - a whatever its number of candidates
+
         # requests that have room for each level
         room = [sum([limit > level for limit in limits]) for level in range(max(limits))]
         outcomes = []
         for tree in self.trees:
-            chances = accumulate([chance(alpha, n_candidate) for n_candidate in tree], mul)
+            chances = accumulate([chance(acceptance, n) for n in tree], mul)
             # of a request by levels: 1, 1 + a, 1 + a + a^2, ... tokens [SmartSpec Eq. 8, 9]
             tokens = len(limits) + sum(map(mul, room, chances))
             widths = accumulate(tree, mul)  # drafts per level
@@ -1081,14 +968,14 @@ class GoodputGlobal(Goodput):
     """One k for all requests and all steps: the best over everything so far [SmartSpec §3.3]."""
     totals = np.zeros((2, 1))  # tokens and seconds, for each tree
 
-    def expectation(self, alpha, limits, price):
-        self.totals = self.totals + super().expectation(alpha, limits, price)
+    def expectation(self, acceptance, limits, price):
+        self.totals = self.totals + super().expectation(acceptance, limits, price)
         return self.totals
 
 class GoodputRequest(Goodput):
     """Each request its own k [SmartSpec §3.3]. Draft j of a request is worth alpha^j tokens. The
     drafts worth most are taken first, as many as give the most tokens per second."""
-    def lengths(self, requests, limits, alpha, price):
+    def lengths(self, requests, limits, acceptance, price):
         drafts = []  # (expected tokens, level, request)
         for i, (request, limit) in enumerate(zip(requests, limits)):
             drafts += [(request.acceptance ** j, j, i) for j in range(1, limit + 1)]
@@ -1100,7 +987,7 @@ class GoodputRequest(Goodput):
             rates[n] = tokens / price([*n_step.values()])
         best = max(rates, key=rates.get)
         chosen = Counter(i for _, _, i in drafts[:best])
-        return [(1,) * chosen[i] for i in range(len(limits))]
+        return [chosen[i] for i in range(len(limits))]
 
 class Confidence(Goodput):
     """Goodput's k at most: a draft model stops behind a draft it was not sure of."""
@@ -1109,7 +996,7 @@ class Confidence(Goodput):
 
 class Oracle(Goodput):
     """Knows how many drafts will be accepted [SmartSpec Fig. 14]; needs a forced alpha."""
-    def lengths(self, requests, limits, alpha, price):
+    def lengths(self, requests, limits, acceptance, price):
         accepted = [forced_acceptance(request, (1,) * limit)
                     for request, limit in zip(requests, limits)]
         return super().lengths(requests, accepted, 1.0, price)
@@ -1169,7 +1056,7 @@ class DraftModel(Proposer):
         if wanted:
             # a moving average over about fifty steps
             self.idle_share += 0.02 * ((max(wanted) == 0) - self.idle_share)
-        spans = []
+        feeds = []
         for request, n in plan:
             left_out = self.idle_share > 0.7 and request.id % 128 >= 16
             if request.n_past == 0 and (left_out or request.n_tokens > self.context):
@@ -1179,21 +1066,22 @@ class DraftModel(Proposer):
             if request.may_draft and (request.n_todo > 1 or k):
                 end = request.n_past + n
                 tokens = request.tokens(request.n_draft_past, end)
-                spans.append(Span(request, request.n_draft_past, tokens, min(k, 1)))
+                feeds.append(Feed(request, request.n_draft_past, tokens, min(k, 1)))
                 request.n_draft_past = end
-        while spans:
-            drafted = self.runner.draft(spans, threshold)
-            spans = []
+        while feeds:
+            drafted = self.runner.draft(feeds, threshold)
+            feeds = []
             for request, token, sure in drafted:
                 request.drafts.append(token)
                 if sure and len(request.drafts) < lengths[request]:
-                    spans.append(Span(request, request.n_draft_past, [token], 1))
+                    feeds.append(Feed(request, request.n_draft_past, [token], 1))
                     request.n_draft_past += 1
 
     def seconds(self, drafts, context):  # [SmartSpec Eq. 5]
         seconds = 0.0
         for n, n_step in Counter(drafts).items():
-            seconds += n_step * self.cost.seconds(IterationStats(n, n, n, n * context))
+            stats = IterationStats(n_tokens=n, n_logits=n, decodes=n, context=n * context)
+            seconds += n_step * self.cost.seconds(stats)
         return seconds
 
 def make_policy(spec, draft, engine):
@@ -1207,8 +1095,11 @@ def make_policy(spec, draft, engine):
         policy = spec
     elif text.replace(",", "").isdecimal():
         policy = Fixed(*[check_range("spec", int(n), 1) for n in text.split(",")])
+    elif text in POLICIES:
+        policy = POLICIES[text]()
     else:
-        policy = POLICIES[check_choice("spec", spec, [*POLICIES, "off", "1", "2", "3 ..."])]()
+        valid = ", ".join(POLICIES)
+        raise KeyError(f"unknown spec {short(spec)}: one of off, a number, {valid}")
     if engine.alpha == 0 and (engine.simulated or isinstance(policy, Oracle)):
         raise ValueError("alpha = 0: a simulator and an oracle need a forced acceptance rate")
     if engine.simulated and policy.threshold:
@@ -1230,7 +1121,8 @@ def make_proposer(draft, engine, needs_price):
         cost = CostModel.profile(draft) if needs_price else None
         return DraftModel(ModelRunner(engine, draft), cost, draft.config.block_size)
     kind = "a CostModel" if engine.simulated else "a GPT"
-    check_choice("draft", draft, ["ngram", kind, "a Proposer"])
+    if draft != "ngram":
+        raise KeyError(f"unknown draft {short(draft)}: one of ngram, {kind}, a Proposer")
     return Zeros() if engine.simulated else Ngram()
 
 class Speculator:
@@ -1287,31 +1179,34 @@ class Speculator:
             drafting = self.proposer.seconds(drafts, stats.context / len(decodes))
             return cost.seconds(stats.with_drafts(sum(drafts))) + drafting
         limits = [self.limit(request) for request in decodes]
-        trees = self.policy.lengths(decodes, limits, self.acceptance, price)
-        size = len if self.engine.simulated else tree_size
+        given = self.policy.lengths(decodes, limits, self.acceptance, price)
+        trees = [(1,) * tree if isinstance(tree, Integral) else tree for tree in given]
+        widest = math.inf if self.engine.simulated else 1
         good = len(trees) == len(limits) and all(
-            isinstance(tree, tuple) and size(tree) <= limit for tree, limit in zip(trees, limits))
-        assert good, (f"{type(self.policy).__name__} gives {trees}: must be trees, like (1, 1), "
-                      f"within {limits}")
+            isinstance(tree, tuple) and len(tree) <= limit and max(tree, default=1) <= widest
+            for tree, limit in zip(trees, limits))
+        assert good, f"{type(self.policy).__name__} gives {given}: must be numbers within {limits}"
         return trees
 
     def count(self, request, n_accepted, n_new):
-        """Update the acceptance rates. Drafts behind the n_new tokens were not tried."""
+        """Update the acceptance rates. Only the accepted levels of drafts and the first rejected
+        one were tried."""
         tried = request.tree[:n_new]
-        self.acceptance = moved(self.acceptance, PRIOR, 0.01, tried, n_accepted)
-        request.acceptance = moved(request.acceptance, self.acceptance, 0.05, tried, n_accepted)
+        self.acceptance = rate_after(self.acceptance, PRIOR, 0.01, tried, n_accepted)
+        request.acceptance = rate_after(request.acceptance, self.acceptance, 0.05, tried,
+                                        n_accepted)
         self.n_drafted += len(request.drafts)
         self.n_accepted += n_accepted
 
 PRIOR = 0.7  # the acceptance rate before any draft
 
-def moved(rate, prior, weight, tree, n_accepted):
-    """An acceptance rate after n_accepted levels of a tree were accepted, and perhaps one was not.
+def rate_after(rate, prior, weight, tried, n_accepted):
+    """An acceptance rate after n_accepted of the tried levels of drafts were accepted.
     A decode without drafts counts as 1 % of a draft with the prior's chance: where drafts do not
     pay, now and then one is tried, for less than 1 % of the time."""
-    if not tree:
+    if not tried:
         return rate + 0.01 * weight * (prior - rate)
-    return rate + weight * (n_accepted - sum([chance(rate, n_candidate) for n_candidate in tree]))
+    return rate + weight * (n_accepted - sum([chance(rate, n_candidate) for n_candidate in tried]))
 
 # -----------------------------------------------------------------------------
 # the runner: carries out a plan on a model
@@ -1328,8 +1223,8 @@ class WallClock:
 
 ROW, N_ROW, COLUMN, N_COLUMN, RANK, _, _, ENTRY = range(8)  # columns of Sites.sites
 
-class Span(NamedTuple):
-    """Tokens of a request that a model is fed."""
+class Feed(NamedTuple):
+    """The tokens of a request that a model is fed in one iteration."""
     request: Request
     n_past: int
     tokens: list
@@ -1358,22 +1253,22 @@ class ModelRunner:
 
     def run(self, plan):
         """Carry out a plan. Returns {request: accepted drafts and one more token}."""
-        spans = []
+        feeds = []
         for request, n in plan:
             tokens = request.tokens(request.n_past, request.n_past + n) + request.drafts
             n_logits = 1 + len(request.drafts) if n == request.n_todo else 0
-            spans.append(Span(request, request.n_past, tokens, n_logits))
-        spans, logits = self.forward(spans)
-        sampling = [span.request for span in spans if span.n_logits]
+            feeds.append(Feed(request, request.n_past, tokens, n_logits))
+        feeds, logits = self.forward(feeds)
+        sampling = [feed.request for feed in feeds if feed.n_logits]
         if self.engine.alpha or all(request.temperature == 0 for request in sampling):
             return self.verify_greedy(sampling, logits)
         return self.verify_sampled(sampling, logits)
 
-    def forward(self, spans):
-        """One iteration of the model. Returns the spans in the order of the batch, few rows first
-        and those of an adapter side by side, and logits (M, V), span after span."""
-        spans = sorted(spans, key=lambda s: (len(s.tokens) > FEW_ROWS, s.request.version))
-        return spans, self.tell("compute", self.pack(spans))
+    def forward(self, feeds):
+        """One iteration of the model. Returns the feeds in the order of the batch, few rows first
+        and those of an adapter side by side, and logits (M, V), feed after feed."""
+        feeds = sorted(feeds, key=lambda feed: (len(feed.tokens) > FEW_ROWS, feed.request.version))
+        return feeds, self.tell("compute", self.pack(feeds))
 
     def compute(self, batch):
         for op in batch.adapters.keys() & ROW_PARALLEL:
@@ -1384,42 +1279,43 @@ class ModelRunner:
             return self.graphs.replay(batch)
         return self.model.forward(batch.to(self.model.device), self.kv)
 
-    def pack(self, spans):
-        """Spans as one flat Batch, on the host."""
+    def pack(self, feeds):
+        """Feeds as one flat Batch, on the host."""
         tokens = []
         positions = []
         logit_rows = []
-        rows = []  # as Batch.spans
+        spans = []  # of the Batch
         pages = array("i")
         table = array("i")  # pages of the requests, then of their adapters
-        for request, n_past, new, n_logits in spans:
+        for request, n_past, new, n_logits in feeds:
             end = n_past + len(new)
             own = self.engine.pool.tables[request][:end]
-            rows.append((len(tokens), len(new), n_past, len(table)))
+            spans.append((len(tokens), len(new), n_past, len(table)))
             tokens += new
             positions += range(n_past, end)
             logit_rows += range(len(tokens) - n_logits, len(tokens))
             pages += own[n_past:]
             table += own
-        adapters = self.pack_adapters(spans, rows, table)
+        adapters = self.pack_adapters(feeds, spans, table)
         # a draft model may lack the target's last tokens
         tokens = int32(tokens).clamp(max=self.model.config.vocab_size - 1)
         return Batch(tokens=tokens, positions=int32(positions), pages=int32(pages),
-                     spans=int32(rows), table=int32(table), logit_rows=int32(logit_rows),
+                     spans=int32(spans), table=int32(table), logit_rows=int32(logit_rows),
                      max_context=1 + max(positions), adapters=adapters,
-                     **row_counts([n for _, n, _, _ in rows]))
+                     **row_counts([n for _, n, _, _ in spans]))
 
-    def pack_adapters(self, spans, rows, table):
+    def pack_adapters(self, feeds, spans, table):
         """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]. Adjacent rows of an adapter
         share a site, so that it is read once. Appends their pages to the batch's table."""
         if self.model is not self.engine.model:
             return {}
         store = self.engine.adapters
         places = []  # (version, (first row, rows, first entry in table))
-        for version, group in groupby(zip(spans, rows), lambda pair: pair[0].request.version):
+        for version, group in groupby(zip(feeds, spans), lambda pair: pair[0].request.version):
             if store.known[version].n_page:
-                own = [row for _, row in group]
-                places.append((version, (own[0][0], sum(row[1] for row in own), len(table))))
+                own = [span for _, span in group]
+                n_row = sum(n for _, n, _, _ in own)
+                places.append((version, (own[0][0], n_row, len(table))))
                 table += store.pool.tables[version]
         if not places:
             return {}
@@ -1431,11 +1327,12 @@ class ModelRunner:
             sites = np.concatenate(parts)
             if len(sites):
                 where = [place for _, place in places]
+                # in Adapter.sites rows are 0, and entries count from the adapter's first page
                 sites[:, [ROW, N_ROW, ENTRY]] += np.repeat(where, list(map(len, parts)), 0)
                 max_rank = cdiv(int(sites[:, RANK].max()), 16) * 16
-                wide = not (np.array([*operator.modules.values()]) % 16).any()
+                wide = not (np.array([*operator.columns.values()]) % 16).any()
                 packed[op] = Sites(sites=torch.from_numpy(sites), table=table, max_rank=max_rank,
-                                   n_module=len(operator.modules), way=self.engine.lora, wide=wide,
+                                   n_module=len(operator.columns), way=self.engine.lora, wide=wide,
                                    **row_counts(sites[:, N_ROW]))
         return packed
 
@@ -1477,14 +1374,14 @@ class ModelRunner:
         settings = torch.tensor([(r.temperature, r.top_k, r.top_p) for r in requests])
         return probabilities(logits, *settings.unbind(1))
 
-    def draft(self, spans, threshold):
-        """A draft for every span with a logit row: [(request, token, is it above threshold)]."""
+    def draft(self, feeds, threshold):
+        """A draft for every feed with a logit row: [(request, token, is it above threshold)]."""
         V = self.engine.model.config.vocab_size
-        spans, logits = self.forward(spans)
+        feeds, logits = self.forward(feeds)
         logits = logits[:, :V]  # no token that the target lacks
-        requests = [span.request for span in spans if span.n_logits]
+        requests = [feed.request for feed in feeds if feed.n_logits]
         tokens = logits.max(-1).indices
-        # if one request samples, all of them have distributions
+        # if one request samples, all get distributions, also when it needs no more drafts
         greedy = all(r.temperature == 0 and not r.draft_probs for r in requests)
         if not self.engine.alpha and not greedy:
             q = self.distributions(requests, logits)
@@ -1627,7 +1524,7 @@ class IterationStats:
     n_logits: int = 0  # rows that need the output head
     decodes: int = 0  # requests with at most FEW_ROWS rows
     context: int = 0  # cached tokens that decodes read
-    context_again: float = 0  # the same, if every draft reads its context itself
+    context_again: float = 0  # what drafts read besides, if each reads its context itself
     chunks: int = 0  # requests with more rows
     pairs: float = 0  # (query, key) pairs of chunks, in whole tiles of rows
     chunk_context: int = 0  # cached tokens that chunks read again [SARATHI §4.2]
@@ -1739,7 +1636,8 @@ class CostModel:
         self.dtype = dtype
         self.n_bytes = config.n_params * dtype.itemsize
         self.page_bytes = config.page_bytes(dtype.itemsize)
-        self.n_weights = {op: config.n_layer * math.prod(w) for op, w in config.widths.items()}
+        self.n_weights = {name: config.n_layer * op.n_in * op.n_out
+                          for name, op in config.operators.items()}
 
     @staticmethod
     def profile(model: GPT) -> CostModel:
@@ -1819,9 +1717,9 @@ class CostModel:
         return 2 * 4 * n * self.dtype.itemsize / self.bandwidth  # reads and writes W and A B
 
 class Roofline(CostModel):
-    """Each operator takes the 2-norm of its computing and its reading time. gpu: a name in GPUS, or
-    a file NAME.json. tp: GPUs that share every layer. nodes: such groups in a Pipeline. system: a
-    name in SYSTEMS."""
+    """Products and the attention of chunks take the 2-norm of their computing and their reading
+    time, other operators a sum. gpu: a name in GPUS, or a file NAME.json. tp: GPUs that share every
+    layer. nodes: such groups in a Pipeline. system: a name in SYSTEMS."""
     tile = TILE
 
     def __init__(self, config, gpu, tp=1, nodes=1, system="sarathi"):
@@ -2007,10 +1905,10 @@ class CostRunner:
         return {request: [0] * (1 + forced_acceptance(request, request.tree))
                 for (request, _), entry in zip(plan, entries) if entry.n_logits}
 
-    def draft(self, spans, threshold):
-        entries = [Entry(s.request.id, s.n_past, len(s.tokens), s.n_logits) for s in spans]
+    def draft(self, feeds, threshold):
+        entries = [Entry(f.request.id, f.n_past, len(f.tokens), f.n_logits) for f in feeds]
         self.clock.t += self.cost.seconds(self.cost.stats(entries))
-        return [(span.request, 0, True) for span in spans if span.n_logits]
+        return [(feed.request, 0, True) for feed in feeds if feed.n_logits]
 
     def merge(self, adapter):
         self.clock.t += self.cost.merge_seconds()
@@ -2086,6 +1984,127 @@ class Pipeline:
         return done
 
 # -----------------------------------------------------------------------------
+# what users feel
+
+class Run:
+    """How requests were served. Seconds; lists have an entry per finished request, those of tpots
+    and stalls only for two tokens or more."""
+    def __init__(self, requests, start):
+        done = [r for r in requests if r.state in ("length", "stop")]
+        self.requests = requests
+        self.start = start
+        self.ends = sorted(r.times[-1] for r in done)
+        self.seconds = max(1e-9, max(self.ends, default=math.inf) - start)
+        self.requests_per_second = len(done) / self.seconds
+        self.tokens_per_second = sum(r.n_tokens for r in done) / self.seconds  # prompts too
+        self.latencies = [r.times[-1] - r.arrival for r in done]
+        self.ttfts = [r.ttft for r in done]
+        streams = [r for r in done if len(r.times) > 1]  # one token has no time per token after it
+        self.tpots = [r.tpot for r in streams]
+        self.stalls = [max(np.diff(r.times)) for r in streams]  # longest gap between tokens
+
+    @property
+    def figures(self):
+        """{name: number}; p50 and p99: percentiles over the finished requests."""
+        figures = {"requests": len(self.ends), "tokens/s": self.tokens_per_second}
+        for name, times in (("TTFT", self.ttfts), ("TPOT", self.tpots), ("stall", self.stalls)):
+            for q in (50, 99):
+                seconds = np.percentile(times or [math.nan], q)
+                figures[f"{name} p{q} ms"] = 1e3 * float(seconds)
+        return figures
+
+    def __str__(self):
+        return compare({"run": self})
+
+def compare(runs):
+    """A Markdown table with the figures of runs {name: Run}."""
+    lines = [[name, *run.figures.values()] for name, run in runs.items()]
+    return table(["", *next(iter(runs.values())).figures], lines)
+
+def table(heads, lines):
+    """A Markdown table. Numbers have three significant digits; None is a dash."""
+    texts = [heads, *(list(map(cell, line)) for line in lines)]
+    widths = [max(map(len, column)) for column in zip(*texts)]
+    texts.insert(1, ["-" * width for width in widths])
+    padded = [map(str.ljust, line, widths) for line in texts]
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+
+def cell(value):
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "-" if value is None else str(value)
+
+# -----------------------------------------------------------------------------
+# checks of what users give
+
+def check_choice(name, value, choices):
+    """Returns value. KeyError that lists the choices if it is none of them."""
+    if value not in choices:
+        raise KeyError(f"unknown {name} {value!r}: one of {', '.join(map(str, choices))}")
+    return value
+
+def check_range(name, value, low, high=math.inf):
+    """Returns value, as low's type. ValueError if it is not such a number in low .. high."""
+    kind = type(low)
+    good = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    if not good or not low <= value <= high:
+        raise ValueError(f"{name} = {short(value)}: must be in {low} .. {high} ({kind.__name__})")
+    return kind(value)
+
+def check_type(name, value, kind, valid):
+    """Returns value. ValueError if it is not of this class, or of one of these."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} = {short(value)}: must be {valid}")
+    return value
+
+def check_tokens(name, tokens):
+    """Returns tokens as a list; bytes as they are. ValueError if they are no whole numbers."""
+    try:
+        if bool in map(type, tokens):
+            raise TypeError
+        return tokens if isinstance(tokens, bytes) else [index(token) for token in tokens]
+    except TypeError:
+        raise ValueError(f"{name} = {short(tokens)}: must be a list of tokens, like [1, 2, 3]; "
+                         "encode a text, and give generate() a list of prompts") from None
+
+def short(value):
+    return " ".join(repr(value).split())[:60]
+
+def check_request(r, engine):
+    """Put a request's fields in their normal form. ValueError or KeyError if it was added before,
+    or could never be served."""
+    check_type("request", r, Request, "a Request")
+    new = vars(Request(r.prompt))
+    names = list(new)
+    for name in names[names.index("id"):]:  # the fields that a user must not set
+        if repr(getattr(r, name)) != repr(new[name]):
+            raise ValueError(f"{name} = {short(getattr(r, name))}: add a Request only once, as new")
+    r.prompt = check_tokens("prompt", r.prompt)
+    limits = {"max_new_tokens": (1, 10**9), "temperature": (0.0, 1e9), "top_k": (0, 10**9),
+              "top_p": (1e-9, 1.0), "arrival": (0.0, 1e9), "seed": (0, MASK), "alpha": (0.0, 1.0)}
+    for name, (low, high) in limits.items():
+        value = getattr(r, name)
+        if value is not None or name not in ("arrival", "seed", "alpha"):
+            setattr(r, name, check_range(name, value, low, high))
+    if r.alpha is not None and not engine.alpha:
+        raise ValueError(f"alpha = {r.alpha}: of a request, needs an engine with an alpha")
+    stop = (r.stop,) if isinstance(r.stop, Integral) else r.stop
+    r.stop = tuple(check_tokens("stop", () if stop is None else stop))
+    check_type("adapter", r.adapter, (str, Integral, type(None)), "a name")
+    config = engine.model.config
+    check_range("tokens in the prompt", len(r.prompt), 1)
+    if not engine.simulated:
+        for token in (min(r.prompt), max(r.prompt)):
+            check_range("token", token, 0, config.vocab_size - 1)
+    check_range("prompt + max_new_tokens", r.max_len, 2, config.block_size)
+    # the request and its adapter must have room at once
+    store = engine.adapters
+    adapter = store.known[store.newest[check_choice("adapter", r.adapter, store.newest)]]
+    check_range("pages of the adapter", adapter.n_page, 0, store.pool.n_page)
+    n_page = r.max_len + (adapter.n_page if store.pool is engine.pool else 0)
+    check_range("pages of the request and its adapter", n_page, 1, engine.pool.n_page)
+
+# -----------------------------------------------------------------------------
 # command line
 
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"
@@ -2144,6 +2163,7 @@ def generate_text(args):
     world = World.start(args.tp, args.device)
     options = args.max_new_tokens, args.adapter, args.temperature, args.top_k, args.top_p
     request = Request(args.tokens, *options)
+    text_of = spaced_ids
     if not args.tokens:
         tokenizer = load_tokenizer(args.model)
         request.prompt = tokenizer.encode(args.prompt)
@@ -2167,17 +2187,20 @@ def generate_text(args):
     print(args.prompt or "", end="", flush=True)
 
     def on_event(event):
-        text = "".join(f"{token} " for token in event.tokens)
-        if not args.tokens:
-            text = text_of(event.tokens, bool(event.finished))
-        print(text, end="", flush=True)
+        print(text_of(event.tokens, bool(event.finished)), end="", flush=True)
     engine.run(on_event)
     engine.runner.tell("stop")
     print()
+    print_figures(request, engine.speculator)
+
+def spaced_ids(tokens, end):
+    return "".join(f"{token} " for token in tokens)
+
+def print_figures(request, speculator):
+    """The figures of one request, to stderr."""
     rate = len(request.output) / (request.times[-1] - request.arrival)
     figures = (f"{len(request.prompt)} + {len(request.output)} tokens, {rate:.0f} tokens/s, "
                f"TTFT {request.ttft * 1e3:.1f} ms, TPOT {request.tpot * 1e3:.1f} ms")
-    speculator = engine.speculator
     if speculator:
         figures += f", {speculator.n_accepted} of {speculator.n_drafted} drafts accepted"
     print(figures, file=sys.stderr)
