@@ -1665,6 +1665,7 @@ def test_bad_input_is_one_line_and_harms_no_other(message):
 def test_ranks_add_the_same_adapters(monkeypatch):
     """And they forget those that rank 0 has forgotten."""
     engine = Engine(TARGET)
+    monkeypatch.setattr(TARGET.world, "rank", 1)
     monkeypatch.setattr(World, "broadcast", lambda *_: ("hold", ("mine", None, {0, 2})))
     for _ in range(2):
         engine.add_adapter("mine", ADAPTERS["q"])
@@ -1721,10 +1722,10 @@ ORDERS = {
     "Sarathi or the order serves nothing": [],
 }
 TREES = {  # for one decode
-    "Fixed gives .4.: must be numbers within .3.": [4],
-    "Fixed gives ..2,..: must be numbers": [(2,)],  # a tree, for a simulator
-    "Fixed gives .1.5.: must be numbers": [1.5],
-    "Fixed gives ..: must be numbers": [],
+    "Fixed gives .4.: must be numbers within .3.$": [4],
+    "Fixed gives ..2,..: must be numbers within .3.$": [(2,)],  # a tree, for a simulator
+    "Fixed gives .1.5.: must be numbers within .3.$": [1.5],
+    "Fixed gives ..: must be numbers within .3.$": [],
 }
 DRAFTS = {
     "drafts .61.: must be up to 3 tokens below 61": [61],
