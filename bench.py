@@ -195,6 +195,7 @@ class Place:
         """Results of functions, a list per function. They take turns for `share` times --seconds
         and at least two rounds; the first of more warms up. A simulator needs one round."""
         results = [[] for _ in functions]
+        self.bar.total = self.bar.n + len(functions) * (1 if self.simulated else 2)  # at least
         start = time.perf_counter()
         for n in count(1):
             for j in sorted(range(len(functions)), reverse=n % 2 == 0):
@@ -705,6 +706,7 @@ def fig12(place):
         line = Pipeline(cost, 8, place.tape(name), scheduler=Sarathi(chunk), max_batch=27,
                         n_page=27 * 4096)
         seconds.append(serve(line, jobs).seconds)
+        place.bar.update()
         yield "seconds", name, seconds[-1]
         bubbles.append(median(line.bubble_of.values()))
         for kind, idle in line.bubbles.items():
@@ -713,6 +715,7 @@ def fig12(place):
     for i in range(8):  # each node gets every eighth request
         node = Engine(place.model, Sarathi(4096 + 11), max_batch=11, n_page=11 * 4096)
         alone.append(serve(node, jobs[i::8]).seconds)
+        place.bar.update()
     yield "seconds", "TP", max(alone)
     yield "bubble time, median", "Orca over SARATHI", bubbles[0] / bubbles[1]
     yield "completion", "Orca over SARATHI", seconds[0] / seconds[1]
@@ -1232,13 +1235,20 @@ def online(place):
     if args.spec:
         for spec in ("goodput", args.spec):
             ways[name_of(spec)] = dict(spec=spec, draft="ngram", alpha=0.7)
-    for name, runs in place.race(ways, jobs=jobs, B=B, n_page=n_page).items():
+    if not place.simulated:
+        print(f"at least {2 * len(ways)} runs, in each {jobs[-1].arrival:.0f} s of arrivals",
+              file=sys.stderr)
+    # one's own classes first: a mistake in them shows at once
+    own_first = dict(reversed(ways.items()))
+    results = place.race(own_first, jobs=jobs, B=B, n_page=n_page)
+    for name in ways:
+        runs = results[name]
         for figure in [*runs[0].figures][1:]:  # all but the number of requests
             yield figure, name, [run.figures[figure] for run in runs]
         for what, field in (("TTFT", "ttfts"), ("TPOT", "tpots"), ("stalls", "stalls")):
             times = [getattr(run, field) or [math.nan] for run in runs]
-            curves = np.percentile(times, range(101), axis=1)
-            for q, seconds in enumerate(np.median(curves, 1).tolist()):
+            for q in (*range(0, 100, 5), 99, 100):
+                seconds = float(np.median(np.percentile(times, q, axis=1)))
                 yield f"CDF of {what}", name, seconds, q / 100
 
 # -----------------------------------------------------------------------------
@@ -1505,7 +1515,8 @@ def lay_out(points, by, x):
     both = len({kind for _, kind in used} - {"paper"}) > 1
     for column, group in groupby(shown, lambda pair: pair[0]):
         (_, first), *others = group
-        heads.append(f"{column}, {first}" if both else column)
+        name = column or "ours"
+        heads.append(f"{name}, {first}" if both else name)
         heads.extend(kind for _, kind in others)
     text = table(heads, [[keys[i] for i in of_lines] + [line.get(pair) for pair in shown]
                          for keys, line in lines.items()])
@@ -1726,7 +1737,7 @@ def run_experiments(args, names):
     try:
         for name, group in places.items():
             for place in group:
-                with tqdm(desc=name, unit="run", leave=False, delay=3) as place.bar:
+                with tqdm(desc=name, unit=" runs", leave=False, disable=None) as place.bar:
                     place.rows.extend(EXPERIMENTS[name].rows(place))
     finally:
         if any(not place.simulated for place in sum(places.values(), [])):
@@ -1761,8 +1772,9 @@ def report(args, places):
             sources.append(f"the paper: {what.on.model} on {what.on.tp} x {what.on.gpu}")
         print(f"### {name}\n{textwrap.fill(what.about, 118)}")
         print(textwrap.fill("; ".join(sources), 118))
-        x = f"By {what.x}. " if what.x not in ("", "seconds") else ""
-        print(x + (f"Numbers: {what.y}." if what.y else ""))
+        axes = [f"By {what.x}."] * bool(what.x) + [f"Numbers: {what.y}."] * bool(what.y)
+        if axes and what.x != "seconds":  # of curves, which are in pictures alone
+            print(" ".join(axes))
         print(f"\n{tables(what, group)}\n")
         if args.plot:
             save_picture(place, name, args.plot)
@@ -1796,7 +1808,7 @@ def main():
     if names == ["scoreboard"] and args.chunk == "auto":
         raise ValueError("scoreboard --chunk auto: a profile is of one place, give it a number")
     for path in filter(None, (args.trace, args.json)):
-        open(path, "w").close()  # an error now, not after the experiments
+        open(path, "a").close()  # an error now, not after the experiments
     if args.plot:
         os.makedirs(args.plot, exist_ok=True)
     if names == ["gpu"]:

@@ -829,7 +829,7 @@ def find_folder(name):
         raise FileNotFoundError(f"model {name!r}: is not trained yet, run `python model.py`")
     if name in PRESETS:
         return Path(name)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) is None:
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)) is None:
         raise FileNotFoundError(f"model '{name}': must be a folder, owner/name on the Hub, or one "
                                 f"of {', '.join(PRESETS)}")
     return download(str(name))

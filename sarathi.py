@@ -1180,12 +1180,15 @@ class Speculator:
             return cost.seconds(stats.with_drafts(sum(drafts))) + drafting
         limits = [self.limit(request) for request in decodes]
         given = self.policy.lengths(decodes, limits, self.acceptance, price)
-        trees = [(1,) * tree if isinstance(tree, Integral) else tree for tree in given]
+        trees = []
+        for k in given if isinstance(given, list) else []:
+            trees.append((1,) * k if isinstance(k, Integral) and k >= 0 else k)
         widest = math.inf if self.engine.simulated else 1
         good = len(trees) == len(limits) and all(
             isinstance(tree, tuple) and len(tree) <= limit and max(tree, default=1) <= widest
             for tree, limit in zip(trees, limits))
-        assert good, f"{type(self.policy).__name__} gives {given}: must be numbers within {limits}"
+        assert good, (f"{type(self.policy).__name__} gives {given} for {len(limits)} decodes: must "
+                      f"be whole numbers in 0 .. {limits}")
         return trees
 
     def count(self, request, n_accepted, n_new):
@@ -2148,7 +2151,8 @@ def parse_arguments():
     flag("--temperature", type=float, default=0.6, help="0: greedy")
     flag("--top-k", type=int, default=0, help="0: off")
     flag("--top-p", type=float, default=1.0, help="1: off")
-    flag("--max-new-tokens", type=int, default=256, help="most tokens of the output")
+    flag("--max-new-tokens", type=int,
+         help="most tokens of the output; default: 256, or as many as fit the context")
     args = parser.parse_args()
     given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     if args.explain and given - {"explain", "scheduler", "seed"}:
@@ -2161,8 +2165,8 @@ def token_ids(text):
 def generate_text(args):
     """Stream one request's text, or tokens, to stdout; then its figures to stderr."""
     world = World.start(args.tp, args.device)
-    options = args.max_new_tokens, args.adapter, args.temperature, args.top_k, args.top_p
-    request = Request(args.tokens, *options)
+    options = args.adapter, args.temperature, args.top_k, args.top_p
+    request = Request(args.tokens, args.max_new_tokens, *options)
     text_of = spaced_ids
     if not args.tokens:
         tokenizer = load_tokenizer(args.model)
@@ -2170,6 +2174,9 @@ def generate_text(args):
         request.stop = tokenizer.stop
         text_of = tokenizer.stream(request.prompt)
     model = load_model(args.model, args.dtype, str(world.device), args.seed, world)
+    if args.max_new_tokens is None:
+        room = model.config.block_size - len(request.prompt)
+        request.max_new_tokens = max(1, min(256, room))
     draft = None if world.rank else args.draft
     if draft not in (None, "ngram"):
         draft = load_model(draft, model.dtype, str(model.device))

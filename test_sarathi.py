@@ -1722,10 +1722,12 @@ ORDERS = {
     "Sarathi or the order serves nothing": [],
 }
 TREES = {  # for one decode
-    "Fixed gives .4.: must be numbers within .3.$": [4],
-    "Fixed gives ..2,..: must be numbers within .3.$": [(2,)],  # a tree, for a simulator
-    "Fixed gives .1.5.: must be numbers within .3.$": [1.5],
-    "Fixed gives ..: must be numbers within .3.$": [],
+    "Fixed gives .4. for 1 decodes: must be whole numbers in 0 .. .3.": [4],
+    "Fixed gives ..2,.. for 1 decodes: must be whole": [(2,)],  # a tree, for a simulator
+    "Fixed gives .1.5. for 1 decodes: must be whole": [1.5],
+    "Fixed gives .-1. for 1 decodes: must be whole": [-1],
+    "Fixed gives 2 for 1 decodes: must be whole": 2,
+    "Fixed gives .. for 1 decodes: must be whole": [],
 }
 DRAFTS = {
     "drafts .61.: must be up to 3 tokens below 61": [61],
@@ -3349,7 +3351,8 @@ def test_readme_code_runs_and_prints_what_it_says(capsys):
     assert figures["sarathi"][5] < figures["Alternate"][5] < figures["prefill_first"][5] / 2
     assert figures["prefill_first"][1] < figures["sarathi"][1] < figures["Alternate"][1]
     assert figures["five"][3] < figures["SmallBatches"][3] < figures["off"][3]
-    assert figures["fair"][1] < figures["by arrival"][1] / 10
+    waits = [figures[name][1] / 1e3 for name in ("fair", "by arrival")]
+    assert "wait {:.1f} seconds for their first token instead of {:.1f}".format(*waits) in README
     for name, places in (("prefill_first", (0, 1, 5)), ("sarathi", (0, 1, 5)), ("off", (3,)),
                          ("Alternate", (0, 1, 5)), ("five", (3,)), ("SmallBatches", (3,))):
         for i in places:
