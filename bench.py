@@ -1235,6 +1235,7 @@ def online(place):
     if args.spec:
         for spec in ("goodput", args.spec):
             ways[name_of(spec)] = dict(spec=spec, draft="ngram", alpha=0.7)
+        place.source += f"; drafts under {name_of(args.scheduler)}"
     if not place.simulated:
         print(f"at least {2 * len(ways)} runs, in each {jobs[-1].arrival:.0f} s of arrivals",
               file=sys.stderr)
@@ -1472,7 +1473,11 @@ def tables(what, places):
             # columns are panels or series, or every point has a line: the table filled best
             layouts = [lay_out(points, by, what.x.rpartition(" ")[2]) for by in (0, 1, 3)]
             share, text = max(layouts, key=lambda layout: layout[0])
-            texts.append(text if share else f"(curves of {len(points)} points: --plot, --json)")
+            if not share and is_curve:
+                text = f"(curves of {len(points)} points: --plot, --json)"
+            elif not share:  # too wide, but all there is
+                _, text = min(layouts[:2], key=lambda layout: layout[1].index("\n"))
+            texts.append(text)
     return "\n\n".join(texts)
 
 def numbers_of(what, places):

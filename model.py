@@ -219,8 +219,9 @@ class World:
         """Join the `size` processes that torchrun started. ValueError if it started others."""
         n = int(os.environ.get("WORLD_SIZE", 1))
         if n != size:
+            most = max(n, size)
             raise ValueError(f"tp = {size} needs {size} processes, there are {n}: torchrun "
-                             f"--nproc_per_node {size} sarathi.py --tp {size} ...")
+                             f"--nproc_per_node {most} sarathi.py --tp {most} ...")
         if size == 1:
             return cls(device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
@@ -534,6 +535,7 @@ def read_config(folder):
     # transformers 5 writes rope_parameters
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     settings |= check_type(path, "rope_scaling", rope, dict) | {"rope_scaling": rope or None}
+    settings = {"model_type": settings["model_type"]} | settings  # refused before all others
     check_settings(path, settings, MODEL_SETTINGS)
     family = settings["model_type"]
     known = dict(FAMILIES[family])
@@ -868,7 +870,11 @@ def load_tokenizer(name):
     if (folder / "tokenizer.json").is_file():
         return read_tokenizer(folder / "tokenizer.json", stop)
     if family == "gpt2" and not any(folder.glob("vocab.*")):
-        return tiktoken_tokenizer(tiktoken.get_encoding("gpt2"))
+        try:
+            return tiktoken_tokenizer(tiktoken.get_encoding("gpt2"))
+        except OSError as error:
+            raise FileNotFoundError(f"model '{name}' has no tokenizer.json, and tiktoken's gpt2 is "
+                                    f"not here: use --tokens 1,2,3 ({error})") from None
     raise FileNotFoundError(
         f"model '{name}' has no tokenizer.json: use --tokens 1,2,3, or write it with transformers: "
         f"AutoTokenizer.from_pretrained('{name}').save_pretrained('{name}')")

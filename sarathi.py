@@ -397,9 +397,10 @@ class Engine:
         assert good, f"{name} plans a request twice, or more than max_batch = {self.max_batch}"
         for request, n in plan:
             good = request.state == "running" or request in self.waiting
-            assert good and n in range(1, request.n_todo + 1), (
-                f"{name} or the order plans {n} of {request.n_todo} tokens of {short(request)}: "
-                "must be in the queue or running")
+            assert good, f"{name} or the order plans {short(request)}: is not waiting or running"
+            good = n in range(1, request.n_todo + 1)
+            assert good, (f"{name} plans {n} tokens of request {request.id}: must be in 1 .. "
+                          f"{request.n_todo}")
 
     def start(self, request):
         """Acquire a waiting request's adapter and pages. Returns False if one has no room."""
@@ -762,18 +763,20 @@ class Autopilot(Scheduler):
         # decodes for all of them, at nearly the same cost
         decode_work = alone * len(decodes) / (len(decodes) + len(prefills))
         # sizes: prompt tokens to choose from. Beside 8 decodes, prompts of 100 and 300 tokens have
-        # the ends 100, 400 and the sizes 0, 8 (16 - 8), 24, 56, ... 376 (384 - 8), 100, 400
+        # the ends 100, 400 and the sizes 8 (16 - 8), 24, 56, ... 376 (384 - 8), 100, 400
         ends = list(accumulate(request.n_todo for request in prefills))
         sizes = ends  # no decodes wait: whole prompts
         if decodes:
             sizes = [n - stats.n_tokens for n in self.sizes]
-            sizes = [0] + [n for n in sizes if 0 < n <= ends[-1]] + ends
+            sizes = [n for n in sizes if 0 < n <= ends[-1]] + ends
         rates = {}  # prompt tokens -> seconds of work done per second
         for n in sizes:
             chunks = entries_of(prefill_chunks(prefills, n), self.engine)
             seconds = cost.seconds(cost.stats(chunks, stats))
             if seconds <= limit:
                 rates[n] = (n * self.prefill_price + decode_work) / seconds
+        if not rates:  # the target leaves no time for prompts
+            return decodes
         # of the sizes nearly as good as the best: the one nearest to the end of the first prompt,
         # in the example 100, if 120 is the best
         good = [n for n, rate in rates.items() if rate > 0.97 * max(rates.values())]
@@ -1176,6 +1179,7 @@ class Speculator:
         stats = cost.stats(entries_of(plan, self.engine)) if self.policy.needs_price else None
 
         def price(drafts):  # [SmartSpec Eq. 4]
+            assert stats, f"{type(self.policy).__name__} calls price: set needs_price = True in it"
             drafting = self.proposer.seconds(drafts, stats.context / len(decodes))
             return cost.seconds(stats.with_drafts(sum(drafts))) + drafting
         limits = [self.limit(request) for request in decodes]
@@ -1646,7 +1650,8 @@ class CostModel:
     def profile(model: GPT) -> CostModel:
         """The costs of a model on this machine, measured once, in 10 to 15 seconds."""
         if model not in PROFILES:
-            print("measuring what iterations cost on this machine, 15 s at most", file=sys.stderr)
+            print(f"measuring what iterations of a model with {model.config.n_params / 1e6:.0f} M "
+                  "parameters cost on this machine, 15 s at most", file=sys.stderr)
             PROFILES[model] = Profile(model)
         return PROFILES[model]
 
@@ -1739,8 +1744,10 @@ class Roofline(CostModel):
         self.bandwidth = GEMM_BANDWIDTH * self.peak_bandwidth  # of matrix products
         memory = self.system.usable * tp * nodes * sheet.memory * 2**30
         self.memory = memory - self.n_bytes  # for the cache
-        free = round(self.memory / 1e9, 1)
-        check_range(f"free GB of {tp * nodes} x {gpu} beside the weights", free, 0.0)
+        if self.memory <= 0:
+            missing = -self.memory / 1e9
+            raise ValueError(f"the weights need {missing:.1f} GB more than {tp * nodes} x {gpu} "
+                             "can give: take a larger tp, another GPU or model")
 
     def parts(self, s, lora):
         c = self.config
@@ -1816,7 +1823,8 @@ class Profile(CostModel):
         order = [i for first in range(4) for i in range(first, n, 4)]
         times = [[] for _ in plans]
         end = time.perf_counter() + budget
-        for n_done, i in enumerate(tqdm(order * 3, "costs of this machine", leave=False, delay=1)):
+        for n_done, i in enumerate(tqdm(order * 3, "costs of this machine", leave=False,
+                                             disable=None)):
             if n_done >= n // 4 and time.perf_counter() > end:
                 break
             times[i].append(time_plan(engine, plans[i]))
@@ -2160,7 +2168,10 @@ def parse_arguments():
     return args
 
 def token_ids(text):
-    return [int(token) for token in text.split(",")]
+    try:
+        return [int(token) for token in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be like 1,2,3") from None
 
 def generate_text(args):
     """Stream one request's text, or tokens, to stdout; then its figures to stderr."""
@@ -2260,6 +2271,7 @@ def run_command_line(main):
         print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
+        print(file=sys.stderr)  # ends the line that was being written
         sys.exit(130)
 
 def main():

@@ -855,7 +855,8 @@ BAD_MODELS = {
     "config.json does not hold settings": dict(cut="config.json"),
     "model.safetensors does not exist": dict(remove="model.safetensors"),
     "model.safetensors is damaged": dict(cut="model.safetensors"),
-    "model_type = 'bert' is not supported, only 'gpt2' or 'llama' or": dict(model_type="bert"),
+    "model_type = 'bert' is not supported, only 'gpt2' or 'llama' or": dict(
+        model_type="bert", hidden_act="gelu"),
     "rope_type = 'yarn'": dict(rope_scaling={"rope_type": "yarn"}),
     "rope_type = 'linear': factor = None: must be": dict(rope_scaling={"type": "linear"}),
     "partial_rotary_factor = 0.5 is not": dict(rope_parameters={"partial_rotary_factor": 0.5}),
@@ -912,7 +913,7 @@ WRONG = {
     "tp = 8 does not divide n_kv_head = 4": lambda: TINY.shard_of(0, 8),
     "n_kv_head = 3: must divide n_head = 8": lambda: replace(TINY, n_kv_head=3),
     "head_dim = 7: must be even": lambda: GPTConfig(1, 2, 14),
-    "free GB of 1 x a10g": lambda: CostModel.roofline(preset("llama-70b"), "a10g"),
+    "GB more than 1 x a10g can give": lambda: CostModel.roofline(preset("llama-70b"), "a10g"),
     "alpha = 0: a simulator": lambda: Engine(COST, draft="ngram"),
     "model = 'llama-7b': must be a GPT or a CostModel": lambda: Engine("llama-7b"),
     "config = 'llama-7b': must be a GPTConfig": lambda: CostModel.roofline("llama-7b", "a100"),
@@ -1710,39 +1711,40 @@ def test_odd_requests_are_refused_or_served(draft, monkeypatch):
 PLANS = {
     "plans .Request.*: must be .*request, n": lambda waiting, engine: waiting,
     "plans a request twice": lambda waiting, engine: [(waiting[0], 1)] * 2,
-    "plans 99 of 4 tokens": lambda waiting, engine: [(waiting[0], 99)],
-    "plans 0.5 of 4 tokens": lambda waiting, engine: [(waiting[0], 0.5)],
-    "plans 1 of 1 tokens .*: must be in the queue": lambda waiting, engine: [(Request([1]), 1)],
+    "plans 99 tokens of request 0: must be in 1 .. 4": lambda waiting, _: [(waiting[0], 99)],
+    "plans 0.5 tokens of request 0: must": lambda waiting, engine: [(waiting[0], 0.5)],
+    "plans Request.*: is not waiting or running": lambda waiting, engine: [(Request([1]), 1)],
     "more than max_batch = 2": lambda waiting, engine: [(r, 1) for r in engine.waiting],
     "or the order serves nothing": lambda waiting, engine: [(r, 1) for r in waiting],
 }
 ORDERS = {
     "the order gives None: must be a list": None,
-    "Sarathi or the order plans 1 of 1 tokens of Request": [Request([1])],
+    "Sarathi or the order plans Request.*: is not waiting": [Request([1])],
     "Sarathi or the order serves nothing": [],
 }
-TREES = {  # for one decode
-    "Fixed gives .4. for 1 decodes: must be whole numbers in 0 .. .3.": [4],
-    "Fixed gives ..2,.. for 1 decodes: must be whole": [(2,)],  # a tree, for a simulator
-    "Fixed gives .1.5. for 1 decodes: must be whole": [1.5],
-    "Fixed gives .-1. for 1 decodes: must be whole": [-1],
-    "Fixed gives 2 for 1 decodes: must be whole": 2,
-    "Fixed gives .. for 1 decodes: must be whole": [],
+POLICIES = {  # for one decode
+    "Fixed gives .4. for 1 decodes: must be whole numbers in 0 .. .3.": lambda price: [4],
+    "Fixed gives ..2,.. for 1 decodes: must be whole": lambda price: [(2,)],  # a simulator's tree
+    "Fixed gives .1.5. for 1 decodes: must be whole": lambda price: [1.5],
+    "Fixed gives .-1. for 1 decodes: must be whole": lambda price: [-1],
+    "Fixed gives 2 for 1 decodes: must be whole": lambda price: 2,
+    "Fixed gives .. for 1 decodes: must be whole": lambda price: [],
+    "Fixed calls price: set needs_price = True": lambda price: price([1]),
 }
 DRAFTS = {
     "drafts .61.: must be up to 3 tokens below 61": [61],
     "drafts .1, 1, 1, 1.: must be up to 3 tokens below 61": [1] * 4,
 }
 
-@each("message", PLANS | ORDERS | TREES | DRAFTS)
+@each("message", PLANS | ORDERS | POLICIES | DRAFTS)
 def test_a_mistake_in_a_users_code_is_one_clear_line(message):
     engine = Engine(TARGET, max_batch=2, draft=sarathi.Zeros(), spec=sarathi.Fixed(3))
     if message in PLANS:
         engine.scheduler.plan = lambda running, waiting: PLANS[message](waiting, engine)
     if message in ORDERS:
         engine.order = lambda *_: ORDERS[message]
-    if message in TREES:
-        engine.speculator.policy.lengths = lambda *_: TREES[message]
+    if message in POLICIES:
+        engine.speculator.policy.lengths = lambda *given: POLICIES[message](given[-1])
     if message in DRAFTS:
         engine.speculator.proposer.draft = lambda *_: DRAFTS[message]
     with pytest.raises(AssertionError, match=message):
@@ -2231,6 +2233,17 @@ def test_sarathi_fills_whole_tiles(chunk, B):
     assert n_partial <= len(requests)  # the ends of the prompts
     assert max(chunk, cdiv(B, tile) * tile) - (B - 1) in sizes
 
+def test_autopilot_lets_no_prompt_wait_for_the_end_of_decodes():
+    """The last tokens of a long prompt pay less than decodes alone, but are fed."""
+    requests = [Request([0] * 300, 100) for _ in range(4)]
+    requests.append(Request([0] * 2548, 9, arrival=0.2))
+    cost = CostModel.roofline(preset("llama-7b"), "a100")
+    engine = serve(cost, requests, "autopilot")
+    first = requests[-1].times[0]
+    for iteration in engine.record:
+        if requests[-1].arrival < iteration.start < first:
+            assert requests[-1].id in [entry.id for entry in iteration.entries]
+
 @each("chunk, n, expected", [(256, 17, 239), (200, 128, 72), (200, 200, 56), (128, 128, 128),
                              (16, 20, 12)])
 def test_prompt_tokens_beside_n_decodes(chunk, n, expected):
@@ -2627,7 +2640,9 @@ MISTAKES = {
     "No such file .*nowhere": ["--adapter", "nowhere"],
     "token = 70: must be in 0 .. 60": ["--tokens", "1,70"],
     "invalid choice: 'fast'": ["--scheduler", "fast"],
-    "tp = 2 needs 2 processes": ["--tp", 2],
+    "tp = 2 needs 2 processes, .*--nproc_per_node 2": ["--tp", 2],
+    "argument --tokens: '1 2': must be like 1,2,3": ["--tokens", "1 2"],
+    "model '../nowhere': must be a folder": ["--tokens", "1", "--model", "../nowhere"],
     "spec = '3': needs a draft": ["--spec", 3],
     "--explain runs an example of its own": ["--explain", "--chunk", 8],
 }
@@ -2639,8 +2654,8 @@ def test_command_line(monkeypatch, capsys, tmp_path):
     large.save_pretrained(tmp_path / "large")
     assert large.n_page > TINY.block_size
     tokens = ["--tokens", ",".join(map(str, prompt(15)))]
-    def call(flags):
-        given = ["--model", tmp_path, "--max-new-tokens", 12, "--temperature", 0]
+    def call(flags, length=("--max-new-tokens", 12)):
+        given = ["--model", tmp_path, *length, "--temperature", 0]
         monkeypatch.setattr(sys, "argv", ["sarathi.py", *map(str, given + flags)])
         sarathi.run_command_line(lambda: sarathi.generate_text(sarathi.parse_arguments()))
         return capsys.readouterr()
@@ -2659,6 +2674,8 @@ def test_command_line(monkeypatch, capsys, tmp_path):
         assert re.search(r"^15 \+ 12 tokens, \d+ tokens/s, TTFT .* ms, TPOT .* ms", err)
     assert re.search(r"([1-9]\d*) of \1 drafts accepted", err)
     assert len(call(tokens + ["--adapter", tmp_path / "large"]).out.split()) == 12
+    as_fit = call(tokens, []).out.split()  # by default as many as fit the context
+    assert len(as_fit) == TINY.block_size - 15
     for message, flags in MISTAKES.items():
         with pytest.raises(SystemExit) as end:
             call(flags if flags[0] in ("--tokens", "--prompt", "--explain") else tokens + flags)
@@ -3226,6 +3243,12 @@ def test_mistakes_are_one_line(monkeypatch, capsys, words, needle):
     assert status == 2 and needle in err and not out
     assert len(err.strip().splitlines()) == 1 and "Traceback" not in err
 
+def test_a_run_that_fails_keeps_the_rows_of_another(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text("{}")
+    assert command(monkeypatch, capsys, f"fig3 --hardware a100 --lengths 1 --json {path}")[0] == 2
+    assert path.read_text() == "{}"
+
 def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
     words = f"fig3 timeline --hardware a100 --plot {tmp_path} --trace {tmp_path}/trace.json"
     status, out, _ = command(monkeypatch, capsys, words)
@@ -3281,6 +3304,12 @@ def tables(name, *places):
     for place, rows in places:
         place.rows = rows
     return bench.tables(EXPERIMENTS[name], [place for place, _ in places])
+
+def test_online_has_a_table_however_wide():
+    rows = [row | dict(spread=row["ours"] / 7) for row in small_rows("online").values()]
+    more = [row | dict(at=[row["at"][0], f"{row['at'][1]} of mine", row["at"][2]]) for row in rows]
+    text = tables("online", (simulated("online"), rows + more))
+    assert sum(line.startswith("| ") for line in text.splitlines()) == 2 + 2 * len(SCHEDULERS)
 
 @each("name", [name for name, what in EXPERIMENTS.items() if what.only != "measured"])
 def test_tables_fit_120_columns(name):
