@@ -1506,8 +1506,11 @@ def numbers_of(what, places):
 def lay_out(points, by, x):
     """(share of the cells that are filled, text) of a table. Part `by` of the points' keys names
     the columns, the first three others the lines. The share is 0 if the table is too large."""
+    more = ""
     if by == 3 and len(points) > MOST_LINES:
-        points = {at: kinds for at, kinds in points.items() if "paper" in kinds}
+        with_paper = {at: kinds for at, kinds in points.items() if "paper" in kinds}
+        more = f"\n\n({len(points) - len(with_paper)} more points: --plot, --json)"
+        points = with_paper
     lines = defaultdict(dict)
     for at, kinds in points.items():
         keys = tuple("" if i == by else at[i] for i in range(3))
@@ -1526,7 +1529,7 @@ def lay_out(points, by, x):
     text = table(heads, [[keys[i] for i in of_lines] + [line.get(pair) for pair in shown]
                          for keys, line in lines.items()])
     share = len(points) / max(1, len(lines) * len(columns)) * (0.6 if by == 3 else 1.0)
-    return share * (len(lines) <= MOST_LINES and text.index("\n") <= 120), text
+    return share * (len(lines) <= MOST_LINES and text.index("\n") <= 120), text + more
 
 COLORS = {  # the same thing has the same color in every picture
     "C = 128": "#93c4ea", "C = 256": "#2a78c2", "C = 512": "#123a73",

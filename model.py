@@ -289,7 +289,8 @@ class GPT:
         self.world = world
         self.dtype = dtype
         self.weights = {}  # as in config.tensors, matrices packed for this machine
-        self.originals = {}  # weights without the adapter that is merged into them
+        self.merged = None  # the adapter in the weights
+        self.originals = {}  # weights without it
         self.frequencies = rotary_frequencies(config).to(world.device)
         for name, parts in config.tensors.items():
             shares = [cut(take(part, shape), dim, config.shard, part) for part, shape, dim in parts]
@@ -415,6 +416,7 @@ class GPT:
         """The merge-and-swap baseline [S-LoRA §4.1]: W becomes W + A B, or W again for None."""
         self.weights |= self.originals
         self.originals = {}
+        self.merged = adapter
         for op, operator in self.config.operators.items() if adapter else []:
             merged = operator.columns.keys() & adapter.ranks
             for i in range(self.config.n_layer if merged else 0):
@@ -465,7 +467,7 @@ class GPT:
         c = self.config
         tensors = {}
         for name, parts in c.tensors.items():
-            weight = self.weights[name].to_dense().detach()
+            weight = (self.weights | self.originals)[name].to_dense().detach()
             for part, shape, _ in parts:
                 tensor, weight = weight.tensor_split([shape[0]])
                 tensors[part] = tensor.T if part.endswith(TRANSPOSED) else tensor
@@ -857,16 +859,27 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
         print(f"model {name!r}: the folder of this name, not the preset", file=sys.stderr)
     return GPT.from_pretrained(folder, dtype, device, world)
 
+def text_settings(folder):
+    """The family of a model, and the tokens that end its texts"""
+    paths = folder / "config.json", folder / "generation_config.json"
+    config, generation = (read_json(path) if path.is_file() else {} for path in paths)
+    family = config.get("model_type")
+    stop = {**FAMILIES.get(family, {}), **config, **generation}.get("eos_token_id")
+    return family, [stop] if isinstance(stop, int) else stop or []
+
+def stop_tokens(name):
+    """The tokens that end a text, of a model named as in load_model; none of random weights"""
+    folder = find_folder(name)
+    return byte_tokenizer().stop if folder.parent == CACHE else text_settings(folder)[1]
+
 def load_tokenizer(name):
     """The Tokenizer of a model, named as in load_model. FileNotFoundError if it has none."""
     folder = find_folder(name)
     if folder.parent == CACHE:
         return byte_tokenizer()
-    paths = folder / "config.json", folder / "generation_config.json"
-    config, generation = (read_json(path) if path.is_file() else {} for path in paths)
-    family = config.get("model_type") if folder.is_dir() else PRESETS[name].family
-    stop = {**FAMILIES.get(family, {}), **config, **generation}.get("eos_token_id")
-    stop = [stop] if isinstance(stop, int) else stop or []
+    family, stop = text_settings(folder)
+    if not folder.is_dir():
+        family = PRESETS[name].family
     if (folder / "tokenizer.json").is_file():
         return read_tokenizer(folder / "tokenizer.json", stop)
     if family == "gpt2" and not any(folder.glob("vocab.*")):

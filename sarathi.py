@@ -34,7 +34,7 @@ from weakref import WeakKeyDictionary, proxy
 # kernels before torch: it sets how torch's threads wait
 from kernels import FEW_ROWS, Batch, Sites, cdiv, has_triton, probabilities, sample, send, verify
 from model import (GPT, PRESETS, ROW_PARALLEL, Adapter, GPTConfig, World, load_model,
-                   load_tokenizer)
+                   load_tokenizer, stop_tokens)
 
 import numpy as np
 import torch
@@ -136,7 +136,7 @@ class Event(NamedTuple):
     """New tokens of a request."""
     request: Request
     tokens: list[int]
-    finished: str  # "length" or "stop" if they are the last ones, else ""
+    finished: str  # "length", "stop", or "aborted" by the order, if they are the last; else ""
 
 class Entry(NamedTuple):
     """What an iteration computes for one request."""
@@ -197,16 +197,21 @@ class Engine:
         self.waiting = []  # preempted requests first, then by arrival
         self.running = []  # the most recently started last
         self.ordered = []  # the waiting requests, as the order gave them last
+        self.undelivered = []  # that were not handed on yet
         self.full = False  # a waiting request had no room, and nothing has changed since
         self.ids = count()
 
         # policies, and the prices that they ask for
         if isinstance(scheduler, str):
             scheduler = SCHEDULERS[check_choice("scheduler", scheduler, SCHEDULERS)]()
-        self.scheduler = check_type("scheduler", scheduler, Scheduler, "an object like Sarathi()")
+        # a copy: two engines may be given the same object
+        self.scheduler = copy(check_type("scheduler", scheduler, Scheduler,
+                                         "an object like Sarathi()"))
         self.order = order or fcfs
+        if not callable(self.order):
+            raise ValueError(f"order = {short(order)}: must be a function like lcfs")
         if lora == "merge":
-            self.order = one_adapter(self.order)
+            self.order = OneAdapter(self.order)
         self.cost = cost or (model if self.simulated else None)
         policy = make_policy(spec, draft, self)
         if self.cost is None and (self.scheduler.needs_price or policy and policy.needs_price):
@@ -227,10 +232,11 @@ class Engine:
         self.scheduler.start(engine)
 
     def step(self) -> list[Event]:
-        """One iteration. Returns its events; [] if nothing can run now. After any exception, all
+        """One iteration. Returns its events; none if nothing can run now. After any exception, all
         requests wait again, and the engine serves on."""
         try:
             self.arrive()
+            self.aborted = []  # events of requests that the order ends
             planned = self.scheduler.plan([*self.running], self.queue())  # policy [SARATHI §4.3]
             plan = self.admit(planned)  # memory: pages, adapters, preemption [S-LoRA §5.1]
             if not plan:
@@ -313,11 +319,13 @@ class Engine:
         """Step until every request has ended. Returns the Run of those not aborted."""
         start = self.clock.now()
         finished = []
-        while self.requests:
-            for event in self.step():
-                on_event(event)
-                if event.finished:
+        while self.requests or self.undelivered:
+            self.undelivered = self.undelivered or self.step()
+            while self.undelivered:  # if on_event fails, the next run hands on the others
+                event = self.undelivered.pop(0)
+                if event.finished in ("length", "stop"):
                     finished.append(event.request)
+                on_event(event)
         return Run(finished, start)
 
     def abort(self, id: int):
@@ -331,6 +339,7 @@ class Engine:
         self.adapters.clear()
         self.pool.clear()
         self.full = False
+        self.undelivered = []
         if self.lora == "merge":
             self.merged = 0
             self.runner.merge(None)
@@ -368,6 +377,7 @@ class Engine:
         if len(ordered) < len(self.waiting):  # thousands may wait: no scan without need
             for request in [r for r in self.waiting if r.state == "aborted"]:
                 self.finish(request, "aborted")  # by the order [S-LoRA §4.3]
+                self.aborted.append(Event(request, [], "aborted"))
         return ordered[:n_free]
 
     def admit(self, plan):
@@ -418,7 +428,7 @@ class Engine:
         self.adapters.loaded[version]()  # wait for its copy
         if swap:
             self.merged = version
-            self.runner.merge(self.adapters.known[version])
+            self.runner.merge(self.adapters.known[version] if version else None)
         self.waiting.remove(request)
         self.running.append(request)
         request.state = "running"
@@ -470,7 +480,7 @@ class Engine:
     def commit(self, plan, new_tokens):
         """Advance the planned requests by what the runner did. Returns the events."""
         now = self.clock.now()
-        events = []
+        events = self.aborted
         for request, n in plan:
             request.n_past += n
             verified = new_tokens.get(request)
@@ -496,7 +506,7 @@ class Engine:
         assert planned or not stuck, f"{type(self.scheduler).__name__} or the order serves nothing"
         if self.waiting and not self.running:
             self.clock.wait_until(self.pending[0].arrival)
-        return []
+        return self.aborted
 
 def entries_of(plan, engine):
     """The Entry of each request in a plan."""
@@ -622,8 +632,9 @@ def read_adapter(name, source, engine):
         if not engine.simulated:
             adapter = Adapter.random(model.config, rank, engine.adapters.n_version, model.dtype)
     ours, theirs = [(c.n_layer, c.operators) for c in (model.config, adapter.config)]
-    if name is None or (ours != theirs and not engine.simulated):
-        raise ValueError(f"adapter {name!r}: must have a name, and be made for this model")
+    fits = engine.simulated or (ours == theirs and adapter.planes is not None)
+    if name is None or not fits:
+        raise ValueError(f"adapter {name!r}: must have a name and weights, made for this model")
     if engine.lora == "merge":  # into the weights: it takes no pages, and nothing more is read
         adapter = copy(adapter)
         adapter.n_page = 0
@@ -680,6 +691,7 @@ TILE = 128  # rows of a matrix product's block: fewer take as long [SARATHI Fig.
 class Scheduler:
     """Subclass it and write plan(). chunk: None takes the engine's."""
     needs_price = False  # whether it needs engine.cost
+    chunk = None
 
     def __init__(self, chunk: int | None = None):
         self.chunk = chunk
@@ -694,7 +706,7 @@ class Scheduler:
         """running: requests with pages, the oldest first. waiting: those that max_batch has room
         for; none while memory is full. Returns [(request, n)] with 1 <= n <= request.n_todo.
         Called once per step."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no plan()")
 
     def drafts(self, decodes):
         """How many drafts to expect behind the decodes of a plan."""
@@ -841,15 +853,28 @@ def cluster(d, inner=fcfs):
         return sorted(ordered, key=lambda request: request.adapter not in adapters)
     return order
 
-def one_adapter(inner=fcfs, patience=30):
-    """For merged weights: only requests of the running adapter. If more than `patience` requests of
-    other adapters come first, no more of it start, and the adapter changes [S-LoRA §7]."""
-    def order(waiting, running, now):
-        ordered = inner(waiting, running, now)
+class OneAdapter:
+    """An order for merged weights: only requests of the running adapter [S-LoRA §7]. If more than
+    `patience` requests come before them, or have passed the first of the queue, none of them start:
+    the batch runs out, and the adapter changes."""
+    def __init__(self, inner=fcfs, patience=30):
+        self.inner = inner
+        self.patience = patience
+        self.first = None  # of the queue, at the last call
+        self.before = set()  # requests that ran when it became the first
+        self.passed = set()  # requests that have started since
+
+    def __call__(self, waiting, running, now):
+        ordered = self.inner(waiting, running, now)
+        if ordered[:1] != [self.first]:
+            self.first = ordered[0] if ordered else None
+            self.before = {*running}
+            self.passed = set()
+        self.passed |= {*running} - self.before
         adapter = (running or ordered or waiting)[0].adapter
         same = [request for request in ordered if request.adapter == adapter]
-        return same if same and ordered.index(same[0]) <= patience else []
-    return order
+        n_passed = max(ordered.index(same[0]), len(self.passed)) if same else 0
+        return same if n_passed <= self.patience or not running else []
 
 class EarlyAbort:
     """An order that aborts requests too late for their first token [S-LoRA §4.3, App. B]. The
@@ -1179,7 +1204,9 @@ class Speculator:
         stats = cost.stats(entries_of(plan, self.engine)) if self.policy.needs_price else None
 
         def price(drafts):  # [SmartSpec Eq. 4]
-            assert stats, f"{type(self.policy).__name__} calls price: set needs_price = True in it"
+            name = type(self.policy).__name__
+            assert stats, f"{name} calls price: set needs_price = True in it"
+            assert isinstance(drafts, list), f"{name} calls price({drafts}): must be a list"
             drafting = self.proposer.seconds(drafts, stats.context / len(decodes))
             return cost.seconds(stats.with_drafts(sum(drafts))) + drafting
         limits = [self.limit(request) for request in decodes]
@@ -1246,7 +1273,6 @@ class ModelRunner:
         self.merge = model.merge  # the merge-and-swap baseline [S-LoRA §7]
         if engine.lora != "batched" and model.world.size > 1:
             raise ValueError(f"lora = {engine.lora!r}: the baselines run on one device")
-        model.merge(None)  # an engine before this one may have left an adapter
         pools = {engine.pool, engine.adapters.pool}
         n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
         self.copies = None  # the stream that copies adapters
@@ -1275,6 +1301,10 @@ class ModelRunner:
         """One iteration of the model. Returns the feeds in the order of the batch, few rows first
         and those of an adapter side by side, and logits (M, V), feed after feed."""
         feeds = sorted(feeds, key=lambda feed: (len(feed.tokens) > FEW_ROWS, feed.request.version))
+        merged = self.engine.merged if self.model is self.engine.model else 0
+        adapter = self.engine.adapters.known[merged] if merged else None
+        if self.model.merged is not adapter:  # another engine has used the model
+            self.model.merge(adapter)
         return feeds, self.tell("compute", self.pack(feeds))
 
     def compute(self, batch):
@@ -1957,6 +1987,7 @@ class Pipeline:
             lane.pending = first.pending
             lane.waiting = first.waiting
         self.requests = first.requests
+        self.undelivered = []
         self.add = first.add
         self.clock = first.clock
 
@@ -2051,7 +2082,8 @@ def cell(value):
 def check_choice(name, value, choices):
     """Returns value. KeyError that lists the choices if it is none of them."""
     if value not in choices:
-        raise KeyError(f"unknown {name} {value!r}: one of {', '.join(map(str, choices))}")
+        valid = ", ".join(map(str, choices)) or "none, there is none yet"
+        raise KeyError(f"unknown {name} {value!r}: one of {valid}")
     return value
 
 def check_range(name, value, low, high=math.inf):
@@ -2110,7 +2142,9 @@ def check_request(r, engine):
     check_range("prompt + max_new_tokens", r.max_len, 2, config.block_size)
     # the request and its adapter must have room at once
     store = engine.adapters
-    adapter = store.known[store.newest[check_choice("adapter", r.adapter, store.newest)]]
+    if r.adapter is not None:
+        check_choice("adapter", r.adapter, [name for name in store.newest if name is not None])
+    adapter = store.known[store.newest[r.adapter]]
     check_range("pages of the adapter", adapter.n_page, 0, store.pool.n_page)
     n_page = r.max_len + (adapter.n_page if store.pool is engine.pool else 0)
     check_range("pages of the request and its adapter", n_page, 1, engine.pool.n_page)
@@ -2179,7 +2213,9 @@ def generate_text(args):
     options = args.adapter, args.temperature, args.top_k, args.top_p
     request = Request(args.tokens, args.max_new_tokens, *options)
     text_of = spaced_ids
-    if not args.tokens:
+    if args.tokens:
+        request.stop = stop_tokens(args.model)
+    else:
         tokenizer = load_tokenizer(args.model)
         request.prompt = tokenizer.encode(args.prompt)
         request.stop = tokenizer.stop

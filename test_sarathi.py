@@ -36,7 +36,7 @@ from kernels import FEW_ROWS, Batch, Sites, cdiv
 from model import (FAMILIES, GPT, Adapter, GPTConfig, World, load_model, load_tokenizer, preset,
                    read_config)
 from sarathi import (SCHEDULERS, CostModel, EarlyAbort, Engine, Entry, Iteration, IterationStats,
-                     Proposer, Request, cluster, fcfs, lcfs, one_adapter, run_command_line)
+                     Proposer, Request, OneAdapter, cluster, fcfs, lcfs, run_command_line)
 
 import huggingface_hub
 import matplotlib.image
@@ -1537,6 +1537,36 @@ def test_events_stop_tokens_and_times():
     requests.remove(stopped)
     check_tokens(requests)
 
+def test_a_function_that_fails_takes_its_own_event_alone():
+    engine = start(TARGET, mixed(), max_batch=4)
+    seen = defaultdict(list)
+    failures = iter([False, True, False, True] + 999 * [False])
+
+    def on_event(event):
+        seen[event.request].extend(event.tokens)
+        if next(failures):
+            raise OSError
+    while engine.requests:
+        try:
+            engine.run(on_event)
+        except OSError:
+            pass
+    assert seen and all(tokens == request.output for request, tokens in seen.items())
+
+def test_engines_share_a_model_and_a_scheduler(tmp_path):
+    model = random_model()
+    scheduler = sarathi.Sarathi()
+    merging = start(model, [], scheduler, chunk=64, lora="merge")
+    other = start(model, [], scheduler, chunk=16)
+    assert merging.scheduler.chunk == 64 and other.scheduler.chunk == 16
+    for engine, name in ((merging, "all"), (other, None), (merging, "all"), (other, "q")):
+        tokens, = engine.generate([prompt(9)], 12, name)
+        assert tokens == naive(tuple(prompt(9)), name, 12)
+    merging.generate([prompt(9)], 2, "all")
+    model.save_pretrained(tmp_path)
+    tokens, = Engine(GPT.from_pretrained(tmp_path)).generate([prompt(9)], 12)
+    assert tokens == naive(tuple(prompt(9)), None, 12)
+
 def test_drafts_behind_a_stop_token_are_not_accepted():
     tokens = naive(tuple(prompt(25)), None, 12)
     end = next(n for n in range(2, 12) if tokens[n] not in tokens[:n])
@@ -1576,6 +1606,7 @@ def test_preempted_requests_go_first():
 BAD_OPTIONS = {
     "unknown scheduler 'fast'.* static, orca": dict(scheduler="fast"),
     "unknown alloc 'lazy'.* reserve, grow": dict(alloc="lazy"),
+    "order = 'lcfs': must be a function": dict(order="lcfs"),
     "unknown lora 'fast'": dict(lora="fast"),
     "unknown spec 'a number'.* goodput": dict(spec="a number", draft="ngram"),
     "unknown draft 'a GPT'.* ngram": dict(spec=2, draft="a GPT"),
@@ -1637,6 +1668,8 @@ BAD_CALLS = {
     "rank = 0": lambda engine: engine.add_adapter("lost", 0),
     "adapter = None: must be a PEFT folder, an A": lambda engine: engine.add_adapter("lost", None),
     "adapter None: must have a name": lambda engine: engine.add_adapter(None, adapter_of()),
+    "adapter 'empty': .*must have a name and weights":
+        lambda engine: engine.add_adapter("empty", Adapter(TINY, {"self_attn.q_proj": 4})),
     "adapter 'deep': .*made for this model":
         lambda engine: engine.add_adapter("deep", adapter_of(n_layer=3)),
     "adapter 'half': .*made for this model":
@@ -2284,9 +2317,9 @@ def test_a_simulator_has_no_confidence():
     (cluster(1), "Abacb", "b", "14023"),
     (cluster(2), "Abacb", "b", "01243"),
     (cluster(2, lcfs), "abacb", "cb", "43120"),
-    (one_adapter(), "Abacb", "", "02"),
-    (one_adapter(patience=1), "Abacb", "b", "14"),
-    (one_adapter(patience=2), "Abacb", "c", ""),  # the batch runs out
+    (OneAdapter(), "Abacb", "", "02"),
+    (OneAdapter(patience=1), "Abacb", "b", "14"),
+    (OneAdapter(patience=2), "Abacb", "c", ""),  # the batch runs out
 ])
 def test_orders_of_the_queue(order, waiting, running, expected):
     requests = []
@@ -2318,6 +2351,21 @@ def test_early_abort():
     waiting = [Request([0], arrival=10.5 + 0.1 * i) for i in range(3)]
     assert order(waiting[:2], [], 11.0) == waiting[:2]  # two, and three start
     assert order(waiting, [], 11.0) == waiting[::-1]  # three
+
+def test_requests_that_the_order_aborts_have_an_event():
+    requests = [Request([0] * 900, 50, arrival=0.0) for _ in range(40)]
+    engine = serve(A100, requests, order=EarlyAbort(2.0), max_batch=2)
+    ended = Counter((event.request.id, event.finished) for event in engine.events if event.finished)
+    assert ended == Counter((request.id, request.state) for request in requests)
+    assert 5 < sum(request.state == "aborted" for request in requests) < 40
+
+def test_no_adapter_waits_for_the_end_of_another_ones_requests():
+    """Merged weights: after `patience` later requests, and those of the batch that runs out"""
+    requests = [Request([0] * 9, 40, "q", arrival=0.001 * i) for i in range(300)]
+    requests.append(Request([0] * 9, 40, "ffn", arrival=0.01))
+    serve(COST, requests, lora="merge", max_batch=8)
+    done = sum(request.times[0] < requests[-1].times[0] for request in requests)
+    assert 30 < done < 60
 
 @each("B, low, high", [(1, 5, 7), (64, 1, 4), (512, 0, 0)])
 def test_goodput_drafts_much_for_small_batches(B, low, high):
@@ -2676,6 +2724,11 @@ def test_command_line(monkeypatch, capsys, tmp_path):
     assert len(call(tokens + ["--adapter", tmp_path / "large"]).out.split()) == 12
     as_fit = call(tokens, []).out.split()  # by default as many as fit the context
     assert len(as_fit) == TINY.block_size - 15
+    end = naive(tuple(prompt(15)), None, 12)[3]
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": end}))
+    assert call(tokens).out.split().index(f"{end}") == len(call(tokens).out.split()) - 1
+    path.unlink()
     for message, flags in MISTAKES.items():
         with pytest.raises(SystemExit) as end:
             call(flags if flags[0] in ("--tokens", "--prompt", "--explain") else tokens + flags)
