@@ -202,14 +202,8 @@ class Engine:
         self.ids = count()
 
         # policies, and the prices that they ask for
-        if isinstance(scheduler, str):
-            scheduler = SCHEDULERS[check_choice("scheduler", scheduler, SCHEDULERS)]()
-        # a copy: two engines may be given the same object
-        self.scheduler = copy(check_type("scheduler", scheduler, Scheduler,
-                                         "an object like Sarathi()"))
-        self.order = order or fcfs
-        if not callable(self.order):
-            raise ValueError(f"order = {short(order)}: must be a function like lcfs")
+        self.scheduler = make_scheduler(scheduler)
+        self.order = check_type("order", order or fcfs, Callable, "a function like lcfs")
         if lora == "merge":
             self.order = OneAdapter(self.order)
         self.cost = cost or (model if self.simulated else None)
@@ -827,6 +821,12 @@ def prefill_chunks(prefills, budget):
             plan.append((request, min(request.n_todo, budget)))
             budget -= request.n_todo
     return plan
+
+def make_scheduler(scheduler):
+    """A Scheduler by its name; or a copy of one, because engines may be given the same object."""
+    if isinstance(scheduler, str):
+        return SCHEDULERS[check_choice("scheduler", scheduler, SCHEDULERS)]()
+    return copy(check_type("scheduler", scheduler, Scheduler, "an object like Sarathi()"))
 
 SCHEDULERS = {"static": Static, "orca": Orca, "prefill_first": PrefillFirst, "sarathi": Sarathi,
               "sarathi_serve": SarathiServe, "autopilot": Autopilot}
