@@ -314,12 +314,16 @@ class Engine:
         start = self.clock.now()
         finished = []
         while self.requests or self.undelivered:
-            self.undelivered = self.undelivered or self.step()
-            while self.undelivered:  # if on_event fails, the next run hands on the others
-                event = self.undelivered.pop(0)
-                if event.finished in ("length", "stop"):
-                    finished.append(event.request)
-                on_event(event)
+            events = self.undelivered or self.step()
+            self.undelivered = []
+            try:
+                while events:
+                    event = events.pop(0)
+                    if event.finished in ("length", "stop"):
+                        finished.append(event.request)
+                    on_event(event)
+            finally:  # if on_event fails, the next run hands on the others
+                self.undelivered = events + self.undelivered
         return Run(finished, start)
 
     def abort(self, id: int):
@@ -866,8 +870,9 @@ class OneAdapter:
 
     def __call__(self, waiting, running, now):
         ordered = self.inner(waiting, running, now)
-        if ordered[:1] != [self.first]:
-            self.first = ordered[0] if ordered else None
+        first = ordered[0] if ordered else None
+        if first is not self.first:
+            self.first = first
             self.before = {*running}
             self.passed = set()
         self.passed |= {*running} - self.before

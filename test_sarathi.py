@@ -1553,6 +1553,18 @@ def test_a_function_that_fails_takes_its_own_event_alone():
             pass
     assert seen and all(tokens == request.output for request, tokens in seen.items())
 
+def test_a_function_may_serve_requests_itself():
+    engine = Engine(TARGET)
+    engine.undelivered = [sarathi.Event(Request([1]), [i], "") for i in range(2)]
+    events = [*engine.undelivered]
+    seen = []
+
+    def on_event(event):
+        seen.append(event)
+        assert engine.generate([prompt(5)], 1) == [naive(tuple(prompt(5)), None, 1)]
+    engine.run(on_event)
+    assert seen == events
+
 def test_engines_share_a_model_and_a_scheduler(tmp_path):
     model = random_model()
     scheduler = sarathi.Sarathi()
