@@ -205,7 +205,7 @@ class Engine:
         self.scheduler = make_scheduler(scheduler)
         self.order = check_type("order", order or fcfs, Callable, "a function like lcfs")
         if lora == "merge":
-            self.order = OneAdapter(self.order)
+            self.order = one_adapter(self.order)
         self.cost = cost or (model if self.simulated else None)
         policy = make_policy(spec, draft, self)
         if self.cost is None and (self.scheduler.needs_price or policy and policy.needs_price):
@@ -857,29 +857,16 @@ def cluster(d, inner=fcfs):
         return sorted(ordered, key=lambda request: request.adapter not in adapters)
     return order
 
-class OneAdapter:
-    """An order for merged weights: only requests of the running adapter [S-LoRA §7]. If more than
-    `patience` requests come before them, or have passed the first of the queue, none of them start:
-    the batch runs out, and the adapter changes."""
-    def __init__(self, inner=fcfs, patience=30):
-        self.inner = inner
-        self.patience = patience
-        self.first = None  # of the queue, at the last call
-        self.before = set()  # requests that ran when it became the first
-        self.passed = set()  # requests that have started since
-
-    def __call__(self, waiting, running, now):
-        ordered = self.inner(waiting, running, now)
-        first = ordered[0] if ordered else None
-        if first is not self.first:
-            self.first = first
-            self.before = {*running}
-            self.passed = set()
-        self.passed |= {*running} - self.before
+def one_adapter(inner=fcfs, patience=30):
+    """For merged weights: only requests of the running adapter. If more than `patience` requests of
+    other adapters come first, no more of it start, and the adapter changes [S-LoRA §7]. A steady
+    stream of one adapter may keep the others waiting."""
+    def order(waiting, running, now):
+        ordered = inner(waiting, running, now)
         adapter = (running or ordered or waiting)[0].adapter
         same = [request for request in ordered if request.adapter == adapter]
-        n_passed = max(ordered.index(same[0]), len(self.passed)) if same else 0
-        return same if n_passed <= self.patience or not running else []
+        return same if same and ordered.index(same[0]) <= patience else []
+    return order
 
 class EarlyAbort:
     """An order that aborts requests too late for their first token [S-LoRA §4.3, App. B]. The

@@ -36,7 +36,7 @@ from kernels import FEW_ROWS, Batch, Sites, cdiv
 from model import (FAMILIES, GPT, Adapter, GPTConfig, World, load_model, load_tokenizer, preset,
                    read_config)
 from sarathi import (SCHEDULERS, CostModel, EarlyAbort, Engine, Entry, Iteration, IterationStats,
-                     Proposer, Request, OneAdapter, cluster, fcfs, lcfs, run_command_line)
+                     Proposer, Request, cluster, fcfs, lcfs, one_adapter, run_command_line)
 
 import huggingface_hub
 import matplotlib.image
@@ -2329,9 +2329,9 @@ def test_a_simulator_has_no_confidence():
     (cluster(1), "Abacb", "b", "14023"),
     (cluster(2), "Abacb", "b", "01243"),
     (cluster(2, lcfs), "abacb", "cb", "43120"),
-    (OneAdapter(), "Abacb", "", "02"),
-    (OneAdapter(patience=1), "Abacb", "b", "14"),
-    (OneAdapter(patience=2), "Abacb", "c", ""),  # the batch runs out
+    (one_adapter(), "Abacb", "", "02"),
+    (one_adapter(patience=1), "Abacb", "b", "14"),
+    (one_adapter(patience=2), "Abacb", "c", ""),  # the batch runs out
 ])
 def test_orders_of_the_queue(order, waiting, running, expected):
     requests = []
@@ -2370,14 +2370,6 @@ def test_requests_that_the_order_aborts_have_an_event():
     ended = Counter((event.request.id, event.finished) for event in engine.events if event.finished)
     assert ended == Counter((request.id, request.state) for request in requests)
     assert 5 < sum(request.state == "aborted" for request in requests) < 40
-
-def test_no_adapter_waits_for_the_end_of_another_ones_requests():
-    """Merged weights: after `patience` later requests, and those of the batch that runs out"""
-    requests = [Request([0] * 9, 40, "q", arrival=0.001 * i) for i in range(300)]
-    requests.append(Request([0] * 9, 40, "ffn", arrival=0.01))
-    serve(COST, requests, lora="merge", max_batch=8)
-    done = sum(request.times[0] < requests[-1].times[0] for request in requests)
-    assert 30 < done < 60
 
 @each("B, low, high", [(1, 5, 7), (64, 1, 4), (512, 0, 0)])
 def test_goodput_drafts_much_for_small_batches(B, low, high):
