@@ -402,14 +402,11 @@ def serve(engine, jobs, clients=0, adapters=(), n_end=0):
     return Run(requests, start)
 
 def warm_up(engine, jobs):
-    """Serve the first prompts, and batches of 1, 2, 4 ... requests, so that a GPU compiles kernels
-    and records graphs."""
-    names = [job.adapter for job in jobs] * engine.max_batch
+    """Compile kernels, record graphs, and serve the first prompts, to fill caches."""
+    engine.warm()
     first = jobs[:2 * engine.max_batch]
     n_token = min(4, *(job.output for job in first))
-    engine.generate([bytes(job.prompt) for job in first], n_token, names[:len(first)])
-    for n in [2 ** i for i in range(engine.max_batch.bit_length())]:
-        engine.generate([bytes(8)] * n, 8, names[:n])
+    engine.generate([bytes(job.prompt) for job in first], n_token, [job.adapter for job in first])
     if engine.record is not None:
         engine.record.clear()
 

@@ -46,7 +46,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # the Triton kernels stay plain functions that are never called
-    triton = SimpleNamespace(jit=lambda kernel: kernel)
+    triton = SimpleNamespace(jit=lambda kernel=None, **_: kernel or (lambda kernel: kernel))
     tl = SimpleNamespace(constexpr=None)
 
 MOST_SPLITS = 32  # of a context in attention on a GPU
@@ -68,8 +68,9 @@ class Sites:
     max_few: int  # most rows of a site among the first n_few, 0 if there is none
     max_chunk: int  # most rows of a site among the others, 0 if there is none
     n_module: int  # modules of the operator (q, k, v: 3)
-    max_rank: int  # largest rank of A, rounded up to 16
+    max_rank: int  # at least the largest rank of A, a multiple of 16
     wide: bool = False  # whether all columns begin and end at multiples of 16
+    columns: int = 0  # most columns of a module; 0: all of y
     way: str = "batched"  # or "bmm", the baseline: copy, pad, batched matrix products
 
 @dataclass
@@ -84,7 +85,6 @@ class Batch:
     n_few: int  # spans[:n_few] have at most FEW_ROWS rows, the others more
     max_few: int  # most rows of a request among the first n_few, 0 if there is none
     max_chunk: int  # most rows of a request among the others, 0 if there is none
-    max_context: int  # largest n_past + rows
     adapters: dict = field(default_factory=dict)  # operator name -> Sites
 
     def tensors(self):
@@ -454,7 +454,13 @@ def attention_ref(q, kv, batch):
     return out
 
 @triton.jit
-def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, split_stride,
+def splits_of(n_row, n_past, most):
+    """In how many splits the context of a span is read: of about 128 tokens or more, and of four
+    times as many as it has rows, so that a split reads more than it leaves to combine."""
+    return tl.minimum(most, tl.maximum(1, (n_past + n_row) // tl.maximum(128, 4 * n_row)))
+
+@triton.jit(do_not_specialize=["split_stride"])
+def _attention_kernel(q, kv, out, parts, lse, spans, table, plane, scale, split_stride,
                       H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program: a tile of query rows of one kv head against one split of the context. A row of
@@ -468,8 +474,10 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, split_stride,
     G: tl.constexpr = H // HK
     tile = tl.program_id(0) * BLOCK_M
     kv_head = tl.program_id(1) % HK
+    split = tl.program_id(2)
     first_row, n_row, n_past, first_entry = load4(spans + 4 * (tl.program_id(1) // HK))
-    if tile >= n_row * G:
+    n_split = splits_of(n_row, n_past, tl.num_programs(2))
+    if (tile >= n_row * G) | (split >= n_split):
         return
 
     m = tile + tl.arange(0, BLOCK_M)
@@ -482,8 +490,8 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, split_stride,
     total = tl.full([BLOCK_M], 1e-30, tl.float32)  # not 0: a split may be empty
     top = tl.full([BLOCK_M], -1e30, tl.float32)
     end = n_past + tl.minimum(n_row, (tile + BLOCK_M - 1) // G + 1)
-    size = tl.cdiv(end, tl.num_programs(2) * BLOCK_N) * BLOCK_N  # tokens of a split
-    begin = tl.program_id(2) * size
+    size = tl.cdiv(end, n_split * BLOCK_N) * BLOCK_N  # tokens of a split
+    begin = split * size
     for start in range(begin, tl.minimum(begin + size, end), BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         page = tl.load(table + first_entry + j, j < end, 0).to(tl.int64)
@@ -499,67 +507,79 @@ def _attention_kernel(q, kv, out, lse, spans, table, plane, scale, split_stride,
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         total = total * shrink + tl.sum(p, 1)
         top = new_top
-    at += tl.program_id(2) * split_stride
-    if lse is not None:
+    acc /= total[:, None]
+    if n_split == 1:
+        tl.store(out + at[:, None] * D + d, acc, mask)
+    else:
+        at += split * split_stride
+        tl.store(parts + at[:, None] * D + d, acc, mask)
         tl.store(lse + at, top + tl.log2(total), token < n_row)
-    tl.store(out + at[:, None] * D + d, acc / total[:, None], mask)
 
-@triton.jit
-def _combine_kernel(parts, lse, out, spans, n_split, split_stride,
-                    H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+@triton.jit(do_not_specialize=["most", "split_stride"])
+def _combine_kernel(parts, lse, out, spans, most, split_stride,
+                    H: tl.constexpr, D: tl.constexpr, MOST_SPLITS: tl.constexpr,
+                    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program: a head of one row, the mean of its splits with weights 2^lse."""
-    first_row, n_row, _, _ = load4(spans + 4 * tl.program_id(1))
-    if tl.program_id(0) >= n_row:
+    first_row, n_row, n_past, _ = load4(spans + 4 * tl.program_id(1))
+    n_split = splits_of(n_row, n_past, most)
+    if (tl.program_id(0) >= n_row) | (n_split == 1):
         return
 
-    split = tl.arange(0, BLOCK_S)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, BLOCK_D)[None]
     at = (first_row + tl.program_id(0)).to(tl.int64) * H + tl.program_id(2)
-    cells = at + split * split_stride
-    log = tl.load(lse + cells, split < n_split, float("-inf"))
-    weight = tl.exp2(log - tl.max(log, 0))[:, None]
-    mask = (split < n_split)[:, None] & (d < D)[None]
-    values = tl.load(parts + cells[:, None] * D + d[None], mask, 0.0)
-    mean = tl.sum(weight * values, 0) / tl.sum(weight, 0)
-    tl.store(out + at * D + d, mean, d < D)
+    every = tl.arange(0, MOST_SPLITS)
+    top = tl.max(tl.load(lse + at + every * split_stride, every < n_split, float("-inf")), 0)
+    acc = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_S], tl.float32)
+    for first in range(0, n_split, BLOCK_S):
+        split = first + tl.arange(0, BLOCK_S)
+        cells = at + split * split_stride
+        weight = tl.exp2(tl.load(lse + cells, split < n_split, float("-inf")) - top)
+        mask = (split < n_split)[:, None] & (d < D)
+        acc += weight[:, None] * tl.load(parts + cells[:, None] * D + d, mask, 0.0)
+        total += weight
+    mean = tl.sum(acc, 0) / tl.sum(total, 0)
+    tl.store(out + at * D + tl.arange(0, BLOCK_D), mean, tl.arange(0, BLOCK_D) < D)
 
 def attention_triton(q, kv, batch, spans, max_rows, out):
     """Attention of these spans, of at most max_rows rows each, in Triton. If few programs run,
-    contexts are split to fill the GPU, then combined [flash-decoding]."""
+    contexts are split to fill the GPU, then combined [flash-decoding]. One kernel for few rows and
+    one for chunks: what differs between iterations is decided on the GPU."""
     if max_rows == 0:
         return
     N, H, D = q.shape
     Hk = kv.size(2)
+    G = H // Hk
     itemsize = q.element_size()
-    n_query = max_rows * H // Hk
-    block_d = triton.next_power_of_2(D)
-    most = 16 if itemsize == 4 else min(128, 16384 // block_d)  # the accumulator fits registers
-    block_m = min(most, max(16, triton.next_power_of_2(n_query)))
+    block_d = max(16, triton.next_power_of_2(D))  # tl.dot takes no fewer
+    block_m = 16 if itemsize == 4 else min(128, 16384 // block_d)  # the accumulator fits registers
+    n_tile = 1  # of spans with few rows: most have one row
+    if max_rows <= FEW_ROWS:
+        block_m = min(block_m, max(16, triton.next_power_of_2(G)))
+    else:
+        n_tile = cdiv(max_rows * G, block_m)
     is_tile = block_m >= 64
     size = 8192  # bytes of a block of keys
     if is_tile and not INTERPRETED and triton.runtime.driver.active.get_current_target().arch == 90:
         size = 16384  # more of them fit the registers of an H100
     block_n = max(16, min(64, size // (block_d * itemsize)))
-    n_tile = cdiv(n_query, block_m)
     scale = D ** -0.5 * 1.4426950408889634  # exp(x) = exp2(x log2(e))
 
-    # about 256 programs; a split has about 128 tokens or more, twice as many as a chunk has rows
-    n_split = min(256 // (n_tile * Hk * len(spans)), batch.max_context // max(128, 2 * max_rows))
-    n_split = triton.next_power_of_2(max(1, min(MOST_SPLITS, n_split)))
-    parts = out
-    lse = None  # log2 of the sum of exp(scores)
-    if n_split > 1:
-        parts = q.new_empty(n_split, N, H, D, dtype=torch.float32)
-        lse = q.new_empty(n_split, N, H, dtype=torch.float32)
-    _attention_kernel[(n_tile, Hk * len(spans), n_split)](
-        q, kv, parts, lse, spans, batch.table, kv.stride(0), scale, N * H,
+    # 256 programs or more
+    n_split = min(MOST_SPLITS, cdiv(256, n_tile * Hk * len(spans)))
+    n_part = n_split if n_split > 1 else 0
+    parts = q.new_empty(n_part, N, H, D, dtype=torch.float32)
+    lse = q.new_empty(n_part, N, H, dtype=torch.float32)  # log2 of the sum of exp(scores)
+    grid = cdiv(max_rows * G, block_m), Hk * len(spans), n_split
+    _attention_kernel[grid](
+        q, kv, out, parts, lse, spans, batch.table, kv.stride(0), scale, N * H,
         H, Hk, D, block_m, block_n, block_d,
         num_warps=8 if is_tile else 4,
         num_stages=1 + 32768 // (block_n * block_d * itemsize))  # 64 KB of keys and values
     if n_split > 1:
         _combine_kernel[(max_rows, len(spans), H)](
             parts, lse, out, spans, n_split, N * H,
-            H, D, MOST_SPLITS, block_d,
+            H, D, MOST_SPLITS, 4, block_d,
             num_warps=max(1, block_d // 64))
 
 def attend_chunk_torch(q, kv, pages, out):
@@ -636,8 +656,9 @@ def lora_bmm(y, x, kv, sites):
     n_row = max(sites.max_few, sites.max_chunk)
     options = dict(dtype=torch_dtype(x))
     rows = x.new_zeros(len(entries), n_row, x.size(1), **options)
-    a = x.new_zeros(len(entries), sites.max_rank, x.size(1), **options)
-    b = x.new_zeros(len(entries), sites.max_rank, y.size(1), **options)
+    max_rank = max(entry[4] for entry in entries)
+    a = x.new_zeros(len(entries), max_rank, x.size(1), **options)
+    b = x.new_zeros(len(entries), max_rank, y.size(1), **options)
     for s, (start, n, column, columns, rank, _, _, first) in enumerate(entries):
         end = column + columns
         rows[s, :n] = x[start:start + n]
@@ -647,21 +668,23 @@ def lora_bmm(y, x, kv, sites):
     for (start, n, *_), own in zip(entries, product):
         y[start:start + n] += own[:n]
 
-@triton.jit
-def _shrink_kernel(x, a, xa, sites, table, width, n_module,
+@triton.jit(do_not_specialize=["width", "n_module", "n_part", "part"])
+def _shrink_kernel(x, a, xa, sites, table, width, n_module, n_part, part,
                    C: tl.constexpr, W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
-    """One program: xa = x A for BLOCK_M rows of one site and BLOCK_R rows of A.
+    """One program: xa = x A for BLOCK_M rows of one site and BLOCK_R rows of A, a part of the sum.
 
         x, a row    |  0  |  1  |  2  |  3  |  4  |     blocks of BLOCK_K numbers, which
         A, row 0    |  page 81  |  page 7   | 40  |     begin anew with each page
         A, row 1    |  page 5   |  page 82  | 41  |
+        n_part = 2  |---- part 0 -----|- part 1 --|     programs side by side
     """
     site = sites + 8 * tl.program_id(1)
     first_row, n_row, _, _ = load4(site)
     rank, _, module, first_entry = load4(site + 4)
     tile = tl.program_id(0) * BLOCK_M
-    first_rank = tl.program_id(2) * BLOCK_R
+    first_rank = tl.program_id(2) // n_part * BLOCK_R
+    own_part = tl.program_id(2) % n_part
     if (tile >= n_row) | (first_rank >= rank):
         return
 
@@ -671,8 +694,10 @@ def _shrink_kernel(x, a, xa, sites, table, width, n_module,
     r_mask = r < rank
     n_page = tl.cdiv(C, W)  # pages of a row of A
     n_block = tl.cdiv(W, BLOCK_K)  # blocks of a page
+    size = tl.cdiv(n_page * n_block, n_part)  # blocks of a part
+    begin = own_part * size
     acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    for block in range(n_page * n_block):
+    for block in range(begin, tl.minimum(begin + size, n_page * n_block)):
         i = block // n_block
         k = block % n_block * BLOCK_K + tl.arange(0, BLOCK_K)[None]
         k_mask = (k < W) & (i * W + k < C)
@@ -680,15 +705,15 @@ def _shrink_kernel(x, a, xa, sites, table, width, n_module,
         w = tl.load(a + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
         v = tl.load(x + row * C + i * W + k, (m < n_row) & k_mask, 0.0)
         acc = tl.dot(v, w.T, acc, input_precision="ieee")
-    column = width // n_module * module + r[None]
-    tl.store(xa + row * width + column, acc, (m < n_row) & r_mask[None])
+    at = own_part.to(tl.int64) * part + row * width + width // n_module * module + r[None]
+    tl.store(xa + at, acc, (m < n_row) & r_mask[None])
 
-@triton.jit
-def _expand_kernel(y, b, xa, sites, table, width, n_module, C, W: tl.constexpr,
+@triton.jit(do_not_specialize=["width", "n_module", "n_part", "part"])
+def _expand_kernel(y, b, xa, sites, table, width, n_module, n_part, part, C, W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-                   UNIT: tl.constexpr):
+                   UNIT: tl.constexpr, MOST_PARTS: tl.constexpr):
     """One program: y += xa B for BLOCK_M rows of one site and BLOCK_N columns that lie in the
-    same page of each row of B."""
+    same page of each row of B. The parts of xa are added in their order."""
     site = sites + 8 * tl.program_id(1)
     first_row, n_row, first_column, n_column = load4(site, UNIT)
     _, rank, module, first_entry = load4(site + 4)
@@ -707,42 +732,54 @@ def _expand_kernel(y, b, xa, sites, table, width, n_module, C, W: tl.constexpr,
     for start in range(0, rank, BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
         r_mask = r < rank
-        column = width // n_module * module + r[None]
         page = tl.load(table + first_entry + r * n_page + i, r_mask, 0).to(tl.int64)
         w = tl.load(b + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
-        v = tl.load(xa + row * width + column, (m < n_row) & r_mask[None], 0.0)
+        at = xa + row * width + width // n_module * module + r[None]
+        v = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+        for p in tl.static_range(MOST_PARTS):
+            v += tl.load(at + p * part, (m < n_row) & r_mask[None] & (p < n_part), 0.0)
         acc = tl.dot(v.to(w.dtype), w, acc, input_precision="ieee")
     at = y + row * C + first_column + i * W + k
     mask = (m < n_row) & k_mask
     acc += tl.load(at, mask, 0.0)
     tl.store(at, acc, mask)
 
+LORA_ROWS = 16, 64  # of a program: decodes [MBGMV], chunks [MBGMM]
+LORA_PARTS = 8, 4  # of the sums in x A: programs side by side
+
 def lora_triton(y, x, kv, sites, exchange):
-    """A program takes 64 rows of a site [MBGMM], or 16 if all sites have few rows [MBGMV]."""
+    """Programs of all sites, for as many rows, ranks and columns as the largest site has."""
+    N, n_in = x.shape
     W = kv[0, 0].numel()
-    block = min(256 // x.element_size(), triton.next_power_of_2(W))
-    block = max(16, block)  # numbers of a page
-    unit = 16 if sites.wide and W % 16 == 0 else 1  # of the columns
-    block_m = 16
-    block_r = 16
-    if sites.max_chunk > 0:
-        block_m = 64
-        block_r = min(128, max(16, triton.next_power_of_2(sites.max_rank)))
     most = max(sites.max_few, sites.max_chunk)
+    is_chunk = most > LORA_ROWS[0]
+    block_m = LORA_ROWS[is_chunk]
+    block_r = 16
+    if is_chunk:
+        block_r = min(256 // x.element_size(), triton.next_power_of_2(sites.max_rank))
+    block = max(16, min(256 // x.element_size(), triton.next_power_of_2(W)))  # numbers of a page
+    unit = 16 if sites.wide and W % 16 == 0 else 1  # of the columns
     grid = cdiv(most, block_m), len(sites.sites)
     warps = max(4, block_m // 8)
-    xa = x.new_empty(len(x), sites.n_module * sites.max_rank, dtype=torch.float32)
-    _shrink_kernel[(*grid, cdiv(sites.max_rank, block_r))](
-        x, kv[0], xa, sites.sites, sites.table, xa.size(1), sites.n_module,
-        x.size(1), W, block_m, block_r, block,
+    width = sites.n_module * sites.max_rank
+    # prompts of thousands of rows fill the GPU by themselves, and the parts take memory
+    n_part = LORA_PARTS[is_chunk] if N * width <= 2**18 else 1
+    xa = x.new_empty(n_part, N, width, dtype=torch.float32)
+    _shrink_kernel[(*grid, cdiv(sites.max_rank, block_r) * n_part)](
+        x, kv[0], xa, sites.sites, sites.table, width, sites.n_module, n_part, N * width,
+        n_in, W, block_m, block_r, block,
         num_warps=warps, num_stages=5)
     if exchange is not None:
-        xa = exchange(xa)
-    n_block = cdiv(y.size(1), W) * cdiv(W, block)
+        xa = exchange(xa.sum(0))
+        width = xa.size(1)
+        n_part = 1
+    if not is_chunk:  # a wider block: fewer programs
+        block = max(16, min(512 // x.element_size(), triton.next_power_of_2(W)))
+    n_block = cdiv(sites.columns or y.size(1), W) * cdiv(W, block)
     _expand_kernel[(*grid, n_block)](
-        y, kv[1], xa, sites.sites, sites.table, xa.size(1), sites.n_module,
-        y.size(1), W, block_m, 32, block, unit,
-        num_warps=warps, num_stages=5)
+        y, kv[1], xa, sites.sites, sites.table, width, sites.n_module, n_part, N * width,
+        y.size(1), W, block_m, 16, block, unit, LORA_PARTS[is_chunk],
+        num_warps=warps, num_stages=3)
 
 def lora(y, x, kv, sites, exchange=None):
     """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A, for
@@ -773,17 +810,16 @@ def probabilities(logits, temperature, top_k, top_p):
     temperature = temperature.masked_fill(greedy, 1)
     settings = torch.stack([temperature, top_k, top_p.masked_fill(top_p == 1, 2), greedy])
     temperature, k, top_p, is_greedy = send(settings, logits.device)[..., None]  # (M, 1) each
-    scaled = logits.float() / temperature
+    k = k.long()
+    p = (logits.float() / temperature).softmax(-1)
     if limited.any():
-        ordered, order = scaled.topk(int(top_k.max()))
-        rank = torch.arange(order.size(1), device=logits.device)
-        ordered = ordered.masked_fill(rank >= k, float("-inf")).softmax(-1)
-        before = ordered.cumsum(-1) - ordered  # probability of the tokens that rank higher
-        ordered = ordered.masked_fill((before >= top_p) & (rank > 0), 0)
-        ordered /= ordered.sum(-1, keepdim=True)
-        p = torch.zeros_like(scaled).scatter_(1, order, ordered)
-    else:
-        p = scaled.softmax(-1)
+        # the rank of the last token to keep, of those in descending order; ties with it stay
+        ordered = p.topk(int(top_k.max())).values
+        cdf = ordered.cumsum(-1)
+        total = top_p * cdf.gather(1, k - 1)
+        last = torch.searchsorted(cdf, total).minimum(k - 1)
+        p = p.masked_fill(p < ordered.gather(1, last), 0)
+        p /= p.sum(-1, keepdim=True)
     if greedy.any():
         best = logits.max(-1, keepdim=True).indices
         one_hot = torch.zeros_like(p).scatter_(1, best, 1)
@@ -792,12 +828,11 @@ def probabilities(logits, temperature, top_k, top_p):
 
 def sample(p, u):
     """Inverse CDF: weights p (M, V), need not sum to 1; u (M,) uniform in [0, 1) -> (M,)"""
-    cdf = p.double().cumsum(-1)
+    cdf = p.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]
-    at = u.double()[:, None] * total
-    token = torch.searchsorted(cdf, at, right=True)
-    last = torch.searchsorted(cdf, total.clone())  # of all tokens with a weight; u may be near 1
-    return torch.minimum(token, last)[:, 0]
+    # u may be near 1: the product is less than the total, where the last token with a weight ends
+    at = torch.minimum(u.double()[:, None] * total, total.nextafter(total.new_zeros(())))
+    return torch.searchsorted(cdf, at, right=True)[:, 0]
 
 def verify(p, q, drafts, n_drafts, u):
     """Lossless rejection sampling [SmartSpec §2]: accept draft d with probability p[d] / q[d]; at

@@ -12,6 +12,7 @@ tensors; tensors begin in ModelRunner.pack, attention is in model.py and kernels
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -32,7 +33,8 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary, proxy
 
 # kernels before torch: it sets how torch's threads wait
-from kernels import FEW_ROWS, Batch, Sites, cdiv, has_triton, probabilities, sample, send, verify
+from kernels import (FEW_ROWS, LORA_ROWS, Batch, Sites, cdiv, has_triton, probabilities, sample,
+                     send, verify)
 from model import (GPT, PRESETS, ROW_PARALLEL, Adapter, GPTConfig, World, load_model,
                    load_tokenizer, stop_tokens)
 
@@ -245,6 +247,17 @@ class Engine:
         except BaseException:
             self.recover()
             raise
+
+    def warm(self):
+        """Compile kernels and record CUDA graphs for all iterations of up to a chunk, so that no
+        request waits for them. On a CPU and in the simulator there is nothing to do."""
+        start = time.perf_counter()
+        self.runner.warm()
+        if self.speculator:
+            self.speculator.proposer.warm()
+        seconds = time.perf_counter() - start
+        if seconds > 1:
+            print(f"compiled kernels and recorded CUDA graphs in {seconds:.0f} s", file=sys.stderr)
 
     # requests and adapters come and go
 
@@ -555,6 +568,7 @@ class AdapterStore:
         self.n_version = 1  # so many were made
         self.newest = {None: 0}  # name -> version
         self.known = {0: base}  # version -> Adapter
+        self.max_rank = {}  # operator -> largest rank of all adapters so far, a power of two
         # version -> function that waits for its copy; the least recently used first
         self.loaded = {}
         self.n_users = Counter()  # version -> running requests
@@ -572,6 +586,10 @@ class AdapterStore:
         self.newest[name] = self.n_version
         self.known[self.n_version] = adapter
         self.n_version += 1
+        for op, sites in adapter.sites.items():
+            if len(sites):
+                rank = power_of_two(max(16, *sites[:, RANK].tolist()))
+                self.max_rank[op] = max(rank, self.max_rank.get(op, 0))
 
     def keep(self, versions):
         """Forget all other versions."""
@@ -1028,6 +1046,9 @@ class Proposer:
     """Subclass it and write draft()."""
     context = math.inf  # the most tokens from which it can draft
 
+    def warm(self):
+        """Called by Engine.warm()."""
+
     def draft(self, request: Request, k: int) -> list[int]:
         """Up to k tokens that may follow the request's known ones."""
         raise NotImplementedError
@@ -1070,6 +1091,9 @@ class DraftModel(Proposer):
         self.cost = cost
         self.context = context
         self.idle_share = 0.0  # of recent steps: in which no decode was worth a draft
+
+    def warm(self):
+        self.runner.warm()
 
     def propose(self, plan, lengths, threshold):
         wanted = [k for request, k in lengths.items() if request.may_draft]
@@ -1276,6 +1300,14 @@ class ModelRunner:
         if self.copies and has_triton() and model.world.size == 1:
             self.graphs = CudaGraphs(engine, model, self.kv)
 
+    def warm(self):
+        """Record all graphs, and load what samples."""
+        if self.graphs:
+            self.graphs.warm()
+            logits = torch.zeros(1, self.model.config.vocab_size, device=self.model.device)
+            p = probabilities(logits, *torch.tensor([[1.0], [2], [0.5]]))
+            sample(p, p[:, 0])
+
     def run(self, plan):
         """Carry out a plan. Returns {request: accepted drafts and one more token}."""
         feeds = []
@@ -1330,8 +1362,7 @@ class ModelRunner:
         tokens = int32(tokens).clamp(max=self.model.config.vocab_size - 1)
         return Batch(tokens=tokens, positions=int32(positions), pages=int32(pages),
                      spans=int32(spans), table=int32(table), logit_rows=int32(logit_rows),
-                     max_context=1 + max(positions), adapters=adapters,
-                     **row_counts([n for _, n, _, _ in spans]))
+                     adapters=adapters, **row_counts([n for _, n, _, _ in spans]))
 
     def pack_adapters(self, feeds, spans, table):
         """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]. Adjacent rows of an adapter
@@ -1343,26 +1374,28 @@ class ModelRunner:
         for version, group in groupby(zip(feeds, spans), lambda pair: pair[0].request.version):
             if store.known[version].n_page:
                 own = [span for _, span in group]
+                first_row = own[0][0]
                 n_row = sum(n for _, n, _, _ in own)
-                places.append((version, (own[0][0], n_row, len(table))))
+                most = n_row
+                if self.graphs:  # a program's: no larger site makes others launch idle ones
+                    most = LORA_ROWS[max(n for _, n, _, _ in spans) > FEW_ROWS]
+                for start in range(0, n_row, most):
+                    rows = first_row + start, min(most, n_row - start)
+                    places.append((version, (*rows, len(table))))
                 table += store.pool.tables[version]
         if not places:
             return {}
         places.sort(key=lambda place: place[1][1] > FEW_ROWS)
+        where = [place for _, place in places]
         table = int32(table)
         packed = {}
-        for op, operator in self.model.config.operators.items():
+        for op in store.max_rank:
             parts = [store.known[version].sites[op] for version, _ in places]
             sites = np.concatenate(parts)
             if len(sites):
-                where = [place for _, place in places]
                 # in Adapter.sites rows are 0, and entries count from the adapter's first page
                 sites[:, [ROW, N_ROW, ENTRY]] += np.repeat(where, list(map(len, parts)), 0)
-                max_rank = cdiv(int(sites[:, RANK].max()), 16) * 16
-                wide = not (np.array([*operator.columns.values()]) % 16).any()
-                packed[op] = Sites(sites=torch.from_numpy(sites), table=table, max_rank=max_rank,
-                                   n_module=len(operator.columns), way=self.engine.lora, wide=wide,
-                                   **row_counts(sites[:, N_ROW]))
+                packed[op] = make_sites(self.engine, op, sites, table)
         return packed
 
     def verify_greedy(self, sampling, logits):
@@ -1464,15 +1497,31 @@ def int32(values):
         return torch.frombuffer(values, dtype=torch.int32)
     return torch.tensor(values, dtype=torch.int32)
 
+def make_sites(engine, op, sites, table):
+    """The Sites of an operator. sites: (S, 8)"""
+    columns = np.array([*engine.model.config.operators[op].columns.values()])
+    return Sites(sites=torch.from_numpy(sites), table=table, n_module=len(columns),
+                 max_rank=engine.adapters.max_rank[op], wide=not (columns % 16).any(),
+                 columns=int(columns[:, 1].max()), way=engine.lora, **row_counts(sites[:, N_ROW]))
+
 def row_counts(counts):
     """n_few, max_few and max_chunk of a Batch or of Sites. counts: rows of each span or site."""
     n = np.array(counts)
     few = n <= FEW_ROWS
-    return dict(n_few=int(few.sum()), max_few=int((n * few).max()), max_chunk=int((n * ~few).max()))
+    return dict(n_few=int(few.sum()), max_few=int((n * few).max(initial=0)),
+                max_chunk=int((n * ~few).max(initial=0)))
 
 class CudaGraphs:
-    """Iterations that a GPU replays without waiting for Python: decodes or verifications alone,
-    padded to powers of two, and decodes beside one chunk, scheduler.chunk tokens together."""
+    """Iterations that a GPU replays without waiting for Python: all of up to a chunk. Batches are
+    padded, so that few graphs serve all, and warm() can record each of them:
+
+        decodes alone                 rows, requests: 1, 2, 4 ... max_batch
+        with drafts, or ends of       requests: 1, 2, 4 ... max_batch; rows: 8 times as many, up to
+        prompts of up to 8 tokens     a tile; above it powers of two
+        with prefill chunks           rows: whole tiles up to the chunk; one chunk, or several
+
+    Padding rows belong to no span and write to the spare page. In an engine with adapters all
+    graphs but those of decodes apply them."""
     def __init__(self, engine, model, kv):
         self.engine = engine
         self.model = model
@@ -1481,48 +1530,90 @@ class CudaGraphs:
         self.pool = torch.cuda.graph_pool_handle()  # one memory for the activations of all graphs
 
     def fits(self, batch):
-        n_chunk = len(batch.spans) - batch.n_few
-        whole = n_chunk == 1 and len(batch.tokens) == self.engine.scheduler.chunk
-        whole = whole and batch.max_few <= 1
-        return (whole or not n_chunk) and self.engine.lora == "batched"
+        rows = FEW_ROWS if self.engine.speculator else 1
+        most = self.engine.scheduler.chunk
+        if not batch.max_chunk:
+            most = max(most, rows * self.engine.max_batch)
+        return len(batch.tokens) <= most and self.engine.lora == "batched"
+
+    def warm(self):
+        """Record all graphs, from batches of padding alone. They change no page."""
+        max_batch = self.engine.max_batch
+        chunk = self.engine.scheduler.chunk
+        sizes = []  # rows, requests with few rows, chunks
+        for i in range(power_of_two(max_batch).bit_length()):
+            n = min(1 << i, max_batch)
+            sizes += [(n * rows, n, 0) for rows in (1, 2, 4, FEW_ROWS)]
+        for N in range(TILE, chunk + TILE, TILE):
+            sizes += [(min(N, chunk), 0, n_chunk) for n_chunk in (1, min(2, max_batch))]
+        for N, n_few, n_chunk in sizes:
+            zeros = torch.zeros(N, dtype=torch.int32)
+            spans = zeros.new_zeros(n_few + n_chunk, 4)
+            batch = Batch(zeros, zeros, zeros + self.kv.size(2) - 1, spans, zeros[:0], zeros[:1],
+                          n_few, N // max(1, n_few), N if n_chunk else 0)
+            if self.fits(batch):
+                for adapters in ({}, self.adapters({}, zeros[:0], N, n_few, n_chunk)):
+                    self.recorded(self.pad(replace(batch, adapters=adapters)))
 
     def replay(self, batch):
         padded = self.pad(batch)
-        ranks = tuple((op, sites.max_rank) for op, sites in padded.adapters.items())
-        key = (len(padded.tokens), padded.n_few, len(padded.spans), padded.max_few,
-               padded.max_context, ranks)
-        if key not in self.graphs:
-            self.graphs[key] = self.record(padded)
-        graph, inputs, logits = self.graphs[key]
+        graph, inputs, logits = self.recorded(padded)
         flat = padded.flat()
-        inputs[:len(flat)].copy_(send(flat, inputs.device))
+        if inputs.is_cuda:
+            flat = flat.pin_memory()
+        inputs[:len(flat)].copy_(flat, non_blocking=True)
         graph.replay()
         return logits[:len(batch.logit_rows)]
 
+    def recorded(self, padded):
+        """The (graph, inputs, logits) of a padded batch, recorded when first needed"""
+        ranks = tuple((op, sites.max_rank) for op, sites in padded.adapters.items())
+        key = len(padded.tokens), padded.n_few, len(padded.spans), padded.max_few, ranks
+        if key not in self.graphs:
+            self.graphs[key] = self.record(padded)
+        return self.graphs[key]
+
     def pad(self, batch):
         """The batch with padding rows, empty spans and empty sites, so that few sizes occur."""
-        n_chunk = len(batch.spans) - batch.n_few
         N = len(batch.tokens)
-        n_few = self.engine.max_batch
-        context = power_of_two(max(batch.max_context, 256))
-        if not n_chunk:
-            N = power_of_two(N)
-            n_few = power_of_two(batch.n_few)
-            context = self.model.config.block_size
-        max_few = 1 if batch.max_few <= 1 else FEW_ROWS
-        R = n_few + n_chunk
-        adapters = {}
-        for op, sites in batch.adapters.items():
-            S = R * sites.n_module
-            adapters[op] = replace(sites, sites=pad(sites.sites, S), n_few=S, max_few=N,
-                                   max_chunk=N * n_chunk, max_rank=power_of_two(sites.max_rank))
-        few = pad(batch.spans[:batch.n_few], n_few)
+        n_chunk = len(batch.spans) - batch.n_few
+        n_few = power_of_two(batch.n_few)
+        max_few = FEW_ROWS
+        n_request = n_few
+        if n_chunk:
+            tile = max(TILE, power_of_two(N) // 8)
+            N = min(cdiv(N, tile) * tile, self.engine.scheduler.chunk)
+            n_few = n_request = self.engine.max_batch
+            n_chunk = 1 if n_chunk == 1 else n_few
+        elif batch.max_few > 1:
+            N = max(power_of_two(N), min(TILE, FEW_ROWS * n_few))
+        else:
+            N = n_few
+            max_few = 1
+        adapters = batch.adapters
+        if adapters or max_few > 1:
+            adapters = self.adapters(adapters, batch.table, N, n_request, n_chunk)
+        n_logits = min(N, n_request * FEW_ROWS) if self.engine.speculator else n_request
+        spans = pad(batch.spans[:batch.n_few], n_few), pad(batch.spans[batch.n_few:], n_chunk)
         return replace(batch, tokens=pad(batch.tokens, N), positions=pad(batch.positions, N),
-                       pages=pad(batch.pages, N, self.kv.size(2) - 1),
-                       spans=torch.cat([few, batch.spans[batch.n_few:]]),
-                       logit_rows=pad(batch.logit_rows, R if max_few == 1 else N), n_few=n_few,
-                       max_few=max_few, max_chunk=N * n_chunk, max_context=context,
-                       adapters=adapters)
+                       pages=pad(batch.pages, N, self.kv.size(2) - 1), spans=torch.cat(spans),
+                       logit_rows=pad(batch.logit_rows, n_logits), n_few=n_few, max_few=max_few,
+                       max_chunk=N if n_chunk else 0, adapters=adapters)
+
+    def adapters(self, own, table, N, n_request, n_chunk):
+        """The batch's own Sites with padding, and empty ones of all other operators that an adapter
+        of the engine changes"""
+        adapters = {}
+        if self.model is not self.engine.model:
+            return adapters
+        most = LORA_ROWS[n_chunk > 0]
+        none = np.zeros((0, 8), np.int32)
+        for op in self.engine.adapters.max_rank:
+            sites = own.get(op) or make_sites(self.engine, op, none, table)
+            n = (n_request + N // most) * sites.n_module
+            adapters[op] = replace(sites, sites=pad(sites.sites, n), n_few=n, max_few=most,
+                                   max_chunk=0)
+        return adapters
 
     def record(self, batch):
         flat = batch.flat()
@@ -1532,8 +1623,15 @@ class CudaGraphs:
         self.model.forward(static, self.kv)  # compiles the kernels
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            logits = self.model.forward(static, self.kv)
+        # a graph of a dead engine must not be destroyed during the recording: that ends it
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):
+                logits = self.model.forward(static, self.kv)
+        finally:
+            if collects:
+                gc.enable()
         return graph, inputs, logits
 
 def power_of_two(n):
@@ -1927,6 +2025,9 @@ class CostRunner:
         self.clock = engine.clock
         self.link_free_at = 0.0  # seconds; when the copies from host memory are done
 
+    def warm(self):
+        """Nothing to compile"""
+
     def run(self, plan):
         """Pass the time of a plan. Returns {request: its new tokens}."""
         engine = self.engine
@@ -2229,6 +2330,7 @@ def generate_text(args):
     if world.rank:
         engine.runner.follow()
         return
+    engine.warm()
     engine.add(request)
     print(args.prompt or "", end="", flush=True)
 
