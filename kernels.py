@@ -806,20 +806,26 @@ def probabilities(logits, temperature, top_k, top_p):
     V = logits.size(1)
     greedy = temperature < 1e-5  # 1e-37 would make infinite logits
     top_k = top_k.masked_fill(top_k == 0, V).clamp(max=V)
-    limited = (top_k < V) | (top_p < 1)
     temperature = temperature.masked_fill(greedy, 1)
     settings = torch.stack([temperature, top_k, top_p.masked_fill(top_p == 1, 2), greedy])
-    temperature, k, top_p, is_greedy = send(settings, logits.device)[..., None]  # (M, 1) each
-    k = k.long()
-    p = (logits.float() / temperature).softmax(-1)
-    if limited.any():
-        # the rank of the last token to keep, of those in descending order; ties with it stay
-        ordered = p.topk(int(top_k.max())).values
-        cdf = ordered.cumsum(-1)
-        total = top_p * cdf.gather(1, k - 1)
-        last = torch.searchsorted(cdf, total).minimum(k - 1)
-        p = p.masked_fill(p < ordered.gather(1, last), 0)
-        p /= p.sum(-1, keepdim=True)
+    temperature, k, limit, is_greedy = send(settings, logits.device)[..., None]  # (M, 1) each
+    scaled = logits.float() / temperature
+    most = int(top_k.max())
+    some_p = bool((top_p < 1).any())
+    if some_p or (top_k < V).any():
+        ordered, order = scaled.topk(most)
+        if (top_k < most).any():
+            rank = torch.arange(most, device=logits.device)
+            ordered = ordered.masked_fill(rank >= k, float("-inf"))
+        ordered = ordered.softmax(-1)
+        if some_p:
+            before = ordered.cumsum(-1) - ordered  # probability of the tokens that rank higher
+            ordered = ordered.masked_fill(before >= limit, 0)
+            ordered /= ordered.sum(-1, keepdim=True)
+        # back to the order of the vocabulary, in which sample() reads a random number
+        p = torch.zeros_like(scaled).scatter_(1, order, ordered)
+    else:
+        p = scaled.softmax(-1)
     if greedy.any():
         best = logits.max(-1, keepdim=True).indices
         one_hot = torch.zeros_like(p).scatter_(1, best, 1)
@@ -830,8 +836,8 @@ def sample(p, u):
     """Inverse CDF: weights p (M, V), need not sum to 1; u (M,) uniform in [0, 1) -> (M,)"""
     cdf = p.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]
-    # u may be near 1: the product is less than the total, where the last token with a weight ends
-    at = torch.minimum(u.double()[:, None] * total, total.nextafter(total.new_zeros(())))
+    # less than the total, also if u is near 1: it is reached at the last token with a weight
+    at = torch.minimum(u[:, None] * total, total.nextafter(total.new_zeros(())))
     return torch.searchsorted(cdf, at, right=True)[:, 0]
 
 def verify(p, q, drafts, n_drafts, u):
