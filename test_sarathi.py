@@ -1938,18 +1938,113 @@ def unwritten_memory_is_nan():
     yield
     torch.use_deterministic_algorithms(False)
 
-def test_most_graphs_are_warm_before_a_run_is_timed(monkeypatch):
-    replays = fake_graphs(monkeypatch)
-    jobs = [bench.Job(0.0, 32, 6, name) for name in 4 * (None, "0", None)]
-    engine = Engine(TARGET, chunk=16, max_batch=4)
-    engine.add_adapter("0", ADAPTERS["q"])
-    bench.warm_up(engine, jobs)
+@pytest.mark.skipif(DEVICE == "cuda", reason="there, all tests of the engine replay real graphs")
+@each("names, spec", [((None,), None), ((None, "q", "all"), None), (("ffn", None), 3)])
+@each("scheduler, chunk", [("sarathi", 32), ("sarathi", 64), ("sarathi_serve", 64),
+                           ("prefill_first", 40)])
+def test_iterations_of_up_to_a_chunk_replay_graphs(scheduler, chunk, names, spec,
+                                                   unwritten_memory_is_nan, monkeypatch):
+    """Ends of prompts, short prompts, several chunks, drafts and adapters beside them: all graphs
+    are recorded by warm(), and no more than 24. Tiles have 16 rows here."""
+    fake_graphs(monkeypatch)
+    monkeypatch.setattr(sarathi, "TILE", 16)
+    draft = "ngram" if spec else None
+    engine = Engine(TARGET, scheduler, chunk, max_batch=5, draft=draft, spec=spec)
+    for name in filter(None, names):
+        engine.add_adapter(name, ADAPTERS[name])
+    engine.warm()
     graphs = {*engine.runner.graphs.graphs}
-    n_replay = replays.total()
-    bench.serve(engine, jobs, adapters=[ADAPTERS["q"]])
-    new = {*engine.runner.graphs.graphs} - graphs
-    assert all(key[3] == FEW_ROWS for key in new)  # rests of prompts beside some decodes
-    assert len(graphs) > 4 * len(new) and replays.total() > n_replay
+    forward = GPT.forward
+    eager = []  # tokens of iterations without a graph
+    replay = sarathi.CudaGraphs.replay
+
+    def replay_alone(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(GPT, "forward", forward)
+            return replay(*args)
+
+    def eager_forward(model, batch, kv):
+        eager.append(len(batch.tokens))
+        return forward(model, batch, kv)
+    monkeypatch.setattr(sarathi.CudaGraphs, "replay", replay_alone)
+    monkeypatch.setattr(GPT, "forward", eager_forward)
+    requests = mixed(names, 12)
+    for request in requests:
+        engine.add(request)
+    engine.run()
+    check_tokens(requests)
+    assert {*engine.runner.graphs.graphs} == graphs and len(graphs) <= 24
+    assert all(n > chunk for n in eager) and bool(eager) == (scheduler == "prefill_first")
+
+@each("names, spec", [((None,), None), ((None, "0"), None), (("0",), 3)])
+@each("scheduler", ["sarathi", "prefill_first"])
+def test_nothing_is_compiled_while_requests_are_served(scheduler, names, spec, monkeypatch):
+    """What Triton would compile for llama-13b's heads: a kernel again for arguments of another
+    kind. Prompts of more than a chunk run without a graph."""
+    triton = pytest.importorskip("triton")
+    driver = Mock(get_current_device=lambda: 90)
+    driver.get_current_target.return_value = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(kernels, "backend", lambda *_: "triton")
+    monkeypatch.setattr(model_py, "pack", lambda weight: weight)
+    compiled = set()
+
+    def launch(kernel, grid):
+        def run(*args, **options):
+            _, kinds, others = kernel.device_caches[90][-1](*args, **options)
+            compiled.add((kernel.__name__, str(kinds), str(others)))
+        return run
+    monkeypatch.setattr(triton.JITFunction, "__getitem__", launch)
+    fake_graphs(monkeypatch)
+    model = GPT.from_preset(GPTConfig(1, 40, 64, 32, 40, 128, 61, 2048, "llama"), bfloat16)
+    draft = sarathi.Zeros() if spec else None
+    engine = Engine(model, scheduler, max_batch=5, n_page=7000, draft=draft, spec=spec)
+    engine.add_adapter("0", Adapter.random(model.config, 20, dtype=bfloat16))
+    engine.warm()
+    warm = {*compiled}
+    assert len(warm) <= 16
+    for i in range(15):
+        request = Request([1] * (7 + 97 * i % 900), 2 + i % 7, names[i % len(names)])
+        engine.add(request)
+    engine.run()
+    assert compiled == warm
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="real graphs do not say when they are destroyed")
+def test_no_graph_is_destroyed_while_another_one_is_recorded(monkeypatch):
+    """That would end the recording. A dead engine in a cycle is left to Python's collector, which
+    runs here at every allocation."""
+    recording = []
+    destroyed = []  # for each graph: was another one recorded?
+    alive = []
+
+    @contextmanager
+    def record(graph, pool):
+        weakref.finalize(graph, lambda: destroyed.append(bool(recording)))
+        recording.append(graph)
+        alive.clear()
+        yield
+        recording.clear()
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", type("Graph", (), {}))
+    monkeypatch.setattr(torch.cuda, "graph", record)
+
+    def recording_engine():
+        engine = Engine(TARGET, max_batch=1)
+        runner = engine.runner
+        runner.graphs = sarathi.CudaGraphs(runner.engine, runner.model, runner.kv)
+        return engine
+    dead = recording_engine()
+    dead.warm()
+    dead.itself = dead
+    alive.append(dead)
+    del dead
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    recording_engine().warm()
+    gc.set_threshold(*thresholds)
+    gc.collect()
+    assert gc.isenabled() and len(destroyed) > 1 and not any(destroyed)
 
 def test_gpus_that_do_not_do(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
