@@ -1948,7 +1948,7 @@ def test_iterations_of_up_to_a_chunk_replay_graphs(scheduler, chunk, names, spec
     are recorded by warm(), and no more than 24. Tiles have 16 rows here."""
     fake_graphs(monkeypatch)
     monkeypatch.setattr(sarathi, "TILE", 16)
-    draft = "ngram" if spec else None
+    draft = sarathi.Zeros() if spec else None
     engine = Engine(TARGET, scheduler, chunk, max_batch=5, draft=draft, spec=spec)
     for name in filter(None, names):
         engine.add_adapter(name, ADAPTERS[name])
@@ -2012,7 +2012,7 @@ def test_nothing_is_compiled_while_requests_are_served(scheduler, names, spec, m
 @pytest.mark.skipif(DEVICE == "cuda", reason="real graphs do not say when they are destroyed")
 def test_no_graph_is_destroyed_while_another_one_is_recorded(monkeypatch):
     """That would end the recording. A dead engine in a cycle is left to Python's collector, which
-    runs here at every allocation."""
+    runs whenever it may."""
     recording = []
     destroyed = []  # for each graph: was another one recorded?
     alive = []
@@ -2022,6 +2022,8 @@ def test_no_graph_is_destroyed_while_another_one_is_recorded(monkeypatch):
         weakref.finalize(graph, lambda: destroyed.append(bool(recording)))
         recording.append(graph)
         alive.clear()
+        if gc.isenabled():
+            gc.collect()
         yield
         recording.clear()
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 1)
@@ -2039,10 +2041,7 @@ def test_no_graph_is_destroyed_while_another_one_is_recorded(monkeypatch):
     dead.itself = dead
     alive.append(dead)
     del dead
-    thresholds = gc.get_threshold()
-    gc.set_threshold(1, 1, 1)
     recording_engine().warm()
-    gc.set_threshold(*thresholds)
     gc.collect()
     assert gc.isenabled() and len(destroyed) > 1 and not any(destroyed)
 
