@@ -1331,7 +1331,7 @@ def roofline(place):
     for n in (32, 128, 512, 2048):
         if n < min(place.model.config.block_size, place.room):
             yield "share of the ceiling", "prefill", n, share(place, ceilings, chunk=n)
-    for n in (1, 4, 16, 64):
+    for n in (1, 4, 16, 32):
         if n * L < place.room:
             reached = share(place, ceilings, decodes=n, context=L - 1)
             yield "share of the ceiling", "decode", n, reached
@@ -1833,13 +1833,13 @@ def write_json(path, report):
     if path == "-":
         print(text)
         return
-    path = Path(path).resolve()
-    if path.is_file() and os.access(path.parent, os.W_OK):
-        part = path.with_name(f"{path.name}.part")
+    file = Path(path).resolve()
+    if file.is_file() and os.access(file.parent, os.W_OK):
+        part = file.with_name(f"{file.name}.part")
         part.write_text(f"{text}\n")
-        part.replace(path)
+        part.replace(file)
     else:  # such as a pipe
-        path.write_text(f"{text}\n")
+        Path(path).write_text(f"{text}\n")
 
 def main():
     args = parse_arguments()
