@@ -1968,6 +1968,15 @@ def test_a_new_gpu_has_to_be_there(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         run_command_line(bench.main)
     assert "gpu: torch sees no GPU" in capsys.readouterr().err
+    args = arguments("gpu --chunk 128")
+    args.device = "cuda"
+    place = tiny_place()
+    monkeypatch.setattr(bench, "parse_arguments", lambda: args)
+    monkeypatch.setattr(bench, "this_machine", lambda args: place)
+    ran = []
+    monkeypatch.setattr(bench, "run_experiments", lambda args, names: ran.extend(names))
+    bench.main()
+    assert ran[0] == "gpu" and {*ran} < {*EXPERIMENTS} and args.lengths == [64]
 
 def test_out_of_memory_is_one_line(capsys):
     def main():
