@@ -19,6 +19,7 @@ import math
 import os
 import re
 import runpy
+import signal
 import sys
 import tempfile
 import textwrap
@@ -38,7 +39,7 @@ from typing import NamedTuple
 
 # kernels before torch: it sets how torch's threads wait
 from kernels import linear, pack, torch_dtype
-from model import CACHE, Adapter, load_model, load_tokenizer, preset
+from model import Adapter, load_model, load_tokenizer, preset
 from sarathi import (GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, CostModel, EarlyAbort,
                      Engine, Entry, Feed, Iteration, IterationStats, Pipeline, Policy, Request,
                      Run, Sarathi, SarathiServe, Scheduler, add_model_flags, cell, check_choice,
@@ -434,9 +435,10 @@ def halves(L, pd=0, chunk=0, B=1):
 
 @experiment()
 def users(place):
-    """What users feel: the same arrivals with static batching, prefill-first and chunked prefill.
-    Again and again a short prompt with a long output comes, and three long prompts with a short
-    one; prompts alone take 3/4 of the time. Stall: no new token in the middle of an output."""
+    """What users feel: the same arrivals with static batching, prefill-first and prefill in chunks
+    of --chunk and of 512 tokens. Again and again a short prompt with a long output comes, and three
+    long prompts with a short one; prompts alone take 3/4 of the time. Stall: no new token in the
+    middle of an output."""
     L = max(place.lengths)
     unit, decode = np.min(place.seconds(dict(chunk=L), dict(decodes=3, context=L // 4)), 1).tolist()
     n_out = max(2, min(int(2 * unit / decode), L // 2))
@@ -445,6 +447,8 @@ def users(place):
             for P, D in [(L // 8, n_out)] + 3 * [(5 * L // 8, 8)]]
     jobs = jobs[:-3]  # a short prompt comes last: how a run ends says little
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
+    if place.args.chunk != 512:
+        ways["sarathi, C = 512"] = dict(scheduler=Sarathi(512))
     for name, runs in place.race(ways, jobs=jobs, B=place.B).items():
         for figure in ("tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
             yield figure, name, [run.figures[figure] for run in runs]
@@ -548,20 +552,24 @@ def explain(places):
     P, D = halves(L, chunk=place.args.chunk, B=place.B)
     most = 1 + D * decode / (place.B * prefill)
     gains = [ours["table4", "throughput", "", L] for L in place.lengths]
-    stalls, speeds = [
-        [ours["users", figure, name, ""] for name in ("prefill_first", "sarathi")]
-        for figure in ("longest stall ms", "tokens/s")]
-    verb = "shorten" if stalls[1] < stalls[0] else "did not shorten"
+    figures = ("longest stall ms", "TTFT p50 ms", "tokens/s")
+    whole = [ours["users", figure, "prefill_first", ""] for figure in figures]
+    texts = []
+    for name, chunk in ("sarathi", place.args.chunk), ("sarathi, C = 512", 512):
+        if ("users", "tokens/s", name, "") in ours:
+            stall, ttft, speed = [ours["users", figure, name, ""] for figure in figures]
+            texts.append(
+                f"In chunks of {chunk} tokens the longest pause in an output is {stall:.0f} ms "
+                f"instead of {whole[0]:.0f}, the median TTFT {ttft:.0f} ms instead of "
+                f"{whole[1]:.0f}, and throughput {speed / whole[2]:.2f} times prefill-first's. ")
     return (
-        f"Chunks {verb} stalls: the longest pause in an output is "
-        f"{stalls[1]:.0f} ms instead of {stalls[0]:.0f}, at {speeds[1] / speeds[0]:.2f} times "
-        "prefill-first's throughput. "
-        "They raise throughput only where decodes take long beside prompts. One read of a weight "
-        f"pays for {ours['ceilings', 'ridge point (tokens)', '', '']:.0f} tokens here (the ridge "
+        f"{''.join(texts)}Over request-level batching chunks gain throughput only where decodes "
+        "take long beside prompts. One read of a weight pays for "
+        f"{ours['ceilings', 'ridge point (tokens)', '', '']:.0f} tokens here (the ridge "
         f"point). A prompt of {L} tokens takes {prefill:.0f} ms and a batch of decodes "
         f"{decode:.1f} ms, so that requests of {P} + {D} tokens could be served {most:.2f} times "
         f"as fast at best, if decodes cost nothing. Measured: {min(gains):.2f} to "
-        f"{max(gains):.2f} times request-level batching.")
+        f"{max(gains):.2f} times.")
 
 # -----------------------------------------------------------------------------
 # SARATHI's figures
@@ -1317,10 +1325,13 @@ def roofline(place):
     operators, or the bytes of weights and cache, take at the ceilings, over the measured ones."""
     L = place.lengths[0]
     ceilings = measure_ceilings(place)
-    for n in (32, 128, 512):
-        yield "share of the ceiling", "prefill", n, share(place, ceilings, chunk=n)
-    for n in (1, 4, 16):
-        yield "share of the ceiling", "decode", n, share(place, ceilings, decodes=n, context=L - 1)
+    for n in (32, 128, 512, 2048):
+        if n < min(place.model.config.block_size, place.room):
+            yield "share of the ceiling", "prefill", n, share(place, ceilings, chunk=n)
+    for n in (1, 4, 16, 32):
+        if n * L < place.room:
+            reached = share(place, ceilings, decodes=n, context=L - 1)
+            yield "share of the ceiling", "decode", n, reached
 
 def share(place, ceilings, decodes=0, context=0, chunk=0):
     """The share of a machine's ceilings (FLOP/s, bytes/s) that an iteration reaches."""
@@ -1335,10 +1346,11 @@ def share(place, ceilings, decodes=0, context=0, chunk=0):
     seconds = place.seconds(dict(decodes=decodes, context=context, chunk=chunk))
     return max(computing, reading) / np.median(seconds)
 
-@experiment("tokens or requests, n", only="measured")
+@experiment("requests or adapters, n", only="measured")
 def gpu(place):
-    """All that a new GPU has to show: logits against the definitions, shares of its ceilings, the
-    host's time per iteration, peak memory; then table2, table4, slora_here and spec_here."""
+    """What a new GPU has to show: logits against the definitions, the host's time per iteration, 32
+    decodes with n adapters of rank 16, and peak memory. `bench.py gpu` alone goes on with roofline,
+    users, table4 and table2, at one length."""
     model = place.model
     c = model.config
     tokens = np.random.default_rng(0).integers(c.vocab_size, size=300).tolist()
@@ -1350,14 +1362,6 @@ def gpu(place):
             for first, end in pairwise(ends)]
     errors = torch.cat(rows) - model.logits(tokens)[[end - 1 for end in ends[1:]]]
     yield "error of logits over their deviation", float(errors.abs().max() / rows[0].std())
-    ceilings = measure_ceilings(place)
-    for L, B in product((1000, 4000), (1, 8, 64)):
-        if L < c.block_size and B * L < place.room:
-            reached = share(place, ceilings, decodes=B, context=L)
-            yield "share of the ceiling", f"decode at {L}", B, reached
-    for n in (256, 512, 2048):
-        if n < min(c.block_size, place.room):
-            yield "share of the ceiling", "prefill", n, share(place, ceilings, chunk=n)
     for B in (1, 8, 64):
         plan, engine = made_up_plan(model, decodes=B, context=64)
         feeds = [Feed(r, r.n_past, [1], 1) for r, _ in plan]
@@ -1368,6 +1372,12 @@ def gpu(place):
             engine.runner.forward(feeds)
             seconds.append(time.perf_counter() - start)
         yield "host (ms)", "decode", B, 1e3 * median(seconds)
+    adapters = [Adapter.random(c, 16, seed, model.dtype) for seed in range(4)]
+    ways = {n: dict(jobs=[Job(0.0, 64, 64, str(i % n) if n else None) for i in range(32)])
+            for n in (0, 1, 32)}
+    common = dict(B=32, n_page=32 * (128 + adapters[0].n_page), scheduler="prefill_first")
+    for n, runs in place.race(ways, adapters=adapters, **common).items():
+        yield "32 decodes (ms)", "adapters", n, [run.figures["TPOT p50 ms"] for run in runs]
     yield "peak memory (GB)", torch.cuda.max_memory_allocated() / 1e9
 
 @experiment("", "tokens/s of prompts of 256 and outputs of 32, all counted", only="measured")
@@ -1639,6 +1649,7 @@ def write_trace(path, tapes):
 # command line
 
 MAIN_JOB = ["users", "table4", "table2", "ceilings"]
+GPU_JOB = ["gpu", "roofline", "users", "table4", "table2"]
 WHERE = {"": "here, or --hardware", "measured": "here", "simulated": "simulated"}
 
 def token_counts(text):
@@ -1673,7 +1684,7 @@ def make_parser():
     flag("--size", choices=("small", "full"),
          help="grid of an experiment; default: small if measured, full if simulated")
     flag("--plot", metavar="FOLDER", help="save each experiment's picture there")
-    flag("--json", metavar="FILE", help="save all rows; without a terminal stdout ends with them")
+    flag("--json", metavar="FILE", help="save all rows; -: at the end of stdout")
     flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
     online = parser.add_argument_group("of online").add_argument
     online("--rate", type=float, help="requests/s; default: 0.7 of what can be served")
@@ -1732,22 +1743,43 @@ def by_scheduler(schedulers):
     return {name_of(scheduler): dict(scheduler=scheduler) for scheduler in schedulers}
 
 def run_experiments(args, names):
-    """Run experiments; then, or after Ctrl-C, print their tables and save what flags ask for."""
+    """Run experiments. The table of each is printed and its rows are saved once it is done."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if args.chunk == "auto":
         args.chunk = pick_chunk(choose_places(args, names[0])[0])
         print(f"Chunk: {args.chunk} tokens, by the profile of fig7\n", flush=True)
     places = {name: choose_places(args, name) for name in names}
+    every_place = sum(places.values(), [])
     start = time.perf_counter()
     before = others_seconds()
     try:
-        for name, group in places.items():
-            for place in group:
-                with tqdm(desc=name, unit=" runs", leave=False, disable=None) as place.bar:
-                    place.rows.extend(EXPERIMENTS[name].rows(place))
+        for name in places:
+            run_experiment(args, name, places)
+        if not args.experiments:
+            print(f"{textwrap.fill(explain(places), 118)}\n")
     finally:
-        if any(not place.simulated for place in sum(places.values(), [])):
+        if any(not place.simulated for place in every_place):
             warn_of_others(start, before)
-        report(args, {name: group for name, group in places.items() if group[0].rows})
+        if args.trace:
+            write_trace(args.trace, [tape for place in every_place for tape in place.tapes.items()])
+        if args.json == "-" and any(place.rows for place in every_place):
+            write_json("-", summary(args, places))
+
+def run_experiment(args, name, places):
+    """Fill the rows of an experiment's places. Then, or if it is stopped, show its table, save all
+    rows so far, and draw its picture. places: {experiment: [Place]}"""
+    group = places[name]
+    try:
+        for place in group:
+            with tqdm(desc=name, unit=" runs", leave=False, disable=None) as place.bar:
+                place.rows.extend(EXPERIMENTS[name].rows(place))
+    finally:
+        if group[0].rows:
+            show(name, group)
+            if args.json not in (None, "-"):
+                write_json(args.json, summary(args, places))
+            if args.plot:
+                save_picture(group[0], name, args.plot)
 
 def choose_places(args, name):
     """Where an experiment runs. The main job's Tables 2 and 4 stand beside the paper's hardware,
@@ -1767,42 +1799,44 @@ def choose_places(args, name):
     paper = simulate(argparse.Namespace(**vars(args) | dict(lengths=None)), what.on)
     return [this_machine(args), paper]
 
-def report(args, places):
-    """Print tables and the main job's paragraph; save what flags ask for. {experiment: [Place]}"""
-    for name, group in places.items():
-        what = EXPERIMENTS[name]
-        place = group[0]
-        sources = [other.source for other in group]
-        if not place.simulated and any(row["paper"] is not None for row in place.rows):
-            sources.append(f"the paper: {what.on.model} on {what.on.tp} x {what.on.gpu}")
-        print(f"### {name}\n{textwrap.fill(what.about, 118)}")
-        print(textwrap.fill("; ".join(sources), 118))
-        axes = [f"By {what.x}."] * bool(what.x) + [f"Numbers: {what.y}."] * bool(what.y)
-        if axes and what.x != "seconds":  # of curves, which are in pictures alone
-            print(" ".join(axes))
-        print(f"\n{tables(what, group)}\n")
-        if args.plot:
-            save_picture(place, name, args.plot)
-    if not args.experiments and {*MAIN_JOB} <= {*places}:
-        print(f"{textwrap.fill(explain(places), 118)}\n")
-    every_place = sum(places.values(), [])
-    if args.trace:
-        write_trace(args.trace, [tape for place in every_place for tape in place.tapes.items()])
-    if every_place:
-        write_json(args, dict(
-            experiment=" ".join(places),
-            rows=sum((place.rows for place in every_place), []),
-            seed=args.seed,
-            machine="; ".join(dict.fromkeys(place.source for place in every_place)),
-            torch=torch.__version__))
+def show(name, group):
+    """Print an experiment's tables, of a group of Places."""
+    what = EXPERIMENTS[name]
+    place = group[0]
+    sources = [other.source for other in group]
+    if not place.simulated and any(row["paper"] is not None for row in place.rows):
+        sources.append(f"the paper: {what.on.model} on {what.on.tp} x {what.on.gpu}")
+    print(f"### {name}\n{textwrap.fill(what.about, 118)}")
+    print(textwrap.fill("; ".join(sources), 118))
+    axes = [f"By {what.x}."] * bool(what.x) + [f"Numbers: {what.y}."] * bool(what.y)
+    if axes and what.x != "seconds":  # of curves, which are in pictures alone
+        print(" ".join(axes))
+    print(f"\n{tables(what, group)}\n", flush=True)
 
-def write_json(args, report):
-    """One JSON object: to the file of --json, and to a stdout that is no terminal."""
+def summary(args, places):
+    """The object of --json: the rows so far. places: {experiment: [Place]}"""
+    begun = {name: group for name, group in places.items() if group[0].rows}
+    every_place = sum(begun.values(), [])
+    return dict(
+        experiment=" ".join(begun),
+        rows=sum((place.rows for place in every_place), []),
+        seed=args.seed,
+        machine="; ".join(dict.fromkeys(place.source for place in every_place)),
+        torch=torch.__version__)
+
+def write_json(path, report):
+    """Write one object to stdout ("-") or a file. An old file is replaced by a whole new one."""
     text = json.dumps(report)
-    if args.json:
-        Path(args.json).write_text(text + "\n")
-    if not sys.stdout.isatty():
+    if path == "-":
         print(text)
+        return
+    file = Path(path).resolve()
+    if file.is_file() and os.access(file.parent, os.W_OK):
+        part = file.with_name(f"{file.name}.part")
+        part.write_text(f"{text}\n")
+        part.replace(file)
+    else:  # such as a pipe
+        Path(path).write_text(f"{text}\n")
 
 def main():
     args = parse_arguments()
@@ -1812,21 +1846,23 @@ def main():
         check_choice("experiment", name, [*EXPERIMENTS, *alone])
     if names == ["scoreboard"] and args.chunk == "auto":
         raise ValueError("scoreboard --chunk auto: a profile is of one place, give it a number")
-    for path in filter(None, (args.trace, args.json)):
+    for path in {args.trace, args.json} - {None, "-"}:
         open(path, "a").close()  # an error now, not after the experiments
     if args.plot:
         os.makedirs(args.plot, exist_ok=True)
     if names == ["gpu"]:
         if args.device == "cpu":
             raise ValueError("gpu: torch sees no GPU, or --device cpu was given")
-        trained = args.model or (CACHE / "tiny").is_dir()
-        names += ["table2", "table4", "slora_here"] + ["spec_here"] * bool(trained)
+        args.lengths = this_machine(args).lengths[:1]
+        names = GPU_JOB
     if names == ["list"]:
         for name, what in EXPERIMENTS.items():
             print(textwrap.fill(f"{name:13} {WHERE[what.only]:20} {what.about}", 118,
                                 subsequent_indent=35 * " "))
     elif names == ["scoreboard"]:
-        write_json(args, dict(experiment="scoreboard", rows=scoreboard(args)))
+        rows = scoreboard(args)
+        if args.json:
+            write_json(args.json, dict(experiment="scoreboard", rows=rows))
     else:
         run_experiments(args, names)
 

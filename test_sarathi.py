@@ -10,6 +10,7 @@ import math
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -2067,6 +2068,15 @@ def test_a_new_gpu_has_to_be_there(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         run_command_line(bench.main)
     assert "gpu: torch sees no GPU" in capsys.readouterr().err
+    args = arguments("gpu --chunk 128")
+    args.device = "cuda"
+    place = tiny_place()
+    monkeypatch.setattr(bench, "parse_arguments", lambda: args)
+    monkeypatch.setattr(bench, "this_machine", lambda args: place)
+    ran = []
+    monkeypatch.setattr(bench, "run_experiments", lambda args, names: ran.extend(names))
+    bench.main()
+    assert ran[0] == "gpu" and {*ran} < {*EXPERIMENTS} and args.lengths == [64]
 
 def test_out_of_memory_is_one_line(capsys):
     def main():
@@ -3081,7 +3091,7 @@ def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys,
     generate = Engine.generate
     monkeypatch.setattr(Engine, "generate",
                         lambda *args: served.append(args[1]) or generate(*args))
-    status, out, err = command(monkeypatch, capsys, f"spec_here --seconds 0 {words}")
+    status, out, err = command(monkeypatch, capsys, f"spec_here --seconds 0 --json - {words}")
     assert status == 0, err
     rows = json.loads(out.splitlines()[-1])["rows"]
     ours = {tuple(row["at"]): row["ours"] for row in rows}
@@ -3181,9 +3191,11 @@ def test_explanation_and_chunk():
     place.rows = [row for name in bench.MAIN_JOB for row in EXPERIMENTS[name].rows(place)]
     text = bench.explain({"users": [place]})
     rows = {(row["experiment"], *row["at"]): row["ours"] for row in place.rows}
-    stalls = [rows["users", "longest stall ms", name, ""] for name in ("sarathi", "prefill_first")]
-    assert stalls[0] < stalls[1] / 3
-    assert f"{stalls[0]:.0f} ms instead of {stalls[1]:.0f}" in text
+    for figure in ("TTFT p50 ms", "longest stall ms"):
+        *ours, whole = [rows["users", figure, name, ""]
+                        for name in ("sarathi", "sarathi, C = 512", "prefill_first")]
+        assert all(f"{ms:.0f} ms instead of {whole:.0f}" in text for ms in ours)
+    assert ours[0] < whole / 3
     assert "pays for 204 tokens" in text and "Measured: 1.20 to 1.22 times" in text
     # of 1,024 tokens every 52nd is decoded, in a batch of 6: at best, these cost nothing
     prefill = 1e3 * place.model.seconds(place.model.stats([Entry(0, 0, 1024, 1)]))
@@ -3191,6 +3203,9 @@ def test_explanation_and_chunk():
     assert f"could be served {1 + 20 * decode / 6 / prefill:.2f} times" in text
     assert bench.pick_chunk(place) == 256  # 256 / (B - 1) is 51
     assert bench.pick_chunk(place, pd=200) > 256
+    place.args.chunk = 512
+    names = [row["at"][1] for row in EXPERIMENTS["users"].rows(place)]
+    assert [*dict.fromkeys(names)] == ["static", "prefill_first", "sarathi"]
 
 def test_jobs_are_distributed_as_the_papers_say():
     jobs = bench.gamma_jobs(4, 2000, cv=3, n_adapter=50, power=0.2, prompt=(8, 64))
@@ -3404,11 +3419,20 @@ def test_mistakes_are_one_line(monkeypatch, capsys, words, needle):
 def test_a_run_that_fails_keeps_the_rows_of_another(monkeypatch, capsys, tmp_path):
     path = tmp_path / "rows.json"
     path.write_text("{}")
-    assert command(monkeypatch, capsys, f"fig3 --hardware a100 --lengths 1 --json {path}")[0] == 2
+    words = f"fig3 --hardware a100 --json {path}"
+    assert command(monkeypatch, capsys, f"{words} --lengths 1")[0] == 2
+
+    def half(path, text):
+        with open(path, "w") as file:
+            file.write(text[:9])
+        raise KeyboardInterrupt
+    monkeypatch.setattr(Path, "write_text", half)
+    assert command(monkeypatch, capsys, words)[0] == 130
     assert path.read_text() == "{}"
 
 def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
-    words = f"fig3 timeline --hardware a100 --plot {tmp_path} --trace {tmp_path}/trace.json"
+    words = "fig3 timeline --hardware a100 --json - "
+    words += f"--plot {tmp_path} --trace {tmp_path}/trace.json"
     status, out, _ = command(monkeypatch, capsys, words)
     lines = out.strip().splitlines()
     assert status == 0 and sum(line.startswith("###") for line in lines) == 2
@@ -3437,7 +3461,6 @@ def test_online_shows_classes_of_ones_own(monkeypatch, capsys, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     words = (f"online --size small --hardware a100 --json {tmp_path}/rows.json "
              f"--scheduler {tmp_path}/own.py:Mine --spec {tmp_path}/own.py:One")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     _, out, _ = command(monkeypatch, capsys, words)
     lines = [line.split("|") for line in out.splitlines() if line.startswith("| ")]
     names = [*SCHEDULERS, "Mine", "goodput", "One"]
@@ -3503,6 +3526,7 @@ def test_online_flags(monkeypatch, capsys, tmp_path):
              f"--jobs {tmp_path}/lengths.csv --rate 0.5": 0.5 * (64 + 4),
              f"--jobs {tmp_path}/long.csv --context 20000": 3 / 10 * 12000}
     for words, rate in flags.items():
+        words += " --json -"
         _, out, _ = command(monkeypatch, capsys, f"online --hardware a100 --size small {words}")
         rows = json.loads(out.strip().splitlines()[-1])["rows"]
         ours = {tuple(row["at"][:2]): row["ours"] for row in rows}
@@ -3510,19 +3534,31 @@ def test_online_flags(monkeypatch, capsys, tmp_path):
         assert speeds[1:] == approx([rate] * 5, rel=0.3)  # not static
         assert ours["stall p50 ms", "orca"] > ours["TPOT p50 ms", "orca"]
 
-def test_interrupt_prints_what_was_measured(monkeypatch, capsys):
+@each("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_stopped_keeps_what_it_has(number, status, monkeypatch, capsys, tmp_path):
+    """The first experiment's table and rows before the second begins, then what this one has"""
+    path = tmp_path / "rows.json"
+    done = []
+
     def endless(place):
-        """Two points, and Ctrl-C"""
+        """Two points, and a signal"""
+        done.extend([json.loads(path.read_text()), capsys.readouterr().out])
         yield "first", 1.0
         yield "second", [1.0, 2.0, 6.0]
-        raise KeyboardInterrupt
-    what = EXPERIMENTS["fig3"]._replace(run=endless)
-    monkeypatch.setitem(EXPERIMENTS, "fig3", what)
-    status, out, _ = command(monkeypatch, capsys, "fig3 fig4 --hardware a6000")
-    assert status == 130 and "| second " in out and "fig4:" not in out
-    _, second = json.loads(out.strip().splitlines()[-1])["rows"]
-    assert second["ours"] == 2.0  # median and quartiles
-    assert second["spread"] == (4.0 - 1.5) / 2
+        signal.raise_signal(number)
+    monkeypatch.setitem(EXPERIMENTS, "fig3", EXPERIMENTS["fig3"]._replace(run=endless))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    words = f"fig7 fig3 fig4 --hardware a6000 --json {path}"
+    stopped, out, _ = command(monkeypatch, capsys, words)
+    signal.signal(signal.SIGTERM, before)
+    first, text = done
+    assert first["experiment"] == "fig7" and len(first["rows"]) == 24 and "| 1025 " in text
+    assert stopped == status and "| second " in out and "### fig4" not in out
+    rows = json.loads(path.read_text())["rows"]
+    assert rows[:24] == first["rows"] and len(rows) == 26
+    assert rows[-1]["ours"] == 2.0  # median and quartiles
+    assert rows[-1]["spread"] == (4.0 - 1.5) / 2
+    assert [*tmp_path.iterdir()] == [path] and '{"' not in out
 
 README = Path(__file__).with_name("README.md").read_text(encoding="utf8")
 
