@@ -1,11 +1,11 @@
 """The operators of one iteration over a flat batch of N tokens.
 
-In reading order: how a batch is described (Batch, Sites), how C++ is compiled and called, the
-operators linear, add_norm, activate, rotate_write, attention and lora, then sampling and
-verification. An operator stands here up to four times: `op_ref` is its definition in plain
-torch, `_op_kernel` is Triton for GPUs, SOURCE at the end is C++ for CPUs, and `op` picks one.
-Three layouts have a picture: the cache below, a weight in panels at Packed, and the rows of an
-adapter on pages at _shrink_kernel.
+In reading order: how a batch is described (Batch, Sites); sampling and verification; the operators
+linear, add_norm, activate, rotate_write, attention and lora, each with its definition `op_ref` in
+plain torch and `op`, which picks where it runs. A student may stop there. Then the same operators
+in Triton for GPUs (`_op_kernel`), and in C++ for CPUs (SOURCE, how it is compiled and called).
+Three layouts have a picture: the cache below, the rows of an adapter on pages at _shrink_kernel,
+and a weight in panels at Packed.
 
 The cache. The keys and values of one layer are `kv` (2, n_page, Hk, D): plane 0 is K, plane 1 is
 V. A page is one vector of width W = Hk * D in each plane. It holds one token, or rows of an
@@ -17,6 +17,7 @@ adapter [S-LoRA §5.1]. A page table lists the pages of a request in the order o
 
     page table of the request: 0 2 4        page table of the adapter: 1 3
 """
+
 import ctypes
 import hashlib
 import os
@@ -53,9 +54,6 @@ MOST_SPLITS = 32  # of a context in attention on a GPU
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FEW_ROWS = 8  # requests with at most this many rows read their context in place
 CHUNK_ROWS = 256  # rows of a chunk that attend in one matrix product [SARATHI Fig. 6]
-
-# -----------------------------------------------------------------------------
-# batches
 
 @dataclass
 class Sites:
@@ -126,7 +124,78 @@ def cdiv(n, unit):
     return -(-n // unit)
 
 # -----------------------------------------------------------------------------
-# where an operator runs: Triton, C++ (compiled at first use, called through ctypes) or torch
+# sampling and verification; p: of the target model, q: of the draft model
+
+def probabilities(logits, temperature, top_k, top_p):
+    """logits (M, V), the others (M,) on the host -> p (M, V) float32. temperature 0: all on the
+    argmax; top_k 0: no limit; top_p 1: no limit, else the fewest tokens that have top_p."""
+    V = logits.size(1)
+    greedy = temperature < 1e-5  # 1e-37 would make infinite logits
+    top_k = top_k.masked_fill(top_k == 0, V).clamp(max=V)
+    temperature = temperature.masked_fill(greedy, 1)
+    settings = torch.stack([temperature, top_k, top_p.masked_fill(top_p == 1, 2), greedy])
+    temperature, k, limit, is_greedy = send(settings, logits.device)[..., None]  # (M, 1) each
+    scaled = logits.float() / temperature
+    most = int(top_k.max())
+    some_p = bool((top_p < 1).any())
+    if some_p or (top_k < V).any():
+        ordered, order = scaled.topk(most)
+        if (top_k < most).any():
+            rank = torch.arange(most, device=logits.device)
+            ordered = ordered.masked_fill(rank >= k, float("-inf"))
+        ordered = ordered.softmax(-1)
+        if some_p:
+            before = ordered.cumsum(-1) - ordered  # probability of the tokens that rank higher
+            ordered = ordered.masked_fill(before >= limit, 0)
+            ordered /= ordered.sum(-1, keepdim=True)
+        # back to the order of the vocabulary, in which sample() reads a random number
+        p = torch.zeros_like(scaled).scatter_(1, order, ordered)
+    else:
+        p = scaled.softmax(-1)
+    if greedy.any():
+        best = logits.max(-1, keepdim=True).indices
+        one_hot = torch.zeros_like(p).scatter_(1, best, 1)
+        p = torch.where(is_greedy > 0, one_hot, p)
+    return p
+
+def sample(p, u):
+    """Inverse CDF: weights p (M, V), need not sum to 1; u (M,) uniform in [0, 1) -> (M,)"""
+    cdf = p.cumsum(-1, dtype=torch.float64)
+    total = cdf[:, -1:]
+    # less than the total, also if u is near 1: it is reached at the last token with a weight
+    at = torch.minimum(u[:, None] * total, total.nextafter(total.new_zeros(())))
+    return torch.searchsorted(cdf, at, right=True)[:, 0]
+
+def verify(p, q, drafts, n_drafts, u):
+    """Lossless rejection sampling [SmartSpec §2]: accept draft d with probability p[d] / q[d]; at
+    the first rejection sample from max(p - q, 0), after the last draft from p.
+
+    Request r has n_drafts[r] of drafts (K,) and n_drafts[r] + 1 rows of p (K + R, V). q (K, V), or
+    None for drafts that were not sampled. u (K + R,) uniform -> n_accepted (R,), tokens (R,)"""
+    K = len(drafts)
+    first_draft = n_drafts.cumsum(0) - n_drafts
+    first_row = first_draft + torch.arange(len(n_drafts), device=p.device)
+    request = torch.repeat_interleave(n_drafts, output_size=K)  # (K,): of each draft
+    draft = torch.arange(K, device=p.device)
+    p_draft = p[draft + request, drafts]
+    q_draft = 1 if q is None else q[draft, drafts]
+    accepted = u[:K] * q_draft < p_draft
+
+    # the first rejected draft of each request, counted within the request
+    place = torch.where(accepted, n_drafts[request], draft - first_draft[request])
+    n_accepted = n_drafts.scatter_reduce(0, request, place, "amin")
+    weights = p[first_row + n_accepted]  # (R, V)
+    rejected = n_accepted < n_drafts
+    at = (first_draft + n_accepted).clamp(max=K - 1)
+    if q is None:
+        residual = weights.scatter(1, drafts[at][:, None], 0)
+    else:
+        residual = (weights - q[at]).clamp(min=0)
+    weights = torch.where(rejected[:, None], residual, weights)
+    return n_accepted, sample(weights, u[K:])
+
+# -----------------------------------------------------------------------------
+# the operators: definitions, and where each runs: Triton, C++ or torch
 
 def has_triton():
     return hasattr(triton, "cdiv")
@@ -139,109 +208,6 @@ def backend(x):
     if x.is_cpu and library(x.dtype) is not None:
         return "cpp"
     return "torch"
-
-def cpp(name, x, *arguments, head_dim=64):
-    """Run a C++ operator of the dtype of x. None is passed as null."""
-    values = []
-    for value in (x, *arguments):
-        if isinstance(value, Tensor):
-            assert value.is_contiguous()
-            value = ctypes.c_void_p(value.data_ptr())
-        elif isinstance(value, float):
-            value = ctypes.c_float(value)
-        values.append(value)
-    operator = getattr(library(x.dtype, head_dim), name)
-    operator(*values)
-
-@lru_cache
-def library(dtype, head_dim=64):
-    """The C++ operators for one dtype and one head_dim, on which only attention and rotate_write
-    depend. None if there is no compiler or no C++ for the dtype: backend() falls back to torch."""
-    names = {torch.float32: "float", torch.bfloat16: "bf16"}
-    if dtype not in names:
-        return None
-    try:
-        return ctypes.CDLL(build(f"-DT={names[dtype]}", f"-DD={head_dim}"))
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", b"").decode().strip() or str(error)
-        print("C++ operators not compiled, plain torch is slower:", reason.splitlines()[0],
-              file=sys.stderr)
-        return None
-
-def build(*definitions):
-    """Compile SOURCE in about a second, once per processor. -> path of the library"""
-    compiler = os.environ.get("CXX", "g++").split()
-    command = [*compiler, *FLAGS.split(), *definitions, "-x", "c++"]
-    macros = [*command, "-dM", "-E", "/dev/null"]
-    target = subprocess.run(macros, capture_output=True, check=True).stdout
-    text = target + FLAGS.encode() + SOURCE.encode()
-    key = hashlib.sha256(text).hexdigest()[:16]
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(cache) / "sarathi"
-    path = folder / f"operators-{key}.so"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        command += ["-", "-o", unfinished]
-        subprocess.run(command, input=SOURCE.encode(), capture_output=True, check=True)
-        unfinished.rename(path)  # atomic: other processes may build it too
-    return path
-
-@triton.jit
-def load4(numbers, UNIT: tl.constexpr = 1):
-    """Four numbers. The last two are multiples of UNIT: the compiler may load and store 16 bytes at
-    a time at such offsets."""
-    c = tl.multiple_of(tl.load(numbers + 2), UNIT)
-    d = tl.multiple_of(tl.load(numbers + 3), UNIT)
-    return tl.load(numbers), tl.load(numbers + 1), c, d
-
-# -----------------------------------------------------------------------------
-# linear: x weight^T + bias
-
-class Packed:
-    """A weight (n_out, n_in) for the C++ product, which reads it from end to end. A panel holds
-    some columns of the product, their numbers side by side, bfloat16 by twos:
-
-        columns           0       1       2     ...
-        n_in 0, 1     | a0 a1 | b0 b1 | c0 c1 | ...
-        n_in 2, 3     | a2 a3 | b2 b3 | c2 c3 | ...
-    """
-
-    def __init__(self, weight, n_column):
-        self.shape = weight.shape
-        self.dtype = weight.dtype
-        rows = F.pad(weight, (0, 0, 0, -len(weight) % n_column))
-        units = rows.view(torch.int32).unflatten(0, (-1, n_column))  # of 4 bytes
-        self.panels = units.mT.contiguous()  # (panels, units of a row, columns)
-
-    def numel(self):
-        return self.shape.numel()
-
-    def to_dense(self):
-        rows = self.panels.mT.flatten(0, 1).contiguous().view(self.dtype)
-        return rows[:self.shape[0]]
-
-def pack(weight):
-    """weight (n_out, n_in) in the layout of this CPU's fastest product: the C++ one's, oneDNN's, or
-    as it is"""
-    if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
-        return weight
-    operators = library(weight.dtype)
-    n_column = operators.panel_columns() if operators else 0
-    if n_column and weight.size(1) * weight.itemsize % 4 == 0:
-        return Packed(weight, n_column)
-    bfloat16 = weight.dtype == torch.bfloat16
-    if bfloat16 and not torch.cpu._is_avx512_bf16_supported():
-        return weight
-    # for small weights oneDNN's layout for one row: with that for many, AMX multiplies 300 to 1,400
-    # rows on one core
-    n_row = 1 if bfloat16 and len(weight) < 1024 else None
-    return torch.ops.mkldnn._reorder_linear_weight(weight, n_row)
-
-def torch_dtype(x):
-    """The dtype in which torch multiplies fast: a CPU without bfloat16 emulates it."""
-    slow = x.is_cpu and x.dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported()
-    return torch.float32 if slow else x.dtype
 
 def linear_ref(x, weight, bias=None):
     """x (..., n_in), weight (n_out, n_in), packed or plain, of any dtype -> (..., n_out)"""
@@ -259,6 +225,11 @@ def linear(x, weight, bias=None):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
+def torch_dtype(x):
+    """The dtype in which torch multiplies fast: a CPU without bfloat16 emulates it."""
+    slow = x.is_cpu and x.dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported()
+    return torch.float32 if slow else x.dtype
+
 # -----------------------------------------------------------------------------
 # add_norm: residual sum and normalization
 
@@ -269,26 +240,6 @@ def add_norm_ref(x, y, weight, bias, eps):
     if bias is None:
         return total, F.rms_norm(total, weight.shape, weight, eps)
     return total, F.layer_norm(total, weight.shape, weight, bias.to(total.dtype), eps)
-
-@triton.jit
-def _add_norm_kernel(x, y, weight, bias, total, out, eps,
-                     C: tl.constexpr, BLOCK_C: tl.constexpr):
-    """One program: a row."""
-    c = tl.arange(0, BLOCK_C)
-    mask = c < C
-    at = tl.program_id(0).to(tl.int64) * C + c
-    row = tl.load(x + at, mask, 0.0)
-    if y is not None:
-        row += tl.load(y + at, mask, 0.0)
-        tl.store(total + at, row, mask)
-    row = row.to(tl.float32)
-    if bias is not None:
-        row = tl.where(mask, row - tl.sum(row, 0) / C, 0.0)
-    row *= 1 / tl.sqrt(tl.sum(row * row, 0) / C + eps)
-    row *= tl.load(weight + c, mask, 0.0)
-    if bias is not None:
-        row += tl.load(bias + c, mask, 0.0)
-    tl.store(out + at, row, mask)
 
 def add_norm(x, y, weight, bias, eps):
     """x, y (N, C); weight, bias (C,); y and bias may be None -> x + y and its norm, each (N, C)"""
@@ -316,19 +267,6 @@ def activate_ref(h, gated):
         gate, up = h.chunk(2, -1)
         return F.silu(gate) * up
     return F.gelu(h, approximate="tanh")
-
-@triton.jit
-def _activate_kernel(h, out, I, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: BLOCK numbers of a row. tanh-GELU: (1 + tanh(z / 2)) / 2 = sigmoid(z)"""
-    row = tl.program_id(0).to(tl.int64) * I
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(h + (2 * row if GATED else row) + i, i < I, 0.0).to(tl.float32)
-    if GATED:
-        up = tl.load(h + 2 * row + I + i, i < I, 0.0)
-        y = gate * tl.sigmoid(gate) * up
-    else:
-        y = gate * tl.sigmoid(1.59576912 * (gate + 0.044715 * gate * gate * gate))
-    tl.store(out + row + i, y, i < I)
 
 def activate(h, gated):
     """h (N, 2 I) if gated, else (N, I) -> (N, I)"""
@@ -377,6 +315,166 @@ def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps):
     kv[1, pages.long()] = v
     return q.contiguous()
 
+def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm=None, eps=0.0):
+    """qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2) float32 or None, kv (2, n_page, Hk, D),
+    pages (N,), norm (2 D,) or None -> q (N, H, D), as rotate_write_ref"""
+    chosen = backend(qkv)
+    if chosen == "torch":
+        return rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps)
+    N = len(qkv)
+    D = kv.size(3)
+    q = qkv.new_empty(N, n_head, D)
+    if chosen == "cpp":
+        sizes = N, n_head, n_kv_head
+        cpp("rotate_write", qkv, cos, sin, norm, q, *kv, pages, *sizes, float(eps), head_dim=D)
+        return q
+    grid = N, cdiv(n_head + 2 * n_kv_head, 8)
+    _rotate_write_kernel[grid](
+        qkv, cos, sin, norm, q, kv, pages, kv.stride(0), eps,
+        n_head, n_kv_head, D,
+        BLOCK_H=8, BLOCK_D=triton.next_power_of_2(D))
+    return q
+
+# -----------------------------------------------------------------------------
+# attention over the paged cache
+
+def attention_ref(q, kv, batch):
+    """Row j of a request attends to the first n_past + j + 1 tokens of its request."""
+    out = torch.zeros_like(q)
+    for start, n, n_past, first in batch.spans.tolist():
+        pages = batch.table[first:first + n_past + n].long()
+        k, v = kv[:, pages].float().transpose(1, 2)  # (Hk, context, D) each
+        rows = q[start:start + n].float().transpose(0, 1)  # (H, n, D)
+        seen = torch.ones(n, len(pages), device=q.device).tril(n_past)
+        own = F.scaled_dot_product_attention(rows, k, v, seen.bool(), enable_gqa=True)
+        out[start:start + n] = own.transpose(0, 1)
+    return out
+
+def attention(q, kv, batch):
+    """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
+    chosen = backend(q)
+    if chosen == "torch":
+        return attention_ref(q, kv, batch)
+    out = torch.empty_like(q)
+    if chosen == "triton":
+        attention_triton(q, kv, batch, batch.spans[:batch.n_few], batch.max_few, out)
+        attention_triton(q, kv, batch, batch.spans[batch.n_few:], batch.max_chunk, out)
+        return out
+    if batch.n_few:
+        sizes = batch.n_few, q.size(1), kv.size(2)
+        cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
+    chunks = batch.spans[batch.n_few:]
+    in_panels = library(q.dtype).panel_columns() and q.size(2) % 2 == 0  # bfloat16 goes by twos
+    for start, n, n_past, first in chunks.tolist():
+        pages = batch.table[first:first + n_past + n]
+        rows = slice(start, start + n)
+        if in_panels:
+            sizes = n, n_past, q.size(1), kv.size(2)
+            cpp("attend_chunk", q[rows], *kv, pages, out[rows], *sizes, head_dim=q.size(2))
+        else:
+            attend_chunk_torch(q[rows], kv, pages, out[rows])
+    return out
+
+# -----------------------------------------------------------------------------
+# lora: y += x A B, for each row the A and B of its own adapter [S-LoRA §5.3]
+
+def lora_ref(y, x, kv, sites, exchange=None):
+    """Two products for each site."""
+    x = x.to(torch_dtype(x))
+    for start, n, column, columns, rank_a, rank_b, _, first in sites.sites.tolist():
+        if n > 0:
+            a = adapter_rows(kv[0], sites.table, first, rank_a, x.size(1))
+            b = adapter_rows(kv[1], sites.table, first, rank_b, columns)
+            xa = x[start:start + n] @ a.T.to(x.dtype)
+            if exchange is not None:
+                xa = exchange(xa)[:, :rank_b]
+            y[start:start + n, column:column + columns] += xa @ b.to(x.dtype)
+
+def lora(y, x, kv, sites, exchange=None):
+    """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A, for
+    which a CPU falls back to plain torch"""
+    chosen = backend(x)
+    if sites.way == "bmm":
+        lora_bmm(y, x, kv, sites)
+    elif chosen == "triton":
+        lora_triton(y, x, kv, sites, exchange)
+    elif chosen == "torch" or exchange is not None:
+        lora_ref(y, x, kv, sites, exchange)
+    else:
+        sizes = sites.n_few, x.size(1), y.size(1), kv[0, 0].numel()
+        cpp("lora", x, y, *kv, sites.sites, sites.table, *sizes)
+        if sites.max_chunk > 0:
+            lora_ref(y, x, kv, replace(sites, sites=sites.sites[sites.n_few:]))
+
+def adapter_rows(plane, table, first, rank, width):
+    """The rows of A or B from their pages: plane (n_page, Hk, D) -> (rank, width)"""
+    plane = plane.flatten(1)  # (n_page, W)
+    pages = table[first:first + rank * cdiv(width, plane.size(1))]
+    rows = plane.index_select(0, pages).view(rank, -1)
+    return rows[:, :width]
+
+def lora_bmm(y, x, kv, sites):
+    """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
+    entries = [site for site in sites.sites.tolist() if site[1] > 0]
+    n_row = max(sites.max_few, sites.max_chunk)
+    options = dict(dtype=torch_dtype(x))
+    rows = x.new_zeros(len(entries), n_row, x.size(1), **options)
+    max_rank = max(entry[4] for entry in entries)
+    a = x.new_zeros(len(entries), max_rank, x.size(1), **options)
+    b = x.new_zeros(len(entries), max_rank, y.size(1), **options)
+    for s, (start, n, column, columns, rank, _, _, first) in enumerate(entries):
+        end = column + columns
+        rows[s, :n] = x[start:start + n]
+        a[s, :rank] = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
+        b[s, :rank, column:end] = adapter_rows(kv[1], sites.table, first, rank, columns)
+    product = rows @ a.mT @ b  # (S, rows, n_out)
+    for (start, n, *_), own in zip(entries, product):
+        y[start:start + n] += own[:n]
+
+# -----------------------------------------------------------------------------
+# Triton, for GPUs: what follows is the same operators again, for speed
+
+@triton.jit
+def load4(numbers, UNIT: tl.constexpr = 1):
+    """Four numbers. The last two are multiples of UNIT: the compiler may load and store 16 bytes at
+    a time at such offsets."""
+    c = tl.multiple_of(tl.load(numbers + 2), UNIT)
+    d = tl.multiple_of(tl.load(numbers + 3), UNIT)
+    return tl.load(numbers), tl.load(numbers + 1), c, d
+
+@triton.jit
+def _add_norm_kernel(x, y, weight, bias, total, out, eps,
+                     C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """One program: a row."""
+    c = tl.arange(0, BLOCK_C)
+    mask = c < C
+    at = tl.program_id(0).to(tl.int64) * C + c
+    row = tl.load(x + at, mask, 0.0)
+    if y is not None:
+        row += tl.load(y + at, mask, 0.0)
+        tl.store(total + at, row, mask)
+    row = row.to(tl.float32)
+    if bias is not None:
+        row = tl.where(mask, row - tl.sum(row, 0) / C, 0.0)
+    row *= 1 / tl.sqrt(tl.sum(row * row, 0) / C + eps)
+    row *= tl.load(weight + c, mask, 0.0)
+    if bias is not None:
+        row += tl.load(bias + c, mask, 0.0)
+    tl.store(out + at, row, mask)
+
+@triton.jit
+def _activate_kernel(h, out, I, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: BLOCK numbers of a row. tanh-GELU: (1 + tanh(z / 2)) / 2 = sigmoid(z)"""
+    row = tl.program_id(0).to(tl.int64) * I
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(h + (2 * row if GATED else row) + i, i < I, 0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(h + 2 * row + I + i, i < I, 0.0)
+        y = gate * tl.sigmoid(gate) * up
+    else:
+        y = gate * tl.sigmoid(1.59576912 * (gate + 0.044715 * gate * gate * gate))
+    tl.store(out + row + i, y, i < I)
+
 @triton.jit
 def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane, eps,
                          H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
@@ -417,41 +515,6 @@ def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane, eps,
     cell = (page * HK + kv_head) * D + d
     cell += (head - H) // HK * plane
     tl.store(kv + cell, x, mask & (head >= H))
-
-def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm=None, eps=0.0):
-    """qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2) float32 or None, kv (2, n_page, Hk, D),
-    pages (N,), norm (2 D,) or None -> q (N, H, D), as rotate_write_ref"""
-    chosen = backend(qkv)
-    if chosen == "torch":
-        return rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps)
-    N = len(qkv)
-    D = kv.size(3)
-    q = qkv.new_empty(N, n_head, D)
-    if chosen == "cpp":
-        sizes = N, n_head, n_kv_head
-        cpp("rotate_write", qkv, cos, sin, norm, q, *kv, pages, *sizes, float(eps), head_dim=D)
-        return q
-    grid = N, cdiv(n_head + 2 * n_kv_head, 8)
-    _rotate_write_kernel[grid](
-        qkv, cos, sin, norm, q, kv, pages, kv.stride(0), eps,
-        n_head, n_kv_head, D,
-        BLOCK_H=8, BLOCK_D=triton.next_power_of_2(D))
-    return q
-
-# -----------------------------------------------------------------------------
-# attention over the paged cache
-
-def attention_ref(q, kv, batch):
-    """Row j of a request attends to the first n_past + j + 1 tokens of its request."""
-    out = torch.zeros_like(q)
-    for start, n, n_past, first in batch.spans.tolist():
-        pages = batch.table[first:first + n_past + n].long()
-        k, v = kv[:, pages].float().transpose(1, 2)  # (Hk, context, D) each
-        rows = q[start:start + n].float().transpose(0, 1)  # (H, n, D)
-        seen = torch.ones(n, len(pages), device=q.device).tril(n_past)
-        own = F.scaled_dot_product_attention(rows, k, v, seen.bool(), enable_gqa=True)
-        out[start:start + n] = own.transpose(0, 1)
-    return out
 
 @triton.jit
 def splits_of(n_row, n_past, most):
@@ -582,92 +645,6 @@ def attention_triton(q, kv, batch, spans, max_rows, out):
             H, D, MOST_SPLITS, 4, block_d,
             num_warps=max(1, block_d // 64))
 
-def attend_chunk_torch(q, kv, pages, out):
-    """q (n, H, D) attends to the tokens on `pages`, the last n of which are its own. Rows and
-    context are padded to multiples of 32, because oneDNN compiles a kernel for each shape."""
-    n, _, D = q.shape
-    n_past = len(pages) - n
-    padding = pages[-1:].expand(-len(pages) % 32)
-    pages = torch.cat([pages, padding])
-    k, v = kv.transpose(1, 2).index_select(2, pages)  # (Hk, context, D) each
-    q = q.unflatten(1, (len(k), -1)).transpose(0, 1)  # (Hk, n, G, D)
-    out = out.unflatten(1, (len(k), -1)).transpose(0, 1)
-    for first in range(0, n, CHUNK_ROWS):
-        m = min(CHUNK_ROWS, n - first)
-        rows = q.new_zeros(len(k), cdiv(m, 32) * 32, *q.shape[2:])
-        rows[:, :m] = q[:, first:first + m]
-        context = cdiv(n_past + first + rows.size(1), 32) * 32
-        scores = rows.flatten(1, 2) @ k[:, :context].mT  # (Hk, m * G, context)
-        sizes = *rows.shape[:3], scores.size(2), n_past + first
-        cpp("causal_softmax", scores, *sizes, head_dim=D)
-        values = (scores @ v[:, :context]).view_as(rows)
-        out[:, first:first + m] = values[:, :m]
-
-def attention(q, kv, batch):
-    """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
-    chosen = backend(q)
-    if chosen == "torch":
-        return attention_ref(q, kv, batch)
-    out = torch.empty_like(q)
-    if chosen == "triton":
-        attention_triton(q, kv, batch, batch.spans[:batch.n_few], batch.max_few, out)
-        attention_triton(q, kv, batch, batch.spans[batch.n_few:], batch.max_chunk, out)
-        return out
-    if batch.n_few:
-        sizes = batch.n_few, q.size(1), kv.size(2)
-        cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
-    chunks = batch.spans[batch.n_few:]
-    in_panels = library(q.dtype).panel_columns() and q.size(2) % 2 == 0  # bfloat16 goes by twos
-    for start, n, n_past, first in chunks.tolist():
-        pages = batch.table[first:first + n_past + n]
-        rows = slice(start, start + n)
-        if in_panels:
-            sizes = n, n_past, q.size(1), kv.size(2)
-            cpp("attend_chunk", q[rows], *kv, pages, out[rows], *sizes, head_dim=q.size(2))
-        else:
-            attend_chunk_torch(q[rows], kv, pages, out[rows])
-    return out
-
-# -----------------------------------------------------------------------------
-# lora: y += x A B, for each row the A and B of its own adapter [S-LoRA §5.3]
-
-def adapter_rows(plane, table, first, rank, width):
-    """The rows of A or B from their pages: plane (n_page, Hk, D) -> (rank, width)"""
-    plane = plane.flatten(1)  # (n_page, W)
-    pages = table[first:first + rank * cdiv(width, plane.size(1))]
-    rows = plane.index_select(0, pages).view(rank, -1)
-    return rows[:, :width]
-
-def lora_ref(y, x, kv, sites, exchange=None):
-    """Two products for each site."""
-    x = x.to(torch_dtype(x))
-    for start, n, column, columns, rank_a, rank_b, _, first in sites.sites.tolist():
-        if n > 0:
-            a = adapter_rows(kv[0], sites.table, first, rank_a, x.size(1))
-            b = adapter_rows(kv[1], sites.table, first, rank_b, columns)
-            xa = x[start:start + n] @ a.T.to(x.dtype)
-            if exchange is not None:
-                xa = exchange(xa)[:, :rank_b]
-            y[start:start + n, column:column + columns] += xa @ b.to(x.dtype)
-
-def lora_bmm(y, x, kv, sites):
-    """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
-    entries = [site for site in sites.sites.tolist() if site[1] > 0]
-    n_row = max(sites.max_few, sites.max_chunk)
-    options = dict(dtype=torch_dtype(x))
-    rows = x.new_zeros(len(entries), n_row, x.size(1), **options)
-    max_rank = max(entry[4] for entry in entries)
-    a = x.new_zeros(len(entries), max_rank, x.size(1), **options)
-    b = x.new_zeros(len(entries), max_rank, y.size(1), **options)
-    for s, (start, n, column, columns, rank, _, _, first) in enumerate(entries):
-        end = column + columns
-        rows[s, :n] = x[start:start + n]
-        a[s, :rank] = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
-        b[s, :rank, column:end] = adapter_rows(kv[1], sites.table, first, rank, columns)
-    product = rows @ a.mT @ b  # (S, rows, n_out)
-    for (start, n, *_), own in zip(entries, product):
-        y[start:start + n] += own[:n]
-
 @triton.jit(do_not_specialize=["width", "n_module", "n_part", "part"])
 def _shrink_kernel(x, a, xa, sites, table, width, n_module, n_part, part,
                    C: tl.constexpr, W: tl.constexpr,
@@ -781,95 +758,116 @@ def lora_triton(y, x, kv, sites, exchange):
         y.size(1), W, block_m, 16, block, unit, LORA_PARTS[is_chunk],
         num_warps=warps, num_stages=3)
 
-def lora(y, x, kv, sites, exchange=None):
-    """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A, for
-    which a CPU falls back to plain torch"""
-    chosen = backend(x)
-    if sites.way == "bmm":
-        lora_bmm(y, x, kv, sites)
-    elif chosen == "triton":
-        lora_triton(y, x, kv, sites, exchange)
-    elif chosen == "torch" or exchange is not None:
-        lora_ref(y, x, kv, sites, exchange)
-    else:
-        sizes = sites.n_few, x.size(1), y.size(1), kv[0, 0].numel()
-        cpp("lora", x, y, *kv, sites.sites, sites.table, *sizes)
-        if sites.max_chunk > 0:
-            lora_ref(y, x, kv, replace(sites, sites=sites.sites[sites.n_few:]))
-
 # -----------------------------------------------------------------------------
-# sampling and verification; p: of the target model, q: of the draft model
+# C++, for CPUs: compiled at first use, called through ctypes
 
-def probabilities(logits, temperature, top_k, top_p):
-    """logits (M, V), the others (M,) on the host -> p (M, V) float32. temperature 0: all on the
-    argmax; top_k 0: no limit; top_p 1: no limit, else the fewest tokens that have top_p."""
-    V = logits.size(1)
-    greedy = temperature < 1e-5  # 1e-37 would make infinite logits
-    top_k = top_k.masked_fill(top_k == 0, V).clamp(max=V)
-    temperature = temperature.masked_fill(greedy, 1)
-    settings = torch.stack([temperature, top_k, top_p.masked_fill(top_p == 1, 2), greedy])
-    temperature, k, limit, is_greedy = send(settings, logits.device)[..., None]  # (M, 1) each
-    scaled = logits.float() / temperature
-    most = int(top_k.max())
-    some_p = bool((top_p < 1).any())
-    if some_p or (top_k < V).any():
-        ordered, order = scaled.topk(most)
-        if (top_k < most).any():
-            rank = torch.arange(most, device=logits.device)
-            ordered = ordered.masked_fill(rank >= k, float("-inf"))
-        ordered = ordered.softmax(-1)
-        if some_p:
-            before = ordered.cumsum(-1) - ordered  # probability of the tokens that rank higher
-            ordered = ordered.masked_fill(before >= limit, 0)
-            ordered /= ordered.sum(-1, keepdim=True)
-        # back to the order of the vocabulary, in which sample() reads a random number
-        p = torch.zeros_like(scaled).scatter_(1, order, ordered)
-    else:
-        p = scaled.softmax(-1)
-    if greedy.any():
-        best = logits.max(-1, keepdim=True).indices
-        one_hot = torch.zeros_like(p).scatter_(1, best, 1)
-        p = torch.where(is_greedy > 0, one_hot, p)
-    return p
+def cpp(name, x, *arguments, head_dim=64):
+    """Run a C++ operator of the dtype of x. None is passed as null."""
+    values = []
+    for value in (x, *arguments):
+        if isinstance(value, Tensor):
+            assert value.is_contiguous()
+            value = ctypes.c_void_p(value.data_ptr())
+        elif isinstance(value, float):
+            value = ctypes.c_float(value)
+        values.append(value)
+    operator = getattr(library(x.dtype, head_dim), name)
+    operator(*values)
 
-def sample(p, u):
-    """Inverse CDF: weights p (M, V), need not sum to 1; u (M,) uniform in [0, 1) -> (M,)"""
-    cdf = p.cumsum(-1, dtype=torch.float64)
-    total = cdf[:, -1:]
-    # less than the total, also if u is near 1: it is reached at the last token with a weight
-    at = torch.minimum(u[:, None] * total, total.nextafter(total.new_zeros(())))
-    return torch.searchsorted(cdf, at, right=True)[:, 0]
+@lru_cache
+def library(dtype, head_dim=64):
+    """The C++ operators for one dtype and one head_dim, on which only attention and rotate_write
+    depend. None if there is no compiler or no C++ for the dtype: backend() falls back to torch."""
+    names = {torch.float32: "float", torch.bfloat16: "bf16"}
+    if dtype not in names:
+        return None
+    try:
+        return ctypes.CDLL(build(f"-DT={names[dtype]}", f"-DD={head_dim}"))
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", b"").decode().strip() or str(error)
+        print("C++ operators not compiled, plain torch is slower:", reason.splitlines()[0],
+              file=sys.stderr)
+        return None
 
-def verify(p, q, drafts, n_drafts, u):
-    """Lossless rejection sampling [SmartSpec §2]: accept draft d with probability p[d] / q[d]; at
-    the first rejection sample from max(p - q, 0), after the last draft from p.
+def build(*definitions):
+    """Compile SOURCE in about a second, once per processor. -> path of the library"""
+    compiler = os.environ.get("CXX", "g++").split()
+    command = [*compiler, *FLAGS.split(), *definitions, "-x", "c++"]
+    macros = [*command, "-dM", "-E", "/dev/null"]
+    target = subprocess.run(macros, capture_output=True, check=True).stdout
+    text = target + FLAGS.encode() + SOURCE.encode()
+    key = hashlib.sha256(text).hexdigest()[:16]
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(cache) / "sarathi"
+    path = folder / f"operators-{key}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        command += ["-", "-o", unfinished]
+        subprocess.run(command, input=SOURCE.encode(), capture_output=True, check=True)
+        unfinished.rename(path)  # atomic: other processes may build it too
+    return path
 
-    Request r has n_drafts[r] of drafts (K,) and n_drafts[r] + 1 rows of p (K + R, V). q (K, V), or
-    None for drafts that were not sampled. u (K + R,) uniform -> n_accepted (R,), tokens (R,)"""
-    K = len(drafts)
-    first_draft = n_drafts.cumsum(0) - n_drafts
-    first_row = first_draft + torch.arange(len(n_drafts), device=p.device)
-    request = torch.repeat_interleave(n_drafts, output_size=K)  # (K,): of each draft
-    draft = torch.arange(K, device=p.device)
-    p_draft = p[draft + request, drafts]
-    q_draft = 1 if q is None else q[draft, drafts]
-    accepted = u[:K] * q_draft < p_draft
+class Packed:
+    """A weight (n_out, n_in) for the C++ product, which reads it from end to end. A panel holds
+    some columns of the product, their numbers side by side, bfloat16 by twos:
 
-    # the first rejected draft of each request, counted within the request
-    place = torch.where(accepted, n_drafts[request], draft - first_draft[request])
-    n_accepted = n_drafts.scatter_reduce(0, request, place, "amin")
-    weights = p[first_row + n_accepted]  # (R, V)
-    rejected = n_accepted < n_drafts
-    at = (first_draft + n_accepted).clamp(max=K - 1)
-    if q is None:
-        residual = weights.scatter(1, drafts[at][:, None], 0)
-    else:
-        residual = (weights - q[at]).clamp(min=0)
-    weights = torch.where(rejected[:, None], residual, weights)
-    return n_accepted, sample(weights, u[K:])
+        columns           0       1       2     ...
+        n_in 0, 1     | a0 a1 | b0 b1 | c0 c1 | ...
+        n_in 2, 3     | a2 a3 | b2 b3 | c2 c3 | ...
+    """
 
-# -----------------------------------------------------------------------------
-# the C++ operators
+    def __init__(self, weight, n_column):
+        self.shape = weight.shape
+        self.dtype = weight.dtype
+        rows = F.pad(weight, (0, 0, 0, -len(weight) % n_column))
+        units = rows.view(torch.int32).unflatten(0, (-1, n_column))  # of 4 bytes
+        self.panels = units.mT.contiguous()  # (panels, units of a row, columns)
+
+    def numel(self):
+        return self.shape.numel()
+
+    def to_dense(self):
+        rows = self.panels.mT.flatten(0, 1).contiguous().view(self.dtype)
+        return rows[:self.shape[0]]
+
+def pack(weight):
+    """weight (n_out, n_in) in the layout of this CPU's fastest product: the C++ one's, oneDNN's, or
+    as it is"""
+    if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
+        return weight
+    operators = library(weight.dtype)
+    n_column = operators.panel_columns() if operators else 0
+    if n_column and weight.size(1) * weight.itemsize % 4 == 0:
+        return Packed(weight, n_column)
+    bfloat16 = weight.dtype == torch.bfloat16
+    if bfloat16 and not torch.cpu._is_avx512_bf16_supported():
+        return weight
+    # for small weights oneDNN's layout for one row: with that for many, AMX multiplies 300 to 1,400
+    # rows on one core
+    n_row = 1 if bfloat16 and len(weight) < 1024 else None
+    return torch.ops.mkldnn._reorder_linear_weight(weight, n_row)
+
+def attend_chunk_torch(q, kv, pages, out):
+    """q (n, H, D) attends to the tokens on `pages`, the last n of which are its own. Rows and
+    context are padded to multiples of 32, because oneDNN compiles a kernel for each shape."""
+    n, _, D = q.shape
+    n_past = len(pages) - n
+    padding = pages[-1:].expand(-len(pages) % 32)
+    pages = torch.cat([pages, padding])
+    k, v = kv.transpose(1, 2).index_select(2, pages)  # (Hk, context, D) each
+    q = q.unflatten(1, (len(k), -1)).transpose(0, 1)  # (Hk, n, G, D)
+    out = out.unflatten(1, (len(k), -1)).transpose(0, 1)
+    for first in range(0, n, CHUNK_ROWS):
+        m = min(CHUNK_ROWS, n - first)
+        rows = q.new_zeros(len(k), cdiv(m, 32) * 32, *q.shape[2:])
+        rows[:, :m] = q[:, first:first + m]
+        context = cdiv(n_past + first + rows.size(1), 32) * 32
+        scores = rows.flatten(1, 2) @ k[:, :context].mT  # (Hk, m * G, context)
+        sizes = *rows.shape[:3], scores.size(2), n_past + first
+        cpp("causal_softmax", scores, *sizes, head_dim=D)
+        values = (scores @ v[:, :context]).view_as(rows)
+        out[:, first:first + m] = values[:, :m]
 
 # Not -ffast-math: it changes how all libraries of the process compute with denormal numbers. Not
 # unroll-and-jam: GCC merges two passes of an outer loop, then uses no vector instructions in them.
