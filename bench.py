@@ -797,7 +797,8 @@ class Lightllm(Scheduler):
                 store.evict(version)
 
     def fitting(self, running, waiting):
-        """The first waiting requests that never outgrow the pool; prompts: up to a sixth of it."""
+        """The first waiting requests that never outgrow the pool; prompts: up to a sixth of it, or
+        3,072 tokens."""
         store = self.engine.adapters
         n_page = self.engine.pool.n_page
         batch = [(r.max_len - r.n_tokens, r.n_tokens) for r in running]
@@ -810,9 +811,8 @@ class Lightllm(Scheduler):
             # from the last to end to the first: when the i-th of them ends, i still hold pages
             left, tokens = np.array(sorted(batch, reverse=True)).T
             peak = (left * np.arange(1, len(left) + 1) + np.cumsum(tokens)).max()
-            if store.pool is self.engine.pool:
-                peak += sum(store.known[version].n_page for version in adapters)
-            if peak > n_page or i and n_token > n_page / 6:
+            peak += sum(store.known[version].n_page for version in adapters)
+            if peak > n_page or i and n_token > max(n_page / 6, 3072):
                 return waiting[:i]
         return waiting
 
@@ -849,7 +849,7 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv
     n_page = POOLS.get((model, gpu), int(cost.memory // cost.page_bytes))
     if (variant, gpu) in POOLS:
         n_page = POOLS[variant, gpu]
-        options["adapter_pages"] = n_page // 4
+        options["adapter_pages"] = n_page  # the pool of tokens limits them all the same
     if variant in ("bmm", "merge"):
         options["lora"] = variant
     jobs = place.jobs(rate, seconds if place.all_grids else seconds / 6, cv, n, power)
