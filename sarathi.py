@@ -25,7 +25,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate, count, groupby, islice
+from itertools import accumulate, count, groupby, islice, product
 from numbers import Integral, Real
 from operator import index, mul
 from pathlib import Path
@@ -999,8 +999,9 @@ class Goodput(Policy):
         return np.array(outcomes).T
 
 class GoodputTree(Goodput):
-    """Simulator: the tree of drafts with the most tokens per second [SmartSpec Eq. 10]."""
-    trees = [(), (1,), (1, 1), (1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 2, 2)]
+    """Simulator: the tree of drafts with the most tokens per second [SmartSpec Eq. 10]. Medusa has
+    three heads, and each proposes one to three candidates."""
+    trees = [*product((1, 2, 3), repeat=3)]
 
 class GoodputGlobal(Goodput):
     """One k for all requests and all steps: the best over everything so far [SmartSpec §3.3]."""
@@ -1713,7 +1714,6 @@ CHUNK_FLOPS = 0.30  # [SARATHI Table 2] prefill-only, attn
 DECODE_BANDWIDTH = 0.80  # [SARATHI Table 2] decode-only, attn
 ATTENTION_CALL = 19e-6  # seconds per layer and kernel [SARATHI Table 2] decode-maximal, attn
 LORA_BANDWIDTH = 0.5  # [S-LoRA Table 3] S4, n = 100
-LORA_ROW = 4.8e-6  # seconds per layer and row of a decode [S-LoRA Table 3] S4, n = 2
 ELEMENTWISE = 6  # reads and writes of a token's vector per layer: "others" < 5 % [SARATHI §3.1]
 SKINNY = 32  # up to so many rows, products use smaller blocks [SARATHI Table 2]
 # not fitted: usual values
@@ -1727,6 +1727,10 @@ class System(NamedTuple):
     and what it does otherwise."""
     layer: float = 0.0  # to launch the kernels of a layer
     token: float = 0.0  # per sampled or verified token
+    # per layer, to launch the kernels of adapters; not fitted: an H200 took 79e-6, for ranks of 16
+    # and 64 alike; this is predicted for sums in 8 parts, and no programs without work
+    lora: float = 33e-6
+    row: float = 0.0  # per layer, row and rank of an adapter: products of vectors
     load: float = 0.0  # per layer, to start the copies of an adapter
     resize: float = 0.0  # per layer, to resize a pool for adapters alone
     gather: float = ATTENTION_CALL  # per layer and request, to gather an adapter for a bmm
@@ -1738,7 +1742,8 @@ SYSTEMS = {
     "sarathi": System(),  # this engine
     "lightllm": System(  # S-LoRA is built on it
         layer=1.36e-3,  # [S-LoRA Fig. 6] S4, R = 1, latency
-        load=0.36e-3,  # [S-LoRA Table 3] S2, n = 1000
+        row=0.115e-6,  # [S-LoRA Table 3] S4, n = 2
+        load=0.6e-3,  # [S-LoRA Table 3] S2, n = 1000
         resize=2.2e-3,  # [S-LoRA Fig. 5] no-unify, A100-80, n = 400
         gather=0.505e-3,  # [S-LoRA Fig. 5] bmm, A100-80, n = 400
         usable=0.92),  # 125,000 tokens beside 7B on an A100-80, in the authors' scripts
@@ -1765,6 +1770,7 @@ class CostModel:
         self.page_bytes = config.page_bytes(dtype.itemsize)
         self.n_weights = {name: config.n_layer * op.n_in * op.n_out
                           for name, op in config.operators.items()}
+        self.rank_params = Adapter(config, 1).n_params  # of an adapter, per rank
 
     @staticmethod
     def profile(model: GPT) -> CostModel:
@@ -1795,6 +1801,7 @@ class CostModel:
         """Stats of an iteration with these entries and the others' stats."""
         s = copy(others)
         adapters = {}  # version -> weights
+        vectors = self.system.row and not self.multiplies(entries)
         for _, n_past, n, n_logits, version, n_weight in entries:
             s.n_tokens += n
             s.n_logits += n_logits
@@ -1803,17 +1810,25 @@ class CostModel:
                 s.decodes += 1
                 s.context += n_past + n
                 s.context_again += (n - 1) * (n_past + n)
-                if n_weight:
-                    s.adapted += n
-                    s.lora_pairs += n * n_weight
+                s.adapted += n * (n_weight > 0)
             else:
                 s.chunks += 1
                 s.pairs += cdiv(n, self.tile) * self.tile * (n_past + n / 2)
                 s.chunk_context += n_past + n
                 s.adapted_chunks += n_weight > 0
+            if n <= FEW_ROWS or vectors:
+                s.lora_pairs += n * n_weight
+            else:
                 s.lora_chunk_pairs += n * n_weight
         s.lora_read += sum(adapters.values())
         return s
+
+    def multiplies(self, entries):
+        """Whether S-LoRA's server runs MBGMM on these prompts, and not the decodes' MBGMV."""
+        # its condition: at least two requests, 200 tokens in one, and a rank of 64
+        is_long = any(entry.n_row >= 200 for entry in entries)
+        is_wide = any(entry.n_weight >= 64 * self.rank_params for entry in entries)
+        return len(entries) > 1 and is_long and is_wide
 
     def seconds(self, stats: IterationStats, lora: str = "batched") -> float:
         return sum(self.split(stats, lora).values())
@@ -1885,7 +1900,7 @@ class Roofline(CostModel):
         # norms, activations and residuals; the output head for the rows that need it
         passes = ELEMENTWISE * s.n_tokens * c.n_layer * c.n_embd * self.dtype.itemsize
         head = self.product(s.n_logits, c.vocab_size * c.n_embd) if s.n_logits else 0.0
-        adapters = self.lora(s, calls, lora) if s.lora_read else 0.0
+        adapters = self.lora(s, lora) if s.lora_read else 0.0
         return linear, attention, passes / self.bandwidth + head, adapters
 
     def product(self, n, n_weights):
@@ -1894,22 +1909,20 @@ class Roofline(CostModel):
         compute = 2 * rows * n_weights / (GEMM_FLOPS * self.flops)
         return math.hypot(compute, self.dtype.itemsize * n_weights / self.bandwidth)
 
-    def lora(self, s, calls, way):
-        """x A B: each adapter is read once, each row of a decode is a vector product of its own
-        (MBGMV), chunks are multiplied (MBGMM)."""
-        L = self.config.n_layer
+    def lora(self, s, way):
+        """x A B: each adapter is read once, then multiplied, by matrices or by vectors. bmm: it is
+        gathered and padded first."""
         pairs = s.lora_pairs + s.lora_chunk_pairs
         multiply = 2 * pairs / (CHUNK_FLOPS * self.flops)
         read = s.lora_read * self.dtype.itemsize / (LORA_BANDWIDTH * self.peak_bandwidth)
-        rows = L * LORA_ROW * s.adapted / self.tp
-        if way == "bmm":  # gathered and padded first
+        layer = self.system.lora + self.system.row * s.lora_pairs / self.rank_params / self.tp
+        if way == "bmm":
             read *= 3
-            rows = L * self.system.gather * (s.adapted + s.adapted_chunks)
-            calls = 0.0
-        seconds = multiply + read + rows + calls
+            layer = self.system.gather * (s.adapted + s.adapted_chunks)
+        seconds = multiply + read + self.config.n_layer * layer
         if self.tp > 1 and self.exchanges:
             # x A is exchanged: 5 (N - 1) B r / N numbers per layer in two messages [S-LoRA §6]
-            numbers = pairs / Adapter(self.config, 1).n_params  # B r
+            numbers = pairs / self.rank_params  # B r
             seconds += 2 * self.message(5 / 2 * (self.tp - 1) / self.tp * numbers)
         return seconds
 

@@ -2247,9 +2247,8 @@ class Skilled(Proposer):
         return [token if x < self.chance else (token + 1) % 61
                 for token, x in zip(output[n:n + k], u.tolist())]
 
-RECOVERIES = [("lookup", "goodput"), ("model", "goodput"), ("lookup", "goodput_tree"),
-              ("model", "goodput_tree"), ("model", "goodput_request"), ("real", "goodput"),
-              ("real model", "goodput")]
+RECOVERIES = [("lookup", "goodput"), ("model", "goodput"), ("model", "goodput_request"),
+              ("real", "goodput"), ("real model", "goodput")]
 
 @each("draft, spec", RECOVERIES)
 def test_an_acceptance_that_recovers_is_noticed(draft, spec):
@@ -2278,7 +2277,7 @@ def test_an_acceptance_that_recovers_is_noticed(draft, spec):
 
 @each("draft, spec, B", [
     ("lookup", "goodput", 4), ("lookup", "goodput", 32), ("lookup", "goodput_request", 32),
-    ("model", "goodput", 4), ("model", "goodput_tree", 32), ("model", "goodput_request", 32)])
+    ("model", "goodput", 4), ("model", "goodput_request", 32)])
 def test_drafts_that_do_not_pay_are_hardly_tried(draft, spec, B):
     """Finding out takes less than 1 % of the time."""
     seconds = []
@@ -2314,7 +2313,8 @@ def test_prompt_lookup(text, k, expected):
     ("goodput", 0.7, 0.0, 0.0, [7, 2]),
     ("goodput", 0.5, 0.2, 0.0, [1, 1]),
     ("goodput", 0.7, 0.0, 1.0, [0, 0]),
-    ("goodput_tree", 0.5, 0.015, 0.0, [10, 6]),  # (2, 2, 1) and (2, 2)
+    ("goodput_tree", 0.5, 0.015, 0.0, [15, 9]),  # (3, 2, 1) and (3, 2)
+    ("goodput_tree", 0.6, 9.0, 0.0, [3, 2]),  # Medusa's heads always propose
     ("oracle", 0.1, 0.05, 0.0, [7, 2]),
 ])
 def test_goodput_is_expected_tokens_per_second(policy, alpha, per_draft, per_step, expected,
@@ -2618,16 +2618,40 @@ def test_two_gpus_halve_the_work_and_send_messages():
     sent = shared["lora"] - two.split(stats)["lora"]
     assert sent == approx(2 * two.message(5 / 4 * 2048 * 16))
 
+@each("chunks, rank, matrices", [
+    ((200, 9), 64, True), ((199, 199), 64, False), ((200, 9), 63, False), ((200,), 64, False),
+])
+def test_prompts_with_adapters_of_the_authors_server(chunks, rank, matrices):
+    """At least two requests, 200 tokens in one of them, and a rank of 64 are multiplied as
+    matrices; all others cost a vector product for each row and rank, as decodes do (S-LoRA's
+    lora_unordered_batch_infer.py). This engine multiplies chunks."""
+    cost = CostModel.roofline(A100.config, "a100", system="lightllm")
+    entries = [Entry(i, 0, n, 1, i, Adapter(A100.config, rank).n_params)
+               for i, n in enumerate(chunks)]
+    vectors = 32 * sum(chunks) * rank * cost.system.row
+    ours, theirs = [model.split(model.stats(entries))["lora"] for model in (A100, cost)]
+    assert theirs - ours == approx(0.0 if matrices else vectors)
+
+def test_adapters_on_a_gpu_that_was_measured():
+    """32 decodes of LLaMA-13B with 1 and 32 adapters of rank 16 took 3.15 and 3.85 ms more on an
+    H200, when the kernels of a layer took 79 us to launch."""
+    cost = CostModel.roofline(preset("llama-13b"), "h200")
+    weights = Adapter(cost.config, 16).n_params
+    for n, measured in ((1, 3.15e-3), (32, 3.85e-3)):
+        stats = cost.stats([Entry(i, 200, 1, 1, 1 + i % n, weights) for i in range(32)])
+        launched = 40 * (79e-6 - cost.system.lora)
+        assert cost.split(stats)["lora"] + launched == approx(measured, rel=0.03)
+
 def test_baselines_of_adapters():
     """Five decodes read one adapter once. bmm copies it for each of them first; a swap reads and
     writes W and A B of q, k, v and o twice."""
     stats = A100.stats([Entry(0, 100, 1, 1, 1, 10**7)] * 5)
-    calls = 32 * sarathi.ATTENTION_CALL
-    rows = 32 * 5 * sarathi.LORA_ROW
+    launching = 32 * A100.system.lora
+    gathering = 5 * 32 * sarathi.ATTENTION_CALL
     multiplying = 2 * 5 * 10**7 / (sarathi.CHUNK_FLOPS * 312e12)
     reading = 2 * 10**7 / (sarathi.LORA_BANDWIDTH * 2039e9)
-    assert A100.split(stats)["lora"] == approx(reading + multiplying + rows + calls)
-    assert A100.split(stats, "bmm")["lora"] == approx(3 * reading + multiplying + 5 * calls)
+    assert A100.split(stats)["lora"] == approx(reading + multiplying + launching)
+    assert A100.split(stats, "bmm")["lora"] == approx(3 * reading + multiplying + gathering)
     n_bytes = 32 * 4 * 4096**2 * 2
     assert A100.merge_seconds() == approx(8 * n_bytes / A100.bandwidth)
     times = [0.0]
@@ -2886,7 +2910,7 @@ def small_rows(name):
 # bench.py: claims, measured experiments, workloads, pictures and traces
 
 def test_claims_are_the_papers():
-    assert sum(map(len, CLAIMS.values())) == 171
+    assert sum(map(len, CLAIMS.values())) == 176
     sources = {claim.source for claims in CLAIMS.values() for claim in claims.values()}
     assert sources == {"SARATHI text", "S-LoRA text", "S-LoRA logs", "SmartSpec text", "TNG text"}
     assert CLAIMS["table2"]["attn (ms)", "decode-maximal", ""][:3] == (15.2, "value", True)
@@ -2917,9 +2941,8 @@ def test_every_claim_has_its_point(name):
 MISSES = {  # misses of the experiments that are small as they are; each has a note
     "table2": {("decode (ms)", "decode-maximal", "")},
     "fig9": {("gain at L = 1024, B = 18", "Orca, best", 14.06),
+             ("least over P:D at L = 1024", "C = 512 / Orca", ""),
              ("median over P:D at L = 1024", "best chunk", "")},  # the small grid is near peaks
-    "spec_fig16": {("goodput", "over 1,1,1", ""),
-                   ("batched tokens per request", "acceptance 0.6", "")},
     "table4": {("throughput", "", 1024), ("decode speedup", "LLaMA-33B, A100", 3072)},
     "fig10": {("ffn", "smallest", ""), ("ffn", "largest", ""), ("projections", "smallest", "")},
     "fig13": {("prefill", "worst", 64), ("prefill", "worst", 256)},
@@ -2978,7 +3001,7 @@ CONSTANTS = {  # constant -> the claim on which it was chosen, and for slora() w
     "sarathi.usable": ("fig8", ("largest batch", "L = 3072", "")),
     "ELEMENTWISE": ("fig3", ("share of others", "", "")),
     "LORA_BANDWIDTH": ("slora_table3", ("S4", "S-LoRA", 100), "S4", 100, 10, 120),
-    "LORA_ROW": ("slora_table3", ("S4", "S-LoRA", 2), "S4", 2, 10, 120),
+    "lightllm.row": ("slora_table3", ("S4", "S-LoRA", 2), "S4", 2, 10, 120),
     "lightllm.layer": ("slora_fig6", ("latency (s)", "", 1), "S4", 400, 1, 300),
     "lightllm.load": ("slora_table3", ("S2", "S-LoRA", 1000), "S2", 1000, 10, 120),
     "lightllm.resize": ("slora_fig5", ("a100", "no-unify", ""), "S4", 400, 6, 300, "no-unify"),
@@ -2999,6 +3022,7 @@ def claim_holds(rows_of, name, at, *run):
 @each("constant", CONSTANTS)
 def test_wrong_constant_misses_its_claim(constant, monkeypatch):
     name, at, *run = CONSTANTS[constant]
+    assert CLAIMS[name][at].fit
     assert claim_holds(small_rows, name, at, *run)
     factor = SCALES.get(constant, 2)
     system, _, field = constant.partition(".")
