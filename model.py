@@ -654,7 +654,7 @@ def check_embedding(folder, name, tensor, base):
     """ValueError for an embedding beside the factors that is not the base model's. PEFT saves it
     if the vocabulary was resized. base: {our name: weight} of this device"""
     ours = base.get("head.weight" if "lm_head" in name else "embedding.weight")
-    if not base or ours is not None and not torch.equal(ours.to_dense().cpu(), tensor.to(ours)):
+    if not base or ours is not None and not torch.equal(ours.to_dense(), tensor.to(ours)):
         raise ValueError(f"{folder}: {name!r}: embeddings in an adapter are not supported, unless "
                          "they equal the base model's: merge it with PEFT")
 
