@@ -351,8 +351,8 @@ class Job(NamedTuple):
 
 def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0, prompt=(8, 511), output=(8, 511),
                seed=42):
-    """rate * seconds jobs with Gamma distributed gaps, Poisson for cv = 1; lengths are uniform; the
-    popularity of adapters is a power law [S-LoRA §7.2]."""
+    """rate * seconds jobs with Gamma distributed gaps, Poisson for cv = 1, equal for 0; lengths are
+    uniform; the popularity of adapters is a power law [S-LoRA §7.2]."""
     rng = np.random.RandomState(seed)
     n = max(1, int(rate * seconds))
     names = [None] * n
@@ -360,7 +360,7 @@ def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0, prompt=(8, 511), o
         names = [str(int(x * n_adapter)) for x in rng.power(power, n)]
     prompts = rng.randint(prompt[0], prompt[-1] + 1, n).tolist()
     outputs = rng.randint(output[0], output[-1] + 1, n).tolist()
-    gaps = rng.gamma(1 / cv ** 2, cv ** 2 / rate, n)
+    gaps = rng.gamma(1 / cv ** 2, cv ** 2 / rate, n) if cv else np.full(n, 1 / rate)
     return list(map(Job, np.cumsum(gaps).tolist(), prompts, outputs, names))
 
 def at_rate(jobs, rate=math.inf):
@@ -1149,35 +1149,56 @@ def tng(place):
             ratios.append(base / min(ours))
         yield "chunked prefill", "over prefill_first", max(ratios)
 
-TRACES = (  # columns of arrival, prompt and output; and the unit of an arrival, in seconds
-    ("arrival", "prompt", "output", 1.0),
-    ("timestamp", "contexttokens", "generatedtokens", 1.0),  # Azure
-    ("timestamp", "request tokens", "response tokens", 1.0),  # BurstGPT
-    ("arrived_at", "num_prefill_tokens", "num_decode_tokens", 1.0),  # Vidur
-    ("timestamp", "input_length", "output_length", 0.001))  # Mooncake
+class Trace(NamedTuple):
+    """A format of traces."""
+    name: str
+    columns: tuple  # of arrival, prompt and output; more: it is known by them
+    unit: float = 1.0  # of an arrival, in seconds
+    gap: float = 0.0  # seconds between arrivals, the least mean that is plausible
+
+TRACES = (
+    Trace("ours", ("arrival", "prompt", "output")),
+    Trace("Azure", ("timestamp", "contexttokens", "generatedtokens")),
+    Trace("BurstGPT", ("timestamp", "request tokens", "response tokens")),
+    Trace("Vidur", ("arrived_at", "num_prefill_tokens", "num_decode_tokens")),
+    Trace("Bailian", ("timestamp", "input_length", "output_length", "chat_id")),
+    Trace("Mooncake", ("timestamp", "input_length", "output_length"), 0.001, 0.005))
+READABLE = "must be CSV or JSON lines with the columns of " + " or ".join(
+    f"{trace.name} ({', '.join(trace.columns)})" for trace in TRACES)
+SINCE_1970 = {10: 1.0, 13: 1e-3, 16: 1e-6, 19: 1e-9}  # digits of a time today -> its unit
 
 def read_jobs(path, longest, rate=None):
     """Jobs of a trace, by arrival, the first at 0. Those without prompt or output, or of more than
     `longest` tokens, are counted on stderr. With a rate, no arrivals are read."""
-    jobs = list(read_trace(path, rate))
-    served = [job for job in jobs
+    rows = list(read_trace(path, rate))
+    served = [job for _, job in rows
               if min(job.prompt, job.output) > 0 and job.prompt + job.output <= longest]
-    if len(served) < len(jobs):
-        print(f"{path}: {len(jobs) - len(served)} of {len(jobs)} requests are skipped: no prompt, "
+    if len(served) < len(rows):
+        print(f"{path}: {len(rows) - len(served)} of {len(rows)} requests are skipped: no prompt, "
               f"no output, or more than {longest} tokens", file=sys.stderr)
     check_range(f"requests of {path} that can be served", len(served), 1)
-    start = min(job.arrival for job in served)
-    jobs = [job._replace(arrival=job.arrival - start) for job in served]
-    return sorted(jobs, key=lambda job: job.arrival)
+    trace = rows[0][0]
+    served.sort(key=lambda job: job.arrival)
+    start = served[0].arrival
+    digits = len(f"{start:.0f}")
+    unit = trace.unit if digits < 10 else SINCE_1970.get(digits, math.inf)
+    jobs = [job._replace(arrival=(job.arrival - start) * unit) for job in served]
+    seconds = jobs[-1].arrival
+    if seconds and not trace.gap <= seconds / len(jobs) <= 3600:
+        raise ValueError(f"{path}: {len(jobs)} requests over {seconds:.4g} s are not plausible: an "
+                         f"arrival of {trace.name} is in units of {trace.unit} s, or since 1970")
+    return jobs
 
 def read_trace(path, rate):
-    """Yields the Jobs of a file: CSV, or JSON lines. ValueError names the line that is wrong."""
+    """Yields (Trace, Job) of a file, CSV or JSON lines. ValueError names the line that is wrong."""
     heads = []
     number = 0
     opener = gzip.open if path.endswith(".gz") else open
     try:
         with opener(path, "rt", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):  # noqa: B007
+                if line.lstrip().startswith("["):
+                    raise ValueError("a JSON array")
                 if line.lstrip().startswith("{"):
                     row = json.loads(line)
                     heads = heads or [*row]  # no other line is CSV's first
@@ -1188,35 +1209,35 @@ def read_trace(path, rate):
                         raise ValueError(f"{len(fields)} fields, the first line has {len(heads)}")
                     if heads:
                         yield read_job(dict(zip(heads, fields)), rate)
-                    heads = heads or [name.strip().lower() for name in fields]
+                    heads = heads or fields
     except (ValueError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}, line {number}: {error}") from None
+        hint = "" if heads else f"; {READABLE}"
+        raise ValueError(f"{path}, line {number}: {error}{hint}") from None
 
 def read_job(row, rate):
-    """The Job of a row {column: value} of a trace."""
-    known = [columns for columns in TRACES if {*columns[1:3]} <= {*row}]
+    """The Trace and the Job of a row {column: value}."""
+    row = {name.strip().lower(): value for name, value in row.items()}
+    known = [trace for trace in TRACES if {*trace.columns[1:]} <= {*row}]
     if not known:
-        names = " or ".join(f"({', '.join(columns[:3])})" for columns in TRACES)
-        raise ValueError(f"columns {', '.join(row)}: must be {names}")
-    arrival, prompt, output, unit = known[0]
+        raise ValueError(f"columns {', '.join(row)}: {READABLE}")
+    arrival, prompt, output, *_ = known[0].columns
     if not rate and arrival not in row:
         raise ValueError(f"column {arrival!r} is missing: add it, or --rate in its place")
     lengths = [float(str(row[name])) for name in (prompt, output)]
     if lengths != [n // 1 for n in lengths]:
         raise ValueError(f"{lengths} tokens: must be whole numbers")
-    seconds = 0.0 if rate else seconds_of(str(row[arrival]), unit)
-    return Job(seconds, *map(int, lengths))
+    return known[0], Job(0.0 if rate else number_of(str(row[arrival])), *map(int, lengths))
 
-def seconds_of(text, unit):
-    """Seconds of an arrival: a number of units, or a date, in UTC if it names no zone."""
+def number_of(text):
+    """An arrival: a number as it is; a date as seconds since 1970, in UTC if it names no zone."""
     try:
-        seconds = unit * float(text)
+        number = float(text)
     except ValueError:
         # Python 3.10 reads six digits of a second, and no Z
         text = re.sub(r"(\.\d{1,6})\d*", lambda digits: f"{digits[1]:0<7}", text.strip())
         date = datetime.fromisoformat(text.replace("Z", "+00:00"))
         return date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp()
-    return check_range("arrival", seconds, -1e18, 1e18)
+    return check_range("arrival", number, -1e19, 1e19)
 
 def online_jobs(place):
     """Jobs of --jobs as they come; or at --rate, with the lengths of --jobs or random ones."""
@@ -1228,7 +1249,8 @@ def online_jobs(place):
         if not args.rate:
             return jobs
     n = len(jobs) or (320 if place.all_grids else 32)
-    spaced = place.jobs(1, n, args.cv or 1.0, prompt=args.prompt or (8, L // 2),
+    cv = 1.0 if args.cv is None else args.cv
+    spaced = place.jobs(1, n, cv, prompt=args.prompt or (8, L // 2),
                         output=args.output or (4, max(4, L // 16)))
     rate = args.rate
     if not rate:
@@ -1252,9 +1274,10 @@ def online(place):
         for spec in ("goodput", args.spec):
             ways[name_of(spec)] = dict(spec=spec, draft="ngram", alpha=0.7)
         place.source += f"; drafts under {name_of(args.scheduler)}"
-    if not place.simulated:
-        print(f"at least {2 * len(ways)} runs, in each {jobs[-1].arrival:.0f} s of arrivals",
-              file=sys.stderr)
+    prompts, outputs = ([job[i] for job in jobs] for i in (1, 2))
+    print(f"{len(jobs)} requests over {jobs[-1].arrival:.4g} s, prompts of {min(prompts)} to "
+          f"{max(prompts)} tokens, outputs of {min(outputs)} to {max(outputs)}"
+          + ("" if place.simulated else f"; at least {2 * len(ways)} runs"), file=sys.stderr)
     # one's own classes first: a mistake in them shows at once
     own_first = dict(reversed(ways.items()))
     results = place.race(own_first, jobs=jobs, B=B, n_page=n_page)
@@ -1684,7 +1707,8 @@ def make_parser():
     flag("--chunk", type=lambda text: text if text == "auto" else int(text), default=256,
          help="tokens of an iteration that feeds a prefill chunk; auto: a profile picks them "
               "[SARATHI §4.2]; default: 256")
-    flag("--hardware", help="simulate this GPU instead of measuring: one of "
+    flag("--hardware", type=lambda text: text if text.endswith(".json") else text.lower(),
+         help="simulate this GPU instead of measuring: one of "
          f"{', '.join(GPUS)}, or a FILE.json of {', '.join(GPU._fields)}")
     flag("--context", type=int, help="longest context of a simulated model; default: its own")
     flag("--lengths", type=token_counts, help="tokens per request, prompt and output; default: "
@@ -1703,7 +1727,7 @@ def make_parser():
     online("--prompt", type=token_counts, help="tokens of a prompt, like 256 or 8..512")
     online("--output", type=token_counts, help="tokens of an output")
     online("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), "
-           "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur or Mooncake")
+           "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur, Bailian or Mooncake")
     online("--spec", type=partial(class_in_file, base=Policy),
            help="how many drafts, as an engine's spec; FILE.py:CLASS: your own")
     text = parser.add_argument_group("of spec_here").add_argument
@@ -1714,7 +1738,7 @@ def make_parser():
 def parse_arguments(words=None):
     args = make_parser().parse_args(words)
     given = {name: value for name, value in vars(args).items() if value not in (None, "auto")}
-    least = dict(chunk=1, max_batch=2, context=64, seconds=0.0, rate=0.001, cv=0.001)
+    least = dict(chunk=1, max_batch=2, context=64, seconds=0.0, rate=0.001, cv=0.0)
     for name, low in least.items():
         check_range(name, given.get(name, low), low)
     if not isinstance(args.scheduler, type):

@@ -16,6 +16,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections import defaultdict, namedtuple
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -33,6 +34,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from huggingface_hub import snapshot_download
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
@@ -457,7 +460,7 @@ class GPT:
             config = replace(config, tied=False)  # as transformers decides
         world = world or World(device)
         model = cls(config, checkpoint.take, pick_dtype(dtype, world.device, stored), world)
-        surplus = [name for name in checkpoint if not name.endswith(NOT_NEEDED)]
+        surplus = [name for name in checkpoint if not re.fullmatch(NOT_NEEDED, name)]
         if surplus:
             raise ValueError(f"{folder}: {len(surplus)} surplus tensors, as {surplus[0]!r}")
         return model
@@ -480,7 +483,9 @@ class GPT:
 # -----------------------------------------------------------------------------
 # Hugging Face folders
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (n_in, n_out)
-NOT_NEEDED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "lm_head.weight")
+# buffers, a head that equals the embedding, and other heads, of a training
+NOT_NEEDED = r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq|lm_head\.weight)|(v_head|score)\..*"
+BARE = r"^(?=(embed_tokens|layers|norm)\.)"  # names that AutoModel wrote, without "model."
 KEYS = dict(  # key of config.json -> field of GPTConfig, where the names differ
     num_hidden_layers="n_layer", num_attention_heads="n_head", num_key_value_heads="n_kv_head",
     hidden_size="n_embd", intermediate_size="n_inner", rms_norm_eps="norm_eps",
@@ -604,7 +609,8 @@ class Checkpoint(dict):
                 tensors = load_file(path).items()
             except SafetensorError as error:
                 raise ValueError(f"{path} is damaged: {error}") from None
-            self |= {name.removeprefix("transformer."): tensor for name, tensor in tensors}
+            for name, tensor in tensors:
+                self[re.sub(BARE, "model.", name.removeprefix("transformer."))] = tensor
 
     def take(self, name, shape):
         """Remove a tensor and return it, as (n_out, n_in). ValueError if it does not fit."""
@@ -632,24 +638,38 @@ LORA_SETTINGS = {  # fields of PEFT's LoraConfig -> the values they may have; No
     **dict.fromkeys("""use_dora lora_bias modules_to_save trainable_token_indices use_qalora
         alora_invocation_tokens layer_replication target_parameters megatron_config use_bdlora
         arrow_config kasa_config velora_config monteclora_config""".split(), OFF)}
+LORA_NUMBERS = dict(r=8, lora_alpha=8, rank_pattern={}, alpha_pattern={})  # PEFT's defaults
 # with or without the prefixes of PEFT and of wrappers, and with or without the adapter's name
 LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*(?:layers|h)\.(\d+)\.(.+)"
                r"\.lora_)[AB]((?:\.[^.]+)?\.weight)")
+EMBEDDING = r"(.*\.)?(embed_tokens|wte|wpe|lm_head)\..*"
 
 def of_pattern(patterns, path, default):
     """The value of the first pattern that a module's path matches, as PEFT matches it."""
-    found = [key for key in patterns or () if re.match(rf"(.*\.)?({key})$", path)]
-    return patterns[found[0]] if found else default
+    found = [value for pattern, value in (patterns or {}).items()
+             if re.match(rf"(.*\.)?({pattern})$", path)]
+    return found[0] if found else default
 
-def read_factors(folder, config):
+def check_embedding(folder, name, tensor, base):
+    """ValueError for an embedding beside the factors that is not the base model's. PEFT saves it
+    if the vocabulary was resized. base: {our name: weight} of this device"""
+    ours = base.get("head.weight" if "lm_head" in name else "embedding.weight")
+    if not base or ours is not None and not torch.equal(ours.to_dense(), tensor.to(ours)):
+        raise ValueError(f"{folder}: {name!r}: embeddings in an adapter are not supported, unless "
+                         "they equal the base model's: merge it with PEFT")
+
+def read_factors(folder, config, base):
     """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}"""
     path = folder / "adapter_config.json"
-    settings = {"r": 8, "lora_alpha": 8} | read_json(path)
+    settings = LORA_NUMBERS | read_json(path)
     check_settings(path, settings, LORA_SETTINGS, OFF)
     checkpoint = Checkpoint(folder, "adapter_model")
     factors = {}
     while checkpoint:
         name = next(iter(checkpoint))
+        if re.fullmatch(EMBEDDING, name):
+            check_embedding(folder, name, checkpoint.pop(name), base)
+            continue
         match = re.fullmatch(LORA_TENSOR, name)
         if match is None or match[3] not in config.modules or int(match[2]) >= config.n_layer:
             raise ValueError(f"{folder}: {name!r} does not fit: layers 0 to {config.n_layer - 1}, "
@@ -659,9 +679,14 @@ def read_factors(folder, config):
         if place in factors:
             raise ValueError(f"{folder}: {name!r} is of a second adapter, only one is read")
         target = f"{config.layers}.{layer}.{module}"
-        rank = of_pattern(settings.get("rank_pattern"), target, settings["r"])
-        alpha = of_pattern(settings.get("alpha_pattern"), target, settings["lora_alpha"])
-        scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        try:
+            rank = of_pattern(settings["rank_pattern"], target, settings["r"])
+            alpha = of_pattern(settings["alpha_pattern"], target, settings["lora_alpha"])
+            root = math.sqrt(rank)
+            scaling = alpha / (root if settings.get("use_rslora") else rank)
+        except (TypeError, ValueError, ArithmeticError, AttributeError, re.error) as error:
+            given = ", ".join(f"{key} = {settings[key]!r:.100}" for key in LORA_NUMBERS)
+            raise ValueError(f"{path}: {error} for {given}") from None
         _, n_out, n_in = config.modules[module]
         a = checkpoint.take(f"{start}A{end}", (rank, n_in))
         b = checkpoint.take(f"{start}B{end}", (n_out, rank))
@@ -715,9 +740,9 @@ class Adapter:
         return adapter
 
     @classmethod
-    def from_pretrained(cls, folder, config, dtype=torch.float32):
-        """A PEFT folder. Errors as in GPT.from_pretrained."""
-        factors = read_factors(Path(folder), config)
+    def from_pretrained(cls, folder, config, dtype=torch.float32, base=()):
+        """A PEFT folder. base: the weights of its model. Errors as in GPT.from_pretrained."""
+        factors = read_factors(Path(folder), config, dict(base))
         ranks = {}
         for (module, _), (a, _) in factors.items():
             ranks[module] = max(ranks.get(module, 0), len(a))
@@ -772,6 +797,9 @@ class Tokenizer:
     decode: Callable  # tokens -> text
     stop: list  # tokens that end a text
     is_byte: Callable = lambda token: False  # whether a token is decoded together with the next one
+    # text of a user -> tokens in the folder's chat template. None: it has none, or the text begins
+    # with a special token, as it does in a template
+    chat: Callable = lambda text: None
 
     def stream(self, prompt=()):
         """A function tokens -> text that continues a prompt. Text that the next token may change is
@@ -793,9 +821,10 @@ class Tokenizer:
         return text_of
 
 def tiktoken_tokenizer(encoding):
-    """The Tokenizer of a tiktoken.Encoding. Tokens that only the model has are no text."""
+    """The Tokenizer of a tiktoken.Encoding. The last token, which ends a text, is no text, nor are
+    tokens that only the model has."""
     def decode(tokens):
-        return encoding.decode([token for token in tokens if token < encoding.n_vocab])
+        return encoding.decode([token for token in tokens if token < encoding.eot_token])
     return Tokenizer(partial(encoding.encode, allowed_special="all"), decode, [encoding.eot_token])
 
 def byte_tokenizer():
@@ -804,24 +833,67 @@ def byte_tokenizer():
     return tiktoken_tokenizer(tiktoken.Encoding(
         "bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}))
 
-def read_tokenizer(path, stop):
-    """The Tokenizer of a tokenizer.json. Its template adds tokens to texts, as in transformers."""
+def read_tokenizer(folder, stop, settings):
+    """The Tokenizer of a tokenizer.json. It adds tokens to texts as in transformers. settings: of
+    tokenizer_config.json, whose eos_token ends texts too."""
+    path = folder / "tokenizer.json"
     try:
         library = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
         raise ValueError(f"{path} is not read by the tokenizers library: {error}") from None
     library.no_truncation()
     library.no_padding()
+    named = {name: token.get("content") if isinstance(token, dict) else token
+             for name, token in settings.items() if name.endswith("_token") and token}
+    end = library.token_to_id(str(named.get("eos_token")))
+    added = library.get_added_tokens_decoder()
+    special = {token for token in added if added[token].special}
+
+    def encode(text, add=True):
+        return library.encode(text, add_special_tokens=add).ids
+
     def is_byte(token):  # or a token that only the model has
         return re.fullmatch("(<0x[0-9A-F]{2}>)?", library.id_to_token(token) or "") is not None
-    return Tokenizer(lambda text: library.encode(text).ids,
-                     partial(library.decode, skip_special_tokens=False), stop, is_byte)
+
+    def chat(text):
+        if special.isdisjoint(encode(text, False)[:1]):
+            framed = render_chat(folder, settings.get("chat_template"), named, text)
+            return framed and encode(framed, False)
+
+    stop = stop if end in (None, *stop) else [*stop, end]
+    return Tokenizer(encode, library.decode, stop, is_byte, chat)
+
+def raise_exception(message):
+    raise TemplateError(message)
+
+# as in transformers; a sandbox, since a folder is a stranger's
+CHATS = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                      extensions=["jinja2.ext.loopcontrols"])
+CHATS.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+CHATS.globals |= dict(raise_exception=raise_exception, strftime_now=time.strftime)
+
+def render_chat(folder, template, named, text):
+    """A user's text in the folder's chat template. None: there is none. named: special tokens"""
+    path = folder / "chat_template.jinja"
+    template = path.read_text("utf-8") if path.is_file() else template
+    try:
+        if isinstance(template, list):  # several
+            template = {each["name"]: each["template"] for each in template}["default"]
+        if template:
+            # marks of the assistant's text, for a training
+            template = re.sub(r"({%[+-]?\s*(end)?)generation\b", r"\1with", template)
+            return CHATS.from_string(template).render(
+                messages=[dict(role="user", content=text)], tools=None, documents=None,
+                add_generation_prompt=True, **named)
+    except Exception as error:  # whatever a template does
+        raise ValueError(f"{folder}: the chat template fails, --raw feeds the prompt as it is: "
+                         f"{' '.join(str(error).split())}") from None
 
 # -----------------------------------------------------------------------------
 # models by name, and the tiny model
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
-HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "vocab.*",
-             "model.safetensors.index.json"]
+HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+             "chat_template.jinja", "vocab.*", "model.safetensors.index.json"]
 
 def find_folder(name):
     """The folder of a model: itself, that of the trained "tiny" or "draft", or that of owner/name
@@ -860,28 +932,30 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
     return GPT.from_pretrained(folder, dtype, device, world)
 
 def text_settings(folder):
-    """The family of a model, and the tokens that end its texts"""
-    paths = folder / "config.json", folder / "generation_config.json"
-    config, generation = (read_json(path) if path.is_file() else {} for path in paths)
+    """The family of a model, the tokens that end its texts, and the settings of its tokenizer"""
+    paths = [folder / f"{name}config.json" for name in ("", "generation_", "tokenizer_")]
+    config, generation, text = (read_json(path) if path.is_file() else {} for path in paths)
     family = config.get("model_type")
     stop = {**FAMILIES.get(family, {}), **config, **generation}.get("eos_token_id")
-    return family, [stop] if isinstance(stop, int) else stop or []
+    return family, [stop] if isinstance(stop, int) else stop or [], text
 
 def stop_tokens(name):
     """The tokens that end a text, of a model named as in load_model; none of random weights"""
     folder = find_folder(name)
-    return byte_tokenizer().stop if folder.parent == CACHE else text_settings(folder)[1]
+    if folder.parent == CACHE or (folder / "tokenizer.json").is_file():
+        return load_tokenizer(name).stop
+    return text_settings(folder)[1]
 
 def load_tokenizer(name):
     """The Tokenizer of a model, named as in load_model. FileNotFoundError if it has none."""
     folder = find_folder(name)
     if folder.parent == CACHE:
         return byte_tokenizer()
-    family, stop = text_settings(folder)
+    family, stop, settings = text_settings(folder)
     if not folder.is_dir():
         family = PRESETS[name].family
     if (folder / "tokenizer.json").is_file():
-        return read_tokenizer(folder / "tokenizer.json", stop)
+        return read_tokenizer(folder, stop, settings)
     if family == "gpt2" and not any(folder.glob("vocab.*")):
         try:
             return tiktoken_tokenizer(tiktoken.get_encoding("gpt2"))

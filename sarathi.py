@@ -165,7 +165,8 @@ class Engine:
     scheduler: a name in SCHEDULERS, or a Scheduler
     chunk: tokens of an iteration that feeds a prefill chunk, its decodes included
     max_batch: requests that run at once; 0: as many as fit [SARATHI §4.3]
-    n_page: pages of the cache, one per token; 0: for max_batch requests, if memory has room
+    n_page: pages of the cache, one per token; 0: for max_batch requests and an adapter of rank 256,
+        if memory has room
     alloc: "reserve" a request's maximum length at its start, or "grow" page by page
     draft: None, "ngram", a smaller GPT or CostModel, or a Proposer
     spec: "off", a number of drafts, a name in POLICIES, or a Policy; None: three, if draft is given
@@ -215,7 +216,7 @@ class Engine:
 
         # memory and the runner. Parts refer to the engine weakly: without a cycle, its cache is
         # freed as soon as the engine is
-        n_page, self.max_batch = size_pool(self, draft, n_page, max_batch)
+        n_page, self.max_batch = size_pool(self, draft, n_page, adapter_pages, max_batch)
         self.pool = PagePool(n_page)
         adapter_pool = PagePool(adapter_pages, first=n_page) if adapter_pages else self.pool
         self.adapters = AdapterStore(adapter_pool, Adapter(model.config, {}))
@@ -312,6 +313,8 @@ class Engine:
         check_range("names in adapter", len(names), len(prompts), len(prompts))
         requests = [Request(prompt, max_new_tokens, name, **options)
                     for prompt, name in zip(prompts, names)]
+        undelivered = self.undelivered  # of a run that calls this from its on_event
+        self.undelivered = []
         try:
             for request in requests:
                 self.add(request)
@@ -320,30 +323,46 @@ class Engine:
             left = [self.requests.pop(request.id, None) for request in requests]
             if any(left):
                 self.recover()
+            self.undelivered = undelivered + self.undelivered
         return [request.output for request in requests]
 
     def run(self, on_event: Callable[[Event], None] = lambda event: None) -> Run:
-        """Step until every request has ended. Returns the Run of those not aborted."""
+        """Step until every request has ended; on_event gets the tokens one by one. Returns the Run
+        of requests not aborted. If on_event fails, the next run hands on the other events."""
         start = self.clock.now()
         finished = []
         while self.requests or self.undelivered:
-            events = self.undelivered or self.step()
-            self.undelivered = []
-            try:
-                while events:
-                    event = events.pop(0)
-                    if event.finished in ("length", "stop"):
-                        finished.append(event.request)
-                    on_event(event)
-            finally:  # if on_event fails, the next run hands on the others
-                self.undelivered = events + self.undelivered
+            if not self.undelivered:
+                for request, tokens, end in self.step():
+                    self.undelivered += [Event(request, [token], "") for token in tokens[:-1]]
+                    self.undelivered.append(Event(request, tokens[-1:], end))
+            while self.undelivered:
+                event = self.undelivered.pop(0)
+                if event.finished in ("length", "stop"):
+                    finished.append(event.request)
+                on_event(event)
         return Run(finished, start)
 
     def abort(self, id: int):
-        """End a request now. KeyError if the id is unknown or the request has ended."""
-        if id not in self.requests:
+        """End a request now; tokens that run() has not handed on are dropped. KeyError if the id is
+        unknown or the request has ended."""
+        left = [event for event in self.undelivered if event.request.id == id and event.tokens]
+        request = left[0].request if left else self.requests.get(id)
+        if request is None:
             raise KeyError(f"no request with id {id} is waiting or running")
-        self.finish(self.requests[id], "aborted")
+        self.undelivered = [event for event in self.undelivered if event not in left]
+        n = len(request.output) - len(left)
+        del request.output[n:], request.times[n:]
+        if id in self.requests:
+            self.finish(request, "aborted")
+        request.state = "aborted"
+
+    def preempt(self, request: Request):
+        """Take the pages of a running request: it waits in front, and is recomputed later."""
+        assert request in self.running, f"preempt: {short(request)} is not running"
+        self.release(request)
+        request.forget()
+        self.waiting.insert(0, request)
 
     def recover(self):
         """Begin again from self.requests: all wait, and all pages are free."""
@@ -461,13 +480,9 @@ class Engine:
             self.adapters.release(version)
 
     def grow(self, request, n):
-        """Reserve n pages for a running request. If too few are free, preempt the last to start:
-        it loses its pages, goes to the front of the queue, and is recomputed later."""
+        """Reserve n pages for a running request. If too few are free, preempt the last to start."""
         while request.state == "running" and not self.adapters.reserve(self.pool, request, n):
-            last = self.running[-1]
-            self.release(last)
-            last.forget()
-            self.waiting.insert(0, last)
+            self.preempt(self.running[-1])
 
     def release(self, request):
         self.running.remove(request)
@@ -641,7 +656,8 @@ def read_adapter(name, source, engine):
     model = engine.model
     adapter = source
     if isinstance(source, (str, os.PathLike)):
-        adapter = Adapter.from_pretrained(source, model.config, model.dtype)
+        weights = {} if engine.simulated else model.weights
+        adapter = Adapter.from_pretrained(source, model.config, model.dtype, weights)
     elif isinstance(source, int):
         rank = check_range("rank", source, 1)
         adapter = Adapter(model.config, rank)
@@ -655,9 +671,14 @@ def read_adapter(name, source, engine):
         adapter = copy(adapter)
         adapter.n_page = 0
         adapter.n_params = 0
+    if model.world.rank == 0:  # the pool holds the adapter, and a request of two tokens
+        shared = engine.adapters.pool is engine.pool
+        option = "n_page" if shared else "adapter_pages"
+        check_range(f"for adapter {name!r}: {option}", engine.adapters.pool.n_page,
+                    adapter.n_page + 2 * shared)
     return adapter
 
-def size_pool(engine, draft, n_page, max_batch):
+def size_pool(engine, draft, n_page, adapter_pages, max_batch):
     """Returns (n_page, max_batch) without zeros: B = floor((M_G - M_S) / (L m_kv)) [SARATHI §4.3].
     A draft model's cache has as many pages as the target's [SmartSpec §6]."""
     check_range("n_page", n_page, 0)
@@ -678,9 +699,11 @@ def size_pool(engine, draft, n_page, max_batch):
             free -= 2 * model.iteration_bytes(chunk + n_logits, n_logits)
             if not isinstance(engine.scheduler, (Sarathi, SarathiServe)):
                 page += model.iteration_bytes(1, 0)
-        n_page = min(int(free // page), (max_batch or 256) * L)
+        wide = Adapter(model.config, dict.fromkeys(model.config.modules, 256))
+        n_page = (max_batch or 256) * L + (0 if adapter_pages else wide.n_page)
+        n_page = min(int(free // page) - adapter_pages, n_page)
     check_range("pages that fit the memory", n_page, 1)
-    return n_page, max_batch or max(1, n_page // L)
+    return n_page, max_batch or max(1, min(256, n_page // L))
 
 def free_memory(device):
     """Bytes for a cache: 90 % of a GPU's free memory, or a quarter of the computer's."""
@@ -1696,7 +1719,7 @@ GPUS = {
 def data_sheet(gpu):
     """A GPU by its name in GPUS, or of a JSON file with a GPU's fields: "my-gpu.json"."""
     if not str(gpu).endswith(".json"):
-        return GPUS[check_choice("hardware (or FILE.json)", gpu, GPUS)]
+        return GPUS[check_choice("hardware (or FILE.json)", str(gpu).lower(), GPUS)]
     try:
         fields = json.loads(Path(gpu).read_text())
         sheet = GPU(*(1.0 * fields[name] for name in GPU._fields))
@@ -2251,7 +2274,6 @@ def check_request(r, engine):
     if r.adapter is not None:
         check_choice("adapter", r.adapter, [name for name in store.newest if name is not None])
     adapter = store.known[store.newest[r.adapter]]
-    check_range("pages of the adapter", adapter.n_page, 0, store.pool.n_page)
     n_page = r.max_len + (adapter.n_page if store.pool is engine.pool else 0)
     check_range("pages of the request and its adapter", n_page, 1, engine.pool.n_page)
 
@@ -2288,10 +2310,11 @@ def parse_arguments():
     add_model_flags(parser, "tiny")
     flag = parser.add_argument
     prompt = parser.add_mutually_exclusive_group(required=True).add_argument
-    prompt("--prompt", help="text to continue")
+    prompt("--prompt", help="text to continue, or to answer if the model has a chat template")
     prompt("--tokens", type=token_ids, metavar="1,2,3", help="or the prompt as token ids")
     prompt("--explain", action="store_true",
            help="or follow two small requests through every iteration: plans, batches, pages")
+    flag("--raw", action="store_true", help="feed the prompt as it is, without a chat template")
     flag("--adapter", help="a PEFT folder with LoRA weights")
     flag("--draft", help="where drafts come from: ngram, draft (trained beside tiny), or a model")
     flag("--spec", help="how many drafts: a number, 3 if none is given; or goodput, "
@@ -2319,11 +2342,13 @@ def generate_text(args):
     options = args.adapter, args.temperature, args.top_k, args.top_p
     request = Request(args.tokens, args.max_new_tokens, *options)
     text_of = spaced_ids
+    question = None
     if args.tokens:
         request.stop = stop_tokens(args.model)
     else:
         tokenizer = load_tokenizer(args.model)
-        request.prompt = tokenizer.encode(args.prompt)
+        question = None if args.raw else tokenizer.chat(args.prompt)
+        request.prompt = question or tokenizer.encode(args.prompt)
         request.stop = tokenizer.stop
         text_of = tokenizer.stream(request.prompt)
     model = load_model(args.model, args.dtype, str(world.device), args.seed, world)
@@ -2335,7 +2360,7 @@ def generate_text(args):
         draft = load_model(draft, model.dtype, str(model.device))
     adapter = Adapter(model.config, {})
     if args.adapter:
-        adapter = Adapter.from_pretrained(args.adapter, model.config, model.dtype)
+        adapter = Adapter.from_pretrained(args.adapter, model.config, model.dtype, model.weights)
     engine = Engine(model, args.scheduler, args.chunk, max_batch=1, seed=args.seed, draft=draft,
                     spec=None if world.rank else args.spec, adapter_pages=adapter.n_page)
     if args.adapter:
@@ -2345,7 +2370,10 @@ def generate_text(args):
         return
     engine.warm()
     engine.add(request)
-    print(args.prompt or "", end="", flush=True)
+    if question:
+        print("the prompt is in the model's chat template; --raw feeds it as it is",
+              file=sys.stderr)
+    print(args.prompt or "", end="\n" if question else "", flush=True)
 
     def on_event(event):
         print(text_of(event.tokens, bool(event.finished)), end="", flush=True)
@@ -2405,6 +2433,10 @@ def run_command_line(main):
     """Call main(). A mistake of the user ends in one line on stderr and exit status 2."""
     try:
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads on: `bench.py list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
+        sys.exit(141)
     except (ValueError, KeyError, OSError, ImportError, torch.OutOfMemoryError) as error:
         message = error.args[0] if isinstance(error, KeyError) else error
         if isinstance(error, torch.OutOfMemoryError):
