@@ -40,11 +40,12 @@ from typing import NamedTuple
 # kernels before torch: it sets how torch's threads wait
 from kernels import linear, pack, torch_dtype
 from model import Adapter, load_model, load_tokenizer, preset
-from sarathi import (GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, POLICIES, SCHEDULERS, CostModel, EarlyAbort,
-                     Engine, Entry, Feed, Iteration, IterationStats, Pipeline, Policy, Request,
-                     Run, Sarathi, SarathiServe, Scheduler, add_model_flags, cell, check_choice,
-                     check_range, cluster, entries_of, fcfs, free_memory, lcfs, run_command_line,
-                     table)
+from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, NO_ADAPTER, SCHEDULERS,
+                     CostModel, CostRunner, EarlyAbort, Engine, Feed, Goodput, Iteration,
+                     IterationStats, Policy, PrefillFirst, Request, Run, Sarathi, SarathiServe,
+                     Scheduler, Speculator, add_model_flags, cell, check_choice, check_range,
+                     cluster, fcfs, feeds_of, forced_acceptance, free_memory, lcfs,
+                     run_command_line, table)
 
 import numpy as np
 import torch
@@ -208,17 +209,16 @@ class Place:
                 return results if n <= 2 else [values[1:] for values in results]
 
     def seconds(self, *shapes, last=True):
-        """Seconds of iterations of these shapes, dicts for made_up_plan: (n_shape, n_round)."""
-        made = [made_up_plan(self.model, **shape, last=last) for shape in shapes]
-        return np.array(self.rounds(*(timed(engine.runner.run, plan, clock=engine.clock.now)
-                                      for plan, engine in made)))
+        """Seconds of iterations of these shapes, dicts for made_up_feeds: (n_shape, n_round)."""
+        made = [made_up_feeds(self.model, **shape, last=last) for shape in shapes]
+        return np.array(self.rounds(*(timed(engine.runner.run, feeds, clock=engine.clock.now)
+                                      for feeds, engine in made)))
 
     def operators(self, last=True, **shape):
-        """{operator: seconds} of an iteration, as of made_up_plan; measured: of each round."""
-        plan, engine = made_up_plan(self.model, **shape, last=last)
+        """{operator: seconds} of an iteration, as of made_up_feeds; measured: of each round."""
+        feeds, engine = made_up_feeds(self.model, **shape, last=last)
         if self.simulated:
-            return self.model.split(self.model.stats(entries_of(plan, engine)))
-        feeds = [Feed(r, r.n_past, r.tokens(r.n_past, r.n_past + n), int(last)) for r, n in plan]
+            return self.model.split(self.model.stats(feeds))
         batch = engine.runner.pack(feeds).to(self.model.device)
         rounds = []
         for _ in range(3):
@@ -295,8 +295,8 @@ def warn_of_others(start, before):
         print(f"warning: other processes took {share:.0%} of the cores meanwhile, measured times "
               "are too long", file=sys.stderr)
 
-def made_up_plan(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=True):
-    """(plan, engine) of requests that were never added: decodes, each after `context` cached
+def made_up_feeds(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=True):
+    """(feeds, engine) of requests that were never added: decodes, each after `context` cached
     tokens, and chunks of `chunk` tokens, each after `past`. last: all sample a token."""
     sizes = [(context, 1)] * decodes + [(past, chunk)] * (chunks if chunk else 0)
     n_page = sum(n_past + n + 2 for n_past, n in sizes)
@@ -304,13 +304,14 @@ def made_up_plan(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=Tr
     plan = []
     for n_past, n in sizes:
         request = Request([1] * (n_past + n + (not last)), 1, n_past=n_past)
-        engine.pool.reserve(request, request.max_len)
+        engine.memory.pool.reserve(request, request.max_len)
         plan.append((request, n))
+    feeds = feeds_of(plan)
     if not engine.simulated:
         engine.runner.kv.normal_()
     if engine.model.world.device.type == "cuda":
-        engine.runner.run(plan)  # compiles kernels and records a graph
-    return plan, engine
+        engine.runner.run(feeds)  # compiles kernels and records a graph
+    return feeds, engine
 
 def simulate(args, on):
     """A Place of hardware you lack."""
@@ -391,7 +392,7 @@ def serve(engine, jobs, clients=0, adapters=(), n_end=0):
             requests.append(request)
             engine.add(request)
             if engine.record is not None:
-                arrived = Entry(request.id, 0, 0, 0)  # marks the arrival, for pictures
+                arrived = Feed(request, 0, 0, 0)  # marks the arrival, for pictures
                 engine.record.append(Iteration(request.arrival, request.arrival, [arrived]))
     def on_event(event):
         if event.finished:
@@ -607,7 +608,8 @@ def fig4(place):
     yield "decode batch", "at 95 % of the peak", min(enough)
     if place.simulated:  # wider matrices fill a GPU with fewer tokens [SARATHI §4.2]
         cost = CostModel.roofline(replace(preset("gpt3-175b"), n_layer=1), "a100")
-        rates = {n: n / cost.seconds(cost.stats([Entry(-1, 0, n, 0)])) for n in shapes["prefill"]}
+        rates = {n: n / cost.seconds(cost.stats([Feed(NO_ADAPTER, 0, n, 0)]))
+                 for n in shapes["prefill"]}
         yield "prefill at 256", "GPT-3 on an A100", rates[256] / max(rates.values())
 
 @experiment("tokens in the batch, N", "ms")
@@ -702,6 +704,75 @@ def fig10(place):
         yield name, "smallest", min(ratios[operator])
         yield name, "largest", max(ratios[operator])
 
+class StageRunner(CostRunner):
+    """Of a lane of a Pipeline, which says when an iteration has left the last stage."""
+    def run(self, feeds):
+        start = self.clock.t
+        new_tokens = super().run(feeds)
+        self.clock.t = self.flow(feeds, start, self.clock.t)
+        return new_tokens
+
+class Pipeline:
+    """The layers of a model spread over n_stage stages, with as many micro-batches in flight
+    [SARATHI §5.3]. A lane is an engine with pages and running requests of its own; all share one
+    queue. cost: a roofline of all nodes. options: of a lane, with max_batch and n_page.
+
+    A stage that idles between two micro-batches makes a bubble [SARATHI §3.2]. PB1: their prefills
+    differ in length. PB2: one has a prefill, the other none. PB3: only their contexts differ."""
+    run = Engine.run  # works on requests, clock and step(), which a pipeline has too
+
+    def __init__(self, cost, n_stage, record=None, **options):
+        self.record = record
+        self.free_at = [0.0] * n_stage  # seconds at which each stage has done its micro-batches
+        self.n_prompt = None  # prompt tokens of the last micro-batch
+        self.bubbles = dict.fromkeys(("PB1", "PB2", "PB3"), 0.0)  # seconds, all stages
+        self.bubble_of = Counter()  # request id -> seconds
+        self.lanes = deque(Engine(cost, **options) for _ in range(n_stage))
+        first = self.lanes[0]
+        for lane in self.lanes:
+            lane.runner = StageRunner(lane, cost)
+            lane.runner.flow = self.flow
+            lane.requests = first.requests
+            lane.pending = first.pending
+            lane.waiting = first.waiting
+        self.requests = first.requests
+        self.events = []
+        self.add = first.add
+        self.clock = first.clock
+
+    def step(self):
+        """One iteration of the next lane that has work. Returns its events."""
+        for lane in [*self.lanes]:
+            self.lanes.rotate(-1)
+            if lane.running or lane.waiting:
+                break
+        return lane.step()
+
+    def flow(self, feeds, t, end):
+        """Move a micro-batch, planned at t, through the stages. end: if it never waited. Returns
+        when it has left the last one."""
+        busy = (end - t) / len(self.free_at)
+        send = self.lanes[0].model.send(sum(feed.n for feed in feeds))
+        idle = 0.0
+        for stage, free_at in enumerate(self.free_at):
+            start = max(t, free_at)
+            idle += start - free_at
+            done = start + busy
+            self.free_at[stage] = done
+            if self.record is not None:
+                self.record.append(Iteration(start, done, feeds, stage))
+            t = done + send  # only the next stage waits for a message
+
+        # count the bubbles by kind, and for each request
+        before = self.n_prompt
+        self.n_prompt = sum(feed.n for feed in feeds if feed.n > FEW_ROWS)
+        if before is not None:
+            kind = "PB1" if before and self.n_prompt else "PB2"
+            self.bubbles["PB3" if before == self.n_prompt else kind] += idle
+            for feed in feeds:
+                self.bubble_of[feed.request.id] += idle
+        return done
+
 @experiment(on=Hardware("gpt3-175b", "a100", 8), only="simulated")
 def fig12(place):
     """[SARATHI Fig. 12] GPT-3 on 64 GPUs: a pipeline of eight nodes with Orca and with SARATHI, and
@@ -788,7 +859,7 @@ class Lightllm(Scheduler):
 
     def start(self, engine):
         super().start(engine)
-        engine.prefetch = lambda: None
+        engine.memory.n_prefetch = 0
 
     def plan(self, running, waiting):
         new = []
@@ -799,27 +870,26 @@ class Lightllm(Scheduler):
         return [(request, request.n_todo) for request in new or running]
 
     def drop_idle(self):
-        store = self.engine.adapters
-        for version in [*store.loaded]:
-            if not store.n_users[version]:
-                store.evict(version)
+        memory = self.engine.memory
+        for adapter in [*memory.loaded]:
+            if not memory.n_users[adapter]:
+                memory.evict(adapter)
 
     def fitting(self, running, waiting):
         """The first waiting requests that never outgrow the pool; prompts: up to a sixth of it, or
         3,072 tokens."""
-        store = self.engine.adapters
-        n_page = self.engine.pool.n_page
+        n_page = self.engine.n_page
         batch = [(r.max_len - r.n_tokens, r.n_tokens) for r in running]
-        adapters = {r.version for r in running}
+        adapters = {r.weights for r in running}
         n_token = 0
         for i, request in enumerate(waiting):
             batch.append((request.max_new_tokens, len(request.prompt)))
-            adapters.add(request.version)
+            adapters.add(request.weights)
             n_token += len(request.prompt)
             # from the last to end to the first: when the i-th of them ends, i still hold pages
             left, tokens = np.array(sorted(batch, reverse=True)).T
             peak = (left * np.arange(1, len(left) + 1) + np.cumsum(tokens)).max()
-            peak += sum(store.known[version].n_page for version in adapters)
+            peak += sum(adapter.n_page for adapter in adapters if adapter)
             if peak > n_page or i and n_token > max(n_page / 6, 3072):
                 return waiting[:i]
         return waiting
@@ -972,12 +1042,12 @@ def small_model(place):
     """A draft model on the same GPU."""
     return CostModel.roofline(preset("llama-160m"), place.on.gpu, system=place.on.system)
 
-def latencies(place, rates, choices, alpha, draft="ngram", P=128):
+def latencies(place, rates, choices, alpha, draft="ngram", P=128, scheduler="prefill_first"):
     """Points: latency by arrival rate (Poisson) for choices {name: spec}, how many times shorter
     than without drafts, and this for goodput. Returns {name: [times shorter, per rate]}."""
     n_page = 0.9 * place.model.memory / place.model.page_bytes
     B = min(256, int(n_page / (P + 128)))
-    options = dict(B=B, scheduler="prefill_first", alloc="grow", draft=draft, alpha=alpha)
+    options = dict(B=B, scheduler=scheduler, alloc="grow", draft=draft, alpha=alpha)
     times = defaultdict(list)
     for rate in rates:
         jobs = place.jobs(rate, 60 if place.all_grids else 10, prompt=[P], output=[128])
@@ -1026,8 +1096,8 @@ def spec_fig5(place):
         def price(drafts):
             verifying = place.model.seconds(stats.with_drafts(sum(drafts)))
             return verifying + len(drafts) * draft.seconds(stats)
-        best = POLICIES["goodput"]().lengths([None] * B, [MAX_DRAFTS] * B, 0.7, price)
-        yield "best k", "", B, len(best[0])
+        best = Goodput().lengths([None] * B, [MAX_DRAFTS] * B, 0.7, price)
+        yield "best k", "", B, best[0]
 
 @experiment("arrival rate (requests/s), R", "", A100_7B, "simulated")
 def spec_fig12(place):
@@ -1035,21 +1105,90 @@ def spec_fig12(place):
     rates = (1, 2, 4, 6, 8, 10, 12) if place.all_grids else (1, 6, 12)
     yield from latencies(place, rates, CHOICES, 0.35, P=512)
 
+class Trees(Goodput):
+    """Medusa's drafts: of these trees the one with the most tokens per second [SmartSpec Eq. 10].
+    (3, 2, 2): three candidates for the first token, two behind each, two behind each of these."""
+    def __init__(self, *trees):
+        self.trees = trees
+        self.chosen = {}  # request -> its tree of the last iteration
+
+    def lengths(self, requests, limits, acceptance, price):
+        rooms = [room(request) for request in requests]
+        rates = [self.rate(tree, rooms, acceptance, price) for tree in self.trees]
+        best = self.trees[np.argmax(rates)]
+        self.chosen = {request: best[:n] for request, n in zip(requests, rooms)}
+        return [tree_size(tree) for tree in self.chosen.values()]
+
+    def rate(self, tree, rooms, acceptance, price):
+        """Expected tokens per second of an iteration in which all have this tree."""
+        # differs from [SmartSpec Eq. 10]: as printed a level fails with 1 - a whatever its number
+        # of candidates
+        tokens = len(rooms)
+        chance = 1.0
+        drafts = []
+        for level, n_candidate in enumerate(tree[:max(rooms)]):
+            n_request = sum(n > level for n in rooms)
+            chance *= chance_of(acceptance, n_candidate)
+            tokens += n_request * chance
+            drafts.append(n_request * math.prod(tree[:level + 1]))
+        return tokens / price(drafts)
+
+class TreeSpeculator(Speculator):
+    """Counts levels of trees, not drafts."""
+    def limit(self, request):
+        return max(tree_size(tree[:room(request)]) for tree in self.policy.trees)
+
+    def count(self, request, n_accepted, n_new):
+        tree = self.policy.chosen.get(request, ())
+        tried = [chance_of(self.acceptance, n) for n in tree[:n_new]]
+        if tried:
+            self.acceptance += 0.01 * (n_accepted - sum(tried))
+        request.drafts = []
+
+class TreeRunner(CostRunner):
+    """Accepts a level of a tree if one of its candidates is right."""
+    def n_accepted(self, request):
+        tree = self.engine.speculator.policy.chosen.get(request, ())
+        return forced_acceptance(request, [chance_of(request.alpha, n) for n in tree])
+
+class Medusa(PrefillFirst):
+    """Prefill first, with trees of drafts."""
+    def start(self, engine):
+        super().start(engine)
+        engine.runner = TreeRunner(engine, engine.model)
+        if engine.speculator:
+            engine.speculator = TreeSpeculator(engine, engine.spec, engine.speculator.proposer)
+
+def room(request):
+    """The most levels of drafts that a request's output has room for."""
+    return max(0, request.max_len - request.n_tokens - 1)
+
+def tree_size(tree):
+    """Drafts of a tree: (3, 2, 2) has 3 + 6 + 12."""
+    return sum(math.prod(tree[:n]) for n in range(1, len(tree) + 1))
+
+def chance_of(alpha, n_candidate):
+    """That one of a level's candidates is right, if each has the chance alpha."""
+    return 1 - (1 - alpha) ** n_candidate
+
 @experiment("arrival rate (requests/s), R", "", A100_7B, "simulated")
 def spec_fig16(place):
     """[SmartSpec Fig. 16] latency with Medusa's heads: one candidate each, fixed trees, and
     goodput's tree; acceptance 0.6. Batched are the tokens that a decode feeds, at the last rate."""
-    choices = {name: name for name in ("off", "1,1,1", "2,2,1", "3,2,2")}
+    fixed = {"1,1,1": (1, 1, 1), "2,2,1": (2, 2, 1), "3,2,2": (3, 2, 2)}
+    choices = {"off": "off"} | {name: Trees(tree) for name, tree in fixed.items()}
+    goodput = Trees(*product((1, 2, 3), repeat=3))  # three heads, one to three candidates of each
     rates = (1, 4, 8, 12, 16, 20) if place.all_grids else (1, 20)
-    times = yield from latencies(place, rates, choices | {"goodput": "goodput_tree"}, 0.6)
+    times = yield from latencies(place, rates, choices | {"goodput": goodput}, 0.6,
+                                 scheduler=Medusa)
     yield "goodput", "over 1,1,1", times["goodput"][-1] / times["1,1,1"][-1]
     for alpha in (0.6, 0.8):
         record = []
         jobs = place.jobs(rates[-1], 60 if place.all_grids else 10, prompt=[128], output=[128])
-        place.serve(jobs, 256, scheduler="prefill_first", alloc="grow", draft="ngram",
-                    alpha=alpha, spec="goodput_tree", record=record)
-        rows = [n for iteration in record for _, _, n, n_logits, *_ in iteration.entries
-                if n == n_logits]
+        place.serve(jobs, 256, scheduler=Medusa, alloc="grow", draft="ngram", alpha=alpha,
+                    spec=goodput, record=record)
+        rows = [feed.n for iteration in record for feed in iteration.feeds
+                if feed.n == feed.n_logits]
         yield "batched tokens per request", f"acceptance {alpha}", fmean(rows)
 
 @experiment("batch size, B", only="measured")
@@ -1390,15 +1529,14 @@ def gpu(place):
     tokens = np.random.default_rng(0).integers(c.vocab_size, size=300).tolist()
     request = Request(tokens, 1)
     engine = Engine(model, n_page=request.max_len)
-    engine.pool.reserve(request, request.max_len)
+    engine.memory.pool.reserve(request, request.max_len)
     ends = (0, 128, 292, 299, 300)  # two chunks, a verification and a decode
-    rows = [engine.runner.forward([Feed(request, first, tokens[first:end], 1)])[1].float()
+    rows = [engine.runner.forward([Feed(request, first, end - first, 1)])[1].float()
             for first, end in pairwise(ends)]
     errors = torch.cat(rows) - model.logits(tokens)[[end - 1 for end in ends[1:]]]
     yield "error of logits over their deviation", float(errors.abs().max() / rows[0].std())
     for B in (1, 8, 64):
-        plan, engine = made_up_plan(model, decodes=B, context=64)
-        feeds = [Feed(r, r.n_past, [1], 1) for r, _ in plan]
+        feeds, engine = made_up_feeds(model, decodes=B, context=64)
         seconds = []
         for _ in range(9):
             wait_for_gpu()
@@ -1618,15 +1756,16 @@ def pieces(iterations):
     end, tokens); kind: prompt or decode; between them waiting or stall, in a stage bubble."""
     staged = any(iteration.stage for iteration in iterations)
     last = {}  # row -> end of its last piece, and the kind of a gap behind it
-    for start, end, entries, stage in iterations:
-        rows = {stage: entries} if staged else {entry[0]: [entry] for entry in entries}
+    for start, end, feeds, stage in iterations:
+        rows = {stage: feeds} if staged else {feed.request.id: [feed] for feed in feeds}
         for row, mine in rows.items():
-            n_token = sum(n for _, _, n, *_ in mine)  # 0 when a request arrives
+            n_token = sum(feed.n for feed in mine)  # 0 when a request arrives
             before, gap = last.get(row, (start, ""))
             if start > before + 1e-9:
                 yield row, gap, before, start, 0
             if n_token:
-                kind = "prompt" if any(n > n_logits for _, _, n, n_logits, *_ in mine) else "decode"
+                is_prompt = any(feed.n > feed.n_logits for feed in mine)
+                kind = "prompt" if is_prompt else "decode"
                 yield row, kind, start, end, n_token
             gap = "stall" if n_token else "waiting"
             last[row] = (end, "bubble" if staged else gap)

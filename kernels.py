@@ -59,8 +59,13 @@ CHUNK_ROWS = 256  # rows of a chunk that attend in one matrix product [SARATHI F
 class Sites:
     """Where adapters act in one operator. A site: adjacent rows of the batch with the same adapter,
     times one module (q, k, ...). Sites with few rows come first."""
-    sites: Tensor  # (S, 8) int32: first row, rows, first column of y, columns, rank of A,
-    #                rank of B, module number, first entry in table
+    # columns of sites. An example: rows 4 .. 6 of the batch have an adapter of rank 16. Its A and B
+    # for k, module 1 of q, k, v with 512 columns each, begin at entry 90 of the table:
+    #     4, 3, 512, 512, 16, 16, 1, 90
+    ROW, N_ROW, COLUMN, N_COLUMN, RANK, RANK_B, MODULE, ENTRY = range(8)
+    PLACE = [ROW, N_ROW, ENTRY]  # what an adapter gets when it is put into a batch
+
+    sites: Tensor  # (S, 8) int32
     table: Tensor  # (n,) int32: that of the batch
     n_few: int  # sites[:n_few] have at most FEW_ROWS rows, the others more
     max_few: int  # most rows of a site among the first n_few, 0 if there is none

@@ -24,8 +24,8 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 
 # kernels before torch: it sets how torch's threads wait
-from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, cdiv, heads_ref,
-                     linear, linear_ref, lora, pack, rotate_write, send)
+from kernels import (Sites, activate, activate_ref, add_norm, add_norm_ref, attention, cdiv,
+                     heads_ref, linear, linear_ref, lora, pack, rotate_write, send)
 
 import numpy as np
 import tiktoken
@@ -709,6 +709,7 @@ class Adapter:
         self.n_page = 0
         self.n_params = 0  # of this device
         self.sites = {}  # operator -> (n_site, 8) int32, see kernels.Sites
+        self.max_rank = {}  # operator -> its largest rank, as a power of two, 16 at least
         self.places = {}  # module -> (first page, shape of A, shape of B)
         width = config.n_kv_head * config.head_dim
         for op, (n_in, _, modules) in config.operators.items():
@@ -722,6 +723,9 @@ class Adapter:
                     self.n_page += max(rank_a * cdiv(n_in, width), rank * cdiv(columns, width))
                     self.n_params += config.n_layer * (rank_a * n_in + rank * columns)
             self.sites[op] = np.array(sites, dtype=np.int32).reshape(-1, 8)
+            if sites:
+                widest = max(site[Sites.RANK] for site in sites)
+                self.max_rank[op] = max(16, 1 << (widest - 1).bit_length())
         self.planes = None
         if dtype is not None:
             self.planes = torch.zeros(config.n_layer, 2, self.n_page, width, dtype=dtype,

@@ -1,9 +1,7 @@
 """The serving engine: SARATHI, S-LoRA and SmartSpec in one loop.
 
-In reading order: requests; the engine, one iteration of it in `Engine.step`; memory (pages and
-adapters); schedulers; orders of the queue; speculation (policies and proposers); the runner, which
-carries plans out on a model; the simulator (cost models, a runner that moves a clock, a pipeline);
-figures of a run; checks; the command line.
+Part 1 is the engine, in the order of one iteration (Loop.iterate); read it from top to bottom. The
+others may be skipped: 2 more of the papers; 3 the simulator; 4 checks, figures, command line.
 
 A plan says how many tokens of which request are fed next: [(request, n)]. A prefill chunk, a decode
 and a verification of drafts are the same thing. The engine knows requests, pages and plans, and no
@@ -20,17 +18,17 @@ import sys
 import time
 from array import array
 from bisect import insort
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate, count, groupby, islice, product
+from itertools import accumulate, count, groupby, islice
 from numbers import Integral, Real
 from operator import index, mul
 from pathlib import Path
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, proxy
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, proxy
 
 # kernels before torch: it sets how torch's threads wait
 from kernels import (FEW_ROWS, LORA_ROWS, Batch, Sites, cdiv, has_triton, probabilities, sample,
@@ -42,17 +40,27 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-MASK = 2**64 - 1  # seeds and random numbers have 64 bits
-
 # -----------------------------------------------------------------------------
-# requests
+# part 1: the engine
+
+# ---- requests. Three iterations of SARATHI, with a chunk of 8 tokens and two drafts for a decode,
+# that serve a prompt a of 10 tokens and, behind it, a prompt b of 7:
+#
+#     plan               what is fed                               what comes out
+#     [(a, 8)]           the prompt's tokens 0 .. 7                nothing: it has more tokens
+#     [(a, 2)]           tokens 8 and 9, the prompt's end          a's first output token
+#     [(a, 1), (b, 5)]   that token and two drafts; b's 0 .. 4     the drafts that are right and one
+#                                                                  token more: 1 to 3 of a's output
+#
+# One forward pass computes all rows of an iteration, so it reads the weights once: the decode of a
+# costs little beside the chunk of b [SARATHI §4.3].
 
 @dataclass(eq=False)
 class Request:
     """One user's request and how far it has come.
 
-    |<--------- prompt --------->|<---- output ---->|
-    |<------ n_past: cached ------>|<--- n_todo --->|<-- drafts -->|"""
+    |<--------- prompt --------->|<---- output ---->|<-- drafts -->|
+    |<------ n_past: cached ------>|<--- n_todo --->|"""
     # from the user
     prompt: list[int]
     max_new_tokens: int = 32
@@ -67,15 +75,11 @@ class Request:
     # of the engine
     id: int = -1  # given by Engine.add
     state: str = "waiting"  # -> running -> length, stop or aborted
-    version: int = 0  # of the adapter, the newest when the request is added
+    weights: Adapter | None = None  # what its adapter's name meant when it was added
     output: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)  # seconds at which each output token came
     n_past: int = 0  # tokens with K and V in the cache
-    # of speculation
-    n_draft_past: int = 0  # tokens with K and V in the cache of a draft model
-    may_draft: bool = True  # False: a draft model leaves this request out
     drafts: list[int] = field(default_factory=list)  # guessed tokens, within an iteration
-    tree: tuple[int, ...] = ()  # candidates per level of the drafts; real drafts have one per level
     draft_probs: list = field(default_factory=list)  # (1, V) for each sampled draft: its q
     acceptance: float | None = None  # estimated rate of its drafts; at first that of all requests
 
@@ -98,20 +102,12 @@ class Request:
             return "stop"
         return "length" if len(self.output) == self.max_new_tokens else ""
 
-    @property
-    def ttft(self):
-        """Seconds from arrival to the first token."""
-        return self.times[0] - self.arrival
-
-    @property
-    def tpot(self):
-        """Seconds per token after the first one."""
-        return (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1)
-
     def tokens(self, start, end):
-        """The known tokens start .. end - 1, as a list."""
+        """Tokens start .. end - 1 of prompt, output and drafts, as a list."""
         n = len(self.prompt)
-        return [*self.prompt[start:end], *self.output[max(0, start - n):max(0, end - n)]]
+        behind = self.output[max(0, start - n):max(0, end - n)]
+        drafts = self.drafts[max(0, start - self.n_tokens):max(0, end - self.n_tokens)]
+        return [*self.prompt[start:end], *behind, *drafts]
 
     def append(self, tokens, now):
         """Append tokens up to the end of the output. Returns those appended."""
@@ -125,268 +121,78 @@ class Request:
     def forget(self):
         """Nothing is cached any more: wait to be recomputed."""
         self.n_past = 0
-        self.n_draft_past = 0
-        self.drop_drafts()
-        self.state = "waiting"
-
-    def drop_drafts(self):
         self.drafts = []
-        self.tree = ()
         self.draft_probs = []
+        self.state = "waiting"
 
 class Event(NamedTuple):
     """New tokens of a request."""
     request: Request
     tokens: list[int]
-    finished: str  # "length", "stop", or "aborted" by the order, if they are the last; else ""
+    finished: str  # "length", "stop" or "aborted" if they are the last, else ""
 
-class Entry(NamedTuple):
-    """What an iteration computes for one request."""
-    id: int  # of the request
+class Feed(NamedTuple):
+    """What an iteration computes of a request: tokens n_past .. n_past + n - 1, with drafts."""
+    request: Request
     n_past: int
-    n_row: int  # tokens, drafts included
-    n_logits: int  # rows with logits
-    version: int = 0  # of the adapter
-    n_weight: int = 0  # of the adapter
+    n: int
+    n_logits: int  # how many of the last rows need logits
+
+def feeds_of(plan):
+    """The Feed of each request in a plan, behind its tokens its drafts."""
+    feeds = []
+    for request, n in plan:
+        n_draft = len(request.drafts)
+        n_logits = 1 + n_draft if n == request.n_todo else 0
+        feeds.append(Feed(request, request.n_past, n + n_draft, n_logits))
+    return feeds
 
 class Iteration(NamedTuple):
+    """A row of an engine's record."""
     start: float  # seconds
     end: float
-    entries: list[Entry]
+    feeds: list[Feed]
     stage: int = 0  # of a simulated pipeline
 
-# -----------------------------------------------------------------------------
-# the engine
+# ---- one iteration
 
-class Engine:
-    """Serves requests with one model, one iteration per step().
-
-    model: a GPT; or a CostModel: the simulator, with a virtual clock
-    scheduler: a name in SCHEDULERS, or a Scheduler
-    chunk: tokens of an iteration that feeds a prefill chunk, its decodes included
-    max_batch: requests that run at once; 0: as many as fit [SARATHI §4.3]
-    n_page: pages of the cache, one per token; 0: for max_batch requests and an adapter of rank 256,
-        if memory has room
-    alloc: "reserve" a request's maximum length at its start, or "grow" page by page
-    draft: None, "ngram", a smaller GPT or CostModel, or a Proposer
-    spec: "off", a number of drafts, a name in POLICIES, or a Policy; None: three, if draft is given
-    seed: of the sampled tokens of requests without a seed of their own
-    alpha: if not 0, each draft is accepted with this forced chance
-    order: a function (waiting, running, now) -> list
-    lora: "batched", or the baselines "bmm" and "merge" [S-LoRA §7]
-    adapter_pages: pages of a pool for adapters alone (the no-unify baseline); 0: one pool
-    tpot: autopilot's target, seconds per token; 0: none
-    cost: prices for the policies; None: a profile of this machine, made if a policy asks
-    record: a list to which every Iteration is appended"""
-    def __init__(self, model: GPT | CostModel, scheduler: str | Scheduler = "sarathi",
-                 chunk: int = 256, max_batch: int = 8, n_page: int = 0, alloc: str = "reserve",
-                 draft: str | GPT | CostModel | Proposer | None = None,
-                 spec: str | int | Policy | None = None, seed: int = 0, alpha: float = 0.0,
-                 order: Callable | None = None, lora: str = "batched", adapter_pages: int = 0,
-                 tpot: float = 0.0, cost: CostModel | None = None, record: list | None = None):
-        self.model = check_type("model", model, (GPT, CostModel), "a GPT or a CostModel")
-        self.simulated = isinstance(model, CostModel)
-        self.chunk = check_range("chunk", chunk, 1)
-        self.alloc = check_choice("alloc", alloc, ("reserve", "grow"))
-        self.lora = check_choice("lora", lora, ("batched", "bmm", "merge"))
-        self.alpha = check_range("alpha", alpha, 0.0, 1.0)
-        self.tpot = check_range("tpot", tpot, 0.0)
-        self.seed = check_range("seed", seed, 0, 2**63)
-        self.record = record
-
-        # requests, from their arrival to their end
+class Loop:
+    """How requests pass through an Engine: its step() without options and calls of users, which
+    stand at the end of part 1."""
+    def __init__(self):
         self.requests = {}  # id -> request, from add to its end
         self.pending = []  # requests that have not arrived, the next one first
         self.waiting = []  # preempted requests first, then by arrival
         self.running = []  # the most recently started last
-        self.ordered = []  # the waiting requests, as the order gave them last
-        self.undelivered = []  # that were not handed on yet
-        self.full = False  # a waiting request had no room, and nothing has changed since
+        self.events = []  # since the last step
         self.ids = count()
 
-        # policies, and the prices that they ask for
-        self.scheduler = make_scheduler(scheduler)
-        self.order = check_type("order", order or fcfs, Callable, "a function like lcfs")
-        if lora == "merge":
-            self.order = one_adapter(self.order)
-        self.cost = cost or (model if self.simulated else None)
-        policy = make_policy(spec, draft, self)
-        if self.cost is None and (self.scheduler.needs_price or policy and policy.needs_price):
-            self.cost = CostModel.profile(model)
-
-        # memory and the runner. Parts refer to the engine weakly: without a cycle, its cache is
-        # freed as soon as the engine is
-        n_page, self.max_batch = size_pool(self, draft, n_page, adapter_pages, max_batch)
-        self.pool = PagePool(n_page)
-        adapter_pool = PagePool(adapter_pages, first=n_page) if adapter_pages else self.pool
-        self.adapters = AdapterStore(adapter_pool, Adapter(model.config, {}))
-        self.merged = 0  # the version in the weights, if lora is "merge"
-        self.clock = VirtualClock() if self.simulated else WallClock()
-        engine = proxy(self)
-        self.runner = CostRunner(engine, model) if self.simulated else ModelRunner(engine, model)
-        self.adapters.start_copy = self.runner.copy_adapter
-        self.speculator = Speculator(engine, draft, policy) if policy else None
-        self.scheduler.start(engine)
-
     def step(self) -> list[Event]:
-        """One iteration. Returns its events; none if nothing can run now. After any exception, all
-        requests wait again, and the engine serves on."""
+        """One iteration. Returns the events since the last one; none if nothing can run now. After
+        any exception, all requests wait again, and the engine serves on."""
         try:
-            self.arrive()
-            self.aborted = []  # events of requests that the order ends
-            planned = self.scheduler.plan([*self.running], self.queue())  # policy [SARATHI §4.3]
-            plan = self.admit(planned)  # memory: pages, adapters, preemption [S-LoRA §5.1]
-            if not plan:
-                return self.idle(planned)
-            if self.speculator:
-                self.speculator.add_drafts(plan)  # drafts behind the decodes [SmartSpec §5]
-            start = self.clock.now()
-            new_tokens = self.runner.run(plan)  # one flat batch [SARATHI §4.3] [S-LoRA §5.3]
-            if self.record is not None:
-                self.record.append(Iteration(start, self.clock.now(), entries_of(plan, self)))
-            return self.commit(plan, new_tokens)  # advance, drop rejected drafts, finish
+            self.iterate()
         except BaseException:
-            self.recover()
+            recover(self)
             raise
+        events = self.events
+        self.events = []
+        return events
 
-    def warm(self):
-        """Compile kernels and record CUDA graphs for all iterations of up to a chunk, so that no
-        request waits for them. On a CPU and in the simulator there is nothing to do."""
-        start = time.perf_counter()
-        self.runner.warm()
+    def iterate(self):
+        self.arrive()
+        planned = self.scheduler.plan([*self.running], self.queue())  # policy [SARATHI §4.3]
+        plan = self.memory.admit(planned)  # pages, adapters, preemption [S-LoRA §5.1]
+        if not plan:
+            return self.idle(planned)
         if self.speculator:
-            self.speculator.proposer.warm()
-        seconds = time.perf_counter() - start
-        if seconds > 1:
-            print(f"compiled kernels and recorded CUDA graphs in {seconds:.0f} s", file=sys.stderr)
-
-    # requests and adapters come and go
-
-    def add_adapter(self, name: str, source: str | Adapter | int):
-        """Make an adapter known. source: a PEFT folder, an Adapter, or a rank (random weights).
-        Under a used name it replaces the other one: requests that were added before keep that.
-        FileNotFoundError or ValueError for a folder that is missing or does not fit."""
-        self.adapters.add(name, read_adapter(name, source, self))
-        self.drop_versions()
-        # the other ranks call add_adapter too, or are in ModelRunner.follow(), which adds a folder.
-        # broadcast returns what rank 0 gives it
-        source = None if isinstance(source, Adapter) else source
-        values = self.model.world.broadcast(("hold", (name, source, {*self.adapters.known})))[1]
-        theirs, _, versions = values
-        assert theirs == name, f"adapter {name!r}: rank 0 adds {theirs!r} at this point"
-        self.adapters.keep(versions)  # the other ranks have no requests
-
-    def remove_adapter(self, name: str):
-        """Forget an adapter. Requests that were added before keep it. KeyError if it is unknown."""
-        names = [name for name in self.adapters.newest if name is not None]
-        del self.adapters.newest[check_choice("adapter", name, names)]
-        self.drop_versions()
-
-    def drop_versions(self):
-        """Forget replaced and removed adapters that no request needs: other ranks do so when an
-        adapter is added."""
-        store = self.adapters
-        if self.model.world.rank == 0 and len(store.known) > len(store.newest):
-            needed = {request.version for request in self.requests.values()}
-            store.keep(needed.union(store.newest.values()))
-
-    def add(self, request: Request) -> int:
-        """Queue a request. Returns its id. ValueError or KeyError if it could never be served."""
-        check_request(request, self)
-        request.id = next(self.ids)
-        if request.arrival is None:
-            request.arrival = self.clock.now()
-        if request.alpha is None:
-            request.alpha = self.alpha
-        if request.seed is None:
-            request.seed = ((self.seed << 24) + request.id) & MASK
-        request.version = self.adapters.newest[request.adapter]
-        self.requests[request.id] = request
-        insort(self.pending, request, key=lambda request: request.arrival)
-        return request.id
-
-    def generate(self, prompts: list[list[int]], max_new_tokens: int = 32,
-                 adapter: str | list | None = None, **options) -> list[list[int]]:
-        """Serve prompts (lists of tokens). Returns the list of outputs. adapter: a name for all, or
-        a list of names; options: other fields of Request."""
-        names = adapter if isinstance(adapter, list) else [adapter] * len(prompts)
-        check_range("names in adapter", len(names), len(prompts), len(prompts))
-        requests = [Request(prompt, max_new_tokens, name, **options)
-                    for prompt, name in zip(prompts, names)]
-        undelivered = self.undelivered  # of a run that calls this from its on_event
-        self.undelivered = []
-        try:
-            for request in requests:
-                self.add(request)
-            self.run()
-        finally:  # after an exception, these requests leave the engine
-            left = [self.requests.pop(request.id, None) for request in requests]
-            if any(left):
-                self.recover()
-            self.undelivered = undelivered + self.undelivered
-        return [request.output for request in requests]
-
-    def run(self, on_event: Callable[[Event], None] = lambda event: None) -> Run:
-        """Step until every request has ended; on_event gets the tokens one by one. Returns the Run
-        of requests not aborted. If on_event fails, the next run hands on the other events."""
+            self.speculator.add_drafts(plan)  # drafts behind the decodes [SmartSpec §5]
         start = self.clock.now()
-        finished = []
-        while self.requests or self.undelivered:
-            if not self.undelivered:
-                for request, tokens, end in self.step():
-                    self.undelivered += [Event(request, [token], "") for token in tokens[:-1]]
-                    self.undelivered.append(Event(request, tokens[-1:], end))
-            while self.undelivered:
-                event = self.undelivered.pop(0)
-                if event.finished in ("length", "stop"):
-                    finished.append(event.request)
-                on_event(event)
-        return Run(finished, start)
-
-    def abort(self, id: int):
-        """End a request now; tokens that run() has not handed on are dropped. KeyError if the id is
-        unknown or the request has ended."""
-        left = [event for event in self.undelivered if event.request.id == id and event.tokens]
-        request = left[0].request if left else self.requests.get(id)
-        if request is None:
-            raise KeyError(f"no request with id {id} is waiting or running")
-        self.undelivered = [event for event in self.undelivered if event not in left]
-        n = len(request.output) - len(left)
-        del request.output[n:], request.times[n:]
-        if id in self.requests:
-            self.finish(request, "aborted")
-        request.state = "aborted"
-
-    def preempt(self, request: Request):
-        """Take the pages of a running request: it waits in front, and is recomputed later."""
-        assert request in self.running, f"preempt: {short(request)} is not running"
-        self.release(request)
-        request.forget()
-        self.waiting.insert(0, request)
-
-    def recover(self):
-        """Begin again from self.requests: all wait, and all pages are free."""
-        self.adapters.clear()
-        self.pool.clear()
-        self.full = False
-        self.undelivered = []
-        if self.lora == "merge":
-            self.merged = 0
-            self.runner.merge(None)
-        for request in [*self.requests.values()]:
-            del request.times[len(request.output):]  # append() was stopped between the two
-            state = request.end or request.state
-            request.forget()
-            if state not in ("waiting", "running"):
-                request.state = state
-                del self.requests[request.id]
-        self.ordered = []
-        # in place: the lanes of a Pipeline share these lists
-        self.running.clear()
-        self.waiting.clear()
-        self.pending[:] = sorted(self.requests.values(), key=lambda request: request.arrival)
-
-    # the parts of an iteration
+        feeds = feeds_of(plan)
+        new_tokens = self.runner.run(feeds)  # one flat batch [SARATHI §4.3] [S-LoRA §5.3]
+        if self.record is not None:
+            self.record.append(Iteration(start, self.clock.now(), feeds))
+        self.commit(plan, new_tokens)  # advance, drop rejected drafts, finish
 
     def arrive(self):
         """Queue the requests that have arrived. If there are no others, wait for the next."""
@@ -394,137 +200,55 @@ class Engine:
             self.clock.wait_until(self.pending[0].arrival)
         while self.pending and self.pending[0].arrival <= self.clock.now():
             self.waiting.append(self.pending.pop(0))
-            self.full = False
+            self.memory.full = False
 
     def queue(self):
         """The next waiting requests: as many as max_batch has room for; none if memory is full."""
         n_free = self.max_batch - len(self.running)
-        if not self.waiting or n_free <= 0 or self.full:
+        if not self.waiting or n_free <= 0 or self.memory.full:
             return []
         ordered = self.order([*self.waiting], [*self.running], self.clock.now())
         assert isinstance(ordered, list), f"the order gives {short(ordered)}: must be a list"
-        self.ordered = ordered
         if len(ordered) < len(self.waiting):  # thousands may wait: no scan without need
             for request in [r for r in self.waiting if r.state == "aborted"]:
                 self.finish(request, "aborted")  # by the order [S-LoRA §4.3]
-                self.aborted.append(Event(request, [], "aborted"))
+        self.memory.next_requests = ordered
         return ordered[:n_free]
 
-    def admit(self, plan):
-        """Start the plan's waiting requests, up to the first one that has no room, and reserve
-        pages for the running ones' tokens. Returns the part of the plan that can run."""
-        self.check_plan(plan)
-        # a request that is preempted below waits again, and must not start at once
-        new = {request for request, _ in plan if request.state != "running"}
-        room = True
+    def commit(self, plan, new_tokens):
+        """Advance the planned requests by what the runner did. new_tokens: {request: accepted
+        drafts and one token more}; a request with more of its prompt to feed is not in it."""
+        now = self.clock.now()
         for request, n in plan:
-            if request in new:
-                room = room and self.start(request)
-                self.full = not room
-            else:
-                self.grow(request, request.n_past + n)
-        if len(self.adapters.known) > 1:
-            self.prefetch()
-        return [(request, n) for request, n in plan if request.state == "running"]
-
-    def check_plan(self, plan):
-        """AssertionError that names a mistake of the scheduler or of the order."""
-        name = type(self.scheduler).__name__
-        good = isinstance(plan, list) and all(isinstance(entry, tuple) for entry in plan)
-        assert good, f"{name} plans {short(plan)}: must be [(request, n)]"
-        planned = {request for request, _ in plan}
-        good = len(planned) == len(plan) and len(planned.union(self.running)) <= self.max_batch
-        assert good, f"{name} plans a request twice, or more than max_batch = {self.max_batch}"
-        for request, n in plan:
-            good = request.state == "running" or request in self.waiting
-            assert good, f"{name} or the order plans {short(request)}: is not waiting or running"
-            good = n in range(1, request.n_todo + 1)
-            assert good, (f"{name} plans {n} tokens of request {request.id}: must be in 1 .. "
-                          f"{request.n_todo}")
-
-    def start(self, request):
-        """Acquire a waiting request's adapter and pages. Returns False if one has no room."""
-        n = request.max_len if self.alloc == "reserve" else request.n_tokens
-        spare = 0 if self.alloc == "reserve" else len(self.running)  # a page for each next token
-        version = request.version
-        swap = self.lora == "merge" and version != self.merged
-        if swap and self.running:  # they need the weights as they are
-            return False
-        if not self.adapters.acquire(version):
-            return False
-        if not self.adapters.reserve(self.pool, request, n, spare):
-            self.adapters.release(version)
-            return False
-        self.adapters.loaded[version]()  # wait for its copy
-        if swap:
-            self.merged = version
-            self.runner.merge(self.adapters.known[version] if version else None)
-        self.waiting.remove(request)
-        self.running.append(request)
-        request.state = "running"
-        return True
-
-    def prefetch(self, n=32):
-        """Load the adapters of the next n requests to start [S-LoRA §5.2], if these have room
-        beside all that the running ones may still need."""
-        spare = sum(r.max_len - len(self.pool.tables[r]) for r in self.running)
-        shared = self.adapters.pool is self.pool
-        acquired = []  # until all are loaded, so that none evicts another one
-        waiting = (request for request in self.ordered if request.state == "waiting")
-        for request in islice(waiting, n):
-            spare += request.n_tokens
-            if not self.adapters.acquire(request.version, spare if shared else 0):
-                break
-            acquired.append(request.version)
-        for version in acquired:
-            self.adapters.release(version)
-
-    def grow(self, request, n):
-        """Reserve n pages for a running request. If too few are free, preempt the last to start."""
-        while request.state == "running" and not self.adapters.reserve(self.pool, request, n):
-            self.preempt(self.running[-1])
-
-    def release(self, request):
-        self.running.remove(request)
-        self.pool.release(request)
-        self.adapters.release(request.version)
-        self.full = False
+            request.n_past += n
+            if request not in new_tokens:
+                continue
+            # accepted drafts are cached too, but not the last token: n_todo is 1 again. K and V of
+            # rejected drafts are overwritten later
+            n_accepted = len(new_tokens[request]) - 1
+            request.n_past += n_accepted
+            tokens = request.append(new_tokens[request], now)
+            if self.speculator:
+                # a stop token may have cut accepted drafts off
+                self.speculator.count(request, min(len(tokens), n_accepted), len(tokens))
+            end = request.end
+            if end:
+                self.finish(request, end)
+            self.events.append(Event(request, tokens, end))
 
     def finish(self, request, end):
         """End a request: "length", "stop" or "aborted"."""
-        self.full = False
         if request.state == "running":
-            self.release(request)
+            self.memory.release(request)
         elif request in self.waiting:
             self.waiting.remove(request)
         else:
             self.pending.remove(request)
+        self.memory.full = False
         request.state = end
         del self.requests[request.id]
-        self.drop_versions()
-
-    def commit(self, plan, new_tokens):
-        """Advance the planned requests by what the runner did. Returns the events."""
-        now = self.clock.now()
-        events = self.aborted
-        for request, n in plan:
-            request.n_past += n
-            verified = new_tokens.get(request)
-            if verified is None:  # a part of the prompt
-                continue
-            # accepted drafts are cached too; K and V of rejected ones are overwritten later
-            request.n_past += len(verified) - 1
-            request.n_draft_past = min(request.n_draft_past, request.n_past)
-            tokens = request.append(verified, now)
-            if self.speculator:
-                # a stop token may have cut accepted drafts off
-                self.speculator.count(request, min(len(tokens), len(verified) - 1), len(tokens))
-                request.drop_drafts()
-            end = request.end
-            events.append(Event(request, tokens, end))
-            if end:
-                self.finish(request, end)
-        return events
+        if end == "aborted":
+            self.events.append(Event(request, [], end))
 
     def idle(self, planned):
         """Nothing can run: the planned requests have no room. Wait for the next arrival."""
@@ -532,198 +256,8 @@ class Engine:
         assert planned or not stuck, f"{type(self.scheduler).__name__} or the order serves nothing"
         if self.waiting and not self.running:
             self.clock.wait_until(self.pending[0].arrival)
-        return self.aborted
 
-def entries_of(plan, engine):
-    """The Entry of each request in a plan."""
-    entries = []
-    for request, n in plan:
-        n_draft = len(request.drafts)
-        n_logits = 1 + n_draft if n == request.n_todo else 0
-        n_weight = engine.adapters.known[request.version].n_params
-        entries.append(Entry(request.id, request.n_past, n + n_draft, n_logits, request.version,
-                             n_weight))
-    return entries
-
-# -----------------------------------------------------------------------------
-# memory: pages and adapters
-
-class PagePool:
-    """Pages of a cache: each holds a token's K and V, or a row of A and B [S-LoRA §5.1]."""
-    def __init__(self, n_page, first=0):
-        self.n_page = n_page
-        self.first = first
-        self.clear()
-
-    def clear(self):
-        """Take all pages back."""
-        self.free = array("i", range(self.first, self.first + self.n_page))  # a stack
-        self.tables = {}  # owner -> its pages, in the order of its tokens or rows
-
-    def reserve(self, owner, n):
-        """Let owner have n pages in all. Returns False, changing nothing, if too few are free."""
-        n_more = n - len(self.tables.get(owner, ()))
-        if n_more > len(self.free):
-            return False
-        table = self.tables.setdefault(owner, array("i"))
-        if n_more > 0:
-            table.extend(self.free[-n_more:])
-            del self.free[-n_more:]
-        return True
-
-    def release(self, owner):
-        self.free.extend(self.tables.pop(owner))
-
-class AdapterStore:
-    """All adapters in host memory, and some loaded into pages: those of running requests, and idle
-    ones as long as no request needs their pages [S-LoRA §5]. Version 0 is the base model."""
-    def __init__(self, pool, base):
-        self.pool = pool
-        self.start_copy = None  # the runner's (version, pages) -> function that waits for the copy
-        self.n_version = 1  # so many were made
-        self.newest = {None: 0}  # name -> version
-        self.known = {0: base}  # version -> Adapter
-        self.max_rank = {}  # operator -> largest rank of all adapters so far, a power of two
-        # version -> function that waits for its copy; the least recently used first
-        self.loaded = {}
-        self.n_users = Counter()  # version -> running requests
-        self.clear()
-
-    def clear(self):
-        """Take all adapters off their pages. No request runs."""
-        for wait in self.loaded.values():
-            wait()
-        self.pool.clear()
-        self.loaded = {0: lambda: None}
-        self.n_users = Counter([0])  # version 0 is never idle
-
-    def add(self, name, adapter):
-        self.newest[name] = self.n_version
-        self.known[self.n_version] = adapter
-        self.n_version += 1
-        for op, sites in adapter.sites.items():
-            if len(sites):
-                rank = power_of_two(max(16, *sites[:, RANK].tolist()))
-                self.max_rank[op] = max(rank, self.max_rank.get(op, 0))
-
-    def keep(self, versions):
-        """Forget all other versions."""
-        for version in self.known.keys() - versions:
-            if version in self.loaded:
-                self.evict(version)
-            del self.known[version]
-            del self.n_users[version]
-
-    def evict(self, version):
-        self.loaded[version]()  # a copy in flight must not overwrite the next owner's pages
-        del self.loaded[version]
-        self.pool.release(version)
-
-    def reserve(self, pool, owner, n, spare=0):
-        """Reserve n pages of a pool for owner; idle adapters are evicted for them, the least
-        recently used first. Returns False if, beside these, `spare` more could not be free."""
-        if not spare and pool.reserve(owner, n):
-            return True
-        n_more = n - len(pool.tables.get(owner, ()))
-        if n_more + spare > len(pool.free):
-            idle = [version for version in self.loaded if not self.n_users[version]]
-            n_idle = sum(self.known[version].n_page for version in idle)
-            if pool is not self.pool or n_more + spare > len(pool.free) + n_idle:
-                return False
-            while n_more > len(pool.free):
-                self.evict(idle.pop(0))
-        return pool.reserve(owner, n)
-
-    def acquire(self, version, spare=0):
-        """Count a user of an adapter; start to copy it to pages, if it is not loaded. Returns False
-        if too few pages are free or idle."""
-        if version not in self.loaded:
-            if not self.reserve(self.pool, version, self.known[version].n_page, spare):
-                return False
-            pages = self.pool.tables[version]  # none if adapters are merged into the weights
-            self.loaded[version] = self.start_copy(version, pages) if pages else self.loaded[0]
-        self.loaded[version] = self.loaded.pop(version)  # now the most recently used
-        self.n_users[version] += 1
-        return True
-
-    def release(self, version):
-        self.n_users[version] -= 1
-
-def read_adapter(name, source, engine):
-    """An Adapter from a PEFT folder, an Adapter, or a rank: random weights, in a simulator none."""
-    kinds = (str, os.PathLike, Adapter, int)
-    check_type("adapter", source, kinds, "a PEFT folder, an Adapter, or a rank")
-    model = engine.model
-    adapter = source
-    if isinstance(source, (str, os.PathLike)):
-        weights = {} if engine.simulated else model.weights
-        adapter = Adapter.from_pretrained(source, model.config, model.dtype, weights)
-    elif isinstance(source, int):
-        rank = check_range("rank", source, 1)
-        adapter = Adapter(model.config, rank)
-        if not engine.simulated:
-            adapter = Adapter.random(model.config, rank, engine.adapters.n_version, model.dtype)
-    ours, theirs = [(c.n_layer, c.operators) for c in (model.config, adapter.config)]
-    fits = engine.simulated or (ours == theirs and adapter.planes is not None)
-    if name is None or not fits:
-        raise ValueError(f"adapter {name!r}: must have a name and weights, made for this model")
-    if engine.lora == "merge":  # into the weights: it takes no pages, and nothing more is read
-        adapter = copy(adapter)
-        adapter.n_page = 0
-        adapter.n_params = 0
-    if model.world.rank == 0:  # the pool holds the adapter, and a request of two tokens
-        shared = engine.adapters.pool is engine.pool
-        option = "n_page" if shared else "adapter_pages"
-        check_range(f"for adapter {name!r}: {option}", engine.adapters.pool.n_page,
-                    adapter.n_page + 2 * shared)
-    return adapter
-
-def size_pool(engine, draft, n_page, adapter_pages, max_batch):
-    """Returns (n_page, max_batch) without zeros: B = floor((M_G - M_S) / (L m_kv)) [SARATHI §4.3].
-    A draft model's cache has as many pages as the target's [SmartSpec §6]."""
-    check_range("n_page", n_page, 0)
-    check_range("max_batch", max_batch, 0)
-    model = engine.model
-    L = model.config.block_size
-    if not n_page:
-        models = [m for m in (model, draft) if isinstance(m, (GPT, CostModel))]
-        page = sum(m.config.page_bytes(m.dtype.itemsize) for m in models)
-        if engine.simulated:
-            free = model.memory - sum(m.n_bytes for m in models[1:])
-        else:
-            # the largest iteration, and as much for graphs. Schedulers that feed whole prompts may
-            # feed as many tokens as the cache holds: each of its pages pays for one
-            n_logits = (max_batch or 256) * (FEW_ROWS if draft else 1)
-            chunk = engine.scheduler.chunk or engine.chunk
-            free = free_memory(model.device)
-            free -= 2 * model.iteration_bytes(chunk + n_logits, n_logits)
-            if not isinstance(engine.scheduler, (Sarathi, SarathiServe)):
-                page += model.iteration_bytes(1, 0)
-        wide = Adapter(model.config, dict.fromkeys(model.config.modules, 256))
-        n_page = (max_batch or 256) * L + (0 if adapter_pages else wide.n_page)
-        n_page = min(int(free // page) - adapter_pages, n_page)
-    check_range("pages that fit the memory", n_page, 1)
-    return n_page, max_batch or max(1, min(256, n_page // L))
-
-def free_memory(device):
-    """Bytes for a cache: 90 % of a GPU's free memory, or a quarter of the computer's."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # of engines that have ended
-        return 0.9 * torch.cuda.mem_get_info(device)[0]
-    return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-@cache
-def check_gpu(device, head_dim):
-    """ValueError if the kernels do not run on this GPU. One line if there are none."""
-    check_range("head_dim on a GPU", head_dim, 1, 256)
-    major, minor = torch.cuda.get_device_capability(device)
-    check_range("compute capability of the GPU", major + minor / 10, 8.0)
-    if not has_triton():
-        print("Triton is missing: plain torch operators, slower and without CUDA graphs",
-              file=sys.stderr)
-
-# -----------------------------------------------------------------------------
-# schedulers: how many tokens of which request are fed next
+# ---- schedulers: how many tokens of which request are fed next
 
 TILE = 128  # rows of a matrix product's block: fewer take as long [SARATHI Fig. 7]
 
@@ -747,19 +281,536 @@ class Scheduler:
         Called once per step."""
         raise NotImplementedError(f"{type(self).__name__} has no plan()")
 
-    def drafts(self, decodes):
-        """How many drafts to expect behind the decodes of a plan."""
-        speculator = self.engine.speculator
-        return speculator.expected(decodes) if speculator else 0
-
     def budget(self, decodes):
         """How many prompt tokens go beside a plan's decodes and their drafts: up to the chunk; if
         these alone fill it, up to the next whole tile [SARATHI §4.4]."""
-        n = len(decodes) + self.drafts(decodes)
+        speculator = self.engine.speculator
+        n = len(decodes) + (speculator.expected(decodes) if speculator else 0)
         if n < self.chunk:
             return self.chunk - n
         tile = min(TILE, self.chunk)
         return cdiv(n + 1, tile) * tile - n
+
+class PrefillFirst(Scheduler):
+    """Continuous batching as in vLLM and TGI: new prompts run at once, decodes wait [TNG]."""
+    def plan(self, running, waiting):
+        return [(request, request.n_todo) for request in waiting or running]
+
+class Sarathi(Scheduler):
+    """Decode-maximal batching: one prefill chunk, and all decodes [SARATHI §4.3]."""
+    def plan(self, running, waiting):
+        decodes, prefills = decodes_and_prefills(running, waiting)
+        return decodes + prefill_chunks(prefills[:1], self.budget(decodes))
+
+class SarathiServe(Scheduler):
+    """A budget of tokens per iteration: decodes first, then prefill chunks (Sarathi-Serve)."""
+    def plan(self, running, waiting):
+        decodes, prefills = decodes_and_prefills(running, waiting)
+        return decodes + prefill_chunks(prefills, self.budget(decodes))
+
+def decodes_and_prefills(running, waiting):
+    """Returns the part of a plan for the decodes, and the requests with a prompt to feed."""
+    decodes = [(request, 1) for request in running if request.n_todo == 1]
+    prefills = [request for request in running if request.n_todo > 1]
+    return decodes, prefills + waiting
+
+def prefill_chunks(prefills, budget):
+    """Cut budget tokens from the prompts, one prompt after the other. Returns [(request, n)]."""
+    plan = []
+    for request in prefills:
+        if budget > 0:
+            plan.append((request, min(request.n_todo, budget)))
+            budget -= request.n_todo
+    return plan
+
+def fcfs(waiting, running, now):
+    """An order of the queue: first come, first served. waiting: preempted requests first."""
+    return waiting
+
+# ---- memory: pages, adapters, and which request starts, grows or is preempted
+
+class PagePool:
+    """Pages of a cache. A page spans all layers and holds a token's K and V, or a row of A and of B
+    of an adapter [S-LoRA §5.1]."""
+    def __init__(self, pages):
+        self.n_page = len(pages)
+        self.free = array("i", pages)  # a stack
+        self.tables = {}  # owner -> its pages, in the order of its tokens or rows
+
+    def reserve(self, owner, n):
+        """Let owner have n pages in all. Returns False, changing nothing, if too few are free."""
+        n_more = n - len(self.tables.get(owner, ()))
+        if n_more > len(self.free):
+            return False
+        table = self.tables.setdefault(owner, array("i"))
+        if n_more > 0:
+            table.extend(self.free[-n_more:])
+            del self.free[-n_more:]
+        return True
+
+    def release(self, owner):
+        self.free.extend(self.tables.pop(owner))
+
+class Memory:
+    """The pages of requests and of adapters, and which request starts, grows or is preempted. All
+    adapters are in host memory, some are loaded into pages: those of running requests, and idle
+    ones as long as no request needs their pages [S-LoRA §5]."""
+    def __init__(self, engine, pool):
+        self.engine = engine
+        self.pool = pool
+        self.adapter_pool = pool  # one pool for both [S-LoRA §5.1]
+        self.names = {}  # name -> Adapter
+        # Adapter -> function that waits for its copy; the least recently used first
+        self.loaded = {}
+        self.n_users = Counter()  # Adapter -> running requests
+        self.next_requests = []  # the waiting requests, as the order gave them last
+        self.n_prefetch = 32  # so many of them have their adapters loaded ahead
+        self.full = False  # True: no request starts until pages, adapters or the queue change
+
+    def admit(self, plan):
+        """Start the plan's waiting requests, up to the first one that has no room, and reserve
+        pages for the running ones' tokens. Returns the part of the plan that can run."""
+        check_plan(plan, self.engine)
+        # a request that is preempted below waits again, and must not start at once
+        new = {request for request, _ in plan if request.state != "running"}
+        room = True
+        for request, n in plan:
+            if request in new:
+                room = room and self.start(request)
+                self.full = not room
+            else:
+                self.grow(request, request.n_past + n)
+        if self.names:
+            prefetch(self)
+        return [(request, n) for request, n in plan if request.state == "running"]
+
+    def start(self, request):
+        """Acquire a waiting request's adapter and pages. Returns False if one has no room."""
+        n = request.max_len
+        spare = 0
+        if self.engine.alloc == "grow":
+            n = request.n_tokens
+            spare = len(self.engine.running)  # a page for each running one's next token
+        if not self.acquire(request.weights):
+            return False
+        if not self.make_room(self.pool, n, spare):
+            self.release_adapter(request.weights)
+            return False
+        self.pool.reserve(request, n)
+        if request.weights in self.loaded:
+            self.loaded[request.weights]()  # waits for the copy
+        self.engine.waiting.remove(request)
+        self.engine.running.append(request)
+        request.state = "running"
+        return True
+
+    def grow(self, request, n):
+        """Let a running request have n pages in all. If too few are free, preempt the most recently
+        started one, which may be the request itself: alone, every request has room."""
+        while request.state == "running" and not self.pool.reserve(request, n):
+            if not self.make_room(self.pool, n - len(self.pool.tables[request])):
+                self.engine.preempt(self.engine.running[-1])
+
+    def release(self, request):
+        self.engine.running.remove(request)
+        self.pool.release(request)
+        self.release_adapter(request.weights)
+        self.full = False
+
+    def acquire(self, adapter, spare=0):
+        """Count a user of an adapter; start to copy it to pages, if it is not loaded. Returns False
+        if it has no room, beside `spare` pages."""
+        if adapter is None or not adapter.n_page:
+            return True
+        if adapter not in self.loaded:
+            if not self.make_room(self.adapter_pool, adapter.n_page, spare):
+                return False
+            self.adapter_pool.reserve(adapter, adapter.n_page)
+            pages = self.adapter_pool.tables[adapter]
+            self.loaded[adapter] = self.engine.runner.copy_adapter(adapter, pages)
+        self.n_users[adapter] += 1
+        return True
+
+    def release_adapter(self, adapter):
+        if adapter in self.loaded:
+            self.n_users[adapter] -= 1
+            self.loaded[adapter] = self.loaded.pop(adapter)  # now the most recently used
+
+    def make_room(self, pool, n, spare=0):
+        """Evict idle adapters, the least recently used first, until n pages are free. Returns
+        False, evicting none, if beside these `spare` more could not be free."""
+        if n + spare <= len(pool.free):
+            return True
+        idle = [adapter for adapter in self.loaded if not self.n_users[adapter]]
+        n_idle = sum(adapter.n_page for adapter in idle) if pool is self.adapter_pool else 0
+        if n + spare > len(pool.free) + n_idle:
+            return False
+        while n > len(pool.free):
+            self.evict(idle.pop(0))
+        return True
+
+    def evict(self, adapter):
+        self.loaded.pop(adapter)()  # a copy in flight must not overwrite the next owner's pages
+        self.adapter_pool.release(adapter)
+
+# ---- drafts: how many (a policy), which ones (a proposer), and how many were accepted
+
+MAX_DRAFTS = FEW_ROWS - 1  # V in [SmartSpec Alg. 2]; a verification still has few rows
+
+class Policy:
+    """How many drafts each decode gets. Subclass it and write lengths()."""
+    needs_price = False  # whether lengths() calls price
+    threshold = 0.0  # a draft model stops behind a draft with no more than this probability
+    most = MAX_DRAFTS  # of a request
+
+    def lengths(self, requests: list[Request], limits: list[int], acceptance: float,
+                price: Callable[[list[int]], float]) -> list[int]:
+        """requests: the decodes; limits: the most drafts for each; acceptance: the estimated rate
+        of all. price(drafts) -> seconds of an iteration whose drafting step i makes drafts[i]
+        drafts, of all requests together. Returns a number for each."""
+        raise NotImplementedError
+
+class Fixed(Policy):
+    """The same number of drafts for all requests and steps."""
+    def __init__(self, k: int):
+        self.most = k
+
+    def lengths(self, requests, limits, acceptance, price):
+        return limits
+
+class Proposer:
+    """Which drafts: subclass it and write draft()."""
+    def draft(self, request: Request, k: int) -> list[int]:
+        """Up to k tokens that may follow the request's known ones."""
+        raise NotImplementedError
+
+    def limit(self, request: Request) -> float:
+        """The most drafts that it can make for a request now."""
+        return math.inf
+
+    def propose(self, plan, lengths, threshold):
+        """Set the drafts of the requests in lengths {request: k}. threshold: the policy's."""
+        for request, k in lengths.items():
+            request.drafts = self.draft(request, k) if k else []
+
+    def seconds(self, drafts, context):
+        """Seconds to make drafts[i] drafts in step i, each behind context tokens."""
+        return 1e-5 * max(drafts, default=0)  # one lookup per request
+
+class Ngram(Proposer):
+    """Prompt lookup: what followed the last occurrence of the last three, two or one tokens."""
+    def __init__(self):
+        self.text = WeakKeyDictionary()  # request -> its tokens, each as a character
+
+    def draft(self, request, k):
+        text = self.text.get(request, "")
+        text += "".join(map(chr, request.tokens(len(text), request.n_tokens)))
+        self.text[request] = text
+        for n in (3, 2, 1):
+            at = text.rfind(text[-n:], 0, -1)
+            if at >= 0:
+                following = text[at + n:at + n + k] * k  # near the end: repeated
+                return list(map(ord, following[:k]))
+        return []
+
+class Speculator:
+    """Adds drafts to an engine's plans, and counts how many are accepted [SmartSpec §5]."""
+    def __init__(self, engine, policy, proposer):
+        self.engine = engine
+        self.policy = policy
+        self.proposer = proposer
+        self.acceptance = PRIOR  # the rate of all requests, see update_rates
+        self.lengths = {}  # decode of the last iteration -> its number of drafts
+        self.n_drafted = 0
+        self.n_accepted = 0
+
+    def expected(self, decodes):
+        """Drafts that these decodes will get: each as many as last time, a new one the most."""
+        most = max(self.lengths.values(), default=0)
+        return sum(min(self.lengths.get(request, most), self.limit(request))
+                   for request, _ in decodes)
+
+    def limit(self, request):
+        """The most drafts that a request's output, and the proposer, have room for."""
+        room = request.max_len - request.n_tokens - 1
+        return max(0, min(self.policy.most, room, self.proposer.limit(request)))
+
+    def add_drafts(self, plan):
+        """Give the plan's decodes drafts, if pages are free for them [SmartSpec §6]."""
+        for request, _ in plan:
+            if request.acceptance is None:
+                request.acceptance = self.acceptance
+        decodes = [request for request, _ in plan if request.n_todo == 1]
+        lengths = {}
+        if decodes:
+            limits = [self.limit(request) for request in decodes]
+            price = price_of(self, plan, len(decodes))
+            given = self.policy.lengths(decodes, limits, self.acceptance, price)
+            check_lengths(given, limits, self.policy)
+            self.lengths = dict(zip(decodes, given))
+            for request, k in self.lengths.items():
+                has_room = self.engine.memory.pool.reserve(request, request.n_tokens + k)
+                lengths[request] = k if has_room else 0
+        self.proposer.propose(plan, lengths, self.policy.threshold)
+        check_drafts(lengths, self.engine.model.config.vocab_size)
+
+    def count(self, request, n_accepted, n_new):
+        """Count accepted drafts, then drop a request's drafts. n_new: its new tokens."""
+        update_rates(self, request, min(len(request.drafts), n_new), n_accepted)
+        self.n_drafted += len(request.drafts)
+        self.n_accepted += n_accepted
+        request.drafts = []
+        request.draft_probs = []
+
+# ---- the runner: carries out a plan on a model
+
+class ModelRunner:
+    """Runs feeds on a model: packs them into one flat batch, verifies drafts and samples."""
+    def __init__(self, engine, model):
+        self.engine = engine
+        self.model = model
+        self.merged = None  # the Adapter in the weights, see MergingMemory
+        pools = {engine.memory.pool, engine.memory.adapter_pool}
+        n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
+        self.kv = model.new_cache(n_page + 1)  # the last page is for padding rows
+        self.max_rank = {}  # operator -> the largest rank of an adapter so far, a power of two
+        self.copies, self.graphs = gpu_parts(self)
+
+    def run(self, feeds):
+        """Carry out a plan. Returns {request: accepted drafts and one token more}."""
+        feeds, logits = self.forward(feeds)
+        sampling = [feed.request for feed in feeds if feed.n_logits]
+        if not sampling and self.copies:
+            torch.cuda.synchronize()  # no token waits for the GPU, but the clock must
+        if self.engine.alpha or all(request.temperature == 0 for request in sampling):
+            return self.verify_greedy(sampling, logits)
+        return verify_sampled(sampling, logits)
+
+    def forward(self, feeds):
+        """One iteration of the model. Returns the feeds in the order of the batch, few rows first
+        and those of an adapter side by side, and logits (M, V), feed after feed."""
+        places = {}  # Adapter -> its place in the batch
+        for feed in feeds:
+            places.setdefault(feed.request.weights, len(places))
+        feeds = sorted(feeds, key=lambda feed: (feed.n > FEW_ROWS, places[feed.request.weights]))
+        if self.model.merged is not self.merged:  # another engine has used the model
+            self.model.merge(self.merged)
+        return feeds, self.compute(self.pack(feeds))
+
+    def compute(self, batch):
+        if self.graphs and self.graphs.fits(batch):
+            return self.graphs.replay(batch)
+        return self.model.forward(batch.to(self.model.device), self.kv)
+
+    def pack(self, feeds):
+        """Feeds as one flat Batch, on the host."""
+        tokens = []
+        positions = []
+        logit_rows = []
+        spans = []  # of the Batch
+        pages = array("i")
+        table = array("i")  # pages of the requests, then of their adapters
+        for request, n_past, n, n_logits in feeds:
+            end = n_past + n
+            request_pages = self.engine.memory.pool.tables[request][:end]
+            spans.append((len(tokens), n, n_past, len(table)))
+            tokens += request.tokens(n_past, end)
+            positions += range(n_past, end)
+            logit_rows += range(len(tokens) - n_logits, len(tokens))
+            pages += request_pages[n_past:]
+            table += request_pages
+        adapters = self.pack_adapters(feeds, spans, table)
+        # a draft model may lack the target's last tokens
+        tokens = int32(tokens).clamp(max=self.model.config.vocab_size - 1)
+        return Batch(tokens=tokens, positions=int32(positions), pages=int32(pages),
+                     spans=int32(spans), table=int32(table), logit_rows=int32(logit_rows),
+                     adapters=adapters, **row_counts([n for _, n, _, _ in spans]))
+
+    def pack_adapters(self, feeds, spans, table):
+        """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]. Adjacent rows of an adapter
+        share a site, so that it is read once. Appends their pages to the batch's table."""
+        memory = self.engine.memory
+        places = []  # (Adapter, (first row, rows, first entry in table))
+        for adapter, group in groupby(zip(feeds, spans), lambda pair: pair[0].request.weights):
+            if adapter in memory.loaded and self.model is self.engine.model:
+                own = [span for _, span in group]
+                n_row = sum(n for _, n, _, _ in own)
+                places.append((adapter, (own[0][0], n_row, len(table))))
+                table += memory.adapter_pool.tables[adapter]
+        if not places:
+            return {}
+        places.sort(key=lambda place: place[1][1] > FEW_ROWS)
+        table = int32(table)
+        packed = {}
+        for op in self.max_rank:
+            parts = [adapter.sites[op] for adapter, _ in places]
+            sites = np.concatenate(parts)
+            if len(sites):
+                # in Adapter.sites rows are 0, and entries count from the adapter's first page
+                where = np.repeat([place for _, place in places], list(map(len, parts)), 0)
+                sites[:, Sites.PLACE] += where
+                packed[op] = make_sites(self, op, sites, table)
+        return packed
+
+    def verify_greedy(self, sampling, logits):
+        """Accept the drafts that equal the argmax; or, with a forced alpha, as many as it says."""
+        best = logits.max(-1).indices.tolist()
+        new_tokens = {}
+        for request in sampling:
+            drafts = request.drafts
+            n = 0
+            while n < len(drafts) and drafts[n] == best[n]:
+                n += 1
+            if self.engine.alpha:
+                n = forced_acceptance(request, [request.alpha] * len(drafts))
+            new_tokens[request] = drafts[:n] + [best[n]]
+            best = best[len(drafts) + 1:]
+        return new_tokens
+
+    def hold(self, name, source, adapter):
+        """An adapter was added: its ranks"""
+        for op, rank in adapter.max_rank.items():
+            self.max_rank[op] = max(rank, self.max_rank.get(op, 0))
+
+    def copy_adapter(self, adapter, pages):
+        """Start to copy an adapter to its pages. Returns a function that waits for the copy."""
+        if self.copies is None:
+            self.write(adapter, pages)
+            return lambda: None
+        self.copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copies):
+            self.write(adapter, pages)
+            done = self.copies.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(done)
+
+    def write(self, adapter, pages):
+        adapter.write(self.kv, pages)
+
+# ---- options, how the parts are put together, and the calls of users
+
+@dataclass(eq=False)
+class Engine(Loop):
+    """Serves requests with one model, one iteration per step().
+
+        engine = Engine(GPT.from_preset("tiny"), scheduler="sarathi", chunk=64)
+        engine.add_adapter("name", "path/to/peft-folder")
+        id = engine.add(Request([1, 2, 3], max_new_tokens=8, adapter="name"))
+        figures = engine.run(on_event)  # or events = engine.step(), or engine.generate(prompts)
+    """
+    model: GPT | CostModel  # a CostModel: the simulator, with a virtual clock
+    scheduler: str | Scheduler = "sarathi"  # a name in SCHEDULERS, or your own
+    chunk: int = 256  # tokens of an iteration that feeds a prefill chunk, its decodes included
+    max_batch: int = 8  # requests that run at once; 0: as many as fit [SARATHI §4.3]
+    # of the cache, one a token; 0: for max_batch requests and an adapter of rank 256, or what fits
+    n_page: int = 0
+    alloc: str = "reserve"  # a request's maximum length at its start; or "grow" page by page
+    draft: str | GPT | CostModel | Proposer | None = None  # "ngram", a smaller model, your own
+    spec: str | int | Policy | None = None  # "off", a number (None: 3), in POLICIES, your own
+    seed: int = 0  # of the sampled tokens of requests without a seed of their own
+    alpha: float = 0.0  # if not 0, each draft is accepted with this forced chance
+    order: Callable = fcfs  # a function (waiting, running, now) -> list
+    lora: str = "batched"  # or the baselines "bmm" and "merge" [S-LoRA §7]
+    adapter_pages: int = 0  # of a pool for adapters alone, the no-unify baseline; 0: one pool
+    tpot: float = 0.0  # autopilot's target, seconds per token; 0: none
+    cost: CostModel | None = None  # prices for policies; None: a profile, if a policy asks
+    record: list | None = None  # every Iteration is appended to it
+
+    def __post_init__(self):
+        super().__init__()
+        check_options(self)
+        self.simulated = isinstance(self.model, CostModel)
+        self.scheduler = make_scheduler(self.scheduler)
+        policy = make_policy(self)
+        self.cost = price_list(self, policy)
+        # parts refer to the engine weakly: without a cycle, its cache is freed with the engine
+        engine = proxy(self)
+        self.memory = make_memory(engine)
+        self.clock = VirtualClock() if self.simulated else WallClock()
+        self.runner = make_runner(engine)
+        self.speculator = None
+        if policy:
+            self.speculator = Speculator(engine, policy, make_proposer(engine, policy))
+        self.scheduler.start(engine)
+
+    def warm(self):
+        """Compile kernels and record CUDA graphs for all iterations of up to a chunk, so that no
+        request waits for them. On a CPU and in the simulator there is nothing to do."""
+        warm_runners(self)
+
+    def add_adapter(self, name: str, source: str | Adapter | int):
+        """Make an adapter known. source: a PEFT folder, an Adapter, or a rank (random weights).
+        Under a used name it replaces the other one: requests that were added before keep that.
+        FileNotFoundError or ValueError for a folder that is missing or does not fit."""
+        adapter = read_adapter(name, source, self)
+        self.runner.hold(name, source, adapter)
+        self.memory.names[name] = adapter
+        self.memory.full = False
+
+    def remove_adapter(self, name: str):
+        """Forget an adapter. Requests that were added before keep it. KeyError if it is unknown."""
+        del self.memory.names[check_choice("adapter", name, self.memory.names)]
+
+    def add(self, request: Request) -> int:
+        """Queue a request. Returns its id. ValueError or KeyError if it could never be served."""
+        check_request(request, self)
+        request.id = next(self.ids)
+        request.weights = self.memory.names.get(request.adapter)
+        if request.arrival is None:
+            request.arrival = self.clock.now()
+        if request.alpha is None:
+            request.alpha = self.alpha
+        if request.seed is None:
+            request.seed = ((self.seed << 24) + request.id) & MASK
+        self.requests[request.id] = request
+        insort(self.pending, request, key=lambda request: request.arrival)
+        return request.id
+
+    def generate(self, prompts: list[list[int]], max_new_tokens: int = 32,
+                 adapter: str | list | None = None, **options) -> list[list[int]]:
+        """Serve prompts (lists of tokens). Returns the list of outputs. adapter: a name for all, or
+        a list of names; options: other fields of Request."""
+        requests = requests_of(prompts, max_new_tokens, adapter, options)
+        try:
+            for request in requests:
+                self.add(request)
+            self.run()
+        finally:  # after an exception, these requests leave the engine
+            for request in requests:
+                if request.id in self.requests:
+                    self.abort(request.id)
+        return [request.output for request in requests]
+
+    def run(self, on_event: Callable[[Event], None] = lambda event: None) -> Run:
+        """Step until every request has ended; on_event gets the tokens one by one. Returns the Run
+        of requests not aborted."""
+        start = self.clock.now()
+        finished = []
+        while self.requests or self.events:
+            for event in self.step():
+                hand_on(event, on_event)
+                if event.request.state in ("length", "stop"):
+                    finished.append(event.request)
+        return Run(finished, start)
+
+    def abort(self, id: int):
+        """End a request now. KeyError if the id is unknown or the request has ended."""
+        if id not in self.requests:
+            raise KeyError(f"no request with id {id} is waiting or running")
+        self.finish(self.requests[id], "aborted")
+
+    def preempt(self, request: Request):
+        """Take the pages of a running request: it waits in front, and is recomputed later."""
+        assert request in self.running, f"preempt: {short(request)} is not running"
+        self.memory.release(request)
+        request.forget()
+        self.waiting.insert(0, request)
+
+# -----------------------------------------------------------------------------
+# part 2: more of the papers, which may be skipped: schedulers, orders, memory, policies, a draft
+# model, sampling, tensor parallelism, CUDA graphs
+
+
+# ---- more schedulers
 
 class Static(Scheduler):
     """Request-level batching (FasterTransformer): fill a batch, run it until all have ended."""
@@ -770,23 +821,6 @@ class Orca(Scheduler):
     """Iteration-level batching: whole prompts join the running decodes [SARATHI §4.5]."""
     def plan(self, running, waiting):
         return [(request, request.n_todo) for request in running + waiting]
-
-class PrefillFirst(Scheduler):
-    """Continuous batching as in vLLM and TGI: new prompts run at once, decodes wait [TNG]."""
-    def plan(self, running, waiting):
-        return [(request, request.n_todo) for request in waiting or running]
-
-class Sarathi(Scheduler):
-    """Decode-maximal batching: one prefill chunk, every other slot a decode [SARATHI §4.3]."""
-    def plan(self, running, waiting):
-        decodes, prefills = decodes_and_prefills(running, waiting)
-        return decodes + prefill_chunks(prefills[:1], self.budget(decodes))
-
-class SarathiServe(Scheduler):
-    """A budget of tokens per iteration: decodes first, then prefill chunks (Sarathi-Serve)."""
-    def plan(self, running, waiting):
-        decodes, prefills = decodes_and_prefills(running, waiting)
-        return decodes + prefill_chunks(prefills, self.budget(decodes))
 
 class Autopilot(Scheduler):
     """Takes the chunk with the most work per second: a prompt token counts what it costs at best,
@@ -799,7 +833,7 @@ class Autopilot(Scheduler):
         sizes = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
         self.sizes = [n for n in sizes if n % cost.tile == 0]  # of batches, in tokens
         # seconds per prompt token, at best
-        stats = [cost.stats([Entry(-1, 0, n, 0)]) for n in self.sizes]
+        stats = [cost.stats([Feed(NO_ADAPTER, 0, n, 0)]) for n in self.sizes]
         self.prefill_price = min(cost.seconds(s) / s.n_tokens for s in stats)
 
     def plan(self, running, waiting):
@@ -807,7 +841,9 @@ class Autopilot(Scheduler):
         decodes, prefills = decodes_and_prefills(running, waiting)
         if not prefills:
             return decodes
-        stats = cost.stats(entries_of(decodes, self.engine)).with_drafts(self.drafts(decodes))
+        speculator = self.engine.speculator
+        n_draft = speculator.expected(decodes) if speculator else 0
+        stats = cost.stats(feeds_of(decodes)).with_drafts(n_draft)
         alone = cost.seconds(stats) if decodes else 0.0
         limit = self.time_limit(decodes, alone)
         # a decode is worth less beside waiting prompts: once they are fed, the same iteration
@@ -822,7 +858,7 @@ class Autopilot(Scheduler):
             sizes = [n for n in sizes if 0 < n <= ends[-1]] + ends
         rates = {}  # prompt tokens -> seconds of work done per second
         for n in sizes:
-            chunks = entries_of(prefill_chunks(prefills, n), self.engine)
+            chunks = feeds_of(prefill_chunks(prefills, n))
             seconds = cost.seconds(cost.stats(chunks, stats))
             if seconds <= limit:
                 rates[n] = (n * self.prefill_price + decode_work) / seconds
@@ -847,25 +883,8 @@ class Autopilot(Scheduler):
         # half of the time is for the next prompts
         return alone + min(slack for slack in slacks if slack >= 0) / 2
 
-def decodes_and_prefills(running, waiting):
-    """Returns the decodes as entries of a plan, and the requests with a prompt to feed."""
-    decodes = []
-    prefills = []
-    for request in running:
-        if request.n_todo == 1:
-            decodes.append((request, 1))
-        else:
-            prefills.append(request)
-    return decodes, prefills + waiting
-
-def prefill_chunks(prefills, budget):
-    """Cut budget tokens from the prompts, one prompt after the other. Returns [(request, n)]."""
-    plan = []
-    for request in prefills:
-        if budget > 0:
-            plan.append((request, min(request.n_todo, budget)))
-            budget -= request.n_todo
-    return plan
+SCHEDULERS = {"static": Static, "orca": Orca, "prefill_first": PrefillFirst, "sarathi": Sarathi,
+              "sarathi_serve": SarathiServe, "autopilot": Autopilot}
 
 def make_scheduler(scheduler):
     """A Scheduler by its name; or a copy of one, because engines may be given the same object."""
@@ -873,15 +892,8 @@ def make_scheduler(scheduler):
         return SCHEDULERS[check_choice("scheduler", scheduler, SCHEDULERS)]()
     return copy(check_type("scheduler", scheduler, Scheduler, "an object like Sarathi()"))
 
-SCHEDULERS = {"static": Static, "orca": Orca, "prefill_first": PrefillFirst, "sarathi": Sarathi,
-              "sarathi_serve": SarathiServe, "autopilot": Autopilot}
-
-# -----------------------------------------------------------------------------
-# orders of the queue: functions (waiting, running, now) -> list. waiting: preempted requests first,
-# then by arrival. A request that is left out waits, or ends if its state is set to "aborted".
-
-def fcfs(waiting, running, now):
-    return waiting
+# ---- orders of the queue: functions (waiting, running, now) -> list. A request that is left out
+# waits, or ends if its state is set to "aborted"
 
 def lcfs(waiting, running, now):
     """Last come, first served [S-LoRA §4.3], behind requests that were preempted with output."""
@@ -934,101 +946,155 @@ class EarlyAbort:
         grows = 0.7 * self.n_new + 0.3 * self.n_come >= self.n_start
         return lcfs(self.alive, running, now) if grows else [*self.alive]
 
-# -----------------------------------------------------------------------------
-# speculation: how many drafts (policies), which ones (proposers), and how many were accepted
+# ---- memory
 
-MAX_DRAFTS = FEW_ROWS - 1  # V in [SmartSpec Alg. 2]; a verification still has few rows
+def make_memory(engine):
+    """The Memory of an engine, whose n_page and max_batch lose their zeros."""
+    engine.n_page, engine.max_batch = size_pool(engine)
+    kind = MergingMemory if engine.lora == "merge" else Memory
+    memory = kind(engine, PagePool(range(engine.n_page)))
+    if engine.adapter_pages:
+        pages = range(engine.n_page, engine.n_page + engine.adapter_pages)
+        memory.adapter_pool = PagePool(pages)
+    return memory
 
-@cache
-def tree_size(tree):
-    """Drafts in a tree with so many candidates per level: (3, 2, 2) has 3 + 6 + 12 = 21."""
-    return sum(accumulate(tree, mul))
+def prefetch(memory):
+    """Load the adapters of the next requests to start [S-LoRA §5.2], if these have room beside all
+    that the running ones may still need."""
+    spare = sum(r.max_len - len(memory.pool.tables[r]) for r in memory.engine.running)
+    shared = memory.adapter_pool is memory.pool
+    acquired = []  # until all are loaded, so that none evicts another one
+    waiting = (request for request in memory.next_requests if request.state == "waiting")
+    for request in islice(waiting, memory.n_prefetch):
+        spare += request.n_tokens
+        if not memory.acquire(request.weights, spare if shared else 0):
+            break
+        acquired.append(request.weights)
+    for adapter in acquired:
+        memory.release_adapter(adapter)
 
-def chance(alpha, n_candidate):
-    """That one of a level's candidates is accepted, if each has the chance alpha."""
-    return 1 - (1 - alpha) ** n_candidate
+class MergingMemory(Memory):
+    """The merge-and-swap baseline [S-LoRA §7]: a request's adapter must be in the weights."""
+    def start(self, request):
+        runner = self.engine.runner
+        swap = request.weights is not runner.merged
+        if swap and self.engine.running:  # they need the weights as they are
+            return False
+        started = super().start(request)
+        if started and swap:
+            runner.merge(request.weights)
+        return started
 
-ACCEPT, TOKEN, DRAFT = range(3)  # random numbers for a position: verify, sample, propose
+def recover(engine):
+    """After an exception: no page is taken, and all requests wait to be recomputed."""
+    names = engine.memory.names
+    for wait in engine.memory.loaded.values():
+        wait()
+    engine.memory = make_memory(proxy(engine))
+    engine.memory.names = names
+    if engine.lora == "merge":
+        engine.runner.merge(None)
+    engine.events = []
+    engine.running.clear()
+    engine.waiting.clear()
+    for request in engine.requests.values():
+        request.forget()
+    engine.pending[:] = sorted(engine.requests.values(), key=lambda request: request.arrival)
 
-def hash_of(seed, position, use):
-    """A random number in 0 .. 2^64 - 1. Of integers; or of arrays of np.uint64. The low 24 bits
-    are for use and position; the seed's upper 24, which the shift drops, are folded in."""
-    x = ((seed + (seed >> 40)) << 24) + (use << 22) + position & MASK
-    x = (x * 0x9E3779B97F4A7C15 ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
-    return x ^ x >> 31
+def read_adapter(name, source, engine):
+    """An Adapter from a PEFT folder, an Adapter, or a rank: random weights, in a simulator none."""
+    kinds = (str, os.PathLike, Adapter, int)
+    check_type("adapter", source, kinds, "a PEFT folder, an Adapter, or a rank")
+    model = engine.model
+    adapter = source
+    if isinstance(source, (str, os.PathLike)):
+        weights = {} if engine.simulated else model.weights
+        adapter = Adapter.from_pretrained(source, model.config, model.dtype, weights)
+    elif isinstance(source, int):
+        rank = check_range("rank", source, 1)
+        adapter = Adapter(model.config, rank)
+        if not engine.simulated:
+            seed = 1 + len(engine.memory.names)
+            adapter = Adapter.random(model.config, rank, seed, model.dtype)
+    ours, theirs = [(c.n_layer, c.operators) for c in (model.config, adapter.config)]
+    fits = engine.simulated or (ours == theirs and adapter.planes is not None)
+    if name is None or not fits:
+        raise ValueError(f"adapter {name!r}: must have a name and weights, made for this model")
+    if engine.lora == "merge":  # into the weights: it takes no pages, and nothing more is read
+        adapter = copy(adapter)
+        adapter.n_page = 0
+        adapter.n_params = 0
+    if model.world.rank == 0:  # the pool holds the adapter, and a request of two tokens
+        shared = not engine.adapter_pages
+        option = "n_page" if shared else "adapter_pages"
+        check_range(f"for adapter {name!r}: {option}", getattr(engine, option),
+                    adapter.n_page + 2 * shared)
+    return adapter
 
-def uniform(places, use):
-    """Random numbers in [0, 1) for places [(seed, position)], the same on every device -> (M,)"""
-    seeds, positions = np.array(places, np.uint64).reshape(-1, 2).T
-    return torch.from_numpy((hash_of(seeds, positions, use) >> 11) * 2.0**-53)
+def size_pool(engine):
+    """Returns (n_page, max_batch) without zeros: B = floor((M_G - M_S) / (L m_kv)) [SARATHI §4.3].
+    A draft model's cache has as many pages as the target's [SmartSpec §6]."""
+    n_page = engine.n_page
+    max_batch = engine.max_batch
+    draft = engine.draft
+    model = engine.model
+    L = model.config.block_size
+    if not n_page:
+        models = [m for m in (model, draft) if isinstance(m, (GPT, CostModel))]
+        page = sum(m.config.page_bytes(m.dtype.itemsize) for m in models)
+        if engine.simulated:
+            free = model.memory - sum(m.n_bytes for m in models[1:])
+        else:
+            # the largest iteration, and as much for graphs. Schedulers that feed whole prompts may
+            # feed as many tokens as the cache holds: each of its pages pays for one
+            n_logits = (max_batch or 256) * (FEW_ROWS if draft else 1)
+            chunk = engine.scheduler.chunk or engine.chunk
+            free = free_memory(model.device)
+            free -= 2 * model.iteration_bytes(chunk + n_logits, n_logits)
+            if not isinstance(engine.scheduler, (Sarathi, SarathiServe)):
+                page += model.iteration_bytes(1, 0)
+        wide = Adapter(model.config, dict.fromkeys(model.config.modules, 256))
+        n_page = (max_batch or 256) * L + (0 if engine.adapter_pages else wide.n_page)
+        n_page = min(int(free // page) - engine.adapter_pages, n_page)
+    check_range("pages that fit the memory", n_page, 1)
+    return n_page, max_batch or max(1, min(256, n_page // L))
 
-def forced_acceptance(request, tree):
-    """How many levels of drafts are accepted if each draft has the chance request.alpha. The seed
-    and the position decide, so that numbers of drafts can be compared."""
-    for level, n_candidate in enumerate(tree):
-        x = hash_of(request.seed, request.n_tokens + level, ACCEPT)
-        if x >= 2**64 * chance(request.alpha, n_candidate):
-            return level
-    return len(tree)
+def free_memory(device):
+    """Bytes for a cache: 90 % of a GPU's free memory, or a quarter of the computer's."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of engines that have ended
+        return 0.9 * torch.cuda.mem_get_info(device)[0]
+    return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
-class Policy:
-    """How many drafts each decode gets. Subclass it and write lengths()."""
-    needs_price = False  # whether lengths() calls price
-    threshold = 0.0  # a draft model stops behind a draft with no more than this probability
-    trees = [(1,) * MAX_DRAFTS]  # of drafts, to choose from
-
-    def lengths(self, requests: list[Request], limits: list[int], acceptance: float,
-                price: Callable[[list[int]], float]) -> list[int] | list[tuple[int, ...]]:
-        """requests: the decodes; limits: the most drafts for each; acceptance: the estimated rate
-        of all. price(drafts) -> seconds of an iteration whose drafting step i makes drafts[i]
-        drafts, of all requests together. Returns a number for each; in the simulator it may be a
-        tree, candidates per level: (1, 1, 1) is three drafts in a row."""
-        raise NotImplementedError
-
-class Fixed(Policy):
-    """The same drafts for all requests and steps: Fixed(3) is three, Fixed(3, 2, 2) a tree."""
-    def __init__(self, *tree):
-        self.trees = [tree if len(tree) > 1 else (1,) * tree[0]]
-
-    def lengths(self, requests, limits, acceptance, price):
-        return [self.trees[0][:limit] for limit in limits]
+# ---- speculation
 
 class Goodput(Policy):
     """One k for all decodes of a step: the most generated tokens per second [SmartSpec Alg. 1]."""
     # differs from [SmartSpec Alg. 2]: the scheduler decides which requests run, not the policy
     needs_price = True
-    trees = [(1,) * k for k in range(MAX_DRAFTS + 1)]
 
     def lengths(self, requests, limits, acceptance, price):
         tokens, seconds = self.expectation(acceptance, limits, price)
-        best = self.trees[np.argmax(tokens / seconds)]
-        return [best[:limit] for limit in limits]
+        best = int(np.argmax(tokens / seconds))
+        return [min(best, limit) for limit in limits]
 
     def expectation(self, acceptance, limits, price):
-        """Expected tokens and seconds of the iteration with each of the trees: two arrays."""
+        """Expected tokens and seconds of the iteration with 0, 1 ... drafts: two arrays."""
         # differs from [SmartSpec Eq. 10]: as printed it lacks the token that comes even if no draft
-        # is accepted, and a level fails with 1 - a whatever its number of candidates
-
-        # requests that have room for each level
-        room = [sum([limit > level for limit in limits]) for level in range(max(limits))]
+        # is accepted
         outcomes = []
-        for tree in self.trees:
-            chances = accumulate([chance(acceptance, n) for n in tree], mul)
-            # of a request by levels: 1, 1 + a, 1 + a + a^2, ... tokens [SmartSpec Eq. 8, 9]
+        for k in range(self.most + 1):
+            # requests that have room for each draft
+            room = [sum([limit > level for limit in limits]) for level in range(k)]
+            chances = [acceptance ** level for level in range(1, k + 1)]
+            # of a request: 1, 1 + a, 1 + a + a^2, ... tokens [SmartSpec Eq. 8, 9]
             tokens = len(limits) + sum(map(mul, room, chances))
-            widths = accumulate(tree, mul)  # drafts per level
-            outcomes.append((tokens, price([*map(mul, room, widths)])))
+            outcomes.append((tokens, price(room)))
         return np.array(outcomes).T
-
-class GoodputTree(Goodput):
-    """Simulator: the tree of drafts with the most tokens per second [SmartSpec Eq. 10]. Medusa has
-    three heads, and each proposes one to three candidates."""
-    trees = [*product((1, 2, 3), repeat=3)]
 
 class GoodputGlobal(Goodput):
     """One k for all requests and all steps: the best over everything so far [SmartSpec §3.3]."""
-    totals = np.zeros((2, 1))  # tokens and seconds, for each tree
+    totals = np.zeros((2, 1))  # tokens and seconds, for each k
 
     def expectation(self, acceptance, limits, price):
         self.totals = self.totals + super().expectation(acceptance, limits, price)
@@ -1059,110 +1125,25 @@ class Confidence(Goodput):
 class Oracle(Goodput):
     """Knows how many drafts will be accepted [SmartSpec Fig. 14]; needs a forced alpha."""
     def lengths(self, requests, limits, acceptance, price):
-        accepted = [forced_acceptance(request, (1,) * limit)
+        accepted = [forced_acceptance(request, [request.alpha] * limit)
                     for request, limit in zip(requests, limits)]
         return super().lengths(requests, accepted, 1.0, price)
 
 POLICIES = {"goodput": Goodput, "goodput_global": GoodputGlobal, "goodput_request": GoodputRequest,
-            "goodput_tree": GoodputTree, "confidence": Confidence, "oracle": Oracle}
+            "confidence": Confidence, "oracle": Oracle}
 
-class Proposer:
-    """Subclass it and write draft()."""
-    context = math.inf  # the most tokens from which it can draft
-
-    def warm(self):
-        """Called by Engine.warm()."""
-
-    def draft(self, request: Request, k: int) -> list[int]:
-        """Up to k tokens that may follow the request's known ones."""
-        raise NotImplementedError
-
-    def propose(self, plan, lengths, threshold):
-        """Set the drafts of the requests in lengths {request: k}. threshold: the policy's."""
-        for request, k in lengths.items():
-            request.drafts = self.draft(request, k) if k else []
-
-    def seconds(self, drafts, context):
-        """Seconds to make drafts[i] drafts in step i, each behind context tokens."""
-        return 1e-5 * max(drafts, default=0)  # one lookup per request
-
-class Zeros(Proposer):
-    """The simulator's prompt lookup: every token is 0."""
-    def draft(self, request, k):
-        return [0] * k
-
-class Ngram(Proposer):
-    """Prompt lookup: what followed the last occurrence of the last three, two or one tokens."""
-    def __init__(self):
-        self.text = WeakKeyDictionary()  # request -> its tokens, each as a character
-
-    def draft(self, request, k):
-        text = self.text.get(request, "")
-        text += "".join(map(chr, request.tokens(len(text), request.n_tokens)))
-        self.text[request] = text
-        for n in (3, 2, 1):
-            at = text.rfind(text[-n:], 0, -1)
-            if at >= 0:
-                following = text[at + n:at + n + k] * k  # near the end: repeated
-                return list(map(ord, following[:k]))
-        return []
-
-class DraftModel(Proposer):
-    """A smaller model with the same page tables, fed the same chunks [SmartSpec §6]. If decodes
-    rarely get drafts, it leaves out new requests [§5], but for 16 of 128, to notice a change."""
-    def __init__(self, runner, cost, context=math.inf):
-        self.runner = runner
-        self.cost = cost
-        self.context = context
-        self.idle_share = 0.0  # of recent steps: in which no decode was worth a draft
-
-    def warm(self):
-        self.runner.warm()
-
-    def propose(self, plan, lengths, threshold):
-        wanted = [k for request, k in lengths.items() if request.may_draft]
-        if wanted:
-            # a moving average over about fifty steps
-            self.idle_share += 0.02 * ((max(wanted) == 0) - self.idle_share)
-        feeds = []
-        for request, n in plan:
-            left_out = self.idle_share > 0.7 and request.id % 128 >= 16
-            if request.n_past == 0 and (left_out or request.n_tokens > self.context):
-                request.may_draft = False
-            k = lengths.get(request, 0)
-            # a decode without drafts is fed later, with its next drafts
-            if request.may_draft and (request.n_todo > 1 or k):
-                end = request.n_past + n
-                tokens = request.tokens(request.n_draft_past, end)
-                feeds.append(Feed(request, request.n_draft_past, tokens, min(k, 1)))
-                request.n_draft_past = end
-        while feeds:
-            drafted = self.runner.draft(feeds, threshold)
-            feeds = []
-            for request, token, sure in drafted:
-                request.drafts.append(token)
-                if sure and len(request.drafts) < lengths[request]:
-                    feeds.append(Feed(request, request.n_draft_past, [token], 1))
-                    request.n_draft_past += 1
-
-    def seconds(self, drafts, context):  # [SmartSpec Eq. 5]
-        seconds = 0.0
-        for n, n_step in Counter(drafts).items():
-            stats = IterationStats(n_tokens=n, n_logits=n, decodes=n, context=n * context)
-            seconds += n_step * self.cost.seconds(stats)
-        return seconds
-
-def make_policy(spec, draft, engine):
-    """A Policy from a number, a tree like "3,2,2", a name or an object; None from "off"."""
-    if spec == "off" or (spec is None and draft is None):
+def make_policy(engine):
+    """A Policy from a number, a name or an object; None from "off"."""
+    spec = engine.spec
+    if spec == "off" or (spec is None and engine.draft is None):
         return None
-    if draft is None:
+    if engine.draft is None:
         raise ValueError(f"spec = {short(spec)}: needs a draft, ngram or a model")
     text = "3" if spec is None else str(spec)
     if isinstance(spec, Policy):
         policy = spec
-    elif text.replace(",", "").isdecimal():
-        policy = Fixed(*[check_range("spec", int(n), 1) for n in text.split(",")])
+    elif text.isdecimal():
+        policy = Fixed(check_range("spec", int(text), 1))
     elif text in POLICIES:
         policy = POLICIES[text]()
     else:
@@ -1172,12 +1153,108 @@ def make_policy(spec, draft, engine):
         raise ValueError("alpha = 0: a simulator and an oracle need a forced acceptance rate")
     if engine.simulated and policy.threshold:
         raise ValueError(f"spec = {short(spec)}: drafts of a simulator have no probabilities")
-    if not engine.simulated and max(sum(policy.trees, ())) > 1:
-        raise ValueError(f"spec = {policy.trees}: trees of drafts are for the simulator")
     return policy
 
-def make_proposer(draft, engine, needs_price):
+def price_list(engine, policy):
+    """The CostModel with prices for an engine's policies, or None if they need none."""
+    if engine.cost is None and engine.simulated:
+        return engine.model
+    if engine.cost is None and (engine.scheduler.needs_price or policy and policy.needs_price):
+        return CostModel.profile(engine.model)
+    return engine.cost
+
+def price_of(speculator, plan, n_decode):
+    """The function drafts -> seconds of the plan's iteration with them [SmartSpec Eq. 4]."""
+    cost = speculator.engine.cost
+    policy = speculator.policy
+    stats = cost.stats(feeds_of(plan)) if policy.needs_price else None
+
+    def price(drafts):
+        name = type(policy).__name__
+        assert stats, f"{name} calls price: set needs_price = True in it"
+        assert isinstance(drafts, list), f"{name} calls price({drafts}): must be a list"
+        drafting = speculator.proposer.seconds(drafts, stats.context / n_decode)
+        return cost.seconds(stats.with_drafts(sum(drafts))) + drafting
+    return price
+
+PRIOR = 0.7  # the acceptance rate before any draft
+
+def update_rates(speculator, request, n_tried, n_accepted):
+    """Update the acceptance rates, moving averages [SmartSpec §4.4]. Tried are only the accepted
+    drafts and the first rejected one."""
+    mean = rate_after(speculator.acceptance, PRIOR, 0.01, n_tried, n_accepted)
+    speculator.acceptance = mean
+    request.acceptance = rate_after(request.acceptance, mean, 0.05, n_tried, n_accepted)
+
+def rate_after(rate, prior, weight, n_tried, n_accepted):
+    """An acceptance rate after n_accepted of n_tried drafts. A decode without drafts counts as 1 %
+    of a draft with the prior's chance: where drafts do not pay, now and then one is tried, for less
+    than 1 % of the time."""
+    if n_tried == 0:
+        return rate + 0.01 * weight * (prior - rate)
+    return rate + weight * (n_accepted - n_tried * rate)
+
+class Zeros(Proposer):
+    """The simulator's prompt lookup: every token is 0."""
+    def draft(self, request, k):
+        return [0] * k
+
+class DraftModel(Proposer):
+    """A smaller model with the same page tables, fed the same chunks [SmartSpec §6]. If decodes
+    rarely get drafts, it leaves out new requests [§5], but for 16 of 128, to notice a change."""
+    def __init__(self, runner, cost, context):
+        self.runner = runner
+        self.cost = cost
+        self.context = context  # the most tokens from which it can draft
+        self.n_past = WeakKeyDictionary()  # request -> tokens with K and V in its own cache
+        self.left_out = WeakSet()  # requests
+        self.idle_share = 0.0  # of recent steps: in which no decode was worth a draft
+
+    def limit(self, request):
+        return 0 if request in self.left_out else self.context - request.n_tokens + 1
+
+    def propose(self, plan, lengths, threshold):
+        self.leave_out(plan, lengths)
+        feeds = []
+        for request, n in plan:
+            k = lengths.get(request, 0)
+            # a decode without drafts is fed later, with its next drafts
+            if request not in self.left_out and (request.n_todo > 1 or k):
+                # after rejected drafts and preemption, no more is right than what the target has
+                n_past = min(self.n_past.get(request, 0), request.n_past)
+                end = request.n_past + n
+                feeds.append(Feed(request, n_past, end - n_past, min(k, 1)))
+                self.n_past[request] = end
+        while feeds:
+            drafted = self.runner.draft(feeds, threshold)
+            feeds = []
+            for request, token, sure in drafted:
+                request.drafts.append(token)
+                if sure and len(request.drafts) < lengths[request]:
+                    feeds.append(Feed(request, self.n_past[request], 1, 1))
+                    self.n_past[request] += 1
+
+    def leave_out(self, plan, lengths):
+        """Note new requests that get no drafts: too long ones, and most while few pay."""
+        wanted = [k for request, k in lengths.items() if request not in self.left_out]
+        if wanted:
+            # a moving average over about fifty steps
+            self.idle_share += 0.02 * ((max(wanted) == 0) - self.idle_share)
+        for request, _ in plan:
+            unlucky = self.idle_share > 0.7 and request.id % 128 >= 16
+            if request.n_past == 0 and (unlucky or request.n_tokens > self.context):
+                self.left_out.add(request)
+
+    def seconds(self, drafts, context):  # [SmartSpec Eq. 5]
+        seconds = 0.0
+        for n, n_step in Counter(drafts).items():
+            stats = IterationStats(n_tokens=n, n_logits=n, decodes=n, context=n * context)
+            seconds += n_step * self.cost.seconds(stats)
+        return seconds
+
+def make_proposer(engine, policy):
     """A Proposer from "ngram", a model, or an object. ValueError or KeyError for anything else."""
+    draft = engine.draft
     if isinstance(draft, Proposer):
         return draft
     if isinstance(draft, CostModel) and engine.simulated:
@@ -1186,280 +1263,76 @@ def make_proposer(draft, engine, needs_price):
         V = engine.model.config.vocab_size
         n = min(256, V // 4)  # the most that may be padding
         check_range("vocabulary of the draft model", draft.config.vocab_size, V - n, V + n)
-        cost = CostModel.profile(draft) if needs_price else None
-        return DraftModel(ModelRunner(engine, draft), cost, draft.config.block_size)
+        cost = CostModel.profile(draft) if policy.needs_price else None
+        return DraftModel(DraftRunner(engine, draft), cost, draft.config.block_size)
     kind = "a CostModel" if engine.simulated else "a GPT"
     if draft != "ngram":
         raise KeyError(f"unknown draft {short(draft)}: one of ngram, {kind}, a Proposer")
     return Zeros() if engine.simulated else Ngram()
 
-class Speculator:
-    """Adds drafts to an engine's plans, and counts how many are accepted [SmartSpec §5]."""
-    def __init__(self, engine, draft, policy):
-        self.engine = engine
-        self.policy = policy
-        self.most = max(map(len, policy.trees))  # levels of drafts
-        self.proposer = make_proposer(draft, engine, policy.needs_price)
-        self.acceptance = PRIOR  # alpha, a moving average over all requests [SmartSpec §4.4]
-        self.trees = {}  # decode of the last iteration -> its tree of drafts
-        self.n_drafted = 0
-        self.n_accepted = 0
+# ---- sampling: random numbers are a hash of a request's seed and a position, and of nothing else
 
-    def expected(self, decodes):
-        """Drafts that these decodes will get: each its last tree, a new one the largest of all."""
-        largest = max(self.trees.values(), key=tree_size, default=())
-        trees = [self.trees.get(request, largest)[:self.limit(request)] for request, _ in decodes]
-        return sum(map(tree_size, trees))
+MASK = 2**64 - 1  # seeds and random numbers have 64 bits
+ACCEPT, TOKEN, DRAFT = range(3)  # uses of the random numbers of a position
 
-    def limit(self, request):
-        """The most levels of drafts that its output, and the proposer's context, have room for."""
-        n = request.n_tokens
-        limit = min(self.most, request.max_len - n - 1, max(0, self.proposer.context - n + 1))
-        return limit if request.may_draft else 0
+def hash_of(seed, position, use):
+    """A random number in 0 .. 2^64 - 1. Of integers; or of arrays of np.uint64. The low 24 bits
+    are for use and position; the seed's upper 24, which the shift drops, are folded in."""
+    x = ((seed + (seed >> 40)) << 24) + (use << 22) + position & MASK
+    x = (x * 0x9E3779B97F4A7C15 ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
+    return x ^ x >> 31
 
-    def add_drafts(self, plan):
-        """Give the plan's decodes drafts, if pages are free for them [SmartSpec §6]."""
-        for request, _ in plan:
-            if request.acceptance is None:
-                request.acceptance = self.acceptance
-        decodes = [request for request, _ in plan if request.n_todo == 1]
-        if decodes:
-            self.trees = dict(zip(decodes, self.choose(plan, decodes)))
-        lengths = {}
-        for request in decodes:
-            request.tree = self.trees[request]
-            k = tree_size(request.tree)
-            has_room = self.engine.pool.reserve(request, request.n_tokens + k)
-            lengths[request] = k if has_room else 0
-        self.proposer.propose(plan, lengths, self.policy.threshold)
-        V = self.engine.model.config.vocab_size
-        for request, k in lengths.items():
-            good = len(request.drafts) <= k and all(0 <= token < V for token in request.drafts)
-            assert good, f"drafts {request.drafts}: must be up to {k} tokens below {V}"
-            request.tree = request.tree[:len(request.drafts)]  # fewer than wanted may be made
+def uniform(places, use):
+    """Random numbers in [0, 1) for places [(seed, position)], the same on every device -> (M,)"""
+    seeds, positions = np.array(places, np.uint64).reshape(-1, 2).T
+    return torch.from_numpy((hash_of(seeds, positions, use) >> 11) * 2.0**-53)
 
-    def choose(self, plan, decodes):
-        """The policy's tree of drafts for each decode."""
-        cost = self.engine.cost
-        stats = cost.stats(entries_of(plan, self.engine)) if self.policy.needs_price else None
+def forced_acceptance(request, chances):
+    """How many drafts in a row are accepted, with these chances. The seed and the position decide,
+    so that numbers of drafts can be compared."""
+    for j, chance in enumerate(chances):
+        if hash_of(request.seed, request.n_tokens + j, ACCEPT) >= 2**64 * chance:
+            return j
+    return len(chances)
 
-        def price(drafts):  # [SmartSpec Eq. 4]
-            name = type(self.policy).__name__
-            assert stats, f"{name} calls price: set needs_price = True in it"
-            assert isinstance(drafts, list), f"{name} calls price({drafts}): must be a list"
-            drafting = self.proposer.seconds(drafts, stats.context / len(decodes))
-            return cost.seconds(stats.with_drafts(sum(drafts))) + drafting
-        limits = [self.limit(request) for request in decodes]
-        given = self.policy.lengths(decodes, limits, self.acceptance, price)
-        trees = []
-        for k in given if isinstance(given, list) else []:
-            trees.append((1,) * k if isinstance(k, Integral) and k >= 0 else k)
-        widest = math.inf if self.engine.simulated else 1
-        good = len(trees) == len(limits) and all(
-            isinstance(tree, tuple) and len(tree) <= limit and max(tree, default=1) <= widest
-            for tree, limit in zip(trees, limits))
-        assert good, (f"{type(self.policy).__name__} gives {given} for {len(limits)} decodes: must "
-                      f"be whole numbers in 0 .. {limits}")
-        return trees
+def verify_sampled(sampling, logits):
+    """Rejection sampling: the output is distributed as without drafts [SmartSpec §2]. Returns
+    {request: accepted drafts and one token more}."""
+    p = distributions([r for r in sampling for _ in range(1 + len(r.drafts))], logits)
+    u = uniform([(r.seed, r.n_tokens) for r in sampling], TOKEN)
+    drafts = [draft for request in sampling for draft in request.drafts]
+    if not drafts:
+        tokens = sample(p, send(u, p.device)).tolist()
+        return {request: [token] for request, token in zip(sampling, tokens)}
+    q = [row for request in sampling for row in request.draft_probs]
+    q = torch.cat(q) if q else None  # None: drafts are deterministic
+    # the random numbers of all drafts, then those of a token for each request
+    places = [(r.seed, r.n_tokens + j) for r in sampling for j in range(len(r.drafts))]
+    u = torch.cat([uniform(places, ACCEPT), u])
+    drafts = torch.tensor(drafts)
+    n_drafts = torch.tensor([len(request.drafts) for request in sampling])
+    drafts, n_drafts, u = (send(x, p.device) for x in (drafts, n_drafts, u))
+    ends = torch.stack(verify(p, q, drafts, n_drafts, u), 1).tolist()
+    return {r: r.drafts[:n] + [token] for r, (n, token) in zip(sampling, ends)}
 
-    def count(self, request, n_accepted, n_new):
-        """Update the acceptance rates. Only the accepted levels of drafts and the first rejected
-        one were tried."""
-        tried = request.tree[:n_new]
-        self.acceptance = rate_after(self.acceptance, PRIOR, 0.01, tried, n_accepted)
-        request.acceptance = rate_after(request.acceptance, self.acceptance, 0.05, tried,
-                                        n_accepted)
-        self.n_drafted += len(request.drafts)
-        self.n_accepted += n_accepted
+def distributions(requests, logits):
+    """The distributions (M, V) that rows of logits are sampled from. requests: of each row."""
+    settings = torch.tensor([(r.temperature, r.top_k, r.top_p) for r in requests])
+    return probabilities(logits, *settings.unbind(1))
 
-PRIOR = 0.7  # the acceptance rate before any draft
+# ---- more of the runner
 
-def rate_after(rate, prior, weight, tried, n_accepted):
-    """An acceptance rate after n_accepted of the tried levels of drafts were accepted.
-    A decode without drafts counts as 1 % of a draft with the prior's chance: where drafts do not
-    pay, now and then one is tried, for less than 1 % of the time."""
-    if not tried:
-        return rate + 0.01 * weight * (prior - rate)
-    return rate + weight * (n_accepted - sum([chance(rate, n_candidate) for n_candidate in tried]))
+def make_runner(engine):
+    """The runner of an engine's model."""
+    if engine.simulated:
+        return CostRunner(engine, engine.model)
+    if engine.model.world.size > 1:
+        return ParallelRunner(engine, engine.model)
+    return ModelRunner(engine, engine.model)
 
-# -----------------------------------------------------------------------------
-# the runner: carries out a plan on a model
-
-class WallClock:
-    def __init__(self):
-        self.start = time.perf_counter()
-
-    def now(self):
-        return time.perf_counter() - self.start
-
-    def wait_until(self, t):
-        time.sleep(max(0.0, t - self.now()))
-
-ROW, N_ROW, COLUMN, N_COLUMN, RANK, _, _, ENTRY = range(8)  # columns of Sites.sites
-
-class Feed(NamedTuple):
-    """The tokens of a request that a model is fed in one iteration."""
-    request: Request
-    n_past: int
-    tokens: list
-    n_logits: int  # how many of the last rows need logits
-
-class ModelRunner:
-    """Runs plans on a model: packs them into one flat batch, verifies drafts and samples. With
-    tensor parallelism every rank has an engine: rank 0 runs, the runners of the others follow()."""
-    def __init__(self, engine, model):
-        self.engine = engine
-        self.model = model
-        self.merge = model.merge  # the merge-and-swap baseline [S-LoRA §7]
-        if engine.lora != "batched" and model.world.size > 1:
-            raise ValueError(f"lora = {engine.lora!r}: the baselines run on one device")
-        pools = {engine.pool, engine.adapters.pool}
-        n_page = model.world.broadcast(sum(pool.n_page for pool in pools))  # rank 0's
-        self.copies = None  # the stream that copies adapters
-        self.graphs = None
-        if model.device.type == "cuda":
-            check_gpu(model.device, model.config.head_dim)
-            self.copies = torch.cuda.Stream()
-        self.kv = model.new_cache(n_page + 1)  # the last page is for padding rows
-        if self.copies and has_triton() and model.world.size == 1:
-            self.graphs = CudaGraphs(engine, model, self.kv)
-
-    def warm(self):
-        """Record all graphs, and load what samples."""
-        if self.graphs:
-            self.graphs.warm()
-            logits = torch.zeros(1, self.model.config.vocab_size, device=self.model.device)
-            p = probabilities(logits, *torch.tensor([[1.0], [2], [0.5]]))
-            sample(p, p[:, 0])
-
-    def run(self, plan):
-        """Carry out a plan. Returns {request: accepted drafts and one more token}."""
-        feeds = []
-        for request, n in plan:
-            tokens = request.tokens(request.n_past, request.n_past + n) + request.drafts
-            n_logits = 1 + len(request.drafts) if n == request.n_todo else 0
-            feeds.append(Feed(request, request.n_past, tokens, n_logits))
-        feeds, logits = self.forward(feeds)
-        sampling = [feed.request for feed in feeds if feed.n_logits]
-        if self.engine.alpha or all(request.temperature == 0 for request in sampling):
-            return self.verify_greedy(sampling, logits)
-        return self.verify_sampled(sampling, logits)
-
-    def forward(self, feeds):
-        """One iteration of the model. Returns the feeds in the order of the batch, few rows first
-        and those of an adapter side by side, and logits (M, V), feed after feed."""
-        feeds = sorted(feeds, key=lambda feed: (len(feed.tokens) > FEW_ROWS, feed.request.version))
-        merged = self.engine.merged if self.model is self.engine.model else 0
-        adapter = self.engine.adapters.known[merged] if merged else None
-        if self.model.merged is not adapter:  # another engine has used the model
-            self.model.merge(adapter)
-        return feeds, self.tell("compute", self.pack(feeds))
-
-    def compute(self, batch):
-        for op in batch.adapters.keys() & ROW_PARALLEL:
-            # the sites hold rank 0's columns; shift them to this rank's [S-LoRA §6]
-            sites = batch.adapters[op].sites
-            sites[:, COLUMN] += self.model.world.rank * sites[:, N_COLUMN]
-        if self.graphs and self.graphs.fits(batch):
-            return self.graphs.replay(batch)
-        return self.model.forward(batch.to(self.model.device), self.kv)
-
-    def pack(self, feeds):
-        """Feeds as one flat Batch, on the host."""
-        tokens = []
-        positions = []
-        logit_rows = []
-        spans = []  # of the Batch
-        pages = array("i")
-        table = array("i")  # pages of the requests, then of their adapters
-        for request, n_past, new, n_logits in feeds:
-            end = n_past + len(new)
-            own = self.engine.pool.tables[request][:end]
-            spans.append((len(tokens), len(new), n_past, len(table)))
-            tokens += new
-            positions += range(n_past, end)
-            logit_rows += range(len(tokens) - n_logits, len(tokens))
-            pages += own[n_past:]
-            table += own
-        adapters = self.pack_adapters(feeds, spans, table)
-        # a draft model may lack the target's last tokens
-        tokens = int32(tokens).clamp(max=self.model.config.vocab_size - 1)
-        return Batch(tokens=tokens, positions=int32(positions), pages=int32(pages),
-                     spans=int32(spans), table=int32(table), logit_rows=int32(logit_rows),
-                     adapters=adapters, **row_counts([n for _, n, _, _ in spans]))
-
-    def pack_adapters(self, feeds, spans, table):
-        """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]. Adjacent rows of an adapter
-        share a site, so that it is read once. Appends their pages to the batch's table."""
-        if self.model is not self.engine.model:
-            return {}
-        store = self.engine.adapters
-        places = []  # (version, (first row, rows, first entry in table))
-        for version, group in groupby(zip(feeds, spans), lambda pair: pair[0].request.version):
-            if store.known[version].n_page:
-                own = [span for _, span in group]
-                first_row = own[0][0]
-                n_row = sum(n for _, n, _, _ in own)
-                most = n_row
-                if self.graphs:  # a program's: no larger site makes others launch idle ones
-                    most = LORA_ROWS[max(n for _, n, _, _ in spans) > FEW_ROWS]
-                for start in range(0, n_row, most):
-                    rows = first_row + start, min(most, n_row - start)
-                    places.append((version, (*rows, len(table))))
-                table += store.pool.tables[version]
-        if not places:
-            return {}
-        places.sort(key=lambda place: place[1][1] > FEW_ROWS)
-        where = [place for _, place in places]
-        table = int32(table)
-        packed = {}
-        for op in store.max_rank:
-            parts = [store.known[version].sites[op] for version, _ in places]
-            sites = np.concatenate(parts)
-            if len(sites):
-                # in Adapter.sites rows are 0, and entries count from the adapter's first page
-                sites[:, [ROW, N_ROW, ENTRY]] += np.repeat(where, list(map(len, parts)), 0)
-                packed[op] = make_sites(self.engine, op, sites, table)
-        return packed
-
-    def verify_greedy(self, sampling, logits):
-        """Accept the drafts that equal the argmax; or, with a forced alpha, as many as it says."""
-        best = logits.max(-1).indices.tolist()
-        new_tokens = {}
-        for request in sampling:
-            drafts = request.drafts
-            n = 0
-            while n < len(drafts) and drafts[n] == best[n]:
-                n += 1
-            if self.engine.alpha:
-                n = forced_acceptance(request, request.tree)
-            new_tokens[request] = drafts[:n] + [best[n]]
-            best = best[len(drafts) + 1:]
-        return new_tokens
-
-    def verify_sampled(self, sampling, logits):
-        """Rejection sampling: the output is distributed as without drafts [SmartSpec §2]."""
-        p = self.distributions([r for r in sampling for _ in range(1 + len(r.drafts))], logits)
-        u = uniform([(r.seed, r.n_tokens) for r in sampling], TOKEN)
-        drafts = [draft for request in sampling for draft in request.drafts]
-        if not drafts:
-            tokens = sample(p, send(u, p.device)).tolist()
-            return {request: [token] for request, token in zip(sampling, tokens)}
-        q = [row for request in sampling for row in request.draft_probs]
-        q = torch.cat(q) if q else None  # None: drafts are deterministic
-        places = [(r.seed, r.n_tokens + j) for r in sampling for j in range(len(r.drafts))]
-        u = torch.cat([uniform(places, ACCEPT), u])
-        drafts = torch.tensor(drafts)
-        n_drafts = torch.tensor([len(request.drafts) for request in sampling])
-        drafts, n_drafts, u = (send(x, p.device) for x in (drafts, n_drafts, u))
-        ends = torch.stack(verify(p, q, drafts, n_drafts, u), 1).tolist()
-        return {r: r.drafts[:n] + [token] for r, (n, token) in zip(sampling, ends)}
-
-    def distributions(self, requests, logits):
-        """The distributions (M, V) that rows of logits are sampled from. requests: of each row."""
-        settings = torch.tensor([(r.temperature, r.top_k, r.top_p) for r in requests])
-        return probabilities(logits, *settings.unbind(1))
-
+class DraftRunner(ModelRunner):
+    """Runs a draft model."""
     def draft(self, feeds, threshold):
         """A draft for every feed with a logit row: [(request, token, is it above threshold)]."""
         V = self.engine.model.config.vocab_size
@@ -1470,7 +1343,7 @@ class ModelRunner:
         # if one request samples, all get distributions, also when it needs no more drafts
         greedy = all(r.temperature == 0 and not r.draft_probs for r in requests)
         if not self.engine.alpha and not greedy:
-            q = self.distributions(requests, logits)
+            q = distributions(requests, logits)
             places = [(r.seed, r.n_tokens + len(r.drafts)) for r in requests]
             tokens = sample(q, send(uniform(places, DRAFT), q.device))
             q = torch.nn.functional.pad(q, (0, V - q.size(1)))  # none of a token that it lacks
@@ -1482,51 +1355,93 @@ class ModelRunner:
             sure = (probability > threshold).tolist()
         return list(zip(requests, tokens.tolist(), sure))
 
-    def copy_adapter(self, version, pages):
-        """Start to copy an adapter to its pages. Returns a function that waits for the copy."""
-        if self.copies is None:
-            self.tell("write", version, pages)
-            return lambda: None
-        self.copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.copies):
-            self.tell("write", version, pages)
-            done = self.copies.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(done)
+class ParallelRunner(ModelRunner):
+    """Tensor parallelism: every rank has an engine. Rank 0 runs plans, and tells the runners of the
+    others, which follow()."""
+    def __init__(self, engine, model):
+        if engine.lora != "batched":
+            raise ValueError(f"lora = {engine.lora!r}: the baselines run on one device")
+        super().__init__(engine, model)
+        # number -> Adapter: of rank 0 those in use, the others keep what rank 0 has in use
+        self.held = {} if model.world.rank else WeakValueDictionary()
+        self.n_held = 0
 
-    def write(self, version, pages):
-        self.engine.adapters.known[version].write(self.kv, pages)
+    def hold(self, name, source, adapter):
+        """All ranks call add_adapter; or the others are in follow(), which adds a folder."""
+        self.held[self.n_held] = adapter
+        source = None if isinstance(source, Adapter) else source
+        # broadcast returns what rank 0 gives it
+        theirs, _, numbers = self.model.world.broadcast(("add", (name, source, {*self.held})))[1]
+        assert theirs == name, f"adapter {name!r}: rank 0 adds {theirs!r} at this point"
+        self.keep(numbers)
 
-    def hold(self, name, source, versions):
-        """The other ranks: add an adapter, and forget all but these versions."""
-        self.engine.adapters.add(name, read_adapter(name, source, self.engine))
-        self.engine.adapters.keep(versions)
+    def add(self, name, source, numbers):
+        self.held[self.n_held] = read_adapter(name, source, self.engine)
+        self.keep(numbers)
+
+    def keep(self, numbers):
+        self.n_held += 1
+        for number in self.held.keys() - numbers:
+            del self.held[number]
+
+    def compute(self, batch):
+        self.tell("compute", batch)
+        for op in batch.adapters.keys() & ROW_PARALLEL:
+            # the sites hold rank 0's columns; shift them to this rank's [S-LoRA §6]
+            sites = batch.adapters[op].sites
+            sites[:, Sites.COLUMN] += self.model.world.rank * sites[:, Sites.N_COLUMN]
+        return super().compute(batch)
+
+    def write(self, adapter, pages):
+        number = next(n for n, held in self.held.items() if held is adapter)
+        self.tell("write_number", number, pages)
+        super().write(adapter, pages)
+
+    def write_number(self, number, pages):
+        super().write(self.held[number], pages)
 
     def tell(self, method, *values):
-        """Call a method of this runner, and of the runners of all other ranks."""
-        self.model.world.broadcast((method, values))
-        return getattr(self, method)(*values)
+        """Rank 0: let the others call a method of their runner."""
+        if self.model.world.rank == 0:
+            self.model.world.broadcast((method, values))
 
     def follow(self):
         """The other ranks: do what rank 0 tells, until it stops."""
-        method = None
+        method, values = self.model.world.broadcast(None)
         while method != "stop":
-            method, values = self.model.world.broadcast(None)
             getattr(self, method)(*values)
+            method, values = self.model.world.broadcast(None)
 
-    def stop(self):
-        """The last call that rank 0 tells."""
+def warm_runners(engine):
+    """Engine.warm(); with a line on stderr if it takes over a second."""
+    start = time.perf_counter()
+    runners = [engine.runner]
+    if engine.speculator and isinstance(engine.speculator.proposer, DraftModel):
+        runners.append(engine.speculator.proposer.runner)
+    for runner in runners:
+        if isinstance(runner, ModelRunner) and runner.graphs:
+            runner.graphs.warm()
+            # load what samples
+            p = probabilities(runner.kv.new_zeros(1, 2), *torch.tensor([[1.0], [1], [0.5]]))
+            sample(p, p[:, 0])
+    seconds = time.perf_counter() - start
+    if seconds > 1:
+        print(f"compiled kernels and recorded CUDA graphs in {seconds:.0f} s", file=sys.stderr)
+
+class WallClock:
+    def __init__(self):
+        self.start = time.perf_counter()
+
+    def now(self):
+        return time.perf_counter() - self.start
+
+    def wait_until(self, t):
+        time.sleep(max(0.0, t - self.now()))
 
 def int32(values):
     if isinstance(values, array):
         return torch.frombuffer(values, dtype=torch.int32)
     return torch.tensor(values, dtype=torch.int32)
-
-def make_sites(engine, op, sites, table):
-    """The Sites of an operator. sites: (S, 8)"""
-    columns = np.array([*engine.model.config.operators[op].columns.values()])
-    return Sites(sites=torch.from_numpy(sites), table=table, n_module=len(columns),
-                 max_rank=engine.adapters.max_rank[op], wide=not (columns % 16).any(),
-                 columns=int(columns[:, 1].max()), way=engine.lora, **row_counts(sites[:, N_ROW]))
 
 def row_counts(counts):
     """n_few, max_few and max_chunk of a Batch or of Sites. counts: rows of each span or site."""
@@ -1534,6 +1449,33 @@ def row_counts(counts):
     few = n <= FEW_ROWS
     return dict(n_few=int(few.sum()), max_few=int((n * few).max(initial=0)),
                 max_chunk=int((n * ~few).max(initial=0)))
+
+def make_sites(runner, op, sites, table):
+    """The Sites of an operator. sites: (S, 8)"""
+    columns = np.array([*runner.model.config.operators[op].columns.values()])
+    return Sites(sites=torch.from_numpy(sites), table=table, n_module=len(columns),
+                 max_rank=runner.max_rank[op], wide=not (columns % 16).any(),
+                 columns=int(columns[:, 1].max()), way=runner.engine.lora,
+                 **row_counts(sites[:, Sites.N_ROW]))
+
+def gpu_parts(runner):
+    """On a GPU the stream that copies adapters, and CUDA graphs; None where there are none."""
+    model = runner.model
+    if model.device.type != "cuda":
+        return None, None
+    check_gpu(model.device, model.config.head_dim)
+    graphs = CudaGraphs(runner) if has_triton() and model.world.size == 1 else None
+    return torch.cuda.Stream(), graphs
+
+@cache
+def check_gpu(device, head_dim):
+    """ValueError if the kernels do not run on this GPU. One line if there are none."""
+    check_range("head_dim on a GPU", head_dim, 1, 256)
+    major, minor = torch.cuda.get_device_capability(device)
+    check_range("compute capability of the GPU", major + minor / 10, 8.0)
+    if not has_triton():
+        print("Triton is missing: plain torch operators, slower and without CUDA graphs",
+              file=sys.stderr)
 
 class CudaGraphs:
     """Iterations that a GPU replays without waiting for Python: all of up to a chunk. Batches are
@@ -1546,10 +1488,11 @@ class CudaGraphs:
 
     Padding rows belong to no span and write to the spare page. In an engine with adapters all
     graphs but those of decodes apply them."""
-    def __init__(self, engine, model, kv):
-        self.engine = engine
-        self.model = model
-        self.kv = kv
+    def __init__(self, runner):
+        self.runner = proxy(runner)
+        self.engine = runner.engine
+        self.model = runner.model
+        self.kv = runner.kv
         self.graphs = {}  # sizes -> (graph, inputs, logits)
         self.pool = torch.cuda.graph_pool_handle()  # one memory for the activations of all graphs
 
@@ -1632,11 +1575,12 @@ class CudaGraphs:
             return adapters
         most = LORA_ROWS[n_chunk > 0]
         none = np.zeros((0, 8), np.int32)
-        for op in self.engine.adapters.max_rank:
-            sites = own.get(op) or make_sites(self.engine, op, none, table)
+        for op in self.runner.max_rank:
+            sites = own.get(op) or make_sites(self.runner, op, none, table)
             n = (n_request + N // most) * sites.n_module
-            adapters[op] = replace(sites, sites=pad(sites.sites, n), n_few=n, max_few=most,
-                                   max_chunk=0)
+            pieces = cut_rows(sites.sites, most)
+            # Triton reads max_few and max_chunk, and no n_few
+            adapters[op] = replace(sites, sites=pad(pieces, n), max_few=most, max_chunk=0)
         return adapters
 
     def record(self, batch):
@@ -1658,6 +1602,17 @@ class CudaGraphs:
                 gc.enable()
         return graph, inputs, logits
 
+def cut_rows(sites, most):
+    """Sites (S, 8) cut into pieces of at most `most` rows: for larger ones Triton would launch
+    programs that have nothing to do beside the small ones."""
+    n_piece = (sites[:, Sites.N_ROW] + most - 1) // most
+    pieces = sites.repeat_interleave(n_piece, 0)
+    first = torch.arange(len(pieces)) - (n_piece.cumsum(0) - n_piece).repeat_interleave(n_piece)
+    pieces[:, Sites.ROW] += most * first
+    pieces[:, Sites.N_ROW] -= most * first
+    pieces[:, Sites.N_ROW].clamp_(max=most)
+    return pieces
+
 def power_of_two(n):
     return 1 << (n - 1).bit_length()
 
@@ -1666,7 +1621,8 @@ def pad(x, n, value=0):
     return torch.cat([x, x.new_full((n - len(x), *x.shape[1:]), value)])
 
 # -----------------------------------------------------------------------------
-# the simulator's cost models: how long an iteration takes
+# part 3: the simulator
+
 
 @dataclass
 class IterationStats:
@@ -1732,17 +1688,28 @@ def data_sheet(gpu):
 
 # shares of the data sheet that kernels reach, for every GPU and model; fitted to the cited cells
 GEMM_FLOPS = 0.77  # [SARATHI Table 2] prefill-only, linear
+
 GEMM_BANDWIDTH = 0.76  # [SARATHI Table 2] decode-only, linear
+
 CHUNK_FLOPS = 0.30  # [SARATHI Table 2] prefill-only, attn
+
 DECODE_BANDWIDTH = 0.80  # [SARATHI Table 2] decode-only, attn
+
 ATTENTION_CALL = 19e-6  # seconds per layer and kernel [SARATHI Table 2] decode-maximal, attn
+
 LORA_BANDWIDTH = 0.5  # [S-LoRA Table 3] S4, n = 100
+
 ELEMENTWISE = 6  # reads and writes of a token's vector per layer: "others" < 5 % [SARATHI §3.1]
+
 SKINNY = 32  # up to so many rows, products use smaller blocks [SARATHI Table 2]
+
 # not fitted: usual values
 LINK = 0.75  # share of a link's bandwidth that NCCL reaches
+
 LINK_DELAY = 25e-6  # seconds before a message begins
+
 INFINIBAND = 25e9  # bytes/s to the next node
+
 PCIE = 32e9  # bytes/s from host memory
 
 class System(NamedTuple):
@@ -1820,15 +1787,14 @@ class CostModel:
         check_range("n_context", n_context, 0.0)
         return self.split(IterationStats(n_tokens, 1, int(n_context > 0), n_context))
 
-    def stats(self, entries: list[Entry], others=IterationStats()) -> IterationStats:
-        """Stats of an iteration with these entries and the others' stats."""
+    def stats(self, feeds: list[Feed], others=IterationStats()) -> IterationStats:
+        """Stats of an iteration with these feeds and the others' stats."""
         s = copy(others)
-        adapters = {}  # version -> weights
-        vectors = self.system.row and not self.multiplies(entries)
-        for _, n_past, n, n_logits, version, n_weight in entries:
+        vectors = self.system.row and not self.multiplies(feeds)
+        for request, n_past, n, n_logits in feeds:
+            n_weight = n_params(request.weights)
             s.n_tokens += n
             s.n_logits += n_logits
-            adapters[version] = n_weight
             if n <= FEW_ROWS:
                 s.decodes += 1
                 s.context += n_past + n
@@ -1843,15 +1809,15 @@ class CostModel:
                 s.lora_pairs += n * n_weight
             else:
                 s.lora_chunk_pairs += n * n_weight
-        s.lora_read += sum(adapters.values())
+        s.lora_read += sum(map(n_params, {feed.request.weights for feed in feeds}))
         return s
 
-    def multiplies(self, entries):
+    def multiplies(self, feeds):
         """Whether S-LoRA's server runs MBGMM on these prompts, and not the decodes' MBGMV."""
         # its condition: at least two requests, 200 tokens in one, and a rank of 64
-        is_long = any(entry.n_row >= 200 for entry in entries)
-        is_wide = any(entry.n_weight >= 64 * self.rank_params for entry in entries)
-        return len(entries) > 1 and is_long and is_wide
+        is_long = any(feed.n >= 200 for feed in feeds)
+        is_wide = any(n_params(feed.request.weights) >= 64 * self.rank_params for feed in feeds)
+        return len(feeds) > 1 and is_long and is_wide
 
     def seconds(self, stats: IterationStats, lora: str = "batched") -> float:
         return sum(self.split(stats, lora).values())
@@ -1881,6 +1847,9 @@ class CostModel:
         """Seconds to swap the merged adapter, W - A1 B1 + A2 B2 of q, k, v and o."""
         n = self.n_weights["preproj"] + self.n_weights["postproj"]
         return 2 * 4 * n * self.dtype.itemsize / self.bandwidth  # reads and writes W and A B
+
+def n_params(adapter):
+    return adapter.n_params if adapter else 0
 
 class Roofline(CostModel):
     """Products and the attention of chunks take the 2-norm of their computing and their reading
@@ -1973,9 +1942,10 @@ class Profile(CostModel):
         for name, adapter in enumerate(adapters):
             engine.add_adapter(name, adapter)
         rng = np.random.default_rng(0)
-        plans = [random_plan(rng, L, adapted=i > n // 4) for i in range(n)]
+        weights = [None, *engine.memory.names.values()]
+        plans = [random_plan(rng, L, weights if i > n // 4 else [None]) for i in range(n)]
         # four subsets of all sizes, the small ones first: some CPUs are slower after a large one
-        plans.sort(key=lambda plan: self.stats(entries_of(plan, engine)).n_tokens)
+        plans.sort(key=lambda plan: self.stats(feeds_of(plan)).n_tokens)
         order = [i for first in range(4) for i in range(first, n, 4)]
         times = [[] for _ in plans]
         end = time.perf_counter() + budget
@@ -1987,7 +1957,7 @@ class Profile(CostModel):
         relative = []
         for plan, seconds in zip(plans, times):
             if seconds:
-                stats = self.stats(entries_of(plan, engine))
+                stats = self.stats(feeds_of(plan))
                 relative.append(np.array([1, *vars(stats).values()]) / np.median(seconds))
         relative = np.array(relative)
         tested = np.arange(len(relative)) % 6 == 5  # the fit does not see them
@@ -2001,8 +1971,9 @@ class Profile(CostModel):
         adapters = s.adapted + s.adapted_chunks + s.lora_read + s.lora_pairs + s.lora_chunk_pairs
         return constant + s.n_tokens, attention, s.n_logits, adapters
 
-def random_plan(rng, L, adapted):
-    """The plan of a random iteration: decodes that all have as many drafts, a chunk, or both."""
+def random_plan(rng, L, weights):
+    """The plan of a random iteration: decodes that all have as many drafts, a chunk, or both.
+    weights: the adapters to choose from."""
     k = min(rng.choice((0, 0, 0, 1, 3, 7)), L // 2 - 2)
     decodes = [1] * rng.choice((0, 1, 2, 4, 8, 16))
     chunk = min(int(2 ** rng.uniform(4, 9)), L // 2)
@@ -2010,8 +1981,8 @@ def random_plan(rng, L, adapted):
     for n in decodes + [chunk] * (rng.random() < 0.5 or not decodes):
         most = math.log2(max(1, L - n - 8))
         n_past = int(2 ** rng.uniform(min(2, most), most))
-        version = rng.integers(3) if adapted else 0
-        request = Request([1] * (n_past + n), 8, version=int(version), n_past=n_past)
+        adapter = weights[rng.integers(3) if len(weights) > 1 else 0]
+        request = Request([1] * (n_past + n), 8, weights=adapter, n_past=n_past)
         request.drafts = [1] * k if n == 1 else []
         plan.append((request, n))
     return plan
@@ -2019,15 +1990,15 @@ def random_plan(rng, L, adapted):
 def time_plan(engine, plan):
     """Seconds of the faster one of two equal iterations: a server's caches are warm as well."""
     for request, _ in plan:
-        engine.pool.reserve(request, request.max_len)
-        engine.adapters.acquire(request.version)
+        engine.memory.pool.reserve(request, request.max_len)
+        engine.memory.acquire(request.weights)
     times = [time.perf_counter()]
     for _ in range(2):
-        engine.runner.run(plan)
+        engine.runner.run(feeds_of(plan))
         times.append(time.perf_counter())
     for request, _ in plan:
-        engine.pool.release(request)
-        engine.adapters.release(request.version)
+        engine.memory.pool.release(request)
+        engine.memory.release_adapter(request.weights)
     return min(np.diff(times))
 
 def least_squares(A):
@@ -2040,9 +2011,6 @@ def least_squares(A):
 
 PROFILES = WeakKeyDictionary()  # model -> Profile
 
-# -----------------------------------------------------------------------------
-# the simulator: a runner that moves a clock, and a pipeline
-
 class VirtualClock:
     t = 0.0  # simulated seconds
 
@@ -2052,110 +2020,64 @@ class VirtualClock:
     def wait_until(self, t):
         self.t = max(self.t, t)
 
+NO_ADAPTER = Request([])  # in feeds that are only priced
+
 class CostRunner:
     """The simulator: moves a clock by what the cost model says. Every token is 0."""
     def __init__(self, engine, cost):
         self.engine = engine
         self.cost = cost
-        self.flow = None  # a Pipeline's
         self.clock = engine.clock
+        self.merged = None
         self.link_free_at = 0.0  # seconds; when the copies from host memory are done
 
-    def warm(self):
-        """Nothing to compile"""
-
-    def run(self, plan):
+    def run(self, feeds):
         """Pass the time of a plan. Returns {request: its new tokens}."""
-        engine = self.engine
-        start = self.clock.t
-        entries = entries_of(plan, engine)
-        self.clock.t += self.cost.seconds(self.cost.stats(entries), engine.lora)
-        if self.flow:
-            self.clock.t = self.flow(plan, start, self.clock.t)
-        return {request: [0] * (1 + forced_acceptance(request, request.tree))
-                for (request, _), entry in zip(plan, entries) if entry.n_logits}
+        self.clock.t += self.cost.seconds(self.cost.stats(feeds), self.engine.lora)
+        return {feed.request: [0] * (1 + self.n_accepted(feed.request))
+                for feed in feeds if feed.n_logits}
+
+    def n_accepted(self, request):
+        return forced_acceptance(request, [request.alpha] * len(request.drafts))
 
     def draft(self, feeds, threshold):
-        entries = [Entry(f.request.id, f.n_past, len(f.tokens), f.n_logits) for f in feeds]
-        self.clock.t += self.cost.seconds(self.cost.stats(entries))
+        alone = [feed._replace(request=NO_ADAPTER) for feed in feeds]
+        self.clock.t += self.cost.seconds(self.cost.stats(alone))
         return [(feed.request, 0, True) for feed in feeds if feed.n_logits]
 
+    def hold(self, name, source, adapter):
+        """There are no weights."""
+
     def merge(self, adapter):
+        self.merged = adapter
         self.clock.t += self.cost.merge_seconds()
 
-    def copy_adapter(self, version, pages):
+    def copy_adapter(self, adapter, pages):
         """Copies follow one another on the link, while iterations run [S-LoRA §5.2]."""
-        store = self.engine.adapters
-        n_params = store.known[version].n_params
-        host, transfer = self.cost.load_seconds(n_params, store.pool is not self.engine.pool)
+        resize = self.engine.adapter_pages > 0
+        host, transfer = self.cost.load_seconds(adapter.n_params, resize)
         self.clock.t += host
         self.link_free_at = max(self.link_free_at, self.clock.t) + transfer
         arrival = self.link_free_at
         return lambda: self.clock.wait_until(arrival)
 
-class Pipeline:
-    """The layers of a model spread over n_stage stages, with as many micro-batches in flight
-    [SARATHI §5.3]. A lane is an engine with pages and running requests of its own; all share one
-    queue. cost: a roofline of all nodes. options: of a lane, with max_batch and n_page.
-
-    A stage that idles between two micro-batches makes a bubble [SARATHI §3.2]. PB1: their prefills
-    differ in length. PB2: one has a prefill, the other none. PB3: only their contexts differ."""
-    run = Engine.run  # works on requests, clock and step(), which a pipeline has too
-
-    def __init__(self, cost, n_stage, record=None, **options):
-        self.record = record
-        self.free_at = [0.0] * n_stage  # seconds at which each stage has done its micro-batches
-        self.n_prompt = None  # prompt tokens of the last micro-batch
-        self.bubbles = dict.fromkeys(("PB1", "PB2", "PB3"), 0.0)  # seconds, all stages
-        self.bubble_of = Counter()  # request id -> seconds
-        self.lanes = deque(Engine(cost, **options) for _ in range(n_stage))
-        first = self.lanes[0]
-        for lane in self.lanes:
-            lane.runner.flow = self.flow
-            lane.requests = first.requests
-            lane.pending = first.pending
-            lane.waiting = first.waiting
-        self.requests = first.requests
-        self.undelivered = []
-        self.add = first.add
-        self.clock = first.clock
-
-    def step(self):
-        """One iteration of the next lane that has work. Returns its events."""
-        for lane in [*self.lanes]:
-            self.lanes.rotate(-1)
-            if lane.running or lane.waiting:
-                break
-        return lane.step()
-
-    def flow(self, plan, t, end):
-        """Move a micro-batch, planned at t, through the stages. end: if it never waited. Returns
-        when it has left the last one."""
-        busy = (end - t) / len(self.free_at)
-        send = self.lanes[0].model.send(sum(n for _, n in plan))
-        entries = entries_of(plan, self.lanes[0])
-        idle = 0.0
-        for stage, free_at in enumerate(self.free_at):
-            start = max(t, free_at)
-            idle += start - free_at
-            done = start + busy
-            self.free_at[stage] = done
-            if self.record is not None:
-                self.record.append(Iteration(start, done, entries, stage))
-            t = done + send  # only the next stage waits for a message
-
-        # count the bubbles by kind, and for each request
-        before = self.n_prompt
-        self.n_prompt = sum(n for _, n in plan if n > FEW_ROWS)
-        if before is not None:
-            kind = "PB1" if before and self.n_prompt else "PB2"
-            self.bubbles["PB3" if before == self.n_prompt else kind] += idle
-            for request, _ in plan:
-                self.bubble_of[request.id] += idle
-        return done
-
 # -----------------------------------------------------------------------------
-# what users feel
+# part 4: checks, figures, the command line
+
+
+def hand_on(event, on_event):
+    """Give a function the tokens of an event one by one. If it aborts the request, the others are
+    dropped."""
+    request, tokens, end = event
+    for n, token in enumerate(tokens, 1):
+        is_last = n == len(tokens)
+        on_event(Event(request, [token], end if is_last else ""))
+        if request.state == "aborted" and not is_last:
+            del request.output[n - len(tokens):]
+            del request.times[n - len(tokens):]
+            return
+    if not tokens:
+        on_event(event)
 
 class Run:
     """How requests were served. Seconds; lists have an entry per finished request, those of tpots
@@ -2169,9 +2091,9 @@ class Run:
         self.requests_per_second = len(done) / self.seconds
         self.tokens_per_second = sum(r.n_tokens for r in done) / self.seconds  # prompts too
         self.latencies = [r.times[-1] - r.arrival for r in done]
-        self.ttfts = [r.ttft for r in done]
+        self.ttfts = [r.times[0] - r.arrival for r in done]
         streams = [r for r in done if len(r.times) > 1]  # one token has no time per token after it
-        self.tpots = [r.tpot for r in streams]
+        self.tpots = [(r.times[-1] - r.times[0]) / (len(r.times) - 1) for r in streams]
         self.stalls = [max(np.diff(r.times)) for r in streams]  # longest gap between tokens
 
     @property
@@ -2204,9 +2126,6 @@ def cell(value):
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return "-" if value is None else str(value)
-
-# -----------------------------------------------------------------------------
-# checks of what users give
 
 def check_choice(name, value, choices):
     """Returns value. KeyError that lists the choices if it is none of them."""
@@ -2242,15 +2161,66 @@ def check_tokens(name, tokens):
 def short(value):
     return " ".join(repr(value).split())[:60]
 
+def check_options(engine):
+    """Put an engine's options in their normal form. ValueError or KeyError for bad ones."""
+    check_type("model", engine.model, (GPT, CostModel), "a GPT or a CostModel")
+    engine.chunk = check_range("chunk", engine.chunk, 1)
+    engine.max_batch = check_range("max_batch", engine.max_batch, 0)
+    engine.n_page = check_range("n_page", engine.n_page, 0)
+    engine.adapter_pages = check_range("adapter_pages", engine.adapter_pages, 0)
+    check_choice("alloc", engine.alloc, ("reserve", "grow"))
+    check_choice("lora", engine.lora, ("batched", "bmm", "merge"))
+    engine.alpha = check_range("alpha", engine.alpha, 0.0, 1.0)
+    engine.tpot = check_range("tpot", engine.tpot, 0.0)
+    engine.seed = check_range("seed", engine.seed, 0, 2**63)
+    check_type("order", engine.order, Callable, "a function like lcfs")
+    if engine.lora == "merge":
+        engine.order = one_adapter(engine.order)
+
+def check_plan(plan, engine):
+    """AssertionError that names a mistake of the scheduler or of the order."""
+    name = type(engine.scheduler).__name__
+    good = isinstance(plan, list) and all(isinstance(entry, tuple) for entry in plan)
+    assert good, f"{name} plans {short(plan)}: must be [(request, n)]"
+    planned = {request for request, _ in plan}
+    good = len(planned) == len(plan) and len(planned.union(engine.running)) <= engine.max_batch
+    assert good, f"{name} plans a request twice, or more than max_batch = {engine.max_batch}"
+    for request, n in plan:
+        good = request.state == "running" or request in engine.waiting
+        assert good, f"{name} or the order plans {short(request)}: is not waiting or running"
+        good = n in range(1, request.n_todo + 1)
+        assert good, (f"{name} plans {n} tokens of request {request.id}: must be in 1 .. "
+                      f"{request.n_todo}")
+
+def check_lengths(given, limits, policy):
+    """AssertionError that names a mistake of a policy."""
+    good = isinstance(given, list) and len(given) == len(limits) and all(
+        isinstance(k, Integral) and 0 <= k <= limit for k, limit in zip(given, limits))
+    assert good, (f"{type(policy).__name__} gives {given} for {len(limits)} decodes: must be whole "
+                  f"numbers in 0 .. {limits}")
+
+def check_drafts(lengths, V):
+    """AssertionError that names a mistake of a proposer. lengths: {request: most drafts}"""
+    for request, k in lengths.items():
+        good = len(request.drafts) <= k and all(0 <= token < V for token in request.drafts)
+        assert good, f"drafts {request.drafts}: must be up to {k} tokens below {V}"
+
+def requests_of(prompts, max_new_tokens, adapter, options):
+    """The requests of Engine.generate"""
+    names = adapter if isinstance(adapter, list) else [adapter] * len(prompts)
+    check_range("names in adapter", len(names), len(prompts), len(prompts))
+    return [Request(prompt, max_new_tokens, name, **options)
+            for prompt, name in zip(prompts, names)]
+
 def check_request(r, engine):
     """Put a request's fields in their normal form. ValueError or KeyError if it was added before,
     or could never be served."""
     check_type("request", r, Request, "a Request")
-    new = vars(Request(r.prompt))
-    names = list(new)
-    for name in names[names.index("id"):]:  # the fields that a user must not set
-        if repr(getattr(r, name)) != repr(new[name]):
-            raise ValueError(f"{name} = {short(getattr(r, name))}: add a Request only once, as new")
+    new = Request(r.prompt)
+    for name in ("id", "state", "n_past", "output", "times", "drafts", "acceptance"):
+        value = getattr(r, name)
+        if type(value) is not type(getattr(new, name)) or value != getattr(new, name):
+            raise ValueError(f"{name} = {short(value)}: add a Request only once, as new")
     r.prompt = check_tokens("prompt", r.prompt)
     limits = {"max_new_tokens": (1, 10**9), "temperature": (0.0, 1e9), "top_k": (0, 10**9),
               "top_p": (1e-9, 1.0), "arrival": (0.0, 1e9), "seed": (0, MASK), "alpha": (0.0, 1.0)}
@@ -2269,16 +2239,16 @@ def check_request(r, engine):
         for token in (min(r.prompt), max(r.prompt)):
             check_range("token", token, 0, config.vocab_size - 1)
     check_range("prompt + max_new_tokens", r.max_len, 2, config.block_size)
+    if r.temperature and engine.alpha and not engine.simulated:
+        raise ValueError(f"temperature = {r.temperature}: with a forced alpha outputs are greedy")
     # the request and its adapter must have room at once
-    store = engine.adapters
+    memory = engine.memory
     if r.adapter is not None:
-        check_choice("adapter", r.adapter, [name for name in store.newest if name is not None])
-    adapter = store.known[store.newest[r.adapter]]
-    n_page = r.max_len + (adapter.n_page if store.pool is engine.pool else 0)
-    check_range("pages of the request and its adapter", n_page, 1, engine.pool.n_page)
-
-# -----------------------------------------------------------------------------
-# command line
+        check_choice("adapter", r.adapter, memory.names)
+    n_adapter = 0
+    if r.adapter is not None and not engine.adapter_pages:
+        n_adapter = memory.names[r.adapter].n_page
+    check_range("pages of the request and its adapter", r.max_len + n_adapter, 1, engine.n_page)
 
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"
 
@@ -2378,7 +2348,8 @@ def generate_text(args):
     def on_event(event):
         print(text_of(event.tokens, bool(event.finished)), end="", flush=True)
     engine.run(on_event)
-    engine.runner.tell("stop")
+    if world.size > 1:
+        engine.runner.tell("stop")
     print()
     print_figures(request, engine.speculator)
 
@@ -2388,8 +2359,10 @@ def spaced_ids(tokens, end):
 def print_figures(request, speculator):
     """The figures of one request, to stderr."""
     rate = len(request.output) / (request.times[-1] - request.arrival)
+    ttft = request.times[0] - request.arrival
+    tpot = (request.times[-1] - request.times[0]) / max(1, len(request.times) - 1)
     figures = (f"{len(request.prompt)} + {len(request.output)} tokens, {rate:.0f} tokens/s, "
-               f"TTFT {request.ttft * 1e3:.1f} ms, TPOT {request.tpot * 1e3:.1f} ms")
+               f"TTFT {ttft * 1e3:.1f} ms, TPOT {tpot * 1e3:.1f} ms")
     if speculator:
         figures += f", {speculator.n_accepted} of {speculator.n_drafted} drafts accepted"
     print(figures, file=sys.stderr)
@@ -2407,21 +2380,23 @@ def explain(args):
     run = engine.runner.run
     iterations = count(1)
 
-    def run_and_tell(plan):
-        n_token = sum(n + len(request.drafts) for request, n in plan)
+    pool = engine.memory.pool
+
+    def run_and_tell(feeds):
+        n_token = sum(feed.n for feed in feeds)
         print(f"\niteration {next(iterations)}: {n_token} tokens, {len(engine.waiting)} requests "
-              f"wait, {len(engine.pool.free)} of {engine.pool.n_page} pages are free")
-        for request, n in plan:
-            end = request.n_past + n + len(request.drafts)
-            fed = request.tokens(request.n_past, request.n_past + n)
-            pages = engine.pool.tables[request][request.n_past:end].tolist()
+              f"wait, {len(pool.free)} of {pool.n_page} pages are free")
+        for request, n_past, n, _ in feeds:
+            end = n_past + n
+            fed = request.tokens(n_past, end - len(request.drafts))
+            pages = pool.tables[request][n_past:end].tolist()
             kind = "decode" if request.output else "prefill chunk"
             print(f"  request {request.id}, {kind}: feed tokens {fed}, drafts {request.drafts}\n"
-                  f"    positions {request.n_past} .. {end - 1} on pages {pages}")
+                  f"    positions {n_past} .. {end - 1} on pages {pages}")
             if request.adapter:
-                pages = engine.adapters.pool.tables[request.version]
+                pages = pool.tables[request.weights]
                 print(f"    adapter {request.adapter!r} on pages {pages.tolist()}")
-        new_tokens = run(plan)
+        new_tokens = run(feeds)
         for request, tokens in new_tokens.items():
             print(f"  request {request.id}: {len(tokens) - 1} of {len(request.drafts)} drafts "
                   f"accepted, new tokens {tokens}")
