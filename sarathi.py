@@ -1746,8 +1746,8 @@ INFINIBAND = 25e9  # bytes/s to the next node
 PCIE = 32e9  # bytes/s from host memory
 
 class System(NamedTuple):
-    """Seconds that a serving system's host adds to the GPU's, each fitted to the cell beside it,
-    and what it does otherwise."""
+    """Seconds that a serving system's host and its kernels of adapters add, each fitted to the cell
+    beside it, and what it does otherwise."""
     layer: float = 0.0  # to launch the kernels of a layer
     token: float = 0.0  # per sampled or verified token
     # per layer, to launch the kernels of adapters; not fitted: an H200 took 79e-6, for ranks of 16
