@@ -1684,7 +1684,6 @@ def write_trace(path, tapes):
 
 MAIN_JOB = ["users", "table4", "table2", "ceilings"]
 GPU_JOB = ["gpu", "roofline", "users", "table4", "table2"]
-WHERE = {"": "here, or --hardware", "measured": "here", "simulated": "simulated"}
 
 def token_counts(text):
     """A type of argparse: 256, or 256,512,768, or 8..512."""
@@ -1889,7 +1888,7 @@ def main():
         names = GPU_JOB
     if names == ["list"]:
         for name, what in EXPERIMENTS.items():
-            print(textwrap.fill(f"{name:13} {WHERE[what.only]:20} {what.about}", 118,
+            print(textwrap.fill(f"{name:13} {what.only or 'here, or --hardware':20} {what.about}", 118,
                                 subsequent_indent=35 * " "))
     elif names == ["scoreboard"]:
         rows = scoreboard(args)
