@@ -1888,7 +1888,8 @@ def main():
         names = GPU_JOB
     if names == ["list"]:
         for name, what in EXPERIMENTS.items():
-            print(textwrap.fill(f"{name:13} {what.only or 'here, or --hardware':20} {what.about}", 118,
+            where = what.only or "here, or --hardware"
+            print(textwrap.fill(f"{name:13} {where:20} {what.about}", 118,
                                 subsequent_indent=35 * " "))
     elif names == ["scoreboard"]:
         rows = scoreboard(args)
