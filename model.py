@@ -642,7 +642,7 @@ LORA_NUMBERS = dict(r=8, lora_alpha=8, rank_pattern={}, alpha_pattern={})  # PEF
 # with or without the prefixes of PEFT and of wrappers, and with or without the adapter's name
 LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*(?:layers|h)\.(\d+)\.(.+)"
                r"\.lora_)[AB]((?:\.[^.]+)?\.weight)")
-EMBEDDING = r"(.*\.)?(embed_tokens|wte|wpe|lm_head)\..*"
+EMBEDDING = r"\b(embed_tokens|wte|lm_head)\."
 
 def of_pattern(patterns, path, default):
     """The value of the first pattern that a module's path matches, as PEFT matches it."""
@@ -650,26 +650,23 @@ def of_pattern(patterns, path, default):
              if re.match(rf"(.*\.)?({pattern})$", path)]
     return found[0] if found else default
 
-def check_embedding(folder, name, tensor, base):
-    """ValueError for an embedding beside the factors that is not the base model's. PEFT saves it
-    if the vocabulary was resized. base: {our name: weight} of this device"""
-    ours = base.get("head.weight" if "lm_head" in name else "embedding.weight")
-    if not base or ours is not None and not torch.equal(ours.to_dense(), tensor.to(ours)):
-        raise ValueError(f"{folder}: {name!r}: embeddings in an adapter are not supported, unless "
-                         "they equal the base model's: merge it with PEFT")
-
 def read_factors(folder, config, base):
-    """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}"""
+    """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}.
+    base: {our name: weight} of the base model, on this device"""
     path = folder / "adapter_config.json"
     settings = LORA_NUMBERS | read_json(path)
     check_settings(path, settings, LORA_SETTINGS, OFF)
     checkpoint = Checkpoint(folder, "adapter_model")
+    # PEFT saves the embeddings too, if the vocabulary was resized
+    for name in [name for name in checkpoint if re.search(EMBEDDING, name)]:
+        ours = (base or {}).get("head.weight" if "lm_head" in name else "embedding.weight")
+        theirs = checkpoint.pop(name)
+        if not base or ours is not None and not torch.equal(ours.to_dense(), theirs.to(ours)):
+            raise ValueError(f"{folder}: {name!r}: embeddings in an adapter are not supported, "
+                             "except those of its base model: merge it with PEFT")
     factors = {}
     while checkpoint:
         name = next(iter(checkpoint))
-        if re.fullmatch(EMBEDDING, name):
-            check_embedding(folder, name, checkpoint.pop(name), base)
-            continue
         match = re.fullmatch(LORA_TENSOR, name)
         if match is None or match[3] not in config.modules or int(match[2]) >= config.n_layer:
             raise ValueError(f"{folder}: {name!r} does not fit: layers 0 to {config.n_layer - 1}, "
@@ -740,9 +737,9 @@ class Adapter:
         return adapter
 
     @classmethod
-    def from_pretrained(cls, folder, config, dtype=torch.float32, base=()):
+    def from_pretrained(cls, folder, config, dtype=torch.float32, base=None):
         """A PEFT folder. base: the weights of its model. Errors as in GPT.from_pretrained."""
-        factors = read_factors(Path(folder), config, dict(base))
+        factors = read_factors(Path(folder), config, base)
         ranks = {}
         for (module, _), (a, _) in factors.items():
             ranks[module] = max(ranks.get(module, 0), len(a))
