@@ -11,6 +11,7 @@ and text. It has never heard of a request. In reading order:
 """
 import argparse
 import atexit
+import codecs
 import json
 import math
 import os
@@ -38,6 +39,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from tokenizers.decoders import DecodeStream
 from tqdm import tqdm
 
 OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]; ln: linear
@@ -793,36 +795,24 @@ class Tokenizer:
     encode: Callable  # text -> tokens
     decode: Callable  # tokens -> text
     stop: list  # tokens that end a text
-    is_byte: Callable = lambda token: False  # whether a token is decoded together with the next one
+    # tokens of a prompt -> a function tokens -> text that continues it. A character is held back
+    # until it is whole, special tokens are left out
+    stream: Callable
     # text of a user -> tokens in the folder's chat template. None: it has none, or the text begins
     # with a special token, as it does in a template
     chat: Callable = lambda text: None
 
-    def stream(self, prompt=()):
-        """A function tokens -> text that continues a prompt. Text that the next token may change is
-        held back: half characters, and byte tokens, on which tokenizers' DecodeStream fails."""
-        shown = [*prompt]  # tokens in front of `held` that its text depends on
-        held = []
-        def text_of(tokens, final=False):
-            held.extend(tokens)
-            before = self.decode(shown)
-            text = self.decode(shown + held)
-            ends_in_byte = bool(held) and self.is_byte(held[-1])
-            if (ends_in_byte or text.endswith("\ufffd")) and not final:
-                return ""
-            if text != before:
-                shown.clear()
-            shown.extend(held)
-            held.clear()
-            return text[len(before):]
-        return text_of
-
 def tiktoken_tokenizer(encoding):
     """The Tokenizer of a tiktoken.Encoding. The last token, which ends a text, is no text, nor are
     tokens that only the model has."""
-    def decode(tokens):
-        return encoding.decode([token for token in tokens if token < encoding.eot_token])
-    return Tokenizer(partial(encoding.encode, allowed_special="all"), decode, [encoding.eot_token])
+    def texts(tokens):
+        return [token for token in tokens if token < encoding.eot_token]
+
+    def stream(prompt=()):
+        characters = codecs.getincrementaldecoder("utf-8")("replace")
+        return lambda tokens: characters.decode(encoding.decode_bytes(texts(tokens)))
+    return Tokenizer(partial(encoding.encode, allowed_special="all"),
+                     lambda tokens: encoding.decode(texts(tokens)), [encoding.eot_token], stream)
 
 def byte_tokenizer():
     """Token b is byte b, and token 256 ends a text."""
@@ -849,8 +839,9 @@ def read_tokenizer(folder, stop, settings):
     def encode(text, add=True):
         return library.encode(text, add_special_tokens=add).ids
 
-    def is_byte(token):  # or a token that only the model has
-        return re.fullmatch("(<0x[0-9A-F]{2}>)?", library.id_to_token(token) or "") is not None
+    def stream(prompt=()):
+        pieces = DecodeStream(ids=[*prompt], skip_special_tokens=True)
+        return lambda tokens: "".join(pieces.step(library, token) or "" for token in tokens)
 
     def chat(text):
         if special.isdisjoint(encode(text, False)[:1]):
@@ -858,7 +849,7 @@ def read_tokenizer(folder, stop, settings):
             return framed and encode(framed, False)
 
     stop = stop if end in (None, *stop) else [*stop, end]
-    return Tokenizer(encode, library.decode, stop, is_byte, chat)
+    return Tokenizer(encode, library.decode, stop, stream, chat)
 
 def raise_exception(message):
     raise TemplateError(message)

@@ -300,8 +300,7 @@ class Engine:
         check_range("names in adapter", len(names), len(prompts), len(prompts))
         requests = [Request(prompt, max_new_tokens, name, **options)
                     for prompt, name in zip(prompts, names)]
-        undelivered = self.undelivered  # of a run that calls this from its on_event
-        self.undelivered = []
+        undelivered, self.undelivered = self.undelivered, []  # of a run that has called this
         try:
             for request in requests:
                 self.add(request)
@@ -2261,13 +2260,13 @@ def generate_text(args):
     print(args.prompt or "", end="\n" if question else "", flush=True)
 
     def on_event(event):
-        print(text_of(event.tokens, bool(event.finished)), end="", flush=True)
+        print(text_of(event.tokens), end="", flush=True)
     engine.run(on_event)
     engine.runner.tell("stop")
     print()
     print_figures(request, engine.speculator)
 
-def spaced_ids(tokens, end):
+def spaced_ids(tokens):
     return "".join(f"{token} " for token in tokens)
 
 def print_figures(request, speculator):

@@ -2,6 +2,7 @@
 its interpreter and compiled for GPUs that are not here), models against transformers and PEFT,
 the engine against a naive loop, speculation by chi-square, the simulator against the engine and
 the papers, tensor parallelism in processes, command lines, and every claim of bench."""
+import codecs
 import dataclasses
 import gc
 import gzip
@@ -1089,9 +1090,10 @@ def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
         rest = list(output)
         while rest:
             size = rng.randint(1, most)
-            text += text_of(rest[:size], size >= len(rest))
+            text += text_of(rest[:size])
             rest = rest[size:]
-        assert text == theirs.decode(start + output), output
+        whole = theirs.decode(start + output)  # but for half a character at the end
+        assert text.rstrip("\ufffd") == whole.rstrip("\ufffd"), output
 
 @each("config, generation, stop", [
     (dict(eos_token_id=5), dict(eos_token_id=[1, 9]), [1, 9]),
@@ -1192,7 +1194,7 @@ def test_streamed_text_holds_back_half_a_character():
     text_of = tokenizer.stream()
     tokens = tokenizer.encode("é東<|endoftext|>")
     assert [text_of([token]) for token in tokens] == ["", "é", "", "", "東", ""]
-    assert text_of(tokens[:1]) == "" and text_of([], final=True) == "\ufffd"
+    assert text_of(tokens[:1] + tokens[:1]) == "\ufffd"
 
 def test_training_lowers_the_loss_and_the_models_are_found(tmp_path, monkeypatch):
     tiny = GPTConfig(2, 2, 64, 128, vocab_size=257, tied=True)
@@ -1271,7 +1273,8 @@ def serve(*args, **options):
     """Serve requests. -> the engine, with its record and its events"""
     engine = start(*args, **options)
     engine.events = []
-    engine.run(engine.events.append)
+    while engine.requests:
+        engine.events += engine.step()
     return engine
 
 def rows_of(engine, place):
@@ -2872,11 +2875,13 @@ def test_command_line_continues_a_text(monkeypatch, capsys):
     tokens = naive(tuple(b"7*7"), None, 12)
     halves = [b"\xc3" if token % 2 else b"\xa9" for token in range(61)]
     halves[tokens[8]] = b"\xc3"  # half a character at the end
-    def decode(tokens):  # without the first character, as LLaMA's drop a leading space
-        return b"".join(halves[token] for token in tokens).decode(errors="replace")[1:]
-    tokenizer = model_py.Tokenizer(lambda text: [*text.encode()], decode, [tokens[8]])
+    def stream(prompt):
+        assert prompt == [*b"7*7"]
+        characters = codecs.getincrementaldecoder("utf-8")("replace")
+        return lambda tokens: characters.decode(b"".join(halves[token] for token in tokens))
+    tokenizer = model_py.Tokenizer(lambda text: [*text.encode()], None, [tokens[8]], stream)
     end = tokens.index(tokens[8]) + 1
-    expected = decode([*b"7*7", *tokens[:end]])[len(decode(b"7*7")):]
+    expected = b"".join(halves[token] for token in tokens[:end - 1]).decode(errors="replace")
     tokenizer.chat = lambda text: [*text[1:-1].encode()]
     line = "sarathi.py --prompt {} --temperature 0 --max-new-tokens 12 --seed 5 --chunk 2"
     load = Mock(return_value=TARGET)
