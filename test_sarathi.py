@@ -1115,7 +1115,7 @@ def test_stop_tokens(config, generation, stop, tmp_path):
     assert load_tokenizer(tmp_path).stop == stop == model_py.stop_tokens(tmp_path)
 
 CHATML = """{% for message in messages %}
-  {%- if loop.first and message.role != 'system' %}<s>system {{ eos_token }}{% endif %}
+  {% if loop.first and message.role != 'system' %}<s>system {{ eos_token }}{% endif %}
     <s>{{ message['role'] }}: {{ message.content | trim }}</s>
 {% endfor %}
 {%- if add_generation_prompt %}<s>assistant{% endif %}"""
@@ -1721,7 +1721,7 @@ class ShortestFirst(sarathi.Scheduler):
 
 def test_a_scheduler_may_preempt():
     waits = []
-    cost = CostModel.roofline(replace(preset("llama-7b"), block_size=140000), "h100")
+    cost = CostModel.roofline(replace(preset("llama-7b"), block_size=140000), "H100")
     for scheduler in ("sarathi", ShortestFirst()):
         requests = [Request([0] * 131072, 8), Request([0] * 200, 8, arrival=1.0)]
         engine = serve(cost, requests, scheduler, chunk=512, max_batch=2, n_page=131080)
@@ -3576,7 +3576,7 @@ def test_online_flags(monkeypatch, capsys, tmp_path):
              "32 requests over 64 s, prompts of 65 to 127 tokens, outputs of 9 to 9"]
     for (words, rate), line in zip(flags.items(), lines):
         _, out, err = command(monkeypatch, capsys, f"online --hardware A100 --size small {words}")
-        assert err == f"{line}\n"
+        assert err == f"{line}\n" and '"machine": "llama-13b on 1 x a100, ' in out
         rows = json.loads(out.strip().splitlines()[-1])["rows"]
         ours = {tuple(row["at"][:2]): row["ours"] for row in rows}
         speeds = [ours["tokens/s", name] for name in SCHEDULERS]
