@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from huggingface_hub import snapshot_download
-from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -648,9 +647,8 @@ EMBEDDING = r"\b(embed_tokens|wte|lm_head)\."
 
 def of_pattern(patterns, path, default):
     """The value of the first pattern that a module's path matches, as PEFT matches it."""
-    found = [value for pattern, value in (patterns or {}).items()
-             if re.match(rf"(.*\.)?({pattern})$", path)]
-    return found[0] if found else default
+    return next((value for pattern, value in (patterns or {}).items()
+                 if re.match(rf"(.*\.)?({pattern})$", path)), default)
 
 def read_factors(folder, config, base):
     """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}.
@@ -789,18 +787,12 @@ class Adapter:
 
 # -----------------------------------------------------------------------------
 # text
-@dataclass
-class Tokenizer:
-    """Text to tokens and back, through functions of a library."""
-    encode: Callable  # text -> tokens
-    decode: Callable  # tokens -> text
-    stop: list  # tokens that end a text
-    # tokens of a prompt -> a function tokens -> text that continues it. A character is held back
-    # until it is whole, special tokens are left out
-    stream: Callable
-    # text of a user -> tokens in the folder's chat template. None: it has none, or the text begins
-    # with a special token, as it does in a template
-    chat: Callable = lambda text: None
+# Text to tokens and back, through functions of a library. encode(text) -> tokens; decode(tokens) ->
+# text; stop: tokens that end a text; stream(tokens of a prompt) -> a function tokens -> text that
+# continues it, where a character is held back until it is whole; chat(text of a user) -> tokens in
+# the folder's chat template, or None if it has none, or if the text begins with a special token, as
+# it does in a template. Special tokens are no text
+Tokenizer = namedtuple("Tokenizer", "encode decode stop stream chat", defaults=[lambda text: None])
 
 def tiktoken_tokenizer(encoding):
     """The Tokenizer of a tiktoken.Encoding. The last token, which ends a text, is no text, nor are
@@ -852,7 +844,7 @@ def read_tokenizer(folder, stop, settings):
     return Tokenizer(encode, library.decode, stop, stream, chat)
 
 def raise_exception(message):
-    raise TemplateError(message)
+    raise ValueError(message)
 
 # as in transformers; a sandbox, since a folder is a stranger's
 CHATS = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
@@ -930,9 +922,8 @@ def text_settings(folder):
 def stop_tokens(name):
     """The tokens that end a text, of a model named as in load_model; none of random weights"""
     folder = find_folder(name)
-    if folder.parent == CACHE or (folder / "tokenizer.json").is_file():
-        return load_tokenizer(name).stop
-    return text_settings(folder)[1]
+    has_text = folder.parent == CACHE or (folder / "tokenizer.json").is_file()
+    return load_tokenizer(name).stop if has_text else text_settings(folder)[1]
 
 def load_tokenizer(name):
     """The Tokenizer of a model, named as in load_model. FileNotFoundError if it has none."""

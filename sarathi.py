@@ -2226,7 +2226,7 @@ def generate_text(args):
     world = World.start(args.tp, args.device)
     options = args.adapter, args.temperature, args.top_k, args.top_p
     request = Request(args.tokens, args.max_new_tokens, *options)
-    text_of = spaced_ids
+    text_of = lambda tokens: "".join(f"{token} " for token in tokens)
     question = None
     if args.tokens:
         request.stop = stop_tokens(args.model)
@@ -2265,9 +2265,6 @@ def generate_text(args):
     engine.runner.tell("stop")
     print()
     print_figures(request, engine.speculator)
-
-def spaced_ids(tokens):
-    return "".join(f"{token} " for token in tokens)
 
 def print_figures(request, speculator):
     """The figures of one request, to stderr."""

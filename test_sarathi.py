@@ -2879,10 +2879,10 @@ def test_command_line_continues_a_text(monkeypatch, capsys):
         assert prompt == [*b"7*7"]
         characters = codecs.getincrementaldecoder("utf-8")("replace")
         return lambda tokens: characters.decode(b"".join(halves[token] for token in tokens))
-    tokenizer = model_py.Tokenizer(lambda text: [*text.encode()], None, [tokens[8]], stream)
+    tokenizer = model_py.Tokenizer(lambda text: [*text.encode()], None, [tokens[8]], stream,
+                                   lambda text: [*text[1:-1].encode()])
     end = tokens.index(tokens[8]) + 1
     expected = b"".join(halves[token] for token in tokens[:end - 1]).decode(errors="replace")
-    tokenizer.chat = lambda text: [*text[1:-1].encode()]
     line = "sarathi.py --prompt {} --temperature 0 --max-new-tokens 12 --seed 5 --chunk 2"
     load = Mock(return_value=TARGET)
     make = Mock(side_effect=Engine)
