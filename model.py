@@ -6,7 +6,7 @@ and text. It has never heard of a request. In reading order:
     GPT                   forward(batch, kv): one iteration; logits(tokens): the reference
     FAMILIES, Checkpoint  the settings and tensors of a Hugging Face or PEFT folder
     Adapter               LoRA weights, laid out as the pages of the cache [S-LoRA §5.1]
-    Tokenizer             text through the tokenizers library or tiktoken
+    Tokenizer             text and chats through the tokenizers library, tiktoken and jinja2
     python model.py       train the tiny model and its draft model, three to four minutes
 """
 import argparse

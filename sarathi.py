@@ -725,7 +725,8 @@ class Scheduler:
              waiting: list[Request]) -> list[tuple[Request, int]]:
         """running: requests with pages, the oldest first. waiting: those that max_batch has room
         for; none while memory is full. Returns [(request, n)] with 1 <= n <= request.n_todo.
-        Called once per step."""
+        Called once per step. It may call self.engine.preempt(request), and then plan any request
+        of self.engine.waiting."""
         raise NotImplementedError(f"{type(self).__name__} has no plan()")
 
     def drafts(self, decodes):
