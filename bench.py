@@ -1174,7 +1174,7 @@ def read_jobs(path, longest, rate=None):
     return jobs
 
 def read_trace(path, rate):
-    """Yields (TraceFormat, Job) of a file, CSV or JSON lines. ValueError names the line that is wrong."""
+    """Yields (TraceFormat, Job) of a file: CSV, or JSON lines. ValueError names the wrong line."""
     heads = []
     number = 0
     opener = gzip.open if path.endswith(".gz") else open

@@ -813,8 +813,8 @@ def byte_tokenizer():
         "bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}))
 
 def read_tokenizer(folder, stop, settings):
-    """The Tokenizer of a tokenizer.json. It adds tokens to texts as in transformers. settings: those
-    of tokenizer_config.json; their eos_token ends texts too."""
+    """The Tokenizer of a tokenizer.json. It adds tokens to texts as in transformers. settings: of
+    tokenizer_config.json; their eos_token ends texts too."""
     path = folder / "tokenizer.json"
     try:
         library = tokenizers.Tokenizer.from_file(str(path))
