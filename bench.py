@@ -358,7 +358,7 @@ def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0, prompt=(8, 511), o
         names = [str(int(x * n_adapter)) for x in rng.power(power, n)]
     prompts = rng.randint(prompt[0], prompt[-1] + 1, n).tolist()
     outputs = rng.randint(output[0], output[-1] + 1, n).tolist()
-    gaps = rng.gamma(1 / cv ** 2, cv ** 2 / rate, n) if cv else np.full(n, 1 / rate)
+    gaps = rng.gamma(1 / cv ** 2, cv ** 2 / rate, n) if cv >= 0.001 else np.full(n, 1 / rate)
     return list(map(Job, np.cumsum(gaps).tolist(), prompts, outputs, names))
 
 def at_rate(jobs, rate=math.inf):
