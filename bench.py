@@ -340,7 +340,7 @@ def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0, prompt=(8, 511), o
         names = [str(int(x * n_adapter)) for x in rng.power(power, n)]
     prompts = rng.randint(prompt[0], prompt[-1] + 1, n).tolist()
     outputs = rng.randint(output[0], output[-1] + 1, n).tolist()
-    gaps = rng.gamma(1 / cv ** 2, cv ** 2 / rate, n) if cv else np.full(n, 1 / rate)
+    gaps = rng.gamma(1 / cv ** 2, cv ** 2 / rate, n) if cv >= 0.001 else np.full(n, 1 / rate)
     return list(map(Job, np.cumsum(gaps).tolist(), prompts, outputs, names))
 
 def at_rate(jobs, rate=math.inf):
@@ -1151,7 +1151,7 @@ def tng(place):
             ratios.append(base / min(ours))
         yield "chunked prefill", "over prefill_first", max(ratios)
 
-class Trace(NamedTuple):
+class TraceFormat(NamedTuple):
     """A format of traces."""
     name: str
     columns: tuple  # of arrival, prompt and output; more: it is known by them
@@ -1159,12 +1159,12 @@ class Trace(NamedTuple):
     gap: float = 0.0  # seconds between arrivals, the least mean that is plausible
 
 TRACES = (
-    Trace("ours", ("arrival", "prompt", "output")),
-    Trace("Azure", ("timestamp", "contexttokens", "generatedtokens")),
-    Trace("BurstGPT", ("timestamp", "request tokens", "response tokens")),
-    Trace("Vidur", ("arrived_at", "num_prefill_tokens", "num_decode_tokens")),
-    Trace("Bailian", ("timestamp", "input_length", "output_length", "chat_id")),
-    Trace("Mooncake", ("timestamp", "input_length", "output_length"), 0.001, 0.005))
+    TraceFormat("ours", ("arrival", "prompt", "output")),
+    TraceFormat("Azure", ("timestamp", "contexttokens", "generatedtokens")),
+    TraceFormat("BurstGPT", ("timestamp", "request tokens", "response tokens")),
+    TraceFormat("Vidur", ("arrived_at", "num_prefill_tokens", "num_decode_tokens")),
+    TraceFormat("Bailian", ("timestamp", "input_length", "output_length", "chat_id")),
+    TraceFormat("Mooncake", ("timestamp", "input_length", "output_length"), 0.001, 0.005))
 READABLE = "must be CSV or JSON lines with the columns of " + " or ".join(
     f"{trace.name} ({', '.join(trace.columns)})" for trace in TRACES)
 SINCE_1970 = {10: 1.0, 13: 1e-3, 16: 1e-6, 19: 1e-9}  # digits of a time today -> its unit
@@ -1192,7 +1192,7 @@ def read_jobs(path, longest, rate=None):
     return jobs
 
 def read_trace(path, rate):
-    """Yields (Trace, Job) of a file, CSV or JSON lines. ValueError names the line that is wrong."""
+    """Yields (TraceFormat, Job) of a file: CSV, or JSON lines. ValueError names the wrong line."""
     heads = []
     number = 0
     opener = gzip.open if path.endswith(".gz") else open
@@ -1217,7 +1217,7 @@ def read_trace(path, rate):
         raise ValueError(f"{path}, line {number}: {error}{hint}") from None
 
 def read_job(row, rate):
-    """The Trace and the Job of a row {column: value}."""
+    """The TraceFormat and the Job of a row {column: value}."""
     row = {name.strip().lower(): value for name, value in row.items()}
     known = [trace for trace in TRACES if {*trace.columns[1:]} <= {*row}]
     if not known:

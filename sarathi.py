@@ -313,8 +313,7 @@ class Engine:
         check_range("names in adapter", len(names), len(prompts), len(prompts))
         requests = [Request(prompt, max_new_tokens, name, **options)
                     for prompt, name in zip(prompts, names)]
-        undelivered = self.undelivered  # of a run that calls this from its on_event
-        self.undelivered = []
+        undelivered, self.undelivered = self.undelivered, []  # of a run that has called this
         try:
             for request in requests:
                 self.add(request)
@@ -744,7 +743,8 @@ class Scheduler:
              waiting: list[Request]) -> list[tuple[Request, int]]:
         """running: requests with pages, the oldest first. waiting: those that max_batch has room
         for; none while memory is full. Returns [(request, n)] with 1 <= n <= request.n_todo.
-        Called once per step."""
+        Called once per step. It may call self.engine.preempt(request), and then plan any request
+        of self.engine.waiting."""
         raise NotImplementedError(f"{type(self).__name__} has no plan()")
 
     def drafts(self, decodes):
@@ -2341,7 +2341,7 @@ def generate_text(args):
     world = World.start(args.tp, args.device)
     options = args.adapter, args.temperature, args.top_k, args.top_p
     request = Request(args.tokens, args.max_new_tokens, *options)
-    text_of = spaced_ids
+    text_of = lambda tokens: "".join(f"{token} " for token in tokens)
     question = None
     if args.tokens:
         request.stop = stop_tokens(args.model)
@@ -2376,14 +2376,11 @@ def generate_text(args):
     print(args.prompt or "", end="\n" if question else "", flush=True)
 
     def on_event(event):
-        print(text_of(event.tokens, bool(event.finished)), end="", flush=True)
+        print(text_of(event.tokens), end="", flush=True)
     engine.run(on_event)
     engine.runner.tell("stop")
     print()
     print_figures(request, engine.speculator)
-
-def spaced_ids(tokens, end):
-    return "".join(f"{token} " for token in tokens)
 
 def print_figures(request, speculator):
     """The figures of one request, to stderr."""
