@@ -6,11 +6,12 @@ and text. It has never heard of a request. In reading order:
     GPT                   forward(batch, kv): one iteration; logits(tokens): the reference
     FAMILIES, Checkpoint  the settings and tensors of a Hugging Face or PEFT folder
     Adapter               LoRA weights, laid out as the pages of the cache [S-LoRA §5.1]
-    Tokenizer             text through the tokenizers library or tiktoken
+    Tokenizer             text and chats through the tokenizers library, tiktoken and jinja2
     python model.py       train the tiny model and its draft model, three to four minutes
 """
 import argparse
 import atexit
+import codecs
 import json
 import math
 import os
@@ -34,10 +35,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from huggingface_hub import snapshot_download
-from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from tokenizers.decoders import DecodeStream
 from tqdm import tqdm
 
 OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]; ln: linear
@@ -642,34 +643,30 @@ LORA_NUMBERS = dict(r=8, lora_alpha=8, rank_pattern={}, alpha_pattern={})  # PEF
 # with or without the prefixes of PEFT and of wrappers, and with or without the adapter's name
 LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*(?:layers|h)\.(\d+)\.(.+)"
                r"\.lora_)[AB]((?:\.[^.]+)?\.weight)")
-EMBEDDING = r"(.*\.)?(embed_tokens|wte|wpe|lm_head)\..*"
+EMBEDDING = r"\b(embed_tokens|wte|lm_head)\."
 
 def of_pattern(patterns, path, default):
     """The value of the first pattern that a module's path matches, as PEFT matches it."""
-    found = [value for pattern, value in (patterns or {}).items()
-             if re.match(rf"(.*\.)?({pattern})$", path)]
-    return found[0] if found else default
-
-def check_embedding(folder, name, tensor, base):
-    """ValueError for an embedding beside the factors that is not the base model's. PEFT saves it
-    if the vocabulary was resized. base: {our name: weight} of this device"""
-    ours = base.get("head.weight" if "lm_head" in name else "embedding.weight")
-    if not base or ours is not None and not torch.equal(ours.to_dense(), tensor.to(ours)):
-        raise ValueError(f"{folder}: {name!r}: embeddings in an adapter are not supported, unless "
-                         "they equal the base model's: merge it with PEFT")
+    return next((value for pattern, value in (patterns or {}).items()
+                 if re.match(rf"(.*\.)?({pattern})$", path)), default)
 
 def read_factors(folder, config, base):
-    """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}"""
+    """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}.
+    base: {our name: weight} of the base model, on this device"""
     path = folder / "adapter_config.json"
     settings = LORA_NUMBERS | read_json(path)
     check_settings(path, settings, LORA_SETTINGS, OFF)
     checkpoint = Checkpoint(folder, "adapter_model")
+    # PEFT saves the embeddings too, if the vocabulary was resized
+    for name in [name for name in checkpoint if re.search(EMBEDDING, name)]:
+        ours = (base or {}).get("head.weight" if "lm_head" in name else "embedding.weight")
+        theirs = checkpoint.pop(name)
+        if not base or ours is not None and not torch.equal(ours.to_dense(), theirs.to(ours)):
+            raise ValueError(f"{folder}: {name!r}: embeddings in an adapter are not supported, "
+                             "except those of its base model: merge it with PEFT")
     factors = {}
     while checkpoint:
         name = next(iter(checkpoint))
-        if re.fullmatch(EMBEDDING, name):
-            check_embedding(folder, name, checkpoint.pop(name), base)
-            continue
         match = re.fullmatch(LORA_TENSOR, name)
         if match is None or match[3] not in config.modules or int(match[2]) >= config.n_layer:
             raise ValueError(f"{folder}: {name!r} does not fit: layers 0 to {config.n_layer - 1}, "
@@ -744,9 +741,9 @@ class Adapter:
         return adapter
 
     @classmethod
-    def from_pretrained(cls, folder, config, dtype=torch.float32, base=()):
+    def from_pretrained(cls, folder, config, dtype=torch.float32, base=None):
         """A PEFT folder. base: the weights of its model. Errors as in GPT.from_pretrained."""
-        factors = read_factors(Path(folder), config, dict(base))
+        factors = read_factors(Path(folder), config, base)
         ranks = {}
         for (module, _), (a, _) in factors.items():
             ranks[module] = max(ranks.get(module, 0), len(a))
@@ -794,42 +791,24 @@ class Adapter:
 
 # -----------------------------------------------------------------------------
 # text
-@dataclass
-class Tokenizer:
-    """Text to tokens and back, through functions of a library."""
-    encode: Callable  # text -> tokens
-    decode: Callable  # tokens -> text
-    stop: list  # tokens that end a text
-    is_byte: Callable = lambda token: False  # whether a token is decoded together with the next one
-    # text of a user -> tokens in the folder's chat template. None: it has none, or the text begins
-    # with a special token, as it does in a template
-    chat: Callable = lambda text: None
-
-    def stream(self, prompt=()):
-        """A function tokens -> text that continues a prompt. Text that the next token may change is
-        held back: half characters, and byte tokens, on which tokenizers' DecodeStream fails."""
-        shown = [*prompt]  # tokens in front of `held` that its text depends on
-        held = []
-        def text_of(tokens, final=False):
-            held.extend(tokens)
-            before = self.decode(shown)
-            text = self.decode(shown + held)
-            ends_in_byte = bool(held) and self.is_byte(held[-1])
-            if (ends_in_byte or text.endswith("\ufffd")) and not final:
-                return ""
-            if text != before:
-                shown.clear()
-            shown.extend(held)
-            held.clear()
-            return text[len(before):]
-        return text_of
+# Text to tokens and back, through functions of a library. encode(text) -> tokens; decode(tokens) ->
+# text; stop: tokens that end a text; stream(tokens of a prompt) -> a function tokens -> text that
+# continues it, where a character is held back until it is whole; chat(text of a user) -> tokens in
+# the folder's chat template, or None if it has none, or if the text begins with a special token, as
+# it does in a template. Special tokens are no text
+Tokenizer = namedtuple("Tokenizer", "encode decode stop stream chat", defaults=[lambda text: None])
 
 def tiktoken_tokenizer(encoding):
     """The Tokenizer of a tiktoken.Encoding. The last token, which ends a text, is no text, nor are
     tokens that only the model has."""
-    def decode(tokens):
-        return encoding.decode([token for token in tokens if token < encoding.eot_token])
-    return Tokenizer(partial(encoding.encode, allowed_special="all"), decode, [encoding.eot_token])
+    def texts(tokens):
+        return [token for token in tokens if token < encoding.eot_token]
+
+    def stream(prompt=()):
+        characters = codecs.getincrementaldecoder("utf-8")("replace")
+        return lambda tokens: characters.decode(encoding.decode_bytes(texts(tokens)))
+    return Tokenizer(partial(encoding.encode, allowed_special="all"),
+                     lambda tokens: encoding.decode(texts(tokens)), [encoding.eot_token], stream)
 
 def byte_tokenizer():
     """Token b is byte b, and token 256 ends a text."""
@@ -839,7 +818,7 @@ def byte_tokenizer():
 
 def read_tokenizer(folder, stop, settings):
     """The Tokenizer of a tokenizer.json. It adds tokens to texts as in transformers. settings: of
-    tokenizer_config.json, whose eos_token ends texts too."""
+    tokenizer_config.json; their eos_token ends texts too."""
     path = folder / "tokenizer.json"
     try:
         library = tokenizers.Tokenizer.from_file(str(path))
@@ -856,8 +835,9 @@ def read_tokenizer(folder, stop, settings):
     def encode(text, add=True):
         return library.encode(text, add_special_tokens=add).ids
 
-    def is_byte(token):  # or a token that only the model has
-        return re.fullmatch("(<0x[0-9A-F]{2}>)?", library.id_to_token(token) or "") is not None
+    def stream(prompt=()):
+        pieces = DecodeStream(ids=[*prompt], skip_special_tokens=True)
+        return lambda tokens: "".join(pieces.step(library, token) or "" for token in tokens)
 
     def chat(text):
         if special.isdisjoint(encode(text, False)[:1]):
@@ -865,10 +845,10 @@ def read_tokenizer(folder, stop, settings):
             return framed and encode(framed, False)
 
     stop = stop if end in (None, *stop) else [*stop, end]
-    return Tokenizer(encode, library.decode, stop, is_byte, chat)
+    return Tokenizer(encode, library.decode, stop, stream, chat)
 
 def raise_exception(message):
-    raise TemplateError(message)
+    raise ValueError(message)
 
 # as in transformers; a sandbox, since a folder is a stranger's
 CHATS = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
@@ -946,9 +926,8 @@ def text_settings(folder):
 def stop_tokens(name):
     """The tokens that end a text, of a model named as in load_model; none of random weights"""
     folder = find_folder(name)
-    if folder.parent == CACHE or (folder / "tokenizer.json").is_file():
-        return load_tokenizer(name).stop
-    return text_settings(folder)[1]
+    has_text = folder.parent == CACHE or (folder / "tokenizer.json").is_file()
+    return load_tokenizer(name).stop if has_text else text_settings(folder)[1]
 
 def load_tokenizer(name):
     """The Tokenizer of a model, named as in load_model. FileNotFoundError if it has none."""

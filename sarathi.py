@@ -165,6 +165,7 @@ class Loop:
         self.waiting = []  # preempted requests first, then by arrival
         self.running = []  # the most recently started last
         self.events = []  # since the last step
+        self.ended = {}  # id -> request: those that ended in the last step
         self.ids = count()
 
     def step(self) -> list[Event]:
@@ -219,6 +220,7 @@ class Loop:
         """Advance the planned requests by what the runner did. new_tokens: {request: accepted
         drafts and one token more}; a request with more of its prompt to feed is not in it."""
         now = self.clock.now()
+        self.ended = {}
         for request, n in plan:
             request.n_past += n
             if request not in new_tokens:
@@ -234,6 +236,7 @@ class Loop:
             end = request.end
             if end:
                 self.finish(request, end)
+                self.ended[request.id] = request
             self.events.append(Event(request, tokens, end))
 
     def finish(self, request, end):
@@ -278,7 +281,8 @@ class Scheduler:
              waiting: list[Request]) -> list[tuple[Request, int]]:
         """running: requests with pages, the oldest first. waiting: those that max_batch has room
         for; none while memory is full. Returns [(request, n)] with 1 <= n <= request.n_todo.
-        Called once per step."""
+        Called once per step. It may call self.engine.preempt(request), and then plan any request
+        of self.engine.waiting."""
         raise NotImplementedError(f"{type(self).__name__} has no plan()")
 
     def budget(self, decodes):
@@ -794,9 +798,12 @@ class Engine(Loop):
 
     def abort(self, id: int):
         """End a request now. KeyError if the id is unknown or the request has ended."""
-        if id not in self.requests:
+        if id in self.requests:
+            self.finish(self.requests[id], "aborted")
+        elif id in self.ended:  # run() has not handed on all of its tokens
+            self.ended[id].state = "aborted"
+        else:
             raise KeyError(f"no request with id {id} is waiting or running")
-        self.finish(self.requests[id], "aborted")
 
     def preempt(self, request: Request):
         """Take the pages of a running request: it waits in front, and is recomputed later."""
@@ -1713,8 +1720,8 @@ INFINIBAND = 25e9  # bytes/s to the next node
 PCIE = 32e9  # bytes/s from host memory
 
 class System(NamedTuple):
-    """Seconds that a serving system's host adds to the GPU's, each fitted to the cell beside it,
-    and what it does otherwise."""
+    """Seconds that a serving system's host and its kernels of adapters add, each fitted to the cell
+    beside it, and what it does otherwise."""
     layer: float = 0.0  # to launch the kernels of a layer
     token: float = 0.0  # per sampled or verified token
     # per layer, to launch the kernels of adapters; not fitted: an H200 took 79e-6, for ranks of 16
@@ -2311,7 +2318,7 @@ def generate_text(args):
     world = World.start(args.tp, args.device)
     options = args.adapter, args.temperature, args.top_k, args.top_p
     request = Request(args.tokens, args.max_new_tokens, *options)
-    text_of = spaced_ids
+    text_of = lambda tokens: "".join(f"{token} " for token in tokens)
     question = None
     if args.tokens:
         request.stop = stop_tokens(args.model)
@@ -2346,15 +2353,12 @@ def generate_text(args):
     print(args.prompt or "", end="\n" if question else "", flush=True)
 
     def on_event(event):
-        print(text_of(event.tokens, bool(event.finished)), end="", flush=True)
+        print(text_of(event.tokens), end="", flush=True)
     engine.run(on_event)
     if world.size > 1:
         engine.runner.tell("stop")
     print()
     print_figures(request, engine.speculator)
-
-def spaced_ids(tokens, end):
-    return "".join(f"{token} " for token in tokens)
 
 def print_figures(request, speculator):
     """The figures of one request, to stderr."""
