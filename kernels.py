@@ -53,6 +53,7 @@ except ImportError:  # the Triton kernels stay plain functions that are never ca
 MOST_SPLITS = 32  # of a context in attention on a GPU
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FEW_ROWS = 8  # requests with at most this many rows read their context in place
+TILE = 128  # rows of a matrix product's block: fewer take as long [SARATHI Fig. 7]
 CHUNK_ROWS = 256  # rows of a chunk that attend in one matrix product [SARATHI Fig. 6]
 
 @dataclass

@@ -3,9 +3,8 @@
 Part 1 is the engine, in the order of one iteration (Loop.iterate); read it from top to bottom. The
 others may be skipped: 2 more of the papers; 3 the simulator; 4 checks, figures, command line.
 
-A plan says how many tokens of which request are fed next: [(request, n)]. A prefill chunk, a decode
-and a verification of drafts are the same thing. The engine knows requests, pages and plans, and no
-tensors; tensors begin in ModelRunner.pack, attention is in model.py and kernels.py.
+A plan says how many tokens of which request are fed next: a prefill chunk, a decode and drafts to
+verify are the same thing. The engine knows no tensors: they begin in ModelRunner.pack.
 """
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, proxy
 
 # kernels before torch: it sets how torch's threads wait
-from kernels import (FEW_ROWS, LORA_ROWS, Batch, Sites, cdiv, has_triton, probabilities, sample,
-                     send, verify)
+from kernels import (FEW_ROWS, LORA_ROWS, TILE, Batch, Sites, cdiv, has_triton, probabilities,
+                     sample, send, verify)
 from model import (GPT, PRESETS, ROW_PARALLEL, Adapter, GPTConfig, World, load_model,
                    load_tokenizer, stop_tokens)
 
@@ -42,7 +41,6 @@ from tqdm import tqdm
 
 # -----------------------------------------------------------------------------
 # part 1: the engine
-
 # ---- requests. Three iterations of SARATHI, with a chunk of 8 tokens and two drafts for a decode,
 # that serve a prompt a of 10 tokens and, behind it, a prompt b of 7:
 #
@@ -52,8 +50,7 @@ from tqdm import tqdm
 #     [(a, 1), (b, 5)]   that token and two drafts; b's 0 .. 4     the drafts that are right and one
 #                                                                  token more: 1 to 3 of a's output
 #
-# One forward pass computes all rows of an iteration, so it reads the weights once: the decode of a
-# costs little beside the chunk of b [SARATHI §4.3].
+# One forward pass computes all rows of an iteration: it reads the weights once [SARATHI §4.3].
 
 @dataclass(eq=False)
 class Request:
@@ -129,7 +126,7 @@ class Event(NamedTuple):
     """New tokens of a request."""
     request: Request
     tokens: list[int]
-    finished: str  # "length", "stop" or "aborted" if they are the last, else ""
+    finished: str  # "length", "stop" or "aborted" (by the order) if they are the last, else ""
 
 class Feed(NamedTuple):
     """What an iteration computes of a request: tokens n_past .. n_past + n - 1, with drafts."""
@@ -142,17 +139,9 @@ def feeds_of(plan):
     """The Feed of each request in a plan, behind its tokens its drafts."""
     feeds = []
     for request, n in plan:
-        n_draft = len(request.drafts)
-        n_logits = 1 + n_draft if n == request.n_todo else 0
-        feeds.append(Feed(request, request.n_past, n + n_draft, n_logits))
+        n_logits = 1 + len(request.drafts) if n == request.n_todo else 0
+        feeds.append(Feed(request, request.n_past, n + len(request.drafts), n_logits))
     return feeds
-
-class Iteration(NamedTuple):
-    """A row of an engine's record."""
-    start: float  # seconds
-    end: float
-    feeds: list[Feed]
-    stage: int = 0  # of a simulated pipeline
 
 # ---- one iteration
 
@@ -185,7 +174,7 @@ class Loop:
         planned = self.scheduler.plan([*self.running], self.queue())  # policy [SARATHI §4.3]
         plan = self.memory.admit(planned)  # pages, adapters, preemption [S-LoRA §5.1]
         if not plan:
-            return self.idle(planned)
+            return wait_for_next(self, planned)
         if self.speculator:
             self.speculator.add_drafts(plan)  # drafts behind the decodes [SmartSpec §5]
         start = self.clock.now()
@@ -213,6 +202,7 @@ class Loop:
         if len(ordered) < len(self.waiting):  # thousands may wait: no scan without need
             for request in [r for r in self.waiting if r.state == "aborted"]:
                 self.finish(request, "aborted")  # by the order [S-LoRA §4.3]
+                self.events.append(Event(request, [], "aborted"))
         self.memory.next_requests = ordered
         return ordered[:n_free]
 
@@ -250,19 +240,8 @@ class Loop:
         self.memory.full = False
         request.state = end
         del self.requests[request.id]
-        if end == "aborted":
-            self.events.append(Event(request, [], end))
-
-    def idle(self, planned):
-        """Nothing can run: the planned requests have no room. Wait for the next arrival."""
-        stuck = self.running or (self.waiting and not self.pending)
-        assert planned or not stuck, f"{type(self.scheduler).__name__} or the order serves nothing"
-        if self.waiting and not self.running:
-            self.clock.wait_until(self.pending[0].arrival)
 
 # ---- schedulers: how many tokens of which request are fed next
-
-TILE = 128  # rows of a matrix product's block: fewer take as long [SARATHI Fig. 7]
 
 class Scheduler:
     """Subclass it and write plan(). chunk: None takes the engine's."""
@@ -315,8 +294,7 @@ class SarathiServe(Scheduler):
 def decodes_and_prefills(running, waiting):
     """Returns the part of a plan for the decodes, and the requests with a prompt to feed."""
     decodes = [(request, 1) for request in running if request.n_todo == 1]
-    prefills = [request for request in running if request.n_todo > 1]
-    return decodes, prefills + waiting
+    return decodes, [request for request in running if request.n_todo > 1] + waiting
 
 def prefill_chunks(prefills, budget):
     """Cut budget tokens from the prompts, one prompt after the other. Returns [(request, n)]."""
@@ -364,8 +342,7 @@ class Memory:
         self.pool = pool
         self.adapter_pool = pool  # one pool for both [S-LoRA §5.1]
         self.names = {}  # name -> Adapter
-        # Adapter -> function that waits for its copy; the least recently used first
-        self.loaded = {}
+        self.loaded = {}  # Adapter -> function that waits for its copy; longest unused first
         self.n_users = Counter()  # Adapter -> running requests
         self.next_requests = []  # the waiting requests, as the order gave them last
         self.n_prefetch = 32  # so many of them have their adapters loaded ahead
@@ -384,8 +361,7 @@ class Memory:
                 self.full = not room
             else:
                 self.grow(request, request.n_past + n)
-        if self.names:
-            prefetch(self)
+        prefetch(self)
         return [(request, n) for request, n in plan if request.state == "running"]
 
     def start(self, request):
@@ -531,8 +507,7 @@ class Speculator:
     def expected(self, decodes):
         """Drafts that these decodes will get: each as many as last time, a new one the most."""
         most = max(self.lengths.values(), default=0)
-        return sum(min(self.lengths.get(request, most), self.limit(request))
-                   for request, _ in decodes)
+        return sum(min(self.lengths.get(r, most), self.limit(r)) for r, _ in decodes)
 
     def limit(self, request):
         """The most drafts that a request's output, and the proposer, have room for."""
@@ -541,9 +516,6 @@ class Speculator:
 
     def add_drafts(self, plan):
         """Give the plan's decodes drafts, if pages are free for them [SmartSpec §6]."""
-        for request, _ in plan:
-            if request.acceptance is None:
-                request.acceptance = self.acceptance
         decodes = [request for request, _ in plan if request.n_todo == 1]
         lengths = {}
         if decodes:
@@ -624,9 +596,7 @@ class ModelRunner:
             pages += request_pages[n_past:]
             table += request_pages
         adapters = self.pack_adapters(feeds, spans, table)
-        # a draft model may lack the target's last tokens
-        tokens = int32(tokens).clamp(max=self.model.config.vocab_size - 1)
-        return Batch(tokens=tokens, positions=int32(positions), pages=int32(pages),
+        return Batch(tokens=int32(tokens), positions=int32(positions), pages=int32(pages),
                      spans=int32(spans), table=int32(table), logit_rows=int32(logit_rows),
                      adapters=adapters, **row_counts([n for _, n, _, _ in spans]))
 
@@ -671,24 +641,12 @@ class ModelRunner:
             best = best[len(drafts) + 1:]
         return new_tokens
 
-    def hold(self, name, source, adapter):
-        """An adapter was added: its ranks"""
-        for op, rank in adapter.max_rank.items():
-            self.max_rank[op] = max(rank, self.max_rank.get(op, 0))
-
     def copy_adapter(self, adapter, pages):
         """Start to copy an adapter to its pages. Returns a function that waits for the copy."""
-        if self.copies is None:
-            self.write(adapter, pages)
-            return lambda: None
-        self.copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.copies):
-            self.write(adapter, pages)
-            done = self.copies.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(done)
-
-    def write(self, adapter, pages):
+        if self.copies:
+            return copy_on_stream(self, adapter, pages)
         adapter.write(self.kv, pages)
+        return lambda: None
 
 # ---- options, how the parts are put together, and the calls of users
 
@@ -705,8 +663,7 @@ class Engine(Loop):
     scheduler: str | Scheduler = "sarathi"  # a name in SCHEDULERS, or your own
     chunk: int = 256  # tokens of an iteration that feeds a prefill chunk, its decodes included
     max_batch: int = 8  # requests that run at once; 0: as many as fit [SARATHI §4.3]
-    # of the cache, one a token; 0: for max_batch requests and an adapter of rank 256, or what fits
-    n_page: int = 0
+    n_page: int = 0  # of the cache, one a token; 0: for max_batch requests and a wide adapter
     alloc: str = "reserve"  # a request's maximum length at its start; or "grow" page by page
     draft: str | GPT | CostModel | Proposer | None = None  # "ngram", a smaller model, your own
     spec: str | int | Policy | None = None  # "off", a number (None: 3), in POLICIES, your own
@@ -731,14 +688,11 @@ class Engine(Loop):
         self.memory = make_memory(engine)
         self.clock = VirtualClock() if self.simulated else WallClock()
         self.runner = make_runner(engine)
-        self.speculator = None
-        if policy:
-            self.speculator = Speculator(engine, policy, make_proposer(engine, policy))
+        self.speculator = make_speculator(engine, policy)
         self.scheduler.start(engine)
 
     def warm(self):
-        """Compile kernels and record CUDA graphs for all iterations of up to a chunk, so that no
-        request waits for them. On a CPU and in the simulator there is nothing to do."""
+        """Compile kernels and record CUDA graphs before requests wait for them; on a CPU nothing."""
         warm_runners(self)
 
     def add_adapter(self, name: str, source: str | Adapter | int):
@@ -746,7 +700,7 @@ class Engine(Loop):
         Under a used name it replaces the other one: requests that were added before keep that.
         FileNotFoundError or ValueError for a folder that is missing or does not fit."""
         adapter = read_adapter(name, source, self)
-        self.runner.hold(name, source, adapter)
+        hold(self.runner, name, source, adapter)
         self.memory.names[name] = adapter
         self.memory.full = False
 
@@ -773,16 +727,7 @@ class Engine(Loop):
                  adapter: str | list | None = None, **options) -> list[list[int]]:
         """Serve prompts (lists of tokens). Returns the list of outputs. adapter: a name for all, or
         a list of names; options: other fields of Request."""
-        requests = requests_of(prompts, max_new_tokens, adapter, options)
-        try:
-            for request in requests:
-                self.add(request)
-            self.run()
-        finally:  # after an exception, these requests leave the engine
-            for request in requests:
-                if request.id in self.requests:
-                    self.abort(request.id)
-        return [request.output for request in requests]
+        return generate(self, prompts, max_new_tokens, adapter, options)
 
     def run(self, on_event: Callable[[Event], None] = lambda event: None) -> Run:
         """Step until every request has ended; on_event gets the tokens one by one. Returns the Run
@@ -968,6 +913,8 @@ def make_memory(engine):
 def prefetch(memory):
     """Load the adapters of the next requests to start [S-LoRA §5.2], if these have room beside all
     that the running ones may still need."""
+    if not memory.names:
+        return
     spare = sum(r.max_len - len(memory.pool.tables[r]) for r in memory.engine.running)
     shared = memory.adapter_pool is memory.pool
     acquired = []  # until all are loaded, so that none evicts another one
@@ -989,8 +936,16 @@ class MergingMemory(Memory):
             return False
         started = super().start(request)
         if started and swap:
-            runner.merge(request.weights)
+            self.merge(request.weights)
         return started
+
+    def merge(self, adapter):
+        runner = self.engine.runner
+        runner.merged = adapter
+        if self.engine.simulated:
+            self.engine.clock.t += self.engine.model.merge_seconds()
+        else:
+            runner.model.merge(adapter)
 
 def recover(engine):
     """After an exception: no page is taken, and all requests wait to be recomputed."""
@@ -1000,7 +955,7 @@ def recover(engine):
     engine.memory = make_memory(proxy(engine))
     engine.memory.names = names
     if engine.lora == "merge":
-        engine.runner.merge(None)
+        engine.memory.merge(None)
     engine.events = []
     engine.running.clear()
     engine.waiting.clear()
@@ -1189,6 +1144,8 @@ PRIOR = 0.7  # the acceptance rate before any draft
 def update_rates(speculator, request, n_tried, n_accepted):
     """Update the acceptance rates, moving averages [SmartSpec §4.4]. Tried are only the accepted
     drafts and the first rejected one."""
+    if request.acceptance is None:
+        request.acceptance = speculator.acceptance
     mean = rate_after(speculator.acceptance, PRIOR, 0.01, n_tried, n_accepted)
     speculator.acceptance = mean
     request.acceptance = rate_after(request.acceptance, mean, 0.05, n_tried, n_accepted)
@@ -1258,6 +1215,12 @@ class DraftModel(Proposer):
             stats = IterationStats(n_tokens=n, n_logits=n, decodes=n, context=n * context)
             seconds += n_step * self.cost.seconds(stats)
         return seconds
+
+def make_speculator(engine, policy):
+    """The Speculator of an engine, None without a policy."""
+    if policy is None:
+        return None
+    return Speculator(engine, policy, make_proposer(engine, policy))
 
 def make_proposer(engine, policy):
     """A Proposer from "ngram", a model, or an object. ValueError or KeyError for anything else."""
@@ -1338,8 +1301,27 @@ def make_runner(engine):
         return ParallelRunner(engine, engine.model)
     return ModelRunner(engine, engine.model)
 
+def hold(runner, name, source, adapter):
+    """An adapter was added to the engine."""
+    for op, rank in adapter.max_rank.items():
+        runner.max_rank[op] = max(rank, runner.max_rank.get(op, 0))
+    if isinstance(runner, ParallelRunner):
+        runner.hold(name, source, adapter)
+
+def copy_on_stream(runner, adapter, pages):
+    """On a GPU copies run beside iterations [S-LoRA §5.2]. Returns a function that waits."""
+    runner.copies.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(runner.copies):
+        adapter.write(runner.kv, pages)
+        done = runner.copies.record_event()
+    return lambda: torch.cuda.current_stream().wait_event(done)
+
 class DraftRunner(ModelRunner):
     """Runs a draft model."""
+    def compute(self, batch):
+        batch.tokens.clamp_(max=self.model.config.vocab_size - 1)  # it may lack the target's last
+        return super().compute(batch)
+
     def draft(self, feeds, threshold):
         """A draft for every feed with a logit row: [(request, token, is it above threshold)]."""
         V = self.engine.model.config.vocab_size
@@ -1399,13 +1381,13 @@ class ParallelRunner(ModelRunner):
             sites[:, Sites.COLUMN] += self.model.world.rank * sites[:, Sites.N_COLUMN]
         return super().compute(batch)
 
-    def write(self, adapter, pages):
+    def copy_adapter(self, adapter, pages):
         number = next(n for n, held in self.held.items() if held is adapter)
-        self.tell("write_number", number, pages)
-        super().write(adapter, pages)
+        self.tell("copy_held", number, pages)
+        return super().copy_adapter(adapter, pages)
 
-    def write_number(self, number, pages):
-        super().write(self.held[number], pages)
+    def copy_held(self, number, pages):
+        super().copy_adapter(self.held[number], pages)()
 
     def tell(self, method, *values):
         """Rank 0: let the others call a method of their runner."""
@@ -2035,7 +2017,8 @@ class CostRunner:
         self.engine = engine
         self.cost = cost
         self.clock = engine.clock
-        self.merged = None
+        self.merged = None  # the Adapter in the weights
+        self.max_rank = {}
         self.link_free_at = 0.0  # seconds; when the copies from host memory are done
 
     def run(self, feeds):
@@ -2052,13 +2035,6 @@ class CostRunner:
         self.clock.t += self.cost.seconds(self.cost.stats(alone))
         return [(feed.request, 0, True) for feed in feeds if feed.n_logits]
 
-    def hold(self, name, source, adapter):
-        """There are no weights."""
-
-    def merge(self, adapter):
-        self.merged = adapter
-        self.clock.t += self.cost.merge_seconds()
-
     def copy_adapter(self, adapter, pages):
         """Copies follow one another on the link, while iterations run [S-LoRA §5.2]."""
         resize = self.engine.adapter_pages > 0
@@ -2071,6 +2047,37 @@ class CostRunner:
 # -----------------------------------------------------------------------------
 # part 4: checks, figures, the command line
 
+
+class Iteration(NamedTuple):
+    """A row of an engine's record."""
+    start: float  # seconds
+    end: float
+    feeds: list[Feed]
+    stage: int = 0  # of a simulated pipeline
+
+def wait_for_next(engine, planned):
+    """Nothing can run: the planned requests have no room. Wait for the next arrival."""
+    name = type(engine.scheduler).__name__
+    stuck = engine.running or (engine.waiting and not engine.pending)
+    assert planned or not stuck, f"{name} or the order serves nothing"
+    if engine.waiting and not engine.running:
+        engine.clock.wait_until(engine.pending[0].arrival)
+
+def generate(engine, prompts, max_new_tokens, adapter, options):
+    """Engine.generate()"""
+    names = adapter if isinstance(adapter, list) else [adapter] * len(prompts)
+    check_range("names in adapter", len(names), len(prompts), len(prompts))
+    requests = [Request(prompt, max_new_tokens, name, **options)
+                for prompt, name in zip(prompts, names)]
+    try:
+        for request in requests:
+            engine.add(request)
+        engine.run()
+    finally:  # after an exception, these requests leave the engine
+        for request in requests:
+            if request.id in engine.requests:
+                engine.abort(request.id)
+    return [request.output for request in requests]
 
 def hand_on(event, on_event):
     """Give a function the tokens of an event one by one. If it aborts the request, the others are
@@ -2211,13 +2218,6 @@ def check_drafts(lengths, V):
     for request, k in lengths.items():
         good = len(request.drafts) <= k and all(0 <= token < V for token in request.drafts)
         assert good, f"drafts {request.drafts}: must be up to {k} tokens below {V}"
-
-def requests_of(prompts, max_new_tokens, adapter, options):
-    """The requests of Engine.generate"""
-    names = adapter if isinstance(adapter, list) else [adapter] * len(prompts)
-    check_range("names in adapter", len(names), len(prompts), len(prompts))
-    return [Request(prompt, max_new_tokens, name, **options)
-            for prompt, name in zip(prompts, names)]
 
 def check_request(r, engine):
     """Put a request's fields in their normal form. ValueError or KeyError if it was added before,

@@ -1277,9 +1277,9 @@ def start(model, requests, scheduler="sarathi", adapters=ADAPTERS, **options):
 def serve(*args, **options):
     """Serve requests. -> the engine, with its record and its events"""
     engine = start(*args, **options)
-    engine.events = []
+    engine.seen = []
     while engine.requests:
-        engine.events += engine.step()
+        engine.seen += engine.step()
     return engine
 
 def rows_of(engine, place):
@@ -1611,7 +1611,7 @@ def test_events_stop_tokens_and_times():
     engine = serve(TARGET, requests, max_batch=3, chunk=16, draft=random_model(), spec=3)
     assert engine.step() == []
     for request in requests:
-        events = [event for event in engine.events if event.request is request]
+        events = [event for event in engine.seen if event.request is request]
         assert sum([event.tokens for event in events], []) == request.output
         assert [event.finished for event in events if event.finished] == [request.state]
         assert len(request.times) == len(request.output) and request.times == sorted(request.times)
@@ -1672,7 +1672,7 @@ def test_requests_start_when_they_arrive():
         engine.step()
     engine.abort(4)
     assert engine.step() == [] and engine.clock.now() < 901
-    starts = [(iteration.feeds[0][0], iteration.start) for iteration in engine.record]
+    starts = [(iteration.feeds[0].request.id, iteration.start) for iteration in engine.record]
     assert starts[::3] == [(2, 2.0), (0, 5.0), (3, 900.0)]
 
 def test_a_request_starts_if_every_running_one_has_a_page_for_its_next_token():
@@ -1702,7 +1702,7 @@ def test_a_scheduler_may_preempt():
     for scheduler in ("sarathi", ShortestFirst()):
         requests = [Request([0] * 131072, 8), Request([0] * 200, 8, arrival=1.0)]
         engine = serve(cost, requests, scheduler, chunk=512, max_batch=2, n_page=131080)
-        waits.append(requests[1].ttft)
+        waits.append(requests[1].times[0] - requests[1].arrival)
         assert [len(request.output) for request in requests] == [8, 8]
         check_pages(engine)
     assert waits[0] > 10 and waits[1] < 0.3
@@ -2316,12 +2316,12 @@ def test_forced_acceptance_is_like_coins(tree, alpha):
     is_tree = tree is not None
     tree = tree or (1, 1, 1)
     chances = [1 - (1 - alpha) ** n for n in tree]
-    n_new = [len(event.tokens) for event in engine.events]
+    n_new = [len(event.tokens) for event in engine.seen]
     assert np.mean(n_new) == approx(1 + sum(accumulate(chances, mul)), rel=0.05)
     assert len({tuple(request.times) for request in requests}) > 60
     rates = [request.acceptance for request in requests]
     assert is_tree or np.mean(rates) == approx(alpha, abs=0.05)
-    assert engine.speculator.acceptance == approx(alpha, abs=0.05)
+    assert engine.speculator.acceptance == approx(alpha, abs=0.1 if is_tree else 0.05)
 
 @each("spec", [4, "goodput_request"])
 def test_a_request_may_have_an_acceptance_of_its_own(spec):
@@ -2329,7 +2329,7 @@ def test_a_request_may_have_an_acceptance_of_its_own(spec):
     requests = [Request([0] * 5, 200, alpha=alpha) for alpha in (1.0, 0.0, None)]
     engine = serve(A100, requests, spec=spec, alpha=0.6, draft="ngram")
     n_new = defaultdict(list)
-    for event in engine.events:
+    for event in engine.seen:
         n_new[event.request.id].append(len(event.tokens))
     assert np.mean(n_new[0]) > 4.5 and np.mean(n_new[1]) == 1
     assert np.mean(n_new[2]) == approx(sum(0.6 ** j for j in range(5)), rel=0.2)
@@ -2582,7 +2582,7 @@ def test_early_abort():
 def test_requests_that_the_order_aborts_have_an_event():
     requests = [Request([0] * 900, 50, arrival=0.0) for _ in range(40)]
     engine = serve(A100, requests, order=EarlyAbort(2.0), max_batch=2)
-    ended = Counter((event.request.id, event.finished) for event in engine.events if event.finished)
+    ended = Counter((event.request.id, event.finished) for event in engine.seen if event.finished)
     assert ended == Counter((request.id, request.state) for request in requests)
     assert 5 < sum(request.state == "aborted" for request in requests) < 40
 
