@@ -692,7 +692,7 @@ class Engine(Loop):
         self.scheduler.start(engine)
 
     def warm(self):
-        """Compile kernels and record CUDA graphs before requests wait for them; on a CPU nothing."""
+        """Compile kernels and record CUDA graphs before requests wait; on a CPU nothing."""
         warm_runners(self)
 
     def add_adapter(self, name: str, source: str | Adapter | int):
