@@ -388,6 +388,7 @@ class Memory:
         """Let a running request have n pages in all. If too few are free, preempt the most recently
         started one, which may be the request itself: alone, every request has room."""
         while request.state == "running" and not self.pool.reserve(request, n):
+            take_back(self)
             if not self.make_room(self.pool, n - len(self.pool.tables[request])):
                 self.engine.preempt(self.engine.running[-1])
 
@@ -653,7 +654,6 @@ class ModelRunner:
 @dataclass(eq=False)
 class Engine(Loop):
     """Serves requests with one model, one iteration per step().
-
         engine = Engine(GPT.from_preset("tiny"), scheduler="sarathi", chunk=64)
         engine.add_adapter("name", "path/to/peft-folder")
         id = engine.add(Request([1, 2, 3], max_new_tokens=8, adapter="name"))
@@ -926,6 +926,13 @@ def prefetch(memory):
         acquired.append(request.weights)
     for adapter in acquired:
         memory.release_adapter(adapter)
+
+def take_back(memory):
+    """Free the pages that rejected drafts have left to running requests."""
+    for request in memory.engine.running:
+        table = memory.pool.tables[request]
+        memory.pool.free.extend(table[request.n_tokens:])
+        del table[request.n_tokens:]
 
 class MergingMemory(Memory):
     """The merge-and-swap baseline [S-LoRA §7]: a request's adapter must be in the weights."""

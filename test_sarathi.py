@@ -1682,6 +1682,37 @@ def test_a_request_starts_if_every_running_one_has_a_page_for_its_next_token():
         engine.step()
         assert len(engine.running) == n_running
 
+def test_pages_of_rejected_drafts_are_taken_back_before_a_request_is_preempted():
+    requests = [Request([0] * 20, 60) for _ in range(2)]
+    n_page = sum(request.max_len for request in requests)
+    engine = serve(COST, requests, max_batch=2, n_page=n_page, alloc="grow", draft="ngram", spec=7,
+                   alpha=1e-9)
+    assert n_preempted(engine) == 0 and engine.speculator.n_accepted == 0
+
+def test_adapters_that_were_used_last_are_evicted_last():
+    """Adapter 0 is acquired before adapter 1, and used until after it."""
+    n_page = 2 * Adapter(TINY, 8).n_page + 100
+    engine = Engine(COST, max_batch=2, n_page=n_page)
+    for name in range(3):
+        engine.add_adapter(name, 8)
+    for name, n in ((0, 20), (1, 2)):
+        engine.add(Request([0] * 9, n, name))
+    engine.run()
+    engine.add(Request([0] * 9, 60, 2))
+    engine.run()
+    names = engine.memory.names
+    assert names[0] in engine.memory.loaded and names[1] not in engine.memory.loaded
+
+def test_an_iteration_without_tokens_is_waited_for(monkeypatch):
+    """On a GPU, where nothing else does: the clock would be too early."""
+    waits = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waits.append(1))
+    engine = start(TARGET, [Request(prompt(40), 2)], chunk=16)
+    engine.runner.copies = True
+    for n in (1, 2, 2, 2):
+        engine.step()
+        assert len(waits) == n
+
 def test_preempted_requests_go_first():
     requests = equal_requests(12, 20, 40)
     engine = serve(COST, requests, max_batch=6, n_page=150, alloc="grow")
@@ -1770,6 +1801,11 @@ BAD_REQUESTS = {
     "prompt . max_new_tokens = 161: must be in 2 .. 160": dict(max_new_tokens=160),
     "pages of the request and its adapter = 81.* 80": dict(max_new_tokens=61, adapter="ffn"),
 }
+
+def test_forced_acceptance_is_greedy():
+    engine = Engine(TARGET, alpha=0.5, draft="ngram")
+    with pytest.raises(ValueError, match="temperature = 0.7: with a forced alpha"):
+        engine.add(Request([1], temperature=0.7))
 
 def adapter_of(**config):
     return Adapter.random(replace(TINY, **config), {"mlp.down_proj": 2})
