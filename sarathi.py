@@ -1575,8 +1575,8 @@ class CudaGraphs:
             sites = own.get(op) or make_sites(self.runner, op, none, table)
             n = (n_request + N // most) * sites.n_module
             pieces = cut_rows(sites.sites, most)
-            # Triton reads max_few and max_chunk, and no n_few
-            adapters[op] = replace(sites, sites=pad(pieces, n), max_few=most, max_chunk=0)
+            # for Triton only max_few and max_chunk count
+            adapters[op] = replace(sites, sites=pad(pieces, n), n_few=n, max_few=most, max_chunk=0)
         return adapters
 
     def record(self, batch):

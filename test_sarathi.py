@@ -18,7 +18,7 @@ import sys
 import time
 import weakref
 from collections import Counter, defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cache
@@ -1942,75 +1942,65 @@ def test_a_mistake_in_a_users_code_is_one_clear_line(message):
 
 def test_a_merge_that_failed_is_repeated():
     engine = start(random_model(), [], lora="merge")
-    merge = engine.runner.merge
-    engine.runner.merge = Mock(side_effect=[KeyboardInterrupt, None, None])
+    merge = engine.model.merge
+    engine.model.merge = Mock(side_effect=[KeyboardInterrupt, None, None])
     with pytest.raises(KeyboardInterrupt):
         engine.generate([prompt(9)], 12, "all")
-    engine.runner.merge = merge
+    engine.model.merge = merge
     tokens, = engine.generate([prompt(9)], 12, "all")
     assert tokens == naive(tuple(prompt(9)), "all", 12)
 
-def fail_at(n, function):
-    """Call a function, with an exception before the n-th line of sarathi.py that it runs: Ctrl-C,
-    or a mistake in a user's code. -> the numbers of all lines that it ran"""
-    lines = []
-    error = KeyboardInterrupt if n % 2 else ZeroDivisionError
-
-    def trace(frame, event, _):
-        if frame.f_code.co_filename != sarathi.__file__:
-            return None
-        if event == "line":
-            lines.append(frame.f_lineno)
-            if len(lines) == n:
-                raise error
-        return trace
-    before = sys.gettrace()
-    with pytest.raises(error) if n else nullcontext():
-        sys.settrace(trace)
-        try:
-            function()
-        finally:
-            sys.settrace(before)
-    return lines
+HOOKS = {  # what may fail in an iteration: engine -> its owner and its name
+    "plan": lambda engine: (engine.scheduler, "plan"),
+    "order": lambda engine: (engine, "order"),
+    "policy": lambda engine: (engine.speculator.policy, "lengths"),
+    "drafts": lambda engine: (engine.speculator.proposer, "propose"),
+    "copy": lambda engine: (engine.runner, "copy_adapter"),
+    "run": lambda engine: (engine.runner, "run"),
+    "on_event": None,
+}
 
 @each("call", ["generate", "run"])
-@each("model, lora, adapter_pages, n_place", [
-    (COST, "batched", 0, 100),
-    (COST, "batched", 60, 100),
-    (TARGET, "batched", 0, 8),
-    (TARGET, "merge", 0, 8),
-])
-def test_an_exception_before_any_line(model, lora, adapter_pages, n_place, call):
+@each("hook", HOOKS)
+@each("model, options", [(COST, {}), (COST, dict(adapter_pages=60)), (TARGET, {}),
+                         (TARGET, dict(lora="merge"))], ids=str)
+def test_after_an_exception_all_requests_wait_again(model, options, hook, call):
     """generate takes its requests back, and no page and no token of the others is lost."""
-    small = CostModel.roofline(TINY, "h200") if model is COST else draft_model(0.3)
-    options = dict(draft=small, spec=2, n_page=130, max_batch=3, chunk=16, alloc="grow", lora=lora,
-                   adapter_pages=adapter_pages, alpha=0.7 * (model is COST))
     names = [None, "q", "ffn"]
     prompts = [prompt(9 + i, i) for i in range(3)]
-
-    def attempt(n):
+    small = CostModel.roofline(TINY, "h200") if model is COST else draft_model(0.3)
+    n_raised = 0
+    for n in (0, 1, 3):  # calls before the one that fails
         others = mixed(names, 3)
-        engine = start(model, others, **options)
-        generate = lambda: engine.generate(prompts, 8, names)
-        lines = fail_at(n, generate if call == "generate" else engine.run)
+        engine = start(model, others, draft=small, spec=2, n_page=130, max_batch=3, chunk=16,
+                       alloc="grow", alpha=0.7 * (model is COST), **options)
+        calls = iter([None] * n + [KeyboardInterrupt if n == 1 else ZeroDivisionError])
+        on_event = Mock(side_effect=calls) if hook == "on_event" else lambda event: None
+        with pytest.MonkeyPatch.context() as patch:
+            if HOOKS[hook]:
+                owner, name = HOOKS[hook](engine)
+                whole = getattr(owner, name)
+
+                def fails(*arguments):
+                    error = next(calls, None)
+                    if error:
+                        raise error
+                    return whole(*arguments)
+                patch.setattr(owner, name, fails)
+            try:
+                engine.generate(prompts, 8, names) if call == "generate" else engine.run(on_event)
+            except (ZeroDivisionError, KeyboardInterrupt):
+                n_raised += 1
         check_pages(engine)
         assert {*engine.requests.values()} <= {*others}
-        assert all(len(request.times) == len(request.output) for request in others)
-        tokens = generate()
+        tokens = engine.generate(prompts, 8, names)
         assert not engine.requests and [len(output) for output in tokens] == [8] * 3
-        assert all(len(request.output) == request.max_new_tokens for request in others)
+        assert all(len(r.output) == len(r.times) == r.max_new_tokens for r in others)
         if model is TARGET:
             assert tokens == [naive(tuple(p), name, 8) for p, name in zip(prompts, names)]
             check_tokens(others)
-        return lines
-    attempt(0)  # fills functools' caches: their lines run once
-    lines = attempt(0)
-    rng = random.Random(f"{call} {adapter_pages}")
-    places = rng.sample([*enumerate(lines, 1)], len(lines))
-    each_line = {line: n for n, line in places}  # one of the times that each line runs
-    assert len(each_line) > 200
-    for n in rng.sample([*each_line.values()], n_place):
-        attempt(n)
+    is_called = hook != "on_event" or call == "run"
+    assert bool(n_raised) == (is_called and (hook, options) != ("copy", dict(lora="merge")))
 
 def numbers(batch):
     """All that a CUDA graph keeps from its recording: Python's numbers and the shapes of tensors"""
