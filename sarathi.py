@@ -78,7 +78,7 @@ class Request:
     n_past: int = 0  # tokens with K and V in the cache
     drafts: list[int] = field(default_factory=list)  # guessed tokens, within an iteration
     draft_probs: list = field(default_factory=list)  # (1, V) for each sampled draft: its q
-    acceptance: float | None = None  # estimated rate of its drafts; at first that of all requests
+    acceptance: float | None = None  # estimated rate of its drafts; None: no estimate yet
 
     @property
     def n_tokens(self):
@@ -1075,7 +1075,8 @@ class GoodputRequest(Goodput):
     def lengths(self, requests, limits, acceptance, price):
         drafts = []  # (expected tokens, level, request)
         for i, (request, limit) in enumerate(zip(requests, limits)):
-            drafts += [(request.acceptance ** j, j, i) for j in range(1, limit + 1)]
+            rate = acceptance if request.acceptance is None else request.acceptance
+            drafts += [(rate ** j, j, i) for j in range(1, limit + 1)]
         drafts.sort(key=lambda draft: -draft[0])  # those worth the same stay in their order
         rates = {}  # number of drafts -> tokens per second
         for n in np.linspace(0, len(drafts), 17).astype(int).tolist():
