@@ -669,7 +669,7 @@ class Engine(Loop):
     spec: str | int | Policy | None = None  # "off", a number (None: 3), in POLICIES, your own
     seed: int = 0  # of the sampled tokens of requests without a seed of their own
     alpha: float = 0.0  # if not 0, each draft is accepted with this forced chance
-    order: Callable = fcfs  # a function (waiting, running, now) -> list
+    order: Callable | None = None  # a function (waiting, running, now) -> list; None: fcfs
     lora: str = "batched"  # or the baselines "bmm" and "merge" [S-LoRA §7]
     adapter_pages: int = 0  # of a pool for adapters alone, the no-unify baseline; 0: one pool
     tpot: float = 0.0  # autopilot's target, seconds per token; 0: none
@@ -1378,7 +1378,7 @@ class ParallelRunner(ModelRunner):
 
     def keep(self, numbers):
         self.n_held += 1
-        for number in self.held.keys() - numbers:
+        for number in {*self.held} - numbers:
             del self.held[number]
 
     def compute(self, batch):
@@ -2195,7 +2195,7 @@ def check_options(engine):
     engine.alpha = check_range("alpha", engine.alpha, 0.0, 1.0)
     engine.tpot = check_range("tpot", engine.tpot, 0.0)
     engine.seed = check_range("seed", engine.seed, 0, 2**63)
-    check_type("order", engine.order, Callable, "a function like lcfs")
+    engine.order = check_type("order", engine.order or fcfs, Callable, "a function like lcfs")
     if engine.lora == "merge":
         engine.order = one_adapter(engine.order)
 
