@@ -1,13 +1,17 @@
 """GPT-2, LLaMA, Mistral and Qwen over a flat batch of tokens. This file knows weights, checkpoints
 and text. It has never heard of a request. In reading order:
 
-    GPTConfig, PRESETS    the shape of a model and its tensors [SARATHI Table 1]
-    World                 the processes of a tensor-parallel group [S-LoRA §6]
-    GPT                   forward(batch, kv): one iteration; logits(tokens): the reference
-    FAMILIES, Checkpoint  the settings and tensors of a Hugging Face or PEFT folder
-    Adapter               LoRA weights, laid out as the pages of the cache [S-LoRA §5.1]
-    Tokenizer             text and chats through the tokenizers library, tiktoken and jinja2
-    python model.py       train the tiny model and its draft model, three to four minutes
+    1 GPTConfig, PRESETS    the shape of a model
+      GPT                   forward(batch, kv): one iteration; logits(tokens): the reference
+      Adapter               LoRA weights, laid out as the pages of the cache [S-LoRA §5.1]
+    2 TENSORS, World        names and shapes of tensors; a tensor-parallel group [S-LoRA §6]
+    3 read_config           Hugging Face folders: FAMILIES and their settings, Checkpoint
+    4 read_factors          PEFT folders
+    5 Tokenizer             text and chats, by the tokenizers library, tiktoken and jinja2
+    6 load_model            a model by its name: a folder, a preset or one on the Hub
+    7 train_tiny            `python model.py` trains the tiny model and its draft model
+
+A student may stop after part 1.
 """
 import argparse
 import atexit
@@ -41,40 +45,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers.decoders import DecodeStream
 from tqdm import tqdm
 
-OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]; ln: linear
-ROW_PARALLEL = ("postproj", "ffn_ln2")  # tensor parallelism cuts their input, not their output
-CUT = ("Q", "K", "QKV", "I")  # sizes that tensor parallelism divides
-RANK_0 = ("head.weight", "postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
-# our name, name in a checkpoint, has a bias, shape; * is a layer. Lines of one name are one matrix.
-# GPTConfig.tensors makes of three lines, for llama-7b, "3.preproj.weight":
-# [("model.layers.3.self_attn.q_proj.weight", (4096, 4096), 0), the same of k_proj and of v_proj]
-TENSORS = {
-    "llama": """embedding    model.embed_tokens                        no   V C
-                norm         model.norm                                no   C
-                head         lm_head                                   no   V C
-                *.norm1      model.layers.*.input_layernorm            no   C
-                *.preproj    model.layers.*.self_attn.q_proj           qkv  Q C
-                *.preproj    model.layers.*.self_attn.k_proj           qkv  K C
-                *.preproj    model.layers.*.self_attn.v_proj           qkv  K C
-                *.qk_norm    model.layers.*.self_attn.q_norm           no   D
-                *.qk_norm    model.layers.*.self_attn.k_norm           no   D
-                *.postproj   model.layers.*.self_attn.o_proj           o    C Q
-                *.norm2      model.layers.*.post_attention_layernorm   no   C
-                *.ffn_ln1    model.layers.*.mlp.gate_proj              mlp  I C
-                *.ffn_ln1    model.layers.*.mlp.up_proj                mlp  I C
-                *.ffn_ln2    model.layers.*.mlp.down_proj              mlp  C I""",
-    "gpt2": """embedding    wte              no   V C
-               positions    wpe              no   T C
-               norm         ln_f             yes  C
-               head         lm_head          no   V C
-               *.norm1      h.*.ln_1         yes  C
-               *.preproj    h.*.attn.c_attn  yes  QKV C
-               *.postproj   h.*.attn.c_proj  yes  C Q
-               *.norm2      h.*.ln_2         yes  C
-               *.ffn_ln1    h.*.mlp.c_fc     yes  I C
-               *.ffn_ln2    h.*.mlp.c_proj   yes  C I"""}
-# columns: {module: (first column, columns)} of the output, to which adapters of this device add
-Operator = namedtuple("Operator", "n_in n_out columns")
+# -----------------------------------------------------------------------------
+# part 1: the shape of a model, one iteration, the reference, adapters
 
 @dataclass
 class GPTConfig:
@@ -185,27 +157,360 @@ PRESETS = {  # layers, heads, embd
     "llama-33b": llama(60, 52, 6656, n_inner=17920, block_size=4096),
     "llama-70b": llama(80, 64, 8192, n_inner=28672, n_kv_head=8, block_size=4096)}
 
-def preset(name):
-    """The GPTConfig of a preset. KeyError that lists the presets for any other name."""
-    if name not in PRESETS:
-        raise KeyError(f"unknown preset {name!r}: must be one of {', '.join(PRESETS)}")
-    return PRESETS[name]
+class GPT:
+    """A model, or one device's share of it. Made by from_preset() or from_pretrained()."""
 
-def is_fast(dtype, device):
-    """Whether this machine is about as fast in a dtype as in float32, or faster"""
-    if torch.device(device).type == "cuda":
-        return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0)
-    weight = torch.empty(2, 2, dtype=dtype)  # pack returns it as it is if no product is fast
-    return dtype == torch.float32 or pack(weight) is not weight
+    def __init__(self, config: GPTConfig, take: Callable, dtype: torch.dtype, world: "World"):
+        """Keep this rank's share of each tensor that take(name, shape) returns."""
+        self.config = config = config.shard_of(world.rank, world.size)
+        self.world = world
+        self.dtype = dtype
+        self.weights = {}  # as in config.tensors, matrices packed for this machine
+        self.merged = None  # the adapter in the weights
+        self.originals = {}  # weights without it
+        self.frequencies = rotary_frequencies(config).to(world.device)
+        for name, parts in config.tensors.items():
+            shares = [cut(take(part, shape), dim, config.shard, part) for part, shape, dim in parts]
+            if world.rank > 0 and name.endswith(RANK_0):
+                continue
+            weight = torch.cat(shares).to(world.device, dtype)
+            is_table = name.startswith(("embedding", "positions"))
+            self.weights[name] = weight if is_table or weight.dim() == 1 else pack(weight)
+        if config.tied and world.rank == 0:
+            self.weights["head.weight"] = pack(self.weights["embedding.weight"])
+        self.device = self.weights["embedding.weight"].device
 
-def pick_dtype(dtype, device, stored="bfloat16"):
-    """A torch dtype. None: the stored one if this machine is fast in it, else float32."""
-    name = str(dtype or stored).removeprefix("torch.")
-    if name not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype = {name!r}: must be one of float32, bfloat16, float16")
-    if dtype is None and not is_fast(getattr(torch, name), device):
-        name = "float32"
-    return getattr(torch, name)
+    @torch.inference_mode()
+    def forward(self, batch, kv, mark=lambda operator: None):
+        """One iteration: all tokens pass a layer together, so each weight is read once
+        [SARATHI §4.3]. kv (L, 2, n_page, Hk, D) -> logits (M, V), on ranks above 0 None.
+        mark(operator) is called when an operator is done."""
+        c = self.config
+        x, rope = self.embed(batch.tokens, batch.positions)
+        delta = None  # output of the operator before; the next norm adds it to x
+        for i, layer_kv in enumerate(kv):
+            x, h = add_norm(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
+            mark("others")
+            qkv = self.linear("preproj", i, h, batch, layer_kv, mark)
+            norm = self.weights.get(f"{i}.qk_norm.weight")
+            q = rotate_write(qkv, *rope, layer_kv, batch.pages, c.n_head, c.n_kv_head, norm,
+                             c.norm_eps)
+            h = attention(q, layer_kv, batch).flatten(1)  # (N, H * D)
+            mark("attn")
+            delta = self.linear("postproj", i, h, batch, layer_kv, mark)
+            x, h = add_norm(x, delta, *self.affine(f"{i}.norm2"), c.norm_eps)
+            mark("others")
+            h = self.linear("ffn_ln1", i, h, batch, layer_kv, mark)
+            h = activate(h, c.is_llama)
+            mark("others")
+            delta = self.linear("ffn_ln2", i, h, batch, layer_kv, mark)
+        if self.world.rank > 0:
+            return None
+        rows = batch.logit_rows
+        _, h = add_norm(x[rows], delta[rows], *self.affine("norm"), c.norm_eps)
+        logits = linear(h, self.weights["head.weight"])
+        mark("others")
+        return logits
+
+    def linear(self, op, i, x, batch, kv, mark):
+        """x W of all rows, x A B of their adapters [S-LoRA §4.1], summed over devices [§6]"""
+        y = linear(x, *self.affine(f"{i}.{op}"))
+        mark(op)
+        if op in batch.adapters:
+            exchange = self.world.all_reduce if op in ROW_PARALLEL else self.world.all_gather
+            lora(y, x, kv, batch.adapters[op], exchange if self.world.size > 1 else None)
+            mark("lora")
+        if self.world.size > 1 and op in ROW_PARALLEL:
+            self.world.all_reduce(y)
+            mark(op)
+        return y
+
+    def affine(self, name):
+        """(weight, bias or None) of a norm or an operator such as 3.preproj"""
+        return self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+
+    def embed(self, tokens, positions):
+        """tokens (..., N), positions (N,) -> x (..., N, C), and (cos, sin), each (N, D / 2)"""
+        x = F.embedding(tokens, self.weights["embedding.weight"])
+        if not self.config.is_llama:
+            return x + F.embedding(positions, self.weights["positions.weight"]), (None, None)
+        angles = positions[:, None] * self.frequencies
+        return x, (angles.cos(), angles.sin())
+
+    def forward_ref(self, tokens):
+        """tokens (B, T) -> logits (B, T, V) in float32, by the operators' definitions: no cache"""
+        c = self.config
+        x, rope = self.embed(tokens, torch.arange(tokens.size(1), device=self.device))
+        x = x.float()  # (B, T, C)
+        delta = None
+        for i in range(c.n_layer):
+            x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
+            qkv = linear_ref(h, *self.affine(f"{i}.preproj"))
+            norm = self.weights.get(f"{i}.qk_norm.weight")
+            heads = heads_ref(qkv, *rope, c.n_head, c.n_kv_head, norm, c.norm_eps)
+            q, k, v = (part.transpose(1, 2) for part in heads)  # (B, heads, T, D)
+            h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            delta = linear_ref(h.transpose(1, 2).flatten(2), *self.affine(f"{i}.postproj"))
+            x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm2"), c.norm_eps)
+            h = activate_ref(linear_ref(h, *self.affine(f"{i}.ffn_ln1")), c.is_llama)
+            delta = linear_ref(h, *self.affine(f"{i}.ffn_ln2"))
+        _, h = add_norm_ref(x, delta, *self.affine("norm"), c.norm_eps)
+        return linear_ref(h, self.weights["head.weight"])
+
+    @torch.inference_mode()
+    def logits(self, tokens):
+        """The reference: tokens (T,) -> logits (T, V) in float32"""
+        assert self.world.size == 1, "the reference has no tensor parallelism"
+        return self.forward_ref(torch.as_tensor(tokens, device=self.device)[None])[0]
+
+    @classmethod
+    def from_preset(cls, name: str | GPTConfig, dtype: torch.dtype | str | None = None,
+                    device: str = "cpu", seed: int = 0, world: "World | None" = None) -> "GPT":
+        """Random weights, for one seed the same on any number of devices"""
+        config = name if isinstance(name, GPTConfig) else preset(name)
+        world = world or World(device)
+        dtype = pick_dtype(dtype, world.device)
+        rng = torch.Generator(world.device).manual_seed(seed)
+        def take(name, shape):
+            if len(shape) == 1:
+                return torch.full(shape, float(name.endswith("weight")))  # norms 1, biases 0
+            return torch.normal(0, 0.02, shape, generator=rng, dtype=dtype, device=world.device)
+        return cls(config, take, dtype, world)
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, dtype: torch.dtype | str | None = None,
+                        device: str = "cpu", world: "World | None" = None) -> "GPT":
+        """A Hugging Face folder, or the name of one on the Hub (owner/name), of a family in
+        FAMILIES. FileNotFoundError for what is missing, ValueError for contents that do not fit."""
+        folder = find_folder(name)
+        config, stored = read_config(folder)
+        checkpoint = Checkpoint(folder, "model")
+        head = checkpoint.get("lm_head.weight")
+        embedding = checkpoint.get(config.tensors["embedding.weight"][0][0], head)
+        if config.tied and head is not None and not torch.equal(head, embedding):
+            config = replace(config, tied=False)  # as transformers decides
+        world = world or World(device)
+        model = cls(config, checkpoint.take, pick_dtype(dtype, world.device, stored), world)
+        surplus = [name for name in checkpoint if not re.fullmatch(NOT_NEEDED, name)]
+        if surplus:
+            raise ValueError(f"{folder}: {len(surplus)} surplus tensors, as {surplus[0]!r}")
+        return model
+
+    def save_pretrained(self, folder):
+        """Write a Hugging Face folder."""
+        c = self.config
+        tensors = {}
+        for name, parts in c.tensors.items():
+            weight = (self.weights | self.originals)[name].to_dense().detach()
+            for part, shape, _ in parts:
+                tensor, weight = weight.tensor_split([shape[0]])
+                tensors[part] = tensor.T if part.endswith(TRANSPOSED) else tensor
+        keys = {KEYS.get(key, key): key for key in FAMILIES[c.family]}
+        settings = {keys[name]: value for name, value in asdict(c).items() if name in keys}
+        settings |= {"architectures": [ARCHITECTURES[c.family]], "model_type": c.family,
+                     "dtype": str(self.dtype).removeprefix("torch."), "sliding_window": None}
+        write_folder(folder, "model", tensors, "config.json", settings)
+
+    @property
+    def n_bytes(self):
+        """Bytes of all weights on this device"""
+        return sum(w.numel() * w.dtype.itemsize for w in set(self.weights.values()))
+
+    def iteration_bytes(self, n_token, n_logits):
+        """Bytes of an iteration's activations, and of its logits while they are sampled"""
+        c = self.config
+        numbers = 5 * c.n_embd + 3 * c.n_inner + 2 * c.n_head * c.head_dim
+        return n_token * numbers * self.dtype.itemsize + n_logits * c.vocab_size * 24
+
+    def new_cache(self, n_page):
+        """A zeroed cache (L, 2, n_page, Hk, D)"""
+        c = self.config
+        return torch.zeros(c.n_layer, 2, n_page, c.n_kv_head, c.head_dim, dtype=self.dtype,
+                           device=self.device)
+
+    @torch.inference_mode()
+    def merge(self, adapter):
+        """The merge-and-swap baseline [S-LoRA §4.1]: W becomes W + A B, or W again for None."""
+        self.weights |= self.originals
+        self.originals = {}
+        self.merged = adapter
+        for op, operator in self.config.operators.items() if adapter else []:
+            merged = operator.columns.keys() & adapter.ranks
+            for i in range(self.config.n_layer if merged else 0):
+                name = f"{i}.{op}.weight"
+                self.originals[name] = self.weights[name]
+                weight = self.weights[name].to_dense().clone()
+                for module in merged:
+                    first, columns = operator.columns[module]
+                    a, b = (t[i].to(self.device).float() for t in adapter.factors(module))
+                    weight[first:first + columns] += b.T @ a
+                self.weights[name] = pack(weight)
+
+    def make_trainable(self):
+        """Replace all weights by trainable ones, which are not packed. -> list of them"""
+        for name, weight in self.weights.items():
+            self.weights[name] = weight.to_dense().detach().requires_grad_()
+        if self.config.tied:
+            self.weights["head.weight"] = self.weights["embedding.weight"]
+        return list(dict.fromkeys(self.weights.values()))
+
+def rotary_frequencies(config):
+    """Radians per position (D / 2,), stretched as config.rope_scaling says, or ValueError."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = config.rope_theta ** -exponent
+    scaling = config.rope_scaling or {}
+    kind = scaling.get("rope_type") or scaling.get("type", "default")
+    def number(key):
+        return check_type(f"rope_type = {kind!r}", key, scaling.get(key), float)
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return frequencies / number("factor")
+    if kind != "llama3":
+        raise ValueError(f"rope_type = {kind!r}: must be default, linear or llama3")
+    # low frequencies are stretched, high ones are kept, with a ramp in between
+    low = number("low_freq_factor")
+    n_trained = scaling.get("original_max_position_embeddings") or config.block_size
+    turns = n_trained * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (number("high_freq_factor") - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / number("factor"))
+
+class Adapter:
+    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. From the first
+    page of a module on, the K plane holds the rows of A, and the V plane those of B, multiplied by
+    its scaling. A row that is wider than a page takes several pages."""
+
+    def __init__(self, config, ranks, dtype=None):
+        """ranks: {module: rank}, or one rank for q, k, v, o [S-LoRA §4.1]. dtype None: no weights.
+        A device has its columns of B and every n-th row of A, in row-parallel operators its columns
+        of both [S-LoRA §6]."""
+        if isinstance(ranks, int):
+            ranks = {module: ranks for module in config.modules if "attn" in module}
+        self.config = config
+        self.ranks = ranks
+        self.n_page = 0
+        self.n_params = 0  # of this device
+        self.sites = {}  # operator -> (n_site, 8) int32, see kernels.Sites
+        self.max_rank = {}  # operator -> its largest rank, as a power of two, 16 at least
+        self.places = {}  # module -> (first page, shape of A, shape of B)
+        width = config.n_kv_head * config.head_dim
+        for op, (n_in, _, modules) in config.operators.items():
+            sites = []
+            for number, (module, (column, columns)) in enumerate(modules.items()):
+                if module in ranks:
+                    rank = ranks[module]
+                    rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])
+                    sites.append([0, 0, column, columns, rank_a, rank, number, self.n_page])
+                    self.places[module] = self.n_page, (rank_a, n_in), (rank, columns)
+                    self.n_page += max(rank_a * cdiv(n_in, width), rank * cdiv(columns, width))
+                    self.n_params += config.n_layer * (rank_a * n_in + rank * columns)
+            self.sites[op] = np.array(sites, dtype=np.int32).reshape(-1, 8)
+            if sites:
+                widest = max(site[Sites.RANK] for site in sites)
+                self.max_rank[op] = max(16, 1 << (widest - 1).bit_length())
+        self.planes = None
+        if dtype is not None:
+            self.planes = torch.zeros(config.n_layer, 2, self.n_page, width, dtype=dtype,
+                                      pin_memory=torch.cuda.is_available())
+
+    @classmethod
+    def random(cls, config, ranks, seed=0, dtype=torch.float32):
+        """Random A and B"""
+        adapter = cls(config, ranks, dtype)
+        rng = torch.Generator().manual_seed(seed)
+        for module, rank in adapter.ranks.items():
+            _, n_out, n_in = config.modules[module]
+            a = torch.randn(config.n_layer, rank, n_in, generator=rng) * n_in ** -0.5
+            b = torch.randn(config.n_layer, rank, n_out, generator=rng) * 0.02
+            adapter.fill(module, slice(None), a, b)
+        return adapter
+
+    @classmethod
+    def from_pretrained(cls, folder, config, dtype=torch.float32, base=None):
+        """A PEFT folder. base: the weights of its model. Errors as in GPT.from_pretrained."""
+        factors = read_factors(Path(folder), config, base)
+        ranks = {}
+        for (module, _), (a, _) in factors.items():
+            ranks[module] = max(ranks.get(module, 0), len(a))
+        adapter = cls(config, ranks, dtype)
+        for place, (a, b) in factors.items():
+            adapter.fill(*place, a, b)
+        return adapter
+
+    def save_pretrained(self, folder):
+        """Write a PEFT folder. alpha is the rank, so the scaling is 1."""
+        tensors = {}
+        for module in self.ranks:
+            for layer, (a, b) in enumerate(zip(*self.factors(module))):
+                path = f"base_model.model.{self.config.layers}.{layer}.{module}"
+                tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b.T}
+        settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1,
+                    "rank_pattern": self.ranks, "alpha_pattern": self.ranks,
+                    "target_modules": list(self.ranks), "fan_in_fan_out": not self.config.is_llama}
+        write_folder(folder, "adapter_model", tensors, "adapter_config.json", settings)
+
+    def factors(self, module):
+        """Views of A (L, rank of A, n_in) and B (L, rank of B, columns) on this device"""
+        first, *shapes = self.places[module]
+        views = []
+        for plane, (rank, n) in zip(self.planes.unbind(1), shapes):
+            pages = plane[:, first:first + rank * cdiv(n, plane.size(-1))]
+            views.append(pages.view(len(pages), rank, -1)[..., :n])
+        return views
+
+    def fill(self, module, layers, a, b):
+        """Keep this device's part of A (.., rank, n_in) and B (.., rank, n_out), zeros below."""
+        i, n = self.config.shard
+        row_parallel = self.config.modules[module][0] in ROW_PARALLEL
+        a = cut(a, -1, (i, n), module) if row_parallel else a[..., i::n, :]
+        own_a, own_b = self.factors(module)
+        own_a[layers, ..., :a.size(-2), :] = a
+        own_b[layers, ..., :b.size(-2), :] = cut(b, -1, (i, n), module)
+
+    @torch.inference_mode()
+    def write(self, kv, pages):
+        """Copy the weights of all layers to these pages (n_page,) of kv (L, 2, n_page, Hk, D)."""
+        pages = send(torch.tensor(pages), kv.device)
+        planes = self.planes.to(kv, non_blocking=True)
+        kv.index_copy_(2, pages, planes.unflatten(-1, kv.shape[3:]))
+
+# -----------------------------------------------------------------------------
+# part 2: the tensors of a shape, and how devices share them. A first reader may skip it
+
+OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]; ln: linear
+ROW_PARALLEL = ("postproj", "ffn_ln2")  # tensor parallelism cuts their input, not their output
+CUT = ("Q", "K", "QKV", "I")  # sizes that tensor parallelism divides
+RANK_0 = ("head.weight", "postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
+# our name, name in a checkpoint, has a bias, shape; * is a layer. Lines of one name are one matrix.
+# GPTConfig.tensors makes of three lines, for llama-7b, "3.preproj.weight":
+# [("model.layers.3.self_attn.q_proj.weight", (4096, 4096), 0), the same of k_proj and of v_proj]
+TENSORS = {
+    "llama": """embedding    model.embed_tokens                        no   V C
+                norm         model.norm                                no   C
+                head         lm_head                                   no   V C
+                *.norm1      model.layers.*.input_layernorm            no   C
+                *.preproj    model.layers.*.self_attn.q_proj           qkv  Q C
+                *.preproj    model.layers.*.self_attn.k_proj           qkv  K C
+                *.preproj    model.layers.*.self_attn.v_proj           qkv  K C
+                *.qk_norm    model.layers.*.self_attn.q_norm           no   D
+                *.qk_norm    model.layers.*.self_attn.k_norm           no   D
+                *.postproj   model.layers.*.self_attn.o_proj           o    C Q
+                *.norm2      model.layers.*.post_attention_layernorm   no   C
+                *.ffn_ln1    model.layers.*.mlp.gate_proj              mlp  I C
+                *.ffn_ln1    model.layers.*.mlp.up_proj                mlp  I C
+                *.ffn_ln2    model.layers.*.mlp.down_proj              mlp  C I""",
+    "gpt2": """embedding    wte              no   V C
+               positions    wpe              no   T C
+               norm         ln_f             yes  C
+               head         lm_head          no   V C
+               *.norm1      h.*.ln_1         yes  C
+               *.preproj    h.*.attn.c_attn  yes  QKV C
+               *.postproj   h.*.attn.c_proj  yes  C Q
+               *.norm2      h.*.ln_2         yes  C
+               *.ffn_ln1    h.*.mlp.c_fc     yes  I C
+               *.ffn_ln2    h.*.mlp.c_proj   yes  C I"""}
+# columns: {module: (first column, columns)} of the output, to which adapters of this device add
+Operator = namedtuple("Operator", "n_in n_out columns")
 
 class World:
     """The processes that share every layer of one model. World() is a process on its own."""
@@ -263,226 +568,9 @@ def cut(tensor, dim, shard, module):
     pieces = tensor.chunk(3 if "c_attn" in module else 1, dim)
     return torch.cat([piece.chunk(n, dim)[i] for piece in pieces], dim)
 
-def rotary_frequencies(config):
-    """Radians per position (D / 2,), stretched as config.rope_scaling says, or ValueError."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = config.rope_theta ** -exponent
-    scaling = config.rope_scaling or {}
-    kind = scaling.get("rope_type") or scaling.get("type", "default")
-    def number(key):
-        return check_type(f"rope_type = {kind!r}", key, scaling.get(key), float)
-    if kind == "default":
-        return frequencies
-    if kind == "linear":
-        return frequencies / number("factor")
-    if kind != "llama3":
-        raise ValueError(f"rope_type = {kind!r}: must be default, linear or llama3")
-    # low frequencies are stretched, high ones are kept, with a ramp in between
-    low = number("low_freq_factor")
-    n_trained = scaling.get("original_max_position_embeddings") or config.block_size
-    turns = n_trained * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (number("high_freq_factor") - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / number("factor"))
-
-class GPT:
-    """A model, or one device's share of it. Made by from_preset() or from_pretrained()."""
-
-    def __init__(self, config: GPTConfig, take: Callable, dtype: torch.dtype, world: World):
-        """Keep this rank's share of each tensor that take(name, shape) returns."""
-        self.config = config = config.shard_of(world.rank, world.size)
-        self.world = world
-        self.dtype = dtype
-        self.weights = {}  # as in config.tensors, matrices packed for this machine
-        self.merged = None  # the adapter in the weights
-        self.originals = {}  # weights without it
-        self.frequencies = rotary_frequencies(config).to(world.device)
-        for name, parts in config.tensors.items():
-            shares = [cut(take(part, shape), dim, config.shard, part) for part, shape, dim in parts]
-            if world.rank > 0 and name.endswith(RANK_0):
-                continue
-            weight = torch.cat(shares).to(world.device, dtype)
-            is_table = name.startswith(("embedding", "positions"))
-            self.weights[name] = weight if is_table or weight.dim() == 1 else pack(weight)
-        if config.tied and world.rank == 0:
-            self.weights["head.weight"] = pack(self.weights["embedding.weight"])
-        self.device = self.weights["embedding.weight"].device
-
-    def affine(self, name):
-        """(weight, bias or None) of a norm or an operator such as 3.preproj"""
-        return self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
-
-    @property
-    def n_bytes(self):
-        """Bytes of all weights on this device"""
-        return sum(w.numel() * w.dtype.itemsize for w in set(self.weights.values()))
-
-    def iteration_bytes(self, n_token, n_logits):
-        """Bytes of an iteration's activations, and of its logits while they are sampled"""
-        c = self.config
-        numbers = 5 * c.n_embd + 3 * c.n_inner + 2 * c.n_head * c.head_dim
-        return n_token * numbers * self.dtype.itemsize + n_logits * c.vocab_size * 24
-
-    def new_cache(self, n_page):
-        """A zeroed cache (L, 2, n_page, Hk, D)"""
-        c = self.config
-        return torch.zeros(c.n_layer, 2, n_page, c.n_kv_head, c.head_dim, dtype=self.dtype,
-                           device=self.device)
-
-    def embed(self, tokens, positions):
-        """tokens (..., N), positions (N,) -> x (..., N, C), and (cos, sin), each (N, D / 2)"""
-        x = F.embedding(tokens, self.weights["embedding.weight"])
-        if not self.config.is_llama:
-            return x + F.embedding(positions, self.weights["positions.weight"]), (None, None)
-        angles = positions[:, None] * self.frequencies
-        return x, (angles.cos(), angles.sin())
-
-    @torch.inference_mode()
-    def forward(self, batch, kv, mark=lambda operator: None):
-        """One iteration: all tokens pass a layer together, so each weight is read once
-        [SARATHI §4.3]. kv (L, 2, n_page, Hk, D) -> logits (M, V), on ranks above 0 None.
-        mark(operator) is called when an operator is done."""
-        c = self.config
-        x, rope = self.embed(batch.tokens, batch.positions)
-        delta = None  # output of the operator before; the next norm adds it to x
-        for i, layer_kv in enumerate(kv):
-            x, h = add_norm(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
-            mark("others")
-            qkv = self.linear("preproj", i, h, batch, layer_kv, mark)
-            norm = self.weights.get(f"{i}.qk_norm.weight")
-            q = rotate_write(qkv, *rope, layer_kv, batch.pages, c.n_head, c.n_kv_head, norm,
-                             c.norm_eps)
-            h = attention(q, layer_kv, batch).flatten(1)  # (N, H * D)
-            mark("attn")
-            delta = self.linear("postproj", i, h, batch, layer_kv, mark)
-            x, h = add_norm(x, delta, *self.affine(f"{i}.norm2"), c.norm_eps)
-            mark("others")
-            h = self.linear("ffn_ln1", i, h, batch, layer_kv, mark)
-            h = activate(h, c.is_llama)
-            mark("others")
-            delta = self.linear("ffn_ln2", i, h, batch, layer_kv, mark)
-        if self.world.rank > 0:
-            return None
-        rows = batch.logit_rows
-        _, h = add_norm(x[rows], delta[rows], *self.affine("norm"), c.norm_eps)
-        logits = linear(h, self.weights["head.weight"])
-        mark("others")
-        return logits
-
-    def linear(self, op, i, x, batch, kv, mark):
-        """x W of all rows, x A B of their adapters [S-LoRA §4.1], summed over devices [§6]"""
-        y = linear(x, *self.affine(f"{i}.{op}"))
-        mark(op)
-        if op in batch.adapters:
-            exchange = self.world.all_reduce if op in ROW_PARALLEL else self.world.all_gather
-            lora(y, x, kv, batch.adapters[op], exchange if self.world.size > 1 else None)
-            mark("lora")
-        if self.world.size > 1 and op in ROW_PARALLEL:
-            self.world.all_reduce(y)
-            mark(op)
-        return y
-
-    def forward_ref(self, tokens):
-        """tokens (B, T) -> logits (B, T, V) in float32, by the operators' definitions: no cache"""
-        c = self.config
-        x, rope = self.embed(tokens, torch.arange(tokens.size(1), device=self.device))
-        x = x.float()  # (B, T, C)
-        delta = None
-        for i in range(c.n_layer):
-            x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
-            qkv = linear_ref(h, *self.affine(f"{i}.preproj"))
-            norm = self.weights.get(f"{i}.qk_norm.weight")
-            heads = heads_ref(qkv, *rope, c.n_head, c.n_kv_head, norm, c.norm_eps)
-            q, k, v = (part.transpose(1, 2) for part in heads)  # (B, heads, T, D)
-            h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            delta = linear_ref(h.transpose(1, 2).flatten(2), *self.affine(f"{i}.postproj"))
-            x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm2"), c.norm_eps)
-            h = activate_ref(linear_ref(h, *self.affine(f"{i}.ffn_ln1")), c.is_llama)
-            delta = linear_ref(h, *self.affine(f"{i}.ffn_ln2"))
-        _, h = add_norm_ref(x, delta, *self.affine("norm"), c.norm_eps)
-        return linear_ref(h, self.weights["head.weight"])
-
-    @torch.inference_mode()
-    def logits(self, tokens):
-        """The reference: tokens (T,) -> logits (T, V) in float32"""
-        assert self.world.size == 1, "the reference has no tensor parallelism"
-        return self.forward_ref(torch.as_tensor(tokens, device=self.device)[None])[0]
-
-    def make_trainable(self):
-        """Replace all weights by trainable ones, which are not packed. -> list of them"""
-        for name, weight in self.weights.items():
-            self.weights[name] = weight.to_dense().detach().requires_grad_()
-        if self.config.tied:
-            self.weights["head.weight"] = self.weights["embedding.weight"]
-        return list(dict.fromkeys(self.weights.values()))
-
-    @torch.inference_mode()
-    def merge(self, adapter):
-        """The merge-and-swap baseline [S-LoRA §4.1]: W becomes W + A B, or W again for None."""
-        self.weights |= self.originals
-        self.originals = {}
-        self.merged = adapter
-        for op, operator in self.config.operators.items() if adapter else []:
-            merged = operator.columns.keys() & adapter.ranks
-            for i in range(self.config.n_layer if merged else 0):
-                name = f"{i}.{op}.weight"
-                self.originals[name] = self.weights[name]
-                weight = self.weights[name].to_dense().clone()
-                for module in merged:
-                    first, columns = operator.columns[module]
-                    a, b = (t[i].to(self.device).float() for t in adapter.factors(module))
-                    weight[first:first + columns] += b.T @ a
-                self.weights[name] = pack(weight)
-
-    @classmethod
-    def from_preset(cls, name: str | GPTConfig, dtype: torch.dtype | str | None = None,
-                    device: str = "cpu", seed: int = 0, world: World | None = None) -> "GPT":
-        """Random weights, for one seed the same on any number of devices"""
-        config = name if isinstance(name, GPTConfig) else preset(name)
-        world = world or World(device)
-        dtype = pick_dtype(dtype, world.device)
-        rng = torch.Generator(world.device).manual_seed(seed)
-        def take(name, shape):
-            if len(shape) == 1:
-                return torch.full(shape, float(name.endswith("weight")))  # norms 1, biases 0
-            return torch.normal(0, 0.02, shape, generator=rng, dtype=dtype, device=world.device)
-        return cls(config, take, dtype, world)
-
-    @classmethod
-    def from_pretrained(cls, name: str | Path, dtype: torch.dtype | str | None = None,
-                        device: str = "cpu", world: World | None = None) -> "GPT":
-        """A Hugging Face folder, or the name of one on the Hub (owner/name), of a family in
-        FAMILIES. FileNotFoundError for what is missing, ValueError for contents that do not fit."""
-        folder = find_folder(name)
-        config, stored = read_config(folder)
-        checkpoint = Checkpoint(folder, "model")
-        head = checkpoint.get("lm_head.weight")
-        embedding = checkpoint.get(config.tensors["embedding.weight"][0][0], head)
-        if config.tied and head is not None and not torch.equal(head, embedding):
-            config = replace(config, tied=False)  # as transformers decides
-        world = world or World(device)
-        model = cls(config, checkpoint.take, pick_dtype(dtype, world.device, stored), world)
-        surplus = [name for name in checkpoint if not re.fullmatch(NOT_NEEDED, name)]
-        if surplus:
-            raise ValueError(f"{folder}: {len(surplus)} surplus tensors, as {surplus[0]!r}")
-        return model
-
-    def save_pretrained(self, folder):
-        """Write a Hugging Face folder."""
-        c = self.config
-        tensors = {}
-        for name, parts in c.tensors.items():
-            weight = (self.weights | self.originals)[name].to_dense().detach()
-            for part, shape, _ in parts:
-                tensor, weight = weight.tensor_split([shape[0]])
-                tensors[part] = tensor.T if part.endswith(TRANSPOSED) else tensor
-        keys = {KEYS.get(key, key): key for key in FAMILIES[c.family]}
-        settings = {keys[name]: value for name, value in asdict(c).items() if name in keys}
-        settings |= {"architectures": [ARCHITECTURES[c.family]], "model_type": c.family,
-                     "dtype": str(self.dtype).removeprefix("torch."), "sliding_window": None}
-        write_folder(folder, "model", tensors, "config.json", settings)
-
 # -----------------------------------------------------------------------------
-# Hugging Face folders
+# part 3: Hugging Face folders, settings and tensors. To be skipped until one is refused
+
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (n_in, n_out)
 # buffers, a head that equals the embedding, and other heads, of a training
 NOT_NEEDED = r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq|lm_head\.weight)|(v_head|score)\..*"
@@ -624,6 +712,25 @@ class Checkpoint(dict):
                              f"{tensor.dtype}, must be {shape} and floating point")
         return tensor
 
+def is_fast(dtype, device):
+    """Whether this machine is about as fast in a dtype as in float32, or faster"""
+    if torch.device(device).type == "cuda":
+        return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0)
+    weight = torch.empty(2, 2, dtype=dtype)  # pack returns it as it is if no product is fast
+    return dtype == torch.float32 or pack(weight) is not weight
+
+def pick_dtype(dtype, device, stored="bfloat16"):
+    """A torch dtype. None: the stored one if this machine is fast in it, else float32."""
+    name = str(dtype or stored).removeprefix("torch.")
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype = {name!r}: must be one of float32, bfloat16, float16")
+    if dtype is None and not is_fast(getattr(torch, name), device):
+        name = "float32"
+    return getattr(torch, name)
+
+# -----------------------------------------------------------------------------
+# part 4: PEFT folders, settings and tensors. To be skipped until one is refused
+
 OFF = [None, False, "", [], {}]
 LORA_SETTINGS = {  # fields of PEFT's LoraConfig -> the values they may have; None: any
     "peft_type": ["LORA"], "bias": ["none"],
@@ -690,112 +797,14 @@ def read_factors(folder, config, base):
         factors[place] = a, b.T.float() * scaling
     return factors
 
-class Adapter:
-    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. From the first
-    page of a module on, the K plane holds the rows of A, and the V plane those of B, multiplied by
-    its scaling. A row that is wider than a page takes several pages."""
-
-    def __init__(self, config, ranks, dtype=None):
-        """ranks: {module: rank}, or one rank for q, k, v, o [S-LoRA §4.1]. dtype None: no weights.
-        A device has its columns of B and every n-th row of A, in row-parallel operators its columns
-        of both [S-LoRA §6]."""
-        if isinstance(ranks, int):
-            ranks = {module: ranks for module in config.modules if "attn" in module}
-        self.config = config
-        self.ranks = ranks
-        self.n_page = 0
-        self.n_params = 0  # of this device
-        self.sites = {}  # operator -> (n_site, 8) int32, see kernels.Sites
-        self.max_rank = {}  # operator -> its largest rank, as a power of two, 16 at least
-        self.places = {}  # module -> (first page, shape of A, shape of B)
-        width = config.n_kv_head * config.head_dim
-        for op, (n_in, _, modules) in config.operators.items():
-            sites = []
-            for number, (module, (column, columns)) in enumerate(modules.items()):
-                if module in ranks:
-                    rank = ranks[module]
-                    rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])
-                    sites.append([0, 0, column, columns, rank_a, rank, number, self.n_page])
-                    self.places[module] = self.n_page, (rank_a, n_in), (rank, columns)
-                    self.n_page += max(rank_a * cdiv(n_in, width), rank * cdiv(columns, width))
-                    self.n_params += config.n_layer * (rank_a * n_in + rank * columns)
-            self.sites[op] = np.array(sites, dtype=np.int32).reshape(-1, 8)
-            if sites:
-                widest = max(site[Sites.RANK] for site in sites)
-                self.max_rank[op] = max(16, 1 << (widest - 1).bit_length())
-        self.planes = None
-        if dtype is not None:
-            self.planes = torch.zeros(config.n_layer, 2, self.n_page, width, dtype=dtype,
-                                      pin_memory=torch.cuda.is_available())
-
-    @classmethod
-    def random(cls, config, ranks, seed=0, dtype=torch.float32):
-        """Random A and B"""
-        adapter = cls(config, ranks, dtype)
-        rng = torch.Generator().manual_seed(seed)
-        for module, rank in adapter.ranks.items():
-            _, n_out, n_in = config.modules[module]
-            a = torch.randn(config.n_layer, rank, n_in, generator=rng) * n_in ** -0.5
-            b = torch.randn(config.n_layer, rank, n_out, generator=rng) * 0.02
-            adapter.fill(module, slice(None), a, b)
-        return adapter
-
-    @classmethod
-    def from_pretrained(cls, folder, config, dtype=torch.float32, base=None):
-        """A PEFT folder. base: the weights of its model. Errors as in GPT.from_pretrained."""
-        factors = read_factors(Path(folder), config, base)
-        ranks = {}
-        for (module, _), (a, _) in factors.items():
-            ranks[module] = max(ranks.get(module, 0), len(a))
-        adapter = cls(config, ranks, dtype)
-        for place, (a, b) in factors.items():
-            adapter.fill(*place, a, b)
-        return adapter
-
-    def save_pretrained(self, folder):
-        """Write a PEFT folder. alpha is the rank, so the scaling is 1."""
-        tensors = {}
-        for module in self.ranks:
-            for layer, (a, b) in enumerate(zip(*self.factors(module))):
-                path = f"base_model.model.{self.config.layers}.{layer}.{module}"
-                tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b.T}
-        settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1,
-                    "rank_pattern": self.ranks, "alpha_pattern": self.ranks,
-                    "target_modules": list(self.ranks), "fan_in_fan_out": not self.config.is_llama}
-        write_folder(folder, "adapter_model", tensors, "adapter_config.json", settings)
-
-    def factors(self, module):
-        """Views of A (L, rank of A, n_in) and B (L, rank of B, columns) on this device"""
-        first, *shapes = self.places[module]
-        views = []
-        for plane, (rank, n) in zip(self.planes.unbind(1), shapes):
-            pages = plane[:, first:first + rank * cdiv(n, plane.size(-1))]
-            views.append(pages.view(len(pages), rank, -1)[..., :n])
-        return views
-
-    def fill(self, module, layers, a, b):
-        """Keep this device's part of A (.., rank, n_in) and B (.., rank, n_out), zeros below."""
-        i, n = self.config.shard
-        row_parallel = self.config.modules[module][0] in ROW_PARALLEL
-        a = cut(a, -1, (i, n), module) if row_parallel else a[..., i::n, :]
-        own_a, own_b = self.factors(module)
-        own_a[layers, ..., :a.size(-2), :] = a
-        own_b[layers, ..., :b.size(-2), :] = cut(b, -1, (i, n), module)
-
-    @torch.inference_mode()
-    def write(self, kv, pages):
-        """Copy the weights of all layers to these pages (n_page,) of kv (L, 2, n_page, Hk, D)."""
-        pages = send(torch.tensor(pages), kv.device)
-        planes = self.planes.to(kv, non_blocking=True)
-        kv.index_copy_(2, pages, planes.unflatten(-1, kv.shape[3:]))
-
 # -----------------------------------------------------------------------------
-# text
+# part 5: text. May be skipped: engines see tokens alone
 # Text to tokens and back, through functions of a library. encode(text) -> tokens; decode(tokens) ->
 # text; stop: tokens that end a text; stream(tokens of a prompt) -> a function tokens -> text that
 # continues it, where a character is held back until it is whole; chat(text of a user) -> tokens in
 # the folder's chat template, or None if it has none, or if the text begins with a special token, as
 # it does in a template. Special tokens are no text
+
 Tokenizer = namedtuple("Tokenizer", "encode decode stop stream chat", defaults=[lambda text: None])
 
 def tiktoken_tokenizer(encoding):
@@ -874,10 +883,17 @@ def render_chat(folder, template, named, text):
                          f"{' '.join(str(error).split())}") from None
 
 # -----------------------------------------------------------------------------
-# models by name, and the tiny model
+# part 6: a model by its name: a folder, a preset, or one on the Hub. May be skipped
+
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
 HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
              "chat_template.jinja", "vocab.*", "model.safetensors.index.json"]
+
+def preset(name):
+    """The GPTConfig of a preset. KeyError that lists the presets for any other name."""
+    if name not in PRESETS:
+        raise KeyError(f"unknown preset {name!r}: must be one of {', '.join(PRESETS)}")
+    return PRESETS[name]
 
 def find_folder(name):
     """The folder of a model: itself, that of the trained "tiny" or "draft", or that of owner/name
@@ -948,6 +964,9 @@ def load_tokenizer(name):
     raise FileNotFoundError(
         f"model '{name}' has no tokenizer.json: use --tokens 1,2,3, or write it with transformers: "
         f"AutoTokenizer.from_pretrained('{name}').save_pretrained('{name}')")
+
+# -----------------------------------------------------------------------------
+# part 7: the tiny model and its draft model are trained. May be skipped
 
 def stdlib_tokens():
     """The sources of Python's standard library as bytes (T,), each file ended by token 256"""
