@@ -1,17 +1,14 @@
 """GPT-2, LLaMA, Mistral and Qwen over a flat batch of tokens. This file knows weights, checkpoints
-and text. It has never heard of a request. In reading order:
+and text. It has never heard of a request. In reading order; a student may stop after part 1:
 
-    1 GPTConfig, PRESETS    the shape of a model
-      GPT                   forward(batch, kv): one iteration; logits(tokens): the reference
-      Adapter               LoRA weights, laid out as the pages of the cache [S-LoRA §5.1]
-    2 TENSORS, World        names and shapes of tensors; a tensor-parallel group [S-LoRA §6]
-    3 read_config           Hugging Face folders: FAMILIES and their settings, Checkpoint
-    4 read_factors          PEFT folders
-    5 Tokenizer             text and chats, by the tokenizers library, tiktoken and jinja2
-    6 load_model            a model by its name: a folder, a preset or one on the Hub
-    7 train_tiny            `python model.py` trains the tiny model and its draft model
-
-A student may stop after part 1.
+    1 GPTConfig, GPT   the shape of a model; forward(batch, kv): one iteration; the reference
+      Adapter          LoRA weights, laid out as the pages of the cache [S-LoRA §5.1]
+    2 TENSORS, World   names and shapes of tensors, and how devices share them [S-LoRA §6]
+    3 check_range, ..  checks of what users give
+    4 read_config      Hugging Face folders: FAMILIES and their settings, Checkpoint
+    5 read_factors     PEFT folders
+    6 Tokenizer        text and chats, by the tokenizers library, tiktoken and jinja2
+    7 load_model       a model by its name; `python model.py` trains "tiny" and its draft model
 """
 import argparse
 import atexit
@@ -23,9 +20,9 @@ import re
 import sys
 import time
 from collections import defaultdict, namedtuple
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
+from numbers import Integral, Real
 from pathlib import Path
 
 # kernels before torch: it sets how torch's threads wait
@@ -88,50 +85,10 @@ class GPTConfig:
         return replace(self, n_head=self.n_head // n, n_kv_head=self.n_kv_head // n,
                        n_inner=self.n_inner // n, shard=(rank, n))
 
-    @cached_property
-    def tensors(self):
-        """{our name: [(name in a checkpoint, shape, dim that is cut by tensor parallelism)]}"""
-        n = self.shard[1]
-        Q = n * self.n_head * self.head_dim
-        K = n * self.n_kv_head * self.head_dim
-        sizes = dict(V=self.vocab_size, T=self.block_size, C=self.n_embd, D=self.head_dim,
-                     I=n * self.n_inner, Q=Q, K=K, QKV=Q + 2 * K)
-        has_bias = dict(no=False, yes=True, o=self.attention_bias, mlp=self.mlp_bias,
-                        qkv=self.attention_bias or self.family == "qwen2")
-        tensors = defaultdict(list)
-        for line in TENSORS["llama" if self.is_llama else "gpt2"].splitlines():
-            if "qk_norm" in line and self.family != "qwen3":
-                continue
-            for i in range(self.n_layer if "*" in line else 1):
-                ours, theirs, bias, *letters = line.replace("*", str(i)).split()
-                shape = tuple(sizes[letter] for letter in letters)
-                dim = next((dim for dim, size in enumerate(letters) if size in CUT), None)
-                tensors[f"{ours}.weight"].append((f"{theirs}.weight", shape, dim))
-                if has_bias[bias]:
-                    tensors[f"{ours}.bias"].append((f"{theirs}.bias", shape[:1], dim))
-        if self.tied:
-            del tensors["head.weight"]
-        return tensors
-
-    @cached_property
-    def modules(self):
-        """{module of a checkpoint: (operator, n_out, n_in)} of one layer of the whole model"""
-        return {name.split(".0.")[1].removesuffix(".weight"): (op, *shape)
-                for op in OPERATORS for name, shape, _ in self.tensors[f"0.{op}.weight"]}
-
-    @cached_property
-    def operators(self):
-        """{name: Operator} of one layer of this share"""
-        i, n = self.shard
-        operators = {}
-        for module, (op, n_out, n_in) in self.modules.items():
-            own = n_out // n
-            if op in ROW_PARALLEL:
-                operators[op] = Operator(n_in // n, n_out, {module: (i * own, own)})
-            else:
-                _, first, columns = operators.get(op, (n_in, 0, {}))
-                operators[op] = Operator(n_in, first + own, columns | {module: (first, own)})
-        return operators
+    # see part 2
+    tensors = cached_property(lambda config: list_tensors(config))
+    modules = cached_property(lambda config: list_modules(config))
+    operators = cached_property(lambda config: list_operators(config))
 
     @cached_property
     def n_params(self):
@@ -160,25 +117,16 @@ PRESETS = {  # layers, heads, embd
 class GPT:
     """A model, or one device's share of it. Made by from_preset() or from_pretrained()."""
 
-    def __init__(self, config: GPTConfig, take: Callable, dtype: torch.dtype, world: "World"):
-        """Keep this rank's share of each tensor that take(name, shape) returns."""
-        self.config = config = config.shard_of(world.rank, world.size)
+    def __init__(self, config: GPTConfig, take, dtype: torch.dtype, world: "World"):
+        """take(name, shape) -> a tensor of the whole model, of which this rank keeps its share"""
+        self.config = config.shard_of(world.rank, world.size)
         self.world = world
         self.dtype = dtype
-        self.weights = {}  # as in config.tensors, matrices packed for this machine
+        self.weights = self.take_weights(take)  # as in config.tensors, packed for this machine
+        self.device = self.weights["embedding.weight"].device
         self.merged = None  # the adapter in the weights
         self.originals = {}  # weights without it
-        self.frequencies = rotary_frequencies(config).to(world.device)
-        for name, parts in config.tensors.items():
-            shares = [cut(take(part, shape), dim, config.shard, part) for part, shape, dim in parts]
-            if world.rank > 0 and name.endswith(RANK_0):
-                continue
-            weight = torch.cat(shares).to(world.device, dtype)
-            is_table = name.startswith(("embedding", "positions"))
-            self.weights[name] = weight if is_table or weight.dim() == 1 else pack(weight)
-        if config.tied and world.rank == 0:
-            self.weights["head.weight"] = pack(self.weights["embedding.weight"])
-        self.device = self.weights["embedding.weight"].device
+        self.frequencies = rotary_frequencies(self.config).to(self.device)
 
     @torch.inference_mode()
     def forward(self, batch, kv, mark=lambda operator: None):
@@ -263,6 +211,21 @@ class GPT:
         assert self.world.size == 1, "the reference has no tensor parallelism"
         return self.forward_ref(torch.as_tensor(tokens, device=self.device)[None])[0]
 
+    def take_weights(self, take):
+        """{our name: this rank's share}, matrices packed"""
+        weights = {}
+        for name, parts in self.config.tensors.items():
+            shares = [cut(take(part, shape), dim, self.config.shard, part)
+                      for part, shape, dim in parts]
+            if self.world.rank > 0 and name.endswith(RANK_0):
+                continue
+            weight = torch.cat(shares).to(self.world.device, self.dtype)
+            is_table = name.startswith(("embedding", "positions"))
+            weights[name] = weight if is_table or weight.dim() == 1 else pack(weight)
+        if self.config.tied and self.world.rank == 0:
+            weights["head.weight"] = pack(weights["embedding.weight"])
+        return weights
+
     @classmethod
     def from_preset(cls, name: str | GPTConfig, dtype: torch.dtype | str | None = None,
                     device: str = "cpu", seed: int = 0, world: "World | None" = None) -> "GPT":
@@ -282,7 +245,7 @@ class GPT:
                         device: str = "cpu", world: "World | None" = None) -> "GPT":
         """A Hugging Face folder, or the name of one on the Hub (owner/name), of a family in
         FAMILIES. FileNotFoundError for what is missing, ValueError for contents that do not fit."""
-        folder = find_folder(name)
+        folder = find_folder(name) or Path(name)
         config, stored = read_config(folder)
         checkpoint = Checkpoint(folder, "model")
         head = checkpoint.get("lm_head.weight")
@@ -361,7 +324,7 @@ def rotary_frequencies(config):
     scaling = config.rope_scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type", "default")
     def number(key):
-        return check_type(f"rope_type = {kind!r}", key, scaling.get(key), float)
+        return check_range(f"rope_type = {kind!r}: {key}", scaling.get(key), LEAST[float])
     if kind == "default":
         return frequencies
     if kind == "linear":
@@ -477,9 +440,9 @@ class Adapter:
 # -----------------------------------------------------------------------------
 # part 2: the tensors of a shape, and how devices share them. A first reader may skip it
 
-OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]; ln: linear
-ROW_PARALLEL = ("postproj", "ffn_ln2")  # tensor parallelism cuts their input, not their output
-CUT = ("Q", "K", "QKV", "I")  # sizes that tensor parallelism divides
+# [SARATHI Table 1]; ln: linear -> dim of a weight that tensor parallelism cuts, 0: its output
+OPERATORS = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
+ROW_PARALLEL = ("postproj", "ffn_ln2")  # their input is cut
 RANK_0 = ("head.weight", "postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
 # our name, name in a checkpoint, has a bias, shape; * is a layer. Lines of one name are one matrix.
 # GPTConfig.tensors makes of three lines, for llama-7b, "3.preproj.weight":
@@ -511,6 +474,53 @@ TENSORS = {
                *.ffn_ln2    h.*.mlp.c_proj   yes  C I"""}
 # columns: {module: (first column, columns)} of the output, to which adapters of this device add
 Operator = namedtuple("Operator", "n_in n_out columns")
+
+def list_tensors(config):
+    """{our name: [(name in a checkpoint, shape, dim that is cut by tensor parallelism)]}"""
+    c = config
+    n = c.shard[1]
+    Q = n * c.n_head * c.head_dim
+    K = n * c.n_kv_head * c.head_dim
+    sizes = dict(V=c.vocab_size, T=c.block_size, C=c.n_embd, D=c.head_dim, I=n * c.n_inner,
+                 Q=Q, K=K, QKV=Q + 2 * K)
+    has_bias = dict(no=False, yes=True, o=c.attention_bias, mlp=c.mlp_bias,
+                    qkv=c.attention_bias or c.family == "qwen2")
+    tensors = defaultdict(list)
+    for line in TENSORS["llama" if c.is_llama else "gpt2"].splitlines():
+        if "qk_norm" in line and c.family != "qwen3":
+            continue
+        for i in range(c.n_layer if "*" in line else 1):
+            ours, theirs, bias, *letters = line.replace("*", str(i)).split()
+            shape = tuple(sizes[letter] for letter in letters)
+            dim = OPERATORS.get(ours.split(".")[-1])
+            tensors[f"{ours}.weight"].append((f"{theirs}.weight", shape, dim))
+            if has_bias[bias]:
+                tensors[f"{ours}.bias"].append((f"{theirs}.bias", shape[:1], dim))
+    if c.tied:
+        del tensors["head.weight"]
+    return tensors
+
+def list_modules(config):
+    """{module of a checkpoint: (operator, n_out, n_in)} of one layer of the whole model"""
+    modules = {}
+    for op in OPERATORS:
+        for name, shape, _ in config.tensors[f"0.{op}.weight"]:
+            module = name.split(".0.")[1].removesuffix(".weight")
+            modules[module] = (op, *shape)
+    return modules
+
+def list_operators(config):
+    """{name: Operator} of one layer of this share"""
+    i, n = config.shard
+    operators = {}
+    for module, (op, n_out, n_in) in config.modules.items():
+        own = n_out // n
+        if op in ROW_PARALLEL:
+            operators[op] = Operator(n_in // n, n_out, {module: (i * own, own)})
+        else:
+            _, first, columns = operators.get(op, (n_in, 0, {}))
+            operators[op] = Operator(n_in, first + own, columns | {module: (first, own)})
+    return operators
 
 class World:
     """The processes that share every layer of one model. World() is a process on its own."""
@@ -569,7 +579,34 @@ def cut(tensor, dim, shard, module):
     return torch.cat([piece.chunk(n, dim)[i] for piece in pieces], dim)
 
 # -----------------------------------------------------------------------------
-# part 3: Hugging Face folders, settings and tensors. To be skipped until one is refused
+# part 3: checks of what users give, here and in sarathi.py. May be skipped: they only refuse
+
+def check_choice(name, value, choices):
+    """Returns value. KeyError that lists the choices if it is none of them."""
+    if value not in choices:
+        valid = ", ".join(map(str, choices)) or "none, there is none yet"
+        raise KeyError(f"unknown {name} {value!r}: one of {valid}")
+    return value
+
+def check_range(name, value, low, high=math.inf):
+    """Returns value, as low's type. ValueError if it is not such a number in low .. high."""
+    kind = type(low)
+    good = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    if not good or not low <= value <= high:
+        raise ValueError(f"{name} = {short(value)}: must be in {low} .. {high} ({kind.__name__})")
+    return kind(value)
+
+def check_type(name, value, kind, valid):
+    """Returns value. ValueError if it is not of this class, or of one of these."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} = {short(value)}: must be {valid}")
+    return value
+
+def short(value):
+    return " ".join(repr(value).split())[:60]
+
+# -----------------------------------------------------------------------------
+# part 4: Hugging Face folders, settings and tensors. To be skipped until one is refused
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (n_in, n_out)
 # buffers, a head that equals the embedding, and other heads, of a training
@@ -597,6 +634,7 @@ FAMILIES = {  # family -> the keys of config.json that it knows, with transforme
     "qwen3": LLAMA | QWEN2 | dict(head_dim=128, attention_bias=False)}
 ARCHITECTURES = dict(gpt2="GPT2LMHeadModel", llama="LlamaForCausalLM", qwen2="Qwen2ForCausalLM",
                      qwen3="Qwen3ForCausalLM", mistral="MistralForCausalLM")
+LEAST = {int: 1, float: 1e-30}  # numbers are positive
 OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")  # null is not the default
 MODEL_SETTINGS = {  # keys of config.json that change the mathematics -> the values they may have
     "model_type": [*FAMILIES], "hidden_act": ["silu", "swish"], "quantization_config": [None],
@@ -630,7 +668,8 @@ def read_config(folder):
         settings["model_type"] = families[0] if families else None
     # transformers 5 writes rope_parameters
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    settings |= check_type(path, "rope_scaling", rope, dict) | {"rope_scaling": rope or None}
+    check_type(f"{path}: rope_scaling", rope, dict, "a dict")
+    settings |= rope | {"rope_scaling": rope or None}
     settings = {"model_type": settings["model_type"]} | settings  # refused before all others
     check_settings(path, settings, MODEL_SETTINGS)
     family = settings["model_type"]
@@ -642,7 +681,11 @@ def read_config(folder):
     for key, value in known.items():
         name = KEYS.get(key, key)
         if name in types and value is not None:
-            found[name] = check_type(path, key, value, types[name])
+            kind = types[name]
+            if kind in LEAST:
+                found[name] = check_range(f"{path}: {key}", value, LEAST[kind])
+            else:
+                found[name] = check_type(f"{path}: {key}", value, kind, f"a {kind.__name__}")
     found["block_size"] = context_of(path, known, found["block_size"])
     stored = settings.get("dtype") or settings.get("torch_dtype") or "float32"
     return GPTConfig(**found), stored
@@ -655,19 +698,11 @@ def context_of(path, settings, trained):
     is_windowed = settings["num_hidden_layers"] > settings.get("max_window_layers", 0)
     if settings.get("layer_types"):
         is_windowed = "sliding_attention" in settings["layer_types"]
-    if not is_windowed or check_type(path, "sliding_window", window, int) >= trained:
+    if not is_windowed or check_range(f"{path}: sliding_window", window, 1) >= trained:
         return trained
     print(f"{path}: sliding_window = {window} limits the context to {window} tokens",
           file=sys.stderr)
     return window
-
-def check_type(path, key, value, kind):
-    """The value. ValueError if it is of another type, or a number that is not positive."""
-    kinds = (int, float) if kind is float else kind
-    if not isinstance(value, kinds) or (kind in (int, float) and value <= 0):
-        name = f"{'positive ' if kind in (int, float) else ''}{kind.__name__}"
-        raise ValueError(f"{path}: {key} = {value!r}: must be a {name}")
-    return value
 
 def write_folder(folder, stem, tensors, settings_name, settings):
     """Write {name: tensor} to folder/stem.safetensors, and settings beside it."""
@@ -682,7 +717,8 @@ def files_of(folder, stem):
     index = folder / f"{stem}.safetensors.index.json"
     if (folder / f"{stem}.safetensors").is_file() or not index.is_file():
         return [f"{stem}.safetensors"]
-    files = check_type(index, "weight_map", read_json(index).get("weight_map"), dict)
+    files = read_json(index).get("weight_map")
+    check_type(f"{index}: weight_map", files, dict, "a dict")
     return sorted(set(files.values()))
 
 class Checkpoint(dict):
@@ -729,7 +765,7 @@ def pick_dtype(dtype, device, stored="bfloat16"):
     return getattr(torch, name)
 
 # -----------------------------------------------------------------------------
-# part 4: PEFT folders, settings and tensors. To be skipped until one is refused
+# part 5: PEFT folders, settings and tensors. To be skipped until one is refused
 
 OFF = [None, False, "", [], {}]
 LORA_SETTINGS = {  # fields of PEFT's LoraConfig -> the values they may have; None: any
@@ -798,26 +834,26 @@ def read_factors(folder, config, base):
     return factors
 
 # -----------------------------------------------------------------------------
-# part 5: text. May be skipped: engines see tokens alone
-# Text to tokens and back, through functions of a library. encode(text) -> tokens; decode(tokens) ->
-# text; stop: tokens that end a text; stream(tokens of a prompt) -> a function tokens -> text that
-# continues it, where a character is held back until it is whole; chat(text of a user) -> tokens in
-# the folder's chat template, or None if it has none, or if the text begins with a special token, as
-# it does in a template. Special tokens are no text
+# part 6: text. May be skipped: engines see tokens alone
+# Text to tokens and back, through functions of a library. encode(text) -> tokens; stop: tokens that
+# end a text; stream(tokens of a prompt) -> a function tokens -> text that continues it, where a
+# character is held back until it is whole; chat(text of a user) -> tokens in the folder's chat
+# template, or None if it has none, or if the text begins with a special token, as it does in a
+# template. Special tokens are no text
 
-Tokenizer = namedtuple("Tokenizer", "encode decode stop stream chat", defaults=[lambda text: None])
+Tokenizer = namedtuple("Tokenizer", "encode stop stream chat", defaults=[lambda text: None])
 
 def tiktoken_tokenizer(encoding):
     """The Tokenizer of a tiktoken.Encoding. The last token, which ends a text, is no text, nor are
     tokens that only the model has."""
-    def texts(tokens):
-        return [token for token in tokens if token < encoding.eot_token]
-
     def stream(prompt=()):
         characters = codecs.getincrementaldecoder("utf-8")("replace")
-        return lambda tokens: characters.decode(encoding.decode_bytes(texts(tokens)))
-    return Tokenizer(partial(encoding.encode, allowed_special="all"),
-                     lambda tokens: encoding.decode(texts(tokens)), [encoding.eot_token], stream)
+        def continue_text(tokens):
+            known = [token for token in tokens if token < encoding.eot_token]
+            return characters.decode(encoding.decode_bytes(known))
+        return continue_text
+    encode = partial(encoding.encode, allowed_special="all")
+    return Tokenizer(encode, [encoding.eot_token], stream)
 
 def byte_tokenizer():
     """Token b is byte b, and token 256 ends a text."""
@@ -825,9 +861,10 @@ def byte_tokenizer():
     return tiktoken_tokenizer(tiktoken.Encoding(
         "bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}))
 
-def read_tokenizer(folder, stop, settings):
-    """The Tokenizer of a tokenizer.json. It adds tokens to texts as in transformers. settings: of
-    tokenizer_config.json; their eos_token ends texts too."""
+def read_tokenizer(folder):
+    """The Tokenizer of a tokenizer.json. It adds tokens to texts as in transformers. The eos_token
+    of tokenizer_config.json ends texts too."""
+    settings = text_settings(folder)
     path = folder / "tokenizer.json"
     try:
         library = tokenizers.Tokenizer.from_file(str(path))
@@ -853,8 +890,9 @@ def read_tokenizer(folder, stop, settings):
             framed = render_chat(folder, settings.get("chat_template"), named, text)
             return framed and encode(framed, False)
 
+    stop = settings["stop"]
     stop = stop if end in (None, *stop) else [*stop, end]
-    return Tokenizer(encode, library.decode, stop, stream, chat)
+    return Tokenizer(encode, stop, stream, chat)
 
 def raise_exception(message):
     raise ValueError(message)
@@ -883,7 +921,8 @@ def render_chat(folder, template, named, text):
                          f"{' '.join(str(error).split())}") from None
 
 # -----------------------------------------------------------------------------
-# part 6: a model by its name: a folder, a preset, or one on the Hub. May be skipped
+# part 7: a model by its name: a folder, a preset, one on the Hub, or the tiny one that is trained
+# here. May be skipped
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
 HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -891,20 +930,18 @@ HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokeniz
 
 def preset(name):
     """The GPTConfig of a preset. KeyError that lists the presets for any other name."""
-    if name not in PRESETS:
-        raise KeyError(f"unknown preset {name!r}: must be one of {', '.join(PRESETS)}")
-    return PRESETS[name]
+    return PRESETS[check_choice("preset", name, PRESETS)]
 
 def find_folder(name):
     """The folder of a model: itself, that of the trained "tiny" or "draft", or that of owner/name
-    in the Hub's cache. FileNotFoundError if there is none, except for presets."""
+    in the Hub's cache. None: a preset, which has random weights. FileNotFoundError for others."""
     for folder in (Path(name), CACHE / name):
         if folder.is_dir():
             return folder
     if name in ("tiny", "draft"):
         raise FileNotFoundError(f"model {name!r}: is not trained yet, run `python model.py`")
     if name in PRESETS:
-        return Path(name)
+        return None
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)) is None:
         raise FileNotFoundError(f"model '{name}': must be a folder, owner/name on the Hub, or one "
                                 f"of {', '.join(PRESETS)}")
@@ -925,48 +962,48 @@ def download(name):
 def load_model(name, dtype=None, device="cpu", seed=0, world=None):
     """The GPT of a folder, a name on the Hub, a preset (random weights), or "tiny" or "draft"."""
     folder = find_folder(name)
-    if not folder.is_dir():
+    if folder is None:
         return GPT.from_preset(name, dtype, device, seed, world)
     if name in PRESETS and folder == Path(name):
         print(f"model {name!r}: the folder of this name, not the preset", file=sys.stderr)
     return GPT.from_pretrained(folder, dtype, device, world)
 
 def text_settings(folder):
-    """The family of a model, the tokens that end its texts, and the settings of its tokenizer"""
-    paths = [folder / f"{name}config.json" for name in ("", "generation_", "tokenizer_")]
-    config, generation, text = (read_json(path) if path.is_file() else {} for path in paths)
-    family = config.get("model_type")
-    stop = {**FAMILIES.get(family, {}), **config, **generation}.get("eos_token_id")
-    return family, [stop] if isinstance(stop, int) else stop or [], text
+    """The settings of texts in a folder. "stop": the tokens that end a text"""
+    paths = [folder / f"{name}config.json" for name in ("tokenizer_", "", "generation_")]
+    text, config, generation = (read_json(path) if path.is_file() else {} for path in paths)
+    settings = {**text, **FAMILIES.get(config.get("model_type"), {}), **config, **generation}
+    stop = settings.get("eos_token_id")
+    return settings | {"stop": [stop] if isinstance(stop, int) else stop or []}
 
 def stop_tokens(name):
     """The tokens that end a text, of a model named as in load_model; none of random weights"""
     folder = find_folder(name)
+    if folder is None:
+        return []
     has_text = folder.parent == CACHE or (folder / "tokenizer.json").is_file()
-    return load_tokenizer(name).stop if has_text else text_settings(folder)[1]
+    return load_tokenizer(name).stop if has_text else text_settings(folder)["stop"]
 
 def load_tokenizer(name):
     """The Tokenizer of a model, named as in load_model. FileNotFoundError if it has none."""
     folder = find_folder(name)
-    if folder.parent == CACHE:
+    if folder is None:
+        is_gpt2 = PRESETS[name].family == "gpt2"
+    elif folder.parent == CACHE:
         return byte_tokenizer()
-    family, stop, settings = text_settings(folder)
-    if not folder.is_dir():
-        family = PRESETS[name].family
-    if (folder / "tokenizer.json").is_file():
-        return read_tokenizer(folder, stop, settings)
-    if family == "gpt2" and not any(folder.glob("vocab.*")):
+    elif (folder / "tokenizer.json").is_file():
+        return read_tokenizer(folder)
+    else:
+        family = text_settings(folder).get("model_type")
+        is_gpt2 = family == "gpt2" and not any(folder.glob("vocab.*"))
+    problem = f"model '{name}' has no tokenizer.json"
+    if is_gpt2:
         try:
             return tiktoken_tokenizer(tiktoken.get_encoding("gpt2"))
         except OSError as error:
-            raise FileNotFoundError(f"model '{name}' has no tokenizer.json, and tiktoken's gpt2 is "
-                                    f"not here: use --tokens 1,2,3 ({error})") from None
-    raise FileNotFoundError(
-        f"model '{name}' has no tokenizer.json: use --tokens 1,2,3, or write it with transformers: "
-        f"AutoTokenizer.from_pretrained('{name}').save_pretrained('{name}')")
-
-# -----------------------------------------------------------------------------
-# part 7: the tiny model and its draft model are trained. May be skipped
+            problem += f", and tiktoken's gpt2 is not here ({error})"
+    raise FileNotFoundError(f"{problem}: use --tokens 1,2,3, or write it with transformers: "
+                            f"AutoTokenizer.from_pretrained('{name}').save_pretrained('{name}')")
 
 def stdlib_tokens():
     """The sources of Python's standard library as bytes (T,), each file ended by token 256"""
