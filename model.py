@@ -20,7 +20,7 @@ import re
 import sys
 import time
 from collections import defaultdict, namedtuple
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from numbers import Integral, Real
 from pathlib import Path
@@ -85,15 +85,11 @@ class GPTConfig:
         return replace(self, n_head=self.n_head // n, n_kv_head=self.n_kv_head // n,
                        n_inner=self.n_inner // n, shard=(rank, n))
 
-    # see part 2
+    # what follows from the shape, see part 2
     tensors = cached_property(lambda config: list_tensors(config))
     modules = cached_property(lambda config: list_modules(config))
     operators = cached_property(lambda config: list_operators(config))
-
-    @cached_property
-    def n_params(self):
-        """Parameters of the whole model, embeddings included"""
-        return sum(math.prod(shape) for parts in self.tensors.values() for _, shape, _ in parts)
+    n_params = cached_property(lambda config: count_parameters(config))
 
     def page_bytes(self, itemsize):
         """Bytes of K and V of one token in all layers: m_kv in [SARATHI §4.3]"""
@@ -269,7 +265,7 @@ class GPT:
                 tensor, weight = weight.tensor_split([shape[0]])
                 tensors[part] = tensor.T if part.endswith(TRANSPOSED) else tensor
         keys = {KEYS.get(key, key): key for key in FAMILIES[c.family]}
-        settings = {keys[name]: value for name, value in asdict(c).items() if name in keys}
+        settings = {keys[name]: value for name, value in vars(c).items() if name in keys}
         settings |= {"architectures": [ARCHITECTURES[c.family]], "model_type": c.family,
                      "dtype": str(self.dtype).removeprefix("torch."), "sliding_window": None}
         write_folder(folder, "model", tensors, "config.json", settings)
@@ -438,7 +434,7 @@ class Adapter:
         kv.index_copy_(2, pages, planes.unflatten(-1, kv.shape[3:]))
 
 # -----------------------------------------------------------------------------
-# part 2: the tensors of a shape, and how devices share them. A first reader may skip it
+# part 2: the tensors of a shape, and how devices share them. May be skipped
 
 # [SARATHI Table 1]; ln: linear -> dim of a weight that tensor parallelism cuts, 0: its output
 OPERATORS = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
@@ -499,6 +495,11 @@ def list_tensors(config):
     if c.tied:
         del tensors["head.weight"]
     return tensors
+
+def count_parameters(config):
+    """Parameters of the whole model, embeddings included"""
+    parts = sum(config.tensors.values(), [])
+    return sum(math.prod(shape) for _, shape, _ in parts)
 
 def list_modules(config):
     """{module of a checkpoint: (operator, n_out, n_in)} of one layer of the whole model"""
@@ -579,7 +580,7 @@ def cut(tensor, dim, shard, module):
     return torch.cat([piece.chunk(n, dim)[i] for piece in pieces], dim)
 
 # -----------------------------------------------------------------------------
-# part 3: checks of what users give, here and in sarathi.py. May be skipped: they only refuse
+# part 3: checks of what users give, here and in sarathi.py. May be skipped
 
 def check_choice(name, value, choices):
     """Returns value. KeyError that lists the choices if it is none of them."""
@@ -605,8 +606,17 @@ def check_type(name, value, kind, valid):
 def short(value):
     return " ".join(repr(value).split())[:60]
 
+def check_settings(path, settings, table, others=None):
+    """ValueError for a value that is not supported. table: {setting: valid values, None: any};
+    others: valid values of settings that are not in the table"""
+    for key, value in settings.items():
+        valid = table.get(key, others)
+        if valid is not None and value not in valid:
+            valid = " or ".join(map(repr, valid))
+            raise ValueError(f"{path}: {key} = {value!r:.100} is not supported, only {valid}")
+
 # -----------------------------------------------------------------------------
-# part 4: Hugging Face folders, settings and tensors. To be skipped until one is refused
+# part 4: Hugging Face folders: settings and tensors. May be skipped
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (n_in, n_out)
 # buffers, a head that equals the embedding, and other heads, of a training
@@ -649,33 +659,27 @@ def read_json(path):
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} does not hold settings in JSON: {error}") from None
 
-def check_settings(path, settings, table, others=None):
-    """ValueError for a value that is not supported. table: {setting: valid values, None: any};
-    others: valid values of settings that are not in the table"""
-    for key, value in settings.items():
-        valid = table.get(key, others)
-        if valid is not None and value not in valid:
-            valid = " or ".join(map(repr, valid))
-            raise ValueError(f"{path}: {key} = {value!r:.100} is not supported, only {valid}")
-
 def read_config(folder):
     """folder/config.json -> (GPTConfig, name of the stored dtype)"""
     path = folder / "config.json"
     settings = read_json(path)
-    if settings.get("model_type") is None:  # the architecture decides
+    # 1. the family, or that of the architecture. It is refused before all others
+    if settings.get("model_type") is None:
         names = settings.get("architectures") or ()
         families = [family for family, name in ARCHITECTURES.items() if name in names]
         settings["model_type"] = families[0] if families else None
-    # transformers 5 writes rope_parameters
+    family = settings["model_type"]
+    check_settings(path, {"model_type": family}, MODEL_SETTINGS)
+    # 2. settings of RoPE beside the others. transformers 5 writes rope_parameters
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     check_type(f"{path}: rope_scaling", rope, dict, "a dict")
     settings |= rope | {"rope_scaling": rope or None}
-    settings = {"model_type": settings["model_type"]} | settings  # refused before all others
     check_settings(path, settings, MODEL_SETTINGS)
-    family = settings["model_type"]
+    # 3. transformers' defaults, and the values that the file has
     known = dict(FAMILIES[family])
     known |= {key: value for key, value in settings.items()
               if key in known and (value is not None or key in OPTIONAL)}
+    # 4. those of a GPTConfig, by our names
     found = {"family": family}
     types = GPTConfig.__annotations__
     for key, value in known.items():
@@ -765,7 +769,7 @@ def pick_dtype(dtype, device, stored="bfloat16"):
     return getattr(torch, name)
 
 # -----------------------------------------------------------------------------
-# part 5: PEFT folders, settings and tensors. To be skipped until one is refused
+# part 5: PEFT folders: settings and tensors. May be skipped
 
 OFF = [None, False, "", [], {}]
 LORA_SETTINGS = {  # fields of PEFT's LoraConfig -> the values they may have; None: any
@@ -921,8 +925,7 @@ def render_chat(folder, template, named, text):
                          f"{' '.join(str(error).split())}") from None
 
 # -----------------------------------------------------------------------------
-# part 7: a model by its name: a folder, a preset, one on the Hub, or the tiny one that is trained
-# here. May be skipped
+# part 7: models by name (folders, presets, the Hub), and a tiny one to train. May be skipped
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
 HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -969,12 +972,12 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
     return GPT.from_pretrained(folder, dtype, device, world)
 
 def text_settings(folder):
-    """The settings of texts in a folder. "stop": the tokens that end a text"""
-    paths = [folder / f"{name}config.json" for name in ("tokenizer_", "", "generation_")]
-    text, config, generation = (read_json(path) if path.is_file() else {} for path in paths)
-    settings = {**text, **FAMILIES.get(config.get("model_type"), {}), **config, **generation}
-    stop = settings.get("eos_token_id")
-    return settings | {"stop": [stop] if isinstance(stop, int) else stop or []}
+    """Settings of a folder's tokenizer, its family, and "stop": the tokens that end a text"""
+    paths = [folder / f"{name}config.json" for name in ("", "generation_", "tokenizer_")]
+    config, generation, text = (read_json(path) if path.is_file() else {} for path in paths)
+    family = config.get("model_type")
+    stop = {**FAMILIES.get(family, {}), **config, **generation}.get("eos_token_id")
+    return text | {"family": family, "stop": [stop] if isinstance(stop, int) else stop or []}
 
 def stop_tokens(name):
     """The tokens that end a text, of a model named as in load_model; none of random weights"""
@@ -994,7 +997,7 @@ def load_tokenizer(name):
     elif (folder / "tokenizer.json").is_file():
         return read_tokenizer(folder)
     else:
-        family = text_settings(folder).get("model_type")
+        family = text_settings(folder)["family"]
         is_gpt2 = family == "gpt2" and not any(folder.glob("vocab.*"))
     problem = f"model '{name}' has no tokenizer.json"
     if is_gpt2:
