@@ -1,13 +1,14 @@
 """GPT-2, LLaMA, Mistral and Qwen over a flat batch of tokens. This file knows weights, checkpoints
-and text. It has never heard of a request. In reading order:
+and text. It has never heard of a request. In reading order; a student may stop after part 1:
 
-    GPTConfig, PRESETS    the shape of a model and its tensors [SARATHI Table 1]
-    World                 the processes of a tensor-parallel group [S-LoRA §6]
-    GPT                   forward(batch, kv): one iteration; logits(tokens): the reference
-    FAMILIES, Checkpoint  the settings and tensors of a Hugging Face or PEFT folder
-    Adapter               LoRA weights, laid out as the pages of the cache [S-LoRA §5.1]
-    Tokenizer             text and chats through the tokenizers library, tiktoken and jinja2
-    python model.py       train the tiny model and its draft model, three to four minutes
+    1 GPTConfig, GPT   the shape of a model; forward(batch, kv): one iteration; the reference
+      Adapter          LoRA weights, laid out as the pages of the cache [S-LoRA §5.1]
+    2 TENSORS, World   names and shapes of tensors, and how devices share them [S-LoRA §6]
+    3 check_range, ..  checks of what users give
+    4 read_config      Hugging Face folders: FAMILIES and their settings, Checkpoint
+    5 read_factors     PEFT folders
+    6 Tokenizer        text and chats, by the tokenizers library, tiktoken and jinja2
+    7 load_model       a model by its name; `python model.py` trains "tiny" and its draft model
 """
 import argparse
 import atexit
@@ -19,9 +20,9 @@ import re
 import sys
 import time
 from collections import defaultdict, namedtuple
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from numbers import Integral, Real
 from pathlib import Path
 
 # kernels before torch: it sets how torch's threads wait
@@ -41,40 +42,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers.decoders import DecodeStream
 from tqdm import tqdm
 
-OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # [SARATHI Table 1]; ln: linear
-ROW_PARALLEL = ("postproj", "ffn_ln2")  # tensor parallelism cuts their input, not their output
-CUT = ("Q", "K", "QKV", "I")  # sizes that tensor parallelism divides
-RANK_0 = ("head.weight", "postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
-# our name, name in a checkpoint, has a bias, shape; * is a layer. Lines of one name are one matrix.
-# GPTConfig.tensors makes of three lines, for llama-7b, "3.preproj.weight":
-# [("model.layers.3.self_attn.q_proj.weight", (4096, 4096), 0), the same of k_proj and of v_proj]
-TENSORS = {
-    "llama": """embedding    model.embed_tokens                        no   V C
-                norm         model.norm                                no   C
-                head         lm_head                                   no   V C
-                *.norm1      model.layers.*.input_layernorm            no   C
-                *.preproj    model.layers.*.self_attn.q_proj           qkv  Q C
-                *.preproj    model.layers.*.self_attn.k_proj           qkv  K C
-                *.preproj    model.layers.*.self_attn.v_proj           qkv  K C
-                *.qk_norm    model.layers.*.self_attn.q_norm           no   D
-                *.qk_norm    model.layers.*.self_attn.k_norm           no   D
-                *.postproj   model.layers.*.self_attn.o_proj           o    C Q
-                *.norm2      model.layers.*.post_attention_layernorm   no   C
-                *.ffn_ln1    model.layers.*.mlp.gate_proj              mlp  I C
-                *.ffn_ln1    model.layers.*.mlp.up_proj                mlp  I C
-                *.ffn_ln2    model.layers.*.mlp.down_proj              mlp  C I""",
-    "gpt2": """embedding    wte              no   V C
-               positions    wpe              no   T C
-               norm         ln_f             yes  C
-               head         lm_head          no   V C
-               *.norm1      h.*.ln_1         yes  C
-               *.preproj    h.*.attn.c_attn  yes  QKV C
-               *.postproj   h.*.attn.c_proj  yes  C Q
-               *.norm2      h.*.ln_2         yes  C
-               *.ffn_ln1    h.*.mlp.c_fc     yes  I C
-               *.ffn_ln2    h.*.mlp.c_proj   yes  C I"""}
-# columns: {module: (first column, columns)} of the output, to which adapters of this device add
-Operator = namedtuple("Operator", "n_in n_out columns")
+# -----------------------------------------------------------------------------
+# part 1: the shape of a model, one iteration, the reference, adapters
 
 @dataclass
 class GPTConfig:
@@ -116,55 +85,11 @@ class GPTConfig:
         return replace(self, n_head=self.n_head // n, n_kv_head=self.n_kv_head // n,
                        n_inner=self.n_inner // n, shard=(rank, n))
 
-    @cached_property
-    def tensors(self):
-        """{our name: [(name in a checkpoint, shape, dim that is cut by tensor parallelism)]}"""
-        n = self.shard[1]
-        Q = n * self.n_head * self.head_dim
-        K = n * self.n_kv_head * self.head_dim
-        sizes = dict(V=self.vocab_size, T=self.block_size, C=self.n_embd, D=self.head_dim,
-                     I=n * self.n_inner, Q=Q, K=K, QKV=Q + 2 * K)
-        has_bias = dict(no=False, yes=True, o=self.attention_bias, mlp=self.mlp_bias,
-                        qkv=self.attention_bias or self.family == "qwen2")
-        tensors = defaultdict(list)
-        for line in TENSORS["llama" if self.is_llama else "gpt2"].splitlines():
-            if "qk_norm" in line and self.family != "qwen3":
-                continue
-            for i in range(self.n_layer if "*" in line else 1):
-                ours, theirs, bias, *letters = line.replace("*", str(i)).split()
-                shape = tuple(sizes[letter] for letter in letters)
-                dim = next((dim for dim, size in enumerate(letters) if size in CUT), None)
-                tensors[f"{ours}.weight"].append((f"{theirs}.weight", shape, dim))
-                if has_bias[bias]:
-                    tensors[f"{ours}.bias"].append((f"{theirs}.bias", shape[:1], dim))
-        if self.tied:
-            del tensors["head.weight"]
-        return tensors
-
-    @cached_property
-    def modules(self):
-        """{module of a checkpoint: (operator, n_out, n_in)} of one layer of the whole model"""
-        return {name.split(".0.")[1].removesuffix(".weight"): (op, *shape)
-                for op in OPERATORS for name, shape, _ in self.tensors[f"0.{op}.weight"]}
-
-    @cached_property
-    def operators(self):
-        """{name: Operator} of one layer of this share"""
-        i, n = self.shard
-        operators = {}
-        for module, (op, n_out, n_in) in self.modules.items():
-            own = n_out // n
-            if op in ROW_PARALLEL:
-                operators[op] = Operator(n_in // n, n_out, {module: (i * own, own)})
-            else:
-                _, first, columns = operators.get(op, (n_in, 0, {}))
-                operators[op] = Operator(n_in, first + own, columns | {module: (first, own)})
-        return operators
-
-    @cached_property
-    def n_params(self):
-        """Parameters of the whole model, embeddings included"""
-        return sum(math.prod(shape) for parts in self.tensors.values() for _, shape, _ in parts)
+    # what follows from the shape, see part 2
+    tensors = cached_property(lambda config: list_tensors(config))
+    modules = cached_property(lambda config: list_modules(config))
+    operators = cached_property(lambda config: list_operators(config))
+    n_params = cached_property(lambda config: count_parameters(config))
 
     def page_bytes(self, itemsize):
         """Bytes of K and V of one token in all layers: m_kv in [SARATHI §4.3]"""
@@ -185,156 +110,19 @@ PRESETS = {  # layers, heads, embd
     "llama-33b": llama(60, 52, 6656, n_inner=17920, block_size=4096),
     "llama-70b": llama(80, 64, 8192, n_inner=28672, n_kv_head=8, block_size=4096)}
 
-def preset(name):
-    """The GPTConfig of a preset. KeyError that lists the presets for any other name."""
-    if name not in PRESETS:
-        raise KeyError(f"unknown preset {name!r}: must be one of {', '.join(PRESETS)}")
-    return PRESETS[name]
-
-def is_fast(dtype, device):
-    """Whether this machine is about as fast in a dtype as in float32, or faster"""
-    if torch.device(device).type == "cuda":
-        return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0)
-    weight = torch.empty(2, 2, dtype=dtype)  # pack returns it as it is if no product is fast
-    return dtype == torch.float32 or pack(weight) is not weight
-
-def pick_dtype(dtype, device, stored="bfloat16"):
-    """A torch dtype. None: the stored one if this machine is fast in it, else float32."""
-    name = str(dtype or stored).removeprefix("torch.")
-    if name not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype = {name!r}: must be one of float32, bfloat16, float16")
-    if dtype is None and not is_fast(getattr(torch, name), device):
-        name = "float32"
-    return getattr(torch, name)
-
-class World:
-    """The processes that share every layer of one model. World() is a process on its own."""
-
-    def __init__(self, device="cpu", rank=0, size=1):
-        self.rank = rank
-        self.size = size
-        self.device = torch.device(device)
-        self.n_bytes = 0  # sent by this rank
-        if self.device.index is not None:
-            torch.cuda.set_device(self.device)  # Triton launches kernels there
-
-    @classmethod
-    def start(cls, size, device="cpu"):
-        """Join the `size` processes that torchrun started. ValueError if it started others."""
-        n = int(os.environ.get("WORLD_SIZE", 1))
-        if n != size:
-            most = max(n, size)
-            raise ValueError(f"tp = {size} needs {size} processes, there are {n}: torchrun "
-                             f"--nproc_per_node {most} sarathi.py --tp {most} ...")
-        if size == 1:
-            return cls(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-        atexit.register(dist.destroy_process_group)
-        if device == "cuda":
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
-        return cls(device, dist.get_rank(), size)
-
-    def all_reduce(self, x):
-        """The sum of every rank's x, in place. Each rank sends 2 (n - 1) / n of x [S-LoRA §6]."""
-        dist.all_reduce(x)
-        self.n_bytes += 2 * (self.size - 1) * x.nbytes // self.size
-        return x
-
-    def all_gather(self, x):
-        """x (N, C) -> (N, C * n): column 0 of every rank, then column 1, ... Each sends n - 1 times
-        x."""
-        out = x.new_empty(self.size, *x.shape)
-        dist.all_gather(list(out), x)
-        self.n_bytes += (self.size - 1) * x.nbytes
-        return out.movedim(0, -1).flatten(1)
-
-    def broadcast(self, value):
-        """The value of rank 0 on every rank"""
-        values = [value]
-        if self.size > 1:
-            dist.broadcast_object_list(values)
-        return values[0]
-
-def cut(tensor, dim, shard, module):
-    """Share i of n along dim, if the tensor has it. GPT-2's c_attn is q, k, v: each one is cut."""
-    i, n = shard
-    if dim is None or dim == tensor.dim() or n == 1:
-        return tensor
-    pieces = tensor.chunk(3 if "c_attn" in module else 1, dim)
-    return torch.cat([piece.chunk(n, dim)[i] for piece in pieces], dim)
-
-def rotary_frequencies(config):
-    """Radians per position (D / 2,), stretched as config.rope_scaling says, or ValueError."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = config.rope_theta ** -exponent
-    scaling = config.rope_scaling or {}
-    kind = scaling.get("rope_type") or scaling.get("type", "default")
-    def number(key):
-        return check_type(f"rope_type = {kind!r}", key, scaling.get(key), float)
-    if kind == "default":
-        return frequencies
-    if kind == "linear":
-        return frequencies / number("factor")
-    if kind != "llama3":
-        raise ValueError(f"rope_type = {kind!r}: must be default, linear or llama3")
-    # low frequencies are stretched, high ones are kept, with a ramp in between
-    low = number("low_freq_factor")
-    n_trained = scaling.get("original_max_position_embeddings") or config.block_size
-    turns = n_trained * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (number("high_freq_factor") - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / number("factor"))
-
 class GPT:
     """A model, or one device's share of it. Made by from_preset() or from_pretrained()."""
 
-    def __init__(self, config: GPTConfig, take: Callable, dtype: torch.dtype, world: World):
-        """Keep this rank's share of each tensor that take(name, shape) returns."""
-        self.config = config = config.shard_of(world.rank, world.size)
+    def __init__(self, config: GPTConfig, take, dtype: torch.dtype, world: "World"):
+        """take(name, shape) -> a tensor of the whole model, of which this rank keeps its share"""
+        self.config = config.shard_of(world.rank, world.size)
         self.world = world
         self.dtype = dtype
-        self.weights = {}  # as in config.tensors, matrices packed for this machine
+        self.weights = self.take_weights(take)  # as in config.tensors, packed for this machine
+        self.device = self.weights["embedding.weight"].device
         self.merged = None  # the adapter in the weights
         self.originals = {}  # weights without it
-        self.frequencies = rotary_frequencies(config).to(world.device)
-        for name, parts in config.tensors.items():
-            shares = [cut(take(part, shape), dim, config.shard, part) for part, shape, dim in parts]
-            if world.rank > 0 and name.endswith(RANK_0):
-                continue
-            weight = torch.cat(shares).to(world.device, dtype)
-            is_table = name.startswith(("embedding", "positions"))
-            self.weights[name] = weight if is_table or weight.dim() == 1 else pack(weight)
-        if config.tied and world.rank == 0:
-            self.weights["head.weight"] = pack(self.weights["embedding.weight"])
-        self.device = self.weights["embedding.weight"].device
-
-    def affine(self, name):
-        """(weight, bias or None) of a norm or an operator such as 3.preproj"""
-        return self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
-
-    @property
-    def n_bytes(self):
-        """Bytes of all weights on this device"""
-        return sum(w.numel() * w.dtype.itemsize for w in set(self.weights.values()))
-
-    def iteration_bytes(self, n_token, n_logits):
-        """Bytes of an iteration's activations, and of its logits while they are sampled"""
-        c = self.config
-        numbers = 5 * c.n_embd + 3 * c.n_inner + 2 * c.n_head * c.head_dim
-        return n_token * numbers * self.dtype.itemsize + n_logits * c.vocab_size * 24
-
-    def new_cache(self, n_page):
-        """A zeroed cache (L, 2, n_page, Hk, D)"""
-        c = self.config
-        return torch.zeros(c.n_layer, 2, n_page, c.n_kv_head, c.head_dim, dtype=self.dtype,
-                           device=self.device)
-
-    def embed(self, tokens, positions):
-        """tokens (..., N), positions (N,) -> x (..., N, C), and (cos, sin), each (N, D / 2)"""
-        x = F.embedding(tokens, self.weights["embedding.weight"])
-        if not self.config.is_llama:
-            return x + F.embedding(positions, self.weights["positions.weight"]), (None, None)
-        angles = positions[:, None] * self.frequencies
-        return x, (angles.cos(), angles.sin())
+        self.frequencies = rotary_frequencies(self.config).to(self.device)
 
     @torch.inference_mode()
     def forward(self, batch, kv, mark=lambda operator: None):
@@ -381,6 +169,18 @@ class GPT:
             mark(op)
         return y
 
+    def affine(self, name):
+        """(weight, bias or None) of a norm or an operator such as 3.preproj"""
+        return self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+
+    def embed(self, tokens, positions):
+        """tokens (..., N), positions (N,) -> x (..., N, C), and (cos, sin), each (N, D / 2)"""
+        x = F.embedding(tokens, self.weights["embedding.weight"])
+        if not self.config.is_llama:
+            return x + F.embedding(positions, self.weights["positions.weight"]), (None, None)
+        angles = positions[:, None] * self.frequencies
+        return x, (angles.cos(), angles.sin())
+
     def forward_ref(self, tokens):
         """tokens (B, T) -> logits (B, T, V) in float32, by the operators' definitions: no cache"""
         c = self.config
@@ -407,35 +207,24 @@ class GPT:
         assert self.world.size == 1, "the reference has no tensor parallelism"
         return self.forward_ref(torch.as_tensor(tokens, device=self.device)[None])[0]
 
-    def make_trainable(self):
-        """Replace all weights by trainable ones, which are not packed. -> list of them"""
-        for name, weight in self.weights.items():
-            self.weights[name] = weight.to_dense().detach().requires_grad_()
-        if self.config.tied:
-            self.weights["head.weight"] = self.weights["embedding.weight"]
-        return list(dict.fromkeys(self.weights.values()))
-
-    @torch.inference_mode()
-    def merge(self, adapter):
-        """The merge-and-swap baseline [S-LoRA §4.1]: W becomes W + A B, or W again for None."""
-        self.weights |= self.originals
-        self.originals = {}
-        self.merged = adapter
-        for op, operator in self.config.operators.items() if adapter else []:
-            merged = operator.columns.keys() & adapter.ranks
-            for i in range(self.config.n_layer if merged else 0):
-                name = f"{i}.{op}.weight"
-                self.originals[name] = self.weights[name]
-                weight = self.weights[name].to_dense().clone()
-                for module in merged:
-                    first, columns = operator.columns[module]
-                    a, b = (t[i].to(self.device).float() for t in adapter.factors(module))
-                    weight[first:first + columns] += b.T @ a
-                self.weights[name] = pack(weight)
+    def take_weights(self, take):
+        """{our name: this rank's share}, matrices packed"""
+        weights = {}
+        for name, parts in self.config.tensors.items():
+            shares = [cut(take(part, shape), dim, self.config.shard, part)
+                      for part, shape, dim in parts]
+            if self.world.rank > 0 and name.endswith(RANK_0):
+                continue
+            weight = torch.cat(shares).to(self.world.device, self.dtype)
+            is_table = name.startswith(("embedding", "positions"))
+            weights[name] = weight if is_table or weight.dim() == 1 else pack(weight)
+        if self.config.tied and self.world.rank == 0:
+            weights["head.weight"] = pack(weights["embedding.weight"])
+        return weights
 
     @classmethod
     def from_preset(cls, name: str | GPTConfig, dtype: torch.dtype | str | None = None,
-                    device: str = "cpu", seed: int = 0, world: World | None = None) -> "GPT":
+                    device: str = "cpu", seed: int = 0, world: "World | None" = None) -> "GPT":
         """Random weights, for one seed the same on any number of devices"""
         config = name if isinstance(name, GPTConfig) else preset(name)
         world = world or World(device)
@@ -449,10 +238,10 @@ class GPT:
 
     @classmethod
     def from_pretrained(cls, name: str | Path, dtype: torch.dtype | str | None = None,
-                        device: str = "cpu", world: World | None = None) -> "GPT":
+                        device: str = "cpu", world: "World | None" = None) -> "GPT":
         """A Hugging Face folder, or the name of one on the Hub (owner/name), of a family in
         FAMILIES. FileNotFoundError for what is missing, ValueError for contents that do not fit."""
-        folder = find_folder(name)
+        folder = find_folder(name) or Path(name)
         config, stored = read_config(folder)
         checkpoint = Checkpoint(folder, "model")
         head = checkpoint.get("lm_head.weight")
@@ -476,219 +265,74 @@ class GPT:
                 tensor, weight = weight.tensor_split([shape[0]])
                 tensors[part] = tensor.T if part.endswith(TRANSPOSED) else tensor
         keys = {KEYS.get(key, key): key for key in FAMILIES[c.family]}
-        settings = {keys[name]: value for name, value in asdict(c).items() if name in keys}
+        settings = {keys[name]: value for name, value in vars(c).items() if name in keys}
         settings |= {"architectures": [ARCHITECTURES[c.family]], "model_type": c.family,
                      "dtype": str(self.dtype).removeprefix("torch."), "sliding_window": None}
         write_folder(folder, "model", tensors, "config.json", settings)
 
-# -----------------------------------------------------------------------------
-# Hugging Face folders
-TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (n_in, n_out)
-# buffers, a head that equals the embedding, and other heads, of a training
-NOT_NEEDED = r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq|lm_head\.weight)|(v_head|score)\..*"
-BARE = r"^(?=(embed_tokens|layers|norm)\.)"  # names that AutoModel wrote, without "model."
-KEYS = dict(  # key of config.json -> field of GPTConfig, where the names differ
-    num_hidden_layers="n_layer", num_attention_heads="n_head", num_key_value_heads="n_kv_head",
-    hidden_size="n_embd", intermediate_size="n_inner", rms_norm_eps="norm_eps",
-    layer_norm_epsilon="norm_eps", max_position_embeddings="block_size", n_positions="block_size",
-    tie_word_embeddings="tied")
-GPT2 = dict(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12, n_inner=None,
-            layer_norm_epsilon=1e-5, tie_word_embeddings=True, eos_token_id=50256)
-LLAMA = dict(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
-             num_attention_heads=32, num_key_value_heads=None, head_dim=None, rms_norm_eps=1e-6,
-             max_position_embeddings=2048, rope_theta=10000.0, tie_word_embeddings=False,
-             eos_token_id=2, rope_scaling=None)
-MISTRAL = dict(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072,
-               sliding_window=4096)
-QWEN2 = dict(vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, eos_token_id=None,
-             max_position_embeddings=32768, sliding_window=4096, use_sliding_window=False,
-             max_window_layers=28, layer_types=None)
-FAMILIES = {  # family -> the keys of config.json that it knows, with transformers' defaults
-    "gpt2": GPT2, "llama": LLAMA | dict(attention_bias=False, mlp_bias=False),
-    "mistral": LLAMA | MISTRAL, "qwen2": LLAMA | QWEN2,
-    "qwen3": LLAMA | QWEN2 | dict(head_dim=128, attention_bias=False)}
-ARCHITECTURES = dict(gpt2="GPT2LMHeadModel", llama="LlamaForCausalLM", qwen2="Qwen2ForCausalLM",
-                     qwen3="Qwen3ForCausalLM", mistral="MistralForCausalLM")
-OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")  # null is not the default
-MODEL_SETTINGS = {  # keys of config.json that change the mathematics -> the values they may have
-    "model_type": [*FAMILIES], "hidden_act": ["silu", "swish"], "quantization_config": [None],
-    "partial_rotary_factor": [1, None], "full_attention": [None], "add_cross_attention": [False],
-    "activation_function": ["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate"],
-    "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False]}
+    @property
+    def n_bytes(self):
+        """Bytes of all weights on this device"""
+        return sum(w.numel() * w.dtype.itemsize for w in set(self.weights.values()))
 
-def read_json(path):
-    """The settings in a file"""
-    try:
-        return dict(json.loads(path.read_text("utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} does not hold settings in JSON: {error}") from None
+    def iteration_bytes(self, n_token, n_logits):
+        """Bytes of an iteration's activations, and of its logits while they are sampled"""
+        c = self.config
+        numbers = 5 * c.n_embd + 3 * c.n_inner + 2 * c.n_head * c.head_dim
+        return n_token * numbers * self.dtype.itemsize + n_logits * c.vocab_size * 24
 
-def check_settings(path, settings, table, others=None):
-    """ValueError for a value that is not supported. table: {setting: valid values, None: any};
-    others: valid values of settings that are not in the table"""
-    for key, value in settings.items():
-        valid = table.get(key, others)
-        if valid is not None and value not in valid:
-            valid = " or ".join(map(repr, valid))
-            raise ValueError(f"{path}: {key} = {value!r:.100} is not supported, only {valid}")
+    def new_cache(self, n_page):
+        """A zeroed cache (L, 2, n_page, Hk, D)"""
+        c = self.config
+        return torch.zeros(c.n_layer, 2, n_page, c.n_kv_head, c.head_dim, dtype=self.dtype,
+                           device=self.device)
 
-def read_config(folder):
-    """folder/config.json -> (GPTConfig, name of the stored dtype)"""
-    path = folder / "config.json"
-    settings = read_json(path)
-    if settings.get("model_type") is None:  # the architecture decides
-        names = settings.get("architectures") or ()
-        families = [family for family, name in ARCHITECTURES.items() if name in names]
-        settings["model_type"] = families[0] if families else None
-    # transformers 5 writes rope_parameters
-    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    settings |= check_type(path, "rope_scaling", rope, dict) | {"rope_scaling": rope or None}
-    settings = {"model_type": settings["model_type"]} | settings  # refused before all others
-    check_settings(path, settings, MODEL_SETTINGS)
-    family = settings["model_type"]
-    known = dict(FAMILIES[family])
-    known |= {key: value for key, value in settings.items()
-              if key in known and (value is not None or key in OPTIONAL)}
-    found = {"family": family}
-    types = GPTConfig.__annotations__
-    for key, value in known.items():
-        name = KEYS.get(key, key)
-        if name in types and value is not None:
-            found[name] = check_type(path, key, value, types[name])
-    found["block_size"] = context_of(path, known, found["block_size"])
-    stored = settings.get("dtype") or settings.get("torch_dtype") or "float32"
-    return GPTConfig(**found), stored
+    @torch.inference_mode()
+    def merge(self, adapter):
+        """The merge-and-swap baseline [S-LoRA §4.1]: W becomes W + A B, or W again for None."""
+        self.weights |= self.originals
+        self.originals = {}
+        self.merged = adapter
+        for op, operator in self.config.operators.items() if adapter else []:
+            merged = operator.columns.keys() & adapter.ranks
+            for i in range(self.config.n_layer if merged else 0):
+                name = f"{i}.{op}.weight"
+                self.originals[name] = self.weights[name]
+                weight = self.weights[name].to_dense().clone()
+                for module in merged:
+                    first, columns = operator.columns[module]
+                    a, b = (t[i].to(self.device).float() for t in adapter.factors(module))
+                    weight[first:first + columns] += b.T @ a
+                self.weights[name] = pack(weight)
 
-def context_of(path, settings, trained):
-    """The longest context: that of the training, or the sliding window of some layers"""
-    window = settings.get("sliding_window")
-    if window is None or not settings.get("use_sliding_window", True):
-        return trained
-    is_windowed = settings["num_hidden_layers"] > settings.get("max_window_layers", 0)
-    if settings.get("layer_types"):
-        is_windowed = "sliding_attention" in settings["layer_types"]
-    if not is_windowed or check_type(path, "sliding_window", window, int) >= trained:
-        return trained
-    print(f"{path}: sliding_window = {window} limits the context to {window} tokens",
-          file=sys.stderr)
-    return window
+    def make_trainable(self):
+        """Replace all weights by trainable ones, which are not packed. -> list of them"""
+        for name, weight in self.weights.items():
+            self.weights[name] = weight.to_dense().detach().requires_grad_()
+        if self.config.tied:
+            self.weights["head.weight"] = self.weights["embedding.weight"]
+        return list(dict.fromkeys(self.weights.values()))
 
-def check_type(path, key, value, kind):
-    """The value. ValueError if it is of another type, or a number that is not positive."""
-    kinds = (int, float) if kind is float else kind
-    if not isinstance(value, kinds) or (kind in (int, float) and value <= 0):
-        name = f"{'positive ' if kind in (int, float) else ''}{kind.__name__}"
-        raise ValueError(f"{path}: {key} = {value!r}: must be a {name}")
-    return value
-
-def write_folder(folder, stem, tensors, settings_name, settings):
-    """Write {name: tensor} to folder/stem.safetensors, and settings beside it."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, folder / f"{stem}.safetensors", metadata={"format": "pt"})
-    (folder / settings_name).write_text(json.dumps(settings, indent=1))
-
-def files_of(folder, stem):
-    """Names of the files with tensors: stem.safetensors, else those that its index names"""
-    index = folder / f"{stem}.safetensors.index.json"
-    if (folder / f"{stem}.safetensors").is_file() or not index.is_file():
-        return [f"{stem}.safetensors"]
-    files = check_type(index, "weight_map", read_json(index).get("weight_map"), dict)
-    return sorted(set(files.values()))
-
-class Checkpoint(dict):
-    """{name: tensor} of a folder. Tensors are read from their files when they are used."""
-
-    def __init__(self, folder, stem):
-        self.folder = folder
-        for path in [folder / file for file in files_of(folder, stem)]:
-            if not path.is_file():
-                raise FileNotFoundError(f"{path} does not exist (.bin files are not read: load one "
-                                        "with transformers or PEFT, save_pretrained() writes this)")
-            try:
-                tensors = load_file(path).items()
-            except SafetensorError as error:
-                raise ValueError(f"{path} is damaged: {error}") from None
-            for name, tensor in tensors:
-                self[re.sub(BARE, "model.", name.removeprefix("transformer."))] = tensor
-
-    def take(self, name, shape):
-        """Remove a tensor and return it, as (n_out, n_in). ValueError if it does not fit."""
-        if name not in self:
-            raise ValueError(f"{self.folder}: tensor {name!r} is missing")
-        tensor = self.pop(name)
-        tensor = tensor.T if name.endswith(TRANSPOSED) else tensor
-        if tensor.shape != shape or not tensor.is_floating_point():
-            raise ValueError(f"{self.folder}: tensor {name!r} is {tuple(tensor.shape)} "
-                             f"{tensor.dtype}, must be {shape} and floating point")
-        return tensor
-
-OFF = [None, False, "", [], {}]
-LORA_SETTINGS = {  # fields of PEFT's LoraConfig -> the values they may have; None: any
-    "peft_type": ["LORA"], "bias": ["none"],
-    # all other ways change the weights of the base model
-    "init_lora_weights": [True, False, None, "gaussian", "orthogonal", "eva", "mica"],
-    # used below, or without effect after the training: the tensors say which modules have changed
-    **dict.fromkeys("""r lora_alpha use_rslora rank_pattern alpha_pattern task_type auto_mapping
-        peft_version base_model_name_or_path revision inference_mode lora_dropout fan_in_fan_out
-        target_modules exclude_modules layers_to_transform layers_pattern loftq_config eva_config
-        corda_config lora_ga_config megatron_core qalora_group_size runtime_config
-        ensure_weight_tying merge_weights lora_dtype lorap_lr_ratio lorap_emb_lr""".split()),
-    # other mathematics, or tensors besides A and B; so are all settings of a later PEFT
-    **dict.fromkeys("""use_dora lora_bias modules_to_save trainable_token_indices use_qalora
-        alora_invocation_tokens layer_replication target_parameters megatron_config use_bdlora
-        arrow_config kasa_config velora_config monteclora_config""".split(), OFF)}
-LORA_NUMBERS = dict(r=8, lora_alpha=8, rank_pattern={}, alpha_pattern={})  # PEFT's defaults
-# with or without the prefixes of PEFT and of wrappers, and with or without the adapter's name
-LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*(?:layers|h)\.(\d+)\.(.+)"
-               r"\.lora_)[AB]((?:\.[^.]+)?\.weight)")
-EMBEDDING = r"\b(embed_tokens|wte|lm_head)\."
-
-def of_pattern(patterns, path, default):
-    """The value of the first pattern that a module's path matches, as PEFT matches it."""
-    return next((value for pattern, value in (patterns or {}).items()
-                 if re.match(rf"(.*\.)?({pattern})$", path)), default)
-
-def read_factors(folder, config, base):
-    """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}.
-    base: {our name: weight} of the base model, on this device"""
-    path = folder / "adapter_config.json"
-    settings = LORA_NUMBERS | read_json(path)
-    check_settings(path, settings, LORA_SETTINGS, OFF)
-    checkpoint = Checkpoint(folder, "adapter_model")
-    # PEFT saves the embeddings too, if the vocabulary was resized
-    for name in [name for name in checkpoint if re.search(EMBEDDING, name)]:
-        ours = (base or {}).get("head.weight" if "lm_head" in name else "embedding.weight")
-        theirs = checkpoint.pop(name)
-        if not base or ours is not None and not torch.equal(ours.to_dense(), theirs.to(ours)):
-            raise ValueError(f"{folder}: {name!r}: embeddings in an adapter are not supported, "
-                             "except those of its base model: merge it with PEFT")
-    factors = {}
-    while checkpoint:
-        name = next(iter(checkpoint))
-        match = re.fullmatch(LORA_TENSOR, name)
-        if match is None or match[3] not in config.modules or int(match[2]) >= config.n_layer:
-            raise ValueError(f"{folder}: {name!r} does not fit: layers 0 to {config.n_layer - 1}, "
-                             f"modules {', '.join(config.modules)}")
-        start, layer, module, end = match.groups()
-        place = module, int(layer)
-        if place in factors:
-            raise ValueError(f"{folder}: {name!r} is of a second adapter, only one is read")
-        target = f"{config.layers}.{layer}.{module}"
-        try:
-            rank = of_pattern(settings["rank_pattern"], target, settings["r"])
-            alpha = of_pattern(settings["alpha_pattern"], target, settings["lora_alpha"])
-            root = math.sqrt(rank)
-            scaling = alpha / (root if settings.get("use_rslora") else rank)
-        except (TypeError, ValueError, ArithmeticError, AttributeError, re.error) as error:
-            given = ", ".join(f"{key} = {settings[key]!r:.100}" for key in LORA_NUMBERS)
-            raise ValueError(f"{path}: {error} for {given}") from None
-        _, n_out, n_in = config.modules[module]
-        a = checkpoint.take(f"{start}A{end}", (rank, n_in))
-        b = checkpoint.take(f"{start}B{end}", (n_out, rank))
-        factors[place] = a, b.T.float() * scaling
-    return factors
+def rotary_frequencies(config):
+    """Radians per position (D / 2,), stretched as config.rope_scaling says, or ValueError."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = config.rope_theta ** -exponent
+    scaling = config.rope_scaling or {}
+    kind = scaling.get("rope_type") or scaling.get("type", "default")
+    def number(key):
+        return check_range(f"rope_type = {kind!r}: {key}", scaling.get(key), LEAST[float])
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return frequencies / number("factor")
+    if kind != "llama3":
+        raise ValueError(f"rope_type = {kind!r}: must be default, linear or llama3")
+    # low frequencies are stretched, high ones are kept, with a ramp in between
+    low = number("low_freq_factor")
+    n_trained = scaling.get("original_max_position_embeddings") or config.block_size
+    turns = n_trained * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (number("high_freq_factor") - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / number("factor"))
 
 class Adapter:
     """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. From the first
@@ -790,25 +434,430 @@ class Adapter:
         kv.index_copy_(2, pages, planes.unflatten(-1, kv.shape[3:]))
 
 # -----------------------------------------------------------------------------
-# text
-# Text to tokens and back, through functions of a library. encode(text) -> tokens; decode(tokens) ->
-# text; stop: tokens that end a text; stream(tokens of a prompt) -> a function tokens -> text that
-# continues it, where a character is held back until it is whole; chat(text of a user) -> tokens in
-# the folder's chat template, or None if it has none, or if the text begins with a special token, as
-# it does in a template. Special tokens are no text
-Tokenizer = namedtuple("Tokenizer", "encode decode stop stream chat", defaults=[lambda text: None])
+# part 2: the tensors of a shape, and how devices share them. May be skipped
+
+# [SARATHI Table 1]; ln: linear -> dim of a weight that tensor parallelism cuts, 0: its output
+OPERATORS = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
+ROW_PARALLEL = ("postproj", "ffn_ln2")  # their input is cut
+RANK_0 = ("head.weight", "postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
+# our name, name in a checkpoint, has a bias, shape; * is a layer. Lines of one name are one matrix.
+# GPTConfig.tensors makes of three lines, for llama-7b, "3.preproj.weight":
+# [("model.layers.3.self_attn.q_proj.weight", (4096, 4096), 0), the same of k_proj and of v_proj]
+TENSORS = {
+    "llama": """embedding    model.embed_tokens                        no   V C
+                norm         model.norm                                no   C
+                head         lm_head                                   no   V C
+                *.norm1      model.layers.*.input_layernorm            no   C
+                *.preproj    model.layers.*.self_attn.q_proj           qkv  Q C
+                *.preproj    model.layers.*.self_attn.k_proj           qkv  K C
+                *.preproj    model.layers.*.self_attn.v_proj           qkv  K C
+                *.qk_norm    model.layers.*.self_attn.q_norm           no   D
+                *.qk_norm    model.layers.*.self_attn.k_norm           no   D
+                *.postproj   model.layers.*.self_attn.o_proj           o    C Q
+                *.norm2      model.layers.*.post_attention_layernorm   no   C
+                *.ffn_ln1    model.layers.*.mlp.gate_proj              mlp  I C
+                *.ffn_ln1    model.layers.*.mlp.up_proj                mlp  I C
+                *.ffn_ln2    model.layers.*.mlp.down_proj              mlp  C I""",
+    "gpt2": """embedding    wte              no   V C
+               positions    wpe              no   T C
+               norm         ln_f             yes  C
+               head         lm_head          no   V C
+               *.norm1      h.*.ln_1         yes  C
+               *.preproj    h.*.attn.c_attn  yes  QKV C
+               *.postproj   h.*.attn.c_proj  yes  C Q
+               *.norm2      h.*.ln_2         yes  C
+               *.ffn_ln1    h.*.mlp.c_fc     yes  I C
+               *.ffn_ln2    h.*.mlp.c_proj   yes  C I"""}
+# columns: {module: (first column, columns)} of the output, to which adapters of this device add
+Operator = namedtuple("Operator", "n_in n_out columns")
+
+def list_tensors(config):
+    """{our name: [(name in a checkpoint, shape, dim that is cut by tensor parallelism)]}"""
+    c = config
+    n = c.shard[1]
+    Q = n * c.n_head * c.head_dim
+    K = n * c.n_kv_head * c.head_dim
+    sizes = dict(V=c.vocab_size, T=c.block_size, C=c.n_embd, D=c.head_dim, I=n * c.n_inner,
+                 Q=Q, K=K, QKV=Q + 2 * K)
+    has_bias = dict(no=False, yes=True, o=c.attention_bias, mlp=c.mlp_bias,
+                    qkv=c.attention_bias or c.family == "qwen2")
+    tensors = defaultdict(list)
+    for line in TENSORS["llama" if c.is_llama else "gpt2"].splitlines():
+        if "qk_norm" in line and c.family != "qwen3":
+            continue
+        for i in range(c.n_layer if "*" in line else 1):
+            ours, theirs, bias, *letters = line.replace("*", str(i)).split()
+            shape = tuple(sizes[letter] for letter in letters)
+            dim = OPERATORS.get(ours.split(".")[-1])
+            tensors[f"{ours}.weight"].append((f"{theirs}.weight", shape, dim))
+            if has_bias[bias]:
+                tensors[f"{ours}.bias"].append((f"{theirs}.bias", shape[:1], dim))
+    if c.tied:
+        del tensors["head.weight"]
+    return tensors
+
+def count_parameters(config):
+    """Parameters of the whole model, embeddings included"""
+    parts = sum(config.tensors.values(), [])
+    return sum(math.prod(shape) for _, shape, _ in parts)
+
+def list_modules(config):
+    """{module of a checkpoint: (operator, n_out, n_in)} of one layer of the whole model"""
+    modules = {}
+    for op in OPERATORS:
+        for name, shape, _ in config.tensors[f"0.{op}.weight"]:
+            module = name.split(".0.")[1].removesuffix(".weight")
+            modules[module] = (op, *shape)
+    return modules
+
+def list_operators(config):
+    """{name: Operator} of one layer of this share"""
+    i, n = config.shard
+    operators = {}
+    for module, (op, n_out, n_in) in config.modules.items():
+        own = n_out // n
+        if op in ROW_PARALLEL:
+            operators[op] = Operator(n_in // n, n_out, {module: (i * own, own)})
+        else:
+            _, first, columns = operators.get(op, (n_in, 0, {}))
+            operators[op] = Operator(n_in, first + own, columns | {module: (first, own)})
+    return operators
+
+class World:
+    """The processes that share every layer of one model. World() is a process on its own."""
+
+    def __init__(self, device="cpu", rank=0, size=1):
+        self.rank = rank
+        self.size = size
+        self.device = torch.device(device)
+        self.n_bytes = 0  # sent by this rank
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)  # Triton launches kernels there
+
+    @classmethod
+    def start(cls, size, device="cpu"):
+        """Join the `size` processes that torchrun started. ValueError if it started others."""
+        n = int(os.environ.get("WORLD_SIZE", 1))
+        if n != size:
+            most = max(n, size)
+            raise ValueError(f"tp = {size} needs {size} processes, there are {n}: torchrun "
+                             f"--nproc_per_node {most} sarathi.py --tp {most} ...")
+        if size == 1:
+            return cls(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        atexit.register(dist.destroy_process_group)
+        if device == "cuda":
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
+        return cls(device, dist.get_rank(), size)
+
+    def all_reduce(self, x):
+        """The sum of every rank's x, in place. Each rank sends 2 (n - 1) / n of x [S-LoRA §6]."""
+        dist.all_reduce(x)
+        self.n_bytes += 2 * (self.size - 1) * x.nbytes // self.size
+        return x
+
+    def all_gather(self, x):
+        """x (N, C) -> (N, C * n): column 0 of every rank, then column 1, ... Each sends n - 1 times
+        x."""
+        out = x.new_empty(self.size, *x.shape)
+        dist.all_gather(list(out), x)
+        self.n_bytes += (self.size - 1) * x.nbytes
+        return out.movedim(0, -1).flatten(1)
+
+    def broadcast(self, value):
+        """The value of rank 0 on every rank"""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values)
+        return values[0]
+
+def cut(tensor, dim, shard, module):
+    """Share i of n along dim, if the tensor has it. GPT-2's c_attn is q, k, v: each one is cut."""
+    i, n = shard
+    if dim is None or dim == tensor.dim() or n == 1:
+        return tensor
+    pieces = tensor.chunk(3 if "c_attn" in module else 1, dim)
+    return torch.cat([piece.chunk(n, dim)[i] for piece in pieces], dim)
+
+# -----------------------------------------------------------------------------
+# part 3: checks of what users give, here and in sarathi.py. May be skipped
+
+def check_choice(name, value, choices):
+    """Returns value. KeyError that lists the choices if it is none of them."""
+    if value not in choices:
+        valid = ", ".join(map(str, choices)) or "none, there is none yet"
+        raise KeyError(f"unknown {name} {value!r}: one of {valid}")
+    return value
+
+def check_range(name, value, low, high=math.inf):
+    """Returns value, as low's type. ValueError if it is not such a number in low .. high."""
+    kind = type(low)
+    good = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    if not good or not low <= value <= high:
+        raise ValueError(f"{name} = {short(value)}: must be in {low} .. {high} ({kind.__name__})")
+    return kind(value)
+
+def check_type(name, value, kind, valid):
+    """Returns value. ValueError if it is not of this class, or of one of these."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} = {short(value)}: must be {valid}")
+    return value
+
+def short(value):
+    return " ".join(repr(value).split())[:60]
+
+def check_settings(path, settings, table, others=None):
+    """ValueError for a value that is not supported. table: {setting: valid values, None: any};
+    others: valid values of settings that are not in the table"""
+    for key, value in settings.items():
+        valid = table.get(key, others)
+        if valid is not None and value not in valid:
+            valid = " or ".join(map(repr, valid))
+            raise ValueError(f"{path}: {key} = {value!r:.100} is not supported, only {valid}")
+
+# -----------------------------------------------------------------------------
+# part 4: Hugging Face folders: settings and tensors. May be skipped
+
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (n_in, n_out)
+# buffers, a head that equals the embedding, and other heads, of a training
+NOT_NEEDED = r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq|lm_head\.weight)|(v_head|score)\..*"
+BARE = r"^(?=(embed_tokens|layers|norm)\.)"  # names that AutoModel wrote, without "model."
+KEYS = dict(  # key of config.json -> field of GPTConfig, where the names differ
+    num_hidden_layers="n_layer", num_attention_heads="n_head", num_key_value_heads="n_kv_head",
+    hidden_size="n_embd", intermediate_size="n_inner", rms_norm_eps="norm_eps",
+    layer_norm_epsilon="norm_eps", max_position_embeddings="block_size", n_positions="block_size",
+    tie_word_embeddings="tied")
+GPT2 = dict(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12, n_inner=None,
+            layer_norm_epsilon=1e-5, tie_word_embeddings=True, eos_token_id=50256)
+LLAMA = dict(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+             num_attention_heads=32, num_key_value_heads=None, head_dim=None, rms_norm_eps=1e-6,
+             max_position_embeddings=2048, rope_theta=10000.0, tie_word_embeddings=False,
+             eos_token_id=2, rope_scaling=None)
+MISTRAL = dict(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072,
+               sliding_window=4096)
+QWEN2 = dict(vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, eos_token_id=None,
+             max_position_embeddings=32768, sliding_window=4096, use_sliding_window=False,
+             max_window_layers=28, layer_types=None)
+FAMILIES = {  # family -> the keys of config.json that it knows, with transformers' defaults
+    "gpt2": GPT2, "llama": LLAMA | dict(attention_bias=False, mlp_bias=False),
+    "mistral": LLAMA | MISTRAL, "qwen2": LLAMA | QWEN2,
+    "qwen3": LLAMA | QWEN2 | dict(head_dim=128, attention_bias=False)}
+ARCHITECTURES = dict(gpt2="GPT2LMHeadModel", llama="LlamaForCausalLM", qwen2="Qwen2ForCausalLM",
+                     qwen3="Qwen3ForCausalLM", mistral="MistralForCausalLM")
+LEAST = {int: 1, float: 1e-30}  # numbers are positive
+OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")  # null is not the default
+MODEL_SETTINGS = {  # keys of config.json that change the mathematics -> the values they may have
+    "model_type": [*FAMILIES], "hidden_act": ["silu", "swish"], "quantization_config": [None],
+    "partial_rotary_factor": [1, None], "full_attention": [None], "add_cross_attention": [False],
+    "activation_function": ["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate"],
+    "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False]}
+
+def read_json(path):
+    """The settings in a file"""
+    try:
+        return dict(json.loads(path.read_text("utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} does not hold settings in JSON: {error}") from None
+
+def read_config(folder):
+    """folder/config.json -> (GPTConfig, name of the stored dtype)"""
+    path = folder / "config.json"
+    settings = read_json(path)
+    # 1. the family, or that of the architecture. It is refused before all others
+    if settings.get("model_type") is None:
+        names = settings.get("architectures") or ()
+        families = [family for family, name in ARCHITECTURES.items() if name in names]
+        settings["model_type"] = families[0] if families else None
+    family = settings["model_type"]
+    check_settings(path, {"model_type": family}, MODEL_SETTINGS)
+    # 2. settings of RoPE beside the others. transformers 5 writes rope_parameters
+    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    check_type(f"{path}: rope_scaling", rope, dict, "a dict")
+    settings |= rope | {"rope_scaling": rope or None}
+    check_settings(path, settings, MODEL_SETTINGS)
+    # 3. transformers' defaults, and the values that the file has
+    known = dict(FAMILIES[family])
+    known |= {key: value for key, value in settings.items()
+              if key in known and (value is not None or key in OPTIONAL)}
+    # 4. those of a GPTConfig, by our names
+    found = {"family": family}
+    types = GPTConfig.__annotations__
+    for key, value in known.items():
+        name = KEYS.get(key, key)
+        if name in types and value is not None:
+            kind = types[name]
+            if kind in LEAST:
+                found[name] = check_range(f"{path}: {key}", value, LEAST[kind])
+            else:
+                found[name] = check_type(f"{path}: {key}", value, kind, f"a {kind.__name__}")
+    found["block_size"] = context_of(path, known, found["block_size"])
+    stored = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    return GPTConfig(**found), stored
+
+def context_of(path, settings, trained):
+    """The longest context: that of the training, or the sliding window of some layers"""
+    window = settings.get("sliding_window")
+    if window is None or not settings.get("use_sliding_window", True):
+        return trained
+    is_windowed = settings["num_hidden_layers"] > settings.get("max_window_layers", 0)
+    if settings.get("layer_types"):
+        is_windowed = "sliding_attention" in settings["layer_types"]
+    if not is_windowed or check_range(f"{path}: sliding_window", window, 1) >= trained:
+        return trained
+    print(f"{path}: sliding_window = {window} limits the context to {window} tokens",
+          file=sys.stderr)
+    return window
+
+def write_folder(folder, stem, tensors, settings_name, settings):
+    """Write {name: tensor} to folder/stem.safetensors, and settings beside it."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / f"{stem}.safetensors", metadata={"format": "pt"})
+    (folder / settings_name).write_text(json.dumps(settings, indent=1))
+
+def files_of(folder, stem):
+    """Names of the files with tensors: stem.safetensors, else those that its index names"""
+    index = folder / f"{stem}.safetensors.index.json"
+    if (folder / f"{stem}.safetensors").is_file() or not index.is_file():
+        return [f"{stem}.safetensors"]
+    files = read_json(index).get("weight_map")
+    check_type(f"{index}: weight_map", files, dict, "a dict")
+    return sorted(set(files.values()))
+
+class Checkpoint(dict):
+    """{name: tensor} of a folder. Tensors are read from their files when they are used."""
+
+    def __init__(self, folder, stem):
+        self.folder = folder
+        for path in [folder / file for file in files_of(folder, stem)]:
+            if not path.is_file():
+                raise FileNotFoundError(f"{path} does not exist (.bin files are not read: load one "
+                                        "with transformers or PEFT, save_pretrained() writes this)")
+            try:
+                tensors = load_file(path).items()
+            except SafetensorError as error:
+                raise ValueError(f"{path} is damaged: {error}") from None
+            for name, tensor in tensors:
+                self[re.sub(BARE, "model.", name.removeprefix("transformer."))] = tensor
+
+    def take(self, name, shape):
+        """Remove a tensor and return it, as (n_out, n_in). ValueError if it does not fit."""
+        if name not in self:
+            raise ValueError(f"{self.folder}: tensor {name!r} is missing")
+        tensor = self.pop(name)
+        tensor = tensor.T if name.endswith(TRANSPOSED) else tensor
+        if tensor.shape != shape or not tensor.is_floating_point():
+            raise ValueError(f"{self.folder}: tensor {name!r} is {tuple(tensor.shape)} "
+                             f"{tensor.dtype}, must be {shape} and floating point")
+        return tensor
+
+def is_fast(dtype, device):
+    """Whether this machine is about as fast in a dtype as in float32, or faster"""
+    if torch.device(device).type == "cuda":
+        return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0)
+    weight = torch.empty(2, 2, dtype=dtype)  # pack returns it as it is if no product is fast
+    return dtype == torch.float32 or pack(weight) is not weight
+
+def pick_dtype(dtype, device, stored="bfloat16"):
+    """A torch dtype. None: the stored one if this machine is fast in it, else float32."""
+    name = str(dtype or stored).removeprefix("torch.")
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype = {name!r}: must be one of float32, bfloat16, float16")
+    if dtype is None and not is_fast(getattr(torch, name), device):
+        name = "float32"
+    return getattr(torch, name)
+
+# -----------------------------------------------------------------------------
+# part 5: PEFT folders: settings and tensors. May be skipped
+
+OFF = [None, False, "", [], {}]
+LORA_SETTINGS = {  # fields of PEFT's LoraConfig -> the values they may have; None: any
+    "peft_type": ["LORA"], "bias": ["none"],
+    # all other ways change the weights of the base model
+    "init_lora_weights": [True, False, None, "gaussian", "orthogonal", "eva", "mica"],
+    # used below, or without effect after the training: the tensors say which modules have changed
+    **dict.fromkeys("""r lora_alpha use_rslora rank_pattern alpha_pattern task_type auto_mapping
+        peft_version base_model_name_or_path revision inference_mode lora_dropout fan_in_fan_out
+        target_modules exclude_modules layers_to_transform layers_pattern loftq_config eva_config
+        corda_config lora_ga_config megatron_core qalora_group_size runtime_config
+        ensure_weight_tying merge_weights lora_dtype lorap_lr_ratio lorap_emb_lr""".split()),
+    # other mathematics, or tensors besides A and B; so are all settings of a later PEFT
+    **dict.fromkeys("""use_dora lora_bias modules_to_save trainable_token_indices use_qalora
+        alora_invocation_tokens layer_replication target_parameters megatron_config use_bdlora
+        arrow_config kasa_config velora_config monteclora_config""".split(), OFF)}
+LORA_NUMBERS = dict(r=8, lora_alpha=8, rank_pattern={}, alpha_pattern={})  # PEFT's defaults
+# with or without the prefixes of PEFT and of wrappers, and with or without the adapter's name
+LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*(?:layers|h)\.(\d+)\.(.+)"
+               r"\.lora_)[AB]((?:\.[^.]+)?\.weight)")
+EMBEDDING = r"\b(embed_tokens|wte|lm_head)\."
+
+def of_pattern(patterns, path, default):
+    """The value of the first pattern that a module's path matches, as PEFT matches it."""
+    return next((value for pattern, value in (patterns or {}).items()
+                 if re.match(rf"(.*\.)?({pattern})$", path)), default)
+
+def read_factors(folder, config, base):
+    """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}.
+    base: {our name: weight} of the base model, on this device"""
+    path = folder / "adapter_config.json"
+    settings = LORA_NUMBERS | read_json(path)
+    check_settings(path, settings, LORA_SETTINGS, OFF)
+    checkpoint = Checkpoint(folder, "adapter_model")
+    # PEFT saves the embeddings too, if the vocabulary was resized
+    for name in [name for name in checkpoint if re.search(EMBEDDING, name)]:
+        ours = (base or {}).get("head.weight" if "lm_head" in name else "embedding.weight")
+        theirs = checkpoint.pop(name)
+        if not base or ours is not None and not torch.equal(ours.to_dense(), theirs.to(ours)):
+            raise ValueError(f"{folder}: {name!r}: embeddings in an adapter are not supported, "
+                             "except those of its base model: merge it with PEFT")
+    factors = {}
+    while checkpoint:
+        name = next(iter(checkpoint))
+        match = re.fullmatch(LORA_TENSOR, name)
+        if match is None or match[3] not in config.modules or int(match[2]) >= config.n_layer:
+            raise ValueError(f"{folder}: {name!r} does not fit: layers 0 to {config.n_layer - 1}, "
+                             f"modules {', '.join(config.modules)}")
+        start, layer, module, end = match.groups()
+        place = module, int(layer)
+        if place in factors:
+            raise ValueError(f"{folder}: {name!r} is of a second adapter, only one is read")
+        target = f"{config.layers}.{layer}.{module}"
+        try:
+            rank = of_pattern(settings["rank_pattern"], target, settings["r"])
+            alpha = of_pattern(settings["alpha_pattern"], target, settings["lora_alpha"])
+            root = math.sqrt(rank)
+            scaling = alpha / (root if settings.get("use_rslora") else rank)
+        except (TypeError, ValueError, ArithmeticError, AttributeError, re.error) as error:
+            given = ", ".join(f"{key} = {settings[key]!r:.100}" for key in LORA_NUMBERS)
+            raise ValueError(f"{path}: {error} for {given}") from None
+        _, n_out, n_in = config.modules[module]
+        a = checkpoint.take(f"{start}A{end}", (rank, n_in))
+        b = checkpoint.take(f"{start}B{end}", (n_out, rank))
+        factors[place] = a, b.T.float() * scaling
+    return factors
+
+# -----------------------------------------------------------------------------
+# part 6: text. May be skipped: engines see tokens alone
+# Text to tokens and back, through functions of a library. encode(text) -> tokens; stop: tokens that
+# end a text; stream(tokens of a prompt) -> a function tokens -> text that continues it, where a
+# character is held back until it is whole; chat(text of a user) -> tokens in the folder's chat
+# template, or None if it has none, or if the text begins with a special token, as it does in a
+# template. Special tokens are no text
+
+Tokenizer = namedtuple("Tokenizer", "encode stop stream chat", defaults=[lambda text: None])
 
 def tiktoken_tokenizer(encoding):
     """The Tokenizer of a tiktoken.Encoding. The last token, which ends a text, is no text, nor are
     tokens that only the model has."""
-    def texts(tokens):
-        return [token for token in tokens if token < encoding.eot_token]
-
     def stream(prompt=()):
         characters = codecs.getincrementaldecoder("utf-8")("replace")
-        return lambda tokens: characters.decode(encoding.decode_bytes(texts(tokens)))
-    return Tokenizer(partial(encoding.encode, allowed_special="all"),
-                     lambda tokens: encoding.decode(texts(tokens)), [encoding.eot_token], stream)
+        def continue_text(tokens):
+            known = [token for token in tokens if token < encoding.eot_token]
+            return characters.decode(encoding.decode_bytes(known))
+        return continue_text
+    encode = partial(encoding.encode, allowed_special="all")
+    return Tokenizer(encode, [encoding.eot_token], stream)
 
 def byte_tokenizer():
     """Token b is byte b, and token 256 ends a text."""
@@ -816,9 +865,10 @@ def byte_tokenizer():
     return tiktoken_tokenizer(tiktoken.Encoding(
         "bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}))
 
-def read_tokenizer(folder, stop, settings):
-    """The Tokenizer of a tokenizer.json. It adds tokens to texts as in transformers. settings: of
-    tokenizer_config.json; their eos_token ends texts too."""
+def read_tokenizer(folder):
+    """The Tokenizer of a tokenizer.json. It adds tokens to texts as in transformers. The eos_token
+    of tokenizer_config.json ends texts too."""
+    settings = text_settings(folder)
     path = folder / "tokenizer.json"
     try:
         library = tokenizers.Tokenizer.from_file(str(path))
@@ -844,8 +894,9 @@ def read_tokenizer(folder, stop, settings):
             framed = render_chat(folder, settings.get("chat_template"), named, text)
             return framed and encode(framed, False)
 
+    stop = settings["stop"]
     stop = stop if end in (None, *stop) else [*stop, end]
-    return Tokenizer(encode, library.decode, stop, stream, chat)
+    return Tokenizer(encode, stop, stream, chat)
 
 def raise_exception(message):
     raise ValueError(message)
@@ -874,21 +925,26 @@ def render_chat(folder, template, named, text):
                          f"{' '.join(str(error).split())}") from None
 
 # -----------------------------------------------------------------------------
-# models by name, and the tiny model
+# part 7: models by name (folders, presets, the Hub), and a tiny one to train. May be skipped
+
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
 HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
              "chat_template.jinja", "vocab.*", "model.safetensors.index.json"]
 
+def preset(name):
+    """The GPTConfig of a preset. KeyError that lists the presets for any other name."""
+    return PRESETS[check_choice("preset", name, PRESETS)]
+
 def find_folder(name):
     """The folder of a model: itself, that of the trained "tiny" or "draft", or that of owner/name
-    in the Hub's cache. FileNotFoundError if there is none, except for presets."""
+    in the Hub's cache. None: a preset, which has random weights. FileNotFoundError for others."""
     for folder in (Path(name), CACHE / name):
         if folder.is_dir():
             return folder
     if name in ("tiny", "draft"):
         raise FileNotFoundError(f"model {name!r}: is not trained yet, run `python model.py`")
     if name in PRESETS:
-        return Path(name)
+        return None
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)) is None:
         raise FileNotFoundError(f"model '{name}': must be a folder, owner/name on the Hub, or one "
                                 f"of {', '.join(PRESETS)}")
@@ -909,45 +965,48 @@ def download(name):
 def load_model(name, dtype=None, device="cpu", seed=0, world=None):
     """The GPT of a folder, a name on the Hub, a preset (random weights), or "tiny" or "draft"."""
     folder = find_folder(name)
-    if not folder.is_dir():
+    if folder is None:
         return GPT.from_preset(name, dtype, device, seed, world)
     if name in PRESETS and folder == Path(name):
         print(f"model {name!r}: the folder of this name, not the preset", file=sys.stderr)
     return GPT.from_pretrained(folder, dtype, device, world)
 
 def text_settings(folder):
-    """The family of a model, the tokens that end its texts, and the settings of its tokenizer"""
+    """Settings of a folder's tokenizer, its family, and "stop": the tokens that end a text"""
     paths = [folder / f"{name}config.json" for name in ("", "generation_", "tokenizer_")]
     config, generation, text = (read_json(path) if path.is_file() else {} for path in paths)
     family = config.get("model_type")
     stop = {**FAMILIES.get(family, {}), **config, **generation}.get("eos_token_id")
-    return family, [stop] if isinstance(stop, int) else stop or [], text
+    return text | {"family": family, "stop": [stop] if isinstance(stop, int) else stop or []}
 
 def stop_tokens(name):
     """The tokens that end a text, of a model named as in load_model; none of random weights"""
     folder = find_folder(name)
+    if folder is None:
+        return []
     has_text = folder.parent == CACHE or (folder / "tokenizer.json").is_file()
-    return load_tokenizer(name).stop if has_text else text_settings(folder)[1]
+    return load_tokenizer(name).stop if has_text else text_settings(folder)["stop"]
 
 def load_tokenizer(name):
     """The Tokenizer of a model, named as in load_model. FileNotFoundError if it has none."""
     folder = find_folder(name)
-    if folder.parent == CACHE:
+    if folder is None:
+        is_gpt2 = PRESETS[name].family == "gpt2"
+    elif folder.parent == CACHE:
         return byte_tokenizer()
-    family, stop, settings = text_settings(folder)
-    if not folder.is_dir():
-        family = PRESETS[name].family
-    if (folder / "tokenizer.json").is_file():
-        return read_tokenizer(folder, stop, settings)
-    if family == "gpt2" and not any(folder.glob("vocab.*")):
+    elif (folder / "tokenizer.json").is_file():
+        return read_tokenizer(folder)
+    else:
+        family = text_settings(folder)["family"]
+        is_gpt2 = family == "gpt2" and not any(folder.glob("vocab.*"))
+    problem = f"model '{name}' has no tokenizer.json"
+    if is_gpt2:
         try:
             return tiktoken_tokenizer(tiktoken.get_encoding("gpt2"))
         except OSError as error:
-            raise FileNotFoundError(f"model '{name}' has no tokenizer.json, and tiktoken's gpt2 is "
-                                    f"not here: use --tokens 1,2,3 ({error})") from None
-    raise FileNotFoundError(
-        f"model '{name}' has no tokenizer.json: use --tokens 1,2,3, or write it with transformers: "
-        f"AutoTokenizer.from_pretrained('{name}').save_pretrained('{name}')")
+            problem += f", and tiktoken's gpt2 is not here ({error})"
+    raise FileNotFoundError(f"{problem}: use --tokens 1,2,3, or write it with transformers: "
+                            f"AutoTokenizer.from_pretrained('{name}').save_pretrained('{name}')")
 
 def stdlib_tokens():
     """The sources of Python's standard library as bytes (T,), each file ended by token 256"""

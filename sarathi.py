@@ -23,7 +23,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, count, groupby, islice
-from numbers import Integral, Real
+from numbers import Integral
 from operator import index, mul
 from pathlib import Path
 from typing import NamedTuple
@@ -32,8 +32,8 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, proxy
 # kernels before torch: it sets how torch's threads wait
 from kernels import (FEW_ROWS, LORA_ROWS, TILE, Batch, Sites, cdiv, has_triton, probabilities,
                      sample, send, verify)
-from model import (GPT, PRESETS, ROW_PARALLEL, Adapter, GPTConfig, World, load_model,
-                   load_tokenizer, stop_tokens)
+from model import (GPT, PRESETS, ROW_PARALLEL, Adapter, GPTConfig, World, check_choice,
+                   check_range, check_type, load_model, load_tokenizer, short, stop_tokens)
 
 import numpy as np
 import torch
@@ -2149,27 +2149,6 @@ def cell(value):
         return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return "-" if value is None else str(value)
 
-def check_choice(name, value, choices):
-    """Returns value. KeyError that lists the choices if it is none of them."""
-    if value not in choices:
-        valid = ", ".join(map(str, choices)) or "none, there is none yet"
-        raise KeyError(f"unknown {name} {value!r}: one of {valid}")
-    return value
-
-def check_range(name, value, low, high=math.inf):
-    """Returns value, as low's type. ValueError if it is not such a number in low .. high."""
-    kind = type(low)
-    good = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-    if not good or not low <= value <= high:
-        raise ValueError(f"{name} = {short(value)}: must be in {low} .. {high} ({kind.__name__})")
-    return kind(value)
-
-def check_type(name, value, kind, valid):
-    """Returns value. ValueError if it is not of this class, or of one of these."""
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} = {short(value)}: must be {valid}")
-    return value
-
 def check_tokens(name, tokens):
     """Returns tokens as a list; bytes as they are. ValueError if they are no whole numbers."""
     try:
@@ -2179,9 +2158,6 @@ def check_tokens(name, tokens):
     except TypeError:
         raise ValueError(f"{name} = {short(tokens)}: must be a list of tokens, like [1, 2, 3]; "
                          "encode a text, and give generate() a list of prompts") from None
-
-def short(value):
-    return " ".join(repr(value).split())[:60]
 
 def check_options(engine):
     """Put an engine's options in their normal form. ValueError or KeyError for bad ones."""

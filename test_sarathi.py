@@ -931,7 +931,7 @@ BAD_ADAPTERS = {
 }
 
 WRONG = {
-    "unknown preset 'llama-8b': must be one of tiny, gpt2": lambda: GPT.from_preset("llama-8b"),
+    "unknown preset 'llama-8b': one of tiny, gpt2": lambda: GPT.from_preset("llama-8b"),
     "'tiny': is not trained yet, run `python model.py`": lambda: load_model("tiny"),
     "dtype = 'int8': must be one of float32": lambda: GPT.from_preset(TINY, torch.int8),
     "tp = 3 needs 3 processes, there are 1: torchrun": lambda: World.start(3),
@@ -1193,7 +1193,7 @@ def test_gpt2_without_a_tokenizer_json_has_tiktokens_encoding(tmp_path, monkeypa
     for name in ("gpt2", "gpt3-175b", tmp_path):
         tokenizer = load_tokenizer(name)
         assert tokenizer.encode("é<|endoftext|>") == [0xc3, 0xa9, 256] and tokenizer.stop == [256]
-        assert tokenizer.decode([97, 300]) == "a"
+        assert tokenizer.stream()([97, 300]) == "a"
 
 def test_streamed_text_holds_back_half_a_character():
     tokenizer = model_py.byte_tokenizer()
@@ -1464,8 +1464,9 @@ def test_adapters_of_the_queue_are_copied_while_others_run(monkeypatch):
 def test_adapters_are_prefetched_in_the_order_of_the_queue():
     """... as far as they and the tokens of their requests have room."""
     requests = [Request([1] * 4, 4, name, arrival=1e-9 * i) for i, name in enumerate("abc")]
-    engine = start(COST, [], order=lcfs, max_batch=1, n_page=8 + 8 + 8 + 4,
-                   adapters={name: copy(ADAPTERS["q"]) for name in "abc"})  # c's request and c; b and the prompt of its request
+    adapters = {name: copy(ADAPTERS["q"]) for name in "abc"}
+    n_page = 8 + 8 + 8 + 4  # c's request and c; b and the prompt of its request
+    engine = start(COST, [], order=lcfs, adapters=adapters, max_batch=1, n_page=n_page)
     engine.clock.t = 1.0
     for request in requests:
         engine.add(request)
@@ -3034,7 +3035,7 @@ def test_command_line_continues_a_text(monkeypatch, capsys):
         assert prompt == [*b"7*7"]
         characters = codecs.getincrementaldecoder("utf-8")("replace")
         return lambda tokens: characters.decode(b"".join(halves[token] for token in tokens))
-    tokenizer = model_py.Tokenizer(lambda text: [*text.encode()], None, [tokens[8]], stream,
+    tokenizer = model_py.Tokenizer(lambda text: [*text.encode()], [tokens[8]], stream,
                                    lambda text: [*text[1:-1].encode()])
     end = tokens.index(tokens[8]) + 1
     expected = b"".join(halves[token] for token in tokens[:end - 1]).decode(errors="replace")
