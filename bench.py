@@ -8,8 +8,9 @@
     python bench.py list                             all experiments, and where they run
 
 An experiment is a generator of points (panel, series, x, ours); the papers' numbers are CLAIMS;
-tables, JSON, pictures and the scoreboard derive from both. In reading order: claims; places, where
-experiments run; workloads; experiments, paper by paper; scoreboard, tables, pictures; command line.
+tables, JSON, pictures and the scoreboard derive from both. In reading order: claims; workloads;
+the main job; the papers' experiments. Then, to look up: places, where experiments run; serving;
+tables; pictures; traces; the scoreboard; the command line.
 """
 import argparse
 import csv
@@ -151,177 +152,7 @@ def experiment(x="", y="", on=A6000_13B, only=""):
     return register
 
 # -----------------------------------------------------------------------------
-# places, where experiments run
-
-class Place:
-    """This machine, or simulated hardware: it times iterations and operators, and serves jobs."""
-    def __init__(self, args, model, source, on=None):
-        self.args = args
-        self.model = model  # a GPT or a CostModel
-        self.source = source
-        self.on = on  # None: this machine
-        self.simulated = isinstance(model, CostModel)
-        self.rows = []  # of an experiment
-        self.tapes = {}  # scheduler -> iterations of the last run with it
-        self.bar = tqdm(disable=True)  # a tick per measurement
-        self.B = args.max_batch  # requests in a batch [SARATHI Table 4]
-        self.jobs = partial(gamma_jobs, seed=42 + args.seed)
-        # which of the papers' grids to take: all, or those that are fast if simulated
-        self.all_grids = args.size == "full" if args.size else self.simulated
-        self.fast_grids = self.all_grids or self.simulated
-        longest = model.config.block_size
-        room = longest if self.simulated else min(longest, self.room / self.B)
-        lengths = MAX_B if on or args.device == "cuda" else (256, 512, 768)
-        self.lengths = args.lengths or [L for L in lengths if L <= room] or [longest]
-        for L in self.lengths:
-            check_range("--lengths", L, 64, longest)
-        # length on this machine -> the paper's, for which it stands
-        pairs = [] if on else zip(self.lengths, MAX_B)
-        self.stands = {L: paper for L, paper in pairs if L not in MAX_B}
-        # (length, requests of it in a batch): the papers' largest batches, or --max-batch
-        self.batches = [(L, self.B) for L in args.lengths or self.lengths[:1]]
-        if self.fast_grids and not args.lengths:
-            self.batches = [(L, B) for L, B in MAX_B.items() if L <= longest]
-
-    @property
-    def room(self):
-        """Tokens that fit the memory: here half of it, since some experiments hold two caches."""
-        memory = self.model.memory if self.simulated else free_memory(self.model.device) / 2
-        return int(memory // self.model.config.page_bytes(self.model.dtype.itemsize))
-
-    def rounds(self, *functions, share=1):
-        """Results of functions, a list per function. They take turns for `share` times --seconds
-        and at least two rounds; the first of more warms up. A simulator needs one round."""
-        results = [[] for _ in functions]
-        self.bar.total = self.bar.n + len(functions) * (1 if self.simulated else 2)  # at least
-        start = time.perf_counter()
-        for n in count(1):
-            for j in sorted(range(len(functions)), reverse=n % 2 == 0):
-                results[j].append(functions[j]())
-                self.bar.update()
-            elapsed = time.perf_counter() - start
-            if self.simulated or (n >= 2 and elapsed > share * self.args.seconds):
-                return results if n <= 2 else [values[1:] for values in results]
-
-    def seconds(self, *shapes, last=True):
-        """Seconds of iterations of these shapes, dicts for made_up_feeds: (n_shape, n_round)."""
-        made = [made_up_feeds(self.model, **shape, last=last) for shape in shapes]
-        return np.array(self.rounds(*(timed(engine.runner.run, feeds, clock=engine.clock.now)
-                                      for feeds, engine in made)))
-
-    def operators(self, last=True, **shape):
-        """{operator: seconds} of an iteration, as of made_up_feeds; measured: of each round."""
-        feeds, engine = made_up_feeds(self.model, **shape, last=last)
-        if self.simulated:
-            return self.model.split(self.model.stats(feeds))
-        batch = engine.runner.pack(feeds).to(self.model.device)
-        rounds = []
-        for _ in range(3):
-            marks = [("", moment())]
-            self.model.forward(batch, engine.runner.kv,
-                               lambda operator: marks.append((operator, moment())))
-            rounds.append(marks)
-        wait_for_gpu()
-        parts = Counter()
-        for marks in rounds[1:]:  # in the first one kernels are compiled
-            for (_, before), (operator, after) in pairwise(marks):
-                parts[operator] += seconds_between(before, after)
-        seconds = self.seconds(shape, last=last)[0] / parts.total()
-        return {operator: part * seconds for operator, part in parts.items()}
-
-    def serve(self, jobs, B, clients=0, adapters=(), n_end=0, n_page=0, spec="off", **options):
-        """The Run of jobs in batches of up to B requests, by an engine with the flags' options."""
-        scheduler = instance(options.pop("scheduler", self.args.scheduler))
-        n_page = n_page or B * max(job.prompt + job.output for job in jobs)
-        options.setdefault("record", self.tape(name_of(scheduler)))
-        engine = Engine(self.model, scheduler, self.args.chunk, B, n_page, spec=instance(spec),
-                        seed=self.args.seed, **options)
-        return serve(engine, jobs, clients, adapters, n_end)
-
-    def tape(self, name):
-        """Where an engine records its iterations, if a picture or a trace is wanted."""
-        if self.args.plot or self.args.trace:
-            self.tapes[name] = deque(maxlen=60000)
-        return self.tapes.get(name)
-
-    def race(self, ways, **common):
-        """Serve in several ways {name: options} in interleaved rounds. Returns {name: [Run]}."""
-        functions = [partial(self.serve, **common | way) for way in ways.values()]
-        return dict(zip(ways, self.rounds(*functions, share=3)))
-
-def timed(function, *arguments, clock=time.perf_counter, **options):
-    """A function that calls another one and returns its seconds on a clock."""
-    def seconds():
-        start = clock()
-        function(*arguments, **options)
-        wait_for_gpu()
-        return clock() - start
-    return seconds
-
-def wait_for_gpu():
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-def moment():
-    """Now; on a GPU an event"""
-    if not torch.cuda.is_initialized():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-def seconds_between(before, after):
-    if isinstance(before, float):
-        return after - before
-    return before.elapsed_time(after) / 1e3
-
-def made_up_feeds(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=True):
-    """(feeds, engine) of requests that were never added: decodes, each after `context` cached
-    tokens, and chunks of `chunk` tokens, each after `past`. last: all sample a token."""
-    sizes = [(context, 1)] * decodes + [(past, chunk)] * (chunks if chunk else 0)
-    n_page = sum(n_past + n + 2 for n_past, n in sizes)
-    engine = Engine(model, chunk=decodes + chunk, max_batch=len(sizes), n_page=n_page)
-    plan = []
-    for n_past, n in sizes:
-        request = Request([1] * (n_past + n + (not last)), 1, n_past=n_past)
-        engine.memory.pool.reserve(request, request.max_len)
-        plan.append((request, n))
-    feeds = feeds_of(plan)
-    if not engine.simulated:
-        engine.runner.kv.normal_()
-    if engine.model.world.device.type == "cuda":
-        engine.runner.run(feeds)  # compiles kernels and records a graph
-    return feeds, engine
-
-def simulate(args, on):
-    """A Place of hardware you lack."""
-    config = preset(on.model)
-    config = replace(config, block_size=args.context or config.block_size)
-    cost = CostModel.roofline(config, on.gpu, on.tp, system=on.system)
-    return Place(args, cost, f"{on.model} on {on.tp} x {on.gpu}, simulated", on)
-
-load_once = cache(load_model)
-
-def this_machine(args):
-    """A Place of this machine, with a model on it."""
-    if args.context:
-        raise ValueError(f"--context {args.context}: is of simulated models, add --hardware")
-    on_cpu = args.device == "cpu"
-    name = args.model or "llama-30m"
-    if not args.model and not on_cpu:  # the paper's model, if the weights leave room for a cache
-        room = 0.3 * torch.cuda.mem_get_info()[1]  # in parameters of two bytes
-        names = ("llama-13b", "llama-7b", "tinyllama-1.1b")
-        name = next((name for name in names if preset(name).n_params < room), name)
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    model = load_once(name, dtype, args.device, args.seed)
-    machine = f"{torch.get_num_threads()} threads of a CPU with "
-    machine += torch.backends.cpu.get_cpu_capability()
-    if not on_cpu:
-        machine = torch.cuda.get_device_name()
-    return Place(args, model, f"{name}, {str(model.dtype)[6:]}, on {machine}")
-
-# -----------------------------------------------------------------------------
-# workloads, and how they were served
+# workloads
 
 class Job(NamedTuple):
     """A request that will come."""
@@ -347,76 +178,6 @@ def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0, prompt=(8, 511), o
 def at_rate(jobs, rate=math.inf):
     """Jobs that came at one per second, at another rate, or all at once."""
     return [job._replace(arrival=job.arrival / rate) for job in jobs]
-
-def zipf_jobs(n):
-    """Jobs of 1K .. 4K tokens, the k-th shortest with a chance of k^-0.4 [SARATHI §5.3]."""
-    weights = np.arange(1, 3074) ** -0.4
-    lengths = 1024 + np.random.default_rng(0).choice(3073, n, p=weights / weights.sum())
-    return [Job(0.0, *halves(L, 10)) for L in lengths.tolist()]
-
-def serve(engine, jobs, clients=0, adapters=(), n_end=0):
-    """The Run of jobs until all have ended, or n_end of them. clients: so many are there at once;
-    0: they come at their arrival. adapters: dealt in turns to the jobs' names."""
-    for name in {job.adapter for job in jobs} - {None}:
-        engine.add_adapter(name, adapters[int(name) % len(adapters)])
-    if isinstance(engine, Engine) and engine.model.world.device.type == "cuda":
-        warm_up(engine, jobs)
-    start = engine.clock.now()
-    requests = []
-
-    def add(n):
-        for job in jobs[len(requests):][:n]:
-            arrival = None if clients else start + job.arrival
-            # every token is 0: times do not depend on tokens
-            request = Request(bytes(job.prompt), job.output, job.adapter, arrival=arrival)
-            requests.append(request)
-            engine.add(request)
-            if engine.record is not None:
-                arrived = Feed(request, 0, 0, 0)  # marks the arrival, for pictures
-                engine.record.append(Iteration(request.arrival, request.arrival, [arrived]))
-    def on_event(event):
-        if event.finished:
-            add(1)
-        if n_end and len(requests) - len(engine.requests) >= n_end:
-            for id in list(engine.requests):
-                engine.abort(id)
-    add(clients or len(jobs))
-    engine.run(on_event)
-    return Run(requests, start)
-
-def warm_up(engine, jobs):
-    """Compile kernels, record graphs, and serve the first prompts, to fill caches."""
-    engine.warm()
-    first = jobs[:2 * engine.max_batch]
-    n_token = min(4, *(job.output for job in first))
-    engine.generate([bytes(job.prompt) for job in first], n_token, [job.adapter for job in first])
-    if engine.record is not None:
-        engine.record.clear()
-
-def felt(runs, *at):
-    """Points of what users feel."""
-    for figure in ("tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
-        yield figure, *at, [run.figures[figure] for run in runs]
-    yield "longest stall ms", *at, [1e3 * max(run.stalls) for run in runs]
-
-def attainment(run):
-    """Share of all requests with a first token within 6 s [S-LoRA §4.3]"""
-    return sum(ttft < 6 for ttft in run.ttfts) / len(run.requests)
-
-def satisfaction(run):
-    """Mean of 1 - (t / 6 s)^2 over all requests, 0 if the first token t is later [S-LoRA App. B]"""
-    return sum(1 - (ttft / 6) ** 2 for ttft in run.ttfts if ttft < 6) / len(run.requests)
-
-def halves(L, pd=0, chunk=0, B=1):
-    """Cut L tokens into (prompt, output) with a ratio of P:D. pd = 0: chunk / (B - 1), where
-    decodes piggyback perfectly [SARATHI §4.4]. The prompt is whole chunks, if some are near."""
-    pd = pd or chunk / max(1, B - 1)
-    P = max(1, L - max(1, round(L / (1 + pd))))
-    piece = chunk - (B - 1)
-    whole = piece * round(P / piece) if piece > 0 else 0
-    if 0 < whole < L and abs(whole - P) <= max(1, 0.02 * L):
-        P = whole
-    return P, L - P
 
 # -----------------------------------------------------------------------------
 # the main job
@@ -526,6 +287,17 @@ def gains(place, P, D, B, *schedulers):
     ends = np.array([[(run.ends[first - 1], run.ends[last - 1]) for run in runs]
                      for runs in others])
     return (last - first) / B * batch / np.diff(ends)[:, :, 0]
+
+def halves(L, pd=0, chunk=0, B=1):
+    """Cut L tokens into (prompt, output) with a ratio of P:D. pd = 0: chunk / (B - 1), where
+    decodes piggyback perfectly [SARATHI §4.4]. The prompt is whole chunks, if some are near."""
+    pd = pd or chunk / max(1, B - 1)
+    P = max(1, L - max(1, round(L / (1 + pd))))
+    piece = chunk - (B - 1)
+    whole = piece * round(P / piece) if piece > 0 else 0
+    if 0 < whole < L and abs(whole - P) <= max(1, 0.02 * L):
+        P = whole
+    return P, L - P
 
 def explain(places):
     """One paragraph on what chunks gain on this machine, from the main job's rows."""
@@ -780,6 +552,12 @@ class Pipeline:
                 self.bubble_of[feed.request.id] += idle
         return done
 
+def zipf_jobs(n):
+    """Jobs of 1K .. 4K tokens, the k-th shortest with a chance of k^-0.4 [SARATHI §5.3]."""
+    weights = np.arange(1, 3074) ** -0.4
+    lengths = 1024 + np.random.default_rng(0).choice(3073, n, p=weights / weights.sum())
+    return [Job(0.0, *halves(L, 10)) for L in lengths.tolist()]
+
 @experiment(on=Hardware("gpt3-175b", "a100", 8), only="simulated")
 def fig12(place):
     """[SARATHI Fig. 12] GPT-3 on 64 GPUs: a pipeline of eight nodes with Orca and with SARATHI, and
@@ -941,6 +719,14 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv
     if variant == "base model":
         jobs = [job._replace(adapter=None) for job in jobs]
     return serve(Engine(cost, alloc="grow", n_page=n_page, **options), jobs, adapters=ranks)
+
+def attainment(run):
+    """Share of all requests with a first token within 6 s [S-LoRA §4.3]"""
+    return sum(ttft < 6 for ttft in run.ttfts) / len(run.requests)
+
+def satisfaction(run):
+    """Mean of 1 - (t / 6 s)^2 over all requests, 0 if the first token t is later [S-LoRA App. B]"""
+    return sum(1 - (ttft / 6) ** 2 for ttft in run.ttfts if ttft < 6) / len(run.requests)
 
 @experiment("adapters, n", "requests/s", A100_13B, "simulated")
 def slora_table3(place):
@@ -1290,96 +1076,6 @@ def tng(place):
             ratios.append(base / min(ours))
         yield "chunked prefill", "over prefill_first", max(ratios)
 
-class TraceFormat(NamedTuple):
-    """A format of traces."""
-    name: str
-    columns: tuple  # of arrival, prompt and output; more: it is known by them
-    unit: float = 1.0  # of an arrival, in seconds
-    gap: float = 0.0  # seconds between arrivals, the least mean that is plausible
-
-TRACES = (
-    TraceFormat("ours", ("arrival", "prompt", "output")),
-    TraceFormat("Azure", ("timestamp", "contexttokens", "generatedtokens")),
-    TraceFormat("BurstGPT", ("timestamp", "request tokens", "response tokens")),
-    TraceFormat("Vidur", ("arrived_at", "num_prefill_tokens", "num_decode_tokens")),
-    TraceFormat("Bailian", ("timestamp", "input_length", "output_length", "chat_id")),
-    TraceFormat("Mooncake", ("timestamp", "input_length", "output_length"), 0.001, 0.005))
-READABLE = "must be CSV or JSON lines with the columns of " + " or ".join(
-    f"{trace.name} ({', '.join(trace.columns)})" for trace in TRACES)
-SINCE_1970 = {10: 1.0, 13: 1e-3, 16: 1e-6, 19: 1e-9}  # digits of a time today -> its unit
-
-def read_jobs(path, longest, rate=None):
-    """Jobs of a trace, by arrival, the first at 0. Those without prompt or output, or of more than
-    `longest` tokens, are counted on stderr. With a rate, no arrivals are read."""
-    rows = list(read_trace(path, rate))
-    served = [job for _, job in rows
-              if min(job.prompt, job.output) > 0 and job.prompt + job.output <= longest]
-    if len(served) < len(rows):
-        print(f"{path}: {len(rows) - len(served)} of {len(rows)} requests are skipped: no prompt, "
-              f"no output, or more than {longest} tokens", file=sys.stderr)
-    check_range(f"requests of {path} that can be served", len(served), 1)
-    trace = rows[0][0]
-    served.sort(key=lambda job: job.arrival)
-    start = served[0].arrival
-    digits = len(f"{start:.0f}")
-    unit = trace.unit if digits < 10 else SINCE_1970.get(digits, math.inf)
-    jobs = [job._replace(arrival=(job.arrival - start) * unit) for job in served]
-    seconds = jobs[-1].arrival
-    if seconds and not trace.gap <= seconds / len(jobs) <= 3600:
-        raise ValueError(f"{path}: {len(jobs)} requests over {seconds:.4g} s are not plausible: an "
-                         f"arrival of {trace.name} is in units of {trace.unit} s, or since 1970")
-    return jobs
-
-def read_trace(path, rate):
-    """Yields (TraceFormat, Job) of a file: CSV, or JSON lines. ValueError names the wrong line."""
-    heads = []
-    number = 0
-    opener = gzip.open if path.endswith(".gz") else open
-    try:
-        with opener(path, "rt", encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):  # noqa: B007
-                if line.lstrip().startswith("["):
-                    raise ValueError("a JSON array")
-                if line.lstrip().startswith("{"):
-                    row = json.loads(line)
-                    heads = heads or [*row]  # no other line is CSV's first
-                    yield read_job(row, rate)
-                elif line.strip():
-                    fields = next(csv.reader([line], skipinitialspace=True, strict=True))
-                    if heads and len(fields) != len(heads):
-                        raise ValueError(f"{len(fields)} fields, the first line has {len(heads)}")
-                    if heads:
-                        yield read_job(dict(zip(heads, fields)), rate)
-                    heads = heads or fields
-    except (ValueError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        hint = "" if heads else f"; {READABLE}"
-        raise ValueError(f"{path}, line {number}: {error}{hint}") from None
-
-def read_job(row, rate):
-    """The TraceFormat and the Job of a row {column: value}."""
-    row = {name.strip().lower(): value for name, value in row.items()}
-    known = [trace for trace in TRACES if {*trace.columns[1:]} <= {*row}]
-    if not known:
-        raise ValueError(f"columns {', '.join(row)}: {READABLE}")
-    arrival, prompt, output, *_ = known[0].columns
-    if not rate and arrival not in row:
-        raise ValueError(f"column {arrival!r} is missing: add it, or --rate in its place")
-    lengths = [float(str(row[name])) for name in (prompt, output)]
-    if lengths != [n // 1 for n in lengths]:
-        raise ValueError(f"{lengths} tokens: must be whole numbers")
-    return known[0], Job(0.0 if rate else number_of(str(row[arrival])), *map(int, lengths))
-
-def number_of(text):
-    """An arrival: a number as it is; a date as seconds since 1970, in UTC if it names no zone."""
-    try:
-        number = float(text)
-    except ValueError:
-        # Python 3.10 reads six digits of a second, and no Z
-        text = re.sub(r"(\.\d{1,6})\d*", lambda digits: f"{digits[1]:0<7}", text.strip())
-        date = datetime.fromisoformat(text.replace("Z", "+00:00"))
-        return date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp()
-    return check_range("arrival", number, -1e19, 1e19)
-
 def online_jobs(place):
     """Jobs of --jobs as they come; or at --rate, with the lengths of --jobs or random ones."""
     args = place.args
@@ -1591,56 +1287,257 @@ def peers(place):
                 yield f"{peer}, B = {B}", name, B * (P + D) / seconds
 
 # -----------------------------------------------------------------------------
-# the scoreboard, tables, pictures and traces
+# places, where experiments run: this machine, or simulated hardware
 
-def scoreboard_rows(args, name):
-    """The rows of one experiment that have a claim, where the paper's numbers hold."""
-    torch.set_num_threads(1)
+class Place:
+    """This machine, or simulated hardware: it times iterations and operators, and serves jobs."""
+    def __init__(self, args, model, source, on=None):
+        self.args = args
+        self.model = model  # a GPT or a CostModel
+        self.source = source
+        self.on = on  # None: this machine
+        self.simulated = isinstance(model, CostModel)
+        self.rows = []  # of an experiment
+        self.tapes = {}  # scheduler -> iterations of the last run with it
+        self.bar = tqdm(disable=True)  # a tick per measurement
+        self.B = args.max_batch  # requests in a batch [SARATHI Table 4]
+        self.jobs = partial(gamma_jobs, seed=42 + args.seed)
+        # which of the papers' grids to take: all, or those that are fast if simulated
+        self.all_grids = args.size == "full" if args.size else self.simulated
+        self.fast_grids = self.all_grids or self.simulated
+        longest = model.config.block_size
+        room = longest if self.simulated else min(longest, self.room / self.B)
+        lengths = MAX_B if on or args.device == "cuda" else (256, 512, 768)
+        self.lengths = args.lengths or [L for L in lengths if L <= room] or [longest]
+        for L in self.lengths:
+            check_range("--lengths", L, 64, longest)
+        # length on this machine -> the paper's, for which it stands
+        pairs = [] if on else zip(self.lengths, MAX_B)
+        self.stands = {L: paper for L, paper in pairs if L not in MAX_B}
+        # (length, requests of it in a batch): the papers' largest batches, or --max-batch
+        self.batches = [(L, self.B) for L in args.lengths or self.lengths[:1]]
+        if self.fast_grids and not args.lengths:
+            self.batches = [(L, B) for L, B in MAX_B.items() if L <= longest]
+
+    @property
+    def room(self):
+        """Tokens that fit the memory: here half of it, since some experiments hold two caches."""
+        memory = self.model.memory if self.simulated else free_memory(self.model.device) / 2
+        return int(memory // self.model.config.page_bytes(self.model.dtype.itemsize))
+
+    def rounds(self, *functions, share=1):
+        """Results of functions, a list per function. They take turns for `share` times --seconds
+        and at least two rounds; the first of more warms up. A simulator needs one round."""
+        results = [[] for _ in functions]
+        self.bar.total = self.bar.n + len(functions) * (1 if self.simulated else 2)  # at least
+        start = time.perf_counter()
+        for n in count(1):
+            for j in sorted(range(len(functions)), reverse=n % 2 == 0):
+                results[j].append(functions[j]())
+                self.bar.update()
+            elapsed = time.perf_counter() - start
+            if self.simulated or (n >= 2 and elapsed > share * self.args.seconds):
+                return results if n <= 2 else [values[1:] for values in results]
+
+    def seconds(self, *shapes, last=True):
+        """Seconds of iterations of these shapes, dicts for made_up_feeds: (n_shape, n_round)."""
+        made = [made_up_feeds(self.model, **shape, last=last) for shape in shapes]
+        return np.array(self.rounds(*(timed(engine.runner.run, feeds, clock=engine.clock.now)
+                                      for feeds, engine in made)))
+
+    def operators(self, last=True, **shape):
+        """{operator: seconds} of an iteration, as of made_up_feeds; measured: of each round."""
+        feeds, engine = made_up_feeds(self.model, **shape, last=last)
+        if self.simulated:
+            return self.model.split(self.model.stats(feeds))
+        batch = engine.runner.pack(feeds).to(self.model.device)
+        rounds = []
+        for _ in range(3):
+            marks = [("", moment())]
+            self.model.forward(batch, engine.runner.kv,
+                               lambda operator: marks.append((operator, moment())))
+            rounds.append(marks)
+        wait_for_gpu()
+        parts = Counter()
+        for marks in rounds[1:]:  # in the first one kernels are compiled
+            for (_, before), (operator, after) in pairwise(marks):
+                parts[operator] += seconds_between(before, after)
+        seconds = self.seconds(shape, last=last)[0] / parts.total()
+        return {operator: part * seconds for operator, part in parts.items()}
+
+    def serve(self, jobs, B, clients=0, adapters=(), n_end=0, n_page=0, spec="off", **options):
+        """The Run of jobs in batches of up to B requests, by an engine with the flags' options."""
+        scheduler = instance(options.pop("scheduler", self.args.scheduler))
+        n_page = n_page or B * max(job.prompt + job.output for job in jobs)
+        options.setdefault("record", self.tape(name_of(scheduler)))
+        engine = Engine(self.model, scheduler, self.args.chunk, B, n_page, spec=instance(spec),
+                        seed=self.args.seed, **options)
+        return serve(engine, jobs, clients, adapters, n_end)
+
+    def tape(self, name):
+        """Where an engine records its iterations, if a picture or a trace is wanted."""
+        if self.args.plot or self.args.trace:
+            self.tapes[name] = deque(maxlen=60000)
+        return self.tapes.get(name)
+
+    def race(self, ways, **common):
+        """Serve in several ways {name: options} in interleaved rounds. Returns {name: [Run]}."""
+        functions = [partial(self.serve, **common | way) for way in ways.values()]
+        return dict(zip(ways, self.rounds(*functions, share=3)))
+
+def timed(function, *arguments, clock=time.perf_counter, **options):
+    """A function that calls another one and returns its seconds on a clock."""
+    def seconds():
+        start = clock()
+        function(*arguments, **options)
+        wait_for_gpu()
+        return clock() - start
+    return seconds
+
+def wait_for_gpu():
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+def moment():
+    """Now; on a GPU an event"""
+    if not torch.cuda.is_initialized():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+def seconds_between(before, after):
+    if isinstance(before, float):
+        return after - before
+    return before.elapsed_time(after) / 1e3
+
+def made_up_feeds(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=True):
+    """(feeds, engine) of requests that were never added: decodes, each after `context` cached
+    tokens, and chunks of `chunk` tokens, each after `past`. last: all sample a token."""
+    sizes = [(context, 1)] * decodes + [(past, chunk)] * (chunks if chunk else 0)
+    n_page = sum(n_past + n + 2 for n_past, n in sizes)
+    engine = Engine(model, chunk=decodes + chunk, max_batch=len(sizes), n_page=n_page)
+    plan = []
+    for n_past, n in sizes:
+        request = Request([1] * (n_past + n + (not last)), 1, n_past=n_past)
+        engine.memory.pool.reserve(request, request.max_len)
+        plan.append((request, n))
+    feeds = feeds_of(plan)
+    if not engine.simulated:
+        engine.runner.kv.normal_()
+    if engine.model.world.device.type == "cuda":
+        engine.runner.run(feeds)  # compiles kernels and records a graph
+    return feeds, engine
+
+def simulate(args, on):
+    """A Place of hardware you lack."""
+    config = preset(on.model)
+    config = replace(config, block_size=args.context or config.block_size)
+    cost = CostModel.roofline(config, on.gpu, on.tp, system=on.system)
+    return Place(args, cost, f"{on.model} on {on.tp} x {on.gpu}, simulated", on)
+
+load_once = cache(load_model)
+
+def this_machine(args):
+    """A Place of this machine, with a model on it."""
+    if args.context:
+        raise ValueError(f"--context {args.context}: is of simulated models, add --hardware")
+    on_cpu = args.device == "cpu"
+    name = args.model or "llama-30m"
+    if not args.model and not on_cpu:  # the paper's model, if the weights leave room for a cache
+        room = 0.3 * torch.cuda.mem_get_info()[1]  # in parameters of two bytes
+        names = ("llama-13b", "llama-7b", "tinyllama-1.1b")
+        name = next((name for name in names if preset(name).n_params < room), name)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    model = load_once(name, dtype, args.device, args.seed)
+    machine = f"{torch.get_num_threads()} threads of a CPU with "
+    machine += torch.backends.cpu.get_cpu_capability()
+    if not on_cpu:
+        machine = torch.cuda.get_device_name()
+    return Place(args, model, f"{name}, {str(model.dtype)[6:]}, on {machine}")
+
+def choose_places(args, name):
+    """Where an experiment runs. The main job's Tables 2 and 4 stand beside the paper's hardware,
+    simulated."""
     what = EXPERIMENTS[name]
-    return [row for row in what.rows(simulate(args, what.on)) if row["paper"] is not None]
+    if name == "spec_here" and not args.model:  # text needs trained models
+        args = argparse.Namespace(**vars(args) | dict(model="tiny", draft=args.draft or "draft"))
+    if args.hardware and what.only == "measured":
+        raise ValueError(f"{name} can only be measured: leave out --hardware")
+    if args.hardware or what.only == "simulated":
+        return [simulate(args, what.on._replace(
+            model=args.model or what.on.model,
+            gpu=args.hardware or what.on.gpu,
+            tp=max(args.tp, what.on.tp)))]
+    if args.experiments or name not in ("table2", "table4"):
+        return [this_machine(args)]
+    paper = simulate(argparse.Namespace(**vars(args) | dict(lengths=None)), what.on)
+    return [this_machine(args), paper]
 
-LONGEST = ("slora_table3", "fig12", "spec_fig1", "slora_fig10")
+# -----------------------------------------------------------------------------
+# serving
 
-def scoreboard(args):
-    """Every number of the papers beside ours, simulated with one set of constants. Returns rows."""
-    names = [name for name in CLAIMS if EXPERIMENTS[name].only != "measured"]
-    # the longest begin first
-    longest = sorted(names, key=lambda name: name not in LONGEST)
-    with ProcessPoolExecutor(os.cpu_count()) as executor:
-        runs = executor.map(partial(scoreboard_rows, args), longest)
-        rows = sum(tqdm(runs, "scoreboard", len(names), leave=False, delay=3), [])
-    rows.sort(key=lambda row: names.index(row["experiment"]))
-    heads = ("experiment", "what", "paper", "paper_source", "ours", "kind", "inside")
-    lines = [[row[head] for head in heads] for row in rows]
-    for line, row in zip(lines, rows):
-        line[5:] = row["kind"] + "*" * row["fit"], "yes" if row["inside"] else "no"
-    print(f"{table(heads, lines)}\n\nThe misses, and what was seen:\n")
-    for row in rows:
-        if not row["inside"]:
-            text = f"- {row['experiment']}, {row['what']}: {row['note']}"
-            print(textwrap.fill(text, 118, subsequent_indent="  "))
-    print("\nValues within 15 %, gains within 30 % of what they gain, bounds as they say. A run "
-          "counts once,\nand holds if all of its rows do. A constant was fitted to those with a "
-          "*:\n")
-    print("\n".join(count_runs(rows)))
-    return rows
+def serve(engine, jobs, clients=0, adapters=(), n_end=0):
+    """The Run of jobs until all have ended, or n_end of them. clients: so many are there at once;
+    0: they come at their arrival. adapters: dealt in turns to the jobs' names."""
+    for name in {job.adapter for job in jobs} - {None}:
+        engine.add_adapter(name, adapters[int(name) % len(adapters)])
+    if isinstance(engine, Engine) and engine.model.world.device.type == "cuda":
+        warm_up(engine, jobs)
+    start = engine.clock.now()
+    requests = []
 
-def count_runs(rows):
-    """Lines of text: how many runs hold, for each paper and all, by the kind of their claims."""
-    runs = defaultdict(list)  # (paper, role, run) -> whether its rows are inside
-    for row in rows:
-        role = "fitted" if row["fit"] else f"{row['kind']}s"
-        run = row["run"] or (row["experiment"], row["what"])
-        runs[row["paper_source"].split()[0], role, run].append(row["inside"])
-    counts = defaultdict(lambda: defaultdict(list))  # paper -> role -> whether runs hold
-    for (paper, role, _), inside in runs.items():
-        counts[paper][role].append(all(inside))
-        counts["all"][role].append(all(inside))
-    counts["all"] = counts.pop("all")  # the last line
-    for paper, roles in counts.items():
-        texts = [f"{role} {sum(roles[role])} of {len(roles[role])}"
-                 for role in ("values", "gains", "bounds", "fitted") if role in roles]
-        yield f"- {paper}: {', '.join(texts)}"
+    def add(n):
+        for job in jobs[len(requests):][:n]:
+            arrival = None if clients else start + job.arrival
+            # every token is 0: times do not depend on tokens
+            request = Request(bytes(job.prompt), job.output, job.adapter, arrival=arrival)
+            requests.append(request)
+            engine.add(request)
+            if engine.record is not None:
+                arrived = Feed(request, 0, 0, 0)  # marks the arrival, for pictures
+                engine.record.append(Iteration(request.arrival, request.arrival, [arrived]))
+    def on_event(event):
+        if event.finished:
+            add(1)
+        if n_end and len(requests) - len(engine.requests) >= n_end:
+            for id in list(engine.requests):
+                engine.abort(id)
+    add(clients or len(jobs))
+    engine.run(on_event)
+    return Run(requests, start)
+
+def warm_up(engine, jobs):
+    """Compile kernels, record graphs, and serve the first prompts, to fill caches."""
+    engine.warm()
+    first = jobs[:2 * engine.max_batch]
+    n_token = min(4, *(job.output for job in first))
+    engine.generate([bytes(job.prompt) for job in first], n_token, [job.adapter for job in first])
+    if engine.record is not None:
+        engine.record.clear()
+
+def felt(runs, *at):
+    """Points of what users feel."""
+    for figure in ("tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
+        yield figure, *at, [run.figures[figure] for run in runs]
+    yield "longest stall ms", *at, [1e3 * max(run.stalls) for run in runs]
+
+def instance(way):
+    """An object of a class, anything else as it is."""
+    return way() if isinstance(way, type) else way
+
+def name_of(way):
+    """Of a scheduler or a policy: a name as it is, a chunk size, or the class."""
+    if type(way) in (Sarathi, SarathiServe):
+        return f"C = {way.chunk}"
+    return way if isinstance(way, str) else type(instance(way)).__name__
+
+def by_scheduler(schedulers):
+    """The ways of a race between schedulers: names, objects or classes."""
+    return {name_of(scheduler): dict(scheduler=scheduler) for scheduler in schedulers}
+
+# -----------------------------------------------------------------------------
+# tables
 
 MOST_LINES = 24  # of a table; more points are left to the picture
 
@@ -1711,6 +1608,9 @@ def lay_out(points, by, x):
                          for keys, line in lines.items()])
     share = len(points) / max(1, len(lines) * len(columns)) * (0.6 if by == 3 else 1.0)
     return share * (len(lines) <= MOST_LINES and text.index("\n") <= 120), text + more
+
+# -----------------------------------------------------------------------------
+# pictures
 
 COLORS = {  # the same thing has the same color in every picture
     "C = 128": "#93c4ea", "C = 256": "#2a78c2", "C = 512": "#123a73",
@@ -1819,6 +1719,151 @@ def write_trace(path, tapes):
         json.dump(dict(traceEvents=events), file)
 
 # -----------------------------------------------------------------------------
+# traces of requests
+
+class TraceFormat(NamedTuple):
+    """A format of traces."""
+    name: str
+    columns: tuple  # of arrival, prompt and output; more: it is known by them
+    unit: float = 1.0  # of an arrival, in seconds
+    gap: float = 0.0  # seconds between arrivals, the least mean that is plausible
+
+TRACES = (
+    TraceFormat("ours", ("arrival", "prompt", "output")),
+    TraceFormat("Azure", ("timestamp", "contexttokens", "generatedtokens")),
+    TraceFormat("BurstGPT", ("timestamp", "request tokens", "response tokens")),
+    TraceFormat("Vidur", ("arrived_at", "num_prefill_tokens", "num_decode_tokens")),
+    TraceFormat("Bailian", ("timestamp", "input_length", "output_length", "chat_id")),
+    TraceFormat("Mooncake", ("timestamp", "input_length", "output_length"), 0.001, 0.005))
+READABLE = "must be CSV or JSON lines with the columns of " + " or ".join(
+    f"{trace.name} ({', '.join(trace.columns)})" for trace in TRACES)
+SINCE_1970 = {10: 1.0, 13: 1e-3, 16: 1e-6, 19: 1e-9}  # digits of a time today -> its unit
+
+def read_jobs(path, longest, rate=None):
+    """Jobs of a trace, by arrival, the first at 0. Those without prompt or output, or of more than
+    `longest` tokens, are counted on stderr. With a rate, no arrivals are read."""
+    rows = list(read_trace(path, rate))
+    served = [job for _, job in rows
+              if min(job.prompt, job.output) > 0 and job.prompt + job.output <= longest]
+    if len(served) < len(rows):
+        print(f"{path}: {len(rows) - len(served)} of {len(rows)} requests are skipped: no prompt, "
+              f"no output, or more than {longest} tokens", file=sys.stderr)
+    check_range(f"requests of {path} that can be served", len(served), 1)
+    trace = rows[0][0]
+    served.sort(key=lambda job: job.arrival)
+    start = served[0].arrival
+    digits = len(f"{start:.0f}")
+    unit = trace.unit if digits < 10 else SINCE_1970.get(digits, math.inf)
+    jobs = [job._replace(arrival=(job.arrival - start) * unit) for job in served]
+    seconds = jobs[-1].arrival
+    if seconds and not trace.gap <= seconds / len(jobs) <= 3600:
+        raise ValueError(f"{path}: {len(jobs)} requests over {seconds:.4g} s are not plausible: an "
+                         f"arrival of {trace.name} is in units of {trace.unit} s, or since 1970")
+    return jobs
+
+def read_trace(path, rate):
+    """Yields (TraceFormat, Job) of a file: CSV, or JSON lines. ValueError names the wrong line."""
+    heads = []
+    number = 0
+    opener = gzip.open if path.endswith(".gz") else open
+    try:
+        with opener(path, "rt", encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):  # noqa: B007
+                if line.lstrip().startswith("["):
+                    raise ValueError("a JSON array")
+                if line.lstrip().startswith("{"):
+                    row = json.loads(line)
+                    heads = heads or [*row]  # no other line is CSV's first
+                    yield read_job(row, rate)
+                elif line.strip():
+                    fields = next(csv.reader([line], skipinitialspace=True, strict=True))
+                    if heads and len(fields) != len(heads):
+                        raise ValueError(f"{len(fields)} fields, the first line has {len(heads)}")
+                    if heads:
+                        yield read_job(dict(zip(heads, fields)), rate)
+                    heads = heads or fields
+    except (ValueError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        hint = "" if heads else f"; {READABLE}"
+        raise ValueError(f"{path}, line {number}: {error}{hint}") from None
+
+def read_job(row, rate):
+    """The TraceFormat and the Job of a row {column: value}."""
+    row = {name.strip().lower(): value for name, value in row.items()}
+    known = [trace for trace in TRACES if {*trace.columns[1:]} <= {*row}]
+    if not known:
+        raise ValueError(f"columns {', '.join(row)}: {READABLE}")
+    arrival, prompt, output, *_ = known[0].columns
+    if not rate and arrival not in row:
+        raise ValueError(f"column {arrival!r} is missing: add it, or --rate in its place")
+    lengths = [float(str(row[name])) for name in (prompt, output)]
+    if lengths != [n // 1 for n in lengths]:
+        raise ValueError(f"{lengths} tokens: must be whole numbers")
+    return known[0], Job(0.0 if rate else number_of(str(row[arrival])), *map(int, lengths))
+
+def number_of(text):
+    """An arrival: a number as it is; a date as seconds since 1970, in UTC if it names no zone."""
+    try:
+        number = float(text)
+    except ValueError:
+        # Python 3.10 reads six digits of a second, and no Z
+        text = re.sub(r"(\.\d{1,6})\d*", lambda digits: f"{digits[1]:0<7}", text.strip())
+        date = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        return date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp()
+    return check_range("arrival", number, -1e19, 1e19)
+
+# -----------------------------------------------------------------------------
+# the scoreboard
+
+def scoreboard_rows(args, name):
+    """The rows of one experiment that have a claim, where the paper's numbers hold."""
+    torch.set_num_threads(1)
+    what = EXPERIMENTS[name]
+    return [row for row in what.rows(simulate(args, what.on)) if row["paper"] is not None]
+
+LONGEST = ("slora_table3", "fig12", "spec_fig1", "slora_fig10")
+
+def scoreboard(args):
+    """Every number of the papers beside ours, simulated with one set of constants. Returns rows."""
+    names = [name for name in CLAIMS if EXPERIMENTS[name].only != "measured"]
+    # the longest begin first
+    longest = sorted(names, key=lambda name: name not in LONGEST)
+    with ProcessPoolExecutor(os.cpu_count()) as executor:
+        runs = executor.map(partial(scoreboard_rows, args), longest)
+        rows = sum(tqdm(runs, "scoreboard", len(names), leave=False, delay=3), [])
+    rows.sort(key=lambda row: names.index(row["experiment"]))
+    heads = ("experiment", "what", "paper", "paper_source", "ours", "kind", "inside")
+    lines = [[row[head] for head in heads] for row in rows]
+    for line, row in zip(lines, rows):
+        line[5:] = row["kind"] + "*" * row["fit"], "yes" if row["inside"] else "no"
+    print(f"{table(heads, lines)}\n\nThe misses, and what was seen:\n")
+    for row in rows:
+        if not row["inside"]:
+            text = f"- {row['experiment']}, {row['what']}: {row['note']}"
+            print(textwrap.fill(text, 118, subsequent_indent="  "))
+    print("\nValues within 15 %, gains within 30 % of what they gain, bounds as they say. A run "
+          "counts once,\nand holds if all of its rows do. A constant was fitted to those with a "
+          "*:\n")
+    print("\n".join(count_runs(rows)))
+    return rows
+
+def count_runs(rows):
+    """Lines of text: how many runs hold, for each paper and all, by the kind of their claims."""
+    runs = defaultdict(list)  # (paper, role, run) -> whether its rows are inside
+    for row in rows:
+        role = "fitted" if row["fit"] else f"{row['kind']}s"
+        run = row["run"] or (row["experiment"], row["what"])
+        runs[row["paper_source"].split()[0], role, run].append(row["inside"])
+    counts = defaultdict(lambda: defaultdict(list))  # paper -> role -> whether runs hold
+    for (paper, role, _), inside in runs.items():
+        counts[paper][role].append(all(inside))
+        counts["all"][role].append(all(inside))
+    counts["all"] = counts.pop("all")  # the last line
+    for paper, roles in counts.items():
+        texts = [f"{role} {sum(roles[role])} of {len(roles[role])}"
+                 for role in ("values", "gains", "bounds", "fitted") if role in roles]
+        yield f"- {paper}: {', '.join(texts)}"
+
+# -----------------------------------------------------------------------------
 # command line
 
 MAIN_JOB = ["users", "table4", "table2", "ceilings"]
@@ -1906,20 +1951,6 @@ def class_in_file(text, base):
                and value.__module__ == "<run_path>"}  # not what the file imports
     return classes[check_choice(f"{base.__name__} of {path}", name, classes)]
 
-def instance(way):
-    """An object of a class, anything else as it is."""
-    return way() if isinstance(way, type) else way
-
-def name_of(way):
-    """Of a scheduler or a policy: a name as it is, a chunk size, or the class."""
-    if type(way) in (Sarathi, SarathiServe):
-        return f"C = {way.chunk}"
-    return way if isinstance(way, str) else type(instance(way)).__name__
-
-def by_scheduler(schedulers):
-    """The ways of a race between schedulers: names, objects or classes."""
-    return {name_of(scheduler): dict(scheduler=scheduler) for scheduler in schedulers}
-
 def run_experiments(args, names):
     """Run experiments. The table of each is printed and its rows are saved once it is done."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -1952,24 +1983,6 @@ def run_experiment(args, name, places):
                 write_json(args.json, summary(args, places))
             if args.plot:
                 save_picture(group[0], name, args.plot)
-
-def choose_places(args, name):
-    """Where an experiment runs. The main job's Tables 2 and 4 stand beside the paper's hardware,
-    simulated."""
-    what = EXPERIMENTS[name]
-    if name == "spec_here" and not args.model:  # text needs trained models
-        args = argparse.Namespace(**vars(args) | dict(model="tiny", draft=args.draft or "draft"))
-    if args.hardware and what.only == "measured":
-        raise ValueError(f"{name} can only be measured: leave out --hardware")
-    if args.hardware or what.only == "simulated":
-        return [simulate(args, what.on._replace(
-            model=args.model or what.on.model,
-            gpu=args.hardware or what.on.gpu,
-            tp=max(args.tp, what.on.tp)))]
-    if args.experiments or name not in ("table2", "table4"):
-        return [this_machine(args)]
-    paper = simulate(argparse.Namespace(**vars(args) | dict(lengths=None)), what.on)
-    return [this_machine(args), paper]
 
 def show(name, group):
     """Print an experiment's tables, of a group of Places."""
