@@ -948,8 +948,8 @@ class Medusa(PrefillFirst):
     """Prefill first, with trees of drafts."""
     def start(self, engine):
         super().start(engine)
-        engine.runner = TreeRunner(engine, engine.model)
         if engine.speculator:
+            engine.runner = TreeRunner(engine, engine.model)
             engine.speculator = TreeSpeculator(engine, engine.spec, engine.speculator.proposer)
 
 def room(request):
