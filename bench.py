@@ -33,7 +33,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cache, partial
-from itertools import count, groupby, pairwise, product
+from itertools import count, pairwise, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -104,7 +104,6 @@ class Hardware(NamedTuple):
 A6000_13B = Hardware("llama-13b", "a6000")
 A100_13B = Hardware("llama-13b", "a100", 1, "lightllm")
 A100_7B = Hardware("llama-7b", "a100", 1, "vllm")
-LENGTHS = "tokens per request, L"  # label of an axis
 MAX_B = {1024: 18, 2048: 10, 3072: 6}  # length -> the largest batch that fits [SARATHI §5.1]
 
 class Experiment(NamedTuple):
@@ -115,23 +114,25 @@ class Experiment(NamedTuple):
     y: str
     on: Hardware  # where the paper's numbers hold
     only: str  # "measured" or "simulated", if it cannot be both
+    # what heads the columns of points with an x, and of others: "panel", "series", "" if every
+    # point has a line, or "picture" if they are in pictures alone
+    curves: str
+    points: str
 
     def rows(self, place):
         """The points as dicts, beside the papers' numbers. ours: a number, or an array of rounds,
         shown as their median and half the distance between their quartiles."""
         name = self.run.__name__
         claims = CLAIMS.get(name, {}) if place.on in (None, self.on) else {}
-        lengths = place.stands if self.x == LENGTHS else {}
         for panel, *keys, ours in self.run(place):
             series, x = (*keys, "", "")[:2]  # what is left out is ""
             what = f"{panel}, {series}" if series else panel
             what += f", {self.x.split()[-1]} = {x}" if x != "" else ""
-            what += f" (paper: {lengths[x]})" if x in lengths else ""
             low, middle, high = np.quantile(ours, (0.25, 0.5, 0.75)).tolist()
             source = "simulated" if place.simulated else "measured"
             row = dict(experiment=name, what=what, at=[panel, series, x], paper=None, ours=middle,
                        spread=(high - low) / 2 if high > low else None, source=source)
-            claim = claims.get((panel, series, lengths.get(x, x)))
+            claim = claims.get((panel, series, x))
             if claim:
                 row["paper"] = claim.paper
                 bound = claim.kind.startswith("at ")
@@ -143,11 +144,11 @@ class Experiment(NamedTuple):
                                 inside=claim.holds(middle))
             yield row
 
-def experiment(x="", y="", on=A6000_13B, only=""):
+def experiment(x="", y="", on=A6000_13B, only="", curves="panel", points="panel"):
     """Register a function as an experiment, under its own name."""
     def register(run):
         about = " ".join(run.__doc__.split())
-        EXPERIMENTS[run.__name__] = Experiment(run, about, x, y, on, only)
+        EXPERIMENTS[run.__name__] = Experiment(run, about, x, y, on, only, curves, points)
         return run
     return register
 
@@ -250,7 +251,7 @@ def table2(place):
     yield "decode (ms)", "decode-only", decode / 4
     yield "decode (ms)", "decode-maximal", (both - prefill) / 3
 
-@experiment(LENGTHS, "times")
+@experiment("tokens per request, L", "times")
 def table4(place):
     """[SARATHI Table 4] decode speedup, and throughput over request-level batching, at the P:D
     where decodes piggyback perfectly."""
@@ -336,7 +337,7 @@ def capacity(place):
     outputs of 20 to 400 tokens, here shorter; up to 48 requests at once. 0: less than a sixth of
     what is served without targets."""
     schedulers = ("prefill_first", "sarathi", "sarathi_serve", place.args.scheduler)
-    for name, rate in capacities(place, schedulers, 300 if place.all_grids else 32):
+    for name, rate in capacities(place, schedulers, 300 if place.full else 32):
         yield "requests/s", name, rate
 
 def capacities(place, schedulers, n):
@@ -380,11 +381,13 @@ def fig3(place):
     operators = place.operators(chunk=L)
     yield "share of others", operators["others"] / sum(operators.values())
 
-@experiment("tokens, or decodes, N")
+@experiment("tokens, or decodes, N", points="")
 def fig4(place):
     """[SARATHI Fig. 4] one layer: prefills need some hundred tokens, decodes as many requests."""
     L = place.lengths[0]
-    batches = [2 ** i for i in range(10 if place.fast_grids else 6)]
+    batches = [2 ** i for i in range(10)]
+    if not place.simulated:
+        batches = [B for B in batches if B * L <= place.room]
     shapes = {"prefill": {n: dict(chunk=n) for n in (64, 128, 256, 512, 1024) if n <= L},
               "decode": {B: dict(decodes=B, context=L - 1) for B in batches}}
     rates = defaultdict(dict)  # tokens/ms of one layer
@@ -413,7 +416,7 @@ def fig7(place):
     for n, seconds in zip(sizes, rounds):
         yield "iteration (ms)", "", n, 1e3 * seconds
 
-@experiment("batch size, B", "times")
+@experiment("batch size, B", "times", curves="series", points="")
 def fig8(place):
     """[SARATHI Fig. 8] decode speedup over batch size and length, and the batches that fit."""
     speedups = []
@@ -429,15 +432,16 @@ def fig8(place):
         cost = CostModel.roofline(config, place.on.gpu, place.on.tp)
         yield "largest batch", f"L = {L}", Engine(cost, max_batch=0).max_batch
 
-@experiment("ratio of prompt to output, P:D", "times request-level batching")
+@experiment("ratio of prompt to output, P:D", "times request-level batching", curves="series",
+            points="")
 def fig9(place):
     """[SARATHI Fig. 9, 11] throughput over request-level batching by P:D ratio, for chunk sizes and
     for Orca's best and worst case."""
     chunks = {place.args.chunk}
-    if place.fast_grids:
+    if place.simulated:
         chunks = sorted(chunks | {128, 256, 512})
     ratios = (5, 50)
-    if place.all_grids:
+    if place.full:
         ratios = (1, 2, 3, 5, 7, 10, 20, 40, 50, 64, 80, 100, 128, 160, 200)
     for L, B in place.batches:
         ways = {f"C = {C}": Sarathi(C) for C in chunks}
@@ -456,14 +460,14 @@ def fig9(place):
         # at each P:D the best chunk's gain [SARATHI §5.1.3]
         of_chunks = zip(*(curves[f"C = {C}"] for C in chunks))
         yield f"median over P:D at L = {L}", "best chunk", median(max(at)[0] for at in of_chunks)
-        if place.fast_grids:
+        if place.simulated:
             large, orca = [np.array(curves[name])[:, 0] for name in ("C = 512", "Orca, best")]
             yield f"least over P:D at L = {L}", "C = 512 / Orca", min(large / orca)
             gain, pd = best["C = 256"]
             yield f"peak at L = {L}", "C = 256 / 128", gain / best["C = 128"][0]
             yield f"P:D of the peak at L = {L}", "Orca / C = 256", best["Orca, best"][1] / pd
 
-@experiment("batch size, B", "time over SARATHI's", only="simulated")
+@experiment("batch size, B", "time over SARATHI's", only="simulated", curves="series")
 def fig10(place):
     """[SARATHI Fig. 10] seconds by operator, request-level batching over SARATHI, where decodes
     piggyback perfectly, without a run's start and end. All linear operators have one line."""
@@ -558,12 +562,12 @@ def zipf_jobs(n):
     lengths = 1024 + np.random.default_rng(0).choice(3073, n, p=weights / weights.sum())
     return [Job(0.0, *halves(L, 10)) for L in lengths.tolist()]
 
-@experiment(on=Hardware("gpt3-175b", "a100", 8), only="simulated")
+@experiment(on=Hardware("gpt3-175b", "a100", 8), only="simulated", points="")
 def fig12(place):
     """[SARATHI Fig. 12] GPT-3 on 64 GPUs: a pipeline of eight nodes with Orca and with SARATHI, and
     eight nodes without a pipeline. The picture shows the pipelines' stages."""
     cost = CostModel.roofline(place.model.config, place.on.gpu, place.on.tp, nodes=8)
-    jobs = zipf_jobs(10000 if place.all_grids else 300)
+    jobs = zipf_jobs(10000 if place.full else 300)
     seconds = []
     bubbles = []
     for name, chunk in (("Orca", 4096 + 27), ("SARATHI", 256)):
@@ -588,11 +592,11 @@ def fig12(place):
     yield "largest batch", "TP8 x PP8", Engine(cost, max_batch=0).max_batch // 8
     yield "largest batch", "TP8", Engine(place.model, max_batch=0).max_batch
 
-@experiment("chunk size, C", "times")
+@experiment("chunk size, C", "times", curves="series")
 def fig13(place):
     """[SARATHI Fig. 13] what chunks cost attention and prefill, and what they gain end to end."""
     ratios = defaultdict(list)  # (panel, C) -> one per length
-    chunks = range(64, 513 if place.fast_grids else 129, 64)
+    chunks = range(64, 513 if place.simulated else 129, 64)
     for (L, B), C in product(place.batches, chunks):
         whole = prefill_in_chunks(place, L, L)
         parts = prefill_in_chunks(place, L, C)
@@ -603,7 +607,7 @@ def fig13(place):
             yield panel, f"L = {L}", C, ratio
     for (panel, C), values in ratios.items():
         yield panel, "best" if panel == "end to end" else "worst", C, max(values)
-    if place.fast_grids:
+    if place.simulated:
         best, longer = [max(ratios["end to end", C]) for C in (256, 320)]
         yield "C = 256", "over C = 320", best / longer
 
@@ -715,7 +719,7 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv
         options["adapter_pages"] = n_page
     if variant in ("bmm", "merge"):
         options["lora"] = variant
-    jobs = place.jobs(rate, seconds if place.all_grids else seconds / 6, cv, n, power)
+    jobs = place.jobs(rate, seconds if place.full else seconds / 6, cv, n, power)
     if variant == "base model":
         jobs = [job._replace(adapter=None) for job in jobs]
     return serve(Engine(cost, alloc="grow", n_page=n_page, **options), jobs, adapters=ranks)
@@ -728,7 +732,7 @@ def satisfaction(run):
     """Mean of 1 - (t / 6 s)^2 over all requests, 0 if the first token t is later [S-LoRA App. B]"""
     return sum(1 - (ttft / 6) ** 2 for ttft in run.ttfts if ttft < 6) / len(run.requests)
 
-@experiment("adapters, n", "requests/s", A100_13B, "simulated")
+@experiment("adapters, n", "requests/s", A100_13B, "simulated", "series")
 def slora_table3(place):
     """[S-LoRA Table 3, Fig. 5] requests per second with few and with thousands of adapters."""
     for panel, variant, n in CLAIMS["slora_table3"]:
@@ -776,7 +780,7 @@ def slora_fig8(place):
         yield "messages over computing", setting, (ours - silent) / (silent - base)
 
 @experiment("adapters, n", "requests/s", Hardware("llama-7b", "a10g", 1, "lightllm"),
-            "simulated")
+            "simulated", "series")
 def slora_fig9(place):
     """[S-LoRA Fig. 9] an adapter merged into the weights, beside x A B on the fly."""
     for panel, variant, n in CLAIMS["slora_fig9"]:
@@ -843,7 +847,7 @@ def latencies(place, rates, choices, alpha, draft="ngram", P=128, scheduler="pre
     options = dict(B=B, scheduler=scheduler, alloc="grow", draft=draft, alpha=alpha)
     times = defaultdict(list)
     for rate in rates:
-        jobs = place.jobs(rate, 60 if place.all_grids else 10, prompt=[P], output=[128])
+        jobs = place.jobs(rate, 60 if place.full else 10, prompt=[P], output=[128])
         latency = {name: fmean(place.serve(jobs, spec=spec, **options).latencies)
                    for name, spec in choices.items()}
         for name in choices:
@@ -855,11 +859,11 @@ def latencies(place, rates, choices, alpha, draft="ngram", P=128, scheduler="pre
     yield "goodput", "least", min(times["goodput"])
     return times
 
-@experiment("arrival rate (requests/s), R", "", A100_7B, "simulated")
+@experiment("arrival rate (requests/s), R", "", A100_7B, "simulated", "series", "")
 def spec_fig1(place):
     """[SmartSpec Fig. 1, 11, 14] latency with k drafts of a draft model, with goodput's choice and
     with an oracle's; acceptance 0.7."""
-    rates = (1, 4, 8, 10, 12, 14, 16, 18, 20) if place.all_grids else (1, 4, 12, 20)
+    rates = (1, 4, 8, 10, 12, 14, 16, 18, 20) if place.full else (1, 4, 12, 20)
     choices = CHOICES | {"oracle": "oracle"}
     times = yield from latencies(place, rates, choices, 0.7, small_model(place))
     for name in ("k = 3", "k = 5"):
@@ -892,10 +896,10 @@ def spec_fig5(place):
         best = Goodput().lengths([None] * B, [MAX_DRAFTS] * B, 0.7, price)
         yield "best k", "", B, best[0]
 
-@experiment("arrival rate (requests/s), R", "", A100_7B, "simulated")
+@experiment("arrival rate (requests/s), R", "", A100_7B, "simulated", "series")
 def spec_fig12(place):
     """[SmartSpec Fig. 12] latency with prompt lookup; acceptance 0.35, prompts of 512 tokens."""
-    rates = (1, 2, 4, 6, 8, 10, 12) if place.all_grids else (1, 6, 12)
+    rates = (1, 2, 4, 6, 8, 10, 12) if place.full else (1, 6, 12)
     yield from latencies(place, rates, CHOICES, 0.35, P=512)
 
 class Trees(Goodput):
@@ -964,20 +968,20 @@ def chance_of(alpha, n_candidate):
     """That one of a level's candidates is right, if each has the chance alpha."""
     return 1 - (1 - alpha) ** n_candidate
 
-@experiment("arrival rate (requests/s), R", "", A100_7B, "simulated")
+@experiment("arrival rate (requests/s), R", "", A100_7B, "simulated", "series", "")
 def spec_fig16(place):
     """[SmartSpec Fig. 16] latency with Medusa's heads: one candidate each, fixed trees, and
     goodput's tree; acceptance 0.6. Batched are the tokens that a decode feeds, at the last rate."""
     fixed = {"1,1,1": (1, 1, 1), "2,2,1": (2, 2, 1), "3,2,2": (3, 2, 2)}
     choices = {"off": "off"} | {name: Trees(tree) for name, tree in fixed.items()}
     goodput = Trees(*product((1, 2, 3), repeat=3))  # three heads, one to three candidates of each
-    rates = (1, 4, 8, 12, 16, 20) if place.all_grids else (1, 20)
+    rates = (1, 4, 8, 12, 16, 20) if place.full else (1, 20)
     times = yield from latencies(place, rates, choices | {"goodput": goodput}, 0.6,
                                  scheduler=Medusa)
     yield "goodput", "over 1,1,1", times["goodput"][-1] / times["1,1,1"][-1]
     for alpha in (0.6, 0.8):
         record = []
-        jobs = place.jobs(rates[-1], 60 if place.all_grids else 10, prompt=[128], output=[128])
+        jobs = place.jobs(rates[-1], 60 if place.full else 10, prompt=[128], output=[128])
         place.serve(jobs, 256, scheduler=Medusa, alloc="grow", draft="ngram", alpha=alpha,
                     spec=goodput, record=record)
         rows = [feed.n for iteration in record for feed in iteration.feeds
@@ -1056,12 +1060,12 @@ def timeline(place):
 def tng(place):
     """[TNG] TTFT, TPOT and throughput by the number of concurrent requests, for schedulers and
     chunk sizes; and the gain of chunks if all requests are of equal size."""
-    sizes = (512, 1024, 2048) if place.all_grids else (64, 256)
+    sizes = (512, 1024, 2048) if place.full else (64, 256)
     ways = by_scheduler(["static", "prefill_first", *map(SarathiServe, sizes)])
     L = place.lengths[0]
     speeds = []  # by the number of clients
-    for n in (1, 2, 4, 8, 16, 32, 64, 128) if place.all_grids else (1, 4, 12):
-        n_job = (4 if place.all_grids else 2) * max(n, 3)
+    for n in (1, 2, 4, 8, 16, 32, 64, 128) if place.full else (1, 4, 12):
+        n_job = (4 if place.full else 2) * max(n, 3)
         jobs = place.jobs(1, n_job, prompt=(8, L // 2), output=(4, L // 8))
         for name, runs in place.race(ways, jobs=jobs, B=n, clients=n).items():
             yield from felt(runs, name, n)
@@ -1085,7 +1089,7 @@ def online_jobs(place):
         jobs = read_jobs(args.jobs, min(place.model.config.block_size, place.room), args.rate)
         if not args.rate:
             return jobs
-    n = len(jobs) or (320 if place.all_grids else 32)
+    n = len(jobs) or (320 if place.full else 32)
     cv = 1.0 if args.cv is None else args.cv
     spaced = place.jobs(1, n, cv, prompt=args.prompt or (8, L // 2),
                         output=args.output or (4, max(4, L // 16)))
@@ -1097,7 +1101,7 @@ def online_jobs(place):
     place.source += f"; {rate:.3g} requests/s arrive"
     return at_rate(jobs, rate)
 
-@experiment("seconds", "share of requests")
+@experiment("seconds", "share of requests", curves="picture")
 def online(place):
     """Time to the first token (TTFT), per token after it (TPOT), and longest time between two
     tokens of a request (stall): medians and 99th percentiles. --scheduler and --spec add rows,
@@ -1138,7 +1142,8 @@ WORKLOADS = """
 1300 13 1.2 0.8 0, 1300 7 0.2 0.3 0, 1300 7 0.8 0.8 2, 1300 7 1.2 0.3 2
 """.split(",")
 
-@experiment("", "latency over the best setting's", Hardware("llama-13b", "a100"), "simulated")
+@experiment("", "latency over the best setting's", Hardware("llama-13b", "a100"), "simulated",
+            points="")
 def autopilot(place):
     """Autopilot beside 30 fixed settings of chunk size and drafts: mean latency over that of the
     best one that meets the TPOT target. Workloads: prompt, output, load, acceptance, target."""
@@ -1146,16 +1151,16 @@ def autopilot(place):
     grid = list(product((64, 128, 256, 512, 1024, 2048), ("off", 1, 3, 5, 7)))
     ratios = []
     missed = 0
-    for workload in WORKLOADS if place.all_grids else WORKLOADS[1:4:2]:
+    for workload in WORKLOADS if place.full else WORKLOADS[1:4:2]:
         P, D, load, alpha, slow = [float(number) for number in workload.split()]
-        jobs = place.jobs(1, 160 if place.all_grids else 20, prompt=(P // 2, P * 3 // 2),
+        jobs = place.jobs(1, 160 if place.full else 20, prompt=(P // 2, P * 3 // 2),
                           output=(D // 2, D * 3 // 2))
         capacity = place.serve(at_rate(jobs), 48, alloc="grow").requests_per_second
         run = partial(place.serve, at_rate(jobs, load * capacity), 48, alloc="grow", draft=draft,
                       alpha=alpha)
         target = slow * place.model.time(1, P + D / 2)
         runs = [run(scheduler="autopilot", spec="goodput", tpot=target)]
-        for chunk, spec in grid if place.all_grids else grid[5::12]:
+        for chunk, spec in grid if place.full else grid[5::12]:
             runs.append(run(scheduler=SarathiServe(chunk), spec=spec))
         met = [not target or np.quantile(run.tpots, 0.9) <= target for run in runs]
         latency, *others = [fmean(run.latencies) for run in runs]
@@ -1250,7 +1255,8 @@ def gpu(place):
         yield "32 decodes (ms)", "adapters", n, [run.figures["TPOT p50 ms"] for run in runs]
     yield "peak memory (GB)", torch.cuda.max_memory_allocated() / 1e9
 
-@experiment("", "tokens/s of prompts of 256 and outputs of 32, all counted", only="measured")
+@experiment("", "tokens/s of prompts of 256 and outputs of 32, all counted", only="measured",
+            points="series")
 def peers(place):
     """transformers' generate(), and PEFT's mixed batch of adapters, beside this engine. All feed
     the prompts at once."""
@@ -1302,22 +1308,17 @@ class Place:
         self.bar = tqdm(disable=True)  # a tick per measurement
         self.B = args.max_batch  # requests in a batch [SARATHI Table 4]
         self.jobs = partial(gamma_jobs, seed=42 + args.seed)
-        # which of the papers' grids to take: all, or those that are fast if simulated
-        self.all_grids = args.size == "full" if args.size else self.simulated
-        self.fast_grids = self.all_grids or self.simulated
+        # grids of two sizes: the papers', and a small one
+        self.full = args.size == "full" if args.size else self.simulated
         longest = model.config.block_size
         room = longest if self.simulated else min(longest, self.room / self.B)
         lengths = MAX_B if on or args.device == "cuda" else (256, 512, 768)
         self.lengths = args.lengths or [L for L in lengths if L <= room] or [longest]
         for L in self.lengths:
             check_range("--lengths", L, 64, longest)
-        # length on this machine -> the paper's, for which it stands
-        pairs = [] if on else zip(self.lengths, MAX_B)
-        self.stands = {L: paper for L, paper in pairs if L not in MAX_B}
-        # (length, requests of it in a batch): the papers' largest batches, or --max-batch
-        self.batches = [(L, self.B) for L in args.lengths or self.lengths[:1]]
-        if self.fast_grids and not args.lengths:
-            self.batches = [(L, B) for L, B in MAX_B.items() if L <= longest]
+        # (length, requests of it in a batch): of the paper, or --max-batch
+        largest = {} if args.lengths or not on else MAX_B
+        self.batches = [(L, largest.get(L, self.B)) for L in self.lengths]
 
     @property
     def room(self):
@@ -1539,75 +1540,40 @@ def by_scheduler(schedulers):
 # -----------------------------------------------------------------------------
 # tables
 
-MOST_LINES = 24  # of a table; more points are left to the picture
-
-def tables(what, places):
-    """The Markdown tables of an experiment in these places: curves, then points without an x."""
-    numbers = numbers_of(what, places)
+def tables(what, place, with_paper=True):
+    """The Markdown tables of an experiment in a place: points with an x, then the others."""
     texts = []
-    for is_curve in (what.x != "seconds", what.x == "seconds"):
-        points = {at: kinds for at, kinds in numbers.items() if (at[2] != "") == is_curve}
-        if points:
-            # columns are panels or series, or every point has a line: the table filled best
-            layouts = [lay_out(points, by, what.x.rpartition(" ")[2]) for by in (0, 1, 3)]
-            share, text = max(layouts, key=lambda layout: layout[0])
-            if not share and is_curve:
-                text = f"(curves of {len(points)} points: --plot, --json)"
-            elif not share:  # too wide, but all there is
-                _, text = min(layouts[:2], key=lambda layout: layout[1].index("\n"))
-            texts.append(text)
+    for is_curve, by in ((True, what.curves), (False, what.points)):
+        rows = [row for row in place.rows if (row["at"][2] != "") == is_curve]
+        if rows and by != "picture":
+            texts.append(lay_out(what, rows, by, with_paper))
     return "\n\n".join(texts)
 
-def numbers_of(what, places):
-    """{(panel, series, x, head of a column): {"here", "simulated" or "paper": text}}: points of all
-    places. Lengths here stand for the paper's."""
-    names = {row["at"][1] for row in places[0].rows}
-    stands = places[0].stands if what.x == LENGTHS else {}
-    labels = {paper: f"{L} (paper: {paper})" for L, paper in stands.items()}
-    numbers = defaultdict(dict)
-    for place in places:
-        for row in place.rows:
-            panel, series, x = row["at"]
-            if series not in names:
-                continue
-            x = x if place.on else stands.get(x, x)
-            text = cell(row["ours"])
-            if row["spread"]:
-                text += f" ± {float(format(row['spread'], '.2g')):g}"
-            kinds = numbers[panel, series, labels.get(x, x), what.y or "ours"]
-            kinds["simulated" if place.on else "here"] = text
-            if row["paper"] is not None:
-                bound = re.search(r"\((at .*)\)", row["what"])
-                kinds["paper"] = f"{bound[1]} {row['paper']:g}" if bound else row["paper"]
-    return numbers
-
-def lay_out(points, by, x):
-    """(share of the cells that are filled, text) of a table. Part `by` of the points' keys names
-    the columns, the first three others the lines. The share is 0 if the table is too large."""
-    more = ""
-    if by == 3 and len(points) > MOST_LINES:
-        with_paper = {at: kinds for at, kinds in points.items() if "paper" in kinds}
-        more = f"\n\n({len(points) - len(with_paper)} more points: --plot, --json)"
-        points = with_paper
-    lines = defaultdict(dict)
-    for at, kinds in points.items():
-        keys = tuple("" if i == by else at[i] for i in range(3))
-        lines[keys] |= {(at[by], kind): text for kind, text in kinds.items()}
-    columns = dict.fromkeys(at[by] for at in points)
-    used = {pair for line in lines.values() for pair in line}
-    shown = [pair for pair in product(columns, ("here", "simulated", "paper")) if pair in used]
-    of_lines = [i for i in range(3) if any(keys[i] != "" for keys in lines)]
-    heads = [("", "", x)[i] for i in of_lines]
-    both = len({kind for _, kind in used} - {"paper"}) > 1
-    for column, group in groupby(shown, lambda pair: pair[0]):
-        (_, first), *others = group
-        name = column or "ours"
-        heads.append(f"{name}, {first}" if both else name)
-        heads.extend(kind for _, kind in others)
-    text = table(heads, [[keys[i] for i in of_lines] + [line.get(pair) for pair in shown]
-                         for keys, line in lines.items()])
-    share = len(points) / max(1, len(lines) * len(columns)) * (0.6 if by == 3 else 1.0)
-    return share * (len(lines) <= MOST_LINES and text.index("\n") <= 120), text + more
+def lay_out(what, rows, by, with_paper):
+    """A table with a column for each panel or series (by), or one for all points, and behind it
+    the paper's numbers, if there are some."""
+    lines = defaultdict(dict)  # the other keys of points -> {(head of a column, kind): text}
+    for row in rows:
+        keys = dict(zip(("panel", "series", "x"), row["at"]))
+        column = keys.pop(by, "") or what.y or "ours"
+        line = lines[tuple(keys.values())]
+        line[column, "ours"] = cell(row["ours"])
+        if row["spread"]:
+            line[column, "ours"] += f" ± {float(format(row['spread'], '.2g')):g}"
+        if with_paper and row["paper"] is not None:
+            bound = re.search(r"\((at \w+)\)$", row["what"])
+            text = cell(row["paper"])
+            line[column, "paper"] = f"{bound[1]} {text}" if bound else text
+    used = dict.fromkeys(pair for line in lines.values() for pair in line)
+    columns = dict.fromkeys(column for column, _ in used)
+    shown = [pair for pair in product(columns, ("ours", "paper")) if pair in used]
+    heads = [column if kind == "ours" else kind for column, kind in shown]
+    # keys that no point has need no column
+    names = [""] * (len(keys) - 1) + what.x.split()[-1:]
+    given = [i for i, values in enumerate(zip(*lines)) if any(value != "" for value in values)]
+    texts = [[key[i] for i in given] + [line.get(pair) for pair in shown]
+             for key, line in lines.items()]
+    return table([names[i] for i in given] + heads, texts)
 
 # -----------------------------------------------------------------------------
 # pictures
@@ -1985,18 +1951,18 @@ def run_experiment(args, name, places):
                 save_picture(group[0], name, args.plot)
 
 def show(name, group):
-    """Print an experiment's tables, of a group of Places."""
+    """Print an experiment's tables, of a group of Places; the paper's numbers stand in the last."""
     what = EXPERIMENTS[name]
-    place = group[0]
-    sources = [other.source for other in group]
-    if not place.simulated and any(row["paper"] is not None for row in place.rows):
-        sources.append(f"the paper: {what.on.model} on {what.on.tp} x {what.on.gpu}")
     print(f"### {name}\n{textwrap.fill(what.about, 118)}")
-    print(textwrap.fill("; ".join(sources), 118))
     axes = [f"By {what.x}."] * bool(what.x) + [f"Numbers: {what.y}."] * bool(what.y)
-    if axes and what.x != "seconds":  # of curves, which are in pictures alone
+    if axes and what.curves != "picture":
         print(" ".join(axes))
-    print(f"\n{tables(what, group)}\n", flush=True)
+    for place in group:
+        source = place.source
+        with_paper = place is group[-1]
+        if with_paper and any(row["paper"] is not None for row in place.rows):
+            source += f"; the paper: {what.on.model} on {what.on.tp} x {what.on.gpu}"
+        print(f"{textwrap.fill(source, 118)}\n\n{tables(what, place, with_paper)}\n", flush=True)
 
 def summary(args, places):
     """The object of --json: the rows so far. places: {experiment: [Place]}"""

@@ -3306,13 +3306,13 @@ def test_operators_are_timed_without_the_first_pass(monkeypatch):
 def test_experiment_simulates(name):
     assert all(math.isfinite(row["ours"]) for row in small_rows(name).values())
 
-def test_short_lengths_stand_for_the_papers():
+def test_lengths_are_those_that_were_run():
     place = bench.Place(arguments("--lengths 512,1024"), simulated("table4").model, "here")
-    for name, needle in (("fig7", "| 512  |"), ("table4", "| 512 (paper: 1024) ")):
-        place.rows = list(EXPERIMENTS[name].rows(place))
-        assert needle in bench.tables(EXPERIMENTS[name], [place])
-    rows = [row["what"] for row in place.rows]
-    assert rows[1:4:2] == ["throughput, L = 512 (paper: 1024)", "throughput, L = 1024"]
+    rows = list(EXPERIMENTS["table4"].rows(place))
+    lines = tables("table4", place, rows).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[:4:2]] == ["L", "512"]
+    assert [row["what"] for row in rows[1:4:2]] == ["throughput, L = 512", "throughput, L = 1024"]
+    assert [row["paper"] for row in rows[1:4:2]] == [None, 1.33]
     assert place.batches == [(512, 6), (1024, 6)]
     place = bench.simulate(arguments(), bench.Hardware("gpt2", "a100"))
     assert place.batches == [(1024, 18)]  # longer ones do not fit the model
@@ -3669,41 +3669,43 @@ def test_online_shows_classes_of_ones_own(monkeypatch, capsys, tmp_path):
     _, _, err = command(monkeypatch, capsys, words.replace("Mine", "Yours"))
     assert re.search("unknown Scheduler of .*own.py 'Yours': one of Mine", err)
 
-def tables(name, *places):
-    """The tables of an experiment, of (place, rows)"""
-    for place, rows in places:
-        place.rows = rows
-    return bench.tables(EXPERIMENTS[name], [place for place, _ in places])
+def tables(name, place, rows, **options):
+    place.rows = rows
+    return bench.tables(EXPERIMENTS[name], place, **options)
 
 def test_online_has_a_table_however_wide():
     rows = [row | dict(spread=row["ours"] / 7) for row in small_rows("online").values()]
     more = [row | dict(at=[row["at"][0], f"{row['at'][1]} of mine", row["at"][2]]) for row in rows]
-    text = tables("online", (simulated("online"), rows + more))
+    text = tables("online", simulated("online"), rows + more)
     assert sum(line.startswith("| ") for line in text.splitlines()) == 2 + 2 * len(SCHEDULERS)
 
 @each("name", [name for name, what in EXPERIMENTS.items() if what.only != "measured"])
 def test_tables_fit_120_columns(name):
     rows = list(small_rows(name).values())
-    text = tables(name, (simulated(name), rows))
+    text = tables(name, simulated(name), rows)
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert lines and max(map(len, lines)) <= 120
     n_paper = sum(row["paper"] is not None for row in rows)
     papers = [line for line in lines if "paper" in line]
     assert bool(papers) == bool(n_paper)
 
-def test_tables_of_curves_and_of_two_places():
-    rows = list(small_rows("fig3").values())
-    text = tables("fig3", (simulated("fig3"), rows))
+def test_tables_have_the_columns_that_are_declared():
+    """And a line for every other key; the paper's numbers stand behind ours."""
+    text = tables("fig3", simulated("fig3"), list(small_rows("fig3").values()))
     assert "| 18 | 16.7                | 16.7  |" in text and "| at most 0.05 |" in text
-    own = [dict(row, ours=0.5, spread=0.015, at=[panel, series, 64 if L == 1024 else 96])
-           for (panel, series, L), row in small_rows("table4").items()
-           if L in (1024, 2048) and not series]
-    papers = list(small_rows("table4").values())
-    here = tiny_place.__wrapped__()
-    lines = tables("table4", (here, own), (simulated("table4"), papers)).splitlines()
-    assert lines[0].split(" | ")[1].strip() == "decode speedup, here"
-    assert re.match(r"\| 64 \(paper: 1024\) +\| 0.5 ± 0.015 +\| 5.81 +\| 5.45 ", lines[2])
-    assert "LLaMA-33B" not in "".join(lines)
+    rows = list(small_rows("table4").values())
+    own = [row | dict(ours=0.5, spread=0.015, at=[row["at"][0], "", 64]) for row in rows[:2]]
+    line = tables("table4", tiny_place.__wrapped__(), own).splitlines()[2]
+    assert re.match(r"\| 64 +\| 0.5 ± 0.015 +\| 5.45 +\| 0.5 ± 0.015 +\| 1.33 ", line)
+    text = tables("table4", simulated("table4"), rows, with_paper=False)
+    assert "LLaMA-33B, A100 | 1024 | 4.68           | 1.23 " in text
+    for name, head in (("fig9", "P:D  | C = 128 | C = 256 | C = 512 | Orca, best | paper "),
+                       ("fig12", "|                          |                   | ours ")):
+        rows = list(small_rows(name).values())
+        text = tables(name, simulated(name), rows)
+        lines = [line for line in text.splitlines() if line.startswith("|")]
+        keyed = {tuple(row["at"][::2]) if row["at"][2] else tuple(row["at"]) for row in rows}
+        assert head in text and len(lines) == len(keyed) + 2 * (1 + text.count("\n\n"))
 
 def test_online_flags(monkeypatch, capsys, tmp_path):
     (tmp_path / "jobs.csv").write_text("arrival,prompt,output\n0,64,4\n1,64,4\n2,64,4\n")
