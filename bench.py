@@ -33,7 +33,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cache, partial
-from itertools import count, pairwise, product
+from itertools import chain, count, pairwise, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -277,17 +277,18 @@ def decode_speedup(place, L, B):
 
 def gains(place, P, D, B, *schedulers):
     """How many times as fast as request-level batching, (n_scheduler, n_round), for equal requests
-    of P + D tokens. The middle of a run counts; one static batch is like the next."""
+    of P + D tokens. Of a run, requests first + 1 to last count, since all batches are full while
+    they end; one static batch is like the next."""
     first, last = (3 * B, 6 * B) if place.simulated else (B, B + 3)
     jobs = [Job(0.0, P, D)] * (last + B)
     functions = [partial(place.serve, jobs[:B], B, scheduler="static")]
     functions += [partial(place.serve, jobs, B, scheduler=scheduler, n_end=last)
                   for scheduler in schedulers]
     static, *others = place.rounds(*functions, share=3)
-    batch = np.array([run.seconds for run in static])
-    ends = np.array([[(run.ends[first - 1], run.ends[last - 1]) for run in runs]
-                     for runs in others])
-    return (last - first) / B * batch / np.diff(ends)[:, :, 0]
+    of_batches = [run.seconds / B for run in static]  # seconds per request
+    ours = [[(run.ends[last - 1] - run.ends[first - 1]) / (last - first) for run in runs]
+            for runs in others]
+    return np.array(of_batches) / ours
 
 def halves(L, pd=0, chunk=0, B=1):
     """Cut L tokens into (prompt, output) with a ratio of P:D. pd = 0: chunk / (B - 1), where
@@ -305,30 +306,22 @@ def explain(places):
     place = places["users"][0]
     ours = {(row["experiment"], *row["at"]): row["ours"]
             for group in places.values() for row in group[0].rows}
-    prefill, decode = [sum(ours["table2", f"{part} (ms)", batch, ""] for part in ("linear", "attn"))
-                       for batch in ("prefill-only", "decode-only")]
-    L = min(1024, max(place.lengths))  # as in table2
-    P, D = halves(L, chunk=place.args.chunk, B=place.B)
-    most = 1 + D * decode / (place.B * prefill)
-    gains = [ours["table4", "throughput", "", L] for L in place.lengths]
     figures = ("longest stall ms", "TTFT p50 ms", "tokens/s")
-    whole = [ours["users", figure, "prefill_first", ""] for figure in figures]
-    texts = []
-    for name, chunk in ("sarathi", place.args.chunk), ("sarathi, C = 512", 512):
-        if ("users", "tokens/s", name, "") in ours:
-            stall, ttft, speed = [ours["users", figure, name, ""] for figure in figures]
-            texts.append(
-                f"In chunks of {chunk} tokens the longest pause in an output is {stall:.0f} ms "
-                f"instead of {whole[0]:.0f}, the median TTFT {ttft:.0f} ms instead of "
-                f"{whole[1]:.0f}, and throughput {speed / whole[2]:.2f} times prefill-first's. ")
-    return (
-        f"{''.join(texts)}Over request-level batching chunks gain throughput only where decodes "
-        "take long beside prompts. One read of a weight pays for "
-        f"{ours['ceilings', 'ridge point (tokens)', '', '']:.0f} tokens here (the ridge "
-        f"point). A prompt of {L} tokens takes {prefill:.0f} ms and a batch of decodes "
-        f"{decode:.1f} ms, so that requests of {P} + {D} tokens could be served {most:.2f} times "
-        f"as fast at best, if decodes cost nothing. Measured: {min(gains):.2f} to "
-        f"{max(gains):.2f} times.")
+    users = defaultdict(list)  # scheduler -> its figures
+    for name, figure in product(("prefill_first", "sarathi", "sarathi, C = 512"), figures):
+        if ("users", figure, name, "") in ours:
+            users[name].append(ours["users", figure, name, ""])
+    pause, first, speed = users.pop("prefill_first")
+    text = ""
+    for chunk, (stall, ttft, ours_speed) in zip((place.args.chunk, 512), users.values()):
+        text += (f"In chunks of {chunk} tokens the longest pause in an output is {stall:.0f} ms "
+                 f"instead of {pause:.0f}, the median TTFT {ttft:.0f} ms instead of {first:.0f}, "
+                 f"and throughput {ours_speed / speed:.2f} times prefill-first's. ")
+    gains = [ours["table4", "throughput", "", L] for L in place.lengths]
+    ridge = ours["ceilings", "ridge point (tokens)", "", ""]
+    return (f"{text}Over request-level batching chunks gain throughput only where decodes take "
+            f"long beside prompts: {min(gains):.2f} to {max(gains):.2f} times in Table 4. One read "
+            f"of a weight pays for {ridge:.0f} tokens here (the ridge point).")
 
 @experiment("", "requests/s", Hardware("llama-13b", "a100"))
 def capacity(place):
@@ -385,27 +378,29 @@ def fig3(place):
 def fig4(place):
     """[SARATHI Fig. 4] one layer: prefills need some hundred tokens, decodes as many requests."""
     L = place.lengths[0]
-    batches = [2 ** i for i in range(10)]
-    if not place.simulated:
-        batches = [B for B in batches if B * L <= place.room]
-    shapes = {"prefill": {n: dict(chunk=n) for n in (64, 128, 256, 512, 1024) if n <= L},
-              "decode": {B: dict(decodes=B, context=L - 1) for B in batches}}
-    rates = defaultdict(dict)  # tokens/ms of one layer
-    for kind, group in shapes.items():
-        for n, shape in group.items():
-            seconds = np.median(place.seconds(shape, last=False))
-            rates[kind][n] = n * place.model.config.n_layer / seconds / 1e3
-            yield f"{kind} (tokens/ms)", "", n, rates[kind][n]
-    prefill, decode = rates.values()
+    prefill = {}  # tokens of a chunk -> tokens/ms
+    decode = {}  # batch size -> tokens/ms
+    for n in (64, 128, 256, 512, 1024):
+        if n <= L:
+            prefill[n] = layer_rate(place, n, chunk=n)
+            yield "prefill (tokens/ms)", "", n, prefill[n]
+    for B in [2 ** i for i in range(10)]:
+        if place.simulated or B * L <= place.room:
+            decode[B] = layer_rate(place, B, decodes=B, context=L - 1)
+            yield "decode (tokens/ms)", "", B, decode[B]
     if L >= 256:
         yield "prefill at 256", "over the peak", prefill[256] / max(prefill.values())
-    enough = [n for n, rate in decode.items() if rate > 0.95 * max(decode.values())]
+    enough = [B for B, rate in decode.items() if rate > 0.95 * max(decode.values())]
     yield "decode batch", "at 95 % of the peak", min(enough)
     if place.simulated:  # wider matrices fill a GPU with fewer tokens [SARATHI §4.2]
         cost = CostModel.roofline(replace(preset("gpt3-175b"), n_layer=1), "a100")
-        rates = {n: n / cost.seconds(cost.stats([Feed(NO_ADAPTER, 0, n, 0)]))
-                 for n in shapes["prefill"]}
+        rates = {n: n / cost.seconds(cost.stats([Feed(NO_ADAPTER, 0, n, 0)])) for n in prefill}
         yield "prefill at 256", "GPT-3 on an A100", rates[256] / max(rates.values())
+
+def layer_rate(place, n, **shape):
+    """Tokens/ms of one layer, in an iteration of n tokens."""
+    seconds = np.median(place.seconds(shape, last=False))
+    return n * place.model.config.n_layer / seconds / 1e3
 
 @experiment("tokens in the batch, N", "ms")
 def fig7(place):
@@ -995,22 +990,24 @@ def spec_here(place):
     and by prompt lookup. The trained tiny model continues pieces of this project's files; or
     --model and --draft do, the paragraphs of --prompts."""
     prompts = read_prompts(place)
-    model = place.model
-    sources = {"lookup": "ngram"}
-    if place.args.draft:
-        small = load_model(place.args.draft, model.dtype, str(model.device))
-        sources = {"model": small, **sources}
-    names = ["off"]
-    names += [f"{source}, {name}" for source, name in product(sources, [*CHOICES][1:])]
-    choices = [(None, "off"), *product(sources.values(), [*CHOICES.values()][1:])]
-    for draft, spec in choices:  # warm up: goodput makes its profile
-        continue_text(place, prompts[:1], draft, spec)
+    draft = place.args.draft
+    if not place.args.model:  # both are trained on these files
+        draft = draft or "draft"
+    sources = {}
+    if draft:
+        sources["model"] = load_model(draft, place.model.dtype, str(place.model.device))
+    sources["lookup"] = "ngram"
+    ways = {"off": (None, "off")}
+    for source, name in product(sources, [*CHOICES][1:]):
+        ways[f"{source}, {name}"] = sources[source], CHOICES[name]
+    for way in ways.values():  # warm up: goodput makes its profile
+        continue_text(place, prompts[:1], *way)
     for B in (1, 6, 24):
-        rounds = place.rounds(*(partial(continue_text, place, prompts[:B], draft, spec)
-                                for draft, spec in choices), share=3)
-        seconds, accepted = np.moveaxis(rounds, -1, 0)  # (n_choice, n_round) each
+        rounds = place.rounds(*(partial(continue_text, place, prompts[:B], *way)
+                                for way in ways.values()), share=3)
+        seconds, accepted = np.moveaxis(rounds, -1, 0)  # (n_way, n_round) each
         yield "tokens/s without drafts", "", B, B * N_TEXT[1] / seconds[0]
-        for i, name in enumerate(names[1:], 1):
+        for i, name in [*enumerate(ways)][1:]:
             yield f"B = {B}", name, seconds[0] / seconds[i]
             yield f"accepted, {B}", name, np.median(accepted[i])
 
@@ -1031,7 +1028,7 @@ def read_prompts(place):
         text = "".join(path.read_text(encoding="utf8") for path in paths)
         texts = textwrap.wrap(text, 1000, replace_whitespace=False, drop_whitespace=False)
     texts = texts[::max(1, len(texts) // 24)]
-    encode = load_tokenizer(place.args.model).encode
+    encode = load_tokenizer(place.args.model or "tiny").encode
     return [encode(texts[i % len(texts)])[:N_TEXT[0]] for i in range(24)]
 
 def continue_text(place, prompts, draft, spec):
@@ -1195,19 +1192,31 @@ def iteration_seconds(run):
     ends = {t for request in run.requests for t in request.times}
     return np.diff(sorted({run.start, *ends}))
 
-@experiment("tokens or requests, n", "share of the ceiling", only="measured")
+@experiment("tokens or requests, n", only="measured")
 def roofline(place):
     """How near iterations come to this machine's ceilings: the seconds that the FLOPs of linear
-    operators, or the bytes of weights and cache, take at the ceilings, over the measured ones."""
+    operators, or the bytes of weights and cache, take at the ceilings, over the measured ones; and
+    the host's time for an iteration. `bench.py gpu`, what a new GPU has to show, goes on with
+    users, table4 and table2, at one length."""
+    model = place.model
     L = place.lengths[0]
     ceilings = measure_ceilings(place)
     for n in (32, 128, 512, 2048):
-        if n < min(place.model.config.block_size, place.room):
+        if n < min(model.config.block_size, place.room):
             yield "share of the ceiling", "prefill", n, share(place, ceilings, chunk=n)
     for n in (1, 4, 16, 32):
         if n * L < place.room:
             reached = share(place, ceilings, decodes=n, context=L - 1)
             yield "share of the ceiling", "decode", n, reached
+    for n in (1, 8, 64):
+        feeds, engine = made_up_feeds(model, decodes=n, context=64)
+        seconds = []
+        for _ in range(9):
+            wait_for_gpu()
+            start = time.perf_counter()
+            engine.runner.forward(feeds)
+            seconds.append(time.perf_counter() - start)
+        yield "host (ms)", "decode", n, 1e3 * median(seconds)
 
 def share(place, ceilings, decodes=0, context=0, chunk=0):
     """The share of a machine's ceilings (FLOP/s, bytes/s) that an iteration reaches."""
@@ -1221,39 +1230,6 @@ def share(place, ceilings, decodes=0, context=0, chunk=0):
     reading = ((layers + head) * itemsize + pages * c.page_bytes(itemsize)) / bandwidth
     seconds = place.seconds(dict(decodes=decodes, context=context, chunk=chunk))
     return max(computing, reading) / np.median(seconds)
-
-@experiment("requests or adapters, n", only="measured")
-def gpu(place):
-    """What a new GPU has to show: logits against the definitions, the host's time per iteration, 32
-    decodes with n adapters of rank 16, and peak memory. `bench.py gpu` alone goes on with roofline,
-    users, table4 and table2, at one length."""
-    model = place.model
-    c = model.config
-    tokens = np.random.default_rng(0).integers(c.vocab_size, size=300).tolist()
-    request = Request(tokens, 1)
-    engine = Engine(model, n_page=request.max_len)
-    engine.memory.pool.reserve(request, request.max_len)
-    ends = (0, 128, 292, 299, 300)  # two chunks, a verification and a decode
-    rows = [engine.runner.forward([Feed(request, first, end - first, 1)])[1].float()
-            for first, end in pairwise(ends)]
-    errors = torch.cat(rows) - model.logits(tokens)[[end - 1 for end in ends[1:]]]
-    yield "error of logits over their deviation", float(errors.abs().max() / rows[0].std())
-    for B in (1, 8, 64):
-        feeds, engine = made_up_feeds(model, decodes=B, context=64)
-        seconds = []
-        for _ in range(9):
-            wait_for_gpu()
-            start = time.perf_counter()
-            engine.runner.forward(feeds)
-            seconds.append(time.perf_counter() - start)
-        yield "host (ms)", "decode", B, 1e3 * median(seconds)
-    adapters = [Adapter.random(c, 16, seed, model.dtype) for seed in range(4)]
-    ways = {n: dict(jobs=[Job(0.0, 64, 64, str(i % n) if n else None) for i in range(32)])
-            for n in (0, 1, 32)}
-    common = dict(B=32, n_page=32 * (128 + adapters[0].n_page), scheduler="prefill_first")
-    for n, runs in place.race(ways, adapters=adapters, **common).items():
-        yield "32 decodes (ms)", "adapters", n, [run.figures["TPOT p50 ms"] for run in runs]
-    yield "peak memory (GB)", torch.cuda.max_memory_allocated() / 1e9
 
 @experiment("", "tokens/s of prompts of 256 and outputs of 32, all counted", only="measured",
             points="series")
@@ -1439,13 +1415,14 @@ def simulate(args, on):
 
 load_once = cache(load_model)
 
-def this_machine(args):
-    """A Place of this machine, with a model on it."""
+def this_machine(args, model=None):
+    """A Place of this machine, with --model, or this one, on it."""
     if args.context:
         raise ValueError(f"--context {args.context}: is of simulated models, add --hardware")
     on_cpu = args.device == "cpu"
-    name = args.model or "llama-30m"
-    if not args.model and not on_cpu:  # the paper's model, if the weights leave room for a cache
+    name = args.model or model or "llama-30m"
+    # the paper's model, if the weights leave room for a cache
+    if not (args.model or model or on_cpu):
         room = 0.3 * torch.cuda.mem_get_info()[1]  # in parameters of two bytes
         names = ("llama-13b", "llama-7b", "tinyllama-1.1b")
         name = next((name for name in names if preset(name).n_params < room), name)
@@ -1461,8 +1438,6 @@ def choose_places(args, name):
     """Where an experiment runs. The main job's Tables 2 and 4 stand beside the paper's hardware,
     simulated."""
     what = EXPERIMENTS[name]
-    if name == "spec_here" and not args.model:  # text needs trained models
-        args = argparse.Namespace(**vars(args) | dict(model="tiny", draft=args.draft or "draft"))
     if args.hardware and what.only == "measured":
         raise ValueError(f"{name} can only be measured: leave out --hardware")
     if args.hardware or what.only == "simulated":
@@ -1471,7 +1446,8 @@ def choose_places(args, name):
             gpu=args.hardware or what.on.gpu,
             tp=max(args.tp, what.on.tp)))]
     if args.experiments or name not in ("table2", "table4"):
-        return [this_machine(args)]
+        # text needs a trained model
+        return [this_machine(args, "tiny" if name == "spec_here" else None)]
     paper = simulate(argparse.Namespace(**vars(args) | dict(lengths=None)), what.on)
     return [this_machine(args), paper]
 
@@ -1729,31 +1705,34 @@ def read_jobs(path, longest, rate=None):
 
 def read_trace(path, rate):
     """Yields (TraceFormat, Job) of a file: CSV, or JSON lines. ValueError names the wrong line."""
-    heads = []
-    number = 0
     opener = gzip.open if path.endswith(".gz") else open
+    number = 0
+
+    def read_lines(file):
+        nonlocal number
+        for number, line in enumerate(file, 1):  # noqa: B007
+            if line.lstrip().startswith("["):
+                raise ValueError("a JSON array")
+            if line.strip():
+                yield line
     try:
         with opener(path, "rt", encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):  # noqa: B007
-                if line.lstrip().startswith("["):
-                    raise ValueError("a JSON array")
-                if line.lstrip().startswith("{"):
-                    row = json.loads(line)
-                    heads = heads or [*row]  # no other line is CSV's first
-                    yield read_job(row, rate)
-                elif line.strip():
-                    fields = next(csv.reader([line], skipinitialspace=True, strict=True))
-                    if heads and len(fields) != len(heads):
-                        raise ValueError(f"{len(fields)} fields, the first line has {len(heads)}")
-                    if heads:
-                        yield read_job(dict(zip(heads, fields)), rate)
-                    heads = heads or fields
+            lines = read_lines(file)
+            first = next(lines, "")
+            lines = chain([first], lines)
+            rows = csv.DictReader(lines, skipinitialspace=True, strict=True)
+            if first.lstrip().startswith("{"):
+                rows = map(json.loads, lines)
+            for row in rows:
+                yield read_job(row, rate)
     except (ValueError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        hint = "" if heads else f"; {READABLE}"
+        hint = f"; {READABLE}" if number < 2 else ""
         raise ValueError(f"{path}, line {number}: {error}{hint}") from None
 
 def read_job(row, rate):
     """The TraceFormat and the Job of a row {column: value}."""
+    if None in row or None in row.values():
+        raise ValueError("more or fewer fields than the first line has")
     row = {name.strip().lower(): value for name, value in row.items()}
     known = [trace for trace in TRACES if {*trace.columns[1:]} <= {*row}]
     if not known:
@@ -1786,17 +1765,12 @@ def scoreboard_rows(args, name):
     what = EXPERIMENTS[name]
     return [row for row in what.rows(simulate(args, what.on)) if row["paper"] is not None]
 
-LONGEST = ("slora_table3", "fig12", "spec_fig1", "slora_fig10")
-
 def scoreboard(args):
     """Every number of the papers beside ours, simulated with one set of constants. Returns rows."""
     names = [name for name in CLAIMS if EXPERIMENTS[name].only != "measured"]
-    # the longest begin first
-    longest = sorted(names, key=lambda name: name not in LONGEST)
     with ProcessPoolExecutor(os.cpu_count()) as executor:
-        runs = executor.map(partial(scoreboard_rows, args), longest)
+        runs = executor.map(partial(scoreboard_rows, args), names)
         rows = sum(tqdm(runs, "scoreboard", len(names), leave=False, delay=3), [])
-    rows.sort(key=lambda row: names.index(row["experiment"]))
     heads = ("experiment", "what", "paper", "paper_source", "ours", "kind", "inside")
     lines = [[row[head] for head in heads] for row in rows]
     for line, row in zip(lines, rows):
@@ -1833,7 +1807,7 @@ def count_runs(rows):
 # command line
 
 MAIN_JOB = ["users", "table4", "table2", "ceilings"]
-GPU_JOB = ["gpu", "roofline", "users", "table4", "table2"]
+GPU_JOB = ["roofline", "users", "table4", "table2"]
 
 def token_counts(text):
     """A type of argparse: 256, or 256,512,768, or 8..512."""
@@ -1848,7 +1822,7 @@ def make_parser():
         description=f"{about}\n\n{usage}", allow_abbrev=False, conflict_handler="resolve",
         formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS)
     flag = parser.add_argument
-    flag("experiments", nargs="*", help="names from `list`; or list, or scoreboard; default: "
+    flag("experiments", nargs="*", help="names from `list`; or list, scoreboard, or gpu; default: "
          f"{' '.join(MAIN_JOB)}")
     add_model_flags(parser, None)
     flag("--scheduler", default="sarathi", type=partial(class_in_file, base=Scheduler),
@@ -1992,7 +1966,7 @@ def write_json(path, report):
 def main():
     args = parse_arguments()
     names = args.experiments or MAIN_JOB + ["timeline"] * bool(args.plot)
-    alone = ["list", "scoreboard"] if len(names) == 1 else []
+    alone = ["gpu", "list", "scoreboard"] if len(names) == 1 else []
     for name in names:
         check_choice("experiment", name, [*EXPERIMENTS, *alone])
     for path in {args.trace, args.json} - {None, "-"}:
