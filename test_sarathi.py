@@ -3310,7 +3310,7 @@ def test_lengths_are_those_that_were_run():
     place = bench.Place(arguments("--lengths 512,1024"), simulated("table4").model, "here")
     rows = list(EXPERIMENTS["table4"].rows(place))
     lines = tables("table4", place, rows).splitlines()
-    assert [line.split("|")[1].strip() for line in lines[:4:2]] == ["L", "512"]
+    assert [line.split("|")[2].strip() for line in lines[:4:2]] == ["L", "512"]
     assert [row["what"] for row in rows[1:4:2]] == ["throughput, L = 512", "throughput, L = 1024"]
     assert [row["paper"] for row in rows[1:4:2]] == [None, 1.33]
     assert place.batches == [(512, 6), (1024, 6)]
@@ -3591,11 +3591,11 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("--chunk 0", "chunk = 0"), ("--lengths 1..x", "1..x"), ("--max-batch 0", "max_batch = 0"),
     ("--seconds -1", "seconds = -1"), ("fig3 --lengths 9999 --hardware a100", "9999"),
     ("fig8 --lengths 32 --hardware a100", "= 32"),
-    ("--cv -1", "cv = -1"), ("spec_here --hardware a100", "only be measured"),
+    ("spec_here --hardware a100", "only be measured"),
     ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
     ("fig3 --model no-model --hardware a100", "no-model"), ("fig3 --rate 3", "--rate"),
     ("--scheduler nowhere.py:Mine online", "nowhere.py"), ("--scheduler mine", "'mine'"),
-    ("online --jobs a.csv --prompt 8", "--prompt"), ("online --jobs a.csv --cv 2", "--cv"),
+    ("online --jobs a.csv --prompt 8", "--prompt"),
     ("fig3 --hardware a100 --context 9", "context = 9"), ("fig3 --context 4096", "--hardware"),
     ("fig3 --hardware nowhere.json", "nowhere.json"), ("fig3 --draft tiny", "--draft"),
 ])
@@ -3715,13 +3715,11 @@ def test_online_flags(monkeypatch, capsys, tmp_path):
     flags = {"--rate 0.5 --prompt 64..128 --output 9": 0.5 * (96 + 9),
              f"--jobs {tmp_path}/jobs.csv": 3 / 2 * (64 + 4),
              f"--jobs {tmp_path}/lengths.csv --rate 0.5": 0.5 * (64 + 4),
-             f"--jobs {tmp_path}/long.csv --context 20000": 3 / 10 * 12000,
-             "--rate 0.5 --prompt 64..128 --output 9 --cv 0": 0.5 * (96 + 9)}
+             f"--jobs {tmp_path}/long.csv --context 20000": 3 / 10 * 12000}
     lines = ["32 requests over 60.81 s, prompts of 65 to 127 tokens, outputs of 9 to 9",
              "3 requests over 2 s, prompts of 64 to 64 tokens, outputs of 4 to 4",
              "32 requests over 67.77 s, prompts of 64 to 64 tokens, outputs of 4 to 4",
-             "3 requests over 10 s, prompts of 11990 to 11990 tokens, outputs of 10 to 10",
-             "32 requests over 64 s, prompts of 65 to 127 tokens, outputs of 9 to 9"]
+             "3 requests over 10 s, prompts of 11990 to 11990 tokens, outputs of 10 to 10"]
     for (words, rate), line in zip(flags.items(), lines):
         words = f"online --hardware A100 --size small {words} --json -"
         _, out, err = command(monkeypatch, capsys, words)
