@@ -33,7 +33,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cache, partial
-from itertools import chain, count, pairwise, product
+from itertools import chain, count, cycle, islice, pairwise, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -123,15 +123,19 @@ class Experiment(NamedTuple):
         """The points as dicts, beside the papers' numbers. ours: a number, or an array of rounds,
         shown as their median and half the distance between their quartiles."""
         name = self.run.__name__
-        claims = CLAIMS.get(name, {}) if place.on in (None, self.on) else {}
+        claims = {}
+        if place.on in (None, self.on):
+            claims = CLAIMS.get(name, {})
         for panel, *keys, ours in self.run(place):
             series, x = (*keys, "", "")[:2]  # what is left out is ""
             what = f"{panel}, {series}" if series else panel
             what += f", {self.x.split()[-1]} = {x}" if x != "" else ""
             low, middle, high = np.quantile(ours, (0.25, 0.5, 0.75)).tolist()
-            source = "simulated" if place.simulated else "measured"
-            row = dict(experiment=name, what=what, at=[panel, series, x], paper=None, ours=middle,
-                       spread=(high - low) / 2 if high > low else None, source=source)
+            row = dict(experiment=name, what=what, at=[panel, series, x])
+            row |= dict(paper=None, ours=middle, spread=None,
+                        source="simulated" if place.simulated else "measured")
+            if high > low:
+                row["spread"] = (high - low) / 2
             claim = claims.get((panel, series, x))
             if claim:
                 row["paper"] = claim.paper
@@ -224,15 +228,18 @@ def measure_ceilings(place):
     C = 1024 if model.device.type == "cpu" else 4096
     N = 512 if model.device.type == "cpu" else 4096
     options = dict(dtype=model.dtype, device=model.device)
-    weights = [pack(torch.randn(4 * C, C, **options)) for _ in range(48)]
+    weights = []
+    for _ in range(48):
+        weights.append(pack(torch.randn(4 * C, C, **options)))
     one = torch.randn(1, C, **options)
     many = torch.randn(N, C, **options)
 
     def products(x, weights):
         for weight in weights:
             linear(x, weight)
-    rounds = place.rounds(timed(products, one, weights), timed(products, many, weights[:4]))
-    reading, multiplying = np.median(rounds, 1).tolist()
+    read = timed(products, one, weights)
+    multiply = timed(products, many, weights[:4])
+    reading, multiplying = np.median(place.rounds(read, multiply), 1).tolist()
     n = 4 * C * C  # weights of a matrix
     return 4 * 2 * N * n / multiplying, 48 * n * model.dtype.itemsize / reading
 
@@ -291,10 +298,10 @@ def gains(place, P, D, B, *schedulers):
     functions += [partial(place.serve, jobs, B, scheduler=scheduler, n_end=last)
                   for scheduler in schedulers]
     static, *others = place.rounds(*functions, share=3)
-    of_batches = [run.seconds / B for run in static]  # seconds per request
-    ours = [[(run.ends[last - 1] - run.ends[first - 1]) / (last - first) for run in runs]
-            for runs in others]
-    return np.array(of_batches) / ours
+    batch = np.array([run.seconds for run in static])
+    middle = [[run.ends[last - 1] - run.ends[first - 1] for run in runs]
+              for runs in others]
+    return (last - first) / B * batch / middle
 
 def halves(L, pd=0, chunk=0, B=1):
     """Cut L tokens into (prompt, output) with a ratio of P:D. pd = 0: chunk / (B - 1), where
@@ -357,12 +364,12 @@ def capacities(place, schedulers, n):
         for i in range(6):  # within 2.57, 1.60, 1.27, 1.13, 1.06 and 1.03 times the rate
             run = place.serve(at_rate(jobs, rate), **way, **options)
             gaps = np.concatenate([np.diff(request.times) for request in run.requests])
-            step = 1.03 ** 2 ** (4 - i)
+            step = 2 ** (4 - i)
             if np.quantile(gaps, 0.99) <= args.tbt and median(run.ttfts) <= args.ttft:
                 low = rate
-                rate *= step
+                rate *= 1.03 ** step
             else:
-                rate /= step
+                rate *= 1.03 ** -step
         yield name, low
 
 def explain_capacity():
@@ -409,7 +416,10 @@ def fig4(place):
     yield "decode batch", "at 95 % of the peak", min(enough)
     if place.simulated:  # wider matrices fill a GPU with fewer tokens [SARATHI §4.2]
         cost = CostModel.roofline(replace(preset("gpt3-175b"), n_layer=1), "a100")
-        rates = {n: n / cost.seconds(cost.stats([Feed(NO_ADAPTER, 0, n, 0)])) for n in prefill}
+        rates = {}
+        for n in prefill:
+            feeds = [Feed(NO_ADAPTER, 0, n, 0)]
+            rates[n] = n / cost.seconds(cost.stats(feeds))
         yield "prefill at 256", "GPT-3 on an A100", rates[256] / max(rates.values())
 
 def layer_rate(place, n, **shape):
@@ -421,7 +431,8 @@ def layer_rate(place, n, **shape):
 def fig7(place):
     """[SARATHI Fig. 7] tile quantization: prefills of whole tiles, and of one token more."""
     tiles = (32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
-    sizes = [n for tile in tiles for n in (tile, tile + 1) if n <= max(place.lengths)]
+    sizes = sorted({*tiles, *(tile + 1 for tile in tiles)})
+    sizes = [n for n in sizes if n <= max(place.lengths)]
     chunks = [dict(chunk=n) for n in sizes]
     rounds = place.seconds(*chunks, last=False)
     for n, seconds in zip(sizes, rounds):
@@ -485,11 +496,12 @@ def fig10(place):
     """[SARATHI Fig. 10] seconds by operator, request-level batching over SARATHI, where decodes
     piggyback perfectly, without a run's start and end. All linear operators have one line."""
     ratios = defaultdict(list)
-    for C, (L, most) in product((256, 512), MAX_B.items()):
-        for B in sorted({2, 6, most}):
+    for C, L in product((256, 512), MAX_B):
+        for B in sorted({2, 6, MAX_B[L]}):
             P, D = halves(L, chunk=C, B=B)
             chunk = C - B + 1
-            mixed = place.operators(decodes=B - 1, context=L - 1, chunk=chunk, past=P // 2)
+            ours = dict(decodes=B - 1, context=L - 1, chunk=chunk, past=P // 2)
+            mixed = place.operators(**ours)
             prefill = place.operators(chunk=P, chunks=B)
             decode = place.operators(decodes=B, context=L - D // 2)
             for name in ("preproj", "attn", "postproj", "ffn_ln1"):
@@ -572,7 +584,8 @@ class Pipeline:
 def zipf_jobs(n):
     """Jobs of 1K .. 4K tokens, the k-th shortest with a chance of k^-0.4 [SARATHI §5.3]."""
     weights = np.arange(1, 3074) ** -0.4
-    lengths = 1024 + np.random.default_rng(0).choice(3073, n, p=weights / weights.sum())
+    rng = np.random.default_rng(0)
+    lengths = 1024 + rng.choice(3073, n, p=weights / weights.sum())
     return [Job(0.0, *halves(L, 10)) for L in lengths.tolist()]
 
 @experiment(on=Hardware("gpt3-175b", "a100", 8), only="simulated", points="")
@@ -614,22 +627,24 @@ def fig13(place):
         whole = prefill_in_chunks(place, L, L)
         parts = prefill_in_chunks(place, L, C)
         ours = {panel: parts[panel] / whole[panel] for panel in parts}
-        ours["end to end"] = gains(place, *halves(L, chunk=C, B=B), B, Sarathi(C))[0]
+        P, D = halves(L, chunk=C, B=B)
+        ours["end to end"] = gains(place, P, D, B, Sarathi(C))[0]
         for panel, ratio in ours.items():
             ratios[panel, C].append(np.median(ratio))
             yield panel, f"L = {L}", C, ratio
     for (panel, C), values in ratios.items():
         yield panel, "best" if panel == "end to end" else "worst", C, max(values)
     if place.simulated:
-        best, longer = [max(ratios["end to end", C]) for C in (256, 320)]
-        yield "C = 256", "over C = 320", best / longer
+        best = max(ratios["end to end", 256])
+        yield "C = 256", "over C = 320", best / max(ratios["end to end", 320])
 
 def prefill_in_chunks(place, L, C):
     """Seconds of attention, and of all operators, for a prompt of L tokens in chunks of C."""
     seconds = Counter()
     for past in range(0, L, C):
         chunk = min(C, L - past)
-        for operator, t in place.operators(last=False, chunk=chunk, past=past).items():
+        operators = place.operators(last=False, chunk=chunk, past=past)
+        for operator, t in operators.items():
             seconds[operator] += np.median(t)
     return {"attention": seconds["attn"], "prefill": seconds.total()}
 
@@ -733,10 +748,13 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv
         options["adapter_pages"] = n_page
     if variant in ("bmm", "merge"):
         options["lora"] = variant
-    jobs = place.jobs(rate, seconds if place.full else seconds / 6, cv, n, power)
+    if not place.full:
+        seconds /= 6
+    jobs = place.jobs(rate, seconds, cv, n, power)
     if variant == "base model":
         jobs = [job._replace(adapter=None) for job in jobs]
-    return serve(Engine(cost, alloc="grow", n_page=n_page, **options), jobs, adapters=ranks)
+    engine = Engine(cost, alloc="grow", n_page=n_page, **options)
+    return serve(engine, jobs, adapters=ranks)
 
 def attainment(run):
     """Share of all requests with a first token within 6 s [S-LoRA §4.3]"""
@@ -744,7 +762,8 @@ def attainment(run):
 
 def satisfaction(run):
     """Mean of 1 - (t / 6 s)^2 over all requests, 0 if the first token t is later [S-LoRA App. B]"""
-    return sum(1 - (ttft / 6) ** 2 for ttft in run.ttfts if ttft < 6) / len(run.requests)
+    worths = [1 - (ttft / 6) ** 2 for ttft in run.ttfts if ttft < 6]
+    return sum(worths) / len(run.requests)
 
 @experiment("adapters, n", "requests/s", A100_13B, "simulated", "series")
 def slora_table3(place):
@@ -834,8 +853,10 @@ def slora_here(place):
     few = at_rate(place.jobs(1, 30, n_adapter=100, prompt=halves, output=halves))
     none = [job._replace(adapter=None) for job in few]
     # of 2,000 adapters no two requests have the same; the ranks stay, since they cost the most
-    names = [str(40 * i + int(job.adapter) % 40) for i, job in enumerate(few)]
-    many = [job._replace(adapter=name) for job, name in zip(few, names)]
+    many = []
+    for i, job in enumerate(few):
+        name = 40 * i + int(job.adapter) % 40
+        many.append(job._replace(adapter=str(name)))
     ways = {
         "no adapter": dict(jobs=none),
         "S-LoRA": {},
@@ -863,12 +884,14 @@ def latencies(place, rates, choices, alpha, draft="ngram", P=128, scheduler="pre
     n_page = 0.9 * place.model.memory / place.model.page_bytes
     B = min(256, int(n_page / (P + 128)))
     options = dict(B=B, scheduler=scheduler, alloc="grow", draft=draft, alpha=alpha)
+    seconds = 60 if place.full else 10
     times = defaultdict(list)
     for rate in rates:
-        jobs = place.jobs(rate, 60 if place.full else 10, prompt=[P], output=[128])
-        latency = {name: fmean(place.serve(jobs, spec=spec, **options).latencies)
-                   for name, spec in choices.items()}
-        for name in choices:
+        jobs = place.jobs(rate, seconds, prompt=[P], output=[128])
+        latency = {}
+        for name, spec in choices.items():
+            run = place.serve(jobs, spec=spec, **options)
+            latency[name] = fmean(run.latencies)
             times[name].append(latency["off"] / latency[name])
             yield "latency (s)", name, rate, latency[name]
             yield "times as fast as off", name, rate, times[name][-1]
@@ -881,24 +904,29 @@ def latencies(place, rates, choices, alpha, draft="ngram", P=128, scheduler="pre
 def spec_fig1(place):
     """[SmartSpec Fig. 1, 11, 14] latency with k drafts of a draft model, with goodput's choice and
     with an oracle's; acceptance 0.7."""
-    rates = (1, 4, 8, 10, 12, 14, 16, 18, 20) if place.full else (1, 4, 12, 20)
+    rates = (1, 4, 12, 20)
+    if place.full:
+        rates = (1, 4, 8, 10, 12, 14, 16, 18, 20)
     choices = CHOICES | {"oracle": "oracle"}
     times = yield from latencies(place, rates, choices, 0.7, small_model(place))
     for name in ("k = 3", "k = 5"):
         # where the curve falls below 1, between two points in proportion
-        yield "no gain beyond rate", name, np.interp(-1, np.negative(times[name]), rates)
-    at_4 = {k: times[f"k = {k}"][rates.index(4)] for k in (1, 3, 5)}
-    yield "best k at rate 4", max(at_4, key=at_4.get)
+        losses = np.negative(times[name])
+        yield "no gain beyond rate", name, np.interp(-1, losses, rates)
+    _, *at_4 = [values[1] for values in times.values()]
+    yield "best k at rate 4", (1, 3, 5)[np.argmax(at_4[:3])]
 
 @experiment("", "times as fast as off", A100_7B, "simulated")
 def spec_fig11(place):
     """[SmartSpec Fig. 11] goodput's latency for larger models on several GPUs, from low to high
     load; acceptance 0.7."""
     choices = {"off": "off", "goodput": "goodput"}
-    for name, tp, small in (("llama-33b", 4, "llama-160m"), ("llama-70b", 8, "tinyllama-1.1b")):
+    models = [("llama-33b", 4, "llama-160m"), ("llama-70b", 8, "tinyllama-1.1b")]
+    for name, tp, small in models:
         other = simulate(place.args, Hardware(name, "a100", tp, "vllm"))
         draft = CostModel.roofline(preset(small), "a100", system="vllm")
-        for panel, series, *_, ours in latencies(other, (1, 16), choices, 0.7, draft):
+        points = latencies(other, (1, 16), choices, 0.7, draft)
+        for panel, series, *_, ours in points:
             if panel == "goodput":
                 yield f"{name} on {tp} GPUs", series, ours
 
@@ -918,7 +946,9 @@ def spec_fig5(place):
 @experiment("arrival rate (requests/s), R", "", A100_7B, "simulated", "series")
 def spec_fig12(place):
     """[SmartSpec Fig. 12] latency with prompt lookup; acceptance 0.35, prompts of 512 tokens."""
-    rates = (1, 2, 4, 6, 8, 10, 12) if place.full else (1, 6, 12)
+    rates = (1, 6, 12)
+    if place.full:
+        rates = (1, 2, 4, 6, 8, 10, 12)
     yield from latencies(place, rates, CHOICES, 0.35, P=512)
 
 class Trees(Goodput):
@@ -981,7 +1011,7 @@ def room(request):
 
 def tree_size(tree):
     """Drafts of a tree: (3, 2, 2) has 3 + 6 + 12."""
-    return sum(math.prod(tree[:n]) for n in range(1, len(tree) + 1))
+    return sum(math.prod(tree[:n + 1]) for n in range(len(tree)))
 
 def chance_of(alpha, n_candidate):
     """That one of a level's candidates is right, if each has the chance alpha."""
@@ -996,16 +1026,17 @@ def spec_fig16(place):
         choices[name] = Trees(tuple(map(int, name.split(","))))
     goodput = Trees(*product((1, 2, 3), repeat=3))  # three heads, one to three candidates of each
     rates = (1, 4, 8, 12, 16, 20) if place.full else (1, 20)
-    times = yield from latencies(place, rates, choices | {"goodput": goodput}, 0.6,
-                                 scheduler=Medusa)
+    choices["goodput"] = goodput
+    times = yield from latencies(place, rates, choices, 0.6, scheduler=Medusa)
     yield "goodput", "over 1,1,1", times["goodput"][-1] / times["1,1,1"][-1]
+    seconds = 60 if place.full else 10
+    jobs = place.jobs(20, seconds, prompt=[128], output=[128])
     for alpha in (0.6, 0.8):
         record = []
-        jobs = place.jobs(rates[-1], 60 if place.full else 10, prompt=[128], output=[128])
         place.serve(jobs, 256, scheduler=Medusa, alloc="grow", draft="ngram", alpha=alpha,
                     spec=goodput, record=record)
-        rows = [feed.n for iteration in record for feed in iteration.feeds
-                if feed.n == feed.n_logits]
+        feeds = sum((iteration.feeds for iteration in record), [])
+        rows = [feed.n for feed in feeds if feed.n == feed.n_logits]
         yield "batched tokens per request", f"acceptance {alpha}", fmean(rows)
 
 @experiment("batch size, B", only="measured")
@@ -1053,8 +1084,9 @@ def read_prompts(place):
         text = "".join(path.read_text(encoding="utf8") for path in paths)
         texts = textwrap.wrap(text, 1000, replace_whitespace=False, drop_whitespace=False)
     texts = texts[::max(1, len(texts) // 24)]
-    encode = load_tokenizer(place.args.model or "tiny").encode
-    return [encode(texts[i % len(texts)])[:N_TEXT[0]] for i in range(24)]
+    tokenizer = load_tokenizer(place.args.model or "tiny")
+    prompts = map(tokenizer.encode, islice(cycle(texts), 24))
+    return [prompt[:N_TEXT[0]] for prompt in prompts]
 
 def continue_text(place, prompts, draft, spec):
     """Seconds of an output for every prompt, and the share of drafts that is accepted."""
@@ -1072,8 +1104,9 @@ def timeline(place):
     """[TNG] the same six requests with static batching, prefill-first and chunked prefill."""
     L = max(place.lengths)
     unit = np.median(place.seconds(dict(chunk=L)))  # arrivals are in prefills of L tokens
-    sizes = ((0, 1, 24), (0, 2, 12), (0, 1, 36), (0.6, 6, 16), (1.5, 4, 10), (2.2, 2, 12))
-    jobs = [Job(arrival * unit, eighths * L // 8, output) for arrival, eighths, output in sizes]
+    jobs = [Job(0.0, L // 8, 24), Job(0.0, L // 4, 12), Job(0.0, L // 8, 36),
+            Job(0.6 * unit, 3 * L // 4, 16), Job(1.5 * unit, L // 2, 10),
+            Job(2.2 * unit, L // 4, 12)]
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
     for name, runs in place.race(ways, jobs=jobs, B=4):
         yield from felt(runs, name)
@@ -1082,13 +1115,18 @@ def timeline(place):
 def tng(place):
     """[TNG] TTFT, TPOT and throughput by the number of concurrent requests, for schedulers and
     chunk sizes; and the gain of chunks if all requests are of equal size."""
-    sizes = (512, 1024, 2048) if place.full else (64, 256)
+    sizes = (64, 256)
+    clients = (1, 4, 12)
+    n_job = 2  # per client
+    if place.full:
+        sizes = (512, 1024, 2048)
+        clients = (1, 2, 4, 8, 16, 32, 64, 128)
+        n_job = 4
     ways = by_scheduler(["static", "prefill_first", *map(SarathiServe, sizes)])
     L = place.lengths[0]
     speeds = []  # by the number of clients
-    for n in (1, 2, 4, 8, 16, 32, 64, 128) if place.full else (1, 4, 12):
-        n_job = (4 if place.full else 2) * max(n, 3)
-        jobs = place.jobs(1, n_job, prompt=(8, L // 2), output=(4, L // 8))
+    for n in clients:
+        jobs = place.jobs(1, n_job * max(n, 3), prompt=(8, L // 2), output=(4, L // 8))
         for name, runs in place.race(ways, jobs=jobs, B=n, clients=n):
             yield from felt(runs, name, n)
         speeds.append(runs[0].tokens_per_second)
@@ -1182,7 +1220,8 @@ def autopilot(place):
     missed = 0
     for workload in workloads:
         P, D, load, alpha, slow = map(float, workload.split())
-        jobs = place.jobs(1, n, prompt=(P // 2, P * 3 // 2), output=(D // 2, D * 3 // 2))
+        prompt = (P // 2, P * 3 // 2)
+        jobs = place.jobs(1, n, prompt=prompt, output=(D // 2, D * 3 // 2))
         capacity = place.serve(at_rate(jobs), 48, alloc="grow").requests_per_second
         run = partial(place.serve, at_rate(jobs, load * capacity), 48, alloc="grow", draft=draft,
                       alpha=alpha)
@@ -1194,8 +1233,9 @@ def autopilot(place):
             ratios.append(fmean(ours.latencies) / min(fixed))
             yield "latency over the best", workload.strip(), ratios[-1]
             missed += not meets(ours, target)
-    for name, function in dict(mean=fmean, median=median, worst=max).items():
-        yield "all workloads", name, function(ratios)
+    yield "all workloads", "mean", fmean(ratios)
+    yield "all workloads", "median", median(ratios)
+    yield "all workloads", "worst", max(ratios)
     yield "all workloads", "targets missed", missed
 
 def meets(run, target):
@@ -1209,7 +1249,8 @@ def fidelity(place):
     twin = Place(place.args, CostModel.profile(place.model), place.source)
     yield "error of the profile (%)", 100 * twin.model.error
     L = max(place.lengths) // 2
-    jobs = at_rate(place.jobs(1, 4 * place.B, prompt=(8, L), output=(4, max(8, L // 8))))
+    output = (4, max(8, L // 8))
+    jobs = at_rate(place.jobs(1, 4 * place.B, prompt=(8, L), output=output))
     ways = by_scheduler(("static", "orca", "prefill_first", "sarathi"))
     measured = place.race(ways, jobs=jobs, B=place.B)
     simulated = twin.race(ways, jobs=jobs, B=place.B)
@@ -1280,12 +1321,14 @@ def peers(place):
         dtype = torch_dtype(model.weights["embedding.weight"])
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         theirs = theirs.to(model.device).eval()
-        for B, peer in ((1, "transformers"), (8, "transformers"), (8, "PEFT")):
+        for B, adapters in ((1, None), (8, None), (8, 4 * ["a", "b"])):
             engine = Engine(model, "prefill_first", max_batch=B, n_page=B * (P + D) + 1000)
             prompts = torch.zeros(B, P, dtype=torch.int64, device=model.device)
             options = dict(attention_mask=torch.ones_like(prompts), max_new_tokens=D,
                            min_new_tokens=D, do_sample=False, pad_token_id=0)
-            if peer == "PEFT":
+            peer = "transformers"
+            if adapters:
+                peer = "PEFT"
                 for name in ("a", "b"):
                     adapter = Adapter.random(model.config, 16, ord(name), model.dtype)
                     adapter.save_pretrained(f"{folder}/{name}")
@@ -1293,12 +1336,12 @@ def peers(place):
                 theirs = peft.PeftModel.from_pretrained(theirs, f"{folder}/a", "a")
                 theirs.load_adapter(f"{folder}/b", "b")
                 theirs.to(dtype).eval()
-                options["adapter_names"] = 4 * ["a", "b"]
-            names = options.get("adapter_names")
-            rounds = place.rounds(timed(engine.generate, prompts.tolist(), D, names),
-                                  timed(theirs.generate, input_ids=prompts, **options))
-            for name, seconds in zip(("sarathi", "the other"), np.array(rounds)):
-                yield f"{peer}, B = {B}", name, B * (P + D) / seconds
+                options["adapter_names"] = adapters
+            ours = timed(engine.generate, prompts.tolist(), D, adapters)
+            other = timed(theirs.generate, input_ids=prompts, **options)
+            rounds = np.array(place.rounds(ours, other))
+            yield f"{peer}, B = {B}", "sarathi", B * (P + D) / rounds[0]
+            yield f"{peer}, B = {B}", "the other", B * (P + D) / rounds[1]
 
 # -----------------------------------------------------------------------------
 # places, where experiments run: this machine, or simulated hardware
@@ -1338,11 +1381,11 @@ class Place:
         """Results of functions, a list per function. They take turns for `share` times --seconds
         and at least two rounds; the first of more warms up. A simulator needs one round."""
         results = [[] for _ in functions]
-        self.bar.total = self.bar.n + len(functions) * (1 if self.simulated else 2)  # at least
         start = time.perf_counter()
         for n in count(1):
-            for j in sorted(range(len(functions)), reverse=n % 2 == 0):
-                results[j].append(functions[j]())
+            turns = list(zip(functions, results))
+            for function, values in turns if n % 2 else reversed(turns):
+                values.append(function())
                 self.bar.update()
             elapsed = time.perf_counter() - start
             if self.simulated or (n >= 2 and elapsed > share * self.args.seconds):
@@ -1350,10 +1393,8 @@ class Place:
 
     def seconds(self, *shapes, last=True):
         """Seconds of iterations of these shapes, dicts for made_up_feeds: (n_shape, n_round)."""
-        runs = []
-        for shape in shapes:
-            feeds, engine = made_up_feeds(self.model, **shape, last=last)
-            runs.append(timed(engine.runner.run, feeds, clock=engine.clock.now))
+        made = [made_up_feeds(self.model, **shape, last=last) for shape in shapes]
+        runs = [timed(engine.runner.run, feeds, clock=engine.clock.now) for feeds, engine in made]
         return np.array(self.rounds(*runs))
 
     def operators(self, last=True, **shape):
@@ -1425,7 +1466,9 @@ def seconds_between(before, after):
 def made_up_feeds(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=True):
     """(feeds, engine) of requests that were never added: decodes, each after `context` cached
     tokens, and chunks of `chunk` tokens, each after `past`. last: all sample a token."""
-    sizes = [(context, 1)] * decodes + [(past, chunk)] * (chunks if chunk else 0)
+    sizes = [(context, 1)] * decodes
+    if chunk:
+        sizes += [(past, chunk)] * chunks
     n_page = sum(n_past + n + 2 for n_past, n in sizes)
     engine = Engine(model, chunk=decodes + chunk, max_batch=len(sizes), n_page=n_page)
     plan = []
@@ -1554,8 +1597,9 @@ def by_scheduler(schedulers):
 def tables(what, place, with_paper=True):
     """The Markdown tables of an experiment in a place: points with an x, then the others."""
     texts = []
-    for is_curve, by in ((True, what.curves), (False, what.points)):
-        rows = [row for row in place.rows if (row["at"][2] != "") == is_curve]
+    curves = [row for row in place.rows if row["at"][2] != ""]
+    others = [row for row in place.rows if row["at"][2] == ""]
+    for rows, by in (curves, what.curves), (others, what.points):
         if rows and by != "picture":
             texts.append(lay_out(what, rows, by, with_paper))
     return "\n\n".join(texts)
@@ -1802,7 +1846,8 @@ def scoreboard_rows(args, name):
     """The rows of one experiment that have a claim, where the paper's numbers hold."""
     torch.set_num_threads(1)
     what = EXPERIMENTS[name]
-    return [row for row in what.rows(simulate(args, what.on)) if row["paper"] is not None]
+    rows = what.rows(simulate(args, what.on))
+    return [row for row in rows if row["paper"] is not None]
 
 def scoreboard(args):
     """Every number of the papers beside ours, simulated with one set of constants. Returns rows."""
