@@ -8,8 +8,9 @@
     python bench.py list                             all experiments, and where they run
 
 An experiment is a generator of points (panel, series, x, ours); the papers' numbers are CLAIMS;
-tables, JSON, pictures and the scoreboard derive from both. In reading order: claims; places, where
-experiments run; workloads; experiments, paper by paper; scoreboard, tables, pictures; command line.
+tables, JSON, pictures and the scoreboard derive from both. In reading order: claims; workloads;
+the main job; the papers' experiments. Then, to look up: places, where experiments run; serving;
+tables; pictures; traces; the scoreboard; the command line.
 """
 import argparse
 import csv
@@ -32,7 +33,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cache, partial
-from itertools import count, groupby, pairwise, product
+from itertools import chain, count, cycle, islice, pairwise, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -103,7 +104,6 @@ class Hardware(NamedTuple):
 A6000_13B = Hardware("llama-13b", "a6000")
 A100_13B = Hardware("llama-13b", "a100", 1, "lightllm")
 A100_7B = Hardware("llama-7b", "a100", 1, "vllm")
-LENGTHS = "tokens per request, L"  # label of an axis
 MAX_B = {1024: 18, 2048: 10, 3072: 6}  # length -> the largest batch that fits [SARATHI §5.1]
 
 class Experiment(NamedTuple):
@@ -114,23 +114,29 @@ class Experiment(NamedTuple):
     y: str
     on: Hardware  # where the paper's numbers hold
     only: str  # "measured" or "simulated", if it cannot be both
+    # what heads the columns of points with an x, and of others: "panel", "series", "" if every
+    # point has a line, or "picture" if they are in pictures alone
+    curves: str
+    points: str
 
     def rows(self, place):
         """The points as dicts, beside the papers' numbers. ours: a number, or an array of rounds,
         shown as their median and half the distance between their quartiles."""
         name = self.run.__name__
-        claims = CLAIMS.get(name, {}) if place.on in (None, self.on) else {}
-        lengths = place.stands if self.x == LENGTHS else {}
+        claims = {}
+        if place.on in (None, self.on):
+            claims = CLAIMS.get(name, {})
         for panel, *keys, ours in self.run(place):
             series, x = (*keys, "", "")[:2]  # what is left out is ""
             what = f"{panel}, {series}" if series else panel
             what += f", {self.x.split()[-1]} = {x}" if x != "" else ""
-            what += f" (paper: {lengths[x]})" if x in lengths else ""
             low, middle, high = np.quantile(ours, (0.25, 0.5, 0.75)).tolist()
-            source = "simulated" if place.simulated else "measured"
-            row = dict(experiment=name, what=what, at=[panel, series, x], paper=None, ours=middle,
-                       spread=(high - low) / 2 if high > low else None, source=source)
-            claim = claims.get((panel, series, lengths.get(x, x)))
+            row = dict(experiment=name, what=what, at=[panel, series, x])
+            row |= dict(paper=None, ours=middle, spread=None,
+                        source="simulated" if place.simulated else "measured")
+            if high > low:
+                row["spread"] = (high - low) / 2
+            claim = claims.get((panel, series, x))
             if claim:
                 row["paper"] = claim.paper
                 bound = claim.kind.startswith("at ")
@@ -142,186 +148,16 @@ class Experiment(NamedTuple):
                                 inside=claim.holds(middle))
             yield row
 
-def experiment(x="", y="", on=A6000_13B, only=""):
+def experiment(x="", y="", on=A6000_13B, only="", curves="panel", points="panel"):
     """Register a function as an experiment, under its own name."""
     def register(run):
         about = " ".join(run.__doc__.split())
-        EXPERIMENTS[run.__name__] = Experiment(run, about, x, y, on, only)
+        EXPERIMENTS[run.__name__] = Experiment(run, about, x, y, on, only, curves, points)
         return run
     return register
 
 # -----------------------------------------------------------------------------
-# places, where experiments run
-
-class Place:
-    """This machine, or simulated hardware: it times iterations and operators, and serves jobs."""
-    def __init__(self, args, model, source, on=None):
-        self.args = args
-        self.model = model  # a GPT or a CostModel
-        self.source = source
-        self.on = on  # None: this machine
-        self.simulated = isinstance(model, CostModel)
-        self.rows = []  # of an experiment
-        self.tapes = {}  # scheduler -> iterations of the last run with it
-        self.bar = tqdm(disable=True)  # a tick per measurement
-        self.B = args.max_batch  # requests in a batch [SARATHI Table 4]
-        self.jobs = partial(gamma_jobs, seed=42 + args.seed)
-        # which of the papers' grids to take: all, or those that are fast if simulated
-        self.all_grids = args.size == "full" if args.size else self.simulated
-        self.fast_grids = self.all_grids or self.simulated
-        longest = model.config.block_size
-        room = longest if self.simulated else min(longest, self.room / self.B)
-        lengths = MAX_B if on or args.device == "cuda" else (256, 512, 768)
-        self.lengths = args.lengths or [L for L in lengths if L <= room] or [longest]
-        for L in self.lengths:
-            check_range("--lengths", L, 64, longest)
-        # length on this machine -> the paper's, for which it stands
-        pairs = [] if on else zip(self.lengths, MAX_B)
-        self.stands = {L: paper for L, paper in pairs if L not in MAX_B}
-        # (length, requests of it in a batch): the papers' largest batches, or --max-batch
-        self.batches = [(L, self.B) for L in args.lengths or self.lengths[:1]]
-        if self.fast_grids and not args.lengths:
-            self.batches = [(L, B) for L, B in MAX_B.items() if L <= longest]
-
-    @property
-    def room(self):
-        """Tokens that fit the memory: here half of it, since some experiments hold two caches."""
-        memory = self.model.memory if self.simulated else free_memory(self.model.device) / 2
-        return int(memory // self.model.config.page_bytes(self.model.dtype.itemsize))
-
-    def rounds(self, *functions, share=1):
-        """Results of functions, a list per function. They take turns for `share` times --seconds
-        and at least two rounds; the first of more warms up. A simulator needs one round."""
-        results = [[] for _ in functions]
-        self.bar.total = self.bar.n + len(functions) * (1 if self.simulated else 2)  # at least
-        start = time.perf_counter()
-        for n in count(1):
-            for j in sorted(range(len(functions)), reverse=n % 2 == 0):
-                results[j].append(functions[j]())
-                self.bar.update()
-            elapsed = time.perf_counter() - start
-            if self.simulated or (n >= 2 and elapsed > share * self.args.seconds):
-                return results if n <= 2 else [values[1:] for values in results]
-
-    def seconds(self, *shapes, last=True):
-        """Seconds of iterations of these shapes, dicts for made_up_feeds: (n_shape, n_round)."""
-        made = [made_up_feeds(self.model, **shape, last=last) for shape in shapes]
-        return np.array(self.rounds(*(timed(engine.runner.run, feeds, clock=engine.clock.now)
-                                      for feeds, engine in made)))
-
-    def operators(self, last=True, **shape):
-        """{operator: seconds} of an iteration, as of made_up_feeds; measured: of each round."""
-        feeds, engine = made_up_feeds(self.model, **shape, last=last)
-        if self.simulated:
-            return self.model.split(self.model.stats(feeds))
-        batch = engine.runner.pack(feeds).to(self.model.device)
-        rounds = []
-        for _ in range(3):
-            marks = [("", moment())]
-            self.model.forward(batch, engine.runner.kv,
-                               lambda operator: marks.append((operator, moment())))
-            rounds.append(marks)
-        wait_for_gpu()
-        parts = Counter()
-        for marks in rounds[1:]:  # in the first one kernels are compiled
-            for (_, before), (operator, after) in pairwise(marks):
-                parts[operator] += seconds_between(before, after)
-        seconds = self.seconds(shape, last=last)[0] / parts.total()
-        return {operator: part * seconds for operator, part in parts.items()}
-
-    def serve(self, jobs, B, clients=0, adapters=(), n_end=0, n_page=0, spec="off", **options):
-        """The Run of jobs in batches of up to B requests, by an engine with the flags' options."""
-        scheduler = instance(options.pop("scheduler", self.args.scheduler))
-        n_page = n_page or B * max(job.prompt + job.output for job in jobs)
-        options.setdefault("record", self.tape(name_of(scheduler)))
-        engine = Engine(self.model, scheduler, self.args.chunk, B, n_page, spec=instance(spec),
-                        seed=self.args.seed, **options)
-        return serve(engine, jobs, clients, adapters, n_end)
-
-    def tape(self, name):
-        """Where an engine records its iterations, if a picture or a trace is wanted."""
-        if self.args.plot or self.args.trace:
-            self.tapes[name] = deque(maxlen=60000)
-        return self.tapes.get(name)
-
-    def race(self, ways, **common):
-        """Serve in several ways {name: options} in interleaved rounds. Returns {name: [Run]}."""
-        functions = [partial(self.serve, **common | way) for way in ways.values()]
-        return dict(zip(ways, self.rounds(*functions, share=3)))
-
-def timed(function, *arguments, clock=time.perf_counter, **options):
-    """A function that calls another one and returns its seconds on a clock."""
-    def seconds():
-        start = clock()
-        function(*arguments, **options)
-        wait_for_gpu()
-        return clock() - start
-    return seconds
-
-def wait_for_gpu():
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-def moment():
-    """Now; on a GPU an event"""
-    if not torch.cuda.is_initialized():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-def seconds_between(before, after):
-    if isinstance(before, float):
-        return after - before
-    return before.elapsed_time(after) / 1e3
-
-def made_up_feeds(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=True):
-    """(feeds, engine) of requests that were never added: decodes, each after `context` cached
-    tokens, and chunks of `chunk` tokens, each after `past`. last: all sample a token."""
-    sizes = [(context, 1)] * decodes + [(past, chunk)] * (chunks if chunk else 0)
-    n_page = sum(n_past + n + 2 for n_past, n in sizes)
-    engine = Engine(model, chunk=decodes + chunk, max_batch=len(sizes), n_page=n_page)
-    plan = []
-    for n_past, n in sizes:
-        request = Request([1] * (n_past + n + (not last)), 1, n_past=n_past)
-        engine.memory.pool.reserve(request, request.max_len)
-        plan.append((request, n))
-    feeds = feeds_of(plan)
-    if not engine.simulated:
-        engine.runner.kv.normal_()
-    if engine.model.world.device.type == "cuda":
-        engine.runner.run(feeds)  # compiles kernels and records a graph
-    return feeds, engine
-
-def simulate(args, on):
-    """A Place of hardware you lack."""
-    config = preset(on.model)
-    config = replace(config, block_size=args.context or config.block_size)
-    cost = CostModel.roofline(config, on.gpu, on.tp, system=on.system)
-    return Place(args, cost, f"{on.model} on {on.tp} x {on.gpu}, simulated", on)
-
-load_once = cache(load_model)
-
-def this_machine(args):
-    """A Place of this machine, with a model on it."""
-    if args.context:
-        raise ValueError(f"--context {args.context}: is of simulated models, add --hardware")
-    on_cpu = args.device == "cpu"
-    name = args.model or "llama-30m"
-    if not args.model and not on_cpu:  # the paper's model, if the weights leave room for a cache
-        room = 0.3 * torch.cuda.mem_get_info()[1]  # in parameters of two bytes
-        names = ("llama-13b", "llama-7b", "tinyllama-1.1b")
-        name = next((name for name in names if preset(name).n_params < room), name)
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    model = load_once(name, dtype, args.device, args.seed)
-    machine = f"{torch.get_num_threads()} threads of a CPU with "
-    machine += torch.backends.cpu.get_cpu_capability()
-    if not on_cpu:
-        machine = torch.cuda.get_device_name()
-    return Place(args, model, f"{name}, {str(model.dtype)[6:]}, on {machine}")
-
-# -----------------------------------------------------------------------------
-# workloads, and how they were served
+# workloads
 
 class Job(NamedTuple):
     """A request that will come."""
@@ -339,84 +175,17 @@ def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0, prompt=(8, 511), o
     names = [None] * n
     if n_adapter:
         names = [str(int(x * n_adapter)) for x in rng.power(power, n)]
-    prompts = rng.randint(prompt[0], prompt[-1] + 1, n).tolist()
-    outputs = rng.randint(output[0], output[-1] + 1, n).tolist()
-    gaps = rng.gamma(1 / cv ** 2, cv ** 2 / rate, n) if cv >= 0.001 else np.full(n, 1 / rate)
-    return list(map(Job, np.cumsum(gaps).tolist(), prompts, outputs, names))
+    prompts = rng.randint(prompt[0], prompt[-1] + 1, n)
+    outputs = rng.randint(output[0], output[-1] + 1, n)
+    gaps = np.full(n, 1 / rate)
+    if cv >= 0.001:
+        gaps = rng.gamma(1 / cv ** 2, cv ** 2 / rate, n)
+    columns = [values.tolist() for values in (np.cumsum(gaps), prompts, outputs)]
+    return list(map(Job, *columns, names))
 
 def at_rate(jobs, rate=math.inf):
     """Jobs that came at one per second, at another rate, or all at once."""
     return [job._replace(arrival=job.arrival / rate) for job in jobs]
-
-def zipf_jobs(n):
-    """Jobs of 1K .. 4K tokens, the k-th shortest with a chance of k^-0.4 [SARATHI §5.3]."""
-    weights = np.arange(1, 3074) ** -0.4
-    lengths = 1024 + np.random.default_rng(0).choice(3073, n, p=weights / weights.sum())
-    return [Job(0.0, *halves(L, 10)) for L in lengths.tolist()]
-
-def serve(engine, jobs, clients=0, adapters=(), n_end=0):
-    """The Run of jobs until all have ended, or n_end of them. clients: so many are there at once;
-    0: they come at their arrival. adapters: dealt in turns to the jobs' names."""
-    for name in {job.adapter for job in jobs} - {None}:
-        engine.add_adapter(name, adapters[int(name) % len(adapters)])
-    if isinstance(engine, Engine) and engine.model.world.device.type == "cuda":
-        warm_up(engine, jobs)
-    start = engine.clock.now()
-    requests = []
-
-    def add(n):
-        for job in jobs[len(requests):][:n]:
-            arrival = None if clients else start + job.arrival
-            # every token is 0: times do not depend on tokens
-            request = Request(bytes(job.prompt), job.output, job.adapter, arrival=arrival)
-            requests.append(request)
-            engine.add(request)
-            if engine.record is not None:
-                arrived = Feed(request, 0, 0, 0)  # marks the arrival, for pictures
-                engine.record.append(Iteration(request.arrival, request.arrival, [arrived]))
-    def on_event(event):
-        if event.finished:
-            add(1)
-        if n_end and len(requests) - len(engine.requests) >= n_end:
-            for id in list(engine.requests):
-                engine.abort(id)
-    add(clients or len(jobs))
-    engine.run(on_event)
-    return Run(requests, start)
-
-def warm_up(engine, jobs):
-    """Compile kernels, record graphs, and serve the first prompts, to fill caches."""
-    engine.warm()
-    first = jobs[:2 * engine.max_batch]
-    n_token = min(4, *(job.output for job in first))
-    engine.generate([bytes(job.prompt) for job in first], n_token, [job.adapter for job in first])
-    if engine.record is not None:
-        engine.record.clear()
-
-def felt(runs, *at):
-    """Points of what users feel."""
-    for figure in ("tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
-        yield figure, *at, [run.figures[figure] for run in runs]
-    yield "longest stall ms", *at, [1e3 * max(run.stalls) for run in runs]
-
-def attainment(run):
-    """Share of all requests with a first token within 6 s [S-LoRA §4.3]"""
-    return sum(ttft < 6 for ttft in run.ttfts) / len(run.requests)
-
-def satisfaction(run):
-    """Mean of 1 - (t / 6 s)^2 over all requests, 0 if the first token t is later [S-LoRA App. B]"""
-    return sum(1 - (ttft / 6) ** 2 for ttft in run.ttfts if ttft < 6) / len(run.requests)
-
-def halves(L, pd=0, chunk=0, B=1):
-    """Cut L tokens into (prompt, output) with a ratio of P:D. pd = 0: chunk / (B - 1), where
-    decodes piggyback perfectly [SARATHI §4.4]. The prompt is whole chunks, if some are near."""
-    pd = pd or chunk / max(1, B - 1)
-    P = max(1, L - max(1, round(L / (1 + pd))))
-    piece = chunk - (B - 1)
-    whole = piece * round(P / piece) if piece > 0 else 0
-    if 0 < whole < L and abs(whole - P) <= max(1, 0.02 * L):
-        P = whole
-    return P, L - P
 
 # -----------------------------------------------------------------------------
 # the main job
@@ -428,16 +197,19 @@ def users(place):
     long prompts with a short one; prompts alone take 3/4 of the time. Stall: no new token in the
     middle of an output."""
     L = max(place.lengths)
-    unit, decode = np.min(place.seconds(dict(chunk=L), dict(decodes=3, context=L // 4)), 1).tolist()
+    rounds = place.seconds(dict(chunk=L), dict(decodes=3, context=L // 4))
+    unit, decode = np.min(rounds, 1).tolist()
     n_out = max(2, min(int(2 * unit / decode), L // 2))
     n = 8 if place.simulated else max(3, round(0.6 / unit))  # some seconds
-    jobs = [Job(2.7 * unit * i, P, D) for i in range(n)
-            for P, D in [(L // 8, n_out)] + 3 * [(5 * L // 8, 8)]]
+    jobs = []
+    for i in range(n):
+        long = Job(2.7 * unit * i, 5 * L // 8, 8)
+        jobs += [Job(long.arrival, L // 8, n_out), long, long, long]
     jobs = jobs[:-3]  # a short prompt comes last: how a run ends says little
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
     if place.args.chunk != 512:
         ways["sarathi, C = 512"] = dict(scheduler=Sarathi(512))
-    for name, runs in place.race(ways, jobs=jobs, B=place.B).items():
+    for name, runs in place.race(ways, jobs=jobs, B=place.B):
         yield from felt(runs, name)
 
 @experiment()
@@ -456,15 +228,18 @@ def measure_ceilings(place):
     C = 1024 if model.device.type == "cpu" else 4096
     N = 512 if model.device.type == "cpu" else 4096
     options = dict(dtype=model.dtype, device=model.device)
-    weights = [pack(torch.randn(4 * C, C, **options)) for _ in range(48)]
+    weights = []
+    for _ in range(48):
+        weights.append(pack(torch.randn(4 * C, C, **options)))
     one = torch.randn(1, C, **options)
     many = torch.randn(N, C, **options)
 
     def products(x, weights):
         for weight in weights:
             linear(x, weight)
-    rounds = place.rounds(timed(products, one, weights), timed(products, many, weights[:4]))
-    reading, multiplying = np.median(rounds, 1).tolist()
+    read = timed(products, one, weights)
+    multiply = timed(products, many, weights[:4])
+    reading, multiplying = np.median(place.rounds(read, multiply), 1).tolist()
     n = 4 * C * C  # weights of a matrix
     return 4 * 2 * N * n / multiplying, 48 * n * model.dtype.itemsize / reading
 
@@ -489,7 +264,7 @@ def table2(place):
     yield "decode (ms)", "decode-only", decode / 4
     yield "decode (ms)", "decode-maximal", (both - prefill) / 3
 
-@experiment(LENGTHS, "times")
+@experiment("tokens per request, L", "times")
 def table4(place):
     """[SARATHI Table 4] decode speedup, and throughput over request-level batching, at the P:D
     where decodes piggyback perfectly."""
@@ -515,7 +290,8 @@ def decode_speedup(place, L, B):
 
 def gains(place, P, D, B, *schedulers):
     """How many times as fast as request-level batching, (n_scheduler, n_round), for equal requests
-    of P + D tokens. The middle of a run counts; one static batch is like the next."""
+    of P + D tokens. Of a run, requests first + 1 to last count, since all batches are full while
+    they end; one static batch is like the next."""
     first, last = (3 * B, 6 * B) if place.simulated else (B, B + 3)
     jobs = [Job(0.0, P, D)] * (last + B)
     functions = [partial(place.serve, jobs[:B], B, scheduler="static")]
@@ -523,39 +299,42 @@ def gains(place, P, D, B, *schedulers):
                   for scheduler in schedulers]
     static, *others = place.rounds(*functions, share=3)
     batch = np.array([run.seconds for run in static])
-    ends = np.array([[(run.ends[first - 1], run.ends[last - 1]) for run in runs]
-                     for runs in others])
-    return (last - first) / B * batch / np.diff(ends)[:, :, 0]
+    middle = [[run.ends[last - 1] - run.ends[first - 1] for run in runs]
+              for runs in others]
+    return (last - first) / B * batch / middle
+
+def halves(L, pd=0, chunk=0, B=1):
+    """Cut L tokens into (prompt, output) with a ratio of P:D. pd = 0: chunk / (B - 1), where
+    decodes piggyback perfectly [SARATHI §4.4]. The prompt is whole chunks, if some are near."""
+    pd = pd or chunk / max(1, B - 1)
+    P = max(1, L - max(1, round(L / (1 + pd))))
+    piece = chunk - (B - 1)
+    whole = piece * round(P / piece) if piece > 0 else 0
+    if 0 < whole < L and abs(whole - P) <= max(1, 0.02 * L):
+        P = whole
+    return P, L - P
 
 def explain(places):
     """One paragraph on what chunks gain on this machine, from the main job's rows."""
     place = places["users"][0]
     ours = {(row["experiment"], *row["at"]): row["ours"]
             for group in places.values() for row in group[0].rows}
-    prefill, decode = [sum(ours["table2", f"{part} (ms)", batch, ""] for part in ("linear", "attn"))
-                       for batch in ("prefill-only", "decode-only")]
-    L = min(1024, max(place.lengths))  # as in table2
-    P, D = halves(L, chunk=place.args.chunk, B=place.B)
-    most = 1 + D * decode / (place.B * prefill)
-    gains = [ours["table4", "throughput", "", L] for L in place.lengths]
     figures = ("longest stall ms", "TTFT p50 ms", "tokens/s")
-    whole = [ours["users", figure, "prefill_first", ""] for figure in figures]
-    texts = []
-    for name, chunk in ("sarathi", place.args.chunk), ("sarathi, C = 512", 512):
-        if ("users", "tokens/s", name, "") in ours:
-            stall, ttft, speed = [ours["users", figure, name, ""] for figure in figures]
-            texts.append(
-                f"In chunks of {chunk} tokens the longest pause in an output is {stall:.0f} ms "
-                f"instead of {whole[0]:.0f}, the median TTFT {ttft:.0f} ms instead of "
-                f"{whole[1]:.0f}, and throughput {speed / whole[2]:.2f} times prefill-first's. ")
-    return (
-        f"{''.join(texts)}Over request-level batching chunks gain throughput only where decodes "
-        "take long beside prompts. One read of a weight pays for "
-        f"{ours['ceilings', 'ridge point (tokens)', '', '']:.0f} tokens here (the ridge "
-        f"point). A prompt of {L} tokens takes {prefill:.0f} ms and a batch of decodes "
-        f"{decode:.1f} ms, so that requests of {P} + {D} tokens could be served {most:.2f} times "
-        f"as fast at best, if decodes cost nothing. Measured: {min(gains):.2f} to "
-        f"{max(gains):.2f} times.")
+    users = defaultdict(list)  # scheduler -> its figures
+    for name, figure in product(("prefill_first", "sarathi", "sarathi, C = 512"), figures):
+        if ("users", figure, name, "") in ours:
+            users[name].append(ours["users", figure, name, ""])
+    pause, first, speed = users.pop("prefill_first")
+    text = ""
+    for chunk, (stall, ttft, ours_speed) in zip((place.args.chunk, 512), users.values()):
+        text += (f"In chunks of {chunk} tokens the longest pause in an output is {stall:.0f} ms "
+                 f"instead of {pause:.0f}, the median TTFT {ttft:.0f} ms instead of {first:.0f}, "
+                 f"and throughput {ours_speed / speed:.2f} times prefill-first's. ")
+    gains = [ours["table4", "throughput", "", L] for L in place.lengths]
+    ridge = ours["ceilings", "ridge point (tokens)", "", ""]
+    return (f"{text}Over request-level batching chunks gain throughput only where decodes take "
+            f"long beside prompts: {min(gains):.2f} to {max(gains):.2f} times in Table 4. One read "
+            f"of a weight pays for {ridge:.0f} tokens here (the ridge point).")
 
 @experiment("", "requests/s", Hardware("llama-13b", "a100"))
 def capacity(place):
@@ -564,15 +343,20 @@ def capacity(place):
     outputs of 20 to 400 tokens, here shorter; up to 48 requests at once. 0: less than a sixth of
     what is served without targets."""
     schedulers = ("prefill_first", "sarathi", "sarathi_serve", place.args.scheduler)
-    for name, rate in capacities(place, schedulers, 300 if place.all_grids else 32):
+    for name, rate in capacities(place, schedulers, 300 if place.full else 32):
         yield "requests/s", name, rate
 
 def capacities(place, schedulers, n):
     """Yields (name of a scheduler, its capacity, 3 % too low at most), with n requests."""
     args = place.args
-    L = min(3400, place.model.config.block_size) if place.simulated else max(place.lengths)
-    jobs = place.jobs(1, n, prompt=(L // 34, L * 15 // 17), output=(max(2, L // 170), L * 2 // 17))
-    options = dict(B=8 * place.B, alloc="grow", n_page=min(place.room, 8 * place.B * L))
+    L = max(place.lengths)
+    if place.simulated:
+        L = min(3400, place.model.config.block_size)
+    prompt = (L // 34, L * 15 // 17)
+    output = (max(2, L // 170), L * 2 // 17)
+    jobs = place.jobs(1, n, prompt=prompt, output=output)
+    B = 8 * place.B
+    options = dict(B=B, alloc="grow", n_page=min(place.room, B * L))
     most = place.serve(at_rate(jobs), scheduler="sarathi", **options).requests_per_second
     for name, way in by_scheduler(schedulers).items():
         rate = most / 2
@@ -580,15 +364,19 @@ def capacities(place, schedulers, n):
         for i in range(6):  # within 2.57, 1.60, 1.27, 1.13, 1.06 and 1.03 times the rate
             run = place.serve(at_rate(jobs, rate), **way, **options)
             gaps = np.concatenate([np.diff(request.times) for request in run.requests])
-            good = np.quantile(gaps, 0.99) <= args.tbt and median(run.ttfts) <= args.ttft
-            low = rate if good else low
-            rate *= 1.03 ** (2 ** (4 - i) * (1 if good else -1))
+            step = 2 ** (4 - i)
+            if np.quantile(gaps, 0.99) <= args.tbt and median(run.ttfts) <= args.ttft:
+                low = rate
+                rate *= 1.03 ** step
+            else:
+                rate *= 1.03 ** -step
         yield name, low
 
 def explain_capacity():
     """One sentence: what an A100 would serve."""
     place = simulate(parse_arguments(["--chunk", "512"]), EXPERIMENTS["capacity"].on)
-    whole, chunks = [rate for _, rate in capacities(place, ("prefill_first", "sarathi_serve"), 100)]
+    rates = dict(capacities(place, ("prefill_first", "sarathi_serve"), 100))
+    whole, chunks = rates.values()
     return (f"LLaMA-13B on a simulated A100 serves 100 requests at up to {whole:.2f} requests/s "
             f"with prefill-first, and {chunks:.2f} with chunks of 512 tokens, if 99 % of the times "
             "between tokens are to be within 0.1 s and half of the first tokens within 2 s.")
@@ -608,40 +396,49 @@ def fig3(place):
     operators = place.operators(chunk=L)
     yield "share of others", operators["others"] / sum(operators.values())
 
-@experiment("tokens, or decodes, N")
+@experiment("tokens, or decodes, N", points="")
 def fig4(place):
     """[SARATHI Fig. 4] one layer: prefills need some hundred tokens, decodes as many requests."""
     L = place.lengths[0]
-    batches = [2 ** i for i in range(10 if place.fast_grids else 6)]
-    shapes = {"prefill": {n: dict(chunk=n) for n in (64, 128, 256, 512, 1024) if n <= L},
-              "decode": {B: dict(decodes=B, context=L - 1) for B in batches}}
-    rates = defaultdict(dict)  # tokens/ms of one layer
-    for kind, group in shapes.items():
-        for n, shape in group.items():
-            seconds = np.median(place.seconds(shape, last=False))
-            rates[kind][n] = n * place.model.config.n_layer / seconds / 1e3
-            yield f"{kind} (tokens/ms)", "", n, rates[kind][n]
-    prefill, decode = rates.values()
+    prefill = {}  # tokens of a chunk -> tokens/ms
+    decode = {}  # batch size -> tokens/ms
+    for n in (64, 128, 256, 512, 1024):
+        if n <= L:
+            prefill[n] = layer_rate(place, n, chunk=n)
+            yield "prefill (tokens/ms)", "", n, prefill[n]
+    for B in [2 ** i for i in range(10)]:
+        if place.simulated or B * L <= place.room:
+            decode[B] = layer_rate(place, B, decodes=B, context=L - 1)
+            yield "decode (tokens/ms)", "", B, decode[B]
     if L >= 256:
         yield "prefill at 256", "over the peak", prefill[256] / max(prefill.values())
-    enough = [n for n, rate in decode.items() if rate > 0.95 * max(decode.values())]
+    enough = [B for B, rate in decode.items() if rate > 0.95 * max(decode.values())]
     yield "decode batch", "at 95 % of the peak", min(enough)
     if place.simulated:  # wider matrices fill a GPU with fewer tokens [SARATHI §4.2]
         cost = CostModel.roofline(replace(preset("gpt3-175b"), n_layer=1), "a100")
-        rates = {n: n / cost.seconds(cost.stats([Feed(NO_ADAPTER, 0, n, 0)]))
-                 for n in shapes["prefill"]}
+        rates = {}
+        for n in prefill:
+            feeds = [Feed(NO_ADAPTER, 0, n, 0)]
+            rates[n] = n / cost.seconds(cost.stats(feeds))
         yield "prefill at 256", "GPT-3 on an A100", rates[256] / max(rates.values())
+
+def layer_rate(place, n, **shape):
+    """Tokens/ms of one layer, in an iteration of n tokens."""
+    seconds = np.median(place.seconds(shape, last=False))
+    return n * place.model.config.n_layer / seconds / 1e3
 
 @experiment("tokens in the batch, N", "ms")
 def fig7(place):
     """[SARATHI Fig. 7] tile quantization: prefills of whole tiles, and of one token more."""
     tiles = (32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
-    sizes = [n for tile in tiles for n in (tile, tile + 1) if n <= max(place.lengths)]
-    rounds = place.seconds(*(dict(chunk=n) for n in sizes), last=False)
+    sizes = sorted({*tiles, *(tile + 1 for tile in tiles)})
+    sizes = [n for n in sizes if n <= max(place.lengths)]
+    chunks = [dict(chunk=n) for n in sizes]
+    rounds = place.seconds(*chunks, last=False)
     for n, seconds in zip(sizes, rounds):
         yield "iteration (ms)", "", n, 1e3 * seconds
 
-@experiment("batch size, B", "times")
+@experiment("batch size, B", "times", curves="series", points="")
 def fig8(place):
     """[SARATHI Fig. 8] decode speedup over batch size and length, and the batches that fit."""
     speedups = []
@@ -657,21 +454,23 @@ def fig8(place):
         cost = CostModel.roofline(config, place.on.gpu, place.on.tp)
         yield "largest batch", f"L = {L}", Engine(cost, max_batch=0).max_batch
 
-@experiment("ratio of prompt to output, P:D", "times request-level batching")
+@experiment("ratio of prompt to output, P:D", "times request-level batching", curves="series",
+            points="")
 def fig9(place):
     """[SARATHI Fig. 9, 11] throughput over request-level batching by P:D ratio, for chunk sizes and
     for Orca's best and worst case."""
     chunks = {place.args.chunk}
-    if place.fast_grids:
+    if place.simulated:
         chunks = sorted(chunks | {128, 256, 512})
     ratios = (5, 50)
-    if place.all_grids:
+    if place.full:
         ratios = (1, 2, 3, 5, 7, 10, 20, 40, 50, 64, 80, 100, 128, 160, 200)
     for L, B in place.batches:
         ways = {f"C = {C}": Sarathi(C) for C in chunks}
         # Orca at best feeds one whole prompt beside all decodes, at worst all prompts at once
         ways |= {"Orca, best": Sarathi(L + B), "Orca, worst": "orca"}
-        shapes = {halves(L, pd) for pd in ratios} | {halves(L, chunk=C, B=B) for C in chunks}
+        shapes = {halves(L, pd) for pd in ratios}
+        shapes |= {halves(L, chunk=C, B=B) for C in chunks}
         curves = defaultdict(list)  # name -> (gain, P:D)
         for P, D in sorted(shapes):
             for name, gain in zip(ways, gains(place, P, D, B, *ways.values())):
@@ -684,23 +483,25 @@ def fig9(place):
         # at each P:D the best chunk's gain [SARATHI §5.1.3]
         of_chunks = zip(*(curves[f"C = {C}"] for C in chunks))
         yield f"median over P:D at L = {L}", "best chunk", median(max(at)[0] for at in of_chunks)
-        if place.fast_grids:
-            large, orca = [np.array(curves[name])[:, 0] for name in ("C = 512", "Orca, best")]
-            yield f"least over P:D at L = {L}", "C = 512 / Orca", min(large / orca)
+        if place.simulated:
+            pairs = zip(curves["C = 512"], curves["Orca, best"])
+            least = min(large / orca for (large, _), (orca, _) in pairs)
+            yield f"least over P:D at L = {L}", "C = 512 / Orca", least
             gain, pd = best["C = 256"]
             yield f"peak at L = {L}", "C = 256 / 128", gain / best["C = 128"][0]
             yield f"P:D of the peak at L = {L}", "Orca / C = 256", best["Orca, best"][1] / pd
 
-@experiment("batch size, B", "time over SARATHI's", only="simulated")
+@experiment("batch size, B", "time over SARATHI's", only="simulated", curves="series")
 def fig10(place):
     """[SARATHI Fig. 10] seconds by operator, request-level batching over SARATHI, where decodes
     piggyback perfectly, without a run's start and end. All linear operators have one line."""
     ratios = defaultdict(list)
-    for C, (L, most) in product((256, 512), MAX_B.items()):
-        for B in sorted({2, 6, most}):
+    for C, L in product((256, 512), MAX_B):
+        for B in sorted({2, 6, MAX_B[L]}):
             P, D = halves(L, chunk=C, B=B)
             chunk = C - B + 1
-            mixed = place.operators(decodes=B - 1, context=L - 1, chunk=chunk, past=P // 2)
+            ours = dict(decodes=B - 1, context=L - 1, chunk=chunk, past=P // 2)
+            mixed = place.operators(**ours)
             prefill = place.operators(chunk=P, chunks=B)
             decode = place.operators(decodes=B, context=L - D // 2)
             for name in ("preproj", "attn", "postproj", "ffn_ln1"):
@@ -780,61 +581,70 @@ class Pipeline:
                 self.bubble_of[feed.request.id] += idle
         return done
 
-@experiment(on=Hardware("gpt3-175b", "a100", 8), only="simulated")
+def zipf_jobs(n):
+    """Jobs of 1K .. 4K tokens, the k-th shortest with a chance of k^-0.4 [SARATHI §5.3]."""
+    weights = np.arange(1, 3074) ** -0.4
+    rng = np.random.default_rng(0)
+    lengths = 1024 + rng.choice(3073, n, p=weights / weights.sum())
+    return [Job(0.0, *halves(L, 10)) for L in lengths.tolist()]
+
+@experiment(on=Hardware("gpt3-175b", "a100", 8), only="simulated", points="")
 def fig12(place):
     """[SARATHI Fig. 12] GPT-3 on 64 GPUs: a pipeline of eight nodes with Orca and with SARATHI, and
     eight nodes without a pipeline. The picture shows the pipelines' stages."""
     cost = CostModel.roofline(place.model.config, place.on.gpu, place.on.tp, nodes=8)
-    jobs = zipf_jobs(10000 if place.all_grids else 300)
-    seconds = []
+    jobs = zipf_jobs(10000 if place.full else 300)
+    seconds = {}
     bubbles = []
-    for name, chunk in (("Orca", 4096 + 27), ("SARATHI", 256)):
+    for name, chunk in ("Orca", 4096 + 27), ("SARATHI", 256):
         line = Pipeline(cost, 8, place.tape(name), scheduler=Sarathi(chunk), max_batch=27,
                         n_page=27 * 4096)
-        seconds.append(serve(line, jobs).seconds)
+        seconds[name] = serve(line, jobs).seconds
         place.bar.update()
-        yield "seconds", name, seconds[-1]
+        yield "seconds", name, seconds[name]
         bubbles.append(median(line.bubble_of.values()))
         for kind, idle in line.bubbles.items():
-            yield "idle share of the stages", f"{name}, {kind}", idle / 8 / seconds[-1]
+            yield "idle share of the stages", f"{name}, {kind}", idle / 8 / seconds[name]
     alone = []
     for i in range(8):  # each node gets every eighth request
         node = Engine(place.model, Sarathi(4096 + 11), max_batch=11, n_page=11 * 4096)
         alone.append(serve(node, jobs[i::8]).seconds)
         place.bar.update()
-    yield "seconds", "TP", max(alone)
+    seconds["TP"] = max(alone)
+    yield "seconds", "TP", seconds["TP"]
     yield "bubble time, median", "Orca over SARATHI", bubbles[0] / bubbles[1]
-    yield "completion", "Orca over SARATHI", seconds[0] / seconds[1]
-    yield "completion", "TP over SARATHI", max(alone) / seconds[1]
-    yield "completion", "Orca over TP", seconds[0] / max(alone)
+    for name, base in ("Orca", "SARATHI"), ("TP", "SARATHI"), ("Orca", "TP"):
+        yield "completion", f"{name} over {base}", seconds[name] / seconds[base]
     yield "largest batch", "TP8 x PP8", Engine(cost, max_batch=0).max_batch // 8
     yield "largest batch", "TP8", Engine(place.model, max_batch=0).max_batch
 
-@experiment("chunk size, C", "times")
+@experiment("chunk size, C", "times", curves="series")
 def fig13(place):
     """[SARATHI Fig. 13] what chunks cost attention and prefill, and what they gain end to end."""
     ratios = defaultdict(list)  # (panel, C) -> one per length
-    chunks = range(64, 513 if place.fast_grids else 129, 64)
+    chunks = range(64, 513 if place.simulated else 129, 64)
     for (L, B), C in product(place.batches, chunks):
         whole = prefill_in_chunks(place, L, L)
         parts = prefill_in_chunks(place, L, C)
         ours = {panel: parts[panel] / whole[panel] for panel in parts}
-        ours["end to end"] = gains(place, *halves(L, chunk=C, B=B), B, Sarathi(C))[0]
+        P, D = halves(L, chunk=C, B=B)
+        ours["end to end"] = gains(place, P, D, B, Sarathi(C))[0]
         for panel, ratio in ours.items():
             ratios[panel, C].append(np.median(ratio))
             yield panel, f"L = {L}", C, ratio
     for (panel, C), values in ratios.items():
         yield panel, "best" if panel == "end to end" else "worst", C, max(values)
-    if place.fast_grids:
-        best, longer = [max(ratios["end to end", C]) for C in (256, 320)]
-        yield "C = 256", "over C = 320", best / longer
+    if place.simulated:
+        best = max(ratios["end to end", 256])
+        yield "C = 256", "over C = 320", best / max(ratios["end to end", 320])
 
 def prefill_in_chunks(place, L, C):
     """Seconds of attention, and of all operators, for a prompt of L tokens in chunks of C."""
     seconds = Counter()
     for past in range(0, L, C):
         chunk = min(C, L - past)
-        for operator, t in place.operators(last=False, chunk=chunk, past=past).items():
+        operators = place.operators(last=False, chunk=chunk, past=past)
+        for operator, t in operators.items():
             seconds[operator] += np.median(t)
     return {"attention": seconds["attn"], "prefill": seconds.total()}
 
@@ -915,7 +725,8 @@ class PeftServer(Lightllm):
             for request in waiting:
                 groups[request.adapter].append(request)
             for group in groups.values():
-                self.batches.extend(group[i:i + self.size] for i in range(0, len(group), self.size))
+                for i in range(0, len(group), self.size):
+                    self.batches.append(group[i:i + self.size])
         return [(request, request.n_todo) for request in running or self.batches.pop(0)]
 
 def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv=1.0, power=1.0,
@@ -937,12 +748,24 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv
         options["adapter_pages"] = n_page
     if variant in ("bmm", "merge"):
         options["lora"] = variant
-    jobs = place.jobs(rate, seconds if place.all_grids else seconds / 6, cv, n, power)
+    if not place.full:
+        seconds /= 6
+    jobs = place.jobs(rate, seconds, cv, n, power)
     if variant == "base model":
         jobs = [job._replace(adapter=None) for job in jobs]
-    return serve(Engine(cost, alloc="grow", n_page=n_page, **options), jobs, adapters=ranks)
+    engine = Engine(cost, alloc="grow", n_page=n_page, **options)
+    return serve(engine, jobs, adapters=ranks)
 
-@experiment("adapters, n", "requests/s", A100_13B, "simulated")
+def attainment(run):
+    """Share of all requests with a first token within 6 s [S-LoRA §4.3]"""
+    return sum(ttft < 6 for ttft in run.ttfts) / len(run.requests)
+
+def satisfaction(run):
+    """Mean of 1 - (t / 6 s)^2 over all requests, 0 if the first token t is later [S-LoRA App. B]"""
+    worths = [1 - (ttft / 6) ** 2 for ttft in run.ttfts if ttft < 6]
+    return sum(worths) / len(run.requests)
+
+@experiment("adapters, n", "requests/s", A100_13B, "simulated", "series")
 def slora_table3(place):
     """[S-LoRA Table 3, Fig. 5] requests per second with few and with thousands of adapters."""
     for panel, variant, n in CLAIMS["slora_table3"]:
@@ -990,7 +813,7 @@ def slora_fig8(place):
         yield "messages over computing", setting, (ours - silent) / (silent - base)
 
 @experiment("adapters, n", "requests/s", Hardware("llama-7b", "a10g", 1, "lightllm"),
-            "simulated")
+            "simulated", "series")
 def slora_fig9(place):
     """[S-LoRA Fig. 9] an adapter merged into the weights, beside x A B on the fly."""
     for panel, variant, n in CLAIMS["slora_fig9"]:
@@ -1001,11 +824,11 @@ def slora_fig9(place):
 @experiment("coefficient of variation, cv", "share within the SLO", A100_13B, "simulated")
 def slora_fig10(place):
     """[S-LoRA Fig. 10] SLO attainment by how uneven the arrivals are, for three orders."""
-    for name, cv in product(("early abort", "lcfs", "fcfs"), (1, 2, 4, 6, 8)):
-        orders = {"fcfs": fcfs, "lcfs": lcfs, "early abort": EarlyAbort(6.0)}
-        run = slora(place, "S4", 400, 6, 300, cv=cv, order=orders[name])
-        yield "attainment", name, cv, attainment(run)
-        yield "satisfaction", name, cv, satisfaction(run)
+    for name, order in ("early abort", None), ("lcfs", lcfs), ("fcfs", fcfs):
+        for cv in (1, 2, 4, 6, 8):
+            run = slora(place, "S4", 400, 6, 300, cv=cv, order=order or EarlyAbort(6.0))
+            yield "attainment", name, cv, attainment(run)
+            yield "satisfaction", name, cv, satisfaction(run)
 
 @experiment("adapters in a batch, d", "", Hardware("llama-7b", "a100-40", 1, "lightllm"),
             "simulated")
@@ -1026,18 +849,24 @@ def slora_here(place):
                 for seed, rank in enumerate(10 * SETTINGS["S2"][1])]
     L = place.lengths[0]
     pages = 4 * max(adapter.n_page for adapter in adapters)
-    few = at_rate(place.jobs(1, 30, 1.0, 100, 1.0, (8, L // 2), (8, L // 2)))
+    halves = (8, L // 2)
+    few = at_rate(place.jobs(1, 30, n_adapter=100, prompt=halves, output=halves))
+    none = [job._replace(adapter=None) for job in few]
     # of 2,000 adapters no two requests have the same; the ranks stay, since they cost the most
-    many = [job._replace(adapter=str(40 * i + int(job.adapter) % 40)) for i, job in enumerate(few)]
+    many = []
+    for i, job in enumerate(few):
+        name = 40 * i + int(job.adapter) % 40
+        many.append(job._replace(adapter=str(name)))
     ways = {
-        "no adapter": dict(jobs=[job._replace(adapter=None) for job in few]),
+        "no adapter": dict(jobs=none),
         "S-LoRA": {},
         "S-LoRA, n = 2000": dict(jobs=many),
         "no-unify": dict(adapter_pages=pages),
         "padded (bmm)": dict(lora="bmm"),
         "merged and swapped": dict(lora="merge")}
-    common = dict(jobs=few, B=place.B, n_page=place.B * L + pages, alloc="grow", adapters=adapters)
-    for name, runs in place.race(ways, **common).items():
+    n_page = place.B * L + pages
+    common = dict(jobs=few, B=place.B, n_page=n_page, alloc="grow", adapters=adapters)
+    for name, runs in place.race(ways, **common):
         yield "throughput", name, [run.tokens_per_second for run in runs]
 
 # -----------------------------------------------------------------------------
@@ -1055,12 +884,14 @@ def latencies(place, rates, choices, alpha, draft="ngram", P=128, scheduler="pre
     n_page = 0.9 * place.model.memory / place.model.page_bytes
     B = min(256, int(n_page / (P + 128)))
     options = dict(B=B, scheduler=scheduler, alloc="grow", draft=draft, alpha=alpha)
+    seconds = 60 if place.full else 10
     times = defaultdict(list)
     for rate in rates:
-        jobs = place.jobs(rate, 60 if place.all_grids else 10, prompt=[P], output=[128])
-        latency = {name: fmean(place.serve(jobs, spec=spec, **options).latencies)
-                   for name, spec in choices.items()}
-        for name in choices:
+        jobs = place.jobs(rate, seconds, prompt=[P], output=[128])
+        latency = {}
+        for name, spec in choices.items():
+            run = place.serve(jobs, spec=spec, **options)
+            latency[name] = fmean(run.latencies)
             times[name].append(latency["off"] / latency[name])
             yield "latency (s)", name, rate, latency[name]
             yield "times as fast as off", name, rate, times[name][-1]
@@ -1069,27 +900,33 @@ def latencies(place, rates, choices, alpha, draft="ngram", P=128, scheduler="pre
     yield "goodput", "least", min(times["goodput"])
     return times
 
-@experiment("arrival rate (requests/s), R", "", A100_7B, "simulated")
+@experiment("arrival rate (requests/s), R", "", A100_7B, "simulated", "series", "")
 def spec_fig1(place):
     """[SmartSpec Fig. 1, 11, 14] latency with k drafts of a draft model, with goodput's choice and
     with an oracle's; acceptance 0.7."""
-    rates = (1, 4, 8, 10, 12, 14, 16, 18, 20) if place.all_grids else (1, 4, 12, 20)
+    rates = (1, 4, 12, 20)
+    if place.full:
+        rates = (1, 4, 8, 10, 12, 14, 16, 18, 20)
     choices = CHOICES | {"oracle": "oracle"}
     times = yield from latencies(place, rates, choices, 0.7, small_model(place))
     for name in ("k = 3", "k = 5"):
         # where the curve falls below 1, between two points in proportion
-        yield "no gain beyond rate", name, np.interp(-1, np.negative(times[name]), rates)
-    yield "best k at rate 4", max((1, 3, 5), key=lambda k: times[f"k = {k}"][rates.index(4)])
+        losses = np.negative(times[name])
+        yield "no gain beyond rate", name, np.interp(-1, losses, rates)
+    _, *at_4 = [values[1] for values in times.values()]
+    yield "best k at rate 4", (1, 3, 5)[np.argmax(at_4[:3])]
 
 @experiment("", "times as fast as off", A100_7B, "simulated")
 def spec_fig11(place):
     """[SmartSpec Fig. 11] goodput's latency for larger models on several GPUs, from low to high
     load; acceptance 0.7."""
     choices = {"off": "off", "goodput": "goodput"}
-    for name, tp, small in (("llama-33b", 4, "llama-160m"), ("llama-70b", 8, "tinyllama-1.1b")):
+    models = [("llama-33b", 4, "llama-160m"), ("llama-70b", 8, "tinyllama-1.1b")]
+    for name, tp, small in models:
         other = simulate(place.args, Hardware(name, "a100", tp, "vllm"))
         draft = CostModel.roofline(preset(small), "a100", system="vllm")
-        for panel, series, *_, ours in latencies(other, (1, 16), choices, 0.7, draft):
+        points = latencies(other, (1, 16), choices, 0.7, draft)
+        for panel, series, *_, ours in points:
             if panel == "goodput":
                 yield f"{name} on {tp} GPUs", series, ours
 
@@ -1106,10 +943,12 @@ def spec_fig5(place):
         best = Goodput().lengths([None] * B, [MAX_DRAFTS] * B, 0.7, price)
         yield "best k", "", B, best[0]
 
-@experiment("arrival rate (requests/s), R", "", A100_7B, "simulated")
+@experiment("arrival rate (requests/s), R", "", A100_7B, "simulated", "series")
 def spec_fig12(place):
     """[SmartSpec Fig. 12] latency with prompt lookup; acceptance 0.35, prompts of 512 tokens."""
-    rates = (1, 2, 4, 6, 8, 10, 12) if place.all_grids else (1, 6, 12)
+    rates = (1, 6, 12)
+    if place.full:
+        rates = (1, 2, 4, 6, 8, 10, 12)
     yield from latencies(place, rates, CHOICES, 0.35, P=512)
 
 class Trees(Goodput):
@@ -1162,8 +1001,8 @@ class Medusa(PrefillFirst):
     """Prefill first, with trees of drafts."""
     def start(self, engine):
         super().start(engine)
-        engine.runner = TreeRunner(engine, engine.model)
         if engine.speculator:
+            engine.runner = TreeRunner(engine, engine.model)
             engine.speculator = TreeSpeculator(engine, engine.spec, engine.speculator.proposer)
 
 def room(request):
@@ -1172,30 +1011,32 @@ def room(request):
 
 def tree_size(tree):
     """Drafts of a tree: (3, 2, 2) has 3 + 6 + 12."""
-    return sum(math.prod(tree[:n]) for n in range(1, len(tree) + 1))
+    return sum(math.prod(tree[:n + 1]) for n in range(len(tree)))
 
 def chance_of(alpha, n_candidate):
     """That one of a level's candidates is right, if each has the chance alpha."""
     return 1 - (1 - alpha) ** n_candidate
 
-@experiment("arrival rate (requests/s), R", "", A100_7B, "simulated")
+@experiment("arrival rate (requests/s), R", "", A100_7B, "simulated", "series", "")
 def spec_fig16(place):
     """[SmartSpec Fig. 16] latency with Medusa's heads: one candidate each, fixed trees, and
     goodput's tree; acceptance 0.6. Batched are the tokens that a decode feeds, at the last rate."""
-    fixed = {"1,1,1": (1, 1, 1), "2,2,1": (2, 2, 1), "3,2,2": (3, 2, 2)}
-    choices = {"off": "off"} | {name: Trees(tree) for name, tree in fixed.items()}
+    choices = {"off": "off"}
+    for name in ("1,1,1", "2,2,1", "3,2,2"):
+        choices[name] = Trees(tuple(map(int, name.split(","))))
     goodput = Trees(*product((1, 2, 3), repeat=3))  # three heads, one to three candidates of each
-    rates = (1, 4, 8, 12, 16, 20) if place.all_grids else (1, 20)
-    times = yield from latencies(place, rates, choices | {"goodput": goodput}, 0.6,
-                                 scheduler=Medusa)
+    rates = (1, 4, 8, 12, 16, 20) if place.full else (1, 20)
+    choices["goodput"] = goodput
+    times = yield from latencies(place, rates, choices, 0.6, scheduler=Medusa)
     yield "goodput", "over 1,1,1", times["goodput"][-1] / times["1,1,1"][-1]
+    seconds = 60 if place.full else 10
+    jobs = place.jobs(20, seconds, prompt=[128], output=[128])
     for alpha in (0.6, 0.8):
         record = []
-        jobs = place.jobs(rates[-1], 60 if place.all_grids else 10, prompt=[128], output=[128])
         place.serve(jobs, 256, scheduler=Medusa, alloc="grow", draft="ngram", alpha=alpha,
                     spec=goodput, record=record)
-        rows = [feed.n for iteration in record for feed in iteration.feeds
-                if feed.n == feed.n_logits]
+        feeds = sum((iteration.feeds for iteration in record), [])
+        rows = [feed.n for feed in feeds if feed.n == feed.n_logits]
         yield "batched tokens per request", f"acceptance {alpha}", fmean(rows)
 
 @experiment("batch size, B", only="measured")
@@ -1205,22 +1046,24 @@ def spec_here(place):
     and by prompt lookup. The trained tiny model continues pieces of this project's files; or
     --model and --draft do, the paragraphs of --prompts."""
     prompts = read_prompts(place)
-    model = place.model
-    sources = {"lookup": "ngram"}
-    if place.args.draft:
-        small = load_model(place.args.draft, model.dtype, str(model.device))
-        sources = {"model": small, **sources}
-    names = ["off"]
-    names += [f"{source}, {name}" for source, name in product(sources, [*CHOICES][1:])]
-    choices = [(None, "off"), *product(sources.values(), [*CHOICES.values()][1:])]
-    for draft, spec in choices:  # warm up: goodput makes its profile
-        continue_text(place, prompts[:1], draft, spec)
+    draft = place.args.draft
+    if not place.args.model:  # both are trained on these files
+        draft = draft or "draft"
+    sources = {}
+    if draft:
+        sources["model"] = load_model(draft, place.model.dtype, str(place.model.device))
+    sources["lookup"] = "ngram"
+    ways = {"off": (None, "off")}
+    for source, name in product(sources, [*CHOICES][1:]):
+        ways[f"{source}, {name}"] = sources[source], CHOICES[name]
+    for way in ways.values():  # warm up: goodput makes its profile
+        continue_text(place, prompts[:1], *way)
     for B in (1, 6, 24):
-        rounds = place.rounds(*(partial(continue_text, place, prompts[:B], draft, spec)
-                                for draft, spec in choices), share=3)
-        seconds, accepted = np.moveaxis(rounds, -1, 0)  # (n_choice, n_round) each
+        rounds = place.rounds(*(partial(continue_text, place, prompts[:B], *way)
+                                for way in ways.values()), share=3)
+        seconds, accepted = np.moveaxis(rounds, -1, 0)  # (n_way, n_round) each
         yield "tokens/s without drafts", "", B, B * N_TEXT[1] / seconds[0]
-        for i, name in enumerate(names[1:], 1):
+        for i, name in [*enumerate(ways)][1:]:
             yield f"B = {B}", name, seconds[0] / seconds[i]
             yield f"accepted, {B}", name, np.median(accepted[i])
 
@@ -1241,8 +1084,9 @@ def read_prompts(place):
         text = "".join(path.read_text(encoding="utf8") for path in paths)
         texts = textwrap.wrap(text, 1000, replace_whitespace=False, drop_whitespace=False)
     texts = texts[::max(1, len(texts) // 24)]
-    encode = load_tokenizer(place.args.model).encode
-    return [encode(texts[i % len(texts)])[:N_TEXT[0]] for i in range(24)]
+    tokenizer = load_tokenizer(place.args.model or "tiny")
+    prompts = map(tokenizer.encode, islice(cycle(texts), 24))
+    return [prompt[:N_TEXT[0]] for prompt in prompts]
 
 def continue_text(place, prompts, draft, spec):
     """Seconds of an output for every prompt, and the share of drafts that is accepted."""
@@ -1260,24 +1104,30 @@ def timeline(place):
     """[TNG] the same six requests with static batching, prefill-first and chunked prefill."""
     L = max(place.lengths)
     unit = np.median(place.seconds(dict(chunk=L)))  # arrivals are in prefills of L tokens
-    sizes = ((0, 1, 24), (0, 2, 12), (0, 1, 36), (0.6, 6, 16), (1.5, 4, 10), (2.2, 2, 12))
-    jobs = [Job(arrival * unit, eighths * L // 8, output) for arrival, eighths, output in sizes]
+    jobs = [Job(0.0, L // 8, 24), Job(0.0, L // 4, 12), Job(0.0, L // 8, 36),
+            Job(0.6 * unit, 3 * L // 4, 16), Job(1.5 * unit, L // 2, 10),
+            Job(2.2 * unit, L // 4, 12)]
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
-    for name, runs in place.race(ways, jobs=jobs, B=4).items():
+    for name, runs in place.race(ways, jobs=jobs, B=4):
         yield from felt(runs, name)
 
 @experiment("concurrent requests, n", on=Hardware("llama-7b", "h100", 1, "vllm"))
 def tng(place):
     """[TNG] TTFT, TPOT and throughput by the number of concurrent requests, for schedulers and
     chunk sizes; and the gain of chunks if all requests are of equal size."""
-    sizes = (512, 1024, 2048) if place.all_grids else (64, 256)
+    sizes = (64, 256)
+    clients = (1, 4, 12)
+    n_job = 2  # per client
+    if place.full:
+        sizes = (512, 1024, 2048)
+        clients = (1, 2, 4, 8, 16, 32, 64, 128)
+        n_job = 4
     ways = by_scheduler(["static", "prefill_first", *map(SarathiServe, sizes)])
     L = place.lengths[0]
     speeds = []  # by the number of clients
-    for n in (1, 2, 4, 8, 16, 32, 64, 128) if place.all_grids else (1, 4, 12):
-        n_job = (4 if place.all_grids else 2) * max(n, 3)
-        jobs = place.jobs(1, n_job, prompt=(8, L // 2), output=(4, L // 8))
-        for name, runs in place.race(ways, jobs=jobs, B=n, clients=n).items():
+    for n in clients:
+        jobs = place.jobs(1, n_job * max(n, 3), prompt=(8, L // 2), output=(4, L // 8))
+        for name, runs in place.race(ways, jobs=jobs, B=n, clients=n):
             yield from felt(runs, name, n)
         speeds.append(runs[0].tokens_per_second)
     if place.simulated:
@@ -1285,100 +1135,11 @@ def tng(place):
         yield "twice the clients", "first over last", growth[0] / growth[-1]
         ratios = []
         for n, pd in product((8, 32, 128), (4, 16, 64)):
-            runs = place.race(ways, jobs=[Job(0.0, *halves(L, pd))] * (6 * n), B=n)
+            jobs = [Job(0.0, *halves(L, pd))] * (6 * n)
+            runs = dict(place.race(ways, jobs=jobs, B=n))
             _, base, *ours = [run.seconds for run, in runs.values()]
             ratios.append(base / min(ours))
         yield "chunked prefill", "over prefill_first", max(ratios)
-
-class TraceFormat(NamedTuple):
-    """A format of traces."""
-    name: str
-    columns: tuple  # of arrival, prompt and output; more: it is known by them
-    unit: float = 1.0  # of an arrival, in seconds
-    gap: float = 0.0  # seconds between arrivals, the least mean that is plausible
-
-TRACES = (
-    TraceFormat("ours", ("arrival", "prompt", "output")),
-    TraceFormat("Azure", ("timestamp", "contexttokens", "generatedtokens")),
-    TraceFormat("BurstGPT", ("timestamp", "request tokens", "response tokens")),
-    TraceFormat("Vidur", ("arrived_at", "num_prefill_tokens", "num_decode_tokens")),
-    TraceFormat("Bailian", ("timestamp", "input_length", "output_length", "chat_id")),
-    TraceFormat("Mooncake", ("timestamp", "input_length", "output_length"), 0.001, 0.005))
-READABLE = "must be CSV or JSON lines with the columns of " + " or ".join(
-    f"{trace.name} ({', '.join(trace.columns)})" for trace in TRACES)
-SINCE_1970 = {10: 1.0, 13: 1e-3, 16: 1e-6, 19: 1e-9}  # digits of a time today -> its unit
-
-def read_jobs(path, longest, rate=None):
-    """Jobs of a trace, by arrival, the first at 0. Those without prompt or output, or of more than
-    `longest` tokens, are counted on stderr. With a rate, no arrivals are read."""
-    rows = list(read_trace(path, rate))
-    served = [job for _, job in rows
-              if min(job.prompt, job.output) > 0 and job.prompt + job.output <= longest]
-    if len(served) < len(rows):
-        print(f"{path}: {len(rows) - len(served)} of {len(rows)} requests are skipped: no prompt, "
-              f"no output, or more than {longest} tokens", file=sys.stderr)
-    check_range(f"requests of {path} that can be served", len(served), 1)
-    trace = rows[0][0]
-    served.sort(key=lambda job: job.arrival)
-    start = served[0].arrival
-    digits = len(f"{start:.0f}")
-    unit = trace.unit if digits < 10 else SINCE_1970.get(digits, math.inf)
-    jobs = [job._replace(arrival=(job.arrival - start) * unit) for job in served]
-    seconds = jobs[-1].arrival
-    if seconds and not trace.gap <= seconds / len(jobs) <= 3600:
-        raise ValueError(f"{path}: {len(jobs)} requests over {seconds:.4g} s are not plausible: an "
-                         f"arrival of {trace.name} is in units of {trace.unit} s, or since 1970")
-    return jobs
-
-def read_trace(path, rate):
-    """Yields (TraceFormat, Job) of a file: CSV, or JSON lines. ValueError names the wrong line."""
-    heads = []
-    number = 0
-    opener = gzip.open if path.endswith(".gz") else open
-    try:
-        with opener(path, "rt", encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):  # noqa: B007
-                if line.lstrip().startswith("["):
-                    raise ValueError("a JSON array")
-                if line.lstrip().startswith("{"):
-                    row = json.loads(line)
-                    heads = heads or [*row]  # no other line is CSV's first
-                    yield read_job(row, rate)
-                elif line.strip():
-                    fields = next(csv.reader([line], skipinitialspace=True, strict=True))
-                    if heads and len(fields) != len(heads):
-                        raise ValueError(f"{len(fields)} fields, the first line has {len(heads)}")
-                    if heads:
-                        yield read_job(dict(zip(heads, fields)), rate)
-                    heads = heads or fields
-    except (ValueError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        hint = "" if heads else f"; {READABLE}"
-        raise ValueError(f"{path}, line {number}: {error}{hint}") from None
-
-def read_job(row, rate):
-    """The TraceFormat and the Job of a row {column: value}."""
-    row = {name.strip().lower(): value for name, value in row.items()}
-    known = [trace for trace in TRACES if {*trace.columns[1:]} <= {*row}]
-    if not known:
-        raise ValueError(f"columns {', '.join(row)}: {READABLE}")
-    arrival, prompt, output, *_ = known[0].columns
-    if not rate and arrival not in row:
-        raise ValueError(f"column {arrival!r} is missing: add it, or --rate in its place")
-    lengths = [float(str(row[name])) for name in (prompt, output)]
-    if lengths != [n // 1 for n in lengths]:
-        raise ValueError(f"{lengths} tokens: must be whole numbers")
-    return known[0], Job(0.0 if rate else number_of(str(row[arrival])), *map(int, lengths))
-
-def number_of(text):
-    """An arrival: a number as it is; a date as seconds since 1970, in UTC if it names no zone."""
-    try:
-        number = float(text)
-    except ValueError:
-        # Python 3.10 reads six digits of a second, and no Z
-        text = re.sub(r"(\.\d{1,6})\d*", lambda digits: f"{digits[1]:0<7}", text.strip())
-        date = datetime.fromisoformat(text.replace("Z", "+00:00"))
-        return date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp()
-    return check_range("arrival", number, -1e19, 1e19)
 
 def online_jobs(place):
     """Jobs of --jobs as they come; or at --rate, with the lengths of --jobs or random ones."""
@@ -1389,9 +1150,8 @@ def online_jobs(place):
         jobs = read_jobs(args.jobs, min(place.model.config.block_size, place.room), args.rate)
         if not args.rate:
             return jobs
-    n = len(jobs) or (320 if place.all_grids else 32)
-    cv = 1.0 if args.cv is None else args.cv
-    spaced = place.jobs(1, n, cv, prompt=args.prompt or (8, L // 2),
+    n = len(jobs) or (320 if place.full else 32)
+    spaced = place.jobs(1, n, prompt=args.prompt or (8, L // 2),
                         output=args.output or (4, max(4, L // 16)))
     rate = args.rate
     if not rate:
@@ -1401,7 +1161,7 @@ def online_jobs(place):
     place.source += f"; {rate:.3g} requests/s arrive"
     return at_rate(jobs, rate)
 
-@experiment("seconds", "share of requests")
+@experiment("seconds", "share of requests", curves="picture")
 def online(place):
     """Time to the first token (TTFT), per token after it (TPOT), and longest time between two
     tokens of a request (stall): medians and 99th percentiles. --scheduler and --spec add rows,
@@ -1415,13 +1175,14 @@ def online(place):
         for spec in ("goodput", args.spec):
             ways[name_of(spec)] = dict(spec=spec, draft="ngram", alpha=0.7)
         place.source += f"; drafts under {name_of(args.scheduler)}"
-    prompts, outputs = ([job[i] for job in jobs] for i in (1, 2))
+    prompts = [job.prompt for job in jobs]
+    outputs = [job.output for job in jobs]
     print(f"{len(jobs)} requests over {jobs[-1].arrival:.4g} s, prompts of {min(prompts)} to "
           f"{max(prompts)} tokens, outputs of {min(outputs)} to {max(outputs)}"
           + ("" if place.simulated else f"; at least {2 * len(ways)} runs"), file=sys.stderr)
     # one's own classes first: a mistake in them shows at once
     own_first = dict(reversed(ways.items()))
-    results = place.race(own_first, jobs=jobs, B=B, n_page=n_page)
+    results = dict(place.race(own_first, jobs=jobs, B=B, n_page=n_page))
     for name in ways:
         runs = results[name]
         for figure in [*runs[0].figures][1:]:  # all but the number of requests
@@ -1442,35 +1203,44 @@ WORKLOADS = """
 1300 13 1.2 0.8 0, 1300 7 0.2 0.3 0, 1300 7 0.8 0.8 2, 1300 7 1.2 0.3 2
 """.split(",")
 
-@experiment("", "latency over the best setting's", Hardware("llama-13b", "a100"), "simulated")
+@experiment("", "latency over the best setting's", Hardware("llama-13b", "a100"), "simulated",
+            points="")
 def autopilot(place):
     """Autopilot beside 30 fixed settings of chunk size and drafts: mean latency over that of the
     best one that meets the TPOT target. Workloads: prompt, output, load, acceptance, target."""
     draft = small_model(place)
-    grid = list(product((64, 128, 256, 512, 1024, 2048), ("off", 1, 3, 5, 7)))
+    workloads = WORKLOADS
+    settings = list(product((64, 128, 256, 512, 1024, 2048), ("off", 1, 3, 5, 7)))
+    n = 160
+    if not place.full:
+        workloads = workloads[1:4:2]
+        settings = settings[5::12]
+        n = 20
     ratios = []
     missed = 0
-    for workload in WORKLOADS if place.all_grids else WORKLOADS[1:4:2]:
-        P, D, load, alpha, slow = [float(number) for number in workload.split()]
-        jobs = place.jobs(1, 160 if place.all_grids else 20, prompt=(P // 2, P * 3 // 2),
-                          output=(D // 2, D * 3 // 2))
+    for workload in workloads:
+        P, D, load, alpha, slow = map(float, workload.split())
+        prompt = (P // 2, P * 3 // 2)
+        jobs = place.jobs(1, n, prompt=prompt, output=(D // 2, D * 3 // 2))
         capacity = place.serve(at_rate(jobs), 48, alloc="grow").requests_per_second
         run = partial(place.serve, at_rate(jobs, load * capacity), 48, alloc="grow", draft=draft,
                       alpha=alpha)
         target = slow * place.model.time(1, P + D / 2)
-        runs = [run(scheduler="autopilot", spec="goodput", tpot=target)]
-        for chunk, spec in grid if place.all_grids else grid[5::12]:
-            runs.append(run(scheduler=SarathiServe(chunk), spec=spec))
-        met = [not target or np.quantile(run.tpots, 0.9) <= target for run in runs]
-        latency, *others = [fmean(run.latencies) for run in runs]
-        fixed = [seconds for seconds, ok in zip(others, met[1:]) if ok]
+        ours = run(scheduler="autopilot", spec="goodput", tpot=target)
+        others = [run(scheduler=SarathiServe(chunk), spec=spec) for chunk, spec in settings]
+        fixed = [fmean(other.latencies) for other in others if meets(other, target)]
         if fixed:
-            ratios.append(latency / min(fixed))
+            ratios.append(fmean(ours.latencies) / min(fixed))
             yield "latency over the best", workload.strip(), ratios[-1]
-            missed += not met[0]
-    for name, function in dict(mean=fmean, median=median, worst=max).items():
-        yield "all workloads", name, function(ratios)
+            missed += not meets(ours, target)
+    yield "all workloads", "mean", fmean(ratios)
+    yield "all workloads", "median", median(ratios)
+    yield "all workloads", "worst", max(ratios)
     yield "all workloads", "targets missed", missed
+
+def meets(run, target):
+    """Whether nine of ten requests had this TPOT. 0: there is no target."""
+    return not target or np.quantile(run.tpots, 0.9) <= target
 
 @experiment("", "%", only="measured")
 def fidelity(place):
@@ -1479,13 +1249,14 @@ def fidelity(place):
     twin = Place(place.args, CostModel.profile(place.model), place.source)
     yield "error of the profile (%)", 100 * twin.model.error
     L = max(place.lengths) // 2
-    jobs = at_rate(place.jobs(1, 4 * place.B, prompt=(8, L), output=(4, max(8, L // 8))))
+    output = (4, max(8, L // 8))
+    jobs = at_rate(place.jobs(1, 4 * place.B, prompt=(8, L), output=output))
     ways = by_scheduler(("static", "orca", "prefill_first", "sarathi"))
     measured = place.race(ways, jobs=jobs, B=place.B)
     simulated = twin.race(ways, jobs=jobs, B=place.B)
-    for name in ways:
-        real = np.median([iteration_seconds(run) for run in measured[name]], 0)
-        ours = iteration_seconds(*simulated[name])
+    for (name, runs), (_, (run,)) in zip(measured, simulated):
+        real = np.median([*map(iteration_seconds, runs)], 0)
+        ours = iteration_seconds(run)
         yield "iteration error (%)", name, np.median(100 * abs(ours / real - 1))
         yield "throughput error (%)", name, 100 * abs(real.sum() / ours.sum() - 1)
 
@@ -1494,19 +1265,31 @@ def iteration_seconds(run):
     ends = {t for request in run.requests for t in request.times}
     return np.diff(sorted({run.start, *ends}))
 
-@experiment("tokens or requests, n", "share of the ceiling", only="measured")
+@experiment("tokens or requests, n", only="measured")
 def roofline(place):
     """How near iterations come to this machine's ceilings: the seconds that the FLOPs of linear
-    operators, or the bytes of weights and cache, take at the ceilings, over the measured ones."""
+    operators, or the bytes of weights and cache, take at the ceilings, over the measured ones; and
+    the host's time for an iteration. `bench.py gpu`, what a new GPU has to show, goes on with
+    users, table4 and table2, at one length."""
+    model = place.model
     L = place.lengths[0]
     ceilings = measure_ceilings(place)
     for n in (32, 128, 512, 2048):
-        if n < min(place.model.config.block_size, place.room):
+        if n < min(model.config.block_size, place.room):
             yield "share of the ceiling", "prefill", n, share(place, ceilings, chunk=n)
     for n in (1, 4, 16, 32):
         if n * L < place.room:
             reached = share(place, ceilings, decodes=n, context=L - 1)
             yield "share of the ceiling", "decode", n, reached
+    for n in (1, 8, 64):
+        feeds, engine = made_up_feeds(model, decodes=n, context=64)
+        seconds = []
+        for _ in range(9):
+            wait_for_gpu()
+            start = time.perf_counter()
+            engine.runner.forward(feeds)
+            seconds.append(time.perf_counter() - start)
+        yield "host (ms)", "decode", n, 1e3 * median(seconds)
 
 def share(place, ceilings, decodes=0, context=0, chunk=0):
     """The share of a machine's ceilings (FLOP/s, bytes/s) that an iteration reaches."""
@@ -1521,40 +1304,8 @@ def share(place, ceilings, decodes=0, context=0, chunk=0):
     seconds = place.seconds(dict(decodes=decodes, context=context, chunk=chunk))
     return max(computing, reading) / np.median(seconds)
 
-@experiment("requests or adapters, n", only="measured")
-def gpu(place):
-    """What a new GPU has to show: logits against the definitions, the host's time per iteration, 32
-    decodes with n adapters of rank 16, and peak memory. `bench.py gpu` alone goes on with roofline,
-    users, table4 and table2, at one length."""
-    model = place.model
-    c = model.config
-    tokens = np.random.default_rng(0).integers(c.vocab_size, size=300).tolist()
-    request = Request(tokens, 1)
-    engine = Engine(model, n_page=request.max_len)
-    engine.memory.pool.reserve(request, request.max_len)
-    ends = (0, 128, 292, 299, 300)  # two chunks, a verification and a decode
-    rows = [engine.runner.forward([Feed(request, first, end - first, 1)])[1].float()
-            for first, end in pairwise(ends)]
-    errors = torch.cat(rows) - model.logits(tokens)[[end - 1 for end in ends[1:]]]
-    yield "error of logits over their deviation", float(errors.abs().max() / rows[0].std())
-    for B in (1, 8, 64):
-        feeds, engine = made_up_feeds(model, decodes=B, context=64)
-        seconds = []
-        for _ in range(9):
-            wait_for_gpu()
-            start = time.perf_counter()
-            engine.runner.forward(feeds)
-            seconds.append(time.perf_counter() - start)
-        yield "host (ms)", "decode", B, 1e3 * median(seconds)
-    adapters = [Adapter.random(c, 16, seed, model.dtype) for seed in range(4)]
-    ways = {n: dict(jobs=[Job(0.0, 64, 64, str(i % n) if n else None) for i in range(32)])
-            for n in (0, 1, 32)}
-    common = dict(B=32, n_page=32 * (128 + adapters[0].n_page), scheduler="prefill_first")
-    for n, runs in place.race(ways, adapters=adapters, **common).items():
-        yield "32 decodes (ms)", "adapters", n, [run.figures["TPOT p50 ms"] for run in runs]
-    yield "peak memory (GB)", torch.cuda.max_memory_allocated() / 1e9
-
-@experiment("", "tokens/s of prompts of 256 and outputs of 32, all counted", only="measured")
+@experiment("", "tokens/s of prompts of 256 and outputs of 32, all counted", only="measured",
+            points="series")
 def peers(place):
     """transformers' generate(), and PEFT's mixed batch of adapters, beside this engine. All feed
     the prompts at once."""
@@ -1570,12 +1321,14 @@ def peers(place):
         dtype = torch_dtype(model.weights["embedding.weight"])
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         theirs = theirs.to(model.device).eval()
-        for B, peer in ((1, "transformers"), (8, "transformers"), (8, "PEFT")):
+        for B, adapters in ((1, None), (8, None), (8, 4 * ["a", "b"])):
             engine = Engine(model, "prefill_first", max_batch=B, n_page=B * (P + D) + 1000)
             prompts = torch.zeros(B, P, dtype=torch.int64, device=model.device)
             options = dict(attention_mask=torch.ones_like(prompts), max_new_tokens=D,
                            min_new_tokens=D, do_sample=False, pad_token_id=0)
-            if peer == "PEFT":
+            peer = "transformers"
+            if adapters:
+                peer = "PEFT"
                 for name in ("a", "b"):
                     adapter = Adapter.random(model.config, 16, ord(name), model.dtype)
                     adapter.save_pretrained(f"{folder}/{name}")
@@ -1583,134 +1336,302 @@ def peers(place):
                 theirs = peft.PeftModel.from_pretrained(theirs, f"{folder}/a", "a")
                 theirs.load_adapter(f"{folder}/b", "b")
                 theirs.to(dtype).eval()
-                options["adapter_names"] = 4 * ["a", "b"]
-            names = options.get("adapter_names")
-            rounds = place.rounds(timed(engine.generate, prompts.tolist(), D, names),
-                                  timed(theirs.generate, input_ids=prompts, **options))
-            for name, seconds in zip(("sarathi", "the other"), np.array(rounds)):
-                yield f"{peer}, B = {B}", name, B * (P + D) / seconds
+                options["adapter_names"] = adapters
+            ours = timed(engine.generate, prompts.tolist(), D, adapters)
+            other = timed(theirs.generate, input_ids=prompts, **options)
+            rounds = np.array(place.rounds(ours, other))
+            yield f"{peer}, B = {B}", "sarathi", B * (P + D) / rounds[0]
+            yield f"{peer}, B = {B}", "the other", B * (P + D) / rounds[1]
 
 # -----------------------------------------------------------------------------
-# the scoreboard, tables, pictures and traces
+# places, where experiments run: this machine, or simulated hardware
 
-def scoreboard_rows(args, name):
-    """The rows of one experiment that have a claim, where the paper's numbers hold."""
-    torch.set_num_threads(1)
+class Place:
+    """This machine, or simulated hardware: it times iterations and operators, and serves jobs."""
+    def __init__(self, args, model, source, on=None):
+        self.args = args
+        self.model = model  # a GPT or a CostModel
+        self.source = source
+        self.on = on  # None: this machine
+        self.simulated = isinstance(model, CostModel)
+        self.rows = []  # of an experiment
+        self.tapes = {}  # scheduler -> iterations of the last run with it
+        self.bar = tqdm(disable=True)  # a tick per measurement
+        self.B = args.max_batch  # requests in a batch [SARATHI Table 4]
+        self.jobs = partial(gamma_jobs, seed=42 + args.seed)
+        # grids of two sizes: the papers', and a small one
+        self.full = args.size == "full" if args.size else self.simulated
+        longest = model.config.block_size
+        room = longest if self.simulated else min(longest, self.room / self.B)
+        lengths = MAX_B if on or args.device == "cuda" else (256, 512, 768)
+        self.lengths = args.lengths or [L for L in lengths if L <= room] or [longest]
+        for L in self.lengths:
+            check_range("--lengths", L, 64, longest)
+        # (length, requests of it in a batch): of the paper, or --max-batch
+        largest = {} if args.lengths or not on else MAX_B
+        self.batches = [(L, largest.get(L, self.B)) for L in self.lengths]
+
+    @property
+    def room(self):
+        """Tokens that fit the memory: here half of it, since some experiments hold two caches."""
+        memory = self.model.memory if self.simulated else free_memory(self.model.device) / 2
+        return int(memory // self.model.config.page_bytes(self.model.dtype.itemsize))
+
+    def rounds(self, *functions, share=1):
+        """Results of functions, a list per function. They take turns for `share` times --seconds
+        and at least two rounds; the first of more warms up. A simulator needs one round."""
+        results = [[] for _ in functions]
+        start = time.perf_counter()
+        for n in count(1):
+            turns = list(zip(functions, results))
+            for function, values in turns if n % 2 else reversed(turns):
+                values.append(function())
+                self.bar.update()
+            elapsed = time.perf_counter() - start
+            if self.simulated or (n >= 2 and elapsed > share * self.args.seconds):
+                return results if n <= 2 else [values[1:] for values in results]
+
+    def seconds(self, *shapes, last=True):
+        """Seconds of iterations of these shapes, dicts for made_up_feeds: (n_shape, n_round)."""
+        made = [made_up_feeds(self.model, **shape, last=last) for shape in shapes]
+        runs = [timed(engine.runner.run, feeds, clock=engine.clock.now) for feeds, engine in made]
+        return np.array(self.rounds(*runs))
+
+    def operators(self, last=True, **shape):
+        """{operator: seconds} of an iteration, as of made_up_feeds; measured: of each round."""
+        feeds, engine = made_up_feeds(self.model, **shape, last=last)
+        if self.simulated:
+            return self.model.split(self.model.stats(feeds))
+        batch = engine.runner.pack(feeds).to(self.model.device)
+        rounds = []
+        for _ in range(3):
+            marks = [("", moment())]
+            self.model.forward(batch, engine.runner.kv,
+                               lambda operator: marks.append((operator, moment())))
+            rounds.append(marks)
+        wait_for_gpu()
+        parts = Counter()
+        for marks in rounds[1:]:  # in the first one kernels are compiled
+            for (_, before), (operator, after) in pairwise(marks):
+                parts[operator] += seconds_between(before, after)
+        seconds = self.seconds(shape, last=last)[0] / parts.total()
+        return {operator: part * seconds for operator, part in parts.items()}
+
+    def serve(self, jobs, B, clients=0, adapters=(), n_end=0, n_page=0, spec="off", **options):
+        """The Run of jobs in batches of up to B requests, by an engine with the flags' options."""
+        scheduler = instance(options.pop("scheduler", self.args.scheduler))
+        n_page = n_page or B * max(job.prompt + job.output for job in jobs)
+        options.setdefault("record", self.tape(name_of(scheduler)))
+        engine = Engine(self.model, scheduler, self.args.chunk, B, n_page, spec=instance(spec),
+                        seed=self.args.seed, **options)
+        return serve(engine, jobs, clients, adapters, n_end)
+
+    def tape(self, name):
+        """Where an engine records its iterations, if a picture or a trace is wanted."""
+        if self.args.plot or self.args.trace:
+            self.tapes[name] = deque(maxlen=60000)
+        return self.tapes.get(name)
+
+    def race(self, ways, **common):
+        """Serve in several ways {name: options} in interleaved rounds. Returns (name, [Run])s."""
+        functions = [partial(self.serve, **common | way) for way in ways.values()]
+        return zip(ways, self.rounds(*functions, share=3))
+
+def timed(function, *arguments, clock=time.perf_counter, **options):
+    """A function that calls another one and returns its seconds on a clock."""
+    def seconds():
+        start = clock()
+        function(*arguments, **options)
+        wait_for_gpu()
+        return clock() - start
+    return seconds
+
+def wait_for_gpu():
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+def moment():
+    """Now; on a GPU an event"""
+    if not torch.cuda.is_initialized():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+def seconds_between(before, after):
+    if isinstance(before, float):
+        return after - before
+    return before.elapsed_time(after) / 1e3
+
+def made_up_feeds(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=True):
+    """(feeds, engine) of requests that were never added: decodes, each after `context` cached
+    tokens, and chunks of `chunk` tokens, each after `past`. last: all sample a token."""
+    sizes = [(context, 1)] * decodes
+    if chunk:
+        sizes += [(past, chunk)] * chunks
+    n_page = sum(n_past + n + 2 for n_past, n in sizes)
+    engine = Engine(model, chunk=decodes + chunk, max_batch=len(sizes), n_page=n_page)
+    plan = []
+    for n_past, n in sizes:
+        request = Request([1] * (n_past + n + (not last)), 1, n_past=n_past)
+        engine.memory.pool.reserve(request, request.max_len)
+        plan.append((request, n))
+    feeds = feeds_of(plan)
+    if not engine.simulated:
+        engine.runner.kv.normal_()
+    if engine.model.world.device.type == "cuda":
+        engine.runner.run(feeds)  # compiles kernels and records a graph
+    return feeds, engine
+
+def simulate(args, on):
+    """A Place of hardware you lack."""
+    config = preset(on.model)
+    config = replace(config, block_size=args.context or config.block_size)
+    cost = CostModel.roofline(config, on.gpu, on.tp, system=on.system)
+    return Place(args, cost, f"{on.model} on {on.tp} x {on.gpu}, simulated", on)
+
+load_once = cache(load_model)
+
+def this_machine(args, model=None):
+    """A Place of this machine, with --model, or this one, on it."""
+    if args.context:
+        raise ValueError(f"--context {args.context}: is of simulated models, add --hardware")
+    on_cpu = args.device == "cpu"
+    name = args.model or model or "llama-30m"
+    # the paper's model, if the weights leave room for a cache
+    if not (args.model or model or on_cpu):
+        room = 0.3 * torch.cuda.mem_get_info()[1]  # in parameters of two bytes
+        names = ("llama-13b", "llama-7b", "tinyllama-1.1b")
+        name = next((name for name in names if preset(name).n_params < room), name)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    model = load_once(name, dtype, args.device, args.seed)
+    machine = f"{torch.get_num_threads()} threads of a CPU with "
+    machine += torch.backends.cpu.get_cpu_capability()
+    if not on_cpu:
+        machine = torch.cuda.get_device_name()
+    return Place(args, model, f"{name}, {str(model.dtype)[6:]}, on {machine}")
+
+def choose_places(args, name):
+    """Where an experiment runs. The main job's Tables 2 and 4 stand beside the paper's hardware,
+    simulated."""
     what = EXPERIMENTS[name]
-    return [row for row in what.rows(simulate(args, what.on)) if row["paper"] is not None]
+    if args.hardware and what.only == "measured":
+        raise ValueError(f"{name} can only be measured: leave out --hardware")
+    if args.hardware or what.only == "simulated":
+        return [simulate(args, what.on._replace(
+            model=args.model or what.on.model,
+            gpu=args.hardware or what.on.gpu,
+            tp=max(args.tp, what.on.tp)))]
+    if args.experiments or name not in ("table2", "table4"):
+        # text needs a trained model
+        return [this_machine(args, "tiny" if name == "spec_here" else None)]
+    paper = simulate(argparse.Namespace(**vars(args) | dict(lengths=None)), what.on)
+    return [this_machine(args), paper]
 
-LONGEST = ("slora_table3", "fig12", "spec_fig1", "slora_fig10")
+# -----------------------------------------------------------------------------
+# serving
 
-def scoreboard(args):
-    """Every number of the papers beside ours, simulated with one set of constants. Returns rows."""
-    names = [name for name in CLAIMS if EXPERIMENTS[name].only != "measured"]
-    # the longest begin first
-    longest = sorted(names, key=lambda name: name not in LONGEST)
-    with ProcessPoolExecutor(os.cpu_count()) as executor:
-        runs = executor.map(partial(scoreboard_rows, args), longest)
-        rows = sum(tqdm(runs, "scoreboard", len(names), leave=False, delay=3), [])
-    rows.sort(key=lambda row: names.index(row["experiment"]))
-    heads = ("experiment", "what", "paper", "paper_source", "ours", "kind", "inside")
-    lines = [[row[head] for head in heads] for row in rows]
-    for line, row in zip(lines, rows):
-        line[5:] = row["kind"] + "*" * row["fit"], "yes" if row["inside"] else "no"
-    print(f"{table(heads, lines)}\n\nThe misses, and what was seen:\n")
-    for row in rows:
-        if not row["inside"]:
-            text = f"- {row['experiment']}, {row['what']}: {row['note']}"
-            print(textwrap.fill(text, 118, subsequent_indent="  "))
-    print("\nValues within 15 %, gains within 30 % of what they gain, bounds as they say. A run "
-          "counts once,\nand holds if all of its rows do. A constant was fitted to those with a "
-          "*:\n")
-    print("\n".join(count_runs(rows)))
-    return rows
+def serve(engine, jobs, clients=0, adapters=(), n_end=0):
+    """The Run of jobs until all have ended, or n_end of them. clients: so many are there at once;
+    0: they come at their arrival. adapters: dealt in turns to the jobs' names."""
+    for name in {job.adapter for job in jobs} - {None}:
+        engine.add_adapter(name, adapters[int(name) % len(adapters)])
+    if isinstance(engine, Engine) and engine.model.world.device.type == "cuda":
+        warm_up(engine, jobs)
+    start = engine.clock.now()
+    requests = []
 
-def count_runs(rows):
-    """Lines of text: how many runs hold, for each paper and all, by the kind of their claims."""
-    runs = defaultdict(list)  # (paper, role, run) -> whether its rows are inside
-    for row in rows:
-        role = "fitted" if row["fit"] else f"{row['kind']}s"
-        run = row["run"] or (row["experiment"], row["what"])
-        runs[row["paper_source"].split()[0], role, run].append(row["inside"])
-    counts = defaultdict(lambda: defaultdict(list))  # paper -> role -> whether runs hold
-    for (paper, role, _), inside in runs.items():
-        counts[paper][role].append(all(inside))
-        counts["all"][role].append(all(inside))
-    counts["all"] = counts.pop("all")  # the last line
-    for paper, roles in counts.items():
-        texts = [f"{role} {sum(roles[role])} of {len(roles[role])}"
-                 for role in ("values", "gains", "bounds", "fitted") if role in roles]
-        yield f"- {paper}: {', '.join(texts)}"
+    def add(n):
+        for job in jobs[len(requests):][:n]:
+            arrival = None if clients else start + job.arrival
+            # every token is 0: times do not depend on tokens
+            request = Request(bytes(job.prompt), job.output, job.adapter, arrival=arrival)
+            requests.append(request)
+            engine.add(request)
+            if engine.record is not None:
+                arrived = Feed(request, 0, 0, 0)  # marks the arrival, for pictures
+                engine.record.append(Iteration(request.arrival, request.arrival, [arrived]))
+    def on_event(event):
+        if event.finished:
+            add(1)
+        if n_end and len(requests) - len(engine.requests) >= n_end:
+            for id in list(engine.requests):
+                engine.abort(id)
+    add(clients or len(jobs))
+    engine.run(on_event)
+    return Run(requests, start)
 
-MOST_LINES = 24  # of a table; more points are left to the picture
+def warm_up(engine, jobs):
+    """Compile kernels, record graphs, and serve the first prompts, to fill caches."""
+    engine.warm()
+    first = jobs[:2 * engine.max_batch]
+    n_token = min(4, *(job.output for job in first))
+    prompts = [bytes(job.prompt) for job in first]
+    engine.generate(prompts, n_token, [job.adapter for job in first])
+    if engine.record is not None:
+        engine.record.clear()
 
-def tables(what, places):
-    """The Markdown tables of an experiment in these places: curves, then points without an x."""
-    numbers = numbers_of(what, places)
+def felt(runs, *at):
+    """Points of what users feel."""
+    for figure in ("tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
+        yield figure, *at, [run.figures[figure] for run in runs]
+    yield "longest stall ms", *at, [1e3 * max(run.stalls) for run in runs]
+
+def instance(way):
+    """An object of a class, anything else as it is."""
+    return way() if isinstance(way, type) else way
+
+def name_of(way):
+    """Of a scheduler or a policy: a name as it is, a chunk size, or the class."""
+    if type(way) in (Sarathi, SarathiServe):
+        return f"C = {way.chunk}"
+    return way if isinstance(way, str) else type(instance(way)).__name__
+
+def by_scheduler(schedulers):
+    """The ways of a race between schedulers: names, objects or classes."""
+    return {name_of(scheduler): dict(scheduler=scheduler) for scheduler in schedulers}
+
+# -----------------------------------------------------------------------------
+# tables
+
+def tables(what, place, with_paper=True):
+    """The Markdown tables of an experiment in a place: points with an x, then the others."""
     texts = []
-    for is_curve in (what.x != "seconds", what.x == "seconds"):
-        points = {at: kinds for at, kinds in numbers.items() if (at[2] != "") == is_curve}
-        if points:
-            # columns are panels or series, or every point has a line: the table filled best
-            layouts = [lay_out(points, by, what.x.rpartition(" ")[2]) for by in (0, 1, 3)]
-            share, text = max(layouts, key=lambda layout: layout[0])
-            if not share and is_curve:
-                text = f"(curves of {len(points)} points: --plot, --json)"
-            elif not share:  # too wide, but all there is
-                _, text = min(layouts[:2], key=lambda layout: layout[1].index("\n"))
-            texts.append(text)
+    curves = [row for row in place.rows if row["at"][2] != ""]
+    others = [row for row in place.rows if row["at"][2] == ""]
+    for rows, by in (curves, what.curves), (others, what.points):
+        if rows and by != "picture":
+            texts.append(lay_out(what, rows, by, with_paper))
     return "\n\n".join(texts)
 
-def numbers_of(what, places):
-    """{(panel, series, x, head of a column): {"here", "simulated" or "paper": text}}: points of all
-    places. Lengths here stand for the paper's."""
-    names = {row["at"][1] for row in places[0].rows}
-    stands = places[0].stands if what.x == LENGTHS else {}
-    labels = {paper: f"{L} (paper: {paper})" for L, paper in stands.items()}
-    numbers = defaultdict(dict)
-    for place in places:
-        for row in place.rows:
-            panel, series, x = row["at"]
-            if series not in names:
-                continue
-            x = x if place.on else stands.get(x, x)
-            text = cell(row["ours"])
-            if row["spread"]:
-                text += f" ± {float(format(row['spread'], '.2g')):g}"
-            kinds = numbers[panel, series, labels.get(x, x), what.y or "ours"]
-            kinds["simulated" if place.on else "here"] = text
-            if row["paper"] is not None:
-                bound = re.search(r"\((at .*)\)", row["what"])
-                kinds["paper"] = f"{bound[1]} {row['paper']:g}" if bound else row["paper"]
-    return numbers
+def lay_out(what, rows, by, with_paper):
+    """A table with a column for each panel or series (by), or one for all points, and behind it
+    the paper's numbers, if there are some."""
+    lines = defaultdict(dict)  # the other keys of points -> {(head of a column, kind): text}
+    for row in rows:
+        keys = dict(zip(("panel", "series", "x"), row["at"]))
+        column = keys.pop(by, "") or what.y or "ours"
+        line = lines[tuple(keys.values())]
+        line[column, "ours"] = cell(row["ours"])
+        if row["spread"]:
+            line[column, "ours"] += f" ± {float(format(row['spread'], '.2g')):g}"
+        if with_paper and row["paper"] is not None:
+            bound = re.search(r"\((at \w+)\)$", row["what"])
+            text = cell(row["paper"])
+            line[column, "paper"] = f"{bound[1]} {text}" if bound else text
+    used = dict.fromkeys(pair for line in lines.values() for pair in line)
+    columns = dict.fromkeys(column for column, _ in used)
+    shown = [pair for pair in product(columns, ("ours", "paper")) if pair in used]
+    heads = [column if kind == "ours" else kind for column, kind in shown]
+    # keys that no point has need no column
+    names = [""] * (len(keys) - 1) + what.x.split()[-1:]
+    given = [i for i, values in enumerate(zip(*lines)) if any(value != "" for value in values)]
+    texts = [[key[i] for i in given] + [line.get(pair) for pair in shown]
+             for key, line in lines.items()]
+    return table([names[i] for i in given] + heads, texts)
 
-def lay_out(points, by, x):
-    """(share of the cells that are filled, text) of a table. Part `by` of the points' keys names
-    the columns, the first three others the lines. The share is 0 if the table is too large."""
-    more = ""
-    if by == 3 and len(points) > MOST_LINES:
-        with_paper = {at: kinds for at, kinds in points.items() if "paper" in kinds}
-        more = f"\n\n({len(points) - len(with_paper)} more points: --plot, --json)"
-        points = with_paper
-    lines = defaultdict(dict)
-    for at, kinds in points.items():
-        keys = tuple("" if i == by else at[i] for i in range(3))
-        lines[keys] |= {(at[by], kind): text for kind, text in kinds.items()}
-    columns = dict.fromkeys(at[by] for at in points)
-    used = {pair for line in lines.values() for pair in line}
-    shown = [pair for pair in product(columns, ("here", "simulated", "paper")) if pair in used]
-    of_lines = [i for i in range(3) if any(keys[i] != "" for keys in lines)]
-    heads = [("", "", x)[i] for i in of_lines]
-    both = len({kind for _, kind in used} - {"paper"}) > 1
-    for column, group in groupby(shown, lambda pair: pair[0]):
-        (_, first), *others = group
-        name = column or "ours"
-        heads.append(f"{name}, {first}" if both else name)
-        heads.extend(kind for _, kind in others)
-    text = table(heads, [[keys[i] for i in of_lines] + [line.get(pair) for pair in shown]
-                         for keys, line in lines.items()])
-    share = len(points) / max(1, len(lines) * len(columns)) * (0.6 if by == 3 else 1.0)
-    return share * (len(lines) <= MOST_LINES and text.index("\n") <= 120), text + more
+# -----------------------------------------------------------------------------
+# pictures
 
 COLORS = {  # the same thing has the same color in every picture
     "C = 128": "#93c4ea", "C = 256": "#2a78c2", "C = 512": "#123a73",
@@ -1726,10 +1647,11 @@ def draw(rows, what):
     panels = defaultdict(lambda: defaultdict(list))  # panel -> series -> [(x, ours, paper)]
     for row in rows:
         panel, series, x = row["at"]
+        numbers = row["ours"], row["paper"]
         if not what.x:
-            panels[panel]["ours"].append((series, row["ours"], row["paper"]))
+            panels[panel]["ours"].append((series, *numbers))
         elif x != "":
-            panels[panel][series].append((x, row["ours"], row["paper"]))
+            panels[panel][series].append((x, *numbers))
     n_column = min(3, len(panels))
     n_row = math.ceil(len(panels) / n_column)
     figure = Figure((max(6, 4 * n_column), 3.4 * n_row), layout="constrained")
@@ -1819,10 +1741,163 @@ def write_trace(path, tapes):
         json.dump(dict(traceEvents=events), file)
 
 # -----------------------------------------------------------------------------
+# traces of requests
+
+class TraceFormat(NamedTuple):
+    """A format of traces."""
+    name: str
+    columns: tuple  # of arrival, prompt and output; more: it is known by them
+    unit: float = 1.0  # of an arrival, in seconds
+    gap: float = 0.0  # seconds between arrivals, the least mean that is plausible
+
+TRACES = (
+    TraceFormat("ours", ("arrival", "prompt", "output")),
+    TraceFormat("Azure", ("timestamp", "contexttokens", "generatedtokens")),
+    TraceFormat("BurstGPT", ("timestamp", "request tokens", "response tokens")),
+    TraceFormat("Vidur", ("arrived_at", "num_prefill_tokens", "num_decode_tokens")),
+    TraceFormat("Bailian", ("timestamp", "input_length", "output_length", "chat_id")),
+    TraceFormat("Mooncake", ("timestamp", "input_length", "output_length"), 0.001, 0.005))
+READABLE = "must be CSV or JSON lines with the columns of " + " or ".join(
+    f"{trace.name} ({', '.join(trace.columns)})" for trace in TRACES)
+SINCE_1970 = {10: 1.0, 13: 1e-3, 16: 1e-6, 19: 1e-9}  # digits of a time today -> its unit
+
+def read_jobs(path, longest, rate=None):
+    """Jobs of a trace, by arrival, the first at 0. Those without prompt or output, or of more than
+    `longest` tokens, are counted on stderr. With a rate, no arrivals are read."""
+    rows = list(read_trace(path, rate))
+    served = []
+    for _, job in rows:
+        if min(job.prompt, job.output) > 0 and job.prompt + job.output <= longest:
+            served.append(job)
+    if len(served) < len(rows):
+        print(f"{path}: {len(rows) - len(served)} of {len(rows)} requests are skipped: no prompt, "
+              f"no output, or more than {longest} tokens", file=sys.stderr)
+    check_range(f"requests of {path} that can be served", len(served), 1)
+    trace = rows[0][0]
+    served.sort(key=lambda job: job.arrival)
+    start = served[0].arrival
+    digits = len(f"{start:.0f}")
+    unit = trace.unit if digits < 10 else SINCE_1970.get(digits, math.inf)
+    jobs = [job._replace(arrival=(job.arrival - start) * unit) for job in served]
+    seconds = jobs[-1].arrival
+    if seconds and not trace.gap <= seconds / len(jobs) <= 3600:
+        raise ValueError(f"{path}: {len(jobs)} requests over {seconds:.4g} s are not plausible: an "
+                         f"arrival of {trace.name} is in units of {trace.unit} s, or since 1970")
+    return jobs
+
+def read_trace(path, rate):
+    """Yields (TraceFormat, Job) of a file: CSV, or JSON lines. ValueError names the wrong line."""
+    opener = gzip.open if path.endswith(".gz") else open
+    number = 0
+
+    def read_lines(file):
+        nonlocal number
+        for number, line in enumerate(file, 1):  # noqa: B007
+            if line.lstrip().startswith("["):
+                raise ValueError("a JSON array")
+            if line.strip():
+                yield line
+    try:
+        with opener(path, "rt", encoding="utf-8-sig") as file:
+            lines = read_lines(file)
+            first = next(lines, "")
+            lines = chain([first], lines)
+            rows = csv.DictReader(lines, skipinitialspace=True, strict=True)
+            if first.lstrip().startswith("{"):
+                rows = map(json.loads, lines)
+            for row in rows:
+                yield read_job(row, rate)
+    except (ValueError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        hint = f"; {READABLE}" if number < 2 else ""
+        raise ValueError(f"{path}, line {number}: {error}{hint}") from None
+
+def read_job(row, rate):
+    """The TraceFormat and the Job of a row {column: value}."""
+    if None in row or None in row.values():
+        raise ValueError("more or fewer fields than the first line has")
+    row = {name.strip().lower(): value for name, value in row.items()}
+    known = [trace for trace in TRACES if {*trace.columns[1:]} <= {*row}]
+    if not known:
+        raise ValueError(f"columns {', '.join(row)}: {READABLE}")
+    arrival, prompt, output, *_ = known[0].columns
+    if not rate and arrival not in row:
+        raise ValueError(f"column {arrival!r} is missing: add it, or --rate in its place")
+    lengths = [float(str(row[name])) for name in (prompt, output)]
+    if lengths != [n // 1 for n in lengths]:
+        raise ValueError(f"{lengths} tokens: must be whole numbers")
+    at = 0.0 if rate else number_of(str(row[arrival]))
+    return known[0], Job(at, *map(int, lengths))
+
+def number_of(text):
+    """An arrival: a number as it is; a date as seconds since 1970, in UTC if it names no zone."""
+    try:
+        number = float(text)
+    except ValueError:
+        # Python 3.10 reads six digits of a second, and no Z
+        text = re.sub(r"(\.\d{1,6})\d*", lambda digits: f"{digits[1]:0<7}", text.strip())
+        date = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        return date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp()
+    return check_range("arrival", number, -1e19, 1e19)
+
+# -----------------------------------------------------------------------------
+# the scoreboard
+
+def scoreboard_rows(args, name):
+    """The rows of one experiment that have a claim, where the paper's numbers hold."""
+    torch.set_num_threads(1)
+    what = EXPERIMENTS[name]
+    rows = what.rows(simulate(args, what.on))
+    return [row for row in rows if row["paper"] is not None]
+
+def scoreboard(args):
+    """Every number of the papers beside ours, simulated with one set of constants. Returns rows."""
+    names = [name for name in CLAIMS if EXPERIMENTS[name].only != "measured"]
+    with ProcessPoolExecutor(os.cpu_count()) as executor:
+        runs = executor.map(partial(scoreboard_rows, args), names)
+        rows = sum(tqdm(runs, "scoreboard", len(names), leave=False, delay=3), [])
+    heads = ("experiment", "what", "paper", "paper_source", "ours", "kind", "inside")
+    lines = []
+    for row in rows:
+        kind = row["kind"] + "*" * row["fit"]
+        shown = row | dict(kind=kind, inside="yes" if row["inside"] else "no")
+        lines.append([shown[head] for head in heads])
+    print(f"{table(heads, lines)}\n\nThe misses, and what was seen:\n")
+    for row in rows:
+        if not row["inside"]:
+            text = f"- {row['experiment']}, {row['what']}: {row['note']}"
+            print(textwrap.fill(text, 118, subsequent_indent="  "))
+    print("\nValues within 15 %, gains within 30 % of what they gain, bounds as they say. A run "
+          "counts once,\nand holds if all of its rows do. A constant was fitted to those with a "
+          "*:\n")
+    print("\n".join(count_runs(rows)))
+    return rows
+
+def count_runs(rows):
+    """Lines of text: how many runs hold, for each paper and all, by the kind of their claims."""
+    runs = defaultdict(list)  # (paper, role, run) -> whether its rows are inside
+    for row in rows:
+        role = "fitted" if row["fit"] else f"{row['kind']}s"
+        run = row["run"] or (row["experiment"], row["what"])
+        runs[row["paper_source"].split()[0], role, run].append(row["inside"])
+    counts = defaultdict(lambda: defaultdict(list))  # paper -> role -> whether runs hold
+    for (paper, role, _), inside in runs.items():
+        counts[paper][role].append(all(inside))
+        counts["all"][role].append(all(inside))
+    counts["all"] = counts.pop("all")  # the last line
+    for paper, roles in counts.items():
+        texts = [f"{role} {sum(roles[role])} of {len(roles[role])}"
+                 for role in ("values", "gains", "bounds", "fitted") if role in roles]
+        yield f"- {paper}: {', '.join(texts)}"
+
+# -----------------------------------------------------------------------------
 # command line
 
 MAIN_JOB = ["users", "table4", "table2", "ceilings"]
-GPU_JOB = ["gpu", "roofline", "users", "table4", "table2"]
+GPU_JOB = ["roofline", "users", "table4", "table2"]
+
+OWNERS = {"online": ("rate", "prompt", "output", "jobs", "spec"), "spec_here": ("draft", "prompts")}
+LEAST = {"chunk": 1, "max_batch": 2, "context": 64, "seconds": 0.0, "rate": 0.001, "tbt": 1e-4,
+         "ttft": 1e-4}
 
 def token_counts(text):
     """A type of argparse: 256, or 256,512,768, or 8..512."""
@@ -1837,7 +1912,7 @@ def make_parser():
         description=f"{about}\n\n{usage}", allow_abbrev=False, conflict_handler="resolve",
         formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS)
     flag = parser.add_argument
-    flag("experiments", nargs="*", help="names from `list`; or list, or scoreboard; default: "
+    flag("experiments", nargs="*", help="names from `list`; or list, scoreboard, or gpu; default: "
          f"{' '.join(MAIN_JOB)}")
     add_model_flags(parser, None)
     flag("--scheduler", default="sarathi", type=partial(class_in_file, base=Scheduler),
@@ -1860,7 +1935,6 @@ def make_parser():
     flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
     online = parser.add_argument_group("of online").add_argument
     online("--rate", type=float, help="requests/s; default: 0.7 of what can be served")
-    online("--cv", type=float, help="coefficient of variation of the gaps between arrivals")
     online("--prompt", type=token_counts, help="tokens of a prompt, like 256 or 8..512")
     online("--output", type=token_counts, help="tokens of an output")
     online("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), "
@@ -1878,20 +1952,17 @@ def make_parser():
 def parse_arguments(words=None):
     args = make_parser().parse_args(words)
     given = {name: value for name, value in vars(args).items() if value is not None}
-    least = dict(chunk=1, max_batch=2, context=64, seconds=0.0, rate=0.001, cv=0.0, tbt=1e-4,
-                 ttft=1e-4)
-    for name, low in least.items():
+    for name, low in LEAST.items():
         check_range(name, given.get(name, low), low)
     if not args.chunk:
         args.chunk = 512 if args.hardware and args.experiments == ["capacity"] else 256
     if not isinstance(args.scheduler, type):
         check_choice("scheduler", args.scheduler, SCHEDULERS)
-    owners = dict.fromkeys(("rate", "cv", "prompt", "output", "jobs", "spec"), "online")
-    owners |= dict.fromkeys(("draft", "prompts"), "spec_here")
-    for name, owner in owners.items():
-        if name in given and owner not in args.experiments:
-            raise ValueError(f"--{name} is a flag of `{owner}` alone")
-    for name in ["prompt", "output"] + ["cv"] * (args.rate is None):
+    for owner, names in OWNERS.items():
+        for name in names:
+            if name in given and owner not in args.experiments:
+                raise ValueError(f"--{name} is a flag of `{owner}` alone")
+    for name in ("prompt", "output"):
         if name in given and args.jobs:
             raise ValueError(f"--{name} has no effect on the requests of --jobs")
     return args
@@ -1906,20 +1977,6 @@ def class_in_file(text, base):
                and value.__module__ == "<run_path>"}  # not what the file imports
     return classes[check_choice(f"{base.__name__} of {path}", name, classes)]
 
-def instance(way):
-    """An object of a class, anything else as it is."""
-    return way() if isinstance(way, type) else way
-
-def name_of(way):
-    """Of a scheduler or a policy: a name as it is, a chunk size, or the class."""
-    if type(way) in (Sarathi, SarathiServe):
-        return f"C = {way.chunk}"
-    return way if isinstance(way, str) else type(instance(way)).__name__
-
-def by_scheduler(schedulers):
-    """The ways of a race between schedulers: names, objects or classes."""
-    return {name_of(scheduler): dict(scheduler=scheduler) for scheduler in schedulers}
-
 def run_experiments(args, names):
     """Run experiments. The table of each is printed and its rows are saved once it is done."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -1933,7 +1990,7 @@ def run_experiments(args, names):
             print(f"{textwrap.fill(explain_capacity(), 118)}\n")
     finally:
         if args.trace:
-            write_trace(args.trace, [tape for place in every_place for tape in place.tapes.items()])
+            write_trace(args.trace, chain(*(place.tapes.items() for place in every_place)))
         if args.json == "-" and any(place.rows for place in every_place):
             write_json("-", summary(args, places))
 
@@ -1953,42 +2010,24 @@ def run_experiment(args, name, places):
             if args.plot:
                 save_picture(group[0], name, args.plot)
 
-def choose_places(args, name):
-    """Where an experiment runs. The main job's Tables 2 and 4 stand beside the paper's hardware,
-    simulated."""
-    what = EXPERIMENTS[name]
-    if name == "spec_here" and not args.model:  # text needs trained models
-        args = argparse.Namespace(**vars(args) | dict(model="tiny", draft=args.draft or "draft"))
-    if args.hardware and what.only == "measured":
-        raise ValueError(f"{name} can only be measured: leave out --hardware")
-    if args.hardware or what.only == "simulated":
-        return [simulate(args, what.on._replace(
-            model=args.model or what.on.model,
-            gpu=args.hardware or what.on.gpu,
-            tp=max(args.tp, what.on.tp)))]
-    if args.experiments or name not in ("table2", "table4"):
-        return [this_machine(args)]
-    paper = simulate(argparse.Namespace(**vars(args) | dict(lengths=None)), what.on)
-    return [this_machine(args), paper]
-
 def show(name, group):
-    """Print an experiment's tables, of a group of Places."""
+    """Print an experiment's tables, of a group of Places; the paper's numbers stand in the last."""
     what = EXPERIMENTS[name]
-    place = group[0]
-    sources = [other.source for other in group]
-    if not place.simulated and any(row["paper"] is not None for row in place.rows):
-        sources.append(f"the paper: {what.on.model} on {what.on.tp} x {what.on.gpu}")
     print(f"### {name}\n{textwrap.fill(what.about, 118)}")
-    print(textwrap.fill("; ".join(sources), 118))
     axes = [f"By {what.x}."] * bool(what.x) + [f"Numbers: {what.y}."] * bool(what.y)
-    if axes and what.x != "seconds":  # of curves, which are in pictures alone
+    if axes and what.curves != "picture":
         print(" ".join(axes))
-    print(f"\n{tables(what, group)}\n", flush=True)
+    for place in group:
+        source = place.source
+        with_paper = place is group[-1]
+        if with_paper and any(row["paper"] is not None for row in place.rows):
+            source += f"; the paper: {what.on.model} on {what.on.tp} x {what.on.gpu}"
+        print(f"{textwrap.fill(source, 118)}\n\n{tables(what, place, with_paper)}\n", flush=True)
 
 def summary(args, places):
     """The object of --json: the rows so far. places: {experiment: [Place]}"""
-    begun = {name: group for name, group in places.items() if group[0].rows}
-    every_place = sum(begun.values(), [])
+    begun = [name for name, group in places.items() if group[0].rows]
+    every_place = sum((places[name] for name in begun), [])
     return dict(
         experiment=" ".join(begun),
         rows=sum((place.rows for place in every_place), []),
@@ -1999,21 +2038,20 @@ def summary(args, places):
 def write_json(path, report):
     """Write one object to stdout ("-") or a file. An old file is replaced by a whole new one."""
     text = json.dumps(report)
+    file = Path(path).resolve()
     if path == "-":
         print(text)
-        return
-    file = Path(path).resolve()
-    if file.is_file() and os.access(file.parent, os.W_OK):
+    elif file.is_file() and os.access(file.parent, os.W_OK):
         part = file.with_name(f"{file.name}.part")
         part.write_text(f"{text}\n")
         part.replace(file)
     else:  # such as a pipe
-        Path(path).write_text(f"{text}\n")
+        file.write_text(f"{text}\n")
 
 def main():
     args = parse_arguments()
     names = args.experiments or MAIN_JOB + ["timeline"] * bool(args.plot)
-    alone = ["list", "scoreboard"] if len(names) == 1 else []
+    alone = ["gpu", "list", "scoreboard"] if len(names) == 1 else []
     for name in names:
         check_choice("experiment", name, [*EXPERIMENTS, *alone])
     for path in {args.trace, args.json} - {None, "-"}:

@@ -2210,7 +2210,7 @@ def test_a_new_gpu_has_to_be_there(monkeypatch, capsys):
     ran = []
     monkeypatch.setattr(bench, "run_experiments", lambda args, names: ran.extend(names))
     bench.main()
-    assert ran[0] == "gpu" and {*ran} < {*EXPERIMENTS} and args.lengths == [64]
+    assert ran[0] == "roofline" and {*ran} < {*EXPERIMENTS} and args.lengths == [64]
 
 def test_out_of_memory_is_one_line(capsys):
     def main():
@@ -3339,13 +3339,13 @@ def test_operators_are_timed_without_the_first_pass(monkeypatch):
 def test_experiment_simulates(name):
     assert all(math.isfinite(row["ours"]) for row in small_rows(name).values())
 
-def test_short_lengths_stand_for_the_papers():
+def test_lengths_are_those_that_were_run():
     place = bench.Place(arguments("--lengths 512,1024"), simulated("table4").model, "here")
-    for name, needle in (("fig7", "| 512  |"), ("table4", "| 512 (paper: 1024) ")):
-        place.rows = list(EXPERIMENTS[name].rows(place))
-        assert needle in bench.tables(EXPERIMENTS[name], [place])
-    rows = [row["what"] for row in place.rows]
-    assert rows[1:4:2] == ["throughput, L = 512 (paper: 1024)", "throughput, L = 1024"]
+    rows = list(EXPERIMENTS["table4"].rows(place))
+    lines = tables("table4", place, rows).splitlines()
+    assert [line.split("|")[2].strip() for line in lines[:4:2]] == ["L", "512"]
+    assert [row["what"] for row in rows[1:4:2]] == ["throughput, L = 512", "throughput, L = 1024"]
+    assert [row["paper"] for row in rows[1:4:2]] == [None, 1.33]
     assert place.batches == [(512, 6), (1024, 6)]
     place = bench.simulate(arguments(), bench.Hardware("gpt2", "a100"))
     assert place.batches == [(1024, 18)]  # longer ones do not fit the model
@@ -3500,8 +3500,8 @@ def test_traces_of_the_field(name, form, tmp_path, capsys):
     ("arrival,prompt,output\n16/Nov/2023:18:15:46,5,5\n", "line 2: .*'16/Nov/2023"),
     ("prompt,output\n5,5\n", "column 'arrival' is missing"),
     ("arrival,prompt,output\n0,5,5\n1,x,5\n", "line 3: .*'x'"),
-    ("arrival,prompt,output\n0,5,5\n\n1,5\n", "line 4: "),
-    ("arrival,prompt,output\n0,5,5\n1,1,000,5\n", "line 3: 4 fields, the first line has 3"),
+    ("arrival,prompt,output\n0,5,5\n\n1,5\n", "line 4: more or fewer fields"),
+    ("arrival,prompt,output\n0,5,5\n1,1,000,5\n", "line 3: more or fewer fields"),
     ("arrival,prompt,output\n0,5,5\n1,5.5,5\n", "line 3: .*whole"),
     ("arrival,prompt,output\n0,nan,5\n", "line 2: .*whole"),
     ("arrival,prompt,output\n0,,5\n", "line 2: "),
@@ -3624,11 +3624,11 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("--chunk 0", "chunk = 0"), ("--lengths 1..x", "1..x"), ("--max-batch 0", "max_batch = 0"),
     ("--seconds -1", "seconds = -1"), ("fig3 --lengths 9999 --hardware a100", "9999"),
     ("fig8 --lengths 32 --hardware a100", "= 32"),
-    ("--cv -1", "cv = -1"), ("spec_here --hardware a100", "only be measured"),
+    ("spec_here --hardware a100", "only be measured"),
     ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
     ("fig3 --model no-model --hardware a100", "no-model"), ("fig3 --rate 3", "--rate"),
     ("--scheduler nowhere.py:Mine online", "nowhere.py"), ("--scheduler mine", "'mine'"),
-    ("online --jobs a.csv --prompt 8", "--prompt"), ("online --jobs a.csv --cv 2", "--cv"),
+    ("online --jobs a.csv --prompt 8", "--prompt"),
     ("fig3 --hardware a100 --context 9", "context = 9"), ("fig3 --context 4096", "--hardware"),
     ("fig3 --hardware nowhere.json", "nowhere.json"), ("fig3 --draft tiny", "--draft"),
 ])
@@ -3702,41 +3702,43 @@ def test_online_shows_classes_of_ones_own(monkeypatch, capsys, tmp_path):
     _, _, err = command(monkeypatch, capsys, words.replace("Mine", "Yours"))
     assert re.search("unknown Scheduler of .*own.py 'Yours': one of Mine", err)
 
-def tables(name, *places):
-    """The tables of an experiment, of (place, rows)"""
-    for place, rows in places:
-        place.rows = rows
-    return bench.tables(EXPERIMENTS[name], [place for place, _ in places])
+def tables(name, place, rows, **options):
+    place.rows = rows
+    return bench.tables(EXPERIMENTS[name], place, **options)
 
 def test_online_has_a_table_however_wide():
     rows = [row | dict(spread=row["ours"] / 7) for row in small_rows("online").values()]
     more = [row | dict(at=[row["at"][0], f"{row['at'][1]} of mine", row["at"][2]]) for row in rows]
-    text = tables("online", (simulated("online"), rows + more))
+    text = tables("online", simulated("online"), rows + more)
     assert sum(line.startswith("| ") for line in text.splitlines()) == 2 + 2 * len(SCHEDULERS)
 
 @each("name", [name for name, what in EXPERIMENTS.items() if what.only != "measured"])
 def test_tables_fit_120_columns(name):
     rows = list(small_rows(name).values())
-    text = tables(name, (simulated(name), rows))
+    text = tables(name, simulated(name), rows)
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert lines and max(map(len, lines)) <= 120
     n_paper = sum(row["paper"] is not None for row in rows)
     papers = [line for line in lines if "paper" in line]
     assert bool(papers) == bool(n_paper)
 
-def test_tables_of_curves_and_of_two_places():
-    rows = list(small_rows("fig3").values())
-    text = tables("fig3", (simulated("fig3"), rows))
+def test_tables_have_the_columns_that_are_declared():
+    """And a line for every other key; the paper's numbers stand behind ours."""
+    text = tables("fig3", simulated("fig3"), list(small_rows("fig3").values()))
     assert "| 18 | 16.7                | 16.7  |" in text and "| at most 0.05 |" in text
-    own = [dict(row, ours=0.5, spread=0.015, at=[panel, series, 64 if L == 1024 else 96])
-           for (panel, series, L), row in small_rows("table4").items()
-           if L in (1024, 2048) and not series]
-    papers = list(small_rows("table4").values())
-    here = tiny_place.__wrapped__()
-    lines = tables("table4", (here, own), (simulated("table4"), papers)).splitlines()
-    assert lines[0].split(" | ")[1].strip() == "decode speedup, here"
-    assert re.match(r"\| 64 \(paper: 1024\) +\| 0.5 ± 0.015 +\| 5.81 +\| 5.45 ", lines[2])
-    assert "LLaMA-33B" not in "".join(lines)
+    rows = list(small_rows("table4").values())
+    own = [row | dict(ours=0.5, spread=0.015, at=[row["at"][0], "", 64]) for row in rows[:2]]
+    line = tables("table4", tiny_place.__wrapped__(), own).splitlines()[2]
+    assert re.match(r"\| 64 +\| 0.5 ± 0.015 +\| 5.45 +\| 0.5 ± 0.015 +\| 1.33 ", line)
+    text = tables("table4", simulated("table4"), rows, with_paper=False)
+    assert "LLaMA-33B, A100 | 1024 | 4.68           | 1.23 " in text
+    for name, head in (("fig9", "P:D  | C = 128 | C = 256 | C = 512 | Orca, best | paper "),
+                       ("fig12", "|                          |                   | ours ")):
+        rows = list(small_rows(name).values())
+        text = tables(name, simulated(name), rows)
+        lines = [line for line in text.splitlines() if line.startswith("|")]
+        keyed = {tuple(row["at"][::2]) if row["at"][2] else tuple(row["at"]) for row in rows}
+        assert head in text and len(lines) == len(keyed) + 2 * (1 + text.count("\n\n"))
 
 def test_online_flags(monkeypatch, capsys, tmp_path):
     (tmp_path / "jobs.csv").write_text("arrival,prompt,output\n0,64,4\n1,64,4\n2,64,4\n")
@@ -3746,13 +3748,11 @@ def test_online_flags(monkeypatch, capsys, tmp_path):
     flags = {"--rate 0.5 --prompt 64..128 --output 9": 0.5 * (96 + 9),
              f"--jobs {tmp_path}/jobs.csv": 3 / 2 * (64 + 4),
              f"--jobs {tmp_path}/lengths.csv --rate 0.5": 0.5 * (64 + 4),
-             f"--jobs {tmp_path}/long.csv --context 20000": 3 / 10 * 12000,
-             "--rate 0.5 --prompt 64..128 --output 9 --cv 0": 0.5 * (96 + 9)}
+             f"--jobs {tmp_path}/long.csv --context 20000": 3 / 10 * 12000}
     lines = ["32 requests over 60.81 s, prompts of 65 to 127 tokens, outputs of 9 to 9",
              "3 requests over 2 s, prompts of 64 to 64 tokens, outputs of 4 to 4",
              "32 requests over 67.77 s, prompts of 64 to 64 tokens, outputs of 4 to 4",
-             "3 requests over 10 s, prompts of 11990 to 11990 tokens, outputs of 10 to 10",
-             "32 requests over 64 s, prompts of 65 to 127 tokens, outputs of 9 to 9"]
+             "3 requests over 10 s, prompts of 11990 to 11990 tokens, outputs of 10 to 10"]
     for (words, rate), line in zip(flags.items(), lines):
         words = f"online --hardware A100 --size small {words} --json -"
         _, out, err = command(monkeypatch, capsys, words)
@@ -3832,6 +3832,6 @@ def test_readme_names_what_exists():
     assert len(names) > 40
     assert [name for name in names if not re.search(rf"\b{name}\b", source)] == []
     words = set(re.findall(r"`(?:python )?bench.py ([a-z]\w+)", README))
-    assert words <= {*EXPERIMENTS, "list", "scoreboard"}
+    assert words <= {*EXPERIMENTS, "gpu", "list", "scoreboard"}
     for name, n_line in re.findall(r"^\| `(\w+\.py)` \| (\d+)", README, re.M):
         assert len(Path(__file__).with_name(name).read_text().splitlines()) == int(n_line)
