@@ -1296,11 +1296,11 @@ def roofline(place):
         if n < min(model.config.block_size, place.room):
             yield "share of the ceiling", "prefill", n, share(place, ceilings, chunk=n)
     for n in (1, 4, 16, 32):
-        if n * L < place.room:
-            reached = share(place, ceilings, decodes=n, context=L - 1)
-            yield "share of the ceiling", "decode", n, reached
-    for n in (1, 8, 64):
-        feeds, engine = made_up_feeds(model, decodes=n, context=64)
+        if n * L >= place.room:
+            continue
+        reached = share(place, ceilings, decodes=n, context=L - 1)
+        yield "share of the ceiling", "decode", n, reached
+        feeds, engine = made_up_feeds(model, decodes=n, context=L - 1)
         seconds = []
         for _ in range(9):
             wait_for_gpu()
@@ -2055,10 +2055,9 @@ def show(name, group):
     """Print an experiment's tables, of a group of Places; the paper's numbers stand in the last."""
     what = EXPERIMENTS[name]
     print(f"### {name}\n{textwrap.fill(what.about, 118)}")
-    x = f"By {what.x}. " if what.x else ""
-    y = f"Numbers: {what.y}." if what.y else ""
-    if what.curves != "picture" and x + y:
-        print(x + y)
+    axes = [f"By {what.x}."] * bool(what.x) + [f"Numbers: {what.y}."] * bool(what.y)
+    if axes and what.curves != "picture":
+        print(*axes)
     for place in group:
         source = place.source
         with_paper = place is group[-1]
