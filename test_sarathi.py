@@ -3395,11 +3395,7 @@ def test_explanation_and_chunk():
                         for name in ("sarathi", "sarathi, C = 512", "prefill_first")]
         assert all(f"{ms:.0f} ms instead of {whole:.0f}" in text for ms in ours)
     assert ours[0] < whole / 3
-    assert "pays for 204 tokens" in text and "Measured: 1.20 to 1.22 times" in text
-    # of 1,024 tokens every 52nd is decoded, in a batch of 6: at best, these cost nothing
-    prefill = 1e3 * place.model.seconds(place.model.stats([feed(0, 1024, 1)]))
-    decode = 1e3 * place.model.seconds(place.model.stats([feed(1023, 1, 1)] * 4))
-    assert f"could be served {1 + 20 * decode / 6 / prefill:.2f} times" in text
+    assert "pays for 204 tokens" in text and "prompts: 1.20 to 1.22 times" in text
     place.args.chunk = 512
     names = [row["at"][1] for row in EXPERIMENTS["users"].rows(place)]
     assert [*dict.fromkeys(names)] == ["static", "prefill_first", "sarathi"]
