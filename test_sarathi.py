@@ -474,7 +474,7 @@ def test_the_cache_leaves_room_for_iterations(scheduler, monkeypatch):
     """Of 100 MB. prefill_first may feed as many tokens at once as the cache holds."""
     model = random_model()
     monkeypatch.setattr(sarathi, "free_memory", lambda device: 1e8)
-    n = Engine(model, scheduler, chunk=64, max_batch=1000).pool.n_page
+    n = Engine(model, scheduler, chunk=64, max_batch=1000).n_page
     reserved = 2 * model.iteration_bytes(1064, 1000)
     if scheduler == "prefill_first":
         reserved += model.iteration_bytes(n, 0)
@@ -2919,7 +2919,6 @@ def serve_share(folder, world, name, adapters, draft):
             engine.runner.tell("stop")
     else:
         engine.runner.follow()
-    assert world.size == 1 or len(engine.runner.held) == 3
     return tokens, world.n_bytes
 
 def run_rank(rank, n, port, folder):
