@@ -1976,6 +1976,8 @@ def make_parser():
     flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
     online = parser.add_argument_group("of online").add_argument
     online("--rate", type=float, help="requests/s; default: 0.7 of what can be served")
+    online("--cv", type=float, help="coefficient of variation of the gaps between arrivals; 0: equal "
+           "gaps; default: 1, Poisson")
     online("--prompt", type=token_counts, help="tokens of a prompt, like 256 or 8..512")
     online("--output", type=token_counts, help="tokens of an output")
     online("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), "
