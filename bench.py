@@ -1169,7 +1169,8 @@ def online_jobs(place):
     n = len(jobs) or (320 if place.full else 32)
     prompt = args.prompt or (8, L // 2)
     output = args.output or (4, max(4, L // 16))
-    spaced = place.jobs(1, n, prompt=prompt, output=output)
+    cv = 1.0 if args.cv is None else args.cv
+    spaced = place.jobs(1, n, cv, prompt=prompt, output=output)
     rate = args.rate
     if not rate:
         most = place.serve(at_rate(spaced), 2 * place.B, scheduler="sarathi")
@@ -1976,8 +1977,8 @@ def make_parser():
     flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
     online = parser.add_argument_group("of online").add_argument
     online("--rate", type=float, help="requests/s; default: 0.7 of what can be served")
-    online("--cv", type=float, help="coefficient of variation of the gaps between arrivals; 0: equal "
-           "gaps; default: 1, Poisson")
+    online("--cv", type=float, help="coefficient of variation of the gaps between arrivals; 0: "
+           "equal gaps; default: 1, Poisson")
     online("--prompt", type=token_counts, help="tokens of a prompt, like 256 or 8..512")
     online("--output", type=token_counts, help="tokens of an output")
     online("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), "

@@ -3743,11 +3743,13 @@ def test_online_flags(monkeypatch, capsys, tmp_path):
     flags = {"--rate 0.5 --prompt 64..128 --output 9": 0.5 * (96 + 9),
              f"--jobs {tmp_path}/jobs.csv": 3 / 2 * (64 + 4),
              f"--jobs {tmp_path}/lengths.csv --rate 0.5": 0.5 * (64 + 4),
-             f"--jobs {tmp_path}/long.csv --context 20000": 3 / 10 * 12000}
+             f"--jobs {tmp_path}/long.csv --context 20000": 3 / 10 * 12000,
+             "--rate 0.5 --prompt 64..128 --output 9 --cv 0": 0.5 * (96 + 9)}
     lines = ["32 requests over 60.81 s, prompts of 65 to 127 tokens, outputs of 9 to 9",
              "3 requests over 2 s, prompts of 64 to 64 tokens, outputs of 4 to 4",
              "32 requests over 67.77 s, prompts of 64 to 64 tokens, outputs of 4 to 4",
-             "3 requests over 10 s, prompts of 11990 to 11990 tokens, outputs of 10 to 10"]
+             "3 requests over 10 s, prompts of 11990 to 11990 tokens, outputs of 10 to 10",
+             "32 requests over 64 s, prompts of 65 to 127 tokens, outputs of 9 to 9"]
     for (words, rate), line in zip(flags.items(), lines):
         words = f"online --hardware A100 --size small {words} --json -"
         _, out, err = command(monkeypatch, capsys, words)
