@@ -1935,10 +1935,10 @@ MAIN_JOB = ["users", "table4", "table2", "ceilings"]
 GPU_JOB = ["roofline", "users", "table4", "table2"]
 
 OWNERS = {  # of flags
-    "online": ("rate", "prompt", "output", "jobs", "spec"),
+    "online": ("rate", "cv", "prompt", "output", "jobs", "spec"),
     "spec_here": ("draft", "prompts")}
 LEAST = {  # values of flags
-    "chunk": 1, "max_batch": 2, "context": 64, "seconds": 0.0, "rate": 0.001,
+    "chunk": 1, "max_batch": 2, "context": 64, "seconds": 0.0, "rate": 0.001, "cv": 0.0,
     "tbt": 1e-4, "ttft": 1e-4}
 
 def token_counts(text):
