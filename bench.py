@@ -189,27 +189,53 @@ def at_rate(jobs, rate=math.inf):
 # -----------------------------------------------------------------------------
 # the main job
 
+@experiment(on=Hardware("llama-13b", "a100"), only="simulated")
+def users_a100(place):
+    """The same as `users`, of LLaMA-13B on a simulated A100: these numbers are the same on every
+    machine."""
+    yield from users(place)
+
 @experiment()
 def users(place):
     """What users feel: the same arrivals with static batching, prefill-first and prefill in chunks
-    of --chunk and of 512 tokens. Again and again a short prompt with a long output comes, and three
-    long prompts with a short one; prompts alone take 3/4 of the time. Stall: no new token in the
-    middle of an output."""
-    L = max(place.lengths)
-    rounds = place.seconds(dict(chunk=L), dict(decodes=3, context=L // 4))
-    unit, decode = np.min(rounds, 1).tolist()
-    n_out = max(2, min(int(2 * unit / decode), L // 2))
-    n = 8 if place.simulated else max(3, round(0.6 / unit))  # some seconds
+    of --chunk and of 512 tokens. Again and again a short prompt with a long output comes, and in
+    the middle of this output two long prompts. Stall: no new token in the middle of an output."""
+    real, P = long_prompts(place)
+    rounds = real.seconds(dict(chunk=P), dict(decodes=3, context=P // 4))
+    unit, decode = np.median(rounds, 1).tolist()
+    short = Job(0.0, P // 5, max(2, min(int(2 * unit / decode), P // 2)))
+    groups = [[short, Job(0.0, P, 8), Job(0.0, P, 8)]] * (6 if place.simulated else 2)
+    # the load is half of what sarathi serves when all come at once
+    most = real.serve(sum(groups, []), real.B, scheduler="sarathi")
+    gap = 2 * most.seconds / len(groups)
     jobs = []
-    for i in range(n):
-        long = Job(2.7 * unit * i, 5 * L // 8, 8)
-        jobs += [Job(long.arrival, L // 8, n_out), long, long, long]
-    jobs = jobs[:-3]  # a short prompt comes last: how a run ends says little
+    for i, group in enumerate(groups):
+        # the long ones come when a quarter of the short one's output is there
+        later = gap * i + unit / 2
+        jobs += [job._replace(arrival=later if job.prompt == P else gap * i) for job in group]
+    jobs.append(short._replace(arrival=gap * len(groups)))  # how a run ends says little
+    place.source = (f"{real.source}; long prompts of {P:,} tokens, a group of three requests every "
+                    f"{gap:.2g} s, half of what sarathi could serve")
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
     if place.args.chunk != 512:
         ways["sarathi, C = 512"] = dict(scheduler=Sarathi(512))
-    for name, runs in place.race(ways, jobs=jobs, B=place.B):
+    for name, runs in real.race(ways, jobs=jobs, B=real.B):
         yield from felt(runs, name)
+
+def long_prompts(place):
+    """(a Place, tokens) of prompts that take 0.3 s there, or the longest ones of a larger model."""
+    P = 5 * max(place.lengths) // 8
+    if place.simulated:
+        return place, P
+    unit = np.min(place.seconds(dict(chunk=P)))
+    longest = place.model.config.block_size * 9 // 10
+    P = max(P, min(int(P * 0.3 / unit) // 64 * 64, longest))
+    if P == longest and np.min(place.seconds(dict(chunk=P))) < 0.25 and not place.args.model:
+        if place.args.device == "cpu":
+            larger = this_machine(place.args, "llama-124m")
+            larger.bar = place.bar
+            return larger, P
+    return place, P
 
 @experiment()
 def ceilings(place):
@@ -320,28 +346,35 @@ def halves(L, pd=0, chunk=0, B=1):
         P = whole
     return P, L - P
 
+def explain_users(place):
+    """A sentence for each way to feed prompts in chunks, from the rows of `users`."""
+    rows = {tuple(row["at"][:2]): row for row in place.rows}
+    whole = {figure: row for (figure, name), row in rows.items() if name == "prefill_first"}
+    text = ""
+    for name, chunk in (("sarathi", place.args.chunk), ("sarathi, C = 512", 512)):
+        if ("tokens/s", name) in rows:
+            stall, ttft, speed = [compared(rows[figure, name], whole[figure]) for figure in
+                                  ("longest stall ms", "TTFT p50 ms", "tokens/s")]
+            text += (f"In chunks of {chunk} tokens the longest pause in an output is {stall} ms, "
+                     f"the median TTFT {ttft} ms, and {speed} tokens/s are served. ")
+    return text.rstrip()
+
+def compared(row, whole):
+    """"60 instead of 640", of prefill-first; or that the two differ less than their rounds do."""
+    text = f"{row['ours']:.0f} instead of {whole['ours']:.0f}"
+    spread = (row["spread"] or 0.0) + (whole["spread"] or 0.0)
+    close = abs(row["ours"] - whole["ours"]) <= max(spread, 0.05 * whole["ours"])
+    return f"{text} (no difference)" if close else text
+
 def explain(places):
-    """One paragraph on what chunks gain on this machine, from the main job's rows."""
-    place = places["users"][0]
+    """Two sentences on what chunks gain on this machine, from the main job's rows."""
     ours = {(row["experiment"], *row["at"]): row["ours"]
             for group in places.values() for row in group[0].rows}
-    figures = ("longest stall ms", "TTFT p50 ms", "tokens/s")
-    users = defaultdict(list)  # scheduler -> its figures
-    for name, figure in product(("prefill_first", "sarathi", "sarathi, C = 512"), figures):
-        if ("users", figure, name, "") in ours:
-            users[name].append(ours["users", figure, name, ""])
-    pause, first, speed = users.pop("prefill_first")
-    text = ""
-    chunks = (place.args.chunk, 512)
-    for chunk, (stall, ttft, rate) in zip(chunks, users.values()):
-        text += (f"In chunks of {chunk} tokens the longest pause in an output is {stall:.0f} ms "
-                 f"instead of {pause:.0f}, the median TTFT {ttft:.0f} ms instead of {first:.0f}, "
-                 f"and throughput {rate / speed:.2f} times prefill-first's. ")
-    gains = [ours["table4", "throughput", "", L] for L in place.lengths]
+    gains = [ours["table4", "throughput", "", L] for L in places["table4"][0].lengths]
     ridge = ours["ceilings", "ridge point (tokens)", "", ""]
-    return (f"{text}Over request-level batching chunks gain throughput only where decodes take "
-            f"long beside prompts: {min(gains):.2f} to {max(gains):.2f} times in Table 4. One read "
-            f"of a weight pays for {ridge:.0f} tokens here (the ridge point).")
+    return (f"Over request-level batching chunks gain throughput only where decodes take long "
+            f"beside prompts: {min(gains):.2f} to {max(gains):.2f} times in Table 4. One read of a "
+            f"weight pays for {ridge:.0f} tokens here (the ridge point).")
 
 @experiment("", "requests/s", Hardware("llama-13b", "a100"))
 def capacity(place):
@@ -1639,7 +1672,9 @@ def lay_out(what, rows, by, with_paper):
         column = keys.pop(by, "") or what.y or "ours"
         line = lines[tuple(keys.values())]
         line[column, "ours"] = cell(row["ours"])
-        if row["spread"]:
+        if row["spread"] and row["spread"] > abs(row["ours"]) / 4:
+            line[column, "ours"] = "noise"
+        elif row["spread"]:
             line[column, "ours"] += f" ± {float(format(row['spread'], '.2g')):g}"
         if with_paper and row["paper"] is not None:
             bound = re.search(r"\((at \w+)\)$", row["what"])
@@ -1931,9 +1966,13 @@ def count_runs(rows):
 # -----------------------------------------------------------------------------
 # command line
 
-MAIN_JOB = ["users", "table4", "table2", "ceilings"]
+MAIN_JOB = ["users_a100", "users", "table4", "table2", "ceilings"]
 GPU_JOB = ["roofline", "users", "table4", "table2"]
 
+VERDICTS = {  # what is said behind a table of the main job
+    "users_a100": lambda places: explain_capacity(),
+    "users": lambda places: explain_users(places["users"][0]),
+    "ceilings": explain}
 OWNERS = {  # of flags
     "online": ("rate", "cv", "prompt", "output", "jobs", "spec"),
     "spec_here": ("draft", "prompts")}
@@ -2029,9 +2068,8 @@ def run_experiments(args, names):
     try:
         for name in places:
             run_experiment(args, name, places)
-        if not args.experiments:
-            print(f"{textwrap.fill(explain(places), 118)}\n")
-            print(f"{textwrap.fill(explain_capacity(), 118)}\n")
+            if not args.experiments and name in VERDICTS:
+                print(f"{textwrap.fill(VERDICTS[name](places), 118)}\n", flush=True)
     finally:
         if args.trace:
             write_trace(args.trace, chain(*(place.tapes.items() for place in every_place)))
@@ -2094,7 +2132,11 @@ def write_json(path, report):
 
 def main():
     args = parse_arguments()
-    names = args.experiments or MAIN_JOB + ["timeline"] * bool(args.plot)
+    names = args.experiments
+    if not names:
+        print("About a minute: first LLaMA-13B on a simulated A100, then this machine.\n",
+              flush=True)
+        names = MAIN_JOB + ["timeline"] * bool(args.plot)
     alone = ["gpu", "list", "scoreboard"] if len(names) == 1 else []
     for name in names:
         check_choice("experiment", name, [*EXPERIMENTS, *alone])
