@@ -1829,6 +1829,7 @@ TRACES = (
     TraceFormat("Mooncake", ("timestamp", "input_length", "output_length"), 0.001, 0.005))
 READABLE = "must be CSV or JSON lines with the columns of " + " or ".join(
     f"{trace.name} ({', '.join(trace.columns)})" for trace in TRACES)
+MISSING = object()  # a field that a line of CSV lacks
 SINCE_1970 = {10: 1.0, 13: 1e-3, 16: 1e-6, 19: 1e-9}  # digits of a time today -> its unit
 
 def read_jobs(path, longest, rate=None):
@@ -1872,7 +1873,7 @@ def read_trace(path, rate):
             lines = read_lines(file)
             first = next(lines, "")
             lines = chain([first], lines)
-            rows = csv.DictReader(lines, skipinitialspace=True, strict=True)
+            rows = csv.DictReader(lines, restval=MISSING, skipinitialspace=True, strict=True)
             if first.lstrip().startswith("{"):
                 rows = map(json.loads, lines)
             for row in rows:
@@ -1883,7 +1884,7 @@ def read_trace(path, rate):
 
 def read_job(row, rate):
     """The TraceFormat and the Job of a row {column: value}."""
-    if None in row or None in row.values():
+    if None in row or MISSING in row.values():
         raise ValueError("more or fewer fields than the first line has")
     row = {name.strip().lower(): value for name, value in row.items()}
     for trace in TRACES:

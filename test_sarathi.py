@@ -3454,7 +3454,7 @@ TRACES = {  # the same three requests, 4 and 1.5 seconds apart
                         for row in ((1700000000000, 374, 44), (1700000004000, 396, 9),
                                     (1700000005500, 7, 1))),
     "bailian.jsonl": "".join(
-        '{"chat_id": 1, "parent_chat_id": -1, "timestamp": %s, "input_length": %d, '
+        '{"chat_id": 1, "parent_chat_id": null, "timestamp": %s, "input_length": %d, '
         '"output_length": %d, "type": "text", "turn": 1, "hash_ids": [0]}\n' % row
         for row in ((61.5, 374, 44), (65.5, 396, 9), (67.0, 7, 1))),
     "mooncake in us.csv": "timestamp,input_length,output_length\n1700000000000000,374,44\n"
