@@ -3386,14 +3386,18 @@ def test_iteration_is_what_the_cost_model_says():
 
 def test_explanation_and_chunk():
     place = simulated("fig9", "--lengths 1024,2048")
-    place.rows = [row for name in bench.MAIN_JOB for row in EXPERIMENTS[name].rows(place)]
-    text = bench.explain({"users": [place]})
-    rows = {(row["experiment"], *row["at"]): row["ours"] for row in place.rows}
+    place.rows = [*EXPERIMENTS["users"].rows(place)]
+    text = bench.explain_users(place)
+    rows = {tuple(row["at"][:2]): row["ours"] for row in place.rows}
     for figure in ("TTFT p50 ms", "longest stall ms"):
-        *ours, whole = [rows["users", figure, name, ""]
+        *ours, whole = [rows[figure, name]
                         for name in ("sarathi", "sarathi, C = 512", "prefill_first")]
-        assert all(f"{ms:.0f} ms instead of {whole:.0f}" in text for ms in ours)
+        assert all(f"{ms:.0f} instead of {whole:.0f} ms" in text for ms in ours)
     assert ours[0] < whole / 3
+    speeds = [rows["tokens/s", name] for name in ("sarathi", "prefill_first")]
+    assert speeds[0] == approx(speeds[1], rel=0.02) and text.count("(no difference) tokens/s") == 2
+    place.rows = [row for name in ("table4", "ceilings") for row in EXPERIMENTS[name].rows(place)]
+    text = bench.explain({"table4": [place]})
     assert "pays for 204 tokens" in text and "prompts: 1.20 to 1.22 times" in text
     place.args.chunk = 512
     names = [row["at"][1] for row in EXPERIMENTS["users"].rows(place)]
