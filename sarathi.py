@@ -507,7 +507,7 @@ class Speculator:
 
     def expected(self, decodes):
         """Drafts that these decodes will get: each as many as last time, a new one the most."""
-        most = max(self.lengths.values(), default=0)
+        most = max(self.lengths.values(), default=self.policy.most)
         return sum(min(self.lengths.get(r, most), self.limit(r)) for r, _ in decodes)
 
     def limit(self, request):
@@ -2229,7 +2229,9 @@ def check_request(r, engine):
     if not engine.simulated:
         for token in (min(r.prompt), max(r.prompt)):
             check_range("token", token, 0, config.vocab_size - 1)
-    check_range("prompt + max_new_tokens", r.max_len, 2, config.block_size)
+    if r.max_len > config.block_size:
+        raise ValueError(f"a prompt of {len(r.prompt):,} tokens + {r.max_new_tokens:,} exceeds the "
+                         f"context of {config.block_size:,}")
     if r.temperature and engine.alpha and not engine.simulated:
         raise ValueError(f"temperature = {r.temperature}: with a forced alpha outputs are greedy")
     # the request and its adapter must have room at once
@@ -2361,19 +2363,20 @@ def explain(args):
     engine = Engine(model, args.scheduler, chunk=8, max_batch=2, n_page=160, alloc="grow",
                     draft="ngram", spec=2)
     engine.add_adapter("a", 1)
-    engine.add(Request([5, 6, 7, 8, 5, 6, 7, 8, 5, 6], 6))
+    engine.add(Request([134, 1, 1, 8, 0, 1, 3, 2, 0, 4], 6))
     engine.add(Request([9, 9, 9, 9, 9, 9, 9], 4, adapter="a"))
     print("random weights; 8 tokens at most beside a prompt, 2 drafts for a decode; request 0: 10 "
           "tokens and 6 to generate; request 1: 7 and 4, adapter 'a'")
     run = engine.runner.run
     iterations = count(1)
-
     pool = engine.memory.pool
 
     def run_and_tell(feeds):
         n_token = sum(feed.n for feed in feeds)
-        print(f"\niteration {next(iterations)}: {n_token} tokens, {len(engine.waiting)} requests "
-              f"wait, {len(pool.free)} of {pool.n_page} pages are free")
+        print(f"\niteration {next(iterations)}: {n_token} tokens, {len(pool.free)} of "
+              f"{pool.n_page} pages are free")
+        for request in engine.waiting:
+            print(f"  request {request.id} waits: {why_it_waits(engine)}")
         for request, n_past, n, _ in feeds:
             end = n_past + n
             fed = request.tokens(n_past, end - len(request.drafts))
@@ -2390,7 +2393,18 @@ def explain(args):
                   f"accepted, new tokens {tokens}")
         return new_tokens
     engine.runner.run = run_and_tell
-    engine.run()
+    while engine.requests:
+        for event in engine.step():
+            if event.finished:
+                print(f"  request {event.request.id} ends ({event.finished}): its pages go back, "
+                      f"{len(pool.free)} of {pool.n_page} are free")
+
+def why_it_waits(engine):
+    if len(engine.running) == engine.max_batch:
+        return f"{engine.max_batch} requests run"
+    if engine.memory.full:
+        return "too few pages are free"
+    return "the scheduler feeds another prompt"
 
 def run_command_line(main):
     """Call main(). A mistake of the user ends in one line on stderr and exit status 2."""
