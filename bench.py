@@ -122,9 +122,10 @@ class Experiment(NamedTuple):
         """The points as dicts, beside the papers' numbers. ours: a number, or an array of rounds,
         shown as their median and half the distance between their quartiles."""
         name = self.run.__name__
-        claims = {}
-        if place.on in (None, self.on):
-            claims = CLAIMS.get(name, {})
+        claims = CLAIMS.get(name, {})
+        if place.on not in (None, self.on):  # only those that name their own GPU hold here
+            claims = {at: claim for at, claim in claims.items()
+                      if at[1].split(", ")[-1].lower() in GPUS}
         for panel, *keys, ours in self.run(place):
             series, x = (*keys, "", "")[:2]  # what is left out is ""
             what = f"{panel}, {series}" if series else panel

@@ -3399,6 +3399,10 @@ def test_explanation_and_chunk():
     place.rows = [row for name in ("table4", "ceilings") for row in EXPERIMENTS[name].rows(place)]
     text = bench.explain({"table4": [place]})
     assert "pays for 204 tokens" in text and "prompts: 1.20 to 1.22 times" in text
+    other, = bench.choose_places(arguments("table4 --hardware h200 --lengths 1024"), "table4")
+    rows = [*EXPERIMENTS["table4"].rows(other)]
+    papers = {row["at"][1]: row["paper"] for row in rows}
+    assert papers == {"": None, "LLaMA-33B, A100": 1.14}  # the latter on its own hardware
     place.args.chunk = 512
     names = [row["at"][1] for row in EXPERIMENTS["users"].rows(place)]
     assert [*dict.fromkeys(names)] == ["static", "prefill_first", "sarathi"]
