@@ -202,19 +202,24 @@ def users(place):
     of --chunk and of 512 tokens. Again and again a short prompt with a long output comes, and in
     the middle of this output two long prompts. Stall: no new token in the middle of an output."""
     real, P = long_prompts(place)
-    rounds = real.seconds(dict(chunk=P), dict(decodes=3, context=P // 4))
-    unit, decode = np.median(rounds, 1).tolist()
-    short = Job(0.0, P // 5, max(2, min(int(2 * unit / decode), P // 2)))
-    groups = [[short, Job(0.0, P, 8), Job(0.0, P, 8)]] * (6 if place.simulated else 2)
+    prefill = dict(chunk=P)
+    decodes = dict(decodes=3, context=P // 4)
+    unit, decode = np.median(real.seconds(prefill, decodes), 1).tolist()
+    n_out = min(int(2 * unit / decode), P // 2)
+    short = Job(0.0, P // 5, max(2, n_out))
+    long = Job(0.0, P, 8)
+    n_group = 6 if place.simulated else 2
     # the load is half of what sarathi serves when all come at once
-    most = real.serve(sum(groups, []), real.B, scheduler="sarathi")
-    gap = 2 * most.seconds / len(groups)
+    jobs = [short, long, long] * n_group
+    most = real.serve(jobs, real.B, scheduler="sarathi")
+    gap = 2 * most.seconds / n_group
     jobs = []
-    for i, group in enumerate(groups):
-        # the long ones come when a quarter of the short one's output is there
+    for i in range(n_group):
+        jobs.append(short._replace(arrival=gap * i))
+        # they come when a quarter of the short one's output is there
         later = gap * i + unit / 2
-        jobs += [job._replace(arrival=later if job.prompt == P else gap * i) for job in group]
-    jobs.append(short._replace(arrival=gap * len(groups)))  # how a run ends says little
+        jobs += 2 * [long._replace(arrival=later)]
+    jobs.append(short._replace(arrival=gap * n_group))  # how a run ends says little
     place.source = (f"{real.source}; long prompts of {P:,} tokens, a group of three requests every "
                     f"{gap:.2g} s, half of what sarathi could serve")
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
@@ -230,9 +235,12 @@ def long_prompts(place):
         return place, P
     unit = np.min(place.seconds(dict(chunk=P)))
     longest = place.model.config.block_size * 9 // 10
-    P = max(P, min(int(P * 0.3 / unit) // 64 * 64, longest))
-    if P == longest and np.min(place.seconds(dict(chunk=P))) < 0.25 and not place.args.model:
-        if place.args.device == "cpu":
+    wanted = int(P * 0.3 / unit) // 64 * 64
+    P = max(P, min(wanted, longest))
+    larger_fits = place.args.device == "cpu" and not place.args.model
+    if P == longest and larger_fits:
+        unit = np.min(place.seconds(dict(chunk=P)))
+        if unit < 0.25:
             larger = this_machine(place.args, "llama-124m")
             larger.bar = place.bar
             return larger, P
@@ -363,9 +371,11 @@ def explain_users(place):
 def compared(row, whole):
     """"60 instead of 640", of prefill-first; or that the two differ less than their rounds do."""
     text = f"{row['ours']:.0f} instead of {whole['ours']:.0f}"
-    spread = (row["spread"] or 0.0) + (whole["spread"] or 0.0)
-    close = abs(row["ours"] - whole["ours"]) <= max(spread, 0.05 * whole["ours"])
-    return f"{text} (no difference)" if close else text
+    spreads = [rounds["spread"] or 0.0 for rounds in (row, whole)]
+    least = max(sum(spreads), 0.05 * whole["ours"])
+    if abs(row["ours"] - whole["ours"]) <= least:
+        text += " (no difference)"
+    return text
 
 def explain(places):
     """Two sentences on what chunks gain on this machine, from the main job's rows."""
@@ -1174,7 +1184,8 @@ def tng(place):
     L = place.lengths[0]
     speeds = []  # by the number of clients
     for n in clients:
-        jobs = place.jobs(1, n_job * max(n, 3), prompt=(8, L // 2), output=(4, L // 8))
+        lengths = dict(prompt=(8, L // 2), output=(4, L // 8))
+        jobs = place.jobs(1, n_job * max(n, 3), **lengths)
         for name, runs in place.race(ways, jobs=jobs, B=n, clients=n):
             yield from felt(runs, name, n)
         speeds.append(runs[0].tokens_per_second)
