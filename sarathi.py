@@ -761,7 +761,6 @@ class Engine(Loop):
 # part 2: more of the papers, which may be skipped: schedulers, orders, memory, policies, a draft
 # model, sampling, tensor parallelism, CUDA graphs
 
-
 # ---- more schedulers
 
 class Static(Scheduler):
@@ -1618,8 +1617,10 @@ def pad(x, n, value=0):
     return torch.cat([x, x.new_full((n - len(x), *x.shape[1:]), value)])
 
 # -----------------------------------------------------------------------------
-# part 3: the simulator
+# part 3: the simulator, which may be skipped: what an iteration costs, by a data sheet or by a
+# profile of this machine, and the runner that moves a clock
 
+# ---- what the time of an iteration depends on
 
 @dataclass
 class IterationStats:
@@ -1646,6 +1647,8 @@ class IterationStats:
                        context=context, context_again=self.context_again + n * context / d,
                        adapted=self.adapted * (1 + n / d),
                        lora_pairs=self.lora_pairs * (1 + n / d))
+
+# ---- data sheets, and the constants that were fitted to the papers
 
 class GPU(NamedTuple):
     flops: float  # dense 16-bit tensor cores that add in 32 bits, 1/s
@@ -1742,6 +1745,8 @@ SYSTEMS = {
         token=0.036e-3,  # [SmartSpec Fig. 1] k = 5 is no gain beyond 12 requests/s
         expand=True),  # BatchExpansionTop1Scorer, until version 0.6
 }
+
+# ---- cost models: by a data sheet (Roofline), or measured here (Profile)
 
 class CostModel:
     """Seconds of an iteration [SmartSpec Eq. 7, SARATHI Fig. 7]. time() and operators() take
@@ -2008,6 +2013,8 @@ def least_squares(A):
 
 PROFILES = WeakKeyDictionary()  # model -> Profile
 
+# ---- the runner of a simulated engine
+
 class VirtualClock:
     t = 0.0  # simulated seconds
 
@@ -2053,8 +2060,10 @@ class CostRunner:
         return lambda: self.clock.wait_until(arrival)
 
 # -----------------------------------------------------------------------------
-# part 4: checks, figures, the command line
+# part 4: what users meet, which may be skipped: figures of a run, checks of what they give, the
+# command line
 
+# ---- how an engine is run, and figures of a run
 
 class Iteration(NamedTuple):
     """A row of an engine's record."""
@@ -2159,6 +2168,8 @@ def check_tokens(name, tokens):
         raise ValueError(f"{name} = {short(tokens)}: must be a list of tokens, like [1, 2, 3]; "
                          "encode a text, and give generate() a list of prompts") from None
 
+# ---- checks of what users give, and of what their code returns
+
 def check_options(engine):
     """Put an engine's options in their normal form. ValueError or KeyError for bad ones."""
     check_type("model", engine.model, (GPT, CostModel), "a GPT or a CostModel")
@@ -2242,6 +2253,8 @@ def check_request(r, engine):
     if r.adapter is not None and not engine.adapter_pages:
         n_adapter = memory.names[r.adapter].n_page
     check_range("pages of the request and its adapter", r.max_len + n_adapter, 1, engine.n_page)
+
+# ---- the command line
 
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"
 
