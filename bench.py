@@ -434,7 +434,7 @@ def explain_capacity():
             "between tokens are to be within 0.1 s and half of the first tokens within 2 s.")
 
 # -----------------------------------------------------------------------------
-# SARATHI's figures
+# SARATHI's figures, and a pipeline
 
 @experiment("decodes in the batch, B", "times")
 def fig3(place):
@@ -924,7 +924,7 @@ def slora_here(place):
         yield "throughput", name, [run.tokens_per_second for run in runs]
 
 # -----------------------------------------------------------------------------
-# SmartSpec's figures
+# SmartSpec's figures, and trees of drafts
 
 CHOICES = {"off": "off", "k = 1": 1, "k = 3": 3, "k = 5": 5, "goodput": "goodput"}  # [§7]
 
@@ -1823,7 +1823,7 @@ def write_trace(path, tapes):
         json.dump(dict(traceEvents=events), file)
 
 # -----------------------------------------------------------------------------
-# traces of requests
+# traces of requests, and their units
 
 class TraceFormat(NamedTuple):
     """A format of traces."""

@@ -434,7 +434,7 @@ class Memory:
         self.loaded.pop(adapter)()  # a copy in flight must not overwrite the next owner's pages
         self.adapter_pool.release(adapter)
 
-# ---- drafts: how many (a policy), which ones (a proposer), and how many were accepted
+# ---- drafts: how many (a policy), which ones (a proposer); the runner says which are accepted
 
 MAX_DRAFTS = FEW_ROWS - 1  # V in [SmartSpec Alg. 2]; a verification still has few rows
 
@@ -897,7 +897,7 @@ class EarlyAbort:
         grows = 0.7 * self.n_new + 0.3 * self.n_come >= self.n_start
         return lcfs(self.alive, running, now) if grows else [*self.alive]
 
-# ---- memory
+# ---- more of memory: making it, prefetch, merged adapters, recovery, sizes
 
 def make_memory(engine):
     """The Memory of an engine, whose n_page and max_batch lose their zeros."""
@@ -1034,7 +1034,7 @@ def free_memory(device):
         return 0.9 * torch.cuda.mem_get_info(device)[0]
     return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
-# ---- speculation
+# ---- more of drafts: policies, prices, a draft model
 
 class Goodput(Policy):
     """One k for all decodes of a step: the most generated tokens per second [SmartSpec Alg. 1]."""
@@ -1247,7 +1247,8 @@ def make_proposer(engine, policy):
         raise KeyError(f"unknown draft {short(draft)}: one of ngram, {kind}, a Proposer")
     return Zeros() if engine.simulated else Ngram()
 
-# ---- sampling: random numbers are a hash of a request's seed and a position, and of nothing else
+# ---- sampling, and verification of sampled drafts. Random numbers are a hash of a request's seed
+# and a position, and of nothing else
 
 MASK = 2**64 - 1  # seeds and random numbers have 64 bits
 ACCEPT, TOKEN, DRAFT = range(3)  # uses of the random numbers of a position
@@ -1298,7 +1299,7 @@ def distributions(requests, logits):
     settings = torch.tensor([(r.temperature, r.top_k, r.top_p) for r in requests])
     return probabilities(logits, *settings.unbind(1))
 
-# ---- more of the runner
+# ---- more of the runner: making it, clocks, tensors of a batch, GPUs
 
 def make_runner(engine):
     """The runner of an engine's model."""
@@ -1308,13 +1309,6 @@ def make_runner(engine):
         return ParallelRunner(engine, engine.model)
     return ModelRunner(engine, engine.model)
 
-def hold(runner, name, source, adapter):
-    """An adapter was added to the engine."""
-    for op, rank in adapter.max_rank.items():
-        runner.max_rank[op] = max(rank, runner.max_rank.get(op, 0))
-    if isinstance(runner, ParallelRunner):
-        runner.hold(name, source, adapter)
-
 def copy_on_stream(runner, adapter, pages):
     """On a GPU copies run beside iterations [S-LoRA §5.2]. Returns a function that waits."""
     runner.copies.wait_stream(torch.cuda.current_stream())
@@ -1322,6 +1316,55 @@ def copy_on_stream(runner, adapter, pages):
         adapter.write(runner.kv, pages)
         done = runner.copies.record_event()
     return lambda: torch.cuda.current_stream().wait_event(done)
+
+class WallClock:
+    def __init__(self):
+        self.start = time.perf_counter()
+
+    def now(self):
+        return time.perf_counter() - self.start
+
+    def wait_until(self, t):
+        time.sleep(max(0.0, t - self.now()))
+
+def int32(values):
+    if isinstance(values, array):
+        return torch.frombuffer(values, dtype=torch.int32)
+    return torch.tensor(values, dtype=torch.int32)
+
+def row_counts(counts):
+    """n_few, max_few and max_chunk of a Batch or of Sites. counts: rows of each span or site."""
+    n = np.array(counts)
+    few = n <= FEW_ROWS
+    return dict(n_few=int(few.sum()), max_few=int((n * few).max(initial=0)),
+                max_chunk=int((n * ~few).max(initial=0)))
+
+def make_sites(runner, op, sites, table):
+    """The Sites of an operator. sites: (S, 8)"""
+    columns = np.array([*runner.model.config.operators[op].columns.values()])
+    return Sites(sites=torch.from_numpy(sites), table=table, n_module=len(columns),
+                 max_rank=runner.max_rank[op], wide=not (columns % 16).any(),
+                 columns=int(columns[:, 1].max()), way=runner.engine.lora,
+                 **row_counts(sites[:, Sites.N_ROW]))
+
+def gpu_parts(runner):
+    """On a GPU the stream that copies adapters, and CUDA graphs; None where there are none."""
+    model = runner.model
+    if model.device.type != "cuda":
+        return None, None
+    check_gpu(model.device, model.config.head_dim)
+    graphs = CudaGraphs(runner) if has_triton() and model.world.size == 1 else None
+    return torch.cuda.Stream(), graphs
+
+@cache
+def check_gpu(device, head_dim):
+    """ValueError if the kernels do not run on this GPU. One line if there are none."""
+    check_range("head_dim on a GPU", head_dim, 1, 256)
+    major, minor = torch.cuda.get_device_capability(device)
+    check_range("compute capability of the GPU", major + minor / 10, 8.0)
+    if not has_triton():
+        print("Triton is missing: plain torch operators, slower and without CUDA graphs",
+              file=sys.stderr)
 
 class DraftRunner(ModelRunner):
     """Runs a draft model."""
@@ -1350,6 +1393,15 @@ class DraftRunner(ModelRunner):
             probability = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0]
             sure = (probability > threshold).tolist()
         return list(zip(requests, tokens.tolist(), sure))
+
+# ---- tensor parallelism
+
+def hold(runner, name, source, adapter):
+    """An adapter was added to the engine."""
+    for op, rank in adapter.max_rank.items():
+        runner.max_rank[op] = max(rank, runner.max_rank.get(op, 0))
+    if isinstance(runner, ParallelRunner):
+        runner.hold(name, source, adapter)
 
 class ParallelRunner(ModelRunner):
     """Tensor parallelism: every rank has an engine. Rank 0 runs plans, and tells the runners of the
@@ -1408,6 +1460,8 @@ class ParallelRunner(ModelRunner):
             getattr(self, method)(*values)
             method, values = self.model.world.broadcast(None)
 
+# ---- CUDA graphs
+
 def warm_runners(engine):
     """Engine.warm(); with a line on stderr if it takes over a second."""
     start = time.perf_counter()
@@ -1423,55 +1477,6 @@ def warm_runners(engine):
     seconds = time.perf_counter() - start
     if seconds > 1:
         print(f"compiled kernels and recorded CUDA graphs in {seconds:.0f} s", file=sys.stderr)
-
-class WallClock:
-    def __init__(self):
-        self.start = time.perf_counter()
-
-    def now(self):
-        return time.perf_counter() - self.start
-
-    def wait_until(self, t):
-        time.sleep(max(0.0, t - self.now()))
-
-def int32(values):
-    if isinstance(values, array):
-        return torch.frombuffer(values, dtype=torch.int32)
-    return torch.tensor(values, dtype=torch.int32)
-
-def row_counts(counts):
-    """n_few, max_few and max_chunk of a Batch or of Sites. counts: rows of each span or site."""
-    n = np.array(counts)
-    few = n <= FEW_ROWS
-    return dict(n_few=int(few.sum()), max_few=int((n * few).max(initial=0)),
-                max_chunk=int((n * ~few).max(initial=0)))
-
-def make_sites(runner, op, sites, table):
-    """The Sites of an operator. sites: (S, 8)"""
-    columns = np.array([*runner.model.config.operators[op].columns.values()])
-    return Sites(sites=torch.from_numpy(sites), table=table, n_module=len(columns),
-                 max_rank=runner.max_rank[op], wide=not (columns % 16).any(),
-                 columns=int(columns[:, 1].max()), way=runner.engine.lora,
-                 **row_counts(sites[:, Sites.N_ROW]))
-
-def gpu_parts(runner):
-    """On a GPU the stream that copies adapters, and CUDA graphs; None where there are none."""
-    model = runner.model
-    if model.device.type != "cuda":
-        return None, None
-    check_gpu(model.device, model.config.head_dim)
-    graphs = CudaGraphs(runner) if has_triton() and model.world.size == 1 else None
-    return torch.cuda.Stream(), graphs
-
-@cache
-def check_gpu(device, head_dim):
-    """ValueError if the kernels do not run on this GPU. One line if there are none."""
-    check_range("head_dim on a GPU", head_dim, 1, 256)
-    major, minor = torch.cuda.get_device_capability(device)
-    check_range("compute capability of the GPU", major + minor / 10, 8.0)
-    if not has_triton():
-        print("Triton is missing: plain torch operators, slower and without CUDA graphs",
-              file=sys.stderr)
 
 class CudaGraphs:
     """Iterations that a GPU replays without waiting for Python: all of up to a chunk. Batches are
@@ -1686,6 +1691,7 @@ def data_sheet(gpu):
         check_range(f"{name} of {gpu}", value, least, 1e4 if name == "memory" else 1e20)
     return sheet
 
+# constants of the roofline:
 # shares of the data sheet that kernels reach, for every GPU and model; fitted to the cited cells
 GEMM_FLOPS = 0.77  # [SARATHI Table 2] prefill-only, linear
 
@@ -2013,7 +2019,7 @@ def least_squares(A):
 
 PROFILES = WeakKeyDictionary()  # model -> Profile
 
-# ---- the runner of a simulated engine
+# ---- the runner of a simulated engine; pipelines are in bench.py
 
 class VirtualClock:
     t = 0.0  # simulated seconds
