@@ -1694,28 +1694,17 @@ def data_sheet(gpu):
 # constants of the roofline:
 # shares of the data sheet that kernels reach, for every GPU and model; fitted to the cited cells
 GEMM_FLOPS = 0.77  # [SARATHI Table 2] prefill-only, linear
-
 GEMM_BANDWIDTH = 0.76  # [SARATHI Table 2] decode-only, linear
-
 CHUNK_FLOPS = 0.30  # [SARATHI Table 2] prefill-only, attn
-
 DECODE_BANDWIDTH = 0.80  # [SARATHI Table 2] decode-only, attn
-
 ATTENTION_CALL = 19e-6  # seconds per layer and kernel [SARATHI Table 2] decode-maximal, attn
-
 LORA_BANDWIDTH = 0.5  # [S-LoRA Table 3] S4, n = 100
-
 ELEMENTWISE = 6  # reads and writes of a token's vector per layer: "others" < 5 % [SARATHI §3.1]
-
 SKINNY = 32  # up to so many rows, products use smaller blocks [SARATHI Table 2]
-
 # not fitted: usual values
 LINK = 0.75  # share of a link's bandwidth that NCCL reaches
-
 LINK_DELAY = 25e-6  # seconds before a message begins
-
 INFINIBAND = 25e9  # bytes/s to the next node
-
 PCIE = 32e9  # bytes/s from host memory
 
 class System(NamedTuple):
