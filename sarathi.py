@@ -132,7 +132,7 @@ class Feed(NamedTuple):
     """What an iteration computes of a request: tokens n_past .. n_past + n - 1, with drafts."""
     request: Request
     n_past: int
-    n: int
+    n: int  # rows: the plan's n, and its drafts
     n_logits: int  # how many of the last rows need logits
 
 def feeds_of(plan):
@@ -173,7 +173,7 @@ class Loop:
         self.arrive()
         planned = self.scheduler.plan([*self.running], self.queue())  # policy [SARATHI §4.3]
         plan = self.memory.admit(planned)  # pages, adapters, preemption [S-LoRA §5.1]
-        if not plan:
+        if not plan:  # nothing is planned, or has room: next time memory.full leaves the queue out
             return wait_for_next(self, planned)
         if self.speculator:
             self.speculator.add_drafts(plan)  # drafts behind the decodes [SmartSpec §5]
@@ -306,14 +306,14 @@ def prefill_chunks(prefills, budget):
     return plan
 
 def fcfs(waiting, running, now):
-    """An order of the queue: first come, first served. waiting: preempted requests first."""
+    """First come, first served. An order may set a state to "aborted", and leave that one out."""
     return waiting
 
 # ---- memory: pages, adapters, and which request starts, grows or is preempted
 
 class PagePool:
     """Pages of a cache. A page spans all layers and holds a token's K and V, or a row of A and of B
-    of an adapter [S-LoRA §5.1]."""
+    of an adapter [S-LoRA §5.1]: with rank 8 for q and for v at least 16 pages."""
     def __init__(self, pages):
         self.n_page = len(pages)
         self.free = array("i", pages)  # a stack
@@ -378,7 +378,7 @@ class Memory:
             return False
         self.pool.reserve(request, n)
         if request.weights in self.loaded:
-            self.loaded[request.weights]()  # waits for the copy
+            self.loaded[request.weights]()  # what runs next waits for the copy
         self.engine.waiting.remove(request)
         self.engine.running.append(request)
         request.state = "running"
@@ -388,7 +388,7 @@ class Memory:
         """Let a running request have n pages in all. If too few are free, preempt the most recently
         started one, which may be the request itself: alone, every request has room."""
         while request.state == "running" and not self.pool.reserve(request, n):
-            take_back(self)
+            take_back(self)  # pages that requests still hold for rejected drafts
             if not self.make_room(self.pool, n - len(self.pool.tables[request])):
                 self.engine.preempt(self.engine.running[-1])
 
@@ -419,7 +419,7 @@ class Memory:
 
     def make_room(self, pool, n, spare=0):
         """Evict idle adapters, the least recently used first, until n pages are free. Returns
-        False, evicting none, if beside these `spare` more could not be free."""
+        False, evicting none, if all of them together would not make n + spare pages free."""
         if n + spare <= len(pool.free):
             return True
         idle = [adapter for adapter in self.loaded if not self.n_users[adapter]]
@@ -436,7 +436,7 @@ class Memory:
 
 # ---- drafts: how many (a policy), which ones (a proposer); the runner says which are accepted
 
-MAX_DRAFTS = FEW_ROWS - 1  # V in [SmartSpec Alg. 2]; a verification still has few rows
+MAX_DRAFTS = FEW_ROWS - 1  # 7: a verification has at most 8 rows, which read their context in place
 
 class Policy:
     """How many drafts each decode gets. Subclass it and write lengths()."""
@@ -506,7 +506,7 @@ class Speculator:
         self.n_accepted = 0
 
     def expected(self, decodes):
-        """Drafts that these decodes will get: each as many as last time, a new one the most."""
+        """Drafts that these decodes will get: as many as last time, new ones as many as any."""
         most = max(self.lengths.values(), default=self.policy.most)
         return sum(min(self.lengths.get(r, most), self.limit(r)) for r, _ in decodes)
 
@@ -528,7 +528,7 @@ class Speculator:
             for request, k in self.lengths.items():
                 has_room = self.engine.memory.pool.reserve(request, request.n_tokens + k)
                 lengths[request] = k if has_room else 0
-        self.proposer.propose(plan, lengths, self.policy.threshold)
+        self.proposer.propose(plan, lengths, self.policy.threshold)  # a draft model: prompts too
         check_drafts(lengths, self.engine.model.config.vocab_size)
 
     def count(self, request, n_accepted, n_new):
@@ -602,12 +602,12 @@ class ModelRunner:
                      adapters=adapters, **row_counts([n for _, n, _, _ in spans]))
 
     def pack_adapters(self, feeds, spans, table):
-        """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]. Adjacent rows of an adapter
-        share a site, so that it is read once. Appends their pages to the batch's table."""
+        """{operator: Sites}: which rows of the batch use which entries of its table, to which the
+        adapters' pages are appended. Adjacent rows of an adapter share a site [S-LoRA §4.1]."""
         memory = self.engine.memory
         places = []  # (Adapter, (first row, rows, first entry in table))
         for adapter, group in groupby(zip(feeds, spans), lambda pair: pair[0].request.weights):
-            if adapter in memory.loaded and self.model is self.engine.model:
+            if adapter in memory.loaded and self.model is self.engine.model:  # not for drafts
                 own = [span for _, span in group]
                 n_row = sum(n for _, n, _, _ in own)
                 places.append((adapter, (own[0][0], n_row, len(table))))
