@@ -228,19 +228,21 @@ def users(place):
     for name, runs in real.race(ways, jobs=jobs, B=real.B):
         yield from felt(runs, name)
 
+LONG = 0.3  # seconds that a long prompt takes
+
 def long_prompts(place):
-    """(a Place, tokens) of prompts that take 0.3 s there, or the longest ones of a larger model."""
+    """(a Place, tokens): prompts that take so long, or the longest ones of a larger model."""
     P = 5 * max(place.lengths) // 8
     if place.simulated:
         return place, P
     unit = np.min(place.seconds(dict(chunk=P)))
     longest = place.model.config.block_size * 9 // 10
-    wanted = int(P * 0.3 / unit) // 64 * 64
+    wanted = int(P * LONG / unit) // 64 * 64
     P = max(P, min(wanted, longest))
     larger_fits = place.args.device == "cpu" and not place.args.model
     if P == longest and larger_fits:
         unit = np.min(place.seconds(dict(chunk=P)))
-        if unit < 0.25:
+        if unit < 0.8 * LONG:
             larger = this_machine(place.args, "llama-124m")
             larger.bar = place.bar
             return larger, P
