@@ -3270,6 +3270,17 @@ def test_experiment_measures(name, monkeypatch):
     assert rows and all(math.isfinite(row["ours"]) for row in rows)
     assert {row["source"] for row in rows} == {"measured"}
 
+def test_long_prompts_take_their_time(monkeypatch):
+    """Longer ones on a faster machine, then a larger model, but for --model"""
+    place, larger = tiny_place(), tiny_place()
+    monkeypatch.setattr(bench, "this_machine", lambda *_: larger)
+    monkeypatch.setattr(place, "seconds", lambda shape: [[shape["chunk"] / 1000]])
+    for seconds, expected in ((0.01, (place, 60)), (0.4, (place, 384)), (2.0, (larger, 921))):
+        monkeypatch.setattr(bench, "LONG", seconds)
+        assert bench.long_prompts(place) == expected
+    place.args.model = "tiny"
+    assert bench.long_prompts(place) == (place, 921)
+
 @each("words, n_way, prompts", [
     ("", 8, [b'"""The pap']),  # pieces of this project's files
     ("--model tiny", 4, [b'"""The pap']),
