@@ -85,7 +85,6 @@ def near(actual, expected, scale=1.0):
 @each("n_thread", [1, 5])
 @each("n_in, n_out", [
     (2, 1),
-    (30, 7),
     (64, 16),
     (770, 33),
     (96, 70),
@@ -334,15 +333,17 @@ def test_products_of_other_processors(macros, n_column, dtype, monkeypatch, tmp_
     kernels.library.cache_clear()
 
 @each("compiler", ["/missing/g++", "false"])
-def test_without_a_compiler_the_definitions_serve(compiler, tmp_path):
-    code = ("import torch, kernels; x = torch.ones(2, 32)\n"
-            "for _ in range(2): y = kernels.add_norm(x, x, x[0], None, 1e-5)\n"
-            "assert torch.equal(y[0], x + x)")
-    environment = os.environ | {"CXX": compiler, "XDG_CACHE_HOME": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True,
-                         text=True, cwd=Path(__file__).parent)
-    assert run.returncode == 0, run.stderr
-    assert run.stderr.count("\n") == 1 and "C++" in run.stderr
+def test_without_a_compiler_the_definitions_serve(compiler, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernels.library.cache_clear()
+    x = torch.ones(2, 32)
+    for _ in range(2):
+        total, _ = kernels.add_norm(x, x, x[0], None, 1e-5)
+        assert torch.equal(total, x + x)
+    kernels.library.cache_clear()
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "C++" in err
 
 @each("module", ["kernels", "model", "sarathi", "bench"])
 def test_how_threads_wait_is_set_before_torch_starts_them(module):
@@ -382,7 +383,6 @@ SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}  #
     (120, "llama", bfloat16, 8, 8, 64, 2, 128),
     (89, "gpt2", float16, 32, 4, 96, 7, 16),
     (86, "llama", bfloat16, 32, 32, 128, "off", 256),
-    (86, "qwen3", float16, 16, 4, 256, 7, 8),
     (80, "gpt2", float32, 16, 4, 128, 7, 260),
 ])
 def test_triton_compiles(arch, family, number, H, Hk, D, spec, rank, monkeypatch, tmp_path):
@@ -580,18 +580,6 @@ def test_forward_equals_the_oracle(config, dtype, atol):
         close(logits, model.logits(known)[-1], atol)
     assert len(rows) > 32
 
-def test_marks_name_each_operator_when_it_is_done():
-    model = random_model()
-    marks = []
-    forward = model.forward
-    model.forward = lambda batch, kv: forward(batch, kv, marks.append)
-    engine = Engine(model)
-    engine.runner.graphs = None  # a replay calls no forward
-    engine.add_adapter("down", Adapter.random(TINY, {"mlp.down_proj": 2}))
-    engine.generate([[1, 2]], 1, "down")
-    layer = "others preproj attn postproj others ffn_ln1 others ffn_ln2 lora".split()
-    assert marks == [*layer, *layer, "others"]
-
 def transformers_model(folder, family="llama", shard="5GB", **settings):
     """A random checkpoint, written by transformers -> a function tokens (T,) -> logits (T, V)"""
     transformers = pytest.importorskip("transformers")
@@ -623,17 +611,13 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
                                   for name in ("bias", "masked_bias")})),
     "gpt2 settings": dict(family="gpt2", n_inner=80, tie_word_embeddings=False,
                           layer_norm_epsilon=0.1, reorder_and_upcast_attn=True),
-    "gqa": {},
-    "mqa": dict(num_key_value_heads=1),
-    "tied": dict(tie_word_embeddings=True, shard="30KB"),
+    "mqa, tied": dict(num_key_value_heads=1, tie_word_embeddings=True, shard="30KB"),
     "biases": dict(attention_bias=True, mlp_bias=True),
     "mistral, large window": dict(family="mistral", sliding_window=200),
     "mistral, context 80": dict(family="mistral", sliding_window=80),
     "qwen2": dict(
         family="qwen2", tie_word_embeddings=True, shard="30KB",
         changes=dict(attention_bias=True)),  # which it does not know
-    "qwen2, no window": dict(
-        family="qwen2", max_window_layers=0, changes=dict(sliding_window=8, layer_types=None)),
     "qwen2, whole layers": dict(
         family="qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2,
         changes=dict(layer_types=None)),
@@ -656,11 +640,8 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
     "two thetas": dict(
         changes=dict(rope_parameters=dict(rope_type="default", rope_theta=5e5), rope_theta=3.0)),
     "theta outside": dict(changes=dict(rope_parameters=dict(rope_type="default"), rope_theta=5e5)),
-    "no theta": dict(changes=dict(rope_parameters=None)),
-    "kv heads left out": dict(num_key_value_heads=4, changes=dict(num_key_value_heads=None)),
-    "eps left out": dict(changes=dict(rms_norm_eps=None, hidden_act="swish")),
-    "window that llama does not know": dict(changes=dict(sliding_window=8)),
-    "tied, but another head": dict(changes=dict(tie_word_embeddings=True)),
+    "another name of the activation, and a window that llama does not know": dict(
+        changes=dict(hidden_act="swish", sliding_window=8)),
     "names of AutoModel, heads of trainers": dict(
         tie_word_embeddings=True, changes=dict(prefix="model.", tensors={
             f"{name}.weight": torch.ones(1, 64) for name in ("v_head.summary", "score")})),
@@ -743,7 +724,6 @@ LORAS = {
         dict(r=20, lora_alpha=20, target_modules="all-linear"),
     ],
     "gpt2": [
-        dict(r=9, lora_alpha=6, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True),
         dict(
             r=4, lora_alpha=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True,
             alpha_pattern={"^transformer.h.1.mlp.c_proj": 3, "h.0.attn.c_proj": 5, "h.0": 1},
@@ -800,13 +780,11 @@ def trained_by_peft(theirs, folder, embeddings=False, **settings):
 Q0 = "layers.0.self_attn.q_proj"
 PATTERNS = [
     {Q0: 6},
-    {f"model.{Q0}": 6},
     {f"^model.{Q0}": 6},
     {f"base_model.model.model.{Q0}": 6},  # matches nothing
     {"layers.1.self_attn.q_proj": 5, "q_proj": 6, "self_attn.q_proj": 7},  # the first one counts
     {"proj": 6, "q": 5, "self.*_proj": 3},  # of whole names
-    {"layers.(0|1).self_attn.[qo]_proj": 6, "model.layers.1.mlp": 5},
-    {"(q|down)_proj$": 6, "mlp.up_proj|self_attn.o_proj": 2},
+    {"(q|down)_proj$": 6, "layers.(0|1).mlp.up_proj|self_attn.o_proj": 2},
 ]
 
 SETTINGS = [
@@ -876,17 +854,11 @@ BAD_MODELS = {
         model_type="bert", hidden_act="gelu"),
     "rope_type = 'yarn'": dict(rope_scaling={"rope_type": "yarn"}),
     "rope_type = 'linear': factor = None: must be": dict(rope_scaling={"type": "linear"}),
-    "partial_rotary_factor = 0.5 is not": dict(rope_parameters={"partial_rotary_factor": 0.5}),
     "full_attention = .* is not": dict(rope_parameters={"full_attention": {"rope_theta": 1.0}}),
-    **{f"{name} = .* is not supported": {name: value} for name, value in dict(
-        quantization_config={"quant_method": "awq"}, scale_attn_by_inverse_layer_idx=True,
-        scale_attn_weights=False, activation_function="relu", hidden_act="gelu").items()},
+    "quantization_config = .* is not supported": dict(quantization_config={"bits": 4}),
     "model_type = None": dict(model_type=None, architectures=["GemmaForCausalLM"]),
     "num_attention_heads = 0: must be": dict(num_attention_heads=0),
-    "rms_norm_eps = '1e-5': must be": dict(rms_norm_eps="1e-5"),
     "tie_word_embeddings = 'no': must be a bool": dict(tie_word_embeddings="no"),
-    "rope_scaling = 'linear': must be a dict": dict(rope_scaling="linear"),
-    "q_proj.bias' is missing": dict(attention_bias=True),
     "n_kv_head = 3: must divide": dict(num_key_value_heads=3),
     "index.json: weight_map = None: must be a dict": dict(remove="model.safetensors", index={}),
     "model-1.safetensors does not exist": dict(
@@ -900,34 +872,24 @@ OFF = "is not supported, only None or False"
 BAD_ADAPTERS = {
     f"'{A}' is missing": dict(tensors={A: None}),
     f"'{A}' is \\(8, 32\\).*must be \\(8, 128\\)": dict(tensors={A: torch.ones(8, 32)}),
-    "lora_A.weight' is \\(8, 128\\).*must be \\(4, 128\\)": dict(rank_pattern={}, r=4),
     "z_proj.*does not fit.*q_proj": dict(tensors={A.replace("q_", "z_"): torch.ones(8)}),
-    "q_proj.lora_magnitude.*does not fit": dict(
-        tensors={A.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(8)}),
     "layers.7.*does not fit.*layers 0 to 1": dict(
         tensors={A.replace("layers.1", "layers.7"): torch.ones(8, 128)}),
-    **{f"{part}.model.*does not fit": dict(
-        tensors={A.replace("model.model", f"model.{part}.model"): torch.ones(8, 128)})
-       for part in ("vision_tower", "text")},
+    "vision.model.*does not fit": dict(
+        tensors={A.replace("model.model", "model.vision.model"): torch.ones(8, 128)}),
     "second adapter": dict(tensors={A.replace("A.", "A.b."): torch.ones(8, 128),
                                     A.replace("A.", "B.b."): torch.ones(128, 8)}),
-    "adapter_model.* does not exist": dict(remove="adapter_model.safetensors"),
     "adapter_model.safetensors does not exist.*PEFT": dict(rename="adapter_model.bin"),
     **{f"adapter_config.json: .*{key} = {value}": {key: given, "rank_pattern": {}} | more
        for key, value, given, more in (
            ("r", 0, 0, {}), ("r", "'8'", "8", {}), ("r", -8, -8, {}),
-           ("lora_alpha", "'16'", "16", dict(r=8, alpha_pattern={})),
            ("alpha_pattern", r"{'q_proj\('", {"q_proj(": 3}, dict(r=8)),
            ("alpha_pattern", r"\['q_proj'\]", ["q_proj"], dict(r=8)))},
     "lm_head.weight': embeddings in an adapter are not supported": dict(
         tensors={"base_model.model.lm_head.weight": torch.ones(61, 128)}),
     "peft_type = 'IA3' is not supported, only 'LORA'": dict(peft_type="IA3"),
-    "bias = 'lora_only' is not supported, only 'none'": dict(bias="lora_only"),
     "init_lora_weights = 'pissa' is not supported": dict(init_lora_weights="pissa"),
-    **{f"{name} = .* {OFF}": {name: value} for name, value in dict(
-        use_dora=True, lora_bias=True, use_qalora=True, modules_to_save=["lm_head"],
-        trainable_token_indices=[1, 2], target_parameters=["w"], megatron_config={"n": 1},
-        layer_replication=[[0, 2], [1, 2]], of_a_later_peft=True).items()},
+    f"of_a_later_peft = .* {OFF}": dict(of_a_later_peft=True),
 }
 
 WRONG = {
@@ -942,8 +904,11 @@ WRONG = {
     "alpha = 0: a simulator": lambda: Engine(COST, draft="ngram"),
     "model = 'llama-7b': must be a GPT or a CostModel": lambda: Engine("llama-7b"),
     "config = 'llama-7b': must be a GPTConfig": lambda: CostModel.roofline("llama-7b", "a100"),
-    "unknown draft .*: one of ngram, a GPT": lambda: Engine(TARGET, draft=COST),
     "unknown draft .*: one of ngram, a CostModel": lambda: Engine(COST, draft=TARGET, alpha=0.5),
+    "temperature = 0.7: with a forced alpha": lambda: Engine(TARGET, alpha=0.5, draft="ngram").add(
+        Request([1], temperature=0.7)),
+    "spec = 'confidence': .* no probabilities":
+        lambda: Engine(COST, draft=COST, spec="confidence", alpha=0.6),
 }
 
 @each("message", [*BAD_MODELS, *BAD_ADAPTERS, *WRONG])
@@ -964,16 +929,14 @@ def test_a_bad_folder_or_argument_is_one_clear_line(message, tmp_path, monkeypat
             WRONG[message]()
     assert "\n" not in str(raised.value)
 
-@each("weights, others", [
-    (["model.safetensors"], ["consolidated.safetensors", "model.fp16.safetensors", "model.bin"]),
-    (["a-1.safetensors", "a-2.safetensors", "model.safetensors.index.json"], ["a-3.safetensors"]),
-])
-def test_only_needed_files_come_from_the_hub(weights, others, tmp_path, monkeypatch):
+def test_only_needed_files_come_from_the_hub(tmp_path, monkeypatch):
+    weights = ["a-1.safetensors", "a-2.safetensors", "model.safetensors.index.json"]
+    others = ["a-3.safetensors", "model.bin", "README.md"]
     settings = ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
                 "vocab.txt"]
     files = {"a": "a-1.safetensors", "b": "a-2.safetensors", "c": "a-1.safetensors"}
     def snapshot_download(name, allow_patterns):
-        for file in (*weights, *settings, *others, "README.md"):
+        for file in (*weights, *settings, *others):
             if any(fnmatch(file, pattern) for pattern in allow_patterns):
                 (tmp_path / file).write_text(json.dumps({"weight_map": files}))
         return str(tmp_path)
@@ -998,7 +961,6 @@ def test_a_folder_is_taken_before_a_preset(tmp_path, monkeypatch, capsys):
     assert load_model("llama-7b").config == TINY
     assert capsys.readouterr().err == (
         "model 'llama-7b': the folder of this name, not the preset\n")
-    assert GPT.from_pretrained("llama-7b").config == TINY
 
 def test_sizes_of_presets_and_adapters():
     for name, billions in (("llama-70b", 69.0), ("gpt3-175b", 175)):
@@ -1015,7 +977,7 @@ def test_dtype_none_is_the_folders_if_the_machine_is_fast(tmp_path, monkeypatch)
         edit(tmp_path, dtype=None, torch_dtype="bfloat16")  # as transformers 4 called it
 
 TEXTS = ["naïve café, e\u0301 東京 🙂🙃 12345  6 two  spaces\t\n\n end ", "it's WE'LL 100% ok\r\n",
-         " leading (a)", "", "a<s>special</s> <tool> b<tool>c", Path(__file__).read_text()[:20000]]
+         " leading (a)", "", "a<s>special</s> <tool> b<tool>c", Path(__file__).read_text()[:9000]]
 LLAMA2_TEXT = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
                                  decoders.Fuse(), decoders.Strip(" ", 1, 0)])
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -1025,50 +987,34 @@ def split(pattern):
     return splitters.Sequence([splitters.Split(tokenizers.Regex(pattern), "isolated"),
                                splitters.ByteLevel(False, use_regex=False)])
 
-def digits(alone):
-    return splitters.Sequence([splitters.Digits(alone), splitters.ByteLevel(False)])
-
 TO_BYTES = decoders.ByteLevel()
-KINDS = {  # name -> kind of model, normalizer, splitter into words, decoder
-    "gpt2": ("BPE", None, splitters.ByteLevel(False), TO_BYTES),
-    "gpt2 with a space": ("BPE", None, splitters.ByteLevel(True), TO_BYTES),
-    "digits": ("BPE", None, digits(True), TO_BYTES),
-    "groups of digits": ("BPE", None, digits(False), TO_BYTES),
-    "llama3": ("BPE", None, split(LLAMA3_SPLIT), TO_BYTES),
-    "qwen": ("BPE", normalizers.NFC(), split(LLAMA3_SPLIT.replace("{1,3}", "")), TO_BYTES),
-    "gaps": ("BPE", None, split(r" ?[^(\s|[.,!?])]+"), TO_BYTES),
-    "no decoder": ("BPE", None, splitters.ByteLevel(False), None),
-    "metaspace": ("BPE", None, splitters.Metaspace(), decoders.Metaspace()),
-    "llama2": ("BPE", normalizers.Sequence([
-        normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None, LLAMA2_TEXT),
-    "mistral": ("BPE", None, splitters.Metaspace(prepend_scheme="first", split=False), LLAMA2_TEXT),
-    "unigram": ("Unigram", normalizers.NFKC(), splitters.Metaspace(), decoders.Metaspace()),
-    "wordpiece": ("WordPiece", normalizers.BertNormalizer(), splitters.BertPreTokenizer(),
-                  decoders.WordPiece()),
-    "words": ("WordLevel", None, splitters.Whitespace(), None),
+KINDS = {  # name -> normalizer, splitter into words, decoder
+    "gpt2": (None, splitters.ByteLevel(False), TO_BYTES),
+    "llama3": (None, split(LLAMA3_SPLIT), TO_BYTES),
+    "qwen": (normalizers.NFC(), split(LLAMA3_SPLIT.replace("{1,3}", "")), TO_BYTES),
+    "llama2": (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+               None, LLAMA2_TEXT),
+    "mistral": (None, splitters.Metaspace(prepend_scheme="first", split=False), LLAMA2_TEXT),
 }
 
+@cache
 def tokenizer_of(name):
     """A tokenizers.Tokenizer as a family of models has it, trained on TEXTS"""
-    kind, *parts = KINDS[name]
-    tokenizer = tokenizers.Tokenizer(getattr(tokenizers.models, kind)())
-    for part, value in zip(("normalizer", "pre_tokenizer", "decoder"), parts):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    for part, value in zip(("normalizer", "pre_tokenizer", "decoder"), KINDS[name]):
         if value is not None:
             setattr(tokenizer, part, value)
     special = ["<unk>", "<s>", "</s>"]
     options = dict(vocab_size=600, show_progress=False)
-    if kind == "Unigram":
-        options |= dict(unk_token="<unk>")
-    else:
-        tokenizer.model.unk_token = "<unk>"
+    tokenizer.model.unk_token = "<unk>"
     if name in ("llama2", "mistral"):  # all but 60 characters are bytes
         special += [f"<0x{b:02X}>" for b in range(256)]
         options |= dict(limit_alphabet=60)
         tokenizer.model.byte_fallback = True
-    elif kind == "BPE":
+    else:
         options |= dict(initial_alphabet=splitters.ByteLevel.alphabet())
-    trainer = getattr(tokenizers.trainers, f"{kind.replace('BPE', 'Bpe')}Trainer")
-    tokenizer.train_from_iterator(TEXTS, trainer(special_tokens=special, **options))
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=special, **options)
+    tokenizer.train_from_iterator(TEXTS, trainer)
     tool = tokenizers.AddedToken("<tool>", lstrip=name == "qwen", rstrip=name == "gpt2")
     tokenizer.add_tokens([tool])
     if name in ("llama2", "mistral", "llama3"):
@@ -1078,7 +1024,7 @@ def tokenizer_of(name):
 
 @each("name", KINDS)
 def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
-    theirs = tokenizer_of(name)
+    theirs = tokenizers.Tokenizer.from_str(tokenizer_of(name).to_str())
     expected = [theirs.encode(text).ids for text in TEXTS]
     theirs.enable_truncation(4)  # of batches for training
     theirs.enable_padding(length=90)
@@ -1103,14 +1049,11 @@ def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
 
 @each("config, generation, stop", [
     (dict(eos_token_id=5), dict(eos_token_id=[1, 9]), [1, 9]),
-    (dict(eos_token_id=5), dict(eos_token_id=7), [7]),
     (dict(eos_token_id=[5, 6]), {}, [5, 6]),
     (dict(model_type="llama"), {}, [2]),
-    (dict(model_type="llama", eos_token_id=None), {}, []),
     (dict(model_type="qwen2"), None, []),
     (dict(eos_token="</s>", eos_token_id=5), {}, [5, 2]),
     (dict(eos_token={"content": "</s>"}, model_type="qwen2"), {}, [2]),
-    (dict(eos_token="</s>", model_type="llama"), {}, [2]),
 ])
 def test_stop_tokens(config, generation, stop, tmp_path):
     tokenizer_of("gpt2").save(str(tmp_path / "tokenizer.json"))
@@ -1141,12 +1084,12 @@ BAD_CHATS = {
     "only two turns": "{{ raise_exception('only two turns') }}",
     "unexpected '}'": "{{ }",
     "'__class__' of 'str' object is unsafe": "{{ ''.__class__.__mro__ }}",
-    "'append' of 'list' object is unsafe": "{{ messages.append(1) }}",
     "unsupported operand": "{{ 1 + messages }}",
 }
 
-@each("name", CHATS)
-@each("file", [None, "{{ messages[0]['content'] }} of the file\n"])
+OF_FILE = "{{ messages[0]['content'] }} of the file\n"
+
+@each("file, name", [*product([None], CHATS), (OF_FILE, "tokens")])
 def test_chats_are_those_of_transformers(name, file, tmp_path):
     transformers = pytest.importorskip("transformers")
     tokenizer_of("llama3").save(str(tmp_path / "tokenizer.json"))  # it adds <s> to plain texts
@@ -1155,7 +1098,7 @@ def test_chats_are_those_of_transformers(name, file, tmp_path):
     if file:
         (tmp_path / "chat_template.jinja").write_text(file)
     ours = load_tokenizer(tmp_path)
-    if name == "none" and not file:
+    if name == "none":
         assert ours.chat("hi") is None
         return
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -1193,14 +1136,8 @@ def test_gpt2_without_a_tokenizer_json_has_tiktokens_encoding(tmp_path, monkeypa
     for name in ("gpt2", "gpt3-175b", tmp_path):
         tokenizer = load_tokenizer(name)
         assert tokenizer.encode("é<|endoftext|>") == [0xc3, 0xa9, 256] and tokenizer.stop == [256]
-        assert tokenizer.stream()([97, 300]) == "a"
-
-def test_streamed_text_holds_back_half_a_character():
-    tokenizer = model_py.byte_tokenizer()
-    text_of = tokenizer.stream()
-    tokens = tokenizer.encode("é東<|endoftext|>")
-    assert [text_of([token]) for token in tokens] == ["", "é", "", "", "東", ""]
-    assert text_of(tokens[:1] + tokens[:1]) == "\ufffd"
+        text_of = tokenizer.stream()
+        assert [text_of([token]) for token in (97, 0xc3, 300, 0xa9, 0xc3)] == ["a", "", "", "é", ""]
 
 def test_training_lowers_the_loss_and_the_models_are_found(tmp_path, monkeypatch):
     tiny = GPTConfig(2, 2, 64, 128, vocab_size=257, tied=True)
@@ -1808,11 +1745,6 @@ BAD_REQUESTS = {
     "prompt . max_new_tokens = 161: must be in 2 .. 160": dict(max_new_tokens=160),
     "pages of the request and its adapter = 81.* 80": dict(max_new_tokens=61, adapter="ffn"),
 }
-
-def test_forced_acceptance_is_greedy():
-    engine = Engine(TARGET, alpha=0.5, draft="ngram")
-    with pytest.raises(ValueError, match="temperature = 0.7: with a forced alpha"):
-        engine.add(Request([1], temperature=0.7))
 
 def adapter_of(**config):
     return Adapter.random(replace(TINY, **config), {"mlp.down_proj": 2})
@@ -2566,10 +2498,6 @@ def test_the_largest_batch_that_fits(L, B):
     shared = Engine(cost, draft=A100, spec=1, alpha=0.5, max_batch=0)
     free = cost.memory - A100.n_bytes
     assert shared.n_page == int(free // (cost.page_bytes + A100.page_bytes))
-
-def test_a_simulator_has_no_confidence():
-    with pytest.raises(ValueError, match="spec = 'confidence': .* no probabilities"):
-        Engine(A100, draft=SMALL, spec="confidence", alpha=0.6)
 
 @each("order, waiting, running, expected", [  # adapters; upper case: was preempted
     (fcfs, "Abacb", "", "01234"),
