@@ -1144,7 +1144,7 @@ def test_training_lowers_the_loss_and_the_models_are_found(tmp_path, monkeypatch
     monkeypatch.setattr(model_py, "CACHE", tmp_path)
     monkeypatch.setattr(model_py, "PRESETS", {"tiny": tiny})
     monkeypatch.setattr(model_py, "stdlib_tokens", lambda: torch.arange(4000) % 7)
-    model_py.train_tiny(steps=100)
+    model_py.train_tiny(steps=100, T=32)
     tokens = torch.arange(30) % 7
     for name, n_layer in (("tiny", 2), ("draft", 1)):
         model = load_model(name)
@@ -1381,6 +1381,13 @@ def test_the_least_recently_used_adapter_is_evicted():
     engine.run()
     engine.generate([[1] * 10], 19)  # a request needs all pages but one
     assert not engine.memory.loaded
+    engine = start(TARGET, [], adapters=adapters, max_batch=2, n_page=2 * 8 + 40)
+    engine.generate([[1], [2]], 2, ["a", "b"])
+    for tokens, n, name in (([1] * 9, 12, "a"), ([2], 2, "b")):  # a is used until after b
+        engine.add(Request(tokens, n, name))
+    engine.run()
+    engine.generate([[1] * 20], 14, "c")
+    assert loaded_in(engine) == ["a", "c"]
 
 def test_adapters_of_the_queue_are_copied_while_others_run(monkeypatch):
     cost = CostModel.roofline(preset("llama-7b"), "a100")
@@ -1476,7 +1483,6 @@ def test_an_adapter_takes_the_models_dtype():
 
 @each("options", [
     dict(lora="batched", draft="ngram", spec=3),
-    dict(lora="bmm"),
     dict(lora="merge", n_page=40),
     dict(adapter_pages=60, n_page=35),
     dict(alloc="reserve", draft="ngram", spec=3),
@@ -1633,20 +1639,6 @@ def test_pages_of_rejected_drafts_are_taken_back_before_a_request_is_preempted()
                    alpha=1e-9)
     assert n_preempted(engine) == 0 and engine.speculator.n_accepted == 0
 
-def test_adapters_that_were_used_last_are_evicted_last():
-    """Adapter 0 is acquired before adapter 1, and used until after it."""
-    n_page = 2 * Adapter(TINY, 8).n_page + 100
-    engine = Engine(COST, max_batch=2, n_page=n_page)
-    for name in range(3):
-        engine.add_adapter(name, 8)
-    for name, n in ((0, 20), (1, 2)):
-        engine.add(Request([0] * 9, n, name))
-    engine.run()
-    engine.add(Request([0] * 9, 60, 2))
-    engine.run()
-    names = engine.memory.names
-    assert names[0] in engine.memory.loaded and names[1] not in engine.memory.loaded
-
 def test_an_iteration_without_tokens_is_waited_for(monkeypatch):
     """On a GPU, where nothing else does: the clock would be too early."""
     waits = []
@@ -1702,7 +1694,6 @@ BAD_OPTIONS = {
     "unknown scheduler 'fast'.* static, orca": dict(scheduler="fast"),
     "unknown alloc 'lazy'.* reserve, grow": dict(alloc="lazy"),
     "order = 'lcfs': must be a function": dict(order="lcfs"),
-    "unknown lora 'fast'": dict(lora="fast"),
     "unknown spec 'a number'.* goodput": dict(spec="a number", draft="ngram"),
     "unknown draft 'a GPT'.* ngram": dict(spec=2, draft="a GPT"),
     "vocabulary of the draft model = 7: must be in 46 .. 76": dict(
@@ -1712,8 +1703,6 @@ BAD_OPTIONS = {
     "spec = 3: needs a draft": dict(spec=3),
     "scheduler = .*Sarathi.* must be an object like Sarathi": dict(scheduler=sarathi.Sarathi),
     "chunk = 0": dict(chunk=0),
-    "chunk = '64'": dict(chunk="64"),
-    "seed = 0.5": dict(seed=0.5),
     "alpha = 1.5": dict(alpha=1.5),
     "max_batch = -1": dict(max_batch=-1),
 }
@@ -1721,24 +1710,17 @@ LIST = "must be a list of tokens, like .1, 2, 3."
 BAD_REQUESTS = {
     "tokens in the prompt = 0": dict(prompt=[]),
     f"prompt = 'text': {LIST}": dict(prompt="text"),
-    f"prompt = .1.5.: {LIST}": dict(prompt=[1.5]),
     f"prompt = .True.: {LIST}": dict(prompt=[True]),
     f"stop = '.': {LIST}": dict(stop="."),
     "max_new_tokens = True": dict(max_new_tokens=True),
-    "temperature = '1'": dict(temperature="1"),
     "temperature = inf": dict(temperature=math.inf),
-    "top_k = 1000000000000": dict(top_k=10**12),
-    "arrival = nan": dict(arrival=math.nan),
     "arrival = 1700000000: must be in 0.0 .. 1000000000": dict(arrival=1700000000),
     "seed = -1": dict(seed=-1),
-    "alpha = -1": dict(alpha=-1),
     "alpha = 0.5: of a request, needs an engine with an alpha": dict(alpha=0.5),
     "adapter = .'ffn'.: must be a name": dict(adapter=["ffn"]),
     "output = .1.: add a Request only once": dict(output=[1]),
     "token = 61: must be in 0 .. 60": dict(prompt=[1, 61]),
     "token = -1": dict(prompt=[-1]),
-    "max_new_tokens = 0": dict(max_new_tokens=0),
-    "temperature = nan": dict(temperature=float("nan")),
     "top_p = 0": dict(top_p=0),
     "top_k = -1": dict(top_k=-1),
     "unknown adapter 'none'.* ffn": dict(adapter="none"),
@@ -1752,7 +1734,6 @@ def adapter_of(**config):
 BAD_CALLS = {
     "tokens in the prompt = 0: must": lambda engine: engine.generate([[1], []]),
     f"prompt = 1: {LIST}.*generate.. a list of prompts": lambda engine: engine.generate([1, 2]),
-    f"prompt = 'h': {LIST}": lambda engine: engine.generate("hello"),
     "names in adapter = 1: must be in 2 .. 2":
         lambda engine: engine.generate([[1], [2]], adapter=["ffn"]),
     "id = 0: add a Request only once": lambda engine: engine.add(engine.requests[0]),
@@ -1767,10 +1748,7 @@ BAD_CALLS = {
         lambda engine: engine.add_adapter("large", 12),
     "adapter 'deep': .*made for this model":
         lambda engine: engine.add_adapter("deep", adapter_of(n_layer=3)),
-    "adapter 'half': .*made for this model":
-        lambda engine: engine.add_adapter("half", adapter_of(shard=(1, 2))),
     "unknown adapter 'lost': one of q, ffn": lambda engine: engine.remove_adapter("lost"),
-    "unknown adapter None: one of q, ffn": lambda engine: engine.remove_adapter(None),
 }
 
 @each("message", BAD_OPTIONS | BAD_REQUESTS | BAD_CALLS)
@@ -1809,12 +1787,10 @@ ODD = [None, True, -1, 0, 1, 3, 61, 2**70, 0.5, 1e-39, 1e300, math.nan, math.inf
 FIELDS = ["prompt", "max_new_tokens", "adapter", "temperature", "top_k", "top_p", "stop", "arrival",
           "seed", "n_past", "drafts", "state", "output", "acceptance"]
 
-@each("draft", [None, "model"])
-def test_odd_requests_are_refused_or_served(draft, monkeypatch):
+def test_odd_requests_are_refused_or_served(monkeypatch):
     """A seeded fuzz. A refusal is one line; what is accepted ends, and harms no good neighbour."""
     rng = random.Random(0)
-    source = draft_model(0.3) if draft else None
-    engine = start(TARGET, [], max_batch=4, n_page=300, alloc="grow", draft=source)
+    engine = start(TARGET, [], max_batch=4, n_page=300, alloc="grow", draft=draft_model(0.3))
     monkeypatch.setattr(engine, "clock", sarathi.VirtualClock())
     good = mixed([None, "q"], 30)
     odd = []
@@ -1840,20 +1816,15 @@ PLANS = {
     "plans .Request.*: must be .*request, n": lambda waiting, engine: waiting,
     "plans a request twice": lambda waiting, engine: [(waiting[0], 1)] * 2,
     "plans 99 tokens of request 0: must be in 1 .. 4": lambda waiting, _: [(waiting[0], 99)],
-    "plans 0.5 tokens of request 0: must": lambda waiting, engine: [(waiting[0], 0.5)],
     "plans Request.*: is not waiting or running": lambda waiting, engine: [(Request([1]), 1)],
     "more than max_batch = 2": lambda waiting, engine: [(r, 1) for r in engine.waiting],
     "or the order serves nothing": lambda waiting, engine: [(r, 1) for r in waiting],
 }
 ORDERS = {
     "the order gives None: must be a list": None,
-    "Sarathi or the order plans Request.*: is not waiting": [Request([1])],
-    "Sarathi or the order serves nothing": [],
 }
 POLICIES = {  # for one decode
     "Fixed gives .4. for 1 decodes: must be whole numbers in 0 .. .3.": lambda price: [4],
-    "Fixed gives .1.5. for 1 decodes: must be whole": lambda price: [1.5],
-    "Fixed gives .-1. for 1 decodes: must be whole": lambda price: [-1],
     "Fixed gives 2 for 1 decodes: must be whole": lambda price: 2,
     "Fixed gives .. for 1 decodes: must be whole": lambda price: [],
     "Fixed calls price: set needs_price = True": lambda price: price([1]),
@@ -1879,31 +1850,21 @@ def test_a_mistake_in_a_users_code_is_one_clear_line(message):
     check_pages(engine)
     assert not engine.requests
 
-def test_a_merge_that_failed_is_repeated():
-    engine = start(random_model(), [], lora="merge")
-    merge = engine.model.merge
-    engine.model.merge = Mock(side_effect=[KeyboardInterrupt, None, None])
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate([prompt(9)], 12, "all")
-    engine.model.merge = merge
-    tokens, = engine.generate([prompt(9)], 12, "all")
-    assert tokens == naive(tuple(prompt(9)), "all", 12)
-
 HOOKS = {  # what may fail in an iteration: engine -> its owner and its name
     "plan": lambda engine: (engine.scheduler, "plan"),
     "order": lambda engine: (engine, "order"),
     "policy": lambda engine: (engine.speculator.policy, "lengths"),
     "drafts": lambda engine: (engine.speculator.proposer, "propose"),
-    "copy": lambda engine: (engine.runner, "copy_adapter"),
+    "copy": lambda engine: (engine.model, "merge") if engine.lora == "merge" else (
+        engine.runner, "copy_adapter"),
     "run": lambda engine: (engine.runner, "run"),
     "on_event": None,
 }
 
-@each("call", ["generate", "run"])
 @each("hook", HOOKS)
-@each("model, options", [(COST, {}), (COST, dict(adapter_pages=60)), (TARGET, {}),
+@each("model, options", [(COST, dict(adapter_pages=60)), (TARGET, {}),
                          (TARGET, dict(lora="merge"))], ids=str)
-def test_after_an_exception_all_requests_wait_again(model, options, hook, call):
+def test_after_an_exception_all_requests_wait_again(model, options, hook):
     """generate takes its requests back, and no page and no token of the others is lost."""
     names = [None, "q", "ffn"]
     prompts = [prompt(9 + i, i) for i in range(3)]
@@ -1927,7 +1888,7 @@ def test_after_an_exception_all_requests_wait_again(model, options, hook, call):
                     return whole(*arguments)
                 patch.setattr(owner, name, fails)
             try:
-                engine.generate(prompts, 8, names) if call == "generate" else engine.run(on_event)
+                engine.generate(prompts, 8, names) if HOOKS[hook] else engine.run(on_event)
             except (ZeroDivisionError, KeyboardInterrupt):
                 n_raised += 1
         check_pages(engine)
@@ -1938,8 +1899,7 @@ def test_after_an_exception_all_requests_wait_again(model, options, hook, call):
         if model is TARGET:
             assert tokens == [naive(tuple(p), name, 8) for p, name in zip(prompts, names)]
             check_tokens(others)
-    is_called = hook != "on_event" or call == "run"
-    assert bool(n_raised) == (is_called and (hook, options) != ("copy", dict(lora="merge")))
+    assert n_raised
 
 def numbers(batch):
     """All that a CUDA graph keeps from its recording: Python's numbers and the shapes of tensors"""
@@ -2006,9 +1966,12 @@ def unwritten_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there, all tests of the engine replay real graphs")
-@each("names, spec", [((None,), None), ((None, "q", "all"), None), (("ffn", None), 3)])
-@each("scheduler, chunk", [("sarathi", 32), ("sarathi", 64), ("sarathi_serve", 64),
-                           ("prefill_first", 40)])
+@each("scheduler, chunk, names, spec", [
+    ("sarathi", 32, (None,), None),
+    ("sarathi_serve", 64, (None, "q", "all"), None),
+    ("sarathi_serve", 64, ("ffn", None), 3),
+    ("prefill_first", 40, (None, "q", "all"), 3),
+])
 def test_iterations_of_up_to_a_chunk_replay_graphs(scheduler, chunk, names, spec,
                                                    unwritten_memory_is_nan, monkeypatch):
     """Ends of prompts, short prompts, several chunks, drafts and adapters beside them: all graphs
@@ -2043,8 +2006,7 @@ def test_iterations_of_up_to_a_chunk_replay_graphs(scheduler, chunk, names, spec
     assert {*engine.runner.graphs.graphs} == graphs and len(graphs) <= 24
     assert all(n > chunk for n in eager) and bool(eager) == (scheduler == "prefill_first")
 
-@each("names, spec", [((None,), None), ((None, "0"), None), (("0",), 3)])
-@each("scheduler", ["sarathi", "prefill_first"])
+@each("scheduler, names, spec", [("sarathi", (None, "0"), None), ("prefill_first", ("0",), 3)])
 def test_nothing_is_compiled_while_requests_are_served(scheduler, names, spec, monkeypatch):
     """What Triton would compile for llama-13b's heads: a kernel again for arguments of another
     kind. Prompts of more than a chunk run without a graph."""
@@ -2163,7 +2125,7 @@ def test_graphs_change_no_operator_and_no_token(unwritten_memory_is_nan, monkeyp
         requests = mixed((None, "q"), 2)
         serve(TARGET, requests, chunk=10, max_batch=2, draft="ngram", spec=2)
         check_tokens(requests)
-    for case in CASES[::2] if not INTERPRETED else []:
+    for case in CASES[::6] if not INTERPRETED else []:
         requests = mixed(case["adapters"])
         serve_case(case | dict(lora="batched"), requests)
         check_tokens(requests)
@@ -2178,14 +2140,12 @@ def forget_residual(p, q, drafts, n_drafts, u):
     first_row = (n_drafts + 1).cumsum(0) - n_drafts - 1
     return n_accepted, kernels.sample(p[first_row + n_accepted], u[len(drafts):])
 
-RULES = {"right": kernels.verify, "broken": forget_residual}
-
-@each("rule", RULES)
-@each("source", ["ngram", 7, 10])
+@each("source, rule", [("ngram", "right"), (7, "right"), (10, "right"), (7, "broken")])
 def test_sampled_speculation_is_lossless(source, rule, monkeypatch):
     """Chi-square of the first three tokens of 4,000 equal requests; two tokens have no chance. A
     number: a draft model with so many tokens, of which the target has eight."""
-    monkeypatch.setattr(sarathi, "verify", RULES[rule])
+    if rule == "broken":
+        monkeypatch.setattr(sarathi, "verify", forget_residual)
     config = replace(TINY, vocab_size=8)
     model = random_model(config)
     draft = source
@@ -2315,10 +2275,8 @@ class Skilled(Proposer):
         return [token if x < self.chance else (token + 1) % 61
                 for token, x in zip(output[n:n + k], u.tolist())]
 
-RECOVERIES = [("lookup", "goodput"), ("model", "goodput"), ("model", "goodput_request"),
-              ("real", "goodput"), ("real model", "goodput")]
-
-@each("draft, spec", RECOVERIES)
+@each("draft, spec", [("lookup", "goodput"), ("model", "goodput_request"), ("real", "goodput"),
+                      ("real model", "goodput")])
 def test_an_acceptance_that_recovers_is_noticed(draft, spec):
     """Sixty requests whose drafts are wrong, 200 whose drafts are right: the next hundred get as
     many as in an engine that never saw a wrong one [SmartSpec §4.4]."""
@@ -2343,9 +2301,7 @@ def test_an_acceptance_that_recovers_is_noticed(draft, spec):
         n_draft.append(engine.speculator.n_drafted - before)
     assert n_draft[0] > 0.8 * n_draft[1] > 500
 
-@each("draft, spec, B", [
-    ("lookup", "goodput", 4), ("lookup", "goodput", 32), ("lookup", "goodput_request", 32),
-    ("model", "goodput", 4), ("model", "goodput_request", 32)])
+@each("draft, spec, B", [("lookup", "goodput", 32), ("model", "goodput_request", 4)])
 def test_drafts_that_do_not_pay_are_hardly_tried(draft, spec, B):
     """Finding out takes less than 1 % of the time."""
     seconds = []
@@ -2423,7 +2379,6 @@ VLLM = CostModel.roofline(preset("llama-7b"), "a100", system="vllm")  # drafts c
 
 @each("scheduler", SCHEDULERS)
 @each("options", [
-    dict(alloc="grow", n_page=75),
     dict(alloc="grow", n_page=75, spec="goodput", alpha=0.6, draft="zeros"),
     dict(alloc="reserve", spec=3, alpha=0.8, draft="model"),
 ], ids=str)
@@ -2442,22 +2397,6 @@ def test_the_simulator_plans_as_the_engine(scheduler, options):
 def equal_requests(n, n_prompt, n_output):
     return [Request([0] * n_prompt, n_output) for _ in range(n)]
 
-@each("chunk, B", [(256, 18), (128, 6), (16, 20)])
-def test_sarathi_fills_whole_tiles(chunk, B):
-    """One chunk a batch, so that it and the decodes fill tiles: with B - 1 decodes C - (B - 1)."""
-    tile = min(128, chunk)
-    requests = equal_requests(2 * B, 2 * chunk + 44, 450)
-    engine = serve(A6000, requests, chunk=chunk, max_batch=B, n_page=B * 1600)
-    sizes = set()
-    n_partial = 0
-    for rows in rows_of(engine, 2):
-        assert sum(n > 1 for n in rows) <= 1 and len(rows) <= B
-        n_partial += max(rows) > 1 and sum(rows) % tile > 0
-        if len(rows) == B:
-            sizes.add(max(rows))
-    assert n_partial <= len(requests)  # the ends of the prompts
-    assert max(chunk, cdiv(B, tile) * tile) - (B - 1) in sizes
-
 def test_autopilot_lets_no_prompt_wait_for_the_end_of_decodes():
     """The last tokens of a long prompt pay less than decodes alone, but are fed."""
     requests = [Request([0] * 300, 100) for _ in range(4)]
@@ -2475,8 +2414,8 @@ def test_prompt_tokens_beside_n_decodes(chunk, n, expected):
     """They fill the chunk; only if the decodes alone do, the next tile."""
     assert Engine(COST, chunk=chunk).scheduler.budget([None] * n) == expected
 
-@each("spec", [3, "goodput", "goodput_request"])
-@each("scheduler", ["sarathi", "sarathi_serve", "autopilot"])
+@each("scheduler, spec", [("sarathi", 3), ("sarathi_serve", "goodput_request"),
+                          ("autopilot", "goodput")])
 def test_chunks_leave_room_for_drafts(scheduler, spec):
     """Chunk, decodes and drafts fill two tiles of 128 rows [SARATHI §4.4]."""
     rng = random.Random(0)
@@ -2490,11 +2429,10 @@ def test_chunks_leave_room_for_drafts(scheduler, spec):
     n_exceeding = sum(n > 256 and 0 < n % 128 < 48 for n in mixed)  # no prompt's end
     assert n_exceeding <= (0.02 if spec == 3 else 0.1) * len(mixed)
 
-@each("L, B", [(1024, 20), (2048, 10), (3072, 6)])
-def test_the_largest_batch_that_fits(L, B):
-    """[SARATHI §4.3] The paper says 18, 10 and 6."""
-    cost = CostModel.roofline(replace(preset("llama-13b"), block_size=L), "a6000")
-    assert Engine(cost, max_batch=0).max_batch == B
+def test_the_largest_batch_that_fits():
+    """[SARATHI §4.3] The paper says 18."""
+    cost = CostModel.roofline(replace(preset("llama-13b"), block_size=1024), "a6000")
+    assert Engine(cost, max_batch=0).max_batch == 20
     shared = Engine(cost, draft=A100, spec=1, alpha=0.5, max_batch=0)
     free = cost.memory - A100.n_bytes
     assert shared.n_page == int(free // (cost.page_bytes + A100.page_bytes))
@@ -2546,21 +2484,6 @@ def test_requests_that_the_order_aborts_have_an_event():
     ended = Counter((event.request.id, event.finished) for event in engine.seen if event.finished)
     assert ended == Counter((request.id, request.state) for request in requests)
     assert 5 < sum(request.state == "aborted" for request in requests) < 40
-
-@each("B, low, high", [(1, 5, 7), (64, 1, 4), (512, 0, 0)])
-def test_goodput_drafts_much_for_small_batches(B, low, high):
-    options = dict(max_batch=B, n_page=B * 100, draft="ngram", spec="goodput", alpha=0.7)
-    engine = start(A100, equal_requests(B, 30, 60), "orca", **options)
-    engine.step()
-    engine.step()
-    n_logits = rows_of(engine, 3)[1]
-    assert low <= np.mean(n_logits) - 1 <= high
-
-def test_requests_with_a_higher_acceptance_rate_get_more_drafts():
-    requests = [Request([0], acceptance=rate) for rate in (0.9, 0.1, 0.6)]
-    policy = sarathi.GoodputRequest()
-    a, b, c = policy.lengths(requests, [7, 7, 7], 0.7, lambda drafts: 1 + 0.1 * sum(drafts))
-    assert a > c > b
 
 def test_an_oracle_drafts_what_will_be_accepted():
     requests = equal_requests(4, 30, 60)
@@ -3014,16 +2937,22 @@ def test_claim_holds(kind, paper, inside, outside):
     assert all(claim.holds(ours) for ours in inside)
     assert not any(claim.holds(ours) for ours in outside)
 
-@each("name", [name for name in CLAIMS if name != "fidelity"])
+@each("name", [name for name, what in EXPERIMENTS.items() if what.only != "measured"])
 def test_every_claim_has_its_point(name):
     rows = small_rows(name)
-    assert set(CLAIMS[name]) <= set(rows)
-    for at, claim in CLAIMS[name].items():
+    claims = CLAIMS.get(name, {})
+    assert set(claims) <= set(rows)
+    for at, claim in claims.items():
         row = rows[at]
         assert row["paper"] == claim.paper
         assert row["fit"] == claim.fit
         assert row["kind"] in ("value", "gain", "bound")
         assert row["inside"] == claim.holds(row["ours"])
+    assert all(math.isfinite(row["ours"]) for row in rows.values())
+    text = tables(name, simulated(name), list(rows.values()))
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert lines and max(map(len, lines)) <= 120
+    assert any("paper" in line for line in lines) == bool(claims)
 
 MISSES = {  # misses of the experiments that are small as they are; each has a note
     "table2": {("decode (ms)", "decode-maximal", "")},
@@ -3083,9 +3012,8 @@ def test_data_sheets_are_what_the_chips_can_do(name):
     assert gpu.bandwidth == approx(n_bit * rate / 8 * 1e9, rel=0.02)
 
 @each("edit, needle", [
-    ({}, None), ({"name": "mine", "flops": 312000000000000}, None), ({"link": None}, "link"),
-    ({"flops": 312}, "flops of .* 1000000000.0"), ({"memory": 80 * 2**30}, "memory of .* 10000"),
-    ({"bandwidth": math.nan}, "bandwidth of .*nan"), ({"flops": "312e12"}, "must be like"),
+    ({"name": "mine", "flops": 312000000000000}, None), ({"link": None}, "link"),
+    ({"flops": 312}, "flops of .* 1000000000.0"), ({"flops": "312e12"}, "must be like"),
 ])
 def test_a_gpu_of_a_file(edit, needle, tmp_path):
     path = tmp_path / "mine.json"
@@ -3184,14 +3112,16 @@ def test_a_run_counts_once():
 @cache
 def tiny_place():
     config = GPTConfig(2, 4, 64, 96, n_kv_head=2, vocab_size=61, block_size=1024)
-    words = "online --lengths 64,96 --seconds 0 --max-batch 4 --chunk 128 --rate 50"
+    words = "online --lengths 64,96 --seconds 0 --max-batch 4 --chunk 128 --rate 1000"
     return bench.Place(arguments(words), GPT.from_preset(config, torch.float32), "a tiny model")
 
 MEASURED = [name for name, what in EXPERIMENTS.items()
             if what.only != "simulated" and name != "spec_here"]  # it needs text, see below
 
 @each("name", MEASURED)
-def test_experiment_measures(name):
+def test_experiment_measures(name, monkeypatch):
+    if name == "users":  # as few as may be
+        monkeypatch.setattr(bench, "round", lambda n: 0, raising=False)
     if name == "peers":
         pytest.importorskip("peft")
     rows = list(EXPERIMENTS[name].rows(tiny_place()))
@@ -3234,15 +3164,12 @@ def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys,
 @each("words, needle", [
     ("", "model 'tiny': is not trained yet, run `python model.py`"),
     ("--model llama-30m", "model 'llama-30m' has no tokenizer.json"),
-    ("--model llama-30m --prompts no.txt", "no.txt"),
     ("--model llama-30m --prompts latin.txt", "paragraphs of UTF-8 text in latin.txt = 0: must be"),
-    ("--model llama-30m --prompts empty.txt", "paragraphs of UTF-8 text in empty.txt = 0: must be"),
 ])
 def test_text_that_is_missing(words, needle, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(model_py, "CACHE", tmp_path)
     monkeypatch.chdir(tmp_path)
     Path("latin.txt").write_bytes(b"caf\xe9")
-    Path("empty.txt").write_text(" \n\n")
     status, out, err = command(monkeypatch, capsys, f"spec_here {words}")
     assert status == 2 and needle in err.strip().splitlines()[-1]
 
@@ -3262,10 +3189,6 @@ def test_operators_are_timed_without_the_first_pass(monkeypatch):
     monkeypatch.setattr(place, "seconds", lambda *shapes, last: np.array([[8.0]]))
     operators = place.operators(decodes=2, context=10)
     assert operators == {"attn": approx([2.0]), "others": approx([6.0])}
-
-@each("name", ["ceilings", "timeline", "online", "autopilot"])
-def test_experiment_simulates(name):
-    assert all(math.isfinite(row["ours"]) for row in small_rows(name).values())
 
 def test_lengths_are_those_that_were_run():
     place = bench.Place(arguments("--lengths 512,1024"), simulated("table4").model, "here")
@@ -3383,9 +3306,6 @@ TRACES = {  # the same three requests, 4 and 1.5 seconds apart
         (1, 7, "2024-05-10 03:00:05.5+02:00"))),
     "ns.csv": "arrival,prompt,output\n1700000000000000000,374,44\n1700000004000000000,396,9\n"
               "1.7000000055e18,7,1\n",
-    "ms.jsonl": "".join('{"TIMESTAMP": "%d", "ContextTokens": %d, "GeneratedTokens": %d}\n' % row
-                        for row in ((1700000000000, 374, 44), (1700000004000, 396, 9),
-                                    (1700000005500, 7, 1))),
     "bailian.jsonl": "".join(
         '{"chat_id": 1, "parent_chat_id": -1, "timestamp": %s, "input_length": %d, '
         '"output_length": %d, "type": "text", "turn": 1, "hash_ids": [0]}\n' % row
@@ -3397,8 +3317,7 @@ TRACES = {  # the same three requests, 4 and 1.5 seconds apart
         for row in ((3000, 374, 44), (7000, 396, 9), (8500, 7, 1))),
 }
 
-@each("name", TRACES)
-@each("form", ["", "BOM", "CRLF", "gz"])
+@each("name, form", [*product(TRACES, [""]), *product(["azure.csv"], ["BOM", "CRLF", "gz"])])
 def test_traces_of_the_field(name, form, tmp_path, capsys):
     data = TRACES[name].encode("utf-8-sig" if form == "BOM" else "utf-8")
     path = tmp_path / name
@@ -3419,29 +3338,22 @@ def test_traces_of_the_field(name, form, tmp_path, capsys):
     ("a,b\n1,2\n", "columns a, b: must be CSV or JSON lines with the columns of ours .arrival, "),
     ('[{"id": "a", "conversations": [{"from": "human", "value": "hi"}]}]\n',
      "line 1: a JSON array; must be CSV or JSON lines with the columns of .* Mooncake .timest"),
-    ("[\n  {\n", "line 1: a JSON array; must be CSV"), ("{\n", "line 1: Expect.*; must be CSV"),
-    ('{"id": "a", "conversations": []}\n', "columns id, conversations: must be CSV"),
+    ("{\n", "line 1: Expect.*; must be CSV"),
     ("timestamp,input_length,output_length\n0,5,5\n0.9,5,5\n1.8,5,5\n",
      "3 requests over 0.0018 s are not plausible: an arrival of Mooncake is in units of 0.001 s"),
     ("arrival,prompt,output\n0,5,5\n900000000,5,5\n", "2 requests over 9e.08 s are not plausible"),
     ("arrival,prompt,output\n20231116181546,5,5\n20231116181549,5,5\n", "are not plausible"),
-    ("arrival,prompt,output\n16/Nov/2023:18:15:46,5,5\n", "line 2: .*'16/Nov/2023"),
     ("prompt,output\n5,5\n", "column 'arrival' is missing"),
     ("arrival,prompt,output\n0,5,5\n1,x,5\n", "line 3: .*'x'"),
     ("arrival,prompt,output\n0,5,5\n\n1,5\n", "line 4: more or fewer fields"),
-    ("arrival,prompt,output\n0,5,5\n1,1,000,5\n", "line 3: more or fewer fields"),
     ("arrival,prompt,output\n0,5,5\n1,5.5,5\n", "line 3: .*whole"),
-    ("arrival,prompt,output\n0,nan,5\n", "line 2: .*whole"),
     ("arrival,prompt,output\n0,,5\n", "line 2: "),
     ("arrival,prompt,output\n0,5,5\ninf,5,5\n", "line 3: arrival = inf"),
     ("arrival,prompt,output\nnoon,5,5\n", "line 2: .*'noon'"),
-    ('arrival,prompt,output\n0,5,5\n1,"5,5\n', "line 3: "),
     ('arrival,prompt,output\n0,5,5\n1,5,"5\n', "line 3: "),
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "pro\n', "line 2: "),
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "prompt": 5}\n', "line 2: "),
-    ('{"arrival": 0, "prompt": 5, "output": 5}\n[1, 5, 5]\n', "line 2: "),
     ("arrival,prompt,output\n0,0,5\n0,5,0\n0,60,5\n0,-1,5\n", "can be served = 0"),
-    ("", "can be served = 0"),
     ("\xff", "line 0: .*utf-8"),
 ])
 def test_a_wrong_trace_is_one_clear_line(text, needle, tmp_path):
@@ -3454,8 +3366,6 @@ def test_a_wrong_trace_is_one_clear_line(text, needle, tmp_path):
 @each("L, pd, chunk, B", [
     (1024, 10, 0, 1),
     (1024, 0, 256, 18),
-    (256, 0, 256, 6),
-    (3072, 0, 128, 6),
     (8, 200, 0, 1),
 ])
 def test_halves(L, pd, chunk, B):
@@ -3549,16 +3459,15 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
 @each("words, needle", [
     ("fig99", ": unknown experiment 'fig99'"), ("fig3 --hardware b300", "a100-40, a100, "),
     ("--no-such-flag", "--no-such-flag"), ("--chunk many", "many"),
-    ("--chunk 0", "chunk = 0"), ("--lengths 1..x", "1..x"), ("--max-batch 0", "max_batch = 0"),
-    ("--seconds -1", "seconds = -1"), ("fig3 --lengths 9999 --hardware a100", "9999"),
-    ("fig8 --lengths 32 --hardware a100", "= 32"),
+    ("--chunk 0", "chunk = 0"), ("--lengths 1..x", "1..x"),
+    ("fig3 --lengths 9999 --hardware a100", "9999"), ("fig8 --lengths 32 --hardware a100", "= 32"),
     ("spec_here --hardware a100", "only be measured"),
     ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
     ("fig3 --model no-model --hardware a100", "no-model"), ("fig3 --rate 3", "--rate"),
     ("--scheduler nowhere.py:Mine online", "nowhere.py"), ("--scheduler mine", "'mine'"),
     ("online --jobs a.csv --prompt 8", "--prompt"),
     ("fig3 --hardware a100 --context 9", "context = 9"), ("fig3 --context 4096", "--hardware"),
-    ("fig3 --hardware nowhere.json", "nowhere.json"), ("fig3 --draft tiny", "--draft"),
+    ("fig3 --hardware nowhere.json", "nowhere.json"),
 ])
 def test_mistakes_are_one_line(monkeypatch, capsys, words, needle):
     status, out, err = command(monkeypatch, capsys, words)
@@ -3639,16 +3548,6 @@ def test_online_has_a_table_however_wide():
     more = [row | dict(at=[row["at"][0], f"{row['at'][1]} of mine", row["at"][2]]) for row in rows]
     text = tables("online", simulated("online"), rows + more)
     assert sum(line.startswith("| ") for line in text.splitlines()) == 2 + 2 * len(SCHEDULERS)
-
-@each("name", [name for name, what in EXPERIMENTS.items() if what.only != "measured"])
-def test_tables_fit_120_columns(name):
-    rows = list(small_rows(name).values())
-    text = tables(name, simulated(name), rows)
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert lines and max(map(len, lines)) <= 120
-    n_paper = sum(row["paper"] is not None for row in rows)
-    papers = [line for line in lines if "paper" in line]
-    assert bool(papers) == bool(n_paper)
 
 def test_tables_have_the_columns_that_are_declared():
     """And a line for every other key; the paper's numbers stand behind ours."""
