@@ -39,7 +39,7 @@ from kernels import FEW_ROWS, Batch, Sites, cdiv
 from model import (FAMILIES, GPT, Adapter, GPTConfig, World, load_model, load_tokenizer, preset,
                    read_config)
 from sarathi import (SCHEDULERS, CostModel, EarlyAbort, Engine, Feed, Iteration, IterationStats,
-                     Proposer, Request, cluster, fcfs, lcfs, one_adapter, run_command_line)
+                     Request, cluster, fcfs, lcfs, one_adapter, run_command_line)
 
 import huggingface_hub
 import matplotlib.image
@@ -451,6 +451,12 @@ class Launches(TorchDispatchMode):
             weakref.finalize(storage, self.take, -storage.nbytes())
         return out
 
+    def around(self, forward):
+        def counted_forward(*args):
+            with self:
+                return forward(*args)
+        return counted_forward
+
     def take(self, n_bytes):
         self.n_bytes += n_bytes
         self.peak = max(self.peak, self.n_bytes)
@@ -459,13 +465,8 @@ class Launches(TorchDispatchMode):
 def test_an_iteration_takes_the_memory_that_is_kept_for_it(family, H, Hk, monkeypatch):
     nothing = lambda kernel, grid: lambda *_, **__: None
     engine = launching_engine(nothing, monkeypatch, H, Hk, 64, family)
-    forward = engine.model.forward
     launches = Launches()
-
-    def counted_forward(*args):
-        with launches:
-            return forward(*args)
-    engine.model.forward = counted_forward
+    engine.model.forward = launches.around(engine.model.forward)
     engine.step()
     assert 0.6 < launches.peak / engine.model.iteration_bytes(600, 2) <= 1
 
@@ -493,12 +494,7 @@ def test_a_layer_of_decodes_launches_ten_kernels(family, monkeypatch):
             engine.generate([[1]] * 3, 2)
             engine.add(Request([1] * 300, 3))
             engine.step()
-            forward = engine.model.forward
-
-            def counted_forward(*args):
-                with launches:
-                    return forward(*args)
-            engine.model.forward = counted_forward
+            engine.model.forward = launches.around(engine.model.forward)
             launches.counts.clear()
             waits = Mock(side_effect=lambda tensor: [0] * len(tensor))
             patch.setattr(torch.Tensor, "tolist", lambda tensor: waits(tensor))
@@ -894,11 +890,9 @@ BAD_ADAPTERS = {
 
 WRONG = {
     "unknown preset 'llama-8b': one of tiny, gpt2": lambda: GPT.from_preset("llama-8b"),
-    "'tiny': is not trained yet, run `python model.py`": lambda: load_model("tiny"),
     "dtype = 'int8': must be one of float32": lambda: GPT.from_preset(TINY, torch.int8),
     "tp = 3 needs 3 processes, there are 1: torchrun": lambda: World.start(3),
     "tp = 8 does not divide n_kv_head = 4": lambda: TINY.shard_of(0, 8),
-    "n_kv_head = 3: must divide n_head = 8": lambda: replace(TINY, n_kv_head=3),
     "head_dim = 7: must be even": lambda: GPTConfig(1, 2, 14),
     "GB more than 1 x a10g can give": lambda: CostModel.roofline(preset("llama-70b"), "a10g"),
     "alpha = 0: a simulator": lambda: Engine(COST, draft="ngram"),
@@ -1269,7 +1263,8 @@ FACTORS = {
     "alloc": ["reserve", "grow"],
     "n_page": [75, 400],
     "adapters": [(None,), (None, "q"), (None, "q", "ffn", "all")],
-    "drafts": [(None, "off"), *product(["ngram", 0.3, 9.0], SPECS)],  # number: noise of a model
+    # number: noise of a model
+    "drafts": [(None, "off"), (9.0, "2"), (9.0, "goodput"), *product(["ngram", 0.3], SPECS)],
     "temperature": [0.0, 1.0],  # of a neighbour
     "abort": [0, 4],  # step in which a neighbour is aborted, if not 0
     "lora": ["batched", "bmm", "merge"],
@@ -1571,7 +1566,7 @@ def test_events_stop_tokens_and_times():
     check_tokens(requests)
 
 def test_a_function_that_aborts_gets_no_more_tokens():
-    for n, spec in product(range(1, 12), (1, 4)):
+    for n, spec in product((1, 2, 3, 7, 11), (1, 4)):
         requests = [Request(prompt(25), 12), *mixed(n=2)]
         engine = start(TARGET, requests, max_batch=3, draft=random_model(), spec=spec)
         first = requests[0]
@@ -2091,11 +2086,7 @@ def test_gpus_that_do_not_do(monkeypatch, capsys):
     assert [*map(len, lines)] == approx([80, 80], abs=30)
     assert "Triton" in lines[0] and "driver" in lines[1] and "12.8" in lines[1]
 
-def test_a_new_gpu_has_to_be_there(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench.py", "gpu", "--device", "cpu"])
-    with pytest.raises(SystemExit, match="2"):
-        run_command_line(bench.main)
-    assert "gpu: torch sees no GPU" in capsys.readouterr().err
+def test_the_experiments_of_a_new_gpu(monkeypatch):
     args = arguments("gpu --chunk 128")
     args.device = "cuda"
     place = tiny_place()
@@ -2125,7 +2116,7 @@ def test_graphs_change_no_operator_and_no_token(unwritten_memory_is_nan, monkeyp
         requests = mixed((None, "q"), 2)
         serve(TARGET, requests, chunk=10, max_batch=2, draft="ngram", spec=2)
         check_tokens(requests)
-    for case in CASES[::6] if not INTERPRETED else []:
+    for case in CASES[::8] if not INTERPRETED else []:
         requests = mixed(case["adapters"])
         serve_case(case | dict(lora="batched"), requests)
         check_tokens(requests)
@@ -2146,7 +2137,7 @@ def test_sampled_speculation_is_lossless(source, rule, monkeypatch):
     number: a draft model with so many tokens, of which the target has eight."""
     if rule == "broken":
         monkeypatch.setattr(sarathi, "verify", forget_residual)
-    config = replace(TINY, vocab_size=8)
+    config = replace(TINY, n_layer=1, n_embd=32, n_inner=48, vocab_size=8, block_size=16)
     model = random_model(config)
     draft = source
     if source != "ngram":
@@ -2264,37 +2255,18 @@ def test_a_request_may_have_an_acceptance_of_its_own(spec):
     equal = np.mean(n_logits[0]) < 1.2 * np.mean(n_logits[1])
     assert equal == (spec == 4)
 
-class Skilled(Proposer):
-    """Every draft is the next token with a chance, else another one."""
-    chance = 0.0
-
-    def draft(self, request, k):
-        output = naive(tuple(request.prompt), None, request.max_new_tokens)
-        n = len(request.output)
-        u = sarathi.uniform([(request.seed, request.n_tokens + j) for j in range(k)], sarathi.DRAFT)
-        return [token if x < self.chance else (token + 1) % 61
-                for token, x in zip(output[n:n + k], u.tolist())]
-
-@each("draft, spec", [("lookup", "goodput"), ("model", "goodput_request"), ("real", "goodput"),
-                      ("real model", "goodput")])
-def test_an_acceptance_that_recovers_is_noticed(draft, spec):
+@each("source, spec", [("ngram", "goodput"), ("model", "goodput_request")])
+def test_an_acceptance_that_recovers_is_noticed(source, spec):
     """Sixty requests whose drafts are wrong, 200 whose drafts are right: the next hundred get as
     many as in an engine that never saw a wrong one [SmartSpec §4.4]."""
-    B = 16
     n_draft = []
+    draft = SMALL if source == "model" else source
     for phases in ([(60, 0.02), (200, 0.9), (100, 0.9)], [(100, 0.9)]):
-        skilled = Skilled()
-        source = {"lookup": "ngram", "model": SMALL, "real": skilled, "real model": random_model()}
-        model = TARGET if "real" in draft else VLLM
-        alpha = 0.0 if draft == "real" else 0.02
-        engine = Engine(model, max_batch=B, n_page=B * 64, cost=VLLM, draft=source[draft],
-                        spec=spec, alpha=alpha)
+        engine = Engine(VLLM, max_batch=16, n_page=1024, draft=draft, spec=spec, alpha=0.02)
         for n, rate in phases:
             before = engine.speculator.n_drafted
-            skilled.chance = rate
             for _ in range(n):
-                own = None if draft == "real" else rate
-                engine.add(Request(prompt(12), 12 if draft == "real model" else 30, alpha=own))
+                engine.add(Request(prompt(12), 30, alpha=rate))
             engine.run()
             if rate == 0.02:
                 engine.speculator.acceptance = 0.02  # as after a long time at a low load
@@ -2832,7 +2804,6 @@ MISTAKES = {
     "invalid choice: 'fast'": ["--scheduler", "fast"],
     "tp = 2 needs 2 processes, .*--nproc_per_node 2": ["--tp", 2],
     "argument --tokens: '1 2': must be like 1,2,3": ["--tokens", "1 2"],
-    "model '../nowhere': must be a folder": ["--tokens", "1", "--model", "../nowhere"],
     "spec = '3': needs a draft": ["--spec", 3],
     "--explain runs an example of its own": ["--explain", "--chunk", 8],
 }
@@ -3161,18 +3132,6 @@ def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys,
     texts = [bytes(tokens) for tokens in served[-1]]
     assert all(text.startswith(prompt) for text, prompt in zip(texts, prompts))
 
-@each("words, needle", [
-    ("", "model 'tiny': is not trained yet, run `python model.py`"),
-    ("--model llama-30m", "model 'llama-30m' has no tokenizer.json"),
-    ("--model llama-30m --prompts latin.txt", "paragraphs of UTF-8 text in latin.txt = 0: must be"),
-])
-def test_text_that_is_missing(words, needle, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(model_py, "CACHE", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    Path("latin.txt").write_bytes(b"caf\xe9")
-    status, out, err = command(monkeypatch, capsys, f"spec_here {words}")
-    assert status == 2 and needle in err.strip().splitlines()[-1]
-
 def test_operators_are_timed_without_the_first_pass(monkeypatch):
     """In it, kernels are compiled."""
     place = bench.Place(arguments("--seconds 0 --chunk 128"), random_model(), "a tiny model")
@@ -3222,19 +3181,6 @@ def test_rounds_take_turns_and_warm_up(monkeypatch):
         monkeypatch.setattr(place.args, "seconds", seconds)
         assert place.rounds(*functions) == expected
         assert calls == list("abccbaabc")[:3 * len(expected[0]) + 3 * (seconds > 0)]
-
-def test_iteration_is_what_the_cost_model_says():
-    place = simulated("table2")
-    cost = place.model
-    shape = dict(decodes=5, context=1023, chunk=251, past=512)
-    seconds = place.seconds(shape)
-    stats = cost.stats([feed(1023, 1, 1)] * 5 + [feed(512, 251, 1)])
-    expected = cost.seconds(stats)
-    assert seconds.item() == approx(expected)
-    operators = place.operators(**shape)
-    assert sum(operators.values()) == approx(expected)
-    measured = tiny_place().operators(decodes=4, context=63)
-    assert {name for name, t in operators.items() if t} == {*measured}
 
 def test_explanation_and_chunk():
     place = simulated("fig9", "--lengths 1024,2048")
@@ -3407,7 +3353,7 @@ PIECES = [
     (1, "decode", 3.0, 4.0, 1),
 ]
 
-def test_pieces_of_requests_and_stages():
+def test_pieces_of_requests_and_stages(tmp_path):
     assert list(bench.pieces(RECORD)) == PIECES
     verification = [feed(64, 8, 8), feed(5, 1, 1)]
     stages = [
@@ -3421,8 +3367,6 @@ def test_pieces_of_requests_and_stages():
         (0, "bubble", 1.0, 3.0, 0),
         (0, "decode", 3.0, 4.0, 9),
     ]
-
-def test_trace(tmp_path):
     path = tmp_path / "trace.json"
     bench.write_trace(path, [("sarathi", RECORD)])
     name, first, *others = json.loads(path.read_text())["traceEvents"]
@@ -3467,9 +3411,16 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("--scheduler nowhere.py:Mine online", "nowhere.py"), ("--scheduler mine", "'mine'"),
     ("online --jobs a.csv --prompt 8", "--prompt"),
     ("fig3 --hardware a100 --context 9", "context = 9"), ("fig3 --context 4096", "--hardware"),
-    ("fig3 --hardware nowhere.json", "nowhere.json"),
+    ("fig3 --hardware nowhere.json", "nowhere.json"), ("gpu --device cpu", "torch sees no GPU"),
+    ("spec_here", "model 'tiny': is not trained yet, run `python model.py`"),
+    ("spec_here --model llama-30m", "model 'llama-30m' has no tokenizer.json"),
+    ("spec_here --model llama-30m --prompts latin.txt",
+     "paragraphs of UTF-8 text in latin.txt = 0: must be"),
 ])
-def test_mistakes_are_one_line(monkeypatch, capsys, words, needle):
+def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, needle):
+    monkeypatch.setattr(model_py, "CACHE", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("latin.txt").write_bytes(b"caf\xe9")
     status, out, err = command(monkeypatch, capsys, words)
     assert status == 2 and needle in err and not out
     assert len(err.strip().splitlines()) == 1 and "Traceback" not in err
