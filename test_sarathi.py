@@ -576,6 +576,18 @@ def test_forward_equals_the_oracle(config, dtype, atol):
         close(logits, model.logits(known)[-1], atol)
     assert len(rows) > 32
 
+def test_marks_name_each_operator_when_it_is_done():
+    model = random_model()
+    marks = []
+    forward = model.forward
+    model.forward = lambda batch, kv: forward(batch, kv, marks.append)
+    engine = Engine(model)
+    engine.runner.graphs = None  # a replay calls no forward
+    engine.add_adapter("down", Adapter.random(TINY, {"mlp.down_proj": 2}))
+    engine.generate([[1, 2]], 1, "down")
+    layer = "others preproj attn postproj others ffn_ln1 others ffn_ln2 lora".split()
+    assert marks == [*layer, *layer, "others"]
+
 def transformers_model(folder, family="llama", shard="5GB", **settings):
     """A random checkpoint, written by transformers -> a function tokens (T,) -> logits (T, V)"""
     transformers = pytest.importorskip("transformers")
@@ -611,9 +623,9 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
     "biases": dict(attention_bias=True, mlp_bias=True),
     "mistral, large window": dict(family="mistral", sliding_window=200),
     "mistral, context 80": dict(family="mistral", sliding_window=80),
-    "qwen2": dict(
-        family="qwen2", tie_word_embeddings=True, shard="30KB",
-        changes=dict(attention_bias=True)),  # which it does not know
+    "qwen2, no window": dict(  # it does not know attention_bias
+        family="qwen2", tie_word_embeddings=True, shard="30KB", max_window_layers=0,
+        changes=dict(attention_bias=True, sliding_window=8, layer_types=None)),
     "qwen2, whole layers": dict(
         family="qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2,
         changes=dict(layer_types=None)),
@@ -636,8 +648,10 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
     "two thetas": dict(
         changes=dict(rope_parameters=dict(rope_type="default", rope_theta=5e5), rope_theta=3.0)),
     "theta outside": dict(changes=dict(rope_parameters=dict(rope_type="default"), rope_theta=5e5)),
-    "another name of the activation, and a window that llama does not know": dict(
-        changes=dict(hidden_act="swish", sliding_window=8)),
+    "settings left out, and a window that llama does not know": dict(
+        num_key_value_heads=4,
+        changes=dict(num_key_value_heads=None, rms_norm_eps=None, rope_parameters=None,
+                     hidden_act="swish", sliding_window=8)),
     "names of AutoModel, heads of trainers": dict(
         tie_word_embeddings=True, changes=dict(prefix="model.", tensors={
             f"{name}.weight": torch.ones(1, 64) for name in ("v_head.summary", "score")})),
@@ -851,7 +865,10 @@ BAD_MODELS = {
     "rope_type = 'yarn'": dict(rope_scaling={"rope_type": "yarn"}),
     "rope_type = 'linear': factor = None: must be": dict(rope_scaling={"type": "linear"}),
     "full_attention = .* is not": dict(rope_parameters={"full_attention": {"rope_theta": 1.0}}),
-    "quantization_config = .* is not supported": dict(quantization_config={"bits": 4}),
+    **{f"{name} = .* is not supported": {name: value} for name, value in dict(
+        quantization_config={"quant_method": "awq"}, scale_attn_by_inverse_layer_idx=True,
+        scale_attn_weights=False, activation_function="relu", hidden_act="gelu",
+        partial_rotary_factor=0.5).items()},
     "model_type = None": dict(model_type=None, architectures=["GemmaForCausalLM"]),
     "num_attention_heads = 0: must be": dict(num_attention_heads=0),
     "tie_word_embeddings = 'no': must be a bool": dict(tie_word_embeddings="no"),
@@ -884,8 +901,12 @@ BAD_ADAPTERS = {
     "lm_head.weight': embeddings in an adapter are not supported": dict(
         tensors={"base_model.model.lm_head.weight": torch.ones(61, 128)}),
     "peft_type = 'IA3' is not supported, only 'LORA'": dict(peft_type="IA3"),
+    "bias = 'lora_only' is not supported, only 'none'": dict(bias="lora_only"),
     "init_lora_weights = 'pissa' is not supported": dict(init_lora_weights="pissa"),
-    f"of_a_later_peft = .* {OFF}": dict(of_a_later_peft=True),
+    **{f"{name} = .* {OFF}": {name: value} for name, value in dict(
+        use_dora=True, lora_bias=True, use_qalora=True, modules_to_save=["lm_head"],
+        trainable_token_indices=[1, 2], target_parameters=["w"], megatron_config={"n": 1},
+        layer_replication=[[0, 2], [1, 2]], of_a_later_peft=True).items()},
 }
 
 WRONG = {
@@ -1045,6 +1066,7 @@ def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
     (dict(eos_token_id=5), dict(eos_token_id=[1, 9]), [1, 9]),
     (dict(eos_token_id=[5, 6]), {}, [5, 6]),
     (dict(model_type="llama"), {}, [2]),
+    (dict(model_type="llama", eos_token_id=None), {}, []),
     (dict(model_type="qwen2"), None, []),
     (dict(eos_token="</s>", eos_token_id=5), {}, [5, 2]),
     (dict(eos_token={"content": "</s>"}, model_type="qwen2"), {}, [2]),
@@ -1698,6 +1720,8 @@ BAD_OPTIONS = {
     "spec = 3: needs a draft": dict(spec=3),
     "scheduler = .*Sarathi.* must be an object like Sarathi": dict(scheduler=sarathi.Sarathi),
     "chunk = 0": dict(chunk=0),
+    "seed = 0.5": dict(seed=0.5),
+    "unknown lora 'fast'": dict(lora="fast"),
     "alpha = 1.5": dict(alpha=1.5),
     "max_batch = -1": dict(max_batch=-1),
 }
@@ -2167,15 +2191,15 @@ def test_sampled_tokens_depend_on_their_seed_alone():
     """Under every scheduler, chunk, allocation, preemption and neighbour: the oracle's logits, and
     a uniform number for each position"""
     preemptions = 0
-    for case in pairwise_cover(SAMPLING):
-        requests = mixed(case["adapters"], 9, temperature=2.0)
+    for case in pairwise_cover(SAMPLING)[::2]:  # they hold all values
+        requests = mixed(case["adapters"], 6, temperature=2.0)
         for i, request in enumerate(requests):
             request.seed = 2**63 // (i + 1)
             request.top_k = 9 * (i % 2)
             request.top_p = 0.9 if i % 3 == 0 else 1.0
         preemptions += n_preempted(serve_case(case, requests))
         check_tokens(requests)
-    assert preemptions > 5
+    assert preemptions > 2
 
 def test_seeds():
     """The default is of the engine's seed and the request's id. Other seeds, other tokens."""
@@ -2222,7 +2246,7 @@ def test_a_draft_models_cache_follows_the_targets():
     assert n_preempted(engine)
     assert 20 < engine.speculator.n_accepted < engine.speculator.n_drafted
 
-@each("tree, alpha", [(None, 0.8), ((2, 1), 0.6), ((3, 2, 2), 0.3)])
+@each("tree, alpha", [(None, 0.8), ((3, 2, 2), 0.3)])
 def test_forced_acceptance_is_like_coins(tree, alpha):
     """Other ones for every request; and the acceptance rates are estimated from them. A level of
     two candidates of a tree fails with (1 - alpha)^2."""
@@ -2380,8 +2404,7 @@ def test_autopilot_lets_no_prompt_wait_for_the_end_of_decodes():
         if requests[-1].arrival < iteration.start < first:
             assert requests[-1] in [feed.request for feed in iteration.feeds]
 
-@each("chunk, n, expected", [(256, 17, 239), (200, 128, 72), (200, 200, 56), (128, 128, 128),
-                             (16, 20, 12)])
+@each("chunk, n, expected", [(256, 17, 239), (200, 200, 56), (128, 128, 128), (16, 20, 12)])
 def test_prompt_tokens_beside_n_decodes(chunk, n, expected):
     """They fill the chunk; only if the decodes alone do, the next tile."""
     assert Engine(COST, chunk=chunk).scheduler.budget([None] * n) == expected
@@ -2804,6 +2827,7 @@ MISTAKES = {
     "invalid choice: 'fast'": ["--scheduler", "fast"],
     "tp = 2 needs 2 processes, .*--nproc_per_node 2": ["--tp", 2],
     "argument --tokens: '1 2': must be like 1,2,3": ["--tokens", "1 2"],
+    "model '../nowhere': must be a folder": ["--tokens", "1", "--model", "../nowhere"],
     "spec = '3': needs a draft": ["--spec", 3],
     "--explain runs an example of its own": ["--explain", "--chunk", 8],
 }
@@ -2908,24 +2932,9 @@ def test_claim_holds(kind, paper, inside, outside):
     assert all(claim.holds(ours) for ours in inside)
     assert not any(claim.holds(ours) for ours in outside)
 
-@each("name", [name for name, what in EXPERIMENTS.items() if what.only != "measured"])
-def test_every_claim_has_its_point(name):
-    rows = small_rows(name)
-    claims = CLAIMS.get(name, {})
-    assert set(claims) <= set(rows)
-    for at, claim in claims.items():
-        row = rows[at]
-        assert row["paper"] == claim.paper
-        assert row["fit"] == claim.fit
-        assert row["kind"] in ("value", "gain", "bound")
-        assert row["inside"] == claim.holds(row["ours"])
-    assert all(math.isfinite(row["ours"]) for row in rows.values())
-    text = tables(name, simulated(name), list(rows.values()))
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert lines and max(map(len, lines)) <= 120
-    assert any("paper" in line for line in lines) == bool(claims)
-
-MISSES = {  # misses of the experiments that are small as they are; each has a note
+AS_SMALL = ["table2", "table4", "fig3", "fig4", "fig7", "fig8", "fig9", "fig10", "fig13",
+            "spec_fig1", "spec_fig5", "spec_fig11", "spec_fig12", "spec_fig16"]
+MISSES = {  # misses of these, which are small as they are; each has a note
     "table2": {("decode (ms)", "decode-maximal", "")},
     "fig9": {("gain at L = 1024, B = 18", "Orca, best", 14.06),
              ("least over P:D at L = 1024", "C = 512 / Orca", ""),
@@ -2935,16 +2944,27 @@ MISSES = {  # misses of the experiments that are small as they are; each has a n
     "fig13": {("prefill", "worst", 64), ("prefill", "worst", 256)},
 }
 
-@each("name", [
-    "table2", "table4", "fig3", "fig4", "fig7", "fig8", "fig9",
-    "fig10", "fig13", "spec_fig1", "spec_fig5", "spec_fig11", "spec_fig12",
-    "spec_fig16",
-])
-def test_claims_hold(name):
+@each("name", [name for name, what in EXPERIMENTS.items() if what.only != "measured"])
+def test_every_claim_has_its_point(name):
+    """And a table of 120 columns; claims hold, but for known misses"""
     rows = small_rows(name)
-    missed = {at for at in CLAIMS[name] if not rows[at]["inside"]}
-    assert missed == MISSES.get(name, set())
-    assert all(rows[at]["note"] for at in missed)
+    claims = CLAIMS.get(name, {})
+    assert set(claims) <= set(rows)
+    assert all(math.isfinite(row["ours"]) for row in rows.values())
+    for at, claim in claims.items():
+        row = rows[at]
+        assert row["paper"] == claim.paper
+        assert row["fit"] == claim.fit
+        assert row["kind"] in ("value", "gain", "bound")
+        assert row["inside"] == claim.holds(row["ours"])
+    if name in AS_SMALL:
+        missed = {at for at in claims if not rows[at]["inside"]}
+        assert missed == MISSES.get(name, set())
+        assert all(rows[at]["note"] for at in missed)
+    text = tables(name, simulated(name), list(rows.values()))
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert lines and max(map(len, lines)) <= 120
+    assert any("paper" in line for line in lines) == bool(claims)
 
 def test_capacity_is_the_most_that_meets_both_targets():
     """Served a little faster, a target is missed; with chunks an A100 serves more, and under
@@ -3083,7 +3103,7 @@ def test_a_run_counts_once():
 @cache
 def tiny_place():
     config = GPTConfig(2, 4, 64, 96, n_kv_head=2, vocab_size=61, block_size=1024)
-    words = "online --lengths 64,96 --seconds 0 --max-batch 4 --chunk 128 --rate 1000"
+    words = "online --lengths 32,64 --seconds 0 --max-batch 4 --chunk 128 --rate 1000"
     return bench.Place(arguments(words), GPT.from_preset(config, torch.float32), "a tiny model")
 
 MEASURED = [name for name, what in EXPERIMENTS.items()
@@ -3093,6 +3113,9 @@ MEASURED = [name for name, what in EXPERIMENTS.items()
 def test_experiment_measures(name, monkeypatch):
     if name == "users":  # as few as may be
         monkeypatch.setattr(bench, "round", lambda n: 0, raising=False)
+    capacities = bench.capacities
+    monkeypatch.setattr(bench, "capacities", lambda place, schedulers, n: capacities(
+        place, schedulers[:1], 4))
     if name == "peers":
         pytest.importorskip("peft")
     rows = list(EXPERIMENTS[name].rows(tiny_place()))
@@ -3309,20 +3332,6 @@ def test_a_wrong_trace_is_one_clear_line(text, needle, tmp_path):
         bench.read_jobs(str(path), 64)
     assert "\n" not in str(raised.value) and "jobs.csv" in str(raised.value)
 
-@each("L, pd, chunk, B", [
-    (1024, 10, 0, 1),
-    (1024, 0, 256, 18),
-    (8, 200, 0, 1),
-])
-def test_halves(L, pd, chunk, B):
-    P, D = bench.halves(L, pd, chunk, B)
-    assert P + D == L and P > 0 and D > 0
-    if L > 500:
-        ratio = pd if pd else chunk / (B - 1)
-        assert P / D == approx(ratio, rel=0.2)
-    if L > 500 and chunk:
-        assert P % (chunk - B + 1) == 0
-
 def test_serve_keeps_clients_and_arrivals():
     cost = CostModel.roofline(GPTConfig(2, 4, 64, vocab_size=61, block_size=64), "a10g")
     jobs = [bench.Job(5.0 * i, 9, 4 + i) for i in range(7)]
@@ -3403,7 +3412,8 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
 @each("words, needle", [
     ("fig99", ": unknown experiment 'fig99'"), ("fig3 --hardware b300", "a100-40, a100, "),
     ("--no-such-flag", "--no-such-flag"), ("--chunk many", "many"),
-    ("--chunk 0", "chunk = 0"), ("--lengths 1..x", "1..x"),
+    ("--chunk 0", "chunk = 0"), ("--lengths 1..x", "1..x"), ("--max-batch 0", "max_batch = 0"),
+    ("--seconds -1", "seconds = -1"), ("fig3 --draft tiny", "--draft"),
     ("fig3 --lengths 9999 --hardware a100", "9999"), ("fig8 --lengths 32 --hardware a100", "= 32"),
     ("spec_here --hardware a100", "only be measured"),
     ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
