@@ -1096,13 +1096,6 @@ CHATS = {  # settings of tokenizer_config.json
     "training": dict(chat_template="{% for m in messages %}{% generation %} {{ m.content }}\n"
                                    "{%- endgeneration %}{% break %}{% endfor %} <tool>"),
 }
-BAD_CHATS = {
-    "only two turns": "{{ raise_exception('only two turns') }}",
-    "unexpected '}'": "{{ }",
-    "'__class__' of 'str' object is unsafe": "{{ ''.__class__.__mro__ }}",
-    "unsupported operand": "{{ 1 + messages }}",
-}
-
 OF_FILE = "{{ messages[0]['content'] }} of the file\n"
 
 @each("file, name", [*product([None], CHATS), (OF_FILE, "tokens")])
@@ -1124,23 +1117,26 @@ def test_chats_are_those_of_transformers(name, file, tmp_path):
             messages, add_generation_prompt=True, return_dict=False)
     assert ours.chat("<s>in a template") is None
 
-@each("message", BAD_CHATS)
-def test_a_chat_template_that_fails_is_one_clear_line(message, tmp_path):
-    tokenizer_of("gpt2").save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text(BAD_CHATS[message])
-    with pytest.raises(ValueError, match=f"^.*template fails, --raw feeds .*{message}.*$"):
-        load_tokenizer(tmp_path).chat("hi")
+BAD_TEXTS = {  # message -> files
+    "has no tokenizer.json: .*--tokens 1,2,3.*AutoTokenizer": {"tokenizer.model": "x"},
+    "has no tokenizer.json: ": {"vocab.json": "{}", "config.json": '{"model_type": "gpt2"}'},
+    "tokenizer.json is not read by the tokenizers library": {"tokenizer.json": "{}"},
+    **{f"template fails, --raw feeds .*{reason}": {"chat_template.jinja": template}
+       for reason, template in {
+           "only two turns": "{{ raise_exception('only two turns') }}",
+           "unexpected '}'": "{{ }",
+           "'__class__' of 'str' object is unsafe": "{{ ''.__class__.__mro__ }}",
+           "unsupported operand": "{{ 1 + messages }}"}.items()},
+}
 
-@each("files, message", [
-    ({"tokenizer.model": "x"}, "has no tokenizer.json: .*--tokens 1,2,3.*AutoTokenizer"),
-    ({"vocab.json": "{}", "config.json": '{"model_type": "gpt2"}'}, "has no tokenizer.json: "),
-    ({"tokenizer.json": "{}"}, "tokenizer.json is not read by the tokenizers library"),
-])
-def test_a_folder_without_a_tokenizer_is_one_clear_line(files, message, tmp_path):
-    for name, text in files.items():
+@each("message", BAD_TEXTS)
+def test_a_folder_without_text_is_one_clear_line(message, tmp_path):
+    if message.startswith("template"):
+        tokenizer_of("gpt2").save(str(tmp_path / "tokenizer.json"))
+    for name, text in BAD_TEXTS[message].items():
         (tmp_path / name).write_text(text)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as raised:
-        load_tokenizer(tmp_path)
+        load_tokenizer(tmp_path).chat("hi")
     assert "\n" not in str(raised.value)
 
 def test_gpt2_without_a_tokenizer_json_has_tiktokens_encoding(tmp_path, monkeypatch):
@@ -2192,7 +2188,7 @@ def test_sampled_tokens_depend_on_their_seed_alone():
     a uniform number for each position"""
     preemptions = 0
     for case in pairwise_cover(SAMPLING)[::2]:  # they hold all values
-        requests = mixed(case["adapters"], 6, temperature=2.0)
+        requests = mixed(case["adapters"], 9, temperature=2.0)
         for i, request in enumerate(requests):
             request.seed = 2**63 // (i + 1)
             request.top_k = 9 * (i % 2)
@@ -2814,9 +2810,8 @@ def test_a_profile_fits_the_seconds_of_iterations(monkeypatch):
     assert profile.time(200, 1000) == approx(4.0, rel=0.05)
     Engine(profile)  # the simulator has a pool of the size that this machine would have
 
-@each("block_size", [8, 16])
-def test_a_profile_of_a_model_with_a_short_context(block_size):
-    model = random_model(replace(TINY, block_size=block_size))
+def test_a_profile_of_a_model_with_a_short_context():
+    model = random_model(replace(TINY, block_size=8))
     assert sarathi.Profile(model, n=24, budget=0).time(4, 4) > 0
 
 MISTAKES = {
@@ -2908,8 +2903,13 @@ def simulated(name, words="--size small"):
 @cache
 def small_rows(name):
     """An experiment at its smallest, simulated: {(panel, series, x): row}"""
-    rows = EXPERIMENTS[name].rows(simulated(name))
-    return {tuple(row["at"]): row for row in rows}
+    slora = bench.slora
+    words = "--size small --lengths 256" if name == "tng" else "--size small"
+    with pytest.MonkeyPatch.context() as patch:  # S-LoRA's runs take some seconds
+        patch.setattr(bench, "slora", lambda place, setting, n, rate, seconds, *others, **options:
+                      slora(place, setting, n, rate, seconds / 5, *others, **options))
+        rows = EXPERIMENTS[name].rows(simulated(name, words))
+        return {tuple(row["at"]): row for row in rows}
 
 # -----------------------------------------------------------------------------
 # bench.py: claims, measured experiments, workloads, pictures and traces
@@ -3103,7 +3103,7 @@ def test_a_run_counts_once():
 @cache
 def tiny_place():
     config = GPTConfig(2, 4, 64, 96, n_kv_head=2, vocab_size=61, block_size=1024)
-    words = "online --lengths 32,64 --seconds 0 --max-batch 4 --chunk 128 --rate 1000"
+    words = "online --lengths 64,96 --seconds 0 --max-batch 4 --chunk 128 --rate 1000"
     return bench.Place(arguments(words), GPT.from_preset(config, torch.float32), "a tiny model")
 
 MEASURED = [name for name, what in EXPERIMENTS.items()
