@@ -461,7 +461,7 @@ class Launches(TorchDispatchMode):
         self.n_bytes += n_bytes
         self.peak = max(self.peak, self.n_bytes)
 
-@each("family, H, Hk", [("llama", 8, 8), ("qwen3", 16, 2), ("gpt2", 8, 8)])
+@each("family, H, Hk", [("qwen3", 16, 2), ("gpt2", 8, 8)])
 def test_an_iteration_takes_the_memory_that_is_kept_for_it(family, H, Hk, monkeypatch):
     nothing = lambda kernel, grid: lambda *_, **__: None
     engine = launching_engine(nothing, monkeypatch, H, Hk, 64, family)
@@ -481,7 +481,7 @@ def test_the_cache_leaves_room_for_iterations(scheduler, monkeypatch):
         reserved += model.iteration_bytes(n, 0)
     assert n * TINY.page_bytes(4) + reserved == approx(1e8, rel=1e-3)
 
-@each("family", ["llama", "qwen3", "gpt2"])
+@each("family", ["qwen3", "gpt2"])
 def test_a_layer_of_decodes_launches_ten_kernels(family, monkeypatch):
     """And nothing in an iteration waits for the GPU, or brings a tensor of the CPU; at its end the
     tokens do."""
@@ -2259,11 +2259,10 @@ def test_forced_acceptance_is_like_coins(tree, alpha):
     assert is_tree or np.mean(rates) == approx(alpha, abs=0.05)
     assert engine.speculator.acceptance == approx(alpha, abs=0.1 if is_tree else 0.05)
 
-@each("spec", [4, "goodput_request"])
-def test_a_request_may_have_an_acceptance_of_its_own(spec):
+def test_a_request_may_have_an_acceptance_of_its_own():
     """It decides which drafts are accepted, and with goodput_request how many are made."""
     requests = [Request([0] * 5, 200, alpha=alpha) for alpha in (1.0, 0.0, None)]
-    engine = serve(A100, requests, spec=spec, alpha=0.6, draft="ngram")
+    engine = serve(A100, requests, spec="goodput_request", alpha=0.6, draft="ngram")
     n_new = defaultdict(list)
     for event in engine.seen:
         n_new[event.request.id].append(len(event.tokens))
@@ -2272,8 +2271,7 @@ def test_a_request_may_have_an_acceptance_of_its_own(spec):
     n_logits = defaultdict(list)
     for id, n in zip(sum(rows_of(engine, 0), []), sum(rows_of(engine, 3), [])):
         n_logits[id].append(n)
-    equal = np.mean(n_logits[0]) < 1.2 * np.mean(n_logits[1])
-    assert equal == (spec == 4)
+    assert np.mean(n_logits[0]) > 1.2 * np.mean(n_logits[1])
 
 @each("source, spec", [("ngram", "goodput"), ("model", "goodput_request")])
 def test_an_acceptance_that_recovers_is_noticed(source, spec):
