@@ -1340,38 +1340,35 @@ def test_greedy_tokens_equal_the_naive_loop(scheduler):
                 accepted[case["drafts"][0]] += engine.speculator.n_accepted
     assert preemptions > 0 and accepted["ngram"] > 5 and accepted[0.3] > 5
 
-class Counting(sarathi.PrefillFirst):
-    """Counts the queue at each call. A scheduler may change the lists that it gets."""
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def plan(self, running, waiting):
-        self.calls.append(len(waiting))
-        plan = super().plan(running, waiting)
-        running.clear()
-        waiting.clear()
-        return plan
-
 def test_plan_is_called_once_per_step():
     """The pool has room for two requests. A third is offered again when pages are released, or
     when the queue changes."""
     requests = [Request(prompt(10, i), n) for i, n in enumerate((3, 6, 4, 2))]
-    scheduler = Counting()
+    calls = []
+    scheduler = sarathi.PrefillFirst()
+    plan_of = scheduler.plan
+
+    def counted_plan(running, waiting):
+        calls.append(len(waiting))
+        plan = plan_of(running, waiting)
+        running.clear()  # a scheduler may change the lists that it gets
+        waiting.clear()
+        return plan
+    scheduler.plan = counted_plan
     engine = start(TARGET, requests, scheduler, max_batch=4, n_page=30)
     run = engine.run()
     check_tokens(requests)
-    assert scheduler.calls == [4, 0, 0, 2, 0, 0, 0, 1, 0]
+    assert calls == [4, 0, 0, 2, 0, 0, 0, 1, 0]
     assert run.figures["requests"] == 4 and len(run.ttfts) == 4
     for length in (8, 8, 2):
         id = engine.add(Request(prompt(10), length))
         engine.step()
     # the second one had no room, and blocks the third
-    assert scheduler.calls[9:] == [1, 1, 2]
+    assert calls[9:] == [1, 1, 2]
     assert len(engine.running) == 1
     engine.abort(id - 1)
     engine.step()
-    assert scheduler.calls[12:] == [1]
+    assert calls[12:] == [1]
     assert engine.requests[id].state == "running"
 
 def loaded_in(engine):
@@ -3060,15 +3057,6 @@ def test_wrong_constant_misses_its_claim(constant, monkeypatch):
         value = getattr(sarathi, constant)
         monkeypatch.setattr(sarathi, constant, type(value)(factor * value))
     assert not claim_holds(small_rows.__wrapped__, name, at, *run)
-
-def test_lightllm_keeps_no_idle_adapter():
-    requests = [Request([0] * 9, 4, "q"), Request([0] * 9, 4, "all", arrival=10.0)]
-    engine = start(COST, requests, bench.Lightllm(), n_page=400, alloc="grow")
-    loaded = set()
-    while engine.requests:
-        engine.step()
-        loaded.add(tuple(loaded_in(engine)))
-    assert loaded == {("q",), ("all",)}
 
 def test_adapters_take_pages_of_the_unified_pool():
     run = bench.slora(simulated("slora_fig5", ""), "S2", 200, 2, 300, gpu="a10g")
