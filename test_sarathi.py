@@ -1126,6 +1126,7 @@ BAD_TEXTS = {  # message -> files
            "only two turns": "{{ raise_exception('only two turns') }}",
            "unexpected '}'": "{{ }",
            "'__class__' of 'str' object is unsafe": "{{ ''.__class__.__mro__ }}",
+           "'append' of 'list' object is unsafe": "{{ messages.append(1) }}",
            "unsupported operand": "{{ 1 + messages }}"}.items()},
 }
 
