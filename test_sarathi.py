@@ -39,7 +39,7 @@ from kernels import FEW_ROWS, Batch, Sites, cdiv
 from model import (FAMILIES, GPT, Adapter, GPTConfig, World, load_model, load_tokenizer, preset,
                    read_config)
 from sarathi import (SCHEDULERS, CostModel, EarlyAbort, Engine, Feed, Iteration, IterationStats,
-                     Proposer, Request, cluster, fcfs, lcfs, one_adapter, run_command_line)
+                     Request, cluster, fcfs, lcfs, one_adapter, run_command_line)
 
 import huggingface_hub
 import matplotlib.image
@@ -85,7 +85,6 @@ def near(actual, expected, scale=1.0):
 @each("n_thread", [1, 5])
 @each("n_in, n_out", [
     (2, 1),
-    (30, 7),
     (64, 16),
     (770, 33),
     (96, 70),
@@ -334,15 +333,17 @@ def test_products_of_other_processors(macros, n_column, dtype, monkeypatch, tmp_
     kernels.library.cache_clear()
 
 @each("compiler", ["/missing/g++", "false"])
-def test_without_a_compiler_the_definitions_serve(compiler, tmp_path):
-    code = ("import torch, kernels; x = torch.ones(2, 32)\n"
-            "for _ in range(2): y = kernels.add_norm(x, x, x[0], None, 1e-5)\n"
-            "assert torch.equal(y[0], x + x)")
-    environment = os.environ | {"CXX": compiler, "XDG_CACHE_HOME": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True,
-                         text=True, cwd=Path(__file__).parent)
-    assert run.returncode == 0, run.stderr
-    assert run.stderr.count("\n") == 1 and "C++" in run.stderr
+def test_without_a_compiler_the_definitions_serve(compiler, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernels.library.cache_clear()
+    x = torch.ones(2, 32)
+    for _ in range(2):
+        total, _ = kernels.add_norm(x, x, x[0], None, 1e-5)
+        assert torch.equal(total, x + x)
+    kernels.library.cache_clear()
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "C++" in err
 
 @each("module", ["kernels", "model", "sarathi", "bench"])
 def test_how_threads_wait_is_set_before_torch_starts_them(module):
@@ -382,7 +383,6 @@ SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}  #
     (120, "llama", bfloat16, 8, 8, 64, 2, 128),
     (89, "gpt2", float16, 32, 4, 96, 7, 16),
     (86, "llama", bfloat16, 32, 32, 128, "off", 256),
-    (86, "qwen3", float16, 16, 4, 256, 7, 8),
     (80, "gpt2", float32, 16, 4, 128, 7, 260),
 ])
 def test_triton_compiles(arch, family, number, H, Hk, D, spec, rank, monkeypatch, tmp_path):
@@ -451,21 +451,22 @@ class Launches(TorchDispatchMode):
             weakref.finalize(storage, self.take, -storage.nbytes())
         return out
 
+    def around(self, forward):
+        def counted_forward(*args):
+            with self:
+                return forward(*args)
+        return counted_forward
+
     def take(self, n_bytes):
         self.n_bytes += n_bytes
         self.peak = max(self.peak, self.n_bytes)
 
-@each("family, H, Hk", [("llama", 8, 8), ("qwen3", 16, 2), ("gpt2", 8, 8)])
+@each("family, H, Hk", [("qwen3", 16, 2), ("gpt2", 8, 8)])
 def test_an_iteration_takes_the_memory_that_is_kept_for_it(family, H, Hk, monkeypatch):
     nothing = lambda kernel, grid: lambda *_, **__: None
     engine = launching_engine(nothing, monkeypatch, H, Hk, 64, family)
-    forward = engine.model.forward
     launches = Launches()
-
-    def counted_forward(*args):
-        with launches:
-            return forward(*args)
-    engine.model.forward = counted_forward
+    engine.model.forward = launches.around(engine.model.forward)
     engine.step()
     assert 0.6 < launches.peak / engine.model.iteration_bytes(600, 2) <= 1
 
@@ -480,7 +481,7 @@ def test_the_cache_leaves_room_for_iterations(scheduler, monkeypatch):
         reserved += model.iteration_bytes(n, 0)
     assert n * TINY.page_bytes(4) + reserved == approx(1e8, rel=1e-3)
 
-@each("family", ["llama", "qwen3", "gpt2"])
+@each("family", ["qwen3", "gpt2"])
 def test_a_layer_of_decodes_launches_ten_kernels(family, monkeypatch):
     """And nothing in an iteration waits for the GPU, or brings a tensor of the CPU; at its end the
     tokens do."""
@@ -493,12 +494,7 @@ def test_a_layer_of_decodes_launches_ten_kernels(family, monkeypatch):
             engine.generate([[1]] * 3, 2)
             engine.add(Request([1] * 300, 3))
             engine.step()
-            forward = engine.model.forward
-
-            def counted_forward(*args):
-                with launches:
-                    return forward(*args)
-            engine.model.forward = counted_forward
+            engine.model.forward = launches.around(engine.model.forward)
             launches.counts.clear()
             waits = Mock(side_effect=lambda tensor: [0] * len(tensor))
             patch.setattr(torch.Tensor, "tolist", lambda tensor: waits(tensor))
@@ -623,17 +619,13 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
                                   for name in ("bias", "masked_bias")})),
     "gpt2 settings": dict(family="gpt2", n_inner=80, tie_word_embeddings=False,
                           layer_norm_epsilon=0.1, reorder_and_upcast_attn=True),
-    "gqa": {},
-    "mqa": dict(num_key_value_heads=1),
-    "tied": dict(tie_word_embeddings=True, shard="30KB"),
+    "mqa, tied": dict(num_key_value_heads=1, tie_word_embeddings=True, shard="30KB"),
     "biases": dict(attention_bias=True, mlp_bias=True),
     "mistral, large window": dict(family="mistral", sliding_window=200),
     "mistral, context 80": dict(family="mistral", sliding_window=80),
-    "qwen2": dict(
-        family="qwen2", tie_word_embeddings=True, shard="30KB",
-        changes=dict(attention_bias=True)),  # which it does not know
-    "qwen2, no window": dict(
-        family="qwen2", max_window_layers=0, changes=dict(sliding_window=8, layer_types=None)),
+    "qwen2, no window": dict(  # it does not know attention_bias
+        family="qwen2", tie_word_embeddings=True, shard="30KB", max_window_layers=0,
+        changes=dict(attention_bias=True, sliding_window=8, layer_types=None)),
     "qwen2, whole layers": dict(
         family="qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2,
         changes=dict(layer_types=None)),
@@ -656,11 +648,10 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
     "two thetas": dict(
         changes=dict(rope_parameters=dict(rope_type="default", rope_theta=5e5), rope_theta=3.0)),
     "theta outside": dict(changes=dict(rope_parameters=dict(rope_type="default"), rope_theta=5e5)),
-    "no theta": dict(changes=dict(rope_parameters=None)),
-    "kv heads left out": dict(num_key_value_heads=4, changes=dict(num_key_value_heads=None)),
-    "eps left out": dict(changes=dict(rms_norm_eps=None, hidden_act="swish")),
-    "window that llama does not know": dict(changes=dict(sliding_window=8)),
-    "tied, but another head": dict(changes=dict(tie_word_embeddings=True)),
+    "settings left out, and a window that llama does not know": dict(
+        num_key_value_heads=4,
+        changes=dict(num_key_value_heads=None, rms_norm_eps=None, rope_parameters=None,
+                     hidden_act="swish", sliding_window=8)),
     "names of AutoModel, heads of trainers": dict(
         tie_word_embeddings=True, changes=dict(prefix="model.", tensors={
             f"{name}.weight": torch.ones(1, 64) for name in ("v_head.summary", "score")})),
@@ -743,7 +734,6 @@ LORAS = {
         dict(r=20, lora_alpha=20, target_modules="all-linear"),
     ],
     "gpt2": [
-        dict(r=9, lora_alpha=6, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True),
         dict(
             r=4, lora_alpha=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True,
             alpha_pattern={"^transformer.h.1.mlp.c_proj": 3, "h.0.attn.c_proj": 5, "h.0": 1},
@@ -800,13 +790,11 @@ def trained_by_peft(theirs, folder, embeddings=False, **settings):
 Q0 = "layers.0.self_attn.q_proj"
 PATTERNS = [
     {Q0: 6},
-    {f"model.{Q0}": 6},
     {f"^model.{Q0}": 6},
     {f"base_model.model.model.{Q0}": 6},  # matches nothing
     {"layers.1.self_attn.q_proj": 5, "q_proj": 6, "self_attn.q_proj": 7},  # the first one counts
     {"proj": 6, "q": 5, "self.*_proj": 3},  # of whole names
-    {"layers.(0|1).self_attn.[qo]_proj": 6, "model.layers.1.mlp": 5},
-    {"(q|down)_proj$": 6, "mlp.up_proj|self_attn.o_proj": 2},
+    {"(q|down)_proj$": 6, "layers.(0|1).mlp.up_proj|self_attn.o_proj": 2},
 ]
 
 SETTINGS = [
@@ -876,17 +864,14 @@ BAD_MODELS = {
         model_type="bert", hidden_act="gelu"),
     "rope_type = 'yarn'": dict(rope_scaling={"rope_type": "yarn"}),
     "rope_type = 'linear': factor = None: must be": dict(rope_scaling={"type": "linear"}),
-    "partial_rotary_factor = 0.5 is not": dict(rope_parameters={"partial_rotary_factor": 0.5}),
     "full_attention = .* is not": dict(rope_parameters={"full_attention": {"rope_theta": 1.0}}),
     **{f"{name} = .* is not supported": {name: value} for name, value in dict(
         quantization_config={"quant_method": "awq"}, scale_attn_by_inverse_layer_idx=True,
-        scale_attn_weights=False, activation_function="relu", hidden_act="gelu").items()},
+        scale_attn_weights=False, activation_function="relu", hidden_act="gelu",
+        partial_rotary_factor=0.5).items()},
     "model_type = None": dict(model_type=None, architectures=["GemmaForCausalLM"]),
     "num_attention_heads = 0: must be": dict(num_attention_heads=0),
-    "rms_norm_eps = '1e-5': must be": dict(rms_norm_eps="1e-5"),
     "tie_word_embeddings = 'no': must be a bool": dict(tie_word_embeddings="no"),
-    "rope_scaling = 'linear': must be a dict": dict(rope_scaling="linear"),
-    "q_proj.bias' is missing": dict(attention_bias=True),
     "n_kv_head = 3: must divide": dict(num_key_value_heads=3),
     "index.json: weight_map = None: must be a dict": dict(remove="model.safetensors", index={}),
     "model-1.safetensors does not exist": dict(
@@ -900,23 +885,17 @@ OFF = "is not supported, only None or False"
 BAD_ADAPTERS = {
     f"'{A}' is missing": dict(tensors={A: None}),
     f"'{A}' is \\(8, 32\\).*must be \\(8, 128\\)": dict(tensors={A: torch.ones(8, 32)}),
-    "lora_A.weight' is \\(8, 128\\).*must be \\(4, 128\\)": dict(rank_pattern={}, r=4),
     "z_proj.*does not fit.*q_proj": dict(tensors={A.replace("q_", "z_"): torch.ones(8)}),
-    "q_proj.lora_magnitude.*does not fit": dict(
-        tensors={A.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(8)}),
     "layers.7.*does not fit.*layers 0 to 1": dict(
         tensors={A.replace("layers.1", "layers.7"): torch.ones(8, 128)}),
-    **{f"{part}.model.*does not fit": dict(
-        tensors={A.replace("model.model", f"model.{part}.model"): torch.ones(8, 128)})
-       for part in ("vision_tower", "text")},
+    "vision.model.*does not fit": dict(
+        tensors={A.replace("model.model", "model.vision.model"): torch.ones(8, 128)}),
     "second adapter": dict(tensors={A.replace("A.", "A.b."): torch.ones(8, 128),
                                     A.replace("A.", "B.b."): torch.ones(128, 8)}),
-    "adapter_model.* does not exist": dict(remove="adapter_model.safetensors"),
     "adapter_model.safetensors does not exist.*PEFT": dict(rename="adapter_model.bin"),
     **{f"adapter_config.json: .*{key} = {value}": {key: given, "rank_pattern": {}} | more
        for key, value, given, more in (
            ("r", 0, 0, {}), ("r", "'8'", "8", {}), ("r", -8, -8, {}),
-           ("lora_alpha", "'16'", "16", dict(r=8, alpha_pattern={})),
            ("alpha_pattern", r"{'q_proj\('", {"q_proj(": 3}, dict(r=8)),
            ("alpha_pattern", r"\['q_proj'\]", ["q_proj"], dict(r=8)))},
     "lm_head.weight': embeddings in an adapter are not supported": dict(
@@ -932,18 +911,19 @@ BAD_ADAPTERS = {
 
 WRONG = {
     "unknown preset 'llama-8b': one of tiny, gpt2": lambda: GPT.from_preset("llama-8b"),
-    "'tiny': is not trained yet, run `python model.py`": lambda: load_model("tiny"),
     "dtype = 'int8': must be one of float32": lambda: GPT.from_preset(TINY, torch.int8),
     "tp = 3 needs 3 processes, there are 1: torchrun": lambda: World.start(3),
     "tp = 8 does not divide n_kv_head = 4": lambda: TINY.shard_of(0, 8),
-    "n_kv_head = 3: must divide n_head = 8": lambda: replace(TINY, n_kv_head=3),
     "head_dim = 7: must be even": lambda: GPTConfig(1, 2, 14),
     "GB more than 1 x a10g can give": lambda: CostModel.roofline(preset("llama-70b"), "a10g"),
     "alpha = 0: a simulator": lambda: Engine(COST, draft="ngram"),
     "model = 'llama-7b': must be a GPT or a CostModel": lambda: Engine("llama-7b"),
     "config = 'llama-7b': must be a GPTConfig": lambda: CostModel.roofline("llama-7b", "a100"),
-    "unknown draft .*: one of ngram, a GPT": lambda: Engine(TARGET, draft=COST),
     "unknown draft .*: one of ngram, a CostModel": lambda: Engine(COST, draft=TARGET, alpha=0.5),
+    "temperature = 0.7: with a forced alpha": lambda: Engine(TARGET, alpha=0.5, draft="ngram").add(
+        Request([1], temperature=0.7)),
+    "spec = 'confidence': .* no probabilities":
+        lambda: Engine(COST, draft=COST, spec="confidence", alpha=0.6),
 }
 
 @each("message", [*BAD_MODELS, *BAD_ADAPTERS, *WRONG])
@@ -964,16 +944,14 @@ def test_a_bad_folder_or_argument_is_one_clear_line(message, tmp_path, monkeypat
             WRONG[message]()
     assert "\n" not in str(raised.value)
 
-@each("weights, others", [
-    (["model.safetensors"], ["consolidated.safetensors", "model.fp16.safetensors", "model.bin"]),
-    (["a-1.safetensors", "a-2.safetensors", "model.safetensors.index.json"], ["a-3.safetensors"]),
-])
-def test_only_needed_files_come_from_the_hub(weights, others, tmp_path, monkeypatch):
+def test_only_needed_files_come_from_the_hub(tmp_path, monkeypatch):
+    weights = ["a-1.safetensors", "a-2.safetensors", "model.safetensors.index.json"]
+    others = ["a-3.safetensors", "model.bin", "README.md"]
     settings = ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
                 "vocab.txt"]
     files = {"a": "a-1.safetensors", "b": "a-2.safetensors", "c": "a-1.safetensors"}
     def snapshot_download(name, allow_patterns):
-        for file in (*weights, *settings, *others, "README.md"):
+        for file in (*weights, *settings, *others):
             if any(fnmatch(file, pattern) for pattern in allow_patterns):
                 (tmp_path / file).write_text(json.dumps({"weight_map": files}))
         return str(tmp_path)
@@ -998,7 +976,6 @@ def test_a_folder_is_taken_before_a_preset(tmp_path, monkeypatch, capsys):
     assert load_model("llama-7b").config == TINY
     assert capsys.readouterr().err == (
         "model 'llama-7b': the folder of this name, not the preset\n")
-    assert GPT.from_pretrained("llama-7b").config == TINY
 
 def test_sizes_of_presets_and_adapters():
     for name, billions in (("llama-70b", 69.0), ("gpt3-175b", 175)):
@@ -1015,7 +992,7 @@ def test_dtype_none_is_the_folders_if_the_machine_is_fast(tmp_path, monkeypatch)
         edit(tmp_path, dtype=None, torch_dtype="bfloat16")  # as transformers 4 called it
 
 TEXTS = ["naïve café, e\u0301 東京 🙂🙃 12345  6 two  spaces\t\n\n end ", "it's WE'LL 100% ok\r\n",
-         " leading (a)", "", "a<s>special</s> <tool> b<tool>c", Path(__file__).read_text()[:20000]]
+         " leading (a)", "", "a<s>special</s> <tool> b<tool>c", Path(__file__).read_text()[:9000]]
 LLAMA2_TEXT = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
                                  decoders.Fuse(), decoders.Strip(" ", 1, 0)])
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -1025,50 +1002,34 @@ def split(pattern):
     return splitters.Sequence([splitters.Split(tokenizers.Regex(pattern), "isolated"),
                                splitters.ByteLevel(False, use_regex=False)])
 
-def digits(alone):
-    return splitters.Sequence([splitters.Digits(alone), splitters.ByteLevel(False)])
-
 TO_BYTES = decoders.ByteLevel()
-KINDS = {  # name -> kind of model, normalizer, splitter into words, decoder
-    "gpt2": ("BPE", None, splitters.ByteLevel(False), TO_BYTES),
-    "gpt2 with a space": ("BPE", None, splitters.ByteLevel(True), TO_BYTES),
-    "digits": ("BPE", None, digits(True), TO_BYTES),
-    "groups of digits": ("BPE", None, digits(False), TO_BYTES),
-    "llama3": ("BPE", None, split(LLAMA3_SPLIT), TO_BYTES),
-    "qwen": ("BPE", normalizers.NFC(), split(LLAMA3_SPLIT.replace("{1,3}", "")), TO_BYTES),
-    "gaps": ("BPE", None, split(r" ?[^(\s|[.,!?])]+"), TO_BYTES),
-    "no decoder": ("BPE", None, splitters.ByteLevel(False), None),
-    "metaspace": ("BPE", None, splitters.Metaspace(), decoders.Metaspace()),
-    "llama2": ("BPE", normalizers.Sequence([
-        normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None, LLAMA2_TEXT),
-    "mistral": ("BPE", None, splitters.Metaspace(prepend_scheme="first", split=False), LLAMA2_TEXT),
-    "unigram": ("Unigram", normalizers.NFKC(), splitters.Metaspace(), decoders.Metaspace()),
-    "wordpiece": ("WordPiece", normalizers.BertNormalizer(), splitters.BertPreTokenizer(),
-                  decoders.WordPiece()),
-    "words": ("WordLevel", None, splitters.Whitespace(), None),
+KINDS = {  # name -> normalizer, splitter into words, decoder
+    "gpt2": (None, splitters.ByteLevel(False), TO_BYTES),
+    "llama3": (None, split(LLAMA3_SPLIT), TO_BYTES),
+    "qwen": (normalizers.NFC(), split(LLAMA3_SPLIT.replace("{1,3}", "")), TO_BYTES),
+    "llama2": (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+               None, LLAMA2_TEXT),
+    "mistral": (None, splitters.Metaspace(prepend_scheme="first", split=False), LLAMA2_TEXT),
 }
 
+@cache
 def tokenizer_of(name):
     """A tokenizers.Tokenizer as a family of models has it, trained on TEXTS"""
-    kind, *parts = KINDS[name]
-    tokenizer = tokenizers.Tokenizer(getattr(tokenizers.models, kind)())
-    for part, value in zip(("normalizer", "pre_tokenizer", "decoder"), parts):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    for part, value in zip(("normalizer", "pre_tokenizer", "decoder"), KINDS[name]):
         if value is not None:
             setattr(tokenizer, part, value)
     special = ["<unk>", "<s>", "</s>"]
     options = dict(vocab_size=600, show_progress=False)
-    if kind == "Unigram":
-        options |= dict(unk_token="<unk>")
-    else:
-        tokenizer.model.unk_token = "<unk>"
+    tokenizer.model.unk_token = "<unk>"
     if name in ("llama2", "mistral"):  # all but 60 characters are bytes
         special += [f"<0x{b:02X}>" for b in range(256)]
         options |= dict(limit_alphabet=60)
         tokenizer.model.byte_fallback = True
-    elif kind == "BPE":
+    else:
         options |= dict(initial_alphabet=splitters.ByteLevel.alphabet())
-    trainer = getattr(tokenizers.trainers, f"{kind.replace('BPE', 'Bpe')}Trainer")
-    tokenizer.train_from_iterator(TEXTS, trainer(special_tokens=special, **options))
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=special, **options)
+    tokenizer.train_from_iterator(TEXTS, trainer)
     tool = tokenizers.AddedToken("<tool>", lstrip=name == "qwen", rstrip=name == "gpt2")
     tokenizer.add_tokens([tool])
     if name in ("llama2", "mistral", "llama3"):
@@ -1078,7 +1039,7 @@ def tokenizer_of(name):
 
 @each("name", KINDS)
 def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
-    theirs = tokenizer_of(name)
+    theirs = tokenizers.Tokenizer.from_str(tokenizer_of(name).to_str())
     expected = [theirs.encode(text).ids for text in TEXTS]
     theirs.enable_truncation(4)  # of batches for training
     theirs.enable_padding(length=90)
@@ -1103,14 +1064,12 @@ def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
 
 @each("config, generation, stop", [
     (dict(eos_token_id=5), dict(eos_token_id=[1, 9]), [1, 9]),
-    (dict(eos_token_id=5), dict(eos_token_id=7), [7]),
     (dict(eos_token_id=[5, 6]), {}, [5, 6]),
     (dict(model_type="llama"), {}, [2]),
     (dict(model_type="llama", eos_token_id=None), {}, []),
     (dict(model_type="qwen2"), None, []),
     (dict(eos_token="</s>", eos_token_id=5), {}, [5, 2]),
     (dict(eos_token={"content": "</s>"}, model_type="qwen2"), {}, [2]),
-    (dict(eos_token="</s>", model_type="llama"), {}, [2]),
 ])
 def test_stop_tokens(config, generation, stop, tmp_path):
     tokenizer_of("gpt2").save(str(tmp_path / "tokenizer.json"))
@@ -1137,16 +1096,9 @@ CHATS = {  # settings of tokenizer_config.json
     "training": dict(chat_template="{% for m in messages %}{% generation %} {{ m.content }}\n"
                                    "{%- endgeneration %}{% break %}{% endfor %} <tool>"),
 }
-BAD_CHATS = {
-    "only two turns": "{{ raise_exception('only two turns') }}",
-    "unexpected '}'": "{{ }",
-    "'__class__' of 'str' object is unsafe": "{{ ''.__class__.__mro__ }}",
-    "'append' of 'list' object is unsafe": "{{ messages.append(1) }}",
-    "unsupported operand": "{{ 1 + messages }}",
-}
+OF_FILE = "{{ messages[0]['content'] }} of the file\n"
 
-@each("name", CHATS)
-@each("file", [None, "{{ messages[0]['content'] }} of the file\n"])
+@each("file, name", [*product([None], CHATS), (OF_FILE, "tokens")])
 def test_chats_are_those_of_transformers(name, file, tmp_path):
     transformers = pytest.importorskip("transformers")
     tokenizer_of("llama3").save(str(tmp_path / "tokenizer.json"))  # it adds <s> to plain texts
@@ -1155,7 +1107,7 @@ def test_chats_are_those_of_transformers(name, file, tmp_path):
     if file:
         (tmp_path / "chat_template.jinja").write_text(file)
     ours = load_tokenizer(tmp_path)
-    if name == "none" and not file:
+    if name == "none":
         assert ours.chat("hi") is None
         return
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -1165,23 +1117,27 @@ def test_chats_are_those_of_transformers(name, file, tmp_path):
             messages, add_generation_prompt=True, return_dict=False)
     assert ours.chat("<s>in a template") is None
 
-@each("message", BAD_CHATS)
-def test_a_chat_template_that_fails_is_one_clear_line(message, tmp_path):
-    tokenizer_of("gpt2").save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text(BAD_CHATS[message])
-    with pytest.raises(ValueError, match=f"^.*template fails, --raw feeds .*{message}.*$"):
-        load_tokenizer(tmp_path).chat("hi")
+BAD_TEXTS = {  # message -> files
+    "has no tokenizer.json: .*--tokens 1,2,3.*AutoTokenizer": {"tokenizer.model": "x"},
+    "has no tokenizer.json: ": {"vocab.json": "{}", "config.json": '{"model_type": "gpt2"}'},
+    "tokenizer.json is not read by the tokenizers library": {"tokenizer.json": "{}"},
+    **{f"template fails, --raw feeds .*{reason}": {"chat_template.jinja": template}
+       for reason, template in {
+           "only two turns": "{{ raise_exception('only two turns') }}",
+           "unexpected '}'": "{{ }",
+           "'__class__' of 'str' object is unsafe": "{{ ''.__class__.__mro__ }}",
+           "'append' of 'list' object is unsafe": "{{ messages.append(1) }}",
+           "unsupported operand": "{{ 1 + messages }}"}.items()},
+}
 
-@each("files, message", [
-    ({"tokenizer.model": "x"}, "has no tokenizer.json: .*--tokens 1,2,3.*AutoTokenizer"),
-    ({"vocab.json": "{}", "config.json": '{"model_type": "gpt2"}'}, "has no tokenizer.json: "),
-    ({"tokenizer.json": "{}"}, "tokenizer.json is not read by the tokenizers library"),
-])
-def test_a_folder_without_a_tokenizer_is_one_clear_line(files, message, tmp_path):
-    for name, text in files.items():
+@each("message", BAD_TEXTS)
+def test_a_folder_without_text_is_one_clear_line(message, tmp_path):
+    if message.startswith("template"):
+        tokenizer_of("gpt2").save(str(tmp_path / "tokenizer.json"))
+    for name, text in BAD_TEXTS[message].items():
         (tmp_path / name).write_text(text)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as raised:
-        load_tokenizer(tmp_path)
+        load_tokenizer(tmp_path).chat("hi")
     assert "\n" not in str(raised.value)
 
 def test_gpt2_without_a_tokenizer_json_has_tiktokens_encoding(tmp_path, monkeypatch):
@@ -1193,21 +1149,15 @@ def test_gpt2_without_a_tokenizer_json_has_tiktokens_encoding(tmp_path, monkeypa
     for name in ("gpt2", "gpt3-175b", tmp_path):
         tokenizer = load_tokenizer(name)
         assert tokenizer.encode("é<|endoftext|>") == [0xc3, 0xa9, 256] and tokenizer.stop == [256]
-        assert tokenizer.stream()([97, 300]) == "a"
-
-def test_streamed_text_holds_back_half_a_character():
-    tokenizer = model_py.byte_tokenizer()
-    text_of = tokenizer.stream()
-    tokens = tokenizer.encode("é東<|endoftext|>")
-    assert [text_of([token]) for token in tokens] == ["", "é", "", "", "東", ""]
-    assert text_of(tokens[:1] + tokens[:1]) == "\ufffd"
+        text_of = tokenizer.stream()
+        assert [text_of([token]) for token in (97, 0xc3, 300, 0xa9, 0xc3)] == ["a", "", "", "é", ""]
 
 def test_training_lowers_the_loss_and_the_models_are_found(tmp_path, monkeypatch):
     tiny = GPTConfig(2, 2, 64, 128, vocab_size=257, tied=True)
     monkeypatch.setattr(model_py, "CACHE", tmp_path)
     monkeypatch.setattr(model_py, "PRESETS", {"tiny": tiny})
     monkeypatch.setattr(model_py, "stdlib_tokens", lambda: torch.arange(4000) % 7)
-    model_py.train_tiny(steps=100)
+    model_py.train_tiny(steps=100, T=32)
     tokens = torch.arange(30) % 7
     for name, n_layer in (("tiny", 2), ("draft", 1)):
         model = load_model(name)
@@ -1332,7 +1282,8 @@ FACTORS = {
     "alloc": ["reserve", "grow"],
     "n_page": [75, 400],
     "adapters": [(None,), (None, "q"), (None, "q", "ffn", "all")],
-    "drafts": [(None, "off"), *product(["ngram", 0.3, 9.0], SPECS)],  # number: noise of a model
+    # number: noise of a model
+    "drafts": [(None, "off"), (9.0, "2"), (9.0, "goodput"), *product(["ngram", 0.3], SPECS)],
     "temperature": [0.0, 1.0],  # of a neighbour
     "abort": [0, 4],  # step in which a neighbour is aborted, if not 0
     "lora": ["batched", "bmm", "merge"],
@@ -1390,38 +1341,35 @@ def test_greedy_tokens_equal_the_naive_loop(scheduler):
                 accepted[case["drafts"][0]] += engine.speculator.n_accepted
     assert preemptions > 0 and accepted["ngram"] > 5 and accepted[0.3] > 5
 
-class Counting(sarathi.PrefillFirst):
-    """Counts the queue at each call. A scheduler may change the lists that it gets."""
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def plan(self, running, waiting):
-        self.calls.append(len(waiting))
-        plan = super().plan(running, waiting)
-        running.clear()
-        waiting.clear()
-        return plan
-
 def test_plan_is_called_once_per_step():
     """The pool has room for two requests. A third is offered again when pages are released, or
     when the queue changes."""
     requests = [Request(prompt(10, i), n) for i, n in enumerate((3, 6, 4, 2))]
-    scheduler = Counting()
+    calls = []
+    scheduler = sarathi.PrefillFirst()
+    plan_of = scheduler.plan
+
+    def counted_plan(running, waiting):
+        calls.append(len(waiting))
+        plan = plan_of(running, waiting)
+        running.clear()  # a scheduler may change the lists that it gets
+        waiting.clear()
+        return plan
+    scheduler.plan = counted_plan
     engine = start(TARGET, requests, scheduler, max_batch=4, n_page=30)
     run = engine.run()
     check_tokens(requests)
-    assert scheduler.calls == [4, 0, 0, 2, 0, 0, 0, 1, 0]
+    assert calls == [4, 0, 0, 2, 0, 0, 0, 1, 0]
     assert run.figures["requests"] == 4 and len(run.ttfts) == 4
     for length in (8, 8, 2):
         id = engine.add(Request(prompt(10), length))
         engine.step()
     # the second one had no room, and blocks the third
-    assert scheduler.calls[9:] == [1, 1, 2]
+    assert calls[9:] == [1, 1, 2]
     assert len(engine.running) == 1
     engine.abort(id - 1)
     engine.step()
-    assert scheduler.calls[12:] == [1]
+    assert calls[12:] == [1]
     assert engine.requests[id].state == "running"
 
 def loaded_in(engine):
@@ -1444,6 +1392,13 @@ def test_the_least_recently_used_adapter_is_evicted():
     engine.run()
     engine.generate([[1] * 10], 19)  # a request needs all pages but one
     assert not engine.memory.loaded
+    engine = start(TARGET, [], adapters=adapters, max_batch=2, n_page=2 * 8 + 40)
+    engine.generate([[1], [2]], 2, ["a", "b"])
+    for tokens, n, name in (([1] * 9, 12, "a"), ([2], 2, "b")):  # a is used until after b
+        engine.add(Request(tokens, n, name))
+    engine.run()
+    engine.generate([[1] * 20], 14, "c")
+    assert loaded_in(engine) == ["a", "c"]
 
 def test_adapters_of_the_queue_are_copied_while_others_run(monkeypatch):
     cost = CostModel.roofline(preset("llama-7b"), "a100")
@@ -1539,7 +1494,6 @@ def test_an_adapter_takes_the_models_dtype():
 
 @each("options", [
     dict(lora="batched", draft="ngram", spec=3),
-    dict(lora="bmm"),
     dict(lora="merge", n_page=40),
     dict(adapter_pages=60, n_page=35),
     dict(alloc="reserve", draft="ngram", spec=3),
@@ -1628,7 +1582,7 @@ def test_events_stop_tokens_and_times():
     check_tokens(requests)
 
 def test_a_function_that_aborts_gets_no_more_tokens():
-    for n, spec in product(range(1, 12), (1, 4)):
+    for n, spec in product((1, 2, 3, 7, 11), (1, 4)):
         requests = [Request(prompt(25), 12), *mixed(n=2)]
         engine = start(TARGET, requests, max_batch=3, draft=random_model(), spec=spec)
         first = requests[0]
@@ -1696,20 +1650,6 @@ def test_pages_of_rejected_drafts_are_taken_back_before_a_request_is_preempted()
                    alpha=1e-9)
     assert n_preempted(engine) == 0 and engine.speculator.n_accepted == 0
 
-def test_adapters_that_were_used_last_are_evicted_last():
-    """Adapter 0 is acquired before adapter 1, and used until after it."""
-    n_page = 2 * Adapter(TINY, 8).n_page + 100
-    engine = Engine(COST, max_batch=2, n_page=n_page)
-    for name in range(3):
-        engine.add_adapter(name, 8)
-    for name, n in ((0, 20), (1, 2)):
-        engine.add(Request([0] * 9, n, name))
-    engine.run()
-    engine.add(Request([0] * 9, 60, 2))
-    engine.run()
-    names = engine.memory.names
-    assert names[0] in engine.memory.loaded and names[1] not in engine.memory.loaded
-
 def test_an_iteration_without_tokens_is_waited_for(monkeypatch):
     """On a GPU, where nothing else does: the clock would be too early."""
     waits = []
@@ -1765,7 +1705,6 @@ BAD_OPTIONS = {
     "unknown scheduler 'fast'.* static, orca": dict(scheduler="fast"),
     "unknown alloc 'lazy'.* reserve, grow": dict(alloc="lazy"),
     "order = 'lcfs': must be a function": dict(order="lcfs"),
-    "unknown lora 'fast'": dict(lora="fast"),
     "unknown spec 'a number'.* goodput": dict(spec="a number", draft="ngram"),
     "unknown draft 'a GPT'.* ngram": dict(spec=2, draft="a GPT"),
     "vocabulary of the draft model = 7: must be in 46 .. 76": dict(
@@ -1775,8 +1714,8 @@ BAD_OPTIONS = {
     "spec = 3: needs a draft": dict(spec=3),
     "scheduler = .*Sarathi.* must be an object like Sarathi": dict(scheduler=sarathi.Sarathi),
     "chunk = 0": dict(chunk=0),
-    "chunk = '64'": dict(chunk="64"),
     "seed = 0.5": dict(seed=0.5),
+    "unknown lora 'fast'": dict(lora="fast"),
     "alpha = 1.5": dict(alpha=1.5),
     "max_batch = -1": dict(max_batch=-1),
 }
@@ -1784,24 +1723,17 @@ LIST = "must be a list of tokens, like .1, 2, 3."
 BAD_REQUESTS = {
     "tokens in the prompt = 0": dict(prompt=[]),
     f"prompt = 'text': {LIST}": dict(prompt="text"),
-    f"prompt = .1.5.: {LIST}": dict(prompt=[1.5]),
     f"prompt = .True.: {LIST}": dict(prompt=[True]),
     f"stop = '.': {LIST}": dict(stop="."),
     "max_new_tokens = True": dict(max_new_tokens=True),
-    "temperature = '1'": dict(temperature="1"),
     "temperature = inf": dict(temperature=math.inf),
-    "top_k = 1000000000000": dict(top_k=10**12),
-    "arrival = nan": dict(arrival=math.nan),
     "arrival = 1700000000: must be in 0.0 .. 1000000000": dict(arrival=1700000000),
     "seed = -1": dict(seed=-1),
-    "alpha = -1": dict(alpha=-1),
     "alpha = 0.5: of a request, needs an engine with an alpha": dict(alpha=0.5),
     "adapter = .'ffn'.: must be a name": dict(adapter=["ffn"]),
     "output = .1.: add a Request only once": dict(output=[1]),
     "token = 61: must be in 0 .. 60": dict(prompt=[1, 61]),
     "token = -1": dict(prompt=[-1]),
-    "max_new_tokens = 0": dict(max_new_tokens=0),
-    "temperature = nan": dict(temperature=float("nan")),
     "top_p = 0": dict(top_p=0),
     "top_k = -1": dict(top_k=-1),
     "unknown adapter 'none'.* ffn": dict(adapter="none"),
@@ -1809,18 +1741,12 @@ BAD_REQUESTS = {
     "pages of the request and its adapter = 81.* 80": dict(max_new_tokens=61, adapter="ffn"),
 }
 
-def test_forced_acceptance_is_greedy():
-    engine = Engine(TARGET, alpha=0.5, draft="ngram")
-    with pytest.raises(ValueError, match="temperature = 0.7: with a forced alpha"):
-        engine.add(Request([1], temperature=0.7))
-
 def adapter_of(**config):
     return Adapter.random(replace(TINY, **config), {"mlp.down_proj": 2})
 
 BAD_CALLS = {
     "tokens in the prompt = 0: must": lambda engine: engine.generate([[1], []]),
     f"prompt = 1: {LIST}.*generate.. a list of prompts": lambda engine: engine.generate([1, 2]),
-    f"prompt = 'h': {LIST}": lambda engine: engine.generate("hello"),
     "names in adapter = 1: must be in 2 .. 2":
         lambda engine: engine.generate([[1], [2]], adapter=["ffn"]),
     "id = 0: add a Request only once": lambda engine: engine.add(engine.requests[0]),
@@ -1835,10 +1761,7 @@ BAD_CALLS = {
         lambda engine: engine.add_adapter("large", 12),
     "adapter 'deep': .*made for this model":
         lambda engine: engine.add_adapter("deep", adapter_of(n_layer=3)),
-    "adapter 'half': .*made for this model":
-        lambda engine: engine.add_adapter("half", adapter_of(shard=(1, 2))),
     "unknown adapter 'lost': one of q, ffn": lambda engine: engine.remove_adapter("lost"),
-    "unknown adapter None: one of q, ffn": lambda engine: engine.remove_adapter(None),
 }
 
 @each("message", BAD_OPTIONS | BAD_REQUESTS | BAD_CALLS)
@@ -1877,12 +1800,10 @@ ODD = [None, True, -1, 0, 1, 3, 61, 2**70, 0.5, 1e-39, 1e300, math.nan, math.inf
 FIELDS = ["prompt", "max_new_tokens", "adapter", "temperature", "top_k", "top_p", "stop", "arrival",
           "seed", "n_past", "drafts", "state", "output", "acceptance"]
 
-@each("draft", [None, "model"])
-def test_odd_requests_are_refused_or_served(draft, monkeypatch):
+def test_odd_requests_are_refused_or_served(monkeypatch):
     """A seeded fuzz. A refusal is one line; what is accepted ends, and harms no good neighbour."""
     rng = random.Random(0)
-    source = draft_model(0.3) if draft else None
-    engine = start(TARGET, [], max_batch=4, n_page=300, alloc="grow", draft=source)
+    engine = start(TARGET, [], max_batch=4, n_page=300, alloc="grow", draft=draft_model(0.3))
     monkeypatch.setattr(engine, "clock", sarathi.VirtualClock())
     good = mixed([None, "q"], 30)
     odd = []
@@ -1908,20 +1829,15 @@ PLANS = {
     "plans .Request.*: must be .*request, n": lambda waiting, engine: waiting,
     "plans a request twice": lambda waiting, engine: [(waiting[0], 1)] * 2,
     "plans 99 tokens of request 0: must be in 1 .. 4": lambda waiting, _: [(waiting[0], 99)],
-    "plans 0.5 tokens of request 0: must": lambda waiting, engine: [(waiting[0], 0.5)],
     "plans Request.*: is not waiting or running": lambda waiting, engine: [(Request([1]), 1)],
     "more than max_batch = 2": lambda waiting, engine: [(r, 1) for r in engine.waiting],
     "or the order serves nothing": lambda waiting, engine: [(r, 1) for r in waiting],
 }
 ORDERS = {
     "the order gives None: must be a list": None,
-    "Sarathi or the order plans Request.*: is not waiting": [Request([1])],
-    "Sarathi or the order serves nothing": [],
 }
 POLICIES = {  # for one decode
     "Fixed gives .4. for 1 decodes: must be whole numbers in 0 .. .3.": lambda price: [4],
-    "Fixed gives .1.5. for 1 decodes: must be whole": lambda price: [1.5],
-    "Fixed gives .-1. for 1 decodes: must be whole": lambda price: [-1],
     "Fixed gives 2 for 1 decodes: must be whole": lambda price: 2,
     "Fixed gives .. for 1 decodes: must be whole": lambda price: [],
     "Fixed calls price: set needs_price = True": lambda price: price([1]),
@@ -1947,31 +1863,21 @@ def test_a_mistake_in_a_users_code_is_one_clear_line(message):
     check_pages(engine)
     assert not engine.requests
 
-def test_a_merge_that_failed_is_repeated():
-    engine = start(random_model(), [], lora="merge")
-    merge = engine.model.merge
-    engine.model.merge = Mock(side_effect=[KeyboardInterrupt, None, None])
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate([prompt(9)], 12, "all")
-    engine.model.merge = merge
-    tokens, = engine.generate([prompt(9)], 12, "all")
-    assert tokens == naive(tuple(prompt(9)), "all", 12)
-
 HOOKS = {  # what may fail in an iteration: engine -> its owner and its name
     "plan": lambda engine: (engine.scheduler, "plan"),
     "order": lambda engine: (engine, "order"),
     "policy": lambda engine: (engine.speculator.policy, "lengths"),
     "drafts": lambda engine: (engine.speculator.proposer, "propose"),
-    "copy": lambda engine: (engine.runner, "copy_adapter"),
+    "copy": lambda engine: (engine.model, "merge") if engine.lora == "merge" else (
+        engine.runner, "copy_adapter"),
     "run": lambda engine: (engine.runner, "run"),
     "on_event": None,
 }
 
-@each("call", ["generate", "run"])
 @each("hook", HOOKS)
-@each("model, options", [(COST, {}), (COST, dict(adapter_pages=60)), (TARGET, {}),
+@each("model, options", [(COST, dict(adapter_pages=60)), (TARGET, {}),
                          (TARGET, dict(lora="merge"))], ids=str)
-def test_after_an_exception_all_requests_wait_again(model, options, hook, call):
+def test_after_an_exception_all_requests_wait_again(model, options, hook):
     """generate takes its requests back, and no page and no token of the others is lost."""
     names = [None, "q", "ffn"]
     prompts = [prompt(9 + i, i) for i in range(3)]
@@ -1995,7 +1901,7 @@ def test_after_an_exception_all_requests_wait_again(model, options, hook, call):
                     return whole(*arguments)
                 patch.setattr(owner, name, fails)
             try:
-                engine.generate(prompts, 8, names) if call == "generate" else engine.run(on_event)
+                engine.generate(prompts, 8, names) if HOOKS[hook] else engine.run(on_event)
             except (ZeroDivisionError, KeyboardInterrupt):
                 n_raised += 1
         check_pages(engine)
@@ -2006,8 +1912,7 @@ def test_after_an_exception_all_requests_wait_again(model, options, hook, call):
         if model is TARGET:
             assert tokens == [naive(tuple(p), name, 8) for p, name in zip(prompts, names)]
             check_tokens(others)
-    is_called = hook != "on_event" or call == "run"
-    assert bool(n_raised) == (is_called and (hook, options) != ("copy", dict(lora="merge")))
+    assert n_raised
 
 def numbers(batch):
     """All that a CUDA graph keeps from its recording: Python's numbers and the shapes of tensors"""
@@ -2074,9 +1979,12 @@ def unwritten_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there, all tests of the engine replay real graphs")
-@each("names, spec", [((None,), None), ((None, "q", "all"), None), (("ffn", None), 3)])
-@each("scheduler, chunk", [("sarathi", 32), ("sarathi", 64), ("sarathi_serve", 64),
-                           ("prefill_first", 40)])
+@each("scheduler, chunk, names, spec", [
+    ("sarathi", 32, (None,), None),
+    ("sarathi_serve", 64, (None, "q", "all"), None),
+    ("sarathi_serve", 64, ("ffn", None), 3),
+    ("prefill_first", 40, (None, "q", "all"), 3),
+])
 def test_iterations_of_up_to_a_chunk_replay_graphs(scheduler, chunk, names, spec,
                                                    unwritten_memory_is_nan, monkeypatch):
     """Ends of prompts, short prompts, several chunks, drafts and adapters beside them: all graphs
@@ -2111,8 +2019,7 @@ def test_iterations_of_up_to_a_chunk_replay_graphs(scheduler, chunk, names, spec
     assert {*engine.runner.graphs.graphs} == graphs and len(graphs) <= 24
     assert all(n > chunk for n in eager) and bool(eager) == (scheduler == "prefill_first")
 
-@each("names, spec", [((None,), None), ((None, "0"), None), (("0",), 3)])
-@each("scheduler", ["sarathi", "prefill_first"])
+@each("scheduler, names, spec", [("sarathi", (None, "0"), None), ("prefill_first", ("0",), 3)])
 def test_nothing_is_compiled_while_requests_are_served(scheduler, names, spec, monkeypatch):
     """What Triton would compile for llama-13b's heads: a kernel again for arguments of another
     kind. Prompts of more than a chunk run without a graph."""
@@ -2197,11 +2104,7 @@ def test_gpus_that_do_not_do(monkeypatch, capsys):
     assert [*map(len, lines)] == approx([80, 80], abs=30)
     assert "Triton" in lines[0] and "driver" in lines[1] and "12.8" in lines[1]
 
-def test_a_new_gpu_has_to_be_there(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench.py", "gpu", "--device", "cpu"])
-    with pytest.raises(SystemExit, match="2"):
-        run_command_line(bench.main)
-    assert "gpu: torch sees no GPU" in capsys.readouterr().err
+def test_the_experiments_of_a_new_gpu(monkeypatch):
     args = arguments("gpu --chunk 128")
     args.device = "cuda"
     place = tiny_place()
@@ -2231,7 +2134,7 @@ def test_graphs_change_no_operator_and_no_token(unwritten_memory_is_nan, monkeyp
         requests = mixed((None, "q"), 2)
         serve(TARGET, requests, chunk=10, max_batch=2, draft="ngram", spec=2)
         check_tokens(requests)
-    for case in CASES[::2] if not INTERPRETED else []:
+    for case in CASES[::8] if not INTERPRETED else []:
         requests = mixed(case["adapters"])
         serve_case(case | dict(lora="batched"), requests)
         check_tokens(requests)
@@ -2246,15 +2149,13 @@ def forget_residual(p, q, drafts, n_drafts, u):
     first_row = (n_drafts + 1).cumsum(0) - n_drafts - 1
     return n_accepted, kernels.sample(p[first_row + n_accepted], u[len(drafts):])
 
-RULES = {"right": kernels.verify, "broken": forget_residual}
-
-@each("rule", RULES)
-@each("source", ["ngram", 7, 10])
+@each("source, rule", [("ngram", "right"), (7, "right"), (10, "right"), (7, "broken")])
 def test_sampled_speculation_is_lossless(source, rule, monkeypatch):
     """Chi-square of the first three tokens of 4,000 equal requests; two tokens have no chance. A
     number: a draft model with so many tokens, of which the target has eight."""
-    monkeypatch.setattr(sarathi, "verify", RULES[rule])
-    config = replace(TINY, vocab_size=8)
+    if rule == "broken":
+        monkeypatch.setattr(sarathi, "verify", forget_residual)
+    config = replace(TINY, n_layer=1, n_embd=32, n_inner=48, vocab_size=8, block_size=16)
     model = random_model(config)
     draft = source
     if source != "ngram":
@@ -2284,7 +2185,7 @@ def test_sampled_tokens_depend_on_their_seed_alone():
     """Under every scheduler, chunk, allocation, preemption and neighbour: the oracle's logits, and
     a uniform number for each position"""
     preemptions = 0
-    for case in pairwise_cover(SAMPLING):
+    for case in pairwise_cover(SAMPLING)[::2]:  # they hold all values
         requests = mixed(case["adapters"], 9, temperature=2.0)
         for i, request in enumerate(requests):
             request.seed = 2**63 // (i + 1)
@@ -2292,7 +2193,7 @@ def test_sampled_tokens_depend_on_their_seed_alone():
             request.top_p = 0.9 if i % 3 == 0 else 1.0
         preemptions += n_preempted(serve_case(case, requests))
         check_tokens(requests)
-    assert preemptions > 5
+    assert preemptions > 2
 
 def test_seeds():
     """The default is of the engine's seed and the request's id. Other seeds, other tokens."""
@@ -2339,7 +2240,7 @@ def test_a_draft_models_cache_follows_the_targets():
     assert n_preempted(engine)
     assert 20 < engine.speculator.n_accepted < engine.speculator.n_drafted
 
-@each("tree, alpha", [(None, 0.8), ((2, 1), 0.6), ((3, 2, 2), 0.3)])
+@each("tree, alpha", [(None, 0.8), ((3, 2, 2), 0.3)])
 def test_forced_acceptance_is_like_coins(tree, alpha):
     """Other ones for every request; and the acceptance rates are estimated from them. A level of
     two candidates of a tree fails with (1 - alpha)^2."""
@@ -2356,11 +2257,10 @@ def test_forced_acceptance_is_like_coins(tree, alpha):
     assert is_tree or np.mean(rates) == approx(alpha, abs=0.05)
     assert engine.speculator.acceptance == approx(alpha, abs=0.1 if is_tree else 0.05)
 
-@each("spec", [4, "goodput_request"])
-def test_a_request_may_have_an_acceptance_of_its_own(spec):
+def test_a_request_may_have_an_acceptance_of_its_own():
     """It decides which drafts are accepted, and with goodput_request how many are made."""
     requests = [Request([0] * 5, 200, alpha=alpha) for alpha in (1.0, 0.0, None)]
-    engine = serve(A100, requests, spec=spec, alpha=0.6, draft="ngram")
+    engine = serve(A100, requests, spec="goodput_request", alpha=0.6, draft="ngram")
     n_new = defaultdict(list)
     for event in engine.seen:
         n_new[event.request.id].append(len(event.tokens))
@@ -2369,51 +2269,27 @@ def test_a_request_may_have_an_acceptance_of_its_own(spec):
     n_logits = defaultdict(list)
     for id, n in zip(sum(rows_of(engine, 0), []), sum(rows_of(engine, 3), [])):
         n_logits[id].append(n)
-    equal = np.mean(n_logits[0]) < 1.2 * np.mean(n_logits[1])
-    assert equal == (spec == 4)
+    assert np.mean(n_logits[0]) > 1.2 * np.mean(n_logits[1])
 
-class Skilled(Proposer):
-    """Every draft is the next token with a chance, else another one."""
-    chance = 0.0
-
-    def draft(self, request, k):
-        output = naive(tuple(request.prompt), None, request.max_new_tokens)
-        n = len(request.output)
-        u = sarathi.uniform([(request.seed, request.n_tokens + j) for j in range(k)], sarathi.DRAFT)
-        return [token if x < self.chance else (token + 1) % 61
-                for token, x in zip(output[n:n + k], u.tolist())]
-
-RECOVERIES = [("lookup", "goodput"), ("model", "goodput"), ("model", "goodput_request"),
-              ("real", "goodput"), ("real model", "goodput")]
-
-@each("draft, spec", RECOVERIES)
-def test_an_acceptance_that_recovers_is_noticed(draft, spec):
+@each("source, spec", [("ngram", "goodput"), ("model", "goodput_request")])
+def test_an_acceptance_that_recovers_is_noticed(source, spec):
     """Sixty requests whose drafts are wrong, 200 whose drafts are right: the next hundred get as
     many as in an engine that never saw a wrong one [SmartSpec §4.4]."""
-    B = 16
     n_draft = []
+    draft = SMALL if source == "model" else source
     for phases in ([(60, 0.02), (200, 0.9), (100, 0.9)], [(100, 0.9)]):
-        skilled = Skilled()
-        source = {"lookup": "ngram", "model": SMALL, "real": skilled, "real model": random_model()}
-        model = TARGET if "real" in draft else VLLM
-        alpha = 0.0 if draft == "real" else 0.02
-        engine = Engine(model, max_batch=B, n_page=B * 64, cost=VLLM, draft=source[draft],
-                        spec=spec, alpha=alpha)
+        engine = Engine(VLLM, max_batch=16, n_page=1024, draft=draft, spec=spec, alpha=0.02)
         for n, rate in phases:
             before = engine.speculator.n_drafted
-            skilled.chance = rate
             for _ in range(n):
-                own = None if draft == "real" else rate
-                engine.add(Request(prompt(12), 12 if draft == "real model" else 30, alpha=own))
+                engine.add(Request(prompt(12), 30, alpha=rate))
             engine.run()
             if rate == 0.02:
                 engine.speculator.acceptance = 0.02  # as after a long time at a low load
         n_draft.append(engine.speculator.n_drafted - before)
     assert n_draft[0] > 0.8 * n_draft[1] > 500
 
-@each("draft, spec, B", [
-    ("lookup", "goodput", 4), ("lookup", "goodput", 32), ("lookup", "goodput_request", 32),
-    ("model", "goodput", 4), ("model", "goodput_request", 32)])
+@each("draft, spec, B", [("lookup", "goodput", 32), ("model", "goodput_request", 4)])
 def test_drafts_that_do_not_pay_are_hardly_tried(draft, spec, B):
     """Finding out takes less than 1 % of the time."""
     seconds = []
@@ -2491,7 +2367,6 @@ VLLM = CostModel.roofline(preset("llama-7b"), "a100", system="vllm")  # drafts c
 
 @each("scheduler", SCHEDULERS)
 @each("options", [
-    dict(alloc="grow", n_page=75),
     dict(alloc="grow", n_page=75, spec="goodput", alpha=0.6, draft="zeros"),
     dict(alloc="reserve", spec=3, alpha=0.8, draft="model"),
 ], ids=str)
@@ -2510,22 +2385,6 @@ def test_the_simulator_plans_as_the_engine(scheduler, options):
 def equal_requests(n, n_prompt, n_output):
     return [Request([0] * n_prompt, n_output) for _ in range(n)]
 
-@each("chunk, B", [(256, 18), (128, 6), (16, 20)])
-def test_sarathi_fills_whole_tiles(chunk, B):
-    """One chunk a batch, so that it and the decodes fill tiles: with B - 1 decodes C - (B - 1)."""
-    tile = min(128, chunk)
-    requests = equal_requests(2 * B, 2 * chunk + 44, 450)
-    engine = serve(A6000, requests, chunk=chunk, max_batch=B, n_page=B * 1600)
-    sizes = set()
-    n_partial = 0
-    for rows in rows_of(engine, 2):
-        assert sum(n > 1 for n in rows) <= 1 and len(rows) <= B
-        n_partial += max(rows) > 1 and sum(rows) % tile > 0
-        if len(rows) == B:
-            sizes.add(max(rows))
-    assert n_partial <= len(requests)  # the ends of the prompts
-    assert max(chunk, cdiv(B, tile) * tile) - (B - 1) in sizes
-
 def test_autopilot_lets_no_prompt_wait_for_the_end_of_decodes():
     """The last tokens of a long prompt pay less than decodes alone, but are fed."""
     requests = [Request([0] * 300, 100) for _ in range(4)]
@@ -2537,14 +2396,13 @@ def test_autopilot_lets_no_prompt_wait_for_the_end_of_decodes():
         if requests[-1].arrival < iteration.start < first:
             assert requests[-1] in [feed.request for feed in iteration.feeds]
 
-@each("chunk, n, expected", [(256, 17, 239), (200, 128, 72), (200, 200, 56), (128, 128, 128),
-                             (16, 20, 12)])
+@each("chunk, n, expected", [(256, 17, 239), (200, 200, 56), (128, 128, 128), (16, 20, 12)])
 def test_prompt_tokens_beside_n_decodes(chunk, n, expected):
     """They fill the chunk; only if the decodes alone do, the next tile."""
     assert Engine(COST, chunk=chunk).scheduler.budget([None] * n) == expected
 
-@each("spec", [3, "goodput", "goodput_request"])
-@each("scheduler", ["sarathi", "sarathi_serve", "autopilot"])
+@each("scheduler, spec", [("sarathi", 3), ("sarathi_serve", "goodput_request"),
+                          ("autopilot", "goodput")])
 def test_chunks_leave_room_for_drafts(scheduler, spec):
     """Chunk, decodes and drafts fill two tiles of 128 rows [SARATHI §4.4]."""
     rng = random.Random(0)
@@ -2558,18 +2416,13 @@ def test_chunks_leave_room_for_drafts(scheduler, spec):
     n_exceeding = sum(n > 256 and 0 < n % 128 < 48 for n in mixed)  # no prompt's end
     assert n_exceeding <= (0.02 if spec == 3 else 0.1) * len(mixed)
 
-@each("L, B", [(1024, 20), (2048, 10), (3072, 6)])
-def test_the_largest_batch_that_fits(L, B):
-    """[SARATHI §4.3] The paper says 18, 10 and 6."""
-    cost = CostModel.roofline(replace(preset("llama-13b"), block_size=L), "a6000")
-    assert Engine(cost, max_batch=0).max_batch == B
+def test_the_largest_batch_that_fits():
+    """[SARATHI §4.3] The paper says 18."""
+    cost = CostModel.roofline(replace(preset("llama-13b"), block_size=1024), "a6000")
+    assert Engine(cost, max_batch=0).max_batch == 20
     shared = Engine(cost, draft=A100, spec=1, alpha=0.5, max_batch=0)
     free = cost.memory - A100.n_bytes
     assert shared.n_page == int(free // (cost.page_bytes + A100.page_bytes))
-
-def test_a_simulator_has_no_confidence():
-    with pytest.raises(ValueError, match="spec = 'confidence': .* no probabilities"):
-        Engine(A100, draft=SMALL, spec="confidence", alpha=0.6)
 
 @each("order, waiting, running, expected", [  # adapters; upper case: was preempted
     (fcfs, "Abacb", "", "01234"),
@@ -2618,21 +2471,6 @@ def test_requests_that_the_order_aborts_have_an_event():
     ended = Counter((event.request.id, event.finished) for event in engine.seen if event.finished)
     assert ended == Counter((request.id, request.state) for request in requests)
     assert 5 < sum(request.state == "aborted" for request in requests) < 40
-
-@each("B, low, high", [(1, 5, 7), (64, 1, 4), (512, 0, 0)])
-def test_goodput_drafts_much_for_small_batches(B, low, high):
-    options = dict(max_batch=B, n_page=B * 100, draft="ngram", spec="goodput", alpha=0.7)
-    engine = start(A100, equal_requests(B, 30, 60), "orca", **options)
-    engine.step()
-    engine.step()
-    n_logits = rows_of(engine, 3)[1]
-    assert low <= np.mean(n_logits) - 1 <= high
-
-def test_requests_with_a_higher_acceptance_rate_get_more_drafts():
-    requests = [Request([0], acceptance=rate) for rate in (0.9, 0.1, 0.6)]
-    policy = sarathi.GoodputRequest()
-    a, b, c = policy.lengths(requests, [7, 7, 7], 0.7, lambda drafts: 1 + 0.1 * sum(drafts))
-    assert a > c > b
 
 def test_an_oracle_drafts_what_will_be_accepted():
     requests = equal_requests(4, 30, 60)
@@ -2967,9 +2805,8 @@ def test_a_profile_fits_the_seconds_of_iterations(monkeypatch):
     assert profile.time(200, 1000) == approx(4.0, rel=0.05)
     Engine(profile)  # the simulator has a pool of the size that this machine would have
 
-@each("block_size", [8, 16])
-def test_a_profile_of_a_model_with_a_short_context(block_size):
-    model = random_model(replace(TINY, block_size=block_size))
+def test_a_profile_of_a_model_with_a_short_context():
+    model = random_model(replace(TINY, block_size=8))
     assert sarathi.Profile(model, n=24, budget=0).time(4, 4) > 0
 
 MISTAKES = {
@@ -3061,8 +2898,13 @@ def simulated(name, words="--size small"):
 @cache
 def small_rows(name):
     """An experiment at its smallest, simulated: {(panel, series, x): row}"""
-    rows = EXPERIMENTS[name].rows(simulated(name))
-    return {tuple(row["at"]): row for row in rows}
+    slora = bench.slora
+    words = "--size small --lengths 256" if name == "tng" else "--size small"
+    with pytest.MonkeyPatch.context() as patch:  # S-LoRA's runs take some seconds
+        patch.setattr(bench, "slora", lambda place, setting, n, rate, seconds, *others, **options:
+                      slora(place, setting, n, rate, seconds / 5, *others, **options))
+        rows = EXPERIMENTS[name].rows(simulated(name, words))
+        return {tuple(row["at"]): row for row in rows}
 
 # -----------------------------------------------------------------------------
 # bench.py: claims, measured experiments, workloads, pictures and traces
@@ -3085,18 +2927,9 @@ def test_claim_holds(kind, paper, inside, outside):
     assert all(claim.holds(ours) for ours in inside)
     assert not any(claim.holds(ours) for ours in outside)
 
-@each("name", [name for name in CLAIMS if name != "fidelity"])
-def test_every_claim_has_its_point(name):
-    rows = small_rows(name)
-    assert set(CLAIMS[name]) <= set(rows)
-    for at, claim in CLAIMS[name].items():
-        row = rows[at]
-        assert row["paper"] == claim.paper
-        assert row["fit"] == claim.fit
-        assert row["kind"] in ("value", "gain", "bound")
-        assert row["inside"] == claim.holds(row["ours"])
-
-MISSES = {  # misses of the experiments that are small as they are; each has a note
+AS_SMALL = ["table2", "table4", "fig3", "fig4", "fig7", "fig8", "fig9", "fig10", "fig13",
+            "spec_fig1", "spec_fig5", "spec_fig11", "spec_fig12", "spec_fig16"]
+MISSES = {  # misses of these, which are small as they are; each has a note
     "table2": {("decode (ms)", "decode-maximal", "")},
     "fig9": {("gain at L = 1024, B = 18", "Orca, best", 14.06),
              ("least over P:D at L = 1024", "C = 512 / Orca", ""),
@@ -3106,16 +2939,27 @@ MISSES = {  # misses of the experiments that are small as they are; each has a n
     "fig13": {("prefill", "worst", 64), ("prefill", "worst", 256)},
 }
 
-@each("name", [
-    "table2", "table4", "fig3", "fig4", "fig7", "fig8", "fig9",
-    "fig10", "fig13", "spec_fig1", "spec_fig5", "spec_fig11", "spec_fig12",
-    "spec_fig16",
-])
-def test_claims_hold(name):
+@each("name", [name for name, what in EXPERIMENTS.items() if what.only != "measured"])
+def test_every_claim_has_its_point(name):
+    """And a table of 120 columns; claims hold, but for known misses"""
     rows = small_rows(name)
-    missed = {at for at in CLAIMS[name] if not rows[at]["inside"]}
-    assert missed == MISSES.get(name, set())
-    assert all(rows[at]["note"] for at in missed)
+    claims = CLAIMS.get(name, {})
+    assert set(claims) <= set(rows)
+    assert all(math.isfinite(row["ours"]) for row in rows.values())
+    for at, claim in claims.items():
+        row = rows[at]
+        assert row["paper"] == claim.paper
+        assert row["fit"] == claim.fit
+        assert row["kind"] in ("value", "gain", "bound")
+        assert row["inside"] == claim.holds(row["ours"])
+    if name in AS_SMALL:
+        missed = {at for at in claims if not rows[at]["inside"]}
+        assert missed == MISSES.get(name, set())
+        assert all(rows[at]["note"] for at in missed)
+    text = tables(name, simulated(name), list(rows.values()))
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert lines and max(map(len, lines)) <= 120
+    assert any("paper" in line for line in lines) == bool(claims)
 
 def test_capacity_is_the_most_that_meets_both_targets():
     """Served a little faster, a target is missed; with chunks an A100 serves more, and under
@@ -3154,9 +2998,8 @@ def test_data_sheets_are_what_the_chips_can_do(name):
     assert gpu.bandwidth == approx(n_bit * rate / 8 * 1e9, rel=0.02)
 
 @each("edit, needle", [
-    ({}, None), ({"name": "mine", "flops": 312000000000000}, None), ({"link": None}, "link"),
-    ({"flops": 312}, "flops of .* 1000000000.0"), ({"memory": 80 * 2**30}, "memory of .* 10000"),
-    ({"bandwidth": math.nan}, "bandwidth of .*nan"), ({"flops": "312e12"}, "must be like"),
+    ({"name": "mine", "flops": 312000000000000}, None), ({"link": None}, "link"),
+    ({"flops": 312}, "flops of .* 1000000000.0"), ({"flops": "312e12"}, "must be like"),
 ])
 def test_a_gpu_of_a_file(edit, needle, tmp_path):
     path = tmp_path / "mine.json"
@@ -3215,15 +3058,6 @@ def test_wrong_constant_misses_its_claim(constant, monkeypatch):
         monkeypatch.setattr(sarathi, constant, type(value)(factor * value))
     assert not claim_holds(small_rows.__wrapped__, name, at, *run)
 
-def test_lightllm_keeps_no_idle_adapter():
-    requests = [Request([0] * 9, 4, "q"), Request([0] * 9, 4, "all", arrival=10.0)]
-    engine = start(COST, requests, bench.Lightllm(), n_page=400, alloc="grow")
-    loaded = set()
-    while engine.requests:
-        engine.step()
-        loaded.add(tuple(loaded_in(engine)))
-    assert loaded == {("q",), ("all",)}
-
 def test_adapters_take_pages_of_the_unified_pool():
     run = bench.slora(simulated("slora_fig5", ""), "S2", 200, 2, 300, gpu="a10g")
     assert CLAIMS["slora_fig5"]["a10g", "S-LoRA", ""].holds(run.requests_per_second)
@@ -3255,7 +3089,7 @@ def test_a_run_counts_once():
 @cache
 def tiny_place():
     config = GPTConfig(2, 4, 64, 96, n_kv_head=2, vocab_size=61, block_size=1024)
-    words = "online --lengths 64,96 --seconds 0 --max-batch 4 --chunk 128 --rate 50"
+    words = "online --lengths 64,96 --seconds 0 --max-batch 4 --chunk 128 --rate 1000"
     return bench.Place(arguments(words), GPT.from_preset(config, torch.float32), "a tiny model")
 
 MEASURED = [name for name, what in EXPERIMENTS.items()
@@ -3264,6 +3098,9 @@ MEASURED = [name for name, what in EXPERIMENTS.items()
 @each("name", MEASURED)
 def test_experiment_measures(name, monkeypatch):
     monkeypatch.setattr(bench, "LONG", 0.0)
+    capacities = bench.capacities
+    monkeypatch.setattr(bench, "capacities", lambda place, schedulers, n: capacities(
+        place, schedulers[:1], 4))
     if name == "peers":
         pytest.importorskip("peft")
     rows = list(EXPERIMENTS[name].rows(tiny_place()))
@@ -3314,21 +3151,6 @@ def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys,
     texts = [bytes(tokens) for tokens in served[-1]]
     assert all(text.startswith(prompt) for text, prompt in zip(texts, prompts))
 
-@each("words, needle", [
-    ("", "model 'tiny': is not trained yet, run `python model.py`"),
-    ("--model llama-30m", "model 'llama-30m' has no tokenizer.json"),
-    ("--model llama-30m --prompts no.txt", "no.txt"),
-    ("--model llama-30m --prompts latin.txt", "paragraphs of UTF-8 text in latin.txt = 0: must be"),
-    ("--model llama-30m --prompts empty.txt", "paragraphs of UTF-8 text in empty.txt = 0: must be"),
-])
-def test_text_that_is_missing(words, needle, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(model_py, "CACHE", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    Path("latin.txt").write_bytes(b"caf\xe9")
-    Path("empty.txt").write_text(" \n\n")
-    status, out, err = command(monkeypatch, capsys, f"spec_here {words}")
-    assert status == 2 and needle in err.strip().splitlines()[-1]
-
 def test_operators_are_timed_without_the_first_pass(monkeypatch):
     """In it, kernels are compiled."""
     place = bench.Place(arguments("--seconds 0 --chunk 128"), random_model(), "a tiny model")
@@ -3345,10 +3167,6 @@ def test_operators_are_timed_without_the_first_pass(monkeypatch):
     monkeypatch.setattr(place, "seconds", lambda *shapes, last: np.array([[8.0]]))
     operators = place.operators(decodes=2, context=10)
     assert operators == {"attn": approx([2.0]), "others": approx([6.0])}
-
-@each("name", ["ceilings", "timeline", "online", "autopilot"])
-def test_experiment_simulates(name):
-    assert all(math.isfinite(row["ours"]) for row in small_rows(name).values())
 
 def test_lengths_are_those_that_were_run():
     place = bench.Place(arguments("--lengths 512,1024"), simulated("table4").model, "here")
@@ -3382,19 +3200,6 @@ def test_rounds_take_turns_and_warm_up(monkeypatch):
         monkeypatch.setattr(place.args, "seconds", seconds)
         assert place.rounds(*functions) == expected
         assert calls == list("abccbaabc")[:3 * len(expected[0]) + 3 * (seconds > 0)]
-
-def test_iteration_is_what_the_cost_model_says():
-    place = simulated("table2")
-    cost = place.model
-    shape = dict(decodes=5, context=1023, chunk=251, past=512)
-    seconds = place.seconds(shape)
-    stats = cost.stats([feed(1023, 1, 1)] * 5 + [feed(512, 251, 1)])
-    expected = cost.seconds(stats)
-    assert seconds.item() == approx(expected)
-    operators = place.operators(**shape)
-    assert sum(operators.values()) == approx(expected)
-    measured = tiny_place().operators(decodes=4, context=63)
-    assert {name for name, t in operators.items() if t} == {*measured}
 
 def test_explanation_and_chunk():
     place = simulated("fig9", "--lengths 1024,2048")
@@ -3470,9 +3275,6 @@ TRACES = {  # the same three requests, 4 and 1.5 seconds apart
         (1, 7, "2024-05-10 03:00:05.5+02:00"))),
     "ns.csv": "arrival,prompt,output\n1700000000000000000,374,44\n1700000004000000000,396,9\n"
               "1.7000000055e18,7,1\n",
-    "ms.jsonl": "".join('{"TIMESTAMP": "%d", "ContextTokens": %d, "GeneratedTokens": %d}\n' % row
-                        for row in ((1700000000000, 374, 44), (1700000004000, 396, 9),
-                                    (1700000005500, 7, 1))),
     "bailian.jsonl": "".join(
         '{"chat_id": 1, "parent_chat_id": null, "timestamp": %s, "input_length": %d, '
         '"output_length": %d, "type": "text", "turn": 1, "hash_ids": [0]}\n' % row
@@ -3484,8 +3286,7 @@ TRACES = {  # the same three requests, 4 and 1.5 seconds apart
         for row in ((3000, 374, 44), (7000, 396, 9), (8500, 7, 1))),
 }
 
-@each("name", TRACES)
-@each("form", ["", "BOM", "CRLF", "gz"])
+@each("name, form", [*product(TRACES, [""]), *product(["azure.csv"], ["BOM", "CRLF", "gz"])])
 def test_traces_of_the_field(name, form, tmp_path, capsys):
     data = TRACES[name].encode("utf-8-sig" if form == "BOM" else "utf-8")
     path = tmp_path / name
@@ -3506,29 +3307,22 @@ def test_traces_of_the_field(name, form, tmp_path, capsys):
     ("a,b\n1,2\n", "columns a, b: must be CSV or JSON lines with the columns of ours .arrival, "),
     ('[{"id": "a", "conversations": [{"from": "human", "value": "hi"}]}]\n',
      "line 1: a JSON array; must be CSV or JSON lines with the columns of .* Mooncake .timest"),
-    ("[\n  {\n", "line 1: a JSON array; must be CSV"), ("{\n", "line 1: Expect.*; must be CSV"),
-    ('{"id": "a", "conversations": []}\n', "columns id, conversations: must be CSV"),
+    ("{\n", "line 1: Expect.*; must be CSV"),
     ("timestamp,input_length,output_length\n0,5,5\n0.9,5,5\n1.8,5,5\n",
      "3 requests over 0.0018 s are not plausible: an arrival of Mooncake is in units of 0.001 s"),
     ("arrival,prompt,output\n0,5,5\n900000000,5,5\n", "2 requests over 9e.08 s are not plausible"),
     ("arrival,prompt,output\n20231116181546,5,5\n20231116181549,5,5\n", "are not plausible"),
-    ("arrival,prompt,output\n16/Nov/2023:18:15:46,5,5\n", "line 2: .*'16/Nov/2023"),
     ("prompt,output\n5,5\n", "column 'arrival' is missing"),
     ("arrival,prompt,output\n0,5,5\n1,x,5\n", "line 3: .*'x'"),
     ("arrival,prompt,output\n0,5,5\n\n1,5\n", "line 4: more or fewer fields"),
-    ("arrival,prompt,output\n0,5,5\n1,1,000,5\n", "line 3: more or fewer fields"),
     ("arrival,prompt,output\n0,5,5\n1,5.5,5\n", "line 3: .*whole"),
-    ("arrival,prompt,output\n0,nan,5\n", "line 2: .*whole"),
     ("arrival,prompt,output\n0,,5\n", "line 2: "),
     ("arrival,prompt,output\n0,5,5\ninf,5,5\n", "line 3: arrival = inf"),
     ("arrival,prompt,output\nnoon,5,5\n", "line 2: .*'noon'"),
-    ('arrival,prompt,output\n0,5,5\n1,"5,5\n', "line 3: "),
     ('arrival,prompt,output\n0,5,5\n1,5,"5\n', "line 3: "),
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "pro\n', "line 2: "),
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "prompt": 5}\n', "line 2: "),
-    ('{"arrival": 0, "prompt": 5, "output": 5}\n[1, 5, 5]\n', "line 2: "),
     ("arrival,prompt,output\n0,0,5\n0,5,0\n0,60,5\n0,-1,5\n", "can be served = 0"),
-    ("", "can be served = 0"),
     ("\xff", "line 0: .*utf-8"),
 ])
 def test_a_wrong_trace_is_one_clear_line(text, needle, tmp_path):
@@ -3537,22 +3331,6 @@ def test_a_wrong_trace_is_one_clear_line(text, needle, tmp_path):
     with pytest.raises(ValueError, match=needle) as raised:
         bench.read_jobs(str(path), 64)
     assert "\n" not in str(raised.value) and "jobs.csv" in str(raised.value)
-
-@each("L, pd, chunk, B", [
-    (1024, 10, 0, 1),
-    (1024, 0, 256, 18),
-    (256, 0, 256, 6),
-    (3072, 0, 128, 6),
-    (8, 200, 0, 1),
-])
-def test_halves(L, pd, chunk, B):
-    P, D = bench.halves(L, pd, chunk, B)
-    assert P + D == L and P > 0 and D > 0
-    if L > 500:
-        ratio = pd if pd else chunk / (B - 1)
-        assert P / D == approx(ratio, rel=0.2)
-    if L > 500 and chunk:
-        assert P % (chunk - B + 1) == 0
 
 def test_serve_keeps_clients_and_arrivals():
     cost = CostModel.roofline(GPTConfig(2, 4, 64, vocab_size=61, block_size=64), "a10g")
@@ -3584,7 +3362,7 @@ PIECES = [
     (1, "decode", 3.0, 4.0, 1),
 ]
 
-def test_pieces_of_requests_and_stages():
+def test_pieces_of_requests_and_stages(tmp_path):
     assert list(bench.pieces(RECORD)) == PIECES
     verification = [feed(64, 8, 8), feed(5, 1, 1)]
     stages = [
@@ -3598,8 +3376,6 @@ def test_pieces_of_requests_and_stages():
         (0, "bubble", 1.0, 3.0, 0),
         (0, "decode", 3.0, 4.0, 9),
     ]
-
-def test_trace(tmp_path):
     path = tmp_path / "trace.json"
     bench.write_trace(path, [("sarathi", RECORD)])
     name, first, *others = json.loads(path.read_text())["traceEvents"]
@@ -3637,17 +3413,24 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("fig99", ": unknown experiment 'fig99'"), ("fig3 --hardware b300", "a100-40, a100, "),
     ("--no-such-flag", "--no-such-flag"), ("--chunk many", "many"),
     ("--chunk 0", "chunk = 0"), ("--lengths 1..x", "1..x"), ("--max-batch 0", "max_batch = 0"),
-    ("--seconds -1", "seconds = -1"), ("fig3 --lengths 9999 --hardware a100", "9999"),
-    ("fig8 --lengths 32 --hardware a100", "= 32"),
+    ("--seconds -1", "seconds = -1"), ("fig3 --draft tiny", "--draft"),
+    ("fig3 --lengths 9999 --hardware a100", "9999"), ("fig8 --lengths 32 --hardware a100", "= 32"),
     ("spec_here --hardware a100", "only be measured"),
     ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
     ("fig3 --model no-model --hardware a100", "no-model"), ("fig3 --rate 3", "--rate"),
     ("--scheduler nowhere.py:Mine online", "nowhere.py"), ("--scheduler mine", "'mine'"),
     ("online --jobs a.csv --prompt 8", "--prompt"),
     ("fig3 --hardware a100 --context 9", "context = 9"), ("fig3 --context 4096", "--hardware"),
-    ("fig3 --hardware nowhere.json", "nowhere.json"), ("fig3 --draft tiny", "--draft"),
+    ("fig3 --hardware nowhere.json", "nowhere.json"), ("gpu --device cpu", "torch sees no GPU"),
+    ("spec_here", "model 'tiny': is not trained yet, run `python model.py`"),
+    ("spec_here --model llama-30m", "model 'llama-30m' has no tokenizer.json"),
+    ("spec_here --model llama-30m --prompts latin.txt",
+     "paragraphs of UTF-8 text in latin.txt = 0: must be"),
 ])
-def test_mistakes_are_one_line(monkeypatch, capsys, words, needle):
+def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, needle):
+    monkeypatch.setattr(model_py, "CACHE", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("latin.txt").write_bytes(b"caf\xe9")
     status, out, err = command(monkeypatch, capsys, words)
     assert status == 2 and needle in err and not out
     assert len(err.strip().splitlines()) == 1 and "Traceback" not in err
@@ -3726,16 +3509,6 @@ def test_online_has_a_table_however_wide():
     more = [row | dict(at=[row["at"][0], f"{row['at'][1]} of mine", row["at"][2]]) for row in rows]
     text = tables("online", simulated("online"), rows + more)
     assert sum(line.startswith("| ") for line in text.splitlines()) == 2 + 2 * len(SCHEDULERS)
-
-@each("name", [name for name, what in EXPERIMENTS.items() if what.only != "measured"])
-def test_tables_fit_120_columns(name):
-    rows = list(small_rows(name).values())
-    text = tables(name, simulated(name), rows)
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert lines and max(map(len, lines)) <= 120
-    n_paper = sum(row["paper"] is not None for row in rows)
-    papers = [line for line in lines if "paper" in line]
-    assert bool(papers) == bool(n_paper)
 
 def test_tables_have_the_columns_that_are_declared():
     """And a line for every other key; the paper's numbers stand behind ours."""
