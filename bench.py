@@ -25,7 +25,6 @@ import sys
 import tempfile
 import textwrap
 import time
-import warnings
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
@@ -110,22 +109,23 @@ class Experiment(NamedTuple):
     """A generator of points, and how they are shown."""
     run: Callable  # Place -> points (panel, ours), (panel, series, ours), (panel, series, x, ours)
     about: str
-    x: str  # label of the x axis; its last word stands in tables
-    y: str
-    on: Hardware  # where the paper's numbers hold
-    only: str  # "measured" or "simulated", if it cannot be both
+    x: str = ""  # label of the x axis; its last word stands in tables
+    y: str = ""
+    on: Hardware = A6000_13B  # where the paper's numbers hold
+    only: str = ""  # "measured" or "simulated", if it cannot be both
     # what heads the columns of points with an x, and of others: "panel", "series", "" if every
     # point has a line, or "picture" if they are in pictures alone
-    curves: str
-    points: str
+    curves: str = "panel"
+    points: str = "panel"
 
     def rows(self, place):
         """The points as dicts, beside the papers' numbers. ours: a number, or an array of rounds,
         shown as their median and half the distance between their quartiles."""
         name = self.run.__name__
-        claims = {}
-        if place.on in (None, self.on):
-            claims = CLAIMS.get(name, {})
+        claims = CLAIMS.get(name, {})
+        if place.on not in (None, self.on):  # only those that name their own GPU hold here
+            claims = {at: claim for at, claim in claims.items()
+                      if at[1].split(", ")[-1].lower() in GPUS}
         for panel, *keys, ours in self.run(place):
             series, x = (*keys, "", "")[:2]  # what is left out is ""
             what = f"{panel}, {series}" if series else panel
@@ -148,11 +148,11 @@ class Experiment(NamedTuple):
                                 inside=claim.holds(middle))
             yield row
 
-def experiment(x="", y="", on=A6000_13B, only="", curves="panel", points="panel"):
-    """Register a function as an experiment, under its own name."""
+def experiment(*fields, **more):
+    """Register a function as an experiment, under its own name. Fields: x and those behind it."""
     def register(run):
         about = " ".join(run.__doc__.split())
-        EXPERIMENTS[run.__name__] = Experiment(run, about, x, y, on, only, curves, points)
+        EXPERIMENTS[run.__name__] = Experiment(run, about, *fields, **more)
         return run
     return register
 
@@ -166,8 +166,8 @@ class Job(NamedTuple):
     output: int
     adapter: str = None
 
-def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0, prompt=(8, 511), output=(8, 511),
-               seed=42):
+def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0,
+               prompt=(8, 511), output=(8, 511), seed=42):
     """rate * seconds jobs with Gamma distributed gaps, Poisson for cv = 1, equal for 0; lengths are
     uniform; the popularity of adapters is a power law [S-LoRA §7.2]."""
     rng = np.random.RandomState(seed)
@@ -190,27 +190,61 @@ def at_rate(jobs, rate=math.inf):
 # -----------------------------------------------------------------------------
 # the main job
 
+@experiment(on=Hardware("llama-13b", "a100"), only="simulated")
+def users_a100(place):
+    """The same as `users`, of LLaMA-13B on a simulated A100: these numbers are the same on every
+    machine."""
+    yield from users(place)
+
 @experiment()
 def users(place):
     """What users feel: the same arrivals with static batching, prefill-first and prefill in chunks
-    of --chunk and of 512 tokens. Again and again a short prompt with a long output comes, and three
-    long prompts with a short one; prompts alone take 3/4 of the time. Stall: no new token in the
-    middle of an output."""
-    L = max(place.lengths)
-    rounds = place.seconds(dict(chunk=L), dict(decodes=3, context=L // 4))
-    unit, decode = np.min(rounds, 1).tolist()
-    n_out = max(2, min(int(2 * unit / decode), L // 2))
-    n = 8 if place.simulated else max(3, round(0.6 / unit))  # some seconds
+    of --chunk and of 512 tokens. Again and again a short prompt with a long output comes, and in
+    the middle of this output two long prompts. Stall: no new token in the middle of an output."""
+    real, P = long_prompts(place)
+    prefill = dict(chunk=P)
+    decodes = dict(decodes=3, context=P // 4)
+    unit, decode = np.median(real.seconds(prefill, decodes), 1).tolist()
+    n_out = min(int(2 * unit / decode), P // 2)
+    short = Job(0.0, P // 5, max(2, n_out))
+    long = Job(0.0, P, 8)
+    n_group = 6 if place.simulated else 2
+    # the load is half of what sarathi serves when all come at once
+    jobs = [short, long, long] * n_group
+    most = real.serve(jobs, real.B, scheduler="sarathi")
+    gap = 2 * most.seconds / n_group
     jobs = []
-    for i in range(n):
-        long = Job(2.7 * unit * i, 5 * L // 8, 8)
-        jobs += [Job(long.arrival, L // 8, n_out), long, long, long]
-    jobs = jobs[:-3]  # a short prompt comes last: how a run ends says little
+    for i in range(n_group):
+        jobs.append(short._replace(arrival=gap * i))
+        # they come when a quarter of the short one's output is there
+        later = gap * i + unit / 2
+        jobs += 2 * [long._replace(arrival=later)]
+    jobs.append(short._replace(arrival=gap * n_group))  # how a run ends says little
+    place.source = (f"{real.source}; long prompts of {P:,} tokens, a group of three requests every "
+                    f"{gap:.2g} s, half of what sarathi could serve")
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
     if place.args.chunk != 512:
         ways["sarathi, C = 512"] = dict(scheduler=Sarathi(512))
-    for name, runs in place.race(ways, jobs=jobs, B=place.B):
+    for name, runs in real.race(ways, jobs=jobs, B=real.B):
         yield from felt(runs, name)
+
+def long_prompts(place):
+    """(a Place, tokens) of prompts that take 0.3 s there, or the longest ones of a larger model."""
+    P = 5 * max(place.lengths) // 8
+    if place.simulated:
+        return place, P
+    unit = np.min(place.seconds(dict(chunk=P)))
+    longest = place.model.config.block_size * 9 // 10
+    wanted = int(P * 0.3 / unit) // 64 * 64
+    P = max(P, min(wanted, longest))
+    larger_fits = place.args.device == "cpu" and not place.args.model
+    if P == longest and larger_fits:
+        unit = np.min(place.seconds(dict(chunk=P)))
+        if unit < 0.25:
+            larger = this_machine(place.args, "llama-124m")
+            larger.bar = place.bar
+            return larger, P
+    return place, P
 
 @experiment()
 def ceilings(place):
@@ -271,12 +305,13 @@ def table4(place):
     cases = [("", place, L, place.B) for L in place.lengths]
     if place.simulated:
         other = simulate(place.args, Hardware("llama-33b", "a100"))
-        for L, B in ((1024, 10), (2048, 5), (3072, 3)):
+        for L, B in (1024, 10), (2048, 5), (3072, 3):
             cases.append(("LLaMA-33B, A100", other, L, B))
     for name, own, L, B in cases:
         yield "decode speedup", name, L, decode_speedup(own, L, B)
         P, D = halves(L, chunk=own.args.chunk, B=B)
-        yield "throughput", name, L, gains(own, P, D, B, own.args.scheduler)[0]
+        gain, = gains(own, P, D, B, own.args.scheduler)
+        yield "throughput", name, L, gain
 
 def decode_speedup(place, L, B):
     """How many times cheaper a decode is beside a chunk than in a batch of B [SARATHI §5.1]."""
@@ -292,7 +327,11 @@ def gains(place, P, D, B, *schedulers):
     """How many times as fast as request-level batching, (n_scheduler, n_round), for equal requests
     of P + D tokens. Of a run, requests first + 1 to last count, since all batches are full while
     they end; one static batch is like the next."""
-    first, last = (3 * B, 6 * B) if place.simulated else (B, B + 3)
+    first = B
+    last = B + 3
+    if place.simulated:
+        first = 3 * B
+        last = 6 * B
     jobs = [Job(0.0, P, D)] * (last + B)
     functions = [partial(place.serve, jobs[:B], B, scheduler="static")]
     functions += [partial(place.serve, jobs, B, scheduler=scheduler, n_end=last)
@@ -307,34 +346,46 @@ def halves(L, pd=0, chunk=0, B=1):
     """Cut L tokens into (prompt, output) with a ratio of P:D. pd = 0: chunk / (B - 1), where
     decodes piggyback perfectly [SARATHI §4.4]. The prompt is whole chunks, if some are near."""
     pd = pd or chunk / max(1, B - 1)
-    P = max(1, L - max(1, round(L / (1 + pd))))
+    D = max(1, round(L / (1 + pd)))
+    P = max(1, L - D)
     piece = chunk - (B - 1)
     whole = piece * round(P / piece) if piece > 0 else 0
-    if 0 < whole < L and abs(whole - P) <= max(1, 0.02 * L):
+    near = abs(whole - P) <= max(1, 0.02 * L)
+    if near and 0 < whole < L:
         P = whole
     return P, L - P
 
+def explain_users(place):
+    """A sentence for each way to feed prompts in chunks, from the rows of `users`."""
+    rows = {tuple(row["at"][:2]): row for row in place.rows}
+    whole = {figure: row for (figure, name), row in rows.items() if name == "prefill_first"}
+    text = ""
+    for name, chunk in (("sarathi", place.args.chunk), ("sarathi, C = 512", 512)):
+        if ("tokens/s", name) in rows:
+            stall, ttft, speed = [compared(rows[figure, name], whole[figure]) for figure in
+                                  ("longest stall ms", "TTFT p50 ms", "tokens/s")]
+            text += (f"In chunks of {chunk} tokens the longest pause in an output is {stall} ms, "
+                     f"the median TTFT {ttft} ms, and {speed} tokens/s are served. ")
+    return text.rstrip()
+
+def compared(row, whole):
+    """"60 instead of 640", of prefill-first; or that the two differ less than their rounds do."""
+    text = f"{row['ours']:.0f} instead of {whole['ours']:.0f}"
+    spreads = [rounds["spread"] or 0.0 for rounds in (row, whole)]
+    least = max(sum(spreads), 0.05 * whole["ours"])
+    if abs(row["ours"] - whole["ours"]) <= least:
+        text += " (no difference)"
+    return text
+
 def explain(places):
-    """One paragraph on what chunks gain on this machine, from the main job's rows."""
-    place = places["users"][0]
+    """Two sentences on what chunks gain on this machine, from the main job's rows."""
     ours = {(row["experiment"], *row["at"]): row["ours"]
             for group in places.values() for row in group[0].rows}
-    figures = ("longest stall ms", "TTFT p50 ms", "tokens/s")
-    users = defaultdict(list)  # scheduler -> its figures
-    for name, figure in product(("prefill_first", "sarathi", "sarathi, C = 512"), figures):
-        if ("users", figure, name, "") in ours:
-            users[name].append(ours["users", figure, name, ""])
-    pause, first, speed = users.pop("prefill_first")
-    text = ""
-    for chunk, (stall, ttft, ours_speed) in zip((place.args.chunk, 512), users.values()):
-        text += (f"In chunks of {chunk} tokens the longest pause in an output is {stall:.0f} ms "
-                 f"instead of {pause:.0f}, the median TTFT {ttft:.0f} ms instead of {first:.0f}, "
-                 f"and throughput {ours_speed / speed:.2f} times prefill-first's. ")
-    gains = [ours["table4", "throughput", "", L] for L in place.lengths]
+    gains = [ours["table4", "throughput", "", L] for L in places["table4"][0].lengths]
     ridge = ours["ceilings", "ridge point (tokens)", "", ""]
-    return (f"{text}Over request-level batching chunks gain throughput only where decodes take "
-            f"long beside prompts: {min(gains):.2f} to {max(gains):.2f} times in Table 4. One read "
-            f"of a weight pays for {ridge:.0f} tokens here (the ridge point).")
+    return (f"Over request-level batching chunks gain throughput only where decodes take long "
+            f"beside prompts: {min(gains):.2f} to {max(gains):.2f} times in Table 4. One read of a "
+            f"weight pays for {ridge:.0f} tokens here (the ridge point).")
 
 @experiment("", "requests/s", Hardware("llama-13b", "a100"))
 def capacity(place):
@@ -363,9 +414,10 @@ def capacities(place, schedulers, n):
         low = 0.0
         for i in range(6):  # within 2.57, 1.60, 1.27, 1.13, 1.06 and 1.03 times the rate
             run = place.serve(at_rate(jobs, rate), **way, **options)
-            gaps = np.concatenate([np.diff(request.times) for request in run.requests])
+            gaps = [np.diff(request.times) for request in run.requests]
+            slow = np.quantile(np.concatenate(gaps), 0.99)
             step = 2 ** (4 - i)
-            if np.quantile(gaps, 0.99) <= args.tbt and median(run.ttfts) <= args.ttft:
+            if slow <= args.tbt and median(run.ttfts) <= args.ttft:
                 low = rate
                 rate *= 1.03 ** step
             else:
@@ -382,7 +434,7 @@ def explain_capacity():
             "between tokens are to be within 0.1 s and half of the first tokens within 2 s.")
 
 # -----------------------------------------------------------------------------
-# SARATHI's figures
+# SARATHI's figures, and a pipeline
 
 @experiment("decodes in the batch, B", "times")
 def fig3(place):
@@ -412,7 +464,8 @@ def fig4(place):
             yield "decode (tokens/ms)", "", B, decode[B]
     if L >= 256:
         yield "prefill at 256", "over the peak", prefill[256] / max(prefill.values())
-    enough = [B for B, rate in decode.items() if rate > 0.95 * max(decode.values())]
+    high = 0.95 * max(decode.values())
+    enough = [B for B, rate in decode.items() if rate > high]
     yield "decode batch", "at 95 % of the peak", min(enough)
     if place.simulated:  # wider matrices fill a GPU with fewer tokens [SARATHI §4.2]
         cost = CostModel.roofline(replace(preset("gpt3-175b"), n_layer=1), "a100")
@@ -473,7 +526,8 @@ def fig9(place):
         shapes |= {halves(L, chunk=C, B=B) for C in chunks}
         curves = defaultdict(list)  # name -> (gain, P:D)
         for P, D in sorted(shapes):
-            for name, gain in zip(ways, gains(place, P, D, B, *ways.values())):
+            rounds = gains(place, P, D, B, *ways.values())
+            for name, gain in zip(ways, rounds):
                 yield f"gain at L = {L}, B = {B}", name, round(P / D, 2), gain
                 curves[name].append((median(gain), P / D))
         best = {name: max(curve) for name, curve in curves.items()}
@@ -597,10 +651,9 @@ def fig12(place):
     seconds = {}
     bubbles = []
     for name, chunk in ("Orca", 4096 + 27), ("SARATHI", 256):
-        line = Pipeline(cost, 8, place.tape(name), scheduler=Sarathi(chunk), max_batch=27,
-                        n_page=27 * 4096)
+        line = Pipeline(cost, 8, place.tape(name), scheduler=Sarathi(chunk),
+                        max_batch=27, n_page=27 * 4096)
         seconds[name] = serve(line, jobs).seconds
-        place.bar.update()
         yield "seconds", name, seconds[name]
         bubbles.append(median(line.bubble_of.values()))
         for kind, idle in line.bubbles.items():
@@ -609,7 +662,6 @@ def fig12(place):
     for i in range(8):  # each node gets every eighth request
         node = Engine(place.model, Sarathi(4096 + 11), max_batch=11, n_page=11 * 4096)
         alone.append(serve(node, jobs[i::8]).seconds)
-        place.bar.update()
     seconds["TP"] = max(alone)
     yield "seconds", "TP", seconds["TP"]
     yield "bubble time, median", "Orca over SARATHI", bubbles[0] / bubbles[1]
@@ -705,7 +757,8 @@ class Lightllm(Scheduler):
             n_token += len(request.prompt)
             # from the last to end to the first: when the i-th of them ends, i still hold pages
             left, tokens = np.array(sorted(batch, reverse=True)).T
-            peak = (left * np.arange(1, len(left) + 1) + np.cumsum(tokens)).max()
+            n_running = 1 + np.arange(len(left))
+            peak = max(left * n_running + np.cumsum(tokens))
             peak += sum(adapter.n_page for adapter in adapters if adapter)
             if peak > n_page or i and n_token > max(n_page / 6, 3072):
                 return waiting[:i]
@@ -729,8 +782,8 @@ class PeftServer(Lightllm):
                     self.batches.append(group[i:i + self.size])
         return [(request, request.n_todo) for request in running or self.batches.pop(0)]
 
-def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1, cv=1.0, power=1.0,
-          order=fcfs):
+def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1,
+          cv=1.0, power=1.0, order=fcfs):
     """The Run of a setting of [S-LoRA Table 1] with n adapters, by one of the paper's systems."""
     gpu = gpu or place.on.gpu
     model, ranks = SETTINGS[setting]
@@ -799,7 +852,7 @@ def slora_fig6(place):
 def slora_fig8(place):
     """[S-LoRA Fig. 8] requests/s with tensor parallelism: with adapters, without sending their x A,
     and for the base model alone."""
-    for setting, gpu, n in (("S5", "a100-40", 100), ("S6", "a100", 10)):
+    for setting, gpu, n in ("S5", "a100-40", 100), ("S6", "a100", 10):
         seconds = []  # per request, with four GPUs
         for part in ("base model", "no messages", "S-LoRA"):
             speeds = []
@@ -850,7 +903,8 @@ def slora_here(place):
     L = place.lengths[0]
     pages = 4 * max(adapter.n_page for adapter in adapters)
     halves = (8, L // 2)
-    few = at_rate(place.jobs(1, 30, n_adapter=100, prompt=halves, output=halves))
+    few = place.jobs(1, 30, n_adapter=100, prompt=halves, output=halves)
+    few = at_rate(few)
     none = [job._replace(adapter=None) for job in few]
     # of 2,000 adapters no two requests have the same; the ranks stay, since they cost the most
     many = []
@@ -870,7 +924,7 @@ def slora_here(place):
         yield "throughput", name, [run.tokens_per_second for run in runs]
 
 # -----------------------------------------------------------------------------
-# SmartSpec's figures
+# SmartSpec's figures, and trees of drafts
 
 CHOICES = {"off": "off", "k = 1": 1, "k = 3": 3, "k = 5": 5, "goodput": "goodput"}  # [§7]
 
@@ -1104,9 +1158,13 @@ def timeline(place):
     """[TNG] the same six requests with static batching, prefill-first and chunked prefill."""
     L = max(place.lengths)
     unit = np.median(place.seconds(dict(chunk=L)))  # arrivals are in prefills of L tokens
-    jobs = [Job(0.0, L // 8, 24), Job(0.0, L // 4, 12), Job(0.0, L // 8, 36),
-            Job(0.6 * unit, 3 * L // 4, 16), Job(1.5 * unit, L // 2, 10),
-            Job(2.2 * unit, L // 4, 12)]
+    jobs = [
+        Job(0.0, L // 8, 24),
+        Job(0.0, L // 4, 12),
+        Job(0.0, L // 8, 36),
+        Job(0.6 * unit, 3 * L // 4, 16),
+        Job(1.5 * unit, L // 2, 10),
+        Job(2.2 * unit, L // 4, 12)]
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
     for name, runs in place.race(ways, jobs=jobs, B=4):
         yield from felt(runs, name)
@@ -1126,7 +1184,8 @@ def tng(place):
     L = place.lengths[0]
     speeds = []  # by the number of clients
     for n in clients:
-        jobs = place.jobs(1, n_job * max(n, 3), prompt=(8, L // 2), output=(4, L // 8))
+        lengths = dict(prompt=(8, L // 2), output=(4, L // 8))
+        jobs = place.jobs(1, n_job * max(n, 3), **lengths)
         for name, runs in place.race(ways, jobs=jobs, B=n, clients=n):
             yield from felt(runs, name, n)
         speeds.append(runs[0].tokens_per_second)
@@ -1134,7 +1193,8 @@ def tng(place):
         growth = np.divide(speeds[1:], speeds[:-1])
         yield "twice the clients", "first over last", growth[0] / growth[-1]
         ratios = []
-        for n, pd in product((8, 32, 128), (4, 16, 64)):
+        grid = product((8, 32, 128), (4, 16, 64))
+        for n, pd in grid:
             jobs = [Job(0.0, *halves(L, pd))] * (6 * n)
             runs = dict(place.race(ways, jobs=jobs, B=n))
             _, base, *ours = [run.seconds for run, in runs.values()]
@@ -1147,17 +1207,21 @@ def online_jobs(place):
     L = max(place.lengths)
     jobs = []
     if args.jobs:
-        jobs = read_jobs(args.jobs, min(place.model.config.block_size, place.room), args.rate)
+        longest = min(place.model.config.block_size, place.room)
+        jobs = read_jobs(args.jobs, longest, args.rate)
         if not args.rate:
             return jobs
     n = len(jobs) or (320 if place.full else 32)
-    spaced = place.jobs(1, n, prompt=args.prompt or (8, L // 2),
-                        output=args.output or (4, max(4, L // 16)))
+    prompt = args.prompt or (8, L // 2)
+    output = args.output or (4, max(4, L // 16))
+    cv = 1.0 if args.cv is None else args.cv
+    spaced = place.jobs(1, n, cv, prompt=prompt, output=output)
     rate = args.rate
     if not rate:
         most = place.serve(at_rate(spaced), 2 * place.B, scheduler="sarathi")
         rate = 0.7 * most.requests_per_second
-    jobs = [job._replace(arrival=at.arrival) for job, at in zip(jobs or spaced, spaced)]
+    jobs = jobs or spaced
+    jobs = [job._replace(arrival=at.arrival) for job, at in zip(jobs, spaced)]
     place.source += f"; {rate:.3g} requests/s arrive"
     return at_rate(jobs, rate)
 
@@ -1169,7 +1233,8 @@ def online(place):
     args = place.args
     jobs = online_jobs(place)
     B = 2 * place.B
-    n_page = min(place.room, B * max(job.prompt + job.output for job in jobs))
+    longest = max(job.prompt + job.output for job in jobs)
+    n_page = min(place.room, B * longest)
     ways = by_scheduler([*SCHEDULERS, args.scheduler])
     if args.spec:
         for spec in ("goodput", args.spec):
@@ -1180,18 +1245,15 @@ def online(place):
     print(f"{len(jobs)} requests over {jobs[-1].arrival:.4g} s, prompts of {min(prompts)} to "
           f"{max(prompts)} tokens, outputs of {min(outputs)} to {max(outputs)}"
           + ("" if place.simulated else f"; at least {2 * len(ways)} runs"), file=sys.stderr)
-    # one's own classes first: a mistake in them shows at once
-    own_first = dict(reversed(ways.items()))
-    results = dict(place.race(own_first, jobs=jobs, B=B, n_page=n_page))
-    for name in ways:
-        runs = results[name]
+    for name, runs in place.race(ways, jobs=jobs, B=B, n_page=n_page):
         for figure in [*runs[0].figures][1:]:  # all but the number of requests
             yield figure, name, [run.figures[figure] for run in runs]
-        for what, field in (("TTFT", "ttfts"), ("TPOT", "tpots"), ("stalls", "stalls")):
+        fields = {"TTFT": "ttfts", "TPOT": "tpots", "stalls": "stalls"}
+        for what, field in fields.items():
             times = [getattr(run, field) or [math.nan] for run in runs]
             for q in (*range(0, 100, 5), 99, 100):
-                seconds = float(np.median(np.percentile(times, q, axis=1)))
-                yield f"CDF of {what}", name, seconds, q / 100
+                of_runs = np.percentile(times, q, axis=1)
+                yield f"CDF of {what}", name, float(np.median(of_runs)), q / 100
 
 # -----------------------------------------------------------------------------
 # autopilot, and how far the simulator and the engine can be trusted
@@ -1210,7 +1272,8 @@ def autopilot(place):
     best one that meets the TPOT target. Workloads: prompt, output, load, acceptance, target."""
     draft = small_model(place)
     workloads = WORKLOADS
-    settings = list(product((64, 128, 256, 512, 1024, 2048), ("off", 1, 3, 5, 7)))
+    chunks = (64, 128, 256, 512, 1024, 2048)
+    settings = list(product(chunks, ("off", 1, 3, 5, 7)))
     n = 160
     if not place.full:
         workloads = workloads[1:4:2]
@@ -1223,8 +1286,8 @@ def autopilot(place):
         prompt = (P // 2, P * 3 // 2)
         jobs = place.jobs(1, n, prompt=prompt, output=(D // 2, D * 3 // 2))
         capacity = place.serve(at_rate(jobs), 48, alloc="grow").requests_per_second
-        run = partial(place.serve, at_rate(jobs, load * capacity), 48, alloc="grow", draft=draft,
-                      alpha=alpha)
+        jobs = at_rate(jobs, load * capacity)
+        run = partial(place.serve, jobs, 48, alloc="grow", draft=draft, alpha=alpha)
         target = slow * place.model.time(1, P + D / 2)
         ours = run(scheduler="autopilot", spec="goodput", tpot=target)
         others = [run(scheduler=SarathiServe(chunk), spec=spec) for chunk, spec in settings]
@@ -1250,7 +1313,8 @@ def fidelity(place):
     yield "error of the profile (%)", 100 * twin.model.error
     L = max(place.lengths) // 2
     output = (4, max(8, L // 8))
-    jobs = at_rate(place.jobs(1, 4 * place.B, prompt=(8, L), output=output))
+    jobs = place.jobs(1, 4 * place.B, prompt=(8, L), output=output)
+    jobs = at_rate(jobs)
     ways = by_scheduler(("static", "orca", "prefill_first", "sarathi"))
     measured = place.race(ways, jobs=jobs, B=place.B)
     simulated = twin.race(ways, jobs=jobs, B=place.B)
@@ -1278,11 +1342,11 @@ def roofline(place):
         if n < min(model.config.block_size, place.room):
             yield "share of the ceiling", "prefill", n, share(place, ceilings, chunk=n)
     for n in (1, 4, 16, 32):
-        if n * L < place.room:
-            reached = share(place, ceilings, decodes=n, context=L - 1)
-            yield "share of the ceiling", "decode", n, reached
-    for n in (1, 8, 64):
-        feeds, engine = made_up_feeds(model, decodes=n, context=64)
+        if n * L >= place.room:
+            continue
+        reached = share(place, ceilings, decodes=n, context=L - 1)
+        yield "share of the ceiling", "decode", n, reached
+        feeds, engine = made_up_feeds(model, decodes=n, context=L - 1)
         seconds = []
         for _ in range(9):
             wait_for_gpu()
@@ -1296,11 +1360,14 @@ def share(place, ceilings, decodes=0, context=0, chunk=0):
     flops, bandwidth = ceilings
     c = place.model.config
     itemsize = place.model.dtype.itemsize
-    layers = c.n_layer * sum(op.n_in * op.n_out for op in c.operators.values())
+    sizes = [op.n_in * op.n_out for op in c.operators.values()]
+    layers = c.n_layer * sum(sizes)
     head = c.vocab_size * c.n_embd
-    computing = 2 * ((decodes + chunk) * layers + max(decodes, 1) * head) / flops
-    pages = decodes * context + chunk
-    reading = ((layers + head) * itemsize + pages * c.page_bytes(itemsize)) / bandwidth
+    n_tokens = decodes + chunk
+    computing = 2 * (n_tokens * layers + max(decodes, 1) * head) / flops
+    weights = (layers + head) * itemsize
+    cache = (decodes * context + chunk) * c.page_bytes(itemsize)
+    reading = (weights + cache) / bandwidth
     seconds = place.seconds(dict(decodes=decodes, context=context, chunk=chunk))
     return max(computing, reading) / np.median(seconds)
 
@@ -1312,7 +1379,6 @@ def peers(place):
     import peft
     import transformers
     transformers.utils.logging.set_verbosity_error()
-    warnings.simplefilter("ignore")  # theirs, about the future
     model = place.model
     P = 256
     D = 32
@@ -1393,8 +1459,10 @@ class Place:
 
     def seconds(self, *shapes, last=True):
         """Seconds of iterations of these shapes, dicts for made_up_feeds: (n_shape, n_round)."""
+        # the engines are kept until the rounds are done: runners do not hold theirs
         made = [made_up_feeds(self.model, **shape, last=last) for shape in shapes]
-        runs = [timed(engine.runner.run, feeds, clock=engine.clock.now) for feeds, engine in made]
+        runs = [timed(engine.runner.run, feeds, clock=engine.clock.now)
+                for feeds, engine in made]
         return np.array(self.rounds(*runs))
 
     def operators(self, last=True, **shape):
@@ -1417,7 +1485,8 @@ class Place:
         seconds = self.seconds(shape, last=last)[0] / parts.total()
         return {operator: part * seconds for operator, part in parts.items()}
 
-    def serve(self, jobs, B, clients=0, adapters=(), n_end=0, n_page=0, spec="off", **options):
+    def serve(self, jobs, B, clients=0, adapters=(), n_end=0,
+              n_page=0, spec="off", **options):
         """The Run of jobs in batches of up to B requests, by an engine with the flags' options."""
         scheduler = instance(options.pop("scheduler", self.args.scheduler))
         n_page = n_page or B * max(job.prompt + job.output for job in jobs)
@@ -1473,7 +1542,8 @@ def made_up_feeds(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=T
     engine = Engine(model, chunk=decodes + chunk, max_batch=len(sizes), n_page=n_page)
     plan = []
     for n_past, n in sizes:
-        request = Request([1] * (n_past + n + (not last)), 1, n_past=n_past)
+        n_prompt = n_past + n + (not last)
+        request = Request([1] * n_prompt, 1, n_past=n_past)
         engine.memory.pool.reserve(request, request.max_len)
         plan.append((request, n))
     feeds = feeds_of(plan)
@@ -1501,8 +1571,9 @@ def this_machine(args, model=None):
     # the paper's model, if the weights leave room for a cache
     if not (args.model or model or on_cpu):
         room = 0.3 * torch.cuda.mem_get_info()[1]  # in parameters of two bytes
-        names = ("llama-13b", "llama-7b", "tinyllama-1.1b")
-        name = next((name for name in names if preset(name).n_params < room), name)
+        for larger in ("tinyllama-1.1b", "llama-7b", "llama-13b"):
+            if preset(larger).n_params < room:
+                name = larger
     dtype = getattr(torch, args.dtype) if args.dtype else None
     model = load_once(name, dtype, args.device, args.seed)
     machine = f"{torch.get_num_threads()} threads of a CPU with "
@@ -1525,8 +1596,8 @@ def choose_places(args, name):
     if args.experiments or name not in ("table2", "table4"):
         # text needs a trained model
         return [this_machine(args, "tiny" if name == "spec_here" else None)]
-    paper = simulate(argparse.Namespace(**vars(args) | dict(lengths=None)), what.on)
-    return [this_machine(args), paper]
+    own_lengths = argparse.Namespace(**vars(args) | dict(lengths=None))
+    return [this_machine(args), simulate(own_lengths, what.on)]
 
 # -----------------------------------------------------------------------------
 # serving
@@ -1613,7 +1684,9 @@ def lay_out(what, rows, by, with_paper):
         column = keys.pop(by, "") or what.y or "ours"
         line = lines[tuple(keys.values())]
         line[column, "ours"] = cell(row["ours"])
-        if row["spread"]:
+        if row["spread"] and row["spread"] > abs(row["ours"]) / 4:
+            line[column, "ours"] = "noise"
+        elif row["spread"]:
             line[column, "ours"] += f" ± {float(format(row['spread'], '.2g')):g}"
         if with_paper and row["paper"] is not None:
             bound = re.search(r"\((at \w+)\)$", row["what"])
@@ -1625,9 +1698,11 @@ def lay_out(what, rows, by, with_paper):
     heads = [column if kind == "ours" else kind for column, kind in shown]
     # keys that no point has need no column
     names = [""] * (len(keys) - 1) + what.x.split()[-1:]
-    given = [i for i, values in enumerate(zip(*lines)) if any(value != "" for value in values)]
-    texts = [[key[i] for i in given] + [line.get(pair) for pair in shown]
-             for key, line in lines.items()]
+    given = [i for i, values in enumerate(zip(*lines))
+             if any(value != "" for value in values)]
+    texts = []
+    for key, line in lines.items():
+        texts.append([key[i] for i in given] + [line.get(pair) for pair in shown])
     return table([names[i] for i in given] + heads, texts)
 
 # -----------------------------------------------------------------------------
@@ -1656,7 +1731,8 @@ def draw(rows, what):
     n_row = math.ceil(len(panels) / n_column)
     figure = Figure((max(6, 4 * n_column), 3.4 * n_row), layout="constrained")
     for i, (title, groups) in enumerate(panels.items(), 1):
-        ax = figure.add_subplot(n_row, n_column, i, title=title, xlabel=what.x, ylabel=what.y)
+        ax = figure.add_subplot(n_row, n_column, i)
+        ax.set(title=title, xlabel=what.x, ylabel=what.y)
         ax.grid(alpha=0.25)
         ax.set_axisbelow(True)
         for j, (name, points) in enumerate(groups.items()):
@@ -1670,7 +1746,7 @@ def draw(rows, what):
                 ax.bar(xs, ours, color=color, label=name)
                 ax.tick_params("x", labelrotation=90 if len(xs) > 3 else 0)
             if any(paper is not None for paper in papers):
-                ax.plot(xs, papers, "o", mfc="white", mec=color, mew=1.6, ms=7, label="paper")
+                ax.plot(xs, papers, "o", color=color, mfc="white", mew=1.6, label="paper")
     return figure
 
 def pieces(iterations):
@@ -1679,7 +1755,9 @@ def pieces(iterations):
     staged = any(iteration.stage for iteration in iterations)
     last = {}  # row -> end of its last piece, and the kind of a gap behind it
     for start, end, feeds, stage in iterations:
-        rows = {stage: feeds} if staged else {feed.request.id: [feed] for feed in feeds}
+        rows = {feed.request.id: [feed] for feed in feeds}
+        if staged:
+            rows = {stage: feeds}
         for row, mine in rows.items():
             n_token = sum(feed.n for feed in mine)  # 0 when a request arrives
             before, gap = last.get(row, (start, ""))
@@ -1704,9 +1782,11 @@ def draw_tapes(tapes):
         for row, kind, start, end, _ in pieces(shown):
             rows.add(row)
             left = start - shown[0].start
-            ax.barh(row, end - start, left=left, color=COLORS[kind], label=kind, ec="white", lw=0.4)
+            look = dict(color=COLORS[kind], label=kind, ec="white", lw=0.4)
+            ax.barh(row, end - start, left=left, **look)
         staged = any(iteration.stage for iteration in shown)
-        ax.set(title=name, ylabel="stage" if staged else "request", yticks=sorted(rows))
+        kind = "stage" if staged else "request"
+        ax.set(title=name, ylabel=kind, yticks=sorted(rows))
         ax.invert_yaxis()
         ax.margins(x=0)
     ax.set_xlabel("seconds")
@@ -1733,15 +1813,17 @@ def write_trace(path, tapes):
     """Chrome's trace format: a process per engine, a thread per request or stage; microseconds."""
     events = []
     for pid, (name, iterations) in enumerate(tapes):
-        events.append(dict(ph="M", name="process_name", pid=pid, args=dict(name=name)))
+        head = dict(name="process_name", args=dict(name=name))
+        events.append(dict(ph="M", pid=pid, **head))
         for row, kind, start, end, tokens in pieces(iterations):
-            events.append(dict(ph="X", name=kind, pid=pid, tid=row, ts=start * 1e6,
-                               dur=(end - start) * 1e6, args=dict(tokens=tokens)))
+            event = dict(ph="X", name=kind, pid=pid, tid=row)
+            times = dict(ts=start * 1e6, dur=(end - start) * 1e6)
+            events.append(event | times | dict(args=dict(tokens=tokens)))
     with open(path, "w") as file:
         json.dump(dict(traceEvents=events), file)
 
 # -----------------------------------------------------------------------------
-# traces of requests
+# traces of requests, and their units
 
 class TraceFormat(NamedTuple):
     """A format of traces."""
@@ -1759,6 +1841,7 @@ TRACES = (
     TraceFormat("Mooncake", ("timestamp", "input_length", "output_length"), 0.001, 0.005))
 READABLE = "must be CSV or JSON lines with the columns of " + " or ".join(
     f"{trace.name} ({', '.join(trace.columns)})" for trace in TRACES)
+MISSING = object()  # a field that a line of CSV lacks
 SINCE_1970 = {10: 1.0, 13: 1e-3, 16: 1e-6, 19: 1e-9}  # digits of a time today -> its unit
 
 def read_jobs(path, longest, rate=None):
@@ -1802,7 +1885,7 @@ def read_trace(path, rate):
             lines = read_lines(file)
             first = next(lines, "")
             lines = chain([first], lines)
-            rows = csv.DictReader(lines, skipinitialspace=True, strict=True)
+            rows = csv.DictReader(lines, restval=MISSING, skipinitialspace=True, strict=True)
             if first.lstrip().startswith("{"):
                 rows = map(json.loads, lines)
             for row in rows:
@@ -1813,20 +1896,22 @@ def read_trace(path, rate):
 
 def read_job(row, rate):
     """The TraceFormat and the Job of a row {column: value}."""
-    if None in row or None in row.values():
+    if None in row or MISSING in row.values():
         raise ValueError("more or fewer fields than the first line has")
     row = {name.strip().lower(): value for name, value in row.items()}
-    known = [trace for trace in TRACES if {*trace.columns[1:]} <= {*row}]
-    if not known:
+    for trace in TRACES:
+        if {*trace.columns[1:]} <= {*row}:
+            break
+    else:
         raise ValueError(f"columns {', '.join(row)}: {READABLE}")
-    arrival, prompt, output, *_ = known[0].columns
+    arrival, prompt, output, *_ = trace.columns
     if not rate and arrival not in row:
         raise ValueError(f"column {arrival!r} is missing: add it, or --rate in its place")
     lengths = [float(str(row[name])) for name in (prompt, output)]
     if lengths != [n // 1 for n in lengths]:
         raise ValueError(f"{lengths} tokens: must be whole numbers")
     at = 0.0 if rate else number_of(str(row[arrival]))
-    return known[0], Job(at, *map(int, lengths))
+    return trace, Job(at, *map(int, lengths))
 
 def number_of(text):
     """An arrival: a number as it is; a date as seconds since 1970, in UTC if it names no zone."""
@@ -1854,7 +1939,8 @@ def scoreboard(args):
     names = [name for name in CLAIMS if EXPERIMENTS[name].only != "measured"]
     with ProcessPoolExecutor(os.cpu_count()) as executor:
         runs = executor.map(partial(scoreboard_rows, args), names)
-        rows = sum(tqdm(runs, "scoreboard", len(names), leave=False, delay=3), [])
+        bar = tqdm(runs, "scoreboard", len(names), leave=False, delay=3)
+        rows = sum(bar, [])
     heads = ("experiment", "what", "paper", "paper_source", "ours", "kind", "inside")
     lines = []
     for row in rows:
@@ -1878,7 +1964,8 @@ def count_runs(rows):
     for row in rows:
         role = "fitted" if row["fit"] else f"{row['kind']}s"
         run = row["run"] or (row["experiment"], row["what"])
-        runs[row["paper_source"].split()[0], role, run].append(row["inside"])
+        paper, *_ = row["paper_source"].split()
+        runs[paper, role, run].append(row["inside"])
     counts = defaultdict(lambda: defaultdict(list))  # paper -> role -> whether runs hold
     for (paper, role, _), inside in runs.items():
         counts[paper][role].append(all(inside))
@@ -1892,12 +1979,19 @@ def count_runs(rows):
 # -----------------------------------------------------------------------------
 # command line
 
-MAIN_JOB = ["users", "table4", "table2", "ceilings"]
+MAIN_JOB = ["users_a100", "users", "table4", "table2", "ceilings"]
 GPU_JOB = ["roofline", "users", "table4", "table2"]
 
-OWNERS = {"online": ("rate", "prompt", "output", "jobs", "spec"), "spec_here": ("draft", "prompts")}
-LEAST = {"chunk": 1, "max_batch": 2, "context": 64, "seconds": 0.0, "rate": 0.001, "tbt": 1e-4,
-         "ttft": 1e-4}
+VERDICTS = {  # what is said behind a table of the main job
+    "users_a100": lambda places: explain_capacity(),
+    "users": lambda places: explain_users(places["users"][0]),
+    "ceilings": explain}
+OWNERS = {  # of flags
+    "online": ("rate", "cv", "prompt", "output", "jobs", "spec"),
+    "spec_here": ("draft", "prompts")}
+LEAST = {  # values of flags
+    "chunk": 1, "max_batch": 2, "context": 64, "seconds": 0.0, "rate": 0.001, "cv": 0.0,
+    "tbt": 1e-4, "ttft": 1e-4}
 
 def token_counts(text):
     """A type of argparse: 256, or 256,512,768, or 8..512."""
@@ -1935,6 +2029,8 @@ def make_parser():
     flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
     online = parser.add_argument_group("of online").add_argument
     online("--rate", type=float, help="requests/s; default: 0.7 of what can be served")
+    online("--cv", type=float, help="coefficient of variation of the gaps between arrivals; 0: "
+           "equal gaps; default: 1, Poisson")
     online("--prompt", type=token_counts, help="tokens of a prompt, like 256 or 8..512")
     online("--output", type=token_counts, help="tokens of an output")
     online("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), "
@@ -1985,9 +2081,8 @@ def run_experiments(args, names):
     try:
         for name in places:
             run_experiment(args, name, places)
-        if not args.experiments:
-            print(f"{textwrap.fill(explain(places), 118)}\n")
-            print(f"{textwrap.fill(explain_capacity(), 118)}\n")
+            if not args.experiments and name in VERDICTS:
+                print(f"{textwrap.fill(VERDICTS[name](places), 118)}\n", flush=True)
     finally:
         if args.trace:
             write_trace(args.trace, chain(*(place.tapes.items() for place in every_place)))
@@ -2016,7 +2111,7 @@ def show(name, group):
     print(f"### {name}\n{textwrap.fill(what.about, 118)}")
     axes = [f"By {what.x}."] * bool(what.x) + [f"Numbers: {what.y}."] * bool(what.y)
     if axes and what.curves != "picture":
-        print(" ".join(axes))
+        print(*axes)
     for place in group:
         source = place.source
         with_paper = place is group[-1]
@@ -2050,7 +2145,11 @@ def write_json(path, report):
 
 def main():
     args = parse_arguments()
-    names = args.experiments or MAIN_JOB + ["timeline"] * bool(args.plot)
+    names = args.experiments
+    if not names:
+        print("About a minute: first LLaMA-13B on a simulated A100, then this machine.\n",
+              flush=True)
+        names = MAIN_JOB + ["timeline"] * bool(args.plot)
     alone = ["gpu", "list", "scoreboard"] if len(names) == 1 else []
     for name in names:
         check_choice("experiment", name, [*EXPERIMENTS, *alone])

@@ -448,6 +448,8 @@ def load4(numbers, UNIT: tl.constexpr = 1):
     d = tl.multiple_of(tl.load(numbers + 3), UNIT)
     return tl.load(numbers), tl.load(numbers + 1), c, d
 
+# ---- add_norm, activate, rotate_write
+
 @triton.jit
 def _add_norm_kernel(x, y, weight, bias, total, out, eps,
                      C: tl.constexpr, BLOCK_C: tl.constexpr):
@@ -521,6 +523,8 @@ def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane, eps,
     cell = (page * HK + kv_head) * D + d
     cell += (head - H) // HK * plane
     tl.store(kv + cell, x, mask & (head >= H))
+
+# ---- attention
 
 @triton.jit
 def splits_of(n_row, n_past, most):
@@ -651,6 +655,8 @@ def attention_triton(q, kv, batch, spans, max_rows, out):
             H, D, MOST_SPLITS, 4, block_d,
             num_warps=max(1, block_d // 64))
 
+# ---- adapters
+
 @triton.jit(do_not_specialize=["width", "n_module", "n_part", "part"])
 def _shrink_kernel(x, a, xa, sites, table, width, n_module, n_part, part,
                    C: tl.constexpr, W: tl.constexpr,
@@ -765,7 +771,7 @@ def lora_triton(y, x, kv, sites, exchange):
         num_warps=warps, num_stages=3)
 
 # -----------------------------------------------------------------------------
-# C++, for CPUs: compiled at first use, called through ctypes
+# C++, for CPUs: compiled when weights are packed or an operator is first used, called by ctypes
 
 def cpp(name, x, *arguments, head_dim=64):
     """Run a C++ operator of the dtype of x. None is passed as null."""

@@ -13,6 +13,7 @@ and text. It has never heard of a request. In reading order; a student may stop 
 import argparse
 import atexit
 import codecs
+import difflib
 import json
 import math
 import os
@@ -586,7 +587,9 @@ def check_choice(name, value, choices):
     """Returns value. KeyError that lists the choices if it is none of them."""
     if value not in choices:
         valid = ", ".join(map(str, choices)) or "none, there is none yet"
-        raise KeyError(f"unknown {name} {value!r}: one of {valid}")
+        near = difflib.get_close_matches(str(value), map(str, choices), 1)
+        hint = f"did you mean {near[0]}? It must be " if near else ""
+        raise KeyError(f"unknown {name} {value!r}: {hint}one of {valid}")
     return value
 
 def check_range(name, value, low, high=math.inf):
@@ -594,7 +597,8 @@ def check_range(name, value, low, high=math.inf):
     kind = type(low)
     good = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     if not good or not low <= value <= high:
-        raise ValueError(f"{name} = {short(value)}: must be in {low} .. {high} ({kind.__name__})")
+        valid = f"at least {low}" if high == math.inf else f"in {low} .. {high}"
+        raise ValueError(f"{name} = {short(value)}: must be {valid} ({kind.__name__})")
     return kind(value)
 
 def check_type(name, value, kind, valid):

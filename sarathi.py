@@ -132,7 +132,7 @@ class Feed(NamedTuple):
     """What an iteration computes of a request: tokens n_past .. n_past + n - 1, with drafts."""
     request: Request
     n_past: int
-    n: int
+    n: int  # rows: the plan's n, and its drafts
     n_logits: int  # how many of the last rows need logits
 
 def feeds_of(plan):
@@ -173,7 +173,7 @@ class Loop:
         self.arrive()
         planned = self.scheduler.plan([*self.running], self.queue())  # policy [SARATHI §4.3]
         plan = self.memory.admit(planned)  # pages, adapters, preemption [S-LoRA §5.1]
-        if not plan:
+        if not plan:  # nothing is planned, or has room: next time memory.full leaves the queue out
             return wait_for_next(self, planned)
         if self.speculator:
             self.speculator.add_drafts(plan)  # drafts behind the decodes [SmartSpec §5]
@@ -306,14 +306,14 @@ def prefill_chunks(prefills, budget):
     return plan
 
 def fcfs(waiting, running, now):
-    """An order of the queue: first come, first served. waiting: preempted requests first."""
+    """First come, first served. An order may set a state to "aborted", and leave that one out."""
     return waiting
 
 # ---- memory: pages, adapters, and which request starts, grows or is preempted
 
 class PagePool:
     """Pages of a cache. A page spans all layers and holds a token's K and V, or a row of A and of B
-    of an adapter [S-LoRA §5.1]."""
+    of an adapter [S-LoRA §5.1]: with rank 8 for q and for v at least 16 pages."""
     def __init__(self, pages):
         self.n_page = len(pages)
         self.free = array("i", pages)  # a stack
@@ -378,7 +378,7 @@ class Memory:
             return False
         self.pool.reserve(request, n)
         if request.weights in self.loaded:
-            self.loaded[request.weights]()  # waits for the copy
+            self.loaded[request.weights]()  # what runs next waits for the copy
         self.engine.waiting.remove(request)
         self.engine.running.append(request)
         request.state = "running"
@@ -388,7 +388,7 @@ class Memory:
         """Let a running request have n pages in all. If too few are free, preempt the most recently
         started one, which may be the request itself: alone, every request has room."""
         while request.state == "running" and not self.pool.reserve(request, n):
-            take_back(self)
+            take_back(self)  # pages that requests still hold for rejected drafts
             if not self.make_room(self.pool, n - len(self.pool.tables[request])):
                 self.engine.preempt(self.engine.running[-1])
 
@@ -419,7 +419,7 @@ class Memory:
 
     def make_room(self, pool, n, spare=0):
         """Evict idle adapters, the least recently used first, until n pages are free. Returns
-        False, evicting none, if beside these `spare` more could not be free."""
+        False, evicting none, if all of them together would not make n + spare pages free."""
         if n + spare <= len(pool.free):
             return True
         idle = [adapter for adapter in self.loaded if not self.n_users[adapter]]
@@ -434,9 +434,9 @@ class Memory:
         self.loaded.pop(adapter)()  # a copy in flight must not overwrite the next owner's pages
         self.adapter_pool.release(adapter)
 
-# ---- drafts: how many (a policy), which ones (a proposer), and how many were accepted
+# ---- drafts: how many (a policy), which ones (a proposer); the runner says which are accepted
 
-MAX_DRAFTS = FEW_ROWS - 1  # V in [SmartSpec Alg. 2]; a verification still has few rows
+MAX_DRAFTS = FEW_ROWS - 1  # 7: a verification has at most 8 rows, which read their context in place
 
 class Policy:
     """How many drafts each decode gets. Subclass it and write lengths()."""
@@ -506,8 +506,8 @@ class Speculator:
         self.n_accepted = 0
 
     def expected(self, decodes):
-        """Drafts that these decodes will get: each as many as last time, a new one the most."""
-        most = max(self.lengths.values(), default=0)
+        """Drafts that these decodes will get: as many as last time, new ones as many as any."""
+        most = max(self.lengths.values(), default=self.policy.most)
         return sum(min(self.lengths.get(r, most), self.limit(r)) for r, _ in decodes)
 
     def limit(self, request):
@@ -528,7 +528,7 @@ class Speculator:
             for request, k in self.lengths.items():
                 has_room = self.engine.memory.pool.reserve(request, request.n_tokens + k)
                 lengths[request] = k if has_room else 0
-        self.proposer.propose(plan, lengths, self.policy.threshold)
+        self.proposer.propose(plan, lengths, self.policy.threshold)  # a draft model: prompts too
         check_drafts(lengths, self.engine.model.config.vocab_size)
 
     def count(self, request, n_accepted, n_new):
@@ -602,12 +602,12 @@ class ModelRunner:
                      adapters=adapters, **row_counts([n for _, n, _, _ in spans]))
 
     def pack_adapters(self, feeds, spans, table):
-        """The adapters of the batch: {operator: Sites} [S-LoRA §4.1]. Adjacent rows of an adapter
-        share a site, so that it is read once. Appends their pages to the batch's table."""
+        """{operator: Sites}: which rows of the batch use which entries of its table, to which the
+        adapters' pages are appended. Adjacent rows of an adapter share a site [S-LoRA §4.1]."""
         memory = self.engine.memory
         places = []  # (Adapter, (first row, rows, first entry in table))
         for adapter, group in groupby(zip(feeds, spans), lambda pair: pair[0].request.weights):
-            if adapter in memory.loaded and self.model is self.engine.model:
+            if adapter in memory.loaded and self.model is self.engine.model:  # not for drafts
                 own = [span for _, span in group]
                 n_row = sum(n for _, n, _, _ in own)
                 places.append((adapter, (own[0][0], n_row, len(table))))
@@ -761,7 +761,6 @@ class Engine(Loop):
 # part 2: more of the papers, which may be skipped: schedulers, orders, memory, policies, a draft
 # model, sampling, tensor parallelism, CUDA graphs
 
-
 # ---- more schedulers
 
 class Static(Scheduler):
@@ -898,7 +897,7 @@ class EarlyAbort:
         grows = 0.7 * self.n_new + 0.3 * self.n_come >= self.n_start
         return lcfs(self.alive, running, now) if grows else [*self.alive]
 
-# ---- memory
+# ---- more of memory: making it, prefetch, merged adapters, recovery, sizes
 
 def make_memory(engine):
     """The Memory of an engine, whose n_page and max_batch lose their zeros."""
@@ -1035,7 +1034,7 @@ def free_memory(device):
         return 0.9 * torch.cuda.mem_get_info(device)[0]
     return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
-# ---- speculation
+# ---- more of drafts: policies, prices, a draft model
 
 class Goodput(Policy):
     """One k for all decodes of a step: the most generated tokens per second [SmartSpec Alg. 1]."""
@@ -1248,7 +1247,8 @@ def make_proposer(engine, policy):
         raise KeyError(f"unknown draft {short(draft)}: one of ngram, {kind}, a Proposer")
     return Zeros() if engine.simulated else Ngram()
 
-# ---- sampling: random numbers are a hash of a request's seed and a position, and of nothing else
+# ---- sampling, and verification of sampled drafts. Random numbers are a hash of a request's seed
+# and a position, and of nothing else
 
 MASK = 2**64 - 1  # seeds and random numbers have 64 bits
 ACCEPT, TOKEN, DRAFT = range(3)  # uses of the random numbers of a position
@@ -1299,7 +1299,7 @@ def distributions(requests, logits):
     settings = torch.tensor([(r.temperature, r.top_k, r.top_p) for r in requests])
     return probabilities(logits, *settings.unbind(1))
 
-# ---- more of the runner
+# ---- more of the runner: making it, clocks, tensors of a batch, GPUs
 
 def make_runner(engine):
     """The runner of an engine's model."""
@@ -1309,13 +1309,6 @@ def make_runner(engine):
         return ParallelRunner(engine, engine.model)
     return ModelRunner(engine, engine.model)
 
-def hold(runner, name, source, adapter):
-    """An adapter was added to the engine."""
-    for op, rank in adapter.max_rank.items():
-        runner.max_rank[op] = max(rank, runner.max_rank.get(op, 0))
-    if isinstance(runner, ParallelRunner):
-        runner.hold(name, source, adapter)
-
 def copy_on_stream(runner, adapter, pages):
     """On a GPU copies run beside iterations [S-LoRA §5.2]. Returns a function that waits."""
     runner.copies.wait_stream(torch.cuda.current_stream())
@@ -1323,6 +1316,55 @@ def copy_on_stream(runner, adapter, pages):
         adapter.write(runner.kv, pages)
         done = runner.copies.record_event()
     return lambda: torch.cuda.current_stream().wait_event(done)
+
+class WallClock:
+    def __init__(self):
+        self.start = time.perf_counter()
+
+    def now(self):
+        return time.perf_counter() - self.start
+
+    def wait_until(self, t):
+        time.sleep(max(0.0, t - self.now()))
+
+def int32(values):
+    if isinstance(values, array):
+        return torch.frombuffer(values, dtype=torch.int32)
+    return torch.tensor(values, dtype=torch.int32)
+
+def row_counts(counts):
+    """n_few, max_few and max_chunk of a Batch or of Sites. counts: rows of each span or site."""
+    n = np.array(counts)
+    few = n <= FEW_ROWS
+    return dict(n_few=int(few.sum()), max_few=int((n * few).max(initial=0)),
+                max_chunk=int((n * ~few).max(initial=0)))
+
+def make_sites(runner, op, sites, table):
+    """The Sites of an operator. sites: (S, 8)"""
+    columns = np.array([*runner.model.config.operators[op].columns.values()])
+    return Sites(sites=torch.from_numpy(sites), table=table, n_module=len(columns),
+                 max_rank=runner.max_rank[op], wide=not (columns % 16).any(),
+                 columns=int(columns[:, 1].max()), way=runner.engine.lora,
+                 **row_counts(sites[:, Sites.N_ROW]))
+
+def gpu_parts(runner):
+    """On a GPU the stream that copies adapters, and CUDA graphs; None where there are none."""
+    model = runner.model
+    if model.device.type != "cuda":
+        return None, None
+    check_gpu(model.device, model.config.head_dim)
+    graphs = CudaGraphs(runner) if has_triton() and model.world.size == 1 else None
+    return torch.cuda.Stream(), graphs
+
+@cache
+def check_gpu(device, head_dim):
+    """ValueError if the kernels do not run on this GPU. One line if there are none."""
+    check_range("head_dim on a GPU", head_dim, 1, 256)
+    major, minor = torch.cuda.get_device_capability(device)
+    check_range("compute capability of the GPU", major + minor / 10, 8.0)
+    if not has_triton():
+        print("Triton is missing: plain torch operators, slower and without CUDA graphs",
+              file=sys.stderr)
 
 class DraftRunner(ModelRunner):
     """Runs a draft model."""
@@ -1351,6 +1393,15 @@ class DraftRunner(ModelRunner):
             probability = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0]
             sure = (probability > threshold).tolist()
         return list(zip(requests, tokens.tolist(), sure))
+
+# ---- tensor parallelism
+
+def hold(runner, name, source, adapter):
+    """An adapter was added to the engine."""
+    for op, rank in adapter.max_rank.items():
+        runner.max_rank[op] = max(rank, runner.max_rank.get(op, 0))
+    if isinstance(runner, ParallelRunner):
+        runner.hold(name, source, adapter)
 
 class ParallelRunner(ModelRunner):
     """Tensor parallelism: every rank has an engine. Rank 0 runs plans, and tells the runners of the
@@ -1409,6 +1460,8 @@ class ParallelRunner(ModelRunner):
             getattr(self, method)(*values)
             method, values = self.model.world.broadcast(None)
 
+# ---- CUDA graphs
+
 def warm_runners(engine):
     """Engine.warm(); with a line on stderr if it takes over a second."""
     start = time.perf_counter()
@@ -1424,55 +1477,6 @@ def warm_runners(engine):
     seconds = time.perf_counter() - start
     if seconds > 1:
         print(f"compiled kernels and recorded CUDA graphs in {seconds:.0f} s", file=sys.stderr)
-
-class WallClock:
-    def __init__(self):
-        self.start = time.perf_counter()
-
-    def now(self):
-        return time.perf_counter() - self.start
-
-    def wait_until(self, t):
-        time.sleep(max(0.0, t - self.now()))
-
-def int32(values):
-    if isinstance(values, array):
-        return torch.frombuffer(values, dtype=torch.int32)
-    return torch.tensor(values, dtype=torch.int32)
-
-def row_counts(counts):
-    """n_few, max_few and max_chunk of a Batch or of Sites. counts: rows of each span or site."""
-    n = np.array(counts)
-    few = n <= FEW_ROWS
-    return dict(n_few=int(few.sum()), max_few=int((n * few).max(initial=0)),
-                max_chunk=int((n * ~few).max(initial=0)))
-
-def make_sites(runner, op, sites, table):
-    """The Sites of an operator. sites: (S, 8)"""
-    columns = np.array([*runner.model.config.operators[op].columns.values()])
-    return Sites(sites=torch.from_numpy(sites), table=table, n_module=len(columns),
-                 max_rank=runner.max_rank[op], wide=not (columns % 16).any(),
-                 columns=int(columns[:, 1].max()), way=runner.engine.lora,
-                 **row_counts(sites[:, Sites.N_ROW]))
-
-def gpu_parts(runner):
-    """On a GPU the stream that copies adapters, and CUDA graphs; None where there are none."""
-    model = runner.model
-    if model.device.type != "cuda":
-        return None, None
-    check_gpu(model.device, model.config.head_dim)
-    graphs = CudaGraphs(runner) if has_triton() and model.world.size == 1 else None
-    return torch.cuda.Stream(), graphs
-
-@cache
-def check_gpu(device, head_dim):
-    """ValueError if the kernels do not run on this GPU. One line if there are none."""
-    check_range("head_dim on a GPU", head_dim, 1, 256)
-    major, minor = torch.cuda.get_device_capability(device)
-    check_range("compute capability of the GPU", major + minor / 10, 8.0)
-    if not has_triton():
-        print("Triton is missing: plain torch operators, slower and without CUDA graphs",
-              file=sys.stderr)
 
 class CudaGraphs:
     """Iterations that a GPU replays without waiting for Python: all of up to a chunk. Batches are
@@ -1618,8 +1622,10 @@ def pad(x, n, value=0):
     return torch.cat([x, x.new_full((n - len(x), *x.shape[1:]), value)])
 
 # -----------------------------------------------------------------------------
-# part 3: the simulator
+# part 3: the simulator, which may be skipped: what an iteration costs, by a data sheet or by a
+# profile of this machine, and the runner that moves a clock
 
+# ---- what the time of an iteration depends on
 
 @dataclass
 class IterationStats:
@@ -1646,6 +1652,8 @@ class IterationStats:
                        context=context, context_again=self.context_again + n * context / d,
                        adapted=self.adapted * (1 + n / d),
                        lora_pairs=self.lora_pairs * (1 + n / d))
+
+# ---- data sheets, and the constants that were fitted to the papers
 
 class GPU(NamedTuple):
     flops: float  # dense 16-bit tensor cores that add in 32 bits, 1/s
@@ -1683,30 +1691,20 @@ def data_sheet(gpu):
         check_range(f"{name} of {gpu}", value, least, 1e4 if name == "memory" else 1e20)
     return sheet
 
+# constants of the roofline:
 # shares of the data sheet that kernels reach, for every GPU and model; fitted to the cited cells
 GEMM_FLOPS = 0.77  # [SARATHI Table 2] prefill-only, linear
-
 GEMM_BANDWIDTH = 0.76  # [SARATHI Table 2] decode-only, linear
-
 CHUNK_FLOPS = 0.30  # [SARATHI Table 2] prefill-only, attn
-
 DECODE_BANDWIDTH = 0.80  # [SARATHI Table 2] decode-only, attn
-
 ATTENTION_CALL = 19e-6  # seconds per layer and kernel [SARATHI Table 2] decode-maximal, attn
-
 LORA_BANDWIDTH = 0.5  # [S-LoRA Table 3] S4, n = 100
-
 ELEMENTWISE = 6  # reads and writes of a token's vector per layer: "others" < 5 % [SARATHI §3.1]
-
 SKINNY = 32  # up to so many rows, products use smaller blocks [SARATHI Table 2]
-
 # not fitted: usual values
 LINK = 0.75  # share of a link's bandwidth that NCCL reaches
-
 LINK_DELAY = 25e-6  # seconds before a message begins
-
 INFINIBAND = 25e9  # bytes/s to the next node
-
 PCIE = 32e9  # bytes/s from host memory
 
 class System(NamedTuple):
@@ -1742,6 +1740,8 @@ SYSTEMS = {
         token=0.036e-3,  # [SmartSpec Fig. 1] k = 5 is no gain beyond 12 requests/s
         expand=True),  # BatchExpansionTop1Scorer, until version 0.6
 }
+
+# ---- cost models: by a data sheet (Roofline), or measured here (Profile)
 
 class CostModel:
     """Seconds of an iteration [SmartSpec Eq. 7, SARATHI Fig. 7]. time() and operators() take
@@ -2008,6 +2008,8 @@ def least_squares(A):
 
 PROFILES = WeakKeyDictionary()  # model -> Profile
 
+# ---- the runner of a simulated engine; pipelines are in bench.py
+
 class VirtualClock:
     t = 0.0  # simulated seconds
 
@@ -2053,8 +2055,10 @@ class CostRunner:
         return lambda: self.clock.wait_until(arrival)
 
 # -----------------------------------------------------------------------------
-# part 4: checks, figures, the command line
+# part 4: what users meet, which may be skipped: figures of a run, checks of what they give, the
+# command line
 
+# ---- how an engine is run, and figures of a run
 
 class Iteration(NamedTuple):
     """A row of an engine's record."""
@@ -2159,6 +2163,8 @@ def check_tokens(name, tokens):
         raise ValueError(f"{name} = {short(tokens)}: must be a list of tokens, like [1, 2, 3]; "
                          "encode a text, and give generate() a list of prompts") from None
 
+# ---- checks of what users give, and of what their code returns
+
 def check_options(engine):
     """Put an engine's options in their normal form. ValueError or KeyError for bad ones."""
     check_type("model", engine.model, (GPT, CostModel), "a GPT or a CostModel")
@@ -2229,7 +2235,9 @@ def check_request(r, engine):
     if not engine.simulated:
         for token in (min(r.prompt), max(r.prompt)):
             check_range("token", token, 0, config.vocab_size - 1)
-    check_range("prompt + max_new_tokens", r.max_len, 2, config.block_size)
+    if r.max_len > config.block_size:
+        raise ValueError(f"a prompt of {len(r.prompt):,} tokens + {r.max_new_tokens:,} exceeds the "
+                         f"context of {config.block_size:,}")
     if r.temperature and engine.alpha and not engine.simulated:
         raise ValueError(f"temperature = {r.temperature}: with a forced alpha outputs are greedy")
     # the request and its adapter must have room at once
@@ -2240,6 +2248,8 @@ def check_request(r, engine):
     if r.adapter is not None and not engine.adapter_pages:
         n_adapter = memory.names[r.adapter].n_page
     check_range("pages of the request and its adapter", r.max_len + n_adapter, 1, engine.n_page)
+
+# ---- the command line
 
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"
 
@@ -2361,19 +2371,20 @@ def explain(args):
     engine = Engine(model, args.scheduler, chunk=8, max_batch=2, n_page=160, alloc="grow",
                     draft="ngram", spec=2)
     engine.add_adapter("a", 1)
-    engine.add(Request([5, 6, 7, 8, 5, 6, 7, 8, 5, 6], 6))
+    engine.add(Request([134, 1, 1, 8, 0, 1, 3, 2, 0, 4], 6))
     engine.add(Request([9, 9, 9, 9, 9, 9, 9], 4, adapter="a"))
     print("random weights; 8 tokens at most beside a prompt, 2 drafts for a decode; request 0: 10 "
           "tokens and 6 to generate; request 1: 7 and 4, adapter 'a'")
     run = engine.runner.run
     iterations = count(1)
-
     pool = engine.memory.pool
 
     def run_and_tell(feeds):
         n_token = sum(feed.n for feed in feeds)
-        print(f"\niteration {next(iterations)}: {n_token} tokens, {len(engine.waiting)} requests "
-              f"wait, {len(pool.free)} of {pool.n_page} pages are free")
+        print(f"\niteration {next(iterations)}: {n_token} tokens, {len(pool.free)} of "
+              f"{pool.n_page} pages are free")
+        for request in engine.waiting:
+            print(f"  request {request.id} waits: {why_it_waits(engine)}")
         for request, n_past, n, _ in feeds:
             end = n_past + n
             fed = request.tokens(n_past, end - len(request.drafts))
@@ -2390,7 +2401,18 @@ def explain(args):
                   f"accepted, new tokens {tokens}")
         return new_tokens
     engine.runner.run = run_and_tell
-    engine.run()
+    while engine.requests:
+        for event in engine.step():
+            if event.finished:
+                print(f"  request {event.request.id} ends ({event.finished}): its pages go back, "
+                      f"{len(pool.free)} of {pool.n_page} are free")
+
+def why_it_waits(engine):
+    if len(engine.running) == engine.max_batch:
+        return f"{engine.max_batch} requests run"
+    if engine.memory.full:
+        return "too few pages are free"
+    return "the scheduler feeds another prompt"
 
 def run_command_line(main):
     """Call main(). A mistake of the user ends in one line on stderr and exit status 2."""

@@ -474,7 +474,7 @@ def test_the_cache_leaves_room_for_iterations(scheduler, monkeypatch):
     """Of 100 MB. prefill_first may feed as many tokens at once as the cache holds."""
     model = random_model()
     monkeypatch.setattr(sarathi, "free_memory", lambda device: 1e8)
-    n = Engine(model, scheduler, chunk=64, max_batch=1000).pool.n_page
+    n = Engine(model, scheduler, chunk=64, max_batch=1000).n_page
     reserved = 2 * model.iteration_bytes(1064, 1000)
     if scheduler == "prefill_first":
         reserved += model.iteration_bytes(n, 0)
@@ -1755,7 +1755,7 @@ def test_the_pool_has_room_for_an_ordinary_adapter():
         engine = Engine(cost, max_batch=max_batch)
         engine.add_adapter("a", wide[256])
         assert engine.generate([[0] * 2040], 8, "a") == [[0] * 8]
-    with pytest.raises(ValueError, match="'b': n_page = 41472: must be in 50178 .. inf"):
+    with pytest.raises(ValueError, match="'b': n_page = 41472: must be at least 50178"):
         engine.add_adapter("b", wide[512])
     Engine(cost, n_page=50178).add_adapter("b", wide[512])
     full = Engine(CostModel.roofline(preset("llama-33b"), "a100"))  # memory has no room for more
@@ -1805,7 +1805,7 @@ BAD_REQUESTS = {
     "top_p = 0": dict(top_p=0),
     "top_k = -1": dict(top_k=-1),
     "unknown adapter 'none'.* ffn": dict(adapter="none"),
-    "prompt . max_new_tokens = 161: must be in 2 .. 160": dict(max_new_tokens=160),
+    "a prompt of 1 tokens . 160 exceeds the context of 160": dict(max_new_tokens=160),
     "pages of the request and its adapter = 81.* 80": dict(max_new_tokens=61, adapter="ffn"),
 }
 
@@ -1831,7 +1831,7 @@ BAD_CALLS = {
     "adapter None: must have a name": lambda engine: engine.add_adapter(None, adapter_of()),
     "adapter 'empty': .*must have a name and weights":
         lambda engine: engine.add_adapter("empty", Adapter(TINY, {"self_attn.q_proj": 4})),
-    "for adapter 'large': n_page = 80: must be in 98 .. inf":
+    "for adapter 'large': n_page = 80: must be at least 98":
         lambda engine: engine.add_adapter("large", 12),
     "adapter 'deep': .*made for this model":
         lambda engine: engine.add_adapter("deep", adapter_of(n_layer=3)),
@@ -2919,7 +2919,6 @@ def serve_share(folder, world, name, adapters, draft):
             engine.runner.tell("stop")
     else:
         engine.runner.follow()
-    assert world.size == 1 or len(engine.runner.held) == 3
     return tokens, world.n_bytes
 
 def run_rank(rank, n, port, folder):
@@ -3387,19 +3386,23 @@ def test_iteration_is_what_the_cost_model_says():
 
 def test_explanation_and_chunk():
     place = simulated("fig9", "--lengths 1024,2048")
-    place.rows = [row for name in bench.MAIN_JOB for row in EXPERIMENTS[name].rows(place)]
-    text = bench.explain({"users": [place]})
-    rows = {(row["experiment"], *row["at"]): row["ours"] for row in place.rows}
+    place.rows = [*EXPERIMENTS["users"].rows(place)]
+    text = bench.explain_users(place)
+    rows = {tuple(row["at"][:2]): row["ours"] for row in place.rows}
     for figure in ("TTFT p50 ms", "longest stall ms"):
-        *ours, whole = [rows["users", figure, name, ""]
+        *ours, whole = [rows[figure, name]
                         for name in ("sarathi", "sarathi, C = 512", "prefill_first")]
-        assert all(f"{ms:.0f} ms instead of {whole:.0f}" in text for ms in ours)
+        assert all(f"{ms:.0f} instead of {whole:.0f} ms" in text for ms in ours)
     assert ours[0] < whole / 3
-    assert "pays for 204 tokens" in text and "Measured: 1.20 to 1.22 times" in text
-    # of 1,024 tokens every 52nd is decoded, in a batch of 6: at best, these cost nothing
-    prefill = 1e3 * place.model.seconds(place.model.stats([feed(0, 1024, 1)]))
-    decode = 1e3 * place.model.seconds(place.model.stats([feed(1023, 1, 1)] * 4))
-    assert f"could be served {1 + 20 * decode / 6 / prefill:.2f} times" in text
+    speeds = [rows["tokens/s", name] for name in ("sarathi", "prefill_first")]
+    assert speeds[0] == approx(speeds[1], rel=0.02) and text.count("(no difference) tokens/s") == 2
+    place.rows = [row for name in ("table4", "ceilings") for row in EXPERIMENTS[name].rows(place)]
+    text = bench.explain({"table4": [place]})
+    assert "pays for 204 tokens" in text and "prompts: 1.20 to 1.22 times" in text
+    other, = bench.choose_places(arguments("table4 --hardware h200 --lengths 1024"), "table4")
+    rows = [*EXPERIMENTS["table4"].rows(other)]
+    papers = {row["at"][1]: row["paper"] for row in rows}
+    assert papers == {"": None, "LLaMA-33B, A100": 1.14}  # the latter on its own hardware
     place.args.chunk = 512
     names = [row["at"][1] for row in EXPERIMENTS["users"].rows(place)]
     assert [*dict.fromkeys(names)] == ["static", "prefill_first", "sarathi"]
@@ -3459,7 +3462,7 @@ TRACES = {  # the same three requests, 4 and 1.5 seconds apart
                         for row in ((1700000000000, 374, 44), (1700000004000, 396, 9),
                                     (1700000005500, 7, 1))),
     "bailian.jsonl": "".join(
-        '{"chat_id": 1, "parent_chat_id": -1, "timestamp": %s, "input_length": %d, '
+        '{"chat_id": 1, "parent_chat_id": null, "timestamp": %s, "input_length": %d, '
         '"output_length": %d, "type": "text", "turn": 1, "hash_ids": [0]}\n' % row
         for row in ((61.5, 374, 44), (65.5, 396, 9), (67.0, 7, 1))),
     "mooncake in us.csv": "timestamp,input_length,output_length\n1700000000000000,374,44\n"
@@ -3748,11 +3751,13 @@ def test_online_flags(monkeypatch, capsys, tmp_path):
     flags = {"--rate 0.5 --prompt 64..128 --output 9": 0.5 * (96 + 9),
              f"--jobs {tmp_path}/jobs.csv": 3 / 2 * (64 + 4),
              f"--jobs {tmp_path}/lengths.csv --rate 0.5": 0.5 * (64 + 4),
-             f"--jobs {tmp_path}/long.csv --context 20000": 3 / 10 * 12000}
+             f"--jobs {tmp_path}/long.csv --context 20000": 3 / 10 * 12000,
+             "--rate 0.5 --prompt 64..128 --output 9 --cv 0": 0.5 * (96 + 9)}
     lines = ["32 requests over 60.81 s, prompts of 65 to 127 tokens, outputs of 9 to 9",
              "3 requests over 2 s, prompts of 64 to 64 tokens, outputs of 4 to 4",
              "32 requests over 67.77 s, prompts of 64 to 64 tokens, outputs of 4 to 4",
-             "3 requests over 10 s, prompts of 11990 to 11990 tokens, outputs of 10 to 10"]
+             "3 requests over 10 s, prompts of 11990 to 11990 tokens, outputs of 10 to 10",
+             "32 requests over 64 s, prompts of 65 to 127 tokens, outputs of 9 to 9"]
     for (words, rate), line in zip(flags.items(), lines):
         words = f"online --hardware A100 --size small {words} --json -"
         _, out, err = command(monkeypatch, capsys, words)
