@@ -209,10 +209,10 @@ def users(place):
     short = Job(0.0, P // 5, max(2, n_out))
     long = Job(0.0, P, 8)
     n_group = 6 if place.simulated else 2
-    # the load is half of what sarathi serves when all come at once
+    # the load is 0.65 of what sarathi serves when all come at once
     jobs = [short, long, long] * n_group
     most = real.serve(jobs, real.B, scheduler="sarathi")
-    gap = 2 * most.seconds / n_group
+    gap = most.seconds / n_group / 0.65
     jobs = []
     for i in range(n_group):
         jobs.append(short._replace(arrival=gap * i))
@@ -221,17 +221,17 @@ def users(place):
         jobs += 2 * [long._replace(arrival=later)]
     jobs.append(short._replace(arrival=gap * n_group))  # how a run ends says little
     place.source = (f"{real.source}; long prompts of {P:,} tokens, a group of three requests every "
-                    f"{gap:.2g} s, half of what sarathi could serve")
+                    f"{gap:.2g} s, 0.65 of what sarathi could serve")
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
     if place.args.chunk != 512:
         ways["sarathi, C = 512"] = dict(scheduler=Sarathi(512))
     for name, runs in real.race(ways, jobs=jobs, B=real.B):
         yield from felt(runs, name)
 
-LONG = 0.3  # seconds that a long prompt takes
+LONG = 0.28  # seconds that a long prompt takes
 
-def long_prompts(place):
-    """(a Place, tokens): prompts that take so long, or the longest ones of a larger model."""
+def long_prompts(place, larger="llama-124m"):
+    """(a Place, tokens): prompts that take so long, of a larger model if this one is too fast."""
     P = 5 * max(place.lengths) // 8
     if place.simulated:
         return place, P
@@ -239,13 +239,13 @@ def long_prompts(place):
     longest = place.model.config.block_size * 9 // 10
     wanted = int(P * LONG / unit) // 64 * 64
     P = max(P, min(wanted, longest))
-    larger_fits = place.args.device == "cpu" and not place.args.model
-    if P == longest and larger_fits:
+    may_change = place.args.device == "cpu" and not place.args.model
+    if P == longest and larger and may_change:
         unit = np.min(place.seconds(dict(chunk=P)))
-        if unit < 0.8 * LONG:
-            larger = this_machine(place.args, "llama-124m")
-            larger.bar = place.bar
-            return larger, P
+        if unit < 0.9 * LONG:
+            other = this_machine(place.args, larger)
+            other.bar = place.bar
+            return long_prompts(other, larger=None)
     return place, P
 
 @experiment()

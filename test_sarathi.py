@@ -3111,7 +3111,8 @@ def test_long_prompts_take_their_time(monkeypatch):
     """Longer ones on a faster machine, then a larger model, but for --model"""
     place, larger = tiny_place(), tiny_place()
     monkeypatch.setattr(bench, "this_machine", lambda *_: larger)
-    monkeypatch.setattr(place, "seconds", lambda shape: [[shape["chunk"] / 1000]])
+    for own in (place, larger):
+        monkeypatch.setattr(own, "seconds", lambda shape: [[shape["chunk"] / 1000]])
     for seconds, expected in ((0.01, (place, 60)), (0.4, (place, 384)), (2.0, (larger, 921))):
         monkeypatch.setattr(bench, "LONG", seconds)
         assert bench.long_prompts(place) == expected
