@@ -541,18 +541,15 @@ def _attention_kernel(q, kv, out, parts, lse, spans, table, plane, scale, split_
 
                      |----- split 0 -----|----- split 1 -----|    context: cached tokens, then own
         token 0, G x   x x x x x x x x x x x x x x x x x          x: visible. for each BLOCK_N
-        token 1, G x   x x x x x x x x x x x x x x x x x x        tokens: load K and V from their
-        token 2, G x   x x x x x x x x x x x x x x x x x x x      pages, online softmax
+        token 1, G x   x x x x x x x x x x x x x x x x x x        tokens: load K and V, softmax
     """
     G: tl.constexpr = H // HK
     tile = tl.program_id(0) * BLOCK_M
     kv_head = tl.program_id(1) % HK
-    split = tl.program_id(2)
     first_row, n_row, n_past, first_entry = load4(spans + 4 * (tl.program_id(1) // HK))
     n_split = splits_of(n_row, n_past, tl.num_programs(2))
-    if (tile >= n_row * G) | (split >= n_split):
+    if (tile >= n_row * G) | (tl.program_id(2) >= n_split):
         return
-
     m = tile + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)[None]
     token = m // G
@@ -564,7 +561,7 @@ def _attention_kernel(q, kv, out, parts, lse, spans, table, plane, scale, split_
     top = tl.full([BLOCK_M], -1e30, tl.float32)
     end = n_past + tl.minimum(n_row, (tile + BLOCK_M - 1) // G + 1)
     size = tl.cdiv(end, n_split * BLOCK_N) * BLOCK_N  # tokens of a split
-    begin = split * size
+    begin = tl.program_id(2) * size
     for start in range(begin, tl.minimum(begin + size, end), BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         page = tl.load(table + first_entry + j, j < end, 0).to(tl.int64)
@@ -580,12 +577,11 @@ def _attention_kernel(q, kv, out, parts, lse, spans, table, plane, scale, split_
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         total = total * shrink + tl.sum(p, 1)
         top = new_top
-    acc /= total[:, None]
     if n_split == 1:
-        tl.store(out + at[:, None] * D + d, acc, mask)
+        tl.store(out + at[:, None] * D + d, acc / total[:, None], mask)
     else:
-        at += split * split_stride
-        tl.store(parts + at[:, None] * D + d, acc, mask)
+        at += tl.program_id(2) * split_stride
+        tl.store(parts + at[:, None] * D + d, acc / total[:, None], mask)
         tl.store(lse + at, top + tl.log2(total), token < n_row)
 
 @triton.jit(do_not_specialize=["most", "split_stride"])

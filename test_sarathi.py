@@ -910,7 +910,8 @@ BAD_ADAPTERS = {
 }
 
 WRONG = {
-    "unknown preset 'llama-8b': one of tiny, gpt2": lambda: GPT.from_preset("llama-8b"),
+    "unknown preset 'llama-8b': did you mean llama-7b. It must be one of tiny, gpt2":
+        lambda: GPT.from_preset("llama-8b"),
     "dtype = 'int8': must be one of float32": lambda: GPT.from_preset(TINY, torch.int8),
     "tp = 3 needs 3 processes, there are 1: torchrun": lambda: World.start(3),
     "tp = 8 does not divide n_kv_head = 4": lambda: TINY.shard_of(0, 8),
@@ -2132,7 +2133,7 @@ def test_graphs_change_no_operator_and_no_token(unwritten_memory_is_nan, monkeyp
     replays = fake_graphs(monkeypatch)
     if INTERPRETED:
         requests = mixed((None, "q"), 2)
-        serve(TARGET, requests, chunk=10, max_batch=2, draft="ngram", spec=2)
+        serve(TARGET, requests, chunk=16, max_batch=2, draft="ngram", spec=2)
         check_tokens(requests)
     for case in CASES[::8] if not INTERPRETED else []:
         requests = mixed(case["adapters"])
