@@ -2068,6 +2068,8 @@ def parse_arguments(words=None):
 def class_in_file(text, base):
     """The class that FILE.py:CLASS names, or text as it is."""
     path, _, name = text.rpartition(":")
+    if text.endswith(".py"):
+        raise argparse.ArgumentTypeError(f"{text}: name its class, {text}:CLASS")
     if not path:
         return text
     classes = {key: value for key, value in runpy.run_path(path).items()
