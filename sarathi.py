@@ -39,7 +39,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-# -----------------------------------------------------------------------------
 # part 1: the engine
 # ---- requests. Three iterations of SARATHI, with a chunk of 8 tokens and two drafts for a decode,
 # that serve a prompt a of 10 tokens and, behind it, a prompt b of 7:
@@ -49,7 +48,6 @@ from tqdm import tqdm
 #     [(a, 2)]           tokens 8 and 9, the prompt's end          a's first output token
 #     [(a, 1), (b, 5)]   that token and two drafts; b's 0 .. 4     the drafts that are right and one
 #                                                                  token more: 1 to 3 of a's output
-#
 # One forward pass computes all rows of an iteration: it reads the weights once [SARATHI §4.3].
 
 @dataclass(eq=False)
@@ -146,8 +144,7 @@ def feeds_of(plan):
 # ---- one iteration
 
 class Loop:
-    """How requests pass through an Engine: its step() without options and calls of users, which
-    stand at the end of part 1."""
+    """How requests pass through an Engine, which stands with its options at the end of part 1."""
     def __init__(self):
         self.requests = {}  # id -> request, from add to its end
         self.pending = []  # requests that have not arrived, the next one first
@@ -691,6 +688,10 @@ class Engine(Loop):
         self.speculator = make_speculator(engine, policy)
         self.scheduler.start(engine)
 
+    @property
+    def pool(self):
+        return self.memory.pool
+
     def warm(self):
         """Compile kernels and record CUDA graphs before requests wait; on a CPU nothing."""
         warm_runners(self)
@@ -730,8 +731,7 @@ class Engine(Loop):
         return generate(self, prompts, max_new_tokens, adapter, options)
 
     def run(self, on_event: Callable[[Event], None] = lambda event: None) -> Run:
-        """Step until every request has ended; on_event gets the tokens one by one. Returns the Run
-        of requests not aborted."""
+        """Step until all requests have ended; on_event gets the tokens one by one."""
         start = self.clock.now()
         finished = []
         while self.requests or self.events:
