@@ -256,9 +256,8 @@ class Scheduler:
     def plan(self, running: list[Request],
              waiting: list[Request]) -> list[tuple[Request, int]]:
         """running: requests with pages, the oldest first. waiting: those that max_batch has room
-        for; none while memory is full. Returns [(request, n)] with 1 <= n <= request.n_todo.
-        Called once per step. It may call self.engine.preempt(request), and then plan any request
-        of self.engine.waiting."""
+        for; none while memory is full. Returns [(request, n)] with 1 <= n <= request.n_todo. It may
+        call self.engine.preempt(request), and then plan any request of self.engine.waiting."""
         raise NotImplementedError(f"{type(self).__name__} has no plan()")
 
     def budget(self, decodes):
@@ -430,6 +429,7 @@ class Memory:
     def evict(self, adapter):
         self.loaded.pop(adapter)()  # a copy in flight must not overwrite the next owner's pages
         self.adapter_pool.release(adapter)
+        del self.n_users[adapter]  # nothing here keeps a replaced adapter in memory
 
 # ---- drafts: how many (a policy), which ones (a proposer); the runner says which are accepted
 

@@ -1544,6 +1544,7 @@ def test_pages_are_conserved(options, monkeypatch):
     assert engine.alloc == "reserve" or n_preempted(engine)
     for pool in {engine.memory.pool, engine.memory.adapter_pool}:
         assert engine.memory.make_room(pool, pool.n_page)  # adapters are idle
+    assert not engine.memory.n_users  # it would keep replaced adapters in memory
 
 @each("draft, lora", [("ngram", "batched"), (0.3, "batched"), (None, "merge")])
 def test_engines_leave_no_cache_behind(draft, lora, monkeypatch):
