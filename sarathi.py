@@ -1050,22 +1050,20 @@ class Goodput(Policy):
         """Expected tokens and seconds of the iteration with 0, 1 ... drafts: two arrays."""
         # differs from [SmartSpec Eq. 10]: as printed it lacks the token that comes even if no draft
         # is accepted
-        outcomes = []
-        for k in range(self.most + 1):
-            # requests that have room for each draft
-            room = [sum([limit > level for limit in limits]) for level in range(k)]
-            chances = [acceptance ** level for level in range(1, k + 1)]
-            # of a request: 1, 1 + a, 1 + a + a^2, ... tokens [SmartSpec Eq. 8, 9]
-            tokens = len(limits) + sum(map(mul, room, chances))
-            outcomes.append((tokens, price(room)))
-        return np.array(outcomes).T
+        # requests that have room for each draft
+        room = [sum([limit > level for limit in limits]) for level in range(self.most)]
+        # of a request: 1, 1 + a, 1 + a + a^2, ... tokens [SmartSpec Eq. 8, 9]
+        gains = [n * acceptance ** level for level, n in enumerate(room, 1)]
+        tokens = np.cumsum([len(limits), *gains])
+        seconds = np.array([price(room[:k]) for k in range(self.most + 1)])
+        return tokens, seconds
 
 class GoodputGlobal(Goodput):
     """One k for all requests and all steps: the best over everything so far [SmartSpec §3.3]."""
     totals = np.zeros((2, 1))  # tokens and seconds, for each k
 
     def expectation(self, acceptance, limits, price):
-        self.totals = self.totals + super().expectation(acceptance, limits, price)
+        self.totals = self.totals + np.array(super().expectation(acceptance, limits, price))
         return self.totals
 
 class GoodputRequest(Goodput):
@@ -1817,22 +1815,27 @@ class CostModel:
         return len(feeds) > 1 and is_long and is_wide
 
     def seconds(self, stats: IterationStats, lora: str = "batched") -> float:
-        return sum(self.split(stats, lora).values())
+        seconds = sum(self.parts(stats, lora))
+        return seconds + self.host(stats, seconds)
 
     def parts(self, stats: IterationStats, lora: str) -> tuple[float, float, float, float]:
         """Seconds of the linear operators, attention, all others, and adapters."""
         raise NotImplementedError
 
-    def split(self, stats: IterationStats, lora: str = "batched") -> dict[str, float]:
-        """Seconds by operator. host: seconds that the host adds to the device's."""
-        linear, attention, others, adapters = self.parts(stats, lora)
-        linear /= sum(self.n_weights.values())
-        seconds = {op: linear * n for op, n in self.n_weights.items()}
-        seconds |= dict(attn=attention, others=others, lora=adapters)
-        host = self.config.n_layer * self.system.layer
+    def host(self, stats, seconds):
+        """Seconds that the host adds to the device's."""
+        launches = self.config.n_layer * self.system.layer
         if not self.system.eager:
-            host = max(0.0, host - sum(seconds.values()))
-        seconds["host"] = host + self.system.token * stats.n_logits
+            launches = max(0.0, launches - seconds)
+        return launches + self.system.token * stats.n_logits
+
+    def split(self, stats: IterationStats, lora: str = "batched") -> dict[str, float]:
+        """Seconds by operator."""
+        linear, attention, others, adapters = self.parts(stats, lora)
+        share = linear / sum(self.n_weights.values())
+        seconds = {op: share * n for op, n in self.n_weights.items()}
+        seconds |= dict(attn=attention, others=others, lora=adapters)
+        seconds["host"] = self.host(stats, sum(seconds.values()))
         return seconds
 
     def load_seconds(self, n_params, resize):
