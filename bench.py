@@ -1012,6 +1012,8 @@ class Trees(Goodput):
     (3, 2, 2): three candidates for the first token, two behind each, two behind each of these."""
     def __init__(self, *trees):
         self.trees = trees
+        self.largest = [max(tree_size(tree[:n]) for tree in trees)  # with at most n levels
+                        for n in range(max(map(len, trees)) + 1)]
         self.chosen = {}  # request -> its tree of the last iteration
 
     def lengths(self, requests, limits, acceptance, price):
@@ -1038,7 +1040,8 @@ class Trees(Goodput):
 class TreeSpeculator(Speculator):
     """Counts levels of trees, not drafts."""
     def limit(self, request):
-        return max(tree_size(tree[:room(request)]) for tree in self.policy.trees)
+        n_level = len(self.policy.largest) - 1
+        return self.policy.largest[min(room(request), n_level)]
 
     def count(self, request, n_accepted, n_new):
         tree = self.policy.chosen.get(request, ())
@@ -1624,14 +1627,15 @@ def serve(engine, jobs, clients=0, adapters=(), n_end=0):
             if engine.record is not None:
                 arrived = Feed(request, 0, 0, 0)  # marks the arrival, for pictures
                 engine.record.append(Iteration(request.arrival, request.arrival, [arrived]))
-    def on_event(event):
-        if event.finished:
-            add(1)
-        if n_end and len(requests) - len(engine.requests) >= n_end:
-            for id in list(engine.requests):
-                engine.abort(id)
+
     add(clients or len(jobs))
-    engine.run(on_event)
+    while engine.requests:
+        for event in engine.step():
+            if event.finished:
+                add(1)
+        if n_end and len(requests) - len(engine.requests) >= n_end:
+            for id in [*engine.requests]:
+                engine.abort(id)
     return Run(requests, start)
 
 def warm_up(engine, jobs):

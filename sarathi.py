@@ -730,7 +730,7 @@ class Engine(Loop):
         a list of names; options: other fields of Request."""
         return generate(self, prompts, max_new_tokens, adapter, options)
 
-    def run(self, on_event: Callable[[Event], None] = lambda event: None) -> Run:
+    def run(self, on_event: Callable[[Event], None] | None = None) -> Run:
         """Step until all requests have ended; on_event gets the tokens one by one."""
         start = self.clock.now()
         finished = []
@@ -1782,9 +1782,9 @@ class CostModel:
         check_range("n_context", n_context, 0.0)
         return self.split(IterationStats(n_tokens, 1, int(n_context > 0), n_context))
 
-    def stats(self, feeds: list[Feed], others=IterationStats()) -> IterationStats:
+    def stats(self, feeds: list[Feed], others: IterationStats | None = None) -> IterationStats:
         """Stats of an iteration with these feeds and the others' stats."""
-        s = copy(others)
+        s = copy(others) if others else IterationStats()
         vectors = self.system.row and not self.multiplies(feeds)
         for request, n_past, n, n_logits in feeds:
             n_weight = n_params(request.weights)
@@ -2037,14 +2037,18 @@ class CostRunner:
     def run(self, feeds):
         """Pass the time of a plan. Returns {request: its new tokens}."""
         self.clock.t += self.cost.seconds(self.cost.stats(feeds), self.engine.lora)
-        return {feed.request: [0] * (1 + self.n_accepted(feed.request))
-                for feed in feeds if feed.n_logits}
+        new_tokens = {}
+        for feed in feeds:
+            if feed.n_logits:
+                n_accepted = self.n_accepted(feed.request) if feed.n_logits > 1 else 0
+                new_tokens[feed.request] = [0] * (1 + n_accepted)
+        return new_tokens
 
     def n_accepted(self, request):
         return forced_acceptance(request, [request.alpha] * len(request.drafts))
 
     def draft(self, feeds, threshold):
-        alone = [feed._replace(request=NO_ADAPTER) for feed in feeds]
+        alone = [Feed(NO_ADAPTER, *feed[1:]) for feed in feeds]
         self.clock.t += self.cost.seconds(self.cost.stats(alone))
         return [(feed.request, 0, True) for feed in feeds if feed.n_logits]
 
@@ -2095,8 +2099,10 @@ def generate(engine, prompts, max_new_tokens, adapter, options):
     return [request.output for request in requests]
 
 def hand_on(event, on_event):
-    """Give a function the tokens of an event one by one. If it aborts the request, the others are
-    dropped."""
+    """Give a function, if there is one, the tokens of an event one by one. If it aborts the
+    request, the others are dropped."""
+    if on_event is None:
+        return
     request, tokens, end = event
     for n, token in enumerate(tokens, 1):
         is_last = n == len(tokens)
