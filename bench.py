@@ -1100,8 +1100,8 @@ def spec_fig16(place):
 
 @experiment("batch size, B", only="measured")
 def spec_here(place):
-    """The worth of drafts here, on real text: how many times as fast as without drafts B requests
-    are served (these: output tokens/s), and the share of drafts that is accepted; by a draft model
+    """The worth of drafts here, on real text: how many times as fast as without drafts requests are
+    served, B at once (these: output tokens/s), and the share of drafts accepted; by a draft model
     and by prompt lookup. The trained tiny model continues pieces of this project's files; or
     --model and --draft do, the paragraphs of --prompts."""
     prompts = read_prompts(place)
@@ -1116,12 +1116,13 @@ def spec_here(place):
     for source, name in product(sources, [*CHOICES][1:]):
         ways[f"{source}, {name}"] = sources[source], CHOICES[name]
     for way in ways.values():  # warm up: goodput makes its profile
-        continue_text(place, prompts[:1], *way)
+        continue_text(place, prompts[:1], 1, *way)
     for B in (1, 6, 24):
-        rounds = place.rounds(*(partial(continue_text, place, prompts[:B], *way)
+        texts = prompts[:max(B, 6)]
+        rounds = place.rounds(*(partial(continue_text, place, texts, B, *way)
                                 for way in ways.values()), share=3)
         seconds, accepted = np.moveaxis(rounds, -1, 0)  # (n_way, n_round) each
-        yield "tokens/s without drafts", "", B, B * N_TEXT[1] / seconds[0]
+        yield "tokens/s without drafts", "", B, len(texts) * N_TEXT[1] / seconds[0]
         for i, name in [*enumerate(ways)][1:]:
             yield f"B = {B}", name, seconds[0] / seconds[i]
             yield f"accepted, {B}", name, np.median(accepted[i])
@@ -1147,10 +1148,10 @@ def read_prompts(place):
     prompts = map(tokenizer.encode, islice(cycle(texts), 24))
     return [prompt[:N_TEXT[0]] for prompt in prompts]
 
-def continue_text(place, prompts, draft, spec):
-    """Seconds of an output for every prompt, and the share of drafts that is accepted."""
-    engine = Engine(place.model, "prefill_first", max_batch=len(prompts),
-                    n_page=len(prompts) * sum(N_TEXT), draft=draft, spec=spec)
+def continue_text(place, prompts, B, draft, spec):
+    """Seconds of an output for every prompt, B at once, and the share of drafts accepted."""
+    engine = Engine(place.model, "prefill_first", max_batch=B, n_page=B * sum(N_TEXT),
+                    draft=draft, spec=spec)
     seconds = timed(engine.generate, prompts, N_TEXT[1])()
     speculator = engine.speculator
     return seconds, speculator.n_accepted / max(1, speculator.n_drafted) if speculator else 0.0

@@ -796,10 +796,18 @@ LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*(?:lay
                r"\.lora_)[AB]((?:\.[^.]+)?\.weight)")
 EMBEDDING = r"\b(embed_tokens|wte|lm_head)\."
 
-def of_pattern(patterns, path, default):
-    """The value of the first pattern that a module's path matches, as PEFT matches it."""
-    return next((value for pattern, value in (patterns or {}).items()
-                 if re.match(rf"(.*\.)?({pattern})$", path)), default)
+def number_of(module, path, settings, key, patterns, least):
+    """A setting for a module: of the first pattern that it matches, as PEFT matches it."""
+    valid = 'a dictionary like {"q_proj": 16}'
+    table = check_type(f"{path}: {patterns}", settings[patterns] or {}, dict, valid)
+    for pattern, value in table.items():
+        try:
+            match = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as error:
+            raise ValueError(f"{path}: {patterns}: {pattern!r}: {error}") from None
+        if match:
+            return check_range(f"{path}: {patterns} of {pattern!r}", value, least)
+    return check_range(f"{path}: {key}", settings[key], least)
 
 def read_factors(folder, config, base):
     """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}.
@@ -827,14 +835,9 @@ def read_factors(folder, config, base):
         if place in factors:
             raise ValueError(f"{folder}: {name!r} is of a second adapter, only one is read")
         target = f"{config.layers}.{layer}.{module}"
-        try:
-            rank = of_pattern(settings["rank_pattern"], target, settings["r"])
-            alpha = of_pattern(settings["alpha_pattern"], target, settings["lora_alpha"])
-            root = math.sqrt(rank)
-            scaling = alpha / (root if settings.get("use_rslora") else rank)
-        except (TypeError, ValueError, ArithmeticError, AttributeError, re.error) as error:
-            given = ", ".join(f"{key} = {settings[key]!r:.100}" for key in LORA_NUMBERS)
-            raise ValueError(f"{path}: {error} for {given}") from None
+        rank = number_of(target, path, settings, "r", "rank_pattern", 1)
+        alpha = number_of(target, path, settings, "lora_alpha", "alpha_pattern", -1e6)
+        scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
         _, n_out, n_in = config.modules[module]
         a = checkpoint.take(f"{start}A{end}", (rank, n_in))
         b = checkpoint.take(f"{start}B{end}", (n_out, rank))

@@ -1681,13 +1681,13 @@ def data_sheet(gpu):
         return GPUS[check_choice("hardware (or FILE.json)", str(gpu).lower(), GPUS)]
     try:
         fields = json.loads(Path(gpu).read_text())
-        sheet = GPU(*(1.0 * fields[name] for name in GPU._fields))
+        values = [fields[name] for name in GPU._fields]
     except (ValueError, KeyError, TypeError) as error:
         example = json.dumps(GPUS["a100"]._asdict())
         raise ValueError(f"{gpu}: {error}: must be like {example}") from None
-    for name, value, least in zip(GPU._fields, sheet, (1e9, 1e9, 1.0, 1e6)):
-        check_range(f"{name} of {gpu}", value, least, 1e4 if name == "memory" else 1e20)
-    return sheet
+    least = 1e9, 1e9, 1.0, 1e6
+    most = 1e20, 1e20, 1e4, 1e20
+    return GPU(*map(check_range, [f"{name} of {gpu}" for name in GPU._fields], values, least, most))
 
 # constants of the roofline:
 # shares of the data sheet that kernels reach, for every GPU and model; fitted to the cited cells

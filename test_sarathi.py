@@ -893,11 +893,14 @@ BAD_ADAPTERS = {
     "second adapter": dict(tensors={A.replace("A.", "A.b."): torch.ones(8, 128),
                                     A.replace("A.", "B.b."): torch.ones(128, 8)}),
     "adapter_model.safetensors does not exist.*PEFT": dict(rename="adapter_model.bin"),
-    **{f"adapter_config.json: .*{key} = {value}": {key: given, "rank_pattern": {}} | more
-       for key, value, given, more in (
-           ("r", 0, 0, {}), ("r", "'8'", "8", {}), ("r", -8, -8, {}),
-           ("alpha_pattern", r"{'q_proj\('", {"q_proj(": 3}, dict(r=8)),
-           ("alpha_pattern", r"\['q_proj'\]", ["q_proj"], dict(r=8)))},
+    **{f"adapter_config.json: {message}": {"r": 8, "rank_pattern": {}} | settings
+       for message, settings in {
+           "r = 0: must be at least 1": dict(r=0), "r = '8': must be at least 1": dict(r="8"),
+           "lora_alpha = '8': must be": dict(lora_alpha="8", alpha_pattern={}),
+           "rank_pattern of 'q_proj' = 8.5: must be": dict(rank_pattern={"q_proj": 8.5}),
+           r"alpha_pattern: 'q_proj\(': missing \)": dict(alpha_pattern={"q_proj(": 3}),
+           r"alpha_pattern = \['q_proj'\]: must be a dictionary": dict(alpha_pattern=["q_proj"]),
+       }.items()},
     "lm_head.weight': embeddings in an adapter are not supported": dict(
         tensors={"base_model.model.lm_head.weight": torch.ones(61, 128)}),
     "peft_type = 'IA3' is not supported, only 'LORA'": dict(peft_type="IA3"),
@@ -3001,7 +3004,7 @@ def test_data_sheets_are_what_the_chips_can_do(name):
 
 @each("edit, needle", [
     ({"name": "mine", "flops": 312000000000000}, None), ({"link": None}, "link"),
-    ({"flops": 312}, "flops of .* 1000000000.0"), ({"flops": "312e12"}, "must be like"),
+    ({"flops": 312}, "flops of .* 1000000000.0"), ({"flops": "312e12"}, "flops of .* = '312e12'"),
 ])
 def test_a_gpu_of_a_file(edit, needle, tmp_path):
     path = tmp_path / "mine.json"
@@ -3693,7 +3696,7 @@ def test_readme_numbers_measured_here_are_those_of_its_assets():
     model = {key: value for key, value in ours.items() if key[1].startswith("model")
              and key[0].startswith("B = ")}
     goodput = [value for key, value in model.items() if key[1] == "model, goodput"]
-    says("pays: {} at best, {} to {} with goodput", max(model.values()), min(goodput),
+    says("request: {} at best, {} to {} with goodput", max(model.values()), min(goodput),
          max(goodput))
     errors = [[row["ours"] for key, row in rows.items() if key[1] == f"{what} error (%)"]
               for what in ("iteration", "throughput") for rows in asset("fidelity_cpu")]
