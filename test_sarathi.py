@@ -3743,7 +3743,7 @@ def test_readme_numbers_of_an_h200_are_those_of_its_asset():
     says("iterations within {} % (median {})", max(errors), np.median(errors))
     runs = gpu["32 requests of llama-13b at once, batches of 16, second serve"]
     assert all(abs(run["simulated_seconds"] / run["seconds"] - 1) < 0.1 for run in runs)
-    assert "closed runs of 32 requests within 10 %" in PAGE
+    assert "runs of 32 requests at once within 10 %" in PAGE
     pairs = [[next(run for run in runs if (run["scheduler"], run["chunk"], run["prompts"]) ==
                    (name, 512, prompts)) for name in ("prefill_first", "sarathi")]
              for prompts in ([898, 1022], [1038, 1162])]
