@@ -19,7 +19,6 @@ import json
 import math
 import os
 import re
-import runpy
 import signal
 import sys
 import tempfile
@@ -44,7 +43,7 @@ from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, NO_ADAPTER, SC
                      CostModel, CostRunner, EarlyAbort, Engine, Feed, Goodput, Iteration,
                      IterationStats, Policy, PrefillFirst, Request, Run, Sarathi, SarathiServe,
                      Scheduler, Speculator, add_model_flags, cell, check_choice, check_range,
-                     cluster, fcfs, feeds_of, forced_acceptance, free_memory, lcfs,
+                     class_in_file, cluster, fcfs, feeds_of, forced_acceptance, free_memory, lcfs,
                      run_command_line, table)
 
 import numpy as np
@@ -393,8 +392,8 @@ def explain(places):
 def capacity(place):
     """The most requests/s with 99 % of the times between two tokens within --tbt seconds, and half
     of the first tokens within --ttft (Sarathi-Serve). Poisson arrivals; prompts of 100 to 3,000 and
-    outputs of 20 to 400 tokens, here shorter; up to 48 requests at once. 0: less than a sixth of
-    what is served without targets."""
+    outputs of 20 to 400 tokens, shorter if measured; up to 48 requests at once. 0: less than a
+    sixth of what is served without targets."""
     schedulers = ("prefill_first", "sarathi", "sarathi_serve", place.args.scheduler)
     for name, rate in capacities(place, schedulers, 300 if place.full else 32):
         yield "requests/s", name, rate
@@ -822,7 +821,8 @@ def satisfaction(run):
 
 @experiment("adapters, n", "requests/s", A100_13B, "simulated", "series")
 def slora_table3(place):
-    """[S-LoRA Table 3, Fig. 5] requests per second with few and with thousands of adapters."""
+    """[S-LoRA Table 3, Fig. 5] requests per second with few and with thousands of adapters, of rank
+    8 (S1) or of 8 to 64 (S2) for LLaMA-7B, of 16 to 64 (S4) for LLaMA-13B."""
     for panel, variant, n in CLAIMS["slora_table3"]:
         rate = 6 if (panel, variant) == ("S4", "PEFT") else 10
         seconds = 300 if panel == "S2, five minutes" else 120
@@ -831,8 +831,8 @@ def slora_table3(place):
 
 @experiment("", "requests/s", A100_13B, "simulated")
 def slora_fig5(place):
-    """[S-LoRA Fig. 5, §7.2] what the unified pool and the kernels are worth: S4 with 400 adapters
-    on an A100, S2 with 200 on an A10G."""
+    """[S-LoRA Fig. 5, §7.2] what the unified pool and the kernels are worth: LLaMA-13B with 400
+    adapters (S4) on an A100, LLaMA-7B with 200 (S2) on an A10G."""
     settings = {"a100": ("S4", 400, 6), "a10g": ("S2", 200, 2)}
     for gpu, variant, _ in CLAIMS["slora_fig5"]:
         seconds = 30 if (gpu, variant) == ("a100", "bmm") else 300
@@ -1178,7 +1178,7 @@ def timeline(place):
 @experiment("concurrent requests, n", on=Hardware("llama-7b", "h100", 1, "vllm"))
 def tng(place):
     """[TNG] TTFT, TPOT and throughput by the number of concurrent requests, for schedulers and
-    chunk sizes; and the gain of chunks if all requests are of equal size."""
+    chunk sizes; and, if simulated, the gain of chunks for requests of equal size."""
     sizes = (64, 256)
     clients = (1, 4, 12)
     n_job = 2  # per client
@@ -1861,7 +1861,7 @@ def read_jobs(path, longest, rate=None):
             served.append(job)
     if len(served) < len(rows):
         print(f"{path}: {len(rows) - len(served)} of {len(rows)} requests are skipped: no prompt, "
-              f"no output, or more than {longest} tokens", file=sys.stderr)
+              f"no output, or more than {longest} tokens (--context)", file=sys.stderr)
     check_range(f"requests of {path} that can be served", len(served), 1)
     trace = rows[0][0]
     served.sort(key=lambda job: job.arrival)
@@ -2016,8 +2016,6 @@ def make_parser():
     flag("experiments", nargs="*", help="names from `list`; or list, scoreboard, or gpu; default: "
          f"{' '.join(MAIN_JOB)}")
     add_model_flags(parser, None)
-    flag("--scheduler", default="sarathi", type=partial(class_in_file, base=Scheduler),
-         help="how batches are filled, of those that name no scheduler; FILE.py:CLASS: your own")
     flag("--chunk", type=int, help="tokens of an iteration that feeds a prefill chunk; default: "
          "256, of a simulated capacity 512")
     flag("--hardware", type=lambda text: text if text.endswith(".json") else text.lower(),
@@ -2070,18 +2068,6 @@ def parse_arguments(words=None):
             raise ValueError(f"--{name} has no effect on the requests of --jobs")
     return args
 
-def class_in_file(text, base):
-    """The class that FILE.py:CLASS names, or text as it is."""
-    path, _, name = text.rpartition(":")
-    if text.endswith(".py"):
-        raise argparse.ArgumentTypeError(f"{text}: name its class, {text}:CLASS")
-    if not path:
-        return text
-    classes = {key: value for key, value in runpy.run_path(path).items()
-               if isinstance(value, type) and issubclass(value, base)
-               and value.__module__ == "<run_path>"}  # not what the file imports
-    return classes[check_choice(f"{base.__name__} of {path}", name, classes)]
-
 def run_experiments(args, names):
     """Run experiments. The table of each is printed and its rows are saved once it is done."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -2106,6 +2092,9 @@ def run_experiment(args, name, places):
         for place in group:
             with tqdm(desc=name, unit=" runs", leave=False, disable=None) as place.bar:
                 place.rows.extend(EXPERIMENTS[name].rows(place))
+    except (KeyboardInterrupt, SystemExit):
+        print(f"{name} was stopped before its end:")
+        raise
     finally:
         if group[0].rows:
             show(name, group)

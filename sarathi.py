@@ -3,8 +3,7 @@
 Part 1 is the engine, in the order of one iteration (Loop.iterate); read it from top to bottom. The
 others may be skipped: 2 more of the papers; 3 the simulator; 4 checks, figures, command line.
 
-A plan says how many tokens of which request are fed next: a prefill chunk, a decode and drafts to
-verify are the same thing. The engine knows no tensors: they begin in ModelRunner.pack.
+A plan says how many tokens of which request are fed next. Tensors begin in ModelRunner.pack.
 """
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ import gc
 import json
 import math
 import os
+import runpy
 import sys
 import time
 from array import array
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, count, groupby, islice
 from numbers import Integral
 from operator import index, mul
@@ -2276,10 +2276,29 @@ def add_model_flags(parser, model):
               f"{torch.version.cuda}", file=sys.stderr)
     flag("--device", default=devices[0], choices=devices, help="where the model runs")
     flag("--tp", type=int, default=1, help="processes that share every layer, started by torchrun")
-    flag("--scheduler", default="sarathi", choices=SCHEDULERS, help="how batches are filled")
+    flag("--scheduler", default="sarathi", type=partial(class_in_file, base=Scheduler),
+         help=f"how batches are filled: {', '.join(SCHEDULERS)}; or FILE.py:CLASS, your own")
     flag("--chunk", type=int, default=256,
          help="tokens of an iteration that feeds a prompt, decodes included")
     flag("--seed", type=int, default=0, help="of random weights, samples and arrivals")
+
+def class_in_file(text, base):
+    """The class that FILE.py:CLASS names, or text as it is."""
+    path, _, name = text.rpartition(":")
+    if text.endswith(".py"):
+        raise argparse.ArgumentTypeError(f"{text}: name its class, {text}:CLASS")
+    if not path:
+        return text
+    try:
+        names = runpy.run_path(path)
+    except SyntaxError as error:
+        raise argparse.ArgumentTypeError(f"{path}, line {error.lineno}: {error.msg}") from None
+    classes = {key: value for key, value in names.items() if isinstance(value, type)
+               and value.__module__ == "<run_path>"}  # not what the file imports
+    found = classes[check_choice(f"class of {path}", name, classes)]
+    if not issubclass(found, base):
+        raise argparse.ArgumentTypeError(f"{text}: must be a subclass of {base.__name__}")
+    return found
 
 def parse_arguments():
     parser = argparse.ArgumentParser(
@@ -2308,6 +2327,10 @@ def parse_arguments():
     given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     if args.explain and given - {"explain", "scheduler", "seed"}:
         raise ValueError("--explain runs an example of its own: only --scheduler and --seed fit it")
+    if isinstance(args.scheduler, type):
+        args.scheduler = args.scheduler()
+    else:
+        check_choice("scheduler", args.scheduler, SCHEDULERS)
     return args
 
 def token_ids(text):

@@ -2819,7 +2819,7 @@ MISTAKES = {
     "has no tokenizer.json: use --tokens": ["--prompt", "hello"],
     "No such file .*nowhere": ["--adapter", "nowhere"],
     "token = 70: must be in 0 .. 60": ["--tokens", "1,70"],
-    "invalid choice: 'fast'": ["--scheduler", "fast"],
+    "unknown scheduler 'fast': .*one of static, orca": ["--scheduler", "fast"],
     "tp = 2 needs 2 processes, .*--nproc_per_node 2": ["--tp", 2],
     "argument --tokens: '1 2': must be like 1,2,3": ["--tokens", "1 2"],
     "model '../nowhere': must be a folder": ["--tokens", "1", "--model", "../nowhere"],
@@ -3503,8 +3503,14 @@ def test_online_shows_classes_of_ones_own(monkeypatch, capsys, tmp_path):
     assert len(figures["One"]) == 8 and out.count("p99 ms") == 3
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert {row["at"][1] for row in rows} == set(names)
-    _, _, err = command(monkeypatch, capsys, words.replace("Mine", "Yours"))
-    assert re.search("unknown Scheduler of .*own.py 'Yours': one of Mine", err)
+    for old, new, message in (
+        ("Mine", "Yours", "unknown class of .*own.py 'Yours': one of Mine, One$"),
+        ("Mine", "One", "own.py:One: must be a subclass of Scheduler$"),
+        ("own.py:Mine", "bad.py:Mine", "bad.py, line 2: invalid syntax$"),
+    ):
+        (tmp_path / "bad.py").write_text("from sarathi import Sarathi\nclas Mine(Sarathi):\n")
+        status, _, err = command(monkeypatch, capsys, words.replace(old, new))
+        assert status == 2 and re.search(message, err.strip()) and "Traceback" not in err
 
 def tables(name, place, rows, **options):
     place.rows = rows
@@ -3579,6 +3585,7 @@ def test_a_run_that_is_stopped_keeps_what_it_has(number, status, monkeypatch, ca
     first, text = done
     assert first["experiment"] == "fig7" and len(first["rows"]) == 24 and "| 1025 " in text
     assert stopped == status and "| second " in out and "### fig4" not in out
+    assert "fig3 was stopped before its end" in out
     rows = json.loads(path.read_text())["rows"]
     assert rows[:24] == first["rows"] and len(rows) == 26
     assert rows[-1]["ours"] == 2.0  # median and quartiles
@@ -3704,24 +3711,33 @@ def test_readme_numbers_measured_here_are_those_of_its_assets():
          "{} to {} % and {} to {} %", *(f(values) for values in errors for f in (min, max)))
     peers, = asset("here_cpu")
     ours = {key[1:3]: row["ours"] for key, row in peers.items()}
-    says("1 and 8 requests {} and {} tokens/s, transformers' `generate` {} and {}; 8 requests with "
-         "2 adapters {}, PEFT {}; 30 requests that draw from 100 adapters {}, merged and swapped "
-         "{}, padded (bmm) {}.",
-         *(ours[f"transformers, B = {B}", who] for who in ("sarathi", "the other") for B in (1, 8)),
+    says("8 requests with 2 adapters {} tokens/s, PEFT {}; 30 requests that draw from 100 adapters "
+         "{}, merged and swapped {}, padded (bmm) {}.",
          ours["PEFT, B = 8", "sarathi"], ours["PEFT, B = 8", "the other"],
          *(ours["throughput", way] for way in ("S-LoRA", "merged and swapped", "padded (bmm)")))
-    speeds = defaultdict(list)
-    for row in json.loads((ASSETS / "peers_cpu.json").read_text())["rows"]:
-        if row["mode"] != "prefill_first, chunk 256":
-            key = row["what"].split(",")[0], row["requests"]
-            speeds[key, row["engine"], row["dtype"]] += row["tokens_per_second"]
-    columns = [("sarathi", "bfloat16"), ("llama.cpp", "bfloat16"), ("sarathi", "float32"),
-               ("llama.cpp", "float32"), ("vllm-cpu", "float32"), ("transformers", "float32")]
-    for label, key in (("a prompt of 512 tokens", ("a prompt of 512", 1)),
-                       ("decodes at context 256, 1 request", ("decodes at context 256", 1)),
-                       ("decodes at context 256, 8 requests", ("decodes at context 256", 8)),
-                       ("16 requests of 256 + 64 tokens", ("prompts of 256", 16))):
-        says(f"| {label} {'| {} ' * 6}|", *(np.mean(speeds[(key, *column)]) for column in columns))
+    here, amd = json.loads((ASSETS / "peers_cpu.json").read_text())
+    prompt, decode, many = "a prompt of 512", "decodes at context 256", "prompts of 256, outputs"
+    for label, what, n, scheduler in (
+        ("a prompt of 512 tokens", prompt, 1, ""),
+        ("decodes at context 256, 1 request", decode, 1, ""),
+        ("decodes at context 256, 8 requests", decode, 8, ""),
+        ("16 requests of 256 + 64 tokens, chunks of 256", many, 16, "sarathi"),
+        ("the same with prefill-first", many, 16, "prefill_first"),
+    ):
+        def speed(asset, engine, dtype="bfloat16"):
+            return np.mean([row["tokens_per_second"] for row in asset["rows"]
+                            if row["engine"] == engine and row["dtype"] == dtype
+                            and row["what"].startswith(what) and row["requests"] == n
+                            and (engine != "sarathi" or (row["mode"] or "").startswith(scheduler))])
+        others = {(row["engine"], row["dtype"]) for row in amd["rows"]} - {
+            ("sarathi", "bfloat16"), ("sarathi", "float32")}
+        says(f"| {label} {'| {} ' * 6}|", speed(here, "sarathi"), speed(here, "vllm-cpu"),
+             speed(here, "transformers"), speed(here, "llama.cpp"), speed(amd, "sarathi"),
+             max(speed(amd, *other) for other in others))
+        if n == 1:
+            other = "vllm-cpu" if what == prompt else "llama.cpp"
+            says("({}, ours {})" if what == prompt else "one decode ({}, ours {})",
+                 speed(here, other, "float32"), speed(here, "sarathi", "float32"))
 
 def test_readme_numbers_of_an_h200_are_those_of_its_asset():
     gpu = json.loads((ASSETS / "h200.json").read_text())
@@ -3782,6 +3798,15 @@ def test_explain_prints_what_readme_shows(capsys):
     blocks = Path(__file__).with_name("README.md").read_text().split("```\n")
     shown = next(block for block in blocks if block.startswith("iteration"))
     assert shown in capsys.readouterr().out
+
+def test_explain_takes_a_scheduler_of_ones_own(monkeypatch, capsys, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    words = f"sarathi.py --explain --scheduler {tmp_path}/own.py:Mine"
+    monkeypatch.setattr(sys, "argv", words.split())
+    args = sarathi.parse_arguments()
+    assert type(args.scheduler).__name__ == "Mine"
+    sarathi.explain(args)
+    assert "iteration 4" in capsys.readouterr().out
 
 def test_readme_names_what_exists():
     """Functions, classes and tests that the README's tables cite; files, GPUs, lines of code"""
