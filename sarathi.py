@@ -2474,4 +2474,5 @@ def main():
         generate_text(args)
 
 if __name__ == "__main__":
+    sys.modules["sarathi"] = sys.modules["__main__"]  # what a scheduler's file imports
     run_command_line(main)
