@@ -582,8 +582,6 @@ class Pipeline:
 
     A stage that idles between two micro-batches makes a bubble [SARATHI §3.2]. PB1: their prefills
     differ in length. PB2: one has a prefill, the other none. PB3: only their contexts differ."""
-    run = Engine.run  # works on requests, clock and step(), which a pipeline has too
-
     def __init__(self, cost, n_stage, record=None, **options):
         self.record = record
         self.free_at = [0.0] * n_stage  # seconds at which each stage has done its micro-batches
@@ -599,7 +597,6 @@ class Pipeline:
             lane.pending = first.pending
             lane.waiting = first.waiting
         self.requests = first.requests
-        self.events = []
         self.add = first.add
         self.clock = first.clock
 

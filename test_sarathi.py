@@ -2686,7 +2686,8 @@ def test_chunks_make_smaller_bubbles():
         rng = random.Random(0)
         for n in [rng.randint(400, 2000) for _ in range(100)]:
             pipeline.add(Request([0] * n, n // 10))
-        pipeline.run()
+        while pipeline.requests:
+            pipeline.step()
         idle = 0.0
         for stage in range(8):  # a stage does one thing at a time
             own = [iteration for iteration in pipeline.record if iteration.stage == stage]
