@@ -2163,6 +2163,8 @@ def main():
             print(textwrap.fill(f"{name:13} {where:20} {what.about}", 118,
                                 subsequent_indent=35 * " "))
     elif names == ["scoreboard"]:
+        if args.scheduler != "sarathi":
+            raise ValueError("scoreboard: its schedulers are the papers', leave out --scheduler")
         rows = scoreboard(args)
         if args.json:
             write_json(args.json, dict(experiment="scoreboard", rows=rows))

@@ -803,11 +803,11 @@ def number_of(module, path, settings, key, patterns, least):
     for pattern, value in table.items():
         try:
             match = re.match(rf"(.*\.)?({pattern})$", module)
-        except re.error as error:
+        except (re.error, OverflowError) as error:
             raise ValueError(f"{path}: {patterns}: {pattern!r}: {error}") from None
         if match:
-            return check_range(f"{path}: {patterns} of {pattern!r}", value, least)
-    return check_range(f"{path}: {key}", settings[key], least)
+            return check_range(f"{path}: {patterns} of {pattern!r}", value, least, 10**6)
+    return check_range(f"{path}: {key}", settings[key], least, 10**6)
 
 def read_factors(folder, config, base):
     """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}.

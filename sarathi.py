@@ -2291,8 +2291,9 @@ def class_in_file(text, base):
         return text
     try:
         names = runpy.run_path(path)
-    except SyntaxError as error:
-        raise argparse.ArgumentTypeError(f"{path}, line {error.lineno}: {error.msg}") from None
+    except Exception as error:
+        text = f"{path}: {type(error).__name__}: {error}"
+        raise argparse.ArgumentTypeError(text) from None
     classes = {key: value for key, value in names.items() if isinstance(value, type)
                and value.__module__ == "<run_path>"}  # not what the file imports
     found = classes[check_choice(f"class of {path}", name, classes)]
@@ -2455,6 +2456,11 @@ def run_command_line(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
         sys.exit(141)
     except (ValueError, KeyError, OSError, ImportError, torch.OutOfMemoryError) as error:
+        place = error.__traceback__
+        while place:
+            if place.tb_frame.f_globals["__name__"] == "<run_path>":
+                raise  # by a class of class_in_file(): its author needs the traceback
+            place = place.tb_next
         message = error.args[0] if isinstance(error, KeyError) else error
         if isinstance(error, torch.OutOfMemoryError):
             needed = str(error).partition(" Including")[0]

@@ -895,8 +895,9 @@ BAD_ADAPTERS = {
     "adapter_model.safetensors does not exist.*PEFT": dict(rename="adapter_model.bin"),
     **{f"adapter_config.json: {message}": {"r": 8, "rank_pattern": {}} | settings
        for message, settings in {
-           "r = 0: must be at least 1": dict(r=0), "r = '8': must be at least 1": dict(r="8"),
+           "r = 0: must be in 1 ..": dict(r=0), "r = '8': must be in 1 ..": dict(r="8"),
            "lora_alpha = '8': must be": dict(lora_alpha="8", alpha_pattern={}),
+           "lora_alpha = inf: must be": dict(lora_alpha=math.inf, alpha_pattern={}),
            "rank_pattern of 'q_proj' = 8.5: must be": dict(rank_pattern={"q_proj": 8.5}),
            r"alpha_pattern: 'q_proj\(': missing \)": dict(alpha_pattern={"q_proj(": 3}),
            r"alpha_pattern = \['q_proj'\]: must be a dictionary": dict(alpha_pattern=["q_proj"]),
@@ -3423,6 +3424,7 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("--seconds -1", "seconds = -1"), ("fig3 --draft tiny", "--draft"),
     ("fig3 --lengths 9999 --hardware a100", "9999"), ("fig8 --lengths 32 --hardware a100", "= 32"),
     ("spec_here --hardware a100", "only be measured"),
+    ("scoreboard --scheduler orca", "leave out --scheduler"),
     ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
     ("fig3 --model no-model --hardware a100", "no-model"), ("fig3 --rate 3", "--rate"),
     ("--scheduler nowhere.py:Mine online", "nowhere.py"), ("--scheduler mine", "'mine'"),
@@ -3507,11 +3509,14 @@ def test_online_shows_classes_of_ones_own(monkeypatch, capsys, tmp_path):
     for old, new, message in (
         ("Mine", "Yours", "unknown class of .*own.py 'Yours': one of Mine, One$"),
         ("Mine", "One", "own.py:One: must be a subclass of Scheduler$"),
-        ("own.py:Mine", "bad.py:Mine", "bad.py, line 2: invalid syntax$"),
+        ("own.py:Mine", "bad.py:Mine", "bad.py: SyntaxError: .* line 2"),
     ):
         (tmp_path / "bad.py").write_text("from sarathi import Sarathi\nclas Mine(Sarathi):\n")
         status, _, err = command(monkeypatch, capsys, words.replace(old, new))
         assert status == 2 and re.search(message, err.strip()) and "Traceback" not in err
+    (tmp_path / "own.py").write_text(OWN.replace("pass", "plan = lambda *args: {}['key']"))
+    with pytest.raises(KeyError, match="key"):  # with a traceback: it is their code
+        command(monkeypatch, capsys, words)
 
 def tables(name, place, rows, **options):
     place.rows = rows
