@@ -1714,8 +1714,11 @@ def lay_out(what, rows, by, with_paper):
 
 COLORS = {  # the same thing has the same color in every picture
     "C = 128": "#93c4ea", "C = 256": "#2a78c2", "C = 512": "#123a73",
+    "C = 1024": "#1b9e87", "C = 2048": "#7b52ab",
     "k = 1": "#93c4ea", "k = 3": "#2a78c2", "k = 5": "#123a73",
     "Orca, best": "#e07b2a", "Orca, worst": "#f5b78a",
+    "static": "#7f7f7f", "orca": "#f5b78a", "prefill_first": "#e8583f", "sarathi": "#2a78c2",
+    "sarathi_serve": "#123a73", "autopilot": "#1b9e87",
     "off": "#7f7f7f", "goodput": "#e07b2a", "oracle": "#1b9e87",
     "prompt": "#1b9e87", "decode": "#f2c14e", "waiting": "#e4e4e4",
     "stall": "#e8583f", "bubble": "#e8583f"}
