@@ -384,7 +384,7 @@ def explain(places):
             for group in places.values() for row in group[0].rows}
     gains = [ours["table4", "throughput", "", L] for L in places["table4"][0].lengths]
     ridge = ours["ceilings", "ridge point (tokens)", "", ""]
-    return (f"Over request-level batching chunks gain throughput only where decodes take long "
+    return ("Over request-level batching chunks gain throughput only where decodes take long "
             f"beside prompts: {min(gains):.2f} to {max(gains):.2f} times in Table 4. One read of a "
             f"weight pays for {ridge:.0f} tokens here (the ridge point).")
 
@@ -1009,8 +1009,9 @@ class Trees(Goodput):
     (3, 2, 2): three candidates for the first token, two behind each, two behind each of these."""
     def __init__(self, *trees):
         self.trees = trees
-        self.largest = [max(tree_size(tree[:n]) for tree in trees)  # with at most n levels
-                        for n in range(max(map(len, trees)) + 1)]
+        self.largest = []  # drafts of the largest tree, cut to 0, 1 ... levels
+        for n in range(max(map(len, trees)) + 1):
+            self.largest.append(max(tree_size(tree[:n]) for tree in trees))
         self.chosen = {}  # request -> its tree of the last iteration
 
     def lengths(self, requests, limits, acceptance, price):
@@ -1037,8 +1038,8 @@ class Trees(Goodput):
 class TreeSpeculator(Speculator):
     """Counts levels of trees, not drafts."""
     def limit(self, request):
-        n_level = len(self.policy.largest) - 1
-        return self.policy.largest[min(room(request), n_level)]
+        most = len(self.policy.largest) - 1
+        return self.policy.largest[min(room(request), most)]
 
     def count(self, request, n_accepted, n_new):
         tree = self.policy.chosen.get(request, ())
@@ -1861,7 +1862,7 @@ def read_jobs(path, longest, rate=None):
             served.append(job)
     if len(served) < len(rows):
         print(f"{path}: {len(rows) - len(served)} of {len(rows)} requests are skipped: no prompt, "
-              f"no output, or more than {longest} tokens (--context)", file=sys.stderr)
+              f"no output, or more than {longest} tokens (simulated: --context)", file=sys.stderr)
     check_range(f"requests of {path} that can be served", len(served), 1)
     trace = rows[0][0]
     served.sort(key=lambda job: job.arrival)

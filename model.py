@@ -796,7 +796,7 @@ LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*(?:lay
                r"\.lora_)[AB]((?:\.[^.]+)?\.weight)")
 EMBEDDING = r"\b(embed_tokens|wte|lm_head)\."
 
-def number_of(module, path, settings, key, patterns, least):
+def setting_of(module, path, settings, key, patterns, least):
     """A setting for a module: of the first pattern that it matches, as PEFT matches it."""
     valid = 'a dictionary like {"q_proj": 16}'
     table = check_type(f"{path}: {patterns}", settings[patterns] or {}, dict, valid)
@@ -835,8 +835,8 @@ def read_factors(folder, config, base):
         if place in factors:
             raise ValueError(f"{folder}: {name!r} is of a second adapter, only one is read")
         target = f"{config.layers}.{layer}.{module}"
-        rank = number_of(target, path, settings, "r", "rank_pattern", 1)
-        alpha = number_of(target, path, settings, "lora_alpha", "alpha_pattern", -1e6)
+        rank = setting_of(target, path, settings, "r", "rank_pattern", 1)
+        alpha = setting_of(target, path, settings, "lora_alpha", "alpha_pattern", -1e6)
         scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
         _, n_out, n_in = config.modules[module]
         a = checkpoint.take(f"{start}A{end}", (rank, n_in))

@@ -1687,7 +1687,8 @@ def data_sheet(gpu):
         raise ValueError(f"{gpu}: {error}: must be like {example}") from None
     least = 1e9, 1e9, 1.0, 1e6
     most = 1e20, 1e20, 1e4, 1e20
-    return GPU(*map(check_range, [f"{name} of {gpu}" for name in GPU._fields], values, least, most))
+    names = [f"{name} of {gpu}" for name in GPU._fields]
+    return GPU(*map(check_range, names, values, least, most))
 
 # constants of the roofline:
 # shares of the data sheet that kernels reach, for every GPU and model; fitted to the cited cells
@@ -2289,6 +2290,7 @@ def class_in_file(text, base):
         raise argparse.ArgumentTypeError(f"{text}: name its class, {text}:CLASS")
     if not path:
         return text
+    sys.path.append(os.path.dirname(path))  # for files beside it
     try:
         names = runpy.run_path(path)
     except Exception as error:
@@ -2458,7 +2460,7 @@ def run_command_line(main):
     except (ValueError, KeyError, OSError, ImportError, torch.OutOfMemoryError) as error:
         place = error.__traceback__
         while place:
-            if place.tb_frame.f_globals["__name__"] == "<run_path>":
+            if place.tb_frame.f_globals.get("__name__") == "<run_path>":
                 raise  # by a class of class_in_file(): its author needs the traceback
             place = place.tb_next
         message = error.args[0] if isinstance(error, KeyError) else error
