@@ -41,9 +41,9 @@ from kernels import linear, pack, torch_dtype
 from model import Adapter, load_model, load_tokenizer, preset
 from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, NO_ADAPTER, SCHEDULERS,
                      CostModel, CostRunner, EarlyAbort, Engine, Feed, Goodput, Iteration,
-                     IterationStats, Policy, PrefillFirst, Request, Run, Sarathi, SarathiServe,
+                     IterationStats, ModelRunner, Policy, Request, Run, Sarathi, SarathiServe,
                      Scheduler, Speculator, add_model_flags, cell, check_choice, check_range,
-                     class_in_file, cluster, fcfs, feeds_of, forced_acceptance, free_memory, lcfs,
+                     class_in_file, cluster, fcfs, feeds_of, forced_acceptance, lcfs,
                      run_command_line, table)
 
 import numpy as np
@@ -568,7 +568,11 @@ def fig10(place):
         yield name, "largest", max(ratios[operator])
 
 class StageRunner(CostRunner):
-    """Of a lane of a Pipeline, which says when an iteration has left the last stage."""
+    """Of a lane of a Pipeline, whose flow() says when an iteration has left the last stage."""
+    def __init__(self, engine, model, flow):
+        super().__init__(engine, model)
+        self.flow = flow
+
     def run(self, feeds):
         start = self.clock.t
         new_tokens = super().run(feeds)
@@ -588,11 +592,10 @@ class Pipeline:
         self.n_prompt = None  # prompt tokens of the last micro-batch
         self.bubbles = dict.fromkeys(("PB1", "PB2", "PB3"), 0.0)  # seconds, all stages
         self.bubble_of = Counter()  # request id -> seconds
-        self.lanes = deque(Engine(cost, **options) for _ in range(n_stage))
+        runner = partial(StageRunner, flow=self.flow)
+        self.lanes = deque(Engine(cost, runner=runner, **options) for _ in range(n_stage))
         first = self.lanes[0]
         for lane in self.lanes:
-            lane.runner = StageRunner(lane, cost)
-            lane.runner.flow = self.flow
             lane.requests = first.requests
             lane.pending = first.pending
             lane.waiting = first.waiting
@@ -728,13 +731,16 @@ class Lightllm(Scheduler):
         super().start(engine)
         engine.memory.n_prefetch = 0
 
-    def plan(self, running, waiting):
-        new = []
-        if not running or self.since >= 10:
-            self.drop_idle()
-            new = self.fitting(running, waiting)
+    def admit(self, running, waiting):
+        if running and self.since < 10:
+            return []
+        self.drop_idle()
+        return self.fitting(running, waiting)
+
+    def plan(self, requests):
+        new = [request for request in requests if request.n_past == 0]
         self.since = 0 if new else self.since + 1
-        return [(request, request.n_todo) for request in new or running]
+        return [(request, request.n_todo) for request in new or requests]
 
     def drop_idle(self):
         memory = self.engine.memory
@@ -747,11 +753,11 @@ class Lightllm(Scheduler):
         3,072 tokens."""
         n_page = self.engine.n_page
         batch = [(r.max_len - r.n_tokens, r.n_tokens) for r in running]
-        adapters = {r.weights for r in running}
+        adapters = {r.lora_weights for r in running}
         n_token = 0
         for i, request in enumerate(waiting):
             batch.append((request.max_new_tokens, len(request.prompt)))
-            adapters.add(request.weights)
+            adapters.add(request.lora_weights)
             n_token += len(request.prompt)
             # from the last to end to the first: when the i-th of them ends, i still hold pages
             left, tokens = np.array(sorted(batch, reverse=True)).T
@@ -770,15 +776,20 @@ class PeftServer(Lightllm):
         self.size = size  # of a batch
         self.batches = []
 
-    def plan(self, running, waiting):
-        if not running and not self.batches:
+    def admit(self, running, waiting):
+        if running:
+            return []
+        if not self.batches:
             groups = defaultdict(list)
             for request in waiting:
                 groups[request.adapter].append(request)
             for group in groups.values():
                 for i in range(0, len(group), self.size):
                     self.batches.append(group[i:i + self.size])
-        return [(request, request.n_todo) for request in running or self.batches.pop(0)]
+        return self.batches.pop(0)
+
+    def plan(self, requests):
+        return [(request, request.n_todo) for request in requests]
 
 def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1,
           cv=1.0, power=1.0, order=fcfs):
@@ -931,12 +942,12 @@ def small_model(place):
     """A draft model on the same GPU."""
     return CostModel.roofline(preset("llama-160m"), place.on.gpu, system=place.on.system)
 
-def latencies(place, rates, choices, alpha, draft="ngram", P=128, scheduler="prefill_first"):
+def latencies(place, rates, choices, alpha, draft="ngram", P=128, **options):
     """Points: latency by arrival rate (Poisson) for choices {name: spec}, how many times shorter
     than without drafts, and this for goodput. Returns {name: [times shorter, per rate]}."""
     n_page = 0.9 * place.model.memory / place.model.page_bytes
     B = min(256, int(n_page / (P + 128)))
-    options = dict(B=B, scheduler=scheduler, alloc="grow", draft=draft, alpha=alpha)
+    options = dict(scheduler="prefill_first", B=B, alloc="grow", draft=draft, alpha=alpha) | options
     seconds = 60 if place.full else 10
     times = defaultdict(list)
     for rate in rates:
@@ -993,7 +1004,7 @@ def spec_fig5(place):
         def price(drafts):
             verifying = place.model.seconds(stats.with_drafts(sum(drafts)))
             return verifying + len(drafts) * draft.seconds(stats)
-        best = Goodput().lengths([None] * B, [MAX_DRAFTS] * B, 0.7, price)
+        best = Goodput().n_drafts([None] * B, [MAX_DRAFTS] * B, 0.7, price)
         yield "best k", "", B, best[0]
 
 @experiment("arrival rate (requests/s), R", "", A100_7B, "simulated", "series")
@@ -1014,7 +1025,7 @@ class Trees(Goodput):
             self.largest.append(max(tree_size(tree[:n]) for tree in trees))
         self.chosen = {}  # request -> its tree of the last iteration
 
-    def lengths(self, requests, limits, acceptance, price):
+    def n_drafts(self, requests, limits, acceptance, price):
         rooms = [room(request) for request in requests]
         rates = [self.rate(tree, rooms, acceptance, price) for tree in self.trees]
         best = self.trees[np.argmax(rates)]
@@ -1054,13 +1065,7 @@ class TreeRunner(CostRunner):
         tree = self.engine.speculator.policy.chosen.get(request, ())
         return forced_acceptance(request, [chance_of(request.alpha, n) for n in tree])
 
-class Medusa(PrefillFirst):
-    """Prefill first, with trees of drafts."""
-    def start(self, engine):
-        super().start(engine)
-        if engine.speculator:
-            engine.runner = TreeRunner(engine, engine.model)
-            engine.speculator = TreeSpeculator(engine, engine.spec, engine.speculator.proposer)
+TREES = dict(runner=TreeRunner, speculator=TreeSpeculator)  # options of an engine with Trees
 
 def room(request):
     """The most levels of drafts that a request's output has room for."""
@@ -1084,14 +1089,14 @@ def spec_fig16(place):
     goodput = Trees(*product((1, 2, 3), repeat=3))  # three heads, one to three candidates of each
     rates = (1, 4, 8, 12, 16, 20) if place.full else (1, 20)
     choices["goodput"] = goodput
-    times = yield from latencies(place, rates, choices, 0.6, scheduler=Medusa)
+    times = yield from latencies(place, rates, choices, 0.6, **TREES)
     yield "goodput", "over 1,1,1", times["goodput"][-1] / times["1,1,1"][-1]
     seconds = 60 if place.full else 10
     jobs = place.jobs(20, seconds, prompt=[128], output=[128])
     for alpha in (0.6, 0.8):
         record = []
-        place.serve(jobs, 256, scheduler=Medusa, alloc="grow", draft="ngram", alpha=alpha,
-                    spec=goodput, record=record)
+        place.serve(jobs, 256, scheduler="prefill_first", alloc="grow", draft="ngram",
+                    alpha=alpha, spec=goodput, record=record, **TREES)
         feeds = sum((iteration.feeds for iteration in record), [])
         rows = [feed.n for feed in feeds if feed.n == feed.n_logits]
         yield "batched tokens per request", f"acceptance {alpha}", fmean(rows)
@@ -1444,7 +1449,7 @@ class Place:
     @property
     def room(self):
         """Tokens that fit the memory: here half of it, since some experiments hold two caches."""
-        memory = self.model.memory if self.simulated else free_memory(self.model.device) / 2
+        memory = self.model.free_memory() / (1 if self.simulated else 2)
         return int(memory // self.model.config.page_bytes(self.model.dtype.itemsize))
 
     def rounds(self, *functions, share=1):
@@ -1551,7 +1556,7 @@ def made_up_feeds(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=T
         engine.memory.pool.reserve(request, request.max_len)
         plan.append((request, n))
     feeds = feeds_of(plan)
-    if not engine.simulated:
+    if isinstance(engine.runner, ModelRunner):
         engine.runner.kv.normal_()
     if engine.model.world.device.type == "cuda":
         engine.runner.run(feeds)  # compiles kernels and records a graph

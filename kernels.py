@@ -64,7 +64,6 @@ class Sites:
     # for k, module 1 of q, k, v with 512 columns each, begin at entry 90 of the table:
     #     4, 3, 512, 512, 16, 16, 1, 90
     ROW, N_ROW, COLUMN, N_COLUMN, RANK, RANK_B, MODULE, ENTRY = range(8)
-    PLACE = [ROW, N_ROW, ENTRY]  # what an adapter gets when it is put into a batch
 
     sites: Tensor  # (S, 8) int32
     table: Tensor  # (n,) int32: that of the batch

@@ -27,10 +27,9 @@ from numbers import Integral, Real
 from pathlib import Path
 
 # kernels before torch: it sets how torch's threads wait
-from kernels import (Sites, activate, activate_ref, add_norm, add_norm_ref, attention, cdiv,
+from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, cdiv,
                      heads_ref, linear, linear_ref, lora, pack, rotate_write, send)
 
-import numpy as np
 import tiktoken
 import tokenizers
 import torch
@@ -123,6 +122,7 @@ class GPT:
         self.device = self.weights["embedding.weight"].device
         self.merged = None  # the adapter in the weights
         self.originals = {}  # weights without it
+        self.profile = None  # a CostModel, measured when it is first needed
         self.frequencies = rotary_frequencies(self.config).to(self.device)
 
     @torch.inference_mode()
@@ -282,6 +282,14 @@ class GPT:
         numbers = 5 * c.n_embd + 3 * c.n_inner + 2 * c.n_head * c.head_dim
         return n_token * numbers * self.dtype.itemsize + n_logits * c.vocab_size * 24
 
+    def free_memory(self, others=()):
+        """Bytes for a cache: 90 % of a GPU's free memory, or a quarter of the computer's. Other
+        models are in the memory already."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # of engines that have ended
+            return 0.9 * torch.cuda.mem_get_info(self.device)[0]
+        return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
     def new_cache(self, n_page):
         """A zeroed cache (L, 2, n_page, Hk, D)"""
         c = self.config
@@ -293,18 +301,33 @@ class GPT:
         """The merge-and-swap baseline [S-LoRA §4.1]: W becomes W + A B, or W again for None."""
         self.weights |= self.originals
         self.originals = {}
-        self.merged = adapter
+        self.merged = None
+        weights = {}  # all of them before the first one is replaced: an exception may end this
         for op, operator in self.config.operators.items() if adapter else []:
             merged = operator.columns.keys() & adapter.ranks
             for i in range(self.config.n_layer if merged else 0):
                 name = f"{i}.{op}.weight"
-                self.originals[name] = self.weights[name]
                 weight = self.weights[name].to_dense().clone()
                 for module in merged:
                     first, columns = operator.columns[module]
                     a, b = (t[i].to(self.device).float() for t in adapter.factors(module))
                     weight[first:first + columns] += b.T @ a
-                self.weights[name] = pack(weight)
+                weights[name] = pack(weight)
+        self.originals = {name: self.weights[name] for name in weights}
+        self.weights |= weights
+        self.merged = adapter
+
+    def load_adapter(self, name, source, seed=0):
+        """An Adapter from a PEFT folder, a rank (random weights), or one for this model."""
+        if isinstance(source, int):
+            rank = check_range("rank", source, 1)
+            return Adapter.random(self.config, rank, seed, self.dtype)
+        if not isinstance(source, Adapter):
+            return Adapter.from_pretrained(source, self.config, self.dtype, self.weights)
+        ours, theirs = [(c.n_layer, c.operators) for c in (self.config, source.config)]
+        if ours != theirs or source.planes is None:
+            raise ValueError(f"adapter {name!r}: must have weights, made for this model")
+        return source
 
     def make_trainable(self):
         """Replace all weights by trainable ones, which are not packed. -> list of them"""
@@ -350,7 +373,8 @@ class Adapter:
         self.ranks = ranks
         self.n_page = 0
         self.n_params = 0  # of this device
-        self.sites = {}  # operator -> (n_site, 8) int32, see kernels.Sites
+        # operator -> [(column, columns, rank of A, rank of B, number of the module, first page)]
+        self.sites = {}
         self.max_rank = {}  # operator -> its largest rank, as a power of two, 16 at least
         self.places = {}  # module -> (first page, shape of A, shape of B)
         width = config.n_kv_head * config.head_dim
@@ -360,13 +384,13 @@ class Adapter:
                 if module in ranks:
                     rank = ranks[module]
                     rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])
-                    sites.append([0, 0, column, columns, rank_a, rank, number, self.n_page])
+                    sites.append((column, columns, rank_a, rank, number, self.n_page))
                     self.places[module] = self.n_page, (rank_a, n_in), (rank, columns)
                     self.n_page += max(rank_a * cdiv(n_in, width), rank * cdiv(columns, width))
                     self.n_params += config.n_layer * (rank_a * n_in + rank * columns)
-            self.sites[op] = np.array(sites, dtype=np.int32).reshape(-1, 8)
+            self.sites[op] = sites
             if sites:
-                widest = max(site[Sites.RANK] for site in sites)
+                widest = max(rank_a for _, _, rank_a, *_ in sites)
                 self.max_rank[op] = max(16, 1 << (widest - 1).bit_length())
         self.planes = None
         if dtype is not None:

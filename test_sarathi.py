@@ -474,7 +474,7 @@ def test_an_iteration_takes_the_memory_that_is_kept_for_it(family, H, Hk, monkey
 def test_the_cache_leaves_room_for_iterations(scheduler, monkeypatch):
     """Of 100 MB. prefill_first may feed as many tokens at once as the cache holds."""
     model = random_model()
-    monkeypatch.setattr(sarathi, "free_memory", lambda device: 1e8)
+    monkeypatch.setattr(GPT, "free_memory", lambda *_: 1e8)
     n = Engine(model, scheduler, chunk=64, max_batch=1000).n_page
     reserved = 2 * model.iteration_bytes(1064, 1000)
     if scheduler == "prefill_first":
@@ -829,7 +829,7 @@ def test_an_adapters_weights_are_pefts(tmp_path):
         wrapped.unload()
     engine = Engine(CostModel.roofline(config, "a10g"))  # in a simulator of the same size
     engine.add_adapter("a", tmp_path / "a")
-    assert engine.memory.names["a"].n_params == adapter.n_params
+    assert engine.adapters["a"].n_params == adapter.n_params
 
 def test_every_setting_of_peft_has_its_place():
     """A field that a new PEFT adds must be decided upon. Variants of LoRA must be off."""
@@ -1186,7 +1186,7 @@ ADAPTERS = {name: random_adapter(ranks) for name, ranks in RANKS.items()}
 def draft_model(noise):
     """The target with noise. Its drafts are accepted now and then; with much noise hardly ever."""
     model = random_model(noise=noise)
-    sarathi.PROFILES[model] = CostModel.roofline(TINY, "h200")  # so that nothing is timed
+    model.profile = CostModel.roofline(TINY, "h200")  # so that nothing is timed
     return model
 
 def mixed(names=(None,), n=6, **fields):
@@ -1269,7 +1269,7 @@ def check_pages(engine):
     loaded = set(engine.memory.loaded)
     assert running <= owners <= running | loaded
     for request in running:
-        adapter = request.weights
+        adapter = request.lora_weights
         assert adapter is None or adapter in loaded or not adapter.n_page
         n = len(engine.memory.pool.tables[request])
         assert n == request.max_len if engine.alloc == "reserve" else n >= request.n_past
@@ -1348,39 +1348,45 @@ def test_greedy_tokens_equal_the_naive_loop(scheduler):
     assert preemptions > 0 and accepted["ngram"] > 5 and accepted[0.3] > 5
 
 def test_plan_is_called_once_per_step():
-    """The pool has room for two requests. A third is offered again when pages are released, or
-    when the queue changes."""
+    """The pool has room for two requests. A third starts when pages are released."""
     requests = [Request(prompt(10, i), n) for i, n in enumerate((3, 6, 4, 2))]
     calls = []
     scheduler = sarathi.PrefillFirst()
     plan_of = scheduler.plan
+    admit_of = scheduler.admit
 
-    def counted_plan(running, waiting):
-        calls.append(len(waiting))
-        plan = plan_of(running, waiting)
-        running.clear()  # a scheduler may change the lists that it gets
-        waiting.clear()
+    def counted_plan(requests):
+        calls.append(len(requests))
+        plan = plan_of(requests)
+        requests.clear()  # a scheduler may change the lists that it gets
         return plan
+
+    def careless_admit(running, waiting):
+        started = [*admit_of(running, waiting)]
+        running.clear()
+        waiting.clear()
+        return started
     scheduler.plan = counted_plan
+    scheduler.admit = careless_admit
     engine = start(TARGET, requests, scheduler, max_batch=4, n_page=30)
     run = engine.run()
     check_tokens(requests)
-    assert calls == [4, 0, 0, 2, 0, 0, 0, 1, 0]
+    assert calls == [2] * 7 + [1, 1]
     assert run.figures["requests"] == 4 and len(run.ttfts) == 4
     for length in (8, 8, 2):
         id = engine.add(Request(prompt(10), length))
         engine.step()
     # the second one had no room, and blocks the third
-    assert calls[9:] == [1, 1, 2]
+    assert calls[9:] == [1, 1, 1]
     assert len(engine.running) == 1
     engine.abort(id - 1)
     engine.step()
-    assert calls[12:] == [1]
+    assert calls[12:] == [2]
     assert engine.requests[id].state == "running"
 
 def loaded_in(engine):
     """The names of loaded adapters, the least recently used first"""
-    names = {adapter: name for name, adapter in engine.memory.names.items()}
+    names = {adapter: name for name, adapter in engine.adapters.items()}
     return [names[adapter] for adapter in engine.memory.loaded]
 
 def test_the_least_recently_used_adapter_is_evicted():
@@ -1414,12 +1420,12 @@ def test_adapters_of_the_queue_are_copied_while_others_run(monkeypatch):
         ranks = dict.fromkeys(range(60), 64)
         engine = serve(cost, requests, "orca", ranks, max_batch=4, n_page=20000)
         seconds.append(engine.clock.now())
-        monkeypatch.setattr(sarathi, "prefetch", lambda *_: None)
-    adapters = [*engine.memory.names.values()]
+        monkeypatch.setattr(sarathi.Memory, "prefetch", lambda *_: None)
+    adapters = [*engine.adapters.values()]
     copy = cost.load_seconds(adapters[0].n_params, False)[1]
     assert seconds[1] - seconds[0] == approx(56 * copy, rel=0.05)  # all but the first four
-    waits = [engine.runner.copy_adapter(adapter, []) for adapter in adapters[:3]]
-    waits[2]()  # behind the two others
+    copies = [engine.runner.copy_adapter(adapter, []) for adapter in adapters[:3]]
+    engine.runner.wait_for(copies[2])  # behind the two others
     assert engine.clock.now() - seconds[1] == approx(3 * copy)
 
 def test_adapters_are_prefetched_in_the_order_of_the_queue():
@@ -1447,7 +1453,7 @@ def test_what_is_prefetched_is_used(monkeypatch):
                             lambda *args: loads.append(args) or copy_adapter(*args))
         run = bench.slora(simulated("slora_fig6"), "S4", 400, 4, 300)
         figures.append((len(loads), run.seconds, np.mean(run.ttfts)))
-        monkeypatch.setattr(sarathi, "prefetch", lambda *_: None)
+        monkeypatch.setattr(sarathi.Memory, "prefetch", lambda *_: None)
     ours, without = figures
     assert ours[0] <= without[0] and ours[1] < 1.003 * without[1] and ours[2] < without[2]
 
@@ -1468,6 +1474,7 @@ def slow_copies(monkeypatch):
             write()
         return compute(runner, batch)
     monkeypatch.setattr(sarathi.ModelRunner, "copy_adapter", copy_adapter)
+    monkeypatch.setattr(sarathi.ModelRunner, "wait_for", lambda runner, write: write())
     monkeypatch.setattr(sarathi.ModelRunner, "compute", slow_compute)
 
 def test_requests_with_the_same_adapter_share_its_sites():
@@ -1476,9 +1483,10 @@ def test_requests_with_the_same_adapter_share_its_sites():
     engine = start(TARGET, [], max_batch=20, n_page=2000)
     feeds = []
     for name, n in [("q", 1), (None, 1), ("all", 2), ("q", 8), ("all", 9), ("q", 20), (None, 30)]:
-        request = Request([1] * n, adapter=name, weights=engine.memory.names.get(name))
+        request = Request([1] * n, adapter=name,
+                          lora_weights=engine.adapters.get(name))
         engine.memory.pool.reserve(request, n)
-        engine.memory.acquire(request.weights)
+        engine.memory.acquire(request.lora_weights)
         feeds.append(Feed(request, 0, n, 1))
     batches = []
     engine.runner.compute = batches.append
@@ -1667,6 +1675,32 @@ def test_an_iteration_without_tokens_is_waited_for(monkeypatch):
         engine.step()
         assert len(waits) == n
 
+class Watching(sarathi.ModelRunner):
+    """Keeps the last row of logits of each request."""
+    def forward(self, feeds):
+        feeds, logits = super().forward(feeds)
+        for feed, end in zip(feeds, accumulate(feed.n_logits for feed in feeds)):
+            feed.request.notes["logits"] = logits[end - 1]
+        return feeds, logits
+
+class Likely(sarathi.Proposer):
+    """Drafts the tokens that were likely one token before."""
+    def draft(self, request, k):
+        assert self.engine.runner.kv.dim() == 5  # a proposer sees the runner
+        return request.notes["logits"].topk(k).indices.tolist()
+
+class Half(sarathi.Speculator):
+    """Allows half of the drafts."""
+    def limit(self, request):
+        return super().limit(request) // 2
+
+def test_runner_proposer_and_speculator_may_be_ones_own():
+    requests = mixed()
+    engine = serve(TARGET, requests, runner=Watching, speculator=Half, draft=Likely(), spec=6)
+    check_tokens(requests)
+    assert type(engine.runner) is Watching and type(engine.speculator) is Half
+    assert engine.speculator.n_drafted > 20 and max(map(max, rows_of(engine, 3))) == 4
+
 def test_preempted_requests_go_first():
     requests = equal_requests(12, 20, 40)
     engine = serve(COST, requests, max_batch=6, n_page=150, alloc="grow")
@@ -1674,12 +1708,16 @@ def test_preempted_requests_go_first():
     assert n_preempted(engine) and max(ends[:6]) < min(ends[6:])
 
 class ShortestFirst(sarathi.Scheduler):
-    def plan(self, running, waiting):
-        first = min(running + self.engine.waiting, key=lambda request: request.n_todo)
+    def admit(self, running, waiting):
+        waiting = self.engine.waiting
+        first = min(running + waiting, key=lambda request: request.n_todo)
         for request in running:
             if request is not first:
                 self.engine.preempt(request)
-        return [(first, min(self.chunk, first.n_todo))]
+        return [first] if first in waiting else []
+
+    def plan(self, requests):
+        return [(request, min(self.chunk, request.n_todo)) for request in requests]
 
 def test_a_scheduler_may_preempt():
     waits = []
@@ -1762,7 +1800,7 @@ BAD_CALLS = {
     "rank = 0": lambda engine: engine.add_adapter("lost", 0),
     "adapter = None: must be a PEFT folder, an A": lambda engine: engine.add_adapter("lost", None),
     "adapter None: must have a name": lambda engine: engine.add_adapter(None, adapter_of()),
-    "adapter 'empty': .*must have a name and weights":
+    "adapter 'empty': .*must have weights":
         lambda engine: engine.add_adapter("empty", Adapter(TINY, {"self_attn.q_proj": 4})),
     "for adapter 'large': n_page = 80: must be at least 98":
         lambda engine: engine.add_adapter("large", 12),
@@ -1833,12 +1871,15 @@ def test_odd_requests_are_refused_or_served(monkeypatch):
     assert 50 < len(odd) < 400
 
 PLANS = {
-    "plans .Request.*: must be .*request, n": lambda waiting, engine: waiting,
-    "plans a request twice": lambda waiting, engine: [(waiting[0], 1)] * 2,
-    "plans 99 tokens of request 0: must be in 1 .. 4": lambda waiting, _: [(waiting[0], 99)],
-    "plans Request.*: is not waiting or running": lambda waiting, engine: [(Request([1]), 1)],
-    "more than max_batch = 2": lambda waiting, engine: [(r, 1) for r in engine.waiting],
-    "or the order serves nothing": lambda waiting, engine: [(r, 1) for r in waiting],
+    "plans .Request.*: must be .*request, n": lambda requests, engine: requests,
+    "plans a request twice": lambda requests, engine: [(requests[0], 1)] * 2,
+    "plans 99 tokens of request 0: must be in 1 .. 4": lambda requests, _: [(requests[0], 99)],
+    "plans Request.*: is not running": lambda requests, engine: [(Request([1]), 1)],
+    "plans .*: must be .*request, n": lambda requests, engine: [],
+}
+ADMISSIONS = {
+    "or the order starts Request": lambda waiting: [Request([1])],
+    "or the order starts no request": lambda waiting: [],
 }
 ORDERS = {
     "the order gives None: must be a list": None,
@@ -1854,15 +1895,18 @@ DRAFTS = {
     "drafts .1, 1, 1, 1.: must be up to 3 tokens below 61": [1] * 4,
 }
 
-@each("message", PLANS | ORDERS | POLICIES | DRAFTS)
+@each("message", PLANS | ADMISSIONS | ORDERS | POLICIES | DRAFTS)
 def test_a_mistake_in_a_users_code_is_one_clear_line(message):
-    engine = Engine(TARGET, max_batch=2, draft=sarathi.Zeros(), spec=sarathi.Fixed(3))
+    scheduler = "orca" if message in PLANS else "sarathi"  # sarathi asks plan() what may start
+    engine = Engine(TARGET, scheduler, max_batch=2, draft=sarathi.Zeros(), spec=sarathi.Fixed(3))
     if message in PLANS:
-        engine.scheduler.plan = lambda running, waiting: PLANS[message](waiting, engine)
+        engine.scheduler.plan = lambda requests: PLANS[message](requests, engine)
+    if message in ADMISSIONS:
+        engine.scheduler.admit = lambda running, waiting: ADMISSIONS[message](waiting)
     if message in ORDERS:
         engine.order = lambda *_: ORDERS[message]
     if message in POLICIES:
-        engine.speculator.policy.lengths = lambda *given: POLICIES[message](given[-1])
+        engine.speculator.policy.n_drafts = lambda *given: POLICIES[message](given[-1])
     if message in DRAFTS:
         engine.speculator.proposer.draft = lambda *_: DRAFTS[message]
     with pytest.raises(AssertionError, match=message):
@@ -1872,8 +1916,9 @@ def test_a_mistake_in_a_users_code_is_one_clear_line(message):
 
 HOOKS = {  # what may fail in an iteration: engine -> its owner and its name
     "plan": lambda engine: (engine.scheduler, "plan"),
+    "admit": lambda engine: (engine.scheduler, "admit"),
     "order": lambda engine: (engine, "order"),
-    "policy": lambda engine: (engine.speculator.policy, "lengths"),
+    "policy": lambda engine: (engine.speculator.policy, "n_drafts"),
     "drafts": lambda engine: (engine.speculator.proposer, "propose"),
     "copy": lambda engine: (engine.model, "merge") if engine.lora == "merge" else (
         engine.runner, "copy_adapter"),
@@ -2252,8 +2297,8 @@ def test_forced_acceptance_is_like_coins(tree, alpha):
     """Other ones for every request; and the acceptance rates are estimated from them. A level of
     two candidates of a tree fails with (1 - alpha)^2."""
     requests = [Request([0] * 5, 121) for _ in range(64)]
-    scheduler, spec = ("sarathi", 3) if tree is None else (bench.Medusa(), bench.Trees(tree))
-    engine = serve(COST, requests, scheduler, max_batch=32, spec=spec, alpha=alpha, draft="ngram")
+    options = dict(spec=3) if tree is None else dict(spec=bench.Trees(tree), **bench.TREES)
+    engine = serve(COST, requests, max_batch=32, alpha=alpha, draft="ngram", **options)
     is_tree = tree is not None
     tree = tree or (1, 1, 1)
     chances = [1 - (1 - alpha) ** n for n in tree]
@@ -2346,13 +2391,13 @@ def test_goodput_is_expected_tokens_per_second(policy, alpha, per_draft, per_ste
     trees = bench.Trees(*product((1, 2, 3), repeat=3))
     policy = trees if policy == "trees" else sarathi.POLICIES[policy]()
     requests = [Request([1], n, alpha=0.5) for n in (8, 3)]
-    assert policy.lengths(requests, [7, 2], alpha, price) == expected
+    assert policy.n_drafts(requests, [7, 2], alpha, price) == expected
 
 def test_global_goodput_decides_by_all_iterations():
     policy = sarathi.GoodputGlobal()
     for seconds_per_draft, k in ((0, 7), (0, 7), (1, 2)):
         price = lambda drafts: 1 + seconds_per_draft * sum(drafts)
-        assert policy.lengths([None], [7], 0.7, price) == [k]
+        assert policy.n_drafts([None], [7], 0.7, price) == [k]
 
 def test_confidence_stops_behind_unsure_drafts():
     n_drafted = {}
@@ -2490,8 +2535,7 @@ def test_a_draft_model_that_does_not_pay_is_spared_the_prompts():
     requests = equal_requests(140, 300, 40)
     engine = start(A100, requests, max_batch=4, n_page=4000, draft=A6000, spec="goodput", alpha=0.5)
     past = {}  # as of the first token
-    n_past = engine.speculator.proposer.n_past
-    engine.run(lambda event: past.setdefault(event.request, n_past.get(event.request, 0)))
+    engine.run(lambda event: past.setdefault(event.request, event.request.notes.get("n_past", 0)))
     past = [past[request] for request in requests]
     assert past[:4] == [300] * 4
     assert past[16:] == [0] * 112 + [300] * 12
@@ -2523,9 +2567,9 @@ def test_every_scheduler_stalls_what_its_paper_says(scheduler, n_draft, n_first,
     engine = Engine(Linear(TINY, float32), scheduler, n_page=1000, draft="ngram", alpha=0.5,
                     spec=max(n_draft, 1))
     decodes = [Request([0] * 9, n_past=8) for _ in range(2)]
-    engine.speculator.lengths = {decodes[0]: n_draft}  # the other one is new
+    engine.speculator.given = {decodes[0]: n_draft}  # the other one is new
     prompts = [Request([0] * n_first), Request([0] * 400)]
-    plan = engine.scheduler.plan(decodes, prompts)
+    plan = engine.scheduler.plan(decodes + engine.scheduler.admit(decodes, prompts))
     assert [n for _, n in plan] == expected
 
 def test_autopilot_keeps_its_target():
@@ -2535,7 +2579,7 @@ def test_autopilot_keeps_its_target():
     late = Request([0], 21, output=[0] * 10, n_past=10, times=[0.0])
     ahead = Request([0], 31, output=[0] * 11, n_past=11, times=[0.061])
     # 30 * 0.01 - 0.139 - 20 * 0.002 = 0.121 s ahead; half of it is 60 tokens, less than a tile
-    plan = engine.scheduler.plan([late, ahead], [Request([0] * 400)])
+    plan = engine.scheduler.plan([late, ahead, Request([0] * 400)])
     assert [n for _, n in plan] == [1, 1, 30]
 
 @cache
@@ -2547,7 +2591,7 @@ def weights_of(n):
 
 def feed(n_past, n, n_logits, n_weight=0):
     """Of a request of its own. Those with as many adapter weights share the adapter."""
-    request = Request([1], weights=weights_of(n_weight) if n_weight else None)
+    request = Request([1], lora_weights=weights_of(n_weight) if n_weight else None)
     return Feed(request, n_past, n, n_logits)
 
 def test_stats_of_an_iteration():
@@ -2578,7 +2622,8 @@ def test_the_price_of_drafts_is_what_they_take():
     assert A100.time(1, 100) == approx(A100.seconds(decode))
     step = A100.seconds(A100.stats([feed(99, 1, 1)] * 300))
     half = A100.seconds(A100.stats([feed(99, 1, 1)] * 150))
-    proposer = sarathi.DraftModel(None, A100, 999)
+    proposer = sarathi.DraftModel(A100)
+    proposer.cost = A100
     # [SmartSpec Eq. 5] half of the requests end after three steps
     assert proposer.seconds([300, 300, 300, 150], 100) == approx(3 * step + half)
 
@@ -2634,7 +2679,7 @@ def test_adapters_on_a_gpu_that_was_measured():
     cost = CostModel.roofline(preset("llama-13b"), "h200")
     adapters = [Adapter(cost.config, 16) for _ in range(32)]
     for n, measured in ((1, 3.15e-3), (32, 3.85e-3)):
-        stats = cost.stats([Feed(Request([], weights=adapters[i % n]), 200, 1, 1)
+        stats = cost.stats([Feed(Request([], lora_weights=adapters[i % n]), 200, 1, 1)
                             for i in range(32)])
         launched = 40 * (79e-6 - cost.system.lora)
         assert cost.split(stats)["lora"] + launched == approx(measured, rel=0.03)
@@ -2734,7 +2779,7 @@ def serve_replaced(engine, folder):
     engine.step()
     assert 0 < len(engine.running) < 3
     engine.add_adapter("small", folder / "ffn")
-    sarathi.recover(engine)  # all wait again, and the old adapter is copied again
+    engine.reset()  # all wait again, and the old adapter is copied again
     engine.run()
     engine.remove_adapter("small")
     engine.add_adapter("last", 2)
@@ -3492,7 +3537,7 @@ from sarathi import Policy, Sarathi
 class Mine(Sarathi):
     pass
 class One(Policy):
-    def lengths(self, requests, limits, acceptance, price):
+    def n_drafts(self, requests, limits, acceptance, price):
         return [min(1, limit) for limit in limits]
 """
 
