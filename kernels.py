@@ -133,7 +133,8 @@ def cdiv(n, unit):
 
 def probabilities(logits, temperature, top_k, top_p):
     """logits (M, V), the others (M,) on the host -> p (M, V) float32. temperature 0: all on the
-    argmax; top_k 0: no limit; top_p 1: no limit, else the fewest tokens that have top_p."""
+    argmax; top_k 0: no limit; top_p 1: no limit, else the fewest tokens that have top_p. Rows with
+    logits that are NaN or infinite become NaN."""
     V = logits.size(1)
     greedy = temperature < 1e-5  # 1e-37 would make infinite logits
     top_k = top_k.masked_fill(top_k == 0, V).clamp(max=V)
@@ -158,18 +159,20 @@ def probabilities(logits, temperature, top_k, top_p):
     else:
         p = scaled.softmax(-1)
     if greedy.any():
-        best = logits.max(-1, keepdim=True).indices
-        one_hot = torch.zeros_like(p).scatter_(1, best, 1)
+        top, best = logits.float().max(-1, keepdim=True)
+        one_hot = torch.zeros_like(p).scatter_(1, best, torch.exp(top - top))  # 1, or NaN
         p = torch.where(is_greedy > 0, one_hot, p)
     return p
 
 def sample(p, u):
-    """Inverse CDF: weights p (M, V), need not sum to 1; u (M,) uniform in [0, 1) -> (M,)"""
+    """Inverse CDF: weights p (M, V), need not sum to 1; u (M,) uniform in [0, 1) -> (M,); -1 where
+    weights are NaN"""
     cdf = p.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]
     # less than the total, also if u is near 1: it is reached at the last token with a weight
     at = torch.minimum(u[:, None] * total, total.nextafter(total.new_zeros(())))
-    return torch.searchsorted(cdf, at, right=True)[:, 0]
+    tokens = torch.searchsorted(cdf, at, right=True)
+    return torch.where(total.isfinite(), tokens, -1)[:, 0]
 
 def verify(p, q, drafts, n_drafts, u):
     """Lossless rejection sampling [SmartSpec §2]: accept draft d with probability p[d] / q[d]; at
