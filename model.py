@@ -120,6 +120,7 @@ class GPT:
         self.dtype = dtype
         self.weights = self.take_weights(take)  # as in config.tensors, packed for this machine
         self.device = self.weights["embedding.weight"].device
+        self.hidden = None  # the last hidden states of an iteration, see forward()
         self.merged = None  # the adapter in the weights
         self.originals = {}  # weights without it
         self.profile = None  # a CostModel, measured when it is first needed
@@ -128,8 +129,8 @@ class GPT:
     @torch.inference_mode()
     def forward(self, batch, kv, mark=lambda operator: None):
         """One iteration: all tokens pass a layer together, so each weight is read once
-        [SARATHI §4.3]. kv (L, 2, n_page, Hk, D) -> logits (M, V), on ranks above 0 None.
-        mark(operator) is called when an operator is done."""
+        [SARATHI §4.3]. kv (L, 2, n_page, Hk, D) -> logits (M, V), on ranks above 0 None; behind
+        them are self.hidden (M, C). mark(operator) is called when an operator is done."""
         c = self.config
         x, rope = self.embed(batch.tokens, batch.positions)
         delta = None  # output of the operator before; the next norm adds it to x
@@ -152,8 +153,8 @@ class GPT:
         if self.world.rank > 0:
             return None
         rows = batch.logit_rows
-        _, h = add_norm(x[rows], delta[rows], *self.affine("norm"), c.norm_eps)
-        logits = linear(h, self.weights["head.weight"])
+        _, self.hidden = add_norm(x[rows], delta[rows], *self.affine("norm"), c.norm_eps)
+        logits = linear(self.hidden, self.weights["head.weight"])
         mark("others")
         return logits
 

@@ -1490,7 +1490,7 @@ def test_requests_with_the_same_adapter_share_its_sites():
         feeds.append(Feed(request, 0, n, 1))
     batches = []
     engine.runner.compute = batches.append
-    feeds, _ = engine.runner.forward(feeds)
+    feeds, *_ = engine.runner.forward(feeds)
     names = [feed.request.adapter for feed in feeds]
     assert names == ["q", "q", None, "all", "q", None, "all"]
     sites = batches[0].adapters["preproj"]  # "all" has q and k
@@ -1689,6 +1689,20 @@ class Likely(sarathi.Proposer):
         assert self.engine.runner.kv.dim() == 5  # a proposer sees the runner
         return request.notes["logits"].topk(k).indices.tolist()
 
+class Heads(sarathi.Proposer):
+    """Drafts by linear heads on the last hidden state, as Medusa's and EAGLE's: the model's own
+    head, which here now and then says the token behind the next one too."""
+    def observe(self, feeds, new_tokens, hidden):
+        rows = iter(hidden.split(1))
+        for request, _, _, n_logits in feeds:
+            own = [next(rows) for _ in range(n_logits)]
+            if own:  # that of the last token which is right
+                request.notes["hidden"] = own[len(new_tokens[request]) - 1].clone()
+
+    def draft(self, request, k):
+        head = self.engine.model.weights["head.weight"]
+        return kernels.linear(request.notes["hidden"], head)[0].topk(k).indices
+
 class Half(sarathi.Speculator):
     """Allows half of the drafts."""
     def limit(self, request):
@@ -1700,6 +1714,17 @@ def test_runner_proposer_and_speculator_may_be_ones_own():
     check_tokens(requests)
     assert type(engine.runner) is Watching and type(engine.speculator) is Half
     assert engine.speculator.n_drafted > 20 and max(map(max, rows_of(engine, 3))) == 4
+
+def test_drafts_may_come_from_hidden_states(monkeypatch):
+    names = [None, "q", "ffn"]
+    for options in ({}, dict(scheduler="prefill_first"), dict(alloc="grow", n_page=120), None):
+        if options is None:
+            fake_graphs(monkeypatch)
+            options = {}
+        requests = mixed(names, 9)
+        engine = serve(TARGET, requests, draft=Heads(), spec=3, **options)
+        check_tokens(requests)
+        assert engine.speculator.n_accepted > 0 and engine.speculator.n_drafted > 50
 
 def test_preempted_requests_go_first():
     requests = equal_requests(12, 20, 40)
@@ -2061,7 +2086,7 @@ def numbers(batch):
 def fake_graphs(monkeypatch):
     """From now on runners record CUDA graphs. A replay computes again what was recorded, and the
     outputs of all other graphs become NaN, since they share memory. -> replays by kind"""
-    calls = {}  # graph -> model, batch, cache, logits
+    calls = {}  # graph -> model, batch, cache, logits, hidden states
     recording = []
     padded = []
     replays = Counter()
@@ -2071,11 +2096,13 @@ def fake_graphs(monkeypatch):
 
     class Graph:
         def replay(self):
-            model, batch, kv, logits = calls[self]
+            model, batch, kv, logits, hidden = calls[self]
             assert numbers(batch) == numbers(padded[-1])
-            for *_, others in calls.values():
+            for *_, others, hiddens in calls.values():
                 others.fill_(math.nan)
+                hiddens.fill_(math.nan)
             logits.copy_(forward(model, batch, kv))
+            hidden.copy_(model.hidden)
             kinds = dict(drafts=batch.max_few > 1, chunk=batch.max_chunk > 0,
                          adapters=bool(batch.adapters))
             replays.update(name for name, is_so in kinds.items() if is_so)
@@ -2090,7 +2117,8 @@ def fake_graphs(monkeypatch):
         logits = forward(model, *args)
         if recording:
             logits = logits.clone()
-            calls[recording[0]] = model, *args, logits
+            model.hidden = model.hidden.clone()
+            calls[recording[0]] = model, *args, logits, model.hidden
         return logits
 
     def init_with_graphs(runner, engine, model):
