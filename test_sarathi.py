@@ -1851,6 +1851,13 @@ def test_bad_input_is_one_line_and_harms_no_other(message):
     engine.run()
     check_tokens(requests)
 
+def test_random_adapters_depend_on_their_names_alone():
+    """Ranks may have added different numbers of them before."""
+    planes = [start(TARGET, [], adapters=names).load_adapter("new", 4).planes
+              for names in (ADAPTERS, {})]
+    assert planes[0].equal(planes[1]) and planes[0].any()
+    assert not planes[0].equal(Engine(TARGET).load_adapter("other", 4).planes)
+
 def test_ranks_add_the_same_adapters(monkeypatch):
     """And they forget those that rank 0 has forgotten."""
     engine = Engine(TARGET)
