@@ -333,7 +333,7 @@ class GPT:
         """Replace all weights by trainable ones, which are not packed. -> list of them"""
         self.merge(None)
         for name, weight in self.weights.items():
-            self.weights[name] = weight.to_dense().detach().clone().requires_grad_()
+            self.weights[name] = weight.to_dense().detach().requires_grad_()
         if self.config.tied:
             self.weights["head.weight"] = self.weights["embedding.weight"]
         return list(dict.fromkeys(self.weights.values()))

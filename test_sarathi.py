@@ -651,9 +651,9 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
         changes=dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=4.0))),
     "llama3 rope of the context": dict(
         changes=dict(rope_parameters=LLAMA3_OPEN)),
-    "llama3 rope, its original context outside": dict(
+    "llama3 rope, its original length outside": dict(
         changes=dict(rope_parameters=LLAMA3_OPEN, original_max_position_embeddings=32)),
-    "llama3 rope, two original contexts": dict(
+    "llama3 rope, two original lengths": dict(
         changes=dict(rope_parameters=LLAMA3 | LLAMA3_OPEN, original_max_position_embeddings=64)),
     "two thetas": dict(
         changes=dict(rope_parameters=dict(rope_type="default", rope_theta=5e5), rope_theta=3.0)),
@@ -1089,6 +1089,9 @@ def tokenizer_of(name):
         options |= dict(initial_alphabet=splitters.ByteLevel.alphabet())
     trainer = tokenizers.trainers.BpeTrainer(special_tokens=special, **options)
     tokenizer.train_from_iterator(TEXTS, trainer)
+    settings = json.loads(tokenizer.to_str())  # the trainer makes bytes special: they are text
+    settings["added_tokens"] = settings["added_tokens"][:3]
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(settings))
     tool = tokenizers.AddedToken("<tool>", lstrip=name == "qwen", rstrip=name == "gpt2")
     tokenizer.add_tokens([tool])
     if name in ("llama2", "mistral", "llama3"):
