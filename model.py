@@ -39,7 +39,6 @@ from huggingface_hub import snapshot_download
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tokenizers.decoders import DecodeStream
 from tqdm import tqdm
 
 # -----------------------------------------------------------------------------
@@ -247,9 +246,10 @@ class GPT:
         config, stored = read_config(folder)
         checkpoint = Checkpoint(folder, "model")
         head = checkpoint.get("lm_head.weight")
-        embedding = checkpoint.get(config.tensors["embedding.weight"][0][0], head)
-        if config.tied and head is not None and not torch.equal(head, embedding):
-            config = replace(config, tied=False)  # as transformers decides
+        if config.tied and head is not None:  # as transformers: one may be missing, or differ
+            name = config.tensors["embedding.weight"][0][0]
+            embedding = checkpoint.setdefault(name, head)
+            config = replace(config, tied=is_equal(embedding, head))
         world = world or World(device)
         model = cls(config, checkpoint.take, pick_dtype(dtype, world.device, stored), world)
         surplus = [name for name in checkpoint if not re.fullmatch(NOT_NEEDED, name)]
@@ -332,6 +332,7 @@ class GPT:
 
     def make_trainable(self):
         """Replace all weights by trainable ones, which are not packed. -> list of them"""
+        self.merge(None)
         for name, weight in self.weights.items():
             self.weights[name] = weight.to_dense().detach().requires_grad_()
         if self.config.tied:
@@ -673,6 +674,7 @@ FAMILIES = {  # family -> the keys of config.json that it knows, with transforme
     "qwen3": LLAMA | QWEN2 | dict(head_dim=128, attention_bias=False)}
 ARCHITECTURES = dict(gpt2="GPT2LMHeadModel", llama="LlamaForCausalLM", qwen2="Qwen2ForCausalLM",
                      qwen3="Qwen3ForCausalLM", mistral="MistralForCausalLM")
+DTYPES = torch.float32, torch.bfloat16, torch.float16  # of models
 LEAST = {int: 1, float: 1e-30}  # numbers are positive
 OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")  # null is not the default
 MODEL_SETTINGS = {  # keys of config.json that change the mathematics -> the values they may have
@@ -689,7 +691,7 @@ def read_json(path):
         raise ValueError(f"{path} does not hold settings in JSON: {error}") from None
 
 def read_config(folder):
-    """folder/config.json -> (GPTConfig, name of the stored dtype)"""
+    """folder/config.json -> (GPTConfig, the stored dtype)"""
     path = folder / "config.json"
     settings = read_json(path)
     # 1. the family, or that of the architecture. It is refused before all others
@@ -702,6 +704,9 @@ def read_config(folder):
     # 2. settings of RoPE beside the others. transformers 5 writes rope_parameters
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     check_type(f"{path}: rope_scaling", rope, dict, "a dict")
+    trained = "original_max_position_embeddings"
+    if settings.get(trained):  # it wins over that of RoPE
+        rope = rope | {trained: settings[trained]}
     settings |= rope | {"rope_scaling": rope or None}
     check_settings(path, settings, MODEL_SETTINGS)
     # 3. transformers' defaults, and the values that the file has
@@ -720,8 +725,16 @@ def read_config(folder):
             else:
                 found[name] = check_type(f"{path}: {key}", value, kind, f"a {kind.__name__}")
     found["block_size"] = context_of(path, known, found["block_size"])
-    stored = settings.get("dtype") or settings.get("torch_dtype") or "float32"
-    return GPTConfig(**found), stored
+    return GPTConfig(**found), stored_dtype(path, settings)
+
+def stored_dtype(path, settings):
+    """The torch dtype that config.json names; float32 for one that no operator here computes in"""
+    key = "dtype" if settings.get("dtype") else "torch_dtype"
+    name = str(settings.get(key) or "float32").removeprefix("torch.")
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"{path}: {key} = {name!r}: must be a floating-point dtype of torch")
+    return dtype if dtype in DTYPES else torch.float32
 
 def context_of(path, settings, trained):
     """The longest context: that of the training, or the sliding window of some layers"""
@@ -768,7 +781,8 @@ class Checkpoint(dict):
             except SafetensorError as error:
                 raise ValueError(f"{path} is damaged: {error}") from None
             for name, tensor in tensors:
-                self[re.sub(BARE, "model.", name.removeprefix("transformer."))] = tensor
+                name = re.sub(BARE, "model.", name) if stem == "model" else name
+                self[name.removeprefix("transformer.")] = tensor
 
     def take(self, name, shape):
         """Remove a tensor and return it, as (n_out, n_in). ValueError if it does not fit."""
@@ -788,13 +802,13 @@ def is_fast(dtype, device):
     weight = torch.empty(2, 2, dtype=dtype)  # pack returns it as it is if no product is fast
     return dtype == torch.float32 or pack(weight) is not weight
 
-def pick_dtype(dtype, device, stored="bfloat16"):
+def pick_dtype(dtype, device, stored=torch.bfloat16):
     """A torch dtype. None: the stored one if this machine is fast in it, else float32."""
-    name = str(dtype or stored).removeprefix("torch.")
-    if name not in ("float32", "bfloat16", "float16"):
+    if dtype is None:
+        return stored if is_fast(stored, device) else torch.float32
+    name = str(dtype).removeprefix("torch.")
+    if getattr(torch, name, None) not in DTYPES:
         raise ValueError(f"dtype = {name!r}: must be one of float32, bfloat16, float16")
-    if dtype is None and not is_fast(getattr(torch, name), device):
-        name = "float32"
     return getattr(torch, name)
 
 # -----------------------------------------------------------------------------
@@ -821,6 +835,11 @@ LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*(?:lay
                r"\.lora_)[AB]((?:\.[^.]+)?\.weight)")
 EMBEDDING = r"\b(embed_tokens|wte|lm_head)\."
 
+def is_equal(weight, tensor):
+    """Whether a weight in any layout has a tensor's values, in the weight's dtype"""
+    weight = weight.to_dense()
+    return torch.equal(weight, tensor.to(weight))
+
 def setting_of(module, path, settings, key, patterns, least):
     """A setting for a module: of the first pattern that it matches, as PEFT matches it."""
     valid = 'a dictionary like {"q_proj": 16}'
@@ -845,7 +864,7 @@ def read_factors(folder, config, base):
     for name in [name for name in checkpoint if re.search(EMBEDDING, name)]:
         ours = (base or {}).get("head.weight" if "lm_head" in name else "embedding.weight")
         theirs = checkpoint.pop(name)
-        if not base or ours is not None and not torch.equal(ours.to_dense(), theirs.to(ours)):
+        if not base or ours is not None and not is_equal(ours, theirs):
             raise ValueError(f"{folder}: {name!r}: embeddings in an adapter are not supported, "
                              "except those of its base model: merge it with PEFT")
     factors = {}
@@ -859,7 +878,8 @@ def read_factors(folder, config, base):
         place = module, int(layer)
         if place in factors:
             raise ValueError(f"{folder}: {name!r} is of a second adapter, only one is read")
-        target = f"{config.layers}.{layer}.{module}"
+        target = re.sub(r"^.*base_model\.model\.|(_orig_mod|module)\.", "", start)
+        target = target.removesuffix(".lora_")  # the module's name in the model of the training
         rank = setting_of(target, path, settings, "r", "rank_pattern", 1)
         alpha = setting_of(target, path, settings, "lora_alpha", "alpha_pattern", -1e6)
         scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
@@ -872,10 +892,10 @@ def read_factors(folder, config, base):
 # -----------------------------------------------------------------------------
 # part 6: text. May be skipped: engines see tokens alone
 # Text to tokens and back, through functions of a library. encode(text) -> tokens; stop: tokens that
-# end a text; stream(tokens of a prompt) -> a function tokens -> text that continues it, where a
-# character is held back until it is whole; chat(text of a user) -> tokens in the folder's chat
-# template, or None if it has none, or if the text begins with a special token, as it does in a
-# template. Special tokens are no text
+# end a text; stream(tokens of a prompt) -> a function tokens -> text that continues it, where text
+# that later tokens may change is held back until [] says that there are none; chat(text of a user)
+# -> tokens in the folder's chat template, or None if it has none, or if the text begins with a
+# special token, as it does in a template. Special tokens are no text
 
 Tokenizer = namedtuple("Tokenizer", "encode stop stream chat", defaults=[lambda text: None])
 
@@ -886,7 +906,7 @@ def tiktoken_tokenizer(encoding):
         characters = codecs.getincrementaldecoder("utf-8")("replace")
         def continue_text(tokens):
             known = [token for token in tokens if token < encoding.eot_token]
-            return characters.decode(encoding.decode_bytes(known))
+            return characters.decode(encoding.decode_bytes(known), final=not tokens)
         return continue_text
     encode = partial(encoding.encode, allowed_special="all")
     return Tokenizer(encode, [encoding.eot_token], stream)
@@ -917,9 +937,28 @@ def read_tokenizer(folder):
     def encode(text, add=True):
         return library.encode(text, add_special_tokens=add).ids
 
+    # a byte of no character, if bytes are tokens: all bytes right before it are read as such too
+    wrong = library.token_to_id("<0xFF>")
+
+    def is_final(tokens, text):
+        longer = text if wrong is None else library.decode([*tokens, wrong])
+        return longer.startswith(text) and not text.endswith("\ufffd")
+
     def stream(prompt=()):
-        pieces = DecodeStream(ids=[*prompt], skip_special_tokens=True)
-        return lambda tokens: "".join(pieces.step(library, token) or "" for token in tokens)
+        window = [*prompt]  # tokens of the text before, on which spaces depend, and new ones
+        n_before = len(window)
+
+        def continue_text(tokens):
+            nonlocal window, n_before
+            window += tokens
+            text = library.decode(window)
+            before = os.path.commonprefix([library.decode(window[:n_before]), text])
+            if text == before or tokens and not is_final(window, text):
+                return ""
+            window = window[n_before:]
+            n_before = len(window)
+            return text.removeprefix(before)
+        return continue_text
 
     def chat(text):
         if special.isdisjoint(encode(text, False)[:1]):
@@ -961,7 +1000,8 @@ def render_chat(folder, template, named, text):
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
 HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-             "chat_template.jinja", "vocab.*", "model.safetensors.index.json"]
+             "special_tokens_map.json", "chat_template.jinja", "vocab.*",
+             "model.safetensors.index.json"]
 
 def preset(name):
     """The GPTConfig of a preset. KeyError that lists the presets for any other name."""
@@ -1009,6 +1049,9 @@ def text_settings(folder):
     config, generation, text = (read_json(path) if path.is_file() else {} for path in paths)
     family = config.get("model_type")
     stop = {**FAMILIES.get(family, {}), **config, **generation}.get("eos_token_id")
+    path = folder / "special_tokens_map.json"
+    if path.is_file() and "added_tokens_decoder" not in text:  # as in transformers
+        text |= read_json(path)
     return text | {"family": family, "stop": [stop] if isinstance(stop, int) else stop or []}
 
 def stop_tokens(name):
