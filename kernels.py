@@ -781,15 +781,38 @@ def cpp(name, x, *arguments, head_dim=64):
     operator = getattr(library(x.dtype, head_dim), name)
     operator(*values)
 
+# How weights lie for the product of a CPU, and flags of the compiler for it. The default is what
+# this processor multiplies fastest, see LAYOUT below. The environment variable SARATHI_CPU names
+# another one. All of them run on any processor: the compiler translates vectors that it lacks.
+LAYOUTS = {
+    "": [],
+    "neon": ["-DLAYOUT=1"],
+    "avx2": ["-DLAYOUT=2"],
+    "avx512": ["-DLAYOUT=3"],
+    "avx512bf16": ["-DLAYOUT=4"],
+    "onednn": ["-DLAYOUT=5"],
+    "torch": [],  # no C++ at all
+}
+if platform.machine() == "x86_64":
+    LAYOUTS["avx2"].append("-mno-avx512f")
+
+def forced_layout():
+    """SARATHI_CPU, empty by default. ValueError if there is no such layout"""
+    name = os.environ.get("SARATHI_CPU", "")
+    if name not in LAYOUTS:
+        raise ValueError(f"SARATHI_CPU = {name!r}: must be one of {', '.join(LAYOUTS)[2:]}")
+    return name
+
 @lru_cache
 def library(dtype, head_dim=64):
     """The C++ operators for one dtype and one head_dim, on which only attention and rotate_write
     depend. None if there is no compiler or no C++ for the dtype: backend() falls back to torch."""
     names = {torch.float32: "float", torch.bfloat16: "bf16"}
-    if dtype not in names:
+    layout = forced_layout()
+    if dtype not in names or layout == "torch":
         return None
     try:
-        return ctypes.CDLL(build(f"-DT={names[dtype]}", f"-DD={head_dim}"))
+        return ctypes.CDLL(build(f"-DT={names[dtype]}", f"-DD={head_dim}", *LAYOUTS[layout]))
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", b"").decode().strip() or str(error)
         print("C++ operators not compiled, plain torch is slower:", reason.splitlines()[0],
@@ -843,6 +866,8 @@ def pack(weight):
     as it is"""
     if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
         return weight
+    if forced_layout() == "torch":
+        return weight
     operators = library(weight.dtype)
     n_column = operators.panel_columns() if operators else 0
     if n_column and weight.size(1) * weight.itemsize % 4 == 0:
@@ -890,6 +915,7 @@ SOURCE = r"""
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <vector>
 #include <omp.h>
 #ifdef __AVX512BF16__
@@ -980,21 +1006,24 @@ static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
 // Products. A weight lies in panels of COLUMNS columns (see Packed), K and V of a chunk as well. A
 // tile of a product is up to ROWS rows by one panel: its sums stay in registers, two vectors a row.
 // They are added in the same order whatever the number of rows.
-#if defined(__AVX512F__)
-const int LANES = 16, ROWS = 8;
+#ifndef LAYOUT  // the number of one in LAYOUTS
+#if defined(__AMX_BF16__)
+#define LAYOUT 5
+#elif defined(__AVX512BF16__)
+#define LAYOUT 4
+#elif defined(__AVX512F__)
+#define LAYOUT 3
 #elif defined(__AVX2__)
-const int LANES = 8, ROWS = 6;
+#define LAYOUT 2
 #else
-const int LANES = 4, ROWS = 8;
+#define LAYOUT 1
 #endif
+#endif
+const int LANES = LAYOUT >= 3 ? 16 : 4 * LAYOUT, ROWS = LAYOUT == 2 ? 6 : 8;
 const int COLUMNS = 2 * LANES;
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-#ifdef __AVX512BF16__
-typedef T X;  // of the rows
-#else
-typedef float X;
-#endif
+typedef std::conditional_t<LAYOUT >= 4, T, float> X;  // of the rows
 
 #pragma GCC push_options
 #pragma GCC optimize("no-associative-math")
@@ -1026,7 +1055,7 @@ static inline void add_products(vec (*sums)[2], const X* x, int64_t x_step, cons
     }
 }
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) && LAYOUT >= 4
 template <int M>
 static inline void add_products(vec (*sums)[2], const bf16* x, int64_t x_step, const bf16* w) {
     const __m512bh a = (__m512bh)_mm512_loadu_si512(w);
@@ -1062,13 +1091,10 @@ static void tile(int m, const X* x, int64_t x_step, const W* w, const T* bias, W
 
 extern "C" {
 
+int layout() { return LAYOUT; }
+
 // Columns of a panel; 0 on a CPU with AMX, where oneDNN is faster
-int panel_columns() {
-#ifdef __AMX_BF16__
-    return 0;
-#endif
-    return COLUMNS;
-}
+int panel_columns() { return LAYOUT == 5 ? 0 : COLUMNS; }
 
 // y (M, N) = x (M, K) w^T + bias, w in panels. Each block of rows reads a panel once.
 void linear(const T* x, const T* w, const T* bias, T* y, int M, int N, int K) {

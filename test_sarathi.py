@@ -293,44 +293,63 @@ def test_verify_gives_tokens_the_chances_of_p(sampled):
     chances = torch.bincount(first, q[draft] / 200**2)
     torch.testing.assert_close(chances, p, atol=0.0015, rtol=0, check_dtype=False)
 
-# for a processor without bfloat16 instructions: pairs of bfloat16 to float, products, sums
-IMMINTRIN = """
-typedef int __m512i __attribute__((vector_size(64)));
-typedef unsigned __m512bh __attribute__((vector_size(64)));
-typedef float __m512 __attribute__((vector_size(64)));
-static inline __m512i _mm512_set1_epi32(int x) { return x - __m512i{}; }
-static inline __m512i _mm512_loadu_si512(const void* x) {
-    __m512i y;
-    memcpy(&y, x, sizeof y);
-    return y;
-}
-static inline __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
-    sum += (__m512)(a & 0xffff0000) * (__m512)(b & 0xffff0000);
-    return sum + (__m512)(a << 16) * (__m512)(b << 16);
-}
-"""
-
-@each("macros, n_column", [
-    ("-U__AVX2__ -U__AVX512F__ -U__AVX512BF16__", 8),
-    ("-D__AVX2__ -U__AVX512F__ -U__AVX512BF16__", 16),
-    ("-D__AVX512F__ -U__AVX512BF16__", 32),
-    ("-D__AVX512F__ -D__AVX512BF16__", 32),
-    ("-D__AMX_BF16__", 0),
-], ids=["NEON", "AVX2", "AVX-512", "AVX512-BF16", "AMX"])
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="C++ does not run")
-def test_products_of_other_processors(macros, n_column, dtype, monkeypatch, tmp_path):
-    """Their layouts and tiles. The compiler translates vectors that this processor lacks."""
-    (tmp_path / "immintrin.h").write_text(IMMINTRIN)
-    if "-D__AMX" not in macros:
-        macros += " -U__AMX_BF16__"
-    flags = kernels.FLAGS.replace("-O3", "-O1")
-    monkeypatch.setattr(kernels, "FLAGS", f"{flags} {macros} -I{tmp_path}")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.fixture(params=[*kernels.LAYOUTS][1:])
+def layout(request, monkeypatch):
+    """Weights and products as another processor has them"""
+    monkeypatch.setenv("SARATHI_CPU", request.param)
+    monkeypatch.setattr(kernels, "FLAGS", kernels.FLAGS.replace("-O3", "-O1"))
     kernels.library.cache_clear()
-    assert kernels.library(dtype).panel_columns() == n_column
+    yield request.param
+    kernels.library.cache_clear()
+
+no_cpp = pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="C++ does not run")
+
+@no_cpp
+def test_products_of_every_layout(layout, dtype):
+    columns = {"neon": 8, "avx2": 16, "avx512": 32, "avx512bf16": 32}.get(layout)
+    packed = kernels.pack(torch.ones(70, 770, dtype=dtype))
+    assert isinstance(packed, kernels.Packed) == (columns is not None)
+    assert columns is None or packed.panels.shape == (cdiv(70, columns), 770 * dtype.itemsize // 4,
+                                                      columns)
     test_operator_linear(770, 70, 1, dtype)
     test_operator_attention(1, 6, 2, 64, "1+254 5+11 31+3 33+3", dtype)
-    kernels.library.cache_clear()
+
+@no_cpp
+def test_weights_of_every_layout(layout, tmp_path):
+    """Served, merged, saved and trained, against transformers and PEFT"""
+    pytest.importorskip("peft")
+    sizes = dict(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
+    theirs = transformers_model(tmp_path, **sizes)
+    ours = GPT.from_pretrained(tmp_path)
+    tokens = prompt(40)
+    alone = greedy_loop(logits_by(theirs), tokens, 8)
+    close(ours.logits(tokens), logits_by(theirs)(tokens))
+    tuned = trained_by_peft(theirs, tmp_path / "a", embeddings=True, target_modules="all-linear")
+    adapted = greedy_loop(logits_by(tuned), tokens, 8)
+    engine = Engine(ours, chunk=16)
+    engine.add_adapter("a", tmp_path / "a")
+    assert engine.generate([tokens] * 2, 8, [None, "a"]) == [alone, adapted]
+    ours.merge(engine.adapters["a"])
+    close(ours.logits(tokens), logits_by(tuned)(tokens))
+    for number in (float32, bfloat16):
+        ours.save_pretrained(tmp_path / "saved")
+        saved = GPT.from_pretrained(tmp_path / "saved", number)
+        tuned.unload()
+        close(saved.logits(tokens), logits_by(theirs)(tokens), 1e-4 if number == float32 else 0.3)
+        ours = saved
+    weights = saved.make_trainable()
+    losses = []
+    for _ in range(2):
+        logits = saved.forward_ref(torch.tensor([tokens[:-1]]))
+        losses.append(F.cross_entropy(logits[0], torch.tensor(tokens[1:])))
+        for weight, slope in zip(weights, torch.autograd.grad(losses[-1], weights)):
+            weight.data -= 0.01 * slope
+    assert losses[1] < losses[0]
+
+def test_a_layout_that_there_is_not(monkeypatch):
+    monkeypatch.setenv("SARATHI_CPU", "sse")
+    with pytest.raises(ValueError, match="SARATHI_CPU = 'sse': must be one of neon, avx2"):
+        GPT.from_preset(TINY)
 
 @each("compiler", ["/missing/g++", "false"])
 def test_without_a_compiler_the_definitions_serve(compiler, monkeypatch, capsys, tmp_path):
