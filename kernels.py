@@ -25,7 +25,7 @@ import platform
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,6 +76,11 @@ class Sites:
     columns: int = 0  # most columns of a module; 0: all of y
     way: str = "batched"  # or "bmm", the baseline: copy, pad, batched matrix products
 
+    @cached_property
+    def rows(self):
+        """The sites as lists. Reading them waits for a GPU: once, not in every layer."""
+        return self.sites.tolist()
+
 @dataclass
 class Batch:
     """One iteration: N tokens of R requests, few rows first. All tensors are int32."""
@@ -89,6 +94,11 @@ class Batch:
     max_few: int  # most rows of a request among the first n_few, 0 if there is none
     max_chunk: int  # most rows of a request among the others, 0 if there is none
     adapters: dict = field(default_factory=dict)  # operator name -> Sites
+
+    @cached_property
+    def rows(self):
+        """The spans as lists, as in Sites"""
+        return self.spans.tolist()
 
     def tensors(self):
         """All tensors, the table last"""
@@ -205,10 +215,17 @@ def verify(p, q, drafts, n_drafts, u):
 def has_triton():
     return hasattr(triton, "cdiv")
 
+@lru_cache
+def runs_triton(device):
+    """Whether a GPU runs the Triton kernels. Before compute capability 8.0 (a T4) they would have
+    no tensor cores, and take more shared memory than there is."""
+    return has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
+
 def backend(x):
-    """"triton" on a GPU, and anywhere in Triton's interpreter; "cpp" on a CPU for float32 and
-    bfloat16 if there is a compiler; else "torch"."""
-    if (x.is_cuda or INTERPRETED) and has_triton():
+    """"triton" on a GPU that runs it, and anywhere in Triton's interpreter; "cpp" on a CPU for
+    float32 and bfloat16 if there is a compiler; else "torch"."""
+    on_triton = runs_triton(x.device) if x.is_cuda else INTERPRETED and has_triton()
+    if on_triton:
         return "triton"
     if x.is_cpu and library(x.dtype) is not None:
         return "cpp"
@@ -346,7 +363,7 @@ def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm=None, eps=0.0
 def attention_ref(q, kv, batch):
     """Row j of a request attends to the first n_past + j + 1 tokens of its request."""
     out = torch.zeros_like(q)
-    for start, n, n_past, first in batch.spans.tolist():
+    for start, n, n_past, first in batch.rows:
         pages = batch.table[first:first + n_past + n].long()
         k, v = kv[:, pages].float().transpose(1, 2)  # (Hk, context, D) each
         rows = q[start:start + n].float().transpose(0, 1)  # (H, n, D)
@@ -368,9 +385,8 @@ def attention(q, kv, batch):
     if batch.n_few:
         sizes = batch.n_few, q.size(1), kv.size(2)
         cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
-    chunks = batch.spans[batch.n_few:]
     in_panels = library(q.dtype).panel_columns() and q.size(2) % 2 == 0  # bfloat16 goes by twos
-    for start, n, n_past, first in chunks.tolist():
+    for start, n, n_past, first in batch.rows[batch.n_few:]:
         pages = batch.table[first:first + n_past + n]
         rows = slice(start, start + n)
         if in_panels:
@@ -386,7 +402,7 @@ def attention(q, kv, batch):
 def lora_ref(y, x, kv, sites, exchange=None):
     """Two products for each site."""
     x = x.to(torch_dtype(x))
-    for start, n, column, columns, rank_a, rank_b, _, first in sites.sites.tolist():
+    for start, n, column, columns, rank_a, rank_b, _, first in sites.rows:
         if n > 0:
             a = adapter_rows(kv[0], sites.table, first, rank_a, x.size(1))
             b = adapter_rows(kv[1], sites.table, first, rank_b, columns)
@@ -420,7 +436,7 @@ def adapter_rows(plane, table, first, rank, width):
 
 def lora_bmm(y, x, kv, sites):
     """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
-    entries = [site for site in sites.sites.tolist() if site[1] > 0]
+    entries = [site for site in sites.rows if site[1] > 0]
     n_row = max(sites.max_few, sites.max_chunk)
     options = dict(dtype=torch_dtype(x))
     rows = x.new_zeros(len(entries), n_row, x.size(1), **options)

@@ -523,6 +523,47 @@ def test_a_layer_of_decodes_launches_ten_kernels(family, monkeypatch):
     assert set(counts[2]) <= {*"embedding mul cos sin add linear index".split(), *KERNELS}
     assert (counts[2] - counts[1]).total() == 10  # with the combination of splits
 
+@each("family, number, ranks", [("llama", float16, None), ("qwen3", float16, 3),
+                               ("gpt2", float16, 3), ("llama", float32, None)])
+def test_torch_operators_read_nothing_from_a_gpu(family, number, ranks):
+    """On a device without memory: any reading raises, and so does a tensor of another device.
+    Spans and sites are lists."""
+    config = replace(GPT2 if family == "gpt2" else TINY, family=family)
+    world = World("cpu")
+    world.device = torch.device("meta")
+    take = lambda name, shape: torch.empty(shape, device="meta")
+    model = GPT(config, take, number, world)
+    table = torch.zeros(900, dtype=torch.int32, device="meta")
+    adapters = {}
+    for op, operator in config.operators.items() if ranks else []:
+        columns = next(iter(operator.columns.values()))
+        adapters[op] = Sites(table[:8].view(1, 8), table, 1, 1, 0, len(operator.columns), 16)
+        adapters[op].rows = [[0, 1, *columns, ranks, ranks, 0, 0]]
+    batch = Batch(table[:13], table[:13], table[:13], table[:8].view(2, 4), table, table[:2], 1, 1,
+                  12, adapters)
+    batch.rows = [[0, 1, 5, 0], [1, 12, 0, 6]]
+    logits = model.forward(batch, model.new_cache(50))
+    assert logits.shape == (2, 61) and logits.dtype == number and logits.is_meta
+
+def test_torch_operators_read_a_batch_once(monkeypatch):
+    """And not in each of the two layers"""
+    monkeypatch.setattr(kernels, "backend", lambda *_: "torch")
+    reads = Mock(side_effect=torch.Tensor.tolist)
+    engine = start(random_model(), mixed([None, "ffn"], 4), chunk=16)
+    forward = engine.model.forward
+
+    def watched(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", lambda tensor: reads(tensor))
+            return forward(*args)
+    engine.model.forward = watched
+    counts = []
+    while engine.requests:
+        reads.reset_mock()
+        engine.step()
+        counts.append(reads.call_count)
+    assert max(counts) == 4  # the spans, and the sites of three operators
+
 KERNELS = [f"_{name}_kernel" for name in "add_norm activate rotate_write attention combine".split()]
 
 # -----------------------------------------------------------------------------
@@ -2158,22 +2199,30 @@ def test_no_graph_is_destroyed_while_another_one_is_recorded(monkeypatch):
     gc.collect()
     assert gc.isenabled() and len(destroyed) > 1 and not any(destroyed)
 
-def test_gpus_that_do_not_do(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    for head_dim, message in ((320, "head_dim"), (128, "compute capability of the GPU = 7.5")):
-        with pytest.raises(ValueError, match=message):
-            sarathi.check_gpu("cuda", head_dim)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(sarathi, "has_triton", lambda: False)
-    for _ in range(2):  # the line comes once
-        sarathi.check_gpu("cuda", 128)
+def test_gpus_without_triton(monkeypatch, capsys):
+    """No Triton, one that is too old for it, and one for which a head is too wide"""
+    for device, present, capability in (("cuda:0", False, (8, 0)), ("cuda:1", True, (7, 5)),
+                                        ("cuda:2", True, (8, 0))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        for module in (kernels, sarathi):
+            monkeypatch.setattr(module, "has_triton", lambda: present)
+        serves = kernels.backend(Mock(is_cuda=True, is_cpu=False, device=device))
+        assert serves == ("triton" if device == "cuda:2" else "torch")
+        assert model_py.pick_dtype(None, device) == (bfloat16 if capability > (8,) else float16)
+        for _ in range(2):  # the line comes once
+            sarathi.check_gpu(device, 128)
+    with pytest.raises(ValueError, match="head_dim on a GPU = 320"):
+        sarathi.check_gpu(device, 320)
+    kernels.runs_triton.cache_clear()
+    sarathi.check_gpu.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sarathi, "NVIDIA_DRIVER", __file__)
     bench.parse_arguments([])
     lines = capsys.readouterr().err.splitlines()
-    assert [*map(len, lines)] == approx([80, 80], abs=30)
-    assert "Triton" in lines[0] and "driver" in lines[1] and "12.8" in lines[1]
+    assert [*map(len, lines)] == approx([80, 80, 80], abs=60)
+    assert "Triton is missing: plain torch" in lines[0] and "GPU = 7.5, Triton's" in lines[1]
+    assert "driver" in lines[2] and "12.8" in lines[2]
 
 def test_the_experiments_of_a_new_gpu(monkeypatch):
     args = arguments("gpu --chunk 128")
