@@ -25,7 +25,7 @@ import platform
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,6 +76,11 @@ class Sites:
     columns: int = 0  # most columns of a module; 0: all of y
     way: str = "batched"  # or "bmm", the baseline: copy, pad, batched matrix products
 
+    @cached_property
+    def rows(self):
+        """The sites as lists. Reading them waits for a GPU: once, not in every layer."""
+        return self.sites.tolist()
+
 @dataclass
 class Batch:
     """One iteration: N tokens of R requests, few rows first. All tensors are int32."""
@@ -89,6 +94,11 @@ class Batch:
     max_few: int  # most rows of a request among the first n_few, 0 if there is none
     max_chunk: int  # most rows of a request among the others, 0 if there is none
     adapters: dict = field(default_factory=dict)  # operator name -> Sites
+
+    @cached_property
+    def rows(self):
+        """The spans as lists, as in Sites"""
+        return self.spans.tolist()
 
     def tensors(self):
         """All tensors, the table last"""
@@ -208,10 +218,17 @@ def verify(p, q, drafts, n_drafts, u):
 def has_triton():
     return hasattr(triton, "cdiv")
 
+@lru_cache
+def runs_triton(device):
+    """Whether a GPU runs the Triton kernels. Before compute capability 8.0 (a T4) they would have
+    no tensor cores, and take more shared memory than there is."""
+    return has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
+
 def backend(x):
-    """"triton" on a GPU, and anywhere in Triton's interpreter; "cpp" on a CPU for float32 and
-    bfloat16 if there is a compiler; else "torch"."""
-    if (x.is_cuda or INTERPRETED) and has_triton():
+    """"triton" on a GPU that runs it, and anywhere in Triton's interpreter; "cpp" on a CPU for
+    float32 and bfloat16 if there is a compiler; else "torch"."""
+    on_triton = runs_triton(x.device) if x.is_cuda else INTERPRETED and has_triton()
+    if on_triton:
         return "triton"
     if x.is_cpu and library(x.dtype) is not None:
         return "cpp"
@@ -349,7 +366,7 @@ def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm=None, eps=0.0
 def attention_ref(q, kv, batch):
     """Row j of a request attends to the first n_past + j + 1 tokens of its request."""
     out = torch.zeros_like(q)
-    for start, n, n_past, first in batch.spans.tolist():
+    for start, n, n_past, first in batch.rows:
         pages = batch.table[first:first + n_past + n].long()
         k, v = kv[:, pages].float().transpose(1, 2)  # (Hk, context, D) each
         rows = q[start:start + n].float().transpose(0, 1)  # (H, n, D)
@@ -371,9 +388,8 @@ def attention(q, kv, batch):
     if batch.n_few:
         sizes = batch.n_few, q.size(1), kv.size(2)
         cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
-    chunks = batch.spans[batch.n_few:]
     in_panels = library(q.dtype).panel_columns() and q.size(2) % 2 == 0  # bfloat16 goes by twos
-    for start, n, n_past, first in chunks.tolist():
+    for start, n, n_past, first in batch.rows[batch.n_few:]:
         pages = batch.table[first:first + n_past + n]
         rows = slice(start, start + n)
         if in_panels:
@@ -389,7 +405,7 @@ def attention(q, kv, batch):
 def lora_ref(y, x, kv, sites, exchange=None):
     """Two products for each site."""
     x = x.to(torch_dtype(x))
-    for start, n, column, columns, rank_a, rank_b, _, first in sites.sites.tolist():
+    for start, n, column, columns, rank_a, rank_b, _, first in sites.rows:
         if n > 0:
             a = adapter_rows(kv[0], sites.table, first, rank_a, x.size(1))
             b = adapter_rows(kv[1], sites.table, first, rank_b, columns)
@@ -423,7 +439,7 @@ def adapter_rows(plane, table, first, rank, width):
 
 def lora_bmm(y, x, kv, sites):
     """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
-    entries = [site for site in sites.sites.tolist() if site[1] > 0]
+    entries = [site for site in sites.rows if site[1] > 0]
     n_row = max(sites.max_few, sites.max_chunk)
     options = dict(dtype=torch_dtype(x))
     rows = x.new_zeros(len(entries), n_row, x.size(1), **options)
@@ -784,15 +800,38 @@ def cpp(name, x, *arguments, head_dim=64):
     operator = getattr(library(x.dtype, head_dim), name)
     operator(*values)
 
+# How weights lie for the product of a CPU, and flags of the compiler for it. The default is what
+# this processor multiplies fastest, see LAYOUT below. The environment variable SARATHI_CPU names
+# another one. All of them run on any processor: the compiler translates vectors that it lacks.
+LAYOUTS = {
+    "": [],
+    "neon": ["-DLAYOUT=1"],
+    "avx2": ["-DLAYOUT=2"],
+    "avx512": ["-DLAYOUT=3"],
+    "avx512bf16": ["-DLAYOUT=4"],
+    "onednn": ["-DLAYOUT=5"],
+    "torch": [],  # no C++ at all
+}
+if platform.machine() == "x86_64":
+    LAYOUTS["avx2"].append("-mno-avx512f")
+
+def forced_layout():
+    """SARATHI_CPU, empty by default. ValueError if there is no such layout"""
+    name = os.environ.get("SARATHI_CPU", "")
+    if name not in LAYOUTS:
+        raise ValueError(f"SARATHI_CPU = {name!r}: must be one of {', '.join(LAYOUTS)[2:]}")
+    return name
+
 @lru_cache
 def library(dtype, head_dim=64):
     """The C++ operators for one dtype and one head_dim, on which only attention and rotate_write
     depend. None if there is no compiler or no C++ for the dtype: backend() falls back to torch."""
     names = {torch.float32: "float", torch.bfloat16: "bf16"}
-    if dtype not in names:
+    layout = forced_layout()
+    if dtype not in names or layout == "torch":
         return None
     try:
-        return ctypes.CDLL(build(f"-DT={names[dtype]}", f"-DD={head_dim}"))
+        return ctypes.CDLL(build(f"-DT={names[dtype]}", f"-DD={head_dim}", *LAYOUTS[layout]))
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", b"").decode().strip() or str(error)
         print("C++ operators not compiled, plain torch is slower:", reason.splitlines()[0],
@@ -846,6 +885,8 @@ def pack(weight):
     as it is"""
     if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
         return weight
+    if forced_layout() == "torch":
+        return weight
     operators = library(weight.dtype)
     n_column = operators.panel_columns() if operators else 0
     if n_column and weight.size(1) * weight.itemsize % 4 == 0:
@@ -893,6 +934,7 @@ SOURCE = r"""
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <vector>
 #include <omp.h>
 #ifdef __AVX512BF16__
@@ -983,21 +1025,24 @@ static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
 // Products. A weight lies in panels of COLUMNS columns (see Packed), K and V of a chunk as well. A
 // tile of a product is up to ROWS rows by one panel: its sums stay in registers, two vectors a row.
 // They are added in the same order whatever the number of rows.
-#if defined(__AVX512F__)
-const int LANES = 16, ROWS = 8;
+#ifndef LAYOUT  // the number of one in LAYOUTS
+#if defined(__AMX_BF16__)
+#define LAYOUT 5
+#elif defined(__AVX512BF16__)
+#define LAYOUT 4
+#elif defined(__AVX512F__)
+#define LAYOUT 3
 #elif defined(__AVX2__)
-const int LANES = 8, ROWS = 6;
+#define LAYOUT 2
 #else
-const int LANES = 4, ROWS = 8;
+#define LAYOUT 1
 #endif
+#endif
+const int LANES = LAYOUT >= 3 ? 16 : 4 * LAYOUT, ROWS = LAYOUT == 2 ? 6 : 8;
 const int COLUMNS = 2 * LANES;
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-#ifdef __AVX512BF16__
-typedef T X;  // of the rows
-#else
-typedef float X;
-#endif
+typedef std::conditional_t<LAYOUT >= 4, T, float> X;  // of the rows
 
 #pragma GCC push_options
 #pragma GCC optimize("no-associative-math")
@@ -1029,7 +1074,7 @@ static inline void add_products(vec (*sums)[2], const X* x, int64_t x_step, cons
     }
 }
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) && LAYOUT >= 4
 template <int M>
 static inline void add_products(vec (*sums)[2], const bf16* x, int64_t x_step, const bf16* w) {
     const __m512bh a = (__m512bh)_mm512_loadu_si512(w);
@@ -1065,13 +1110,10 @@ static void tile(int m, const X* x, int64_t x_step, const W* w, const T* bias, W
 
 extern "C" {
 
+int layout() { return LAYOUT; }
+
 // Columns of a panel; 0 on a CPU with AMX, where oneDNN is faster
-int panel_columns() {
-#ifdef __AMX_BF16__
-    return 0;
-#endif
-    return COLUMNS;
-}
+int panel_columns() { return LAYOUT == 5 ? 0 : COLUMNS; }
 
 // y (M, N) = x (M, K) w^T + bias, w in panels. Each block of rows reads a panel once.
 void linear(const T* x, const T* w, const T* bias, T* y, int M, int N, int K) {

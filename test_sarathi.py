@@ -293,44 +293,63 @@ def test_verify_gives_tokens_the_chances_of_p(sampled):
     chances = torch.bincount(first, q[draft] / 200**2)
     torch.testing.assert_close(chances, p, atol=0.0015, rtol=0, check_dtype=False)
 
-# for a processor without bfloat16 instructions: pairs of bfloat16 to float, products, sums
-IMMINTRIN = """
-typedef int __m512i __attribute__((vector_size(64)));
-typedef unsigned __m512bh __attribute__((vector_size(64)));
-typedef float __m512 __attribute__((vector_size(64)));
-static inline __m512i _mm512_set1_epi32(int x) { return x - __m512i{}; }
-static inline __m512i _mm512_loadu_si512(const void* x) {
-    __m512i y;
-    memcpy(&y, x, sizeof y);
-    return y;
-}
-static inline __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
-    sum += (__m512)(a & 0xffff0000) * (__m512)(b & 0xffff0000);
-    return sum + (__m512)(a << 16) * (__m512)(b << 16);
-}
-"""
-
-@each("macros, n_column", [
-    ("-U__AVX2__ -U__AVX512F__ -U__AVX512BF16__", 8),
-    ("-D__AVX2__ -U__AVX512F__ -U__AVX512BF16__", 16),
-    ("-D__AVX512F__ -U__AVX512BF16__", 32),
-    ("-D__AVX512F__ -D__AVX512BF16__", 32),
-    ("-D__AMX_BF16__", 0),
-], ids=["NEON", "AVX2", "AVX-512", "AVX512-BF16", "AMX"])
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="C++ does not run")
-def test_products_of_other_processors(macros, n_column, dtype, monkeypatch, tmp_path):
-    """Their layouts and tiles. The compiler translates vectors that this processor lacks."""
-    (tmp_path / "immintrin.h").write_text(IMMINTRIN)
-    if "-D__AMX" not in macros:
-        macros += " -U__AMX_BF16__"
-    flags = kernels.FLAGS.replace("-O3", "-O1")
-    monkeypatch.setattr(kernels, "FLAGS", f"{flags} {macros} -I{tmp_path}")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.fixture(params=[*kernels.LAYOUTS][1:])
+def layout(request, monkeypatch):
+    """Weights and products as another processor has them"""
+    monkeypatch.setenv("SARATHI_CPU", request.param)
+    monkeypatch.setattr(kernels, "FLAGS", kernels.FLAGS.replace("-O3", "-O1"))
     kernels.library.cache_clear()
-    assert kernels.library(dtype).panel_columns() == n_column
+    yield request.param
+    kernels.library.cache_clear()
+
+no_cpp = pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="C++ does not run")
+
+@no_cpp
+def test_products_of_every_layout(layout, dtype):
+    columns = {"neon": 8, "avx2": 16, "avx512": 32, "avx512bf16": 32}.get(layout)
+    packed = kernels.pack(torch.ones(70, 770, dtype=dtype))
+    assert isinstance(packed, kernels.Packed) == (columns is not None)
+    assert columns is None or packed.panels.shape == (cdiv(70, columns), 770 * dtype.itemsize // 4,
+                                                      columns)
     test_operator_linear(770, 70, 1, dtype)
     test_operator_attention(1, 6, 2, 64, "1+254 5+11 31+3 33+3", dtype)
-    kernels.library.cache_clear()
+
+@no_cpp
+def test_weights_of_every_layout(layout, tmp_path):
+    """Served, merged, saved and trained, against transformers and PEFT"""
+    pytest.importorskip("peft")
+    sizes = dict(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
+    theirs = transformers_model(tmp_path, **sizes)
+    ours = GPT.from_pretrained(tmp_path)
+    tokens = prompt(40)
+    alone = greedy_loop(logits_by(theirs), tokens, 8)
+    close(ours.logits(tokens), logits_by(theirs)(tokens))
+    tuned = trained_by_peft(theirs, tmp_path / "a", embeddings=True, target_modules="all-linear")
+    adapted = greedy_loop(logits_by(tuned), tokens, 8)
+    engine = Engine(ours, chunk=16)
+    engine.add_adapter("a", tmp_path / "a")
+    assert engine.generate([tokens] * 2, 8, [None, "a"]) == [alone, adapted]
+    ours.merge(engine.adapters["a"])
+    close(ours.logits(tokens), logits_by(tuned)(tokens))
+    for number in (float32, bfloat16):
+        ours.save_pretrained(tmp_path / "saved")
+        saved = GPT.from_pretrained(tmp_path / "saved", number)
+        tuned.unload()
+        close(saved.logits(tokens), logits_by(theirs)(tokens), 1e-4 if number == float32 else 0.3)
+        ours = saved
+    weights = saved.make_trainable()
+    losses = []
+    for _ in range(2):
+        logits = saved.forward_ref(torch.tensor([tokens[:-1]]))
+        losses.append(F.cross_entropy(logits[0], torch.tensor(tokens[1:])))
+        for weight, slope in zip(weights, torch.autograd.grad(losses[-1], weights)):
+            weight.data -= 0.01 * slope
+    assert losses[1] < losses[0]
+
+def test_a_layout_that_there_is_not(monkeypatch):
+    monkeypatch.setenv("SARATHI_CPU", "sse")
+    with pytest.raises(ValueError, match="SARATHI_CPU = 'sse': must be one of neon, avx2"):
+        GPT.from_preset(TINY)
 
 @each("compiler", ["/missing/g++", "false"])
 def test_without_a_compiler_the_definitions_serve(compiler, monkeypatch, capsys, tmp_path):
@@ -503,6 +522,47 @@ def test_a_layer_of_decodes_launches_ten_kernels(family, monkeypatch):
         assert waits.call_count == 1
     assert set(counts[2]) <= {*"embedding mul cos sin add linear index".split(), *KERNELS}
     assert (counts[2] - counts[1]).total() == 10  # with the combination of splits
+
+@each("family, number, ranks", [("llama", float16, None), ("qwen3", float16, 3),
+                               ("gpt2", float16, 3), ("llama", float32, None)])
+def test_torch_operators_read_nothing_from_a_gpu(family, number, ranks):
+    """On a device without memory: any reading raises, and so does a tensor of another device.
+    Spans and sites are lists."""
+    config = replace(GPT2 if family == "gpt2" else TINY, family=family)
+    world = World("cpu")
+    world.device = torch.device("meta")
+    take = lambda name, shape: torch.empty(shape, device="meta")
+    model = GPT(config, take, number, world)
+    table = torch.zeros(900, dtype=torch.int32, device="meta")
+    adapters = {}
+    for op, operator in config.operators.items() if ranks else []:
+        columns = next(iter(operator.columns.values()))
+        adapters[op] = Sites(table[:8].view(1, 8), table, 1, 1, 0, len(operator.columns), 16)
+        adapters[op].rows = [[0, 1, *columns, ranks, ranks, 0, 0]]
+    batch = Batch(table[:13], table[:13], table[:13], table[:8].view(2, 4), table, table[:2], 1, 1,
+                  12, adapters)
+    batch.rows = [[0, 1, 5, 0], [1, 12, 0, 6]]
+    logits = model.forward(batch, model.new_cache(50))
+    assert logits.shape == (2, 61) and logits.dtype == number and logits.is_meta
+
+def test_torch_operators_read_a_batch_once(monkeypatch):
+    """And not in each of the two layers"""
+    monkeypatch.setattr(kernels, "backend", lambda *_: "torch")
+    reads = Mock(side_effect=torch.Tensor.tolist)
+    engine = start(random_model(), mixed([None, "ffn"], 4), chunk=16)
+    forward = engine.model.forward
+
+    def watched(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", lambda tensor: reads(tensor))
+            return forward(*args)
+    engine.model.forward = watched
+    counts = []
+    while engine.requests:
+        reads.reset_mock()
+        engine.step()
+        counts.append(reads.call_count)
+    assert max(counts) == 4  # the spans, and the sites of three operators
 
 KERNELS = [f"_{name}_kernel" for name in "add_norm activate rotate_write attention combine".split()]
 
@@ -2326,22 +2386,30 @@ def test_no_graph_is_destroyed_while_another_one_is_recorded(monkeypatch):
     gc.collect()
     assert gc.isenabled() and len(destroyed) > 1 and not any(destroyed)
 
-def test_gpus_that_do_not_do(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    for head_dim, message in ((320, "head_dim"), (128, "compute capability of the GPU = 7.5")):
-        with pytest.raises(ValueError, match=message):
-            sarathi.check_gpu("cuda", head_dim)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(sarathi, "has_triton", lambda: False)
-    for _ in range(2):  # the line comes once
-        sarathi.check_gpu("cuda", 128)
+def test_gpus_without_triton(monkeypatch, capsys):
+    """No Triton, one that is too old for it, and one for which a head is too wide"""
+    for device, present, capability in (("cuda:0", False, (8, 0)), ("cuda:1", True, (7, 5)),
+                                        ("cuda:2", True, (8, 0))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        for module in (kernels, sarathi):
+            monkeypatch.setattr(module, "has_triton", lambda: present)
+        serves = kernels.backend(Mock(is_cuda=True, is_cpu=False, device=device))
+        assert serves == ("triton" if device == "cuda:2" else "torch")
+        assert model_py.pick_dtype(None, device) == (bfloat16 if capability > (8,) else float16)
+        for _ in range(2):  # the line comes once
+            sarathi.check_gpu(device, 128)
+    with pytest.raises(ValueError, match="head_dim on a GPU = 320"):
+        sarathi.check_gpu(device, 320)
+    kernels.runs_triton.cache_clear()
+    sarathi.check_gpu.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sarathi, "NVIDIA_DRIVER", __file__)
     bench.parse_arguments([])
     lines = capsys.readouterr().err.splitlines()
-    assert [*map(len, lines)] == approx([80, 80], abs=30)
-    assert "Triton" in lines[0] and "driver" in lines[1] and "12.8" in lines[1]
+    assert [*map(len, lines)] == approx([80, 80, 80], abs=60)
+    assert "Triton is missing: plain torch" in lines[0] and "GPU = 7.5, Triton's" in lines[1]
+    assert "driver" in lines[2] and "12.8" in lines[2]
 
 def test_the_experiments_of_a_new_gpu(monkeypatch):
     args = arguments("gpu --chunk 128")
