@@ -793,6 +793,8 @@ class Checkpoint(dict):
         if tensor.shape != shape or not tensor.is_floating_point():
             raise ValueError(f"{self.folder}: tensor {name!r} is {tuple(tensor.shape)} "
                              f"{tensor.dtype}, must be {shape} and floating point")
+        if not tensor.sum(dtype=torch.float64).isfinite():
+            raise ValueError(f"{self.folder}: tensor {name!r} holds NaN or infinity")
         return tensor
 
 def is_fast(dtype, device):

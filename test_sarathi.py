@@ -989,11 +989,13 @@ BAD_MODELS = {
     f"'{Q}' is missing": dict(tensors={Q: None}),
     f"'{Q}' is \\(3, 128\\).*must be \\(128, 128\\)": dict(tensors={Q: torch.ones(3, 128)}),
     f"'{Q}' is .*int32": dict(tensors={Q: torch.ones(128, 128).int()}),
+    f"'{Q}' holds NaN or infinity": dict(tensors={Q: torch.ones(128, 128) / torch.arange(128)}),
     "1 surplus tensors, as 'extra'": dict(tensors={"extra": torch.ones(1)}),
 }
 OFF = "is not supported, only None or False"
 BAD_ADAPTERS = {
     f"'{A}' is missing": dict(tensors={A: None}),
+    f"'{A}' holds NaN or infinity": dict(tensors={A: torch.full((8, 128), math.nan)}),
     f"'{A}' is \\(8, 32\\).*must be \\(8, 128\\)": dict(tensors={A: torch.ones(8, 32)}),
     "z_proj.*does not fit.*q_proj": dict(tensors={A.replace("q_", "z_"): torch.ones(8)}),
     "layers.7.*does not fit.*layers 0 to 1": dict(
