@@ -3868,7 +3868,7 @@ def test_explain_shows_what_the_papers_are_about():
     texts, _, steps = explained("sarathi")
     shown = next(block for block in README.split("```\n") if block.startswith("iteration"))
     assert shown.rstrip() in texts and len(texts) <= 12
-    for what in ("starts", "is preempted", "ends", "is loaded", "is evicted", "0 drafts accepted",
+    for what in ("starts", "is preempted", "; ends", "is loaded", "is evicted", "0 drafts accepted",
                  "2 drafts accepted", "too few pages are free", "the scheduler or the order"):
         assert what in "".join(texts)
     assert ["decode", "prefill chunk"] in [[feed["kind"] for feed in s["feeds"]] for s in steps]
