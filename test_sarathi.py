@@ -11,6 +11,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,11 +19,13 @@ import sys
 import time
 import weakref
 from collections import Counter, defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from copy import copy
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cache
+from html import unescape
+from io import StringIO
 from itertools import accumulate, combinations, pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -3130,6 +3133,7 @@ MISTAKES = {
     "model '../nowhere': must be a folder": ["--tokens", "1", "--model", "../nowhere"],
     "spec = '3': needs a draft": ["--spec", 3],
     "--explain runs an example of its own": ["--explain", "--chunk", 8],
+    "--html shows what --explain prints": ["--tokens", "1", "--html", "x.html"],
 }
 
 def test_command_line(monkeypatch, capsys, tmp_path):
@@ -4107,18 +4111,88 @@ def test_triton_in_its_interpreter(interpreter):
     run, path = interpreter
     assert run.wait() == 0, path.read_text()[-5000:]
 
-def test_explain_prints_what_readme_shows(capsys):
-    sarathi.explain(arguments("--seed 0"))
-    blocks = Path(__file__).with_name("README.md").read_text().split("```\n")
-    shown = next(block for block in blocks if block.startswith("iteration"))
-    assert shown in capsys.readouterr().out
+@cache
+def explained(scheduler):
+    """Of --explain: its texts, one for each iteration; its page; what its page shows"""
+    with TemporaryDirectory() as folder, redirect_stdout(StringIO()) as out:
+        sarathi.explain(scheduler, html=f"{folder}/page.html")
+        page = Path(folder, "page.html").read_text(encoding="utf8")
+    data = json.loads(re.search('json">(.*)</script>', page)[1])
+    texts = out.getvalue().rstrip().split("\n\n")
+    assert [data["title"], *(step["text"] for step in data["iterations"])] == texts
+    return texts[1:], page, data["iterations"]
+
+def test_explain_shows_what_the_papers_are_about():
+    texts, _, steps = explained("sarathi")
+    shown = next(block for block in README.split("```\n") if block.startswith("iteration"))
+    assert shown.rstrip() in texts and len(texts) <= 12
+    for what in ("starts", "is preempted", "; ends", "is loaded", "is evicted", "0 drafts accepted",
+                 "2 drafts accepted", "too few pages are free", "the scheduler or the order"):
+        assert what in "".join(texts)
+    assert ["decode", "prefill chunk"] in [[feed["kind"] for feed in s["feeds"]] for s in steps]
+
+def test_explain_is_true():
+    """A page has one owner; every token is fed in its place; outputs are those of a naive loop"""
+    model = GPT.from_preset("tiny", torch.float32)
+    prompt = [134, 1, 1, 8, 0, 1, 3, 2, 0, 4]
+    tokens = prompt + greedy_loop(model.logits, prompt, 10)
+    outputs = {"sarathi": defaultdict(list), "orca": defaultdict(list)}
+    for scheduler, output in outputs.items():
+        for step in explained(scheduler)[2]:
+            owned = [page for pages in step["pages"].values() for page in pages]
+            assert len({*owned}) == len(owned) == 32 - step["free"]
+            for feed in step["feeds"]:
+                pages = step["pages"][f"request {feed['id']}"]
+                assert feed["pages"] == [pages[at] for at in feed["positions"]]
+                known = feed["positions"][:len(feed["tokens"])]
+                assert feed["id"] or feed["tokens"] == [tokens[at] for at in known]
+            for id, new, _ in step["events"]:
+                output[id] += new
+    assert outputs["sarathi"] == outputs["orca"] and outputs["orca"][0] == tokens[10:]
 
 def test_explain_takes_a_scheduler_of_ones_own(tmp_path):
     (tmp_path / "own.py").write_text(OWN.replace("from sarathi", "from beside"))
     (tmp_path / "beside.py").write_text("from sarathi import Policy, Sarathi")
     command = [sys.executable, Path(sarathi.__file__), "--explain", "--scheduler"]
-    out = subprocess.run([*command, f"{tmp_path}/own.py:Mine"], capture_output=True, check=True)
-    assert b"iteration 4" in out.stdout  # a second module sarathi would have another Scheduler
+    out = subprocess.run([*command, f"{tmp_path}/own.py:Mine", "--html", tmp_path / "page.html"],
+                         capture_output=True, check=True).stdout
+    assert b"Mine" in out and b"iteration 4" in out  # a second module sarathi would have another
+    assert "Mine" in (tmp_path / "page.html").read_text(encoding="utf8")  # Scheduler
+
+STEPS = """<script>
+const seen = []
+document.body.style.maxWidth = "WIDTHpx"  // headless windows are not as narrow as a phone
+for (let i = 0; i < 20; i++) {
+  const rows = [...$("batch").rows].map(row => [...row.cells].map(cell => cell.textContent.trim()))
+  seen.push([$("text").textContent, rows.filter(row => row[0]), document.body.scrollWidth])
+  dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}))
+}
+document.body.innerHTML = `<pre>${JSON.stringify(seen)}</pre>`
+</script>"""
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_page_of_explain(width, tmp_path):
+    """Without a network, stepped to its end by keys: it shows the texts and rows of --explain"""
+    texts, page, _ = explained("sarathi")
+    assert not re.search(r"http|src=|url\(|import|fetch", page)
+    if not BROWSER:
+        pytest.skip("no browser is installed")
+    path = tmp_path / "page.html"
+    path.write_text(page + STEPS.replace("WIDTH", f"{width}"), encoding="utf8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
+    dump = subprocess.run([BROWSER, *flags, "--dump-dom", path.as_uri()], capture_output=True,
+                          check=True, timeout=120).stdout.decode()
+    seen = json.loads(unescape(re.search("<pre>(.*)</pre>", dump)[1]))
+    assert [text for text, *_ in seen] == texts + texts[-1:] * (20 - len(texts))
+    for text, rows, used in seen:
+        assert used <= width
+        fed = []
+        for tokens, drafts, positions, pages in re.findall(
+                r"tokens \[(.*)\], drafts \[(.*)\]\n +positions \[(.*)\] on pages \[(.*)\]", text):
+            columns = positions, f"{tokens} {drafts}", pages
+            fed += zip(*[re.findall(r"\d+", column) for column in columns])
+        assert fed and [tuple(row[3:6]) for row in rows] == fed
 
 def test_readme_names_what_exists():
     """Functions, classes and tests that the README's tables cite; files, GPUs, lines of code"""
