@@ -725,6 +725,35 @@ def test_logits_equal_transformers(name, tmp_path, capsys):
     assert not any(problems.values()) and getattr(saved.config, "sliding_window", None) is None
     close(logits_by(saved)(tokens), expected)
 
+@dataclasses.dataclass
+class Windowed(GPTConfig):
+    """A field that config.json has no key for"""
+    window: int = 0
+
+@each("config, message", [
+    (Windowed(2, 8, 128, vocab_size=61), "window = 0"),
+    (replace(TINY, shard=(0, 2)), r"shard = \(0, 2\)"),
+    (replace(TINY, rope_theta=3.0, family="mistral", mlp_bias=True), "mlp_bias = True"),
+    (replace(TINY, family="qwen2", attention_bias=True), "attention_bias = True"),
+    (replace(GPT2, head_dim=32), "head_dim = 32"),
+])
+def test_a_shape_is_saved_or_refused(config, message, tmp_path):
+    model = GPT.from_preset(replace(config, shard=(0, 1)))
+    model.config = config
+    with pytest.raises(ValueError, match=f"{message}: is not in a config.json"):
+        model.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+def test_every_field_of_a_shape_is_saved(tmp_path):
+    """Each with a value that is not the default, in the families that have it"""
+    values = dict(n_layer=1, n_head=6, n_embd=48, n_inner=40, n_kv_head=3, head_dim=10,
+                  vocab_size=17, block_size=19, tied=True, norm_eps=0.5, rope_theta=7.0,
+                  rope_scaling=dict(rope_type="linear", factor=2.0), mlp_bias=True,
+                  attention_bias=True, family="llama", shard=(0, 1))
+    assert values.keys() == {field.name for field in dataclasses.fields(GPTConfig)}
+    GPT.from_preset(GPTConfig(**values)).save_pretrained(tmp_path)
+    assert read_config(tmp_path)[0] == GPTConfig(**values)
+
 @each("family", FAMILIES)
 def test_settings_left_out_are_transformers_defaults(family, tmp_path):
     transformers = pytest.importorskip("transformers")
