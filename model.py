@@ -320,7 +320,8 @@ class GPT(Transformer):
         if config.tied and head is not None:  # as transformers: one may be missing, or differ
             (name, *_), = list_tensors(config)["embedding.weight"]
             embedding = checkpoint.setdefault(name, head)
-            config = replace(config, tied=is_equal(embedding, head))
+            is_tied = embedding.dtype == head.dtype and torch.equal(embedding, head)
+            config = replace(config, tied=is_tied)
         world = world or World(device)
         model = cls(config, checkpoint.take, pick_dtype(dtype, world.device, stored), world)
         surplus = [name for name in checkpoint if not re.fullmatch(NOT_NEEDED, name)]
@@ -868,11 +869,6 @@ LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*(?:lay
                r"\.lora_)[AB]((?:\.[^.]+)?\.weight)")
 EMBEDDING = r"\b(embed_tokens|wte|lm_head)\."
 
-def is_equal(weight, tensor):
-    """Whether a weight in any layout has a tensor's values, in the weight's dtype"""
-    weight = weight.to_dense()
-    return torch.equal(weight, tensor.to(weight))
-
 def setting_of(module, path, settings, key, patterns, least):
     """A setting for a module: of the first pattern that it matches, as PEFT matches it."""
     valid = 'a dictionary like {"q_proj": 16}'
@@ -897,7 +893,9 @@ def read_factors(folder, config, base):
     for name in [name for name in checkpoint if re.search(EMBEDDING, name)]:
         ours = (base or {}).get("head.weight" if "lm_head" in name else "embedding.weight")
         theirs = checkpoint.pop(name)
-        if not base or ours is not None and not is_equal(ours, theirs):
+        if ours is not None:
+            ours = ours.to_dense()  # in whatever layout it is
+        if not base or ours is not None and not torch.equal(ours, theirs.to(ours)):
             raise ValueError(f"{folder}: {name!r}: embeddings in an adapter are not supported, "
                              "except those of its base model: merge it with PEFT")
     factors = {}
@@ -961,9 +959,17 @@ def read_tokenizer(folder):
         raise ValueError(f"{path} is not read by the tokenizers library: {error}") from None
     library.no_truncation()
     library.no_padding()
-    named = {name: token.get("content") if isinstance(token, dict) else token
-             for name, token in settings.items() if name.endswith("_token") and token}
-    end = library.token_to_id(str(named.get("eos_token")))
+    def text_of(token):
+        return token.get("content") if isinstance(token, dict) else token
+
+    named = {name: text_of(token) for name, token in settings.items() if name.endswith("_token")}
+    named = {name: text for name, text in named.items() if isinstance(text, str)}
+    # tokens that only the settings name are behind all others, as in transformers
+    texts = [*map(text_of, settings.get("added_tokens_decoder", {}).values()), *named.values(),
+             *map(text_of, settings.get("additional_special_tokens") or [])]
+    new = [text for text in texts if text and library.token_to_id(text) is None]
+    library.add_special_tokens(new)
+    end = library.token_to_id(named.get("eos_token", ""))
     added = library.get_added_tokens_decoder()
     special = {token for token in added if added[token].special}
 

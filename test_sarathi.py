@@ -624,6 +624,12 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
     "mqa, tied": dict(num_key_value_heads=1, tie_word_embeddings=True, shard="30KB"),
     "tied, stored as the head": dict(tie_word_embeddings=True, changes=dict(tensors={
         "model.embed_tokens.weight": None, "lm_head.weight": 0.2 * SPREAD.sin()})),
+    "tied, a head of more digits": dict(tie_word_embeddings=True, changes=dict(tensors={
+        "model.embed_tokens.weight": 0.2 * SPREAD.sin().bfloat16(),
+        "lm_head.weight": 0.2 * SPREAD.sin()})),
+    "dtypes of all kinds": dict(changes=dict(tensors={
+        "lm_head.weight": 0.2 * SPREAD.sin().double(), "model.norm.weight": torch.ones(64).half(),
+        "model.embed_tokens.weight": SPREAD.cos().to(torch.float8_e4m3fn)})),
     "gpt2, stored as the head": dict(family="gpt2", changes=dict(tensors={
         "transformer.wte.weight": None, "lm_head.weight": 0.2 * SPREAD.sin()})),
     "biases": dict(attention_bias=True, mlp_bias=True),
@@ -701,7 +707,8 @@ def test_logits_equal_transformers(name, tmp_path, capsys):
         theirs = type(theirs).from_pretrained(tmp_path)
     shards = [*tmp_path.glob("*.safetensors")]
     assert (len(shards) > 1) == ("shard" in settings)
-    zeros = {name: 0 * tensor for path in shards for name, tensor in load_file(path).items()}
+    zeros = {name: torch.zeros(tensor.shape) for path in shards
+             for name, tensor in load_file(path).items()}
     for file in ("consolidated", "model.fp16", "model-00001-of-00009", "adapter_model"):
         save_file(zeros, tmp_path / f"{file}.safetensors")
     capsys.readouterr()
@@ -1189,6 +1196,9 @@ CHATS = {  # settings of tokenizer_config.json; special: those of special_tokens
                                   "{% if tools is none %}é{% endif %}{{ strftime_now('%Y') }}"),
     "of a map": dict(chat_template=CHATML, bos_token="<unk>", special=dict(
         bos_token="<s>", eos_token={"content": "</s>", "lstrip": False})),
+    "of settings alone": dict(
+        chat_template=CHATML + " é <mark>", bos_token="", eos_token="<end>",
+        special=dict(additional_special_tokens=[" é", "<mark>"])),
     "not of a map": dict(chat_template=CHATML, eos_token="<unk>", added_tokens_decoder={},
                          special=dict(eos_token="</s>")),
     "training": dict(chat_template="{% for m in messages %}{% generation %} {{ m.content }}\n"
