@@ -94,7 +94,7 @@ class GPTConfig:
     @cached_property
     def modules(self):
         """{module of a checkpoint: (operator, n_out, n_in)} of one layer of the whole model"""
-        return {module: (op, *shape) for op, module, shape, _ in list_layer(self)
+        return {module: (op, *shape) for op, module, _, *shape in list_layer(self)
                 if op in OPERATORS}
 
     @cached_property
@@ -509,7 +509,7 @@ RANK_0 = ("head.weight", "postproj.bias", "ffn_ln2.bias")  # weights that only r
 Operator = namedtuple("Operator", "n_in n_out columns")
 
 def list_layer(config):
-    """[(our name, name in a checkpoint, shape, has a bias)] of a layer of the whole model. Tensors
+    """[(our name, name in a checkpoint, has a bias, *shape)] of a layer of the whole model. Tensors
     of one name are one matrix, in this order."""
     c = config
     C = c.n_embd
@@ -518,37 +518,42 @@ def list_layer(config):
     K = c.shard[1] * c.n_kv_head * c.head_dim
     if not c.is_llama:
         return [
-            ("norm1", "ln_1", (C,), True),
-            ("preproj", "attn.c_attn", (Q + 2 * K, C), True),
-            ("postproj", "attn.c_proj", (C, Q), True),
-            ("norm2", "ln_2", (C,), True),
-            ("ffn_ln1", "mlp.c_fc", (I, C), True),
-            ("ffn_ln2", "mlp.c_proj", (C, I), True)]
+            ("norm1", "ln_1", True, C),
+            ("preproj", "attn.c_attn", True, Q + 2 * K, C),
+            ("postproj", "attn.c_proj", True, C, Q),
+            ("norm2", "ln_2", True, C),
+            ("ffn_ln1", "mlp.c_fc", True, I, C),
+            ("ffn_ln2", "mlp.c_proj", True, C, I)]
     qkv_bias = c.attention_bias or c.family == "qwen2"
-    qk_norms = [("qk_norm", f"self_attn.{part}_norm", (c.head_dim,), False) for part in "qk"]
-    return [
-        ("norm1", "input_layernorm", (C,), False),
-        ("preproj", "self_attn.q_proj", (Q, C), qkv_bias),
-        ("preproj", "self_attn.k_proj", (K, C), qkv_bias),
-        ("preproj", "self_attn.v_proj", (K, C), qkv_bias),
-        *(qk_norms if c.family == "qwen3" else []),
-        ("postproj", "self_attn.o_proj", (C, Q), c.attention_bias),
-        ("norm2", "post_attention_layernorm", (C,), False),
-        ("ffn_ln1", "mlp.gate_proj", (I, C), c.mlp_bias),
-        ("ffn_ln1", "mlp.up_proj", (I, C), c.mlp_bias),
-        ("ffn_ln2", "mlp.down_proj", (C, I), c.mlp_bias)]
+    layer = [
+        ("norm1", "input_layernorm", False, C),
+        ("preproj", "self_attn.q_proj", qkv_bias, Q, C),
+        ("preproj", "self_attn.k_proj", qkv_bias, K, C),
+        ("preproj", "self_attn.v_proj", qkv_bias, K, C),
+        ("qk_norm", "self_attn.q_norm", False, c.head_dim),
+        ("qk_norm", "self_attn.k_norm", False, c.head_dim),
+        ("postproj", "self_attn.o_proj", c.attention_bias, C, Q),
+        ("norm2", "post_attention_layernorm", False, C),
+        ("ffn_ln1", "mlp.gate_proj", c.mlp_bias, I, C),
+        ("ffn_ln1", "mlp.up_proj", c.mlp_bias, I, C),
+        ("ffn_ln2", "mlp.down_proj", c.mlp_bias, C, I)]
+    return [row for row in layer if row[0] != "qk_norm" or c.family == "qwen3"]
 
 def list_outside(config):
     """The same of the tensors outside the layers"""
     c = config
-    table = (c.vocab_size, c.n_embd)
-    head = [] if c.tied else [("head", "lm_head", table, False)]
+    V = c.vocab_size
+    C = c.n_embd
     if c.is_llama:
-        return [("embedding", "model.embed_tokens", table, False),
-                ("norm", "model.norm", (c.n_embd,), False), *head]
-    return [("embedding", "transformer.wte", table, False),
-            ("positions", "transformer.wpe", (c.block_size, c.n_embd), False),
-            ("norm", "transformer.ln_f", (c.n_embd,), True), *head]
+        outside = [
+            ("embedding", "model.embed_tokens", False, V, C),
+            ("norm", "model.norm", False, C)]
+    else:
+        outside = [
+            ("embedding", "transformer.wte", False, V, C),
+            ("positions", "transformer.wpe", False, c.block_size, C),
+            ("norm", "transformer.ln_f", True, C)]
+    return outside if c.tied else [*outside, ("head", "lm_head", False, V, C)]
 
 def list_tensors(config):
     """{our name: [(name in a checkpoint, shape, dim that is cut by tensor parallelism)]}. For
@@ -559,7 +564,8 @@ def list_tensors(config):
         rows += [(f"{i}.{ours}", f"{config.layers}.{i}.{theirs}", *rest)
                  for i in range(config.n_layer)]
     tensors = defaultdict(list)
-    for ours, theirs, shape, has_bias in rows:
+    for ours, theirs, has_bias, *shape in rows:
+        shape = tuple(shape)
         dim = OPERATORS.get(ours.split(".")[-1])
         tensors[f"{ours}.weight"].append((f"{theirs}.weight", shape, dim))
         if has_bias:
@@ -849,20 +855,21 @@ def pick_dtype(dtype, device, stored=torch.bfloat16):
 # part 6: PEFT folders: settings and tensors. May be skipped
 
 OFF = [None, False, "", [], {}]
-LORA_SETTINGS = {  # fields of PEFT's LoraConfig -> the values they may have; None: any
+# fields of PEFT's LoraConfig. Used below, or without effect after the training: the tensors say
+# which modules have changed
+LORA_FREE = """r lora_alpha use_rslora rank_pattern alpha_pattern task_type auto_mapping
+    peft_version base_model_name_or_path revision inference_mode lora_dropout fan_in_fan_out
+    target_modules exclude_modules layers_to_transform layers_pattern loftq_config eva_config
+    corda_config lora_ga_config megatron_core qalora_group_size runtime_config ensure_weight_tying
+    merge_weights lora_dtype lorap_lr_ratio lorap_emb_lr""".split()
+# other mathematics, or tensors besides A and B; so are all settings of a later PEFT
+LORA_VARIANTS = """use_dora lora_bias modules_to_save trainable_token_indices use_qalora
+    alora_invocation_tokens layer_replication target_parameters megatron_config use_bdlora
+    arrow_config kasa_config velora_config monteclora_config""".split()
+LORA_SETTINGS = dict.fromkeys(LORA_FREE) | dict.fromkeys(LORA_VARIANTS, OFF) | {  # None: any value
     "peft_type": ["LORA"], "bias": ["none"],
     # all other ways change the weights of the base model
-    "init_lora_weights": [True, False, None, "gaussian", "orthogonal", "eva", "mica"],
-    # used below, or without effect after the training: the tensors say which modules have changed
-    **dict.fromkeys("""r lora_alpha use_rslora rank_pattern alpha_pattern task_type auto_mapping
-        peft_version base_model_name_or_path revision inference_mode lora_dropout fan_in_fan_out
-        target_modules exclude_modules layers_to_transform layers_pattern loftq_config eva_config
-        corda_config lora_ga_config megatron_core qalora_group_size runtime_config
-        ensure_weight_tying merge_weights lora_dtype lorap_lr_ratio lorap_emb_lr""".split()),
-    # other mathematics, or tensors besides A and B; so are all settings of a later PEFT
-    **dict.fromkeys("""use_dora lora_bias modules_to_save trainable_token_indices use_qalora
-        alora_invocation_tokens layer_replication target_parameters megatron_config use_bdlora
-        arrow_config kasa_config velora_config monteclora_config""".split(), OFF)}
+    "init_lora_weights": [True, False, None, "gaussian", "orthogonal", "eva", "mica"]}
 LORA_NUMBERS = dict(r=8, lora_alpha=8, rank_pattern={}, alpha_pattern={})  # PEFT's defaults
 # with or without the prefixes of PEFT and of wrappers, and with or without the adapter's name
 LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*(?:layers|h)\.(\d+)\.(.+)"
@@ -949,64 +956,74 @@ def byte_tokenizer():
         "bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}))
 
 def read_tokenizer(folder):
-    """The Tokenizer of a tokenizer.json. It adds tokens to texts as in transformers. The eos_token
-    of tokenizer_config.json ends texts too."""
+    """The Tokenizer of a tokenizer.json, as AutoTokenizer reads it. The eos_token of the settings
+    ends texts too."""
     settings = text_settings(folder)
-    path = folder / "tokenizer.json"
-    try:
-        library = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more specific
-        raise ValueError(f"{path} is not read by the tokenizers library: {error}") from None
-    library.no_truncation()
-    library.no_padding()
-    def text_of(token):
-        return token.get("content") if isinstance(token, dict) else token
-
-    named = {name: text_of(token) for name, token in settings.items() if name.endswith("_token")}
+    # 1. the special tokens by name: a text, or a dictionary with its content
+    names = [name for name in settings if name.endswith("_token")]
+    named = {name: content_of(settings[name]) for name in names}
     named = {name: text for name, text in named.items() if isinstance(text, str)}
-    # tokens that only the settings name are behind all others, as in transformers
-    texts = [*map(text_of, settings.get("added_tokens_decoder", {}).values()), *named.values(),
-             *map(text_of, settings.get("additional_special_tokens") or [])]
+    # 2. tokens that only the settings name. They are behind all others, as in transformers
+    library = read_library(folder / "tokenizer.json")
+    texts = [*map(content_of, settings.get("added_tokens_decoder", {}).values())]
+    texts += named.values()
+    texts += map(content_of, settings.get("additional_special_tokens") or [])
     new = [text for text in texts if text and library.token_to_id(text) is None]
     library.add_special_tokens(new)
+    # 3. the tokens that end a text
     end = library.token_to_id(named.get("eos_token", ""))
+    stop = settings["stop"]
+    if end is not None and end not in stop:
+        stop = [*stop, end]
     added = library.get_added_tokens_decoder()
     special = {token for token in added if added[token].special}
 
     def encode(text, add=True):
         return library.encode(text, add_special_tokens=add).ids
 
-    # a byte of no character, if bytes are tokens: all bytes right before it are read as such too
-    wrong = library.token_to_id("<0xFF>")
-
-    def is_final(tokens, text):
-        longer = text if wrong is None else library.decode([*tokens, wrong])
-        return longer.startswith(text) and not text.endswith("\ufffd")
-
-    def stream(prompt=()):
-        window = [*prompt]  # tokens of the text before, on which spaces depend, and new ones
-        n_before = len(window)
-
-        def continue_text(tokens):
-            nonlocal window, n_before
-            window += tokens
-            text = library.decode(window)
-            before = os.path.commonprefix([library.decode(window[:n_before]), text])
-            if text == before or tokens and not is_final(window, text):
-                return ""
-            window = window[n_before:]
-            n_before = len(window)
-            return text.removeprefix(before)
-        return continue_text
-
     def chat(text):
         if special.isdisjoint(encode(text, False)[:1]):
             framed = render_chat(folder, settings.get("chat_template"), named, text)
             return framed and encode(framed, False)
 
-    stop = settings["stop"]
-    stop = stop if end in (None, *stop) else [*stop, end]
-    return Tokenizer(encode, stop, stream, chat)
+    return Tokenizer(encode, stop, partial(stream_text, library), chat)
+
+def content_of(token):
+    return token.get("content") if isinstance(token, dict) else token
+
+def read_library(path):
+    """The tokenizers.Tokenizer of a tokenizer.json, without what is for batches of a training"""
+    try:
+        library = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise ValueError(f"{path} is not read by the tokenizers library: {error}") from None
+    library.no_truncation()
+    library.no_padding()
+    return library
+
+def stream_text(library, prompt=()):
+    """-> a function tokens -> text that continues the prompt's. Joined, the texts are those of
+    decoding all tokens at once."""
+    window = [*prompt]  # tokens of the text before, on which spaces depend, and new ones
+    n_before = len(window)
+    # a byte of no character, if bytes are tokens. Right behind others, it makes all of them such
+    wrong = library.token_to_id("<0xFF>")
+
+    def is_final(text):
+        longer = text if wrong is None else library.decode([*window, wrong])
+        return longer.startswith(text) and not text.endswith("\ufffd")
+
+    def continue_text(tokens):
+        nonlocal window, n_before
+        window += tokens
+        text = library.decode(window)
+        before = os.path.commonprefix([library.decode(window[:n_before]), text])
+        if text == before or tokens and not is_final(text):
+            return ""
+        window = window[n_before:]
+        n_before = len(window)
+        return text.removeprefix(before)
+    return continue_text
 
 def raise_exception(message):
     raise ValueError(message)
