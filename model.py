@@ -403,8 +403,10 @@ class GPT(Transformer):
             return Adapter.random(self.config, rank, seed, self.dtype)
         if not isinstance(source, Adapter):
             return Adapter.from_pretrained(source, self.config, self.dtype, self.weights)
-        ours, theirs = [(c.n_layer, c.operators) for c in (self.config, source.config)]
-        if ours != theirs or source.planes is None:
+        ours = self.config
+        theirs = source.config
+        same = ours.n_layer == theirs.n_layer and ours.operators == theirs.operators
+        if not same or source.planes is None:
             raise ValueError(f"adapter {name!r}: must have weights, made for this model")
         return source
 
@@ -495,11 +497,14 @@ class Adapter(LoRA):
     def fill(self, module, layers, a, b):
         """Keep this device's part of A (.., rank, n_in) and B (.., rank, n_out), zeros below."""
         i, n = self.config.shard
-        row_parallel = self.config.modules[module][0] in ROW_PARALLEL
-        a = cut(a, -1, (i, n), module) if row_parallel else a[..., i::n, :]
-        own_a, own_b = self.factors(module)
-        own_a[layers, ..., :a.size(-2), :] = a
-        own_b[layers, ..., :b.size(-2), :] = cut(b, -1, (i, n), module)
+        op, *_ = self.config.modules[module]
+        if op in ROW_PARALLEL:
+            a = cut(a, -1, (i, n), module)
+        else:
+            a = a[..., i::n, :]
+        b = cut(b, -1, (i, n), module)
+        for own, factor in zip(self.factors(module), (a, b)):
+            own[layers, ..., :factor.size(-2), :] = factor
 
 # -----------------------------------------------------------------------------
 # part 3: the tensors of a shape, and how devices share them. May be skipped
@@ -1101,14 +1106,16 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
 
 def text_settings(folder):
     """Settings of a folder's tokenizer, its family, and "stop": the tokens that end a text"""
-    paths = [folder / f"{name}config.json" for name in ("", "generation_", "tokenizer_")]
-    config, generation, text = (read_json(path) if path.is_file() else {} for path in paths)
+    names = "config", "generation_config", "tokenizer_config", "special_tokens_map"
+    files = [folder / f"{name}.json" for name in names]
+    config, generation, text, special = (read_json(f) if f.is_file() else {} for f in files)
+    if "added_tokens_decoder" not in text:  # as in transformers
+        text |= special
     family = config.get("model_type")
-    stop = {**FAMILIES.get(family, {}), **config, **generation}.get("eos_token_id")
-    path = folder / "special_tokens_map.json"
-    if path.is_file() and "added_tokens_decoder" not in text:  # as in transformers
-        text |= read_json(path)
-    return text | {"family": family, "stop": [stop] if isinstance(stop, int) else stop or []}
+    stop = (FAMILIES.get(family, {}) | config | generation).get("eos_token_id")
+    if isinstance(stop, int):
+        stop = [stop]
+    return text | {"family": family, "stop": stop or []}
 
 def stop_tokens(name):
     """The tokens that end a text, of a model named as in load_model; none of random weights"""
@@ -1149,9 +1156,11 @@ def stdlib_tokens():
 def train_tiny(steps=1100, B=4, T=256):
     """Train the preset "tiny" and, in half as many steps, a draft model of one layer."""
     data = stdlib_tokens()
-    for name, n_layer, n in (("draft", 1, steps // 2), ("tiny", preset("tiny").n_layer, steps)):
+    tiny = preset("tiny")
+    draft = replace(tiny, n_layer=1)
+    for name, config, n in (("draft", draft, steps // 2), ("tiny", tiny, steps)):
         torch.manual_seed(0)
-        model = GPT.from_preset(replace(preset("tiny"), n_layer=n_layer), torch.float32)
+        model = GPT.from_preset(config, torch.float32)
         parameters = model.make_trainable()
         optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.99), weight_decay=0.1)
         bar = tqdm(range(n), f"training {name}")

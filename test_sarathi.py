@@ -1166,6 +1166,7 @@ def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
 @each("config, generation, stop", [
     (dict(eos_token_id=5), dict(eos_token_id=[1, 9]), [1, 9]),
     (dict(eos_token_id=[5, 6]), {}, [5, 6]),
+    (dict(eos_token_id=0), {}, [0]),
     (dict(model_type="llama"), {}, [2]),
     (dict(model_type="llama", eos_token_id=None), {}, []),
     (dict(model_type="qwen2"), None, []),
