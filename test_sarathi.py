@@ -625,7 +625,7 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
     "tied, stored as the head": dict(tie_word_embeddings=True, changes=dict(tensors={
         "model.embed_tokens.weight": None, "lm_head.weight": 0.2 * SPREAD.sin()})),
     "tied, a head of more digits": dict(tie_word_embeddings=True, changes=dict(tensors={
-        "model.embed_tokens.weight": 0.2 * SPREAD.sin().bfloat16(),
+        "model.embed_tokens.weight": (0.2 * SPREAD.sin()).bfloat16(),
         "lm_head.weight": 0.2 * SPREAD.sin()})),
     "dtypes of all kinds": dict(changes=dict(tensors={
         "lm_head.weight": 0.2 * SPREAD.sin().double(), "model.norm.weight": torch.ones(64).half(),
