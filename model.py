@@ -848,9 +848,12 @@ def is_fast(dtype, device):
     return dtype == torch.float32 or pack(weight) is not weight
 
 def pick_dtype(dtype, device, stored=torch.bfloat16):
-    """A torch dtype. None: the stored one if this machine is fast in it, else float32."""
+    """A torch dtype. None: the stored one if this machine is fast in it, else float32, on a GPU
+    float16."""
+    if dtype is None and is_fast(stored, device):
+        return stored
     if dtype is None:
-        return stored if is_fast(stored, device) else torch.float32
+        return torch.float16 if torch.device(device).type == "cuda" else torch.float32
     name = str(dtype).removeprefix("torch.")
     if getattr(torch, name, None) not in DTYPES:
         raise ValueError(f"dtype = {name!r}: must be one of float32, bfloat16, float16")
