@@ -1,14 +1,17 @@
 """GPT-2, LLaMA, Mistral and Qwen over a flat batch of tokens. This file knows weights, checkpoints
-and text. It has never heard of a request. In reading order; a student may stop after part 1:
+and text. It has never heard of a request. In reading order; the lesson is part 1, a student may
+stop behind it:
 
-    1 GPTConfig, GPT   the shape of a model; forward(batch, kv): one iteration; the reference
-      Adapter          LoRA weights, laid out as the pages of the cache [S-LoRA §5.1]
-    2 TENSORS, World   names and shapes of tensors, and how devices share them [S-LoRA §6]
-    3 check_range, ..  checks of what users give
-    4 read_config      Hugging Face folders: FAMILIES and their settings, Checkpoint
-    5 read_factors     PEFT folders
-    6 Tokenizer        text and chats, by the tokenizers library, tiktoken and jinja2
-    7 load_model       a model by its name; `python model.py` trains "tiny" and its draft model
+    1 GPTConfig, PRESETS  the shape of a model
+      Transformer         forward(batch, kv): one iteration; forward_ref: the reference
+      LoRA                weights of an adapter, laid out as pages of the cache [S-LoRA §5.1]
+    2 GPT, Adapter        a Transformer and a LoRA with weights: random, stored, merged, trained
+    3 list_layer, World   names and shapes of tensors, and how devices share them [S-LoRA §6]
+    4 check_range, ..     checks of what users give
+    5 read_config         Hugging Face folders: FAMILIES and their settings, Checkpoint
+    6 read_factors        PEFT folders
+    7 Tokenizer           text and chats, by the tokenizers library, tiktoken and jinja2
+    8 load_model          a model by its name; `python model.py` trains "tiny" and its draft model
 """
 import argparse
 import atexit
@@ -21,7 +24,7 @@ import re
 import sys
 import time
 from collections import defaultdict, namedtuple
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, partial
 from numbers import Integral, Real
 from pathlib import Path
@@ -43,6 +46,10 @@ from tqdm import tqdm
 
 # -----------------------------------------------------------------------------
 # part 1: the shape of a model, one iteration, the reference, adapters
+
+# [SARATHI Table 1]; ln: linear -> dim of a weight that tensor parallelism cuts, 0: its output
+OPERATORS = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
+ROW_PARALLEL = ("postproj", "ffn_ln2")  # their input is cut
 
 @dataclass
 class GPTConfig:
@@ -84,46 +91,56 @@ class GPTConfig:
         return replace(self, n_head=self.n_head // n, n_kv_head=self.n_kv_head // n,
                        n_inner=self.n_inner // n, shard=(rank, n))
 
-    # what follows from the shape, see part 2
-    tensors = cached_property(lambda config: list_tensors(config))
-    modules = cached_property(lambda config: list_modules(config))
-    operators = cached_property(lambda config: list_operators(config))
-    n_params = cached_property(lambda config: count_parameters(config))
+    @cached_property
+    def modules(self):
+        """{module of a checkpoint: (operator, n_out, n_in)} of one layer of the whole model"""
+        return {module: (op, *shape) for op, module, _, *shape in list_layer(self)
+                if op in OPERATORS}
+
+    @cached_property
+    def operators(self):
+        """{operator: n_in, n_out and columns of its modules} of one layer of this device"""
+        return list_operators(self)
+
+    @cached_property
+    def n_params(self):
+        """Parameters of the whole model, embeddings included"""
+        parts = sum(list_tensors(self).values(), [])
+        return sum(math.prod(shape) for _, shape, _ in parts)
 
     def page_bytes(self, itemsize):
         """Bytes of K and V of one token in all layers: m_kv in [SARATHI §4.3]"""
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
 
+gpt2 = partial(GPTConfig, family="gpt2", tied=True)
 llama = partial(GPTConfig, vocab_size=32000, block_size=2048)
-PRESETS = {  # layers, heads, embd
-    "tiny": GPTConfig(4, 4, 256, n_inner=704, vocab_size=257, tied=True),  # see train_tiny
-    "gpt2": GPTConfig(12, 12, 768, family="gpt2", tied=True),
-    "gpt2-xl": GPTConfig(48, 25, 1600, family="gpt2", tied=True),
-    "gpt3-175b": GPTConfig(96, 96, 12288, block_size=4096, family="gpt2", tied=True),
-    "llama-30m": llama(8, 8, 512, n_inner=1408, vocab_size=8192, tied=True),
-    "llama-124m": llama(12, 12, 768, n_inner=2048, vocab_size=50304, tied=True),  # as GPT-2
-    "llama-160m": llama(12, 12, 768, n_inner=3072),
-    "tinyllama-1.1b": llama(22, 32, 2048, n_inner=5632, n_kv_head=4),
-    "llama-7b": llama(32, 32, 4096, n_inner=11008, block_size=4096),
-    "llama-13b": llama(40, 40, 5120, n_inner=13824, block_size=4096),
-    "llama-33b": llama(60, 52, 6656, n_inner=17920, block_size=4096),
-    "llama-70b": llama(80, 64, 8192, n_inner=28672, n_kv_head=8, block_size=4096)}
+PRESETS = {
+    "tiny": GPTConfig(n_layer=4, n_head=4, n_embd=256, n_inner=704, vocab_size=257, tied=True),
+    "gpt2": gpt2(n_layer=12, n_head=12, n_embd=768),
+    "gpt2-xl": gpt2(n_layer=48, n_head=25, n_embd=1600),
+    "gpt3-175b": gpt2(n_layer=96, n_head=96, n_embd=12288, block_size=4096),
+    "llama-30m": llama(n_layer=8, n_head=8, n_embd=512, n_inner=1408, vocab_size=8192, tied=True),
+    "llama-124m": llama(n_layer=12, n_head=12, n_embd=768, n_inner=2048, vocab_size=50304,
+                        tied=True),  # as large as GPT-2
+    "llama-160m": llama(n_layer=12, n_head=12, n_embd=768, n_inner=3072),
+    "tinyllama-1.1b": llama(n_layer=22, n_head=32, n_embd=2048, n_inner=5632, n_kv_head=4),
+    "llama-7b": llama(n_layer=32, n_head=32, n_embd=4096, n_inner=11008, block_size=4096),
+    "llama-13b": llama(n_layer=40, n_head=40, n_embd=5120, n_inner=13824, block_size=4096),
+    "llama-33b": llama(n_layer=60, n_head=52, n_embd=6656, n_inner=17920, block_size=4096),
+    "llama-70b": llama(n_layer=80, n_head=64, n_embd=8192, n_inner=28672, n_kv_head=8,
+                       block_size=4096)}
 
-class GPT:
-    """A model, or one device's share of it. Made by from_preset() or from_pretrained()."""
+class Transformer:
+    """The mathematics of a model, or of one device's share of it. GPT adds where weights come from
+    and go to."""
 
-    def __init__(self, config: GPTConfig, take, dtype: torch.dtype, world: "World"):
-        """take(name, shape) -> a tensor of the whole model, of which this rank keeps its share"""
-        self.config = config.shard_of(world.rank, world.size)
+    def __init__(self, config, weights, world):
+        self.config = config  # of this device
+        self.weights = weights  # {our name: weight}, see list_tensors; matrices are packed
         self.world = world
-        self.dtype = dtype
-        self.weights = self.take_weights(take)  # as in config.tensors, packed for this machine
-        self.device = self.weights["embedding.weight"].device
+        self.device = weights["embedding.weight"].device
         self.hidden = None  # the last hidden states of an iteration, see forward()
-        self.merged = None  # the adapter in the weights
-        self.originals = {}  # weights without it
-        self.profile = None  # a CostModel, measured when it is first needed
-        self.frequencies = rotary_frequencies(self.config).to(self.device)
+        self.frequencies = rotary_frequencies(config).to(self.device)
 
     @torch.inference_mode()
     def forward(self, batch, kv, mark=lambda operator: None):
@@ -208,20 +225,75 @@ class GPT:
         assert self.world.size == 1, "the reference has no tensor parallelism"
         return self.forward_ref(torch.as_tensor(tokens, device=self.device)[None])[0]
 
-    def take_weights(self, take):
-        """{our name: this rank's share}, matrices packed"""
-        weights = {}
-        for name, parts in self.config.tensors.items():
-            shares = [cut(take(part, shape), dim, self.config.shard, part)
-                      for part, shape, dim in parts]
-            if self.world.rank > 0 and name.endswith(RANK_0):
-                continue
-            weight = torch.cat(shares).to(self.world.device, self.dtype)
-            is_table = name.startswith(("embedding", "positions"))
-            weights[name] = weight if is_table or weight.dim() == 1 else pack(weight)
-        if self.config.tied and self.world.rank == 0:
-            weights["head.weight"] = pack(weights["embedding.weight"])
-        return weights
+class LoRA:
+    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. From the first
+    page of a module on, the K plane holds the rows of A, and the V plane those of B, multiplied by
+    its scaling. A row that is wider than a page takes several pages."""
+
+    def __init__(self, config, ranks, dtype=None):
+        """ranks: {module: rank}, or one rank for q, k, v, o [S-LoRA §4.1]. dtype None: no weights.
+        A device has its columns of B and every n-th row of A, in row-parallel operators its columns
+        of both [S-LoRA §6]."""
+        if isinstance(ranks, int):
+            ranks = {module: ranks for module in config.modules if "attn" in module}
+        self.config = config
+        self.ranks = ranks
+        self.n_page = 0
+        self.n_params = 0  # of this device
+        # operator -> [(column, columns, rank of A, rank of B, number of the module, first page)]
+        self.sites = {}
+        self.max_rank = {}  # operator -> its largest rank, as a power of two, 16 at least
+        self.places = {}  # module -> (first page, shape of A, shape of B)
+        width = config.n_kv_head * config.head_dim
+        for op, (n_in, _, modules) in config.operators.items():
+            sites = []
+            for number, (module, (column, columns)) in enumerate(modules.items()):
+                if module in ranks:
+                    rank = ranks[module]
+                    rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])
+                    sites.append((column, columns, rank_a, rank, number, self.n_page))
+                    self.places[module] = self.n_page, (rank_a, n_in), (rank, columns)
+                    self.n_page += max(rank_a * cdiv(n_in, width), rank * cdiv(columns, width))
+                    self.n_params += config.n_layer * (rank_a * n_in + rank * columns)
+            self.sites[op] = sites
+            if sites:
+                widest = max(rank_a for _, _, rank_a, *_ in sites)
+                self.max_rank[op] = max(16, 1 << (widest - 1).bit_length())
+        self.planes = None
+        if dtype is not None:
+            self.planes = torch.zeros(config.n_layer, 2, self.n_page, width, dtype=dtype,
+                                      pin_memory=torch.cuda.is_available())
+
+    def factors(self, module):
+        """Views of A (L, rank of A, n_in) and B (L, rank of B, columns) on this device"""
+        first, *shapes = self.places[module]
+        views = []
+        for plane, (rank, n) in zip(self.planes.unbind(1), shapes):
+            pages = plane[:, first:first + rank * cdiv(n, plane.size(-1))]
+            views.append(pages.view(len(pages), rank, -1)[..., :n])
+        return views
+
+    @torch.inference_mode()
+    def write(self, kv, pages):
+        """Copy the weights of all layers to these pages (n_page,) of kv (L, 2, n_page, Hk, D)."""
+        pages = send(torch.tensor(pages), kv.device)
+        planes = self.planes.to(kv, non_blocking=True)
+        kv.index_copy_(2, pages, planes.unflatten(-1, kv.shape[3:]))
+
+# -----------------------------------------------------------------------------
+# part 2: models and adapters with weights: random, stored, merged, trained. May be skipped
+
+class GPT(Transformer):
+    """A model, or one device's share of it. Made by from_preset() or from_pretrained()."""
+
+    def __init__(self, config: GPTConfig, take, dtype: torch.dtype, world: "World"):
+        """take(name, shape) -> a tensor of the whole model, of which this rank keeps its share"""
+        share = config.shard_of(world.rank, world.size)
+        super().__init__(share, take_weights(share, take, dtype, world.device), world)
+        self.dtype = dtype
+        self.merged = None  # the adapter in the weights
+        self.originals = {}  # weights without it
+        self.profile = None  # a CostModel, measured when it is first needed
 
     @classmethod
     def from_preset(cls, name: str | GPTConfig, dtype: torch.dtype | str | None = None,
@@ -244,12 +316,13 @@ class GPT:
         FAMILIES. FileNotFoundError for what is missing, ValueError for contents that do not fit."""
         folder = find_folder(name) or Path(name)
         config, stored = read_config(folder)
-        checkpoint = Checkpoint(folder, "model")
+        checkpoint = Checkpoint(folder, "model", full_name)
         head = checkpoint.get("lm_head.weight")
         if config.tied and head is not None:  # as transformers: one may be missing, or differ
-            name = config.tensors["embedding.weight"][0][0]
+            (name, *_), = list_tensors(config)["embedding.weight"]
             embedding = checkpoint.setdefault(name, head)
-            config = replace(config, tied=is_equal(embedding, head))
+            is_tied = embedding.dtype == head.dtype and torch.equal(embedding, head)
+            config = replace(config, tied=is_tied)
         world = world or World(device)
         model = cls(config, checkpoint.take, pick_dtype(dtype, world.device, stored), world)
         surplus = [name for name in checkpoint if not re.fullmatch(NOT_NEEDED, name)]
@@ -258,18 +331,24 @@ class GPT:
         return model
 
     def save_pretrained(self, folder):
-        """Write a Hugging Face folder."""
+        """Write a Hugging Face folder, without a merged adapter. ValueError if config.json cannot
+        say what this model's shape is."""
         c = self.config
-        tensors = {}
-        for name, parts in c.tensors.items():
-            weight = (self.weights | self.originals)[name].to_dense().detach()
-            for part, shape, _ in parts:
-                tensor, weight = weight.tensor_split([shape[0]])
-                tensors[part] = tensor.T if part.endswith(TRANSPOSED) else tensor
         keys = {KEYS.get(key, key): key for key in FAMILIES[c.family]}
         settings = {keys[name]: value for name, value in vars(c).items() if name in keys}
         settings |= {"architectures": [ARCHITECTURES[c.family]], "model_type": c.family,
                      "dtype": str(self.dtype).removeprefix("torch."), "sliding_window": None}
+        read, _ = parse_config(folder, dict(settings))
+        for name in [field.name for field in fields(c)]:
+            value = getattr(c, name)
+            if value != getattr(read, name, None):
+                raise ValueError(f"{name} = {value}: is not in a config.json of {c.family!r}")
+        tensors = {}
+        for name, parts in list_tensors(c).items():
+            weight = (self.weights | self.originals)[name].to_dense().detach()
+            for part, shape, _ in parts:
+                tensor, weight = weight.tensor_split([shape[0]])
+                tensors[part] = tensor.T if part.endswith(TRANSPOSED) else tensor
         write_folder(folder, "model", tensors, "config.json", settings)
 
     @property
@@ -325,8 +404,10 @@ class GPT:
             return Adapter.random(self.config, rank, seed, self.dtype)
         if not isinstance(source, Adapter):
             return Adapter.from_pretrained(source, self.config, self.dtype, self.weights)
-        ours, theirs = [(c.n_layer, c.operators) for c in (self.config, source.config)]
-        if ours != theirs or source.planes is None:
+        ours = self.config
+        theirs = source.config
+        same = ours.n_layer == theirs.n_layer and ours.operators == theirs.operators
+        if not same or source.planes is None:
             raise ValueError(f"adapter {name!r}: must have weights, made for this model")
         return source
 
@@ -338,6 +419,21 @@ class GPT:
         if self.config.tied:
             self.weights["head.weight"] = self.weights["embedding.weight"]
         return list(dict.fromkeys(self.weights.values()))
+
+def take_weights(config, take, dtype, device):
+    """{our name: this device's share of what take gives}, matrices packed"""
+    weights = {}
+    i = config.shard[0]
+    for name, parts in list_tensors(config).items():
+        shares = [cut(take(part, shape), dim, config.shard, part) for part, shape, dim in parts]
+        if i > 0 and name.endswith(RANK_0):
+            continue
+        weight = torch.cat(shares).to(device, dtype)
+        is_table = name.startswith(("embedding", "positions"))
+        weights[name] = weight if is_table or weight.dim() == 1 else pack(weight)
+    if config.tied and i == 0:
+        weights["head.weight"] = pack(weights["embedding.weight"])
+    return weights
 
 def rotary_frequencies(config):
     """Radians per position (D / 2,), stretched as config.rope_scaling says, or ValueError."""
@@ -360,44 +456,8 @@ def rotary_frequencies(config):
     kept = ((turns - low) / (number("high_freq_factor") - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / number("factor"))
 
-class Adapter:
-    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. From the first
-    page of a module on, the K plane holds the rows of A, and the V plane those of B, multiplied by
-    its scaling. A row that is wider than a page takes several pages."""
-
-    def __init__(self, config, ranks, dtype=None):
-        """ranks: {module: rank}, or one rank for q, k, v, o [S-LoRA §4.1]. dtype None: no weights.
-        A device has its columns of B and every n-th row of A, in row-parallel operators its columns
-        of both [S-LoRA §6]."""
-        if isinstance(ranks, int):
-            ranks = {module: ranks for module in config.modules if "attn" in module}
-        self.config = config
-        self.ranks = ranks
-        self.n_page = 0
-        self.n_params = 0  # of this device
-        # operator -> [(column, columns, rank of A, rank of B, number of the module, first page)]
-        self.sites = {}
-        self.max_rank = {}  # operator -> its largest rank, as a power of two, 16 at least
-        self.places = {}  # module -> (first page, shape of A, shape of B)
-        width = config.n_kv_head * config.head_dim
-        for op, (n_in, _, modules) in config.operators.items():
-            sites = []
-            for number, (module, (column, columns)) in enumerate(modules.items()):
-                if module in ranks:
-                    rank = ranks[module]
-                    rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])
-                    sites.append((column, columns, rank_a, rank, number, self.n_page))
-                    self.places[module] = self.n_page, (rank_a, n_in), (rank, columns)
-                    self.n_page += max(rank_a * cdiv(n_in, width), rank * cdiv(columns, width))
-                    self.n_params += config.n_layer * (rank_a * n_in + rank * columns)
-            self.sites[op] = sites
-            if sites:
-                widest = max(rank_a for _, _, rank_a, *_ in sites)
-                self.max_rank[op] = max(16, 1 << (widest - 1).bit_length())
-        self.planes = None
-        if dtype is not None:
-            self.planes = torch.zeros(config.n_layer, 2, self.n_page, width, dtype=dtype,
-                                      pin_memory=torch.cuda.is_available())
+class Adapter(LoRA):
+    """A LoRA with random weights, or those of a folder"""
 
     @classmethod
     def random(cls, config, ranks, seed=0, dtype=torch.float32):
@@ -435,107 +495,88 @@ class Adapter:
                     "target_modules": list(self.ranks), "fan_in_fan_out": not self.config.is_llama}
         write_folder(folder, "adapter_model", tensors, "adapter_config.json", settings)
 
-    def factors(self, module):
-        """Views of A (L, rank of A, n_in) and B (L, rank of B, columns) on this device"""
-        first, *shapes = self.places[module]
-        views = []
-        for plane, (rank, n) in zip(self.planes.unbind(1), shapes):
-            pages = plane[:, first:first + rank * cdiv(n, plane.size(-1))]
-            views.append(pages.view(len(pages), rank, -1)[..., :n])
-        return views
-
     def fill(self, module, layers, a, b):
         """Keep this device's part of A (.., rank, n_in) and B (.., rank, n_out), zeros below."""
         i, n = self.config.shard
-        row_parallel = self.config.modules[module][0] in ROW_PARALLEL
-        a = cut(a, -1, (i, n), module) if row_parallel else a[..., i::n, :]
-        own_a, own_b = self.factors(module)
-        own_a[layers, ..., :a.size(-2), :] = a
-        own_b[layers, ..., :b.size(-2), :] = cut(b, -1, (i, n), module)
-
-    @torch.inference_mode()
-    def write(self, kv, pages):
-        """Copy the weights of all layers to these pages (n_page,) of kv (L, 2, n_page, Hk, D)."""
-        pages = send(torch.tensor(pages), kv.device)
-        planes = self.planes.to(kv, non_blocking=True)
-        kv.index_copy_(2, pages, planes.unflatten(-1, kv.shape[3:]))
+        op, *_ = self.config.modules[module]
+        if op in ROW_PARALLEL:
+            a = cut(a, -1, (i, n), module)
+        else:
+            a = a[..., i::n, :]
+        b = cut(b, -1, (i, n), module)
+        for own, factor in zip(self.factors(module), (a, b)):
+            own[layers, ..., :factor.size(-2), :] = factor
 
 # -----------------------------------------------------------------------------
-# part 2: the tensors of a shape, and how devices share them. May be skipped
+# part 3: the tensors of a shape, and how devices share them. May be skipped
 
-# [SARATHI Table 1]; ln: linear -> dim of a weight that tensor parallelism cuts, 0: its output
-OPERATORS = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
-ROW_PARALLEL = ("postproj", "ffn_ln2")  # their input is cut
 RANK_0 = ("head.weight", "postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
-# our name, name in a checkpoint, has a bias, shape; * is a layer. Lines of one name are one matrix.
-# GPTConfig.tensors makes of three lines, for llama-7b, "3.preproj.weight":
-# [("model.layers.3.self_attn.q_proj.weight", (4096, 4096), 0), the same of k_proj and of v_proj]
-TENSORS = {
-    "llama": """embedding    model.embed_tokens                        no   V C
-                norm         model.norm                                no   C
-                head         lm_head                                   no   V C
-                *.norm1      model.layers.*.input_layernorm            no   C
-                *.preproj    model.layers.*.self_attn.q_proj           qkv  Q C
-                *.preproj    model.layers.*.self_attn.k_proj           qkv  K C
-                *.preproj    model.layers.*.self_attn.v_proj           qkv  K C
-                *.qk_norm    model.layers.*.self_attn.q_norm           no   D
-                *.qk_norm    model.layers.*.self_attn.k_norm           no   D
-                *.postproj   model.layers.*.self_attn.o_proj           o    C Q
-                *.norm2      model.layers.*.post_attention_layernorm   no   C
-                *.ffn_ln1    model.layers.*.mlp.gate_proj              mlp  I C
-                *.ffn_ln1    model.layers.*.mlp.up_proj                mlp  I C
-                *.ffn_ln2    model.layers.*.mlp.down_proj              mlp  C I""",
-    "gpt2": """embedding    wte              no   V C
-               positions    wpe              no   T C
-               norm         ln_f             yes  C
-               head         lm_head          no   V C
-               *.norm1      h.*.ln_1         yes  C
-               *.preproj    h.*.attn.c_attn  yes  QKV C
-               *.postproj   h.*.attn.c_proj  yes  C Q
-               *.norm2      h.*.ln_2         yes  C
-               *.ffn_ln1    h.*.mlp.c_fc     yes  I C
-               *.ffn_ln2    h.*.mlp.c_proj   yes  C I"""}
 # columns: {module: (first column, columns)} of the output, to which adapters of this device add
 Operator = namedtuple("Operator", "n_in n_out columns")
 
-def list_tensors(config):
-    """{our name: [(name in a checkpoint, shape, dim that is cut by tensor parallelism)]}"""
+def list_layer(config):
+    """[(our name, name in a checkpoint, has a bias, *shape)] of a layer of the whole model. Tensors
+    of one name are one matrix, in this order."""
     c = config
-    n = c.shard[1]
-    Q = n * c.n_head * c.head_dim
-    K = n * c.n_kv_head * c.head_dim
-    sizes = dict(V=c.vocab_size, T=c.block_size, C=c.n_embd, D=c.head_dim, I=n * c.n_inner,
-                 Q=Q, K=K, QKV=Q + 2 * K)
-    has_bias = dict(no=False, yes=True, o=c.attention_bias, mlp=c.mlp_bias,
-                    qkv=c.attention_bias or c.family == "qwen2")
+    C = c.n_embd
+    I = c.shard[1] * c.n_inner
+    Q = c.shard[1] * c.n_head * c.head_dim
+    K = c.shard[1] * c.n_kv_head * c.head_dim
+    if not c.is_llama:
+        return [
+            ("norm1", "ln_1", True, C),
+            ("preproj", "attn.c_attn", True, Q + 2 * K, C),
+            ("postproj", "attn.c_proj", True, C, Q),
+            ("norm2", "ln_2", True, C),
+            ("ffn_ln1", "mlp.c_fc", True, I, C),
+            ("ffn_ln2", "mlp.c_proj", True, C, I)]
+    qkv_bias = c.attention_bias or c.family == "qwen2"
+    layer = [
+        ("norm1", "input_layernorm", False, C),
+        ("preproj", "self_attn.q_proj", qkv_bias, Q, C),
+        ("preproj", "self_attn.k_proj", qkv_bias, K, C),
+        ("preproj", "self_attn.v_proj", qkv_bias, K, C),
+        ("qk_norm", "self_attn.q_norm", False, c.head_dim),
+        ("qk_norm", "self_attn.k_norm", False, c.head_dim),
+        ("postproj", "self_attn.o_proj", c.attention_bias, C, Q),
+        ("norm2", "post_attention_layernorm", False, C),
+        ("ffn_ln1", "mlp.gate_proj", c.mlp_bias, I, C),
+        ("ffn_ln1", "mlp.up_proj", c.mlp_bias, I, C),
+        ("ffn_ln2", "mlp.down_proj", c.mlp_bias, C, I)]
+    return [row for row in layer if row[0] != "qk_norm" or c.family == "qwen3"]
+
+def list_outside(config):
+    """The same of the tensors outside the layers"""
+    c = config
+    V = c.vocab_size
+    C = c.n_embd
+    if c.is_llama:
+        outside = [
+            ("embedding", "model.embed_tokens", False, V, C),
+            ("norm", "model.norm", False, C)]
+    else:
+        outside = [
+            ("embedding", "transformer.wte", False, V, C),
+            ("positions", "transformer.wpe", False, c.block_size, C),
+            ("norm", "transformer.ln_f", True, C)]
+    return outside if c.tied else [*outside, ("head", "lm_head", False, V, C)]
+
+def list_tensors(config):
+    """{our name: [(name in a checkpoint, shape, dim that is cut by tensor parallelism)]}. For
+    llama-7b, "3.preproj.weight": [("model.layers.3.self_attn.q_proj.weight", (4096, 4096), 0), the
+    same of k_proj and of v_proj]"""
+    rows = list_outside(config)
+    for ours, theirs, *rest in list_layer(config):
+        rows += [(f"{i}.{ours}", f"{config.layers}.{i}.{theirs}", *rest)
+                 for i in range(config.n_layer)]
     tensors = defaultdict(list)
-    for line in TENSORS["llama" if c.is_llama else "gpt2"].splitlines():
-        if "qk_norm" in line and c.family != "qwen3":
-            continue
-        for i in range(c.n_layer if "*" in line else 1):
-            ours, theirs, bias, *letters = line.replace("*", str(i)).split()
-            shape = tuple(sizes[letter] for letter in letters)
-            dim = OPERATORS.get(ours.split(".")[-1])
-            tensors[f"{ours}.weight"].append((f"{theirs}.weight", shape, dim))
-            if has_bias[bias]:
-                tensors[f"{ours}.bias"].append((f"{theirs}.bias", shape[:1], dim))
-    if c.tied:
-        del tensors["head.weight"]
+    for ours, theirs, has_bias, *shape in rows:
+        shape = tuple(shape)
+        dim = OPERATORS.get(ours.split(".")[-1])
+        tensors[f"{ours}.weight"].append((f"{theirs}.weight", shape, dim))
+        if has_bias:
+            tensors[f"{ours}.bias"].append((f"{theirs}.bias", shape[:1], dim))
     return tensors
-
-def count_parameters(config):
-    """Parameters of the whole model, embeddings included"""
-    parts = sum(config.tensors.values(), [])
-    return sum(math.prod(shape) for _, shape, _ in parts)
-
-def list_modules(config):
-    """{module of a checkpoint: (operator, n_out, n_in)} of one layer of the whole model"""
-    modules = {}
-    for op in OPERATORS:
-        for name, shape, _ in config.tensors[f"0.{op}.weight"]:
-            module = name.split(".0.")[1].removesuffix(".weight")
-            modules[module] = (op, *shape)
-    return modules
 
 def list_operators(config):
     """{name: Operator} of one layer of this share"""
@@ -607,7 +648,7 @@ def cut(tensor, dim, shard, module):
     return torch.cat([piece.chunk(n, dim)[i] for piece in pieces], dim)
 
 # -----------------------------------------------------------------------------
-# part 3: checks of what users give, here and in sarathi.py. May be skipped
+# part 4: checks of what users give, here and in sarathi.py. May be skipped
 
 def check_choice(name, value, choices):
     """Returns value. KeyError that lists the choices if it is none of them."""
@@ -646,12 +687,11 @@ def check_settings(path, settings, table, others=None):
             raise ValueError(f"{path}: {key} = {value!r:.100} is not supported, only {valid}")
 
 # -----------------------------------------------------------------------------
-# part 4: Hugging Face folders: settings and tensors. May be skipped
+# part 5: Hugging Face folders: settings and tensors. May be skipped
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (n_in, n_out)
 # buffers, a head that equals the embedding, and other heads, of a training
 NOT_NEEDED = r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq|lm_head\.weight)|(v_head|score)\..*"
-BARE = r"^(?=(embed_tokens|layers|norm)\.)"  # names that AutoModel wrote, without "model."
 KEYS = dict(  # key of config.json -> field of GPTConfig, where the names differ
     num_hidden_layers="n_layer", num_attention_heads="n_head", num_key_value_heads="n_kv_head",
     hidden_size="n_embd", intermediate_size="n_inner", rms_norm_eps="norm_eps",
@@ -693,7 +733,10 @@ def read_json(path):
 def read_config(folder):
     """folder/config.json -> (GPTConfig, the stored dtype)"""
     path = folder / "config.json"
-    settings = read_json(path)
+    return parse_config(path, read_json(path))
+
+def parse_config(path, settings):
+    """The settings of a config.json -> (GPTConfig, the stored dtype)"""
     # 1. the family, or that of the architecture. It is refused before all others
     if settings.get("model_type") is None:
         names = settings.get("architectures") or ()
@@ -767,10 +810,15 @@ def files_of(folder, stem):
     check_type(f"{index}: weight_map", files, dict, "a dict")
     return sorted(set(files.values()))
 
+def full_name(name):
+    """A tensor's name in a model with a head. AutoModel's names are without its first part."""
+    name = re.sub(r"^(?=(embed_tokens|layers|norm)\.)", "model.", name)
+    return re.sub(r"^(?=(wte|wpe|h|ln_f)\.)", "transformer.", name)
+
 class Checkpoint(dict):
     """{name: tensor} of a folder. Tensors are read from their files when they are used."""
 
-    def __init__(self, folder, stem):
+    def __init__(self, folder, stem, rename=str):
         self.folder = folder
         for path in [folder / file for file in files_of(folder, stem)]:
             if not path.is_file():
@@ -780,9 +828,7 @@ class Checkpoint(dict):
                 tensors = load_file(path).items()
             except SafetensorError as error:
                 raise ValueError(f"{path} is damaged: {error}") from None
-            for name, tensor in tensors:
-                name = re.sub(BARE, "model.", name) if stem == "model" else name
-                self[name.removeprefix("transformer.")] = tensor
+            self.update((rename(name), tensor) for name, tensor in tensors)
 
     def take(self, name, shape):
         """Remove a tensor and return it, as (n_out, n_in). ValueError if it does not fit."""
@@ -816,33 +862,29 @@ def pick_dtype(dtype, device, stored=torch.bfloat16):
     return getattr(torch, name)
 
 # -----------------------------------------------------------------------------
-# part 5: PEFT folders: settings and tensors. May be skipped
+# part 6: PEFT folders: settings and tensors. May be skipped
 
 OFF = [None, False, "", [], {}]
-LORA_SETTINGS = {  # fields of PEFT's LoraConfig -> the values they may have; None: any
+# fields of PEFT's LoraConfig. Used below, or without effect after the training: the tensors say
+# which modules have changed
+LORA_FREE = """r lora_alpha use_rslora rank_pattern alpha_pattern task_type auto_mapping
+    peft_version base_model_name_or_path revision inference_mode lora_dropout fan_in_fan_out
+    target_modules exclude_modules layers_to_transform layers_pattern loftq_config eva_config
+    corda_config lora_ga_config megatron_core qalora_group_size runtime_config ensure_weight_tying
+    merge_weights lora_dtype lorap_lr_ratio lorap_emb_lr""".split()
+# other mathematics, or tensors besides A and B; so are all settings of a later PEFT
+LORA_VARIANTS = """use_dora lora_bias modules_to_save trainable_token_indices use_qalora
+    alora_invocation_tokens layer_replication target_parameters megatron_config use_bdlora
+    arrow_config kasa_config velora_config monteclora_config""".split()
+LORA_SETTINGS = dict.fromkeys(LORA_FREE) | dict.fromkeys(LORA_VARIANTS, OFF) | {  # None: any value
     "peft_type": ["LORA"], "bias": ["none"],
     # all other ways change the weights of the base model
-    "init_lora_weights": [True, False, None, "gaussian", "orthogonal", "eva", "mica"],
-    # used below, or without effect after the training: the tensors say which modules have changed
-    **dict.fromkeys("""r lora_alpha use_rslora rank_pattern alpha_pattern task_type auto_mapping
-        peft_version base_model_name_or_path revision inference_mode lora_dropout fan_in_fan_out
-        target_modules exclude_modules layers_to_transform layers_pattern loftq_config eva_config
-        corda_config lora_ga_config megatron_core qalora_group_size runtime_config
-        ensure_weight_tying merge_weights lora_dtype lorap_lr_ratio lorap_emb_lr""".split()),
-    # other mathematics, or tensors besides A and B; so are all settings of a later PEFT
-    **dict.fromkeys("""use_dora lora_bias modules_to_save trainable_token_indices use_qalora
-        alora_invocation_tokens layer_replication target_parameters megatron_config use_bdlora
-        arrow_config kasa_config velora_config monteclora_config""".split(), OFF)}
+    "init_lora_weights": [True, False, None, "gaussian", "orthogonal", "eva", "mica"]}
 LORA_NUMBERS = dict(r=8, lora_alpha=8, rank_pattern={}, alpha_pattern={})  # PEFT's defaults
 # with or without the prefixes of PEFT and of wrappers, and with or without the adapter's name
 LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*(?:layers|h)\.(\d+)\.(.+)"
                r"\.lora_)[AB]((?:\.[^.]+)?\.weight)")
 EMBEDDING = r"\b(embed_tokens|wte|lm_head)\."
-
-def is_equal(weight, tensor):
-    """Whether a weight in any layout has a tensor's values, in the weight's dtype"""
-    weight = weight.to_dense()
-    return torch.equal(weight, tensor.to(weight))
 
 def setting_of(module, path, settings, key, patterns, least):
     """A setting for a module: of the first pattern that it matches, as PEFT matches it."""
@@ -868,7 +910,9 @@ def read_factors(folder, config, base):
     for name in [name for name in checkpoint if re.search(EMBEDDING, name)]:
         ours = (base or {}).get("head.weight" if "lm_head" in name else "embedding.weight")
         theirs = checkpoint.pop(name)
-        if not base or ours is not None and not is_equal(ours, theirs):
+        if ours is not None:
+            ours = ours.to_dense()  # in whatever layout it is
+        if not base or ours is not None and not torch.equal(ours, theirs.to(ours)):
             raise ValueError(f"{folder}: {name!r}: embeddings in an adapter are not supported, "
                              "except those of its base model: merge it with PEFT")
     factors = {}
@@ -894,7 +938,7 @@ def read_factors(folder, config, base):
     return factors
 
 # -----------------------------------------------------------------------------
-# part 6: text. May be skipped: engines see tokens alone
+# part 7: text. May be skipped: engines see tokens alone
 # Text to tokens and back, through functions of a library. encode(text) -> tokens; stop: tokens that
 # end a text; stream(tokens of a prompt) -> a function tokens -> text that continues it, where text
 # that later tokens may change is held back until [] says that there are none; chat(text of a user)
@@ -922,56 +966,74 @@ def byte_tokenizer():
         "bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}))
 
 def read_tokenizer(folder):
-    """The Tokenizer of a tokenizer.json. It adds tokens to texts as in transformers. The eos_token
-    of tokenizer_config.json ends texts too."""
+    """The Tokenizer of a tokenizer.json, as AutoTokenizer reads it. The eos_token of the settings
+    ends texts too."""
     settings = text_settings(folder)
-    path = folder / "tokenizer.json"
-    try:
-        library = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more specific
-        raise ValueError(f"{path} is not read by the tokenizers library: {error}") from None
-    library.no_truncation()
-    library.no_padding()
-    named = {name: token.get("content") if isinstance(token, dict) else token
-             for name, token in settings.items() if name.endswith("_token") and token}
-    end = library.token_to_id(str(named.get("eos_token")))
+    # 1. the special tokens by name: a text, or a dictionary with its content
+    names = [name for name in settings if name.endswith("_token")]
+    named = {name: content_of(settings[name]) for name in names}
+    named = {name: text for name, text in named.items() if isinstance(text, str)}
+    # 2. tokens that only the settings name. They are behind all others, as in transformers
+    library = read_library(folder / "tokenizer.json")
+    texts = [*map(content_of, settings.get("added_tokens_decoder", {}).values())]
+    texts += named.values()
+    texts += map(content_of, settings.get("additional_special_tokens") or [])
+    new = [text for text in texts if text and library.token_to_id(text) is None]
+    library.add_special_tokens(new)
+    # 3. the tokens that end a text
+    end = library.token_to_id(named.get("eos_token", ""))
+    stop = settings["stop"]
+    if end is not None and end not in stop:
+        stop = [*stop, end]
     added = library.get_added_tokens_decoder()
     special = {token for token in added if added[token].special}
 
     def encode(text, add=True):
         return library.encode(text, add_special_tokens=add).ids
 
-    # a byte of no character, if bytes are tokens: all bytes right before it are read as such too
-    wrong = library.token_to_id("<0xFF>")
-
-    def is_final(tokens, text):
-        longer = text if wrong is None else library.decode([*tokens, wrong])
-        return longer.startswith(text) and not text.endswith("\ufffd")
-
-    def stream(prompt=()):
-        window = [*prompt]  # tokens of the text before, on which spaces depend, and new ones
-        n_before = len(window)
-
-        def continue_text(tokens):
-            nonlocal window, n_before
-            window += tokens
-            text = library.decode(window)
-            before = os.path.commonprefix([library.decode(window[:n_before]), text])
-            if text == before or tokens and not is_final(window, text):
-                return ""
-            window = window[n_before:]
-            n_before = len(window)
-            return text.removeprefix(before)
-        return continue_text
-
     def chat(text):
         if special.isdisjoint(encode(text, False)[:1]):
             framed = render_chat(folder, settings.get("chat_template"), named, text)
             return framed and encode(framed, False)
 
-    stop = settings["stop"]
-    stop = stop if end in (None, *stop) else [*stop, end]
-    return Tokenizer(encode, stop, stream, chat)
+    return Tokenizer(encode, stop, partial(stream_text, library), chat)
+
+def content_of(token):
+    return token.get("content") if isinstance(token, dict) else token
+
+def read_library(path):
+    """The tokenizers.Tokenizer of a tokenizer.json, without what is for batches of a training"""
+    try:
+        library = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise ValueError(f"{path} is not read by the tokenizers library: {error}") from None
+    library.no_truncation()
+    library.no_padding()
+    return library
+
+def stream_text(library, prompt=()):
+    """-> a function tokens -> text that continues the prompt's. Joined, the texts are those of
+    decoding all tokens at once."""
+    window = [*prompt]  # tokens of the text before, on which spaces depend, and new ones
+    n_before = len(window)
+    # a byte of no character, if bytes are tokens. Right behind others, it makes all of them such
+    wrong = library.token_to_id("<0xFF>")
+
+    def is_final(text):
+        longer = text if wrong is None else library.decode([*window, wrong])
+        return longer.startswith(text) and not text.endswith("\ufffd")
+
+    def continue_text(tokens):
+        nonlocal window, n_before
+        window += tokens
+        text = library.decode(window)
+        before = os.path.commonprefix([library.decode(window[:n_before]), text])
+        if text == before or tokens and not is_final(text):
+            return ""
+        window = window[n_before:]
+        n_before = len(window)
+        return text.removeprefix(before)
+    return continue_text
 
 def raise_exception(message):
     raise ValueError(message)
@@ -1000,7 +1062,7 @@ def render_chat(folder, template, named, text):
                          f"{' '.join(str(error).split())}") from None
 
 # -----------------------------------------------------------------------------
-# part 7: models by name (folders, presets, the Hub), and a tiny one to train. May be skipped
+# part 8: models by name (folders, presets, the Hub), and a tiny one to train. May be skipped
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
 HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -1049,14 +1111,16 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
 
 def text_settings(folder):
     """Settings of a folder's tokenizer, its family, and "stop": the tokens that end a text"""
-    paths = [folder / f"{name}config.json" for name in ("", "generation_", "tokenizer_")]
-    config, generation, text = (read_json(path) if path.is_file() else {} for path in paths)
+    names = "config", "generation_config", "tokenizer_config", "special_tokens_map"
+    files = [folder / f"{name}.json" for name in names]
+    config, generation, text, special = (read_json(f) if f.is_file() else {} for f in files)
+    if "added_tokens_decoder" not in text:  # as in transformers
+        text |= special
     family = config.get("model_type")
-    stop = {**FAMILIES.get(family, {}), **config, **generation}.get("eos_token_id")
-    path = folder / "special_tokens_map.json"
-    if path.is_file() and "added_tokens_decoder" not in text:  # as in transformers
-        text |= read_json(path)
-    return text | {"family": family, "stop": [stop] if isinstance(stop, int) else stop or []}
+    stop = (FAMILIES.get(family, {}) | config | generation).get("eos_token_id")
+    if isinstance(stop, int):
+        stop = [stop]
+    return text | {"family": family, "stop": stop or []}
 
 def stop_tokens(name):
     """The tokens that end a text, of a model named as in load_model; none of random weights"""
@@ -1097,9 +1161,11 @@ def stdlib_tokens():
 def train_tiny(steps=1100, B=4, T=256):
     """Train the preset "tiny" and, in half as many steps, a draft model of one layer."""
     data = stdlib_tokens()
-    for name, n_layer, n in (("draft", 1, steps // 2), ("tiny", preset("tiny").n_layer, steps)):
+    tiny = preset("tiny")
+    draft = replace(tiny, n_layer=1)
+    for name, config, n in (("draft", draft, steps // 2), ("tiny", tiny, steps)):
         torch.manual_seed(0)
-        model = GPT.from_preset(replace(preset("tiny"), n_layer=n_layer), torch.float32)
+        model = GPT.from_preset(config, torch.float32)
         parameters = model.make_trainable()
         optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.99), weight_decay=0.1)
         bar = tqdm(range(n), f"training {name}")

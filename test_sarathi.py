@@ -687,6 +687,12 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
     "mqa, tied": dict(num_key_value_heads=1, tie_word_embeddings=True, shard="30KB"),
     "tied, stored as the head": dict(tie_word_embeddings=True, changes=dict(tensors={
         "model.embed_tokens.weight": None, "lm_head.weight": 0.2 * SPREAD.sin()})),
+    "tied, a head of more digits": dict(tie_word_embeddings=True, changes=dict(tensors={
+        "model.embed_tokens.weight": (0.2 * SPREAD.sin()).bfloat16(),
+        "lm_head.weight": 0.2 * SPREAD.sin()})),
+    "dtypes of all kinds": dict(changes=dict(tensors={
+        "lm_head.weight": 0.2 * SPREAD.sin().double(), "model.norm.weight": torch.ones(64).half(),
+        "model.embed_tokens.weight": SPREAD.cos().to(torch.float8_e4m3fn)})),
     "gpt2, stored as the head": dict(family="gpt2", changes=dict(tensors={
         "transformer.wte.weight": None, "lm_head.weight": 0.2 * SPREAD.sin()})),
     "biases": dict(attention_bias=True, mlp_bias=True),
@@ -764,7 +770,8 @@ def test_logits_equal_transformers(name, tmp_path, capsys):
         theirs = type(theirs).from_pretrained(tmp_path)
     shards = [*tmp_path.glob("*.safetensors")]
     assert (len(shards) > 1) == ("shard" in settings)
-    zeros = {name: 0 * tensor for path in shards for name, tensor in load_file(path).items()}
+    zeros = {name: torch.zeros(tensor.shape) for path in shards
+             for name, tensor in load_file(path).items()}
     for file in ("consolidated", "model.fp16", "model-00001-of-00009", "adapter_model"):
         save_file(zeros, tmp_path / f"{file}.safetensors")
     capsys.readouterr()
@@ -787,6 +794,35 @@ def test_logits_equal_transformers(name, tmp_path, capsys):
     saved, problems = type(theirs).from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(problems.values()) and getattr(saved.config, "sliding_window", None) is None
     close(logits_by(saved)(tokens), expected)
+
+@dataclasses.dataclass
+class Windowed(GPTConfig):
+    """A field that config.json has no key for"""
+    window: int = 0
+
+@each("config, message", [
+    (Windowed(2, 8, 128, vocab_size=61), "window = 0"),
+    (replace(TINY, shard=(0, 2)), r"shard = \(0, 2\)"),
+    (replace(TINY, rope_theta=3.0, family="mistral", mlp_bias=True), "mlp_bias = True"),
+    (replace(TINY, family="qwen2", attention_bias=True), "attention_bias = True"),
+    (replace(GPT2, head_dim=32), "head_dim = 32"),
+])
+def test_a_shape_is_saved_or_refused(config, message, tmp_path):
+    model = GPT.from_preset(replace(config, shard=(0, 1)))
+    model.config = config
+    with pytest.raises(ValueError, match=f"{message}: is not in a config.json"):
+        model.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+def test_every_field_of_a_shape_is_saved(tmp_path):
+    """Each with a value that is not the default, in the families that have it"""
+    values = dict(n_layer=1, n_head=6, n_embd=48, n_inner=40, n_kv_head=3, head_dim=10,
+                  vocab_size=17, block_size=19, tied=True, norm_eps=0.5, rope_theta=7.0,
+                  rope_scaling=dict(rope_type="linear", factor=2.0), mlp_bias=True,
+                  attention_bias=True, family="llama", shard=(0, 1))
+    assert values.keys() == {field.name for field in dataclasses.fields(GPTConfig)}
+    GPT.from_preset(GPTConfig(**values)).save_pretrained(tmp_path)
+    assert read_config(tmp_path)[0] == GPTConfig(**values)
 
 @each("family", FAMILIES)
 def test_settings_left_out_are_transformers_defaults(family, tmp_path):
@@ -1195,6 +1231,7 @@ def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
 @each("config, generation, stop", [
     (dict(eos_token_id=5), dict(eos_token_id=[1, 9]), [1, 9]),
     (dict(eos_token_id=[5, 6]), {}, [5, 6]),
+    (dict(eos_token_id=0), {}, [0]),
     (dict(model_type="llama"), {}, [2]),
     (dict(model_type="llama", eos_token_id=None), {}, []),
     (dict(model_type="qwen2"), None, []),
@@ -1225,6 +1262,9 @@ CHATS = {  # settings of tokenizer_config.json; special: those of special_tokens
                                   "{% if tools is none %}é{% endif %}{{ strftime_now('%Y') }}"),
     "of a map": dict(chat_template=CHATML, bos_token="<unk>", special=dict(
         bos_token="<s>", eos_token={"content": "</s>", "lstrip": False})),
+    "of settings alone": dict(
+        chat_template=CHATML + " é <mark>", bos_token="", eos_token="<end>",
+        special=dict(additional_special_tokens=[" é", "<mark>"])),
     "not of a map": dict(chat_template=CHATML, eos_token="<unk>", added_tokens_decoder={},
                          special=dict(eos_token="</s>")),
     "training": dict(chat_template="{% for m in messages %}{% generation %} {{ m.content }}\n"
