@@ -76,9 +76,14 @@ class Sites:
     columns: int = 0  # most columns of a module; 0: all of y
     way: str = "batched"  # or "bmm", the baseline: copy, pad, batched matrix products
 
-    @cached_property
+    @property
     def rows(self):
-        """The sites as lists. Reading them waits for a GPU: once, not in every layer."""
+        """The sites as lists"""
+        return self.sites.tolist() if self.sites.is_cpu else self.rows_on_host
+
+    @cached_property
+    def rows_on_host(self):
+        """Reading them waits for a GPU: once, not in every layer."""
         return self.sites.tolist()
 
 @dataclass
@@ -95,9 +100,13 @@ class Batch:
     max_chunk: int  # most rows of a request among the others, 0 if there is none
     adapters: dict = field(default_factory=dict)  # operator name -> Sites
 
-    @cached_property
+    @property
     def rows(self):
-        """The spans as lists, as in Sites"""
+        """The spans as lists"""
+        return self.spans.tolist() if self.spans.is_cpu else self.rows_on_host
+
+    @cached_property
+    def rows_on_host(self):
         return self.spans.tolist()
 
     def tensors(self):
