@@ -38,8 +38,9 @@ from bench import CLAIMS, EXPERIMENTS
 from kernels import FEW_ROWS, Batch, Sites, cdiv
 from model import (FAMILIES, GPT, Adapter, GPTConfig, World, load_model, load_tokenizer, preset,
                    read_config)
-from sarathi import (SCHEDULERS, CostModel, EarlyAbort, Engine, Feed, Iteration, IterationStats,
-                     Request, cluster, fcfs, lcfs, one_adapter, run_command_line)
+from sarathi import (SCHEDULERS, CostModel, EarlyAbort, Engine, Fair, Feed, Iteration,
+                     IterationStats, Request, cluster, edf, fcfs, lcfs, one_adapter,
+                     run_command_line, sjf)
 
 import huggingface_hub
 import matplotlib.image
@@ -2496,6 +2497,55 @@ def test_orders_of_the_queue(order, waiting, running, expected):
     ordered = order(requests, others, 0.0)
     assert "".join(str(request.id) for request in ordered) == expected
 
+def mixed_jobs(order, rate):
+    """The Run of 120 requests, every fourth one is long and may wait 20 s, the others 0.6 s."""
+    rng = random.Random(0)
+    arrival = 0.0
+    requests = []
+    for i in range(120):
+        arrival += rng.expovariate(rate)
+        prompt, output, ttft = (1800, 100, 20.0) if i % 4 == 0 else (200, 40, 0.6)
+        requests.append(Request([0] * prompt, output, arrival=arrival, notes={"ttft": ttft}))
+    cost = CostModel.roofline(preset("llama-13b"), "a100")
+    serve(cost, requests, "sarathi_serve", chunk=512, order=order)
+    return sarathi.Run(requests, 0.0)
+
+def test_orders_do_what_they_are_known_for():
+    """The shortest first lets requests wait less in the mean, and with aging none starves; the
+    earliest deadline first misses fewer deadlines below saturation."""
+    def missed(run):
+        return sum(r.times[0] - r.arrival > r.notes["ttft"] for r in run.requests)
+    first, short, due = [mixed_jobs(order, 6.0) for order in (fcfs, sjf(), edf())]
+    assert np.mean(short.ttfts) < 0.8 * np.mean(first.ttfts)
+    assert missed(due) < missed(first) / 4
+    # beyond saturation
+    first, aging, starving = [mixed_jobs(order, 8.0) for order in (fcfs, sjf(1.0), sjf(math.inf))]
+    assert max(aging.ttfts) <= 1.0 + max(first.ttfts) < max(starving.ttfts)
+    assert np.mean(aging.ttfts) < np.mean(first.ttfts)
+
+def test_a_fair_order_serves_two_clients_alike():
+    """Of two clients that always wait, however long their requests are; what a third one did not
+    use while it was away is not made up for."""
+    engine = Engine(A100, order=Fair(), max_batch=8, chunk=512)
+    clients = {"a": (600, 40), "b": (200, 110), "c": (600, 6)}
+    requests = {}
+    for name, (prompt, n) in clients.items():
+        engine.add_adapter(name, 8)
+        arrival = 4.0 if name == "c" else 0.0
+        requests[name] = [Request([0] * prompt, 50, name, arrival=arrival) for _ in range(n)]
+    for request in sum(requests.values(), []):
+        engine.add(request)
+    served = []  # seconds, and tokens of each client
+
+    def count(event):
+        tokens = [sum(r.n_tokens for r in own if r.times) for own in requests.values()]
+        served.append((engine.clock.now(), *tokens))
+    engine.run(count)
+    for start, end, share in ((1, 4, 0), (4, 6, 1), (7, 9, 0)):  # of c; it has ended before 7 s
+        before, after = [next(row for row in served if row[0] > t) for t in (start, end)]
+        a, b, c = np.subtract(after, before)[1:]
+        assert b / a == approx(1, abs=0.2) and c / a == approx(share, abs=0.2)
+
 def test_early_abort():
     """The newest go first if more have come since the last start than start at once. Calls between
     two starts do not count, however many there are."""
@@ -3302,9 +3352,9 @@ def test_run_counts_all_requests():
     early = Request([0], arrival=1.0, state="length", output=[1, 2, 3], times=[2.0, 3.0, 6.0])
     late = Request([0], 9, arrival=1.0, state="stop", output=[1, 2], times=[8.0, 9.0])
     one = Request([0], 1, arrival=1.0, state="length", output=[1], times=[3.0])  # has no TPOT
-    run = bench.Run([early, late, one, Request([0], state="aborted")], start=1.0)
-    assert bench.attainment(run) == approx(2 / 4)
-    assert run.requests_per_second == 3 / 8
+    aborted = Request([0], state="aborted", arrival=1.0, n_preempted=2)
+    run = sarathi.Run([early, late, one, aborted], start=1.0)
+    assert run.requests_per_second == 3 / 8 and run.n_preempted == 2
     assert run.latencies == [5, 8, 2]
     assert run.stalls == [3.0, 1.0]
     assert run.tpots == [2.0, 1.0]
@@ -3312,10 +3362,30 @@ def test_run_counts_all_requests():
     assert figures["requests"] == 3 and figures["tokens/s"] == (2 + 5 + 2) / 8
     assert figures["TTFT p50 ms"] == 2000 and figures["TTFT p99 ms"] == approx(6900)
     assert figures["TPOT p50 ms"] == 1500 and figures["stall p99 ms"] == approx(2980)
-    lines = sarathi.compare({"one": run, "other": bench.Run([], 0.0)}).split("\n")
+    lines = sarathi.compare({"one": run, "other": sarathi.Run([], 0.0)}).split("\n")
     assert lines[2].startswith("| one   | 3        | 1.12     | 2000        | 6900 ")
     assert lines[3].startswith("| other | 0        | 0        | nan  ")
     assert str(run).split("\n")[2].startswith("| run | 3        | 1.12 ")
+    # targets: of each request alone, or of the half and the 99 % of all
+    assert run.attainment(6.0) == 2 / 4 and run.attainment(6.0, 2.9) == 1 / 4
+    assert run.attainment(0.9) == 0 and run.goodput(6.0) == 2 / 8
+    assert run.meets(2.0, 3.0) and not run.meets(1.9, 3.0) and not run.meets(2.0, 2.9)
+    assert not sarathi.Run([aborted], 0.0).meets()
+    # classes: rates of (4 + 3) / 8 and 2 / 2 until the own last token
+    classes = run.by(lambda request: request is one)
+    assert [(name, len(own.requests)) for name, own in classes.items()] == [(False, 3), (True, 1)]
+    rates = 7 / 8, 1.0
+    assert run.fairness(lambda request: request is one) == approx(
+        sum(rates) ** 2 / (2 * sum(rate ** 2 for rate in rates)))
+    rows = run.rows()
+    assert rows[0] == dict(arrival=0.0, prompt=1, output=3, adapter=None, state="length",
+                           preempted=0, ttft=1.0, tpot=2.0, stall=3.0)
+    assert [row["stall"] for row in rows] == [3.0, 1.0, None, None] and rows[3]["preempted"] == 2
+
+def test_preemptions_are_counted():
+    requests = equal_requests(12, 20, 40)
+    engine = serve(COST, requests, max_batch=6, n_page=150, alloc="grow")
+    assert sarathi.Run(requests, 0.0).n_preempted == n_preempted(engine) > 0
 
 TRACES = {  # the same three requests, 4 and 1.5 seconds apart
     "ours.csv": "arrival,prompt,output\n1700000000,374,44\n1700000004,396,9\n1700000005.5,7,1\n",
