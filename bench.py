@@ -59,7 +59,8 @@ class Claim(NamedTuple):
     paper: float
     kind: str  # "value", "gain" over a baseline, "at least", "at most"
     fit: bool  # whether a constant of the cost model was chosen on it
-    source: str  # the paper, and where: its text, or the logs that its authors published
+    paper_source: str  # the paper, and where: its text, or the logs that its authors published
+    setup: list  # arguments of slora()
     run: str  # claims on one run have the same name here
     note: str  # what was seen
 
@@ -82,11 +83,10 @@ def read_claims():
     claims = defaultdict(dict)
     with open(Path(__file__).with_name("assets") / "claims.csv", newline="") as file:
         for line in csv.DictReader(file):
-            x = json.loads(line["x"]) if line["x"] else ""
-            at = line["panel"], line["series"], x
-            fields = line["source"], line["run"], line["note"]
-            claims[line["experiment"]][at] = Claim(
-                float(line["paper"]), line["kind"], line["fit"] == "fit", *fields)
+            at = line["panel"], line["series"], json.loads(line["x"] or '""')
+            setup = [int(word) if word.isdigit() else word for word in line["setup"].split()]
+            line |= dict(paper=float(line["paper"]), fit=line["fit"] == "fit", setup=setup)
+            claims[line["experiment"]][at] = Claim(*(line[name] for name in Claim._fields))
     return claims
 
 CLAIMS = read_claims()
@@ -104,47 +104,45 @@ A100_13B = Hardware("llama-13b", "a100", 1, "lightllm")
 A100_7B = Hardware("llama-7b", "a100", 1, "vllm")
 MAX_B = {1024: 18, 2048: 10, 3072: 6}  # length -> the largest batch that fits [SARATHI §5.1]
 
+class Row(NamedTuple):
+    """What experiments yield."""
+    panel: str  # of the picture; most tables have a column for each
+    ours: float | list  # a number, or one per round
+    series: str = ""
+    x: float | str = ""
+
 class Experiment(NamedTuple):
-    """A generator of points, and how they are shown."""
-    run: Callable  # Place -> points (panel, ours), (panel, series, ours), (panel, series, x, ours)
+    """A generator of rows, and how they are shown."""
+    run: Callable  # Place -> Rows
     about: str
     x: str = ""  # label of the x axis; its last word stands in tables
     y: str = ""
     on: Hardware = A6000_13B  # where the paper's numbers hold
     only: str = ""  # "measured" or "simulated", if it cannot be both
-    # what heads the columns of points with an x, and of others: "panel", "series", "" if every
-    # point has a line, or "picture" if they are in pictures alone
+    # what heads the columns of rows with an x, and of others: "panel", "series", "" if every row
+    # has a line, or "picture" if they are in pictures alone
     curves: str = "panel"
     points: str = "panel"
 
     def rows(self, place):
-        """The points as dicts, beside the papers' numbers. ours: a number, or an array of rounds,
-        shown as their median and half the distance between their quartiles."""
+        """The rows as dicts, beside the papers' numbers. Of several rounds: the median, and as
+        spread half the distance between the quartiles."""
         name = self.run.__name__
         claims = CLAIMS.get(name, {})
         if place.on not in (None, self.on):  # only those that name their own GPU hold here
             claims = {at: claim for at, claim in claims.items()
                       if at[1].split(", ")[-1].lower() in GPUS}
-        for panel, *keys, ours in self.run(place):
-            series, x = (*keys, "", "")[:2]  # what is left out is ""
-            what = f"{panel}, {series}" if series else panel
-            what += f", {self.x.split()[-1]} = {x}" if x != "" else ""
+        for panel, ours, series, x in self.run(place):
             low, middle, high = np.quantile(ours, (0.25, 0.5, 0.75)).tolist()
-            row = dict(experiment=name, what=what, at=[panel, series, x])
-            row |= dict(paper=None, ours=middle, spread=None,
-                        source="simulated" if place.simulated else "measured")
-            if high > low:
-                row["spread"] = (high - low) / 2
+            texts = panel, series, f"{self.x.split()[-1]} = {x}" if x != "" else ""
+            row = dict(experiment=name, what=", ".join(filter(None, texts)), at=[panel, series, x],
+                       paper=None, ours=middle, spread=(high - low) / 2 or None,
+                       source="simulated" if place.simulated else "measured")
             claim = claims.get((panel, series, x))
             if claim:
-                row["paper"] = claim.paper
-                bound = claim.kind.startswith("at ")
-                if bound:
-                    row["what"] += f" ({claim.kind})"
+                row |= claim._asdict()
                 if place.simulated:  # what is measured here is of another model than the paper's
-                    row |= dict(kind="bound" if bound else claim.kind, fit=claim.fit,
-                                paper_source=claim.source, run=claim.run, note=claim.note,
-                                inside=claim.holds(middle))
+                    row["inside"] = claim.holds(middle)
             yield row
 
 def experiment(*fields, **more):
@@ -251,9 +249,9 @@ def long_prompts(place, larger="llama-124m"):
 def ceilings(place):
     """This machine's matrix products and memory: how many tokens does one weight read pay for?"""
     flops, bandwidth = measure_ceilings(place)
-    yield "matrix products (TFLOP/s)", flops / 1e12
-    yield "weights read (GB/s)", bandwidth / 1e9
-    yield "ridge point (tokens)", flops * place.model.dtype.itemsize / 2 / bandwidth
+    yield Row("matrix products (TFLOP/s)", flops / 1e12)
+    yield Row("weights read (GB/s)", bandwidth / 1e9)
+    yield Row("ridge point (tokens)", flops * place.model.dtype.itemsize / 2 / bandwidth)
 
 def measure_ceilings(place):
     """(FLOP/s, bytes/s): a matrix times many rows; more weights than caches hold times one row."""
@@ -288,16 +286,14 @@ def table2(place):
         "prefill-only": dict(chunk=L),
         "decode-only": dict(decodes=4, context=L - 1),
         "decode-maximal": dict(decodes=3, context=L - 1, chunk=L - 3)}
-    totals = []
     for name, batch in batches.items():
         operators = place.operators(**batch)
-        totals.append(1e3 * np.median(sum(operators.values())))
         attention = operators.pop("attn")
-        yield "linear (ms)", name, 1e3 * sum(operators.values())
-        yield "attn (ms)", name, 1e3 * attention
-    prefill, decode, both = totals
-    yield "decode (ms)", "decode-only", decode / 4
-    yield "decode (ms)", "decode-maximal", (both - prefill) / 3
+        yield Row("linear (ms)", 1e3 * sum(operators.values()), name)
+        yield Row("attn (ms)", 1e3 * attention, name)
+    prefill, decode, both = 1e3 * place.seconds(*batches.values())
+    yield Row("decode (ms)", decode / 4, "decode-only")
+    yield Row("decode (ms)", (both - prefill) / 3, "decode-maximal")
 
 @experiment("tokens per request, L", "times")
 def table4(place):
@@ -309,10 +305,10 @@ def table4(place):
         for L, B in (1024, 10), (2048, 5), (3072, 3):
             cases.append(("LLaMA-33B, A100", other, L, B))
     for name, own, L, B in cases:
-        yield "decode speedup", name, L, decode_speedup(own, L, B)
+        yield Row("decode speedup", decode_speedup(own, L, B), name, L)
         P, D = halves(L, chunk=own.args.chunk, B=B)
         gain, = gains(own, P, D, B, own.args.scheduler)
-        yield "throughput", name, L, gain
+        yield Row("throughput", gain, name, L)
 
 def decode_speedup(place, L, B):
     """How many times cheaper a decode is beside a chunk than in a batch of B [SARATHI §5.1]."""
@@ -396,7 +392,7 @@ def capacity(place):
     sixth of what is served without targets."""
     schedulers = ("prefill_first", "sarathi", "sarathi_serve", place.args.scheduler)
     for name, rate in capacities(place, schedulers, 300 if place.full else 32):
-        yield "requests/s", name, rate
+        yield Row("requests/s", rate, name)
 
 def capacities(place, schedulers, n):
     """Yields (name of a scheduler, its capacity, 3 % too low at most), with n requests."""
@@ -445,9 +441,9 @@ def fig3(place):
     batches = [dict(decodes=B, context=L - 1) for B in sizes]
     prefill, *decodes = place.seconds(dict(chunk=L), *batches)
     for B, seconds in zip(sizes, decodes):
-        yield "decode over prefill", "", B, median(seconds) / B / (median(prefill) / L)
+        yield Row("decode over prefill", median(seconds) / B / (median(prefill) / L), x=B)
     operators = place.operators(chunk=L)
-    yield "share of others", operators["others"] / sum(operators.values())
+    yield Row("share of others", operators["others"] / sum(operators.values()))
 
 @experiment("tokens, or decodes, N", points="")
 def fig4(place):
@@ -458,23 +454,23 @@ def fig4(place):
     for n in (64, 128, 256, 512, 1024):
         if n <= L:
             prefill[n] = layer_rate(place, n, chunk=n)
-            yield "prefill (tokens/ms)", "", n, prefill[n]
+            yield Row("prefill (tokens/ms)", prefill[n], x=n)
     for B in [2 ** i for i in range(10)]:
         if place.simulated or B * L <= place.room:
             decode[B] = layer_rate(place, B, decodes=B, context=L - 1)
-            yield "decode (tokens/ms)", "", B, decode[B]
+            yield Row("decode (tokens/ms)", decode[B], x=B)
     if L >= 256:
-        yield "prefill at 256", "over the peak", prefill[256] / max(prefill.values())
+        yield Row("prefill at 256", prefill[256] / max(prefill.values()), "over the peak")
     high = 0.95 * max(decode.values())
     enough = [B for B, rate in decode.items() if rate > high]
-    yield "decode batch", "at 95 % of the peak", min(enough)
+    yield Row("decode batch", min(enough), "at 95 % of the peak")
     if place.simulated:  # wider matrices fill a GPU with fewer tokens [SARATHI §4.2]
         cost = CostModel.roofline(replace(preset("gpt3-175b"), n_layer=1), "a100")
         rates = {}
         for n in prefill:
             feeds = [Feed(NO_ADAPTER, 0, n, 0)]
             rates[n] = n / cost.seconds(cost.stats(feeds))
-        yield "prefill at 256", "GPT-3 on an A100", rates[256] / max(rates.values())
+        yield Row("prefill at 256", rates[256] / max(rates.values()), "GPT-3 on an A100")
 
 def layer_rate(place, n, **shape):
     """Tokens/ms of one layer, in an iteration of n tokens."""
@@ -490,7 +486,7 @@ def fig7(place):
     chunks = [dict(chunk=n) for n in sizes]
     rounds = place.seconds(*chunks, last=False)
     for n, seconds in zip(sizes, rounds):
-        yield "iteration (ms)", "", n, 1e3 * seconds
+        yield Row("iteration (ms)", 1e3 * seconds, x=n)
 
 @experiment("batch size, B", "times", curves="series", points="")
 def fig8(place):
@@ -499,14 +495,14 @@ def fig8(place):
     for L, most in place.batches:
         for B in range(2, most + 1, 2):
             speedup = decode_speedup(place, L, B)
-            yield "decode speedup by B", f"L = {L}", B, speedup
+            yield Row("decode speedup by B", speedup, f"L = {L}", B)
             speedups.append(median(speedup))
-    yield "decode speedup", "largest", max(speedups)
-    yield "decode speedup", "smallest", min(speedups)
+    yield Row("decode speedup", max(speedups), "largest")
+    yield Row("decode speedup", min(speedups), "smallest")
     for L in MAX_B if place.simulated else ():
         config = replace(place.model.config, block_size=L)
         cost = CostModel.roofline(config, place.on.gpu, place.on.tp)
-        yield "largest batch", f"L = {L}", Engine(cost, max_batch=0).max_batch
+        yield Row("largest batch", Engine(cost, max_batch=0).max_batch, f"L = {L}")
 
 @experiment("ratio of prompt to output, P:D", "times request-level batching", curves="series",
             points="")
@@ -529,22 +525,23 @@ def fig9(place):
         for P, D in sorted(shapes):
             rounds = gains(place, P, D, B, *ways.values())
             for name, gain in zip(ways, rounds):
-                yield f"gain at L = {L}, B = {B}", name, round(P / D, 2), gain
+                yield Row(f"gain at L = {L}, B = {B}", gain, name, round(P / D, 2))
                 curves[name].append((median(gain), P / D))
         best = {name: max(curve) for name, curve in curves.items()}
         for name, (gain, pd) in best.items():
-            yield f"peak at L = {L}", name, gain
-            yield f"P:D of the peak at L = {L}", name, pd
+            yield Row(f"peak at L = {L}", gain, name)
+            yield Row(f"P:D of the peak at L = {L}", pd, name)
         # at each P:D the best chunk's gain [SARATHI §5.1.3]
         of_chunks = zip(*(curves[f"C = {C}"] for C in chunks))
-        yield f"median over P:D at L = {L}", "best chunk", median(max(at)[0] for at in of_chunks)
+        middle = median(max(at)[0] for at in of_chunks)
+        yield Row(f"median over P:D at L = {L}", middle, "best chunk")
         if place.simulated:
             pairs = zip(curves["C = 512"], curves["Orca, best"])
             least = min(large / orca for (large, _), (orca, _) in pairs)
-            yield f"least over P:D at L = {L}", "C = 512 / Orca", least
+            yield Row(f"least over P:D at L = {L}", least, "C = 512 / Orca")
             gain, pd = best["C = 256"]
-            yield f"peak at L = {L}", "C = 256 / 128", gain / best["C = 128"][0]
-            yield f"P:D of the peak at L = {L}", "Orca / C = 256", best["Orca, best"][1] / pd
+            yield Row(f"peak at L = {L}", gain / best["C = 128"][0], "C = 256 / 128")
+            yield Row(f"P:D of the peak at L = {L}", best["Orca, best"][1] / pd, "Orca / C = 256")
 
 @experiment("batch size, B", "time over SARATHI's", only="simulated", curves="series")
 def fig10(place):
@@ -562,10 +559,10 @@ def fig10(place):
             for name in ("preproj", "attn", "postproj", "ffn_ln1"):
                 alone = (prefill[name] + D * decode[name]) / B
                 ratios[name].append(alone / (mixed[name] * P / chunk))
-                yield f"C = {C}, L = {L}", name, B, ratios[name][-1]
+                yield Row(f"C = {C}, L = {L}", ratios[name][-1], name, B)
     for name, operator in (("ffn", "ffn_ln1"), ("projections", "preproj")):
-        yield name, "smallest", min(ratios[operator])
-        yield name, "largest", max(ratios[operator])
+        yield Row(name, min(ratios[operator]), "smallest")
+        yield Row(name, max(ratios[operator]), "largest")
 
 class StageRunner(CostRunner):
     """Of a lane of a Pipeline, whose flow() says when an iteration has left the last stage."""
@@ -655,21 +652,21 @@ def fig12(place):
         line = Pipeline(cost, 8, place.tape(name), scheduler=Sarathi(chunk),
                         max_batch=27, n_page=27 * 4096)
         seconds[name] = serve(line, jobs).seconds
-        yield "seconds", name, seconds[name]
+        yield Row("seconds", seconds[name], name)
         bubbles.append(median(line.bubble_of.values()))
         for kind, idle in line.bubbles.items():
-            yield "idle share of the stages", f"{name}, {kind}", idle / 8 / seconds[name]
+            yield Row("idle share of the stages", idle / 8 / seconds[name], f"{name}, {kind}")
     alone = []
     for i in range(8):  # each node gets every eighth request
         node = Engine(place.model, Sarathi(4096 + 11), max_batch=11, n_page=11 * 4096)
         alone.append(serve(node, jobs[i::8]).seconds)
     seconds["TP"] = max(alone)
-    yield "seconds", "TP", seconds["TP"]
-    yield "bubble time, median", "Orca over SARATHI", bubbles[0] / bubbles[1]
+    yield Row("seconds", seconds["TP"], "TP")
+    yield Row("bubble time, median", bubbles[0] / bubbles[1], "Orca over SARATHI")
     for name, base in ("Orca", "SARATHI"), ("TP", "SARATHI"), ("Orca", "TP"):
-        yield "completion", f"{name} over {base}", seconds[name] / seconds[base]
-    yield "largest batch", "TP8 x PP8", Engine(cost, max_batch=0).max_batch // 8
-    yield "largest batch", "TP8", Engine(place.model, max_batch=0).max_batch
+        yield Row("completion", seconds[name] / seconds[base], f"{name} over {base}")
+    yield Row("largest batch", Engine(cost, max_batch=0).max_batch // 8, "TP8 x PP8")
+    yield Row("largest batch", Engine(place.model, max_batch=0).max_batch, "TP8")
 
 @experiment("chunk size, C", "times", curves="series")
 def fig13(place):
@@ -684,12 +681,12 @@ def fig13(place):
         ours["end to end"] = gains(place, P, D, B, Sarathi(C))[0]
         for panel, ratio in ours.items():
             ratios[panel, C].append(np.median(ratio))
-            yield panel, f"L = {L}", C, ratio
+            yield Row(panel, ratio, f"L = {L}", C)
     for (panel, C), values in ratios.items():
-        yield panel, "best" if panel == "end to end" else "worst", C, max(values)
+        yield Row(panel, max(values), "best" if panel == "end to end" else "worst", C)
     if place.simulated:
         best = max(ratios["end to end", 256])
-        yield "C = 256", "over C = 320", best / max(ratios["end to end", 320])
+        yield Row("C = 256", best / max(ratios["end to end", 320]), "over C = 320")
 
 def prefill_in_chunks(place, L, C):
     """Seconds of attention, and of all operators, for a prompt of L tokens in chunks of C."""
@@ -818,44 +815,33 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1,
     engine = Engine(cost, alloc="grow", n_page=n_page, **options)
     return serve(engine, jobs, adapters=ranks)
 
-def attainment(run):
-    """Share of all requests with a first token within 6 s [S-LoRA §4.3]"""
-    return sum(ttft < 6 for ttft in run.ttfts) / len(run.requests)
-
-def satisfaction(run):
-    """Mean of 1 - (t / 6 s)^2 over all requests, 0 if the first token t is later [S-LoRA App. B]"""
-    worths = [1 - (ttft / 6) ** 2 for ttft in run.ttfts if ttft < 6]
-    return sum(worths) / len(run.requests)
+SLO = 6.0  # seconds to the first token [S-LoRA §4.3]
 
 @experiment("adapters, n", "requests/s", A100_13B, "simulated", "series")
 def slora_table3(place):
     """[S-LoRA Table 3, Fig. 5] requests per second with few and with thousands of adapters, of rank
     8 (S1) or of 8 to 64 (S2) for LLaMA-7B, of 16 to 64 (S4) for LLaMA-13B."""
-    for panel, variant, n in CLAIMS["slora_table3"]:
-        rate = 6 if (panel, variant) == ("S4", "PEFT") else 10
-        seconds = 300 if panel == "S2, five minutes" else 120
-        run = slora(place, panel[:2], n, rate, seconds, variant)
-        yield panel, variant, n, run.requests_per_second
+    for (panel, variant, n), claim in CLAIMS["slora_table3"].items():
+        run = slora(place, *claim.setup)
+        yield Row(panel, run.requests_per_second, variant, n)
 
 @experiment("", "requests/s", A100_13B, "simulated")
 def slora_fig5(place):
     """[S-LoRA Fig. 5, §7.2] what the unified pool and the kernels are worth: LLaMA-13B with 400
     adapters (S4) on an A100, LLaMA-7B with 200 (S2) on an A10G."""
-    settings = {"a100": ("S4", 400, 6), "a10g": ("S2", 200, 2)}
-    for gpu, variant, _ in CLAIMS["slora_fig5"]:
-        seconds = 30 if (gpu, variant) == ("a100", "bmm") else 300
-        run = slora(place, *settings[gpu], seconds, variant, gpu)
-        yield gpu, variant, run.requests_per_second
+    for (gpu, variant, _), claim in CLAIMS["slora_fig5"].items():
+        run = slora(place, *claim.setup)
+        yield Row(gpu, run.requests_per_second, variant)
 
 @experiment("arrival rate (requests/s), R", "", A100_13B, "simulated")
 def slora_fig6(place):
     """[S-LoRA Fig. 6] throughput, latency, first token and SLO attainment by arrival rate."""
     for rate in (1, 2, 4, 6, 8):
         run = slora(place, "S4", 400, rate, 300)
-        yield "requests/s", "", rate, run.requests_per_second
-        yield "latency (s)", "", rate, fmean(run.latencies)
-        yield "first token (s)", "", rate, fmean(run.ttfts)
-        yield "attainment", "", rate, attainment(run)
+        yield Row("requests/s", run.requests_per_second, x=rate)
+        yield Row("latency (s)", fmean(run.latencies), x=rate)
+        yield Row("first token (s)", fmean(run.ttfts), x=rate)
+        yield Row("attainment", run.attainment(SLO), x=rate)
 
 @experiment("GPUs, N", "requests/s", Hardware("llama-33b", "a100-40", 2, "lightllm"),
             "simulated")
@@ -869,29 +855,30 @@ def slora_fig8(place):
             for tp in (2, 4):
                 run = slora(place, setting, n, 12, 60, part, gpu, tp)
                 speeds.append(run.requests_per_second)
-                yield setting, part, tp, speeds[-1]
+                yield Row(setting, speeds[-1], part, tp)
             seconds.append(1 / speeds[-1])
-        yield "4 GPUs over 2", setting, speeds[1] / speeds[0]
+        yield Row("4 GPUs over 2", speeds[1] / speeds[0], setting)
         base, silent, ours = seconds
-        yield "messages over computing", setting, (ours - silent) / (silent - base)
+        yield Row("messages over computing", (ours - silent) / (silent - base), setting)
 
 @experiment("adapters, n", "requests/s", Hardware("llama-7b", "a10g", 1, "lightllm"),
             "simulated", "series")
 def slora_fig9(place):
     """[S-LoRA Fig. 9] an adapter merged into the weights, beside x A B on the fly."""
-    for panel, variant, n in CLAIMS["slora_fig9"]:
-        power = float(panel.split()[-1])
-        run = slora(place, "S2", n, 2, 60, variant, power=power)
-        yield panel, variant, n, run.requests_per_second
+    for (panel, variant, n), claim in CLAIMS["slora_fig9"].items():
+        run = slora(place, *claim.setup, power=float(panel.split()[-1]))
+        yield Row(panel, run.requests_per_second, variant, n)
 
 @experiment("coefficient of variation, cv", "share within the SLO", A100_13B, "simulated")
 def slora_fig10(place):
     """[S-LoRA Fig. 10] SLO attainment by how uneven the arrivals are, for three orders."""
     for name, order in ("early abort", None), ("lcfs", lcfs), ("fcfs", fcfs):
         for cv in (1, 2, 4, 6, 8):
-            run = slora(place, "S4", 400, 6, 300, cv=cv, order=order or EarlyAbort(6.0))
-            yield "attainment", name, cv, attainment(run)
-            yield "satisfaction", name, cv, satisfaction(run)
+            run = slora(place, "S4", 400, 6, 300, cv=cv, order=order or EarlyAbort(SLO))
+            yield Row("attainment", run.attainment(SLO), name, cv)
+            # 1 for a first token at once, 0 for one after the SLO [S-LoRA App. B]
+            worths = [max(0.0, 1 - (ttft / SLO) ** 2) for ttft in run.ttfts]
+            yield Row("satisfaction", sum(worths) / len(run.requests), name, cv)
 
 @experiment("adapters in a batch, d", "", Hardware("llama-7b", "a100-40", 1, "lightllm"),
             "simulated")
@@ -899,8 +886,8 @@ def clustering(place):
     """[S-LoRA App. A] throughput and attainment, if a batch keeps to a cluster of d adapters."""
     for d in (1, 2, 4, 8, 32):
         run = slora(place, "S2", 32, 2, 120, order=cluster(d))
-        yield "requests/s", "", d, run.requests_per_second
-        yield "attainment", "", d, attainment(run)
+        yield Row("requests/s", run.requests_per_second, x=d)
+        yield Row("attainment", run.attainment(SLO), x=d)
 
 @experiment("", "tokens/s", only="measured")
 def slora_here(place):
@@ -931,7 +918,7 @@ def slora_here(place):
     n_page = place.B * L + pages
     common = dict(jobs=few, B=place.B, n_page=n_page, alloc="grow", adapters=adapters)
     for name, runs in place.race(ways, **common):
-        yield "throughput", name, [run.tokens_per_second for run in runs]
+        yield Row("throughput", [run.tokens_per_second for run in runs], name)
 
 # -----------------------------------------------------------------------------
 # SmartSpec's figures, and trees of drafts
@@ -957,11 +944,11 @@ def latencies(place, rates, choices, alpha, draft="ngram", P=128, **options):
             run = place.serve(jobs, spec=spec, **options)
             latency[name] = fmean(run.latencies)
             times[name].append(latency["off"] / latency[name])
-            yield "latency (s)", name, rate, latency[name]
-            yield "times as fast as off", name, rate, times[name][-1]
-    yield "goodput", "lowest rate", times["goodput"][0]
-    yield "goodput", "most", max(times["goodput"])
-    yield "goodput", "least", min(times["goodput"])
+            yield Row("latency (s)", latency[name], name, rate)
+            yield Row("times as fast as off", times[name][-1], name, rate)
+    yield Row("goodput", times["goodput"][0], "lowest rate")
+    yield Row("goodput", max(times["goodput"]), "most")
+    yield Row("goodput", min(times["goodput"]), "least")
     return times
 
 @experiment("arrival rate (requests/s), R", "", A100_7B, "simulated", "series", "")
@@ -976,9 +963,9 @@ def spec_fig1(place):
     for name in ("k = 3", "k = 5"):
         # where the curve falls below 1, between two points in proportion
         losses = np.negative(times[name])
-        yield "no gain beyond rate", name, np.interp(-1, losses, rates)
+        yield Row("no gain beyond rate", np.interp(-1, losses, rates), name)
     _, *at_4 = [values[1] for values in times.values()]
-    yield "best k at rate 4", (1, 3, 5)[np.argmax(at_4[:3])]
+    yield Row("best k at rate 4", (1, 3, 5)[np.argmax(at_4[:3])])
 
 @experiment("", "times as fast as off", A100_7B, "simulated")
 def spec_fig11(place):
@@ -990,9 +977,9 @@ def spec_fig11(place):
         other = simulate(place.args, Hardware(name, "a100", tp, "vllm"))
         draft = CostModel.roofline(preset(small), "a100", system="vllm")
         points = latencies(other, (1, 16), choices, 0.7, draft)
-        for panel, series, *_, ours in points:
-            if panel == "goodput":
-                yield f"{name} on {tp} GPUs", series, ours
+        for row in points:
+            if row.panel == "goodput":
+                yield row._replace(panel=f"{name} on {tp} GPUs")
 
 @experiment("batch size, B", "drafts per request", A100_7B, "simulated")
 def spec_fig5(place):
@@ -1005,7 +992,7 @@ def spec_fig5(place):
             verifying = place.model.seconds(stats.with_drafts(sum(drafts)))
             return verifying + len(drafts) * draft.seconds(stats)
         best = Goodput().n_drafts([None] * B, [MAX_DRAFTS] * B, 0.7, price)
-        yield "best k", "", B, best[0]
+        yield Row("best k", best[0], x=B)
 
 @experiment("arrival rate (requests/s), R", "", A100_7B, "simulated", "series")
 def spec_fig12(place):
@@ -1090,7 +1077,7 @@ def spec_fig16(place):
     rates = (1, 4, 8, 12, 16, 20) if place.full else (1, 20)
     choices["goodput"] = goodput
     times = yield from latencies(place, rates, choices, 0.6, **TREES)
-    yield "goodput", "over 1,1,1", times["goodput"][-1] / times["1,1,1"][-1]
+    yield Row("goodput", times["goodput"][-1] / times["1,1,1"][-1], "over 1,1,1")
     seconds = 60 if place.full else 10
     jobs = place.jobs(20, seconds, prompt=[128], output=[128])
     for alpha in (0.6, 0.8):
@@ -1099,7 +1086,7 @@ def spec_fig16(place):
                     alpha=alpha, spec=goodput, record=record, **TREES)
         feeds = sum((iteration.feeds for iteration in record), [])
         rows = [feed.n for feed in feeds if feed.n == feed.n_logits]
-        yield "batched tokens per request", f"acceptance {alpha}", fmean(rows)
+        yield Row("batched tokens per request", fmean(rows), f"acceptance {alpha}")
 
 @experiment("batch size, B", only="measured")
 def spec_here(place):
@@ -1125,10 +1112,10 @@ def spec_here(place):
         rounds = place.rounds(*(partial(continue_text, place, texts, B, *way)
                                 for way in ways.values()), share=3)
         seconds, accepted = np.moveaxis(rounds, -1, 0)  # (n_way, n_round) each
-        yield "tokens/s without drafts", "", B, len(texts) * N_TEXT[1] / seconds[0]
+        yield Row("tokens/s without drafts", len(texts) * N_TEXT[1] / seconds[0], x=B)
         for i, name in [*enumerate(ways)][1:]:
-            yield f"B = {B}", name, seconds[0] / seconds[i]
-            yield f"accepted, {B}", name, np.median(accepted[i])
+            yield Row(f"B = {B}", seconds[0] / seconds[i], name)
+            yield Row(f"accepted, {B}", np.median(accepted[i]), name)
 
 N_TEXT = 256, 64  # most tokens of a prompt of spec_here, and tokens of an output
 
@@ -1200,7 +1187,7 @@ def tng(place):
         speeds.append(runs[0].tokens_per_second)
     if place.simulated:
         growth = np.divide(speeds[1:], speeds[:-1])
-        yield "twice the clients", "first over last", growth[0] / growth[-1]
+        yield Row("twice the clients", growth[0] / growth[-1], "first over last")
         ratios = []
         grid = product((8, 32, 128), (4, 16, 64))
         for n, pd in grid:
@@ -1208,7 +1195,7 @@ def tng(place):
             runs = dict(place.race(ways, jobs=jobs, B=n))
             _, base, *ours = [run.seconds for run, in runs.values()]
             ratios.append(base / min(ours))
-        yield "chunked prefill", "over prefill_first", max(ratios)
+        yield Row("chunked prefill", max(ratios), "over prefill_first")
 
 def online_jobs(place):
     """Jobs of --jobs as they come; or at --rate, with the lengths of --jobs or random ones."""
@@ -1256,13 +1243,13 @@ def online(place):
           + ("" if place.simulated else f"; at least {2 * len(ways)} runs"), file=sys.stderr)
     for name, runs in place.race(ways, jobs=jobs, B=B, n_page=n_page):
         for figure in [*runs[0].figures][1:]:  # all but the number of requests
-            yield figure, name, [run.figures[figure] for run in runs]
+            yield Row(figure, [run.figures[figure] for run in runs], name)
         fields = {"TTFT": "ttfts", "TPOT": "tpots", "stalls": "stalls"}
         for what, field in fields.items():
             times = [getattr(run, field) or [math.nan] for run in runs]
             for q in (*range(0, 100, 5), 99, 100):
                 of_runs = np.percentile(times, q, axis=1)
-                yield f"CDF of {what}", name, float(np.median(of_runs)), q / 100
+                yield Row(f"CDF of {what}", q / 100, name, float(np.median(of_runs)))
 
 # -----------------------------------------------------------------------------
 # autopilot, and how far the simulator and the engine can be trusted
@@ -1303,12 +1290,12 @@ def autopilot(place):
         fixed = [fmean(other.latencies) for other in others if meets(other, target)]
         if fixed:
             ratios.append(fmean(ours.latencies) / min(fixed))
-            yield "latency over the best", workload.strip(), ratios[-1]
+            yield Row("latency over the best", ratios[-1], workload.strip())
             missed += not meets(ours, target)
-    yield "all workloads", "mean", fmean(ratios)
-    yield "all workloads", "median", median(ratios)
-    yield "all workloads", "worst", max(ratios)
-    yield "all workloads", "targets missed", missed
+    yield Row("all workloads", fmean(ratios), "mean")
+    yield Row("all workloads", median(ratios), "median")
+    yield Row("all workloads", max(ratios), "worst")
+    yield Row("all workloads", missed, "targets missed")
 
 def meets(run, target):
     """Whether nine of ten requests had this TPOT. 0: there is no target."""
@@ -1319,7 +1306,7 @@ def fidelity(place):
     """[SmartSpec Fig. 13, SARATHI §5.3] the simulator beside this machine: the same requests, with
     costs from the one-time profile; seconds between tokens, and throughput."""
     twin = Place(place.args, CostModel.profile(place.model), place.source)
-    yield "error of the profile (%)", 100 * twin.model.error
+    yield Row("error of the profile (%)", 100 * twin.model.error)
     L = max(place.lengths) // 2
     output = (4, max(8, L // 8))
     jobs = place.jobs(1, 4 * place.B, prompt=(8, L), output=output)
@@ -1330,8 +1317,8 @@ def fidelity(place):
     for (name, runs), (_, (run,)) in zip(measured, simulated):
         real = np.median([*map(iteration_seconds, runs)], 0)
         ours = iteration_seconds(run)
-        yield "iteration error (%)", name, np.median(100 * abs(ours / real - 1))
-        yield "throughput error (%)", name, 100 * abs(real.sum() / ours.sum() - 1)
+        yield Row("iteration error (%)", np.median(100 * abs(ours / real - 1)), name)
+        yield Row("throughput error (%)", 100 * abs(real.sum() / ours.sum() - 1), name)
 
 def iteration_seconds(run):
     """Seconds between the ends of iterations that gave tokens, the first since the start"""
@@ -1349,12 +1336,12 @@ def roofline(place):
     ceilings = measure_ceilings(place)
     for n in (32, 128, 512, 2048):
         if n < min(model.config.block_size, place.room):
-            yield "share of the ceiling", "prefill", n, share(place, ceilings, chunk=n)
+            yield Row("share of the ceiling", share(place, ceilings, chunk=n), "prefill", n)
     for n in (1, 4, 16, 32):
         if n * L >= place.room:
             continue
         reached = share(place, ceilings, decodes=n, context=L - 1)
-        yield "share of the ceiling", "decode", n, reached
+        yield Row("share of the ceiling", reached, "decode", n)
         feeds, engine = made_up_feeds(model, decodes=n, context=L - 1)
         seconds = []
         for _ in range(9):
@@ -1362,7 +1349,7 @@ def roofline(place):
             start = time.perf_counter()
             engine.runner.forward(feeds)
             seconds.append(time.perf_counter() - start)
-        yield "host (ms)", "decode", n, 1e3 * median(seconds)
+        yield Row("host (ms)", 1e3 * median(seconds), "decode", n)
 
 def share(place, ceilings, decodes=0, context=0, chunk=0):
     """The share of a machine's ceilings (FLOP/s, bytes/s) that an iteration reaches."""
@@ -1415,8 +1402,8 @@ def peers(place):
             ours = timed(engine.generate, prompts.tolist(), D, adapters)
             other = timed(theirs.generate, input_ids=prompts, **options)
             rounds = np.array(place.rounds(ours, other))
-            yield f"{peer}, B = {B}", "sarathi", B * (P + D) / rounds[0]
-            yield f"{peer}, B = {B}", "the other", B * (P + D) / rounds[1]
+            yield Row(f"{peer}, B = {B}", B * (P + D) / rounds[0], "sarathi")
+            yield Row(f"{peer}, B = {B}", B * (P + D) / rounds[1], "the other")
 
 # -----------------------------------------------------------------------------
 # places, where experiments run: this machine, or simulated hardware
@@ -1655,8 +1642,8 @@ def warm_up(engine, jobs):
 def felt(runs, *at):
     """Points of what users feel."""
     for figure in ("tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
-        yield figure, *at, [run.figures[figure] for run in runs]
-    yield "longest stall ms", *at, [1e3 * max(run.stalls) for run in runs]
+        yield Row(figure, [run.figures[figure] for run in runs], *at)
+    yield Row("longest stall ms", [1e3 * max(run.stalls) for run in runs], *at)
 
 def instance(way):
     """An object of a class, anything else as it is."""
@@ -1699,9 +1686,8 @@ def lay_out(what, rows, by, with_paper):
         elif row["spread"]:
             line[column, "ours"] += f" ± {float(format(row['spread'], '.2g')):g}"
         if with_paper and row["paper"] is not None:
-            bound = re.search(r"\((at \w+)\)$", row["what"])
-            text = cell(row["paper"])
-            line[column, "paper"] = f"{bound[1]} {text}" if bound else text
+            kind = f"{row['kind']} " if row["kind"].startswith("at ") else ""
+            line[column, "paper"] = kind + cell(row["paper"])
     used = dict.fromkeys(pair for line in lines.values() for pair in line)
     columns = dict.fromkeys(column for column, _ in used)
     shown = [pair for pair in product(columns, ("ours", "paper")) if pair in used]
@@ -1975,7 +1961,8 @@ def count_runs(rows):
     """Lines of text: how many runs hold, for each paper and all, by the kind of their claims."""
     runs = defaultdict(list)  # (paper, role, run) -> whether its rows are inside
     for row in rows:
-        role = "fitted" if row["fit"] else f"{row['kind']}s"
+        role = {"value": "values", "gain": "gains"}.get(row["kind"], "bounds")
+        role = "fitted" if row["fit"] else role
         run = row["run"] or (row["experiment"], row["what"])
         paper, *_ = row["paper_source"].split()
         runs[paper, role, run].append(row["inside"])
