@@ -32,6 +32,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cache, partial
 from itertools import chain, count, cycle, islice, pairwise, product
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -39,12 +40,12 @@ from typing import NamedTuple
 # kernels before torch: it sets how torch's threads wait
 from kernels import linear, pack, torch_dtype
 from model import Adapter, load_model, load_tokenizer, preset
-from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, NO_ADAPTER, SCHEDULERS,
+from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, NO_ADAPTER, ORDERS, SCHEDULERS,
                      CostModel, CostRunner, EarlyAbort, Engine, Feed, Goodput, Iteration,
-                     IterationStats, ModelRunner, Policy, Request, Run, Sarathi, SarathiServe,
-                     Scheduler, Speculator, add_model_flags, cell, check_choice, check_range,
-                     class_in_file, cluster, fcfs, feeds_of, forced_acceptance, lcfs,
-                     run_command_line, table)
+                     IterationStats, ModelRunner, Policy, Proposer, Request, Run, Sarathi,
+                     SarathiServe, Scheduler, Speculator, add_model_flags, cell, check_choice,
+                     check_range, cluster, edf, fcfs, feeds_of, forced_acceptance, lcfs,
+                     object_in_file, run_command_line, table)
 
 import numpy as np
 import torch
@@ -179,6 +180,23 @@ def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0,
         gaps = rng.gamma(1 / cv ** 2, cv ** 2 / rate, n)
     columns = [values.tolist() for values in (np.cumsum(gaps), prompts, outputs)]
     return list(map(Job, *columns, names))
+
+def workload(place, n, prompt, output):
+    """Jobs of --jobs as they come; or n, with these lengths or --prompt and --output, at one per
+    second in the mean. With --rate, those of --jobs come like that."""
+    args = place.args
+    longest = min(place.model.config.block_size, place.room)
+    jobs = read_jobs(args, longest) if args.jobs else []
+    cv = 1.0 if args.cv is None else args.cv
+    spaced = place.jobs(1, len(jobs) or n, cv, args.adapters or 0, 0.5,
+                        prompt=args.prompt or prompt, output=args.output or output)
+    if not jobs:
+        return spaced
+    merged = []
+    for job, other in zip(jobs, spaced):
+        arrival = other.arrival if args.rate else job.arrival
+        merged.append(job._replace(arrival=arrival, adapter=other.adapter))
+    return merged
 
 def at_rate(jobs, rate=math.inf):
     """Jobs that came at one per second, at another rate, or all at once."""
@@ -389,43 +407,77 @@ def capacity(place):
     """The most requests/s with 99 % of the times between two tokens within --tbt seconds, and half
     of the first tokens within --ttft (Sarathi-Serve). Poisson arrivals; prompts of 100 to 3,000 and
     outputs of 20 to 400 tokens, shorter if measured; up to 48 requests at once. 0: less than a
-    sixth of what is served without targets."""
-    schedulers = ("prefill_first", "sarathi", "sarathi_serve", place.args.scheduler)
-    for name, rate in capacities(place, schedulers, 300 if place.full else 32):
+    fifth of what is served without targets."""
+    ways = ways_of(place.args, ("prefill_first", "sarathi", "sarathi_serve"))
+    for name, rate in capacities(place, ways, 300 if place.full else 32):
         yield Row("requests/s", rate, name)
 
-def capacities(place, schedulers, n):
-    """Yields (name of a scheduler, its capacity, 3 % too low at most), with n requests."""
-    args = place.args
+def capacities(place, ways, n):
+    """Yields (name of a way, its capacity), with n requests."""
+    targets = place.args.ttft, place.args.tbt
+    serve_at, most = load(place, n)
+    for name, way in ways.items():
+        yield name, highest(lambda rate, way=way: serve_at(rate, way).meets(*targets), most / 2)
+
+@experiment("arrival rate (requests/s), R", "share of requests", Hardware("llama-13b", "a100"),
+            curves="series")
+def attainment(place):
+    """The share of requests that meet both targets, each by itself, over the arrival rate [S-LoRA
+    §7]: the first token within --ttft seconds, 99 % of the times between tokens within --tbt; and
+    the highest rate at which 99 % of them do. The requests are those of `capacity`, or of --jobs,
+    with its bursts."""
+    targets = place.args.ttft, place.args.tbt
+    place.source += f"; --ttft {targets[0]:g}, --tbt {targets[1]:g}"
+    serve_at, most = load(place, 300 if place.full else 40)
+    n_halving = 6 if place.simulated else 2
+    rates = [most / 2 ** i for i in np.linspace(n_halving, 0, (1 + place.full) * n_halving + 1)]
+    rates = [float(f"{rate:.3g}") for rate in rates]
+    for name, way in ways_of(place.args, SCHEDULERS).items():
+        def share(rate):
+            return serve_at(rate, way).attainment(*targets)
+        shares = list(map(share, rates))
+        for rate, good in zip(rates, shares):
+            yield Row("", good, name, rate)
+        enough = [rate for rate, good in zip(rates, shares) if good >= 0.99]
+        limit = highest(lambda rate: share(rate) >= 0.99, max(enough) * 1.4) if enough else 0.0
+        yield Row(FULL_SHARE, limit, name)
+
+FULL_SHARE = "99 % of requests up to"
+
+def load(place, n):
+    """(a function (rate, way) -> Run of n requests that arrive at this rate, the requests/s that
+    are served without targets)."""
     L = max(place.lengths)
     if place.simulated:
         L = min(3400, place.model.config.block_size)
-    prompt = (L // 34, L * 15 // 17)
-    output = (max(2, L // 170), L * 2 // 17)
-    jobs = place.jobs(1, n, prompt=prompt, output=output)
+    jobs = workload(place, n, (L // 34, L * 15 // 17), (max(2, L // 170), L * 2 // 17))
+    if place.args.jobs:  # to one per second
+        jobs = at_rate(jobs, max(1e-9, jobs[-1].arrival) / len(jobs))
+    longest = max(L, *(job.prompt + job.output for job in jobs))
     B = 8 * place.B
-    options = dict(B=B, alloc="grow", n_page=min(place.room, B * L))
-    most = place.serve(at_rate(jobs), scheduler="sarathi", **options).requests_per_second
-    for name, way in by_scheduler(schedulers).items():
-        rate = most / 2
-        low = 0.0
-        for i in range(6):  # within 2.57, 1.60, 1.27, 1.13, 1.06 and 1.03 times the rate
-            run = place.serve(at_rate(jobs, rate), **way, **options)
-            gaps = [np.diff(request.times) for request in run.requests]
-            slow = np.quantile(np.concatenate(gaps), 0.99)
-            step = 2 ** (4 - i)
-            if slow <= args.tbt and median(run.ttfts) <= args.ttft:
-                low = rate
-                rate *= 1.03 ** step
-            else:
-                rate *= 1.03 ** -step
-        yield name, low
+    options = dict(B=B, alloc="grow", n_page=min(place.room, B * longest))
+
+    def serve_at(rate, way):
+        return place.serve(at_rate(jobs, rate), **way, **options)
+    return serve_at, serve_at(math.inf, dict(scheduler="sarathi")).requests_per_second
+
+def highest(good, rate):
+    """The highest rate with good(rate), 3 % too low at most, in 0.4 .. 2.5 times `rate`; or 0."""
+    low = 0.0
+    for i in range(6):
+        step = 1.03 ** 2 ** (4 - i)
+        if good(rate):
+            low = rate
+            rate *= step
+        else:
+            rate /= step
+    return low
 
 def explain_capacity():
     """One sentence: what an A100 would serve."""
     place = simulate(parse_arguments(["--chunk", "512"]), EXPERIMENTS["capacity"].on)
-    rates = dict(capacities(place, ("prefill_first", "sarathi_serve"), 100))
-    whole, chunks = rates.values()
+    ways = by_scheduler(("prefill_first", "sarathi_serve"))
+    whole, chunks = dict(capacities(place, ways, 100)).values()
     return (f"LLaMA-13B on a simulated A100 serves 100 requests at up to {whole:.2f} requests/s "
             f"with prefill-first, and {chunks:.2f} with chunks of 512 tokens, if 99 % of the times "
             "between tokens are to be within 0.1 s and half of the first tokens within 2 s.")
@@ -1197,59 +1249,90 @@ def tng(place):
             ratios.append(base / min(ours))
         yield Row("chunked prefill", max(ratios), "over prefill_first")
 
-def online_jobs(place):
-    """Jobs of --jobs as they come; or at --rate, with the lengths of --jobs or random ones."""
-    args = place.args
-    L = max(place.lengths)
-    jobs = []
-    if args.jobs:
-        longest = min(place.model.config.block_size, place.room)
-        jobs = read_jobs(args.jobs, longest, args.rate)
-        if not args.rate:
-            return jobs
-    n = len(jobs) or (320 if place.full else 32)
-    prompt = args.prompt or (8, L // 2)
-    output = args.output or (4, max(4, L // 16))
-    cv = 1.0 if args.cv is None else args.cv
-    spaced = place.jobs(1, n, cv, prompt=prompt, output=output)
-    rate = args.rate
-    if not rate:
-        most = place.serve(at_rate(spaced), 2 * place.B, scheduler="sarathi")
-        rate = 0.7 * most.requests_per_second
-    jobs = jobs or spaced
-    jobs = [job._replace(arrival=at.arrival) for job, at in zip(jobs, spaced)]
-    place.source += f"; {rate:.3g} requests/s arrive"
-    return at_rate(jobs, rate)
-
 @experiment("seconds", "share of requests", curves="picture")
 def online(place):
     """Time to the first token (TTFT), per token after it (TPOT), and longest time between two
-    tokens of a request (stall): medians and 99th percentiles. --scheduler and --spec add rows,
-    the latter with drafts by prompt lookup, each accepted with a chance of 0.7."""
+    tokens of a request (stall), in ms: medians and 99th percentiles. Good: the share of requests
+    that meet --ttft and --tbt as in `attainment`. --by: a row per class, and Jain's index over the
+    classes' tokens/s. --spec adds rows with drafts by prompt lookup, each accepted with a chance of
+    0.7."""
     args = place.args
-    jobs = online_jobs(place)
+    L = max(place.lengths)
+    jobs = workload(place, 320 if place.full else 32, (8, L // 2), (4, max(4, L // 16)))
     B = 2 * place.B
-    longest = max(job.prompt + job.output for job in jobs)
-    n_page = min(place.room, B * longest)
-    ways = by_scheduler([*SCHEDULERS, args.scheduler])
+    adapters = [Adapter(place.model.config, 8).n_page] * (args.adapters or 0)
+    n_page = B * max(job.prompt + job.output for job in jobs) + sum(adapters)
+    common = dict(B=B, n_page=min(place.room, n_page), adapters=(8,))
+    if args.rate or not args.jobs:
+        rate = args.rate
+        if not rate:
+            most = place.serve(at_rate(jobs), scheduler="sarathi", **common)
+            rate = 0.7 * most.requests_per_second
+        jobs = at_rate(jobs, rate)
+        place.source += f"; {rate:.3g} requests/s arrive"
+    ways = ways_of(args, SCHEDULERS)
     if args.spec:
-        for spec in ("goodput", args.spec):
-            ways[name_of(spec)] = dict(spec=spec, draft="ngram", alpha=0.7)
+        specs = {name_of(spec): dict(spec=spec, draft="ngram", alpha=0.7)
+                 for spec in (args.spec, "goodput")}
+        ways = own_first(ways | specs)
         place.source += f"; drafts under {name_of(args.scheduler)}"
-    prompts = [job.prompt for job in jobs]
-    outputs = [job.output for job in jobs]
-    print(f"{len(jobs)} requests over {jobs[-1].arrival:.4g} s, prompts of {min(prompts)} to "
-          f"{max(prompts)} tokens, outputs of {min(outputs)} to {max(outputs)}"
+    print(about_jobs(place, jobs, common)
           + ("" if place.simulated else f"; at least {2 * len(ways)} runs"), file=sys.stderr)
-    for name, runs in place.race(ways, jobs=jobs, B=B, n_page=n_page):
-        for figure in [*runs[0].figures][1:]:  # all but the number of requests
-            yield Row(figure, [run.figures[figure] for run in runs], name)
+    classes = classes_of(jobs, args.by)
+    for name, runs in place.race(ways, jobs=jobs, **common):
+        yield from who_pays(args, name, runs)
+        keys = [dict(zip(run.requests, classes)).get for run in runs]
+        place.requests += [dict(row, scheduler=name, by=label)
+                           for row, label in zip(runs[-1].rows(), classes)]
+        if args.by:
+            yield Row("Jain", [run.fairness(key) for run, key in zip(runs, keys)], name)
+            for label in sorted(set(classes)):
+                own = [run.by(key)[label] for run, key in zip(runs, keys)]
+                yield from who_pays(args, f"{name}, {label}", own)
         fields = {"TTFT": "ttfts", "TPOT": "tpots", "stalls": "stalls"}
         for what, field in fields.items():
             times = [getattr(run, field) or [math.nan] for run in runs]
             for q in (*range(0, 100, 5), 99, 100):
                 of_runs = np.percentile(times, q, axis=1)
                 yield Row(f"CDF of {what}", q / 100, name, float(np.median(of_runs)))
+
+def who_pays(args, name, runs):
+    """Rows of online, for all requests or a class of them."""
+    targets = args.ttft, args.tbt
+    figures = [run.figures for run in runs]
+    for figure in [*figures[0]][1:]:  # all but the number of requests
+        yield Row(figure.removesuffix(" ms"), [each[figure] for each in figures], name)
+    yield Row("good", [run.attainment(*targets) for run in runs], name)
+    yield Row("good/s", [run.goodput(*targets) for run in runs], name)
+    yield Row("preempted", [run.n_preempted for run in runs], name)
+
+def classes_of(jobs, by):
+    """The class of each job: its adapter, or one of three of equal size by the prompt's length."""
+    if by == "adapter":
+        return [f"adapter {job.adapter}" for job in jobs]
+    classes = [""] * len(jobs)
+    if by:
+        order = sorted(range(len(jobs)), key=lambda i: jobs[i].prompt)
+        for letter, part in zip("abc", np.array_split(order, 3)):
+            for i in part:
+                classes[i] = (f"{letter}: prompts of {jobs[part[0]].prompt} to "
+                              f"{jobs[part[-1]].prompt}")
+    return classes
+
+def about_jobs(place, jobs, common):
+    """A line about jobs, and one if more arrive than a simulated device could serve."""
+    prompts = [job.prompt for job in jobs]
+    outputs = [job.output for job in jobs]
+    seconds = jobs[-1].arrival
+    text = (f"{len(jobs)} requests over {seconds:.4g} s, prompts of {min(prompts)} to "
+            f"{max(prompts)} tokens, outputs of {min(outputs)} to {max(outputs)}")
+    if place.simulated:
+        best = place.serve(at_rate(jobs[:320]), scheduler="sarathi", **common).tokens_per_second
+        offered = (sum(prompts) + sum(outputs)) / max(seconds, 1e-9)
+        if offered > best:
+            text = (f"overload: {offered:.0f} tokens/s arrive, {best:.0f} are served at best: the "
+                    f"longer this lasts, the longer all wait\n{text}")
+    return text
 
 # -----------------------------------------------------------------------------
 # autopilot, and how far the simulator and the engine can be trusted
@@ -1417,6 +1500,7 @@ class Place:
         self.on = on  # None: this machine
         self.simulated = isinstance(model, CostModel)
         self.rows = []  # of an experiment
+        self.requests = []  # of online, for JSON
         self.tapes = {}  # scheduler -> iterations of the last run with it
         self.bar = tqdm(disable=True)  # a tick per measurement
         self.B = args.max_batch  # requests in a batch [SARATHI Table 4]
@@ -1485,6 +1569,9 @@ class Place:
               n_page=0, spec="off", **options):
         """The Run of jobs in batches of up to B requests, by an engine with the flags' options."""
         scheduler = instance(options.pop("scheduler", self.args.scheduler))
+        orders = ORDERS | {"edf": edf(self.args.ttft), None: None}
+        order = options.pop("order", None)
+        options["order"] = instance(orders.get(order, order))
         n_page = n_page or B * max(job.prompt + job.output for job in jobs)
         options.setdefault("record", self.tape(name_of(scheduler)))
         engine = Engine(self.model, scheduler, self.args.chunk, B, n_page, spec=instance(spec),
@@ -1650,14 +1737,28 @@ def instance(way):
     return way() if isinstance(way, type) else way
 
 def name_of(way):
-    """Of a scheduler or a policy: a name as it is, a chunk size, or the class."""
+    """Of a scheduler, an order or a policy: a name as it is, a chunk size, or the object's."""
     if type(way) in (Sarathi, SarathiServe):
         return f"C = {way.chunk}"
-    return way if isinstance(way, str) else type(instance(way)).__name__
+    return way if isinstance(way, str) else getattr(way, "__name__", type(way).__name__)
 
 def by_scheduler(schedulers):
     """The ways of a race between schedulers: names, objects or classes."""
     return {name_of(scheduler): dict(scheduler=scheduler) for scheduler in schedulers}
+
+def ways_of(args, schedulers):
+    """The ways of a race: --schedulers, or these and --scheduler; under each --order."""
+    ways = by_scheduler(args.schedulers or [*schedulers, args.scheduler])
+    if args.order:
+        ways = {f"{name}, {name_of(order)}": way | dict(order=order)
+                for (name, way), order in product(ways.items(), args.order)}
+    return own_first(ways)
+
+def own_first(ways):
+    """So that a mistake shows before the others have run."""
+    def is_own(way):
+        return any(not isinstance(value, str | float) for value in way[1].values())
+    return dict(sorted(ways.items(), key=is_own, reverse=True))
 
 # -----------------------------------------------------------------------------
 # tables
@@ -1719,9 +1820,12 @@ def draw(rows, what):
     """A Figure with a panel per panel: a line per series, or bars if the experiment has no x axis;
     if it has one, points without an x stay in the table. Hollow marks: the papers' numbers."""
     panels = defaultdict(lambda: defaultdict(list))  # panel -> series -> [(x, ours, paper)]
+    limits = {}  # series -> x that is marked
     for row in rows:
         panel, series, x = row["at"]
         numbers = row["ours"], row["paper"]
+        if panel == FULL_SHARE:
+            limits[series] = row["ours"]
         if not what.x:
             panels[panel]["ours"].append((series, *numbers))
         elif x != "":
@@ -1744,6 +1848,8 @@ def draw(rows, what):
             else:
                 ax.bar(xs, ours, color=color, label=name)
                 ax.tick_params("x", labelrotation=90 if len(xs) > 3 else 0)
+            if limits.get(name):
+                ax.plot(limits[name], 0.99, "v", color=color, ms=9, mec="black")
             if any(paper is not None for paper in papers):
                 ax.plot(xs, papers, "o", color=color, mfc="white", mew=1.6, label="paper")
     return figure
@@ -1837,80 +1943,112 @@ TRACES = (
     TraceFormat("BurstGPT", ("timestamp", "request tokens", "response tokens")),
     TraceFormat("Vidur", ("arrived_at", "num_prefill_tokens", "num_decode_tokens")),
     TraceFormat("Bailian", ("timestamp", "input_length", "output_length", "chat_id")),
-    TraceFormat("Mooncake", ("timestamp", "input_length", "output_length"), 0.001, 0.005))
+    TraceFormat("Mooncake", ("timestamp", "input_length", "output_length", "hash_ids"),
+                0.001, 0.02))
 READABLE = "must be CSV or JSON lines with the columns of " + " or ".join(
     f"{trace.name} ({', '.join(trace.columns)})" for trace in TRACES)
-MISSING = object()  # a field that a line of CSV lacks
 SINCE_1970 = {10: 1.0, 13: 1e-3, 16: 1e-6, 19: 1e-9}  # digits of a time today -> its unit
 
-def read_jobs(path, longest, rate=None):
-    """Jobs of a trace, by arrival, the first at 0. Those without prompt or output, or of more than
-    `longest` tokens, are counted on stderr. With a rate, no arrivals are read."""
-    rows = list(read_trace(path, rate))
-    served = []
-    for _, job in rows:
-        if min(job.prompt, job.output) > 0 and job.prompt + job.output <= longest:
-            served.append(job)
-    if len(served) < len(rows):
-        print(f"{path}: {len(rows) - len(served)} of {len(rows)} requests are skipped: no prompt, "
-              f"no output, or more than {longest} tokens (simulated: --context)", file=sys.stderr)
-    check_range(f"requests of {path} that can be served", len(served), 1)
-    trace = rows[0][0]
-    served.sort(key=lambda job: job.arrival)
-    start = served[0].arrival
-    digits = len(f"{start:.0f}")
-    unit = trace.unit if digits < 10 else SINCE_1970.get(digits, math.inf)
-    jobs = [job._replace(arrival=(job.arrival - start) * unit) for job in served]
-    seconds = jobs[-1].arrival
+def read_jobs(args, longest):
+    """Jobs of --jobs by arrival, the first at 0, --speed times as dense. Kept are those of the
+    --window, in seconds since the file's first row, up to --first of them. Skipped are those
+    without prompt or output, or of more than `longest` tokens."""
+    path = args.jobs
+    without_arrivals = args.rate and not args.window
+    low, high = args.window or (-math.inf, math.inf)
+    jobs = []
+    n_read = 0
+    n_skipped = 0
+    for trace, at, prompt, output in read_trace(path, without_arrivals):
+        if n_read == 0:
+            start = at
+            digits = len(f"{start:.0f}")
+            unit = trace.unit if digits < 10 else SINCE_1970.get(digits, 1e9)
+        n_read += 1
+        arrival = (at - start) * unit
+        if not low <= arrival < high:
+            continue
+        if min(prompt, output) > 0 and prompt + output <= longest:
+            jobs.append(Job(arrival, prompt, output))
+            if len(jobs) == args.first:
+                break
+        else:
+            n_skipped += 1
+    check_range(f"requests of {path} that can be served", len(jobs), 1)
+    jobs.sort(key=lambda job: job.arrival)
+    seconds = jobs[-1].arrival - jobs[0].arrival
     if seconds and not trace.gap <= seconds / len(jobs) <= 3600:
         raise ValueError(f"{path}: {len(jobs)} requests over {seconds:.4g} s are not plausible: an "
                          f"arrival of {trace.name} is in units of {trace.unit} s, or since 1970")
+    speed = args.speed or 1.0
+    jobs = [job._replace(arrival=(job.arrival - jobs[0].arrival) / speed) for job in jobs]
+    text = (f"{path}: {n_read:,} rows read, {len(jobs):,} kept, {n_skipped:,} skipped (no prompt, "
+            f"no output, or more than {longest} tokens; simulated: --context)")
+    if seconds:
+        at = np.array([job.arrival for job in jobs])
+        most = max(np.searchsorted(at, at + 10) - np.arange(len(at)))
+        text += (f"; {len(jobs) / at[-1]:.3g} requests/s in the mean, {most / min(10, at[-1]):.3g} "
+                 "in the busiest ten seconds")
+    print(text, file=sys.stderr)
     return jobs
 
-def read_trace(path, rate):
-    """Yields (TraceFormat, Job) of a file: CSV, or JSON lines. ValueError names the wrong line."""
+def read_trace(path, without_arrivals):
+    """Yields (TraceFormat, arrival, prompt, output) of the rows of a file, CSV or JSON lines.
+    ValueError names the wrong line."""
     opener = gzip.open if path.endswith(".gz") else open
     number = 0
 
     def read_lines(file):
         nonlocal number
         for number, line in enumerate(file, 1):  # noqa: B007
-            if line.lstrip().startswith("["):
-                raise ValueError("a JSON array")
             if line.strip():
                 yield line
     try:
         with opener(path, "rt", encoding="utf-8-sig") as file:
             lines = read_lines(file)
-            first = next(lines, "")
-            lines = chain([first], lines)
-            rows = csv.DictReader(lines, restval=MISSING, skipinitialspace=True, strict=True)
-            if first.lstrip().startswith("{"):
-                rows = map(json.loads, lines)
+            first = next(lines, "").lstrip()
+            if first.startswith("["):
+                raise ValueError("a JSON array")
+            if first.startswith("{"):
+                head = json.loads(first)
+                rows = map(json.loads, chain([first], lines))
+                places = head
+            else:
+                rows = csv.reader(chain([first], lines), skipinitialspace=True, strict=True)
+                head = next(rows, [])
+                places = range(len(head))
+            trace, pick = format_of(dict(zip(head, places)), without_arrivals)
             for row in rows:
-                yield read_job(row, rate)
-    except (ValueError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
+                if len(row) != len(head) and isinstance(row, list):
+                    raise ValueError("more or fewer fields than the first line has")
+                *at, prompt, output = pick(row)
+                yield trace, number_of(*at) if at else 0.0, whole(prompt), whole(output)
+    except (ValueError, KeyError, TypeError, csv.Error, EOFError, zlib.error,
+            gzip.BadGzipFile) as error:
         hint = f"; {READABLE}" if number < 2 else ""
         raise ValueError(f"{path}, line {number}: {error}{hint}") from None
 
-def read_job(row, rate):
-    """The TraceFormat and the Job of a row {column: value}."""
-    if None in row or MISSING in row.values():
-        raise ValueError("more or fewer fields than the first line has")
-    row = {name.strip().lower(): value for name, value in row.items()}
+def format_of(places, without_arrivals):
+    """The TraceFormat with these columns {name: where it is in a row}, and a function that picks
+    arrival, prompt and output out of a row."""
+    places = {name.strip().lower(): place for name, place in places.items()}
     for trace in TRACES:
-        if {*trace.columns[1:]} <= {*row}:
+        if {*trace.columns[1:]} <= {*places}:
             break
     else:
-        raise ValueError(f"columns {', '.join(row)}: {READABLE}")
+        raise ValueError(f"columns {', '.join(places)}: {READABLE}")
     arrival, prompt, output, *_ = trace.columns
-    if not rate and arrival not in row:
+    if not without_arrivals and arrival not in places:
         raise ValueError(f"column {arrival!r} is missing: add it, or --rate in its place")
-    lengths = [float(str(row[name])) for name in (prompt, output)]
-    if lengths != [n // 1 for n in lengths]:
-        raise ValueError(f"{lengths} tokens: must be whole numbers")
-    at = 0.0 if rate else number_of(str(row[arrival]))
-    return trace, Job(at, *map(int, lengths))
+    names = (prompt, output) if without_arrivals else (arrival, prompt, output)
+    return trace, itemgetter(*(places[name] for name in names))
+
+def whole(text):
+    """A number of tokens."""
+    n = float(text)
+    if n != n // 1:
+        raise ValueError(f"{text} tokens: must be a whole number")
+    return int(n)
 
 def number_of(text):
     """An arrival: a number as it is; a date as seconds since 1970, in UTC if it names no zone."""
@@ -1921,7 +2059,9 @@ def number_of(text):
         text = re.sub(r"(\.\d{1,6})\d*", lambda digits: f"{digits[1]:0<7}", text.strip())
         date = datetime.fromisoformat(text.replace("Z", "+00:00"))
         return date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp()
-    return check_range("arrival", number, -1e19, 1e19)
+    if not abs(number) <= 1e19:
+        raise ValueError(f"arrival = {text}: must be a number of seconds, or a date")
+    return number
 
 # -----------------------------------------------------------------------------
 # the scoreboard
@@ -1987,17 +2127,33 @@ VERDICTS = {  # what is said behind a table of the main job
     "users": lambda places: explain_users(places["users"][0]),
     "ceilings": explain}
 OWNERS = {  # of flags
-    "online": ("rate", "cv", "prompt", "output", "jobs", "spec"),
+    "online": ("rate", "speed", "spec", "adapters", "by"),
+    "online, attainment, capacity": ("schedulers", "order", "cv", "prompt", "output", "jobs",
+                                     "window", "first"),
     "spec_here": ("draft", "prompts")}
 LEAST = {  # values of flags
     "chunk": 1, "max_batch": 2, "context": 64, "seconds": 0.0, "rate": 0.001, "cv": 0.0,
-    "tbt": 1e-4, "ttft": 1e-4}
+    "tbt": 1e-4, "ttft": 1e-4, "first": 1, "speed": 1e-6, "adapters": 1}
 
 def token_counts(text):
     """A type of argparse: 256, or 256,512,768, or 8..512."""
     if not re.fullmatch(r"[1-9]\d*((,|\.\.)[1-9]\d*)*", text):
         raise argparse.ArgumentTypeError(f"{text!r}: must be like 256, 256,512 or 8..512")
     return sorted(int(number) for number in re.findall(r"\d+", text))
+
+def time_window(text):
+    """A type of argparse: 3600..7200"""
+    if not re.fullmatch(r"\d+\.?\d*\.\.\d+\.?\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be like 3600..7200")
+    return tuple(map(float, text.split("..")))
+
+def several(text, kind, base, names):
+    """A type of argparse: names, or objects of files, like sarathi,my.py:Mine"""
+    found = [object_in_file(part, base) for part in text.split(",")]
+    for one in found:
+        if isinstance(one, str):
+            check_choice(kind, one, names)
+    return found
 
 def make_parser():
     about, usage, *_ = __doc__.split("\n\n")
@@ -2010,7 +2166,7 @@ def make_parser():
          f"{' '.join(MAIN_JOB)}")
     add_model_flags(parser, None)
     flag("--chunk", type=int, help="tokens of an iteration that feeds a prefill chunk; default: "
-         "256, of a simulated capacity 512")
+         "256, of a simulated capacity or attainment 512")
     flag("--hardware", type=lambda text: text if text.endswith(".json") else text.lower(),
          help="simulate this GPU instead of measuring: one of "
          f"{', '.join(GPUS)}, or a FILE.json of {', '.join(GPU._fields)}")
@@ -2025,21 +2181,32 @@ def make_parser():
     flag("--plot", metavar="FOLDER", help="save each experiment's picture there")
     flag("--json", metavar="FILE", help="save all rows; -: at the end of stdout")
     flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
+    load = parser.add_argument_group("of online, attainment and capacity").add_argument
+    load("--schedulers", type=partial(several, kind="scheduler", base=Scheduler, names=SCHEDULERS),
+         help="the rows, like sarathi,my.py:Mine; default: the built-in ones and --scheduler")
+    load("--order", type=partial(several, kind="order", base=Callable, names=ORDERS),
+         help=f"of the queue: {', '.join(ORDERS)}, FILE.py:NAME; several: rows for each")
+    load("--ttft", type=float, default=2.0, help="target, seconds to the first token; default: 2")
+    load("--tbt", type=float, default=0.1,
+         help="target, seconds between tokens, 99th percentile; default: 0.1")
+    load("--prompt", type=token_counts, help="tokens of a prompt, like 256 or 8..512")
+    load("--output", type=token_counts, help="tokens of an output")
+    load("--cv", type=float, help="coefficient of variation of the gaps between arrivals; 0: "
+         "equal gaps; default: 1, Poisson")
+    load("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), "
+         "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur, Bailian or Mooncake")
+    load("--window", type=time_window, help="seconds of the trace that are kept: 3600..7200")
+    load("--first", type=int, help="requests of the trace, or of its window, that are kept")
     online = parser.add_argument_group("of online").add_argument
     online("--rate", type=float, help="requests/s; default: 0.7 of what can be served")
-    online("--cv", type=float, help="coefficient of variation of the gaps between arrivals; 0: "
-           "equal gaps; default: 1, Poisson")
-    online("--prompt", type=token_counts, help="tokens of a prompt, like 256 or 8..512")
-    online("--output", type=token_counts, help="tokens of an output")
-    online("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), "
-           "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur, Bailian or Mooncake")
-    online("--spec", type=partial(class_in_file, base=Policy),
+    online("--speed", type=float, help="of a trace: 4 makes its arrivals four times as dense")
+    online("--adapters", type=int, help="requests draw from so many; half take the first quarter")
+    online("--by", choices=("prompt", "adapter"), help="a row per class of requests")
+    online("--spec", type=partial(object_in_file, base=Policy),
            help="how many drafts, as an engine's spec; FILE.py:CLASS: your own")
-    target = parser.add_argument_group("of capacity").add_argument
-    target("--tbt", type=float, default=0.1, help="seconds between tokens, P99; default: 0.1")
-    target("--ttft", type=float, default=2.0, help="seconds to the first, median; default: 2")
     text = parser.add_argument_group("of spec_here").add_argument
-    text("--draft", help="a draft model, as --model; default: none, but for the tiny model")
+    text("--draft", type=partial(object_in_file, base=Proposer), help="a draft model, as --model, "
+         "or your own FILE.py:CLASS; default: none, but for the tiny model")
     text("--prompts", metavar="FILE", help="a text, one prompt a paragraph")
     return parser
 
@@ -2049,16 +2216,20 @@ def parse_arguments(words=None):
     for name, low in LEAST.items():
         check_range(name, given.get(name, low), low)
     if not args.chunk:
-        args.chunk = 512 if args.hardware and args.experiments == ["capacity"] else 256
+        slow = {*args.experiments} <= {"capacity", "attainment"}
+        args.chunk = 512 if args.hardware and args.experiments and slow else 256
     if not isinstance(args.scheduler, type):
         check_choice("scheduler", args.scheduler, SCHEDULERS)
-    for owner, names in OWNERS.items():
+    for owners, names in OWNERS.items():
         for name in names:
-            if name in given and owner not in args.experiments:
-                raise ValueError(f"--{name} is a flag of `{owner}` alone")
+            if name in given and not {*owners.split(", ")} & {*args.experiments}:
+                raise ValueError(f"--{name} is a flag of {owners} alone")
     for name in ("prompt", "output"):
         if name in given and args.jobs:
             raise ValueError(f"--{name} has no effect on the requests of --jobs")
+    for name in ("window", "first", "speed"):
+        if name in given and not args.jobs:
+            raise ValueError(f"--{name} is of a trace, add --jobs")
     return args
 
 def run_experiments(args, names):
@@ -2117,6 +2288,7 @@ def summary(args, places):
     return dict(
         experiment=" ".join(begun),
         rows=sum((place.rows for place in every_place), []),
+        requests=sum((place.requests for place in every_place), []),
         seed=args.seed,
         machine="; ".join(dict.fromkeys(place.source for place in every_place)),
         torch=torch.__version__)
