@@ -2055,13 +2055,18 @@ def number_of(text):
     try:
         number = float(text)
     except ValueError:
-        # Python 3.10 reads six digits of a second, and no Z
-        text = re.sub(r"(\.\d{1,6})\d*", lambda digits: f"{digits[1]:0<7}", text.strip())
-        date = datetime.fromisoformat(text.replace("Z", "+00:00"))
-        return date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp()
+        date = re.fullmatch(r"(.+[ T]\d+:\d+):(\d+\.?\d*)(.*)", text.strip())
+        if not date:
+            raise
+        number = minute_of(date[1] + date[3]) + float(date[2])
     if not abs(number) <= 1e19:
         raise ValueError(f"arrival = {text}: must be a number of seconds, or a date")
     return number
+
+@cache
+def minute_of(text):
+    date = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    return date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp()
 
 # -----------------------------------------------------------------------------
 # the scoreboard

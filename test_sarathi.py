@@ -3093,8 +3093,9 @@ def test_capacity_is_the_most_that_meets_both_targets():
 def test_attainment_is_the_share_that_meets_both_targets(monkeypatch):
     """Counted anew over the requests' own times; 1 far below the capacity; hardly ever more at a
     higher rate; its 99 % point is the capacity where a request's targets are those of all."""
-    words = "attainment --hardware a100 --size small --schedulers prefill_first,sarathi"
-    for more in ("", " --order sjf --prompt 200..2000 --ttft 1", " --ttft 1000000 --output 2"):
+    words = "attainment --hardware a100 --size small --schedulers prefill_first,"
+    for more in ("sarathi", "sarathi --order sjf --prompt 200..2000 --ttft 1",
+                 "orca --ttft 1000000 --tbt 1 --output 2"):
         args = arguments(words + more)
         assert args.chunk == 512
         place = bench.simulate(args, EXPERIMENTS["attainment"].on)
