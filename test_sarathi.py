@@ -3263,6 +3263,7 @@ def test_long_prompts_take_their_time(monkeypatch):
     ("", 8, [b'"""The pap']),  # pieces of this project's files
     ("--model tiny", 4, [b'"""The pap']),
     ("--model tiny --draft draft --prompts text", 8, [b"One.", b"Two\nlines.", b"One."]),
+    ("--draft own.py:Own", 8, [b'"""The pap']),
 ])
 def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys, tmp_path):
     """With tiny and its draft, or --model and --draft; without a draft model by prompt lookup"""
@@ -3270,6 +3271,8 @@ def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys,
     for name in ("tiny", "draft"):
         random_model(config).save_pretrained(tmp_path / "cache" / name)
     (tmp_path / "text").write_text("One.\n\nTwo\nlines.\n \n\n")
+    (tmp_path / "own.py").write_text(
+        "from sarathi import Ngram\nclass Own(Ngram):\n    pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(model_py, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(bench, "load_once", load_model)
@@ -3283,14 +3286,19 @@ def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys,
     assert status == 0, err
     rows = json.loads(out.splitlines()[-1])["rows"]
     ours = {tuple(row["at"]): row["ours"] for row in rows}
-    assert len(ours) == 3 * (1 + 2 * n_way)
-    if n_way == 8:  # the draft model is the same model
+    assert len(ours) == 3 * (1 + 2 * (n_way + 1)) + 3
+    assert ours["accepted, 24", "wrong, goodput", ""] == 0 < ours["B = 2", "wrong, goodput", ""]
+    if n_way == 8 and "Own" not in words:  # the draft model is the same model
         assert ours["accepted, 24", "model, k = 3", ""] == 1
     assert 0 <= ours["accepted, 24", "lookup, k = 3", ""] < 1
     assert sum(line.startswith("| lookup, ") for line in out.splitlines()) == 4
-    # one text to warm up; in two rounds six texts, one by one and at once, and 24
-    n = n_way + 1
-    assert Counter(map(len, served)) == {1: n, 6: 4 * n, 24: 2 * n}
+    if "Own" in words:  # the same as lookup
+        shares = [ours["accepted, 6", f"{name}, k = 5", ""] for name in ("Own", "lookup")]
+        assert shares[0] == shares[1]
+    # one text to warm up; in two rounds six texts, one by one and at once, and 24; two by two
+    # without drafts and with wrong ones, which first settle
+    n = n_way + 3
+    assert Counter(map(len, served)) == {1: n, 6: 4 * n + 6, 24: 2 * n}
     texts = [bytes(tokens) for tokens in served[-1]]
     assert all(text.startswith(prompt) for text, prompt in zip(texts, prompts))
 
