@@ -6,6 +6,7 @@
     python bench.py online --scheduler my.py:Mine    your scheduler beside the built-in ones
     python bench.py scoreboard                       every number of the papers beside ours
     python bench.py list                             all experiments, and where they run
+    python bench.py report                           assets/results.md, from the JSON in assets/
 
 An experiment is a generator of points (panel, series, x, ours); the papers' numbers are CLAIMS;
 tables, JSON, pictures and the scoreboard derive from both. In reading order: claims; workloads;
@@ -20,6 +21,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -75,6 +77,8 @@ class Claim(NamedTuple):
             return abs((ours - 1) / (self.paper - 1) - 1) <= 0.30
         return abs(ours / self.paper - 1) <= 0.15
 
+ASSETS = Path(__file__).with_name("assets")
+
 def read_claims():
     """{experiment: {(panel, series, x): Claim}} of assets/claims.csv. Left out are numbers that
     follow from others, such as totals of Table 2, or from the arrivals, such as throughput at low
@@ -82,7 +86,7 @@ def read_claims():
     vLLM-packed [S-LoRA Table 3]: the logs have 8.14, 10.08, 7.73 and 2.04 requests/s for 1, 2, 4
     and 5 processes, which no way to share a GPU explains."""
     claims = defaultdict(dict)
-    with open(Path(__file__).with_name("assets") / "claims.csv", newline="") as file:
+    with open(ASSETS / "claims.csv", newline="") as file:
         for line in csv.DictReader(file):
             at = line["panel"], line["series"], json.loads(line["x"] or '""')
             setup = [int(word) if word.isdigit() else word for word in line["setup"].split()]
@@ -1776,14 +1780,14 @@ def own_first(ways):
 # -----------------------------------------------------------------------------
 # tables
 
-def tables(what, place, with_paper=True):
-    """The Markdown tables of an experiment in a place: points with an x, then the others."""
+def tables(what, rows, with_paper=True):
+    """The Markdown tables of an experiment's rows: those with an x, then the others."""
     texts = []
-    curves = [row for row in place.rows if row["at"][2] != ""]
-    others = [row for row in place.rows if row["at"][2] == ""]
-    for rows, by in (curves, what.curves), (others, what.points):
-        if rows and by != "picture":
-            texts.append(lay_out(what, rows, by, with_paper))
+    curves = [row for row in rows if row["at"][2] != ""]
+    others = [row for row in rows if row["at"][2] == ""]
+    for part, by in (curves, what.curves), (others, what.points):
+        if part and by != "picture":
+            texts.append(lay_out(what, part, by, with_paper))
     return "\n\n".join(texts)
 
 def lay_out(what, rows, by, with_paper):
@@ -1800,7 +1804,8 @@ def lay_out(what, rows, by, with_paper):
         elif row["spread"]:
             line[column, "ours"] += f" ± {float(format(row['spread'], '.2g')):g}"
         if with_paper and row["paper"] is not None:
-            kind = f"{row['kind']} " if row["kind"].startswith("at ") else ""
+            kind = row.get("kind", "")
+            kind = f"{kind} " if kind.startswith("at ") else ""
             line[column, "paper"] = kind + cell(row["paper"])
     used = dict.fromkeys(pair for line in lines.values() for pair in line)
     columns = dict.fromkeys(column for column, _ in used)
@@ -1910,22 +1915,23 @@ def draw_tapes(tapes):
     ax.set_xlabel("seconds")
     return figure
 
-def save_picture(place, name, folder):
-    """Save folder/NAME_PLACE.png."""
-    what = EXPERIMENTS[name]
+def save_picture(place, name, path):
+    """Save the picture of an experiment that ran in a place."""
     is_tape = name in ("timeline", "fig12")
-    figure = draw_tapes(place.tapes) if is_tape else draw(place.rows, what)
-    title = textwrap.fill(f"{what.about} {place.source}", int(15 * figure.get_figwidth()))
-    figure.suptitle(title, fontsize=9)
-    handles = {}  # label -> its handle: one legend under all panels
+    figure = draw_tapes(place.tapes) if is_tape else draw(place.rows, EXPERIMENTS[name])
+    save_figure(figure, f"{EXPERIMENTS[name].about} {place.source}", path)
+
+def save_figure(figure, title, path):
+    """With one legend under all panels."""
+    figure.suptitle(textwrap.fill(title, int(15 * figure.get_figwidth())), fontsize=9)
+    handles = {}  # label -> its handle
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels()):
             handles[label] = handle
     if len(handles) > 1:
         figure.legend(handles.values(), handles, loc="outside lower center", fontsize=8,
                       frameon=False, ncols=int(figure.get_figwidth() / 1.3))
-    where = Path(place.on.gpu).stem if place.on else place.model.device.type
-    figure.savefig(os.path.join(folder, f"{name}_{where}.png"), dpi=110)
+    figure.savefig(path, dpi=110)
 
 def write_trace(path, tapes):
     """Chrome's trace format: a process per engine, a thread per request or stage; microseconds."""
@@ -2135,6 +2141,84 @@ def count_runs(rows):
         yield f"- {paper}: {', '.join(texts)}"
 
 # -----------------------------------------------------------------------------
+# assets/results.md, and README's pictures
+
+def report():
+    """Write assets/results.md, all that the JSON files in assets/ hold, and README's pictures."""
+    args = parse_arguments(["--plot", str(ASSETS)])
+    place = simulate(args, EXPERIMENTS["timeline"].on)
+    place.rows = [*EXPERIMENTS["timeline"].rows(place)]
+    save_picture(place, "timeline", ASSETS / "timeline.png")
+    texts = ["# Results\n\nEverything that was measured or simulated, written by `python bench.py "
+             "report` from the JSON files beside this page. ±: the spread of rounds; noise: it is "
+             "more than a quarter of the value."]
+    for path in sorted(ASSETS.glob("*.json")):
+        parts = json.loads(path.read_text())
+        texts.append(f"## {path.stem}")
+        for part in parts if isinstance(parts, list) else [parts]:
+            facts = [f"{key} {value}" for key, value in part.items()
+                     if isinstance(value, str | int) and key != "seed"]
+            texts.append(f"[JSON]({path.name}): {'; '.join(facts)}")
+            for key, rows in part.items():
+                if isinstance(rows, list) and rows and key != "requests":
+                    texts += [f"### {key}"] * (key != "rows") + [*tables_of(rows)]
+        figure = figure_of(path.stem, parts)
+        if figure:
+            save_figure(figure, " ".join(facts[-3:]), path.with_suffix(".png"))
+            texts.append(f"![{path.stem}]({path.stem}.png)")
+    (ASSETS / "results.md").write_text("\n\n".join(texts) + "\n", encoding="utf8")
+
+def tables_of(rows):
+    """Markdown: tables of experiments, or one with a column per key."""
+    if "experiment" not in rows[0]:
+        heads = [*dict.fromkeys(key for row in rows for key in row)]
+        yield table(heads, [[plain(row.get(head)) for head in heads] for row in rows])
+        return
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["experiment"], row["source"]].append(row)
+    for (name, source), own in groups.items():
+        yield f"### {name}, {source}\n\n{EXPERIMENTS[name].about}"
+        yield tables(EXPERIMENTS[name], own)
+    if len(groups) > 9:  # the scoreboard
+        yield "\n".join(count_runs(rows))
+
+def plain(value):
+    """A value of JSON as the text of a cell."""
+    if isinstance(value, dict):
+        value = [f"{key} {plain(one)}" for key, one in value.items()]
+    return " / ".join(map(cell, value)) if isinstance(value, list) else cell(value)
+
+def figure_of(name, asset):
+    """The Figure of an asset, or None."""
+    if name in ("fig9", "slora_table3", "spec_fig1", "attainment"):
+        return draw(asset["rows"], EXPERIMENTS[name])
+    if name == "capacity":
+        rows = []
+        for row in asset["rows"]:
+            panel = f"{row['gpu'].upper()}, {row['tbt']} s between tokens"
+            _, series, chunk = row["at"]
+            for x in [chunk] if chunk else (64, 2048):  # without chunks: a level
+                rows.append(row | dict(at=[panel, series, x], paper=None))
+        return draw(rows, Experiment(None, "", "chunk size, C", "requests/s"))
+    if name == "h200":
+        figure = Figure((5.5, 5.5), layout="constrained")
+        ax = figure.add_subplot(xscale="log", yscale="log", xlabel="measured (ms)",
+                                ylabel="simulated (ms)", title="One iteration of LLaMA-13B")
+        ax.grid(alpha=0.25)
+        ends = np.array([6, 100])
+        ax.plot(ends, ends, color="gray", label="equal")
+        ax.fill_between(ends, 0.9 * ends, 1.1 * ends, color="#eeeeee", label="within 10 %")
+        groups = defaultdict(list)
+        for row in asset["iterations of llama-13b"]:
+            kind = " and ".join(kind for kind in ("decodes", "chunk") if kind in row)
+            groups[kind].append((row["ms"], row["simulated_ms"]))
+        for marker, (kind, points) in zip("osD", groups.items()):
+            ax.plot(*zip(*points), marker, mec="black", label=kind)
+        return figure
+    return None
+
+# -----------------------------------------------------------------------------
 # command line
 
 MAIN_JOB = ["users_a100", "users", "table4", "table2", "ceilings"]
@@ -2180,8 +2264,8 @@ def make_parser():
         description=f"{about}\n\n{usage}", allow_abbrev=False, conflict_handler="resolve",
         formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS)
     flag = parser.add_argument
-    flag("experiments", nargs="*", help="names from `list`; or list, scoreboard, or gpu; default: "
-         f"{' '.join(MAIN_JOB)}")
+    flag("experiments", nargs="*", help="names from `list`; or list, scoreboard, report or gpu; "
+         f"default: {' '.join(MAIN_JOB)}")
     add_model_flags(parser, None)
     flag("--chunk", type=int, help="tokens of an iteration that feeds a prefill chunk; default: "
          "256, of a simulated capacity or attainment 512")
@@ -2283,7 +2367,9 @@ def run_experiment(args, name, places):
             if args.json not in (None, "-"):
                 write_json(args.json, summary(args, places))
             if args.plot:
-                save_picture(group[0], name, args.plot)
+                place = group[0]
+                where = Path(place.on.gpu).stem if place.on else place.model.device.type
+                save_picture(place, name, os.path.join(args.plot, f"{name}_{where}.png"))
 
 def show(name, group):
     """Print an experiment's tables, of a group of Places; the paper's numbers stand in the last."""
@@ -2297,14 +2383,18 @@ def show(name, group):
         with_paper = place is group[-1]
         if with_paper and any(row["paper"] is not None for row in place.rows):
             source += f"; the paper: {what.on.model} on {what.on.tp} x {what.on.gpu}"
-        print(f"{textwrap.fill(source, 118)}\n\n{tables(what, place, with_paper)}\n", flush=True)
+        text = tables(what, place.rows, with_paper)
+        print(f"{textwrap.fill(source, 118)}\n\n{text}\n", flush=True)
 
 def summary(args, places):
     """The object of --json: the rows so far. places: {experiment: [Place]}"""
     begun = [name for name, group in places.items() if group[0].rows]
     every_place = sum((places[name] for name in begun), [])
+    git = ["git", "-C", str(ASSETS), "rev-parse", "--short", "HEAD"]
     return dict(
         experiment=" ".join(begun),
+        date=f"{datetime.now():%Y-%m-%d}",
+        commit=subprocess.run(git, capture_output=True, text=True).stdout.strip(),
         rows=sum((place.rows for place in every_place), []),
         requests=sum((place.requests for place in every_place), []),
         seed=args.seed,
@@ -2331,7 +2421,7 @@ def main():
         print("About a minute: first LLaMA-13B on a simulated A100, then this machine.\n",
               flush=True)
         names = MAIN_JOB + ["timeline"] * bool(args.plot)
-    alone = ["gpu", "list", "scoreboard"] if len(names) == 1 else []
+    alone = ["gpu", "list", "scoreboard", "report"] if len(names) == 1 else []
     for name in names:
         check_choice("experiment", name, [*EXPERIMENTS, *alone])
     for path in {args.trace, args.json} - {None, "-"}:
@@ -2348,6 +2438,8 @@ def main():
             where = what.only or "here, or --hardware"
             print(textwrap.fill(f"{name:13} {where:20} {what.about}", 118,
                                 subsequent_indent=35 * " "))
+    elif names == ["report"]:
+        report()
     elif names == ["scoreboard"]:
         if args.scheduler != "sarathi":
             raise ValueError("scoreboard: its schedulers are the papers', leave out --scheduler")

@@ -3062,7 +3062,7 @@ def test_every_claim_has_its_point(name):
         missed = {at for at in claims if not rows[at]["inside"]}
         assert missed == MISSES.get(name, set())
         assert all(rows[at]["note"] for at in missed)
-    text = tables(name, simulated(name), list(rows.values()))
+    text = tables(name, list(rows.values()))
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert lines and max(map(len, lines)) <= (128 if name == "online" else 120)
     assert any("paper" in line for line in lines) == bool(claims)
@@ -3322,7 +3322,7 @@ def test_operators_are_timed_without_the_first_pass(monkeypatch):
 def test_lengths_are_those_that_were_run():
     place = bench.Place(arguments("--lengths 512,1024"), simulated("table4").model, "here")
     rows = list(EXPERIMENTS["table4"].rows(place))
-    lines = tables("table4", place, rows).splitlines()
+    lines = tables("table4", rows).splitlines()
     assert [line.split("|")[2].strip() for line in lines[:4:2]] == ["L", "512"]
     assert [row["what"] for row in rows[1:4:2]] == ["throughput, L = 512", "throughput, L = 1024"]
     assert [row["paper"] for row in rows[1:4:2]] == [None, 1.33]
@@ -3794,30 +3794,29 @@ def test_online_says_who_pays(monkeypatch, capsys, tmp_path):
             speeds.append(sum(row["prompt"] + row["output"] for row in own) / end)
         assert rows["Jain", "orca"] == approx(sum(speeds) ** 2 / 3 / np.dot(speeds, speeds))
 
-def tables(name, place, rows, **options):
-    place.rows = rows
-    return bench.tables(EXPERIMENTS[name], place, **options)
+def tables(name, rows, **options):
+    return bench.tables(EXPERIMENTS[name], rows, **options)
 
 def test_online_has_a_table_however_wide():
     rows = [row | dict(spread=row["ours"] / 7) for row in small_rows("online").values()]
     more = [row | dict(at=[row["at"][0], f"{row['at'][1]} of mine", row["at"][2]]) for row in rows]
-    text = tables("online", simulated("online"), rows + more)
+    text = tables("online", rows + more)
     assert sum(line.startswith("| ") for line in text.splitlines()) == 2 + 2 * len(SCHEDULERS)
 
 def test_tables_have_the_columns_that_are_declared():
     """And a line for every other key; the paper's numbers stand behind ours."""
-    text = tables("fig3", simulated("fig3"), list(small_rows("fig3").values()))
+    text = tables("fig3", list(small_rows("fig3").values()))
     assert "| 18 | 16.7                | 16.7  |" in text and "| at most 0.05 |" in text
     rows = list(small_rows("table4").values())
     own = [row | dict(ours=0.5, spread=0.015, at=[row["at"][0], "", 64]) for row in rows[:2]]
-    line = tables("table4", tiny_place.__wrapped__(), own).splitlines()[2]
+    line = tables("table4", own).splitlines()[2]
     assert re.match(r"\| 64 +\| 0.5 ± 0.015 +\| 5.45 +\| 0.5 ± 0.015 +\| 1.33 ", line)
-    text = tables("table4", simulated("table4"), rows, with_paper=False)
+    text = tables("table4", rows, with_paper=False)
     assert "LLaMA-33B, A100 | 1024 | 4.68           | 1.23 " in text
     for name, head in (("fig9", "P:D  | C = 128 | C = 256 | C = 512 | Orca, best | paper "),
                        ("fig12", "|                          |                   | ours ")):
         rows = list(small_rows(name).values())
-        text = tables(name, simulated(name), rows)
+        text = tables(name, rows)
         lines = [line for line in text.splitlines() if line.startswith("|")]
         keyed = {tuple(row["at"][::2]) if row["at"][2] else tuple(row["at"]) for row in rows}
         assert head in text and len(lines) == len(keyed) + 2 * (1 + text.count("\n\n"))
@@ -3965,7 +3964,7 @@ def test_readme_numbers_that_are_simulated_are_those_of_its_assets():
 def test_readme_numbers_measured_here_are_those_of_its_assets():
     main, = asset("main_cpu")
     users = [row for key, row in main.items() if key[0] == "users"]
-    assert tables("users", tiny_place.__wrapped__(), users) in README
+    assert tables("users", users) in README
     ways = "prefill_first", "sarathi"
     stalls, paces = ([main["users", figure, way, ""]["ours"] for way in ways]
                      for figure in ("longest stall ms", "TPOT p50 ms"))
