@@ -6,6 +6,7 @@
     python bench.py online --scheduler my.py:Mine    your scheduler beside the built-in ones
     python bench.py scoreboard                       every number of the papers beside ours
     python bench.py list                             all experiments, and where they run
+    python bench.py report                           assets/results.md, from the JSON in assets/
 
 An experiment is a generator of points (panel, series, x, ours); the papers' numbers are CLAIMS;
 tables, JSON, pictures and the scoreboard derive from both. In reading order: claims; workloads;
@@ -20,6 +21,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -32,6 +34,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cache, partial
 from itertools import chain, count, cycle, islice, pairwise, product
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -39,12 +42,12 @@ from typing import NamedTuple
 # kernels before torch: it sets how torch's threads wait
 from kernels import linear, pack, torch_dtype
 from model import Adapter, load_model, load_tokenizer, preset
-from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, NO_ADAPTER, SCHEDULERS,
+from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, NO_ADAPTER, ORDERS, SCHEDULERS,
                      CostModel, CostRunner, EarlyAbort, Engine, Feed, Goodput, Iteration,
-                     IterationStats, ModelRunner, Policy, Request, Run, Sarathi, SarathiServe,
-                     Scheduler, Speculator, add_model_flags, cell, check_choice, check_range,
-                     class_in_file, cluster, fcfs, feeds_of, forced_acceptance, lcfs,
-                     run_command_line, table)
+                     IterationStats, ModelRunner, Policy, Proposer, Request, Run, Sarathi,
+                     SarathiServe, Scheduler, Speculator, add_model_flags, cell, check_choice,
+                     check_range, cluster, edf, fcfs, feeds_of, forced_acceptance, lcfs,
+                     object_in_file, run_command_line, table)
 
 import numpy as np
 import torch
@@ -59,7 +62,8 @@ class Claim(NamedTuple):
     paper: float
     kind: str  # "value", "gain" over a baseline, "at least", "at most"
     fit: bool  # whether a constant of the cost model was chosen on it
-    source: str  # the paper, and where: its text, or the logs that its authors published
+    paper_source: str  # the paper, and where: its text, or the logs that its authors published
+    setup: list  # arguments of slora()
     run: str  # claims on one run have the same name here
     note: str  # what was seen
 
@@ -73,6 +77,8 @@ class Claim(NamedTuple):
             return abs((ours - 1) / (self.paper - 1) - 1) <= 0.30
         return abs(ours / self.paper - 1) <= 0.15
 
+ASSETS = Path(__file__).with_name("assets")
+
 def read_claims():
     """{experiment: {(panel, series, x): Claim}} of assets/claims.csv. Left out are numbers that
     follow from others, such as totals of Table 2, or from the arrivals, such as throughput at low
@@ -80,13 +86,12 @@ def read_claims():
     vLLM-packed [S-LoRA Table 3]: the logs have 8.14, 10.08, 7.73 and 2.04 requests/s for 1, 2, 4
     and 5 processes, which no way to share a GPU explains."""
     claims = defaultdict(dict)
-    with open(Path(__file__).with_name("assets") / "claims.csv", newline="") as file:
+    with open(ASSETS / "claims.csv", newline="") as file:
         for line in csv.DictReader(file):
-            x = json.loads(line["x"]) if line["x"] else ""
-            at = line["panel"], line["series"], x
-            fields = line["source"], line["run"], line["note"]
-            claims[line["experiment"]][at] = Claim(
-                float(line["paper"]), line["kind"], line["fit"] == "fit", *fields)
+            at = line["panel"], line["series"], json.loads(line["x"] or '""')
+            setup = [int(word) if word.isdigit() else word for word in line["setup"].split()]
+            line |= dict(paper=float(line["paper"]), fit=line["fit"] == "fit", setup=setup)
+            claims[line["experiment"]][at] = Claim(*(line[name] for name in Claim._fields))
     return claims
 
 CLAIMS = read_claims()
@@ -104,47 +109,45 @@ A100_13B = Hardware("llama-13b", "a100", 1, "lightllm")
 A100_7B = Hardware("llama-7b", "a100", 1, "vllm")
 MAX_B = {1024: 18, 2048: 10, 3072: 6}  # length -> the largest batch that fits [SARATHI §5.1]
 
+class Row(NamedTuple):
+    """What experiments yield."""
+    panel: str  # of the picture; most tables have a column for each
+    ours: float | list  # a number, or one per round
+    series: str = ""
+    x: float | str = ""
+
 class Experiment(NamedTuple):
-    """A generator of points, and how they are shown."""
-    run: Callable  # Place -> points (panel, ours), (panel, series, ours), (panel, series, x, ours)
+    """A generator of rows, and how they are shown."""
+    run: Callable  # Place -> Rows
     about: str
     x: str = ""  # label of the x axis; its last word stands in tables
     y: str = ""
     on: Hardware = A6000_13B  # where the paper's numbers hold
     only: str = ""  # "measured" or "simulated", if it cannot be both
-    # what heads the columns of points with an x, and of others: "panel", "series", "" if every
-    # point has a line, or "picture" if they are in pictures alone
+    # what heads the columns of rows with an x, and of others: "panel", "series", "" if every row
+    # has a line, or "picture" if they are in pictures alone
     curves: str = "panel"
     points: str = "panel"
 
     def rows(self, place):
-        """The points as dicts, beside the papers' numbers. ours: a number, or an array of rounds,
-        shown as their median and half the distance between their quartiles."""
+        """The rows as dicts, beside the papers' numbers. Of several rounds: the median, and as
+        spread half the distance between the quartiles."""
         name = self.run.__name__
         claims = CLAIMS.get(name, {})
         if place.on not in (None, self.on):  # only those that name their own GPU hold here
             claims = {at: claim for at, claim in claims.items()
                       if at[1].split(", ")[-1].lower() in GPUS}
-        for panel, *keys, ours in self.run(place):
-            series, x = (*keys, "", "")[:2]  # what is left out is ""
-            what = f"{panel}, {series}" if series else panel
-            what += f", {self.x.split()[-1]} = {x}" if x != "" else ""
+        for panel, ours, series, x in self.run(place):
             low, middle, high = np.quantile(ours, (0.25, 0.5, 0.75)).tolist()
-            row = dict(experiment=name, what=what, at=[panel, series, x])
-            row |= dict(paper=None, ours=middle, spread=None,
-                        source="simulated" if place.simulated else "measured")
-            if high > low:
-                row["spread"] = (high - low) / 2
+            texts = panel, series, f"{self.x.split()[-1]} = {x}" if x != "" else ""
+            row = dict(experiment=name, what=", ".join(filter(None, texts)), at=[panel, series, x],
+                       paper=None, ours=middle, spread=(high - low) / 2 or None,
+                       source="simulated" if place.simulated else "measured")
             claim = claims.get((panel, series, x))
             if claim:
-                row["paper"] = claim.paper
-                bound = claim.kind.startswith("at ")
-                if bound:
-                    row["what"] += f" ({claim.kind})"
+                row |= claim._asdict()
                 if place.simulated:  # what is measured here is of another model than the paper's
-                    row |= dict(kind="bound" if bound else claim.kind, fit=claim.fit,
-                                paper_source=claim.source, run=claim.run, note=claim.note,
-                                inside=claim.holds(middle))
+                    row["inside"] = claim.holds(middle)
             yield row
 
 def experiment(*fields, **more):
@@ -181,6 +184,23 @@ def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0,
         gaps = rng.gamma(1 / cv ** 2, cv ** 2 / rate, n)
     columns = [values.tolist() for values in (np.cumsum(gaps), prompts, outputs)]
     return list(map(Job, *columns, names))
+
+def workload(place, n, prompt, output):
+    """Jobs of --jobs as they come; or n, with these lengths or --prompt and --output, at one per
+    second in the mean. With --rate, those of --jobs come like that."""
+    args = place.args
+    longest = min(place.model.config.block_size, place.room)
+    jobs = read_jobs(args, longest) if args.jobs else []
+    cv = 1.0 if args.cv is None else args.cv
+    spaced = place.jobs(1, len(jobs) or n, cv, args.adapters or 0, 0.5,
+                        prompt=args.prompt or prompt, output=args.output or output)
+    if not jobs:
+        return spaced
+    merged = []
+    for job, other in zip(jobs, spaced):
+        arrival = other.arrival if args.rate else job.arrival
+        merged.append(job._replace(arrival=arrival, adapter=other.adapter))
+    return merged
 
 def at_rate(jobs, rate=math.inf):
     """Jobs that came at one per second, at another rate, or all at once."""
@@ -251,9 +271,9 @@ def long_prompts(place, larger="llama-124m"):
 def ceilings(place):
     """This machine's matrix products and memory: how many tokens does one weight read pay for?"""
     flops, bandwidth = measure_ceilings(place)
-    yield "matrix products (TFLOP/s)", flops / 1e12
-    yield "weights read (GB/s)", bandwidth / 1e9
-    yield "ridge point (tokens)", flops * place.model.dtype.itemsize / 2 / bandwidth
+    yield Row("matrix products (TFLOP/s)", flops / 1e12)
+    yield Row("weights read (GB/s)", bandwidth / 1e9)
+    yield Row("ridge point (tokens)", flops * place.model.dtype.itemsize / 2 / bandwidth)
 
 def measure_ceilings(place):
     """(FLOP/s, bytes/s): a matrix times many rows; more weights than caches hold times one row."""
@@ -288,16 +308,14 @@ def table2(place):
         "prefill-only": dict(chunk=L),
         "decode-only": dict(decodes=4, context=L - 1),
         "decode-maximal": dict(decodes=3, context=L - 1, chunk=L - 3)}
-    totals = []
     for name, batch in batches.items():
         operators = place.operators(**batch)
-        totals.append(1e3 * np.median(sum(operators.values())))
         attention = operators.pop("attn")
-        yield "linear (ms)", name, 1e3 * sum(operators.values())
-        yield "attn (ms)", name, 1e3 * attention
-    prefill, decode, both = totals
-    yield "decode (ms)", "decode-only", decode / 4
-    yield "decode (ms)", "decode-maximal", (both - prefill) / 3
+        yield Row("linear (ms)", 1e3 * sum(operators.values()), name)
+        yield Row("attn (ms)", 1e3 * attention, name)
+    prefill, decode, both = 1e3 * place.seconds(*batches.values())
+    yield Row("decode (ms)", decode / 4, "decode-only")
+    yield Row("decode (ms)", (both - prefill) / 3, "decode-maximal")
 
 @experiment("tokens per request, L", "times")
 def table4(place):
@@ -309,10 +327,10 @@ def table4(place):
         for L, B in (1024, 10), (2048, 5), (3072, 3):
             cases.append(("LLaMA-33B, A100", other, L, B))
     for name, own, L, B in cases:
-        yield "decode speedup", name, L, decode_speedup(own, L, B)
+        yield Row("decode speedup", decode_speedup(own, L, B), name, L)
         P, D = halves(L, chunk=own.args.chunk, B=B)
         gain, = gains(own, P, D, B, own.args.scheduler)
-        yield "throughput", name, L, gain
+        yield Row("throughput", gain, name, L)
 
 def decode_speedup(place, L, B):
     """How many times cheaper a decode is beside a chunk than in a batch of B [SARATHI §5.1]."""
@@ -393,43 +411,77 @@ def capacity(place):
     """The most requests/s with 99 % of the times between two tokens within --tbt seconds, and half
     of the first tokens within --ttft (Sarathi-Serve). Poisson arrivals; prompts of 100 to 3,000 and
     outputs of 20 to 400 tokens, shorter if measured; up to 48 requests at once. 0: less than a
-    sixth of what is served without targets."""
-    schedulers = ("prefill_first", "sarathi", "sarathi_serve", place.args.scheduler)
-    for name, rate in capacities(place, schedulers, 300 if place.full else 32):
-        yield "requests/s", name, rate
+    fifth of what is served without targets."""
+    ways = ways_of(place.args, ("prefill_first", "sarathi", "sarathi_serve"))
+    for name, rate in capacities(place, ways, 300 if place.full else 32):
+        yield Row("requests/s", rate, name)
 
-def capacities(place, schedulers, n):
-    """Yields (name of a scheduler, its capacity, 3 % too low at most), with n requests."""
-    args = place.args
+def capacities(place, ways, n):
+    """Yields (name of a way, its capacity), with n requests."""
+    targets = place.args.ttft, place.args.tbt
+    serve_at, most = load(place, n)
+    for name, way in ways.items():
+        yield name, highest(lambda rate, way=way: serve_at(rate, way).meets(*targets), most / 2)
+
+@experiment("arrival rate (requests/s), R", "share of requests", Hardware("llama-13b", "a100"),
+            curves="series")
+def attainment(place):
+    """The share of requests that meet both targets, each by itself, over the arrival rate [S-LoRA
+    §7]: the first token within --ttft seconds, 99 % of the times between tokens within --tbt; and
+    the highest rate at which 99 % of them do. The requests are those of `capacity`, or of --jobs,
+    with its bursts."""
+    targets = place.args.ttft, place.args.tbt
+    place.source += f"; --ttft {targets[0]:g}, --tbt {targets[1]:g}"
+    serve_at, most = load(place, 300 if place.full else 40)
+    n_halving = 6 if place.simulated else 2
+    rates = [most / 2 ** i for i in np.linspace(n_halving, 0, (1 + place.full) * n_halving + 1)]
+    rates = [float(f"{rate:.3g}") for rate in rates]
+    for name, way in ways_of(place.args, SCHEDULERS).items():
+        def share(rate):
+            return serve_at(rate, way).attainment(*targets)
+        shares = list(map(share, rates))
+        for rate, good in zip(rates, shares):
+            yield Row("", good, name, rate)
+        enough = [rate for rate, good in zip(rates, shares) if good >= 0.99]
+        limit = highest(lambda rate: share(rate) >= 0.99, max(enough) * 1.4) if enough else 0.0
+        yield Row(FULL_SHARE, limit, name)
+
+FULL_SHARE = "99 % of requests up to"
+
+def load(place, n):
+    """(a function (rate, way) -> Run of n requests that arrive at this rate, the requests/s that
+    are served without targets)."""
     L = max(place.lengths)
     if place.simulated:
         L = min(3400, place.model.config.block_size)
-    prompt = (L // 34, L * 15 // 17)
-    output = (max(2, L // 170), L * 2 // 17)
-    jobs = place.jobs(1, n, prompt=prompt, output=output)
+    jobs = workload(place, n, (L // 34, L * 15 // 17), (max(2, L // 170), L * 2 // 17))
+    if place.args.jobs:  # to one per second
+        jobs = at_rate(jobs, max(1e-9, jobs[-1].arrival) / len(jobs))
+    longest = max(L, *(job.prompt + job.output for job in jobs))
     B = 8 * place.B
-    options = dict(B=B, alloc="grow", n_page=min(place.room, B * L))
-    most = place.serve(at_rate(jobs), scheduler="sarathi", **options).requests_per_second
-    for name, way in by_scheduler(schedulers).items():
-        rate = most / 2
-        low = 0.0
-        for i in range(6):  # within 2.57, 1.60, 1.27, 1.13, 1.06 and 1.03 times the rate
-            run = place.serve(at_rate(jobs, rate), **way, **options)
-            gaps = [np.diff(request.times) for request in run.requests]
-            slow = np.quantile(np.concatenate(gaps), 0.99)
-            step = 2 ** (4 - i)
-            if slow <= args.tbt and median(run.ttfts) <= args.ttft:
-                low = rate
-                rate *= 1.03 ** step
-            else:
-                rate *= 1.03 ** -step
-        yield name, low
+    options = dict(B=B, alloc="grow", n_page=min(place.room, B * longest))
+
+    def serve_at(rate, way):
+        return place.serve(at_rate(jobs, rate), **way, **options)
+    return serve_at, serve_at(math.inf, dict(scheduler="sarathi")).requests_per_second
+
+def highest(good, rate):
+    """The highest rate with good(rate), 3 % too low at most, in 0.4 .. 2.5 times `rate`; or 0."""
+    low = 0.0
+    for i in range(6):
+        step = 1.03 ** 2 ** (4 - i)
+        if good(rate):
+            low = rate
+            rate *= step
+        else:
+            rate /= step
+    return low
 
 def explain_capacity():
     """One sentence: what an A100 would serve."""
     place = simulate(parse_arguments(["--chunk", "512"]), EXPERIMENTS["capacity"].on)
-    rates = dict(capacities(place, ("prefill_first", "sarathi_serve"), 100))
-    whole, chunks = rates.values()
+    ways = by_scheduler(("prefill_first", "sarathi_serve"))
+    whole, chunks = dict(capacities(place, ways, 100)).values()
     return (f"LLaMA-13B on a simulated A100 serves 100 requests at up to {whole:.2f} requests/s "
             f"with prefill-first, and {chunks:.2f} with chunks of 512 tokens, if 99 % of the times "
             "between tokens are to be within 0.1 s and half of the first tokens within 2 s.")
@@ -445,9 +497,9 @@ def fig3(place):
     batches = [dict(decodes=B, context=L - 1) for B in sizes]
     prefill, *decodes = place.seconds(dict(chunk=L), *batches)
     for B, seconds in zip(sizes, decodes):
-        yield "decode over prefill", "", B, median(seconds) / B / (median(prefill) / L)
+        yield Row("decode over prefill", median(seconds) / B / (median(prefill) / L), x=B)
     operators = place.operators(chunk=L)
-    yield "share of others", operators["others"] / sum(operators.values())
+    yield Row("share of others", operators["others"] / sum(operators.values()))
 
 @experiment("tokens, or decodes, N", points="")
 def fig4(place):
@@ -458,23 +510,23 @@ def fig4(place):
     for n in (64, 128, 256, 512, 1024):
         if n <= L:
             prefill[n] = layer_rate(place, n, chunk=n)
-            yield "prefill (tokens/ms)", "", n, prefill[n]
+            yield Row("prefill (tokens/ms)", prefill[n], x=n)
     for B in [2 ** i for i in range(10)]:
         if place.simulated or B * L <= place.room:
             decode[B] = layer_rate(place, B, decodes=B, context=L - 1)
-            yield "decode (tokens/ms)", "", B, decode[B]
+            yield Row("decode (tokens/ms)", decode[B], x=B)
     if L >= 256:
-        yield "prefill at 256", "over the peak", prefill[256] / max(prefill.values())
+        yield Row("prefill at 256", prefill[256] / max(prefill.values()), "over the peak")
     high = 0.95 * max(decode.values())
     enough = [B for B, rate in decode.items() if rate > high]
-    yield "decode batch", "at 95 % of the peak", min(enough)
+    yield Row("decode batch", min(enough), "at 95 % of the peak")
     if place.simulated:  # wider matrices fill a GPU with fewer tokens [SARATHI §4.2]
         cost = CostModel.roofline(replace(preset("gpt3-175b"), n_layer=1), "a100")
         rates = {}
         for n in prefill:
             feeds = [Feed(NO_ADAPTER, 0, n, 0)]
             rates[n] = n / cost.seconds(cost.stats(feeds))
-        yield "prefill at 256", "GPT-3 on an A100", rates[256] / max(rates.values())
+        yield Row("prefill at 256", rates[256] / max(rates.values()), "GPT-3 on an A100")
 
 def layer_rate(place, n, **shape):
     """Tokens/ms of one layer, in an iteration of n tokens."""
@@ -490,7 +542,7 @@ def fig7(place):
     chunks = [dict(chunk=n) for n in sizes]
     rounds = place.seconds(*chunks, last=False)
     for n, seconds in zip(sizes, rounds):
-        yield "iteration (ms)", "", n, 1e3 * seconds
+        yield Row("iteration (ms)", 1e3 * seconds, x=n)
 
 @experiment("batch size, B", "times", curves="series", points="")
 def fig8(place):
@@ -499,14 +551,14 @@ def fig8(place):
     for L, most in place.batches:
         for B in range(2, most + 1, 2):
             speedup = decode_speedup(place, L, B)
-            yield "decode speedup by B", f"L = {L}", B, speedup
+            yield Row("decode speedup by B", speedup, f"L = {L}", B)
             speedups.append(median(speedup))
-    yield "decode speedup", "largest", max(speedups)
-    yield "decode speedup", "smallest", min(speedups)
+    yield Row("decode speedup", max(speedups), "largest")
+    yield Row("decode speedup", min(speedups), "smallest")
     for L in MAX_B if place.simulated else ():
         config = replace(place.model.config, block_size=L)
         cost = CostModel.roofline(config, place.on.gpu, place.on.tp)
-        yield "largest batch", f"L = {L}", Engine(cost, max_batch=0).max_batch
+        yield Row("largest batch", Engine(cost, max_batch=0).max_batch, f"L = {L}")
 
 @experiment("ratio of prompt to output, P:D", "times request-level batching", curves="series",
             points="")
@@ -529,22 +581,23 @@ def fig9(place):
         for P, D in sorted(shapes):
             rounds = gains(place, P, D, B, *ways.values())
             for name, gain in zip(ways, rounds):
-                yield f"gain at L = {L}, B = {B}", name, round(P / D, 2), gain
+                yield Row(f"gain at L = {L}, B = {B}", gain, name, round(P / D, 2))
                 curves[name].append((median(gain), P / D))
         best = {name: max(curve) for name, curve in curves.items()}
         for name, (gain, pd) in best.items():
-            yield f"peak at L = {L}", name, gain
-            yield f"P:D of the peak at L = {L}", name, pd
+            yield Row(f"peak at L = {L}", gain, name)
+            yield Row(f"P:D of the peak at L = {L}", pd, name)
         # at each P:D the best chunk's gain [SARATHI §5.1.3]
         of_chunks = zip(*(curves[f"C = {C}"] for C in chunks))
-        yield f"median over P:D at L = {L}", "best chunk", median(max(at)[0] for at in of_chunks)
+        middle = median(max(at)[0] for at in of_chunks)
+        yield Row(f"median over P:D at L = {L}", middle, "best chunk")
         if place.simulated:
             pairs = zip(curves["C = 512"], curves["Orca, best"])
             least = min(large / orca for (large, _), (orca, _) in pairs)
-            yield f"least over P:D at L = {L}", "C = 512 / Orca", least
+            yield Row(f"least over P:D at L = {L}", least, "C = 512 / Orca")
             gain, pd = best["C = 256"]
-            yield f"peak at L = {L}", "C = 256 / 128", gain / best["C = 128"][0]
-            yield f"P:D of the peak at L = {L}", "Orca / C = 256", best["Orca, best"][1] / pd
+            yield Row(f"peak at L = {L}", gain / best["C = 128"][0], "C = 256 / 128")
+            yield Row(f"P:D of the peak at L = {L}", best["Orca, best"][1] / pd, "Orca / C = 256")
 
 @experiment("batch size, B", "time over SARATHI's", only="simulated", curves="series")
 def fig10(place):
@@ -562,10 +615,10 @@ def fig10(place):
             for name in ("preproj", "attn", "postproj", "ffn_ln1"):
                 alone = (prefill[name] + D * decode[name]) / B
                 ratios[name].append(alone / (mixed[name] * P / chunk))
-                yield f"C = {C}, L = {L}", name, B, ratios[name][-1]
+                yield Row(f"C = {C}, L = {L}", ratios[name][-1], name, B)
     for name, operator in (("ffn", "ffn_ln1"), ("projections", "preproj")):
-        yield name, "smallest", min(ratios[operator])
-        yield name, "largest", max(ratios[operator])
+        yield Row(name, min(ratios[operator]), "smallest")
+        yield Row(name, max(ratios[operator]), "largest")
 
 class StageRunner(CostRunner):
     """Of a lane of a Pipeline, whose flow() says when an iteration has left the last stage."""
@@ -655,21 +708,21 @@ def fig12(place):
         line = Pipeline(cost, 8, place.tape(name), scheduler=Sarathi(chunk),
                         max_batch=27, n_page=27 * 4096)
         seconds[name] = serve(line, jobs).seconds
-        yield "seconds", name, seconds[name]
+        yield Row("seconds", seconds[name], name)
         bubbles.append(median(line.bubble_of.values()))
         for kind, idle in line.bubbles.items():
-            yield "idle share of the stages", f"{name}, {kind}", idle / 8 / seconds[name]
+            yield Row("idle share of the stages", idle / 8 / seconds[name], f"{name}, {kind}")
     alone = []
     for i in range(8):  # each node gets every eighth request
         node = Engine(place.model, Sarathi(4096 + 11), max_batch=11, n_page=11 * 4096)
         alone.append(serve(node, jobs[i::8]).seconds)
     seconds["TP"] = max(alone)
-    yield "seconds", "TP", seconds["TP"]
-    yield "bubble time, median", "Orca over SARATHI", bubbles[0] / bubbles[1]
+    yield Row("seconds", seconds["TP"], "TP")
+    yield Row("bubble time, median", bubbles[0] / bubbles[1], "Orca over SARATHI")
     for name, base in ("Orca", "SARATHI"), ("TP", "SARATHI"), ("Orca", "TP"):
-        yield "completion", f"{name} over {base}", seconds[name] / seconds[base]
-    yield "largest batch", "TP8 x PP8", Engine(cost, max_batch=0).max_batch // 8
-    yield "largest batch", "TP8", Engine(place.model, max_batch=0).max_batch
+        yield Row("completion", seconds[name] / seconds[base], f"{name} over {base}")
+    yield Row("largest batch", Engine(cost, max_batch=0).max_batch // 8, "TP8 x PP8")
+    yield Row("largest batch", Engine(place.model, max_batch=0).max_batch, "TP8")
 
 @experiment("chunk size, C", "times", curves="series")
 def fig13(place):
@@ -684,12 +737,12 @@ def fig13(place):
         ours["end to end"] = gains(place, P, D, B, Sarathi(C))[0]
         for panel, ratio in ours.items():
             ratios[panel, C].append(np.median(ratio))
-            yield panel, f"L = {L}", C, ratio
+            yield Row(panel, ratio, f"L = {L}", C)
     for (panel, C), values in ratios.items():
-        yield panel, "best" if panel == "end to end" else "worst", C, max(values)
+        yield Row(panel, max(values), "best" if panel == "end to end" else "worst", C)
     if place.simulated:
         best = max(ratios["end to end", 256])
-        yield "C = 256", "over C = 320", best / max(ratios["end to end", 320])
+        yield Row("C = 256", best / max(ratios["end to end", 320]), "over C = 320")
 
 def prefill_in_chunks(place, L, C):
     """Seconds of attention, and of all operators, for a prompt of L tokens in chunks of C."""
@@ -818,44 +871,33 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1,
     engine = Engine(cost, alloc="grow", n_page=n_page, **options)
     return serve(engine, jobs, adapters=ranks)
 
-def attainment(run):
-    """Share of all requests with a first token within 6 s [S-LoRA §4.3]"""
-    return sum(ttft < 6 for ttft in run.ttfts) / len(run.requests)
-
-def satisfaction(run):
-    """Mean of 1 - (t / 6 s)^2 over all requests, 0 if the first token t is later [S-LoRA App. B]"""
-    worths = [1 - (ttft / 6) ** 2 for ttft in run.ttfts if ttft < 6]
-    return sum(worths) / len(run.requests)
+SLO = 6.0  # seconds to the first token [S-LoRA §4.3]
 
 @experiment("adapters, n", "requests/s", A100_13B, "simulated", "series")
 def slora_table3(place):
     """[S-LoRA Table 3, Fig. 5] requests per second with few and with thousands of adapters, of rank
     8 (S1) or of 8 to 64 (S2) for LLaMA-7B, of 16 to 64 (S4) for LLaMA-13B."""
-    for panel, variant, n in CLAIMS["slora_table3"]:
-        rate = 6 if (panel, variant) == ("S4", "PEFT") else 10
-        seconds = 300 if panel == "S2, five minutes" else 120
-        run = slora(place, panel[:2], n, rate, seconds, variant)
-        yield panel, variant, n, run.requests_per_second
+    for (panel, variant, n), claim in CLAIMS["slora_table3"].items():
+        run = slora(place, *claim.setup)
+        yield Row(panel, run.requests_per_second, variant, n)
 
 @experiment("", "requests/s", A100_13B, "simulated")
 def slora_fig5(place):
     """[S-LoRA Fig. 5, §7.2] what the unified pool and the kernels are worth: LLaMA-13B with 400
     adapters (S4) on an A100, LLaMA-7B with 200 (S2) on an A10G."""
-    settings = {"a100": ("S4", 400, 6), "a10g": ("S2", 200, 2)}
-    for gpu, variant, _ in CLAIMS["slora_fig5"]:
-        seconds = 30 if (gpu, variant) == ("a100", "bmm") else 300
-        run = slora(place, *settings[gpu], seconds, variant, gpu)
-        yield gpu, variant, run.requests_per_second
+    for (gpu, variant, _), claim in CLAIMS["slora_fig5"].items():
+        run = slora(place, *claim.setup)
+        yield Row(gpu, run.requests_per_second, variant)
 
 @experiment("arrival rate (requests/s), R", "", A100_13B, "simulated")
 def slora_fig6(place):
     """[S-LoRA Fig. 6] throughput, latency, first token and SLO attainment by arrival rate."""
     for rate in (1, 2, 4, 6, 8):
         run = slora(place, "S4", 400, rate, 300)
-        yield "requests/s", "", rate, run.requests_per_second
-        yield "latency (s)", "", rate, fmean(run.latencies)
-        yield "first token (s)", "", rate, fmean(run.ttfts)
-        yield "attainment", "", rate, attainment(run)
+        yield Row("requests/s", run.requests_per_second, x=rate)
+        yield Row("latency (s)", fmean(run.latencies), x=rate)
+        yield Row("first token (s)", fmean(run.ttfts), x=rate)
+        yield Row("attainment", run.attainment(SLO), x=rate)
 
 @experiment("GPUs, N", "requests/s", Hardware("llama-33b", "a100-40", 2, "lightllm"),
             "simulated")
@@ -869,29 +911,30 @@ def slora_fig8(place):
             for tp in (2, 4):
                 run = slora(place, setting, n, 12, 60, part, gpu, tp)
                 speeds.append(run.requests_per_second)
-                yield setting, part, tp, speeds[-1]
+                yield Row(setting, speeds[-1], part, tp)
             seconds.append(1 / speeds[-1])
-        yield "4 GPUs over 2", setting, speeds[1] / speeds[0]
+        yield Row("4 GPUs over 2", speeds[1] / speeds[0], setting)
         base, silent, ours = seconds
-        yield "messages over computing", setting, (ours - silent) / (silent - base)
+        yield Row("messages over computing", (ours - silent) / (silent - base), setting)
 
 @experiment("adapters, n", "requests/s", Hardware("llama-7b", "a10g", 1, "lightllm"),
             "simulated", "series")
 def slora_fig9(place):
     """[S-LoRA Fig. 9] an adapter merged into the weights, beside x A B on the fly."""
-    for panel, variant, n in CLAIMS["slora_fig9"]:
-        power = float(panel.split()[-1])
-        run = slora(place, "S2", n, 2, 60, variant, power=power)
-        yield panel, variant, n, run.requests_per_second
+    for (panel, variant, n), claim in CLAIMS["slora_fig9"].items():
+        run = slora(place, *claim.setup, power=float(panel.split()[-1]))
+        yield Row(panel, run.requests_per_second, variant, n)
 
 @experiment("coefficient of variation, cv", "share within the SLO", A100_13B, "simulated")
 def slora_fig10(place):
     """[S-LoRA Fig. 10] SLO attainment by how uneven the arrivals are, for three orders."""
     for name, order in ("early abort", None), ("lcfs", lcfs), ("fcfs", fcfs):
         for cv in (1, 2, 4, 6, 8):
-            run = slora(place, "S4", 400, 6, 300, cv=cv, order=order or EarlyAbort(6.0))
-            yield "attainment", name, cv, attainment(run)
-            yield "satisfaction", name, cv, satisfaction(run)
+            run = slora(place, "S4", 400, 6, 300, cv=cv, order=order or EarlyAbort(SLO))
+            yield Row("attainment", run.attainment(SLO), name, cv)
+            # 1 for a first token at once, 0 for one after the SLO [S-LoRA App. B]
+            worths = [max(0.0, 1 - (ttft / SLO) ** 2) for ttft in run.ttfts]
+            yield Row("satisfaction", sum(worths) / len(run.requests), name, cv)
 
 @experiment("adapters in a batch, d", "", Hardware("llama-7b", "a100-40", 1, "lightllm"),
             "simulated")
@@ -899,8 +942,8 @@ def clustering(place):
     """[S-LoRA App. A] throughput and attainment, if a batch keeps to a cluster of d adapters."""
     for d in (1, 2, 4, 8, 32):
         run = slora(place, "S2", 32, 2, 120, order=cluster(d))
-        yield "requests/s", "", d, run.requests_per_second
-        yield "attainment", "", d, attainment(run)
+        yield Row("requests/s", run.requests_per_second, x=d)
+        yield Row("attainment", run.attainment(SLO), x=d)
 
 @experiment("", "tokens/s", only="measured")
 def slora_here(place):
@@ -931,7 +974,7 @@ def slora_here(place):
     n_page = place.B * L + pages
     common = dict(jobs=few, B=place.B, n_page=n_page, alloc="grow", adapters=adapters)
     for name, runs in place.race(ways, **common):
-        yield "throughput", name, [run.tokens_per_second for run in runs]
+        yield Row("throughput", [run.tokens_per_second for run in runs], name)
 
 # -----------------------------------------------------------------------------
 # SmartSpec's figures, and trees of drafts
@@ -957,11 +1000,11 @@ def latencies(place, rates, choices, alpha, draft="ngram", P=128, **options):
             run = place.serve(jobs, spec=spec, **options)
             latency[name] = fmean(run.latencies)
             times[name].append(latency["off"] / latency[name])
-            yield "latency (s)", name, rate, latency[name]
-            yield "times as fast as off", name, rate, times[name][-1]
-    yield "goodput", "lowest rate", times["goodput"][0]
-    yield "goodput", "most", max(times["goodput"])
-    yield "goodput", "least", min(times["goodput"])
+            yield Row("latency (s)", latency[name], name, rate)
+            yield Row("times as fast as off", times[name][-1], name, rate)
+    yield Row("goodput", times["goodput"][0], "lowest rate")
+    yield Row("goodput", max(times["goodput"]), "most")
+    yield Row("goodput", min(times["goodput"]), "least")
     return times
 
 @experiment("arrival rate (requests/s), R", "", A100_7B, "simulated", "series", "")
@@ -976,9 +1019,9 @@ def spec_fig1(place):
     for name in ("k = 3", "k = 5"):
         # where the curve falls below 1, between two points in proportion
         losses = np.negative(times[name])
-        yield "no gain beyond rate", name, np.interp(-1, losses, rates)
+        yield Row("no gain beyond rate", np.interp(-1, losses, rates), name)
     _, *at_4 = [values[1] for values in times.values()]
-    yield "best k at rate 4", (1, 3, 5)[np.argmax(at_4[:3])]
+    yield Row("best k at rate 4", (1, 3, 5)[np.argmax(at_4[:3])])
 
 @experiment("", "times as fast as off", A100_7B, "simulated")
 def spec_fig11(place):
@@ -990,9 +1033,9 @@ def spec_fig11(place):
         other = simulate(place.args, Hardware(name, "a100", tp, "vllm"))
         draft = CostModel.roofline(preset(small), "a100", system="vllm")
         points = latencies(other, (1, 16), choices, 0.7, draft)
-        for panel, series, *_, ours in points:
-            if panel == "goodput":
-                yield f"{name} on {tp} GPUs", series, ours
+        for row in points:
+            if row.panel == "goodput":
+                yield row._replace(panel=f"{name} on {tp} GPUs")
 
 @experiment("batch size, B", "drafts per request", A100_7B, "simulated")
 def spec_fig5(place):
@@ -1005,7 +1048,7 @@ def spec_fig5(place):
             verifying = place.model.seconds(stats.with_drafts(sum(drafts)))
             return verifying + len(drafts) * draft.seconds(stats)
         best = Goodput().n_drafts([None] * B, [MAX_DRAFTS] * B, 0.7, price)
-        yield "best k", "", B, best[0]
+        yield Row("best k", best[0], x=B)
 
 @experiment("arrival rate (requests/s), R", "", A100_7B, "simulated", "series")
 def spec_fig12(place):
@@ -1090,7 +1133,7 @@ def spec_fig16(place):
     rates = (1, 4, 8, 12, 16, 20) if place.full else (1, 20)
     choices["goodput"] = goodput
     times = yield from latencies(place, rates, choices, 0.6, **TREES)
-    yield "goodput", "over 1,1,1", times["goodput"][-1] / times["1,1,1"][-1]
+    yield Row("goodput", times["goodput"][-1] / times["1,1,1"][-1], "over 1,1,1")
     seconds = 60 if place.full else 10
     jobs = place.jobs(20, seconds, prompt=[128], output=[128])
     for alpha in (0.6, 0.8):
@@ -1099,36 +1142,47 @@ def spec_fig16(place):
                     alpha=alpha, spec=goodput, record=record, **TREES)
         feeds = sum((iteration.feeds for iteration in record), [])
         rows = [feed.n for feed in feeds if feed.n == feed.n_logits]
-        yield "batched tokens per request", f"acceptance {alpha}", fmean(rows)
+        yield Row("batched tokens per request", fmean(rows), f"acceptance {alpha}")
 
 @experiment("batch size, B", only="measured")
 def spec_here(place):
     """The worth of drafts here, on real text: how many times as fast as without drafts requests are
     served, B at once (these: output tokens/s), and the share of drafts accepted; by a draft model
-    and by prompt lookup. The trained tiny model continues pieces of this project's files; or
+    or an own proposer, by prompt lookup, and by wrong drafts: once goodput has settled at none, the
+    price of adapting is left. The trained tiny model continues pieces of this project's files; or
     --model and --draft do, the paragraphs of --prompts."""
     prompts = read_prompts(place)
     draft = place.args.draft
     if not place.args.model:  # both are trained on these files
         draft = draft or "draft"
     sources = {}
-    if draft:
+    if draft and not isinstance(draft, str):
+        sources[name_of(draft)] = draft
+    elif draft:
         sources["model"] = load_model(draft, place.model.dtype, str(place.model.device))
     sources["lookup"] = "ngram"
     ways = {"off": (None, "off")}
     for source, name in product(sources, [*CHOICES][1:]):
         ways[f"{source}, {name}"] = sources[source], CHOICES[name]
+    ways["wrong, goodput"] = Wrong, "goodput"
     for way in ways.values():  # warm up: goodput makes its profile
         continue_text(place, prompts[:1], 1, *way)
-    for B in (1, 6, 24):
+    for B in (1, 2, 6, 24):
         texts = prompts[:max(B, 6)]
+        chosen = {name: way for name, way in ways.items() if B != 2 or name[:5] in ("off", "wrong")}
         rounds = place.rounds(*(partial(continue_text, place, texts, B, *way)
-                                for way in ways.values()), share=3)
+                                for way in chosen.values()), share=3)
         seconds, accepted = np.moveaxis(rounds, -1, 0)  # (n_way, n_round) each
-        yield "tokens/s without drafts", "", B, len(texts) * N_TEXT[1] / seconds[0]
-        for i, name in [*enumerate(ways)][1:]:
-            yield f"B = {B}", name, seconds[0] / seconds[i]
-            yield f"accepted, {B}", name, np.median(accepted[i])
+        yield Row("tokens/s without drafts", len(texts) * N_TEXT[1] / seconds[0], x=B)
+        for i, name in [*enumerate(chosen)][1:]:
+            yield Row(f"B = {B}", seconds[0] / seconds[i], name)
+            yield Row(f"accepted, {B}", np.median(accepted[i]), name)
+
+class Wrong(Proposer):
+    """Drafts that are hardly ever right."""
+    def draft(self, request, k):
+        V = self.engine.model.config.vocab_size
+        return [(7919 * request.n_tokens + i) % V for i in range(k)]
 
 N_TEXT = 256, 64  # most tokens of a prompt of spec_here, and tokens of an output
 
@@ -1154,7 +1208,9 @@ def read_prompts(place):
 def continue_text(place, prompts, B, draft, spec):
     """Seconds of an output for every prompt, B at once, and the share of drafts accepted."""
     engine = Engine(place.model, "prefill_first", max_batch=B, n_page=B * sum(N_TEXT),
-                    draft=draft, spec=spec)
+                    draft=instance(draft), spec=spec)
+    if draft is Wrong:
+        engine.generate(prompts, N_TEXT[1])  # until it has settled
     seconds = timed(engine.generate, prompts, N_TEXT[1])()
     speculator = engine.speculator
     return seconds, speculator.n_accepted / max(1, speculator.n_drafted) if speculator else 0.0
@@ -1200,7 +1256,7 @@ def tng(place):
         speeds.append(runs[0].tokens_per_second)
     if place.simulated:
         growth = np.divide(speeds[1:], speeds[:-1])
-        yield "twice the clients", "first over last", growth[0] / growth[-1]
+        yield Row("twice the clients", growth[0] / growth[-1], "first over last")
         ratios = []
         grid = product((8, 32, 128), (4, 16, 64))
         for n, pd in grid:
@@ -1208,61 +1264,92 @@ def tng(place):
             runs = dict(place.race(ways, jobs=jobs, B=n))
             _, base, *ours = [run.seconds for run, in runs.values()]
             ratios.append(base / min(ours))
-        yield "chunked prefill", "over prefill_first", max(ratios)
-
-def online_jobs(place):
-    """Jobs of --jobs as they come; or at --rate, with the lengths of --jobs or random ones."""
-    args = place.args
-    L = max(place.lengths)
-    jobs = []
-    if args.jobs:
-        longest = min(place.model.config.block_size, place.room)
-        jobs = read_jobs(args.jobs, longest, args.rate)
-        if not args.rate:
-            return jobs
-    n = len(jobs) or (320 if place.full else 32)
-    prompt = args.prompt or (8, L // 2)
-    output = args.output or (4, max(4, L // 16))
-    cv = 1.0 if args.cv is None else args.cv
-    spaced = place.jobs(1, n, cv, prompt=prompt, output=output)
-    rate = args.rate
-    if not rate:
-        most = place.serve(at_rate(spaced), 2 * place.B, scheduler="sarathi")
-        rate = 0.7 * most.requests_per_second
-    jobs = jobs or spaced
-    jobs = [job._replace(arrival=at.arrival) for job, at in zip(jobs, spaced)]
-    place.source += f"; {rate:.3g} requests/s arrive"
-    return at_rate(jobs, rate)
+        yield Row("chunked prefill", max(ratios), "over prefill_first")
 
 @experiment("seconds", "share of requests", curves="picture")
 def online(place):
     """Time to the first token (TTFT), per token after it (TPOT), and longest time between two
-    tokens of a request (stall): medians and 99th percentiles. --scheduler and --spec add rows,
-    the latter with drafts by prompt lookup, each accepted with a chance of 0.7."""
+    tokens of a request (stall), in ms: medians and 99th percentiles. Good: the share of requests
+    that meet --ttft and --tbt as in `attainment`. --by: a row per class, and Jain's index over the
+    classes' tokens/s. --spec adds rows with drafts by prompt lookup, each accepted with a chance of
+    0.7."""
     args = place.args
-    jobs = online_jobs(place)
+    L = max(place.lengths)
+    jobs = workload(place, 320 if place.full else 32, (8, L // 2), (4, max(4, L // 16)))
     B = 2 * place.B
-    longest = max(job.prompt + job.output for job in jobs)
-    n_page = min(place.room, B * longest)
-    ways = by_scheduler([*SCHEDULERS, args.scheduler])
+    adapters = [Adapter(place.model.config, 8).n_page] * (args.adapters or 0)
+    n_page = B * max(job.prompt + job.output for job in jobs) + sum(adapters)
+    common = dict(B=B, n_page=min(place.room, n_page), adapters=(8,))
+    if args.rate or not args.jobs:
+        rate = args.rate
+        if not rate:
+            most = place.serve(at_rate(jobs), scheduler="sarathi", **common)
+            rate = 0.7 * most.requests_per_second
+        jobs = at_rate(jobs, rate)
+        place.source += f"; {rate:.3g} requests/s arrive"
+    ways = ways_of(args, SCHEDULERS)
     if args.spec:
-        for spec in ("goodput", args.spec):
-            ways[name_of(spec)] = dict(spec=spec, draft="ngram", alpha=0.7)
+        specs = {name_of(spec): dict(spec=spec, draft="ngram", alpha=0.7)
+                 for spec in (args.spec, "goodput")}
+        ways = own_first(ways | specs)
         place.source += f"; drafts under {name_of(args.scheduler)}"
-    prompts = [job.prompt for job in jobs]
-    outputs = [job.output for job in jobs]
-    print(f"{len(jobs)} requests over {jobs[-1].arrival:.4g} s, prompts of {min(prompts)} to "
-          f"{max(prompts)} tokens, outputs of {min(outputs)} to {max(outputs)}"
+    print(about_jobs(place, jobs, common)
           + ("" if place.simulated else f"; at least {2 * len(ways)} runs"), file=sys.stderr)
-    for name, runs in place.race(ways, jobs=jobs, B=B, n_page=n_page):
-        for figure in [*runs[0].figures][1:]:  # all but the number of requests
-            yield figure, name, [run.figures[figure] for run in runs]
+    classes = classes_of(jobs, args.by)
+    for name, runs in place.race(ways, jobs=jobs, **common):
+        yield from who_pays(args, name, runs)
+        keys = [dict(zip(run.requests, classes)).get for run in runs]
+        place.requests += [dict(row, scheduler=name, by=label)
+                           for row, label in zip(runs[-1].rows(), classes)]
+        if args.by:
+            yield Row("Jain", [run.fairness(key) for run, key in zip(runs, keys)], name)
+            for label in sorted(set(classes)):
+                own = [run.by(key)[label] for run, key in zip(runs, keys)]
+                yield from who_pays(args, f"{name}, {label}", own)
         fields = {"TTFT": "ttfts", "TPOT": "tpots", "stalls": "stalls"}
         for what, field in fields.items():
             times = [getattr(run, field) or [math.nan] for run in runs]
             for q in (*range(0, 100, 5), 99, 100):
                 of_runs = np.percentile(times, q, axis=1)
-                yield f"CDF of {what}", name, float(np.median(of_runs)), q / 100
+                yield Row(f"CDF of {what}", q / 100, name, float(np.median(of_runs)))
+
+def who_pays(args, name, runs):
+    """Rows of online, for all requests or a class of them."""
+    targets = args.ttft, args.tbt
+    figures = [run.figures for run in runs]
+    for figure in [*figures[0]][1:]:  # all but the number of requests
+        yield Row(figure.removesuffix(" ms"), [each[figure] for each in figures], name)
+    yield Row("good", [run.attainment(*targets) for run in runs], name)
+    yield Row("good/s", [run.goodput(*targets) for run in runs], name)
+    yield Row("preempted", [run.n_preempted for run in runs], name)
+
+def classes_of(jobs, by):
+    """The class of each job: its adapter, or one of three of equal size by the prompt's length."""
+    if by == "adapter":
+        return [f"adapter {job.adapter}" for job in jobs]
+    classes = [""] * len(jobs)
+    if by:
+        order = sorted(range(len(jobs)), key=lambda i: jobs[i].prompt)
+        for letter, part in zip("abc", np.array_split(order, 3)):
+            for i in part:
+                classes[i] = (f"{letter}: prompts of {jobs[part[0]].prompt} to "
+                              f"{jobs[part[-1]].prompt}")
+    return classes
+
+def about_jobs(place, jobs, common):
+    """A line about jobs, and one if more arrive than a simulated device could serve."""
+    prompts = [job.prompt for job in jobs]
+    outputs = [job.output for job in jobs]
+    seconds = jobs[-1].arrival
+    text = (f"{len(jobs)} requests over {seconds:.4g} s, prompts of {min(prompts)} to "
+            f"{max(prompts)} tokens, outputs of {min(outputs)} to {max(outputs)}")
+    if place.simulated:
+        best = place.serve(at_rate(jobs[:320]), scheduler="sarathi", **common).tokens_per_second
+        offered = (sum(prompts) + sum(outputs)) / max(seconds, 1e-9)
+        if offered > best:
+            text = (f"overload: {offered:.0f} tokens/s arrive, {best:.0f} are served at best: the "
+                    f"longer this lasts, the longer all wait\n{text}")
+    return text
 
 # -----------------------------------------------------------------------------
 # autopilot, and how far the simulator and the engine can be trusted
@@ -1303,12 +1390,12 @@ def autopilot(place):
         fixed = [fmean(other.latencies) for other in others if meets(other, target)]
         if fixed:
             ratios.append(fmean(ours.latencies) / min(fixed))
-            yield "latency over the best", workload.strip(), ratios[-1]
+            yield Row("latency over the best", ratios[-1], workload.strip())
             missed += not meets(ours, target)
-    yield "all workloads", "mean", fmean(ratios)
-    yield "all workloads", "median", median(ratios)
-    yield "all workloads", "worst", max(ratios)
-    yield "all workloads", "targets missed", missed
+    yield Row("all workloads", fmean(ratios), "mean")
+    yield Row("all workloads", median(ratios), "median")
+    yield Row("all workloads", max(ratios), "worst")
+    yield Row("all workloads", missed, "targets missed")
 
 def meets(run, target):
     """Whether nine of ten requests had this TPOT. 0: there is no target."""
@@ -1319,7 +1406,7 @@ def fidelity(place):
     """[SmartSpec Fig. 13, SARATHI §5.3] the simulator beside this machine: the same requests, with
     costs from the one-time profile; seconds between tokens, and throughput."""
     twin = Place(place.args, CostModel.profile(place.model), place.source)
-    yield "error of the profile (%)", 100 * twin.model.error
+    yield Row("error of the profile (%)", 100 * twin.model.error)
     L = max(place.lengths) // 2
     output = (4, max(8, L // 8))
     jobs = place.jobs(1, 4 * place.B, prompt=(8, L), output=output)
@@ -1330,8 +1417,8 @@ def fidelity(place):
     for (name, runs), (_, (run,)) in zip(measured, simulated):
         real = np.median([*map(iteration_seconds, runs)], 0)
         ours = iteration_seconds(run)
-        yield "iteration error (%)", name, np.median(100 * abs(ours / real - 1))
-        yield "throughput error (%)", name, 100 * abs(real.sum() / ours.sum() - 1)
+        yield Row("iteration error (%)", np.median(100 * abs(ours / real - 1)), name)
+        yield Row("throughput error (%)", 100 * abs(real.sum() / ours.sum() - 1), name)
 
 def iteration_seconds(run):
     """Seconds between the ends of iterations that gave tokens, the first since the start"""
@@ -1349,12 +1436,12 @@ def roofline(place):
     ceilings = measure_ceilings(place)
     for n in (32, 128, 512, 2048):
         if n < min(model.config.block_size, place.room):
-            yield "share of the ceiling", "prefill", n, share(place, ceilings, chunk=n)
+            yield Row("share of the ceiling", share(place, ceilings, chunk=n), "prefill", n)
     for n in (1, 4, 16, 32):
         if n * L >= place.room:
             continue
         reached = share(place, ceilings, decodes=n, context=L - 1)
-        yield "share of the ceiling", "decode", n, reached
+        yield Row("share of the ceiling", reached, "decode", n)
         feeds, engine = made_up_feeds(model, decodes=n, context=L - 1)
         seconds = []
         for _ in range(9):
@@ -1362,7 +1449,7 @@ def roofline(place):
             start = time.perf_counter()
             engine.runner.forward(feeds)
             seconds.append(time.perf_counter() - start)
-        yield "host (ms)", "decode", n, 1e3 * median(seconds)
+        yield Row("host (ms)", 1e3 * median(seconds), "decode", n)
 
 def share(place, ceilings, decodes=0, context=0, chunk=0):
     """The share of a machine's ceilings (FLOP/s, bytes/s) that an iteration reaches."""
@@ -1415,8 +1502,8 @@ def peers(place):
             ours = timed(engine.generate, prompts.tolist(), D, adapters)
             other = timed(theirs.generate, input_ids=prompts, **options)
             rounds = np.array(place.rounds(ours, other))
-            yield f"{peer}, B = {B}", "sarathi", B * (P + D) / rounds[0]
-            yield f"{peer}, B = {B}", "the other", B * (P + D) / rounds[1]
+            yield Row(f"{peer}, B = {B}", B * (P + D) / rounds[0], "sarathi")
+            yield Row(f"{peer}, B = {B}", B * (P + D) / rounds[1], "the other")
 
 # -----------------------------------------------------------------------------
 # places, where experiments run: this machine, or simulated hardware
@@ -1430,6 +1517,7 @@ class Place:
         self.on = on  # None: this machine
         self.simulated = isinstance(model, CostModel)
         self.rows = []  # of an experiment
+        self.requests = []  # of online, for JSON
         self.tapes = {}  # scheduler -> iterations of the last run with it
         self.bar = tqdm(disable=True)  # a tick per measurement
         self.B = args.max_batch  # requests in a batch [SARATHI Table 4]
@@ -1498,6 +1586,9 @@ class Place:
               n_page=0, spec="off", **options):
         """The Run of jobs in batches of up to B requests, by an engine with the flags' options."""
         scheduler = instance(options.pop("scheduler", self.args.scheduler))
+        orders = ORDERS | {"edf": edf(self.args.ttft), None: None}
+        order = options.pop("order", None)
+        options["order"] = instance(orders.get(order, order))
         n_page = n_page or B * max(job.prompt + job.output for job in jobs)
         options.setdefault("record", self.tape(name_of(scheduler)))
         engine = Engine(self.model, scheduler, self.args.chunk, B, n_page, spec=instance(spec),
@@ -1655,34 +1746,48 @@ def warm_up(engine, jobs):
 def felt(runs, *at):
     """Points of what users feel."""
     for figure in ("tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
-        yield figure, *at, [run.figures[figure] for run in runs]
-    yield "longest stall ms", *at, [1e3 * max(run.stalls) for run in runs]
+        yield Row(figure, [run.figures[figure] for run in runs], *at)
+    yield Row("longest stall ms", [1e3 * max(run.stalls) for run in runs], *at)
 
 def instance(way):
     """An object of a class, anything else as it is."""
     return way() if isinstance(way, type) else way
 
 def name_of(way):
-    """Of a scheduler or a policy: a name as it is, a chunk size, or the class."""
+    """Of a scheduler, an order or a policy: a name as it is, a chunk size, or the object's."""
     if type(way) in (Sarathi, SarathiServe):
         return f"C = {way.chunk}"
-    return way if isinstance(way, str) else type(instance(way)).__name__
+    return way if isinstance(way, str) else getattr(way, "__name__", type(way).__name__)
 
 def by_scheduler(schedulers):
     """The ways of a race between schedulers: names, objects or classes."""
     return {name_of(scheduler): dict(scheduler=scheduler) for scheduler in schedulers}
 
+def ways_of(args, schedulers):
+    """The ways of a race: --schedulers, or these and --scheduler; under each --order."""
+    ways = by_scheduler(args.schedulers or [*schedulers, args.scheduler])
+    if args.order:
+        ways = {f"{name}, {name_of(order)}": way | dict(order=order)
+                for (name, way), order in product(ways.items(), args.order)}
+    return own_first(ways)
+
+def own_first(ways):
+    """So that a mistake shows before the others have run."""
+    def is_own(way):
+        return any(not isinstance(value, str | float) for value in way[1].values())
+    return dict(sorted(ways.items(), key=is_own, reverse=True))
+
 # -----------------------------------------------------------------------------
 # tables
 
-def tables(what, place, with_paper=True):
-    """The Markdown tables of an experiment in a place: points with an x, then the others."""
+def tables(what, rows, with_paper=True):
+    """The Markdown tables of an experiment's rows: those with an x, then the others."""
     texts = []
-    curves = [row for row in place.rows if row["at"][2] != ""]
-    others = [row for row in place.rows if row["at"][2] == ""]
-    for rows, by in (curves, what.curves), (others, what.points):
-        if rows and by != "picture":
-            texts.append(lay_out(what, rows, by, with_paper))
+    curves = [row for row in rows if row["at"][2] != ""]
+    others = [row for row in rows if row["at"][2] == ""]
+    for part, by in (curves, what.curves), (others, what.points):
+        if part and by != "picture":
+            texts.append(lay_out(what, part, by, with_paper))
     return "\n\n".join(texts)
 
 def lay_out(what, rows, by, with_paper):
@@ -1699,9 +1804,9 @@ def lay_out(what, rows, by, with_paper):
         elif row["spread"]:
             line[column, "ours"] += f" ± {float(format(row['spread'], '.2g')):g}"
         if with_paper and row["paper"] is not None:
-            bound = re.search(r"\((at \w+)\)$", row["what"])
-            text = cell(row["paper"])
-            line[column, "paper"] = f"{bound[1]} {text}" if bound else text
+            kind = row.get("kind", "")
+            kind = f"{kind} " if kind.startswith("at ") else ""
+            line[column, "paper"] = kind + cell(row["paper"])
     used = dict.fromkeys(pair for line in lines.values() for pair in line)
     columns = dict.fromkeys(column for column, _ in used)
     shown = [pair for pair in product(columns, ("ours", "paper")) if pair in used]
@@ -1733,9 +1838,12 @@ def draw(rows, what):
     """A Figure with a panel per panel: a line per series, or bars if the experiment has no x axis;
     if it has one, points without an x stay in the table. Hollow marks: the papers' numbers."""
     panels = defaultdict(lambda: defaultdict(list))  # panel -> series -> [(x, ours, paper)]
+    limits = {}  # series -> x that is marked
     for row in rows:
         panel, series, x = row["at"]
         numbers = row["ours"], row["paper"]
+        if panel == FULL_SHARE:
+            limits[series] = row["ours"]
         if not what.x:
             panels[panel]["ours"].append((series, *numbers))
         elif x != "":
@@ -1758,6 +1866,8 @@ def draw(rows, what):
             else:
                 ax.bar(xs, ours, color=color, label=name)
                 ax.tick_params("x", labelrotation=90 if len(xs) > 3 else 0)
+            if limits.get(name):
+                ax.plot(limits[name], 0.99, "v", color=color, ms=9, mec="black")
             if any(paper is not None for paper in papers):
                 ax.plot(xs, papers, "o", color=color, mfc="white", mew=1.6, label="paper")
     return figure
@@ -1805,22 +1915,23 @@ def draw_tapes(tapes):
     ax.set_xlabel("seconds")
     return figure
 
-def save_picture(place, name, folder):
-    """Save folder/NAME_PLACE.png."""
-    what = EXPERIMENTS[name]
+def save_picture(place, name, path):
+    """Save the picture of an experiment that ran in a place."""
     is_tape = name in ("timeline", "fig12")
-    figure = draw_tapes(place.tapes) if is_tape else draw(place.rows, what)
-    title = textwrap.fill(f"{what.about} {place.source}", int(15 * figure.get_figwidth()))
-    figure.suptitle(title, fontsize=9)
-    handles = {}  # label -> its handle: one legend under all panels
+    figure = draw_tapes(place.tapes) if is_tape else draw(place.rows, EXPERIMENTS[name])
+    save_figure(figure, f"{EXPERIMENTS[name].about} {place.source}", path)
+
+def save_figure(figure, title, path):
+    """With one legend under all panels."""
+    figure.suptitle(textwrap.fill(title, int(15 * figure.get_figwidth())), fontsize=9)
+    handles = {}  # label -> its handle
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels()):
             handles[label] = handle
     if len(handles) > 1:
         figure.legend(handles.values(), handles, loc="outside lower center", fontsize=8,
                       frameon=False, ncols=int(figure.get_figwidth() / 1.3))
-    where = Path(place.on.gpu).stem if place.on else place.model.device.type
-    figure.savefig(os.path.join(folder, f"{name}_{where}.png"), dpi=110)
+    figure.savefig(path, dpi=110)
 
 def write_trace(path, tapes):
     """Chrome's trace format: a process per engine, a thread per request or stage; microseconds."""
@@ -1851,91 +1962,130 @@ TRACES = (
     TraceFormat("BurstGPT", ("timestamp", "request tokens", "response tokens")),
     TraceFormat("Vidur", ("arrived_at", "num_prefill_tokens", "num_decode_tokens")),
     TraceFormat("Bailian", ("timestamp", "input_length", "output_length", "chat_id")),
-    TraceFormat("Mooncake", ("timestamp", "input_length", "output_length"), 0.001, 0.005))
+    TraceFormat("Mooncake", ("timestamp", "input_length", "output_length", "hash_ids"),
+                0.001, 0.02))
 READABLE = "must be CSV or JSON lines with the columns of " + " or ".join(
     f"{trace.name} ({', '.join(trace.columns)})" for trace in TRACES)
-MISSING = object()  # a field that a line of CSV lacks
 SINCE_1970 = {10: 1.0, 13: 1e-3, 16: 1e-6, 19: 1e-9}  # digits of a time today -> its unit
 
-def read_jobs(path, longest, rate=None):
-    """Jobs of a trace, by arrival, the first at 0. Those without prompt or output, or of more than
-    `longest` tokens, are counted on stderr. With a rate, no arrivals are read."""
-    rows = list(read_trace(path, rate))
-    served = []
-    for _, job in rows:
-        if min(job.prompt, job.output) > 0 and job.prompt + job.output <= longest:
-            served.append(job)
-    if len(served) < len(rows):
-        print(f"{path}: {len(rows) - len(served)} of {len(rows)} requests are skipped: no prompt, "
-              f"no output, or more than {longest} tokens (simulated: --context)", file=sys.stderr)
-    check_range(f"requests of {path} that can be served", len(served), 1)
-    trace = rows[0][0]
-    served.sort(key=lambda job: job.arrival)
-    start = served[0].arrival
-    digits = len(f"{start:.0f}")
-    unit = trace.unit if digits < 10 else SINCE_1970.get(digits, math.inf)
-    jobs = [job._replace(arrival=(job.arrival - start) * unit) for job in served]
-    seconds = jobs[-1].arrival
+def read_jobs(args, longest):
+    """Jobs of --jobs by arrival, the first at 0, --speed times as dense. Kept are those of the
+    --window, in seconds since the file's first row, up to --first of them. Skipped are those
+    without prompt or output, or of more than `longest` tokens."""
+    path = args.jobs
+    without_arrivals = args.rate and not args.window
+    low, high = args.window or (-math.inf, math.inf)
+    jobs = []
+    n_read = 0
+    n_skipped = 0
+    for trace, at, prompt, output in read_trace(path, without_arrivals):
+        if n_read == 0:
+            start = at
+            digits = len(f"{start:.0f}")
+            unit = trace.unit if digits < 10 else SINCE_1970.get(digits, 1e9)
+        n_read += 1
+        arrival = (at - start) * unit
+        if not low <= arrival < high:
+            continue
+        if min(prompt, output) > 0 and prompt + output <= longest:
+            jobs.append(Job(arrival, prompt, output))
+            if len(jobs) == args.first:
+                break
+        else:
+            n_skipped += 1
+    check_range(f"requests of {path} that can be served", len(jobs), 1)
+    jobs.sort(key=lambda job: job.arrival)
+    seconds = jobs[-1].arrival - jobs[0].arrival
     if seconds and not trace.gap <= seconds / len(jobs) <= 3600:
         raise ValueError(f"{path}: {len(jobs)} requests over {seconds:.4g} s are not plausible: an "
                          f"arrival of {trace.name} is in units of {trace.unit} s, or since 1970")
+    speed = args.speed or 1.0
+    jobs = [job._replace(arrival=(job.arrival - jobs[0].arrival) / speed) for job in jobs]
+    text = (f"{path}: {n_read:,} rows read, {len(jobs):,} kept, {n_skipped:,} skipped (no prompt, "
+            f"no output, or more than {longest} tokens; simulated: --context)")
+    if seconds:
+        at = np.array([job.arrival for job in jobs])
+        most = max(np.searchsorted(at, at + 10) - np.arange(len(at)))
+        text += (f"; {len(jobs) / at[-1]:.3g} requests/s in the mean, {most / min(10, at[-1]):.3g} "
+                 "in the busiest ten seconds")
+    print(text, file=sys.stderr)
     return jobs
 
-def read_trace(path, rate):
-    """Yields (TraceFormat, Job) of a file: CSV, or JSON lines. ValueError names the wrong line."""
+def read_trace(path, without_arrivals):
+    """Yields (TraceFormat, arrival, prompt, output) of the rows of a file, CSV or JSON lines.
+    ValueError names the wrong line."""
     opener = gzip.open if path.endswith(".gz") else open
     number = 0
 
     def read_lines(file):
         nonlocal number
         for number, line in enumerate(file, 1):  # noqa: B007
-            if line.lstrip().startswith("["):
-                raise ValueError("a JSON array")
             if line.strip():
                 yield line
     try:
         with opener(path, "rt", encoding="utf-8-sig") as file:
             lines = read_lines(file)
-            first = next(lines, "")
-            lines = chain([first], lines)
-            rows = csv.DictReader(lines, restval=MISSING, skipinitialspace=True, strict=True)
-            if first.lstrip().startswith("{"):
-                rows = map(json.loads, lines)
+            first = next(lines, "").lstrip()
+            if first.startswith("["):
+                raise ValueError("a JSON array")
+            if first.startswith("{"):
+                head = json.loads(first)
+                rows = map(json.loads, chain([first], lines))
+                places = head
+            else:
+                rows = csv.reader(chain([first], lines), skipinitialspace=True, strict=True)
+                head = next(rows, [])
+                places = range(len(head))
+            trace, pick = format_of(dict(zip(head, places)), without_arrivals)
             for row in rows:
-                yield read_job(row, rate)
-    except (ValueError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
+                if len(row) != len(head) and isinstance(row, list):
+                    raise ValueError("more or fewer fields than the first line has")
+                *at, prompt, output = pick(row)
+                yield trace, number_of(*at) if at else 0.0, whole(prompt), whole(output)
+    except (ValueError, KeyError, TypeError, csv.Error, EOFError, zlib.error,
+            gzip.BadGzipFile) as error:
         hint = f"; {READABLE}" if number < 2 else ""
         raise ValueError(f"{path}, line {number}: {error}{hint}") from None
 
-def read_job(row, rate):
-    """The TraceFormat and the Job of a row {column: value}."""
-    if None in row or MISSING in row.values():
-        raise ValueError("more or fewer fields than the first line has")
-    row = {name.strip().lower(): value for name, value in row.items()}
+def format_of(places, without_arrivals):
+    """The TraceFormat with these columns {name: where it is in a row}, and a function that picks
+    arrival, prompt and output out of a row."""
+    places = {name.strip().lower(): place for name, place in places.items()}
     for trace in TRACES:
-        if {*trace.columns[1:]} <= {*row}:
+        if {*trace.columns[1:]} <= {*places}:
             break
     else:
-        raise ValueError(f"columns {', '.join(row)}: {READABLE}")
+        raise ValueError(f"columns {', '.join(places)}: {READABLE}")
     arrival, prompt, output, *_ = trace.columns
-    if not rate and arrival not in row:
+    if not without_arrivals and arrival not in places:
         raise ValueError(f"column {arrival!r} is missing: add it, or --rate in its place")
-    lengths = [float(str(row[name])) for name in (prompt, output)]
-    if lengths != [n // 1 for n in lengths]:
-        raise ValueError(f"{lengths} tokens: must be whole numbers")
-    at = 0.0 if rate else number_of(str(row[arrival]))
-    return trace, Job(at, *map(int, lengths))
+    names = (prompt, output) if without_arrivals else (arrival, prompt, output)
+    return trace, itemgetter(*(places[name] for name in names))
+
+def whole(text):
+    """A number of tokens."""
+    n = float(text)
+    if n != n // 1:
+        raise ValueError(f"{text} tokens: must be a whole number")
+    return int(n)
 
 def number_of(text):
     """An arrival: a number as it is; a date as seconds since 1970, in UTC if it names no zone."""
     try:
         number = float(text)
     except ValueError:
-        # Python 3.10 reads six digits of a second, and no Z
-        text = re.sub(r"(\.\d{1,6})\d*", lambda digits: f"{digits[1]:0<7}", text.strip())
-        date = datetime.fromisoformat(text.replace("Z", "+00:00"))
-        return date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp()
-    return check_range("arrival", number, -1e19, 1e19)
+        date = re.fullmatch(r"(.+[ T]\d+:\d+):(\d+\.?\d*)(.*)", text.strip())
+        if not date:
+            raise
+        number = minute_of(date[1] + date[3]) + float(date[2])
+    if not abs(number) <= 1e19:
+        raise ValueError(f"arrival = {text}: must be a number of seconds, or a date")
+    return number
+
+@cache
+def minute_of(text):
+    date = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    return date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp()
 
 # -----------------------------------------------------------------------------
 # the scoreboard
@@ -1975,7 +2125,8 @@ def count_runs(rows):
     """Lines of text: how many runs hold, for each paper and all, by the kind of their claims."""
     runs = defaultdict(list)  # (paper, role, run) -> whether its rows are inside
     for row in rows:
-        role = "fitted" if row["fit"] else f"{row['kind']}s"
+        role = {"value": "values", "gain": "gains"}.get(row["kind"], "bounds")
+        role = "fitted" if row["fit"] else role
         run = row["run"] or (row["experiment"], row["what"])
         paper, *_ = row["paper_source"].split()
         runs[paper, role, run].append(row["inside"])
@@ -1990,6 +2141,84 @@ def count_runs(rows):
         yield f"- {paper}: {', '.join(texts)}"
 
 # -----------------------------------------------------------------------------
+# assets/results.md, and README's pictures
+
+def report():
+    """Write assets/results.md, all that the JSON files in assets/ hold, and README's pictures."""
+    args = parse_arguments(["--plot", str(ASSETS)])
+    place = simulate(args, EXPERIMENTS["timeline"].on)
+    place.rows = [*EXPERIMENTS["timeline"].rows(place)]
+    save_picture(place, "timeline", ASSETS / "timeline.png")
+    texts = ["# Results\n\nEverything that was measured or simulated, written by `python bench.py "
+             "report` from the JSON files beside this page. ±: the spread of rounds; noise: it is "
+             "more than a quarter of the value."]
+    for path in sorted(ASSETS.glob("*.json")):
+        parts = json.loads(path.read_text())
+        texts.append(f"## {path.stem}")
+        for part in parts if isinstance(parts, list) else [parts]:
+            facts = [f"{key} {value}" for key, value in part.items()
+                     if isinstance(value, str | int) and key != "seed"]
+            texts.append(f"[JSON]({path.name}): {'; '.join(facts)}")
+            for key, rows in part.items():
+                if isinstance(rows, list) and rows and key != "requests":
+                    texts += [f"### {key}"] * (key != "rows") + [*tables_of(rows)]
+        figure = figure_of(path.stem, parts)
+        if figure:
+            save_figure(figure, " ".join(facts[-3:]), path.with_suffix(".png"))
+            texts.append(f"![{path.stem}]({path.stem}.png)")
+    (ASSETS / "results.md").write_text("\n\n".join(texts) + "\n", encoding="utf8")
+
+def tables_of(rows):
+    """Markdown: tables of experiments, or one with a column per key."""
+    if "experiment" not in rows[0]:
+        heads = [*dict.fromkeys(key for row in rows for key in row)]
+        yield table(heads, [[plain(row.get(head)) for head in heads] for row in rows])
+        return
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["experiment"], row["source"]].append(row)
+    for (name, source), own in groups.items():
+        yield f"### {name}, {source}\n\n{EXPERIMENTS[name].about}"
+        yield tables(EXPERIMENTS[name], own)
+    if len(groups) > 9:  # the scoreboard
+        yield "\n".join(count_runs(rows))
+
+def plain(value):
+    """A value of JSON as the text of a cell."""
+    if isinstance(value, dict):
+        value = [f"{key} {plain(one)}" for key, one in value.items()]
+    return " / ".join(map(cell, value)) if isinstance(value, list) else cell(value)
+
+def figure_of(name, asset):
+    """The Figure of an asset, or None."""
+    if name in ("fig9", "slora_table3", "spec_fig1", "attainment"):
+        return draw(asset["rows"], EXPERIMENTS[name])
+    if name == "capacity":
+        rows = []
+        for row in asset["rows"]:
+            panel = f"{row['gpu'].upper()}, {row['tbt']} s between tokens"
+            _, series, chunk = row["at"]
+            for x in [chunk] if chunk else (64, 2048):  # without chunks: a level
+                rows.append(row | dict(at=[panel, series, x], paper=None))
+        return draw(rows, Experiment(None, "", "chunk size, C", "requests/s"))
+    if name == "h200":
+        figure = Figure((5.5, 5.5), layout="constrained")
+        ax = figure.add_subplot(xscale="log", yscale="log", xlabel="measured (ms)",
+                                ylabel="simulated (ms)", title="One iteration of LLaMA-13B")
+        ax.grid(alpha=0.25)
+        ends = np.array([6, 100])
+        ax.plot(ends, ends, color="gray", label="equal")
+        ax.fill_between(ends, 0.9 * ends, 1.1 * ends, color="#eeeeee", label="within 10 %")
+        groups = defaultdict(list)
+        for row in asset["iterations of llama-13b"]:
+            kind = " and ".join(kind for kind in ("decodes", "chunk") if kind in row)
+            groups[kind].append((row["ms"], row["simulated_ms"]))
+        for marker, (kind, points) in zip("osD", groups.items()):
+            ax.plot(*zip(*points), marker, mec="black", label=kind)
+        return figure
+    return None
+
+# -----------------------------------------------------------------------------
 # command line
 
 MAIN_JOB = ["users_a100", "users", "table4", "table2", "ceilings"]
@@ -2000,17 +2229,33 @@ VERDICTS = {  # what is said behind a table of the main job
     "users": lambda places: explain_users(places["users"][0]),
     "ceilings": explain}
 OWNERS = {  # of flags
-    "online": ("rate", "cv", "prompt", "output", "jobs", "spec"),
+    "online": ("rate", "speed", "spec", "adapters", "by"),
+    "online, attainment, capacity": ("schedulers", "order", "cv", "prompt", "output", "jobs",
+                                     "window", "first"),
     "spec_here": ("draft", "prompts")}
 LEAST = {  # values of flags
     "chunk": 1, "max_batch": 2, "context": 64, "seconds": 0.0, "rate": 0.001, "cv": 0.0,
-    "tbt": 1e-4, "ttft": 1e-4}
+    "tbt": 1e-4, "ttft": 1e-4, "first": 1, "speed": 1e-6, "adapters": 1}
 
 def token_counts(text):
     """A type of argparse: 256, or 256,512,768, or 8..512."""
     if not re.fullmatch(r"[1-9]\d*((,|\.\.)[1-9]\d*)*", text):
         raise argparse.ArgumentTypeError(f"{text!r}: must be like 256, 256,512 or 8..512")
     return sorted(int(number) for number in re.findall(r"\d+", text))
+
+def time_window(text):
+    """A type of argparse: 3600..7200"""
+    if not re.fullmatch(r"\d+\.?\d*\.\.\d+\.?\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be like 3600..7200")
+    return tuple(map(float, text.split("..")))
+
+def several(text, kind, base, names):
+    """A type of argparse: names, or objects of files, like sarathi,my.py:Mine"""
+    found = [object_in_file(part, base) for part in text.split(",")]
+    for one in found:
+        if isinstance(one, str):
+            check_choice(kind, one, names)
+    return found
 
 def make_parser():
     about, usage, *_ = __doc__.split("\n\n")
@@ -2019,11 +2264,11 @@ def make_parser():
         description=f"{about}\n\n{usage}", allow_abbrev=False, conflict_handler="resolve",
         formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS)
     flag = parser.add_argument
-    flag("experiments", nargs="*", help="names from `list`; or list, scoreboard, or gpu; default: "
-         f"{' '.join(MAIN_JOB)}")
+    flag("experiments", nargs="*", help="names from `list`; or list, scoreboard, report or gpu; "
+         f"default: {' '.join(MAIN_JOB)}")
     add_model_flags(parser, None)
     flag("--chunk", type=int, help="tokens of an iteration that feeds a prefill chunk; default: "
-         "256, of a simulated capacity 512")
+         "256, of a simulated capacity or attainment 512")
     flag("--hardware", type=lambda text: text if text.endswith(".json") else text.lower(),
          help="simulate this GPU instead of measuring: one of "
          f"{', '.join(GPUS)}, or a FILE.json of {', '.join(GPU._fields)}")
@@ -2038,21 +2283,32 @@ def make_parser():
     flag("--plot", metavar="FOLDER", help="save each experiment's picture there")
     flag("--json", metavar="FILE", help="save all rows; -: at the end of stdout")
     flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
+    load = parser.add_argument_group("of online, attainment and capacity").add_argument
+    load("--schedulers", type=partial(several, kind="scheduler", base=Scheduler, names=SCHEDULERS),
+         help="the rows, like sarathi,my.py:Mine; default: the built-in ones and --scheduler")
+    load("--order", type=partial(several, kind="order", base=Callable, names=ORDERS),
+         help=f"of the queue: {', '.join(ORDERS)}, FILE.py:NAME; several: rows for each")
+    load("--ttft", type=float, default=2.0, help="target, seconds to the first token; default: 2")
+    load("--tbt", type=float, default=0.1,
+         help="target, seconds between tokens, 99th percentile; default: 0.1")
+    load("--prompt", type=token_counts, help="tokens of a prompt, like 256 or 8..512")
+    load("--output", type=token_counts, help="tokens of an output")
+    load("--cv", type=float, help="coefficient of variation of the gaps between arrivals; 0: "
+         "equal gaps; default: 1, Poisson")
+    load("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), "
+         "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur, Bailian or Mooncake")
+    load("--window", type=time_window, help="seconds of the trace that are kept: 3600..7200")
+    load("--first", type=int, help="requests of the trace, or of its window, that are kept")
     online = parser.add_argument_group("of online").add_argument
     online("--rate", type=float, help="requests/s; default: 0.7 of what can be served")
-    online("--cv", type=float, help="coefficient of variation of the gaps between arrivals; 0: "
-           "equal gaps; default: 1, Poisson")
-    online("--prompt", type=token_counts, help="tokens of a prompt, like 256 or 8..512")
-    online("--output", type=token_counts, help="tokens of an output")
-    online("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), "
-           "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur, Bailian or Mooncake")
-    online("--spec", type=partial(class_in_file, base=Policy),
+    online("--speed", type=float, help="of a trace: 4 makes its arrivals four times as dense")
+    online("--adapters", type=int, help="requests draw from so many; half take the first quarter")
+    online("--by", choices=("prompt", "adapter"), help="a row per class of requests")
+    online("--spec", type=partial(object_in_file, base=Policy),
            help="how many drafts, as an engine's spec; FILE.py:CLASS: your own")
-    target = parser.add_argument_group("of capacity").add_argument
-    target("--tbt", type=float, default=0.1, help="seconds between tokens, P99; default: 0.1")
-    target("--ttft", type=float, default=2.0, help="seconds to the first, median; default: 2")
     text = parser.add_argument_group("of spec_here").add_argument
-    text("--draft", help="a draft model, as --model; default: none, but for the tiny model")
+    text("--draft", type=partial(object_in_file, base=Proposer), help="a draft model, as --model, "
+         "or your own FILE.py:CLASS; default: none, but for the tiny model")
     text("--prompts", metavar="FILE", help="a text, one prompt a paragraph")
     return parser
 
@@ -2062,16 +2318,20 @@ def parse_arguments(words=None):
     for name, low in LEAST.items():
         check_range(name, given.get(name, low), low)
     if not args.chunk:
-        args.chunk = 512 if args.hardware and args.experiments == ["capacity"] else 256
+        slow = {*args.experiments} <= {"capacity", "attainment"}
+        args.chunk = 512 if args.hardware and args.experiments and slow else 256
     if not isinstance(args.scheduler, type):
         check_choice("scheduler", args.scheduler, SCHEDULERS)
-    for owner, names in OWNERS.items():
+    for owners, names in OWNERS.items():
         for name in names:
-            if name in given and owner not in args.experiments:
-                raise ValueError(f"--{name} is a flag of `{owner}` alone")
+            if name in given and not {*owners.split(", ")} & {*args.experiments}:
+                raise ValueError(f"--{name} is a flag of {owners} alone")
     for name in ("prompt", "output"):
         if name in given and args.jobs:
             raise ValueError(f"--{name} has no effect on the requests of --jobs")
+    for name in ("window", "first", "speed"):
+        if name in given and not args.jobs:
+            raise ValueError(f"--{name} is of a trace, add --jobs")
     return args
 
 def run_experiments(args, names):
@@ -2107,7 +2367,9 @@ def run_experiment(args, name, places):
             if args.json not in (None, "-"):
                 write_json(args.json, summary(args, places))
             if args.plot:
-                save_picture(group[0], name, args.plot)
+                place = group[0]
+                where = Path(place.on.gpu).stem if place.on else place.model.device.type
+                save_picture(place, name, os.path.join(args.plot, f"{name}_{where}.png"))
 
 def show(name, group):
     """Print an experiment's tables, of a group of Places; the paper's numbers stand in the last."""
@@ -2121,15 +2383,20 @@ def show(name, group):
         with_paper = place is group[-1]
         if with_paper and any(row["paper"] is not None for row in place.rows):
             source += f"; the paper: {what.on.model} on {what.on.tp} x {what.on.gpu}"
-        print(f"{textwrap.fill(source, 118)}\n\n{tables(what, place, with_paper)}\n", flush=True)
+        text = tables(what, place.rows, with_paper)
+        print(f"{textwrap.fill(source, 118)}\n\n{text}\n", flush=True)
 
 def summary(args, places):
     """The object of --json: the rows so far. places: {experiment: [Place]}"""
     begun = [name for name, group in places.items() if group[0].rows]
     every_place = sum((places[name] for name in begun), [])
+    git = ["git", "-C", str(ASSETS), "rev-parse", "--short", "HEAD"]
     return dict(
         experiment=" ".join(begun),
+        date=f"{datetime.now():%Y-%m-%d}",
+        commit=subprocess.run(git, capture_output=True, text=True).stdout.strip(),
         rows=sum((place.rows for place in every_place), []),
+        requests=sum((place.requests for place in every_place), []),
         seed=args.seed,
         machine="; ".join(dict.fromkeys(place.source for place in every_place)),
         torch=torch.__version__)
@@ -2154,7 +2421,7 @@ def main():
         print("About a minute: first LLaMA-13B on a simulated A100, then this machine.\n",
               flush=True)
         names = MAIN_JOB + ["timeline"] * bool(args.plot)
-    alone = ["gpu", "list", "scoreboard"] if len(names) == 1 else []
+    alone = ["gpu", "list", "scoreboard", "report"] if len(names) == 1 else []
     for name in names:
         check_choice("experiment", name, [*EXPERIMENTS, *alone])
     for path in {args.trace, args.json} - {None, "-"}:
@@ -2171,6 +2438,8 @@ def main():
             where = what.only or "here, or --hardware"
             print(textwrap.fill(f"{name:13} {where:20} {what.about}", 118,
                                 subsequent_indent=35 * " "))
+    elif names == ["report"]:
+        report()
     elif names == ["scoreboard"]:
         if args.scheduler != "sarathi":
             raise ValueError("scoreboard: its schedulers are the papers', leave out --scheduler")
