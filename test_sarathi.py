@@ -4166,201 +4166,32 @@ def test_a_run_that_is_stopped_keeps_what_it_has(number, status, monkeypatch, ca
 
 README = Path(__file__).with_name("README.md").read_text(encoding="utf8")
 PAGE = " ".join(README.split())
-ASSETS = Path(__file__).with_name("assets")
 
-def shows(number, value):
-    """Whether a number of README is this value, rounded"""
-    digits = len(number.partition(".")[2])
-    return abs(float(number.replace(",", "")) - value) <= 0.501 * 10 ** -digits
-
-def says(text, *values):
-    """README has the text, with these values in place of {}, rounded"""
-    shown = re.search(re.escape(text).replace(r"\{\}", r"(\d[\d,]*\.?\d*)"), PAGE)
-    assert shown and all(map(shows, shown.groups(), values)), (text, values)
-    assert len(shown.groups()) == len(values)
+def cells(line):
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 def test_readme_code_runs_and_prints_what_it_says(monkeypatch, capsys, tmp_path):
+    """Its Python, its own scheduler, order and policy, and the table of their figures"""
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
     names = {}
-    for code in (*blocks, blocks[-1].replace("order=fair, ", "")):
+    for code in blocks:
         exec(code, names)
-    lines = capsys.readouterr().out.splitlines()
-    waits = [float(line.split("|")[4]) / 1e3 for line in lines if line.startswith("| run ")]
-    says("wait {} seconds for their first token instead of {}:", *waits[1:])
-    classes = [code for code in blocks if "\nclass " in code]
-    (tmp_path / "my.py").write_text("\n".join(classes))
+    assert "\n| run " in capsys.readouterr().out
+    (tmp_path / "my.py").write_text("\n".join(blocks[:2]))
     monkeypatch.chdir(tmp_path)
-    shown = {name: SCHEDULERS[name] for name in ("prefill_first", "sarathi")}
-    monkeypatch.setattr(bench, "SCHEDULERS", shown)  # the others' rows are not on the page
-    commands = re.findall(r"`python bench.py (online --hardware [^`]*my.py:\w+)`", PAGE)
+    commands = re.findall(r"`(?:python )?bench.py (online --hardware [^`]*my.py:[^`]*)`", PAGE)
     (_, first, _), (_, second, _) = (command(monkeypatch, capsys, words) for words in commands)
-    table = README[README.index("Three of the rows:"):README.index("TTFT is the time")]
-    assert [line for line in table.splitlines() if line.startswith("|")] == [
-        line for line in first.splitlines() if line.startswith("|")]
-    rows = [line.strip("|").split("|") for line in (first + second).splitlines() if "| " in line]
-    figures = {row[0].strip(): list(map(float, row[1:])) for row in rows if "p50" not in row[2]
-               and "---" not in row[1]}  # tokens/s, TTFT p50, p99, TPOT, stall likewise
-    assert figures["sarathi"][5] < figures["Alternate"][5] < figures["prefill_first"][5] / 2
-    assert figures["prefill_first"][1] < figures["sarathi"][1] < figures["Alternate"][1]
-    assert figures["goodput"][3] < figures["SmallBatches"][3] < figures["sarathi"][3]
-    says("its median TPOT is {} ms; goodput's is {}, and without drafts it is {}.",
-         *(figures[name][3] for name in ("SmallBatches", "goodput", "sarathi")))
-
-def asset(name):
-    """{(experiment, panel, series, x): row} of a measured or simulated report"""
-    reports = json.loads((ASSETS / f"{name}.json").read_text())
-    reports = reports if isinstance(reports, list) else [reports]
-    return [{(row["experiment"], *row["at"]): row for row in report["rows"]} for report in reports]
-
-def test_readme_numbers_that_are_simulated_are_those_of_its_assets():
-    """A starred number of a paper is one to which constants were fitted"""
-    board, = asset("scoreboard")
-    ideas = README[README.index("## SARATHI"):README.index("## Policies")]
-    pairs = []
-    for papers, ours in re.findall(r"^\|[^|]*\| ([\d./* ]*) \| ([\d./ ]*) \|$", ideas, re.M):
-        pairs += zip(papers.split(" / "), ours.split(" / "))
-    assert len(pairs) == 15
-    assert [pair for pair in pairs if not any(
-        shows(pair[0].rstrip("*"), row["paper"]) and shows(pair[1], row["ours"])
-        and pair[0].endswith("*") == row["fit"] for row in board.values())] == []
-    five = board["spec_fig1", "no gain beyond rate", "k = 5", ""]
-    three = board["spec_fig1", "no gain beyond rate", "k = 3", ""]
-    assert five["fit"] and not three["fit"]
-    says("beyond {} requests/s (paper: {}*), three beyond {} (paper: {}).",
-         five["ours"], five["paper"], three["ours"], three["paper"])
-    low = board["spec_fig1", "goodput", "lowest rate", ""]
-    says("goodput is {} times as fast as no drafts (paper: {} to 3.2)", low["ours"], low["paper"])
-    says("The best k is {} for one request and {} for 512.",
-         *(board["spec_fig5", "best k", "", n]["ours"] for n in (1, 512)))
-    bubbles = board["fig12", "bubble time, median", "Orca over SARATHI", ""]
-    says("bubbles {} times shorter instead of {})", bubbles["ours"], bubbles["paper"])
-    says("chunks gain {} % over", 100 * board["tng", "chunked prefill", "over prefill_first", ""]
-         ["ours"] - 100)
-    counts = [*bench.count_runs([*board.values()])][-1].removeprefix("- all: ")
-    assert f"of its runs it counts {counts} (" in PAGE
-    ratios, = asset("autopilot_a100")
-    ratios = [row["ours"] for key, row in ratios.items() if key[1] == "latency over the best"]
-    says("On {} workloads on a simulated A100 its mean latency is {} to {} of that of the best of "
-         "30 fixed settings, {} in the median",
-         len(ratios), min(ratios), max(ratios), np.median(ratios))
-    rows = json.loads((ASSETS / "capacity.json").read_text())["rows"]
-    at = {(*row["at"][1:], row["gpu"]): row["ours"] for row in rows}
-    gpus = "a6000", "a100", "h200"
-    says("prefill-first serves {}, {} and {} requests/s, chunks of 512 tokens {}, {} and {}.",
-         *(at["prefill_first", "", gpu] for gpu in gpus),
-         *(at["sarathi_serve", 512, gpu] for gpu in gpus))
-    costs = [CostModel.roofline(preset("llama-13b"), gpu) for gpu in ("a100", "a6000")]
-    says("1,024 tokens take {} s on an A100, {} s on an A6000", *(c.time(1024) for c in costs))
-
-def test_readme_numbers_measured_here_are_those_of_its_assets():
-    main, = asset("main_cpu")
-    users = [row for key, row in main.items() if key[0] == "users"]
-    assert tables("users", users) in README
-    ways = "prefill_first", "sarathi"
-    stalls, paces = ([main["users", figure, way, ""]["ours"] for way in ways]
-                     for figure in ("longest stall ms", "TPOT p50 ms"))
-    says("longest stall is {} times shorter", stalls[0] / stalls[1])
-    says("time per token is {} times longer", paces[1] / paces[0])
-    for L in (1024, 2048, 3072):
-        speedup, gain = (main["table4", figure, "", L] for figure in
-                         ("decode speedup", "throughput"))
-        here = main["table4", "throughput", "", L // 4]
-        says(f"| {L} | {{}} | {{}} | {{}} | {{}} | {{}} ± {{}} |", speedup["ours"],
-             speedup["paper"], gain["ours"], gain["paper"], here["ours"], here["spread"])
-    says("memory-bound below {} tokens", main["ceilings", "ridge point (tokens)", "", ""]["ours"])
-    drafts, = asset("spec_here")
-    ours = {key[1:3]: row["ours"] for key, row in drafts.items()}
-    says("make it {}, {} and {} times as fast, goodput {}, {} and {} (",
-         *(ours[f"B = {B}", f"lookup, {k}"] for k in ("k = 5", "goodput") for B in (1, 6, 24)))
-    model = {key: value for key, value in ours.items() if key[1].startswith("model")
-             and key[0].startswith("B = ")}
-    goodput = [value for key, value in model.items() if key[1] == "model, goodput"]
-    says("request: {} at best, {} to {} with goodput", max(model.values()), min(goodput),
-         max(goodput))
-    errors = [[row["ours"] for key, row in rows.items() if key[1] == f"{what} error (%)"]
-              for what in ("iteration", "throughput") for rows in asset("fidelity_cpu")]
-    says("iteration are {} to {} % with llama-30m and {} to {} % with llama-124m, of throughput "
-         "{} to {} % and {} to {} %", *(f(values) for values in errors for f in (min, max)))
-    peers, = asset("here_cpu")
-    ours = {key[1:3]: row["ours"] for key, row in peers.items()}
-    says("8 requests with 2 adapters {} tokens/s, PEFT {}; 30 requests that draw from 100 adapters "
-         "{}, merged and swapped {}, padded (bmm) {}.",
-         ours["PEFT, B = 8", "sarathi"], ours["PEFT, B = 8", "the other"],
-         *(ours["throughput", way] for way in ("S-LoRA", "merged and swapped", "padded (bmm)")))
-
-def test_readme_numbers_of_other_engines_are_those_of_the_asset():
-    here, amd = json.loads((ASSETS / "peers_cpu.json").read_text())
-    prompt, decode, many = "a prompt of 512", "decodes at context 256", "prompts of 256, outputs"
-    for label, what, n, scheduler in (
-        ("a prompt of 512 tokens", prompt, 1, ""),
-        ("decodes at context 256, 1 request", decode, 1, ""),
-        ("decodes at context 256, 8 requests", decode, 8, ""),
-        ("16 requests of 256 + 64 tokens, chunks of 256", many, 16, "sarathi"),
-        ("the same with prefill-first", many, 16, "prefill_first"),
-    ):
-        def speed(asset, engine, dtype="bfloat16"):
-            return np.mean([row["tokens_per_second"] for row in asset["rows"]
-                            if row["engine"] == engine and row["dtype"] == dtype
-                            and row["what"].startswith(what) and row["requests"] == n
-                            and (engine != "sarathi" or (row["mode"] or "").startswith(scheduler))])
-        others = {(row["engine"], row["dtype"]) for row in amd["rows"]} - {
-            ("sarathi", "bfloat16"), ("sarathi", "float32")}
-        says(f"| {label} {'| {} ' * 6}|", speed(here, "sarathi"), speed(here, "vllm-cpu"),
-             speed(here, "transformers"), speed(here, "llama.cpp"), speed(amd, "sarathi"),
-             max(speed(amd, *other) for other in others))
-        if n == 1:
-            other = "vllm-cpu" if what == prompt else "llama.cpp"
-            says("({}, ours {})" if what == prompt else "one decode ({}, ours {})",
-                 speed(here, other, "float32"), speed(here, "sarathi", "float32"))
-
-def test_readme_numbers_of_an_h200_are_those_of_its_asset():
-    gpu = json.loads((ASSETS / "h200.json").read_text())
-    assert f"{gpu['date']}, commit {gpu['commit']} (not today's code)" in PAGE
-    rows = gpu["iterations of llama-13b"]
-    shares = {True: [], False: []}  # decodes, with or without a chunk
+    heads, *rows = [cells(line) for line in first.splitlines() if line.startswith("|")]
+    printed = {row[0]: dict(zip(heads, row)) for row in rows}
+    start = README.index("|", README.index("Six of the columns"))
+    heads, _, *rows = map(cells, README[start:README.index("\n\n", start)].splitlines())
+    assert len(rows) == 3 and len(heads) == 7
     for row in rows:
-        if "decodes" in row:
-            shares["chunk" in row].append(row["limit_ms"] / row["ms"])
-    prompts = {row["chunk"]: row["limit_ms"] / row["ms"] for row in rows
-               if not row.keys() & {"decodes", "past"}}
-    ceiling, = gpu["ceilings of the runs"]
-    says("Decodes reached {} to {} of the measured ceiling ({} GB/s, {} TFLOP/s), prompts of 256 / "
-         "512 / 1,024 tokens {} / {} / {}, decodes beside a chunk {} to {}:",
-         min(shares[False]), max(shares[False]), ceiling["copy (GB/s)"][0],
-         ceiling["matrix product of 8,192 (TFLOP/s)"][0],
-         *(prompts[n] for n in (256, 512, 1024)), min(shares[True]), max(shares[True]))
-    errors = [abs(row["simulated_ms"] / row["ms"] - 1) * 100 for row in rows]
-    says("iterations within {} % (median {})", max(errors), np.median(errors))
-    runs = gpu["32 requests of llama-13b at once, batches of 16, second serve"]
-    assert all(abs(run["simulated_seconds"] / run["seconds"] - 1) < 0.1 for run in runs)
-    assert "runs of 32 requests at once within 10 %" in PAGE
-    pairs = [[next(run for run in runs if (run["scheduler"], run["chunk"], run["prompts"]) ==
-                   (name, 512, prompts)) for name in ("prefill_first", "sarathi")]
-             for prompts in ([898, 1022], [1038, 1162])]
-    ratios = [ours["tokens_per_second"] / whole["tokens_per_second"] for whole, ours in pairs]
-    says("chunks of 512 tokens had {} to {} of prefill-first's throughput and a fifth of its stall",
-         min(ratios), max(ratios))
-    assert all(4 < whole["longest_stall_ms"] / ours["longest_stall_ms"] < 6
-               for whole, ours in pairs)
-    job = {(row["experiment"], *row["at"]): row["ours"] for row in gpu["main job, llama-13b"]
-           if row["source"] == "measured"}
-    says("prefill-first served {} tokens/s with a longest stall of {} ms and a median TTFT of {}, "
-         "chunks of 256 tokens {} with {} and {}:",
-         *(job["users", figure, way, ""] for way in ("prefill_first", "sarathi")
-           for figure in ("tokens/s", "longest stall ms", "TTFT p50 ms")))
-    gains = [job["table4", "throughput", "", L] for L in (1024, 2048, 3072)]
-    says("simulated, {} to {} measured.", min(gains), max(gains))
-    decodes = {row["adapters"]: row["ms"] for row in gpu["decodes of llama-13b with adapters"]
-               if row["rank"] in (0, 16)}
-    says("32 decodes took {} ms, with 32 adapters {}.", decodes[0], decodes[32])
-    others = {(row["engine"].split()[0], row["requests"], row["what"].split()[0]): row
-              for row in gpu["llama-7b beside others"]}
-    says("a decode at 1,000 tokens took {} ms, with gpt-fast 32971d3, compiled, {}; 1 and 8 "
-         "requests of 256 + 32 tokens gave {} and {} output tokens/s, with transformers' "
-         "`generate` {} and {}.", others["sarathi", 1, "decode"]["ms"],
-         others["gpt-fast", 1, "decode"]["ms"],
-         *(others[engine, n, "prompts"]["output_tokens_per_second"]
-           for engine in ("sarathi", "transformers") for n in (1, 8)))
+        assert dict(zip(heads, row)).items() <= printed[row[0]].items()
+    ours, other, sarathi = ([float(printed[name][head]) for head in ("TTFT p50", "stall p99")]
+                            for name in ("Shortest", "prefill_first", "sarathi"))
+    assert ours[0] < sarathi[0] and ours[1] <= sarathi[1] < other[1] / 10
+    assert "SmallBatches" in second and "short_first" in second
 
 def test_triton_in_its_interpreter(interpreter):
     pytest.importorskip("triton")
@@ -4408,7 +4239,7 @@ def test_explain_is_true():
 
 def test_explain_takes_a_scheduler_of_ones_own(tmp_path):
     (tmp_path / "own.py").write_text(OWN.replace("from sarathi", "from beside"))
-    (tmp_path / "beside.py").write_text("from sarathi import Policy, Sarathi")
+    (tmp_path / "beside.py").write_text("from sarathi import Policy, Sarathi, fcfs")
     command = [sys.executable, Path(sarathi.__file__), "--explain", "--scheduler"]
     out = subprocess.run([*command, f"{tmp_path}/own.py:Mine", "--html", tmp_path / "page.html"],
                          capture_output=True, check=True).stdout
@@ -4451,29 +4282,25 @@ def test_page_of_explain(width, tmp_path):
         assert fed and [tuple(row[3:6]) for row in rows] == fed
 
 def test_readme_names_what_exists():
-    """Functions, classes and tests that the README's tables cite; files, GPUs, lines of code"""
+    """Functions, classes, tests, experiments, files and lines of code"""
     modules = sarathi, model_py, kernels, bench
     source = "".join(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf8")
                      for name in ("sarathi", "model", "kernels", "bench", "test_sarathi"))
     cited = re.findall(r"^\|.*\|.*`.*\|$", README, re.M)
     names = set(re.findall(r"`(?:\w+\.)?(\w+)`", "".join(cited)))
-    assert len(names) > 40
+    assert len(names) > 20
     assert [name for name in names if not re.search(rf"\b{name}\b", source)] == []
-    methods = re.findall(r"\b([A-Z]\w+)\.([a-z]\w+)", README)
-    assert len(methods) > 12
+    methods = set(re.findall(r"\b([A-Z]\w+)\.([a-z]\w+)", PAGE)) - {("README", "md")}
+    assert len(methods) > 8
     assert [names for names in methods if not any(
         hasattr(getattr(module, names[0], None), names[1]) for module in modules)] == []
-    ideas = PAGE[PAGE.index("## SARATHI"):PAGE.index("## Policies")]
+    ideas = PAGE[PAGE.index("## The three ideas"):PAGE.index("## One iteration")]
     lines = [code for code in ideas.split("`")[1::2] if "(" in code]
     assert len(lines) == 3 and all(line in source for line in lines)
     words = set(re.findall(r"`(?:python )?bench.py ([a-z]\w+)", PAGE))
-    assert words <= {*EXPERIMENTS, "gpu", "list", "scoreboard"}
-    for name, n_line in re.findall(r"^\| `(\w+\.py)` \| (\d+)", README, re.M):
-        assert len(Path(__file__).with_name(name).read_text().splitlines()) == int(n_line)
+    words |= set(re.findall(r", (\w+) \|$", README, re.M)) - names
+    assert words <= {*EXPERIMENTS, "gpu", "list", "scoreboard", "report"}
     links = re.findall(r"\]\(([^)]*)\)", README)
-    linked = {link.removeprefix("assets/") for link in links if "://" not in link}
-    assert linked | {"claims.csv"} == {path.name for path in ASSETS.iterdir()}
-    assert f"take {', '.join(sarathi.GPUS)} (`GPUS`" in PAGE
+    assert all((Path(__file__).parent / link).is_file() for link in links if "://" not in link)
     assert all(f"`{name}`" in PAGE for name in SCHEDULERS)
-    sheet = json.loads(re.search(r"`(\{\"flops\".*?\})`", PAGE)[1])
-    assert sarathi.GPU(**sheet) == sarathi.GPUS["a100"]
+    assert all(f"`{name}`" in PAGE for name in sarathi.ORDERS)
