@@ -188,7 +188,8 @@ def batch_of(requests):
     (1, 8, 1, 128, "8+1100 1+0"),
     (1, 4, 1, 16, "255+0 257+64 300+40"),
     (1, 4, 4, 5, "1+7 9+3 40+0"),
-    (5, 8, 4, 32, "5+40"),  # for one request: they divide its heads
+    (5, 8, 4, 32, "5+400"),  # for one request: they divide its heads
+    (5, 8, 4, 32, "5+40"),  # one thread is enough
 ])
 def test_operator_attention(n_thread, H, Hk, D, requests, dtype):
     N, batch = batch_of(requests)
