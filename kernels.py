@@ -231,6 +231,24 @@ def backend(x):
         return "cpp"
     return "torch"
 
+def describe(x):
+    """What runs the operators on tensors like x: "Triton, NVIDIA H100", "C++ (AVX2), 2 threads". It
+    names the settings of threads, which may take half of a CPU's speed or more."""
+    chosen = backend(x)
+    name = {"triton": "Triton", "cpp": "C++", "torch": "torch"}[chosen]
+    if x.is_cuda:
+        return f"{name}, {torch.cuda.get_device_name(x.device)}"
+    if chosen == "cpp":
+        layout = [*LAYOUTS][library(x.dtype).layout()]
+        name = "C++ and oneDNN" if layout == "onednn" else f"C++ ({layout.upper()})"
+    n_thread = torch.get_num_threads()
+    threads = "1 thread" if n_thread == 1 else f"{n_thread} threads"
+    settings = [f"{key}={os.environ[key]}" for key in CPU_SETTINGS if key in os.environ]
+    return ", ".join([name, threads, *settings])
+
+CPU_SETTINGS = ["SARATHI_CPU", "OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC",
+                "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"]
+
 def linear_ref(x, weight, bias=None):
     """x (..., n_in), weight (n_out, n_in), packed or plain, of any dtype -> (..., n_out)"""
     bias = None if bias is None else bias.to(x.dtype)

@@ -306,8 +306,13 @@ def layout(request, monkeypatch):
 no_cpp = pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="C++ does not run")
 
 @no_cpp
-def test_products_of_every_layout(layout, dtype):
+def test_products_of_every_layout(layout, dtype, monkeypatch):
     columns = {"neon": 8, "avx2": 16, "avx512": 32, "avx512bf16": 32}.get(layout)
+    runs = {"torch": "torch", "onednn": "C++ and oneDNN"}.get(layout, f"C++ ({layout.upper()})")
+    monkeypatch.setattr(kernels, "CPU_SETTINGS", ["SARATHI_CPU", "OMP_DYNAMIC"])
+    monkeypatch.setenv("OMP_DYNAMIC", "true")
+    line = kernels.describe(torch.ones(1, dtype=dtype))
+    assert line == f"{runs}, 1 thread, SARATHI_CPU={layout}, OMP_DYNAMIC=true"
     packed = kernels.pack(torch.ones(70, 770, dtype=dtype))
     assert isinstance(packed, kernels.Packed) == (columns is not None)
     assert columns is None or packed.panels.shape == (cdiv(70, columns), 770 * dtype.itemsize // 4,
@@ -2202,13 +2207,14 @@ def test_no_graph_is_destroyed_while_another_one_is_recorded(monkeypatch):
 
 def test_gpus_without_triton(monkeypatch, capsys):
     """No Triton, one that is too old for it, and one for which a head is too wide"""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     for device, present, capability in (("cuda:0", False, (8, 0)), ("cuda:1", True, (7, 5)),
                                         ("cuda:2", True, (8, 0))):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         for module in (kernels, sarathi):
             monkeypatch.setattr(module, "has_triton", lambda: present)
-        serves = kernels.backend(Mock(is_cuda=True, is_cpu=False, device=device))
-        assert serves == ("triton" if device == "cuda:2" else "torch")
+        line = kernels.describe(Mock(is_cuda=True, is_cpu=False, device=device))
+        assert line == ("Triton, a GPU" if device == "cuda:2" else "torch, a GPU")
         assert model_py.pick_dtype(None, device) == (bfloat16 if capability > (8,) else float16)
         for _ in range(2):  # the line comes once
             sarathi.check_gpu(device, 128)
