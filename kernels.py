@@ -42,6 +42,7 @@ if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 try:
     import triton
@@ -239,7 +240,7 @@ def describe(x):
     if x.is_cuda:
         return f"{name}, {torch.cuda.get_device_name(x.device)}"
     if chosen == "cpp":
-        layout = [*LAYOUTS][library(x.dtype).layout()]
+        layout = LAYOUTS[library(x.dtype).layout()]
         name = "C++ and oneDNN" if layout == "onednn" else f"C++ ({layout.upper()})"
     n_thread = torch.get_num_threads()
     threads = "1 thread" if n_thread == 1 else f"{n_thread} threads"
@@ -455,17 +456,13 @@ def adapter_rows(plane, table, first, rank, width):
 def lora_bmm(y, x, kv, sites):
     """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
     entries = [site for site in sites.rows if site[1] > 0]
-    n_row = max(sites.max_few, sites.max_chunk)
-    options = dict(dtype=torch_dtype(x))
-    rows = x.new_zeros(len(entries), n_row, x.size(1), **options)
-    max_rank = max(entry[4] for entry in entries)
-    a = x.new_zeros(len(entries), max_rank, x.size(1), **options)
-    b = x.new_zeros(len(entries), max_rank, y.size(1), **options)
-    for s, (start, n, column, columns, rank, _, _, first) in enumerate(entries):
-        end = column + columns
-        rows[s, :n] = x[start:start + n]
-        a[s, :rank] = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
-        b[s, :rank, column:end] = adapter_rows(kv[1], sites.table, first, rank, columns)
+    parts = []
+    for start, n, column, columns, rank, _, _, first in entries:
+        a = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
+        b = adapter_rows(kv[1], sites.table, first, rank, columns)
+        b = F.pad(b, (column, y.size(1) - column - columns))
+        parts.append((x[start:start + n], a, b))
+    rows, a, b = (pad_sequence(part, batch_first=True).to(torch_dtype(x)) for part in zip(*parts))
     product = rows @ a.mT @ b  # (S, rows, n_out)
     for (start, n, *_), own in zip(entries, product):
         y[start:start + n] += own[:n]
@@ -815,26 +812,16 @@ def cpp(name, x, *arguments, head_dim=64):
     operator = getattr(library(x.dtype, head_dim), name)
     operator(*values)
 
-# How weights lie for the product of a CPU, and flags of the compiler for it. The default is what
-# this processor multiplies fastest, see LAYOUT below. The environment variable SARATHI_CPU names
-# another one. All of them run on any processor: the compiler translates vectors that it lacks.
-LAYOUTS = {
-    "": [],
-    "neon": ["-DLAYOUT=1"],
-    "avx2": ["-DLAYOUT=2"],
-    "avx512": ["-DLAYOUT=3"],
-    "avx512bf16": ["-DLAYOUT=4"],
-    "onednn": ["-DLAYOUT=5"],
-    "torch": [],  # no C++ at all
-}
-if platform.machine() == "x86_64":
-    LAYOUTS["avx2"].append("-mno-avx512f")
+# How weights lie for the product of a CPU. The default is what this processor multiplies fastest,
+# see LAYOUT below; the environment variable SARATHI_CPU names another one. All of them run on any
+# processor: the compiler translates vectors that it lacks. "torch": no C++ at all.
+LAYOUTS = "neon avx2 avx512 avx512bf16 onednn torch".split()
 
 def forced_layout():
-    """SARATHI_CPU, empty by default. ValueError if there is no such layout"""
-    name = os.environ.get("SARATHI_CPU", "")
-    if name not in LAYOUTS:
-        raise ValueError(f"SARATHI_CPU = {name!r}: must be one of {', '.join(LAYOUTS)[2:]}")
+    """SARATHI_CPU, or None. ValueError if there is no such layout"""
+    name = os.environ.get("SARATHI_CPU") or None
+    if name not in (None, *LAYOUTS):
+        raise ValueError(f"SARATHI_CPU = {name!r}: must be one of {', '.join(LAYOUTS)}")
     return name
 
 @lru_cache
@@ -845,8 +832,13 @@ def library(dtype, head_dim=64):
     layout = forced_layout()
     if dtype not in names or layout == "torch":
         return None
+    definitions = [f"-DT={names[dtype]}", f"-DD={head_dim}"]
+    if layout:
+        definitions.append(f"-DLAYOUT={LAYOUTS.index(layout)}")
+    if layout == "avx2" and platform.machine() == "x86_64":
+        definitions.append("-mno-avx512f")
     try:
-        return ctypes.CDLL(build(f"-DT={names[dtype]}", f"-DD={head_dim}", *LAYOUTS[layout]))
+        return ctypes.CDLL(build(*definitions))
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", b"").decode().strip() or str(error)
         print("C++ operators not compiled, plain torch is slower:", reason.splitlines()[0],
@@ -1042,22 +1034,22 @@ static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
 // They are added in the same order whatever the number of rows.
 #ifndef LAYOUT  // the number of one in LAYOUTS
 #if defined(__AMX_BF16__)
-#define LAYOUT 5
-#elif defined(__AVX512BF16__)
 #define LAYOUT 4
-#elif defined(__AVX512F__)
+#elif defined(__AVX512BF16__)
 #define LAYOUT 3
-#elif defined(__AVX2__)
+#elif defined(__AVX512F__)
 #define LAYOUT 2
-#else
+#elif defined(__AVX2__)
 #define LAYOUT 1
+#else
+#define LAYOUT 0
 #endif
 #endif
-const int LANES = LAYOUT >= 3 ? 16 : 4 * LAYOUT, ROWS = LAYOUT == 2 ? 6 : 8;
+const int LANES = 4 << std::min(LAYOUT, 2), ROWS = LAYOUT == 1 ? 6 : 8;
 const int COLUMNS = 2 * LANES;
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-typedef std::conditional_t<LAYOUT >= 4, T, float> X;  // of the rows
+typedef std::conditional_t<LAYOUT >= 3, T, float> X;  // of the rows
 
 #pragma GCC push_options
 #pragma GCC optimize("no-associative-math")
@@ -1089,7 +1081,7 @@ static inline void add_products(vec (*sums)[2], const X* x, int64_t x_step, cons
     }
 }
 
-#if defined(__AVX512BF16__) && LAYOUT >= 4
+#if defined(__AVX512BF16__) && LAYOUT >= 3
 template <int M>
 static inline void add_products(vec (*sums)[2], const bf16* x, int64_t x_step, const bf16* w) {
     const __m512bh a = (__m512bh)_mm512_loadu_si512(w);
@@ -1128,7 +1120,7 @@ extern "C" {
 int layout() { return LAYOUT; }
 
 // Columns of a panel; 0 on a CPU with AMX, where oneDNN is faster
-int panel_columns() { return LAYOUT == 5 ? 0 : COLUMNS; }
+int panel_columns() { return LAYOUT == 4 ? 0 : COLUMNS; }
 
 // y (M, N) = x (M, K) w^T + bias, w in panels. Each block of rows reads a panel once.
 void linear(const T* x, const T* w, const T* bias, T* y, int M, int N, int K) {

@@ -294,7 +294,7 @@ def test_verify_gives_tokens_the_chances_of_p(sampled):
     chances = torch.bincount(first, q[draft] / 200**2)
     torch.testing.assert_close(chances, p, atol=0.0015, rtol=0, check_dtype=False)
 
-@pytest.fixture(params=[*kernels.LAYOUTS][1:])
+@pytest.fixture(params=kernels.LAYOUTS)
 def layout(request, monkeypatch):
     """Weights and products as another processor has them"""
     monkeypatch.setenv("SARATHI_CPU", request.param)
