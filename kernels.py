@@ -79,7 +79,8 @@ class Sites:
 
     @cached_property
     def rows(self):
-        """The sites as lists. Reading them waits for a GPU: once, not in every layer."""
+        """The sites as lists: a GPU is waited for once, not in every layer. Not for graphs, which
+        write the tensors anew."""
         return self.sites.tolist()
 
 @dataclass
@@ -405,7 +406,7 @@ def attention(q, kv, batch):
         sizes = batch.n_few, q.size(1), kv.size(2)
         cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
     in_panels = library(q.dtype).panel_columns() and q.size(2) % 2 == 0  # bfloat16 goes by twos
-    for start, n, n_past, first in batch.rows[batch.n_few:]:
+    for start, n, n_past, first in batch.spans[batch.n_few:].tolist():
         pages = batch.table[first:first + n_past + n]
         rows = slice(start, start + n)
         if in_panels:
@@ -455,7 +456,7 @@ def adapter_rows(plane, table, first, rank, width):
 
 def lora_bmm(y, x, kv, sites):
     """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
-    entries = [site for site in sites.rows if site[1] > 0]
+    entries = [site for site in sites.sites.tolist() if site[1] > 0]
     parts = []
     for start, n, column, columns, rank, _, _, first in entries:
         a = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
