@@ -788,13 +788,12 @@ def is_fast(dtype, device):
     return dtype == torch.float32 or pack(weight) is not weight
 
 def pick_dtype(dtype, device, stored="bfloat16"):
-    """A torch dtype. None: the stored one if this machine is fast in it, else float32, on a GPU
-    float16."""
+    """A torch dtype. None: the stored one if this machine is fast in it, else float32."""
     name = str(dtype or stored).removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype = {name!r}: must be one of float32, bfloat16, float16")
     if dtype is None and not is_fast(getattr(torch, name), device):
-        name = "float16" if torch.device(device).type == "cuda" else "float32"
+        name = "float32"
     return getattr(torch, name)
 
 # -----------------------------------------------------------------------------
