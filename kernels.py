@@ -42,6 +42,7 @@ if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 try:
     import triton
@@ -76,14 +77,10 @@ class Sites:
     columns: int = 0  # most columns of a module; 0: all of y
     way: str = "batched"  # or "bmm", the baseline: copy, pad, batched matrix products
 
-    @property
-    def rows(self):
-        """The sites as lists"""
-        return self.sites.tolist() if self.sites.is_cpu else self.rows_on_host
-
     @cached_property
-    def rows_on_host(self):
-        """Reading them waits for a GPU: once, not in every layer."""
+    def rows(self):
+        """The sites as lists: a GPU is waited for once, not in every layer. Not for graphs, which
+        write the tensors anew."""
         return self.sites.tolist()
 
 @dataclass
@@ -100,13 +97,9 @@ class Batch:
     max_chunk: int  # most rows of a request among the others, 0 if there is none
     adapters: dict = field(default_factory=dict)  # operator name -> Sites
 
-    @property
-    def rows(self):
-        """The spans as lists"""
-        return self.spans.tolist() if self.spans.is_cpu else self.rows_on_host
-
     @cached_property
-    def rows_on_host(self):
+    def rows(self):
+        """The spans as lists, as in Sites"""
         return self.spans.tolist()
 
     def tensors(self):
@@ -242,6 +235,24 @@ def backend(x):
     if x.is_cpu and library(x.dtype) is not None:
         return "cpp"
     return "torch"
+
+def describe(x):
+    """What runs the operators on tensors like x: "Triton, NVIDIA H100", "C++ (AVX2), 2 threads". It
+    names the settings of threads, which may take half of a CPU's speed or more."""
+    chosen = backend(x)
+    name = {"triton": "Triton", "cpp": "C++", "torch": "torch"}[chosen]
+    if x.is_cuda:
+        return f"{name}, {torch.cuda.get_device_name(x.device)}"
+    if chosen == "cpp":
+        layout = LAYOUTS[library(x.dtype).layout()]
+        name = "C++ and oneDNN" if layout == "onednn" else f"C++ ({layout.upper()})"
+    n_thread = torch.get_num_threads()
+    threads = "1 thread" if n_thread == 1 else f"{n_thread} threads"
+    settings = [f"{key}={os.environ[key]}" for key in CPU_SETTINGS if key in os.environ]
+    return ", ".join([name, threads, *settings])
+
+CPU_SETTINGS = ["SARATHI_CPU", "OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC",
+                "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"]
 
 def linear_ref(x, weight, bias=None):
     """x (..., n_in), weight (n_out, n_in), packed or plain, of any dtype -> (..., n_out)"""
@@ -398,7 +409,7 @@ def attention(q, kv, batch):
         sizes = batch.n_few, q.size(1), kv.size(2)
         cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
     in_panels = library(q.dtype).panel_columns() and q.size(2) % 2 == 0  # bfloat16 goes by twos
-    for start, n, n_past, first in batch.rows[batch.n_few:]:
+    for start, n, n_past, first in batch.spans[batch.n_few:].tolist():
         pages = batch.table[first:first + n_past + n]
         rows = slice(start, start + n)
         if in_panels:
@@ -448,18 +459,14 @@ def adapter_rows(plane, table, first, rank, width):
 
 def lora_bmm(y, x, kv, sites):
     """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
-    entries = [site for site in sites.rows if site[1] > 0]
-    n_row = max(sites.max_few, sites.max_chunk)
-    options = dict(dtype=torch_dtype(x))
-    rows = x.new_zeros(len(entries), n_row, x.size(1), **options)
-    max_rank = max(entry[4] for entry in entries)
-    a = x.new_zeros(len(entries), max_rank, x.size(1), **options)
-    b = x.new_zeros(len(entries), max_rank, y.size(1), **options)
-    for s, (start, n, column, columns, rank, _, _, first) in enumerate(entries):
-        end = column + columns
-        rows[s, :n] = x[start:start + n]
-        a[s, :rank] = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
-        b[s, :rank, column:end] = adapter_rows(kv[1], sites.table, first, rank, columns)
+    entries = [site for site in sites.sites.tolist() if site[1] > 0]
+    parts = []
+    for start, n, column, columns, rank, _, _, first in entries:
+        a = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
+        b = adapter_rows(kv[1], sites.table, first, rank, columns)
+        b = F.pad(b, (column, y.size(1) - column - columns))
+        parts.append((x[start:start + n], a, b))
+    rows, a, b = (pad_sequence(part, batch_first=True).to(torch_dtype(x)) for part in zip(*parts))
     product = rows @ a.mT @ b  # (S, rows, n_out)
     for (start, n, *_), own in zip(entries, product):
         y[start:start + n] += own[:n]
@@ -809,26 +816,16 @@ def cpp(name, x, *arguments, head_dim=64):
     operator = getattr(library(x.dtype, head_dim), name)
     operator(*values)
 
-# How weights lie for the product of a CPU, and flags of the compiler for it. The default is what
-# this processor multiplies fastest, see LAYOUT below. The environment variable SARATHI_CPU names
-# another one. All of them run on any processor: the compiler translates vectors that it lacks.
-LAYOUTS = {
-    "": [],
-    "neon": ["-DLAYOUT=1"],
-    "avx2": ["-DLAYOUT=2"],
-    "avx512": ["-DLAYOUT=3"],
-    "avx512bf16": ["-DLAYOUT=4"],
-    "onednn": ["-DLAYOUT=5"],
-    "torch": [],  # no C++ at all
-}
-if platform.machine() == "x86_64":
-    LAYOUTS["avx2"].append("-mno-avx512f")
+# How weights lie for the product of a CPU. The default is what this processor multiplies fastest,
+# see LAYOUT below; the environment variable SARATHI_CPU names another one. All of them run on any
+# processor: the compiler translates vectors that it lacks. "torch": no C++ at all.
+LAYOUTS = "neon avx2 avx512 avx512bf16 onednn torch".split()
 
 def forced_layout():
-    """SARATHI_CPU, empty by default. ValueError if there is no such layout"""
-    name = os.environ.get("SARATHI_CPU", "")
-    if name not in LAYOUTS:
-        raise ValueError(f"SARATHI_CPU = {name!r}: must be one of {', '.join(LAYOUTS)[2:]}")
+    """SARATHI_CPU, or None. ValueError if there is no such layout"""
+    name = os.environ.get("SARATHI_CPU") or None
+    if name not in (None, *LAYOUTS):
+        raise ValueError(f"SARATHI_CPU = {name!r}: must be one of {', '.join(LAYOUTS)}")
     return name
 
 @lru_cache
@@ -839,8 +836,13 @@ def library(dtype, head_dim=64):
     layout = forced_layout()
     if dtype not in names or layout == "torch":
         return None
+    definitions = [f"-DT={names[dtype]}", f"-DD={head_dim}"]
+    if layout:
+        definitions.append(f"-DLAYOUT={LAYOUTS.index(layout)}")
+    if layout == "avx2" and platform.machine() == "x86_64":
+        definitions.append("-mno-avx512f")
     try:
-        return ctypes.CDLL(build(f"-DT={names[dtype]}", f"-DD={head_dim}", *LAYOUTS[layout]))
+        return ctypes.CDLL(build(*definitions))
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", b"").decode().strip() or str(error)
         print("C++ operators not compiled, plain torch is slower:", reason.splitlines()[0],
@@ -1036,22 +1038,22 @@ static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
 // They are added in the same order whatever the number of rows.
 #ifndef LAYOUT  // the number of one in LAYOUTS
 #if defined(__AMX_BF16__)
-#define LAYOUT 5
-#elif defined(__AVX512BF16__)
 #define LAYOUT 4
-#elif defined(__AVX512F__)
+#elif defined(__AVX512BF16__)
 #define LAYOUT 3
-#elif defined(__AVX2__)
+#elif defined(__AVX512F__)
 #define LAYOUT 2
-#else
+#elif defined(__AVX2__)
 #define LAYOUT 1
+#else
+#define LAYOUT 0
 #endif
 #endif
-const int LANES = LAYOUT >= 3 ? 16 : 4 * LAYOUT, ROWS = LAYOUT == 2 ? 6 : 8;
+const int LANES = 4 << std::min(LAYOUT, 2), ROWS = LAYOUT == 1 ? 6 : 8;
 const int COLUMNS = 2 * LANES;
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-typedef std::conditional_t<LAYOUT >= 4, T, float> X;  // of the rows
+typedef std::conditional_t<LAYOUT >= 3, T, float> X;  // of the rows
 
 #pragma GCC push_options
 #pragma GCC optimize("no-associative-math")
@@ -1083,7 +1085,7 @@ static inline void add_products(vec (*sums)[2], const X* x, int64_t x_step, cons
     }
 }
 
-#if defined(__AVX512BF16__) && LAYOUT >= 4
+#if defined(__AVX512BF16__) && LAYOUT >= 3
 template <int M>
 static inline void add_products(vec (*sums)[2], const bf16* x, int64_t x_step, const bf16* w) {
     const __m512bh a = (__m512bh)_mm512_loadu_si512(w);
@@ -1122,7 +1124,7 @@ extern "C" {
 int layout() { return LAYOUT; }
 
 // Columns of a panel; 0 on a CPU with AMX, where oneDNN is faster
-int panel_columns() { return LAYOUT == 5 ? 0 : COLUMNS; }
+int panel_columns() { return LAYOUT == 4 ? 0 : COLUMNS; }
 
 // y (M, N) = x (M, K) w^T + bias, w in panels. Each block of rows reads a panel once.
 void linear(const T* x, const T* w, const T* bias, T* y, int M, int N, int K) {
@@ -1208,12 +1210,17 @@ void rotate_write(const T* qkv, const float* cos, const float* sin, const T* nor
 // Attention of requests with few rows, the cache read in place: the scores of all tokens, their
 // softmax, then the sum of the values. q, out (N, H, D); K and V (n_page, Hk, D); spans (R, 4):
 // first row, rows, n_past, first entry of table. A thread takes a whole request: pages are read
-// from end to end. Only if there are fewer requests than threads, their heads are divided.
+// from end to end. Only if there are fewer requests than threads, their heads are divided. Little
+// work is done by one thread: to wake another one takes as long, far longer on a busy machine.
 void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int32_t* table,
             T* out, int R, int H, int Hk) {
     const int64_t W = Hk * D, G = H / Hk;
-    const int n_part = std::min<int>(Hk, cdiv(omp_get_max_threads(), R));
-    #pragma omp parallel for collapse(2) schedule(dynamic, 1)
+    int64_t n_product = 0;  // of Q K
+    for (int r = 0; r < R; r++)
+        n_product += H * D * (int64_t)spans[4 * r + 1] * (spans[4 * r + 1] + spans[4 * r + 2]);
+    const bool alone = n_product < 1 << 18;
+    const int n_part = alone ? 1 : std::min<int>(Hk, cdiv(omp_get_max_threads(), R));
+    #pragma omp parallel for collapse(2) schedule(dynamic, 1) if (!alone)
     for (int r = 0; r < R; r++)
         for (int part = 0; part < n_part; part++) {
             const int32_t *span = spans + 4 * r, *pages = table + span[3];

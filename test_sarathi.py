@@ -193,7 +193,8 @@ def batch_of(requests):
     (1, 8, 1, 128, "8+1100 1+0"),
     (1, 4, 1, 16, "255+0 257+64 300+40"),
     (1, 4, 4, 5, "1+7 9+3 40+0"),
-    (5, 8, 4, 32, "5+40"),  # for one request: they divide its heads
+    (5, 8, 4, 32, "5+400"),  # for one request: they divide its heads
+    (5, 8, 4, 32, "5+40"),  # one thread is enough
 ])
 def test_operator_attention(n_thread, H, Hk, D, requests, dtype):
     N, batch = batch_of(requests)
@@ -298,7 +299,7 @@ def test_verify_gives_tokens_the_chances_of_p(sampled):
     chances = torch.bincount(first, q[draft] / 200**2)
     torch.testing.assert_close(chances, p, atol=0.0015, rtol=0, check_dtype=False)
 
-@pytest.fixture(params=[*kernels.LAYOUTS][1:])
+@pytest.fixture(params=kernels.LAYOUTS)
 def layout(request, monkeypatch):
     """Weights and products as another processor has them"""
     monkeypatch.setenv("SARATHI_CPU", request.param)
@@ -310,8 +311,13 @@ def layout(request, monkeypatch):
 no_cpp = pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="C++ does not run")
 
 @no_cpp
-def test_products_of_every_layout(layout, dtype):
+def test_products_of_every_layout(layout, dtype, monkeypatch):
     columns = {"neon": 8, "avx2": 16, "avx512": 32, "avx512bf16": 32}.get(layout)
+    runs = {"torch": "torch", "onednn": "C++ and oneDNN"}.get(layout, f"C++ ({layout.upper()})")
+    monkeypatch.setattr(kernels, "CPU_SETTINGS", ["SARATHI_CPU", "OMP_DYNAMIC"])
+    monkeypatch.setenv("OMP_DYNAMIC", "true")
+    line = kernels.describe(torch.ones(1, dtype=dtype))
+    assert line == f"{runs}, 1 thread, SARATHI_CPU={layout}, OMP_DYNAMIC=true"
     packed = kernels.pack(torch.ones(70, 770, dtype=dtype))
     assert isinstance(packed, kernels.Packed) == (columns is not None)
     assert columns is None or packed.panels.shape == (cdiv(70, columns), 770 * dtype.itemsize // 4,
@@ -2424,13 +2430,14 @@ def test_no_graph_is_destroyed_while_another_one_is_recorded(monkeypatch):
 
 def test_gpus_without_triton(monkeypatch, capsys):
     """No Triton, one that is too old for it, and one for which a head is too wide"""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     for device, present, capability in (("cuda:0", False, (8, 0)), ("cuda:1", True, (7, 5)),
                                         ("cuda:2", True, (8, 0))):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         for module in (kernels, sarathi):
             monkeypatch.setattr(module, "has_triton", lambda: present)
-        serves = kernels.backend(Mock(is_cuda=True, is_cpu=False, device=device))
-        assert serves == ("triton" if device == "cuda:2" else "torch")
+        line = kernels.describe(Mock(is_cuda=True, is_cpu=False, device=device))
+        assert line == ("Triton, a GPU" if device == "cuda:2" else "torch, a GPU")
         assert model_py.pick_dtype(None, device) == (bfloat16 if capability > (8,) else float16)
         for _ in range(2):  # the line comes once
             sarathi.check_gpu(device, 128)
