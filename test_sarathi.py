@@ -2071,6 +2071,33 @@ def test_iterations_of_up_to_a_chunk_replay_graphs(scheduler, chunk, names, spec
     assert {*engine.runner.graphs.graphs} == graphs and len(graphs) <= 24
     assert all(n > chunk for n in eager) and bool(eager) == (scheduler == "prefill_first")
 
+@each("names, sizes", [  # prompts and new tokens
+    ([None], [(30, 12)]),
+    (["q", "ffn"] * 2, [(9, 9), (9, 9), (17, 2), (17, 2)]),
+])
+def test_a_full_cache_fits_a_graph(names, sizes, monkeypatch):
+    """The table lists all pages; those of adapters twice, beside decodes and beside prompts."""
+    fake_graphs(monkeypatch)
+    requests = [Request(prompt(n), m, name) for name, (n, m) in zip(names, sizes)]
+    adapters = {name: ADAPTERS[name] for name in names if name}
+    n_page = sum(request.max_len for request in requests)
+    n_page += sum(adapter.n_page for adapter in adapters.values())
+    engine = start(TARGET, requests[:2], "sarathi_serve", adapters, max_batch=4, n_page=n_page)
+    engine.warm()
+    engine.step()
+    for request in requests[2:]:
+        engine.add(request)
+    engine.step()
+    assert not engine.memory.pool.free
+    engine.run()
+    check_tokens(requests)
+
+def test_a_profile_replays_graphs(monkeypatch):
+    """On a GPU: of all its iterations, those with drafts included."""
+    fake_graphs(monkeypatch)
+    profile = sarathi.Profile(random_model(), n=24, budget=9.0)
+    assert profile.time(100, 200) > 0
+
 @each("scheduler, names, spec", [("sarathi", (None, "0"), None), ("prefill_first", ("0",), 3)])
 def test_nothing_is_compiled_while_requests_are_served(scheduler, names, spec, monkeypatch):
     """What Triton would compile for llama-13b's heads: a kernel again for arguments of another
