@@ -1479,11 +1479,12 @@ class Place:
         feeds, engine = made_up_feeds(self.model, **shape, last=last)
         if self.simulated:
             return self.model.split(self.model.stats(feeds))
-        batch = engine.runner.pack(feeds).to(self.model.device)
+        kv = engine.runner.kv
+        batch = engine.runner.pack(feeds).to(kv, self.model.config.n_head)
         rounds = []
         for _ in range(3):
             marks = [("", moment())]
-            self.model.forward(batch, engine.runner.kv,
+            self.model.forward(batch, kv,
                                lambda operator: marks.append((operator, moment())))
             rounds.append(marks)
         wait_for_gpu()
