@@ -544,30 +544,38 @@ def tile_sizes(H, kv):
         large = min(128, 16384 // max(16, power_of_two(D)))  # the accumulator fits the registers
     return min(large, max(16, power_of_two(H // Hk))), large
 
-def attention_work(spans, N, H, kv):
-    """Attention of spans (R, 4) over N rows, cut into tiles, which the host does; and if these are
-    few, into splits of the context [flash-decoding]. Returns fields of a Batch."""
-    G = H // kv.size(-2)
+def attention_work(spans, N, H, kv, R=0):
+    """Attention of spans (R, 4) over N rows, cut into tiles, which the host does; if these are few,
+    contexts are split [flash-decoding]. R: for a CUDA graph, with as many empty tiles behind the
+    others as up to R requests with N rows may have. Returns fields of a Batch."""
+    Hk = kv.size(-2)
+    G = H // Hk
     lists = [], []
     row_parts = torch.zeros(N, 2, dtype=torch.int32)
     n_part = 0
+    most_parts = 0
     for is_large, size in enumerate(tile_sizes(H, kv)):
+        tiles = lists[is_large]
+        n_program = SPLIT_PROGRAMS[is_large]
         own = [span for span in spans.tolist() if (span[1] >= LARGE and N > TILE) == is_large]
-        n_program = max(1, kv.size(-2) * sum(cdiv(n * G, size) for _, n, *_ in own))
+        most = n_program // max(1, Hk * sum(cdiv(n * G, size) for _, n, *_ in own))
         for row, n, n_past, entry in own:
             # a split has 128 tokens or more, and four times as many as the request has rows: it
             # reads more than it leaves to combine
-            n_split = min(SPLIT_PROGRAMS[is_large] // n_program, (n_past + n) // max(128, 4 * n))
-            n_split = max(1, min(MOST_SPLITS, n_split))
+            n_split = max(1, min(MOST_SPLITS, most, (n_past + n) // max(128, 4 * n)))
             for first in range(0, n * G, size):
                 for split in range(n_split):
-                    lists[is_large].append((row, n, n_past, entry, first, split, n_split, n_part))
+                    tiles.append((row, n, n_past, entry, first, split, n_split, n_part))
             if n_split > 1:
                 row_parts[row:row + n, 0] = n_part + n_split * torch.arange(n)
                 row_parts[row:row + n, 1] = n_split
                 n_part += n_split * n
-    tiles = torch.tensor(lists[0] + lists[1], dtype=torch.int32).view(-1, 8)
-    return dict(tiles=tiles, row_parts=row_parts, n_small=len(lists[0]), n_part=n_part)
+        if R and (N > TILE or not is_large):
+            most = (N // LARGE if is_large else R) + N * G // size
+            tiles += [(0,) * 8] * (max(most, n_program // Hk) - len(tiles))
+            most_parts += min(MOST_SPLITS * N, n_program * size // H)
+    return dict(tiles=torch.tensor(lists[0] + lists[1], dtype=torch.int32).view(-1, 8),
+                row_parts=row_parts, n_small=len(lists[0]), n_part=most_parts if R else n_part)
 
 @triton.jit
 def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane, scale,
@@ -660,12 +668,13 @@ def attention_triton(q, kv, batch, out):
     parts = q.new_empty(batch.n_part, H, D, dtype=torch.float32)
     lse = q.new_empty(batch.n_part, H, dtype=torch.float32)  # log2 of the sum of exp(scores)
     lists = batch.tiles[:batch.n_small], batch.tiles[batch.n_small:]
+    driver = triton.runtime.driver
     for tiles, block_m in zip(lists, tile_sizes(H, kv)):
         if len(tiles) == 0:
             continue
         is_wide = block_m >= 64
         size = 8192  # bytes of a block of keys
-        if is_wide and not INTERPRETED and gpu_arch() == 90:
+        if is_wide and not INTERPRETED and driver.active.get_current_target().arch == 90:
             size = 16384  # more of them fit the registers of an H100
         block_n = max(16, min(64, size // (block_d * itemsize)))
         _attention_kernel[(len(tiles), Hk)](
@@ -678,9 +687,6 @@ def attention_triton(q, kv, batch, out):
             parts, lse, out, batch.row_parts,
             H, D, MOST_SPLITS, 4, block_d,
             num_warps=max(1, block_d // 64))
-
-def gpu_arch():
-    return triton.runtime.driver.active.get_current_target().arch
 
 # ---- adapters
 

@@ -1670,14 +1670,17 @@ def test_pages_of_rejected_drafts_are_taken_back_before_a_request_is_preempted()
     assert n_preempted(engine) == 0 and engine.speculator.n_accepted == 0
 
 def test_an_iteration_without_tokens_is_waited_for(monkeypatch):
-    """On a GPU, where nothing else does: the clock would be too early."""
-    waits = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waits.append(1))
+    """On a GPU, where nothing else does: the clock would be too early. Copies of adapters, on
+    another stream, are not waited for."""
     engine = start(TARGET, [Request(prompt(40), 2)], chunk=16)
     engine.runner.copies = True
+    engine.runner.graphs = None
+    stream = Mock()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=AssertionError))
     for n in (1, 2, 2, 2):
         engine.step()
-        assert len(waits) == n
+        assert stream.synchronize.call_count == n
 
 class Watching(sarathi.ModelRunner):
     """Keeps the last row of logits of each request."""
@@ -2097,10 +2100,39 @@ def test_a_full_cache_fits_a_graph(names, sizes, monkeypatch):
     check_tokens(requests)
 
 def test_a_profile_replays_graphs(monkeypatch):
-    """On a GPU: of all its iterations, those with drafts included."""
+    """On a GPU: of all its iterations, those with drafts included. Those without adapters do not
+    pay for them."""
     fake_graphs(monkeypatch)
-    profile = sarathi.Profile(random_model(), n=24, budget=9.0)
-    assert profile.time(100, 200) > 0
+    monkeypatch.setattr(kernels.Batch, "to", Mock(side_effect=AssertionError))  # without a graph
+    assert sarathi.Profile(random_model(), n=24, budget=9.0).time(100, 200) > 0
+
+def test_random_engines_replay_graphs(monkeypatch):
+    """Schedulers, chunks, pools, adapters and drafts: nothing raises, and no iteration of up to a
+    chunk runs outside of a graph."""
+    fake_graphs(monkeypatch)
+    rng = np.random.default_rng(0)
+    pick = lambda *values: values[rng.integers(len(values))]
+    eager = []
+    to = kernels.Batch.to
+    monkeypatch.setattr(kernels.Batch, "to", lambda batch, *args: eager.append(
+        len(batch.tokens)) or to(batch, *args))
+    for _ in range(8):
+        adapters = {name: adapter for name, adapter in ADAPTERS.items() if pick(True, False)}
+        requests = [Request(prompt(pick(1, 8, 9, 30, 90)), pick(1, 2, 20), pick(None, *adapters))
+                    for _ in range(9)]
+        n_page = max([0, *(adapter.n_page for adapter in adapters.values())]) + pick(115, 600)
+        draft, spec = pick((None, None), ("ngram", 1), ("ngram", 7))
+        scheduler = pick("sarathi", "sarathi_serve", "prefill_first", "orca")
+        engine = start(TARGET, requests, scheduler, adapters, chunk=pick(1, 9, 16, 100, 130),
+                       max_batch=pick(1, 3, 8), alloc=pick("grow", "reserve"), n_page=n_page,
+                       draft=draft, spec=spec)
+        engine.warm()
+        graphs = {*engine.runner.graphs.graphs}
+        eager.clear()
+        engine.run()
+        assert {*engine.runner.graphs.graphs} == graphs
+        assert all(n > engine.scheduler.chunk for n in eager)
+        check_tokens(requests)
 
 @each("scheduler, names, spec", [("sarathi", (None, "0"), None), ("prefill_first", ("0",), 3)])
 def test_nothing_is_compiled_while_requests_are_served(scheduler, names, spec, monkeypatch):
