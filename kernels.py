@@ -69,8 +69,7 @@ class Sites:
     sites: Tensor  # (S, 8) int32
     table: Tensor  # (n,) int32: that of the batch
     n_few: int  # sites[:n_few] have at most FEW_ROWS rows, the others more
-    max_few: int  # most rows of a site among the first n_few, 0 if there is none
-    max_chunk: int  # most rows of a site among the others, 0 if there is none
+    max_rows: int  # most rows of a site
     n_module: int  # modules of the operator (q, k, v: 3)
     max_rank: int  # at least the largest rank of A, a multiple of 16
     wide: bool = False  # whether all columns begin and end at multiples of 16
@@ -93,9 +92,13 @@ class Batch:
     table: Tensor  # (n,): page tables of all requests, n_past + rows entries each; of adapters
     logit_rows: Tensor  # (M,): rows for which next-token logits are computed
     n_few: int  # spans[:n_few] have at most FEW_ROWS rows, the others more
-    max_few: int  # most rows of a request among the first n_few, 0 if there is none
-    max_chunk: int  # most rows of a request among the others, 0 if there is none
     adapters: dict = field(default_factory=dict)  # operator name -> Sites
+    # the work of attention, for Triton. A tile: the numbers of its span, its first query, which
+    # split of the context it reads, the number of splits, the first part of the span's output
+    tiles: Tensor = torch.empty(0, 8, dtype=torch.int32)  # (T, 8), small ones first
+    row_parts: Tensor = torch.empty(0, 2, dtype=torch.int32)  # (N, 2): first part, parts
+    n_small: int = 0  # tiles[:n_small] are small
+    n_part: int = 0  # parts of the output in all; rows whose context is not split have none
 
     @cached_property
     def rows(self):
@@ -105,8 +108,8 @@ class Batch:
     def tensors(self):
         """All tensors, the table last"""
         sites = [sites.sites for sites in self.adapters.values()]
-        return [self.tokens, self.positions, self.pages, self.spans, self.logit_rows, *sites,
-                self.table]
+        return [self.tokens, self.positions, self.pages, self.spans, self.logit_rows, self.tiles,
+                self.row_parts, *sites, self.table]
 
     def flat(self):
         """All numbers side by side, each tensor from a multiple of 16 bytes on"""
@@ -119,16 +122,19 @@ class Batch:
             views.append(flat[:x.numel()].view(x.shape))
             flat = flat[cdiv(x.numel(), 4) * 4:]
         adapters = {op: replace(sites, sites=view, table=flat)
-                    for (op, sites), view in zip(self.adapters.items(), views[5:])}
-        tokens, positions, pages, spans, logit_rows = views[:5]
+                    for (op, sites), view in zip(self.adapters.items(), views[7:])}
+        tokens, positions, pages, spans, logit_rows, tiles, row_parts = views[:7]
         return replace(self, tokens=tokens, positions=positions, pages=pages, spans=spans,
-                       table=flat, logit_rows=logit_rows, adapters=adapters)
+                       table=flat, logit_rows=logit_rows, tiles=tiles, row_parts=row_parts,
+                       adapters=adapters)
 
-    def to(self, device):
-        """The batch on the device, by one copy for which the CPU does not wait"""
-        if device.type == "cpu":
-            return self
-        return self.over(send(self.flat(), device))
+    def to(self, kv, H):
+        """The batch on the device of a cache, by one copy for which the CPU does not wait; for
+        Triton with the work of attention with H heads"""
+        batch = self
+        if backend(kv) == "triton":
+            batch = replace(self, **attention_work(self.spans, len(self.tokens), H, kv))
+        return batch.over(send(batch.flat(), kv.device)) if kv.is_cuda else batch
 
 def send(x, device):
     """x on the device. The CPU does not wait for the copy."""
@@ -139,6 +145,10 @@ def send(x, device):
 def cdiv(n, unit):
     """n / unit, rounded up."""
     return -(-n // unit)
+
+def power_of_two(n):
+    """The first one from n on."""
+    return 1 << (n - 1).bit_length()
 
 # -----------------------------------------------------------------------------
 # sampling and verification; p: of the target model, q: of the draft model
@@ -402,8 +412,7 @@ def attention(q, kv, batch):
         return attention_ref(q, kv, batch)
     out = torch.empty_like(q)
     if chosen == "triton":
-        attention_triton(q, kv, batch, batch.spans[:batch.n_few], batch.max_few, out)
-        attention_triton(q, kv, batch, batch.spans[batch.n_few:], batch.max_chunk, out)
+        attention_triton(q, kv, batch, out)
         return out
     if batch.n_few:
         sizes = batch.n_few, q.size(1), kv.size(2)
@@ -447,7 +456,7 @@ def lora(y, x, kv, sites, exchange=None):
     else:
         sizes = sites.n_few, x.size(1), y.size(1), kv[0, 0].numel()
         cpp("lora", x, y, *kv, sites.sites, sites.table, *sizes)
-        if sites.max_chunk > 0:
+        if sites.n_few < len(sites.sites):
             lora_ref(y, x, kv, replace(sites, sites=sites.sites[sites.n_few:]))
 
 def adapter_rows(plane, table, first, rank, width):
@@ -560,14 +569,52 @@ def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane, eps,
 
 # ---- attention
 
-@triton.jit
-def splits_of(n_row, n_past, most):
-    """In how many splits the context of a span is read: of about 128 tokens or more, and of four
-    times as many as it has rows, so that a split reads more than it leaves to combine."""
-    return tl.minimum(most, tl.maximum(1, (n_past + n_row) // tl.maximum(128, 4 * n_row)))
+LARGE = 64  # rows of a request from which on its tiles are large, in a batch beyond TILE rows
+SPLIT_PROGRAMS = 512, 256  # of small and large tiles; if there are fewer, contexts are split
 
-@triton.jit(do_not_specialize=["split_stride"])
-def _attention_kernel(q, kv, out, parts, lse, spans, table, plane, scale, split_stride,
+def tile_sizes(H, kv):
+    """How many queries of a kv head a small and a large tile have."""
+    Hk, D = kv.shape[-2:]
+    large = 16
+    if kv.element_size() < 4:
+        large = min(128, 16384 // max(16, power_of_two(D)))  # the accumulator fits the registers
+    return min(large, max(16, power_of_two(H // Hk))), large
+
+def attention_work(spans, N, H, kv, R=0):
+    """Attention of spans (R, 4) over N rows, cut into tiles, which the host does; if these are few,
+    contexts are split [flash-decoding]. R: for a CUDA graph, with as many empty tiles behind the
+    others as up to R requests with N rows may have. Returns fields of a Batch."""
+    Hk = kv.size(-2)
+    G = H // Hk
+    lists = [], []
+    row_parts = torch.zeros(N, 2, dtype=torch.int32)
+    n_part = 0
+    most_parts = 0
+    for is_large, size in enumerate(tile_sizes(H, kv)):
+        tiles = lists[is_large]
+        n_program = SPLIT_PROGRAMS[is_large]
+        own = [span for span in spans.tolist() if (span[1] >= LARGE and N > TILE) == is_large]
+        most = n_program // max(1, Hk * sum(cdiv(n * G, size) for _, n, *_ in own))
+        for row, n, n_past, entry in own:
+            # a split has 128 tokens or more, and four times as many as the request has rows: it
+            # reads more than it leaves to combine
+            n_split = max(1, min(MOST_SPLITS, most, (n_past + n) // max(128, 4 * n)))
+            for first in range(0, n * G, size):
+                for split in range(n_split):
+                    tiles.append((row, n, n_past, entry, first, split, n_split, n_part))
+            if n_split > 1:
+                row_parts[row:row + n, 0] = n_part + n_split * torch.arange(n)
+                row_parts[row:row + n, 1] = n_split
+                n_part += n_split * n
+        if R and (N > TILE or not is_large):
+            most = (N // LARGE if is_large else R) + N * G // size
+            tiles += [(0,) * 8] * (max(most, n_program // Hk) - len(tiles))
+            most_parts += min(MOST_SPLITS * N, n_program * size // H)
+    return dict(tiles=torch.tensor(lists[0] + lists[1], dtype=torch.int32).view(-1, 8),
+                row_parts=row_parts, n_small=len(lists[0]), n_part=most_parts if R else n_part)
+
+@triton.jit
+def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane, scale,
                       H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program: a tile of query rows of one kv head against one split of the context. A row of
@@ -578,24 +625,24 @@ def _attention_kernel(q, kv, out, parts, lse, spans, table, plane, scale, split_
         token 1, G x   x x x x x x x x x x x x x x x x x x        tokens: load K and V, softmax
     """
     G: tl.constexpr = H // HK
-    tile = tl.program_id(0) * BLOCK_M
-    kv_head = tl.program_id(1) % HK
-    first_row, n_row, n_past, first_entry = load4(spans + 4 * (tl.program_id(1) // HK))
-    n_split = splits_of(n_row, n_past, tl.num_programs(2))
-    if (tile >= n_row * G) | (tl.program_id(2) >= n_split):
+    first_row, n_row, n_past, first_entry = load4(tiles + 8 * tl.program_id(0))
+    first_query, split, n_split, first_part = load4(tiles + 8 * tl.program_id(0) + 4)
+    kv_head = tl.program_id(1)
+    if n_row == 0:
         return
-    m = tile + tl.arange(0, BLOCK_M)
+    m = first_query + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)[None]
     token = m // G
-    at = (first_row + token).to(tl.int64) * H + kv_head * G + m % G
+    head = kv_head * G + m % G
+    at = (first_row + token).to(tl.int64) * H + head
     mask = (token < n_row)[:, None] & (d < D)
     queries = tl.load(q + at[:, None] * D + d, mask, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.full([BLOCK_M], 1e-30, tl.float32)  # not 0: a split may be empty
     top = tl.full([BLOCK_M], -1e30, tl.float32)
-    end = n_past + tl.minimum(n_row, (tile + BLOCK_M - 1) // G + 1)
+    end = n_past + tl.minimum(n_row, (first_query + BLOCK_M - 1) // G + 1)
     size = tl.cdiv(end, n_split * BLOCK_N) * BLOCK_N  # tokens of a split
-    begin = tl.program_id(2) * size
+    begin = split * size
     for start in range(begin, tl.minimum(begin + size, end), BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         page = tl.load(table + first_entry + j, j < end, 0).to(tl.int64)
@@ -614,74 +661,66 @@ def _attention_kernel(q, kv, out, parts, lse, spans, table, plane, scale, split_
     if n_split == 1:
         tl.store(out + at[:, None] * D + d, acc / total[:, None], mask)
     else:
-        at += tl.program_id(2) * split_stride
+        at = (first_part + token * n_split + split).to(tl.int64) * H + head
         tl.store(parts + at[:, None] * D + d, acc / total[:, None], mask)
         tl.store(lse + at, top + tl.log2(total), token < n_row)
 
-@triton.jit(do_not_specialize=["most", "split_stride"])
-def _combine_kernel(parts, lse, out, spans, most, split_stride,
+@triton.jit
+def _combine_kernel(parts, lse, out, row_parts,
                     H: tl.constexpr, D: tl.constexpr, MOST_SPLITS: tl.constexpr,
                     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program: a head of one row, the mean of its splits with weights 2^lse."""
-    first_row, n_row, n_past, _ = load4(spans + 4 * tl.program_id(1))
-    n_split = splits_of(n_row, n_past, most)
-    if (tl.program_id(0) >= n_row) | (n_split == 1):
+    """One program: a head of one row, the mean of its parts with weights 2^lse."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    first = tl.load(row_parts + 2 * row).to(tl.int64)
+    n_part = tl.load(row_parts + 2 * row + 1)
+    if n_part == 0:
         return
 
     d = tl.arange(0, BLOCK_D)[None]
-    at = (first_row + tl.program_id(0)).to(tl.int64) * H + tl.program_id(2)
+    at = first * H + head
     every = tl.arange(0, MOST_SPLITS)
-    top = tl.max(tl.load(lse + at + every * split_stride, every < n_split, float("-inf")), 0)
+    top = tl.max(tl.load(lse + at + every * H, every < n_part, float("-inf")), 0)
     acc = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_S], tl.float32)
-    for first in range(0, n_split, BLOCK_S):
-        split = first + tl.arange(0, BLOCK_S)
-        cells = at + split * split_stride
-        weight = tl.exp2(tl.load(lse + cells, split < n_split, float("-inf")) - top)
-        mask = (split < n_split)[:, None] & (d < D)
+    for start in range(0, n_part, BLOCK_S):
+        part = start + tl.arange(0, BLOCK_S)
+        cells = at + part * H
+        weight = tl.exp2(tl.load(lse + cells, part < n_part, float("-inf")) - top)
+        mask = (part < n_part)[:, None] & (d < D)
         acc += weight[:, None] * tl.load(parts + cells[:, None] * D + d, mask, 0.0)
         total += weight
     mean = tl.sum(acc, 0) / tl.sum(total, 0)
-    tl.store(out + at * D + tl.arange(0, BLOCK_D), mean, tl.arange(0, BLOCK_D) < D)
+    cell = (row * H + head) * D + tl.arange(0, BLOCK_D)
+    tl.store(out + cell, mean, tl.arange(0, BLOCK_D) < D)
 
-def attention_triton(q, kv, batch, spans, max_rows, out):
-    """Attention of these spans, of at most max_rows rows each, in Triton. If few programs run,
-    contexts are split to fill the GPU, then combined [flash-decoding]. One kernel for few rows and
-    one for chunks: what differs between iterations is decided on the GPU."""
-    if max_rows == 0:
-        return
-    N, H, D = q.shape
+def attention_triton(q, kv, batch, out):
+    """Attention in Triton, of a batch with attention_work."""
+    _, H, D = q.shape
     Hk = kv.size(2)
-    G = H // Hk
     itemsize = q.element_size()
-    block_d = max(16, triton.next_power_of_2(D))  # tl.dot takes no fewer
-    block_m = 16 if itemsize == 4 else min(128, 16384 // block_d)  # the accumulator fits registers
-    n_tile = 1  # of spans with few rows: most have one row
-    if max_rows <= FEW_ROWS:
-        block_m = min(block_m, max(16, triton.next_power_of_2(G)))
-    else:
-        n_tile = cdiv(max_rows * G, block_m)
-    is_tile = block_m >= 64
-    size = 8192  # bytes of a block of keys
-    if is_tile and not INTERPRETED and triton.runtime.driver.active.get_current_target().arch == 90:
-        size = 16384  # more of them fit the registers of an H100
-    block_n = max(16, min(64, size // (block_d * itemsize)))
+    block_d = max(16, power_of_two(D))  # tl.dot takes no fewer
     scale = D ** -0.5 * 1.4426950408889634  # exp(x) = exp2(x log2(e))
-
-    # 256 programs or more
-    n_split = min(MOST_SPLITS, cdiv(256, n_tile * Hk * len(spans)))
-    n_part = n_split if n_split > 1 else 0
-    parts = q.new_empty(n_part, N, H, D, dtype=torch.float32)
-    lse = q.new_empty(n_part, N, H, dtype=torch.float32)  # log2 of the sum of exp(scores)
-    grid = cdiv(max_rows * G, block_m), Hk * len(spans), n_split
-    _attention_kernel[grid](
-        q, kv, out, parts, lse, spans, batch.table, kv.stride(0), scale, N * H,
-        H, Hk, D, block_m, block_n, block_d,
-        num_warps=8 if is_tile else 4,
-        num_stages=1 + 32768 // (block_n * block_d * itemsize))  # 64 KB of keys and values
-    if n_split > 1:
-        _combine_kernel[(max_rows, len(spans), H)](
-            parts, lse, out, spans, n_split, N * H,
+    parts = q.new_empty(batch.n_part, H, D, dtype=torch.float32)
+    lse = q.new_empty(batch.n_part, H, dtype=torch.float32)  # log2 of the sum of exp(scores)
+    lists = batch.tiles[:batch.n_small], batch.tiles[batch.n_small:]
+    driver = triton.runtime.driver
+    for tiles, block_m in zip(lists, tile_sizes(H, kv)):
+        if len(tiles) == 0:
+            continue
+        is_wide = block_m >= 64
+        size = 8192  # bytes of a block of keys
+        if is_wide and not INTERPRETED and driver.active.get_current_target().arch == 90:
+            size = 16384  # more of them fit the registers of an H100
+        block_n = max(16, min(64, size // (block_d * itemsize)))
+        _attention_kernel[(len(tiles), Hk)](
+            q, kv, out, parts, lse, tiles, batch.table, kv.stride(0), scale,
+            H, Hk, D, block_m, block_n, block_d,
+            num_warps=8 if is_wide else 4,
+            num_stages=1 + 32768 // (block_n * block_d * itemsize))  # 64 KB of keys and values
+    if batch.n_part:
+        _combine_kernel[(len(batch.row_parts), H)](
+            parts, lse, out, batch.row_parts,
             H, D, MOST_SPLITS, 4, block_d,
             num_warps=max(1, block_d // 64))
 
@@ -770,15 +809,14 @@ def lora_triton(y, x, kv, sites, exchange):
     """Programs of all sites, for as many rows, ranks and columns as the largest site has."""
     N, n_in = x.shape
     W = kv[0, 0].numel()
-    most = max(sites.max_few, sites.max_chunk)
-    is_chunk = most > LORA_ROWS[0]
+    is_chunk = sites.max_rows > LORA_ROWS[0]
     block_m = LORA_ROWS[is_chunk]
     block_r = 16
     if is_chunk:
         block_r = min(256 // x.element_size(), triton.next_power_of_2(sites.max_rank))
     block = max(16, min(256 // x.element_size(), triton.next_power_of_2(W)))  # numbers of a page
     unit = 16 if sites.wide and W % 16 == 0 else 1  # of the columns
-    grid = cdiv(most, block_m), len(sites.sites)
+    grid = cdiv(sites.max_rows, block_m), len(sites.sites)
     warps = max(4, block_m // 8)
     width = sites.n_module * sites.max_rank
     # prompts of thousands of rows fill the GPU by themselves, and the parts take memory

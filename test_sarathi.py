@@ -153,16 +153,15 @@ def test_operator_rotate_write(N, H, Hk, D, rotated, normed, dtype):
 
 def place(entries, lengths):
     """Give spans or sites, few rows first, pages in random order, and add an empty one, as in a
-    CUDA graph. -> entries, table, n_few, max_few, max_chunk"""
+    CUDA graph. -> entries, table, n_few"""
     starts = [0, *accumulate(lengths)]
     entries = [[*entry, start] for entry, start in zip(entries, starts)]
     table = torch.randperm(2 * starts[-1])[:starts[-1]].int()
     few = [entry for entry in entries if entry[1] <= FEW_ROWS]
     chunks = entries[len(few):]
     padding = [10**6, 0, *[10**6] * (len(entries[0]) - 2)]
-    most = [max([rows for _, rows, *_ in part], default=0) for part in (few, chunks)]
     entries = torch.tensor([*few, padding, *chunks])
-    return entries.int(), table, len(few) + 1, *most
+    return entries.int(), table, len(few) + 1
 
 def cache_of(table, Hk, D, dtype):
     """Pages that the table does not list hold NaN."""
@@ -180,8 +179,8 @@ def batch_of(requests):
         entries.append([N, rows, n_past])
         lengths.append(rows + n_past)
         N += rows
-    spans, table, *sizes = place(entries, lengths)
-    return N, Batch(None, None, None, spans, table, None, *sizes)
+    spans, table, n_few = place(entries, lengths)
+    return N, Batch(torch.zeros(N), None, None, spans, table, None, n_few)
 
 @each("n_thread, H, Hk, D, requests", [
     (1, 8, 1, 16, "1+0 1+15 1+16 1+31 1+32 1+4095"),
@@ -202,6 +201,8 @@ def test_operator_attention(n_thread, H, Hk, D, requests, dtype):
     q[0] *= 20  # nearly all probabilities are 0
     kv = cache_of(batch.table, Hk, D, dtype)
     torch.set_num_threads(n_thread)
+    if kernels.backend(q) == "triton":
+        batch = replace(batch, **kernels.attention_work(batch.spans, N, H, kv))
     actual = kernels.attention(q, kv, batch)
     torch.set_num_threads(1)
     near(actual[:N], kernels.attention_ref(q, kv, batch)[:N])
@@ -221,7 +222,8 @@ def sites_of(requests, n_in, columns, W, widen=1):
         N += rows
     max_rank = cdiv(max(entry[4] for entry in entries), 16) * 16
     wide = all(n % 16 == 0 for n in columns)
-    return N, Sites(*place(entries, lengths), len(columns), max_rank, wide)
+    max_rows = max(rows for _, rows, *_ in entries)
+    return N, Sites(*place(entries, lengths), max_rows, len(columns), max_rank, wide)
 
 def rows_on_pages(plane, pages, rank, width):
     """A or B: rank rows of `width` numbers, each on whole pages"""
@@ -521,6 +523,7 @@ def test_a_layer_of_decodes_launches_ten_kernels(family, monkeypatch):
     """And nothing in an iteration waits for the GPU, or brings a tensor of the CPU; at its end the
     tokens do."""
     counts = {}
+    tolist = torch.Tensor.tolist
     for n_layer in (1, 2):
         launches = Launches()
         count = lambda kernel, grid: lambda *_, **__: launches.counts.update([kernel.__name__])
@@ -532,7 +535,8 @@ def test_a_layer_of_decodes_launches_ten_kernels(family, monkeypatch):
             engine.model.forward = launches.around(engine.model.forward)
             launches.counts.clear()
             waits = Mock(side_effect=lambda tensor: [0] * len(tensor))
-            patch.setattr(torch.Tensor, "tolist", lambda tensor: waits(tensor))
+            patch.setattr(torch.Tensor, "tolist", lambda tensor: tolist(tensor)
+                          if tensor.dtype == torch.int32 else waits(tensor))  # spans: on the host
             engine.step()
         counts[n_layer] = launches.counts
         assert waits.call_count == 1
@@ -1833,14 +1837,17 @@ def test_pages_of_rejected_drafts_are_taken_back_before_a_request_is_preempted()
     assert n_preempted(engine) == 0 and engine.speculator.n_accepted == 0
 
 def test_an_iteration_without_tokens_is_waited_for(monkeypatch):
-    """On a GPU, where nothing else does: the clock would be too early."""
-    waits = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waits.append(1))
+    """On a GPU, where nothing else does: the clock would be too early. Copies of adapters, on
+    another stream, are not waited for."""
     engine = start(TARGET, [Request(prompt(40), 2)], chunk=16)
     engine.runner.copies = True
+    engine.runner.graphs = None
+    stream = Mock()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=AssertionError))
     for n in (1, 2, 2, 2):
         engine.step()
-        assert len(waits) == n
+        assert stream.synchronize.call_count == n
 
 class Watching(sarathi.ModelRunner):
     """Keeps the last row of logits of each request."""
@@ -2278,7 +2285,7 @@ def fake_graphs(monkeypatch):
                 hiddens.fill_(math.nan)
             logits.copy_(forward(model, batch, kv))
             hidden.copy_(model.hidden)
-            kinds = dict(drafts=batch.max_few > 1, chunk=batch.max_chunk > 0,
+            kinds = dict(drafts=len(logits) > 4, chunk=len(batch.tokens) > 32,
                          adapters=bool(batch.adapters))
             replays.update(name for name, is_so in kinds.items() if is_so)
 
@@ -2300,8 +2307,8 @@ def fake_graphs(monkeypatch):
         init(runner, engine, model)
         runner.graphs = sarathi.CudaGraphs(runner)
 
-    def remembered_pad(graphs, batch):
-        padded.append(pad(graphs, batch))
+    def remembered_pad(*args):
+        padded.append(pad(*args))
         return padded[-1]
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 1)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -2358,6 +2365,62 @@ def test_iterations_of_up_to_a_chunk_replay_graphs(scheduler, chunk, names, spec
     check_tokens(requests)
     assert {*engine.runner.graphs.graphs} == graphs and len(graphs) <= 24
     assert all(n > chunk for n in eager) and bool(eager) == (scheduler == "prefill_first")
+
+@each("names, sizes", [  # prompts and new tokens
+    ([None], [(30, 12)]),
+    (["q", "ffn"] * 2, [(9, 9), (9, 9), (17, 2), (17, 2)]),
+])
+def test_a_full_cache_fits_a_graph(names, sizes, monkeypatch):
+    """The table lists all pages; those of adapters twice, beside decodes and beside prompts."""
+    fake_graphs(monkeypatch)
+    requests = [Request(prompt(n), m, name) for name, (n, m) in zip(names, sizes)]
+    adapters = {name: ADAPTERS[name] for name in names if name}
+    n_page = sum(request.max_len for request in requests)
+    n_page += sum(adapter.n_page for adapter in adapters.values())
+    engine = start(TARGET, requests[:2], "sarathi_serve", adapters, max_batch=4, n_page=n_page)
+    engine.warm()
+    engine.step()
+    for request in requests[2:]:
+        engine.add(request)
+    engine.step()
+    assert not engine.memory.pool.free
+    engine.run()
+    check_tokens(requests)
+
+def test_a_profile_replays_graphs(monkeypatch):
+    """On a GPU: of all its iterations, those with drafts included. Those without adapters do not
+    pay for them."""
+    fake_graphs(monkeypatch)
+    monkeypatch.setattr(kernels.Batch, "to", Mock(side_effect=AssertionError))  # without a graph
+    assert sarathi.Profile(random_model(), n=24, budget=9.0).time(100, 200) > 0
+
+def test_random_engines_replay_graphs(monkeypatch):
+    """Schedulers, chunks, pools, adapters and drafts: nothing raises, and no iteration of up to a
+    chunk runs outside of a graph."""
+    fake_graphs(monkeypatch)
+    rng = np.random.default_rng(0)
+    pick = lambda *values: values[rng.integers(len(values))]
+    eager = []
+    to = kernels.Batch.to
+    monkeypatch.setattr(kernels.Batch, "to", lambda batch, *args: eager.append(
+        len(batch.tokens)) or to(batch, *args))
+    for _ in range(8):
+        adapters = {name: adapter for name, adapter in ADAPTERS.items() if pick(True, False)}
+        requests = [Request(prompt(pick(1, 8, 9, 30, 90)), pick(1, 2, 20), pick(None, *adapters))
+                    for _ in range(9)]
+        n_page = max([0, *(adapter.n_page for adapter in adapters.values())]) + pick(115, 600)
+        draft, spec = pick((None, None), ("ngram", 1), ("ngram", 7))
+        scheduler = pick("sarathi", "sarathi_serve", "prefill_first", "orca")
+        engine = start(TARGET, requests, scheduler, adapters, chunk=pick(1, 9, 16, 100, 130),
+                       max_batch=pick(1, 3, 8), alloc=pick("grow", "reserve"), n_page=n_page,
+                       draft=draft, spec=spec)
+        engine.warm()
+        graphs = {*engine.runner.graphs.graphs}
+        eager.clear()
+        engine.run()
+        assert {*engine.runner.graphs.graphs} == graphs
+        assert all(n > engine.scheduler.chunk for n in eager)
+        check_tokens(requests)
 
 @each("scheduler, names, spec", [("sarathi", (None, "0"), None), ("prefill_first", ("0",), 3)])
 def test_nothing_is_compiled_while_requests_are_served(scheduler, names, spec, monkeypatch):
