@@ -556,9 +556,9 @@ def test_torch_operators_read_a_gpu_once_a_batch(family, number, ranks, monkeypa
     table = torch.zeros(900, dtype=torch.int32, device="meta")
     adapters = {}
     for op, operator in config.operators.items() if ranks else []:
-        adapters[op] = Sites(table[:8].view(1, 8), table, 1, 1, 0, len(operator.columns), 16)
-    batch = Batch(table[:13], table[:13], table[:13], table[:8].view(2, 4), table, table[:2], 1, 1,
-                  12, adapters)
+        adapters[op] = Sites(table[:8].view(1, 8), table, 1, 1, len(operator.columns), 16)
+    batch = Batch(table[:13], table[:13], table[:13], table[:8].view(2, 4), table, table[:2], 1,
+                  adapters)
     site = [0, 1, 0, 16, ranks, ranks, 0, 0]
     lists = {4: [[0, 1, 5, 0], [1, 12, 0, 6]], 8: [site]}
     read = Mock(side_effect=lambda tensor: lists[tensor.size(1)])
