@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 # kernels before torch: it sets how torch's threads wait
 from kernels import linear, pack, torch_dtype
-from model import Adapter, load_model, load_tokenizer, preset
+from model import Adapter, load_model, load_tokenizer, preset, what_runs
 from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, NO_ADAPTER, ORDERS, SCHEDULERS,
                      CostModel, CostRunner, EarlyAbort, Engine, Feed, Goodput, Iteration,
                      IterationStats, ModelRunner, Policy, Proposer, Request, Run, Sarathi,
@@ -1684,11 +1684,7 @@ def this_machine(args, model=None):
                 name = larger
     dtype = getattr(torch, args.dtype) if args.dtype else None
     model = load_once(name, dtype, args.device, args.seed)
-    machine = f"{torch.get_num_threads()} threads of a CPU with "
-    machine += torch.backends.cpu.get_cpu_capability()
-    if not on_cpu:
-        machine = torch.cuda.get_device_name()
-    return Place(args, model, f"{name}, {str(model.dtype)[6:]}, on {machine}")
+    return Place(args, model, what_runs(name, model))
 
 def choose_places(args, name):
     """Where an experiment runs. The main job's Tables 2 and 4 stand beside the paper's hardware,

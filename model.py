@@ -30,7 +30,7 @@ from numbers import Integral, Real
 from pathlib import Path
 
 # kernels before torch: it sets how torch's threads wait
-from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, cdiv,
+from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, cdiv, describe,
                      heads_ref, linear, linear_ref, lora, pack, rotate_write, send)
 
 import tiktoken
@@ -1104,10 +1104,19 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
     """The GPT of a folder, a name on the Hub, a preset (random weights), or "tiny" or "draft"."""
     folder = find_folder(name)
     if folder is None:
-        return GPT.from_preset(name, dtype, device, seed, world)
-    if name in PRESETS and folder == Path(name):
-        print(f"model {name!r}: the folder of this name, not the preset", file=sys.stderr)
-    return GPT.from_pretrained(folder, dtype, device, world)
+        model = GPT.from_preset(name, dtype, device, seed, world)
+    else:
+        if name in PRESETS and folder == Path(name):
+            print(f"model {name!r}: the folder of this name, not the preset", file=sys.stderr)
+        model = GPT.from_pretrained(folder, dtype, device, world)
+    if model.world.rank == 0:
+        print(what_runs(name, model), file=sys.stderr)
+    return model
+
+def what_runs(name, model):
+    """One line, like: llama-30m, bfloat16, C++ (AVX2), 2 threads"""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"{name}, {dtype}, {describe(model.weights['embedding.weight'])}"
 
 def text_settings(folder):
     """Settings of a folder's tokenizer, its family, and "stop": the tokens that end a text"""
