@@ -2164,6 +2164,16 @@ def test_a_larger_rank_replaces_graphs(monkeypatch):
         assert len(engine.runner.graphs.graphs) == n_graphs[-1]
     assert len({*n_graphs}) == 1
 
+def test_prompts_of_users_fit_a_small_gpu(monkeypatch):
+    """A batch of them takes half of the memory: experiments may hold two caches."""
+    place = tiny_place()
+    place.args.model = "tiny"  # no larger one instead
+    monkeypatch.setattr(GPT, "free_memory", lambda *_: 9e5)
+    monkeypatch.setattr(bench, "LONG", 9.0)
+    real, P = bench.long_prompts(place)
+    page = real.model.config.page_bytes(real.model.dtype.itemsize)
+    assert real.B * (P + 8) * page <= 9e5 / 2 < 1.1 * real.B * (P + 8) * page
+
 @each("spec", ["off", 3])
 def test_sampling_is_loaded_by_warm(spec, monkeypatch):
     """A GPU loads an operator when it is first run."""
