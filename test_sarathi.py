@@ -1999,7 +1999,8 @@ def fake_graphs(monkeypatch):
             for *_, others in calls.values():
                 others.fill_(math.nan)
             logits.copy_(forward(model, batch, kv))
-            kinds = dict(drafts=len(logits) > 4, chunk=len(batch.tokens) > 32,
+            few, chunks = batch.spans[:, 1].tensor_split([batch.n_few])
+            kinds = dict(drafts=bool((few > 1).any()), chunk=bool(chunks.any()),
                          adapters=bool(batch.adapters))
             replays.update(name for name, is_so in kinds.items() if is_so)
 
@@ -2333,6 +2334,7 @@ def test_graphs_change_no_operator_and_no_token(unwritten_memory_is_nan, monkeyp
     interpreter"""
     replays = fake_graphs(monkeypatch)
     if INTERPRETED:
+        monkeypatch.setattr(kernels, "SPLIT_PROGRAMS", (32, 16))
         requests = mixed((None, "q"), 2)
         serve(TARGET, requests, chunk=16, max_batch=2, draft="ngram", spec=2)
         check_tokens(requests)
