@@ -608,7 +608,8 @@ def attention_work(spans, N, H, kv, R=0):
                 n_part += n_split * n
         if R and (N > TILE or not is_large):
             most = (N // LARGE if is_large else R) + N * G // size
-            tiles += [(0,) * 8] * (max(most, n_program // Hk) - len(tiles))
+            most = max(most, min(most * MOST_SPLITS, n_program // Hk))
+            tiles += [(0,) * 8] * (most - len(tiles))
             most_parts += min(MOST_SPLITS * N, n_program * size // H)
     return dict(tiles=torch.tensor(lists[0] + lists[1], dtype=torch.int32).view(-1, 8),
                 row_parts=row_parts, n_small=len(lists[0]), n_part=most_parts if R else n_part)

@@ -482,7 +482,8 @@ class Launches(TorchDispatchMode):
         if not operator.is_view and not re.match("(new_)?empty|_unsafe_view|detach", name):
             self.counts[name] += 1
         out = operator(*args, **options or {})
-        if not operator.is_view and name != "_unsafe_view":
+        is_new = isinstance(out, torch.Tensor) and not operator.is_view
+        if is_new and name != "_unsafe_view":
             storage = out.untyped_storage()
             self.take(storage.nbytes())
             weakref.finalize(storage, self.take, -storage.nbytes())
@@ -2285,7 +2286,8 @@ def fake_graphs(monkeypatch):
                 hiddens.fill_(math.nan)
             logits.copy_(forward(model, batch, kv))
             hidden.copy_(model.hidden)
-            kinds = dict(drafts=len(logits) > 4, chunk=len(batch.tokens) > 32,
+            few, chunks = batch.spans[:, 1].tensor_split([batch.n_few])
+            kinds = dict(drafts=bool((few > 1).any()), chunk=bool(chunks.any()),
                          adapters=bool(batch.adapters))
             replays.update(name for name, is_so in kinds.items() if is_so)
 
@@ -2386,6 +2388,92 @@ def test_a_full_cache_fits_a_graph(names, sizes, monkeypatch):
     assert not engine.memory.pool.free
     engine.run()
     check_tokens(requests)
+
+@each("H, Hk, D", [(40, 40, 128), (32, 8, 128), (71, 1, 64), (8, 4, 256), (4, 4, 16)])
+def test_the_work_of_attention_fits_its_graph(H, Hk, D):
+    """Random requests: tiles cover all queries and contexts, parts do not overlap, and a graph has
+    room for both, whatever the requests."""
+    rng = np.random.default_rng(0)
+    kv = torch.zeros(2, 1, Hk, D, dtype=bfloat16)
+    sizes = kernels.tile_sizes(H, kv)
+    for N, R in product((1, 8, 128, 256, 640), (32, 640)):
+        R = N if N <= kernels.TILE else min(N, R)
+        shapes = set()
+        for most in (1, 2, 9, N):
+            rows = []
+            while len(rows) < R and sum(rows) < N:
+                rows.append(min(N - sum(rows), int(rng.integers(1, most + 1))))
+            starts = [0, *accumulate(rows)]
+            spans = torch.tensor([(row, n, int(rng.integers(5000)), 0)
+                                  for row, n in zip(starts, rows)], dtype=torch.int32)
+            work = kernels.attention_work(spans, N, H, kv)
+            padded = kernels.attention_work(spans, N, H, kv, R)
+            shapes.add((padded["n_small"], len(padded["tiles"]), padded["n_part"]))
+            assert work["n_part"] <= padded["n_part"]
+            done = Counter()
+            for i, (row, n, _, _, first, split, n_split, _) in enumerate(work["tiles"].tolist()):
+                size = sizes[i >= work["n_small"]]
+                done[row] += min(size, n * H // Hk - first) / n_split
+                assert first % size == 0 and split < n_split <= kernels.MOST_SPLITS
+            assert done == approx({row: n * H // Hk for row, n in zip(starts, rows)})
+            parts = [first + i for first, n in work["row_parts"].tolist() for i in range(n)]
+            assert sorted(parts) == [*range(work["n_part"])]
+        assert len(shapes) == 1
+
+def test_launches_do_not_grow_with_the_batch(monkeypatch):
+    """One request beside a chunk, in engines for 1, 16 and 256; and the parts of split contexts fit
+    the memory that an iteration is given."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 1)
+    work = set()
+    for max_batch in (1, 16, 256):
+        engine = Engine(TARGET, chunk=256, max_batch=max_batch, n_page=900)
+        graphs = sarathi.CudaGraphs(engine.runner)
+        batch = replace(engine.runner.pack([]), tokens=torch.zeros(201, dtype=torch.int32),
+                        spans=torch.tensor([[0, 1, 100, 0], [1, 200, 0, 101]]), n_few=1)
+        padded = graphs.pad(batch, *graphs.sizes(201, 2))
+        work.add((padded.n_small, len(padded.tiles), padded.n_part))
+    assert len(work) == 1
+    for name, n in product(("llama-7b", "llama-70b", "tinyllama-1.1b", "gpt2"), (256, 512, 2048)):
+        c = preset(name)
+        kv = torch.empty(2, 1, c.n_kv_head, c.head_dim, dtype=bfloat16)
+        n_part = kernels.attention_work(torch.zeros(0, 4), n, c.n_head, kv, 32)["n_part"]
+        kept = GPT.iteration_bytes(Mock(config=c, dtype=bfloat16), n + 8, 8)
+        assert 4 * n_part * c.n_head * c.head_dim < kept
+
+def test_a_larger_rank_replaces_graphs(monkeypatch):
+    """Those with adapters, which would be kept in vain."""
+    fake_graphs(monkeypatch)
+    engine = Engine(TARGET, max_batch=2, n_page=900)
+    n_graphs = []
+    for rank in (8, 20, 70, 9):
+        engine.add_adapter(str(rank), random_adapter({"self_attn.q_proj": rank}))
+        engine.warm()
+        n_graphs.append(len(engine.runner.graphs.graphs))
+        engine.generate([prompt(9)], 3, str(rank))
+        assert len(engine.runner.graphs.graphs) == n_graphs[-1]
+    assert len({*n_graphs}) == 1
+
+def test_prompts_of_users_fit_a_small_gpu(monkeypatch):
+    """A batch of them takes half of the memory: experiments may hold two caches."""
+    place = tiny_place()
+    place.args.model = "tiny"  # no larger one instead
+    monkeypatch.setattr(GPT, "free_memory", lambda *_: 9e5)
+    monkeypatch.setattr(bench, "LONG", 9.0)
+    real, P = bench.long_prompts(place)
+    page = real.model.config.page_bytes(real.model.dtype.itemsize)
+    assert real.B * (P + 8) * page <= 9e5 / 2 < 1.1 * real.B * (P + 8) * page
+
+@each("spec", ["off", 3])
+def test_sampling_is_loaded_by_warm(spec, monkeypatch):
+    """A GPU loads an operator when it is first run."""
+    engine = Engine(TARGET, max_batch=2, draft=None if spec == "off" else "ngram", spec=spec)
+    launches = Launches()
+    monkeypatch.setattr(sarathi, "verify_sampled", launches.around(sarathi.verify_sampled))
+    engine.runner.warm_sampling()
+    warm = {*launches.counts}
+    for fields in ({}, dict(top_p=0.7), dict(top_k=3)):
+        engine.generate([prompt(30)] * 3, 6, temperature=2.0, **fields)
+    assert {*launches.counts} == warm
 
 def test_a_profile_replays_graphs(monkeypatch):
     """On a GPU: of all its iterations, those with drafts included. Those without adapters do not
@@ -2544,6 +2632,7 @@ def test_graphs_change_no_operator_and_no_token(unwritten_memory_is_nan, monkeyp
     interpreter"""
     replays = fake_graphs(monkeypatch)
     if INTERPRETED:
+        monkeypatch.setattr(kernels, "SPLIT_PROGRAMS", (32, 16))
         requests = mixed((None, "q"), 2)
         serve(TARGET, requests, chunk=16, max_batch=2, draft="ngram", spec=2)
         check_tokens(requests)
