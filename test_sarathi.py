@@ -35,7 +35,7 @@ import bench
 import kernels
 import model as model_py
 import sarathi
-from bench import CLAIMS, EXPERIMENTS
+from bench import ASSETS, CLAIMS, EXPERIMENTS
 from kernels import FEW_ROWS, Batch, Sites, cdiv
 from model import (FAMILIES, GPT, Adapter, GPTConfig, World, load_model, load_tokenizer, preset,
                    read_config)
@@ -3613,6 +3613,27 @@ def test_pieces_of_requests_and_stages(tmp_path):
     expected = dict(ph="X", name="prompt", pid=0, tid=0, ts=0, dur=2e6, args={"tokens": 64})
     assert first == expected and len(others) == 5
 
+def test_results_are_those_of_the_assets(monkeypatch, capsys, tmp_path):
+    """The same bytes again; another number changes the page and the picture"""
+    for name in ("scoreboard", "capacity", "h200", "peers_cpu", "main_cpu"):
+        (tmp_path / f"{name}.json").write_bytes((ASSETS / f"{name}.json").read_bytes())
+    monkeypatch.setattr(bench, "ASSETS", tmp_path)
+    pages = []
+    for old, new in (("", ""), ("", ""), ("0.5674293317027339", "1.5674293317027339")):
+        capacity = tmp_path / "capacity.json"
+        capacity.write_text(capacity.read_text().replace(old, new, 1) if old else
+                            capacity.read_text())
+        assert command(monkeypatch, capsys, "report")[0] == 0
+        pages.append([(tmp_path / name).read_bytes() for name in
+                      ("results.md", "capacity.png", "h200.png", "timeline.png")])
+    assert pages[0] == pages[1]
+    assert [page == other for page, other in zip(pages[1], pages[2])] == [False, False, True, True]
+    text = pages[0][0].decode()
+    lines = ["| prefill_first    | 2294 ± 2.4 | 547 ± 26    | 24.6 ± 0.036 | 635 ± 11         |",
+             "date 2026-11-26; commit 20b2c5e", "- all: values 58 of 64, gains 20 of 30",
+             "| 1  | 199                 | 200   |", "![h200](h200.png)", "5132 / 5008"]
+    assert [line for line in lines if line not in text] == []
+
 def test_picture_shows_ours_and_the_papers():
     """Bars if an experiment has no x axis; if it has one, points without an x are not drawn."""
     rows = list(small_rows("table2").values())
@@ -3701,7 +3722,8 @@ def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
     assert all(len(line) <= 120 for line in lines[:-1] if line.startswith("|"))
     report = json.loads(lines[-1])  # without the paper's numbers, which are of other hardware
     assert report["experiment"] == "fig3 timeline"
-    assert report["machine"].endswith("simulated")
+    assert report["machine"].endswith("simulated") and re.fullmatch(r"\w*", report["commit"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", report["date"])
     assert all(row["paper"] is None and row["source"] == "simulated" for row in report["rows"])
     for name in ("fig3_a100.png", "timeline_a100.png"):
         assert matplotlib.image.imread(tmp_path / name).std() > 0.05
@@ -3770,6 +3792,129 @@ def test_own_parts_are_in_the_table_the_curve_and_the_picture(monkeypatch, capsy
     _, out, _ = command(monkeypatch, capsys, words)
     assert all(f"| {name} " in out for name in names)
     assert matplotlib.image.imread(tmp_path / "attainment_a100.png").std() > 0.05
+
+SOLUTIONS = ["""
+from sarathi import Sarathi, decodes_and_prompts, prefill_chunks
+
+class Mine(Sarathi):
+    def admit(self, running, waiting):
+        short = sorted(self.engine.waiting, key=lambda request: request.n_todo)
+        return super().admit(running, short[:len(waiting)])
+
+    def plan(self, requests):
+        decodes, prompts = decodes_and_prompts(requests)
+        prompts.sort(key=lambda request: request.n_todo)
+        return decodes + prefill_chunks(prompts[:1], self.budget(decodes))
+""", """
+def mine(waiting, running, now):
+    def key(request):
+        is_late = now > request.arrival + 1.0
+        return is_late, len(request.prompt)
+    return sorted(waiting, key=key)
+""", """
+from sarathi import Policy
+
+class Mine(Policy):
+    def n_drafts(self, requests, limits, acceptance, price):
+        k = 7 if len(requests) <= 4 else 5
+        return [min(k, limit) for limit in limits]
+""", """
+from sarathi import Proposer
+
+class Mine(Proposer):
+    table = {}  # tokens -> the one behind them, of all requests
+
+    def draft(self, request, k):
+        known = request.tokens(0, request.n_tokens)
+        for n, i in product(range(1, 7), range(request.notes.get("seen", 0), len(known))):
+            if i >= n:
+                self.table[tuple(known[i - n:i])] = known[i]
+        request.notes["seen"] = len(known)
+        for _ in range(k):
+            keys = [tuple(known[-n:]) for n in (6, 5, 4, 3, 2, 1)]
+            known.append(next((self.table[key] for key in keys if key in self.table), 0))
+        return known[-k:]
+""".replace("class", "from itertools import product\n\nclass"), """
+import json
+from sarathi import GPUS
+a100 = GPUS["a100"]
+print(json.dumps(a100._replace(bandwidth=2 * a100.bandwidth)._asdict()))
+""", """
+import torch
+import torch.nn.functional as F
+
+def attention(q, kv, batch, window=8):
+    out = torch.zeros_like(q)
+    for start, n, n_past, first in batch.spans.tolist():
+        pages = batch.table[first:first + n_past + n].long()
+        k, v = kv[:, pages].transpose(1, 2)
+        rows = q[start:start + n].transpose(0, 1)
+        seen = torch.ones(n, len(pages)).tril(n_past).triu(n_past - window + 1).bool()
+        own = F.scaled_dot_product_attention(rows, k, v, seen, enable_gqa=True)
+        out[start:start + n] = own.transpose(0, 1)
+    return out
+"""]
+
+@each("number, column, own, target, other, value", [
+    (1, "TTFT p50", "Mine", 225, "sarathi", 241),
+    (2, "good", "sarathi, mine", 0.86, "sarathi, edf", 0.859),
+    (3, "TPOT p50", "Mine", 8, "goodput", 7.58),
+    (5, "requests/s", "sarathi_serve", 3, "", 2.12),
+])
+def test_exercises_can_be_solved(number, column, own, target, other, value, monkeypatch, capsys,
+                                 tmp_path):
+    """In at most 15 lines, by the command and with the numbers that bench.py's first lines name"""
+    text = re.search(rf"^{number}\. (.*?)(?=^\d\. |\Z)", bench.__doc__, re.M | re.S)[1]
+    assert f" {target} " in text and f"{value}" in text
+    solution = SOLUTIONS[number - 1]
+    assert all(len(re.findall(r"^.+$", text, re.M)) <= 15 for text in SOLUTIONS)
+    monkeypatch.chdir(tmp_path)
+    Path("my.py").write_text(solution)
+    if number == 5:
+        exec(solution, {})
+        Path("my.json").write_text(capsys.readouterr().out)
+    _, out, _ = command(monkeypatch, capsys, text.strip().splitlines()[-1].strip())
+    heads = next(line for line in out.splitlines() if line.startswith("| ")).split("|")
+    at = [head.strip() for head in heads[2:]].index(column)
+    figures = {name: float(line[at]) for name, line in lines_of(out).items()}
+    better = figures[own] - target
+    assert better < 0 if column.endswith("p50") else better > 0
+    assert figures.get(other, value) == value
+
+def test_a_proposer_may_beat_prompt_lookup():
+    """Exercise 4, on real text instead of a trained model's"""
+    names = {}
+    exec(SOLUTIONS[3], names)
+    data = (ASSETS / "claims.csv").read_bytes()
+    shares = []
+    for proposer in (names["Mine"](), sarathi.Ngram()):
+        right = []
+        for start in range(0, 14000, 1000):
+            text = list(data[start:start + 256])
+            request = Request([])
+            for n in range(64, 250, 2):
+                request.prompt = text[:n]
+                drafts = proposer.draft(request, 3)
+                equal = [draft == token for draft, token in zip(drafts, text[n:])]
+                right += accumulate(equal, mul)
+        shares.append(np.mean(right))
+    assert shares[0] > 1.1 * shares[1] > 0.1
+
+def test_a_window_may_be_added_to_attention(monkeypatch, tmp_path):
+    """Exercise 6, against transformers"""
+    theirs = transformers_model(tmp_path, "mistral", sliding_window=8)
+    edit(tmp_path, sliding_window=None)
+    names = {}
+    exec(SOLUTIONS[5], names)
+    for attention, limit in ((names["attention"], 1e-4), (kernels.attention, 0.01)):
+        monkeypatch.setattr(model_py, "attention", attention)
+        model = GPT.from_pretrained(str(tmp_path), dtype=float32)
+        rows = record_logits(model)
+        tokens = prompt(40)
+        tokens += Engine(model, n_page=80, chunk=16).generate([tokens], 20)[0]
+        expected = logits_by(theirs)(tokens)
+        error = max(abs(logits - expected[len(known) - 1]).max() for known, logits in rows)
+        assert (error < limit) == (limit == 1e-4)
 
 def test_online_says_who_pays(monkeypatch, capsys, tmp_path):
     """Counted anew from the row of each request"""
@@ -3875,7 +4020,6 @@ def test_a_run_that_is_stopped_keeps_what_it_has(number, status, monkeypatch, ca
 
 README = Path(__file__).with_name("README.md").read_text(encoding="utf8")
 PAGE = " ".join(README.split())
-ASSETS = Path(__file__).with_name("assets")
 
 def shows(number, value):
     """Whether a number of README is this value, rounded"""
@@ -3891,7 +4035,7 @@ def says(text, *values):
 def test_readme_code_runs_and_prints_what_it_says(monkeypatch, capsys, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
     names = {}
-    for code in (*blocks, blocks[-1].replace("order=fair, ", "")):
+    for code in (*blocks, blocks[-1].replace("order=Fair(), ", "")):
         exec(code, names)
     lines = capsys.readouterr().out.splitlines()
     waits = [float(line.split("|")[4]) / 1e3 for line in lines if line.startswith("| run ")]
