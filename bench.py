@@ -392,32 +392,30 @@ def halves(L, pd=0, chunk=0, B=1):
 
 def explain_users(place):
     """A sentence for each way to feed prompts in chunks, from the rows of `users`."""
-    rows = {tuple(row["at"][:2]): row for row in place.rows}
-    whole = {figure: row for (figure, name), row in rows.items() if name == "prefill_first"}
-    text = ""
+    rows = defaultdict(dict)  # way -> figure -> row
+    for row in place.rows:
+        rows[row["at"][1]][row["at"][0]] = row
+    whole = rows["prefill_first"]
+    texts = []
     for name, chunk in (("sarathi", place.args.chunk), ("sarathi, C = 512", 512)):
-        if ("tokens/s", name) in rows:
-            stall, ttft, speed = [compared(rows[figure, name], whole[figure]) for figure in
-                                  ("longest stall ms", "TTFT p50 ms", "tokens/s")]
-            text += (f"In chunks of {chunk} tokens the longest pause in an output is {stall} ms, "
-                     f"the median TTFT {ttft} ms, and {speed} tokens/s are served. ")
-    return text.rstrip()
+        if name in rows:
+            fields = {figure: compared(row, whole[figure]) for figure, row in rows[name].items()}
+            texts.append(VERDICT.format(chunk=chunk, **fields))
+    return " ".join(texts)
+
+VERDICT = ("In chunks of {chunk} tokens the longest pause in an output is {longest stall ms} ms, "
+           "the median TTFT {TTFT p50 ms} ms, and {tokens/s} tokens/s are served.")
 
 def compared(row, whole):
     """"60 instead of 640", of prefill-first; or that the two differ less than their rounds do."""
-    text = f"{row['ours']:.0f} instead of {whole['ours']:.0f}"
-    spreads = [rounds["spread"] or 0.0 for rounds in (row, whole)]
-    least = max(sum(spreads), 0.05 * whole["ours"])
-    if abs(row["ours"] - whole["ours"]) <= least:
-        text += " (no difference)"
-    return text
+    least = max((row["spread"] or 0) + (whole["spread"] or 0), 0.05 * whole["ours"])
+    same = " (no difference)" if abs(row["ours"] - whole["ours"]) <= least else ""
+    return f"{row['ours']:.0f} instead of {whole['ours']:.0f}{same}"
 
 def explain(places):
     """Two sentences on what chunks gain on this machine, from the main job's rows."""
-    ours = {(row["experiment"], *row["at"]): row["ours"]
-            for group in places.values() for row in group[0].rows}
-    gains = [ours["table4", "throughput", "", L] for L in places["table4"][0].lengths]
-    ridge = ours["ceilings", "ridge point (tokens)", "", ""]
+    gains = [row["ours"] for row in places["table4"][0].rows if row["at"][0] == "throughput"]
+    ridge = places["ceilings"][0].rows[-1]["ours"]
     return ("Over request-level batching chunks gain throughput only where decodes take long "
             f"beside prompts: {min(gains):.2f} to {max(gains):.2f} times in Table 4. One read of a "
             f"weight pays for {ridge:.0f} tokens here (the ridge point).")
@@ -448,18 +446,24 @@ def attainment(place):
     with its bursts."""
     targets = place.args.ttft, place.args.tbt
     place.source += f"; --ttft {targets[0]:g}, --tbt {targets[1]:g}"
-    serve_at, most = load(place, 300 if place.full else 40)
+    n = 300 if place.full else 40 if place.simulated else 20
+    serve_at, most = load(place, n)
     n_halving = 6 if place.simulated else 2
     rates = [most / 2 ** i for i in np.linspace(n_halving, 0, (1 + place.full) * n_halving + 1)]
     rates = [float(f"{rate:.3g}") for rate in rates]
-    for name, way in ways_of(place.args, SCHEDULERS).items():
+    ways = ways_of(place.args, SCHEDULERS)
+    if not place.simulated:
+        seconds = len(ways) * sum(n / rate for rate in rates)
+        print(f"{len(ways)} x {len(rates)} runs, about {seconds:.0f} s", file=sys.stderr)
+    for name, way in ways.items():
         def share(rate):
             return serve_at(rate, way).attainment(*targets)
         shares = list(map(share, rates))
         for rate, good in zip(rates, shares):
             yield Row("", good, name, rate)
-        enough = [rate for rate, good in zip(rates, shares) if good >= 0.99]
-        limit = highest(lambda rate: share(rate) >= 0.99, max(enough) * 1.4) if enough else 0.0
+        limit = max((rate for rate, good in zip(rates, shares) if good >= 0.99), default=0.0)
+        if limit and place.simulated:  # between two rates
+            limit = highest(lambda rate: share(rate) >= 0.99, limit * 1.4)
         yield Row(FULL_SHARE, limit, name)
 
 FULL_SHARE = "99 % of requests up to"
@@ -1360,6 +1364,8 @@ def about_jobs(place, jobs, common):
     seconds = jobs[-1].arrival
     text = (f"{len(jobs)} requests over {seconds:.4g} s, prompts of {min(prompts)} to "
             f"{max(prompts)} tokens, outputs of {min(outputs)} to {max(outputs)}")
+    if len(jobs) < 100:
+        text += "; of so few the 99th percentile is nearly the slowest"
     if place.simulated:
         best = place.serve(at_rate(jobs[:320]), scheduler="sarathi", **common).tokens_per_second
         offered = (sum(prompts) + sum(outputs)) / max(seconds, 1e-9)
@@ -1604,7 +1610,7 @@ class Place:
               n_page=0, spec="off", **options):
         """The Run of jobs in batches of up to B requests, by an engine with the flags' options."""
         scheduler = instance(options.pop("scheduler", self.args.scheduler))
-        orders = ORDERS | {"edf": edf(self.args.ttft), None: None}
+        orders = ORDERS | {"edf": edf(self.args.ttft)}
         order = options.pop("order", None)
         options["order"] = instance(orders.get(order, order))
         n_page = n_page or B * max(job.prompt + job.output for job in jobs)
@@ -2222,20 +2228,12 @@ def figure_of(name, asset):
                 rows.append(row | dict(at=[panel, series, x], paper=None))
         return draw(rows, Experiment(None, "", "chunk size, C", "requests/s"))
     if name == "h200":
-        figure = Figure((5.5, 5.5), layout="constrained")
-        ax = figure.add_subplot(xscale="log", yscale="log", xlabel="measured (ms)",
-                                ylabel="simulated (ms)", title="One iteration of LLaMA-13B")
-        ax.grid(alpha=0.25)
-        ends = np.array([6, 100])
-        ax.plot(ends, ends, color="gray", label="equal")
-        ax.fill_between(ends, 0.9 * ends, 1.1 * ends, color="#eeeeee", label="within 10 %")
-        groups = defaultdict(list)
-        for row in asset["iterations of llama-13b"]:
+        rows = []
+        for row in sorted(asset["iterations of llama-13b"], key=lambda row: row["ms"]):
             kind = " and ".join(kind for kind in ("decodes", "chunk") if kind in row)
-            groups[kind].append((row["ms"], row["simulated_ms"]))
-        for marker, (kind, points) in zip("osD", groups.items()):
-            ax.plot(*zip(*points), marker, mec="black", label=kind)
-        return figure
+            ratio = row["simulated_ms"] / row["ms"]
+            rows.append(dict(at=["", kind, row["ms"]], ours=ratio, paper=None))
+        return draw(rows, Experiment(None, "", "measured (ms)", "simulated over measured"))
     return None
 
 # -----------------------------------------------------------------------------
@@ -2260,17 +2258,11 @@ LEAST = {  # values of flags
     "chunk": 1, "max_batch": 2, "context": 64, "seconds": 0.0, "rate": 0.001, "cv": 0.0,
     "tbt": 1e-4, "ttft": 1e-4, "first": 1, "speed": 1e-6, "adapters": 1}
 
-def token_counts(text):
-    """A type of argparse: 256, or 256,512,768, or 8..512."""
-    if not re.fullmatch(r"[1-9]\d*((,|\.\.)[1-9]\d*)*", text):
+def whole_numbers(text):
+    """A type of argparse: 256, or 256,512,768, or 8..512"""
+    if not re.fullmatch(r"\d+((,|\.\.)\d+)*", text):
         raise argparse.ArgumentTypeError(f"{text!r}: must be like 256, 256,512 or 8..512")
     return sorted(int(number) for number in re.findall(r"\d+", text))
-
-def time_window(text):
-    """A type of argparse: 3600..7200"""
-    if not re.fullmatch(r"\d+\.?\d*\.\.\d+\.?\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be like 3600..7200")
-    return tuple(map(float, text.split("..")))
 
 def several(text, kind, base, names):
     """A type of argparse: names, or objects of files, like sarathi,my.py:Mine"""
@@ -2296,7 +2288,7 @@ def make_parser():
          help="simulate this GPU instead of measuring: one of "
          f"{', '.join(GPUS)}, or a FILE.json of {', '.join(GPU._fields)}")
     flag("--context", type=int, help="longest context of a simulated model; default: its own")
-    flag("--lengths", type=token_counts, help="tokens per request, prompt and output; default: "
+    flag("--lengths", type=whole_numbers, help="tokens per request, prompt and output; default: "
          "256,512,768 here, 1024,2048,3072 simulated")
     flag("--max-batch", type=int, default=6, help="requests in a batch; default: 6")
     flag("--seconds", type=float, default=1.2,
@@ -2314,13 +2306,13 @@ def make_parser():
     load("--ttft", type=float, default=2.0, help="target, seconds to the first token; default: 2")
     load("--tbt", type=float, default=0.1,
          help="target, seconds between tokens, 99th percentile; default: 0.1")
-    load("--prompt", type=token_counts, help="tokens of a prompt, like 256 or 8..512")
-    load("--output", type=token_counts, help="tokens of an output")
+    load("--prompt", type=whole_numbers, help="tokens of a prompt, like 256 or 8..512")
+    load("--output", type=whole_numbers, help="tokens of an output")
     load("--cv", type=float, help="coefficient of variation of the gaps between arrivals; 0: "
          "equal gaps; default: 1, Poisson")
     load("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), "
          "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur, Bailian or Mooncake")
-    load("--window", type=time_window, help="seconds of the trace that are kept: 3600..7200")
+    load("--window", type=whole_numbers, help="seconds of the trace that are kept: 3600..7200")
     load("--first", type=int, help="requests of the trace, or of its window, that are kept")
     online = parser.add_argument_group("of online").add_argument
     online("--rate", type=float, help="requests/s; default: 0.7 of what can be served")
@@ -2352,6 +2344,8 @@ def parse_arguments(words=None):
     for name in ("prompt", "output"):
         if name in given and args.jobs:
             raise ValueError(f"--{name} has no effect on the requests of --jobs")
+    if args.window and len(args.window) != 2:
+        raise ValueError(f"window = {args.window}: must be like 3600..7200")
     for name in ("window", "first", "speed"):
         if name in given and not args.jobs:
             raise ValueError(f"--{name} is of a trace, add --jobs")
