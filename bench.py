@@ -2218,7 +2218,8 @@ def plain(value):
 def figure_of(name, asset):
     """The Figure of an asset, or None."""
     if name in ("fig9", "slora_table3", "spec_fig1", "attainment"):
-        return draw(asset["rows"], EXPERIMENTS[name])
+        rows = [row for row in asset["rows"] if "five minutes" not in row["at"][0]]
+        return draw(rows, EXPERIMENTS[name])
     if name == "capacity":
         rows = []
         for row in asset["rows"]:

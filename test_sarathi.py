@@ -3539,8 +3539,9 @@ def test_what_lies_outside_a_window_is_not_kept(tmp_path):
     ('[{"id": "a", "conversations": [{"from": "human", "value": "hi"}]}]\n',
      "line 1: a JSON array; must be CSV or JSON lines with the columns of .* Mooncake .timest"),
     ("{\n", "line 1: Expect.*; must be CSV"),
-    ("timestamp,input_length,output_length,hash_ids\n0,5,5,\n6,5,5,\n12,5,5,\n",  # in seconds
-     "3 requests over 0.012 s are not plausible: an arrival of Mooncake is in units of 0.001 s"),
+    ("timestamp,input_length,output_length,hash_ids\n" + "".join(
+        f"{6 * i},5,5,\n" for i in range(11)),  # in seconds
+     "11 requests over 0.06 s are not plausible: an arrival of Mooncake is in units of 0.001 s"),
     ("timestamp,input_length,output_length\n0,5,5\n6,5,5\n",  # whose unit?
      "columns timestamp, input_length, output_length: must be CSV or JSON lines with the columns"),
     ("arrival,prompt,output\n0,5,5\n900000000,5,5\n", "2 requests over 9e.08 s are not plausible"),
@@ -3931,10 +3932,13 @@ def test_online_says_who_pays(monkeypatch, capsys, tmp_path):
         classes = sorted({row["by"] for row in report["requests"]})
         assert len(classes) == 3 and f"| orca, {classes[0]} " in out
         speeds = []
+        longest = 0
         for name in classes:
             own = [row for row in report["requests"]
                    if (row["scheduler"], row["by"]) == ("orca", name)]
-            assert by == "adapter" or len(own) in (10, 11)
+            prompts = [row["prompt"] for row in own]
+            assert by == "adapter" or len(own) in (10, 11) and min(prompts) > longest
+            longest = max(prompts)
             ttfts = [row["ttft"] for row in own]
             assert rows["TTFT p50", f"orca, {name}"] == approx(1e3 * np.median(ttfts))
             assert rows["good", f"orca, {name}"] <= np.mean(np.array(ttfts) <= 0.3)
