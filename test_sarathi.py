@@ -2469,7 +2469,7 @@ def test_sampling_is_loaded_by_warm(spec, monkeypatch):
     engine = Engine(TARGET, max_batch=2, draft=None if spec == "off" else "ngram", spec=spec)
     launches = Launches()
     monkeypatch.setattr(sarathi, "verify_sampled", launches.around(sarathi.verify_sampled))
-    engine.runner.warm_sampling()
+    sarathi.CudaGraphs.warm_sampling(engine.runner)
     warm = {*launches.counts}
     for fields in ({}, dict(top_p=0.7), dict(top_k=3)):
         engine.generate([prompt(30)] * 3, 6, temperature=2.0, **fields)
