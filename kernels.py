@@ -24,6 +24,7 @@ import os
 import platform
 import subprocess
 import sys
+from array import array
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -586,14 +587,15 @@ def attention_work(spans, N, H, kv, R=0):
     others as up to R requests with N rows may have. Returns fields of a Batch."""
     Hk = kv.size(-2)
     G = H // Hk
-    lists = [], []
-    row_parts = torch.zeros(N, 2, dtype=torch.int32)
+    lists = array("i"), array("i")
+    row_parts = array("i", bytes(8 * N))
     n_part = 0
     most_parts = 0
+    spans = spans.tolist()
     for is_large, size in enumerate(tile_sizes(H, kv)):
         tiles = lists[is_large]
         n_program = SPLIT_PROGRAMS[is_large]
-        own = [span for span in spans.tolist() if (span[1] >= LARGE and N > TILE) == is_large]
+        own = [span for span in spans if (span[1] >= LARGE and N > TILE) == is_large]
         most = n_program // max(1, Hk * sum(cdiv(n * G, size) for _, n, *_ in own))
         for row, n, n_past, entry in own:
             # a split has 128 tokens or more, and four times as many as the request has rows: it
@@ -601,18 +603,20 @@ def attention_work(spans, N, H, kv, R=0):
             n_split = max(1, min(MOST_SPLITS, most, (n_past + n) // max(128, 4 * n)))
             for first in range(0, n * G, size):
                 for split in range(n_split):
-                    tiles.append((row, n, n_past, entry, first, split, n_split, n_part))
+                    tiles.extend((row, n, n_past, entry, first, split, n_split, n_part))
             if n_split > 1:
-                row_parts[row:row + n, 0] = n_part + n_split * torch.arange(n)
-                row_parts[row:row + n, 1] = n_split
-                n_part += n_split * n
+                for i in range(row, row + n):
+                    row_parts[2 * i:2 * i + 2] = array("i", (n_part, n_split))
+                    n_part += n_split
         if R and (N > TILE or not is_large):
             most = (N // LARGE if is_large else R) + N * G // size
             most = max(most, min(most * MOST_SPLITS, n_program // Hk))
-            tiles += [(0,) * 8] * (most - len(tiles))
+            tiles.frombytes(bytes(32 * most - 4 * len(tiles)))
             most_parts += min(MOST_SPLITS * N, n_program * size // H)
-    return dict(tiles=torch.tensor(lists[0] + lists[1], dtype=torch.int32).view(-1, 8),
-                row_parts=row_parts, n_small=len(lists[0]), n_part=most_parts if R else n_part)
+    tiles, row_parts = (torch.frombuffer(numbers, dtype=torch.int32)
+                        for numbers in (lists[0] + lists[1], row_parts))
+    return dict(tiles=tiles.view(-1, 8), row_parts=row_parts.view(N, 2),
+                n_small=len(lists[0]) // 8, n_part=most_parts if R else n_part)
 
 @triton.jit
 def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane, scale,

@@ -1667,7 +1667,7 @@ def test_requests_with_the_same_adapter_share_its_sites():
     assert names == ["q", "q", None, "all", "q", None, "all"]
     sites = batches[0].adapters["preproj"]  # "all" has q and k
     assert sites.sites[:, :2].tolist() == 2 * [[10, 2]] + [[0, 9], [12, 20]] + 2 * [[62, 9]]
-    assert (sites.n_few, sites.max_few, sites.max_chunk) == (2, 2, 20)
+    assert (sites.n_few, sites.max_rows) == (2, 20)
 
 def test_an_adapter_takes_the_models_dtype():
     engine = Engine(random_model(dtype=bfloat16))
