@@ -549,7 +549,7 @@ def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane, eps,
     if norm is not None:
         wide = x.to(tl.float32)
         scale = 1 / tl.sqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
-        weights = norm + tl.where(head < H, 0, D)
+        weights = norm + (head >= H).to(tl.int32) * D
         is_qk = head < H + HK
         normed = wide * scale * tl.load(weights + d, mask & is_qk, 0.0)
         x = tl.where(is_qk, normed.to(x.dtype), x)

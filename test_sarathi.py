@@ -563,6 +563,7 @@ def test_torch_operators_read_a_gpu_once_a_batch(family, number, ranks, monkeypa
     site = [0, 1, 0, 16, ranks, ranks, 0, 0]
     lists = {4: [[0, 1, 5, 0], [1, 12, 0, 6]], 8: [site]}
     read = Mock(side_effect=lambda tensor: lists[tensor.size(1)])
+    monkeypatch.setattr(kernels, "backend", lambda *_: "torch")
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: read(tensor))
     logits = model.forward(batch, model.new_cache(50))
     assert logits.shape == (2, 61) and logits.dtype == number and logits.is_meta
