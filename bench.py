@@ -233,7 +233,7 @@ def users_a100(place):
 @experiment()
 def users(place):
     """What users feel: the same arrivals with static batching, prefill-first and prefill in chunks
-    of --chunk and of 512 tokens. Again and again a short prompt with a long output comes, and in
+    of --chunk and, where prompts are longer, of 512 tokens. Again and again a short prompt with a long output comes, and in
     the middle of this output two long prompts. Stall: no new token in the middle of an output."""
     real, P = long_prompts(place)
     prefill = dict(chunk=P)
@@ -257,7 +257,7 @@ def users(place):
     place.source = (f"{real.source}; long prompts of {P:,} tokens, a group of three requests every "
                     f"{gap:.2g} s, 0.65 of what sarathi could serve")
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
-    if place.args.chunk != 512:
+    if place.args.chunk != 512 < P:
         ways["sarathi, C = 512"] = dict(scheduler=Sarathi(512))
     for name, runs in real.race(ways, jobs=jobs, B=real.B):
         yield from felt(runs, name)
