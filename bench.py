@@ -233,8 +233,9 @@ def users_a100(place):
 @experiment()
 def users(place):
     """What users feel: the same arrivals with static batching, prefill-first and prefill in chunks
-    of --chunk and, where prompts are longer, of 512 tokens. Again and again a short prompt with a long output comes, and in
-    the middle of this output two long prompts. Stall: no new token in the middle of an output."""
+    of --chunk and, where prompts are longer, of 512 tokens. Again and again a short prompt with a
+    long output comes, and in the middle of this output two long prompts. Stall: no new token in
+    the middle of an output."""
     real, P = long_prompts(place)
     prefill = dict(chunk=P)
     decodes = dict(decodes=3, context=P // 4)
