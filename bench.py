@@ -372,7 +372,7 @@ def gains(place, P, D, B, *schedulers):
     functions = [partial(place.serve, jobs[:B], B, scheduler="static")]
     functions += [partial(place.serve, jobs, B, scheduler=scheduler, n_end=last)
                   for scheduler in schedulers]
-    static, *others = place.rounds(*functions, share=3, least=1)  # whole runs, slow ones once
+    static, *others = place.rounds(*functions, share=3)
     batch = np.array([run.seconds for run in static])
     middle = [[run.ends[last - 1] - run.ends[first - 1] for run in runs]
               for runs in others]
@@ -1564,9 +1564,9 @@ class Place:
         memory = self.model.free_memory() / (1 if self.simulated else 2)
         return int(memory // self.model.config.page_bytes(self.model.dtype.itemsize))
 
-    def rounds(self, *functions, share=1, least=2):
+    def rounds(self, *functions, share=1):
         """Results of functions, a list per function. They take turns for `share` times --seconds
-        and in `least` rounds; the first of more than two warms up. A simulator needs one."""
+        and at least two rounds; the first of more warms up. A simulator needs one round."""
         results = [[] for _ in functions]
         start = time.perf_counter()
         for n in count(1):
@@ -1575,7 +1575,7 @@ class Place:
                 values.append(function())
                 self.bar.update()
             elapsed = time.perf_counter() - start
-            if self.simulated or (n >= least and elapsed > share * self.args.seconds):
+            if self.simulated or (n >= 2 and elapsed > share * self.args.seconds):
                 return results if n <= 2 else [values[1:] for values in results]
 
     def seconds(self, *shapes, last=True):
