@@ -233,8 +233,9 @@ def users_a100(place):
 @experiment()
 def users(place):
     """What users feel: the same arrivals with static batching, prefill-first and prefill in chunks
-    of --chunk and of 512 tokens. Again and again a short prompt with a long output comes, and in
-    the middle of this output two long prompts. Stall: no new token in the middle of an output."""
+    of --chunk and, where prompts are longer, of 512 tokens. Again and again a short prompt with a
+    long output comes, and in the middle of this output two long prompts. Stall: no new token in
+    the middle of an output."""
     real, P = long_prompts(place)
     prefill = dict(chunk=P)
     decodes = dict(decodes=3, context=P // 4)
@@ -257,7 +258,7 @@ def users(place):
     place.source = (f"{real.source}; long prompts of {P:,} tokens, a group of three requests every "
                     f"{gap:.2g} s, 0.65 of what sarathi could serve")
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
-    if place.args.chunk != 512:
+    if place.args.chunk != 512 < P:
         ways["sarathi, C = 512"] = dict(scheduler=Sarathi(512))
     for name, runs in real.race(ways, jobs=jobs, B=real.B):
         yield from felt(runs, name)
@@ -372,7 +373,7 @@ def gains(place, P, D, B, *schedulers):
     functions = [partial(place.serve, jobs[:B], B, scheduler="static")]
     functions += [partial(place.serve, jobs, B, scheduler=scheduler, n_end=last)
                   for scheduler in schedulers]
-    static, *others = place.rounds(*functions, share=3, least=1)  # whole runs, slow ones once
+    static, *others = place.rounds(*functions, share=3)
     batch = np.array([run.seconds for run in static])
     middle = [[run.ends[last - 1] - run.ends[first - 1] for run in runs]
               for runs in others]
@@ -1564,9 +1565,9 @@ class Place:
         memory = self.model.free_memory() / (1 if self.simulated else 2)
         return int(memory // self.model.config.page_bytes(self.model.dtype.itemsize))
 
-    def rounds(self, *functions, share=1, least=2):
+    def rounds(self, *functions, share=1):
         """Results of functions, a list per function. They take turns for `share` times --seconds
-        and in `least` rounds; the first of more than two warms up. A simulator needs one."""
+        and at least two rounds; the first of more warms up. A simulator needs one round."""
         results = [[] for _ in functions]
         start = time.perf_counter()
         for n in count(1):
@@ -1575,7 +1576,7 @@ class Place:
                 values.append(function())
                 self.bar.update()
             elapsed = time.perf_counter() - start
-            if self.simulated or (n >= least and elapsed > share * self.args.seconds):
+            if self.simulated or (n >= 2 and elapsed > share * self.args.seconds):
                 return results if n <= 2 else [values[1:] for values in results]
 
     def seconds(self, *shapes, last=True):

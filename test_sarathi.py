@@ -4189,7 +4189,7 @@ def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
     assert {"waiting", "stall", "prompt"} <= {event["name"] for event in events}
 
 OWN = """
-from sarathi import Policy, Sarathi, fcfs
+from sarathi import Policy, Sarathi
 class Mine(Sarathi):
     pass
 class One(Policy):
