@@ -331,12 +331,11 @@ def pack(weight):
     n_column = operators.panel_columns() if operators else 0
     if n_column and weight.size(1) * weight.itemsize % 4 == 0:
         return Packed(weight, n_column)
-    bfloat16 = weight.dtype == torch.bfloat16
-    if bfloat16 and not torch.cpu._is_avx512_bf16_supported():
+    if torch_dtype(weight) != weight.dtype:
         return weight
     # for small weights oneDNN's layout for one row: with that for many, AMX multiplies 300 to 1,400
     # rows on one core
-    n_row = 1 if bfloat16 and len(weight) < 1024 else None
+    n_row = 1 if weight.dtype == torch.bfloat16 and len(weight) < 1024 else None
     return torch.ops.mkldnn._reorder_linear_weight(weight, n_row)
 
 # -----------------------------------------------------------------------------
@@ -806,8 +805,8 @@ def lora_bmm(y, x, kv, sites):
     for (start, n, *_), own in zip(entries, product):
         y[start:start + n] += own[:n]
 
-@triton.jit(do_not_specialize=["width", "n_module", "n_part", "part"])
-def _shrink_kernel(x, a, xa, sites, table, width, n_module, n_part, part,
+@triton.jit(do_not_specialize=["width", "n_module", "n_part", "part_step"])
+def _shrink_kernel(x, a, xa, sites, table, width, n_module, n_part, part_step,
                    C: tl.constexpr, W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
     """One program: xa = x A for BLOCK_M rows of one site and BLOCK_R rows of A, a part of the sum.
@@ -843,11 +842,11 @@ def _shrink_kernel(x, a, xa, sites, table, width, n_module, n_part, part,
         w = tl.load(a + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
         v = tl.load(x + row * C + i * W + k, (m < n_row) & k_mask, 0.0)
         acc = tl.dot(v, w.T, acc, input_precision="ieee")
-    at = own_part.to(tl.int64) * part + row * width + width // n_module * module + r[None]
+    at = own_part.to(tl.int64) * part_step + row * width + width // n_module * module + r[None]
     tl.store(xa + at, acc, (m < n_row) & r_mask[None])
 
-@triton.jit(do_not_specialize=["width", "n_module", "n_part", "part"])
-def _expand_kernel(y, b, xa, sites, table, width, n_module, n_part, part, C, W: tl.constexpr,
+@triton.jit(do_not_specialize=["width", "n_module", "n_part", "part_step"])
+def _expand_kernel(y, b, xa, sites, table, width, n_module, n_part, part_step, C, W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
                    UNIT: tl.constexpr, MOST_PARTS: tl.constexpr):
     """One program: y += xa B for BLOCK_M rows of one site and BLOCK_N columns that lie in the
@@ -875,7 +874,7 @@ def _expand_kernel(y, b, xa, sites, table, width, n_module, n_part, part, C, W: 
         at = xa + row * width + width // n_module * module + r[None]
         v = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
         for p in tl.static_range(MOST_PARTS):
-            v += tl.load(at + p * part, (m < n_row) & r_mask[None] & (p < n_part), 0.0)
+            v += tl.load(at + p * part_step, (m < n_row) & r_mask[None] & (p < n_part), 0.0)
         acc = tl.dot(v.to(w.dtype), w, acc, input_precision="ieee")
     at = y + row * C + first_column + i * W + k
     mask = (m < n_row) & k_mask

@@ -11,7 +11,6 @@ a model [S-LoRA §6]; checks of what users give; checkpoints; text; models by th
 """
 import argparse
 import atexit
-import codecs
 import difflib
 import json
 import math
@@ -268,8 +267,8 @@ class GPT:
         checkpoint = Checkpoint(folder, "model", full_name)
         head = checkpoint.get("lm_head.weight")
         if config.tied and head is not None:  # as transformers: one may be missing, or differ
-            (name, *_), = list_tensors(config)["embedding.weight"]
-            embedding = checkpoint.setdefault(name, head)
+            (place, *_), = list_tensors(config)["embedding.weight"]
+            embedding = checkpoint.setdefault(place, head)
             is_tied = embedding.dtype == head.dtype and torch.equal(embedding, head)
             config = replace(config, tied=is_tied)
         world = world or World(device)
@@ -392,9 +391,10 @@ class Adapter:
         self.max_rank = {}  # operator -> its largest rank, as a power of two, 16 at least
         self.places = {}  # module -> (first page, shape of A, shape of B)
         width = config.n_kv_head * config.head_dim
-        for op, (n_in, _, modules) in config.operators.items():
+        for op, operator in config.operators.items():
+            n_in = operator.n_in
             sites = []
-            for number, (module, (column, columns)) in enumerate(modules.items()):
+            for number, (module, (column, columns)) in enumerate(operator.columns.items()):
                 if module in ranks:
                     rank = ranks[module]
                     rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])
@@ -589,7 +589,7 @@ class World:
         self.rank = rank
         self.size = size
         self.device = torch.device(device)
-        self.n_bytes = 0  # sent by this rank
+        self.n_sent = 0  # bytes, by this rank
         if self.device.index is not None:
             torch.cuda.set_device(self.device)  # Triton launches kernels there
 
@@ -612,7 +612,7 @@ class World:
     def all_reduce(self, x):
         """The sum of every rank's x, in place. Each rank sends 2 (n - 1) / n of x [S-LoRA §6]."""
         dist.all_reduce(x)
-        self.n_bytes += 2 * (self.size - 1) * x.nbytes // self.size
+        self.n_sent += 2 * (self.size - 1) * x.nbytes // self.size
         return x
 
     def all_gather(self, x):
@@ -620,7 +620,7 @@ class World:
         x."""
         out = x.new_empty(self.size, *x.shape)
         dist.all_gather(list(out), x)
-        self.n_bytes += (self.size - 1) * x.nbytes
+        self.n_sent += (self.size - 1) * x.nbytes
         return out.movedim(0, -1).flatten(1)
 
     def broadcast(self, value):
@@ -941,14 +941,11 @@ Tokenizer = namedtuple("Tokenizer", "encode stop stream chat", defaults=[lambda 
 def tiktoken_tokenizer(encoding):
     """The Tokenizer of a tiktoken.Encoding. The last token, which ends a text, is no text, nor are
     tokens that only the model has."""
-    def stream(prompt=()):
-        characters = codecs.getincrementaldecoder("utf-8")("replace")
-        def continue_text(tokens):
-            known = [token for token in tokens if token < encoding.eot_token]
-            return characters.decode(encoding.decode_bytes(known), final=not tokens)
-        return continue_text
+    def decode(tokens):
+        return encoding.decode([token for token in tokens if token < encoding.eot_token])
+
     encode = partial(encoding.encode, allowed_special="all")
-    return Tokenizer(encode, [encoding.eot_token], stream)
+    return Tokenizer(encode, [encoding.eot_token], partial(stream_text, decode, None))
 
 def byte_tokenizer():
     """Token b is byte b, and token 256 ends a text."""
@@ -961,8 +958,8 @@ def read_tokenizer(folder):
     ends texts too."""
     settings = text_settings(folder)
     # 1. the special tokens by name: a text, or a dictionary with its content
-    names = [name for name in settings if name.endswith("_token")]
-    named = {name: content_of(settings[name]) for name in names}
+    named = {name: content_of(value) for name, value in settings.items()
+             if name.endswith("_token")}
     named = {name: text for name, text in named.items() if isinstance(text, str)}
     # 2. tokens that only the settings name. They are behind all others, as in transformers
     library = read_library(folder / "tokenizer.json")
@@ -987,7 +984,9 @@ def read_tokenizer(folder):
             framed = render_chat(folder, settings.get("chat_template"), named, text)
             return framed and encode(framed, False)
 
-    return Tokenizer(encode, stop, partial(stream_text, library), chat)
+    # a byte of no character, if bytes are tokens. Right behind others, it makes all of them such
+    wrong = library.token_to_id("<0xFF>")
+    return Tokenizer(encode, stop, partial(stream_text, library.decode, wrong), chat)
 
 def content_of(token):
     return token.get("content") if isinstance(token, dict) else token
@@ -1002,23 +1001,21 @@ def read_library(path):
     library.no_padding()
     return library
 
-def stream_text(library, prompt=()):
+def stream_text(decode, wrong, prompt=()):
     """-> a function tokens -> text that continues the prompt's. Joined, the texts are those of
-    decoding all tokens at once."""
+    decoding all tokens at once. wrong: a token behind which no character is complete, or None"""
     window = [*prompt]  # tokens of the text before, on which spaces depend, and new ones
     n_before = len(window)
-    # a byte of no character, if bytes are tokens. Right behind others, it makes all of them such
-    wrong = library.token_to_id("<0xFF>")
 
     def is_final(text):
-        longer = text if wrong is None else library.decode([*window, wrong])
+        longer = text if wrong is None else decode([*window, wrong])
         return longer.startswith(text) and not text.endswith("\ufffd")
 
     def continue_text(tokens):
         nonlocal window, n_before
         window += tokens
-        text = library.decode(window)
-        before = os.path.commonprefix([library.decode(window[:n_before]), text])
+        text = decode(window)
+        before = os.path.commonprefix([decode(window[:n_before]), text])
         if text == before or tokens and not is_final(text):
             return ""
         window = window[n_before:]
