@@ -551,7 +551,7 @@ def attention(q, kv, batch):
         sizes = batch.n_few, q.size(1), kv.size(2)
         cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
     in_panels = library(q.dtype).panel_columns() and q.size(2) % 2 == 0  # bfloat16 goes by twos
-    for start, n, n_past, first in batch.lists[batch.n_few:]:
+    for start, n, n_past, first in batch.spans[batch.n_few:].tolist():
         pages = batch.table[first:first + n_past + n]
         rows = slice(start, start + n)
         if in_panels:
@@ -793,7 +793,7 @@ def adapter_rows(plane, table, first, rank, width):
 
 def lora_bmm(y, x, kv, sites):
     """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
-    entries = [site for site in sites.lists if site[1] > 0]
+    entries = [site for site in sites.sites.tolist() if site[1] > 0]
     parts = []
     for start, n, column, columns, rank, _, _, first in entries:
         a = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
