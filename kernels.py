@@ -2,10 +2,10 @@
 
 In reading order: how a batch is described (Batch, Sites); sampling and verification; the operators
 linear, add_norm, activate, rotate_write, attention and lora, each with its definition `op_ref` in
-plain torch and `op`, which picks where it runs. A student may stop there. Then the same operators
-in Triton for GPUs (`_op_kernel`), and in C++ for CPUs (SOURCE, how it is compiled and called).
-Three layouts have a picture: the cache below, the rows of an adapter on pages at _shrink_kernel,
-and a weight in panels at Packed.
+plain torch, `op`, which picks where it runs, and its Triton kernel `_op_kernel` for GPUs; all of
+them again in C++ for CPUs. The lesson is what stands under no heading "(to skip)"; it ends before
+the C++. Three layouts have a picture: the cache below, the rows of an adapter on pages at
+_shrink_kernel, and a weight in panels at Packed.
 
 The cache. The keys and values of one layer are `kv` (2, n_page, Hk, D): plane 0 is K, plane 1 is
 V. A page is one vector of width W = Hk * D in each plane. It holds one token, or rows of an
@@ -17,6 +17,8 @@ adapter [S-LoRA §5.1]. A page table lists the pages of a request in the order o
 
     page table of the request: 0 2 4        page table of the adapter: 1 3
 """
+
+# ---- imports, and two settings of the process (to skip)
 
 import ctypes
 import hashlib
@@ -52,11 +54,27 @@ except ImportError:  # the Triton kernels stay plain functions that are never ca
     triton = SimpleNamespace(jit=lambda kernel=None, **_: kernel or (lambda kernel: kernel))
     tl = SimpleNamespace(constexpr=None)
 
-MOST_SPLITS = 32  # of a context in attention on a GPU
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+# -----------------------------------------------------------------------------
+# how a batch is described
+
 FEW_ROWS = 8  # requests with at most this many rows read their context in place
 TILE = 128  # rows of a matrix product's block: fewer take as long [SARATHI Fig. 7]
-CHUNK_ROWS = 256  # rows of a chunk that attend in one matrix product [SARATHI Fig. 6]
+
+def send(x, device):
+    """x on the device. The CPU does not wait for the copy."""
+    if device.type == "cpu":
+        return x
+    return x.pin_memory().to(device, non_blocking=True)
+
+def cdiv(n, unit):
+    """n / unit, rounded up."""
+    return -(-n // unit)
+
+def power_of_two(n):
+    """The first one from n on."""
+    return 1 << (n - 1).bit_length()
 
 @dataclass
 class Sites:
@@ -78,7 +96,7 @@ class Sites:
     way: str = "batched"  # or "bmm", the baseline: copy, pad, batched matrix products
 
     @cached_property
-    def rows(self):
+    def lists(self):
         """The sites as lists: a GPU is waited for once, not in every layer. Not for graphs, which
         write the tensors anew."""
         return self.sites.tolist()
@@ -102,15 +120,16 @@ class Batch:
     n_part: int = 0  # parts of the output in all; rows whose context is not split have none
 
     @cached_property
-    def rows(self):
+    def lists(self):
         """The spans as lists, as in Sites"""
         return self.spans.tolist()
+
+    # ---- to another device, and to the memory of a CUDA graph (to skip)
 
     def tensors(self):
         """All tensors, the table last"""
         sites = [sites.sites for sites in self.adapters.values()]
-        return [self.tokens, self.positions, self.pages, self.spans, self.logit_rows, self.tiles,
-                self.row_parts, *sites, self.table]
+        return [*(getattr(self, name) for name in FIXED), *sites, self.table]
 
     def flat(self):
         """All numbers side by side, each tensor from a multiple of 16 bytes on"""
@@ -123,11 +142,8 @@ class Batch:
             views.append(flat[:x.numel()].view(x.shape))
             flat = flat[cdiv(x.numel(), 4) * 4:]
         adapters = {op: replace(sites, sites=view, table=flat)
-                    for (op, sites), view in zip(self.adapters.items(), views[7:])}
-        tokens, positions, pages, spans, logit_rows, tiles, row_parts = views[:7]
-        return replace(self, tokens=tokens, positions=positions, pages=pages, spans=spans,
-                       table=flat, logit_rows=logit_rows, tiles=tiles, row_parts=row_parts,
-                       adapters=adapters)
+                    for (op, sites), view in zip(self.adapters.items(), views[len(FIXED):])}
+        return replace(self, table=flat, adapters=adapters, **dict(zip(FIXED, views)))
 
     def to(self, kv, H):
         """The batch on the device of a cache, by one copy for which the CPU does not wait; for
@@ -137,19 +153,8 @@ class Batch:
             batch = replace(self, **attention_work(self.spans, len(self.tokens), H, kv))
         return batch.over(send(batch.flat(), kv.device)) if kv.is_cuda else batch
 
-def send(x, device):
-    """x on the device. The CPU does not wait for the copy."""
-    if device.type == "cpu":
-        return x
-    return x.pin_memory().to(device, non_blocking=True)
-
-def cdiv(n, unit):
-    """n / unit, rounded up."""
-    return -(-n // unit)
-
-def power_of_two(n):
-    """The first one from n on."""
-    return 1 << (n - 1).bit_length()
+# the tensors that every Batch has, besides the table
+FIXED = "tokens positions pages spans logit_rows tiles row_parts".split()
 
 # -----------------------------------------------------------------------------
 # sampling and verification; p: of the target model, q: of the draft model
@@ -247,6 +252,11 @@ def backend(x):
         return "cpp"
     return "torch"
 
+# ---- which operators run, in a line (to skip)
+
+CPU_SETTINGS = ["SARATHI_CPU", "OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC",
+                "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"]
+
 def describe(x):
     """What runs the operators on tensors like x: "Triton, NVIDIA H100", "C++ (AVX2), 2 threads". It
     names the settings of threads, which may take half of a CPU's speed or more."""
@@ -262,8 +272,8 @@ def describe(x):
     settings = [f"{key}={os.environ[key]}" for key in CPU_SETTINGS if key in os.environ]
     return ", ".join([name, threads, *settings])
 
-CPU_SETTINGS = ["SARATHI_CPU", "OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC",
-                "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"]
+# -----------------------------------------------------------------------------
+# linear: products with weights
 
 def linear_ref(x, weight, bias=None):
     """x (..., n_in), weight (n_out, n_in), packed or plain, of any dtype -> (..., n_out)"""
@@ -285,6 +295,49 @@ def torch_dtype(x):
     """The dtype in which torch multiplies fast: a CPU without bfloat16 emulates it."""
     slow = x.is_cpu and x.dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported()
     return torch.float32 if slow else x.dtype
+
+# ---- weights in panels, for CPUs (to skip)
+
+class Packed:
+    """A weight (n_out, n_in) for the C++ product, which reads it from end to end. A panel holds
+    some columns of the product, their numbers side by side, bfloat16 by twos:
+
+        columns           0       1       2     ...
+        n_in 0, 1     | a0 a1 | b0 b1 | c0 c1 | ...
+        n_in 2, 3     | a2 a3 | b2 b3 | c2 c3 | ...
+    """
+
+    def __init__(self, weight, n_column):
+        self.shape = weight.shape
+        self.dtype = weight.dtype
+        rows = F.pad(weight, (0, 0, 0, -len(weight) % n_column))
+        units = rows.view(torch.int32).unflatten(0, (-1, n_column))  # of 4 bytes
+        self.panels = units.mT.contiguous()  # (panels, units of a row, columns)
+
+    def numel(self):
+        return self.shape.numel()
+
+    def to_dense(self):
+        rows = self.panels.mT.flatten(0, 1).contiguous().view(self.dtype)
+        return rows[:self.shape[0]]
+
+def pack(weight):
+    """weight (n_out, n_in) in the layout of this CPU's fastest product: the C++ one's, oneDNN's, or
+    as it is"""
+    if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
+        return weight
+    if forced_layout() == "torch":
+        return weight
+    operators = library(weight.dtype)
+    n_column = operators.panel_columns() if operators else 0
+    if n_column and weight.size(1) * weight.itemsize % 4 == 0:
+        return Packed(weight, n_column)
+    if torch_dtype(weight) != weight.dtype:
+        return weight
+    # for small weights oneDNN's layout for one row: with that for many, AMX multiplies 300 to 1,400
+    # rows on one core
+    n_row = 1 if weight.dtype == torch.bfloat16 and len(weight) < 1024 else None
+    return torch.ops.mkldnn._reorder_linear_weight(weight, n_row)
 
 # -----------------------------------------------------------------------------
 # add_norm: residual sum and normalization
@@ -310,9 +363,31 @@ def add_norm(x, y, weight, bias, eps):
     elif N > 0:
         _add_norm_kernel[(N,)](
             x, y, weight, bias, total, out, eps,
-            C, triton.next_power_of_2(C),
+            C, power_of_two(C),
             num_warps=8)
     return total, out
+
+# ---- add_norm in Triton (to skip)
+
+@triton.jit
+def _add_norm_kernel(x, y, weight, bias, total, out, eps,
+                     C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """One program: a row."""
+    c = tl.arange(0, BLOCK_C)
+    mask = c < C
+    at = tl.program_id(0).to(tl.int64) * C + c
+    row = tl.load(x + at, mask, 0.0)
+    if y is not None:
+        row += tl.load(y + at, mask, 0.0)
+        tl.store(total + at, row, mask)
+    row = row.to(tl.float32)
+    if bias is not None:
+        row = tl.where(mask, row - tl.sum(row, 0) / C, 0.0)
+    row *= 1 / tl.sqrt(tl.sum(row * row, 0) / C + eps)
+    row *= tl.load(weight + c, mask, 0.0)
+    if bias is not None:
+        row += tl.load(bias + c, mask, 0.0)
+    tl.store(out + at, row, mask)
 
 # -----------------------------------------------------------------------------
 # activate: SwiGLU or GELU
@@ -337,6 +412,21 @@ def activate(h, gated):
     else:
         _activate_kernel[(N, cdiv(I, 1024))](h, out, I, gated, 1024)
     return out
+
+# ---- activate in Triton (to skip)
+
+@triton.jit
+def _activate_kernel(h, out, I, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: BLOCK numbers of a row. tanh-GELU: (1 + tanh(z / 2)) / 2 = sigmoid(z)"""
+    row = tl.program_id(0).to(tl.int64) * I
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(h + (2 * row if GATED else row) + i, i < I, 0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(h + 2 * row + I + i, i < I, 0.0)
+        y = gate * tl.sigmoid(gate) * up
+    else:
+        y = gate * tl.sigmoid(1.59576912 * (gate + 0.044715 * gate * gate * gate))
+    tl.store(out + row + i, y, i < I)
 
 # -----------------------------------------------------------------------------
 # rotate_write: norms of heads, rotary positions, and K and V to the cache
@@ -388,144 +478,10 @@ def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm=None, eps=0.0
     _rotate_write_kernel[grid](
         qkv, cos, sin, norm, q, kv, pages, kv.stride(0), eps,
         n_head, n_kv_head, D,
-        BLOCK_H=8, BLOCK_D=triton.next_power_of_2(D))
+        BLOCK_H=8, BLOCK_D=power_of_two(D))
     return q
 
-# -----------------------------------------------------------------------------
-# attention over the paged cache
-
-def attention_ref(q, kv, batch):
-    """Row j of a request attends to the first n_past + j + 1 tokens of its request."""
-    out = torch.zeros_like(q)
-    for start, n, n_past, first in batch.rows:
-        pages = batch.table[first:first + n_past + n].long()
-        k, v = kv[:, pages].float().transpose(1, 2)  # (Hk, context, D) each
-        rows = q[start:start + n].float().transpose(0, 1)  # (H, n, D)
-        seen = torch.ones(n, len(pages), device=q.device).tril(n_past)
-        own = F.scaled_dot_product_attention(rows, k, v, seen.bool(), enable_gqa=True)
-        out[start:start + n] = own.transpose(0, 1)
-    return out
-
-def attention(q, kv, batch):
-    """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
-    chosen = backend(q)
-    if chosen == "torch":
-        return attention_ref(q, kv, batch)
-    out = torch.empty_like(q)
-    if chosen == "triton":
-        attention_triton(q, kv, batch, out)
-        return out
-    if batch.n_few:
-        sizes = batch.n_few, q.size(1), kv.size(2)
-        cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
-    in_panels = library(q.dtype).panel_columns() and q.size(2) % 2 == 0  # bfloat16 goes by twos
-    for start, n, n_past, first in batch.spans[batch.n_few:].tolist():
-        pages = batch.table[first:first + n_past + n]
-        rows = slice(start, start + n)
-        if in_panels:
-            sizes = n, n_past, q.size(1), kv.size(2)
-            cpp("attend_chunk", q[rows], *kv, pages, out[rows], *sizes, head_dim=q.size(2))
-        else:
-            attend_chunk_torch(q[rows], kv, pages, out[rows])
-    return out
-
-# -----------------------------------------------------------------------------
-# lora: y += x A B, for each row the A and B of its own adapter [S-LoRA §5.3]
-
-def lora_ref(y, x, kv, sites, exchange=None):
-    """Two products for each site."""
-    x = x.to(torch_dtype(x))
-    for start, n, column, columns, rank_a, rank_b, _, first in sites.rows:
-        if n > 0:
-            a = adapter_rows(kv[0], sites.table, first, rank_a, x.size(1))
-            b = adapter_rows(kv[1], sites.table, first, rank_b, columns)
-            xa = x[start:start + n] @ a.T.to(x.dtype)
-            if exchange is not None:
-                xa = exchange(xa)[:, :rank_b]
-            y[start:start + n, column:column + columns] += xa @ b.to(x.dtype)
-
-def lora(y, x, kv, sites, exchange=None):
-    """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A, for
-    which a CPU falls back to plain torch"""
-    chosen = backend(x)
-    if sites.way == "bmm":
-        lora_bmm(y, x, kv, sites)
-    elif chosen == "triton":
-        lora_triton(y, x, kv, sites, exchange)
-    elif chosen == "torch" or exchange is not None:
-        lora_ref(y, x, kv, sites, exchange)
-    else:
-        sizes = sites.n_few, x.size(1), y.size(1), kv[0, 0].numel()
-        cpp("lora", x, y, *kv, sites.sites, sites.table, *sizes)
-        if sites.n_few < len(sites.sites):
-            lora_ref(y, x, kv, replace(sites, sites=sites.sites[sites.n_few:]))
-
-def adapter_rows(plane, table, first, rank, width):
-    """The rows of A or B from their pages: plane (n_page, Hk, D) -> (rank, width)"""
-    plane = plane.flatten(1)  # (n_page, W)
-    pages = table[first:first + rank * cdiv(width, plane.size(1))]
-    rows = plane.index_select(0, pages).view(rank, -1)
-    return rows[:, :width]
-
-def lora_bmm(y, x, kv, sites):
-    """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
-    entries = [site for site in sites.sites.tolist() if site[1] > 0]
-    parts = []
-    for start, n, column, columns, rank, _, _, first in entries:
-        a = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
-        b = adapter_rows(kv[1], sites.table, first, rank, columns)
-        b = F.pad(b, (column, y.size(1) - column - columns))
-        parts.append((x[start:start + n], a, b))
-    rows, a, b = (pad_sequence(part, batch_first=True).to(torch_dtype(x)) for part in zip(*parts))
-    product = rows @ a.mT @ b  # (S, rows, n_out)
-    for (start, n, *_), own in zip(entries, product):
-        y[start:start + n] += own[:n]
-
-# -----------------------------------------------------------------------------
-# Triton, for GPUs: what follows is the same operators again, for speed
-
-@triton.jit
-def load4(numbers, UNIT: tl.constexpr = 1):
-    """Four numbers. The last two are multiples of UNIT: the compiler may load and store 16 bytes at
-    a time at such offsets."""
-    c = tl.multiple_of(tl.load(numbers + 2), UNIT)
-    d = tl.multiple_of(tl.load(numbers + 3), UNIT)
-    return tl.load(numbers), tl.load(numbers + 1), c, d
-
-# ---- add_norm, activate, rotate_write
-
-@triton.jit
-def _add_norm_kernel(x, y, weight, bias, total, out, eps,
-                     C: tl.constexpr, BLOCK_C: tl.constexpr):
-    """One program: a row."""
-    c = tl.arange(0, BLOCK_C)
-    mask = c < C
-    at = tl.program_id(0).to(tl.int64) * C + c
-    row = tl.load(x + at, mask, 0.0)
-    if y is not None:
-        row += tl.load(y + at, mask, 0.0)
-        tl.store(total + at, row, mask)
-    row = row.to(tl.float32)
-    if bias is not None:
-        row = tl.where(mask, row - tl.sum(row, 0) / C, 0.0)
-    row *= 1 / tl.sqrt(tl.sum(row * row, 0) / C + eps)
-    row *= tl.load(weight + c, mask, 0.0)
-    if bias is not None:
-        row += tl.load(bias + c, mask, 0.0)
-    tl.store(out + at, row, mask)
-
-@triton.jit
-def _activate_kernel(h, out, I, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: BLOCK numbers of a row. tanh-GELU: (1 + tanh(z / 2)) / 2 = sigmoid(z)"""
-    row = tl.program_id(0).to(tl.int64) * I
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(h + (2 * row if GATED else row) + i, i < I, 0.0).to(tl.float32)
-    if GATED:
-        up = tl.load(h + 2 * row + I + i, i < I, 0.0)
-        y = gate * tl.sigmoid(gate) * up
-    else:
-        y = gate * tl.sigmoid(1.59576912 * (gate + 0.044715 * gate * gate * gate))
-    tl.store(out + row + i, y, i < I)
+# ---- rotate_write in Triton (to skip)
 
 @triton.jit
 def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane, eps,
@@ -568,8 +524,55 @@ def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane, eps,
     cell += (head - H) // HK * plane
     tl.store(kv + cell, x, mask & (head >= H))
 
-# ---- attention
+# -----------------------------------------------------------------------------
+# attention over the paged cache
 
+def attention_ref(q, kv, batch):
+    """Row j of a request attends to the first n_past + j + 1 tokens of its request."""
+    out = torch.zeros_like(q)
+    for start, n, n_past, first in batch.lists:
+        pages = batch.table[first:first + n_past + n].long()
+        k, v = kv[:, pages].float().transpose(1, 2)  # (Hk, context, D) each
+        rows = q[start:start + n].float().transpose(0, 1)  # (H, n, D)
+        seen = torch.ones(n, len(pages), device=q.device).tril(n_past)
+        own = F.scaled_dot_product_attention(rows, k, v, seen.bool(), enable_gqa=True)
+        out[start:start + n] = own.transpose(0, 1)
+    return out
+
+def attention(q, kv, batch):
+    """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
+    chosen = backend(q)
+    if chosen == "torch":
+        return attention_ref(q, kv, batch)
+    out = torch.empty_like(q)
+    if chosen == "triton":
+        attention_triton(q, kv, batch, out)
+        return out
+    if batch.n_few:
+        sizes = batch.n_few, q.size(1), kv.size(2)
+        cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
+    in_panels = library(q.dtype).panel_columns() and q.size(2) % 2 == 0  # bfloat16 goes by twos
+    for start, n, n_past, first in batch.spans[batch.n_few:].tolist():
+        pages = batch.table[first:first + n_past + n]
+        rows = slice(start, start + n)
+        if in_panels:
+            sizes = n, n_past, q.size(1), kv.size(2)
+            cpp("attend_chunk", q[rows], *kv, pages, out[rows], *sizes, head_dim=q.size(2))
+        else:
+            attend_chunk_torch(q[rows], kv, pages, out[rows])
+    return out
+
+# ---- attention in Triton, and by oneDNN (to skip)
+
+@triton.jit
+def load4(numbers, UNIT: tl.constexpr = 1):
+    """Four numbers. The last two are multiples of UNIT: the compiler may load and store 16 bytes at
+    a time at such offsets."""
+    c = tl.multiple_of(tl.load(numbers + 2), UNIT)
+    d = tl.multiple_of(tl.load(numbers + 3), UNIT)
+    return tl.load(numbers), tl.load(numbers + 1), c, d
+
+MOST_SPLITS = 32  # of a context
 LARGE = 64  # rows of a request from which on its tiles are large, in a batch beyond TILE rows
 SPLIT_PROGRAMS = 512, 256  # of small and large tiles; if there are fewer, contexts are split
 
@@ -729,10 +732,85 @@ def attention_triton(q, kv, batch, out):
             H, D, MOST_SPLITS, 4, block_d,
             num_warps=max(1, block_d // 64))
 
-# ---- adapters
+CHUNK_ROWS = 256  # rows of a chunk that attend in one matrix product [SARATHI Fig. 6]
 
-@triton.jit(do_not_specialize=["width", "n_module", "n_part", "part"])
-def _shrink_kernel(x, a, xa, sites, table, width, n_module, n_part, part,
+def attend_chunk_torch(q, kv, pages, out):
+    """q (n, H, D) attends to the tokens on `pages`, the last n of which are its own. Rows and
+    context are padded to multiples of 32, because oneDNN compiles a kernel for each shape."""
+    n, _, D = q.shape
+    n_past = len(pages) - n
+    padding = pages[-1:].expand(-len(pages) % 32)
+    pages = torch.cat([pages, padding])
+    k, v = kv.transpose(1, 2).index_select(2, pages)  # (Hk, context, D) each
+    q = q.unflatten(1, (len(k), -1)).transpose(0, 1)  # (Hk, n, G, D)
+    out = out.unflatten(1, (len(k), -1)).transpose(0, 1)
+    for first in range(0, n, CHUNK_ROWS):
+        m = min(CHUNK_ROWS, n - first)
+        rows = q.new_zeros(len(k), cdiv(m, 32) * 32, *q.shape[2:])
+        rows[:, :m] = q[:, first:first + m]
+        context = cdiv(n_past + first + rows.size(1), 32) * 32
+        scores = rows.flatten(1, 2) @ k[:, :context].mT  # (Hk, m * G, context)
+        sizes = *rows.shape[:3], scores.size(2), n_past + first
+        cpp("causal_softmax", scores, *sizes, head_dim=D)
+        values = (scores @ v[:, :context]).view_as(rows)
+        out[:, first:first + m] = values[:, :m]
+
+# -----------------------------------------------------------------------------
+# lora: y += x A B, for each row the A and B of its own adapter [S-LoRA §5.3]
+
+def lora_ref(y, x, kv, sites, exchange=None):
+    """Two products for each site."""
+    x = x.to(torch_dtype(x))
+    for start, n, column, columns, rank_a, rank_b, _, first in sites.lists:
+        if n > 0:
+            a = adapter_rows(kv[0], sites.table, first, rank_a, x.size(1))
+            b = adapter_rows(kv[1], sites.table, first, rank_b, columns)
+            xa = x[start:start + n] @ a.T.to(x.dtype)
+            if exchange is not None:
+                xa = exchange(xa)[:, :rank_b]
+            y[start:start + n, column:column + columns] += xa @ b.to(x.dtype)
+
+def lora(y, x, kv, sites, exchange=None):
+    """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A, for
+    which a CPU falls back to plain torch"""
+    chosen = backend(x)
+    if sites.way == "bmm":
+        lora_bmm(y, x, kv, sites)
+    elif chosen == "triton":
+        lora_triton(y, x, kv, sites, exchange)
+    elif chosen == "torch" or exchange is not None:
+        lora_ref(y, x, kv, sites, exchange)
+    else:
+        sizes = sites.n_few, x.size(1), y.size(1), kv[0, 0].numel()
+        cpp("lora", x, y, *kv, sites.sites, sites.table, *sizes)
+        if sites.n_few < len(sites.sites):
+            lora_ref(y, x, kv, replace(sites, sites=sites.sites[sites.n_few:]))
+
+def adapter_rows(plane, table, first, rank, width):
+    """The rows of A or B from their pages: plane (n_page, Hk, D) -> (rank, width)"""
+    plane = plane.flatten(1)  # (n_page, W)
+    pages = table[first:first + rank * cdiv(width, plane.size(1))]
+    rows = plane.index_select(0, pages).view(rank, -1)
+    return rows[:, :width]
+
+# ---- lora in Triton, and the baseline (to skip)
+
+def lora_bmm(y, x, kv, sites):
+    """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
+    entries = [site for site in sites.sites.tolist() if site[1] > 0]
+    parts = []
+    for start, n, column, columns, rank, _, _, first in entries:
+        a = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
+        b = adapter_rows(kv[1], sites.table, first, rank, columns)
+        b = F.pad(b, (column, y.size(1) - column - columns))
+        parts.append((x[start:start + n], a, b))
+    rows, a, b = (pad_sequence(part, batch_first=True).to(torch_dtype(x)) for part in zip(*parts))
+    product = rows @ a.mT @ b  # (S, rows, n_out)
+    for (start, n, *_), own in zip(entries, product):
+        y[start:start + n] += own[:n]
+
+@triton.jit(do_not_specialize=["width", "n_module", "n_part", "part_step"])
+def _shrink_kernel(x, a, xa, sites, table, width, n_module, n_part, part_step,
                    C: tl.constexpr, W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
     """One program: xa = x A for BLOCK_M rows of one site and BLOCK_R rows of A, a part of the sum.
@@ -768,11 +846,11 @@ def _shrink_kernel(x, a, xa, sites, table, width, n_module, n_part, part,
         w = tl.load(a + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
         v = tl.load(x + row * C + i * W + k, (m < n_row) & k_mask, 0.0)
         acc = tl.dot(v, w.T, acc, input_precision="ieee")
-    at = own_part.to(tl.int64) * part + row * width + width // n_module * module + r[None]
+    at = own_part.to(tl.int64) * part_step + row * width + width // n_module * module + r[None]
     tl.store(xa + at, acc, (m < n_row) & r_mask[None])
 
-@triton.jit(do_not_specialize=["width", "n_module", "n_part", "part"])
-def _expand_kernel(y, b, xa, sites, table, width, n_module, n_part, part, C, W: tl.constexpr,
+@triton.jit(do_not_specialize=["width", "n_module", "n_part", "part_step"])
+def _expand_kernel(y, b, xa, sites, table, width, n_module, n_part, part_step, C, W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
                    UNIT: tl.constexpr, MOST_PARTS: tl.constexpr):
     """One program: y += xa B for BLOCK_M rows of one site and BLOCK_N columns that lie in the
@@ -800,7 +878,7 @@ def _expand_kernel(y, b, xa, sites, table, width, n_module, n_part, part, C, W: 
         at = xa + row * width + width // n_module * module + r[None]
         v = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
         for p in tl.static_range(MOST_PARTS):
-            v += tl.load(at + p * part, (m < n_row) & r_mask[None] & (p < n_part), 0.0)
+            v += tl.load(at + p * part_step, (m < n_row) & r_mask[None] & (p < n_part), 0.0)
         acc = tl.dot(v.to(w.dtype), w, acc, input_precision="ieee")
     at = y + row * C + first_column + i * W + k
     mask = (m < n_row) & k_mask
@@ -818,8 +896,8 @@ def lora_triton(y, x, kv, sites, exchange):
     block_m = LORA_ROWS[is_chunk]
     block_r = 16
     if is_chunk:
-        block_r = min(256 // x.element_size(), triton.next_power_of_2(sites.max_rank))
-    block = max(16, min(256 // x.element_size(), triton.next_power_of_2(W)))  # numbers of a page
+        block_r = min(256 // x.element_size(), power_of_two(sites.max_rank))
+    block = max(16, min(256 // x.element_size(), power_of_two(W)))  # numbers of a page
     unit = 16 if sites.wide and W % 16 == 0 else 1  # of the columns
     grid = cdiv(sites.max_rows, block_m), len(sites.sites)
     warps = max(4, block_m // 8)
@@ -836,7 +914,7 @@ def lora_triton(y, x, kv, sites, exchange):
         width = xa.size(1)
         n_part = 1
     if not is_chunk:  # a wider block: fewer programs
-        block = max(16, min(512 // x.element_size(), triton.next_power_of_2(W)))
+        block = max(16, min(512 // x.element_size(), power_of_two(W)))
     n_block = cdiv(sites.columns or y.size(1), W) * cdiv(W, block)
     _expand_kernel[(*grid, n_block)](
         y, kv[1], xa, sites.sites, sites.table, width, sites.n_module, n_part, N * width,
@@ -844,7 +922,8 @@ def lora_triton(y, x, kv, sites, exchange):
         num_warps=warps, num_stages=3)
 
 # -----------------------------------------------------------------------------
-# C++, for CPUs: compiled when weights are packed or an operator is first used, called by ctypes
+# C++, for CPUs (to skip): compiled when weights are packed or an operator is first used, called by
+# ctypes
 
 def cpp(name, x, *arguments, head_dim=64):
     """Run a C++ operator of the dtype of x. None is passed as null."""
@@ -910,69 +989,6 @@ def build(*definitions):
         subprocess.run(command, input=SOURCE.encode(), capture_output=True, check=True)
         unfinished.rename(path)  # atomic: other processes may build it too
     return path
-
-class Packed:
-    """A weight (n_out, n_in) for the C++ product, which reads it from end to end. A panel holds
-    some columns of the product, their numbers side by side, bfloat16 by twos:
-
-        columns           0       1       2     ...
-        n_in 0, 1     | a0 a1 | b0 b1 | c0 c1 | ...
-        n_in 2, 3     | a2 a3 | b2 b3 | c2 c3 | ...
-    """
-
-    def __init__(self, weight, n_column):
-        self.shape = weight.shape
-        self.dtype = weight.dtype
-        rows = F.pad(weight, (0, 0, 0, -len(weight) % n_column))
-        units = rows.view(torch.int32).unflatten(0, (-1, n_column))  # of 4 bytes
-        self.panels = units.mT.contiguous()  # (panels, units of a row, columns)
-
-    def numel(self):
-        return self.shape.numel()
-
-    def to_dense(self):
-        rows = self.panels.mT.flatten(0, 1).contiguous().view(self.dtype)
-        return rows[:self.shape[0]]
-
-def pack(weight):
-    """weight (n_out, n_in) in the layout of this CPU's fastest product: the C++ one's, oneDNN's, or
-    as it is"""
-    if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
-        return weight
-    if forced_layout() == "torch":
-        return weight
-    operators = library(weight.dtype)
-    n_column = operators.panel_columns() if operators else 0
-    if n_column and weight.size(1) * weight.itemsize % 4 == 0:
-        return Packed(weight, n_column)
-    bfloat16 = weight.dtype == torch.bfloat16
-    if bfloat16 and not torch.cpu._is_avx512_bf16_supported():
-        return weight
-    # for small weights oneDNN's layout for one row: with that for many, AMX multiplies 300 to 1,400
-    # rows on one core
-    n_row = 1 if bfloat16 and len(weight) < 1024 else None
-    return torch.ops.mkldnn._reorder_linear_weight(weight, n_row)
-
-def attend_chunk_torch(q, kv, pages, out):
-    """q (n, H, D) attends to the tokens on `pages`, the last n of which are its own. Rows and
-    context are padded to multiples of 32, because oneDNN compiles a kernel for each shape."""
-    n, _, D = q.shape
-    n_past = len(pages) - n
-    padding = pages[-1:].expand(-len(pages) % 32)
-    pages = torch.cat([pages, padding])
-    k, v = kv.transpose(1, 2).index_select(2, pages)  # (Hk, context, D) each
-    q = q.unflatten(1, (len(k), -1)).transpose(0, 1)  # (Hk, n, G, D)
-    out = out.unflatten(1, (len(k), -1)).transpose(0, 1)
-    for first in range(0, n, CHUNK_ROWS):
-        m = min(CHUNK_ROWS, n - first)
-        rows = q.new_zeros(len(k), cdiv(m, 32) * 32, *q.shape[2:])
-        rows[:, :m] = q[:, first:first + m]
-        context = cdiv(n_past + first + rows.size(1), 32) * 32
-        scores = rows.flatten(1, 2) @ k[:, :context].mT  # (Hk, m * G, context)
-        sizes = *rows.shape[:3], scores.size(2), n_past + first
-        cpp("causal_softmax", scores, *sizes, head_dim=D)
-        values = (scores @ v[:, :context]).view_as(rows)
-        out[:, first:first + m] = values[:, :m]
 
 # Not -ffast-math: it changes how all libraries of the process compute with denormal numbers. Not
 # unroll-and-jam: GCC merges two passes of an outer loop, then uses no vector instructions in them.

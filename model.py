@@ -1,21 +1,16 @@
 """GPT-2, LLaMA, Mistral and Qwen over a flat batch of tokens. This file knows weights, checkpoints
-and text. It has never heard of a request. In reading order; the lesson is part 1, a student may
-stop behind it:
+and text. It has never heard of a request. In reading order:
 
-    1 GPTConfig, PRESETS  the shape of a model
-      Transformer         forward(batch, kv): one iteration; forward_ref: the reference
-      LoRA                weights of an adapter, laid out as pages of the cache [S-LoRA §5.1]
-    2 GPT, Adapter        a Transformer and a LoRA with weights: random, stored, merged, trained
-    3 list_layer, World   names and shapes of tensors, and how devices share them [S-LoRA §6]
-    4 check_range, ..     checks of what users give
-    5 read_config         Hugging Face folders: FAMILIES and their settings, Checkpoint
-    6 read_factors        PEFT folders
-    7 Tokenizer           text and chats, by the tokenizers library, tiktoken and jinja2
-    8 load_model          a model by its name; `python model.py` trains "tiny" and its draft model
+    GPTConfig       the shape of a model
+    GPT             forward(batch, kv): one iteration; forward_ref: the reference
+    Adapter         its weights, laid out as pages of the cache [S-LoRA §5.1]
+
+The lesson ends there; skip also the headings that say "(to skip)". What follows: how devices share
+a model [S-LoRA §6]; checks of what users give; checkpoints; text; models by their names.
+`python model.py` trains "tiny" and its draft model.
 """
 import argparse
 import atexit
-import codecs
 import difflib
 import json
 import math
@@ -31,7 +26,7 @@ from pathlib import Path
 
 # kernels before torch: it sets how torch's threads wait
 from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, cdiv, describe,
-                     heads_ref, linear, linear_ref, lora, pack, rotate_write, send)
+                     heads_ref, linear, linear_ref, lora, pack, power_of_two, rotate_write, send)
 
 import tiktoken
 import tokenizers
@@ -45,11 +40,13 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 # -----------------------------------------------------------------------------
-# part 1: the shape of a model, one iteration, the reference, adapters
+# the shape of a model
 
 # [SARATHI Table 1]; ln: linear -> dim of a weight that tensor parallelism cuts, 0: its output
 OPERATORS = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # their input is cut
+# one of config.operators; columns: {module: (first column, columns)}, to which its adapters add
+Operator = namedtuple("Operator", "n_in n_out columns")
 
 @dataclass
 class GPTConfig:
@@ -83,13 +80,7 @@ class GPTConfig:
         if self.is_llama and self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim}: must be even, positions rotate pairs")
 
-    def shard_of(self, rank, n):
-        """The share of device `rank` of n. ValueError if n does not divide heads and widths."""
-        for name in ("n_head", "n_kv_head", "n_inner", "n_embd"):
-            if getattr(self, name) % n:
-                raise ValueError(f"tp = {n} does not divide {name} = {getattr(self, name)}")
-        return replace(self, n_head=self.n_head // n, n_kv_head=self.n_kv_head // n,
-                       n_inner=self.n_inner // n, shard=(rank, n))
+    # ---- its modules and operators, shares of devices, sizes; presets (to skip)
 
     @cached_property
     def modules(self):
@@ -99,8 +90,25 @@ class GPTConfig:
 
     @cached_property
     def operators(self):
-        """{operator: n_in, n_out and columns of its modules} of one layer of this device"""
-        return list_operators(self)
+        """{name: Operator} of one layer of this device"""
+        i, n = self.shard
+        operators = {}
+        for module, (op, n_out, n_in) in self.modules.items():
+            own = n_out // n
+            if op in ROW_PARALLEL:
+                operators[op] = Operator(n_in // n, n_out, {module: (i * own, own)})
+            else:
+                _, first, columns = operators.get(op, (n_in, 0, {}))
+                operators[op] = Operator(n_in, first + own, columns | {module: (first, own)})
+        return operators
+
+    def shard_of(self, rank, n):
+        """The share of device `rank` of n. ValueError if n does not divide heads and widths."""
+        for name in ("n_head", "n_kv_head", "n_inner", "n_embd"):
+            if getattr(self, name) % n:
+                raise ValueError(f"tp = {n} does not divide {name} = {getattr(self, name)}")
+        return replace(self, n_head=self.n_head // n, n_kv_head=self.n_kv_head // n,
+                       n_inner=self.n_inner // n, shard=(rank, n))
 
     @cached_property
     def n_params(self):
@@ -130,17 +138,25 @@ PRESETS = {
     "llama-70b": llama(n_layer=80, n_head=64, n_embd=8192, n_inner=28672, n_kv_head=8,
                        block_size=4096)}
 
-class Transformer:
-    """The mathematics of a model, or of one device's share of it. GPT adds where weights come from
-    and go to."""
+# -----------------------------------------------------------------------------
+# a model
 
-    def __init__(self, config, weights, world):
-        self.config = config  # of this device
-        self.weights = weights  # {our name: weight}, see list_tensors; matrices are packed
+class GPT:
+    """A model, or one device's share of it. Made by from_preset() or from_pretrained()."""
+
+    def __init__(self, config: GPTConfig, take, dtype: torch.dtype, world: "World"):
+        """take(name, shape) -> a tensor of the whole model, of which this rank keeps its share"""
+        self.config = config.shard_of(world.rank, world.size)
+        # {our name: weight}, see list_tensors; matrices are packed
+        self.weights = take_weights(self.config, take, dtype, world.device)
         self.world = world
-        self.device = weights["embedding.weight"].device
+        self.dtype = dtype
+        self.device = self.weights["embedding.weight"].device
+        self.frequencies = rotary_frequencies(self.config).to(self.device)
         self.hidden = None  # the last hidden states of an iteration, see forward()
-        self.frequencies = rotary_frequencies(config).to(self.device)
+        self.merged = None  # the adapter in the weights
+        self.originals = {}  # weights without it
+        self.profile = None  # a CostModel, measured when it is first needed
 
     @torch.inference_mode()
     def forward(self, batch, kv, mark=lambda operator: None):
@@ -153,19 +169,19 @@ class Transformer:
         for i, layer_kv in enumerate(kv):
             x, h = add_norm(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
             mark("others")
-            qkv = self.linear("preproj", i, h, batch, layer_kv, mark)
+            qkv = self.project("preproj", i, h, batch, layer_kv, mark)
             norm = self.weights.get(f"{i}.qk_norm.weight")
             q = rotate_write(qkv, *rope, layer_kv, batch.pages, c.n_head, c.n_kv_head, norm,
                              c.norm_eps)
             h = attention(q, layer_kv, batch).flatten(1)  # (N, H * D)
             mark("attn")
-            delta = self.linear("postproj", i, h, batch, layer_kv, mark)
+            delta = self.project("postproj", i, h, batch, layer_kv, mark)
             x, h = add_norm(x, delta, *self.affine(f"{i}.norm2"), c.norm_eps)
             mark("others")
-            h = self.linear("ffn_ln1", i, h, batch, layer_kv, mark)
+            h = self.project("ffn_ln1", i, h, batch, layer_kv, mark)
             h = activate(h, c.is_llama)
             mark("others")
-            delta = self.linear("ffn_ln2", i, h, batch, layer_kv, mark)
+            delta = self.project("ffn_ln2", i, h, batch, layer_kv, mark)
         if self.world.rank > 0:
             return None
         rows = batch.logit_rows
@@ -174,7 +190,7 @@ class Transformer:
         mark("others")
         return logits
 
-    def linear(self, op, i, x, batch, kv, mark):
+    def project(self, op, i, x, batch, kv, mark):
         """x W of all rows, x A B of their adapters [S-LoRA §4.1], summed over devices [§6]"""
         y = linear(x, *self.affine(f"{i}.{op}"))
         mark(op)
@@ -225,75 +241,7 @@ class Transformer:
         assert self.world.size == 1, "the reference has no tensor parallelism"
         return self.forward_ref(torch.as_tensor(tokens, device=self.device)[None])[0]
 
-class LoRA:
-    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. From the first
-    page of a module on, the K plane holds the rows of A, and the V plane those of B, multiplied by
-    its scaling. A row that is wider than a page takes several pages."""
-
-    def __init__(self, config, ranks, dtype=None):
-        """ranks: {module: rank}, or one rank for q, k, v, o [S-LoRA §4.1]. dtype None: no weights.
-        A device has its columns of B and every n-th row of A, in row-parallel operators its columns
-        of both [S-LoRA §6]."""
-        if isinstance(ranks, int):
-            ranks = {module: ranks for module in config.modules if "attn" in module}
-        self.config = config
-        self.ranks = ranks
-        self.n_page = 0
-        self.n_params = 0  # of this device
-        # operator -> [(column, columns, rank of A, rank of B, number of the module, first page)]
-        self.sites = {}
-        self.max_rank = {}  # operator -> its largest rank, as a power of two, 16 at least
-        self.places = {}  # module -> (first page, shape of A, shape of B)
-        width = config.n_kv_head * config.head_dim
-        for op, (n_in, _, modules) in config.operators.items():
-            sites = []
-            for number, (module, (column, columns)) in enumerate(modules.items()):
-                if module in ranks:
-                    rank = ranks[module]
-                    rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])
-                    sites.append((column, columns, rank_a, rank, number, self.n_page))
-                    self.places[module] = self.n_page, (rank_a, n_in), (rank, columns)
-                    self.n_page += max(rank_a * cdiv(n_in, width), rank * cdiv(columns, width))
-                    self.n_params += config.n_layer * (rank_a * n_in + rank * columns)
-            self.sites[op] = sites
-            if sites:
-                widest = max(rank_a for _, _, rank_a, *_ in sites)
-                self.max_rank[op] = max(16, 1 << (widest - 1).bit_length())
-        self.planes = None
-        if dtype is not None:
-            self.planes = torch.zeros(config.n_layer, 2, self.n_page, width, dtype=dtype,
-                                      pin_memory=torch.cuda.is_available())
-
-    def factors(self, module):
-        """Views of A (L, rank of A, n_in) and B (L, rank of B, columns) on this device"""
-        first, *shapes = self.places[module]
-        views = []
-        for plane, (rank, n) in zip(self.planes.unbind(1), shapes):
-            pages = plane[:, first:first + rank * cdiv(n, plane.size(-1))]
-            views.append(pages.view(len(pages), rank, -1)[..., :n])
-        return views
-
-    @torch.inference_mode()
-    def write(self, kv, pages):
-        """Copy the weights of all layers to these pages (n_page,) of kv (L, 2, n_page, Hk, D)."""
-        pages = send(torch.tensor(pages), kv.device)
-        planes = self.planes.to(kv, non_blocking=True)
-        kv.index_copy_(2, pages, planes.unflatten(-1, kv.shape[3:]))
-
-# -----------------------------------------------------------------------------
-# part 2: models and adapters with weights: random, stored, merged, trained. May be skipped
-
-class GPT(Transformer):
-    """A model, or one device's share of it. Made by from_preset() or from_pretrained()."""
-
-    def __init__(self, config: GPTConfig, take, dtype: torch.dtype, world: "World"):
-        """take(name, shape) -> a tensor of the whole model, of which this rank keeps its share"""
-        share = config.shard_of(world.rank, world.size)
-        super().__init__(share, take_weights(share, take, dtype, world.device), world)
-        self.dtype = dtype
-        self.merged = None  # the adapter in the weights
-        self.originals = {}  # weights without it
-        self.profile = None  # a CostModel, measured when it is first needed
+    # ---- weights: random, stored, merged, trained (to skip)
 
     @classmethod
     def from_preset(cls, name: str | GPTConfig, dtype: torch.dtype | str | None = None,
@@ -319,8 +267,8 @@ class GPT(Transformer):
         checkpoint = Checkpoint(folder, "model", full_name)
         head = checkpoint.get("lm_head.weight")
         if config.tied and head is not None:  # as transformers: one may be missing, or differ
-            (name, *_), = list_tensors(config)["embedding.weight"]
-            embedding = checkpoint.setdefault(name, head)
+            (place, *_), = list_tensors(config)["embedding.weight"]
+            embedding = checkpoint.setdefault(place, head)
             is_tied = embedding.dtype == head.dtype and torch.equal(embedding, head)
             config = replace(config, tied=is_tied)
         world = world or World(device)
@@ -420,44 +368,66 @@ class GPT(Transformer):
             self.weights["head.weight"] = self.weights["embedding.weight"]
         return list(dict.fromkeys(self.weights.values()))
 
-def take_weights(config, take, dtype, device):
-    """{our name: this device's share of what take gives}, matrices packed"""
-    weights = {}
-    i = config.shard[0]
-    for name, parts in list_tensors(config).items():
-        shares = [cut(take(part, shape), dim, config.shard, part) for part, shape, dim in parts]
-        if i > 0 and name.endswith(RANK_0):
-            continue
-        weight = torch.cat(shares).to(device, dtype)
-        is_table = name.startswith(("embedding", "positions"))
-        weights[name] = weight if is_table or weight.dim() == 1 else pack(weight)
-    if config.tied and i == 0:
-        weights["head.weight"] = pack(weights["embedding.weight"])
-    return weights
+# -----------------------------------------------------------------------------
+# adapters
 
-def rotary_frequencies(config):
-    """Radians per position (D / 2,), stretched as config.rope_scaling says, or ValueError."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = config.rope_theta ** -exponent
-    scaling = config.rope_scaling or {}
-    kind = scaling.get("rope_type") or scaling.get("type", "default")
-    def number(key):
-        return check_range(f"rope_type = {kind!r}: {key}", scaling.get(key), LEAST[float])
-    if kind == "default":
-        return frequencies
-    if kind == "linear":
-        return frequencies / number("factor")
-    if kind != "llama3":
-        raise ValueError(f"rope_type = {kind!r}: must be default, linear or llama3")
-    # low frequencies are stretched, high ones are kept, with a ramp in between
-    low = number("low_freq_factor")
-    n_trained = scaling.get("original_max_position_embeddings") or config.block_size
-    turns = n_trained * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (number("high_freq_factor") - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / number("factor"))
+class Adapter:
+    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. From the first
+    page of a module on, the K plane holds the rows of A, and the V plane those of B, multiplied by
+    its scaling. A row that is wider than a page takes several pages."""
 
-class Adapter(LoRA):
-    """A LoRA with random weights, or those of a folder"""
+    def __init__(self, config, ranks, dtype=None):
+        """ranks: {module: rank}, or one rank for q, k, v, o [S-LoRA §4.1]. dtype None: no weights.
+        A device has its columns of B and every n-th row of A, in row-parallel operators its columns
+        of both [S-LoRA §6]."""
+        if isinstance(ranks, int):
+            ranks = {module: ranks for module in config.modules if "attn" in module}
+        self.config = config
+        self.ranks = ranks
+        self.n_page = 0
+        self.n_params = 0  # of this device
+        # operator -> [(column, columns, rank of A, rank of B, number of the module, first page)]
+        self.sites = {}
+        self.max_rank = {}  # operator -> its largest rank, as a power of two, 16 at least
+        self.places = {}  # module -> (first page, shape of A, shape of B)
+        width = config.n_kv_head * config.head_dim
+        for op, operator in config.operators.items():
+            n_in = operator.n_in
+            sites = []
+            for number, (module, (column, columns)) in enumerate(operator.columns.items()):
+                if module in ranks:
+                    rank = ranks[module]
+                    rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])
+                    sites.append((column, columns, rank_a, rank, number, self.n_page))
+                    self.places[module] = self.n_page, (rank_a, n_in), (rank, columns)
+                    self.n_page += max(rank_a * cdiv(n_in, width), rank * cdiv(columns, width))
+                    self.n_params += config.n_layer * (rank_a * n_in + rank * columns)
+            self.sites[op] = sites
+            if sites:
+                widest = max(rank_a for _, _, rank_a, *_ in sites)
+                self.max_rank[op] = max(16, power_of_two(widest))
+        self.planes = None
+        if dtype is not None:
+            self.planes = torch.zeros(config.n_layer, 2, self.n_page, width, dtype=dtype,
+                                      pin_memory=torch.cuda.is_available())
+
+    def factors(self, module):
+        """Views of A (L, rank of A, n_in) and B (L, rank of B, columns) on this device"""
+        first, *shapes = self.places[module]
+        views = []
+        for plane, (rank, n) in zip(self.planes.unbind(1), shapes):
+            pages = plane[:, first:first + rank * cdiv(n, plane.size(-1))]
+            views.append(pages.view(len(pages), rank, -1)[..., :n])
+        return views
+
+    @torch.inference_mode()
+    def write(self, kv, pages):
+        """Copy the weights of all layers to these pages (n_page,) of kv (L, 2, n_page, Hk, D)."""
+        pages = send(torch.tensor(pages), kv.device)
+        planes = self.planes.to(kv, non_blocking=True)
+        kv.index_copy_(2, pages, planes.unflatten(-1, kv.shape[3:]))
+
+    # ---- weights: random, or those of a folder (to skip)
 
     @classmethod
     def random(cls, config, ranks, seed=0, dtype=torch.float32):
@@ -508,11 +478,9 @@ class Adapter(LoRA):
             own[layers, ..., :factor.size(-2), :] = factor
 
 # -----------------------------------------------------------------------------
-# part 3: the tensors of a shape, and how devices share them. May be skipped
+# the tensors of a model, and how devices share them (to skip)
 
 RANK_0 = ("head.weight", "postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
-# columns: {module: (first column, columns)} of the output, to which adapters of this device add
-Operator = namedtuple("Operator", "n_in n_out columns")
 
 def list_layer(config):
     """[(our name, name in a checkpoint, has a bias, *shape)] of a layer of the whole model. Tensors
@@ -578,18 +546,41 @@ def list_tensors(config):
             tensors[f"{ours}.bias"].append((f"{theirs}.bias", shape[:1], dim))
     return tensors
 
-def list_operators(config):
-    """{name: Operator} of one layer of this share"""
-    i, n = config.shard
-    operators = {}
-    for module, (op, n_out, n_in) in config.modules.items():
-        own = n_out // n
-        if op in ROW_PARALLEL:
-            operators[op] = Operator(n_in // n, n_out, {module: (i * own, own)})
-        else:
-            _, first, columns = operators.get(op, (n_in, 0, {}))
-            operators[op] = Operator(n_in, first + own, columns | {module: (first, own)})
-    return operators
+def take_weights(config, take, dtype, device):
+    """{our name: this device's share of what take gives}, matrices packed"""
+    weights = {}
+    i = config.shard[0]
+    for name, parts in list_tensors(config).items():
+        shares = [cut(take(part, shape), dim, config.shard, part) for part, shape, dim in parts]
+        if i > 0 and name.endswith(RANK_0):
+            continue
+        weight = torch.cat(shares).to(device, dtype)
+        is_table = name.startswith(("embedding", "positions"))
+        weights[name] = weight if is_table or weight.dim() == 1 else pack(weight)
+    if config.tied and i == 0:
+        weights["head.weight"] = pack(weights["embedding.weight"])
+    return weights
+
+def rotary_frequencies(config):
+    """Radians per position (D / 2,), stretched as config.rope_scaling says, or ValueError."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = config.rope_theta ** -exponent
+    scaling = config.rope_scaling or {}
+    kind = scaling.get("rope_type") or scaling.get("type", "default")
+    def number(key):
+        return check_range(f"rope_type = {kind!r}: {key}", scaling.get(key), LEAST[float])
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return frequencies / number("factor")
+    if kind != "llama3":
+        raise ValueError(f"rope_type = {kind!r}: must be default, linear or llama3")
+    # low frequencies are stretched, high ones are kept, with a ramp in between
+    low = number("low_freq_factor")
+    n_trained = scaling.get("original_max_position_embeddings") or config.block_size
+    turns = n_trained * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (number("high_freq_factor") - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / number("factor"))
 
 class World:
     """The processes that share every layer of one model. World() is a process on its own."""
@@ -598,7 +589,7 @@ class World:
         self.rank = rank
         self.size = size
         self.device = torch.device(device)
-        self.n_bytes = 0  # sent by this rank
+        self.n_sent = 0  # bytes, by this rank
         if self.device.index is not None:
             torch.cuda.set_device(self.device)  # Triton launches kernels there
 
@@ -621,7 +612,7 @@ class World:
     def all_reduce(self, x):
         """The sum of every rank's x, in place. Each rank sends 2 (n - 1) / n of x [S-LoRA §6]."""
         dist.all_reduce(x)
-        self.n_bytes += 2 * (self.size - 1) * x.nbytes // self.size
+        self.n_sent += 2 * (self.size - 1) * x.nbytes // self.size
         return x
 
     def all_gather(self, x):
@@ -629,7 +620,7 @@ class World:
         x."""
         out = x.new_empty(self.size, *x.shape)
         dist.all_gather(list(out), x)
-        self.n_bytes += (self.size - 1) * x.nbytes
+        self.n_sent += (self.size - 1) * x.nbytes
         return out.movedim(0, -1).flatten(1)
 
     def broadcast(self, value):
@@ -648,7 +639,7 @@ def cut(tensor, dim, shard, module):
     return torch.cat([piece.chunk(n, dim)[i] for piece in pieces], dim)
 
 # -----------------------------------------------------------------------------
-# part 4: checks of what users give, here and in sarathi.py. May be skipped
+# checks of what users give, here and in sarathi.py (to skip)
 
 def check_choice(name, value, choices):
     """Returns value. KeyError that lists the choices if it is none of them."""
@@ -687,7 +678,7 @@ def check_settings(path, settings, table, others=None):
             raise ValueError(f"{path}: {key} = {value!r:.100} is not supported, only {valid}")
 
 # -----------------------------------------------------------------------------
-# part 5: Hugging Face folders: settings and tensors. May be skipped
+# Hugging Face folders: settings and tensors (to skip)
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (n_in, n_out)
 # buffers, a head that equals the embedding, and other heads, of a training
@@ -862,7 +853,7 @@ def pick_dtype(dtype, device, stored=torch.bfloat16):
     return getattr(torch, name)
 
 # -----------------------------------------------------------------------------
-# part 6: PEFT folders: settings and tensors. May be skipped
+# PEFT folders: settings and tensors (to skip)
 
 OFF = [None, False, "", [], {}]
 # fields of PEFT's LoraConfig. Used below, or without effect after the training: the tensors say
@@ -938,7 +929,7 @@ def read_factors(folder, config, base):
     return factors
 
 # -----------------------------------------------------------------------------
-# part 7: text. May be skipped: engines see tokens alone
+# text (to skip): engines see tokens alone
 # Text to tokens and back, through functions of a library. encode(text) -> tokens; stop: tokens that
 # end a text; stream(tokens of a prompt) -> a function tokens -> text that continues it, where text
 # that later tokens may change is held back until [] says that there are none; chat(text of a user)
@@ -950,14 +941,11 @@ Tokenizer = namedtuple("Tokenizer", "encode stop stream chat", defaults=[lambda 
 def tiktoken_tokenizer(encoding):
     """The Tokenizer of a tiktoken.Encoding. The last token, which ends a text, is no text, nor are
     tokens that only the model has."""
-    def stream(prompt=()):
-        characters = codecs.getincrementaldecoder("utf-8")("replace")
-        def continue_text(tokens):
-            known = [token for token in tokens if token < encoding.eot_token]
-            return characters.decode(encoding.decode_bytes(known), final=not tokens)
-        return continue_text
+    def decode(tokens):
+        return encoding.decode([token for token in tokens if token < encoding.eot_token])
+
     encode = partial(encoding.encode, allowed_special="all")
-    return Tokenizer(encode, [encoding.eot_token], stream)
+    return Tokenizer(encode, [encoding.eot_token], partial(stream_text, decode, None))
 
 def byte_tokenizer():
     """Token b is byte b, and token 256 ends a text."""
@@ -970,8 +958,8 @@ def read_tokenizer(folder):
     ends texts too."""
     settings = text_settings(folder)
     # 1. the special tokens by name: a text, or a dictionary with its content
-    names = [name for name in settings if name.endswith("_token")]
-    named = {name: content_of(settings[name]) for name in names}
+    named = {name: content_of(value) for name, value in settings.items()
+             if name.endswith("_token")}
     named = {name: text for name, text in named.items() if isinstance(text, str)}
     # 2. tokens that only the settings name. They are behind all others, as in transformers
     library = read_library(folder / "tokenizer.json")
@@ -996,7 +984,9 @@ def read_tokenizer(folder):
             framed = render_chat(folder, settings.get("chat_template"), named, text)
             return framed and encode(framed, False)
 
-    return Tokenizer(encode, stop, partial(stream_text, library), chat)
+    # a byte of no character, if bytes are tokens. Right behind others, it makes all of them such
+    wrong = library.token_to_id("<0xFF>")
+    return Tokenizer(encode, stop, partial(stream_text, library.decode, wrong), chat)
 
 def content_of(token):
     return token.get("content") if isinstance(token, dict) else token
@@ -1011,23 +1001,21 @@ def read_library(path):
     library.no_padding()
     return library
 
-def stream_text(library, prompt=()):
+def stream_text(decode, wrong, prompt=()):
     """-> a function tokens -> text that continues the prompt's. Joined, the texts are those of
-    decoding all tokens at once."""
+    decoding all tokens at once. wrong: a token behind which no character is complete, or None"""
     window = [*prompt]  # tokens of the text before, on which spaces depend, and new ones
     n_before = len(window)
-    # a byte of no character, if bytes are tokens. Right behind others, it makes all of them such
-    wrong = library.token_to_id("<0xFF>")
 
     def is_final(text):
-        longer = text if wrong is None else library.decode([*window, wrong])
+        longer = text if wrong is None else decode([*window, wrong])
         return longer.startswith(text) and not text.endswith("\ufffd")
 
     def continue_text(tokens):
         nonlocal window, n_before
         window += tokens
-        text = library.decode(window)
-        before = os.path.commonprefix([library.decode(window[:n_before]), text])
+        text = decode(window)
+        before = os.path.commonprefix([decode(window[:n_before]), text])
         if text == before or tokens and not is_final(text):
             return ""
         window = window[n_before:]
@@ -1062,7 +1050,7 @@ def render_chat(folder, template, named, text):
                          f"{' '.join(str(error).split())}") from None
 
 # -----------------------------------------------------------------------------
-# part 8: models by name (folders, presets, the Hub), and a tiny one to train. May be skipped
+# models by name (folders, presets, the Hub), and a tiny one to train (to skip)
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
 HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",

@@ -3298,7 +3298,7 @@ def serve_share(folder, world, name, adapters, draft):
         draft = draft_model(0.3)
     spec = 3 if draft and world.rank == 0 else "off"
     engine = start(model, [], adapters=sources, chunk=20, n_page=900, draft=draft, spec=spec)
-    world.n_bytes = 0
+    world.n_sent = 0
     tokens = None
     if world.rank == 0:
         if adapters == ("replaced",):
@@ -3310,7 +3310,7 @@ def serve_share(folder, world, name, adapters, draft):
             engine.runner.tell("stop")
     else:
         engine.runner.follow()
-    return tokens, world.n_bytes
+    return tokens, world.n_sent
 
 def run_rank(rank, n, port, folder):
     torch.set_num_threads(1)
