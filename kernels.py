@@ -16,6 +16,10 @@ adapter [S-LoRA §5.1]. A page table lists the pages of a request in the order o
     V plane     | v of 0 | B row 0 | v of 1 | B row 1 | v of 2 |   free  | ...
 
     page table of the request: 0 2 4        page table of the adapter: 1 3
+
+A change of attention meets attention_ref, _attention_kernel, attend, attend_chunk, causal_softmax,
+attend_chunk_torch here, GPT.forward_ref in model.py, CostModel.stats in sarathi.py; one of the
+cache's layout rotate_write, adapter_rows, the kernels of adapters, GPT.new_cache, Adapter.write.
 """
 
 # ---- imports, and two settings of the process (to skip)
