@@ -96,7 +96,7 @@ class Sites:
     n_module: int  # modules of the operator (q, k, v: 3)
     max_rank: int  # at least the largest rank of A, a multiple of 16
     wide: bool = False  # whether all columns begin and end at multiples of 16
-    columns: int = 0  # most columns of a module; 0: all of y
+    max_columns: int = 0  # most columns of a module; 0: all of y
     way: str = "batched"  # or "bmm", the baseline: copy, pad, batched matrix products
 
     @cached_property
@@ -919,7 +919,7 @@ def lora_triton(y, x, kv, sites, exchange):
         n_part = 1
     if not is_chunk:  # a wider block: fewer programs
         block = max(16, min(512 // x.element_size(), power_of_two(W)))
-    n_block = cdiv(sites.columns or y.size(1), W) * cdiv(W, block)
+    n_block = cdiv(sites.max_columns or y.size(1), W) * cdiv(W, block)
     _expand_kernel[(*grid, n_block)](
         y, kv[1], xa, sites.sites, sites.table, width, sites.n_module, n_part, N * width,
         y.size(1), W, block_m, 16, block, unit, LORA_PARTS[is_chunk],

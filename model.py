@@ -5,8 +5,8 @@ and text. It has never heard of a request. In reading order:
     GPT             forward(batch, kv): one iteration; forward_ref: the reference
     Adapter         its weights, laid out as pages of the cache [S-LoRA §5.1]
 
-The lesson ends there; skip also the headings that say "(to skip)". What follows: how devices share
-a model [S-LoRA §6]; checks of what users give; checkpoints; text; models by their names.
+The lesson ends behind Adapter; what stands under a heading "(to skip)" is no part of it. Then: how
+devices share a model [S-LoRA §6]; checks of what users give; checkpoints; text; models by name.
 `python model.py` trains "tiny" and its draft model.
 """
 import argparse
@@ -953,6 +953,19 @@ def byte_tokenizer():
     return tiktoken_tokenizer(tiktoken.Encoding(
         "bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}))
 
+def text_settings(folder):
+    """Settings of a folder's tokenizer, its family, and "stop": the tokens that end a text"""
+    names = "config", "generation_config", "tokenizer_config", "special_tokens_map"
+    files = [folder / f"{name}.json" for name in names]
+    config, generation, text, special = (read_json(f) if f.is_file() else {} for f in files)
+    if "added_tokens_decoder" not in text:  # as in transformers
+        text |= special
+    family = config.get("model_type")
+    stop = (FAMILIES.get(family, {}) | config | generation).get("eos_token_id")
+    if isinstance(stop, int):
+        stop = [stop]
+    return text | {"family": family, "stop": stop or []}
+
 def read_tokenizer(folder):
     """The Tokenizer of a tokenizer.json, as AutoTokenizer reads it. The eos_token of the settings
     ends texts too."""
@@ -1105,19 +1118,6 @@ def what_runs(name, model):
     """One line, like: llama-30m, bfloat16, C++ (AVX2), 2 threads"""
     dtype = str(model.dtype).removeprefix("torch.")
     return f"{name}, {dtype}, {describe(model.weights['embedding.weight'])}"
-
-def text_settings(folder):
-    """Settings of a folder's tokenizer, its family, and "stop": the tokens that end a text"""
-    names = "config", "generation_config", "tokenizer_config", "special_tokens_map"
-    files = [folder / f"{name}.json" for name in names]
-    config, generation, text, special = (read_json(f) if f.is_file() else {} for f in files)
-    if "added_tokens_decoder" not in text:  # as in transformers
-        text |= special
-    family = config.get("model_type")
-    stop = (FAMILIES.get(family, {}) | config | generation).get("eos_token_id")
-    if isinstance(stop, int):
-        stop = [stop]
-    return text | {"family": family, "stop": stop or []}
 
 def stop_tokens(name):
     """The tokens that end a text, of a model named as in load_model; none of random weights"""
