@@ -680,24 +680,30 @@ LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fac
 LLAMA3_OPEN = dict([*LLAMA3.items()][:-1], rope_theta=1e4)  # the original context is not in it
 SPREAD = torch.arange(61 * 64.).view(61, 64) ** 2
 CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folder it has written
-    "gpt2, no model_type, old buffers": dict(family="gpt2", changes=dict(
-        model_type=None, tensors={f"transformer.h.0.attn.{name}": torch.ones(1)
-                                  for name in ("bias", "masked_bias")})),
+    "gpt2, no model_type, old buffers, stored as the head": dict(family="gpt2", changes=dict(
+        model_type=None, tensors={
+            "transformer.h.0.attn.bias": torch.ones(1),
+            "transformer.h.0.attn.masked_bias": torch.ones(1),
+            "transformer.wte.weight": None, "lm_head.weight": 0.2 * SPREAD.sin()})),
     "gpt2 settings": dict(family="gpt2", n_inner=80, tie_word_embeddings=False,
                           layer_norm_epsilon=0.1, reorder_and_upcast_attn=True),
     "mqa, tied": dict(num_key_value_heads=1, tie_word_embeddings=True, shard="30KB"),
-    "tied, stored as the head": dict(tie_word_embeddings=True, changes=dict(tensors={
-        "model.embed_tokens.weight": None, "lm_head.weight": 0.2 * SPREAD.sin()})),
-    "tied, a head of more digits": dict(tie_word_embeddings=True, changes=dict(tensors={
-        "model.embed_tokens.weight": (0.2 * SPREAD.sin()).bfloat16(),
-        "lm_head.weight": 0.2 * SPREAD.sin()})),
-    "dtypes of all kinds": dict(changes=dict(tensors={
-        "lm_head.weight": 0.2 * SPREAD.sin().double(), "model.norm.weight": torch.ones(64).half(),
-        "model.embed_tokens.weight": SPREAD.cos().to(torch.float8_e4m3fn)})),
-    "gpt2, stored as the head": dict(family="gpt2", changes=dict(tensors={
-        "transformer.wte.weight": None, "lm_head.weight": 0.2 * SPREAD.sin()})),
-    "biases": dict(attention_bias=True, mlp_bias=True),
-    "mistral, large window": dict(family="mistral", sliding_window=200),
+    "as transformers 4 wrote it, tied, a head of more digits": dict(
+        tie_word_embeddings=True, changes=dict(
+            rope_parameters=None, rope_theta=5e5, rope_scaling=LLAMA3, tensors={
+                "model.embed_tokens.weight": (0.2 * SPREAD.sin()).bfloat16(),
+                "lm_head.weight": 0.2 * SPREAD.sin()})),
+    "dtypes of all kinds, theta outside": dict(changes=dict(
+        rope_parameters=dict(rope_type="default"), rope_theta=5e5, tensors={
+            "lm_head.weight": 0.2 * SPREAD.sin().double(),
+            "model.norm.weight": torch.ones(64).half(),
+            "model.embed_tokens.weight": SPREAD.cos().to(torch.float8_e4m3fn)})),
+    "biases, two thetas": dict(attention_bias=True, mlp_bias=True, changes=dict(
+        rope_parameters=dict(rope_type="default", rope_theta=5e5), rope_theta=3.0)),
+    "mistral, large window, names of AutoModel, heads of trainers": dict(
+        family="mistral", sliding_window=200, tie_word_embeddings=True,
+        changes=dict(prefix="model.", tensors={
+            f"{name}.weight": torch.ones(1, 64) for name in ("v_head.summary", "score")})),
     "mistral, context 80": dict(family="mistral", sliding_window=80),
     "qwen2, no window": dict(  # it does not know attention_bias
         family="qwen2", tie_word_embeddings=True, shard="30KB", max_window_layers=0,
@@ -710,33 +716,23 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
     "qwen2, layers left out, context 80": dict(
         family="qwen2", use_sliding_window=True, sliding_window=80, max_window_layers=1,
         changes=dict(layer_types=None)),
-    "qwen3": dict(family="qwen3", head_dim=32),
     "qwen3, tied": dict(
         family="qwen3", tie_word_embeddings=True, shard="30KB", changes=dict(head_dim=None)),
-    "qwen3, bias, no model_type": dict(
-        family="qwen3", head_dim=24, attention_bias=True, changes=dict(model_type=None)),
-    "as transformers 4 wrote it": dict(
-        changes=dict(rope_parameters=None, rope_theta=5e5, rope_scaling=LLAMA3)),
-    "old linear rope": dict(
-        changes=dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=4.0))),
+    "qwen3, bias, no model_type, old linear rope": dict(
+        family="qwen3", head_dim=24, attention_bias=True, changes=dict(
+            model_type=None, rope_parameters=None, rope_scaling=dict(type="linear", factor=4.0))),
+    "qwen3, names of AutoModel, another head": dict(
+        family="qwen3", changes=dict(prefix="model.", tie_word_embeddings=True)),
     "llama3 rope of the context": dict(
         changes=dict(rope_parameters=LLAMA3_OPEN)),
     "llama3 rope, its original length outside": dict(
         changes=dict(rope_parameters=LLAMA3_OPEN, original_max_position_embeddings=32)),
     "llama3 rope, two original lengths": dict(
         changes=dict(rope_parameters=LLAMA3 | LLAMA3_OPEN, original_max_position_embeddings=64)),
-    "two thetas": dict(
-        changes=dict(rope_parameters=dict(rope_type="default", rope_theta=5e5), rope_theta=3.0)),
-    "theta outside": dict(changes=dict(rope_parameters=dict(rope_type="default"), rope_theta=5e5)),
     "settings left out, and a window that llama does not know": dict(
         num_key_value_heads=4,
         changes=dict(num_key_value_heads=None, rms_norm_eps=None, rope_parameters=None,
                      hidden_act="swish", sliding_window=8)),
-    "names of AutoModel, heads of trainers": dict(
-        tie_word_embeddings=True, changes=dict(prefix="model.", tensors={
-            f"{name}.weight": torch.ones(1, 64) for name in ("v_head.summary", "score")})),
-    "qwen3, names of AutoModel, another head": dict(
-        family="qwen3", changes=dict(prefix="model.", tie_word_embeddings=True)),
 }
 
 def edit(folder, remove=None, cut=None, rename=None, tensors=(), prefix="", index=None, **settings):
@@ -785,7 +781,7 @@ def test_logits_equal_transformers(name, tmp_path, capsys):
     assert ours.config.n_params == sum(p.numel() for p in theirs.parameters())
     rows = record_logits(ours)
     tokens = prompt(50)
-    tokens += Engine(ours, chunk=20).generate([tokens], context - 50)[0]
+    tokens += Engine(ours, chunk=20).generate([tokens], 30)[0]
     expected = logits_by(theirs)(tokens)
     close(ours.logits(tokens), expected)
     for known, logits in rows:
@@ -977,16 +973,12 @@ BAD_MODELS = {
     "rope_type = 'linear': factor = None: must be": dict(rope_scaling={"type": "linear"}),
     "full_attention = .* is not": dict(rope_parameters={"full_attention": {"rope_theta": 1.0}}),
     **{f"{name} = .* is not supported": {name: value} for name, value in dict(
-        quantization_config={"quant_method": "awq"}, scale_attn_by_inverse_layer_idx=True,
-        scale_attn_weights=False, activation_function="relu", hidden_act="gelu",
-        partial_rotary_factor=0.5).items()},
-    "config.json: dtype = 'int8': must be a floating-point": dict(dtype="int8"),
+        quantization_config={"quant_method": "awq"}, activation_function="relu").items()},
     "config.json: torch_dtype = 'auto': must": dict(dtype=None, torch_dtype="auto"),
     "model_type = None": dict(model_type=None, architectures=["GemmaForCausalLM"]),
     "num_attention_heads = 0: must be": dict(num_attention_heads=0),
     "tie_word_embeddings = 'no': must be a bool": dict(tie_word_embeddings="no"),
     "n_kv_head = 3: must divide": dict(num_key_value_heads=3),
-    "index.json: weight_map = None: must be a dict": dict(remove="model.safetensors", index={}),
     "model-1.safetensors does not exist": dict(
         remove="model.safetensors", index={"weight_map": {Q: "model-1.safetensors"}}),
     f"'{Q}' is missing": dict(tensors={Q: None}),
@@ -995,7 +987,6 @@ BAD_MODELS = {
     f"'{Q}' holds NaN or infinity": dict(tensors={Q: torch.ones(128, 128) / torch.arange(128)}),
     "1 surplus tensors, as 'extra'": dict(tensors={"extra": torch.ones(1)}),
 }
-OFF = "is not supported, only None or False"
 BAD_ADAPTERS = {
     f"'{A}' is missing": dict(tensors={A: None}),
     f"'{A}' holds NaN or infinity": dict(tensors={A: torch.full((8, 128), math.nan)}),
@@ -1010,23 +1001,17 @@ BAD_ADAPTERS = {
     "adapter_model.safetensors does not exist.*PEFT": dict(rename="adapter_model.bin"),
     **{f"adapter_config.json: {message}": {"r": 8, "rank_pattern": {}} | settings
        for message, settings in {
-           "r = 0: must be in 1 ..": dict(r=0), "r = '8': must be in 1 ..": dict(r="8"),
-           "lora_alpha = '8': must be": dict(lora_alpha="8", alpha_pattern={}),
+           "r = 0: must be in 1 ..": dict(r=0),
            "lora_alpha = inf: must be": dict(lora_alpha=math.inf, alpha_pattern={}),
            "rank_pattern of 'q_proj' = 8.5: must be": dict(rank_pattern={"q_proj": 8.5}),
            r"alpha_pattern: 'q_proj\(': missing \)": dict(alpha_pattern={"q_proj(": 3}),
-           "rank_pattern: 'q{9+}': the repetition": dict(rank_pattern={"q{%s}" % ("9" * 20): 3}),
            r"alpha_pattern = \['q_proj'\]: must be a dictionary": dict(alpha_pattern=["q_proj"]),
        }.items()},
     "lm_head.weight': embeddings in an adapter are not supported": dict(
         tensors={"base_model.model.lm_head.weight": torch.ones(61, 128)}),
     "peft_type = 'IA3' is not supported, only 'LORA'": dict(peft_type="IA3"),
-    "bias = 'lora_only' is not supported, only 'none'": dict(bias="lora_only"),
-    "init_lora_weights = 'pissa' is not supported": dict(init_lora_weights="pissa"),
-    **{f"{name} = .* {OFF}": {name: value} for name, value in dict(
-        use_dora=True, lora_bias=True, use_qalora=True, modules_to_save=["lm_head"],
-        trainable_token_indices=[1, 2], target_parameters=["w"], megatron_config={"n": 1},
-        layer_replication=[[0, 2], [1, 2]], of_a_later_peft=True).items()},
+    "use_dora = True is not supported, only None or False": dict(use_dora=True),
+    "of_a_later_peft = True is not supported": dict(of_a_later_peft=True),
 }
 
 WRONG = {
@@ -1785,9 +1770,8 @@ def test_a_request_starts_if_every_running_one_has_a_page_for_its_next_token():
         assert len(engine.running) == n_running
 
 def test_pages_of_rejected_drafts_are_taken_back_before_a_request_is_preempted():
-    requests = [Request([0] * 20, 60) for _ in range(2)]
-    n_page = sum(request.max_len for request in requests)
-    engine = serve(COST, requests, max_batch=2, n_page=n_page, alloc="grow", draft="ngram", spec=7,
+    requests = [Request([0] * 20, n) for n in (60, 30)]
+    engine = serve(COST, requests, max_batch=2, n_page=2 * 51, alloc="grow", draft="ngram", spec=7,
                    alpha=1e-9)
     assert n_preempted(engine) == 0 and engine.speculator.n_accepted == 0
 
@@ -1903,7 +1887,6 @@ def test_the_pool_has_room_for_an_ordinary_adapter():
 
 BAD_OPTIONS = {
     "unknown scheduler 'fast'.* static, orca": dict(scheduler="fast"),
-    "unknown alloc 'lazy'.* reserve, grow": dict(alloc="lazy"),
     "order = 'lcfs': must be a function": dict(order="lcfs"),
     "unknown spec 'a number'.* goodput": dict(spec="a number", draft="ngram"),
     "unknown draft 'a GPT'.* ngram": dict(spec=2, draft="a GPT"),
@@ -1913,29 +1896,21 @@ BAD_OPTIONS = {
     "spec = 0": dict(spec=0, draft="ngram"),
     "spec = 3: needs a draft": dict(spec=3),
     "scheduler = .*Sarathi.* must be an object like Sarathi": dict(scheduler=sarathi.Sarathi),
-    "chunk = 0": dict(chunk=0),
-    "seed = 0.5": dict(seed=0.5),
     "unknown lora 'fast'": dict(lora="fast"),
-    "alpha = 1.5": dict(alpha=1.5),
     "max_batch = -1": dict(max_batch=-1),
 }
 LIST = "must be a list of tokens, like .1, 2, 3."
 BAD_REQUESTS = {
     "tokens in the prompt = 0": dict(prompt=[]),
     f"prompt = 'text': {LIST}": dict(prompt="text"),
-    f"prompt = .True.: {LIST}": dict(prompt=[True]),
     f"stop = '.': {LIST}": dict(stop="."),
     "max_new_tokens = True": dict(max_new_tokens=True),
-    "temperature = inf": dict(temperature=math.inf),
     "arrival = 1700000000: must be in 0.0 .. 1000000000": dict(arrival=1700000000),
-    "seed = -1": dict(seed=-1),
     "alpha = 0.5: of a request, needs an engine with an alpha": dict(alpha=0.5),
     "adapter = .'ffn'.: must be a name": dict(adapter=["ffn"]),
     "output = .1.: add a Request only once": dict(output=[1]),
     "token = 61: must be in 0 .. 60": dict(prompt=[1, 61]),
-    "token = -1": dict(prompt=[-1]),
     "top_p = 0": dict(top_p=0),
-    "top_k = -1": dict(top_k=-1),
     "unknown adapter 'none'.* ffn": dict(adapter="none"),
     "a prompt of 1 tokens . 160 exceeds the context of 160": dict(max_new_tokens=160),
     "pages of the request and its adapter = 81.* 80": dict(max_new_tokens=61, adapter="ffn"),
@@ -1951,7 +1926,6 @@ BAD_CALLS = {
         lambda engine: engine.generate([[1], [2]], adapter=["ffn"]),
     "id = 0: add a Request only once": lambda engine: engine.add(engine.requests[0]),
     "no request with id 99 is waiting or running": lambda engine: engine.abort(99),
-    "nowhere": lambda engine: engine.add_adapter("lost", "nowhere"),
     "rank = 0": lambda engine: engine.add_adapter("lost", 0),
     "adapter = None: must be a PEFT folder, an A": lambda engine: engine.add_adapter("lost", None),
     "adapter None: must have a name": lambda engine: engine.add_adapter(None, adapter_of()),
@@ -2038,8 +2012,6 @@ PLANS = {
     "plans 99 tokens of request 0: must be.* 1 .. 4": lambda requests, _: [(requests[0], 99)],
     "plans Request.*: is not running": lambda requests, engine: [(Request([1]), 1)],
     "plans nothing": lambda requests, engine: [],
-    "plans 4.0 tokens of request 0: must be a whole": lambda requests, _: [(requests[0], 4.0)],
-    "plans None: must be .*request, n": lambda requests, engine: None,
 }
 ADMISSIONS = {
     "or the order starts Request": lambda waiting: [Request([1])],
@@ -2047,14 +2019,12 @@ ADMISSIONS = {
 }
 POLICIES = {  # for one decode
     "Fixed gives .4. for 1 decodes: must be whole numbers in 0 .. .3.": lambda price: [4],
-    "Fixed gives 2 for 1 decodes: must be whole": lambda price: 2,
     "Fixed gives .. for 1 decodes: must be whole": lambda price: [],
     "Fixed calls price: set needs_price = True": lambda price: price([1]),
 }
 DRAFTS = {
     "Zeros gives .61.: must be up to 3 tokens below 61": [61],
     "Zeros gives .1, 1, 1, 1.: must be up to 3 tokens below 61": np.ones(4, int),
-    "Zeros gives .0.5.: must be tokens": [0.5],
     "Zeros gives 1: must be tokens": 1,
 }
 
@@ -3285,10 +3255,8 @@ MISTAKES = {
     "has no tokenizer.json: use --tokens": ["--prompt", "hello"],
     "No such file .*nowhere": ["--adapter", "nowhere"],
     "token = 70: must be in 0 .. 60": ["--tokens", "1,70"],
-    "unknown scheduler 'fast': .*one of static, orca": ["--scheduler", "fast"],
     "tp = 2 needs 2 processes, .*--nproc_per_node 2": ["--tp", 2],
     "argument --tokens: '1 2': must be like 1,2,3": ["--tokens", "1 2"],
-    "model '../nowhere': must be a folder": ["--tokens", "1", "--model", "../nowhere"],
     "spec = '3': needs a draft": ["--spec", 3],
     "--explain runs an example of its own": ["--explain", "--chunk", 8],
     "--html shows what --explain prints": ["--tokens", "1", "--html", "x.html"],
@@ -3521,7 +3489,7 @@ def test_a_gpu_of_a_file(edit, needle, tmp_path):
         CostModel.roofline(A100.config, str(path))
     assert "\n" not in str(raised.value) and "mine.json" in str(raised.value)
 
-CONSTANTS = {  # constant -> the claim on which it was chosen, and for slora() what to run
+CONSTANTS = {  # constant -> the claim on which it was chosen; for slora() our figure and the run
     "GEMM_FLOPS": ("table2", ("linear (ms)", "prefill-only", "")),
     "GEMM_BANDWIDTH": ("table2", ("linear (ms)", "decode-only", "")),
     "CHUNK_FLOPS": ("table2", ("attn (ms)", "prefill-only", "")),
@@ -3531,24 +3499,27 @@ CONSTANTS = {  # constant -> the claim on which it was chosen, and for slora() w
     "SKINNY": ("table2", ("linear (ms)", "decode-only", "")),
     "sarathi.usable": ("fig8", ("largest batch", "L = 3072", "")),
     "ELEMENTWISE": ("fig3", ("share of others", "", "")),
-    "LORA_BANDWIDTH": ("slora_table3", ("S4", "S-LoRA", 100), "S4", 100, 10, 120),
-    "lightllm.row": ("slora_table3", ("S4", "S-LoRA", 2), "S4", 2, 10, 120),
-    "lightllm.layer": ("slora_fig6", ("latency (s)", "", 1), "S4", 400, 1, 300),
-    "lightllm.load": ("slora_table3", ("S2", "S-LoRA", 1000), "S2", 1000, 10, 120),
-    "lightllm.resize": ("slora_fig5", ("a100", "no-unify", ""), "S4", 400, 6, 300, "no-unify"),
-    "lightllm.gather": ("slora_fig5", ("a100", "bmm", ""), "S4", 400, 6, 30, "bmm"),
-    "transformers.token": ("slora_table3", ("S1", "PEFT", 5), "S1", 5, 10, 120, "PEFT"),
+    "LORA_BANDWIDTH": ("slora_table3", ("S4", "S-LoRA", 100), 3.307, "S4", 100, 10, 120),
+    "lightllm.row": ("slora_table3", ("S4", "S-LoRA", 2), 3.682, "S4", 2, 10, 120),
+    "lightllm.layer": ("slora_fig6", ("latency (s)", "", 1), 15.9, "S4", 400, 1, 300),
+    "lightllm.load": ("slora_table3", ("S2", "S-LoRA", 1000), 4.571, "S2", 1000, 10, 120),
+    "lightllm.resize": ("slora_fig5", ("a100", "no-unify", ""), 2.243,
+                        "S4", 400, 6, 300, "no-unify"),
+    "lightllm.gather": ("slora_fig5", ("a100", "bmm", ""), 0.16, "S4", 400, 6, 30, "bmm"),
+    "transformers.token": ("slora_table3", ("S1", "PEFT", 5), 0.7732, "S1", 5, 10, 120, "PEFT"),
     "vllm.token": ("spec_fig1", ("no gain beyond rate", "k = 5", "")),
 }
-SCALES = {"SKINNY": 0.1, "ELEMENTWISE": 4, "LORA_BANDWIDTH": 0.5}  # where 2 is too little
+SCALES = {  # where 2 is too little
+    "SKINNY": 0.1, "ELEMENTWISE": 4, "LORA_BANDWIDTH": 0.5, "lightllm.load": 8,
+}
 
-def claim_holds(rows_of, name, at, *run):
-    """The fitted cells of S-LoRA are met within 6 %; 15 % would not tell a factor of two."""
+def claim_holds(rows_of, name, at, expected=None, *run):
+    """The claim; of S-LoRA's systems, served for a sixth of the time, the figure of that time."""
     if not run:
         return rows_of(name)[at]["inside"]
-    run = bench.slora(simulated(name, ""), *run)
+    run = bench.slora(simulated(name), *run)
     ours = np.mean(run.latencies) if name == "slora_fig6" else run.requests_per_second
-    return abs(ours / CLAIMS[name][at].paper - 1) < 0.06
+    return ours == approx(expected, rel=0.02)
 
 @each("constant", CONSTANTS)
 def test_wrong_constant_misses_its_claim(constant, monkeypatch):
@@ -3882,27 +3853,19 @@ def test_what_lies_outside_a_window_is_not_kept(tmp_path):
 
 @each("text, needle", [
     ("a,b\n1,2\n", "columns a, b: must be CSV or JSON lines with the columns of ours .arrival, "),
-    ('[{"id": "a", "conversations": [{"from": "human", "value": "hi"}]}]\n',
-     "line 1: a JSON array; must be CSV or JSON lines with the columns of .* Mooncake .timest"),
-    ("{\n", "line 1: Expect.*; must be CSV"),
+    ('[{"id": "a"}]\n', "line 1: a JSON array; must be CSV or JSON lines with the columns"),
     ("timestamp,input_length,output_length,hash_ids\n" + "".join(
         f"{6 * i},5,5,\n" for i in range(11)),  # in seconds
      "11 requests over 0.06 s are not plausible: an arrival of Mooncake is in units of 0.001 s"),
-    ("timestamp,input_length,output_length\n0,5,5\n6,5,5\n",  # whose unit?
-     "columns timestamp, input_length, output_length: must be CSV or JSON lines with the columns"),
     ("arrival,prompt,output\n0,5,5\n900000000,5,5\n", "2 requests over 9e.08 s are not plausible"),
-    ("arrival,prompt,output\n20231116181546,5,5\n20231116181549,5,5\n", "are not plausible"),
     ("prompt,output\n5,5\n", "column 'arrival' is missing"),
     ("arrival,prompt,output\n0,5,5\n1,x,5\n", "line 3: .*'x'"),
     ("arrival,prompt,output\n0,5,5\n\n1,5\n", "line 4: more or fewer fields"),
     ("arrival,prompt,output\n0,5,5\n1,5.5,5\n", "line 3: .*whole"),
-    ("arrival,prompt,output\n0,,5\n", "line 2: "),
     ("arrival,prompt,output\n0,5,5\ninf,5,5\n", "line 3: arrival = inf"),
-    ("arrival,prompt,output\nnoon,5,5\n", "line 2: .*'noon'"),
     ('arrival,prompt,output\n0,5,5\n1,5,"5\n', "line 3: "),
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "pro\n', "line 2: "),
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "prompt": 5}\n', "line 2: "),
-    ('{"arrival": null, "prompt": 5, "output": 5}\n', "line 1: "),
     ("arrival,prompt,output\n0,0,5\n0,5,0\n0,60,5\n0,-1,5\n", "can be served = 0"),
     ("\xff", "line 0: .*utf-8"),
 ])
@@ -4012,21 +3975,24 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     return status, *capsys.readouterr()
 
 @each("words, needle", [
-    ("fig99", ": unknown experiment 'fig99'"), ("fig3 --hardware b300", "a100-40, a100, "),
-    ("--no-such-flag", "--no-such-flag"), ("--chunk many", "many"),
-    ("--chunk 0", "chunk = 0"), ("--lengths 1..x", "1..x"), ("--max-batch 0", "max_batch = 0"),
-    ("--seconds -1", "seconds = -1"), ("fig3 --draft tiny", "--draft"),
-    ("fig3 --lengths 9999 --hardware a100", "9999"), ("fig8 --lengths 32 --hardware a100", "= 32"),
+    ("fig99", ": unknown experiment 'fig99'"),
+    ("fig3 --hardware b300", "a100-40, a100, "),
+    ("--no-such-flag", "--no-such-flag"),
+    ("--chunk many", "many"),
+    ("--max-batch 0", "max_batch = 0"),
+    ("--lengths 1..x", "1..x"),
+    ("fig3 --lengths 9999 --hardware a100", "9999"),
+    ("fig8 --lengths 32 --hardware a100", "= 32"),
     ("spec_here --hardware a100", "only be measured"),
     ("scoreboard --scheduler orca", "leave out --scheduler"),
     ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
-    ("fig3 --model no-model --hardware a100", "no-model"), ("fig3 --rate 3", "--rate"),
-    ("--scheduler nowhere.py:Mine online", "nowhere.py"), ("--scheduler mine", "'mine'"),
-    ("online --jobs a.csv --prompt 8", "--prompt"), ("online --speed 2", "--speed is of a trace"),
+    ("fig3 --rate 3", "--rate"),
+    ("--scheduler nowhere.py:Mine online", "nowhere.py"),
+    ("online --jobs a.csv --prompt 8", "--prompt"),
+    ("online --speed 2", "--speed is of a trace"),
     ("online --jobs a.csv --window 9", "window = [9]: must be like 3600..7200"),
-    ("fig3 --order sjf", "--order is a flag of online, attainment, capacity alone"),
-    ("fig3 --hardware a100 --context 9", "context = 9"), ("fig3 --context 4096", "--hardware"),
-    ("fig3 --hardware nowhere.json", "nowhere.json"), ("gpu --device cpu", "torch sees no GPU"),
+    ("fig3 --context 4096", "--hardware"),
+    ("gpu --device cpu", "torch sees no GPU"),
     ("spec_here", "model 'tiny': is not trained yet, run `python model.py`"),
     ("spec_here --model llama-30m", "model 'llama-30m' has no tokenizer.json"),
     ("spec_here --model llama-30m --prompts latin.txt",
