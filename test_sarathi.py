@@ -182,19 +182,22 @@ def batch_of(requests):
     spans, table, n_few = place(entries, lengths)
     return N, Batch(torch.zeros(N), None, None, spans, table, None, n_few)
 
-@each("n_thread, H, Hk, D, requests", [
+ATTENTION = [  # threads, heads, kv heads, head_dim, requests
     (1, 8, 1, 16, "1+0 1+15 1+16 1+31 1+32 1+4095"),
     (1, 8, 2, 128, "1+33 2+36 3+39 4+42 5+45 6+48 7+51 8+54"),
     (1, 2, 2, 64, "1+0 1+63 1+64 8+57 127+0 128+1 129+70"),
     (1, 8, 1, 64, "1+127 1+128 2+127 8+300 9+5"),
     (1, 4, 4, 80, "1+14 7+200 1+511 9+0 15+0 16+16 17+1 31+33"),
-    (1, 8, 2, 96, "1+254 1+255 1+256 5+11 31+3 32+3 33+3"),
     (1, 8, 1, 128, "8+1100 1+0"),
-    (1, 4, 1, 16, "255+0 257+64 300+40"),
     (1, 4, 4, 5, "1+7 9+3 40+0"),
+    # in Triton, the tiles are those of the cases above
+    (1, 4, 1, 16, "255+0 257+64 300+40"),
+    (1, 8, 2, 96, "1+254 1+255 1+256 5+11 31+3 32+3 33+3"),
     (5, 8, 4, 32, "5+400"),  # for one request: they divide its heads
     (5, 8, 4, 32, "5+40"),  # one thread is enough
-])
+]
+
+@each("n_thread, H, Hk, D, requests", ATTENTION[:7] if INTERPRETED else ATTENTION)
 def test_operator_attention(n_thread, H, Hk, D, requests, dtype):
     N, batch = batch_of(requests)
     q = 2 * torch.randn(N + 3, H, D).to(dtype)  # three padding rows
@@ -408,14 +411,12 @@ def interpreter(request, tmp_path_factory):
         yield run, path
         run.kill()
 
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}  # bytes of a program
+SHARED_MEMORY = {80: 166912, 86: 101376, 90: 232448, 120: 101376}  # bytes of a program
 @each("arch, family, number, H, Hk, D, spec, rank", [  # number: dtype; spec: drafts
-    (80, "llama", bfloat16, 32, 8, 256, 7, 64),
-    (90, "qwen3", bfloat16, 64, 8, 128, 7, 256),
-    (120, "llama", bfloat16, 8, 8, 64, 2, 128),
-    (89, "gpt2", float16, 32, 4, 96, 7, 16),
-    (86, "llama", bfloat16, 32, 32, 128, "off", 256),
     (80, "gpt2", float32, 16, 4, 128, 7, 260),
+    (86, "llama", bfloat16, 32, 8, 256, 7, 64),
+    (90, "qwen3", bfloat16, 64, 8, 128, "off", 256),
+    (120, "gpt2", float16, 32, 4, 96, 2, 16),
 ])
 def test_triton_compiles(arch, family, number, H, Hk, D, spec, rank, monkeypatch, tmp_path):
     """All that an engine launches on a GPU: no registers are spilled, shared memory suffices, and
@@ -2372,17 +2373,17 @@ def test_random_engines_replay_graphs(unwritten_memory_is_nan, monkeypatch):
     than 24, and only iterations of more than a chunk run without one. Tiles have 16 rows here."""
     fake_graphs(monkeypatch)
     monkeypatch.setattr(sarathi, "TILE", 16)
+    monkeypatch.setattr(sarathi.CudaGraphs, "MANY", 4)
     rng = random.Random(0)
     eager = []  # tokens of iterations without a graph
     to = kernels.Batch.to
     monkeypatch.setattr(kernels.Batch, "to", lambda batch, *args: eager.append(
         len(batch.tokens)) or to(batch, *args))
     n_eager = Counter()
-    for scheduler in ["sarathi", "sarathi_serve", "prefill_first", "orca"] * 2:
-        adapters = {name: adapter for name, adapter in ADAPTERS.items() if rng.random() < 0.5}
-        names = [None, *adapters]
+    for scheduler in ["sarathi", "sarathi_serve", "prefill_first", "orca"] * 3:
+        adapters = {name: adapter for name, adapter in ADAPTERS.items() if rng.random() < 0.7}
         requests = [Request(prompt(rng.choice([1, 8, 9, 30, 90])), rng.choice([1, 2, 20]),
-                            rng.choice(names)) for _ in range(9)]
+                            rng.choice([None, *adapters])) for _ in range(9)]
         n_page = max([0, *(adapter.n_page for adapter in adapters.values())])
         n_page += rng.choice([115, 600])
         draft, spec = rng.choice([(None, None), ("ngram", 1), ("ngram", 7)])
@@ -3489,7 +3490,7 @@ def test_a_gpu_of_a_file(edit, needle, tmp_path):
         CostModel.roofline(A100.config, str(path))
     assert "\n" not in str(raised.value) and "mine.json" in str(raised.value)
 
-CONSTANTS = {  # constant -> the claim on which it was chosen; for slora() our figure and the run
+CONSTANTS = {  # constant -> the claim on which it was chosen; of short runs our figure, what to run
     "GEMM_FLOPS": ("table2", ("linear (ms)", "prefill-only", "")),
     "GEMM_BANDWIDTH": ("table2", ("linear (ms)", "decode-only", "")),
     "CHUNK_FLOPS": ("table2", ("attn (ms)", "prefill-only", "")),
@@ -3507,19 +3508,27 @@ CONSTANTS = {  # constant -> the claim on which it was chosen; for slora() our f
                         "S4", 400, 6, 300, "no-unify"),
     "lightllm.gather": ("slora_fig5", ("a100", "bmm", ""), 0.16, "S4", 400, 6, 30, "bmm"),
     "transformers.token": ("slora_table3", ("S1", "PEFT", 5), 0.7732, "S1", 5, 10, 120, "PEFT"),
-    "vllm.token": ("spec_fig1", ("no gain beyond rate", "k = 5", "")),
+    "vllm.token": ("spec_fig1", ("no gain beyond rate", "k = 5", ""), 1.072),
 }
 SCALES = {  # where 2 is too little
     "SKINNY": 0.1, "ELEMENTWISE": 4, "LORA_BANDWIDTH": 0.5, "lightllm.load": 8,
 }
 
+def short_run(name, *run):
+    """Of an experiment that takes long: one of its figures, served for a sixth of the time"""
+    place = simulated(name)
+    if name == "spec_fig1":
+        choices = {"off": "off", "k = 5": 5, "goodput": "off"}
+        rows = bench.latencies(place, [12], choices, 0.7, bench.small_model(place))
+        return next(row.ours for row in rows if (row.panel, row.series) == (
+            "times as fast as off", "k = 5"))
+    run = bench.slora(place, *run)
+    return np.mean(run.latencies) if name == "slora_fig6" else run.requests_per_second
+
 def claim_holds(rows_of, name, at, expected=None, *run):
-    """The claim; of S-LoRA's systems, served for a sixth of the time, the figure of that time."""
-    if not run:
+    if expected is None:
         return rows_of(name)[at]["inside"]
-    run = bench.slora(simulated(name), *run)
-    ours = np.mean(run.latencies) if name == "slora_fig6" else run.requests_per_second
-    return ours == approx(expected, rel=0.02)
+    return short_run(name, *run) == approx(expected, rel=0.02)
 
 @each("constant", CONSTANTS)
 def test_wrong_constant_misses_its_claim(constant, monkeypatch):
