@@ -1162,11 +1162,11 @@ def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
     rng = random.Random(0)
     n = theirs.get_vocab_size() + 3  # a model may have more tokens than its tokenizer
     outputs = [*expected[:-1], expected[-1][:200]]
-    outputs += [[rng.randrange(n) for _ in range(12)] for _ in range(200)]
+    outputs += [[rng.randrange(n) for _ in range(12)] for _ in range(100)]
     # bytes that are a character with some neighbours and none with others
     few = ["<0xC2>", "<0xA0>", "<0x20>", "<0xF0>", "</s>", "a", "▁a", "▁", "Â", "ł", "Ġ"]
     few = [id for id in map(theirs.token_to_id, few) if id is not None]
-    outputs += [rng.choices(few, k=12) for _ in range(200)]
+    outputs += [rng.choices(few, k=12) for _ in range(100)]
     start = ours.encode("it's")
     for output, most in product(outputs, (1, 5)):
         text_of = ours.stream(start)
@@ -1771,10 +1771,13 @@ def test_a_request_starts_if_every_running_one_has_a_page_for_its_next_token():
         assert len(engine.running) == n_running
 
 def test_pages_of_rejected_drafts_are_taken_back_before_a_request_is_preempted():
-    requests = [Request([0] * 20, n) for n in (60, 30)]
-    engine = serve(COST, requests, max_batch=2, n_page=2 * 51, alloc="grow", draft="ngram", spec=7,
-                   alpha=1e-9)
-    assert n_preempted(engine) == 0 and engine.speculator.n_accepted == 0
+    requests = [Request([0] * 20, 30) for _ in range(2)]
+    engine = start(COST, requests, "orca", max_batch=2, n_page=60, alloc="grow")
+    engine.step()
+    pool = engine.memory.pool
+    assert pool.reserve(requests[0], 60 - len(pool.tables[requests[1]]))  # as for many drafts
+    engine.step()
+    assert engine.running == requests and len(pool.tables[requests[0]]) < 23
 
 def test_an_iteration_without_tokens_is_waited_for(monkeypatch):
     """On a GPU, where nothing else does: the clock would be too early. Copies of adapters, on
@@ -3952,9 +3955,8 @@ def test_results_are_those_of_the_assets(monkeypatch, capsys, tmp_path):
     assert pages[0] == pages[1]
     assert [page == other for page, other in zip(pages[1], pages[2])] == [False, False, True, True]
     text = pages[0][0].decode()
-    lines = ["| prefill_first    | 2294 ± 2.4 | 547 ± 26    | 24.6 ± 0.036 | 635 ± 11         |",
-             "date 2026-11-26; commit 20b2c5e", "- all: values 58 of 64, gains 20 of 30",
-             "| 1  | 199                 | 200   |", "![h200](h200.png)", "5132 / 5008"]
+    report = json.loads((ASSETS / "scoreboard.json").read_text())
+    lines = [*bench.count_runs(report["rows"]), f"commit {report['commit']}", "![h200](h200.png)"]
     assert [line for line in lines if line not in text] == []
 
 def test_picture_shows_ours_and_the_papers():
