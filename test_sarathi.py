@@ -182,19 +182,22 @@ def batch_of(requests):
     spans, table, n_few = place(entries, lengths)
     return N, Batch(torch.zeros(N), None, None, spans, table, None, n_few)
 
-@each("n_thread, H, Hk, D, requests", [
+ATTENTION = [  # threads, heads, kv heads, head_dim, requests
     (1, 8, 1, 16, "1+0 1+15 1+16 1+31 1+32 1+4095"),
     (1, 8, 2, 128, "1+33 2+36 3+39 4+42 5+45 6+48 7+51 8+54"),
     (1, 2, 2, 64, "1+0 1+63 1+64 8+57 127+0 128+1 129+70"),
     (1, 8, 1, 64, "1+127 1+128 2+127 8+300 9+5"),
     (1, 4, 4, 80, "1+14 7+200 1+511 9+0 15+0 16+16 17+1 31+33"),
-    (1, 8, 2, 96, "1+254 1+255 1+256 5+11 31+3 32+3 33+3"),
     (1, 8, 1, 128, "8+1100 1+0"),
-    (1, 4, 1, 16, "255+0 257+64 300+40"),
     (1, 4, 4, 5, "1+7 9+3 40+0"),
+    # in Triton, the tiles are those of the cases above
+    (1, 4, 1, 16, "255+0 257+64 300+40"),
+    (1, 8, 2, 96, "1+254 1+255 1+256 5+11 31+3 32+3 33+3"),
     (5, 8, 4, 32, "5+400"),  # for one request: they divide its heads
     (5, 8, 4, 32, "5+40"),  # one thread is enough
-])
+]
+
+@each("n_thread, H, Hk, D, requests", ATTENTION[:7] if INTERPRETED else ATTENTION)
 def test_operator_attention(n_thread, H, Hk, D, requests, dtype):
     N, batch = batch_of(requests)
     q = 2 * torch.randn(N + 3, H, D).to(dtype)  # three padding rows
@@ -408,14 +411,12 @@ def interpreter(request, tmp_path_factory):
         yield run, path
         run.kill()
 
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}  # bytes of a program
+SHARED_MEMORY = {80: 166912, 86: 101376, 90: 232448, 120: 101376}  # bytes of a program
 @each("arch, family, number, H, Hk, D, spec, rank", [  # number: dtype; spec: drafts
-    (80, "llama", bfloat16, 32, 8, 256, 7, 64),
-    (90, "qwen3", bfloat16, 64, 8, 128, 7, 256),
-    (120, "llama", bfloat16, 8, 8, 64, 2, 128),
-    (89, "gpt2", float16, 32, 4, 96, 7, 16),
-    (86, "llama", bfloat16, 32, 32, 128, "off", 256),
     (80, "gpt2", float32, 16, 4, 128, 7, 260),
+    (86, "llama", bfloat16, 32, 8, 256, 7, 64),
+    (90, "qwen3", bfloat16, 64, 8, 128, "off", 256),
+    (120, "gpt2", float16, 32, 4, 96, 2, 16),
 ])
 def test_triton_compiles(arch, family, number, H, Hk, D, spec, rank, monkeypatch, tmp_path):
     """All that an engine launches on a GPU: no registers are spilled, shared memory suffices, and
@@ -681,24 +682,30 @@ LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fac
 LLAMA3_OPEN = dict([*LLAMA3.items()][:-1], rope_theta=1e4)  # the original context is not in it
 SPREAD = torch.arange(61 * 64.).view(61, 64) ** 2
 CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folder it has written
-    "gpt2, no model_type, old buffers": dict(family="gpt2", changes=dict(
-        model_type=None, tensors={f"transformer.h.0.attn.{name}": torch.ones(1)
-                                  for name in ("bias", "masked_bias")})),
+    "gpt2, no model_type, old buffers, stored as the head": dict(family="gpt2", changes=dict(
+        model_type=None, tensors={
+            "transformer.h.0.attn.bias": torch.ones(1),
+            "transformer.h.0.attn.masked_bias": torch.ones(1),
+            "transformer.wte.weight": None, "lm_head.weight": 0.2 * SPREAD.sin()})),
     "gpt2 settings": dict(family="gpt2", n_inner=80, tie_word_embeddings=False,
                           layer_norm_epsilon=0.1, reorder_and_upcast_attn=True),
     "mqa, tied": dict(num_key_value_heads=1, tie_word_embeddings=True, shard="30KB"),
-    "tied, stored as the head": dict(tie_word_embeddings=True, changes=dict(tensors={
-        "model.embed_tokens.weight": None, "lm_head.weight": 0.2 * SPREAD.sin()})),
-    "tied, a head of more digits": dict(tie_word_embeddings=True, changes=dict(tensors={
-        "model.embed_tokens.weight": (0.2 * SPREAD.sin()).bfloat16(),
-        "lm_head.weight": 0.2 * SPREAD.sin()})),
-    "dtypes of all kinds": dict(changes=dict(tensors={
-        "lm_head.weight": 0.2 * SPREAD.sin().double(), "model.norm.weight": torch.ones(64).half(),
-        "model.embed_tokens.weight": SPREAD.cos().to(torch.float8_e4m3fn)})),
-    "gpt2, stored as the head": dict(family="gpt2", changes=dict(tensors={
-        "transformer.wte.weight": None, "lm_head.weight": 0.2 * SPREAD.sin()})),
-    "biases": dict(attention_bias=True, mlp_bias=True),
-    "mistral, large window": dict(family="mistral", sliding_window=200),
+    "as transformers 4 wrote it, tied, a head of more digits": dict(
+        tie_word_embeddings=True, changes=dict(
+            rope_parameters=None, rope_theta=5e5, rope_scaling=LLAMA3, tensors={
+                "model.embed_tokens.weight": (0.2 * SPREAD.sin()).bfloat16(),
+                "lm_head.weight": 0.2 * SPREAD.sin()})),
+    "dtypes of all kinds, theta outside": dict(changes=dict(
+        rope_parameters=dict(rope_type="default"), rope_theta=5e5, tensors={
+            "lm_head.weight": 0.2 * SPREAD.sin().double(),
+            "model.norm.weight": torch.ones(64).half(),
+            "model.embed_tokens.weight": SPREAD.cos().to(torch.float8_e4m3fn)})),
+    "biases, two thetas": dict(attention_bias=True, mlp_bias=True, changes=dict(
+        rope_parameters=dict(rope_type="default", rope_theta=5e5), rope_theta=3.0)),
+    "mistral, large window, names of AutoModel, heads of trainers": dict(
+        family="mistral", sliding_window=200, tie_word_embeddings=True,
+        changes=dict(prefix="model.", tensors={
+            f"{name}.weight": torch.ones(1, 64) for name in ("v_head.summary", "score")})),
     "mistral, context 80": dict(family="mistral", sliding_window=80),
     "qwen2, no window": dict(  # it does not know attention_bias
         family="qwen2", tie_word_embeddings=True, shard="30KB", max_window_layers=0,
@@ -711,33 +718,23 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
     "qwen2, layers left out, context 80": dict(
         family="qwen2", use_sliding_window=True, sliding_window=80, max_window_layers=1,
         changes=dict(layer_types=None)),
-    "qwen3": dict(family="qwen3", head_dim=32),
     "qwen3, tied": dict(
         family="qwen3", tie_word_embeddings=True, shard="30KB", changes=dict(head_dim=None)),
-    "qwen3, bias, no model_type": dict(
-        family="qwen3", head_dim=24, attention_bias=True, changes=dict(model_type=None)),
-    "as transformers 4 wrote it": dict(
-        changes=dict(rope_parameters=None, rope_theta=5e5, rope_scaling=LLAMA3)),
-    "old linear rope": dict(
-        changes=dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=4.0))),
+    "qwen3, bias, no model_type, old linear rope": dict(
+        family="qwen3", head_dim=24, attention_bias=True, changes=dict(
+            model_type=None, rope_parameters=None, rope_scaling=dict(type="linear", factor=4.0))),
+    "qwen3, names of AutoModel, another head": dict(
+        family="qwen3", changes=dict(prefix="model.", tie_word_embeddings=True)),
     "llama3 rope of the context": dict(
         changes=dict(rope_parameters=LLAMA3_OPEN)),
     "llama3 rope, its original length outside": dict(
         changes=dict(rope_parameters=LLAMA3_OPEN, original_max_position_embeddings=32)),
     "llama3 rope, two original lengths": dict(
         changes=dict(rope_parameters=LLAMA3 | LLAMA3_OPEN, original_max_position_embeddings=64)),
-    "two thetas": dict(
-        changes=dict(rope_parameters=dict(rope_type="default", rope_theta=5e5), rope_theta=3.0)),
-    "theta outside": dict(changes=dict(rope_parameters=dict(rope_type="default"), rope_theta=5e5)),
     "settings left out, and a window that llama does not know": dict(
         num_key_value_heads=4,
         changes=dict(num_key_value_heads=None, rms_norm_eps=None, rope_parameters=None,
                      hidden_act="swish", sliding_window=8)),
-    "names of AutoModel, heads of trainers": dict(
-        tie_word_embeddings=True, changes=dict(prefix="model.", tensors={
-            f"{name}.weight": torch.ones(1, 64) for name in ("v_head.summary", "score")})),
-    "qwen3, names of AutoModel, another head": dict(
-        family="qwen3", changes=dict(prefix="model.", tie_word_embeddings=True)),
 }
 
 def edit(folder, remove=None, cut=None, rename=None, tensors=(), prefix="", index=None, **settings):
@@ -786,7 +783,7 @@ def test_logits_equal_transformers(name, tmp_path, capsys):
     assert ours.config.n_params == sum(p.numel() for p in theirs.parameters())
     rows = record_logits(ours)
     tokens = prompt(50)
-    tokens += Engine(ours, chunk=20).generate([tokens], context - 50)[0]
+    tokens += Engine(ours, chunk=20).generate([tokens], 30)[0]
     expected = logits_by(theirs)(tokens)
     close(ours.logits(tokens), expected)
     for known, logits in rows:
@@ -838,43 +835,6 @@ def test_settings_left_out_are_transformers_defaults(family, tmp_path):
     different = {key for key, value in FAMILIES[family].items()
                  if value is not None and theirs.get(key) != value}
     assert different <= {"use_sliding_window", "rope_theta"}
-
-LAYOUTS = {  # of weights; which of them a machine takes depends on its processor
-    "panels": lambda weight: kernels.Packed(weight, 16),
-    "oneDNN": lambda weight: torch.ops.mkldnn._reorder_linear_weight(weight, None),
-    "plain": lambda weight: weight,
-}
-
-@each("layout", LAYOUTS)
-def test_weights_are_used_in_every_layout(layout, tmp_path, monkeypatch):
-    """Saved, compared with an adapter's embeddings, merged, trained"""
-    monkeypatch.setattr(model_py, "pack", LAYOUTS[layout])
-    model = GPT.from_preset(replace(TINY, vocab_size=67), float32)
-    model.save_pretrained(tmp_path / "saved")
-    stored = load_file(tmp_path / "saved/model.safetensors")
-    ours = random_adapter({"mlp.up_proj": 3}, model.config)
-    ours.save_pretrained(tmp_path / "adapter")
-    for name in ("lm_head.weight", "model.embed_tokens.weight"):
-        tensors = {f"base_model.model.{name}": stored[name].double()}
-        edit(tmp_path / "adapter", tensors=tensors)
-        assert torch.equal(model.load_adapter("a", tmp_path / "adapter").planes, ours.planes)
-    edit(tmp_path / "adapter", tensors={"lm_head.weight": stored["lm_head.weight"] + 1})
-    with pytest.raises(ValueError, match="embeddings in an adapter are not supported"):
-        model.load_adapter("a", tmp_path / "adapter")
-    model.merge(ours)
-    up, = (i for i, c in enumerate(model.config.operators["ffn_ln1"].columns) if "up" in c)
-    a, b = (factor[1] for factor in ours.factors("mlp.up_proj"))
-    merged = model.weights["1.ffn_ln1.weight"].to_dense().unflatten(0, (2, -1))[up]
-    near(merged, stored["model.layers.1.mlp.up_proj.weight"] + b.T @ a)
-    model.save_pretrained(tmp_path / "merged")  # without the adapter
-    same = load_file(tmp_path / "merged/model.safetensors")
-    assert all(torch.equal(same[name], tensor) for name, tensor in stored.items())
-    expected = GPT.from_pretrained(tmp_path / "saved").logits([1, 2, 3])
-    parameters = model.make_trainable()
-    assert sum(p.numel() for p in parameters) == model.config.n_params
-    assert torch.equal(model.logits([1, 2, 3]), expected)
-    model.forward_ref(torch.tensor([[1, 2, 3]])).sum().backward()
-    assert all(p.grad is not None for p in parameters)
 
 LORAS = {
     "llama": [
@@ -1015,16 +975,12 @@ BAD_MODELS = {
     "rope_type = 'linear': factor = None: must be": dict(rope_scaling={"type": "linear"}),
     "full_attention = .* is not": dict(rope_parameters={"full_attention": {"rope_theta": 1.0}}),
     **{f"{name} = .* is not supported": {name: value} for name, value in dict(
-        quantization_config={"quant_method": "awq"}, scale_attn_by_inverse_layer_idx=True,
-        scale_attn_weights=False, activation_function="relu", hidden_act="gelu",
-        partial_rotary_factor=0.5).items()},
-    "config.json: dtype = 'int8': must be a floating-point": dict(dtype="int8"),
+        quantization_config={"quant_method": "awq"}, activation_function="relu").items()},
     "config.json: torch_dtype = 'auto': must": dict(dtype=None, torch_dtype="auto"),
     "model_type = None": dict(model_type=None, architectures=["GemmaForCausalLM"]),
     "num_attention_heads = 0: must be": dict(num_attention_heads=0),
     "tie_word_embeddings = 'no': must be a bool": dict(tie_word_embeddings="no"),
     "n_kv_head = 3: must divide": dict(num_key_value_heads=3),
-    "index.json: weight_map = None: must be a dict": dict(remove="model.safetensors", index={}),
     "model-1.safetensors does not exist": dict(
         remove="model.safetensors", index={"weight_map": {Q: "model-1.safetensors"}}),
     f"'{Q}' is missing": dict(tensors={Q: None}),
@@ -1033,7 +989,6 @@ BAD_MODELS = {
     f"'{Q}' holds NaN or infinity": dict(tensors={Q: torch.ones(128, 128) / torch.arange(128)}),
     "1 surplus tensors, as 'extra'": dict(tensors={"extra": torch.ones(1)}),
 }
-OFF = "is not supported, only None or False"
 BAD_ADAPTERS = {
     f"'{A}' is missing": dict(tensors={A: None}),
     f"'{A}' holds NaN or infinity": dict(tensors={A: torch.full((8, 128), math.nan)}),
@@ -1048,23 +1003,17 @@ BAD_ADAPTERS = {
     "adapter_model.safetensors does not exist.*PEFT": dict(rename="adapter_model.bin"),
     **{f"adapter_config.json: {message}": {"r": 8, "rank_pattern": {}} | settings
        for message, settings in {
-           "r = 0: must be in 1 ..": dict(r=0), "r = '8': must be in 1 ..": dict(r="8"),
-           "lora_alpha = '8': must be": dict(lora_alpha="8", alpha_pattern={}),
+           "r = 0: must be in 1 ..": dict(r=0),
            "lora_alpha = inf: must be": dict(lora_alpha=math.inf, alpha_pattern={}),
            "rank_pattern of 'q_proj' = 8.5: must be": dict(rank_pattern={"q_proj": 8.5}),
            r"alpha_pattern: 'q_proj\(': missing \)": dict(alpha_pattern={"q_proj(": 3}),
-           "rank_pattern: 'q{9+}': the repetition": dict(rank_pattern={"q{%s}" % ("9" * 20): 3}),
            r"alpha_pattern = \['q_proj'\]: must be a dictionary": dict(alpha_pattern=["q_proj"]),
        }.items()},
     "lm_head.weight': embeddings in an adapter are not supported": dict(
         tensors={"base_model.model.lm_head.weight": torch.ones(61, 128)}),
     "peft_type = 'IA3' is not supported, only 'LORA'": dict(peft_type="IA3"),
-    "bias = 'lora_only' is not supported, only 'none'": dict(bias="lora_only"),
-    "init_lora_weights = 'pissa' is not supported": dict(init_lora_weights="pissa"),
-    **{f"{name} = .* {OFF}": {name: value} for name, value in dict(
-        use_dora=True, lora_bias=True, use_qalora=True, modules_to_save=["lm_head"],
-        trainable_token_indices=[1, 2], target_parameters=["w"], megatron_config={"n": 1},
-        layer_replication=[[0, 2], [1, 2]], of_a_later_peft=True).items()},
+    "use_dora = True is not supported, only None or False": dict(use_dora=True),
+    "of_a_later_peft = True is not supported": dict(of_a_later_peft=True),
 }
 
 WRONG = {
@@ -1214,11 +1163,11 @@ def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
     rng = random.Random(0)
     n = theirs.get_vocab_size() + 3  # a model may have more tokens than its tokenizer
     outputs = [*expected[:-1], expected[-1][:200]]
-    outputs += [[rng.randrange(n) for _ in range(12)] for _ in range(200)]
+    outputs += [[rng.randrange(n) for _ in range(12)] for _ in range(100)]
     # bytes that are a character with some neighbours and none with others
     few = ["<0xC2>", "<0xA0>", "<0x20>", "<0xF0>", "</s>", "a", "▁a", "▁", "Â", "ł", "Ġ"]
     few = [id for id in map(theirs.token_to_id, few) if id is not None]
-    outputs += [rng.choices(few, k=12) for _ in range(200)]
+    outputs += [rng.choices(few, k=12) for _ in range(100)]
     start = ours.encode("it's")
     for output, most in product(outputs, (1, 5)):
         text_of = ours.stream(start)
@@ -1447,7 +1396,6 @@ def check_pages(engine):
         n = len(engine.memory.pool.tables[request])
         assert n == request.max_len if engine.alloc == "reserve" else n >= request.n_past
 
-SPECS = ["2", "goodput", "goodput_request", "goodput_global", "confidence"]
 def careless(waiting, running, now):
     """Last come, first served. An order may change the lists that it gets."""
     ordered = waiting[::-1]
@@ -1461,8 +1409,8 @@ FACTORS = {
     "alloc": ["reserve", "grow"],
     "n_page": [75, 400],
     "adapters": [(None,), (None, "q"), (None, "q", "ffn", "all")],
-    # number: noise of a model
-    "drafts": [(None, "off"), (9.0, "2"), (9.0, "goodput"), *product(["ngram", 0.3], SPECS)],
+    "draft": [None, 9.0, "ngram", 0.3],  # number: noise of a model
+    "spec": ["2", "goodput", "goodput_request", "goodput_global", "confidence"],
     "temperature": [0.0, 1.0],  # of a neighbour
     "abort": [0, 4],  # step in which a neighbour is aborted, if not 0
     "lora": ["batched", "bmm", "merge"],
@@ -1492,12 +1440,14 @@ def serve_case(case, requests):
     """Serve requests beside two more, one of which may be sampled and one aborted. -> the engine"""
     options = dict(max_batch=4, cost=COST) | case
     name = options.pop("adapters")[-1]
-    source, spec = options.pop("drafts")
     abort = options.pop("abort")
     aborted = Request(prompt(11), 30, name)
     sampled = Request(prompt(9), 20, name, temperature=options.pop("temperature"))
-    draft = draft_model(source) if isinstance(source, float) else source
-    engine = start(TARGET, [aborted, sampled, *requests], draft=draft, spec=spec, **options)
+    if isinstance(options["draft"], float):
+        options["draft"] = draft_model(options["draft"])
+    if options["draft"] is None:
+        options["spec"] = "off"
+    engine = start(TARGET, [aborted, sampled, *requests], **options)
     for _ in range(abort):
         engine.step()
     if abort:
@@ -1517,8 +1467,8 @@ def test_greedy_tokens_equal_the_naive_loop(scheduler):
             check_tokens(requests)
             preemptions += n_preempted(engine)
             if engine.speculator:
-                accepted[case["drafts"][0]] += engine.speculator.n_accepted
-    assert preemptions > 0 and accepted["ngram"] > 5 and accepted[0.3] > 5
+                accepted[case["draft"]] += engine.speculator.n_accepted
+    assert preemptions > 0 and accepted.total() > 5
 
 def test_plan_is_called_once_per_step():
     """The pool has room for two requests. A third starts when pages are released."""
@@ -1585,18 +1535,25 @@ def test_the_least_recently_used_adapter_is_evicted():
     engine.generate([[1] * 20], 14, "c")
     assert loaded_in(engine) == ["a", "c"]
 
-def test_adapters_of_the_queue_are_copied_while_others_run(monkeypatch):
+@each("n_page, n_hidden", [(20000, 56), (3500, 14)])  # all copies but the first four
+def test_adapters_of_the_queue_are_copied_while_others_run(n_page, n_hidden, monkeypatch):
+    """[S-LoRA §5.2] If the pool is small, what is prefetched is used: nothing is loaded twice."""
     cost = CostModel.roofline(preset("llama-7b"), "a100")
     seconds = []
+    copy_adapter = sarathi.CostRunner.copy_adapter
     for _ in range(2):
+        loads = []
+        monkeypatch.setattr(sarathi.CostRunner, "copy_adapter",
+                            lambda *args: loads.append(args) or copy_adapter(*args))
         requests = [Request([0] * 400, 20, name) for name in range(60)]
         ranks = dict.fromkeys(range(60), 64)
-        engine = serve(cost, requests, "orca", ranks, max_batch=4, n_page=20000)
+        engine = serve(cost, requests, "orca", ranks, max_batch=4, n_page=n_page)
         seconds.append(engine.clock.now())
+        assert len(loads) == 60
         monkeypatch.setattr(sarathi.Memory, "prefetch", lambda *_: None)
     adapters = [*engine.adapters.values()]
     copy = cost.load_seconds(adapters[0].n_params, False)[1]
-    assert seconds[1] - seconds[0] == approx(56 * copy, rel=0.05)  # all but the first four
+    assert seconds[1] - seconds[0] == approx(n_hidden * copy, rel=0.05)
     copies = [engine.runner.copy_adapter(adapter, []) for adapter in adapters[:3]]
     engine.runner.wait_for(copies[2])  # behind the two others
     assert engine.clock.now() - seconds[1] == approx(3 * copy)
@@ -1612,23 +1569,6 @@ def test_adapters_are_prefetched_in_the_order_of_the_queue():
         engine.add(request)
     engine.step()
     assert sorted(loaded_in(engine)) == ["b", "c"]
-
-def test_what_is_prefetched_is_used(monkeypatch):
-    """[S-LoRA §5.2] Nothing is loaded more often, and first tokens come earlier."""
-    figures = []
-    copy_adapter = sarathi.CostRunner.copy_adapter
-    # the authors' server, but for what it does about adapters
-    monkeypatch.setattr(bench.Lightllm, "start", sarathi.Scheduler.start)
-    monkeypatch.setattr(bench.Lightllm, "drop_idle", lambda self: None)
-    for _ in range(2):
-        loads = []
-        monkeypatch.setattr(sarathi.CostRunner, "copy_adapter",
-                            lambda *args: loads.append(args) or copy_adapter(*args))
-        run = bench.slora(simulated("slora_fig6"), "S4", 400, 4, 300)
-        figures.append((len(loads), run.seconds, np.mean(run.ttfts)))
-        monkeypatch.setattr(sarathi.Memory, "prefetch", lambda *_: None)
-    ours, without = figures
-    assert ours[0] <= without[0] and ours[1] < 1.003 * without[1] and ours[2] < without[2]
 
 def slow_copies(monkeypatch):
     """A copy lands when it is waited for, or else two iterations later, whatever is there then."""
@@ -1686,7 +1626,7 @@ def test_an_adapter_takes_the_models_dtype():
     dict(alloc="reserve", draft="ngram", spec=3),
 ], ids=str)
 def test_pages_are_conserved(options, monkeypatch):
-    """Requests and adapters come and go in 1,000 random operations, with copies in flight: every
+    """Requests and adapters come and go in 400 random operations, with copies in flight: every
     request has the tokens of the weights with which it was added, and no page is lost."""
     slow_copies(monkeypatch)
     rng = random.Random(0)
@@ -1696,7 +1636,7 @@ def test_pages_are_conserved(options, monkeypatch):
     weights = {}  # request -> the same, when it was added
     aborted = {}  # request -> its state and its output
     requests = []
-    for _ in range(1000):
+    for _ in range(400):
         name = rng.choice("abcde")
         operation = rng.choice(["add", "add", "add_adapter", "remove", "abort", "step", "step"])
         if operation == "add" and len(engine.requests) < 8:
@@ -1710,7 +1650,7 @@ def test_pages_are_conserved(options, monkeypatch):
         elif operation == "remove" and name in sources and rng.random() < 0.5:
             del sources[name]
             engine.remove_adapter(name)
-        elif operation == "abort" and engine.requests and rng.random() < 0.2:
+        elif operation == "abort" and engine.requests and rng.random() < 0.4:
             victim = rng.choice([*engine.requests.values()])
             aborted[victim] = victim.state, [*victim.output]
             engine.abort(victim.id)
@@ -1726,7 +1666,7 @@ def test_pages_are_conserved(options, monkeypatch):
         else:
             assert request.state == "length" and len(request.output) == request.max_new_tokens
     states = {(state, bool(output)) for state, output in aborted.values()}
-    assert len(states) >= 2 and len(requests) > len(aborted) + 50
+    assert len(states) >= 2 and len(requests) > len(aborted) + 20
     assert engine.alloc == "reserve" or n_preempted(engine)
     for pool in {engine.memory.pool, engine.memory.adapter_pool}:
         assert engine.memory.make_room(pool, pool.n_page)  # adapters are idle
@@ -1832,11 +1772,13 @@ def test_a_request_starts_if_every_running_one_has_a_page_for_its_next_token():
         assert len(engine.running) == n_running
 
 def test_pages_of_rejected_drafts_are_taken_back_before_a_request_is_preempted():
-    requests = [Request([0] * 20, 60) for _ in range(2)]
-    n_page = sum(request.max_len for request in requests)
-    engine = serve(COST, requests, max_batch=2, n_page=n_page, alloc="grow", draft="ngram", spec=7,
-                   alpha=1e-9)
-    assert n_preempted(engine) == 0 and engine.speculator.n_accepted == 0
+    requests = [Request([0] * 20, 30) for _ in range(2)]
+    engine = start(COST, requests, "orca", max_batch=2, n_page=60, alloc="grow")
+    engine.step()
+    pool = engine.memory.pool
+    assert pool.reserve(requests[0], 60 - len(pool.tables[requests[1]]))  # as for many drafts
+    engine.step()
+    assert engine.running == requests and len(pool.tables[requests[0]]) < 23
 
 def test_an_iteration_without_tokens_is_waited_for(monkeypatch):
     """On a GPU, where nothing else does: the clock would be too early. Copies of adapters, on
@@ -1902,11 +1844,12 @@ def test_drafts_may_come_from_hidden_states(monkeypatch):
         check_tokens(requests)
         assert engine.speculator.n_accepted > 0 and engine.speculator.n_drafted > 50
 
-def test_preempted_requests_go_first():
+def test_preempted_requests_go_first_and_are_counted():
     requests = equal_requests(12, 20, 40)
     engine = serve(COST, requests, max_batch=6, n_page=150, alloc="grow")
     ends = [request.times[-1] for request in requests]
-    assert n_preempted(engine) and max(ends[:6]) < min(ends[6:])
+    assert max(ends[:6]) < min(ends[6:])
+    assert sarathi.Run(requests, 0.0).n_preempted == n_preempted(engine) > 0
 
 class ShortestFirst(sarathi.Scheduler):
     def admit(self, running, waiting):
@@ -1949,7 +1892,6 @@ def test_the_pool_has_room_for_an_ordinary_adapter():
 
 BAD_OPTIONS = {
     "unknown scheduler 'fast'.* static, orca": dict(scheduler="fast"),
-    "unknown alloc 'lazy'.* reserve, grow": dict(alloc="lazy"),
     "order = 'lcfs': must be a function": dict(order="lcfs"),
     "unknown spec 'a number'.* goodput": dict(spec="a number", draft="ngram"),
     "unknown draft 'a GPT'.* ngram": dict(spec=2, draft="a GPT"),
@@ -1959,29 +1901,21 @@ BAD_OPTIONS = {
     "spec = 0": dict(spec=0, draft="ngram"),
     "spec = 3: needs a draft": dict(spec=3),
     "scheduler = .*Sarathi.* must be an object like Sarathi": dict(scheduler=sarathi.Sarathi),
-    "chunk = 0": dict(chunk=0),
-    "seed = 0.5": dict(seed=0.5),
     "unknown lora 'fast'": dict(lora="fast"),
-    "alpha = 1.5": dict(alpha=1.5),
     "max_batch = -1": dict(max_batch=-1),
 }
 LIST = "must be a list of tokens, like .1, 2, 3."
 BAD_REQUESTS = {
     "tokens in the prompt = 0": dict(prompt=[]),
     f"prompt = 'text': {LIST}": dict(prompt="text"),
-    f"prompt = .True.: {LIST}": dict(prompt=[True]),
     f"stop = '.': {LIST}": dict(stop="."),
     "max_new_tokens = True": dict(max_new_tokens=True),
-    "temperature = inf": dict(temperature=math.inf),
     "arrival = 1700000000: must be in 0.0 .. 1000000000": dict(arrival=1700000000),
-    "seed = -1": dict(seed=-1),
     "alpha = 0.5: of a request, needs an engine with an alpha": dict(alpha=0.5),
     "adapter = .'ffn'.: must be a name": dict(adapter=["ffn"]),
     "output = .1.: add a Request only once": dict(output=[1]),
     "token = 61: must be in 0 .. 60": dict(prompt=[1, 61]),
-    "token = -1": dict(prompt=[-1]),
     "top_p = 0": dict(top_p=0),
-    "top_k = -1": dict(top_k=-1),
     "unknown adapter 'none'.* ffn": dict(adapter="none"),
     "a prompt of 1 tokens . 160 exceeds the context of 160": dict(max_new_tokens=160),
     "pages of the request and its adapter = 81.* 80": dict(max_new_tokens=61, adapter="ffn"),
@@ -1997,7 +1931,6 @@ BAD_CALLS = {
         lambda engine: engine.generate([[1], [2]], adapter=["ffn"]),
     "id = 0: add a Request only once": lambda engine: engine.add(engine.requests[0]),
     "no request with id 99 is waiting or running": lambda engine: engine.abort(99),
-    "nowhere": lambda engine: engine.add_adapter("lost", "nowhere"),
     "rank = 0": lambda engine: engine.add_adapter("lost", 0),
     "adapter = None: must be a PEFT folder, an A": lambda engine: engine.add_adapter("lost", None),
     "adapter None: must have a name": lambda engine: engine.add_adapter(None, adapter_of()),
@@ -2084,8 +2017,6 @@ PLANS = {
     "plans 99 tokens of request 0: must be.* 1 .. 4": lambda requests, _: [(requests[0], 99)],
     "plans Request.*: is not running": lambda requests, engine: [(Request([1]), 1)],
     "plans nothing": lambda requests, engine: [],
-    "plans 4.0 tokens of request 0: must be a whole": lambda requests, _: [(requests[0], 4.0)],
-    "plans None: must be .*request, n": lambda requests, engine: None,
 }
 ADMISSIONS = {
     "or the order starts Request": lambda waiting: [Request([1])],
@@ -2093,14 +2024,12 @@ ADMISSIONS = {
 }
 POLICIES = {  # for one decode
     "Fixed gives .4. for 1 decodes: must be whole numbers in 0 .. .3.": lambda price: [4],
-    "Fixed gives 2 for 1 decodes: must be whole": lambda price: 2,
     "Fixed gives .. for 1 decodes: must be whole": lambda price: [],
     "Fixed calls price: set needs_price = True": lambda price: price([1]),
 }
 DRAFTS = {
     "Zeros gives .61.: must be up to 3 tokens below 61": [61],
     "Zeros gives .1, 1, 1, 1.: must be up to 3 tokens below 61": np.ones(4, int),
-    "Zeros gives .0.5.: must be tokens": [0.5],
     "Zeros gives 1: must be tokens": 1,
 }
 
@@ -2328,47 +2257,6 @@ def unwritten_memory_is_nan():
     yield
     torch.use_deterministic_algorithms(False)
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="there, all tests of the engine replay real graphs")
-@each("scheduler, chunk, names, spec", [
-    ("sarathi", 32, (None,), None),
-    ("sarathi_serve", 64, (None, "q", "all"), None),
-    ("sarathi_serve", 64, ("ffn", None), 3),
-    ("prefill_first", 40, (None, "q", "all"), 3),
-])
-def test_iterations_of_up_to_a_chunk_replay_graphs(scheduler, chunk, names, spec,
-                                                   unwritten_memory_is_nan, monkeypatch):
-    """Ends of prompts, short prompts, several chunks, drafts and adapters beside them: all graphs
-    are recorded by warm(), and no more than 24. Tiles have 16 rows here."""
-    fake_graphs(monkeypatch)
-    monkeypatch.setattr(sarathi, "TILE", 16)
-    draft = sarathi.Zeros() if spec else None
-    engine = Engine(TARGET, scheduler, chunk, max_batch=5, draft=draft, spec=spec)
-    for name in filter(None, names):
-        engine.add_adapter(name, ADAPTERS[name])
-    engine.warm()
-    graphs = {*engine.runner.graphs.graphs}
-    forward = GPT.forward
-    eager = []  # tokens of iterations without a graph
-    replay = sarathi.CudaGraphs.replay
-
-    def replay_alone(*args):
-        with monkeypatch.context() as patch:
-            patch.setattr(GPT, "forward", forward)
-            return replay(*args)
-
-    def eager_forward(model, batch, kv):
-        eager.append(len(batch.tokens))
-        return forward(model, batch, kv)
-    monkeypatch.setattr(sarathi.CudaGraphs, "replay", replay_alone)
-    monkeypatch.setattr(GPT, "forward", eager_forward)
-    requests = mixed(names, 12)
-    for request in requests:
-        engine.add(request)
-    engine.run()
-    check_tokens(requests)
-    assert {*engine.runner.graphs.graphs} == graphs and len(graphs) <= 24
-    assert all(n > chunk for n in eager) and bool(eager) == (scheduler == "prefill_first")
-
 @each("names, sizes", [  # prompts and new tokens
     ([None], [(30, 12)]),
     (["q", "ffn"] * 2, [(9, 9), (9, 9), (17, 2), (17, 2)]),
@@ -2483,33 +2371,38 @@ def test_a_profile_replays_graphs(monkeypatch):
     monkeypatch.setattr(kernels.Batch, "to", Mock(side_effect=AssertionError))  # without a graph
     assert sarathi.Profile(random_model(), n=24, budget=9.0).time(100, 200) > 0
 
-def test_random_engines_replay_graphs(monkeypatch):
-    """Schedulers, chunks, pools, adapters and drafts: nothing raises, and no iteration of up to a
-    chunk runs outside of a graph."""
+@pytest.mark.skipif(DEVICE == "cuda", reason="there, all tests of the engine replay real graphs")
+def test_random_engines_replay_graphs(unwritten_memory_is_nan, monkeypatch):
+    """Schedulers, chunks, pools, adapters and drafts: all graphs are recorded by warm(), no more
+    than 24, and only iterations of more than a chunk run without one. Tiles have 16 rows here."""
     fake_graphs(monkeypatch)
-    rng = np.random.default_rng(0)
-    pick = lambda *values: values[rng.integers(len(values))]
-    eager = []
+    monkeypatch.setattr(sarathi, "TILE", 16)
+    monkeypatch.setattr(sarathi.CudaGraphs, "MANY", 4)
+    rng = random.Random(0)
+    eager = []  # tokens of iterations without a graph
     to = kernels.Batch.to
     monkeypatch.setattr(kernels.Batch, "to", lambda batch, *args: eager.append(
         len(batch.tokens)) or to(batch, *args))
-    for _ in range(8):
-        adapters = {name: adapter for name, adapter in ADAPTERS.items() if pick(True, False)}
-        requests = [Request(prompt(pick(1, 8, 9, 30, 90)), pick(1, 2, 20), pick(None, *adapters))
-                    for _ in range(9)]
-        n_page = max([0, *(adapter.n_page for adapter in adapters.values())]) + pick(115, 600)
-        draft, spec = pick((None, None), ("ngram", 1), ("ngram", 7))
-        scheduler = pick("sarathi", "sarathi_serve", "prefill_first", "orca")
-        engine = start(TARGET, requests, scheduler, adapters, chunk=pick(1, 9, 16, 100, 130),
-                       max_batch=pick(1, 3, 8), alloc=pick("grow", "reserve"), n_page=n_page,
-                       draft=draft, spec=spec)
+    n_eager = Counter()
+    for scheduler in ["sarathi", "sarathi_serve", "prefill_first", "orca"] * 3:
+        adapters = {name: adapter for name, adapter in ADAPTERS.items() if rng.random() < 0.7}
+        requests = [Request(prompt(rng.choice([1, 8, 9, 30, 90])), rng.choice([1, 2, 20]),
+                            rng.choice([None, *adapters])) for _ in range(9)]
+        n_page = max([0, *(adapter.n_page for adapter in adapters.values())])
+        n_page += rng.choice([115, 600])
+        draft, spec = rng.choice([(None, None), ("ngram", 1), ("ngram", 7)])
+        engine = start(TARGET, requests, scheduler, adapters, chunk=rng.choice([1, 9, 16, 64]),
+                       max_batch=rng.choice([1, 3, 8]), alloc=rng.choice(["grow", "reserve"]),
+                       n_page=n_page, draft=draft, spec=spec)
         engine.warm()
         graphs = {*engine.runner.graphs.graphs}
         eager.clear()
         engine.run()
-        assert {*engine.runner.graphs.graphs} == graphs
+        assert {*engine.runner.graphs.graphs} == graphs and len(graphs) <= 24
         assert all(n > engine.scheduler.chunk for n in eager)
+        n_eager[scheduler] += len(eager)
         check_tokens(requests)
+    assert n_eager["prefill_first"] > 0 == n_eager["sarathi"] + n_eager["sarathi_serve"]
 
 @each("scheduler, names, spec", [("sarathi", (None, "0"), None), ("prefill_first", ("0",), 3)])
 def test_nothing_is_compiled_while_requests_are_served(scheduler, names, spec, monkeypatch):
@@ -2637,7 +2530,7 @@ def test_graphs_change_no_operator_and_no_token(unwritten_memory_is_nan, monkeyp
         requests = mixed((None, "q"), 2)
         serve(TARGET, requests, chunk=16, max_batch=2, draft="ngram", spec=2)
         check_tokens(requests)
-    for case in CASES[::8] if not INTERPRETED else []:
+    for case in CASES[::6] if not INTERPRETED else []:
         requests = mixed(case["adapters"])
         serve_case(case | dict(lora="batched"), requests)
         check_tokens(requests)
@@ -2682,7 +2575,7 @@ def test_sampled_speculation_is_lossless(source, rule, monkeypatch):
     assert (chance > 1e-7) == (rule == "right")  # a right rule fails once in ten million runs
     assert engine.speculator.n_accepted > 300
 
-SAMPLING = FACTORS | {"drafts": [(None, "off")], "max_batch": [1, 4]}
+SAMPLING = FACTORS | {"draft": [None], "spec": ["off"], "max_batch": [1, 4]}
 
 def test_sampled_tokens_depend_on_their_seed_alone():
     """Under every scheduler, chunk, allocation, preemption and neighbour: the oracle's logits, and
@@ -3367,10 +3260,8 @@ MISTAKES = {
     "has no tokenizer.json: use --tokens": ["--prompt", "hello"],
     "No such file .*nowhere": ["--adapter", "nowhere"],
     "token = 70: must be in 0 .. 60": ["--tokens", "1,70"],
-    "unknown scheduler 'fast': .*one of static, orca": ["--scheduler", "fast"],
     "tp = 2 needs 2 processes, .*--nproc_per_node 2": ["--tp", 2],
     "argument --tokens: '1 2': must be like 1,2,3": ["--tokens", "1 2"],
-    "model '../nowhere': must be a folder": ["--tokens", "1", "--model", "../nowhere"],
     "spec = '3': needs a draft": ["--spec", 3],
     "--explain runs an example of its own": ["--explain", "--chunk", 8],
     "--html shows what --explain prints": ["--tokens", "1", "--html", "x.html"],
@@ -3603,7 +3494,7 @@ def test_a_gpu_of_a_file(edit, needle, tmp_path):
         CostModel.roofline(A100.config, str(path))
     assert "\n" not in str(raised.value) and "mine.json" in str(raised.value)
 
-CONSTANTS = {  # constant -> the claim on which it was chosen, and for slora() what to run
+CONSTANTS = {  # constant -> the claim on which it was chosen; of short runs our figure, what to run
     "GEMM_FLOPS": ("table2", ("linear (ms)", "prefill-only", "")),
     "GEMM_BANDWIDTH": ("table2", ("linear (ms)", "decode-only", "")),
     "CHUNK_FLOPS": ("table2", ("attn (ms)", "prefill-only", "")),
@@ -3613,24 +3504,35 @@ CONSTANTS = {  # constant -> the claim on which it was chosen, and for slora() w
     "SKINNY": ("table2", ("linear (ms)", "decode-only", "")),
     "sarathi.usable": ("fig8", ("largest batch", "L = 3072", "")),
     "ELEMENTWISE": ("fig3", ("share of others", "", "")),
-    "LORA_BANDWIDTH": ("slora_table3", ("S4", "S-LoRA", 100), "S4", 100, 10, 120),
-    "lightllm.row": ("slora_table3", ("S4", "S-LoRA", 2), "S4", 2, 10, 120),
-    "lightllm.layer": ("slora_fig6", ("latency (s)", "", 1), "S4", 400, 1, 300),
-    "lightllm.load": ("slora_table3", ("S2", "S-LoRA", 1000), "S2", 1000, 10, 120),
-    "lightllm.resize": ("slora_fig5", ("a100", "no-unify", ""), "S4", 400, 6, 300, "no-unify"),
-    "lightllm.gather": ("slora_fig5", ("a100", "bmm", ""), "S4", 400, 6, 30, "bmm"),
-    "transformers.token": ("slora_table3", ("S1", "PEFT", 5), "S1", 5, 10, 120, "PEFT"),
-    "vllm.token": ("spec_fig1", ("no gain beyond rate", "k = 5", "")),
+    "LORA_BANDWIDTH": ("slora_table3", ("S4", "S-LoRA", 100), 3.307, "S4", 100, 10, 120),
+    "lightllm.row": ("slora_table3", ("S4", "S-LoRA", 2), 3.682, "S4", 2, 10, 120),
+    "lightllm.layer": ("slora_fig6", ("latency (s)", "", 1), 15.9, "S4", 400, 1, 300),
+    "lightllm.load": ("slora_table3", ("S2", "S-LoRA", 1000), 4.571, "S2", 1000, 10, 120),
+    "lightllm.resize": ("slora_fig5", ("a100", "no-unify", ""), 2.243,
+                        "S4", 400, 6, 300, "no-unify"),
+    "lightllm.gather": ("slora_fig5", ("a100", "bmm", ""), 0.16, "S4", 400, 6, 30, "bmm"),
+    "transformers.token": ("slora_table3", ("S1", "PEFT", 5), 0.7732, "S1", 5, 10, 120, "PEFT"),
+    "vllm.token": ("spec_fig1", ("no gain beyond rate", "k = 5", ""), 1.072),
 }
-SCALES = {"SKINNY": 0.1, "ELEMENTWISE": 4, "LORA_BANDWIDTH": 0.5}  # where 2 is too little
+SCALES = {  # where 2 is too little
+    "SKINNY": 0.1, "ELEMENTWISE": 4, "LORA_BANDWIDTH": 0.5, "lightllm.load": 8,
+}
 
-def claim_holds(rows_of, name, at, *run):
-    """The fitted cells of S-LoRA are met within 6 %; 15 % would not tell a factor of two."""
-    if not run:
+def short_run(name, *run):
+    """Of an experiment that takes long: one of its figures, served for a sixth of the time"""
+    place = simulated(name)
+    if name == "spec_fig1":
+        choices = {"off": "off", "k = 5": 5, "goodput": "off"}
+        rows = bench.latencies(place, [12], choices, 0.7, bench.small_model(place))
+        return next(row.ours for row in rows if (row.panel, row.series) == (
+            "times as fast as off", "k = 5"))
+    run = bench.slora(place, *run)
+    return np.mean(run.latencies) if name == "slora_fig6" else run.requests_per_second
+
+def claim_holds(rows_of, name, at, expected=None, *run):
+    if expected is None:
         return rows_of(name)[at]["inside"]
-    run = bench.slora(simulated(name, ""), *run)
-    ours = np.mean(run.latencies) if name == "slora_fig6" else run.requests_per_second
-    return abs(ours / CLAIMS[name][at].paper - 1) < 0.06
+    return short_run(name, *run) == approx(expected, rel=0.02)
 
 @each("constant", CONSTANTS)
 def test_wrong_constant_misses_its_claim(constant, monkeypatch):
@@ -3883,11 +3785,6 @@ def test_run_counts_all_requests():
                            preempted=0, ttft=1.0, tpot=2.0, stall=3.0)
     assert [row["stall"] for row in rows] == [3.0, 1.0, None, None] and rows[3]["preempted"] == 2
 
-def test_preemptions_are_counted():
-    requests = equal_requests(12, 20, 40)
-    engine = serve(COST, requests, max_batch=6, n_page=150, alloc="grow")
-    assert sarathi.Run(requests, 0.0).n_preempted == n_preempted(engine) > 0
-
 TRACES = {  # the same three requests, 4 and 1.5 seconds apart
     "ours.csv": "arrival,prompt,output\n1700000000,374,44\n1700000004,396,9\n1700000005.5,7,1\n",
     "quoted.csv": '"Arrival", "Prompt","Output"\n\n"5","374.0","44"\n9, 396,9\n 10.5,7,1\n',
@@ -3934,43 +3831,24 @@ def test_traces_of_the_field(name, form, tmp_path, capsys):
     assert "3 rows read, 2 kept, 1 skipped" in err
     assert err.endswith("; 1.33 requests/s in the mean, 1.33 in the busiest ten seconds\n")
 
-@each("name", ["ours.csv", "azure.csv", "burst.csv", "vidur.csv", "bailian.jsonl",
-               "mooncake.jsonl"])
-def test_windows_of_traces_keep_their_bursts(name, tmp_path, capsys):
+def test_windows_of_traces_keep_their_bursts(tmp_path, capsys):
     """As of a table computed with numpy"""
     rng = np.random.default_rng(0)
     at = np.cumsum(rng.choice([0.01, 3.0], 400, p=[0.8, 0.2])).round(2)
     lengths = rng.integers(0, 40, (400, 2))
-    lines = TRACES[name].strip().splitlines()
-    text = []
-    for seconds, (prompt, output) in zip(at.tolist(), lengths.tolist()):
-        if name.endswith(".jsonl"):
-            row = json.loads(lines[0])
-            seconds *= 1000 if "mooncake" in name else 1
-            row |= dict(timestamp=seconds, input_length=prompt, output_length=output)
-            text.append(json.dumps(row))
-        elif name == "azure.csv":
-            text.append(f"2023-11-16 18:{int(seconds // 60) % 60:02}:{seconds % 60:010.7f},"
-                        f"{prompt},{output}")
-        else:
-            middle = "GPT-4," if name == "burst.csv" else ""
-            end = ",9,x" if middle else ""
-            values = f"{middle}{prompt},{output}{end}"
-            text.append(f"{seconds},{values}")
-    head = [] if name.endswith(".jsonl") else lines[:1]
-    if name == "vidur.csv":
-        rng.shuffle(text[1:])
-    (tmp_path / name).write_text("\n".join(head + text))
+    rows = [f"{t},{prompt},{output}\n" for t, (prompt, output) in zip(at, lengths)]
+    path = tmp_path / "jobs.csv"
+    path.write_text("arrival,prompt,output\n" + "".join(rows))
     window = (at - at[0] >= 60) & (at - at[0] < 180)
     served = window & (lengths.min(1) > 0) & (lengths.sum(1) <= 70)
     expected = (at[served] - at[served][0]) / 4
-    args = arguments(f"online --jobs {tmp_path}/{name} --window 60..180 --speed 4")
+    args = arguments(f"online --jobs {path} --window 60..180 --speed 4")
     jobs = bench.read_jobs(args, 70)
     assert [job.arrival for job in jobs] == approx(expected, abs=1e-6)
     assert [job[1:3] for job in jobs] == list(map(tuple, lengths[served].tolist()))
     busiest = max(np.sum((expected >= t) & (expected < t + 10)) for t in expected) / 10
     assert capsys.readouterr().err.startswith(
-        f"{tmp_path}/{name}: 400 rows read, {served.sum()} kept, {(window & ~served).sum()} "
+        f"{path}: 400 rows read, {served.sum()} kept, {(window & ~served).sum()} "
         "skipped (no prompt, no output, or more than 70 tokens; simulated: --context); "
         f"{len(jobs) / expected[-1]:.3g} requests/s in the mean, {busiest:.3g} in the busiest ten")
     args.first = 9
@@ -3988,27 +3866,19 @@ def test_what_lies_outside_a_window_is_not_kept(tmp_path):
 
 @each("text, needle", [
     ("a,b\n1,2\n", "columns a, b: must be CSV or JSON lines with the columns of ours .arrival, "),
-    ('[{"id": "a", "conversations": [{"from": "human", "value": "hi"}]}]\n',
-     "line 1: a JSON array; must be CSV or JSON lines with the columns of .* Mooncake .timest"),
-    ("{\n", "line 1: Expect.*; must be CSV"),
+    ('[{"id": "a"}]\n', "line 1: a JSON array; must be CSV or JSON lines with the columns"),
     ("timestamp,input_length,output_length,hash_ids\n" + "".join(
         f"{6 * i},5,5,\n" for i in range(11)),  # in seconds
      "11 requests over 0.06 s are not plausible: an arrival of Mooncake is in units of 0.001 s"),
-    ("timestamp,input_length,output_length\n0,5,5\n6,5,5\n",  # whose unit?
-     "columns timestamp, input_length, output_length: must be CSV or JSON lines with the columns"),
     ("arrival,prompt,output\n0,5,5\n900000000,5,5\n", "2 requests over 9e.08 s are not plausible"),
-    ("arrival,prompt,output\n20231116181546,5,5\n20231116181549,5,5\n", "are not plausible"),
     ("prompt,output\n5,5\n", "column 'arrival' is missing"),
     ("arrival,prompt,output\n0,5,5\n1,x,5\n", "line 3: .*'x'"),
     ("arrival,prompt,output\n0,5,5\n\n1,5\n", "line 4: more or fewer fields"),
     ("arrival,prompt,output\n0,5,5\n1,5.5,5\n", "line 3: .*whole"),
-    ("arrival,prompt,output\n0,,5\n", "line 2: "),
     ("arrival,prompt,output\n0,5,5\ninf,5,5\n", "line 3: arrival = inf"),
-    ("arrival,prompt,output\nnoon,5,5\n", "line 2: .*'noon'"),
     ('arrival,prompt,output\n0,5,5\n1,5,"5\n', "line 3: "),
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "pro\n', "line 2: "),
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "prompt": 5}\n', "line 2: "),
-    ('{"arrival": null, "prompt": 5, "output": 5}\n', "line 1: "),
     ("arrival,prompt,output\n0,0,5\n0,5,0\n0,60,5\n0,-1,5\n", "can be served = 0"),
     ("\xff", "line 0: .*utf-8"),
 ])
@@ -4086,9 +3956,8 @@ def test_results_are_those_of_the_assets(monkeypatch, capsys, tmp_path):
     assert pages[0] == pages[1]
     assert [page == other for page, other in zip(pages[1], pages[2])] == [False, False, True, True]
     text = pages[0][0].decode()
-    lines = ["| prefill_first    | 2294 ± 2.4 | 547 ± 26    | 24.6 ± 0.036 | 635 ± 11         |",
-             "date 2026-11-26; commit 20b2c5e", "- all: values 58 of 64, gains 20 of 30",
-             "| 1  | 199                 | 200   |", "![h200](h200.png)", "5132 / 5008"]
+    report = json.loads((ASSETS / "scoreboard.json").read_text())
+    lines = [*bench.count_runs(report["rows"]), f"commit {report['commit']}", "![h200](h200.png)"]
     assert [line for line in lines if line not in text] == []
 
 def test_picture_shows_ours_and_the_papers():
@@ -4118,30 +3987,41 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     return status, *capsys.readouterr()
 
 @each("words, needle", [
-    ("fig99", ": unknown experiment 'fig99'"), ("fig3 --hardware b300", "a100-40, a100, "),
-    ("--no-such-flag", "--no-such-flag"), ("--chunk many", "many"),
-    ("--chunk 0", "chunk = 0"), ("--lengths 1..x", "1..x"), ("--max-batch 0", "max_batch = 0"),
-    ("--seconds -1", "seconds = -1"), ("fig3 --draft tiny", "--draft"),
-    ("fig3 --lengths 9999 --hardware a100", "9999"), ("fig8 --lengths 32 --hardware a100", "= 32"),
+    ("fig99", ": unknown experiment 'fig99'"),
+    ("fig3 --hardware b300", "a100-40, a100, "),
+    ("--no-such-flag", "--no-such-flag"),
+    ("--chunk many", "many"),
+    ("--max-batch 0", "max_batch = 0"),
+    ("--lengths 1..x", "1..x"),
+    ("fig3 --lengths 9999 --hardware a100", "9999"),
+    ("fig8 --lengths 32 --hardware a100", "= 32"),
     ("spec_here --hardware a100", "only be measured"),
     ("scoreboard --scheduler orca", "leave out --scheduler"),
     ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
-    ("fig3 --model no-model --hardware a100", "no-model"), ("fig3 --rate 3", "--rate"),
-    ("--scheduler nowhere.py:Mine online", "nowhere.py"), ("--scheduler mine", "'mine'"),
-    ("online --jobs a.csv --prompt 8", "--prompt"), ("online --speed 2", "--speed is of a trace"),
+    ("fig3 --rate 3", "--rate"),
+    ("--scheduler nowhere.py:Mine online", "nowhere.py"),
+    ("online --jobs a.csv --prompt 8", "--prompt"),
+    ("online --speed 2", "--speed is of a trace"),
     ("online --jobs a.csv --window 9", "window = [9]: must be like 3600..7200"),
-    ("fig3 --order sjf", "--order is a flag of online, attainment, capacity alone"),
-    ("fig3 --hardware a100 --context 9", "context = 9"), ("fig3 --context 4096", "--hardware"),
-    ("fig3 --hardware nowhere.json", "nowhere.json"), ("gpu --device cpu", "torch sees no GPU"),
+    ("fig3 --context 4096", "--hardware"),
+    ("gpu --device cpu", "torch sees no GPU"),
     ("spec_here", "model 'tiny': is not trained yet, run `python model.py`"),
     ("spec_here --model llama-30m", "model 'llama-30m' has no tokenizer.json"),
     ("spec_here --model llama-30m --prompts latin.txt",
      "paragraphs of UTF-8 text in latin.txt = 0: must be"),
+    ("online --scheduler own.py:Yours", "name in own.py 'Yours': one of Mine, One, newest"),
+    ("online --scheduler own.py:One", "own.py:One: must be a Scheduler"),
+    ("online --scheduler own.py", "own.py:NAME"),
+    ("online --scheduler bad.py:Mine", "bad.py: SyntaxError"),
+    ("online --schedulers sarathi,mine", "unknown scheduler 'mine'"),
+    ("online --order fifo", "unknown order 'fifo': one of fcfs, lcfs, sjf, edf, fair"),
 ])
 def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, needle):
     monkeypatch.setattr(model_py, "CACHE", tmp_path)
     monkeypatch.chdir(tmp_path)
     Path("latin.txt").write_bytes(b"caf\xe9")
+    Path("own.py").write_text(OWN)
+    Path("bad.py").write_text("clas Mine(Sarathi):\n")
     status, out, err = command(monkeypatch, capsys, words)
     assert status == 2 and needle in err and not out
     assert "Traceback" not in err
@@ -4220,18 +4100,6 @@ def test_online_shows_classes_of_ones_own(monkeypatch, capsys, tmp_path):
     requests = report["requests"]  # of each run
     assert Counter(row["scheduler"] for row in requests) == dict.fromkeys(names, 32)
     assert {"arrival", "prompt", "ttft", "tpot", "stall", "preempted"} <= {*requests[0]}
-    for old, new, message in (
-        ("Mine", "Yours", "unknown name in .*own.py 'Yours': one of Mine, One, newest$"),
-        ("Mine", "One", "own.py:One: must be a Scheduler$"),
-        ("Mine", "newest", "own.py:newest: must be a Scheduler$"),
-        ("own.py:Mine", "own.py", "say what in it, .*own.py:NAME$"),
-        ("own.py:Mine", "bad.py:Mine", "bad.py: SyntaxError: .* line 2"),
-        ("--size small", "--schedulers sarathi,mine", "unknown scheduler 'mine'"),
-        ("--size small", "--order fifo", "unknown order 'fifo': one of fcfs, lcfs, sjf, edf, fair"),
-    ):
-        (tmp_path / "bad.py").write_text("from sarathi import Sarathi\nclas Mine(Sarathi):\n")
-        status, _, err = command(monkeypatch, capsys, words.replace(old, new))
-        assert status == 2 and re.search(message, err.strip()) and "Traceback" not in err
     for word, code in (("pass", "plan = lambda *args: {}['key']"), ("waiting[::-1]", "{}['key']")):
         (tmp_path / "own.py").write_text(OWN.replace(word, code))
         with pytest.raises(KeyError, match="key"):  # with a traceback: it is their code
@@ -4250,129 +4118,6 @@ def test_own_parts_are_in_the_table_the_curve_and_the_picture(monkeypatch, capsy
     _, out, _ = command(monkeypatch, capsys, words)
     assert all(f"| {name} " in out for name in names)
     assert matplotlib.image.imread(tmp_path / "attainment_a100.png").std() > 0.05
-
-SOLUTIONS = ["""
-from sarathi import Sarathi, decodes_and_prompts, prefill_chunks
-
-class Mine(Sarathi):
-    def admit(self, running, waiting):
-        short = sorted(self.engine.waiting, key=lambda request: request.n_todo)
-        return super().admit(running, short[:len(waiting)])
-
-    def plan(self, requests):
-        decodes, prompts = decodes_and_prompts(requests)
-        prompts.sort(key=lambda request: request.n_todo)
-        return decodes + prefill_chunks(prompts[:1], self.budget(decodes))
-""", """
-def mine(waiting, running, now):
-    def key(request):
-        is_late = now > request.arrival + 1.0
-        return is_late, len(request.prompt)
-    return sorted(waiting, key=key)
-""", """
-from sarathi import Policy
-
-class Mine(Policy):
-    def n_drafts(self, requests, limits, acceptance, price):
-        k = 7 if len(requests) <= 4 else 5
-        return [min(k, limit) for limit in limits]
-""", """
-from sarathi import Proposer
-
-class Mine(Proposer):
-    table = {}  # tokens -> the one behind them, of all requests
-
-    def draft(self, request, k):
-        known = request.tokens(0, request.n_tokens)
-        for n, i in product(range(1, 7), range(request.notes.get("seen", 0), len(known))):
-            if i >= n:
-                self.table[tuple(known[i - n:i])] = known[i]
-        request.notes["seen"] = len(known)
-        for _ in range(k):
-            keys = [tuple(known[-n:]) for n in (6, 5, 4, 3, 2, 1)]
-            known.append(next((self.table[key] for key in keys if key in self.table), 0))
-        return known[-k:]
-""".replace("class", "from itertools import product\n\nclass"), """
-import json
-from sarathi import GPUS
-a100 = GPUS["a100"]
-print(json.dumps(a100._replace(bandwidth=2 * a100.bandwidth)._asdict()))
-""", """
-import torch
-import torch.nn.functional as F
-
-def attention(q, kv, batch, window=8):
-    out = torch.zeros_like(q)
-    for start, n, n_past, first in batch.spans.tolist():
-        pages = batch.table[first:first + n_past + n].long()
-        k, v = kv[:, pages].transpose(1, 2)
-        rows = q[start:start + n].transpose(0, 1)
-        seen = torch.ones(n, len(pages)).tril(n_past).triu(n_past - window + 1).bool()
-        own = F.scaled_dot_product_attention(rows, k, v, seen, enable_gqa=True)
-        out[start:start + n] = own.transpose(0, 1)
-    return out
-"""]
-
-@each("number, column, own, target, other, value", [
-    (1, "TTFT p50", "Mine", 225, "sarathi", 241),
-    (2, "good", "sarathi, mine", 0.86, "sarathi, edf", 0.859),
-    (3, "TPOT p50", "Mine", 8, "goodput", 7.58),
-    (5, "requests/s", "sarathi_serve", 3, "", 2.12),
-])
-def test_exercises_can_be_solved(number, column, own, target, other, value, monkeypatch, capsys,
-                                 tmp_path):
-    """In at most 15 lines, by the command and with the numbers that bench.py's first lines name"""
-    text = re.search(rf"^{number}\. (.*?)(?=^\d\. |\Z)", bench.__doc__, re.M | re.S)[1]
-    assert f" {target} " in text and f"{value}" in text
-    solution = SOLUTIONS[number - 1]
-    assert all(len(re.findall(r"^.+$", text, re.M)) <= 15 for text in SOLUTIONS)
-    monkeypatch.chdir(tmp_path)
-    Path("my.py").write_text(solution)
-    if number == 5:
-        exec(solution, {})
-        Path("my.json").write_text(capsys.readouterr().out)
-    _, out, _ = command(monkeypatch, capsys, text.strip().splitlines()[-1].strip())
-    heads = next(line for line in out.splitlines() if line.startswith("| ")).split("|")
-    at = [head.strip() for head in heads[2:]].index(column)
-    figures = {name: float(line[at]) for name, line in lines_of(out).items()}
-    better = figures[own] - target
-    assert better < 0 if column.endswith("p50") else better > 0
-    assert figures.get(other, value) == value
-
-def test_a_proposer_may_beat_prompt_lookup():
-    """Exercise 4, on real text instead of a trained model's"""
-    names = {}
-    exec(SOLUTIONS[3], names)
-    data = (ASSETS / "claims.csv").read_bytes()
-    shares = []
-    for proposer in (names["Mine"](), sarathi.Ngram()):
-        right = []
-        for start in range(0, 14000, 1000):
-            text = list(data[start:start + 256])
-            request = Request([])
-            for n in range(64, 250, 2):
-                request.prompt = text[:n]
-                drafts = proposer.draft(request, 3)
-                equal = [draft == token for draft, token in zip(drafts, text[n:])]
-                right += accumulate(equal, mul)
-        shares.append(np.mean(right))
-    assert shares[0] > 1.1 * shares[1] > 0.1
-
-def test_a_window_may_be_added_to_attention(monkeypatch, tmp_path):
-    """Exercise 6, against transformers"""
-    theirs = transformers_model(tmp_path, "mistral", sliding_window=8)
-    edit(tmp_path, sliding_window=None)
-    names = {}
-    exec(SOLUTIONS[5], names)
-    for attention, limit in ((names["attention"], 1e-4), (kernels.attention, 0.01)):
-        monkeypatch.setattr(model_py, "attention", attention)
-        model = GPT.from_pretrained(str(tmp_path), dtype=float32)
-        rows = record_logits(model)
-        tokens = prompt(40)
-        tokens += Engine(model, n_page=80, chunk=16).generate([tokens], 20)[0]
-        expected = logits_by(theirs)(tokens)
-        error = max(abs(logits - expected[len(known) - 1]).max() for known, logits in rows)
-        assert (error < limit) == (limit == 1e-4)
 
 def test_online_says_who_pays(monkeypatch, capsys, tmp_path):
     """Counted anew from the row of each request"""
@@ -4483,11 +4228,8 @@ def test_a_run_that_is_stopped_keeps_what_it_has(number, status, monkeypatch, ca
 README = Path(__file__).with_name("README.md").read_text(encoding="utf8")
 PAGE = " ".join(README.split())
 
-def cells(line):
-    return [cell.strip() for cell in line.strip().strip("|").split("|")]
-
-def test_readme_code_runs_and_prints_what_it_says(monkeypatch, capsys, tmp_path):
-    """Its Python, its own scheduler, order and policy, and the table of their figures"""
+def test_readme_code_runs(monkeypatch, capsys, tmp_path):
+    """Its Python, and bench.py with its own scheduler, order and policy"""
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
     names = {}
     for code in blocks:
@@ -4496,18 +4238,8 @@ def test_readme_code_runs_and_prints_what_it_says(monkeypatch, capsys, tmp_path)
     (tmp_path / "my.py").write_text("\n".join(blocks[:2]))
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"`(?:python )?bench.py (online --hardware [^`]*my.py:[^`]*)`", PAGE)
-    (_, first, _), (_, second, _) = (command(monkeypatch, capsys, words) for words in commands)
-    heads, *rows = [cells(line) for line in first.splitlines() if line.startswith("|")]
-    printed = {row[0]: dict(zip(heads, row)) for row in rows}
-    start = README.index("|", README.index("Six of the columns"))
-    heads, _, *rows = map(cells, README[start:README.index("\n\n", start)].splitlines())
-    assert len(rows) == 3 and len(heads) == 7
-    for row in rows:
-        assert dict(zip(heads, row)).items() <= printed[row[0]].items()
-    ours, other, sarathi = ([float(printed[name][head]) for head in ("TTFT p50", "stall p99")]
-                            for name in ("Shortest", "prefill_first", "sarathi"))
-    assert ours[0] < sarathi[0] and ours[1] <= sarathi[1] < other[1] / 10
-    assert "SmallBatches" in second and "short_first" in second
+    status, out, _ = command(monkeypatch, capsys, commands[-1])
+    assert status == 0 and "SmallBatches" in out and "short_first" in out
 
 def test_triton_in_its_interpreter(interpreter):
     pytest.importorskip("triton")
@@ -4527,8 +4259,7 @@ def explained(scheduler):
 
 def test_explain_shows_what_the_papers_are_about():
     texts, _, steps = explained("sarathi")
-    shown = next(block for block in README.split("```\n") if block.startswith("iteration"))
-    assert shown.rstrip() in texts and len(texts) <= 12
+    assert len(texts) <= 12
     for what in ("starts", "is preempted", "; ends", "is loaded", "is evicted", "0 drafts accepted",
                  "2 drafts accepted", "too few pages are free", "the scheduler or the order"):
         assert what in "".join(texts)
@@ -4596,27 +4327,3 @@ def test_page_of_explain(width, tmp_path):
             columns = positions, f"{tokens} {drafts}", pages
             fed += zip(*[re.findall(r"\d+", column) for column in columns])
         assert fed and [tuple(row[3:6]) for row in rows] == fed
-
-def test_readme_names_what_exists():
-    """Functions, classes, tests, experiments, files and lines of code"""
-    modules = sarathi, model_py, kernels, bench
-    source = "".join(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf8")
-                     for name in ("sarathi", "model", "kernels", "bench", "test_sarathi"))
-    cited = re.findall(r"^\|.*\|.*`.*\|$", README, re.M)
-    names = set(re.findall(r"`(?:\w+\.)?(\w+)`", "".join(cited)))
-    assert len(names) > 20
-    assert [name for name in names if not re.search(rf"\b{name}\b", source)] == []
-    methods = set(re.findall(r"\b([A-Z]\w+)\.([a-z]\w+)", PAGE)) - {("README", "md")}
-    assert len(methods) > 8
-    assert [names for names in methods if not any(
-        hasattr(getattr(module, names[0], None), names[1]) for module in modules)] == []
-    ideas = PAGE[PAGE.index("## The three ideas"):PAGE.index("## One iteration")]
-    lines = [code for code in ideas.split("`")[1::2] if "(" in code]
-    assert len(lines) == 3 and all(line in source for line in lines)
-    words = set(re.findall(r"`(?:python )?bench.py ([a-z]\w+)", PAGE))
-    words |= set(re.findall(r", (\w+) \|$", README, re.M)) - names
-    assert words <= {*EXPERIMENTS, "gpu", "list", "scoreboard", "report"}
-    links = re.findall(r"\]\(([^)]*)\)", README)
-    assert all((Path(__file__).parent / link).is_file() for link in links if "://" not in link)
-    assert all(f"`{name}`" in PAGE for name in SCHEDULERS)
-    assert all(f"`{name}`" in PAGE for name in sarathi.ORDERS)
