@@ -13,7 +13,7 @@ tables, JSON, pictures and the scoreboard derive from both. In reading order: cl
 the main job; the papers' experiments. Then, to look up: places, where experiments run; serving;
 tables; pictures; traces; the scoreboard; results.md; the command line.
 
-Exercises: write it in my.py, run the line, beat the number. Solutions are in test_sarathi.py.
+Exercises: write it in my.py, run the line, beat the number. Solutions: .ci/test_texts.py.
 1. A scheduler with a median TTFT below 225 ms at the same stall (sarathi: 241).
        online --hardware a100 --rate 3 --schedulers sarathi,my.py:Mine
 2. An order of the queue with more than 0.86 good requests (edf: 0.859, fcfs: 0.497).
