@@ -2019,7 +2019,10 @@ PLANS = {
     "plans nothing": lambda requests, engine: [],
 }
 ADMISSIONS = {
-    "or the order starts Request": lambda waiting: [Request([1])],
+    "Request.id=-1, 1 . 32 tokens, waiting. starts: is not": lambda waiting: [Request([1])],
+    "Request.id=0, .* starts: is not waiting, or named twice": lambda waiting: waiting[:1] * 2,
+    "Sarathi gives None: must be a list of waiting requests": lambda waiting: None,
+    "Sarathi gives .0, 1.: must be a list of": lambda waiting: [r.id for r in waiting],
     "or the order starts no request": lambda waiting: [],
 }
 POLICIES = {  # for one decode
@@ -2136,6 +2139,24 @@ def test_ctrl_c_loses_nothing_and_one_call_drops_all():
     assert len(engine.run().requests) == 6 - n_left  # those that had ended
     check_pages(engine)
     assert engine.run().requests == []
+
+def test_a_request_whose_last_token_had_come_ends():
+    """Also if Ctrl-C came before its end was noted"""
+    requests = equal_requests(3, 20, 5)
+    engine = start(COST, requests, max_batch=2)
+    finish = engine.finish
+    calls = iter([KeyboardInterrupt])
+
+    def fails_once(*arguments):
+        for error in calls:
+            raise error
+        finish(*arguments)
+    engine.finish = fails_once
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    assert len(engine.run().requests) == 3
+    assert {(len(request.output), request.state) for request in requests} == {(5, "length")}
+    check_pages(engine)
 
 HOOKS = {  # what may fail in an iteration: engine -> its owner and its name
     "plan": lambda engine: (engine.scheduler, "plan"),
