@@ -975,7 +975,9 @@ BAD_MODELS = {
     "rope_type = 'linear': factor = None: must be": dict(rope_scaling={"type": "linear"}),
     "full_attention = .* is not": dict(rope_parameters={"full_attention": {"rope_theta": 1.0}}),
     **{f"{name} = .* is not supported": {name: value} for name, value in dict(
-        quantization_config={"quant_method": "awq"}, activation_function="relu").items()},
+        quantization_config={"quant_method": "awq"}, scale_attn_by_inverse_layer_idx=True,
+        scale_attn_weights=False, activation_function="relu", hidden_act="gelu",
+        partial_rotary_factor=0.5).items()},
     "config.json: torch_dtype = 'auto': must": dict(dtype=None, torch_dtype="auto"),
     "model_type = None": dict(model_type=None, architectures=["GemmaForCausalLM"]),
     "num_attention_heads = 0: must be": dict(num_attention_heads=0),
@@ -1892,6 +1894,7 @@ def test_the_pool_has_room_for_an_ordinary_adapter():
 
 BAD_OPTIONS = {
     "unknown scheduler 'fast'.* static, orca": dict(scheduler="fast"),
+    "unknown alloc 'lazy'.* reserve, grow": dict(alloc="lazy"),
     "order = 'lcfs': must be a function": dict(order="lcfs"),
     "unknown spec 'a number'.* goodput": dict(spec="a number", draft="ngram"),
     "unknown draft 'a GPT'.* ngram": dict(spec=2, draft="a GPT"),
@@ -1903,11 +1906,15 @@ BAD_OPTIONS = {
     "scheduler = .*Sarathi.* must be an object like Sarathi": dict(scheduler=sarathi.Sarathi),
     "unknown lora 'fast'": dict(lora="fast"),
     "max_batch = -1": dict(max_batch=-1),
+    "chunk = 0": dict(chunk=0),
+    "seed = 0.5": dict(seed=0.5),
+    "alpha = 1.5": dict(alpha=1.5),
 }
 LIST = "must be a list of tokens, like .1, 2, 3."
 BAD_REQUESTS = {
     "tokens in the prompt = 0": dict(prompt=[]),
     f"prompt = 'text': {LIST}": dict(prompt="text"),
+    f"prompt = .True.: {LIST}": dict(prompt=[True]),
     f"stop = '.': {LIST}": dict(stop="."),
     "max_new_tokens = True": dict(max_new_tokens=True),
     "arrival = 1700000000: must be in 0.0 .. 1000000000": dict(arrival=1700000000),
@@ -1915,6 +1922,7 @@ BAD_REQUESTS = {
     "adapter = .'ffn'.: must be a name": dict(adapter=["ffn"]),
     "output = .1.: add a Request only once": dict(output=[1]),
     "token = 61: must be in 0 .. 60": dict(prompt=[1, 61]),
+    "token = -1": dict(prompt=[-1]),
     "top_p = 0": dict(top_p=0),
     "unknown adapter 'none'.* ffn": dict(adapter="none"),
     "a prompt of 1 tokens . 160 exceeds the context of 160": dict(max_new_tokens=160),
@@ -2017,6 +2025,7 @@ PLANS = {
     "plans 99 tokens of request 0: must be.* 1 .. 4": lambda requests, _: [(requests[0], 99)],
     "plans Request.*: is not running": lambda requests, engine: [(Request([1]), 1)],
     "plans nothing": lambda requests, engine: [],
+    "plans 4.0 tokens of request 0: must be a whole": lambda requests, _: [(requests[0], 4.0)],
 }
 ADMISSIONS = {
     "or the order starts Request": lambda waiting: [Request([1])],
@@ -2024,6 +2033,7 @@ ADMISSIONS = {
 }
 POLICIES = {  # for one decode
     "Fixed gives .4. for 1 decodes: must be whole numbers in 0 .. .3.": lambda price: [4],
+    "Fixed gives 2 for 1 decodes: must be whole": lambda price: 2,
     "Fixed gives .. for 1 decodes: must be whole": lambda price: [],
     "Fixed calls price: set needs_price = True": lambda price: price([1]),
 }
