@@ -104,7 +104,8 @@ def read_claims():
     with open(ASSETS / "claims.csv", newline="") as file:
         for line in csv.DictReader(file):
             at = line["panel"], line["series"], json.loads(line["x"] or '""')
-            setup = [int(word) if word.isdigit() else word for word in line["setup"].split()]
+            setup = [json.loads(word) if word[0].isdigit() else word
+                     for word in line["setup"].split()]
             line |= dict(paper=float(line["paper"]), fit=line["fit"] == "fit", setup=setup)
             claims[line["experiment"]][at] = Claim(*(line[name] for name in Claim._fields))
     return claims
@@ -233,9 +234,9 @@ def users_a100(place):
 @experiment()
 def users(place):
     """What users feel: the same arrivals with static batching, prefill-first and prefill in chunks
-    of --chunk and, where prompts are longer, of 512 tokens. Again and again a short prompt with a
-    long output comes, and in the middle of this output two long prompts. Stall: no new token in
-    the middle of an output."""
+    of --chunk and, if prompts have 1,024 tokens or more, of 512. Again and again a short prompt
+    with a long output comes, and in the middle of this output two long prompts. Stall: no new token
+    in the middle of an output."""
     real, P = long_prompts(place)
     prefill = dict(chunk=P)
     decodes = dict(decodes=3, context=P // 4)
@@ -258,7 +259,7 @@ def users(place):
     place.source = (f"{real.source}; long prompts of {P:,} tokens, a group of three requests every "
                     f"{gap:.2g} s, 0.65 of what sarathi could serve")
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
-    if place.args.chunk != 512 < P:
+    if place.args.chunk != 512 <= P // 2:
         ways["sarathi, C = 512"] = dict(scheduler=Sarathi(512))
     for name, runs in real.race(ways, jobs=jobs, B=real.B):
         yield from felt(runs, name)
@@ -300,9 +301,8 @@ def measure_ceilings(place):
     C = 1024 if model.device.type == "cpu" else 4096
     N = 512 if model.device.type == "cpu" else 4096
     options = dict(dtype=model.dtype, device=model.device)
-    weights = []
-    for _ in range(48):
-        weights.append(pack(torch.randn(4 * C, C, **options)))
+    weight = torch.randn(4 * C, C, **options)
+    weights = [pack(weight.clone()) for _ in range(48)]
     one = torch.randn(1, C, **options)
     many = torch.randn(N, C, **options)
 
@@ -893,23 +893,25 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1,
     engine = Engine(cost, alloc="grow", n_page=n_page, **options)
     return serve(engine, jobs, adapters=ranks)
 
+def slora_claims(place, name):
+    """Rows of requests/s, in the settings of an experiment's claims."""
+    for (panel, variant, n), claim in CLAIMS[name].items():
+        run = slora(place, *claim.setup)
+        yield Row(panel, run.requests_per_second, variant, n)
+
 SLO = 6.0  # seconds to the first token [S-LoRA §4.3]
 
 @experiment("adapters, n", "requests/s", A100_13B, "simulated", "series")
 def slora_table3(place):
     """[S-LoRA Table 3, Fig. 5] requests per second with few and with thousands of adapters, of rank
     8 (S1) or of 8 to 64 (S2) for LLaMA-7B, of 16 to 64 (S4) for LLaMA-13B."""
-    for (panel, variant, n), claim in CLAIMS["slora_table3"].items():
-        run = slora(place, *claim.setup)
-        yield Row(panel, run.requests_per_second, variant, n)
+    yield from slora_claims(place, "slora_table3")
 
 @experiment("", "requests/s", A100_13B, "simulated")
 def slora_fig5(place):
     """[S-LoRA Fig. 5, §7.2] what the unified pool and the kernels are worth: LLaMA-13B with 400
     adapters (S4) on an A100, LLaMA-7B with 200 (S2) on an A10G."""
-    for (gpu, variant, _), claim in CLAIMS["slora_fig5"].items():
-        run = slora(place, *claim.setup)
-        yield Row(gpu, run.requests_per_second, variant)
+    yield from slora_claims(place, "slora_fig5")
 
 @experiment("arrival rate (requests/s), R", "", A100_13B, "simulated")
 def slora_fig6(place):
@@ -943,9 +945,7 @@ def slora_fig8(place):
             "simulated", "series")
 def slora_fig9(place):
     """[S-LoRA Fig. 9] an adapter merged into the weights, beside x A B on the fly."""
-    for (panel, variant, n), claim in CLAIMS["slora_fig9"].items():
-        run = slora(place, *claim.setup, power=float(panel.split()[-1]))
-        yield Row(panel, run.requests_per_second, variant, n)
+    yield from slora_claims(place, "slora_fig9")
 
 @experiment("coefficient of variation, cv", "share within the SLO", A100_13B, "simulated")
 def slora_fig10(place):
@@ -1551,7 +1551,7 @@ class Place:
         self.full = args.size == "full" if args.size else self.simulated
         longest = model.config.block_size
         room = longest if self.simulated else min(longest, self.room / self.B)
-        lengths = MAX_B if on or args.device == "cuda" else (256, 512, 768)
+        lengths = MAX_B if on or args.device == "cuda" else (256, 384, 512)
         self.lengths = args.lengths or [L for L in lengths if L <= room] or [longest]
         for L in self.lengths:
             check_range("--lengths", L, 64, longest)
@@ -2295,7 +2295,7 @@ def make_parser():
          f"{', '.join(GPUS)}, or a FILE.json of {', '.join(GPU._fields)}")
     flag("--context", type=int, help="longest context of a simulated model; default: its own")
     flag("--lengths", type=whole_numbers, help="tokens per request, prompt and output; default: "
-         "256,512,768 here, 1024,2048,3072 simulated")
+         "256,384,512 here, 1024,2048,3072 simulated")
     flag("--max-batch", type=int, default=6, help="requests in a batch; default: 6")
     flag("--seconds", type=float, default=1.2,
          help="of a measurement's rounds, thrice as many for whole runs; default: 1.2")
@@ -2452,6 +2452,8 @@ def main():
         check_choice("experiment", name, [*EXPERIMENTS, *alone])
     for path in {args.trace, args.json} - {None, "-"}:
         open(path, "a").close()  # an error now, not after the experiments
+        if os.path.isfile(path) and not os.path.getsize(path):
+            os.remove(path)  # so that a run that is stopped early leaves no empty file
     if args.plot:
         os.makedirs(args.plot, exist_ok=True)
     if names == ["gpu"]:
