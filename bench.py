@@ -978,8 +978,7 @@ def slora_here(place):
     L = place.lengths[0]
     pages = 4 * max(adapter.n_page for adapter in adapters)
     halves = (8, L // 2)
-    few = place.jobs(1, 30, n_adapter=100, prompt=halves, output=halves)
-    few = at_rate(few)
+    few = at_rate(place.jobs(1, 30, n_adapter=100, prompt=halves, output=halves))
     none = [job._replace(adapter=None) for job in few]
     # of 2,000 adapters no two requests have the same; the ranks stay, since they cost the most
     many = []
@@ -1054,8 +1053,7 @@ def spec_fig11(place):
     for name, tp, small in models:
         other = simulate(place.args, Hardware(name, "a100", tp, "vllm"))
         draft = CostModel.roofline(preset(small), "a100", system="vllm")
-        points = latencies(other, (1, 16), choices, 0.7, draft)
-        for row in points:
+        for row in latencies(other, (1, 16), choices, 0.7, draft):
             if row.panel == "goodput":
                 yield row._replace(panel=f"{name} on {tp} GPUs")
 
@@ -1280,8 +1278,7 @@ def tng(place):
         growth = np.divide(speeds[1:], speeds[:-1])
         yield Row("twice the clients", growth[0] / growth[-1], "first over last")
         ratios = []
-        grid = product((8, 32, 128), (4, 16, 64))
-        for n, pd in grid:
+        for n, pd in product((8, 32, 128), (4, 16, 64)):
             jobs = [Job(0.0, *halves(L, pd))] * (6 * n)
             runs = dict(place.race(ways, jobs=jobs, B=n))
             _, base, *ours = [run.seconds for run, in runs.values()]
@@ -1434,8 +1431,7 @@ def fidelity(place):
     yield Row("error of the profile (%)", 100 * twin.model.error)
     L = max(place.lengths) // 2
     output = (4, max(8, L // 8))
-    jobs = place.jobs(1, 4 * place.B, prompt=(8, L), output=output)
-    jobs = at_rate(jobs)
+    jobs = at_rate(place.jobs(1, 4 * place.B, prompt=(8, L), output=output))
     ways = by_scheduler(("static", "orca", "prefill_first", "sarathi"))
     measured = place.race(ways, jobs=jobs, B=place.B)
     simulated = twin.race(ways, jobs=jobs, B=place.B)
@@ -1526,9 +1522,8 @@ def peers(place):
                 options["adapter_names"] = adapters
             ours = timed(engine.generate, prompts.tolist(), D, adapters)
             other = timed(theirs.generate, input_ids=prompts, **options)
-            rounds = np.array(place.rounds(ours, other))
-            yield Row(f"{peer}, B = {B}", B * (P + D) / rounds[0], "sarathi")
-            yield Row(f"{peer}, B = {B}", B * (P + D) / rounds[1], "the other")
+            for name, seconds in zip(("sarathi", "the other"), place.rounds(ours, other)):
+                yield Row(f"{peer}, B = {B}", B * (P + D) / np.array(seconds), name)
 
 # -----------------------------------------------------------------------------
 # places, where experiments run: this machine, or simulated hardware
@@ -1966,12 +1961,10 @@ def write_trace(path, tapes):
     """Chrome's trace format: a process per engine, a thread per request or stage; microseconds."""
     events = []
     for pid, (name, iterations) in enumerate(tapes):
-        head = dict(name="process_name", args=dict(name=name))
-        events.append(dict(ph="M", pid=pid, **head))
+        events.append(dict(ph="M", pid=pid, name="process_name", args=dict(name=name)))
         for row, kind, start, end, tokens in pieces(iterations):
-            event = dict(ph="X", name=kind, pid=pid, tid=row)
-            times = dict(ts=start * 1e6, dur=(end - start) * 1e6)
-            events.append(event | times | dict(args=dict(tokens=tokens)))
+            events.append(dict(ph="X", pid=pid, tid=row, name=kind, args=dict(tokens=tokens),
+                               ts=start * 1e6, dur=(end - start) * 1e6))
     with open(path, "w") as file:
         json.dump(dict(traceEvents=events), file)
 
