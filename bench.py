@@ -104,7 +104,8 @@ def read_claims():
     with open(ASSETS / "claims.csv", newline="") as file:
         for line in csv.DictReader(file):
             at = line["panel"], line["series"], json.loads(line["x"] or '""')
-            setup = [int(word) if word.isdigit() else word for word in line["setup"].split()]
+            setup = [json.loads(word) if word[0].isdigit() else word
+                     for word in line["setup"].split()]
             line |= dict(paper=float(line["paper"]), fit=line["fit"] == "fit", setup=setup)
             claims[line["experiment"]][at] = Claim(*(line[name] for name in Claim._fields))
     return claims
@@ -233,9 +234,9 @@ def users_a100(place):
 @experiment()
 def users(place):
     """What users feel: the same arrivals with static batching, prefill-first and prefill in chunks
-    of --chunk and, where prompts are longer, of 512 tokens. Again and again a short prompt with a
-    long output comes, and in the middle of this output two long prompts. Stall: no new token in
-    the middle of an output."""
+    of --chunk and, if prompts have 1,024 tokens or more, of 512. Again and again a short prompt
+    with a long output comes, and in the middle of this output two long prompts. Stall: no new token
+    in the middle of an output."""
     real, P = long_prompts(place)
     prefill = dict(chunk=P)
     decodes = dict(decodes=3, context=P // 4)
@@ -258,7 +259,7 @@ def users(place):
     place.source = (f"{real.source}; long prompts of {P:,} tokens, a group of three requests every "
                     f"{gap:.2g} s, 0.65 of what sarathi could serve")
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
-    if place.args.chunk != 512 < P:
+    if place.args.chunk != 512 <= P // 2:
         ways["sarathi, C = 512"] = dict(scheduler=Sarathi(512))
     for name, runs in real.race(ways, jobs=jobs, B=real.B):
         yield from felt(runs, name)
@@ -300,9 +301,8 @@ def measure_ceilings(place):
     C = 1024 if model.device.type == "cpu" else 4096
     N = 512 if model.device.type == "cpu" else 4096
     options = dict(dtype=model.dtype, device=model.device)
-    weights = []
-    for _ in range(48):
-        weights.append(pack(torch.randn(4 * C, C, **options)))
+    weight = torch.randn(4 * C, C, **options)
+    weights = [pack(weight.clone()) for _ in range(48)]
     one = torch.randn(1, C, **options)
     many = torch.randn(N, C, **options)
 
@@ -893,23 +893,25 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1,
     engine = Engine(cost, alloc="grow", n_page=n_page, **options)
     return serve(engine, jobs, adapters=ranks)
 
+def slora_claims(place, name):
+    """Rows of requests/s, in the settings of an experiment's claims."""
+    for (panel, variant, n), claim in CLAIMS[name].items():
+        run = slora(place, *claim.setup)
+        yield Row(panel, run.requests_per_second, variant, n)
+
 SLO = 6.0  # seconds to the first token [S-LoRA §4.3]
 
 @experiment("adapters, n", "requests/s", A100_13B, "simulated", "series")
 def slora_table3(place):
     """[S-LoRA Table 3, Fig. 5] requests per second with few and with thousands of adapters, of rank
     8 (S1) or of 8 to 64 (S2) for LLaMA-7B, of 16 to 64 (S4) for LLaMA-13B."""
-    for (panel, variant, n), claim in CLAIMS["slora_table3"].items():
-        run = slora(place, *claim.setup)
-        yield Row(panel, run.requests_per_second, variant, n)
+    yield from slora_claims(place, "slora_table3")
 
 @experiment("", "requests/s", A100_13B, "simulated")
 def slora_fig5(place):
     """[S-LoRA Fig. 5, §7.2] what the unified pool and the kernels are worth: LLaMA-13B with 400
     adapters (S4) on an A100, LLaMA-7B with 200 (S2) on an A10G."""
-    for (gpu, variant, _), claim in CLAIMS["slora_fig5"].items():
-        run = slora(place, *claim.setup)
-        yield Row(gpu, run.requests_per_second, variant)
+    yield from slora_claims(place, "slora_fig5")
 
 @experiment("arrival rate (requests/s), R", "", A100_13B, "simulated")
 def slora_fig6(place):
@@ -943,9 +945,7 @@ def slora_fig8(place):
             "simulated", "series")
 def slora_fig9(place):
     """[S-LoRA Fig. 9] an adapter merged into the weights, beside x A B on the fly."""
-    for (panel, variant, n), claim in CLAIMS["slora_fig9"].items():
-        run = slora(place, *claim.setup, power=float(panel.split()[-1]))
-        yield Row(panel, run.requests_per_second, variant, n)
+    yield from slora_claims(place, "slora_fig9")
 
 @experiment("coefficient of variation, cv", "share within the SLO", A100_13B, "simulated")
 def slora_fig10(place):
@@ -978,8 +978,7 @@ def slora_here(place):
     L = place.lengths[0]
     pages = 4 * max(adapter.n_page for adapter in adapters)
     halves = (8, L // 2)
-    few = place.jobs(1, 30, n_adapter=100, prompt=halves, output=halves)
-    few = at_rate(few)
+    few = at_rate(place.jobs(1, 30, n_adapter=100, prompt=halves, output=halves))
     none = [job._replace(adapter=None) for job in few]
     # of 2,000 adapters no two requests have the same; the ranks stay, since they cost the most
     many = []
@@ -1054,8 +1053,7 @@ def spec_fig11(place):
     for name, tp, small in models:
         other = simulate(place.args, Hardware(name, "a100", tp, "vllm"))
         draft = CostModel.roofline(preset(small), "a100", system="vllm")
-        points = latencies(other, (1, 16), choices, 0.7, draft)
-        for row in points:
+        for row in latencies(other, (1, 16), choices, 0.7, draft):
             if row.panel == "goodput":
                 yield row._replace(panel=f"{name} on {tp} GPUs")
 
@@ -1280,8 +1278,7 @@ def tng(place):
         growth = np.divide(speeds[1:], speeds[:-1])
         yield Row("twice the clients", growth[0] / growth[-1], "first over last")
         ratios = []
-        grid = product((8, 32, 128), (4, 16, 64))
-        for n, pd in grid:
+        for n, pd in product((8, 32, 128), (4, 16, 64)):
             jobs = [Job(0.0, *halves(L, pd))] * (6 * n)
             runs = dict(place.race(ways, jobs=jobs, B=n))
             _, base, *ours = [run.seconds for run, in runs.values()]
@@ -1434,8 +1431,7 @@ def fidelity(place):
     yield Row("error of the profile (%)", 100 * twin.model.error)
     L = max(place.lengths) // 2
     output = (4, max(8, L // 8))
-    jobs = place.jobs(1, 4 * place.B, prompt=(8, L), output=output)
-    jobs = at_rate(jobs)
+    jobs = at_rate(place.jobs(1, 4 * place.B, prompt=(8, L), output=output))
     ways = by_scheduler(("static", "orca", "prefill_first", "sarathi"))
     measured = place.race(ways, jobs=jobs, B=place.B)
     simulated = twin.race(ways, jobs=jobs, B=place.B)
@@ -1526,9 +1522,8 @@ def peers(place):
                 options["adapter_names"] = adapters
             ours = timed(engine.generate, prompts.tolist(), D, adapters)
             other = timed(theirs.generate, input_ids=prompts, **options)
-            rounds = np.array(place.rounds(ours, other))
-            yield Row(f"{peer}, B = {B}", B * (P + D) / rounds[0], "sarathi")
-            yield Row(f"{peer}, B = {B}", B * (P + D) / rounds[1], "the other")
+            for name, seconds in zip(("sarathi", "the other"), place.rounds(ours, other)):
+                yield Row(f"{peer}, B = {B}", B * (P + D) / np.array(seconds), name)
 
 # -----------------------------------------------------------------------------
 # places, where experiments run: this machine, or simulated hardware
@@ -1551,7 +1546,7 @@ class Place:
         self.full = args.size == "full" if args.size else self.simulated
         longest = model.config.block_size
         room = longest if self.simulated else min(longest, self.room / self.B)
-        lengths = MAX_B if on or args.device == "cuda" else (256, 512, 768)
+        lengths = MAX_B if on or args.device == "cuda" else (256, 384, 512)
         self.lengths = args.lengths or [L for L in lengths if L <= room] or [longest]
         for L in self.lengths:
             check_range("--lengths", L, 64, longest)
@@ -1966,12 +1961,10 @@ def write_trace(path, tapes):
     """Chrome's trace format: a process per engine, a thread per request or stage; microseconds."""
     events = []
     for pid, (name, iterations) in enumerate(tapes):
-        head = dict(name="process_name", args=dict(name=name))
-        events.append(dict(ph="M", pid=pid, **head))
+        events.append(dict(ph="M", pid=pid, name="process_name", args=dict(name=name)))
         for row, kind, start, end, tokens in pieces(iterations):
-            event = dict(ph="X", name=kind, pid=pid, tid=row)
-            times = dict(ts=start * 1e6, dur=(end - start) * 1e6)
-            events.append(event | times | dict(args=dict(tokens=tokens)))
+            events.append(dict(ph="X", pid=pid, tid=row, name=kind, args=dict(tokens=tokens),
+                               ts=start * 1e6, dur=(end - start) * 1e6))
     with open(path, "w") as file:
         json.dump(dict(traceEvents=events), file)
 
@@ -2295,7 +2288,7 @@ def make_parser():
          f"{', '.join(GPUS)}, or a FILE.json of {', '.join(GPU._fields)}")
     flag("--context", type=int, help="longest context of a simulated model; default: its own")
     flag("--lengths", type=whole_numbers, help="tokens per request, prompt and output; default: "
-         "256,512,768 here, 1024,2048,3072 simulated")
+         "256,384,512 here, 1024,2048,3072 simulated")
     flag("--max-batch", type=int, default=6, help="requests in a batch; default: 6")
     flag("--seconds", type=float, default=1.2,
          help="of a measurement's rounds, thrice as many for whole runs; default: 1.2")
@@ -2452,6 +2445,8 @@ def main():
         check_choice("experiment", name, [*EXPERIMENTS, *alone])
     for path in {args.trace, args.json} - {None, "-"}:
         open(path, "a").close()  # an error now, not after the experiments
+        if os.path.isfile(path) and not os.path.getsize(path):
+            os.remove(path)  # so that a run that is stopped early leaves no empty file
     if args.plot:
         os.makedirs(args.plot, exist_ok=True)
     if names == ["gpu"]:

@@ -4255,6 +4255,15 @@ def test_a_run_that_is_stopped_keeps_what_it_has(number, status, monkeypatch, ca
     assert rows[-1]["spread"] == (4.0 - 1.5) / 2
     assert [*tmp_path.iterdir()] == [path] and '{"' not in out
 
+def test_a_run_without_rows_leaves_no_file(monkeypatch, capsys, tmp_path):
+    def stopped(place):
+        raise KeyboardInterrupt
+        yield
+    monkeypatch.setitem(EXPERIMENTS, "fig3", EXPERIMENTS["fig3"]._replace(run=stopped))
+    words = f"fig3 --hardware a6000 --json {tmp_path / 'rows.json'}"
+    status, _, _ = command(monkeypatch, capsys, words)
+    assert status == 130 and not [*tmp_path.iterdir()]
+
 README = Path(__file__).with_name("README.md").read_text(encoding="utf8")
 PAGE = " ".join(README.split())
 
