@@ -894,6 +894,8 @@ def read_factors(folder, config, base):
     """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}.
     base: {our name: weight} of the base model, on this device"""
     path = folder / "adapter_config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"adapter '{folder}': must be a PEFT folder, has no {path.name}")
     settings = LORA_NUMBERS | read_json(path)
     check_settings(path, settings, LORA_SETTINGS, OFF)
     checkpoint = Checkpoint(folder, "adapter_model")

@@ -3289,7 +3289,7 @@ def test_a_profile_of_a_model_with_a_short_context():
 MISTAKES = {
     "'nowhere': must be a folder": ["--model", "nowhere"],
     "has no tokenizer.json: use --tokens": ["--prompt", "hello"],
-    "No such file .*nowhere": ["--adapter", "nowhere"],
+    "adapter 'nowhere': must be a PEFT folder": ["--adapter", "nowhere"],
     "token = 70: must be in 0 .. 60": ["--tokens", "1,70"],
     "tp = 2 needs 2 processes, .*--nproc_per_node 2": ["--tp", 2],
     "argument --tokens: '1 2': must be like 1,2,3": ["--tokens", "1 2"],
