@@ -1858,6 +1858,8 @@ COLORS = {  # the same thing has the same color in every picture
     "prompt": "#1b9e87", "decode": "#f2c14e", "waiting": "#e4e4e4",
     "stall": "#e8583f", "bubble": "#e8583f"}
 
+OWN_COLORS = "#d1259b", "#6b8e23", "#8c564b", "#00a5b8"  # of what is not in COLORS
+
 def draw(rows, what):
     """A Figure with a panel per panel: a line per series, or bars if the experiment has no x axis;
     if it has one, points without an x stay in the table. Hollow marks: the papers' numbers."""
@@ -1882,7 +1884,7 @@ def draw(rows, what):
         ax.set_axisbelow(True)
         for j, (name, points) in enumerate(groups.items()):
             xs, ours, papers = zip(*points)
-            color = COLORS.get(name, f"C{j}")
+            color = COLORS.get(name, OWN_COLORS[j % len(OWN_COLORS)])
             if what.x:
                 ax.plot(xs, ours, ".-", color=color, label=name or "ours")
                 ax.set_xscale("log", base=2)
@@ -2015,7 +2017,10 @@ def read_jobs(args, longest):
                 break
         else:
             n_skipped += 1
-    check_range(f"requests of {path} that can be served", len(jobs), 1)
+    if not jobs:
+        last = arrival if n_read else 0.0
+        raise ValueError(f"{path}: no request is left to serve: {n_read:,} rows read, the last one "
+                         f"{last:.4g} s behind the first, {n_skipped:,} skipped")
     jobs.sort(key=lambda job: job.arrival)
     seconds = jobs[-1].arrival - jobs[0].arrival
     if seconds and not trace.gap <= seconds / len(jobs) <= 3600:
@@ -2066,7 +2071,8 @@ def read_trace(path, without_arrivals):
                 yield trace, number_of(*at) if at else 0.0, whole(prompt), whole(output)
     except (ValueError, KeyError, TypeError, csv.Error, EOFError, zlib.error,
             gzip.BadGzipFile) as error:
-        hint = f"; {READABLE}" if number < 2 else ""
+        is_said = READABLE in str(error) or number > 1
+        hint = "" if is_said else f"; {READABLE}"
         raise ValueError(f"{path}, line {number}: {error}{hint}") from None
 
 def format_of(places, without_arrivals):
@@ -2343,7 +2349,7 @@ def parse_arguments(words=None):
     for name in ("prompt", "output"):
         if name in given and args.jobs:
             raise ValueError(f"--{name} has no effect on the requests of --jobs")
-    if args.window and len(args.window) != 2:
+    if args.window and (len(args.window) != 2 or args.window[0] >= args.window[1]):
         raise ValueError(f"window = {args.window}: must be like 3600..7200")
     for name in ("window", "first", "speed"):
         if name in given and not args.jobs:

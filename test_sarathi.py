@@ -4033,6 +4033,7 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("online --jobs a.csv --prompt 8", "--prompt"),
     ("online --speed 2", "--speed is of a trace"),
     ("online --jobs a.csv --window 9", "window = [9]: must be like 3600..7200"),
+    ("online --jobs a.csv --window 9..5", "window = [9, 5]: must be like 3600..7200"),
     ("fig3 --context 4096", "--hardware"),
     ("gpu --device cpu", "torch sees no GPU"),
     ("spec_here", "model 'tiny': is not trained yet, run `python model.py`"),
