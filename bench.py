@@ -1823,7 +1823,8 @@ def lay_out(what, rows, by, with_paper):
         column = keys.pop(by, "") or what.y or "ours"
         line = lines[tuple(keys.values())]
         line[column, "ours"] = cell(row["ours"])
-        if row["spread"] and row["spread"] > abs(row["ours"]) / 4:
+        # measured numbers are times and ratios; a difference of two may come out below 0
+        if row["spread"] and row["spread"] > row["ours"] / 4:
             line[column, "ours"] = "noise"
         elif row["spread"]:
             line[column, "ours"] += f" ± {float(format(row['spread'], '.2g')):g}"

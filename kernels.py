@@ -1273,17 +1273,12 @@ void rotate_write(const T* qkv, const float* cos, const float* sin, const T* nor
 // Attention of requests with few rows, the cache read in place: the scores of all tokens, their
 // softmax, then the sum of the values. q, out (N, H, D); K and V (n_page, Hk, D); spans (R, 4):
 // first row, rows, n_past, first entry of table. A thread takes a whole request: pages are read
-// from end to end. Only if there are fewer requests than threads, their heads are divided. Little
-// work is done by one thread: to wake another one takes as long, far longer on a busy machine.
+// from end to end. Only if there are fewer requests than threads, their heads are divided.
 void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int32_t* table,
             T* out, int R, int H, int Hk) {
     const int64_t W = Hk * D, G = H / Hk;
-    int64_t n_product = 0;  // of Q K
-    for (int r = 0; r < R; r++)
-        n_product += H * D * (int64_t)spans[4 * r + 1] * (spans[4 * r + 1] + spans[4 * r + 2]);
-    const bool alone = n_product < 1 << 18;
-    const int n_part = alone ? 1 : std::min<int>(Hk, cdiv(omp_get_max_threads(), R));
-    #pragma omp parallel for collapse(2) schedule(dynamic, 1) if (!alone)
+    const int n_part = std::min<int>(Hk, cdiv(omp_get_max_threads(), R));
+    #pragma omp parallel for collapse(2) schedule(dynamic, 1)
     for (int r = 0; r < R; r++)
         for (int part = 0; part < n_part; part++) {
             const int32_t *span = spans + 4 * r, *pages = table + span[3];

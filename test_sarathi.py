@@ -193,8 +193,7 @@ ATTENTION = [  # threads, heads, kv heads, head_dim, requests
     # in Triton, the tiles are those of the cases above
     (1, 4, 1, 16, "255+0 257+64 300+40"),
     (1, 8, 2, 96, "1+254 1+255 1+256 5+11 31+3 32+3 33+3"),
-    (5, 8, 4, 32, "5+400"),  # for one request: they divide its heads
-    (5, 8, 4, 32, "5+40"),  # one thread is enough
+    (5, 8, 4, 32, "5+40"),  # for one request: they divide its heads
 ]
 
 @each("n_thread, H, Hk, D, requests", ATTENTION[:7] if INTERPRETED else ATTENTION)
@@ -415,6 +414,7 @@ SHARED_MEMORY = {80: 166912, 86: 101376, 90: 232448, 120: 101376}  # bytes of a 
 @each("arch, family, number, H, Hk, D, spec, rank", [  # number: dtype; spec: drafts
     (80, "gpt2", float32, 16, 4, 128, 7, 260),
     (86, "llama", bfloat16, 32, 8, 256, 7, 64),
+    (89, "llama", bfloat16, 8, 8, 64, 2, 128),
     (90, "qwen3", bfloat16, 64, 8, 128, "off", 256),
     (120, "gpt2", float16, 32, 4, 96, 2, 16),
 ])
