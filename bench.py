@@ -1312,9 +1312,9 @@ def online(place):
                  for spec in (args.spec, "goodput")}
         ways = own_first(ways | specs)
         place.source += f"; drafts under {name_of(args.scheduler)}"
-    print(about_jobs(place, jobs, common)
-          + ("" if place.simulated else f"; {2 * len(ways)} runs or more, "
-             f"{2 * len(ways) * jobs[-1].arrival:.0f} s"), file=sys.stderr)
+    n_run = 2 * len(ways)
+    duration = "" if place.simulated else f"; {n_run} runs, {n_run * jobs[-1].arrival:.0f} s or more"
+    print(about_jobs(place, jobs, common) + duration, file=sys.stderr)
     classes = classes_of(jobs, args.by)
     for name, runs in place.race(ways, jobs=jobs, **common):
         yield from who_pays(args, name, runs)
@@ -1326,12 +1326,16 @@ def online(place):
             for label in sorted(set(classes)):
                 own = [run.by(key)[label] for run, key in zip(runs, keys)]
                 yield from who_pays(args, f"{name}, {label}", own)
-        fields = {"TTFT": "ttfts", "TPOT": "tpots", "stalls": "stalls"}
-        for what, field in fields.items():
-            times = [getattr(run, field) or [math.nan] for run in runs]
-            for q in (*range(0, 100, 5), 99, 100):
-                of_runs = np.percentile(times, q, axis=1)
-                yield Row(f"CDF of {what}", q / 100, name, float(np.median(of_runs)))
+        yield from distributions_of(name, runs)
+
+def distributions_of(name, runs):
+    """Points of the pictures: percentiles of all requests' times"""
+    fields = {"TTFT": "ttfts", "TPOT": "tpots", "stalls": "stalls"}
+    for what, field in fields.items():
+        times = [getattr(run, field) or [math.nan] for run in runs]
+        for q in (*range(0, 100, 5), 99, 100):
+            of_runs = np.percentile(times, q, axis=1)
+            yield Row(f"CDF of {what}", q / 100, name, float(np.median(of_runs)))
 
 def who_pays(args, name, runs):
     """Rows of online, for all requests or a class of them."""
@@ -2029,15 +2033,19 @@ def read_jobs(args, longest):
                          f"arrival of {trace.name} is in units of {trace.unit} s, or since 1970")
     speed = args.speed or 1.0
     jobs = [job._replace(arrival=(job.arrival - jobs[0].arrival) / speed) for job in jobs]
-    text = (f"{path}: {n_read:,} rows read, {len(jobs):,} kept, {n_skipped:,} skipped (no prompt, "
-            f"no output, or more than {longest} tokens; simulated: --context)")
-    if seconds:
-        at = np.array([job.arrival for job in jobs])
-        most = max(np.searchsorted(at, at + 10) - np.arange(len(at)))
-        text += (f"; {len(jobs) / at[-1]:.3g} requests/s in the mean, {most / min(10, at[-1]):.3g} "
-                 "in the busiest ten seconds")
-    print(text, file=sys.stderr)
+    print(f"{path}: {n_read:,} rows read, {len(jobs):,} kept, {n_skipped:,} skipped (no prompt, no "
+          f"output, or more than {longest} tokens; simulated: --context){bursts_of(jobs)}",
+          file=sys.stderr)
     return jobs
+
+def bursts_of(jobs):
+    """A text: how many requests a second, and in the busiest ten seconds"""
+    at = np.array([job.arrival for job in jobs])
+    if not at[-1]:
+        return ""
+    most = max(np.searchsorted(at, at + 10) - np.arange(len(at)))
+    return (f"; {len(jobs) / at[-1]:.3g} requests/s in the mean, {most / min(10, at[-1]):.3g} in "
+            "the busiest ten seconds")
 
 def read_trace(path, without_arrivals):
     """Yields (TraceFormat, arrival, prompt, output) of the rows of a file, CSV or JSON lines.
@@ -2304,6 +2312,14 @@ def make_parser():
     flag("--plot", metavar="FOLDER", help="save each experiment's picture there")
     flag("--json", metavar="FILE", help="save all rows; -: at the end of stdout")
     flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
+    add_online_flags(parser)
+    text = parser.add_argument_group("of spec_here").add_argument
+    text("--draft", type=partial(object_in_file, base=Proposer), help="a draft model, as --model, "
+         "or your own FILE.py:CLASS; default: none, but for the tiny model")
+    text("--prompts", metavar="FILE", help="a text, one prompt a paragraph")
+    return parser
+
+def add_online_flags(parser):
     load = parser.add_argument_group("of online, attainment and capacity").add_argument
     load("--schedulers", type=partial(several, kind="scheduler", base=Scheduler, names=SCHEDULERS),
          help="the rows, like sarathi,my.py:Mine; default: the built-in ones and --scheduler")
@@ -2327,11 +2343,6 @@ def make_parser():
     online("--by", choices=("prompt", "adapter"), help="a row per class of requests")
     online("--spec", type=partial(object_in_file, base=Policy),
            help="how many drafts, as an engine's spec; FILE.py:CLASS: your own")
-    text = parser.add_argument_group("of spec_here").add_argument
-    text("--draft", type=partial(object_in_file, base=Proposer), help="a draft model, as --model, "
-         "or your own FILE.py:CLASS; default: none, but for the tiny model")
-    text("--prompts", metavar="FILE", help="a text, one prompt a paragraph")
-    return parser
 
 def parse_arguments(words=None):
     args = make_parser().parse_args(words)

@@ -3910,7 +3910,7 @@ def test_what_lies_outside_a_window_is_not_kept(tmp_path):
     ('arrival,prompt,output\n0,5,5\n1,5,"5\n', "line 3: "),
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "pro\n', "line 2: "),
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "prompt": 5}\n', "line 2: "),
-    ("arrival,prompt,output\n0,0,5\n0,5,0\n0,60,5\n0,-1,5\n", "no request is left to serve: 4 rows read"),
+    ("arrival,prompt,output\n0,0,5\n0,5,0\n0,60,5\n0,-1,5\n", "no request is left to serve: 4"),
     ("\xff", "line 0: .*utf-8"),
 ])
 def test_a_wrong_trace_is_one_clear_line(text, needle, tmp_path):
