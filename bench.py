@@ -1312,8 +1312,8 @@ def online(place):
                  for spec in (args.spec, "goodput")}
         ways = own_first(ways | specs)
         place.source += f"; drafts under {name_of(args.scheduler)}"
-    n_run = 2 * len(ways)
-    duration = "" if place.simulated else f"; {n_run} runs, {n_run * jobs[-1].arrival:.0f} s or more"
+    seconds = 2 * len(ways) * jobs[-1].arrival
+    duration = "" if place.simulated else f"; all runs: {seconds:.0f} s or more"
     print(about_jobs(place, jobs, common) + duration, file=sys.stderr)
     classes = classes_of(jobs, args.by)
     for name, runs in place.race(ways, jobs=jobs, **common):
