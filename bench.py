@@ -427,7 +427,7 @@ def capacity(place):
     """The most requests/s with 99 % of the times between two tokens within --tbt seconds, and half
     of the first tokens within --ttft (Sarathi-Serve). Poisson arrivals; prompts of 100 to 3,000 and
     outputs of 20 to 400 tokens, shorter if measured; up to 48 requests at once. 0: less than a
-    fifth of what is served without targets."""
+    fifth, simulated a twelfth, of what is served without targets."""
     ways = ways_of(place.args, ("prefill_first", "sarathi", "sarathi_serve"))
     for name, rate in capacities(place, ways, 300 if place.full else 32):
         yield Row("requests/s", rate, name)
@@ -1953,7 +1953,11 @@ def save_picture(place, name, path):
     """Save the picture of an experiment that ran in a place."""
     is_tape = name in ("timeline", "fig12")
     figure = draw_tapes(place.tapes) if is_tape else draw(place.rows, EXPERIMENTS[name])
-    save_figure(figure, f"{EXPERIMENTS[name].about} {place.source}", path)
+    save_figure(figure, f"{title_of(name)} {place.source}", path)
+
+def title_of(name):
+    """How the text on an experiment begins, up to a colon or a full stop"""
+    return re.split(r"(?<!Fig)(?<!App)[.:](?= |$)", EXPERIMENTS[name].about)[0] + "."
 
 def save_figure(figure, title, path):
     """With one legend under all panels."""
@@ -2205,8 +2209,8 @@ def report():
                     texts += [f"### {key}"] * (key != "rows") + [*tables_of(rows)]
         figure = figure_of(path.stem, parts)
         if figure:
-            about = EXPERIMENTS[path.stem].about if path.stem in EXPERIMENTS else ""
-            save_figure(figure, f"{about} {part['machine']}", path.with_suffix(".png"))
+            title = title_of(path.stem) if path.stem in EXPERIMENTS else ""
+            save_figure(figure, f"{title} {part['machine']}", path.with_suffix(".png"))
             texts.append(f"![{path.stem}]({path.stem}.png)")
     (ASSETS / "results.md").write_text("\n\n".join(texts) + "\n", encoding="utf8")
 
