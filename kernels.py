@@ -19,7 +19,8 @@ adapter [S-LoRA §5.1]. A page table lists the pages of a request in the order o
 
 A change of attention meets attention_ref, _attention_kernel, attend, attend_chunk, causal_softmax,
 attend_chunk_torch here, GPT.forward_ref in model.py, CostModel.stats in sarathi.py; one of the
-cache's layout rotate_write, adapter_rows, the kernels of adapters, GPT.new_cache, Adapter.write.
+cache's layout rotate_write, adapter_rows, the kernels of adapters, GPT.new_cache, Adapter.write;
+one of its dtype, say 8 bits, GPT.new_cache and page_bytes alone: the definitions in torch then run.
 """
 
 # ---- imports, and two settings of the process (to skip)
@@ -246,11 +247,14 @@ def runs_triton(device):
     no tensor cores, and take more shared memory than there is."""
     return has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
 
+DTYPES = torch.float32, torch.bfloat16, torch.float16  # that the kernels compute with
+
 def backend(x):
-    """"triton" on a GPU that runs it, and anywhere in Triton's interpreter; "cpp" on a CPU for
-    float32 and bfloat16 if there is a compiler; else "torch"."""
+    """Where an operator on x, or with a cache x, runs: "triton" on a GPU that runs it, and anywhere
+    in Triton's interpreter; "cpp" on a CPU for float32 and bfloat16 if there is a compiler; else
+    "torch", as for any dtype that the kernels lack."""
     on_triton = runs_triton(x.device) if x.is_cuda else INTERPRETED and has_triton()
-    if on_triton:
+    if on_triton and x.dtype in DTYPES:
         return "triton"
     if x.is_cpu and library(x.dtype) is not None:
         return "cpp"
@@ -461,14 +465,14 @@ def heads_ref(qkv, cos, sin, n_head, n_kv_head, norm, eps):
 def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps):
     """heads_ref of qkv (N, (H + 2 Hk) D), with k and v written to their pages -> q (N, H, D)"""
     q, k, v = heads_ref(qkv, cos, sin, n_head, n_kv_head, norm, eps)
-    kv[0, pages.long()] = k
-    kv[1, pages.long()] = v
+    kv[0, pages.long()] = k.to(kv.dtype)
+    kv[1, pages.long()] = v.to(kv.dtype)
     return q.contiguous()
 
 def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm=None, eps=0.0):
     """qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2) float32 or None, kv (2, n_page, Hk, D),
     pages (N,), norm (2 D,) or None -> q (N, H, D), as rotate_write_ref"""
-    chosen = backend(qkv)
+    chosen = backend(kv)
     if chosen == "torch":
         return rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps)
     N = len(qkv)
@@ -545,7 +549,7 @@ def attention_ref(q, kv, batch):
 
 def attention(q, kv, batch):
     """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
-    chosen = backend(q)
+    chosen = backend(kv)
     if chosen == "torch":
         return attention_ref(q, kv, batch)
     out = torch.empty_like(q)
@@ -777,7 +781,7 @@ def lora_ref(y, x, kv, sites, exchange=None):
 def lora(y, x, kv, sites, exchange=None):
     """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A, for
     which a CPU falls back to plain torch"""
-    chosen = backend(x)
+    chosen = backend(kv)
     if sites.way == "bmm":
         lora_bmm(y, x, kv, sites)
     elif chosen == "triton":
