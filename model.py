@@ -42,7 +42,7 @@ from tqdm import tqdm
 # -----------------------------------------------------------------------------
 # the shape of a model
 
-# [SARATHI Table 1]; ln: linear -> dim of a weight that tensor parallelism cuts, 0: its output
+# [SARATHI Table 1] with ln for linear: the dim of a weight that tensor parallelism cuts, 0: output
 OPERATORS = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # their input is cut
 # one of config.operators; columns: {module: (first column, columns)}, to which its adapters add
