@@ -19,7 +19,7 @@ import re
 import sys
 import time
 from collections import defaultdict, namedtuple
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from numbers import Integral, Real
 from pathlib import Path
@@ -122,21 +122,19 @@ class GPTConfig:
 
 gpt2 = partial(GPTConfig, family="gpt2", tied=True)
 llama = partial(GPTConfig, vocab_size=32000, block_size=2048)
-PRESETS = {
-    "tiny": GPTConfig(n_layer=4, n_head=4, n_embd=256, n_inner=704, vocab_size=257, tied=True),
-    "gpt2": gpt2(n_layer=12, n_head=12, n_embd=768),
-    "gpt2-xl": gpt2(n_layer=48, n_head=25, n_embd=1600),
-    "gpt3-175b": gpt2(n_layer=96, n_head=96, n_embd=12288, block_size=4096),
-    "llama-30m": llama(n_layer=8, n_head=8, n_embd=512, n_inner=1408, vocab_size=8192, tied=True),
-    "llama-124m": llama(n_layer=12, n_head=12, n_embd=768, n_inner=2048, vocab_size=50304,
-                        tied=True),  # as large as GPT-2
-    "llama-160m": llama(n_layer=12, n_head=12, n_embd=768, n_inner=3072),
-    "tinyllama-1.1b": llama(n_layer=22, n_head=32, n_embd=2048, n_inner=5632, n_kv_head=4),
-    "llama-7b": llama(n_layer=32, n_head=32, n_embd=4096, n_inner=11008, block_size=4096),
-    "llama-13b": llama(n_layer=40, n_head=40, n_embd=5120, n_inner=13824, block_size=4096),
-    "llama-33b": llama(n_layer=60, n_head=52, n_embd=6656, n_inner=17920, block_size=4096),
-    "llama-70b": llama(n_layer=80, n_head=64, n_embd=8192, n_inner=28672, n_kv_head=8,
-                       block_size=4096)}
+PRESETS = {  # n_layer, n_head, n_embd, n_inner
+    "tiny": GPTConfig(4, 4, 256, 704, vocab_size=257, tied=True),
+    "gpt2": gpt2(12, 12, 768),
+    "gpt2-xl": gpt2(48, 25, 1600),
+    "gpt3-175b": gpt2(96, 96, 12288, block_size=4096),
+    "llama-30m": llama(8, 8, 512, 1408, vocab_size=8192, tied=True),
+    "llama-124m": llama(12, 12, 768, 2048, vocab_size=50304, tied=True),  # as large as GPT-2
+    "llama-160m": llama(12, 12, 768, 3072),
+    "tinyllama-1.1b": llama(22, 32, 2048, 5632, n_kv_head=4),
+    "llama-7b": llama(32, 32, 4096, 11008, block_size=4096),
+    "llama-13b": llama(40, 40, 5120, 13824, block_size=4096),
+    "llama-33b": llama(60, 52, 6656, 17920, block_size=4096),
+    "llama-70b": llama(80, 64, 8192, 28672, n_kv_head=8, block_size=4096)}
 
 # -----------------------------------------------------------------------------
 # a model
@@ -154,8 +152,8 @@ class GPT:
         self.device = self.weights["embedding.weight"].device
         self.frequencies = rotary_frequencies(self.config).to(self.device)
         self.hidden = None  # the last hidden states of an iteration, see forward()
-        self.merged = None  # the adapter in the weights
-        self.originals = {}  # weights without it
+        self.merged = None  # the adapter in the weights, see merge()
+        self.base = self.weights  # the weights without it
         self.profile = None  # a CostModel, measured when it is first needed
 
     @torch.inference_mode()
@@ -287,22 +285,16 @@ class GPT:
         settings |= {"architectures": [ARCHITECTURES[c.family]], "model_type": c.family,
                      "dtype": str(self.dtype).removeprefix("torch."), "sliding_window": None}
         read, _ = parse_config(folder, dict(settings))
-        for name in [field.name for field in fields(c)]:
-            value = getattr(c, name)
+        for name, value in vars(c).items():
             if value != getattr(read, name, None):
                 raise ValueError(f"{name} = {value}: is not in a config.json of {c.family!r}")
         tensors = {}
         for name, parts in list_tensors(c).items():
-            weight = (self.weights | self.originals)[name].to_dense().detach()
+            weight = self.base[name].to_dense().detach()
             for part, shape, _ in parts:
                 tensor, weight = weight.tensor_split([shape[0]])
                 tensors[part] = tensor.T if part.endswith(TRANSPOSED) else tensor
         write_folder(folder, "model", tensors, "config.json", settings)
-
-    @property
-    def n_bytes(self):
-        """Bytes of all weights on this device"""
-        return sum(w.numel() * w.dtype.itemsize for w in set(self.weights.values()))
 
     def iteration_bytes(self, n_token, n_logits):
         """Bytes of an iteration's activations, and of its logits while they are sampled"""
@@ -327,22 +319,19 @@ class GPT:
     @torch.inference_mode()
     def merge(self, adapter):
         """The merge-and-swap baseline [S-LoRA §4.1]: W becomes W + A B, or W again for None."""
-        self.weights |= self.originals
-        self.originals = {}
+        self.weights = self.base
         self.merged = None
-        weights = {}  # all of them before the first one is replaced: an exception may end this
-        for op, operator in self.config.operators.items() if adapter else []:
-            merged = operator.columns.keys() & adapter.ranks
-            for i in range(self.config.n_layer if merged else 0):
-                name = f"{i}.{op}.weight"
-                weight = self.weights[name].to_dense().clone()
-                for module in merged:
-                    first, columns = operator.columns[module]
+        if adapter is None:
+            return
+        weights = dict(self.base)
+        for op, sites in adapter.sites.items():
+            for i in range(self.config.n_layer):
+                weight = self.base[f"{i}.{op}.weight"].to_dense().clone()
+                for module, (column, n_column, *_) in sites.items():
                     a, b = (t[i].to(self.device).float() for t in adapter.factors(module))
-                    weight[first:first + columns] += b.T @ a
-                weights[name] = pack(weight)
-        self.originals = {name: self.weights[name] for name in weights}
-        self.weights |= weights
+                    weight[column:column + n_column] += b.T @ a
+                weights[f"{i}.{op}.weight"] = pack(weight)
+        self.weights = weights  # all at once: an exception may end this function before
         self.merged = adapter
 
     def load_adapter(self, name, source, seed=0):
@@ -386,26 +375,25 @@ class Adapter:
         self.ranks = ranks
         self.n_page = 0
         self.n_params = 0  # of this device
-        # operator -> [(column, columns, rank of A, rank of B, number of the module, first page)]
-        self.sites = {}
+        # operator -> {module: (first column, columns, rank of A, rank of B, number of the module in
+        # its operator, first page)}: all but the rows of a kernels.Sites
+        self.sites = defaultdict(dict)
         self.max_rank = {}  # operator -> its largest rank, as a power of two, 16 at least
         self.places = {}  # module -> (first page, shape of A, shape of B)
-        width = config.n_kv_head * config.head_dim
-        for op, operator in config.operators.items():
-            n_in = operator.n_in
-            sites = []
-            for number, (module, (column, columns)) in enumerate(operator.columns.items()):
-                if module in ranks:
-                    rank = ranks[module]
-                    rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])
-                    sites.append((column, columns, rank_a, rank, number, self.n_page))
-                    self.places[module] = self.n_page, (rank_a, n_in), (rank, columns)
-                    self.n_page += max(rank_a * cdiv(n_in, width), rank * cdiv(columns, width))
-                    self.n_params += config.n_layer * (rank_a * n_in + rank * columns)
-            self.sites[op] = sites
-            if sites:
-                widest = max(rank_a for _, _, rank_a, *_ in sites)
-                self.max_rank[op] = max(16, power_of_two(widest))
+        width = config.n_kv_head * config.head_dim  # of a page
+        for module, (op, *_) in config.modules.items():
+            if module not in ranks:
+                continue
+            n_in, _, columns = config.operators[op]
+            column, n_column = columns[module]
+            rank = ranks[module]
+            rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])
+            number = [*columns].index(module)
+            self.sites[op][module] = column, n_column, rank_a, rank, number, self.n_page
+            self.max_rank[op] = max(self.max_rank.get(op, 16), power_of_two(rank_a))
+            self.places[module] = self.n_page, (rank_a, n_in), (rank, n_column)
+            self.n_page += max(rank_a * cdiv(n_in, width), rank * cdiv(n_column, width))
+            self.n_params += config.n_layer * (rank_a * n_in + rank * n_column)
         self.planes = None
         if dtype is not None:
             self.planes = torch.zeros(config.n_layer, 2, self.n_page, width, dtype=dtype,
@@ -444,7 +432,7 @@ class Adapter:
     @classmethod
     def from_pretrained(cls, folder, config, dtype=torch.float32, base=None):
         """A PEFT folder. base: the weights of its model. Errors as in GPT.from_pretrained."""
-        factors = read_factors(Path(folder), config, base)
+        factors = read_factors(Path(folder), config, base or {})
         ranks = {}
         for (module, _), (a, _) in factors.items():
             ranks[module] = max(ranks.get(module, 0), len(a))
@@ -504,14 +492,16 @@ def list_layer(config):
         ("preproj", "self_attn.q_proj", qkv_bias, Q, C),
         ("preproj", "self_attn.k_proj", qkv_bias, K, C),
         ("preproj", "self_attn.v_proj", qkv_bias, K, C),
-        ("qk_norm", "self_attn.q_norm", False, c.head_dim),
-        ("qk_norm", "self_attn.k_norm", False, c.head_dim),
         ("postproj", "self_attn.o_proj", c.attention_bias, C, Q),
         ("norm2", "post_attention_layernorm", False, C),
         ("ffn_ln1", "mlp.gate_proj", c.mlp_bias, I, C),
         ("ffn_ln1", "mlp.up_proj", c.mlp_bias, I, C),
         ("ffn_ln2", "mlp.down_proj", c.mlp_bias, C, I)]
-    return [row for row in layer if row[0] != "qk_norm" or c.family == "qwen3"]
+    if c.family == "qwen3":
+        layer += [
+            ("qk_norm", "self_attn.q_norm", False, c.head_dim),
+            ("qk_norm", "self_attn.k_norm", False, c.head_dim)]
+    return layer
 
 def list_outside(config):
     """The same of the tensors outside the layers"""
@@ -707,7 +697,6 @@ ARCHITECTURES = dict(gpt2="GPT2LMHeadModel", llama="LlamaForCausalLM", qwen2="Qw
                      qwen3="Qwen3ForCausalLM", mistral="MistralForCausalLM")
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # of models
 LEAST = {int: 1, float: 1e-30}  # numbers are positive
-OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")  # null is not the default
 MODEL_SETTINGS = {  # keys of config.json that change the mathematics -> the values they may have
     "model_type": [*FAMILIES], "hidden_act": ["silu", "swish"], "quantization_config": [None],
     "partial_rotary_factor": [1, None], "full_attention": [None], "add_cross_attention": [False],
@@ -737,37 +726,28 @@ def parse_config(path, settings):
     check_settings(path, {"model_type": family}, MODEL_SETTINGS)
     # 2. settings of RoPE beside the others. transformers 5 writes rope_parameters
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    check_type(f"{path}: rope_scaling", rope, dict, "a dict")
     trained = "original_max_position_embeddings"
     if settings.get(trained):  # it wins over that of RoPE
         rope = rope | {trained: settings[trained]}
     settings |= rope | {"rope_scaling": rope or None}
     check_settings(path, settings, MODEL_SETTINGS)
-    # 3. transformers' defaults, and the values that the file has
-    known = dict(FAMILIES[family])
-    known |= {key: value for key, value in settings.items()
-              if key in known and (value is not None or key in OPTIONAL)}
+    # 3. what the file has, else transformers' defaults
+    known = {key: settings.get(key, default) for key, default in FAMILIES[family].items()}
     # 4. those of a GPTConfig, by our names
     found = {"family": family}
     types = GPTConfig.__annotations__
     for key, value in known.items():
         name = KEYS.get(key, key)
         if name in types and value is not None:
-            kind = types[name]
-            if kind in LEAST:
-                found[name] = check_range(f"{path}: {key}", value, LEAST[kind])
-            else:
-                found[name] = check_type(f"{path}: {key}", value, kind, f"a {kind.__name__}")
+            low = LEAST.get(types[name])
+            found[name] = check_range(f"{path}: {key}", value, low) if low else value
     found["block_size"] = context_of(path, known, found["block_size"])
-    return GPTConfig(**found), stored_dtype(path, settings)
+    return GPTConfig(**found), stored_dtype(settings)
 
-def stored_dtype(path, settings):
+def stored_dtype(settings):
     """The torch dtype that config.json names; float32 for one that no operator here computes in"""
-    key = "dtype" if settings.get("dtype") else "torch_dtype"
-    name = str(settings.get(key) or "float32").removeprefix("torch.")
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"{path}: {key} = {name!r}: must be a floating-point dtype of torch")
+    name = settings.get("dtype") or settings.get("torch_dtype")
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
     return dtype if dtype in DTYPES else torch.float32
 
 def context_of(path, settings, trained):
@@ -797,9 +777,7 @@ def files_of(folder, stem):
     index = folder / f"{stem}.safetensors.index.json"
     if (folder / f"{stem}.safetensors").is_file() or not index.is_file():
         return [f"{stem}.safetensors"]
-    files = read_json(index).get("weight_map")
-    check_type(f"{index}: weight_map", files, dict, "a dict")
-    return sorted(set(files.values()))
+    return sorted(set(read_json(index)["weight_map"].values()))
 
 def full_name(name):
     """A tensor's name in a model with a head. AutoModel's names are without its first part."""
@@ -884,7 +862,7 @@ def setting_of(module, path, settings, key, patterns, least):
     for pattern, value in table.items():
         try:
             match = re.match(rf"(.*\.)?({pattern})$", module)
-        except (re.error, OverflowError) as error:
+        except re.error as error:
             raise ValueError(f"{path}: {patterns}: {pattern!r}: {error}") from None
         if match:
             return check_range(f"{path}: {patterns} of {pattern!r}", value, least, 10**6)
@@ -892,7 +870,7 @@ def setting_of(module, path, settings, key, patterns, least):
 
 def read_factors(folder, config, base):
     """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}.
-    base: {our name: weight} of the base model, on this device"""
+    base: {our name: weight} of the base model, on this device (only rank 0 has a head)"""
     path = folder / "adapter_config.json"
     if not path.is_file():
         raise FileNotFoundError(f"adapter '{folder}': must be a PEFT folder, has no {path.name}")
@@ -901,11 +879,10 @@ def read_factors(folder, config, base):
     checkpoint = Checkpoint(folder, "adapter_model")
     # PEFT saves the embeddings too, if the vocabulary was resized
     for name in [name for name in checkpoint if re.search(EMBEDDING, name)]:
-        ours = (base or {}).get("head.weight" if "lm_head" in name else "embedding.weight")
         theirs = checkpoint.pop(name)
-        if ours is not None:
-            ours = ours.to_dense()  # in whatever layout it is
-        if not base or ours is not None and not torch.equal(ours, theirs.to(ours)):
+        ours = base.get("head.weight" if "lm_head" in name else "embedding.weight", theirs)
+        ours = ours.to_dense()  # in whatever layout it is
+        if not base or not torch.equal(ours, theirs.to(ours)):
             raise ValueError(f"{folder}: {name!r}: embeddings in an adapter are not supported, "
                              "except those of its base model: merge it with PEFT")
     factors = {}
@@ -947,7 +924,7 @@ def tiktoken_tokenizer(encoding):
         return encoding.decode([token for token in tokens if token < encoding.eot_token])
 
     encode = partial(encoding.encode, allowed_special="all")
-    return Tokenizer(encode, [encoding.eot_token], partial(stream_text, decode, None))
+    return Tokenizer(encode, [encoding.eot_token], partial(stream_text, decode, []))
 
 def byte_tokenizer():
     """Token b is byte b, and token 256 ends a text."""
@@ -981,7 +958,7 @@ def read_tokenizer(folder):
     texts = [*map(content_of, settings.get("added_tokens_decoder", {}).values())]
     texts += named.values()
     texts += map(content_of, settings.get("additional_special_tokens") or [])
-    new = [text for text in texts if text and library.token_to_id(text) is None]
+    new = [text for text in texts if library.token_to_id(text) is None]
     library.add_special_tokens(new)
     # 3. the tokens that end a text
     end = library.token_to_id(named.get("eos_token", ""))
@@ -1001,6 +978,7 @@ def read_tokenizer(folder):
 
     # a byte of no character, if bytes are tokens. Right behind others, it makes all of them such
     wrong = library.token_to_id("<0xFF>")
+    wrong = [] if wrong is None else [wrong]
     return Tokenizer(encode, stop, partial(stream_text, library.decode, wrong), chat)
 
 def content_of(token):
@@ -1018,20 +996,17 @@ def read_library(path):
 
 def stream_text(decode, wrong, prompt=()):
     """-> a function tokens -> text that continues the prompt's. Joined, the texts are those of
-    decoding all tokens at once. wrong: a token behind which no character is complete, or None"""
+    decoding all tokens at once. wrong: [a token behind which no character is complete], or []"""
     window = [*prompt]  # tokens of the text before, on which spaces depend, and new ones
     n_before = len(window)
-
-    def is_final(text):
-        longer = text if wrong is None else decode([*window, wrong])
-        return longer.startswith(text) and not text.endswith("\ufffd")
 
     def continue_text(tokens):
         nonlocal window, n_before
         window += tokens
         text = decode(window)
         before = os.path.commonprefix([decode(window[:n_before]), text])
-        if text == before or tokens and not is_final(text):
+        is_final = decode(window + wrong).startswith(text) and not text.endswith("\ufffd")
+        if text == before or tokens and not is_final:
             return ""
         window = window[n_before:]
         n_before = len(window)
