@@ -42,10 +42,11 @@ from tqdm import tqdm
 # -----------------------------------------------------------------------------
 # the shape of a model
 
-# [SARATHI Table 1]; ln: linear -> dim of a weight that tensor parallelism cuts, 0: its output
+# the matrix products of a layer [SARATHI Table 1]: q, k and v; o; gate and up; down -> the dim of
+# a weight (n_out, n_in) that tensor parallelism cuts
 OPERATORS = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # their input is cut
-# one of config.operators; columns: {module: (first column, columns)}, to which its adapters add
+# columns: module of an operator, as q_proj, which adapters change -> (first column, columns)
 Operator = namedtuple("Operator", "n_in n_out columns")
 
 @dataclass
@@ -361,14 +362,14 @@ class GPT:
 # adapters
 
 class Adapter:
-    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. From the first
-    page of a module on, the K plane holds the rows of A, and the V plane those of B, multiplied by
-    its scaling. A row that is wider than a page takes several pages."""
+    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. B is multiplied by
+    the scaling. The pages of a module of rank 2, whose rows of A are wider than a page:
+
+        K plane   A[0]  A[0]  A[1]  A[1]
+        V plane   B[0]  B[1]   -     -    """
 
     def __init__(self, config, ranks, dtype=None):
-        """ranks: {module: rank}, or one rank for q, k, v, o [S-LoRA §4.1]. dtype None: no weights.
-        A device has its columns of B and every n-th row of A, in row-parallel operators its columns
-        of both [S-LoRA §6]."""
+        """ranks: {module: rank}, or one rank for q, k, v, o [S-LoRA §4.1]; no dtype: no weights"""
         if isinstance(ranks, int):
             ranks = {module: ranks for module in config.modules if "attn" in module}
         self.config = config
@@ -387,7 +388,7 @@ class Adapter:
             n_in, _, columns = config.operators[op]
             column, n_column = columns[module]
             rank = ranks[module]
-            rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])
+            rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])  # see fill()
             number = [*columns].index(module)
             self.sites[op][module] = column, n_column, rank_a, rank, number, self.n_page
             self.max_rank[op] = max(self.max_rank.get(op, 16), power_of_two(rank_a))
@@ -454,7 +455,9 @@ class Adapter:
         write_folder(folder, "adapter_model", tensors, "adapter_config.json", settings)
 
     def fill(self, module, layers, a, b):
-        """Keep this device's part of A (.., rank, n_in) and B (.., rank, n_out), zeros below."""
+        """Keep this device's part of A (.., rank, n_in) and B (.., rank, n_out), zeros below: its
+        columns of B and every n-th row of A, in row-parallel operators its columns of both
+        [S-LoRA §6]."""
         i, n = self.config.shard
         op, *_ = self.config.modules[module]
         if op in ROW_PARALLEL:
@@ -731,7 +734,7 @@ def parse_config(path, settings):
         rope = rope | {trained: settings[trained]}
     settings |= rope | {"rope_scaling": rope or None}
     check_settings(path, settings, MODEL_SETTINGS)
-    # 3. what the file has, else transformers' defaults
+    # 3. the file's settings, else transformers' defaults
     known = {key: settings.get(key, default) for key, default in FAMILIES[family].items()}
     # 4. those of a GPTConfig, by our names
     found = {"family": family}
