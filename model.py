@@ -285,7 +285,7 @@ class GPT:
         settings = {keys[name]: value for name, value in vars(c).items() if name in keys}
         settings |= {"architectures": [ARCHITECTURES[c.family]], "model_type": c.family,
                      "dtype": str(self.dtype).removeprefix("torch."), "sliding_window": None}
-        read, _ = parse_config(folder, dict(settings))
+        read, _ = parse_config(folder, settings)
         for name, value in vars(c).items():
             if value != getattr(read, name, None):
                 raise ValueError(f"{name} = {value}: is not in a config.json of {c.family!r}")
@@ -720,13 +720,12 @@ def read_config(folder):
 
 def parse_config(path, settings):
     """The settings of a config.json -> (GPTConfig, the stored dtype)"""
-    # 1. the family, or that of the architecture. It is refused before all others
-    if settings.get("model_type") is None:
-        names = settings.get("architectures") or ()
-        families = [family for family, name in ARCHITECTURES.items() if name in names]
-        settings["model_type"] = families[0] if families else None
-    family = settings["model_type"]
-    check_settings(path, {"model_type": family}, MODEL_SETTINGS)
+    # 1. the family, or that of the architecture. It stands first, and is refused before all others
+    settings = {"model_type": None} | settings
+    names = settings.get("architectures") or ()
+    for family, architecture in ARCHITECTURES.items():
+        if settings["model_type"] is None and architecture in names:
+            settings["model_type"] = family
     # 2. settings of RoPE beside the others. transformers 5 writes rope_parameters
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     trained = "original_max_position_embeddings"
@@ -735,6 +734,7 @@ def parse_config(path, settings):
     settings |= rope | {"rope_scaling": rope or None}
     check_settings(path, settings, MODEL_SETTINGS)
     # 3. the file's settings, else transformers' defaults
+    family = settings["model_type"]
     known = {key: settings.get(key, default) for key, default in FAMILIES[family].items()}
     # 4. those of a GPTConfig, by our names
     found = {"family": family}
