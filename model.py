@@ -338,8 +338,7 @@ class GPT:
     def load_adapter(self, name, source, seed=0):
         """An Adapter from a PEFT folder, a rank (random weights), or one for this model."""
         if isinstance(source, int):
-            rank = check_range("rank", source, 1)
-            return Adapter.random(self.config, rank, seed, self.dtype)
+            return Adapter.random(self.config, check_range("rank", source, 1), seed, self.dtype)
         if not isinstance(source, Adapter):
             return Adapter.from_pretrained(source, self.config, self.dtype, self.weights)
         ours = self.config
@@ -871,23 +870,28 @@ def setting_of(module, path, settings, key, patterns, least):
             return check_range(f"{path}: {patterns} of {pattern!r}", value, least, 10**6)
     return check_range(f"{path}: {key}", settings[key], least, 10**6)
 
+def drop_embeddings(checkpoint, base):
+    """PEFT saves the embeddings too, if the vocabulary was resized. ValueError if they are not
+    those of the base model."""
+    for name in [name for name in checkpoint if re.search(EMBEDDING, name)]:
+        theirs = checkpoint.pop(name)
+        # ranks above 0 have no head
+        ours = base.get("head.weight" if "lm_head" in name else "embedding.weight", theirs)
+        ours = ours.to_dense()  # in whatever layout it is
+        if not base or not torch.equal(ours, theirs.to(ours)):
+            raise ValueError(f"{checkpoint.folder}: {name!r}: embeddings in an adapter are not "
+                             "supported, except those of its base model: merge it with PEFT")
+
 def read_factors(folder, config, base):
     """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}.
-    base: {our name: weight} of the base model, on this device (only rank 0 has a head)"""
+    base: {our name: weight} of the base model, on this device"""
     path = folder / "adapter_config.json"
     if not path.is_file():
         raise FileNotFoundError(f"adapter '{folder}': must be a PEFT folder, has no {path.name}")
     settings = LORA_NUMBERS | read_json(path)
     check_settings(path, settings, LORA_SETTINGS, OFF)
     checkpoint = Checkpoint(folder, "adapter_model")
-    # PEFT saves the embeddings too, if the vocabulary was resized
-    for name in [name for name in checkpoint if re.search(EMBEDDING, name)]:
-        theirs = checkpoint.pop(name)
-        ours = base.get("head.weight" if "lm_head" in name else "embedding.weight", theirs)
-        ours = ours.to_dense()  # in whatever layout it is
-        if not base or not torch.equal(ours, theirs.to(ours)):
-            raise ValueError(f"{folder}: {name!r}: embeddings in an adapter are not supported, "
-                             "except those of its base model: merge it with PEFT")
+    drop_embeddings(checkpoint, base)
     factors = {}
     while checkpoint:
         name = next(iter(checkpoint))
@@ -935,10 +939,12 @@ def byte_tokenizer():
     return tiktoken_tokenizer(tiktoken.Encoding(
         "bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}))
 
+TEXT_FILES = ["config.json", "generation_config.json", "tokenizer_config.json",
+              "special_tokens_map.json"]
+
 def text_settings(folder):
     """Settings of a folder's tokenizer, its family, and "stop": the tokens that end a text"""
-    names = "config", "generation_config", "tokenizer_config", "special_tokens_map"
-    files = [folder / f"{name}.json" for name in names]
+    files = [folder / name for name in TEXT_FILES]
     config, generation, text, special = (read_json(f) if f.is_file() else {} for f in files)
     if "added_tokens_decoder" not in text:  # as in transformers
         text |= special
@@ -1046,8 +1052,7 @@ def render_chat(folder, template, named, text):
 # models by name (folders, presets, the Hub), and a tiny one to train (to skip)
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
-HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-             "special_tokens_map.json", "chat_template.jinja", "vocab.*",
+HUB_FILES = [*TEXT_FILES, "tokenizer.json", "chat_template.jinja", "vocab.*",
              "model.safetensors.index.json"]
 
 def preset(name):
@@ -1104,8 +1109,9 @@ def stop_tokens(name):
     folder = find_folder(name)
     if folder is None:
         return []
-    has_text = folder.parent == CACHE or (folder / "tokenizer.json").is_file()
-    return load_tokenizer(name).stop if has_text else text_settings(folder)["stop"]
+    if folder.parent == CACHE or (folder / "tokenizer.json").is_file():
+        return load_tokenizer(name).stop
+    return text_settings(folder)["stop"]
 
 def load_tokenizer(name):
     """The Tokenizer of a model, named as in load_model. FileNotFoundError if it has none."""
