@@ -266,8 +266,8 @@ class GPT:
         checkpoint = Checkpoint(folder, "model", full_name)
         head = checkpoint.get("lm_head.weight")
         if config.tied and head is not None:  # as transformers: one may be missing, or differ
-            (place, *_), = list_tensors(config)["embedding.weight"]
-            embedding = checkpoint.setdefault(place, head)
+            place = "model.embed_tokens" if config.is_llama else "transformer.wte"
+            embedding = checkpoint.setdefault(f"{place}.weight", head)
             is_tied = embedding.dtype == head.dtype and torch.equal(embedding, head)
             config = replace(config, tied=is_tied)
         world = world or World(device)
@@ -791,15 +791,16 @@ class Checkpoint(dict):
 
     def __init__(self, folder, stem, rename=str):
         self.folder = folder
-        for path in [folder / file for file in files_of(folder, stem)]:
+        for file in files_of(folder, stem):
+            path = folder / file
             if not path.is_file():
                 raise FileNotFoundError(f"{path} does not exist (.bin files are not read: load one "
                                         "with transformers or PEFT, save_pretrained() writes this)")
             try:
-                tensors = load_file(path).items()
+                tensors = load_file(path)
             except SafetensorError as error:
                 raise ValueError(f"{path} is damaged: {error}") from None
-            self.update((rename(name), tensor) for name, tensor in tensors)
+            self |= {rename(name): tensor for name, tensor in tensors.items()}
 
     def take(self, name, shape):
         """Remove a tensor and return it, as (n_out, n_in). ValueError if it does not fit."""
@@ -852,9 +853,11 @@ LORA_SETTINGS = dict.fromkeys(LORA_FREE) | dict.fromkeys(LORA_VARIANTS, OFF) | {
     # all other ways change the weights of the base model
     "init_lora_weights": [True, False, None, "gaussian", "orthogonal", "eva", "mica"]}
 LORA_NUMBERS = dict(r=8, lora_alpha=8, rank_pattern={}, alpha_pattern={})  # PEFT's defaults
-# with or without the prefixes of PEFT and of wrappers, and with or without the adapter's name
-LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*(?:layers|h)\.(\d+)\.(.+)"
-               r"\.lora_)[AB]((?:\.[^.]+)?\.weight)")
+# with or without the prefixes of PEFT and of wrappers, and with or without the adapter's name.
+# Second group: the module's name in the model of the training
+LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model\.model)\.)*"
+               r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*"
+               r"(?:layers|h)\.(\d+)\.(.+))\.lora_)[AB]((?:\.[^.]+)?\.weight)")
 EMBEDDING = r"\b(embed_tokens|wte|lm_head)\."
 
 def setting_of(module, path, settings, key, patterns, least):
@@ -896,15 +899,13 @@ def read_factors(folder, config, base):
     while checkpoint:
         name = next(iter(checkpoint))
         match = re.fullmatch(LORA_TENSOR, name)
-        if match is None or match[3] not in config.modules or int(match[2]) >= config.n_layer:
+        if match is None or match[4] not in config.modules or int(match[3]) >= config.n_layer:
             raise ValueError(f"{folder}: {name!r} does not fit: layers 0 to {config.n_layer - 1}, "
                              f"modules {', '.join(config.modules)}")
-        start, layer, module, end = match.groups()
+        start, target, layer, module, end = match.groups()
         place = module, int(layer)
         if place in factors:
             raise ValueError(f"{folder}: {name!r} is of a second adapter, only one is read")
-        target = re.sub(r"^.*base_model\.model\.|(_orig_mod|module)\.", "", start)
-        target = target.removesuffix(".lora_")  # the module's name in the model of the training
         rank = setting_of(target, path, settings, "r", "rank_pattern", 1)
         alpha = setting_of(target, path, settings, "lora_alpha", "alpha_pattern", -1e6)
         scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
@@ -974,8 +975,8 @@ def read_tokenizer(folder):
     stop = settings["stop"]
     if end is not None and end not in stop:
         stop = [*stop, end]
-    added = library.get_added_tokens_decoder()
-    special = {token for token in added if added[token].special}
+    added = library.get_added_tokens_decoder().items()
+    special = {token for token, properties in added if properties.special}
 
     def encode(text, add=True):
         return library.encode(text, add_special_tokens=add).ids
