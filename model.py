@@ -19,7 +19,7 @@ import re
 import sys
 import time
 from collections import defaultdict, namedtuple
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from numbers import Integral, Real
 from pathlib import Path
@@ -42,10 +42,11 @@ from tqdm import tqdm
 # -----------------------------------------------------------------------------
 # the shape of a model
 
-# [SARATHI Table 1] with ln for linear: the dim of a weight that tensor parallelism cuts, 0: output
+# the matrix products of a layer [SARATHI Table 1]: q, k and v; o; gate and up; down -> the dim of
+# a weight (n_out, n_in) that tensor parallelism cuts
 OPERATORS = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # their input is cut
-# one of config.operators; columns: {module: (first column, columns)}, to which its adapters add
+# columns: module of an operator, as q_proj, which adapters change -> (first column, columns)
 Operator = namedtuple("Operator", "n_in n_out columns")
 
 @dataclass
@@ -122,21 +123,19 @@ class GPTConfig:
 
 gpt2 = partial(GPTConfig, family="gpt2", tied=True)
 llama = partial(GPTConfig, vocab_size=32000, block_size=2048)
-PRESETS = {
-    "tiny": GPTConfig(n_layer=4, n_head=4, n_embd=256, n_inner=704, vocab_size=257, tied=True),
-    "gpt2": gpt2(n_layer=12, n_head=12, n_embd=768),
-    "gpt2-xl": gpt2(n_layer=48, n_head=25, n_embd=1600),
-    "gpt3-175b": gpt2(n_layer=96, n_head=96, n_embd=12288, block_size=4096),
-    "llama-30m": llama(n_layer=8, n_head=8, n_embd=512, n_inner=1408, vocab_size=8192, tied=True),
-    "llama-124m": llama(n_layer=12, n_head=12, n_embd=768, n_inner=2048, vocab_size=50304,
-                        tied=True),  # as large as GPT-2
-    "llama-160m": llama(n_layer=12, n_head=12, n_embd=768, n_inner=3072),
-    "tinyllama-1.1b": llama(n_layer=22, n_head=32, n_embd=2048, n_inner=5632, n_kv_head=4),
-    "llama-7b": llama(n_layer=32, n_head=32, n_embd=4096, n_inner=11008, block_size=4096),
-    "llama-13b": llama(n_layer=40, n_head=40, n_embd=5120, n_inner=13824, block_size=4096),
-    "llama-33b": llama(n_layer=60, n_head=52, n_embd=6656, n_inner=17920, block_size=4096),
-    "llama-70b": llama(n_layer=80, n_head=64, n_embd=8192, n_inner=28672, n_kv_head=8,
-                       block_size=4096)}
+PRESETS = {  # n_layer, n_head, n_embd, n_inner
+    "tiny": GPTConfig(4, 4, 256, 704, vocab_size=257, tied=True),
+    "gpt2": gpt2(12, 12, 768),
+    "gpt2-xl": gpt2(48, 25, 1600),
+    "gpt3-175b": gpt2(96, 96, 12288, block_size=4096),
+    "llama-30m": llama(8, 8, 512, 1408, vocab_size=8192, tied=True),
+    "llama-124m": llama(12, 12, 768, 2048, vocab_size=50304, tied=True),  # as large as GPT-2
+    "llama-160m": llama(12, 12, 768, 3072),
+    "tinyllama-1.1b": llama(22, 32, 2048, 5632, n_kv_head=4),
+    "llama-7b": llama(32, 32, 4096, 11008, block_size=4096),
+    "llama-13b": llama(40, 40, 5120, 13824, block_size=4096),
+    "llama-33b": llama(60, 52, 6656, 17920, block_size=4096),
+    "llama-70b": llama(80, 64, 8192, 28672, n_kv_head=8, block_size=4096)}
 
 # -----------------------------------------------------------------------------
 # a model
@@ -154,8 +153,8 @@ class GPT:
         self.device = self.weights["embedding.weight"].device
         self.frequencies = rotary_frequencies(self.config).to(self.device)
         self.hidden = None  # the last hidden states of an iteration, see forward()
-        self.merged = None  # the adapter in the weights
-        self.originals = {}  # weights without it
+        self.merged = None  # the adapter in the weights, see merge()
+        self.base = self.weights  # the weights without it
         self.profile = None  # a CostModel, measured when it is first needed
 
     @torch.inference_mode()
@@ -267,8 +266,8 @@ class GPT:
         checkpoint = Checkpoint(folder, "model", full_name)
         head = checkpoint.get("lm_head.weight")
         if config.tied and head is not None:  # as transformers: one may be missing, or differ
-            (place, *_), = list_tensors(config)["embedding.weight"]
-            embedding = checkpoint.setdefault(place, head)
+            place = "model.embed_tokens" if config.is_llama else "transformer.wte"
+            embedding = checkpoint.setdefault(f"{place}.weight", head)
             is_tied = embedding.dtype == head.dtype and torch.equal(embedding, head)
             config = replace(config, tied=is_tied)
         world = world or World(device)
@@ -286,23 +285,17 @@ class GPT:
         settings = {keys[name]: value for name, value in vars(c).items() if name in keys}
         settings |= {"architectures": [ARCHITECTURES[c.family]], "model_type": c.family,
                      "dtype": str(self.dtype).removeprefix("torch."), "sliding_window": None}
-        read, _ = parse_config(folder, dict(settings))
-        for name in [field.name for field in fields(c)]:
-            value = getattr(c, name)
+        read, _ = parse_config(folder, settings)
+        for name, value in vars(c).items():
             if value != getattr(read, name, None):
                 raise ValueError(f"{name} = {value}: is not in a config.json of {c.family!r}")
         tensors = {}
         for name, parts in list_tensors(c).items():
-            weight = (self.weights | self.originals)[name].to_dense().detach()
+            weight = self.base[name].to_dense().detach()
             for part, shape, _ in parts:
                 tensor, weight = weight.tensor_split([shape[0]])
                 tensors[part] = tensor.T if part.endswith(TRANSPOSED) else tensor
         write_folder(folder, "model", tensors, "config.json", settings)
-
-    @property
-    def n_bytes(self):
-        """Bytes of all weights on this device"""
-        return sum(w.numel() * w.dtype.itemsize for w in set(self.weights.values()))
 
     def iteration_bytes(self, n_token, n_logits):
         """Bytes of an iteration's activations, and of its logits while they are sampled"""
@@ -327,29 +320,25 @@ class GPT:
     @torch.inference_mode()
     def merge(self, adapter):
         """The merge-and-swap baseline [S-LoRA §4.1]: W becomes W + A B, or W again for None."""
-        self.weights |= self.originals
-        self.originals = {}
+        self.weights = self.base
         self.merged = None
-        weights = {}  # all of them before the first one is replaced: an exception may end this
-        for op, operator in self.config.operators.items() if adapter else []:
-            merged = operator.columns.keys() & adapter.ranks
-            for i in range(self.config.n_layer if merged else 0):
-                name = f"{i}.{op}.weight"
-                weight = self.weights[name].to_dense().clone()
-                for module in merged:
-                    first, columns = operator.columns[module]
+        if adapter is None:
+            return
+        weights = dict(self.base)
+        for op, sites in adapter.sites.items():
+            for i in range(self.config.n_layer):
+                weight = self.base[f"{i}.{op}.weight"].to_dense().clone()
+                for module, (column, n_column, *_) in sites.items():
                     a, b = (t[i].to(self.device).float() for t in adapter.factors(module))
-                    weight[first:first + columns] += b.T @ a
-                weights[name] = pack(weight)
-        self.originals = {name: self.weights[name] for name in weights}
-        self.weights |= weights
+                    weight[column:column + n_column] += b.T @ a
+                weights[f"{i}.{op}.weight"] = pack(weight)
+        self.weights = weights  # all at once: an exception may end this function before
         self.merged = adapter
 
     def load_adapter(self, name, source, seed=0):
         """An Adapter from a PEFT folder, a rank (random weights), or one for this model."""
         if isinstance(source, int):
-            rank = check_range("rank", source, 1)
-            return Adapter.random(self.config, rank, seed, self.dtype)
+            return Adapter.random(self.config, check_range("rank", source, 1), seed, self.dtype)
         if not isinstance(source, Adapter):
             return Adapter.from_pretrained(source, self.config, self.dtype, self.weights)
         ours = self.config
@@ -372,40 +361,39 @@ class GPT:
 # adapters
 
 class Adapter:
-    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. From the first
-    page of a module on, the K plane holds the rows of A, and the V plane those of B, multiplied by
-    its scaling. A row that is wider than a page takes several pages."""
+    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. B is multiplied by
+    the scaling. The pages of a module of rank 2, whose rows of A are wider than a page:
+
+        K plane   A[0]  A[0]  A[1]  A[1]
+        V plane   B[0]  B[1]   -     -    """
 
     def __init__(self, config, ranks, dtype=None):
-        """ranks: {module: rank}, or one rank for q, k, v, o [S-LoRA §4.1]. dtype None: no weights.
-        A device has its columns of B and every n-th row of A, in row-parallel operators its columns
-        of both [S-LoRA §6]."""
+        """ranks: {module: rank}, or one rank for q, k, v, o [S-LoRA §4.1]; no dtype: no weights"""
         if isinstance(ranks, int):
             ranks = {module: ranks for module in config.modules if "attn" in module}
         self.config = config
         self.ranks = ranks
         self.n_page = 0
         self.n_params = 0  # of this device
-        # operator -> [(column, columns, rank of A, rank of B, number of the module, first page)]
-        self.sites = {}
+        # operator -> {module: (first column, columns, rank of A, rank of B, number of the module in
+        # its operator, first page)}: all but the rows of a kernels.Sites
+        self.sites = defaultdict(dict)
         self.max_rank = {}  # operator -> its largest rank, as a power of two, 16 at least
         self.places = {}  # module -> (first page, shape of A, shape of B)
-        width = config.n_kv_head * config.head_dim
-        for op, operator in config.operators.items():
-            n_in = operator.n_in
-            sites = []
-            for number, (module, (column, columns)) in enumerate(operator.columns.items()):
-                if module in ranks:
-                    rank = ranks[module]
-                    rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])
-                    sites.append((column, columns, rank_a, rank, number, self.n_page))
-                    self.places[module] = self.n_page, (rank_a, n_in), (rank, columns)
-                    self.n_page += max(rank_a * cdiv(n_in, width), rank * cdiv(columns, width))
-                    self.n_params += config.n_layer * (rank_a * n_in + rank * columns)
-            self.sites[op] = sites
-            if sites:
-                widest = max(rank_a for _, _, rank_a, *_ in sites)
-                self.max_rank[op] = max(16, power_of_two(widest))
+        width = config.n_kv_head * config.head_dim  # of a page
+        for module, (op, *_) in config.modules.items():
+            if module not in ranks:
+                continue
+            n_in, _, columns = config.operators[op]
+            column, n_column = columns[module]
+            rank = ranks[module]
+            rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])  # see fill()
+            number = [*columns].index(module)
+            self.sites[op][module] = column, n_column, rank_a, rank, number, self.n_page
+            self.max_rank[op] = max(self.max_rank.get(op, 16), power_of_two(rank_a))
+            self.places[module] = self.n_page, (rank_a, n_in), (rank, n_column)
+            self.n_page += max(rank_a * cdiv(n_in, width), rank * cdiv(n_column, width))
+            self.n_params += config.n_layer * (rank_a * n_in + rank * n_column)
         self.planes = None
         if dtype is not None:
             self.planes = torch.zeros(config.n_layer, 2, self.n_page, width, dtype=dtype,
@@ -444,7 +432,7 @@ class Adapter:
     @classmethod
     def from_pretrained(cls, folder, config, dtype=torch.float32, base=None):
         """A PEFT folder. base: the weights of its model. Errors as in GPT.from_pretrained."""
-        factors = read_factors(Path(folder), config, base)
+        factors = read_factors(Path(folder), config, base or {})
         ranks = {}
         for (module, _), (a, _) in factors.items():
             ranks[module] = max(ranks.get(module, 0), len(a))
@@ -466,7 +454,9 @@ class Adapter:
         write_folder(folder, "adapter_model", tensors, "adapter_config.json", settings)
 
     def fill(self, module, layers, a, b):
-        """Keep this device's part of A (.., rank, n_in) and B (.., rank, n_out), zeros below."""
+        """Keep this device's part of A (.., rank, n_in) and B (.., rank, n_out), zeros below: its
+        columns of B and every n-th row of A, in row-parallel operators its columns of both
+        [S-LoRA §6]."""
         i, n = self.config.shard
         op, *_ = self.config.modules[module]
         if op in ROW_PARALLEL:
@@ -504,14 +494,16 @@ def list_layer(config):
         ("preproj", "self_attn.q_proj", qkv_bias, Q, C),
         ("preproj", "self_attn.k_proj", qkv_bias, K, C),
         ("preproj", "self_attn.v_proj", qkv_bias, K, C),
-        ("qk_norm", "self_attn.q_norm", False, c.head_dim),
-        ("qk_norm", "self_attn.k_norm", False, c.head_dim),
         ("postproj", "self_attn.o_proj", c.attention_bias, C, Q),
         ("norm2", "post_attention_layernorm", False, C),
         ("ffn_ln1", "mlp.gate_proj", c.mlp_bias, I, C),
         ("ffn_ln1", "mlp.up_proj", c.mlp_bias, I, C),
         ("ffn_ln2", "mlp.down_proj", c.mlp_bias, C, I)]
-    return [row for row in layer if row[0] != "qk_norm" or c.family == "qwen3"]
+    if c.family == "qwen3":
+        layer += [
+            ("qk_norm", "self_attn.q_norm", False, c.head_dim),
+            ("qk_norm", "self_attn.k_norm", False, c.head_dim)]
+    return layer
 
 def list_outside(config):
     """The same of the tensors outside the layers"""
@@ -707,7 +699,6 @@ ARCHITECTURES = dict(gpt2="GPT2LMHeadModel", llama="LlamaForCausalLM", qwen2="Qw
                      qwen3="Qwen3ForCausalLM", mistral="MistralForCausalLM")
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # of models
 LEAST = {int: 1, float: 1e-30}  # numbers are positive
-OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")  # null is not the default
 MODEL_SETTINGS = {  # keys of config.json that change the mathematics -> the values they may have
     "model_type": [*FAMILIES], "hidden_act": ["silu", "swish"], "quantization_config": [None],
     "partial_rotary_factor": [1, None], "full_attention": [None], "add_cross_attention": [False],
@@ -728,46 +719,37 @@ def read_config(folder):
 
 def parse_config(path, settings):
     """The settings of a config.json -> (GPTConfig, the stored dtype)"""
-    # 1. the family, or that of the architecture. It is refused before all others
-    if settings.get("model_type") is None:
-        names = settings.get("architectures") or ()
-        families = [family for family, name in ARCHITECTURES.items() if name in names]
-        settings["model_type"] = families[0] if families else None
-    family = settings["model_type"]
-    check_settings(path, {"model_type": family}, MODEL_SETTINGS)
+    # 1. the family, or that of the architecture. It stands first, and is refused before all others
+    settings = {"model_type": None} | settings
+    names = settings.get("architectures") or ()
+    for family, architecture in ARCHITECTURES.items():
+        if settings["model_type"] is None and architecture in names:
+            settings["model_type"] = family
     # 2. settings of RoPE beside the others. transformers 5 writes rope_parameters
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    check_type(f"{path}: rope_scaling", rope, dict, "a dict")
     trained = "original_max_position_embeddings"
     if settings.get(trained):  # it wins over that of RoPE
         rope = rope | {trained: settings[trained]}
     settings |= rope | {"rope_scaling": rope or None}
     check_settings(path, settings, MODEL_SETTINGS)
-    # 3. transformers' defaults, and the values that the file has
-    known = dict(FAMILIES[family])
-    known |= {key: value for key, value in settings.items()
-              if key in known and (value is not None or key in OPTIONAL)}
+    # 3. the file's settings, else transformers' defaults
+    family = settings["model_type"]
+    known = {key: settings.get(key, default) for key, default in FAMILIES[family].items()}
     # 4. those of a GPTConfig, by our names
     found = {"family": family}
     types = GPTConfig.__annotations__
     for key, value in known.items():
         name = KEYS.get(key, key)
         if name in types and value is not None:
-            kind = types[name]
-            if kind in LEAST:
-                found[name] = check_range(f"{path}: {key}", value, LEAST[kind])
-            else:
-                found[name] = check_type(f"{path}: {key}", value, kind, f"a {kind.__name__}")
+            low = LEAST.get(types[name])
+            found[name] = check_range(f"{path}: {key}", value, low) if low else value
     found["block_size"] = context_of(path, known, found["block_size"])
-    return GPTConfig(**found), stored_dtype(path, settings)
+    return GPTConfig(**found), stored_dtype(settings)
 
-def stored_dtype(path, settings):
+def stored_dtype(settings):
     """The torch dtype that config.json names; float32 for one that no operator here computes in"""
-    key = "dtype" if settings.get("dtype") else "torch_dtype"
-    name = str(settings.get(key) or "float32").removeprefix("torch.")
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"{path}: {key} = {name!r}: must be a floating-point dtype of torch")
+    name = settings.get("dtype") or settings.get("torch_dtype")
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
     return dtype if dtype in DTYPES else torch.float32
 
 def context_of(path, settings, trained):
@@ -797,9 +779,7 @@ def files_of(folder, stem):
     index = folder / f"{stem}.safetensors.index.json"
     if (folder / f"{stem}.safetensors").is_file() or not index.is_file():
         return [f"{stem}.safetensors"]
-    files = read_json(index).get("weight_map")
-    check_type(f"{index}: weight_map", files, dict, "a dict")
-    return sorted(set(files.values()))
+    return sorted(set(read_json(index)["weight_map"].values()))
 
 def full_name(name):
     """A tensor's name in a model with a head. AutoModel's names are without its first part."""
@@ -811,15 +791,16 @@ class Checkpoint(dict):
 
     def __init__(self, folder, stem, rename=str):
         self.folder = folder
-        for path in [folder / file for file in files_of(folder, stem)]:
+        for file in files_of(folder, stem):
+            path = folder / file
             if not path.is_file():
                 raise FileNotFoundError(f"{path} does not exist (.bin files are not read: load one "
                                         "with transformers or PEFT, save_pretrained() writes this)")
             try:
-                tensors = load_file(path).items()
+                tensors = load_file(path)
             except SafetensorError as error:
                 raise ValueError(f"{path} is damaged: {error}") from None
-            self.update((rename(name), tensor) for name, tensor in tensors)
+            self |= {rename(name): tensor for name, tensor in tensors.items()}
 
     def take(self, name, shape):
         """Remove a tensor and return it, as (n_out, n_in). ValueError if it does not fit."""
@@ -872,9 +853,11 @@ LORA_SETTINGS = dict.fromkeys(LORA_FREE) | dict.fromkeys(LORA_VARIANTS, OFF) | {
     # all other ways change the weights of the base model
     "init_lora_weights": [True, False, None, "gaussian", "orthogonal", "eva", "mica"]}
 LORA_NUMBERS = dict(r=8, lora_alpha=8, rank_pattern={}, alpha_pattern={})  # PEFT's defaults
-# with or without the prefixes of PEFT and of wrappers, and with or without the adapter's name
-LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*(?:layers|h)\.(\d+)\.(.+)"
-               r"\.lora_)[AB]((?:\.[^.]+)?\.weight)")
+# with or without the prefixes of PEFT and of wrappers, and with or without the adapter's name.
+# Second group: the module's name in the model of the training
+LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model\.model)\.)*"
+               r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*"
+               r"(?:layers|h)\.(\d+)\.(.+))\.lora_)[AB]((?:\.[^.]+)?\.weight)")
 EMBEDDING = r"\b(embed_tokens|wte|lm_head)\."
 
 def setting_of(module, path, settings, key, patterns, least):
@@ -884,11 +867,23 @@ def setting_of(module, path, settings, key, patterns, least):
     for pattern, value in table.items():
         try:
             match = re.match(rf"(.*\.)?({pattern})$", module)
-        except (re.error, OverflowError) as error:
+        except re.error as error:
             raise ValueError(f"{path}: {patterns}: {pattern!r}: {error}") from None
         if match:
             return check_range(f"{path}: {patterns} of {pattern!r}", value, least, 10**6)
     return check_range(f"{path}: {key}", settings[key], least, 10**6)
+
+def drop_embeddings(checkpoint, base):
+    """PEFT saves the embeddings too, if the vocabulary was resized. ValueError if they are not
+    those of the base model."""
+    for name in [name for name in checkpoint if re.search(EMBEDDING, name)]:
+        theirs = checkpoint.pop(name)
+        # ranks above 0 have no head
+        ours = base.get("head.weight" if "lm_head" in name else "embedding.weight", theirs)
+        ours = ours.to_dense()  # in whatever layout it is
+        if not base or not torch.equal(ours, theirs.to(ours)):
+            raise ValueError(f"{checkpoint.folder}: {name!r}: embeddings in an adapter are not "
+                             "supported, except those of its base model: merge it with PEFT")
 
 def read_factors(folder, config, base):
     """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}.
@@ -899,28 +894,18 @@ def read_factors(folder, config, base):
     settings = LORA_NUMBERS | read_json(path)
     check_settings(path, settings, LORA_SETTINGS, OFF)
     checkpoint = Checkpoint(folder, "adapter_model")
-    # PEFT saves the embeddings too, if the vocabulary was resized
-    for name in [name for name in checkpoint if re.search(EMBEDDING, name)]:
-        ours = (base or {}).get("head.weight" if "lm_head" in name else "embedding.weight")
-        theirs = checkpoint.pop(name)
-        if ours is not None:
-            ours = ours.to_dense()  # in whatever layout it is
-        if not base or ours is not None and not torch.equal(ours, theirs.to(ours)):
-            raise ValueError(f"{folder}: {name!r}: embeddings in an adapter are not supported, "
-                             "except those of its base model: merge it with PEFT")
+    drop_embeddings(checkpoint, base)
     factors = {}
     while checkpoint:
         name = next(iter(checkpoint))
         match = re.fullmatch(LORA_TENSOR, name)
-        if match is None or match[3] not in config.modules or int(match[2]) >= config.n_layer:
+        if match is None or match[4] not in config.modules or int(match[3]) >= config.n_layer:
             raise ValueError(f"{folder}: {name!r} does not fit: layers 0 to {config.n_layer - 1}, "
                              f"modules {', '.join(config.modules)}")
-        start, layer, module, end = match.groups()
+        start, target, layer, module, end = match.groups()
         place = module, int(layer)
         if place in factors:
             raise ValueError(f"{folder}: {name!r} is of a second adapter, only one is read")
-        target = re.sub(r"^.*base_model\.model\.|(_orig_mod|module)\.", "", start)
-        target = target.removesuffix(".lora_")  # the module's name in the model of the training
         rank = setting_of(target, path, settings, "r", "rank_pattern", 1)
         alpha = setting_of(target, path, settings, "lora_alpha", "alpha_pattern", -1e6)
         scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
@@ -947,7 +932,7 @@ def tiktoken_tokenizer(encoding):
         return encoding.decode([token for token in tokens if token < encoding.eot_token])
 
     encode = partial(encoding.encode, allowed_special="all")
-    return Tokenizer(encode, [encoding.eot_token], partial(stream_text, decode, None))
+    return Tokenizer(encode, [encoding.eot_token], partial(stream_text, decode, []))
 
 def byte_tokenizer():
     """Token b is byte b, and token 256 ends a text."""
@@ -955,10 +940,12 @@ def byte_tokenizer():
     return tiktoken_tokenizer(tiktoken.Encoding(
         "bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}))
 
+TEXT_FILES = ["config.json", "generation_config.json", "tokenizer_config.json",
+              "special_tokens_map.json"]
+
 def text_settings(folder):
     """Settings of a folder's tokenizer, its family, and "stop": the tokens that end a text"""
-    names = "config", "generation_config", "tokenizer_config", "special_tokens_map"
-    files = [folder / f"{name}.json" for name in names]
+    files = [folder / name for name in TEXT_FILES]
     config, generation, text, special = (read_json(f) if f.is_file() else {} for f in files)
     if "added_tokens_decoder" not in text:  # as in transformers
         text |= special
@@ -981,15 +968,15 @@ def read_tokenizer(folder):
     texts = [*map(content_of, settings.get("added_tokens_decoder", {}).values())]
     texts += named.values()
     texts += map(content_of, settings.get("additional_special_tokens") or [])
-    new = [text for text in texts if text and library.token_to_id(text) is None]
+    new = [text for text in texts if library.token_to_id(text) is None]
     library.add_special_tokens(new)
     # 3. the tokens that end a text
     end = library.token_to_id(named.get("eos_token", ""))
     stop = settings["stop"]
     if end is not None and end not in stop:
         stop = [*stop, end]
-    added = library.get_added_tokens_decoder()
-    special = {token for token in added if added[token].special}
+    added = library.get_added_tokens_decoder().items()
+    special = {token for token, properties in added if properties.special}
 
     def encode(text, add=True):
         return library.encode(text, add_special_tokens=add).ids
@@ -1001,6 +988,7 @@ def read_tokenizer(folder):
 
     # a byte of no character, if bytes are tokens. Right behind others, it makes all of them such
     wrong = library.token_to_id("<0xFF>")
+    wrong = [] if wrong is None else [wrong]
     return Tokenizer(encode, stop, partial(stream_text, library.decode, wrong), chat)
 
 def content_of(token):
@@ -1018,20 +1006,17 @@ def read_library(path):
 
 def stream_text(decode, wrong, prompt=()):
     """-> a function tokens -> text that continues the prompt's. Joined, the texts are those of
-    decoding all tokens at once. wrong: a token behind which no character is complete, or None"""
+    decoding all tokens at once. wrong: [a token behind which no character is complete], or []"""
     window = [*prompt]  # tokens of the text before, on which spaces depend, and new ones
     n_before = len(window)
-
-    def is_final(text):
-        longer = text if wrong is None else decode([*window, wrong])
-        return longer.startswith(text) and not text.endswith("\ufffd")
 
     def continue_text(tokens):
         nonlocal window, n_before
         window += tokens
         text = decode(window)
         before = os.path.commonprefix([decode(window[:n_before]), text])
-        if text == before or tokens and not is_final(text):
+        is_final = decode(window + wrong).startswith(text) and not text.endswith("\ufffd")
+        if text == before or tokens and not is_final:
             return ""
         window = window[n_before:]
         n_before = len(window)
@@ -1068,8 +1053,7 @@ def render_chat(folder, template, named, text):
 # models by name (folders, presets, the Hub), and a tiny one to train (to skip)
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
-HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-             "special_tokens_map.json", "chat_template.jinja", "vocab.*",
+HUB_FILES = [*TEXT_FILES, "tokenizer.json", "chat_template.jinja", "vocab.*",
              "model.safetensors.index.json"]
 
 def preset(name):
@@ -1126,8 +1110,9 @@ def stop_tokens(name):
     folder = find_folder(name)
     if folder is None:
         return []
-    has_text = folder.parent == CACHE or (folder / "tokenizer.json").is_file()
-    return load_tokenizer(name).stop if has_text else text_settings(folder)["stop"]
+    if folder.parent == CACHE or (folder / "tokenizer.json").is_file():
+        return load_tokenizer(name).stop
+    return text_settings(folder)["stop"]
 
 def load_tokenizer(name):
     """The Tokenizer of a model, named as in load_model. FileNotFoundError if it has none."""

@@ -978,10 +978,8 @@ BAD_MODELS = {
         quantization_config={"quant_method": "awq"}, scale_attn_by_inverse_layer_idx=True,
         scale_attn_weights=False, activation_function="relu", hidden_act="gelu",
         partial_rotary_factor=0.5).items()},
-    "config.json: torch_dtype = 'auto': must": dict(dtype=None, torch_dtype="auto"),
     "model_type = None": dict(model_type=None, architectures=["GemmaForCausalLM"]),
     "num_attention_heads = 0: must be": dict(num_attention_heads=0),
-    "tie_word_embeddings = 'no': must be a bool": dict(tie_word_embeddings="no"),
     "n_kv_head = 3: must divide": dict(num_key_value_heads=3),
     "model-1.safetensors does not exist": dict(
         remove="model.safetensors", index={"weight_map": {Q: "model-1.safetensors"}}),
