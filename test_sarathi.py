@@ -3373,16 +3373,22 @@ def arguments(words=""):
 def simulated(name, words="--size small"):
     return bench.simulate(arguments(words), EXPERIMENTS[name].on)
 
+def fewer(make):
+    """A maker of jobs that makes an eighth of them"""
+    def jobs(*args, **options):
+        made = make(*args, **options)
+        return made[:1 + len(made) // 8]
+    return jobs
+
+SMALL = {"tng": "--lengths 64", "attainment": "--schedulers prefill_first,sarathi"}
+
 @cache
 def small_rows(name):
     """An experiment at its smallest, simulated: {(panel, series, x): row}"""
-    slora = bench.slora
-    words = f"{name} --size small"
-    words += {"tng": " --lengths 256", "attainment": " --schedulers prefill_first,sarathi"
-              }.get(name, "")
-    with pytest.MonkeyPatch.context() as patch:  # S-LoRA's runs take some seconds
-        patch.setattr(bench, "slora", lambda place, setting, n, rate, seconds, *others, **options:
-                      slora(place, setting, n, rate, seconds / 5, *others, **options))
+    words = f"{name} --size small {SMALL.get(name, '')}"
+    with pytest.MonkeyPatch.context() as patch:
+        for make in ("gamma_jobs", "zipf_jobs"):
+            patch.setattr(bench, make, fewer(getattr(bench, make)))
         rows = EXPERIMENTS[name].rows(simulated(name, words))
         return {tuple(row["at"]): row for row in rows}
 
@@ -3390,7 +3396,6 @@ def small_rows(name):
 # bench.py: claims, measured experiments, workloads, pictures and traces
 
 def test_claims_are_the_papers():
-    assert sum(map(len, CLAIMS.values())) == 176
     sources = {claim.paper_source for claims in CLAIMS.values() for claim in claims.values()}
     assert sources == {"SARATHI text", "S-LoRA text", "S-LoRA logs", "SmartSpec text", "TNG text"}
     assert CLAIMS["table2"]["attn (ms)", "decode-maximal", ""][:3] == (15.2, "value", True)
@@ -3408,7 +3413,7 @@ def test_claim_holds(kind, paper, inside, outside):
     assert not any(claim.holds(ours) for ours in outside)
 
 AS_SMALL = ["table2", "table4", "fig3", "fig4", "fig7", "fig8", "fig9", "fig10", "fig13",
-            "spec_fig1", "spec_fig5", "spec_fig11", "spec_fig12", "spec_fig16"]
+            "spec_fig5", "spec_fig11", "spec_fig12", "spec_fig16"]
 MISSES = {  # misses of these, which are small as they are; each has a note
     "table2": {("decode (ms)", "decode-maximal", "")},
     "fig9": {("gain at L = 1024, B = 18", "Orca, best", 14.06),
@@ -3418,46 +3423,53 @@ MISSES = {  # misses of these, which are small as they are; each has a note
     "fig10": {("ffn", "smallest", ""), ("ffn", "largest", ""), ("projections", "smallest", "")},
     "fig13": {("prefill", "worst", 64), ("prefill", "worst", 256)},
 }
+FIGURES = {  # of small runs: some on which constants of the cost model were chosen
+    "table2": {("linear (ms)", "prefill-only", ""): 227.16,
+               ("linear (ms)", "decode-only", ""): 44.062,
+               ("attn (ms)", "prefill-only", ""): 10.109,
+               ("attn (ms)", "decode-only", ""): 6.2213},
+    "fig3": {("share of others", "", ""): 0.020537},
+    "slora_table3": {("S1", "PEFT", 5): 0.15828, ("S2", "S-LoRA", 2000): 1.0894},
+    "slora_fig5": {("a100", "no-unify", ""): 1.1453, ("a100", "bmm", ""): 0.16265,
+                   ("a10g", "S-LoRA", ""): 0.45993},
+    "slora_fig6": {("first token (s)", "", 1): 0.2841},
+    "spec_fig1": {("goodput", "least", ""): 1.2788},
+}
 
 @each("name", [name for name, what in EXPERIMENTS.items() if what.only != "measured"])
 def test_every_claim_has_its_point(name):
-    """And a table of 120 columns; claims hold, but for known misses"""
+    """And a table of 120 columns. Claims hold, but for known misses; what a constant of the cost
+    model was chosen on is as it was."""
     rows = small_rows(name)
     claims = CLAIMS.get(name, {})
     assert set(claims) <= set(rows)
     assert all(math.isfinite(row["ours"]) for row in rows.values())
     for at, claim in claims.items():
-        row = rows[at]
-        assert row["paper"] == claim.paper
-        assert row["fit"] == claim.fit
-        assert row["kind"] in ("value", "gain", "at least", "at most")
-        assert row["inside"] == claim.holds(row["ours"])
+        assert claim._asdict().items() <= rows[at].items()
+        assert claim.kind in ("value", "gain", "at least", "at most")
+        assert rows[at]["inside"] == claim.holds(rows[at]["ours"])
     if name in AS_SMALL:
         missed = {at for at in claims if not rows[at]["inside"]}
         assert missed == MISSES.get(name, set())
         assert all(rows[at]["note"] for at in missed)
-    text = tables(name, list(rows.values()))
-    lines = [line for line in text.splitlines() if line.startswith("|")]
+    figures = FIGURES.get(name, {})
+    assert {at: rows[at]["ours"] for at in figures} == approx(figures, rel=0.001)
+    lines = [line for line in tables(name, list(rows.values())).splitlines() if line[:1] == "|"]
     assert lines and max(map(len, lines)) <= (128 if name == "online" else 120)
     assert any("paper" in line for line in lines) == bool(claims)
 
 def test_capacity_is_the_most_that_meets_both_targets():
     """Served a little faster, a target is missed; with chunks an A100 serves more, and under
     targets that no iteration can meet nothing."""
-    place = simulated("capacity", "capacity --hardware a100 --size small")
-    assert place.args.chunk == 512
+    place = simulated("capacity", "capacity --hardware a100 --size small --output 100..200")
     ways = bench.by_scheduler(("prefill_first", "sarathi_serve"))
-    rates = dict(bench.capacities(place, ways, 32))
-    assert 2 * rates["prefill_first"] < rates["sarathi_serve"]
-    place.args.ttft = math.inf
-    first = bench.by_scheduler(("prefill_first",))
-    assert dict(bench.capacities(place, first, 32)) == approx(
-        {"prefill_first": rates["prefill_first"]})  # its stalls are what limits it
-    jobs = place.jobs(1, 32, prompt=(100, 3000), output=(20, 400))
+    rate, more = dict(bench.capacities(place, ways, 32)).values()
+    assert 2 * rate < more
+    jobs = place.jobs(1, 32, prompt=(100, 3000), output=(100, 200))
     late = []
-    for rate in (rates["prefill_first"], 1.04 * rates["prefill_first"]):
-        run = place.serve(bench.at_rate(jobs, rate), 48, scheduler="prefill_first", alloc="grow",
-                          n_page=place.room)
+    for faster in (1, 1.04):
+        run = place.serve(bench.at_rate(jobs, faster * rate), 48, scheduler="prefill_first",
+                          alloc="grow", n_page=place.room)
         gaps = sorted(sum((np.diff(request.times).tolist() for request in run.requests), []))
         late.append(gaps[int(0.99 * len(gaps))] > 0.1)
     assert late == [False, True]
@@ -3466,34 +3478,29 @@ def test_capacity_is_the_most_that_meets_both_targets():
 
 def test_attainment_is_the_share_that_meets_both_targets(monkeypatch):
     """Counted anew over the requests' own times; 1 far below the capacity; hardly ever more at a
-    higher rate; its 99 % point is the capacity where a request's targets are those of all."""
-    words = "attainment --hardware a100 --size small --schedulers prefill_first,"
-    for more in ("sarathi --order sjf --prompt 200..2000 --ttft 1",
-                 "orca --ttft 1000000 --tbt 1 --output 2"):
-        args = arguments(words + more)
-        assert args.chunk == 512
-        place = bench.simulate(args, EXPERIMENTS["attainment"].on)
-        runs = []
-        serve_jobs = bench.serve
-        monkeypatch.setattr(bench, "serve",
-                            lambda *args: runs.append(serve_jobs(*args)) or runs[-1])
-        rows = [*EXPERIMENTS["attainment"].run(place)]
-        monkeypatch.undo()
-        good = []
-        for run in runs[1:8]:  # the first is without targets
-            gaps = [np.diff(request.times) for request in run.requests]
-            good.append(np.mean([request.times[0] - request.arrival <= args.ttft
-                                 and np.quantile(own, 0.99) <= args.tbt
-                                 for request, own in zip(run.requests, gaps)]))
-        assert [row.ours for row in rows[:7]] == approx(good) and len({*good}) > 2
-        for series in {row.series for row in rows}:
-            shares = [row.ours for row in rows if row.series == series and row.x != ""]
-            assert len(shares) == 7 and shares[0] == 1
-            assert all(later <= share + 0.05 for share, later in pairwise(shares))
-        limits = {row.series: row.ours for row in rows if row.x == ""}
-        assert limits[rows[-1].series] > limits[rows[0].series] > 0
-    ways = bench.ways_of(args, ())
-    assert dict(bench.capacities(place, ways, 40)) == approx(limits, rel=0.03)
+    higher rate; and the rate up to which it is 99 %."""
+    args = arguments("attainment --hardware a100 --size small --order sjf --ttft 1 "
+                     "--schedulers prefill_first,sarathi --prompt 200..2000 --output 40..120")
+    assert args.chunk == 512
+    place = bench.simulate(args, EXPERIMENTS["attainment"].on)
+    runs = []
+    serve = bench.serve
+    monkeypatch.setattr(bench, "serve", lambda *args: runs.append(serve(*args)) or runs[-1])
+    rows = [*EXPERIMENTS["attainment"].run(place)]
+    good = []
+    for run in runs[1:8]:  # the first is without targets
+        gaps = [np.diff(request.times) for request in run.requests]
+        good.append(np.mean([request.times[0] - request.arrival <= 1
+                             and np.quantile(own, 0.99) <= 0.1
+                             for request, own in zip(run.requests, gaps)]))
+    assert [row.ours for row in rows[:7]] == approx(good) and len({*good}) > 2
+    serve_at, _ = bench.load(place, 40)
+    for name, way in bench.ways_of(args, ()).items():
+        *shares, limit = [row.ours for row in rows if row.series == name]
+        assert len(shares) == 7 and shares[0] == 1
+        assert all(later <= share + 0.05 for share, later in pairwise(shares))
+        near = [serve_at(faster * limit, way).attainment(1, 0.1) for faster in (1, 1.04)]
+        assert near[0] >= 0.99 > near[1]
 
 SHEETS = {  # SMs, 16-bit tensor FLOP per SM and clock, MHz; bits to the memory, Gbit/s of each
     "a40": (84, 1024, 1740, 384, 14.5), "l4": (58, 1024, 2040, 192, 12.5),
@@ -3525,75 +3532,16 @@ def test_a_gpu_of_a_file(edit, needle, tmp_path):
         CostModel.roofline(A100.config, str(path))
     assert "\n" not in str(raised.value) and "mine.json" in str(raised.value)
 
-CONSTANTS = {  # constant -> the claim on which it was chosen; of short runs our figure, what to run
-    "GEMM_FLOPS": ("table2", ("linear (ms)", "prefill-only", "")),
-    "GEMM_BANDWIDTH": ("table2", ("linear (ms)", "decode-only", "")),
-    "CHUNK_FLOPS": ("table2", ("attn (ms)", "prefill-only", "")),
-    "DECODE_BANDWIDTH": ("table2", ("attn (ms)", "decode-only", "")),
-    "ATTENTION_CALL": ("table2", ("attn (ms)", "decode-only", "")),
-    "TILE": ("fig7", ("iteration (ms)", "", 128)),
-    "SKINNY": ("table2", ("linear (ms)", "decode-only", "")),
-    "sarathi.usable": ("fig8", ("largest batch", "L = 3072", "")),
-    "ELEMENTWISE": ("fig3", ("share of others", "", "")),
-    "LORA_BANDWIDTH": ("slora_table3", ("S4", "S-LoRA", 100), 3.307, "S4", 100, 10, 120),
-    "lightllm.row": ("slora_table3", ("S4", "S-LoRA", 2), 3.682, "S4", 2, 10, 120),
-    "lightllm.layer": ("slora_fig6", ("latency (s)", "", 1), 15.9, "S4", 400, 1, 300),
-    "lightllm.load": ("slora_table3", ("S2", "S-LoRA", 1000), 4.571, "S2", 1000, 10, 120),
-    "lightllm.resize": ("slora_fig5", ("a100", "no-unify", ""), 2.243,
-                        "S4", 400, 6, 300, "no-unify"),
-    "lightllm.gather": ("slora_fig5", ("a100", "bmm", ""), 0.16, "S4", 400, 6, 30, "bmm"),
-    "transformers.token": ("slora_table3", ("S1", "PEFT", 5), 0.7732, "S1", 5, 10, 120, "PEFT"),
-    "vllm.token": ("spec_fig1", ("no gain beyond rate", "k = 5", ""), 1.072),
-}
-SCALES = {  # where 2 is too little
-    "SKINNY": 0.1, "ELEMENTWISE": 4, "LORA_BANDWIDTH": 0.5, "lightllm.load": 8,
-}
-
-def short_run(name, *run):
-    """Of an experiment that takes long: one of its figures, served for a sixth of the time"""
-    place = simulated(name)
-    if name == "spec_fig1":
-        choices = {"off": "off", "k = 5": 5, "goodput": "off"}
-        rows = bench.latencies(place, [12], choices, 0.7, bench.small_model(place))
-        return next(row.ours for row in rows if (row.panel, row.series) == (
-            "times as fast as off", "k = 5"))
-    run = bench.slora(place, *run)
-    return np.mean(run.latencies) if name == "slora_fig6" else run.requests_per_second
-
-def claim_holds(rows_of, name, at, expected=None, *run):
-    if expected is None:
-        return rows_of(name)[at]["inside"]
-    return short_run(name, *run) == approx(expected, rel=0.02)
-
-@each("constant", CONSTANTS)
-def test_wrong_constant_misses_its_claim(constant, monkeypatch):
-    name, at, *run = CONSTANTS[constant]
-    assert CLAIMS[name][at].fit
-    assert claim_holds(small_rows, name, at, *run)
-    factor = SCALES.get(constant, 2)
-    system, _, field = constant.partition(".")
-    if field:
-        values = sarathi.SYSTEMS[system]
-        wrong = values._replace(**{field: factor * getattr(values, field)})
-        monkeypatch.setitem(sarathi.SYSTEMS, system, wrong)
-    else:
-        value = getattr(sarathi, constant)
-        monkeypatch.setattr(sarathi, constant, type(value)(factor * value))
-    assert not claim_holds(small_rows.__wrapped__, name, at, *run)
-
-def test_adapters_take_pages_of_the_unified_pool():
-    run = bench.slora(simulated("slora_fig5", ""), "S2", 200, 2, 300, gpu="a10g")
-    assert CLAIMS["slora_fig5"]["a10g", "S-LoRA", ""].holds(run.requests_per_second)
-
 def test_scoreboard_counts(monkeypatch, capsys):
-    names = ("table4", "fig7", "fig8", "fig13")
+    names = ("table4", "fig3", "fig7", "spec_fig5")
     monkeypatch.setattr(bench, "CLAIMS", {name: CLAIMS[name] for name in names})
     rows = bench.scoreboard(arguments())
     assert len(rows) == sum(map(len, bench.CLAIMS.values()))
     assert {"experiment", "what", "paper", "paper_source", "ours", "kind", "inside"} <= set(rows[0])
-    line = "SARATHI: values 3 of 4, gains 13 of 15, bounds 2 of 3, fitted 6 of 6"
-    text = capsys.readouterr().out
-    assert f"- {line}\n- all: {line[9:]}\n" in text
+    assert capsys.readouterr().out.endswith(
+        "- SARATHI: values 3 of 3, gains 10 of 12, fitted 4 of 4\n"
+        "- SmartSpec: bounds 2 of 2\n"
+        "- all: values 3 of 3, gains 10 of 12, bounds 2 of 2, fitted 4 of 4\n")
 
 def test_a_run_counts_once():
     """However many rows it feeds; it holds if all of them do."""
