@@ -3412,34 +3412,24 @@ def test_claim_holds(kind, paper, inside, outside):
     assert all(claim.holds(ours) for ours in inside)
     assert not any(claim.holds(ours) for ours in outside)
 
-AS_SMALL = ["table2", "table4", "fig3", "fig4", "fig7", "fig8", "fig9", "fig10", "fig13",
-            "spec_fig5", "spec_fig11", "spec_fig12", "spec_fig16"]
-MISSES = {  # misses of these, which are small as they are; each has a note
-    "table2": {("decode (ms)", "decode-maximal", "")},
-    "fig9": {("gain at L = 1024, B = 18", "Orca, best", 14.06),
-             ("least over P:D at L = 1024", "C = 512 / Orca", ""),
-             ("median over P:D at L = 1024", "best chunk", "")},  # the small grid is near peaks
-    "table4": {("throughput", "", 1024), ("decode speedup", "LLaMA-33B, A100", 3072)},
-    "fig10": {("ffn", "smallest", ""), ("ffn", "largest", ""), ("projections", "smallest", "")},
-    "fig13": {("prefill", "worst", 64), ("prefill", "worst", 256)},
-}
-FIGURES = {  # of small runs: some on which constants of the cost model were chosen
-    "table2": {("linear (ms)", "prefill-only", ""): 227.16,
-               ("linear (ms)", "decode-only", ""): 44.062,
-               ("attn (ms)", "prefill-only", ""): 10.109,
-               ("attn (ms)", "decode-only", ""): 6.2213},
-    "fig3": {("share of others", "", ""): 0.020537},
+SCOREBOARD = {(row["experiment"], *row["at"]): row for row in json.loads(
+    (ASSETS / "scoreboard.json").read_text())["rows"]}
+AS_SMALL = "table2", "table4", "fig3", "fig4", "fig7", "fig8", "fig10", "fig13", "spec_fig5"
+FIGURES = {  # of small runs of others: some on which constants of the cost model were chosen
+    "fig9": {("peak at L = 1024", "C = 256", ""): 1.21625},
     "slora_table3": {("S1", "PEFT", 5): 0.15828, ("S2", "S-LoRA", 2000): 1.0894},
     "slora_fig5": {("a100", "no-unify", ""): 1.1453, ("a100", "bmm", ""): 0.16265,
                    ("a10g", "S-LoRA", ""): 0.45993},
     "slora_fig6": {("first token (s)", "", 1): 0.2841},
     "spec_fig1": {("goodput", "least", ""): 1.2788},
+    "spec_fig11": {("llama-33b on 4 GPUs", "least", ""): 1.52787},
+    "spec_fig12": {("goodput", "least", ""): 1.08297},
+    "spec_fig16": {("batched tokens per request", "acceptance 0.8", ""): 4.10928},
 }
 
 @each("name", [name for name, what in EXPERIMENTS.items() if what.only != "measured"])
 def test_every_claim_has_its_point(name):
-    """And a table of 120 columns. Claims hold, but for known misses; what a constant of the cost
-    model was chosen on is as it was."""
+    """And a table of 120 columns. What constants of the cost model were chosen on has not moved."""
     rows = small_rows(name)
     claims = CLAIMS.get(name, {})
     assert set(claims) <= set(rows)
@@ -3448,59 +3438,34 @@ def test_every_claim_has_its_point(name):
         assert claim._asdict().items() <= rows[at].items()
         assert claim.kind in ("value", "gain", "at least", "at most")
         assert rows[at]["inside"] == claim.holds(rows[at]["ours"])
-    if name in AS_SMALL:
-        missed = {at for at in claims if not rows[at]["inside"]}
-        assert missed == MISSES.get(name, set())
-        assert all(rows[at]["note"] for at in missed)
     figures = FIGURES.get(name, {})
+    if name in AS_SMALL:
+        figures = {at: SCOREBOARD[(name, *at)]["ours"] for at in claims}
     assert {at: rows[at]["ours"] for at in figures} == approx(figures, rel=0.001)
     lines = [line for line in tables(name, list(rows.values())).splitlines() if line[:1] == "|"]
     assert lines and max(map(len, lines)) <= (128 if name == "online" else 120)
     assert any("paper" in line for line in lines) == bool(claims)
 
-def test_capacity_is_the_most_that_meets_both_targets():
-    """Served a little faster, a target is missed; with chunks an A100 serves more, and under
-    targets that no iteration can meet nothing."""
-    place = simulated("capacity", "capacity --hardware a100 --size small --output 100..200")
-    ways = bench.by_scheduler(("prefill_first", "sarathi_serve"))
-    rate, more = dict(bench.capacities(place, ways, 32)).values()
-    assert 2 * rate < more
-    jobs = place.jobs(1, 32, prompt=(100, 3000), output=(100, 200))
-    late = []
-    for faster in (1, 1.04):
-        run = place.serve(bench.at_rate(jobs, faster * rate), 48, scheduler="prefill_first",
-                          alloc="grow", n_page=place.room)
-        gaps = sorted(sum((np.diff(request.times).tolist() for request in run.requests), []))
-        late.append(gaps[int(0.99 * len(gaps))] > 0.1)
-    assert late == [False, True]
+def test_capacity_and_attainment_are_the_most_that_meets_targets():
+    """At a rate 4 % higher a target is missed; with chunks an A100 serves more; no higher share at
+    a higher rate, but for noise; under targets that no iteration can meet none."""
+    words = "--hardware a100 --size small --schedulers prefill_first,sarathi --output 100..200"
+    for name, n, is_good in (
+            ("capacity", 32, lambda run: run.meets(2, 0.1)),
+            ("attainment", 40, lambda run: run.attainment(2, 0.1) >= 0.99)):
+        place = simulated(name, f"{name} {words}")
+        rows = [*EXPERIMENTS[name].run(place)]
+        limits = {row.series: row.ours for row in rows if row.x == ""}
+        serve_at, _ = bench.load(place, n)
+        limit = limits["prefill_first"]
+        for rate, good in ((limit, True), (1.04 * limit, False)):
+            assert is_good(serve_at(rate, dict(scheduler="prefill_first"))) == good
+        assert place.args.chunk == 512 and limits["sarathi"] > 2 * limit
+    shares = [row.ours for row in rows if row.series == "prefill_first"][:7]
+    assert shares[0] == 1 and len({*shares}) > 4
+    assert all(later <= share + 0.05 for share, later in pairwise(shares))
     place.args.tbt = 1e-4
-    assert dict(bench.capacities(place, ways, 32)) == dict.fromkeys(ways, 0)
-
-def test_attainment_is_the_share_that_meets_both_targets(monkeypatch):
-    """Counted anew over the requests' own times; 1 far below the capacity; hardly ever more at a
-    higher rate; and the rate up to which it is 99 %."""
-    args = arguments("attainment --hardware a100 --size small --order sjf --ttft 1 "
-                     "--schedulers prefill_first,sarathi --prompt 200..2000 --output 40..120")
-    assert args.chunk == 512
-    place = bench.simulate(args, EXPERIMENTS["attainment"].on)
-    runs = []
-    serve = bench.serve
-    monkeypatch.setattr(bench, "serve", lambda *args: runs.append(serve(*args)) or runs[-1])
-    rows = [*EXPERIMENTS["attainment"].run(place)]
-    good = []
-    for run in runs[1:8]:  # the first is without targets
-        gaps = [np.diff(request.times) for request in run.requests]
-        good.append(np.mean([request.times[0] - request.arrival <= 1
-                             and np.quantile(own, 0.99) <= 0.1
-                             for request, own in zip(run.requests, gaps)]))
-    assert [row.ours for row in rows[:7]] == approx(good) and len({*good}) > 2
-    serve_at, _ = bench.load(place, 40)
-    for name, way in bench.ways_of(args, ()).items():
-        *shares, limit = [row.ours for row in rows if row.series == name]
-        assert len(shares) == 7 and shares[0] == 1
-        assert all(later <= share + 0.05 for share, later in pairwise(shares))
-        near = [serve_at(faster * limit, way).attainment(1, 0.1) for faster in (1, 1.04)]
-        assert near[0] >= 0.99 > near[1]
+    assert [row.ours for row in EXPERIMENTS["capacity"].run(place)] == [0, 0]
 
 SHEETS = {  # SMs, 16-bit tensor FLOP per SM and clock, MHz; bits to the memory, Gbit/s of each
     "a40": (84, 1024, 1740, 384, 14.5), "l4": (58, 1024, 2040, 192, 12.5),
@@ -3516,21 +3481,19 @@ def test_data_sheets_are_what_the_chips_can_do(name):
     assert gpu.flops == approx(n_sm * per_clock * mhz * 1e6, rel=0.02)
     assert gpu.bandwidth == approx(n_bit * rate / 8 * 1e9, rel=0.02)
 
-@each("edit, needle", [
-    ({"name": "mine", "flops": 312000000000000}, None), ({"link": None}, "link"),
-    ({"flops": 312}, "flops of .* 1000000000.0"), ({"flops": "312e12"}, "flops of .* = '312e12'"),
-])
-def test_a_gpu_of_a_file(edit, needle, tmp_path):
+def test_a_gpu_of_a_file(tmp_path):
     path = tmp_path / "mine.json"
-    fields = sarathi.GPUS["a100"]._asdict() | edit
-    path.write_text(json.dumps({key: value for key, value in fields.items() if value is not None}))
-    if needle is None:
-        cost = CostModel.roofline(A100.config, path, tp=2)
-        assert cost.time(260, 3072) == CostModel.roofline(A100.config, "a100", 2).time(260, 3072)
-        return
-    with pytest.raises(ValueError, match=needle) as raised:
-        CostModel.roofline(A100.config, str(path))
-    assert "\n" not in str(raised.value) and "mine.json" in str(raised.value)
+    fields = sarathi.GPUS["a100"]._asdict()
+    path.write_text(json.dumps(fields | dict(name="mine", flops=312000000000000)))
+    cost = CostModel.roofline(A100.config, path, tp=2)
+    assert cost.time(260, 3072) == CostModel.roofline(A100.config, "a100", 2).time(260, 3072)
+    without = {key: value for key, value in fields.items() if key != "link"}
+    for wrong, needle in ((without, "mine.json.*link"),
+                          (fields | dict(flops=312), "flops of .*mine.json = 312: .* 1000000000.0"),
+                          (fields | dict(flops="312e12"), "flops of .*mine.json = '312e12'")):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=needle):
+            CostModel.roofline(A100.config, str(path))
 
 def test_scoreboard_counts(monkeypatch, capsys):
     names = ("table4", "fig3", "fig7", "spec_fig5")
@@ -3538,6 +3501,7 @@ def test_scoreboard_counts(monkeypatch, capsys):
     rows = bench.scoreboard(arguments())
     assert len(rows) == sum(map(len, bench.CLAIMS.values()))
     assert {"experiment", "what", "paper", "paper_source", "ours", "kind", "inside"} <= set(rows[0])
+    assert all(row["inside"] or row["note"] for row in SCOREBOARD.values())
     assert capsys.readouterr().out.endswith(
         "- SARATHI: values 3 of 3, gains 10 of 12, fitted 4 of 4\n"
         "- SmartSpec: bounds 2 of 2\n"
@@ -3563,49 +3527,47 @@ def tiny_place():
     words = "online --lengths 64,96 --seconds 0 --max-batch 4 --chunk 128 --rate 1000"
     return bench.Place(arguments(words), GPT.from_preset(config, torch.float32), "a tiny model")
 
-MEASURED = [name for name, what in EXPERIMENTS.items()
-            if what.only != "simulated" and name != "spec_here"]  # it needs text, see below
+MEASURED = [name for name, what in EXPERIMENTS.items()  # below spec_here; roofline has ceilings
+            if what.only != "simulated" and name not in ("spec_here", "ceilings")]
 
 @each("name", MEASURED)
 def test_experiment_measures(name, monkeypatch):
+    place = tiny_place()
+    monkeypatch.setattr(place, "jobs", fewer(place.jobs))
     monkeypatch.setattr(bench, "LONG", 0.0)
-    load = bench.load
-    monkeypatch.setattr(bench, "load", lambda place, n: load(place, 4))
     monkeypatch.setattr(bench, "SCHEDULERS", {"sarathi": sarathi.Sarathi})
-    if name == "capacity":
-        monkeypatch.setattr(bench, "ways_of", lambda *_: bench.by_scheduler(("sarathi",)))
+    monkeypatch.setattr(CostModel, "profile", lambda model: sarathi.Profile(model, 24, 0))
     if name == "peers":
         pytest.importorskip("peft")
-    rows = list(EXPERIMENTS[name].rows(tiny_place()))
+    rows = list(EXPERIMENTS[name].rows(place))
     assert rows and all(math.isfinite(row["ours"]) for row in rows)
     assert {row["source"] for row in rows} == {"measured"}
 
 def test_long_prompts_take_their_time(monkeypatch):
     """Longer ones on a faster machine, then a larger model, but for --model"""
-    place, larger = tiny_place(), tiny_place()
+    place = tiny_place()
+    larger = copy(place)
     monkeypatch.setattr(bench, "this_machine", lambda *_: larger)
     for own in (place, larger):
         monkeypatch.setattr(own, "seconds", lambda shape: [[shape["chunk"] / 1000]])
     for seconds, expected in ((0.01, (place, 60)), (0.4, (place, 384)), (2.0, (larger, 921))):
         monkeypatch.setattr(bench, "LONG", seconds)
         assert bench.long_prompts(place) == expected
-    place.args.model = "tiny"
+    monkeypatch.setattr(place.args, "model", "tiny")
     assert bench.long_prompts(place) == (place, 921)
 
 @each("words, n_way, prompts", [
     ("", 8, [b'"""The pap']),  # pieces of this project's files
     ("--model tiny", 4, [b'"""The pap']),
-    ("--model tiny --draft draft --prompts text", 8, [b"One.", b"Two\nlines.", b"One."]),
-    ("--draft own.py:Own", 8, [b'"""The pap']),
+    ("--model tiny --draft own.py:Own --prompts text", 8, [b"One.", b"Two\nlines.", b"One."]),
 ])
 def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys, tmp_path):
     """With tiny and its draft, or --model and --draft; without a draft model by prompt lookup"""
-    config = GPTConfig(1, 2, 32, 64, vocab_size=257, block_size=512)
     for name in ("tiny", "draft"):
+        config = GPTConfig(1, 2, 32, 64, vocab_size=257, block_size=512)
         random_model(config).save_pretrained(tmp_path / "cache" / name)
     (tmp_path / "text").write_text("One.\n\nTwo\nlines.\n \n\n")
-    (tmp_path / "own.py").write_text(
-        "from sarathi import Ngram\nclass Own(Ngram):\n    pass\n")
+    (tmp_path / "own.py").write_text("from sarathi import Ngram\nclass Own(Ngram):\n    pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(model_py, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(bench, "load_once", load_model)
@@ -3621,13 +3583,11 @@ def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys,
     ours = {tuple(row["at"]): row["ours"] for row in rows}
     assert len(ours) == 3 * (1 + 2 * (n_way + 1)) + 3
     assert ours["accepted, 24", "wrong, goodput", ""] == 0 < ours["B = 2", "wrong, goodput", ""]
-    if n_way == 8 and "Own" not in words:  # the draft model is the same model
-        assert ours["accepted, 24", "model, k = 3", ""] == 1
-    assert 0 <= ours["accepted, 24", "lookup, k = 3", ""] < 1
+    lookup = ours["accepted, 6", "lookup, k = 5", ""]
+    assert 0 <= lookup < 1
+    assert ours.get(("accepted, 6", "Own, k = 5", ""), lookup) == lookup  # it is the same
+    assert ours.get(("accepted, 24", "model, k = 3", ""), 1) == 1  # draft is the same model
     assert sum(line.startswith("| lookup, ") for line in out.splitlines()) == 4
-    if "Own" in words:  # the same as lookup
-        shares = [ours["accepted, 6", f"{name}, k = 5", ""] for name in ("Own", "lookup")]
-        assert shares[0] == shares[1]
     # one text to warm up; in two rounds six texts, one by one and at once, and 24; two by two
     # without drafts and with wrong ones, which first settle
     n = n_way + 3
@@ -3686,30 +3646,25 @@ def test_rounds_take_turns_and_warm_up(monkeypatch):
         assert calls == list("abccbaabc")[:3 * len(expected[0]) + 3 * (seconds > 0)]
 
 def test_explanation_and_chunk():
-    place = simulated("fig9", "--lengths 1024,2048")
-    place.rows = [*EXPERIMENTS["users"].rows(place)]
-    text = bench.explain_users(place)
-    rows = {tuple(row["at"][:2]): row["ours"] for row in place.rows}
+    places = {}
+    for name in ("users", "table4", "ceilings"):
+        places[name] = [simulated("fig9", "--lengths 1024,2048")]
+        places[name][0].rows = [*EXPERIMENTS[name].rows(places[name][0])]
+    text = bench.explain_users(places["users"][0])
+    rows = {tuple(row["at"][:2]): row["ours"] for row in places["users"][0].rows}
     for figure in ("TTFT p50 ms", "longest stall ms"):
         *ours, whole = [rows[figure, name]
                         for name in ("sarathi", "sarathi, C = 512", "prefill_first")]
         assert all(f"{ms:.0f} instead of {whole:.0f} ms" in text for ms in ours)
-    assert ours[0] < whole / 3
-    speeds = [rows["tokens/s", name] for name in ("sarathi", "prefill_first")]
-    assert speeds[0] == approx(speeds[1], rel=0.02) and text.count("(no difference) tokens/s") == 2
-    places = {}
-    for name in ("table4", "ceilings"):
-        places[name] = [simulated("fig9", "--lengths 1024,2048")]
-        places[name][0].rows = [*EXPERIMENTS[name].rows(place)]
+    assert ours[0] < whole / 3 and text.count("(no difference) tokens/s") == 2
     places["table4"][0].rows = places["table4"][0].rows[:4]  # without LLaMA-33B's
     text = bench.explain(places)
     assert "pays for 204 tokens" in text and "prompts: 1.20 to 1.22 times" in text
     other, = bench.choose_places(arguments("table4 --hardware h200 --lengths 1024"), "table4")
-    rows = [*EXPERIMENTS["table4"].rows(other)]
-    papers = {row["at"][1]: row["paper"] for row in rows}
+    papers = {row["at"][1]: row["paper"] for row in EXPERIMENTS["table4"].rows(other)}
     assert papers == {"": None, "LLaMA-33B, A100": 1.14}  # the latter on its own hardware
-    place.args.chunk = 512
-    names = [row["at"][1] for row in EXPERIMENTS["users"].rows(place)]
+    other.args.chunk = 512
+    names = [row["at"][1] for row in EXPERIMENTS["users"].rows(other)]
     assert [*dict.fromkeys(names)] == ["static", "prefill_first", "sarathi"]
 
 def test_jobs_are_distributed_as_the_papers_say():
@@ -3721,11 +3676,9 @@ def test_jobs_are_distributed_as_the_papers_say():
     popular = [int(job.adapter) < 50 / 32 for job in jobs]
     assert np.mean(popular) == approx(0.5, abs=0.05)  # name^0.2 is uniform, 2^-5 a half
     assert simulated("tng", "--seed 1").jobs.keywords == {"seed": 43}
-    for cv in (0.0, 1e-200):
-        gaps = np.diff([job.arrival for job in bench.gamma_jobs(4, 5, cv=cv)])
-        assert gaps == approx(np.full(19, 0.25))
-    jobs = bench.zipf_jobs(20000)
-    lengths = np.array([job.prompt + job.output for job in jobs])
+    gaps = np.diff([job.arrival for job in bench.gamma_jobs(4, 5, cv=1e-200)])
+    assert gaps == approx(np.full(19, 0.25))
+    lengths = np.array([job.prompt + job.output for job in bench.zipf_jobs(20000)])
     assert lengths.min() >= 1024 and lengths.max() <= 4096
     share = np.mean(lengths < 1024 + 307)  # the sum of k^-0.4 up to n grows as n^0.6
     assert share == approx(0.1**0.6, abs=0.02)
@@ -3737,9 +3690,7 @@ def test_run_counts_all_requests():
     aborted = Request([0], state="aborted", arrival=1.0, n_preempted=2)
     run = sarathi.Run([early, late, one, aborted], start=1.0)
     assert run.requests_per_second == 3 / 8 and run.n_preempted == 2
-    assert run.latencies == [5, 8, 2]
-    assert run.stalls == [3.0, 1.0]
-    assert run.tpots == [2.0, 1.0]
+    assert (run.latencies, run.stalls, run.tpots) == ([5, 8, 2], [3, 1], [2, 1])
     figures = run.figures
     assert figures["requests"] == 3 and figures["tokens/s"] == (2 + 5 + 2) / 8
     assert figures["TTFT p50 ms"] == 2000 and figures["TTFT p99 ms"] == approx(6900)
@@ -3756,32 +3707,28 @@ def test_run_counts_all_requests():
     # classes: rates of (4 + 3) / 8 and 2 / 2 until the own last token
     classes = run.by(lambda request: request is one)
     assert [(name, len(own.requests)) for name, own in classes.items()] == [(False, 3), (True, 1)]
-    rates = 7 / 8, 1.0
-    assert run.fairness(lambda request: request is one) == approx(
-        sum(rates) ** 2 / (2 * sum(rate ** 2 for rate in rates)))
-    rows = run.rows()
-    assert rows[0] == dict(arrival=0.0, prompt=1, output=3, adapter=None, state="length",
-                           preempted=0, ttft=1.0, tpot=2.0, stall=3.0)
-    assert [row["stall"] for row in rows] == [3.0, 1.0, None, None] and rows[3]["preempted"] == 2
+    fairness = run.fairness(lambda request: request is one)
+    assert fairness == approx((7 / 8 + 1) ** 2 / 2 / (49 / 64 + 1))
+    first, *_, last = run.rows()
+    assert first == dict(arrival=0.0, prompt=1, output=3, adapter=None, state="length",
+                         preempted=0, ttft=1.0, tpot=2.0, stall=3.0)
+    assert last["stall"] is None and last["preempted"] == 2
 
 TRACES = {  # the same three requests, 4 and 1.5 seconds apart
-    "ours.csv": "arrival,prompt,output\n1700000000,374,44\n1700000004,396,9\n1700000005.5,7,1\n",
     "quoted.csv": '"Arrival", "Prompt","Output"\n\n"5","374.0","44"\n9, 396,9\n 10.5,7,1\n',
-    "azure.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 23:59:58.5000000,374,44\n"
-                 "2023-11-17 00:00:02.5,396,9\n2023-11-17 00:00:04+00:00,7,1\n",
+    "azure.csv.gz": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 23:59:58.5000000,374,44\n"
+                    "2023-11-17 00:00:02.5,396,9\n2023-11-17 00:00:04+00:00,7,1\n",
     "burst.csv": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-                 "5,GPT-4,374,44,418,API log\n9,ChatGPT,396,9,405,\"a, b\"\n"
-                 "10.5,GPT-4,7,1,8,API log\n",
-    "vidur.csv": "arrived_at,num_prefill_tokens,num_decode_tokens\n5.5,396,9\n7,7,1\n1.5,374,44\n",
+                 "1700000005,GPT-4,374,44,418,API log\n1700000009,ChatGPT,396,9,405,\"a, b\"\n"
+                 "1700000010.5,GPT-4,7,1,8,API log\n",
+    "vidur_in_ns.csv": "arrived_at,num_prefill_tokens,num_decode_tokens\n"
+        "1700000004000000000,396,9\n1.7000000055e18,7,1\n1700000000000000000,374,44\n",
     "ours.jsonl": "".join('{"output": %d, "prompt": %d, "arrival": "%s"}\n' % row for row in (
         (44, 374, "2024-05-10T01:00:00Z"), (9, 396, "2024-05-10T01:00:04+00:00"),
         (1, 7, "2024-05-10 03:00:05.5+02:00"))),
-    "ns.csv": "arrival,prompt,output\n1700000000000000000,374,44\n1700000004000000000,396,9\n"
-              "1.7000000055e18,7,1\n",
     "bailian.jsonl": "".join(
-        '{"chat_id": 1, "parent_chat_id": null, "timestamp": %s, "input_length": %d, '
-        '"output_length": %d, "type": "text", "turn": 1, "hash_ids": [0]}\n' % row
-        for row in ((61.5, 374, 44), (65.5, 396, 9), (67.0, 7, 1))),
+        '{"chat_id": 1, "timestamp": %s, "input_length": %d, "output_length": %d, "type": "text", '
+        '"hash_ids": [0]}\n' % row for row in ((61.5, 374, 44), (65.5, 396, 9), (67.0, 7, 1))),
     "mooncake_in_us.csv": "timestamp,input_length,output_length,hash_ids\n"
         "1700000000000000,374,44,[]\n1700000004000000,396,9,[]\n1700000005500000,7,1,[]\n",
     "mooncake.jsonl": "".join(
@@ -3789,35 +3736,24 @@ TRACES = {  # the same three requests, 4 and 1.5 seconds apart
         for row in ((3000, 374, 44), (7000, 396, 9), (8500, 7, 1))),
 }
 
-@each("name, form", [*product(TRACES, [""]), *product(["azure.csv"], ["BOM", "CRLF", "gz"])])
-def test_traces_of_the_field(name, form, tmp_path, capsys):
-    data = TRACES[name].encode("utf-8-sig" if form == "BOM" else "utf-8")
-    path = tmp_path / name
-    if form == "CRLF":
-        data = data.replace(b"\n", b"\r\n")
-    if form == "gz":
-        data = gzip.compress(data)
-        path = tmp_path / f"{name}.gz"
-    path.write_bytes(data)
-    args = arguments(f"online --jobs {path}")
-    jobs = bench.read_jobs(args, 4096)
+@each("name", TRACES)
+def test_traces_of_the_field(name, tmp_path, capsys):
+    data = TRACES[name].encode()
+    if name.endswith(".gz"):
+        data = gzip.compress(codecs.BOM_UTF8 + data.replace(b"\n", b"\r\n"))
+    (tmp_path / name).write_bytes(data)
+    jobs = bench.read_jobs(arguments(f"online --jobs {tmp_path / name}"), 4096)
     assert [job[1:3] for job in jobs] == [(374, 44), (396, 9), (7, 1)]
     assert [job.arrival for job in jobs] == approx([0, 4, 5.5], abs=1e-6)
     assert "3 rows read, 3 kept, 0 skipped" in capsys.readouterr().err
-    jobs = bench.read_jobs(args, 405)  # of the others the first is at 0
-    assert [job.arrival for job in jobs] == approx([0, 1.5], abs=1e-6)
-    err = capsys.readouterr().err
-    assert "3 rows read, 2 kept, 1 skipped" in err
-    assert err.endswith("; 1.33 requests/s in the mean, 1.33 in the busiest ten seconds\n")
 
 def test_windows_of_traces_keep_their_bursts(tmp_path, capsys):
     """As of a table computed with numpy"""
     rng = np.random.default_rng(0)
     at = np.cumsum(rng.choice([0.01, 3.0], 400, p=[0.8, 0.2])).round(2)
     lengths = rng.integers(0, 40, (400, 2))
-    rows = [f"{t},{prompt},{output}\n" for t, (prompt, output) in zip(at, lengths)]
     path = tmp_path / "jobs.csv"
-    path.write_text("arrival,prompt,output\n" + "".join(rows))
+    np.savetxt(path, [*zip(at, *lengths.T)], "%g", ",", header="arrival,prompt,output", comments="")
     window = (at - at[0] >= 60) & (at - at[0] < 180)
     served = window & (lengths.min(1) > 0) & (lengths.sum(1) <= 70)
     expected = (at[served] - at[served][0]) / 4
@@ -3826,22 +3762,22 @@ def test_windows_of_traces_keep_their_bursts(tmp_path, capsys):
     assert [job.arrival for job in jobs] == approx(expected, abs=1e-6)
     assert [job[1:3] for job in jobs] == list(map(tuple, lengths[served].tolist()))
     busiest = max(np.sum((expected >= t) & (expected < t + 10)) for t in expected) / 10
-    assert capsys.readouterr().err.startswith(
+    assert capsys.readouterr().err == (
         f"{path}: 400 rows read, {served.sum()} kept, {(window & ~served).sum()} "
         "skipped (no prompt, no output, or more than 70 tokens; simulated: --context); "
-        f"{len(jobs) / expected[-1]:.3g} requests/s in the mean, {busiest:.3g} in the busiest ten")
+        f"{len(jobs) / expected[-1]:.3g} requests/s in the mean, {busiest:.3g} in the busiest ten "
+        "seconds\n")
     args.first = 9
     assert bench.read_jobs(args, 70) == jobs[:9]
 
 def test_what_lies_outside_a_window_is_not_kept(tmp_path):
     path = tmp_path / "long.csv"
-    path.write_text("arrival,prompt,output\n" + "".join(
-        f"{i},{i % 900 + 1},5\n" for i in range(60000)))
+    path.write_text("arrival,prompt,output\n" + "".join(f"{i},{i + 9},5\n" for i in range(9000)))
     tracemalloc.start()
-    jobs = bench.read_jobs(arguments(f"online --jobs {path} --window 100..200"), 4096)
+    jobs = bench.read_jobs(arguments(f"online --jobs {path} --window 100..200"), 9999)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(jobs) == 100 and most < 1e6
+    assert len(jobs) == 100 and most < 3e5
 
 @each("text, needle", [
     ("a,b\n1,2\n", "columns a, b: must be CSV or JSON lines with the columns of ours .arrival, "),
@@ -3851,12 +3787,10 @@ def test_what_lies_outside_a_window_is_not_kept(tmp_path):
      "11 requests over 0.06 s are not plausible: an arrival of Mooncake is in units of 0.001 s"),
     ("arrival,prompt,output\n0,5,5\n900000000,5,5\n", "2 requests over 9e.08 s are not plausible"),
     ("prompt,output\n5,5\n", "column 'arrival' is missing"),
-    ("arrival,prompt,output\n0,5,5\n1,x,5\n", "line 3: .*'x'"),
     ("arrival,prompt,output\n0,5,5\n\n1,5\n", "line 4: more or fewer fields"),
     ("arrival,prompt,output\n0,5,5\n1,5.5,5\n", "line 3: .*whole"),
     ("arrival,prompt,output\n0,5,5\ninf,5,5\n", "line 3: arrival = inf"),
     ('arrival,prompt,output\n0,5,5\n1,5,"5\n', "line 3: "),
-    ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "pro\n', "line 2: "),
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "prompt": 5}\n', "line 2: "),
     ("arrival,prompt,output\n0,0,5\n0,5,0\n0,60,5\n0,-1,5\n", "no request is left to serve: 4"),
     ("\xff", "line 0: .*utf-8"),
@@ -3881,30 +3815,28 @@ def test_serve_keeps_clients_and_arrivals():
     n_token = sum(job.prompt + job.output for job in jobs)
     assert run.tokens_per_second == approx(n_token / run.seconds)
 
-FIRST, SECOND = Request([1], id=0), Request([1], id=1)
-RECORD = [  # a feed without rows: its request arrives
-    Iteration(0.0, 0.0, [Feed(FIRST, 0, 0, 0)]),
-    Iteration(1.0, 1.0, [Feed(SECOND, 0, 0, 0)]),
-    Iteration(0.0, 2.0, [Feed(FIRST, 0, 64, 1)]),
-    Iteration(2.0, 3.0, [Feed(SECOND, 0, 2, 1)]),
-    Iteration(3.0, 4.0, [Feed(FIRST, 64, 1, 1), Feed(SECOND, 2, 1, 1)]),
-]
-PIECES = [
-    (0, "prompt", 0.0, 2.0, 64),
-    (1, "waiting", 1.0, 2.0, 0),
-    (1, "prompt", 2.0, 3.0, 2),
-    (0, "stall", 2.0, 3.0, 0),
-    (0, "decode", 3.0, 4.0, 1),
-    (1, "decode", 3.0, 4.0, 1),
-]
-
 def test_pieces_of_requests_and_stages(tmp_path):
-    assert list(bench.pieces(RECORD)) == PIECES
-    verification = [feed(64, 8, 8), feed(5, 1, 1)]
+    first = Request([1], id=0)
+    second = Request([1], id=1)
+    record = [  # a feed without rows: its request arrives
+        Iteration(0.0, 0.0, [Feed(first, 0, 0, 0)]),
+        Iteration(1.0, 1.0, [Feed(second, 0, 0, 0)]),
+        Iteration(0.0, 2.0, [Feed(first, 0, 64, 1)]),
+        Iteration(2.0, 3.0, [Feed(second, 0, 2, 1)]),
+        Iteration(3.0, 4.0, [Feed(first, 64, 1, 1), Feed(second, 2, 1, 1)]),
+    ]
+    assert list(bench.pieces(record)) == [
+        (0, "prompt", 0.0, 2.0, 64),
+        (1, "waiting", 1.0, 2.0, 0),
+        (1, "prompt", 2.0, 3.0, 2),
+        (0, "stall", 2.0, 3.0, 0),
+        (0, "decode", 3.0, 4.0, 1),
+        (1, "decode", 3.0, 4.0, 1),
+    ]
     stages = [
         Iteration(0.0, 1.0, [feed(0, 64, 0)], stage=0),
         Iteration(1.0, 2.0, [feed(0, 64, 0)], stage=1),
-        Iteration(3.0, 4.0, verification, stage=0),
+        Iteration(3.0, 4.0, [feed(64, 8, 8), feed(5, 1, 1)], stage=0),  # a verification
     ]
     assert list(bench.pieces(stages)) == [
         (0, "prompt", 0.0, 1.0, 64),
@@ -3912,31 +3844,27 @@ def test_pieces_of_requests_and_stages(tmp_path):
         (0, "bubble", 1.0, 3.0, 0),
         (0, "decode", 3.0, 4.0, 9),
     ]
-    path = tmp_path / "trace.json"
-    bench.write_trace(path, [("sarathi", RECORD)])
-    name, first, *others = json.loads(path.read_text())["traceEvents"]
-    assert name["ph"] == "M" and name["args"] == {"name": "sarathi"}
-    expected = dict(ph="X", name="prompt", pid=0, tid=0, ts=0, dur=2e6, args={"tokens": 64})
-    assert first == expected and len(others) == 5
+    bench.write_trace(tmp_path / "trace.json", [("sarathi", record)])
+    name, piece, *others = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert name["ph"] == "M" and name["args"] == {"name": "sarathi"} and len(others) == 5
+    assert piece == dict(ph="X", name="prompt", pid=0, tid=0, ts=0, dur=2e6, args={"tokens": 64})
 
 def test_results_are_those_of_the_assets(monkeypatch, capsys, tmp_path):
     """Another number changes the page and its picture; the other pictures are the same bytes."""
     for name in ("scoreboard", "capacity", "h200", "peers_cpu", "main_cpu"):
-        (tmp_path / f"{name}.json").write_bytes((ASSETS / f"{name}.json").read_bytes())
+        shutil.copy(ASSETS / f"{name}.json", tmp_path)
     monkeypatch.setattr(bench, "ASSETS", tmp_path)
+    capacity = tmp_path / "capacity.json"
     pages = []
-    for old, new in (("", ""), ("0.5674293317027339", "1.5674293317027339")):
-        capacity = tmp_path / "capacity.json"
-        capacity.write_text(capacity.read_text().replace(old, new, 1) if old else
-                            capacity.read_text())
+    for new in ("0.5674293317027339", "1.5674293317027339"):
+        capacity.write_text(capacity.read_text().replace("0.5674293317027339", new, 1))
         assert command(monkeypatch, capsys, "report")[0] == 0
         pages.append([(tmp_path / name).read_bytes() for name in
                       ("results.md", "capacity.png", "h200.png", "timeline.png")])
     assert [page == other for page, other in zip(*pages)] == [False, False, True, True]
-    text = pages[0][0].decode()
     report = json.loads((ASSETS / "scoreboard.json").read_text())
     lines = [*bench.count_runs(report["rows"]), f"commit {report['commit']}", "![h200](h200.png)"]
-    assert [line for line in lines if line not in text] == []
+    assert [line for line in lines if line not in pages[0][0].decode()] == []
 
 def test_picture_shows_ours_and_the_papers():
     """Bars if an experiment has no x axis; if it has one, points without an x are not drawn."""
