@@ -3896,30 +3896,25 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("fig99", ": unknown experiment 'fig99'"),
     ("fig3 --hardware b300", "a100-40, a100, "),
     ("--no-such-flag", "--no-such-flag"),
-    ("--chunk many", "many"),
     ("--max-batch 0", "max_batch = 0"),
     ("--lengths 1..x", "1..x"),
     ("fig3 --lengths 9999 --hardware a100", "9999"),
-    ("fig8 --lengths 32 --hardware a100", "= 32"),
     ("spec_here --hardware a100", "only be measured"),
     ("scoreboard --scheduler orca", "leave out --scheduler"),
     ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
     ("fig3 --rate 3", "--rate"),
-    ("--scheduler nowhere.py:Mine online", "nowhere.py"),
     ("online --jobs a.csv --prompt 8", "--prompt"),
     ("online --speed 2", "--speed is of a trace"),
     ("online --jobs a.csv --window 9", "window = [9]: must be like 3600..7200"),
     ("fig3 --context 4096", "--hardware"),
     ("gpu --device cpu", "torch sees no GPU"),
     ("spec_here", "model 'tiny': is not trained yet, run `python model.py`"),
-    ("spec_here --model llama-30m", "model 'llama-30m' has no tokenizer.json"),
     ("spec_here --model llama-30m --prompts latin.txt",
      "paragraphs of UTF-8 text in latin.txt = 0: must be"),
     ("online --scheduler own.py:Yours", "name in own.py 'Yours': one of Mine, One, newest"),
     ("online --scheduler own.py:One", "own.py:One: must be a Scheduler"),
     ("online --scheduler own.py", "own.py:NAME"),
     ("online --scheduler bad.py:Mine", "bad.py: SyntaxError"),
-    ("online --schedulers sarathi,mine", "unknown scheduler 'mine'"),
     ("online --order fifo", "unknown order 'fifo': one of fcfs, lcfs, sjf, edf, fair"),
 ])
 def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, needle):
@@ -3941,11 +3936,18 @@ def test_a_closed_pipe_is_no_mistake(monkeypatch, capsys):
     sys.stdout.close()  # what it holds goes nowhere
     assert status == 141 and err == ""
 
-def test_a_run_that_fails_keeps_the_rows_of_another(monkeypatch, capsys, tmp_path):
+def test_a_run_that_is_stopped_loses_no_file(monkeypatch, capsys, tmp_path):
+    """Without rows it leaves none; rows of another run stay until its own are written."""
     path = tmp_path / "rows.json"
-    path.write_text("{}")
     words = f"fig3 --hardware a100 --json {path}"
-    assert command(monkeypatch, capsys, f"{words} --lengths 1")[0] == 2
+
+    def stopped(place):
+        raise KeyboardInterrupt
+        yield
+    with monkeypatch.context() as patch:
+        patch.setitem(EXPERIMENTS, "fig3", EXPERIMENTS["fig3"]._replace(run=stopped))
+        assert command(patch, capsys, words)[0] == 130 and not [*tmp_path.iterdir()]
+    path.write_text("{}")
 
     def half(path, text):
         with open(path, "w") as file:
@@ -3963,7 +3965,6 @@ def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
     assert status == 0 and sum(line.startswith("###") for line in lines) == 2
     assert any(re.match(r"\| 18 +\| [0-9.]+ +\|$", line) for line in lines)
     assert any(re.match(r"\| prefill_first( +\| [0-9.]+){4} +\|$", line) for line in lines)
-    assert all(len(line) <= 120 for line in lines[:-1] if line.startswith("|"))
     report = json.loads(lines[-1])  # without the paper's numbers, which are of other hardware
     assert report["experiment"] == "fig3 timeline"
     assert report["machine"].endswith("simulated") and re.fullmatch(r"\w*", report["commit"])
@@ -3990,40 +3991,31 @@ def lines_of(out):
     lines = [line.strip("| ").split("|") for line in out.splitlines() if line.startswith("| ")]
     return {line[0].strip(): [word.strip() for word in line[1:]] for line in lines[2:]}
 
-def test_online_shows_classes_of_ones_own(monkeypatch, capsys, tmp_path):
-    """They run first."""
+def test_online_shows_parts_of_ones_own(monkeypatch, capsys, tmp_path):
+    """They run first, and are in pictures."""
     (tmp_path / "own.py").write_text(OWN)
-    words = (f"online --size small --hardware a100 --json {tmp_path}/rows.json "
-             f"--scheduler {tmp_path}/own.py:Mine --spec {tmp_path}/own.py:One")
+    own = f"{tmp_path}/own.py"
+    words = (f"online --size small --hardware a100 --rate 9 --json {tmp_path}/rows.json "
+             f"--schedulers sarathi,{own}:Mine --order fcfs,{own}:newest --spec {own}:One")
     _, out, _ = command(monkeypatch, capsys, words)
-    names = ["Mine", "One", *SCHEDULERS, "goodput"]
+    names = ["sarathi, newest", "Mine, fcfs", "Mine, newest", "One", "sarathi, fcfs", "goodput"]
     figures = lines_of(out)
-    assert [*figures] == names and '{"' not in out
-    assert figures["Mine"] == figures["sarathi"] != figures["One"]
-    assert len(figures["One"]) == 10
+    assert [*figures] == names and '{"' not in out and len(figures["One"]) == 10
+    assert figures["Mine, fcfs"] == figures["sarathi, fcfs"] != figures["One"]
+    assert figures["Mine, newest"] == figures["sarathi, newest"] != figures["sarathi, fcfs"]
     report = json.loads((tmp_path / "rows.json").read_text())
     assert {row["at"][1] for row in report["rows"]} == set(names)
     requests = report["requests"]  # of each run
     assert Counter(row["scheduler"] for row in requests) == dict.fromkeys(names, 32)
     assert {"arrival", "prompt", "ttft", "tpot", "stall", "preempted"} <= {*requests[0]}
+    curve = f"attainment --size small --prompt 400 --output 4 --hardware a100 --plot {tmp_path}"
+    _, out, _ = command(monkeypatch, capsys, f"{curve} --schedulers {own}:Mine")
+    assert "| Mine " in out
+    assert matplotlib.image.imread(tmp_path / "attainment_a100.png").std() > 0.05
     for word, code in (("pass", "plan = lambda *args: {}['key']"), ("waiting[::-1]", "{}['key']")):
         (tmp_path / "own.py").write_text(OWN.replace(word, code))
         with pytest.raises(KeyError, match="key"):  # with a traceback: it is their code
-            command(monkeypatch, capsys, f"{words} --order {tmp_path}/own.py:newest")
-
-def test_own_parts_are_in_the_table_the_curve_and_the_picture(monkeypatch, capsys, tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    own = f"{tmp_path}/own.py"
-    parts = f"--schedulers sarathi,{own}:Mine --order fcfs,{own}:newest --hardware a100"
-    names = ["sarathi, newest", "Mine, fcfs", "Mine, newest", "sarathi, fcfs"]
-    _, out, _ = command(monkeypatch, capsys, f"online --rate 9 --size small {parts}")
-    figures = lines_of(out)
-    assert [*figures] == names and figures["Mine, fcfs"] == figures["sarathi, fcfs"]
-    assert figures["Mine, newest"] == figures["sarathi, newest"] != figures["sarathi, fcfs"]
-    words = f"attainment --size small --prompt 400 --output 4 {parts} --plot {tmp_path}"
-    _, out, _ = command(monkeypatch, capsys, words)
-    assert all(f"| {name} " in out for name in names)
-    assert matplotlib.image.imread(tmp_path / "attainment_a100.png").std() > 0.05
+            command(monkeypatch, capsys, words)
 
 def test_online_says_who_pays(monkeypatch, capsys, tmp_path):
     """Counted anew from the row of each request"""
@@ -4043,9 +4035,9 @@ def test_online_says_who_pays(monkeypatch, capsys, tmp_path):
             prompts = [row["prompt"] for row in own]
             assert by == "adapter" or len(own) in (10, 11) and min(prompts) > longest
             longest = max(prompts)
-            ttfts = [row["ttft"] for row in own]
+            ttfts = np.array([row["ttft"] for row in own])
             assert rows["TTFT p50", f"orca, {name}"] == approx(1e3 * np.median(ttfts))
-            assert rows["good", f"orca, {name}"] <= np.mean(np.array(ttfts) <= 0.3)
+            assert rows["good", f"orca, {name}"] <= np.mean(ttfts <= 0.3)
             end = max(row["arrival"] + row["ttft"] + (row["tpot"] or 0) * (row["output"] - 1)
                       for row in own)
             speeds.append(sum(row["prompt"] + row["output"] for row in own) / end)
@@ -4053,12 +4045,6 @@ def test_online_says_who_pays(monkeypatch, capsys, tmp_path):
 
 def tables(name, rows, **options):
     return bench.tables(EXPERIMENTS[name], rows, **options)
-
-def test_online_has_a_table_however_wide():
-    rows = [row | dict(spread=row["ours"] / 7) for row in small_rows("online").values()]
-    more = [row | dict(at=[row["at"][0], f"{row['at'][1]} of mine", row["at"][2]]) for row in rows]
-    text = tables("online", rows + more)
-    assert sum(line.startswith("| ") for line in text.splitlines()) == 2 + 2 * len(SCHEDULERS)
 
 def test_tables_have_the_columns_that_are_declared():
     """And a line for every other key; the paper's numbers stand behind ours."""
@@ -4077,35 +4063,36 @@ def test_tables_have_the_columns_that_are_declared():
         lines = [line for line in text.splitlines() if line.startswith("|")]
         keyed = {tuple(row["at"][::2]) if row["at"][2] else tuple(row["at"]) for row in rows}
         assert head in text and len(lines) == len(keyed) + 2 * (1 + text.count("\n\n"))
+    # however wide, online has one
+    rows = [row | dict(spread=row["ours"] / 7) for row in small_rows("online").values()]
+    lines = tables("online", rows).splitlines()
+    assert sum(line.startswith("| ") for line in lines) == 2 + len(SCHEDULERS)
 
 def test_online_flags(monkeypatch, capsys, tmp_path):
     (tmp_path / "jobs.csv").write_text("arrival,prompt,output\n0,64,4\n1,64,4\n2,64,4\n")
     (tmp_path / "lengths.csv").write_text("prompt,output\n" + "64,4\n" * 32)
     (tmp_path / "long.csv").write_text("arrival,prompt,output\n" + "".join(
         f"{arrival},11990,10\n" for arrival in (0, 5, 10)))
-    flags = {"--rate 0.5 --prompt 64..128 --output 9": 0.5 * (96 + 9),
-             f"--jobs {tmp_path}/jobs.csv": 3 / 2 * (64 + 4),
-             f"--jobs {tmp_path}/lengths.csv --rate 0.5": 0.5 * (64 + 4),
-             f"--jobs {tmp_path}/long.csv --context 20000": 3 / 10 * 12000,
-             "--rate 0.5 --prompt 64..128 --output 9 --cv 0": 0.5 * (96 + 9)}
-    lines = ["32 requests over 60.81 s, prompts of 65 to 127 tokens, outputs of 9 to 9",
-             "3 requests over 2 s, prompts of 64 to 64 tokens, outputs of 4 to 4",
-             "32 requests over 67.77 s, prompts of 64 to 64 tokens, outputs of 4 to 4",
-             "3 requests over 10 s, prompts of 11990 to 11990 tokens, outputs of 10 to 10",
-             "32 requests over 64 s, prompts of 65 to 127 tokens, outputs of 9 to 9"]
-    for (words, rate), line in zip(flags.items(), lines):
-        words = f"online --hardware A100 --size small {words} --json -"
+    for words, rate, line in (
+            ("--rate 0.5 --prompt 64..128 --output 9", 0.5 * (96 + 9),
+             "32 requests over 60.81 s, prompts of 65 to 127 tokens, outputs of 9 to 9"),
+            (f"--jobs {tmp_path}/jobs.csv", 3 / 2 * (64 + 4),
+             "3 requests over 2 s, prompts of 64 to 64 tokens, outputs of 4 to 4"),
+            (f"--jobs {tmp_path}/lengths.csv --rate 0.5 --cv 0", 0.5 * (64 + 4),
+             "32 requests over 64 s, prompts of 64 to 64 tokens, outputs of 4 to 4"),
+            (f"--jobs {tmp_path}/long.csv --context 20000", 3 / 10 * 12000,
+             "3 requests over 10 s, prompts of 11990 to 11990 tokens, outputs of 10 to 10")):
+        words = f"online --hardware A100 --size small --schedulers orca,sarathi {words} --json -"
         _, out, err = command(monkeypatch, capsys, words)
         few = "; of so few the 99th percentile is nearly the slowest"
         assert err.endswith(f"{line}{few}\n") and '"machine": "llama-13b on 1 x a100, ' in out
         rows = json.loads(out.strip().splitlines()[-1])["rows"]
         ours = {tuple(row["at"][:2]): row["ours"] for row in rows}
-        speeds = [ours["tokens/s", name] for name in SCHEDULERS]
-        assert speeds[1:] == approx([rate] * 5, rel=0.3)  # not static
+        assert [ours["tokens/s", name] for name in ("orca", "sarathi")] == approx(
+            [rate] * 2, rel=0.3)
         assert ours["stall p50", "orca"] > ours["TPOT p50", "orca"]
 
-@each("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_run_that_is_stopped_keeps_what_it_has(number, status, monkeypatch, capsys, tmp_path):
+def test_a_run_that_is_stopped_keeps_what_it_has(monkeypatch, capsys, tmp_path):
     """The first experiment's table and rows before the second begins, then what this one has"""
     path = tmp_path / "rows.json"
     done = []
@@ -4115,15 +4102,15 @@ def test_a_run_that_is_stopped_keeps_what_it_has(number, status, monkeypatch, ca
         done.extend([json.loads(path.read_text()), capsys.readouterr().out])
         yield bench.Row("first", 1.0)
         yield bench.Row("second", [1.0, 2.0, 6.0])
-        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)
     monkeypatch.setitem(EXPERIMENTS, "fig3", EXPERIMENTS["fig3"]._replace(run=endless))
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.getsignal(signal.SIGTERM)
     words = f"fig7 fig3 fig4 --hardware a6000 --json {path}"
     stopped, out, _ = command(monkeypatch, capsys, words)
     signal.signal(signal.SIGTERM, before)
     first, text = done
     assert first["experiment"] == "fig7" and len(first["rows"]) == 24 and "| 1025 " in text
-    assert stopped == status and "| second " in out and "### fig4" not in out
+    assert stopped == 143 and "| second " in out and "### fig4" not in out
     assert "fig3 was stopped before its end" in out
     rows = json.loads(path.read_text())["rows"]
     assert rows[:24] == first["rows"] and len(rows) == 26
@@ -4131,30 +4118,24 @@ def test_a_run_that_is_stopped_keeps_what_it_has(number, status, monkeypatch, ca
     assert rows[-1]["spread"] == (4.0 - 1.5) / 2
     assert [*tmp_path.iterdir()] == [path] and '{"' not in out
 
-def test_a_run_without_rows_leaves_no_file(monkeypatch, capsys, tmp_path):
-    def stopped(place):
-        raise KeyboardInterrupt
-        yield
-    monkeypatch.setitem(EXPERIMENTS, "fig3", EXPERIMENTS["fig3"]._replace(run=stopped))
-    words = f"fig3 --hardware a6000 --json {tmp_path / 'rows.json'}"
-    status, _, _ = command(monkeypatch, capsys, words)
-    assert status == 130 and not [*tmp_path.iterdir()]
-
 README = Path(__file__).with_name("README.md").read_text(encoding="utf8")
 PAGE = " ".join(README.split())
 
-def test_readme_code_runs(monkeypatch, capsys, tmp_path):
-    """Its Python, and bench.py with its own scheduler, order and policy"""
+def commands_of_readme(folder):
+    """Those of bench.py with README's own scheduler, order and policy, which are saved there"""
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    (folder / "my.py").write_text("\n".join(blocks[:2]))
+    return re.findall(r"`(?:python )?bench.py (online --hardware [^`]*my.py:[^`]*)`", PAGE)
+
+def test_readme_code_runs(monkeypatch, capsys, tmp_path):
     names = {}
-    for code in blocks:
+    for code in re.findall(r"```python\n(.*?)```", README, re.S):
         exec(code, names)
     assert "\n| run " in capsys.readouterr().out
-    (tmp_path / "my.py").write_text("\n".join(blocks[:2]))
     monkeypatch.chdir(tmp_path)
-    commands = re.findall(r"`(?:python )?bench.py (online --hardware [^`]*my.py:[^`]*)`", PAGE)
-    status, out, _ = command(monkeypatch, capsys, commands[-1])
-    assert status == 0 and "SmallBatches" in out and "short_first" in out
+    for words, own in zip(commands_of_readme(tmp_path), ("Shortest", "short_first.*SmallBatches")):
+        status, out, _ = command(monkeypatch, capsys, f"{words} --size small")
+        assert status == 0 and re.search(own, out, re.S)
 
 def test_triton_in_its_interpreter(interpreter):
     pytest.importorskip("triton")
