@@ -3607,7 +3607,8 @@ def test_operators_are_timed_without_the_first_pass(monkeypatch):
         return torch.zeros(len(batch.logit_rows), 61, device=kv.device)  # a GPU records a graph
     monkeypatch.setattr(place.model, "forward", forward)
     monkeypatch.setattr(bench, "moment", lambda: now[0])
-    operators = place.operators(np.array([8.0]), decodes=2, context=10)
+    monkeypatch.setattr(place, "seconds", lambda *shapes, last: np.array([[8.0]]))
+    operators = place.operators(decodes=2, context=10)
     assert operators == {"attn": approx([2.0]), "others": approx([6.0])}
 
 def test_lengths_are_those_that_were_run():
