@@ -3647,8 +3647,9 @@ def test_explanation_and_chunk():
     for name in ("users", "table4", "ceilings"):
         places[name] = [simulated("fig9", "--lengths 1024,2048")]
         places[name][0].rows = [*EXPERIMENTS[name].rows(places[name][0])]
-    text = bench.explain_users(places["users"][0])
-    rows = {tuple(row["at"][:2]): row["ours"] for row in places["users"][0].rows}
+    place, = places["users"]
+    text = bench.explain_users(place)
+    rows = {tuple(row["at"][:2]): row["ours"] for row in place.rows}
     for figure in ("TTFT p50 ms", "longest stall ms"):
         *ours, whole = [rows[figure, name]
                         for name in ("sarathi", "sarathi, C = 512", "prefill_first")]
@@ -3660,8 +3661,8 @@ def test_explanation_and_chunk():
     other, = bench.choose_places(arguments("table4 --hardware h200 --lengths 1024"), "table4")
     papers = {row["at"][1]: row["paper"] for row in EXPERIMENTS["table4"].rows(other)}
     assert papers == {"": None, "LLaMA-33B, A100": 1.14}  # the latter on its own hardware
-    other.args.chunk = 512
-    names = [row["at"][1] for row in EXPERIMENTS["users"].rows(other)]
+    place.args.chunk = 512
+    names = [row["at"][1] for row in EXPERIMENTS["users"].rows(place)]
     assert [*dict.fromkeys(names)] == ["static", "prefill_first", "sarathi"]
 
 def test_jobs_are_distributed_as_the_papers_say():
@@ -3840,9 +3841,9 @@ def test_pieces_of_requests_and_stages(tmp_path):
         (0, "decode", 3.0, 4.0, 9),
     ]
     bench.write_trace(tmp_path / "trace.json", [("sarathi", record)])
-    name, piece, *others = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert name["ph"] == "M" and name["args"] == {"name": "sarathi"} and len(others) == 5
-    assert piece == dict(ph="X", name="prompt", pid=0, tid=0, ts=0, dur=2e6, args={"tokens": 64})
+    name, _, piece, *others = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert name["ph"] == "M" and name["args"] == {"name": "sarathi"} and len(others) == 4
+    assert piece == dict(ph="X", name="waiting", pid=0, tid=1, ts=1e6, dur=1e6, args={"tokens": 0})
 
 def test_results_are_those_of_the_assets(monkeypatch, capsys, tmp_path):
     """Another number changes the page and its picture; another picture is the same bytes."""
