@@ -4000,6 +4000,8 @@ def test_online_shows_parts_of_ones_own(monkeypatch, capsys, tmp_path):
     _, out, _ = command(monkeypatch, capsys, f"{curve} --schedulers {own}:Mine")
     assert "| Mine " in out
     assert matplotlib.image.imread(tmp_path / "attainment_a100.png").std() > 0.05
+    args = arguments(f"online --scheduler {own}:Mine")
+    assert [*bench.ways_of(args, SCHEDULERS)] == ["Mine", *SCHEDULERS]
     for word, code in (("pass", "plan = lambda *args: {}['key']"), ("waiting[::-1]", "{}['key']")):
         (tmp_path / "own.py").write_text(OWN.replace(word, code))
         with pytest.raises(KeyError, match="key"):  # with a traceback: it is their code
