@@ -3371,16 +3371,22 @@ def arguments(words=""):
 def simulated(name, words="--size small"):
     return bench.simulate(arguments(words), EXPERIMENTS[name].on)
 
+def fewer(make):
+    """A maker of jobs that makes an eighth of them"""
+    def jobs(*args, **options):
+        made = make(*args, **options)
+        return made[:1 + len(made) // 8]
+    return jobs
+
+SMALL = {"tng": "--lengths 64", "attainment": "--schedulers prefill_first,sarathi"}
+
 @cache
 def small_rows(name):
     """An experiment at its smallest, simulated: {(panel, series, x): row}"""
-    slora = bench.slora
-    words = f"{name} --size small"
-    words += {"tng": " --lengths 256", "attainment": " --schedulers prefill_first,sarathi"
-              }.get(name, "")
-    with pytest.MonkeyPatch.context() as patch:  # S-LoRA's runs take some seconds
-        patch.setattr(bench, "slora", lambda place, setting, n, rate, seconds, *others, **options:
-                      slora(place, setting, n, rate, seconds / 5, *others, **options))
+    words = f"{name} --size small {SMALL.get(name, '')}"
+    with pytest.MonkeyPatch.context() as patch:
+        for make in ("gamma_jobs", "zipf_jobs"):
+            patch.setattr(bench, make, fewer(getattr(bench, make)))
         rows = EXPERIMENTS[name].rows(simulated(name, words))
         return {tuple(row["at"]): row for row in rows}
 
@@ -3388,7 +3394,6 @@ def small_rows(name):
 # bench.py: claims, measured experiments, workloads, pictures and traces
 
 def test_claims_are_the_papers():
-    assert sum(map(len, CLAIMS.values())) == 176
     sources = {claim.paper_source for claims in CLAIMS.values() for claim in claims.values()}
     assert sources == {"SARATHI text", "S-LoRA text", "S-LoRA logs", "SmartSpec text", "TNG text"}
     assert CLAIMS["table2"]["attn (ms)", "decode-maximal", ""][:3] == (15.2, "value", True)
@@ -3405,93 +3410,60 @@ def test_claim_holds(kind, paper, inside, outside):
     assert all(claim.holds(ours) for ours in inside)
     assert not any(claim.holds(ours) for ours in outside)
 
-AS_SMALL = ["table2", "table4", "fig3", "fig4", "fig7", "fig8", "fig9", "fig10", "fig13",
-            "spec_fig1", "spec_fig5", "spec_fig11", "spec_fig12", "spec_fig16"]
-MISSES = {  # misses of these, which are small as they are; each has a note
-    "table2": {("decode (ms)", "decode-maximal", "")},
-    "fig9": {("gain at L = 1024, B = 18", "Orca, best", 14.06),
-             ("least over P:D at L = 1024", "C = 512 / Orca", ""),
-             ("median over P:D at L = 1024", "best chunk", "")},  # the small grid is near peaks
-    "table4": {("throughput", "", 1024), ("decode speedup", "LLaMA-33B, A100", 3072)},
-    "fig10": {("ffn", "smallest", ""), ("ffn", "largest", ""), ("projections", "smallest", "")},
-    "fig13": {("prefill", "worst", 64), ("prefill", "worst", 256)},
+SCOREBOARD = {(row["experiment"], *row["at"]): row for row in json.loads(
+    (ASSETS / "scoreboard.json").read_text())["rows"]}
+AS_SMALL = "table2", "table4", "fig3", "fig4", "fig7", "fig8", "fig10", "fig13", "spec_fig5"
+FIGURES = {  # of small runs of others: some on which constants of the cost model were chosen
+    "fig9": {("peak at L = 1024", "C = 256", ""): 1.21625},
+    "slora_table3": {("S1", "PEFT", 5): 0.15828, ("S2", "S-LoRA", 2000): 1.0894},
+    "slora_fig5": {("a100", "no-unify", ""): 1.1453, ("a100", "bmm", ""): 0.16265,
+                   ("a10g", "S-LoRA", ""): 0.45993},
+    "slora_fig6": {("first token (s)", "", 1): 0.2841},
+    "spec_fig1": {("goodput", "least", ""): 1.2788},
+    "spec_fig11": {("llama-33b on 4 GPUs", "least", ""): 1.52787},
+    "spec_fig12": {("goodput", "least", ""): 1.08297},
+    "spec_fig16": {("batched tokens per request", "acceptance 0.8", ""): 4.10928},
 }
 
 @each("name", [name for name, what in EXPERIMENTS.items() if what.only != "measured"])
 def test_every_claim_has_its_point(name):
-    """And a table of 120 columns; claims hold, but for known misses"""
+    """And a table of 120 columns. What constants of the cost model were chosen on has not moved."""
     rows = small_rows(name)
     claims = CLAIMS.get(name, {})
     assert set(claims) <= set(rows)
     assert all(math.isfinite(row["ours"]) for row in rows.values())
     for at, claim in claims.items():
-        row = rows[at]
-        assert row["paper"] == claim.paper
-        assert row["fit"] == claim.fit
-        assert row["kind"] in ("value", "gain", "at least", "at most")
-        assert row["inside"] == claim.holds(row["ours"])
+        assert claim._asdict().items() <= rows[at].items()
+        assert claim.kind in ("value", "gain", "at least", "at most")
+        assert rows[at]["inside"] == claim.holds(rows[at]["ours"])
+    figures = FIGURES.get(name, {})
     if name in AS_SMALL:
-        missed = {at for at in claims if not rows[at]["inside"]}
-        assert missed == MISSES.get(name, set())
-        assert all(rows[at]["note"] for at in missed)
-    text = tables(name, list(rows.values()))
-    lines = [line for line in text.splitlines() if line.startswith("|")]
+        figures = {at: SCOREBOARD[(name, *at)]["ours"] for at in claims}
+    assert {at: rows[at]["ours"] for at in figures} == approx(figures, rel=0.001)
+    lines = [line for line in tables(name, list(rows.values())).splitlines() if line[:1] == "|"]
     assert lines and max(map(len, lines)) <= (128 if name == "online" else 120)
     assert any("paper" in line for line in lines) == bool(claims)
 
-def test_capacity_is_the_most_that_meets_both_targets():
-    """Served a little faster, a target is missed; with chunks an A100 serves more, and under
-    targets that no iteration can meet nothing."""
-    place = simulated("capacity", "capacity --hardware a100 --size small")
-    assert place.args.chunk == 512
-    ways = bench.by_scheduler(("prefill_first", "sarathi_serve"))
-    rates = dict(bench.capacities(place, ways, 32))
-    assert 2 * rates["prefill_first"] < rates["sarathi_serve"]
-    place.args.ttft = math.inf
-    first = bench.by_scheduler(("prefill_first",))
-    assert dict(bench.capacities(place, first, 32)) == approx(
-        {"prefill_first": rates["prefill_first"]})  # its stalls are what limits it
-    jobs = place.jobs(1, 32, prompt=(100, 3000), output=(20, 400))
-    late = []
-    for rate in (rates["prefill_first"], 1.04 * rates["prefill_first"]):
-        run = place.serve(bench.at_rate(jobs, rate), 48, scheduler="prefill_first", alloc="grow",
-                          n_page=place.room)
-        gaps = sorted(sum((np.diff(request.times).tolist() for request in run.requests), []))
-        late.append(gaps[int(0.99 * len(gaps))] > 0.1)
-    assert late == [False, True]
-    place.args.tbt = 1e-4
-    assert dict(bench.capacities(place, ways, 32)) == dict.fromkeys(ways, 0)
-
-def test_attainment_is_the_share_that_meets_both_targets(monkeypatch):
-    """Counted anew over the requests' own times; 1 far below the capacity; hardly ever more at a
-    higher rate; its 99 % point is the capacity where a request's targets are those of all."""
-    words = "attainment --hardware a100 --size small --schedulers prefill_first,"
-    for more in ("sarathi --order sjf --prompt 200..2000 --ttft 1",
-                 "orca --ttft 1000000 --tbt 1 --output 2"):
-        args = arguments(words + more)
-        assert args.chunk == 512
-        place = bench.simulate(args, EXPERIMENTS["attainment"].on)
-        runs = []
-        serve_jobs = bench.serve
-        monkeypatch.setattr(bench, "serve",
-                            lambda *args: runs.append(serve_jobs(*args)) or runs[-1])
-        rows = [*EXPERIMENTS["attainment"].run(place)]
-        monkeypatch.undo()
-        good = []
-        for run in runs[1:8]:  # the first is without targets
-            gaps = [np.diff(request.times) for request in run.requests]
-            good.append(np.mean([request.times[0] - request.arrival <= args.ttft
-                                 and np.quantile(own, 0.99) <= args.tbt
-                                 for request, own in zip(run.requests, gaps)]))
-        assert [row.ours for row in rows[:7]] == approx(good) and len({*good}) > 2
-        for series in {row.series for row in rows}:
-            shares = [row.ours for row in rows if row.series == series and row.x != ""]
-            assert len(shares) == 7 and shares[0] == 1
-            assert all(later <= share + 0.05 for share, later in pairwise(shares))
+def test_capacity_and_attainment_are_the_most_that_meets_targets():
+    """At a rate 4 % higher a target is missed; with chunks an A100 serves more; no higher share at
+    a higher rate, but for noise; under targets that no iteration can meet none."""
+    words = "--hardware a100 --size small --schedulers prefill_first,sarathi --output 100..200"
+    for name, n, is_good in (
+            ("capacity", 32, lambda run: run.meets(2, 0.1)),
+            ("attainment", 40, lambda run: run.attainment(2, 0.1) >= 0.99)):
+        place = simulated(name, f"{name} {words}")
+        rows = [*EXPERIMENTS[name].run(place)]
         limits = {row.series: row.ours for row in rows if row.x == ""}
-        assert limits[rows[-1].series] > limits[rows[0].series] > 0
-    ways = bench.ways_of(args, ())
-    assert dict(bench.capacities(place, ways, 40)) == approx(limits, rel=0.03)
+        serve_at, _ = bench.load(place, n)
+        limit = limits["prefill_first"]
+        for rate, good in ((limit, True), (1.04 * limit, False)):
+            assert is_good(serve_at(rate, dict(scheduler="prefill_first"))) == good
+        assert place.args.chunk == 512 and limits["sarathi"] > 2 * limit
+    shares = [row.ours for row in rows if row.series == "prefill_first"][:7]
+    assert shares[0] == 1 and len({*shares}) > 4
+    assert all(later <= share + 0.05 for share, later in pairwise(shares))
+    place.args.tbt = 1e-4
+    assert [row.ours for row in EXPERIMENTS["capacity"].run(place)] == [0, 0]
 
 SHEETS = {  # SMs, 16-bit tensor FLOP per SM and clock, MHz; bits to the memory, Gbit/s of each
     "a40": (84, 1024, 1740, 384, 14.5), "l4": (58, 1024, 2040, 192, 12.5),
@@ -3507,104 +3479,40 @@ def test_data_sheets_are_what_the_chips_can_do(name):
     assert gpu.flops == approx(n_sm * per_clock * mhz * 1e6, rel=0.02)
     assert gpu.bandwidth == approx(n_bit * rate / 8 * 1e9, rel=0.02)
 
-@each("edit, needle", [
-    ({"name": "mine", "flops": 312000000000000}, None), ({"link": None}, "link"),
-    ({"flops": 312}, "flops of .* 1000000000.0"), ({"flops": "312e12"}, "flops of .* = '312e12'"),
-])
-def test_a_gpu_of_a_file(edit, needle, tmp_path):
+def test_a_gpu_of_a_file(tmp_path):
     path = tmp_path / "mine.json"
-    fields = sarathi.GPUS["a100"]._asdict() | edit
-    path.write_text(json.dumps({key: value for key, value in fields.items() if value is not None}))
-    if needle is None:
-        cost = CostModel.roofline(A100.config, path, tp=2)
-        assert cost.time(260, 3072) == CostModel.roofline(A100.config, "a100", 2).time(260, 3072)
-        return
-    with pytest.raises(ValueError, match=needle) as raised:
-        CostModel.roofline(A100.config, str(path))
-    assert "\n" not in str(raised.value) and "mine.json" in str(raised.value)
-
-CONSTANTS = {  # constant -> the claim on which it was chosen; of short runs our figure, what to run
-    "GEMM_FLOPS": ("table2", ("linear (ms)", "prefill-only", "")),
-    "GEMM_BANDWIDTH": ("table2", ("linear (ms)", "decode-only", "")),
-    "CHUNK_FLOPS": ("table2", ("attn (ms)", "prefill-only", "")),
-    "DECODE_BANDWIDTH": ("table2", ("attn (ms)", "decode-only", "")),
-    "ATTENTION_CALL": ("table2", ("attn (ms)", "decode-only", "")),
-    "TILE": ("fig7", ("iteration (ms)", "", 128)),
-    "SKINNY": ("table2", ("linear (ms)", "decode-only", "")),
-    "sarathi.usable": ("fig8", ("largest batch", "L = 3072", "")),
-    "ELEMENTWISE": ("fig3", ("share of others", "", "")),
-    "LORA_BANDWIDTH": ("slora_table3", ("S4", "S-LoRA", 100), 3.307, "S4", 100, 10, 120),
-    "lightllm.row": ("slora_table3", ("S4", "S-LoRA", 2), 3.682, "S4", 2, 10, 120),
-    "lightllm.layer": ("slora_fig6", ("latency (s)", "", 1), 15.9, "S4", 400, 1, 300),
-    "lightllm.load": ("slora_table3", ("S2", "S-LoRA", 1000), 4.571, "S2", 1000, 10, 120),
-    "lightllm.resize": ("slora_fig5", ("a100", "no-unify", ""), 2.243,
-                        "S4", 400, 6, 300, "no-unify"),
-    "lightllm.gather": ("slora_fig5", ("a100", "bmm", ""), 0.16, "S4", 400, 6, 30, "bmm"),
-    "transformers.token": ("slora_table3", ("S1", "PEFT", 5), 0.7732, "S1", 5, 10, 120, "PEFT"),
-    "vllm.token": ("spec_fig1", ("no gain beyond rate", "k = 5", ""), 1.072),
-}
-SCALES = {  # where 2 is too little
-    "SKINNY": 0.1, "ELEMENTWISE": 4, "LORA_BANDWIDTH": 0.5, "lightllm.load": 8,
-}
-
-def short_run(name, *run):
-    """Of an experiment that takes long: one of its figures, served for a sixth of the time"""
-    place = simulated(name)
-    if name == "spec_fig1":
-        choices = {"off": "off", "k = 5": 5, "goodput": "off"}
-        rows = bench.latencies(place, [12], choices, 0.7, bench.small_model(place))
-        return next(row.ours for row in rows if (row.panel, row.series) == (
-            "times as fast as off", "k = 5"))
-    run = bench.slora(place, *run)
-    return np.mean(run.latencies) if name == "slora_fig6" else run.requests_per_second
-
-def claim_holds(rows_of, name, at, expected=None, *run):
-    if expected is None:
-        return rows_of(name)[at]["inside"]
-    return short_run(name, *run) == approx(expected, rel=0.02)
-
-@each("constant", CONSTANTS)
-def test_wrong_constant_misses_its_claim(constant, monkeypatch):
-    name, at, *run = CONSTANTS[constant]
-    assert CLAIMS[name][at].fit
-    assert claim_holds(small_rows, name, at, *run)
-    factor = SCALES.get(constant, 2)
-    system, _, field = constant.partition(".")
-    if field:
-        values = sarathi.SYSTEMS[system]
-        wrong = values._replace(**{field: factor * getattr(values, field)})
-        monkeypatch.setitem(sarathi.SYSTEMS, system, wrong)
-    else:
-        value = getattr(sarathi, constant)
-        monkeypatch.setattr(sarathi, constant, type(value)(factor * value))
-    assert not claim_holds(small_rows.__wrapped__, name, at, *run)
-
-def test_adapters_take_pages_of_the_unified_pool():
-    run = bench.slora(simulated("slora_fig5", ""), "S2", 200, 2, 300, gpu="a10g")
-    assert CLAIMS["slora_fig5"]["a10g", "S-LoRA", ""].holds(run.requests_per_second)
+    fields = sarathi.GPUS["a100"]._asdict()
+    path.write_text(json.dumps(fields | dict(name="mine", flops=312000000000000)))
+    cost = CostModel.roofline(A100.config, path, tp=2)
+    assert cost.time(260, 3072) == CostModel.roofline(A100.config, "a100", 2).time(260, 3072)
+    without = {key: value for key, value in fields.items() if key != "link"}
+    for wrong, needle in ((without, "mine.json.*link"),
+                          (fields | dict(flops=312), "flops of .*mine.json = 312: .* 1000000000.0"),
+                          (fields | dict(flops="312e12"), "flops of .*mine.json = '312e12'")):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=needle):
+            CostModel.roofline(A100.config, str(path))
 
 def test_scoreboard_counts(monkeypatch, capsys):
-    names = ("table4", "fig7", "fig8", "fig13")
+    names = ("table4", "fig3", "fig7", "spec_fig5")
     monkeypatch.setattr(bench, "CLAIMS", {name: CLAIMS[name] for name in names})
     rows = bench.scoreboard(arguments())
     assert len(rows) == sum(map(len, bench.CLAIMS.values()))
-    assert {"experiment", "what", "paper", "paper_source", "ours", "kind", "inside"} <= set(rows[0])
-    line = "SARATHI: values 3 of 4, gains 13 of 15, bounds 2 of 3, fitted 6 of 6"
-    text = capsys.readouterr().out
-    assert f"- {line}\n- all: {line[9:]}\n" in text
+    assert capsys.readouterr().out.endswith("\n".join(bench.count_runs(rows)) + "\n")
+    assert all(row["inside"] or row["note"] for row in SCOREBOARD.values())
 
 def test_a_run_counts_once():
     """However many rows it feeds; it holds if all of them do."""
     rows = []
-    for text in ("A value 1 x", "A value 0 x", "A value 1", "A value 1", "A gain 1 x", "B value 0"):
+    for text in ("A value 1 x", "A value 0 x", "A value 1", "A value 1", "A gain 1 x",
+                 "B bound 0", "B value 0 *"):
         paper, kind, inside, *run = text.split()
         rows.append(dict(paper_source=f"{paper} text", experiment="e", what=str(len(rows)),
-                         kind=kind, fit=False, run="".join(run), inside=inside == "1"))
-    rows.append(rows[-1] | dict(fit=True))
+                         kind=kind, fit=run == ["*"], run="".join(run), inside=inside == "1"))
     assert [*bench.count_runs(rows)] == [
         "- A: values 2 of 3, gains 1 of 1",
-        "- B: values 0 of 1, fitted 0 of 1",
-        "- all: values 2 of 4, gains 1 of 1, fitted 0 of 1",
+        "- B: bounds 0 of 1, fitted 0 of 1",
+        "- all: values 2 of 3, gains 1 of 1, bounds 0 of 1, fitted 0 of 1",
     ]
 
 @cache
@@ -3613,49 +3521,47 @@ def tiny_place():
     words = "online --lengths 64,96 --seconds 0 --max-batch 4 --chunk 128 --rate 1000"
     return bench.Place(arguments(words), GPT.from_preset(config, torch.float32), "a tiny model")
 
-MEASURED = [name for name, what in EXPERIMENTS.items()
-            if what.only != "simulated" and name != "spec_here"]  # it needs text, see below
+MEASURED = [name for name, what in EXPERIMENTS.items()  # below spec_here; roofline has ceilings
+            if what.only != "simulated" and name not in ("spec_here", "ceilings")]
 
 @each("name", MEASURED)
 def test_experiment_measures(name, monkeypatch):
+    place = tiny_place()
+    monkeypatch.setattr(place, "jobs", fewer(place.jobs))
     monkeypatch.setattr(bench, "LONG", 0.0)
-    load = bench.load
-    monkeypatch.setattr(bench, "load", lambda place, n: load(place, 4))
     monkeypatch.setattr(bench, "SCHEDULERS", {"sarathi": sarathi.Sarathi})
-    if name == "capacity":
-        monkeypatch.setattr(bench, "ways_of", lambda *_: bench.by_scheduler(("sarathi",)))
+    monkeypatch.setattr(CostModel, "profile", lambda model: sarathi.Profile(model, 24, 0))
     if name == "peers":
         pytest.importorskip("peft")
-    rows = list(EXPERIMENTS[name].rows(tiny_place()))
+    rows = list(EXPERIMENTS[name].rows(place))
     assert rows and all(math.isfinite(row["ours"]) for row in rows)
     assert {row["source"] for row in rows} == {"measured"}
 
 def test_long_prompts_take_their_time(monkeypatch):
     """Longer ones on a faster machine, then a larger model, but for --model"""
-    place, larger = tiny_place(), tiny_place()
+    place = tiny_place()
+    larger = copy(place)
     monkeypatch.setattr(bench, "this_machine", lambda *_: larger)
     for own in (place, larger):
         monkeypatch.setattr(own, "seconds", lambda shape: [[shape["chunk"] / 1000]])
     for seconds, expected in ((0.01, (place, 60)), (0.4, (place, 384)), (2.0, (larger, 921))):
         monkeypatch.setattr(bench, "LONG", seconds)
         assert bench.long_prompts(place) == expected
-    place.args.model = "tiny"
+    monkeypatch.setattr(place.args, "model", "tiny")
     assert bench.long_prompts(place) == (place, 921)
 
 @each("words, n_way, prompts", [
     ("", 8, [b'"""The pap']),  # pieces of this project's files
     ("--model tiny", 4, [b'"""The pap']),
-    ("--model tiny --draft draft --prompts text", 8, [b"One.", b"Two\nlines.", b"One."]),
-    ("--draft own.py:Own", 8, [b'"""The pap']),
+    ("--model tiny --draft own.py:Own --prompts text", 8, [b"One.", b"Two\nlines.", b"One."]),
 ])
 def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys, tmp_path):
     """With tiny and its draft, or --model and --draft; without a draft model by prompt lookup"""
-    config = GPTConfig(1, 2, 32, 64, vocab_size=257, block_size=512)
     for name in ("tiny", "draft"):
+        config = GPTConfig(1, 2, 32, 64, vocab_size=257, block_size=512)
         random_model(config).save_pretrained(tmp_path / "cache" / name)
     (tmp_path / "text").write_text("One.\n\nTwo\nlines.\n \n\n")
-    (tmp_path / "own.py").write_text(
-        "from sarathi import Ngram\nclass Own(Ngram):\n    pass\n")
+    (tmp_path / "own.py").write_text("from sarathi import Ngram\nclass Own(Ngram):\n    pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(model_py, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(bench, "load_once", load_model)
@@ -3671,13 +3577,14 @@ def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys,
     ours = {tuple(row["at"]): row["ours"] for row in rows}
     assert len(ours) == 3 * (1 + 2 * (n_way + 1)) + 3
     assert ours["accepted, 24", "wrong, goodput", ""] == 0 < ours["B = 2", "wrong, goodput", ""]
-    if n_way == 8 and "Own" not in words:  # the draft model is the same model
-        assert ours["accepted, 24", "model, k = 3", ""] == 1
-    assert 0 <= ours["accepted, 24", "lookup, k = 3", ""] < 1
-    assert sum(line.startswith("| lookup, ") for line in out.splitlines()) == 4
+    shares = {at[1]: share for at, share in ours.items() if at[0] == "accepted, 6"}
+    lookup = shares["lookup, k = 5"]
+    assert 0 <= lookup < 1
+    if not words:  # the draft model is the same model
+        assert shares["model, k = 5"] == 1
     if "Own" in words:  # the same as lookup
-        shares = [ours["accepted, 6", f"{name}, k = 5", ""] for name in ("Own", "lookup")]
-        assert shares[0] == shares[1]
+        assert shares["Own, k = 5"] == lookup
+    assert sum(line.startswith("| lookup, ") for line in out.splitlines()) == 4
     # one text to warm up; in two rounds six texts, one by one and at once, and 24; two by two
     # without drafts and with wrong ones, which first settle
     n = n_way + 3
@@ -3705,8 +3612,6 @@ def test_operators_are_timed_without_the_first_pass(monkeypatch):
 def test_lengths_are_those_that_were_run():
     place = bench.Place(arguments("--lengths 512,1024"), simulated("table4").model, "here")
     rows = list(EXPERIMENTS["table4"].rows(place))
-    lines = tables("table4", rows).splitlines()
-    assert [line.split("|")[2].strip() for line in lines[:4:2]] == ["L", "512"]
     assert [row["what"] for row in rows[1:4:2]] == ["throughput, L = 512", "throughput, L = 1024"]
     assert [row["paper"] for row in rows[1:4:2]] == [None, 1.33]
     assert place.batches == [(512, 6), (1024, 6)]
@@ -3736,27 +3641,23 @@ def test_rounds_take_turns_and_warm_up(monkeypatch):
         assert calls == list("abccbaabc")[:3 * len(expected[0]) + 3 * (seconds > 0)]
 
 def test_explanation_and_chunk():
-    place = simulated("fig9", "--lengths 1024,2048")
-    place.rows = [*EXPERIMENTS["users"].rows(place)]
+    places = {}
+    for name in ("users", "table4", "ceilings"):
+        places[name] = [simulated("fig9", "--lengths 1024,2048")]
+        places[name][0].rows = [*EXPERIMENTS[name].rows(places[name][0])]
+    place, = places["users"]
     text = bench.explain_users(place)
     rows = {tuple(row["at"][:2]): row["ours"] for row in place.rows}
     for figure in ("TTFT p50 ms", "longest stall ms"):
         *ours, whole = [rows[figure, name]
                         for name in ("sarathi", "sarathi, C = 512", "prefill_first")]
         assert all(f"{ms:.0f} instead of {whole:.0f} ms" in text for ms in ours)
-    assert ours[0] < whole / 3
-    speeds = [rows["tokens/s", name] for name in ("sarathi", "prefill_first")]
-    assert speeds[0] == approx(speeds[1], rel=0.02) and text.count("(no difference) tokens/s") == 2
-    places = {}
-    for name in ("table4", "ceilings"):
-        places[name] = [simulated("fig9", "--lengths 1024,2048")]
-        places[name][0].rows = [*EXPERIMENTS[name].rows(place)]
+    assert ours[0] < whole / 3 and text.count("(no difference) tokens/s") == 2
     places["table4"][0].rows = places["table4"][0].rows[:4]  # without LLaMA-33B's
     text = bench.explain(places)
     assert "pays for 204 tokens" in text and "prompts: 1.20 to 1.22 times" in text
     other, = bench.choose_places(arguments("table4 --hardware h200 --lengths 1024"), "table4")
-    rows = [*EXPERIMENTS["table4"].rows(other)]
-    papers = {row["at"][1]: row["paper"] for row in rows}
+    papers = {row["at"][1]: row["paper"] for row in EXPERIMENTS["table4"].rows(other)}
     assert papers == {"": None, "LLaMA-33B, A100": 1.14}  # the latter on its own hardware
     place.args.chunk = 512
     names = [row["at"][1] for row in EXPERIMENTS["users"].rows(place)]
@@ -3771,11 +3672,9 @@ def test_jobs_are_distributed_as_the_papers_say():
     popular = [int(job.adapter) < 50 / 32 for job in jobs]
     assert np.mean(popular) == approx(0.5, abs=0.05)  # name^0.2 is uniform, 2^-5 a half
     assert simulated("tng", "--seed 1").jobs.keywords == {"seed": 43}
-    for cv in (0.0, 1e-200):
-        gaps = np.diff([job.arrival for job in bench.gamma_jobs(4, 5, cv=cv)])
-        assert gaps == approx(np.full(19, 0.25))
-    jobs = bench.zipf_jobs(20000)
-    lengths = np.array([job.prompt + job.output for job in jobs])
+    gaps = np.diff([job.arrival for job in bench.gamma_jobs(4, 5, cv=1e-200)])
+    assert gaps == approx(np.full(19, 0.25))
+    lengths = np.array([job.prompt + job.output for job in bench.zipf_jobs(20000)])
     assert lengths.min() >= 1024 and lengths.max() <= 4096
     share = np.mean(lengths < 1024 + 307)  # the sum of k^-0.4 up to n grows as n^0.6
     assert share == approx(0.1**0.6, abs=0.02)
@@ -3787,9 +3686,7 @@ def test_run_counts_all_requests():
     aborted = Request([0], state="aborted", arrival=1.0, n_preempted=2)
     run = sarathi.Run([early, late, one, aborted], start=1.0)
     assert run.requests_per_second == 3 / 8 and run.n_preempted == 2
-    assert run.latencies == [5, 8, 2]
-    assert run.stalls == [3.0, 1.0]
-    assert run.tpots == [2.0, 1.0]
+    assert (run.latencies, run.stalls, run.tpots) == ([5, 8, 2], [3, 1], [2, 1])
     figures = run.figures
     assert figures["requests"] == 3 and figures["tokens/s"] == (2 + 5 + 2) / 8
     assert figures["TTFT p50 ms"] == 2000 and figures["TTFT p99 ms"] == approx(6900)
@@ -3806,68 +3703,51 @@ def test_run_counts_all_requests():
     # classes: rates of (4 + 3) / 8 and 2 / 2 until the own last token
     classes = run.by(lambda request: request is one)
     assert [(name, len(own.requests)) for name, own in classes.items()] == [(False, 3), (True, 1)]
-    rates = 7 / 8, 1.0
-    assert run.fairness(lambda request: request is one) == approx(
-        sum(rates) ** 2 / (2 * sum(rate ** 2 for rate in rates)))
-    rows = run.rows()
-    assert rows[0] == dict(arrival=0.0, prompt=1, output=3, adapter=None, state="length",
-                           preempted=0, ttft=1.0, tpot=2.0, stall=3.0)
-    assert [row["stall"] for row in rows] == [3.0, 1.0, None, None] and rows[3]["preempted"] == 2
+    fairness = run.fairness(lambda request: request is one)
+    assert fairness == approx((7 / 8 + 1) ** 2 / 2 / (49 / 64 + 1))
+    first, *_, last = run.rows()
+    assert first == dict(arrival=0.0, prompt=1, output=3, adapter=None, state="length",
+                         preempted=0, ttft=1.0, tpot=2.0, stall=3.0)
+    assert last["stall"] is None and last["preempted"] == 2
 
 TRACES = {  # the same three requests, 4 and 1.5 seconds apart
-    "ours.csv": "arrival,prompt,output\n1700000000,374,44\n1700000004,396,9\n1700000005.5,7,1\n",
     "quoted.csv": '"Arrival", "Prompt","Output"\n\n"5","374.0","44"\n9, 396,9\n 10.5,7,1\n',
-    "azure.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 23:59:58.5000000,374,44\n"
-                 "2023-11-17 00:00:02.5,396,9\n2023-11-17 00:00:04+00:00,7,1\n",
+    "azure.csv.gz": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 23:59:58.5000000,374,44\n"
+                    "2023-11-17 00:00:02.5,396,9\n2023-11-17 00:00:04+00:00,7,1\n",
     "burst.csv": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-                 "5,GPT-4,374,44,418,API log\n9,ChatGPT,396,9,405,\"a, b\"\n"
-                 "10.5,GPT-4,7,1,8,API log\n",
-    "vidur.csv": "arrived_at,num_prefill_tokens,num_decode_tokens\n5.5,396,9\n7,7,1\n1.5,374,44\n",
+                 "1700000005,GPT-4,374,44,418,API log\n1700000009,ChatGPT,396,9,405,\"a, b\"\n"
+                 "1700000010.5,GPT-4,7,1,8,API log\n",
+    "vidur_in_ns.csv": "arrived_at,num_prefill_tokens,num_decode_tokens\n"
+        "1700000004000000000,396,9\n1.7000000055e18,7,1\n1700000000000000000,374,44\n",
     "ours.jsonl": "".join('{"output": %d, "prompt": %d, "arrival": "%s"}\n' % row for row in (
         (44, 374, "2024-05-10T01:00:00Z"), (9, 396, "2024-05-10T01:00:04+00:00"),
         (1, 7, "2024-05-10 03:00:05.5+02:00"))),
-    "ns.csv": "arrival,prompt,output\n1700000000000000000,374,44\n1700000004000000000,396,9\n"
-              "1.7000000055e18,7,1\n",
     "bailian.jsonl": "".join(
-        '{"chat_id": 1, "parent_chat_id": null, "timestamp": %s, "input_length": %d, '
-        '"output_length": %d, "type": "text", "turn": 1, "hash_ids": [0]}\n' % row
-        for row in ((61.5, 374, 44), (65.5, 396, 9), (67.0, 7, 1))),
-    "mooncake_in_us.csv": "timestamp,input_length,output_length,hash_ids\n"
-        "1700000000000000,374,44,[]\n1700000004000000,396,9,[]\n1700000005500000,7,1,[]\n",
+        '{"chat_id": 1, "timestamp": %s, "input_length": %d, "output_length": %d, "type": "text", '
+        '"hash_ids": [0]}\n' % row for row in ((61.5, 374, 44), (65.5, 396, 9), (67.0, 7, 1))),
     "mooncake.jsonl": "".join(
         '{"timestamp": %d, "input_length": %d, "output_length": %d, "hash_ids": [0]}\n' % row
         for row in ((3000, 374, 44), (7000, 396, 9), (8500, 7, 1))),
 }
 
-@each("name, form", [*product(TRACES, [""]), *product(["azure.csv"], ["BOM", "CRLF", "gz"])])
-def test_traces_of_the_field(name, form, tmp_path, capsys):
-    data = TRACES[name].encode("utf-8-sig" if form == "BOM" else "utf-8")
-    path = tmp_path / name
-    if form == "CRLF":
-        data = data.replace(b"\n", b"\r\n")
-    if form == "gz":
-        data = gzip.compress(data)
-        path = tmp_path / f"{name}.gz"
-    path.write_bytes(data)
-    args = arguments(f"online --jobs {path}")
-    jobs = bench.read_jobs(args, 4096)
+@each("name", TRACES)
+def test_traces_of_the_field(name, tmp_path, capsys):
+    data = TRACES[name].encode()
+    if name.endswith(".gz"):
+        data = gzip.compress(codecs.BOM_UTF8 + data.replace(b"\n", b"\r\n"))
+    (tmp_path / name).write_bytes(data)
+    jobs = bench.read_jobs(arguments(f"online --jobs {tmp_path / name}"), 4096)
     assert [job[1:3] for job in jobs] == [(374, 44), (396, 9), (7, 1)]
     assert [job.arrival for job in jobs] == approx([0, 4, 5.5], abs=1e-6)
     assert "3 rows read, 3 kept, 0 skipped" in capsys.readouterr().err
-    jobs = bench.read_jobs(args, 405)  # of the others the first is at 0
-    assert [job.arrival for job in jobs] == approx([0, 1.5], abs=1e-6)
-    err = capsys.readouterr().err
-    assert "3 rows read, 2 kept, 1 skipped" in err
-    assert err.endswith("; 1.33 requests/s in the mean, 1.33 in the busiest ten seconds\n")
 
 def test_windows_of_traces_keep_their_bursts(tmp_path, capsys):
     """As of a table computed with numpy"""
     rng = np.random.default_rng(0)
     at = np.cumsum(rng.choice([0.01, 3.0], 400, p=[0.8, 0.2])).round(2)
     lengths = rng.integers(0, 40, (400, 2))
-    rows = [f"{t},{prompt},{output}\n" for t, (prompt, output) in zip(at, lengths)]
     path = tmp_path / "jobs.csv"
-    path.write_text("arrival,prompt,output\n" + "".join(rows))
+    np.savetxt(path, [*zip(at, *lengths.T)], "%g", ",", header="arrival,prompt,output", comments="")
     window = (at - at[0] >= 60) & (at - at[0] < 180)
     served = window & (lengths.min(1) > 0) & (lengths.sum(1) <= 70)
     expected = (at[served] - at[served][0]) / 4
@@ -3876,22 +3756,22 @@ def test_windows_of_traces_keep_their_bursts(tmp_path, capsys):
     assert [job.arrival for job in jobs] == approx(expected, abs=1e-6)
     assert [job[1:3] for job in jobs] == list(map(tuple, lengths[served].tolist()))
     busiest = max(np.sum((expected >= t) & (expected < t + 10)) for t in expected) / 10
-    assert capsys.readouterr().err.startswith(
+    assert capsys.readouterr().err == (
         f"{path}: 400 rows read, {served.sum()} kept, {(window & ~served).sum()} "
         "skipped (no prompt, no output, or more than 70 tokens; simulated: --context); "
-        f"{len(jobs) / expected[-1]:.3g} requests/s in the mean, {busiest:.3g} in the busiest ten")
+        f"{len(jobs) / expected[-1]:.3g} requests/s in the mean, {busiest:.3g} in the busiest ten "
+        "seconds\n")
     args.first = 9
     assert bench.read_jobs(args, 70) == jobs[:9]
 
 def test_what_lies_outside_a_window_is_not_kept(tmp_path):
     path = tmp_path / "long.csv"
-    path.write_text("arrival,prompt,output\n" + "".join(
-        f"{i},{i % 900 + 1},5\n" for i in range(60000)))
+    path.write_text("arrival,prompt,output\n" + "".join(f"{i},{i + 9},5\n" for i in range(9000)))
     tracemalloc.start()
-    jobs = bench.read_jobs(arguments(f"online --jobs {path} --window 100..200"), 4096)
+    jobs = bench.read_jobs(arguments(f"online --jobs {path} --window 100..200"), 9999)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(jobs) == 100 and most < 1e6
+    assert len(jobs) == 100 and most < 3e5
 
 @each("text, needle", [
     ("a,b\n1,2\n", "columns a, b: must be CSV or JSON lines with the columns of ours .arrival, "),
@@ -3901,12 +3781,10 @@ def test_what_lies_outside_a_window_is_not_kept(tmp_path):
      "11 requests over 0.06 s are not plausible: an arrival of Mooncake is in units of 0.001 s"),
     ("arrival,prompt,output\n0,5,5\n900000000,5,5\n", "2 requests over 9e.08 s are not plausible"),
     ("prompt,output\n5,5\n", "column 'arrival' is missing"),
-    ("arrival,prompt,output\n0,5,5\n1,x,5\n", "line 3: .*'x'"),
     ("arrival,prompt,output\n0,5,5\n\n1,5\n", "line 4: more or fewer fields"),
     ("arrival,prompt,output\n0,5,5\n1,5.5,5\n", "line 3: .*whole"),
     ("arrival,prompt,output\n0,5,5\ninf,5,5\n", "line 3: arrival = inf"),
     ('arrival,prompt,output\n0,5,5\n1,5,"5\n', "line 3: "),
-    ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "pro\n', "line 2: "),
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "prompt": 5}\n', "line 2: "),
     ("arrival,prompt,output\n0,0,5\n0,5,0\n0,60,5\n0,-1,5\n", "no request is left to serve: 4"),
     ("\xff", "line 0: .*utf-8"),
@@ -3931,30 +3809,28 @@ def test_serve_keeps_clients_and_arrivals():
     n_token = sum(job.prompt + job.output for job in jobs)
     assert run.tokens_per_second == approx(n_token / run.seconds)
 
-FIRST, SECOND = Request([1], id=0), Request([1], id=1)
-RECORD = [  # a feed without rows: its request arrives
-    Iteration(0.0, 0.0, [Feed(FIRST, 0, 0, 0)]),
-    Iteration(1.0, 1.0, [Feed(SECOND, 0, 0, 0)]),
-    Iteration(0.0, 2.0, [Feed(FIRST, 0, 64, 1)]),
-    Iteration(2.0, 3.0, [Feed(SECOND, 0, 2, 1)]),
-    Iteration(3.0, 4.0, [Feed(FIRST, 64, 1, 1), Feed(SECOND, 2, 1, 1)]),
-]
-PIECES = [
-    (0, "prompt", 0.0, 2.0, 64),
-    (1, "waiting", 1.0, 2.0, 0),
-    (1, "prompt", 2.0, 3.0, 2),
-    (0, "stall", 2.0, 3.0, 0),
-    (0, "decode", 3.0, 4.0, 1),
-    (1, "decode", 3.0, 4.0, 1),
-]
-
 def test_pieces_of_requests_and_stages(tmp_path):
-    assert list(bench.pieces(RECORD)) == PIECES
-    verification = [feed(64, 8, 8), feed(5, 1, 1)]
+    first = Request([1], id=0)
+    second = Request([1], id=1)
+    record = [  # a feed without rows: its request arrives
+        Iteration(0.0, 0.0, [Feed(first, 0, 0, 0)]),
+        Iteration(1.0, 1.0, [Feed(second, 0, 0, 0)]),
+        Iteration(0.0, 2.0, [Feed(first, 0, 64, 1)]),
+        Iteration(2.0, 3.0, [Feed(second, 0, 2, 1)]),
+        Iteration(3.0, 4.0, [Feed(first, 64, 1, 1), Feed(second, 2, 1, 1)]),
+    ]
+    assert list(bench.pieces(record)) == [
+        (0, "prompt", 0.0, 2.0, 64),
+        (1, "waiting", 1.0, 2.0, 0),
+        (1, "prompt", 2.0, 3.0, 2),
+        (0, "stall", 2.0, 3.0, 0),
+        (0, "decode", 3.0, 4.0, 1),
+        (1, "decode", 3.0, 4.0, 1),
+    ]
     stages = [
         Iteration(0.0, 1.0, [feed(0, 64, 0)], stage=0),
         Iteration(1.0, 2.0, [feed(0, 64, 0)], stage=1),
-        Iteration(3.0, 4.0, verification, stage=0),
+        Iteration(3.0, 4.0, [feed(64, 8, 8), feed(5, 1, 1)], stage=0),  # a verification
     ]
     assert list(bench.pieces(stages)) == [
         (0, "prompt", 0.0, 1.0, 64),
@@ -3962,31 +3838,28 @@ def test_pieces_of_requests_and_stages(tmp_path):
         (0, "bubble", 1.0, 3.0, 0),
         (0, "decode", 3.0, 4.0, 9),
     ]
-    path = tmp_path / "trace.json"
-    bench.write_trace(path, [("sarathi", RECORD)])
-    name, first, *others = json.loads(path.read_text())["traceEvents"]
-    assert name["ph"] == "M" and name["args"] == {"name": "sarathi"}
-    expected = dict(ph="X", name="prompt", pid=0, tid=0, ts=0, dur=2e6, args={"tokens": 64})
-    assert first == expected and len(others) == 5
+    bench.write_trace(tmp_path / "trace.json", [("sarathi", record)])
+    name, _, piece, *others = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert name["ph"] == "M" and name["args"] == {"name": "sarathi"} and len(others) == 4
+    assert piece == dict(ph="X", name="waiting", pid=0, tid=1, ts=1e6, dur=1e6, args={"tokens": 0})
 
 def test_results_are_those_of_the_assets(monkeypatch, capsys, tmp_path):
-    """Another number changes the page and its picture; the other pictures are the same bytes."""
+    """Another number changes the page and its picture; another picture is the same bytes."""
     for name in ("scoreboard", "capacity", "h200", "peers_cpu", "main_cpu"):
-        (tmp_path / f"{name}.json").write_bytes((ASSETS / f"{name}.json").read_bytes())
+        shutil.copy(ASSETS / f"{name}.json", tmp_path)
     monkeypatch.setattr(bench, "ASSETS", tmp_path)
+    monkeypatch.setattr(bench, "save_picture", Mock())  # of timeline, which takes long
+    capacity = tmp_path / "capacity.json"
     pages = []
-    for old, new in (("", ""), ("0.5674293317027339", "1.5674293317027339")):
-        capacity = tmp_path / "capacity.json"
-        capacity.write_text(capacity.read_text().replace(old, new, 1) if old else
-                            capacity.read_text())
+    for new in ("0.5674293317027339", "1.5674293317027339"):
+        capacity.write_text(capacity.read_text().replace("0.5674293317027339", new, 1))
         assert command(monkeypatch, capsys, "report")[0] == 0
-        pages.append([(tmp_path / name).read_bytes() for name in
-                      ("results.md", "capacity.png", "h200.png", "timeline.png")])
-    assert [page == other for page, other in zip(*pages)] == [False, False, True, True]
-    text = pages[0][0].decode()
+        pages.append([(tmp_path / name).read_bytes()
+                      for name in ("results.md", "capacity.png", "h200.png")])
+    assert [page == other for page, other in zip(*pages)] == [False, False, True]
     report = json.loads((ASSETS / "scoreboard.json").read_text())
     lines = [*bench.count_runs(report["rows"]), f"commit {report['commit']}", "![h200](h200.png)"]
-    assert [line for line in lines if line not in text] == []
+    assert [line for line in lines if line not in pages[0][0].decode()] == []
 
 def test_picture_shows_ours_and_the_papers():
     """Bars if an experiment has no x axis; if it has one, points without an x are not drawn."""
@@ -4018,30 +3891,25 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("fig99", ": unknown experiment 'fig99'"),
     ("fig3 --hardware b300", "a100-40, a100, "),
     ("--no-such-flag", "--no-such-flag"),
-    ("--chunk many", "many"),
     ("--max-batch 0", "max_batch = 0"),
     ("--lengths 1..x", "1..x"),
     ("fig3 --lengths 9999 --hardware a100", "9999"),
-    ("fig8 --lengths 32 --hardware a100", "= 32"),
     ("spec_here --hardware a100", "only be measured"),
     ("scoreboard --scheduler orca", "leave out --scheduler"),
     ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
     ("fig3 --rate 3", "--rate"),
-    ("--scheduler nowhere.py:Mine online", "nowhere.py"),
     ("online --jobs a.csv --prompt 8", "--prompt"),
     ("online --speed 2", "--speed is of a trace"),
     ("online --jobs a.csv --window 9", "window = [9]: must be like 3600..7200"),
     ("fig3 --context 4096", "--hardware"),
     ("gpu --device cpu", "torch sees no GPU"),
     ("spec_here", "model 'tiny': is not trained yet, run `python model.py`"),
-    ("spec_here --model llama-30m", "model 'llama-30m' has no tokenizer.json"),
     ("spec_here --model llama-30m --prompts latin.txt",
      "paragraphs of UTF-8 text in latin.txt = 0: must be"),
     ("online --scheduler own.py:Yours", "name in own.py 'Yours': one of Mine, One, newest"),
     ("online --scheduler own.py:One", "own.py:One: must be a Scheduler"),
     ("online --scheduler own.py", "own.py:NAME"),
     ("online --scheduler bad.py:Mine", "bad.py: SyntaxError"),
-    ("online --schedulers sarathi,mine", "unknown scheduler 'mine'"),
     ("online --order fifo", "unknown order 'fifo': one of fcfs, lcfs, sjf, edf, fair"),
 ])
 def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, needle):
@@ -4063,29 +3931,26 @@ def test_a_closed_pipe_is_no_mistake(monkeypatch, capsys):
     sys.stdout.close()  # what it holds goes nowhere
     assert status == 141 and err == ""
 
-def test_a_run_that_fails_keeps_the_rows_of_another(monkeypatch, capsys, tmp_path):
+def test_a_run_that_is_stopped_loses_no_file(monkeypatch, capsys, tmp_path):
+    """Without rows it leaves none; rows of another run stay until its own are written."""
     path = tmp_path / "rows.json"
-    path.write_text("{}")
     words = f"fig3 --hardware a100 --json {path}"
-    assert command(monkeypatch, capsys, f"{words} --lengths 1")[0] == 2
-
-    def half(path, text):
-        with open(path, "w") as file:
-            file.write(text[:9])
-        raise KeyboardInterrupt
-    monkeypatch.setattr(Path, "write_text", half)
+    stop = Mock(side_effect=KeyboardInterrupt)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.Place, "seconds", stop)
+        assert command(patch, capsys, words)[0] == 130 and not [*tmp_path.iterdir()]
+    path.write_text("{}")
+    monkeypatch.setattr(Path, "write_text", lambda path, text: path.write_bytes(b"half") and stop())
     assert command(monkeypatch, capsys, words)[0] == 130
     assert path.read_text() == "{}"
 
 def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
-    words = "fig3 timeline --hardware a100 --json - "
-    words += f"--plot {tmp_path} --trace {tmp_path}/trace.json"
+    words = f"fig3 timeline --hardware a100 --json - --plot {tmp_path} --trace {tmp_path}/trace"
     status, out, _ = command(monkeypatch, capsys, words)
     lines = out.strip().splitlines()
     assert status == 0 and sum(line.startswith("###") for line in lines) == 2
     assert any(re.match(r"\| 18 +\| [0-9.]+ +\|$", line) for line in lines)
     assert any(re.match(r"\| prefill_first( +\| [0-9.]+){4} +\|$", line) for line in lines)
-    assert all(len(line) <= 120 for line in lines[:-1] if line.startswith("|"))
     report = json.loads(lines[-1])  # without the paper's numbers, which are of other hardware
     assert report["experiment"] == "fig3 timeline"
     assert report["machine"].endswith("simulated") and re.fullmatch(r"\w*", report["commit"])
@@ -4093,7 +3958,7 @@ def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
     assert all(row["paper"] is None and row["source"] == "simulated" for row in report["rows"])
     for name in ("fig3_a100.png", "timeline_a100.png"):
         assert matplotlib.image.imread(tmp_path / name).std() > 0.05
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = json.loads((tmp_path / "trace").read_text())["traceEvents"]
     assert {"waiting", "stall", "prompt"} <= {event["name"] for event in events}
 
 OWN = """
@@ -4112,56 +3977,50 @@ def lines_of(out):
     lines = [line.strip("| ").split("|") for line in out.splitlines() if line.startswith("| ")]
     return {line[0].strip(): [word.strip() for word in line[1:]] for line in lines[2:]}
 
-def test_online_shows_classes_of_ones_own(monkeypatch, capsys, tmp_path):
-    """They run first."""
+def test_online_shows_parts_of_ones_own(monkeypatch, capsys, tmp_path):
+    """They run first, and are in pictures."""
     (tmp_path / "own.py").write_text(OWN)
-    words = (f"online --size small --hardware a100 --json {tmp_path}/rows.json "
-             f"--scheduler {tmp_path}/own.py:Mine --spec {tmp_path}/own.py:One")
+    own = f"{tmp_path}/own.py"
+    words = (f"online --size small --hardware a100 --rate 9 --json {tmp_path}/rows.json "
+             f"--schedulers sarathi,{own}:Mine --order fcfs,{own}:newest --spec {own}:One")
     _, out, _ = command(monkeypatch, capsys, words)
-    names = ["Mine", "One", *SCHEDULERS, "goodput"]
+    names = ["sarathi, newest", "Mine, fcfs", "Mine, newest", "One", "sarathi, fcfs", "goodput"]
     figures = lines_of(out)
-    assert [*figures] == names and '{"' not in out
-    assert figures["Mine"] == figures["sarathi"] != figures["One"]
-    assert len(figures["One"]) == 10
+    assert [*figures] == names and '{"' not in out and len(figures["One"]) == 10
+    assert figures["Mine, fcfs"] == figures["sarathi, fcfs"] != figures["One"]
+    assert figures["Mine, newest"] == figures["sarathi, newest"] != figures["sarathi, fcfs"]
     report = json.loads((tmp_path / "rows.json").read_text())
     assert {row["at"][1] for row in report["rows"]} == set(names)
     requests = report["requests"]  # of each run
     assert Counter(row["scheduler"] for row in requests) == dict.fromkeys(names, 32)
     assert {"arrival", "prompt", "ttft", "tpot", "stall", "preempted"} <= {*requests[0]}
+    curve = f"attainment --size small --prompt 400 --output 4 --hardware a100 --plot {tmp_path}"
+    _, out, _ = command(monkeypatch, capsys, f"{curve} --schedulers {own}:Mine")
+    assert "| Mine " in out
+    assert matplotlib.image.imread(tmp_path / "attainment_a100.png").std() > 0.05
+    args = arguments(f"online --scheduler {own}:Mine")
+    assert [*bench.ways_of(args, SCHEDULERS)] == ["Mine", *SCHEDULERS]
     for word, code in (("pass", "plan = lambda *args: {}['key']"), ("waiting[::-1]", "{}['key']")):
         (tmp_path / "own.py").write_text(OWN.replace(word, code))
         with pytest.raises(KeyError, match="key"):  # with a traceback: it is their code
-            command(monkeypatch, capsys, f"{words} --order {tmp_path}/own.py:newest")
-
-def test_own_parts_are_in_the_table_the_curve_and_the_picture(monkeypatch, capsys, tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    own = f"{tmp_path}/own.py"
-    parts = f"--schedulers sarathi,{own}:Mine --order fcfs,{own}:newest --hardware a100"
-    names = ["sarathi, newest", "Mine, fcfs", "Mine, newest", "sarathi, fcfs"]
-    _, out, _ = command(monkeypatch, capsys, f"online --rate 9 --size small {parts}")
-    figures = lines_of(out)
-    assert [*figures] == names and figures["Mine, fcfs"] == figures["sarathi, fcfs"]
-    assert figures["Mine, newest"] == figures["sarathi, newest"] != figures["sarathi, fcfs"]
-    words = f"attainment --size small --prompt 400 --output 4 {parts} --plot {tmp_path}"
-    _, out, _ = command(monkeypatch, capsys, words)
-    assert all(f"| {name} " in out for name in names)
-    assert matplotlib.image.imread(tmp_path / "attainment_a100.png").std() > 0.05
+            command(monkeypatch, capsys, words)
 
 def test_online_says_who_pays(monkeypatch, capsys, tmp_path):
     """Counted anew from the row of each request"""
-    words = ("online --size small --hardware a100 --rate 4 --ttft 0.3 --tbt 0.1 --max-batch 3 "
+    words = ("online --size small --hardware a100 --rate 4 --ttft 0.3 --max-batch 3 "
              f"--schedulers orca,sarathi --json {tmp_path}/rows.json")
     for by, adapters in (("prompt", ""), ("adapter", "--adapters 3")):
         _, out, _ = command(monkeypatch, capsys, f"{words} --by {by} {adapters}")
         report = json.loads((tmp_path / "rows.json").read_text())
         rows = {tuple(row["at"][:2]): row["ours"] for row in report["rows"]}
-        classes = sorted({row["by"] for row in report["requests"]})
-        assert len(classes) == 3 and f"| orca, {classes[0]} " in out
+        classes = defaultdict(list)
+        for row in report["requests"]:
+            if row["scheduler"] == "orca":
+                classes[row["by"]].append(row)
+        assert len(classes) == 3
         speeds = []
         longest = 0
-        for name in classes:
-            own = [row for row in report["requests"]
-                   if (row["scheduler"], row["by"]) == ("orca", name)]
+        for name, own in sorted(classes.items()):
             prompts = [row["prompt"] for row in own]
             assert by == "adapter" or len(own) in (10, 11) and min(prompts) > longest
             longest = max(prompts)
@@ -4175,12 +4034,6 @@ def test_online_says_who_pays(monkeypatch, capsys, tmp_path):
 
 def tables(name, rows, **options):
     return bench.tables(EXPERIMENTS[name], rows, **options)
-
-def test_online_has_a_table_however_wide():
-    rows = [row | dict(spread=row["ours"] / 7) for row in small_rows("online").values()]
-    more = [row | dict(at=[row["at"][0], f"{row['at'][1]} of mine", row["at"][2]]) for row in rows]
-    text = tables("online", rows + more)
-    assert sum(line.startswith("| ") for line in text.splitlines()) == 2 + 2 * len(SCHEDULERS)
 
 def test_tables_have_the_columns_that_are_declared():
     """And a line for every other key; the paper's numbers stand behind ours."""
@@ -4199,84 +4052,77 @@ def test_tables_have_the_columns_that_are_declared():
         lines = [line for line in text.splitlines() if line.startswith("|")]
         keyed = {tuple(row["at"][::2]) if row["at"][2] else tuple(row["at"]) for row in rows}
         assert head in text and len(lines) == len(keyed) + 2 * (1 + text.count("\n\n"))
+    # however wide, online has one
+    rows = [row | dict(spread=row["ours"] / 7) for row in small_rows("online").values()]
+    lines = tables("online", rows).splitlines()
+    assert sum(line.startswith("| ") for line in lines) == 2 + len(SCHEDULERS)
 
 def test_online_flags(monkeypatch, capsys, tmp_path):
     (tmp_path / "jobs.csv").write_text("arrival,prompt,output\n0,64,4\n1,64,4\n2,64,4\n")
     (tmp_path / "lengths.csv").write_text("prompt,output\n" + "64,4\n" * 32)
     (tmp_path / "long.csv").write_text("arrival,prompt,output\n" + "".join(
         f"{arrival},11990,10\n" for arrival in (0, 5, 10)))
-    flags = {"--rate 0.5 --prompt 64..128 --output 9": 0.5 * (96 + 9),
-             f"--jobs {tmp_path}/jobs.csv": 3 / 2 * (64 + 4),
-             f"--jobs {tmp_path}/lengths.csv --rate 0.5": 0.5 * (64 + 4),
-             f"--jobs {tmp_path}/long.csv --context 20000": 3 / 10 * 12000,
-             "--rate 0.5 --prompt 64..128 --output 9 --cv 0": 0.5 * (96 + 9)}
-    lines = ["32 requests over 60.81 s, prompts of 65 to 127 tokens, outputs of 9 to 9",
-             "3 requests over 2 s, prompts of 64 to 64 tokens, outputs of 4 to 4",
-             "32 requests over 67.77 s, prompts of 64 to 64 tokens, outputs of 4 to 4",
-             "3 requests over 10 s, prompts of 11990 to 11990 tokens, outputs of 10 to 10",
-             "32 requests over 64 s, prompts of 65 to 127 tokens, outputs of 9 to 9"]
-    for (words, rate), line in zip(flags.items(), lines):
-        words = f"online --hardware A100 --size small {words} --json -"
+    for words, rate, line in (
+            ("--rate 0.5 --prompt 64..128 --output 9", 0.5 * (96 + 9),
+             "32 requests over 60.81 s, prompts of 65 to 127 tokens, outputs of 9 to 9"),
+            (f"--jobs {tmp_path}/jobs.csv", 3 / 2 * (64 + 4),
+             "3 requests over 2 s, prompts of 64 to 64 tokens, outputs of 4 to 4"),
+            (f"--jobs {tmp_path}/lengths.csv --rate 0.5 --cv 0", 0.5 * (64 + 4),
+             "32 requests over 64 s, prompts of 64 to 64 tokens, outputs of 4 to 4"),
+            (f"--jobs {tmp_path}/long.csv --context 20000", 3 / 10 * 12000,
+             "3 requests over 10 s, prompts of 11990 to 11990 tokens, outputs of 10 to 10")):
+        words = f"online --hardware A100 --size small --schedulers orca,sarathi {words} --json -"
         _, out, err = command(monkeypatch, capsys, words)
         few = "; of so few the 99th percentile is nearly the slowest"
         assert err.endswith(f"{line}{few}\n") and '"machine": "llama-13b on 1 x a100, ' in out
         rows = json.loads(out.strip().splitlines()[-1])["rows"]
         ours = {tuple(row["at"][:2]): row["ours"] for row in rows}
-        speeds = [ours["tokens/s", name] for name in SCHEDULERS]
-        assert speeds[1:] == approx([rate] * 5, rel=0.3)  # not static
+        assert [ours["tokens/s", name] for name in ("orca", "sarathi")] == approx(
+            [rate] * 2, rel=0.3)
         assert ours["stall p50", "orca"] > ours["TPOT p50", "orca"]
 
-@each("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_run_that_is_stopped_keeps_what_it_has(number, status, monkeypatch, capsys, tmp_path):
+def test_a_run_that_is_stopped_keeps_what_it_has(monkeypatch, capsys, tmp_path):
     """The first experiment's table and rows before the second begins, then what this one has"""
     path = tmp_path / "rows.json"
     done = []
 
     def endless(place):
         """Two rows, and a signal"""
-        done.extend([json.loads(path.read_text()), capsys.readouterr().out])
+        done.extend([json.loads(path.read_text())["rows"], capsys.readouterr().out])
         yield bench.Row("first", 1.0)
         yield bench.Row("second", [1.0, 2.0, 6.0])
-        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)
     monkeypatch.setitem(EXPERIMENTS, "fig3", EXPERIMENTS["fig3"]._replace(run=endless))
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.getsignal(signal.SIGTERM)
     words = f"fig7 fig3 fig4 --hardware a6000 --json {path}"
-    stopped, out, _ = command(monkeypatch, capsys, words)
+    status, out, _ = command(monkeypatch, capsys, words)
     signal.signal(signal.SIGTERM, before)
     first, text = done
-    assert first["experiment"] == "fig7" and len(first["rows"]) == 24 and "| 1025 " in text
-    assert stopped == status and "| second " in out and "### fig4" not in out
-    assert "fig3 was stopped before its end" in out
-    rows = json.loads(path.read_text())["rows"]
-    assert rows[:24] == first["rows"] and len(rows) == 26
-    assert rows[-1]["ours"] == 2.0  # median and quartiles
-    assert rows[-1]["spread"] == (4.0 - 1.5) / 2
-    assert [*tmp_path.iterdir()] == [path] and '{"' not in out
-
-def test_a_run_without_rows_leaves_no_file(monkeypatch, capsys, tmp_path):
-    def stopped(place):
-        raise KeyboardInterrupt
-        yield
-    monkeypatch.setitem(EXPERIMENTS, "fig3", EXPERIMENTS["fig3"]._replace(run=stopped))
-    words = f"fig3 --hardware a6000 --json {tmp_path / 'rows.json'}"
-    status, _, _ = command(monkeypatch, capsys, words)
-    assert status == 130 and not [*tmp_path.iterdir()]
+    assert len(first) == 24 and "| 1025 " in text
+    assert status == 143 and "| second " in out and "### fig4" not in out
+    assert "fig3 was stopped before its end" in out and '{"' not in out
+    *others, last = json.loads(path.read_text())["rows"]
+    assert others[:-1] == first and [*tmp_path.iterdir()] == [path]
+    assert (last["ours"], last["spread"]) == (2.0, (4.0 - 1.5) / 2)  # median and quartiles
 
 README = Path(__file__).with_name("README.md").read_text(encoding="utf8")
 PAGE = " ".join(README.split())
 
-def test_readme_code_runs(monkeypatch, capsys, tmp_path):
-    """Its Python, and bench.py with its own scheduler, order and policy"""
+def commands_of_readme(folder):
+    """Those of bench.py with README's own scheduler, order and policy, which are saved there"""
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    (folder / "my.py").write_text("\n".join(blocks[:2]))
+    return re.findall(r"`(?:python )?bench.py (online --hardware [^`]*my.py:[^`]*)`", PAGE)
+
+def test_readme_code_runs(monkeypatch, capsys, tmp_path):
     names = {}
-    for code in blocks:
+    for code in re.findall(r"```python\n(.*?)```", README, re.S):
         exec(code, names)
     assert "\n| run " in capsys.readouterr().out
-    (tmp_path / "my.py").write_text("\n".join(blocks[:2]))
     monkeypatch.chdir(tmp_path)
-    commands = re.findall(r"`(?:python )?bench.py (online --hardware [^`]*my.py:[^`]*)`", PAGE)
-    status, out, _ = command(monkeypatch, capsys, commands[-1])
-    assert status == 0 and "SmallBatches" in out and "short_first" in out
+    for words, own in zip(commands_of_readme(tmp_path), ("Shortest", "short_first.*SmallBatches")):
+        status, out, _ = command(monkeypatch, capsys, f"{words} --size small")
+        assert status == 0 and re.search(own, out, re.S)
 
 def test_triton_in_its_interpreter(interpreter):
     pytest.importorskip("triton")
@@ -4294,15 +4140,7 @@ def explained(scheduler):
     assert [data["title"], *(step["text"] for step in data["iterations"])] == texts
     return texts[1:], page, data["iterations"]
 
-def test_explain_shows_what_the_papers_are_about():
-    texts, _, steps = explained("sarathi")
-    assert len(texts) <= 12
-    for what in ("starts", "is preempted", "; ends", "is loaded", "is evicted", "0 drafts accepted",
-                 "2 drafts accepted", "too few pages are free", "the scheduler or the order"):
-        assert what in "".join(texts)
-    assert ["decode", "prefill chunk"] in [[feed["kind"] for feed in s["feeds"]] for s in steps]
-
-def test_explain_is_true():
+def test_explain_is_true_and_shows_what_the_papers_are_about():
     """A page has one owner; every token is fed in its place; outputs are those of a naive loop"""
     model = GPT.from_preset("tiny", torch.float32)
     prompt = [134, 1, 1, 8, 0, 1, 3, 2, 0, 4]
@@ -4320,6 +4158,12 @@ def test_explain_is_true():
             for id, new, _ in step["events"]:
                 output[id] += new
     assert outputs["sarathi"] == outputs["orca"] and outputs["orca"][0] == tokens[10:]
+    texts, _, steps = explained("sarathi")
+    assert len(texts) <= 12
+    for what in ("starts", "is preempted", "; ends", "is loaded", "is evicted", "0 drafts accepted",
+                 "2 drafts accepted", "too few pages are free", "the scheduler or the order"):
+        assert what in "".join(texts)
+    assert ["decode", "prefill chunk"] in [[feed["kind"] for feed in s["feeds"]] for s in steps]
 
 def test_explain_takes_a_scheduler_of_ones_own(tmp_path):
     (tmp_path / "own.py").write_text(OWN.replace("from sarathi", "from beside"))

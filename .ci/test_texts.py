@@ -12,8 +12,8 @@ import sarathi
 from bench import ASSETS, EXPERIMENTS
 from model import GPT
 from sarathi import SCHEDULERS, Engine, Request
-from test_sarathi import (PAGE, README, command, each, edit, explained, lines_of, logits_by,
-                          prompt, record_logits, transformers_model)
+from test_sarathi import (PAGE, README, command, commands_of_readme, each, edit, explained,
+                          lines_of, logits_by, prompt, record_logits, transformers_model)
 
 import numpy as np
 from torch import float32
@@ -22,12 +22,10 @@ def cells(line):
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 def test_readmes_table_is_what_its_command_prints(monkeypatch, capsys, tmp_path):
-    """Of its own scheduler, order and policy"""
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    (tmp_path / "my.py").write_text("\n".join(blocks[:2]))
+    """Of its own scheduler"""
     monkeypatch.chdir(tmp_path)
-    commands = re.findall(r"`(?:python )?bench.py (online --hardware [^`]*my.py:[^`]*)`", PAGE)
-    (_, first, _), (_, second, _) = (command(monkeypatch, capsys, words) for words in commands)
+    words, _ = commands_of_readme(tmp_path)
+    _, first, _ = command(monkeypatch, capsys, words)
     heads, *rows = [cells(line) for line in first.splitlines() if line.startswith("|")]
     printed = {row[0]: dict(zip(heads, row)) for row in rows}
     start = README.index("|", README.index("six of the columns"))
