@@ -209,6 +209,18 @@ def test_operator_attention(n_thread, H, Hk, D, requests, dtype):
     torch.set_num_threads(1)
     near(actual[:N], kernels.attention_ref(q, kv, batch)[:N])
 
+def test_a_cache_of_another_dtype(monkeypatch):
+    """The definitions serve: kernels would take its bytes for numbers of the model's dtype."""
+    new_cache = GPT.new_cache
+    for number in (torch.float64, torch.float16):
+        monkeypatch.setattr(GPT, "new_cache", lambda *args: new_cache(*args).to(number))
+        requests = mixed((None, "q"), 2)
+        serve(TARGET, requests, chunk=16)
+        if number == torch.float64:
+            check_tokens(requests)
+        first = [request.output[0] for request in requests]
+        assert first == [naive(tuple(r.prompt), r.adapter, 1)[0] for r in requests]
+
 def sites_of(requests, n_in, columns, W, widen=1):
     """requests: "rows module rank module rank ..., ...", few rows first; B has `widen` times the
     rank of A. columns: of each module -> N and Sites"""
@@ -3293,7 +3305,7 @@ MISTAKES = {
     "argument --tokens: '1 2': must be like 1,2,3": ["--tokens", "1 2"],
     "spec = '3': needs a draft": ["--spec", 3],
     "--explain runs an example of its own": ["--explain", "--chunk", 8],
-    "--html shows what --explain prints": ["--tokens", "1", "--html", "x.html"],
+    "--html is of what --explain shows": ["--tokens", "1", "--html", "x.html"],
 }
 
 def test_command_line(monkeypatch, capsys, tmp_path):
@@ -3849,10 +3861,11 @@ def test_results_are_those_of_the_assets(monkeypatch, capsys, tmp_path):
         shutil.copy(ASSETS / f"{name}.json", tmp_path)
     monkeypatch.setattr(bench, "ASSETS", tmp_path)
     monkeypatch.setattr(bench, "save_picture", Mock())  # of timeline, which takes long
-    capacity = tmp_path / "capacity.json"
+    capacity = json.loads((tmp_path / "capacity.json").read_text())
     pages = []
-    for new in ("0.5674293317027339", "1.5674293317027339"):
-        capacity.write_text(capacity.read_text().replace("0.5674293317027339", new, 1))
+    for _ in range(2):
+        capacity["rows"][0]["ours"] += 1
+        (tmp_path / "capacity.json").write_text(json.dumps(capacity))
         assert command(monkeypatch, capsys, "report")[0] == 0
         pages.append([(tmp_path / name).read_bytes()
                       for name in ("results.md", "capacity.png", "h200.png")])
@@ -4165,13 +4178,15 @@ def test_explain_is_true_and_shows_what_the_papers_are_about():
         assert what in "".join(texts)
     assert ["decode", "prefill chunk"] in [[feed["kind"] for feed in s["feeds"]] for s in steps]
 
-def test_explain_takes_a_scheduler_of_ones_own(tmp_path):
+def test_explain_takes_a_scheduler_and_an_order_of_ones_own(tmp_path):
     (tmp_path / "own.py").write_text(OWN.replace("from sarathi", "from beside"))
     (tmp_path / "beside.py").write_text("from sarathi import Policy, Sarathi, fcfs")
-    command = [sys.executable, Path(sarathi.__file__), "--explain", "--scheduler"]
-    out = subprocess.run([*command, f"{tmp_path}/own.py:Mine", "--html", tmp_path / "page.html"],
-                         capture_output=True, check=True).stdout
+    command = [sys.executable, Path(sarathi.__file__), "--explain", "--scheduler",
+               f"{tmp_path}/own.py:Mine", "--order", f"{tmp_path}/own.py:newest", "--html",
+               tmp_path / "page.html"]
+    out = subprocess.run(command, capture_output=True, check=True).stdout
     assert b"Mine" in out and b"iteration 4" in out  # a second module sarathi would have another
+    assert out.index(b"request 2 starts") < out.index(b"request 0 starts")
     assert "Mine" in (tmp_path / "page.html").read_text(encoding="utf8")  # Scheduler
 
 STEPS = """<script>
