@@ -90,9 +90,7 @@ def near(actual, expected, scale=1.0):
 @each("n_thread", [1, 5])
 @each("n_in, n_out", [
     (2, 1),
-    (64, 16),
     (770, 33),
-    (96, 70),
     (33, 40),  # no whole pairs of bfloat16: not packed
 ])
 def test_operator_linear(n_in, n_out, n_thread, dtype):
@@ -133,9 +131,8 @@ def test_operator_activate(N, I, gated, dtype):
 @each("rotated", [True, False])
 @each("normed", [True, False])
 @each("N, H, Hk, D", [
-    (1, 4, 4, 32),
-    (21, 8, 2, 96),
-    (3, 9, 3, 128),
+    (1, 4, 4, 64),
+    (21, 8, 2, 80),
     (2, 4, 4, 5),  # not rotated
 ])
 def test_operator_rotate_write(N, H, Hk, D, rotated, normed, dtype):
@@ -184,19 +181,17 @@ def batch_of(requests):
 
 ATTENTION = [  # threads, heads, kv heads, head_dim, requests
     (1, 8, 1, 16, "1+0 1+15 1+16 1+31 1+32 1+4095"),
-    (1, 8, 2, 128, "1+33 2+36 3+39 4+42 5+45 6+48 7+51 8+54"),
     (1, 2, 2, 64, "1+0 1+63 1+64 8+57 127+0 128+1 129+70"),
-    (1, 8, 1, 64, "1+127 1+128 2+127 8+300 9+5"),
+    (1, 4, 1, 64, "1+127 1+128 2+127 8+600 9+5"),
     (1, 4, 4, 80, "1+14 7+200 1+511 9+0 15+0 16+16 17+1 31+33"),
-    (1, 8, 1, 128, "8+1100 1+0"),
     (1, 4, 4, 5, "1+7 9+3 40+0"),
     # in Triton, the tiles are those of the cases above
     (1, 4, 1, 16, "255+0 257+64 300+40"),
-    (1, 8, 2, 96, "1+254 1+255 1+256 5+11 31+3 32+3 33+3"),
-    (5, 8, 4, 32, "5+40"),  # for one request: they divide its heads
+    (1, 8, 2, 80, "1+254 1+255 1+256 2+36 3+39 4+42 5+11 6+48 31+3 32+3 33+3"),
+    (5, 8, 4, 64, "5+40"),  # for one request: they divide its heads
 ]
 
-@each("n_thread, H, Hk, D, requests", ATTENTION[:7] if INTERPRETED else ATTENTION)
+@each("n_thread, H, Hk, D, requests", ATTENTION[:5] if INTERPRETED else ATTENTION)
 def test_operator_attention(n_thread, H, Hk, D, requests, dtype):
     N, batch = batch_of(requests)
     q = 2 * torch.randn(N + 3, H, D).to(dtype)  # three padding rows
@@ -227,21 +222,16 @@ def sites_of(requests, n_in, columns, W, widen=1):
     max_rows = max(rows for _, rows, *_ in entries)
     return N, Sites(*place(entries, lengths), max_rows, len(columns), max_rank, wide)
 
-def rows_on_pages(plane, pages, rank, width):
-    """A or B: rank rows of `width` numbers, each on whole pages"""
-    n = rank * cdiv(width, plane.size(-1))
-    return plane[pages[:n].long()].view(rank, -1)[:, :width].double()
-
 def gather(xa):
     """As from another device with twice this one's x A"""
     return torch.stack([xa, 2 * xa], -1).flatten(1)
 
 @each("W, n_in, columns, n_device, requests", [
-    (64, 112, (64, 130, 20), 1, "1 0 1 1 8, 1, 5 0 16 2 40, 8 1 128 2 3"),
+    (64, 112, (64, 130, 20), 1, "1 0 1 1 8, 1, 5 0 16 2 18, 8 1 40 2 3"),
     (48, 192, (64, 48), 1, "8 0 17 1 5, 9 1 3, 2, 63 1 33, 64 0 16, 65 0 64 1 1"),
-    (256, 144, (513,), 1, "1 0 100, 2 0 1, 7 0 30"),
+    (256, 144, (513,), 1, "1 0 20, 2 0 1, 7 0 30"),
+    (80, 96, (96, 160), 1, "1 0 70 1 2, 17 0 33 1 140"),
     (64, 64, (65, 20), 2, "3 0 1 1 20, 1, 64 0 40 1 7"),
-    (80, 96, (96, 160), 1, "1 0 300 1 2, 9 0 33 1 260"),
 ])
 # with more threads than sites, these divide the rows of a site
 @each("n_thread", [1] if INTERPRETED else [1, 5])
@@ -253,13 +243,7 @@ def test_operator_lora(n_thread, W, n_in, columns, n_device, requests, dtype):
     exchange = gather if n_device == 2 else None
     kernels.cpp.called |= n_device == 2  # on a CPU the definition serves an exchange
     expected = y.double()
-    for start, rows, column, n_out, rank_a, rank_b, _, first in sites.sites.tolist():
-        if rows > 0:
-            a = rows_on_pages(kv[0], sites.table[first:], rank_a, n_in)
-            b = rows_on_pages(kv[1], sites.table[first:], rank_b, n_out)
-            xa = x[start:start + rows].double() @ a.T
-            xa = exchange(xa) if exchange else xa
-            expected[start:start + rows, column:column + n_out] += xa @ b
+    kernels.lora_ref(expected, x.double(), kv.double(), sites, exchange)
     for way in ("batched", "bmm")[:3 - n_device]:
         actual = y.clone()
         torch.set_num_threads(n_thread)
@@ -316,50 +300,40 @@ no_cpp = pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="C++ does no
 
 @no_cpp
 def test_products_of_every_layout(layout, dtype, monkeypatch):
-    columns = {"neon": 8, "avx2": 16, "avx512": 32, "avx512bf16": 32}.get(layout)
+    columns = {"neon": 8, "avx2": 16, "avx512": 32, "avx512bf16": 32}.get(layout, 0)
     runs = {"torch": "torch", "onednn": "C++ and oneDNN"}.get(layout, f"C++ ({layout.upper()})")
     monkeypatch.setattr(kernels, "CPU_SETTINGS", ["SARATHI_CPU", "OMP_DYNAMIC"])
     monkeypatch.setenv("OMP_DYNAMIC", "true")
     line = kernels.describe(torch.ones(1, dtype=dtype))
     assert line == f"{runs}, 1 thread, SARATHI_CPU={layout}, OMP_DYNAMIC=true"
     packed = kernels.pack(torch.ones(70, 770, dtype=dtype))
-    assert isinstance(packed, kernels.Packed) == (columns is not None)
-    assert columns is None or packed.panels.shape == (cdiv(70, columns), 770 * dtype.itemsize // 4,
-                                                      columns)
+    n_column = packed.panels.size(2) if isinstance(packed, kernels.Packed) else 0
+    assert n_column == columns
     test_operator_linear(770, 70, 1, dtype)
     test_operator_attention(1, 6, 2, 64, "1+254 5+11 31+3 33+3", dtype)
 
 @no_cpp
 def test_weights_of_every_layout(layout, tmp_path):
-    """Served, merged, saved and trained, against transformers and PEFT"""
-    pytest.importorskip("peft")
-    sizes = dict(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
-    theirs = transformers_model(tmp_path, **sizes)
-    ours = GPT.from_pretrained(tmp_path)
+    """Saved, read, served, merged and trained"""
+    config = replace(TINY, head_dim=64)
+    ours = random_model(config)
+    adapter = random_adapter({"self_attn.k_proj": 3, "mlp.down_proj": 2}, config)
     tokens = prompt(40)
-    alone = greedy_loop(logits_by(theirs), tokens, 8)
-    close(ours.logits(tokens), logits_by(theirs)(tokens))
-    tuned = trained_by_peft(theirs, tmp_path / "a", embeddings=True, target_modules="all-linear")
-    adapted = greedy_loop(logits_by(tuned), tokens, 8)
     engine = Engine(ours, chunk=16)
-    engine.add_adapter("a", tmp_path / "a")
-    assert engine.generate([tokens] * 2, 8, [None, "a"]) == [alone, adapted]
-    ours.merge(engine.adapters["a"])
-    close(ours.logits(tokens), logits_by(tuned)(tokens))
-    for number in (float32, bfloat16):
-        ours.save_pretrained(tmp_path / "saved")
-        saved = GPT.from_pretrained(tmp_path / "saved", number)
-        tuned.unload()
-        close(saved.logits(tokens), logits_by(theirs)(tokens), 1e-4 if number == float32 else 0.3)
-        ours = saved
+    engine.add_adapter("a", adapter)
+    expected = []
+    for merged_adapter in (adapter, None):
+        ours.merge(merged_adapter)
+        expected.append(greedy_loop(ours.logits, tokens, 8))
+    assert engine.generate([tokens] * 2, 8, ["a", None]) == expected
+    ours.merge(adapter)
+    ours.save_pretrained(tmp_path)  # without it
+    saved = GPT.from_pretrained(tmp_path, bfloat16)
+    ours.merge(None)
+    close(saved.logits(tokens), ours.logits(tokens), 0.3)
     weights = saved.make_trainable()
-    losses = []
-    for _ in range(2):
-        logits = saved.forward_ref(torch.tensor([tokens[:-1]]))
-        losses.append(F.cross_entropy(logits[0], torch.tensor(tokens[1:])))
-        for weight, slope in zip(weights, torch.autograd.grad(losses[-1], weights)):
-            weight.data -= 0.01 * slope
-    assert losses[1] < losses[0]
+    saved.forward_ref(torch.tensor([tokens])).logsumexp(-1).sum().backward()
+    assert all(weight.grad.any() for weight in weights)
 
 def test_a_layout_that_there_is_not(monkeypatch):
     monkeypatch.setenv("SARATHI_CPU", "sse")
@@ -383,17 +357,14 @@ def test_without_a_compiler_the_definitions_serve(compiler, monkeypatch, capsys,
 def test_how_threads_wait_is_set_before_torch_starts_them(module):
     """Libraries read the environment when they are loaded."""
     code = ("import os, sys\n"
-            "class Finder:\n"
-            "    def find_spec(name, *_):\n"
-            "        if name == 'torch':\n"
-            "            print(os.environ.get('GOMP_SPINCOUNT'), flush=True)\n"
-            "            os._exit(0)\n"
-            f"sys.meta_path.insert(0, Finder); import {module}")
+            "sys.modules['torch'] = None  # an import of it raises\n"
+            f"try: import {module}\n"
+            "except ImportError: print(os.environ['GOMP_SPINCOUNT'])")
     environment = {**os.environ}
-    del environment["GOMP_SPINCOUNT"]
+    environment.pop("GOMP_SPINCOUNT")
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                          cwd=Path(__file__).parent, env=environment)
-    assert run.stdout.split() == ["3000"], run.stderr
+    assert run.stdout == "3000\n", run.stderr
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter(request, tmp_path_factory):
