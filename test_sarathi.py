@@ -270,23 +270,6 @@ def test_sample_takes_no_token_without_probability():
     tokens = kernels.sample(p.expand(5, 4), u)
     assert tokens.tolist() == [1, 1, 2, 2, 2]
 
-@each("sampled", [True, False])
-def test_verify_gives_tokens_the_chances_of_p(sampled):
-    """One draft: all its values, each with a grid of uniform numbers for the draft and the token"""
-    p = torch.tensor([0.2, 0.15, 0.4, 0.25])
-    q = torch.tensor([0.4, 0.3, 0.2, 0.1]) if sampled else torch.eye(4)[1]
-    grid = (torch.arange(200) + 0.5) / 200
-    draft, u_draft, u_token = torch.cartesian_prod(torch.arange(4.0), grid, grid).T
-    n = len(draft)
-    draft = draft.long()
-    n_drafts = torch.ones(n, dtype=torch.int64)
-    q_rows = q.expand(n, 4) if sampled else None
-    u = torch.cat([u_draft, u_token])
-    n_accepted, tokens = kernels.verify(p.expand(2 * n, 4), q_rows, draft, n_drafts, u)
-    first = torch.where(n_accepted == 1, draft, tokens)
-    chances = torch.bincount(first, q[draft] / 200**2)
-    torch.testing.assert_close(chances, p, atol=0.0015, rtol=0, check_dtype=False)
-
 @pytest.fixture(params=kernels.LAYOUTS)
 def layout(request, monkeypatch):
     """Weights and products as another processor has them"""
@@ -396,6 +379,8 @@ def test_triton_compiles(arch, family, number, H, Hk, D, spec, rank, monkeypatch
     driver = Mock(get_current_device=lambda: arch)
     driver.get_current_target.return_value = triton.backends.compiler.GPUTarget("cuda", arch, 32)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    # the products of weights are torch's own
+    monkeypatch.setattr(model_py, "linear", lambda x, w, _=None: x.new_empty(len(x), len(w)))
     made = {}
 
     def compile_only(kernel, grid):
@@ -516,9 +501,8 @@ def test_a_layer_of_decodes_launches_ten_kernels(family, monkeypatch):
     assert set(counts[2]) <= {*"embedding mul cos sin add linear index".split(), *KERNELS}
     assert (counts[2] - counts[1]).total() == 10  # with the combination of splits
 
-@each("family, number, ranks", [("llama", float16, None), ("qwen3", float16, 3),
-                               ("gpt2", float16, 3), ("llama", float32, None)])
-def test_torch_operators_read_a_gpu_once_a_batch(family, number, ranks, monkeypatch):
+@each("family, number", [("qwen3", float16), ("gpt2", float32)])
+def test_without_triton_a_gpu_is_read_once_a_batch(family, number, monkeypatch):
     """On a device without memory: any other reading raises, and so does a tensor of another
     device. Spans and sites are read as lists, once and not in each of the two layers."""
     config = replace(GPT2 if family == "gpt2" else TINY, family=family)
@@ -527,13 +511,11 @@ def test_torch_operators_read_a_gpu_once_a_batch(family, number, ranks, monkeypa
     take = lambda name, shape: torch.empty(shape, device="meta")
     model = GPT(config, take, number, world)
     table = torch.zeros(900, dtype=torch.int32, device="meta")
-    adapters = {}
-    for op, operator in config.operators.items() if ranks else []:
-        adapters[op] = Sites(table[:8].view(1, 8), table, 1, 1, len(operator.columns), 16)
+    adapters = {op: Sites(table[:8].view(1, 8), table, 1, 1, len(operator.columns), 16)
+                for op, operator in config.operators.items()}
     batch = Batch(table[:13], table[:13], table[:13], table[:8].view(2, 4), table, table[:2], 1,
                   adapters)
-    site = [0, 1, 0, 16, ranks, ranks, 0, 0]
-    lists = {4: [[0, 1, 5, 0], [1, 12, 0, 6]], 8: [site]}
+    lists = {4: [[0, 1, 5, 0], [1, 12, 0, 6]], 8: [[0, 1, 0, 16, 3, 3, 0, 0]]}
     read = Mock(side_effect=lambda tensor: lists[tensor.size(1)])
     monkeypatch.setattr(kernels, "backend", lambda *_: "torch")
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: read(tensor))
@@ -608,12 +590,12 @@ def test_forward_equals_the_oracle(config, dtype, atol):
     rows = record_logits(model)
     engine = Engine(model, "sarathi_serve", chunk=18, max_batch=4, draft="ngram", spec=4)
     engine.runner.graphs = None  # a replay calls no forward
-    engine.generate([prompt(n, seed=n) for n in (40, 25, 9, 1)], 8)
+    engine.generate([prompt(n, seed=n) for n in (40, 25, 9, 1)], 6)
     for known, logits in rows:
         close(logits, model.logits(known)[-1], atol)
-    assert len(rows) > 32
+    assert len(rows) > 24
 
-def test_marks_name_each_operator_when_it_is_done():
+def test_each_part_of_an_iteration_is_marked_when_it_is_done():
     model = random_model()
     marks = []
     forward = model.forward
