@@ -778,18 +778,12 @@ def test_settings_left_out_are_transformers_defaults(family, tmp_path):
     assert different <= {"use_sliding_window", "rope_theta"}
 
 LORAS = {
-    "llama": [
-        dict(r=16, lora_alpha=8, target_modules=["q_proj", "v_proj"], use_rslora=True),
-        dict(r=20, lora_alpha=20, target_modules="all-linear"),
-    ],
-    "gpt2": [
-        dict(
-            r=4, lora_alpha=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True,
-            alpha_pattern={"^transformer.h.1.mlp.c_proj": 3, "h.0.attn.c_proj": 5, "h.0": 1},
-            rank_pattern={"attn.c_attn": 6, "mlp.c_proj": 3},
-        ),
-    ],
-    "qwen3": [dict(r=8, lora_alpha=16, target_modules=["k_proj", "o_proj", "up_proj"])],
+    "llama": dict(r=20, lora_alpha=20, target_modules="all-linear"),
+    "gpt2": dict(
+        r=4, lora_alpha=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True,
+        alpha_pattern={"^transformer.h.1.mlp.c_proj": 3, "h.0.attn.c_proj": 5, "h.0": 1},
+        rank_pattern={"attn.c_attn": 6, "mlp.c_proj": 3}),
+    "qwen3": dict(r=8, use_rslora=True, target_modules=["k_proj", "o_proj", "up_proj"]),
 }
 
 @each("family", LORAS)
@@ -798,33 +792,26 @@ def test_adapters_equal_peft(family, tmp_path):
     peft = pytest.importorskip("peft")
     theirs = transformers_model(tmp_path, family)
     ours = GPT.from_pretrained(tmp_path)
-    for i, settings in enumerate(LORAS[family]):
-        trained_by_peft(theirs, tmp_path / f"{i}", embeddings=i == 0, **settings).unload()
+    trained_by_peft(theirs, tmp_path / "theirs", embeddings=True, **LORAS[family]).unload()
     ranks = {module: 3 + i for i, module in enumerate(ours.config.modules)}
     random_adapter(ranks, ours.config).save_pretrained(tmp_path / "ours")
-    names = [None, *map(str, range(len(LORAS[family]))), "ours"]
-    expected = {}  # first token of a prompt -> its tokens and the next ones, their logits
-    for i, name in enumerate(names):
+    prompts = [prompt(n) for n in (5, 18, 31)]
+    names = [None, "theirs", "ours"]
+    expected = []
+    for tokens, name in zip(prompts, names):
         model = peft.PeftModel.from_pretrained(theirs, tmp_path / name) if name else theirs
-        tokens = [i, *prompt(5 + 13 * i % 30)]
-        tokens += greedy_loop(logits_by(model), tokens, 12)
-        expected[i] = tokens, logits_by(model)(tokens)
+        expected.append(greedy_loop(logits_by(model), tokens, 12))
         if name:
             model.unload()
-    rows = record_logits(ours)
-    engine = Engine(ours, "sarathi_serve", chunk=13, max_batch=4)
+    engine = Engine(ours, "sarathi_serve", chunk=13, max_batch=3)
     for name in names[1:]:
         engine.add_adapter(name, tmp_path / name)
-    outputs = engine.generate([tokens[:-12] for tokens, _ in expected.values()], 12, names)
-    assert outputs == [tokens[-12:] for tokens, _ in expected.values()]
-    for known, logits in rows:
-        tokens, their_logits = expected[known[0]]
-        close(logits, their_logits[len(known) - 1])
-    tensors = load_file(tmp_path / "0/adapter_model.safetensors")
-    embedding, = (name for name in tensors if re.search("embed_tokens|wte", name))
-    edit(tmp_path / "0", tensors={embedding: tensors[embedding] + 1})
-    with pytest.raises(ValueError, match=f"{embedding}.: embeddings in an adapter are not supp"):
-        engine.add_adapter("other", tmp_path / "0")
+    assert engine.generate(prompts, 12, names) == expected
+    tensors = load_file(tmp_path / "theirs/adapter_model.safetensors")
+    other = {name: x + 1 for name, x in tensors.items() if re.search("embed_tokens|wte", name)}
+    edit(tmp_path / "theirs", tensors=other)
+    with pytest.raises(ValueError, match=f"{[*other][0]}.: embeddings in an adapter are not supp"):
+        engine.add_adapter("other", tmp_path / "theirs")
 
 def trained_by_peft(theirs, folder, embeddings=False, **settings):
     """Save an adapter of PEFT that is not zero to a folder, and let PEFT read it -> its model"""
@@ -933,8 +920,6 @@ BAD_MODELS = {
     "1 surplus tensors, as 'extra'": dict(tensors={"extra": torch.ones(1)}),
 }
 BAD_ADAPTERS = {
-    f"'{A}' is missing": dict(tensors={A: None}),
-    f"'{A}' holds NaN or infinity": dict(tensors={A: torch.full((8, 128), math.nan)}),
     f"'{A}' is \\(8, 32\\).*must be \\(8, 128\\)": dict(tensors={A: torch.ones(8, 32)}),
     "z_proj.*does not fit.*q_proj": dict(tensors={A.replace("q_", "z_"): torch.ones(8)}),
     "layers.7.*does not fit.*layers 0 to 1": dict(
@@ -947,7 +932,6 @@ BAD_ADAPTERS = {
     **{f"adapter_config.json: {message}": {"r": 8, "rank_pattern": {}} | settings
        for message, settings in {
            "r = 0: must be in 1 ..": dict(r=0),
-           "lora_alpha = inf: must be": dict(lora_alpha=math.inf, alpha_pattern={}),
            "rank_pattern of 'q_proj' = 8.5: must be": dict(rank_pattern={"q_proj": 8.5}),
            r"alpha_pattern: 'q_proj\(': missing \)": dict(alpha_pattern={"q_proj(": 3}),
            r"alpha_pattern = \['q_proj'\]: must be a dictionary": dict(alpha_pattern=["q_proj"]),
@@ -955,7 +939,6 @@ BAD_ADAPTERS = {
     "lm_head.weight': embeddings in an adapter are not supported": dict(
         tensors={"base_model.model.lm_head.weight": torch.ones(61, 128)}),
     "peft_type = 'IA3' is not supported, only 'LORA'": dict(peft_type="IA3"),
-    "use_dora = True is not supported, only None or False": dict(use_dora=True),
     "of_a_later_peft = True is not supported": dict(of_a_later_peft=True),
 }
 
@@ -978,8 +961,7 @@ WRONG = {
 }
 
 @each("message", [*BAD_MODELS, *BAD_ADAPTERS, *WRONG])
-def test_a_bad_folder_or_argument_is_one_clear_line(message, tmp_path, monkeypatch):
-    monkeypatch.setattr(model_py, "CACHE", tmp_path)
+def test_a_bad_folder_or_argument_is_one_clear_line(message, tmp_path):
     if message in BAD_MODELS:
         GPT.from_preset(TINY).save_pretrained(tmp_path)
         edit(tmp_path, **BAD_MODELS[message])
@@ -1049,47 +1031,36 @@ TEXTS = ["naïve café, e\u0301 東京 🙂🙃 12345  6 two  spaces\t\n\n end "
          " leading (a)", "", "a<s>special</s> <tool> b<tool>c", Path(__file__).read_text()[:9000]]
 LLAMA2_TEXT = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
                                  decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-
-def split(pattern):
-    return splitters.Sequence([splitters.Split(tokenizers.Regex(pattern), "isolated"),
-                               splitters.ByteLevel(False, use_regex=False)])
-
 TO_BYTES = decoders.ByteLevel()
 KINDS = {  # name -> normalizer, splitter into words, decoder
     "gpt2": (None, splitters.ByteLevel(False), TO_BYTES),
-    "llama3": (None, split(LLAMA3_SPLIT), TO_BYTES),
-    "qwen": (normalizers.NFC(), split(LLAMA3_SPLIT.replace("{1,3}", "")), TO_BYTES),
     "llama2": (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
                None, LLAMA2_TEXT),
-    "mistral": (None, splitters.Metaspace(prepend_scheme="first", split=False), LLAMA2_TEXT),
 }
 
 @cache
 def tokenizer_of(name):
-    """A tokenizers.Tokenizer as a family of models has it, trained on TEXTS"""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    """A tokenizers.Tokenizer as a family of models has it, trained on TEXTS. That of gpt2 has bytes
+    for all characters, that of llama2 for all but 60, and it begins plain texts with <s>."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=name == "llama2"))
     for part, value in zip(("normalizer", "pre_tokenizer", "decoder"), KINDS[name]):
         if value is not None:
             setattr(tokenizer, part, value)
     special = ["<unk>", "<s>", "</s>"]
-    options = dict(vocab_size=600, show_progress=False)
     tokenizer.model.unk_token = "<unk>"
-    if name in ("llama2", "mistral"):  # all but 60 characters are bytes
+    options = dict(initial_alphabet=splitters.ByteLevel.alphabet())
+    if name == "llama2":
         special += [f"<0x{b:02X}>" for b in range(256)]
-        options |= dict(limit_alphabet=60)
-        tokenizer.model.byte_fallback = True
-    else:
-        options |= dict(initial_alphabet=splitters.ByteLevel.alphabet())
-    trainer = tokenizers.trainers.BpeTrainer(special_tokens=special, **options)
+        options = dict(limit_alphabet=60)
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=special, vocab_size=600,
+                                             show_progress=False, **options)
     tokenizer.train_from_iterator(TEXTS, trainer)
     settings = json.loads(tokenizer.to_str())  # the trainer makes bytes special: they are text
     settings["added_tokens"] = settings["added_tokens"][:3]
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(settings))
-    tool = tokenizers.AddedToken("<tool>", lstrip=name == "qwen", rstrip=name == "gpt2")
+    tool = tokenizers.AddedToken("<tool>", lstrip=name == "llama2", rstrip=name == "gpt2")
     tokenizer.add_tokens([tool])
-    if name in ("llama2", "mistral", "llama3"):
+    if name == "llama2":
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
             "<s> $A", special_tokens=[("<s>", 1)])
     return tokenizer
@@ -1106,7 +1077,7 @@ def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
     rng = random.Random(0)
     n = theirs.get_vocab_size() + 3  # a model may have more tokens than its tokenizer
     outputs = [*expected[:-1], expected[-1][:200]]
-    outputs += [[rng.randrange(n) for _ in range(12)] for _ in range(100)]
+    outputs += [[rng.randrange(n) for _ in range(12)] for _ in range(50)]
     # bytes that are a character with some neighbours and none with others
     few = ["<0xC2>", "<0xA0>", "<0x20>", "<0xF0>", "</s>", "a", "▁a", "▁", "Â", "ł", "Ġ"]
     few = [id for id in map(theirs.token_to_id, few) if id is not None]
@@ -1124,11 +1095,9 @@ def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
 
 @each("config, generation, stop", [
     (dict(eos_token_id=5), dict(eos_token_id=[1, 9]), [1, 9]),
-    (dict(eos_token_id=[5, 6]), {}, [5, 6]),
     (dict(eos_token_id=0), {}, [0]),
     (dict(model_type="llama"), {}, [2]),
     (dict(model_type="llama", eos_token_id=None), {}, []),
-    (dict(model_type="qwen2"), None, []),
     (dict(eos_token="</s>", eos_token_id=5), {}, [5, 2]),
     (dict(eos_token={"content": "</s>"}, model_type="qwen2"), {}, [2]),
 ])
@@ -1136,8 +1105,7 @@ def test_stop_tokens(config, generation, stop, tmp_path):
     tokenizer_of("gpt2").save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert load_tokenizer(tmp_path).stop == stop == model_py.stop_tokens(tmp_path)
 
 CHATML = """{% for message in messages %}
@@ -1147,13 +1115,14 @@ CHATML = """{% for message in messages %}
 {%- if add_generation_prompt %}<s>assistant{% endif %}"""
 CHATS = {  # settings of tokenizer_config.json; special: those of special_tokens_map.json
     "none": {},
-    "chatml": dict(chat_template=CHATML, eos_token="</s>", bos_token=None),
-    "tokens": dict(chat_template="{{ bos_token }}{{ eos_token }}{{ messages[0].content }}",
-                   bos_token={"content": "<s>", "__type": "AddedToken"}, eos_token=None),
     "several": dict(chat_template=[dict(name="tool_use", template="no"),
-                                   dict(name="default", template=CHATML)]),
-    "options": dict(chat_template="{{ messages | tojson }}{{ messages|tojson(indent=2) }} "
-                                  "{% if tools is none %}é{% endif %}{{ strftime_now('%Y') }}"),
+                                   dict(name="default", template=CHATML)],
+                    eos_token="</s>", bos_token=None),
+    "tokens and options": dict(
+        chat_template="{{ bos_token }}{{ eos_token }}{{ messages | tojson }} "
+                      "{{ messages|tojson(indent=2) }}{% if tools is none %}é{% endif %}"
+                      "{{ strftime_now('%Y') }}",
+        bos_token={"content": "<s>", "__type": "AddedToken"}, eos_token=None),
     "of a map": dict(chat_template=CHATML, bos_token="<unk>", special=dict(
         bos_token="<s>", eos_token={"content": "</s>", "lstrip": False})),
     "of settings alone": dict(
@@ -1166,10 +1135,10 @@ CHATS = {  # settings of tokenizer_config.json; special: those of special_tokens
 }
 OF_FILE = "{{ messages[0]['content'] }} of the file\n"
 
-@each("file, name", [*product([None], CHATS), (OF_FILE, "tokens")])
+@each("file, name", [*product([None], CHATS), (OF_FILE, "several")])
 def test_chats_are_those_of_transformers(name, file, tmp_path):
     transformers = pytest.importorskip("transformers")
-    tokenizer_of("llama3").save(str(tmp_path / "tokenizer.json"))  # it adds <s> to plain texts
+    tokenizer_of("llama2").save(str(tmp_path / "tokenizer.json"))  # it adds <s> to plain texts
     settings = dict(tokenizer_class="PreTrainedTokenizerFast", add_bos_token=True) | CHATS[name]
     special = settings.pop("special", {})
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
@@ -1194,10 +1163,7 @@ BAD_TEXTS = {  # message -> files
     **{f"template fails, --raw feeds .*{reason}": {"chat_template.jinja": template}
        for reason, template in {
            "only two turns": "{{ raise_exception('only two turns') }}",
-           "unexpected '}'": "{{ }",
-           "'__class__' of 'str' object is unsafe": "{{ ''.__class__.__mro__ }}",
-           "'append' of 'list' object is unsafe": "{{ messages.append(1) }}",
-           "unsupported operand": "{{ 1 + messages }}"}.items()},
+           "'append' of 'list' object is unsafe": "{{ messages.append(1) }}"}.items()},
 }
 
 @each("message", BAD_TEXTS)
