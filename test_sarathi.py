@@ -330,9 +330,11 @@ def test_without_a_compiler_the_definitions_serve(compiler, monkeypatch, capsys,
 def test_how_threads_wait_is_set_before_torch_starts_them(module):
     """Libraries read the environment when they are loaded."""
     code = ("import os, sys\n"
-            "sys.modules['torch'] = None  # an import of it raises\n"
-            f"try: import {module}\n"
-            "except ImportError: print(os.environ['GOMP_SPINCOUNT'])")
+            "sys.modules['torch'] = None\n"  # an import of it raises
+            "try:\n"
+            f"    import {module}\n"
+            "except ImportError:\n"
+            "    print(os.environ['GOMP_SPINCOUNT'])")
     environment = {**os.environ}
     environment.pop("GOMP_SPINCOUNT")
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
@@ -884,8 +886,7 @@ BAD_ADAPTERS = {
     "adapter_model.safetensors does not exist.*PEFT": dict(
         files={"adapter_model.safetensors": None}),
     "adapter_config.json: r = 0: must be in 1 ..": dict(r=0, rank_pattern={}),
-    "rank_pattern of 'q_proj' = 8.5: must be": dict(
-        r=8, rank_pattern={"q_proj": 8.5}),
+    "rank_pattern of 'q_proj' = 8.5: must be": dict(r=8, rank_pattern={"q_proj": 8.5}),
     r"alpha_pattern: 'q_proj\(': missing \)": dict(alpha_pattern={"q_proj(": 3}),
     r"alpha_pattern = \['q_proj'\]: must be a dictionary": dict(alpha_pattern=["q_proj"]),
     "lm_head.weight': embeddings in an adapter are not supported": dict(
@@ -1001,6 +1002,7 @@ def test_dtype_none_is_the_folders_if_the_machine_is_fast(tmp_path, monkeypatch)
 
 TEXTS = ["naïve café, e\u0301 東京 🙂🙃 12345  6 two  spaces\t\n\n end ", "it's WE'LL 100% ok\r\n",
          " leading (a)", "", "a<s>special</s> <tool> b<tool>c"]
+
 @cache
 def tokenizer_of(name):
     """A small tokenizers.Tokenizer as a family of models has it. Of gpt2 bytes are characters. Of
@@ -1101,6 +1103,7 @@ CHATS = {  # settings of tokenizer_config.json; special: those of special_tokens
     "training": dict(chat_template="{% for m in messages %}{% generation %} {{ m.content }}\n"
                                    "{%- endgeneration %}{% break %}{% endfor %} <tool>"),
 }
+
 @each("name", CHATS)
 def test_chats_are_those_of_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers")
