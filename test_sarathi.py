@@ -1087,17 +1087,15 @@ CHATS = {  # settings of tokenizer_config.json; special: those of special_tokens
     "of a file": dict(chat_template=CHATML, file="{{ messages[0]['content'] }} of the file\n"),
     "several": dict(chat_template=[dict(name="tool_use", template="no"),
                                    dict(name="default", template=CHATML)],
-                    eos_token="</s>", bos_token=None),
+                    eos_token="</s>", bos_token=""),
     "tokens and options": dict(
         chat_template="{{ bos_token }}{{ eos_token }}{{ messages | tojson }} "
                       "{{ messages|tojson(indent=2) }}{% if tools is none %}é{% endif %}"
                       "{{ strftime_now('%Y') }}",
         bos_token={"content": "<s>", "__type": "AddedToken"}, eos_token=None),
-    "of a map": dict(chat_template=CHATML, bos_token="<unk>", special=dict(
-        bos_token="<s>", eos_token={"content": "</s>", "lstrip": False})),
-    "of settings alone": dict(
-        chat_template=CHATML + " é <mark>", bos_token="", eos_token="<end>",
-        special=dict(additional_special_tokens=[" é", "<mark>"])),
+    "of a map": dict(chat_template=CHATML + "{{ bos_token }} é <mark>", bos_token="<unk>",
+                     special=dict(bos_token="<s>", eos_token={"content": "<end>", "lstrip": False},
+                                  additional_special_tokens=[" é", "<mark>"])),
     "not of a map": dict(chat_template=CHATML, eos_token="<unk>", added_tokens_decoder={},
                          special=dict(eos_token="</s>")),
     "training": dict(chat_template="{% for m in messages %}{% generation %} {{ m.content }}\n"
