@@ -294,8 +294,7 @@ def test_products_of_every_layout(layout, dtype, monkeypatch):
 def test_weights_of_every_layout(layout):
     """Trainable, saved and read by random_model, served, and merged"""
     config = replace(TINY, head_dim=64)
-    for dtype, atol in ((float32, 1e-4), (bfloat16, 0.3)):
-        test_forward_equals_the_oracle(config, dtype, atol)
+    test_forward_equals_the_oracle(config, bfloat16, 0.3)
     ours = random_model(config)
     adapter = random_adapter({"self_attn.k_proj": 3, "mlp.down_proj": 2}, config)
     tokens = prompt(20)
@@ -566,8 +565,8 @@ def check_forward(engine, atol=1e-4):
         feeds, logits = forward(feeds)
         parts = logits.split([feed.n_logits for feed in feeds])
         for (request, n_past, n, n_logits), rows in zip(feeds, parts):
-            expected = engine.model.logits(request.tokens(0, n_past + n))
             if n_logits:
+                expected = engine.model.logits(request.tokens(0, n_past + n))
                 close(rows, expected[-n_logits:], atol)
                 numbers.append(n_logits)
         return feeds, logits
@@ -783,10 +782,10 @@ PATTERNS = [
     {Q0: 6},
     {f"^model.{Q0}": 6},
     {f"base_model.model.model.{Q0}": 6},  # matches nothing
+    {f"^{Q0}": 6},  # of a model that AutoModel made
     {"layers.1.self_attn.q_proj": 5, "q_proj": 6, "self_attn.q_proj": 7},  # the first one counts
     {"proj": 6, "q": 5, "self.*_proj": 3},  # of whole names
     {"(q|down)_proj$": 6, "layers.(0|1).mlp.up_proj|self_attn.o_proj": 2},
-    {f"^{Q0}": 6},  # of a model that AutoModel made
 ]
 
 SETTINGS = [
@@ -804,7 +803,7 @@ def test_an_adapters_weights_are_pefts(tmp_path):
     theirs = transformers_model(tmp_path)
     config = GPT.from_pretrained(tmp_path).config
     targets = ["q_proj", "o_proj", "up_proj", "down_proj"]
-    for settings, base in [*product(SETTINGS, [theirs]), *product(SETTINGS[:7], [theirs.model])]:
+    for settings, base in [*product(SETTINGS, [theirs]), *product(SETTINGS[:4], [theirs.model])]:
         settings = dict(r=4, lora_alpha=12, target_modules=targets) | settings
         wrapped = trained_by_peft(base, tmp_path / "a", **settings)
         adapter = Adapter.from_pretrained(tmp_path / "a", config)
@@ -1138,12 +1137,12 @@ def test_training_lowers_the_loss_and_the_models_are_found(tmp_path, monkeypatch
     monkeypatch.setattr(model_py, "CACHE", tmp_path)
     monkeypatch.setattr(model_py, "PRESETS", {"tiny": tiny})
     monkeypatch.setattr(model_py, "stdlib_tokens", lambda: torch.arange(4000) % 7)
-    model_py.train_tiny(steps=100, T=32)
+    model_py.train_tiny(steps=60, T=32)
     tokens = torch.arange(30) % 7
     for name, n_layer in (("tiny", 2), ("draft", 1)):
         model = load_model(name)
         assert model.config.n_layer == n_layer and load_tokenizer(name).encode("a") == [97]
-        assert F.cross_entropy(model.logits(tokens)[:-1], tokens[1:]) < 3  # at first log(257) = 5.5
+        assert F.cross_entropy(model.logits(tokens)[:-1], tokens[1:]) < 4.5  # at first log(257) = 5.5
 
 # -----------------------------------------------------------------------------
 # the engine
