@@ -90,9 +90,7 @@ def near(actual, expected, scale=1.0):
 @each("n_thread", [1, 5])
 @each("n_in, n_out", [
     (2, 1),
-    (64, 16),
     (770, 33),
-    (96, 70),
     (33, 40),  # no whole pairs of bfloat16: not packed
 ])
 def test_operator_linear(n_in, n_out, n_thread, dtype):
@@ -133,9 +131,8 @@ def test_operator_activate(N, I, gated, dtype):
 @each("rotated", [True, False])
 @each("normed", [True, False])
 @each("N, H, Hk, D", [
-    (1, 4, 4, 32),
-    (21, 8, 2, 96),
-    (3, 9, 3, 128),
+    (1, 4, 4, 64),
+    (21, 8, 2, 80),
     (2, 4, 4, 5),  # not rotated
 ])
 def test_operator_rotate_write(N, H, Hk, D, rotated, normed, dtype):
@@ -171,32 +168,25 @@ def cache_of(table, Hk, D, dtype):
 
 def batch_of(requests):
     """requests: "rows+n_past ...", few rows first -> N and a Batch"""
-    entries = []
-    lengths = []
-    N = 0
-    for text in requests.split():
-        rows, n_past = map(int, text.split("+"))
-        entries.append([N, rows, n_past])
-        lengths.append(rows + n_past)
-        N += rows
-    spans, table, n_few = place(entries, lengths)
-    return N, Batch(torch.zeros(N), None, None, spans, table, None, n_few)
+    sizes = [tuple(map(int, text.split("+"))) for text in requests.split()]
+    starts = [0, *accumulate(rows for rows, _ in sizes)]
+    entries = [[start, rows, n_past] for start, (rows, n_past) in zip(starts, sizes)]
+    spans, table, n_few = place(entries, [rows + n_past for rows, n_past in sizes])
+    return starts[-1], Batch(torch.zeros(starts[-1]), None, None, spans, table, None, n_few)
 
 ATTENTION = [  # threads, heads, kv heads, head_dim, requests
     (1, 8, 1, 16, "1+0 1+15 1+16 1+31 1+32 1+4095"),
-    (1, 8, 2, 128, "1+33 2+36 3+39 4+42 5+45 6+48 7+51 8+54"),
     (1, 2, 2, 64, "1+0 1+63 1+64 8+57 127+0 128+1 129+70"),
-    (1, 8, 1, 64, "1+127 1+128 2+127 8+300 9+5"),
+    (1, 4, 1, 64, "1+127 1+128 2+127 8+600 9+5"),
     (1, 4, 4, 80, "1+14 7+200 1+511 9+0 15+0 16+16 17+1 31+33"),
-    (1, 8, 1, 128, "8+1100 1+0"),
     (1, 4, 4, 5, "1+7 9+3 40+0"),
     # in Triton, the tiles are those of the cases above
     (1, 4, 1, 16, "255+0 257+64 300+40"),
-    (1, 8, 2, 96, "1+254 1+255 1+256 5+11 31+3 32+3 33+3"),
-    (5, 8, 4, 32, "5+40"),  # for one request: they divide its heads
+    (1, 8, 2, 80, "1+254 1+255 1+256 2+36 3+39 4+42 5+11 6+48 31+3 32+3 33+3"),
+    (5, 8, 4, 64, "5+40"),  # for one request: they divide its heads
 ]
 
-@each("n_thread, H, Hk, D, requests", ATTENTION[:7] if INTERPRETED else ATTENTION)
+@each("n_thread, H, Hk, D, requests", ATTENTION[:5] if INTERPRETED else ATTENTION)
 def test_operator_attention(n_thread, H, Hk, D, requests, dtype):
     N, batch = batch_of(requests)
     q = 2 * torch.randn(N + 3, H, D).to(dtype)  # three padding rows
@@ -239,21 +229,16 @@ def sites_of(requests, n_in, columns, W, widen=1):
     max_rows = max(rows for _, rows, *_ in entries)
     return N, Sites(*place(entries, lengths), max_rows, len(columns), max_rank, wide)
 
-def rows_on_pages(plane, pages, rank, width):
-    """A or B: rank rows of `width` numbers, each on whole pages"""
-    n = rank * cdiv(width, plane.size(-1))
-    return plane[pages[:n].long()].view(rank, -1)[:, :width].double()
-
 def gather(xa):
     """As from another device with twice this one's x A"""
     return torch.stack([xa, 2 * xa], -1).flatten(1)
 
 @each("W, n_in, columns, n_device, requests", [
-    (64, 112, (64, 130, 20), 1, "1 0 1 1 8, 1, 5 0 16 2 40, 8 1 128 2 3"),
+    (64, 112, (64, 130, 20), 1, "1 0 1 1 8, 1, 5 0 16 2 18, 8 1 40 2 3"),
     (48, 192, (64, 48), 1, "8 0 17 1 5, 9 1 3, 2, 63 1 33, 64 0 16, 65 0 64 1 1"),
-    (256, 144, (513,), 1, "1 0 100, 2 0 1, 7 0 30"),
+    (256, 144, (513,), 1, "1 0 20, 2 0 1, 7 0 30"),
+    (80, 96, (96, 160), 1, "1 0 70 1 2, 17 0 33 1 140"),
     (64, 64, (65, 20), 2, "3 0 1 1 20, 1, 64 0 40 1 7"),
-    (80, 96, (96, 160), 1, "1 0 300 1 2, 9 0 33 1 260"),
 ])
 # with more threads than sites, these divide the rows of a site
 @each("n_thread", [1] if INTERPRETED else [1, 5])
@@ -265,13 +250,7 @@ def test_operator_lora(n_thread, W, n_in, columns, n_device, requests, dtype):
     exchange = gather if n_device == 2 else None
     kernels.cpp.called |= n_device == 2  # on a CPU the definition serves an exchange
     expected = y.double()
-    for start, rows, column, n_out, rank_a, rank_b, _, first in sites.sites.tolist():
-        if rows > 0:
-            a = rows_on_pages(kv[0], sites.table[first:], rank_a, n_in)
-            b = rows_on_pages(kv[1], sites.table[first:], rank_b, n_out)
-            xa = x[start:start + rows].double() @ a.T
-            xa = exchange(xa) if exchange else xa
-            expected[start:start + rows, column:column + n_out] += xa @ b
+    kernels.lora_ref(expected, x.double(), kv.double(), sites, exchange)
     for way in ("batched", "bmm")[:3 - n_device]:
         actual = y.clone()
         torch.set_num_threads(n_thread)
@@ -298,23 +277,6 @@ def test_sample_takes_no_token_without_probability():
     tokens = kernels.sample(p.expand(5, 4), u)
     assert tokens.tolist() == [1, 1, 2, 2, 2]
 
-@each("sampled", [True, False])
-def test_verify_gives_tokens_the_chances_of_p(sampled):
-    """One draft: all its values, each with a grid of uniform numbers for the draft and the token"""
-    p = torch.tensor([0.2, 0.15, 0.4, 0.25])
-    q = torch.tensor([0.4, 0.3, 0.2, 0.1]) if sampled else torch.eye(4)[1]
-    grid = (torch.arange(200) + 0.5) / 200
-    draft, u_draft, u_token = torch.cartesian_prod(torch.arange(4.0), grid, grid).T
-    n = len(draft)
-    draft = draft.long()
-    n_drafts = torch.ones(n, dtype=torch.int64)
-    q_rows = q.expand(n, 4) if sampled else None
-    u = torch.cat([u_draft, u_token])
-    n_accepted, tokens = kernels.verify(p.expand(2 * n, 4), q_rows, draft, n_drafts, u)
-    first = torch.where(n_accepted == 1, draft, tokens)
-    chances = torch.bincount(first, q[draft] / 200**2)
-    torch.testing.assert_close(chances, p, atol=0.0015, rtol=0, check_dtype=False)
-
 @pytest.fixture(params=kernels.LAYOUTS)
 def layout(request, monkeypatch):
     """Weights and products as another processor has them"""
@@ -328,50 +290,34 @@ no_cpp = pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="C++ does no
 
 @no_cpp
 def test_products_of_every_layout(layout, dtype, monkeypatch):
-    columns = {"neon": 8, "avx2": 16, "avx512": 32, "avx512bf16": 32}.get(layout)
+    columns = {"neon": 8, "avx2": 16, "avx512": 32, "avx512bf16": 32}.get(layout, 0)
     runs = {"torch": "torch", "onednn": "C++ and oneDNN"}.get(layout, f"C++ ({layout.upper()})")
     monkeypatch.setattr(kernels, "CPU_SETTINGS", ["SARATHI_CPU", "OMP_DYNAMIC"])
     monkeypatch.setenv("OMP_DYNAMIC", "true")
     line = kernels.describe(torch.ones(1, dtype=dtype))
     assert line == f"{runs}, 1 thread, SARATHI_CPU={layout}, OMP_DYNAMIC=true"
     packed = kernels.pack(torch.ones(70, 770, dtype=dtype))
-    assert isinstance(packed, kernels.Packed) == (columns is not None)
-    assert columns is None or packed.panels.shape == (cdiv(70, columns), 770 * dtype.itemsize // 4,
-                                                      columns)
+    n_column = packed.panels.size(2) if isinstance(packed, kernels.Packed) else 0
+    assert n_column == columns
     test_operator_linear(770, 70, 1, dtype)
     test_operator_attention(1, 6, 2, 64, "1+254 5+11 31+3 33+3", dtype)
 
 @no_cpp
-def test_weights_of_every_layout(layout, tmp_path):
-    """Served, merged, saved and trained, against transformers and PEFT"""
-    pytest.importorskip("peft")
-    sizes = dict(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
-    theirs = transformers_model(tmp_path, **sizes)
-    ours = GPT.from_pretrained(tmp_path)
-    tokens = prompt(40)
-    alone = greedy_loop(logits_by(theirs), tokens, 8)
-    close(ours.logits(tokens), logits_by(theirs)(tokens))
-    tuned = trained_by_peft(theirs, tmp_path / "a", embeddings=True, target_modules="all-linear")
-    adapted = greedy_loop(logits_by(tuned), tokens, 8)
+def test_weights_of_every_layout(layout):
+    """Trainable, saved and read by random_model, served, and merged"""
+    config = replace(TINY, head_dim=64)
+    test_forward_equals_the_oracle(config, bfloat16, 0.3)
+    ours = random_model(config)
+    adapter = random_adapter({"self_attn.k_proj": 3, "mlp.down_proj": 2}, config)
+    tokens = prompt(20)
+    alone = greedy_loop(ours.logits, tokens, 8)
     engine = Engine(ours, chunk=16)
-    engine.add_adapter("a", tmp_path / "a")
-    assert engine.generate([tokens] * 2, 8, [None, "a"]) == [alone, adapted]
-    ours.merge(engine.adapters["a"])
-    close(ours.logits(tokens), logits_by(tuned)(tokens))
-    for number in (float32, bfloat16):
-        ours.save_pretrained(tmp_path / "saved")
-        saved = GPT.from_pretrained(tmp_path / "saved", number)
-        tuned.unload()
-        close(saved.logits(tokens), logits_by(theirs)(tokens), 1e-4 if number == float32 else 0.3)
-        ours = saved
-    weights = saved.make_trainable()
-    losses = []
-    for _ in range(2):
-        logits = saved.forward_ref(torch.tensor([tokens[:-1]]))
-        losses.append(F.cross_entropy(logits[0], torch.tensor(tokens[1:])))
-        for weight, slope in zip(weights, torch.autograd.grad(losses[-1], weights)):
-            weight.data -= 0.01 * slope
-    assert losses[1] < losses[0]
+    engine.add_adapter("a", adapter)
+    adapted = engine.generate([tokens], 8, "a")[0]
+    ours.merge(adapter)
+    assert greedy_loop(ours.logits, tokens, 8) == adapted != alone
+    ours.merge(None)
+    assert greedy_loop(ours.logits, tokens, 8) == alone
 
 def test_a_layout_that_there_is_not(monkeypatch):
     monkeypatch.setenv("SARATHI_CPU", "sse")
@@ -395,17 +341,16 @@ def test_without_a_compiler_the_definitions_serve(compiler, monkeypatch, capsys,
 def test_how_threads_wait_is_set_before_torch_starts_them(module):
     """Libraries read the environment when they are loaded."""
     code = ("import os, sys\n"
-            "class Finder:\n"
-            "    def find_spec(name, *_):\n"
-            "        if name == 'torch':\n"
-            "            print(os.environ.get('GOMP_SPINCOUNT'), flush=True)\n"
-            "            os._exit(0)\n"
-            f"sys.meta_path.insert(0, Finder); import {module}")
+            "sys.modules['torch'] = None\n"  # an import of it raises
+            "try:\n"
+            f"    import {module}\n"
+            "except ImportError:\n"
+            "    print(os.environ['GOMP_SPINCOUNT'])")
     environment = {**os.environ}
-    del environment["GOMP_SPINCOUNT"]
+    environment.pop("GOMP_SPINCOUNT")
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                          cwd=Path(__file__).parent, env=environment)
-    assert run.stdout.split() == ["3000"], run.stderr
+    assert run.stdout == "3000\n", run.stderr
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter(request, tmp_path_factory):
@@ -422,21 +367,24 @@ def interpreter(request, tmp_path_factory):
         yield run, path
         run.kill()
 
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}  # bytes of a program
-@each("arch, family, number, H, Hk, D, spec, rank", [  # number: dtype; spec: drafts
-    (80, "gpt2", float32, 16, 4, 128, 7, 260),
-    (86, "llama", bfloat16, 32, 8, 256, 7, 64),
-    (89, "llama", bfloat16, 8, 8, 64, 2, 128),
-    (90, "qwen3", bfloat16, 64, 8, 128, "off", 256),
-    (120, "gpt2", float16, 32, 4, 96, 2, 16),
+@each("arch, memory, family, number, H, Hk, D, spec, rank", [
+    # memory: bytes that a program may share; number: dtype; spec: drafts
+    (80, 166912, "gpt2", float32, 16, 4, 128, 7, 260),
+    (86, 101376, "llama", bfloat16, 32, 8, 256, 7, 64),
+    (89, 101376, "llama", bfloat16, 8, 8, 64, 2, 128),
+    (90, 232448, "qwen3", bfloat16, 64, 8, 128, "off", 256),
+    (120, 101376, "gpt2", float16, 32, 4, 96, 2, 16),
 ])
-def test_triton_compiles(arch, family, number, H, Hk, D, spec, rank, monkeypatch, tmp_path):
+def test_triton_compiles(arch, memory, family, number, H, Hk, D, spec, rank, monkeypatch,
+                         tmp_path):
     """All that an engine launches on a GPU: no registers are spilled, shared memory suffices, and
     16-bit numbers are not loaded or stored one by one."""
     triton = pytest.importorskip("triton")
     driver = Mock(get_current_device=lambda: arch)
     driver.get_current_target.return_value = triton.backends.compiler.GPUTarget("cuda", arch, 32)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    # the products of weights are torch's own
+    monkeypatch.setattr(model_py, "linear", lambda x, w, _=None: x.new_empty(len(x), len(w)))
     made = {}
 
     def compile_only(kernel, grid):
@@ -458,7 +406,7 @@ def test_triton_compiles(arch, family, number, H, Hk, D, spec, rank, monkeypatch
         name = compiled.metadata.name
         # spilled registers would lie there; Triton 3.6 keeps three in one kernel, outside its loop
         assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 16, name
-        assert compiled.metadata.shared <= SHARED_MEMORY[arch], name
+        assert compiled.metadata.shared <= memory, name
         assert not re.search(r"(ld|st)\.global[.\w]*\.[bu]16\b", compiled.asm["ptx"]), name
 
 def nothing_is_computed(monkeypatch):
@@ -557,9 +505,8 @@ def test_a_layer_of_decodes_launches_ten_kernels(family, monkeypatch):
     assert set(counts[2]) <= {*"embedding mul cos sin add linear index".split(), *KERNELS}
     assert (counts[2] - counts[1]).total() == 10  # with the combination of splits
 
-@each("family, number, ranks", [("llama", float16, None), ("qwen3", float16, 3),
-                               ("gpt2", float16, 3), ("llama", float32, None)])
-def test_torch_operators_read_a_gpu_once_a_batch(family, number, ranks, monkeypatch):
+@each("family, number", [("qwen3", float16), ("gpt2", float32)])
+def test_without_triton_a_gpu_is_read_once_a_batch(family, number, monkeypatch):
     """On a device without memory: any other reading raises, and so does a tensor of another
     device. Spans and sites are read as lists, once and not in each of the two layers."""
     config = replace(GPT2 if family == "gpt2" else TINY, family=family)
@@ -568,13 +515,11 @@ def test_torch_operators_read_a_gpu_once_a_batch(family, number, ranks, monkeypa
     take = lambda name, shape: torch.empty(shape, device="meta")
     model = GPT(config, take, number, world)
     table = torch.zeros(900, dtype=torch.int32, device="meta")
-    adapters = {}
-    for op, operator in config.operators.items() if ranks else []:
-        adapters[op] = Sites(table[:8].view(1, 8), table, 1, 1, len(operator.columns), 16)
+    adapters = {op: Sites(table[:8].view(1, 8), table, 1, 1, len(operator.columns), 16)
+                for op, operator in config.operators.items()}
     batch = Batch(table[:13], table[:13], table[:13], table[:8].view(2, 4), table, table[:2], 1,
                   adapters)
-    site = [0, 1, 0, 16, ranks, ranks, 0, 0]
-    lists = {4: [[0, 1, 5, 0], [1, 12, 0, 6]], 8: [site]}
+    lists = {4: [[0, 1, 5, 0], [1, 12, 0, 6]], 8: [[0, 1, 0, 16, 3, 3, 0, 0]]}
     read = Mock(side_effect=lambda tensor: lists[tensor.size(1)])
     monkeypatch.setattr(kernels, "backend", lambda *_: "torch")
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: read(tensor))
@@ -623,38 +568,33 @@ def close(actual, expected, atol=1e-4):
     assert expected.std() > 0.1
     torch.testing.assert_close(actual.float(), expected, atol=atol, rtol=0)
 
-def record_logits(model):
-    """From now on, collect what the model computes. -> [(tokens up to a row, logits of the row)]"""
-    rows = []
-    text = {}  # page -> token
-    forward = model.forward
+def check_forward(engine, atol=1e-4):
+    """From now on, compare all logits with the reference. -> [their number for each request]"""
+    forward = engine.runner.forward
+    numbers = []
 
-    def recorded(batch, kv):
-        logits = forward(batch, kv)
-        text.update(zip(batch.pages.tolist(), batch.tokens.tolist()))
-        for start, n, n_past, first in batch.spans.tolist():
-            pages = batch.table[first:first + n_past + n].tolist()
-            known = [text[page] for page in pages]
-            for i, row in enumerate(batch.logit_rows.tolist()):
-                if start <= row < start + n:
-                    rows.append((known[:n_past + row - start + 1], logits[i]))
-        return logits
-    model.forward = recorded
-    return rows
+    def checked_forward(feeds):
+        feeds, logits = forward(feeds)
+        parts = logits.split([feed.n_logits for feed in feeds])
+        for (request, n_past, n, n_logits), rows in zip(feeds, parts):
+            if n_logits:
+                expected = engine.model.logits(request.tokens(0, n_past + n))
+                close(rows, expected[-n_logits:], atol)
+                numbers.append(n_logits)
+        return feeds, logits
+    engine.runner.forward = checked_forward
+    return numbers
 
 @each("config, dtype, atol", [
     (GPT2, float32, 1e-4), (TINY, bfloat16, 0.3), (QWEN3, bfloat16, 0.3)])
 def test_forward_equals_the_oracle(config, dtype, atol):
     model = random_model(config, dtype)
-    rows = record_logits(model)
     engine = Engine(model, "sarathi_serve", chunk=18, max_batch=4, draft="ngram", spec=4)
-    engine.runner.graphs = None  # a replay calls no forward
-    engine.generate([prompt(n, seed=n) for n in (40, 25, 9, 1)], 8)
-    for known, logits in rows:
-        close(logits, model.logits(known)[-1], atol)
-    assert len(rows) > 32
+    numbers = check_forward(engine, atol)
+    engine.generate([prompt(n, seed=n) for n in (40, 25, 9, 1)], 6)
+    assert sum(numbers) >= 24 and max(numbers) > 1
 
-def test_marks_name_each_operator_when_it_is_done():
+def test_each_part_of_an_iteration_is_marked_when_it_is_done():
     model = random_model()
     marks = []
     forward = model.forward
@@ -673,7 +613,7 @@ def transformers_model(folder, family="llama", shard="5GB", **settings):
     sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=61,
                  max_position_embeddings=160, initializer_range=0.2)
     if family != "gpt2":
-        sizes |= dict(intermediate_size=96, num_key_value_heads=2)
+        sizes |= dict(intermediate_size=96, num_key_value_heads=2, head_dim=16)
     settings = sizes | dict(bos_token_id=1, eos_token_id=2) | settings
     config = transformers.AutoConfig.for_model(family, **settings)
     theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -693,27 +633,29 @@ LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fac
               original_max_position_embeddings=32)
 LLAMA3_OPEN = dict([*LLAMA3.items()][:-1], rope_theta=1e4)  # the original context is not in it
 SPREAD = torch.arange(61 * 64.).view(61, 64) ** 2
+HEAD = {"lm_head.weight": 0.2 * SPREAD.sin()}
 CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folder it has written
     "gpt2, no model_type, old buffers, stored as the head": dict(family="gpt2", changes=dict(
-        model_type=None, tensors={
+        model_type=None, tensors=HEAD | {
             "transformer.h.0.attn.bias": torch.ones(1),
             "transformer.h.0.attn.masked_bias": torch.ones(1),
-            "transformer.wte.weight": None, "lm_head.weight": 0.2 * SPREAD.sin()})),
-    "gpt2 settings": dict(family="gpt2", n_inner=80, tie_word_embeddings=False,
-                          layer_norm_epsilon=0.1, reorder_and_upcast_attn=True),
-    "mqa, tied": dict(num_key_value_heads=1, tie_word_embeddings=True, shard="30KB"),
+            "transformer.wte.weight": None})),
+    "gpt2 settings, names of AutoModel": dict(
+        family="gpt2", n_inner=80, tie_word_embeddings=False, layer_norm_epsilon=0.1,
+        reorder_and_upcast_attn=True, changes=dict(prefix="transformer.")),
+    "mqa, tied, biases, two thetas, the original length outside": dict(
+        num_key_value_heads=1, tie_word_embeddings=True, shard="30KB", attention_bias=True,
+        mlp_bias=True, changes=dict(rope_parameters=LLAMA3_OPEN | dict(rope_theta=5e5),
+                                    rope_theta=3.0, original_max_position_embeddings=32)),
     "as transformers 4 wrote it, tied, a head of more digits": dict(
         tie_word_embeddings=True, changes=dict(
-            rope_parameters=None, rope_theta=5e5, rope_scaling=LLAMA3, tensors={
-                "model.embed_tokens.weight": (0.2 * SPREAD.sin()).bfloat16(),
-                "lm_head.weight": 0.2 * SPREAD.sin()})),
-    "dtypes of all kinds, theta outside": dict(changes=dict(
-        rope_parameters=dict(rope_type="default"), rope_theta=5e5, tensors={
-            "lm_head.weight": 0.2 * SPREAD.sin().double(),
+            rope_parameters=None, rope_theta=5e5, rope_scaling=LLAMA3,
+            tensors=HEAD | {"model.embed_tokens.weight": HEAD["lm_head.weight"].bfloat16()})),
+    "dtypes of all kinds, theta outside, two original lengths": dict(changes=dict(
+        rope_parameters=LLAMA3, rope_theta=5e5, original_max_position_embeddings=64, tensors={
+            "lm_head.weight": HEAD["lm_head.weight"].double(),
             "model.norm.weight": torch.ones(64).half(),
             "model.embed_tokens.weight": SPREAD.cos().to(torch.float8_e4m3fn)})),
-    "biases, two thetas": dict(attention_bias=True, mlp_bias=True, changes=dict(
-        rope_parameters=dict(rope_type="default", rope_theta=5e5), rope_theta=3.0)),
     "mistral, large window, names of AutoModel, heads of trainers": dict(
         family="mistral", sliding_window=200, tie_word_embeddings=True,
         changes=dict(prefix="model.", tensors={
@@ -722,38 +664,28 @@ CHECKPOINTS = {  # name -> settings of transformers_model; changes: of the folde
     "qwen2, no window": dict(  # it does not know attention_bias
         family="qwen2", tie_word_embeddings=True, shard="30KB", max_window_layers=0,
         changes=dict(attention_bias=True, sliding_window=8, layer_types=None)),
-    "qwen2, whole layers": dict(
+    "qwen2, whole layers, llama3 rope of the context": dict(
         family="qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2,
-        changes=dict(layer_types=None)),
+        changes=dict(layer_types=None, rope_parameters=LLAMA3_OPEN)),
     "qwen2, context 80": dict(
-        family="qwen2", use_sliding_window=True, sliding_window=80, max_window_layers=1),
+        family="qwen2", use_sliding_window=True, sliding_window=80, max_window_layers=1,
+        changes=dict(max_window_layers=2)),  # the list of layers is read before it
     "qwen2, layers left out, context 80": dict(
         family="qwen2", use_sliding_window=True, sliding_window=80, max_window_layers=1,
         changes=dict(layer_types=None)),
-    "qwen3, tied": dict(
-        family="qwen3", tie_word_embeddings=True, shard="30KB", changes=dict(head_dim=None)),
-    "qwen3, bias, no model_type, old linear rope": dict(
-        family="qwen3", head_dim=24, attention_bias=True, changes=dict(
-            model_type=None, rope_parameters=None, rope_scaling=dict(type="linear", factor=4.0))),
-    "qwen3, names of AutoModel, another head": dict(
-        family="qwen3", changes=dict(prefix="model.", tie_word_embeddings=True)),
-    "llama3 rope of the context": dict(
-        changes=dict(rope_parameters=LLAMA3_OPEN)),
-    "llama3 rope, its original length outside": dict(
-        changes=dict(rope_parameters=LLAMA3_OPEN, original_max_position_embeddings=32)),
-    "llama3 rope, two original lengths": dict(
-        changes=dict(rope_parameters=LLAMA3 | LLAMA3_OPEN, original_max_position_embeddings=64)),
+    "qwen3, bias, no model_type, old linear rope, another head": dict(
+        family="qwen3", head_dim=64, attention_bias=True, changes=dict(
+            model_type=None, tie_word_embeddings=True, prefix="model.",
+            rope_parameters=None, rope_scaling=dict(type="linear", factor=4.0))),
     "settings left out, and a window that llama does not know": dict(
         num_key_value_heads=4,
-        changes=dict(num_key_value_heads=None, rms_norm_eps=None, rope_parameters=None,
-                     hidden_act="swish", sliding_window=8)),
+        changes=dict(num_key_value_heads=None, head_dim=None, rms_norm_eps=None,
+                     rope_parameters=None, hidden_act="swish", sliding_window=8)),
 }
 
-def edit(folder, remove=None, cut=None, rename=None, tensors=(), prefix="", index=None, **settings):
-    """Change a folder: remove or cut a file, replace tensors and settings (None removes one), take
-    a prefix off the tensors' names, and rename their file."""
-    if index is not None:
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+def edit(folder, files=(), tensors=(), prefix="", **settings):
+    """Change a folder: its tensors (None removes one), a prefix of their names, its settings, and
+    the texts of other files."""
     config = folder / "config.json"
     config = config if config.exists() else folder / "adapter_config.json"
     weights = next(folder.glob("*.safetensors"))
@@ -764,12 +696,10 @@ def edit(folder, remove=None, cut=None, rename=None, tensors=(), prefix="", inde
         tensors = load_file(weights) | dict(tensors)
         tensors = {k.removeprefix(prefix): v for k, v in tensors.items() if v is not None}
         save_file(tensors, weights, {"format": "pt"})
-    if remove:
-        (folder / remove).unlink()
-    if cut:
-        os.truncate(folder / cut, 100)
-    if rename:
-        weights.rename(folder / rename)
+    for name, text in dict(files).items():
+        (folder / name).unlink(missing_ok=True)
+        if text is not None:
+            (folder / name).write_text(text)
 
 @each("name", CHECKPOINTS)
 def test_logits_equal_transformers(name, tmp_path, capsys):
@@ -781,10 +711,8 @@ def test_logits_equal_transformers(name, tmp_path, capsys):
         theirs = type(theirs).from_pretrained(tmp_path)
     shards = [*tmp_path.glob("*.safetensors")]
     assert (len(shards) > 1) == ("shard" in settings)
-    zeros = {name: torch.zeros(tensor.shape) for path in shards
-             for name, tensor in load_file(path).items()}
     for file in ("consolidated", "model.fp16", "model-00001-of-00009", "adapter_model"):
-        save_file(zeros, tmp_path / f"{file}.safetensors")
+        save_file({"surplus": torch.ones(1)}, tmp_path / f"{file}.safetensors")
     capsys.readouterr()
     ours = GPT.from_pretrained(tmp_path)
     context = int(name.split("context ")[1]) if "context " in name else 160
@@ -793,47 +721,17 @@ def test_logits_equal_transformers(name, tmp_path, capsys):
     assert err.endswith(line) if context < 160 else err == ""
     assert ours.config.block_size == context
     assert ours.config.n_params == sum(p.numel() for p in theirs.parameters())
-    rows = record_logits(ours)
-    tokens = prompt(50)
-    tokens += Engine(ours, chunk=20).generate([tokens], 30)[0]
+    engine = Engine(ours, chunk=20)
+    check_forward(engine)
+    tokens = prompt(30)
+    tokens += engine.generate([tokens], 10)[0]
     expected = logits_by(theirs)(tokens)
     close(ours.logits(tokens), expected)
-    for known, logits in rows:
-        close(logits, expected[len(known) - 1])
     ours.save_pretrained(tmp_path / "saved")
     assert torch.equal(GPT.from_pretrained(tmp_path / "saved").logits(tokens), ours.logits(tokens))
     saved, problems = type(theirs).from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(problems.values()) and getattr(saved.config, "sliding_window", None) is None
     close(logits_by(saved)(tokens), expected)
-
-@dataclasses.dataclass
-class Windowed(GPTConfig):
-    """A field that config.json has no key for"""
-    window: int = 0
-
-@each("config, message", [
-    (Windowed(2, 8, 128, vocab_size=61), "window = 0"),
-    (replace(TINY, shard=(0, 2)), r"shard = \(0, 2\)"),
-    (replace(TINY, rope_theta=3.0, family="mistral", mlp_bias=True), "mlp_bias = True"),
-    (replace(TINY, family="qwen2", attention_bias=True), "attention_bias = True"),
-    (replace(GPT2, head_dim=32), "head_dim = 32"),
-])
-def test_a_shape_is_saved_or_refused(config, message, tmp_path):
-    model = GPT.from_preset(replace(config, shard=(0, 1)))
-    model.config = config
-    with pytest.raises(ValueError, match=f"{message}: is not in a config.json"):
-        model.save_pretrained(tmp_path)
-    assert not any(tmp_path.iterdir())
-
-def test_every_field_of_a_shape_is_saved(tmp_path):
-    """Each with a value that is not the default, in the families that have it"""
-    values = dict(n_layer=1, n_head=6, n_embd=48, n_inner=40, n_kv_head=3, head_dim=10,
-                  vocab_size=17, block_size=19, tied=True, norm_eps=0.5, rope_theta=7.0,
-                  rope_scaling=dict(rope_type="linear", factor=2.0), mlp_bias=True,
-                  attention_bias=True, family="llama", shard=(0, 1))
-    assert values.keys() == {field.name for field in dataclasses.fields(GPTConfig)}
-    GPT.from_preset(GPTConfig(**values)).save_pretrained(tmp_path)
-    assert read_config(tmp_path)[0] == GPTConfig(**values)
 
 @each("family", FAMILIES)
 def test_settings_left_out_are_transformers_defaults(family, tmp_path):
@@ -849,53 +747,37 @@ def test_settings_left_out_are_transformers_defaults(family, tmp_path):
     assert different <= {"use_sliding_window", "rope_theta"}
 
 LORAS = {
-    "llama": [
-        dict(r=16, lora_alpha=8, target_modules=["q_proj", "v_proj"], use_rslora=True),
-        dict(r=20, lora_alpha=20, target_modules="all-linear"),
-    ],
-    "gpt2": [
-        dict(
-            r=4, lora_alpha=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True,
-            alpha_pattern={"^transformer.h.1.mlp.c_proj": 3, "h.0.attn.c_proj": 5, "h.0": 1},
-            rank_pattern={"attn.c_attn": 6, "mlp.c_proj": 3},
-        ),
-    ],
-    "qwen3": [dict(r=8, lora_alpha=16, target_modules=["k_proj", "o_proj", "up_proj"])],
+    "llama": dict(r=20, lora_alpha=20, target_modules="all-linear"),
+    "gpt2": dict(
+        r=4, lora_alpha=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True,
+        alpha_pattern={"^transformer.h.1.mlp.c_proj": 3, "h.0.attn.c_proj": 5, "h.0": 1},
+        rank_pattern={"attn.c_attn": 6, "mlp.c_proj": 3}),
+    "qwen3": dict(r=8, use_rslora=True, target_modules=["k_proj", "o_proj", "up_proj"]),
 }
 
 @each("family", LORAS)
 def test_adapters_equal_peft(family, tmp_path):
     """In one batch: no adapter, PEFT's, and ours, a rank for each module"""
-    peft = pytest.importorskip("peft")
     theirs = transformers_model(tmp_path, family)
     ours = GPT.from_pretrained(tmp_path)
-    for i, settings in enumerate(LORAS[family]):
-        trained_by_peft(theirs, tmp_path / f"{i}", embeddings=i == 0, **settings).unload()
+    prompts = [prompt(n) for n in (5, 18, 31)]
+    expected = [greedy_loop(logits_by(theirs), prompts[0], 12)]
+    wrapped = trained_by_peft(theirs, tmp_path / "default", embeddings=True, **LORAS[family])
     ranks = {module: 3 + i for i, module in enumerate(ours.config.modules)}
     random_adapter(ranks, ours.config).save_pretrained(tmp_path / "ours")
-    names = [None, *map(str, range(len(LORAS[family]))), "ours"]
-    expected = {}  # first token of a prompt -> its tokens and the next ones, their logits
-    for i, name in enumerate(names):
-        model = peft.PeftModel.from_pretrained(theirs, tmp_path / name) if name else theirs
-        tokens = [i, *prompt(5 + 13 * i % 30)]
-        tokens += greedy_loop(logits_by(model), tokens, 12)
-        expected[i] = tokens, logits_by(model)(tokens)
-        if name:
-            model.unload()
-    rows = record_logits(ours)
-    engine = Engine(ours, "sarathi_serve", chunk=13, max_batch=4)
-    for name in names[1:]:
+    wrapped.load_adapter(tmp_path / "ours", "ours")
+    engine = Engine(ours, "sarathi_serve", chunk=13, max_batch=3)
+    names = ["default", "ours"]
+    for tokens, name in zip(prompts[1:], names):
+        wrapped.set_adapter(name)
+        expected.append(greedy_loop(logits_by(wrapped), tokens, 12))
         engine.add_adapter(name, tmp_path / name)
-    outputs = engine.generate([tokens[:-12] for tokens, _ in expected.values()], 12, names)
-    assert outputs == [tokens[-12:] for tokens, _ in expected.values()]
-    for known, logits in rows:
-        tokens, their_logits = expected[known[0]]
-        close(logits, their_logits[len(known) - 1])
-    tensors = load_file(tmp_path / "0/adapter_model.safetensors")
-    embedding, = (name for name in tensors if re.search("embed_tokens|wte", name))
-    edit(tmp_path / "0", tensors={embedding: tensors[embedding] + 1})
-    with pytest.raises(ValueError, match=f"{embedding}.: embeddings in an adapter are not supp"):
-        engine.add_adapter("other", tmp_path / "0")
+    assert engine.generate(prompts, 12, [None, *names]) == expected
+    tensors = load_file(tmp_path / "default/adapter_model.safetensors")
+    other = {name: x + 1 for name, x in tensors.items() if re.search("embed_tokens|wte", name)}
+    edit(tmp_path / "default", tensors=other)
+    with pytest.raises(ValueError, match=f"{[*other][0]}.: embeddings in an adapter are not supp"):
+        engine.add_adapter("other", tmp_path / "default")
 
 def trained_by_peft(theirs, folder, embeddings=False, **settings):
     """Save an adapter of PEFT that is not zero to a folder, and let PEFT read it -> its model"""
@@ -912,10 +794,10 @@ PATTERNS = [
     {Q0: 6},
     {f"^model.{Q0}": 6},
     {f"base_model.model.model.{Q0}": 6},  # matches nothing
+    {f"^{Q0}": 6},  # of a model that AutoModel made
     {"layers.1.self_attn.q_proj": 5, "q_proj": 6, "self_attn.q_proj": 7},  # the first one counts
     {"proj": 6, "q": 5, "self.*_proj": 3},  # of whole names
     {"(q|down)_proj$": 6, "layers.(0|1).mlp.up_proj|self_attn.o_proj": 2},
-    {f"^{Q0}": 6},  # of a model that AutoModel made
 ]
 
 SETTINGS = [
@@ -933,7 +815,7 @@ def test_an_adapters_weights_are_pefts(tmp_path):
     theirs = transformers_model(tmp_path)
     config = GPT.from_pretrained(tmp_path).config
     targets = ["q_proj", "o_proj", "up_proj", "down_proj"]
-    for settings, base in [*product(SETTINGS, [theirs]), *product(SETTINGS[:7], [theirs.model])]:
+    for settings, base in [*product(SETTINGS, [theirs]), *product(SETTINGS[:4], [theirs.model])]:
         settings = dict(r=4, lora_alpha=12, target_modules=targets) | settings
         wrapped = trained_by_peft(base, tmp_path / "a", **settings)
         adapter = Adapter.from_pretrained(tmp_path / "a", config)
@@ -977,10 +859,9 @@ def test_names_of_an_adapters_tensors(start, end, tmp_path):
 Q = "model.layers.1.self_attn.q_proj.weight"
 A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 BAD_MODELS = {
-    "No such file .*config.json": dict(remove="config.json"),
-    "config.json does not hold settings": dict(cut="config.json"),
-    "model.safetensors does not exist": dict(remove="model.safetensors"),
-    "model.safetensors is damaged": dict(cut="model.safetensors"),
+    "No such file .*config.json": dict(files={"config.json": None}),
+    "config.json does not hold settings": dict(files={"config.json": "{"}),
+    "model.safetensors is damaged": dict(files={"model.safetensors": "{"}),
     "model_type = 'bert' is not supported, only 'gpt2' or 'llama' or": dict(
         model_type="bert", hidden_act="gelu"),
     "rope_type = 'yarn'": dict(rope_scaling={"rope_type": "yarn"}),
@@ -993,8 +874,9 @@ BAD_MODELS = {
     "model_type = None": dict(model_type=None, architectures=["GemmaForCausalLM"]),
     "num_attention_heads = 0: must be": dict(num_attention_heads=0),
     "n_kv_head = 3: must divide": dict(num_key_value_heads=3),
-    "model-1.safetensors does not exist": dict(
-        remove="model.safetensors", index={"weight_map": {Q: "model-1.safetensors"}}),
+    "model-1.safetensors does not exist": dict(files={
+        "model.safetensors": None,
+        "model.safetensors.index.json": '{"weight_map": {"a": "model-1.safetensors"}}'}),
     f"'{Q}' is missing": dict(tensors={Q: None}),
     f"'{Q}' is \\(3, 128\\).*must be \\(128, 128\\)": dict(tensors={Q: torch.ones(3, 128)}),
     f"'{Q}' is .*int32": dict(tensors={Q: torch.ones(128, 128).int()}),
@@ -1002,8 +884,6 @@ BAD_MODELS = {
     "1 surplus tensors, as 'extra'": dict(tensors={"extra": torch.ones(1)}),
 }
 BAD_ADAPTERS = {
-    f"'{A}' is missing": dict(tensors={A: None}),
-    f"'{A}' holds NaN or infinity": dict(tensors={A: torch.full((8, 128), math.nan)}),
     f"'{A}' is \\(8, 32\\).*must be \\(8, 128\\)": dict(tensors={A: torch.ones(8, 32)}),
     "z_proj.*does not fit.*q_proj": dict(tensors={A.replace("q_", "z_"): torch.ones(8)}),
     "layers.7.*does not fit.*layers 0 to 1": dict(
@@ -1012,23 +892,38 @@ BAD_ADAPTERS = {
         tensors={A.replace("model.model", "model.vision.model"): torch.ones(8, 128)}),
     "second adapter": dict(tensors={A.replace("A.", "A.b."): torch.ones(8, 128),
                                     A.replace("A.", "B.b."): torch.ones(128, 8)}),
-    "adapter_model.safetensors does not exist.*PEFT": dict(rename="adapter_model.bin"),
-    **{f"adapter_config.json: {message}": {"r": 8, "rank_pattern": {}} | settings
-       for message, settings in {
-           "r = 0: must be in 1 ..": dict(r=0),
-           "lora_alpha = inf: must be": dict(lora_alpha=math.inf, alpha_pattern={}),
-           "rank_pattern of 'q_proj' = 8.5: must be": dict(rank_pattern={"q_proj": 8.5}),
-           r"alpha_pattern: 'q_proj\(': missing \)": dict(alpha_pattern={"q_proj(": 3}),
-           r"alpha_pattern = \['q_proj'\]: must be a dictionary": dict(alpha_pattern=["q_proj"]),
-       }.items()},
+    "adapter_model.safetensors does not exist.*PEFT": dict(
+        files={"adapter_model.safetensors": None}),
+    "adapter_config.json: r = 0: must be in 1 ..": dict(r=0, rank_pattern={}),
+    "rank_pattern of 'q_proj' = 8.5: must be": dict(r=8, rank_pattern={"q_proj": 8.5}),
+    r"alpha_pattern: 'q_proj\(': missing \)": dict(alpha_pattern={"q_proj(": 3}),
+    r"alpha_pattern = \['q_proj'\]: must be a dictionary": dict(alpha_pattern=["q_proj"]),
     "lm_head.weight': embeddings in an adapter are not supported": dict(
         tensors={"base_model.model.lm_head.weight": torch.ones(61, 128)}),
     "peft_type = 'IA3' is not supported, only 'LORA'": dict(peft_type="IA3"),
-    "use_dora = True is not supported, only None or False": dict(use_dora=True),
     "of_a_later_peft = True is not supported": dict(of_a_later_peft=True),
 }
+BAD_TEXTS = {
+    "has no tokenizer.json: .*--tokens 1,2,3.*AutoTokenizer": dict(files={"tokenizer.json": None}),
+    "has no tokenizer.json: ": dict(
+        files={"tokenizer.json": None, "vocab.json": "{}"}, model_type="gpt2"),
+    "tokenizer.json is not read by the tokenizers library": dict(files={"tokenizer.json": "{}"}),
+    "template fails, --raw feeds .*only two turns": dict(files={
+        "chat_template.jinja": "{{ raise_exception('only two turns') }}"}),
+    "template fails, --raw feeds .*'append' of 'list' object is unsafe": dict(files={
+        "chat_template.jinja": "{{ messages.append(1) }}"}),
+}
+# a field that config.json has no key for
+Windowed = dataclasses.make_dataclass("Windowed", [("window", int, 0)], bases=(GPTConfig,))
+
+def save(config):
+    GPT.save_pretrained(Mock(config=config, dtype=float32), "folder")
 
 WRONG = {
+    "window = 0: is not in a config.json": lambda: save(Windowed(2, 8, 128)),
+    "shard = .0, 2.: is not in a config.json": lambda: save(replace(TINY, shard=(0, 2))),
+    "attention_bias = True: is not in a config.json of 'qwen2'":
+        lambda: save(replace(TINY, family="qwen2", attention_bias=True)),
     "unknown preset 'llama-8b': did you mean llama-7b. It must be one of tiny, gpt2":
         lambda: GPT.from_preset("llama-8b"),
     "dtype = 'int8': must be one of float32": lambda: GPT.from_preset(TINY, torch.int8),
@@ -1046,38 +941,38 @@ WRONG = {
         lambda: Engine(COST, draft=COST, spec="confidence", alpha=0.6),
 }
 
-@each("message", [*BAD_MODELS, *BAD_ADAPTERS, *WRONG])
-def test_a_bad_folder_or_argument_is_one_clear_line(message, tmp_path, monkeypatch):
-    monkeypatch.setattr(model_py, "CACHE", tmp_path)
-    if message in BAD_MODELS:
-        GPT.from_preset(TINY).save_pretrained(tmp_path)
-        edit(tmp_path, **BAD_MODELS[message])
+@each("message", [*BAD_MODELS, *BAD_ADAPTERS, *BAD_TEXTS, *WRONG])
+def test_a_bad_folder_or_argument_is_one_clear_line(message, tmp_path):
     if message in BAD_ADAPTERS:
         Adapter.random(TINY, 8).save_pretrained(tmp_path)
         edit(tmp_path, **BAD_ADAPTERS[message])
+    else:
+        GPT.from_preset(TINY).save_pretrained(tmp_path)
+        tokenizer_of("gpt2").save(str(tmp_path / "tokenizer.json"))
+        edit(tmp_path, **(BAD_MODELS | BAD_TEXTS).get(message, {}))
     with pytest.raises((ValueError, FileNotFoundError, KeyError), match=message) as raised:
         if message in BAD_MODELS:
             GPT.from_pretrained(tmp_path)
         elif message in BAD_ADAPTERS:
             Adapter.from_pretrained(tmp_path, TINY)
+        elif message in BAD_TEXTS:
+            load_tokenizer(tmp_path).chat("hi")
         else:
             WRONG[message]()
     assert "\n" not in str(raised.value)
 
 def test_only_needed_files_come_from_the_hub(tmp_path, monkeypatch):
-    weights = ["a-1.safetensors", "a-2.safetensors", "model.safetensors.index.json"]
-    others = ["a-3.safetensors", "model.bin", "README.md"]
-    settings = ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-                "vocab.txt"]
-    files = {"a": "a-1.safetensors", "b": "a-2.safetensors", "c": "a-1.safetensors"}
-    def snapshot_download(name, allow_patterns):
-        for file in (*weights, *settings, *others):
-            if any(fnmatch(file, pattern) for pattern in allow_patterns):
-                (tmp_path / file).write_text(json.dumps({"weight_map": files}))
-        return str(tmp_path)
+    shards = {"a": "a-1.safetensors", "b": "a-2.safetensors", "c": "a-1.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    snapshot_download = Mock(return_value=str(tmp_path))
     monkeypatch.setattr(model_py, "snapshot_download", snapshot_download)
     assert model_py.download.__wrapped__("owner/name") == tmp_path
-    assert {path.name for path in tmp_path.iterdir()} == {*weights, *settings}
+    first, second = (call.kwargs["allow_patterns"] for call in snapshot_download.call_args_list)
+    names = ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+             "vocab.txt", index.name, *shards.values(), "a-3.safetensors", "model.bin", "README.md"]
+    wanted = [name for name in names if any(fnmatch(name, pattern) for pattern in second)]
+    assert wanted == names[:-3] and index.name in first
 
 def test_a_name_on_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
     for name, value in dict(HF_HUB_CACHE=str(tmp_path), HF_HUB_OFFLINE=True).items():
@@ -1115,55 +1010,40 @@ def test_dtype_none_is_the_folders_if_the_machine_is_fast(tmp_path, monkeypatch)
         assert GPT.from_pretrained(tmp_path).dtype == dtype
 
 TEXTS = ["naïve café, e\u0301 東京 🙂🙃 12345  6 two  spaces\t\n\n end ", "it's WE'LL 100% ok\r\n",
-         " leading (a)", "", "a<s>special</s> <tool> b<tool>c", Path(__file__).read_text()[:9000]]
-LLAMA2_TEXT = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
-                                 decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-
-def split(pattern):
-    return splitters.Sequence([splitters.Split(tokenizers.Regex(pattern), "isolated"),
-                               splitters.ByteLevel(False, use_regex=False)])
-
-TO_BYTES = decoders.ByteLevel()
-KINDS = {  # name -> normalizer, splitter into words, decoder
-    "gpt2": (None, splitters.ByteLevel(False), TO_BYTES),
-    "llama3": (None, split(LLAMA3_SPLIT), TO_BYTES),
-    "qwen": (normalizers.NFC(), split(LLAMA3_SPLIT.replace("{1,3}", "")), TO_BYTES),
-    "llama2": (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
-               None, LLAMA2_TEXT),
-    "mistral": (None, splitters.Metaspace(prepend_scheme="first", split=False), LLAMA2_TEXT),
-}
+         " leading (a)", "", "a<s>special</s> <tool> b<tool>c"]
 
 @cache
 def tokenizer_of(name):
-    """A tokenizers.Tokenizer as a family of models has it, trained on TEXTS"""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    for part, value in zip(("normalizer", "pre_tokenizer", "decoder"), KINDS[name]):
-        if value is not None:
-            setattr(tokenizer, part, value)
+    """A small tokenizers.Tokenizer as a family of models has it. Of gpt2 bytes are characters. Of
+    llama2 bytes are for characters that have no token, and <s> begins plain texts."""
     special = ["<unk>", "<s>", "</s>"]
-    options = dict(vocab_size=600, show_progress=False)
-    tokenizer.model.unk_token = "<unk>"
-    if name in ("llama2", "mistral"):  # all but 60 characters are bytes
-        special += [f"<0x{b:02X}>" for b in range(256)]
-        options |= dict(limit_alphabet=60)
-        tokenizer.model.byte_fallback = True
+    if name == "gpt2":
+        letters = sorted(splitters.ByteLevel.alphabet())
+        merges = [("Ġ", "a"), ("i", "t"), ("Ã", "©"), ("ð", "Ł"), ("ðŁ", "Ļ")]
     else:
-        options |= dict(initial_alphabet=splitters.ByteLevel.alphabet())
-    trainer = tokenizers.trainers.BpeTrainer(special_tokens=special, **options)
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    settings = json.loads(tokenizer.to_str())  # the trainer makes bytes special: they are text
-    settings["added_tokens"] = settings["added_tokens"][:3]
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(settings))
-    tool = tokenizers.AddedToken("<tool>", lstrip=name == "qwen", rstrip=name == "gpt2")
-    tokenizer.add_tokens([tool])
-    if name in ("llama2", "mistral", "llama3"):
+        letters = [*(f"<0x{b:02X}>" for b in range(256)), *"▁é🙂", *map(chr, range(33, 127))]
+        merges = [("▁", "a"), ("▁", "▁"), ("i", "t"), ("▁", "it")]
+    vocabulary = [*special, *letters, *map("".join, merges)]
+    vocabulary = {token: id for id, token in enumerate(vocabulary)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(
+        vocabulary, merges, unk_token="<unk>", byte_fallback=name == "llama2"))
+    tokenizer.add_special_tokens(special)
+    if name == "gpt2":
+        tokenizer.pre_tokenizer = splitters.ByteLevel(False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_tokens([tokenizers.AddedToken("<tool>", rstrip=True)])
+    else:
+        tokenizer.normalizer = normalizers.Sequence([
+            normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.decoder = decoders.Sequence([
+            decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+            decoders.Strip(" ", 1, 0)])
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
             "<s> $A", special_tokens=[("<s>", 1)])
+        tokenizer.add_tokens([tokenizers.AddedToken("<tool>", lstrip=True)])
     return tokenizer
 
-@each("name", KINDS)
+@each("name", ["gpt2", "llama2"])
 def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
     theirs = tokenizers.Tokenizer.from_str(tokenizer_of(name).to_str())
     expected = [theirs.encode(text).ids for text in TEXTS]
@@ -1174,8 +1054,7 @@ def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
     assert [ours.encode(text) for text in TEXTS] == expected
     rng = random.Random(0)
     n = theirs.get_vocab_size() + 3  # a model may have more tokens than its tokenizer
-    outputs = [*expected[:-1], expected[-1][:200]]
-    outputs += [[rng.randrange(n) for _ in range(12)] for _ in range(100)]
+    outputs = expected + [[rng.randrange(n) for _ in range(12)] for _ in range(50)]
     # bytes that are a character with some neighbours and none with others
     few = ["<0xC2>", "<0xA0>", "<0x20>", "<0xF0>", "</s>", "a", "▁a", "▁", "Â", "ł", "Ġ"]
     few = [id for id in map(theirs.token_to_id, few) if id is not None]
@@ -1193,11 +1072,9 @@ def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
 
 @each("config, generation, stop", [
     (dict(eos_token_id=5), dict(eos_token_id=[1, 9]), [1, 9]),
-    (dict(eos_token_id=[5, 6]), {}, [5, 6]),
     (dict(eos_token_id=0), {}, [0]),
     (dict(model_type="llama"), {}, [2]),
     (dict(model_type="llama", eos_token_id=None), {}, []),
-    (dict(model_type="qwen2"), None, []),
     (dict(eos_token="</s>", eos_token_id=5), {}, [5, 2]),
     (dict(eos_token={"content": "</s>"}, model_type="qwen2"), {}, [2]),
 ])
@@ -1205,9 +1082,10 @@ def test_stop_tokens(config, generation, stop, tmp_path):
     tokenizer_of("gpt2").save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert load_tokenizer(tmp_path).stop == stop == model_py.stop_tokens(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.stop == stop == model_py.stop_tokens(tmp_path)
+    assert tokenizer.chat("a folder without a template") is None
 
 CHATML = """{% for message in messages %}
   {% if loop.first and message.role != 'system' %}<s>system {{ eos_token }}{% endif %}
@@ -1215,69 +1093,41 @@ CHATML = """{% for message in messages %}
 {% endfor %}
 {%- if add_generation_prompt %}<s>assistant{% endif %}"""
 CHATS = {  # settings of tokenizer_config.json; special: those of special_tokens_map.json
-    "none": {},
-    "chatml": dict(chat_template=CHATML, eos_token="</s>", bos_token=None),
-    "tokens": dict(chat_template="{{ bos_token }}{{ eos_token }}{{ messages[0].content }}",
-                   bos_token={"content": "<s>", "__type": "AddedToken"}, eos_token=None),
+    "of a file": dict(chat_template=CHATML, file="{{ messages[0]['content'] }} of the file\n"),
     "several": dict(chat_template=[dict(name="tool_use", template="no"),
-                                   dict(name="default", template=CHATML)]),
-    "options": dict(chat_template="{{ messages | tojson }}{{ messages|tojson(indent=2) }} "
-                                  "{% if tools is none %}é{% endif %}{{ strftime_now('%Y') }}"),
-    "of a map": dict(chat_template=CHATML, bos_token="<unk>", special=dict(
-        bos_token="<s>", eos_token={"content": "</s>", "lstrip": False})),
-    "of settings alone": dict(
-        chat_template=CHATML + " é <mark>", bos_token="", eos_token="<end>",
-        special=dict(additional_special_tokens=[" é", "<mark>"])),
+                                   dict(name="default", template=CHATML)],
+                    eos_token="</s>", bos_token=""),
+    "tokens and options": dict(
+        chat_template="{{ bos_token }}{{ eos_token }}{{ messages | tojson }} "
+                      "{{ messages|tojson(indent=2) }}{% if tools is none %}é{% endif %}"
+                      "{{ strftime_now('%Y') }}",
+        bos_token={"content": "<s>", "__type": "AddedToken"}, eos_token=None),
+    "of a map": dict(chat_template=CHATML + "{{ bos_token }} é <mark>", bos_token="<unk>",
+                     special=dict(bos_token="<s>", eos_token={"content": "<end>", "lstrip": False},
+                                  additional_special_tokens=[" é", "<mark>"])),
     "not of a map": dict(chat_template=CHATML, eos_token="<unk>", added_tokens_decoder={},
                          special=dict(eos_token="</s>")),
     "training": dict(chat_template="{% for m in messages %}{% generation %} {{ m.content }}\n"
                                    "{%- endgeneration %}{% break %}{% endfor %} <tool>"),
 }
-OF_FILE = "{{ messages[0]['content'] }} of the file\n"
 
-@each("file, name", [*product([None], CHATS), (OF_FILE, "tokens")])
-def test_chats_are_those_of_transformers(name, file, tmp_path):
+@each("name", CHATS)
+def test_chats_are_those_of_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers")
-    tokenizer_of("llama3").save(str(tmp_path / "tokenizer.json"))  # it adds <s> to plain texts
+    tokenizer_of("llama2").save(str(tmp_path / "tokenizer.json"))  # it adds <s> to plain texts
     settings = dict(tokenizer_class="PreTrainedTokenizerFast", add_bos_token=True) | CHATS[name]
     special = settings.pop("special", {})
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
+    if "file" in settings:
+        (tmp_path / "chat_template.jinja").write_text(settings.pop("file"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    if file:
-        (tmp_path / "chat_template.jinja").write_text(file)
     ours = load_tokenizer(tmp_path)
-    if name == "none":
-        assert ours.chat("hi") is None
-        return
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in TEXTS[:4]:
         messages = [dict(role="user", content=text)]
         assert ours.chat(text) == theirs.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False)
     assert ours.chat("<s>in a template") is None
-
-BAD_TEXTS = {  # message -> files
-    "has no tokenizer.json: .*--tokens 1,2,3.*AutoTokenizer": {"tokenizer.model": "x"},
-    "has no tokenizer.json: ": {"vocab.json": "{}", "config.json": '{"model_type": "gpt2"}'},
-    "tokenizer.json is not read by the tokenizers library": {"tokenizer.json": "{}"},
-    **{f"template fails, --raw feeds .*{reason}": {"chat_template.jinja": template}
-       for reason, template in {
-           "only two turns": "{{ raise_exception('only two turns') }}",
-           "unexpected '}'": "{{ }",
-           "'__class__' of 'str' object is unsafe": "{{ ''.__class__.__mro__ }}",
-           "'append' of 'list' object is unsafe": "{{ messages.append(1) }}",
-           "unsupported operand": "{{ 1 + messages }}"}.items()},
-}
-
-@each("message", BAD_TEXTS)
-def test_a_folder_without_text_is_one_clear_line(message, tmp_path):
-    if message.startswith("template"):
-        tokenizer_of("gpt2").save(str(tmp_path / "tokenizer.json"))
-    for name, text in BAD_TEXTS[message].items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises((ValueError, FileNotFoundError), match=message) as raised:
-        load_tokenizer(tmp_path).chat("hi")
-    assert "\n" not in str(raised.value)
 
 def test_gpt2_without_a_tokenizer_json_has_tiktokens_encoding(tmp_path, monkeypatch):
     encoding = model_py.tiktoken.Encoding(
@@ -1297,12 +1147,12 @@ def test_training_lowers_the_loss_and_the_models_are_found(tmp_path, monkeypatch
     monkeypatch.setattr(model_py, "CACHE", tmp_path)
     monkeypatch.setattr(model_py, "PRESETS", {"tiny": tiny})
     monkeypatch.setattr(model_py, "stdlib_tokens", lambda: torch.arange(4000) % 7)
-    model_py.train_tiny(steps=100, T=32)
+    model_py.train_tiny(steps=60, T=32)
     tokens = torch.arange(30) % 7
     for name, n_layer in (("tiny", 2), ("draft", 1)):
         model = load_model(name)
         assert model.config.n_layer == n_layer and load_tokenizer(name).encode("a") == [97]
-        assert F.cross_entropy(model.logits(tokens)[:-1], tokens[1:]) < 3  # at first log(257) = 5.5
+        assert F.cross_entropy(model.logits(tokens)[:-1], tokens[1:]) < 4.5  # at first log(257)
 
 # -----------------------------------------------------------------------------
 # the engine
