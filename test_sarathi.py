@@ -1299,12 +1299,11 @@ def test_training_lowers_the_loss_and_the_models_are_found(tmp_path, monkeypatch
 
 TARGET = random_model()
 COST = CostModel.roofline(TINY, "a10g")
-RANKS = {  # adapter -> {module: rank}
+ADAPTERS = {name: random_adapter(ranks) for name, ranks in {
     "q": {"self_attn.q_proj": 4},
     "ffn": {"mlp.up_proj": 3, "mlp.down_proj": 2, "self_attn.o_proj": 2},
     "all": {"self_attn.q_proj": 2, "self_attn.k_proj": 3, "mlp.gate_proj": 2},
-}
-ADAPTERS = {name: random_adapter(ranks) for name, ranks in RANKS.items()}
+}.items()}
 
 @cache
 def draft_model(noise):
@@ -1314,12 +1313,8 @@ def draft_model(noise):
     return model
 
 def mixed(names=(None,), n=6, **fields):
-    requests = []
-    for i in range(n):
-        name = names[i % len(names)]
-        tokens = prompt(3 + 11 * i % 40, i)
-        requests.append(Request(tokens, 4 + 5 * i % 17, name, **fields))
-    return requests
+    return [Request(prompt(3 + 11 * i % 40, i), 4 + 5 * i % 17, names[i % len(names)], **fields)
+            for i in range(n)]
 
 @cache
 def merged(name):
@@ -1383,11 +1378,8 @@ def check_pages(engine):
     all of running requests."""
     owners = set()
     for pool in {engine.memory.pool, engine.memory.adapter_pool}:
-        n_owned = sum(map(len, pool.tables.values()))
-        assert pool.reserve("the rest", pool.n_page - n_owned)
-        pages = np.concatenate([*pool.tables.values()])
-        assert sorted(pages - pages.min()) == list(range(pool.n_page))
-        pool.release("the rest")
+        pages = sorted(np.concatenate([pool.free, *pool.tables.values()]))
+        assert pages == [*range(pages[0], pages[0] + pool.n_page)]
         owners |= {owner for owner, pages in pool.tables.items() if len(pages)}
     running = set(engine.running)
     loaded = set(engine.memory.loaded)
@@ -1407,12 +1399,12 @@ def careless(waiting, running, now):
 
 FACTORS = {
     "scheduler": list(SCHEDULERS),
-    "chunk": [1, 7, 16, 37, 100],
+    "chunk": [5, 16, 100],
     "alloc": ["reserve", "grow"],
     "n_page": [75, 400],
     "adapters": [(None,), (None, "q"), (None, "q", "ffn", "all")],
     "draft": [None, 9.0, "ngram", 0.3],  # number: noise of a model
-    "spec": ["2", "goodput", "goodput_request", "goodput_global", "confidence"],
+    "spec": ["2", "goodput_request", "goodput_global", "confidence"],
     "temperature": [0.0, 1.0],  # of a neighbour
     "abort": [0, 4],  # step in which a neighbour is aborted, if not 0
     "lora": ["batched", "bmm", "merge"],
@@ -1461,7 +1453,7 @@ def serve_case(case, requests):
 @each("scheduler", SCHEDULERS)
 def test_greedy_tokens_equal_the_naive_loop(scheduler):
     preemptions = 0
-    accepted = Counter()
+    accepted = 0
     for case in CASES:
         if case["scheduler"] == scheduler:
             requests = mixed(case["adapters"])
@@ -1469,45 +1461,41 @@ def test_greedy_tokens_equal_the_naive_loop(scheduler):
             check_tokens(requests)
             preemptions += n_preempted(engine)
             if engine.speculator:
-                accepted[case["draft"]] += engine.speculator.n_accepted
-    assert preemptions > 0 and accepted.total() > 5
+                accepted += engine.speculator.n_accepted
+    assert preemptions > 0 and accepted > 2
+
+class Careless(sarathi.PrefillFirst):
+    """A scheduler may change the lists that it gets."""
+    calls = None
+
+    def admit(self, running, waiting):
+        started = [*waiting]
+        running.clear()
+        waiting.clear()
+        return started
+
+    def plan(self, requests):
+        self.calls.append(len(requests))
+        plan = super().plan(requests)
+        requests.clear()
+        return plan
 
 def test_plan_is_called_once_per_step():
     """The pool has room for two requests. A third starts when pages are released."""
     requests = [Request(prompt(10, i), n) for i, n in enumerate((3, 6, 4, 2))]
-    calls = []
-    scheduler = sarathi.PrefillFirst()
-    plan_of = scheduler.plan
-    admit_of = scheduler.admit
-
-    def counted_plan(requests):
-        calls.append(len(requests))
-        plan = plan_of(requests)
-        requests.clear()  # a scheduler may change the lists that it gets
-        return plan
-
-    def careless_admit(running, waiting):
-        started = [*admit_of(running, waiting)]
-        running.clear()
-        waiting.clear()
-        return started
-    scheduler.plan = counted_plan
-    scheduler.admit = careless_admit
-    engine = start(TARGET, requests, scheduler, max_batch=4, n_page=30)
-    run = engine.run()
+    engine = start(TARGET, requests, Careless(), max_batch=4, n_page=30)
+    engine.scheduler.calls = calls = []
+    assert engine.run().requests == [requests[i] for i in (0, 1, 2, 3)]
     check_tokens(requests)
     assert calls == [2] * 7 + [1, 1]
-    assert run.figures["requests"] == 4 and len(run.ttfts) == 4
-    for length in (8, 8, 2):
-        id = engine.add(Request(prompt(10), length))
+    ids = []
+    for length in (8, 8, 2):  # the second one has no room, and blocks the third
+        ids.append(engine.add(Request(prompt(10), length)))
         engine.step()
-    # the second one had no room, and blocks the third
-    assert calls[9:] == [1, 1, 1]
-    assert len(engine.running) == 1
-    engine.abort(id - 1)
+    assert calls[9:] == [1, 1, 1] and [request.id for request in engine.running] == ids[:1]
+    engine.abort(ids[1])
     engine.step()
-    assert calls[12:] == [2]
-    assert engine.requests[id].state == "running"
+    assert calls[12:] == [2] and engine.requests[ids[2]].state == "running"
 
 def loaded_in(engine):
     """The names of loaded adapters, the least recently used first"""
@@ -1522,11 +1510,6 @@ def test_the_least_recently_used_adapter_is_evicted():
         engine.generate([[1, 2]], 3, name)
         loaded.append("".join(sorted(loaded_in(engine))))
     assert loaded == ["a", "ab", "abc", "abc", "abc", "acd", "acd"]
-    for request in (Request([1] * 10, 10), Request([1], 1, "b")):
-        engine.add(request)
-    engine.step()  # the least recently used one makes room for that of the next request
-    assert loaded_in(engine) == ["b"]
-    engine.run()
     engine.generate([[1] * 10], 19)  # a request needs all pages but one
     assert not engine.memory.loaded
     engine = start(TARGET, [], adapters=adapters, max_batch=2, n_page=2 * 8 + 40)
@@ -1595,20 +1578,15 @@ def slow_copies(monkeypatch):
 def test_requests_with_the_same_adapter_share_its_sites():
     """Rows of an adapter stand side by side, and are one site: (first row, rows). Nine rows of
     decodes are multiplied like a chunk's."""
-    engine = start(TARGET, [], max_batch=20, n_page=2000)
-    feeds = []
-    for name, n in [("q", 1), (None, 1), ("all", 2), ("q", 8), ("all", 9), ("q", 20), (None, 30)]:
-        request = Request([1] * n, adapter=name,
-                          lora_weights=engine.adapters.get(name))
-        engine.memory.pool.reserve(request, n)
-        engine.memory.acquire(request.lora_weights)
-        feeds.append(Feed(request, 0, n, 1))
-    batches = []
-    engine.runner.compute = batches.append
-    feeds, *_ = engine.runner.forward(feeds)
+    requests = [Request([1] * n, 2, name) for name, n in [
+        ("q", 1), (None, 1), ("all", 2), ("q", 8), ("all", 9), ("q", 20), (None, 30)]]
+    engine = start(TARGET, requests, "orca", max_batch=20, n_page=2000)
+    engine.step()
+    engine.runner.compute = compute = Mock()
+    feeds, _ = engine.runner.forward(engine.record[0].feeds)
     names = [feed.request.adapter for feed in feeds]
     assert names == ["q", "q", None, "all", "q", None, "all"]
-    sites = batches[0].adapters["preproj"]  # "all" has q and k
+    sites = compute.call_args.args[0].adapters["preproj"]  # "all" has q and k
     assert sites.sites[:, :2].tolist() == 2 * [[10, 2]] + [[0, 9], [12, 20]] + 2 * [[62, 9]]
     assert (sites.n_few, sites.max_rows) == (2, 20)
 
@@ -1622,10 +1600,9 @@ def test_an_adapter_takes_the_models_dtype():
     assert outputs[0] == outputs[1] != outputs[2]
 
 @each("options", [
-    dict(lora="batched", draft="ngram", spec=3),
+    dict(draft="ngram", spec=3),
     dict(lora="merge", n_page=40),
-    dict(adapter_pages=60, n_page=35),
-    dict(alloc="reserve", draft="ngram", spec=3),
+    dict(adapter_pages=60, n_page=55, alloc="reserve", draft="ngram", spec=3),
 ], ids=str)
 def test_pages_are_conserved(options, monkeypatch):
     """Requests and adapters come and go in 400 random operations, with copies in flight: every
@@ -1636,16 +1613,15 @@ def test_pages_are_conserved(options, monkeypatch):
     engine = start(TARGET, [], "sarathi_serve", adapters={}, **options)
     sources = {None: None}  # name -> that of its newest weights
     weights = {}  # request -> the same, when it was added
-    aborted = {}  # request -> its state and its output
-    requests = []
+    aborted = {}  # request -> its state then
     for _ in range(400):
         name = rng.choice("abcde")
         operation = rng.choice(["add", "add", "add_adapter", "remove", "abort", "step", "step"])
         if operation == "add" and len(engine.requests) < 8:
             tokens = prompt(rng.choice([3, 9, 20]), rng.randrange(3))
-            requests.append(Request(tokens, rng.randint(1, 12), rng.choice([*sources])))
-            engine.add(requests[-1])
-            weights[requests[-1]] = sources[requests[-1].adapter]
+            request = Request(tokens, rng.randint(1, 12), rng.choice([*sources]))
+            engine.add(request)
+            weights[request] = sources[request.adapter]
         elif operation == "add_adapter":
             sources[name] = rng.choice([*ADAPTERS])
             engine.add_adapter(name, ADAPTERS[sources[name]])
@@ -1654,21 +1630,18 @@ def test_pages_are_conserved(options, monkeypatch):
             engine.remove_adapter(name)
         elif operation == "abort" and engine.requests and rng.random() < 0.4:
             victim = rng.choice([*engine.requests.values()])
-            aborted[victim] = victim.state, [*victim.output]
+            aborted[victim] = victim.state
             engine.abort(victim.id)
         elif operation == "step":
             engine.step()
         check_pages(engine)
     engine.run()
-    for request in requests:
-        expected = naive(tuple(request.prompt), weights[request], 12)
-        assert request.output == expected[:len(request.output)], request
-        if request in aborted:
-            assert request.state == "aborted" and request.output == aborted[request][1]
-        else:
-            assert request.state == "length" and len(request.output) == request.max_new_tokens
-    states = {(state, bool(output)) for state, output in aborted.values()}
-    assert len(states) >= 2 and len(requests) > len(aborted) + 20
+    for request, source in weights.items():
+        n = len(request.output)
+        assert request.output == naive(tuple(request.prompt), source, 12)[:n], request
+        if request not in aborted:
+            assert request.state == "length" and n == request.max_new_tokens
+    assert {*aborted.values()} == {"waiting", "running"} and len(weights) > len(aborted) + 20
     assert engine.alloc == "reserve" or n_preempted(engine)
     for pool in {engine.memory.pool, engine.memory.adapter_pool}:
         assert engine.memory.make_room(pool, pool.n_page)  # adapters are idle
@@ -2606,7 +2579,7 @@ def test_sampled_speculation_is_lossless(source, rule, monkeypatch):
     assert (chance > 1e-7) == (rule == "right")  # a right rule fails once in ten million runs
     assert engine.speculator.n_accepted > 300
 
-SAMPLING = FACTORS | {"draft": [None], "spec": ["off"], "max_batch": [1, 4]}
+SAMPLING = FACTORS | {"draft": [None], "spec": ["off"], "max_batch": [1, 4], "n_page": [75]}
 
 def test_sampled_tokens_depend_on_their_seed_alone():
     """Under every scheduler, chunk, allocation, preemption and neighbour: the oracle's logits, and
