@@ -1399,7 +1399,7 @@ class Careless(sarathi.PrefillFirst):
         return started
 
     def order(self, waiting, running, now):
-        return self.admit(running, waiting)
+        return self.admit(running, waiting)[::-1]
 
     def plan(self, requests):
         self.calls.append(len(requests))
@@ -1470,13 +1470,13 @@ def test_greedy_tokens_equal_the_naive_loop():
         preemptions[case["scheduler"]] += n_preempted(engine)
         if engine.speculator:
             accepted[case["scheduler"]] += engine.speculator.n_accepted
-    assert all(preemptions[name] and accepted[name] for name in SCHEDULERS)
+    assert sum(n > 0 for n in preemptions.values()) >= 5 and min(accepted.values()) > 0
 
 def test_plan_is_called_once_per_step():
     """The pool has room for the first two requests. The third one has to wait for the end of the
     second, and blocks the last."""
     requests = [Request(prompt(10, i), n) for i, n in enumerate((3, 9, 7, 2))]
-    engine = start(TARGET, requests, Careless(), max_batch=4, n_page=32, order=Careless().order)
+    engine = start(TARGET, requests, Careless(), max_batch=4, n_page=32)
     engine.scheduler.calls = calls = []
     assert engine.run().requests == [requests[i] for i in (0, 1, 3, 2)]
     check_tokens(requests)
@@ -1676,10 +1676,17 @@ def test_a_function_that_aborts_gets_no_more_tokens():
         check_tokens(requests[1:])
         check_pages(engine)
 
-def test_engines_may_be_given_the_same_scheduler():
-    scheduler = sarathi.Sarathi()
-    engines = [Engine(COST, scheduler, chunk=chunk) for chunk in (64, 16)]
-    assert [engine.scheduler.chunk for engine in engines] == [64, 16]
+def test_engines_share_a_model_and_a_scheduler():
+    scheduler = sarathi.Orca()
+    merging = start(TARGET, [], scheduler, chunk=64, lora="merge", order=Careless().order)
+    other = start(TARGET, [], scheduler, chunk=16)
+    assert merging.scheduler.chunk == 64 and other.scheduler.chunk == 16
+    for engine in (other, merging, other, merging):
+        requests = mixed((None, "q"), 4)
+        for request in requests:
+            engine.add(request)
+        engine.run()
+        check_tokens(requests)
 
 def test_requests_start_when_they_arrive():
     arrivals = (5.0, 2.0, 2.0, 900.0, 1e9)
@@ -1764,7 +1771,7 @@ def test_preempted_requests_go_first_and_are_counted():
     assert max(ends[:6]) < min(ends[6:]) and requests[0].n_preempted == 0
     assert sarathi.Run(requests, 0.0).n_preempted == n_preempted(engine) > 0
 
-class ShortestFirst(sarathi.Scheduler):
+class ShortestFirst(sarathi.SarathiServe):
     def admit(self, running, waiting):
         waiting = self.engine.waiting
         first = min(running + waiting, key=lambda request: request.n_todo)
@@ -1772,9 +1779,6 @@ class ShortestFirst(sarathi.Scheduler):
             if request is not first:
                 self.engine.preempt(request)
         return [first] if first in waiting else []
-
-    def plan(self, requests):
-        return [(request, min(self.chunk, request.n_todo)) for request in requests]
 
 def test_a_scheduler_may_preempt():
     long, short = requests = [Request([0] * 100, 8), Request([0] * 20, 8)]
@@ -1925,7 +1929,7 @@ MISTAKES_IN_CODE = {  # message -> a method of a scheduler, policy or proposer; 
     "plans .Request.*: must be .*request, n": ("plan", lambda requests: requests),
     "plans a request twice": ("plan", lambda requests: [(requests[0], 1)] * 2),
     "plans 99 tokens of request 0: must.* 1 .. 4": ("plan", lambda requests: [(requests[0], 99)]),
-    "plans 4.0 tokens of .*: must be a whole": ("plan", lambda requests: [(requests[0], 4.0)]),
+    "plans 1.0 tokens of .*: must be a whole": ("plan", lambda requests: [(requests[0], 1.0)]),
     "plans Request.*: is not running": ("plan", lambda requests: [(Request([1]), 1)]),
     "plans nothing": ("plan", lambda requests: []),
     "Request.id=-1, 1 . 32 tokens, waiting. starts: is not": ("admit", lambda *_: [Request([1])]),
