@@ -1612,10 +1612,8 @@ def test_pages_are_conserved(options):
         check_pages(engine)
     engine.run()
     for request, source in weights.items():
-        n = len(request.output)
+        n = len(request.output) if request in aborted else request.max_new_tokens
         assert request.output == naive(tuple(request.prompt), source, 12)[:n], request
-        if request not in aborted:
-            assert request.state == "length" and n == request.max_new_tokens
     assert {*aborted.values()} == {"waiting", "running"} and len(weights) > len(aborted) + 20
     assert engine.alloc == "reserve" or n_preempted(engine)
     for pool in {engine.memory.pool, engine.memory.adapter_pool}:
