@@ -2583,21 +2583,18 @@ def test_sampled_speculation_is_lossless(source, rule, monkeypatch):
     assert (chance > 1e-7) == (rule == "right")  # a right rule fails once in ten million runs
     assert engine.speculator.n_accepted > 200
 
-SAMPLING = FACTORS | {"draft": [None], "spec": ["off"], "max_batch": [1, 4]}
-
-def test_sampled_tokens_depend_on_their_seed_alone():
-    """Under every scheduler, chunk, allocation, preemption and neighbour: the oracle's logits, and
-    a uniform number for each position"""
-    preemptions = 0
-    for case in pairwise_cover(SAMPLING)[::3]:
-        requests = mixed(case["adapters"], 6, temperature=2.0)
-        for i, request in enumerate(requests):
-            request.seed = 2**63 // (i + 1)
-            request.top_k = 9 * (i % 2)
-            request.top_p = 0.9 if i % 3 == 0 else 1.0
-        preemptions += n_preempted(serve_case(case, requests))
-        check_tokens(requests)
-    assert preemptions > 0
+@each("scheduler", SCHEDULERS)
+def test_sampled_tokens_depend_on_their_seed_alone(scheduler):
+    """Also behind preemptions: the oracle's logits, and a uniform number for each position"""
+    requests = mixed((None, "q", "ffn"), 6, temperature=2.0)
+    for i, request in enumerate(requests):
+        request.seed = 2**63 // (i + 1)
+        request.top_k = 9 * (i % 2)
+        request.top_p = 0.9 if i % 3 == 0 else 1.0
+    engine = serve(TARGET, requests, scheduler, chunk=16, max_batch=4, n_page=75, alloc="grow",
+                   cost=COST)
+    check_tokens(requests)
+    assert n_preempted(engine)
 
 def test_seeds():
     """The default is of the engine's seed and the request's id. Other seeds, other tokens."""
@@ -3070,18 +3067,16 @@ def test_only_the_next_stage_waits_for_a_message():
 
 MIXED = ("odd", None, "small")
 SHARED = [  # model, adapters of the requests, source of drafts
-    ("llama", MIXED, "ngram"),
     ("llama", MIXED, "model"),
-    ("gpt2", MIXED, None),
+    ("gpt2", MIXED, "ngram"),
     ("qwen3", MIXED, None),
-    ("preset", MIXED, None),
-    ("llama", ("replaced",), None),
+    ("preset", ("replaced",), None),
     ("llama", ("wide",), None),
 ]
 
 def serve_replaced(engine, folder):
     """Replace an adapter while the other ranks follow; its requests are recomputed -> outputs"""
-    requests = [Request(prompt(18, i), 9, "small") for i in range(3)]
+    requests = [Request(prompt(18, i), 6, "small") for i in range(3)]
     for request in requests:
         engine.add(request)
     engine.step()
@@ -3107,17 +3102,16 @@ def serve_share(folder, world, name, adapters, draft):
     spec = 3 if draft and world.rank == 0 else "off"
     engine = start(model, [], adapters=sources, chunk=20, n_page=900, draft=draft, spec=spec)
     world.n_sent = 0
-    tokens = None
-    if world.rank == 0:
-        if adapters == ("replaced",):
-            tokens = serve_replaced(engine, folder)
-        else:
-            prompts = [prompt(30 - i, i) for i in range(len(adapters))]
-            tokens = engine.generate(prompts, 11, [*adapters])
-        if world.size > 1:
-            engine.runner.tell("stop")
-    else:
+    if world.rank:
         engine.runner.follow()
+        return None, world.n_sent
+    if adapters == ("replaced",):
+        tokens = serve_replaced(engine, folder)
+    else:
+        prompts = [prompt(30 - i, i) for i in range(len(adapters))]
+        tokens = engine.generate(prompts, 6, [*adapters])
+    if world.size > 1:
+        engine.runner.tell("stop")
     return tokens, world.n_sent
 
 def run_rank(rank, n, port, folder):
@@ -3141,19 +3135,19 @@ def test_tensor_parallelism(tmp_path, n=4):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         arguments = n, s.getsockname()[1], tmp_path
-    group = torch.multiprocessing.spawn(run_rank, arguments, n, join=False, daemon=True)
+    method = "spawn" if DEVICE == "cuda" else "fork"  # a fork imports nothing again
+    group = torch.multiprocessing.start_processes(run_rank, arguments, n, False, True, method)
     deadline = time.monotonic() + 180  # far more than it takes
     while not group.join(5):
         assert time.monotonic() < deadline, "a rank hangs"
     assert len([*tmp_path.glob("*.raised")]) == n - 1
     expected = [serve_share(tmp_path, World(), *case)[0] for case in SHARED]
-    assert expected[0] == expected[1]
     for rank in (0, n - 1):
         tokens, n_bytes = zip(*torch.load(tmp_path / f"{rank}.pt"))
         assert list(tokens) == (expected if rank == 0 else [None] * len(SHARED))
-        # B = 40 tokens, h = 128, r = 64, two layers, float32 [S-LoRA §6]
-        of_model = 2 * (2 * (n - 1) * 40 * 128 // n)  # two all-reduces
-        of_adapters = 5 * (n - 1) * 40 * 64 // n
+        # B = 35 tokens, h = 128, r = 64, two layers, float32 [S-LoRA §6]
+        of_model = 2 * (2 * (n - 1) * 35 * 128 // n)  # two all-reduces
+        of_adapters = 5 * (n - 1) * 35 * 64 // n
         assert n_bytes[-1] == 2 * 4 * (of_model + of_adapters)
 
 def test_a_profile_fits_the_seconds_of_iterations(monkeypatch):
@@ -3173,56 +3167,61 @@ def test_a_profile_of_a_model_with_a_short_context():
 MISTAKES = {
     "'nowhere': must be a folder": ["--model", "nowhere"],
     "has no tokenizer.json: use --tokens": ["--prompt", "hello"],
-    "adapter 'nowhere': must be a PEFT folder": ["--adapter", "nowhere"],
     "token = 70: must be in 0 .. 60": ["--tokens", "1,70"],
     "tp = 2 needs 2 processes, .*--nproc_per_node 2": ["--tp", 2],
     "argument --tokens: '1 2': must be like 1,2,3": ["--tokens", "1 2"],
-    "spec = '3': needs a draft": ["--spec", 3],
     "--explain runs an example of its own": ["--explain", "--chunk", 8],
     "--html shows what --explain prints": ["--tokens", "1", "--html", "x.html"],
 }
 
-def test_command_line(monkeypatch, capsys, tmp_path):
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """Run sarathi.py with TARGET and these flags. -> (out, err)"""
     TARGET.save_pretrained(tmp_path)
-    ADAPTERS["ffn"].save_pretrained(tmp_path / "ffn")
-    large = Adapter.random(TINY, {module: 24 for module in TINY.modules})
-    large.save_pretrained(tmp_path / "large")
-    assert large.n_page > TINY.block_size
-    tokens = ["--tokens", ",".join(map(str, prompt(15)))]
+
     def call(flags, length=("--max-new-tokens", 12)):
         given = ["--model", tmp_path, *length, "--temperature", 0]
         monkeypatch.setattr(sys, "argv", ["sarathi.py", *map(str, given + flags)])
         sarathi.run_command_line(lambda: sarathi.generate_text(sarathi.parse_arguments()))
         return capsys.readouterr()
-    sampled = [call(tokens + ["--temperature", 2, "--seed", seed]).out for seed in (1, 1, 2)]
+    return call
+
+TOKENS = ["--tokens", ",".join(map(str, prompt(15)))]
+
+def test_command_line(call, tmp_path):
+    ADAPTERS["ffn"].save_pretrained(tmp_path / "ffn")
+    large = Adapter.random(TINY, {module: 24 for module in TINY.modules})
+    large.save_pretrained(tmp_path / "large")
+    assert large.n_page > TINY.block_size
+    sampled = [call(TOKENS + ["--temperature", 2, "--seed", seed]).out for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
-    drafts = ["--draft", tmp_path, "--spec", 3]  # of the model itself
     for name, flags in (
         (None, ["--temperature", 9, "--top-k", 1]),
         (None, ["--temperature", 9, "--top-p", 0.001]),
         ("ffn", ["--adapter", tmp_path / "ffn"]),
-        (None, drafts),
+        (None, ["--draft", tmp_path, "--spec", 3]),  # of the model itself
     ):
-        out, err = call(tokens + flags)
+        out, err = call(TOKENS + flags)
         printed = [int(token) for token in out.split()]
         assert printed == naive(tuple(prompt(15)), name, 12)
         assert re.search(r"^15 \+ 12 tokens, \d+ tokens/s, TTFT .* ms, TPOT .* ms", err, re.M)
         assert err.startswith(f"{tmp_path}, float32, ") and "1 thread" in err
     assert re.search(r"([1-9]\d*) of \1 drafts accepted", err)
-    assert len(call(tokens + ["--adapter", tmp_path / "large"]).out.split()) == 12
-    as_fit = call(tokens, []).out.split()  # by default as many as fit the context
+    assert len(call(TOKENS + ["--adapter", tmp_path / "large"]).out.split()) == 12
+    as_fit = call(TOKENS, []).out.split()  # by default as many as fit the context
     assert len(as_fit) == TINY.block_size - 15
-    end = naive(tuple(prompt(15)), None, 12)[3]
-    path = tmp_path / "generation_config.json"
-    path.write_text(json.dumps({"eos_token_id": end}))
-    assert call(tokens).out.split().index(f"{end}") == len(call(tokens).out.split()) - 1
-    path.unlink()
-    for message, flags in MISTAKES.items():
-        with pytest.raises(SystemExit) as end:
-            call(flags if flags[0] in ("--tokens", "--prompt", "--explain") else tokens + flags)
-        out, err = capsys.readouterr()
-        assert end.value.code == 2 and out == "" and "Traceback" not in err
-        assert re.search(f"^sarathi.py: .*{message}", err, re.M), err
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {as_fit[3]}}}')
+    assert call(TOKENS).out.split() == as_fit[:as_fit.index(as_fit[3]) + 1]
+
+@each("message", MISTAKES)
+def test_a_mistake_on_the_command_line_is_one_line(message, call, capsys):
+    flags = MISTAKES[message]
+    alone = flags[0] in ("--tokens", "--prompt", "--explain")
+    with pytest.raises(SystemExit, match="2"):
+        call(flags if alone else TOKENS + flags)
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    assert re.search(f"^sarathi.py: .*{message}", err, re.M), err
 
 def test_command_line_continues_a_text(monkeypatch, capsys):
     tokens = naive(tuple(b"7*7"), None, 12)
