@@ -2,7 +2,6 @@
 its interpreter and compiled for GPUs that are not here), models against transformers and PEFT,
 the engine against a naive loop, speculation by chi-square, the simulator against the engine and
 the papers, tensor parallelism in processes, command lines, and every claim of bench."""
-import codecs
 import dataclasses
 import gc
 import gzip
@@ -2249,6 +2248,7 @@ def fake_graphs(monkeypatch):
 
     @contextmanager
     def record(graph, pool):
+        assert not gc.isenabled()  # it could destroy another graph, which ends a recording
         recording.append(graph)
         yield
         recording.clear()
@@ -2399,7 +2399,7 @@ def test_random_engines_replay_graphs(unwritten_memory_is_nan, monkeypatch):
     n_eager = Counter()
     n_accepted = Counter()
     sources = {"off": None, 7: "ngram", "confidence": draft_model(0.3)}
-    for scheduler, spec in product(("sarathi", "sarathi_serve", "prefill_first", "orca"), sources):
+    for scheduler, spec in product(("sarathi_serve", "prefill_first", "orca"), sources):
         adapters = {name: adapter for name, adapter in ADAPTERS.items() if rng.random() < 0.7}
         requests = [Request(prompt(rng.choice([1, 8, 9, 30, 90])), rng.choice([1, 2, 20]),
                             rng.choice([None, *adapters])) for _ in range(6)]
@@ -2409,6 +2409,7 @@ def test_random_engines_replay_graphs(unwritten_memory_is_nan, monkeypatch):
                        max_batch=rng.choice([1, 3, 8]), alloc=rng.choice(["grow", "reserve"]),
                        n_page=n_page, draft=sources[spec], spec=spec, cost=COST)
         engine.warm()
+        assert gc.isenabled()
         graphs = {*engine.runner.graphs.graphs}
         eager.clear()
         engine.run()
@@ -2417,20 +2418,17 @@ def test_random_engines_replay_graphs(unwritten_memory_is_nan, monkeypatch):
         n_eager[scheduler] += len(eager)
         n_accepted[spec] += engine.speculator.n_accepted if engine.speculator else 0
         check_tokens(requests)
-    assert n_eager["prefill_first"] > 0 == n_eager["sarathi"] + n_eager["sarathi_serve"]
+    assert n_eager["prefill_first"] > 0 == n_eager["sarathi_serve"]
     assert min(n_accepted[spec] for spec in sources if spec != "off") > 0
 
-@each("scheduler, names, spec", [("sarathi", (None, "0"), None), ("prefill_first", ("0",), 3)])
-def test_nothing_is_compiled_while_requests_are_served(scheduler, names, spec, monkeypatch):
+@each("scheduler, spec", [("sarathi_serve", "off"), ("prefill_first", 3)])
+def test_nothing_is_compiled_while_requests_are_served(scheduler, spec, monkeypatch):
     """What Triton would compile for llama-13b's heads: a kernel again for arguments of another
     kind. Prompts of more than a chunk run without a graph."""
     triton = pytest.importorskip("triton")
     driver = Mock(get_current_device=lambda: 90)
     driver.get_current_target.return_value = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    nothing_is_computed(monkeypatch)
-    monkeypatch.setattr(kernels, "backend", lambda *_: "triton")
-    monkeypatch.setattr(model_py, "pack", lambda weight: weight)
     nothing = lambda x, weight, *_: x.new_zeros(len(x), len(weight))
     monkeypatch.setattr(model_py, "linear", nothing)
     compiled = set()
@@ -2440,48 +2438,18 @@ def test_nothing_is_compiled_while_requests_are_served(scheduler, names, spec, m
             _, kinds, others = kernel.device_caches[90][-1](*args, **options)
             compiled.add((kernel.__name__, str(kinds), str(others)))
         return run
-    monkeypatch.setattr(triton.JITFunction, "__getitem__", launch)
     fake_graphs(monkeypatch)
-    model = GPT.from_preset(GPTConfig(1, 40, 64, 32, 40, 128, 61, 2048, "llama"), bfloat16)
-    draft = sarathi.Zeros() if spec else None
-    engine = Engine(model, scheduler, max_batch=5, n_page=7000, draft=draft, spec=spec)
-    engine.add_adapter("0", Adapter.random(model.config, 20, dtype=bfloat16))
+    engine = launching_engine(launch, monkeypatch, 40, 40, 128, number=bfloat16, spec=spec, rank=20)
+    engine.scheduler = SCHEDULERS[scheduler](256)
+    engine.scheduler.start(engine)
     engine.warm()
     warm = {*compiled}
     assert len(warm) <= 16
     for i in range(15):
-        request = Request([1] * (7 + 97 * i % 900), 2 + i % 7, names[i % len(names)])
-        engine.add(request)
+        name = "adapter" if i % 2 or spec == 3 else None
+        engine.add(Request([1] * (7 + 97 * i % 900), 2 + i % 7, name))
     engine.run()
     assert compiled == warm
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="real graphs do not say when they are destroyed")
-def test_no_graph_is_destroyed_while_another_one_is_recorded(monkeypatch):
-    """That would end the recording. A dead engine in a cycle is left to Python's collector, which
-    runs whenever it may."""
-    recording = []
-    destroyed = []  # for each graph: was another one recorded?
-    alive = []
-
-    @contextmanager
-    def record(graph, pool):
-        weakref.finalize(graph, lambda: destroyed.append(bool(recording)))
-        recording.append(graph)
-        alive.clear()
-        if gc.isenabled():
-            gc.collect()
-        yield
-        recording.clear()
-    fake_graphs(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "graph", record)
-    dead = Engine(TARGET, max_batch=1)
-    dead.warm()
-    dead.itself = dead
-    alive.append(dead)
-    del dead
-    Engine(TARGET, max_batch=1).warm()
-    gc.collect()
-    assert gc.isenabled() and len(destroyed) > 1 and not any(destroyed)
 
 def test_gpus_without_triton(monkeypatch, capsys):
     """No Triton, one that is too old for it, and one for which a head is too wide"""
@@ -2615,20 +2583,18 @@ def test_seeds():
     assert 0 <= u.min() and u.max() < 1
     assert torch.histc(u, 10).std() < 60
 
-def test_the_draft_models_vocabulary_and_context_may_be_shorter():
-    """... or longer, by padding: its drafts are tokens of the target, within its own context."""
-    for config in (replace(TINY, vocab_size=50), replace(TINY, vocab_size=70),
-                   replace(TINY, block_size=32), replace(TINY, block_size=8)):
+def test_the_draft_models_context_may_be_shorter():
+    for block_size in (32, 8):
         requests = mixed([None], 8, temperature=0.0)
         sampled = Request(prompt(11), 20, temperature=1.0)
-        draft = random_model(config)
+        draft = random_model(replace(TINY, block_size=block_size))
         draft.forward = Mock(side_effect=draft.forward)
         engine = serve(TARGET, [sampled, *requests], draft=draft, chunk=20, max_batch=3, n_page=150,
                        alloc="grow")
         check_tokens(requests)
-        assert engine.speculator.n_drafted > (0 if config.block_size == 8 else 40)
+        assert engine.speculator.n_drafted > (0 if block_size == 8 else 40)
         fed = [call.args[0].positions.max() for call in draft.forward.call_args_list]
-        assert max(fed) < config.block_size
+        assert max(fed) < block_size
 
 def test_a_draft_models_cache_follows_the_targets():
     """With a forced acceptance rate the output shows wrong drafts. Those of the same model are
@@ -3027,30 +2993,25 @@ def test_a_profile_counts_every_feature_to_its_operator():
             after = profile.split(IterationStats(**{name: 1}))
             assert after[operator] > before[operator] and sum(after.values()) == approx(2.0)
 
-def test_chunks_make_smaller_bubbles():
+def test_bubbles_are_all_gaps_of_the_stages():
     cost = CostModel.roofline(preset("gpt3-175b"), "a100", tp=8, nodes=8)
-    total = {}
-    for scheduler in ("orca", "sarathi"):
-        pipeline = bench.Pipeline(cost, 8, record=[], scheduler=scheduler, max_batch=6,
-                                    n_page=25000)
-        rng = random.Random(0)
-        for n in [rng.randint(400, 2000) for _ in range(100)]:
-            pipeline.add(Request([0] * n, n // 10))
-        while pipeline.requests:
-            pipeline.step()
-        idle = 0.0
-        for stage in range(8):  # a stage does one thing at a time
-            own = [iteration for iteration in pipeline.record if iteration.stage == stage]
-            gaps = [after.start - before.end for before, after in pairwise(own)]
-            assert min(gaps) > -1e-9
-            idle += sum(gaps)
-        total[scheduler] = sum(pipeline.bubbles.values())
-        assert total[scheduler] == approx(idle) and min(pipeline.bubbles.values()) > 0
-    assert total["sarathi"] < 0.7 * total["orca"]
-    assert Engine(cost, max_batch=0).max_batch // 8 == approx(27, rel=0.15)
+    pipeline = bench.Pipeline(cost, 8, record=[], scheduler="orca", max_batch=6, n_page=25000)
+    rng = random.Random(0)
+    for n in [rng.randint(400, 2000) for _ in range(100)]:
+        pipeline.add(Request([0] * n, n // 10))
+    while pipeline.requests:
+        pipeline.step()
+    idle = 0.0
+    for stage in range(8):  # a stage does one thing at a time
+        own = [iteration for iteration in pipeline.record if iteration.stage == stage]
+        gaps = [after.start - before.end for before, after in pairwise(own)]
+        assert min(gaps) > -1e-9
+        idle += sum(gaps)
+    assert sum(pipeline.bubbles.values()) == approx(idle) and min(pipeline.bubbles.values()) > 0
 
 def test_only_the_next_stage_waits_for_a_message():
     cost = CostModel.roofline(preset("gpt3-175b"), "a100", tp=8, nodes=8)
+    assert Engine(cost, max_batch=0).max_batch // 8 == approx(27, rel=0.15)
     pipeline = bench.Pipeline(cost, 8, scheduler="orca", max_batch=1, n_page=9000)
     for n in (500, 700):
         pipeline.add(Request([0] * n, 1))
@@ -3172,13 +3133,12 @@ MISTAKES = {
     "argument --tokens: '1 2': must be like 1,2,3": ["--tokens", "1 2"],
     "--explain runs an example of its own": ["--explain", "--chunk", 8],
     "--html shows what --explain prints": ["--tokens", "1", "--html", "x.html"],
+    "chunk = 0: must be at least 1": ["--chunk", 0],
 }
 
 @pytest.fixture
 def call(monkeypatch, capsys, tmp_path):
-    """Run sarathi.py with TARGET and these flags. -> (out, err)"""
-    TARGET.save_pretrained(tmp_path)
-
+    """Run sarathi.py with these flags and the model in tmp_path. -> (out, err)"""
     def call(flags, length=("--max-new-tokens", 12)):
         given = ["--model", tmp_path, *length, "--temperature", 0]
         monkeypatch.setattr(sys, "argv", ["sarathi.py", *map(str, given + flags)])
@@ -3186,14 +3146,14 @@ def call(monkeypatch, capsys, tmp_path):
         return capsys.readouterr()
     return call
 
-TOKENS = ["--tokens", ",".join(map(str, prompt(15)))]
-
-def test_command_line(call, tmp_path):
+def test_command_line(call, capsys, tmp_path):
+    TARGET.save_pretrained(tmp_path)
     ADAPTERS["ffn"].save_pretrained(tmp_path / "ffn")
     large = Adapter.random(TINY, {module: 24 for module in TINY.modules})
     large.save_pretrained(tmp_path / "large")
     assert large.n_page > TINY.block_size
-    sampled = [call(TOKENS + ["--temperature", 2, "--seed", seed]).out for seed in (1, 1, 2)]
+    tokens = ["--tokens", ",".join(map(str, prompt(15)))]
+    sampled = [call(tokens + ["--temperature", 2, "--seed", seed]).out for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
     for name, flags in (
         (None, ["--temperature", 9, "--top-k", 1]),
@@ -3201,54 +3161,37 @@ def test_command_line(call, tmp_path):
         ("ffn", ["--adapter", tmp_path / "ffn"]),
         (None, ["--draft", tmp_path, "--spec", 3]),  # of the model itself
     ):
-        out, err = call(TOKENS + flags)
+        out, err = call(tokens + flags)
         printed = [int(token) for token in out.split()]
         assert printed == naive(tuple(prompt(15)), name, 12)
         assert re.search(r"^15 \+ 12 tokens, \d+ tokens/s, TTFT .* ms, TPOT .* ms", err, re.M)
         assert err.startswith(f"{tmp_path}, float32, ") and "1 thread" in err
     assert re.search(r"([1-9]\d*) of \1 drafts accepted", err)
-    assert len(call(TOKENS + ["--adapter", tmp_path / "large"]).out.split()) == 12
-    as_fit = call(TOKENS, []).out.split()  # by default as many as fit the context
+    assert len(call(tokens + ["--adapter", tmp_path / "large"]).out.split()) == 12
+    as_fit = call(tokens, []).out.split()  # by default as many as fit the context
     assert len(as_fit) == TINY.block_size - 15
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {as_fit[3]}}}')
-    assert call(TOKENS).out.split() == as_fit[:as_fit.index(as_fit[3]) + 1]
-
-@each("message", MISTAKES)
-def test_a_mistake_on_the_command_line_is_one_line(message, call, capsys):
-    flags = MISTAKES[message]
-    alone = flags[0] in ("--tokens", "--prompt", "--explain")
-    with pytest.raises(SystemExit, match="2"):
-        call(flags if alone else TOKENS + flags)
-    out, err = capsys.readouterr()
-    assert out == "" and "Traceback" not in err
-    assert re.search(f"^sarathi.py: .*{message}", err, re.M), err
-
-def test_command_line_continues_a_text(monkeypatch, capsys):
-    tokens = naive(tuple(b"7*7"), None, 12)
-    halves = [b"\xc3" if token % 2 else b"\xa9" for token in range(61)]
-    halves[tokens[8]] = b"\xc3"  # half a character at the end
-    def stream(prompt):
-        assert prompt == [*b"7*7"]
-        characters = codecs.getincrementaldecoder("utf-8")("replace")
-        return lambda tokens: characters.decode(b"".join(halves[token] for token in tokens),
-                                                final=not tokens)
-    tokenizer = model_py.Tokenizer(lambda text: [*text.encode()], [tokens[8]], stream,
-                                   lambda text: [*text[1:-1].encode()])
-    end = tokens.index(tokens[8]) + 1
-    expected = b"".join(halves[token] for token in tokens[:end]).decode(errors="replace")
-    line = "sarathi.py --prompt {} --temperature 0 --max-new-tokens 12 --seed 5 --chunk 2"
-    load = Mock(return_value=TARGET)
-    make = Mock(side_effect=Engine)
-    monkeypatch.setattr(sarathi, "load_model", load)
-    monkeypatch.setattr(sarathi, "load_tokenizer", lambda name: tokenizer)
-    monkeypatch.setattr(sarathi, "Engine", make)
-    for words, start in (("7*7 --raw", "7*7"), ("(7*7)", "(7*7)\n")):
-        monkeypatch.setattr(sys, "argv", f"{line.format(words)}".split())
-        sarathi.generate_text(sarathi.parse_arguments())
+    assert call(tokens).out.split() == as_fit[:as_fit.index(as_fit[3]) + 1]
+    for message, flags in MISTAKES.items():
+        with pytest.raises(SystemExit, match="2"):
+            call(flags if flags[0] in ("--tokens", "--prompt", "--explain") else tokens + flags)
         out, err = capsys.readouterr()
+        assert out == "" and "Traceback" not in err
+        assert re.search(f"^sarathi.py: .*{message}", err, re.M), err
+
+def test_command_line_continues_a_text(call, tmp_path):
+    model = random_model(replace(TINY, vocab_size=610))
+    model.save_pretrained(tmp_path)
+    tokenizer_of("gpt2").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("({{ messages[0].content }})")
+    tokenizer = load_tokenizer(tmp_path)
+    for flags, fed, start in ((["--raw"], "7*7", "7*7"), ([], "(7*7)", "7*7\n")):
+        prompt = tokenizer.encode(fed)
+        text_of = tokenizer.stream(prompt)
+        expected = text_of(greedy_loop(model.logits, prompt, 12)) + text_of([])
+        out, err = call(["--prompt", "7*7", *flags])
         assert out == f"{start}{expected}\n"
         assert ("chat template; --raw" in err) == (start != "7*7")
-    assert "é" in expected and load.call_args.args[3] == 5 and make.call_args.args[2] == 2
 
 def arguments(words=""):
     return bench.parse_arguments(words.split())
