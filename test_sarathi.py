@@ -2633,17 +2633,15 @@ def test_forced_acceptance_is_like_coins(tree, alpha):
 
 @each("draft, spec, B", [("ngram", "goodput", 16), (SMALL, "goodput_request", 4)])
 def test_drafts_that_do_not_pay_are_hardly_tried_until_they_do(draft, spec, B):
-    """Finding out that they are wrong takes less than 1 % of the time. That they become right is
-    noticed: later requests get as many as in an engine that saw no wrong one [SmartSpec §4.4]."""
+    """Finding out that they are wrong takes less than 1 % of the time; a draft model is spared the
+    prompts, but for 16 of 128 [SmartSpec §5]. That they become right is noticed: later requests get
+    as many as in an engine that saw no wrong one [SmartSpec §4.4]."""
     def serve_jobs(engine, n, rate):
-        """-> seconds"""
-        before = engine.now
         rng = random.Random(0)
         for _ in range(n):
             prompt = [0] * rng.randint(20, 90)
             engine.add(Request(prompt, rng.randint(30, 90), alpha=rate))
-        engine.run()
-        return engine.now - before
+        return engine.run()
 
     def engine_of(spec):
         return Engine(VLLM, max_batch=B, n_page=B * 200, draft=draft, spec=spec, alpha=0.02)
@@ -2651,7 +2649,10 @@ def test_drafts_that_do_not_pay_are_hardly_tried_until_they_do(draft, spec, B):
     engine.speculator.acceptance = 0.02  # it is no news that they are wrong
     if draft is SMALL:
         engine.speculator.proposer.idle_share = 1.0
-    assert serve_jobs(engine, 12 * B, 0.02) < 1.01 * serve_jobs(without, 12 * B, 0.02)
+    run = serve_jobs(engine, 12 * B, 0.02)
+    assert run.seconds < 1.01 * serve_jobs(without, 12 * B, 0.02).seconds
+    spared = [request.id for request in run.requests if not request.notes.get("n_past")]
+    assert draft == "ngram" or sorted(spared) == [*range(16, 48)]
     serve_jobs(engine, 120, 0.9)
     before = engine.speculator.n_drafted
     for one in (engine, fresh):
@@ -2727,7 +2728,7 @@ def test_the_simulator_plans_as_the_engine(scheduler, options):
     records = []
     for model, small in ((TARGET, draft_model(0.3)), (COST, CostModel.roofline(TINY, "h200"))):
         draft = {"zeros": sarathi.Zeros(), "model": small}.get(options.get("draft"))
-        requests = mixed([None, *ADAPTERS], 12, arrival=0.0)
+        requests = mixed([None, *ADAPTERS], 8, arrival=0.0)
         engine = serve(model, requests, scheduler, chunk=20, max_batch=4, cost=COST,
                        **dict(options, draft=draft))
         records.append([rows_of(engine, place) for place in range(4)])
@@ -2828,18 +2829,6 @@ def test_an_oracle_drafts_what_will_be_accepted():
     requests = equal_requests(4, 30, 60)
     engine = serve(A100, requests, spec="oracle", alpha=0.6, draft="ngram")
     assert engine.speculator.n_accepted == engine.speculator.n_drafted > 0
-
-def test_a_draft_model_that_does_not_pay_is_spared_the_prompts():
-    """If most decodes get no drafts, new requests never get any [SmartSpec §5], but for 16 of 128:
-    so that a change would be noticed."""
-    requests = equal_requests(140, 300, 40)
-    engine = start(A100, requests, max_batch=4, n_page=4000, draft=A6000, spec="goodput", alpha=0.5)
-    past = {}  # as of the first token
-    engine.run(lambda event: past.setdefault(event.request, event.request.notes.get("n_past", 0)))
-    past = [past[request] for request in requests]
-    assert past[:4] == [300] * 4
-    assert past[16:] == [0] * 112 + [300] * 12
-    assert engine.speculator.n_drafted == 0
 
 class Linear(CostModel):
     """All chunks are nearly as good for autopilot."""
