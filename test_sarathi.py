@@ -2504,9 +2504,8 @@ def test_graphs_change_no_operator(unwritten_memory_is_nan, monkeypatch):
     fake_graphs(monkeypatch)
     monkeypatch.setattr(kernels, "SPLIT_PROGRAMS", (32, 16))
     requests = mixed((None, "q"), 2)
-    engine = serve(TARGET, requests, chunk=16, max_batch=2, draft="ngram", spec=2)
+    serve(TARGET, requests, chunk=16, max_batch=2, draft=sarathi.Zeros(), spec=2)
     check_tokens(requests)
-    assert engine.speculator.n_drafted > 0
 
 # -----------------------------------------------------------------------------
 # speculation
