@@ -2503,7 +2503,7 @@ def test_out_of_memory_is_one_line(capsys):
 def test_graphs_change_no_operator(unwritten_memory_is_nan, monkeypatch):
     fake_graphs(monkeypatch)
     monkeypatch.setattr(kernels, "SPLIT_PROGRAMS", (32, 16))
-    requests = mixed((None, "q"), 2)
+    requests = [Request(prompt(3), 4), Request(prompt(14), 4, "q")]
     serve(TARGET, requests, chunk=16, max_batch=2, draft=sarathi.Zeros(), spec=2)
     check_tokens(requests)
 
