@@ -2180,7 +2180,7 @@ def test_gpus_without_triton(monkeypatch, capsys):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         for module in (kernels, sarathi):
             monkeypatch.setattr(module, "has_triton", lambda: present)
-        line = kernels.describe(Mock(is_cuda=True, is_cpu=False, device=device))
+        line = kernels.describe(Mock(is_cuda=True, is_cpu=False, device=device, dtype=bfloat16))
         assert line == ("Triton, a GPU" if device == "cuda:2" else "torch, a GPU")
         assert model_py.pick_dtype(None, device) == (bfloat16 if capability > (8,) else float16)
         for _ in range(2):  # the line comes once
@@ -2915,12 +2915,12 @@ def fewer(make):
         return made[:1 + len(made) // 8]
     return jobs
 
-SMALL = {"tng": "--lengths 64", "attainment": "--schedulers prefill_first,sarathi"}
+SMALL_FLAGS = {"tng": "--lengths 64", "attainment": "--schedulers prefill_first,sarathi"}
 
 @cache
 def small_rows(name):
     """An experiment at its smallest, simulated: {(panel, series, x): row}"""
-    words = f"{name} --size small {SMALL.get(name, '')}"
+    words = f"{name} --size small {SMALL_FLAGS.get(name, '')}"
     with pytest.MonkeyPatch.context() as patch:
         for make in ("gamma_jobs", "zipf_jobs"):
             patch.setattr(bench, make, fewer(getattr(bench, make)))
