@@ -2078,7 +2078,7 @@ def test_graphs_for_a_larger_rank_or_batch(monkeypatch):
 def test_prompts_of_users_fit_a_small_gpu(monkeypatch):
     """A batch of them takes half of the memory: experiments may hold two caches."""
     place = tiny_place()
-    place.args.model = "tiny"  # no larger one instead
+    monkeypatch.setattr(place.args, "model", "tiny")  # no larger one instead
     monkeypatch.setattr(GPT, "free_memory", lambda *_: 9e5)
     monkeypatch.setattr(bench, "LONG", 9.0)
     real, P = bench.long_prompts(place)
