@@ -1347,6 +1347,18 @@ def loaded_in(engine):
     names = {adapter: name for name, adapter in engine.adapters.items()}
     return [names[adapter] for adapter in engine.memory.loaded]
 
+@each("end", [lambda memory, adapter: memory.evict(adapter), lambda memory, _: memory.clear()])
+def test_pages_are_free_when_the_copy_to_them_is_done(end):
+    engine = Engine(COST)
+    engine.add_adapter("a", 8)
+    memory = engine.memory
+    memory.acquire(engine.adapters["a"])
+    memory.release_adapter(engine.adapters["a"])
+    done, = memory.loaded.values()
+    assert engine.now < done
+    end(memory, engine.adapters["a"])
+    assert engine.now == done and not memory.loaded
+
 def test_the_least_recently_used_adapter_is_evicted():
     adapters = {name: copy(ADAPTERS["q"]) for name in "abc"}  # of eight pages
     engine = start(TARGET, [], adapters=adapters, max_batch=2, n_page=2 * 8 + 40)
