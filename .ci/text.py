@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 AHEAD = 5  # names that sarathi.py uses more than one section before they are defined
-LESSON = {"sarathi.py": 960, "model.py": 250, "kernels.py": 400}  # lines without those to skip
+LESSON = {"sarathi.py": 950, "model.py": 250, "kernels.py": 400}  # lines without those to skip
 README = {"lines": 220, "words": 2000, "numbers": 150}
 
 def sections(text):
