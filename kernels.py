@@ -20,7 +20,8 @@ adapter [S-LoRA §5.1]. A page table lists the pages of a request in the order o
 A change of attention meets attention_ref, _attention_kernel, attend, attend_chunk, causal_softmax,
 attend_chunk_torch here, GPT.forward_ref in model.py, CostModel.stats in sarathi.py; one of the
 cache's layout rotate_write, adapter_rows, the kernels of adapters, GPT.new_cache, Adapter.write;
-one of its dtype, say 8 bits, GPT.new_cache and page_bytes alone: the definitions in torch then run.
+one of its dtype, say float8 without adapters, GPT.new_cache and page_bytes alone: then the
+definitions in torch run.
 """
 
 # ---- imports, and two settings of the process (to skip)
@@ -247,14 +248,14 @@ def runs_triton(device):
     no tensor cores, and take more shared memory than there is."""
     return has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
 
-DTYPES = torch.float32, torch.bfloat16, torch.float16  # that the kernels compute with
-
-def backend(x):
-    """Where an operator on x, or with a cache x, runs: "triton" on a GPU that runs it, and anywhere
-    in Triton's interpreter; "cpp" on a CPU for float32 and bfloat16 if there is a compiler; else
-    "torch", as for any dtype that the kernels lack."""
+def backend(x, kv=None):
+    """Where an operator on x, and a cache kv, runs: "triton" on a GPU that runs it, and anywhere in
+    Triton's interpreter; "cpp" on a CPU for float32 and bfloat16 if there is a compiler; else, and
+    if their dtypes differ, "torch"."""
+    if kv is not None and kv.dtype != x.dtype:
+        return "torch"
     on_triton = runs_triton(x.device) if x.is_cuda else INTERPRETED and has_triton()
-    if on_triton and x.dtype in DTYPES:
+    if on_triton:
         return "triton"
     if x.is_cpu and library(x.dtype) is not None:
         return "cpp"
@@ -472,7 +473,7 @@ def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps):
 def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm=None, eps=0.0):
     """qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2) float32 or None, kv (2, n_page, Hk, D),
     pages (N,), norm (2 D,) or None -> q (N, H, D), as rotate_write_ref"""
-    chosen = backend(kv)
+    chosen = backend(qkv, kv)
     if chosen == "torch":
         return rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps)
     N = len(qkv)
@@ -549,7 +550,7 @@ def attention_ref(q, kv, batch):
 
 def attention(q, kv, batch):
     """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
-    chosen = backend(kv)
+    chosen = backend(q, kv)
     if chosen == "torch":
         return attention_ref(q, kv, batch)
     out = torch.empty_like(q)
@@ -781,7 +782,7 @@ def lora_ref(y, x, kv, sites, exchange=None):
 def lora(y, x, kv, sites, exchange=None):
     """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A, for
     which a CPU falls back to plain torch"""
-    chosen = backend(kv)
+    chosen = backend(x, kv)
     if sites.way == "bmm":
         lora_bmm(y, x, kv, sites)
     elif chosen == "triton":

@@ -202,7 +202,7 @@ def test_operator_attention(n_thread, H, Hk, D, requests, dtype):
 def test_a_cache_of_another_dtype(monkeypatch):
     """The definitions serve: kernels would take its bytes for numbers of the model's dtype."""
     new_cache = GPT.new_cache
-    for number in (torch.float64, torch.float16):
+    for number in (torch.float64, torch.float16, bfloat16):
         monkeypatch.setattr(GPT, "new_cache", lambda *args: new_cache(*args).to(number))
         requests = mixed((None, "q"), 2)
         serve(TARGET, requests, chunk=16)
@@ -1800,7 +1800,8 @@ MISTAKES_IN_CODE = {  # message -> a method of a scheduler, policy or proposer; 
     "plans a request twice": ("plan", lambda requests: [(requests[0], 1)] * 2),
     "plans 99 tokens of request 0: must.* 1 .. 4": ("plan", lambda requests: [(requests[0], 99)]),
     "plans 1.5 tokens of .*: must be a whole": ("plan", lambda requests: [(requests[0], 1.5)]),
-    "plans Request.*: is not running": ("plan", lambda requests: [(Request([1]), 1)]),
+    "plans Request.*: is not a running": ("plan", lambda requests: [(Request([1]), 1)]),
+    "plans 0: is not a running request": ("plan", lambda requests: [(0, 1)]),
     "plans nothing": ("plan", lambda requests: []),
     "Request.id=-1, 1 . 32 tokens, waiting. starts: is not": ("admit", lambda *_: [Request([1])]),
     "Request.id=0, .* starts: is not waiting, or named twice":
@@ -3009,7 +3010,7 @@ def test_capacity_and_attainment_are_the_most_that_meets_targets():
             assert is_good(serve_at(rate, dict(scheduler="prefill_first"))) == good
         assert place.args.chunk == 512 and limits["sarathi"] > 2 * limit
     shares = [row.ours for row in rows if row.series == "prefill_first"][:7]
-    assert shares[0] == 1 and len({*shares}) > 4
+    assert shares[0] > 0.9 and len({*shares}) > 4
     assert all(later <= share + 0.05 for share, later in pairwise(shares))
     place.args.tbt = 1e-4
     assert [row.ours for row in EXPERIMENTS["capacity"].run(place)] == [0, 0]
@@ -3450,6 +3451,8 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("fig3 --rate 3", "--rate"),
     ("online --jobs a.csv --prompt 8", "--prompt"),
     ("online --speed 2", "--speed is of a trace"),
+    ("online --jobs a.csv --speed 2 --rate 1", "--speed has no effect on the arrivals of --rate"),
+    ("online --prompt 512..8", "argument --prompt: '512..8': must be like 8..512"),
     ("online --jobs a.csv --window 9", "window = [9]: must be like 3600..7200"),
     ("fig3 --context 4096", "--hardware"),
     ("gpu --device cpu", "torch sees no GPU"),
