@@ -740,7 +740,8 @@ def parse_config(path, settings):
     types = GPTConfig.__annotations__
     for key, value in known.items():
         name = KEYS.get(key, key)
-        if name in types and value is not None:
+        # null where a GPTConfig derives a number, as n_kv_head
+        if name in types and (value is not None or getattr(GPTConfig, name)):
             low = LEAST.get(types[name])
             found[name] = check_range(f"{path}: {key}", value, low) if low else value
     found["block_size"] = context_of(path, known, found["block_size"])

@@ -745,6 +745,10 @@ def test_settings_left_out_are_transformers_defaults(family, tmp_path):
     different = {key for key, value in FAMILIES[family].items()
                  if value is not None and theirs.get(key) != value}
     assert different <= {"use_sliding_window", "rope_theta"}
+    key = "layer_norm_epsilon" if family == "gpt2" else "rms_norm_eps"  # null: transformers refuses
+    (tmp_path / "config.json").write_text(json.dumps(theirs | {key: None}))
+    with pytest.raises(ValueError, match=f"{key} = None: must be at least"):
+        read_config(tmp_path)
 
 LORAS = {
     "llama": dict(r=20, lora_alpha=20, target_modules="all-linear"),
