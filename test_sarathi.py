@@ -8,6 +8,7 @@ import gc
 import gzip
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -2824,7 +2825,8 @@ def test_tensor_parallelism(tmp_path, n=4):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         arguments = n, s.getsockname()[1], tmp_path
-    method = "spawn" if DEVICE == "cuda" else "fork"  # a fork imports nothing again
+    multiprocessing.set_forkserver_preload([__name__])  # one process imports, the others fork it
+    method = "spawn" if DEVICE == "cuda" else "forkserver"
     group = torch.multiprocessing.start_processes(run_rank, arguments, n, False, True, method)
     deadline = time.monotonic() + 180  # far more than it takes
     while not group.join(5):
