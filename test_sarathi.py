@@ -2203,6 +2203,11 @@ def test_gpus_without_triton(monkeypatch, capsys):
         assert model_py.pick_dtype(None, device) == (bfloat16 if capability > (8,) else float16)
         for _ in range(2):  # the line comes once
             sarathi.check_gpu(device, 128)
+    monkeypatch.setattr(sarathi, "CudaGraphs", lambda runner: "graphs")
+    for number, graphs in ((bfloat16, "graphs"), (float16, None)):  # no kernels, no graphs
+        model = Mock(device=device, dtype=bfloat16, config=TINY, world=World())
+        kv = torch.empty(0, dtype=number)
+        assert sarathi.make_graphs(Mock(model=model, kv=kv)) == graphs
     with pytest.raises(ValueError, match="head_dim on a GPU = 320"):
         sarathi.check_gpu(device, 320)
     kernels.runs_triton.cache_clear()
