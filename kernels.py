@@ -28,11 +28,11 @@ definitions in torch run.
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import subprocess
 import sys
-from array import array
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -48,6 +48,7 @@ if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
     for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
         ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -82,6 +83,9 @@ def power_of_two(n):
     """The first one from n on."""
     return 1 << (n - 1).bit_length()
 
+def zeros(*shape):
+    return np.zeros(shape, np.int32)
+
 @dataclass
 class Sites:
     """Where adapters act in one operator. A site: adjacent rows of the batch with the same adapter,
@@ -109,7 +113,8 @@ class Sites:
 
 @dataclass
 class Batch:
-    """One iteration: N tokens of R requests, few rows first. All tensors are int32."""
+    """One iteration: N tokens of R requests, few rows first. All numbers are int32: arrays as the
+    host packs them, tensors for a model, see to()."""
     tokens: Tensor  # (N,), those of a request side by side
     positions: Tensor  # (N,)
     pages: Tensor  # (N,): the page to which K and V of each token are written
@@ -120,9 +125,8 @@ class Batch:
     adapters: dict = field(default_factory=dict)  # operator name -> Sites
     # the work of attention, for Triton. A tile: the numbers of its span, its first query, which
     # split of the context it reads, the number of splits, the first part of the span's output
-    tiles: Tensor = torch.empty(0, 8, dtype=torch.int32)  # (T, 8), small ones first
-    row_parts: Tensor = torch.empty(0, 2, dtype=torch.int32)  # (N, 2): first part, parts
-    n_small: int = 0  # tiles[:n_small] are small
+    small: Tensor = field(default_factory=lambda: zeros(0, 8))  # (T, 8)
+    large: Tensor = field(default_factory=lambda: zeros(0, 8))  # (T, 8)
     n_part: int = 0  # parts of the output in all; rows whose context is not split have none
 
     @cached_property
@@ -130,37 +134,51 @@ class Batch:
         """The spans as lists, as in Sites"""
         return self.spans.tolist()
 
-    # ---- to another device, and to the memory of a CUDA graph (to skip)
+    # ---- to a device, and to the memory of a CUDA graph (to skip)
 
-    def tensors(self):
-        """All tensors, the table last"""
+    def arrays(self):
+        """All but the table"""
         sites = [sites.sites for sites in self.adapters.values()]
-        return [*(getattr(self, name) for name in FIXED), *sites, self.table]
+        return [*(getattr(self, name) for name in FIXED), *sites]
 
-    def flat(self):
-        """All numbers side by side, each tensor from a multiple of 16 bytes on"""
-        return torch.cat([F.pad(x.flatten(), (0, -x.numel() % 4)) for x in self.tensors()])
+    def sizes(self):
+        """Numbers of each of the arrays, rounded up to 16 bytes"""
+        return [cdiv(math.prod(x.shape), 4) * 4 for x in self.arrays()]
+
+    def write(self, flat, sizes):
+        """Write the arrays side by side, zeros behind each up to its size, then the table. Returns
+        where it ends."""
+        end = 0
+        for x, size in zip(self.arrays(), sizes):
+            flat[end:end + x.size] = x.reshape(-1)
+            flat[end + x.size:end + size] = 0
+            end += size
+        flat[end:end + len(self.table)] = self.table
+        return end + len(self.table)
 
     def over(self, flat):
-        """The batch with its tensors in memory laid out as in flat(), the table in the rest"""
+        """The batch with views of a tensor in place of its arrays, laid out as by write()"""
         views = []
-        for x in self.tensors()[:-1]:
-            views.append(flat[:x.numel()].view(x.shape))
-            flat = flat[cdiv(x.numel(), 4) * 4:]
+        for x, size in zip(self.arrays(), self.sizes()):
+            views.append(flat[:math.prod(x.shape)].view(x.shape))
+            flat = flat[size:]
         adapters = {op: replace(sites, sites=view, table=flat)
                     for (op, sites), view in zip(self.adapters.items(), views[len(FIXED):])}
         return replace(self, table=flat, adapters=adapters, **dict(zip(FIXED, views)))
 
     def to(self, kv, H):
-        """The batch on the device of a cache, by one copy for which the CPU does not wait; for
-        Triton with the work of attention with H heads"""
+        """The batch as tensors on the device of a cache, by one copy for which the CPU does not
+        wait; for Triton with the work of attention with H heads"""
         batch = self
         if backend(kv) == "triton":
-            batch = replace(self, **attention_work(self.spans, len(self.tokens), H, kv))
-        return batch.over(send(batch.flat(), kv.device)) if kv.is_cuda else batch
+            batch = replace(self, **attention_work(self.lists, len(self.tokens), H, kv))
+        sizes = batch.sizes()
+        flat = np.empty(sum(sizes) + len(self.table), np.int32)
+        batch.write(flat, sizes)
+        return batch.over(send(torch.from_numpy(flat), kv.device))
 
-# the tensors that every Batch has, besides the table
-FIXED = "tokens positions pages spans logit_rows tiles row_parts".split()
+# the arrays that every Batch has, besides the table
+FIXED = "tokens positions pages spans logit_rows small large".split()
 
 # -----------------------------------------------------------------------------
 # sampling and verification; p: of the target model, q: of the draft model
@@ -260,6 +278,25 @@ def backend(x, kv=None):
     if x.is_cpu and library(x.dtype) is not None:
         return "cpp"
     return "torch"
+
+@lru_cache
+def side_stream(device):
+    return torch.cuda.Stream(device)
+
+def side_by_side(first, second, device):
+    """Run two functions; on a GPU what they launch runs at the same time. The first one allocates
+    nothing. Returns what the second one does."""
+    if device.type != "cuda":
+        first()
+        return second()
+    stream = torch.cuda.current_stream(device)
+    side = side_stream(device)
+    side.wait_stream(stream)
+    with torch.cuda.stream(side):
+        first()
+    result = second()
+    stream.wait_stream(side)
+    return result
 
 # ---- which operators run, in a line (to skip)
 
@@ -583,52 +620,67 @@ def load4(numbers, UNIT: tl.constexpr = 1):
 
 MOST_SPLITS = 32  # of a context
 LARGE = 64  # rows of a request from which on its tiles are large, in a batch beyond TILE rows
-SPLIT_PROGRAMS = 512, 256  # of small and large tiles; if there are fewer, contexts are split
 
 def tile_sizes(H, kv):
     """How many queries of a kv head a small and a large tile have."""
     Hk, D = kv.shape[-2:]
     large = 16
     if kv.element_size() < 4:
-        large = min(128, 16384 // max(16, power_of_two(D)))  # the accumulator fits the registers
+        large = min(64, 16384 // max(16, power_of_two(D)))  # the accumulator fits the registers
     return min(large, max(16, power_of_two(H // Hk))), large
 
-def attention_work(spans, N, H, kv, R=0):
-    """Attention of spans (R, 4) over N rows, cut into tiles, which the host does; if these are few,
-    contexts are split [flash-decoding]. R: for a CUDA graph, with as many empty tiles behind the
-    others as up to R requests with N rows may have. Returns fields of a Batch."""
-    Hk = kv.size(-2)
-    G = H // Hk
-    lists = array("i"), array("i")
-    row_parts = array("i", bytes(8 * N))
+@lru_cache
+def n_core(device):
+    """Cores of a GPU; those of an H200, if Triton runs elsewhere"""
+    is_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 132
+
+def most_splits(n_tile, is_large, kv):
+    """Into how many splits contexts are cut at most, so that n_tile tiles fill the GPU. A core runs
+    5 programs of small tiles at once: fewer are split up to 4 a core. More are split up to 16 a
+    core, because a last round of few programs takes as long as a full one."""
+    cores = n_core(kv.device)
+    n_program = max(1, n_tile * kv.size(-2))
+    wanted = 2 if is_large else 4 if n_program <= 5 * cores else 16  # programs a core
+    return max(1, min(MOST_SPLITS, wanted * cores // n_program))
+
+def attention_work(spans, N, H, kv):
+    """Attention of spans, R lists of four, in a batch of N rows, cut into tiles, which the host
+    does; if these are few, contexts are split [flash-decoding]. Returns fields of a Batch."""
+    G = H // kv.size(-2)
+    least = LARGE if N > TILE else N + 1  # rows of a request with large tiles
+    lists = []
     n_part = 0
-    most_parts = 0
-    spans = spans.tolist()
     for is_large, size in enumerate(tile_sizes(H, kv)):
-        tiles = lists[is_large]
-        n_program = SPLIT_PROGRAMS[is_large]
-        own = [span for span in spans if (span[1] >= LARGE and N > TILE) == is_large]
-        most = n_program // max(1, Hk * sum(cdiv(n * G, size) for _, n, *_ in own))
+        own = [span for span in spans if (span[1] >= least) == is_large]
+        n_tile = sum([(n * G + size - 1) // size for _, n, _, _ in own])
+        most = most_splits(n_tile, is_large, kv)
+        tiles = []
         for row, n, n_past, entry in own:
             # a split has 128 tokens or more, and four times as many as the request has rows: it
             # reads more than it leaves to combine
-            n_split = max(1, min(MOST_SPLITS, most, (n_past + n) // max(128, 4 * n)))
+            n_split = min(most, (n_past + n) // max(128, 4 * n)) or 1
             for first in range(0, n * G, size):
                 for split in range(n_split):
-                    tiles.extend((row, n, n_past, entry, first, split, n_split, n_part))
+                    tiles += row, n, n_past, entry, first, split, n_split, n_part
             if n_split > 1:
-                for i in range(row, row + n):
-                    row_parts[2 * i:2 * i + 2] = array("i", (n_part, n_split))
-                    n_part += n_split
-        if R and (N > TILE or not is_large):
-            most = (N // LARGE if is_large else R) + N * G // size
-            most = max(most, min(most * MOST_SPLITS, n_program // Hk))
-            tiles.frombytes(bytes(32 * most - 4 * len(tiles)))
-            most_parts += min(MOST_SPLITS * N, n_program * size // H)
-    tiles, row_parts = (torch.frombuffer(numbers, dtype=torch.int32)
-                        for numbers in (lists[0] + lists[1], row_parts))
-    return dict(tiles=tiles.view(-1, 8), row_parts=row_parts.view(N, 2),
-                n_small=len(lists[0]) // 8, n_part=most_parts if R else n_part)
+                n_part += n * n_split
+        lists.append(np.array(tiles, np.int32).reshape(-1, 8))
+    return dict(small=lists[0], large=lists[1], n_part=n_part)
+
+def attention_room(N, R, H, kv):
+    """The most work that up to R requests with N rows may have, as fields of a batch of padding"""
+    G = H // kv.size(-2)
+    lists = []
+    n_part = 0
+    for is_large, size in enumerate(tile_sizes(H, kv)):
+        most = (N // LARGE if is_large else R) + N * G // size
+        if is_large and N <= TILE:
+            most = 0
+        room = max([n * most_splits(n, is_large, kv) for n in range(most + 1)])
+        lists.append(zeros(room, 8))
+        n_part += min(MOST_SPLITS * N, room * size // G)
+    return dict(small=lists[0], large=lists[1], n_part=n_part)
 
 @triton.jit
 def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane, scale,
@@ -682,34 +734,45 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane, scale,
         tl.store(parts + at[:, None] * D + d, acc / total[:, None], mask)
         tl.store(lse + at, top + tl.log2(total), token < n_row)
 
-@triton.jit
-def _combine_kernel(parts, lse, out, row_parts,
-                    H: tl.constexpr, D: tl.constexpr, MOST_SPLITS: tl.constexpr,
-                    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program: a head of one row, the mean of its parts with weights 2^lse."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    first = tl.load(row_parts + 2 * row).to(tl.int64)
-    n_part = tl.load(row_parts + 2 * row + 1)
-    if n_part == 0:
+@triton.jit(do_not_specialize=["n_small"])
+def _combine_kernel(parts, lse, out, small, large, n_small, SMALL: tl.constexpr,
+                    LARGE: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+                    MOST_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One program: for one head, rows of a tile whose context is split: the mean of their parts
+    with weights 2^lse. The programs of all splits share the rows of their tile."""
+    G: tl.constexpr = H // HK
+    tile = tl.program_id(0)
+    is_small = tile < n_small
+    size = tl.where(is_small, SMALL, LARGE)
+    if is_small:
+        tiles = small + 8 * tile
+    else:
+        tiles = large + 8 * (tile - n_small)
+    first_row, n_row, _, _ = load4(tiles)
+    first_query, split, n_split, first_part = load4(tiles + 4)
+    if n_split < 2:
         return
-
+    head = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)[None]
-    at = first * H + head
     every = tl.arange(0, MOST_SPLITS)
-    top = tl.max(tl.load(lse + at + every * H, every < n_part, float("-inf")), 0)
-    acc = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-    total = tl.zeros([BLOCK_S], tl.float32)
-    for start in range(0, n_part, BLOCK_S):
-        part = start + tl.arange(0, BLOCK_S)
-        cells = at + part * H
-        weight = tl.exp2(tl.load(lse + cells, part < n_part, float("-inf")) - top)
-        mask = (part < n_part)[:, None] & (d < D)
-        acc += weight[:, None] * tl.load(parts + cells[:, None] * D + d, mask, 0.0)
-        total += weight
-    mean = tl.sum(acc, 0) / tl.sum(total, 0)
-    cell = (row * H + head) * D + tl.arange(0, BLOCK_D)
-    tl.store(out + cell, mean, tl.arange(0, BLOCK_D) < D)
+    # the queries of a token are those of G heads side by side
+    first_token = tl.cdiv(first_query - head % G, G)
+    end = tl.minimum(tl.cdiv(first_query + size - head % G, G), n_row)
+    for token in range(first_token + split, end, n_split):
+        at = (first_part + token * n_split).to(tl.int64) * H + head
+        top = tl.max(tl.load(lse + at + every * H, every < n_split, float("-inf")), 0)
+        acc = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+        total = tl.zeros([BLOCK_S], tl.float32)
+        for start in range(0, n_split, BLOCK_S):
+            part = start + tl.arange(0, BLOCK_S)
+            cells = at + part * H
+            weight = tl.exp2(tl.load(lse + cells, part < n_split, float("-inf")) - top)
+            mask = (part < n_split)[:, None] & (d < D)
+            acc += weight[:, None] * tl.load(parts + cells[:, None] * D + d, mask, 0.0)
+            total += weight
+        mean = tl.sum(acc, 0) / tl.sum(total, 0)
+        cell = ((first_row + token).to(tl.int64) * H + head) * D + tl.arange(0, BLOCK_D)
+        tl.store(out + cell, mean, tl.arange(0, BLOCK_D) < D)
 
 def attention_triton(q, kv, batch, out):
     """Attention in Triton, of a batch with attention_work."""
@@ -720,25 +783,22 @@ def attention_triton(q, kv, batch, out):
     scale = D ** -0.5 * 1.4426950408889634  # exp(x) = exp2(x log2(e))
     parts = q.new_empty(batch.n_part, H, D, dtype=torch.float32)
     lse = q.new_empty(batch.n_part, H, dtype=torch.float32)  # log2 of the sum of exp(scores)
-    lists = batch.tiles[:batch.n_small], batch.tiles[batch.n_small:]
-    driver = triton.runtime.driver
-    for tiles, block_m in zip(lists, tile_sizes(H, kv)):
-        if len(tiles) == 0:
-            continue
+    block_n = max(16, min(64, 8192 // (block_d * itemsize)))  # 8 KB of keys
+    small, large = tile_sizes(H, kv)
+
+    def attend(tiles, block_m):
         is_wide = block_m >= 64
-        size = 8192  # bytes of a block of keys
-        if is_wide and not INTERPRETED and driver.active.get_current_target().arch == 90:
-            size = 16384  # more of them fit the registers of an H100
-        block_n = max(16, min(64, size // (block_d * itemsize)))
-        _attention_kernel[(len(tiles), Hk)](
-            q, kv, out, parts, lse, tiles, batch.table, kv.stride(0), scale,
-            H, Hk, D, block_m, block_n, block_d,
-            num_warps=8 if is_wide else 4,
-            num_stages=1 + 32768 // (block_n * block_d * itemsize))  # 64 KB of keys and values
+        size = 32768 if is_wide else 40960  # bytes of keys that are loaded ahead
+        if len(tiles):
+            _attention_kernel[(len(tiles), Hk)](
+                q, kv, out, parts, lse, tiles, batch.table, kv.stride(0), scale,
+                H, Hk, D, block_m, block_n, block_d, num_warps=4 if is_wide else 2,
+                num_stages=1 + size // (block_n * block_d * itemsize))
+    side_by_side(lambda: attend(batch.large, large), lambda: attend(batch.small, small), q.device)
     if batch.n_part:
-        _combine_kernel[(len(batch.row_parts), H)](
-            parts, lse, out, batch.row_parts,
-            H, D, MOST_SPLITS, 4, block_d,
+        _combine_kernel[(len(batch.small) + len(batch.large), H)](
+            parts, lse, out, batch.small, batch.large, len(batch.small),
+            small, large, H, Hk, D, MOST_SPLITS, 4, block_d,
             num_warps=max(1, block_d // 64))
 
 CHUNK_ROWS = 256  # rows of a chunk that attend in one matrix product [SARATHI Fig. 6]
@@ -779,14 +839,15 @@ def lora_ref(y, x, kv, sites, exchange=None):
                 xa = exchange(xa)[:, :rank_b]
             y[start:start + n, column:column + columns] += xa @ b.to(x.dtype)
 
-def lora(y, x, kv, sites, exchange=None):
-    """y (N, n_out) += x (N, n_in) A B in place. exchange: all-gather or all-reduce of x A, for
-    which a CPU falls back to plain torch"""
+def lora(product, x, kv, sites, exchange=None):
+    """product() + x (N, n_in) A B -> (N, n_out); product(), x W, runs beside x A on a GPU.
+    exchange: all-gather or all-reduce of x A, for which a CPU falls back to plain torch"""
     chosen = backend(x, kv)
+    if chosen == "triton" and sites.way == "batched":
+        return lora_triton(product, x, kv, sites, exchange)
+    y = product()
     if sites.way == "bmm":
         lora_bmm(y, x, kv, sites)
-    elif chosen == "triton":
-        lora_triton(y, x, kv, sites, exchange)
     elif chosen == "torch" or exchange is not None:
         lora_ref(y, x, kv, sites, exchange)
     else:
@@ -794,6 +855,7 @@ def lora(y, x, kv, sites, exchange=None):
         cpp("lora", x, y, *kv, sites.sites, sites.table, *sizes)
         if sites.n_few < len(sites.sites):
             lora_ref(y, x, kv, replace(sites, sites=sites.sites[sites.n_few:]))
+    return y
 
 def adapter_rows(plane, table, first, rank, width):
     """The rows of A or B from their pages: plane (n_page, Hk, D) -> (rank, width)"""
@@ -887,7 +949,8 @@ def _expand_kernel(y, b, xa, sites, table, width, n_module, n_part, part_step, C
         at = xa + row * width + width // n_module * module + r[None]
         v = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
         for p in tl.static_range(MOST_PARTS):
-            v += tl.load(at + p * part_step, (m < n_row) & r_mask[None] & (p < n_part), 0.0)
+            r_end = tl.where(p < n_part, rank, 0)
+            v += tl.load(at + p * part_step, (m < n_row) & (r[None] < r_end), 0.0)
         acc = tl.dot(v.to(w.dtype), w, acc, input_precision="ieee")
     at = y + row * C + first_column + i * W + k
     mask = (m < n_row) & k_mask
@@ -897,7 +960,7 @@ def _expand_kernel(y, b, xa, sites, table, width, n_module, n_part, part_step, C
 LORA_ROWS = 16, 64  # of a program: decodes [MBGMV], chunks [MBGMM]
 LORA_PARTS = 8, 4  # of the sums in x A: programs side by side
 
-def lora_triton(y, x, kv, sites, exchange):
+def lora_triton(product, x, kv, sites, exchange):
     """Programs of all sites, for as many rows, ranks and columns as the largest site has."""
     N, n_in = x.shape
     W = kv[0, 0].numel()
@@ -914,10 +977,13 @@ def lora_triton(y, x, kv, sites, exchange):
     # prompts of thousands of rows fill the GPU by themselves, and the parts take memory
     n_part = LORA_PARTS[is_chunk] if N * width <= 2**18 else 1
     xa = x.new_empty(n_part, N, width, dtype=torch.float32)
-    _shrink_kernel[(*grid, cdiv(sites.max_rank, block_r) * n_part)](
-        x, kv[0], xa, sites.sites, sites.table, width, sites.n_module, n_part, N * width,
-        n_in, W, block_m, block_r, block,
-        num_warps=warps, num_stages=5)
+
+    def shrink():
+        _shrink_kernel[(*grid, cdiv(sites.max_rank, block_r) * n_part)](
+            x, kv[0], xa, sites.sites, sites.table, width, sites.n_module, n_part, N * width,
+            n_in, W, block_m, block_r, block,
+            num_warps=warps, num_stages=5)
+    y = side_by_side(shrink, product, x.device)
     if exchange is not None:
         xa = exchange(xa.sum(0))
         width = xa.size(1)
@@ -929,6 +995,7 @@ def lora_triton(y, x, kv, sites, exchange):
         y, kv[1], xa, sites.sites, sites.table, width, sites.n_module, n_part, N * width,
         y.size(1), W, block_m, 16, block, unit, LORA_PARTS[is_chunk],
         num_warps=warps, num_stages=3)
+    return y
 
 # -----------------------------------------------------------------------------
 # C++, for CPUs (to skip): compiled when weights are packed or an operator is first used, called by

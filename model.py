@@ -191,12 +191,16 @@ class GPT:
 
     def project(self, op, i, x, batch, kv, mark):
         """x W of all rows, x A B of their adapters [S-LoRA §4.1], summed over devices [§6]"""
-        y = linear(x, *self.affine(f"{i}.{op}"))
-        mark(op)
+        def product():
+            y = linear(x, *self.affine(f"{i}.{op}"))
+            mark(op)
+            return y
         if op in batch.adapters:
             exchange = self.world.all_reduce if op in ROW_PARALLEL else self.world.all_gather
-            lora(y, x, kv, batch.adapters[op], exchange if self.world.size > 1 else None)
+            y = lora(product, x, kv, batch.adapters[op], exchange if self.world.size > 1 else None)
             mark("lora")
+        else:
+            y = product()
         if self.world.size > 1 and op in ROW_PARALLEL:
             self.world.all_reduce(y)
             mark(op)

@@ -28,7 +28,7 @@ from fnmatch import fnmatch
 from functools import cache
 from html import unescape
 from io import StringIO
-from itertools import accumulate, combinations, pairwise, product
+from itertools import accumulate, chain, combinations, pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from operator import mul
@@ -168,12 +168,14 @@ def cache_of(table, Hk, D, dtype):
     return kv
 
 def batch_of(requests):
-    """requests: "rows+n_past ...", few rows first -> N and a Batch"""
+    """requests: "rows+n_past ...", few rows first -> N and a Batch on the host"""
     sizes = [tuple(map(int, text.split("+"))) for text in requests.split()]
     starts = [0, *accumulate(rows for rows, _ in sizes)]
     entries = [[start, rows, n_past] for start, (rows, n_past) in zip(starts, sizes)]
     spans, table, n_few = place(entries, [rows + n_past for rows, n_past in sizes])
-    return starts[-1], Batch(torch.zeros(starts[-1]), None, None, spans, table, None, n_few)
+    tokens, no_rows = kernels.zeros(starts[-1]), kernels.zeros(0)
+    arrays = tokens, no_rows, no_rows, spans.numpy(), table.numpy(), no_rows
+    return starts[-1], Batch(*arrays, n_few)
 
 ATTENTION = [  # threads, heads, kv heads, head_dim, requests
     (1, 8, 1, 16, "1+0 1+15 1+16 1+31 1+32 1+4095"),
@@ -192,10 +194,9 @@ def test_operator_attention(n_thread, H, Hk, D, requests, dtype):
     N, batch = batch_of(requests)
     q = 2 * torch.randn(N + 3, H, D).to(dtype)  # three padding rows
     q[0] *= 20  # nearly all probabilities are 0
-    kv = cache_of(batch.table, Hk, D, dtype)
+    kv = cache_of(torch.from_numpy(batch.table), Hk, D, dtype)
     torch.set_num_threads(n_thread)
-    if kernels.backend(q) == "triton":
-        batch = replace(batch, **kernels.attention_work(batch.spans, N, H, kv))
+    batch = batch.to(kv, H)
     actual = kernels.attention(q, kv, batch)
     torch.set_num_threads(1)
     near(actual[:N], kernels.attention_ref(q, kv, batch)[:N])
@@ -253,9 +254,8 @@ def test_operator_lora(n_thread, W, n_in, columns, n_device, requests, dtype):
     expected = y.double()
     kernels.lora_ref(expected, x.double(), kv.double(), sites, exchange)
     for way in ("batched", "bmm")[:3 - n_device]:
-        actual = y.clone()
         torch.set_num_threads(n_thread)
-        kernels.lora(actual, x, kv, replace(sites, way=way), exchange)
+        actual = kernels.lora(y.clone, x, kv, replace(sites, way=way), exchange)
         torch.set_num_threads(1)
         near(actual, expected, expected.abs().max())
 
@@ -1957,27 +1957,18 @@ def test_after_an_exception_all_requests_wait_again(way, hook, monkeypatch):
             assert tokens == [naive(tuple(p), name, 5) for p, name in zip(prompts, names)]
             check_tokens(others)
 
-def numbers(batch):
-    """All that a CUDA graph keeps from its recording: Python's numbers and the shapes of tensors"""
-    shapes = [tensor.shape for tensor in batch.tensors()[:-1]]
-    parts = batch, *batch.adapters.values()
-    values = [value for part in parts for value in vars(part).values() if isinstance(value, int)]
-    return shapes, values
-
 def fake_graphs(monkeypatch):
     """From now on runners record CUDA graphs. A replay computes again what was recorded, and the
     outputs of all other graphs become NaN, since they share memory."""
     calls = {}  # graph -> model, batch, cache, logits, hidden states
     recording = []
-    padded = []
     forward = GPT.forward
-    pad = sarathi.CudaGraphs.pad
+    write = kernels.Batch.write
     init = sarathi.ModelRunner.__init__
 
     class Graph:
         def replay(self):
             model, batch, kv, logits, hidden = calls[self]
-            assert numbers(batch) == numbers(padded[-1])
             for *_, others, hiddens in calls.values():
                 others.fill_(math.nan)
                 hiddens.fill_(math.nan)
@@ -2003,16 +1994,16 @@ def fake_graphs(monkeypatch):
         init(runner, engine, model)
         runner.graphs = sarathi.CudaGraphs(runner)
 
-    def remembered_pad(*args):
-        padded.append(pad(*args))
-        return padded[-1]
+    def checked_write(batch, flat, sizes):
+        assert all(x.size <= size for x, size in zip(batch.arrays(), sizes, strict=True))
+        return write(batch, flat, sizes)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 1)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", record)
     monkeypatch.setattr(GPT, "forward", recorded_forward)
     monkeypatch.setattr(sarathi.ModelRunner, "__init__", init_with_graphs)
-    monkeypatch.setattr(sarathi.CudaGraphs, "pad", remembered_pad)
+    monkeypatch.setattr(kernels.Batch, "write", checked_write)
 
 @pytest.fixture
 def unwritten_memory_is_nan():
@@ -2046,33 +2037,31 @@ def test_the_work_of_attention_fits_its_graph(H, Hk, D):
     sizes = kernels.tile_sizes(H, kv)
     for N, R in product((1, 8, 128, 256, 640), (32, 640)):
         R = N if N <= kernels.TILE else min(N, R)
-        shapes = set()
+        room = kernels.attention_room(N, R, H, kv)
         for most in (1, 2, 9, N):
             rows = []
             while len(rows) < R and sum(rows) < N:
                 rows.append(min(N - sum(rows), int(rng.integers(1, most + 1))))
             starts = [0, *accumulate(rows)]
-            spans = torch.tensor([(row, n, int(rng.integers(5000)), 0)
-                                  for row, n in zip(starts, rows)], dtype=torch.int32)
+            spans = [(row, n, int(rng.integers(5000)), 0) for row, n in zip(starts, rows)]
             work = kernels.attention_work(spans, N, H, kv)
-            padded = kernels.attention_work(spans, N, H, kv, R)
-            shapes.add((padded["n_small"], len(padded["tiles"]), padded["n_part"]))
-            assert work["n_part"] <= padded["n_part"]
             done = Counter()
-            for i, (row, n, _, _, first, split, n_split, _) in enumerate(work["tiles"].tolist()):
-                size = sizes[i >= work["n_small"]]
-                done[row] += min(size, n * H // Hk - first) / n_split
-                assert first % size == 0 and split < n_split <= kernels.MOST_SPLITS
+            parts = {}
+            for key, size in zip(("small", "large"), sizes):
+                assert len(work[key]) <= len(room[key])
+                for row, n, _, _, first, split, n_split, part in work[key].tolist():
+                    done[row] += min(size, n * H // Hk - first) / n_split
+                    assert first % size == 0 and split < n_split <= kernels.MOST_SPLITS
+                    parts[row] = range(part, part + n * n_split * (n_split > 1))
             assert done == approx({row: n * H // Hk for row, n in zip(starts, rows)})
-            parts = [first + i for first, n in work["row_parts"].tolist() for i in range(n)]
-            assert sorted(parts) == [*range(work["n_part"])]
-        assert len(shapes) == 1
+            assert sorted(chain(*parts.values())) == [*range(work["n_part"])]
+            assert work["n_part"] <= room["n_part"]
 
 def test_parts_of_split_contexts_fit_the_memory_of_an_iteration():
     for name, n in product(("llama-7b", "llama-70b", "tinyllama-1.1b", "gpt2"), (256, 512, 2048)):
         c = preset(name)
         kv = torch.empty(2, 1, c.n_kv_head, c.head_dim, dtype=bfloat16)
-        n_part = kernels.attention_work(torch.zeros(0, 4), n, c.n_head, kv, 32)["n_part"]
+        n_part = kernels.attention_room(n, 32, c.n_head, kv)["n_part"]
         kept = GPT.iteration_bytes(Mock(config=c, dtype=bfloat16), n + 8, 8)
         assert 4 * n_part * c.n_head * c.head_dim < kept
 
@@ -2245,7 +2234,7 @@ def test_out_of_memory_is_one_line(capsys):
 @pytest.mark.skipif(not INTERPRETED, reason="the test above has more")
 def test_graphs_change_no_operator(unwritten_memory_is_nan, monkeypatch):
     fake_graphs(monkeypatch)
-    monkeypatch.setattr(kernels, "SPLIT_PROGRAMS", (32, 16))
+    monkeypatch.setattr(kernels, "n_core", lambda device: 8)
     requests = [Request(prompt(3), 4), Request(prompt(14), 4, "q")]
     serve(TARGET, requests, chunk=16, max_batch=2, draft=sarathi.Zeros(), spec=2)
     check_tokens(requests)
