@@ -623,11 +623,8 @@ LARGE = 64  # rows of a request from which on its tiles are large, in a batch be
 
 def tile_sizes(H, kv):
     """How many queries of a kv head a small and a large tile have."""
-    Hk, D = kv.shape[-2:]
-    large = 16
-    if kv.element_size() < 4:
-        large = min(64, 16384 // max(16, power_of_two(D)))  # the accumulator fits the registers
-    return min(large, max(16, power_of_two(H // Hk))), large
+    large = 64 if kv.element_size() < 4 else 16  # the accumulator fits the registers
+    return min(large, max(16, power_of_two(H // kv.size(-2)))), large
 
 @lru_cache
 def n_core(device):
