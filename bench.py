@@ -2239,32 +2239,31 @@ def report():
             anchor = re.sub(r"[^\w -]", "", f"{section} {heading}".lower()).replace(" ", "-")
             links.append(f"[{heading}](#{anchor})")
         contents.append(f"- {section}: {', '.join(links)}")
-    rows = sum((rows for *_, rows in results.values()), [])
-    simulated = [row for row in rows if "inside" in row and row["source"] == "simulated"]
+    claimed = [row for *_, rows in results.values() for row in rows
+               if "inside" in row and row["source"] == "simulated"]
     page = [ABOUT_RESULTS, *contents, "\nThe papers' numbers that hold, simulated:\n",
-            *count_runs(simulated), "", "\n\n".join(page), ""]
+            *count_runs(claimed), "", "\n\n".join(page), ""]
     (ASSETS / "results.md").write_text("\n".join(page), encoding="utf8")
 
 def read_results():
     """{(experiment or name of a table, machine, date): (path, facts, rows)} of the JSON files in
     assets/. One that has the name of a simulated experiment has all of its points."""
     results = {}
-    paths = ASSETS.glob("*.json")
-    for path in sorted(paths, key=lambda path: (path.stem in EXPERIMENTS, path)):
+    for path in sorted(ASSETS.glob("*.json"), key=lambda path: (path.stem in EXPERIMENTS, path)):
         parts = json.loads(path.read_text())
         for part in parts if isinstance(parts, list) else [parts]:
             facts = f"{part['date']}, commit {part['commit']}"
             found = {}
             for row in part["rows"]:
-                name = row.get("experiment") or part["experiment"]
-                machine = row.get("machine") or part["machine"]
-                at = name, machine, "" if "simulated" in machine else facts
+                own = part | row
+                date = "" if "simulated" in own["machine"] else facts
+                at = own["experiment"], own["machine"], date
                 found.setdefault(at, (path, facts, []))[-1].append(row)
             results |= found
     return results
 
 def heading_of(name, machine):
-    """Where results.md shows it: a section, and a heading."""
+    """(section, heading) in results.md"""
     if "h200" in machine.lower():
         return "On an H200", name
     what = EXPERIMENTS[name]
@@ -2284,9 +2283,8 @@ def texts_of(name, machine, path, facts, rows):
         return
     what = EXPERIMENTS[name]
     if path.stem == name:
-        picture = path.with_suffix(".png")
-        save_figure(draw(rows, what), f"{title_of(name)} {machine}", picture)
-        yield f"![{name}]({picture.name})"
+        save_figure(draw(rows, what), f"{title_of(name)} {machine}", path.with_suffix(".png"))
+        yield f"![{name}]({name}.png)"
     claimed = [row for row in rows if row["paper"] is not None]
     is_long = 0 < 3 * len(claimed) < len(rows)
     yield tables(what, claimed if is_long else rows)

@@ -3429,11 +3429,7 @@ def test_results_are_those_of_the_assets(monkeypatch, capsys, tmp_path):
     report = json.loads((ASSETS / "scoreboard.json").read_text())
     lines = [*bench.count_runs(report["rows"]), f"commit {report['commit']}", " 5.45 ", "(off)",
              *bench.misses(report["rows"]), "![capacity](capacity.png)"]
-    page = pages[0][0].decode()
-    assert [line for line in lines if line not in page] == []
-    heads = re.findall("^###? (.+)", page, re.M)  # in the papers' order, what has claims once
-    assert len(heads) == len(set(heads)) and heads.index("SARATHI: Fig. 3") < heads.index(
-        "SARATHI: Table 4") < heads.index("S-LoRA: Table 3, Fig. 5") < heads.index("Research")
+    assert [line for line in lines if line not in pages[0][0].decode()] == []
 
 def test_picture_shows_ours_and_the_papers():
     """Bars if an experiment has no x axis; if it has one, points without an x are not drawn."""
