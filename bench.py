@@ -144,12 +144,15 @@ class Experiment(NamedTuple):
     # has a line, or "picture" if they are in pictures alone
     curves: str = "panel"
     points: str = "panel"
+    section: str = ""  # of results.md, if neither a paper nor the machine decides
 
     def rows(self, place):
         """The rows as dicts, beside the papers' numbers. Of several rounds: the median, and as
         spread half the distance between the quartiles."""
         name = self.run.__name__
         claims = CLAIMS.get(name, {})
+        if not (place.simulated or place.args.experiments):
+            claims = {}  # the main job has them beside the paper's hardware, simulated
         if place.on not in (None, self.on):  # only those that name their own GPU hold here
             claims = {at: claim for at, claim in claims.items()
                       if at[1].split(", ")[-1].lower() in GPUS}
@@ -158,11 +161,13 @@ class Experiment(NamedTuple):
             texts = panel, series, f"{self.x.split()[-1]} = {x}" if x != "" else ""
             row = dict(experiment=name, what=", ".join(filter(None, texts)), at=[panel, series, x],
                        paper=None, ours=middle, spread=(high - low) / 2 or None,
-                       source="simulated" if place.simulated else "measured")
+                       source="simulated" if place.simulated else "measured",
+                       machine=place.source)
             claim = claims.get((panel, series, x))
             if claim:
                 row |= claim._asdict()
-                if place.simulated:  # what is measured here is of another model than the paper's
+                # what is measured here is of another model than the paper's
+                if place.simulated or self.only == "measured":
                     row["inside"] = claim.holds(middle)
             yield row
 
@@ -225,13 +230,13 @@ def at_rate(jobs, rate=math.inf):
 # -----------------------------------------------------------------------------
 # the main job
 
-@experiment(on=Hardware("llama-13b", "a100"), only="simulated")
+@experiment(on=Hardware("llama-13b", "a100"), only="simulated", section="What users feel")
 def users_a100(place):
     """The same as `users`, of LLaMA-13B on a simulated A100: these numbers are the same on every
     machine."""
     yield from users(place)
 
-@experiment()
+@experiment(section="What users feel")
 def users(place):
     """What users feel: the same arrivals with static batching, prefill-first and prefill in chunks
     of --chunk and, if prompts have 1,024 tokens or more, of 512. Again and again a short prompt
@@ -1497,7 +1502,7 @@ def share(place, ceilings, decodes=0, context=0, chunk=0):
     return max(computing, reading) / np.median(seconds)
 
 @experiment("", "tokens/s of prompts of 256 and outputs of 32, all counted", only="measured",
-            points="series")
+            points="series", section="Peers")
 def peers(place):
     """transformers' generate(), and PEFT's mixed batch of adapters, beside this engine. All feed
     the prompts at once."""
@@ -1812,17 +1817,17 @@ def own_first(ways):
 # -----------------------------------------------------------------------------
 # tables
 
-def tables(what, rows, with_paper=True):
+def tables(what, rows):
     """The Markdown tables of an experiment's rows: those with an x, then the others."""
     texts = []
     curves = [row for row in rows if row["at"][2] != ""]
     others = [row for row in rows if row["at"][2] == ""]
     for part, by in (curves, what.curves), (others, what.points):
         if part and by != "picture":
-            texts.append(lay_out(what, part, by, with_paper))
+            texts.append(lay_out(what, part, by))
     return "\n\n".join(texts)
 
-def lay_out(what, rows, by, with_paper):
+def lay_out(what, rows, by):
     """A table with a column for each panel or series (by), or one for all points, and behind it
     the paper's numbers, if there are some."""
     lines = defaultdict(dict)  # the other keys of points -> {(head of a column, kind): text}
@@ -1836,7 +1841,9 @@ def lay_out(what, rows, by, with_paper):
             line[column, "ours"] = "noise"
         elif row["spread"]:
             line[column, "ours"] += f" ± {float(format(row['spread'], '.2g')):g}"
-        if with_paper and row["paper"] is not None:
+        if not row.get("inside", True):
+            line[column, "ours"] += " (off)"
+        if row["paper"] is not None:
             kind = row.get("kind", "")
             kind = f"{kind} " if kind.startswith("at ") else ""
             line[column, "paper"] = kind + cell(row["paper"])
@@ -1864,7 +1871,7 @@ COLORS = {  # the same thing has the same color in every picture
     "static": "#7f7f7f", "orca": "#f5b78a", "prefill_first": "#e8583f", "sarathi": "#2a78c2",
     "sarathi_serve": "#123a73", "autopilot": "#1b9e87",
     "off": "#7f7f7f", "goodput": "#e07b2a", "oracle": "#1b9e87",
-    "prompt": "#1b9e87", "decode": "#f2c14e", "waiting": "#e4e4e4",
+    "ours": "#2a78c2", "prompt": "#1b9e87", "decode": "#f2c14e", "waiting": "#e4e4e4",
     "stall": "#e8583f", "bubble": "#e8583f"}
 
 OWN_COLORS = "#d1259b", "#6b8e23", "#8c564b", "#00a5b8"  # of what is not in COLORS
@@ -2157,15 +2164,22 @@ def scoreboard(args):
         shown = row | dict(kind=kind, inside="yes" if row["inside"] else "no")
         lines.append([shown[head] for head in heads])
     print(f"{table(heads, lines)}\n\nThe misses, and what was seen:\n")
-    for row in rows:
-        if not row["inside"]:
-            text = f"- {row['experiment']}, {row['what']}: {row['note']}"
-            print(textwrap.fill(text, 118, subsequent_indent="  "))
+    for text in misses(rows):
+        print(textwrap.fill(text, 118, subsequent_indent="  "))
     print("\nValues within 15 %, gains within 30 % of what they gain, bounds as they say. A run "
           "counts once,\nand holds if all of its rows do. A constant was fitted to those with a "
           "*:\n")
     print("\n".join(count_runs(rows)))
     return rows
+
+def misses(rows):
+    """Lines of text: the claims that do not hold, and what was seen, once if it is the same."""
+    of_note = defaultdict(list)
+    for row in rows:
+        if not row.get("inside", True):
+            of_note[row["experiment"], row["note"]].append(row["what"])
+    for (name, note), whats in of_note.items():
+        yield f"- (off) {name}, {'; '.join(whats)}: {note}"
 
 def count_runs(rows):
     """Lines of text: how many runs hold, for each paper and all, by the kind of their claims."""
@@ -2189,74 +2203,95 @@ def count_runs(rows):
 # -----------------------------------------------------------------------------
 # assets/results.md, and README's pictures
 
+SECTIONS = ("What users feel", "SARATHI", "S-LoRA", "SmartSpec", "TNG", "On a CPU", "On an H200",
+            "Research", "Peers")
+ABOUT_RESULTS = """# Results
+
+Written by `python bench.py report` from the JSON files beside this page. ±: the spread of rounds;
+noise: it is more than a quarter of the value. (off): a value is more than 15 % from the paper's, a
+gain more than 30 % of what it gains, or a bound does not hold; why stands behind the table.
+"""
+
 def report():
     """Write assets/results.md, all that the JSON files in assets/ hold, and README's pictures."""
     args = parse_arguments(["--plot", str(ASSETS)])
     place = simulate(args, EXPERIMENTS["timeline"].on)
     place.rows = [*EXPERIMENTS["timeline"].rows(place)]
     save_picture(place, "timeline", ASSETS / "timeline.png")
-    texts = ["# Results\n\nEverything that was measured or simulated, written by `python bench.py "
-             "report` from the JSON files beside this page. ±: the spread of rounds; noise: it is "
-             "more than a quarter of the value."]
-    for path in sorted(ASSETS.glob("*.json")):
+
+    results = read_results()
+    sections = {section: defaultdict(list) for section in SECTIONS}  # -> heading -> paragraphs
+    # what has claims in their order, behind other experiments; then tables that are no experiment's
+    order = {name: i for i, name in enumerate([*EXPERIMENTS, *CLAIMS])}
+    for name, machine, date in sorted(results, key=lambda at: order.get(at[0], math.inf)):
+        section, heading = heading_of(name, machine)
+        texts = sections[section][heading]
+        if not texts and name in EXPERIMENTS:
+            texts.append(f"`bench.py {name}`: {EXPERIMENTS[name].about}")
+        texts += texts_of(name, machine, *results[name, machine, date])
+    contents = []
+    page = []
+    for section, headings in sections.items():
+        page.append(f"## {section}")
+        links = []
+        for heading, texts in headings.items():
+            page += [f"### {section}: {heading}", *texts]
+            anchor = re.sub(r"[^\w -]", "", f"{section} {heading}".lower()).replace(" ", "-")
+            links.append(f"[{heading}](#{anchor})")
+        contents.append(f"- {section}: {', '.join(links)}")
+    claimed = [row for *_, rows in results.values() for row in rows
+               if "inside" in row and row["source"] == "simulated"]
+    page = [ABOUT_RESULTS, *contents, "\nThe papers' numbers that hold, simulated:\n",
+            *count_runs(claimed), "", "\n\n".join(page), ""]
+    (ASSETS / "results.md").write_text("\n".join(page), encoding="utf8")
+
+def read_results():
+    """{(experiment or name of a table, machine, date): (path, facts, rows)} of the JSON files in
+    assets/. One that has the name of a simulated experiment has all of its points."""
+    results = {}
+    for path in sorted(ASSETS.glob("*.json"), key=lambda path: (path.stem in EXPERIMENTS, path)):
         parts = json.loads(path.read_text())
-        texts.append(f"## {path.stem}")
         for part in parts if isinstance(parts, list) else [parts]:
-            facts = [f"{key} {value}" for key, value in part.items()
-                     if isinstance(value, str | int) and key != "seed"]
-            texts.append(f"[JSON]({path.name}): {'; '.join(facts)}")
-            for key, rows in part.items():
-                if isinstance(rows, list) and rows and key != "requests":
-                    texts += [f"### {key}"] * (key != "rows") + [*tables_of(rows)]
-        figure = figure_of(path.stem, parts)
-        if figure:
-            title = title_of(path.stem) if path.stem in EXPERIMENTS else ""
-            save_figure(figure, f"{title} {part['machine']}", path.with_suffix(".png"))
-            texts.append(f"![{path.stem}]({path.stem}.png)")
-    (ASSETS / "results.md").write_text("\n\n".join(texts) + "\n", encoding="utf8")
+            facts = f"{part['date']}, commit {part['commit']}"
+            found = {}
+            for row in part["rows"]:
+                own = part | row
+                date = "" if "simulated" in own["machine"] else facts
+                at = own["experiment"], own["machine"], date
+                found.setdefault(at, (path, facts, []))[-1].append(row)
+            results |= found
+    return results
 
-def tables_of(rows):
-    """Markdown: tables of experiments, or one with a column per key."""
-    if "experiment" not in rows[0]:
-        heads = [*dict.fromkeys(key for row in rows for key in row)]
-        yield table(heads, [[plain(row.get(head)) for head in heads] for row in rows])
+def heading_of(name, machine):
+    """(section, heading) in results.md"""
+    if "h200" in machine.lower():
+        return "On an H200", name
+    what = EXPERIMENTS[name]
+    cited = re.match(r"\[([\w-]+) ?(.*?)\]", what.about)
+    if what.section:
+        return what.section, name
+    if "simulated" not in machine:
+        return "On a CPU", name
+    return (cited[1], cited[2] or name) if cited else ("Research", name)
+
+def texts_of(name, machine, path, facts, rows):
+    """Paragraphs of Markdown. Of many points those that the paper has too; the curves are folded.
+    With a picture, if the asset has the experiment's name."""
+    yield f"**{machine}** ([JSON]({path.name}), {facts})"
+    if name not in EXPERIMENTS:
+        yield table([*rows[0]], [row.values() for row in rows])
         return
-    groups = defaultdict(list)
-    for row in rows:
-        groups[row["experiment"], row["source"]].append(row)
-    for (name, source), own in groups.items():
-        yield f"### {name}, {source}\n\n{EXPERIMENTS[name].about}"
-        yield tables(EXPERIMENTS[name], own)
-    if len(groups) > 9:  # the scoreboard
-        yield "\n".join(count_runs(rows))
-
-def plain(value):
-    """A value of JSON as the text of a cell."""
-    if isinstance(value, dict):
-        value = [f"{key} {plain(one)}" for key, one in value.items()]
-    return " / ".join(map(cell, value)) if isinstance(value, list) else cell(value)
-
-def figure_of(name, asset):
-    """The Figure of an asset, or None."""
-    if name in ("fig9", "slora_table3", "spec_fig1", "attainment"):
-        rows = [row for row in asset["rows"] if "five minutes" not in row["at"][0]]
-        return draw(rows, EXPERIMENTS[name])
-    if name == "capacity":
-        rows = []
-        for row in asset["rows"]:
-            panel = f"{row['gpu'].upper()}, {row['tbt']} s between tokens"
-            _, series, chunk = row["at"]
-            for x in [chunk] if chunk else (64, 2048):  # without chunks: a level
-                rows.append(row | dict(at=[panel, series, x], paper=None))
-        return draw(rows, Experiment(None, "", "chunk size, C", "requests/s"))
-    if name == "h200":
-        rows = []
-        for row in sorted(asset["iterations of llama-13b"], key=lambda row: row["ms"]):
-            kind = " and ".join(kind for kind in ("decodes", "chunk") if kind in row)
-            ratio = row["simulated_ms"] / row["ms"]
-            rows.append(dict(at=["", kind, row["ms"]], ours=ratio, paper=None))
-        return draw(rows, Experiment(None, "", "measured (ms)", "simulated over measured"))
-    return None
+    what = EXPERIMENTS[name]
+    if path.stem == name:
+        save_figure(draw(rows, what), f"{title_of(name)} {machine}", path.with_suffix(".png"))
+        yield f"![{name}]({name}.png)"
+    claimed = [row for row in rows if row["paper"] is not None]
+    is_long = 0 < 3 * len(claimed) < len(rows)
+    yield tables(what, claimed if is_long else rows)
+    yield from misses(rows)
+    if is_long:
+        curves = [row for row in rows if row["at"][2] != ""]
+        yield f"<details><summary>Points</summary>\n\n{tables(what, curves)}\n\n</details>"
 
 # -----------------------------------------------------------------------------
 # command line
@@ -2422,7 +2457,7 @@ def run_experiment(args, name, places):
                 save_picture(place, name, os.path.join(args.plot, f"{name}_{where}.png"))
 
 def show(name, group):
-    """Print an experiment's tables, of a group of Places; the paper's numbers stand in the last."""
+    """Print an experiment's tables, of a group of Places."""
     what = EXPERIMENTS[name]
     print(f"### {name}\n{textwrap.fill(what.about, 118)}")
     axes = [f"By {what.x}."] * bool(what.x) + [f"Numbers: {what.y}."] * bool(what.y)
@@ -2430,10 +2465,9 @@ def show(name, group):
         print(*axes)
     for place in group:
         source = place.source
-        with_paper = place is group[-1]
-        if with_paper and any(row["paper"] is not None for row in place.rows):
+        if any(row["paper"] is not None for row in place.rows):
             source += f"; the paper: {what.on.model} on {what.on.tp} x {what.on.gpu}"
-        text = tables(what, place.rows, with_paper)
+        text = tables(what, place.rows)
         print(f"{textwrap.fill(source, 118)}\n\n{text}\n", flush=True)
 
 def summary(args, places):
@@ -2448,7 +2482,6 @@ def summary(args, places):
         rows=sum((place.rows for place in every_place), []),
         requests=sum((place.requests for place in every_place), []),
         seed=args.seed,
-        machine="; ".join(dict.fromkeys(place.source for place in every_place)),
         torch=torch.__version__)
 
 def write_json(path, report):

@@ -3210,6 +3210,13 @@ def test_explanation_and_chunk():
     other, = bench.choose_places(arguments("table4 --hardware h200 --lengths 1024"), "table4")
     papers = {row["at"][1]: row["paper"] for row in EXPERIMENTS["table4"].rows(other)}
     assert papers == {"": None, "LLaMA-33B, A100": 1.14}  # the latter on its own hardware
+
+    def table2(place):
+        yield bench.Row("attn (ms)", 9.0, "decode-maximal")
+    for words, paper in ("", None), ("table2", 15.2):  # the main job has it beside its hardware
+        here = Mock(args=arguments(words), on=None, simulated=False, source="here")
+        row, = EXPERIMENTS["table2"]._replace(run=table2).rows(here)
+        assert (row["paper"], row["machine"]) == (paper, "here") and "inside" not in row
     place.args.chunk = 512
     names = [row["at"][1] for row in EXPERIMENTS["users"].rows(place)]
     assert [*dict.fromkeys(names)] == ["static", "prefill_first", "sarathi"]
@@ -3396,7 +3403,7 @@ def test_pieces_of_requests_and_stages(tmp_path):
 
 def test_results_are_those_of_the_assets(monkeypatch, capsys, tmp_path):
     """Another number changes the page and its picture; another picture is the same bytes."""
-    for name in ("scoreboard", "capacity", "h200", "peers_cpu", "main_cpu"):
+    for name in ("scoreboard", "capacity", "h200", "slora_table3", "peers_cpu", "main_cpu"):
         shutil.copy(ASSETS / f"{name}.json", tmp_path)
     monkeypatch.setattr(bench, "ASSETS", tmp_path)
     monkeypatch.setattr(bench, "save_picture", Mock())  # of timeline, which takes long
@@ -3407,10 +3414,11 @@ def test_results_are_those_of_the_assets(monkeypatch, capsys, tmp_path):
         (tmp_path / "capacity.json").write_text(json.dumps(capacity))
         assert command(monkeypatch, capsys, "report")[0] == 0
         pages.append([(tmp_path / name).read_bytes()
-                      for name in ("results.md", "capacity.png", "h200.png")])
+                      for name in ("results.md", "capacity.png", "slora_table3.png")])
     assert [page == other for page, other in zip(*pages)] == [False, False, True]
     report = json.loads((ASSETS / "scoreboard.json").read_text())
-    lines = [*bench.count_runs(report["rows"]), f"commit {report['commit']}", "![h200](h200.png)"]
+    lines = [*bench.count_runs(report["rows"]), f"commit {report['commit']}", " 5.45 ", "(off)",
+             *bench.misses(report["rows"]), "![capacity](capacity.png)"]
     assert [line for line in lines if line not in pages[0][0].decode()] == []
 
 def test_picture_shows_ours_and_the_papers():
@@ -3507,7 +3515,8 @@ def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
     assert any(re.match(r"\| prefill_first( +\| [0-9.]+){4} +\|$", line) for line in lines)
     report = json.loads(lines[-1])  # without the paper's numbers, which are of other hardware
     assert report["experiment"] == "fig3 timeline"
-    assert report["machine"].endswith("simulated") and re.fullmatch(r"\w*", report["commit"])
+    assert re.fullmatch(r"\w*", report["commit"])
+    assert {row["machine"] for row in report["rows"]} == {"llama-13b on 1 x a100, simulated"}
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", report["date"])
     assert all(row["paper"] is None and row["source"] == "simulated" for row in report["rows"])
     for name in ("fig3_a100.png", "timeline_a100.png"):
@@ -3586,8 +3595,8 @@ def test_online_says_who_pays(monkeypatch, capsys, tmp_path):
             speeds.append(sum(row["prompt"] + row["output"] for row in own) / end)
         assert rows["Jain", "orca"] == approx(sum(speeds) ** 2 / 3 / np.dot(speeds, speeds))
 
-def tables(name, rows, **options):
-    return bench.tables(EXPERIMENTS[name], rows, **options)
+def tables(name, rows):
+    return bench.tables(EXPERIMENTS[name], rows)
 
 def test_tables_have_the_columns_that_are_declared():
     """And a line for every other key; the paper's numbers stand behind ours."""
@@ -3596,8 +3605,8 @@ def test_tables_have_the_columns_that_are_declared():
     rows = list(small_rows("table4").values())
     own = [row | dict(ours=0.5, spread=0.015, at=[row["at"][0], "", 64]) for row in rows[:2]]
     line = tables("table4", own).splitlines()[2]
-    assert re.match(r"\| 64 +\| 0.5 ± 0.015 +\| 5.45 +\| 0.5 ± 0.015 +\| 1.33 ", line)
-    text = tables("table4", rows, with_paper=False)
+    assert re.match(r"\| 64 +\| 0.5 ± 0.015 +\| 5.45 +\| 0.5 ± 0.015 \(off\) \| 1.33 ", line)
+    text = tables("table4", [row | dict(paper=None) for row in rows])
     assert "LLaMA-33B, A100 | 1024 | 4.68           | 1.23 " in text
     for name, head in (("fig9", "P:D  | C = 128 | C = 256 | C = 512 | Orca, best | paper "),
                        ("fig12", "|                          |                   | ours ")):

@@ -1,6 +1,7 @@
 """What the texts say is so: README's numbers and names, and the exercises of bench.py, which can be
 solved. pytest runs it in .ci/run, not beside the proofs: whoever changes a sentence breaks none."""
 import re
+import shutil
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -63,10 +64,32 @@ def test_readme_names_what_exists():
     words = set(re.findall(r"`(?:python )?bench.py ([a-z]\w+)", PAGE))
     words |= set(re.findall(r", (\w+) \|$", README, re.M)) - names
     assert words <= {*EXPERIMENTS, "gpu", "list", "scoreboard", "report"}
-    links = re.findall(r"\]\(([^)]*)\)", README)
-    assert all((ROOT / link).is_file() for link in links if "://" not in link)
     assert all(f"`{name}`" in PAGE for name in SCHEDULERS)
     assert all(f"`{name}`" in PAGE for name in sarathi.ORDERS)
+
+def test_links_lead_somewhere():
+    """To files, and to headings of results.md, as GitHub names them"""
+    results = (ASSETS / "results.md").read_text(encoding="utf8")
+    heads = re.findall(r"^#+ (.+)", results, re.M)
+    anchors = ["-".join(re.sub(r"[^\w\s-]", "", head).lower().split(" ")) for head in heads]
+    assert len(anchors) == len(set(anchors))
+    in_order = ("What users feel", "SARATHI: Fig. 3", "SARATHI: Table 4", "S-LoRA: Table 3, Fig. 5",
+                "SmartSpec: Fig. 1, 11, 14", "On an H200: users", "Research", "Peers")
+    assert sorted(in_order, key=heads.index) == [*in_order]
+    for text, folder in (README, ROOT), (results, ASSETS):
+        links = [link for link in re.findall(r"\]\(([^)]*)\)", text) if "://" not in link]
+        assert len(links) > 3
+        for link in links:
+            file, _, anchor = link.partition("#")
+            assert (folder / (file or "results.md")).is_file() and anchor in ["", *anchors], link
+
+def test_results_are_not_edited(monkeypatch, capsys, tmp_path):
+    """`bench.py report` writes the page as it is."""
+    for path in ASSETS.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(bench, "ASSETS", tmp_path)
+    assert command(monkeypatch, capsys, "report")[0] == 0
+    assert (tmp_path / "results.md").read_bytes() == (ASSETS / "results.md").read_bytes()
 
 SOLUTIONS = ["""
 from sarathi import Sarathi, decodes_and_prompts, prefill_chunks
