@@ -1194,6 +1194,8 @@ const int COLUMNS = 2 * LANES;
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef std::conditional_t<LAYOUT >= 3, T, float> X;  // of the rows
+// From so many rows on, the arithmetic of a product takes longer than reading the weight
+const int MANY = LAYOUT >= 2 && sizeof(X) == sizeof(T) ? ROWS + 1 : ROWS / 2 + 1;
 
 #pragma GCC push_options
 #pragma GCC optimize("no-associative-math")
@@ -1239,15 +1241,21 @@ static inline void add_products(vec (*sums)[2], const bf16* x, int64_t x_step, c
 }
 #endif
 
-// The first n columns of m <= M rows of y = x w + bias; x (m, K), one panel w (K, COLUMNS)
+// The first n columns of m <= M rows of y = x w + bias; x (m, K), one panel w (K, COLUMNS). Beside
+// it, `step` bytes for each row of the panel are fetched to the L2 cache, from w + `ahead` bytes on
 template <int M, class W>
 static void tile(int m, const X* x, int64_t x_step, const W* w, const T* bias, W* y,
-                 int64_t y_step, int K, int n) {
+                 int64_t y_step, int K, int n, int64_t ahead = 0, int step = 0) {
     if constexpr (M > 1)
-        if (m < M) return tile<M - 1>(m, x, x_step, w, bias, y, y_step, K, n);
+        if (m < M) return tile<M - 1>(m, x, x_step, w, bias, y, y_step, K, n, ahead, step);
     const int P = 4 / sizeof(W);
     vec sums[M][2] = {};
-    for (int k = 0; k < K; k += P, w += COLUMNS * P) add_products<M>(sums, x + k, x_step, w);
+    const char* next = (const char*)w + ahead;
+    for (int k = 0; k < K; k += P, w += COLUMNS * P, next += step) {
+        __builtin_prefetch(next, 0, 2);
+        if (step > 64) __builtin_prefetch(next + 64, 0, 2);
+        add_products<M>(sums, x + k, x_step, w);
+    }
     #pragma GCC unroll 8
     for (int i = 0; i < M; i++) {
         float row[COLUMNS];
@@ -1281,10 +1289,17 @@ void linear(const T* x, const T* w, const T* bias, T* y, int M, int N, int K) {
     for (int block = 0; block < n_block; block++)
         for (int panel = 0; panel < n_panel; panel++) {
             const int n = panel * COLUMNS, end = (int64_t)M * (block + 1) / n_block;
-            for (int64_t row = (int64_t)M * block / n_block, m; row < end; row += m) {
+            const int64_t first = (int64_t)M * block / n_block, n_tile = cdiv(end - first, ROWS);
+            // The first tile of a panel would wait for memory, and memory for the others: the first
+            // two fetch the next panel, half each. A single tile fetches what it reads 8 KB later.
+            const int64_t size = (int64_t)COLUMNS * K * sizeof(T);
+            int64_t ahead = n_tile > 1 ? size : 8192;
+            for (int64_t row = first, m; row < end; row += m, ahead += size / 2) {
                 m = cdiv(end - row, cdiv(end - row, ROWS));  // tiles of about equal size
+                const bool fetches = end - first >= MANY && ahead < 2 * size;
                 tile<ROWS>(m, rows + row * K, K, w + (int64_t)n * K, bias ? bias + n : bias,
-                           y + row * N + n, N, K, std::min(COLUMNS, N - n));
+                           y + row * N + n, N, K, std::min(COLUMNS, N - n), fetches ? ahead : 0,
+                           fetches ? COLUMNS * 4 / std::min<int>(n_tile, 2) : 0);
             }
         }
 }
