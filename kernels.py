@@ -128,6 +128,7 @@ class Batch:
     small: Tensor = field(default_factory=lambda: zeros(0, 8))  # (T, 8)
     large: Tensor = field(default_factory=lambda: zeros(0, 8))  # (T, 8)
     n_part: int = 0  # parts of the output in all; rows whose context is not split have none
+    hidden: Tensor | None = None  # (M, C): the model's last hidden states, see GPT.forward
 
     @cached_property
     def lists(self):

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from numbers import Integral, Real
 from pathlib import Path
+from threading import Lock
 
 # kernels before torch: it sets how torch's threads wait
 from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, cdiv, describe,
@@ -152,7 +153,7 @@ class GPT:
         self.dtype = dtype
         self.device = self.weights["embedding.weight"].device
         self.frequencies = rotary_frequencies(self.config).to(self.device)
-        self.hidden = None  # the last hidden states of an iteration, see forward()
+        self.lock = Lock()  # of the thread that merges, then calls forward()
         self.merged = None  # the adapter in the weights, see merge()
         self.base = self.weights  # the weights without it
         self.profile = None  # a CostModel, measured when it is first needed
@@ -160,8 +161,8 @@ class GPT:
     @torch.inference_mode()
     def forward(self, batch, kv, mark=lambda operator: None):
         """One iteration: all tokens pass a layer together, so each weight is read once
-        [SARATHI §4.3]. kv (L, 2, n_page, Hk, D) -> logits (M, V), on ranks above 0 None; behind
-        them are self.hidden (M, C). mark(operator) is called when an operator is done."""
+        [SARATHI §4.3]. kv (L, 2, n_page, Hk, D) -> logits (M, V), on ranks above 0 None; they
+        come from batch.hidden (M, C). mark(operator) is called when an operator is done."""
         c = self.config
         x, rope = self.embed(batch.tokens, batch.positions)
         delta = None  # output of the operator before; the next norm adds it to x
@@ -184,8 +185,8 @@ class GPT:
         if self.world.rank > 0:
             return None
         rows = batch.logit_rows
-        _, self.hidden = add_norm(x[rows], delta[rows], *self.affine("norm"), c.norm_eps)
-        logits = linear(self.hidden, self.weights["head.weight"])
+        _, batch.hidden = add_norm(x[rows], delta[rows], *self.affine("norm"), c.norm_eps)
+        logits = linear(batch.hidden, self.weights["head.weight"])
         mark("others")
         return logits
 
