@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from numbers import Integral, Real
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 
 # kernels before torch: it sets how torch's threads wait
 from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, cdiv, describe,
@@ -153,7 +153,7 @@ class GPT:
         self.dtype = dtype
         self.device = self.weights["embedding.weight"].device
         self.frequencies = rotary_frequencies(self.config).to(self.device)
-        self.lock = Lock()  # of the thread that merges, then calls forward()
+        self.lock = RLock()  # of the thread that merges, then calls forward()
         self.merged = None  # the adapter in the weights, see merge()
         self.base = self.weights  # the weights without it
         self.profile = None  # a CostModel, measured when it is first needed

@@ -25,7 +25,7 @@ from contextlib import contextmanager, redirect_stdout
 from copy import copy
 from dataclasses import replace
 from fnmatch import fnmatch
-from functools import cache
+from functools import cache, partial
 from html import unescape
 from io import StringIO
 from itertools import accumulate, chain, combinations, pairwise, product
@@ -1956,6 +1956,83 @@ def test_after_an_exception_all_requests_wait_again(way, hook, monkeypatch):
         if model is TARGET:
             assert tokens == [naive(tuple(p), name, 5) for p, name in zip(prompts, names)]
             check_tokens(others)
+
+def throw_at(n, call):
+    """Call a function. Its n-th line of sarathi.py is interrupted, or none."""
+    n_left = n
+
+    def watch(frame, kind, _):
+        nonlocal n_left
+        n_left -= kind == "line"
+        if n_left == 0 and kind == "line":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return watch
+
+    def watch_engine(frame, *_):
+        code = frame.f_code
+        # not where an event is handed on: an interrupt there is as one in on_event
+        known = code.co_filename == sarathi.__file__ and code.co_name not in ("run", "event")
+        return watch if known else None
+    before = sys.gettrace()
+    sys.settrace(watch_engine)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+
+def random_program(seed):
+    """Random calls of users on an engine, each interrupted at a random line: afterwards requests,
+    lists and pages agree; at last all outputs are right, and each token was handed on once."""
+    rng = random.Random(seed)
+    names = [None, "q", "ffn"]
+    options = dict(draft=rng.choice([None, "ngram"]), alloc=rng.choice(["grow", "reserve"]))
+    engine = start(TARGET, [], rng.choice([*SCHEDULERS][:5]), n_page=170, max_batch=3, chunk=16,
+                   **options)
+    requests = mixed(names, 5)
+    waiting = [*requests]
+    streams = {request: [] for request in requests}
+    aborted = set()
+
+    def hand_on(event):
+        streams[event.request] += event.tokens
+        if rng.random() < 0.05:
+            raise KeyboardInterrupt
+
+    def abort():
+        request = rng.choice([*engine.requests.values()])
+        aborted.add(request)
+        engine.abort(request.id)
+
+    def generate():
+        assert engine.generate([prompt(7)], 3)[0] == naive(tuple(prompt(7)), None, 3)
+    for _ in range(12):
+        calls = [partial(engine.run, hand_on), generate] + [engine.iteration] * 3
+        if waiting:
+            calls += [partial(engine.add, waiting.pop())] * 3
+        if engine.requests:
+            calls.append(abort)
+        if engine.running:
+            calls.append(partial(engine.preempt, engine.running[-1]))
+        throw_at(rng.randint(0, rng.choice([0, 5, 50, 400, 3000])), rng.choice(calls))
+        if not engine.is_torn:
+            lists = engine.pending + engine.waiting + engine.running
+            assert sorted(r.id for r in lists) == sorted(engine.requests), seed
+            check_pages(engine)
+    while engine.requests or engine.news:
+        throw_at(0, partial(engine.run, hand_on))
+    for request in streams.keys() - aborted:
+        if request.state != "waiting":  # its add() was interrupted
+            expected = naive(tuple(request.prompt), request.adapter, request.max_new_tokens)
+            assert request.output == streams[request] == expected, seed
+    assert len(engine.memory.pool.free) + sum(a.n_page for a in engine.memory.loaded) == 170
+
+@each("seed", [20 * i for i in range(3)])
+def test_random_programs_with_exceptions(seed):
+    for n in range(seed, seed + 20):
+        random_program(n)
 
 def fake_graphs(monkeypatch):
     """From now on runners record CUDA graphs. A replay computes again what was recorded, and the
