@@ -1991,7 +1991,9 @@ class TraceFormat(NamedTuple):
     name: str
     columns: tuple  # of arrival, prompt and output; more: it is known by them
     unit: float = 1.0  # of an arrival, in seconds
-    gap: float = 0.0  # seconds between arrivals, the least mean that is plausible
+    # where the unit is a guess: the plausible means of seconds between arrivals
+    least: float = 0.0
+    most: float = math.inf
 
 TRACES = (
     TraceFormat("ours", ("arrival", "prompt", "output")),
@@ -2000,7 +2002,8 @@ TRACES = (
     TraceFormat("Vidur", ("arrived_at", "num_prefill_tokens", "num_decode_tokens")),
     TraceFormat("Bailian", ("timestamp", "input_length", "output_length", "chat_id")),
     TraceFormat("Mooncake", ("timestamp", "input_length", "output_length", "hash_ids"),
-                0.001, 0.02))
+                0.001, least=0.02),
+    TraceFormat("guidellm", ("timestamp", "input_length", "output_length"), most=60.0))
 READABLE = "must be CSV or JSON lines with the columns of " + " or ".join(
     f"{trace.name} ({', '.join(trace.columns)})" for trace in TRACES)
 SINCE_1970 = {10: 1.0, 13: 1e-3, 16: 1e-6, 19: 1e-9}  # digits of a time today -> its unit
@@ -2036,7 +2039,7 @@ def read_jobs(args, longest):
                          f"{last:.4g} s behind the first, {n_skipped:,} skipped")
     jobs.sort(key=lambda job: job.arrival)
     seconds = jobs[-1].arrival - jobs[0].arrival
-    if seconds and not trace.gap <= seconds / len(jobs) <= 3600:
+    if seconds and digits < 10 and not trace.least <= seconds / len(jobs) <= trace.most:
         raise ValueError(f"{path}: {len(jobs)} requests over {seconds:.4g} s are not plausible: an "
                          f"arrival of {trace.name} is in units of {trace.unit} s, or since 1970")
     speed = args.speed or 1.0
@@ -2199,21 +2202,29 @@ def report():
              "report` from the JSON files beside this page. ±: the spread of rounds; noise: it is "
              "more than a quarter of the value."]
     for path in sorted(ASSETS.glob("*.json")):
-        parts = json.loads(path.read_text())
-        texts.append(f"## {path.stem}")
-        for part in parts if isinstance(parts, list) else [parts]:
-            facts = [f"{key} {value}" for key, value in part.items()
-                     if isinstance(value, str | int) and key != "seed"]
-            texts.append(f"[JSON]({path.name}): {'; '.join(facts)}")
-            for key, rows in part.items():
-                if isinstance(rows, list) and rows and key != "requests":
-                    texts += [f"### {key}"] * (key != "rows") + [*tables_of(rows)]
-        figure = figure_of(path.stem, parts)
-        if figure:
-            title = title_of(path.stem) if path.stem in EXPERIMENTS else ""
-            save_figure(figure, f"{title} {part['machine']}", path.with_suffix(".png"))
-            texts.append(f"![{path.stem}]({path.stem}.png)")
+        try:
+            texts += texts_of(path)
+        except Exception as error:
+            print(f"{path}: skipped, not as --json writes it: {error!r:.60}", file=sys.stderr)
     (ASSETS / "results.md").write_text("\n\n".join(texts) + "\n", encoding="utf8")
+
+def texts_of(path):
+    """Markdown on a file of --json, whose picture is drawn beside it"""
+    texts = [f"## {path.stem}"]
+    parts = json.loads(path.read_text())
+    for part in parts if isinstance(parts, list) else [parts]:
+        facts = [f"{key} {value}" for key, value in part.items()
+                 if isinstance(value, str | int) and key != "seed"]
+        texts.append(f"[JSON]({path.name}): {'; '.join(facts)}")
+        for key, rows in part.items():
+            if isinstance(rows, list) and rows and key != "requests":
+                texts += [f"### {key}"] * (key != "rows") + [*tables_of(rows)]
+    figure = figure_of(path.stem, parts)
+    if figure:
+        title = title_of(path.stem) if path.stem in EXPERIMENTS else ""
+        save_figure(figure, f"{title} {part['machine']}", path.with_suffix(".png"))
+        texts.append(f"![{path.stem}]({path.stem}.png)")
+    return texts
 
 def tables_of(rows):
     """Markdown: tables of experiments, or one with a column per key."""
@@ -2453,7 +2464,8 @@ def summary(args, places):
 
 def write_json(path, report):
     """Write one object to stdout ("-") or a file. An old file is replaced by a whole new one."""
-    text = json.dumps(report)
+    # a NaN is no JSON
+    text = json.dumps(json.loads(json.dumps(report), parse_constant={}.get))
     file = Path(path).resolve()
     if path == "-":
         print(text)

@@ -725,6 +725,8 @@ TYPES = dict(  # of settings in all files
     sliding_window=int | None, use_sliding_window=bool, layer_types=list | None,
     rank_pattern=dict | None, alpha_pattern=dict | None, added_tokens_decoder=dict,
     additional_special_tokens=list | None, extra_special_tokens=list | dict | None)
+NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+TYPES |= dict.fromkeys(NAMED, str | dict | None)
 MODEL_SETTINGS = {  # keys of config.json that change the mathematics -> the values they may have
     "model_type": [*FAMILIES], "hidden_act": ["silu", "swish"], "quantization_config": [None],
     "partial_rotary_factor": [1, None], "full_attention": [None], "add_cross_attention": [False],
@@ -764,7 +766,7 @@ def parse_config(path, settings):
     if settings.get(trained):  # it wins over that of RoPE
         rope = rope | {trained: settings[trained]}
     settings |= rope | {"rope_scaling": rope or None}
-    check_settings(settings, MODEL_SETTINGS)
+    check_settings(settings, TYPES | MODEL_SETTINGS)
     # 3. the file's settings, else transformers' defaults
     family = settings["model_type"]
     known = {key: settings.get(key, default) for key, default in FAMILIES[family].items()}
@@ -815,8 +817,9 @@ def files_of(folder, stem):
     if (folder / f"{stem}.safetensors").is_file() or not index.is_file():
         return {f"{stem}.safetensors": None}
     files = defaultdict(set)
+    settings = read_json(index)
     with reading(index):
-        for name, file in read_json(index)["weight_map"].items():
+        for name, file in settings["weight_map"].items():
             if ".." in Path(file).parts or Path(file).is_absolute():
                 raise ValueError(f"{file} must be in this folder")
             files[file].add(name)
@@ -995,7 +998,10 @@ def text_settings(folder):
     stop = stop if isinstance(stop, list) else [stop]
     stop = [check_type(f"{folder}: eos_token_id", token, int, "a token, or a list of tokens")
             for token in stop if token is not None]
-    return text | {"family": family, "stop": stop}
+    named = dict.fromkeys(NAMED)  # in the order of transformers
+    if family == "qwen2":
+        named["pad_token"] = "<|endoftext|>"
+    return named | text | {"family": family, "stop": stop}
 
 def read_tokenizer(folder):
     """The Tokenizer of a tokenizer.json, as AutoTokenizer reads it. The eos_token of the settings
