@@ -274,7 +274,8 @@ class GPT:
             config = replace(config, tied=is_tied)
         world = world or World(device)
         model = cls(config, checkpoint.take, pick_dtype(dtype, world.device, stored), world)
-        surplus = [name for name in checkpoint if not re.fullmatch(NOT_NEEDED, name)]
+        surplus = [name for name in checkpoint.names or checkpoint
+                   if name in checkpoint and not re.fullmatch(NOT_NEEDED, name)]
         if surplus:
             raise ValueError(f"{folder}: {len(surplus)} surplus tensors, as {surplus[0]!r}")
         return model
@@ -545,7 +546,8 @@ def take_weights(config, take, dtype, device):
     weights = {}
     i = config.shard[0]
     for name, parts in list_tensors(config).items():
-        shares = [cut(take(part, shape), dim, config.shard, part) for part, shape, dim in parts]
+        shares = [cut(take(part, shape).to(dtype), dim, config.shard, part)
+                  for part, shape, dim in parts]
         if i > 0 and name.endswith(RANK_0):
             continue
         weight = torch.cat(shares).to(device, dtype)
@@ -811,19 +813,17 @@ def write_folder(folder, stem, tensors, settings_name, settings):
     save_file(tensors, folder / f"{stem}.safetensors", metadata={"format": "pt"})
     (folder / settings_name).write_text(json.dumps(settings, indent=1))
 
-def files_of(folder, stem):
-    """{file: names of its tensors, or None: all}: stem.safetensors, else as its index says"""
-    index = folder / f"{stem}.safetensors.index.json"
-    if (folder / f"{stem}.safetensors").is_file() or not index.is_file():
-        return {f"{stem}.safetensors": None}
-    files = defaultdict(set)
-    settings = read_json(index)
-    with reading(index):
-        for name, file in settings["weight_map"].items():
+def index_of(folder, stem):
+    """{tensor: its file} of the index of stem.safetensors; {}: it is one file"""
+    path = folder / f"{stem}.safetensors.index.json"
+    if (folder / f"{stem}.safetensors").is_file() or not path.is_file():
+        return {}
+    index = read_json(path)
+    with reading(path):
+        for file in index["weight_map"].values():
             if ".." in Path(file).parts or Path(file).is_absolute():
-                raise ValueError(f"{file} must be in this folder")
-            files[file].add(name)
-    return files
+                raise ValueError(f"{file!r} must be in this folder")
+    return index["weight_map"]
 
 def full_name(name):
     """A tensor's name in a model with a head. AutoModel's names are without its first part."""
@@ -835,15 +835,18 @@ class Checkpoint(dict):
 
     def __init__(self, folder, stem, rename=str):
         self.folder = folder
-        for file, names in files_of(folder, stem).items():
+        index = {rename(name): file for name, file in index_of(folder, stem).items()}
+        self.names = index  # other tensors may be surplus
+        for file in sorted(set(index.values())) or [f"{stem}.safetensors"]:
             path = folder / file
             if not path.is_file():
                 raise FileNotFoundError(f"{path} does not exist (.bin files are not read: load one "
                                         "with transformers or PEFT, save_pretrained() writes this)")
             with reading(path):
                 tensors = load_file(path)
-            self |= {rename(name): tensor for name, tensor in tensors.items()
-                     if names is None or name in names}
+            tensors = {rename(name): tensor for name, tensor in tensors.items()}
+            self |= {name: tensor for name, tensor in tensors.items()
+                     if index.get(name, file) == file}
 
     def take(self, name, shape):
         """Remove a tensor and return it, as (n_out, n_in). ValueError if it does not fit."""
@@ -1040,10 +1043,12 @@ def add_special_tokens(library, settings):
     behind all others. -> {name: text} of special tokens"""
     named = {name: token_of(value) for name, value in settings.items()
              if name.endswith("_token") and isinstance(value, str | dict)}
-    more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    if isinstance(more, dict):
-        named |= {name: token_of(value) for name, value in more.items()}
-        more = []
+    extra = settings.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        named |= {name: token_of(value) for name, value in extra.items()}
+        extra = None
+    if extra is None:
+        extra = settings.get("additional_special_tokens") or []
     added = [*library.get_added_tokens_decoder().values()]
     listed = settings.get("added_tokens_decoder")
     tokens = added if listed is None else [token_of(listed[key]) for key in sorted(listed, key=int)]
@@ -1051,7 +1056,7 @@ def add_special_tokens(library, settings):
     for token in tokens:
         token.special |= token.content in texts.values()
     known = {token.content for token in added + tokens}
-    tokens += [token for token in [*named.values(), *map(token_of, more)]
+    tokens += [token for token in [*named.values(), *map(token_of, extra)]
                if token.content not in known]
     library.add_tokens(tokens)
     return texts
@@ -1153,7 +1158,8 @@ def download(name):
     """The folder of owner/name in the Hub's cache, where only missing files are downloaded"""
     try:
         folder = Path(snapshot_download(name, allow_patterns=HUB_FILES))
-        snapshot_download(name, allow_patterns=[*HUB_FILES, *files_of(folder, "model")])
+        files = index_of(folder, "model").values() or ["model.safetensors"]
+        snapshot_download(name, allow_patterns=[*HUB_FILES, *files])
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise FileNotFoundError(f"model {name!r}: is no folder, and the Hub or its cache does not "
