@@ -64,7 +64,7 @@ class GPTConfig:
     block_size: int = 1024  # the longest context
     family: str = "llama"
     tied: bool = False  # the output head is the token embedding
-    norm_eps: float | int = 1e-5
+    norm_eps: float = 1e-5
     rope_theta: float | int = 10000.0
     rope_scaling: dict | None = None  # as in a Hugging Face config
     attention_bias: bool = False  # biases of q, k, v and o
@@ -670,8 +670,9 @@ def check_settings(settings, table, others=None):
     for key, value in settings.items():
         valid = table.get(key, others)
         if valid is not None and not fits(value, valid):
-            valid = getattr(valid, "__name__", valid)
-            raise ValueError(f"{key} = {short(value)} is not supported, only {valid}")
+            name = f"{getattr(valid, '__name__', valid)}, numbers above 0"
+            name = " or ".join(map(repr, valid)) if isinstance(valid, list) else name
+            raise ValueError(f"{key} = {short(value)} is not supported, only {name}")
 
 def fits(value, valid):
     """Whether a value is one of a list, or of a type. Numbers of a type are positive."""
@@ -725,8 +726,9 @@ TYPES = dict(  # of settings in all files
     model_type=str | None, architectures=list | None, rope_scaling=dict | None,
     rope_parameters=dict | None, original_max_position_embeddings=int | None, weight_map=dict,
     sliding_window=int | None, use_sliding_window=bool, layer_types=list | None,
-    rank_pattern=dict | None, alpha_pattern=dict | None, added_tokens_decoder=dict,
-    additional_special_tokens=list | None, extra_special_tokens=list | dict | None)
+    rank_pattern=dict, alpha_pattern=dict, added_tokens_decoder=dict, rope_type=str,
+    chat_template=str | list | None, additional_special_tokens=list | None,
+    extra_special_tokens=list | dict | None)
 NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 TYPES |= dict.fromkeys(NAMED, str | dict | None)
 MODEL_SETTINGS = {  # keys of config.json that change the mathematics -> the values they may have
@@ -908,7 +910,7 @@ EMBEDDING = r"\b(embed_tokens|wte|lm_head)\."
 
 def setting_of(module, path, settings, key, patterns, least):
     """A setting for a module: of the first pattern that it matches, as PEFT matches it."""
-    for pattern, value in (settings[patterns] or {}).items():
+    for pattern, value in settings[patterns].items():
         with reading(f"{path}: {patterns}: {pattern!r}"):
             if "){" in pattern:
                 raise ValueError("a group that is repeated by a number is not supported")
@@ -1065,8 +1067,9 @@ def token_of(value):
     """The AddedToken of a text, or of a dictionary with its content"""
     if isinstance(value, str):
         value = {"content": value}
-    fields = {"special": True} | {key: field for key, field in value.items() if key != "__type"}
-    return tokenizers.AddedToken(**fields)
+    fields = {"special": True, "__type": None} | value
+    del fields["__type"]
+    return tokenizers.AddedToken(fields.pop("content"), **fields)
 
 def stream_text(decode, wrong, prompt=()):
     """-> a function tokens -> text that continues the prompt's. Joined, the texts are those of
@@ -1112,7 +1115,7 @@ def render_chat(folder, template, named, text):
                 add_generation_prompt=True, **named)
 
 @contextmanager
-def time_limit(seconds=10):
+def time_limit(seconds=3):
     """TimeoutError in a function that is called here, and takes longer"""
     end = time.monotonic() + seconds
     before = sys.gettrace()
