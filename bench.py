@@ -2203,28 +2203,28 @@ def report():
              "more than a quarter of the value."]
     for path in sorted(ASSETS.glob("*.json")):
         try:
-            texts += texts_of(path)
+            texts += [*texts_of(path)]
         except Exception as error:
-            print(f"{path}: skipped, not as --json writes it: {error!r:.60}", file=sys.stderr)
+            print(f"{path}: skipped, is not from --json: {error!r:.60}", file=sys.stderr)
     (ASSETS / "results.md").write_text("\n\n".join(texts) + "\n", encoding="utf8")
 
 def texts_of(path):
-    """Markdown on a file of --json, whose picture is drawn beside it"""
-    texts = [f"## {path.stem}"]
+    """Yields Markdown on a file of --json, whose picture is drawn beside it."""
+    yield f"## {path.stem}"
     parts = json.loads(path.read_text())
     for part in parts if isinstance(parts, list) else [parts]:
         facts = [f"{key} {value}" for key, value in part.items()
                  if isinstance(value, str | int) and key != "seed"]
-        texts.append(f"[JSON]({path.name}): {'; '.join(facts)}")
+        yield f"[JSON]({path.name}): {'; '.join(facts)}"
         for key, rows in part.items():
             if isinstance(rows, list) and rows and key != "requests":
-                texts += [f"### {key}"] * (key != "rows") + [*tables_of(rows)]
+                yield from [f"### {key}"] * (key != "rows")
+                yield from tables_of(rows)
     figure = figure_of(path.stem, parts)
     if figure:
         title = title_of(path.stem) if path.stem in EXPERIMENTS else ""
         save_figure(figure, f"{title} {part['machine']}", path.with_suffix(".png"))
-        texts.append(f"![{path.stem}]({path.stem}.png)")
-    return texts
+        yield f"![{path.stem}]({path.stem}.png)"
 
 def tables_of(rows):
     """Markdown: tables of experiments, or one with a column per key."""

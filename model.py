@@ -564,7 +564,7 @@ def rotary_frequencies(config):
     scaling = config.rope_scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type", "default")
     def number(key):
-        return check_range(f"rope_type = {kind!r}: {key}", scaling.get(key), 1e-30)
+        return check_range(f"rope_type = {kind!r}: {key}", scaling.get(key), 1e-30, 1e12)
     if kind == "default":
         return frequencies
     if kind == "linear":
@@ -823,7 +823,7 @@ def index_of(folder, stem):
     index = read_json(path)
     with reading(path):
         for file in index["weight_map"].values():
-            if ".." in Path(file).parts or Path(file).is_absolute():
+            if {"/", ".."}.intersection(Path(file).parts):
                 raise ValueError(f"{file!r} must be in this folder")
     return index["weight_map"]
 
@@ -837,8 +837,8 @@ class Checkpoint(dict):
 
     def __init__(self, folder, stem, rename=str):
         self.folder = folder
-        index = {rename(name): file for name, file in index_of(folder, stem).items()}
-        self.names = index  # other tensors may be surplus
+        index = index_of(folder, stem)
+        self.names = [*map(rename, index)]  # others may be surplus
         for file in sorted(set(index.values())) or [f"{stem}.safetensors"]:
             path = folder / file
             if not path.is_file():
@@ -846,8 +846,7 @@ class Checkpoint(dict):
                                         "with transformers or PEFT, save_pretrained() writes this)")
             with reading(path):
                 tensors = load_file(path)
-            tensors = {rename(name): tensor for name, tensor in tensors.items()}
-            self |= {name: tensor for name, tensor in tensors.items()
+            self |= {rename(name): tensor for name, tensor in tensors.items()
                      if index.get(name, file) == file}
 
     def take(self, name, shape):
@@ -1043,31 +1042,31 @@ def read_tokenizer(folder):
 def add_special_tokens(library, settings):
     """Give a tokenizers.Tokenizer the tokens of the settings, as transformers does: new ones are
     behind all others. -> {name: text} of special tokens"""
-    named = {name: token_of(value) for name, value in settings.items()
-             if name.endswith("_token") and isinstance(value, str | dict)}
     extra = settings.get("extra_special_tokens")
-    if isinstance(extra, dict):
-        named |= {name: token_of(value) for name, value in extra.items()}
-        extra = None
     if extra is None:
         extra = settings.get("additional_special_tokens") or []
-    added = [*library.get_added_tokens_decoder().values()]
-    listed = settings.get("added_tokens_decoder")
-    tokens = added if listed is None else [token_of(listed[key]) for key in sorted(listed, key=int)]
+    if isinstance(extra, dict):
+        settings = settings | extra
+        extra = extra.values()
+    named = {name: token_of(value) for name, value in settings.items()
+             if name.endswith("_token") and isinstance(value, str | dict)}
+    tokens = {token.content: token for token in library.get_added_tokens_decoder().values()}
+    listed = settings.get("added_tokens_decoder", {})
+    for key in sorted(listed, key=int):
+        token = token_of(listed[key])
+        tokens[token.content] = token
+    for token in [*named.values(), *map(token_of, extra)]:
+        tokens.setdefault(token.content, token)
     texts = {name: token.content for name, token in named.items()}
-    for token in tokens:
-        token.special |= token.content in texts.values()
-    known = {token.content for token in added + tokens}
-    tokens += [token for token in [*named.values(), *map(token_of, extra)]
-               if token.content not in known]
-    library.add_tokens(tokens)
+    for text in texts.values():
+        tokens[text].special = True
+    library.add_tokens([*tokens.values()])
     return texts
 
 def token_of(value):
     """The AddedToken of a text, or of a dictionary with its content"""
-    if isinstance(value, str):
-        value = {"content": value}
-    fields = {"special": True, "__type": None} | value
+    fields = {"content": value} if isinstance(value, str) else value
+    fields = {"special": True, "__type": None} | fields
     del fields["__type"]
     return tokenizers.AddedToken(fields.pop("content"), **fields)
 
@@ -1135,7 +1134,7 @@ def time_limit(seconds=3):
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
 HUB_FILES = [*TEXT_FILES, "tokenizer.json", "chat_template.jinja", "vocab.*",
-             "model.safetensors.index.json"]
+             "model.safetensors", "model.safetensors.index.json"]
 
 def preset(name):
     """The GPTConfig of a preset. KeyError that lists the presets for any other name."""
@@ -1161,8 +1160,7 @@ def download(name):
     """The folder of owner/name in the Hub's cache, where only missing files are downloaded"""
     try:
         folder = Path(snapshot_download(name, allow_patterns=HUB_FILES))
-        files = index_of(folder, "model").values() or ["model.safetensors"]
-        snapshot_download(name, allow_patterns=[*HUB_FILES, *files])
+        snapshot_download(name, allow_patterns=[*HUB_FILES, *index_of(folder, "model").values()])
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise FileNotFoundError(f"model {name!r}: is no folder, and the Hub or its cache does not "

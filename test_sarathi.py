@@ -1016,7 +1016,8 @@ def good_folder(folder):
         save_file(own, folder / file, {"format": "pt"})
     tokenizer_of("llama2").save(str(folder / "tokenizer.json"))
     for name, settings in {
-            INDEX: {"metadata": {}, "weight_map": files}, "generation_config.json": {"eos_token_id": [2, 3]},
+            INDEX: {"metadata": {}, "weight_map": files},
+            "generation_config.json": {"eos_token_id": [2, 3]},
             "tokenizer_config.json": dict(
                 tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", chat_template=CHATML,
                 eos_token={"content": "</s>", "__type": "AddedToken", "lstrip": False}),
