@@ -1263,6 +1263,10 @@ CHATS = {  # settings of tokenizer_config.json; special: those of special_tokens
                                   additional_special_tokens=[" é", "<mark>"])),
     "not of a map": dict(chat_template=CHATML, eos_token="<unk>", added_tokens_decoder={},
                          special=dict(eos_token="</s>")),
+    "of the vocabulary alone": dict(
+        chat_template=CHATML + "é▁a<tool>", eos_token="<tool>", extra_special_tokens=["é"],
+        added_tokens_decoder={"7": {"content": "▁a", "special": True, "lstrip": True}}),
+    "not special before": dict(chat_template=CHATML + "<tool>", eos_token="<tool>"),
     "training": dict(chat_template="{% for m in messages %}{% generation %} {{ m.content }}\n"
                                    "{%- endgeneration %}{% break %}{% endfor %} <tool>"),
 }
@@ -1281,8 +1285,11 @@ def test_chats_are_those_of_transformers(name, tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in TEXTS[:4]:
         messages = [dict(role="user", content=text)]
-        assert ours.chat(text) == theirs.apply_chat_template(
+        tokens = theirs.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False)
+        assert ours.chat(text) == tokens
+        text_of = ours.stream()
+        assert text_of(tokens) + text_of([]) == theirs.decode(tokens, skip_special_tokens=True)
     assert ours.chat("<s>in a template") is None
 
 def test_gpt2_without_a_tokenizer_json_has_tiktokens_encoding(tmp_path, monkeypatch):
@@ -3016,6 +3023,7 @@ MISTAKES = {
     "tp = 2 needs 2 processes, .*--nproc_per_node 2": ["--tp", 2],
     "argument --tokens: '1 2': must be like 1,2,3": ["--tokens", "1 2"],
     "--explain runs an example of its own": ["--explain", "--chunk", 8],
+    "argument --prompt: invalid utf8 value": ["--prompt", "caf\udce9"],
     "--html is of what --explain shows": ["--tokens", "1", "--html", "x.html"],
     "chunk = 0: must be at least 1": ["--chunk", 0],
 }
@@ -3434,6 +3442,7 @@ TRACES = {  # the same three requests, 4 and 1.5 seconds apart
     "ours.jsonl": "".join('{"output": %d, "prompt": %d, "arrival": "%s"}\n' % row for row in (
         (44, 374, "2024-05-10T01:00:00Z"), (9, 396, "2024-05-10T01:00:04+00:00"),
         (1, 7, "2024-05-10 03:00:05.5+02:00"))),
+    "guidellm.csv": "timestamp,input_length,output_length\n0.5,374,44\n4.5,396,9\n6,7,1\n",
     "bailian.jsonl": "".join(
         '{"chat_id": 1, "timestamp": %s, "input_length": %d, "output_length": %d, "type": "text", '
         '"hash_ids": [0]}\n' % row for row in ((61.5, 374, 44), (65.5, 396, 9), (67.0, 7, 1))),
@@ -3452,6 +3461,25 @@ def test_traces_of_the_field(name, tmp_path, capsys):
     assert [job[1:3] for job in jobs] == [(374, 44), (396, 9), (7, 1)]
     assert [job.arrival for job in jobs] == approx([0, 4, 5.5], abs=1e-6)
     assert "3 rows read, 3 kept, 0 skipped" in capsys.readouterr().err
+
+@each("start", [0, 1760000000, 1760000000000])
+def test_hours_between_requests_are_kept(start, tmp_path):
+    at = [0, 7200, 90000]
+    unit = 1000 if start > 1e12 else 1
+    rows = "".join(f"{start + unit * t},5,5\n" for t in at)
+    (tmp_path / "jobs.csv").write_text(f"arrival,prompt,output\n{rows}")
+    jobs = bench.read_jobs(arguments(f"online --jobs {tmp_path}/jobs.csv"), 64)
+    assert [job.arrival for job in jobs] == at
+
+def test_no_nan_is_written_and_no_other_json_is_reported(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "ASSETS", tmp_path)
+    bench.write_json(f"{tmp_path}/nan.json", dict(rows=[dict(ours=math.nan)]))
+    assert json.loads((tmp_path / "nan.json").read_text()) == {"rows": [{"ours": None}]}
+    for name, text in dict(numbers="[1]", cut="[", rows='{"rows": [5]}').items():
+        (tmp_path / f"{name}.json").write_text(text)
+    bench.report()
+    assert re.findall(r"(\w+).json: skipped", capsys.readouterr().err) == ["cut", "numbers", "rows"]
+    assert "## nan" in (tmp_path / "results.md").read_text()
 
 def test_windows_of_traces_keep_their_bursts(tmp_path, capsys):
     """As of a table computed with numpy"""
@@ -3883,13 +3911,16 @@ def test_explain_is_true_and_shows_what_the_papers_are_about():
 def test_explain_takes_a_scheduler_and_an_order_of_ones_own(tmp_path):
     (tmp_path / "own.py").write_text(OWN.replace("from sarathi", "from beside"))
     (tmp_path / "beside.py").write_text("from sarathi import Policy, Sarathi, fcfs")
+    (tmp_path / "named.py").write_text(
+        "from own import Mine, newest\nMine.__name__ = 'Mine</script>'\n")
     command = [sys.executable, Path(sarathi.__file__), "--explain", "--scheduler",
-               f"{tmp_path}/own.py:Mine", "--order", f"{tmp_path}/own.py:newest", "--html",
+               f"{tmp_path}/named.py:Mine", "--order", f"{tmp_path}/named.py:newest", "--html",
                tmp_path / "page.html"]
     out = subprocess.run(command, capture_output=True, check=True).stdout
-    assert b"Mine" in out and b"iteration 4" in out  # a second module sarathi would have another
+    assert b"Mine<" in out and b"iteration 4" in out  # a second module sarathi would have another
     assert out.index(b"request 2 starts") < out.index(b"request 0 starts")
-    assert "Mine" in (tmp_path / "page.html").read_text(encoding="utf8")  # Scheduler
+    page = (tmp_path / "page.html").read_text(encoding="utf8")
+    assert "Mine</script>" in json.loads(re.search('json">(.*?)</script>', page)[1])["title"]
 
 STEPS = """<script>
 const seen = []
