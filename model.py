@@ -1095,6 +1095,8 @@ def raise_exception(message):
 # as in transformers; a sandbox, since a folder is a stranger's
 CHATS = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                       extensions=["jinja2.ext.loopcontrols"])
+CHATS.intercepted_binops = {"**"}
+CHATS.binop_table["**"] = math.pow  # ends at once, whatever the numbers are
 CHATS.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
 CHATS.globals |= dict(raise_exception=raise_exception, strftime_now=time.strftime)
 

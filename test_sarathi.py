@@ -932,6 +932,8 @@ BAD_TEXTS = {
         "chat_template.jinja": "{{ messages.append(1) }}"}),
     "template fails, .*: it takes more than": dict(files={"chat_template.jinja":
         "{% set n = range(99999) %}{% for i in n %}{% for j in n %}{% endfor %}{% endfor %}"}),
+    "template fails, .*: math range error": dict(files={
+        "chat_template.jinja": "{{ 9 ** (9 ** 9) }}"}),
     "special_tokens_map.json: eos_token = 5 is not": dict(
         files={"special_tokens_map.json": '{"eos_token": 5}'}),
     "eos_token_id = 'x': must be a token": dict(eos_token_id="x"),
@@ -1264,9 +1266,9 @@ CHATS = {  # settings of tokenizer_config.json; special: those of special_tokens
     "not of a map": dict(chat_template=CHATML, eos_token="<unk>", added_tokens_decoder={},
                          special=dict(eos_token="</s>")),
     "of the vocabulary alone": dict(
-        chat_template=CHATML + "é▁a<tool>", eos_token="<tool>", extra_special_tokens=["é"],
+        chat_template=CHATML + "é a <tool>", eos_token="<tool>", extra_special_tokens=["é"],
         added_tokens_decoder={"7": {"content": "▁a", "special": True, "lstrip": True}}),
-    "not special before": dict(chat_template=CHATML + "<tool>", eos_token="<tool>"),
+    "not special before": dict(chat_template=CHATML + " <tool>", eos_token="<tool>"),
     "training": dict(chat_template="{% for m in messages %}{% generation %} {{ m.content }}\n"
                                    "{%- endgeneration %}{% break %}{% endfor %} <tool>"),
 }
