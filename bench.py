@@ -2355,7 +2355,8 @@ def add_online_flags(parser):
     load("--cv", type=float, help="coefficient of variation of the gaps between arrivals; 0: "
          "equal gaps; default: 1, Poisson")
     load("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), "
-         "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur, Bailian or Mooncake")
+         "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur, Bailian, "
+         "Mooncake or guidellm")
     load("--window", type=whole_numbers, help="seconds of the trace that are kept: 3600..7200")
     load("--first", type=int, help="requests of the trace, or of its window, that are kept")
     online = parser.add_argument_group("of online").add_argument

@@ -563,8 +563,8 @@ def rotary_frequencies(config):
     frequencies = config.rope_theta ** -exponent
     scaling = config.rope_scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type", "default")
-    def number(key):
-        return check_range(f"rope_type = {kind!r}: {key}", scaling.get(key), 1e-30, 1e12)
+    def number(key, least=1e-30):
+        return check_range(f"rope_type = {kind!r}: {key}", scaling.get(key), least, 1e12)
     if kind == "default":
         return frequencies
     if kind == "linear":
@@ -575,7 +575,8 @@ def rotary_frequencies(config):
     low = number("low_freq_factor")
     n_trained = scaling.get("original_max_position_embeddings") or config.block_size
     turns = n_trained * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (number("high_freq_factor") - low)).clamp(0, 1)
+    high = number("high_freq_factor", math.nextafter(low, math.inf))
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / number("factor"))
 
 class World:
