@@ -1001,7 +1001,7 @@ def test_an_index_says_where_a_tensor_is(tmp_path):
         assert torch.equal(model.logits(prompt(9)), TARGET.logits(prompt(9)))
 
 # values for a file's settings, in the place of others
-VALUES = [None, True, False, 0, -1, 2, 1.5, math.nan, 10**9, 10**40, "", "x", "\ud800", "../x", [],
+VALUES = [None, True, False, 0, -1, 2, 1.5, math.nan, 10**9, 10**40, "", "x", "../x", [],
           [1], ["x"], [[]], {}, {"a": 1}, {"content": 5}, "gpt2", "linear", "(\\w+)+!", "{% for %}"]
 
 def good_folder(folder):
