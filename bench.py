@@ -1998,7 +1998,9 @@ class TraceFormat(NamedTuple):
     name: str
     columns: tuple  # of arrival, prompt and output; more: it is known by them
     unit: float = 1.0  # of an arrival, in seconds
-    gap: float = 0.0  # seconds between arrivals, the least mean that is plausible
+    # where the unit is a guess: the plausible means of seconds between arrivals
+    least: float = 0.0
+    most: float = math.inf
 
 TRACES = (
     TraceFormat("ours", ("arrival", "prompt", "output")),
@@ -2007,7 +2009,8 @@ TRACES = (
     TraceFormat("Vidur", ("arrived_at", "num_prefill_tokens", "num_decode_tokens")),
     TraceFormat("Bailian", ("timestamp", "input_length", "output_length", "chat_id")),
     TraceFormat("Mooncake", ("timestamp", "input_length", "output_length", "hash_ids"),
-                0.001, 0.02))
+                0.001, least=0.02),
+    TraceFormat("guidellm", ("timestamp", "input_length", "output_length"), most=60.0))
 READABLE = "must be CSV or JSON lines with the columns of " + " or ".join(
     f"{trace.name} ({', '.join(trace.columns)})" for trace in TRACES)
 SINCE_1970 = {10: 1.0, 13: 1e-3, 16: 1e-6, 19: 1e-9}  # digits of a time today -> its unit
@@ -2043,7 +2046,7 @@ def read_jobs(args, longest):
                          f"{last:.4g} s behind the first, {n_skipped:,} skipped")
     jobs.sort(key=lambda job: job.arrival)
     seconds = jobs[-1].arrival - jobs[0].arrival
-    if seconds and not trace.gap <= seconds / len(jobs) <= 3600:
+    if seconds and digits < 10 and not trace.least <= seconds / len(jobs) <= trace.most:
         raise ValueError(f"{path}: {len(jobs)} requests over {seconds:.4g} s are not plausible: an "
                          f"arrival of {trace.name} is in units of {trace.unit} s, or since 1970")
     speed = args.speed or 1.0
@@ -2250,16 +2253,24 @@ def read_results():
     assets/. One that has the name of a simulated experiment has all of its points."""
     results = {}
     for path in sorted(ASSETS.glob("*.json"), key=lambda path: (path.stem in EXPERIMENTS, path)):
-        parts = json.loads(path.read_text())
-        for part in parts if isinstance(parts, list) else [parts]:
-            facts = f"{part['date']}, commit {part['commit']}"
-            found = {}
-            for row in part["rows"]:
-                own = part | row
-                date = "" if "simulated" in own["machine"] else facts
-                at = own["experiment"], own["machine"], date
-                found.setdefault(at, (path, facts, []))[-1].append(row)
-            results |= found
+        try:
+            results |= results_of(path)
+        except Exception as error:
+            print(f"{path}: skipped, is not from --json: {error!r:.60}", file=sys.stderr)
+    return results
+
+def results_of(path):
+    results = {}
+    parts = json.loads(path.read_text())
+    for part in parts if isinstance(parts, list) else [parts]:
+        facts = f"{part['date']}, commit {part['commit']}"
+        found = {}
+        for row in part["rows"]:
+            own = part | row
+            date = "" if "simulated" in own["machine"] else facts
+            at = own["experiment"], own["machine"], date
+            found.setdefault(at, (path, facts, []))[-1].append(row)
+        results |= found
     return results
 
 def heading_of(name, machine):
@@ -2379,7 +2390,8 @@ def add_online_flags(parser):
     load("--cv", type=float, help="coefficient of variation of the gaps between arrivals; 0: "
          "equal gaps; default: 1, Poisson")
     load("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), "
-         "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur, Bailian or Mooncake")
+         "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur, Bailian, "
+         "Mooncake or guidellm")
     load("--window", type=whole_numbers, help="seconds of the trace that are kept: 3600..7200")
     load("--first", type=int, help="requests of the trace, or of its window, that are kept")
     online = parser.add_argument_group("of online").add_argument
@@ -2486,7 +2498,8 @@ def summary(args, places):
 
 def write_json(path, report):
     """Write one object to stdout ("-") or a file. An old file is replaced by a whole new one."""
-    text = json.dumps(report)
+    # a NaN is no JSON
+    text = json.dumps(json.loads(json.dumps(report), parse_constant={}.get))
     file = Path(path).resolve()
     if path == "-":
         print(text)

@@ -19,6 +19,7 @@ import re
 import sys
 import time
 from collections import defaultdict, namedtuple
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from numbers import Integral, Real
@@ -29,6 +30,7 @@ from threading import RLock
 from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, cdiv, describe,
                      heads_ref, linear, linear_ref, lora, pack, power_of_two, rotate_write, send)
 
+import regex
 import tiktoken
 import tokenizers
 import torch
@@ -36,7 +38,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from huggingface_hub import snapshot_download
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
@@ -57,16 +58,16 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    n_inner: int = 0  # 0: 4 * n_embd
-    n_kv_head: int = 0  # 0: n_head; fewer: grouped-query attention
-    head_dim: int = 0  # 0: n_embd / n_head
+    n_inner: int | None = None  # None: 4 * n_embd
+    n_kv_head: int | None = None  # None: n_head; fewer: grouped-query attention
+    head_dim: int | None = None  # None: n_embd / n_head
     vocab_size: int = 50257
     block_size: int = 1024  # the longest context
     family: str = "llama"
     tied: bool = False  # the output head is the token embedding
     norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: dict = None  # as in a Hugging Face config
+    rope_theta: float | int = 10000.0
+    rope_scaling: dict | None = None  # as in a Hugging Face config
     attention_bias: bool = False  # biases of q, k, v and o
     mlp_bias: bool = False
     shard: tuple = (0, 1)  # (i, n): of device i of n. n_head, n_kv_head, n_inner are its share
@@ -269,6 +270,7 @@ class GPT:
         folder = find_folder(name) or Path(name)
         config, stored = read_config(folder)
         checkpoint = Checkpoint(folder, "model", full_name)
+        check_range(f"{folder}: layers", config.n_layer, 1, len(checkpoint))  # of those tensors
         head = checkpoint.get("lm_head.weight")
         if config.tied and head is not None:  # as transformers: one may be missing, or differ
             place = "model.embed_tokens" if config.is_llama else "transformer.wte"
@@ -277,7 +279,8 @@ class GPT:
             config = replace(config, tied=is_tied)
         world = world or World(device)
         model = cls(config, checkpoint.take, pick_dtype(dtype, world.device, stored), world)
-        surplus = [name for name in checkpoint if not re.fullmatch(NOT_NEEDED, name)]
+        surplus = [name for name in checkpoint.names or checkpoint
+                   if name in checkpoint and not re.fullmatch(NOT_NEEDED, name)]
         if surplus:
             raise ValueError(f"{folder}: {len(surplus)} surplus tensors, as {surplus[0]!r}")
         return model
@@ -548,7 +551,8 @@ def take_weights(config, take, dtype, device):
     weights = {}
     i = config.shard[0]
     for name, parts in list_tensors(config).items():
-        shares = [cut(take(part, shape), dim, config.shard, part) for part, shape, dim in parts]
+        shares = [cut(take(part, shape).to(dtype), dim, config.shard, part)
+                  for part, shape, dim in parts]
         if i > 0 and name.endswith(RANK_0):
             continue
         weight = torch.cat(shares).to(device, dtype)
@@ -564,8 +568,8 @@ def rotary_frequencies(config):
     frequencies = config.rope_theta ** -exponent
     scaling = config.rope_scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type", "default")
-    def number(key):
-        return check_range(f"rope_type = {kind!r}: {key}", scaling.get(key), LEAST[float])
+    def number(key, least=1e-30):
+        return check_range(f"rope_type = {kind!r}: {key}", scaling.get(key), least, 1e12)
     if kind == "default":
         return frequencies
     if kind == "linear":
@@ -576,7 +580,8 @@ def rotary_frequencies(config):
     low = number("low_freq_factor")
     n_trained = scaling.get("original_max_position_embeddings") or config.block_size
     turns = n_trained * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (number("high_freq_factor") - low)).clamp(0, 1)
+    high = number("high_freq_factor", math.nextafter(low, math.inf))
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / number("factor"))
 
 class World:
@@ -665,14 +670,34 @@ def check_type(name, value, kind, valid):
 def short(value):
     return " ".join(repr(value).split())[:60]
 
-def check_settings(path, settings, table, others=None):
-    """ValueError for a value that is not supported. table: {setting: valid values, None: any};
-    others: valid values of settings that are not in the table"""
+def check_settings(settings, table, others=None):
+    """ValueError for a value that is not supported. table: {setting: valid values, or their type,
+    or None: any}; others: the same for settings that are not in the table"""
     for key, value in settings.items():
         valid = table.get(key, others)
-        if valid is not None and value not in valid:
-            valid = " or ".join(map(repr, valid))
-            raise ValueError(f"{path}: {key} = {value!r:.100} is not supported, only {valid}")
+        if valid is not None and not fits(value, valid):
+            name = f"{getattr(valid, '__name__', valid)}, numbers above 0"
+            name = " or ".join(map(repr, valid)) if isinstance(valid, list) else name
+            raise ValueError(f"{key} = {short(value)} is not supported, only {name}")
+
+def fits(value, valid):
+    """Whether a value is one of a list, or of a type. Numbers of a type are positive."""
+    if isinstance(valid, list):
+        return value in valid
+    if isinstance(value, bool):
+        return valid is bool
+    return isinstance(value, valid) and (not isinstance(value, Real) or 0 < value <= 1e12)
+
+@contextmanager
+def reading(name):
+    """Whatever is raised in here, a panic of a library in Rust as well, becomes a ValueError of one
+    line that begins with this name."""
+    try:
+        yield
+    except (FileNotFoundError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{name}: {' '.join(str(error).split())}") from error
 
 # -----------------------------------------------------------------------------
 # Hugging Face folders: settings and tensors (to skip)
@@ -703,24 +728,39 @@ FAMILIES = {  # family -> the keys of config.json that it knows, with transforme
 ARCHITECTURES = dict(gpt2="GPT2LMHeadModel", llama="LlamaForCausalLM", qwen2="Qwen2ForCausalLM",
                      qwen3="Qwen3ForCausalLM", mistral="MistralForCausalLM")
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # of models
-LEAST = {int: 1, float: 1e-30}  # numbers are positive
+TYPES = dict(  # of settings in all files
+    model_type=str | None, architectures=list | None, rope_scaling=dict | None,
+    rope_parameters=dict | None, original_max_position_embeddings=int | None, weight_map=dict,
+    sliding_window=int | None, use_sliding_window=bool, layer_types=list | None,
+    rank_pattern=dict, alpha_pattern=dict, added_tokens_decoder=dict, rope_type=str,
+    chat_template=str | list | None, additional_special_tokens=list | None,
+    extra_special_tokens=list | dict | None)
+NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+TYPES |= dict.fromkeys(NAMED, str | dict | None)
 MODEL_SETTINGS = {  # keys of config.json that change the mathematics -> the values they may have
     "model_type": [*FAMILIES], "hidden_act": ["silu", "swish"], "quantization_config": [None],
     "partial_rotary_factor": [1, None], "full_attention": [None], "add_cross_attention": [False],
     "activation_function": ["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate"],
     "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False]}
 
+def read_text(path):
+    if path.exists() and not path.is_file():
+        raise ValueError("is no file")  # pipes and devices may have no end
+    return path.read_text("utf-8")
+
 def read_json(path):
     """The settings in a file"""
-    try:
-        return dict(json.loads(path.read_text("utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} does not hold settings in JSON: {error}") from None
+    with reading(path):
+        settings = {**json.loads(read_text(path))}
+        check_settings(settings, TYPES)
+    return settings
 
 def read_config(folder):
     """folder/config.json -> (GPTConfig, the stored dtype)"""
     path = folder / "config.json"
-    return parse_config(path, read_json(path))
+    settings = read_json(path)
+    with reading(path):
+        return parse_config(path, settings)
 
 def parse_config(path, settings):
     """The settings of a config.json -> (GPTConfig, the stored dtype)"""
@@ -736,7 +776,7 @@ def parse_config(path, settings):
     if settings.get(trained):  # it wins over that of RoPE
         rope = rope | {trained: settings[trained]}
     settings |= rope | {"rope_scaling": rope or None}
-    check_settings(path, settings, MODEL_SETTINGS)
+    check_settings(settings, TYPES | MODEL_SETTINGS)
     # 3. the file's settings, else transformers' defaults
     family = settings["model_type"]
     known = {key: settings.get(key, default) for key, default in FAMILIES[family].items()}
@@ -745,11 +785,11 @@ def parse_config(path, settings):
     types = GPTConfig.__annotations__
     for key, value in known.items():
         name = KEYS.get(key, key)
-        # null where a GPTConfig derives a number, as n_kv_head
-        if name in types and (value is not None or getattr(GPTConfig, name)):
-            low = LEAST.get(types[name])
-            found[name] = check_range(f"{path}: {key}", value, low) if low else value
+        if name in types:
+            check_settings({key: value}, {key: types[name]})
+            found[name] = value
     found["block_size"] = context_of(path, known, found["block_size"])
+    rotary_frequencies(replace(GPTConfig(**found), head_dim=2))  # ValueError for its scaling
     return GPTConfig(**found), stored_dtype(settings)
 
 def stored_dtype(settings):
@@ -763,10 +803,11 @@ def context_of(path, settings, trained):
     window = settings.get("sliding_window")
     if window is None or not settings.get("use_sliding_window", True):
         return trained
-    is_windowed = settings["num_hidden_layers"] > settings.get("max_window_layers", 0)
+    first = check_range("max_window_layers", settings.get("max_window_layers", 0), 0)
+    is_windowed = settings["num_hidden_layers"] > first
     if settings.get("layer_types"):
         is_windowed = "sliding_attention" in settings["layer_types"]
-    if not is_windowed or check_range(f"{path}: sliding_window", window, 1) >= trained:
+    if not is_windowed or window >= trained:
         return trained
     print(f"{path}: sliding_window = {window} limits the context to {window} tokens",
           file=sys.stderr)
@@ -780,12 +821,17 @@ def write_folder(folder, stem, tensors, settings_name, settings):
     save_file(tensors, folder / f"{stem}.safetensors", metadata={"format": "pt"})
     (folder / settings_name).write_text(json.dumps(settings, indent=1))
 
-def files_of(folder, stem):
-    """Names of the files with tensors: stem.safetensors, else those that its index names"""
-    index = folder / f"{stem}.safetensors.index.json"
-    if (folder / f"{stem}.safetensors").is_file() or not index.is_file():
-        return [f"{stem}.safetensors"]
-    return sorted(set(read_json(index)["weight_map"].values()))
+def index_of(folder, stem):
+    """{tensor: its file} of the index of stem.safetensors; {}: it is one file"""
+    path = folder / f"{stem}.safetensors.index.json"
+    if (folder / f"{stem}.safetensors").is_file() or not path.is_file():
+        return {}
+    index = read_json(path)
+    with reading(path):
+        for file in index["weight_map"].values():
+            if {"/", ".."}.intersection(Path(file).parts):
+                raise ValueError(f"{file!r} must be in this folder")
+    return index["weight_map"]
 
 def full_name(name):
     """A tensor's name in a model with a head. AutoModel's names are without its first part."""
@@ -797,16 +843,17 @@ class Checkpoint(dict):
 
     def __init__(self, folder, stem, rename=str):
         self.folder = folder
-        for file in files_of(folder, stem):
+        index = index_of(folder, stem)
+        self.names = [*map(rename, index)]  # others may be surplus
+        for file in sorted(set(index.values())) or [f"{stem}.safetensors"]:
             path = folder / file
             if not path.is_file():
                 raise FileNotFoundError(f"{path} does not exist (.bin files are not read: load one "
                                         "with transformers or PEFT, save_pretrained() writes this)")
-            try:
+            with reading(path):
                 tensors = load_file(path)
-            except SafetensorError as error:
-                raise ValueError(f"{path} is damaged: {error}") from None
-            self |= {rename(name): tensor for name, tensor in tensors.items()}
+            self |= {rename(name): tensor for name, tensor in tensors.items()
+                     if index.get(name, file) == file}
 
     def take(self, name, shape):
         """Remove a tensor and return it, as (n_out, n_in). ValueError if it does not fit."""
@@ -868,13 +915,11 @@ EMBEDDING = r"\b(embed_tokens|wte|lm_head)\."
 
 def setting_of(module, path, settings, key, patterns, least):
     """A setting for a module: of the first pattern that it matches, as PEFT matches it."""
-    valid = 'a dictionary like {"q_proj": 16}'
-    table = check_type(f"{path}: {patterns}", settings[patterns] or {}, dict, valid)
-    for pattern, value in table.items():
-        try:
-            match = re.match(rf"(.*\.)?({pattern})$", module)
-        except re.error as error:
-            raise ValueError(f"{path}: {patterns}: {pattern!r}: {error}") from None
+    for pattern, value in settings[patterns].items():
+        with reading(f"{path}: {patterns}: {pattern!r}"):
+            if "){" in pattern:
+                raise ValueError("a group that is repeated by a number is not supported")
+            match = regex.match(rf"(.*\.)?({pattern})$", module, timeout=1)
         if match:
             return check_range(f"{path}: {patterns} of {pattern!r}", value, least, 10**6)
     return check_range(f"{path}: {key}", settings[key], least, 10**6)
@@ -898,7 +943,8 @@ def read_factors(folder, config, base):
     if not path.is_file():
         raise FileNotFoundError(f"adapter '{folder}': must be a PEFT folder, has no {path.name}")
     settings = LORA_NUMBERS | read_json(path)
-    check_settings(path, settings, LORA_SETTINGS, OFF)
+    with reading(path):
+        check_settings(settings, LORA_SETTINGS, OFF)
     checkpoint = Checkpoint(folder, "adapter_model")
     drop_embeddings(checkpoint, base)
     factors = {}
@@ -919,6 +965,8 @@ def read_factors(folder, config, base):
         a = checkpoint.take(f"{start}A{end}", (rank, n_in))
         b = checkpoint.take(f"{start}B{end}", (n_out, rank))
         factors[place] = a, b.T.float() * scaling
+    if not factors:
+        raise ValueError(f"{folder}: holds no tensors of LoRA")
     return factors
 
 # -----------------------------------------------------------------------------
@@ -952,31 +1000,30 @@ TEXT_FILES = ["config.json", "generation_config.json", "tokenizer_config.json",
 def text_settings(folder):
     """Settings of a folder's tokenizer, its family, and "stop": the tokens that end a text"""
     files = [folder / name for name in TEXT_FILES]
-    config, generation, text, special = (read_json(f) if f.is_file() else {} for f in files)
+    config, generation, text, special = (read_json(f) if f.exists() else {} for f in files)
     if "added_tokens_decoder" not in text:  # as in transformers
         text |= special
     family = config.get("model_type")
     stop = (FAMILIES.get(family, {}) | config | generation).get("eos_token_id")
-    if isinstance(stop, int):
-        stop = [stop]
-    return text | {"family": family, "stop": stop or []}
+    stop = stop if isinstance(stop, list) else [stop]
+    stop = [check_type(f"{folder}: eos_token_id", token, int, "a token, or a list of tokens")
+            for token in stop if token is not None]
+    named = dict.fromkeys(NAMED)  # in the order of transformers
+    if family == "qwen2":
+        named["pad_token"] = "<|endoftext|>"
+    return named | text | {"family": family, "stop": stop}
 
 def read_tokenizer(folder):
     """The Tokenizer of a tokenizer.json, as AutoTokenizer reads it. The eos_token of the settings
     ends texts too."""
     settings = text_settings(folder)
-    # 1. the special tokens by name: a text, or a dictionary with its content
-    named = {name: content_of(value) for name, value in settings.items()
-             if name.endswith("_token")}
-    named = {name: text for name, text in named.items() if isinstance(text, str)}
-    # 2. tokens that only the settings name. They are behind all others, as in transformers
-    library = read_library(folder / "tokenizer.json")
-    texts = [*map(content_of, settings.get("added_tokens_decoder", {}).values())]
-    texts += named.values()
-    texts += map(content_of, settings.get("additional_special_tokens") or [])
-    new = [text for text in texts if library.token_to_id(text) is None]
-    library.add_special_tokens(new)
-    # 3. the tokens that end a text
+    path = folder / "tokenizer.json"
+    with reading(f"{path} is not read by the tokenizers library"):
+        library = tokenizers.Tokenizer.from_file(str(path))
+        library.no_truncation()  # it is for batches of a training
+        library.no_padding()
+        named = add_special_tokens(library, settings)
+    # the tokens that end a text
     end = library.token_to_id(named.get("eos_token", ""))
     stop = settings["stop"]
     if end is not None and end not in stop:
@@ -985,7 +1032,8 @@ def read_tokenizer(folder):
     special = {token for token, properties in added if properties.special}
 
     def encode(text, add=True):
-        return library.encode(text, add_special_tokens=add).ids
+        with reading(path):
+            return library.encode(text, add_special_tokens=add).ids
 
     def chat(text):
         if special.isdisjoint(encode(text, False)[:1]):
@@ -997,18 +1045,36 @@ def read_tokenizer(folder):
     wrong = [] if wrong is None else [wrong]
     return Tokenizer(encode, stop, partial(stream_text, library.decode, wrong), chat)
 
-def content_of(token):
-    return token.get("content") if isinstance(token, dict) else token
+def add_special_tokens(library, settings):
+    """Give a tokenizers.Tokenizer the tokens of the settings, as transformers does: new ones are
+    behind all others. -> {name: text} of special tokens"""
+    extra = settings.get("extra_special_tokens")
+    if extra is None:
+        extra = settings.get("additional_special_tokens") or []
+    if isinstance(extra, dict):
+        settings = settings | extra
+        extra = extra.values()
+    named = {name: token_of(value) for name, value in settings.items()
+             if name.endswith("_token") and isinstance(value, str | dict)}
+    tokens = {token.content: token for token in library.get_added_tokens_decoder().values()}
+    listed = settings.get("added_tokens_decoder", {})
+    for key in sorted(listed, key=int):
+        token = token_of(listed[key])
+        tokens[token.content] = token
+    for token in [*named.values(), *map(token_of, extra)]:
+        tokens.setdefault(token.content, token)
+    texts = {name: token.content for name, token in named.items()}
+    for text in texts.values():
+        tokens[text].special = True
+    library.add_tokens([*tokens.values()])
+    return texts
 
-def read_library(path):
-    """The tokenizers.Tokenizer of a tokenizer.json, without what is for batches of a training"""
-    try:
-        library = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more specific
-        raise ValueError(f"{path} is not read by the tokenizers library: {error}") from None
-    library.no_truncation()
-    library.no_padding()
-    return library
+def token_of(value):
+    """The AddedToken of a text, or of a dictionary with its content"""
+    fields = {"content": value} if isinstance(value, str) else value
+    fields = {"special": True, "__type": None} | fields
+    del fields["__type"]
+    return tokenizers.AddedToken(fields.pop("content"), **fields)
 
 def stream_text(decode, wrong, prompt=()):
     """-> a function tokens -> text that continues the prompt's. Joined, the texts are those of
@@ -1035,14 +1101,17 @@ def raise_exception(message):
 # as in transformers; a sandbox, since a folder is a stranger's
 CHATS = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                       extensions=["jinja2.ext.loopcontrols"])
+CHATS.intercepted_binops = {"**"}
+CHATS.binop_table["**"] = math.pow  # ends at once, whatever the numbers are
 CHATS.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
 CHATS.globals |= dict(raise_exception=raise_exception, strftime_now=time.strftime)
 
 def render_chat(folder, template, named, text):
     """A user's text in the folder's chat template. None: there is none. named: special tokens"""
     path = folder / "chat_template.jinja"
-    template = path.read_text("utf-8") if path.is_file() else template
-    try:
+    problem = f"{folder}: the chat template fails, --raw feeds the prompt as it is"
+    with reading(problem), time_limit():
+        template = read_text(path) if path.exists() else template
         if isinstance(template, list):  # several
             template = {each["name"]: each["template"] for each in template}["default"]
         if template:
@@ -1051,16 +1120,29 @@ def render_chat(folder, template, named, text):
             return CHATS.from_string(template).render(
                 messages=[dict(role="user", content=text)], tools=None, documents=None,
                 add_generation_prompt=True, **named)
-    except Exception as error:  # whatever a template does
-        raise ValueError(f"{folder}: the chat template fails, --raw feeds the prompt as it is: "
-                         f"{' '.join(str(error).split())}") from None
+
+@contextmanager
+def time_limit(seconds=3):
+    """TimeoutError in a function that is called here, and takes longer"""
+    end = time.monotonic() + seconds
+    before = sys.gettrace()
+
+    def check(*_):
+        if time.monotonic() > end:
+            raise TimeoutError(f"it takes more than {seconds} s")
+        return check
+    sys.settrace(check)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 # -----------------------------------------------------------------------------
 # models by name (folders, presets, the Hub), and a tiny one to train (to skip)
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
 HUB_FILES = [*TEXT_FILES, "tokenizer.json", "chat_template.jinja", "vocab.*",
-             "model.safetensors.index.json"]
+             "model.safetensors", "model.safetensors.index.json"]
 
 def preset(name):
     """The GPTConfig of a preset. KeyError that lists the presets for any other name."""
@@ -1086,7 +1168,7 @@ def download(name):
     """The folder of owner/name in the Hub's cache, where only missing files are downloaded"""
     try:
         folder = Path(snapshot_download(name, allow_patterns=HUB_FILES))
-        snapshot_download(name, allow_patterns=HUB_FILES + files_of(folder, "model"))
+        snapshot_download(name, allow_patterns=[*HUB_FILES, *index_of(folder, "model").values()])
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise FileNotFoundError(f"model {name!r}: is no folder, and the Hub or its cache does not "

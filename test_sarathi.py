@@ -748,7 +748,7 @@ def test_settings_left_out_are_transformers_defaults(family, tmp_path):
     assert different <= {"use_sliding_window", "rope_theta"}
     key = "layer_norm_epsilon" if family == "gpt2" else "rms_norm_eps"  # null: transformers refuses
     (tmp_path / "config.json").write_text(json.dumps(theirs | {key: None}))
-    with pytest.raises(ValueError, match=f"{key} = None: must be at least"):
+    with pytest.raises(ValueError, match=f"{key} = None is not supported, only float"):
         read_config(tmp_path)
 
 LORAS = {
@@ -863,10 +863,11 @@ def test_names_of_an_adapters_tensors(start, end, tmp_path):
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+INDEX = "model.safetensors.index.json"
 BAD_MODELS = {
     "No such file .*config.json": dict(files={"config.json": None}),
-    "config.json does not hold settings": dict(files={"config.json": "{"}),
-    "model.safetensors is damaged": dict(files={"model.safetensors": "{"}),
+    "config.json: Expecting property name": dict(files={"config.json": "{"}),
+    "model.safetensors: Error while deserializing header": dict(files={"model.safetensors": "{"}),
     "model_type = 'bert' is not supported, only 'gpt2' or 'llama' or": dict(
         model_type="bert", hidden_act="gelu"),
     "rope_type = 'yarn'": dict(rope_scaling={"rope_type": "yarn"}),
@@ -877,11 +878,21 @@ BAD_MODELS = {
         scale_attn_weights=False, activation_function="relu", hidden_act="gelu",
         partial_rotary_factor=0.5).items()},
     "model_type = None": dict(model_type=None, architectures=["GemmaForCausalLM"]),
-    "num_attention_heads = 0: must be": dict(num_attention_heads=0),
+    "num_attention_heads = 0 is not supported, only int, numbers above 0": dict(
+        num_attention_heads=0),
     "n_kv_head = 3: must divide": dict(num_key_value_heads=3),
     "model-1.safetensors does not exist": dict(files={
         "model.safetensors": None,
-        "model.safetensors.index.json": '{"weight_map": {"a": "model-1.safetensors"}}'}),
+        INDEX: '{"weight_map": {"a": "model-1.safetensors"}}'}),
+    **{f"index.json: .*{part}": dict(files={"model.safetensors": None, INDEX: text})
+       for part, text in {
+           "weight_map = \\[\\] is not supported, only dict": '{"weight_map": []}',
+           "'../a' must be in this folder": '{"weight_map": {"a": "../a"}}',
+           "'/a' must be in this folder": '{"weight_map": {"a": "/a"}}'}.items()},
+    "layers = 1000000000: must be in 1 .. 21": dict(num_hidden_layers=10**9),
+    "rope_parameters = 5 is not supported": dict(rope_parameters=5),
+    "max_window_layers = 'x': must be": dict(
+        model_type="qwen2", use_sliding_window=True, max_window_layers="x"),
     f"'{Q}' is missing": dict(tensors={Q: None}),
     f"'{Q}' is \\(3, 128\\).*must be \\(128, 128\\)": dict(tensors={Q: torch.ones(3, 128)}),
     f"'{Q}' is .*int32": dict(tensors={Q: torch.ones(128, 128).int()}),
@@ -902,7 +913,9 @@ BAD_ADAPTERS = {
     "adapter_config.json: r = 0: must be in 1 ..": dict(r=0, rank_pattern={}),
     "rank_pattern of 'q_proj' = 8.5: must be": dict(r=8, rank_pattern={"q_proj": 8.5}),
     r"alpha_pattern: 'q_proj\(': missing \)": dict(alpha_pattern={"q_proj(": 3}),
-    r"alpha_pattern = \['q_proj'\]: must be a dictionary": dict(alpha_pattern=["q_proj"]),
+    r"alpha_pattern = \['q_proj'\] is not supported, only dict": dict(alpha_pattern=["q_proj"]),
+    "alpha_pattern: '.*group that is repeated by a number": dict(alpha_pattern={"(a{99}){99}": 1}),
+    "holds no tensors of LoRA": dict(files={"adapter_model.safetensors": "\2" + "\0" * 7 + "{}"}),
     "lm_head.weight': embeddings in an adapter are not supported": dict(
         tensors={"base_model.model.lm_head.weight": torch.ones(61, 128)}),
     "peft_type = 'IA3' is not supported, only 'LORA'": dict(peft_type="IA3"),
@@ -917,6 +930,13 @@ BAD_TEXTS = {
         "chat_template.jinja": "{{ raise_exception('only two turns') }}"}),
     "template fails, --raw feeds .*'append' of 'list' object is unsafe": dict(files={
         "chat_template.jinja": "{{ messages.append(1) }}"}),
+    "template fails, .*: it takes more than": dict(files={"chat_template.jinja":
+        "{% set n = range(99999) %}{% for i in n %}{% for j in n %}{% endfor %}{% endfor %}"}),
+    "template fails, .*: math range error": dict(files={
+        "chat_template.jinja": "{{ 9 ** (9 ** 9) }}"}),
+    "special_tokens_map.json: eos_token = 5 is not": dict(
+        files={"special_tokens_map.json": '{"eos_token": 5}'}),
+    "eos_token_id = 'x': must be a token": dict(eos_token_id="x"),
 }
 # a field that config.json has no key for
 Windowed = dataclasses.make_dataclass("Windowed", [("window", int, 0)], bases=(GPTConfig,))
@@ -965,6 +985,139 @@ def test_a_bad_folder_or_argument_is_one_clear_line(message, tmp_path):
         else:
             WRONG[message]()
     assert "\n" not in str(raised.value)
+
+def test_an_index_says_where_a_tensor_is(tmp_path):
+    """Other shards may hold an old one, and tensors that the index does not name"""
+    TARGET.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    save_file(tensors, tmp_path / "a.safetensors")
+    save_file({Q: tensors[Q] + 1, "extra": tensors[Q]}, tmp_path / "b.safetensors")
+    for q, file in {Q: "a.safetensors", "other": "b.safetensors"}.items():
+        index = dict.fromkeys(tensors, "a.safetensors") | {q: file}
+        index["lost"] = "b.safetensors"
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": index}))
+        model = GPT.from_pretrained(tmp_path)
+        assert torch.equal(model.logits(prompt(9)), TARGET.logits(prompt(9)))
+
+# values for a file's settings, in the place of others
+VALUES = [None, True, False, 0, -1, 2, 1.5, math.nan, 10**9, 10**40, "", "x", "../x", [],
+          [1], ["x"], [[]], {}, {"a": 1}, {"content": 5}, "gpt2", "linear", "(\\w+)+!", "{% for %}"]
+
+def good_folder(folder):
+    """With two shards, a tokenizer and an adapter"""
+    theirs = transformers_model(folder, rope_parameters=dict(
+        rope_theta=1e4, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0))
+    trained_by_peft(theirs, folder / "adapter", target_modules=["q_proj", "down_proj"],
+                    rank_pattern={"q_proj": 6, "(\\w+)+!": 3}, alpha_pattern={"down_proj": 3})
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {name: f"{'layer' in name}.safetensors" for name in tensors}
+    for file in set(files.values()):
+        own = {name: tensor for name, tensor in tensors.items() if files[name] == file}
+        save_file(own, folder / file, {"format": "pt"})
+    tokenizer_of("llama2").save(str(folder / "tokenizer.json"))
+    for name, settings in {
+            INDEX: {"metadata": {}, "weight_map": files},
+            "generation_config.json": {"eos_token_id": [2, 3]},
+            "tokenizer_config.json": dict(
+                tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", chat_template=CHATML,
+                eos_token={"content": "</s>", "__type": "AddedToken", "lstrip": False}),
+            "special_tokens_map.json": dict(
+                unk_token="<unk>", additional_special_tokens=["<mark>"])}.items():
+        (folder / name).write_text(json.dumps(settings))
+
+def places(value):
+    """Yields (container, key) of the values in a JSON value."""
+    for key in value if isinstance(value, dict) else [*range(len(value))]:
+        if key in ("target_modules", "layers_to_transform"):  # we go by the tensors
+            continue
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from places(value[key])
+
+def damage(path, rng):
+    """Change a file. -> what was done"""
+    data = path.read_bytes()
+    if path.suffix == ".json" and rng.random() < 0.8:
+        settings = json.loads(data)
+        inner, key = rng.choice([*places(settings)][:200])
+        inner[key] = rng.choice(VALUES)
+        path.write_text(json.dumps(settings))
+        return f"{path.name}: {key} = {inner[key]!r}"
+    way = rng.choice(["cut", "flip", "flip", "flip", "deep", "latin", "pipe", "folder", "gone"])
+    path.unlink()
+    if way == "pipe":
+        os.mkfifo(path)
+    elif way == "folder":
+        path.mkdir()
+    elif way != "gone":
+        i = min(int(rng.expovariate(0.005)), len(data) - 1)
+        new = dict(cut=data[:rng.randrange(len(data))], latin=data.replace(b"a", b"\xe9"),
+                   flip=data[:i] + bytes([rng.randrange(256)]) + data[i + 1:], deep=b"[" * 10**5)
+        path.write_bytes(new[way])
+    return f"{path.name}: {way}"
+
+def model_and_adapter(folder):
+    model = GPT.from_pretrained(folder, "float32")
+    logits = model.logits(prompt(9))
+    model.merge(Adapter.from_pretrained(folder / "adapter", model.config, base=model.weights))
+    return logits, model.logits(prompt(9))
+
+def model_and_adapter_of_peft(folder):
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=float32)
+    logits = logits_by(theirs)(prompt(9))
+    wrapped = peft.PeftModel.from_pretrained(theirs, folder / "adapter")
+    return logits, logits_by(wrapped)(prompt(9))
+
+def texts(folder):
+    tokenizer = load_tokenizer(folder)
+    text_of = tokenizer.stream()
+    tokens = tokenizer.encode(TEXTS[0] + "<mark>")
+    return tokens, text_of(tokens) + text_of([]), tokenizer.chat(TEXTS[0])
+
+def texts_of_transformers(folder):
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    tokens = theirs(TEXTS[0] + "<mark>")["input_ids"]
+    chat = None
+    if theirs.chat_template:
+        chat = theirs.apply_chat_template([dict(role="user", content=TEXTS[0])], return_dict=False,
+                                          add_generation_prompt=True)
+    return tokens, theirs.decode(tokens, skip_special_tokens=True), chat
+
+MODEL_FILES = ["config.json", INDEX, "True.safetensors", "adapter/adapter_config.json",
+               "adapter/adapter_model.safetensors"]
+DAMAGED = [(model_and_adapter, model_and_adapter_of_peft, MODEL_FILES),
+           (texts, texts_of_transformers, [*model_py.TEXT_FILES, "tokenizer.json"])]
+
+@pytest.mark.filterwarnings("ignore")
+@each("seed", range(4))
+def test_damaged_folders_are_right_or_one_line(seed, tmp_path):
+    """Each is refused, or is as the other libraries read it, or as before if they refuse it."""
+    seed += int(os.environ.get("SEED", 0))
+    rng = random.Random(seed)
+    good_folder(tmp_path / "good")
+    for ours, theirs, files in DAMAGED:
+        expected = theirs(tmp_path / "good")
+        for i in range(45):
+            folder = shutil.copytree(tmp_path / "good", tmp_path / f"{ours.__name__}{i}")
+            what = f"seed {seed}, {damage(folder / rng.choice(files), rng)}"
+            try:
+                actual = ours(folder)
+            except (ValueError, KeyError, FileNotFoundError) as error:
+                assert str(folder) in str(error) and "\n" not in str(error), (what, error)
+                continue
+            try:
+                wanted = theirs(folder)
+            except Exception:  # they refuse it
+                wanted = expected
+            for one, other in zip(actual, wanted):
+                same = one == other
+                if isinstance(one, torch.Tensor):
+                    same = torch.allclose(one, other, atol=1e-3, equal_nan=True)
+                assert same, what
 
 def test_only_needed_files_come_from_the_hub(tmp_path, monkeypatch):
     shards = {"a": "a-1.safetensors", "b": "a-2.safetensors", "c": "a-1.safetensors"}
@@ -1112,6 +1265,10 @@ CHATS = {  # settings of tokenizer_config.json; special: those of special_tokens
                                   additional_special_tokens=[" é", "<mark>"])),
     "not of a map": dict(chat_template=CHATML, eos_token="<unk>", added_tokens_decoder={},
                          special=dict(eos_token="</s>")),
+    "of the vocabulary alone": dict(
+        chat_template=CHATML + "é a <tool>", eos_token="<tool>", extra_special_tokens=["é"],
+        added_tokens_decoder={"7": {"content": "▁a", "special": True, "lstrip": True}}),
+    "not special before": dict(chat_template=CHATML + " <tool>", eos_token="<tool>"),
     "training": dict(chat_template="{% for m in messages %}{% generation %} {{ m.content }}\n"
                                    "{%- endgeneration %}{% break %}{% endfor %} <tool>"),
 }
@@ -1130,8 +1287,11 @@ def test_chats_are_those_of_transformers(name, tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in TEXTS[:4]:
         messages = [dict(role="user", content=text)]
-        assert ours.chat(text) == theirs.apply_chat_template(
+        tokens = theirs.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False)
+        assert ours.chat(text) == tokens
+        text_of = ours.stream()
+        assert text_of(tokens) + text_of([]) == theirs.decode(tokens, skip_special_tokens=True)
     assert ours.chat("<s>in a template") is None
 
 def test_gpt2_without_a_tokenizer_json_has_tiktokens_encoding(tmp_path, monkeypatch):
@@ -2930,6 +3090,7 @@ MISTAKES = {
     "tp = 2 needs 2 processes, .*--nproc_per_node 2": ["--tp", 2],
     "argument --tokens: '1 2': must be like 1,2,3": ["--tokens", "1 2"],
     "--explain runs an example of its own": ["--explain", "--chunk", 8],
+    "argument --prompt: invalid utf8 value": ["--prompt", "caf\udce9"],
     "--html is of what --explain shows": ["--tokens", "1", "--html", "x.html"],
     "chunk = 0: must be at least 1": ["--chunk", 0],
 }
@@ -3356,6 +3517,7 @@ TRACES = {  # the same three requests, 4 and 1.5 seconds apart
     "ours.jsonl": "".join('{"output": %d, "prompt": %d, "arrival": "%s"}\n' % row for row in (
         (44, 374, "2024-05-10T01:00:00Z"), (9, 396, "2024-05-10T01:00:04+00:00"),
         (1, 7, "2024-05-10 03:00:05.5+02:00"))),
+    "guidellm.csv": "timestamp,input_length,output_length\n0.5,374,44\n4.5,396,9\n6,7,1\n",
     "bailian.jsonl": "".join(
         '{"chat_id": 1, "timestamp": %s, "input_length": %d, "output_length": %d, "type": "text", '
         '"hash_ids": [0]}\n' % row for row in ((61.5, 374, 44), (65.5, 396, 9), (67.0, 7, 1))),
@@ -3374,6 +3536,25 @@ def test_traces_of_the_field(name, tmp_path, capsys):
     assert [job[1:3] for job in jobs] == [(374, 44), (396, 9), (7, 1)]
     assert [job.arrival for job in jobs] == approx([0, 4, 5.5], abs=1e-6)
     assert "3 rows read, 3 kept, 0 skipped" in capsys.readouterr().err
+
+@each("start", [0, 1760000000, 1760000000000])
+def test_hours_between_requests_are_kept(start, tmp_path):
+    at = [0, 7200, 90000]
+    unit = 1000 if start > 1e12 else 1
+    rows = "".join(f"{start + unit * t},5,5\n" for t in at)
+    (tmp_path / "jobs.csv").write_text(f"arrival,prompt,output\n{rows}")
+    jobs = bench.read_jobs(arguments(f"online --jobs {tmp_path}/jobs.csv"), 64)
+    assert [job.arrival for job in jobs] == at
+
+def test_no_nan_is_written_and_no_other_json_is_reported(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "ASSETS", tmp_path)
+    bench.write_json(f"{tmp_path}/nan.json", dict(rows=[dict(ours=math.nan)]))
+    assert json.loads((tmp_path / "nan.json").read_text()) == {"rows": [{"ours": None}]}
+    for name, text in dict(numbers="[1]", cut="[", rows='{"rows": [5]}').items():
+        (tmp_path / f"{name}.json").write_text(text)
+    bench.report()
+    assert re.findall(r"(\w+).json: skipped", capsys.readouterr().err) == ["cut", "numbers", "rows"]
+    assert "## nan" in (tmp_path / "results.md").read_text()
 
 def test_windows_of_traces_keep_their_bursts(tmp_path, capsys):
     """As of a table computed with numpy"""
@@ -3413,7 +3594,7 @@ def test_what_lies_outside_a_window_is_not_kept(tmp_path):
     ("timestamp,input_length,output_length,hash_ids\n" + "".join(
         f"{6 * i},5,5,\n" for i in range(11)),  # in seconds
      "11 requests over 0.06 s are not plausible: an arrival of Mooncake is in units of 0.001 s"),
-    ("arrival,prompt,output\n0,5,5\n900000000,5,5\n", "2 requests over 9e.08 s are not plausible"),
+    ("timestamp,input_length,output_length\n0,5,5\n27000,5,5\n", "over 2.7e.04 s are not pl"),
     ("prompt,output\n5,5\n", "column 'arrival' is missing"),
     ("arrival,prompt,output\n0,5,5\n\n1,5\n", "line 4: more or fewer fields"),
     ("arrival,prompt,output\n0,5,5\n1,5.5,5\n", "line 3: .*whole"),
@@ -3807,13 +3988,16 @@ def test_explain_is_true_and_shows_what_the_papers_are_about():
 def test_explain_takes_a_scheduler_and_an_order_of_ones_own(tmp_path):
     (tmp_path / "own.py").write_text(OWN.replace("from sarathi", "from beside"))
     (tmp_path / "beside.py").write_text("from sarathi import Policy, Sarathi, fcfs")
+    (tmp_path / "named.py").write_text(
+        "from own import Mine, newest\nMine.__name__ = 'Mine</script>'\n")
     command = [sys.executable, Path(sarathi.__file__), "--explain", "--scheduler",
-               f"{tmp_path}/own.py:Mine", "--order", f"{tmp_path}/own.py:newest", "--html",
+               f"{tmp_path}/named.py:Mine", "--order", f"{tmp_path}/named.py:newest", "--html",
                tmp_path / "page.html"]
     out = subprocess.run(command, capture_output=True, check=True).stdout
-    assert b"Mine" in out and b"iteration 4" in out  # a second module sarathi would have another
+    assert b"Mine<" in out and b"iteration 4" in out  # a second module sarathi would have another
     assert out.index(b"request 2 starts") < out.index(b"request 0 starts")
-    assert "Mine" in (tmp_path / "page.html").read_text(encoding="utf8")  # Scheduler
+    page = (tmp_path / "page.html").read_text(encoding="utf8")
+    assert "Mine</script>" in json.loads(re.search('json">(.*?)</script>', page)[1])["title"]
 
 STEPS = """<script>
 const seen = []
