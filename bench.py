@@ -823,9 +823,8 @@ class Lightllm(Scheduler):
 
     def drop_idle(self):
         memory = self.engine.memory
-        for adapter in [*memory.loaded]:
-            if not memory.n_users[adapter]:
-                memory.evict(adapter)
+        for adapter in [*memory.idle]:
+            memory.evict(memory.adapter_pool, adapter)
 
     def fitting(self, running, waiting):
         """The first waiting requests that never outgrow the pool; prompts: up to a sixth of it, or

@@ -1234,13 +1234,18 @@ def n_preempted(engine):
            if feed.n_past == 0]
     return len(fed) - len(set(fed))
 
+def pools_of(engine):
+    """{pool: its pages}; one pool may be both"""
+    memory = engine.memory
+    return {memory.adapter_pool: engine.adapter_pages, memory.pool: engine.n_page}
+
 def check_pages(engine):
     """A page is free or has one owner. Owners are running requests and loaded adapters, among them
     all of running requests."""
     owners = set()
-    for pool in {engine.memory.pool, engine.memory.adapter_pool}:
+    for pool, n_page in pools_of(engine).items():
         pages = sorted(np.concatenate([pool.free, *pool.tables.values()]))
-        assert pages == [*range(pages[0], pages[0] + pool.n_page)]
+        assert pages == [*range(pages[0], pages[0] + n_page)]
         owners |= {owner for owner, pages in pool.tables.items() if len(pages)}
     running = set(engine.running)
     loaded = set(engine.memory.loaded)
@@ -1352,16 +1357,17 @@ def loaded_in(engine):
     names = {adapter: name for name, adapter in engine.adapters.items()}
     return [names[adapter] for adapter in engine.memory.loaded]
 
-@each("end", [lambda memory, adapter: memory.evict(adapter), lambda memory, _: memory.clear()])
+@each("end", [lambda memory: memory.make_room(memory.pool, len(memory.pool.free) + 1),
+              lambda memory: memory.clear()])
 def test_pages_are_free_when_the_copy_to_them_is_done(end):
     engine = Engine(COST)
     engine.add_adapter("a", 8)
     memory = engine.memory
     memory.acquire(engine.adapters["a"])
-    memory.release_adapter(engine.adapters["a"])
+    memory.leave(engine.adapters["a"])
     done, = memory.loaded.values()
     assert engine.now < done
-    end(memory, engine.adapters["a"])
+    end(memory)
     assert engine.now == done and not memory.loaded
 
 def test_the_least_recently_used_adapter_is_evicted():
@@ -1493,8 +1499,8 @@ def test_pages_are_conserved(options):
         assert request.output == naive(tuple(request.prompt), source, 12)[:n], request
     assert {*aborted.values()} == {"waiting", "running"} and len(weights) > len(aborted) + 20
     assert engine.alloc == "reserve" or n_preempted(engine)
-    for pool in {engine.memory.pool, engine.memory.adapter_pool}:
-        assert engine.memory.make_room(pool, pool.n_page)  # adapters are idle
+    for pool, n_page in pools_of(engine).items():
+        assert engine.memory.make_room(pool, n_page)  # adapters are idle
     assert not engine.memory.n_users  # it would keep replaced adapters in memory
 
 @each("draft, lora", [("ngram", "batched"), (TARGET, "batched"), (None, "merge")])
@@ -3697,7 +3703,7 @@ def test_triton_in_its_interpreter(interpreter):
 def explained(scheduler):
     """Of --explain: its texts, one for each iteration; its page; what its page shows"""
     with TemporaryDirectory() as folder, redirect_stdout(StringIO()) as out:
-        sarathi.explain(scheduler, html=f"{folder}/page.html")
+        sarathi.explain(f"{folder}/page.html", scheduler=scheduler)
         page = Path(folder, "page.html").read_text(encoding="utf8")
     data = json.loads(re.search('json">(.*)</script>', page)[1])
     texts = out.getvalue().rstrip().split("\n\n")
