@@ -3307,6 +3307,21 @@ def test_traces_of_the_field(name, tmp_path, capsys):
     assert [job[1:3] for job in jobs] == [(374, 44), (396, 9), (7, 1)]
     assert [job.arrival for job in jobs] == approx([0, 4, 5.5], abs=1e-6)
     assert "3 rows read, 3 kept, 0 skipped" in capsys.readouterr().err
+    # the first block has 16 tokens, or 512, here all of the first prompt
+    shared = {"bailian.jsonl": 16, "mooncake.jsonl": 374}
+    assert common([bench.prompt_of(job, i, 61) for i, job in enumerate(jobs[:2])]) == shared.get(
+        name, 0)
+
+def common(prompts):
+    return len(os.path.commonprefix(prompts))
+
+def test_made_up_prompts_share_what_they_should():
+    for flags, n in (("", 0), ("--shared 40", 40)):
+        jobs = bench.workload(simulated("online", f"online {flags}"), 9, (8, 99), (4, 4))
+        prompts = [bench.prompt_of(job, i, 61) for i, job in enumerate(jobs)]
+        assert [len(tokens) for tokens in prompts] == [job.prompt for job in jobs]
+        assert [common([prompts[0], other]) for other in prompts[1:]] == [0] * 7 + [n]
+        assert max(map(max, prompts)) < 61 and min(map(len, prompts)) >= n + 8
 
 def test_windows_of_traces_keep_their_bursts(tmp_path, capsys):
     """As of a table computed with numpy"""
@@ -3355,6 +3370,7 @@ def test_what_lies_outside_a_window_is_not_kept(tmp_path):
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "prompt": 5}\n', "line 2: "),
     ("arrival,prompt,output\n0,0,5\n0,5,0\n0,60,5\n0,-1,5\n", "no request is left to serve: 4"),
     ("\xff", "line 0: .*utf-8"),
+    ('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [""]}', "line 1: .*int"),
 ])
 def test_a_wrong_trace_is_one_clear_line(text, needle, tmp_path):
     path = tmp_path / "jobs.csv"
@@ -3476,10 +3492,12 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("spec_here", "model 'tiny': is not trained yet, run `python model.py`"),
     ("spec_here --model llama-30m --prompts latin.txt",
      "paragraphs of UTF-8 text in latin.txt = 0: must be"),
-    ("online --scheduler own.py:Yours", "name in own.py 'Yours': one of Mine, One, newest"),
+    ("online --scheduler own.py:Yours", "name in own.py 'Yours': one of Mine, Same, One, newest"),
     ("online --scheduler own.py:One", "own.py:One: must be a Scheduler"),
-    ("online --scheduler own.py", "own.py:NAME"),
+    ("online --scheduler own.py", "own.py: must be like my.py:NAME"),
     ("online --scheduler bad.py:Mine", "bad.py: SyntaxError"),
+    ("online --hardware a100 --memory lru", "lru: must be like my.py:NAME"),
+    ("online --jobs a.csv --shared 9", "--shared has no effect on the requests of --jobs"),
     ("online --order fifo", "unknown order 'fifo': one of fcfs, lcfs, sjf, edf, fair"),
 ])
 def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, needle):
@@ -3532,8 +3550,10 @@ def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
     assert {"waiting", "stall", "prompt"} <= {event["name"] for event in events}
 
 OWN = """
-from sarathi import Policy, Sarathi
+from sarathi import Memory, Policy, Sarathi
 class Mine(Sarathi):
+    pass
+class Same(Memory):
     pass
 class One(Policy):
     def n_drafts(self, requests, limits, acceptance, price):
@@ -3735,15 +3755,15 @@ def test_explain_is_true_and_shows_what_the_papers_are_about():
         assert what in "".join(texts)
     assert ["decode", "prefill chunk"] in [[feed["kind"] for feed in s["feeds"]] for s in steps]
 
-def test_explain_takes_a_scheduler_and_an_order_of_ones_own(tmp_path):
+def test_explain_takes_parts_of_ones_own(tmp_path):
     (tmp_path / "own.py").write_text(OWN.replace("from sarathi", "from beside"))
-    (tmp_path / "beside.py").write_text("from sarathi import Policy, Sarathi, fcfs")
+    (tmp_path / "beside.py").write_text("from sarathi import Memory, Policy, Sarathi, fcfs")
     command = [sys.executable, Path(sarathi.__file__), "--explain", "--scheduler",
-               f"{tmp_path}/own.py:Mine", "--order", f"{tmp_path}/own.py:newest", "--html",
-               tmp_path / "page.html"]
+               f"{tmp_path}/own.py:Mine", "--order", f"{tmp_path}/own.py:newest", "--memory",
+               f"{tmp_path}/own.py:Same", "--html", tmp_path / "page.html"]
     out = subprocess.run(command, capture_output=True, check=True).stdout
     assert b"Mine" in out and b"iteration 4" in out  # a second module sarathi would have another
-    assert out.index(b"request 2 starts") < out.index(b"request 0 starts")
+    assert out.index(b"request 3 starts") < out.index(b"request 0 starts")
     assert "Mine" in (tmp_path / "page.html").read_text(encoding="utf8")  # Scheduler
 
 STEPS = """<script>
