@@ -3,6 +3,7 @@ solved. pytest runs it in .ci/run, not beside the proofs: whoever changes a sent
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -14,9 +15,9 @@ import sarathi
 from bench import ASSETS, EXPERIMENTS
 from model import GPT
 from sarathi import SCHEDULERS, Engine, Request
-from test_sarathi import (COST, PAGE, README, TARGET, check_tokens, command, commands_of_readme,
-                          draft_model, each, edit, explained, lines_of, logits_by, prompt, rows_of,
-                          transformers_model)
+from test_sarathi import (COST, GPT2, PAGE, README, TARGET, check_tokens, command,
+                          commands_of_readme, draft_model, each, edit, explained, lines_of,
+                          logits_by, prompt, random_model, rows_of, transformers_model)
 from test_sarathi import start as start_engine
 
 import numpy as np
@@ -360,3 +361,14 @@ def test_a_cached_prompt_feeds_one_token():
     outputs = [engine.generate([tokens], 5, name) for name in (None, None, "q", "q")]
     assert outputs[0] == outputs[1] != outputs[2] == outputs[3]
     assert [n for (n, *_) in rows_of(engine, 2) if n > 1] == [33, 33]
+
+def test_a_draft_model_leaves_out_what_exceeds_its_context():
+    """Also if the beginning is cached"""
+    names = {}
+    exec(SOLUTIONS[6], names)
+    draft = random_model(replace(GPT2, block_size=40))
+    requests = [Request(prompt(70), 8), Request(prompt(70) + [5], 8), Request(prompt(20), 8)]
+    engine = start_engine(TARGET, requests, memory=names["Mine"], draft=draft, spec=2, chunk=32)
+    engine.run()
+    check_tokens(requests)
+    assert engine.speculator.n_drafted and requests[1].notes["cached"] > 40
