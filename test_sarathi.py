@@ -3307,20 +3307,17 @@ def test_traces_of_the_field(name, tmp_path, capsys):
     assert [job[1:3] for job in jobs] == [(374, 44), (396, 9), (7, 1)]
     assert [job.arrival for job in jobs] == approx([0, 4, 5.5], abs=1e-6)
     assert "3 rows read, 3 kept, 0 skipped" in capsys.readouterr().err
-    # the first block has 16 tokens, or 512, here all of the first prompt
-    shared = {"bailian.jsonl": 16, "mooncake.jsonl": 374}
-    assert common([bench.prompt_of(job, i, 61) for i, job in enumerate(jobs[:2])]) == shared.get(
-        name, 0)
-
-def common(prompts):
-    return len(os.path.commonprefix(prompts))
+    shared = {"bailian.jsonl": 16, "mooncake.jsonl": 374}  # a block of 16, or of 512, all of it
+    prompts = [bench.prompt_of(job, i, 61) for i, job in enumerate(jobs[:2])]
+    assert len(os.path.commonprefix(prompts)) == shared.get(name, 0)
 
 def test_made_up_prompts_share_what_they_should():
     for flags, n in (("", 0), ("--shared 40", 40)):
         jobs = bench.workload(simulated("online", f"online {flags}"), 9, (8, 99), (4, 4))
         prompts = [bench.prompt_of(job, i, 61) for i, job in enumerate(jobs)]
-        assert [len(tokens) for tokens in prompts] == [job.prompt for job in jobs]
-        assert [common([prompts[0], other]) for other in prompts[1:]] == [0] * 7 + [n]
+        assert [*map(len, prompts)] == [job.prompt for job in jobs]
+        common = [os.path.commonprefix([prompts[0], other]) for other in prompts[1:]]
+        assert [*map(len, common)] == [0] * 7 + [n]
         assert max(map(max, prompts)) < 61 and min(map(len, prompts)) >= n + 8
 
 def test_windows_of_traces_keep_their_bursts(tmp_path, capsys):
