@@ -1394,13 +1394,18 @@ def n_preempted(engine):
            if feed.n_past == 0]
     return len(fed) - len(set(fed))
 
+def pools_of(engine):
+    """{pool: its pages}; one pool may be both"""
+    memory = engine.memory
+    return {memory.adapter_pool: engine.adapter_pages, memory.pool: engine.n_page}
+
 def check_pages(engine):
     """A page is free or has one owner. Owners are running requests and loaded adapters, among them
     all of running requests."""
     owners = set()
-    for pool in {engine.memory.pool, engine.memory.adapter_pool}:
+    for pool, n_page in pools_of(engine).items():
         pages = sorted(np.concatenate([pool.free, *pool.tables.values()]))
-        assert pages == [*range(pages[0], pages[0] + pool.n_page)]
+        assert pages == [*range(pages[0], pages[0] + n_page)]
         owners |= {owner for owner, pages in pool.tables.items() if len(pages)}
     running = set(engine.running)
     loaded = set(engine.memory.loaded)
@@ -1512,16 +1517,17 @@ def loaded_in(engine):
     names = {adapter: name for name, adapter in engine.adapters.items()}
     return [names[adapter] for adapter in engine.memory.loaded]
 
-@each("end", [lambda memory, adapter: memory.evict(adapter), lambda memory, _: memory.clear()])
+@each("end", [lambda memory: memory.make_room(memory.pool, len(memory.pool.free) + 1),
+              lambda memory: memory.clear()])
 def test_pages_are_free_when_the_copy_to_them_is_done(end):
     engine = Engine(COST)
     engine.add_adapter("a", 8)
     memory = engine.memory
     memory.acquire(engine.adapters["a"])
-    memory.release_adapter(engine.adapters["a"])
+    memory.leave(engine.adapters["a"])
     done, = memory.loaded.values()
     assert engine.now < done
-    end(memory, engine.adapters["a"])
+    end(memory)
     assert engine.now == done and not memory.loaded
 
 def test_the_least_recently_used_adapter_is_evicted():
@@ -1653,8 +1659,8 @@ def test_pages_are_conserved(options):
         assert request.output == naive(tuple(request.prompt), source, 12)[:n], request
     assert {*aborted.values()} == {"waiting", "running"} and len(weights) > len(aborted) + 20
     assert engine.alloc == "reserve" or n_preempted(engine)
-    for pool in {engine.memory.pool, engine.memory.adapter_pool}:
-        assert engine.memory.make_room(pool, pool.n_page)  # adapters are idle
+    for pool, n_page in pools_of(engine).items():
+        assert engine.memory.make_room(pool, n_page)  # adapters are idle
     assert not engine.memory.n_users  # it would keep replaced adapters in memory
 
 @each("draft, lora", [("ngram", "batched"), (TARGET, "batched"), (None, "merge")])
@@ -3536,6 +3542,18 @@ def test_traces_of_the_field(name, tmp_path, capsys):
     assert [job[1:3] for job in jobs] == [(374, 44), (396, 9), (7, 1)]
     assert [job.arrival for job in jobs] == approx([0, 4, 5.5], abs=1e-6)
     assert "3 rows read, 3 kept, 0 skipped" in capsys.readouterr().err
+    shared = {"bailian.jsonl": 16, "mooncake.jsonl": 374}  # a block of 16, or of 512, all of it
+    prompts = [bench.prompt_of(job, i, 61) for i, job in enumerate(jobs[:2])]
+    assert len(os.path.commonprefix(prompts)) == shared.get(name, 0)
+
+def test_made_up_prompts_share_what_they_should():
+    for flags, n in (("", 0), ("--shared 40", 40)):
+        jobs = bench.workload(simulated("online", f"online {flags}"), 9, (8, 99), (4, 4))
+        prompts = [bench.prompt_of(job, i, 61) for i, job in enumerate(jobs)]
+        assert [*map(len, prompts)] == [job.prompt for job in jobs]
+        common = [os.path.commonprefix([prompts[0], other]) for other in prompts[1:]]
+        assert [*map(len, common)] == [0] * 7 + [n]
+        assert max(map(max, prompts)) < 61 and min(map(len, prompts)) >= n + 8
 
 @each("start", [0, 1760000000, 1760000000000])
 def test_hours_between_requests_are_kept(start, tmp_path):
@@ -3603,6 +3621,7 @@ def test_what_lies_outside_a_window_is_not_kept(tmp_path):
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "prompt": 5}\n', "line 2: "),
     ("arrival,prompt,output\n0,0,5\n0,5,0\n0,60,5\n0,-1,5\n", "no request is left to serve: 4"),
     ("\xff", "line 0: .*utf-8"),
+    ('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [""]}', "line 1: .*int"),
 ])
 def test_a_wrong_trace_is_one_clear_line(text, needle, tmp_path):
     path = tmp_path / "jobs.csv"
@@ -3725,10 +3744,12 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("spec_here", "model 'tiny': is not trained yet, run `python model.py`"),
     ("spec_here --model llama-30m --prompts latin.txt",
      "paragraphs of UTF-8 text in latin.txt = 0: must be"),
-    ("online --scheduler own.py:Yours", "name in own.py 'Yours': one of Mine, One, newest"),
+    ("online --scheduler own.py:Yours", "name in own.py 'Yours': one of Mine, Same, One, newest"),
     ("online --scheduler own.py:One", "own.py:One: must be a Scheduler"),
-    ("online --scheduler own.py", "own.py:NAME"),
+    ("online --scheduler own.py", "own.py: must be like my.py:NAME"),
     ("online --scheduler bad.py:Mine", "bad.py: SyntaxError"),
+    ("online --hardware a100 --memory lru", "lru: must be like my.py:NAME"),
+    ("online --jobs a.csv --shared 9", "--shared has no effect on the requests of --jobs"),
     ("online --order fifo", "unknown order 'fifo': one of fcfs, lcfs, sjf, edf, fair"),
 ])
 def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, needle):
@@ -3782,8 +3803,10 @@ def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
     assert {"waiting", "stall", "prompt"} <= {event["name"] for event in events}
 
 OWN = """
-from sarathi import Policy, Sarathi
+from sarathi import Memory, Policy, Sarathi
 class Mine(Sarathi):
+    pass
+class Same(Memory):
     pass
 class One(Policy):
     def n_drafts(self, requests, limits, acceptance, price):
@@ -3953,7 +3976,7 @@ def test_triton_in_its_interpreter(interpreter):
 def explained(scheduler):
     """Of --explain: its texts, one for each iteration; its page; what its page shows"""
     with TemporaryDirectory() as folder, redirect_stdout(StringIO()) as out:
-        sarathi.explain(scheduler, html=f"{folder}/page.html")
+        sarathi.explain(f"{folder}/page.html", scheduler=scheduler)
         page = Path(folder, "page.html").read_text(encoding="utf8")
     data = json.loads(re.search('json">(.*)</script>', page)[1])
     texts = out.getvalue().rstrip().split("\n\n")
@@ -3985,17 +4008,17 @@ def test_explain_is_true_and_shows_what_the_papers_are_about():
         assert what in "".join(texts)
     assert ["decode", "prefill chunk"] in [[feed["kind"] for feed in s["feeds"]] for s in steps]
 
-def test_explain_takes_a_scheduler_and_an_order_of_ones_own(tmp_path):
+def test_explain_takes_parts_of_ones_own(tmp_path):
     (tmp_path / "own.py").write_text(OWN.replace("from sarathi", "from beside"))
-    (tmp_path / "beside.py").write_text("from sarathi import Policy, Sarathi, fcfs")
+    (tmp_path / "beside.py").write_text("from sarathi import Memory, Policy, Sarathi, fcfs")
     (tmp_path / "named.py").write_text(
-        "from own import Mine, newest\nMine.__name__ = 'Mine</script>'\n")
+        "from own import Mine, newest, Same\nMine.__name__ = 'Mine</script>'\n")
     command = [sys.executable, Path(sarathi.__file__), "--explain", "--scheduler",
-               f"{tmp_path}/named.py:Mine", "--order", f"{tmp_path}/named.py:newest", "--html",
-               tmp_path / "page.html"]
+               f"{tmp_path}/named.py:Mine", "--order", f"{tmp_path}/named.py:newest", "--memory",
+               f"{tmp_path}/named.py:Same", "--html", tmp_path / "page.html"]
     out = subprocess.run(command, capture_output=True, check=True).stdout
     assert b"Mine<" in out and b"iteration 4" in out  # a second module sarathi would have another
-    assert out.index(b"request 2 starts") < out.index(b"request 0 starts")
+    assert out.index(b"request 3 starts") < out.index(b"request 0 starts")
     page = (tmp_path / "page.html").read_text(encoding="utf8")
     assert "Mine</script>" in json.loads(re.search('json">(.*?)</script>', page)[1])["title"]
 
