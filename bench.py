@@ -2232,7 +2232,7 @@ def count_runs(rows):
     for (paper, role, _), inside in runs.items():
         counts[paper][role].append(all(inside))
         counts["all"][role].append(all(inside))
-    counts["all"] = counts.pop("all")  # the last line
+    counts["all"] = counts.pop("all", {})  # the last line
     for paper, roles in counts.items():
         texts = [f"{role} {sum(roles[role])} of {len(roles[role])}"
                  for role in ("values", "gains", "bounds", "fitted") if role in roles]

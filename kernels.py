@@ -20,8 +20,7 @@ adapter [S-LoRA §5.1]. A page table lists the pages of a request in the order o
 A change of attention meets attention_ref, _attention_kernel, attend, attend_chunk, causal_softmax,
 attend_chunk_torch here, GPT.forward_ref in model.py, CostModel.stats in sarathi.py; one of the
 cache's layout rotate_write, adapter_rows, the kernels of adapters, GPT.new_cache, Adapter.write;
-one of its dtype, say float8 without adapters, GPT.new_cache and page_bytes alone: then the
-definitions in torch run.
+one of its dtype, say float8 without adapters, GPT.new_cache and page_bytes: torch runs then.
 """
 
 # ---- imports, and two settings of the process (to skip)
@@ -63,6 +62,9 @@ except ImportError:  # the Triton kernels stay plain functions that are never ca
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
+def zeros(*shape):
+    return np.zeros(shape, np.int32)
+
 # -----------------------------------------------------------------------------
 # how a batch is described
 
@@ -82,9 +84,6 @@ def cdiv(n, unit):
 def power_of_two(n):
     """The first one from n on."""
     return 1 << (n - 1).bit_length()
-
-def zeros(*shape):
-    return np.zeros(shape, np.int32)
 
 @dataclass
 class Sites:
@@ -113,8 +112,7 @@ class Sites:
 
 @dataclass
 class Batch:
-    """One iteration: N tokens of R requests, few rows first. All numbers are int32: arrays as the
-    host packs them, tensors for a model, see to()."""
+    """One iteration: N tokens of R requests, few rows first. int32 arrays, or tensors: see to()"""
     tokens: Tensor  # (N,), those of a request side by side
     positions: Tensor  # (N,)
     pages: Tensor  # (N,): the page to which K and V of each token are written
@@ -287,6 +285,8 @@ def backend(x, kv=None):
         return "cpp"
     return "torch"
 
+# ---- two at the same time; which operators run, in a line (to skip)
+
 @lru_cache
 def side_stream(device):
     return torch.cuda.Stream(device)
@@ -305,8 +305,6 @@ def side_by_side(first, second, device):
     result = second()
     stream.wait_stream(side)
     return result
-
-# ---- which operators run, in a line (to skip)
 
 CPU_SETTINGS = ["SARATHI_CPU", "OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC",
                 "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"]
