@@ -25,8 +25,9 @@ from numbers import Integral, Real
 from pathlib import Path
 
 # kernels before torch: it sets how torch's threads wait
-from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, cdiv, describe,
-                     heads_ref, linear, linear_ref, lora, pack, power_of_two, rotate_write, send)
+from kernels import (CACHE, activate, activate_ref, add_norm, add_norm_ref, attention, cdiv,
+                     describe, heads_ref, linear, linear_ref, lora, pack, power_of_two,
+                     rotate_write, send)
 
 import tiktoken
 import tokenizers
@@ -1053,7 +1054,6 @@ def render_chat(folder, template, named, text):
 # -----------------------------------------------------------------------------
 # models by name (folders, presets, the Hub), and a tiny one to train (to skip)
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
 HUB_FILES = [*TEXT_FILES, "tokenizer.json", "chat_template.jinja", "vocab.*",
              "model.safetensors.index.json"]
 
