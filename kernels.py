@@ -344,7 +344,7 @@ def pack(weight):
     n_column = operators.panel_columns() if operators else 0
     if n_column and weight.size(1) * weight.itemsize % 4 == 0:
         return Packed(weight, n_column)
-    if torch_dtype(weight) != weight.dtype:
+    if torch_dtype(weight) != weight.dtype or not torch.backends.mkldnn.is_available():
         return weight
     # for small weights oneDNN's layout for one row: with that for many, AMX multiplies 300 to 1,400
     # rows on one core
@@ -1010,9 +1010,9 @@ def build(folder, *definitions):
     return path
 
 def ask(text, *command):
-    """What a compiler prints about a text, in less than a minute"""
+    """What a compiler prints about a text. An error after 30 s"""
     return subprocess.run([*command, "-x", "c++", "-"], input=text.encode(), capture_output=True,
-                          check=True, timeout=50).stdout
+                          check=True, timeout=30).stdout
 
 def digest(data):
     return hashlib.sha256(data).hexdigest()[:16]
@@ -1041,7 +1041,7 @@ def private_folder():
     """CACHE, made if it is missing. None, with a line, if it cannot be, or if another user could
     put a library there."""
     try:
-        CACHE.mkdir(0o700, parents=True, exist_ok=True)
+        CACHE.mkdir(0o755, parents=True, exist_ok=True)
         status = CACHE.stat()
         if os.name == "nt" or (status.st_uid == os.getuid() and not status.st_mode & 0o022):
             return CACHE

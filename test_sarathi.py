@@ -3504,9 +3504,13 @@ def test_a_run_that_is_stopped_loses_no_file(monkeypatch, capsys, tmp_path):
         patch.setattr(bench.Place, "seconds", stop)
         assert command(patch, capsys, words)[0] == 130 and not [*tmp_path.iterdir()]
     path.write_text("{}")
-    monkeypatch.setattr(Path, "write_text", lambda path, text: path.write_bytes(b"half") and stop())
-    assert command(monkeypatch, capsys, words)[0] == 130
-    assert path.read_text() == "{}"
+    for error, status in ((KeyboardInterrupt, 130), (OSError("no space left"), 2)):
+        stop.side_effect = error
+        monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: stop(path.write_bytes(b"x")))
+        assert command(monkeypatch, capsys, words)[0] == status
+        with pytest.raises(type(stop.side_effect) if status == 2 else KeyboardInterrupt):
+            sarathi.write_file(path, "page")  # as --html
+        assert path.read_text() == "{}"
 
 def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
     words = f"fig3 timeline --hardware a100 --json - --plot {tmp_path} --trace {tmp_path}/trace"
