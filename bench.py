@@ -40,6 +40,7 @@ import csv
 import gzip
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -69,7 +70,7 @@ from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, NO_ADAPTER, OR
                      IterationStats, ModelRunner, Policy, Proposer, Request, Run, Sarathi,
                      SarathiServe, Scheduler, Speculator, add_model_flags, cell, check_choice,
                      check_range, cluster, edf, fcfs, feeds_of, forced_acceptance, lcfs,
-                     object_in_file, run_command_line, table)
+                     object_in_file, run_command_line, table, write_file)
 
 import numpy as np
 import torch
@@ -2018,8 +2019,7 @@ def write_trace(path, tapes):
         for row, kind, start, end, tokens in pieces(iterations):
             events.append(dict(ph="X", pid=pid, tid=row, name=kind, args=dict(tokens=tokens),
                                ts=start * 1e6, dur=(end - start) * 1e6))
-    with open(path, "w") as file:
-        json.dump(dict(traceEvents=events), file)
+    write_file(path, json.dumps(dict(traceEvents=events)))
 
 # -----------------------------------------------------------------------------
 # traces of requests, and their units
@@ -2191,7 +2191,9 @@ def scoreboard(args):
     """Every number of the papers beside ours, simulated with one set of constants. Returns rows."""
     print("two to five minutes on two cores", file=sys.stderr)
     names = [name for name in CLAIMS if EXPERIMENTS[name].only != "measured"]
-    with ProcessPoolExecutor(os.cpu_count()) as executor:
+    # not forked: that would copy a state of CUDA that no child can use
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), spawn) as executor:
         runs = executor.map(partial(scoreboard_rows, args), names)
         bar = tqdm(runs, "scoreboard", len(names), leave=False, delay=3)
         rows = sum(bar, [])
@@ -2402,7 +2404,8 @@ def make_parser():
     flag("--size", choices=("small", "full"),
          help="grid of an experiment; default: small if measured, full if simulated")
     flag("--plot", metavar="FOLDER", help="save each experiment's picture there")
-    flag("--json", metavar="FILE", help="save all rows; -: at the end of stdout")
+    flag("--json", metavar="FILE", help="save all rows; -: at the end of stdout. While an "
+         "experiment runs, its rows so far are in FILE.part")
     flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
     add_online_flags(parser)
     text = parser.add_argument_group("of spec_here").add_argument
@@ -2481,16 +2484,21 @@ def run_experiments(args, names):
         if args.trace:
             write_trace(args.trace, chain(*(place.tapes.items() for place in every_place)))
         if args.json == "-" and any(place.rows for place in every_place):
-            write_json("-", summary(args, places))
+            write_file("-", json_of(summary(args, places)))
 
 def run_experiment(args, name, places):
     """Fill the rows of an experiment's places. Then, or if it is stopped, show its table, save all
     rows so far, and draw its picture. places: {experiment: [Place]}"""
     group = places[name]
+    saved = time.monotonic()
     try:
         for place in group:
             with tqdm(desc=name, unit=" runs", leave=False, disable=None) as place.bar:
-                place.rows.extend(EXPERIMENTS[name].rows(place))
+                for row in EXPERIMENTS[name].rows(place):
+                    place.rows.append(row)
+                    if args.json not in (None, "-") and time.monotonic() > saved + 1:
+                        write_file(args.json, json_of(summary(args, places)), whole=False)
+                        saved = time.monotonic()
     except (KeyboardInterrupt, SystemExit):
         print(f"{name} was stopped before its end:")
         raise
@@ -2498,7 +2506,7 @@ def run_experiment(args, name, places):
         if group[0].rows:
             show(name, group)
             if args.json not in (None, "-"):
-                write_json(args.json, summary(args, places))
+                write_file(args.json, json_of(summary(args, places)))
             if args.plot:
                 place = group[0]
                 where = Path(place.on.gpu).stem if place.on else place.model.device.type
@@ -2518,6 +2526,10 @@ def show(name, group):
         text = tables(what, place.rows)
         print(f"{textwrap.fill(source, 118)}\n\n{text}\n", flush=True)
 
+def json_of(report):
+    """JSON, which knows no NaN: null"""
+    return json.dumps(json.loads(json.dumps(report), parse_constant={}.get))
+
 def summary(args, places):
     """The object of --json: the rows so far. places: {experiment: [Place]}"""
     begun = [name for name, group in places.items() if group[0].rows]
@@ -2531,20 +2543,6 @@ def summary(args, places):
         requests=sum((place.requests for place in every_place), []),
         seed=args.seed,
         torch=torch.__version__)
-
-def write_json(path, report):
-    """Write one object to stdout ("-") or a file. An old file is replaced by a whole new one."""
-    # a NaN is no JSON
-    text = json.dumps(json.loads(json.dumps(report), parse_constant={}.get))
-    file = Path(path).resolve()
-    if path == "-":
-        print(text)
-    elif file.is_file() and os.access(file.parent, os.W_OK):
-        part = file.with_name(f"{file.name}.part")
-        part.write_text(f"{text}\n")
-        part.replace(file)
-    else:  # such as a pipe
-        file.write_text(f"{text}\n")
 
 def main():
     args = parse_arguments()
@@ -2579,7 +2577,7 @@ def main():
             raise ValueError("scoreboard: its schedulers are the papers', leave out --scheduler")
         rows = scoreboard(args)
         if args.json:
-            write_json(args.json, dict(experiment="scoreboard", rows=rows))
+            write_file(args.json, json_of(dict(experiment="scoreboard", rows=rows)))
     else:
         run_experiments(args, names)
 

@@ -32,6 +32,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -316,11 +317,13 @@ def describe(x):
     name = {"triton": "Triton", "cpp": "C++", "torch": "torch"}[chosen]
     if x.is_cuda:
         return f"{name}, {torch.cuda.get_device_name(x.device)}"
-    if chosen == "cpp":
-        layout = LAYOUTS[library(x.dtype).layout()]
-        name = "C++ and oneDNN" if layout == "onednn" else f"C++ ({layout.upper()})"
     n_thread = torch.get_num_threads()
-    threads = "1 thread" if n_thread == 1 else f"{n_thread} threads"
+    if chosen == "cpp":
+        operators = library(x.dtype)
+        layout = LAYOUTS[operators.layout()]
+        name = "C++ and oneDNN" if layout == "onednn" else f"C++ ({layout.upper()})"
+        n_thread = operators.threads()
+    threads = {0: "1 thread, no OpenMP", 1: "1 thread"}.get(n_thread, f"{n_thread} threads")
     settings = [f"{key}={os.environ[key]}" for key in CPU_SETTINGS if key in os.environ]
     return ", ".join([name, threads, *settings])
 
@@ -384,7 +387,7 @@ def pack(weight):
     n_column = operators.panel_columns() if operators else 0
     if n_column and weight.size(1) * weight.itemsize % 4 == 0:
         return Packed(weight, n_column)
-    if torch_dtype(weight) != weight.dtype:
+    if torch_dtype(weight) != weight.dtype or not torch.backends.mkldnn.is_available():
         return weight
     # for small weights oneDNN's layout for one row: with that for many, AMX multiplies 300 to 1,400
     # rows on one core
@@ -1041,43 +1044,105 @@ def library(dtype, head_dim=64):
     definitions = [f"-DT={names[dtype]}", f"-DD={head_dim}"]
     if layout:
         definitions.append(f"-DLAYOUT={LAYOUTS.index(layout)}")
-    if layout == "avx2" and platform.machine() == "x86_64":
+    if layout == "avx2" and IS_X86:
         definitions.append("-mno-avx512f")
+    if head_dim != 64 and library(dtype) is None:
+        return None  # a compiler that failed, or took too long, is not asked again
     try:
-        return ctypes.CDLL(build(*definitions))
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", b"").decode().strip() or str(error)
-        print("C++ operators not compiled, plain torch is slower:", reason.splitlines()[0],
-              file=sys.stderr)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            return ctypes.CDLL(str(build(folder, *definitions)))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+        print("C++ operators not compiled, plain torch is slower:",
+              (reason or str(error)).splitlines()[0], file=sys.stderr)
         return None
 
-def build(*definitions):
-    """Compile SOURCE in about a second, once per processor. -> path of the library"""
-    compiler = os.environ.get("CXX", "g++").split()
-    command = [*compiler, *FLAGS.split(), *definitions, "-x", "c++"]
-    macros = [*command, "-dM", "-E", "/dev/null"]
-    target = subprocess.run(macros, capture_output=True, check=True).stdout
-    text = target + FLAGS.encode() + SOURCE.encode()
-    key = hashlib.sha256(text).hexdigest()[:16]
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(cache) / "sarathi"
-    path = folder / f"operators-{key}.so"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        command += ["-", "-o", unfinished]
-        subprocess.run(command, input=SOURCE.encode(), capture_output=True, check=True)
-        unfinished.rename(path)  # atomic: other processes may build it too
+def build(folder, *definitions):
+    """Compile SOURCE in about a second, once per processor. folder: where a library lies that is
+    not kept. -> path of the library"""
+    compiler = tuple((os.environ.get("CXX") or "g++").split())
+    command = [*compiler, *known_flags(compiler, tuple(FLAGS.split())), *definitions]
+    target = ask(OPENMP, *command, "-dM", "-E")
+    key = digest(target + str(command).encode() + SOURCE.encode())
+    kept = private_folder() or Path(folder)
+    # the name ends in a digest of the file, so that one that was cut short is noticed
+    for path in kept.glob(f"operators-{key}-*.so"):
+        if path.stem.endswith(digest(path.read_bytes())):
+            return path
+    new = Path(folder, "new")
+    ask(SOURCE, *command, "-o", new)
+    path = kept / f"operators-{key}-{digest(new.read_bytes())}.so"
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        part.write_bytes(new.read_bytes())
+        part.replace(path)  # atomic: other processes may build it too
+    finally:
+        part.unlink(missing_ok=True)
     return path
+
+def ask(text, *command):
+    """What a compiler prints about a text. An error after 30 s"""
+    return subprocess.run([*command, "-x", "c++", "-"], input=text.encode(), capture_output=True,
+                          check=True, timeout=30).stdout
+
+def digest(data):
+    return hashlib.sha256(data).hexdigest()[:16]
+
+@lru_cache
+def known_flags(compiler, flags):
+    """Those of the flags that the compiler knows: not all know GCC's, or have OpenMP."""
+    try:
+        ask(OPENMP, *compiler, *flags, "-E")
+        return flags
+    except subprocess.CalledProcessError:
+        half = len(flags) // 2
+        if half == 0:
+            return ()
+        return known_flags(compiler, flags[:half]) + known_flags(compiler, flags[half:])
+
+# In the user's cache: compiled operators, and the models that `python model.py` trains
+try:
+    HOME = Path.home()
+except RuntimeError:  # neither HOME nor an entry in passwd
+    HOME = Path(tempfile.gettempdir())
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or HOME / ".cache") / "sarathi"
+
+@lru_cache
+def private_folder():
+    """CACHE, made if it is missing. None, with a line, if it cannot be, or if another user could
+    put a library there."""
+    try:
+        CACHE.mkdir(0o755, parents=True, exist_ok=True)
+        status = CACHE.stat()
+        if os.name == "nt" or (status.st_uid == os.getuid() and not status.st_mode & 0o022):
+            return CACHE
+        reason = "other users can write there"
+    except OSError as error:
+        reason = error
+    print(f"compiled operators are not kept in {CACHE}: {reason}", file=sys.stderr)
+    return None
 
 # Not -ffast-math: it changes how all libraries of the process compute with denormal numbers. Not
 # unroll-and-jam: GCC merges two passes of an outer loop, then uses no vector instructions in them.
-FLAGS = ("-march=native -O3 -fno-loop-unroll-and-jam -fopenmp -shared -fPIC -fno-math-errno"
+FLAGS = ("-O3 -std=gnu++17 -fno-loop-unroll-and-jam -fopenmp -shared -fPIC -fno-math-errno"
          " -ffinite-math-only -fno-signed-zeros -fno-trapping-math -fassociative-math")
-if platform.machine() == "x86_64":
-    FLAGS += " -mprefer-vector-width=512"  # GCC uses vectors of 256 bits otherwise
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+if IS_X86:
+    FLAGS += " -march=native -mprefer-vector-width=512"  # GCC uses vectors of 256 bits otherwise
+else:
+    FLAGS += " -mcpu=native"
 
-SOURCE = r"""
+OPENMP = r"""
+#ifdef _OPENMP
+#include <omp.h>
+extern "C" int threads() { return omp_get_max_threads(); }
+#else
+static inline int omp_get_max_threads() { return 1; }
+extern "C" int threads() { return 0; }
+#endif
+"""
+
+SOURCE = OPENMP + r"""
 // Plain loops, which GCC turns into vector instructions. T is float or bf16, D is head_dim.
 #include <algorithm>
 #include <cmath>
@@ -1086,7 +1151,6 @@ SOURCE = r"""
 #include <memory>
 #include <type_traits>
 #include <vector>
-#include <omp.h>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
@@ -1198,6 +1262,7 @@ const int MANY = LAYOUT >= 2 && sizeof(X) == sizeof(T) ? ROWS + 1 : ROWS / 2 + 1
 
 #pragma GCC push_options
 #pragma GCC optimize("no-associative-math")
+#pragma clang fp reassociate(off)
 
 // Of LANES columns, number i of the one float or two bf16 each
 static inline vec numbers(const float* w, int i) {
@@ -1265,6 +1330,7 @@ static void tile(int m, const X* x, int64_t x_step, const W* w, const T* bias, W
 }
 
 #pragma GCC pop_options
+#pragma clang fp reassociate(on)
 
 extern "C" {
 

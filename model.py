@@ -11,6 +11,7 @@ devices share a model [S-LoRA §6]; checks of what users give; checkpoints; text
 """
 import argparse
 import atexit
+import ctypes
 import difflib
 import json
 import math
@@ -27,8 +28,9 @@ from pathlib import Path
 from threading import RLock
 
 # kernels before torch: it sets how torch's threads wait
-from kernels import (activate, activate_ref, add_norm, add_norm_ref, attention, cdiv, describe,
-                     heads_ref, linear, linear_ref, lora, pack, power_of_two, rotate_write, send)
+from kernels import (CACHE, activate, activate_ref, add_norm, add_norm_ref, attention, cdiv,
+                     describe, heads_ref, linear, linear_ref, lora, pack, power_of_two,
+                     rotate_write, send)
 
 import regex
 import tiktoken
@@ -317,6 +319,10 @@ class GPT:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # of engines that have ended
             return 0.9 * torch.cuda.mem_get_info(self.device)[0]
+        if os.name == "nt":
+            kilobytes = ctypes.c_uint64()
+            ctypes.windll.kernel32.GetPhysicallyInstalledSystemMemory(ctypes.byref(kilobytes))
+            return 0.25 * 1024 * kilobytes.value
         return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def new_cache(self, n_page):
@@ -1140,7 +1146,6 @@ def time_limit(seconds=3):
 # -----------------------------------------------------------------------------
 # models by name (folders, presets, the Hub), and a tiny one to train (to skip)
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi"
 HUB_FILES = [*TEXT_FILES, "tokenizer.json", "chat_template.jinja", "vocab.*",
              "model.safetensors", "model.safetensors.index.json"]
 

@@ -325,18 +325,72 @@ def test_a_layout_that_there_is_not(monkeypatch):
     with pytest.raises(ValueError, match="SARATHI_CPU = 'sse': must be one of neon, avx2"):
         GPT.from_preset(TINY)
 
-@each("compiler", ["/missing/g++", "false"])
-def test_without_a_compiler_the_definitions_serve(compiler, monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kernels.library.cache_clear()
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    """A function: scripts of the shell are the compiler, the cache is empty"""
+    def use(script):
+        path = tmp_path / "c++"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+        for function in (kernels.library, kernels.private_folder, kernels.known_flags):
+            function.cache_clear()
+    monkeypatch.setattr(kernels, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(kernels, "FLAGS", kernels.FLAGS.replace("-O3", "-O1 -fno-such"))
+    yield use
+    use("false")
+
+@no_cpp
+@pytest.mark.skipif(not shutil.which("clang++"), reason="needs clang")
+@each("refused, has_openmp", [("-fno-such", True), ("-fopenmp", False)])
+def test_compilers_that_lack_flags(refused, has_openmp, compiler, dtype):
+    compiler(f'case "$*" in *{refused}*) exit 1;; esac; exec clang++ "$@"')
+    line = kernels.describe(torch.ones(1, dtype=dtype))
+    assert line.startswith("C++") and ("no OpenMP" not in line) == has_openmp
+    test_operator_linear(770, 70, 1, dtype)
+    test_operator_attention(1, 6, 2, 64, "1+254 5+11 31+3 33+3", dtype)
+
+@each("script", ["exit 1", "printf '\\374\\n' >&2; exit 1", "exec sleep 9", "kill -9 $$"])
+def test_without_a_compiler_the_definitions_serve(script, compiler, capsys, monkeypatch):
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: run(*a, **k | dict(timeout=0.2)))
+    compiler(script)
     x = torch.ones(2, 32)
     for _ in range(2):
         total, _ = kernels.add_norm(x, x, x[0], None, 1e-5)
         assert torch.equal(total, x + x)
-    kernels.library.cache_clear()
+    assert kernels.library(x.dtype, 80) is None
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "C++" in err
+
+@no_cpp
+def test_the_cache_of_operators(compiler, capsys):
+    """Kept once; not if it was cut short, nor where others could have written it"""
+    found = []
+    for n_byte, mode in ((None, 0o755), (None, 0o755), (5000, 0o755), (0, 0o755), (None, 0o777)):
+        compiler('exec g++ "$@"')
+        kernels.CACHE.mkdir(exist_ok=True)
+        kernels.CACHE.chmod(mode)
+        for path in kernels.CACHE.iterdir():
+            code = path.read_bytes()
+            path.unlink()  # the file that this process has loaded stays whole
+            path.write_bytes(code[:n_byte])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "ask", Mock(side_effect=kernels.ask))
+            assert kernels.library(float32)
+            found.append("-o" in kernels.ask.call_args.args)
+        assert len([*kernels.CACHE.iterdir()]) == 1
+    assert found == [True, False, True, True, True]
+    assert "other users can write there" in capsys.readouterr().err
+
+def test_a_user_without_a_home(monkeypatch):
+    code = "import os, pwd\npwd.getpwuid = {}.__getitem__\nimport kernels\nprint(kernels.CACHE)"
+    environment = {**os.environ}
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        environment.pop(name, None)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                         cwd=Path(__file__).parent, env=environment | {"TMPDIR": "/tmp"})
+    assert run.stdout == "/tmp/.cache/sarathi\n", run.stderr
 
 @each("module", ["kernels", "model", "sarathi", "bench"])
 def test_how_threads_wait_is_set_before_torch_starts_them(module):
@@ -3566,8 +3620,9 @@ def test_hours_between_requests_are_kept(start, tmp_path):
 
 def test_no_nan_is_written_and_no_other_json_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "ASSETS", tmp_path)
-    bench.write_json(f"{tmp_path}/nan.json", dict(rows=[dict(ours=math.nan)]))
-    assert json.loads((tmp_path / "nan.json").read_text()) == {"rows": [{"ours": None}]}
+    nan = bench.json_of(dict(rows=[dict(ours=math.nan)]))
+    assert nan == '{"rows": [{"ours": null}]}'
+    (tmp_path / "nan.json").write_text(nan)
     for name, text in dict(numbers="[1]", cut="[", rows='{"rows": [5]}').items():
         (tmp_path / f"{name}.json").write_text(text)
     bench.report()
@@ -3780,9 +3835,11 @@ def test_a_run_that_is_stopped_loses_no_file(monkeypatch, capsys, tmp_path):
         patch.setattr(bench.Place, "seconds", stop)
         assert command(patch, capsys, words)[0] == 130 and not [*tmp_path.iterdir()]
     path.write_text("{}")
-    monkeypatch.setattr(Path, "write_text", lambda path, text: path.write_bytes(b"half") and stop())
-    assert command(monkeypatch, capsys, words)[0] == 130
-    assert path.read_text() == "{}"
+    monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: stop(path.write_bytes(b"half")))
+    for error, status in ((KeyboardInterrupt, 130), (OSError, 2)):
+        stop.side_effect = error
+        assert command(monkeypatch, capsys, words)[0] == status
+        assert path.read_text() == "{}"
 
 def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
     words = f"fig3 timeline --hardware a100 --json - --plot {tmp_path} --trace {tmp_path}/trace"
