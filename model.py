@@ -9,6 +9,8 @@ The lesson ends behind Adapter; what stands under a heading "(to skip)" is no pa
 devices share a model [S-LoRA §6]; checks of what users give; checkpoints; text; models by name.
 `python model.py` trains "tiny" and its draft model.
 """
+# ---- imports (to skip)
+
 import argparse
 import atexit
 import ctypes
