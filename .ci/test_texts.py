@@ -298,10 +298,10 @@ def test_a_window_may_be_added_to_attention(monkeypatch, tmp_path):
         computed = {}  # position -> logits behind it
 
         def recorded(feeds):
-            (feed,), logits = forward(feeds)
+            (feed,), logits, hidden = forward(feeds)
             if feed.n_logits:
                 computed[feed.n_past + feed.n - 1] = logits[0].clone()
-            return [feed], logits
+            return [feed], logits, hidden
         engine.runner.forward = recorded
         tokens = prompt(40)
         tokens += engine.generate([tokens], 20)[0]
@@ -339,7 +339,7 @@ def check_sharing(engine):
         assert table[:len(keys) * memory.size] == sum((memory.pool.tables[key] for key in keys),
                                                       table[:0])
         pages += table[len(keys) * memory.size:]
-    assert sorted(pages) == [*range(engine.n_page)]
+    assert sorted(pages) == [*range(1, engine.n_page + 1)]
     users = Counter(key for keys in held.values() for key in keys)
     assert users == {key: n for key, n in memory.n_users.items() if n and key in blocks}
     idle = [*memory.idle]
