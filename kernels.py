@@ -663,8 +663,8 @@ def attention_work(spans, N, H, kv):
         most = most_splits(n_tile, is_large, kv)
         tiles = []
         for row, n, n_past, entry in own:
-            # a split has 128 tokens or more, and four times as many as the request has rows: it
-            # reads more than it leaves to combine
+            # at least 128 tokens a split, and 4 n: each split writes n rows of output, which are
+            # few beside the tokens that it reads
             n_split = min(most, (n_past + n) // max(128, 4 * n)) or 1
             for first in range(0, n * G, size):
                 for split in range(n_split):
@@ -703,7 +703,7 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane, scale,
     first_row, n_row, n_past, first_entry = load4(tiles + 8 * tl.program_id(0))
     first_query, split, n_split, first_part = load4(tiles + 8 * tl.program_id(0) + 4)
     kv_head = tl.program_id(1)
-    if n_row == 0:
+    if n_row == 0:  # padding of a CUDA graph
         return
     m = first_query + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)[None]
@@ -714,6 +714,7 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane, scale,
     queries = tl.load(q + at[:, None] * D + d, mask, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.full([BLOCK_M], 1e-30, tl.float32)  # not 0: a split may be empty
+    # a row that sees nothing of its split keeps this top: its weight in _combine_kernel is 0
     top = tl.full([BLOCK_M], -1e30, tl.float32)
     end = n_past + tl.minimum(n_row, (first_query + BLOCK_M - 1) // G + 1)
     size = tl.cdiv(end, n_split * BLOCK_N) * BLOCK_N  # tokens of a split
@@ -744,8 +745,8 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane, scale,
 def _combine_kernel(parts, lse, out, small, large, n_small, SMALL: tl.constexpr,
                     LARGE: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                     MOST_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program: for one head, rows of a tile whose context is split: the mean of their parts
-    with weights 2^lse. The programs of all splits share the rows of their tile."""
+    """One program: for one head, tokens of a tile whose context is split: the mean of their parts
+    with weights 2^lse. Each split's program takes every n_split-th token of the tile."""
     G: tl.constexpr = H // HK
     tile = tl.program_id(0)
     is_small = tile < n_small
@@ -761,7 +762,8 @@ def _combine_kernel(parts, lse, out, small, large, n_small, SMALL: tl.constexpr,
     head = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)[None]
     every = tl.arange(0, MOST_SPLITS)
-    # the queries of a token are those of G heads side by side
+    # query m is head m % G of token m // G. A tile may begin within a token: each head has its own
+    # first token
     first_token = tl.cdiv(first_query - head % G, G)
     end = tl.minimum(tl.cdiv(first_query + size - head % G, G), n_row)
     for token in range(first_token + split, end, n_split):

@@ -166,8 +166,8 @@ class GPT:
     @torch.inference_mode()
     def forward(self, batch, kv, mark=lambda operator: None):
         """One iteration: all tokens pass a layer together, so each weight is read once
-        [SARATHI §4.3]. kv (L, 2, n_page, Hk, D) -> logits (M, V), on ranks above 0 None; they
-        come from batch.hidden (M, C). mark(operator) is called when an operator is done."""
+        [SARATHI §4.3]. kv (L, 2, n_page, Hk, D) -> logits (M, V), on ranks above 0 None; it sets
+        batch.hidden (M, C), which gave them. mark(operator): called when an operator is done."""
         c = self.config
         x, rope = self.embed(batch.tokens, batch.positions)
         delta = None  # output of the operator before; the next norm adds it to x
