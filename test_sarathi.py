@@ -2241,6 +2241,7 @@ def random_program(seed):
             lists = engine.pending + engine.waiting + engine.running
             assert sorted(r.id for r in lists) == sorted(engine.requests), seed
             check_pages(engine)
+            assert all(len(r.times) == len(r.output) for r in engine.requests.values()), seed
     while engine.requests or engine.news:
         throw_at(0, partial(engine.run, hand_on))
     for request in streams.keys() - aborted:
