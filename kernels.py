@@ -803,7 +803,11 @@ def attention_triton(q, kv, batch, out):
                 H, Hk, D, block_m, block_n, block_d,
                 num_warps=max(4 if is_wide else 2, block_m * block_d // 2048),
                 num_stages=1 + size // (block_n * block_d * itemsize))
-    side_by_side(lambda: attend(batch.large, large), lambda: attend(batch.small, small), q.device)
+    if len(batch.large) == 0:
+        attend(batch.small, small)
+    else:
+        side_by_side(lambda: attend(batch.large, large), lambda: attend(batch.small, small),
+                     q.device)
     if batch.n_part:
         _combine_kernel[(len(batch.small) + len(batch.large), H)](
             parts, lse, out, batch.small, batch.large, len(batch.small),

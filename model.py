@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from numbers import Integral, Real
 from pathlib import Path
-from threading import RLock
 
 # kernels before torch: it sets how torch's threads wait
 from kernels import (CACHE, activate, activate_ref, add_norm, add_norm_ref, attention, cdiv,
@@ -158,7 +157,6 @@ class GPT:
         self.dtype = dtype
         self.device = self.weights["embedding.weight"].device
         self.frequencies = rotary_frequencies(self.config).to(self.device)
-        self.lock = RLock()  # of the thread that merges, then calls forward()
         self.merged = None  # the adapter in the weights, see merge()
         self.base = self.weights  # the weights without it
         self.profile = None  # a CostModel, measured when it is first needed
@@ -702,7 +700,7 @@ def reading(name):
     line that begins with this name."""
     try:
         yield
-    except (FileNotFoundError, KeyboardInterrupt):
+    except (FileNotFoundError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
         raise ValueError(f"{name}: {' '.join(str(error).split())}") from error
@@ -897,7 +895,7 @@ def pick_dtype(dtype, device, stored=torch.bfloat16):
 # -----------------------------------------------------------------------------
 # PEFT folders: settings and tensors (to skip)
 
-OFF = [None, False, "", [], {}]
+OFF = [None, False, "", []]  # not {}: to PEFT a part with its defaults
 # fields of PEFT's LoraConfig. Used below, or without effect after the training: the tensors say
 # which modules have changed
 LORA_FREE = """r lora_alpha use_rslora rank_pattern alpha_pattern task_type auto_mapping

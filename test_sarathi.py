@@ -22,7 +22,7 @@ import tracemalloc
 import weakref
 from collections import Counter, defaultdict
 from contextlib import contextmanager, redirect_stdout
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cache, partial
@@ -383,14 +383,14 @@ def test_the_cache_of_operators(compiler, capsys):
     assert found == [True, False, True, True, True]
     assert "other users can write there" in capsys.readouterr().err
 
-def test_a_user_without_a_home(monkeypatch):
+def test_a_user_without_a_home(tmp_path):
     code = "import os, pwd\npwd.getpwuid = {}.__getitem__\nimport kernels\nprint(kernels.CACHE)"
     environment = {**os.environ}
     for name in ("HOME", "XDG_CACHE_HOME"):
         environment.pop(name, None)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                         cwd=Path(__file__).parent, env=environment | {"TMPDIR": "/tmp"})
-    assert run.stdout == "/tmp/.cache/sarathi\n", run.stderr
+                         cwd=Path(__file__).parent, env=environment | {"TMPDIR": str(tmp_path)})
+    assert run.stdout == f"{tmp_path}/.cache/sarathi\n", run.stderr
 
 @each("module", ["kernels", "model", "sarathi", "bench"])
 def test_how_threads_wait_is_set_before_torch_starts_them(module):
@@ -902,6 +902,7 @@ def test_every_setting_of_peft_has_its_place():
         valid = model_py.LORA_SETTINGS[field.name]
         assert field.name == "peft_type" or valid is None or getattr(unset, field.name) in valid
         assert valid == model_py.OFF or not field.metadata.get("is_lora_variant")
+    assert peft.LoraConfig(kasa_config={}).kasa_config and {} not in model_py.OFF  # it is on
 
 @each("start", ["base_model.model.model.", "base_model.model.", "model.", "",
                 "module.base_model.model._orig_mod.model."])
@@ -1770,6 +1771,21 @@ def test_a_function_that_aborts_gets_no_more_tokens():
         assert first.state == "aborted" and len(first.times) == n and first not in run.requests
         check_tokens(requests[1:])
         check_pages(engine)
+
+def test_a_request_may_be_aborted_in_the_iteration_of_its_end():
+    """Also if its tokens were handed on before"""
+    requests = [Request(prompt(9, i), 3) for i in range(3)]
+    engine = start(TARGET, requests, "prefill_first", max_batch=3)
+    engine.run(lambda event: event.request is requests[1] and event.finished and engine.abort(0))
+    assert [request.state for request in requests] == ["aborted", "length", "length"]
+    with pytest.raises(KeyError):
+        engine.abort(0)
+
+def test_a_model_may_be_copied():
+    for model in (TARGET, deepcopy(TARGET)):
+        requests = mixed(n=2)
+        serve(model, requests)
+        check_tokens(requests)
 
 def test_engines_share_a_model_and_a_scheduler():
     scheduler = sarathi.Orca()
