@@ -1052,7 +1052,7 @@ def test_an_index_says_where_a_tensor_is(tmp_path):
         index = dict.fromkeys(tensors, "a.safetensors") | {q: file}
         index["lost"] = "b.safetensors"
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": index}))
-        model = GPT.from_pretrained(tmp_path)
+        model = GPT.from_pretrained(tmp_path, device=DEVICE)
         assert torch.equal(model.logits(prompt(9)), TARGET.logits(prompt(9)))
 
 # values for a file's settings, in the place of others
@@ -1151,6 +1151,8 @@ DAMAGED = [(model_and_adapter, model_and_adapter_of_peft, MODEL_FILES),
 @each("seed", range(4))
 def test_damaged_folders_are_right_or_one_line(seed, tmp_path):
     """Each is refused, or is as the other libraries read it, or as before if they refuse it."""
+    # before, two tokens with one id changed the ids of others
+    pytest.importorskip("transformers", "5.24")
     seed += int(os.environ.get("SEED", 0))
     rng = random.Random(seed)
     good_folder(tmp_path / "good")
