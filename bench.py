@@ -9,9 +9,11 @@
     python bench.py report                           assets/results.md, from the JSON in assets/
 
 An experiment is a generator of points (panel, series, x, ours); the papers' numbers are CLAIMS;
-tables, JSON, pictures and the scoreboard derive from both. In reading order: claims; workloads;
-the main job; the papers' experiments. Then, to look up: places, where experiments run; serving;
-tables; pictures; traces; the scoreboard; results.md; the command line.
+tables, JSON, pictures and the scoreboard derive from both. It gets a Place, this machine or
+simulated hardware: seconds() times iterations, serve() and race() serve jobs, rounds() times any
+functions in turns. In reading order: claims; workloads; the main job; the papers' experiments.
+Then, to look up: places; serving; tables; pictures; traces; the scoreboard; results.md; the command
+line.
 
 Exercises: write it in my.py, run the line, beat the number. Solutions: .ci/test_texts.py.
 1. A scheduler with a median TTFT below 225 ms at the same stall (sarathi: 241). And its p99?
@@ -134,10 +136,11 @@ A100_7B = Hardware("llama-7b", "a100", 1, "vllm")
 MAX_B = {1024: 18, 2048: 10, 3072: 6}  # length -> the largest batch that fits [SARATHI §5.1]
 
 class Row(NamedTuple):
-    """What experiments yield."""
+    """What experiments yield: a cell of a table, which is a point of a picture if it has an x. One
+    of Table 4, with its rounds: Row("decode speedup", [5.4, 6.1], "", 1024)"""
     panel: str  # of the picture; most tables have a column for each
     ours: float | list  # a number, or one per round
-    series: str = ""
+    series: str = ""  # a line of the table, or of the picture
     x: float | str = ""
 
 class Experiment(NamedTuple):

@@ -585,13 +585,13 @@ def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane, eps,
 def attention_ref(q, kv, batch):
     """Row j of a request attends to the first n_past + j + 1 tokens of its request."""
     out = torch.zeros_like(q)
-    for start, n, n_past, first in batch.lists:
-        pages = batch.table[first:first + n_past + n].long()
+    for row, n, n_past, entry in batch.lists:
+        pages = batch.table[entry:entry + n_past + n].long()
         k, v = kv[:, pages].float().transpose(1, 2)  # (Hk, context, D) each
-        rows = q[start:start + n].float().transpose(0, 1)  # (H, n, D)
+        rows = q[row:row + n].float().transpose(0, 1)  # (H, n, D)
         seen = torch.ones(n, len(pages), device=q.device).tril(n_past)
         own = F.scaled_dot_product_attention(rows, k, v, seen.bool(), enable_gqa=True)
-        out[start:start + n] = own.transpose(0, 1)
+        out[row:row + n] = own.transpose(0, 1)
     return out
 
 def attention(q, kv, batch):
@@ -607,9 +607,9 @@ def attention(q, kv, batch):
         sizes = batch.n_few, q.size(1), kv.size(2)
         cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
     in_panels = library(q.dtype).panel_columns() and q.size(2) % 2 == 0  # bfloat16 goes by twos
-    for start, n, n_past, first in batch.spans[batch.n_few:].tolist():
-        pages = batch.table[first:first + n_past + n]
-        rows = slice(start, start + n)
+    for row, n, n_past, entry in batch.spans[batch.n_few:].tolist():
+        pages = batch.table[entry:entry + n_past + n]
+        rows = slice(row, row + n)
         if in_panels:
             sizes = n, n_past, q.size(1), kv.size(2)
             cpp("attend_chunk", q[rows], *kv, pages, out[rows], *sizes, head_dim=q.size(2))
@@ -628,12 +628,12 @@ def load4(numbers, UNIT: tl.constexpr = 1):
     return tl.load(numbers), tl.load(numbers + 1), c, d
 
 MOST_SPLITS = 32  # of a context
-LARGE = 64  # rows of a request from which on its tiles are large, in a batch beyond TILE rows
+LARGE_ROWS = 64  # a request of as many has large tiles, in a batch beyond TILE rows
 
 def tile_sizes(H, kv):
     """How many queries of a kv head a small and a large tile have."""
-    large = 64 if kv.element_size() < 4 else 16  # the accumulator fits the registers
-    return min(large, max(16, power_of_two(H // kv.size(-2)))), large
+    most = 64 if kv.element_size() < 4 else 16  # the accumulator fits the registers
+    return min(most, max(16, power_of_two(H // kv.size(-2)))), most
 
 @lru_cache
 def n_core(device):
@@ -654,7 +654,7 @@ def attention_work(spans, N, H, kv):
     """Attention of spans, R lists of four, in a batch of N rows, cut into tiles, which the host
     does; if these are few, contexts are split [flash-decoding]. Returns fields of a Batch."""
     G = H // kv.size(-2)
-    least = LARGE if N > TILE else N + 1  # rows of a request with large tiles
+    least = LARGE_ROWS if N > TILE else N + 1  # rows of a request with large tiles
     lists = []
     n_part = 0
     for is_large, size in enumerate(tile_sizes(H, kv)):
@@ -680,7 +680,7 @@ def attention_room(N, R, H, kv):
     lists = []
     n_part = 0
     for is_large, size in enumerate(tile_sizes(H, kv)):
-        most = (N // LARGE if is_large else R) + N * G // size
+        most = (N // LARGE_ROWS if is_large else R) + N * G // size
         if is_large and N <= TILE:
             most = 0
         room = max([n * most_splits(n, is_large, kv) for n in range(most + 1)])
@@ -700,7 +700,7 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane, scale,
         token 1, G x   x x x x x x x x x x x x x x x x x x        tokens: load K and V, softmax
     """
     G: tl.constexpr = H // HK
-    first_row, n_row, n_past, first_entry = load4(tiles + 8 * tl.program_id(0))
+    row, n_row, n_past, entry = load4(tiles + 8 * tl.program_id(0))
     first_query, split, n_split, first_part = load4(tiles + 8 * tl.program_id(0) + 4)
     kv_head = tl.program_id(1)
     if n_row == 0:  # padding of a CUDA graph
@@ -709,7 +709,7 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane, scale,
     d = tl.arange(0, BLOCK_D)[None]
     token = m // G
     head = kv_head * G + m % G
-    at = (first_row + token).to(tl.int64) * H + head
+    at = (row + token).to(tl.int64) * H + head
     mask = (token < n_row)[:, None] & (d < D)
     queries = tl.load(q + at[:, None] * D + d, mask, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -721,7 +721,7 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane, scale,
     begin = split * size
     for start in range(begin, tl.minimum(begin + size, end), BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
-        page = tl.load(table + first_entry + j, j < end, 0).to(tl.int64)
+        page = tl.load(table + entry + j, j < end, 0).to(tl.int64)
         cells = kv + (page * HK + kv_head)[:, None] * D + d
         kv_mask = (j < end)[:, None] & (d < D)
         k = tl.load(cells, kv_mask, 0.0)
@@ -742,20 +742,20 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane, scale,
         tl.store(lse + at, top + tl.log2(total), token < n_row)
 
 @triton.jit(do_not_specialize=["n_small"])
-def _combine_kernel(parts, lse, out, small, large, n_small, SMALL: tl.constexpr,
-                    LARGE: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+def _combine_kernel(parts, lse, out, small, large, n_small, SMALL_SIZE: tl.constexpr,
+                    LARGE_SIZE: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                     MOST_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program: for one head, tokens of a tile whose context is split: the mean of their parts
     with weights 2^lse. Each split's program takes every n_split-th token of the tile."""
     G: tl.constexpr = H // HK
     tile = tl.program_id(0)
     is_small = tile < n_small
-    size = tl.where(is_small, SMALL, LARGE)
+    size = tl.where(is_small, SMALL_SIZE, LARGE_SIZE)
     if is_small:
         tiles = small + 8 * tile
     else:
         tiles = large + 8 * (tile - n_small)
-    first_row, n_row, _, _ = load4(tiles)
+    row, n_row, _, _ = load4(tiles)
     first_query, split, n_split, first_part = load4(tiles + 4)
     if n_split < 2:
         return
@@ -779,7 +779,7 @@ def _combine_kernel(parts, lse, out, small, large, n_small, SMALL: tl.constexpr,
             acc += weight[:, None] * tl.load(parts + cells[:, None] * D + d, mask, 0.0)
             total += weight
         mean = tl.sum(acc, 0) / tl.sum(total, 0)
-        cell = ((first_row + token).to(tl.int64) * H + head) * D + tl.arange(0, BLOCK_D)
+        cell = ((row + token).to(tl.int64) * H + head) * D + tl.arange(0, BLOCK_D)
         tl.store(out + cell, mean, tl.arange(0, BLOCK_D) < D)
 
 def attention_triton(q, kv, batch, out):
@@ -792,7 +792,7 @@ def attention_triton(q, kv, batch, out):
     parts = q.new_empty(batch.n_part, H, D, dtype=torch.float32)
     lse = q.new_empty(batch.n_part, H, dtype=torch.float32)  # log2 of the sum of exp(scores)
     block_n = max(16, min(64, 8192 // (block_d * itemsize)))  # 8 KB of keys
-    small, large = tile_sizes(H, kv)
+    small_size, large_size = tile_sizes(H, kv)
 
     def attend(tiles, block_m):
         is_wide = block_m >= 64
@@ -804,14 +804,14 @@ def attention_triton(q, kv, batch, out):
                 num_warps=max(4 if is_wide else 2, block_m * block_d // 2048),
                 num_stages=1 + size // (block_n * block_d * itemsize))
     if len(batch.large) == 0:
-        attend(batch.small, small)
+        attend(batch.small, small_size)
     else:
-        side_by_side(lambda: attend(batch.large, large), lambda: attend(batch.small, small),
-                     q.device)
+        side_by_side(lambda: attend(batch.large, large_size),
+                     lambda: attend(batch.small, small_size), q.device)
     if batch.n_part:
         _combine_kernel[(len(batch.small) + len(batch.large), H)](
             parts, lse, out, batch.small, batch.large, len(batch.small),
-            small, large, H, Hk, D, MOST_SPLITS, 4, block_d,
+            small_size, large_size, H, Hk, D, MOST_SPLITS, 4, block_d,
             num_warps=max(1, block_d // 64))
 
 CHUNK_ROWS = 256  # rows of a chunk that attend in one matrix product [SARATHI Fig. 6]
@@ -843,14 +843,14 @@ def attend_chunk_torch(q, kv, pages, out):
 def lora_ref(y, x, kv, sites, exchange=None):
     """Two products for each site."""
     x = x.to(torch_dtype(x))
-    for start, n, column, columns, rank_a, rank_b, _, first in sites.lists:
+    for row, n, column, columns, rank_a, rank_b, _, entry in sites.lists:
         if n > 0:
-            a = adapter_rows(kv[0], sites.table, first, rank_a, x.size(1))
-            b = adapter_rows(kv[1], sites.table, first, rank_b, columns)
-            xa = x[start:start + n] @ a.T.to(x.dtype)
+            a = adapter_rows(kv[0], sites.table, entry, rank_a, x.size(1))
+            b = adapter_rows(kv[1], sites.table, entry, rank_b, columns)
+            xa = x[row:row + n] @ a.T.to(x.dtype)
             if exchange is not None:
                 xa = exchange(xa)[:, :rank_b]
-            y[start:start + n, column:column + columns] += xa @ b.to(x.dtype)
+            y[row:row + n, column:column + columns] += xa @ b.to(x.dtype)
 
 def lora(product, x, kv, sites, exchange=None):
     """product() + x (N, n_in) A B -> (N, n_out); product(), x W, runs beside x A on a GPU.
@@ -870,10 +870,10 @@ def lora(product, x, kv, sites, exchange=None):
             lora_ref(y, x, kv, replace(sites, sites=sites.sites[sites.n_few:]))
     return y
 
-def adapter_rows(plane, table, first, rank, width):
+def adapter_rows(plane, table, entry, rank, width):
     """The rows of A or B from their pages: plane (n_page, Hk, D) -> (rank, width)"""
     plane = plane.flatten(1)  # (n_page, W)
-    pages = table[first:first + rank * cdiv(width, plane.size(1))]
+    pages = table[entry:entry + rank * cdiv(width, plane.size(1))]
     rows = plane.index_select(0, pages).view(rank, -1)
     return rows[:, :width]
 
@@ -883,15 +883,15 @@ def lora_bmm(y, x, kv, sites):
     """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
     entries = [site for site in sites.sites.tolist() if site[1] > 0]
     parts = []
-    for start, n, column, columns, rank, _, _, first in entries:
-        a = adapter_rows(kv[0], sites.table, first, rank, x.size(1))
-        b = adapter_rows(kv[1], sites.table, first, rank, columns)
+    for row, n, column, columns, rank, _, _, entry in entries:
+        a = adapter_rows(kv[0], sites.table, entry, rank, x.size(1))
+        b = adapter_rows(kv[1], sites.table, entry, rank, columns)
         b = F.pad(b, (column, y.size(1) - column - columns))
-        parts.append((x[start:start + n], a, b))
+        parts.append((x[row:row + n], a, b))
     rows, a, b = (pad_sequence(part, batch_first=True).to(torch_dtype(x)) for part in zip(*parts))
     product = rows @ a.mT @ b  # (S, rows, n_out)
-    for (start, n, *_), own in zip(entries, product):
-        y[start:start + n] += own[:n]
+    for (row, n, *_), own in zip(entries, product):
+        y[row:row + n] += own[:n]
 
 @triton.jit(do_not_specialize=["width", "n_module", "n_part", "part_step"])
 def _shrink_kernel(x, a, xa, sites, table, width, n_module, n_part, part_step,
@@ -905,8 +905,8 @@ def _shrink_kernel(x, a, xa, sites, table, width, n_module, n_part, part_step,
         n_part = 2  |---- part 0 -----|- part 1 --|     programs side by side
     """
     site = sites + 8 * tl.program_id(1)
-    first_row, n_row, _, _ = load4(site)
-    rank, _, module, first_entry = load4(site + 4)
+    row, n_row, _, _ = load4(site)
+    rank, _, module, entry = load4(site + 4)
     tile = tl.program_id(0) * BLOCK_M
     first_rank = tl.program_id(2) // n_part * BLOCK_R
     own_part = tl.program_id(2) % n_part
@@ -915,7 +915,7 @@ def _shrink_kernel(x, a, xa, sites, table, width, n_module, n_part, part_step,
 
     m = tile + tl.arange(0, BLOCK_M)[:, None]
     r = first_rank + tl.arange(0, BLOCK_R)
-    row = (first_row + m).to(tl.int64)
+    rows = (row + m).to(tl.int64)
     r_mask = r < rank
     n_page = tl.cdiv(C, W)  # pages of a row of A
     n_block = tl.cdiv(W, BLOCK_K)  # blocks of a page
@@ -926,11 +926,11 @@ def _shrink_kernel(x, a, xa, sites, table, width, n_module, n_part, part_step,
         i = block // n_block
         k = block % n_block * BLOCK_K + tl.arange(0, BLOCK_K)[None]
         k_mask = (k < W) & (i * W + k < C)
-        page = tl.load(table + first_entry + r * n_page + i, r_mask, 0).to(tl.int64)
+        page = tl.load(table + entry + r * n_page + i, r_mask, 0).to(tl.int64)
         w = tl.load(a + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
-        v = tl.load(x + row * C + i * W + k, (m < n_row) & k_mask, 0.0)
+        v = tl.load(x + rows * C + i * W + k, (m < n_row) & k_mask, 0.0)
         acc = tl.dot(v, w.T, acc, input_precision="ieee")
-    at = own_part.to(tl.int64) * part_step + row * width + width // n_module * module + r[None]
+    at = own_part.to(tl.int64) * part_step + rows * width + width // n_module * module + r[None]
     tl.store(xa + at, acc, (m < n_row) & r_mask[None])
 
 @triton.jit(do_not_specialize=["width", "n_module", "n_part", "part_step"])
@@ -940,32 +940,32 @@ def _expand_kernel(y, b, xa, sites, table, width, n_module, n_part, part_step, C
     """One program: y += xa B for BLOCK_M rows of one site and BLOCK_N columns that lie in the
     same page of each row of B. The parts of xa are added in their order."""
     site = sites + 8 * tl.program_id(1)
-    first_row, n_row, first_column, n_column = load4(site, UNIT)
-    _, rank, module, first_entry = load4(site + 4)
+    row, n_row, column, columns = load4(site, UNIT)
+    _, rank, module, entry = load4(site + 4)
     tile = tl.program_id(0) * BLOCK_M
     n_block = tl.cdiv(W, BLOCK_N)  # blocks of a page
     i = tl.program_id(2) // n_block  # page of the row
-    if (tile >= n_row) | (i * W >= n_column):
+    if (tile >= n_row) | (i * W >= columns):
         return
 
     m = tile + tl.arange(0, BLOCK_M)[:, None]
     k = tl.program_id(2) % n_block * BLOCK_N + tl.arange(0, BLOCK_N)[None]
-    row = (first_row + m).to(tl.int64)
-    k_mask = (k < W) & (i * W + k < n_column)
-    n_page = tl.cdiv(n_column, W)  # pages of a row of B
+    rows = (row + m).to(tl.int64)
+    k_mask = (k < W) & (i * W + k < columns)
+    n_page = tl.cdiv(columns, W)  # pages of a row of B
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, rank, BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
         r_mask = r < rank
-        page = tl.load(table + first_entry + r * n_page + i, r_mask, 0).to(tl.int64)
+        page = tl.load(table + entry + r * n_page + i, r_mask, 0).to(tl.int64)
         w = tl.load(b + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
-        at = xa + row * width + width // n_module * module + r[None]
+        at = xa + rows * width + width // n_module * module + r[None]
         v = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
         for p in tl.static_range(MOST_PARTS):
             r_end = tl.where(p < n_part, rank, 0)
             v += tl.load(at + p * part_step, (m < n_row) & (r[None] < r_end), 0.0)
         acc = tl.dot(v.to(w.dtype), w, acc, input_precision="ieee")
-    at = y + row * C + first_column + i * W + k
+    at = y + rows * C + column + i * W + k
     mask = (m < n_row) & k_mask
     acc += tl.load(at, mask, 0.0)
     tl.store(at, acc, mask)

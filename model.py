@@ -339,10 +339,10 @@ class GPT:
         if adapter is None:
             return
         weights = dict(self.base)
-        for op, sites in adapter.sites.items():
+        for op, modules in adapter.modules.items():
             for i in range(self.config.n_layer):
                 weight = self.base[f"{i}.{op}.weight"].to_dense().clone()
-                for module, (column, n_column, *_) in sites.items():
+                for module, (column, n_column, *_) in modules.items():
                     a, b = (t[i].to(self.device).float() for t in adapter.factors(module))
                     weight[column:column + n_column] += b.T @ a
                 weights[f"{i}.{op}.weight"] = pack(weight)
@@ -391,9 +391,8 @@ class Adapter:
         self.n_params = 0  # of this device
         # operator -> {module: (first column, columns, rank of A, rank of B, number of the module in
         # its operator, first page)}: all but the rows of a kernels.Sites
-        self.sites = defaultdict(dict)
+        self.modules = defaultdict(dict)
         self.max_rank = {}  # operator -> its largest rank, as a power of two, 16 at least
-        self.places = {}  # module -> (first page, shape of A, shape of B)
         width = config.n_kv_head * config.head_dim  # of a page
         for module, (op, *_) in config.modules.items():
             if module not in ranks:
@@ -403,9 +402,8 @@ class Adapter:
             rank = ranks[module]
             rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])  # see fill()
             number = [*columns].index(module)
-            self.sites[op][module] = column, n_column, rank_a, rank, number, self.n_page
+            self.modules[op][module] = column, n_column, rank_a, rank, number, self.n_page
             self.max_rank[op] = max(self.max_rank.get(op, 16), power_of_two(rank_a))
-            self.places[module] = self.n_page, (rank_a, n_in), (rank, n_column)
             self.n_page += max(rank_a * cdiv(n_in, width), rank * cdiv(n_column, width))
             self.n_params += config.n_layer * (rank_a * n_in + rank * n_column)
         self.planes = None
@@ -415,9 +413,11 @@ class Adapter:
 
     def factors(self, module):
         """Views of A (L, rank of A, n_in) and B (L, rank of B, columns) on this device"""
-        first, *shapes = self.places[module]
+        op, *_ = self.config.modules[module]
+        n_in, *_ = self.config.operators[op]
+        _, n_column, rank_a, rank_b, _, first = self.modules[op][module]
         views = []
-        for plane, (rank, n) in zip(self.planes.unbind(1), shapes):
+        for plane, rank, n in zip(self.planes.unbind(1), (rank_a, rank_b), (n_in, n_column)):
             pages = plane[:, first:first + rank * cdiv(n, plane.size(-1))]
             views.append(pages.view(len(pages), rank, -1)[..., :n])
         return views
