@@ -1911,6 +1911,28 @@ def test_a_scheduler_may_preempt():
     with pytest.raises(AssertionError, match="preempts Request.*is not running"):
         engine.preempt(long)
 
+class PreemptingPolicy(sarathi.Policy):
+    def n_drafts(self, requests, limits, acceptance, price):
+        if len(requests) == 2:
+            requests[0].engine.preempt(requests[1])
+        return [min(2, limit) for limit in limits]
+
+@each("draft", ["ngram", draft_model(0.3)], ids=["ngram", "model"])
+def test_a_policy_may_preempt(draft):
+    """The preempted request has no pages, also when it is aborted then."""
+    requests = [Request(prompt(9, i), 20) for i in range(2)]
+    engine = start(TARGET, requests, "prefill_first", max_batch=2, draft=draft,
+                   spec=PreemptingPolicy())
+    requests[0].engine = engine
+    engine.step()
+    engine.step()
+    assert requests[1].n_preempted == 1
+    check_pages(engine)
+    engine.abort(1)
+    engine.run()
+    check_tokens(requests[:1])
+    check_pages(engine)
+
 def test_the_pool_has_room_for_an_ordinary_adapter():
     config = preset("tinyllama-1.1b")
     cost = CostModel.roofline(config, "a10g")
