@@ -54,7 +54,6 @@ import time
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cache, partial
@@ -62,6 +61,7 @@ from itertools import chain, count, cycle, islice, pairwise, product
 from operator import index, itemgetter
 from pathlib import Path
 from statistics import fmean, median
+from threading import RLock
 from typing import NamedTuple
 
 # kernels before torch: it sets how torch's threads wait
@@ -2186,6 +2186,7 @@ def minute_of(text):
 def scoreboard_rows(args, name):
     """The rows of one experiment that have a claim, where the paper's numbers hold."""
     torch.set_num_threads(1)
+    tqdm.set_lock(RLock())  # its own one is for processes: a stopped one would leave it behind
     what = EXPERIMENTS[name]
     rows = what.rows(simulate(args, what.on))
     return [row for row in rows if row["paper"] is not None]
@@ -2196,10 +2197,11 @@ def scoreboard(args):
     names = [name for name in CLAIMS if EXPERIMENTS[name].only != "measured"]
     # not forked: that would copy a state of CUDA that no child can use
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), spawn) as executor:
-        runs = executor.map(partial(scoreboard_rows, args), names)
-        bar = tqdm(runs, "scoreboard", len(names), leave=False, delay=3)
-        rows = sum(bar, [])
+    own = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the others inherit it: this one ends them
+    with spawn.Pool(os.cpu_count()) as pool:
+        signal.signal(signal.SIGINT, own)
+        runs = pool.imap(partial(scoreboard_rows, args), names)
+        rows = sum(tqdm(runs, "scoreboard", len(names), leave=False, delay=3), [])
     heads = ("experiment", "what", "paper", "paper_source", "ours", "kind", "inside")
     lines = []
     for row in rows:

@@ -1265,4 +1265,7 @@ def train_tiny(steps=1100, B=4, T=256):
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=train_tiny.__doc__).parse_args()
-    train_tiny()
+    try:
+        train_tiny()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -3397,6 +3397,18 @@ def test_scoreboard_counts(monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("\n".join(bench.count_runs(rows)) + "\n")
     assert all(row["inside"] or row["note"] for row in SCOREBOARD.values())
 
+def test_ctrl_c_ends_the_processes_of_the_scoreboard(monkeypatch):
+    """Not only when they have done their work"""
+    processes = []
+
+    def interrupt(*_, **__):
+        processes.extend(multiprocessing.active_children())
+        raise KeyboardInterrupt
+    monkeypatch.setattr(bench, "tqdm", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        bench.scoreboard(arguments())
+    assert processes and all(process.exitcode == -signal.SIGTERM for process in processes)
+
 def test_a_run_counts_once():
     """However many rows it feeds; it holds if all of them do."""
     rows = []
