@@ -1087,9 +1087,9 @@ def build(folder, *definitions):
     return path
 
 def ask(text, *command):
-    """What a compiler prints about a text. An error after 30 s"""
+    """What a compiler prints about a text. An error after a minute"""
     return subprocess.run([*command, "-x", "c++", "-"], input=text.encode(), capture_output=True,
-                          check=True, timeout=30).stdout
+                          check=True, timeout=60).stdout
 
 def digest(data):
     return hashlib.sha256(data).hexdigest()[:16]
