@@ -1,6 +1,7 @@
 """The papers' tables and figures, measured on this machine or simulated on hardware you lack.
 
-    python bench.py --chunk 256                      what users feel, Table 4 and Table 2, here
+    python bench.py --chunk 256                      the main job: what users feel, simulated and
+                                                     here, SARATHI's Tables 4 and 2, ceilings
     python bench.py fig9 --hardware a6000 --plot .   one figure, simulated: a table and a picture
     python bench.py online --rate 4 --prompt 8..512  online serving, four requests per second
     python bench.py online --scheduler my.py:Mine    your scheduler beside the built-in ones
@@ -8,12 +9,23 @@
     python bench.py list                             all experiments, and where they run
     python bench.py report                           assets/results.md, from the JSON in assets/
 
-An experiment is a generator of points (panel, series, x, ours); the papers' numbers are CLAIMS;
-tables, JSON, pictures and the scoreboard derive from both. It gets a Place, this machine or
-simulated hardware: seconds() times iterations, serve() and race() serve jobs, rounds() times any
-functions in turns. In reading order: claims; workloads; the main job; the papers' experiments.
-Then, to look up: places; serving; tables; pictures; traces; the scoreboard; results.md; the command
-line.
+An experiment is a generator of Rows (panel, ours, series, x); the papers' numbers are CLAIMS;
+tables, JSON, pictures and the scoreboard derive from both. In reading order: claims; workloads; the
+main job; the papers' experiments. Then, to look up: places; serving; tables; pictures; traces; the
+scoreboard; results.md; the command line.
+
+An experiment gets a Place, this machine or simulated hardware. Of a Place: model, a GPT or a
+CostModel; B, requests in a batch; lengths, tokens per request; full, whether to run all settings of
+the paper or a few (--size). seconds(*shapes) are those of iterations, (n_shape, n_round); a shape
+is a dict of decodes, context, chunk and past, see made_up_feeds. serve() and race() serve jobs,
+rounds() calls any functions in turns, jobs() makes jobs. Put this one behind another experiment:
+`python bench.py mine` prints a table with a line for each chunk, here or on --hardware.
+
+    @experiment("tokens of a chunk, C", "ms")
+    def mine(place):
+        "What an iteration with one chunk takes."
+        for C in (64, 128, 256):
+            yield Row("prefill (ms)", 1e3 * place.seconds(dict(chunk=C))[0], x=C)
 
 Exercises: write it in my.py, run the line, beat the number. Solutions: .ci/test_texts.py.
 1. A scheduler with a median TTFT below 225 ms at the same stall (sarathi: 241). And its p99?
@@ -137,7 +149,7 @@ MAX_B = {1024: 18, 2048: 10, 3072: 6}  # length -> the largest batch that fits [
 
 class Row(NamedTuple):
     """What experiments yield: a cell of a table, which is a point of a picture if it has an x. One
-    of Table 4, with its rounds: Row("decode speedup", [5.4, 6.1], "", 1024)"""
+    of Table 4, measured in two rounds: Row("decode speedup", [5.4, 6.1], "", 1024)"""
     panel: str  # of the picture; most tables have a column for each
     ours: float | list  # a number, or one per round
     series: str = ""  # a line of the table, or of the picture
@@ -151,8 +163,8 @@ class Experiment(NamedTuple):
     y: str = ""
     on: Hardware = A6000_13B  # where the paper's numbers hold
     only: str = ""  # "measured" or "simulated", if it cannot be both
-    # what heads the columns of rows with an x, and of others: "panel", "series", "" if every row
-    # has a line, or "picture" if they are in pictures alone
+    # what heads the columns of rows with an x (curves), and of others (points): "panel", "series",
+    # "" if every row has a line, or "picture" if they are in pictures alone
     curves: str = "panel"
     points: str = "panel"
     section: str = ""  # of results.md, if neither a paper nor the machine decides
@@ -164,7 +176,7 @@ class Experiment(NamedTuple):
         claims = CLAIMS.get(name, {})
         if not (place.simulated or place.args.experiments):
             claims = {}  # the main job has them beside the paper's hardware, simulated
-        if place.on not in (None, self.on):  # only those that name their own GPU hold here
+        if place.on not in (None, self.on):  # of other --hardware: claims whose series names a GPU
             claims = {at: claim for at, claim in claims.items()
                       if at[1].split(", ")[-1].lower() in GPUS}
         for panel, ours, series, x in self.run(place):
@@ -177,13 +189,15 @@ class Experiment(NamedTuple):
             claim = claims.get((panel, series, x))
             if claim:
                 row |= claim._asdict()
-                # what is measured here is of another model than the paper's
+                # what is measured is of another model than the paper's, unless it can only be
+                # measured, as the simulator's errors
                 if place.simulated or self.only == "measured":
                     row["inside"] = claim.holds(middle)
             yield row
 
 def experiment(*fields, **more):
-    """Register a function as an experiment, under its own name. Fields: x and those behind it."""
+    """Register a function as an experiment, under its own name. Fields: x and those behind it, of
+    an Experiment. The function's docstring is what users read of it."""
     def register(run):
         about = " ".join(run.__doc__.split())
         EXPERIMENTS[run.__name__] = Experiment(run, about, *fields, **more)
@@ -267,17 +281,17 @@ def users(place):
     of --chunk and, if prompts have 1,024 tokens or more, of 512. Again and again a short prompt
     with a long output comes, and in the middle of this output two long prompts. Stall: no new token
     in the middle of an output."""
-    real, P = long_prompts(place)
+    own, P = long_prompts(place)
     prefill = dict(chunk=P)
     decodes = dict(decodes=3, context=P // 4)
-    unit, decode = np.median(real.seconds(prefill, decodes), 1).tolist()
+    unit, decode = np.median(own.seconds(prefill, decodes), 1).tolist()
     n_out = min(int(2 * unit / decode), P // 2)
     short = Job(0.0, P // 5, max(2, n_out))
     long = Job(0.0, P, 8)
     n_group = 6 if place.simulated else 2
     # the load is 0.65 of what sarathi serves when all come at once
     jobs = [short, long, long] * n_group
-    most = real.serve(jobs, real.B, scheduler="sarathi")
+    most = own.serve(jobs, own.B, scheduler="sarathi")
     gap = most.seconds / n_group / 0.65
     jobs = []
     for i in range(n_group):
@@ -286,23 +300,23 @@ def users(place):
         later = gap * i + unit / 2
         jobs += 2 * [long._replace(arrival=later)]
     jobs.append(short._replace(arrival=gap * n_group))  # how a run ends says little
-    place.source = (f"{real.source}; long prompts of {P:,} tokens, a group of three requests every "
+    place.source = (f"{own.source}; long prompts of {P:,} tokens, a group of three requests every "
                     f"{gap:.2g} s, 0.65 of what sarathi could serve")
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
     if place.args.chunk != 512 <= P // 2:
         ways["sarathi, C = 512"] = dict(scheduler=Sarathi(512))
-    for name, runs in real.race(ways, jobs=jobs, B=real.B):
+    for name, runs in own.race(ways, jobs=jobs, B=own.B):
         yield from felt(runs, name)
 
 LONG = 0.22  # seconds that a long prompt takes
 
 def long_prompts(place, larger="llama-124m"):
-    """(a Place, tokens): prompts that take so long, of a larger model if this one is too fast."""
+    """(a Place, tokens): prompts that take LONG, of a larger model if this one is too fast."""
     P = 5 * max(place.lengths) // 8
     if place.simulated:
         return place, P
     unit = np.min(place.seconds(dict(chunk=P)))
-    # so long that a batch of them fits
+    # a batch of them must fit
     longest = min(place.model.config.block_size * 9 // 10, place.room // place.B - 8)
     wanted = int(P * LONG / unit) // 64 * 64
     P = max(P, min(wanted, longest))
@@ -392,8 +406,9 @@ def decode_speedup(place, L, B):
 
 def gains(place, P, D, B, *schedulers):
     """How many times as fast as request-level batching, (n_scheduler, n_round), for equal requests
-    of P + D tokens. Of a run, requests first + 1 to last count, since all batches are full while
-    they end; one static batch is like the next."""
+    of P + D tokens. Of a run, the seconds from the end of request number `first` to that of number
+    `last` count: all batches are full. Static batches that serve as many would take their share of
+    the seconds of one."""
     first = B
     last = B + 3
     if place.simulated:
@@ -445,7 +460,8 @@ def compared(row, whole):
     return f"{row['ours']:.0f} instead of {whole['ours']:.0f}{same}"
 
 def explain(places):
-    """Two sentences on what chunks gain on this machine, from the main job's rows."""
+    """Two sentences on what chunks gain on this machine. places: {experiment: [Place]} of the main
+    job, with their rows"""
     gains = [row["ours"] for row in places["table4"][0].rows if row["at"][0] == "throughput"]
     ridge = places["ceilings"][0].rows[-1]["ours"]
     return ("Over request-level batching chunks gain throughput only where decodes take long "

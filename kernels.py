@@ -2,28 +2,27 @@
 
 In reading order: how a batch is described (Batch, Sites); sampling and verification; the operators
 linear, add_norm, activate, rotate_write, attention and lora, each with its definition `op_ref` in
-plain torch, `op`, which picks where it runs, and its Triton kernel `_op_kernel` for GPUs; all of
-them again in C++ for CPUs. The lesson is what stands under no heading "(to skip)"; it ends before
-the C++. Three layouts have a picture: the cache below, the rows of an adapter on pages at
-_shrink_kernel, and a weight in panels at Packed.
+plain torch, `op`, which picks where it runs, and but for linear its Triton kernels for GPUs; all of
+them again in C++ for CPUs, called by cpp(name, x, ...). The lesson, all that has no heading "(to
+skip)", ends there. Pages of adapters have a picture at _shrink_kernel, panels of weights at Packed.
 
 The cache. The keys and values of one layer are `kv` (2, n_page, Hk, D): plane 0 is K, plane 1 is
-V. A page is one vector of width W = Hk * D in each plane. It holds one token, or rows of an
-adapter [S-LoRA §5.1]. A page table lists the pages of a request in the order of its tokens:
+V. A page is one vector of width W = Hk * D in each plane. It holds a token, or of an adapter a row
+of A, transposed, and one of B [S-LoRA §5.1]; wider rows take several pages of their plane. A page
+table lists the pages of a request in the order of its tokens:
 
     page            0       1       2       3       4       5       6       7
     K plane     | k of 0 | A row 0 | k of 1 | A row 1 | k of 2 |   free  | ...
     V plane     | v of 0 | B row 0 | v of 1 | B row 1 | v of 2 |   free  | ...
-
     page table of the request: 0 2 4        page table of the adapter: 1 3
-
-A change of attention meets attention_ref, _attention_kernel, attend, attend_chunk, causal_softmax,
-attend_chunk_torch here, GPT.forward_ref in model.py, CostModel.stats in sarathi.py; one of the
-cache's layout rotate_write, adapter_rows, the kernels of adapters, GPT.new_cache, Adapter.write;
-one of its dtype, say float8 without adapters, GPT.new_cache and page_bytes: torch runs then.
 """
 
-# ---- imports, and two settings of the process (to skip)
+# ---- where a change must be made; imports, and two settings of the process (to skip)
+# A change of attention meets attention_ref, _attention_kernel, attend, attend_chunk,
+# causal_softmax, attend_chunk_torch here, GPT.forward_ref in model.py, CostModel.stats in
+# sarathi.py; one of the cache's layout rotate_write, adapter_rows, the kernels of adapters,
+# GPT.new_cache, Adapter.write; one of its dtype, say float8 without adapters, GPT.new_cache and
+# page_bytes: torch runs then.
 
 import ctypes
 import hashlib
@@ -63,13 +62,10 @@ except ImportError:  # the Triton kernels stay plain functions that are never ca
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-def zeros(*shape):
-    return np.zeros(shape, np.int32)
-
 # -----------------------------------------------------------------------------
 # how a batch is described
 
-FEW_ROWS = 8  # requests with at most this many rows read their context in place
+FEW_ROWS = 8  # requests with at most so many rows share a call, and read their context in place
 TILE = 128  # rows of a matrix product's block: fewer take as long [SARATHI Fig. 7]
 
 def send(x, device):
@@ -77,6 +73,9 @@ def send(x, device):
     if device.type == "cpu":
         return x
     return x.pin_memory().to(device, non_blocking=True)
+
+def zeros(*shape):
+    return np.zeros(shape, np.int32)
 
 def cdiv(n, unit):
     """n / unit, rounded up."""
@@ -92,7 +91,7 @@ class Sites:
     times one module (q, k, ...). Sites with few rows come first."""
     # columns of sites. An example: rows 4 .. 6 of the batch have an adapter of rank 16. Its A and B
     # for k, module 1 of q, k, v with 512 columns each, begin at entry 90 of the table:
-    #     4, 3, 512, 512, 16, 16, 1, 90
+    #     4, 3, 512, 512, 16, 16, 1, 90    (RANK: rows of A here; B has more if devices share A)
     ROW, N_ROW, COLUMN, N_COLUMN, RANK, RANK_B, MODULE, ENTRY = range(8)
 
     sites: Tensor  # (S, 8) int32
@@ -122,11 +121,12 @@ class Batch:
     logit_rows: Tensor  # (M,): rows for which next-token logits are computed
     n_few: int  # spans[:n_few] have at most FEW_ROWS rows, the others more
     adapters: dict = field(default_factory=dict)  # operator name -> Sites
-    # the work of attention, for Triton. A tile: the numbers of its span, its first query, which
-    # split of the context it reads, the number of splits, the first part of the span's output
+    # the work of attention, for Triton: for each program a tile of query rows and one split of the
+    # context. The four numbers of its span, its first query (query m: head m % G of token m // G,
+    # of a kv head), number of its split, how many there are, number of the span's first part
     small: Tensor = field(default_factory=lambda: zeros(0, 8))  # (T, 8)
     large: Tensor = field(default_factory=lambda: zeros(0, 8))  # (T, 8)
-    n_part: int = 0  # parts of the output in all; rows whose context is not split have none
+    n_part: int = 0  # parts in all: of outputs, over one split, if a context is split
     hidden: Tensor | None = None  # (M, C): the model's last hidden states, see GPT.forward
 
     @cached_property
@@ -198,6 +198,7 @@ def probabilities(logits, temperature, top_k, top_p):
     greedy = temperature < 1e-5  # 1e-37 would make infinite logits
     top_k = top_k.masked_fill(top_k == 0, V).clamp(max=V)
     temperature = temperature.masked_fill(greedy, 1)
+    # top_p = 1 might drop tokens by rounding, 2 drops none
     settings = torch.stack([temperature, top_k, top_p.masked_fill(top_p == 1, 2), greedy])
     temperature, k, limit, is_greedy = send(settings, logits.device)[..., None]  # (M, 1) each
     scaled = logits.float() / temperature
@@ -243,13 +244,13 @@ def verify(p, q, drafts, n_drafts, u):
     first_draft = n_drafts.cumsum(0) - n_drafts
     first_row = first_draft + torch.arange(len(n_drafts), device=p.device)
     request = torch.repeat_interleave(n_drafts, output_size=K)  # (K,): of each draft
-    draft = torch.arange(K, device=p.device)
-    p_draft = p[draft + request, drafts]
-    q_draft = 1 if q is None else q[draft, drafts]
+    i = torch.arange(K, device=p.device)
+    p_draft = p[i + request, drafts]  # each request before has one row more than drafts
+    q_draft = 1 if q is None else q[i, drafts]
     accepted = u[:K] * q_draft < p_draft
 
     # the first rejected draft of each request, counted within the request
-    place = torch.where(accepted, n_drafts[request], draft - first_draft[request])
+    place = torch.where(accepted, n_drafts[request], i - first_draft[request])
     n_accepted = n_drafts.scatter_reduce(0, request, place, "amin")
     weights = p[first_row + n_accepted]  # (R, V)
     rejected = n_accepted < n_drafts
@@ -539,7 +540,7 @@ def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm=None, eps=0.0
 # ---- rotate_write in Triton (to skip)
 
 @triton.jit
-def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane, eps,
+def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane_step, eps,
                          H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                          BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program: BLOCK_H of the heads of one token.
@@ -576,7 +577,7 @@ def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane, eps,
     page = tl.load(pages + token).to(tl.int64)
     kv_head = (head - H) % HK
     cell = (page * HK + kv_head) * D + d
-    cell += (head - H) // HK * plane
+    cell += (head - H) // HK * plane_step
     tl.store(kv + cell, x, mask & (head >= H))
 
 # -----------------------------------------------------------------------------
@@ -606,7 +607,8 @@ def attention(q, kv, batch):
     if batch.n_few:
         sizes = batch.n_few, q.size(1), kv.size(2)
         cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
-    in_panels = library(q.dtype).panel_columns() and q.size(2) % 2 == 0  # bfloat16 goes by twos
+    # attend_chunk copies K and V to panels, as Packed has them for products; bfloat16 goes by twos
+    in_panels = library(q.dtype).panel_columns() and q.size(2) % 2 == 0
     for row, n, n_past, entry in batch.spans[batch.n_few:].tolist():
         pages = batch.table[entry:entry + n_past + n]
         rows = slice(row, row + n)
@@ -654,7 +656,7 @@ def attention_work(spans, N, H, kv):
     """Attention of spans, R lists of four, in a batch of N rows, cut into tiles, which the host
     does; if these are few, contexts are split [flash-decoding]. Returns fields of a Batch."""
     G = H // kv.size(-2)
-    least = LARGE_ROWS if N > TILE else N + 1  # rows of a request with large tiles
+    least = LARGE_ROWS if N > TILE else N + 1  # rows of a request with large tiles; N + 1: none
     lists = []
     n_part = 0
     for is_large, size in enumerate(tile_sizes(H, kv)):
@@ -689,15 +691,16 @@ def attention_room(N, R, H, kv):
     return dict(small=lists[0], large=lists[1], n_part=n_part)
 
 @triton.jit
-def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane, scale,
+def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane_step, scale,
                       H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program: a tile of query rows of one kv head against one split of the context. A row of
     the tile is one query head of one token: the G = H / Hk heads of a kv head share its loads.
+    BLOCK_N tokens at a time it loads K and V, and adds to the softmax. scale includes log2(e).
 
-                     |----- split 0 -----|----- split 1 -----|    context: cached tokens, then own
-        token 0, G x   x x x x x x x x x x x x x x x x x          x: visible. for each BLOCK_N
-        token 1, G x   x x x x x x x x x x x x x x x x x x        tokens: load K and V, softmax
+                         |----- split 0 -----|----- split 1 -----|    context: cached tokens, then
+        token 0, G rows    x x x x x x x x x x x x x x x x x          own ones; x: visible
+        token 1, G rows    x x x x x x x x x x x x x x x x x x
     """
     G: tl.constexpr = H // HK
     row, n_row, n_past, entry = load4(tiles + 8 * tl.program_id(0))
@@ -725,7 +728,7 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane, scale,
         cells = kv + (page * HK + kv_head)[:, None] * D + d
         kv_mask = (j < end)[:, None] & (d < D)
         k = tl.load(cells, kv_mask, 0.0)
-        v = tl.load(cells + plane, kv_mask, 0.0)
+        v = tl.load(cells + plane_step, kv_mask, 0.0)
         scores = tl.dot(queries, k.T, input_precision="ieee") * scale
         scores = tl.where(j[None] - n_past <= token[:, None], scores, -1e30)
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -844,7 +847,7 @@ def lora_ref(y, x, kv, sites, exchange=None):
     """Two products for each site."""
     x = x.to(torch_dtype(x))
     for row, n, column, columns, rank_a, rank_b, _, entry in sites.lists:
-        if n > 0:
+        if n > 0:  # else padding of a graph
             a = adapter_rows(kv[0], sites.table, entry, rank_a, x.size(1))
             b = adapter_rows(kv[1], sites.table, entry, rank_b, columns)
             xa = x[row:row + n] @ a.T.to(x.dtype)
@@ -854,7 +857,7 @@ def lora_ref(y, x, kv, sites, exchange=None):
 
 def lora(product, x, kv, sites, exchange=None):
     """product() + x (N, n_in) A B -> (N, n_out); product(), x W, runs beside x A on a GPU.
-    exchange: all-gather or all-reduce of x A, for which a CPU falls back to plain torch"""
+    exchange: between devices, all-gather or all-reduce of x A; a CPU takes plain torch for it"""
     chosen = backend(x, kv)
     if chosen == "triton" and sites.way == "batched":
         return lora_triton(product, x, kv, sites, exchange)

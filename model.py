@@ -47,11 +47,11 @@ from tqdm import tqdm
 # -----------------------------------------------------------------------------
 # the shape of a model
 
-# the matrix products of a layer [SARATHI Table 1]: q, k and v; o; gate and up; down -> the dim of
-# a weight (n_out, n_in) that tensor parallelism cuts
+# the matrix products of a layer [SARATHI Table 1]. preproj: q, k and v; postproj: o; ffn_ln1: gate
+# and up; ffn_ln2: down. The numbers: which dim of a weight (n_out, n_in) tensor parallelism cuts
 OPERATORS = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # their input is cut
-# columns: module of an operator, as q_proj, which adapters change -> (first column, columns)
+# columns: {module, as self_attn.q_proj, which adapters change: (first column, how many)}
 Operator = namedtuple("Operator", "n_in n_out columns")
 
 @dataclass
@@ -86,8 +86,6 @@ class GPTConfig:
         if self.is_llama and self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim}: must be even, positions rotate pairs")
 
-    # ---- its modules and operators, shares of devices, sizes; presets (to skip)
-
     @cached_property
     def modules(self):
         """{module of a checkpoint: (operator, n_out, n_in)} of one layer of the whole model"""
@@ -101,12 +99,14 @@ class GPTConfig:
         operators = {}
         for module, (op, n_out, n_in) in self.modules.items():
             own = n_out // n
-            if op in ROW_PARALLEL:
+            if op in ROW_PARALLEL:  # devices sum all columns; each one's adapters add to its own
                 operators[op] = Operator(n_in // n, n_out, {module: (i * own, own)})
             else:
                 _, first, columns = operators.get(op, (n_in, 0, {}))
                 operators[op] = Operator(n_in, first + own, columns | {module: (first, own)})
         return operators
+
+    # ---- shares of devices, sizes; presets (to skip)
 
     def shard_of(self, rank, n):
         """The share of device `rank` of n. ValueError if n does not divide heads and widths."""
@@ -165,7 +165,7 @@ class GPT:
     def forward(self, batch, kv, mark=lambda operator: None):
         """One iteration: all tokens pass a layer together, so each weight is read once
         [SARATHI §4.3]. kv (L, 2, n_page, Hk, D) -> logits (M, V), on ranks above 0 None; it sets
-        batch.hidden (M, C), which gave them. mark(operator): called when an operator is done."""
+        batch.hidden (M, C), which gave them. mark(part): called behind each part, to time it."""
         c = self.config
         x, rope = self.embed(batch.tokens, batch.positions)
         delta = None  # output of the operator before; the next norm adds it to x
@@ -194,9 +194,10 @@ class GPT:
         return logits
 
     def project(self, op, i, x, batch, kv, mark):
-        """x W of all rows, x A B of their adapters [S-LoRA §4.1], summed over devices [§6]"""
-        def product():
-            y = linear(x, *self.affine(f"{i}.{op}"))
+        """x W of all rows, and x A B of their adapters [S-LoRA §4.1]. With several devices x A is
+        exchanged, and the results of row-parallel operators are summed [§6]."""
+        def product():  # lora() calls it, since a GPU computes x A beside it
+            y = linear(x, *self.affine(f"{i}.{op}"))  # row-parallel: rank 0 alone has a bias
             mark(op)
             return y
         if op in batch.adapters:
@@ -375,11 +376,12 @@ class GPT:
 # adapters
 
 class Adapter:
-    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. B is multiplied by
-    the scaling. The pages of a module of rank 2, whose rows of A are wider than a page:
+    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. A is transposed, so
+    that it has a row per rank, as B has; B is multiplied by the scaling. The pages of a module of
+    rank 2, whose rows of A take two pages each:
 
-        K plane   A[0]  A[0]  A[1]  A[1]
-        V plane   B[0]  B[1]   -     -    """
+        K plane   A[0] begin   A[0] end   A[1] begin   A[1] end
+        V plane   B[0]         B[1]       -            -         """
 
     def __init__(self, config, ranks, dtype=None):
         """ranks: {module: rank}, or one rank for q, k, v, o [S-LoRA §4.1]; no dtype: no weights"""
@@ -394,13 +396,15 @@ class Adapter:
         self.modules = defaultdict(dict)
         self.max_rank = {}  # operator -> its largest rank, as a power of two, 16 at least
         width = config.n_kv_head * config.head_dim  # of a page
-        for module, (op, *_) in config.modules.items():
+        for module, (op, *_) in config.modules.items():  # of the whole model
             if module not in ranks:
                 continue
             n_in, _, columns = config.operators[op]
             column, n_column = columns[module]
             rank = ranks[module]
-            rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])  # see fill()
+            # devices sum x A in row-parallel operators. In the others each has every n-th row of A,
+            # and they gather x A
+            rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])
             number = [*columns].index(module)
             self.modules[op][module] = column, n_column, rank_a, rank, number, self.n_page
             self.max_rank[op] = max(self.max_rank.get(op, 16), power_of_two(rank_a))
@@ -412,13 +416,13 @@ class Adapter:
                                       pin_memory=torch.cuda.is_available())
 
     def factors(self, module):
-        """Views of A (L, rank of A, n_in) and B (L, rank of B, columns) on this device"""
+        """Views of A (L, rank of A, n_in) and B (L, rank of B, columns), of this device"""
         op, *_ = self.config.modules[module]
         n_in, *_ = self.config.operators[op]
         _, n_column, rank_a, rank_b, _, first = self.modules[op][module]
         views = []
         for plane, rank, n in zip(self.planes.unbind(1), (rank_a, rank_b), (n_in, n_column)):
-            pages = plane[:, first:first + rank * cdiv(n, plane.size(-1))]
+            pages = plane[:, first:first + rank * cdiv(n, plane.size(-1))]  # (L, pages, W)
             views.append(pages.view(len(pages), rank, -1)[..., :n])
         return views
 

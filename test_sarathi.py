@@ -4076,12 +4076,14 @@ def commands_of_readme(folder):
     return re.findall(r"`(?:python )?bench.py (online --hardware [^`]*my.py:[^`]*)`", PAGE)
 
 def test_readme_code_runs(monkeypatch, capsys, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    commands = commands_of_readme(tmp_path)
     names = {}
     for code in re.findall(r"```python\n(.*?)```", README, re.S):
         exec(code, names)
     assert "\n| run " in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
-    for words, own in zip(commands_of_readme(tmp_path), ("Shortest", "short_first.*SmallBatches")):
+    for words, own in zip(commands, ("Shortest", "short_first.*SmallBatches")):
         status, out, _ = command(monkeypatch, capsys, f"{words} --size small")
         assert status == 0 and re.search(own, out, re.S)
 

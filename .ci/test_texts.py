@@ -3,6 +3,7 @@ solved. pytest runs it in .ci/run, not beside the proofs: whoever changes a sent
 import random
 import re
 import shutil
+import textwrap
 from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
@@ -15,13 +16,14 @@ import model as model_py
 import sarathi
 from bench import ASSETS, EXPERIMENTS
 from model import GPT
-from sarathi import SCHEDULERS, Engine, Request
+from sarathi import SCHEDULERS, CostModel, Engine, Request
 from test_sarathi import (COST, GPT2, PAGE, README, TARGET, check_tokens, command,
                           commands_of_readme, draft_model, each, edit, explained, lines_of,
                           logits_by, prompt, random_model, rows_of, transformers_model)
 from test_sarathi import start as start_engine
 
 import numpy as np
+import pytest
 from torch import float32
 
 def cells(line):
@@ -34,7 +36,7 @@ def test_readmes_table_is_what_its_command_prints(monkeypatch, capsys, tmp_path)
     _, first, _ = command(monkeypatch, capsys, words)
     heads, *rows = [cells(line) for line in first.splitlines() if line.startswith("|")]
     printed = {row[0]: dict(zip(heads, row)) for row in rows}
-    start = README.index("|", README.index("six of the columns"))
+    start = README.index("|", README.index("my.py:Shortest`"))
     heads, _, *rows = map(cells, README[start:README.index("\n\n", start)].splitlines())
     assert len(rows) == 4 and len(heads) == 7
     for row in rows:
@@ -42,6 +44,16 @@ def test_readmes_table_is_what_its_command_prints(monkeypatch, capsys, tmp_path)
     ours, other, sarathi = ([float(printed[name][head]) for head in ("TTFT p50", "stall p99")]
                             for name in ("Shortest", "prefill_first", "sarathi_serve"))
     assert ours[0] < sarathi[0] and ours[1] <= sarathi[1] < other[1] / 10
+
+def test_the_experiment_in_the_docstring_of_bench_py_runs(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "EXPERIMENTS", {**bench.EXPERIMENTS})
+    code = re.search(r"^    @experiment.*?(?=\n\n)", bench.__doc__, re.M | re.S)[0]
+    exec(textwrap.dedent(code), vars(bench))
+    _, printed, _ = command(monkeypatch, capsys, "mine --hardware a100")
+    rows = [cells(line) for line in printed.splitlines() if line.startswith("|")]
+    assert [row[0] for row in rows[2:]] == ["64", "128", "256"]
+    cost = CostModel.roofline(model_py.preset("llama-13b"), "a100")
+    assert float(rows[-1][1]) == pytest.approx(1e3 * cost.time(256), rel=0.1)
 
 def test_readme_shows_an_iteration_of_explain():
     texts, *_ = explained("sarathi")
