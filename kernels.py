@@ -1325,7 +1325,7 @@ static void tile(int m, const X* x, int64_t x_step, const W* w, const T* bias, W
     vec sums[M][2] = {};
     const char* next = (const char*)w + ahead;
     for (int k = 0; k < K; k += P, w += COLUMNS * P, next += step) {
-        __builtin_prefetch(next, 0, 2);
+        if (M > 2) __builtin_prefetch(next, 0, 2);  // smaller tiles fetch nothing
         if (step > 64) __builtin_prefetch(next + 64, 0, 2);
         add_products<M>(sums, x + k, x_step, w);
     }
