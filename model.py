@@ -376,9 +376,9 @@ class GPT:
 # adapters
 
 class Adapter:
-    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. A is transposed, so
-    that it has a row per rank, as B has; B is multiplied by the scaling. The pages of a module of
-    rank 2, whose rows of A take two pages each:
+    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. A is transposed:
+    it has a row per rank, as B has. B is multiplied by the scaling. The pages of a module of rank
+    2, whose rows of A take two pages each:
 
         K plane   A[0] begin   A[0] end   A[1] begin   A[1] end
         V plane   B[0]         B[1]       -            -         """
