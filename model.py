@@ -751,7 +751,7 @@ MODEL_SETTINGS = {  # keys of config.json that change the mathematics -> the val
     "model_type": [*FAMILIES], "hidden_act": ["silu", "swish"], "quantization_config": [None],
     "partial_rotary_factor": [1, None], "full_attention": [None], "add_cross_attention": [False],
     "activation_function": ["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate"],
-    "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False]}
+    "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False], "is_causal": [True]}
 
 def read_text(path):
     if path.exists() and not path.is_file():
@@ -1024,8 +1024,8 @@ def text_settings(folder):
     return named | text | {"family": family, "stop": stop}
 
 def read_tokenizer(folder):
-    """The Tokenizer of a tokenizer.json, as AutoTokenizer reads it. The eos_token of the settings
-    ends texts too."""
+    """The Tokenizer of a tokenizer.json, with the special tokens that AutoTokenizer adds to it. The
+    eos_token of the settings ends texts too."""
     settings = text_settings(folder)
     path = folder / "tokenizer.json"
     with reading(f"{path} is not read by the tokenizers library"):
@@ -1150,7 +1150,8 @@ def time_limit(seconds=3):
 # -----------------------------------------------------------------------------
 # models by name (folders, presets, the Hub), and a tiny one to train (to skip)
 
-HUB_FILES = [*TEXT_FILES, "tokenizer.json", "chat_template.jinja", "vocab.*",
+VOCABULARIES = ["vocab.*", "*.model"]  # of tokenizers without a tokenizer.json
+HUB_FILES = [*TEXT_FILES, "tokenizer.json", "chat_template.jinja", *VOCABULARIES,
              "model.safetensors", "model.safetensors.index.json"]
 
 def preset(name):
@@ -1222,7 +1223,7 @@ def load_tokenizer(name):
         return read_tokenizer(folder)
     else:
         family = text_settings(folder)["family"]
-        is_gpt2 = family == "gpt2" and not any(folder.glob("vocab.*"))
+        is_gpt2 = family == "gpt2" and not any([*folder.glob(name)] for name in VOCABULARIES)
     problem = f"model '{name}' has no tokenizer.json"
     if is_gpt2:
         try:

@@ -935,7 +935,7 @@ BAD_MODELS = {
     **{f"{name} = .* is not supported": {name: value} for name, value in dict(
         quantization_config={"quant_method": "awq"}, scale_attn_by_inverse_layer_idx=True,
         scale_attn_weights=False, activation_function="relu", hidden_act="gelu",
-        partial_rotary_factor=0.5).items()},
+        partial_rotary_factor=0.5, is_causal=False).items()},
     "model_type = None": dict(model_type=None, architectures=["GemmaForCausalLM"]),
     "num_attention_heads = 0 is not supported, only int, numbers above 0": dict(
         num_attention_heads=0),
@@ -984,6 +984,8 @@ BAD_TEXTS = {
     "has no tokenizer.json: .*--tokens 1,2,3.*AutoTokenizer": dict(files={"tokenizer.json": None}),
     "has no tokenizer.json: ": dict(
         files={"tokenizer.json": None, "vocab.json": "{}"}, model_type="gpt2"),
+    "has no tokenizer.json: use": dict(
+        files={"tokenizer.json": None, "spiece.model": ""}, model_type="gpt2"),
     "tokenizer.json is not read by the tokenizers library": dict(files={"tokenizer.json": "{}"}),
     "template fails, --raw feeds .*only two turns": dict(files={
         "chat_template.jinja": "{{ raise_exception('only two turns') }}"}),
@@ -1189,7 +1191,8 @@ def test_only_needed_files_come_from_the_hub(tmp_path, monkeypatch):
     assert model_py.download.__wrapped__("owner/name") == tmp_path
     first, second = (call.kwargs["allow_patterns"] for call in snapshot_download.call_args_list)
     names = ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-             "vocab.txt", index.name, *shards.values(), "a-3.safetensors", "model.bin", "README.md"]
+             "vocab.txt", "spiece.model", index.name, *shards.values(), "a-3.safetensors",
+             "model.bin", "README.md"]
     wanted = [name for name in names if any(fnmatch(name, pattern) for pattern in second)]
     assert wanted == names[:-3] and index.name in first
 
