@@ -551,6 +551,7 @@ def test_a_layer_of_decodes_launches_ten_kernels(family, monkeypatch):
         with monkeypatch.context() as patch:
             engine = launching_engine(count, patch, 4, 2, 64, family, n_layer=n_layer)
             engine.generate([[1]] * 3, 2)
+            engine.run()
             engine.add(Request([1] * 300, 3))
             engine.step()
             engine.model.forward = launches.around(engine.model.forward)
@@ -1963,6 +1964,7 @@ BAD_OPTIONS = {
     "spec = 0": dict(spec=0, draft="ngram"),
     "spec = 3: needs a draft": dict(spec=3),
     "chunk = 0": dict(chunk=0),
+    "chunk = '8'": dict(scheduler=sarathi.Sarathi("8")),
     "seed = 0.5": dict(seed=0.5),
     "alpha = 1.5": dict(alpha=1.5),
 }
@@ -2041,7 +2043,23 @@ ODD = [None, True, -1, 0, 1, 3, 61, 2**70, 0.5, 1e-39, 1e300, math.nan, math.inf
        b"ab", [], [5, 6], {8}, {"a": 1}, [[1]], [None], range(3), np.int8(9), np.arange(4),
        np.ones(2), torch.tensor([3, 4]), torch.tensor(2), Request, object]
 FIELDS = ["prompt", "max_new_tokens", "adapter", "temperature", "top_k", "top_p", "stop", "arrival",
-          "seed", "n_past", "drafts", "state", "output", "acceptance"]
+          "seed", "n_past", "drafts", "state", "output", "acceptance", "notes"]
+
+def test_requests_share_nothing_that_an_engine_changes():
+    """Copies of one, with its notes"""
+    first = Request(prompt(5), 6, notes={"ttft": 1.0})
+    requests = [replace(first, prompt=prompt(n, n)) for n in (5, 30, 9)]
+    start(TARGET, requests, draft=draft_model(0.3), order=sarathi.edf()).run()
+    check_tokens(requests)
+    assert not first.output and first.notes == {"ttft": 1.0}
+
+def test_generate_ends_with_its_requests():
+    """Another one comes years later. step() does not wait for it. stop may be read once."""
+    engine = start(TARGET, [Request([1], arrival=1e8)])
+    whole, = engine.generate([prompt(5)], 16)
+    assert len(whole) == 16 and engine.step() == [] and len(engine.requests) == 1
+    output, = engine.generate([prompt(5)], 16, stop=iter(whole[8:9]))
+    assert output == whole[:whole.index(whole[8]) + 1]
 
 def test_odd_requests_are_refused_or_served(monkeypatch):
     """Each odd value in each field. A refusal is one line; what is accepted ends, and harms no good
@@ -2082,7 +2100,7 @@ MISTAKES_IN_CODE = {  # message -> a method of a scheduler, policy or proposer; 
         ("admit", lambda running, waiting: waiting[:1] * 2),
     "Orca gives None: must be a list of waiting requests": ("admit", lambda *_: None),
     "Orca gives .0.: must be a list of": ("admit", lambda *_: [0]),
-    "or the order starts no request": ("admit", lambda *_: []),
+    "or the order or the memory starts no request": ("admit", lambda *_: []),
     "Fixed gives .4. for 1 decodes: must be whole numbers in 0 .. .3": ("n_drafts", lambda *_: [4]),
     "Fixed gives 2 for 1 decodes: must be whole": ("n_drafts", lambda *_: 2),
     "Fixed gives .. for 1 decodes: must be whole": ("n_drafts", lambda *_: []),
@@ -2219,6 +2237,7 @@ def test_after_an_exception_all_requests_wait_again(way, hook, monkeypatch):
         check_pages(engine)
         assert {*engine.requests.values()} <= {*others}
         tokens = engine.generate(prompts, 5, names)
+        engine.run()
         assert not engine.requests and [len(output) for output in tokens] == [5] * 3
         assert all(len(r.output) == len(r.times) == r.max_new_tokens for r in others)
         assert {request.state for request in others} == {"length"}
