@@ -37,8 +37,8 @@ Exercises: write it in my.py, run the line, beat the number. Solutions: .ci/test
 4. A proposer of which a larger share of three drafts is accepted than of prompt lookup (0.502),
    for one request of the trained tiny model.
        spec_here --draft my.py:Mine
-5. A GPU of your own: an A100 with one number doubled that serves 3 requests/s (A100: 2.12).
-       capacity --hardware my.json --schedulers sarathi_serve --size small
+5. A GPU of your own: an A100 with one number doubled that serves 2.7 requests/s (A100: 2.08).
+       capacity --hardware my.json --schedulers sarathi_serve
 6. Attention with a sliding window of 8 tokens, in place of model.attention: logits of a Mistral
    folder as transformers has them, within 0.0001 (without a window they differ by 0.01 and more).
 7. A memory that shares the pages of equal beginnings, with a median TTFT below 200 ms (without:
@@ -475,13 +475,13 @@ def capacity(place):
     outputs of 20 to 400 tokens, shorter if measured; up to 48 requests at once. 0: less than a
     fifth, simulated a twelfth, of what is served without targets."""
     ways = ways_of(place.args, ("prefill_first", "sarathi", "sarathi_serve"))
-    for name, rate in capacities(place, ways, 300 if place.full else 32):
+    for name, rate in capacities(place, ways):
         yield Row("requests/s", rate, name)
 
-def capacities(place, ways, n):
-    """Yields (name of a way, its capacity), with n requests."""
+def capacities(place, ways):
+    """Yields (name of a way, its capacity)."""
     targets = place.args.ttft, place.args.tbt
-    serve_at, most = load(place, n)
+    serve_at, most, _ = load(place)
     for name, way in ways.items():
         def good(rate, way=way):
             return serve_at(rate, way).meets(*targets)
@@ -496,8 +496,7 @@ def attainment(place):
     with its bursts."""
     targets = place.args.ttft, place.args.tbt
     place.source += f"; --ttft {targets[0]:g}, --tbt {targets[1]:g}"
-    n = 300 if place.full else 40 if place.simulated else 20
-    serve_at, most = load(place, n)
+    serve_at, most, n = load(place)
     n_halving = 6 if place.simulated else 2
     halvings = np.linspace(n_halving - 1, -1, (1 + place.full) * n_halving + 1)
     rates = [most / 2 ** i for i in halvings]
@@ -519,11 +518,13 @@ def attainment(place):
 
 FULL_SHARE = "99 % of requests up to"
 
-def load(place, n):
-    """(a function (rate, way) -> Run of n requests that arrive at this rate, the requests/s that
-    are served without targets)."""
+def load(place):
+    """(a function (rate, way) -> Run of requests that arrive at this rate, the requests/s that are
+    served without targets, the number of requests)."""
+    n = 300 if place.full else 20
     L = max(place.lengths)
     if place.simulated:
+        n = max(n, 100)  # twice as many as may run at once
         L = min(3400, place.model.config.block_size)
     jobs = workload(place, n, (L // 34, L * 15 // 17), (max(2, L // 170), L * 2 // 17))
     if place.args.jobs:  # to one per second
@@ -534,7 +535,7 @@ def load(place, n):
 
     def serve_at(rate, way):
         return place.serve(at_rate(jobs, rate), **way, **options)
-    return serve_at, serve_at(math.inf, dict(scheduler="sarathi")).requests_per_second
+    return serve_at, serve_at(math.inf, dict(scheduler="sarathi")).requests_per_second, n
 
 def highest(good, rate, n_step=6):
     """The highest rate with good(rate), 3 % too low at most; or 0. Six steps find one in 0.4 .. 2.5
@@ -551,9 +552,10 @@ def highest(good, rate, n_step=6):
 
 def explain_capacity():
     """One sentence: what an A100 would serve."""
-    place = simulate(parse_arguments(["--chunk", "512"]), EXPERIMENTS["capacity"].on)
+    args = parse_arguments(["--chunk", "512", "--size", "small"])
+    place = simulate(args, EXPERIMENTS["capacity"].on)
     ways = by_scheduler(("prefill_first", "sarathi_serve"))
-    whole, chunks = dict(capacities(place, ways, 100)).values()
+    whole, chunks = dict(capacities(place, ways)).values()
     return (f"LLaMA-13B on a simulated A100 serves 100 requests at up to {whole:.2f} requests/s "
             f"with prefill-first, and {chunks:.2f} with chunks of 512 tokens, if 99 % of the times "
             "between tokens are to be within 0.1 s and half of the first tokens within 2 s.")
@@ -1341,7 +1343,8 @@ def online(place):
     tokens of a request (stall), in ms: medians and 99th percentiles. Good: the share of requests
     that meet --ttft and --tbt as in `attainment`. --by: a row per class, of which tokens/s count
     until its own last token, and Jain's index over these. --spec adds rows with drafts by prompt
-    lookup, each accepted with a chance of 0.7."""
+    lookup, each accepted with a chance of 0.7. Not fed: the share of prompt tokens that a --memory
+    had in the cache."""
     args = place.args
     L = max(place.lengths)
     jobs = workload(place, 320 if place.full else 32, (8, L // 2), (4, max(4, L // 16)))
@@ -1356,12 +1359,12 @@ def online(place):
             rate = 0.7 * most.requests_per_second
         jobs = at_rate(jobs, rate)
         place.source += f"; {rate:.3g} requests/s arrive"
-    ways = ways_of(args, SCHEDULERS)
+    specs = {}
     if args.spec:
         specs = {name_of(spec): dict(spec=spec, draft="ngram", alpha=0.7)
                  for spec in (args.spec, "goodput")}
-        ways = own_first(ways | specs)
         place.source += f"; drafts under {name_of(args.scheduler)}"
+    ways = ways_of(args, SCHEDULERS, specs)
     seconds = 2 * len(ways) * jobs[-1].arrival
     duration = "" if place.simulated else f"; all runs: {seconds:.0f} s or more"
     print(about_jobs(place, jobs, common) + duration, file=sys.stderr)
@@ -1848,9 +1851,9 @@ def by_scheduler(schedulers):
     """The ways of a race between schedulers: names, objects or classes."""
     return {name_of(scheduler): dict(scheduler=scheduler) for scheduler in schedulers}
 
-def ways_of(args, schedulers):
-    """The ways of a race: --schedulers, or these and --scheduler; under each --order."""
-    ways = by_scheduler(args.schedulers or [*schedulers, args.scheduler])
+def ways_of(args, schedulers, others=None):
+    """The ways of a race: --schedulers, or these and --scheduler; others; under each --order."""
+    ways = by_scheduler(args.schedulers or [*schedulers, args.scheduler]) | (others or {})
     if args.order:
         ways = {f"{name}, {name_of(order)}": way | dict(order=order)
                 for (name, way), order in product(ways.items(), args.order)}
@@ -1955,7 +1958,7 @@ def draw(rows, what):
             if what.x:
                 ax.plot(xs, ours, ".-", color=color, label=name or "ours")
                 ax.set_xscale("log", base=2)
-                ax.xaxis.set_major_formatter("{x:.4g}")
+                ax.xaxis.set_major_formatter(lambda x, _: f"{x:.4g}" if x >= 1 else f"{x:.2g}")
             else:
                 ax.bar(xs, ours, color=color, label=name)
                 ax.tick_params("x", labelrotation=90 if len(xs) > 3 else 0)
@@ -2026,8 +2029,9 @@ def save_figure(figure, title, path):
         for handle, label in zip(*ax.get_legend_handles_labels()):
             handles[label] = handle
     if len(handles) > 1:
+        width = 0.6 + 0.07 * max(map(len, handles))  # inches of a column
         figure.legend(handles.values(), handles, loc="outside lower center", fontsize=8,
-                      frameon=False, ncols=int(figure.get_figwidth() / 1.3))
+                      frameon=False, ncols=int(figure.get_figwidth() / width))
     figure.savefig(path, dpi=110)
 
 def write_trace(path, tapes):
@@ -2225,8 +2229,7 @@ def scoreboard(args):
         shown = row | dict(kind=kind, inside="yes" if row["inside"] else "no")
         lines.append([shown[head] for head in heads])
     print(f"{table(heads, lines)}\n\nThe misses, and what was seen:\n")
-    for text in misses(rows):
-        print(textwrap.fill(text, 118, subsequent_indent="  "))
+    print(*misses(rows), sep="\n")
     print("\nValues within 15 %, gains within 30 % of what they gain, bounds as they say. A run "
           "counts once,\nand holds if all of its rows do. A constant was fitted to those with a "
           "*:\n")
@@ -2240,7 +2243,8 @@ def misses(rows):
         if not row.get("inside", True):
             of_note[row["experiment"], row["note"]].append(row["what"])
     for (name, note), whats in of_note.items():
-        yield f"- (off) {name}, {'; '.join(whats)}: {note}"
+        text = f"- (off) {name}, {'; '.join(whats)}: {note}"
+        yield textwrap.fill(text, 118, subsequent_indent="  ")
 
 def count_runs(rows):
     """Lines of text: how many runs hold, for each paper and all, by the kind of their claims."""
@@ -2544,8 +2548,8 @@ def show(name, group):
         source = place.source
         if any(row["paper"] is not None for row in place.rows):
             source += f"; the paper: {what.on.model} on {what.on.tp} x {what.on.gpu}"
-        text = tables(what, place.rows)
-        print(f"{textwrap.fill(source, 118)}\n\n{text}\n", flush=True)
+        texts = textwrap.fill(source, 118), tables(what, place.rows), "\n".join(misses(place.rows))
+        print("\n\n".join(filter(None, texts)), end="\n\n", flush=True)
 
 def json_of(report):
     """JSON, which knows no NaN: null"""

@@ -3363,20 +3363,21 @@ def test_every_claim_has_its_point(name):
     assert any("paper" in line for line in lines) == bool(claims)
 
 def test_capacity_and_attainment_are_the_most_that_meets_targets():
-    """At a rate 4 % higher a target is missed; with chunks an A100 serves more; no higher share at
-    a higher rate, but for noise; under targets that no iteration can meet none."""
+    """At a rate 4 % higher a target is missed; with chunks an A100 serves more, but not as much as
+    was tried; no higher share at a higher rate, but for noise; under targets that no iteration can
+    meet none."""
     words = "--hardware a100 --size small --schedulers prefill_first,sarathi --output 100..200"
-    for name, n, is_good in (
-            ("capacity", 32, lambda run: run.meets(2, 0.1)),
-            ("attainment", 40, lambda run: run.attainment(2, 0.1) >= 0.99)):
+    for name, is_good in (
+            ("capacity", lambda run: run.meets(2, 0.1)),
+            ("attainment", lambda run: run.attainment(2, 0.1) >= 0.99)):
         place = simulated(name, f"{name} {words}")
         rows = [*EXPERIMENTS[name].run(place)]
         limits = {row.series: row.ours for row in rows if row.x == ""}
-        serve_at, _ = bench.load(place, n)
+        serve_at, most, _ = bench.load(place)
         limit = limits["prefill_first"]
         for rate, good in ((limit, True), (1.04 * limit, False)):
             assert is_good(serve_at(rate, dict(scheduler="prefill_first"))) == good
-        assert place.args.chunk == 512 and limits["sarathi"] > 2 * limit
+        assert place.args.chunk == 512 and 2 * limit < limits["sarathi"] < 2 * most
     shares = [row.ours for row in rows if row.series == "prefill_first"][:7]
     assert shares[0] > 0.9 and len({*shares}) > 4
     assert all(later <= share + 0.05 for share, later in pairwise(shares))
@@ -3967,10 +3968,12 @@ def test_online_shows_parts_of_ones_own(monkeypatch, capsys, tmp_path):
     words = (f"online --size small --hardware a100 --rate 9 --json {tmp_path}/rows.json "
              f"--schedulers sarathi,{own}:Mine --order fcfs,{own}:newest --spec {own}:One")
     _, out, _ = command(monkeypatch, capsys, words)
-    names = ["sarathi, newest", "Mine, fcfs", "Mine, newest", "One", "sarathi, fcfs", "goodput"]
+    names = ["sarathi, newest", "Mine, fcfs", "Mine, newest", "One, fcfs", "One, newest",
+             "goodput, newest", "sarathi, fcfs", "goodput, fcfs"]
     figures = lines_of(out)
-    assert [*figures] == names and '{"' not in out and len(figures["One"]) == 10
-    assert figures["Mine, fcfs"] == figures["sarathi, fcfs"] != figures["One"]
+    assert [*figures] == names and '{"' not in out and len(figures["One, fcfs"]) == 10
+    assert figures["Mine, fcfs"] == figures["sarathi, fcfs"] != figures["One, fcfs"]
+    assert figures["One, newest"] != figures["One, fcfs"]
     assert figures["Mine, newest"] == figures["sarathi, newest"] != figures["sarathi, fcfs"]
     report = json.loads((tmp_path / "rows.json").read_text())
     assert {row["at"][1] for row in report["rows"]} == set(names)

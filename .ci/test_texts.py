@@ -249,7 +249,7 @@ def mine(waiting, running, now):
     (1, "TTFT p50", "Mine", 225, "sarathi", 241),
     (2, "good", "sarathi, mine", 0.86, "sarathi, edf", 0.859),
     (3, "TPOT p50", "Mine", 8, "goodput", 7.58),
-    (5, "requests/s", "sarathi_serve", 3, "", 2.12),
+    (5, "requests/s", "sarathi_serve", 2.7, "a100", 2.08),
     (7, "TTFT p50", "sarathi, Mine", 200, "sarathi", 442),
     (8, "TTFT p50", "sarathi, mine, Mine", 800, "sarathi, fcfs, Mine", 1954),
 ])
@@ -269,13 +269,17 @@ def test_exercises_can_be_solved(number, column, own, target, other, value, monk
     if number == 5:
         exec(solution, {})
         Path("my.json").write_text(capsys.readouterr().out)
-    _, out, _ = command(monkeypatch, capsys, " ".join(text[text.index("    "):].split()))
+    words = " ".join(text[text.index("    "):].split())
+    _, out, _ = command(monkeypatch, capsys, words)
     heads = next(line for line in out.splitlines() if line.startswith("| ")).split("|")
     at = [head.strip() for head in heads[2:]].index(column)
     figures = {name: float(line[at]) for name, line in lines_of(out).items()}
+    if number == 5:
+        _, out, _ = command(monkeypatch, capsys, words.replace("my.json", other))
+        figures[other] = float(lines_of(out)[own][at])
     better = figures[own] - target
     assert better < 0 if column.endswith("p50") else better > 0
-    assert figures.get(other, value) == value
+    assert figures[other] == value
 
 def test_a_proposer_may_beat_prompt_lookup():
     """Exercise 4, on real text instead of a trained model's"""
