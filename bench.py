@@ -34,8 +34,8 @@ Exercises: write it in my.py, run the line, beat the number. Solutions: .ci/test
        online --hardware a100 --rate 3.3 --ttft 1 --schedulers sarathi --order edf,my.py:mine
 3. A number of drafts with a median TPOT below 8 ms, that asks for no prices (goodput: 7.58).
        online --hardware a100 --schedulers sarathi --spec my.py:Mine
-4. A proposer of which a larger share of three drafts is accepted than of prompt lookup (0.502),
-   for one request of the trained tiny model.
+4. A proposer of which a larger share of three drafts is accepted than of prompt lookup (0.50 to
+   0.56), for one request of the trained tiny model.
        spec_here --draft my.py:Mine
 5. A GPU of your own: an A100 with one number doubled that serves 2.7 requests/s (A100: 2.08).
        capacity --hardware my.json --schedulers sarathi_serve
