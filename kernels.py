@@ -1197,7 +1197,7 @@ static inline float power_of_2(float x) {
     const float f = x - n;
     float p = ((9.5701014e-3f * f + 5.591786e-2f) * f + 0.24024745f) * f;
     p = (p + 0.69312181f) * f + 0.99999926f;
-    const int32_t bits = load<int32_t>(&p) + (n << 23);
+    const int32_t bits = load<int32_t>(&p) + n * (1 << 23);
     return load<float>(&bits);
 }
 
