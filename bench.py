@@ -2369,9 +2369,6 @@ def texts_of(name, machine, path, facts, rows):
 # -----------------------------------------------------------------------------
 # command line
 
-SLOW = {  # seconds of a full simulation on a core of 2.45 GHz, if more than a minute
-    "attainment": 100, "autopilot": 100, "fig12": 80, "slora_table3": 80, "spec_fig1": 60,
-    "tng": 60, "slora_fig10": 60}
 MAIN_JOB = ["users_a100", "users", "table4", "table2", "ceilings"]
 GPU_JOB = ["roofline", "users", "table4", "table2"]
 
@@ -2496,9 +2493,6 @@ def run_experiments(args, names):
     """Run experiments. The table of each is printed and its rows are saved once it is done."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     places = {name: choose_places(args, name) for name in names}
-    for name in names:
-        if name in SLOW and places[name][0].simulated and places[name][0].full:
-            print(f"{name} takes about {SLOW[name]} s", file=sys.stderr)
     every_place = sum(places.values(), [])
     try:
         for name in places:
