@@ -123,7 +123,7 @@ def read_claims():
     vLLM-packed [S-LoRA Table 3]: the logs have 8.14, 10.08, 7.73 and 2.04 requests/s for 1, 2, 4
     and 5 processes, which no way to share a GPU explains."""
     claims = defaultdict(dict)
-    with open(ASSETS / "claims.csv", newline="") as file:
+    with open(ASSETS / "claims.csv", newline="", encoding="utf8") as file:
         for line in csv.DictReader(file):
             at = line["panel"], line["series"], json.loads(line["x"] or '""')
             setup = [json.loads(word) if word[0].isdigit() else word
@@ -2154,7 +2154,7 @@ def read_trace(path, without_arrivals):
                 if trace.block and "hash_ids" in row:
                     shared = tuple(map(index, row["hash_ids"])), trace.block
                 yield trace, number_of(*at) if at else 0.0, whole(prompt), whole(output), *shared
-    except (ValueError, KeyError, TypeError, csv.Error, EOFError, zlib.error,
+    except (ValueError, KeyError, TypeError, RecursionError, csv.Error, EOFError, zlib.error,
             gzip.BadGzipFile) as error:
         is_said = READABLE in str(error) or number > 1
         hint = "" if is_said else f"; {READABLE}"
@@ -2323,7 +2323,7 @@ def read_results():
 
 def results_of(path):
     results = {}
-    parts = json.loads(path.read_text())
+    parts = json.loads(path.read_text("utf8"))
     for part in parts if isinstance(parts, list) else [parts]:
         facts = f"{part['date']}, commit {part['commit']}"
         found = {}
@@ -2382,7 +2382,7 @@ OWNERS = {  # of flags
                                      "shared", "jobs", "window", "first"),
     "spec_here": ("draft", "prompts")}
 LEAST = {  # values of flags
-    "chunk": 1, "max_batch": 2, "context": 64, "seconds": 0.0, "rate": 0.001, "cv": 0.0,
+    "chunk": 1, "tp": 1, "max_batch": 2, "context": 64, "seconds": 0.0, "rate": 0.001, "cv": 0.0,
     "tbt": 1e-4, "ttft": 1e-4, "first": 1, "speed": 1e-6, "adapters": 1, "shared": 8}
 
 def whole_numbers(text):

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -3754,6 +3755,7 @@ def test_what_lies_outside_a_window_is_not_kept(tmp_path):
     ("timestamp,input_length,output_length\n0,5,5\n27000,5,5\n", "over 2.7e.04 s are not pl"),
     ("prompt,output\n5,5\n", "column 'arrival' is missing"),
     ("arrival,prompt,output\n0,5,5\n\n1,5\n", "line 4: more or fewer fields"),
+    ('{"arrival": ' + 99999 * "[", "line 1: maximum recursion depth"),
     ("arrival,prompt,output\n0,5,5\n1,5.5,5\n", "line 3: .*whole"),
     ("arrival,prompt,output\n0,5,5\ninf,5,5\n", "line 3: arrival = inf"),
     ('arrival,prompt,output\n0,5,5\n1,5,"5\n', "line 3: "),
@@ -3854,7 +3856,7 @@ def test_picture_shows_ours_and_the_papers():
 # bench.py's command line, and the README
 
 def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
-    monkeypatch.setattr(sys, "argv", ["bench.py", *words.split()])
+    monkeypatch.setattr(sys, "argv", ["bench.py", *shlex.split(words)])
     status = 0
     try:
         run_command_line(bench.main)
@@ -3867,6 +3869,10 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("fig3 --hardware b300", "a100-40, a100, "),
     ("--no-such-flag", "--no-such-flag"),
     ("--max-batch 0", "max_batch = 0"),
+    ("--tp 0", "tp = 0"),
+    ("--hardware ''", "--hardware: must have a value"),
+    ("--jobs=", "--jobs=: must have a value"),
+    ("--json=--", "--json=--: must have a value"),
     ("--lengths 1..x", "1..x"),
     ("fig3 --lengths 9999 --hardware a100", "9999"),
     ("spec_here --hardware a100", "only be measured"),
@@ -3901,6 +3907,13 @@ def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, needle):
     assert status == 2 and needle in err and not out
     assert "Traceback" not in err
     assert len(re.sub("^llama-30m, .*\n", "", err).strip().splitlines()) == 1
+
+def test_files_are_read_as_utf8():
+    """Also where that is not the default, as on Windows"""
+    own = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="utf8")
+    words = sys.executable, bench.__file__, "list"
+    assert "fig9" in subprocess.run(words, env=os.environ | own, capture_output=True,
+                                    check=True).stdout.decode()
 
 def test_a_closed_pipe_is_no_mistake(monkeypatch, capsys):
     end, pipe = os.pipe()
