@@ -2031,7 +2031,7 @@ def save_figure(figure, title, path):
     if len(handles) > 1:
         width = 0.6 + 0.07 * max(map(len, handles))  # inches of a column
         figure.legend(handles.values(), handles, loc="outside lower center", fontsize=8,
-                      frameon=False, ncols=int(figure.get_figwidth() / width))
+                      frameon=False, ncols=max(1, int(figure.get_figwidth() / width)))
     figure.savefig(path, dpi=110)
 
 def write_trace(path, tapes):

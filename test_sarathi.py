@@ -3874,8 +3874,8 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("--max-batch 0", "max_batch = 0"),
     ("--tp 0", "tp = 0"),
     ("--hardware ''", "--hardware: must have a value"),
-    ("--jobs=", "--jobs=: must have a value"),
-    ("--json=--", "--json=--: must have a value"),
+    ("--jobs=", "--jobs: must have a value"),
+    ("--json=--", "--json: must have a value"),
     ("--lengths 1..x", "1..x"),
     ("fig3 --lengths 9999 --hardware a100", "9999"),
     ("spec_here --hardware a100", "only be measured"),
@@ -3910,6 +3910,18 @@ def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, needle):
     assert status == 2 and needle in err and not out
     assert "Traceback" not in err
     assert len(re.sub("^llama-30m, .*\n", "", err).strip().splitlines()) == 1
+
+@each("word", ["--prompt=", "--prompt=1+1="])
+def test_a_prompt_may_be_empty_or_end_as_a_flag_without_a_value(monkeypatch, word):
+    monkeypatch.setattr(sys, "argv", ["sarathi.py", word])
+    main = Mock()
+    run_command_line(main)
+    assert main.called
+
+def test_a_legend_has_room_for_long_names(tmp_path):
+    rows = [dict(at=["panel", 200 * name, 1], ours=1.0, paper=None) for name in "ab"]
+    figure = bench.draw(rows, EXPERIMENTS["fig3"])
+    bench.save_figure(figure, "title", tmp_path / "figure.png")
 
 def test_a_closed_pipe_is_no_mistake(monkeypatch, capsys):
     end, pipe = os.pipe()
