@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -1058,56 +1058,32 @@ def library(dtype, head_dim=64):
     if head_dim != 64 and library(dtype) is None:
         return None  # a compiler that failed, or took too long, is not asked again
     try:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            return ctypes.CDLL(str(build(folder, *definitions)))
+        return ctypes.CDLL(str(build(*definitions)))
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
         print("C++ operators not compiled, plain torch is slower:",
               (reason or str(error)).splitlines()[0], file=sys.stderr)
         return None
 
-def build(folder, *definitions):
-    """Compile SOURCE in about a second, once per processor. folder: where a library lies that is
-    not kept. -> path of the library"""
-    compiler = tuple((os.environ.get("CXX") or "g++").split())
-    command = [*compiler, *known_flags(compiler, tuple(FLAGS.split())), *definitions]
-    target = ask(OPENMP, *command, "-dM", "-E")
-    key = digest(target + str(command).encode() + SOURCE.encode())
-    kept = private_folder() or Path(folder)
-    # the name ends in a digest of the file, so that one that was cut short is noticed
-    for path in kept.glob(f"operators-{key}-*.so"):
-        if path.stem.endswith(digest(path.read_bytes())):
-            return path
-    new = Path(folder, "new")
-    ask(SOURCE, *command, "-o", new)
-    path = kept / f"operators-{key}-{digest(new.read_bytes())}.so"
-    part = path.with_suffix(f".{os.getpid()}")
+def build(*definitions, n_missing=0):
+    """Compile SOURCE in about a second, once per processor. -> path of the library"""
+    flags = f"{FLAGS} {' '.join(MAY_LACK[n_missing:])}".split()
+    command = [*(os.environ.get("CXX") or "g++").split(), *flags, *definitions, "-x", "c++", "-"]
+    run = partial(subprocess.run, capture_output=True, check=True, timeout=60)
     try:
-        part.write_bytes(new.read_bytes())
-        part.replace(path)  # atomic: other processes may build it too
-    finally:
-        part.unlink(missing_ok=True)
-    return path
-
-def ask(text, *command):
-    """What a compiler prints about a text. An error after a minute"""
-    return subprocess.run([*command, "-x", "c++", "-"], input=text.encode(), capture_output=True,
-                          check=True, timeout=60).stdout
-
-def digest(data):
-    return hashlib.sha256(data).hexdigest()[:16]
-
-@lru_cache
-def known_flags(compiler, flags):
-    """Those of the flags that the compiler knows: not all know GCC's, or have OpenMP."""
-    try:
-        ask(OPENMP, *compiler, *flags, "-E")
-        return flags
+        target = run([*command, "-dM", "-E"], input=HEADER.encode()).stdout  # of this processor
     except subprocess.CalledProcessError:
-        half = len(flags) // 2
-        if half == 0:
-            return ()
-        return known_flags(compiler, flags[:half]) + known_flags(compiler, flags[half:])
+        if n_missing == len(MAY_LACK):
+            raise
+        return build(*definitions, n_missing=n_missing + 1)
+    key = hashlib.sha256(target + f"{command}{SOURCE}".encode()).hexdigest()[:16]
+    path = CACHE / f"operators-{key}.so"
+    if not path.exists():
+        CACHE.mkdir(0o755, parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        run([*command, "-o", part], input=(HEADER + SOURCE).encode())
+        part.replace(path)  # atomic: other processes may build it too
+    return path
 
 # In the user's cache: compiled operators, and the models that `python model.py` trains
 try:
@@ -1116,32 +1092,18 @@ except RuntimeError:  # neither HOME nor an entry in passwd
     HOME = Path(tempfile.gettempdir())
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or HOME / ".cache") / "sarathi"
 
-@lru_cache
-def private_folder():
-    """CACHE, made if it is missing. None, with a line, if it cannot be, or if another user could
-    put a library there."""
-    try:
-        CACHE.mkdir(0o755, parents=True, exist_ok=True)
-        status = CACHE.stat()
-        if os.name == "nt" or (status.st_uid == os.getuid() and not status.st_mode & 0o022):
-            return CACHE
-        reason = "other users can write there"
-    except OSError as error:
-        reason = error
-    print(f"compiled operators are not kept in {CACHE}: {reason}", file=sys.stderr)
-    return None
-
 # Not -ffast-math: it changes how all libraries of the process compute with denormal numbers. Not
 # unroll-and-jam: GCC merges two passes of an outer loop, then uses no vector instructions in them.
-FLAGS = ("-O3 -std=gnu++17 -fno-loop-unroll-and-jam -fopenmp -shared -fPIC -fno-math-errno"
-         " -ffinite-math-only -fno-signed-zeros -fno-trapping-math -fassociative-math")
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
+FLAGS = ("-O3 -std=gnu++17 -shared -fPIC -fno-math-errno -ffinite-math-only -fno-signed-zeros"
+         " -fno-trapping-math -fassociative-math")
 if IS_X86:
     FLAGS += " -march=native -mprefer-vector-width=512"  # GCC uses vectors of 256 bits otherwise
 else:
     FLAGS += " -mcpu=native"
+MAY_LACK = ["-fno-loop-unroll-and-jam", "-fopenmp"]  # flags that clang, or Apple's, does not know
 
-OPENMP = r"""
+HEADER = r"""
 #ifdef _OPENMP
 #include <omp.h>
 extern "C" int threads() { return omp_get_max_threads(); }
@@ -1151,7 +1113,7 @@ extern "C" int threads() { return 0; }
 #endif
 """
 
-SOURCE = OPENMP + r"""
+SOURCE = r"""
 // Plain loops, which GCC turns into vector instructions. T is float or bf16, D is head_dim.
 #include <algorithm>
 #include <cmath>
