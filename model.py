@@ -35,12 +35,10 @@ from kernels import (CACHE, activate, activate_ref, add_norm, add_norm_ref, atte
 
 import regex
 import tiktoken
-import tokenizers
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from huggingface_hub import snapshot_download
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
@@ -742,11 +740,7 @@ TYPES = dict(  # of settings in all files
     model_type=str | None, architectures=list | None, rope_scaling=dict | None,
     rope_parameters=dict | None, original_max_position_embeddings=int | None, weight_map=dict,
     sliding_window=int | None, use_sliding_window=bool, layer_types=list | None,
-    rank_pattern=dict, alpha_pattern=dict, added_tokens_decoder=dict, rope_type=str,
-    chat_template=str | list | None, additional_special_tokens=list | None,
-    extra_special_tokens=list | dict | None)
-NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-TYPES |= dict.fromkeys(NAMED, str | dict | None)
+    rank_pattern=dict, alpha_pattern=dict, rope_type=str)
 MODEL_SETTINGS = {  # keys of config.json that change the mathematics -> the values they may have
     "model_type": [*FAMILIES], "hidden_act": ["silu", "swish"], "quantization_config": [None],
     "partial_rotary_factor": [1, None], "full_attention": [None], "add_cross_attention": [False],
@@ -1007,84 +1001,36 @@ def byte_tokenizer():
 TEXT_FILES = ["config.json", "generation_config.json", "tokenizer_config.json",
               "special_tokens_map.json"]
 
-def text_settings(folder):
-    """Settings of a folder's tokenizer, its family, and "stop": the tokens that end a text"""
-    files = [folder / name for name in TEXT_FILES]
-    config, generation, text, special = (read_json(f) if f.exists() else {} for f in files)
-    if "added_tokens_decoder" not in text:  # as in transformers
-        text |= special
-    family = config.get("model_type")
-    stop = (FAMILIES.get(family, {}) | config | generation).get("eos_token_id")
-    stop = stop if isinstance(stop, list) else [stop]
-    stop = [check_type(f"{folder}: eos_token_id", token, int, "a token, or a list of tokens")
-            for token in stop if token is not None]
-    named = dict.fromkeys(NAMED)  # in the order of transformers
-    if family == "qwen2":
-        named["pad_token"] = "<|endoftext|>"
-    return named | text | {"family": family, "stop": stop}
+def stop_of(folder):
+    """The tokens that end a text, of config.json and generation_config.json"""
+    files = [folder / name for name in TEXT_FILES[:2]]
+    config, generation = (read_json(f) if f.exists() else {} for f in files)
+    stop = (FAMILIES.get(config.get("model_type"), {}) | config | generation).get("eos_token_id")
+    return [token for token in (stop if isinstance(stop, list) else [stop]) if token is not None]
 
 def read_tokenizer(folder):
-    """The Tokenizer of a tokenizer.json, with the special tokens that AutoTokenizer adds to it. The
+    """The Tokenizer of a tokenizer.json and the settings beside it, as transformers reads them. The
     eos_token of the settings ends texts too."""
-    settings = text_settings(folder)
-    path = folder / "tokenizer.json"
-    with reading(f"{path} is not read by the tokenizers library"):
-        library = tokenizers.Tokenizer.from_file(str(path))
-        library.no_truncation()  # it is for batches of a training
-        library.no_padding()
-        named = add_special_tokens(library, settings)
-    # the tokens that end a text
-    end = library.token_to_id(named.get("eos_token", ""))
-    stop = settings["stop"]
-    if end is not None and end not in stop:
-        stop = [*stop, end]
-    added = library.get_added_tokens_decoder().items()
-    special = {token for token, properties in added if properties.special}
-
-    def encode(text, add=True):
-        with reading(path):
-            return library.encode(text, add_special_tokens=add).ids
+    from transformers import PreTrainedTokenizerFast, logging  # it takes a second
+    logging.set_verbosity_error()  # not that settings name another class
+    with reading(f"{folder}: its tokenizer is not read by transformers"):
+        library = PreTrainedTokenizerFast.from_pretrained(folder)
+    stop = stop_of(folder)
+    if library.eos_token_id not in (None, *stop):
+        stop = [*stop, library.eos_token_id]
+    special = {id for id, token in library.added_tokens_decoder.items() if token.special}
 
     def chat(text):
-        if special.isdisjoint(encode(text, False)[:1]):
-            framed = render_chat(folder, settings.get("chat_template"), named, text)
-            return framed and encode(framed, False)
+        tokens = library.encode(text, add_special_tokens=False)
+        if library.chat_template and special.isdisjoint(tokens[:1]):
+            with reading(f"{folder}: the chat template fails, --raw feeds the prompt as it is"):
+                return library.apply_chat_template([dict(role="user", content=text)],
+                                                   add_generation_prompt=True, return_dict=False)
 
     # a byte of no character, if bytes are tokens. Right behind others, it makes all of them such
-    wrong = library.token_to_id("<0xFF>")
-    wrong = [] if wrong is None else [wrong]
-    return Tokenizer(encode, stop, partial(stream_text, library.decode, wrong), chat)
-
-def add_special_tokens(library, settings):
-    """Give a tokenizers.Tokenizer the tokens of the settings, as transformers does: new ones are
-    behind all others. -> {name: text} of special tokens"""
-    extra = settings.get("extra_special_tokens")
-    if extra is None:
-        extra = settings.get("additional_special_tokens") or []
-    if isinstance(extra, dict):
-        settings = settings | extra
-        extra = extra.values()
-    named = {name: token_of(value) for name, value in settings.items()
-             if name.endswith("_token") and isinstance(value, str | dict)}
-    tokens = {token.content: token for token in library.get_added_tokens_decoder().values()}
-    listed = settings.get("added_tokens_decoder", {})
-    for key in sorted(listed, key=int):
-        token = token_of(listed[key])
-        tokens[token.content] = token
-    for token in [*named.values(), *map(token_of, extra)]:
-        tokens.setdefault(token.content, token)
-    texts = {name: token.content for name, token in named.items()}
-    for text in texts.values():
-        tokens[text].special = True
-    library.add_tokens([*tokens.values()])
-    return texts
-
-def token_of(value):
-    """The AddedToken of a text, or of a dictionary with its content"""
-    fields = {"content": value} if isinstance(value, str) else value
-    fields = {"special": True, "__type": None} | fields
-    del fields["__type"]
-    return tokenizers.AddedToken(fields.pop("content"), **fields)
+    wrong = [id for text, id in library.get_vocab().items() if text == "<0xFF>"]
+    decode = partial(library.decode, skip_special_tokens=True)
+    return Tokenizer(library.encode, stop, partial(stream_text, decode, wrong), chat)
 
 def stream_text(decode, wrong, prompt=()):
     """-> a function tokens -> text that continues the prompt's. Joined, the texts are those of
@@ -1104,48 +1050,6 @@ def stream_text(decode, wrong, prompt=()):
         n_before = len(window)
         return text.removeprefix(before)
     return continue_text
-
-def raise_exception(message):
-    raise ValueError(message)
-
-# as in transformers; a sandbox, since a folder is a stranger's
-CHATS = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                      extensions=["jinja2.ext.loopcontrols"])
-CHATS.intercepted_binops = {"**"}
-CHATS.binop_table["**"] = math.pow  # ends at once, whatever the numbers are
-CHATS.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-CHATS.globals |= dict(raise_exception=raise_exception, strftime_now=time.strftime)
-
-def render_chat(folder, template, named, text):
-    """A user's text in the folder's chat template. None: there is none. named: special tokens"""
-    path = folder / "chat_template.jinja"
-    problem = f"{folder}: the chat template fails, --raw feeds the prompt as it is"
-    with reading(problem), time_limit():
-        template = read_text(path) if path.exists() else template
-        if isinstance(template, list):  # several
-            template = {each["name"]: each["template"] for each in template}["default"]
-        if template:
-            # marks of the assistant's text, for a training
-            template = re.sub(r"({%[+-]?\s*(end)?)generation\b", r"\1with", template)
-            return CHATS.from_string(template).render(
-                messages=[dict(role="user", content=text)], tools=None, documents=None,
-                add_generation_prompt=True, **named)
-
-@contextmanager
-def time_limit(seconds=3):
-    """TimeoutError in a function that is called here, and takes longer"""
-    end = time.monotonic() + seconds
-    before = sys.gettrace()
-
-    def check(*_):
-        if time.monotonic() > end:
-            raise TimeoutError(f"it takes more than {seconds} s")
-        return check
-    sys.settrace(check)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 # -----------------------------------------------------------------------------
 # models by name (folders, presets, the Hub), and a tiny one to train (to skip)
@@ -1210,7 +1114,7 @@ def stop_tokens(name):
         return []
     if folder.parent == CACHE or (folder / "tokenizer.json").is_file():
         return load_tokenizer(name).stop
-    return text_settings(folder)["stop"]
+    return stop_of(folder)
 
 def load_tokenizer(name):
     """The Tokenizer of a model, named as in load_model. FileNotFoundError if it has none."""
@@ -1222,7 +1126,7 @@ def load_tokenizer(name):
     elif (folder / "tokenizer.json").is_file():
         return read_tokenizer(folder)
     else:
-        family = text_settings(folder)["family"]
+        family = read_json(folder / "config.json").get("model_type")
         is_gpt2 = family == "gpt2" and not any([*folder.glob(name)] for name in VOCABULARIES)
     problem = f"model '{name}' has no tokenizer.json"
     if is_gpt2:

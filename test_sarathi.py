@@ -982,18 +982,11 @@ BAD_TEXTS = {
         files={"tokenizer.json": None, "vocab.json": "{}"}, model_type="gpt2"),
     "has no tokenizer.json: use": dict(
         files={"tokenizer.json": None, "spiece.model": ""}, model_type="gpt2"),
-    "tokenizer.json is not read by the tokenizers library": dict(files={"tokenizer.json": "{}"}),
+    "its tokenizer is not read by transformers": dict(files={"tokenizer.json": "{}"}),
     "template fails, --raw feeds .*only two turns": dict(files={
         "chat_template.jinja": "{{ raise_exception('only two turns') }}"}),
     "template fails, --raw feeds .*'append' of 'list' object is unsafe": dict(files={
         "chat_template.jinja": "{{ messages.append(1) }}"}),
-    "template fails, .*: it takes more than": dict(files={"chat_template.jinja":
-        "{% set n = range(99999) %}{% for i in n %}{% for j in n %}{% endfor %}{% endfor %}"}),
-    "template fails, .*: math range error": dict(files={
-        "chat_template.jinja": "{{ 9 ** (9 ** 9) }}"}),
-    "special_tokens_map.json: eos_token = 5 is not": dict(
-        files={"special_tokens_map.json": '{"eos_token": 5}'}),
-    "eos_token_id = 'x': must be a token": dict(eos_token_id="x"),
 }
 # a field that config.json has no key for
 Windowed = dataclasses.make_dataclass("Windowed", [("window", int, 0)], bases=(GPTConfig,))
@@ -1024,8 +1017,7 @@ WRONG = {
 }
 
 @each("message", [*BAD_MODELS, *BAD_ADAPTERS, *BAD_TEXTS, *WRONG])
-def test_a_bad_folder_or_argument_is_one_clear_line(message, tmp_path, monkeypatch):
-    monkeypatch.setattr(model_py, "time_limit", partial(model_py.time_limit, 0.3))
+def test_a_bad_folder_or_argument_is_one_clear_line(message, tmp_path):
     if message in BAD_ADAPTERS:
         Adapter.random(TINY, 8).save_pretrained(tmp_path)
         edit(tmp_path, **BAD_ADAPTERS[message])
@@ -1130,25 +1122,9 @@ def model_and_adapter_of_peft(folder):
     wrapped = peft.PeftModel.from_pretrained(theirs, folder / "adapter")
     return logits, logits_by(wrapped)(prompt(9))
 
-def texts(folder):
-    tokenizer = load_tokenizer(folder)
-    text_of = tokenizer.stream()
-    tokens = tokenizer.encode(TEXTS[0] + "<mark>")
-    return tokens, text_of(tokens) + text_of([]), tokenizer.chat(TEXTS[0])
-
-def texts_of_transformers(folder):
-    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
-    tokens = theirs(TEXTS[0] + "<mark>")["input_ids"]
-    chat = None
-    if theirs.chat_template:
-        chat = theirs.apply_chat_template([dict(role="user", content=TEXTS[0])], return_dict=False,
-                                          add_generation_prompt=True)
-    return tokens, theirs.decode(tokens, skip_special_tokens=True), chat
-
 MODEL_FILES = ["config.json", INDEX, "True.safetensors", "adapter/adapter_config.json",
                "adapter/adapter_model.safetensors"]
-DAMAGED = [(model_and_adapter, model_and_adapter_of_peft, MODEL_FILES),
-           (texts, texts_of_transformers, [*model_py.TEXT_FILES, "tokenizer.json"])]
+DAMAGED = [(model_and_adapter, model_and_adapter_of_peft, MODEL_FILES)]
 
 @pytest.mark.filterwarnings("ignore")
 @each("seed", range(4))
@@ -1295,7 +1271,7 @@ def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
     (dict(model_type="llama"), {}, [2]),
     (dict(model_type="llama", eos_token_id=None), {}, []),
     (dict(eos_token="</s>", eos_token_id=5), {}, [5, 2]),
-    (dict(eos_token={"content": "</s>"}, model_type="qwen2"), {}, [2]),
+    (dict(eos_token={"content": "</s>", "__type": "AddedToken"}, model_type="qwen2"), {}, [2]),
 ])
 def test_stop_tokens(config, generation, stop, tmp_path):
     tokenizer_of("gpt2").save(str(tmp_path / "tokenizer.json"))
