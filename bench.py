@@ -67,10 +67,10 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import datetime
 from functools import cache, partial
 from itertools import chain, count, cycle, islice, pairwise, product
-from operator import index, itemgetter
+from operator import index
 from pathlib import Path
 from statistics import fmean, median
 from threading import RLock
@@ -2045,160 +2045,83 @@ def write_trace(path, tapes):
     write_file(path, json.dumps(dict(traceEvents=events)))
 
 # -----------------------------------------------------------------------------
-# traces of requests, and their units
+# traces of requests
 
-class TraceFormat(NamedTuple):
-    """A format of traces."""
-    name: str
-    columns: tuple  # of arrival, prompt and output; more: it is known by them
-    unit: float = 1.0  # of an arrival, in seconds
-    # where the unit is a guess: the plausible means of seconds between arrivals
-    least: float = 0.0
-    most: float = math.inf
-    block: int = 0  # tokens of the prompt for each of its hash_ids
-
-TRACES = (
-    TraceFormat("ours", ("arrival", "prompt", "output")),
-    TraceFormat("Azure", ("timestamp", "contexttokens", "generatedtokens")),
-    TraceFormat("BurstGPT", ("timestamp", "request tokens", "response tokens")),
-    TraceFormat("Vidur", ("arrived_at", "num_prefill_tokens", "num_decode_tokens")),
-    TraceFormat("Bailian", ("timestamp", "input_length", "output_length", "chat_id"), block=16),
-    TraceFormat("Mooncake", ("timestamp", "input_length", "output_length", "hash_ids"),
-                0.001, least=0.02, block=512),
-    TraceFormat("guidellm", ("timestamp", "input_length", "output_length"), most=60.0))
-READABLE = "must be CSV or JSON lines with the columns of " + " or ".join(
-    f"{trace.name} ({', '.join(trace.columns)})" for trace in TRACES)
-SINCE_1970 = {10: 1.0, 13: 1e-3, 16: 1e-6, 19: 1e-9}  # digits of a time today -> its unit
+COLUMNS = (  # names of arrival, prompt and output: ours, Azure's, BurstGPT's, Vidur's, Mooncake's
+    ("arrival", "timestamp", "arrived_at"),
+    ("prompt", "contexttokens", "request tokens", "num_prefill_tokens", "input_length"),
+    ("output", "generatedtokens", "response tokens", "num_decode_tokens", "output_length"))
 
 def read_jobs(args, longest):
     """Jobs of --jobs by arrival, the first at 0, --speed times as dense. Kept are those of the
     --window, in seconds since the file's first row, up to --first of them. Skipped are those
     without prompt or output, or of more than `longest` tokens."""
     path = args.jobs
-    without_arrivals = args.rate and not args.window
     low, high = args.window or (-math.inf, math.inf)
     jobs = []
     n_read = 0
     n_skipped = 0
-    for trace, at, prompt, output, *shared in read_trace(path, without_arrivals):
-        if n_read == 0:
-            start = at
-            digits = len(f"{start:.0f}")
-            unit = trace.unit if digits < 10 else SINCE_1970.get(digits, 1e9)
+    for at, prompt, output, *shared in read_trace(path, args.rate and not args.window):
+        start = at if n_read == 0 else start
         n_read += 1
-        arrival = (at - start) * unit
-        if not low <= arrival < high:
-            continue
-        if min(prompt, output) > 0 and prompt + output <= longest:
-            jobs.append(Job(arrival, prompt, output, None, *shared))
-            if len(jobs) == args.first:
-                break
-        else:
-            n_skipped += 1
+        if low <= at - start < high:
+            if min(prompt, output) > 0 and prompt + output <= longest:
+                jobs.append(Job(at - start, prompt, output, None, *shared))
+            else:
+                n_skipped += 1
+        if len(jobs) == args.first:
+            break
     if not jobs:
-        last = arrival if n_read else 0.0
-        raise ValueError(f"{path}: no request is left to serve: {n_read:,} rows read, the last one "
-                         f"{last:.4g} s behind the first, {n_skipped:,} skipped")
+        raise ValueError(f"{path}: no request is left to serve: {n_read:,} rows read, "
+                         f"{n_skipped:,} skipped")
     jobs.sort(key=lambda job: job.arrival)
-    seconds = jobs[-1].arrival - jobs[0].arrival
-    if seconds and digits < 10 and not trace.least <= seconds / len(jobs) <= trace.most:
-        raise ValueError(f"{path}: {len(jobs)} requests over {seconds:.4g} s are not plausible: an "
-                         f"arrival of {trace.name} is in units of {trace.unit} s, or since 1970")
-    speed = args.speed or 1.0
-    jobs = [job._replace(arrival=(job.arrival - jobs[0].arrival) / speed) for job in jobs]
+    jobs = [job._replace(arrival=(job.arrival - jobs[0].arrival) / (args.speed or 1.0))
+            for job in jobs]
     print(f"{path}: {n_read:,} rows read, {len(jobs):,} kept, {n_skipped:,} skipped (no prompt, no "
-          f"output, or more than {longest} tokens; simulated: --context){bursts_of(jobs)}",
-          file=sys.stderr)
+          f"output, or more than {longest} tokens; simulated: --context); "
+          f"{len(jobs) / max(1e-9, jobs[-1].arrival):.3g} requests/s in the mean", file=sys.stderr)
     return jobs
 
-def bursts_of(jobs):
-    """A text: how many requests a second, and in the busiest ten seconds"""
-    at = np.array([job.arrival for job in jobs])
-    if not at[-1]:
-        return ""
-    most = max(np.searchsorted(at, at + 10) - np.arange(len(at)))
-    return (f"; {len(jobs) / at[-1]:.3g} requests/s in the mean, {most / min(10, at[-1]):.3g} in "
-            "the busiest ten seconds")
-
 def read_trace(path, without_arrivals):
-    """Yields (TraceFormat, arrival, prompt, output) of the rows of a file, CSV or JSON lines, and
-    the blocks and their size where JSON has hash_ids. ValueError names the wrong line."""
+    """Yields (arrival, prompt, output, blocks, tokens of a block) of the rows of a file, CSV or
+    JSON lines. ValueError names the wrong row."""
     opener = gzip.open if path.endswith(".gz") else open
-    number = 0
-
-    def read_lines(file):
-        nonlocal number
-        for number, line in enumerate(file, 1):  # noqa: B007
-            if line.strip():
-                yield line
+    n = 0
     try:
         with opener(path, "rt", encoding="utf-8-sig") as file:
-            lines = read_lines(file)
-            first = next(lines, "").lstrip()
-            if first.startswith("["):
-                raise ValueError("a JSON array")
-            if first.startswith("{"):
-                head = json.loads(first)
+            lines = filter(str.strip, file)
+            first = next(lines, "")
+            rows = csv.DictReader(chain([first], lines), skipinitialspace=True, strict=True)
+            if first.lstrip().startswith("{"):
                 rows = map(json.loads, chain([first], lines))
-                places = head
-            else:
-                rows = csv.reader(chain([first], lines), skipinitialspace=True, strict=True)
-                head = next(rows, [])
-                places = range(len(head))
-            trace, pick = format_of(dict(zip(head, places)), without_arrivals)
             for row in rows:
-                if len(row) != len(head) and isinstance(row, list):
-                    raise ValueError("more or fewer fields than the first line has")
-                *at, prompt, output = pick(row)
-                shared = ()
-                if trace.block and "hash_ids" in row:
-                    shared = tuple(map(index, row["hash_ids"])), trace.block
-                yield trace, number_of(*at) if at else 0.0, whole(prompt), whole(output), *shared
-    except (ValueError, KeyError, TypeError, RecursionError, csv.Error, EOFError, zlib.error,
+                if n == 0:
+                    keys = {key.strip().lower(): key for key in row}
+                    arrival, prompt, output = (
+                        next((keys[name] for name in names if name in keys), names[0])
+                        for names in COLUMNS)
+                    is_mooncake = "hash_ids" in keys and "chat_id" not in keys  # else Bailian's
+                    unit = 0.001 if is_mooncake else 1.0
+                at = 0.0 if without_arrivals else seconds_of(row[arrival], unit)
+                blocks = row.get("hash_ids")
+                blocks = tuple(map(index, blocks)) if isinstance(blocks, list) else ()
+                yield (at, int(float(row[prompt])), int(float(row[output])), blocks,
+                       512 if is_mooncake else 16)
+                n += 1
+    except (ValueError, KeyError, TypeError, AttributeError, csv.Error, EOFError, zlib.error,
             gzip.BadGzipFile) as error:
-        is_said = READABLE in str(error) or number > 1
-        hint = "" if is_said else f"; {READABLE}"
-        raise ValueError(f"{path}, line {number}: {error}{hint}") from None
+        raise ValueError(f"{path}, row {n + 1}: {error!r}: must be CSV or JSON lines with columns "
+                         f"like {', '.join(names[0] for names in COLUMNS)}") from None
 
-def format_of(places, without_arrivals):
-    """The TraceFormat with these columns {name: where it is in a row}, and a function that picks
-    arrival, prompt and output out of a row."""
-    places = {name.strip().lower(): place for name, place in places.items()}
-    for trace in TRACES:
-        if {*trace.columns[1:]} <= {*places}:
-            break
-    else:
-        raise ValueError(f"columns {', '.join(places)}: {READABLE}")
-    arrival, prompt, output, *_ = trace.columns
-    if not without_arrivals and arrival not in places:
-        raise ValueError(f"column {arrival!r} is missing: add it, or --rate in its place")
-    names = (prompt, output) if without_arrivals else (arrival, prompt, output)
-    return trace, itemgetter(*(places[name] for name in names))
-
-def whole(text):
-    """A number of tokens."""
-    n = float(text)
-    if n != n // 1:
-        raise ValueError(f"{text} tokens: must be a whole number")
-    return int(n)
-
-def number_of(text):
-    """An arrival: a number as it is; a date as seconds since 1970, in UTC if it names no zone."""
+def seconds_of(text, unit):
+    """An arrival: a number, of today's times in s, ms, us or ns, or a date (all of one zone)."""
     try:
         number = float(text)
     except ValueError:
-        date = re.fullmatch(r"(.+[ T]\d+:\d+):(\d+\.?\d*)(.*)", text.strip())
-        if not date:
-            raise
-        number = minute_of(date[1] + date[3]) + float(date[2])
-    if not abs(number) <= 1e19:
-        raise ValueError(f"arrival = {text}: must be a number of seconds, or a date")
-    return number
-
-@cache
-def minute_of(text):
-    date = datetime.fromisoformat(text.replace("Z", "+00:00"))
-    return date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp()
+        date = re.sub(r"(Z|[+-]\d\d:\d\d)$", "", text.strip())
+        return float(np.datetime64(date, "ns").astype(int)) / 1e9
+    n_digit = len(f"{number:.0f}")
+    return number * unit if n_digit < 10 else number / 1000.0 ** ((n_digit - 10) // 3)
 
 # -----------------------------------------------------------------------------
 # the scoreboard
