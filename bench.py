@@ -84,7 +84,7 @@ from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, NO_ADAPTER, OR
                      IterationStats, ModelRunner, Policy, Proposer, Request, Run, Sarathi,
                      SarathiServe, Scheduler, Speculator, add_model_flags, cell, check_choice,
                      check_range, cluster, edf, fcfs, feeds_of, forced_acceptance, lcfs,
-                     object_in_file, run_command_line, table, write_file)
+                     object_in_file, run_command_line, table)
 
 import numpy as np
 import torch
@@ -2042,7 +2042,7 @@ def write_trace(path, tapes):
         for row, kind, start, end, tokens in pieces(iterations):
             events.append(dict(ph="X", pid=pid, tid=row, name=kind, args=dict(tokens=tokens),
                                ts=start * 1e6, dur=(end - start) * 1e6))
-    write_file(path, json.dumps(dict(traceEvents=events)))
+    Path(path).write_text(json.dumps(dict(traceEvents=events)))
 
 # -----------------------------------------------------------------------------
 # traces of requests
@@ -2299,23 +2299,13 @@ VERDICTS = {  # what is said behind a table of the main job
     "users_a100": lambda places: explain_capacity(),
     "users": lambda places: explain_users(places["users"][0]),
     "ceilings": explain}
-OWNERS = {  # of flags
-    "online": ("rate", "speed", "spec", "adapters", "by"),
-    "online, attainment, capacity": ("schedulers", "order", "memory", "cv", "prompt", "output",
-                                     "shared", "jobs", "window", "first"),
-    "spec_here": ("draft", "prompts")}
 LEAST = {  # values of flags
     "chunk": 1, "tp": 1, "max_batch": 2, "context": 64, "seconds": 0.0, "rate": 0.001, "cv": 0.0,
     "tbt": 1e-4, "ttft": 1e-4, "first": 1, "speed": 1e-6, "adapters": 1, "shared": 8}
 
 def whole_numbers(text):
     """A type of argparse: 256, or 256,512,768, or 8..512"""
-    if not re.fullmatch(r"\d+((,|\.\.)\d+)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be like 256, 256,512 or 8..512")
-    numbers = [int(number) for number in re.findall(r"\d+", text)]
-    if ".." in text and numbers != sorted(numbers):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be like 8..512")
-    return sorted(numbers)
+    return sorted(map(int, re.split(r",|\.\.", text)))
 
 def several(text, kind, base, names):
     """A type of argparse: names, or objects of files, like sarathi,my.py:Mine"""
@@ -2349,8 +2339,7 @@ def make_parser():
     flag("--size", choices=("small", "full"),
          help="grid of an experiment; default: small if measured, full if simulated")
     flag("--plot", metavar="FOLDER", help="save each experiment's picture there")
-    flag("--json", metavar="FILE", help="save all rows; -: at the end of stdout. While an "
-         "experiment runs, its rows so far are in FILE.part")
+    flag("--json", metavar="FILE", help="save all rows, at the end; -: to stdout")
     flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
     add_online_flags(parser)
     text = parser.add_argument_group("of spec_here").add_argument
@@ -2396,63 +2385,39 @@ def parse_arguments(words=None):
         args.chunk = 512 if args.hardware and args.experiments and slow else 256
     if not isinstance(args.scheduler, type):
         check_choice("scheduler", args.scheduler, SCHEDULERS)
-    for owners, names in OWNERS.items():
-        for name in names:
-            if name in given and not {*owners.split(", ")} & {*args.experiments}:
-                raise ValueError(f"--{name} is a flag of {owners} alone")
-    for name in ("prompt", "output", "shared"):
-        if name in given and args.jobs:
-            raise ValueError(f"--{name} has no effect on the requests of --jobs")
-    if args.window and (len(args.window) != 2 or args.window[0] >= args.window[1]):
-        raise ValueError(f"window = {args.window}: must be like 3600..7200")
-    if args.speed and args.rate:
-        raise ValueError("--speed has no effect on the arrivals of --rate")
-    for name in ("window", "first", "speed"):
-        if name in given and not args.jobs:
-            raise ValueError(f"--{name} is of a trace, add --jobs")
     return args
 
 def run_experiments(args, names):
-    """Run experiments. The table of each is printed and its rows are saved once it is done."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    """Run experiments. The table of each is printed once it is done, or if it is stopped; at the
+    end all rows are saved."""
     places = {name: choose_places(args, name) for name in names}
-    every_place = sum(places.values(), [])
     try:
-        for name in places:
-            run_experiment(args, name, places)
+        for name, group in places.items():
+            run_experiment(args, name, group)
             if not args.experiments and name in VERDICTS:
                 print(f"{textwrap.fill(VERDICTS[name](places), 118)}\n", flush=True)
     finally:
+        every_place = sum(places.values(), [])
         if args.trace:
             write_trace(args.trace, chain(*(place.tapes.items() for place in every_place)))
-        if args.json == "-" and any(place.rows for place in every_place):
-            write_file("-", json_of(summary(args, places)))
+        save_json(args, experiment=" ".join(names),
+                  rows=sum((place.rows for place in every_place), []),
+                  requests=sum((place.requests for place in every_place), []))
 
-def run_experiment(args, name, places):
-    """Fill the rows of an experiment's places. Then, or if it is stopped, show its table, save all
-    rows so far, and draw its picture. places: {experiment: [Place]}"""
-    group = places[name]
-    saved = time.monotonic()
+def run_experiment(args, name, group):
+    """Fill the rows of an experiment's places, show its table, and draw its picture."""
     try:
         for place in group:
             with tqdm(desc=name, unit=" runs", leave=False, disable=None) as place.bar:
                 for row in EXPERIMENTS[name].rows(place):
                     place.rows.append(row)
-                    if args.json not in (None, "-") and time.monotonic() > saved + 1:
-                        write_file(args.json, json_of(summary(args, places)), whole=False)
-                        saved = time.monotonic()
-    except (KeyboardInterrupt, SystemExit):
-        print(f"{name} was stopped before its end:")
-        raise
     finally:
-        if group[0].rows:
+        place = group[0]
+        if place.rows:
             show(name, group)
-            if args.json not in (None, "-"):
-                write_file(args.json, json_of(summary(args, places)))
-            if args.plot:
-                place = group[0]
-                where = Path(place.on.gpu).stem if place.on else place.model.device.type
-                save_picture(place, name, os.path.join(args.plot, f"{name}_{where}.png"))
+        if place.rows and args.plot:
+            where = Path(place.on.gpu).stem if place.on else place.model.device.type
+            save_picture(place, name, os.path.join(args.plot, f"{name}_{where}.png"))
 
 def show(name, group):
     """Print an experiment's tables, of a group of Places."""
@@ -2468,23 +2433,18 @@ def show(name, group):
         texts = textwrap.fill(source, 118), tables(what, place.rows), "\n".join(misses(place.rows))
         print("\n\n".join(filter(None, texts)), end="\n\n", flush=True)
 
-def json_of(report):
-    """JSON, which knows no NaN: null"""
-    return json.dumps(json.loads(json.dumps(report), parse_constant={}.get))
-
-def summary(args, places):
-    """The object of --json: the rows so far. places: {experiment: [Place]}"""
-    begun = [name for name, group in places.items() if group[0].rows]
-    every_place = sum((places[name] for name in begun), [])
+def save_json(args, **report):
+    """Write --json. JSON knows no NaN: null"""
+    if not args.json or not report["rows"]:
+        return
     git = ["git", "-C", str(ASSETS), "rev-parse", "--short", "HEAD"]
-    return dict(
-        experiment=" ".join(begun),
-        date=f"{datetime.now():%Y-%m-%d}",
-        commit=subprocess.run(git, capture_output=True, text=True).stdout.strip(),
-        rows=sum((place.rows for place in every_place), []),
-        requests=sum((place.requests for place in every_place), []),
-        seed=args.seed,
-        torch=torch.__version__)
+    report |= dict(date=f"{datetime.now():%Y-%m-%d}", seed=args.seed, torch=torch.__version__,
+                   commit=subprocess.run(git, capture_output=True, text=True).stdout.strip())
+    text = json.dumps(json.loads(json.dumps(report), parse_constant={}.get))
+    if args.json == "-":
+        print(text)
+    else:
+        Path(args.json).write_text(text)
 
 def main():
     args = parse_arguments()
@@ -2496,10 +2456,6 @@ def main():
     alone = ["gpu", "list", "scoreboard", "report"] if len(names) == 1 else []
     for name in names:
         check_choice("experiment", name, [*EXPERIMENTS, *alone])
-    for path in {args.trace, args.json} - {None, "-"}:
-        open(path, "a").close()  # an error now, not after the experiments
-        if os.path.isfile(path) and not os.path.getsize(path):
-            os.remove(path)  # so that a run that is stopped early leaves no empty file
     if args.plot:
         os.makedirs(args.plot, exist_ok=True)
     if names == ["gpu"]:
@@ -2517,9 +2473,7 @@ def main():
     elif names == ["scoreboard"]:
         if args.scheduler != "sarathi":
             raise ValueError("scoreboard: its schedulers are the papers', leave out --scheduler")
-        rows = scoreboard(args)
-        if args.json:
-            write_file(args.json, json_of(dict(experiment="scoreboard", rows=rows)))
+        save_json(args, experiment="scoreboard", rows=scoreboard(args))
     else:
         run_experiments(args, names)
 

@@ -2557,7 +2557,7 @@ def test_out_of_memory_is_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
         run_command_line(main)
     line, = capsys.readouterr().err.splitlines()
-    assert all(word in line for word in ("20.00 GiB", "3.42 GiB", "--model", "--max-batch"))
+    assert all(word in line for word in ("20.00 GiB", "3.42 GiB"))
 
 @pytest.mark.skipif(not INTERPRETED, reason="the test above has more")
 def test_graphs_change_no_operator(unwritten_memory_is_nan, monkeypatch):
@@ -3181,9 +3181,6 @@ MISTAKES = {
     "token = 70: must be in 0 .. 60": ["--tokens", "1,70"],
     "tp = 2 needs 2 processes, .*--nproc_per_node 2": ["--tp", 2],
     "argument --tokens: '1 2': must be like 1,2,3": ["--tokens", "1 2"],
-    "--explain runs an example of its own": ["--explain", "--chunk", 8],
-    "argument --prompt: invalid utf8 value": ["--prompt", "caf\udce9"],
-    "--html is of what --explain shows": ["--tokens", "1", "--html", "x.html"],
     "chunk = 0: must be at least 1": ["--chunk", 0],
 }
 
@@ -3215,7 +3212,7 @@ def test_command_line(call, capsys, tmp_path):
         out, err = call(tokens + flags)
         printed = [int(token) for token in out.split()]
         assert printed == naive(tuple(prompt(15)), name, 12)
-        assert re.search(r"^15 \+ 12 tokens, \d+ tokens/s, TTFT .* ms, TPOT .* ms", err, re.M)
+        assert re.search(r"^\| run \| 1 ", err, re.M)
         assert err.startswith(f"{tmp_path}, float32, ") and (DEVICE == "cuda" or " thread" in err)
     assert re.search(r"([1-9]\d*) of \1 drafts accepted", err)
     assert len(call(tokens + ["--adapter", tmp_path / "large"]).out.split()) == 12
@@ -3225,7 +3222,7 @@ def test_command_line(call, capsys, tmp_path):
     assert call(tokens).out.split() == as_fit[:as_fit.index(as_fit[3]) + 1]
     for message, flags in MISTAKES.items():
         with pytest.raises(SystemExit, match="2"):
-            call(flags if flags[0] in ("--tokens", "--prompt", "--explain") else tokens + flags)
+            call(flags if flags[0] in ("--tokens", "--prompt") else tokens + flags)
         out, err = capsys.readouterr()
         assert out == "" and "Traceback" not in err
         assert re.search(f"^sarathi.py: .*{message}", err, re.M), err
@@ -3665,9 +3662,8 @@ def test_hours_between_requests_are_kept(start, tmp_path):
 
 def test_no_nan_is_written_and_no_other_json_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "ASSETS", tmp_path)
-    nan = bench.json_of(dict(rows=[dict(ours=math.nan)]))
-    assert nan == '{"rows": [{"ours": null}]}'
-    (tmp_path / "nan.json").write_text(nan)
+    bench.save_json(arguments(f"--json {tmp_path}/nan.json"), rows=[dict(ours=math.nan)])
+    assert '"rows": [{"ours": null}]' in (tmp_path / "nan.json").read_text()
     for name, text in dict(numbers="[1]", cut="[", rows='{"rows": [5]}').items():
         (tmp_path / f"{name}.json").write_text(text)
     bench.report()
@@ -3821,31 +3817,19 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("--no-such-flag", "--no-such-flag"),
     ("--max-batch 0", "max_batch = 0"),
     ("--tp 0", "tp = 0"),
-    ("--hardware ''", "--hardware: must have a value"),
-    ("--jobs=", "--jobs: must have a value"),
-    ("--json=--", "--json: must have a value"),
     ("--lengths 1..x", "1..x"),
     ("fig3 --lengths 9999 --hardware a100", "9999"),
     ("spec_here --hardware a100", "only be measured"),
     ("scoreboard --scheduler orca", "leave out --scheduler"),
     ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
-    ("fig3 --rate 3", "--rate"),
-    ("online --jobs a.csv --prompt 8", "--prompt"),
-    ("online --speed 2", "--speed is of a trace"),
-    ("online --jobs a.csv --speed 2 --rate 1", "--speed has no effect on the arrivals of --rate"),
-    ("online --prompt 512..8", "argument --prompt: '512..8': must be like 8..512"),
-    ("online --jobs a.csv --window 9", "window = [9]: must be like 3600..7200"),
     ("fig3 --context 4096", "--hardware"),
     ("gpu --device cpu", "torch sees no GPU"),
     ("spec_here", "model 'tiny': is not trained yet, run `python model.py`"),
     ("spec_here --model llama-30m --prompts latin.txt",
      "paragraphs of UTF-8 text in latin.txt = 0: must be"),
-    ("online --scheduler own.py:Yours", "name in own.py 'Yours': one of Mine, Same, One, newest"),
+    ("online --scheduler own.py:Yours", "own.py:Yours: must be a Scheduler"),
     ("online --scheduler own.py:One", "own.py:One: must be a Scheduler"),
-    ("online --scheduler own.py", "own.py: must be like my.py:NAME"),
-    ("online --scheduler bad.py:Mine", "bad.py: SyntaxError"),
-    ("online --hardware a100 --memory lru", "lru: must be like my.py:NAME"),
-    ("online --jobs a.csv --shared 9", "--shared has no effect on the requests of --jobs"),
+    ("online --scheduler own.py", "unknown scheduler 'own.py'"),
     ("online --order fifo", "unknown order 'fifo': one of fcfs, lcfs, sjf, edf, fair"),
 ])
 def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, needle):
@@ -3853,18 +3837,10 @@ def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, needle):
     monkeypatch.chdir(tmp_path)
     Path("latin.txt").write_bytes(b"caf\xe9")
     Path("own.py").write_text(OWN)
-    Path("bad.py").write_text("clas Mine(Sarathi):\n")
     status, out, err = command(monkeypatch, capsys, words)
     assert status == 2 and needle in err and not out
     assert "Traceback" not in err
     assert len(re.sub("^llama-30m, .*\n", "", err).strip().splitlines()) == 1
-
-@each("word", ["--prompt=", "--prompt=1+1="])
-def test_a_prompt_may_be_empty_or_end_as_a_flag_without_a_value(monkeypatch, word):
-    monkeypatch.setattr(sys, "argv", ["sarathi.py", word])
-    main = Mock()
-    run_command_line(main)
-    assert main.called
 
 def test_a_legend_has_room_for_long_names(tmp_path):
     rows = [dict(at=["panel", 200 * name, 1], ours=1.0, paper=None) for name in "ab"]
@@ -3878,21 +3854,6 @@ def test_a_closed_pipe_is_no_mistake(monkeypatch, capsys):
     status, _, err = command(monkeypatch, capsys, "list")
     sys.stdout.close()  # what it holds goes nowhere
     assert status == 141 and err == ""
-
-def test_a_run_that_is_stopped_loses_no_file(monkeypatch, capsys, tmp_path):
-    """Without rows it leaves none; rows of another run stay until its own are written."""
-    path = tmp_path / "rows.json"
-    words = f"fig3 --hardware a100 --json {path}"
-    stop = Mock(side_effect=KeyboardInterrupt)
-    with monkeypatch.context() as patch:
-        patch.setattr(bench.Place, "seconds", stop)
-        assert command(patch, capsys, words)[0] == 130 and not [*tmp_path.iterdir()]
-    path.write_text("{}")
-    monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: stop(path.write_bytes(b"half")))
-    for error, status in ((KeyboardInterrupt, 130), (OSError, 2)):
-        stop.side_effect = error
-        assert command(monkeypatch, capsys, words)[0] == status
-        assert path.read_text() == "{}"
 
 def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
     words = f"fig3 timeline --hardware a100 --json - --plot {tmp_path} --trace {tmp_path}/trace"
@@ -4037,27 +3998,20 @@ def test_online_flags(monkeypatch, capsys, tmp_path):
         assert ours["stall p50", "orca"] > ours["TPOT p50", "orca"]
 
 def test_a_run_that_is_stopped_keeps_what_it_has(monkeypatch, capsys, tmp_path):
-    """The first experiment's table and rows before the second begins, then what this one has"""
+    """The first experiment's table and rows, then what the second has"""
     path = tmp_path / "rows.json"
-    done = []
 
     def endless(place):
-        """Two rows, and a signal"""
-        done.extend([json.loads(path.read_text())["rows"], capsys.readouterr().out])
+        """Two rows, and Ctrl-C"""
         yield bench.Row("first", 1.0)
         yield bench.Row("second", [1.0, 2.0, 6.0])
-        signal.raise_signal(signal.SIGTERM)
+        raise KeyboardInterrupt
     monkeypatch.setitem(EXPERIMENTS, "fig3", EXPERIMENTS["fig3"]._replace(run=endless))
-    before = signal.getsignal(signal.SIGTERM)
     words = f"fig7 fig3 fig4 --hardware a6000 --json {path}"
     status, out, _ = command(monkeypatch, capsys, words)
-    signal.signal(signal.SIGTERM, before)
-    first, text = done
-    assert len(first) == 24 and "| 1025 " in text
-    assert status == 143 and "| second " in out and "### fig4" not in out
-    assert "fig3 was stopped before its end" in out and '{"' not in out
+    assert status == 130 and "| 1025 " in out and "| second " in out and "### fig4" not in out
     *others, last = json.loads(path.read_text())["rows"]
-    assert others[:-1] == first and [*tmp_path.iterdir()] == [path]
+    assert len(others) == 24 + 1
     assert (last["ours"], last["spread"]) == (2.0, (4.0 - 1.5) / 2)  # median and quartiles
 
 README = Path(__file__).with_name("README.md").read_text(encoding="utf8")
