@@ -437,37 +437,6 @@ def halves(L, pd=0, chunk=0, B=1):
         P = whole
     return P, L - P
 
-def explain_users(place):
-    """A sentence for each way to feed prompts in chunks, from the rows of `users`."""
-    rows = defaultdict(dict)  # way -> figure -> row
-    for row in place.rows:
-        rows[row["at"][1]][row["at"][0]] = row
-    whole = rows["prefill_first"]
-    texts = []
-    for name, chunk in (("sarathi", place.args.chunk), ("sarathi, C = 512", 512)):
-        if name in rows:
-            fields = {figure: compared(row, whole[figure]) for figure, row in rows[name].items()}
-            texts.append(VERDICT.format(chunk=chunk, **fields))
-    return " ".join(texts)
-
-VERDICT = ("In chunks of {chunk} tokens the longest pause in an output is {longest stall ms} ms, "
-           "the median TTFT {TTFT p50 ms} ms, and {tokens/s} tokens/s are served.")
-
-def compared(row, whole):
-    """"60 instead of 640", of prefill-first; or that the two differ less than their rounds do."""
-    least = max((row["spread"] or 0) + (whole["spread"] or 0), 0.05 * whole["ours"])
-    same = " (no difference)" if abs(row["ours"] - whole["ours"]) <= least else ""
-    return f"{row['ours']:.0f} instead of {whole['ours']:.0f}{same}"
-
-def explain(places):
-    """Two sentences on what chunks gain on this machine. places: {experiment: [Place]} of the main
-    job, with their rows"""
-    gains = [row["ours"] for row in places["table4"][0].rows if row["at"][0] == "throughput"]
-    ridge = places["ceilings"][0].rows[-1]["ours"]
-    return ("Over request-level batching chunks gain throughput only where decodes take long "
-            f"beside prompts: {min(gains):.2f} to {max(gains):.2f} times in Table 4. One read of a "
-            f"weight pays for {ridge:.0f} tokens here (the ridge point).")
-
 @experiment("", "requests/s", Hardware("llama-13b", "a100"))
 def capacity(place):
     """The most requests/s with 99 % of the times between two tokens within --tbt seconds, and half
@@ -475,17 +444,11 @@ def capacity(place):
     outputs of 20 to 400 tokens, shorter if measured; up to 48 requests at once. 0: less than a
     fifth, simulated a twelfth, of what is served without targets."""
     ways = ways_of(place.args, ("prefill_first", "sarathi", "sarathi_serve"))
-    for name, rate in capacities(place, ways):
-        yield Row("requests/s", rate, name)
-
-def capacities(place, ways):
-    """Yields (name of a way, its capacity)."""
-    targets = place.args.ttft, place.args.tbt
     serve_at, most, _ = load(place)
     for name, way in ways.items():
-        def good(rate, way=way):
-            return serve_at(rate, way).meets(*targets)
-        yield name, highest(good, most / 2, n_step=7 if place.simulated else 6)
+        def good(rate):
+            return serve_at(rate, way).meets(place.args.ttft, place.args.tbt)
+        yield Row("requests/s", highest(good, most / 2, n_step=7 if place.simulated else 6), name)
 
 @experiment("arrival rate (requests/s), R", "share of requests", Hardware("llama-13b", "a100"),
             curves="series")
@@ -549,16 +512,6 @@ def highest(good, rate, n_step=6):
         else:
             rate /= step
     return low
-
-def explain_capacity():
-    """One sentence: what an A100 would serve."""
-    args = parse_arguments(["--chunk", "512", "--size", "small"])
-    place = simulate(args, EXPERIMENTS["capacity"].on)
-    ways = by_scheduler(("prefill_first", "sarathi_serve"))
-    whole, chunks = dict(capacities(place, ways)).values()
-    return (f"LLaMA-13B on a simulated A100 serves 100 requests at up to {whole:.2f} requests/s "
-            f"with prefill-first, and {chunks:.2f} with chunks of 512 tokens, if 99 % of the times "
-            "between tokens are to be within 0.1 s and half of the first tokens within 2 s.")
 
 # -----------------------------------------------------------------------------
 # SARATHI's figures, and a pipeline
@@ -2294,11 +2247,6 @@ def texts_of(name, machine, path, facts, rows):
 
 MAIN_JOB = ["users_a100", "users", "table4", "table2", "ceilings"]
 GPU_JOB = ["roofline", "users", "table4", "table2"]
-
-VERDICTS = {  # what is said behind a table of the main job
-    "users_a100": lambda places: explain_capacity(),
-    "users": lambda places: explain_users(places["users"][0]),
-    "ceilings": explain}
 LEAST = {  # values of flags
     "chunk": 1, "tp": 1, "max_batch": 2, "context": 64, "seconds": 0.0, "rate": 0.001, "cv": 0.0,
     "tbt": 1e-4, "ttft": 1e-4, "first": 1, "speed": 1e-6, "adapters": 1, "shared": 8}
@@ -2394,8 +2342,6 @@ def run_experiments(args, names):
     try:
         for name, group in places.items():
             run_experiment(args, name, group)
-            if not args.experiments and name in VERDICTS:
-                print(f"{textwrap.fill(VERDICTS[name](places), 118)}\n", flush=True)
     finally:
         every_place = sum(places.values(), [])
         if args.trace:

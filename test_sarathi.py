@@ -3530,22 +3530,8 @@ def test_rounds_take_turns_and_warm_up(monkeypatch):
         assert place.rounds(*functions) == expected
         assert calls == list("abccbaabc")[:3 * len(expected[0]) + 3 * (seconds > 0)]
 
-def test_explanation_and_chunk():
-    places = {}
-    for name in ("users", "table4", "ceilings"):
-        places[name] = [simulated("fig9", "--lengths 1024,2048")]
-        places[name][0].rows = [*EXPERIMENTS[name].rows(places[name][0])]
-    place, = places["users"]
-    text = bench.explain_users(place)
-    rows = {tuple(row["at"][:2]): row["ours"] for row in place.rows}
-    for figure in ("TTFT p50 ms", "longest stall ms"):
-        *ours, whole = [rows[figure, name]
-                        for name in ("sarathi", "sarathi, C = 512", "prefill_first")]
-        assert all(f"{ms:.0f} instead of {whole:.0f} ms" in text for ms in ours)
-    assert ours[0] < whole / 3 and text.count("(no difference) tokens/s") == 2
-    places["table4"][0].rows = places["table4"][0].rows[:4]  # without LLaMA-33B's
-    text = bench.explain(places)
-    assert "pays for 204 tokens" in text and "prompts: 1.20 to 1.22 times" in text
+def test_papers_and_chunk():
+    place = simulated("fig9", "--lengths 1024,2048")
     other, = bench.choose_places(arguments("table4 --hardware h200 --lengths 1024"), "table4")
     papers = {row["at"][1]: row["paper"] for row in EXPERIMENTS["table4"].rows(other)}
     assert papers == {"": None, "LLaMA-33B, A100": 1.14}  # the latter on its own hardware
