@@ -2051,26 +2051,17 @@ def test_odd_requests_are_refused_or_served(monkeypatch):
     assert 50 < len(odd) < 300
 
 MISTAKES_IN_CODE = {  # message -> a method of a scheduler, policy or proposer; what it gives
-    "plans .Request.*: must be .*request, n": ("plan", lambda requests: requests),
-    "plans a request twice": ("plan", lambda requests: [(requests[0], 1)] * 2),
-    "plans 99 tokens of request 0: must.* 1 .. 4": ("plan", lambda requests: [(requests[0], 99)]),
-    "plans 1.5 tokens of .*: must be a whole": ("plan", lambda requests: [(requests[0], 1.5)]),
-    "plans Request.*: is not a running": ("plan", lambda requests: [(Request([1]), 1)]),
-    "plans 0: is not a running request": ("plan", lambda requests: [(0, 1)]),
+    "Orca plans nothing, or a request twice": ("plan", lambda requests: [(requests[0], 1)] * 2),
+    "plans 99 tokens of Request": ("plan", lambda requests: [(requests[0], 99)]),
+    "plans 1 tokens of Request.*: must be running": ("plan", lambda requests: [(Request([1]), 1)]),
+    "plans 1 tokens of 0: must be running": ("plan", lambda requests: [(0, 1)]),
     "plans nothing": ("plan", lambda requests: []),
     "Orca starts Request.id=-1, 1 . 32 tokens, waiting.: is": ("admit", lambda *_: [Request([1])]),
     "starts Request.id=0, .*: is not waiting, or named twice":
         ("admit", lambda running, waiting: waiting[:1] * 2),
-    "Orca gives None: must be a list of waiting requests": ("admit", lambda *_: None),
-    "Orca gives .0.: must be a list of": ("admit", lambda *_: [0]),
     "or the order or the memory starts no request": ("admit", lambda *_: []),
-    "Fixed gives .4. for 1 decodes: must be whole numbers in 0 .. .3": ("n_drafts", lambda *_: [4]),
-    "Fixed gives 2 for 1 decodes: must be whole": ("n_drafts", lambda *_: 2),
-    "Fixed gives .. for 1 decodes: must be whole": ("n_drafts", lambda *_: []),
     "Fixed calls price: set needs_price = True": ("n_drafts", lambda *given: given[-1]([1])),
-    "Zeros gives .61.: must be up to 3 tokens below 61": ("draft", lambda *_: [61]),
-    "Zeros gives .1, 1, 1, 1.: must be up to 3": ("draft", lambda *_: np.ones(4, int)),
-    "Zeros gives 1: must be tokens": ("draft", lambda *_: 1),
+    "Zeros gives .61.: must be tokens below 61": ("draft", lambda *_: [61]),
 }
 
 @each("message", MISTAKES_IN_CODE)
