@@ -1989,15 +1989,12 @@ def test_random_adapters_depend_on_their_names_alone():
     assert not planes[0].equal(Engine(TARGET).load_adapter("other", 4).planes)
 
 def test_ranks_add_the_same_adapters(monkeypatch):
-    """And they forget those that rank 0 has forgotten."""
     engine = Engine(TARGET)
     monkeypatch.setattr(TARGET.world, "rank", 1)
     engine.runner = sarathi.ParallelRunner(engine, TARGET)
-    monkeypatch.setattr(World, "broadcast", lambda *_: ("add", ("mine", None, {1})))
-    for _ in range(2):
-        engine.add_adapter("mine", ADAPTERS["q"])
-    assert {*engine.runner.held} == {1}
-    monkeypatch.setattr(World, "broadcast", lambda *_: ("add", ("other", None, {1})))
+    monkeypatch.setattr(World, "broadcast", lambda *_: ("add", ("mine", None)))
+    engine.add_adapter("mine", ADAPTERS["q"])
+    monkeypatch.setattr(World, "broadcast", lambda *_: ("add", ("other", None)))
     with pytest.raises(ValueError, match="adapter 'mine': rank 0 adds 'other'"):
         engine.add_adapter("mine", ADAPTERS["q"])
 
