@@ -308,25 +308,17 @@ def side_by_side(first, second, device):
     stream.wait_stream(side)
     return result
 
-CPU_SETTINGS = ["SARATHI_CPU", "OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC",
-                "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"]
-
 def describe(x):
-    """What runs the operators on tensors like x: "Triton, NVIDIA H100", "C++ (AVX2), 2 threads". It
-    names the settings of threads, which may take half of a CPU's speed or more."""
+    """What runs the operators on tensors like x: "triton, NVIDIA H100", "C++ (AVX2), 2 threads"."""
     chosen = backend(x)
-    name = {"triton": "Triton", "cpp": "C++", "torch": "torch"}[chosen]
     if x.is_cuda:
-        return f"{name}, {torch.cuda.get_device_name(x.device)}"
+        return f"{chosen}, {torch.cuda.get_device_name(x.device)}"
     n_thread = torch.get_num_threads()
     if chosen == "cpp":
         operators = library(x.dtype)
-        layout = LAYOUTS[operators.layout()]
-        name = "C++ and oneDNN" if layout == "onednn" else f"C++ ({layout.upper()})"
+        chosen = f"C++ ({LAYOUTS[operators.layout()].upper()})"
         n_thread = operators.threads()
-    threads = {0: "1 thread, no OpenMP", 1: "1 thread"}.get(n_thread, f"{n_thread} threads")
-    settings = [f"{key}={os.environ[key]}" for key in CPU_SETTINGS if key in os.environ]
-    return ", ".join([name, threads, *settings])
+    return f"{chosen}, {n_thread} threads"
 
 # -----------------------------------------------------------------------------
 # linear: products with weights
@@ -1109,7 +1101,7 @@ HEADER = r"""
 extern "C" int threads() { return omp_get_max_threads(); }
 #else
 static inline int omp_get_max_threads() { return 1; }
-extern "C" int threads() { return 0; }
+extern "C" int threads() { return 1; }
 #endif
 """
 

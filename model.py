@@ -13,7 +13,6 @@ devices share a model [S-LoRA §6]; checks of what users give; checkpoints; text
 
 import argparse
 import atexit
-import ctypes
 import difflib
 import json
 import math
@@ -318,10 +317,6 @@ class GPT:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # of engines that have ended
             return 0.9 * torch.cuda.mem_get_info(self.device)[0]
-        if os.name == "nt":
-            kilobytes = ctypes.c_uint64()
-            ctypes.windll.kernel32.GetPhysicallyInstalledSystemMemory(ctypes.byref(kilobytes))
-            return 0.25 * 1024 * kilobytes.value
         return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def new_cache(self, n_page):

@@ -294,13 +294,9 @@ no_cpp = pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="C++ does no
 @no_cpp
 def test_products_of_every_layout(layout, dtype, monkeypatch):
     columns = {"neon": 8, "avx2": 16, "avx512": 32, "avx512bf16": 32}.get(layout, 0)
-    runs = {"torch": "torch", "onednn": "C++ and oneDNN"}.get(layout, f"C++ ({layout.upper()})")
-    monkeypatch.setattr(kernels, "CPU_SETTINGS", ["SARATHI_CPU", "OMP_DYNAMIC"])
-    monkeypatch.setenv("OMP_DYNAMIC", "true")
+    runs = {"torch": "torch"}.get(layout, f"C++ ({layout.upper()})")
     line = kernels.describe(torch.ones(1, dtype=dtype))
-    threads = r"(1 thread|\d threads|1 thread, no OpenMP)"  # clang's OpenMP is not torch's
-    settings = f"SARATHI_CPU={layout}, OMP_DYNAMIC=true"
-    assert re.fullmatch(f"{re.escape(runs)}, {threads}, {settings}", line)
+    assert re.fullmatch(rf"{re.escape(runs)}, \d threads", line)
     packed = kernels.pack(torch.ones(70, 770, dtype=dtype))
     n_column = packed.panels.size(2) if isinstance(packed, kernels.Packed) else 0
     assert n_column == columns
@@ -346,11 +342,11 @@ def compiler(monkeypatch, tmp_path):
 
 @no_cpp
 @pytest.mark.skipif(not shutil.which("clang++"), reason="needs clang")
-@each("refused, has_openmp", [("-fno-such", True), ("-fopenmp", False)])
-def test_compilers_that_lack_flags(refused, has_openmp, compiler, dtype):
+@each("refused", ["-fno-such", "-fopenmp"])
+def test_compilers_that_lack_flags(refused, compiler, dtype):
     compiler(f'case "$*" in *{refused}*) exit 1;; esac; exec clang++ "$@"')
     line = kernels.describe(torch.ones(1, dtype=dtype))
-    assert line.startswith("C++") and ("no OpenMP" not in line) == has_openmp
+    assert line.startswith("C++")
     test_operator_linear(770, 70, 1, dtype)
     test_operator_attention(1, 6, 2, 64, "1+254 5+11 31+3 33+3", dtype)
 
@@ -2503,7 +2499,7 @@ def test_gpus_without_triton(monkeypatch, capsys):
         for module in (kernels, sarathi):
             monkeypatch.setattr(module, "has_triton", lambda: present)
         line = kernels.describe(Mock(is_cuda=True, is_cpu=False, device=device, dtype=bfloat16))
-        assert line == ("Triton, a GPU" if device == "cuda:2" else "torch, a GPU")
+        assert line == ("triton, a GPU" if device == "cuda:2" else "torch, a GPU")
         assert model_py.pick_dtype(None, device) == (bfloat16 if capability > (8,) else float16)
         for _ in range(2):  # the line comes once
             sarathi.check_gpu(device, 128)
@@ -3350,9 +3346,7 @@ def test_a_gpu_of_a_file(tmp_path):
     cost = CostModel.roofline(A100.config, path, tp=2)
     assert cost.time(260, 3072) == CostModel.roofline(A100.config, "a100", 2).time(260, 3072)
     without = {key: value for key, value in fields.items() if key != "link"}
-    for wrong, needle in ((without, "mine.json.*link"),
-                          (fields | dict(flops=312), "flops of .*mine.json = 312: .* 1000000000.0"),
-                          (fields | dict(flops="312e12"), "flops of .*mine.json = '312e12'")):
+    for wrong, needle in ((without, "mine.json.*link"), (fields | dict(flops="x"), "mine.json.*x")):
         path.write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match=needle):
             CostModel.roofline(A100.config, str(path))
