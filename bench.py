@@ -1977,14 +1977,11 @@ def title_of(name):
 def save_figure(figure, title, path):
     """With one legend under all panels."""
     figure.suptitle(textwrap.fill(title, int(15 * figure.get_figwidth())), fontsize=9)
-    handles = {}  # label -> its handle
-    for ax in figure.axes:
-        for handle, label in zip(*ax.get_legend_handles_labels()):
-            handles[label] = handle
+    handles = {label: handle for ax in figure.axes
+               for handle, label in zip(*ax.get_legend_handles_labels())}
     if len(handles) > 1:
-        width = 0.6 + 0.07 * max(map(len, handles))  # inches of a column
         figure.legend(handles.values(), handles, loc="outside lower center", fontsize=8,
-                      frameon=False, ncols=max(1, int(figure.get_figwidth() / width)))
+                      frameon=False, ncols=4)
     figure.savefig(path, dpi=110)
 
 def write_trace(path, tapes):

@@ -285,17 +285,12 @@ class GPT:
         return model
 
     def save_pretrained(self, folder):
-        """Write a Hugging Face folder, without a merged adapter. ValueError if config.json cannot
-        say what this model's shape is."""
+        """Write a Hugging Face folder, without a merged adapter."""
         c = self.config
         keys = {KEYS.get(key, key): key for key in FAMILIES[c.family]}
         settings = {keys[name]: value for name, value in vars(c).items() if name in keys}
         settings |= {"architectures": [ARCHITECTURES[c.family]], "model_type": c.family,
                      "dtype": str(self.dtype).removeprefix("torch."), "sliding_window": None}
-        read, _ = parse_config(folder, settings)
-        for name, value in vars(c).items():
-            if value != getattr(read, name, None):
-                raise ValueError(f"{name} = {value}: is not in a config.json of {c.family!r}")
         tensors = {}
         for name, parts in list_tensors(c).items():
             weight = self.base[name].to_dense().detach()
@@ -347,11 +342,9 @@ class GPT:
         if isinstance(source, int):
             return Adapter.random(self.config, check_range("rank", source, 1), seed, self.dtype)
         if not isinstance(source, Adapter):
-            return Adapter.from_pretrained(source, self.config, self.dtype, self.weights)
-        ours = self.config
-        theirs = source.config
-        same = ours.n_layer == theirs.n_layer and ours.operators == theirs.operators
-        if not same or source.planes is None:
+            return Adapter.from_pretrained(source, self.config, self.dtype)
+        theirs = source.config.n_layer, source.config.operators
+        if source.planes is None or theirs != (self.config.n_layer, self.config.operators):
             raise ValueError(f"adapter {name!r}: must have weights, made for this model")
         return source
 
@@ -440,9 +433,9 @@ class Adapter:
         return adapter
 
     @classmethod
-    def from_pretrained(cls, folder, config, dtype=torch.float32, base=None):
-        """A PEFT folder. base: the weights of its model. Errors as in GPT.from_pretrained."""
-        factors = read_factors(Path(folder), config, base or {})
+    def from_pretrained(cls, folder, config, dtype=torch.float32):
+        """A PEFT folder. Errors as in GPT.from_pretrained."""
+        factors = read_factors(Path(folder), config)
         ranks = {}
         for (module, _), (a, _) in factors.items():
             ranks[module] = max(ranks.get(module, 0), len(a))
@@ -890,7 +883,6 @@ LORA_NUMBERS = dict(r=8, lora_alpha=8, rank_pattern={}, alpha_pattern={})  # PEF
 LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model\.model)\.)*"
                r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*"
                r"(?:layers|h)\.(\d+)\.(.+))\.lora_)[AB]((?:\.[^.]+)?\.weight)")
-EMBEDDING = r"\b(embed_tokens|wte|lm_head)\."
 
 def setting_of(module, settings, key, patterns, least):
     """A setting for a module: of the first pattern that it matches, as PEFT matches it."""
@@ -899,21 +891,8 @@ def setting_of(module, settings, key, patterns, least):
             return check_range(f"{patterns} of {pattern!r}", value, least, 10**6)
     return check_range(key, settings[key], least, 10**6)
 
-def drop_embeddings(checkpoint, base):
-    """PEFT saves the embeddings too, if the vocabulary was resized. ValueError if they are not
-    those of the base model."""
-    for name in [name for name in checkpoint if re.search(EMBEDDING, name)]:
-        theirs = checkpoint.pop(name)
-        # ranks above 0 have no head
-        ours = base.get("head.weight" if "lm_head" in name else "embedding.weight", theirs)
-        ours = ours.to_dense()  # in whatever layout it is
-        if not base or not torch.equal(ours, theirs.to(ours)):
-            raise ValueError(f"{checkpoint.folder}: {name!r}: embeddings in an adapter are not "
-                             "supported, except those of its base model: merge it with PEFT")
-
-def read_factors(folder, config, base):
-    """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}.
-    base: {our name: weight} of the base model, on this device"""
+def read_factors(folder, config):
+    """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}"""
     path = folder / "adapter_config.json"
     if not path.is_file():
         raise FileNotFoundError(f"adapter '{folder}': must be a PEFT folder, has no {path.name}")
@@ -921,7 +900,6 @@ def read_factors(folder, config, base):
     with reading(path):
         check_settings(settings, LORA_SETTINGS, OFF)
     checkpoint = Checkpoint(folder, "adapter_model")
-    drop_embeddings(checkpoint, base)
     factors = {}
     while checkpoint:
         name = next(iter(checkpoint))
@@ -1067,8 +1045,6 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
     if folder is None:
         model = GPT.from_preset(name, dtype, device, seed, world)
     else:
-        if name in PRESETS and folder == Path(name):
-            print(f"model {name!r}: the folder of this name, not the preset", file=sys.stderr)
         model = GPT.from_pretrained(folder, dtype, device, world)
     if model.world.rank == 0:
         print(what_runs(name, model), file=sys.stderr)

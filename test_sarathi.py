@@ -798,7 +798,7 @@ def test_settings_left_out_are_transformers_defaults(family, tmp_path):
     assert different <= {"use_sliding_window", "rope_theta"}
     key = "layer_norm_epsilon" if family == "gpt2" else "rms_norm_eps"  # null: transformers refuses
     (tmp_path / "config.json").write_text(json.dumps(theirs | {key: None}))
-    with pytest.raises(ValueError, match=f"{key} = None is not supported, only float"):
+    with pytest.raises(ValueError, match="_eps(ilon)? = None: must be"):
         read_config(tmp_path)
 
 LORAS = {
@@ -817,7 +817,7 @@ def test_adapters_equal_peft(family, tmp_path):
     ours = GPT.from_pretrained(tmp_path)
     prompts = [prompt(n) for n in (5, 18, 31)]
     expected = [greedy_loop(logits_by(theirs), prompts[0], 12)]
-    wrapped = trained_by_peft(theirs, tmp_path / "default", embeddings=True, **LORAS[family])
+    wrapped = trained_by_peft(theirs, tmp_path / "default", **LORAS[family])
     ranks = {module: 3 + i for i, module in enumerate(ours.config.modules)}
     random_adapter(ranks, ours.config).save_pretrained(tmp_path / "ours")
     wrapped.load_adapter(tmp_path / "ours", "ours")
@@ -828,19 +828,14 @@ def test_adapters_equal_peft(family, tmp_path):
         expected.append(greedy_loop(logits_by(wrapped), tokens, 12))
         engine.add_adapter(name, tmp_path / name)
     assert engine.generate(prompts, 12, [None, *names]) == expected
-    tensors = load_file(tmp_path / "default/adapter_model.safetensors")
-    other = {name: x + 1 for name, x in tensors.items() if re.search("embed_tokens|wte", name)}
-    edit(tmp_path / "default", tensors=other)
-    with pytest.raises(ValueError, match=f"{[*other][0]}.: embeddings in an adapter are not supp"):
-        engine.add_adapter("other", tmp_path / "default")
 
-def trained_by_peft(theirs, folder, embeddings=False, **settings):
+def trained_by_peft(theirs, folder, **settings):
     """Save an adapter of PEFT that is not zero to a folder, and let PEFT read it -> its model"""
     peft = pytest.importorskip("peft")
     wrapped = peft.get_peft_model(theirs, peft.LoraConfig(**settings))
     for name, parameter in wrapped.named_parameters():
         parameter.data += 0.3 * torch.randn_like(parameter) * ("lora_" in name)
-    wrapped.save_pretrained(folder, save_embedding_layers=embeddings)
+    wrapped.save_pretrained(folder, save_embedding_layers=False)
     wrapped.unload()
     return peft.PeftModel.from_pretrained(theirs, folder)
 
@@ -962,7 +957,7 @@ BAD_ADAPTERS = {
     r"adapter_config.json: missing \)": dict(alpha_pattern={"q_proj(": 3}),
     r"adapter_config.json: 'list' object": dict(alpha_pattern=["q_proj"]),
     "holds no tensors of LoRA": dict(files={"adapter_model.safetensors": "\2" + "\0" * 7 + "{}"}),
-    "lm_head.weight': embeddings in an adapter are not supported": dict(
+    "lm_head.weight' does not fit": dict(
         tensors={"base_model.model.lm_head.weight": torch.ones(61, 128)}),
     "peft_type = 'IA3' is not supported, only 'LORA'": dict(peft_type="IA3"),
     "of_a_later_peft = True is not supported": dict(of_a_later_peft=True),
@@ -979,17 +974,7 @@ BAD_TEXTS = {
     "template fails, --raw feeds .*'append' of 'list' object is unsafe": dict(files={
         "chat_template.jinja": "{{ messages.append(1) }}"}),
 }
-# a field that config.json has no key for
-Windowed = dataclasses.make_dataclass("Windowed", [("window", int, 0)], bases=(GPTConfig,))
-
-def save(config):
-    GPT.save_pretrained(Mock(config=config, dtype=float32), "folder")
-
 WRONG = {
-    "window = 0: is not in a config.json": lambda: save(Windowed(2, 8, 128)),
-    "shard = .0, 2.: is not in a config.json": lambda: save(replace(TINY, shard=(0, 2))),
-    "attention_bias = True: is not in a config.json of 'qwen2'":
-        lambda: save(replace(TINY, family="qwen2", attention_bias=True)),
     "unknown preset 'llama-8b': did you mean llama-7b. It must be one of tiny, gpt2":
         lambda: GPT.from_preset("llama-8b"),
     "dtype = 'int8': must be one of float32": lambda: GPT.from_preset(TINY, torch.int8),
@@ -1100,7 +1085,7 @@ def damage(path, rng):
 def model_and_adapter(folder):
     model = GPT.from_pretrained(folder, "float32")
     logits = model.logits(prompt(9))
-    model.merge(Adapter.from_pretrained(folder / "adapter", model.config, base=model.weights))
+    model.merge(Adapter.from_pretrained(folder / "adapter", model.config))
     return logits, model.logits(prompt(9))
 
 def model_and_adapter_of_peft(folder):
@@ -1173,8 +1158,7 @@ def test_a_folder_is_taken_before_a_preset(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     TARGET.save_pretrained("llama-7b")
     assert load_model("llama-7b").config == TINY
-    assert capsys.readouterr().err.startswith(
-        "model 'llama-7b': the folder of this name, not the preset\nllama-7b, float32, ")
+    assert capsys.readouterr().err.startswith("llama-7b, float32, ")
 
 def test_sizes_of_presets_and_adapters():
     for name, billions in (("llama-70b", 69.0), ("gpt3-175b", 175)):
@@ -1908,7 +1892,8 @@ BAD_OPTIONS = {
     "scheduler = .*Sarathi.* must be an object like Sarathi": dict(scheduler=sarathi.Sarathi),
     "unknown alloc 'lazy'.* reserve, grow": dict(alloc="lazy"),
     "order = 'lcfs': must be a function": dict(order="lcfs"),
-    "unknown spec 'a number'.* goodput": dict(spec="a number", draft="ngram"),
+    "unknown spec .or off, or a number. 'a number'.* goodput": dict(
+        spec="a number", draft="ngram"),
     "unknown draft 'a GPT'.* ngram": dict(spec=2, draft="a GPT"),
     "vocabulary of the draft model = 7: must be in 46 .. 76": dict(
         spec=2, draft=GPT.from_preset(replace(TINY, vocab_size=7), float32)),
@@ -1944,7 +1929,6 @@ BAD_CALLS = {
     "no request with id 99 is waiting or running": lambda engine: engine.abort(99),
     "rank = 0": lambda engine: engine.add_adapter("lost", 0),
     "adapter = None: must be a PEFT folder, an A": lambda engine: engine.add_adapter("lost", None),
-    "adapter None: must have a name": lambda engine: engine.add_adapter(None, ADAPTERS["q"]),
     "adapter 'empty': .*must have weights":
         lambda engine: engine.add_adapter("empty", Adapter(TINY, {"self_attn.q_proj": 4})),
     "adapter 'deep': .*made for this model": lambda engine: engine.add_adapter("deep", DEEP),
