@@ -1131,7 +1131,7 @@ class TreeRunner(CostRunner):
     """Accepts a level of a tree if one of its candidates is right."""
     def n_accepted(self, request):
         tree = self.engine.speculator.policy.chosen.get(request, ())
-        return forced_acceptance(request, [chance_of(request.alpha, n) for n in tree])
+        return forced_acceptance(request, [chance_of(self.engine.alpha, n) for n in tree])
 
 TREES = dict(runner=TreeRunner, speculator=TreeSpeculator)  # options of an engine with Trees
 
@@ -2392,20 +2392,8 @@ def save_json(args, **report):
 def main():
     args = parse_arguments()
     names = args.experiments
-    if not names:
-        print("About a minute: first LLaMA-13B on a simulated A100, then this machine.\n",
-              flush=True)
-        names = MAIN_JOB + ["timeline"] * bool(args.plot)
-    alone = ["gpu", "list", "scoreboard", "report"] if len(names) == 1 else []
-    for name in names:
-        check_choice("experiment", name, [*EXPERIMENTS, *alone])
     if args.plot:
         os.makedirs(args.plot, exist_ok=True)
-    if names == ["gpu"]:
-        if args.device == "cpu":
-            raise ValueError("gpu: torch sees no GPU, or --device cpu was given")
-        args.lengths = this_machine(args).lengths[:1]
-        names = GPU_JOB
     if names == ["list"]:
         for name, what in EXPERIMENTS.items():
             where = what.only or "here, or --hardware"
@@ -2414,10 +2402,17 @@ def main():
     elif names == ["report"]:
         report()
     elif names == ["scoreboard"]:
-        if args.scheduler != "sarathi":
-            raise ValueError("scoreboard: its schedulers are the papers', leave out --scheduler")
         save_json(args, experiment="scoreboard", rows=scoreboard(args))
     else:
+        if names == ["gpu"]:
+            args.lengths = this_machine(args).lengths[:1]
+            names = GPU_JOB
+        elif not names:
+            print("About a minute: first LLaMA-13B on a simulated A100, then this machine.\n",
+                  flush=True)
+            names = MAIN_JOB
+        for name in names:
+            check_choice("experiment", name, EXPERIMENTS)
         run_experiments(args, names)
 
 if __name__ == "__main__":

@@ -1897,7 +1897,7 @@ BAD_OPTIONS = {
     "unknown draft 'a GPT'.* ngram": dict(spec=2, draft="a GPT"),
     "vocabulary of the draft model = 7: must be in 46 .. 76": dict(
         spec=2, draft=GPT.from_preset(replace(TINY, vocab_size=7), float32)),
-    "oracle": dict(spec="oracle", draft="ngram"),
+    "alpha of an oracle": dict(spec="oracle", draft="ngram"),
     "spec = 0": dict(spec=0, draft="ngram"),
     "spec = 3: needs a draft": dict(spec=3),
     "chunk = 0": dict(chunk=0),
@@ -1912,8 +1912,7 @@ BAD_REQUESTS = {
     f"stop = '.': {LIST}": dict(stop="."),
     "max_new_tokens = True": dict(max_new_tokens=True),
     "arrival = 1700000000: must be in 0.0 .. 1000000000": dict(arrival=1700000000),
-    "alpha = 0.5: of a request, needs an engine with an alpha": dict(alpha=0.5),
-    "unknown adapter .'ffn'.: one of": dict(adapter=["ffn"]),
+    "unknown adapter .'ffn'.: did you mean": dict(adapter=["ffn"]),
     "token = 61: must be in 0 .. 60": dict(prompt=[1, 61]),
     "token = -1": dict(prompt=[-1, 1]),
     "unknown adapter 'none'.* ffn": dict(adapter="none"),
@@ -1923,8 +1922,7 @@ BAD_REQUESTS = {
 DEEP = Adapter.random(replace(TINY, n_layer=3), {"mlp.down_proj": 2})
 BAD_CALLS = {
     "tokens in the prompt = 0: must": lambda engine: engine.generate([[1], []]),
-    "names in adapter = 1: must be in 2 .. 2":
-        lambda engine: engine.generate([[1], [2]], adapter=["ffn"]),
+    "shorter than": lambda engine: engine.generate([[1], [2]], adapter=["ffn"]),
     "id = 0: add a Request only once": lambda engine: engine.add(engine.requests[0]),
     "no request with id 99 is waiting or running": lambda engine: engine.abort(99),
     "rank = 0": lambda engine: engine.add_adapter("lost", 0),
@@ -2629,26 +2627,21 @@ def test_a_draft_models_cache_follows_the_targets():
 
 @each("tree, alpha", [(None, 0.8), ((3, 2, 2), 0.3)])
 def test_forced_acceptance_is_like_coins(tree, alpha):
-    """Other ones for every request, which may have a chance of its own; and the acceptance rates
-    are estimated from them. A level of two candidates of a tree fails with (1 - alpha)^2."""
+    """Other ones for every request; and the acceptance rates are estimated from them. A level of
+    two candidates of a tree fails with (1 - alpha)^2."""
     requests = [Request([0] * 5, 121) for _ in range(64)]
-    never = Request([0] * 5, 31, alpha=0.0)
-    always = Request([0] * 5, 121, alpha=1.0)
     options = dict(spec=3) if tree is None else dict(spec=bench.Trees(tree), **bench.TREES)
-    engine = serve(COST, [never, always, *requests], max_batch=34, alpha=alpha, draft="ngram",
-                   **options)
+    engine = serve(COST, requests, max_batch=34, alpha=alpha, draft="ngram", **options)
     is_tree = tree is not None
     tree = tree or (1, 1, 1)
     chances = [1 - (1 - alpha) ** n for n in tree]
     n_new = [len(event.tokens) for event in engine.seen if event.request in requests]
     assert np.mean(n_new) == approx(1 + sum(accumulate(chances, mul)), rel=0.05)
     assert len({tuple(request.times) for request in requests}) > 60
-    assert [len({*request.times}) for request in (never, always)] == [31, 31]
     assert engine.speculator.acceptance == approx(alpha, abs=0.1 if is_tree else 0.05)
     if not is_tree:
         rates = [request.acceptance for request in requests]
         assert np.mean(rates) == approx(alpha, abs=0.05)
-        assert never.acceptance < 0.2 and always.acceptance > 0.9
 
 @each("draft, spec, B", [("ngram", "goodput", 16), (SMALL, "goodput_request", 4)])
 def test_drafts_that_do_not_pay_are_hardly_tried_until_they_do(draft, spec, B):
@@ -2659,7 +2652,8 @@ def test_drafts_that_do_not_pay_are_hardly_tried_until_they_do(draft, spec, B):
         rng = random.Random(0)
         for _ in range(n):
             prompt = [0] * rng.randint(20, 90)
-            engine.add(Request(prompt, rng.randint(30, 90), alpha=rate))
+            engine.add(Request(prompt, rng.randint(30, 90)))
+        engine.alpha = rate
         return engine.run()
 
     def engine_of(spec):
@@ -2714,8 +2708,9 @@ def test_goodput_is_expected_tokens_per_second(policy, alpha, per_draft, per_ste
         return 1 + per_draft * sum(drafts) + per_step * len(drafts)
     is_tree = policy == "trees"
     trees = bench.Trees(*product((1, 2, 3), repeat=3))
-    policy = trees if is_tree else sarathi.POLICIES[policy]()
-    requests = [Request([1], 8, alpha=0.5, acceptance=0.5), Request([1], 3, alpha=0.5)]
+    policy = trees if is_tree else sarathi.Oracle(0.5) if policy == "oracle" else sarathi.POLICIES[
+        policy]()
+    requests = [Request([1], 8, acceptance=0.5), Request([1], 3)]
     assert policy.n_drafts(requests, [7, 2], alpha, price) == expected
     assert is_tree or [] in asked and [2, 2, 1, 1, 1] in asked  # who still drafts [SmartSpec Eq. 5]
 
@@ -3140,7 +3135,7 @@ MISTAKES = {
     "has no tokenizer.json: use --tokens": ["--prompt", "hello"],
     "token = 70: must be in 0 .. 60": ["--tokens", "1,70"],
     "tp = 2 needs 2 processes, .*--nproc_per_node 2": ["--tp", 2],
-    "argument --tokens: '1 2': must be like 1,2,3": ["--tokens", "1 2"],
+    "argument --tokens: invalid token_ids value: '1 2'": ["--tokens", "1 2"],
     "chunk = 0: must be at least 1": ["--chunk", 0],
 }
 
@@ -3764,10 +3759,8 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("--lengths 1..x", "1..x"),
     ("fig3 --lengths 9999 --hardware a100", "9999"),
     ("spec_here --hardware a100", "only be measured"),
-    ("scoreboard --scheduler orca", "leave out --scheduler"),
     ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
     ("fig3 --context 4096", "--hardware"),
-    ("gpu --device cpu", "torch sees no GPU"),
     ("spec_here", "model 'tiny': is not trained yet, run `python model.py`"),
     ("spec_here --model llama-30m --prompts latin.txt",
      "paragraphs of UTF-8 text in latin.txt = 0: must be"),
