@@ -1233,7 +1233,7 @@ def read_prompts(place):
 def continue_text(place, prompts, B, draft, spec):
     """Seconds of an output for every prompt, B at once, and the share of drafts accepted."""
     engine = Engine(place.model, "prefill_first", max_batch=B, n_page=B * sum(N_TEXT),
-                    draft=instance(draft), spec=spec)
+                    draft=draft, spec=spec)
     if draft is Wrong:
         engine.generate(prompts, N_TEXT[1])  # until it has settled
     seconds = timed(engine.generate, prompts, N_TEXT[1])()
@@ -1625,13 +1625,12 @@ class Place:
     def serve(self, jobs, B, clients=0, adapters=(), n_end=0,
               n_page=0, spec="off", **options):
         """The Run of jobs in batches of up to B requests, by an engine with the flags' options."""
-        scheduler = instance(options.pop("scheduler", self.args.scheduler))
-        orders = ORDERS | {"edf": edf(self.args.ttft)}
-        order = options.pop("order", None)
-        options["order"] = instance(orders.get(order, order))
+        scheduler = options.pop("scheduler", self.args.scheduler)
+        if options.get("order") == "edf":
+            options["order"] = edf(self.args.ttft)
         n_page = n_page or B * max(job.prompt + job.output for job in jobs)
         options.setdefault("record", self.tape(name_of(scheduler)))
-        engine = Engine(self.model, scheduler, self.args.chunk, B, n_page, spec=instance(spec),
+        engine = Engine(self.model, scheduler, self.args.chunk, B, n_page, spec=spec,
                         seed=self.args.seed, **options)
         return serve(engine, jobs, clients, adapters, n_end)
 
@@ -1789,10 +1788,6 @@ def felt(runs, *at):
     for figure in ("tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
         yield Row(figure, [run.figures[figure] for run in runs], *at)
     yield Row("longest stall ms", [1e3 * max(run.stalls) for run in runs], *at)
-
-def instance(way):
-    """An object of a class, anything else as it is."""
-    return way() if isinstance(way, type) else way
 
 def name_of(way):
     """Of a scheduler, an order or a policy: a name as it is, a chunk size, or the object's."""
@@ -2252,13 +2247,9 @@ def whole_numbers(text):
     """A type of argparse: 256, or 256,512,768, or 8..512"""
     return sorted(map(int, re.split(r",|\.\.", text)))
 
-def several(text, kind, base, names):
+def several(text, base, names):
     """A type of argparse: names, or objects of files, like sarathi,my.py:Mine"""
-    found = [object_in_file(part, base) for part in text.split(",")]
-    for one in found:
-        if isinstance(one, str):
-            check_choice(kind, one, names)
-    return found
+    return [object_in_file(part, base, names) for part in text.split(",")]
 
 def make_parser():
     about, usage, *_ = __doc__.split("\n\n")
@@ -2295,9 +2286,9 @@ def make_parser():
 
 def add_online_flags(parser):
     load = parser.add_argument_group("of online, attainment and capacity").add_argument
-    load("--schedulers", type=partial(several, kind="scheduler", base=Scheduler, names=SCHEDULERS),
+    load("--schedulers", type=partial(several, base=Scheduler, names=SCHEDULERS),
          help="the rows, like sarathi,my.py:Mine; default: the built-in ones and --scheduler")
-    load("--order", type=partial(several, kind="order", base=Callable, names=ORDERS),
+    load("--order", type=partial(several, base=Callable, names=ORDERS),
          help=f"of the queue: {', '.join(ORDERS)}, FILE.py:NAME; several: rows for each")
     load("--ttft", type=float, default=2.0, help="target, seconds to the first token; default: 2")
     load("--tbt", type=float, default=0.1,
@@ -2328,8 +2319,6 @@ def parse_arguments(words=None):
     if not args.chunk:
         slow = {*args.experiments} <= {"capacity", "attainment"}
         args.chunk = 512 if args.hardware and args.experiments and slow else 256
-    if not isinstance(args.scheduler, type):
-        check_choice("scheduler", args.scheduler, SCHEDULERS)
     return args
 
 def run_experiments(args, names):
