@@ -337,17 +337,6 @@ class GPT:
         self.weights = weights  # all at once: an exception may end this function before
         self.merged = adapter
 
-    def load_adapter(self, name, source, seed=0):
-        """An Adapter from a PEFT folder, a rank (random weights), or one for this model."""
-        if isinstance(source, int):
-            return Adapter.random(self.config, check_range("rank", source, 1), seed, self.dtype)
-        if not isinstance(source, Adapter):
-            return Adapter.from_pretrained(source, self.config, self.dtype)
-        theirs = source.config.n_layer, source.config.operators
-        if source.planes is None or theirs != (self.config.n_layer, self.config.operators):
-            raise ValueError(f"adapter {name!r}: must have weights, made for this model")
-        return source
-
     def make_trainable(self):
         """Replace all weights by trainable ones, which are not packed. -> list of them"""
         self.merge(None)
@@ -422,10 +411,10 @@ class Adapter:
 
     @classmethod
     def random(cls, config, ranks, seed=0, dtype=torch.float32):
-        """Random A and B"""
+        """Random A and B; no dtype: none"""
         adapter = cls(config, ranks, dtype)
         rng = torch.Generator().manual_seed(seed)
-        for module, rank in adapter.ranks.items():
+        for module, rank in adapter.ranks.items() if dtype else ():
             _, n_out, n_in = config.modules[module]
             a = torch.randn(config.n_layer, rank, n_in, generator=rng) * n_in ** -0.5
             b = torch.randn(config.n_layer, rank, n_out, generator=rng) * 0.02
@@ -1032,7 +1021,7 @@ def download(name):
     """The folder of owner/name in the Hub's cache, where only missing files are downloaded"""
     try:
         folder = Path(snapshot_download(name, allow_patterns=HUB_FILES))
-        snapshot_download(name, allow_patterns=[*HUB_FILES, *index_of(folder, "model").values()])
+        snapshot_download(name, allow_patterns=[*index_of(folder, "model").values()])
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise FileNotFoundError(f"model {name!r}: is no folder, and the Hub or its cache does not "

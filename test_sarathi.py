@@ -1140,7 +1140,7 @@ def test_only_needed_files_come_from_the_hub(tmp_path, monkeypatch):
     names = ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
              "vocab.txt", "spiece.model", index.name, *shards.values(), "a-3.safetensors",
              "model.bin", "README.md"]
-    wanted = [name for name in names if any(fnmatch(name, pattern) for pattern in second)]
+    wanted = [name for name in names if any(fnmatch(name, each) for each in first + second)]
     assert wanted == names[:-3] and index.name in first
 
 def test_a_name_on_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
@@ -1926,7 +1926,6 @@ BAD_CALLS = {
     "id = 0: add a Request only once": lambda engine: engine.add(engine.requests[0]),
     "no request with id 99 is waiting or running": lambda engine: engine.abort(99),
     "rank = 0": lambda engine: engine.add_adapter("lost", 0),
-    "adapter = None: must be a PEFT folder, an A": lambda engine: engine.add_adapter("lost", None),
     "adapter 'empty': .*must have weights":
         lambda engine: engine.add_adapter("empty", Adapter(TINY, {"self_attn.q_proj": 4})),
     "adapter 'deep': .*made for this model": lambda engine: engine.add_adapter("deep", DEEP),
@@ -3418,8 +3417,7 @@ def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys,
     assert status == 0, err
     rows = json.loads(out.splitlines()[-1])["rows"]
     ours = {tuple(row["at"]): row["ours"] for row in rows}
-    assert len(ours) == 3 * (1 + 2 * (n_way + 1)) + 3
-    assert ours["accepted, 24", "wrong, goodput", ""] == 0 < ours["B = 2", "wrong, goodput", ""]
+    assert len(ours) == 3 * (1 + 2 * n_way)
     shares = {at[1]: share for at, share in ours.items() if at[0] == "accepted, 6"}
     lookup = shares["lookup, k = 5"]
     assert 0 <= lookup < 1
@@ -3428,10 +3426,9 @@ def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys,
     if "Own" in words:  # the same as lookup
         assert shares["Own, k = 5"] == lookup
     assert sum(line.startswith("| lookup, ") for line in out.splitlines()) == 4
-    # one text to warm up; in two rounds six texts, one by one and at once, and 24; two by two
-    # without drafts and with wrong ones, which first settle
-    n = n_way + 3
-    assert Counter(map(len, served)) == {1: n, 6: 4 * n + 6, 24: 2 * n}
+    # one text to warm up; in two rounds six texts, one by one and at once, and 24
+    n = n_way + 1
+    assert Counter(map(len, served)) == {1: n, 6: 4 * n, 24: 2 * n}
     texts = [bytes(tokens) for tokens in served[-1]]
     assert all(text.startswith(prompt) for text, prompt in zip(texts, prompts))
 
@@ -3762,8 +3759,7 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
     ("fig3 --context 4096", "--hardware"),
     ("spec_here", "model 'tiny': is not trained yet, run `python model.py`"),
-    ("spec_here --model llama-30m --prompts latin.txt",
-     "paragraphs of UTF-8 text in latin.txt = 0: must be"),
+    ("spec_here --model llama-30m --prompts latin.txt", "utf-8"),
     ("online --scheduler own.py:Yours", "own.py:Yours: must be a Scheduler"),
     ("online --scheduler own.py:One", "own.py:One: must be a Scheduler"),
     ("online --scheduler own.py", "unknown name 'own.py'"),
