@@ -575,7 +575,6 @@ class World:
         self.rank = rank
         self.size = size
         self.device = torch.device(device)
-        self.n_sent = 0  # bytes, by this rank
         if self.device.index is not None:
             torch.cuda.set_device(self.device)  # Triton launches kernels there
 
@@ -598,7 +597,6 @@ class World:
     def all_reduce(self, x):
         """The sum of every rank's x, in place. Each rank sends 2 (n - 1) / n of x [S-LoRA §6]."""
         dist.all_reduce(x)
-        self.n_sent += 2 * (self.size - 1) * x.nbytes // self.size
         return x
 
     def all_gather(self, x):
@@ -606,7 +604,6 @@ class World:
         x."""
         out = x.new_empty(self.size, *x.shape)
         dist.all_gather(list(out), x)
-        self.n_sent += (self.size - 1) * x.nbytes
         return out.movedim(0, -1).flatten(1)
 
     def broadcast(self, value):

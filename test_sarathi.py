@@ -3080,11 +3080,22 @@ def serve_share(folder, world, name, adapters, draft):
         engine.runner.tell("stop")
     return tokens, world.n_sent
 
+class CountingWorld(World):
+    n_sent = 0  # bytes, by this rank
+
+    def all_reduce(self, x):
+        self.n_sent += 2 * (self.size - 1) * x.nbytes // self.size
+        return super().all_reduce(x)
+
+    def all_gather(self, x):
+        self.n_sent += (self.size - 1) * x.nbytes
+        return super().all_gather(x)
+
 def run_rank(rank, n, port, folder):
     torch.set_num_threads(1)
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank),
                        WORLD_SIZE=str(n), LOCAL_RANK=str(rank))
-    world = World.start(n)
+    world = CountingWorld.start(n)
     results = [serve_share(folder, world, *case) for case in SHARED]
     torch.save(results, folder / f"{rank}.pt")
     if rank == n - 1:
@@ -3108,7 +3119,7 @@ def test_tensor_parallelism(tmp_path, n=4):
     while not group.join(5):
         assert time.monotonic() < deadline, "a rank hangs"
     assert len([*tmp_path.glob("*.raised")]) == n - 1
-    expected = [serve_share(tmp_path, World(), *case)[0] for case in SHARED]
+    expected = [serve_share(tmp_path, CountingWorld(), *case)[0] for case in SHARED]
     for rank in (0, n - 1):
         tokens, n_bytes = zip(*torch.load(tmp_path / f"{rank}.pt"))
         assert list(tokens) == (expected if rank == 0 else [None] * len(SHARED))
