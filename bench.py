@@ -1702,8 +1702,7 @@ def this_machine(args, model=None):
         for larger in ("tinyllama-1.1b", "llama-7b", "llama-13b"):
             if preset(larger).n_params < room:
                 name = larger
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    model = load_once(name, dtype, args.device, args.seed)
+    model = load_once(name, args.dtype, args.device, args.seed)
     return Place(args, model, what_runs(name, model))
 
 def choose_places(args, name):

@@ -2470,8 +2470,7 @@ def test_gpus_without_triton(monkeypatch, capsys):
     for device, present, capability in (("cuda:0", False, (8, 0)), ("cuda:1", True, (7, 5)),
                                         ("cuda:2", True, (8, 0))):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        for module in (kernels, sarathi):
-            monkeypatch.setattr(module, "has_triton", lambda: present)
+        monkeypatch.setattr(kernels, "has_triton", lambda: present)
         line = kernels.describe(Mock(is_cuda=True, is_cpu=False, device=device, dtype=bfloat16))
         assert line == ("triton, a GPU" if device == "cuda:2" else "torch, a GPU")
         assert model_py.pick_dtype(None, device) == (bfloat16 if capability > (8,) else float16)
@@ -2486,14 +2485,8 @@ def test_gpus_without_triton(monkeypatch, capsys):
         sarathi.check_gpu(device, 320)
     kernels.runs_triton.cache_clear()
     sarathi.check_gpu.cache_clear()
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sarathi, "NVIDIA_DRIVER", __file__)
-    bench.parse_arguments([])
     lines = capsys.readouterr().err.splitlines()
-    assert [*map(len, lines)] == approx([80, 80, 80], abs=60)
-    assert "Triton is missing: plain torch" in lines[0] and "GPU = 7.5, Triton's" in lines[1]
-    assert "driver" in lines[2] and "12.8" in lines[2]
+    assert ["plain torch operators" in line for line in lines] == [True, True]
 
 def test_the_experiments_of_a_new_gpu(monkeypatch):
     args = arguments("gpu --chunk 128")
