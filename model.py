@@ -278,8 +278,7 @@ class GPT:
             config = replace(config, tied=is_tied)
         world = world or World(device)
         model = cls(config, checkpoint.take, pick_dtype(dtype, world.device, stored), world)
-        surplus = [name for name in checkpoint.names or checkpoint
-                   if name in checkpoint and not re.fullmatch(NOT_NEEDED, name)]
+        surplus = [name for name in checkpoint if not re.fullmatch(NOT_NEEDED, name)]
         if surplus:
             raise ValueError(f"{folder}: {len(surplus)} surplus tensors, as {surplus[0]!r}")
         return model
@@ -802,7 +801,6 @@ class Checkpoint(dict):
     def __init__(self, folder, stem, rename=str):
         self.folder = folder
         index = index_of(folder, stem)
-        self.names = [*map(rename, index)]  # others may be surplus
         for file in sorted(set(index.values())) or [f"{stem}.safetensors"]:
             path = folder / file
             if not path.is_file():
@@ -811,7 +809,7 @@ class Checkpoint(dict):
             with reading(path):
                 tensors = load_file(path)
             self |= {rename(name): tensor for name, tensor in tensors.items()
-                     if index.get(name, file) == file}
+                     if not index or index.get(name) == file}
 
     def take(self, name, shape):
         """Remove a tensor and return it, as (n_out, n_in). ValueError if it does not fit."""
