@@ -162,9 +162,13 @@ class Batch:
         for x, size in zip(self.arrays(), self.sizes()):
             views.append(flat[:math.prod(x.shape)].view(x.shape))
             flat = flat[size:]
-        adapters = {op: replace(sites, sites=x, table=flat)
-                    for (op, sites), x in zip(self.adapters.items(), views[len(FIXED):])}
-        return replace(self, table=flat, adapters=adapters, **dict(zip(FIXED, views)))
+        return self.having(views, flat)
+
+    def having(self, arrays, table):
+        """The batch with other arrays in place of its own"""
+        adapters = {op: replace(sites, sites=x, table=table)
+                    for (op, sites), x in zip(self.adapters.items(), arrays[len(FIXED):])}
+        return replace(self, table=table, adapters=adapters, **dict(zip(FIXED, arrays)))
 
     def to(self, kv, H):
         """The batch as tensors on the device of a cache, by one copy for which the CPU does not
@@ -172,6 +176,9 @@ class Batch:
         batch = self
         if backend(kv) == "triton":
             batch = replace(self, **attention_work(self.lists, len(self.tokens), H, kv))
+        if not kv.is_cuda:
+            return batch.having([*map(torch.from_numpy, batch.arrays())],
+                                torch.from_numpy(self.table))
         sizes = batch.sizes()
         flat = np.empty(sum(sizes) + len(self.table), np.int32)
         batch.write(flat, sizes)
