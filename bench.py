@@ -78,13 +78,13 @@ from typing import NamedTuple
 
 # kernels before torch: it sets how torch's threads wait
 from kernels import linear, pack, torch_dtype
-from model import Adapter, load_model, load_tokenizer, preset, what_runs
+from model import Adapter, load_model, load_tokenizer, preset, reading, what_runs
 from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, NO_ADAPTER, ORDERS, SCHEDULERS,
                      CostModel, CostRunner, EarlyAbort, Engine, Feed, Goodput, Iteration,
                      IterationStats, ModelRunner, Policy, Proposer, Request, Run, Sarathi,
                      SarathiServe, Scheduler, Speculator, add_model_flags, cell, check_choice,
-                     check_range, cluster, edf, fcfs, feeds_of, forced_acceptance, lcfs,
-                     object_in_file, run_command_line, table)
+                     check_range, cluster, edf, fcfs, feeds_of, forced_acceptance, given_flags,
+                     lcfs, object_in_file, run_command_line, table)
 
 import numpy as np
 import torch
@@ -219,10 +219,10 @@ class Job(NamedTuple):
 def prompt_of(job, number, V):
     """Tokens, as bytes: its blocks, then its own. A block is the digits of a number, the last one
     first, then zeros: without common blocks, prompts share a token or two at most."""
-    base = min(V, 256)
-    numbers = np.array([*job.blocks, ~number])
+    base = np.uint64(min(V, 256))
+    numbers = np.array([n % 2**64 for n in (*job.blocks, ~number)], np.uint64)
     tokens = np.zeros((len(numbers), job.size), np.uint8)
-    tokens[:, :8] = numbers[:, None] // base ** np.arange(8) % base
+    tokens[:, :8] = numbers[:, None] // base ** np.arange(8, dtype=np.uint64) % base
     return tokens.tobytes().ljust(job.prompt, b"\0")[:job.prompt]
 
 def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0,
@@ -247,7 +247,10 @@ def workload(place, n, prompt, output):
     second in the mean. With --rate, those of --jobs come like that."""
     args = place.args
     longest = min(place.model.config.block_size, place.room)
-    jobs = read_jobs(args, longest) if args.jobs else []
+    jobs = []
+    if args.jobs:
+        jobs = read_jobs(args.jobs, longest, args.window or (-math.inf, math.inf), args.first,
+                         args.speed or 1.0, arrivals=bool(args.window or not args.rate))
     cv = 1.0 if args.cv is None else args.cv
     spaced = place.jobs(1, len(jobs) or n, cv, args.adapters or 0, 0.5,
                         prompt=args.prompt or prompt, output=args.output or output)
@@ -1173,8 +1176,9 @@ def spec_fig16(place):
 def spec_here(place):
     """The worth of drafts here, on real text: how many times as fast as without drafts requests are
     served, B at once (these: output tokens/s), and the share of drafts accepted; by a draft model
-    or an own proposer, and by prompt lookup. The trained tiny model continues pieces of this
-    project's files; or --model and --draft do, the paragraphs of --prompts."""
+    or an own proposer, by prompt lookup, and by wrong drafts: once goodput has settled at none, the
+    price of adapting is left. The trained tiny model continues pieces of this project's files; or
+    --model and --draft do, the paragraphs of --prompts."""
     prompts = read_prompts(place)
     draft = place.args.draft
     if not place.args.model:  # both are trained on these files
@@ -1188,6 +1192,7 @@ def spec_here(place):
     ways = {"off": (None, "off")}
     for source, name in product(sources, [*CHOICES][1:]):
         ways[f"{source}, {name}"] = sources[source], CHOICES[name]
+    ways["wrong, goodput"] = Wrong, "goodput"
     for way in ways.values():  # warm up: goodput makes its profile
         continue_text(place, prompts[:1], 1, *way)
     for B in (1, 6, 24):
@@ -1200,13 +1205,20 @@ def spec_here(place):
             yield Row(f"B = {B}", seconds[0] / seconds[i], name)
             yield Row(f"accepted, {B}", np.median(accepted[i]), name)
 
+class Wrong(Proposer):
+    """Drafts that are hardly ever right."""
+    def draft(self, request, k):
+        V = self.engine.model.config.vocab_size
+        return [(7919 * request.n_tokens + i) % V for i in range(k)]
+
 N_TEXT = 256, 64  # most tokens of a prompt of spec_here, and tokens of an output
 
 def read_prompts(place):
     """24 prompts, lists of tokens: paragraphs of --prompts, or pieces of this project's files."""
     path = place.args.prompts
     if path:
-        texts = re.split(r"\n\s*\n", Path(path).read_text(encoding="utf8").strip())
+        with reading(path):
+            texts = re.split(r"\n\s*\n", Path(path).read_text(encoding="utf8").strip())
     else:
         paths = sorted(Path(__file__).parent.glob("*.py"))
         text = "".join(path.read_text(encoding="utf8") for path in paths)
@@ -1220,6 +1232,8 @@ def continue_text(place, prompts, B, draft, spec):
     """Seconds of an output for every prompt, B at once, and the share of drafts accepted."""
     engine = Engine(place.model, "prefill_first", max_batch=B, n_page=B * sum(N_TEXT),
                     draft=draft, spec=spec)
+    if draft is Wrong:
+        engine.generate(prompts, N_TEXT[1])  # until it has settled
     seconds = timed(engine.generate, prompts, N_TEXT[1])()
     speculator = engine.speculator
     return seconds, speculator.n_accepted / max(1, speculator.n_drafted) if speculator else 0.0
@@ -1949,7 +1963,7 @@ def save_picture(place, name, path):
     save_figure(figure, f"{title_of(name)} {place.source}", path)
 
 def title_of(name):
-    return textwrap.shorten(EXPERIMENTS[name].about, 180)
+    return re.split(r"(?<!Fig)(?<!App)[.:](?= |$)", EXPERIMENTS[name].about)[0] + "."
 
 def save_figure(figure, title, path):
     """With one legend under all panels."""
@@ -1957,8 +1971,9 @@ def save_figure(figure, title, path):
     handles = {label: handle for ax in figure.axes
                for handle, label in zip(*ax.get_legend_handles_labels())}
     if len(handles) > 1:
+        width = 0.6 + 0.07 * max(map(len, handles))  # inches of a column
         figure.legend(handles.values(), handles, loc="outside lower center", fontsize=8,
-                      frameon=False, ncols=4)
+                      frameon=False, ncols=max(1, int(figure.get_figwidth() / width)))
     figure.savefig(path, dpi=110)
 
 def write_trace(path, tapes):
@@ -1979,75 +1994,88 @@ COLUMNS = (  # names of arrival, prompt and output: ours, Azure's, BurstGPT's, V
     ("prompt", "contexttokens", "request tokens", "num_prefill_tokens", "input_length"),
     ("output", "generatedtokens", "response tokens", "num_decode_tokens", "output_length"))
 
-def read_jobs(args, longest):
-    """Jobs of --jobs by arrival, the first at 0, --speed times as dense. Kept are those of the
-    --window, in seconds since the file's first row, up to --first of them. Skipped are those
-    without prompt or output, or of more than `longest` tokens."""
-    path = args.jobs
-    low, high = args.window or (-math.inf, math.inf)
+def read_jobs(path, longest=math.inf, window=(-math.inf, math.inf), first=None, speed=1.0,
+              arrivals=True):
+    """The Jobs of a trace by arrival, the first at 0, `speed` times as dense. Kept are those of the
+    window, in seconds since the file's first row, up to `first` of them. Skipped are those without
+    prompt or output, or of more than `longest` tokens. arrivals: whether the file must have them"""
+    low, high = window
     jobs = []
+    start = 0.0
     n_read = 0
     n_skipped = 0
-    for at, prompt, output, *shared in read_trace(path, args.rate and not args.window):
-        start = at if n_read == 0 else start
+    for job, unit_is_a_guess in read_trace(path, arrivals):
+        start = job.arrival if n_read == 0 else start
         n_read += 1
-        if low <= at - start < high:
-            if min(prompt, output) > 0 and prompt + output <= longest:
-                jobs.append(Job(at - start, prompt, output, None, *shared))
+        if low <= job.arrival - start < high:
+            if min(job.prompt, job.output) > 0 and job.prompt + job.output <= longest:
+                jobs.append(job)
             else:
                 n_skipped += 1
-        if len(jobs) == args.first:
+        if len(jobs) == first:
             break
     if not jobs:
         raise ValueError(f"{path}: no request is left to serve: {n_read:,} rows read, "
                          f"{n_skipped:,} skipped")
     jobs.sort(key=lambda job: job.arrival)
-    jobs = [job._replace(arrival=(job.arrival - jobs[0].arrival) / (args.speed or 1.0))
-            for job in jobs]
+    start = jobs[0].arrival
+    seconds = jobs[-1].arrival - start
+    if seconds and unit_is_a_guess and start < 1e9 and not 0.02 <= seconds / len(jobs) <= 60:
+        raise ValueError(f"{path}: {len(jobs)} requests over {seconds:.4g} s are not plausible: "
+                         "beside input_length a timestamp is in s, with hash_ids in ms")
     print(f"{path}: {n_read:,} rows read, {len(jobs):,} kept, {n_skipped:,} skipped (no prompt, no "
           f"output, or more than {longest} tokens; simulated: --context); "
-          f"{len(jobs) / max(1e-9, jobs[-1].arrival):.3g} requests/s in the mean", file=sys.stderr)
-    return jobs
+          f"{speed * len(jobs) / max(1e-9, seconds):.3g} requests/s in the mean", file=sys.stderr)
+    return [job._replace(arrival=(job.arrival - start) / speed) for job in jobs]
 
-def read_trace(path, without_arrivals):
-    """Yields (arrival, prompt, output, blocks, tokens of a block) of the rows of a file, CSV or
-    JSON lines. ValueError names the wrong row."""
+def read_trace(path, arrivals):
+    """Yields (Job, whether the unit of its arrival is a guess) of the rows of a file, CSV or JSON
+    lines. ValueError names the wrong row."""
     opener = gzip.open if path.endswith(".gz") else open
-    n = 0
+    n = 1
     try:
         with opener(path, "rt", encoding="utf-8-sig") as file:
             lines = filter(str.strip, file)
-            first = next(lines, "")
-            rows = csv.DictReader(chain([first], lines), skipinitialspace=True, strict=True)
-            if first.lstrip().startswith("{"):
-                rows = map(json.loads, chain([first], lines))
-            for row in rows:
-                if n == 0:
-                    keys = {key.strip().lower(): key for key in row}
-                    arrival, prompt, output = (
-                        next((keys[name] for name in names if name in keys), names[0])
-                        for names in COLUMNS)
-                    is_mooncake = "hash_ids" in keys and "chat_id" not in keys  # else Bailian's
-                    unit = 0.001 if is_mooncake else 1.0
-                at = 0.0 if without_arrivals else seconds_of(row[arrival], unit)
-                blocks = row.get("hash_ids")
-                blocks = tuple(map(index, blocks)) if isinstance(blocks, list) else ()
-                yield (at, int(float(row[prompt])), int(float(row[output])), blocks,
-                       512 if is_mooncake else 16)
-                n += 1
-    except (ValueError, KeyError, TypeError, AttributeError, csv.Error, EOFError, zlib.error,
-            gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}, row {n + 1}: {error!r}: must be CSV or JSON lines with columns "
-                         f"like {', '.join(names[0] for names in COLUMNS)}") from None
+            head = next(lines, "")
+            rows = csv.DictReader(chain([head], lines), skipinitialspace=True, strict=True)
+            is_json = head.lstrip().startswith("{")
+            names = json.loads(head) if is_json else rows.fieldnames
+            if is_json:
+                rows = map(json.loads, chain([head], lines))
+            names = {name.strip().lower(): name for name in names or ()}
+            found = [next((names[name] for name in known if name in names), None)
+                     for known in COLUMNS]
+            if None in found[not arrivals:]:
+                raise ValueError("a column is missing")
+            arrival, prompt, output = found
+            is_guess = "input_length" in names and "chat_id" not in names  # else Bailian's
+            unit = 0.001 if is_guess and "hash_ids" in names else 1.0  # Mooncake's: ms
+            for n, row in enumerate(rows, 1):  # noqa: B007
+                at = seconds_of(row[arrival], unit) if arrivals else 0.0
+                blocks = tuple(map(index, row.get("hash_ids", ()))) if is_json else ()
+                yield Job(at, whole(row[prompt]), whole(row[output]), None, blocks,
+                          512 if is_guess else 16), is_guess
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error, EOFError,
+            zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}, row {n}: {error}: must be CSV or JSON lines with columns like "
+                         f"{', '.join(known[0] for known in COLUMNS)}") from None
+
+def whole(text):
+    """A number of tokens"""
+    number = float(text)
+    if number % 1 != 0:
+        raise ValueError(f"{text} tokens: must be a whole number")
+    return int(number)
 
 def seconds_of(text, unit):
-    """An arrival: a number, of today's times in s, ms, us or ns, or a date (all of one zone)."""
+    """An arrival: a number, of today's times in s, ms, us or ns, or a date like 2026-11-28 10:30"""
     try:
         number = float(text)
     except ValueError:
-        date = re.sub(r"(Z|[+-]\d\d:\d\d)$", "", text.strip())
-        return float(np.datetime64(date, "ns").astype(int)) / 1e9
-    n_digit = len(f"{number:.0f}")
+        date, zone = re.fullmatch(r"(.+?)(Z|[+-]\d\d:\d\d)?", text.strip()).groups()
+        minutes = 0 if zone in (None, "Z") else 60 * int(zone[:3]) + int(zone[0] + zone[4:])
+        return float(np.datetime64(date, "ns").astype(int)) / 1e9 - 60 * minutes
+    n_digit = len(f"{check_range('arrival', number, -1e19, 1e19):.0f}")
     return number * unit if n_digit < 10 else number / 1000.0 ** ((n_digit - 10) // 3)
 
 # -----------------------------------------------------------------------------
@@ -2221,6 +2249,13 @@ def texts_of(name, machine, path, facts, rows):
 
 MAIN_JOB = ["users_a100", "users", "table4", "table2", "ceilings"]
 GPU_JOB = ["roofline", "users", "table4", "table2"]
+OWNERS = {  # of flags: experiments, or another flag
+    "online": ("rate", "spec", "adapters", "by"),
+    "online, attainment, capacity": ("schedulers", "order", "memory", "cv", "prompt", "output",
+                                     "shared", "jobs", "window", "first"),
+    "spec_here": ("draft", "prompts"),
+    "jobs": ("window", "first", "speed")}
+ENEMIES = {"jobs": ("prompt", "output", "shared"), "rate": ("speed",)}  # they override flags
 LEAST = {  # values of flags
     "chunk": 1, "tp": 1, "max_batch": 2, "context": 64, "seconds": 0.0, "rate": 0.001, "cv": 0.0,
     "tbt": 1e-4, "ttft": 1e-4, "first": 1, "speed": 1e-6, "adapters": 1, "shared": 8}
@@ -2294,18 +2329,33 @@ def add_online_flags(parser):
            help="how many drafts, as an engine's spec; FILE.py:CLASS: your own")
 
 def parse_arguments(words=None):
-    args = make_parser().parse_args(words)
-    given = {name: value for name, value in vars(args).items() if value is not None}
+    parser = make_parser()
+    args = parser.parse_args(words)
+    given = given_flags(parser, args)
     for name, low in LEAST.items():
         check_range(name, given.get(name, low), low)
+    for owners, names in OWNERS.items():
+        if not {*owners.split(", ")} & {*args.experiments, *given}:
+            check_unused(names, given, f"without {owners}")
+    for other, names in ENEMIES.items():
+        if other in given:
+            check_unused(names, given, f"beside --{other}")
+    if args.window and len({*args.window}) != 2:
+        raise ValueError(f"window = {args.window}: must be like 3600..7200")
     if not args.chunk:
         slow = {*args.experiments} <= {"capacity", "attainment"}
         args.chunk = 512 if args.hardware and args.experiments and slow else 256
     return args
 
+def check_unused(names, given, where):
+    for name in names:
+        if name in given:
+            raise ValueError(f"--{name} has no effect {where}")
+
 def run_experiments(args, names):
     """Run experiments. The table of each is printed once it is done, or if it is stopped; at the
     end all rows are saved."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     places = {name: choose_places(args, name) for name in names}
     try:
         for name, group in places.items():
@@ -2363,6 +2413,10 @@ def save_json(args, **report):
 def main():
     args = parse_arguments()
     names = args.experiments
+    for path in {args.trace, args.json} - {None, "-"}:
+        open(path, "a").close()  # an error now, not after the experiments
+        if os.path.isfile(path) and not os.path.getsize(path):
+            os.remove(path)
     if args.plot:
         os.makedirs(args.plot, exist_ok=True)
     if names == ["list"]:
@@ -2376,6 +2430,8 @@ def main():
         save_json(args, experiment="scoreboard", rows=scoreboard(args))
     else:
         if names == ["gpu"]:
+            if args.device == "cpu":
+                raise ValueError("gpu: torch sees no GPU, or --device cpu was given")
             args.lengths = this_machine(args).lengths[:1]
             names = GPU_JOB
         elif not names:

@@ -308,8 +308,12 @@ def side_by_side(first, second, device):
     stream.wait_stream(side)
     return result
 
+CPU_SETTINGS = ["SARATHI_CPU", "OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC",
+                "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"]
+
 def describe(x):
-    """What runs the operators on tensors like x: "triton, NVIDIA H100", "C++ (AVX2), 2 threads"."""
+    """What runs the operators on tensors like x: "triton, NVIDIA H100", "C++ (AVX2), 2 threads". It
+    names the settings of threads, which may take half of a CPU's speed or more."""
     chosen = backend(x)
     if x.is_cuda:
         return f"{chosen}, {torch.cuda.get_device_name(x.device)}"
@@ -318,7 +322,9 @@ def describe(x):
         operators = library(x.dtype)
         chosen = f"C++ ({LAYOUTS[operators.layout()].upper()})"
         n_thread = operators.threads()
-    return f"{chosen}, {n_thread} threads"
+    threads = {0: "1 thread, no OpenMP", 1: "1 thread"}.get(n_thread, f"{n_thread} threads")
+    settings = [f"{key}={os.environ[key]}" for key in CPU_SETTINGS if key in os.environ]
+    return ", ".join([chosen, threads, *settings])
 
 # -----------------------------------------------------------------------------
 # linear: products with weights
@@ -1050,14 +1056,15 @@ def library(dtype, head_dim=64):
     if head_dim != 64 and library(dtype) is None:
         return None  # a compiler that failed, or took too long, is not asked again
     try:
-        return ctypes.CDLL(str(build(*definitions)))
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            return ctypes.CDLL(str(build(private_folder() or Path(folder), *definitions)))
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
         print("C++ operators not compiled, plain torch is slower:",
               (reason or str(error)).splitlines()[0], file=sys.stderr)
         return None
 
-def build(*definitions, n_missing=0):
+def build(folder, *definitions, n_missing=0):
     """Compile SOURCE in about a second, once per processor. -> path of the library"""
     flags = f"{FLAGS} {' '.join(MAY_LACK[n_missing:])}".split()
     command = [*(os.environ.get("CXX") or "g++").split(), *flags, *definitions, "-x", "c++", "-"]
@@ -1067,11 +1074,10 @@ def build(*definitions, n_missing=0):
     except subprocess.CalledProcessError:
         if n_missing == len(MAY_LACK):
             raise
-        return build(*definitions, n_missing=n_missing + 1)
+        return build(folder, *definitions, n_missing=n_missing + 1)
     key = hashlib.sha256(target + f"{command}{SOURCE}".encode()).hexdigest()[:16]
-    path = CACHE / f"operators-{key}.so"
+    path = folder / f"operators-{key}.so"
     if not path.exists():
-        CACHE.mkdir(0o755, parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
         run([*command, "-o", part], input=(HEADER + SOURCE).encode())
         part.replace(path)  # atomic: other processes may build it too
@@ -1083,6 +1089,20 @@ try:
 except RuntimeError:  # neither HOME nor an entry in passwd
     HOME = Path(tempfile.gettempdir())
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or HOME / ".cache") / "sarathi"
+
+@lru_cache
+def private_folder():
+    """CACHE. None, with a line, if it cannot be written, or if others could put a library there."""
+    try:
+        CACHE.mkdir(0o755, parents=True, exist_ok=True)
+        status = CACHE.stat()
+        is_private = status.st_uid == os.getuid() and not status.st_mode & 0o022
+        if is_private and os.access(CACHE, os.W_OK):
+            return CACHE
+    except OSError:
+        pass
+    print(f"compiled operators are not kept: only you must be able to write to {CACHE}",
+          file=sys.stderr)
 
 # Not -ffast-math: it changes how all libraries of the process compute with denormal numbers. Not
 # unroll-and-jam: GCC merges two passes of an outer loop, then uses no vector instructions in them.
@@ -1101,7 +1121,7 @@ HEADER = r"""
 extern "C" int threads() { return omp_get_max_threads(); }
 #else
 static inline int omp_get_max_threads() { return 1; }
-extern "C" int threads() { return 1; }
+extern "C" int threads() { return 0; }
 #endif
 """
 

@@ -19,7 +19,6 @@ import math
 import os
 import re
 import sys
-import time
 from collections import defaultdict, namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -284,12 +283,17 @@ class GPT:
         return model
 
     def save_pretrained(self, folder):
-        """Write a Hugging Face folder, without a merged adapter."""
+        """Write a Hugging Face folder, without a merged adapter. ValueError if config.json cannot
+        say what this model's shape is."""
         c = self.config
         keys = {KEYS.get(key, key): key for key in FAMILIES[c.family]}
         settings = {keys[name]: value for name, value in vars(c).items() if name in keys}
         settings |= {"architectures": [ARCHITECTURES[c.family]], "model_type": c.family,
                      "dtype": str(self.dtype).removeprefix("torch."), "sliding_window": None}
+        read, _ = parse_config(folder, settings)
+        for name, value in vars(c).items():
+            if value != getattr(read, name, None):
+                raise ValueError(f"{name} = {value}: is not in a config.json of {c.family!r}")
         tensors = {}
         for name, parts in list_tensors(c).items():
             weight = self.base[name].to_dense().detach()
@@ -421,9 +425,9 @@ class Adapter:
         return adapter
 
     @classmethod
-    def from_pretrained(cls, folder, config, dtype=torch.float32):
-        """A PEFT folder. Errors as in GPT.from_pretrained."""
-        factors = read_factors(Path(folder), config)
+    def from_pretrained(cls, folder, config, dtype=torch.float32, base=None):
+        """A PEFT folder. base: the weights of its model. Errors as in GPT.from_pretrained."""
+        factors = read_factors(Path(folder), config, base or {})
         ranks = {}
         for (module, _), (a, _) in factors.items():
             ranks[module] = max(ranks.get(module, 0), len(a))
@@ -788,7 +792,11 @@ def index_of(folder, stem):
     if (folder / f"{stem}.safetensors").is_file() or not path.is_file():
         return {}
     with reading(path):
-        return {name: Path(file).name for name, file in read_json(path)["weight_map"].items()}
+        files = read_json(path)["weight_map"]
+        for file in files.values():
+            if {"/", ".."}.intersection(Path(file).parts):
+                raise ValueError(f"{file!r} must be in this folder")
+    return files
 
 def full_name(name):
     """A tensor's name in a model with a head. AutoModel's names are without its first part."""
@@ -867,6 +875,7 @@ LORA_NUMBERS = dict(r=8, lora_alpha=8, rank_pattern={}, alpha_pattern={})  # PEF
 LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model\.model)\.)*"
                r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*"
                r"(?:layers|h)\.(\d+)\.(.+))\.lora_)[AB]((?:\.[^.]+)?\.weight)")
+EMBEDDING = r"\b(embed_tokens|wte|lm_head)\."
 
 def setting_of(module, settings, key, patterns, least):
     """A setting for a module: of the first pattern that it matches, as PEFT matches it."""
@@ -875,8 +884,21 @@ def setting_of(module, settings, key, patterns, least):
             return check_range(f"{patterns} of {pattern!r}", value, least, 10**6)
     return check_range(key, settings[key], least, 10**6)
 
-def read_factors(folder, config):
-    """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}"""
+def drop_embeddings(checkpoint, base):
+    """PEFT saves the embeddings too, if the vocabulary was resized. ValueError if they are not
+    those of the base model."""
+    for name in [name for name in checkpoint if re.search(EMBEDDING, name)]:
+        theirs = checkpoint.pop(name)
+        # ranks above 0 have no head
+        ours = base.get("head.weight" if "lm_head" in name else "embedding.weight", theirs)
+        ours = ours.to_dense()  # in whatever layout it is
+        if not base or not torch.equal(ours, theirs.to(ours)):
+            raise ValueError(f"{checkpoint.folder}: {name!r}: embeddings in an adapter are not "
+                             "supported, except those of its base model: merge it with PEFT")
+
+def read_factors(folder, config, base):
+    """A PEFT folder -> {(module, layer): (A (rank, n_in), B (rank, n_out) times its scaling)}.
+    base: {our name: weight} of the base model, on this device"""
     path = folder / "adapter_config.json"
     if not path.is_file():
         raise FileNotFoundError(f"adapter '{folder}': must be a PEFT folder, has no {path.name}")
@@ -884,6 +906,7 @@ def read_factors(folder, config):
     with reading(path):
         check_settings(settings, LORA_SETTINGS, OFF)
     checkpoint = Checkpoint(folder, "adapter_model")
+    drop_embeddings(checkpoint, base)
     factors = {}
     while checkpoint:
         name = next(iter(checkpoint))
@@ -1029,6 +1052,8 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
     if folder is None:
         model = GPT.from_preset(name, dtype, device, seed, world)
     else:
+        if name in PRESETS and folder == Path(name):
+            print(f"model {name!r}: the folder of this name, not the preset", file=sys.stderr)
         model = GPT.from_pretrained(folder, dtype, device, world)
     if model.world.rank == 0:
         print(what_runs(name, model), file=sys.stderr)

@@ -295,8 +295,12 @@ no_cpp = pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="C++ does no
 def test_products_of_every_layout(layout, dtype, monkeypatch):
     columns = {"neon": 8, "avx2": 16, "avx512": 32, "avx512bf16": 32}.get(layout, 0)
     runs = {"torch": "torch"}.get(layout, f"C++ ({layout.upper()})")
+    monkeypatch.setattr(kernels, "CPU_SETTINGS", ["SARATHI_CPU", "OMP_DYNAMIC"])
+    monkeypatch.setenv("OMP_DYNAMIC", "true")
     line = kernels.describe(torch.ones(1, dtype=dtype))
-    assert re.fullmatch(rf"{re.escape(runs)}, \d threads", line)
+    threads = r"(1 thread|\d threads|1 thread, no OpenMP)"  # clang's OpenMP is not torch's
+    settings = f"SARATHI_CPU={layout}, OMP_DYNAMIC=true"
+    assert re.fullmatch(f"{re.escape(runs)}, {threads}, {settings}", line)
     packed = kernels.pack(torch.ones(70, 770, dtype=dtype))
     n_column = packed.panels.size(2) if isinstance(packed, kernels.Packed) else 0
     assert n_column == columns
@@ -334,6 +338,7 @@ def compiler(monkeypatch, tmp_path):
         path.chmod(0o755)
         monkeypatch.setenv("CXX", str(path))
         kernels.library.cache_clear()
+        kernels.private_folder.cache_clear()
     monkeypatch.delenv("SARATHI_CPU", raising=False)
     monkeypatch.setattr(kernels, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(kernels, "FLAGS", kernels.FLAGS.replace("-O3", "-O1"))
@@ -342,11 +347,11 @@ def compiler(monkeypatch, tmp_path):
 
 @no_cpp
 @pytest.mark.skipif(not shutil.which("clang++"), reason="needs clang")
-@each("refused", ["-fno-such", "-fopenmp"])
-def test_compilers_that_lack_flags(refused, compiler, dtype):
+@each("refused, has_openmp", [("-fno-loop", True), ("-fopenmp", False)])
+def test_compilers_that_lack_flags(refused, has_openmp, compiler, dtype):
     compiler(f'case "$*" in *{refused}*) exit 1;; esac; exec clang++ "$@"')
     line = kernels.describe(torch.ones(1, dtype=dtype))
-    assert line.startswith("C++")
+    assert line.startswith("C++") and ("no OpenMP" not in line) == has_openmp
     test_operator_linear(770, 70, 1, dtype)
     test_operator_attention(1, 6, 2, 64, "1+254 5+11 31+3 33+3", dtype)
 
@@ -364,17 +369,20 @@ def test_without_a_compiler_the_definitions_serve(script, compiler, capsys, monk
     assert err.count("\n") == 1 and "C++" in err
 
 @no_cpp
-def test_the_cache_of_operators(compiler):
-    """Compiled once"""
+def test_the_cache_of_operators(compiler, capsys):
+    """Compiled once; not kept where others could write"""
     found = []
-    for _ in range(2):
+    for mode in (0o755, 0o755, 0o777):
         compiler('exec g++ "$@"')
+        kernels.CACHE.mkdir(exist_ok=True)
+        kernels.CACHE.chmod(mode)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(subprocess, "run", Mock(side_effect=subprocess.run))
             assert kernels.library(float32)
             found.append(subprocess.run.call_count)
         assert len([*kernels.CACHE.iterdir()]) == 1
-    assert found == [2, 1]
+    assert found == [2, 1, 2]
+    assert "are not kept: only you" in capsys.readouterr().err
 
 def test_a_user_without_a_home(tmp_path):
     """And without UTF-8 as default, as on Windows"""
@@ -817,7 +825,7 @@ def test_adapters_equal_peft(family, tmp_path):
     ours = GPT.from_pretrained(tmp_path)
     prompts = [prompt(n) for n in (5, 18, 31)]
     expected = [greedy_loop(logits_by(theirs), prompts[0], 12)]
-    wrapped = trained_by_peft(theirs, tmp_path / "default", **LORAS[family])
+    wrapped = trained_by_peft(theirs, tmp_path / "default", embeddings=True, **LORAS[family])
     ranks = {module: 3 + i for i, module in enumerate(ours.config.modules)}
     random_adapter(ranks, ours.config).save_pretrained(tmp_path / "ours")
     wrapped.load_adapter(tmp_path / "ours", "ours")
@@ -828,14 +836,19 @@ def test_adapters_equal_peft(family, tmp_path):
         expected.append(greedy_loop(logits_by(wrapped), tokens, 12))
         engine.add_adapter(name, tmp_path / name)
     assert engine.generate(prompts, 12, [None, *names]) == expected
+    tensors = load_file(tmp_path / "default/adapter_model.safetensors")
+    other = {name: x + 1 for name, x in tensors.items() if re.search("embed_tokens|wte", name)}
+    edit(tmp_path / "default", tensors=other)
+    with pytest.raises(ValueError, match=f"{[*other][0]}.: embeddings in an adapter are not supp"):
+        engine.add_adapter("other", tmp_path / "default")
 
-def trained_by_peft(theirs, folder, **settings):
+def trained_by_peft(theirs, folder, embeddings=False, **settings):
     """Save an adapter of PEFT that is not zero to a folder, and let PEFT read it -> its model"""
     peft = pytest.importorskip("peft")
     wrapped = peft.get_peft_model(theirs, peft.LoraConfig(**settings))
     for name, parameter in wrapped.named_parameters():
         parameter.data += 0.3 * torch.randn_like(parameter) * ("lora_" in name)
-    wrapped.save_pretrained(folder, save_embedding_layers=False)
+    wrapped.save_pretrained(folder, save_embedding_layers=embeddings)
     wrapped.unload()
     return peft.PeftModel.from_pretrained(theirs, folder)
 
@@ -929,8 +942,11 @@ BAD_MODELS = {
     "model-1.safetensors does not exist": dict(files={
         "model.safetensors": None,
         INDEX: '{"weight_map": {"a": "model-1.safetensors"}}'}),
-    "index.json: 'list' object": dict(
-        files={"model.safetensors": None, INDEX: '{"weight_map": ["a"]}'}),
+    **{f"index.json: {part}": dict(files={"model.safetensors": None, INDEX: text})
+       for part, text in {
+           "'list' object": '{"weight_map": ["a"]}',
+           "'../a' must be in this folder": '{"weight_map": {"a": "../a"}}',
+           "'/a' must be in this folder": '{"weight_map": {"a": "/a"}}'}.items()},
     "layers = 1000000000: must be in 1 .. 21": dict(num_hidden_layers=10**9),
     "config.json: .*unsupported operand": dict(rope_parameters=5),
     "max_window_layers = 'x': must be": dict(
@@ -957,7 +973,7 @@ BAD_ADAPTERS = {
     r"adapter_config.json: missing \)": dict(alpha_pattern={"q_proj(": 3}),
     r"adapter_config.json: 'list' object": dict(alpha_pattern=["q_proj"]),
     "holds no tensors of LoRA": dict(files={"adapter_model.safetensors": "\2" + "\0" * 7 + "{}"}),
-    "lm_head.weight' does not fit": dict(
+    "lm_head.weight': embeddings in an adapter are not supported": dict(
         tensors={"base_model.model.lm_head.weight": torch.ones(61, 128)}),
     "peft_type = 'IA3' is not supported, only 'LORA'": dict(peft_type="IA3"),
     "of_a_later_peft = True is not supported": dict(of_a_later_peft=True),
@@ -974,7 +990,16 @@ BAD_TEXTS = {
     "template fails, --raw feeds .*'append' of 'list' object is unsafe": dict(files={
         "chat_template.jinja": "{{ messages.append(1) }}"}),
 }
+# a field that config.json has no key for
+Windowed = dataclasses.make_dataclass("Windowed", [("window", int, 0)], bases=(GPTConfig,))
+
+def save(config):
+    GPT.save_pretrained(Mock(config=config, dtype=float32), "folder")
+
 WRONG = {
+    "window = 0: is not in a config.json": lambda: save(Windowed(2, 8, 128)),
+    "attention_bias = True: is not in a config.json of 'qwen2'":
+        lambda: save(replace(TINY, family="qwen2", attention_bias=True)),
     "unknown preset 'llama-8b': did you mean llama-7b. It must be one of tiny, gpt2":
         lambda: GPT.from_preset("llama-8b"),
     "dtype = 'int8': must be one of float32": lambda: GPT.from_preset(TINY, torch.int8),
@@ -1085,7 +1110,7 @@ def damage(path, rng):
 def model_and_adapter(folder):
     model = GPT.from_pretrained(folder, "float32")
     logits = model.logits(prompt(9))
-    model.merge(Adapter.from_pretrained(folder / "adapter", model.config))
+    model.merge(Adapter.from_pretrained(folder / "adapter", model.config, base=model.weights))
     return logits, model.logits(prompt(9))
 
 def model_and_adapter_of_peft(folder):
@@ -1158,7 +1183,8 @@ def test_a_folder_is_taken_before_a_preset(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     TARGET.save_pretrained("llama-7b")
     assert load_model("llama-7b").config == TINY
-    assert capsys.readouterr().err.startswith("llama-7b, float32, ")
+    assert capsys.readouterr().err.startswith(
+        "model 'llama-7b': the folder of this name, not the preset\nllama-7b, float32, ")
 
 def test_sizes_of_presets_and_adapters():
     for name, billions in (("llama-70b", 69.0), ("gpt3-175b", 175)):
@@ -1922,7 +1948,8 @@ BAD_REQUESTS = {
 DEEP = Adapter.random(replace(TINY, n_layer=3), {"mlp.down_proj": 2})
 BAD_CALLS = {
     "tokens in the prompt = 0: must": lambda engine: engine.generate([[1], []]),
-    "shorter than": lambda engine: engine.generate([[1], [2]], adapter=["ffn"]),
+    "names in adapter = 1: must be in 2 .. 2":
+        lambda engine: engine.generate([[1], [2]], adapter=["ffn"]),
     "id = 0: add a Request only once": lambda engine: engine.add(engine.requests[0]),
     "no request with id 99 is waiting or running": lambda engine: engine.abort(99),
     "rank = 0": lambda engine: engine.add_adapter("lost", 0),
@@ -2017,17 +2044,26 @@ def test_odd_requests_are_refused_or_served(monkeypatch):
     assert 50 < len(odd) < 300
 
 MISTAKES_IN_CODE = {  # message -> a method of a scheduler, policy or proposer; what it gives
+    "plans .Request.*: must be .*request, n": ("plan", lambda requests: requests),
     "Orca plans nothing, or a request twice": ("plan", lambda requests: [(requests[0], 1)] * 2),
-    "plans 99 tokens of Request": ("plan", lambda requests: [(requests[0], 99)]),
-    "plans 1 tokens of Request.*: must be running": ("plan", lambda requests: [(Request([1]), 1)]),
+    "plans 99 tokens of Request.id=0": ("plan", lambda requests: [(requests[0], 99)]),
+    "plans 1.5 tokens of .*: must be .* a whole": ("plan", lambda requests: [(requests[0], 1.5)]),
+    "plans 1 tokens of Request.*: must be runn": ("plan", lambda requests: [(Request([1]), 1)]),
     "plans 1 tokens of 0: must be running": ("plan", lambda requests: [(0, 1)]),
     "plans nothing": ("plan", lambda requests: []),
     "Orca starts Request.id=-1, 1 . 32 tokens, waiting.: is": ("admit", lambda *_: [Request([1])]),
     "starts Request.id=0, .*: is not waiting, or named twice":
         ("admit", lambda running, waiting: waiting[:1] * 2),
+    "Orca gives None: must be a list of waiting requests": ("admit", lambda *_: None),
+    "Orca gives .0.: must be a list of": ("admit", lambda *_: [0]),
     "or the order or the memory starts no request": ("admit", lambda *_: []),
+    "Fixed gives .4.: must be whole numbers in 0 .. .3": ("n_drafts", lambda *_: [4]),
+    "Fixed gives 2: must be whole": ("n_drafts", lambda *_: 2),
+    "Fixed gives ..: must be whole": ("n_drafts", lambda *_: []),
     "Fixed calls price: set needs_price = True": ("n_drafts", lambda *given: given[-1]([1])),
-    "Zeros gives .61.: must be tokens below 61": ("draft", lambda *_: [61]),
+    "Zeros gives .61.: must be up to 3 tokens below 61": ("draft", lambda *_: [61]),
+    "Zeros gives array.*: must be up to 3": ("draft", lambda *_: np.ones(4, int)),
+    "Zeros gives 1: must be up to 3 tokens": ("draft", lambda *_: 1),
 }
 
 @each("message", MISTAKES_IN_CODE)
@@ -3139,6 +3175,9 @@ MISTAKES = {
     "token = 70: must be in 0 .. 60": ["--tokens", "1,70"],
     "tp = 2 needs 2 processes, .*--nproc_per_node 2": ["--tp", 2],
     "argument --tokens: invalid token_ids value: '1 2'": ["--tokens", "1 2"],
+    "--chunk has no effect beside --explain": ["--explain", "--chunk", 8],
+    "--html has no effect without --explain": ["--tokens", "1", "--html", "x.html"],
+    "--adapter: must have a value": ["--tokens", "1", "--adapter="],
     "chunk = 0: must be at least 1": ["--chunk", 0],
 }
 
@@ -3170,7 +3209,8 @@ def test_command_line(call, capsys, tmp_path):
         out, err = call(tokens + flags)
         printed = [int(token) for token in out.split()]
         assert printed == naive(tuple(prompt(15)), name, 12)
-        assert re.search(r"^\| run \| 1 ", err, re.M)
+        figures = r"^15 \+ 12 tokens, \d+ output tokens/s, TTFT .* ms, TPOT .* ms"
+        assert re.search(figures, err, re.M)
         assert err.startswith(f"{tmp_path}, float32, ") and (DEVICE == "cuda" or " thread" in err)
     assert re.search(r"([1-9]\d*) of \1 drafts accepted", err)
     assert len(call(tokens + ["--adapter", tmp_path / "large"]).out.split()) == 12
@@ -3180,7 +3220,7 @@ def test_command_line(call, capsys, tmp_path):
     assert call(tokens).out.split() == as_fit[:as_fit.index(as_fit[3]) + 1]
     for message, flags in MISTAKES.items():
         with pytest.raises(SystemExit, match="2"):
-            call(flags if flags[0] in ("--tokens", "--prompt") else tokens + flags)
+            call(flags if flags[0] in ("--tokens", "--prompt", "--explain") else tokens + flags)
         out, err = capsys.readouterr()
         assert out == "" and "Traceback" not in err
         assert re.search(f"^sarathi.py: .*{message}", err, re.M), err
@@ -3421,7 +3461,8 @@ def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys,
     assert status == 0, err
     rows = json.loads(out.splitlines()[-1])["rows"]
     ours = {tuple(row["at"]): row["ours"] for row in rows}
-    assert len(ours) == 3 * (1 + 2 * n_way)
+    assert len(ours) == 3 * (1 + 2 * (n_way + 1))
+    assert ours["accepted, 24", "wrong, goodput", ""] == 0 < ours["B = 6", "wrong, goodput", ""]
     shares = {at[1]: share for at, share in ours.items() if at[0] == "accepted, 6"}
     lookup = shares["lookup, k = 5"]
     assert 0 <= lookup < 1
@@ -3430,9 +3471,10 @@ def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys,
     if "Own" in words:  # the same as lookup
         assert shares["Own, k = 5"] == lookup
     assert sum(line.startswith("| lookup, ") for line in out.splitlines()) == 4
-    # one text to warm up; in two rounds six texts, one by one and at once, and 24
-    n = n_way + 1
-    assert Counter(map(len, served)) == {1: n, 6: 4 * n, 24: 2 * n}
+    # one text to warm up; in two rounds six texts, one by one and at once, and 24; with wrong
+    # drafts all are served once more before, until they have settled
+    n = n_way + 2
+    assert Counter(map(len, served)) == {1: n + 1, 6: 4 * n + 4, 24: 2 * n + 2}
     texts = [bytes(tokens) for tokens in served[-1]]
     assert all(text.startswith(prompt) for text, prompt in zip(texts, prompts))
 
@@ -3557,7 +3599,7 @@ TRACES = {  # the same three requests, 4 and 1.5 seconds apart
         "1700000004000000000,396,9\n1.7000000055e18,7,1\n1700000000000000000,374,44\n",
     "ours.jsonl": "".join('{"output": %d, "prompt": %d, "arrival": "%s"}\n' % row for row in (
         (44, 374, "2024-05-10T01:00:00Z"), (9, 396, "2024-05-10T01:00:04+00:00"),
-        (1, 7, "2024-05-10 01:00:05.5+00:00"))),
+        (1, 7, "2024-05-10 03:00:05.5+02:00"))),
     "guidellm.csv": "timestamp,input_length,output_length\n0.5,374,44\n4.5,396,9\n6,7,1\n",
     "bailian.jsonl": "".join(
         '{"chat_id": 1, "timestamp": %s, "input_length": %d, "output_length": %d, "type": "text", '
@@ -3573,7 +3615,7 @@ def test_traces_of_the_field(name, tmp_path, capsys):
     if name.endswith(".gz"):
         data = gzip.compress(codecs.BOM_UTF8 + data.replace(b"\n", b"\r\n"))
     (tmp_path / name).write_bytes(data)
-    jobs = bench.read_jobs(arguments(f"online --jobs {tmp_path / name}"), 4096)
+    jobs = bench.read_jobs(f"{tmp_path / name}", 4096)
     assert [job[1:3] for job in jobs] == [(374, 44), (396, 9), (7, 1)]
     assert [job.arrival for job in jobs] == approx([0, 4, 5.5], abs=1e-6)
     assert "3 rows read, 3 kept, 0 skipped" in capsys.readouterr().err
@@ -3596,7 +3638,7 @@ def test_hours_between_requests_are_kept(start, tmp_path):
     unit = 1000 if start > 1e12 else 1
     rows = "".join(f"{start + unit * t},5,5\n" for t in at)
     (tmp_path / "jobs.csv").write_text(f"arrival,prompt,output\n{rows}")
-    jobs = bench.read_jobs(arguments(f"online --jobs {tmp_path}/jobs.csv"), 64)
+    jobs = bench.read_jobs(f"{tmp_path}/jobs.csv")
     assert [job.arrival for job in jobs] == at
 
 def test_no_nan_is_written_and_no_other_json_is_reported(tmp_path, monkeypatch, capsys):
@@ -3619,42 +3661,48 @@ def test_windows_of_traces_keep_their_bursts(tmp_path, capsys):
     window = (at - at[0] >= 60) & (at - at[0] < 180)
     served = window & (lengths.min(1) > 0) & (lengths.sum(1) <= 70)
     expected = (at[served] - at[served][0]) / 4
-    args = arguments(f"online --jobs {path} --window 60..180 --speed 4")
-    jobs = bench.read_jobs(args, 70)
+    jobs = bench.read_jobs(str(path), 70, (60, 180), speed=4)
     assert [job.arrival for job in jobs] == approx(expected, abs=1e-6)
     assert [job[1:3] for job in jobs] == list(map(tuple, lengths[served].tolist()))
     assert capsys.readouterr().err == (
         f"{path}: 400 rows read, {served.sum()} kept, {(window & ~served).sum()} "
         "skipped (no prompt, no output, or more than 70 tokens; simulated: --context); "
         f"{len(jobs) / expected[-1]:.3g} requests/s in the mean\n")
-    args.first = 9
-    assert bench.read_jobs(args, 70) == jobs[:9]
+    assert bench.read_jobs(str(path), 70, (60, 180), 9, 4) == jobs[:9]
 
 def test_what_lies_outside_a_window_is_not_kept(tmp_path):
     path = tmp_path / "long.csv"
     path.write_text("arrival,prompt,output\n" + "".join(f"{i},{i + 9},5\n" for i in range(9000)))
     tracemalloc.start()
-    jobs = bench.read_jobs(arguments(f"online --jobs {path} --window 100..200"), 9999)
+    jobs = bench.read_jobs(str(path), window=(100, 200))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(jobs) == 100 and most < 3e5
 
 @each("text, needle", [
-    ("a,b\n1,2\n", r"row 1: KeyError\('arrival'\): must be CSV or JSON lines with columns like "),
-    ('[{"id": "a"}]\n', "no request is left to serve: 0 rows"),
-    ("prompt,output\n5,5\n", "row 1: KeyError.'arrival'"),
-    ("arrival,prompt,output\n0,5,5\n\n1,5\n", "row 2: TypeError"),
-    ('arrival,prompt,output\n0,5,5\n1,5,"5\n', "row 2: "),
-    ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "prompt": 5}\n', "row 2: KeyError"),
+    ("a,b\n1,2\n", "row 1: a column is missing: must be CSV or JSON lines with columns like arri"),
+    ('[{"id": "a"}]\n', "row 1: a column is missing: must be CSV or JSON lines"),
+    ("timestamp,input_length,output_length,hash_ids\n" + "".join(
+        f"{6 * i},5,5,\n" for i in range(11)),  # in seconds
+     "11 requests over 0.06 s are not plausible: .* with hash_ids in ms"),
+    ("timestamp,input_length,output_length\n0,5,5\n27000,5,5\n", "over 2.7e.04 s are not pl"),
+    ("prompt,output\n5,5\n", "row 1: a column is missing"),
+    ("arrival,prompt,output\n0,5,5\n\n1,5\n", "row 2: float.. argument must be"),
+    ("arrival,prompt,output\n0,5,5\n1,5.5,5\n", "row 2: 5.5 tokens: must be a whole number"),
+    ("arrival,prompt,output\n0,5,5\ninf,5,5\n", "row 2: "),
+    ("arrival,prompt,output\n28.11.2026 10:30,5,5\n", 'row 1: .*"28.11.2026 10:30" at'),
+    ('arrival,prompt,output\n0,5,5\n1,5,"5\n', "row 1: unexpected end of data"),
+    ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "prompt": 5}\n', "row 2: 'outp"),
     ("arrival,prompt,output\n0,0,5\n0,5,0\n0,60,5\n0,-1,5\n", "no request is left to serve: 4"),
     ("\xff", "row 1: .*utf-8"),
     ('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [""]}', "row 1: .*int"),
+    ('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": null}', "row 1: .*iter"),
 ])
 def test_a_wrong_trace_is_one_clear_line(text, needle, tmp_path):
     path = tmp_path / "jobs.csv"
     path.write_text(text, "latin-1")
     with pytest.raises(ValueError, match=needle) as raised:
-        bench.read_jobs(arguments(f"online --jobs {path}"), 64)
+        bench.read_jobs(str(path), 64)
     assert "\n" not in str(raised.value) and "jobs.csv" in str(raised.value)
 
 def test_serve_keeps_clients_and_arrivals():
@@ -3756,13 +3804,23 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("--no-such-flag", "--no-such-flag"),
     ("--max-batch 0", "max_batch = 0"),
     ("--tp 0", "tp = 0"),
+    ("--hardware ''", "--hardware: must have a value"),
+    ("--jobs=", "--jobs: must have a value"),
     ("--lengths 1..x", "1..x"),
+    ("fig3 --rate 3", "--rate has no effect without online"),
+    ("fig3 --jobs a.csv", "--jobs has no effect without online, attainment, capacity"),
+    ("online --jobs a.csv --prompt 8", "--prompt has no effect beside --jobs"),
+    ("online --speed 2", "--speed has no effect without jobs"),
+    ("online --jobs a.csv --speed 2 --rate 1", "--speed has no effect beside --rate"),
+    ("online --jobs a.csv --window 9", "window = [9]: must be like 3600..7200"),
+    ("online --hardware a100 --json nowhere/a.json", "nowhere/a.json"),
+    ("gpu --device cpu", "torch sees no GPU"),
     ("fig3 --lengths 9999 --hardware a100", "9999"),
     ("spec_here --hardware a100", "only be measured"),
     ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
     ("fig3 --context 4096", "--hardware"),
     ("spec_here", "model 'tiny': is not trained yet, run `python model.py`"),
-    ("spec_here --model llama-30m --prompts latin.txt", "utf-8"),
+    ("spec_here --model llama-30m --prompts latin.txt", "latin.txt: 'utf-8' codec"),
     ("online --scheduler own.py:Yours", "own.py:Yours: must be a Scheduler"),
     ("online --scheduler own.py:One", "own.py:One: must be a Scheduler"),
     ("online --scheduler own.py", "unknown name 'own.py'"),
