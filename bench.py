@@ -2004,7 +2004,7 @@ def read_jobs(path, longest=math.inf, window=(-math.inf, math.inf), first=None, 
     start = 0.0
     n_read = 0
     n_skipped = 0
-    for job, unit_is_a_guess in read_trace(path, arrivals):
+    for job, unit_is_a_guess in read_trace(path, arrivals):  # noqa: B007
         start = job.arrival if n_read == 0 else start
         n_read += 1
         if low <= job.arrival - start < high:

@@ -2199,13 +2199,17 @@ def test_after_an_exception_all_requests_wait_again(way, hook, monkeypatch):
             assert tokens == [naive(tuple(p), name, 5) for p, name in zip(prompts, names)]
             check_tokens(others)
 
-def in_iteration(frame):
-    while frame and frame.f_code.co_name != "advance":
-        frame = frame.f_back
-    return frame
+def in_turn(frame):
+    """Whether a line is of a thread's turn: of sarathi.py, below a call that changes requests"""
+    names = []
+    if frame.f_code.co_filename == sarathi.__file__ and frame.f_code.co_name != "turn":
+        while frame:
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+    return "reset" not in names and {"advance", "add", "abort", "preempt"} & {*names}
 
 def throw_at(n, call):
-    """Call a function. Its n-th line of an iteration is interrupted, or none."""
+    """Call a function. Its n-th line of a turn is interrupted, or none."""
     n_left = n
 
     def watch(frame, kind, _):
@@ -2217,8 +2221,7 @@ def throw_at(n, call):
         return watch
 
     def watch_engine(frame, *_):
-        is_ours = frame.f_code.co_filename == sarathi.__file__
-        return watch if is_ours and in_iteration(frame) else None
+        return watch if in_turn(frame) else None
     before = sys.gettrace()
     sys.settrace(watch_engine)
     try:
