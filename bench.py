@@ -334,7 +334,8 @@ def long_prompts(place, larger="llama-124m"):
 
 @experiment()
 def ceilings(place):
-    """This machine's matrix products and memory: how many tokens does one weight read pay for?"""
+    """This machine's matrix products and memory: one read of a weight pays for so many tokens as
+    the ridge point says."""
     flops, bandwidth = measure_ceilings(place)
     yield Row("matrix products (TFLOP/s)", flops / 1e12)
     yield Row("weights read (GB/s)", bandwidth / 1e9)
@@ -385,7 +386,8 @@ def table2(place):
 @experiment("tokens per request, L", "times")
 def table4(place):
     """[SARATHI Table 4] decode speedup, and throughput over request-level batching, at the P:D
-    where decodes piggyback perfectly."""
+    where decodes piggyback perfectly. Chunks gain throughput where decodes take long beside
+    prompts: on a GPU, hardly on a CPU."""
     cases = [("", place, L, place.B) for L in place.lengths]
     if place.simulated:
         other = simulate(place.args, Hardware("llama-33b", "a100"))
@@ -447,7 +449,7 @@ def capacity(place):
     outputs of 20 to 400 tokens, shorter if measured; up to 48 requests at once. 0: less than a
     fifth, simulated a twelfth, of what is served without targets."""
     ways = ways_of(place.args, ("prefill_first", "sarathi", "sarathi_serve"))
-    serve_at, most, _ = load(place)
+    serve_at, most = load(place)
     for name, way in ways.items():
         def good(rate):
             return serve_at(rate, way).meets(place.args.ttft, place.args.tbt)
@@ -462,15 +464,12 @@ def attainment(place):
     with its bursts."""
     targets = place.args.ttft, place.args.tbt
     place.source += f"; --ttft {targets[0]:g}, --tbt {targets[1]:g}"
-    serve_at, most, n = load(place)
+    serve_at, most = load(place)
     n_halving = 6 if place.simulated else 2
     halvings = np.linspace(n_halving - 1, -1, (1 + place.full) * n_halving + 1)
     rates = [most / 2 ** i for i in halvings]
     rates = [float(f"{rate:.3g}") for rate in rates]
     ways = ways_of(place.args, SCHEDULERS)
-    if not place.simulated:
-        seconds = len(ways) * sum(n / rate for rate in rates)
-        print(f"{len(ways)} x {len(rates)} runs, about {seconds:.0f} s", file=sys.stderr)
     for name, way in ways.items():
         def share(rate):
             return serve_at(rate, way).attainment(*targets)
@@ -486,7 +485,7 @@ FULL_SHARE = "99 % of requests up to"
 
 def load(place):
     """(a function (rate, way) -> Run of requests that arrive at this rate, the requests/s that are
-    served without targets, the number of requests)."""
+    served without targets)."""
     n = 300 if place.full else 20
     L = max(place.lengths)
     if place.simulated:
@@ -501,7 +500,7 @@ def load(place):
 
     def serve_at(rate, way):
         return place.serve(at_rate(jobs, rate), **way, **options)
-    return serve_at, serve_at(math.inf, dict(scheduler="sarathi")).requests_per_second, n
+    return serve_at, serve_at(math.inf, dict(scheduler="sarathi")).requests_per_second
 
 def highest(good, rate, n_step=6):
     """The highest rate with good(rate), 3 % too low at most; or 0. Six steps find one in 0.4 .. 2.5
@@ -1316,9 +1315,7 @@ def online(place):
                  for spec in (args.spec, "goodput")}
         place.source += f"; drafts under {name_of(args.scheduler)}"
     ways = ways_of(args, SCHEDULERS, specs)
-    seconds = 2 * len(ways) * jobs[-1].arrival
-    duration = "" if place.simulated else f"; all runs: {seconds:.0f} s or more"
-    print(about_jobs(place, jobs, common) + duration, file=sys.stderr)
+    print(about_jobs(place, jobs, common), file=sys.stderr)
     classes = classes_of(jobs, args.by)
     for name, runs in place.race(ways, jobs=jobs, **common):
         yield from who_pays(args, name, runs)
@@ -2091,7 +2088,6 @@ def scoreboard_rows(args, name):
 
 def scoreboard(args):
     """Every number of the papers beside ours, simulated with one set of constants. Returns rows."""
-    print("two to five minutes on two cores", file=sys.stderr)
     names = [name for name in CLAIMS if EXPERIMENTS[name].only != "measured"]
     # not forked: that would copy a state of CUDA that no child can use
     spawn = multiprocessing.get_context("spawn")
@@ -2193,24 +2189,16 @@ def read_results():
     assets/. One that has the name of a simulated experiment has all of its points."""
     results = {}
     for path in sorted(ASSETS.glob("*.json"), key=lambda path: (path.stem in EXPERIMENTS, path)):
-        try:
-            results |= results_of(path)
-        except Exception as error:
-            print(f"{path}: skipped, is not from --json: {error!r:.60}", file=sys.stderr)
-    return results
-
-def results_of(path):
-    results = {}
-    parts = json.loads(path.read_text("utf8"))
-    for part in parts if isinstance(parts, list) else [parts]:
-        facts = f"{part['date']}, commit {part['commit']}"
-        found = {}
-        for row in part["rows"]:
-            own = part | row
-            date = "" if "simulated" in own["machine"] else facts
-            at = own["experiment"], own["machine"], date
-            found.setdefault(at, (path, facts, []))[-1].append(row)
-        results |= found
+        parts = json.loads(path.read_text("utf8"))
+        for part in parts if isinstance(parts, list) else [parts]:
+            facts = f"{part['date']}, commit {part['commit']}"
+            found = {}
+            for row in part["rows"]:
+                own = part | row
+                date = "" if "simulated" in own["machine"] else facts
+                at = own["experiment"], own["machine"], date
+                found.setdefault(at, (path, facts, []))[-1].append(row)
+            results |= found
     return results
 
 def heading_of(name, machine):

@@ -13,7 +13,6 @@ devices share a model [S-LoRA §6]; checks of what users give; checkpoints; text
 
 import argparse
 import atexit
-import difflib
 import json
 import math
 import os
@@ -71,6 +70,8 @@ class GPTConfig:
     shard: tuple = (0, 1)  # (i, n): of device i of n. n_head, n_kv_head, n_inner are its share
 
     def __post_init__(self):
+        for name, kind in GPTConfig.__annotations__.items():
+            check_field(name, getattr(self, name), kind)
         self.is_llama = self.family != "gpt2"
         self.layers = "model.layers" if self.is_llama else "transformer.h"  # in transformers
         self.n_inner = self.n_inner or 4 * self.n_embd
@@ -101,7 +102,7 @@ class GPTConfig:
                 operators[op] = Operator(n_in, first + own, columns | {module: (first, own)})
         return operators
 
-    # ---- shares of devices, sizes; presets (to skip)
+    # ---- shares of devices, sizes (to skip)
 
     def shard_of(self, rank, n):
         """The share of device `rank` of n. ValueError if n does not divide heads and widths."""
@@ -120,22 +121,6 @@ class GPTConfig:
     def page_bytes(self, itemsize):
         """Bytes of K and V of one token in all layers: m_kv in [SARATHI §4.3]"""
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
-
-gpt2 = partial(GPTConfig, family="gpt2", tied=True)
-llama = partial(GPTConfig, vocab_size=32000, block_size=2048)
-PRESETS = {  # n_layer, n_head, n_embd, n_inner
-    "tiny": GPTConfig(4, 4, 256, 704, vocab_size=257, tied=True),
-    "gpt2": gpt2(12, 12, 768),
-    "gpt2-xl": gpt2(48, 25, 1600),
-    "gpt3-175b": gpt2(96, 96, 12288, block_size=4096),
-    "llama-30m": llama(8, 8, 512, 1408, vocab_size=8192, tied=True),
-    "llama-124m": llama(12, 12, 768, 2048, vocab_size=50304, tied=True),  # as large as GPT-2
-    "llama-160m": llama(12, 12, 768, 3072),
-    "tinyllama-1.1b": llama(22, 32, 2048, 5632, n_kv_head=4),
-    "llama-7b": llama(32, 32, 4096, 11008, block_size=4096),
-    "llama-13b": llama(40, 40, 5120, 13824, block_size=4096),
-    "llama-33b": llama(60, 52, 6656, 17920, block_size=4096),
-    "llama-70b": llama(80, 64, 8192, 28672, n_kv_head=8, block_size=4096)}
 
 # -----------------------------------------------------------------------------
 # a model
@@ -631,9 +616,7 @@ def check_choice(name, value, choices):
     """Returns value. KeyError that lists the choices if it is none of them."""
     if value not in choices:
         valid = ", ".join(map(str, choices)) or "none, there is none yet"
-        near = difflib.get_close_matches(str(value), map(str, choices), 1)
-        hint = f"did you mean {near[0]}? It must be " if near else ""
-        raise KeyError(f"unknown {name} {value!r}: {hint}one of {valid}")
+        raise KeyError(f"unknown {name} {value!r}: one of {valid}")
     return value
 
 def check_range(name, value, low, high=math.inf):
@@ -752,7 +735,7 @@ def parse_config(path, settings):
     for key, value in known.items():
         name = KEYS.get(key, key)
         if name in GPTConfig.__annotations__:
-            found[name] = check_field(key, value, GPTConfig.__annotations__[name])
+            found[name] = value
     found["block_size"] = context_of(path, known, found["block_size"])
     rotary_frequencies(replace(GPTConfig(**found), head_dim=2))  # ValueError for its scaling
     return GPTConfig(**found), stored_dtype(settings)
@@ -962,7 +945,8 @@ def stop_of(folder):
     """The tokens that end a text, of config.json and generation_config.json"""
     files = [folder / name for name in TEXT_FILES[:2]]
     config, generation = (read_json(f) if f.exists() else {} for f in files)
-    stop = (FAMILIES.get(config.get("model_type"), {}) | config | generation).get("eos_token_id")
+    family = FAMILIES.get(str(config.get("model_type")), {})
+    stop = (family | config | generation).get("eos_token_id")
     return [token for token in (stop if isinstance(stop, list) else [stop]) if token is not None]
 
 def read_tokenizer(folder):
@@ -1014,6 +998,22 @@ def stream_text(decode, wrong, prompt=()):
 VOCABULARIES = ["vocab.*", "*.model"]  # of tokenizers without a tokenizer.json
 HUB_FILES = [*TEXT_FILES, "tokenizer.json", "chat_template.jinja", *VOCABULARIES,
              "model.safetensors", "model.safetensors.index.json"]
+
+gpt2 = partial(GPTConfig, family="gpt2", tied=True)
+llama = partial(GPTConfig, vocab_size=32000, block_size=2048)
+PRESETS = {  # n_layer, n_head, n_embd, n_inner
+    "tiny": GPTConfig(4, 4, 256, 704, vocab_size=257, tied=True),
+    "gpt2": gpt2(12, 12, 768),
+    "gpt2-xl": gpt2(48, 25, 1600),
+    "gpt3-175b": gpt2(96, 96, 12288, block_size=4096),
+    "llama-30m": llama(8, 8, 512, 1408, vocab_size=8192, tied=True),
+    "llama-124m": llama(12, 12, 768, 2048, vocab_size=50304, tied=True),  # as large as GPT-2
+    "llama-160m": llama(12, 12, 768, 3072),
+    "tinyllama-1.1b": llama(22, 32, 2048, 5632, n_kv_head=4),
+    "llama-7b": llama(32, 32, 4096, 11008, block_size=4096),
+    "llama-13b": llama(40, 40, 5120, 13824, block_size=4096),
+    "llama-33b": llama(60, 52, 6656, 17920, block_size=4096),
+    "llama-70b": llama(80, 64, 8192, 28672, n_kv_head=8, block_size=4096)}
 
 def preset(name):
     """The GPTConfig of a preset. KeyError that lists the presets for any other name."""
