@@ -82,9 +82,9 @@ from model import Adapter, load_model, load_tokenizer, preset, reading, what_run
 from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, NO_ADAPTER, ORDERS, SCHEDULERS,
                      CostModel, CostRunner, EarlyAbort, Engine, Feed, Goodput, Iteration,
                      IterationStats, ModelRunner, Policy, Proposer, Request, Run, Sarathi,
-                     SarathiServe, Scheduler, Speculator, add_model_flags, cell, check_choice,
-                     check_range, cluster, edf, fcfs, feeds_of, forced_acceptance, given_flags,
-                     lcfs, object_in_file, run_command_line, table)
+                     SarathiServe, Scheduler, Speculator, Zeros, add_model_flags, cell,
+                     check_choice, check_range, cluster, edf, fcfs, feeds_of, forced_acceptance,
+                     given_flags, lcfs, object_in_file, run_command_line, table)
 
 import numpy as np
 import torch
@@ -1191,7 +1191,7 @@ def spec_here(place):
     ways = {"off": (None, "off")}
     for source, name in product(sources, [*CHOICES][1:]):
         ways[f"{source}, {name}"] = sources[source], CHOICES[name]
-    ways["wrong, goodput"] = Wrong, "goodput"
+    ways["wrong, goodput"] = Zeros, "goodput"  # hardly ever right
     for way in ways.values():  # warm up: goodput makes its profile
         continue_text(place, prompts[:1], 1, *way)
     for B in (1, 6, 24):
@@ -1203,12 +1203,6 @@ def spec_here(place):
         for i, name in [*enumerate(ways)][1:]:
             yield Row(f"B = {B}", seconds[0] / seconds[i], name)
             yield Row(f"accepted, {B}", np.median(accepted[i]), name)
-
-class Wrong(Proposer):
-    """Drafts that are hardly ever right."""
-    def draft(self, request, k):
-        V = self.engine.model.config.vocab_size
-        return [(7919 * request.n_tokens + i) % V for i in range(k)]
 
 N_TEXT = 256, 64  # most tokens of a prompt of spec_here, and tokens of an output
 
@@ -1231,7 +1225,7 @@ def continue_text(place, prompts, B, draft, spec):
     """Seconds of an output for every prompt, B at once, and the share of drafts accepted."""
     engine = Engine(place.model, "prefill_first", max_batch=B, n_page=B * sum(N_TEXT),
                     draft=draft, spec=spec)
-    if draft is Wrong:
+    if draft is Zeros:
         engine.generate(prompts, N_TEXT[1])  # until it has settled
     seconds = timed(engine.generate, prompts, N_TEXT[1])()
     speculator = engine.speculator
@@ -1462,8 +1456,7 @@ def iteration_seconds(run):
 def roofline(place):
     """How near iterations come to this machine's ceilings: the seconds that the FLOPs of linear
     operators, or the bytes of weights and cache, take at the ceilings, over the measured ones; and
-    the host's time for an iteration. `bench.py gpu`, what a new GPU has to show, goes on with
-    users, table4 and table2, at one length."""
+    the host's time for an iteration. A new GPU has to show this, and then users and table4."""
     model = place.model
     L = place.lengths[0]
     ceilings = measure_ceilings(place)
@@ -2236,7 +2229,6 @@ def texts_of(name, machine, path, facts, rows):
 # command line
 
 MAIN_JOB = ["users_a100", "users", "table4", "table2", "ceilings"]
-GPU_JOB = ["roofline", "users", "table4", "table2"]
 OWNERS = {  # of flags: experiments, or another flag
     "online": ("rate", "spec", "adapters", "by"),
     "online, attainment, capacity": ("schedulers", "order", "memory", "cv", "prompt", "output",
@@ -2263,7 +2255,7 @@ def make_parser():
         description=f"{about}\n\n{usage}", allow_abbrev=False, conflict_handler="resolve",
         formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS)
     flag = parser.add_argument
-    flag("experiments", nargs="*", help="names from `list`; or list, scoreboard, report or gpu; "
+    flag("experiments", nargs="*", help="names from `list`; or list, scoreboard or report; "
          f"default: {' '.join(MAIN_JOB)}")
     add_model_flags(parser, None)
     flag("--chunk", type=int, help="tokens of an iteration that feeds a prefill chunk; default: "
@@ -2417,12 +2409,7 @@ def main():
     elif names == ["scoreboard"]:
         save_json(args, experiment="scoreboard", rows=scoreboard(args))
     else:
-        if names == ["gpu"]:
-            if args.device == "cpu":
-                raise ValueError("gpu: torch sees no GPU, or --device cpu was given")
-            args.lengths = this_machine(args).lengths[:1]
-            names = GPU_JOB
-        elif not names:
+        if not names:
             print("About a minute: first LLaMA-13B on a simulated A100, then this machine.\n",
                   flush=True)
             names = MAIN_JOB

@@ -703,6 +703,8 @@ MODEL_SETTINGS = {  # keys of config.json that change the mathematics -> the val
 def read_json(path):
     """The settings in a file"""
     with reading(path):
+        if path.exists() and not path.is_file():
+            raise ValueError("is no file")  # a pipe may have no end
         return {**json.loads(path.read_text("utf-8"))}
 
 def read_config(folder):

@@ -80,7 +80,7 @@ def test_readme_names_what_exists():
     assert len(lines) == 3 and all(line in source for line in lines)
     words = set(re.findall(r"`(?:python )?bench.py ([a-z]\w+)", PAGE))
     words |= set(re.findall(r", (\w+) \|$", README, re.M)) - names
-    assert words <= {*EXPERIMENTS, "gpu", "list", "scoreboard", "report"}
+    assert words <= {*EXPERIMENTS, "list", "scoreboard", "report"}
     assert all(f"`{name}`" in PAGE for name in SCHEDULERS)
     assert all(f"`{name}`" in PAGE for name in sarathi.ORDERS)
 
