@@ -23,7 +23,7 @@ import tracemalloc
 import weakref
 from collections import Counter, defaultdict
 from contextlib import contextmanager, redirect_stdout
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cache, partial
@@ -386,30 +386,29 @@ def test_the_cache_of_operators(compiler, capsys):
     assert "are not kept: only you" in capsys.readouterr().err
 
 def test_a_user_without_a_home(tmp_path):
-    """And without UTF-8 as default, as on Windows"""
-    code = ("import os, pwd\npwd.getpwuid = {}.__getitem__\nimport bench, kernels\n"
-            "print(kernels.CACHE)")
+    """And without UTF-8 as default, as on Windows. How threads wait is set before torch is imported
+    in each file: libraries read the environment when they are loaded."""
+    code = """
+import os, pwd, sys
+pwd.getpwuid = {}.__getitem__
+sys.modules["torch"] = None  # an import of it raises
+for name in ("kernels", "model", "sarathi", "bench"):
+    os.environ.pop("GOMP_SPINCOUNT", None)
+    try:
+        __import__(name)
+    except ImportError:
+        print(os.environ["GOMP_SPINCOUNT"])
+del sys.modules["torch"]
+import bench, kernels
+print(kernels.CACHE)
+"""
     environment = os.environ | dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     for name in ("HOME", "XDG_CACHE_HOME"):
         environment.pop(name, None)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                          cwd=Path(__file__).parent, env=environment | {"TMPDIR": str(tmp_path)})
-    assert run.stdout == f"{tmp_path}/.cache/sarathi\n", run.stderr
-
-@each("module", ["kernels", "model", "sarathi", "bench"])
-def test_how_threads_wait_is_set_before_torch_starts_them(module):
-    """Libraries read the environment when they are loaded."""
-    code = ("import os, sys\n"
-            "sys.modules['torch'] = None\n"  # an import of it raises
-            "try:\n"
-            f"    import {module}\n"
-            "except ImportError:\n"
-            "    print(os.environ['GOMP_SPINCOUNT'])")
-    environment = {**os.environ}
-    environment.pop("GOMP_SPINCOUNT")
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                         cwd=Path(__file__).parent, env=environment)
-    assert run.stdout == "3000\n", run.stderr
+    expected = [*["3000"] * 4, f"{tmp_path}/.cache/sarathi"]
+    assert run.stdout.splitlines() == expected, run.stderr
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter(request, tmp_path_factory):
@@ -909,14 +908,12 @@ def test_every_setting_of_peft_has_its_place():
         assert valid == model_py.OFF or not field.metadata.get("is_lora_variant")
     assert peft.LoraConfig(kasa_config={}).kasa_config and {} not in model_py.OFF  # it is on
 
-@each("start", ["base_model.model.model.", "base_model.model.", "model.", "",
-                "module.base_model.model._orig_mod.model."])
-@each("end", [".weight", ".default.weight"])
-def test_names_of_an_adapters_tensors(start, end, tmp_path):
+@each("start", ["base_model.model.", "model.", "", "module.base_model.model._orig_mod.model."])
+def test_names_of_an_adapters_tensors(start, tmp_path):
     adapter = random_adapter(3)
     adapter.save_pretrained(tmp_path)
     path = tmp_path / "adapter_model.safetensors"
-    renamed = {re.sub(".*(?=layers)", start, name).replace(".weight", end): tensor
+    renamed = {re.sub(".*(?=layers)", start, name).replace(".weight", ".default.weight"): tensor
                for name, tensor in load_file(path).items()}
     save_file(renamed, path)
     assert torch.equal(Adapter.from_pretrained(tmp_path, TINY).planes, adapter.planes)
@@ -945,11 +942,9 @@ BAD_MODELS = {
         INDEX: '{"weight_map": {"a": "model-1.safetensors"}}'}),
     **{f"index.json: {part}": dict(files={"model.safetensors": None, INDEX: text})
        for part, text in {
-           "'list' object": '{"weight_map": ["a"]}',
            "'../a' must be in this folder": '{"weight_map": {"a": "../a"}}',
            "'/a' must be in this folder": '{"weight_map": {"a": "/a"}}'}.items()},
     "layers = 1000000000: must be in 1 .. 21": dict(num_hidden_layers=10**9),
-    "config.json: .*unsupported operand": dict(rope_parameters=5),
     "max_window_layers = 'x': must be": dict(
         model_type="qwen2", use_sliding_window=True, max_window_layers="x"),
     f"'{Q}' is missing": dict(tensors={Q: None}),
@@ -972,7 +967,6 @@ BAD_ADAPTERS = {
     "adapter_config.json: r = 0: must be in 1 ..": dict(r=0, rank_pattern={}),
     "rank_pattern of 'q_proj' = 8.5: must be": dict(r=8, rank_pattern={"q_proj": 8.5}),
     r"adapter_config.json: missing \)": dict(alpha_pattern={"q_proj(": 3}),
-    r"adapter_config.json: 'list' object": dict(alpha_pattern=["q_proj"]),
     "holds no tensors of LoRA": dict(files={"adapter_model.safetensors": "\2" + "\0" * 7 + "{}"}),
     "lm_head.weight': embeddings in an adapter are not supported": dict(
         tensors={"base_model.model.lm_head.weight": torch.ones(61, 128)}),
@@ -988,8 +982,6 @@ BAD_TEXTS = {
     "its tokenizer is not read by transformers": dict(files={"tokenizer.json": "{}"}),
     "template fails, --raw feeds .*only two turns": dict(files={
         "chat_template.jinja": "{{ raise_exception('only two turns') }}"}),
-    "template fails, --raw feeds .*'append' of 'list' object is unsafe": dict(files={
-        "chat_template.jinja": "{{ messages.append(1) }}"}),
 }
 # a field that config.json has no key for
 Windowed = dataclasses.make_dataclass("Windowed", [("window", int, 0)], bases=(GPTConfig,))
@@ -1007,7 +999,7 @@ WRONG = {
     "tp = 3 needs 3 processes, there are 1: torchrun": lambda: World.start(3),
     "tp = 8 does not divide n_kv_head = 4": lambda: TINY.shard_of(0, 8),
     "head_dim = 7: must be even": lambda: GPTConfig(1, 2, 14),
-    "GB more than 1 x a10g can give": lambda: CostModel.roofline(preset("llama-70b"), "a10g"),
+    "116.3 GB more than 1 x a10g can give": lambda: CostModel.roofline(preset("llama-70b"), "a10g"),
     "alpha = 0: a simulator": lambda: Engine(COST, draft="ngram"),
     "model = 'llama-7b': must be a GPT or a CostModel": lambda: Engine("llama-7b"),
     "config = 'llama-7b': must be a GPTConfig": lambda: CostModel.roofline("llama-7b", "a100"),
@@ -1045,19 +1037,17 @@ def test_an_index_says_where_a_tensor_is(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     save_file(tensors, tmp_path / "a.safetensors")
     save_file({Q: tensors[Q] + 1, "extra": tensors[Q]}, tmp_path / "b.safetensors")
-    for q, file in {Q: "a.safetensors", "other": "b.safetensors"}.items():
-        index = dict.fromkeys(tensors, "a.safetensors") | {q: file}
-        index["lost"] = "b.safetensors"
-        (tmp_path / INDEX).write_text(json.dumps({"weight_map": index}))
-        model = GPT.from_pretrained(tmp_path, device=DEVICE)
-        assert torch.equal(model.logits(prompt(9)), TARGET.logits(prompt(9)))
+    index = dict.fromkeys(tensors, "a.safetensors") | {"lost": "b.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": index}))
+    model = GPT.from_pretrained(tmp_path, device=DEVICE)
+    assert torch.equal(model.logits(prompt(9)), TARGET.logits(prompt(9)))
 
 # values for a file's settings, in the place of others
 VALUES = [None, True, False, 0, -1, 2, 1.5, math.nan, 10**9, 10**40, "", "x", "../x", [],
-          [1], ["x"], [[]], {}, {"a": 1}, {"content": 5}, "gpt2", "linear", "(\\w+)+!", "{% for %}"]
+          [1], ["x"], [[]], {}, {"a": 1}, "gpt2", "linear", "(\\w+)+!"]
 
 def good_folder(folder):
-    """With two shards, a tokenizer and an adapter"""
+    """With two shards and an adapter"""
     theirs = transformers_model(folder, rope_parameters=dict(
         rope_theta=1e4, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0))
     trained_by_peft(theirs, folder / "adapter", target_modules=["q_proj", "down_proj"],
@@ -1068,16 +1058,7 @@ def good_folder(folder):
     for file in set(files.values()):
         own = {name: tensor for name, tensor in tensors.items() if files[name] == file}
         save_file(own, folder / file, {"format": "pt"})
-    tokenizer_of("llama2").save(str(folder / "tokenizer.json"))
-    for name, settings in {
-            INDEX: {"metadata": {}, "weight_map": files},
-            "generation_config.json": {"eos_token_id": [2, 3]},
-            "tokenizer_config.json": dict(
-                tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", chat_template=CHATML,
-                eos_token={"content": "</s>", "__type": "AddedToken", "lstrip": False}),
-            "special_tokens_map.json": dict(
-                unk_token="<unk>", additional_special_tokens=["<mark>"])}.items():
-        (folder / name).write_text(json.dumps(settings))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 def places(value):
     """Yields (container, key) of the values in a JSON value."""
@@ -1108,12 +1089,6 @@ def damage(path, rng):
         path.write_bytes(new[way])
     return f"{path.name}: {way}"
 
-def model_and_adapter(folder):
-    model = GPT.from_pretrained(folder, "float32")
-    logits = model.logits(prompt(9))
-    model.merge(Adapter.from_pretrained(folder / "adapter", model.config, base=model.weights))
-    return logits, model.logits(prompt(9))
-
 def model_and_adapter_of_peft(folder):
     transformers = pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
@@ -1122,38 +1097,33 @@ def model_and_adapter_of_peft(folder):
     wrapped = peft.PeftModel.from_pretrained(theirs, folder / "adapter")
     return logits, logits_by(wrapped)(prompt(9))
 
-MODEL_FILES = ["config.json", INDEX, "True.safetensors", "adapter/adapter_config.json",
-               "adapter/adapter_model.safetensors"]
-DAMAGED = [(model_and_adapter, model_and_adapter_of_peft, MODEL_FILES)]
-
 @pytest.mark.filterwarnings("ignore")
 @each("seed", range(4))
 def test_damaged_folders_are_right_or_one_line(seed, tmp_path):
     """Each is refused, or is as the other libraries read it, or as before if they refuse it."""
-    # before, two tokens with one id changed the ids of others
-    pytest.importorskip("transformers", "5.24")
     seed += int(os.environ.get("SEED", 0))
     rng = random.Random(seed)
     good_folder(tmp_path / "good")
-    for ours, theirs, files in DAMAGED:
-        expected = theirs(tmp_path / "good")
-        for i in range(45):
-            folder = shutil.copytree(tmp_path / "good", tmp_path / f"{ours.__name__}{i}")
-            what = f"seed {seed}, {damage(folder / rng.choice(files), rng)}"
-            try:
-                actual = ours(folder)
-            except (ValueError, KeyError, FileNotFoundError) as error:
-                assert str(folder) in str(error) and "\n" not in str(error), (what, error)
-                continue
-            try:
-                wanted = theirs(folder)
-            except Exception:  # they refuse it
-                wanted = expected
-            for one, other in zip(actual, wanted):
-                same = one == other
-                if isinstance(one, torch.Tensor):
-                    same = torch.allclose(one, other, atol=1e-3, equal_nan=True)
-                assert same, what
+    expected = model_and_adapter_of_peft(tmp_path / "good")
+    files = ["config.json", INDEX, "True.safetensors", "adapter/adapter_config.json",
+             "adapter/adapter_model.safetensors"]
+    for i in range(45):
+        folder = shutil.copytree(tmp_path / "good", tmp_path / str(i))
+        what = f"seed {seed}, {damage(folder / rng.choice(files), rng)}"
+        try:
+            model = GPT.from_pretrained(folder, "float32")
+            logits = model.logits(prompt(9))
+            model.merge(Adapter.from_pretrained(folder / "adapter", model.config,
+                                                base=model.weights))
+        except (ValueError, KeyError, FileNotFoundError) as error:
+            assert str(folder) in str(error) and "\n" not in str(error), (what, error)
+            continue
+        try:
+            wanted = model_and_adapter_of_peft(folder)
+        except Exception:  # they refuse it
+            wanted = expected
+        for one, other in zip((logits, model.logits(prompt(9))), wanted):
+            assert torch.allclose(one, other, atol=1e-3, equal_nan=True), what
 
 def test_only_needed_files_come_from_the_hub(tmp_path, monkeypatch):
     shards = {"a": "a-1.safetensors", "b": "a-2.safetensors", "c": "a-1.safetensors"}
@@ -1186,12 +1156,6 @@ def test_a_folder_is_taken_before_a_preset(tmp_path, monkeypatch, capsys):
     assert load_model("llama-7b").config == TINY
     assert capsys.readouterr().err.startswith(
         "model 'llama-7b': the folder of this name, not the preset\nllama-7b, float32, ")
-
-def test_sizes_of_presets_and_adapters():
-    for name, billions in (("llama-70b", 69.0), ("gpt3-175b", 175)):
-        assert preset(name).n_params == approx(billions * 1e9, rel=0.01)
-    adapter = Adapter(TINY, 8)  # on q, k, v and o
-    assert adapter.n_params == 2 * 8 * (2 * (128 + 128) + 2 * (128 + 64))
 
 def test_dtype_none_is_the_folders_if_the_machine_is_fast(tmp_path, monkeypatch):
     GPT.from_preset(TINY, bfloat16).save_pretrained(tmp_path)
@@ -1271,7 +1235,6 @@ def test_tokens_and_streamed_text_are_those_of_tokenizers(name, tmp_path):
     (dict(model_type="llama"), {}, [2]),
     (dict(model_type="llama", eos_token_id=None), {}, []),
     (dict(eos_token="</s>", eos_token_id=5), {}, [5, 2]),
-    (dict(eos_token={"content": "</s>", "__type": "AddedToken"}, model_type="qwen2"), {}, [2]),
 ])
 def test_stop_tokens(config, generation, stop, tmp_path):
     tokenizer_of("gpt2").save(str(tmp_path / "tokenizer.json"))
@@ -1287,38 +1250,12 @@ CHATML = """{% for message in messages %}
     <s>{{ message['role'] }}: {{ message.content | trim }}</s>
 {% endfor %}
 {%- if add_generation_prompt %}<s>assistant{% endif %}"""
-CHATS = {  # settings of tokenizer_config.json; special: those of special_tokens_map.json
-    "of a file": dict(chat_template=CHATML, file="{{ messages[0]['content'] }} of the file\n"),
-    "several": dict(chat_template=[dict(name="tool_use", template="no"),
-                                   dict(name="default", template=CHATML)],
-                    eos_token="</s>", bos_token=""),
-    "tokens and options": dict(
-        chat_template="{{ bos_token }}{{ eos_token }}{{ messages | tojson }} "
-                      "{{ messages|tojson(indent=2) }}{% if tools is none %}é{% endif %}"
-                      "{{ strftime_now('%Y') }}",
-        bos_token={"content": "<s>", "__type": "AddedToken"}, eos_token=None),
-    "of a map": dict(chat_template=CHATML + "{{ bos_token }} é <mark>", bos_token="<unk>",
-                     special=dict(bos_token="<s>", eos_token={"content": "<end>", "lstrip": False},
-                                  additional_special_tokens=[" é", "<mark>"])),
-    "not of a map": dict(chat_template=CHATML, eos_token="<unk>", added_tokens_decoder={},
-                         special=dict(eos_token="</s>")),
-    "of the vocabulary alone": dict(
-        chat_template=CHATML + "é a <tool>", eos_token="<tool>", extra_special_tokens=["é"],
-        added_tokens_decoder={"7": {"content": "▁a", "special": True, "lstrip": True}}),
-    "not special before": dict(chat_template=CHATML + " <tool>", eos_token="<tool>"),
-    "training": dict(chat_template="{% for m in messages %}{% generation %} {{ m.content }}\n"
-                                   "{%- endgeneration %}{% break %}{% endfor %} <tool>"),
-}
-
-@each("name", CHATS)
-def test_chats_are_those_of_transformers(name, tmp_path):
+def test_chats_are_those_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     tokenizer_of("llama2").save(str(tmp_path / "tokenizer.json"))  # it adds <s> to plain texts
-    settings = dict(tokenizer_class="PreTrainedTokenizerFast", add_bos_token=True) | CHATS[name]
-    special = settings.pop("special", {})
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
-    if "file" in settings:
-        (tmp_path / "chat_template.jinja").write_text(settings.pop("file"))
+    settings = dict(
+        tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="<end>",
+        chat_template=CHATML + "{{ bos_token }} é <mark>", extra_special_tokens=[" é", "<mark>"])
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     ours = load_tokenizer(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -1457,8 +1394,6 @@ def check_pages(engine):
 
 class Careless(sarathi.PrefillFirst):
     """Schedulers and orders may change the lists that they get."""
-    calls = None
-
     def admit(self, running, waiting):
         started = [*waiting]
         running.clear()
@@ -1469,7 +1404,6 @@ class Careless(sarathi.PrefillFirst):
         return self.admit(running, waiting)[::-1]
 
     def plan(self, requests):
-        self.calls.append(len(requests))
         plan = super().plan(requests)
         requests.clear()
         return plan
@@ -1505,79 +1439,51 @@ def pairwise_cover(factors):
         missing -= covered[best]
     return cases
 
-CASES = pairwise_cover(FACTORS)
-
-def serve_case(case, requests):
-    """Serve requests beside two more, one of which may be sampled and one aborted. -> the engine"""
-    options = dict(max_batch=4, cost=COST) | case
-    name = options.pop("adapters")[-1]
-    abort = options.pop("abort")
-    aborted = Request(prompt(11), 20, name)
-    sampled = Request(prompt(9), 16, name, temperature=options.pop("temperature"))
-    if isinstance(options["draft"], float):
-        options["draft"] = draft_model(options["draft"])
-    if options["draft"] is None:
-        options["spec"] = "off"
-    engine = start(TARGET, [aborted, sampled, *requests], **options)
-    for _ in range(abort):
-        engine.step()
-    if abort:
-        engine.abort(aborted.id)
-    engine.run()
-    check_pages(engine)
-    return engine
-
 def test_greedy_tokens_equal_the_naive_loop():
     preemptions = Counter()  # scheduler -> how often
     accepted = Counter()  # drafts
-    for case in CASES:
-        requests = mixed(case["adapters"])
-        engine = serve_case(case, requests)
+    for case in pairwise_cover(FACTORS):
+        options = dict(max_batch=4, cost=COST) | case
+        names = options.pop("adapters")
+        n_step = options.pop("abort")
+        requests = mixed(names)
+        aborted = Request(prompt(11), 20, names[-1])
+        neighbour = Request(prompt(9), 16, names[-1], temperature=options.pop("temperature"))
+        if isinstance(options["draft"], float):
+            options["draft"] = draft_model(options["draft"])
+        if options["draft"] is None:
+            options["spec"] = "off"
+        engine = start(TARGET, [aborted, neighbour, *requests], **options)
+        for _ in range(n_step):
+            engine.step()
+        if n_step:
+            engine.abort(aborted.id)
+        engine.run()
+        check_pages(engine)
         check_tokens(requests)
         preemptions[case["scheduler"]] += n_preempted(engine)
         if engine.speculator:
             accepted[case["scheduler"]] += engine.speculator.n_accepted
     assert sum(n > 0 for n in preemptions.values()) >= 5 and min(accepted.values()) > 0
 
-def test_plan_is_called_once_per_step():
-    """The pool has room for the first two requests. The third one has to wait for the end of the
-    second, and blocks the last."""
-    requests = [Request(prompt(10, i), n) for i, n in enumerate((3, 9, 7, 2))]
-    engine = start(TARGET, requests, Careless(), max_batch=4, n_page=32)
-    engine.scheduler.calls = calls = []
-    assert engine.run().requests == [requests[i] for i in (0, 1, 3, 2)]
-    check_tokens(requests)
-    assert calls == [2] * 3 + [1] * 6 + [2] * 2 + [1] * 5
-
 def loaded_in(engine):
     """The names of loaded adapters, the least recently used first"""
     names = {adapter: name for name, adapter in engine.adapters.items()}
     return [names[adapter] for adapter in engine.memory.loaded]
 
-@each("end", [lambda memory: memory.make_room(memory.pool, len(memory.pool.free) + 1),
-              lambda memory: memory.clear()])
-def test_pages_are_free_when_the_copy_to_them_is_done(end):
-    engine = Engine(COST)
-    engine.add_adapter("a", 8)
+def test_adapters_are_evicted_when_their_copies_are_done():
+    """The least recently used one first; all, if the memory is cleared"""
+    engine = start(COST, [], adapters=dict.fromkeys("abc", 8))
     memory = engine.memory
-    memory.acquire(engine.adapters["a"])
-    memory.leave(engine.adapters["a"])
-    done, = memory.loaded.values()
-    assert engine.now < done
-    end(memory)
-    assert engine.now == done and not memory.loaded
-
-def test_the_least_recently_used_adapter_is_evicted():
-    adapters = {name: copy(ADAPTERS["q"]) for name in "abc"}  # of eight pages
-    engine = start(TARGET, [], adapters=adapters, max_batch=2, n_page=2 * 8 + 40)
-    engine.generate([[1], [2]], 2, ["a", "b"])
-    for tokens, n, name in (([1] * 9, 12, "a"), ([2], 2, "b")):  # a is used until after b
-        engine.add(Request(tokens, n, name))
-    engine.run()
-    engine.generate([[1] * 20], 14, "c")
-    assert loaded_in(engine) == ["a", "c"]
-    engine.generate([[1] * 30], 19)  # a request needs all pages but seven
-    assert not engine.memory.loaded
+    for name in "abc":
+        memory.acquire(engine.adapters[name])
+    for name in "bac":
+        memory.leave(engine.adapters[name])
+    _, second, third = memory.loaded.values()
+    assert engine.now < second and memory.make_room(memory.pool, len(memory.pool.free) + 1)
+    assert engine.now == second and loaded_in(engine) == ["a", "c"]
+    memory.clear()
+    assert engine.now == third and not memory.loaded
 
 @each("n_page, n_hidden", [(20000, 56), (3500, 14)])  # all copies but the first four
 def test_adapters_of_the_queue_are_copied_while_others_run(n_page, n_hidden):
@@ -1754,14 +1660,6 @@ def test_a_function_that_aborts_gets_no_more_tokens():
         check_tokens(requests[1:])
         check_pages(engine)
 
-def test_a_model_may_be_copied():
-    if any(getattr(weight, "is_mkldnn", False) for weight in TARGET.weights.values()):
-        pytest.skip("torch does not copy oneDNN's layout")
-    for model in (TARGET, deepcopy(TARGET)):
-        requests = mixed(n=2)
-        serve(model, requests)
-        check_tokens(requests)
-
 def test_engines_share_a_model_and_a_scheduler():
     scheduler = sarathi.Orca()
     merging = start(TARGET, [], scheduler, chunk=64, lora="merge", order=Careless().order)
@@ -1775,23 +1673,24 @@ def test_engines_share_a_model_and_a_scheduler():
         check_tokens(requests)
 
 def test_requests_start_when_they_arrive():
-    arrivals = (5.0, 2.0, 2.0, 900.0, 1e9)
-    requests = [Request([0] * 9, 3, arrival=t) for t in arrivals]
+    requests = [Request([0] * 9, 3, arrival=t) for t in (5.0, 2.0, 900.0)]
     engine = start(COST, requests, "orca")
-    engine.abort(1)  # the first to arrive
-    while 3 in engine.requests:
-        engine.step()
-    engine.abort(4)
-    assert engine.step() == [] and engine.clock.now() < 901
+    engine.run()
     starts = [(iteration.feeds[0].request.id, iteration.start) for iteration in engine.record]
-    assert starts[::3] == [(2, 2.0), (0, 5.0), (3, 900.0)]
+    assert starts[::3] == [(1, 2.0), (0, 5.0), (2, 900.0)]
 
-def test_a_request_starts_if_every_running_one_has_a_page_for_its_next_token():
-    engine = Engine(COST, "orca", max_batch=2, n_page=50, alloc="grow")
-    for n_prompt, n_running in ((40, 1), (9, 1)):
-        engine.add(Request([0] * n_prompt, 5))
-        engine.step()
-        assert len(engine.running) == n_running
+@each("options, sizes, ends, n", [
+    # the third has no room, and blocks the last
+    (dict(n_page=32), [(10, 3), (10, 9), (10, 7), (10, 2)], [0, 1, 3, 2], 0),
+    # none starts if a running one lacks a page for its next token; preempted ones go first
+    (dict(n_page=75, alloc="grow"), [(20, 20)] * 6, [0, 1, 2, 3, 4, 5], 3),
+])
+def test_which_requests_wait_and_how_many_are_preempted(options, sizes, ends, n):
+    requests = [Request([0] * n_prompt, n_output) for n_prompt, n_output in sizes]
+    engine = start(COST, requests, "orca", max_batch=4, **options)
+    run = engine.run()
+    assert [request.id for request in run.requests] == ends
+    assert run.n_preempted == n_preempted(engine) == n
 
 def test_pages_of_rejected_drafts_are_taken_back_before_a_request_is_preempted():
     requests = [Request([0] * 20, 30) for _ in range(2)]
@@ -1850,55 +1749,35 @@ def test_parts_may_be_ones_own_and_drafts_of_hidden_states(graphs, options, monk
     assert engine.speculator.n_accepted > 0 and engine.speculator.n_drafted > 50
     assert max(map(max, rows_of(engine, 3))) == 4
 
-def test_preempted_requests_go_first_and_are_counted():
-    requests = equal_requests(12, 20, 40)
-    engine = serve(COST, requests, max_batch=6, n_page=150, alloc="grow")
-    ends = [request.times[-1] for request in requests]
-    assert max(ends[:6]) < min(ends[6:]) and requests[0].n_preempted == 0
-    assert sarathi.Run(requests, 0.0).n_preempted == n_preempted(engine) > 0
-
-class ShortestFirst(sarathi.SarathiServe):
-    def admit(self, running, waiting):
-        waiting = self.engine.waiting
-        first = min(running + waiting, key=lambda request: request.n_todo)
-        for request in running:
-            if request is not first:
-                self.engine.preempt(request)
-        return [first] if first in waiting else []
-
-def test_a_scheduler_may_preempt():
-    long, short = requests = [Request([0] * 100, 8), Request([0] * 20, 8)]
-    engine = start(COST, [long], ShortestFirst(), chunk=16, max_batch=2, n_page=120)
-    engine.step()
-    engine.add(short)
-    engine.run()
-    assert short.times[-1] < long.times[0] and rows_of(engine, 1)[:3] == [[0], [0], [16]]
-    assert [(len(r.output), r.n_preempted) for r in requests] == [(8, 1), (8, 0)]
-    check_pages(engine)
-    with pytest.raises(AssertionError, match="preempts Request.*is not running"):
-        engine.preempt(long)
-
-class PreemptingPolicy(sarathi.Policy):
-    def n_drafts(self, requests, limits, acceptance, price):
-        if len(requests) == 2:
-            requests[0].engine.preempt(requests[1])
-        return [min(2, limit) for limit in limits]
-
 @each("draft", ["ngram", draft_model(0.3)], ids=["ngram", "model"])
-def test_a_policy_may_preempt(draft):
-    """The preempted request has no pages, also when it is aborted then."""
-    requests = [Request(prompt(9, i), 20) for i in range(2)]
-    engine = start(TARGET, requests, "prefill_first", max_batch=2, draft=draft,
-                   spec=PreemptingPolicy())
-    requests[0].engine = engine
-    engine.step()
-    engine.step()
-    assert requests[1].n_preempted == 1
-    check_pages(engine)
-    engine.abort(1)
-    engine.run()
-    check_tokens(requests[:1])
-    check_pages(engine)
+def test_parts_of_users_may_preempt(draft):
+    """Any running request but the last one, whenever they are called"""
+    for seed in range(6):
+        rng = random.Random(seed)
+        requests = mixed((None, "q"))
+        scheduler = rng.choice(["orca", "prefill_first", "sarathi"])
+        engine = start(TARGET, requests, scheduler, chunk=16, max_batch=3, draft=draft, spec=2)
+
+        def preempting(owner, name):
+            method = getattr(owner, name)
+
+            def call(*args):
+                if len(engine.running) > 1 and rng.random() < 0.2:
+                    engine.preempt(rng.choice(engine.running))
+                return method(*args)
+            setattr(owner, name, call)
+        speculator = engine.speculator
+        parts = dict(order=engine, admit=engine.scheduler, n_drafts=speculator.policy,
+                     draft=speculator.proposer, observe=speculator.proposer)
+        for name, owner in parts.items():
+            preempting(owner, name)
+        while engine.requests:
+            engine.step()
+            check_pages(engine)
+        check_tokens(requests)
+        assert sum(request.n_preempted for request in requests) > 2
+    with pytest.raises(AssertionError, match="preempts Request.*is not running"):
+        engine.preempt(requests[0])
 
 def test_the_pool_has_room_for_an_ordinary_adapter():
     config = preset("tinyllama-1.1b")
@@ -1937,7 +1816,6 @@ BAD_OPTIONS = {
     "spec = 3: needs a draft": dict(spec=3),
     "chunk = 0": dict(chunk=0),
     "chunk = '8'": dict(scheduler=sarathi.Sarathi("8")),
-    "seed = 0.5": dict(seed=0.5),
     "alpha = 1.5": dict(alpha=1.5),
 }
 LIST = "must be a list of tokens, like .1, 2, 3."
@@ -1946,7 +1824,6 @@ BAD_REQUESTS = {
     f"prompt = 'text': {LIST}.*generate.. a list of prompts": dict(prompt="text"),
     f"stop = '.': {LIST}": dict(stop="."),
     "max_new_tokens = True": dict(max_new_tokens=True),
-    "arrival = 1700000000: must be in 0.0 .. 1000000000": dict(arrival=1700000000),
     "unknown adapter .'ffn'.: one of": dict(adapter=["ffn"]),
     "token = 61: must be in 0 .. 60": dict(prompt=[1, 61]),
     "token = -1": dict(prompt=[-1, 1]),
@@ -2056,21 +1933,16 @@ MISTAKES_IN_CODE = {  # message -> a method of a scheduler, policy or proposer; 
     "plans 99 tokens of Request.id=0": ("plan", lambda requests: [(requests[0], 99)]),
     "plans .*1.5..: must be .*whole number": ("plan", lambda requests: [(requests[0], 1.5)]),
     "plans 1 tokens of Request.*: must be runn": ("plan", lambda requests: [(Request([1]), 1)]),
-    "plans 1 tokens of 0: must be running": ("plan", lambda requests: [(0, 1)]),
     "plans nothing": ("plan", lambda requests: []),
     "Orca starts Request.id=-1, 1 . 32 tokens, waiting.: is": ("admit", lambda *_: [Request([1])]),
-    "starts Request.id=0, .*: is not waiting, or named twice":
-        ("admit", lambda running, waiting: waiting[:1] * 2),
     "Orca gives None: must be a list of waiting requests": ("admit", lambda *_: None),
     "Orca gives .0.: must be a list of": ("admit", lambda *_: [0]),
     "or the order or the memory starts no request": ("admit", lambda *_: []),
     "Fixed gives .4.: must be whole numbers in 0 .. .3": ("n_drafts", lambda *_: [4]),
     "Fixed gives 2: must be whole": ("n_drafts", lambda *_: 2),
-    "Fixed gives ..: must be whole": ("n_drafts", lambda *_: []),
     "Fixed calls price: set needs_price = True": ("n_drafts", lambda *given: given[-1]([1])),
     "Zeros gives .61.: must be up to 3 tokens below 61": ("draft", lambda *_: [61]),
     "Zeros gives array.*: must be up to 3": ("draft", lambda *_: np.ones(4, int)),
-    "Zeros gives 1: must be up to 3 tokens": ("draft", lambda *_: 1),
 }
 
 @each("message", MISTAKES_IN_CODE)
@@ -2138,18 +2010,6 @@ def test_a_cost_model_of_ones_own_needs_parts_alone(options):
     gaps = np.concatenate([np.diff(request.times) for request in requests])
     n_row = 1 + engine.speculator.given[requests[-1]] if engine.speculator else 1
     assert gaps[gaps > 0].min() == approx(1e-3 * n_row, rel=0.05)
-
-def test_ctrl_c_loses_nothing_and_one_call_drops_all():
-    requests = equal_requests(6, 20, 10)
-    engine = start(COST, requests, max_batch=2)
-    stop = Mock(side_effect=[None] * 30 + [KeyboardInterrupt])
-    with pytest.raises(KeyboardInterrupt):
-        engine.run(stop)
-    assert len(engine.requests) in range(1, 6)
-    engine.abort()
-    assert not engine.requests and not engine.waiting and not engine.running
-    check_pages(engine)
-    assert engine.run().requests == []
 
 HOOKS = {  # what may fail in an iteration: engine -> its owner and its name
     "plan": lambda engine: (engine.scheduler, "plan"),
@@ -2266,7 +2126,8 @@ def random_program(seed):
     lists and pages agree; at last all outputs are right."""
     rng = random.Random(seed)
     names = [None, "q", "ffn"]
-    options = dict(draft=rng.choice([None, "ngram"]), alloc=rng.choice(["grow", "reserve"]))
+    options = dict(draft=rng.choice([None, "ngram"]), alloc=rng.choice(["grow", "reserve"]),
+                   runner=rng.choice([None, SlowCopies]))
     engine = start(TARGET, [], rng.choice([*SCHEDULERS][:5]), n_page=170, max_batch=3, chunk=16,
                    **options)
     requests = mixed(names, 5)
@@ -2279,8 +2140,13 @@ def random_program(seed):
 
     def abort():
         request = rng.choice([*engine.requests.values()])
-        aborted.add(request)
-        engine.abort(request.id)
+        if rng.random() < 0.8:
+            aborted.add(request)
+            engine.abort(request.id)
+        else:
+            aborted.update(engine.requests.values())
+            engine.abort()
+        assert request.state == "aborted", seed
 
     def generate():
         assert engine.generate([prompt(7)], 3)[0] == naive(tuple(prompt(7)), None, 3)
@@ -2559,9 +2425,8 @@ def test_gpus_without_triton(monkeypatch, capsys):
 
 def test_out_of_memory_is_one_line(capsys):
     def main():
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 23.64 "
-            "GiB of which 3.42 GiB is free. Including non-PyTorch memory, this process has ...")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a "
+                                     "total capacity of 23.64 GiB of which 3.42 GiB is free.")
     with pytest.raises(SystemExit, match="2"):
         run_command_line(main)
     line, = capsys.readouterr().err.splitlines()
@@ -2643,13 +2508,6 @@ def test_seeds():
         one, two = outputs(5, seed)
         assert one == two == outputs(6, seed)[0]
         assert one not in outputs(5, seed ^ 1) + outputs(5, seed ^ 2**41)
-    places = [*product((0, 1, 7 << 24, 2**63), range(999))]
-    u = torch.cat([sarathi.uniform(places, use) for use in range(3)])
-    for v in (u[1:], u[999:], u[3996:]):  # the next position, seed, use
-        pairs = torch.stack([u[:len(v)], v])
-        assert abs(torch.corrcoef(pairs)[0, 1]) < 0.04
-    assert 0 <= u.min() and u.max() < 1
-    assert torch.histc(u, 10).std() < 60
 
 def test_the_draft_models_context_may_be_shorter():
     for block_size in (32, 8):
@@ -2721,10 +2579,6 @@ def test_drafts_that_do_not_pay_are_hardly_tried_until_they_do(draft, spec, B):
     for one in (engine, fresh):
         serve_jobs(one, 60, 0.9)
     assert engine.speculator.n_drafted - before > 0.8 * fresh.speculator.n_drafted > 500
-
-def test_no_more_drafts_than_the_output_has_room_for():
-    engine = serve(COST, equal_requests(1, 5, 4), spec=7, alpha=1.0, draft="ngram")
-    assert rows_of(engine, 3) == [[1], [3]]  # two drafts and one more token
 
 @each("text, k, expected", [
     ("abcd", 3, ""),
@@ -2800,21 +2654,15 @@ def test_the_simulator_plans_as_the_engine(scheduler, options):
     assert records[0] == records[1]
     assert options["alloc"] == "reserve" or n_preempted(engine)
 
-def equal_requests(n, n_prompt, n_output):
-    return [Request([0] * n_prompt, n_output) for _ in range(n)]
-
 @each("chunk, n, expected", [(256, 17, 239), (200, 200, 56), (128, 128, 128), (16, 20, 12)])
 def test_prompt_tokens_beside_n_decodes(chunk, n, expected):
     """They fill the chunk; only if the decodes alone do, the next tile."""
     assert Engine(COST, chunk=chunk).scheduler.budget([None] * n) == expected
 
-def test_the_largest_batch_that_fits():
-    """[SARATHI §4.3] The paper says 18."""
-    cost = CostModel.roofline(replace(preset("llama-13b"), block_size=1024), "a6000")
-    assert Engine(cost, max_batch=0).max_batch == 20
-    shared = Engine(cost, draft=A100, spec=1, alpha=0.5, max_batch=0)
-    free = cost.memory - A100.n_bytes
-    assert shared.n_page == int(free // (cost.page_bytes + A100.page_bytes))
+def test_a_draft_models_cache_has_as_many_pages():
+    engine = Engine(A6000, draft=A100, spec=1, alpha=0.5, max_batch=0)
+    free = A6000.memory - A100.n_bytes
+    assert engine.n_page == int(free // (A6000.page_bytes + A100.page_bytes))
 
 @each("order, waiting, running, expected", [  # adapters; upper case: was preempted
     (fcfs, "Abacb", "", "01234"),
@@ -2840,59 +2688,42 @@ def test_orders_of_the_queue(order, waiting, running, expected):
     ordered = order(requests, others, 5.0)
     assert "".join(str(request.id) for request in ordered) == expected
 
-def test_a_fair_order_serves_two_clients_alike():
-    """Of two clients that always wait, however long their requests are; what a third one did not
-    use while it was away is not made up for."""
+def test_a_fair_order_serves_clients_alike():
+    """Those that always wait, however long their requests are; what the third did not use while it
+    was away is not made up for."""
     requests = [Request([0] * 600, 50, "a", arrival=0.0) for _ in range(40)]
     requests += [Request([0] * 200, 50, "b", arrival=0.0) for _ in range(110)]
     requests += [Request([0] * 600, 50, "c", arrival=4.0) for _ in range(6)]
-    engine = start(A100, requests, adapters=dict(a=8, b=8, c=8), order=Fair(), max_batch=8,
-                   chunk=512)
     one, two, other = requests[0], requests[1], requests[40]
     assert Fair()([one, two, other], [], 0.0) == [one, other, two]  # each start counts
-    served = []  # seconds, and tokens of each client
+    start(A100, requests, adapters=dict(a=8, b=8, c=8), order=Fair(), max_batch=8, chunk=512).run()
 
-    def count(event):
+    def served(begin, end):  # tokens of each client in these seconds
         tokens = Counter()
         for request in requests:
-            tokens[request.adapter] += request.n_tokens if request.times else 0
-        served.append((engine.now, *map(tokens.get, "abc")))
-    engine.run(count)
-    for begin, end, share in ((1, 4, 0), (4, 6, 1), (7, 9, 0)):  # of c; it has ended before 7 s
-        before, after = [next(row for row in served if row[0] > t) for t in (begin, end)]
-        a, b, c = np.subtract(after, before)[1:]
-        assert b / a == approx(1, abs=0.2) and c / a == approx(share, abs=0.2)
+            n_new = sum(begin < t <= end for t in request.times)
+            started = begin < request.times[0] <= end
+            tokens[request.adapter] += n_new + started * len(request.prompt)
+        return tokens
+    for seconds, share in ((1, 4), 0), ((4, 6), 1):  # of c
+        tokens = served(*seconds)
+        assert tokens["b"] / tokens["a"] == approx(1, abs=0.2)
+        assert tokens["c"] / tokens["a"] == approx(share, abs=0.2)
 
 def test_early_abort():
-    """The newest go first if more have come since the last start than start at once. Calls between
-    two starts do not count, however many there are."""
-    order = EarlyAbort(12.0)
-    late, preempted, old, new = [Request([0], arrival=t) for t in (0.0, 0.0, 0.1, 9.0)]
-    preempted.output = [7]
-    assert order([late, preempted, old, new], [], 11.0) == [preempted, new, old]  # four have come
-    assert late.state == "aborted"
-    preempted.state = "running"
-    newest = Request([0], arrival=10.0)
-    waiting = [old, new]
-    for _ in range(3):
-        assert order(waiting, [], 11.0) == [old, new]  # none
-    waiting.append(newest)
-    for _ in range(3):
-        assert order(waiting, [], 11.0) == [newest, new, old]  # one, and one starts at once
-    old.state = new.state = newest.state = "running"
-    waiting = [Request([0], arrival=10.5 + 0.1 * i) for i in range(3)]
-    assert order(waiting[:2], [], 11.0) == waiting[:2]  # two, and three start
-    assert order(waiting, [], 11.0) == waiting[::-1]  # three
-
-def test_requests_that_the_order_aborts_have_an_event():
-    requests = [Request([0] * 900, 50, arrival=0.0) for _ in range(40)]
-    engine = serve(A100, requests, order=EarlyAbort(2.0), max_batch=2)
-    ended = Counter((event.request.id, event.finished) for event in engine.seen if event.finished)
-    assert ended == Counter((request.id, request.state) for request in requests)
-    assert 5 < sum(request.state == "aborted" for request in requests) < 40
+    """[S-LoRA §4.3, App. B] Of bursts, 213 requests are in time (lcfs: 200, fcfs: 17)."""
+    requests = [Request([0] * 900, 1 + job.output // 4, arrival=job.arrival)
+                for job in bench.gamma_jobs(16, 40, cv=3)]
+    engine = serve(A100, requests, "prefill_first", order=EarlyAbort(2.0), max_batch=8, n_page=5000,
+                   alloc="grow")
+    assert sum(r.times[:1] <= [r.arrival + 2] for r in requests if r.times) == 213
+    ended = Counter((event.request, event.finished) for event in engine.seen if event.finished)
+    assert ended == Counter((request, request.state) for request in requests)
+    preempted = Request([0], arrival=0.0, output=[7])
+    assert EarlyAbort(2.0)([preempted], [], 9.0) == [preempted]  # it is not late
 
 def test_an_oracle_drafts_what_will_be_accepted():
-    requests = equal_requests(4, 30, 60)
+    requests = [Request([0] * 30, 60) for _ in range(4)]
     engine = serve(A100, requests, spec="oracle", alpha=0.6, draft="ngram")
     assert engine.speculator.n_accepted == engine.speculator.n_drafted > 0
 
@@ -2967,36 +2798,8 @@ def test_stats_of_an_iteration():
         lora_pairs=3 * 20 + 10,
         lora_chunk_pairs=64 * 10,
     )
-
-def test_the_price_of_drafts_is_what_they_take():
     decodes = A100.stats([feed(99, 1, 1, 1000)] * 10)
-    verifications = A100.stats([feed(99, 4, 4, 1000)] * 10)
-    assert decodes.with_drafts(30) == verifications
-    assert A100.time(1, 100) == approx(A100.seconds(A100.stats([feed(99, 1, 1)])))
-    # [SmartSpec Eq. 4, 5] two decodes; one ends after two drafts
-    engine = Engine(A100, draft=SMALL, spec="goodput", alpha=0.9)
-    plan = [(Request([1] * 100, n_past=99), 1) for _ in range(2)]
-    steps = [SMALL.seconds(SMALL.stats([feed(99, 1, 1)] * n)) for n in (2, 2, 1)]
-    verified = A100.seconds(A100.stats([feed(99, 3, 3), feed(99, 4, 4)]))
-    assert engine.speculator.price_of(plan, 2)([2, 2, 1]) == approx(verified + sum(steps))
-
-def test_two_gpus_halve_the_work_and_send_messages():
-    """[SARATHI §2.3, S-LoRA §6]"""
-    two = CostModel.roofline(A100.config, "a100", tp=2)
-    n_weight = Adapter(A100.config, 16).n_params
-    stats = A100.stats([feed(500, 2048, 1, n_weight)])
-    alone = A100.split(stats)
-    shared = two.split(stats)
-    numbers = 2048 * 4096  # two all-reduces, each sends 2 (N - 1) / N = 1 times x
-    message = 32 * (2 * numbers / 0.75 / 300e9 + 25e-6)
-    linear, linear_shared = [sum(t[op] for op in A100.n_weights) for t in (alone, shared)]
-    assert linear_shared == approx(linear / 2 + 2 * message)
-    assert shared["others"] == approx(alone["others"] / 2)
-    calls = 32 * sarathi.ATTENTION_CALL
-    assert shared["attn"] - calls == approx((alone["attn"] - calls) / 2)
-    two.exchanges = False
-    sent = shared["lora"] - two.split(stats)["lora"]
-    assert sent == approx(2 * two.message(5 / 4 * 2048 * 16))
+    assert decodes.with_drafts(30) == A100.stats([feed(99, 4, 4, 1000)] * 10)
 
 @each("chunks, rank, matrices", [
     ((200, 9), 64, True), ((199, 199), 64, False), ((200, 9), 63, False), ((200,), 64, False),
@@ -3011,9 +2814,8 @@ def test_prompts_with_adapters_of_the_authors_server(chunks, rank, matrices):
     ours, theirs = [model.split(model.stats(feeds))["lora"] for model in (A100, cost)]
     assert theirs - ours == approx(0.0 if matrices else vectors)
 
-def test_baselines_of_adapters():
-    """Five decodes read one adapter once. bmm copies it for each of them first; a swap reads and
-    writes W and A B of q, k, v and o twice."""
+def test_the_baseline_of_copied_adapters():
+    """Five decodes read one adapter once. bmm copies it for each of them first."""
     stats = A100.stats([feed(100, 1, 1, 10**7)] * 5)
     launching = 32 * A100.system.lora
     gathering = 5 * 32 * sarathi.ATTENTION_CALL
@@ -3021,63 +2823,21 @@ def test_baselines_of_adapters():
     reading = 2 * 10**7 / (sarathi.LORA_BANDWIDTH * 2039e9)
     assert A100.split(stats)["lora"] == approx(reading + multiplying + launching)
     assert A100.split(stats, "bmm")["lora"] == approx(3 * reading + multiplying + gathering)
-    n_bytes = 32 * 4 * 4096**2 * 2
-    assert A100.merge_seconds() == approx(8 * n_bytes / A100.bandwidth)
-    times = [0.0]
-    engine = Engine(A100, lora="merge")
-    for name in (None, "0", "1"):
-        engine.add_adapter(name or "?", 8)
-        engine.generate([[0] * 9], 4, name)
-        times.append(engine.clock.t)
-    alone, *merged = np.diff(times)
-    assert merged == approx([alone + A100.merge_seconds()] * 2)  # a swap, and nothing else
 
-FEATURES = {  # operator -> the features of an iteration that cost it seconds in a profile
-    "preproj": "n_tokens",
-    "others": "n_logits",
-    "attn": "decodes context context_again chunks pairs chunk_context",
-    "lora": "adapted adapted_chunks lora_read lora_pairs lora_chunk_pairs",
-}
-
-def test_a_profile_counts_every_feature_to_its_operator():
+@each("operator, features", [
+    ("preproj", "n_tokens"),
+    ("others", "n_logits"),
+    ("attn", "decodes context context_again chunks pairs chunk_context"),
+    ("lora", "adapted adapted_chunks lora_read lora_pairs lora_chunk_pairs"),
+])
+def test_a_profile_counts_every_feature_to_its_operator(operator, features):
     profile = sarathi.Profile.__new__(sarathi.Profile)  # nothing is timed
     CostModel.__init__(profile, TINY, float32)
     profile.coefficients = [1.0] * 14
     before = profile.split(IterationStats())
-    for operator, features in FEATURES.items():
-        for name in features.split():
-            after = profile.split(IterationStats(**{name: 1}))
-            assert after[operator] > before[operator] and sum(after.values()) == approx(2.0)
-
-def test_bubbles_are_all_gaps_of_the_stages():
-    cost = CostModel.roofline(preset("gpt3-175b"), "a100", tp=8, nodes=8)
-    pipeline = bench.Pipeline(cost, 8, record=[], scheduler="orca", max_batch=6, n_page=25000)
-    rng = random.Random(0)
-    for n in [rng.randint(400, 2000) for _ in range(100)]:
-        pipeline.add(Request([0] * n, n // 10))
-    while pipeline.requests:
-        pipeline.step()
-    idle = 0.0
-    for stage in range(8):  # a stage does one thing at a time
-        own = [iteration for iteration in pipeline.record if iteration.stage == stage]
-        gaps = [after.start - before.end for before, after in pairwise(own)]
-        assert min(gaps) > -1e-9
-        idle += sum(gaps)
-    assert sum(pipeline.bubbles.values()) == approx(idle) and min(pipeline.bubbles.values()) > 0
-
-def test_only_the_next_stage_waits_for_a_message():
-    cost = CostModel.roofline(preset("gpt3-175b"), "a100", tp=8, nodes=8)
-    assert Engine(cost, max_batch=0).max_batch // 8 == approx(27, rel=0.15)
-    pipeline = bench.Pipeline(cost, 8, scheduler="orca", max_batch=1, n_page=9000)
-    for n in (500, 700):
-        pipeline.add(Request([0] * n, 1))
-    pipeline.step()
-    alone = cost.seconds(cost.stats([feed(0, 500, 1)]))
-    assert pipeline.free_at[-1] == approx(alone + 7 * cost.send(500))
-    assert pipeline.lanes[-1].now == pipeline.free_at[-1]
-    assert pipeline.free_at[0] == approx(alone / 8)
-    pipeline.step()  # another prefill, which is longer
-    assert pipeline.bubbles["PB1"] > 0 == pipeline.bubbles["PB2"]
+    for name in features.split():
+        after = profile.split(IterationStats(**{name: 1}))
+        assert after[operator] > before[operator] and sum(after.values()) == approx(2.0)
 
 # -----------------------------------------------------------------------------
 # tensor parallelism
@@ -3195,12 +2955,9 @@ MISTAKES = {
     "'nowhere': must be a folder": ["--model", "nowhere"],
     "has no tokenizer.json: use --tokens": ["--prompt", "hello"],
     "token = 70: must be in 0 .. 60": ["--tokens", "1,70"],
-    "tp = 2 needs 2 processes, .*--nproc_per_node 2": ["--tp", 2],
     "argument --tokens: invalid token_ids value: '1 2'": ["--tokens", "1 2"],
     "--chunk has no effect beside --explain": ["--explain", "--chunk", 8],
     "--html has no effect without --explain": ["--tokens", "1", "--html", "x.html"],
-    "--adapter: must have a value": ["--tokens", "1", "--adapter="],
-    "chunk = 0: must be at least 1": ["--chunk", 0],
 }
 
 @pytest.fixture
@@ -3216,9 +2973,6 @@ def call(monkeypatch, capsys, tmp_path):
 def test_command_line(call, capsys, tmp_path):
     TARGET.save_pretrained(tmp_path)
     ADAPTERS["ffn"].save_pretrained(tmp_path / "ffn")
-    large = Adapter.random(TINY, {module: 24 for module in TINY.modules})
-    large.save_pretrained(tmp_path / "large")
-    assert large.n_page > TINY.block_size
     tokens = ["--tokens", ",".join(map(str, prompt(15)))]
     sampled = [call(tokens + ["--temperature", 2, "--seed", seed]).out for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
@@ -3235,7 +2989,6 @@ def test_command_line(call, capsys, tmp_path):
         assert re.search(figures, err, re.M)
         assert err.startswith(f"{tmp_path}, float32, ") and (DEVICE == "cuda" or " thread" in err)
     assert re.search(r"([1-9]\d*) of \1 drafts accepted", err)
-    assert len(call(tokens + ["--adapter", tmp_path / "large"]).out.split()) == 12
     as_fit = call(tokens, []).out.split()  # by default as many as fit the context
     assert len(as_fit) == TINY.block_size - 15
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {as_fit[3]}}}')
@@ -3309,12 +3062,18 @@ def test_claim_holds(kind, paper, inside, outside):
 SCOREBOARD = {(row["experiment"], *row["at"]): row for row in json.loads(
     (ASSETS / "scoreboard.json").read_text())["rows"]}
 AS_SMALL = "table2", "table4", "fig3", "fig4", "fig7", "fig8", "fig10", "fig13", "spec_fig5"
-FIGURES = {  # of small runs of others: some on which constants of the cost model were chosen
+FIGURES = {  # of small runs of others: some on which constants of the cost model were chosen, and
+    # some of messages, between stages too, and of adapters that are swapped
+    "fig12": {("bubble time, median", "Orca over SARATHI", ""): 5.55278,
+              **{("idle share of the stages", f"SARATHI, PB{i}", ""): share
+                 for i, share in ((1, 0.00503467), (2, 0.0212601), (3, 0.160805))}},
     "fig9": {("peak at L = 1024", "C = 256", ""): 1.21625},
     "slora_table3": {("S1", "PEFT", 5): 0.15828, ("S2", "S-LoRA", 2000): 1.0894},
     "slora_fig5": {("a100", "no-unify", ""): 1.1453, ("a100", "bmm", ""): 0.16265,
                    ("a10g", "S-LoRA", ""): 0.45993},
     "slora_fig6": {("first token (s)", "", 1): 0.2841},
+    "slora_fig8": {("messages over computing", "S5", ""): 0.00715292},
+    "slora_fig9": {("alpha = 1", "merge", 5): 0.0860562, ("alpha = 0.1", "merge", 5): 0.132744},
     "spec_fig1": {("goodput", "least", ""): 1.2788},
     "spec_fig11": {("llama-33b on 4 GPUs", "least", ""): 1.52787},
     "spec_fig12": {("goodput", "least", ""): 1.08297},
@@ -3336,7 +3095,8 @@ def test_every_claim_has_its_point(name):
     if name in AS_SMALL:
         figures = {at: SCOREBOARD[(name, *at)]["ours"] for at in claims}
     assert {at: rows[at]["ours"] for at in figures} == approx(figures, rel=0.001)
-    lines = [line for line in tables(name, list(rows.values())).splitlines() if line[:1] == "|"]
+    text = bench.tables(EXPERIMENTS[name], list(rows.values()))
+    lines = [line for line in text.splitlines() if line[:1] == "|"]
     assert lines and max(map(len, lines)) <= (128 if name == "online" else 120)
     assert any("paper" in line for line in lines) == bool(claims)
 
@@ -3380,8 +3140,7 @@ def test_a_gpu_of_a_file(tmp_path):
     path = tmp_path / "mine.json"
     fields = sarathi.GPUS["a100"]._asdict()
     path.write_text(json.dumps(fields | dict(name="mine", flops=312000000000000)))
-    cost = CostModel.roofline(A100.config, path, tp=2)
-    assert cost.time(260, 3072) == CostModel.roofline(A100.config, "a100", 2).time(260, 3072)
+    assert CostModel.roofline(A100.config, path).time(260, 3072) == A100.time(260, 3072)
     without = {key: value for key, value in fields.items() if key != "link"}
     for wrong, needle in ((without, "mine.json.*link"), (fields | dict(flops="x"), "mine.json.*x")):
         path.write_text(json.dumps(wrong))
@@ -3407,20 +3166,6 @@ def test_ctrl_c_ends_the_processes_of_the_scoreboard(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         bench.scoreboard(arguments())
     assert processes and all(process.exitcode == -signal.SIGTERM for process in processes)
-
-def test_a_run_counts_once():
-    """However many rows it feeds; it holds if all of them do."""
-    rows = []
-    for text in ("A value 1 x", "A value 0 x", "A value 1", "A value 1", "A gain 1 x",
-                 "B bound 0", "B value 0 *"):
-        paper, kind, inside, *run = text.split()
-        rows.append(dict(paper_source=f"{paper} text", experiment="e", what=str(len(rows)),
-                         kind=kind, fit=run == ["*"], run="".join(run), inside=inside == "1"))
-    assert [*bench.count_runs(rows)] == [
-        "- A: values 2 of 3, gains 1 of 1",
-        "- B: bounds 0 of 1, fitted 0 of 1",
-        "- all: values 2 of 3, gains 1 of 1, bounds 0 of 1, fitted 0 of 1",
-    ]
 
 @cache
 def tiny_place():
@@ -3460,7 +3205,6 @@ def test_long_prompts_take_their_time(monkeypatch):
 
 @each("words, n_way, prompts", [
     ("", 8, [b'"""The pap']),  # pieces of this project's files
-    ("--model tiny", 4, [b'"""The pap']),
     ("--model tiny --draft own.py:Own --prompts text", 8, [b"One.", b"Two\nlines.", b"One."]),
 ])
 def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys, tmp_path):
@@ -3487,16 +3231,12 @@ def test_drafts_are_measured_on_text(words, n_way, prompts, monkeypatch, capsys,
     assert ours["accepted, 24", "wrong, goodput", ""] == 0 < ours["B = 6", "wrong, goodput", ""]
     shares = {at[1]: share for at, share in ours.items() if at[0] == "accepted, 6"}
     lookup = shares["lookup, k = 5"]
-    assert 0 <= lookup < 1
     if not words:  # the draft model is the same model
         assert shares["model, k = 5"] == 1
     if "Own" in words:  # the same as lookup
         assert shares["Own, k = 5"] == lookup
-    assert sum(line.startswith("| lookup, ") for line in out.splitlines()) == 4
-    # one text to warm up; in two rounds six texts, one by one and at once, and 24; with wrong
-    # drafts all are served once more before, until they have settled
-    n = n_way + 2
-    assert Counter(map(len, served)) == {1: n + 1, 6: 4 * n + 4, 24: 2 * n + 2}
+    lengths = [*map(len, served)]
+    assert {*lengths[:n_way + 2]} == {1} and {*lengths} == {1, 6, 24}  # all are warmed up first
     texts = [bytes(tokens) for tokens in served[-1]]
     assert all(text.startswith(prompt) for text, prompt in zip(texts, prompts))
 
@@ -3564,22 +3304,6 @@ def test_papers_and_chunk():
     names = [row["at"][1] for row in EXPERIMENTS["users"].rows(place)]
     assert [*dict.fromkeys(names)] == ["static", "prefill_first", "sarathi"]
 
-def test_jobs_are_distributed_as_the_papers_say():
-    jobs = bench.gamma_jobs(4, 2000, cv=3, n_adapter=50, power=0.2, prompt=(8, 64))
-    gaps = np.diff([job.arrival for job in jobs])
-    assert gaps.mean() == approx(1 / 4, rel=0.1)
-    assert gaps.std() / gaps.mean() == approx(3, rel=0.1)
-    assert {job.prompt for job in jobs} == set(range(8, 65))
-    popular = [int(job.adapter) < 50 / 32 for job in jobs]
-    assert np.mean(popular) == approx(0.5, abs=0.05)  # name^0.2 is uniform, 2^-5 a half
-    assert simulated("tng", "--seed 1").jobs.keywords == {"seed": 43}
-    gaps = np.diff([job.arrival for job in bench.gamma_jobs(4, 5, cv=1e-200)])
-    assert gaps == approx(np.full(19, 0.25))
-    lengths = np.array([job.prompt + job.output for job in bench.zipf_jobs(20000)])
-    assert lengths.min() >= 1024 and lengths.max() <= 4096
-    share = np.mean(lengths < 1024 + 307)  # the sum of k^-0.4 up to n grows as n^0.6
-    assert share == approx(0.1**0.6, abs=0.02)
-
 def test_run_counts_all_requests():
     early = Request([0], arrival=1.0, state="length", output=[1, 2, 3], times=[2.0, 3.0, 6.0])
     late = Request([0], 9, arrival=1.0, state="stop", output=[1, 2], times=[8.0, 9.0])
@@ -3600,11 +3324,8 @@ def test_run_counts_all_requests():
     assert run.attainment(0.9) == 0 and run.goodput(6.0) == 2 / 8
     assert run.meets(2.0, 3.0) and not run.meets(1.9, 3.0) and not run.meets(2.0, 2.9)
     assert not sarathi.Run([aborted], 0.0).meets()
-    # classes: rates of (4 + 3) / 8 and 2 / 2 until the own last token
     classes = run.by(lambda request: request is one)
     assert [(name, len(own.requests)) for name, own in classes.items()] == [(False, 3), (True, 1)]
-    fairness = run.fairness(lambda request: request is one)
-    assert fairness == approx((7 / 8 + 1) ** 2 / 2 / (49 / 64 + 1))
     first, *_, last = run.rows()
     assert first == dict(arrival=0.0, prompt=1, output=3, adapter=None, state="length",
                          preempted=0, ttft=1.0, tpot=2.0, stall=3.0)
@@ -3646,6 +3367,8 @@ def test_traces_of_the_field(name, tmp_path, capsys):
     assert len(os.path.commonprefix(prompts)) == shared.get(name, 0)
 
 def test_made_up_prompts_share_what_they_should():
+    assert simulated("tng", "--seed 1").jobs.keywords == {"seed": 43}
+    assert {job.prompt for job in bench.gamma_jobs(9, 99, prompt=(8, 64))} == {*range(8, 65)}
     for flags, n in (("", 0), ("--shared 40", 40)):
         jobs = bench.workload(simulated("online", f"online {flags}"), 9, (8, 99), (4, 4))
         prompts = [bench.prompt_of(job, i, 61) for i, job in enumerate(jobs)]
@@ -3654,37 +3377,31 @@ def test_made_up_prompts_share_what_they_should():
         assert [*map(len, common)] == [0] * 7 + [n]
         assert max(map(max, prompts)) < 61 and min(map(len, prompts)) >= n + 8
 
-@each("start", [0, 1760000000, 1760000000000])
-def test_hours_between_requests_are_kept(start, tmp_path):
-    at = [0, 7200, 90000]
-    unit = 1000 if start > 1e12 else 1
-    rows = "".join(f"{start + unit * t},5,5\n" for t in at)
-    (tmp_path / "jobs.csv").write_text(f"arrival,prompt,output\n{rows}")
-    jobs = bench.read_jobs(f"{tmp_path}/jobs.csv")
-    assert [job.arrival for job in jobs] == at
-
 def test_no_nan_is_written(tmp_path):
     bench.save_json(arguments(f"--json {tmp_path}/nan.json"), rows=[dict(ours=math.nan)])
     assert '"rows": [{"ours": null}]' in (tmp_path / "nan.json").read_text()
 
-def test_windows_of_traces_keep_their_bursts(tmp_path, capsys):
-    """As of a table computed with numpy"""
+@each("start", [0, 1760000000, 1760000000000])
+def test_windows_of_traces_keep_their_bursts(start, tmp_path, capsys):
+    """As of a table computed with numpy; also bursts with hours between them"""
     rng = np.random.default_rng(0)
-    at = np.cumsum(rng.choice([0.01, 3.0], 400, p=[0.8, 0.2])).round(2)
+    at = np.cumsum(rng.choice([1, 30000], 400, p=[0.8, 0.2]))
     lengths = rng.integers(0, 40, (400, 2))
     path = tmp_path / "jobs.csv"
-    np.savetxt(path, [*zip(at, *lengths.T)], "%g", ",", header="arrival,prompt,output", comments="")
-    window = (at - at[0] >= 60) & (at - at[0] < 180)
+    times = start + at * (1000 if start > 1e12 else 1)
+    np.savetxt(path, [*zip(times, *lengths.T)], "%d", ",", header="arrival,prompt,output",
+               comments="")
+    window = (at - at[0] >= 600000) & (at - at[0] < 1800000)
     served = window & (lengths.min(1) > 0) & (lengths.sum(1) <= 70)
     expected = (at[served] - at[served][0]) / 4
-    jobs = bench.read_jobs(str(path), 70, (60, 180), speed=4)
+    jobs = bench.read_jobs(str(path), 70, (600000, 1800000), speed=4)
     assert [job.arrival for job in jobs] == approx(expected, abs=1e-6)
     assert [job[1:3] for job in jobs] == list(map(tuple, lengths[served].tolist()))
     assert capsys.readouterr().err == (
         f"{path}: 400 rows read, {served.sum()} kept, {(window & ~served).sum()} "
         "skipped (no prompt, no output, or more than 70 tokens; simulated: --context); "
         f"{len(jobs) / expected[-1]:.3g} requests/s in the mean\n")
-    assert bench.read_jobs(str(path), 70, (60, 180), 9, 4) == jobs[:9]
+    assert bench.read_jobs(str(path), 70, (600000, 1800000), 9, 4) == jobs[:9]
 
 def test_what_lies_outside_a_window_is_not_kept(tmp_path):
     path = tmp_path / "long.csv"
@@ -3697,22 +3414,18 @@ def test_what_lies_outside_a_window_is_not_kept(tmp_path):
 
 @each("text, needle", [
     ("a,b\n1,2\n", "row 1: a column is missing: must be CSV or JSON lines with columns like arri"),
-    ('[{"id": "a"}]\n', "row 1: a column is missing: must be CSV or JSON lines"),
     ("timestamp,input_length,output_length,hash_ids\n" + "".join(
         f"{6 * i},5,5,\n" for i in range(11)),  # in seconds
      "11 requests over 0.06 s are not plausible: .* with hash_ids in ms"),
     ("timestamp,input_length,output_length\n0,5,5\n27000,5,5\n", "over 2.7e.04 s are not pl"),
-    ("prompt,output\n5,5\n", "row 1: a column is missing"),
     ("arrival,prompt,output\n0,5,5\n\n1,5\n", "row 2: float.. argument must be"),
     ("arrival,prompt,output\n0,5,5\n1,5.5,5\n", "row 2: 5.5 tokens: must be a whole number"),
-    ("arrival,prompt,output\n0,5,5\ninf,5,5\n", "row 2: "),
     ("arrival,prompt,output\n28.11.2026 10:30,5,5\n", 'row 1: .*"28.11.2026 10:30" at'),
     ('arrival,prompt,output\n0,5,5\n1,5,"5\n', "row 1: unexpected end of data"),
     ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "prompt": 5}\n', "row 2: 'outp"),
     ("arrival,prompt,output\n0,0,5\n0,5,0\n0,60,5\n0,-1,5\n", "no request is left to serve: 4"),
     ("\xff", "row 1: .*utf-8"),
     ('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [""]}', "row 1: .*int"),
-    ('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": null}', "row 1: .*iter"),
 ])
 def test_a_wrong_trace_is_one_clear_line(text, needle, tmp_path):
     path = tmp_path / "jobs.csv"
@@ -3768,26 +3481,6 @@ def test_pieces_of_requests_and_stages(tmp_path):
     assert name["ph"] == "M" and name["args"] == {"name": "sarathi"} and len(others) == 4
     assert piece == dict(ph="X", name="waiting", pid=0, tid=1, ts=1e6, dur=1e6, args={"tokens": 0})
 
-def test_results_are_those_of_the_assets(monkeypatch, capsys, tmp_path):
-    """Another number changes the page and its picture; another picture is the same bytes."""
-    for name in ("scoreboard", "capacity", "h200", "slora_table3", "peers_cpu", "main_cpu"):
-        shutil.copy(ASSETS / f"{name}.json", tmp_path)
-    monkeypatch.setattr(bench, "ASSETS", tmp_path)
-    monkeypatch.setattr(bench, "save_picture", Mock())  # of timeline, which takes long
-    capacity = json.loads((tmp_path / "capacity.json").read_text())
-    pages = []
-    for _ in range(2):
-        capacity["rows"][0]["ours"] += 1
-        (tmp_path / "capacity.json").write_text(json.dumps(capacity))
-        assert command(monkeypatch, capsys, "report")[0] == 0
-        pages.append([(tmp_path / name).read_bytes()
-                      for name in ("results.md", "capacity.png", "slora_table3.png")])
-    assert [page == other for page, other in zip(*pages)] == [False, False, True]
-    report = json.loads((ASSETS / "scoreboard.json").read_text())
-    lines = [*bench.count_runs(report["rows"]), f"commit {report['commit']}", " 5.45 ", "(off)",
-             *bench.misses(report["rows"]), "![capacity](capacity.png)"]
-    assert [line for line in lines if line not in pages[0][0].decode()] == []
-
 def test_picture_shows_ours_and_the_papers():
     """Bars if an experiment has no x axis; if it has one, points without an x are not drawn."""
     rows = list(small_rows("table2").values())
@@ -3801,6 +3494,10 @@ def test_picture_shows_ours_and_the_papers():
     titles = [ax.get_title() for ax in others]
     assert titles == ["gain at L = 2048, B = 10", "gain at L = 3072, B = 6"]
     assert max(ax.lines[1].get_ydata()) == rows["peak at L = 1024", "C = 256", ""]["ours"]
+    rows = [*small_rows("attainment").values()]
+    ax, *_ = bench.draw(rows, EXPERIMENTS["attainment"]).axes
+    limits = [row["ours"] for row in rows if row["at"][2] == ""]  # of each scheduler, marked
+    assert [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "v"] == limits
 
 # -----------------------------------------------------------------------------
 # bench.py's command line, and the README
@@ -3817,11 +3514,8 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
 @each("words, needle", [
     ("fig99", ": unknown experiment 'fig99'"),
     ("fig3 --hardware b300", "a100-40, a100, "),
-    ("--no-such-flag", "--no-such-flag"),
     ("--max-batch 0", "max_batch = 0"),
-    ("--tp 0", "tp = 0"),
     ("--hardware ''", "--hardware: must have a value"),
-    ("--jobs=", "--jobs: must have a value"),
     ("--lengths 1..x", "1..x"),
     ("fig3 --rate 3", "--rate has no effect without online"),
     ("fig3 --jobs a.csv", "--jobs has no effect without online, attainment, capacity"),
@@ -3832,13 +3526,10 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("online --hardware a100 --json nowhere/a.json", "nowhere/a.json"),
     ("fig3 --lengths 9999 --hardware a100", "9999"),
     ("spec_here --hardware a100", "only be measured"),
-    ("online --jobs nowhere.csv --hardware a100", "nowhere.csv"),
     ("fig3 --context 4096", "--hardware"),
     ("spec_here", "model 'tiny': is not trained yet, run `python model.py`"),
     ("spec_here --model llama-30m --prompts latin.txt", "latin.txt: 'utf-8' codec"),
     ("online --scheduler own.py:Yours", "own.py:Yours: must be a Scheduler"),
-    ("online --scheduler own.py:One", "own.py:One: must be a Scheduler"),
-    ("online --scheduler own.py", "unknown name 'own.py'"),
     ("online --order fifo", "unknown name 'fifo': one of fcfs, lcfs, sjf, edf, fair"),
 ])
 def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, needle):
@@ -3901,7 +3592,7 @@ def lines_of(out):
     return {line[0].strip(): [word.strip() for word in line[1:]] for line in lines[2:]}
 
 def test_online_shows_parts_of_ones_own(monkeypatch, capsys, tmp_path):
-    """They run first, and are in pictures."""
+    """They run first."""
     (tmp_path / "own.py").write_text(OWN)
     own = f"{tmp_path}/own.py"
     words = (f"online --size small --hardware a100 --rate 9 --json {tmp_path}/rows.json "
@@ -3919,12 +3610,6 @@ def test_online_shows_parts_of_ones_own(monkeypatch, capsys, tmp_path):
     requests = report["requests"]  # of each run
     assert Counter(row["scheduler"] for row in requests) == dict.fromkeys(names, 32)
     assert {"arrival", "prompt", "ttft", "tpot", "stall", "preempted"} <= {*requests[0]}
-    curve = f"attainment --size small --prompt 400 --output 4 --hardware a100 --plot {tmp_path}"
-    _, out, _ = command(monkeypatch, capsys, f"{curve} --schedulers {own}:Mine")
-    assert "| Mine " in out
-    assert matplotlib.image.imread(tmp_path / "attainment_a100.png").std() > 0.05
-    args = arguments(f"online --scheduler {own}:Mine")
-    assert [*bench.ways_of(args, SCHEDULERS)] == ["Mine", *SCHEDULERS]
     for word, code in (("pass", "plan = lambda *args: {}['key']"), ("waiting[::-1]", "{}['key']")):
         (tmp_path / "own.py").write_text(OWN.replace(word, code))
         with pytest.raises(KeyError, match="key"):  # with a traceback: it is their code
@@ -3957,41 +3642,13 @@ def test_online_says_who_pays(monkeypatch, capsys, tmp_path):
             speeds.append(sum(row["prompt"] + row["output"] for row in own) / end)
         assert rows["Jain", "orca"] == approx(sum(speeds) ** 2 / 3 / np.dot(speeds, speeds))
 
-def tables(name, rows):
-    return bench.tables(EXPERIMENTS[name], rows)
-
-def test_tables_have_the_columns_that_are_declared():
-    """And a line for every other key; the paper's numbers stand behind ours."""
-    text = tables("fig3", list(small_rows("fig3").values()))
-    assert "| 18 | 16.7                | 16.7  |" in text and "| at most 0.05 |" in text
-    rows = list(small_rows("table4").values())
-    own = [row | dict(ours=0.5, spread=0.015, at=[row["at"][0], "", 64]) for row in rows[:2]]
-    line = tables("table4", own).splitlines()[2]
-    assert re.match(r"\| 64 +\| 0.5 ± 0.015 +\| 5.45 +\| 0.5 ± 0.015 \(off\) \| 1.33 ", line)
-    text = tables("table4", [row | dict(paper=None) for row in rows])
-    assert "LLaMA-33B, A100 | 1024 | 4.68           | 1.23 " in text
-    for name, head in (("fig9", "P:D  | C = 128 | C = 256 | C = 512 | Orca, best | paper "),
-                       ("fig12", "|                          |                   | ours ")):
-        rows = list(small_rows(name).values())
-        text = tables(name, rows)
-        lines = [line for line in text.splitlines() if line.startswith("|")]
-        keyed = {tuple(row["at"][::2]) if row["at"][2] else tuple(row["at"]) for row in rows}
-        assert head in text and len(lines) == len(keyed) + 2 * (1 + text.count("\n\n"))
-    # however wide, online has one
-    rows = [row | dict(spread=row["ours"] / 7) for row in small_rows("online").values()]
-    lines = tables("online", rows).splitlines()
-    assert sum(line.startswith("| ") for line in lines) == 2 + len(SCHEDULERS)
-
 def test_online_flags(monkeypatch, capsys, tmp_path):
-    (tmp_path / "jobs.csv").write_text("arrival,prompt,output\n0,64,4\n1,64,4\n2,64,4\n")
     (tmp_path / "lengths.csv").write_text("prompt,output\n" + "64,4\n" * 32)
     (tmp_path / "long.csv").write_text("arrival,prompt,output\n" + "".join(
         f"{arrival},11990,10\n" for arrival in (0, 5, 10)))
     for words, rate, line in (
             ("--rate 0.5 --prompt 64..128 --output 9", 0.5 * (96 + 9),
              "32 requests over 60.81 s, prompts of 65 to 127 tokens, outputs of 9 to 9"),
-            (f"--jobs {tmp_path}/jobs.csv", 3 / 2 * (64 + 4),
-             "3 requests over 2 s, prompts of 64 to 64 tokens, outputs of 4 to 4"),
             (f"--jobs {tmp_path}/lengths.csv --rate 0.5 --cv 0", 0.5 * (64 + 4),
              "32 requests over 64 s, prompts of 64 to 64 tokens, outputs of 4 to 4"),
             (f"--jobs {tmp_path}/long.csv --context 20000", 3 / 10 * 12000,
