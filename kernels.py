@@ -192,37 +192,40 @@ FIXED = "tokens positions pages spans logit_rows small large".split()
 
 def probabilities(logits, temperature, top_k, top_p):
     """logits (M, V), the others (M,) on the host -> p (M, V) float32. temperature 0: all on the
-    argmax; top_k 0: no limit; top_p 1: no limit, else the fewest tokens that have top_p. Rows with
-    logits that are NaN or infinite become NaN."""
+    argmax; top_k 0: no limit; top_p 1: no limit, else the fewest tokens that have top_p. Of equal
+    logits those of the first tokens rank higher. Rows with logits that are NaN or infinite become
+    NaN."""
     V = logits.size(1)
     greedy = temperature < 1e-5  # 1e-37 would make infinite logits
-    top_k = top_k.masked_fill(top_k == 0, V).clamp(max=V)
-    temperature = temperature.masked_fill(greedy, 1)
+    top_k = top_k.masked_fill(top_k == 0, V).clamp(max=V).masked_fill(greedy, 1)
     # top_p = 1 might drop tokens by rounding, 2 drops none
-    settings = torch.stack([temperature, top_k, top_p.masked_fill(top_p == 1, 2), greedy])
-    temperature, k, limit, is_greedy = send(settings, logits.device)[..., None]  # (M, 1) each
+    top_p = top_p.masked_fill((top_p == 1) | greedy, 2)
+    settings = torch.stack([temperature.masked_fill(greedy, 1), top_k, top_p])
+    temperature, k, limit = send(settings, logits.device)[..., None]  # (M, 1) each
     scaled = logits.float() / temperature
-    most = int(top_k.max())
-    some_p = bool((top_p < 1).any())
-    if some_p or (top_k < V).any():
-        ordered, order = scaled.topk(most)
-        if (top_k < most).any():
-            rank = torch.arange(most, device=logits.device)
-            ordered = ordered.masked_fill(rank >= k, float("-inf"))
-        ordered = ordered.softmax(-1)
-        if some_p:
-            before = ordered.cumsum(-1) - ordered  # probability of the tokens that rank higher
-            ordered = ordered.masked_fill(before >= limit, 0)
-            ordered /= ordered.sum(-1, keepdim=True)
-        # back to the order of the vocabulary, in which sample() reads a random number
-        p = torch.zeros_like(scaled).scatter_(1, order, ordered)
-    else:
-        p = scaled.softmax(-1)
-    if greedy.any():
-        top, best = logits.float().max(-1, keepdim=True)
-        one_hot = torch.zeros_like(p).scatter_(1, best, torch.exp(top - top))  # 1, or NaN
-        p = torch.where(is_greedy > 0, one_hot, p)
-    return p
+    unlimited = (top_k == V) & (top_p == 2)
+    if unlimited.all():
+        return scaled.softmax(-1)
+    by_mass = (top_k == V) & (top_p < 2)
+    n = int(top_k.masked_fill(top_k == V, 1).max())
+    sizes = [n]  # how many tokens are ranked
+    if by_mass.any():  # a CPU tries fewer tokens first; a GPU would have to be waited for
+        sizes = [V] if logits.is_cuda else [min(V, max(n, 1024)), V]
+    for n in sizes:
+        top = scaled.topk(n).values
+        share = (top - scaled.logsumexp(-1, keepdim=True)).exp()
+        sums = share.cumsum(-1)
+        mass = sums.gather(1, k.long().clamp(max=n) - 1).masked_fill(k > n, 1)  # of the first k
+        kept = (sums - share < limit * mass) & (torch.arange(n, device=k.device) < k)
+        if n == sizes[-1] or not kept[by_mass, -1].any():
+            break
+    n_kept = kept.sum(-1, keepdim=True).clamp(min=1)
+    least = top.gather(1, n_kept - 1)
+    n_equal = n_kept - (top > least).sum(-1, keepdim=True)  # so many of those equal to the least
+    dropped = scaled < least
+    dropped |= (scaled == least) & ((scaled == least).float().cumsum(-1) > n_equal)
+    dropped &= (k < V) | (limit < 2)
+    return scaled.masked_fill(dropped, float("-inf")).softmax(-1)
 
 def sample(p, u):
     """Inverse CDF: weights p (M, V), need not sum to 1; u (M,) uniform in [0, 1) -> (M,); -1 where

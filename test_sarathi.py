@@ -275,6 +275,24 @@ def test_probabilities():
     actual = kernels.probabilities(p.log().expand(4, 4), *settings)
     near(actual, torch.stack([*cases.values()]))
 
+def test_kept_tokens_depend_on_their_row_alone():
+    """Of equal logits the first tokens are kept, as by a stable sort; also where the mass of top_p
+    is beyond the first 1,024 tokens"""
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(4, 3000).bfloat16()
+    logits[3] /= 40
+    settings = torch.tensor([[1.0, 50, 1], [1, 7, 0.9], [0.5, 0, 0.8], [1, 0, 0.9]]).T
+    p = kernels.probabilities(logits, *settings)
+    for row, (own, (temperature, k, limit)) in enumerate(zip(p, settings.T.tolist())):
+        ordered, order = (logits[row].float() / temperature).sort(descending=True, stable=True)
+        share = ordered[:int(k) or 3000].softmax(-1)
+        n = 1 + int((share.cumsum(-1) < limit).sum()) if limit < 1 else len(share)
+        assert set(own.nonzero()[:, 0].tolist()) == set(order[:n].tolist())
+        near(own[order[:n]], share[:n] / share[:n].sum())
+        alone = kernels.probabilities(logits[row:row + 1], *settings[:, row:row + 1])
+        assert torch.equal(alone[0], own)
+    assert (p[3] > 0).sum() > 1024
+
 def test_sample_takes_no_token_without_probability():
     p = torch.tensor([0, 0.5, 0.3, 0])
     u = torch.tensor([0.0, 0.62, 0.63, 0.9999999, 1.0])
