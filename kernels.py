@@ -1243,8 +1243,6 @@ const int COLUMNS = 2 * LANES;
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef std::conditional_t<LAYOUT >= 3, T, float> X;  // of the rows
-// From so many rows on, the arithmetic of a product takes longer than reading the weight
-const int MANY = LAYOUT >= 2 && sizeof(X) == sizeof(T) ? ROWS + 1 : ROWS / 2 + 1;
 
 #pragma GCC push_options
 #pragma GCC optimize("no-associative-math")
@@ -1343,11 +1341,12 @@ void linear(const T* x, const T* w, const T* bias, T* y, int M, int N, int K) {
             const int64_t first = (int64_t)M * block / n_block, n_tile = cdiv(end - first, ROWS);
             // The first tile of a panel would wait for memory, and memory for the others: the first
             // two fetch the next panel, half each. A single tile fetches what it reads 8 KB later.
+            // One or two rows read a weight at the memory's speed without.
             const int64_t size = (int64_t)COLUMNS * K * sizeof(T);
             int64_t ahead = n_tile > 1 ? size : 8192;
             for (int64_t row = first, m; row < end; row += m, ahead += size / 2) {
                 m = cdiv(end - row, cdiv(end - row, ROWS));  // tiles of about equal size
-                const bool fetches = end - first >= MANY && ahead < 2 * size;
+                const bool fetches = end - first > 2 && ahead < 2 * size;
                 tile<ROWS>(m, rows + row * K, K, w + (int64_t)n * K, bias ? bias + n : bias,
                            y + row * N + n, N, K, std::min(COLUMNS, N - n), fetches ? ahead : 0,
                            fetches ? COLUMNS * 4 / std::min<int>(n_tile, 2) : 0);
