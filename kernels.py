@@ -1205,7 +1205,7 @@ template <class Y> static inline float dot(const float* x, const Y* y, int n) {
 }
 
 static inline void prefetch(const T* x, int n) {
-    for (int i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(x + i);
+    for (int i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(x + i, 0, 2);
 }
 
 // sum (n) += w[0] row 0 + w[1] row 1 + ..., up to four rows; row i is on page pages[i * step] of kv
