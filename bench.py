@@ -1225,6 +1225,7 @@ def continue_text(place, prompts, B, draft, spec):
     """Seconds of an output for every prompt, B at once, and the share of drafts accepted."""
     engine = Engine(place.model, "prefill_first", max_batch=B, n_page=B * sum(N_TEXT),
                     draft=draft, spec=spec)
+    engine.warm()
     if draft is Zeros:
         engine.generate(prompts, N_TEXT[1])  # until it has settled
     seconds = timed(engine.generate, prompts, N_TEXT[1])()
@@ -1525,6 +1526,7 @@ def peers(place):
                 theirs.load_adapter(f"{folder}/b", "b")
                 theirs.to(dtype).eval()
                 options["adapter_names"] = adapters
+            engine.warm()
             ours = timed(engine.generate, prompts.tolist(), D, adapters)
             other = timed(theirs.generate, input_ids=prompts, **options)
             for name, seconds in zip(("sarathi", "the other"), place.rounds(ours, other)):

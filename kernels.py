@@ -305,11 +305,12 @@ def side_by_side(first, second, device):
     stream = torch.cuda.current_stream(device)
     side = side_stream(device)
     side.wait_stream(stream)
-    with torch.cuda.stream(side):
-        first()
-    result = second()
-    stream.wait_stream(side)
-    return result
+    try:
+        with torch.cuda.stream(side):
+            first()
+        return second()
+    finally:
+        stream.wait_stream(side)
 
 CPU_SETTINGS = ["SARATHI_CPU", "OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC",
                 "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"]
@@ -639,16 +640,18 @@ def tile_sizes(H, kv):
     return min(most, max(16, power_of_two(H // kv.size(-2)))), most
 
 @lru_cache
-def n_core(device):
-    """Cores of a GPU; those of an H200, if Triton runs elsewhere"""
-    is_gpu = device.type == "cuda"
-    return torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 132
+def cores_of(device):
+    """Cores of a GPU, and bytes of shared memory of each; an H200's, if Triton runs elsewhere"""
+    if device.type != "cuda":
+        return 132, 233472
+    gpu = torch.cuda.get_device_properties(device)
+    return gpu.multi_processor_count, gpu.shared_memory_per_multiprocessor
 
 def most_splits(n_tile, is_large, kv):
     """Into how many splits contexts are cut at most, so that n_tile tiles fill the GPU. A core runs
     5 programs of small tiles at once: fewer are split up to 4 a core. More are split up to 16 a
     core, because a last round of few programs takes as long as a full one."""
-    cores = n_core(kv.device)
+    cores, _ = cores_of(kv.device)
     n_program = max(1, n_tile * kv.size(-2))
     wanted = 2 if is_large else 4 if n_program <= 5 * cores else 16  # programs a core
     return max(1, min(MOST_SPLITS, wanted * cores // n_program))
@@ -800,12 +803,13 @@ def attention_triton(q, kv, batch, out):
 
     def attend(tiles, block_m):
         is_wide = block_m >= 64
-        size = 32768 if is_wide else 40960  # bytes of keys that are loaded ahead
+        # bytes of keys that are loaded ahead; a core of 100 KB runs two wide programs
+        size = min(32768, cores_of(q.device)[1] // 4) if is_wide else 40960
         if len(tiles):
             _attention_kernel[(len(tiles), Hk)](
                 q, kv, out, parts, lse, tiles, batch.table, kv.stride(0), scale,
                 H, Hk, D, block_m, block_n, block_d,
-                num_warps=max(4 if is_wide else 2, block_m * block_d // 2048),
+                num_warps=max(4 if is_wide or itemsize > 2 else 2, block_m * block_d // 2048),
                 num_stages=1 + size // (block_n * block_d * itemsize))
     if len(batch.large) == 0:
         attend(batch.small, small_size)
@@ -885,16 +889,15 @@ def adapter_rows(plane, table, entry, rank, width):
 
 def lora_bmm(y, x, kv, sites):
     """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
-    entries = [site for site in sites.sites.tolist() if site[1] > 0]
     parts = []
-    for row, n, column, columns, rank, _, _, entry in entries:
+    for row, n, column, columns, rank, _, _, entry in sites.lists:
         a = adapter_rows(kv[0], sites.table, entry, rank, x.size(1))
         b = adapter_rows(kv[1], sites.table, entry, rank, columns)
         b = F.pad(b, (column, y.size(1) - column - columns))
         parts.append((x[row:row + n], a, b))
     rows, a, b = (pad_sequence(part, batch_first=True).to(torch_dtype(x)) for part in zip(*parts))
     product = rows @ a.mT @ b  # (S, rows, n_out)
-    for (row, n, *_), own in zip(entries, product):
+    for (row, n, *_), own in zip(sites.lists, product):
         y[row:row + n] += own[:n]
 
 @triton.jit(do_not_specialize=["width", "n_module", "n_part", "part_step"])

@@ -390,10 +390,11 @@ class Adapter:
 
     @torch.inference_mode()
     def write(self, kv, pages):
-        """Copy the weights of all layers to these pages (n_page,) of kv (L, 2, n_page, Hk, D)."""
+        """Copy the weights to these pages (n_page,) of kv (L, 2, n_page, Hk, D), layer by layer,
+        since a GPU may have no room for a second copy of all."""
         pages = send(torch.tensor(pages), kv.device)
-        planes = self.planes.to(kv, non_blocking=True)
-        kv.index_copy_(2, pages, planes.unflatten(-1, kv.shape[3:]))
+        for to, planes in zip(kv, self.planes):
+            to[:, pages] = planes.to(kv, non_blocking=True).unflatten(-1, to.shape[2:])
 
     # ---- weights: random, or those of a folder (to skip)
 
