@@ -199,7 +199,7 @@ def experiment(*fields, **more):
     """Register a function as an experiment, under its own name. Fields: x and those behind it, of
     an Experiment. The function's docstring is what users read of it."""
     def register(run):
-        about = " ".join(run.__doc__.split())
+        about = " ".join((run.__doc__ or "").split())  # none with python -OO
         EXPERIMENTS[run.__name__] = Experiment(run, about, *fields, **more)
         return run
     return register
@@ -2251,7 +2251,7 @@ def several(text, base, names):
     return [object_in_file(part, base, names) for part in text.split(",")]
 
 def make_parser():
-    about, usage, *_ = __doc__.split("\n\n")
+    about, usage, *_ = (__doc__ or "\n\n").split("\n\n")
     # without its usage lines, argparse reports a mistake in one line
     parser = argparse.ArgumentParser(
         description=f"{about}\n\n{usage}", allow_abbrev=False, conflict_handler="resolve",

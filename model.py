@@ -918,13 +918,14 @@ def read_factors(folder, config, base):
 
 # -----------------------------------------------------------------------------
 # text (to skip): engines see tokens alone
-# Text to tokens and back, through functions of a library. encode(text) -> tokens; stop: tokens that
-# end a text; stream(tokens of a prompt) -> a function tokens -> text that continues it, where text
-# that later tokens may change is held back until [] says that there are none; chat(text of a user)
-# -> tokens in the folder's chat template, or None if it has none, or if the text begins with a
-# special token, as it does in a template. Special tokens are no text
+# Text to tokens and back, through functions of a library. encode(text) -> tokens; decode(tokens) ->
+# text; stop: tokens that end a text; stream(tokens of a prompt) -> a function tokens -> text that
+# continues it, where text that later tokens may change is held back until [] says that there are
+# none; chat(text of a user) -> tokens in the folder's chat template, or None if it has none, or if
+# the text begins with a special token, as it does in a template. Special tokens are no text
 
-Tokenizer = namedtuple("Tokenizer", "encode stop stream chat", defaults=[lambda text: None])
+Tokenizer = namedtuple("Tokenizer", "encode decode stop stream chat",
+                       defaults=[lambda text: None])
 
 def tiktoken_tokenizer(encoding):
     """The Tokenizer of a tiktoken.Encoding. The last token, which ends a text, is no text, nor are
@@ -933,7 +934,7 @@ def tiktoken_tokenizer(encoding):
         return encoding.decode([token for token in tokens if token < encoding.eot_token])
 
     encode = partial(encoding.encode, allowed_special="all")
-    return Tokenizer(encode, [encoding.eot_token], partial(stream_text, decode, []))
+    return Tokenizer(encode, decode, [encoding.eot_token], partial(stream_text, decode, []))
 
 def byte_tokenizer():
     """Token b is byte b, and token 256 ends a text."""
@@ -974,7 +975,7 @@ def read_tokenizer(folder):
     # a byte of no character, if bytes are tokens. Right behind others, it makes all of them such
     wrong = [id for text, id in library.get_vocab().items() if text == "<0xFF>"]
     decode = partial(library.decode, skip_special_tokens=True)
-    return Tokenizer(library.encode, stop, partial(stream_text, decode, wrong), chat)
+    return Tokenizer(library.encode, decode, stop, partial(stream_text, decode, wrong), chat)
 
 def stream_text(decode, wrong, prompt=()):
     """-> a function tokens -> text that continues the prompt's. Joined, the texts are those of
@@ -1114,7 +1115,7 @@ def train_tiny(steps=1100, B=4, T=256):
         model = GPT.from_preset(config, torch.float32)
         parameters = model.make_trainable()
         optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.99), weight_decay=0.1)
-        bar = tqdm(range(n), f"training {name}")
+        bar = tqdm(range(n), f"training {name}", disable=None)  # none in a log
         for step in bar:
             # 50 steps of warming up, then half a cosine down to a tenth
             decay = 0.55 + 0.45 * math.cos(math.pi * step / n)
@@ -1130,7 +1131,7 @@ def train_tiny(steps=1100, B=4, T=256):
             optimizer.step()
             bar.set_postfix(loss=f"{loss.item():.2f} nats per byte")
         model.save_pretrained(CACHE / name)
-        print(f"saved in {CACHE / name}")
+        print(f"saved in {CACHE / name}, {loss.item():.2f} nats per byte at the end")
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=train_tiny.__doc__).parse_args()
