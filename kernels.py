@@ -62,11 +62,7 @@ except ImportError:  # the Triton kernels stay plain functions that are never ca
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# -----------------------------------------------------------------------------
-# how a batch is described
-
-FEW_ROWS = 8  # requests with at most so many rows share a call, and read their context in place
-TILE = 128  # rows of a matrix product's block: fewer take as long [SARATHI Fig. 7]
+# ---- small functions (to skip)
 
 def send(x, device):
     """x on the device. The CPU does not wait for the copy."""
@@ -85,6 +81,12 @@ def power_of_two(n):
     """The first one from n on."""
     return 1 << (n - 1).bit_length()
 
+# -----------------------------------------------------------------------------
+# how a batch is described
+
+FEW_ROWS = 8  # requests with at most so many rows share a call, and read their context in place
+TILE = 128  # rows of a matrix product's block: fewer take as long [SARATHI Fig. 7]
+
 @dataclass
 class Sites:
     """Where adapters act in one operator. A site: adjacent rows of the batch with the same adapter,
@@ -100,6 +102,9 @@ class Sites:
     max_rows: int  # most rows of a site
     n_module: int  # modules of the operator (q, k, v: 3)
     max_rank: int  # at least the largest rank of A, a multiple of 16
+
+    # ---- for Triton, and the baseline (to skip)
+
     wide: bool = False  # whether all columns begin and end at multiples of 16
     max_columns: int = 0  # most columns of a module; 0: all of y
     way: str = "batched"  # or "bmm", the baseline: copy, pad, batched matrix products
@@ -112,7 +117,18 @@ class Sites:
 
 @dataclass
 class Batch:
-    """One iteration: N tokens of R requests, few rows first. int32 arrays, or tensors: see to()"""
+    """One iteration: N tokens of R requests, few rows first. int32 arrays, or tensors: see to().
+    A decode with two drafts behind 9 tokens, beside tokens 0 .. 4 of a prompt with an adapter:
+
+        row          0    1    2  |  3    4    5    6    7       N = 8, R = 2
+        tokens      t9   d1   d2  | p0   p1   p2   p3   p4
+        positions    9   10   11  |  0    1    2    3    4       in their requests
+        pages       20   21   22  | 30   31   32   33   34       to these K and V are written
+        spans       (0, 3, 9, 0)  | (3, 5, 0, 12)                first row, rows, n_past, entry
+        table       the 12 pages of request 0 | the 5 pages of request 1 | those of the adapter
+        logit_rows   0    1    2  |                              the prompt has more to feed
+        sites                     | rows 3 .. 7, pages from entry 17 on; one for each module
+    """
     tokens: Tensor  # (N,), those of a request side by side
     positions: Tensor  # (N,)
     pages: Tensor  # (N,): the page to which K and V of each token are written
@@ -121,13 +137,15 @@ class Batch:
     logit_rows: Tensor  # (M,): rows for which next-token logits are computed
     n_few: int  # spans[:n_few] have at most FEW_ROWS rows, the others more
     adapters: dict = field(default_factory=dict)  # operator name -> Sites
-    # the work of attention, for Triton: for each program a tile of query rows and one split of the
-    # context. The four numbers of its span, its first query (query m: head m % G of token m // G,
-    # of a kv head), number of its split, how many there are, number of the span's first part
+    hidden: Tensor | None = None  # (M, C): the model's last hidden states; GPT.forward sets it
+
+    # ---- the work of attention, for Triton (to skip)
+    # Each program has a tile of query rows and one split of the context: ROW, N_ROW, N_PAST, ENTRY
+    # of its span; FIRST_QUERY (query m of a kv head: head m % G of token m // G); SPLIT, N_SPLIT;
+    # FIRST_PART of the span
     small: Tensor = field(default_factory=lambda: zeros(0, 8))  # (T, 8)
     large: Tensor = field(default_factory=lambda: zeros(0, 8))  # (T, 8)
     n_part: int = 0  # parts in all: of outputs, over one split, if a context is split
-    hidden: Tensor | None = None  # (M, C): the model's last hidden states, see GPT.forward
 
     @cached_property
     def lists(self):
@@ -190,43 +208,6 @@ FIXED = "tokens positions pages spans logit_rows small large".split()
 # -----------------------------------------------------------------------------
 # sampling and verification; p: of the target model, q: of the draft model
 
-def probabilities(logits, temperature, top_k, top_p):
-    """logits (M, V), the others (M,) on the host -> p (M, V) float32. temperature 0: all on the
-    argmax; top_k 0: no limit; top_p 1: no limit, else the fewest tokens that have top_p. Of equal
-    logits those of the first tokens rank higher. Rows with logits that are NaN or infinite become
-    NaN."""
-    V = logits.size(1)
-    greedy = temperature < 1e-5  # 1e-37 would make infinite logits
-    top_k = top_k.masked_fill(top_k == 0, V).clamp(max=V).masked_fill(greedy, 1)
-    # top_p = 1 might drop tokens by rounding, 2 drops none
-    top_p = top_p.masked_fill((top_p == 1) | greedy, 2)
-    settings = torch.stack([temperature.masked_fill(greedy, 1), top_k, top_p])
-    temperature, k, limit = send(settings, logits.device)[..., None]  # (M, 1) each
-    scaled = logits.float() / temperature
-    unlimited = (top_k == V) & (top_p == 2)
-    if unlimited.all():
-        return scaled.softmax(-1)
-    by_mass = (top_k == V) & (top_p < 2)
-    n = int(top_k.masked_fill(top_k == V, 1).max())
-    sizes = [n]  # how many tokens are ranked
-    if by_mass.any():  # a CPU tries fewer tokens first; a GPU would have to be waited for
-        sizes = [V] if logits.is_cuda else [min(V, max(n, 1024)), V]
-    for n in sizes:
-        top = scaled.topk(n).values
-        share = (top - scaled.logsumexp(-1, keepdim=True)).exp()
-        sums = share.cumsum(-1)
-        mass = sums.gather(1, k.long().clamp(max=n) - 1).masked_fill(k > n, 1)  # of the first k
-        kept = (sums - share < limit * mass) & (torch.arange(n, device=k.device) < k)
-        if n == sizes[-1] or not kept[by_mass, -1].any():
-            break
-    n_kept = kept.sum(-1, keepdim=True).clamp(min=1)
-    least = top.gather(1, n_kept - 1)
-    n_equal = n_kept - (top > least).sum(-1, keepdim=True)  # so many of those equal to the least
-    dropped = scaled < least
-    dropped |= (scaled == least) & ((scaled == least).float().cumsum(-1) > n_equal)
-    dropped &= (k < V) | (limit < 2)
-    return scaled.masked_fill(dropped, float("-inf")).softmax(-1)
-
 def sample(p, u):
     """Inverse CDF: weights p (M, V), need not sum to 1; u (M,) uniform in [0, 1) -> (M,); -1 where
     weights are NaN"""
@@ -265,8 +246,49 @@ def verify(p, q, drafts, n_drafts, u):
     weights = torch.where(rejected[:, None], residual, weights)
     return n_accepted, sample(weights, u[K:])
 
+# ---- the distribution that a request's settings allow (to skip)
+
+def probabilities(logits, temperature, top_k, top_p):
+    """logits (M, V), the others (M,) on the host -> p (M, V) float32. temperature 0: all on the
+    argmax; top_k 0: no limit; top_p 1: no limit, else the fewest tokens that have top_p. Of equal
+    logits those of the first tokens rank higher. Rows with logits that are NaN or infinite become
+    NaN."""
+    V = logits.size(1)
+    greedy = temperature < 1e-5  # 1e-37 would make infinite logits
+    top_k = top_k.masked_fill(top_k == 0, V).clamp(max=V).masked_fill(greedy, 1)
+    # top_p = 1 might drop tokens by rounding, 2 drops none
+    top_p = top_p.masked_fill((top_p == 1) | greedy, 2)
+    settings = torch.stack([temperature.masked_fill(greedy, 1), top_k, top_p])
+    temperature, k, limit = send(settings, logits.device)[..., None]  # (M, 1) each
+    scaled = logits.float() / temperature
+    unlimited = (top_k == V) & (top_p == 2)
+    if unlimited.all():
+        return scaled.softmax(-1)
+    by_mass = (top_k == V) & (top_p < 2)
+    n = int(top_k.masked_fill(top_k == V, 1).max())
+    sizes = [n]  # how many tokens are ranked
+    if by_mass.any():  # a CPU tries fewer tokens first; a GPU would have to be waited for
+        sizes = [V] if logits.is_cuda else [min(V, max(n, 1024)), V]
+    for n in sizes:
+        top = scaled.topk(n).values
+        share = (top - scaled.logsumexp(-1, keepdim=True)).exp()
+        sums = share.cumsum(-1)
+        mass = sums.gather(1, k.long().clamp(max=n) - 1).masked_fill(k > n, 1)  # of the first k
+        kept = (sums - share < limit * mass) & (torch.arange(n, device=k.device) < k)
+        if n == sizes[-1] or not kept[by_mass, -1].any():
+            break
+    n_kept = kept.sum(-1, keepdim=True).clamp(min=1)
+    least = top.gather(1, n_kept - 1)
+    n_equal = n_kept - (top > least).sum(-1, keepdim=True)  # so many of those equal to the least
+    dropped = scaled < least
+    dropped |= (scaled == least) & ((scaled == least).float().cumsum(-1) > n_equal)
+    dropped &= (k < V) | (limit < 2)
+    return scaled.masked_fill(dropped, float("-inf")).softmax(-1)
+
 # -----------------------------------------------------------------------------
-# the operators: definitions, and where each runs: Triton, C++ or torch
+# the operators: `op_ref` defines one; `op` runs it in Triton, C++ or torch, see add_norm
+
+# ---- where an operator runs; two at the same time; which run, in a line (to skip)
 
 def has_triton():
     return hasattr(triton, "cdiv")
@@ -289,8 +311,6 @@ def backend(x, kv=None):
     if x.is_cpu and library(x.dtype) is not None:
         return "cpp"
     return "torch"
-
-# ---- two at the same time; which operators run, in a line (to skip)
 
 @lru_cache
 def side_stream(device):
@@ -349,12 +369,12 @@ def linear(x, weight, bias=None):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
+# ---- weights in panels, for CPUs (to skip)
+
 def torch_dtype(x):
     """The dtype in which torch multiplies fast: a CPU without bfloat16 emulates it."""
     slow = x.is_cpu and x.dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported()
     return torch.float32 if slow else x.dtype
-
-# ---- weights in panels, for CPUs (to skip)
 
 class Packed:
     """A weight (n_out, n_in) for the C++ product, which reads it from end to end. A panel holds
@@ -457,6 +477,8 @@ def activate_ref(h, gated):
         return F.silu(gate) * up
     return F.gelu(h, approximate="tanh")
 
+# ---- where it runs; in Triton (to skip)
+
 def activate(h, gated):
     """h (N, 2 I) if gated, else (N, I) -> (N, I)"""
     chosen = backend(h)
@@ -470,8 +492,6 @@ def activate(h, gated):
     else:
         _activate_kernel[(N, cdiv(I, 1024))](h, out, I, gated, 1024)
     return out
-
-# ---- activate in Triton (to skip)
 
 @triton.jit
 def _activate_kernel(h, out, I, GATED: tl.constexpr, BLOCK: tl.constexpr):
@@ -519,6 +539,8 @@ def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps):
     kv[1, pages.long()] = v.to(kv.dtype)
     return q.contiguous()
 
+# ---- where it runs; in Triton (to skip)
+
 def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm=None, eps=0.0):
     """qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2) float32 or None, kv (2, n_page, Hk, D),
     pages (N,), norm (2 D,) or None -> q (N, H, D), as rotate_write_ref"""
@@ -538,8 +560,6 @@ def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm=None, eps=0.0
         n_head, n_kv_head, D,
         BLOCK_H=8, BLOCK_D=power_of_two(D))
     return q
-
-# ---- rotate_write in Triton (to skip)
 
 @triton.jit
 def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane_step, eps,
@@ -597,6 +617,8 @@ def attention_ref(q, kv, batch):
         out[row:row + n] = own.transpose(0, 1)
     return out
 
+# ---- where it runs; in Triton, and by oneDNN (to skip)
+
 def attention(q, kv, batch):
     """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
     chosen = backend(q, kv)
@@ -620,8 +642,6 @@ def attention(q, kv, batch):
         else:
             attend_chunk_torch(q[rows], kv, pages, out[rows])
     return out
-
-# ---- attention in Triton, and by oneDNN (to skip)
 
 @triton.jit
 def load4(numbers, UNIT: tl.constexpr = 1):
@@ -860,6 +880,15 @@ def lora_ref(y, x, kv, sites, exchange=None):
                 xa = exchange(xa)[:, :rank_b]
             y[row:row + n, column:column + columns] += xa @ b.to(x.dtype)
 
+def adapter_rows(plane, table, entry, rank, width):
+    """The rows of A or B from their pages: plane (n_page, Hk, D) -> (rank, width)"""
+    plane = plane.flatten(1)  # (n_page, W)
+    pages = table[entry:entry + rank * cdiv(width, plane.size(1))]
+    rows = plane.index_select(0, pages).view(rank, -1)
+    return rows[:, :width]
+
+# ---- where it runs; in Triton, and the baseline (to skip)
+
 def lora(product, x, kv, sites, exchange=None):
     """product() + x (N, n_in) A B -> (N, n_out); product(), x W, runs beside x A on a GPU.
     exchange: between devices, all-gather or all-reduce of x A; a CPU takes plain torch for it"""
@@ -877,15 +906,6 @@ def lora(product, x, kv, sites, exchange=None):
         if sites.n_few < len(sites.sites):
             lora_ref(y, x, kv, replace(sites, sites=sites.sites[sites.n_few:]))
     return y
-
-def adapter_rows(plane, table, entry, rank, width):
-    """The rows of A or B from their pages: plane (n_page, Hk, D) -> (rank, width)"""
-    plane = plane.flatten(1)  # (n_page, W)
-    pages = table[entry:entry + rank * cdiv(width, plane.size(1))]
-    rows = plane.index_select(0, pages).view(rank, -1)
-    return rows[:, :width]
-
-# ---- lora in Triton, and the baseline (to skip)
 
 def lora_bmm(y, x, kv, sites):
     """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""

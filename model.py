@@ -82,6 +82,8 @@ class GPTConfig:
         if self.is_llama and self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim}: must be even, positions rotate pairs")
 
+    # ---- what adapters and devices change, sizes (to skip)
+
     @cached_property
     def modules(self):
         """{module of a checkpoint: (operator, n_out, n_in)} of one layer of the whole model"""
@@ -101,8 +103,6 @@ class GPTConfig:
                 _, first, columns = operators.get(op, (n_in, 0, {}))
                 operators[op] = Operator(n_in, first + own, columns | {module: (first, own)})
         return operators
-
-    # ---- shares of devices, sizes (to skip)
 
     def shard_of(self, rank, n):
         """The share of device `rank` of n. ValueError if n does not divide heads and widths."""
@@ -141,6 +141,26 @@ class GPT:
         self.base = self.weights  # the weights without it
         self.profile = None  # a CostModel, measured when it is first needed
 
+    def forward_ref(self, tokens):
+        """tokens (B, T) -> logits (B, T, V) in float32, by the operators' definitions: no cache"""
+        c = self.config
+        x, rope = self.embed(tokens, torch.arange(tokens.size(1), device=self.device))
+        x = x.float()  # (B, T, C)
+        delta = None
+        for i in range(c.n_layer):
+            x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
+            qkv = linear_ref(h, *self.affine(f"{i}.preproj"))
+            norm = self.weights.get(f"{i}.qk_norm.weight")
+            heads = heads_ref(qkv, *rope, c.n_head, c.n_kv_head, norm, c.norm_eps)
+            q, k, v = (part.transpose(1, 2) for part in heads)  # (B, heads, T, D)
+            h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            delta = linear_ref(h.transpose(1, 2).flatten(2), *self.affine(f"{i}.postproj"))
+            x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm2"), c.norm_eps)
+            h = activate_ref(linear_ref(h, *self.affine(f"{i}.ffn_ln1")), c.is_llama)
+            delta = linear_ref(h, *self.affine(f"{i}.ffn_ln2"))
+        _, h = add_norm_ref(x, delta, *self.affine("norm"), c.norm_eps)
+        return linear_ref(h, self.weights["head.weight"])
+
     @torch.inference_mode()
     def forward(self, batch, kv, mark=lambda operator: None):
         """One iteration: all tokens pass a layer together, so each weight is read once
@@ -174,22 +194,16 @@ class GPT:
         return logits
 
     def project(self, op, i, x, batch, kv, mark):
-        """x W of all rows, and x A B of their adapters [S-LoRA §4.1]. With several devices x A is
-        exchanged, and the results of row-parallel operators are summed [§6]."""
+        """x W of all rows, and x A B of their adapters [S-LoRA §4.1]"""
         def product():  # lora() calls it, since a GPU computes x A beside it
-            y = linear(x, *self.affine(f"{i}.{op}"))  # row-parallel: rank 0 alone has a bias
+            y = linear(x, *self.affine(f"{i}.{op}"))
             mark(op)
             return y
-        if op in batch.adapters:
-            exchange = self.world.all_reduce if op in ROW_PARALLEL else self.world.all_gather
-            y = lora(product, x, kv, batch.adapters[op], exchange if self.world.size > 1 else None)
-            mark("lora")
-        else:
-            y = product()
-        if self.world.size > 1 and op in ROW_PARALLEL:
-            self.world.all_reduce(y)
-            mark(op)
-        return y
+        if op not in batch.adapters:
+            return self.world.combine(op, product())
+        y = lora(product, x, kv, batch.adapters[op], self.world.exchange(op))
+        mark("lora")
+        return self.world.combine(op, y)  # of several devices
 
     def affine(self, name):
         """(weight, bias or None) of a norm or an operator such as 3.preproj"""
@@ -203,33 +217,13 @@ class GPT:
         angles = positions[:, None] * self.frequencies
         return x, (angles.cos(), angles.sin())
 
-    def forward_ref(self, tokens):
-        """tokens (B, T) -> logits (B, T, V) in float32, by the operators' definitions: no cache"""
-        c = self.config
-        x, rope = self.embed(tokens, torch.arange(tokens.size(1), device=self.device))
-        x = x.float()  # (B, T, C)
-        delta = None
-        for i in range(c.n_layer):
-            x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
-            qkv = linear_ref(h, *self.affine(f"{i}.preproj"))
-            norm = self.weights.get(f"{i}.qk_norm.weight")
-            heads = heads_ref(qkv, *rope, c.n_head, c.n_kv_head, norm, c.norm_eps)
-            q, k, v = (part.transpose(1, 2) for part in heads)  # (B, heads, T, D)
-            h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            delta = linear_ref(h.transpose(1, 2).flatten(2), *self.affine(f"{i}.postproj"))
-            x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm2"), c.norm_eps)
-            h = activate_ref(linear_ref(h, *self.affine(f"{i}.ffn_ln1")), c.is_llama)
-            delta = linear_ref(h, *self.affine(f"{i}.ffn_ln2"))
-        _, h = add_norm_ref(x, delta, *self.affine("norm"), c.norm_eps)
-        return linear_ref(h, self.weights["head.weight"])
+    # ---- the reference for users; weights: random, stored, merged, trained (to skip)
 
     @torch.inference_mode()
     def logits(self, tokens):
         """The reference: tokens (T,) -> logits (T, V) in float32"""
         assert self.world.size == 1, "the reference has no tensor parallelism"
         return self.forward_ref(torch.as_tensor(tokens, device=self.device)[None])[0]
-
-    # ---- weights: random, stored, merged, trained (to skip)
 
     @classmethod
     def from_preset(cls, name: str | GPTConfig, dtype: torch.dtype | str | None = None,
@@ -345,6 +339,16 @@ class Adapter:
         K plane   A[0] begin   A[0] end   A[1] begin   A[1] end
         V plane   B[0]         B[1]       -            -         """
 
+    @torch.inference_mode()
+    def write(self, kv, pages):
+        """Copy the weights to these pages (n_page,) of kv (L, 2, n_page, Hk, D), layer by layer,
+        since a GPU may have no room for a second copy of all."""
+        pages = send(torch.tensor(pages), kv.device)
+        for to, planes in zip(kv, self.planes):
+            to[:, pages] = planes.to(kv, non_blocking=True).unflatten(-1, to.shape[2:])
+
+    # ---- its pages; weights: random, or those of a folder (to skip)
+
     def __init__(self, config, ranks, dtype=None):
         """ranks: {module: rank}, or one rank for q, k, v, o [S-LoRA §4.1]; no dtype: no weights"""
         if isinstance(ranks, int):
@@ -387,16 +391,6 @@ class Adapter:
             pages = plane[:, first:first + rank * cdiv(n, plane.size(-1))]  # (L, pages, W)
             views.append(pages.view(len(pages), rank, -1)[..., :n])
         return views
-
-    @torch.inference_mode()
-    def write(self, kv, pages):
-        """Copy the weights to these pages (n_page,) of kv (L, 2, n_page, Hk, D), layer by layer,
-        since a GPU may have no room for a second copy of all."""
-        pages = send(torch.tensor(pages), kv.device)
-        for to, planes in zip(kv, self.planes):
-            to[:, pages] = planes.to(kv, non_blocking=True).unflatten(-1, to.shape[2:])
-
-    # ---- weights: random, or those of a folder (to skip)
 
     @classmethod
     def random(cls, config, ranks, seed=0, dtype=torch.float32):
@@ -582,6 +576,17 @@ class World:
         if device == "cuda":
             device = f"cuda:{os.environ['LOCAL_RANK']}"
         return cls(device, dist.get_rank(), size)
+
+    def exchange(self, op):
+        """How devices exchange x A of an operator [S-LoRA §6]; None: there is one"""
+        if self.size > 1:
+            return self.all_reduce if op in ROW_PARALLEL else self.all_gather
+
+    def combine(self, op, y):
+        """The results of an operator: of a row-parallel one their sum. Rank 0 alone has its bias"""
+        if self.size > 1 and op in ROW_PARALLEL:
+            self.all_reduce(y)
+        return y
 
     def all_reduce(self, x):
         """The sum of every rank's x, in place. Each rank sends 2 (n - 1) / n of x [S-LoRA §6]."""
