@@ -4,15 +4,16 @@ In reading order: how a batch is described (Batch, Sites); sampling and verifica
 linear, add_norm, activate, rotate_write, attention and lora, each with its definition `op_ref` in
 plain torch, `op`, which picks where it runs, and but for linear its Triton kernels for GPUs; all of
 them again in C++ for CPUs, called by cpp(name, x, ...). The lesson, all that has no heading "(to
-skip)", ends there. Pages of adapters have a picture at _shrink_kernel, panels of weights at Packed.
+skip)", ends there.
 
 The cache. The keys and values of one layer are `kv` (2, n_page, Hk, D): plane 0 is K, plane 1 is
-V. A page is one vector of width W = Hk * D in each plane. It holds a token, or of an adapter a row
-of A, transposed, and one of B [S-LoRA §5.1]; wider rows take several pages of their plane. A page
-table lists the pages of a request in the order of its tokens:
+V. A page is one vector of width W = Hk * D in each plane. It holds a token, or one rank of an
+adapter: a column of A (A is stored transposed, as rows) and a row of B [S-LoRA §5.1]; longer ones
+take several pages of their plane. A page table lists the pages of a request in the order of its
+tokens:
 
     page            0       1       2       3       4       5       6       7
-    K plane     | k of 0 | A row 0 | k of 1 | A row 1 | k of 2 |   free  | ...
+    K plane     | k of 0 | A col 0 | k of 1 | A col 1 | k of 2 |   free  | ...
     V plane     | v of 0 | B row 0 | v of 1 | B row 1 | v of 2 |   free  | ...
     page table of the request: 0 2 4        page table of the adapter: 1 3
 """
@@ -84,7 +85,7 @@ def power_of_two(n):
 # -----------------------------------------------------------------------------
 # how a batch is described
 
-FEW_ROWS = 8  # requests with at most so many rows share a call, and read their context in place
+FEW_ROWS = 8  # attention of requests with at most so many rows: decodes, also with drafts
 TILE = 128  # rows of a matrix product's block: fewer take as long [SARATHI Fig. 7]
 
 @dataclass
@@ -93,7 +94,7 @@ class Sites:
     times one module (q, k, ...). Sites with few rows come first."""
     # columns of sites. An example: rows 4 .. 6 of the batch have an adapter of rank 16. Its A and B
     # for k, module 1 of q, k, v with 512 columns each, begin at entry 90 of the table:
-    #     4, 3, 512, 512, 16, 16, 1, 90    (RANK: rows of A here; B has more if devices share A)
+    #     4, 3, 512, 512, 16, 16, 1, 90    (RANK: of A. If devices share A, RANK_B is larger)
     ROW, N_ROW, COLUMN, N_COLUMN, RANK, RANK_B, MODULE, ENTRY = range(8)
 
     sites: Tensor  # (S, 8) int32
@@ -227,15 +228,15 @@ def verify(p, q, drafts, n_drafts, u):
     K = len(drafts)
     first_draft = n_drafts.cumsum(0) - n_drafts
     first_row = first_draft + torch.arange(len(n_drafts), device=p.device)
-    request = torch.repeat_interleave(n_drafts, output_size=K)  # (K,): of each draft
+    owner = torch.repeat_interleave(n_drafts, output_size=K)  # (K,): the request of each draft
     i = torch.arange(K, device=p.device)
-    p_draft = p[i + request, drafts]  # each request before has one row more than drafts
+    p_draft = p[i + owner, drafts]  # each request before has one row more than drafts
     q_draft = 1 if q is None else q[i, drafts]
     accepted = u[:K] * q_draft < p_draft
 
-    # the first rejected draft of each request, counted within the request
-    place = torch.where(accepted, n_drafts[request], i - first_draft[request])
-    n_accepted = n_drafts.scatter_reduce(0, request, place, "amin")
+    # how many drafts a request has before its first rejected one
+    n_before = torch.where(accepted, n_drafts[owner], i - first_draft[owner])
+    n_accepted = n_drafts.scatter_reduce(0, owner, n_before, "amin")
     weights = p[first_row + n_accepted]  # (R, V)
     rejected = n_accepted < n_drafts
     at = (first_draft + n_accepted).clamp(max=K - 1)
@@ -732,7 +733,7 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane_step, scale,
     kv_head = tl.program_id(1)
     if n_row == 0:  # padding of a CUDA graph
         return
-    m = first_query + tl.arange(0, BLOCK_M)
+    m = first_query + tl.arange(0, BLOCK_M)  # queries of a kv head: head m % G of token m // G
     d = tl.arange(0, BLOCK_D)[None]
     token = m // G
     head = kv_head * G + m % G
@@ -741,9 +742,10 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane_step, scale,
     queries = tl.load(q + at[:, None] * D + d, mask, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.full([BLOCK_M], 1e-30, tl.float32)  # not 0: a split may be empty
-    # a row that sees nothing of its split keeps this top: its weight in _combine_kernel is 0
+    # a row that sees nothing of its split keeps this top. Its p are exp2(0) = 1, and wrong, but its
+    # weight in _combine_kernel is 2^-1e30 = 0
     top = tl.full([BLOCK_M], -1e30, tl.float32)
-    end = n_past + tl.minimum(n_row, (first_query + BLOCK_M - 1) // G + 1)
+    end = n_past + tl.minimum(n_row, (first_query + BLOCK_M - 1) // G + 1)  # seen by the last row
     size = tl.cdiv(end, n_split * BLOCK_N) * BLOCK_N  # tokens of a split
     begin = split * size
     for start in range(begin, tl.minimum(begin + size, end), BLOCK_N):

@@ -41,11 +41,12 @@ from tqdm import tqdm
 # -----------------------------------------------------------------------------
 # the shape of a model
 
-# the matrix products of a layer [SARATHI Table 1]. preproj: q, k and v; postproj: o; ffn_ln1: gate
-# and up; ffn_ln2: down. The numbers: which dim of a weight (n_out, n_in) tensor parallelism cuts
+# the matrix products of a layer, by SARATHI's names [Table 1]. preproj: q, k and v; postproj: o;
+# ffn_ln1: gate and up, the MLP's first; ffn_ln2: down, its second. The numbers: which dim of a
+# weight (n_out, n_in) tensor parallelism cuts
 OPERATORS = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # their input is cut
-# columns: {module, as self_attn.q_proj, which adapters change: (first column, how many)}
+# columns: {a checkpoint's module in it, as self_attn.q_proj: (first of n_out, how many)}
 Operator = namedtuple("Operator", "n_in n_out columns")
 
 @dataclass
@@ -164,8 +165,9 @@ class GPT:
     @torch.inference_mode()
     def forward(self, batch, kv, mark=lambda operator: None):
         """One iteration: all tokens pass a layer together, so each weight is read once
-        [SARATHI §4.3]. kv (L, 2, n_page, Hk, D) -> logits (M, V), on ranks above 0 None; it sets
-        batch.hidden (M, C), which gave them. mark(part): called behind each part, to time it."""
+        [SARATHI §4.3]. kv (L, 2, n_page, Hk, D) -> logits (M, V), on ranks above 0 None; the hidden
+        states that gave them are in batch.hidden (M, C). mark(part) is called behind each part: to
+        time it, else nothing."""
         c = self.config
         x, rope = self.embed(batch.tokens, batch.positions)
         delta = None  # output of the operator before; the next norm adds it to x
