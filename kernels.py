@@ -1,20 +1,19 @@
 """The operators of one iteration over a flat batch of N tokens.
 
-In reading order: how a batch is described (Batch, Sites); sampling and verification; the operators
-linear, add_norm, activate, rotate_write, attention and lora, each with its definition `op_ref` in
-plain torch, `op`, which picks where it runs, and but for linear its Triton kernels for GPUs; all of
-them again in C++ for CPUs, called by cpp(name, x, ...). The lesson, all that has no heading "(to
-skip)", ends there.
+In reading order: how a batch is described (Sites, Batch); sampling and verification; the operators
+linear, add_norm, activate, rotate_write, attention and lora. Each has a definition `op_ref` in
+plain torch, `op`, which picks where it runs, and but for linear Triton kernels for GPUs. C++ for
+CPUs stands at the end. The lesson is all that has no heading "(to skip)": the definitions.
 
 The cache. The keys and values of one layer are `kv` (2, n_page, Hk, D): plane 0 is K, plane 1 is
 V. A page is one vector of width W = Hk * D in each plane. It holds a token, or one rank of an
-adapter: a column of A (A is stored transposed, as rows) and a row of B [S-LoRA §5.1]; longer ones
-take several pages of their plane. A page table lists the pages of a request in the order of its
-tokens:
+adapter: a column of A (A is stored transposed, as rows) and a row of B [S-LoRA §5.1]; columns and
+rows longer than W take several pages of their plane. A page has the same number in all layers. A
+page table lists the pages of a request in the order of its tokens:
 
     page            0       1       2       3       4       5       6       7
-    K plane     | k of 0 | A col 0 | k of 1 | A col 1 | k of 2 |   free  | ...
-    V plane     | v of 0 | B row 0 | v of 1 | B row 1 | v of 2 |   free  | ...
+    K plane     |token 0 | A col 0 |token 1 | A col 1 |token 2 |   free  | ...
+    V plane     |token 0 | B row 0 |token 1 | B row 1 |token 2 |   free  | ...
     page table of the request: 0 2 4        page table of the adapter: 1 3
 """
 
@@ -85,27 +84,28 @@ def power_of_two(n):
 # -----------------------------------------------------------------------------
 # how a batch is described
 
-FEW_ROWS = 8  # attention of requests with at most so many rows: decodes, also with drafts
-TILE = 128  # rows of a matrix product's block: fewer take as long [SARATHI Fig. 7]
+FEW_ROWS = 8  # requests with at most so many rows, decodes, have an attention of their own
+TILE = 128  # rows of a block of a GPU's matrix product: fewer take as long [SARATHI Fig. 7]
 
 @dataclass
 class Sites:
     """Where adapters act in one operator. A site: adjacent rows of the batch with the same adapter,
     times one module (q, k, ...). Sites with few rows come first."""
-    # columns of sites. An example: rows 4 .. 6 of the batch have an adapter of rank 16. Its A and B
-    # for k, module 1 of q, k, v with 512 columns each, begin at entry 90 of the table:
-    #     4, 3, 512, 512, 16, 16, 1, 90    (RANK: of A. If devices share A, RANK_B is larger)
+    # the numbers of a site. An example: rows 4 .. 6 of the batch have an adapter of rank 16; its A
+    # and B for k, module 1 of q, k, v with 512 columns of output each, begin at entry 90 of the
+    # batch's table: ROW 4, N_ROW 3, COLUMN 512, N_COLUMN 512, RANK 16, RANK_B 16 (equal, but where
+    # devices share A), MODULE 1, ENTRY 90
     ROW, N_ROW, COLUMN, N_COLUMN, RANK, RANK_B, MODULE, ENTRY = range(8)
 
     sites: Tensor  # (S, 8) int32
     table: Tensor  # (n,) int32: that of the batch
     n_few: int  # sites[:n_few] have at most FEW_ROWS rows, the others more
-    max_rows: int  # most rows of a site
-    n_module: int  # modules of the operator (q, k, v: 3)
-    max_rank: int  # at least the largest rank of A, a multiple of 16
 
     # ---- for Triton, and the baseline (to skip)
 
+    max_rows: int  # most rows of a site
+    n_module: int  # modules of the operator (q, k, v: 3)
+    max_rank: int  # at least the largest rank of A, a multiple of 16
     wide: bool = False  # whether all columns begin and end at multiples of 16
     max_columns: int = 0  # most columns of a module; 0: all of y
     way: str = "batched"  # or "bmm", the baseline: copy, pad, batched matrix products
@@ -118,8 +118,8 @@ class Sites:
 
 @dataclass
 class Batch:
-    """One iteration: N tokens of R requests, few rows first. int32 arrays, or tensors: see to().
-    A decode with two drafts behind 9 tokens, beside tokens 0 .. 4 of a prompt with an adapter:
+    """One iteration: N tokens of R requests, those with few rows first; int32. A decode with two
+    drafts, behind 9 cached tokens (n_past), beside tokens 0 .. 4 of a prompt with an adapter:
 
         row          0    1    2  |  3    4    5    6    7       N = 8, R = 2
         tokens      t9   d1   d2  | p0   p1   p2   p3   p4
@@ -128,7 +128,7 @@ class Batch:
         spans       (0, 3, 9, 0)  | (3, 5, 0, 12)                first row, rows, n_past, entry
         table       the 12 pages of request 0 | the 5 pages of request 1 | those of the adapter
         logit_rows   0    1    2  |                              the prompt has more to feed
-        sites                     | rows 3 .. 7, pages from entry 17 on; one for each module
+        adapters                  | sites: rows 3 .. 7, pages from entry 17 on, for each module
     """
     tokens: Tensor  # (N,), those of a request side by side
     positions: Tensor  # (N,)
@@ -214,17 +214,18 @@ def sample(p, u):
     weights are NaN"""
     cdf = p.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]
-    # less than the total, also if u is near 1: it is reached at the last token with a weight
+    # below the total, else no token would be found. Without any weight: the last token
     at = torch.minimum(u[:, None] * total, total.nextafter(total.new_zeros(())))
-    tokens = torch.searchsorted(cdf, at, right=True)
+    tokens = torch.searchsorted(cdf, at, right=True).clamp(max=p.size(1) - 1)
     return torch.where(total.isfinite(), tokens, -1)[:, 0]
 
 def verify(p, q, drafts, n_drafts, u):
     """Lossless rejection sampling [SmartSpec §2]: accept draft d with probability p[d] / q[d]; at
     the first rejection sample from max(p - q, 0), after the last draft from p.
 
-    Request r has n_drafts[r] of drafts (K,) and n_drafts[r] + 1 rows of p (K + R, V). q (K, V), or
-    None for drafts that were not sampled. u (K + R,) uniform -> n_accepted (R,), tokens (R,)"""
+    Request r has n_drafts[r] of drafts (K,) and n_drafts[r] + 1 rows of p (K + R, V). q (K, V);
+    None: each draft was the only choice, q is 1 there. u (K + R,) uniform: K accept, R sample.
+    -> n_accepted (R,), tokens (R,)"""
     K = len(drafts)
     first_draft = n_drafts.cumsum(0) - n_drafts
     first_row = first_draft + torch.arange(len(n_drafts), device=p.device)
@@ -239,7 +240,7 @@ def verify(p, q, drafts, n_drafts, u):
     n_accepted = n_drafts.scatter_reduce(0, owner, n_before, "amin")
     weights = p[first_row + n_accepted]  # (R, V)
     rejected = n_accepted < n_drafts
-    at = (first_draft + n_accepted).clamp(max=K - 1)
+    at = (first_draft + n_accepted).clamp(max=K - 1)  # of its rejected draft, if there is one
     if q is None:
         residual = weights.scatter(1, drafts[at][:, None], 0)
     else:
@@ -521,7 +522,7 @@ def rotate_ref(x, cos, sin):
 
 def heads_ref(qkv, cos, sin, n_head, n_kv_head, norm, eps):
     """qkv (..., (H + 2 Hk) D) -> q (..., H, D), k and v (..., Hk, D). q and k are normed, unless
-    norm is None (2 D,: the weights of q, then of k), and rotated, unless cos is None."""
+    norm is None ((2 D,): weights of q, then of k), and rotated, unless cos is None."""
     heads = qkv.unflatten(-1, (n_head + 2 * n_kv_head, -1))
     q, k, v = heads.split([n_head, n_kv_head, n_kv_head], -2)
     if norm is not None:
@@ -742,8 +743,8 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane_step, scale,
     queries = tl.load(q + at[:, None] * D + d, mask, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.full([BLOCK_M], 1e-30, tl.float32)  # not 0: a split may be empty
-    # a row that sees nothing of its split keeps this top. Its p are exp2(0) = 1, and wrong, but its
-    # weight in _combine_kernel is 2^-1e30 = 0
+    # a row that sees nothing of its split keeps this top: it has p = 1, which is wrong, and the
+    # weight 0 in _combine_kernel
     top = tl.full([BLOCK_M], -1e30, tl.float32)
     end = n_past + tl.minimum(n_row, (first_query + BLOCK_M - 1) // G + 1)  # seen by the last row
     size = tl.cdiv(end, n_split * BLOCK_N) * BLOCK_N  # tokens of a split
@@ -874,7 +875,7 @@ def lora_ref(y, x, kv, sites, exchange=None):
     """Two products for each site."""
     x = x.to(torch_dtype(x))
     for row, n, column, columns, rank_a, rank_b, _, entry in sites.lists:
-        if n > 0:  # else padding of a graph
+        if n > 0:  # else it is padding
             a = adapter_rows(kv[0], sites.table, entry, rank_a, x.size(1))
             b = adapter_rows(kv[1], sites.table, entry, rank_b, columns)
             xa = x[row:row + n] @ a.T.to(x.dtype)

@@ -68,7 +68,7 @@ class GPTConfig:
     rope_scaling: dict | None = None  # as in a Hugging Face config
     attention_bias: bool = False  # biases of q, k, v and o
     mlp_bias: bool = False
-    shard: tuple = (0, 1)  # (i, n): of device i of n. n_head, n_kv_head, n_inner are its share
+    shard: tuple = (0, 1)  # (i, n): of device i of n; n_head, n_kv_head, n_inner are then its own
 
     def __post_init__(self):
         for name, kind in GPTConfig.__annotations__.items():
@@ -132,7 +132,8 @@ class GPT:
     def __init__(self, config: GPTConfig, take, dtype: torch.dtype, world: "World"):
         """take(name, shape) -> a tensor of the whole model, of which this rank keeps its share"""
         self.config = config.shard_of(world.rank, world.size)
-        # {our name: weight}, see list_tensors; matrices are packed
+        # {"embedding.weight": ..., "0.norm1.weight": ..., "0.preproj.weight": ...}; on a CPU
+        # matrices lie as its products read them, see kernels.pack
         self.weights = take_weights(self.config, take, dtype, world.device)
         self.world = world
         self.dtype = dtype
@@ -143,7 +144,8 @@ class GPT:
         self.profile = None  # a CostModel, measured when it is first needed
 
     def forward_ref(self, tokens):
-        """tokens (B, T) -> logits (B, T, V) in float32, by the operators' definitions: no cache"""
+        """tokens (B, T) -> logits (B, T, V) in float32, by the operators' definitions, without a
+        cache, on one device"""
         c = self.config
         x, rope = self.embed(tokens, torch.arange(tokens.size(1), device=self.device))
         x = x.float()  # (B, T, C)
@@ -163,11 +165,12 @@ class GPT:
         return linear_ref(h, self.weights["head.weight"])
 
     @torch.inference_mode()
-    def forward(self, batch, kv, mark=lambda operator: None):
+    def forward(self, batch, kv, mark=lambda part: None):
         """One iteration: all tokens pass a layer together, so each weight is read once
-        [SARATHI §4.3]. kv (L, 2, n_page, Hk, D) -> logits (M, V), on ranks above 0 None; the hidden
-        states that gave them are in batch.hidden (M, C). mark(part) is called behind each part: to
-        time it, else nothing."""
+        [SARATHI §4.3]. batch: a kernels.Batch of N rows, M of which need logits; kv (L, 2, n_page,
+        Hk, D) -> logits (M, V). The hidden states that gave them are in batch.hidden (M, C). Of
+        several devices, the first one alone computes logits. mark(part) times parts, for bench.py;
+        by default it does nothing."""
         c = self.config
         x, rope = self.embed(batch.tokens, batch.positions)
         delta = None  # output of the operator before; the next norm adds it to x
@@ -197,15 +200,15 @@ class GPT:
 
     def project(self, op, i, x, batch, kv, mark):
         """x W of all rows, and x A B of their adapters [S-LoRA §4.1]"""
-        def product():  # lora() calls it, since a GPU computes x A beside it
+        def product():  # lora() calls it: a GPU computes x A at the same time
             y = linear(x, *self.affine(f"{i}.{op}"))
             mark(op)
             return y
         if op not in batch.adapters:
-            return self.world.combine(op, product())
+            return self.world.combine(op, product())  # the sum over devices; with one, as it is
         y = lora(product, x, kv, batch.adapters[op], self.world.exchange(op))
         mark("lora")
-        return self.world.combine(op, y)  # of several devices
+        return self.world.combine(op, y)
 
     def affine(self, name):
         """(weight, bias or None) of a norm or an operator such as 3.preproj"""
@@ -334,20 +337,21 @@ class GPT:
 # adapters
 
 class Adapter:
-    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. A is transposed:
-    it has a row per rank, as B has. B is multiplied by the scaling. The pages of a module of rank
-    2, whose rows of A take two pages each:
+    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]; kernels.py begins
+    with a picture of these. A is transposed: it has r rows, as B has. B contains alpha / r. A
+    module of rank 2 whose input is twice as wide as a page, and its output as wide:
 
         K plane   A[0] begin   A[0] end   A[1] begin   A[1] end
         V plane   B[0]         B[1]       -            -         """
 
     @torch.inference_mode()
     def write(self, kv, pages):
-        """Copy the weights to these pages (n_page,) of kv (L, 2, n_page, Hk, D), layer by layer,
+        """Copy planes (L, 2, n, W) to these n pages of kv (L, 2, n_page, Hk, D), layer by layer,
         since a GPU may have no room for a second copy of all."""
         pages = send(torch.tensor(pages), kv.device)
-        for to, planes in zip(kv, self.planes):
-            to[:, pages] = planes.to(kv, non_blocking=True).unflatten(-1, to.shape[2:])
+        for layer_kv, planes in zip(kv, self.planes):
+            own = planes.to(kv, non_blocking=True)
+            layer_kv[:, pages] = own.unflatten(-1, kv.shape[3:])  # (2, n, Hk, D)
 
     # ---- its pages; weights: random, or those of a folder (to skip)
 
