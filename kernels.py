@@ -2,14 +2,14 @@
 
 In reading order: how a batch is described (Sites, Batch); sampling and verification; the operators
 linear, add_norm, activate, rotate_write, attention and lora. Each has a definition `op_ref` in
-plain torch, `op`, which picks where it runs, and but for linear Triton kernels for GPUs. C++ for
+plain torch, `op`, which picks where it runs, and Triton kernels for GPUs (all but linear). C++ for
 CPUs stands at the end. The lesson is all that has no heading "(to skip)": the definitions.
 
 The cache. The keys and values of one layer are `kv` (2, n_page, Hk, D): plane 0 is K, plane 1 is
 V. A page is one vector of width W = Hk * D in each plane. It holds a token, or one rank of an
-adapter: a column of A (A is stored transposed, as rows) and a row of B [S-LoRA §5.1]; columns and
-rows longer than W take several pages of their plane. A page has the same number in all layers. A
-page table lists the pages of a request in the order of its tokens:
+adapter's module (q, k, ...): a column of A (A is stored transposed, as rows) and a row of B
+[S-LoRA §5.1]; columns and rows longer than W take several pages of their plane. A page has the
+same number in all layers. A page table lists the pages of a request in the order of its tokens:
 
     page            0       1       2       3       4       5       6       7
     K plane     |token 0 | A col 0 |token 1 | A col 1 |token 2 |   free  | ...
@@ -64,6 +64,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # ---- small functions (to skip)
 
+# the arrays that every Batch has, besides the table
+FIXED = "tokens positions pages spans logit_rows small large".split()
+
 def send(x, device):
     """x on the device. The CPU does not wait for the copy."""
     if device.type == "cpu":
@@ -93,8 +96,8 @@ class Sites:
     times one module (q, k, ...). Sites with few rows come first."""
     # the numbers of a site. An example: rows 4 .. 6 of the batch have an adapter of rank 16; its A
     # and B for k, module 1 of q, k, v with 512 columns of output each, begin at entry 90 of the
-    # batch's table: ROW 4, N_ROW 3, COLUMN 512, N_COLUMN 512, RANK 16, RANK_B 16 (equal, but where
-    # devices share A), MODULE 1, ENTRY 90
+    # batch's table: ROW 4, N_ROW 3, COLUMN 512, N_COLUMN 512, RANK 16, RANK_B 16 (equal, unless
+    # A's rows are split over devices), MODULE 1, ENTRY 90
     ROW, N_ROW, COLUMN, N_COLUMN, RANK, RANK_B, MODULE, ENTRY = range(8)
 
     sites: Tensor  # (S, 8) int32
@@ -128,7 +131,7 @@ class Batch:
         spans       (0, 3, 9, 0)  | (3, 5, 0, 12)                first row, rows, n_past, entry
         table       the 12 pages of request 0 | the 5 pages of request 1 | those of the adapter
         logit_rows   0    1    2  |                              the prompt has more to feed
-        adapters                  | sites: rows 3 .. 7, pages from entry 17 on, for each module
+        adapters                  | a site per module: rows 3 .. 7; the first has entry 17
     """
     tokens: Tensor  # (N,), those of a request side by side
     positions: Tensor  # (N,)
@@ -203,9 +206,6 @@ class Batch:
         batch.write(flat, sizes)
         return batch.over(send(torch.from_numpy(flat), kv.device))
 
-# the arrays that every Batch has, besides the table
-FIXED = "tokens positions pages spans logit_rows small large".split()
-
 # -----------------------------------------------------------------------------
 # sampling and verification; p: of the target model, q: of the draft model
 
@@ -220,12 +220,12 @@ def sample(p, u):
     return torch.where(total.isfinite(), tokens, -1)[:, 0]
 
 def verify(p, q, drafts, n_drafts, u):
-    """Lossless rejection sampling [SmartSpec §2]: accept draft d with probability p[d] / q[d]; at
-    the first rejection sample from max(p - q, 0), after the last draft from p.
+    """Lossless rejection sampling [SmartSpec §2]: accept draft d with probability p[d] / q[d]. At
+    the first rejection draw the token from max(p - q, 0); if all are accepted, from the last p.
 
     Request r has n_drafts[r] of drafts (K,) and n_drafts[r] + 1 rows of p (K + R, V). q (K, V);
-    None: each draft was the only choice, q is 1 there. u (K + R,) uniform: K accept, R sample.
-    -> n_accepted (R,), tokens (R,)"""
+    None: each draft was the only choice, q is 1 there. u (K + R,) uniform: K accept, R sample;
+    K > 0. -> n_accepted (R,), tokens (R,)"""
     K = len(drafts)
     first_draft = n_drafts.cumsum(0) - n_drafts
     first_row = first_draft + torch.arange(len(n_drafts), device=p.device)
@@ -521,8 +521,8 @@ def rotate_ref(x, cos, sin):
     return torch.cat([first, second], -1).to(x.dtype)
 
 def heads_ref(qkv, cos, sin, n_head, n_kv_head, norm, eps):
-    """qkv (..., (H + 2 Hk) D) -> q (..., H, D), k and v (..., Hk, D). q and k are normed, unless
-    norm is None ((2 D,): weights of q, then of k), and rotated, unless cos is None."""
+    """qkv (..., (H + 2 Hk) D) -> q (..., H, D), k and v (..., Hk, D). norm (2 D,): weights of
+    the norm of q, then of k; None: no norms. cos None: no rotation"""
     heads = qkv.unflatten(-1, (n_head + 2 * n_kv_head, -1))
     q, k, v = heads.split([n_head, n_kv_head, n_kv_head], -2)
     if norm is not None:
@@ -879,7 +879,7 @@ def lora_ref(y, x, kv, sites, exchange=None):
             a = adapter_rows(kv[0], sites.table, entry, rank_a, x.size(1))
             b = adapter_rows(kv[1], sites.table, entry, rank_b, columns)
             xa = x[row:row + n] @ a.T.to(x.dtype)
-            if exchange is not None:
+            if exchange is not None:  # devices sum x A, or gather the columns that each has
                 xa = exchange(xa)[:, :rank_b]
             y[row:row + n, column:column + columns] += xa @ b.to(x.dtype)
 

@@ -46,13 +46,13 @@ from tqdm import tqdm
 # weight (n_out, n_in) tensor parallelism cuts
 OPERATORS = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # their input is cut
-# columns: {a checkpoint's module in it, as self_attn.q_proj: (first of n_out, how many)}
+# columns: {a module's name in checkpoints, as self_attn.q_proj: (its first output column, how many)}
 Operator = namedtuple("Operator", "n_in n_out columns")
 
 @dataclass
 class GPTConfig:
     """The shape of a model. Family "gpt2" has learned positions, LayerNorm and GELU, all others
-    have RoPE, RMSNorm and SwiGLU. Norms of q and k are those of "qwen3"."""
+    have RoPE, RMSNorm and SwiGLU. Only "qwen3" has norms of q and k."""
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -66,7 +66,7 @@ class GPTConfig:
     norm_eps: float = 1e-5
     rope_theta: float | int = 10000.0
     rope_scaling: dict | None = None  # as in a Hugging Face config
-    attention_bias: bool = False  # biases of q, k, v and o
+    attention_bias: bool = False  # of q, k, v and o. "gpt2" always has all biases, "qwen2" of qkv
     mlp_bias: bool = False
     shard: tuple = (0, 1)  # (i, n): of device i of n; n_head, n_kv_head, n_inner are then its own
 
@@ -132,8 +132,8 @@ class GPT:
     def __init__(self, config: GPTConfig, take, dtype: torch.dtype, world: "World"):
         """take(name, shape) -> a tensor of the whole model, of which this rank keeps its share"""
         self.config = config.shard_of(world.rank, world.size)
-        # {"embedding.weight": ..., "0.norm1.weight": ..., "0.preproj.weight": ...}; on a CPU
-        # matrices lie as its products read them, see kernels.pack
+        # {"embedding.weight": ..., "0.norm1.weight": ..., "0.preproj.weight": ...}; a CPU's matrices
+        # are in the layout that its product reads, see kernels.pack
         self.weights = take_weights(self.config, take, dtype, world.device)
         self.world = world
         self.dtype = dtype
@@ -149,7 +149,7 @@ class GPT:
         c = self.config
         x, rope = self.embed(tokens, torch.arange(tokens.size(1), device=self.device))
         x = x.float()  # (B, T, C)
-        delta = None
+        delta = None  # output of the operator before; the next norm adds it to x
         for i in range(c.n_layer):
             x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
             qkv = linear_ref(h, *self.affine(f"{i}.preproj"))
@@ -205,7 +205,8 @@ class GPT:
             mark(op)
             return y
         if op not in batch.adapters:
-            return self.world.combine(op, product())  # the sum over devices; with one, as it is
+            return self.world.combine(op, product())  # row-parallel: the sum over devices
+        # each device adds x A B to its own columns: the sum counts it once
         y = lora(product, x, kv, batch.adapters[op], self.world.exchange(op))
         mark("lora")
         return self.world.combine(op, y)
@@ -338,8 +339,8 @@ class GPT:
 
 class Adapter:
     """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]; kernels.py begins
-    with a picture of these. A is transposed: it has r rows, as B has. B contains alpha / r. A
-    module of rank 2 whose input is twice as wide as a page, and its output as wide:
+    with a picture of these. A is transposed: it has r rows, as B has. B contains alpha / r. An
+    example: a module of rank 2, its input two pages wide, its output one:
 
         K plane   A[0] begin   A[0] end   A[1] begin   A[1] end
         V plane   B[0]         B[1]       -            -         """
