@@ -46,7 +46,7 @@ from tqdm import tqdm
 # weight (n_out, n_in) tensor parallelism cuts
 OPERATORS = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # their input is cut
-# columns: {a module's name in checkpoints, as self_attn.q_proj: (its first output column, how many)}
+# columns: {a module's name in checkpoints, as self_attn.q_proj: (its first column, how many)}
 Operator = namedtuple("Operator", "n_in n_out columns")
 
 @dataclass
@@ -132,8 +132,8 @@ class GPT:
     def __init__(self, config: GPTConfig, take, dtype: torch.dtype, world: "World"):
         """take(name, shape) -> a tensor of the whole model, of which this rank keeps its share"""
         self.config = config.shard_of(world.rank, world.size)
-        # {"embedding.weight": ..., "0.norm1.weight": ..., "0.preproj.weight": ...}; a CPU's matrices
-        # are in the layout that its product reads, see kernels.pack
+        # {"embedding.weight": ..., "0.norm1.weight": ..., "0.preproj.weight": ...}; matrices are in
+        # the layout that a CPU's product reads, see kernels.pack
         self.weights = take_weights(self.config, take, dtype, world.device)
         self.world = world
         self.dtype = dtype
