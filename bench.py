@@ -27,24 +27,26 @@ rounds() calls any functions in turns, jobs() makes jobs. Put this one behind an
         for C in (64, 128, 256):
             yield Row("prefill (ms)", 1e3 * place.seconds(dict(chunk=C))[0], x=C)
 
-Exercises: write it in my.py, run the line, beat the number. Solutions: .ci/test_texts.py.
-1. A scheduler with a median TTFT below 225 ms at the same stall (sarathi: 241). And its p99?
+Exercises: write it in my.py, run the line, beat the number, a median over five seeds (of 5: one
+seed). Solutions: .ci/test_texts.py.
+1. A scheduler with a median TTFT below 200 ms at the same stall (sarathi: 217). And its p99?
        online --hardware a100 --rate 3 --schedulers sarathi,my.py:Mine
-2. An order of the queue with more than 0.86 good requests (edf: 0.859, fcfs: 0.497).
+2. An order of the queue with more than 0.915 good requests (edf: 0.909, fcfs: 0.791).
        online --hardware a100 --rate 3.3 --ttft 1 --schedulers sarathi --order edf,my.py:mine
 3. A number of drafts with a median TPOT below 8 ms, that asks for no prices (goodput: 7.58).
        online --hardware a100 --schedulers sarathi --spec my.py:Mine
 4. A proposer of which a larger share of three drafts is accepted than of prompt lookup (0.50 to
    0.56), for one request of the trained tiny model.
        spec_here --draft my.py:Mine
-5. A GPU of your own: an A100 with one number doubled that serves 2.7 requests/s (A100: 2.08).
+5. A GPU of your own: an A100 with one number doubled that serves 2.7 requests/s (A100: 2.08; with
+   --seed 1 to 4 up to 2.67).
        capacity --hardware my.json --schedulers sarathi_serve
 6. Attention with a sliding window of 8 tokens, in place of model.attention: logits of a Mistral
    folder as transformers has them, within 0.0001 (without a window they differ by 0.01 and more).
 7. A memory that shares the pages of equal beginnings, with a median TTFT below 200 ms (without:
-   442) and the same tokens. It starts requests with n_past above 0: see Memory in sarathi.py.
+   412) and the same tokens. It starts requests with n_past above 0: see Memory in sarathi.py.
        online --hardware a100 --schedulers sarathi --shared 1000 --memory my.py:Mine
-8. An order for it with a median TTFT below 800 ms (fcfs: 1954), at twice as many beginnings as fit.
+8. An order for it with a median TTFT below 800 ms (fcfs: 1893), at twice as many beginnings as fit.
    n_past of a waiting request: how much of it is cached. And the p99?
        online --hardware a100 --schedulers sarathi --shared 3000 --prompt 8..512 --max-batch 3
        --rate 1.5 --memory my.py:Mine --order fcfs,my.py:mine
@@ -89,6 +91,7 @@ from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, NO_ADAPTER, OR
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from tqdm import tqdm
 
 # -----------------------------------------------------------------------------
@@ -243,8 +246,9 @@ def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0,
     return list(map(Job, *columns, names))
 
 def workload(place, n, prompt, output):
-    """Jobs of --jobs as they come; or n, with these lengths or --prompt and --output, at one per
-    second in the mean. With --rate, those of --jobs come like that."""
+    """Lists of jobs, one per seed: those of --jobs as they come; or n, with these lengths or
+    --prompt and --output, at one per second in the mean. With --rate, those of --jobs come like
+    that."""
     args = place.args
     longest = min(place.model.config.block_size, place.room)
     jobs = []
@@ -252,18 +256,19 @@ def workload(place, n, prompt, output):
         jobs = read_jobs(args.jobs, longest, args.window or (-math.inf, math.inf), args.first,
                          args.speed or 1.0, arrivals=bool(args.window or not args.rate))
     cv = 1.0 if args.cv is None else args.cv
-    spaced = place.jobs(1, len(jobs) or n, cv, args.adapters or 0, 0.5,
-                        prompt=args.prompt or prompt, output=args.output or output)
-    if args.shared:  # eight beginnings in turns
-        return [job._replace(prompt=args.shared + job.prompt, blocks=(i % 8,), size=args.shared)
-                for i, job in enumerate(spaced)]
-    if not jobs:
-        return spaced
-    merged = []
-    for job, other in zip(jobs, spaced):
-        arrival = other.arrival if args.rate else job.arrival
-        merged.append(job._replace(arrival=arrival, adapter=other.adapter))
-    return merged
+    loads = []
+    for seed in range(args.seeds if place.simulated else 1):
+        spaced = place.jobs(1, len(jobs) or n, cv, args.adapters or 0, 0.5, args.prompt or prompt,
+                            args.output or output, seed=42 + args.seed + seed)
+        if args.shared:  # eight beginnings in turns
+            spaced = [job._replace(prompt=args.shared + job.prompt, blocks=(i % 8,),
+                                   size=args.shared) for i, job in enumerate(spaced)]
+        for i, job in enumerate(jobs):
+            other = spaced[i]
+            arrival = other.arrival if args.rate else job.arrival
+            spaced[i] = job._replace(arrival=arrival, adapter=other.adapter)
+        loads.append(spaced)
+    return loads[:1] if loads[0] == loads[-1] else loads  # a trace's arrivals know no seed
 
 def at_rate(jobs, rate=math.inf):
     """Jobs that came at one per second, at another rate, or all at once."""
@@ -275,7 +280,7 @@ def at_rate(jobs, rate=math.inf):
 @experiment(on=Hardware("llama-13b", "a100"), only="simulated", section="What users feel")
 def users_a100(place):
     """The same as `users`, of LLaMA-13B on a simulated A100: these numbers are the same on every
-    machine."""
+    machine. tokens/s: prompts count too."""
     yield from users(place)
 
 @experiment(section="What users feel")
@@ -283,7 +288,7 @@ def users(place):
     """What users feel: the same arrivals with static batching, prefill-first and prefill in chunks
     of --chunk and, if prompts have 1,024 tokens or more, of 512. Again and again a short prompt
     with a long output comes, and in the middle of this output two long prompts. Stall: no new token
-    in the middle of an output."""
+    in the middle of an output. tokens/s: prompts count too."""
     own, P = long_prompts(place)
     prefill = dict(chunk=P)
     decodes = dict(decodes=3, context=P // 4)
@@ -308,8 +313,10 @@ def users(place):
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
     if place.args.chunk != 512 <= P // 2:
         ways["sarathi, C = 512"] = dict(scheduler=Sarathi(512))
-    for name, runs in own.race(ways, jobs=jobs, B=own.B):
+    for name, runs in own.race(ways, jobs, B=own.B):
         yield from felt(runs, name)
+        if not own.simulated:
+            yield Row("runs", len(runs), name)
 
 LONG = 0.22  # seconds that a long prompt takes
 
@@ -444,10 +451,10 @@ def halves(L, pd=0, chunk=0, B=1):
 
 @experiment("", "requests/s", Hardware("llama-13b", "a100"))
 def capacity(place):
-    """The most requests/s with 99 % of the times between two tokens within --tbt seconds, and half
-    of the first tokens within --ttft (Sarathi-Serve). Poisson arrivals; prompts of 100 to 3,000 and
-    outputs of 20 to 400 tokens, shorter if measured; up to 48 requests at once. 0: less than a
-    fifth, simulated a twelfth, of what is served without targets."""
+    """The most requests/s at which 99 % of the times between two tokens, and half of the first
+    tokens, are within their targets (Sarathi-Serve): --tbt, --ttft. Poisson arrivals; prompts of
+    100 to 3,000 and outputs of 20 to 400 tokens, shorter if measured; up to 48 requests at once. 0:
+    less than a fifth, simulated a twelfth, of what is served without targets."""
     ways = ways_of(place.args, ("prefill_first", "sarathi", "sarathi_serve"))
     serve_at, most = load(place)
     for name, way in ways.items():
@@ -463,20 +470,22 @@ def attainment(place):
     the highest rate at which 99 % of them do. The requests are those of `capacity`, or of --jobs,
     with its bursts."""
     targets = place.args.ttft, place.args.tbt
-    place.source += f"; --ttft {targets[0]:g}, --tbt {targets[1]:g}"
+    place.source += (f"; targets: {targets[0]:g} s to the first token, {targets[1]:g} s between "
+                     "tokens")
     serve_at, most = load(place)
     n_halving = 6 if place.simulated else 2
     halvings = np.linspace(n_halving - 1, -1, (1 + place.full) * n_halving + 1)
-    rates = [most / 2 ** i for i in halvings]
-    rates = [float(f"{rate:.3g}") for rate in rates]
+    rates = [float(f"{most / 2 ** i:.3g}") for i in halvings]
     ways = ways_of(place.args, SCHEDULERS)
     for name, way in ways.items():
         def share(rate):
             return serve_at(rate, way).attainment(*targets)
-        shares = list(map(share, rates))
-        for rate, good in zip(rates, shares):
+        limit = 0.0
+        for rate in rates:
+            good = share(rate)
             yield Row("", good, name, rate)
-        limit = max((rate for rate, good in zip(rates, shares) if good >= 0.99), default=0.0)
+            if good >= 0.99:
+                limit = rate
         if limit and place.simulated:  # between two rates
             limit = highest(lambda rate: share(rate) >= 0.99, limit * 1.4)
         yield Row(FULL_SHARE, limit, name)
@@ -491,7 +500,7 @@ def load(place):
     if place.simulated:
         n = max(n, 100)  # twice as many as may run at once
         L = min(3400, place.model.config.block_size)
-    jobs = workload(place, n, (L // 34, L * 15 // 17), (max(2, L // 170), L * 2 // 17))
+    jobs, *_ = workload(place, n, (L // 34, L * 15 // 17), (max(2, L // 170), L * 2 // 17))
     if place.args.jobs:  # to one per second
         jobs = at_rate(jobs, max(1e-9, jobs[-1].arrival) / len(jobs))
     longest = max(L, *(job.prompt + job.output for job in jobs))
@@ -988,10 +997,8 @@ def slora_here(place):
     few = at_rate(place.jobs(1, 30, n_adapter=100, prompt=halves, output=halves))
     none = [job._replace(adapter=None) for job in few]
     # of 2,000 adapters no two requests have the same; the ranks stay, since they cost the most
-    many = []
-    for i, job in enumerate(few):
-        name = 40 * i + int(job.adapter) % 40
-        many.append(job._replace(adapter=str(name)))
+    many = [job._replace(adapter=str(40 * i + int(job.adapter) % 40))
+            for i, job in enumerate(few)]
     ways = {
         "no adapter": dict(jobs=none),
         "S-LoRA": {},
@@ -1000,8 +1007,8 @@ def slora_here(place):
         "padded (bmm)": dict(lora="bmm"),
         "merged and swapped": dict(lora="merge")}
     n_page = place.B * L + pages
-    common = dict(jobs=few, B=place.B, n_page=n_page, alloc="grow", adapters=adapters)
-    for name, runs in place.race(ways, **common):
+    common = dict(B=place.B, n_page=n_page, alloc="grow", adapters=adapters)
+    for name, runs in place.race(ways, few, **common):
         yield Row("throughput", [run.tokens_per_second for run in runs], name)
 
 # -----------------------------------------------------------------------------
@@ -1248,7 +1255,7 @@ def timeline(place):
         Job(1.5 * unit, L // 2, 10),
         Job(2.2 * unit, L // 4, 12)]
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
-    for name, runs in place.race(ways, jobs=jobs, B=4):
+    for name, runs in place.race(ways, jobs, B=4):
         yield from felt(runs, name)
 
 @experiment("concurrent requests, n", on=Hardware("llama-7b", "h100", 1, "vllm"))
@@ -1268,7 +1275,7 @@ def tng(place):
     for n in clients:
         lengths = dict(prompt=(8, L // 2), output=(4, L // 8))
         jobs = place.jobs(1, n_job * max(n, 3), **lengths)
-        for name, runs in place.race(ways, jobs=jobs, B=n, clients=n):
+        for name, runs in place.race(ways, jobs, B=n, clients=n):
             yield from felt(runs, name, n)
         speeds.append(runs[0].tokens_per_second)
     if place.simulated:
@@ -1277,7 +1284,7 @@ def tng(place):
         ratios = []
         for n, pd in product((8, 32, 128), (4, 16, 64)):
             jobs = [Job(0.0, *halves(L, pd))] * (6 * n)
-            runs = dict(place.race(ways, jobs=jobs, B=n))
+            runs = dict(place.race(ways, jobs, B=n))
             _, base, *ours = [run.seconds for run, in runs.values()]
             ratios.append(base / min(ours))
         yield Row("chunked prefill", max(ratios), "over prefill_first")
@@ -1285,24 +1292,23 @@ def tng(place):
 @experiment("seconds", "share of requests", curves="picture")
 def online(place):
     """Time to the first token (TTFT), per token after it (TPOT), and longest time between two
-    tokens of a request (stall), in ms: medians and 99th percentiles. Good: the share of requests
-    that meet --ttft and --tbt as in `attainment`. --by: a row per class, of which tokens/s count
-    until its own last token, and Jain's index over these. --spec adds rows with drafts by prompt
-    lookup, each accepted with a chance of 0.7. Not fed: the share of prompt tokens that a --memory
-    had in the cache."""
+    tokens of a request (stall): medians and 99th percentiles in ms. tokens/s: prompts count too.
+    Good: the share of requests that meet --ttft and --tbt as in `attainment`. A simulated number is
+    the median over --seeds. --by: a row per class, of which tokens/s count until its own last
+    token, and Jain's index over these. --spec adds rows with drafts by prompt lookup, each accepted
+    with a chance of 0.7. Not fed: the share of prompt tokens that a --memory had in the cache."""
     args = place.args
     L = max(place.lengths)
-    jobs = workload(place, 320 if place.full else 32, (8, L // 2), (4, max(4, L // 16)))
+    loads = workload(place, 320 if place.full else 32, (8, L // 2), (4, max(4, L // 16)))
+    all_jobs = sum(loads, [])
     B = 2 * place.B
     adapters = [Adapter(place.model.config, 8).n_page] * (args.adapters or 0)
-    n_page = B * max(job.prompt + job.output for job in jobs) + sum(adapters)
+    n_page = B * max(job.prompt + job.output for job in all_jobs) + sum(adapters)
     common = dict(B=B, n_page=min(place.room, n_page), adapters=(8,))
+    most = place.serve(at_rate(loads[0][:320]), scheduler="sarathi", **common)
     if args.rate or not args.jobs:
-        rate = args.rate
-        if not rate:
-            most = place.serve(at_rate(jobs), scheduler="sarathi", **common)
-            rate = 0.7 * most.requests_per_second
-        jobs = at_rate(jobs, rate)
+        rate = args.rate or 0.7 * most.requests_per_second
+        loads = [at_rate(jobs, rate) for jobs in loads]
         place.source += f"; {rate:.3g} requests/s arrive"
     specs = {}
     if args.spec:
@@ -1310,28 +1316,29 @@ def online(place):
                  for spec in (args.spec, "goodput")}
         place.source += f"; drafts under {name_of(args.scheduler)}"
     ways = ways_of(args, SCHEDULERS, specs)
-    print(about_jobs(place, jobs, common), file=sys.stderr)
-    classes = classes_of(jobs, args.by)
-    for name, runs in place.race(ways, jobs=jobs, **common):
-        yield from who_pays(args, name, runs)
-        keys = [dict(zip(run.requests, classes)).get for run in runs]
-        place.requests += [dict(row, scheduler=name, by=label)
-                           for row, label in zip(runs[-1].rows(), classes)]
+    print(about_jobs(loads[0], most), file=sys.stderr)
+    key = classes_of(all_jobs, args.by)
+    for name, runs in place.race(ways, *loads, **common):
+        place.requests += [dict(row, scheduler=name, by=key(request))
+                           for row, request in zip(runs[0].rows(), runs[0].requests)]
+        classes = defaultdict(list, {"": runs})
+        for run in runs if args.by else ():
+            for label, own in run.by(key).items():
+                classes[f", {label}"].append(own)
+        for label, own in sorted(classes.items()):
+            yield from who_pays(args, name + label, own)
+            if own is runs or len(classes) < 10:  # a line of panels for each
+                yield from distributions_of(name, label, own)
         if args.by:
-            yield Row("Jain", [run.fairness(key) for run, key in zip(runs, keys)], name)
-            for label in sorted(set(classes)):
-                own = [run.by(key)[label] for run, key in zip(runs, keys)]
-                yield from who_pays(args, f"{name}, {label}", own)
-        yield from distributions_of(name, runs)
+            yield Row("Jain", [run.fairness(key) for run in runs], name)
 
-def distributions_of(name, runs):
-    """Points of the pictures: percentiles of all requests' times"""
-    fields = {"TTFT": "ttfts", "TPOT": "tpots", "stalls": "stalls"}
-    for what, field in fields.items():
-        times = [getattr(run, field) or [math.nan] for run in runs]
-        for q in (*range(0, 100, 5), 99, 100):
-            of_runs = np.percentile(times, q, axis=1)
-            yield Row(f"CDF of {what}", q / 100, name, float(np.median(of_runs)))
+def distributions_of(name, label, runs):
+    """Points of the pictures: percentiles of the times of all requests, or of a class"""
+    percents = *range(0, 100, 5), 99, 100
+    for what, field in {"TTFT": "ttfts", "TPOT": "tpots", "stalls": "stalls"}.items():
+        times = [np.percentile(getattr(run, field) or [math.nan], percents) for run in runs]
+        for percent, x in zip(percents, np.median(times, 0).tolist()):
+            yield Row(f"CDF of {what}{label}", percent / 100, name, x)
 
 def who_pays(args, name, runs):
     """Rows of online, for all requests or a class of them."""
@@ -1344,6 +1351,7 @@ def who_pays(args, name, runs):
     yield Row("good", [run.attainment(*targets) for run in runs], name)
     yield Row("good/s", [run.goodput(*targets) for run in runs], name)
     yield Row("preempted", [run.n_preempted for run in runs], name)
+    yield Row("runs", len(runs), name)
 
 def share_cached(run):
     """Of the prompt tokens: those that were in the cache when their request started"""
@@ -1351,20 +1359,19 @@ def share_cached(run):
     return cached / sum(len(request.prompt) for request in run.requests)
 
 def classes_of(jobs, by):
-    """The class of each job: its adapter, or one of three of equal size by the prompt's length."""
-    if by == "adapter":
-        return [f"adapter {job.adapter}" for job in jobs]
-    classes = [""] * len(jobs)
-    if by:
-        order = sorted(range(len(jobs)), key=lambda i: jobs[i].prompt)
-        for letter, part in zip("abc", np.array_split(order, 3)):
-            for i in part:
-                classes[i] = (f"{letter}: prompts of {jobs[part[0]].prompt} to "
-                              f"{jobs[part[-1]].prompt}")
-    return classes
+    """A function: request -> its class, its adapter or one of three of equal size by the prompt's
+    length; without by, all are of one class."""
+    bounds = np.quantile([job.prompt for job in jobs], (0.33, 0.67, 1), method="lower")
 
-def about_jobs(place, jobs, common):
-    """A line about jobs, and one if more arrive than a simulated device could serve."""
+    def class_of(request):
+        if by == "adapter":
+            return f"adapter {request.adapter}"
+        i = np.searchsorted(bounds, len(request.prompt))
+        return f"{'abc'[i]}: prompts of up to {bounds[i]}" if by else ""
+    return class_of
+
+def about_jobs(jobs, most):
+    """A line about jobs, and one if more arrive than are served when all come at once."""
     prompts = [job.prompt for job in jobs]
     outputs = [job.output for job in jobs]
     seconds = jobs[-1].arrival
@@ -1372,12 +1379,10 @@ def about_jobs(place, jobs, common):
             f"{max(prompts)} tokens, outputs of {min(outputs)} to {max(outputs)}")
     if len(jobs) < 100:
         text += "; of so few the 99th percentile is nearly the slowest"
-    if place.simulated:
-        best = place.serve(at_rate(jobs[:320]), scheduler="sarathi", **common).tokens_per_second
-        offered = (sum(prompts) + sum(outputs)) / max(seconds, 1e-9)
-        if offered > best:
-            text = (f"overload: {offered:.0f} tokens/s arrive, {best:.0f} are served at best: the "
-                    f"longer this lasts, the longer all wait\n{text}")
+    offered = (sum(prompts) + sum(outputs)) / max(seconds, 1e-9)
+    if offered > most.tokens_per_second:
+        text = (f"overload: {offered:.0f} tokens/s arrive, {most.tokens_per_second:.0f} are served "
+                f"at best: the longer this lasts, the longer all wait\n{text}")
     return text
 
 # -----------------------------------------------------------------------------
@@ -1440,8 +1445,8 @@ def fidelity(place):
     output = (4, max(8, L // 8))
     jobs = at_rate(place.jobs(1, 4 * place.B, prompt=(8, L), output=output))
     ways = by_scheduler(("static", "orca", "prefill_first", "sarathi"))
-    measured = place.race(ways, jobs=jobs, B=place.B)
-    simulated = twin.race(ways, jobs=jobs, B=place.B)
+    measured = place.race(ways, jobs, B=place.B)
+    simulated = twin.race(ways, jobs, B=place.B)
     for (name, runs), (_, (run,)) in zip(measured, simulated):
         real = np.median([*map(iteration_seconds, runs)], 0)
         ours = iteration_seconds(run)
@@ -1567,19 +1572,22 @@ class Place:
         memory = self.model.free_memory() / (1 if self.simulated else 2)
         return int(memory // self.model.config.page_bytes(self.model.dtype.itemsize))
 
-    def rounds(self, *functions, share=1):
-        """Results of functions, a list per function. They take turns for `share` times --seconds
-        and at least two rounds; the first of more warms up. A simulator needs one round."""
-        results = [[] for _ in functions]
+    def rounds(self, *functions, share=1, results=None):
+        """Results of functions, a list per function, or of these `results`. They take turns for
+        `share` times --seconds and at least two rounds; the first of more warms up. A simulator
+        needs one round."""
+        results = results or [[] for _ in functions]
         start = time.perf_counter()
         for n in count(1):
+            for values in results if n == 3 else ():
+                del values[0]
             turns = list(zip(functions, results))
             for function, values in turns if n % 2 else reversed(turns):
                 values.append(function())
                 self.bar.update()
             elapsed = time.perf_counter() - start
             if self.simulated or (n >= 2 and elapsed > share * self.args.seconds):
-                return results if n <= 2 else [values[1:] for values in results]
+                return results
 
     def seconds(self, *shapes, last=True):
         """Seconds of iterations of these shapes, dicts for made_up_feeds: (n_shape, n_round)."""
@@ -1630,10 +1638,17 @@ class Place:
             self.tapes[name] = deque(maxlen=60000)
         return self.tapes.get(name)
 
-    def race(self, ways, **common):
-        """Serve in several ways {name: options} in interleaved rounds. Returns (name, [Run])s."""
-        functions = [partial(self.serve, **common | way) for way in ways.values()]
-        return zip(ways, self.rounds(*functions, share=3))
+    def race(self, ways, *loads, **common):
+        """Serve lists of jobs in several ways {name: options}, in interleaved rounds. Yields (name,
+        [Run]); if it is stopped, first those of the runs that have ended."""
+        results = [[] for _ in ways]
+        try:
+            for jobs in loads:
+                functions = [partial(self.serve, **dict(jobs=jobs) | common | way)
+                             for way in ways.values()]
+                self.rounds(*functions, share=3, results=results)
+        finally:
+            yield from filter(all, zip(ways, results))  # not those without a run
 
 def timed(function, *arguments, clock=time.perf_counter, **options):
     """A function that calls another one and returns its seconds on a clock."""
@@ -1774,7 +1789,7 @@ def warm_up(engine, jobs):
 
 def felt(runs, *at):
     """Points of what users feel."""
-    for figure in ("tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
+    for figure in ("tokens/s", "output tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
         yield Row(figure, [run.figures[figure] for run in runs], *at)
     yield Row("longest stall ms", [1e3 * max(run.stalls) for run in runs], *at)
 
@@ -1811,9 +1826,8 @@ def own_first(ways):
 def tables(what, rows):
     """The Markdown tables of an experiment's rows: those with an x, then the others."""
     texts = []
-    curves = [row for row in rows if row["at"][2] != ""]
-    others = [row for row in rows if row["at"][2] == ""]
-    for part, by in (curves, what.curves), (others, what.points):
+    for is_curve, by in (True, what.curves), (False, what.points):
+        part = [row for row in rows if (row["at"][2] != "") == is_curve]
         if part and by != "picture":
             texts.append(lay_out(what, part, by))
     return "\n\n".join(texts)
@@ -1827,11 +1841,11 @@ def lay_out(what, rows, by):
         column = keys.pop(by, "") or what.y or "ours"
         line = lines[tuple(keys.values())]
         line[column, "ours"] = cell(row["ours"])
-        # measured numbers are times and ratios; a difference of two may come out below 0
-        if row["spread"] and row["spread"] > row["ours"] / 4:
-            line[column, "ours"] = "noise"
-        elif row["spread"]:
+        if row["spread"]:
             line[column, "ours"] += f" ± {float(format(row['spread'], '.2g')):g}"
+            # measured numbers are times and ratios; a difference of two may come out below 0
+            if row["spread"] > row["ours"] / 4:
+                line[column, "ours"] += " (noise)"
         if not row.get("inside", True):
             line[column, "ours"] += " (off)"
         if row["paper"] is not None:
@@ -1889,18 +1903,27 @@ def draw(rows, what):
         ax.set(title=title, xlabel=what.x, ylabel=what.y)
         ax.grid(alpha=0.25)
         ax.set_axisbelow(True)
+        ax.tick_params(labelsize=8)
+        if what.x:
+            ax.set_xscale("log", base=2)
+            ax.xaxis.set_major_formatter("{x:.4g}")
+        if title.endswith("(s)"):
+            ax.set_yscale("log", base=2)
+            ax.yaxis.set_major_formatter("{x:.4g}")
         for j, (name, points) in enumerate(groups.items()):
             xs, ours, papers = zip(*points)
             color = COLORS.get(name, OWN_COLORS[j % len(OWN_COLORS)])
             if what.x:
-                ax.plot(xs, ours, ".-", color=color, label=name or "ours")
-                ax.set_xscale("log", base=2)
-                ax.xaxis.set_major_formatter(lambda x, _: f"{x:.4g}" if x >= 1 else f"{x:.2g}")
+                # none hides another: each second one is dashed and on top, later ones are thinner
+                ax.plot(xs, ours, ".--" if j % 2 else ".-", color=color, lw=3.6 / (1 + j // 2),
+                        zorder=2 + j % 2, label=name or "ours")
+                if isinstance(xs[0], float):  # no counts
+                    ax.xaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
             else:
                 ax.bar(xs, ours, color=color, label=name)
                 ax.tick_params("x", labelrotation=90 if len(xs) > 3 else 0)
             if limits.get(name):
-                ax.plot(limits[name], 0.99, "v", color=color, ms=9, mec="black")
+                ax.plot(limits[name], 0.99, "v", color=color, ms=14 - j, mec="black")
             if any(paper is not None for paper in papers):
                 ax.plot(xs, papers, "o", color=color, mfc="white", mew=1.6, label="paper")
     return figure
@@ -2141,9 +2164,10 @@ SECTIONS = ("What users feel", "SARATHI", "S-LoRA", "SmartSpec", "TNG", "On a CP
             "Research", "Peers")
 ABOUT_RESULTS = """# Results
 
-Written by `python bench.py report` from the JSON files beside this page. ±: the spread of rounds;
-noise: it is more than a quarter of the value. (off): a value is more than 15 % from the paper's, a
-gain more than 30 % of what it gains, or a bound does not hold; why stands behind the table.
+Written by `python bench.py report` from the JSON files beside this page. ±: the spread of rounds,
+simulated of seeds; (noise): it is more than a quarter of the value. (off): a value is more than
+15 % from the paper's, a gain more than 30 % of what it gains, or a bound does not hold; why stands
+behind the table.
 """
 
 def report():
@@ -2232,15 +2256,15 @@ def texts_of(name, machine, path, facts, rows):
 
 MAIN_JOB = ["users_a100", "users", "table4", "table2", "ceilings"]
 OWNERS = {  # of flags: experiments, or another flag
-    "online": ("rate", "spec", "adapters", "by"),
+    "online": ("rate", "spec", "adapters", "by", "seeds"),
     "online, attainment, capacity": ("schedulers", "order", "memory", "cv", "prompt", "output",
                                      "shared", "jobs", "window", "first"),
     "spec_here": ("draft", "prompts"),
-    "jobs": ("window", "first", "speed")}
+    "jobs": ("window", "first", "speed"), "hardware": ("seeds",)}
 ENEMIES = {"jobs": ("prompt", "output", "shared"), "rate": ("speed",)}  # they override flags
 LEAST = {  # values of flags
     "chunk": 1, "tp": 1, "max_batch": 2, "context": 64, "seconds": 0.0, "rate": 0.001, "cv": 0.0,
-    "tbt": 1e-4, "ttft": 1e-4, "first": 1, "speed": 1e-6, "adapters": 1, "shared": 8}
+    "tbt": 1e-4, "ttft": 1e-4, "first": 1, "speed": 1e-6, "adapters": 1, "shared": 8, "seeds": 1}
 
 def whole_numbers(text):
     """A type of argparse: 256, or 256,512,768, or 8..512"""
@@ -2304,6 +2328,8 @@ def add_online_flags(parser):
     load("--first", type=int, help="requests of the trace, or of its window, that are kept")
     online = parser.add_argument_group("of online").add_argument
     online("--rate", type=float, help="requests/s; default: 0.7 of what can be served")
+    online("--seeds", type=int, default=5, help="runs of a simulated row, which is their median, "
+           "each with other arrivals, the same in all rows; default: 5")
     online("--speed", type=float, help="of a trace: 4 makes its arrivals four times as dense")
     online("--adapters", type=int, help="requests draw from so many; half take the first quarter")
     online("--by", choices=("prompt", "adapter"), help="a row per class of requests")
@@ -2355,8 +2381,7 @@ def run_experiment(args, name, group):
     try:
         for place in group:
             with tqdm(desc=name, unit=" runs", leave=False, disable=None) as place.bar:
-                for row in EXPERIMENTS[name].rows(place):
-                    place.rows.append(row)
+                place.rows.extend(EXPERIMENTS[name].rows(place))
     finally:
         place = group[0]
         if place.rows:

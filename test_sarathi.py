@@ -3322,7 +3322,7 @@ def test_every_claim_has_its_point(name):
     assert {at: rows[at]["ours"] for at in figures} == approx(figures, rel=0.001)
     text = bench.tables(EXPERIMENTS[name], list(rows.values()))
     lines = [line for line in text.splitlines() if line[:1] == "|"]
-    assert lines and max(map(len, lines)) <= (128 if name == "online" else 120)
+    assert lines and max(map(len, lines)) <= dict(online=210, fig9=123).get(name, 120)
     assert any("paper" in line for line in lines) == bool(claims)
 
 def test_capacity_and_attainment_are_the_most_that_meets_targets():
@@ -3524,6 +3524,78 @@ def test_rounds_take_turns_and_warm_up(monkeypatch):
         assert place.rounds(*functions) == expected
         assert calls == list("abccbaabc")[:3 * len(expected[0]) + 3 * (seconds > 0)]
 
+@each("n_call, n_round", [(0, []), (3, [1, 1, 1]), (5, [1, 2, 2]), (7, [2, 1, 1]), (8, [2, 2, 1])])
+@each("name", ["online", "users"])
+def test_what_a_stopped_run_has_measured_is_shown(name, n_call, n_round, monkeypatch):
+    """Stopped in a call: rows of the ways that have runs, of their own number of rounds each. The
+    turns are abc, cba, abc; the first round is left out if there is a third."""
+    place = tiny_place()
+    monkeypatch.setattr(place.args, "schedulers", ["static", "prefill_first", "sarathi"])
+    monkeypatch.setattr(place.args, "seconds", 1e9)
+    monkeypatch.setattr(bench, "LONG", 0.0)
+    monkeypatch.setattr(place, "seconds", lambda *shapes: np.ones((2, 2)))
+    calls = []
+    run = small_run()
+
+    def serve(*_, **options):
+        if len(calls) == n_call + 1:  # the first one finds a rate
+            raise KeyboardInterrupt
+        calls.append(options)
+        return run
+    monkeypatch.setattr(place, "serve", serve)
+    rows = []
+    with pytest.raises(KeyboardInterrupt):
+        rows.extend(EXPERIMENTS[name].rows(place))
+    counts = {row["at"][1]: row["ours"] for row in rows if row["at"][0] == "runs"}
+    assert [*counts.values()] == n_round
+    for figure in ("tokens/s", "output tokens/s"):
+        assert {row["at"][1] for row in rows if row["at"][0] == figure} == {*counts}
+
+def small_run():
+    request = Request([0, 1], arrival=0.0, state="length", output=[1, 2], times=[2.0, 4.0])
+    return sarathi.Run([request], 0.0)
+
+def test_a_simulated_row_is_a_median_over_seeds(monkeypatch):
+    """Those of runs with each seed alone, of the same arrivals in all ways"""
+    words = "online --hardware a100 --size small --rate 9 --schedulers orca,sarathi"
+    served = []
+    serve = bench.serve
+    monkeypatch.setattr(bench, "serve", lambda engine, jobs, *args: served.append(
+        (type(engine.scheduler).__name__, tuple(jobs))) or serve(engine, jobs, *args))
+
+    def rows_of_seeds(flags):
+        served.clear()
+        rows = EXPERIMENTS["online"].rows(simulated("online", f"{words} {flags}"))
+        return {tuple(row["at"][:2]): row for row in rows if row["at"][2] == ""}
+    alone = [rows_of_seeds(f"--seed {seed} --seeds 1") for seed in (7, 8, 9)]
+    assert all(row["spread"] is None for row in alone[0].values())
+    rows = rows_of_seeds("--seed 7 --seeds 3")
+    for at, row in rows.items():
+        low, middle, high = np.quantile([own[at]["ours"] for own in alone], (0.25, 0.5, 0.75))
+        if at[0] != "runs":
+            assert (row["ours"], row["spread"] or 0) == approx((middle, (high - low) / 2))
+    assert rows["TTFT p50", "orca"]["spread"] and rows["runs", "orca"]["ours"] == 3
+    raced = served[1:]  # behind the one that all come to at once
+    assert [name for name, _ in raced] == ["Orca", "Sarathi"] * 3
+    assert len({jobs for _, jobs in raced}) == 3
+    assert all(first == second for (_, first), (_, second) in zip(raced[::2], raced[1::2]))
+
+def test_a_trace_is_served_once(tmp_path):
+    """Its arrivals know no seed, but those of --rate do."""
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival,prompt,output\n1,64,4\n2,80,9\n")
+    for flags, n in (("", 1), ("--rate 2", 5)):
+        place = simulated("online", f"online --hardware a100 --jobs {path} {flags}")
+        rows = EXPERIMENTS["online"].rows(place)
+        assert {row["ours"] for row in rows if row["at"][0] == "runs"} == {n}
+
+def test_noise_is_a_mark():
+    """Beside its number"""
+    rows = [dict(at=["time", name, ""], ours=ours, spread=spread, paper=None)
+            for name, ours, spread in (("a", 1.73, 0.69), ("b", -60.0, 3.0), ("c", 4.0, 0.5))]
+    lines = lines_of(bench.tables(EXPERIMENTS["table2"], rows))
+    assert lines == {"a": ["1.73 ± 0.69 (noise)"], "b": ["-60 ± 3 (noise)"], "c": ["4 ± 0.5"]}
+
 def test_papers_and_chunk():
     place = simulated("fig9", "--lengths 1024,2048")
     other, = bench.choose_places(arguments("table4 --hardware h200 --lengths 1024"), "table4")
@@ -3549,11 +3621,12 @@ def test_run_counts_all_requests():
     assert run.requests_per_second == 3 / 8 and run.n_preempted == 2
     assert (run.latencies, run.stalls, run.tpots) == ([5, 8, 2], [3, 1], [2, 1])
     figures = run.figures
-    assert figures["requests"] == 3 and figures["tokens/s"] == (2 + 5 + 2) / 8
+    assert figures["requests"] == 3 and figures["tokens/s"] == (4 + 3 + 2) / 8
+    assert figures["output tokens/s"] == (3 + 2 + 1) / 8
     assert figures["TTFT p50 ms"] == 2000 and figures["TTFT p99 ms"] == approx(6900)
     assert figures["TPOT p50 ms"] == 1500 and figures["stall p99 ms"] == approx(2980)
     empty = str(sarathi.Run([], 0.0))
-    assert empty.split("\n")[2].startswith("| run | 0        | 0        | nan  ")
+    assert empty.split("\n")[2].startswith("| run | 0        | 0        | 0               | nan  ")
     assert str(run).split("\n")[2].startswith("| run | 3        | 1.12 ")
     # targets: of each request alone, or of the half and the 99 % of all
     assert run.attainment(6.0) == 2 / 4 and run.attainment(6.0, 2.9) == 1 / 4
@@ -3606,7 +3679,7 @@ def test_made_up_prompts_share_what_they_should():
     assert simulated("tng", "--seed 1").jobs.keywords == {"seed": 43}
     assert {job.prompt for job in bench.gamma_jobs(9, 99, prompt=(8, 64))} == {*range(8, 65)}
     for flags, n in (("", 0), ("--shared 40", 40)):
-        jobs = bench.workload(simulated("online", f"online {flags}"), 9, (8, 99), (4, 4))
+        jobs, *_ = bench.workload(simulated("online", f"online {flags}"), 9, (8, 99), (4, 4))
         prompts = [bench.prompt_of(job, i, 61) for i, job in enumerate(jobs)]
         assert [*map(len, prompts)] == [job.prompt for job in jobs]
         common = [os.path.commonprefix([prompts[0], other]) for other in prompts[1:]]
@@ -3735,6 +3808,37 @@ def test_picture_shows_ours_and_the_papers():
     limits = [row["ours"] for row in rows if row["at"][2] == ""]  # of each scheduler, marked
     assert [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "v"] == limits
 
+def test_lines_do_not_hide_each_other():
+    """Equal ones differ in width or dashes, and dashes are on top; times have a logarithmic axis;
+    the paper's peaks are there."""
+    rows = [dict(at=[panel, name, x], ours=0.5, paper=None) for panel in ("latency (s)", "times")
+            for name in "abcdef" for x in (1, 2)]
+    axes = bench.draw(rows, EXPERIMENTS["spec_fig1"]).axes
+    assert [ax.get_yscale() for ax in axes] == ["log", "linear"]
+    looks = [(line.get_linewidth(), line.get_linestyle()) for line in axes[0].lines]
+    assert len({*looks}) == 6 and looks == sorted(looks, key=lambda look: -look[0])
+    assert all((line.get_linestyle() == "--") == (line.get_zorder() > 2) for line in axes[0].lines)
+    rows = small_rows("fig9").values()
+    peaks = [[*line.get_ydata()] for ax in bench.draw(list(rows), EXPERIMENTS["fig9"]).axes
+             for line in ax.lines if line.get_marker() == "o" and line.get_color() == "#2a78c2"]
+    assert [max(y for y in ys if y) for ys in peaks] == [1.27, 1.25, 1.23]  # C = 256
+
+@each("name", EXPERIMENTS)
+def test_titles_of_pictures_have_no_flags(name):
+    assert "--" not in bench.title_of(name)
+    assert name != "online" or "ms" not in bench.title_of(name)  # its axes are in seconds
+    for path in ASSETS.glob(f"{name}.json"):
+        report = json.loads(path.read_text())
+        for part in report if isinstance(report, list) else [report]:
+            assert "--" not in part.get("machine", "")
+
+def test_online_draws_the_classes():
+    words = "online --hardware a100 --size small --seeds 1 --schedulers sarathi --by prompt"
+    rows = list(EXPERIMENTS["online"].rows(simulated("online", words)))
+    titles = [ax.get_title() for ax in bench.draw(rows, EXPERIMENTS["online"]).axes]
+    assert len(titles) == 12 and titles[0] == "CDF of TTFT"
+    assert re.fullmatch(r"CDF of stalls, c: prompts of up to \d+", titles[-1])
+
 # -----------------------------------------------------------------------------
 # bench.py's command line, and the README
 
@@ -3757,6 +3861,7 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("fig3 --jobs a.csv", "--jobs has no effect without online, attainment, capacity"),
     ("online --jobs a.csv --prompt 8", "--prompt has no effect beside --jobs"),
     ("online --speed 2", "--speed has no effect without jobs"),
+    ("online --seeds 3", "--seeds has no effect without hardware"),
     ("online --jobs a.csv --speed 2 --rate 1", "--speed has no effect beside --rate"),
     ("online --jobs a.csv --window 9", "window = [9]: must be like 3600..7200"),
     ("online --hardware a100 --json nowhere/a.json", "nowhere/a.json"),
@@ -3797,7 +3902,7 @@ def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
     lines = out.strip().splitlines()
     assert status == 0 and sum(line.startswith("###") for line in lines) == 2
     assert any(re.match(r"\| 18 +\| [0-9.]+ +\|$", line) for line in lines)
-    assert any(re.match(r"\| prefill_first( +\| [0-9.]+){4} +\|$", line) for line in lines)
+    assert any(re.match(r"\| prefill_first( +\| [0-9.]+){5} +\|$", line) for line in lines)
     report = json.loads(lines[-1])  # without the paper's numbers, which are of other hardware
     assert report["experiment"] == "fig3 timeline"
     assert re.fullmatch(r"\w*", report["commit"])
@@ -3837,7 +3942,7 @@ def test_online_shows_parts_of_ones_own(monkeypatch, capsys, tmp_path):
     names = ["sarathi, newest", "Mine, fcfs", "Mine, newest", "One, fcfs", "One, newest",
              "goodput, newest", "sarathi, fcfs", "goodput, fcfs"]
     figures = lines_of(out)
-    assert [*figures] == names and '{"' not in out and len(figures["One, fcfs"]) == 10
+    assert [*figures] == names and '{"' not in out and len(figures["One, fcfs"]) == 12
     assert figures["Mine, fcfs"] == figures["sarathi, fcfs"] != figures["One, fcfs"]
     assert figures["One, newest"] != figures["One, fcfs"]
     assert figures["Mine, newest"] == figures["sarathi, newest"] != figures["sarathi, fcfs"]
@@ -3853,7 +3958,7 @@ def test_online_shows_parts_of_ones_own(monkeypatch, capsys, tmp_path):
 
 def test_online_says_who_pays(monkeypatch, capsys, tmp_path):
     """Counted anew from the row of each request"""
-    words = ("online --size small --hardware a100 --rate 4 --ttft 0.3 --max-batch 3 "
+    words = ("online --size small --hardware a100 --rate 4 --ttft 0.3 --max-batch 3 --seeds 1 "
              f"--schedulers orca,sarathi --json {tmp_path}/rows.json")
     for by, adapters in (("prompt", ""), ("adapter", "--adapters 3")):
         _, out, _ = command(monkeypatch, capsys, f"{words} --by {by} {adapters}")

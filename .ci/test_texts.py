@@ -38,12 +38,14 @@ def test_readmes_table_is_what_its_command_prints(monkeypatch, capsys, tmp_path)
     printed = {row[0]: dict(zip(heads, row)) for row in rows}
     start = README.index("|", README.index("my.py:Shortest`"))
     heads, _, *rows = map(cells, README[start:README.index("\n\n", start)].splitlines())
-    assert len(rows) == 4 and len(heads) == 7
+    assert len(rows) == 4 and len(heads) == 4
     for row in rows:
         assert dict(zip(heads, row)).items() <= printed[row[0]].items()
-    ours, other, sarathi = ([float(printed[name][head]) for head in ("TTFT p50", "stall p99")]
-                            for name in ("Shortest", "prefill_first", "sarathi_serve"))
-    assert ours[0] < sarathi[0] and ours[1] <= sarathi[1] < other[1] / 10
+    ours, other, sarathi = (
+        [float(printed[name][head].split()[0]) for head in ("TTFT p50", "TTFT p99", "stall p99")]
+        for name in ("Shortest", "prefill_first", "sarathi"))
+    assert ours[0] < 0.9 * sarathi[0] and other[1] > 1.4 * ours[1]
+    assert abs(ours[2] - sarathi[2]) < 0.5 and 10 * ours[2] < other[2]
 
 def test_the_experiment_in_the_docstring_of_bench_py_runs(monkeypatch, capsys):
     monkeypatch.setattr(bench, "EXPERIMENTS", {**bench.EXPERIMENTS})
@@ -246,12 +248,12 @@ def mine(waiting, running, now):
 """]
 
 @each("number, column, own, target, other, value", [
-    (1, "TTFT p50", "Mine", 225, "sarathi", 241),
-    (2, "good", "sarathi, mine", 0.86, "sarathi, edf", 0.859),
+    (1, "TTFT p50", "Mine", 200, "sarathi", 217),
+    (2, "good", "sarathi, mine", 0.915, "sarathi, edf", 0.909),
     (3, "TPOT p50", "Mine", 8, "goodput", 7.58),
     (5, "requests/s", "sarathi_serve", 2.7, "a100", 2.08),
-    (7, "TTFT p50", "sarathi, Mine", 200, "sarathi", 442),
-    (8, "TTFT p50", "sarathi, mine, Mine", 800, "sarathi, fcfs, Mine", 1954),
+    (7, "TTFT p50", "sarathi, Mine", 200, "sarathi", 412),
+    (8, "TTFT p50", "sarathi, mine, Mine", 800, "sarathi, fcfs, Mine", 1893),
 ])
 def test_exercises_can_be_solved(number, column, own, target, other, value, monkeypatch, capsys,
                                  tmp_path):
@@ -273,10 +275,10 @@ def test_exercises_can_be_solved(number, column, own, target, other, value, monk
     _, out, _ = command(monkeypatch, capsys, words)
     heads = next(line for line in out.splitlines() if line.startswith("| ")).split("|")
     at = [head.strip() for head in heads[2:]].index(column)
-    figures = {name: float(line[at]) for name, line in lines_of(out).items()}
+    figures = {name: float(line[at].split()[0]) for name, line in lines_of(out).items()}
     if number == 5:
         _, out, _ = command(monkeypatch, capsys, words.replace("my.json", other))
-        figures[other] = float(lines_of(out)[own][at])
+        figures[other] = float(lines_of(out)[own][at].split()[0])
     better = figures[own] - target
     assert better < 0 if column.endswith("p50") else better > 0
     assert figures[other] == value
