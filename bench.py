@@ -48,8 +48,15 @@ seed). Solutions: .ci/test_texts.py.
        online --hardware a100 --schedulers sarathi --shared 1000 --memory my.py:Mine
 8. An order for it with a median TTFT below 800 ms (fcfs: 1893), at twice as many beginnings as fit.
    n_past of a waiting request: how much of it is cached. And the p99?
-       online --hardware a100 --schedulers sarathi --shared 3000 --prompt 8..512 --max-batch 3
+       online --hardware a100 --schedulers sarathi --shared 3000 --prompt 8..512 --max-batch 6
        --rate 1.5 --memory my.py:Mine --order fcfs,my.py:mine
+9. A router before two simulated GPUs: more good requests than in turns (0.84, 0.96 and 0.96 for
+   seeds 42, 43 and 44), for each seed. The frame is routed() in .ci/test_texts.py.
+       gamma_jobs(3.5, 285, 2, prompt=(100, 3000), output=(20, 400), seed=42)
+10. Prompts on one of these GPUs, outputs on the other, K and V sent at 50 GB/s, with pages on the
+   first until the second has some: a median TTFT below 270 ms with 99 % of all gaps within 40 ms.
+   A router and chunks of 128, 256 or 512 tokens have only one of them. And at 4 requests/s?
+       gamma_jobs(2, 150, prompt=(100, 3000), output=(20, 400), seed=42)
 """
 import argparse
 import csv
@@ -218,6 +225,7 @@ class Job(NamedTuple):
     adapter: str = None
     blocks: tuple = ()  # numbers: the prompt begins with blocks, equal if their numbers are equal
     size: int = 8  # tokens of a block, 8 or more
+    label: str = ""  # the column "class" of a trace
 
 def prompt_of(job, number, V):
     """Tokens, as bytes: its blocks, then its own. A block is the digits of a number, the last one
@@ -255,11 +263,11 @@ def workload(place, n, prompt, output):
     if args.jobs:
         jobs = read_jobs(args.jobs, longest, args.window or (-math.inf, math.inf), args.first,
                          args.speed or 1.0, arrivals=bool(args.window or not args.rate))
-    cv = 1.0 if args.cv is None else args.cv
     loads = []
     for seed in range(args.seeds if place.simulated else 1):
-        spaced = place.jobs(1, len(jobs) or n, cv, args.adapters or 0, 0.5, args.prompt or prompt,
-                            args.output or output, seed=42 + args.seed + seed)
+        spaced = place.jobs(1, len(jobs) or n, args.cv, args.adapters or 0, 0.5,
+                            args.prompt or prompt, args.output or output,
+                            seed=42 + args.seed + seed)
         if args.shared:  # eight beginnings in turns
             spaced = [job._replace(prompt=args.shared + job.prompt, blocks=(i % 8,),
                                    size=args.shared) for i, job in enumerate(spaced)]
@@ -290,6 +298,7 @@ def users(place):
     with a long output comes, and in the middle of this output two long prompts. Stall: no new token
     in the middle of an output. tokens/s: prompts count too."""
     own, P = long_prompts(place)
+    B = own.limit(6)
     prefill = dict(chunk=P)
     decodes = dict(decodes=3, context=P // 4)
     unit, decode = np.median(own.seconds(prefill, decodes), 1).tolist()
@@ -299,7 +308,7 @@ def users(place):
     n_group = 6 if place.simulated else 2
     # the load is 0.65 of what sarathi serves when all come at once
     jobs = [short, long, long] * n_group
-    most = own.serve(jobs, own.B, scheduler="sarathi")
+    most = own.serve(jobs, B, scheduler="sarathi")
     gap = most.seconds / n_group / 0.65
     jobs = []
     for i in range(n_group):
@@ -313,7 +322,7 @@ def users(place):
     ways = by_scheduler(("static", "prefill_first", "sarathi"))
     if place.args.chunk != 512 <= P // 2:
         ways["sarathi, C = 512"] = dict(scheduler=Sarathi(512))
-    for name, runs in own.race(ways, jobs, B=own.B):
+    for name, runs in own.race(ways, jobs, B=B):
         yield from felt(runs, name)
         if not own.simulated:
             yield Row("runs", len(runs), name)
@@ -393,8 +402,9 @@ def table2(place):
 @experiment("tokens per request, L", "times")
 def table4(place):
     """[SARATHI Table 4] decode speedup, and throughput over request-level batching, at the P:D
-    where decodes piggyback perfectly. Chunks gain throughput where decodes take long beside
-    prompts: on a GPU, hardly on a CPU."""
+    where decodes piggyback perfectly. Batches have six requests, or --max-batch; LLaMA-33B's ten,
+    five and three. Chunks gain throughput where decodes take long beside prompts: on a GPU, hardly
+    on a CPU."""
     cases = [("", place, L, place.B) for L in place.lengths]
     if place.simulated:
         other = simulate(place.args, Hardware("llama-33b", "a100"))
@@ -453,8 +463,8 @@ def halves(L, pd=0, chunk=0, B=1):
 def capacity(place):
     """The most requests/s at which 99 % of the times between two tokens, and half of the first
     tokens, are within their targets (Sarathi-Serve): --tbt, --ttft. Poisson arrivals; prompts of
-    100 to 3,000 and outputs of 20 to 400 tokens, shorter if measured; up to 48 requests at once. 0:
-    less than a fifth, simulated a twelfth, of what is served without targets."""
+    100 to 3,000 and outputs of 20 to 400 tokens, shorter if measured. 0: less than a fifth,
+    simulated a twelfth, of what is served without targets."""
     ways = ways_of(place.args, ("prefill_first", "sarathi", "sarathi_serve"))
     serve_at, most = load(place)
     for name, way in ways.items():
@@ -504,7 +514,7 @@ def load(place):
     if place.args.jobs:  # to one per second
         jobs = at_rate(jobs, max(1e-9, jobs[-1].arrival) / len(jobs))
     longest = max(L, *(job.prompt + job.output for job in jobs))
-    B = 8 * place.B
+    B = place.limit(48)
     options = dict(B=B, alloc="grow", n_page=min(place.room, B * longest))
 
     def serve_at(rate, way):
@@ -921,12 +931,15 @@ SLO = 6.0  # seconds to the first token [S-LoRA §4.3]
 def slora_table3(place):
     """[S-LoRA Table 3, Fig. 5] requests per second with few and with thousands of adapters, of rank
     8 (S1) or of 8 to 64 (S2) for LLaMA-7B, of 16 to 64 (S4) for LLaMA-13B."""
+    place.source = (f"llama-7b (S1, S2) on 1 x {place.on.gpu}, llama-13b (S4) on 1 x "
+                    f"{place.on.gpu}, simulated")
     yield from slora_claims(place, "slora_table3")
 
 @experiment("", "requests/s", A100_13B, "simulated")
 def slora_fig5(place):
     """[S-LoRA Fig. 5, §7.2] what the unified pool and the kernels are worth: LLaMA-13B with 400
     adapters (S4) on an A100, LLaMA-7B with 200 (S2) on an A10G."""
+    place.source = "llama-13b (S4) on 1 x a100, llama-7b (S2) on 1 x a10g, simulated"
     yield from slora_claims(place, "slora_fig5")
 
 @experiment("arrival rate (requests/s), R", "", A100_13B, "simulated")
@@ -944,6 +957,7 @@ def slora_fig6(place):
 def slora_fig8(place):
     """[S-LoRA Fig. 8] requests/s with tensor parallelism: with adapters, without sending their x A,
     and for the base model alone."""
+    place.source = "llama-33b (S5) on N x a100-40, llama-70b (S6) on N x a100, simulated"
     for setting, gpu, n in ("S5", "a100-40", 100), ("S6", "a100", 10):
         seconds = []  # per request, with four GPUs
         for part in ("base model", "no messages", "S-LoRA"):
@@ -961,6 +975,7 @@ def slora_fig8(place):
             "simulated", "series")
 def slora_fig9(place):
     """[S-LoRA Fig. 9] an adapter merged into the weights, beside x A B on the fly."""
+    place.source = "llama-7b on 1 x a10g, simulated"
     yield from slora_claims(place, "slora_fig9")
 
 @experiment("coefficient of variation, cv", "share within the SLO", A100_13B, "simulated")
@@ -989,6 +1004,7 @@ def slora_here(place):
     baselines, on requests of the same lengths. 40 adapters of mixed ranks stand for 100 and 2,000,
     to save host memory."""
     model = place.model
+    B = place.limit(6)
     adapters = [Adapter.random(model.config, rank, seed, model.dtype)
                 for seed, rank in enumerate(10 * SETTINGS["S2"][1])]
     L = place.lengths[0]
@@ -1006,8 +1022,8 @@ def slora_here(place):
         "no-unify": dict(adapter_pages=pages),
         "padded (bmm)": dict(lora="bmm"),
         "merged and swapped": dict(lora="merge")}
-    n_page = place.B * L + pages
-    common = dict(B=place.B, n_page=n_page, alloc="grow", adapters=adapters)
+    n_page = B * L + pages
+    common = dict(B=B, n_page=n_page, alloc="grow", adapters=adapters)
     for name, runs in place.race(ways, few, **common):
         yield Row("throughput", [run.tokens_per_second for run in runs], name)
 
@@ -1064,6 +1080,7 @@ def spec_fig11(place):
     load; acceptance 0.7."""
     choices = {"off": "off", "goodput": "goodput"}
     models = [("llama-33b", 4, "llama-160m"), ("llama-70b", 8, "tinyllama-1.1b")]
+    place.source = "llama-33b on 4 x a100, llama-70b on 8 x a100, simulated"
     for name, tp, small in models:
         other = simulate(place.args, Hardware(name, "a100", tp, "vllm"))
         draft = CostModel.roofline(preset(small), "a100", system="vllm")
@@ -1220,8 +1237,8 @@ def read_prompts(place):
         with reading(path):
             texts = re.split(r"\n\s*\n", Path(path).read_text(encoding="utf8").strip())
     else:
-        paths = sorted(Path(__file__).parent.glob("*.py"))
-        text = "".join(path.read_text(encoding="utf8") for path in paths)
+        text = "".join(ASSETS.with_name(name).read_text(encoding="utf8") for name in (
+            "bench.py", "kernels.py", "model.py", "sarathi.py", "test_sarathi.py"))
         texts = textwrap.wrap(text, 1000, replace_whitespace=False, drop_whitespace=False)
     texts = texts[::max(1, len(texts) // 24)]
     tokenizer = load_tokenizer(place.args.model or "tiny")
@@ -1301,7 +1318,7 @@ def online(place):
     L = max(place.lengths)
     loads = workload(place, 320 if place.full else 32, (8, L // 2), (4, max(4, L // 16)))
     all_jobs = sum(loads, [])
-    B = 2 * place.B
+    B = place.limit(12)
     adapters = [Adapter(place.model.config, 8).n_page] * (args.adapters or 0)
     n_page = B * max(job.prompt + job.output for job in all_jobs) + sum(adapters)
     common = dict(B=B, n_page=min(place.room, n_page), adapters=(8,))
@@ -1359,13 +1376,15 @@ def share_cached(run):
     return cached / sum(len(request.prompt) for request in run.requests)
 
 def classes_of(jobs, by):
-    """A function: request -> its class, its adapter or one of three of equal size by the prompt's
-    length; without by, all are of one class."""
+    """A function: request -> its class, its adapter, one of three of equal size by the prompt's
+    length, or that of its trace; without by, all are of one class."""
     bounds = np.quantile([job.prompt for job in jobs], (0.33, 0.67, 1), method="lower")
 
     def class_of(request):
         if by == "adapter":
             return f"adapter {request.adapter}"
+        if by == "class":
+            return request.notes["class"]
         i = np.searchsorted(bounds, len(request.prompt))
         return f"{'abc'[i]}: prompts of up to {bounds[i]}" if by else ""
     return class_of
@@ -1439,14 +1458,15 @@ def meets(run, target):
 def fidelity(place):
     """[SmartSpec Fig. 13, SARATHI §5.3] the simulator beside this machine: the same requests, with
     costs from the one-time profile; seconds between tokens, and throughput."""
+    B = place.limit(6)
     twin = Place(place.args, CostModel.profile(place.model), place.source)
     yield Row("error of the profile (%)", 100 * twin.model.error)
     L = max(place.lengths) // 2
     output = (4, max(8, L // 8))
-    jobs = at_rate(place.jobs(1, 4 * place.B, prompt=(8, L), output=output))
+    jobs = at_rate(place.jobs(1, 4 * B, prompt=(8, L), output=output))
     ways = by_scheduler(("static", "orca", "prefill_first", "sarathi"))
-    measured = place.race(ways, jobs, B=place.B)
-    simulated = twin.race(ways, jobs, B=place.B)
+    measured = place.race(ways, jobs, B=B)
+    simulated = twin.race(ways, jobs, B=B)
     for (name, runs), (_, (run,)) in zip(measured, simulated):
         real = np.median([*map(iteration_seconds, runs)], 0)
         ours = iteration_seconds(run)
@@ -1552,7 +1572,7 @@ class Place:
         self.requests = []  # of online, for JSON
         self.tapes = {}  # scheduler -> iterations of the last run with it
         self.bar = tqdm(disable=True)  # a tick per measurement
-        self.B = args.max_batch  # requests in a batch [SARATHI Table 4]
+        self.B = args.max_batch or 6  # requests in a batch [SARATHI Table 4]
         self.jobs = partial(gamma_jobs, seed=42 + args.seed)
         # grids of two sizes: the papers', and a small one
         self.full = args.size == "full" if args.size else self.simulated
@@ -1565,6 +1585,12 @@ class Place:
         # (length, requests of it in a batch): of the paper, or --max-batch
         largest = {} if args.lengths or not on else MAX_B
         self.batches = [(L, largest.get(L, self.B)) for L in self.lengths]
+
+    def limit(self, n):
+        """The most requests in a batch, --max-batch or else n. The line above the table names it"""
+        B = self.args.max_batch or n
+        self.source += f"; up to {B} requests in a batch"
+        return B
 
     @property
     def room(self):
@@ -1732,6 +1758,8 @@ def choose_places(args, name):
     what = EXPERIMENTS[name]
     if args.hardware and what.only == "measured":
         raise ValueError(f"{name} can only be measured: leave out --hardware")
+    if what.on.system == "lightllm" and (args.model or args.tp > 1):
+        raise ValueError(f"{name} has the paper's models: leave out --model and --tp")
     if args.hardware or what.only == "simulated":
         return [simulate(args, what.on._replace(
             model=args.model or what.on.model,
@@ -1760,7 +1788,8 @@ def serve(engine, jobs, clients=0, adapters=(), n_end=0):
         for job in jobs[len(requests):][:n]:
             arrival = None if clients else start + job.arrival
             prompt = prompt_of(job, len(requests), engine.model.config.vocab_size)
-            request = Request(prompt, job.output, job.adapter, arrival=arrival)
+            request = Request(prompt, job.output, job.adapter, arrival=arrival,
+                              notes={"class": job.label})
             requests.append(request)
             engine.add(request)
             if engine.record is not None:
@@ -2069,7 +2098,8 @@ def read_trace(path, arrivals):
                 at = seconds_of(row[arrival], unit) if arrivals else 0.0
                 blocks = tuple(map(index, row.get("hash_ids", ()))) if is_json else ()
                 yield Job(at, whole(row[prompt]), whole(row[output]), None, blocks,
-                          512 if is_guess else 16), is_guess
+                          512 if is_guess else 16,
+                          f"{row.get(names.get('class', 'class'), '')}"), is_guess
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error, EOFError,
             zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path}, row {n}: {error}: must be CSV or JSON lines with columns like "
@@ -2292,7 +2322,8 @@ def make_parser():
     flag("--context", type=int, help="longest context of a simulated model; default: its own")
     flag("--lengths", type=whole_numbers, help="tokens per request, prompt and output; default: "
          "256,384,512 here, 1024,2048,3072 simulated")
-    flag("--max-batch", type=int, default=6, help="requests in a batch; default: 6")
+    flag("--max-batch", type=int, help="the most requests in a batch; default: 6, of online 12, "
+         "of capacity and attainment 48")
     flag("--seconds", type=float, default=1.2,
          help="of a measurement's rounds, thrice as many for whole runs; default: 1.2")
     flag("--size", choices=("small", "full"),
@@ -2319,8 +2350,8 @@ def add_online_flags(parser):
     load("--prompt", type=whole_numbers, help="tokens of a prompt, like 256 or 8..512")
     load("--output", type=whole_numbers, help="tokens of an output")
     load("--shared", type=int, help="before each prompt, one of eight beginnings of so many tokens")
-    load("--cv", type=float, help="coefficient of variation of the gaps between arrivals; 0: "
-         "equal gaps; default: 1, Poisson")
+    load("--cv", type=float, default=1.0, help="coefficient of variation of the gaps between "
+         "arrivals; 0: equal gaps; default: 1, Poisson")
     load("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), "
          "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur, Bailian, "
          "Mooncake or guidellm")
@@ -2332,7 +2363,8 @@ def add_online_flags(parser):
            "each with other arrivals, the same in all rows; default: 5")
     online("--speed", type=float, help="of a trace: 4 makes its arrivals four times as dense")
     online("--adapters", type=int, help="requests draw from so many; half take the first quarter")
-    online("--by", choices=("prompt", "adapter"), help="a row per class of requests")
+    online("--by", choices=("prompt", "adapter", "class"), help="a row per class of requests; "
+           "class: the trace's column, request.notes['class'] in your scheduler")
     online("--spec", type=partial(object_in_file, base=Policy),
            help="how many drafts, as an engine's spec; FILE.py:CLASS: your own")
 
@@ -2399,7 +2431,7 @@ def show(name, group):
         print(*axes)
     for place in group:
         source = place.source
-        if any(row["paper"] is not None for row in place.rows):
+        if not place.simulated and any(row["paper"] is not None for row in place.rows):
             source += f"; the paper: {what.on.model} on {what.on.tp} x {what.on.gpu}"
         texts = textwrap.fill(source, 118), tables(what, place.rows), "\n".join(misses(place.rows))
         print("\n\n".join(filter(None, texts)), end="\n\n", flush=True)

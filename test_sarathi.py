@@ -3264,6 +3264,35 @@ def small_rows(name):
         rows = EXPERIMENTS[name].rows(simulated(name, words))
         return {tuple(row["at"]): row for row in rows}
 
+@each("words", [*(name for name in EXPERIMENTS if name.startswith(("slora_", "spec_fig1"))
+                  and EXPERIMENTS[name].only == "simulated"), "clustering",
+                "slora_table3 --hardware h100", "slora_fig9 --hardware h100",
+                "spec_fig11 --hardware h200 --model gpt2"])
+def test_headings_name_what_is_simulated(words, monkeypatch):
+    made = {}  # a cost model -> (model, tp, GPU)
+    ran = set()
+
+    def roofline(config, gpu, tp=1, **options):
+        cost = own_roofline(config, gpu, tp, **options)
+        name, = (name for name, own in model_py.PRESETS.items() if own.n_params == config.n_params)
+        made[cost] = name, tp, gpu
+        return cost
+
+    def engine(model, *args, **options):
+        ran.add(made[model])
+        return Engine(model, *args, **options)
+    own_roofline = CostModel.roofline
+    for owner, name, own in ((CostModel, "roofline", roofline), (bench, "Engine", engine),
+                             (bench, "gamma_jobs", fewer(fewer(bench.gamma_jobs)))):
+        monkeypatch.setattr(owner, name, own)
+    name = words.split()[0]
+    place, = bench.choose_places(arguments(f"{words} --size small"), name)
+    headings = {row["machine"] for row in EXPERIMENTS[name].rows(place)} | {place.source}
+    heading, = headings
+    texts = re.sub(r" \(.*?\)", "", heading).removesuffix(", simulated").split(", ")
+    any_tp = "N" if " N x" in heading else ""
+    assert {*texts} == {f"{name} on {any_tp or tp} x {gpu}" for name, tp, gpu in ran}
+
 # -----------------------------------------------------------------------------
 # bench.py: claims, measured experiments, workloads, pictures and traces
 
@@ -3675,6 +3704,35 @@ def test_traces_of_the_field(name, tmp_path, capsys):
     prompts = [bench.prompt_of(job, i, 61) for i, job in enumerate(jobs[:2])]
     assert len(os.path.commonprefix(prompts)) == shared.get(name, 0)
 
+@each("name", ["a.csv", "a.jsonl"])
+def test_a_trace_may_have_classes(name, monkeypatch, capsys, tmp_path):
+    """In its own spelling; requests have them, --by has a row for each"""
+    rows = [dict(arrival=i, prompt=64, output=4, Class=i % 2 and "chat") for i in range(12)]
+    lines = map(json.dumps, rows)
+    if name == "a.csv":
+        lines = ",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)
+    (tmp_path / name).write_text("\n".join(lines))
+    bench_serve = bench.serve
+    runs = []
+    monkeypatch.setattr(bench, "serve", lambda *args: runs.append(bench_serve(*args)) or runs[-1])
+    _, out, _ = command(monkeypatch, capsys, "online --hardware a100 --schedulers orca --by class "
+                        f"--jobs {tmp_path / name}")
+    assert [*lines_of(out)] == ["orca", "orca, 0", "orca, chat"]
+    assert [request.notes["class"] for request in runs[-1].requests] == ["0", "chat"] * 6
+
+def test_own_files_are_no_text_of_spec_here(monkeypatch, tmp_path):
+    class Bytes:
+        def encode(self, text):
+            return [*text.encode()]
+    monkeypatch.setattr(bench, "load_tokenizer", lambda name: Bytes())
+    place = tiny_place()
+    prompts = bench.read_prompts(place)
+    for path in bench.ASSETS.parent.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "my.py").write_text("# an exercise\n" * 3000)
+    monkeypatch.setattr(bench, "ASSETS", tmp_path / "assets")
+    assert bench.read_prompts(place) == prompts and len(prompts) == 24
+
 def test_made_up_prompts_share_what_they_should():
     assert simulated("tng", "--seed 1").jobs.keywords == {"seed": 43}
     assert {job.prompt for job in bench.gamma_jobs(9, 99, prompt=(8, 64))} == {*range(8, 65)}
@@ -3867,6 +3925,8 @@ def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
     ("online --hardware a100 --json nowhere/a.json", "nowhere/a.json"),
     ("fig3 --lengths 9999 --hardware a100", "9999"),
     ("spec_here --hardware a100", "only be measured"),
+    ("slora_fig6 --model llama-7b", "slora_fig6 has the paper's models: leave out --model"),
+    ("slora_fig10 --tp 4", "slora_fig10 has the paper's models"),
     ("fig3 --context 4096", "--hardware"),
     ("spec_here", "model 'tiny': is not trained yet, run `python model.py`"),
     ("spec_here --model llama-30m --prompts latin.txt", "latin.txt: 'utf-8' codec"),
@@ -3983,6 +4043,22 @@ def test_online_says_who_pays(monkeypatch, capsys, tmp_path):
             speeds.append(sum(row["prompt"] + row["output"] for row in own) / end)
         assert rows["Jain", "orca"] == approx(sum(speeds) ** 2 / 3 / np.dot(speeds, speeds))
 
+@each("words, n", [("online --schedulers orca --rate 4", 12), ("users_a100", 6),
+                   ("capacity --schedulers sarathi", 48), ("attainment --schedulers orca", 48)])
+def test_the_limit_of_a_batch_is_the_one_above_the_table(words, n, monkeypatch, capsys):
+    limits = set()
+
+    def seen(engine, *args):
+        limits.add(engine.max_batch)
+        return bench_serve(engine, *args)
+    bench_serve = bench.serve
+    monkeypatch.setattr(bench, "serve", seen)
+    for flag, limit in (("", n), ("--max-batch 5", 5)):
+        limits.clear()
+        _, out, _ = command(monkeypatch, capsys, f"{words} --hardware a100 --size small {flag}")
+        assert limits == {limit}
+        assert f"; up to {limit} requests in a batch" in out.replace("\n", " ")
+
 def test_online_flags(monkeypatch, capsys, tmp_path):
     (tmp_path / "lengths.csv").write_text("prompt,output\n" + "64,4\n" * 32)
     (tmp_path / "long.csv").write_text("arrival,prompt,output\n" + "".join(
@@ -4048,10 +4124,10 @@ def test_triton_in_its_interpreter(interpreter):
     assert run.wait() == 0, path.read_text()[-5000:]
 
 @cache
-def explained(scheduler):
+def explained(scheduler, memory=None):
     """Of --explain: its texts, one for each iteration; its page; what its page shows"""
     with TemporaryDirectory() as folder, redirect_stdout(StringIO()) as out:
-        sarathi.explain(f"{folder}/page.html", scheduler=scheduler)
+        sarathi.explain(f"{folder}/page.html", scheduler=scheduler, memory=memory)
         page = Path(folder, "page.html").read_text(encoding="utf8")
     data = json.loads(re.search('json">(.*)</script>', page)[1])
     texts = out.getvalue().rstrip().split("\n\n")
@@ -4067,7 +4143,7 @@ def test_explain_is_true_and_shows_what_the_papers_are_about():
     for scheduler, output in outputs.items():
         for step in explained(scheduler)[2]:
             owned = [page for pages in step["pages"].values() for page in pages]
-            assert len({*owned}) == len(owned) == 32 - step["free"]
+            assert len({*owned}) == len(owned) == 32 - len(step["free"])
             for feed in step["feeds"]:
                 pages = step["pages"][f"request {feed['id']}"]
                 assert feed["pages"] == [pages[at] for at in feed["positions"]]
@@ -4102,17 +4178,28 @@ const seen = []
 document.body.style.maxWidth = "WIDTHpx"  // headless windows are not as narrow as a phone
 for (let i = 0; i < 20; i++) {
   const rows = [...$("batch").rows].map(row => [...row.cells].map(cell => cell.textContent.trim()))
-  seen.push([$("text").textContent, rows.filter(row => row[0]), document.body.scrollWidth])
+  const textsIn = node => [...node.childNodes].map(child => child.textContent)
+  seen.push([$("text").textContent, rows.filter(row => row[0]), document.body.scrollWidth,
+    [...$("pool").children].map(textsIn), textsIn($("owners"))])
   dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}))
 }
 document.body.innerHTML = `<pre>${JSON.stringify(seen)}</pre>`
 </script>"""
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
-@pytest.mark.parametrize("width", [400, 1280])
-def test_page_of_explain(width, tmp_path):
-    """Without a network, stepped to its end by keys: it shows the texts and rows of --explain"""
-    texts, page, _ = explained("sarathi")
+class Keeps(sarathi.Memory):
+    """Pages stay as they are when their request ends, until others need them."""
+    def release(self, request):
+        for page in self.pool.tables.pop(request):
+            self.pool.tables[page] = [page]
+            self.idle[page] = True
+        self.leave(request.lora_weights)
+
+@each("width, memory", [(400, None), (1280, Keeps)])
+def test_page_of_explain(width, memory, tmp_path):
+    """Without a network, stepped to its end by keys: it shows the texts and rows of --explain, and
+    the engine's pages, 1 to 32"""
+    texts, page, steps = explained("sarathi", memory)
     assert not re.search(r"http|src=|url\(|import|fetch", page)
     if not BROWSER:
         pytest.skip("no browser is installed")
@@ -4123,8 +4210,20 @@ def test_page_of_explain(width, tmp_path):
                           check=True, timeout=120).stdout.decode()
     seen = json.loads(unescape(re.search("<pre>(.*)</pre>", dump)[1]))
     assert [text for text, *_ in seen] == texts + texts[-1:] * (20 - len(texts))
-    for text, rows, used in seen:
+    kept = 0
+    for (_, _, used, grid, legend), step in zip(seen, steps):
         assert used <= width
+        names = dict.fromkeys(range(1, 33), "–") | dict.fromkeys(step["free"], "·")
+        for owner, pages in step["pages"].items():
+            names |= dict.fromkeys(pages, owner.split()[1])
+        assert grid == [[f"{number}", name] for number, name in names.items()]
+        shown = Counter(names.values())
+        n_kept = shown.pop("–", 0)
+        kept += n_kept
+        others = f"· free {shown.pop('·', 0)}" + f", – idle {n_kept}" * (n_kept > 0)
+        assert legend[0] == others and {*legend[1:]} == {f"{name} {n}" for name, n in shown.items()}
+    assert (kept > 0) == (memory is not None)
+    for text, rows, *_ in seen:
         fed = []
         for tokens, drafts, positions, pages in re.findall(
                 r"tokens \[(.*)\], drafts \[(.*)\]\n +positions \[(.*)\] on pages \[(.*)\]", text):
