@@ -4110,6 +4110,9 @@ def test_readme_code_runs(monkeypatch, capsys, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     commands = commands_of_readme(tmp_path)
     names = {}
+    transformers_model(tmp_path / "my-model", vocab_size=300)
+    tokenizer_of("gpt2").save(str(tmp_path / "my-model/tokenizer.json"))
+    monkeypatch.chdir(tmp_path)
     for code in re.findall(r"```python\n(.*?)```", README, re.S):
         exec(code, names)
     assert "\n| run " in capsys.readouterr().out
