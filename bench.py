@@ -5,21 +5,23 @@
     python bench.py fig9 --hardware a6000 --plot .   one figure, simulated: a table and a picture
     python bench.py online --rate 4 --prompt 8..512  online serving, four requests per second
     python bench.py online --scheduler my.py:Mine    your scheduler beside the built-in ones
+                                                     (--schedulers NAMES: beside these alone)
     python bench.py scoreboard                       every number of the papers beside ours
     python bench.py list                             all experiments, and where they run
     python bench.py report                           assets/results.md, from the JSON in assets/
 
-An experiment is a generator of Rows (panel, ours, series, x); the papers' numbers are CLAIMS;
-tables, JSON, pictures and the scoreboard derive from both. In reading order: claims; workloads; the
+An experiment is a function that measures something in a Place, this machine or simulated hardware,
+and yields Rows: cells of a table, points of a picture. The papers' numbers are CLAIMS beside them.
+Tables, JSON, pictures and the scoreboard derive from both. In reading order: claims; workloads; the
 main job; the papers' experiments. Then, to look up: places; serving; tables; pictures; traces; the
 scoreboard; results.md; the command line.
 
-An experiment gets a Place, this machine or simulated hardware. Of a Place: model, a GPT or a
-CostModel; B, requests in a batch; lengths, tokens per request; full, whether to run all settings of
-the paper or a few (--size). seconds(*shapes) are those of iterations, (n_shape, n_round); a shape
-is a dict of decodes, context, chunk and past, see made_up_feeds. serve() and race() serve jobs,
-rounds() calls any functions in turns, jobs() makes jobs. Put this one behind another experiment:
-`python bench.py mine` prints a table with a line for each chunk, here or on --hardware.
+A Place has model, a GPT or a CostModel; B, requests in a batch; lengths, tokens per request; full,
+whether to run all settings of the paper or a few (--size). seconds(shape, ...) gives a list for
+each shape, the seconds of such an iteration in each round; a shape is a dict of decodes, context,
+chunk and past, see made_up_feeds. serve() and race() serve jobs, rounds() calls any functions in
+turns, jobs() makes jobs. Put this one behind another experiment: `python bench.py mine` prints a
+table with a line for each chunk, here or on --hardware.
 
     @experiment("tokens of a chunk, C", "ms")
     def mine(place):
@@ -27,15 +29,15 @@ rounds() calls any functions in turns, jobs() makes jobs. Put this one behind an
         for C in (64, 128, 256):
             yield Row("prefill (ms)", 1e3 * place.seconds(dict(chunk=C))[0], x=C)
 
-Exercises: write it in my.py, run the line, beat the number, a median over five seeds (of 5: one
-seed). Solutions: .ci/test_texts.py.
+Exercises: write it in my.py, run `python bench.py` with the words below it, beat the number. It is
+a median over five seeds (in 5: one seed). Solutions: .ci/test_texts.py.
 1. A scheduler with a median TTFT below 200 ms at the same stall (sarathi: 217). And its p99?
        online --hardware a100 --rate 3 --schedulers sarathi,my.py:Mine
-2. An order of the queue with more than 0.915 good requests (edf: 0.909, fcfs: 0.791).
+2. An order of the queue with a share of good requests above 0.915 (edf: 0.909, fcfs: 0.791).
        online --hardware a100 --rate 3.3 --ttft 1 --schedulers sarathi --order edf,my.py:mine
 3. A number of drafts with a median TPOT below 8 ms, that asks for no prices (goodput: 7.58).
        online --hardware a100 --schedulers sarathi --spec my.py:Mine
-4. A proposer of which a larger share of three drafts is accepted than of prompt lookup (0.50 to
+4. A proposer whose drafts, three at a time, are accepted more often than prompt lookup's (0.50 to
    0.56), for one request of the trained tiny model.
        spec_here --draft my.py:Mine
 5. A GPU of your own: an A100 with one number doubled that serves 2.7 requests/s (A100: 2.08; with
@@ -43,11 +45,12 @@ seed). Solutions: .ci/test_texts.py.
        capacity --hardware my.json --schedulers sarathi_serve
 6. Attention with a sliding window of 8 tokens, in place of model.attention: logits of a Mistral
    folder as transformers has them, within 0.0001 (without a window they differ by 0.01 and more).
+   No command: your own script.
 7. A memory that shares the pages of equal beginnings, with a median TTFT below 200 ms (without:
    412) and the same tokens. It starts requests with n_past above 0: see Memory in sarathi.py.
        online --hardware a100 --schedulers sarathi --shared 1000 --memory my.py:Mine
-8. An order for it with a median TTFT below 800 ms (fcfs: 1893), at twice as many beginnings as fit.
-   n_past of a waiting request: how much of it is cached. And the p99?
+8. An order for that memory with a median TTFT below 800 ms (fcfs: 1893), at twice as many
+   beginnings as fit. n_past of a waiting request: how much of it is cached. And the p99?
        online --hardware a100 --schedulers sarathi --shared 3000 --prompt 8..512 --max-batch 6
        --rate 1.5 --memory my.py:Mine --order fcfs,my.py:mine
 9. A router before two simulated GPUs: more good requests than in turns (0.84, 0.96 and 0.96 for
@@ -110,7 +113,7 @@ class Claim(NamedTuple):
     kind: str  # "value", "gain" over a baseline, "at least", "at most"
     fit: bool  # whether a constant of the cost model was chosen on it
     paper_source: str  # the paper, and where: its text, or the logs that its authors published
-    setup: list  # arguments of slora()
+    setup: list  # how a number of S-LoRA was run: arguments of slora()
     run: str  # claims on one run have the same name here
     note: str  # what was seen
 
@@ -173,8 +176,8 @@ class Experiment(NamedTuple):
     y: str = ""
     on: Hardware = A6000_13B  # where the paper's numbers hold
     only: str = ""  # "measured" or "simulated", if it cannot be both
-    # what heads the columns of rows with an x (curves), and of others (points): "panel", "series",
-    # "" if every row has a line, or "picture" if they are in pictures alone
+    # a table's columns are the panels or the series: of the rows with an x (curves), and of those
+    # without (points). "": each row has a line of its own; "picture": they are in no table
     curves: str = "panel"
     points: str = "panel"
     section: str = ""  # of results.md, if neither a paper nor the machine decides
@@ -295,12 +298,13 @@ def users_a100(place):
 def users(place):
     """What users feel: the same arrivals with static batching, prefill-first and prefill in chunks
     of --chunk and, if prompts have 1,024 tokens or more, of 512. Again and again a short prompt
-    with a long output comes, and in the middle of this output two long prompts. Stall: no new token
-    in the middle of an output. tokens/s: prompts count too."""
+    with a long output comes, and during this output two long prompts. Stall: no new token in the
+    middle of an output. tokens/s: prompts count too."""
     own, P = long_prompts(place)
     B = own.limit(6)
     prefill = dict(chunk=P)
     decodes = dict(decodes=3, context=P // 4)
+    # seconds of a long prompt, and of an iteration of decodes
     unit, decode = np.median(own.seconds(prefill, decodes), 1).tolist()
     n_out = min(int(2 * unit / decode), P // 2)
     short = Job(0.0, P // 5, max(2, n_out))
