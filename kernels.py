@@ -721,9 +721,8 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane_step, scale,
                       H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program: a tile of query rows of one kv head against one split of the context. A row of
-    the tile is one query head of one token: the G = H / Hk heads of a kv head share its loads.
-    BLOCK_N tokens at a time it loads K and V, and adds to the softmax. scale includes log2(e).
-
+    the tile is a query head of a token: the G = H / Hk heads of a kv head share its loads. scale
+    includes log2(e).
                          |----- split 0 -----|----- split 1 -----|    context: cached tokens, then
         token 0, G rows    x x x x x x x x x x x x x x x x x          own ones; x: visible
         token 1, G rows    x x x x x x x x x x x x x x x x x x
@@ -743,8 +742,7 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane_step, scale,
     queries = tl.load(q + at[:, None] * D + d, mask, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.full([BLOCK_M], 1e-30, tl.float32)  # not 0: a split may be empty
-    # a row that sees nothing of its split keeps this top: it has p = 1, which is wrong, and the
-    # weight 0 in _combine_kernel
+    # a row that sees nothing of its split keeps this top, and has weight 0 in _combine_kernel
     top = tl.full([BLOCK_M], -1e30, tl.float32)
     end = n_past + tl.minimum(n_row, (first_query + BLOCK_M - 1) // G + 1)  # seen by the last row
     size = tl.cdiv(end, n_split * BLOCK_N) * BLOCK_N  # tokens of a split
