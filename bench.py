@@ -1405,8 +1405,6 @@ def about_jobs(jobs, most):
     seconds = jobs[-1].arrival
     text = (f"{len(jobs)} requests over {seconds:.4g} s, prompts of {min(prompts)} to "
             f"{max(prompts)} tokens, outputs of {min(outputs)} to {max(outputs)}")
-    if len(jobs) < 100:
-        text += "; of so few the 99th percentile is nearly the slowest"
     offered = (sum(prompts) + sum(outputs)) / max(seconds, 1e-9)
     if offered > most.tokens_per_second:
         text = (f"overload: {offered:.0f} tokens/s arrive, {most.tokens_per_second:.0f} are served "
