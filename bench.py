@@ -7,7 +7,7 @@
     python bench.py online --rate 4 --prompt 8..512  online serving, four requests per second
     python bench.py online --scheduler my.py:Mine    your scheduler beside the built-in ones
                                                      (--schedulers NAMES: beside these alone)
-    python bench.py scoreboard                       every number of the papers beside ours
+    python bench.py scoreboard                       the papers' numbers beside ours
     python bench.py list                             all experiments, and where they run
     python bench.py report                           assets/results.md, from the JSON in assets/
 
@@ -19,11 +19,11 @@ scoreboard; results.md; the command line.
 
 A Place has model, a GPT or a CostModel; B, requests in a batch; lengths, tokens per request; full,
 whether to run all settings of the paper or a few (--size). seconds(shape, ...) gives an array
-with a row for each shape: the seconds of such an iteration in each round. A shape is a dict of
-decodes, the context behind which they are, the chunk of a prompt and the past behind which it is.
-serve() and race() serve jobs, rounds() calls any functions in turns, jobs() makes jobs. Put the
-function below behind another experiment: `python bench.py mine` prints a table with a line for each
-chunk, here or on --hardware.
+with a row for each shape, the seconds of such an iteration, and a column for each repetition
+(round). The keys of a shape: decodes, how many; context, tokens before each; chunk, tokens of a
+prompt; past, tokens before these. serve() and race() serve jobs, rounds() calls any functions in
+turns, jobs() makes jobs. Paste the function below into this file, behind any experiment: `python
+bench.py mine` prints a table with a line for each chunk, here or on --hardware.
 
     @experiment("tokens of a chunk, C", "ms")
     def mine(place):
@@ -32,7 +32,7 @@ chunk, here or on --hardware.
             yield Row("prefill (ms)", 1e3 * place.seconds(dict(chunk=C))[0], x=C)
 
 Exercises: write it in my.py, run `python bench.py` with the words below it, beat the number. In 1,
-2, 3, 7 and 8 it is a median over five seeds. 9 and 10: these jobs, in a script of your own.
+2, 3, 7 and 8 it is a median over five seeds. For 9 and 10 serve these jobs in a script of your own.
 Solutions: .ci/test_texts.py.
 1. A scheduler with a median TTFT below 200 ms at the same stall (sarathi: 217). And its p99?
        online --hardware a100 --rate 3 --schedulers sarathi,my.py:Mine
@@ -123,7 +123,7 @@ class Claim(NamedTuple):
     note: str  # why ours differs, as far as it is known
 
     def holds(self, ours):
-        """Values within 15 %, of gains what is above 1 within 30 %, bounds as they say."""
+        """Values within 15 %, gain - 1 within 30 %, bounds as they say."""
         if self.kind == "at least":
             return ours >= self.paper
         if self.kind == "at most":
@@ -181,7 +181,7 @@ class Experiment(NamedTuple):
     y: str = ""
     on: Hardware = A6000_13B  # where the paper's numbers hold
     only: str = ""  # "measured" or "simulated", if it cannot be both
-    # a table's columns are the panels or the series: of the rows with an x (curves), and of those
+    # what the columns of a table are, "panel" or "series", of rows with an x (curves) and of rows
     # without (points). "": each row has a line of its own; "picture": they are in no table
     curves: str = "panel"
     points: str = "panel"
@@ -193,8 +193,8 @@ class Experiment(NamedTuple):
         name = self.run.__name__
         claims = CLAIMS.get(name, {})
         if not (place.simulated or place.args.experiments):
-            claims = {}  # the main job has them beside the paper's hardware, simulated
-        if place.on not in (None, self.on):  # of other --hardware: claims whose series names a GPU
+            claims = {}  # in the main job only simulated tables show them
+        if place.on not in (None, self.on):  # other --hardware: series with a GPU of their own
             claims = {at: claim for at, claim in claims.items()
                       if at[1].split(", ")[-1].lower() in GPUS}
         for panel, ours, series, x in self.run(place):
@@ -207,8 +207,8 @@ class Experiment(NamedTuple):
             claim = claims.get((panel, series, x))
             if claim:
                 row |= claim._asdict()
-                # what is measured is of another model than the paper's, unless it can only be
-                # measured, as the simulator's errors
+                # measured rows have another model than the paper's: they are not judged, but for
+                # experiments that can only be measured
                 if place.simulated or self.only == "measured":
                     row["inside"] = claim.holds(middle)
             yield row
@@ -263,8 +263,8 @@ def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0,
 
 def workload(place, n, prompt, output):
     """Lists of jobs, one per seed: the trace of --jobs; or n, with these lengths or --prompt and
-    --output, at one per second in the mean. With --rate, the trace's come at one per second, too.
-    """
+    --output, at one per second in the mean. With --rate, the trace's come at one per second, too:
+    at_rate() changes that."""
     args = place.args
     longest = min(place.model.config.block_size, place.room)
     jobs = []

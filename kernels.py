@@ -87,7 +87,7 @@ def power_of_two(n):
 # -----------------------------------------------------------------------------
 # how a batch is described
 
-FEW_ROWS = 8  # requests with at most so many rows, decodes, have an attention of their own
+FEW_ROWS = 8  # requests with at most so many rows, such as decodes, have another attention kernel
 TILE = 128  # rows of a block of a GPU's matrix product: fewer take as long [SARATHI Fig. 7]
 
 @dataclass
@@ -96,8 +96,8 @@ class Sites:
     times one module (q, k, ...). Sites with few rows come first."""
     # the numbers of a site. An example: rows 4 .. 6 of the batch have an adapter of rank 16; its A
     # and B for k, module 1 of q, k, v with 512 columns of output each, begin at entry 90 of the
-    # batch's table: ROW 4, N_ROW 3, COLUMN 512, N_COLUMN 512, RANK 16, RANK_B 16 (equal, unless
-    # A's rows are split over devices), MODULE 1, ENTRY 90
+    # batch's table (all page tables end to end): ROW 4, N_ROW 3, COLUMN 512, N_COLUMN 512, RANK 16,
+    # RANK_B 16 (equal, unless A's rows are split over devices), MODULE 1, ENTRY 90
     ROW, N_ROW, COLUMN, N_COLUMN, RANK, RANK_B, MODULE, ENTRY = range(8)
 
     sites: Tensor  # (S, 8) int32
@@ -121,7 +121,7 @@ class Sites:
 
 @dataclass
 class Batch:
-    """One iteration: N tokens of R requests, those with few rows first; int32. A decode with two
+    """One iteration: N tokens of R requests, those with few rows first, as int32. A decode with two
     drafts, behind 9 cached tokens (n_past), beside tokens 0 .. 4 of a prompt with an adapter:
 
         row          0    1    2  |  3    4    5    6    7       N = 8, R = 2
@@ -873,7 +873,7 @@ def lora_ref(y, x, kv, sites, exchange=None):
     """Two products for each site."""
     x = x.to(torch_dtype(x))
     for row, n, column, columns, rank_a, rank_b, _, entry in sites.lists:
-        if n > 0:  # else it is padding
+        if n > 0:  # else padding of a CUDA graph
             a = adapter_rows(kv[0], sites.table, entry, rank_a, x.size(1))
             b = adapter_rows(kv[1], sites.table, entry, rank_b, columns)
             xa = x[row:row + n] @ a.T.to(x.dtype)

@@ -46,7 +46,7 @@ from tqdm import tqdm
 # weight (n_out, n_in) tensor parallelism cuts
 OPERATORS = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # their input is cut
-# columns: {a module's name in checkpoints, as self_attn.q_proj: (its first column, how many)}
+# columns: {a module's name in checkpoints, as self_attn.q_proj: (first, number) of its outputs}
 Operator = namedtuple("Operator", "n_in n_out columns")
 
 @dataclass
@@ -68,7 +68,7 @@ class GPTConfig:
     rope_scaling: dict | None = None  # as in a Hugging Face config
     attention_bias: bool = False  # of q, k, v and o. "gpt2" always has all biases, "qwen2" of qkv
     mlp_bias: bool = False
-    shard: tuple = (0, 1)  # (i, n): of device i of n; n_head, n_kv_head, n_inner are then its own
+    shard: tuple = (0, 1)  # (i, n): device i's share of n; n_head, n_kv_head, n_inner count that
 
     def __post_init__(self):
         for name, kind in GPTConfig.__annotations__.items():
@@ -206,7 +206,7 @@ class GPT:
             return y
         if op not in batch.adapters:
             return self.world.combine(op, product())  # row-parallel: the sum over devices
-        # each device adds x A B to its own columns: the sum counts it once
+        # of row-parallel ones each device adds x A B to its share of the columns alone
         y = lora(product, x, kv, batch.adapters[op], self.world.exchange(op))
         mark("lora")
         return self.world.combine(op, y)
@@ -347,7 +347,7 @@ class Adapter:
 
     @torch.inference_mode()
     def write(self, kv, pages):
-        """Copy planes (L, 2, n, W) to these n pages of kv (L, 2, n_page, Hk, D), layer by layer,
+        """Copy planes (L, 2, n, Hk * D) to n pages of kv (L, 2, n_page, Hk, D), layer by layer,
         since a GPU may have no room for a second copy of all."""
         pages = send(torch.tensor(pages), kv.device)
         for layer_kv, planes in zip(kv, self.planes):
