@@ -1045,12 +1045,12 @@ def small_model(place):
     """A draft model on the same GPU."""
     return CostModel.roofline(preset("llama-160m"), place.on.gpu, system=place.on.system)
 
-def latencies(place, rates, choices, alpha, draft="ngram", P=128, **options):
+def latencies(place, rates, choices, alpha, draft="ngram", P=128):
     """Points: latency by arrival rate (Poisson) for choices {name: spec}, how many times shorter
     than without drafts, and this for goodput. Returns {name: [times shorter, per rate]}."""
     n_page = 0.9 * place.model.memory / place.model.page_bytes
     B = min(256, int(n_page / (P + 128)))
-    options = dict(scheduler="prefill_first", B=B, alloc="grow", draft=draft, alpha=alpha) | options
+    options = dict(scheduler="prefill_first", B=B, alloc="grow", draft=draft, alpha=alpha)
     seconds = 60 if place.full else 10
     times = defaultdict(list)
     for rate in rates:
@@ -1129,50 +1129,32 @@ class Trees(Goodput):
         self.chosen = {}  # request -> its tree of the last iteration
 
     def n_drafts(self, requests, limits, acceptance, price):
-        rooms = [room(request) for request in requests]
-        rates = [self.rate(tree, rooms, acceptance, price) for tree in self.trees]
-        best = self.trees[np.argmax(rates)]
-        self.chosen = {request: best[:n] for request, n in zip(requests, rooms)}
-        return [tree_size(tree) for tree in self.chosen.values()]
+        best = super().n_drafts(requests, limits, acceptance, price)
+        self.chosen = dict(zip(requests, best))
+        return [tree_size(tree) for tree in best]
 
-    def rate(self, tree, rooms, acceptance, price):
-        """Expected tokens per second of an iteration in which all have this tree."""
+    def limit(self, n):
+        return self.largest[min(n, len(self.largest) - 1)]
+
+    def chances(self, request, alpha):
+        """A level is right if one of its candidates is."""
+        return [chance_of(alpha, n) for n in self.chosen.get(request, ())]
+
+    def candidates(self, requests, limits, acceptance):
+        """The same tree for all requests"""
         # differs from [SmartSpec Eq. 10]: as printed a level fails with 1 - a whatever its number
         # of candidates
-        tokens = len(rooms)
-        chance = 1.0
-        drafts = []
-        for level, n_candidate in enumerate(tree[:max(rooms)]):
-            n_request = sum(n > level for n in rooms)
-            chance *= chance_of(acceptance, n_candidate)
-            tokens += n_request * chance
-            drafts.append(n_request * math.prod(tree[:level + 1]))
-        return tokens / price(drafts)
-
-class TreeSpeculator(Speculator):
-    """Counts levels of trees, not drafts."""
-    def limit(self, request):
-        most = len(self.policy.largest) - 1
-        return self.policy.largest[min(room(request), most)]
-
-    def count(self, request, n_accepted, n_new):
-        tree = self.policy.chosen.get(request, ())
-        tried = [chance_of(self.acceptance, n) for n in tree[:n_new]]
-        if tried:
-            self.acceptance += 0.01 * (n_accepted - sum(tried))
-        request.drafts = []
-
-class TreeRunner(CostRunner):
-    """Accepts a level of a tree if one of its candidates is right."""
-    def n_accepted(self, request):
-        tree = self.engine.speculator.policy.chosen.get(request, ())
-        return forced_acceptance(request, [chance_of(self.engine.alpha, n) for n in tree])
-
-TREES = dict(runner=TreeRunner, speculator=TreeSpeculator)  # options of an engine with Trees
-
-def room(request):
-    """The most levels of drafts that a request's output has room for."""
-    return max(0, request.max_len - request.n_tokens - 1)
+        rooms = [request.room for request in requests]
+        for tree in self.trees:
+            tokens = len(rooms)
+            chance = 1.0
+            steps = []
+            for level, n_candidate in enumerate(tree[:max(rooms)]):
+                n_request = sum(n > level for n in rooms)
+                chance *= chance_of(acceptance, n_candidate)
+                tokens += n_request * chance
+                steps.append(n_request * math.prod(tree[:level + 1]))
+            yield tokens, steps, [tree[:n] for n in rooms]
 
 def tree_size(tree):
     """Drafts of a tree: (3, 2, 2) has 3 + 6 + 12."""
@@ -1192,14 +1174,14 @@ def spec_fig16(place):
     goodput = Trees(*product((1, 2, 3), repeat=3))  # three heads, one to three candidates of each
     rates = (1, 4, 8, 12, 16, 20) if place.full else (1, 20)
     choices["goodput"] = goodput
-    times = yield from latencies(place, rates, choices, 0.6, **TREES)
+    times = yield from latencies(place, rates, choices, 0.6)
     yield Row("goodput", times["goodput"][-1] / times["1,1,1"][-1], "over 1,1,1")
     seconds = 60 if place.full else 10
     jobs = place.jobs(20, seconds, prompt=[128], output=[128])
     for alpha in (0.6, 0.8):
         record = []
         place.serve(jobs, 256, scheduler="prefill_first", alloc="grow", draft="ngram",
-                    alpha=alpha, spec=goodput, record=record, **TREES)
+                    alpha=alpha, spec=goodput, record=record)
         feeds = sum((iteration.feeds for iteration in record), [])
         rows = [feed.n for feed in feeds if feed.n == feed.n_logits]
         yield Row("batched tokens per request", fmean(rows), f"acceptance {alpha}")

@@ -20,6 +20,7 @@ import re
 import sys
 from collections import defaultdict, namedtuple
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from numbers import Integral, Real
@@ -140,7 +141,6 @@ class GPT:
         self.device = self.weights["embedding.weight"].device
         self.frequencies = rotary_frequencies(self.config).to(self.device)
         self.merged = None  # the adapter in the weights, see merge()
-        self.base = self.weights  # the weights without it
         self.profile = None  # a CostModel, measured when it is first needed
 
     def forward_ref(self, tokens):
@@ -268,8 +268,8 @@ class GPT:
         return model
 
     def save_pretrained(self, folder):
-        """Write a Hugging Face folder, without a merged adapter. ValueError if config.json cannot
-        say what this model's shape is."""
+        """Write a Hugging Face folder. ValueError if config.json cannot say what this model's shape
+        is."""
         c = self.config
         keys = {KEYS.get(key, key): key for key in FAMILIES[c.family]}
         settings = {keys[name]: value for name, value in vars(c).items() if name in keys}
@@ -281,7 +281,7 @@ class GPT:
                 raise ValueError(f"{name} = {value}: is not in a config.json of {c.family!r}")
         tensors = {}
         for name, parts in list_tensors(c).items():
-            weight = self.base[name].to_dense().detach()
+            weight = self.weights[name].to_dense().detach()
             for part, shape, _ in parts:
                 tensor, weight = weight.tensor_split([shape[0]])
                 tensors[part] = tensor.T if part.endswith(TRANSPOSED) else tensor
@@ -309,25 +309,21 @@ class GPT:
 
     @torch.inference_mode()
     def merge(self, adapter):
-        """The merge-and-swap baseline [S-LoRA §4.1]: W becomes W + A B, or W again for None."""
-        self.weights = self.base
-        self.merged = None
-        if adapter is None:
-            return
-        weights = dict(self.base)
+        """The merge-and-swap baseline [S-LoRA §4.1]: this model, with W + A B in W's place"""
+        model = copy(self)
+        model.merged = adapter
+        model.weights = dict(self.weights)
         for op, modules in adapter.modules.items():
             for i in range(self.config.n_layer):
-                weight = self.base[f"{i}.{op}.weight"].to_dense().clone()
+                weight = self.weights[f"{i}.{op}.weight"].to_dense().clone()
                 for module, (column, n_column, *_) in modules.items():
                     a, b = (t[i].to(self.device).float() for t in adapter.factors(module))
                     weight[column:column + n_column] += b.T @ a
-                weights[f"{i}.{op}.weight"] = pack(weight)
-        self.weights = weights  # all at once: an exception may end this function before
-        self.merged = adapter
+                model.weights[f"{i}.{op}.weight"] = pack(weight)
+        return model
 
     def make_trainable(self):
         """Replace all weights by trainable ones, which are not packed. -> list of them"""
-        self.merge(None)
         for name, weight in self.weights.items():
             self.weights[name] = weight.to_dense().detach().requires_grad_()
         if self.config.tied:
