@@ -99,8 +99,8 @@ from model import Adapter, load_model, load_tokenizer, preset, reading, what_run
 from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, NO_ADAPTER, ORDERS, SCHEDULERS,
                      CostModel, CostRunner, EarlyAbort, Engine, Feed, Goodput, Iteration,
                      IterationStats, ModelRunner, Policy, Proposer, Request, Run, Sarathi,
-                     SarathiServe, Scheduler, Speculator, Zeros, add_model_flags, cell,
-                     check_choice, check_range, cluster, edf, fcfs, feeds_of, forced_acceptance,
+                     SarathiServe, Scheduler, Zeros, add_model_flags, cell,
+                     check_choice, check_range, cluster, edf, fcfs, feeds_of,
                      given_flags, lcfs, object_in_file, run_command_line, table)
 
 import numpy as np
