@@ -32,6 +32,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -112,6 +113,7 @@ class Sites:
     wide: bool = False  # whether all columns begin and end at multiples of 16
     max_columns: int = 0  # most columns of a module; 0: all of y
     way: str = "batched"  # or "bmm", the baseline: copy, pad, batched matrix products
+    gather_xa: Callable | None = None  # of several devices: the whole x A [S-LoRA §6]
 
     @cached_property
     def lists(self):
@@ -869,7 +871,7 @@ def attend_chunk_torch(q, kv, pages, out):
 # -----------------------------------------------------------------------------
 # lora: y += x A B, for each row the A and B of its own adapter [S-LoRA §5.3]
 
-def lora_ref(y, x, kv, sites, exchange=None):
+def lora_ref(y, x, kv, sites):
     """Two products for each site."""
     x = x.to(torch_dtype(x))
     for row, n, column, columns, rank_a, rank_b, _, entry in sites.lists:
@@ -877,8 +879,8 @@ def lora_ref(y, x, kv, sites, exchange=None):
             a = adapter_rows(kv[0], sites.table, entry, rank_a, x.size(1))
             b = adapter_rows(kv[1], sites.table, entry, rank_b, columns)
             xa = x[row:row + n] @ a.T.to(x.dtype)
-            if exchange is not None:  # devices sum x A, or gather the columns that each has
-                xa = exchange(xa)[:, :rank_b]
+            if sites.gather_xa:  # of several devices
+                xa = sites.gather_xa(xa)[:, :rank_b]
             y[row:row + n, column:column + columns] += xa @ b.to(x.dtype)
 
 def adapter_rows(plane, table, entry, rank, width):
@@ -890,17 +892,17 @@ def adapter_rows(plane, table, entry, rank, width):
 
 # ---- where it runs; in Triton, and the baseline (to skip)
 
-def lora(product, x, kv, sites, exchange=None):
-    """product() + x (N, n_in) A B -> (N, n_out); product(), x W, runs beside x A on a GPU.
-    exchange: between devices, all-gather or all-reduce of x A; a CPU takes plain torch for it"""
+def lora(product, x, kv, sites):
+    """product() + x (N, n_in) A B -> (N, n_out); product(), x W, runs beside x A on a GPU. With
+    tensor parallelism a CPU takes plain torch."""
     chosen = backend(x, kv)
     if chosen == "triton" and sites.way == "batched":
-        return lora_triton(product, x, kv, sites, exchange)
+        return lora_triton(product, x, kv, sites)
     y = product()
     if sites.way == "bmm":
         lora_bmm(y, x, kv, sites)
-    elif chosen == "torch" or exchange is not None:
-        lora_ref(y, x, kv, sites, exchange)
+    elif chosen == "torch" or sites.gather_xa:
+        lora_ref(y, x, kv, sites)
     else:
         sizes = sites.n_few, x.size(1), y.size(1), kv[0, 0].numel()
         cpp("lora", x, y, *kv, sites.sites, sites.table, *sizes)
@@ -1001,7 +1003,7 @@ def _expand_kernel(y, b, xa, sites, table, width, n_module, n_part, part_step, C
 LORA_ROWS = 16, 64  # of a program: decodes [MBGMV], chunks [MBGMM]
 LORA_PARTS = 8, 4  # of the sums in x A: programs side by side
 
-def lora_triton(product, x, kv, sites, exchange):
+def lora_triton(product, x, kv, sites):
     """Programs of all sites, for as many rows, ranks and columns as the largest site has."""
     N, n_in = x.shape
     W = kv[0, 0].numel()
@@ -1025,8 +1027,8 @@ def lora_triton(product, x, kv, sites, exchange):
             n_in, W, block_m, block_r, block,
             num_warps=warps, num_stages=5)
     y = side_by_side(shrink, product, x.device)
-    if exchange is not None:
-        xa = exchange(xa.sum(0))
+    if sites.gather_xa:
+        xa = sites.gather_xa(xa.sum(0))
         width = xa.size(1)
         n_part = 1
     if not is_chunk:  # a wider block: fewer programs

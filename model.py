@@ -43,10 +43,8 @@ from tqdm import tqdm
 # the shape of a model
 
 # the matrix products of a layer, by SARATHI's names [Table 1]. preproj: q, k and v; postproj: o;
-# ffn_ln1: gate and up, the MLP's first; ffn_ln2: down, its second. The numbers: which dim of a
-# weight (n_out, n_in) tensor parallelism cuts
-OPERATORS = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
-ROW_PARALLEL = ("postproj", "ffn_ln2")  # their input is cut
+# ffn_ln1: gate and up, the MLP's first; ffn_ln2: down, its second
+OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")
 # columns: {a module's name in checkpoints, as self_attn.q_proj: (first, number) of its outputs}
 Operator = namedtuple("Operator", "n_in n_out columns")
 
@@ -128,10 +126,10 @@ class GPTConfig:
 # a model
 
 class GPT:
-    """A model, or one device's share of it. Made by from_preset() or from_pretrained()."""
+    """A model, made by from_preset() or from_pretrained()."""
 
     def __init__(self, config: GPTConfig, take, dtype: torch.dtype, world: "World"):
-        """take(name, shape) -> a tensor of the whole model, of which this rank keeps its share"""
+        """take(name, shape) -> a tensor of the model"""
         self.config = config.shard_of(world.rank, world.size)
         # {"embedding.weight": ..., "0.norm1.weight": ..., "0.preproj.weight": ...}; matrices are in
         # the layout that a CPU's product reads, see kernels.pack
@@ -145,7 +143,7 @@ class GPT:
 
     def forward_ref(self, tokens):
         """tokens (B, T) -> logits (B, T, V) in float32, by the operators' definitions, without a
-        cache, on one device"""
+        cache"""
         c = self.config
         x, rope = self.embed(tokens, torch.arange(tokens.size(1), device=self.device))
         x = x.float()  # (B, T, C)
@@ -168,9 +166,8 @@ class GPT:
     def forward(self, batch, kv, mark=lambda part: None):
         """One iteration: all tokens pass a layer together, so each weight is read once
         [SARATHI §4.3]. batch: a kernels.Batch of N rows, M of which need logits; kv (L, 2, n_page,
-        Hk, D) -> logits (M, V). The hidden states that gave them are in batch.hidden (M, C). Of
-        several devices, the first one alone computes logits. mark(part) times parts, for bench.py;
-        by default it does nothing."""
+        Hk, D) -> logits (M, V). The hidden states that gave them are in batch.hidden (M, C).
+        mark(part) times parts, for bench.py; by default it does nothing."""
         c = self.config
         x, rope = self.embed(batch.tokens, batch.positions)
         delta = None  # output of the operator before; the next norm adds it to x
@@ -190,8 +187,6 @@ class GPT:
             h = activate(h, c.is_llama)
             mark("others")
             delta = self.project("ffn_ln2", i, h, batch, layer_kv, mark)
-        if self.world.rank > 0:
-            return None
         rows = batch.logit_rows
         _, batch.hidden = add_norm(x[rows], delta[rows], *self.affine("norm"), c.norm_eps)
         logits = linear(batch.hidden, self.weights["head.weight"])
@@ -205,11 +200,10 @@ class GPT:
             mark(op)
             return y
         if op not in batch.adapters:
-            return self.world.combine(op, product())  # row-parallel: the sum over devices
-        # of row-parallel ones each device adds x A B to its share of the columns alone
-        y = lora(product, x, kv, batch.adapters[op], self.world.exchange(op))
+            return product()
+        y = lora(product, x, kv, batch.adapters[op])
         mark("lora")
-        return self.world.combine(op, y)
+        return y
 
     def affine(self, name):
         """(weight, bias or None) of a norm or an operator such as 3.preproj"""
@@ -243,7 +237,7 @@ class GPT:
             if len(shape) == 1:
                 return torch.full(shape, float(name.endswith("weight")))  # norms 1, biases 0
             return torch.normal(0, 0.02, shape, generator=rng, dtype=dtype, device=world.device)
-        return cls(config, take, dtype, world)
+        return model_class(world)(config, take, dtype, world)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, dtype: torch.dtype | str | None = None,
@@ -261,7 +255,8 @@ class GPT:
             is_tied = embedding.dtype == head.dtype and torch.equal(embedding, head)
             config = replace(config, tied=is_tied)
         world = world or World(device)
-        model = cls(config, checkpoint.take, pick_dtype(dtype, world.device, stored), world)
+        dtype = pick_dtype(dtype, world.device, stored)
+        model = model_class(world)(config, checkpoint.take, dtype, world)
         surplus = [name for name in checkpoint if not re.fullmatch(NOT_NEEDED, name)]
         if surplus:
             raise ValueError(f"{folder}: {len(surplus)} surplus tensors, as {surplus[0]!r}")
@@ -448,7 +443,7 @@ class Adapter:
 # -----------------------------------------------------------------------------
 # the tensors of a model, and how devices share them (to skip)
 
-RANK_0 = ("head.weight", "postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
+RANK_0 = ("postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
 
 def list_layer(config):
     """[(our name, name in a checkpoint, has a bias, *shape)] of a layer of the whole model. Tensors
@@ -510,7 +505,7 @@ def list_tensors(config):
     tensors = defaultdict(list)
     for ours, theirs, has_bias, *shape in rows:
         shape = tuple(shape)
-        dim = OPERATORS.get(ours.split(".")[-1])
+        dim = SHARDED_DIM.get(ours.split(".")[-1])
         tensors[f"{ours}.weight"].append((f"{theirs}.weight", shape, dim))
         if has_bias:
             tensors[f"{ours}.bias"].append((f"{theirs}.bias", shape[:1], dim))
@@ -528,7 +523,7 @@ def take_weights(config, take, dtype, device):
         weight = torch.cat(shares).to(device, dtype)
         is_table = name.startswith(("embedding", "positions"))
         weights[name] = weight if is_table or weight.dim() == 1 else pack(weight)
-    if config.tied and i == 0:
+    if config.tied:
         weights["head.weight"] = pack(weights["embedding.weight"])
     return weights
 
@@ -553,6 +548,21 @@ def rotary_frequencies(config):
     high = number("high_freq_factor", math.nextafter(low, math.inf))
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / number("factor"))
+
+# operator -> the dim of its weight (n_out, n_in) that is cut [S-LoRA §6]
+SHARDED_DIM = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
+ROW_PARALLEL = ("postproj", "ffn_ln2")  # their input is cut
+
+class ShardedGPT(GPT):
+    """One device's share of a model [S-LoRA §6]: of every tensor, and of the operators' work."""
+    def project(self, op, i, x, batch, kv, mark):
+        """In row-parallel operators each device adds x A B to its own columns, and all are summed.
+        Rank 0 alone has a bias."""
+        y = super().project(op, i, x, batch, kv, mark)
+        return self.world.all_reduce(y) if op in ROW_PARALLEL else y
+
+def model_class(world):
+    return ShardedGPT if world.size > 1 else GPT
 
 class World:
     """The processes that share every layer of one model. World() is a process on its own."""
@@ -579,17 +589,6 @@ class World:
         if device == "cuda":
             device = f"cuda:{os.environ['LOCAL_RANK']}"
         return cls(device, dist.get_rank(), size)
-
-    def exchange(self, op):
-        """How devices exchange x A of an operator [S-LoRA §6]; None: there is one"""
-        if self.size > 1:
-            return self.all_reduce if op in ROW_PARALLEL else self.all_gather
-
-    def combine(self, op, y):
-        """The results of an operator: of a row-parallel one their sum. Rank 0 alone has its bias"""
-        if self.size > 1 and op in ROW_PARALLEL:
-            self.all_reduce(y)
-        return y
 
     def all_reduce(self, x):
         """The sum of every rank's x, in place. Each rank sends 2 (n - 1) / n of x [S-LoRA §6]."""

@@ -253,15 +253,15 @@ def test_operator_lora(n_thread, W, n_in, columns, n_device, requests, dtype):
     kv = cache_of(sites.table, 1, W, dtype)
     x = torch.randn(N + 3, n_in).to(dtype) / 16
     y = torch.randn(N + 3, sum(columns)).to(dtype)
-    exchange = gather if n_device == 2 else None
+    sites.gather_xa = gather if n_device == 2 else None
     kernels.cpp.called |= n_device == 2  # on a CPU the definition serves an exchange
     expected = y.double()
-    kernels.lora_ref(expected, x.double(), kv.double(), sites, exchange)
+    kernels.lora_ref(expected, x.double(), kv.double(), sites)
     for way in ("batched", "bmm")[:3 - n_device]:
         if way == "bmm":  # no graph has it: there is no padding
             sites = replace(sites, sites=sites.sites[sites.sites[:, Sites.N_ROW] > 0])
         torch.set_num_threads(n_thread)
-        actual = kernels.lora(y.clone, x, kv, replace(sites, way=way), exchange)
+        actual = kernels.lora(y.clone, x, kv, replace(sites, way=way))
         torch.set_num_threads(1)
         near(actual, expected, expected.abs().max())
 
