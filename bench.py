@@ -9,13 +9,12 @@
                                                      (--schedulers NAMES: beside these alone)
     python bench.py scoreboard                       the papers' numbers beside ours
     python bench.py list                             all experiments, and where they run
-    python bench.py report                           assets/results.md, from the JSON in assets/
 
 An experiment is a function that measures something in a Place, this machine or simulated hardware,
 and yields Rows: cells of a table, points of a picture. The papers' numbers are CLAIMS beside them.
 Tables, JSON, pictures and the scoreboard derive from both. In reading order: claims; workloads; the
 main job; the papers' experiments. Then, to look up: places; serving; tables; pictures; traces; the
-scoreboard; results.md; the command line.
+scoreboard; the command line.
 
 A Place has model, a GPT or a CostModel; B, requests in a batch; lengths, tokens per request; full,
 whether to run all settings of the paper or a few (--size). seconds(shape, ...) gives an array
@@ -77,7 +76,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 import zlib
@@ -94,7 +92,7 @@ from threading import RLock
 from typing import NamedTuple
 
 # kernels before torch: it sets how torch's threads wait
-from kernels import linear, pack, torch_dtype
+from kernels import linear, pack
 from model import Adapter, load_model, load_tokenizer, preset, reading, what_runs
 from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, NO_ADAPTER, ORDERS, SCHEDULERS,
                      CostModel, CostRunner, EarlyAbort, Engine, Feed, Goodput, Iteration,
@@ -185,7 +183,6 @@ class Experiment(NamedTuple):
     # without (points). "": each row has a line of its own; "picture": they are in no table
     curves: str = "panel"
     points: str = "panel"
-    section: str = ""  # of results.md, if neither a paper nor the machine decides
 
     def rows(self, place):
         """The rows as dicts, beside the papers' numbers. Of several rounds: the median, and as
@@ -293,13 +290,13 @@ def at_rate(jobs, rate=math.inf):
 # -----------------------------------------------------------------------------
 # the main job
 
-@experiment(on=Hardware("llama-13b", "a100"), only="simulated", section="What users feel")
+@experiment(on=Hardware("llama-13b", "a100"), only="simulated")
 def users_a100(place):
     """The same as `users`, of LLaMA-13B on a simulated A100: these numbers are the same on every
     machine. tokens/s: prompts count too."""
     yield from users(place)
 
-@experiment(section="What users feel")
+@experiment()
 def users(place):
     """What users feel: the same arrivals with static batching, prefill-first and prefill in chunks
     of --chunk and, if prompts have 1,024 tokens or more, of 512. Again and again a short prompt
@@ -1394,54 +1391,7 @@ def about_jobs(jobs, most):
     return text
 
 # -----------------------------------------------------------------------------
-# autopilot, and how far the simulator and the engine can be trusted
-
-# prompt, output (give or take a half), load, acceptance, TPOT target over a decode's time
-WORKLOADS = """
-256 256 0.2 0.8 0, 256 256 0.8 0.3 2, 256 256 1.2 0.8 0, 512 100 0.5 0.3 0, 1024 128 0.2 0.3 2,
-1024 128 0.8 0.8 2, 1024 128 1.2 0.3 0, 1300 40 0.8 0.8 0, 1300 26 0.5 0.8 2, 1300 26 1.0 0.3 1.5,
-1300 13 1.2 0.8 0, 1300 7 0.2 0.3 0, 1300 7 0.8 0.8 2, 1300 7 1.2 0.3 2
-""".split(",")
-
-@experiment("", "latency over the best setting's", Hardware("llama-13b", "a100"), "simulated",
-            points="")
-def autopilot(place):
-    """Autopilot beside 30 fixed settings of chunk size and drafts: mean latency over that of the
-    best one that meets the TPOT target. Workloads: prompt, output, load, acceptance, target."""
-    draft = small_model(place)
-    workloads = WORKLOADS
-    chunks = (64, 128, 256, 512, 1024, 2048)
-    settings = list(product(chunks, ("off", 1, 3, 5, 7)))
-    n = 160
-    if not place.full:
-        workloads = workloads[1:4:2]
-        settings = settings[5::12]
-        n = 20
-    ratios = []
-    missed = 0
-    for workload in workloads:
-        P, D, load, alpha, slow = map(float, workload.split())
-        prompt = (P // 2, P * 3 // 2)
-        jobs = place.jobs(1, n, prompt=prompt, output=(D // 2, D * 3 // 2))
-        capacity = place.serve(at_rate(jobs), 48, alloc="grow").requests_per_second
-        jobs = at_rate(jobs, load * capacity)
-        run = partial(place.serve, jobs, 48, alloc="grow", draft=draft, alpha=alpha)
-        target = slow * place.model.time(1, P + D / 2)
-        ours = run(scheduler="autopilot", spec="goodput", tpot=target)
-        others = [run(scheduler=SarathiServe(chunk), spec=spec) for chunk, spec in settings]
-        fixed = [fmean(other.latencies) for other in others if meets(other, target)]
-        if fixed:
-            ratios.append(fmean(ours.latencies) / min(fixed))
-            yield Row("latency over the best", ratios[-1], workload.strip())
-            missed += not meets(ours, target)
-    yield Row("all workloads", fmean(ratios), "mean")
-    yield Row("all workloads", median(ratios), "median")
-    yield Row("all workloads", max(ratios), "worst")
-    yield Row("all workloads", missed, "targets missed")
-
-def meets(run, target):
-    """Whether nine of ten requests had this TPOT. 0: there is no target."""
-    return not target or np.quantile(run.tpots, 0.9) <= target
+# how far the simulator can be trusted
 
 @experiment("", "%", only="measured")
 def fidelity(place):
@@ -1466,85 +1416,6 @@ def iteration_seconds(run):
     """Seconds between the ends of iterations that gave tokens, the first since the start"""
     ends = {t for request in run.requests for t in request.times}
     return np.diff(sorted({run.start, *ends}))
-
-@experiment("tokens or requests, n", only="measured")
-def roofline(place):
-    """How near iterations come to this machine's ceilings: the seconds that the FLOPs of linear
-    operators, or the bytes of weights and cache, take at the ceilings, over the measured ones; and
-    the host's time for an iteration. A new GPU has to show this, and then users and table4."""
-    model = place.model
-    L = place.lengths[0]
-    ceilings = measure_ceilings(place)
-    for n in (32, 128, 512, 2048):
-        if n < min(model.config.block_size, place.room):
-            yield Row("share of the ceiling", share(place, ceilings, chunk=n), "prefill", n)
-    for n in (1, 4, 16, 32):
-        if n * L >= place.room:
-            continue
-        reached = share(place, ceilings, decodes=n, context=L - 1)
-        yield Row("share of the ceiling", reached, "decode", n)
-        feeds, engine = made_up_feeds(model, decodes=n, context=L - 1)
-        seconds = []
-        for _ in range(9):
-            wait_for_gpu()
-            start = time.perf_counter()
-            engine.runner.forward(feeds)
-            seconds.append(time.perf_counter() - start)
-        yield Row("host (ms)", 1e3 * median(seconds), "decode", n)
-
-def share(place, ceilings, decodes=0, context=0, chunk=0):
-    """The share of a machine's ceilings (FLOP/s, bytes/s) that an iteration reaches."""
-    flops, bandwidth = ceilings
-    c = place.model.config
-    itemsize = place.model.dtype.itemsize
-    sizes = [op.n_in * op.n_out for op in c.operators.values()]
-    layers = c.n_layer * sum(sizes)
-    head = c.vocab_size * c.n_embd
-    n_tokens = decodes + chunk
-    computing = 2 * (n_tokens * layers + max(decodes, 1) * head) / flops
-    weights = (layers + head) * itemsize
-    cache = (decodes * context + chunk) * c.page_bytes(itemsize)
-    reading = (weights + cache) / bandwidth
-    seconds = place.seconds(dict(decodes=decodes, context=context, chunk=chunk))
-    return max(computing, reading) / np.median(seconds)
-
-@experiment("", "tokens/s of prompts of 256 and outputs of 32, all counted", only="measured",
-            points="series", section="Peers")
-def peers(place):
-    """transformers' generate(), and PEFT's mixed batch of adapters, beside this engine. All feed
-    the prompts at once."""
-    import peft
-    import transformers
-    transformers.utils.logging.set_verbosity_error()
-    model = place.model
-    P = 256
-    D = 32
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        dtype = torch_dtype(model.weights["embedding.weight"])
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        theirs = theirs.to(model.device).eval()
-        for B, adapters in ((1, None), (8, None), (8, 4 * ["a", "b"])):
-            engine = Engine(model, "prefill_first", max_batch=B, n_page=B * (P + D) + 1000)
-            prompts = torch.zeros(B, P, dtype=torch.int64, device=model.device)
-            options = dict(attention_mask=torch.ones_like(prompts), max_new_tokens=D,
-                           min_new_tokens=D, do_sample=False, pad_token_id=0)
-            peer = "transformers"
-            if adapters:
-                peer = "PEFT"
-                for name in ("a", "b"):
-                    adapter = Adapter.random(model.config, 16, ord(name), model.dtype)
-                    adapter.save_pretrained(f"{folder}/{name}")
-                    engine.add_adapter(name, adapter)
-                theirs = peft.PeftModel.from_pretrained(theirs, f"{folder}/a", "a")
-                theirs.load_adapter(f"{folder}/b", "b")
-                theirs.to(dtype).eval()
-                options["adapter_names"] = adapters
-            engine.warm()
-            ours = timed(engine.generate, prompts.tolist(), D, adapters)
-            other = timed(theirs.generate, input_ids=prompts, **options)
-            for name, seconds in zip(("sarathi", "the other"), place.rounds(ours, other)):
-                yield Row(f"{peer}, B = {B}", B * (P + D) / np.array(seconds), name)
 
 # -----------------------------------------------------------------------------
 # places, where experiments run: this machine, or simulated hardware
@@ -2177,100 +2048,6 @@ def count_runs(rows):
         yield f"- {paper}: {', '.join(texts)}"
 
 # -----------------------------------------------------------------------------
-# assets/results.md, and README's pictures
-
-SECTIONS = ("What users feel", "SARATHI", "S-LoRA", "SmartSpec", "TNG", "On a CPU", "On an H200",
-            "Research", "Peers")
-ABOUT_RESULTS = """# Results
-
-Written by `python bench.py report` from the JSON files beside this page. ±: the spread of rounds,
-simulated of seeds; (noise): it is more than a quarter of the value. (off): a value is more than
-15 % from the paper's, a gain more than 30 % of what it gains, or a bound does not hold; why stands
-behind the table.
-"""
-
-def report():
-    """Write assets/results.md, all that the JSON files in assets/ hold, and README's pictures."""
-    args = parse_arguments(["--plot", str(ASSETS)])
-    place = simulate(args, EXPERIMENTS["timeline"].on)
-    place.rows = [*EXPERIMENTS["timeline"].rows(place)]
-    save_picture(place, "timeline", ASSETS / "timeline.png")
-
-    results = read_results()
-    sections = {section: defaultdict(list) for section in SECTIONS}  # -> heading -> paragraphs
-    # what has claims in their order, behind other experiments; then tables that are no experiment's
-    order = {name: i for i, name in enumerate([*EXPERIMENTS, *CLAIMS])}
-    for name, machine, date in sorted(results, key=lambda at: order.get(at[0], math.inf)):
-        section, heading = heading_of(name, machine)
-        texts = sections[section][heading]
-        if not texts and name in EXPERIMENTS:
-            texts.append(f"`bench.py {name}`: {EXPERIMENTS[name].about}")
-        texts += texts_of(name, machine, *results[name, machine, date])
-    contents = []
-    page = []
-    for section, headings in sections.items():
-        page.append(f"## {section}")
-        links = []
-        for heading, texts in headings.items():
-            page += [f"### {section}: {heading}", *texts]
-            anchor = re.sub(r"[^\w -]", "", f"{section} {heading}".lower()).replace(" ", "-")
-            links.append(f"[{heading}](#{anchor})")
-        contents.append(f"- {section}: {', '.join(links)}")
-    claimed = [row for *_, rows in results.values() for row in rows
-               if "inside" in row and row["source"] == "simulated"]
-    page = [ABOUT_RESULTS, *contents, "\nThe papers' numbers that hold, simulated:\n",
-            *count_runs(claimed), "", "\n\n".join(page), ""]
-    (ASSETS / "results.md").write_text("\n".join(page), encoding="utf8")
-
-def read_results():
-    """{(experiment or name of a table, machine, date): (path, facts, rows)} of the JSON files in
-    assets/. One that has the name of a simulated experiment has all of its points."""
-    results = {}
-    for path in sorted(ASSETS.glob("*.json"), key=lambda path: (path.stem in EXPERIMENTS, path)):
-        parts = json.loads(path.read_text("utf8"))
-        for part in parts if isinstance(parts, list) else [parts]:
-            facts = f"{part['date']}, commit {part['commit']}"
-            found = {}
-            for row in part["rows"]:
-                own = part | row
-                date = "" if "simulated" in own["machine"] else facts
-                at = own["experiment"], own["machine"], date
-                found.setdefault(at, (path, facts, []))[-1].append(row)
-            results |= found
-    return results
-
-def heading_of(name, machine):
-    """(section, heading) in results.md"""
-    if "h200" in machine.lower():
-        return "On an H200", name
-    what = EXPERIMENTS[name]
-    cited = re.match(r"\[([\w-]+) ?(.*?)\]", what.about)
-    if what.section:
-        return what.section, name
-    if "simulated" not in machine:
-        return "On a CPU", name
-    return (cited[1], cited[2] or name) if cited else ("Research", name)
-
-def texts_of(name, machine, path, facts, rows):
-    """Paragraphs of Markdown. Of many points those that the paper has too; the curves are folded.
-    With a picture, if the asset has the experiment's name."""
-    yield f"**{machine}** ([JSON]({path.name}), {facts})"
-    if name not in EXPERIMENTS:
-        yield table([*rows[0]], [row.values() for row in rows])
-        return
-    what = EXPERIMENTS[name]
-    if path.stem == name:
-        save_figure(draw(rows, what), f"{title_of(name)} {machine}", path.with_suffix(".png"))
-        yield f"![{name}]({name}.png)"
-    claimed = [row for row in rows if row["paper"] is not None]
-    is_long = 0 < 3 * len(claimed) < len(rows)
-    yield tables(what, claimed if is_long else rows)
-    yield from misses(rows)
-    if is_long:
-        curves = [row for row in rows if row["at"][2] != ""]
-        yield f"<details><summary>Points</summary>\n\n{tables(what, curves)}\n\n</details>"
-
-# -----------------------------------------------------------------------------
 # command line
 
 MAIN_JOB = ["users_a100", "users", "table4", "table2", "ceilings"]
@@ -2300,7 +2077,7 @@ def make_parser():
         description=f"{about}\n\n{usage}", allow_abbrev=False, conflict_handler="resolve",
         formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS)
     flag = parser.add_argument
-    flag("experiments", nargs="*", help="names from `list`; or list, scoreboard or report; "
+    flag("experiments", nargs="*", help="names from `list`; or list or scoreboard; "
          f"default: {' '.join(MAIN_JOB)}")
     add_model_flags(parser, None)
     flag("--chunk", type=int, help="tokens of an iteration that feeds a prefill chunk; default: "
@@ -2438,8 +2215,8 @@ def save_json(args, **report):
     else:
         Path(args.json).write_text(text)
 
-def main():
-    args = parse_arguments()
+def main(words=None):
+    args = parse_arguments(words)
     names = args.experiments
     for path in {args.trace, args.json} - {None, "-"}:
         open(path, "a").close()  # an error now, not after the experiments
@@ -2452,8 +2229,6 @@ def main():
             where = what.only or "here, or --hardware"
             print(textwrap.fill(f"{name:13} {where:20} {what.about}", 118,
                                 subsequent_indent=35 * " "))
-    elif names == ["report"]:
-        report()
     elif names == ["scoreboard"]:
         save_json(args, experiment="scoreboard", rows=scoreboard(args))
     else:

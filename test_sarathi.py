@@ -3412,7 +3412,7 @@ def tiny_place():
     words = "online --lengths 64,96 --seconds 0 --max-batch 4 --chunk 128 --rate 1000"
     return bench.Place(arguments(words), GPT.from_preset(config, torch.float32), "a tiny model")
 
-MEASURED = [name for name, what in EXPERIMENTS.items()  # below spec_here; roofline has ceilings
+MEASURED = [name for name, what in EXPERIMENTS.items()  # below spec_here
             if what.only != "simulated" and name not in ("spec_here", "ceilings")]
 
 @each("name", MEASURED)
@@ -3422,8 +3422,6 @@ def test_experiment_measures(name, monkeypatch):
     monkeypatch.setattr(bench, "LONG", 0.0)
     monkeypatch.setattr(bench, "SCHEDULERS", {"sarathi": sarathi.Sarathi})
     monkeypatch.setattr(CostModel, "profile", lambda model: sarathi.Profile(model, 24, 0))
-    if name == "peers":
-        pytest.importorskip("peft")
     rows = list(EXPERIMENTS[name].rows(place))
     assert rows and all(math.isfinite(row["ours"]) for row in rows)
     assert {row["source"] for row in rows} == {"measured"}
