@@ -185,15 +185,12 @@ class Experiment(NamedTuple):
     points: str = "panel"
 
     def rows(self, place):
-        """The rows as dicts, beside the papers' numbers. Of several rounds: the median, and as
-        spread half the distance between the quartiles."""
+        """The rows as dicts, beside the paper's numbers where its hardware is simulated. Of several
+        rounds: the median, and as spread half the distance between the quartiles."""
         name = self.run.__name__
-        claims = CLAIMS.get(name, {})
-        if not (place.simulated or place.args.experiments):
-            claims = {}  # in the main job only simulated tables show them
-        if place.on not in (None, self.on):  # other --hardware: series with a GPU of their own
-            claims = {at: claim for at, claim in claims.items()
-                      if at[1].split(", ")[-1].lower() in GPUS}
+        claims = {}
+        if place.on == self.on or self.only == "measured":
+            claims = CLAIMS.get(name, {})
         for panel, ours, series, x in self.run(place):
             low, middle, high = np.quantile(ours, (0.25, 0.5, 0.75)).tolist()
             texts = panel, series, f"{self.x.split()[-1]} = {x}" if x != "" else ""
@@ -203,11 +200,7 @@ class Experiment(NamedTuple):
                        machine=place.source)
             claim = claims.get((panel, series, x))
             if claim:
-                row |= claim._asdict()
-                # measured rows have another model than the paper's: they are not judged, but for
-                # experiments that can only be measured
-                if place.simulated or self.only == "measured":
-                    row["inside"] = claim.holds(middle)
+                row |= claim._asdict() | dict(inside=claim.holds(middle))
             yield row
 
 def experiment(*fields, **more):
@@ -290,18 +283,13 @@ def at_rate(jobs, rate=math.inf):
 # -----------------------------------------------------------------------------
 # the main job
 
-@experiment(on=Hardware("llama-13b", "a100"), only="simulated")
-def users_a100(place):
-    """The same as `users`, of LLaMA-13B on a simulated A100: these numbers are the same on every
-    machine. tokens/s: prompts count too."""
-    yield from users(place)
-
-@experiment()
+@experiment(on=Hardware("llama-13b", "a100"))
 def users(place):
     """What users feel: the same arrivals with static batching, prefill-first and prefill in chunks
     of --chunk and, if prompts have 1,024 tokens or more, of 512. Again and again a short prompt
     with a long output comes, and during this output two long prompts. Stall: no new token in the
-    middle of an output. tokens/s: prompts count too."""
+    middle of an output. tokens/s: prompts count too. Simulated numbers are the same on every
+    machine."""
     own, P = long_prompts(place)
     B = own.limit(6)
     prefill = dict(chunk=P)
@@ -1613,8 +1601,8 @@ def this_machine(args, model=None):
     return Place(args, model, what_runs(name, model))
 
 def choose_places(args, name):
-    """Where an experiment runs. The main job's Tables 2 and 4 stand beside the paper's hardware,
-    simulated."""
+    """Where an experiment runs: here, or on --hardware; in the main job first on the hardware of
+    its paper, simulated, then here."""
     what = EXPERIMENTS[name]
     if args.hardware and what.only == "measured":
         raise ValueError(f"{name} can only be measured: leave out --hardware")
@@ -1625,11 +1613,12 @@ def choose_places(args, name):
             model=args.model or what.on.model,
             gpu=args.hardware or what.on.gpu,
             tp=max(args.tp, what.on.tp)))]
-    if args.experiments or name not in ("table2", "table4"):
-        # text needs a trained model
-        return [this_machine(args, "tiny" if name == "spec_here" else None)]
+    # text needs a trained model
+    here = this_machine(args, "tiny" if name == "spec_here" else None)
+    if args.experiments or name == "ceilings":
+        return [here]
     own_lengths = argparse.Namespace(**vars(args) | dict(lengths=None))
-    return [this_machine(args), simulate(own_lengths, what.on)]
+    return [simulate(own_lengths, what.on), here]
 
 # -----------------------------------------------------------------------------
 # serving
@@ -2050,7 +2039,7 @@ def count_runs(rows):
 # -----------------------------------------------------------------------------
 # command line
 
-MAIN_JOB = ["users_a100", "users", "table4", "table2", "ceilings"]
+MAIN_JOB = ["users", "table4", "table2", "ceilings"]
 OWNERS = {  # of flags: experiments, or another flag
     "online": ("rate", "spec", "adapters", "by", "seeds"),
     "online, attainment, capacity": ("schedulers", "order", "memory", "cv", "prompt", "output",
@@ -2165,7 +2154,8 @@ def run_experiments(args, names):
     places = {name: choose_places(args, name) for name in names}
     try:
         for name, group in places.items():
-            run_experiment(args, name, group)
+            for place in group:
+                run_experiment(args, name, place, is_first=place is group[0])
     finally:
         every_place = sum(places.values(), [])
         if args.trace:
@@ -2174,33 +2164,29 @@ def run_experiments(args, names):
                   rows=sum((place.rows for place in every_place), []),
                   requests=sum((place.requests for place in every_place), []))
 
-def run_experiment(args, name, group):
-    """Fill the rows of an experiment's places, show its table, and draw its picture."""
+def run_experiment(args, name, place, is_first):
+    """Fill a place's rows, show them as a table, the first one below the experiment's heading, and
+    draw the picture."""
+    what = EXPERIMENTS[name]
     try:
-        for place in group:
-            with tqdm(desc=name, unit=" runs", leave=False, disable=None) as place.bar:
-                place.rows.extend(EXPERIMENTS[name].rows(place))
+        with tqdm(desc=name, unit=" runs", leave=False, disable=None) as place.bar:
+            place.rows.extend(what.rows(place))
     finally:
-        place = group[0]
         if place.rows:
-            show(name, group)
+            if is_first:
+                print_heading(name, what)
+            texts = [textwrap.fill(place.source, 118), tables(what, place.rows),
+                     "\n".join(misses(place.rows))]
+            print("\n\n".join(filter(None, texts)), end="\n\n", flush=True)
         if place.rows and args.plot:
             where = Path(place.on.gpu).stem if place.on else place.model.device.type
             save_picture(place, name, os.path.join(args.plot, f"{name}_{where}.png"))
 
-def show(name, group):
-    """Print an experiment's tables, of a group of Places."""
-    what = EXPERIMENTS[name]
+def print_heading(name, what):
     print(f"### {name}\n{textwrap.fill(what.about, 118)}")
     axes = [f"By {what.x}."] * bool(what.x) + [f"Numbers: {what.y}."] * bool(what.y)
     if axes and what.curves != "picture":
         print(*axes)
-    for place in group:
-        source = place.source
-        if not place.simulated and any(row["paper"] is not None for row in place.rows):
-            source += f"; the paper: {what.on.model} on {what.on.tp} x {what.on.gpu}"
-        texts = textwrap.fill(source, 118), tables(what, place.rows), "\n".join(misses(place.rows))
-        print("\n\n".join(filter(None, texts)), end="\n\n", flush=True)
 
 def save_json(args, **report):
     """Write --json. JSON knows no NaN: null"""

@@ -22,7 +22,7 @@ for program in PROGRAMS:
 
 SECTIONS = ("What users feel", "SARATHI", "S-LoRA", "SmartSpec", "TNG", "On a CPU", "On an H200",
             "Research", "Peers")
-SECTION_OF = {"users_a100": "What users feel", "users": "What users feel", "peers": "Peers"}
+SECTION_OF = {"users": "What users feel", "peers": "Peers"}
 ABOUT_RESULTS = """# Results
 
 Written by `python .ci/report.py` from the JSON files beside this page. ±: the spread of rounds,
