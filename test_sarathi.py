@@ -2969,7 +2969,7 @@ def test_every_scheduler_stalls_what_its_paper_says(scheduler, n_draft, n_first,
 
 def test_autopilot_keeps_its_target():
     """An iteration takes half the time that a request is ahead; a late request is ignored."""
-    engine = Engine(Linear(TINY, float32), "autopilot", n_page=1000, tpot=0.01)
+    engine = Engine(Linear(TINY, float32), sarathi.Autopilot(0.01), n_page=1000)
     engine.clock.t = 0.2
     late = Request([0], 21, output=[0] * 10, n_past=10, times=[0.0])
     ahead = Request([0], 31, output=[0] * 11, n_past=11, times=[0.061])
@@ -3650,6 +3650,7 @@ def test_run_counts_all_requests():
     first, *_, last = run.rows()
     assert first == dict(arrival=0.0, prompt=1, output=3, adapter=None, state="length",
                          preempted=0, ttft=1.0, tpot=2.0, stall=3.0)
+    assert early.gaps == [1, 3] and (one.tpot, aborted.ttft, aborted.gaps) == (None, None, [])
     assert last["stall"] is None and last["preempted"] == 2
 
 TRACES = {  # the same three requests, 4 and 1.5 seconds apart

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import bench
 from bench import Hardware, Row, at_rate, experiment, small_model
-from sarathi import SarathiServe, run_command_line
+from sarathi import Autopilot, SarathiServe, run_command_line
 
 import numpy as np
 
@@ -47,7 +47,7 @@ def autopilot(place):
         jobs = at_rate(jobs, load * capacity)
         run = partial(place.serve, jobs, 48, alloc="grow", draft=draft, alpha=alpha)
         target = slow * place.model.time(1, P + D / 2)
-        ours = run(scheduler="autopilot", spec="goodput", tpot=target)
+        ours = run(scheduler=Autopilot(target), spec="goodput")
         others = [run(scheduler=SarathiServe(chunk), spec=spec) for chunk, spec in settings]
         fixed = [fmean(other.latencies) for other in others if meets(other, target)]
         if fixed:
