@@ -94,12 +94,12 @@ from typing import NamedTuple
 # kernels before torch: it sets how torch's threads wait
 from kernels import linear, pack
 from model import Adapter, load_model, load_tokenizer, preset, reading, what_runs
-from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, MAX_DRAFTS, NO_ADAPTER, ORDERS, SCHEDULERS,
-                     CostModel, CostRunner, EarlyAbort, Engine, Feed, Goodput, Iteration,
-                     IterationStats, ModelRunner, Policy, Proposer, Request, Run, Sarathi,
-                     SarathiServe, Scheduler, Zeros, add_model_flags, cell,
-                     check_choice, check_range, cluster, edf, fcfs, feeds_of,
-                     given_flags, lcfs, object_in_file, run_command_line, table)
+from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, LORA_CALL, MAX_DRAFTS, NO_ADAPTER, ORDERS,
+                     SCHEDULERS, CostModel, CostRunner, EarlyAbort, Engine, Feed, Goodput,
+                     Iteration, IterationStats, ModelRunner, Policy, Proposer, Request, Roofline,
+                     Run, Sarathi, SarathiServe, Scheduler, Zeros, add_model_flags, cell,
+                     check_choice, check_range, cluster, edf, fcfs, feeds_of, given_flags, lcfs,
+                     n_params, object_in_file, run_command_line, table)
 
 import numpy as np
 import torch
@@ -156,7 +156,14 @@ class Hardware(NamedTuple):
     model: str
     gpu: str
     tp: int = 1
-    system: str = "sarathi"  # the serving system, a name in SYSTEMS
+    system: str = "sarathi"  # this engine; or a name in SYSTEMS
+
+    def cost(self, config=None):
+        """Its CostModel, with the model's config, or another one."""
+        config = config or preset(self.model)
+        if self.system == "sarathi":
+            return CostModel.roofline(config, self.gpu, self.tp)
+        return ServingSystem(config, self.gpu, self.tp, self.system)
 
 A6000_13B = Hardware("llama-13b", "a6000")
 A100_13B = Hardware("llama-13b", "a100", 1, "lightllm")
@@ -817,6 +824,86 @@ POOLS = {  # tokens that the authors' servers had room for, adapters included
     ("no-unify", "a10g"): 9000,
     ("bmm", "a10g"): 8000}
 
+# what other servers do otherwise, and the seconds that their hosts and their kernels of adapters
+# add, each fitted to the cell beside it
+SYSTEMS = {
+    "lightllm": dict(  # S-LoRA is built on it
+        layer=1.36e-3,  # [S-LoRA Fig. 6] S4, R = 1, latency
+        row=0.115e-6,  # [S-LoRA Table 3] S4, n = 2
+        load=0.6e-3,  # [S-LoRA Table 3] S2, n = 1000
+        resize=2.2e-3,  # [S-LoRA Fig. 5] no-unify, A100-80, n = 400
+        gather=0.505e-3,  # [S-LoRA Fig. 5] bmm, A100-80, n = 400
+        usable=0.92),  # 125,000 tokens beside 7B on an A100-80, in the authors' scripts
+    "transformers": dict(
+        layer=1.8e-3,  # [S-LoRA Table 3] PEFT, S1 and S4, n = 100
+        token=0.95e-3,  # [S-LoRA Table 3] PEFT, S1, n = 5
+        eager=True),
+    "vllm": dict(
+        token=0.036e-3,  # [SmartSpec Fig. 1] k = 5 is no gain beyond 12 requests/s
+        expand=True),  # BatchExpansionTop1Scorer, until version 0.6
+}
+
+class ServingSystem(Roofline):
+    """The costs of one of SYSTEMS."""
+    layer = 0.0  # seconds to launch the kernels of a layer
+    token = 0.0  # per sampled or verified token
+    row = 0.0  # per layer, row and rank of an adapter: products of vectors
+    load = 0.0  # per layer, to start the copies of an adapter
+    resize = 0.0  # per layer, to resize a pool for adapters alone
+    gather = 0.0  # per layer and request, to gather an adapter for a bmm
+    eager = False  # host and GPU wait for each other: their times add up
+    expand = False  # every draft is verified as a request of its own
+
+    def __init__(self, config, gpu, tp, system):
+        vars(self).update(SYSTEMS[system])
+        super().__init__(config, gpu, tp)
+
+    def stats(self, feeds, others=None):
+        s = super().stats(feeds, others)
+        if self.row and not self.multiplies(feeds):  # prompts run as decodes do
+            pairs = super().stats(feeds).lora_chunk_pairs
+            s.lora_pairs += pairs
+            s.lora_chunk_pairs -= pairs
+        return s
+
+    def multiplies(self, feeds):
+        """Whether S-LoRA's server runs MBGMM on these prompts, and not the decodes' MBGMV."""
+        # its condition: at least two requests, 200 tokens in one, and a rank of 64
+        is_long = any(feed.n >= 200 for feed in feeds)
+        widest = max(n_params(feed.request.lora_weights) for feed in feeds)
+        is_wide = widest >= 64 * self.rank_params
+        return len(feeds) > 1 and is_long and is_wide
+
+    def seconds(self, stats, lora="batched"):
+        seconds = super().seconds(stats, lora)
+        return seconds + self.host(stats, seconds)
+
+    def split(self, stats, lora="batched"):
+        seconds = super().split(stats, lora)
+        return seconds | dict(host=self.host(stats, sum(seconds.values())))
+
+    def host(self, stats, seconds):
+        """Seconds that the host adds to the device's."""
+        launches = self.config.n_layer * self.layer
+        if not self.eager:
+            launches = max(0.0, launches - seconds)
+        return launches + self.token * stats.n_logits
+
+    def parts(self, s, lora):
+        context = s.context + s.context_again * self.expand
+        return super().parts(replace(s, context=context), lora)
+
+    def lora_calls(self, s, way):
+        if way == "bmm":
+            return self.gather * (s.adapted + s.adapted_chunks)
+        return LORA_CALL + self.row * s.lora_pairs / self.rank_params / self.tp
+
+class ServerRunner(CostRunner):
+    """Of a ServingSystem: its host starts the copies of an adapter, layer by layer."""
+    def copy_adapter(self, adapter, pages):
+        self.clock.t += self.model.config.n_layer * self.model.load
+        return super().copy_adapter(adapter, pages)
+
 class Lightllm(Scheduler):
     """The server that S-LoRA is built on: whole prompts, alone. It looks at the queue every ten
     iterations, and starts as many requests as will fit at their peak, since lengths are known.
@@ -897,12 +984,13 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1,
         system = "transformers"
         size = 50 if model == "llama-7b" else 35
         options = dict(scheduler=PeftServer(size), max_batch=10000)
-    cost = CostModel.roofline(preset(model), gpu, tp, system=system)
+    cost = Hardware(model, gpu, tp, system).cost()
     cost.exchanges = variant != "no messages"
     n_page = POOLS.get((variant, gpu)) or POOLS.get((model, gpu))
     n_page = n_page or int(cost.memory // cost.page_bytes)
     if variant in ("no-unify", "bmm"):  # the pool of tokens limits adapters all the same
         options["adapter_pages"] = n_page
+        cost.load += cost.resize
     if variant in ("bmm", "merge"):
         options["lora"] = variant
     if not place.full:
@@ -910,7 +998,7 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1,
     jobs = place.jobs(rate, seconds, cv, n, power)
     if variant == "base model":
         jobs = [job._replace(adapter=None) for job in jobs]
-    engine = Engine(cost, alloc="grow", n_page=n_page, **options)
+    engine = Engine(cost, alloc="grow", n_page=n_page, runner=ServerRunner, **options)
     return serve(engine, jobs, adapters=ranks)
 
 def slora_claims(place, name):
@@ -1028,7 +1116,7 @@ CHOICES = {"off": "off", "k = 1": 1, "k = 3": 3, "k = 5": 5, "goodput": "goodput
 
 def small_model(place):
     """A draft model on the same GPU."""
-    return CostModel.roofline(preset("llama-160m"), place.on.gpu, system=place.on.system)
+    return Hardware("llama-160m", place.on.gpu, 1, place.on.system).cost()
 
 def latencies(place, rates, choices, alpha, draft="ngram", P=128):
     """Points: latency by arrival rate (Poisson) for choices {name: spec}, how many times shorter
@@ -1077,7 +1165,7 @@ def spec_fig11(place):
     place.source = "llama-33b on 4 x a100, llama-70b on 8 x a100, simulated"
     for name, tp, small in models:
         other = simulate(place.args, Hardware(name, "a100", tp, "vllm"))
-        draft = CostModel.roofline(preset(small), "a100", system="vllm")
+        draft = Hardware(small, "a100", 1, "vllm").cost()
         for row in latencies(other, (1, 16), choices, 0.7, draft):
             if row.panel == "goodput":
                 yield row._replace(panel=f"{name} on {tp} GPUs")
@@ -1580,8 +1668,7 @@ def simulate(args, on):
     """A Place of hardware you lack."""
     config = preset(on.model)
     config = replace(config, block_size=args.context or config.block_size)
-    cost = CostModel.roofline(config, on.gpu, on.tp, system=on.system)
-    return Place(args, cost, f"{on.model} on {on.tp} x {on.gpu}, simulated", on)
+    return Place(args, on.cost(config), f"{on.model} on {on.tp} x {on.gpu}, simulated", on)
 
 load_once = cache(load_model)
 

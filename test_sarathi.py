@@ -1566,7 +1566,7 @@ def test_adapters_of_the_queue_are_copied_while_others_run(n_page, n_hidden):
         seconds.append(engine.now)
         assert engine.runner.copy_adapter.call_count == 60
     adapters = [*engine.adapters.values()]
-    copy = cost.load_seconds(adapters[0].n_params, False)[1]
+    copy = cost.load_seconds(adapters[0].n_params)
     assert seconds[1] - seconds[0] == approx(n_hidden * copy, rel=0.05)
     copies = [engine.runner.copy_adapter(adapter, []) for adapter in adapters[:3]]
     engine.runner.wait_for(copies[2])  # behind the two others
@@ -2656,7 +2656,7 @@ def test_graphs_change_no_operator(unwritten_memory_is_nan, monkeypatch):
 A6000 = CostModel.roofline(preset("llama-13b"), "a6000")
 A100 = CostModel.roofline(preset("llama-7b"), "a100")
 SMALL = CostModel.roofline(preset("llama-160m"), "a100")
-VLLM = CostModel.roofline(preset("llama-7b"), "a100", system="vllm")  # drafts cost the host time
+VLLM = bench.Hardware("llama-7b", "a100", system="vllm").cost()  # drafts cost the host time
 
 def forget_residual(p, q, drafts, n_drafts, u):
     """A broken rule: behind a rejected draft the token is sampled from p, not max(p - q, 0)."""
@@ -3018,16 +3018,16 @@ def test_prompts_with_adapters_of_the_authors_server(chunks, rank, matrices):
     """At least two requests, 200 tokens in one of them, and a rank of 64 are multiplied as
     matrices; all others cost a vector product for each row and rank, as decodes do (S-LoRA's
     lora_unordered_batch_infer.py). This engine multiplies chunks."""
-    cost = CostModel.roofline(A100.config, "a100", system="lightllm")
+    cost = bench.Hardware("llama-7b", "a100", system="lightllm").cost()
     feeds = [feed(0, n, 1, Adapter(A100.config, rank).n_params) for n in chunks]
-    vectors = 32 * sum(chunks) * rank * cost.system.row
+    vectors = 32 * sum(chunks) * rank * cost.row
     ours, theirs = [model.split(model.stats(feeds))["lora"] for model in (A100, cost)]
     assert theirs - ours == approx(0.0 if matrices else vectors)
 
 def test_the_baseline_of_copied_adapters():
     """Five decodes read one adapter once. bmm copies it for each of them first."""
     stats = A100.stats([feed(100, 1, 1, 10**7)] * 5)
-    launching = 32 * A100.system.lora
+    launching = 32 * sarathi.LORA_CALL
     gathering = 5 * 32 * sarathi.ATTENTION_CALL
     multiplying = 2 * 5 * 10**7 / (sarathi.CHUNK_FLOPS * 312e12)
     reading = 2 * 10**7 / (sarathi.LORA_BANDWIDTH * 2039e9)
@@ -3257,17 +3257,16 @@ def test_headings_name_what_is_simulated(words, monkeypatch):
     made = {}  # a cost model -> (model, tp, GPU)
     ran = set()
 
-    def roofline(config, gpu, tp=1, **options):
-        cost = own_roofline(config, gpu, tp, **options)
-        name, = (name for name, own in model_py.PRESETS.items() if own.n_params == config.n_params)
-        made[cost] = name, tp, gpu
+    def cost_of(on, config=None):
+        cost = own_cost(on, config)
+        made[cost] = on.model, on.tp, on.gpu
         return cost
 
     def engine(model, *args, **options):
         ran.add(made[model])
         return Engine(model, *args, **options)
-    own_roofline = CostModel.roofline
-    for owner, name, own in ((CostModel, "roofline", roofline), (bench, "Engine", engine),
+    own_cost = bench.Hardware.cost
+    for owner, name, own in ((bench.Hardware, "cost", cost_of), (bench, "Engine", engine),
                              (bench, "gamma_jobs", fewer(fewer(bench.gamma_jobs)))):
         monkeypatch.setattr(owner, name, own)
     name = words.split()[0]
