@@ -18,11 +18,10 @@ same number in all layers. A page table lists the pages of a request in the orde
 """
 
 # ---- where a change must be made; imports, and two settings of the process (to skip)
-# A change of attention meets attention_ref, _attention_kernel, attend, attend_chunk,
-# causal_softmax, attend_chunk_torch here, GPT.forward_ref in model.py, CostModel.stats in
-# sarathi.py; one of the cache's layout rotate_write, adapter_rows, the kernels of adapters,
-# GPT.new_cache, Adapter.write; one of its dtype, say float8 without adapters, GPT.new_cache and
-# page_bytes: torch runs then.
+# A change of attention meets attention_ref, _attention_kernel, attend, attend_chunk here,
+# GPT.forward_ref in model.py, CostModel.stats in sarathi.py; one of the cache's layout
+# rotate_write, adapter_rows, the kernels of adapters, GPT.new_cache, Adapter.write; one of its
+# dtype, say float8 without adapters, GPT.new_cache and page_bytes: torch runs then.
 
 import ctypes
 import hashlib
@@ -369,8 +368,6 @@ def linear(x, weight, bias=None):
         y = x.new_empty(*x.shape[:-1], n_out)
         cpp("linear", x, weight.panels, bias, y, x.numel() // n_in, n_out, n_in)
         return y
-    if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
 # ---- weights in panels, for CPUs (to skip)
@@ -404,22 +401,12 @@ class Packed:
         return rows[:self.shape[0]]
 
 def pack(weight):
-    """weight (n_out, n_in) in the layout of this CPU's fastest product: the C++ one's, oneDNN's, or
-    as it is"""
-    if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
-        return weight
-    if forced_layout() == "torch":
-        return weight
-    operators = library(weight.dtype)
-    n_column = operators.panel_columns() if operators else 0
-    if n_column and weight.size(1) * weight.itemsize % 4 == 0:
-        return Packed(weight, n_column)
-    if torch_dtype(weight) != weight.dtype or not torch.backends.mkldnn.is_available():
-        return weight
-    # for small weights oneDNN's layout for one row: with that for many, AMX multiplies 300 to 1,400
-    # rows on one core
-    n_row = 1 if weight.dtype == torch.bfloat16 and len(weight) < 1024 else None
-    return torch.ops.mkldnn._reorder_linear_weight(weight, n_row)
+    """weight (n_out, n_in) in the layout of this CPU's fastest product, or as it is"""
+    if weight.is_cpu and weight.dtype in (torch.float32, torch.bfloat16):
+        operators = library(weight.dtype)
+        if operators and weight.size(1) * weight.itemsize % 4 == 0:
+            return Packed(weight, operators.panel_columns())
+    return weight
 
 # -----------------------------------------------------------------------------
 # add_norm: residual sum and normalization
@@ -621,7 +608,7 @@ def attention_ref(q, kv, batch):
         out[row:row + n] = own.transpose(0, 1)
     return out
 
-# ---- where it runs; in Triton, and by oneDNN (to skip)
+# ---- where it runs; in Triton (to skip)
 
 def attention(q, kv, batch):
     """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
@@ -635,16 +622,11 @@ def attention(q, kv, batch):
     if batch.n_few:
         sizes = batch.n_few, q.size(1), kv.size(2)
         cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
-    # attend_chunk copies K and V to panels, as Packed has them for products; bfloat16 goes by twos
-    in_panels = library(q.dtype).panel_columns() and q.size(2) % 2 == 0
     for row, n, n_past, entry in batch.spans[batch.n_few:].tolist():
-        pages = batch.table[entry:entry + n_past + n]
         rows = slice(row, row + n)
-        if in_panels:
-            sizes = n, n_past, q.size(1), kv.size(2)
-            cpp("attend_chunk", q[rows], *kv, pages, out[rows], *sizes, head_dim=q.size(2))
-        else:
-            attend_chunk_torch(q[rows], kv, pages, out[rows])
+        sizes = n, n_past, q.size(1), kv.size(2)
+        cpp("attend_chunk", q[rows], *kv, batch.table[entry:], out[rows], *sizes,
+            head_dim=q.size(2))
     return out
 
 @triton.jit
@@ -845,29 +827,6 @@ def attention_triton(q, kv, batch, out):
             small_size, large_size, H, Hk, D, MOST_SPLITS, 4, block_d,
             num_warps=max(1, block_d // 64))
 
-CHUNK_ROWS = 256  # rows of a chunk that attend in one matrix product [SARATHI Fig. 6]
-
-def attend_chunk_torch(q, kv, pages, out):
-    """q (n, H, D) attends to the tokens on `pages`, the last n of which are its own. Rows and
-    context are padded to multiples of 32, because oneDNN compiles a kernel for each shape."""
-    n, _, D = q.shape
-    n_past = len(pages) - n
-    padding = pages[-1:].expand(-len(pages) % 32)
-    pages = torch.cat([pages, padding])
-    k, v = kv.transpose(1, 2).index_select(2, pages)  # (Hk, context, D) each
-    q = q.unflatten(1, (len(k), -1)).transpose(0, 1)  # (Hk, n, G, D)
-    out = out.unflatten(1, (len(k), -1)).transpose(0, 1)
-    for first in range(0, n, CHUNK_ROWS):
-        m = min(CHUNK_ROWS, n - first)
-        rows = q.new_zeros(len(k), cdiv(m, 32) * 32, *q.shape[2:])
-        rows[:, :m] = q[:, first:first + m]
-        context = cdiv(n_past + first + rows.size(1), 32) * 32
-        scores = rows.flatten(1, 2) @ k[:, :context].mT  # (Hk, m * G, context)
-        sizes = *rows.shape[:3], scores.size(2), n_past + first
-        cpp("causal_softmax", scores, *sizes, head_dim=D)
-        values = (scores @ v[:, :context]).view_as(rows)
-        out[:, first:first + m] = values[:, :m]
-
 # -----------------------------------------------------------------------------
 # lora: y += x A B, for each row the A and B of its own adapter [S-LoRA §5.3]
 
@@ -1059,8 +1018,9 @@ def cpp(name, x, *arguments, head_dim=64):
 
 # How weights lie for the product of a CPU. The default is what this processor multiplies fastest,
 # see LAYOUT below; the environment variable SARATHI_CPU names another one. All of them run on any
-# processor: the compiler translates vectors that it lacks. "torch": no C++ at all.
-LAYOUTS = "neon avx2 avx512 avx512bf16 onednn torch".split()
+# processor: the compiler translates vectors that it lacks, and where there is no AMX, vectors read
+# the same panels. "torch": no C++ at all.
+LAYOUTS = "neon avx2 avx512 avx512bf16 amx torch".split()
 
 def forced_layout():
     """SARATHI_CPU, or None. ValueError if there is no such layout"""
@@ -1166,6 +1126,14 @@ SOURCE = r"""
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
+#ifdef __AMXBF16__  // the name in clang 14
+#define __AMX_BF16__
+#endif
+#ifdef __AMX_BF16__
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 const float LOG2E = 1.44269504f;
 const float SCALE = 1 / std::sqrt(float(D));  // of scores
@@ -1249,8 +1217,9 @@ static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
 }
 
 // Products. A weight lies in panels of COLUMNS columns (see Packed), K and V of a chunk as well. A
-// tile of a product is up to ROWS rows by one panel: its sums stay in registers, two vectors a row.
-// They are added in the same order whatever the number of rows.
+// tile of a product is up to ROWS rows by one panel. Its sums stay in registers, two vectors a row,
+// or in the matrix unit. They are added in the same order whatever the number of rows, so a
+// request's logits do not depend on the requests beside it.
 #ifndef LAYOUT  // the number of one in LAYOUTS
 #if defined(__AMX_BF16__)
 #define LAYOUT 4
@@ -1264,8 +1233,17 @@ static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
 #define LAYOUT 0
 #endif
 #endif
-const int LANES = 4 << std::min(LAYOUT, 2), ROWS = LAYOUT == 1 ? 6 : 8;
+const int LANES = 4 << std::min(LAYOUT, 2), VECTOR_ROWS = LAYOUT == 1 ? 6 : 8;
 const int COLUMNS = 2 * LANES;
+#if defined(__AMX_BF16__) && LAYOUT == 4
+#define AMX
+// Linux gives AMX, the matrix unit, to a process that asks: ARCH_REQ_XCOMP_PERM, XTILEDATA. Old
+// kernels and some sandboxes refuse
+const bool HAS_AMX = std::is_same_v<T, bf16> && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#else
+const bool HAS_AMX = false;
+#endif
+const int ROWS = HAS_AMX ? 32 : VECTOR_ROWS;
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef std::conditional_t<LAYOUT >= 3, T, float> X;  // of the rows
@@ -1318,10 +1296,10 @@ static inline void add_products(vec (*sums)[2], const bf16* x, int64_t x_step, c
 // The first n columns of m <= M rows of y = x w + bias; x (m, K), one panel w (K, COLUMNS). Beside
 // it, `step` bytes for each row of the panel are fetched to the L2 cache, from w + `ahead` bytes on
 template <int M, class W>
-static void tile(int m, const X* x, int64_t x_step, const W* w, const T* bias, W* y,
-                 int64_t y_step, int K, int n, int64_t ahead = 0, int step = 0) {
+static void vector_tile(int m, const X* x, int64_t x_step, const W* w, const T* bias, W* y,
+                        int64_t y_step, int K, int n, int64_t ahead, int step) {
     if constexpr (M > 1)
-        if (m < M) return tile<M - 1>(m, x, x_step, w, bias, y, y_step, K, n, ahead, step);
+        if (m < M) return vector_tile<M - 1>(m, x, x_step, w, bias, y, y_step, K, n, ahead, step);
     const int P = 4 / sizeof(W);
     vec sums[M][2] = {};
     const char* next = (const char*)w + ahead;
@@ -1339,15 +1317,92 @@ static void tile(int m, const X* x, int64_t x_step, const W* w, const T* bias, W
     }
 }
 
+#ifdef AMX
+// AMX has eight tiles of 16 rows by 64 bytes. Here 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7
+// numbers of a panel: its pairs, 64 bytes of every 128, lie as AMX multiplies them.
+static thread_local int rows_set = 0;
+
+// Set the tiles of this thread for m rows. 0: give them back, because other libraries set them too
+static void set_tiles(int m) {
+    if (m == rows_set) return;
+    rows_set = m;
+    if (m == 0) return _tile_release();
+    const uint8_t upper = std::min(m, 16), lower = std::max(1, m - 16);
+    struct { uint8_t palette, zeros[15]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {
+        1, {}, {64, 64, 64, 64, 64, 64, 64, 64},
+        {upper, upper, lower, lower, upper, lower, 16, 16}};
+    // not _tile_loadconfig: GCC 12 takes it to read eight bytes, and leaves the others unwritten
+    asm volatile("ldtilecfg %0" ::"m"(shape));
+}
+
+// The sums of the first 16 rows; BOTH: of the next 16 as well
+template <bool BOTH>
+static void multiply(const bf16* x, int64_t x_step, const bf16* w, int K, const char* next,
+                     int step) {
+    asm volatile("" ::: "memory");  // GCC does not know that _tile_loadd reads x
+    _tile_zero(0);
+    _tile_zero(1);
+    if (BOTH) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int k = 0; k < K; k += 32, w += 32 * COLUMNS) {
+        _tile_loadd(4, x + k, 2 * x_step);
+        _tile_loadd(6, w, 128);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, w + COLUMNS, 128);
+        _tile_dpbf16ps(1, 4, 7);
+        if (BOTH) {
+            _tile_loadd(5, x + 16 * x_step + k, 2 * x_step);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        for (int i = 0; i < 16 * step; i += 64, next += 64) __builtin_prefetch(next, 0, 2);
+    }
+}
+
+// What vector_tile does, for up to 32 rows
+static void matrix_tile(int m, const bf16* x, int64_t x_step, const bf16* w, const bf16* bias,
+                        bf16* y, int64_t y_step, int K, int n, int64_t ahead, int step) {
+    alignas(64) float sums[32][COLUMNS];
+    set_tiles(m);
+    (m > 16 ? multiply<true> : multiply<false>)(x, x_step, w, K, (const char*)w + ahead, step);
+    _tile_stored(0, sums[0], 128);
+    _tile_stored(1, sums[0] + 16, 128);
+    if (m > 16) {
+        _tile_stored(2, sums[16], 128);
+        _tile_stored(3, sums[16] + 16, 128);
+    }
+    for (int i = 0; i < m; i++) {
+        for (int k = 0; bias && k < n; k++) sums[i][k] += bias[k];
+        for (int k = 0; k < n; k++) y[i * y_step + k] = sums[i][k];
+    }
+}
+#else
+static void set_tiles(int) {}
+#endif
+
+// The first n columns of m <= ROWS rows
+template <class W>
+static void tile(int m, const X* x, int64_t x_step, const W* w, const T* bias, W* y,
+                 int64_t y_step, int K, int n, int64_t ahead = 0, int step = 0) {
+#ifdef AMX
+    if constexpr (std::is_same_v<T, bf16>)
+        if (HAS_AMX && K % 32 == 0)
+            return matrix_tile(m, x, x_step, w, bias, y, y_step, K, n, ahead, step);
+#endif
+    for (int i = 0; i < m; i += VECTOR_ROWS)
+        vector_tile<VECTOR_ROWS>(std::min(VECTOR_ROWS, m - i), x + i * x_step, x_step, w, bias,
+                                 y + i * y_step, y_step, K, n, ahead, step);
+}
+
 #pragma GCC pop_options
 #pragma clang fp reassociate(on)
 
 extern "C" {
 
-int layout() { return LAYOUT; }
-
-// Columns of a panel; 0 on a CPU with AMX, where oneDNN is faster
-int panel_columns() { return LAYOUT == 4 ? 0 : COLUMNS; }
+int layout() { return std::min(LAYOUT, HAS_AMX ? 4 : 3); }  // that runs
+int panel_columns() { return COLUMNS; }
 
 // y (M, N) = x (M, K) w^T + bias, w in panels. Each block of rows reads a panel once.
 void linear(const T* x, const T* w, const T* bias, T* y, int M, int N, int K) {
@@ -1359,25 +1414,33 @@ void linear(const T* x, const T* w, const T* bias, T* y, int M, int N, int K) {
     }
     // if there are few panels for all threads, they share panels by blocks of rows
     const int n_panel = cdiv(N, COLUMNS), most = std::max(1, 4 * omp_get_max_threads() / n_panel);
-    const int n_block = std::min<int>(most, cdiv(M, ROWS));
-    #pragma omp parallel for collapse(2)
-    for (int block = 0; block < n_block; block++)
-        for (int panel = 0; panel < n_panel; panel++) {
-            const int n = panel * COLUMNS, end = (int64_t)M * (block + 1) / n_block;
-            const int64_t first = (int64_t)M * block / n_block, n_tile = cdiv(end - first, ROWS);
-            // The first tile of a panel would wait for memory, and memory for the others: the first
-            // two fetch the next panel, half each. A single tile fetches what it reads 8 KB later.
-            // One or two rows read a weight at the memory's speed without.
-            const int64_t size = (int64_t)COLUMNS * K * sizeof(T);
-            int64_t ahead = n_tile > 1 ? size : 8192;
-            for (int64_t row = first, m; row < end; row += m, ahead += size / 2) {
-                m = cdiv(end - row, cdiv(end - row, ROWS));  // tiles of about equal size
-                const bool fetches = end - first > 2 && ahead < 2 * size;
-                tile<ROWS>(m, rows + row * K, K, w + (int64_t)n * K, bias ? bias + n : bias,
-                           y + row * N + n, N, K, std::min(COLUMNS, N - n), fetches ? ahead : 0,
-                           fetches ? COLUMNS * 4 / std::min<int>(n_tile, 2) : 0);
+    int n_block = std::min<int>(most, cdiv(M, ROWS));
+    // AMX would wait for rows that have left the L2 cache: a block has up to 1 MB of them
+    if (HAS_AMX) n_block = std::max<int>(n_block, (int64_t)M * K >> 19);
+    #pragma omp parallel
+    {
+        #pragma omp for collapse(2) nowait
+        for (int block = 0; block < n_block; block++)
+            for (int panel = 0; panel < n_panel; panel++) {
+                const int n = panel * COLUMNS, end = (int64_t)M * (block + 1) / n_block;
+                const int64_t first = (int64_t)M * block / n_block;
+                const int64_t n_tile = cdiv(end - first, ROWS);
+                // The first tile of a panel would wait for memory, and memory for the others: the
+                // first few fetch the next panel in equal parts. A single tile fetches what it
+                // reads 8 KB later. One or two rows read a weight at the memory's speed without.
+                const int64_t size = (int64_t)COLUMNS * K * sizeof(T);
+                const int n_part = std::min<int>(n_tile, HAS_AMX ? 8 : 2);
+                int64_t ahead = n_tile > 1 ? size : 8192;
+                for (int64_t row = first, m; row < end; row += m, ahead += size / n_part) {
+                    m = cdiv(end - row, cdiv(end - row, ROWS));  // tiles of about equal size
+                    const bool fetches = end - first > 2 && ahead < 2 * size;
+                    tile(m, rows + row * K, K, w + (int64_t)n * K, bias ? bias + n : bias,
+                         y + row * N + n, N, K, std::min(COLUMNS, N - n), fetches ? ahead : 0,
+                         fetches ? COLUMNS * 4 / n_part : 0);
+                }
             }
-        }
+        set_tiles(0);
+    }
 }
 
 // total = x + y, out = norm(total) * weight (+ bias: LayerNorm, else RMSNorm); each (N, C)
@@ -1491,23 +1554,32 @@ void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int3
 void attend_chunk(const T* q, const T* K, const T* V, const int32_t* pages, T* out, int n,
                   int n_past, int H, int Hk) {
     const int P = 4 / sizeof(X), G = H / Hk, context = n_past + n;
+    const int E = (D + P - 1) / P * P;  // numbers of a query or key, an odd one filled up with a 0
     const int64_t W = Hk * D, end = cdiv(context, 32) * 32, stride = end + 32;
     const int64_t size = end * cdiv(D, 32) * 32;  // of the panels of a kv head
     std::unique_ptr<X[]> keys(new X[Hk * size]), values(new X[Hk * size]);
     #pragma omp parallel
     {
-        #pragma omp for
-        for (int t = 0; t < end; t++)
+        #pragma omp for collapse(2)
+        for (int t = 0; t < end; t += COLUMNS)
             for (int h = 0; h < Hk; h++) {
-                const int64_t from = pages[std::min(t, context - 1)] * W + h * D;
-                X* key = &keys[h * size + t / COLUMNS * COLUMNS * D + t % COLUMNS * P];
-                X* value = &values[h * size + t / P * COLUMNS * P + t % P];
+                X k[COLUMNS][E] = {}, v[COLUMNS][D];
+                for (int i = 0; i < COLUMNS; i++) {
+                    const int64_t from = pages[std::min(t + i, context - 1)] * W + h * D;
+                    std::copy_n(K + from, D, k[i]);
+                    std::copy_n(V + from, D, v[i]);
+                }
+                X* key = &keys[h * size + t * E];
+                for (int d = 0; d < E; d += P)
+                    for (int i = 0; i < COLUMNS; i++, key += P) std::copy_n(&k[i][d], P, key);
                 for (int d = 0; d < D; d++) {
-                    key[d / P * P * COLUMNS + d % P] = K[from + d];
-                    value[d / COLUMNS * COLUMNS * end + d % COLUMNS * P] = V[from + d];
+                    const int64_t column = d / COLUMNS * COLUMNS * end + d % COLUMNS * P;
+                    X* value = &values[h * size + t * COLUMNS + column];
+                    for (int i = 0; i < COLUMNS; i++)
+                        value[i / P * COLUMNS * P + i % P] = v[i][d];
                 }
             }
-        std::vector<X> x(ROWS * D), p(ROWS * stride);  // queries, then values; scores
+        std::vector<X> x(ROWS * E), p(ROWS * stride);  // queries, then values; scores
         std::vector<float> e(end);
         #pragma omp for collapse(2) schedule(dynamic, 4)
         for (int h = 0; h < Hk; h++)
@@ -1517,30 +1589,17 @@ void attend_chunk(const T* q, const T* K, const T* V, const int32_t* pages, T* o
                 auto place = [&](int i) {  // of query i in q and out
                     return (((first + i) / G) * H + h * G + (first + i) % G) * D;
                 };
-                for (int i = 0; i < m; i++) std::copy_n(q + place(i), D, &x[i * D]);
+                for (int i = 0; i < m; i++) std::copy_n(q + place(i), D, &x[i * E]);
                 for (int t = 0; t < width; t += COLUMNS)
-                    tile<ROWS, X>(m, &x[0], D, &keys[h * size + (int64_t)t * D], nullptr, &p[t],
-                                  stride, D, COLUMNS);
+                    tile(m, &x[0], E, &keys[h * size + t * E], nullptr, &p[t], stride, E, COLUMNS);
                 for (int i = 0; i < m; i++)
                     softmax(&p[i * stride], &e[0], n_past + (first + i) / G + 1, width);
                 for (int d = 0; d < D; d += COLUMNS)
-                    tile<ROWS, X>(m, &p[0], stride, &values[h * size + d * end], nullptr, &x[d], D,
-                                  width, std::min(COLUMNS, D - d));
-                for (int i = 0; i < m; i++) std::copy_n(&x[i * D], D, out + place(i));
+                    tile(m, &p[0], stride, &values[h * size + d * end], nullptr, &x[d], E, width,
+                         std::min(COLUMNS, D - d));
+                for (int i = 0; i < m; i++) std::copy_n(&x[i * E], D, out + place(i));
             }
-    }
-}
-
-// Softmax in place of scores (Hk, n, G, context). Row j sees the first n_past + j + 1 columns.
-void causal_softmax(T* scores, int Hk, int n, int G, int context, int n_past) {
-    #pragma omp parallel
-    {
-        std::vector<float> e(context);
-        #pragma omp for
-        for (int64_t row = 0; row < Hk * n * G; row++) {
-            const int seen = std::min(context, n_past + (int)row / G % n + 1);
-            softmax(scores + row * context, &e[0], seen, context);
-        }
+        set_tiles(0);
     }
 }
 

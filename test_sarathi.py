@@ -105,7 +105,7 @@ def test_operator_linear(n_in, n_out, n_thread, dtype):
     x = torch.randn(300, n_in).to(dtype)
     packed = kernels.pack(weight)
     assert torch.equal(packed.to_dense(), weight)
-    kernels.cpp.called |= not isinstance(packed, kernels.Packed)  # then oneDNN or torch serves
+    kernels.cpp.called |= not isinstance(packed, kernels.Packed)  # then torch serves
     torch.set_num_threads(n_thread)
     for n, shift in product((*range(1, 18), 300), (bias, None)):
         actual = kernels.linear(x[:n], packed, shift)
@@ -313,10 +313,16 @@ def layout(request, monkeypatch):
 
 no_cpp = pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="C++ does not run")
 
+def has_amx():
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text()
+
 @no_cpp
 def test_products_of_every_layout(layout, dtype, monkeypatch):
-    columns = {"neon": 8, "avx2": 16, "avx512": 32, "avx512bf16": 32}.get(layout, 0)
+    columns = {"neon": 8, "avx2": 16, "torch": 0}.get(layout, 32)
     runs = {"torch": "torch"}.get(layout, f"C++ ({layout.upper()})")
+    if layout == "amx" and not (dtype == bfloat16 and has_amx()):
+        runs = "C++ (AVX512BF16)"
     monkeypatch.setattr(kernels, "CPU_SETTINGS", ["SARATHI_CPU", "OMP_DYNAMIC"])
     monkeypatch.setenv("OMP_DYNAMIC", "true")
     line = kernels.describe(torch.ones(1, dtype=dtype))
@@ -377,6 +383,26 @@ def test_compilers_that_lack_flags(refused, compiler, dtype):
     found = subprocess.run(probe, input=b"#include <omp.h>", capture_output=True)
     assert line.startswith("C++") and ("no OpenMP" not in line) == (found.returncode == 0)
     test_operator_linear(770, 70, 1, dtype)
+    test_operator_attention(1, 6, 2, 64, "1+254 5+11 31+3 33+3", dtype)
+
+@no_cpp
+@each("name", ["g++", "clang++"])
+def test_tiles_of_amx(name, compiler, dtype):
+    """They are compiled for any processor. Vectors run where Linux refuses the tiles."""
+    script = f'exec {name} "$@" -mamx-tile -mamx-bf16'
+    compiler(script)
+    command = ["sh", "-c", script, "c++", *kernels.FLAGS.split(), "-DT=bf16", "-DD=64"]
+    source = (kernels.HEADER + kernels.SOURCE).encode()
+    if subprocess.run([*command, "-E", "-x", "c++", "-"], input=b"", capture_output=True).returncode:
+        pytest.skip(f"{name} does not know AMX")
+    assembly = subprocess.run([*command, "-S", "-o", "-", "-x", "c++", "-"], input=source,
+                              capture_output=True, check=True).stdout
+    for instruction in b"ldtilecfg", b"tileloadd", b"tdpbf16ps", b"tilestored", b"tilerelease":
+        assert instruction in assembly
+    runs = "AMX" if dtype == bfloat16 and has_amx() else "AVX512BF16"
+    assert kernels.describe(torch.ones(1, dtype=dtype)).startswith(f"C++ ({runs})")
+    test_operator_linear(770, 70, 1, dtype)
+    test_operator_linear(64, 70, 1, dtype)
     test_operator_attention(1, 6, 2, 64, "1+254 5+11 31+3 33+3", dtype)
 
 @each("script", ["exit 1", "printf '\\374\\n' >&2; exit 1", "exec sleep 9", "kill -9 $$"])
