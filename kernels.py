@@ -1018,8 +1018,7 @@ def cpp(name, x, *arguments, head_dim=64):
 
 # How weights lie for the product of a CPU. The default is what this processor multiplies fastest,
 # see LAYOUT below; the environment variable SARATHI_CPU names another one. All of them run on any
-# processor: the compiler translates vectors that it lacks, and where there is no AMX, vectors read
-# the same panels. "torch": no C++ at all.
+# processor: the compiler translates vectors that it lacks, and they replace AMX. "torch": no C++.
 LAYOUTS = "neon avx2 avx512 avx512bf16 amx torch".split()
 
 def forced_layout():
@@ -1217,9 +1216,8 @@ static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
 }
 
 // Products. A weight lies in panels of COLUMNS columns (see Packed), K and V of a chunk as well. A
-// tile of a product is up to ROWS rows by one panel. Its sums stay in registers, two vectors a row,
-// or in the matrix unit. They are added in the same order whatever the number of rows, so a
-// request's logits do not depend on the requests beside it.
+// tile of a product is up to ROWS rows by one panel. Its sums stay in registers or in AMX, and are
+// added in the same order whatever the number of rows: no row depends on its neighbours.
 #ifndef LAYOUT  // the number of one in LAYOUTS
 #if defined(__AMX_BF16__)
 #define LAYOUT 4
@@ -1328,9 +1326,8 @@ static void set_tiles(int m) {
     rows_set = m;
     if (m == 0) return _tile_release();
     const uint8_t upper = std::min(m, 16), lower = std::max(1, m - 16);
-    struct { uint8_t palette, zeros[15]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {
-        1, {}, {64, 64, 64, 64, 64, 64, 64, 64},
-        {upper, upper, lower, lower, upper, lower, 16, 16}};
+    struct { uint8_t palette, zeros[15]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {1, {},
+        {64, 64, 64, 64, 64, 64, 64, 64}, {upper, upper, lower, lower, upper, lower, 16, 16}};
     // not _tile_loadconfig: GCC 12 takes it to read eight bytes, and leaves the others unwritten
     asm volatile("ldtilecfg %0" ::"m"(shape));
 }
@@ -1415,21 +1412,21 @@ void linear(const T* x, const T* w, const T* bias, T* y, int M, int N, int K) {
     // if there are few panels for all threads, they share panels by blocks of rows
     const int n_panel = cdiv(N, COLUMNS), most = std::max(1, 4 * omp_get_max_threads() / n_panel);
     int n_block = std::min<int>(most, cdiv(M, ROWS));
-    // AMX would wait for rows that have left the L2 cache: a block has up to 1 MB of them
+    // AMX would wait for rows that have left the L2 cache: a block has about 1 MB of them
     if (HAS_AMX) n_block = std::max<int>(n_block, (int64_t)M * K >> 19);
     #pragma omp parallel
     {
         #pragma omp for collapse(2) nowait
         for (int block = 0; block < n_block; block++)
             for (int panel = 0; panel < n_panel; panel++) {
-                const int n = panel * COLUMNS, end = (int64_t)M * (block + 1) / n_block;
                 const int64_t first = (int64_t)M * block / n_block;
-                const int64_t n_tile = cdiv(end - first, ROWS);
+                const int64_t end = (int64_t)M * (block + 1) / n_block;
+                const int n = panel * COLUMNS, n_tile = cdiv(end - first, ROWS);
                 // The first tile of a panel would wait for memory, and memory for the others: the
                 // first few fetch the next panel in equal parts. A single tile fetches what it
                 // reads 8 KB later. One or two rows read a weight at the memory's speed without.
                 const int64_t size = (int64_t)COLUMNS * K * sizeof(T);
-                const int n_part = std::min<int>(n_tile, HAS_AMX ? 8 : 2);
+                const int n_part = std::min(n_tile, HAS_AMX ? 8 : 2);
                 int64_t ahead = n_tile > 1 ? size : 8192;
                 for (int64_t row = first, m; row < end; row += m, ahead += size / n_part) {
                     m = cdiv(end - row, cdiv(end - row, ROWS));  // tiles of about equal size
