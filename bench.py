@@ -320,11 +320,11 @@ def users(place):
     jobs.append(short._replace(arrival=gap * n_group))  # so that the last group is not alone
     place.source = (f"{own.source}; long prompts of {P:,} tokens, a group of three requests every "
                     f"{gap:.2g} s, 0.65 of what sarathi could serve")
-    ways = by_scheduler(("static", "prefill_first", "sarathi"))
+    variants = by_scheduler(("static", "prefill_first", "sarathi"))
     if place.args.chunk != 512 and P >= 1024:
-        ways["sarathi, C = 512"] = dict(scheduler=Sarathi(512))
-    for name, runs in own.race(ways, jobs, B=B):
-        yield from felt(runs, name)
+        variants["sarathi, C = 512"] = dict(scheduler=Sarathi(512))
+    for name, runs in own.race(variants, jobs, B=B):
+        yield from latency_rows(runs, name)
         if not own.simulated:
             yield Row("runs", len(runs), name)
 
@@ -441,7 +441,7 @@ def gains(place, P, D, B, *schedulers):
     functions = [partial(place.serve, jobs[:B], B, scheduler="static")]
     functions += [partial(place.serve, jobs, B, scheduler=scheduler, n_end=last)
                   for scheduler in schedulers]
-    static, *others = place.rounds(*functions, share=3)
+    static, *others = place.rounds(*functions, factor=3)
     batch = np.array([run.seconds for run in static])
     middle = [[run.ends[last - 1] - run.ends[first - 1] for run in runs]
               for runs in others]
@@ -466,11 +466,11 @@ def capacity(place):
     tokens, are within their targets (Sarathi-Serve): --tbt, --ttft. Poisson arrivals; prompts of
     100 to 3,000 and outputs of 20 to 400 tokens, shorter if measured. 0: less than a fifth,
     simulated a twelfth, of what is served without targets."""
-    ways = ways_of(place.args, ("prefill_first", "sarathi", "sarathi_serve"))
-    serve_at, most = load(place)
-    for name, way in ways.items():
+    variants = variants_of(place.args, ("prefill_first", "sarathi", "sarathi_serve"))
+    serve_at, most = under_load(place)
+    for name, variant in variants.items():
         def good(rate):
-            return serve_at(rate, way).meets(place.args.ttft, place.args.tbt)
+            return serve_at(rate, variant).meets(place.args.ttft, place.args.tbt)
         yield Row("requests/s", highest(good, most / 2, n_step=7 if place.simulated else 6), name)
 
 @experiment("arrival rate (requests/s), R", "share of requests", Hardware("llama-13b", "a100"),
@@ -483,29 +483,29 @@ def attainment(place):
     targets = place.args.ttft, place.args.tbt
     place.source += (f"; targets: {targets[0]:g} s to the first token, {targets[1]:g} s between "
                      "tokens")
-    serve_at, most = load(place)
+    serve_at, most = under_load(place)
     n_halving = 6 if place.simulated else 2
     halvings = np.linspace(n_halving - 1, -1, (1 + place.full) * n_halving + 1)
     rates = [float(f"{most / 2 ** i:.3g}") for i in halvings]
-    ways = ways_of(place.args, SCHEDULERS)
-    for name, way in ways.items():
-        def share(rate):
-            return serve_at(rate, way).attainment(*targets)
+    variants = variants_of(place.args, SCHEDULERS)
+    for name, variant in variants.items():
+        def attained(rate):
+            return serve_at(rate, variant).attainment(*targets)
         limit = 0.0
         for rate in rates:
-            good = share(rate)
+            good = attained(rate)
             yield Row("", good, name, rate)
             if good >= 0.99:
                 limit = rate
         if limit and place.simulated:  # between two rates
-            limit = highest(lambda rate: share(rate) >= 0.99, limit * 1.4)
+            limit = highest(lambda rate: attained(rate) >= 0.99, limit * 1.4)
         yield Row(FULL_SHARE, limit, name)
 
 FULL_SHARE = "99 % of requests up to"
 
-def load(place):
-    """(a function (rate, way) -> Run of requests that arrive at this rate, the requests/s that are
-    served without targets)."""
+def under_load(place):
+    """(a function (rate, variant) -> Run of requests that arrive at this rate, the requests/s that
+    are served without targets)."""
     n = 300 if place.full else 20
     L = max(place.lengths)
     if place.simulated:
@@ -518,8 +518,8 @@ def load(place):
     B = place.limit(48)
     options = dict(B=B, alloc="grow", n_page=min(place.room, B * longest))
 
-    def serve_at(rate, way):
-        return place.serve(at_rate(jobs, rate), **way, **options)
+    def serve_at(rate, variant):
+        return place.serve(at_rate(jobs, rate), **variant, **options)
     return serve_at, serve_at(math.inf, dict(scheduler="sarathi")).requests_per_second
 
 def highest(good, rate, n_step=6):
@@ -621,15 +621,15 @@ def fig9(place):
     if place.full:
         ratios = (1, 2, 3, 5, 7, 10, 20, 40, 50, 64, 80, 100, 128, 160, 200)
     for L, B in place.batches:
-        ways = {f"C = {C}": Sarathi(C) for C in chunks}
+        variants = {f"C = {C}": Sarathi(C) for C in chunks}
         # Orca at best feeds one whole prompt beside all decodes, at worst all prompts at once
-        ways |= {"Orca, best": Sarathi(L + B), "Orca, worst": "orca"}
+        variants |= {"Orca, best": Sarathi(L + B), "Orca, worst": "orca"}
         shapes = {halves(L, pd) for pd in ratios}
         shapes |= {halves(L, chunk=C, B=B) for C in chunks}
         curves = defaultdict(list)  # name -> (gain, P:D)
         for P, D in sorted(shapes):
-            rounds = gains(place, P, D, B, *ways.values())
-            for name, gain in zip(ways, rounds):
+            rounds = gains(place, P, D, B, *variants.values())
+            for name, gain in zip(variants, rounds):
                 yield Row(f"gain at L = {L}, B = {B}", gain, name, round(P / D, 2))
                 curves[name].append((median(gain), P / D))
         best = {name: max(curve) for name, curve in curves.items()}
@@ -755,7 +755,7 @@ def fig12(place):
     seconds = {}
     bubbles = []
     for name, chunk in ("Orca", 4096 + 27), ("SARATHI", 256):
-        line = Pipeline(cost, 8, place.tape(name), scheduler=Sarathi(chunk),
+        line = Pipeline(cost, 8, place.timeline(name), scheduler=Sarathi(chunk),
                         max_batch=27, n_page=27 * 4096)
         seconds[name] = serve(line, jobs).seconds
         yield Row("seconds", seconds[name], name)
@@ -1097,7 +1097,7 @@ def slora_here(place):
     # of 2,000 adapters no two requests have the same; the ranks stay, since they cost the most
     many = [job._replace(adapter=str(40 * i + int(job.adapter) % 40))
             for i, job in enumerate(few)]
-    ways = {
+    variants = {
         "no adapter": dict(jobs=none),
         "S-LoRA": {},
         "S-LoRA, n = 2000": dict(jobs=many),
@@ -1106,7 +1106,7 @@ def slora_here(place):
         "merged and swapped": dict(lora="merge")}
     n_page = B * L + pages
     common = dict(B=B, n_page=n_page, alloc="grow", adapters=adapters)
-    for name, runs in place.race(ways, few, **common):
+    for name, runs in place.race(variants, few, **common):
         yield Row("throughput", [run.tokens_per_second for run in runs], name)
 
 # -----------------------------------------------------------------------------
@@ -1276,19 +1276,19 @@ def spec_here(place):
     elif draft:
         sources["model"] = load_model(draft, place.model.dtype, str(place.model.device))
     sources["lookup"] = "ngram"
-    ways = {"off": (None, "off")}
+    variants = {"off": (None, "off")}
     for source, name in product(sources, [*CHOICES][1:]):
-        ways[f"{source}, {name}"] = sources[source], CHOICES[name]
-    ways["wrong, goodput"] = Zeros, "goodput"  # hardly ever right
-    for way in ways.values():  # warm up: goodput makes its profile
-        continue_text(place, prompts[:1], 1, *way)
+        variants[f"{source}, {name}"] = sources[source], CHOICES[name]
+    variants["wrong, goodput"] = Zeros, "goodput"  # hardly ever right
+    for variant in variants.values():  # warm up: goodput makes its profile
+        continue_text(place, prompts[:1], 1, *variant)
     for B in (1, 6, 24):
         texts = prompts[:max(B, 6)]
-        rounds = place.rounds(*(partial(continue_text, place, texts, B, *way)
-                                for way in ways.values()), share=3)
-        seconds, accepted = np.moveaxis(rounds, -1, 0)  # (n_way, n_round) each
+        rounds = place.rounds(*(partial(continue_text, place, texts, B, *variant)
+                                for variant in variants.values()), factor=3)
+        seconds, accepted = np.moveaxis(rounds, -1, 0)  # (n_variant, n_round) each
         yield Row("tokens/s without drafts", len(texts) * N_TEXT[1] / seconds[0], x=B)
-        for i, name in [*enumerate(ways)][1:]:
+        for i, name in [*enumerate(variants)][1:]:
             yield Row(f"B = {B}", seconds[0] / seconds[i], name)
             yield Row(f"accepted, {B}", np.median(accepted[i]), name)
 
@@ -1335,9 +1335,9 @@ def timeline(place):
         Job(0.6 * unit, 3 * L // 4, 16),
         Job(1.5 * unit, L // 2, 10),
         Job(2.2 * unit, L // 4, 12)]
-    ways = by_scheduler(("static", "prefill_first", "sarathi"))
-    for name, runs in place.race(ways, jobs, B=4):
-        yield from felt(runs, name)
+    variants = by_scheduler(("static", "prefill_first", "sarathi"))
+    for name, runs in place.race(variants, jobs, B=4):
+        yield from latency_rows(runs, name)
 
 @experiment("concurrent requests, n", on=Hardware("llama-7b", "h100", 1, "vllm"))
 def tng(place):
@@ -1350,14 +1350,14 @@ def tng(place):
         sizes = (512, 1024, 2048)
         clients = (1, 2, 4, 8, 16, 32, 64, 128)
         n_job = 4
-    ways = by_scheduler(["static", "prefill_first", *map(SarathiServe, sizes)])
+    variants = by_scheduler(["static", "prefill_first", *map(SarathiServe, sizes)])
     L = place.lengths[0]
     speeds = []  # by the number of clients
     for n in clients:
         lengths = dict(prompt=(8, L // 2), output=(4, L // 8))
         jobs = place.jobs(1, n_job * max(n, 3), **lengths)
-        for name, runs in place.race(ways, jobs, B=n, clients=n):
-            yield from felt(runs, name, n)
+        for name, runs in place.race(variants, jobs, B=n, clients=n):
+            yield from latency_rows(runs, name, n)
         speeds.append(runs[0].tokens_per_second)
     if place.simulated:
         growth = np.divide(speeds[1:], speeds[:-1])
@@ -1365,7 +1365,7 @@ def tng(place):
         ratios = []
         for n, pd in product((8, 32, 128), (4, 16, 64)):
             jobs = [Job(0.0, *halves(L, pd))] * (6 * n)
-            runs = dict(place.race(ways, jobs, B=n))
+            runs = dict(place.race(variants, jobs, B=n))
             _, base, *ours = [run.seconds for run, in runs.values()]
             ratios.append(base / min(ours))
         yield Row("chunked prefill", max(ratios), "over prefill_first")
@@ -1396,10 +1396,10 @@ def online(place):
         specs = {name_of(spec): dict(spec=spec, draft="ngram", alpha=0.7)
                  for spec in (args.spec, "goodput")}
         place.source += f"; drafts under {name_of(args.scheduler)}"
-    ways = ways_of(args, SCHEDULERS, specs)
+    variants = variants_of(args, SCHEDULERS, specs)
     print(about_jobs(loads[0], most), file=sys.stderr)
     key = classes_of(all_jobs, args.by)
-    for name, runs in place.race(ways, *loads, **common):
+    for name, runs in place.race(variants, *loads, **common):
         place.requests += [dict(row, scheduler=name, by=key(request))
                            for row, request in zip(runs[0].rows(), runs[0].requests)]
         classes = defaultdict(list, {"": runs})
@@ -1407,7 +1407,7 @@ def online(place):
             for label, own in run.by(key).items():
                 classes[f", {label}"].append(own)
         for label, own in sorted(classes.items()):
-            yield from who_pays(args, name + label, own)
+            yield from class_rows(args, name + label, own)
             if own is runs or len(classes) < 10:  # a line of panels for each
                 yield from distributions_of(name, label, own)
         if args.by:
@@ -1421,7 +1421,7 @@ def distributions_of(name, label, runs):
         for percent, x in zip(percents, np.median(times, 0).tolist()):
             yield Row(f"CDF of {what}{label}", percent / 100, name, x)
 
-def who_pays(args, name, runs):
+def class_rows(args, name, runs):
     """Rows of online, for all requests or a class of them."""
     targets = args.ttft, args.tbt
     figures = [run.figures for run in runs]
@@ -1479,9 +1479,9 @@ def fidelity(place):
     L = max(place.lengths) // 2
     output = (4, max(8, L // 8))
     jobs = at_rate(place.jobs(1, 4 * B, prompt=(8, L), output=output))
-    ways = by_scheduler(("static", "orca", "prefill_first", "sarathi"))
-    measured = place.race(ways, jobs, B=B)
-    simulated = twin.race(ways, jobs, B=B)
+    variants = by_scheduler(("static", "orca", "prefill_first", "sarathi"))
+    measured = place.race(variants, jobs, B=B)
+    simulated = twin.race(variants, jobs, B=B)
     for (name, runs), (_, (run,)) in zip(measured, simulated):
         real = np.median([*map(iteration_seconds, runs)], 0)
         ours = iteration_seconds(run)
@@ -1506,7 +1506,7 @@ class Place:
         self.simulated = isinstance(model, CostModel)
         self.rows = []  # of an experiment
         self.requests = []  # of online, for JSON
-        self.tapes = {}  # scheduler -> iterations of the last run with it
+        self.timelines = {}  # scheduler -> iterations of the last run with it
         self.bar = tqdm(disable=True)  # a tick per measurement
         self.B = args.max_batch or 6  # requests in a batch [SARATHI Table 4]
         self.jobs = partial(gamma_jobs, seed=42 + args.seed)
@@ -1534,9 +1534,9 @@ class Place:
         memory = self.model.free_memory() / (1 if self.simulated else 2)
         return int(memory // self.model.config.page_bytes(self.model.dtype.itemsize))
 
-    def rounds(self, *functions, share=1, results=None):
+    def rounds(self, *functions, factor=1, results=None):
         """Results of functions, a list per function, or of these `results`. They take turns for
-        `share` times --seconds and at least two rounds; the first of more warms up. A simulator
+        `factor` times --seconds and at least two rounds; the first of more warms up. A simulator
         needs one round."""
         results = results or [[] for _ in functions]
         start = time.perf_counter()
@@ -1548,7 +1548,7 @@ class Place:
                 values.append(function())
                 self.bar.update()
             elapsed = time.perf_counter() - start
-            if self.simulated or (n >= 2 and elapsed > share * self.args.seconds):
+            if self.simulated or (n >= 2 and elapsed > factor * self.args.seconds):
                 return results
 
     def seconds(self, *shapes, last=True):
@@ -1589,28 +1589,28 @@ class Place:
         if options.get("order") == "edf":
             options["order"] = edf(self.args.ttft)
         n_page = n_page or B * max(job.prompt + job.output for job in jobs)
-        options.setdefault("record", self.tape(name_of(scheduler)))
+        options.setdefault("record", self.timeline(name_of(scheduler)))
         engine = Engine(self.model, scheduler, self.args.chunk, B, n_page, spec=spec,
                         seed=self.args.seed, **options)
         return serve(engine, jobs, clients, adapters, n_end)
 
-    def tape(self, name):
+    def timeline(self, name):
         """Where an engine records its iterations, if a picture or a trace is wanted."""
         if self.args.plot or self.args.trace:
-            self.tapes[name] = deque(maxlen=60000)
-        return self.tapes.get(name)
+            self.timelines[name] = deque(maxlen=60000)
+        return self.timelines.get(name)
 
-    def race(self, ways, *loads, **common):
-        """Serve lists of jobs in several ways {name: options}, in interleaved rounds. Yields (name,
-        [Run]); if it is stopped, first those of the runs that have ended."""
-        results = [[] for _ in ways]
+    def race(self, variants, *loads, **common):
+        """Serve lists of jobs by engines that differ in their options, {name: options}, in interleaved
+        rounds. Yields (name, [Run]); if it is stopped, first those of the runs that have ended."""
+        results = [[] for _ in variants]
         try:
             for jobs in loads:
-                functions = [partial(self.serve, **dict(jobs=jobs) | common | way)
-                             for way in ways.values()]
-                self.rounds(*functions, share=3, results=results)
+                functions = [partial(self.serve, **dict(jobs=jobs) | common | variant)
+                             for variant in variants.values()]
+                self.rounds(*functions, factor=3, results=results)
         finally:
-            yield from filter(all, zip(ways, results))  # not those without a run
+            yield from filter(all, zip(variants, results))  # not those without a run
 
 def timed(function, *arguments, clock=time.perf_counter, **options):
     """A function that calls another one and returns its seconds on a clock."""
@@ -1752,38 +1752,38 @@ def warm_up(engine, jobs):
     if engine.record is not None:
         engine.record.clear()
 
-def felt(runs, *at):
+def latency_rows(runs, *at):
     """Points of what users feel."""
     for figure in ("tokens/s", "output tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
         yield Row(figure, [run.figures[figure] for run in runs], *at)
     yield Row("longest stall ms", [1e3 * max(run.stalls) for run in runs], *at)
 
-def name_of(way):
+def name_of(part):
     """Of a scheduler, an order or a policy: a name as it is, a chunk size, or the object's."""
-    if type(way) in (Sarathi, SarathiServe):
-        return f"C = {way.chunk}"
-    return way if isinstance(way, str) else getattr(way, "__name__", type(way).__name__)
+    if type(part) in (Sarathi, SarathiServe):
+        return f"C = {part.chunk}"
+    return part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
 
 def by_scheduler(schedulers):
-    """The ways of a race between schedulers: names, objects or classes."""
+    """Variants for a race between schedulers: names, objects or classes."""
     return {name_of(scheduler): dict(scheduler=scheduler) for scheduler in schedulers}
 
-def ways_of(args, schedulers, others=None):
-    """The ways of a race: --schedulers, or these and --scheduler; others; under each --order."""
-    ways = by_scheduler(args.schedulers or [*schedulers, args.scheduler]) | (others or {})
+def variants_of(args, schedulers, others=None):
+    """Variants for a race: --schedulers, or these and --scheduler; others; under each --order."""
+    variants = by_scheduler(args.schedulers or [*schedulers, args.scheduler]) | (others or {})
     if args.order:
-        ways = {f"{name}, {name_of(order)}": way | dict(order=order)
-                for (name, way), order in product(ways.items(), args.order)}
+        variants = {f"{name}, {name_of(order)}": variant | dict(order=order)
+                    for (name, variant), order in product(variants.items(), args.order)}
     if args.memory:  # without it, and with it
-        ways |= {f"{name}, {name_of(args.memory)}": way | dict(memory=args.memory)
-                 for name, way in ways.items()}
-    return own_first(ways)
+        variants |= {f"{name}, {name_of(args.memory)}": variant | dict(memory=args.memory)
+                     for name, variant in variants.items()}
+    return own_first(variants)
 
-def own_first(ways):
+def own_first(variants):
     """So that a mistake shows before the others have run."""
-    def is_own(way):
-        return any(not isinstance(value, str | float) for value in way[1].values())
-    return dict(sorted(ways.items(), key=is_own, reverse=True))
+    def is_own(variant):
+        return any(not isinstance(value, str | float) for value in variant[1].values())
+    return dict(sorted(variants.items(), key=is_own, reverse=True))
 
 # -----------------------------------------------------------------------------
 # tables
@@ -1893,11 +1893,11 @@ def draw(rows, what):
                 ax.plot(xs, papers, "o", color=color, mfc="white", mew=1.6, label="paper")
     return figure
 
-def pieces(iterations):
+def intervals(iterations):
     """What each request, or each stage of a pipeline, does in iterations. Yields (row, kind, start,
     end, tokens); kind: prompt or decode; between them waiting or stall, in a stage bubble."""
     staged = any(iteration.stage for iteration in iterations)
-    last = {}  # row -> end of its last piece, and the kind of a gap behind it
+    last = {}  # row -> end of its last interval, and the kind of a gap behind it
     for start, end, feeds, stage in iterations:
         rows = {feed.request.id: [feed] for feed in feeds}
         if staged:
@@ -1914,16 +1914,16 @@ def pieces(iterations):
             gap = "stall" if n_token else "waiting"
             last[row] = (end, "bubble" if staged else gap)
 
-def draw_tapes(tapes):
-    """A Figure: a panel per tape, a row per request or stage; of a long tape, its middle."""
-    figure = Figure((10, 0.7 + 1.7 * len(tapes)), layout="constrained")
-    axes = figure.subplots(len(tapes), 1, sharex=True)
-    for ax, (name, iterations) in zip(axes, tapes.items()):
+def draw_timelines(timelines):
+    """A Figure: a panel per timeline, a row per request or stage; of a long one, its middle."""
+    figure = Figure((10, 0.7 + 1.7 * len(timelines)), layout="constrained")
+    axes = figure.subplots(len(timelines), 1, sharex=True)
+    for ax, (name, iterations) in zip(axes, timelines.items()):
         shown = list(iterations)
         if len(shown) > 1000:
             shown = shown[len(shown) // 2:][:400]
         rows = set()
-        for row, kind, start, end, _ in pieces(shown):
+        for row, kind, start, end, _ in intervals(shown):
             rows.add(row)
             left = start - shown[0].start
             look = dict(color=COLORS[kind], label=kind, ec="white", lw=0.4)
@@ -1938,8 +1938,10 @@ def draw_tapes(tapes):
 
 def save_picture(place, name, path):
     """Save the picture of an experiment that ran in a place."""
-    is_tape = name in ("timeline", "fig12")
-    figure = draw_tapes(place.tapes) if is_tape else draw(place.rows, EXPERIMENTS[name])
+    if name in ("timeline", "fig12"):
+        figure = draw_timelines(place.timelines)
+    else:
+        figure = draw(place.rows, EXPERIMENTS[name])
     save_figure(figure, f"{title_of(name)} {place.source}", path)
 
 def title_of(name):
@@ -1956,12 +1958,12 @@ def save_figure(figure, title, path):
                       frameon=False, ncols=max(1, int(figure.get_figwidth() / width)))
     figure.savefig(path, dpi=110)
 
-def write_trace(path, tapes):
+def write_trace(path, timelines):
     """Chrome's trace format: a process per engine, a thread per request or stage; microseconds."""
     events = []
-    for pid, (name, iterations) in enumerate(tapes):
+    for pid, (name, iterations) in enumerate(timelines):
         events.append(dict(ph="M", pid=pid, name="process_name", args=dict(name=name)))
-        for row, kind, start, end, tokens in pieces(iterations):
+        for row, kind, start, end, tokens in intervals(iterations):
             events.append(dict(ph="X", pid=pid, tid=row, name=kind, args=dict(tokens=tokens),
                                ts=start * 1e6, dur=(end - start) * 1e6))
     Path(path).write_text(json.dumps(dict(traceEvents=events)))
@@ -2246,7 +2248,7 @@ def run_experiments(args, names):
     finally:
         every_place = sum(places.values(), [])
         if args.trace:
-            write_trace(args.trace, chain(*(place.tapes.items() for place in every_place)))
+            write_trace(args.trace, chain(*(place.timelines.items() for place in every_place)))
         save_json(args, experiment=" ".join(names),
                   rows=sum((place.rows for place in every_place), []),
                   requests=sum((place.requests for place in every_place), []))

@@ -3374,7 +3374,7 @@ def test_capacity_and_attainment_are_the_most_that_meets_targets():
         place = simulated(name, f"{name} {words}")
         rows = [*EXPERIMENTS[name].run(place)]
         limits = {row.series: row.ours for row in rows if row.x == ""}
-        serve_at, most = bench.load(place)
+        serve_at, most = bench.under_load(place)
         limit = limits["prefill_first"]
         for rate, good in ((limit, True), (1.04 * limit, False)):
             assert is_good(serve_at(rate, dict(scheduler="prefill_first"))) == good
@@ -3822,7 +3822,7 @@ def test_serve_keeps_clients_and_arrivals():
     n_token = sum(job.prompt + job.output for job in jobs)
     assert run.tokens_per_second == approx(n_token / run.seconds)
 
-def test_pieces_of_requests_and_stages(tmp_path):
+def test_intervals_of_requests_and_stages(tmp_path):
     first = Request([1], id=0)
     second = Request([1], id=1)
     record = [  # a feed without rows: its request arrives
@@ -3832,7 +3832,7 @@ def test_pieces_of_requests_and_stages(tmp_path):
         Iteration(2.0, 3.0, [Feed(second, 0, 2, 1)]),
         Iteration(3.0, 4.0, [Feed(first, 64, 1, 1), Feed(second, 2, 1, 1)]),
     ]
-    assert list(bench.pieces(record)) == [
+    assert list(bench.intervals(record)) == [
         (0, "prompt", 0.0, 2.0, 64),
         (1, "waiting", 1.0, 2.0, 0),
         (1, "prompt", 2.0, 3.0, 2),
@@ -3845,7 +3845,7 @@ def test_pieces_of_requests_and_stages(tmp_path):
         Iteration(1.0, 2.0, [feed(0, 64, 0)], stage=1),
         Iteration(3.0, 4.0, [feed(64, 8, 8), feed(5, 1, 1)], stage=0),  # a verification
     ]
-    assert list(bench.pieces(stages)) == [
+    assert list(bench.intervals(stages)) == [
         (0, "prompt", 0.0, 1.0, 64),
         (1, "prompt", 1.0, 2.0, 64),
         (0, "bubble", 1.0, 3.0, 0),
