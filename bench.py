@@ -1601,7 +1601,7 @@ class Place:
         return self.timelines.get(name)
 
     def race(self, variants, *loads, **common):
-        """Serve lists of jobs by engines that differ in their options, {name: options}, in interleaved
+        """Serve lists of jobs by engines with other options, {name: options}, in interleaved
         rounds. Yields (name, [Run]); if it is stopped, first those of the runs that have ended."""
         results = [[] for _ in variants]
         try:
