@@ -2129,14 +2129,14 @@ def count_runs(rows):
 # command line
 
 MAIN_JOB = ["users", "table4", "table2", "ceilings"]
-OWNERS = {  # of flags: experiments, or another flag
+NEEDS = {  # of flags: experiments, or another flag
     "online": ("rate", "spec", "adapters", "by", "seeds"),
     "online, attainment, capacity": ("schedulers", "order", "memory", "cv", "prompt", "output",
                                      "shared", "jobs", "window", "first"),
     "spec_here": ("draft", "prompts"),
     "jobs": ("window", "first", "speed"), "hardware": ("seeds",)}
-ENEMIES = {"jobs": ("prompt", "output", "shared"), "rate": ("speed",)}  # they override flags
-LEAST = {  # values of flags
+EXCLUDES = {"jobs": ("prompt", "output", "shared"), "rate": ("speed",)}  # they override flags
+MINIMUM = {  # values of flags
     "chunk": 1, "tp": 1, "max_batch": 2, "context": 64, "seconds": 0.0, "rate": 0.001, "cv": 0.0,
     "tbt": 1e-4, "ttft": 1e-4, "first": 1, "speed": 1e-6, "adapters": 1, "shared": 8, "seeds": 1}
 
@@ -2216,12 +2216,12 @@ def parse_arguments(words=None):
     parser = make_parser()
     args = parser.parse_args(words)
     given = given_flags(parser, args)
-    for name, low in LEAST.items():
+    for name, low in MINIMUM.items():
         check_range(name, given.get(name, low), low)
-    for owners, names in OWNERS.items():
+    for owners, names in NEEDS.items():
         if not {*owners.split(", ")} & {*args.experiments, *given}:
             check_unused(names, given, f"without {owners}")
-    for other, names in ENEMIES.items():
+    for other, names in EXCLUDES.items():
         if other in given:
             check_unused(names, given, f"beside --{other}")
     if args.window and len({*args.window}) != 2:
