@@ -12,9 +12,17 @@
 
 An experiment is a function that measures something in a Place, this machine or simulated hardware,
 and yields Rows: cells of a table, points of a picture. The papers' numbers are CLAIMS beside them.
-Tables, JSON, pictures and the scoreboard derive from both. In reading order: claims; workloads; the
-main job; the papers' experiments. Then, to look up: places; serving; tables; pictures; traces; the
-scoreboard; the command line.
+Tables, JSON, pictures and the scoreboard derive from both. In reading order:
+
+    1. an experiment    Claim, Row and Place, all that the others are written with; then jobs, the
+                        requests that will come, and serve(), which has an engine serve them
+    2. the main job     users, and SARATHI's Tables 4 and 2
+    3. SARATHI          its figures and a pipeline, and TNG's comparison of schedulers
+    4. S-LoRA           its figures; the papers' servers, as cost models and schedulers
+    5. SmartSpec        its figures, trees of drafts; drafts and the simulator, measured here
+    6. yours            online serving, capacity, attainment, and traces of requests
+    7. what comes out   tables, pictures, JSON, the scoreboard
+    8. the command line
 
 A Place has model, a GPT or a CostModel; B, requests in a batch; lengths, tokens per request; full,
 whether to run all settings of the paper or a few (--size). seconds(shape, ...) gives an array
