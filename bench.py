@@ -882,24 +882,13 @@ class ServingSystem(Roofline):
         is_wide = widest >= 64 * self.rank_params
         return len(feeds) > 1 and is_long and is_wide
 
-    def seconds(self, stats, lora="batched"):
-        seconds = super().seconds(stats, lora)
-        return seconds + self.host(stats, seconds)
-
-    def split(self, stats, lora="batched"):
-        seconds = super().split(stats, lora)
-        return seconds | dict(host=self.host(stats, sum(seconds.values())))
-
-    def host(self, stats, seconds):
-        """Seconds that the host adds to the device's."""
-        launches = self.config.n_layer * self.layer
-        if not self.eager:
-            launches = max(0.0, launches - seconds)
-        return launches + self.token * stats.n_logits
-
     def parts(self, s, lora):
         context = s.context + s.context_again * self.expand
-        return super().parts(replace(s, context=context), lora)
+        parts = super().parts(replace(s, context=context), lora)
+        launches = self.config.n_layer * self.layer
+        if not self.eager:
+            launches = max(0.0, launches - sum(parts))
+        return *parts, launches + self.token * s.n_logits
 
     def lora_calls(self, s, way):
         if way == "bmm":
@@ -1124,7 +1113,7 @@ CHOICES = {"off": "off", "k = 1": 1, "k = 3": 3, "k = 5": 5, "goodput": "goodput
 
 def small_model(place):
     """A draft model on the same GPU."""
-    return Hardware("llama-160m", place.on.gpu, 1, place.on.system).cost()
+    return place.on._replace(model="llama-160m", tp=1).cost()
 
 def latencies(place, rates, choices, alpha, draft="ngram", P=128):
     """Points: latency by arrival rate (Poisson) for choices {name: spec}, how many times shorter
@@ -1785,12 +1774,10 @@ def variants_of(args, schedulers, others=None):
     if args.memory:  # without it, and with it
         variants |= {f"{name}, {name_of(args.memory)}": variant | dict(memory=args.memory)
                      for name, variant in variants.items()}
-    return own_first(variants)
 
-def own_first(variants):
-    """So that a mistake shows before the others have run."""
-    def is_own(variant):
-        return any(not isinstance(value, str | float) for value in variant[1].values())
+    def is_own(item):
+        return any(not isinstance(value, str | float) for value in item[1].values())
+    # a user's own run first: a mistake shows before the others have run
     return dict(sorted(variants.items(), key=is_own, reverse=True))
 
 # -----------------------------------------------------------------------------
