@@ -4165,7 +4165,8 @@ def test_explain_is_true_and_shows_what_the_papers_are_about():
     texts, _, steps = explained("sarathi")
     assert len(texts) <= 12
     for what in ("starts", "is preempted", "; ends", "is loaded", "is evicted", "0 drafts accepted",
-                 "2 drafts accepted", "too few pages are free", "the scheduler or the order"):
+                 "2 drafts accepted", "the scheduler or the order",
+                 "needs 11 pages (tokens 6, adapter b 4, kept free for others 1), free: 7"):
         assert what in "".join(texts)
     assert ["decode", "prefill chunk"] in [[feed["kind"] for feed in s["feeds"]] for s in steps]
 
