@@ -123,11 +123,12 @@ class Claim(NamedTuple):
     """A number of a paper."""
     paper: float
     kind: str  # "value", "gain" over a baseline, "at least", "at most"
-    fit: bool  # whether a constant of the cost model was chosen on it
+    # whether a constant of the cost model was chosen on it, or on the same number in other units
+    fit: bool
     paper_source: str  # the paper, and where: its text, or the logs that its authors published
     setup: list  # how a number of S-LoRA was run: arguments of slora()
     run: str  # claims on one run have the same name here
-    note: str  # why ours differs, as far as it is known
+    note: str  # why ours differs, as far as it is known; of a miss: the reason first
 
     def holds(self, ours):
         """Values within 15 %, gain - 1 within 30 %, bounds as they say."""
@@ -144,7 +145,7 @@ ASSETS = Path(__file__).with_name("assets")
 def read_claims():
     """{experiment: {(panel, series, x): Claim}} of assets/claims.csv. Left out are numbers that
     follow from others, such as totals of Table 2, or from the arrivals, such as throughput at low
-    load; figures whose numbers or settings are not given [S-LoRA Fig. 7, SmartSpec Fig. 14]; and
+    load; figures whose numbers or settings are not given [S-LoRA Fig. 7]; and
     vLLM-packed [S-LoRA Table 3]: the logs have 8.14, 10.08, 7.73 and 2.04 requests/s for 1, 2, 4
     and 5 processes, for which we have no explanation."""
     claims = defaultdict(dict)
@@ -207,7 +208,7 @@ class Experiment(NamedTuple):
         claims = {}
         if place.on == self.on or self.only == "measured":
             claims = CLAIMS.get(name, {})
-        for panel, ours, series, x in self.run(place):
+        for panel, ours, series, x in with_ratios(self.run(place), claims):
             low, middle, high = np.quantile(ours, (0.25, 0.5, 0.75)).tolist()
             texts = panel, series, f"{self.x.split()[-1]} = {x}" if x != "" else ""
             row = dict(experiment=name, what=", ".join(filter(None, texts)), at=[panel, series, x],
@@ -218,6 +219,18 @@ class Experiment(NamedTuple):
             if claim:
                 row |= claim._asdict() | dict(inside=claim.holds(middle))
             yield row
+
+def with_ratios(rows, claims):
+    """Rows, then those of claims about A / B, two series or two x: A's number over B's."""
+    found = {}
+    for row in rows:
+        found[row.panel, row.series, str(row.x)] = row.ours
+        yield row
+    for at in claims:
+        over, base = zip(*((str(name).split(" / ") * 2)[:2] for name in at))
+        if over != base and {over, base} <= {*found}:
+            panel, series, x = at
+            yield Row(panel, np.divide(found[over], found[base]), series, x)
 
 def experiment(*fields, **more):
     """Register a function as an experiment, under its own name. Fields: x and those behind it, of
@@ -446,7 +459,7 @@ def gains(place, P, D, B, *schedulers):
     if place.simulated:
         first = 3 * B
         last = 6 * B
-    jobs = [Job(0.0, P, D)] * (last + B)
+    jobs = [Job(0.0, P, D + 1)] * (last + B)  # the prompt gives the first token: D decodes
     functions = [partial(place.serve, jobs[:B], B, scheduler="static")]
     functions += [partial(place.serve, jobs, B, scheduler=scheduler, n_end=last)
                   for scheduler in schedulers]
@@ -573,8 +586,8 @@ def fig4(place):
         if place.simulated or B * L <= place.room:
             decode[B] = layer_rate(place, B, decodes=B, context=L - 1)
             yield Row("decode (tokens/ms)", decode[B], x=B)
-    if L >= 256:
-        yield Row("prefill at 256", prefill[256] / max(prefill.values()), "over the peak")
+    for n in {256, 512} & {*prefill}:
+        yield Row(f"prefill at {n}", prefill[n] / max(prefill.values()), "over the peak")
     high = 0.95 * max(decode.values())
     enough = [B for B, rate in decode.items() if rate > high]
     yield Row("decode batch", min(enough), "at 95 % of the peak")
@@ -653,9 +666,6 @@ def fig9(place):
             pairs = zip(curves["C = 512"], curves["Orca, best"])
             least = min(large / orca for (large, _), (orca, _) in pairs)
             yield Row(f"least over P:D at L = {L}", least, "C = 512 / Orca")
-            gain, pd = best["C = 256"]
-            yield Row(f"peak at L = {L}", gain / best["C = 128"][0], "C = 256 / 128")
-            yield Row(f"P:D of the peak at L = {L}", best["Orca, best"][1] / pd, "Orca / C = 256")
 
 @experiment("batch size, B", "time over SARATHI's", only="simulated", curves="series")
 def fig10(place):
@@ -762,13 +772,12 @@ def fig12(place):
     cost = CostModel.roofline(place.model.config, place.on.gpu, place.on.tp, nodes=8)
     jobs = zipf_jobs(10000 if place.full else 300)
     seconds = {}
-    bubbles = []
     for name, chunk in ("Orca", 4096 + 27), ("SARATHI", 256):
         line = Pipeline(cost, 8, place.timeline(name), scheduler=Sarathi(chunk),
                         max_batch=27, n_page=27 * 4096)
         seconds[name] = serve(line, jobs).seconds
         yield Row("seconds", seconds[name], name)
-        bubbles.append(median(line.bubble_of.values()))
+        yield Row("bubble time, median (s)", median(line.bubble_of.values()), name)
         for kind, idle in line.bubbles.items():
             yield Row("idle share of the stages", idle / 8 / seconds[name], f"{name}, {kind}")
     alone = []
@@ -777,9 +786,6 @@ def fig12(place):
         alone.append(serve(node, jobs[i::8]).seconds)
     seconds["TP"] = max(alone)
     yield Row("seconds", seconds["TP"], "TP")
-    yield Row("bubble time, median", bubbles[0] / bubbles[1], "Orca over SARATHI")
-    for name, base in ("Orca", "SARATHI"), ("TP", "SARATHI"), ("Orca", "TP"):
-        yield Row("completion", seconds[name] / seconds[base], f"{name} over {base}")
     yield Row("largest batch", Engine(cost, max_batch=0).max_batch // 8, "TP8 x PP8")
     yield Row("largest batch", Engine(place.model, max_batch=0).max_batch, "TP8")
 
@@ -799,9 +805,6 @@ def fig13(place):
             yield Row(panel, ratio, f"L = {L}", C)
     for (panel, C), values in ratios.items():
         yield Row(panel, max(values), "best" if panel == "end to end" else "worst", C)
-    if place.simulated:
-        best = max(ratios["end to end", 256])
-        yield Row("C = 256", best / max(ratios["end to end", 320]), "over C = 320")
 
 def prefill_in_chunks(place, L, C):
     """Seconds of attention, and of all operators, for a prompt of L tokens in chunks of C."""
@@ -827,6 +830,7 @@ POOLS = {  # tokens that the authors' servers had room for, adapters included
     ("llama-13b", "a100"): 65000,
     ("llama-7b", "a10g"): 14500,
     ("llama-7b", "a100-40"): 14500,
+    ("llama-13b", "a100-40"): 14000,
     # the same, if adapters have a pool of their own
     ("no-unify", "a100"): 35000,
     ("bmm", "a100"): 35000,
@@ -837,7 +841,8 @@ POOLS = {  # tokens that the authors' servers had room for, adapters included
 # add, each fitted to the cell beside it
 SYSTEMS = {
     "lightllm": dict(  # S-LoRA is built on it
-        layer=1.36e-3,  # [S-LoRA Fig. 6] S4, R = 1, latency
+        layer=1.3e-3,  # [S-LoRA Fig. 5] the log of S4, A100-40, n = 0, latency
+        layer_lora=0.06e-3,  # [S-LoRA Fig. 6] S4, R = 1, latency
         row=0.115e-6,  # [S-LoRA Table 3] S4, n = 2
         load=0.6e-3,  # [S-LoRA Table 3] S2, n = 1000
         resize=2.2e-3,  # [S-LoRA Fig. 5] no-unify, A100-80, n = 400
@@ -855,6 +860,7 @@ SYSTEMS = {
 class ServingSystem(Roofline):
     """The costs of one of SYSTEMS."""
     layer = 0.0  # seconds to launch the kernels of a layer
+    layer_lora = 0.0  # more, to launch those of adapters
     token = 0.0  # per sampled or verified token
     row = 0.0  # per layer, row and rank of an adapter: products of vectors
     load = 0.0  # per layer, to start the copies of an adapter
@@ -886,7 +892,7 @@ class ServingSystem(Roofline):
     def parts(self, s, lora):
         context = s.context + s.context_again * self.expand
         parts = super().parts(replace(s, context=context), lora)
-        launches = self.config.n_layer * self.layer
+        launches = self.config.n_layer * (self.layer + self.layer_lora * (s.lora_read > 0))
         if not self.eager:
             launches = max(0.0, launches - sum(parts))
         return *parts, launches + self.token * s.n_logits
@@ -993,17 +999,19 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1,
         options["lora"] = variant
     if not place.full:
         seconds /= 6
-    jobs = place.jobs(rate, seconds, cv, n, power)
-    if variant == "base model":
+    jobs = place.jobs(rate, seconds, cv, n or 1, power)
+    if variant == "base model" or not n:
         jobs = [job._replace(adapter=None) for job in jobs]
     engine = Engine(cost, alloc="grow", n_page=n_page, runner=ServerRunner, **options)
     return serve(engine, jobs, adapters=ranks)
 
 def slora_claims(place, name):
-    """Rows of requests/s, in the settings of an experiment's claims."""
+    """Rows of requests/s or of seconds, in the settings of an experiment's claims."""
     for (panel, variant, n), claim in CLAIMS[name].items():
-        run = slora(place, *claim.setup)
-        yield Row(panel, run.requests_per_second, variant, n)
+        if claim.setup:
+            run = slora(place, *claim.setup)
+            ours = fmean(run.latencies) if panel == "latency (s)" else run.requests_per_second
+            yield Row(panel, ours, variant, n)
 
 SLO = 6.0  # seconds to the first token [S-LoRA §4.3]
 
@@ -1039,17 +1047,10 @@ def slora_fig8(place):
     and for the base model alone."""
     place.source = "llama-33b (S5) on N x a100-40, llama-70b (S6) on N x a100, simulated"
     for setting, gpu, n in ("S5", "a100-40", 100), ("S6", "a100", 10):
-        seconds = []  # per request, with four GPUs
         for part in ("base model", "no messages", "S-LoRA"):
-            speeds = []
             for tp in (2, 4):
                 run = slora(place, setting, n, 12, 60, part, gpu, tp)
-                speeds.append(run.requests_per_second)
-                yield Row(setting, speeds[-1], part, tp)
-            seconds.append(1 / speeds[-1])
-        yield Row("4 GPUs over 2", speeds[1] / speeds[0], setting)
-        base, silent, ours = seconds
-        yield Row("messages over computing", (ours - silent) / (silent - base), setting)
+                yield Row(setting, run.requests_per_second, part, tp)
 
 @experiment("adapters, n", "requests/s", Hardware("llama-7b", "a10g", 1, "lightllm"),
             "simulated", "series")
@@ -1151,6 +1152,8 @@ def spec_fig1(place):
         # where the curve falls below 1, between two points in proportion
         losses = np.negative(times[name])
         yield Row("no gain beyond rate", np.interp(-1, losses, rates), name)
+    gap = np.divide(times["oracle"], times["goodput"])
+    yield Row("oracle over goodput", min(gap), "least")
     _, *at_4 = [values[1] for values in times.values()]
     yield Row("best k at rate 4", (1, 3, 5)[np.argmax(at_4[:3])])
 
@@ -1239,14 +1242,15 @@ def chance_of(alpha, n_candidate):
 def spec_fig16(place):
     """[SmartSpec Fig. 16] latency with Medusa's heads: one candidate each, fixed trees, and
     goodput's tree; acceptance 0.6. Batched are the tokens that a decode feeds, at the last rate."""
+    # unlike vLLM's, Medusa's drafts share one read of the context
+    place.model.system = place.model.system._replace(expand=False)
     choices = {"off": "off"}
     for name in ("1,1,1", "2,2,1", "3,2,2"):
         choices[name] = Trees(tuple(map(int, name.split(","))))
     goodput = Trees(*product((1, 2, 3), repeat=3))  # three heads, one to three candidates of each
     rates = (1, 4, 8, 12, 16, 20) if place.full else (1, 20)
     choices["goodput"] = goodput
-    times = yield from latencies(place, rates, choices, 0.6)
-    yield Row("goodput", times["goodput"][-1] / times["1,1,1"][-1], "over 1,1,1")
+    yield from latencies(place, rates, choices, 0.6)
     seconds = 60 if place.full else 10
     jobs = place.jobs(20, seconds, prompt=[128], output=[128])
     for alpha in (0.6, 0.8):
@@ -1341,7 +1345,7 @@ def timeline(place):
 def tng(place):
     """[TNG] TTFT, TPOT and throughput by the number of concurrent requests, for schedulers and
     chunk sizes; and, if simulated, the gain of chunks for requests of equal size."""
-    sizes = (64, 256)
+    sizes = (64, 512)
     clients = (1, 4, 12)
     n_job = 2  # per client
     if place.full:
@@ -1854,7 +1858,7 @@ def draw(rows, what):
             limits[series] = row["ours"]
         if not what.x:
             panels[panel]["ours"].append((series, *numbers))
-        elif x != "":
+        elif x != "" and " / " not in f"{series}{x}":
             panels[panel][series].append((x, *numbers))
     n_column = min(3, len(panels))
     n_row = math.ceil(len(panels) / n_column)
@@ -2103,7 +2107,8 @@ def misses(rows):
         yield textwrap.fill(text, 118, subsequent_indent="  ")
 
 def count_runs(rows):
-    """Lines of text: how many runs hold, for each paper and all, by the kind of their claims."""
+    """Lines of text: how many runs hold, for each paper and all, by the kind of their claims; and
+    how many rows miss, by the reason that their notes begin with."""
     runs = defaultdict(list)  # (paper, role, run) -> whether its rows are inside
     for row in rows:
         role = {"value": "values", "gain": "gains"}.get(row["kind"], "bounds")
@@ -2120,6 +2125,9 @@ def count_runs(rows):
         texts = [f"{role} {sum(roles[role])} of {len(roles[role])}"
                  for role in ("values", "gains", "bounds", "fitted") if role in roles]
         yield f"- {paper}: {', '.join(texts)}"
+    reasons = Counter(row["note"].split(":")[0] for row in rows if not row["inside"])
+    texts = [f"{reason} {n}" for reason, n in reasons.items()]
+    yield f"- rows that miss: {', '.join(texts) or 'none'}"
 
 # -----------------------------------------------------------------------------
 # command line
