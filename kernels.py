@@ -1,9 +1,11 @@
-"""The operators of one iteration over a flat batch of N tokens.
+"""The operators of one iteration over a flat batch of N tokens, each defined by `op_ref` in plain
+torch. Read down to the appendix:
 
-In reading order: how a batch is described (Sites, Batch); sampling and verification; the operators
-linear, add_norm, activate, rotate_write, attention and lora. Each has a definition `op_ref` in
-plain torch, `op`, which picks where it runs, and Triton kernels for GPUs (all but linear). C++ for
-CPUs stands at the end. The lesson is all that has no heading "(to skip)": the definitions.
+    the batch       Batch, and the segments of its rows with the same adapter (Segments)
+    sampling        a token from a distribution; the drafts that are accepted
+    the operators   linear, add_norm, activate, rotate_write, attention, lora
+
+    appendix        where each runs; Triton kernels for GPUs; weights in panels and C++ for CPUs
 
 The cache. The keys and values of one layer are `kv` (2, n_page, Hk, D): plane 0 is K, plane 1 is
 V. A page is one vector of width W = Hk * D in each plane. It holds a token, or one rank of an
@@ -16,12 +18,6 @@ same number in all layers. A page table lists the pages of a request in the orde
     V plane     |token 0 | B row 0 |token 1 | B row 1 |token 2 |   free  | ...
     page table of the request: 0 2 4        page table of the adapter: 1 3
 """
-
-# ---- where a change must be made; imports, and two settings of the process (to skip)
-# A change of attention meets attention_ref, _attention_kernel, attend, attend_chunk here,
-# GPT.forward_ref in model.py, CostModel.stats in sarathi.py; one of the cache's layout
-# rotate_write, adapter_rows, the kernels of adapters, GPT.new_cache, Adapter.write; one of its
-# dtype, say float8 without adapters, GPT.new_cache and page_bytes: torch runs then.
 
 import ctypes
 import hashlib
@@ -62,30 +58,8 @@ except ImportError:  # the Triton kernels stay plain functions that are never ca
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# ---- small functions (to skip)
-
-# the arrays that every Batch has, besides the table
-FIXED = "tokens positions pages spans logit_rows small large".split()
-
-def send(x, device):
-    """x on the device. The CPU does not wait for the copy."""
-    if device.type == "cpu":
-        return x
-    return x.pin_memory().to(device, non_blocking=True)
-
-def zeros(*shape):
-    return np.zeros(shape, np.int32)
-
-def cdiv(n, unit):
-    """n / unit, rounded up."""
-    return -(-n // unit)
-
-def power_of_two(n):
-    """The first one from n on."""
-    return 1 << (n - 1).bit_length()
-
 # -----------------------------------------------------------------------------
-# how a batch is described
+# the batch: what one iteration computes
 
 FEW_ROWS = 8  # requests with at most so many rows, such as decodes, have another attention kernel
 TILE = 128  # rows of a block of a GPU's matrix product: fewer take as long [SARATHI Fig. 7]
@@ -104,7 +78,7 @@ class Sites:
     table: Tensor  # (n,) int32: that of the batch
     n_few: int  # sites[:n_few] have at most FEW_ROWS rows, the others more
 
-    # ---- for Triton, and the baseline (to skip)
+    # ---- the rest
 
     max_rows: int  # most rows of a site
     n_module: int  # modules of the operator (q, k, v: 3)
@@ -144,7 +118,7 @@ class Batch:
     adapters: dict = field(default_factory=dict)  # operator name -> Sites
     hidden: Tensor | None = None  # (M, C): the model's last hidden states; GPT.forward sets it
 
-    # ---- the work of attention, for Triton (to skip)
+    # ---- the rest
     # Each program has a tile of query rows and one split of the context: ROW, N_ROW, N_PAST, ENTRY
     # of its span; FIRST_QUERY (query m of a kv head: head m % G of token m // G); SPLIT, N_SPLIT;
     # FIRST_PART of the span
@@ -156,8 +130,6 @@ class Batch:
     def lists(self):
         """The spans as lists, as in Sites"""
         return self.spans.tolist()
-
-    # ---- to a device, and to the memory of a CUDA graph (to skip)
 
     def arrays(self):
         """All but the table"""
@@ -208,7 +180,7 @@ class Batch:
         return batch.over(send(torch.from_numpy(flat), kv.device))
 
 # -----------------------------------------------------------------------------
-# sampling and verification; p: of the target model, q: of the draft model
+# sampling, and verification of drafts
 
 def sample(p, u):
     """Inverse CDF: weights p (M, V), need not sum to 1; u (M,) uniform in [0, 1) -> (M,); -1 where
@@ -249,7 +221,118 @@ def verify(p, q, drafts, n_drafts, u):
     weights = torch.where(rejected[:, None], residual, weights)
     return n_accepted, sample(weights, u[K:])
 
-# ---- the distribution that a request's settings allow (to skip)
+# -----------------------------------------------------------------------------
+# the operators
+def linear_ref(x, weight, bias=None):
+    """x (..., n_in), weight (n_out, n_in), packed or plain, of any dtype -> (..., n_out)"""
+    bias = None if bias is None else bias.to(x.dtype)
+    return F.linear(x, weight.to_dense().to(x.dtype), bias)
+
+def add_norm_ref(x, y, weight, bias, eps):
+    """total = x + y (y None: x) and its RMSNorm; its LayerNorm if there is a bias. -> both"""
+    total = x if y is None else x + y
+    weight = weight.to(total.dtype)
+    if bias is None:
+        return total, F.rms_norm(total, weight.shape, weight, eps)
+    return total, F.layer_norm(total, weight.shape, weight, bias.to(total.dtype), eps)
+
+def activate_ref(h, gated):
+    """gated: SwiGLU of h (..., 2 I), gate and up side by side; else tanh-GELU. -> (..., I)"""
+    if gated:
+        gate, up = h.chunk(2, -1)
+        return F.silu(gate) * up
+    return F.gelu(h, approximate="tanh")
+
+def rotate_ref(x, cos, sin):
+    """Rotate x (..., heads, D): element d pairs with d + D / 2. cos, sin (..., D / 2)"""
+    cos = cos[..., None, :]
+    sin = sin[..., None, :]
+    a, b = x.float().chunk(2, -1)
+    first = a * cos - b * sin
+    second = b * cos + a * sin
+    return torch.cat([first, second], -1).to(x.dtype)
+
+def heads_ref(qkv, cos, sin, n_head, n_kv_head, norm, eps):
+    """qkv (..., (H + 2 Hk) D) -> q (..., H, D), k and v (..., Hk, D). norm (2 D,): weights of
+    the norm of q, then of k; None: no norms. cos None: no rotation"""
+    heads = qkv.unflatten(-1, (n_head + 2 * n_kv_head, -1))
+    q, k, v = heads.split([n_head, n_kv_head, n_kv_head], -2)
+    if norm is not None:
+        q_weight, k_weight = norm.to(q.dtype).chunk(2)
+        q = F.rms_norm(q, q_weight.shape, q_weight, eps)
+        k = F.rms_norm(k, k_weight.shape, k_weight, eps)
+    if cos is not None:
+        q = rotate_ref(q, cos, sin)
+        k = rotate_ref(k, cos, sin)
+    return q, k, v
+
+def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps):
+    """heads_ref of qkv (N, (H + 2 Hk) D), with k and v written to their pages -> q (N, H, D)"""
+    q, k, v = heads_ref(qkv, cos, sin, n_head, n_kv_head, norm, eps)
+    kv[0, pages.long()] = k.to(kv.dtype)
+    kv[1, pages.long()] = v.to(kv.dtype)
+    return q.contiguous()
+
+def attention_ref(q, kv, batch):
+    """Row j of a request attends to the first n_past + j + 1 tokens of its request."""
+    out = torch.zeros_like(q)
+    for row, n, n_past, entry in batch.lists:
+        pages = batch.table[entry:entry + n_past + n].long()
+        k, v = kv[:, pages].float().transpose(1, 2)  # (Hk, context, D) each
+        rows = q[row:row + n].float().transpose(0, 1)  # (H, n, D)
+        seen = torch.ones(n, len(pages), device=q.device).tril(n_past)
+        own = F.scaled_dot_product_attention(rows, k, v, seen.bool(), enable_gqa=True)
+        out[row:row + n] = own.transpose(0, 1)
+    return out
+
+def lora_ref(y, x, kv, sites):
+    """Two products for each site."""
+    x = x.to(torch_dtype(x))
+    for row, n, column, columns, rank_a, rank_b, _, entry in sites.lists:
+        if n > 0:  # else padding of a CUDA graph
+            a = adapter_rows(kv[0], sites.table, entry, rank_a, x.size(1))
+            b = adapter_rows(kv[1], sites.table, entry, rank_b, columns)
+            xa = x[row:row + n] @ a.T.to(x.dtype)
+            if sites.gather_xa:  # of several devices
+                xa = sites.gather_xa(xa)[:, :rank_b]
+            y[row:row + n, column:column + columns] += xa @ b.to(x.dtype)
+
+def adapter_rows(plane, table, entry, rank, width):
+    """The rows of A or B from their pages: plane (n_page, Hk, D) -> (rank, width)"""
+    plane = plane.flatten(1)  # (n_page, W)
+    pages = table[entry:entry + rank * cdiv(width, plane.size(1))]
+    rows = plane.index_select(0, pages).view(rank, -1)
+    return rows[:, :width]
+
+# =============================================================================
+# appendix: where the operators run; Triton for GPUs, C++ for CPUs
+# =============================================================================
+# A change of attention meets attention_ref, _attention_kernel, attend, attend_chunk here,
+# GPT.forward_ref in model.py, CostModel.stats in sarathi.py; one of the cache's layout
+# rotate_write, adapter_rows, the kernels of adapters, GPT.new_cache, Adapter.write; one of its
+# dtype, say float8 without adapters, GPT.new_cache and page_bytes: torch runs then.
+
+# ---- small functions
+
+# the arrays that every Batch has, besides the table
+FIXED = "tokens positions pages spans logit_rows small large".split()
+
+def send(x, device):
+    """x on the device. The CPU does not wait for the copy."""
+    if device.type == "cpu":
+        return x
+    return x.pin_memory().to(device, non_blocking=True)
+
+def zeros(*shape):
+    return np.zeros(shape, np.int32)
+
+def cdiv(n, unit):
+    """n / unit, rounded up."""
+    return -(-n // unit)
+
+def power_of_two(n):
+    """The first one from n on."""
+    return 1 << (n - 1).bit_length()
 
 def probabilities(logits, temperature, top_k, top_p):
     """logits (M, V), the others (M,) on the host -> p (M, V) float32. temperature 0: all on the
@@ -288,10 +371,7 @@ def probabilities(logits, temperature, top_k, top_p):
     dropped &= (k < V) | (limit < 2)
     return scaled.masked_fill(dropped, float("-inf")).softmax(-1)
 
-# -----------------------------------------------------------------------------
-# the operators: `op_ref` defines one; `op` runs it in Triton, C++ or torch, see add_norm
-
-# ---- where an operator runs; two at the same time; which run, in a line (to skip)
+# ---- where an operator runs; two at the same time; which run, in a line
 
 def has_triton():
     return hasattr(triton, "cdiv")
@@ -353,13 +433,7 @@ def describe(x):
     settings = [f"{key}={os.environ[key]}" for key in CPU_SETTINGS if key in os.environ]
     return ", ".join([chosen, threads, *settings])
 
-# -----------------------------------------------------------------------------
-# linear: products with weights
-
-def linear_ref(x, weight, bias=None):
-    """x (..., n_in), weight (n_out, n_in), packed or plain, of any dtype -> (..., n_out)"""
-    bias = None if bias is None else bias.to(x.dtype)
-    return F.linear(x, weight.to_dense().to(x.dtype), bias)
+# ---- the operators: each runs in Triton, in C++ or in torch, see add_norm
 
 def linear(x, weight, bias=None):
     """x (..., n_in), weight (n_out, n_in) as returned by pack -> (..., n_out)"""
@@ -370,7 +444,108 @@ def linear(x, weight, bias=None):
         return y
     return F.linear(x, weight, bias)
 
-# ---- weights in panels, for CPUs (to skip)
+def add_norm(x, y, weight, bias, eps):
+    """x, y (N, C); weight, bias (C,); y and bias may be None -> x + y and its norm, each (N, C)"""
+    chosen = backend(x)
+    if chosen == "torch":
+        return add_norm_ref(x, y, weight, bias, eps)
+    N, C = x.shape
+    total = x if y is None else torch.empty_like(x)
+    out = torch.empty_like(x)
+    if chosen == "cpp":
+        cpp("add_norm", x, y, weight, bias, total, out, N, C, float(eps))
+    elif N > 0:
+        _add_norm_kernel[(N,)](
+            x, y, weight, bias, total, out, eps,
+            C, power_of_two(C),
+            num_warps=8)
+    return total, out
+
+def activate(h, gated):
+    """h (N, 2 I) if gated, else (N, I) -> (N, I)"""
+    chosen = backend(h)
+    if chosen == "torch":
+        return activate_ref(h, gated)
+    N, I = h.shape
+    I = I // 2 if gated else I
+    out = h.new_empty(N, I)
+    if chosen == "cpp":
+        cpp("activate", h, out, N, I, gated)
+    else:
+        _activate_kernel[(N, cdiv(I, 1024))](h, out, I, gated, 1024)
+    return out
+
+def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm=None, eps=0.0):
+    """qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2) float32 or None, kv (2, n_page, Hk, D),
+    pages (N,), norm (2 D,) or None -> q (N, H, D), as rotate_write_ref"""
+    chosen = backend(qkv, kv)
+    if chosen == "torch":
+        return rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps)
+    N = len(qkv)
+    D = kv.size(3)
+    q = qkv.new_empty(N, n_head, D)
+    if chosen == "cpp":
+        sizes = N, n_head, n_kv_head
+        cpp("rotate_write", qkv, cos, sin, norm, q, *kv, pages, *sizes, float(eps), head_dim=D)
+        return q
+    grid = N, cdiv(n_head + 2 * n_kv_head, 8)
+    _rotate_write_kernel[grid](
+        qkv, cos, sin, norm, q, kv, pages, kv.stride(0), eps,
+        n_head, n_kv_head, D,
+        BLOCK_H=8, BLOCK_D=power_of_two(D))
+    return q
+
+def attention(q, kv, batch):
+    """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
+    chosen = backend(q, kv)
+    if chosen == "torch":
+        return attention_ref(q, kv, batch)
+    out = torch.empty_like(q)
+    if chosen == "triton":
+        attention_triton(q, kv, batch, out)
+        return out
+    if batch.n_few:
+        sizes = batch.n_few, q.size(1), kv.size(2)
+        cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
+    for row, n, n_past, entry in batch.spans[batch.n_few:].tolist():
+        rows = slice(row, row + n)
+        sizes = n, n_past, q.size(1), kv.size(2)
+        cpp("attend_chunk", q[rows], *kv, batch.table[entry:], out[rows], *sizes,
+            head_dim=q.size(2))
+    return out
+
+def lora(product, x, kv, sites):
+    """product() + x (N, n_in) A B -> (N, n_out); product(), x W, runs beside x A on a GPU. With
+    tensor parallelism a CPU takes plain torch."""
+    chosen = backend(x, kv)
+    if chosen == "triton" and sites.way == "batched":
+        return lora_triton(product, x, kv, sites)
+    y = product()
+    if sites.way == "bmm":
+        lora_bmm(y, x, kv, sites)
+    elif chosen == "torch" or sites.gather_xa:
+        lora_ref(y, x, kv, sites)
+    else:
+        sizes = sites.n_few, x.size(1), y.size(1), kv[0, 0].numel()
+        cpp("lora", x, y, *kv, sites.sites, sites.table, *sizes)
+        if sites.n_few < len(sites.sites):
+            lora_ref(y, x, kv, replace(sites, sites=sites.sites[sites.n_few:]))
+    return y
+
+def lora_bmm(y, x, kv, sites):
+    """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
+    parts = []
+    for row, n, column, columns, rank, _, _, entry in sites.lists:
+        a = adapter_rows(kv[0], sites.table, entry, rank, x.size(1))
+        b = adapter_rows(kv[1], sites.table, entry, rank, columns)
+        b = F.pad(b, (column, y.size(1) - column - columns))
+        parts.append((x[row:row + n], a, b))
+    rows, a, b = (pad_sequence(part, batch_first=True).to(torch_dtype(x)) for part in zip(*parts))
+    product = rows @ a.mT @ b  # (S, rows, n_out)
+    for (row, n, *_), own in zip(sites.lists, product):
+        y[row:row + n] += own[:n]
+
+# ---- weights in panels, for CPUs
 
 def torch_dtype(x):
     """The dtype in which torch multiplies fast: a CPU without bfloat16 emulates it."""
@@ -408,35 +583,7 @@ def pack(weight):
             return Packed(weight, operators.panel_columns())
     return weight
 
-# -----------------------------------------------------------------------------
-# add_norm: residual sum and normalization
-
-def add_norm_ref(x, y, weight, bias, eps):
-    """total = x + y (y None: x) and its RMSNorm; its LayerNorm if there is a bias. -> both"""
-    total = x if y is None else x + y
-    weight = weight.to(total.dtype)
-    if bias is None:
-        return total, F.rms_norm(total, weight.shape, weight, eps)
-    return total, F.layer_norm(total, weight.shape, weight, bias.to(total.dtype), eps)
-
-def add_norm(x, y, weight, bias, eps):
-    """x, y (N, C); weight, bias (C,); y and bias may be None -> x + y and its norm, each (N, C)"""
-    chosen = backend(x)
-    if chosen == "torch":
-        return add_norm_ref(x, y, weight, bias, eps)
-    N, C = x.shape
-    total = x if y is None else torch.empty_like(x)
-    out = torch.empty_like(x)
-    if chosen == "cpp":
-        cpp("add_norm", x, y, weight, bias, total, out, N, C, float(eps))
-    elif N > 0:
-        _add_norm_kernel[(N,)](
-            x, y, weight, bias, total, out, eps,
-            C, power_of_two(C),
-            num_warps=8)
-    return total, out
-
-# ---- add_norm in Triton (to skip)
+# ---- Triton: add_norm, activate, rotate_write
 
 @triton.jit
 def _add_norm_kernel(x, y, weight, bias, total, out, eps,
@@ -458,32 +605,6 @@ def _add_norm_kernel(x, y, weight, bias, total, out, eps,
         row += tl.load(bias + c, mask, 0.0)
     tl.store(out + at, row, mask)
 
-# -----------------------------------------------------------------------------
-# activate: SwiGLU or GELU
-
-def activate_ref(h, gated):
-    """gated: SwiGLU of h (..., 2 I), gate and up side by side; else tanh-GELU. -> (..., I)"""
-    if gated:
-        gate, up = h.chunk(2, -1)
-        return F.silu(gate) * up
-    return F.gelu(h, approximate="tanh")
-
-# ---- where it runs; in Triton (to skip)
-
-def activate(h, gated):
-    """h (N, 2 I) if gated, else (N, I) -> (N, I)"""
-    chosen = backend(h)
-    if chosen == "torch":
-        return activate_ref(h, gated)
-    N, I = h.shape
-    I = I // 2 if gated else I
-    out = h.new_empty(N, I)
-    if chosen == "cpp":
-        cpp("activate", h, out, N, I, gated)
-    else:
-        _activate_kernel[(N, cdiv(I, 1024))](h, out, I, gated, 1024)
-    return out
-
 @triton.jit
 def _activate_kernel(h, out, I, GATED: tl.constexpr, BLOCK: tl.constexpr):
     """One program: BLOCK numbers of a row. tanh-GELU: (1 + tanh(z / 2)) / 2 = sigmoid(z)"""
@@ -496,61 +617,6 @@ def _activate_kernel(h, out, I, GATED: tl.constexpr, BLOCK: tl.constexpr):
     else:
         y = gate * tl.sigmoid(1.59576912 * (gate + 0.044715 * gate * gate * gate))
     tl.store(out + row + i, y, i < I)
-
-# -----------------------------------------------------------------------------
-# rotate_write: norms of heads, rotary positions, and K and V to the cache
-
-def rotate_ref(x, cos, sin):
-    """Rotate x (..., heads, D): element d pairs with d + D / 2. cos, sin (..., D / 2)"""
-    cos = cos[..., None, :]
-    sin = sin[..., None, :]
-    a, b = x.float().chunk(2, -1)
-    first = a * cos - b * sin
-    second = b * cos + a * sin
-    return torch.cat([first, second], -1).to(x.dtype)
-
-def heads_ref(qkv, cos, sin, n_head, n_kv_head, norm, eps):
-    """qkv (..., (H + 2 Hk) D) -> q (..., H, D), k and v (..., Hk, D). norm (2 D,): weights of
-    the norm of q, then of k; None: no norms. cos None: no rotation"""
-    heads = qkv.unflatten(-1, (n_head + 2 * n_kv_head, -1))
-    q, k, v = heads.split([n_head, n_kv_head, n_kv_head], -2)
-    if norm is not None:
-        q_weight, k_weight = norm.to(q.dtype).chunk(2)
-        q = F.rms_norm(q, q_weight.shape, q_weight, eps)
-        k = F.rms_norm(k, k_weight.shape, k_weight, eps)
-    if cos is not None:
-        q = rotate_ref(q, cos, sin)
-        k = rotate_ref(k, cos, sin)
-    return q, k, v
-
-def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps):
-    """heads_ref of qkv (N, (H + 2 Hk) D), with k and v written to their pages -> q (N, H, D)"""
-    q, k, v = heads_ref(qkv, cos, sin, n_head, n_kv_head, norm, eps)
-    kv[0, pages.long()] = k.to(kv.dtype)
-    kv[1, pages.long()] = v.to(kv.dtype)
-    return q.contiguous()
-
-# ---- where it runs; in Triton (to skip)
-
-def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm=None, eps=0.0):
-    """qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2) float32 or None, kv (2, n_page, Hk, D),
-    pages (N,), norm (2 D,) or None -> q (N, H, D), as rotate_write_ref"""
-    chosen = backend(qkv, kv)
-    if chosen == "torch":
-        return rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps)
-    N = len(qkv)
-    D = kv.size(3)
-    q = qkv.new_empty(N, n_head, D)
-    if chosen == "cpp":
-        sizes = N, n_head, n_kv_head
-        cpp("rotate_write", qkv, cos, sin, norm, q, *kv, pages, *sizes, float(eps), head_dim=D)
-        return q
-    grid = N, cdiv(n_head + 2 * n_kv_head, 8)
-    _rotate_write_kernel[grid](
-        qkv, cos, sin, norm, q, kv, pages, kv.stride(0), eps,
-        n_head, n_kv_head, D,
-        BLOCK_H=8, BLOCK_D=power_of_two(D))
-    return q
 
 @triton.jit
 def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane_step, eps,
@@ -593,41 +659,7 @@ def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane_step, eps,
     cell += (head - H) // HK * plane_step
     tl.store(kv + cell, x, mask & (head >= H))
 
-# -----------------------------------------------------------------------------
-# attention over the paged cache
-
-def attention_ref(q, kv, batch):
-    """Row j of a request attends to the first n_past + j + 1 tokens of its request."""
-    out = torch.zeros_like(q)
-    for row, n, n_past, entry in batch.lists:
-        pages = batch.table[entry:entry + n_past + n].long()
-        k, v = kv[:, pages].float().transpose(1, 2)  # (Hk, context, D) each
-        rows = q[row:row + n].float().transpose(0, 1)  # (H, n, D)
-        seen = torch.ones(n, len(pages), device=q.device).tril(n_past)
-        own = F.scaled_dot_product_attention(rows, k, v, seen.bool(), enable_gqa=True)
-        out[row:row + n] = own.transpose(0, 1)
-    return out
-
-# ---- where it runs; in Triton (to skip)
-
-def attention(q, kv, batch):
-    """q (N, H, D), kv (2, n_page, Hk, D) -> (N, H, D)"""
-    chosen = backend(q, kv)
-    if chosen == "torch":
-        return attention_ref(q, kv, batch)
-    out = torch.empty_like(q)
-    if chosen == "triton":
-        attention_triton(q, kv, batch, out)
-        return out
-    if batch.n_few:
-        sizes = batch.n_few, q.size(1), kv.size(2)
-        cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
-    for row, n, n_past, entry in batch.spans[batch.n_few:].tolist():
-        rows = slice(row, row + n)
-        sizes = n, n_past, q.size(1), kv.size(2)
-        cpp("attend_chunk", q[rows], *kv, batch.table[entry:], out[rows], *sizes,
-            head_dim=q.size(2))
-    return out
+# ---- Triton: attention
 
 @triton.jit
 def load4(numbers, UNIT: tl.constexpr = 1):
@@ -827,60 +859,7 @@ def attention_triton(q, kv, batch, out):
             small_size, large_size, H, Hk, D, MOST_SPLITS, 4, block_d,
             num_warps=max(1, block_d // 64))
 
-# -----------------------------------------------------------------------------
-# lora: y += x A B, for each row the A and B of its own adapter [S-LoRA §5.3]
-
-def lora_ref(y, x, kv, sites):
-    """Two products for each site."""
-    x = x.to(torch_dtype(x))
-    for row, n, column, columns, rank_a, rank_b, _, entry in sites.lists:
-        if n > 0:  # else padding of a CUDA graph
-            a = adapter_rows(kv[0], sites.table, entry, rank_a, x.size(1))
-            b = adapter_rows(kv[1], sites.table, entry, rank_b, columns)
-            xa = x[row:row + n] @ a.T.to(x.dtype)
-            if sites.gather_xa:  # of several devices
-                xa = sites.gather_xa(xa)[:, :rank_b]
-            y[row:row + n, column:column + columns] += xa @ b.to(x.dtype)
-
-def adapter_rows(plane, table, entry, rank, width):
-    """The rows of A or B from their pages: plane (n_page, Hk, D) -> (rank, width)"""
-    plane = plane.flatten(1)  # (n_page, W)
-    pages = table[entry:entry + rank * cdiv(width, plane.size(1))]
-    rows = plane.index_select(0, pages).view(rank, -1)
-    return rows[:, :width]
-
-# ---- where it runs; in Triton, and the baseline (to skip)
-
-def lora(product, x, kv, sites):
-    """product() + x (N, n_in) A B -> (N, n_out); product(), x W, runs beside x A on a GPU. With
-    tensor parallelism a CPU takes plain torch."""
-    chosen = backend(x, kv)
-    if chosen == "triton" and sites.way == "batched":
-        return lora_triton(product, x, kv, sites)
-    y = product()
-    if sites.way == "bmm":
-        lora_bmm(y, x, kv, sites)
-    elif chosen == "torch" or sites.gather_xa:
-        lora_ref(y, x, kv, sites)
-    else:
-        sizes = sites.n_few, x.size(1), y.size(1), kv[0, 0].numel()
-        cpp("lora", x, y, *kv, sites.sites, sites.table, *sizes)
-        if sites.n_few < len(sites.sites):
-            lora_ref(y, x, kv, replace(sites, sites=sites.sites[sites.n_few:]))
-    return y
-
-def lora_bmm(y, x, kv, sites):
-    """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
-    parts = []
-    for row, n, column, columns, rank, _, _, entry in sites.lists:
-        a = adapter_rows(kv[0], sites.table, entry, rank, x.size(1))
-        b = adapter_rows(kv[1], sites.table, entry, rank, columns)
-        b = F.pad(b, (column, y.size(1) - column - columns))
-        parts.append((x[row:row + n], a, b))
-    rows, a, b = (pad_sequence(part, batch_first=True).to(torch_dtype(x)) for part in zip(*parts))
-    product = rows @ a.mT @ b  # (S, rows, n_out)
-    for (row, n, *_), own in zip(sites.lists, product):
-        y[row:row + n] += own[:n]
+# ---- Triton: lora
 
 @triton.jit(do_not_specialize=["width", "n_module", "n_part", "part_step"])
 def _shrink_kernel(x, a, xa, sites, table, width, n_module, n_part, part_step,
@@ -999,8 +978,7 @@ def lora_triton(product, x, kv, sites):
         num_warps=warps, num_stages=3)
     return y
 
-# -----------------------------------------------------------------------------
-# C++, for CPUs (to skip): compiled when weights are packed or an operator is first used, called by
+# ---- C++, for CPUs: compiled when weights are packed or an operator is first used, called by
 # ctypes
 
 def cpp(name, x, *arguments, head_dim=64):
@@ -1076,6 +1054,7 @@ try:
     HOME = Path.home()
 except RuntimeError:  # neither HOME nor an entry in passwd
     HOME = Path(tempfile.gettempdir())
+
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or HOME / ".cache") / "sarathi"
 
 @lru_cache
@@ -1095,12 +1074,15 @@ def private_folder():
 # Not -ffast-math: it changes how all libraries of the process compute with denormal numbers. Not
 # unroll-and-jam: GCC merges two passes of an outer loop, then uses no vector instructions in them.
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
+
 FLAGS = ("-O3 -std=gnu++17 -shared -fPIC -fno-math-errno -ffinite-math-only -fno-signed-zeros"
          " -fno-trapping-math -fassociative-math")
+
 if IS_X86:
     FLAGS += " -march=native -mprefer-vector-width=512"  # GCC uses vectors of 256 bits otherwise
 else:
     FLAGS += " -mcpu=native"
+
 MAY_LACK = ["-fno-loop-unroll-and-jam", "-fopenmp"]  # flags that clang, or Apple's, does not know
 
 HEADER = r"""

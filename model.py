@@ -1,15 +1,15 @@
 """GPT-2, LLaMA, Mistral and Qwen over a flat batch of tokens. This file knows weights, checkpoints
-and text. It has never heard of a request. In reading order:
+and text. It has never heard of a request. Read it down to the appendix:
 
     GPTConfig       the shape of a model
     GPT             forward(batch, kv): one iteration; forward_ref: the reference
     Adapter         its weights, laid out as pages of the cache [S-LoRA §5.1]
 
-The lesson ends behind Adapter; what stands under a heading "(to skip)" is no part of it. Then: how
-devices share a model [S-LoRA §6]; checks of what users give; checkpoints; text; models by name.
+    appendix        the tensors of a checkpoint; how devices share a model [S-LoRA §6]; checks of
+                    what users give; checkpoints; text; models by name; training
+
 `python model.py` trains "tiny" and its draft model.
 """
-# ---- imports (to skip)
 
 import argparse
 import atexit
@@ -69,6 +69,8 @@ class GPTConfig:
     mlp_bias: bool = False
     shard: tuple = (0, 1)  # (i, n): device i's share of n; n_head, n_kv_head, n_inner count that
 
+    # ---- the rest
+
     def __post_init__(self):
         for name, kind in GPTConfig.__annotations__.items():
             check_field(name, getattr(self, name), kind)
@@ -81,8 +83,6 @@ class GPTConfig:
             raise ValueError(f"n_kv_head = {self.n_kv_head}: must divide n_head = {self.n_head}")
         if self.is_llama and self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim}: must be even, positions rotate pairs")
-
-    # ---- what adapters and devices change, sizes (to skip)
 
     @cached_property
     def modules(self):
@@ -127,19 +127,6 @@ class GPTConfig:
 
 class GPT:
     """A model, made by from_preset() or from_pretrained()."""
-
-    def __init__(self, config: GPTConfig, take, dtype: torch.dtype, world: "World"):
-        """take(name, shape) -> a tensor of the model"""
-        self.config = config.shard_of(world.rank, world.size)
-        # {"embedding.weight": ..., "0.norm1.weight": ..., "0.preproj.weight": ...}; matrices are in
-        # the layout that a CPU's product reads, see kernels.pack
-        self.weights = take_weights(self.config, take, dtype, world.device)
-        self.world = world
-        self.dtype = dtype
-        self.device = self.weights["embedding.weight"].device
-        self.frequencies = rotary_frequencies(self.config).to(self.device)
-        self.merged = None  # the adapter in the weights, see merge()
-        self.profile = None  # a CostModel, measured when it is first needed
 
     def forward_ref(self, tokens):
         """tokens (B, T) -> logits (B, T, V) in float32, by the operators' definitions, without a
@@ -205,10 +192,6 @@ class GPT:
         mark("lora")
         return y
 
-    def affine(self, name):
-        """(weight, bias or None) of a norm or an operator such as 3.preproj"""
-        return self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
-
     def embed(self, tokens, positions):
         """tokens (..., N), positions (N,) -> x (..., N, C), and (cos, sin), each (N, D / 2)"""
         x = F.embedding(tokens, self.weights["embedding.weight"])
@@ -217,7 +200,24 @@ class GPT:
         angles = positions[:, None] * self.frequencies
         return x, (angles.cos(), angles.sin())
 
-    # ---- the reference for users; weights: random, stored, merged, trained (to skip)
+    # ---- the rest
+
+    def __init__(self, config: GPTConfig, take, dtype: torch.dtype, world: "World"):
+        """take(name, shape) -> a tensor of the model"""
+        self.config = config.shard_of(world.rank, world.size)
+        # {"embedding.weight": ..., "0.norm1.weight": ..., "0.preproj.weight": ...}; matrices are in
+        # the layout that a CPU's product reads, see kernels.pack
+        self.weights = take_weights(self.config, take, dtype, world.device)
+        self.world = world
+        self.dtype = dtype
+        self.device = self.weights["embedding.weight"].device
+        self.frequencies = rotary_frequencies(self.config).to(self.device)
+        self.merged = None  # the adapter in the weights, see merge()
+        self.profile = None  # a CostModel, measured when it is first needed
+
+    def affine(self, name):
+        """(weight, bias or None) of a norm or an operator such as 3.preproj"""
+        return self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
 
     @torch.inference_mode()
     def logits(self, tokens):
@@ -345,7 +345,7 @@ class Adapter:
             own = planes.to(kv, non_blocking=True)
             layer_kv[:, pages] = own.unflatten(-1, kv.shape[3:])  # (2, n, Hk, D)
 
-    # ---- its pages; weights: random, or those of a folder (to skip)
+    # ---- the rest
 
     def __init__(self, config, ranks, dtype=None):
         """ranks: {module: rank}, or one rank for q, k, v, o [S-LoRA §4.1]; no dtype: no weights"""
@@ -440,8 +440,11 @@ class Adapter:
         for own, factor in zip(self.factors(module), (a, b)):
             own[layers, ..., :factor.size(-2), :] = factor
 
-# -----------------------------------------------------------------------------
-# the tensors of a model, and how devices share them (to skip)
+# =============================================================================
+# appendix: checkpoints, text, devices, training
+# =============================================================================
+
+# ---- the tensors of a model
 
 RANK_0 = ("postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
 
@@ -549,6 +552,8 @@ def rotary_frequencies(config):
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / number("factor"))
 
+# ---- how devices share a model [S-LoRA §6]
+
 # operator -> the dim of its weight (n_out, n_in) that is cut [S-LoRA §6]
 SHARDED_DIM = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
 ROW_PARALLEL = ("postproj", "ffn_ln2")  # their input is cut
@@ -617,8 +622,7 @@ def cut(tensor, dim, shard, module):
     pieces = tensor.chunk(3 if "c_attn" in module else 1, dim)
     return torch.cat([piece.chunk(n, dim)[i] for piece in pieces], dim)
 
-# -----------------------------------------------------------------------------
-# checks of what users give, here and in sarathi.py (to skip)
+# ---- checks of what users give, here and in sarathi.py
 
 def check_choice(name, value, choices):
     """Returns value. KeyError that lists the choices if it is none of them."""
@@ -673,8 +677,7 @@ def reading(name):
     except BaseException as error:
         raise ValueError(f"{name}: {' '.join(str(error).split())}") from error
 
-# -----------------------------------------------------------------------------
-# Hugging Face folders: settings and tensors (to skip)
+# ---- Hugging Face folders: settings and tensors
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (n_in, n_out)
 # buffers, a head that equals the embedding, and other heads, of a training
@@ -843,8 +846,7 @@ def pick_dtype(dtype, device, stored=torch.bfloat16):
         raise ValueError(f"dtype = {name!r}: must be one of float32, bfloat16, float16")
     return getattr(torch, name)
 
-# -----------------------------------------------------------------------------
-# PEFT folders: settings and tensors (to skip)
+# ---- PEFT folders: settings and tensors
 
 OFF = [None, False, "", []]  # not {}: to PEFT a part with its defaults
 # fields of PEFT's LoraConfig. Used below, or without effect after the training: the tensors say
@@ -923,8 +925,7 @@ def read_factors(folder, config, base):
         raise ValueError(f"{folder}: holds no tensors of LoRA")
     return factors
 
-# -----------------------------------------------------------------------------
-# text (to skip): engines see tokens alone
+# ---- text: engines see tokens alone
 # Text to tokens and back, through functions of a library. encode(text) -> tokens; decode(tokens) ->
 # text; stop: tokens that end a text; stream(tokens of a prompt) -> a function tokens -> text that
 # continues it, where text that later tokens may change is held back until [] says that there are
@@ -1003,8 +1004,7 @@ def stream_text(decode, wrong, prompt=()):
         return text.removeprefix(before)
     return continue_text
 
-# -----------------------------------------------------------------------------
-# models by name (folders, presets, the Hub), and a tiny one to train (to skip)
+# ---- models by name (folders, presets, the Hub), and a tiny one to train
 
 VOCABULARIES = ["vocab.*", "*.model"]  # of tokenizers without a tokenizer.json
 HUB_FILES = [*TEXT_FILES, "tokenizer.json", "chat_template.jinja", *VOCABULARIES,
