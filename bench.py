@@ -103,12 +103,12 @@ from typing import NamedTuple
 # kernels before torch: it sets how torch's threads wait
 from kernels import linear, pack
 from model import Adapter, load_model, load_tokenizer, preset, reading, what_runs
-from sarathi import (FEW_ROWS, GEMM_FLOPS, GPU, GPUS, LORA_CALL, MAX_DRAFTS, NO_ADAPTER, ORDERS,
-                     SCHEDULERS, CostModel, CostRunner, EarlyAbort, Engine, Feed, Goodput,
-                     Iteration, IterationStats, ModelRunner, Policy, Proposer, Request, Roofline,
-                     Run, Sarathi, SarathiServe, Scheduler, Zeros, add_model_flags, cell,
-                     check_choice, check_range, cluster, edf, fcfs, feeds_of, given_flags, lcfs,
-                     n_params, object_in_file, run_command_line, table)
+from sarathi import (DECODE_ROWS, GEMM_FLOPS, GPU, GPUS, LORA_CALL, MAX_DRAFTS, NO_ADAPTER, ORDERS,
+                     SARATHI_NAMES, SCHEDULERS, CostModel, CostRunner, EarlyAbort, Engine, Feed,
+                     Goodput, Iteration, IterationStats, Metrics, ModelRunner, Policy, Proposer,
+                     Request, Roofline, Sarathi, SarathiServe, Scheduler, Zeros, add_model_flags,
+                     cell, check_choice, check_range, cluster, edf, fcfs, feeds_of, given_flags,
+                     lcfs, n_params, object_in_file, run_command_line, table)
 
 import numpy as np
 import torch
@@ -526,8 +526,8 @@ def attainment(place):
 FULL_SHARE = "99 % of requests up to"
 
 def under_load(place):
-    """(a function (rate, variant) -> Run of requests that arrive at this rate, the requests/s that
-    are served without targets)."""
+    """(a function (rate, variant) -> Metrics of requests that arrive at this rate, the requests/s
+    that are served without targets)."""
     n = 300 if place.full else 20
     L = max(place.lengths)
     if place.simulated:
@@ -737,7 +737,7 @@ class Pipeline:
         """Move a micro-batch, planned at t, through the stages. end: if it never waited. Returns
         when it has left the last one."""
         busy = (end - t) / len(self.free_at)
-        send = self.lanes[0].model.send(sum(feed.n for feed in feeds))
+        send = self.lanes[0].model.send_seconds(sum(feed.n for feed in feeds))
         idle = 0.0
         for stage, free_at in enumerate(self.free_at):
             start = max(t, free_at)
@@ -750,7 +750,7 @@ class Pipeline:
 
         # count the bubbles by kind, and for each request
         before = self.n_prompt
-        self.n_prompt = sum(feed.n for feed in feeds if feed.n > FEW_ROWS)
+        self.n_prompt = sum(feed.n for feed in feeds if feed.n > DECODE_ROWS)
         if before is not None:
             kind = "PB1" if before and self.n_prompt else "PB2"
             self.bubbles["PB3" if before == self.n_prompt else kind] += idle
@@ -876,9 +876,9 @@ class ServingSystem(Roofline):
     def stats(self, feeds, others=None):
         s = super().stats(feeds, others)
         if self.row and not self.multiplies(feeds):  # prompts run as decodes do
-            pairs = super().stats(feeds).lora_chunk_pairs
-            s.lora_pairs += pairs
-            s.lora_chunk_pairs -= pairs
+            pairs = super().stats(feeds).lora_chunk_macs
+            s.lora_macs += pairs
+            s.lora_chunk_macs -= pairs
         return s
 
     def multiplies(self, feeds):
@@ -890,17 +890,17 @@ class ServingSystem(Roofline):
         return len(feeds) > 1 and is_long and is_wide
 
     def parts(self, s, lora):
-        context = s.context + s.context_again * self.expand
+        context = s.context + s.draft_context * self.expand
         parts = super().parts(replace(s, context=context), lora)
-        launches = self.config.n_layer * (self.layer + self.layer_lora * (s.lora_read > 0))
+        launches = self.config.n_layer * (self.layer + self.layer_lora * (s.lora_params > 0))
         if not self.eager:
             launches = max(0.0, launches - sum(parts))
         return *parts, launches + self.token * s.n_logits
 
     def lora_calls(self, s, way):
         if way == "bmm":
-            return self.gather * (s.adapted + s.adapted_chunks)
-        return LORA_CALL + self.row * s.lora_pairs / self.rank_params / self.tp
+            return self.gather * (s.lora_rows + s.lora_chunks)
+        return LORA_CALL + self.row * s.lora_macs / self.rank_params / self.tp
 
 class ServerRunner(CostRunner):
     """Of a ServingSystem: its host starts the copies of an adapter, layer by layer."""
@@ -989,7 +989,7 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1,
         size = 50 if model == "llama-7b" else 35
         options = dict(scheduler=PeftServer(size), max_batch=10000)
     cost = Hardware(model, gpu, tp, system).cost()
-    cost.exchanges = variant != "no messages"
+    cost.sends_xa = variant != "no messages"
     n_page = POOLS.get((variant, gpu)) or POOLS.get((model, gpu))
     n_page = n_page or int(cost.memory // cost.page_bytes)
     if variant in ("no-unify", "bmm"):  # the pool of tokens limits adapters all the same
@@ -1580,7 +1580,7 @@ class Place:
         parts = Counter()
         for marks in rounds[1:]:  # in the first one kernels are compiled
             for (_, before), (operator, after) in pairwise(marks):
-                parts[operator] += seconds_between(before, after)
+                parts[SARATHI_NAMES.get(operator, operator)] += seconds_between(before, after)
         seconds = self.seconds(shape, last=last)[0] if seconds is None else seconds
         return {operator: part * seconds / parts.total() for operator, part in parts.items()}
 
@@ -1742,7 +1742,7 @@ def serve(engine, jobs, clients=0, adapters=(), n_end=0):
         if n_end and len(requests) - len(engine.requests) >= n_end:
             for id in [*engine.requests]:
                 engine.abort(id)
-    return Run(requests, start)
+    return Metrics(requests, start)
 
 def warm_up(engine, jobs):
     """Compile kernels, record graphs, and serve the first prompts, to fill caches."""

@@ -61,26 +61,26 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # -----------------------------------------------------------------------------
 # the batch: what one iteration computes
 
-FEW_ROWS = 8  # requests with at most so many rows, such as decodes, have another attention kernel
+DECODE_ROWS = 8  # decodes with their drafts have at most 8 rows, and another attention kernel
 TILE = 128  # rows of a block of a GPU's matrix product: fewer take as long [SARATHI Fig. 7]
 
 @dataclass
-class Sites:
-    """Where adapters act in one operator. A site: adjacent rows of the batch with the same adapter,
-    times one module (q, k, ...). Sites with few rows come first."""
-    # the numbers of a site. An example: rows 4 .. 6 of the batch have an adapter of rank 16; its A
-    # and B for k, module 1 of q, k, v with 512 columns of output each, begin at entry 90 of the
-    # batch's table (all page tables end to end): ROW 4, N_ROW 3, COLUMN 512, N_COLUMN 512, RANK 16,
-    # RANK_B 16 (equal, unless A's rows are split over devices), MODULE 1, ENTRY 90
-    ROW, N_ROW, COLUMN, N_COLUMN, RANK, RANK_B, MODULE, ENTRY = range(8)
+class Segments:
+    """Where adapters act in one operator. A segment: adjacent rows of the batch with the same
+    adapter, times one module (q, k, ...). Segments with few rows, of decodes, come first."""
+    # the numbers of a segment. An example: rows 4 .. 6 of the batch have an adapter of rank 16; its
+    # A and B for k, module 1 of q, k, v with 512 columns of output each, begin at entry 90 of the
+    # batch's page_tables: ROW 4, N_ROW 3, COLUMN 512, N_COLUMN 512, RANK 16, RANK_B 16 (equal,
+    # unless A's rows are split over devices), MODULE 1, TABLE_START 90
+    ROW, N_ROW, COLUMN, N_COLUMN, RANK, RANK_B, MODULE, TABLE_START = range(8)
 
-    sites: Tensor  # (S, 8) int32
-    table: Tensor  # (n,) int32: that of the batch
-    n_few: int  # sites[:n_few] have at most FEW_ROWS rows, the others more
+    numbers: Tensor  # (S, 8) int32
+    page_tables: Tensor  # (n,) int32: that of the batch
+    n_decode: int  # numbers[:n_decode] have at most DECODE_ROWS rows each, the others more
 
     # ---- the rest
 
-    max_rows: int  # most rows of a site
+    max_rows: int  # most rows of a segment
     n_module: int  # modules of the operator (q, k, v: 3)
     max_rank: int  # at least the largest rank of A, a multiple of 16
     wide: bool = False  # whether all columns begin and end at multiples of 16
@@ -90,9 +90,9 @@ class Sites:
 
     @cached_property
     def lists(self):
-        """The sites as lists: a GPU is waited for once, not in every layer. Not for graphs, which
-        write the tensors anew."""
-        return self.sites.tolist()
+        """The segments as lists: the CPU waits for a GPU once, not in every layer. Not for graphs,
+        which write the tensors again."""
+        return self.numbers.tolist()
 
 @dataclass
 class Batch:
@@ -102,39 +102,39 @@ class Batch:
         row          0    1    2  |  3    4    5    6    7       N = 8, R = 2
         tokens      t9   d1   d2  | p0   p1   p2   p3   p4
         positions    9   10   11  |  0    1    2    3    4       in their requests
-        pages       20   21   22  | 30   31   32   33   34       to these K and V are written
-        spans       (0, 3, 9, 0)  | (3, 5, 0, 12)                first row, rows, n_past, entry
-        table       the 12 pages of request 0 | the 5 pages of request 1 | those of the adapter
+        slot_mapping 20  21   22  | 30   31   32   33   34       to these pages K and V are written
+        spans       (0, 3, 9, 0)  | (3, 5, 0, 12)          first row, rows, n_past, table_start
+        page_tables the 12 pages of request 0 | the 5 pages of request 1 | those of the adapter
         logit_rows   0    1    2  |                              the prompt has more to feed
-        adapters                  | a site per module: rows 3 .. 7; the first has entry 17
+        adapters                  | a segment per module: rows 3 .. 7; the first has table_start 17
     """
     tokens: Tensor  # (N,), those of a request side by side
     positions: Tensor  # (N,)
-    pages: Tensor  # (N,): the page to which K and V of each token are written
-    spans: Tensor  # (R, 4): first row, rows, n_past, first entry in table
-    table: Tensor  # (n,): page tables of all requests, n_past + rows entries each; of adapters
+    slot_mapping: Tensor  # (N,): the page to which K and V of each token are written
+    spans: Tensor  # (R, 4): first row, rows, n_past, table_start: where its pages begin below
+    page_tables: Tensor  # (n,): of all requests end to end, n_past + rows pages each; of adapters
     logit_rows: Tensor  # (M,): rows for which next-token logits are computed
-    n_few: int  # spans[:n_few] have at most FEW_ROWS rows, the others more
-    adapters: dict = field(default_factory=dict)  # operator name -> Sites
+    n_decode: int  # spans[:n_decode] have at most DECODE_ROWS rows each, the others more
+    adapters: dict = field(default_factory=dict)  # operator name -> Segments
     hidden: Tensor | None = None  # (M, C): the model's last hidden states; GPT.forward sets it
 
     # ---- the rest
-    # Each program has a tile of query rows and one split of the context: ROW, N_ROW, N_PAST, ENTRY
-    # of its span; FIRST_QUERY (query m of a kv head: head m % G of token m // G); SPLIT, N_SPLIT;
-    # FIRST_PART of the span
-    small: Tensor = field(default_factory=lambda: zeros(0, 8))  # (T, 8)
-    large: Tensor = field(default_factory=lambda: zeros(0, 8))  # (T, 8)
+    # Each program has a tile of query rows and one split of the context: ROW, N_ROW, N_PAST,
+    # TABLE_START of its span; FIRST_QUERY (query m of a kv head: head m % G of token m // G);
+    # SPLIT, N_SPLIT; FIRST_PART of the span
+    small_tiles: Tensor = field(default_factory=lambda: zeros(0, 8))  # (T, 8)
+    large_tiles: Tensor = field(default_factory=lambda: zeros(0, 8))  # (T, 8)
     n_part: int = 0  # parts in all: of outputs, over one split, if a context is split
 
     @cached_property
     def lists(self):
-        """The spans as lists, as in Sites"""
+        """The spans as lists, as in Segments"""
         return self.spans.tolist()
 
     def arrays(self):
         """All but the table"""
-        sites = [sites.sites for sites in self.adapters.values()]
-        return [*(getattr(self, name) for name in FIXED), *sites]
+        segments = [segments.numbers for segments in self.adapters.values()]
+        return [*(getattr(self, name) for name in FIXED), *segments]
 
     def sizes(self):
         """Numbers of each of the arrays, rounded up to 16 bytes"""
@@ -148,8 +148,8 @@ class Batch:
             flat[end:end + x.size] = x.reshape(-1)
             flat[end + x.size:end + size] = 0
             end += size
-        flat[end:end + len(self.table)] = self.table
-        return end + len(self.table)
+        flat[end:end + len(self.page_tables)] = self.page_tables
+        return end + len(self.page_tables)
 
     def over(self, flat):
         """The batch with views of a tensor in place of its arrays, laid out as by write()"""
@@ -159,11 +159,11 @@ class Batch:
             flat = flat[size:]
         return self.having(views, flat)
 
-    def having(self, arrays, table):
+    def having(self, arrays, page_tables):
         """The batch with other arrays in place of its own"""
-        adapters = {op: replace(sites, sites=x, table=table)
-                    for (op, sites), x in zip(self.adapters.items(), arrays[len(FIXED):])}
-        return replace(self, table=table, adapters=adapters, **dict(zip(FIXED, arrays)))
+        adapters = {op: replace(segments, numbers=x, page_tables=page_tables)
+                    for (op, segments), x in zip(self.adapters.items(), arrays[len(FIXED):])}
+        return replace(self, page_tables=page_tables, adapters=adapters, **dict(zip(FIXED, arrays)))
 
     def to(self, kv, H):
         """The batch as tensors on the device of a cache, by one copy for which the CPU does not
@@ -173,11 +173,11 @@ class Batch:
             batch = replace(self, **attention_work(self.lists, len(self.tokens), H, kv))
         if not kv.is_cuda:
             return batch.having([*map(torch.from_numpy, batch.arrays())],
-                                torch.from_numpy(self.table))
+                                torch.from_numpy(self.page_tables))
         sizes = batch.sizes()
-        flat = np.empty(sum(sizes) + len(self.table), np.int32)
+        flat = np.empty(sum(sizes) + len(self.page_tables), np.int32)
         batch.write(flat, sizes)
-        return batch.over(send(torch.from_numpy(flat), kv.device))
+        return batch.over(to_device(torch.from_numpy(flat), kv.device))
 
 # -----------------------------------------------------------------------------
 # sampling, and verification of drafts
@@ -266,18 +266,18 @@ def heads_ref(qkv, cos, sin, n_head, n_kv_head, norm, eps):
         k = rotate_ref(k, cos, sin)
     return q, k, v
 
-def rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps):
+def rotate_write_ref(qkv, cos, sin, kv, slot_mapping, n_head, n_kv_head, norm, eps):
     """heads_ref of qkv (N, (H + 2 Hk) D), with k and v written to their pages -> q (N, H, D)"""
     q, k, v = heads_ref(qkv, cos, sin, n_head, n_kv_head, norm, eps)
-    kv[0, pages.long()] = k.to(kv.dtype)
-    kv[1, pages.long()] = v.to(kv.dtype)
+    kv[0, slot_mapping.long()] = k.to(kv.dtype)
+    kv[1, slot_mapping.long()] = v.to(kv.dtype)
     return q.contiguous()
 
 def attention_ref(q, kv, batch):
     """Row j of a request attends to the first n_past + j + 1 tokens of its request."""
     out = torch.zeros_like(q)
-    for row, n, n_past, entry in batch.lists:
-        pages = batch.table[entry:entry + n_past + n].long()
+    for row, n, n_past, table_start in batch.lists:
+        pages = batch.page_tables[table_start:table_start + n_past + n].long()
         k, v = kv[:, pages].float().transpose(1, 2)  # (Hk, context, D) each
         rows = q[row:row + n].float().transpose(0, 1)  # (H, n, D)
         seen = torch.ones(n, len(pages), device=q.device).tril(n_past)
@@ -285,22 +285,22 @@ def attention_ref(q, kv, batch):
         out[row:row + n] = own.transpose(0, 1)
     return out
 
-def lora_ref(y, x, kv, sites):
-    """Two products for each site."""
+def lora_ref(y, x, kv, segments):
+    """Two products for each segment."""
     x = x.to(torch_dtype(x))
-    for row, n, column, columns, rank_a, rank_b, _, entry in sites.lists:
+    for row, n, column, columns, rank_a, rank_b, _, table_start in segments.lists:
         if n > 0:  # else padding of a CUDA graph
-            a = adapter_rows(kv[0], sites.table, entry, rank_a, x.size(1))
-            b = adapter_rows(kv[1], sites.table, entry, rank_b, columns)
+            a = adapter_rows(kv[0], segments.page_tables, table_start, rank_a, x.size(1))
+            b = adapter_rows(kv[1], segments.page_tables, table_start, rank_b, columns)
             xa = x[row:row + n] @ a.T.to(x.dtype)
-            if sites.gather_xa:  # of several devices
-                xa = sites.gather_xa(xa)[:, :rank_b]
+            if segments.gather_xa:  # of several devices
+                xa = segments.gather_xa(xa)[:, :rank_b]
             y[row:row + n, column:column + columns] += xa @ b.to(x.dtype)
 
-def adapter_rows(plane, table, entry, rank, width):
+def adapter_rows(plane, page_tables, table_start, rank, width):
     """The rows of A or B from their pages: plane (n_page, Hk, D) -> (rank, width)"""
     plane = plane.flatten(1)  # (n_page, W)
-    pages = table[entry:entry + rank * cdiv(width, plane.size(1))]
+    pages = page_tables[table_start:table_start + rank * cdiv(width, plane.size(1))]
     rows = plane.index_select(0, pages).view(rank, -1)
     return rows[:, :width]
 
@@ -315,9 +315,9 @@ def adapter_rows(plane, table, entry, rank, width):
 # ---- small functions
 
 # the arrays that every Batch has, besides the table
-FIXED = "tokens positions pages spans logit_rows small large".split()
+FIXED = "tokens positions slot_mapping spans logit_rows small_tiles large_tiles".split()
 
-def send(x, device):
+def to_device(x, device):
     """x on the device. The CPU does not wait for the copy."""
     if device.type == "cpu":
         return x
@@ -345,7 +345,7 @@ def probabilities(logits, temperature, top_k, top_p):
     # top_p = 1 might drop tokens by rounding, 2 drops none
     top_p = top_p.masked_fill((top_p == 1) | greedy, 2)
     settings = torch.stack([temperature.masked_fill(greedy, 1), top_k, top_p])
-    temperature, k, limit = send(settings, logits.device)[..., None]  # (M, 1) each
+    temperature, k, limit = to_device(settings, logits.device)[..., None]  # (M, 1) each
     scaled = logits.float() / temperature
     unlimited = (top_k == V) & (top_p == 2)
     if unlimited.all():
@@ -475,22 +475,23 @@ def activate(h, gated):
         _activate_kernel[(N, cdiv(I, 1024))](h, out, I, gated, 1024)
     return out
 
-def rotate_write(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm=None, eps=0.0):
+def rotate_write(qkv, cos, sin, kv, slot_mapping, n_head, n_kv_head, norm=None, eps=0.0):
     """qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2) float32 or None, kv (2, n_page, Hk, D),
-    pages (N,), norm (2 D,) or None -> q (N, H, D), as rotate_write_ref"""
+    slot_mapping (N,), norm (2 D,) or None -> q (N, H, D), as rotate_write_ref"""
     chosen = backend(qkv, kv)
     if chosen == "torch":
-        return rotate_write_ref(qkv, cos, sin, kv, pages, n_head, n_kv_head, norm, eps)
+        return rotate_write_ref(qkv, cos, sin, kv, slot_mapping, n_head, n_kv_head, norm, eps)
     N = len(qkv)
     D = kv.size(3)
     q = qkv.new_empty(N, n_head, D)
     if chosen == "cpp":
         sizes = N, n_head, n_kv_head
-        cpp("rotate_write", qkv, cos, sin, norm, q, *kv, pages, *sizes, float(eps), head_dim=D)
+        cpp("rotate_write", qkv, cos, sin, norm, q, *kv, slot_mapping, *sizes, float(eps),
+            head_dim=D)
         return q
     grid = N, cdiv(n_head + 2 * n_kv_head, 8)
     _rotate_write_kernel[grid](
-        qkv, cos, sin, norm, q, kv, pages, kv.stride(0), eps,
+        qkv, cos, sin, norm, q, kv, slot_mapping, kv.stride(0), eps,
         n_head, n_kv_head, D,
         BLOCK_H=8, BLOCK_D=power_of_two(D))
     return q
@@ -504,45 +505,45 @@ def attention(q, kv, batch):
     if chosen == "triton":
         attention_triton(q, kv, batch, out)
         return out
-    if batch.n_few:
-        sizes = batch.n_few, q.size(1), kv.size(2)
-        cpp("attend", q, *kv, batch.spans, batch.table, out, *sizes, head_dim=q.size(2))
-    for row, n, n_past, entry in batch.spans[batch.n_few:].tolist():
+    if batch.n_decode:
+        sizes = batch.n_decode, q.size(1), kv.size(2)
+        cpp("attend", q, *kv, batch.spans, batch.page_tables, out, *sizes, head_dim=q.size(2))
+    for row, n, n_past, table_start in batch.spans[batch.n_decode:].tolist():
         rows = slice(row, row + n)
         sizes = n, n_past, q.size(1), kv.size(2)
-        cpp("attend_chunk", q[rows], *kv, batch.table[entry:], out[rows], *sizes,
+        cpp("attend_chunk", q[rows], *kv, batch.page_tables[table_start:], out[rows], *sizes,
             head_dim=q.size(2))
     return out
 
-def lora(product, x, kv, sites):
+def lora(product, x, kv, segments):
     """product() + x (N, n_in) A B -> (N, n_out); product(), x W, runs beside x A on a GPU. With
     tensor parallelism a CPU takes plain torch."""
     chosen = backend(x, kv)
-    if chosen == "triton" and sites.way == "batched":
-        return lora_triton(product, x, kv, sites)
+    if chosen == "triton" and segments.way == "batched":
+        return lora_triton(product, x, kv, segments)
     y = product()
-    if sites.way == "bmm":
-        lora_bmm(y, x, kv, sites)
-    elif chosen == "torch" or sites.gather_xa:
-        lora_ref(y, x, kv, sites)
+    if segments.way == "bmm":
+        lora_bmm(y, x, kv, segments)
+    elif chosen == "torch" or segments.gather_xa:
+        lora_ref(y, x, kv, segments)
     else:
-        sizes = sites.n_few, x.size(1), y.size(1), kv[0, 0].numel()
-        cpp("lora", x, y, *kv, sites.sites, sites.table, *sizes)
-        if sites.n_few < len(sites.sites):
-            lora_ref(y, x, kv, replace(sites, sites=sites.sites[sites.n_few:]))
+        sizes = segments.n_decode, x.size(1), y.size(1), kv[0, 0].numel()
+        cpp("lora", x, y, *kv, segments.numbers, segments.page_tables, *sizes)
+        if segments.n_decode < len(segments.numbers):
+            lora_ref(y, x, kv, replace(segments, numbers=segments.numbers[segments.n_decode:]))
     return y
 
-def lora_bmm(y, x, kv, sites):
+def lora_bmm(y, x, kv, segments):
     """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
     parts = []
-    for row, n, column, columns, rank, _, _, entry in sites.lists:
-        a = adapter_rows(kv[0], sites.table, entry, rank, x.size(1))
-        b = adapter_rows(kv[1], sites.table, entry, rank, columns)
+    for row, n, column, columns, rank, _, _, table_start in segments.lists:
+        a = adapter_rows(kv[0], segments.page_tables, table_start, rank, x.size(1))
+        b = adapter_rows(kv[1], segments.page_tables, table_start, rank, columns)
         b = F.pad(b, (column, y.size(1) - column - columns))
         parts.append((x[row:row + n], a, b))
     rows, a, b = (pad_sequence(part, batch_first=True).to(torch_dtype(x)) for part in zip(*parts))
     product = rows @ a.mT @ b  # (S, rows, n_out)
-    for (row, n, *_), own in zip(sites.lists, product):
+    for (row, n, *_), own in zip(segments.lists, product):
         y[row:row + n] += own[:n]
 
 # ---- weights in panels, for CPUs
@@ -619,7 +620,7 @@ def _activate_kernel(h, out, I, GATED: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row + i, y, i < I)
 
 @triton.jit
-def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane_step, eps,
+def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, slot_mapping, plane_step, eps,
                          H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                          BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program: BLOCK_H of the heads of one token.
@@ -653,7 +654,7 @@ def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, pages, plane_step, eps,
         rotated = x * c + partner * s
         x = tl.where(head < H + HK, rotated.to(x.dtype), x)
     tl.store(q + (token * H + head) * D + d, x, mask & (head < H))
-    page = tl.load(pages + token).to(tl.int64)
+    page = tl.load(slot_mapping + token).to(tl.int64)
     kv_head = (head - H) % HK
     cell = (page * HK + kv_head) * D + d
     cell += (head - H) // HK * plane_step
@@ -706,17 +707,17 @@ def attention_work(spans, N, H, kv):
         n_tile = sum([(n * G + size - 1) // size for _, n, _, _ in own])
         most = most_splits(n_tile, is_large, kv)
         tiles = []
-        for row, n, n_past, entry in own:
+        for row, n, n_past, table_start in own:
             # at least 128 tokens a split, and 4 n: each split writes n rows of output, which are
             # few beside the tokens that it reads
             n_split = min(most, (n_past + n) // max(128, 4 * n)) or 1
             for first in range(0, n * G, size):
                 for split in range(n_split):
-                    tiles += row, n, n_past, entry, first, split, n_split, n_part
+                    tiles += row, n, n_past, table_start, first, split, n_split, n_part
             if n_split > 1:
                 n_part += n * n_split
         lists.append(np.array(tiles, np.int32).reshape(-1, 8))
-    return dict(small=lists[0], large=lists[1], n_part=n_part)
+    return dict(small_tiles=lists[0], large_tiles=lists[1], n_part=n_part)
 
 def attention_room(N, R, H, kv):
     """The most work that up to R requests with N rows may have, as fields of a batch of padding"""
@@ -730,10 +731,10 @@ def attention_room(N, R, H, kv):
         room = max([n * most_splits(n, is_large, kv) for n in range(most + 1)])
         lists.append(zeros(room, 8))
         n_part += min(MOST_SPLITS * N, room * size // G)
-    return dict(small=lists[0], large=lists[1], n_part=n_part)
+    return dict(small_tiles=lists[0], large_tiles=lists[1], n_part=n_part)
 
 @triton.jit
-def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane_step, scale,
+def _attention_kernel(q, kv, out, parts, lse, tiles, page_tables, plane_step, scale,
                       H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program: a tile of query rows of one kv head against one split of the context. A row of
@@ -744,7 +745,7 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane_step, scale,
         token 1, G rows    x x x x x x x x x x x x x x x x x x
     """
     G: tl.constexpr = H // HK
-    row, n_row, n_past, entry = load4(tiles + 8 * tl.program_id(0))
+    row, n_row, n_past, table_start = load4(tiles + 8 * tl.program_id(0))
     first_query, split, n_split, first_part = load4(tiles + 8 * tl.program_id(0) + 4)
     kv_head = tl.program_id(1)
     if n_row == 0:  # padding of a CUDA graph
@@ -765,7 +766,7 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane_step, scale,
     begin = split * size
     for start in range(begin, tl.minimum(begin + size, end), BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
-        page = tl.load(table + entry + j, j < end, 0).to(tl.int64)
+        page = tl.load(page_tables + table_start + j, j < end, 0).to(tl.int64)
         cells = kv + (page * HK + kv_head)[:, None] * D + d
         kv_mask = (j < end)[:, None] & (d < D)
         k = tl.load(cells, kv_mask, 0.0)
@@ -786,7 +787,7 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, table, plane_step, scale,
         tl.store(lse + at, top + tl.log2(total), token < n_row)
 
 @triton.jit(do_not_specialize=["n_small"])
-def _combine_kernel(parts, lse, out, small, large, n_small, SMALL_SIZE: tl.constexpr,
+def _combine_kernel(parts, lse, out, small_tiles, large_tiles, n_small, SMALL_SIZE: tl.constexpr,
                     LARGE_SIZE: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                     MOST_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program: for one head, tokens of a tile whose context is split: the mean of their parts
@@ -796,9 +797,9 @@ def _combine_kernel(parts, lse, out, small, large, n_small, SMALL_SIZE: tl.const
     is_small = tile < n_small
     size = tl.where(is_small, SMALL_SIZE, LARGE_SIZE)
     if is_small:
-        tiles = small + 8 * tile
+        tiles = small_tiles + 8 * tile
     else:
-        tiles = large + 8 * (tile - n_small)
+        tiles = large_tiles + 8 * (tile - n_small)
     row, n_row, _, _ = load4(tiles)
     first_query, split, n_split, first_part = load4(tiles + 4)
     if n_split < 2:
@@ -844,37 +845,37 @@ def attention_triton(q, kv, batch, out):
         size = min(32768, cores_of(q.device)[1] // 4) if is_wide else 40960
         if len(tiles):
             _attention_kernel[(len(tiles), Hk)](
-                q, kv, out, parts, lse, tiles, batch.table, kv.stride(0), scale,
+                q, kv, out, parts, lse, tiles, batch.page_tables, kv.stride(0), scale,
                 H, Hk, D, block_m, block_n, block_d,
                 num_warps=max(4 if is_wide or itemsize > 2 else 2, block_m * block_d // 2048),
                 num_stages=1 + size // (block_n * block_d * itemsize))
-    if len(batch.large) == 0:
-        attend(batch.small, small_size)
+    if len(batch.large_tiles) == 0:
+        attend(batch.small_tiles, small_size)
     else:
-        side_by_side(lambda: attend(batch.large, large_size),
-                     lambda: attend(batch.small, small_size), q.device)
+        side_by_side(lambda: attend(batch.large_tiles, large_size),
+                     lambda: attend(batch.small_tiles, small_size), q.device)
     if batch.n_part:
-        _combine_kernel[(len(batch.small) + len(batch.large), H)](
-            parts, lse, out, batch.small, batch.large, len(batch.small),
+        _combine_kernel[(len(batch.small_tiles) + len(batch.large_tiles), H)](
+            parts, lse, out, batch.small_tiles, batch.large_tiles, len(batch.small_tiles),
             small_size, large_size, H, Hk, D, MOST_SPLITS, 4, block_d,
             num_warps=max(1, block_d // 64))
 
 # ---- Triton: lora
 
 @triton.jit(do_not_specialize=["width", "n_module", "n_part", "part_step"])
-def _shrink_kernel(x, a, xa, sites, table, width, n_module, n_part, part_step,
+def _shrink_kernel(x, a, xa, segments, page_tables, width, n_module, n_part, part_step,
                    C: tl.constexpr, W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
-    """One program: xa = x A for BLOCK_M rows of one site and BLOCK_R rows of A, a part of the sum.
+    """One program: xa = x A, a part of the sum, for BLOCK_M rows of a segment and BLOCK_R of A.
 
         x, a row    |  0  |  1  |  2  |  3  |  4  |     blocks of BLOCK_K numbers, which
         A, row 0    |  page 81  |  page 7   | 40  |     begin anew with each page
         A, row 1    |  page 5   |  page 82  | 41  |
         n_part = 2  |---- part 0 -----|- part 1 --|     programs side by side
     """
-    site = sites + 8 * tl.program_id(1)
-    row, n_row, _, _ = load4(site)
-    rank, _, module, entry = load4(site + 4)
+    segment = segments + 8 * tl.program_id(1)
+    row, n_row, _, _ = load4(segment)
+    rank, _, module, table_start = load4(segment + 4)
     tile = tl.program_id(0) * BLOCK_M
     first_rank = tl.program_id(2) // n_part * BLOCK_R
     own_part = tl.program_id(2) % n_part
@@ -894,7 +895,7 @@ def _shrink_kernel(x, a, xa, sites, table, width, n_module, n_part, part_step,
         i = block // n_block
         k = block % n_block * BLOCK_K + tl.arange(0, BLOCK_K)[None]
         k_mask = (k < W) & (i * W + k < C)
-        page = tl.load(table + entry + r * n_page + i, r_mask, 0).to(tl.int64)
+        page = tl.load(page_tables + table_start + r * n_page + i, r_mask, 0).to(tl.int64)
         w = tl.load(a + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
         v = tl.load(x + rows * C + i * W + k, (m < n_row) & k_mask, 0.0)
         acc = tl.dot(v, w.T, acc, input_precision="ieee")
@@ -902,14 +903,15 @@ def _shrink_kernel(x, a, xa, sites, table, width, n_module, n_part, part_step,
     tl.store(xa + at, acc, (m < n_row) & r_mask[None])
 
 @triton.jit(do_not_specialize=["width", "n_module", "n_part", "part_step"])
-def _expand_kernel(y, b, xa, sites, table, width, n_module, n_part, part_step, C, W: tl.constexpr,
+def _expand_kernel(y, b, xa, segments, page_tables, width, n_module, n_part, part_step, C,
+                   W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
                    UNIT: tl.constexpr, MOST_PARTS: tl.constexpr):
-    """One program: y += xa B for BLOCK_M rows of one site and BLOCK_N columns that lie in the
+    """One program: y += xa B for BLOCK_M rows of one segment and BLOCK_N columns that lie in the
     same page of each row of B. The parts of xa are added in their order."""
-    site = sites + 8 * tl.program_id(1)
-    row, n_row, column, columns = load4(site, UNIT)
-    _, rank, module, entry = load4(site + 4)
+    segment = segments + 8 * tl.program_id(1)
+    row, n_row, column, columns = load4(segment, UNIT)
+    _, rank, module, table_start = load4(segment + 4)
     tile = tl.program_id(0) * BLOCK_M
     n_block = tl.cdiv(W, BLOCK_N)  # blocks of a page
     i = tl.program_id(2) // n_block  # page of the row
@@ -925,7 +927,7 @@ def _expand_kernel(y, b, xa, sites, table, width, n_module, n_part, part_step, C
     for start in range(0, rank, BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
         r_mask = r < rank
-        page = tl.load(table + entry + r * n_page + i, r_mask, 0).to(tl.int64)
+        page = tl.load(page_tables + table_start + r * n_page + i, r_mask, 0).to(tl.int64)
         w = tl.load(b + page[:, None] * W + k, r_mask[:, None] & k_mask, 0.0)
         at = xa + rows * width + width // n_module * module + r[None]
         v = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
@@ -941,39 +943,41 @@ def _expand_kernel(y, b, xa, sites, table, width, n_module, n_part, part_step, C
 LORA_ROWS = 16, 64  # of a program: decodes [MBGMV], chunks [MBGMM]
 LORA_PARTS = 8, 4  # of the sums in x A: programs side by side
 
-def lora_triton(product, x, kv, sites):
-    """Programs of all sites, for as many rows, ranks and columns as the largest site has."""
+def lora_triton(product, x, kv, segments):
+    """Programs of all segments, for as many rows, ranks and columns as the largest segment has."""
     N, n_in = x.shape
     W = kv[0, 0].numel()
-    is_chunk = sites.max_rows > LORA_ROWS[0]
+    is_chunk = segments.max_rows > LORA_ROWS[0]
     block_m = LORA_ROWS[is_chunk]
     block_r = 16
     if is_chunk:
-        block_r = min(256 // x.element_size(), power_of_two(sites.max_rank))
+        block_r = min(256 // x.element_size(), power_of_two(segments.max_rank))
     block = max(16, min(256 // x.element_size(), power_of_two(W)))  # numbers of a page
-    unit = 16 if sites.wide and W % 16 == 0 else 1  # of the columns
-    grid = cdiv(sites.max_rows, block_m), len(sites.sites)
+    unit = 16 if segments.wide and W % 16 == 0 else 1  # of the columns
+    grid = cdiv(segments.max_rows, block_m), len(segments.numbers)
     warps = max(4, block_m // 8)
-    width = sites.n_module * sites.max_rank
+    width = segments.n_module * segments.max_rank
     # prompts of thousands of rows fill the GPU by themselves, and the parts take memory
     n_part = LORA_PARTS[is_chunk] if N * width <= 2**18 else 1
     xa = x.new_empty(n_part, N, width, dtype=torch.float32)
 
     def shrink():
-        _shrink_kernel[(*grid, cdiv(sites.max_rank, block_r) * n_part)](
-            x, kv[0], xa, sites.sites, sites.table, width, sites.n_module, n_part, N * width,
+        _shrink_kernel[(*grid, cdiv(segments.max_rank, block_r) * n_part)](
+            x, kv[0], xa, segments.numbers, segments.page_tables, width, segments.n_module, n_part,
+            N * width,
             n_in, W, block_m, block_r, block,
             num_warps=warps, num_stages=5)
     y = side_by_side(shrink, product, x.device)
-    if sites.gather_xa:
-        xa = sites.gather_xa(xa.sum(0))
+    if segments.gather_xa:
+        xa = segments.gather_xa(xa.sum(0))
         width = xa.size(1)
         n_part = 1
     if not is_chunk:  # a wider block: fewer programs
         block = max(16, min(512 // x.element_size(), power_of_two(W)))
-    n_block = cdiv(sites.max_columns or y.size(1), W) * cdiv(W, block)
+    n_block = cdiv(segments.max_columns or y.size(1), W) * cdiv(W, block)
     _expand_kernel[(*grid, n_block)](
-        y, kv[1], xa, sites.sites, sites.table, width, sites.n_module, n_part, N * width,
+        y, kv[1], xa, segments.numbers, segments.page_tables, width, segments.n_module, n_part,
+        N * width,
         y.size(1), W, block_m, 16, block, unit, LORA_PARTS[is_chunk],
         num_warps=warps, num_stages=3)
     return y
@@ -1454,14 +1458,15 @@ void activate(const T* h, T* out, int N, int I, int gated) {
 }
 
 // Norm q and k, unless norm is null; rotate them, unless cos is null; write k and v to their pages.
-// qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2), norm (2, D), K and V (n_page, Hk, D), pages (N,)
+// qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2), norm (2, D), K and V (n_page, Hk, D),
+// slot_mapping (N,)
 // -> q (N, H, D)
 void rotate_write(const T* qkv, const float* cos, const float* sin, const T* norm, T* q, T* K,
-                  T* V, const int32_t* pages, int N, int H, int Hk, float eps) {
+                  T* V, const int32_t* slot_mapping, int N, int H, int Hk, float eps) {
     #pragma omp parallel for if (N > 8)
     for (int64_t i = 0; i < N; i++) {
         const T* from = qkv + i * (H + 2 * Hk) * D;
-        const int64_t page = (int64_t)pages[i] * Hk * D;
+        const int64_t page = (int64_t)slot_mapping[i] * Hk * D;
         for (int h = 0; h < H + Hk; h++, from += D) {
             T* to = h < H ? q + (i * H + h) * D : K + page + (h - H) * D;
             const T* weight = norm && h >= H ? norm + D : norm;
@@ -1482,16 +1487,16 @@ void rotate_write(const T* qkv, const float* cos, const float* sin, const T* nor
 
 // Attention of requests with few rows, the cache read in place: the scores of all tokens, their
 // softmax, then the sum of the values. q, out (N, H, D); K and V (n_page, Hk, D); spans (R, 4):
-// first row, rows, n_past, first entry of table. A thread takes a whole request: pages are read
+// first row, rows, n_past, start in page_tables. A thread takes a whole request: pages are read
 // from end to end. Only if there are fewer requests than threads, their heads are divided.
-void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int32_t* table,
+void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int32_t* page_tables,
             T* out, int R, int H, int Hk) {
     const int64_t W = Hk * D, G = H / Hk;
     const int n_part = std::min<int>(Hk, cdiv(omp_get_max_threads(), R));
     #pragma omp parallel for collapse(2) schedule(dynamic, 1)
     for (int r = 0; r < R; r++)
         for (int part = 0; part < n_part; part++) {
-            const int32_t *span = spans + 4 * r, *pages = table + span[3];
+            const int32_t *span = spans + 4 * r, *pages = page_tables + span[3];
             const int n_past = span[2], context = span[1] + n_past;
             if (span[1] == 0) continue;  // padding
             const int first = part * Hk / n_part, end = (part + 1) * Hk / n_part;  // kv heads
@@ -1582,23 +1587,24 @@ void attend_chunk(const T* q, const T* K, const T* V, const int32_t* pages, T* o
     }
 }
 
-// y (N, n_out) += x (N, n_in) A B for sites with few rows, which share one reading of A and B
-// (n_page, W) in place. Only if there are fewer sites than threads, their rows are divided.
-void lora(const T* x, T* y, const T* A, const T* B, const int32_t* sites, const int32_t* table,
+// y (N, n_out) += x (N, n_in) A B for segments with few rows, which share one reading of A and B
+// (n_page, W) in place. Only if there are fewer segments than threads, their rows are divided.
+void lora(const T* x, T* y, const T* A, const T* B, const int32_t* segments,
+          const int32_t* page_tables,
           int S, int n_in, int n_out, int width) {
     const int64_t W = width;
     const int n_part = cdiv(omp_get_max_threads(), std::max(1, S));
     #pragma omp parallel for collapse(2) schedule(dynamic, 1)
     for (int s = 0; s < S; s++)
         for (int part = 0; part < n_part; part++) {
-            const int32_t *site = sites + 8 * s, *pages = table + site[7];
-            const int columns = site[3], rank = site[4];
+            const int32_t *segment = segments + 8 * s, *pages = page_tables + segment[7];
+            const int columns = segment[3], rank = segment[4];
             const int a_page = cdiv(n_in, W), b_page = cdiv(columns, W);  // of a row
-            const int64_t first_row = site[0] + part * site[1] / n_part;
-            const int n = site[0] + (part + 1) * site[1] / n_part - first_row;
+            const int64_t first_row = segment[0] + part * segment[1] / n_part;
+            const int n = segment[0] + (part + 1) * segment[1] / n_part - first_row;
             if (n == 0) continue;
             const T* own_x = x + first_row * n_in;
-            T* own_y = y + first_row * n_out + site[2];
+            T* own_y = y + first_row * n_out + segment[2];
             std::vector<float> in(own_x, own_x + n * n_in), xa(n * rank), sums(n * columns);
             for (int i = 0; i < rank * a_page; i++) {
                 const int first = i % a_page * W, length = std::min(width, n_in - first);

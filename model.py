@@ -29,7 +29,7 @@ from pathlib import Path
 # kernels before torch: it sets how torch's threads wait
 from kernels import (CACHE, activate, activate_ref, add_norm, add_norm_ref, attention, cdiv,
                      describe, heads_ref, linear, linear_ref, lora, pack, power_of_two,
-                     rotate_write, send)
+                     rotate_write, to_device)
 
 import tiktoken
 import torch
@@ -42,9 +42,8 @@ from tqdm import tqdm
 # -----------------------------------------------------------------------------
 # the shape of a model
 
-# the matrix products of a layer, by SARATHI's names [Table 1]. preproj: q, k and v; postproj: o;
-# ffn_ln1: gate and up, the MLP's first; ffn_ln2: down, its second
-OPERATORS = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")
+# the matrix products of a layer. GPT-2's gate_up_proj is up alone
+OPERATORS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 # columns: {a module's name in checkpoints, as self_attn.q_proj: (first, number) of its outputs}
 Operator = namedtuple("Operator", "n_in n_out columns")
 
@@ -137,15 +136,15 @@ class GPT:
         delta = None  # output of the operator before; the next norm adds it to x
         for i in range(c.n_layer):
             x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
-            qkv = linear_ref(h, *self.affine(f"{i}.preproj"))
+            qkv = linear_ref(h, *self.affine(f"{i}.qkv_proj"))
             norm = self.weights.get(f"{i}.qk_norm.weight")
             heads = heads_ref(qkv, *rope, c.n_head, c.n_kv_head, norm, c.norm_eps)
             q, k, v = (part.transpose(1, 2) for part in heads)  # (B, heads, T, D)
             h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            delta = linear_ref(h.transpose(1, 2).flatten(2), *self.affine(f"{i}.postproj"))
+            delta = linear_ref(h.transpose(1, 2).flatten(2), *self.affine(f"{i}.o_proj"))
             x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm2"), c.norm_eps)
-            h = activate_ref(linear_ref(h, *self.affine(f"{i}.ffn_ln1")), c.is_llama)
-            delta = linear_ref(h, *self.affine(f"{i}.ffn_ln2"))
+            h = activate_ref(linear_ref(h, *self.affine(f"{i}.gate_up_proj")), c.is_llama)
+            delta = linear_ref(h, *self.affine(f"{i}.down_proj"))
         _, h = add_norm_ref(x, delta, *self.affine("norm"), c.norm_eps)
         return linear_ref(h, self.weights["head.weight"])
 
@@ -161,19 +160,19 @@ class GPT:
         for i, layer_kv in enumerate(kv):
             x, h = add_norm(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
             mark("others")
-            qkv = self.project("preproj", i, h, batch, layer_kv, mark)
+            qkv = self.project("qkv_proj", i, h, batch, layer_kv, mark)
             norm = self.weights.get(f"{i}.qk_norm.weight")
-            q = rotate_write(qkv, *rope, layer_kv, batch.pages, c.n_head, c.n_kv_head, norm,
+            q = rotate_write(qkv, *rope, layer_kv, batch.slot_mapping, c.n_head, c.n_kv_head, norm,
                              c.norm_eps)
             h = attention(q, layer_kv, batch).flatten(1)  # (N, H * D)
             mark("attn")
-            delta = self.project("postproj", i, h, batch, layer_kv, mark)
+            delta = self.project("o_proj", i, h, batch, layer_kv, mark)
             x, h = add_norm(x, delta, *self.affine(f"{i}.norm2"), c.norm_eps)
             mark("others")
-            h = self.project("ffn_ln1", i, h, batch, layer_kv, mark)
+            h = self.project("gate_up_proj", i, h, batch, layer_kv, mark)
             h = activate(h, c.is_llama)
             mark("others")
-            delta = self.project("ffn_ln2", i, h, batch, layer_kv, mark)
+            delta = self.project("down_proj", i, h, batch, layer_kv, mark)
         rows = batch.logit_rows
         _, batch.hidden = add_norm(x[rows], delta[rows], *self.affine("norm"), c.norm_eps)
         logits = linear(batch.hidden, self.weights["head.weight"])
@@ -202,12 +201,12 @@ class GPT:
 
     # ---- the rest
 
-    def __init__(self, config: GPTConfig, take, dtype: torch.dtype, world: "World"):
-        """take(name, shape) -> a tensor of the model"""
+    def __init__(self, config: GPTConfig, get_tensor, dtype: torch.dtype, world: "World"):
+        """get_tensor(name, shape) -> a tensor of the model"""
         self.config = config.shard_of(world.rank, world.size)
-        # {"embedding.weight": ..., "0.norm1.weight": ..., "0.preproj.weight": ...}; matrices are in
-        # the layout that a CPU's product reads, see kernels.pack
-        self.weights = take_weights(self.config, take, dtype, world.device)
+        # {"embedding.weight": ..., "0.norm1.weight": ..., "0.qkv_proj.weight": ...}; matrices are
+        # in the layout that a CPU's product reads, see kernels.pack
+        self.weights = take_weights(self.config, get_tensor, dtype, world.device)
         self.world = world
         self.dtype = dtype
         self.device = self.weights["embedding.weight"].device
@@ -216,7 +215,7 @@ class GPT:
         self.profile = None  # a CostModel, measured when it is first needed
 
     def affine(self, name):
-        """(weight, bias or None) of a norm or an operator such as 3.preproj"""
+        """(weight, bias or None) of a norm or an operator such as 3.qkv_proj"""
         return self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
 
     @torch.inference_mode()
@@ -233,11 +232,11 @@ class GPT:
         world = world or World(device)
         dtype = pick_dtype(dtype, world.device)
         rng = torch.Generator(world.device).manual_seed(seed)
-        def take(name, shape):
+        def get_tensor(name, shape):
             if len(shape) == 1:
                 return torch.full(shape, float(name.endswith("weight")))  # norms 1, biases 0
             return torch.normal(0, 0.02, shape, generator=rng, dtype=dtype, device=world.device)
-        return model_class(world)(config, take, dtype, world)
+        return model_class(world)(config, get_tensor, dtype, world)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, dtype: torch.dtype | str | None = None,
@@ -256,7 +255,7 @@ class GPT:
             config = replace(config, tied=is_tied)
         world = world or World(device)
         dtype = pick_dtype(dtype, world.device, stored)
-        model = model_class(world)(config, checkpoint.take, dtype, world)
+        model = model_class(world)(config, checkpoint.get_tensor, dtype, world)
         surplus = [name for name in checkpoint if not re.fullmatch(NOT_NEEDED, name)]
         if surplus:
             raise ValueError(f"{folder}: {len(surplus)} surplus tensors, as {surplus[0]!r}")
@@ -340,7 +339,7 @@ class Adapter:
     def write(self, kv, pages):
         """Copy planes (L, 2, n, Hk * D) to n pages of kv (L, 2, n_page, Hk, D), layer by layer,
         since a GPU may have no room for a second copy of all."""
-        pages = send(torch.tensor(pages), kv.device)
+        pages = to_device(torch.tensor(pages), kv.device)
         for layer_kv, planes in zip(kv, self.planes):
             own = planes.to(kv, non_blocking=True)
             layer_kv[:, pages] = own.unflatten(-1, kv.shape[3:])  # (2, n, Hk, D)
@@ -356,7 +355,7 @@ class Adapter:
         self.n_page = 0
         self.n_params = 0  # of this device
         # operator -> {module: (first column, columns, rank of A, rank of B, number of the module in
-        # its operator, first page)}: all but the rows of a kernels.Sites
+        # its operator, first page)}: all but the rows of a kernels.Segments
         self.modules = defaultdict(dict)
         self.max_rank = {}  # operator -> its largest rank, as a power of two, 16 at least
         width = config.n_kv_head * config.head_dim  # of a page
@@ -433,10 +432,10 @@ class Adapter:
         i, n = self.config.shard
         op, *_ = self.config.modules[module]
         if op in ROW_PARALLEL:
-            a = cut(a, -1, (i, n), module)
+            a = take_shard(a, -1, (i, n), module)
         else:
             a = a[..., i::n, :]
-        b = cut(b, -1, (i, n), module)
+        b = take_shard(b, -1, (i, n), module)
         for own, factor in zip(self.factors(module), (a, b)):
             own[layers, ..., :factor.size(-2), :] = factor
 
@@ -446,7 +445,7 @@ class Adapter:
 
 # ---- the tensors of a model
 
-RANK_0 = ("postproj.bias", "ffn_ln2.bias")  # weights that only rank 0 has
+RANK_0 = ("o_proj.bias", "down_proj.bias")  # weights that only rank 0 has
 
 def list_layer(config):
     """[(our name, name in a checkpoint, has a bias, *shape)] of a layer of the whole model. Tensors
@@ -459,22 +458,22 @@ def list_layer(config):
     if not c.is_llama:
         return [
             ("norm1", "ln_1", True, C),
-            ("preproj", "attn.c_attn", True, Q + 2 * K, C),
-            ("postproj", "attn.c_proj", True, C, Q),
+            ("qkv_proj", "attn.c_attn", True, Q + 2 * K, C),
+            ("o_proj", "attn.c_proj", True, C, Q),
             ("norm2", "ln_2", True, C),
-            ("ffn_ln1", "mlp.c_fc", True, I, C),
-            ("ffn_ln2", "mlp.c_proj", True, C, I)]
+            ("gate_up_proj", "mlp.c_fc", True, I, C),
+            ("down_proj", "mlp.c_proj", True, C, I)]
     qkv_bias = c.attention_bias or c.family == "qwen2"
     layer = [
         ("norm1", "input_layernorm", False, C),
-        ("preproj", "self_attn.q_proj", qkv_bias, Q, C),
-        ("preproj", "self_attn.k_proj", qkv_bias, K, C),
-        ("preproj", "self_attn.v_proj", qkv_bias, K, C),
-        ("postproj", "self_attn.o_proj", c.attention_bias, C, Q),
+        ("qkv_proj", "self_attn.q_proj", qkv_bias, Q, C),
+        ("qkv_proj", "self_attn.k_proj", qkv_bias, K, C),
+        ("qkv_proj", "self_attn.v_proj", qkv_bias, K, C),
+        ("o_proj", "self_attn.o_proj", c.attention_bias, C, Q),
         ("norm2", "post_attention_layernorm", False, C),
-        ("ffn_ln1", "mlp.gate_proj", c.mlp_bias, I, C),
-        ("ffn_ln1", "mlp.up_proj", c.mlp_bias, I, C),
-        ("ffn_ln2", "mlp.down_proj", c.mlp_bias, C, I)]
+        ("gate_up_proj", "mlp.gate_proj", c.mlp_bias, I, C),
+        ("gate_up_proj", "mlp.up_proj", c.mlp_bias, I, C),
+        ("down_proj", "mlp.down_proj", c.mlp_bias, C, I)]
     if c.family == "qwen3":
         layer += [
             ("qk_norm", "self_attn.q_norm", False, c.head_dim),
@@ -499,7 +498,7 @@ def list_outside(config):
 
 def list_tensors(config):
     """{our name: [(name in a checkpoint, shape, dim that is cut by tensor parallelism)]}. For
-    llama-7b, "3.preproj.weight": [("model.layers.3.self_attn.q_proj.weight", (4096, 4096), 0), the
+    llama-7b, "3.qkv_proj.weight": [("model.layers.3.self_attn.q_proj.weight", (4096, 4096), 0), the
     same of k_proj and of v_proj]"""
     rows = list_outside(config)
     for ours, theirs, *rest in list_layer(config):
@@ -514,12 +513,12 @@ def list_tensors(config):
             tensors[f"{ours}.bias"].append((f"{theirs}.bias", shape[:1], dim))
     return tensors
 
-def take_weights(config, take, dtype, device):
-    """{our name: this device's share of what take gives}, matrices packed"""
+def take_weights(config, get_tensor, dtype, device):
+    """{our name: this device's share of what get_tensor gives}, matrices packed"""
     weights = {}
     i = config.shard[0]
     for name, parts in list_tensors(config).items():
-        shares = [cut(take(part, shape).to(dtype), dim, config.shard, part)
+        shares = [take_shard(get_tensor(part, shape).to(dtype), dim, config.shard, part)
                   for part, shape, dim in parts]
         if i > 0 and name.endswith(RANK_0):
             continue
@@ -555,8 +554,8 @@ def rotary_frequencies(config):
 # ---- how devices share a model [S-LoRA §6]
 
 # operator -> the dim of its weight (n_out, n_in) that is cut [S-LoRA §6]
-SHARDED_DIM = dict(preproj=0, postproj=1, ffn_ln1=0, ffn_ln2=1)
-ROW_PARALLEL = ("postproj", "ffn_ln2")  # their input is cut
+SHARDED_DIM = dict(qkv_proj=0, o_proj=1, gate_up_proj=0, down_proj=1)
+ROW_PARALLEL = ("o_proj", "down_proj")  # their input is cut
 
 class ShardedGPT(GPT):
     """One device's share of a model [S-LoRA §6]: of every tensor, and of the operators' work."""
@@ -614,7 +613,7 @@ class World:
             dist.broadcast_object_list(values)
         return values[0]
 
-def cut(tensor, dim, shard, module):
+def take_shard(tensor, dim, shard, module):
     """Share i of n along dim, if the tensor has it. GPT-2's c_attn is q, k, v: each one is cut."""
     i, n = shard
     if dim is None or dim == tensor.dim() or n == 1:
@@ -815,7 +814,7 @@ class Checkpoint(dict):
             self |= {rename(name): tensor for name, tensor in tensors.items()
                      if not index or index.get(name) == file}
 
-    def take(self, name, shape):
+    def get_tensor(self, name, shape):
         """Remove a tensor and return it, as (n_out, n_in). ValueError if it does not fit."""
         if name not in self:
             raise ValueError(f"{self.folder}: tensor {name!r} is missing")
@@ -918,8 +917,8 @@ def read_factors(folder, config, base):
             alpha = setting_of(target, settings, "lora_alpha", "alpha_pattern", -1e6)
         scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
         _, n_out, n_in = config.modules[module]
-        a = checkpoint.take(f"{start}A{end}", (rank, n_in))
-        b = checkpoint.take(f"{start}B{end}", (n_out, rank))
+        a = checkpoint.get_tensor(f"{start}A{end}", (rank, n_in))
+        b = checkpoint.get_tensor(f"{start}B{end}", (n_out, rank))
         factors[place] = a, b.T.float() * scaling
     if not factors:
         raise ValueError(f"{folder}: holds no tensors of LoRA")

@@ -43,7 +43,7 @@ import kernels
 import model as model_py
 import sarathi
 from bench import ASSETS, CLAIMS, EXPERIMENTS
-from kernels import FEW_ROWS, Batch, Sites, cdiv
+from kernels import DECODE_ROWS, Batch, Segments, cdiv
 from model import (FAMILIES, GPT, Adapter, GPTConfig, World, load_model, load_tokenizer, preset,
                    read_config)
 from sarathi import (SCHEDULERS, CostModel, EarlyAbort, Engine, Fair, Feed, Iteration,
@@ -155,12 +155,12 @@ def test_operator_rotate_write(N, H, Hk, D, rotated, normed, dtype):
     near([q, kv], [q_ref, kv_ref])
 
 def place(entries, lengths):
-    """Give spans or sites, few rows first, pages in random order, and add an empty one, as in a
-    CUDA graph. -> entries, table, n_few"""
+    """Give spans or segments, few rows first, pages in random order, and add an empty one, as in a
+    CUDA graph. -> entries, table, n_decode"""
     starts = [0, *accumulate(lengths)]
     entries = [[*entry, start] for entry, start in zip(entries, starts)]
     table = torch.randperm(2 * starts[-1])[:starts[-1]].int()
-    few = [entry for entry in entries if entry[1] <= FEW_ROWS]
+    few = [entry for entry in entries if entry[1] <= DECODE_ROWS]
     chunks = entries[len(few):]
     padding = [10**6, 0, *[10**6] * (len(entries[0]) - 2)]
     entries = torch.tensor([*few, padding, *chunks])
@@ -177,10 +177,10 @@ def batch_of(requests):
     sizes = [tuple(map(int, text.split("+"))) for text in requests.split()]
     starts = [0, *accumulate(rows for rows, _ in sizes)]
     entries = [[start, rows, n_past] for start, (rows, n_past) in zip(starts, sizes)]
-    spans, table, n_few = place(entries, [rows + n_past for rows, n_past in sizes])
+    spans, table, n_decode = place(entries, [rows + n_past for rows, n_past in sizes])
     tokens, no_rows = kernels.zeros(starts[-1]), kernels.zeros(0)
     arrays = tokens, no_rows, no_rows, spans.cpu().numpy(), table.cpu().numpy(), no_rows
-    return starts[-1], Batch(*arrays, n_few)
+    return starts[-1], Batch(*arrays, n_decode)
 
 ATTENTION = [  # threads, heads, kv heads, head_dim, requests
     (1, 8, 1, 16, "1+0 1+15 1+16 1+31 1+32 1+4095"),
@@ -199,7 +199,7 @@ def test_operator_attention(n_thread, H, Hk, D, requests, dtype):
     N, batch = batch_of(requests)
     q = 2 * torch.randn(N + 3, H, D).to(dtype)  # three padding rows
     q[0] *= 20  # nearly all probabilities are 0
-    kv = cache_of(torch.from_numpy(batch.table), Hk, D, dtype)
+    kv = cache_of(torch.from_numpy(batch.page_tables), Hk, D, dtype)
     torch.set_num_threads(n_thread)
     batch = batch.to(kv, H)
     actual = kernels.attention(q, kv, batch)
@@ -218,9 +218,9 @@ def test_a_cache_of_another_dtype(monkeypatch):
         first = [request.output[0] for request in requests]
         assert first == [naive(tuple(r.prompt), r.adapter, 1)[0] for r in requests]
 
-def sites_of(requests, n_in, columns, W, widen=1):
+def segments_of(requests, n_in, columns, W, widen=1):
     """requests: "rows module rank module rank ..., ...", few rows first; B has `widen` times the
-    rank of A. columns: of each module -> N and Sites"""
+    rank of A. columns: of each module -> N and Segments"""
     entries = []
     lengths = []
     N = 0
@@ -234,7 +234,7 @@ def sites_of(requests, n_in, columns, W, widen=1):
     max_rank = cdiv(max(entry[4] for entry in entries), 16) * 16
     wide = all(n % 16 == 0 for n in columns)
     max_rows = max(rows for _, rows, *_ in entries)
-    return N, Sites(*place(entries, lengths), max_rows, len(columns), max_rank, wide)
+    return N, Segments(*place(entries, lengths), max_rows, len(columns), max_rank, wide)
 
 def gather(xa):
     """As from another device with twice this one's x A"""
@@ -247,22 +247,23 @@ def gather(xa):
     (80, 96, (96, 160), 1, "1 0 70 1 2, 17 0 33 1 140"),
     (64, 64, (65, 20), 2, "3 0 1 1 20, 1, 64 0 40 1 7"),
 ])
-# with more threads than sites, these divide the rows of a site
+# with more threads than segments, these divide the rows of a segment
 @each("n_thread", [1] if INTERPRETED else [1, 5])
 def test_operator_lora(n_thread, W, n_in, columns, n_device, requests, dtype):
-    N, sites = sites_of(requests, n_in, columns, W, n_device)
-    kv = cache_of(sites.table, 1, W, dtype)
+    N, segments = segments_of(requests, n_in, columns, W, n_device)
+    kv = cache_of(segments.page_tables, 1, W, dtype)
     x = torch.randn(N + 3, n_in).to(dtype) / 16
     y = torch.randn(N + 3, sum(columns)).to(dtype)
-    sites.gather_xa = gather if n_device == 2 else None
+    segments.gather_xa = gather if n_device == 2 else None
     kernels.cpp.called |= n_device == 2  # on a CPU the definition serves an exchange
     expected = y.double()
-    kernels.lora_ref(expected, x.double(), kv.double(), sites)
+    kernels.lora_ref(expected, x.double(), kv.double(), segments)
     for way in ("batched", "bmm")[:3 - n_device]:
         if way == "bmm":  # no graph has it: there is no padding
-            sites = replace(sites, sites=sites.sites[sites.sites[:, Sites.N_ROW] > 0])
+            own = segments.numbers
+            segments = replace(segments, numbers=own[own[:, Segments.N_ROW] > 0])
         torch.set_num_threads(n_thread)
-        actual = kernels.lora(y.clone, x, kv, replace(sites, way=way))
+        actual = kernels.lora(y.clone, x, kv, replace(segments, way=way))
         torch.set_num_threads(1)
         near(actual, expected, expected.abs().max())
 
@@ -538,7 +539,7 @@ def test_attention_spills_no_registers(arch, memory, number, D, G, monkeypatch, 
     q = torch.zeros(1, G, D, dtype=number)
     tiles = torch.zeros(1, 8, dtype=torch.int32)
     large = tiles[:int(number != float32)]  # of float32 there are none
-    batch = Mock(small=tiles, large=large, n_part=0, table=tiles[0])
+    batch = Mock(small_tiles=tiles, large_tiles=large, n_part=0, page_tables=tiles[0])
     kernels.attention_triton(q, torch.zeros(2, 9, 1, D, dtype=number), batch, q)
     assert len(made) == 1 + len(large)
     for compiled in made.values():
@@ -661,14 +662,14 @@ def test_a_layer_of_decodes_launches_ten_kernels(family, monkeypatch):
 @each("family, number", [("qwen3", float16), ("gpt2", float32)])
 def test_without_triton_a_gpu_is_read_once_a_batch(family, number, monkeypatch):
     """On a device without memory: any other reading raises, and so does a tensor of another
-    device. Spans and sites are read as lists, once and not in each of the two layers."""
+    device. Spans and segments are read as lists, once and not in each of the two layers."""
     config = replace(GPT2 if family == "gpt2" else TINY, family=family)
     world = World("cpu")
     world.device = torch.device("meta")
     take = lambda name, shape: torch.empty(shape, device="meta")
     model = GPT(config, take, number, world)
     table = torch.zeros(900, dtype=torch.int32, device="meta")
-    adapters = {op: Sites(table[:8].view(1, 8), table, 1, 1, len(operator.columns), 16)
+    adapters = {op: Segments(table[:8].view(1, 8), table, 1, 1, len(operator.columns), 16)
                 for op, operator in config.operators.items()}
     batch = Batch(table[:13], table[:13], table[:13], table[:8].view(2, 4), table, table[:2], 1,
                   adapters)
@@ -756,7 +757,7 @@ def test_each_part_of_an_iteration_is_marked_when_it_is_done():
     engine.runner.graphs = None  # a replay calls no forward
     engine.add_adapter("down", Adapter.random(TINY, {"mlp.down_proj": 2}))
     engine.generate([[1, 2]], 1, "down")
-    layer = "others preproj attn postproj others ffn_ln1 others ffn_ln2 lora".split()
+    layer = "others qkv_proj attn o_proj others gate_up_proj others down_proj lora".split()
     assert marks == [*layer, *layer, "others"]
 
 def transformers_model(folder, family="llama", shard="5GB", **settings):
@@ -1477,7 +1478,7 @@ def check_pages(engine):
     running = set(engine.running)
     loaded = set(engine.memory.loaded)
     assert running <= owners <= running | loaded
-    users = engine.memory.n_users
+    users = engine.memory.n_pins
     assert users.total() == sum(request.lora_weights in loaded for request in running)
     for request in running:
         adapter = request.lora_weights
@@ -1569,9 +1570,9 @@ def test_adapters_are_evicted_when_their_copies_are_done():
     engine = start(COST, [], adapters=dict.fromkeys("abc", 8))
     memory = engine.memory
     for name in "abc":
-        memory.acquire(engine.adapters[name])
+        memory.pin(engine.adapters[name])
     for name in "bac":
-        memory.leave(engine.adapters[name])
+        memory.unpin(engine.adapters[name])
     _, second, _ = memory.loaded.values()
     assert engine.now < second and memory.make_room(memory.pool, len(memory.pool.free) + 1)
     assert engine.now == second and loaded_in(engine) == ["a", "c"]
@@ -1629,7 +1630,7 @@ class SlowCopies(sarathi.ModelRunner):
         return super().compute(batch)
 
 def test_requests_with_the_same_adapter_share_its_sites():
-    """Rows of an adapter stand side by side, and are one site: (first row, rows). Nine rows of
+    """Rows of an adapter stand side by side, and are one segment: (first row, rows). Nine rows of
     decodes are multiplied like a chunk's."""
     requests = [Request([1] * n, 2, name) for name, n in [
         ("q", 1), (None, 1), ("all", 2), ("q", 8), ("all", 9), ("q", 20), (None, 30)]]
@@ -1639,9 +1640,9 @@ def test_requests_with_the_same_adapter_share_its_sites():
     feeds, *_ = engine.runner.forward(engine.record[0].feeds)
     names = [feed.request.adapter for feed in feeds]
     assert names == ["q", "q", None, "all", "q", None, "all"]
-    sites = compute.call_args.args[0].adapters["preproj"]  # "all" has q and k
-    assert sites.sites[:, :2].tolist() == 2 * [[10, 2]] + [[0, 9], [12, 20]] + 2 * [[62, 9]]
-    assert (sites.n_few, sites.max_rows) == (2, 20)
+    segments = compute.call_args.args[0].adapters["qkv_proj"]  # "all" has q and k
+    assert segments.numbers[:, :2].tolist() == 2 * [[10, 2]] + [[0, 9], [12, 20]] + 2 * [[62, 9]]
+    assert (segments.n_decode, segments.max_rows) == (2, 20)
 
 def test_an_adapter_takes_the_models_dtype():
     engine = Engine(random_model(dtype=bfloat16))
@@ -1695,7 +1696,7 @@ def test_pages_are_conserved(options):
     assert engine.alloc == "reserve" or n_preempted(engine)
     for pool, n_page in pools_of(engine).items():
         assert engine.memory.make_room(pool, n_page)  # adapters are idle
-    assert not engine.memory.n_users  # it would keep replaced adapters in memory
+    assert not engine.memory.n_pins  # it would keep replaced adapters in memory
 
 @each("draft, lora", [("ngram", "batched"), (TARGET, "batched"), (None, "merge")])
 def test_engines_leave_no_cache_behind(draft, lora, monkeypatch):
@@ -2059,18 +2060,18 @@ LOST = {  # message -> model, and options of an engine
 def test_no_part_of_a_user_lets_run_hang(message):
     model, options = LOST[message]
     engine = start(model, [Request([1] * 4, 3) for _ in range(3)], max_batch=2, **options)
-    with pytest.raises(sarathi.Mistake, match=message):
+    with pytest.raises(sarathi.UserCodeError, match=message):
         engine.run()
 
 def test_a_request_is_not_preempted_without_end():
     request = Request([1] * 4, 3)
     engine = start(COST, [request])
-    engine.advance()
+    engine.run_iteration()
     engine.preempt(request)
     request.n_preempted = 1000
     request.output.clear()
     engine.admit()
-    with pytest.raises(sarathi.Mistake, match="preempts Request.id=0, .* without end"):
+    with pytest.raises(sarathi.UserCodeError, match="preempts Request.id=0, .* without end"):
         engine.preempt(request)
 
 @dataclasses.dataclass
@@ -2090,7 +2091,7 @@ def test_gaps_in_time_are_counted():
     for n, expected in (99, False), (100, True):
         request = Request([1], state="length", times=[float(t) for t in range(n)] + [n + 0.5])
         request.arrival = 0.0
-        run = sarathi.Run([request], 0.0)
+        run = sarathi.Metrics([request], 0.0)
         assert run.meets(1.0, 1.0) == expected and run.attainment(1.0, 1.0) == expected
 
 def test_operators_are_compiled_before_the_clock_starts(monkeypatch):
@@ -2179,7 +2180,7 @@ def test_a_cost_model_of_ones_own_needs_parts_alone(options):
     engine = start(cost, requests, adapters={"a": 8}, **dict(scheduler="sarathi") | options)
     engine.run()
     gaps = np.concatenate([np.diff(request.times) for request in requests])
-    n_row = 1 + engine.speculator.given[requests[-1]] if engine.speculator else 1
+    n_row = 1 + engine.speculator.last_k[requests[-1]] if engine.speculator else 1
     assert gaps[gaps > 0].min() == approx(1e-3 * n_row, rel=0.05)
 
 HOOKS = {  # what may fail in an iteration: engine -> its owner and its name
@@ -2369,7 +2370,7 @@ def fake_graphs(monkeypatch):
     """From now on runners record CUDA graphs. A replay computes again what was recorded, with the
     same weights, and the outputs of all other graphs become NaN, since they share memory."""
     if IS_TORCH:
-        pytest.skip("no GPU has graphs of the definitions, which keep lists of sites")
+        pytest.skip("no GPU has graphs of the definitions, which keep lists of segments")
     calls = {}  # graph -> model, its weights, batch, cache, logits
     recording = []
     forward = GPT.forward
@@ -2458,7 +2459,7 @@ def test_what_has_no_room_in_a_graph_runs_without_one(monkeypatch):
 
 @each("lora", ["bmm", "merge"])
 def test_the_baselines_of_adapters_have_no_graphs(lora, monkeypatch):
-    """Their operators read sites on the host; merged weights change."""
+    """Their operators read segments on the host; merged weights change."""
     fake_graphs(monkeypatch)
     requests = mixed((None, "q", "ffn"))
     engine = start(TARGET, requests, lora=lora)
@@ -2987,7 +2988,7 @@ def test_every_scheduler_stalls_what_its_paper_says(scheduler, n_draft, n_first,
     engine = Engine(Linear(TINY, float32), scheduler, n_page=1000, draft="ngram", alpha=0.5,
                     spec=max(n_draft, 1))
     decodes = [Request([0] * 9, n_past=8) for _ in range(2)]
-    engine.speculator.given = {decodes[0]: n_draft}  # the other one is new
+    engine.speculator.last_k = {decodes[0]: n_draft}  # the other one is new
     prompts = [Request([0] * n_first), Request([0] * 400)]
     plan = engine.scheduler.plan(decodes + engine.scheduler.admit(decodes, prompts))
     assert [n for _, n in plan] == expected
@@ -3023,15 +3024,15 @@ def test_stats_of_an_iteration():
         n_logits=1 + 3 + 1,
         decodes=2,
         context=9 + 3 + 5 + 1,
-        context_again=2 * (9 + 3),
+        draft_context=2 * (9 + 3),
         chunks=1,
         pairs=128 * (100 + 64 / 2),  # a whole tile
         chunk_context=100 + 64,
-        adapted=3 + 1,
-        adapted_chunks=1,
-        lora_read=10 + 20,
-        lora_pairs=3 * 20 + 10,
-        lora_chunk_pairs=64 * 10,
+        lora_rows=3 + 1,
+        lora_chunks=1,
+        lora_params=10 + 20,
+        lora_macs=3 * 20 + 10,
+        lora_chunk_macs=64 * 10,
     )
     decodes = A100.stats([feed(99, 1, 1, 1000)] * 10)
     assert decodes.with_drafts(30) == A100.stats([feed(99, 4, 4, 1000)] * 10)
@@ -3060,10 +3061,10 @@ def test_the_baseline_of_copied_adapters():
     assert A100.split(stats, "bmm")["lora"] == approx(3 * reading + multiplying + gathering)
 
 @each("operator, features", [
-    ("preproj", "n_tokens"),
+    ("qkv_proj", "n_tokens"),
     ("others", "n_logits"),
-    ("attn", "decodes context context_again chunks pairs chunk_context"),
-    ("lora", "adapted adapted_chunks lora_read lora_pairs lora_chunk_pairs"),
+    ("attn", "decodes context draft_context chunks pairs chunk_context"),
+    ("lora", "lora_rows lora_chunks lora_params lora_macs lora_chunk_macs"),
 ])
 def test_a_profile_counts_every_feature_to_its_operator(operator, features):
     profile = sarathi.Profile.__new__(sarathi.Profile)  # nothing is timed
@@ -3115,7 +3116,7 @@ def serve_share(folder, world, name, adapters, draft):
     engine = start(model, [], adapters=sources, chunk=20, n_page=900, draft=draft, spec=spec)
     world.n_sent = 0
     if world.rank:
-        engine.runner.follow()
+        engine.runner.worker_loop()
         return None, world.n_sent
     if adapters == ("replaced",):
         tokens = serve_replaced(engine, folder)
@@ -3123,7 +3124,7 @@ def serve_share(folder, world, name, adapters, draft):
         prompts = [prompt(30 - i, i) for i in range(len(adapters))]
         tokens = engine.generate(prompts, 6, [*adapters])
     if world.size > 1:
-        engine.runner.tell("stop")
+        engine.runner.broadcast_call("stop")
     return tokens, world.n_sent
 
 class CountingWorld(World):
@@ -3385,7 +3386,7 @@ def test_adapters_send_what_the_paper_says():
     request = Request([1] * 9, lora_weights=Adapter(cost.config, 32))
     stats = cost.stats([sarathi.Feed(request, 8, 1, 1)] * 12)
     seconds = cost.seconds(stats)
-    cost.exchanges = False
+    cost.sends_xa = False
     n_bytes = 2 * 5 * 3 * 12 * 32 / 4
     sent = 60 * (n_bytes / (0.75 * 300e9) + 2 * 25e-6)
     assert seconds - cost.seconds(stats) == approx(sent)
@@ -3621,7 +3622,7 @@ def test_what_a_stopped_run_has_measured_is_shown(name, n_call, n_round, monkeyp
 
 def small_run():
     request = Request([0, 1], arrival=0.0, state="length", output=[1, 2], times=[2.0, 4.0])
-    return sarathi.Run([request], 0.0)
+    return sarathi.Metrics([request], 0.0)
 
 def test_a_simulated_row_is_a_median_over_seeds(monkeypatch):
     """Those of runs with each seed alone, of the same arrivals in all ways"""
@@ -3685,7 +3686,7 @@ def test_run_counts_all_requests():
     late = Request([0], 9, arrival=1.0, state="stop", output=[1, 2], times=[8.0, 9.0])
     one = Request([0], 1, arrival=1.0, state="length", output=[1], times=[3.0])  # has no TPOT
     aborted = Request([0], state="aborted", arrival=1.0, n_preempted=2)
-    run = sarathi.Run([early, late, one, aborted], start=1.0)
+    run = sarathi.Metrics([early, late, one, aborted], start=1.0)
     assert run.requests_per_second == 3 / 8 and run.n_preempted == 2
     assert (run.latencies, run.stalls, run.tpots) == ([5, 8, 2], [3, 1], [2, 1])
     figures = run.figures
@@ -3693,14 +3694,14 @@ def test_run_counts_all_requests():
     assert figures["output tokens/s"] == (3 + 2 + 1) / 8
     assert figures["TTFT p50 ms"] == 2000 and figures["TTFT p99 ms"] == approx(6900)
     assert figures["TPOT p50 ms"] == 1500 and figures["stall p99 ms"] == approx(2980)
-    empty = str(sarathi.Run([], 0.0))
+    empty = str(sarathi.Metrics([], 0.0))
     assert empty.split("\n")[2].startswith("| run | 0        | 0        | 0               | nan  ")
     assert str(run).split("\n")[2].startswith("| run | 3        | 1.12 ")
     # targets: of each request alone, or of the half and the 99 % of all
     assert run.attainment(6.0) == 2 / 4 and run.attainment(6.0, 2.9) == 1 / 4
     assert run.attainment(0.9) == 0 and run.goodput(6.0) == 2 / 8
     assert run.meets(2.0, 3.0) and not run.meets(1.9, 3.0) and not run.meets(2.0, 2.9)
-    assert not sarathi.Run([aborted], 0.0).meets()
+    assert not sarathi.Metrics([aborted], 0.0).meets()
     classes = run.by(lambda request: request is one)
     assert [(name, len(own.requests)) for name, own in classes.items()] == [(False, 3), (True, 1)]
     first, *_, last = run.rows()
@@ -4236,7 +4237,7 @@ class Keeps(sarathi.Memory):
         for page in self.pool.tables.pop(request):
             self.pool.tables[page] = [page]
             self.idle[page] = True
-        self.leave(request.lora_weights)
+        self.unpin(request.lora_weights)
 
 @each("width, memory", [(400, None), (1280, Keeps)])
 def test_page_of_explain(width, memory, tmp_path):

@@ -166,7 +166,7 @@ import torch.nn.functional as F
 def attention(q, kv, batch, window=8):
     out = torch.zeros_like(q)
     for start, n, n_past, first in batch.spans.tolist():
-        pages = batch.table[first:first + n_past + n].long()
+        pages = batch.page_tables[first:first + n_past + n].long()
         k, v = kv[:, pages].transpose(1, 2)
         rows = q[start:start + n].transpose(0, 1)
         seen = torch.ones(n, len(pages)).tril(n_past).triu(n_past - window + 1).bool()
@@ -197,7 +197,7 @@ class Mine(Memory):
         keys = self.keys(request, (request.n_tokens - 1) // self.size)
         return keys[:bisect_left(keys, True, key=lambda key: key not in self.pool.tables)]
 
-    def look_up(self, waiting):
+    def match_prefixes(self, waiting):
         for request in self.engine.running:
             self.share(request)
         for request in waiting:
@@ -227,14 +227,14 @@ class Mine(Memory):
             if pages != table[own]:  # another request has computed the same
                 self.pool.free.extend(table[own])
                 table[own] = pages
-            self.n_users[keys[i]] += 1
+            self.n_pins[keys[i]] += 1
             self.idle.pop(keys[i], None)
         self.held[request] = n
 
     def unshare(self, request):
         n = self.held.pop(request)
         for key in reversed(self.keys(request, n)):
-            self.leave(key)
+            self.unpin(key)
         del self.pool.tables[request][:n * self.size]
 
     def release(self, request):
@@ -263,7 +263,7 @@ class First(Memory):
             super().release(request)
 
 class Second(Memory):
-    def look_up(self, waiting):
+    def match_prefixes(self, waiting):
         for request in waiting:
             if not request.output:  # all but the first token of the output has come
                 request.n_past = request.n_tokens - 1
@@ -305,7 +305,7 @@ def mine(cost, jobs, bytes_per_second=50e9):
     for request, later in rest.items():
         request.times += later.times
         request.output += later.output
-    return Run([*rest], 0.0), both
+    return Metrics([*rest], 0.0), both
 """]
 
 def routed(cost, jobs, choose, chunk=512):
@@ -322,7 +322,7 @@ def routed(cost, jobs, choose, chunk=512):
         requests.append(Request([1] * job.prompt, job.output, arrival=job.arrival))
         choose(engines).add(requests[-1])
     run_until(math.inf)
-    return sarathi.Run(requests, 0.0)
+    return sarathi.Metrics(requests, 0.0)
 
 def solution(number):
     names = {}
@@ -503,7 +503,7 @@ def check_sharing(engine):
         pages += table[len(keys) * memory.size:]
     assert sorted(pages) == [*range(1, engine.n_page + 1)]
     users = Counter(key for keys in held.values() for key in keys)
-    assert users == {key: n for key, n in memory.n_users.items() if n and key in blocks}
+    assert users == {key: n for key, n in memory.n_pins.items() if n and key in blocks}
     idle = [*memory.idle]
     assert {*idle} & blocks == blocks - {*users}
 
