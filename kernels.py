@@ -1538,16 +1538,16 @@ void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int3
 void attend_chunk(const T* q, const T* K, const T* V, const int32_t* pages, T* out, int n,
                   int n_past, int H, int Hk) {
     const int P = 4 / sizeof(X), G = H / Hk, context = n_past + n;
-    const int E = (D + P - 1) / P * P;  // numbers of a query or key, an odd one filled up with a 0
-    const int64_t W = Hk * D, end = cdiv(context, 32) * 32, stride = end + 32;
-    const int64_t size = end * cdiv(D, 32) * 32;  // of the panels of a kv head
+    // numbers of a query or key, an odd one filled up with a 0; of a value, in whole panels
+    const int E = (D + P - 1) / P * P, F = (D + 31) / 32 * 32;
+    const int64_t W = Hk * D, end = cdiv(context, 32) * 32, stride = end + 32, size = end * F;
     std::unique_ptr<X[]> keys(new X[Hk * size]), values(new X[Hk * size]);
     #pragma omp parallel
     {
+        X k[COLUMNS][E] = {}, v[COLUMNS][F] = {};
         #pragma omp for collapse(2)
         for (int t = 0; t < end; t += COLUMNS)
             for (int h = 0; h < Hk; h++) {
-                X k[COLUMNS][E] = {}, v[COLUMNS][D];
                 for (int i = 0; i < COLUMNS; i++) {
                     const int64_t from = pages[std::min(t + i, context - 1)] * W + h * D;
                     std::copy_n(K + from, D, k[i]);
@@ -1556,11 +1556,11 @@ void attend_chunk(const T* q, const T* K, const T* V, const int32_t* pages, T* o
                 X* key = &keys[h * size + t * E];
                 for (int d = 0; d < E; d += P)
                     for (int i = 0; i < COLUMNS; i++, key += P) std::copy_n(&k[i][d], P, key);
-                for (int d = 0; d < D; d++) {
-                    const int64_t column = d / COLUMNS * COLUMNS * end + d % COLUMNS * P;
-                    X* value = &values[h * size + t * COLUMNS + column];
-                    for (int i = 0; i < COLUMNS; i++)
-                        value[i / P * COLUMNS * P + i % P] = v[i][d];
+                for (int d = 0; d < D; d += COLUMNS) {
+                    X* value = &values[h * size + d * end + t * COLUMNS];
+                    for (int i = 0; i < COLUMNS; i += P)
+                        for (int c = d; c < d + COLUMNS; c++)
+                            for (int j = 0; j < P; j++) *value++ = v[i + j][c];
                 }
             }
         std::vector<X> x(ROWS * E), p(ROWS * stride);  // queries, then values; scores
