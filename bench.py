@@ -117,7 +117,7 @@ from matplotlib.ticker import LogLocator
 from tqdm import tqdm
 
 # -----------------------------------------------------------------------------
-# claims and experiments
+# 1. an experiment: claims, rows, places, jobs, and how they are served
 
 class Claim(NamedTuple):
     """A number of a paper."""
@@ -241,9 +241,6 @@ def experiment(*fields, **more):
         return run
     return register
 
-# -----------------------------------------------------------------------------
-# workloads
-
 class Job(NamedTuple):
     """A request that will come."""
     arrival: float  # seconds
@@ -280,37 +277,281 @@ def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0,
     columns = [values.tolist() for values in (np.cumsum(gaps), prompts, outputs)]
     return list(map(Job, *columns, names))
 
-def workload(place, n, prompt, output):
-    """Lists of jobs, one per seed: the trace of --jobs; or n, with these lengths or --prompt and
-    --output, at one per second in the mean. With --rate, the trace's come at one per second, too:
-    at_rate() changes that."""
-    args = place.args
-    longest = min(place.model.config.block_size, place.room)
-    jobs = []
-    if args.jobs:
-        jobs = read_jobs(args.jobs, longest, args.window or (-math.inf, math.inf), args.first,
-                         args.speed or 1.0, arrivals=bool(args.window or not args.rate))
-    loads = []
-    for seed in range(args.seeds if place.simulated else 1):
-        spaced = place.jobs(1, len(jobs) or n, args.cv, args.adapters or 0, 0.5,
-                            args.prompt or prompt, args.output or output,
-                            seed=42 + args.seed + seed)
-        if args.shared:  # eight beginnings in turns
-            spaced = [job._replace(prompt=args.shared + job.prompt, blocks=(i % 8,),
-                                   size=args.shared) for i, job in enumerate(spaced)]
-        for i, job in enumerate(jobs):
-            other = spaced[i]
-            arrival = other.arrival if args.rate else job.arrival
-            spaced[i] = job._replace(arrival=arrival, adapter=other.adapter)
-        loads.append(spaced)
-    return loads[:1] if loads[0] == loads[-1] else loads  # a trace's arrivals know no seed
-
 def at_rate(jobs, rate=math.inf):
     """Jobs that came at one per second, at another rate, or all at once."""
     return [job._replace(arrival=job.arrival / rate) for job in jobs]
 
+class Place:
+    """This machine, or simulated hardware: it times iterations and operators, and serves jobs."""
+    def __init__(self, args, model, source, on=None):
+        self.args = args
+        self.model = model  # a GPT or a CostModel
+        self.source = source
+        self.on = on  # None: this machine
+        self.simulated = isinstance(model, CostModel)
+        self.rows = []  # of an experiment
+        self.requests = []  # of online, for JSON
+        self.timelines = {}  # scheduler -> iterations of the last run with it
+        self.bar = tqdm(disable=True)  # a tick per measurement
+        self.B = args.max_batch or 6  # requests in a batch [SARATHI Table 4]
+        self.jobs = partial(gamma_jobs, seed=42 + args.seed)
+        # grids of two sizes: the papers', and a small one
+        self.full = args.size == "full" if args.size else self.simulated
+        longest = model.config.block_size
+        room = longest if self.simulated else min(longest, self.room / self.B)
+        lengths = MAX_B if on or args.device == "cuda" else (256, 384, 512)
+        self.lengths = args.lengths or [L for L in lengths if L <= room] or [longest]
+        for L in self.lengths:
+            check_range("--lengths", L, 64, longest)
+        # (length, requests of it in a batch): of the paper, or --max-batch
+        largest = {} if args.lengths or not on else MAX_B
+        self.batches = [(L, largest.get(L, self.B)) for L in self.lengths]
+
+    def limit(self, n):
+        """The most requests in a batch, --max-batch or else n. The line above the table names it"""
+        B = self.args.max_batch or n
+        self.source += f"; up to {B} requests in a batch"
+        return B
+
+    @property
+    def room(self):
+        """Tokens that fit the memory: here half of it, since some experiments hold two caches."""
+        memory = self.model.free_memory() / (1 if self.simulated else 2)
+        return int(memory // self.model.config.page_bytes(self.model.dtype.itemsize))
+
+    def rounds(self, *functions, factor=1, results=None):
+        """Results of functions, a list per function, or of these `results`. They take turns for
+        `factor` times --seconds and at least two rounds; the first of more warms up. A simulator
+        needs one round."""
+        results = results or [[] for _ in functions]
+        start = time.perf_counter()
+        for n in count(1):
+            for values in results if n == 3 else ():
+                del values[0]
+            turns = list(zip(functions, results))
+            for function, values in turns if n % 2 else reversed(turns):
+                values.append(function())
+                self.bar.update()
+            elapsed = time.perf_counter() - start
+            if self.simulated or (n >= 2 and elapsed > factor * self.args.seconds):
+                return results
+
+    def seconds(self, *shapes, last=True):
+        """Seconds of iterations of these shapes, dicts for made_up_feeds: (n_shape, n_round)."""
+        # the engines are kept until the rounds are done: runners do not hold theirs
+        made = [made_up_feeds(self.model, **shape, last=last) for shape in shapes]
+        runs = [timed(engine.runner.run, feeds, clock=engine.clock.now)
+                for feeds, engine in made]
+        return np.array(self.rounds(*runs))
+
+    def operators(self, seconds=None, last=True, **shape):
+        """{operator: seconds} of an iteration, as of made_up_feeds; measured: of each round, in
+        `seconds` if these are known."""
+        feeds, engine = made_up_feeds(self.model, **shape, last=last)
+        if self.simulated:
+            return self.model.split(self.model.stats(feeds))
+        kv = engine.runner.kv
+        batch = engine.runner.pack(feeds).to(kv, self.model.config.n_head)
+        rounds = []
+        for _ in range(3):
+            let_the_host_run_ahead()
+            marks = [("", moment())]
+            self.model.forward(batch, kv,
+                               lambda operator: marks.append((operator, moment())))
+            rounds.append(marks)
+        wait_for_gpu()
+        parts = Counter()
+        for marks in rounds[1:]:  # in the first one kernels are compiled
+            for (_, before), (operator, after) in pairwise(marks):
+                parts[SARATHI_NAMES.get(operator, operator)] += seconds_between(before, after)
+        seconds = self.seconds(shape, last=last)[0] if seconds is None else seconds
+        return {operator: part * seconds / parts.total() for operator, part in parts.items()}
+
+    def serve(self, jobs, B, clients=0, adapters=(), n_end=0,
+              n_page=0, spec="off", **options):
+        """The Run of jobs in batches of up to B requests, by an engine with the flags' options."""
+        scheduler = options.pop("scheduler", self.args.scheduler)
+        if options.get("order") == "edf":
+            options["order"] = edf(self.args.ttft)
+        n_page = n_page or B * max(job.prompt + job.output for job in jobs)
+        options.setdefault("record", self.timeline(name_of(scheduler)))
+        engine = Engine(self.model, scheduler, self.args.chunk, B, n_page, spec=spec,
+                        seed=self.args.seed, **options)
+        return serve(engine, jobs, clients, adapters, n_end)
+
+    def timeline(self, name):
+        """Where an engine records its iterations, if a picture or a trace is wanted."""
+        if self.args.plot or self.args.trace:
+            self.timelines[name] = deque(maxlen=60000)
+        return self.timelines.get(name)
+
+    def race(self, variants, *loads, **common):
+        """Serve lists of jobs by engines with other options, {name: options}, in interleaved
+        rounds. Yields (name, [Run]); if it is stopped, first those of the runs that have ended."""
+        results = [[] for _ in variants]
+        try:
+            for jobs in loads:
+                functions = [partial(self.serve, **dict(jobs=jobs) | common | variant)
+                             for variant in variants.values()]
+                self.rounds(*functions, factor=3, results=results)
+        finally:
+            yield from filter(all, zip(variants, results))  # not those without a run
+
+def simulate(args, on):
+    """A Place of hardware you lack."""
+    config = preset(on.model)
+    config = replace(config, block_size=args.context or config.block_size)
+    return Place(args, on.cost(config), f"{on.model} on {on.tp} x {on.gpu}, simulated", on)
+
+load_once = cache(load_model)
+
+def this_machine(args, model=None):
+    """A Place of this machine, with --model, or this one, on it."""
+    if args.context:
+        raise ValueError(f"--context {args.context}: is of simulated models, add --hardware")
+    on_cpu = args.device == "cpu"
+    name = args.model or model or "llama-30m"
+    # the paper's model, if the weights leave room for a cache
+    if not (args.model or model or on_cpu):
+        room = 0.3 * torch.cuda.mem_get_info()[1]  # in parameters of two bytes
+        for larger in ("tinyllama-1.1b", "llama-7b", "llama-13b"):
+            if preset(larger).n_params < room:
+                name = larger
+    model = load_once(name, args.dtype, args.device, args.seed)
+    return Place(args, model, what_runs(name, model))
+
+def choose_places(args, name):
+    """Where an experiment runs: here, or on --hardware; in the main job first on the hardware of
+    its paper, simulated, then here."""
+    what = EXPERIMENTS[name]
+    if args.hardware and what.only == "measured":
+        raise ValueError(f"{name} can only be measured: leave out --hardware")
+    if what.on.system == "lightllm" and (args.model or args.tp > 1):
+        raise ValueError(f"{name} has the paper's models: leave out --model and --tp")
+    if args.hardware or what.only == "simulated":
+        return [simulate(args, what.on._replace(
+            model=args.model or what.on.model,
+            gpu=args.hardware or what.on.gpu,
+            tp=max(args.tp, what.on.tp)))]
+    # text needs a trained model
+    here = this_machine(args, "tiny" if name == "spec_here" else None)
+    if args.experiments or name == "ceilings":
+        return [here]
+    own_lengths = argparse.Namespace(**vars(args) | dict(lengths=None))
+    return [simulate(own_lengths, what.on), here]
+
+def timed(function, *arguments, clock=time.perf_counter, **options):
+    """A function that calls another one and returns its seconds on a clock."""
+    def seconds():
+        start = clock()
+        function(*arguments, **options)
+        wait_for_gpu()
+        return clock() - start
+    return seconds
+
+def wait_for_gpu():
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+def let_the_host_run_ahead():
+    """Keep a GPU busy for some 50 ms: what is launched meanwhile runs without gaps behind it."""
+    if torch.cuda.is_initialized():
+        torch.cuda._sleep(10**8)  # cycles
+
+def moment():
+    """Now; on a GPU an event"""
+    if not torch.cuda.is_initialized():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+def seconds_between(before, after):
+    if isinstance(before, float):
+        return after - before
+    return before.elapsed_time(after) / 1e3
+
+def made_up_feeds(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=True):
+    """(feeds, engine) of requests that were never added: decodes, each after `context` cached
+    tokens, and chunks of `chunk` tokens, each after `past`. last: all sample a token."""
+    sizes = [(context, 1)] * decodes
+    if chunk:
+        sizes += [(past, chunk)] * chunks
+    n_page = sum(n_past + n + 2 for n_past, n in sizes)
+    engine = Engine(model, chunk=decodes + chunk, max_batch=len(sizes), n_page=n_page)
+    plan = []
+    for n_past, n in sizes:
+        n_prompt = n_past + n + (not last)
+        request = Request([1] * n_prompt, 1, n_past=n_past)
+        engine.memory.pool.reserve(request, request.max_len)
+        plan.append((request, n))
+    feeds = feeds_of(plan)
+    if isinstance(engine.runner, ModelRunner):
+        engine.runner.kv.normal_()
+    if engine.model.world.device.type == "cuda":
+        engine.runner.run(feeds)  # compiles kernels and records a graph
+    return feeds, engine
+
+def serve(engine, jobs, clients=0, adapters=(), n_end=0):
+    """The Run of jobs until all have ended, or n_end of them. clients: so many are there at once;
+    0: they come at their arrival. adapters: dealt in turns to the jobs' names."""
+    for name in {job.adapter for job in jobs} - {None}:
+        engine.add_adapter(name, adapters[int(name) % len(adapters)])
+    if engine.model.world.device.type == "cuda":
+        warm_up(engine, jobs)
+    start = engine.clock.now()
+    requests = []
+
+    def add(n):
+        for job in jobs[len(requests):][:n]:
+            arrival = None if clients else start + job.arrival
+            prompt = prompt_of(job, len(requests), engine.model.config.vocab_size)
+            request = Request(prompt, job.output, job.adapter, arrival=arrival,
+                              notes={"class": job.label})
+            requests.append(request)
+            engine.add(request)
+            if engine.record is not None:
+                arrived = Feed(request, 0, 0, 0)  # marks the arrival, for pictures
+                engine.record.append(Iteration(request.arrival, request.arrival, [arrived]))
+
+    add(clients or len(jobs))
+    while engine.requests:
+        for event in engine.step():
+            if event.finished:
+                add(1)
+        if n_end and len(requests) - len(engine.requests) >= n_end:
+            for id in [*engine.requests]:
+                engine.abort(id)
+    return Metrics(requests, start)
+
+def warm_up(engine, jobs):
+    """Compile kernels, record graphs, and serve the first prompts, to fill caches."""
+    engine.warm()
+    first = jobs[:2 * engine.max_batch]
+    n_token = min(4, *(job.output for job in first))
+    prompts = [b"\1" * job.prompt for job in first]
+    engine.generate(prompts, n_token, [job.adapter for job in first])
+    if engine.record is not None:
+        engine.record.clear()
+
+def latency_rows(runs, *at):
+    """Points of what users feel."""
+    for figure in ("tokens/s", "output tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
+        yield Row(figure, [run.figures[figure] for run in runs], *at)
+    yield Row("longest stall ms", [1e3 * max(run.stalls) for run in runs], *at)
+
+def name_of(part):
+    """Of a scheduler, an order or a policy: a name as it is, a chunk size, or the object's."""
+    if type(part) in (Sarathi, SarathiServe):
+        return f"C = {part.chunk}"
+    return part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
+
+def by_scheduler(schedulers):
+    """Variants for a race between schedulers: names, objects or classes."""
+    return {name_of(scheduler): dict(scheduler=scheduler) for scheduler in schedulers}
+
 # -----------------------------------------------------------------------------
-# the main job
+# 2. the main job
 
 @experiment(on=Hardware("llama-13b", "a100"))
 def users(place):
@@ -370,57 +611,6 @@ def long_prompts(place, larger="llama-124m"):
             other.bar = place.bar
             return long_prompts(other, larger=None)
     return place, P
-
-@experiment()
-def ceilings(place):
-    """This machine's matrix products and memory: one read of a weight pays for so many tokens as
-    the ridge point says."""
-    flops, bandwidth = measure_ceilings(place)
-    yield Row("matrix products (TFLOP/s)", flops / 1e12)
-    yield Row("weights read (GB/s)", bandwidth / 1e9)
-    yield Row("ridge point (tokens)", flops * place.model.dtype.itemsize / 2 / bandwidth)
-
-def measure_ceilings(place):
-    """(FLOP/s, bytes/s): a matrix times many rows; more weights than caches hold times one row."""
-    model = place.model
-    if place.simulated:
-        return GEMM_FLOPS * model.flops, model.bandwidth
-    C = 1024 if model.device.type == "cpu" else 4096
-    N = 512 if model.device.type == "cpu" else 4096
-    options = dict(dtype=model.dtype, device=model.device)
-    weight = torch.randn(4 * C, C, **options)
-    weights = [pack(weight.clone()) for _ in range(48)]
-    one = torch.randn(1, C, **options)
-    many = torch.randn(N, C, **options)
-
-    def products(x, weights):
-        for weight in weights:
-            linear(x, weight)
-    read = timed(products, one, weights)
-    multiply = timed(products, many, weights[:4])
-    reading, multiplying = np.median(place.rounds(read, multiply), 1).tolist()
-    n = 4 * C * C  # weights of a matrix
-    return 4 * 2 * N * n / multiplying, 48 * n * model.dtype.itemsize / reading
-
-@experiment()
-def table2(place):
-    """[SARATHI Table 2] a prefill-only, a decode-only and a decode-maximal batch, by operator: a
-    prompt of 1,024 tokens (or the longest length), four decodes, three beside the prompt. A decode
-    beside it takes what it adds."""
-    L = min(1024, max(place.lengths))
-    batches = {
-        "prefill-only": dict(chunk=L),
-        "decode-only": dict(decodes=4, context=L - 1),
-        "decode-maximal": dict(decodes=3, context=L - 1, chunk=L - 3)}
-    totals = place.seconds(*batches.values())
-    for (name, batch), seconds in zip(batches.items(), totals):
-        operators = place.operators(seconds, **batch)
-        attention = operators.pop("attn")
-        yield Row("linear (ms)", 1e3 * sum(operators.values()), name)
-        yield Row("attn (ms)", 1e3 * attention, name)
-    prefill, decode, both = 1e3 * totals
-    yield Row("decode (ms)", decode / 4, "decode-only")
-    yield Row("decode (ms)", (both - prefill) / 3, "decode-maximal")
 
 @experiment("tokens per request, L", "times")
 def table4(place):
@@ -482,83 +672,59 @@ def halves(L, pd=0, chunk=0, B=1):
         P = whole
     return P, L - P
 
-@experiment("", "requests/s", Hardware("llama-13b", "a100"))
-def capacity(place):
-    """The most requests/s at which 99 % of the times between two tokens, and half of the first
-    tokens, are within their targets (Sarathi-Serve): --tbt, --ttft. Poisson arrivals; prompts of
-    100 to 3,000 and outputs of 20 to 400 tokens, shorter if measured. 0: less than a fifth,
-    simulated a twelfth, of what is served without targets."""
-    variants = variants_of(place.args, ("prefill_first", "sarathi", "sarathi_serve"))
-    serve_at, most = under_load(place)
-    for name, variant in variants.items():
-        def good(rate):
-            return serve_at(rate, variant).meets(place.args.ttft, place.args.tbt)
-        yield Row("requests/s", highest(good, most / 2, n_step=7 if place.simulated else 6), name)
+@experiment()
+def table2(place):
+    """[SARATHI Table 2] a prefill-only, a decode-only and a decode-maximal batch, by operator: a
+    prompt of 1,024 tokens (or the longest length), four decodes, three beside the prompt. A decode
+    beside it takes what it adds."""
+    L = min(1024, max(place.lengths))
+    batches = {
+        "prefill-only": dict(chunk=L),
+        "decode-only": dict(decodes=4, context=L - 1),
+        "decode-maximal": dict(decodes=3, context=L - 1, chunk=L - 3)}
+    totals = place.seconds(*batches.values())
+    for (name, batch), seconds in zip(batches.items(), totals):
+        operators = place.operators(seconds, **batch)
+        attention = operators.pop("attn")
+        yield Row("linear (ms)", 1e3 * sum(operators.values()), name)
+        yield Row("attn (ms)", 1e3 * attention, name)
+    prefill, decode, both = 1e3 * totals
+    yield Row("decode (ms)", decode / 4, "decode-only")
+    yield Row("decode (ms)", (both - prefill) / 3, "decode-maximal")
 
-@experiment("arrival rate (requests/s), R", "share of requests", Hardware("llama-13b", "a100"),
-            curves="series")
-def attainment(place):
-    """The share of requests that meet both targets, each by itself, over the arrival rate [S-LoRA
-    §7]: the first token within --ttft seconds, 99 % of the times between tokens within --tbt; and
-    the highest rate at which 99 % of them do. The requests are those of `capacity`, or of --jobs,
-    with its bursts."""
-    targets = place.args.ttft, place.args.tbt
-    place.source += (f"; targets: {targets[0]:g} s to the first token, {targets[1]:g} s between "
-                     "tokens")
-    serve_at, most = under_load(place)
-    n_halving = 6 if place.simulated else 2
-    halvings = np.linspace(n_halving - 1, -1, (1 + place.full) * n_halving + 1)
-    rates = [float(f"{most / 2 ** i:.3g}") for i in halvings]
-    variants = variants_of(place.args, SCHEDULERS)
-    for name, variant in variants.items():
-        def attained(rate):
-            return serve_at(rate, variant).attainment(*targets)
-        limit = 0.0
-        for rate in rates:
-            good = attained(rate)
-            yield Row("", good, name, rate)
-            if good >= 0.99:
-                limit = rate
-        if limit and place.simulated:  # between two rates
-            limit = highest(lambda rate: attained(rate) >= 0.99, limit * 1.4)
-        yield Row(FULL_SHARE, limit, name)
+@experiment()
+def ceilings(place):
+    """This machine's matrix products and memory: one read of a weight pays for so many tokens as
+    the ridge point says."""
+    flops, bandwidth = measure_ceilings(place)
+    yield Row("matrix products (TFLOP/s)", flops / 1e12)
+    yield Row("weights read (GB/s)", bandwidth / 1e9)
+    yield Row("ridge point (tokens)", flops * place.model.dtype.itemsize / 2 / bandwidth)
 
-FULL_SHARE = "99 % of requests up to"
-
-def under_load(place):
-    """(a function (rate, variant) -> Metrics of requests that arrive at this rate, the requests/s
-    that are served without targets)."""
-    n = 300 if place.full else 20
-    L = max(place.lengths)
+def measure_ceilings(place):
+    """(FLOP/s, bytes/s): a matrix times many rows; more weights than caches hold times one row."""
+    model = place.model
     if place.simulated:
-        n = max(n, 100)  # twice as many as may run at once
-        L = min(3400, place.model.config.block_size)
-    jobs, *_ = workload(place, n, (L // 34, L * 15 // 17), (max(2, L // 170), L * 2 // 17))
-    if place.args.jobs:  # to one per second
-        jobs = at_rate(jobs, max(1e-9, jobs[-1].arrival) / len(jobs))
-    longest = max(L, *(job.prompt + job.output for job in jobs))
-    B = place.limit(48)
-    options = dict(B=B, alloc="grow", n_page=min(place.room, B * longest))
+        return GEMM_FLOPS * model.flops, model.bandwidth
+    C = 1024 if model.device.type == "cpu" else 4096
+    N = 512 if model.device.type == "cpu" else 4096
+    options = dict(dtype=model.dtype, device=model.device)
+    weight = torch.randn(4 * C, C, **options)
+    weights = [pack(weight.clone()) for _ in range(48)]
+    one = torch.randn(1, C, **options)
+    many = torch.randn(N, C, **options)
 
-    def serve_at(rate, variant):
-        return place.serve(at_rate(jobs, rate), **variant, **options)
-    return serve_at, serve_at(math.inf, dict(scheduler="sarathi")).requests_per_second
-
-def highest(good, rate, n_step=6):
-    """The highest rate with good(rate), 3 % too low at most; or 0. Six steps find one in 0.4 .. 2.5
-    times `rate`, seven in 0.16 .. 6.4 times."""
-    low = 0.0
-    for i in range(n_step):
-        step = 1.03 ** 2 ** (n_step - 2 - i)
-        if good(rate):
-            low = rate
-            rate *= step
-        else:
-            rate /= step
-    return low
+    def products(x, weights):
+        for weight in weights:
+            linear(x, weight)
+    read = timed(products, one, weights)
+    multiply = timed(products, many, weights[:4])
+    reading, multiplying = np.median(place.rounds(read, multiply), 1).tolist()
+    n = 4 * C * C  # weights of a matrix
+    return 4 * 2 * N * n / multiplying, 48 * n * model.dtype.itemsize / reading
 
 # -----------------------------------------------------------------------------
-# SARATHI's figures, and a pipeline
+# 3. SARATHI's figures and a pipeline, and TNG's
 
 @experiment("decodes in the batch, B", "times")
 def fig3(place):
@@ -816,26 +982,55 @@ def prefill_in_chunks(place, L, C):
             seconds[operator] += np.median(t)
     return {"attention": seconds["attn"], "prefill": seconds.total()}
 
-# -----------------------------------------------------------------------------
-# S-LoRA's figures: the authors' systems, simulated
+@experiment()
+def timeline(place):
+    """[TNG] the same six requests with static batching, prefill-first and chunked prefill."""
+    L = max(place.lengths)
+    unit = np.median(place.seconds(dict(chunk=L)))  # arrivals are in prefills of L tokens
+    jobs = [
+        Job(0.0, L // 8, 24),
+        Job(0.0, L // 4, 12),
+        Job(0.0, L // 8, 36),
+        Job(0.6 * unit, 3 * L // 4, 16),
+        Job(1.5 * unit, L // 2, 10),
+        Job(2.2 * unit, L // 4, 12)]
+    variants = by_scheduler(("static", "prefill_first", "sarathi"))
+    for name, runs in place.race(variants, jobs, B=4):
+        yield from latency_rows(runs, name)
 
-SETTINGS = {  # [S-LoRA Table 1]: model, ranks dealt in turns
-    "S1": ("llama-7b", (8,)),
-    "S2": ("llama-7b", (64, 32, 16, 8)),
-    "S4": ("llama-13b", (64, 32, 16)),
-    "S5": ("llama-33b", (32,)),
-    "S6": ("llama-70b", (64,))}
-POOLS = {  # tokens that the authors' servers had room for, adapters included
-    ("llama-7b", "a100"): 125000,
-    ("llama-13b", "a100"): 65000,
-    ("llama-7b", "a10g"): 14500,
-    ("llama-7b", "a100-40"): 14500,
-    ("llama-13b", "a100-40"): 14000,
-    # the same, if adapters have a pool of their own
-    ("no-unify", "a100"): 35000,
-    ("bmm", "a100"): 35000,
-    ("no-unify", "a10g"): 9000,
-    ("bmm", "a10g"): 8000}
+@experiment("concurrent requests, n", on=Hardware("llama-7b", "h100", 1, "vllm"))
+def tng(place):
+    """[TNG] TTFT, TPOT and throughput by the number of concurrent requests, for schedulers and
+    chunk sizes; and, if simulated, the gain of chunks for requests of equal size."""
+    sizes = (64, 512)
+    clients = (1, 4, 12)
+    n_job = 2  # per client
+    if place.full:
+        sizes = (512, 1024, 2048)
+        clients = (1, 2, 4, 8, 16, 32, 64, 128)
+        n_job = 4
+    variants = by_scheduler(["static", "prefill_first", *map(SarathiServe, sizes)])
+    L = place.lengths[0]
+    speeds = []  # by the number of clients
+    for n in clients:
+        lengths = dict(prompt=(8, L // 2), output=(4, L // 8))
+        jobs = place.jobs(1, n_job * max(n, 3), **lengths)
+        for name, runs in place.race(variants, jobs, B=n, clients=n):
+            yield from latency_rows(runs, name, n)
+        speeds.append(runs[0].tokens_per_second)
+    if place.simulated:
+        growth = np.divide(speeds[1:], speeds[:-1])
+        yield Row("twice the clients", growth[0] / growth[-1], "first over last")
+        ratios = []
+        for n, pd in product((8, 32, 128), (4, 16, 64)):
+            jobs = [Job(0.0, *halves(L, pd))] * (6 * n)
+            runs = dict(place.race(variants, jobs, B=n))
+            _, base, *ours = [run.seconds for run, in runs.values()]
+            ratios.append(base / min(ours))
+        yield Row("chunked prefill", max(ratios), "over prefill_first")
+
+# -----------------------------------------------------------------------------
+# 4. S-LoRA's figures, by the papers' servers, simulated
 
 # what other servers do otherwise, and the seconds that their hosts and their kernels of adapters
 # add, each fitted to the cell beside it
@@ -907,6 +1102,24 @@ class ServerRunner(CostRunner):
     def copy_adapter(self, adapter, pages):
         self.clock.t += self.model.config.n_layer * self.model.load
         return super().copy_adapter(adapter, pages)
+
+SETTINGS = {  # [S-LoRA Table 1]: model, ranks dealt in turns
+    "S1": ("llama-7b", (8,)),
+    "S2": ("llama-7b", (64, 32, 16, 8)),
+    "S4": ("llama-13b", (64, 32, 16)),
+    "S5": ("llama-33b", (32,)),
+    "S6": ("llama-70b", (64,))}
+POOLS = {  # tokens that the authors' servers had room for, adapters included
+    ("llama-7b", "a100"): 125000,
+    ("llama-13b", "a100"): 65000,
+    ("llama-7b", "a10g"): 14500,
+    ("llama-7b", "a100-40"): 14500,
+    ("llama-13b", "a100-40"): 14000,
+    # the same, if adapters have a pool of their own
+    ("no-unify", "a100"): 35000,
+    ("bmm", "a100"): 35000,
+    ("no-unify", "a10g"): 9000,
+    ("bmm", "a10g"): 8000}
 
 class Lightllm(Scheduler):
     """The server that S-LoRA is built on: whole prompts, alone. It looks at the queue every ten
@@ -1109,7 +1322,7 @@ def slora_here(place):
         yield Row("throughput", [run.tokens_per_second for run in runs], name)
 
 # -----------------------------------------------------------------------------
-# SmartSpec's figures, and trees of drafts
+# 5. SmartSpec's figures, and trees of drafts
 
 CHOICES = {"off": "off", "k = 1": 1, "k = 3": 3, "k = 5": 5, "goodput": "goodput"}  # [§7]
 
@@ -1322,55 +1535,57 @@ def continue_text(place, prompts, B, draft, spec):
     speculator = engine.speculator
     return seconds, speculator.n_accepted / max(1, speculator.n_drafted) if speculator else 0.0
 
+@experiment("", "%", only="measured")
+def fidelity(place):
+    """[SmartSpec Fig. 13, SARATHI §5.3] the simulator beside this machine: the same requests, with
+    costs from the one-time profile; seconds between tokens, and throughput."""
+    B = place.limit(6)
+    twin = Place(place.args, CostModel.profile(place.model), place.source)
+    yield Row("error of the profile (%)", 100 * twin.model.error)
+    L = max(place.lengths) // 2
+    output = (4, max(8, L // 8))
+    jobs = at_rate(place.jobs(1, 4 * B, prompt=(8, L), output=output))
+    variants = by_scheduler(("static", "orca", "prefill_first", "sarathi"))
+    measured = place.race(variants, jobs, B=B)
+    simulated = twin.race(variants, jobs, B=B)
+    for (name, runs), (_, (run,)) in zip(measured, simulated):
+        real = np.median([*map(iteration_seconds, runs)], 0)
+        ours = iteration_seconds(run)
+        yield Row("iteration error (%)", np.median(100 * abs(ours / real - 1)), name)
+        yield Row("throughput error (%)", 100 * abs(real.sum() / ours.sum() - 1), name)
+
+def iteration_seconds(run):
+    """Seconds between the ends of iterations that gave tokens, the first since the start"""
+    ends = {t for request in run.requests for t in request.times}
+    return np.diff(sorted({run.start, *ends}))
+
 # -----------------------------------------------------------------------------
-# TNG, and online serving
+# 6. yours: online serving, capacity, attainment, and traces of requests
 
-@experiment()
-def timeline(place):
-    """[TNG] the same six requests with static batching, prefill-first and chunked prefill."""
-    L = max(place.lengths)
-    unit = np.median(place.seconds(dict(chunk=L)))  # arrivals are in prefills of L tokens
-    jobs = [
-        Job(0.0, L // 8, 24),
-        Job(0.0, L // 4, 12),
-        Job(0.0, L // 8, 36),
-        Job(0.6 * unit, 3 * L // 4, 16),
-        Job(1.5 * unit, L // 2, 10),
-        Job(2.2 * unit, L // 4, 12)]
-    variants = by_scheduler(("static", "prefill_first", "sarathi"))
-    for name, runs in place.race(variants, jobs, B=4):
-        yield from latency_rows(runs, name)
-
-@experiment("concurrent requests, n", on=Hardware("llama-7b", "h100", 1, "vllm"))
-def tng(place):
-    """[TNG] TTFT, TPOT and throughput by the number of concurrent requests, for schedulers and
-    chunk sizes; and, if simulated, the gain of chunks for requests of equal size."""
-    sizes = (64, 512)
-    clients = (1, 4, 12)
-    n_job = 2  # per client
-    if place.full:
-        sizes = (512, 1024, 2048)
-        clients = (1, 2, 4, 8, 16, 32, 64, 128)
-        n_job = 4
-    variants = by_scheduler(["static", "prefill_first", *map(SarathiServe, sizes)])
-    L = place.lengths[0]
-    speeds = []  # by the number of clients
-    for n in clients:
-        lengths = dict(prompt=(8, L // 2), output=(4, L // 8))
-        jobs = place.jobs(1, n_job * max(n, 3), **lengths)
-        for name, runs in place.race(variants, jobs, B=n, clients=n):
-            yield from latency_rows(runs, name, n)
-        speeds.append(runs[0].tokens_per_second)
-    if place.simulated:
-        growth = np.divide(speeds[1:], speeds[:-1])
-        yield Row("twice the clients", growth[0] / growth[-1], "first over last")
-        ratios = []
-        for n, pd in product((8, 32, 128), (4, 16, 64)):
-            jobs = [Job(0.0, *halves(L, pd))] * (6 * n)
-            runs = dict(place.race(variants, jobs, B=n))
-            _, base, *ours = [run.seconds for run, in runs.values()]
-            ratios.append(base / min(ours))
-        yield Row("chunked prefill", max(ratios), "over prefill_first")
+def workload(place, n, prompt, output):
+    """Lists of jobs, one per seed: the trace of --jobs; or n, with these lengths or --prompt and
+    --output, at one per second in the mean. With --rate, the trace's come at one per second, too:
+    at_rate() changes that."""
+    args = place.args
+    longest = min(place.model.config.block_size, place.room)
+    jobs = []
+    if args.jobs:
+        jobs = read_jobs(args.jobs, longest, args.window or (-math.inf, math.inf), args.first,
+                         args.speed or 1.0, arrivals=bool(args.window or not args.rate))
+    loads = []
+    for seed in range(args.seeds if place.simulated else 1):
+        spaced = place.jobs(1, len(jobs) or n, args.cv, args.adapters or 0, 0.5,
+                            args.prompt or prompt, args.output or output,
+                            seed=42 + args.seed + seed)
+        if args.shared:  # eight beginnings in turns
+            spaced = [job._replace(prompt=args.shared + job.prompt, blocks=(i % 8,),
+                                   size=args.shared) for i, job in enumerate(spaced)]
+        for i, job in enumerate(jobs):
+            other = spaced[i]
+            arrival = other.arrival if args.rate else job.arrival
+            spaced[i] = job._replace(arrival=arrival, adapter=other.adapter)
+        loads.append(spaced)
+    return loads[:1] if loads[0] == loads[-1] else loads  # a trace's arrivals know no seed
 
 @experiment("seconds", "share of requests", curves="picture")
 def online(place):
@@ -1468,308 +1683,6 @@ def about_jobs(jobs, most):
                 f"at best: the longer this lasts, the longer all wait\n{text}")
     return text
 
-# -----------------------------------------------------------------------------
-# how far the simulator can be trusted
-
-@experiment("", "%", only="measured")
-def fidelity(place):
-    """[SmartSpec Fig. 13, SARATHI §5.3] the simulator beside this machine: the same requests, with
-    costs from the one-time profile; seconds between tokens, and throughput."""
-    B = place.limit(6)
-    twin = Place(place.args, CostModel.profile(place.model), place.source)
-    yield Row("error of the profile (%)", 100 * twin.model.error)
-    L = max(place.lengths) // 2
-    output = (4, max(8, L // 8))
-    jobs = at_rate(place.jobs(1, 4 * B, prompt=(8, L), output=output))
-    variants = by_scheduler(("static", "orca", "prefill_first", "sarathi"))
-    measured = place.race(variants, jobs, B=B)
-    simulated = twin.race(variants, jobs, B=B)
-    for (name, runs), (_, (run,)) in zip(measured, simulated):
-        real = np.median([*map(iteration_seconds, runs)], 0)
-        ours = iteration_seconds(run)
-        yield Row("iteration error (%)", np.median(100 * abs(ours / real - 1)), name)
-        yield Row("throughput error (%)", 100 * abs(real.sum() / ours.sum() - 1), name)
-
-def iteration_seconds(run):
-    """Seconds between the ends of iterations that gave tokens, the first since the start"""
-    ends = {t for request in run.requests for t in request.times}
-    return np.diff(sorted({run.start, *ends}))
-
-# -----------------------------------------------------------------------------
-# places, where experiments run: this machine, or simulated hardware
-
-class Place:
-    """This machine, or simulated hardware: it times iterations and operators, and serves jobs."""
-    def __init__(self, args, model, source, on=None):
-        self.args = args
-        self.model = model  # a GPT or a CostModel
-        self.source = source
-        self.on = on  # None: this machine
-        self.simulated = isinstance(model, CostModel)
-        self.rows = []  # of an experiment
-        self.requests = []  # of online, for JSON
-        self.timelines = {}  # scheduler -> iterations of the last run with it
-        self.bar = tqdm(disable=True)  # a tick per measurement
-        self.B = args.max_batch or 6  # requests in a batch [SARATHI Table 4]
-        self.jobs = partial(gamma_jobs, seed=42 + args.seed)
-        # grids of two sizes: the papers', and a small one
-        self.full = args.size == "full" if args.size else self.simulated
-        longest = model.config.block_size
-        room = longest if self.simulated else min(longest, self.room / self.B)
-        lengths = MAX_B if on or args.device == "cuda" else (256, 384, 512)
-        self.lengths = args.lengths or [L for L in lengths if L <= room] or [longest]
-        for L in self.lengths:
-            check_range("--lengths", L, 64, longest)
-        # (length, requests of it in a batch): of the paper, or --max-batch
-        largest = {} if args.lengths or not on else MAX_B
-        self.batches = [(L, largest.get(L, self.B)) for L in self.lengths]
-
-    def limit(self, n):
-        """The most requests in a batch, --max-batch or else n. The line above the table names it"""
-        B = self.args.max_batch or n
-        self.source += f"; up to {B} requests in a batch"
-        return B
-
-    @property
-    def room(self):
-        """Tokens that fit the memory: here half of it, since some experiments hold two caches."""
-        memory = self.model.free_memory() / (1 if self.simulated else 2)
-        return int(memory // self.model.config.page_bytes(self.model.dtype.itemsize))
-
-    def rounds(self, *functions, factor=1, results=None):
-        """Results of functions, a list per function, or of these `results`. They take turns for
-        `factor` times --seconds and at least two rounds; the first of more warms up. A simulator
-        needs one round."""
-        results = results or [[] for _ in functions]
-        start = time.perf_counter()
-        for n in count(1):
-            for values in results if n == 3 else ():
-                del values[0]
-            turns = list(zip(functions, results))
-            for function, values in turns if n % 2 else reversed(turns):
-                values.append(function())
-                self.bar.update()
-            elapsed = time.perf_counter() - start
-            if self.simulated or (n >= 2 and elapsed > factor * self.args.seconds):
-                return results
-
-    def seconds(self, *shapes, last=True):
-        """Seconds of iterations of these shapes, dicts for made_up_feeds: (n_shape, n_round)."""
-        # the engines are kept until the rounds are done: runners do not hold theirs
-        made = [made_up_feeds(self.model, **shape, last=last) for shape in shapes]
-        runs = [timed(engine.runner.run, feeds, clock=engine.clock.now)
-                for feeds, engine in made]
-        return np.array(self.rounds(*runs))
-
-    def operators(self, seconds=None, last=True, **shape):
-        """{operator: seconds} of an iteration, as of made_up_feeds; measured: of each round, in
-        `seconds` if these are known."""
-        feeds, engine = made_up_feeds(self.model, **shape, last=last)
-        if self.simulated:
-            return self.model.split(self.model.stats(feeds))
-        kv = engine.runner.kv
-        batch = engine.runner.pack(feeds).to(kv, self.model.config.n_head)
-        rounds = []
-        for _ in range(3):
-            let_the_host_run_ahead()
-            marks = [("", moment())]
-            self.model.forward(batch, kv,
-                               lambda operator: marks.append((operator, moment())))
-            rounds.append(marks)
-        wait_for_gpu()
-        parts = Counter()
-        for marks in rounds[1:]:  # in the first one kernels are compiled
-            for (_, before), (operator, after) in pairwise(marks):
-                parts[SARATHI_NAMES.get(operator, operator)] += seconds_between(before, after)
-        seconds = self.seconds(shape, last=last)[0] if seconds is None else seconds
-        return {operator: part * seconds / parts.total() for operator, part in parts.items()}
-
-    def serve(self, jobs, B, clients=0, adapters=(), n_end=0,
-              n_page=0, spec="off", **options):
-        """The Run of jobs in batches of up to B requests, by an engine with the flags' options."""
-        scheduler = options.pop("scheduler", self.args.scheduler)
-        if options.get("order") == "edf":
-            options["order"] = edf(self.args.ttft)
-        n_page = n_page or B * max(job.prompt + job.output for job in jobs)
-        options.setdefault("record", self.timeline(name_of(scheduler)))
-        engine = Engine(self.model, scheduler, self.args.chunk, B, n_page, spec=spec,
-                        seed=self.args.seed, **options)
-        return serve(engine, jobs, clients, adapters, n_end)
-
-    def timeline(self, name):
-        """Where an engine records its iterations, if a picture or a trace is wanted."""
-        if self.args.plot or self.args.trace:
-            self.timelines[name] = deque(maxlen=60000)
-        return self.timelines.get(name)
-
-    def race(self, variants, *loads, **common):
-        """Serve lists of jobs by engines with other options, {name: options}, in interleaved
-        rounds. Yields (name, [Run]); if it is stopped, first those of the runs that have ended."""
-        results = [[] for _ in variants]
-        try:
-            for jobs in loads:
-                functions = [partial(self.serve, **dict(jobs=jobs) | common | variant)
-                             for variant in variants.values()]
-                self.rounds(*functions, factor=3, results=results)
-        finally:
-            yield from filter(all, zip(variants, results))  # not those without a run
-
-def timed(function, *arguments, clock=time.perf_counter, **options):
-    """A function that calls another one and returns its seconds on a clock."""
-    def seconds():
-        start = clock()
-        function(*arguments, **options)
-        wait_for_gpu()
-        return clock() - start
-    return seconds
-
-def wait_for_gpu():
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-def let_the_host_run_ahead():
-    """Keep a GPU busy for some 50 ms: what is launched meanwhile runs without gaps behind it."""
-    if torch.cuda.is_initialized():
-        torch.cuda._sleep(10**8)  # cycles
-
-def moment():
-    """Now; on a GPU an event"""
-    if not torch.cuda.is_initialized():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-def seconds_between(before, after):
-    if isinstance(before, float):
-        return after - before
-    return before.elapsed_time(after) / 1e3
-
-def made_up_feeds(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=True):
-    """(feeds, engine) of requests that were never added: decodes, each after `context` cached
-    tokens, and chunks of `chunk` tokens, each after `past`. last: all sample a token."""
-    sizes = [(context, 1)] * decodes
-    if chunk:
-        sizes += [(past, chunk)] * chunks
-    n_page = sum(n_past + n + 2 for n_past, n in sizes)
-    engine = Engine(model, chunk=decodes + chunk, max_batch=len(sizes), n_page=n_page)
-    plan = []
-    for n_past, n in sizes:
-        n_prompt = n_past + n + (not last)
-        request = Request([1] * n_prompt, 1, n_past=n_past)
-        engine.memory.pool.reserve(request, request.max_len)
-        plan.append((request, n))
-    feeds = feeds_of(plan)
-    if isinstance(engine.runner, ModelRunner):
-        engine.runner.kv.normal_()
-    if engine.model.world.device.type == "cuda":
-        engine.runner.run(feeds)  # compiles kernels and records a graph
-    return feeds, engine
-
-def simulate(args, on):
-    """A Place of hardware you lack."""
-    config = preset(on.model)
-    config = replace(config, block_size=args.context or config.block_size)
-    return Place(args, on.cost(config), f"{on.model} on {on.tp} x {on.gpu}, simulated", on)
-
-load_once = cache(load_model)
-
-def this_machine(args, model=None):
-    """A Place of this machine, with --model, or this one, on it."""
-    if args.context:
-        raise ValueError(f"--context {args.context}: is of simulated models, add --hardware")
-    on_cpu = args.device == "cpu"
-    name = args.model or model or "llama-30m"
-    # the paper's model, if the weights leave room for a cache
-    if not (args.model or model or on_cpu):
-        room = 0.3 * torch.cuda.mem_get_info()[1]  # in parameters of two bytes
-        for larger in ("tinyllama-1.1b", "llama-7b", "llama-13b"):
-            if preset(larger).n_params < room:
-                name = larger
-    model = load_once(name, args.dtype, args.device, args.seed)
-    return Place(args, model, what_runs(name, model))
-
-def choose_places(args, name):
-    """Where an experiment runs: here, or on --hardware; in the main job first on the hardware of
-    its paper, simulated, then here."""
-    what = EXPERIMENTS[name]
-    if args.hardware and what.only == "measured":
-        raise ValueError(f"{name} can only be measured: leave out --hardware")
-    if what.on.system == "lightllm" and (args.model or args.tp > 1):
-        raise ValueError(f"{name} has the paper's models: leave out --model and --tp")
-    if args.hardware or what.only == "simulated":
-        return [simulate(args, what.on._replace(
-            model=args.model or what.on.model,
-            gpu=args.hardware or what.on.gpu,
-            tp=max(args.tp, what.on.tp)))]
-    # text needs a trained model
-    here = this_machine(args, "tiny" if name == "spec_here" else None)
-    if args.experiments or name == "ceilings":
-        return [here]
-    own_lengths = argparse.Namespace(**vars(args) | dict(lengths=None))
-    return [simulate(own_lengths, what.on), here]
-
-# -----------------------------------------------------------------------------
-# serving
-
-def serve(engine, jobs, clients=0, adapters=(), n_end=0):
-    """The Run of jobs until all have ended, or n_end of them. clients: so many are there at once;
-    0: they come at their arrival. adapters: dealt in turns to the jobs' names."""
-    for name in {job.adapter for job in jobs} - {None}:
-        engine.add_adapter(name, adapters[int(name) % len(adapters)])
-    if engine.model.world.device.type == "cuda":
-        warm_up(engine, jobs)
-    start = engine.clock.now()
-    requests = []
-
-    def add(n):
-        for job in jobs[len(requests):][:n]:
-            arrival = None if clients else start + job.arrival
-            prompt = prompt_of(job, len(requests), engine.model.config.vocab_size)
-            request = Request(prompt, job.output, job.adapter, arrival=arrival,
-                              notes={"class": job.label})
-            requests.append(request)
-            engine.add(request)
-            if engine.record is not None:
-                arrived = Feed(request, 0, 0, 0)  # marks the arrival, for pictures
-                engine.record.append(Iteration(request.arrival, request.arrival, [arrived]))
-
-    add(clients or len(jobs))
-    while engine.requests:
-        for event in engine.step():
-            if event.finished:
-                add(1)
-        if n_end and len(requests) - len(engine.requests) >= n_end:
-            for id in [*engine.requests]:
-                engine.abort(id)
-    return Metrics(requests, start)
-
-def warm_up(engine, jobs):
-    """Compile kernels, record graphs, and serve the first prompts, to fill caches."""
-    engine.warm()
-    first = jobs[:2 * engine.max_batch]
-    n_token = min(4, *(job.output for job in first))
-    prompts = [b"\1" * job.prompt for job in first]
-    engine.generate(prompts, n_token, [job.adapter for job in first])
-    if engine.record is not None:
-        engine.record.clear()
-
-def latency_rows(runs, *at):
-    """Points of what users feel."""
-    for figure in ("tokens/s", "output tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
-        yield Row(figure, [run.figures[figure] for run in runs], *at)
-    yield Row("longest stall ms", [1e3 * max(run.stalls) for run in runs], *at)
-
-def name_of(part):
-    """Of a scheduler, an order or a policy: a name as it is, a chunk size, or the object's."""
-    if type(part) in (Sarathi, SarathiServe):
-        return f"C = {part.chunk}"
-    return part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
-
-def by_scheduler(schedulers):
-    """Variants for a race between schedulers: names, objects or classes."""
-    return {name_of(scheduler): dict(scheduler=scheduler) for scheduler in schedulers}
-
 def variants_of(args, schedulers, others=None):
     """Variants for a race: --schedulers, or these and --scheduler; others; under each --order."""
     variants = by_scheduler(args.schedulers or [*schedulers, args.scheduler]) | (others or {})
@@ -1785,8 +1698,173 @@ def variants_of(args, schedulers, others=None):
     # a user's own run first: a mistake shows before the others have run
     return dict(sorted(variants.items(), key=is_own, reverse=True))
 
+@experiment("", "requests/s", Hardware("llama-13b", "a100"))
+def capacity(place):
+    """The most requests/s at which 99 % of the times between two tokens, and half of the first
+    tokens, are within their targets (Sarathi-Serve): --tbt, --ttft. Poisson arrivals; prompts of
+    100 to 3,000 and outputs of 20 to 400 tokens, shorter if measured. 0: less than a fifth,
+    simulated a twelfth, of what is served without targets."""
+    variants = variants_of(place.args, ("prefill_first", "sarathi", "sarathi_serve"))
+    serve_at, most = under_load(place)
+    for name, variant in variants.items():
+        def good(rate):
+            return serve_at(rate, variant).meets(place.args.ttft, place.args.tbt)
+        yield Row("requests/s", highest(good, most / 2, n_step=7 if place.simulated else 6), name)
+
+@experiment("arrival rate (requests/s), R", "share of requests", Hardware("llama-13b", "a100"),
+            curves="series")
+def attainment(place):
+    """The share of requests that meet both targets, each by itself, over the arrival rate [S-LoRA
+    §7]: the first token within --ttft seconds, 99 % of the times between tokens within --tbt; and
+    the highest rate at which 99 % of them do. The requests are those of `capacity`, or of --jobs,
+    with its bursts."""
+    targets = place.args.ttft, place.args.tbt
+    place.source += (f"; targets: {targets[0]:g} s to the first token, {targets[1]:g} s between "
+                     "tokens")
+    serve_at, most = under_load(place)
+    n_halving = 6 if place.simulated else 2
+    halvings = np.linspace(n_halving - 1, -1, (1 + place.full) * n_halving + 1)
+    rates = [float(f"{most / 2 ** i:.3g}") for i in halvings]
+    variants = variants_of(place.args, SCHEDULERS)
+    for name, variant in variants.items():
+        def attained(rate):
+            return serve_at(rate, variant).attainment(*targets)
+        limit = 0.0
+        for rate in rates:
+            good = attained(rate)
+            yield Row("", good, name, rate)
+            if good >= 0.99:
+                limit = rate
+        if limit and place.simulated:  # between two rates
+            limit = highest(lambda rate: attained(rate) >= 0.99, limit * 1.4)
+        yield Row(FULL_SHARE, limit, name)
+
+FULL_SHARE = "99 % of requests up to"
+
+def under_load(place):
+    """(a function (rate, variant) -> Metrics of requests that arrive at this rate, the requests/s
+    that are served without targets)."""
+    n = 300 if place.full else 20
+    L = max(place.lengths)
+    if place.simulated:
+        n = max(n, 100)  # twice as many as may run at once
+        L = min(3400, place.model.config.block_size)
+    jobs, *_ = workload(place, n, (L // 34, L * 15 // 17), (max(2, L // 170), L * 2 // 17))
+    if place.args.jobs:  # to one per second
+        jobs = at_rate(jobs, max(1e-9, jobs[-1].arrival) / len(jobs))
+    longest = max(L, *(job.prompt + job.output for job in jobs))
+    B = place.limit(48)
+    options = dict(B=B, alloc="grow", n_page=min(place.room, B * longest))
+
+    def serve_at(rate, variant):
+        return place.serve(at_rate(jobs, rate), **variant, **options)
+    return serve_at, serve_at(math.inf, dict(scheduler="sarathi")).requests_per_second
+
+def highest(good, rate, n_step=6):
+    """The highest rate with good(rate), 3 % too low at most; or 0. Six steps find one in 0.4 .. 2.5
+    times `rate`, seven in 0.16 .. 6.4 times."""
+    low = 0.0
+    for i in range(n_step):
+        step = 1.03 ** 2 ** (n_step - 2 - i)
+        if good(rate):
+            low = rate
+            rate *= step
+        else:
+            rate /= step
+    return low
+
+COLUMNS = (  # names of arrival, prompt and output: ours, Azure's, BurstGPT's, Vidur's, Mooncake's
+    ("arrival", "timestamp", "arrived_at"),
+    ("prompt", "contexttokens", "request tokens", "num_prefill_tokens", "input_length"),
+    ("output", "generatedtokens", "response tokens", "num_decode_tokens", "output_length"))
+
+def read_jobs(path, longest=math.inf, window=(-math.inf, math.inf), first=None, speed=1.0,
+              arrivals=True):
+    """The Jobs of a trace by arrival, the first at 0, `speed` times as dense. Kept are those of the
+    window, in seconds since the file's first row, up to `first` of them. Skipped are those without
+    prompt or output, or of more than `longest` tokens. arrivals: whether the file must have them"""
+    low, high = window
+    jobs = []
+    start = 0.0
+    n_read = 0
+    n_skipped = 0
+    for job, unit_is_a_guess in read_trace(path, arrivals):  # noqa: B007
+        start = job.arrival if n_read == 0 else start
+        n_read += 1
+        if low <= job.arrival - start < high:
+            if min(job.prompt, job.output) > 0 and job.prompt + job.output <= longest:
+                jobs.append(job)
+            else:
+                n_skipped += 1
+        if len(jobs) == first:
+            break
+    if not jobs:
+        raise ValueError(f"{path}: no request is left to serve: {n_read:,} rows read, "
+                         f"{n_skipped:,} skipped")
+    jobs.sort(key=lambda job: job.arrival)
+    start = jobs[0].arrival
+    seconds = jobs[-1].arrival - start
+    if seconds and unit_is_a_guess and start < 1e9 and not 0.02 <= seconds / len(jobs) <= 60:
+        raise ValueError(f"{path}: {len(jobs)} requests over {seconds:.4g} s are not plausible: "
+                         "beside input_length a timestamp is in s, with hash_ids in ms")
+    print(f"{path}: {n_read:,} rows read, {len(jobs):,} kept, {n_skipped:,} skipped (no prompt, no "
+          f"output, or more than {longest} tokens; simulated: --context); "
+          f"{speed * len(jobs) / max(1e-9, seconds):.3g} requests/s in the mean", file=sys.stderr)
+    return [job._replace(arrival=(job.arrival - start) / speed) for job in jobs]
+
+def read_trace(path, arrivals):
+    """Yields (Job, whether the unit of its arrival is a guess) of the rows of a file, CSV or JSON
+    lines. ValueError names the wrong row."""
+    opener = gzip.open if path.endswith(".gz") else open
+    n = 1
+    try:
+        with opener(path, "rt", encoding="utf-8-sig") as file:
+            lines = filter(str.strip, file)
+            head = next(lines, "")
+            rows = csv.DictReader(chain([head], lines), skipinitialspace=True, strict=True)
+            is_json = head.lstrip().startswith("{")
+            names = json.loads(head) if is_json else rows.fieldnames
+            if is_json:
+                rows = map(json.loads, chain([head], lines))
+            names = {name.strip().lower(): name for name in names or ()}
+            found = [next((names[name] for name in known if name in names), None)
+                     for known in COLUMNS]
+            if None in found[not arrivals:]:
+                raise ValueError("a column is missing")
+            arrival, prompt, output = found
+            is_guess = "input_length" in names and "chat_id" not in names  # else Bailian's
+            unit = 0.001 if is_guess and "hash_ids" in names else 1.0  # Mooncake's: ms
+            for n, row in enumerate(rows, 1):  # noqa: B007
+                at = seconds_of(row[arrival], unit) if arrivals else 0.0
+                blocks = tuple(map(index, row.get("hash_ids", ()))) if is_json else ()
+                yield Job(at, whole(row[prompt]), whole(row[output]), None, blocks,
+                          512 if is_guess else 16,
+                          f"{row.get(names.get('class', 'class'), '')}"), is_guess
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error, EOFError,
+            zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}, row {n}: {error}: must be CSV or JSON lines with columns like "
+                         f"{', '.join(known[0] for known in COLUMNS)}") from None
+
+def whole(text):
+    """A number of tokens"""
+    number = float(text)
+    if number % 1 != 0:
+        raise ValueError(f"{text} tokens: must be a whole number")
+    return int(number)
+
+def seconds_of(text, unit):
+    """An arrival: a number, of today's times in s, ms, us or ns, or a date like 2026-11-28 10:30"""
+    try:
+        number = float(text)
+    except ValueError:
+        date, zone = re.fullmatch(r"(.+?)(Z|[+-]\d\d:\d\d)?", text.strip()).groups()
+        minutes = 0 if zone in (None, "Z") else 60 * int(zone[:3]) + int(zone[0] + zone[4:])
+        return float(np.datetime64(date, "ns").astype(int)) / 1e9 - 60 * minutes
+    n_digit = len(f"{check_range('arrival', number, -1e19, 1e19):.0f}")
+    return number * unit if n_digit < 10 else number / 1000.0 ** ((n_digit - 10) // 3)
+
 # -----------------------------------------------------------------------------
-# tables
+# 7. what comes out: tables, pictures, JSON, the scoreboard
 
 def tables(what, rows):
     """The Markdown tables of an experiment's rows: those with an x, then the others."""
@@ -1830,8 +1908,15 @@ def lay_out(what, rows, by):
         texts.append([key[i] for i in given] + [line.get(pair) for pair in shown])
     return table([names[i] for i in given] + heads, texts)
 
-# -----------------------------------------------------------------------------
-# pictures
+def misses(rows):
+    """Lines of text: the claims that do not hold, and what was seen, once if it is the same."""
+    of_note = defaultdict(list)
+    for row in rows:
+        if not row.get("inside", True):
+            of_note[row["experiment"], row["note"]].append(row["what"])
+    for (name, note), whats in of_note.items():
+        text = f"- (off) {name}, {'; '.join(whats)}: {note}"
+        yield textwrap.fill(text, 118, subsequent_indent="  ")
 
 COLORS = {  # the same thing has the same color in every picture
     "C = 128": "#93c4ea", "C = 256": "#2a78c2", "C = 512": "#123a73",
@@ -1968,109 +2053,18 @@ def write_trace(path, timelines):
                                ts=start * 1e6, dur=(end - start) * 1e6))
     Path(path).write_text(json.dumps(dict(traceEvents=events)))
 
-# -----------------------------------------------------------------------------
-# traces of requests
-
-COLUMNS = (  # names of arrival, prompt and output: ours, Azure's, BurstGPT's, Vidur's, Mooncake's
-    ("arrival", "timestamp", "arrived_at"),
-    ("prompt", "contexttokens", "request tokens", "num_prefill_tokens", "input_length"),
-    ("output", "generatedtokens", "response tokens", "num_decode_tokens", "output_length"))
-
-def read_jobs(path, longest=math.inf, window=(-math.inf, math.inf), first=None, speed=1.0,
-              arrivals=True):
-    """The Jobs of a trace by arrival, the first at 0, `speed` times as dense. Kept are those of the
-    window, in seconds since the file's first row, up to `first` of them. Skipped are those without
-    prompt or output, or of more than `longest` tokens. arrivals: whether the file must have them"""
-    low, high = window
-    jobs = []
-    start = 0.0
-    n_read = 0
-    n_skipped = 0
-    for job, unit_is_a_guess in read_trace(path, arrivals):  # noqa: B007
-        start = job.arrival if n_read == 0 else start
-        n_read += 1
-        if low <= job.arrival - start < high:
-            if min(job.prompt, job.output) > 0 and job.prompt + job.output <= longest:
-                jobs.append(job)
-            else:
-                n_skipped += 1
-        if len(jobs) == first:
-            break
-    if not jobs:
-        raise ValueError(f"{path}: no request is left to serve: {n_read:,} rows read, "
-                         f"{n_skipped:,} skipped")
-    jobs.sort(key=lambda job: job.arrival)
-    start = jobs[0].arrival
-    seconds = jobs[-1].arrival - start
-    if seconds and unit_is_a_guess and start < 1e9 and not 0.02 <= seconds / len(jobs) <= 60:
-        raise ValueError(f"{path}: {len(jobs)} requests over {seconds:.4g} s are not plausible: "
-                         "beside input_length a timestamp is in s, with hash_ids in ms")
-    print(f"{path}: {n_read:,} rows read, {len(jobs):,} kept, {n_skipped:,} skipped (no prompt, no "
-          f"output, or more than {longest} tokens; simulated: --context); "
-          f"{speed * len(jobs) / max(1e-9, seconds):.3g} requests/s in the mean", file=sys.stderr)
-    return [job._replace(arrival=(job.arrival - start) / speed) for job in jobs]
-
-def read_trace(path, arrivals):
-    """Yields (Job, whether the unit of its arrival is a guess) of the rows of a file, CSV or JSON
-    lines. ValueError names the wrong row."""
-    opener = gzip.open if path.endswith(".gz") else open
-    n = 1
-    try:
-        with opener(path, "rt", encoding="utf-8-sig") as file:
-            lines = filter(str.strip, file)
-            head = next(lines, "")
-            rows = csv.DictReader(chain([head], lines), skipinitialspace=True, strict=True)
-            is_json = head.lstrip().startswith("{")
-            names = json.loads(head) if is_json else rows.fieldnames
-            if is_json:
-                rows = map(json.loads, chain([head], lines))
-            names = {name.strip().lower(): name for name in names or ()}
-            found = [next((names[name] for name in known if name in names), None)
-                     for known in COLUMNS]
-            if None in found[not arrivals:]:
-                raise ValueError("a column is missing")
-            arrival, prompt, output = found
-            is_guess = "input_length" in names and "chat_id" not in names  # else Bailian's
-            unit = 0.001 if is_guess and "hash_ids" in names else 1.0  # Mooncake's: ms
-            for n, row in enumerate(rows, 1):  # noqa: B007
-                at = seconds_of(row[arrival], unit) if arrivals else 0.0
-                blocks = tuple(map(index, row.get("hash_ids", ()))) if is_json else ()
-                yield Job(at, whole(row[prompt]), whole(row[output]), None, blocks,
-                          512 if is_guess else 16,
-                          f"{row.get(names.get('class', 'class'), '')}"), is_guess
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error, EOFError,
-            zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}, row {n}: {error}: must be CSV or JSON lines with columns like "
-                         f"{', '.join(known[0] for known in COLUMNS)}") from None
-
-def whole(text):
-    """A number of tokens"""
-    number = float(text)
-    if number % 1 != 0:
-        raise ValueError(f"{text} tokens: must be a whole number")
-    return int(number)
-
-def seconds_of(text, unit):
-    """An arrival: a number, of today's times in s, ms, us or ns, or a date like 2026-11-28 10:30"""
-    try:
-        number = float(text)
-    except ValueError:
-        date, zone = re.fullmatch(r"(.+?)(Z|[+-]\d\d:\d\d)?", text.strip()).groups()
-        minutes = 0 if zone in (None, "Z") else 60 * int(zone[:3]) + int(zone[0] + zone[4:])
-        return float(np.datetime64(date, "ns").astype(int)) / 1e9 - 60 * minutes
-    n_digit = len(f"{check_range('arrival', number, -1e19, 1e19):.0f}")
-    return number * unit if n_digit < 10 else number / 1000.0 ** ((n_digit - 10) // 3)
-
-# -----------------------------------------------------------------------------
-# the scoreboard
-
-def scoreboard_rows(args, name):
-    """The rows of one experiment that have a claim, where the paper's numbers hold."""
-    torch.set_num_threads(1)
-    tqdm.set_lock(RLock())  # its own one is for processes: a stopped one would leave it behind
-    what = EXPERIMENTS[name]
-    rows = what.rows(simulate(args, what.on))
-    return [row for row in rows if row["paper"] is not None]
+def save_json(args, **report):
+    """Write --json. JSON knows no NaN: null"""
+    if not args.json or not report["rows"]:
+        return
+    git = ["git", "-C", str(ASSETS), "rev-parse", "--short", "HEAD"]
+    report |= dict(date=f"{datetime.now():%Y-%m-%d}", seed=args.seed, torch=torch.__version__,
+                   commit=subprocess.run(git, capture_output=True, text=True).stdout.strip())
+    text = json.dumps(json.loads(json.dumps(report), parse_constant={}.get))
+    if args.json == "-":
+        print(text)
+    else:
+        Path(args.json).write_text(text)
 
 def scoreboard(args):
     """Every number of the papers beside ours, simulated with one set of constants. Returns rows."""
@@ -2096,15 +2090,13 @@ def scoreboard(args):
     print("\n".join(count_runs(rows)))
     return rows
 
-def misses(rows):
-    """Lines of text: the claims that do not hold, and what was seen, once if it is the same."""
-    of_note = defaultdict(list)
-    for row in rows:
-        if not row.get("inside", True):
-            of_note[row["experiment"], row["note"]].append(row["what"])
-    for (name, note), whats in of_note.items():
-        text = f"- (off) {name}, {'; '.join(whats)}: {note}"
-        yield textwrap.fill(text, 118, subsequent_indent="  ")
+def scoreboard_rows(args, name):
+    """The rows of one experiment that have a claim, where the paper's numbers hold."""
+    torch.set_num_threads(1)
+    tqdm.set_lock(RLock())  # its own one is for processes: a stopped one would leave it behind
+    what = EXPERIMENTS[name]
+    rows = what.rows(simulate(args, what.on))
+    return [row for row in rows if row["paper"] is not None]
 
 def count_runs(rows):
     """Lines of text: how many runs hold, for each paper and all, by the kind of their claims; and
@@ -2130,7 +2122,7 @@ def count_runs(rows):
     yield f"- rows that miss: {', '.join(texts) or 'none'}"
 
 # -----------------------------------------------------------------------------
-# command line
+# 8. the command line
 
 MAIN_JOB = ["users", "table4", "table2", "ceilings"]
 NEEDS = {  # of flags: experiments, or another flag
@@ -2280,19 +2272,6 @@ def print_heading(name, what):
     axes = [f"By {what.x}."] * bool(what.x) + [f"Numbers: {what.y}."] * bool(what.y)
     if axes and what.curves != "picture":
         print(*axes)
-
-def save_json(args, **report):
-    """Write --json. JSON knows no NaN: null"""
-    if not args.json or not report["rows"]:
-        return
-    git = ["git", "-C", str(ASSETS), "rev-parse", "--short", "HEAD"]
-    report |= dict(date=f"{datetime.now():%Y-%m-%d}", seed=args.seed, torch=torch.__version__,
-                   commit=subprocess.run(git, capture_output=True, text=True).stdout.strip())
-    text = json.dumps(json.loads(json.dumps(report), parse_constant={}.get))
-    if args.json == "-":
-        print(text)
-    else:
-        Path(args.json).write_text(text)
 
 def main(words=None):
     args = parse_arguments(words)
