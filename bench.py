@@ -1032,8 +1032,8 @@ def tng(place):
 # -----------------------------------------------------------------------------
 # 4. S-LoRA's figures, by the papers' servers, simulated
 
-# what other servers do otherwise, and the seconds that their hosts and their kernels of adapters
-# add, each fitted to the cell beside it
+# Seconds that other servers' hosts, and their kernels of adapters, add to an iteration, each fitted
+# to the cell beside it; and what these servers do otherwise.
 SYSTEMS = {
     "lightllm": dict(  # S-LoRA is built on it
         layer=1.3e-3,  # [S-LoRA Fig. 5] the log of S4, A100-40, n = 0, latency
@@ -1053,7 +1053,7 @@ SYSTEMS = {
 }
 
 class ServingSystem(Roofline):
-    """The costs of one of SYSTEMS."""
+    """The costs of one of SYSTEMS. Its parts have one more: what the host adds."""
     layer = 0.0  # seconds to launch the kernels of a layer
     layer_lora = 0.0  # more, to launch those of adapters
     token = 0.0  # per sampled or verified token
@@ -1088,7 +1088,7 @@ class ServingSystem(Roofline):
         context = s.context + s.draft_context * self.expand
         parts = super().parts(replace(s, context=context), lora)
         launches = self.config.n_layer * (self.layer + self.layer_lora * (s.lora_params > 0))
-        if not self.eager:
+        if not self.eager:  # the GPU computes meanwhile
             launches = max(0.0, launches - sum(parts))
         return *parts, launches + self.token * s.n_logits
 
@@ -1207,7 +1207,7 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1,
     n_page = n_page or int(cost.memory // cost.page_bytes)
     if variant in ("no-unify", "bmm"):  # the pool of tokens limits adapters all the same
         options["adapter_pages"] = n_page
-        cost.load += cost.resize
+        cost.load += cost.resize  # each load resizes the pool of adapters
     if variant in ("bmm", "merge"):
         options["lora"] = variant
     if not place.full:

@@ -3061,7 +3061,7 @@ def test_the_baseline_of_copied_adapters():
     assert A100.split(stats, "bmm")["lora"] == approx(3 * reading + multiplying + gathering)
 
 @each("operator, features", [
-    ("qkv_proj", "n_tokens"),
+    ("preproj", "n_tokens"),
     ("others", "n_logits"),
     ("attn", "decodes context draft_context chunks pairs chunk_context"),
     ("lora", "lora_rows lora_chunks lora_params lora_macs lora_chunk_macs"),
