@@ -984,7 +984,7 @@ def prefill_in_chunks(place, L, C):
 
 @experiment()
 def timeline(place):
-    """[TNG] the same six requests with static batching, prefill-first and chunked prefill."""
+    """Six requests under three schedulers, red where an output stands still. Those of [TNG]."""
     L = max(place.lengths)
     unit = np.median(place.seconds(dict(chunk=L)))  # arrivals are in prefills of L tokens
     jobs = [
@@ -1700,10 +1700,11 @@ def variants_of(args, schedulers, others=None):
 
 @experiment("", "requests/s", Hardware("llama-13b", "a100"))
 def capacity(place):
-    """The most requests/s at which 99 % of the times between two tokens, and half of the first
-    tokens, are within their targets (Sarathi-Serve): --tbt, --ttft. Poisson arrivals; prompts of
-    100 to 3,000 and outputs of 20 to 400 tokens, shorter if measured. 0: less than a fifth,
-    simulated a twelfth, of what is served without targets."""
+    """Larger chunks serve more requests/s in time, until an iteration with one takes longer than a
+    stall may (Sarathi-Serve). The most requests/s with half of the first tokens within --ttft and
+    99 % of the stalls within --tbt. Poisson arrivals; prompts of 100 to 3,000 and outputs of 20 to
+    400 tokens, shorter if measured. 0: less than a fifth, simulated a twelfth, of what is served
+    without targets."""
     variants = variants_of(place.args, ("prefill_first", "sarathi", "sarathi_serve"))
     serve_at, most = under_load(place)
     for name, variant in variants.items():
@@ -1947,7 +1948,7 @@ def draw(rows, what):
             panels[panel][series].append((x, *numbers))
     n_column = min(3, len(panels))
     n_row = math.ceil(len(panels) / n_column)
-    figure = Figure((max(6, 4 * n_column), 3.4 * n_row), layout="constrained")
+    figure = Figure((max(6, 3 * n_column), 3.4 * n_row), layout="constrained")
     for i, (title, groups) in enumerate(panels.items(), 1):
         ax = figure.add_subplot(n_row, n_column, i)
         ax.set(title=title, xlabel=what.x, ylabel=what.y)

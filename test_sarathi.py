@@ -4137,30 +4137,6 @@ def test_a_run_that_is_stopped_keeps_what_it_has(monkeypatch, capsys, tmp_path):
     assert len(others) == 24 + 1
     assert (last["ours"], last["spread"]) == (2.0, (4.0 - 1.5) / 2)  # median and quartiles
 
-README = Path(__file__).with_name("README.md").read_text(encoding="utf8")
-PAGE = " ".join(README.split())
-
-def commands_of_readme(folder):
-    """Those of bench.py with README's own scheduler, order and policy, which are saved there"""
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    (folder / "my.py").write_text("\n".join(blocks[:2]))
-    return re.findall(r"`(?:python )?bench.py (online --hardware [^`]*my.py:[^`]*)`", PAGE)
-
-def test_readme_code_runs(monkeypatch, capsys, tmp_path):
-    monkeypatch.syspath_prepend(tmp_path)
-    commands = commands_of_readme(tmp_path)
-    names = {}
-    transformers_model(tmp_path / "my-model", vocab_size=300)
-    tokenizer_of("gpt2").save(str(tmp_path / "my-model/tokenizer.json"))
-    monkeypatch.chdir(tmp_path)
-    for code in re.findall(r"```python\n(.*?)```", README, re.S):
-        exec(code, names)
-    assert "\n| run " in capsys.readouterr().out
-    monkeypatch.chdir(tmp_path)
-    for words, own in zip(commands, ("Shortest", "short_first.*SmallBatches")):
-        status, out, _ = command(monkeypatch, capsys, f"{words} --size small")
-        assert status == 0 and re.search(own, out, re.S)
-
 def test_triton_in_its_interpreter(interpreter):
     pytest.importorskip("triton")
     run, path = interpreter

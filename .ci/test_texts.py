@@ -1,10 +1,14 @@
-"""What the texts say is so: README's numbers and names, and the exercises of bench.py, which can be
-solved. pytest runs it in .ci/run, not beside the proofs: whoever changes a sentence breaks none."""
+"""What the texts say is so: numbers, names, code and commands of README and assets/manual.md; the
+exercises of bench.py, which can be solved. pytest runs it in .ci/run, not with the proofs: a change
+of a sentence breaks none of them."""
 import json
 import math
+import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 import textwrap
 from collections import Counter
 from dataclasses import replace
@@ -20,35 +24,128 @@ import sarathi
 from bench import ASSETS, EXPERIMENTS
 from model import GPT
 from sarathi import SCHEDULERS, CostModel, Engine, Request
-from test_sarathi import (COST, GPT2, PAGE, README, TARGET, check_tokens, command,
-                          commands_of_readme, draft_model, each, edit, explained, lines_of,
-                          logits_by, prompt, random_model, rows_of, transformers_model)
+from test_sarathi import (COST, GPT2, TARGET, check_tokens, command, draft_model, each, edit,
+                          explained, lines_of, logits_by, prompt, random_model, rows_of,
+                          tokenizer_of, transformers_model)
 from test_sarathi import start as start_engine
 
 import numpy as np
 import pytest
 from torch import float32
 
+ROOT = Path(bench.__file__).parent
+README = (ROOT / "README.md").read_text(encoding="utf8")
+MANUAL = (ASSETS / "manual.md").read_text(encoding="utf8")
+PAGE = " ".join(README.split())
+
+def blocks(kind):
+    """The code of both pages in blocks of this kind"""
+    return re.findall(rf"^```{kind}\n(.*?)^```", README + MANUAL, re.M | re.S)
+
+def write_my_py(folder):
+    own = [code for code in blocks("python") if code.startswith("# my.py")]
+    assert len(own) > 5
+    (folder / "my.py").write_text("\n".join(own))
+
+# what .ci/run does, or, of the tiny model's training, a test with few steps
+ELSEWHERE = "git ", "pip ", "pytest ", "python model.py", "python bench.py --chunk 256 "
+INLINE = re.findall(r"`(python sarathi.py --explain[^`]*)`", PAGE)
+COMMANDS = [line for line in "".join(blocks("bash")).splitlines() + INLINE
+            if not line.startswith(ELSEWHERE)]
+PROGRAMS = {"python": sys.executable, "torchrun": f"{sys.executable} -m torch.distributed.run"}
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """The folder of one who reads both pages, with the files that they name"""
+    folder = tmp_path_factory.mktemp("reader")
+    for name in ("sarathi", "model", "kernels", "bench", "test_sarathi"):
+        shutil.copy(ROOT / f"{name}.py", folder)
+    shutil.copytree(ASSETS, folder / "assets")
+    write_my_py(folder)
+    (folder / "my.json").write_text(blocks("json")[0])
+    times = "".join(f"2023-11-16 18:15:{i}.680590,{300 + i},4\n" for i in range(10, 40))
+    (folder / "trace.csv").write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{times}")
+    transformers_model(folder / "my-model", vocab_size=300)
+    tokenizer_of("gpt2").save(str(folder / "my-model/tokenizer.json"))
+    model = GPT.from_pretrained(str(folder / "my-model"))
+    ranks = dict.fromkeys(model.config.modules, 4)
+    model_py.Adapter.random(model.config, ranks).save_pretrained(folder / "my-adapter")
+    cache = folder / "cache/sarathi"
+    cache.mkdir(0o700, parents=True)
+    for compiled in kernels.CACHE.glob("*.so"):
+        shutil.copy(compiled, cache)
+    for name in ("tiny", "draft"):
+        GPT.from_preset("tiny", float32).save_pretrained(cache / name)
+    return folder
+
+@each("line", COMMANDS)
+def test_commands_of_both_pages_run(line, reader):
+    program, words = line.split(" ", 1)
+    if " bench.py " in f" {words}" and "--hardware" not in words:
+        words += " --seconds 0.02"
+    if " bench.py " in f" {words}" and "--size" not in words:
+        words += " --size small"
+    words = words.replace("llama-7b", "tiny")  # no GPU
+    ran = subprocess.run(f"{PROGRAMS[program]} {words}", shell=True, cwd=reader, text=True,
+                         capture_output=True, env={**os.environ, "XDG_CACHE_HOME": "cache"})
+    assert ran.returncode == 0, ran.stderr
+    own = re.findall(r"my\.py:(\w+)", line)
+    assert ran.stdout and all(name in ran.stdout for name in own), ran.stdout
+
+def test_python_of_the_manual_runs(monkeypatch, capsys, reader):
+    monkeypatch.syspath_prepend(reader)
+    monkeypatch.chdir(reader)
+    code, = (code for code in blocks("python") if not code.startswith("# my.py"))
+    exec(code, {})
+    assert "\n| run " in capsys.readouterr().out
+
 def cells(line):
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
+def table_of_readme(head):
+    """[{head: cell}] of the table with this head"""
+    start = README.index("|", README.index("\n\n", README.index(head) - 60))
+    heads, _, *rows = map(cells, README[start:README.index("\n\n", start)].splitlines())
+    return [dict(zip(heads, row)) for row in rows]
+
 def test_readmes_table_is_what_its_command_prints(monkeypatch, capsys, tmp_path):
-    """Of its own scheduler"""
+    """Of its own scheduler, and of the longest prompts"""
     monkeypatch.chdir(tmp_path)
-    words, _ = commands_of_readme(tmp_path)
-    _, first, _ = command(monkeypatch, capsys, words)
+    write_my_py(tmp_path)
+    words = next(line for line in COMMANDS if "Shortest" in line).removeprefix("python bench.py ")
+    _, first, _ = command(monkeypatch, capsys, f"{words} --by prompt")
     heads, *rows = [cells(line) for line in first.splitlines() if line.startswith("|")]
     printed = {row[0]: dict(zip(heads, row)) for row in rows}
-    start = README.index("|", README.index("my.py:Shortest`"))
-    heads, _, *rows = map(cells, README[start:README.index("\n\n", start)].splitlines())
-    assert len(rows) == 4 and len(heads) == 4
-    for row in rows:
-        assert dict(zip(heads, row)).items() <= printed[row[0]].items()
+    shown = table_of_readme("| TTFT p50")
+    assert len(shown) == 3
+    for row in shown:
+        assert row.items() <= printed[row[""]].items()
     ours, other, sarathi = (
         [float(printed[name][head].split()[0]) for head in ("TTFT p50", "TTFT p99", "stall p99")]
         for name in ("Shortest", "prefill_first", "sarathi"))
     assert ours[0] < 0.9 * sarathi[0] and other[1] > 1.4 * ours[1]
     assert abs(ours[2] - sarathi[2]) < 0.5 and 10 * ours[2] < other[2]
+    long = [printed[f"{name}, c: prompts of up to 1536"]["TTFT p50"]
+            for name in ("Shortest", "sarathi")]
+    assert f"long prompts wait {long[0]} ms instead of {long[1]} " in PAGE
+    assert f"waits {sarathi[0] - ours[0]:.0f} ms less" in PAGE
+
+def test_readmes_numbers_are_those_of_results():
+    results = (ASSETS / "results.md").read_text(encoding="utf8")
+    start = results.index("| static ", results.index("### What users feel: users_a100"))
+    printed = {row[0]: row for row in map(cells, results[start:].split("\n\n")[0].splitlines())}
+    for name, *numbers in (row.values() for row in table_of_readme("| first token after")):
+        expected = [printed[name][i] for i in (1, 3, 4, 5)]
+        assert [number.removesuffix(" ms") for number in numbers] == expected
+    all_values = re.search(r"- all: values (.*), gains (.*), bounds .*, fitted (.*) of", results)
+    values, gains, fitted = all_values.groups()
+    assert f"fitted to {fitted} published numbers" in PAGE
+    assert f"{values} values are within 15 % and {gains} speed-ups within 30 %" in PAGE
+    rows = json.loads((ASSETS / "capacity.json").read_text())["rows"]
+    runs = {row["what"]: row["runs"] for row in rows}  # by seeds
+    for name in "prefill_first", "C = 512", "C = 1024":
+        found = runs[f"A100, stalls within 0.1 s, {name}"]
+        assert f"{min(found):.2g} to {max(found):.2g}" in PAGE
 
 def test_the_experiment_in_the_docstring_of_bench_py_runs(monkeypatch, capsys):
     monkeypatch.setattr(bench, "EXPERIMENTS", {**bench.EXPERIMENTS})
@@ -65,45 +162,52 @@ def test_readme_shows_an_iteration_of_explain():
     shown = next(block for block in README.split("```\n") if block.startswith("iteration"))
     assert shown.rstrip() in texts
 
-ROOT = Path(bench.__file__).parent
-
 def test_readme_names_what_exists():
     """Functions, classes, tests, experiments, files and lines of code"""
     modules = sarathi, model_py, kernels, bench
     source = "".join((ROOT / f"{name}.py").read_text(encoding="utf8")
                      for name in ("sarathi", "model", "kernels", "bench", "test_sarathi"))
-    cited = re.findall(r"^\|.*\|.*`.*\|$", README, re.M)
-    names = set(re.findall(r"`(?:\w+\.)?(\w+)`", "".join(cited)))
-    assert len(names) > 15
+    listed = README[README.index("## Read the code"):]
+    names = set(re.findall(r"`(?:\w+\.)?(\w+)`", listed))
+    assert len(names) > 20
     assert [name for name in names if not re.search(rf"\b{name}\b", source)] == []
-    methods = set(re.findall(r"\b([A-Z]\w+)\.([a-z]\w+)", PAGE)) - {("README", "md")}
+    both = " ".join((README + MANUAL).split())
+    methods = set(re.findall(r"\b([A-Z]\w+)\.([a-z]\w+)", both)) - {("README", "md")}
     assert len(methods) > 8
     assert [names for names in methods if not any(
         hasattr(getattr(module, names[0], None), names[1]) for module in modules)] == []
     ideas = PAGE[PAGE.index("## The three ideas"):PAGE.index("## One iteration")]
     lines = [code for code in ideas.split("`")[1::2] if "(" in code]
     assert len(lines) == 3 and all(line in source for line in lines)
-    words = set(re.findall(r"`(?:python )?bench.py ([a-z]\w+)", PAGE))
-    words |= set(re.findall(r", (\w+) \|$", README, re.M)) - names
+    words = set(re.findall(r"`bench.py ([a-z]\w+)", both))
+    words |= set(re.findall(r", (\w+) \|$", README, re.M))
     assert words <= {*EXPERIMENTS, "list", "scoreboard"}
-    assert all(f"`{name}`" in PAGE for name in SCHEDULERS)
-    assert all(f"`{name}`" in PAGE for name in sarathi.ORDERS)
+    for names in (SCHEDULERS, sarathi.ORDERS, {*sarathi.POLICIES} - {"oracle"}):
+        assert [name for name in names if f"`{name}`" not in MANUAL] == []
 
-def test_links_lead_somewhere():
-    """To files, and to headings of results.md, as GitHub names them"""
-    results = (ASSETS / "results.md").read_text(encoding="utf8")
-    heads = re.findall(r"^#+ (.+)", results, re.M)
+def anchors_of(text):
+    """Of its headings, as GitHub names them"""
+    heads = re.findall(r"^#+ (.+)", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
     anchors = ["-".join(re.sub(r"[^\w\s-]", "", head).lower().split(" ")) for head in heads]
     assert len(anchors) == len(set(anchors))
+    return heads, anchors
+
+def test_links_lead_somewhere():
+    """To files, and to headings"""
+    pages = {path: path.read_text(encoding="utf8") for path in (
+        ROOT / "README.md", ASSETS / "manual.md", ASSETS / "results.md")}
+    heads, _ = anchors_of(pages[ASSETS / "results.md"])
     in_order = ("What users feel", "SARATHI: Fig. 3", "SARATHI: Table 4", "S-LoRA: Table 3, Fig. 5",
                 "SmartSpec: Fig. 1, 11, 14", "On an H200: users", "Research", "Peers")
     assert sorted(in_order, key=heads.index) == [*in_order]
-    for text, folder in (README, ROOT), (results, ASSETS):
+    for page, text in pages.items():
         links = [link for link in re.findall(r"\]\(([^)]*)\)", text) if "://" not in link]
         assert len(links) > 3
         for link in links:
             file, _, anchor = link.partition("#")
-            assert (folder / (file or "results.md")).is_file() and anchor in ["", *anchors], link
+            target = (page.parent / file).resolve() if file else page
+            assert target.is_file(), link
+            assert not anchor or anchor in anchors_of(pages[target])[1], link
 
 def test_results_are_not_edited(monkeypatch, tmp_path):
     """.ci/report.py writes the page as it is."""
