@@ -369,7 +369,7 @@ class Place:
 
     def serve(self, jobs, B, clients=0, adapters=(), n_end=0,
               n_page=0, spec="off", **options):
-        """The Metrics of jobs in batches of up to B requests, by an engine with the flags' options."""
+        """The Metrics of jobs in batches of up to B requests, by an engine with the flags."""
         scheduler = options.pop("scheduler", self.args.scheduler)
         if options.get("order") == "edf":
             options["order"] = edf(self.args.ttft)
@@ -387,7 +387,7 @@ class Place:
 
     def race(self, variants, *loads, **common):
         """Serve lists of jobs by engines with other options, {name: options}, in interleaved
-        rounds. Yields (name, [Metrics]); if it is stopped, first those of the runs that have ended."""
+        rounds. Yields (name, [Metrics]); if it is stopped, first those of runs that have ended."""
         results = [[] for _ in variants]
         try:
             for jobs in loads:
@@ -493,7 +493,7 @@ def made_up_feeds(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=T
     return feeds, engine
 
 def serve(engine, jobs, clients=0, adapters=(), n_end=0):
-    """The Metrics of jobs until all have ended, or n_end of them. clients: so many are there at once;
+    """The Metrics of jobs until all, or n_end of them, have ended. clients: this many are there;
     0: they come at their arrival. adapters: dealt in turns to the jobs' names."""
     for name in {job.adapter for job in jobs} - {None}:
         engine.add_adapter(name, adapters[int(name) % len(adapters)])
@@ -1192,7 +1192,7 @@ class PeftServer(Lightllm):
 
 def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1,
           cv=1.0, power=1.0, order=fcfs):
-    """The Metrics of a setting of [S-LoRA Table 1] with n adapters, by one of the paper's systems."""
+    """Metrics of a setting of [S-LoRA Table 1] with n adapters, by one of the paper's systems."""
     gpu = gpu or place.on.gpu
     model, ranks = SETTINGS[setting]
     system = place.on.system
@@ -1408,6 +1408,8 @@ def spec_fig12(place):
 class Trees(Goodput):
     """Medusa's drafts: of these trees the one with the most tokens per second [SmartSpec Eq. 10].
     (3, 2, 2): three candidates for the first token, two behind each, two behind each of these."""
+    drift = 0.0  # only a request without room has no drafts
+
     def __init__(self, *trees):
         self.trees = trees
         self.largest = []  # drafts of the largest tree, cut to 0, 1 ... levels
