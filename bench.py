@@ -1458,7 +1458,7 @@ def spec_fig16(place):
     """[SmartSpec Fig. 16] latency with Medusa's heads: one candidate each, fixed trees, and
     goodput's tree; acceptance 0.6. Batched are the tokens that a decode feeds, at the last rate."""
     # unlike vLLM's, Medusa's drafts share one read of the context
-    place.model.system = place.model.system._replace(expand=False)
+    place.model.expand = False
     choices = {"off": "off"}
     for name in ("1,1,1", "2,2,1", "3,2,2"):
         choices[name] = Trees(tuple(map(int, name.split(","))))
