@@ -1240,7 +1240,8 @@ def slora_table3(place):
 def slora_fig5(place):
     """[S-LoRA Fig. 5, §7.2] what the unified pool and the kernels are worth: LLaMA-13B with 400
     adapters (S4) on an A100, LLaMA-7B with 200 (S2) on an A10G."""
-    place.source = "llama-13b (S4) on 1 x a100, llama-7b (S2) on 1 x a10g, simulated"
+    place.source = ("llama-13b (S4) on 1 x a100, llama-13b on 1 x a100-40, llama-7b (S2) on 1 x "
+                    "a10g, llama-7b on 1 x a100, simulated")
     yield from slora_claims(place, "slora_fig5")
 
 @experiment("arrival rate (requests/s), R", "", A100_13B, "simulated")

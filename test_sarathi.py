@@ -3340,7 +3340,7 @@ FIGURES = {  # of small runs of others: some on which constants of the cost mode
     "spec_fig1": {("goodput", "least", ""): 1.2788},
     "spec_fig11": {("llama-33b on 4 GPUs", "least", ""): 1.52787},
     "spec_fig12": {("goodput", "least", ""): 1.08297},
-    "spec_fig16": {("batched tokens per request", "acceptance 0.8", ""): 4.10928},
+    "spec_fig16": {("batched tokens per request", "acceptance 0.8", ""): 5.72329},
 }
 
 @each("name", [name for name, what in EXPERIMENTS.items() if what.only != "measured"])
@@ -3360,7 +3360,8 @@ def test_every_claim_has_its_point(name):
     assert {at: rows[at]["ours"] for at in figures} == approx(figures, rel=0.001)
     text = bench.tables(EXPERIMENTS[name], list(rows.values()))
     lines = [line for line in text.splitlines() if line[:1] == "|"]
-    assert lines and max(map(len, lines)) <= dict(online=210, fig9=123).get(name, 120)
+    assert lines and max(map(len, lines)) <= {"online": 210, "fig9": 123, "tng": 146,
+                                                 "spec_fig16": 152}.get(name, 120)
     assert any("paper" in line for line in lines) == bool(claims)
 
 def test_ratios_are_rows_of_what_was_found():
