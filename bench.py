@@ -93,6 +93,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from functools import cache, partial
+from io import StringIO
 from itertools import chain, count, cycle, islice, pairwise, product
 from operator import index
 from pathlib import Path
@@ -515,6 +516,8 @@ def serve(engine, jobs, clients=0, adapters=(), n_end=0):
                 engine.record.append(Iteration(request.arrival, request.arrival, [arrived]))
 
     add(clients or len(jobs))
+    if engine.clock.now() > start:  # a real clock stands while requests are made
+        engine.clock.start += engine.clock.now() - start
     while engine.requests:
         for event in engine.step():
             if event.finished:
@@ -1620,8 +1623,10 @@ def online(place):
     print(about_jobs(loads[0], most), file=sys.stderr)
     key = classes_of(all_jobs, args.by)
     for name, runs in place.race(variants, *loads, **common):
-        place.requests += [dict(row, scheduler=name, by=key(request))
-                           for row, request in zip(runs[0].rows(), runs[0].requests)]
+        for i, run in enumerate(runs):
+            place.requests += [dict(row, scheduler=name, by=key(request),
+                                    seed=args.seed + i % len(loads))
+                               for row, request in zip(run.rows(), run.requests)]
         classes = defaultdict(list, {"": runs})
         for run in runs if args.by else ():
             for label, own in run.by(key).items():
@@ -1822,7 +1827,8 @@ def read_trace(path, arrivals):
     opener = gzip.open if path.endswith(".gz") else open
     n = 1
     try:
-        with opener(path, "rt", encoding="utf-8-sig") as file:
+        pipe = None if os.path.isfile(path) else StringIO(text_of(path))
+        with pipe or opener(path, "rt", encoding="utf-8-sig") as file:
             lines = filter(str.strip, file)
             head = next(lines, "")
             rows = csv.DictReader(chain([head], lines), skipinitialspace=True, strict=True)
@@ -1849,6 +1855,11 @@ def read_trace(path, arrivals):
         raise ValueError(f"{path}, row {n}: {error}: must be CSV or JSON lines with columns like "
                          f"{', '.join(known[0] for known in COLUMNS)}") from None
 
+@cache
+def text_of(pipe):
+    """What a pipe holds: it can be read only once."""
+    return Path(pipe).read_text("utf-8-sig")
+
 def whole(text):
     """A number of tokens"""
     number = float(text)
@@ -1865,7 +1876,11 @@ def seconds_of(text, unit):
         minutes = 0 if zone in (None, "Z") else 60 * int(zone[:3]) + int(zone[0] + zone[4:])
         return float(np.datetime64(date, "ns").astype(int)) / 1e9 - 60 * minutes
     n_digit = len(f"{check_range('arrival', number, -1e19, 1e19):.0f}")
-    return number * unit if n_digit < 10 else number / 1000.0 ** ((n_digit - 10) // 3)
+    if n_digit < 10:
+        return number * unit
+    # of 2001 to 2033: a date like 20261128103000 would be ms, and its gaps a thousandth
+    seconds = number / 1000.0 ** ((n_digit - 10) // 3)
+    return check_range(f"{text} as seconds since 1970", seconds, 1e9, 2e9)
 
 # -----------------------------------------------------------------------------
 # 7. what comes out: tables, pictures, JSON, the scoreboard

@@ -24,21 +24,25 @@ import hashlib
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 # Importing this file changes two settings of the process, before torch is loaded:
 # - Threads that wait for another one spin for some 10 us, then sleep. By OpenMP's default they spin
-#   for so long that one other busy process makes iterations twenty times slower.
+#   for so long that one other busy process makes iterations twenty times slower. If torch was
+#   loaded before, this comes too late, see Sleepers.
 # - malloc keeps freed blocks of up to 2 GB. By glibc's default large ones go back to the system, so
 #   that every iteration faults its activations in again.
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+if "torch" not in sys.modules:
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
     for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
         ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
@@ -370,6 +374,26 @@ def probabilities(logits, temperature, top_k, top_p):
     dropped |= (scaled == least) & ((scaled == least).float().cumsum(-1) > n_equal)
     dropped &= (k < V) | (limit < 2)
     return scaled.masked_fill(dropped, float("-inf")).softmax(-1)
+
+# ---- the limits of a container
+
+def least_limit(*names):
+    """The least number that begins a file of these names in the control groups around this process,
+    of version 1 or 2. A container is one."""
+    limits = [math.inf]
+    lines = Path("/proc/self/cgroup")
+    for line in lines.read_text().splitlines() if lines.exists() else ():
+        _, kind, path = line.split(":", 2)
+        group = Path(f"/sys/fs/cgroup/{kind}{path}")
+        for folder, name in product([group, *group.parents], names):
+            for file in folder.glob(name):
+                limits += map(int, re.findall(r"\A\d+", file.read_text()))  # or it says max, or -1
+    return min(limits)
+
+# us of all CPUs in 0.1 s. With more threads than it pays for, all wait for those that are stopped
+quota = least_limit("cpu.max", "cpu.cfs_quota_us")
+if quota < 1e5 * torch.get_num_threads():
+    torch.set_num_threads(max(1, quota // 100000))
 
 # ---- where an operator runs; two at the same time; which run, in a line
 
@@ -1104,7 +1128,10 @@ SOURCE = r"""
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <thread>
+#include <unistd.h>
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -1118,6 +1145,22 @@ SOURCE = r"""
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
+
+#ifdef _OPENMP
+// Torch was loaded before kernels.py could say how long threads spin. GCC's OpenMP lets none spin
+// while it has more threads than CPUs: keep some asleep
+static const struct Sleepers {
+    Sleepers() {
+        if (getenv("GOMP_SPINCOUNT")) return;
+        setenv("GOMP_SPINCOUNT", "3000", 0);
+        std::thread([] {
+            #pragma omp parallel num_threads(omp_get_num_procs() + 1)
+            std::this_thread::yield();
+            for (;;) pause();
+        }).detach();
+    }
+} sleepers;
 #endif
 
 const float LOG2E = 1.44269504f;
@@ -1434,12 +1477,12 @@ void add_norm(const T* x, const T* y, const T* weight, const T* bias, T* total, 
         const T* row = (y ? total : x) + i * C;
         float sum = 0, squares = 0;
         for (int c = 0; y && c < C; c++) total[i * C + c] = x[i * C + c] + y[i * C + c];
-        for (int c = 0; c < C; c++) {
-            sum += row[c];
-            squares += row[c] * row[c];
-        }
-        const float mean = bias ? sum / C : 0;
-        const float scale = 1 / std::sqrt(std::max(0.0f, squares / C - mean * mean) + eps);
+        for (int c = 0; bias && c < C; c++) sum += row[c];
+        const float mean = sum / C;
+        // from the differences: that of squares / C and mean * mean has no digits left if the mean
+        // is a thousand times the spread
+        for (int c = 0; c < C; c++) squares += (row[c] - mean) * (row[c] - mean);
+        const float scale = 1 / std::sqrt(squares / C + eps);
         for (int c = 0; c < C; c++)
             out[i * C + c] = (row[c] - mean) * scale * weight[c] + (bias ? (float)bias[c] : 0);
     }

@@ -28,7 +28,7 @@ from pathlib import Path
 
 # kernels before torch: it sets how torch's threads wait
 from kernels import (CACHE, activate, activate_ref, add_norm, add_norm_ref, attention, cdiv,
-                     describe, heads_ref, linear, linear_ref, lora, pack, power_of_two,
+                     describe, heads_ref, least_limit, linear, linear_ref, lora, pack, power_of_two,
                      rotate_write, to_device)
 
 import tiktoken
@@ -213,6 +213,7 @@ class GPT:
         self.frequencies = rotary_frequencies(self.config).to(self.device)
         self.merged = None  # the adapter in the weights, see merge()
         self.profile = None  # a CostModel, measured when it is first needed
+        self.stop = []  # tokens that end a text, of the folder's settings
 
     def affine(self, name):
         """(weight, bias or None) of a norm or an operator such as 3.qkv_proj"""
@@ -256,6 +257,7 @@ class GPT:
         world = world or World(device)
         dtype = pick_dtype(dtype, world.device, stored)
         model = model_class(world)(config, checkpoint.get_tensor, dtype, world)
+        model.stop = stop_of(folder)
         surplus = [name for name in checkpoint if not re.fullmatch(NOT_NEEDED, name)]
         if surplus:
             raise ValueError(f"{folder}: {len(surplus)} surplus tensors, as {surplus[0]!r}")
@@ -268,7 +270,8 @@ class GPT:
         keys = {KEYS.get(key, key): key for key in FAMILIES[c.family]}
         settings = {keys[name]: value for name, value in vars(c).items() if name in keys}
         settings |= {"architectures": [ARCHITECTURES[c.family]], "model_type": c.family,
-                     "dtype": str(self.dtype).removeprefix("torch."), "sliding_window": None}
+                     "dtype": str(self.dtype).removeprefix("torch."), "sliding_window": None,
+                     "eos_token_id": self.stop or None}
         read, _ = parse_config(folder, settings)
         for name, value in vars(c).items():
             if value != getattr(read, name, None):
@@ -288,18 +291,21 @@ class GPT:
         return n_token * numbers * self.dtype.itemsize + n_logits * c.vocab_size * 24
 
     def free_memory(self, others=()):
-        """Bytes for a cache: 90 % of a GPU's free memory, or a quarter of the computer's. Other
-        models are in the memory already."""
+        """Bytes for a cache: 90 % of a GPU's free memory, or a quarter of the computer's, or of its
+        container's. Other models are in the memory already."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # of engines that have ended
             return 0.9 * torch.cuda.mem_get_info(self.device)[0]
-        return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        n_byte = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return 0.25 * min(n_byte, least_limit("memory.max", "memory.limit_in_bytes"))
 
     def new_cache(self, n_page):
-        """A zeroed cache (L, 2, n_page, Hk, D)"""
+        """A cache (L, 2, n_page, Hk, D). A page takes a CPU's memory once it is written."""
         c = self.config
-        return torch.zeros(c.n_layer, 2, n_page, c.n_kv_head, c.head_dim, dtype=self.dtype,
-                           device=self.device)
+        kv = torch.empty(c.n_layer, 2, n_page, c.n_kv_head, c.head_dim, dtype=self.dtype,
+                         device=self.device)
+        kv[:, :, 0] = 0  # the padding rows of graphs read it before they write it
+        return kv
 
     @torch.inference_mode()
     def merge(self, adapter):
@@ -763,6 +769,7 @@ def context_of(path, settings, trained):
     window = settings.get("sliding_window")
     if window is None or not settings.get("use_sliding_window", True):
         return trained
+    check_range("sliding_window", window, 1)
     first = check_range("max_window_layers", settings.get("max_window_layers", 0), 0)
     is_windowed = settings["num_hidden_layers"] > first
     if settings.get("layer_types"):
@@ -932,7 +939,7 @@ def read_factors(folder, config, base):
 # the text begins with a special token, as it does in a template. Special tokens are no text
 
 Tokenizer = namedtuple("Tokenizer", "encode decode stop stream chat",
-                       defaults=[lambda text: None])
+                       defaults=[lambda messages, **arguments: None])
 
 def tiktoken_tokenizer(encoding):
     """The Tokenizer of a tiktoken.Encoding. The last token, which ends a text, is no text, nor are
@@ -972,12 +979,17 @@ def read_tokenizer(folder):
         stop = [*stop, library.eos_token_id]
     special = {id for id, token in library.added_tokens_decoder.items() if token.special}
 
-    def chat(text):
-        tokens = library.encode(text, add_special_tokens=False)
-        if library.chat_template and special.isdisjoint(tokens[:1]):
-            with reading(f"{folder}: the chat template fails, --raw feeds the prompt as it is"):
-                return library.apply_chat_template([dict(role="user", content=text)],
-                                                   add_generation_prompt=True, return_dict=False)
+    def chat(messages, **arguments):
+        if not library.chat_template:
+            return None
+        if isinstance(messages, str):
+            tokens = library.encode(messages, add_special_tokens=False)
+            if not special.isdisjoint(tokens[:1]):
+                return tokens
+            messages = [dict(role="user", content=messages)]
+        with reading(f"{folder}: the chat template fails, --raw feeds the prompt as it is"):
+            return library.apply_chat_template(
+                messages, return_dict=False, **dict(add_generation_prompt=True) | arguments)
 
     # a byte of no character, if bytes are tokens. Right behind others, it makes all of them such
     wrong = [id for text, id in library.get_vocab().items() if text == "<0xFF>"]
@@ -996,6 +1008,8 @@ def stream_text(decode, wrong, prompt=()):
         text = decode(window)
         before = os.path.commonprefix([decode(window[:n_before]), text])
         is_final = decode(window + wrong).startswith(text) and not text.endswith("\ufffd")
+        # some tokenizers take the space away before a comma, n't and the like
+        is_final &= re.search(r" ('[vr]?|n'?)?$|'$", text) is None
         if text == before or tokens and not is_final:
             return ""
         window = window[n_before:]
@@ -1039,7 +1053,7 @@ def find_folder(name):
         raise FileNotFoundError(f"model {name!r}: is not trained yet, run `python model.py`")
     if name in PRESETS:
         return None
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)) is None:
+    if Path(name).exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
         raise FileNotFoundError(f"model '{name}': must be a folder, owner/name on the Hub, or one "
                                 f"of {', '.join(PRESETS)}")
     return download(str(name))
