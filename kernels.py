@@ -41,7 +41,7 @@ from types import SimpleNamespace
 #   loaded before, this comes too late, see Sleepers.
 # - malloc keeps freed blocks of up to 2 GB. By glibc's default large ones go back to the system, so
 #   that every iteration faults its activations in again.
-if "torch" not in sys.modules:
+if not sys.modules.get("torch"):
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
     for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
