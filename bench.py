@@ -5,14 +5,14 @@
                                                      this machine can do at most
     python bench.py fig9 --hardware a6000 --plot .   one figure, simulated: a table and a picture
     python bench.py online --rate 4 --prompt 8..512  online serving, four requests per second
-    python bench.py online --scheduler my.py:Mine    your scheduler beside the built-in ones
-                                                     (--schedulers NAMES: beside these alone)
-    python bench.py scoreboard                       the papers' numbers beside ours
+    python bench.py online --scheduler my.py:Mine    your scheduler next to the built-in ones
+                                                     (--schedulers NAMES: next to these alone)
+    python bench.py scoreboard                       the papers' numbers next to ours
     python bench.py list                             all experiments, and where they run
 
-An experiment is a function that measures something in a Place, this machine or simulated hardware,
-and yields Rows: cells of a table, points of a picture. The papers' numbers are CLAIMS beside them.
-Tables, JSON, pictures and the scoreboard derive from both. In reading order:
+An experiment is a function that measures something in a Place: this machine, or simulated hardware.
+It yields Rows: cells of a table, points of a picture. CLAIMS are the papers' numbers for them.
+Tables, JSON, pictures and the scoreboard follow from both. In reading order:
 
     1. an experiment    Claim, Row and Place, all that the others are written with; then jobs, the
                         requests that will come, and serve(), which has an engine serve them
@@ -24,13 +24,25 @@ Tables, JSON, pictures and the scoreboard derive from both. In reading order:
     7. what comes out   tables, pictures, JSON, the scoreboard
     8. the command line
 
-A Place has model, a GPT or a CostModel; B, requests in a batch; lengths, tokens per request; full,
-whether to run all settings of the paper or a few (--size). seconds(shape, ...) gives an array
-with a row for each shape, the seconds of such an iteration, and a column for each repetition
-(round). The keys of a shape: decodes, how many; context, tokens before each; chunk, tokens of a
-prompt; past, tokens before these. serve() and race() serve jobs, rounds() calls any functions in
-turns, jobs() makes jobs. Paste the function below into this file, behind any experiment: `python
-bench.py mine` prints a table with a line for each chunk, here or on --hardware.
+What an experiment finds in its place:
+
+    model                  a GPT; simulated, a CostModel
+    B                      requests in a batch
+    lengths                tokens per request, prompt and output: a few to try
+    full                   whether to run all settings of the paper, or a few (--size)
+    seconds(shape, ...)    how long iterations take: a row per shape, a column per round
+    jobs(rate, seconds)    makes jobs, requests that will come
+    serve(jobs, B)         serves them by an engine; Metrics says how that went
+    race(variants, jobs)   serves them by several engines alternately
+    rounds(f, g, ...)      calls any functions alternately, for --seconds
+
+The shape of an iteration: decodes (how many), each after `context` cached tokens, and a chunk of a
+prompt after `past` cached tokens.
+
+    place.seconds(dict(decodes=8, context=1000, chunk=256, past=0))    # an array (1, rounds)
+
+Paste the next function into this file, after any other experiment. `python bench.py mine` measures
+it here, and simulates it with --hardware: a table with a line for each chunk.
 
     @experiment("tokens of a chunk, C", "ms")
     def mine(place):
@@ -38,40 +50,43 @@ bench.py mine` prints a table with a line for each chunk, here or on --hardware.
         for C in (64, 128, 256):
             yield Row("prefill (ms)", 1e3 * place.seconds(dict(chunk=C))[0], x=C)
 
-Exercises: write it in my.py, run `python bench.py` with the words below it, beat the number. In 1,
-2, 3, 7 and 8 it is a median over five seeds. For 9 and 10 serve these jobs in a script of your own.
-Solutions: .ci/test_texts.py.
-1. A scheduler with a median TTFT below 200 ms at the same stall (sarathi: 217). And its p99?
+Ten exercises. Write yours in my.py, run `python bench.py` with the words below the exercise, and
+beat the number. In 1, 2, 3, 7 and 8 the number is a median over five seeds. For 9 and 10 serve the
+given jobs in a script of your own. Solutions: .ci/test_texts.py.
+1. A scheduler with a median TTFT below 200 ms, at the same stalls (sarathi: 217 ms). What happens
+   to its p99?
        online --hardware a100 --rate 3 --schedulers sarathi,my.py:Mine
-2. An order of the queue with a share of good requests above 0.915 (edf: 0.909, fcfs: 0.791).
+2. An order of the queue that makes a share above 0.915 of the requests good (edf: 0.909, fcfs:
+   0.791).
        online --hardware a100 --rate 3.3 --ttft 1 --schedulers sarathi --order edf,my.py:mine
-3. A Policy that calls no price, with a median TPOT below 8 ms (goodput, which does: 7.58).
+3. A Policy with a median TPOT below 8 ms that never asks for a price (goodput asks: 7.58).
        online --hardware a100 --schedulers sarathi --spec my.py:Mine
-4. A proposer whose drafts, three at a time, are accepted more often than prompt lookup's (0.50 to
-   0.56), for one request of the trained tiny model.
+4. A proposer whose drafts are accepted more often than those of prompt lookup (0.50 to 0.56), three
+   at a time, for one request to the trained tiny model.
        spec_here --draft my.py:Mine
-5. A GPU of your own: an A100 with one number doubled that serves at least 1.3 times as many
-   requests/s as a plain one (2.08, 2.39 and 2.67 with --seed 0, 1 and 2), with each of these
-   seeds. Other arrivals alone gain as much, so compare the same ones.
+5. A GPU of your own: an A100 with one number doubled. It must serve at least 1.3 times as many
+   requests/s as a plain one (2.08, 2.39 and 2.67 with --seed 0, 1 and 2), with each of these seeds.
+   Compare equal seeds, because other arrivals alone gain as much.
        capacity --hardware my.json --schedulers sarathi_serve --seed 0
-6. Attention with a sliding window of 8 tokens, in place of model.attention: logits of a Mistral
-   folder as transformers has them, within 0.0001 (without a window they differ by 0.01 and more).
-   No command: your own script.
-7. A memory that shares the pages of equal beginnings, with a median TTFT below 200 ms (without:
-   412) and the same tokens (the solution's test compares them). It starts requests with n_past,
-   their cached tokens, above 0: see Memory in sarathi.py.
+6. Attention with a sliding window of 8 tokens, in place of model.attention. The logits of a Mistral
+   folder must be within 0.0001 of transformers' (without the window they differ by 0.01 and more).
+   There is no command: write a script.
+7. A memory that shares the pages of prompts with equal beginnings: a median TTFT below 200 ms
+   (without it: 412), and the same tokens, which the solution's test compares. Requests then start
+   with n_past, their cached tokens, above 0: see Memory in sarathi.py.
        online --hardware a100 --schedulers sarathi --shared 1000 --memory my.py:Mine
-8. An order for that memory with a median TTFT below 800 ms (fcfs: 1893), at twice as many
-   beginnings as fit: n_past of a waiting request says how much of it is cached. And the p99?
+8. An order for that memory, where only half of the beginnings fit: a median TTFT below 800 ms
+   (fcfs: 1893). n_past of a waiting request says how much of it is cached. What happens to the p99?
        online --hardware a100 --schedulers sarathi --shared 3000 --prompt 8..512 --max-batch 6
        --rate 1.5 --memory my.py:Mine --order fcfs,my.py:mine
-9. A router before two simulated A100s with LLaMA-13B: a higher share of good requests than in
-   turns (0.84, 0.96 and 0.96 for seeds 42, 43 and 44), for each seed. The frame is routed() in
-   .ci/test_texts.py.
+9. A router before two simulated A100s with LLaMA-13B. The share of good requests must be higher
+   than if the GPUs get requests alternately (0.84, 0.96 and 0.96 for seeds 42, 43 and 44), for each
+   seed. Begin with routed() in .ci/test_texts.py.
        gamma_jobs(3.5, 285, 2, prompt=(100, 3000), output=(20, 400), seed=42)
-10. Prompts on one of these GPUs, outputs on the other. K and V are sent at 50 GB/s, and stay on the
-   first until the second has free pages: a median TTFT below 270 ms with 99 % of all gaps within 40
-   ms. A router and chunks of 128, 256 or 512 tokens meet only one of both. And at 4 requests/s?
+10. Prompts on one of these GPUs, outputs on the other: a median TTFT below 270 ms with 99 % of all
+   stalls within 40 ms. K and V are sent at 50 GB/s, and stay on the first GPU until the second has
+   free pages. A router and chunks of 128, 256 or 512 tokens meet only one target. And at 4
+   requests/s?
        gamma_jobs(2, 150, prompt=(100, 3000), output=(20, 400), seed=42)
 """
 import argparse
@@ -87,7 +102,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -121,18 +135,18 @@ from tqdm import tqdm
 # 1. an experiment: claims, rows, places, jobs, and how they are served
 
 class Claim(NamedTuple):
-    """A number of a paper."""
+    """A number of a paper, which an experiment should find."""
     paper: float
     kind: str  # "value", "gain" over a baseline, "at least", "at most"
-    # whether a constant of the cost model was chosen on it, or on the same number in other units
+    # whether a constant of the cost model was fitted to it, or to the same number in other units
     fit: bool
     paper_source: str  # the paper, and where: its text, or the logs that its authors published
     setup: list  # how a number of S-LoRA was run: arguments of slora()
     run: str  # claims on one run have the same name here
-    note: str  # why ours differs, as far as it is known; of a miss: the reason first
+    note: str  # why ours differs, as far as we know; a miss begins with the reason
 
     def holds(self, ours):
-        """Values within 15 %, gain - 1 within 30 %, bounds as they say."""
+        """A value holds within 15 %, a gain within 30 % of gain - 1, a bound as it says."""
         if self.kind == "at least":
             return ours >= self.paper
         if self.kind == "at most":
@@ -144,11 +158,11 @@ class Claim(NamedTuple):
 ASSETS = Path(__file__).with_name("assets")
 
 def read_claims():
-    """{experiment: {(panel, series, x): Claim}} of assets/claims.csv. Left out are numbers that
-    follow from others, such as totals of Table 2, or from the arrivals, such as throughput at low
-    load; figures whose numbers or settings are not given [S-LoRA Fig. 7]; and
-    vLLM-packed [S-LoRA Table 3]: the logs have 8.14, 10.08, 7.73 and 2.04 requests/s for 1, 2, 4
-    and 5 processes, for which we have no explanation."""
+    """{experiment: {(panel, series, x): Claim}} of assets/claims.csv. Numbers that follow from
+    others are left out, such as totals of Table 2, or throughput at low load, which is that of the
+    arrivals. So are figures without given numbers or settings [S-LoRA Fig. 7], and vLLM-packed
+    [S-LoRA Table 3], because we cannot explain its logs: 8.14, 10.08, 7.73 and 2.04 requests/s for
+    1, 2, 4 and 5 processes."""
     claims = defaultdict(dict)
     with open(ASSETS / "claims.csv", newline="", encoding="utf8") as file:
         for line in csv.DictReader(file):
@@ -170,7 +184,7 @@ class Hardware(NamedTuple):
     system: str = "sarathi"  # this engine; or a name in SYSTEMS
 
     def cost(self, config=None):
-        """Its CostModel, with the model's config, or another one."""
+        """Its CostModel, for the model's config or another one."""
         config = config or preset(self.model)
         if self.system == "sarathi":
             return CostModel.roofline(config, self.gpu, self.tp)
@@ -182,8 +196,8 @@ A100_7B = Hardware("llama-7b", "a100", 1, "vllm")
 MAX_B = {1024: 18, 2048: 10, 3072: 6}  # length -> the largest batch that fits [SARATHI §5.1]
 
 class Row(NamedTuple):
-    """What experiments yield: a cell of a table, which is a point of a picture if it has an x. One
-    of Table 4, measured in two rounds: Row("decode speedup", [5.4, 6.1], "", 1024)"""
+    """A cell of a table. With an x it is a point of a picture, too. One of Table 4, measured in two
+    rounds: Row("decode speedup", [5.4, 6.1], "", 1024)"""
     panel: str  # of the picture; most tables have a column for each
     ours: float | list  # a number, or one per round
     series: str = ""  # a line of the table, or of the picture
@@ -193,18 +207,18 @@ class Experiment(NamedTuple):
     """A generator of rows, and how they are shown."""
     run: Callable  # Place -> Rows
     about: str
-    x: str = ""  # label of the x axis; its last word stands in tables
+    x: str = ""  # label of the x axis; tables have its last word alone
     y: str = ""
     on: Hardware = A6000_13B  # where the paper's numbers hold
     only: str = ""  # "measured" or "simulated", if it cannot be both
-    # what the columns of a table are, "panel" or "series", of rows with an x (curves) and of rows
-    # without (points). "": each row has a line of its own; "picture": they are in no table
+    # what a table has a column for, "panel" or "series": the table of rows with an x (curves), and
+    # that of rows without (points). "": each row has a line of its own; "picture": no table
     curves: str = "panel"
     points: str = "panel"
 
     def rows(self, place):
-        """The rows as dicts, beside the paper's numbers where its hardware is simulated. Of several
-        rounds: the median, and as spread half the distance between the quartiles."""
+        """The rows as dicts, with the paper's numbers where its hardware is simulated. Several
+        rounds become their median, with half the distance between the quartiles as spread."""
         name = self.run.__name__
         claims = {}
         if place.on == self.on or self.only == "measured":
@@ -222,7 +236,7 @@ class Experiment(NamedTuple):
             yield row
 
 def with_ratios(rows, claims):
-    """Rows, then those of claims about A / B, two series or two x: A's number over B's."""
+    """Rows, then one for each claim about A / B, two series or two x: A's number over B's."""
     found = {}
     for row in rows:
         found[row.panel, row.series, str(row.x)] = row.ours
@@ -234,8 +248,8 @@ def with_ratios(rows, claims):
             yield Row(panel, np.divide(found[over], found[base]), series, x)
 
 def experiment(*fields, **more):
-    """Register a function as an experiment, under its own name. Fields: x and those behind it, of
-    an Experiment. The function's docstring is what users read of it."""
+    """Register a function as an experiment, under its own name. Fields: those of Experiment, from x
+    on. The function's docstring is printed above its table."""
     def register(run):
         about = " ".join((run.__doc__ or "").split())  # none with python -OO
         EXPERIMENTS[run.__name__] = Experiment(run, about, *fields, **more)
@@ -248,13 +262,14 @@ class Job(NamedTuple):
     prompt: int  # tokens
     output: int
     adapter: str = None
-    blocks: tuple = ()  # numbers: the prompt begins with blocks, equal if their numbers are equal
+    blocks: tuple = ()  # numbers of blocks that the prompt begins with; equal ones: equal tokens
     size: int = 8  # tokens of a block, 8 or more
-    label: str = ""  # the column "class" of a trace
+    label: str = ""  # column "class" of a trace
 
 def prompt_of(job, number, V):
-    """Tokens, as bytes: its blocks, then its own. A block is the digits of a number, the last one
-    first, then zeros: without common blocks, prompts begin with two equal tokens at most."""
+    """Tokens, as bytes: the job's blocks, then a block of its own. A block is the digits of its
+    number, the lowest first, then zeros. So prompts without common blocks differ early: at most
+    their first two tokens are equal."""
     base = np.uint64(min(V, 256))
     numbers = np.array([n % 2**64 for n in (*job.blocks, ~number)], np.uint64)
     tokens = np.zeros((len(numbers), job.size), np.uint8)
@@ -263,8 +278,8 @@ def prompt_of(job, number, V):
 
 def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0,
                prompt=(8, 511), output=(8, 511), seed=42):
-    """rate * seconds jobs with Gamma distributed gaps, Poisson for cv = 1, equal for 0; lengths are
-    uniform; the popularity of adapters is a power law [S-LoRA §7.2]."""
+    """rate * seconds jobs [S-LoRA §7.2]. The times between arrivals are Gamma distributed: Poisson
+    for cv = 1, equal for 0. Lengths are uniform, the popularity of adapters is a power law."""
     rng = np.random.RandomState(seed)
     n = max(1, int(rate * seconds))
     names = [None] * n
@@ -279,11 +294,11 @@ def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0,
     return list(map(Job, *columns, names))
 
 def at_rate(jobs, rate=math.inf):
-    """Jobs that came at one per second, at another rate, or all at once."""
+    """Jobs that arrived at one per second, at another rate, or all at time 0."""
     return [job._replace(arrival=job.arrival / rate) for job in jobs]
 
 class Place:
-    """This machine, or simulated hardware: it times iterations and operators, and serves jobs."""
+    """Where experiments run: this machine, or simulated hardware."""
     def __init__(self, args, model, source, on=None):
         self.args = args
         self.model = model  # a GPT or a CostModel
@@ -309,21 +324,22 @@ class Place:
         self.batches = [(L, largest.get(L, self.B)) for L in self.lengths]
 
     def limit(self, n):
-        """The most requests in a batch, --max-batch or else n. The line above the table names it"""
+        """The most requests in a batch, --max-batch or else n. The line above the table says it"""
         B = self.args.max_batch or n
         self.source += f"; up to {B} requests in a batch"
         return B
 
     @property
     def room(self):
-        """Tokens that fit the memory: here half of it, since some experiments hold two caches."""
+        """Tokens that fit the memory; here half of it, because some experiments hold two caches."""
         memory = self.model.free_memory() / (1 if self.simulated else 2)
         return int(memory // self.model.config.page_bytes(self.model.dtype.itemsize))
 
     def rounds(self, *functions, factor=1, results=None):
-        """Results of functions, a list per function, or of these `results`. They take turns for
-        `factor` times --seconds and at least two rounds; the first of more warms up. A simulator
-        needs one round."""
+        """Call functions alternately, so that a slow moment of the machine hits all of them: for
+        `factor` times --seconds, and at least two rounds. If there are more, the first one warms up
+        and does not count. A simulator needs one round. Returns a list of results per function:
+        those of `results`, with the new ones."""
         results = results or [[] for _ in functions]
         start = time.perf_counter()
         for n in count(1):
@@ -338,16 +354,16 @@ class Place:
                 return results
 
     def seconds(self, *shapes, last=True):
-        """Seconds of iterations of these shapes, dicts for made_up_feeds: (n_shape, n_round)."""
-        # the engines are kept until the rounds are done: runners do not hold theirs
+        """Seconds of iterations of these shapes (see made_up_feeds): (n_shape, n_round)."""
+        # engines must live until the rounds are done, because runners do not hold theirs
         made = [made_up_feeds(self.model, **shape, last=last) for shape in shapes]
         runs = [timed(engine.runner.run, feeds, clock=engine.clock.now)
                 for feeds, engine in made]
         return np.array(self.rounds(*runs))
 
     def operators(self, seconds=None, last=True, **shape):
-        """{operator: seconds} of an iteration, as of made_up_feeds; measured: of each round, in
-        `seconds` if these are known."""
+        """{operator: seconds} of an iteration of this shape; measured, seconds of each round.
+        seconds: of the whole iteration, if known."""
         feeds, engine = made_up_feeds(self.model, **shape, last=last)
         if self.simulated:
             return self.model.split(self.model.stats(feeds))
@@ -370,7 +386,7 @@ class Place:
 
     def serve(self, jobs, B, clients=0, adapters=(), n_end=0,
               n_page=0, spec="off", **options):
-        """The Metrics of jobs in batches of up to B requests, by an engine with the flags."""
+        """Serve jobs in batches of up to B requests, by an engine with this run's flags."""
         scheduler = options.pop("scheduler", self.args.scheduler)
         if options.get("order") == "edf":
             options["order"] = edf(self.args.ttft)
@@ -381,14 +397,14 @@ class Place:
         return serve(engine, jobs, clients, adapters, n_end)
 
     def timeline(self, name):
-        """Where an engine records its iterations, if a picture or a trace is wanted."""
+        """What an engine records its iterations in, if a picture or a trace is wanted."""
         if self.args.plot or self.args.trace:
             self.timelines[name] = deque(maxlen=60000)
         return self.timelines.get(name)
 
     def race(self, variants, *loads, **common):
-        """Serve lists of jobs by engines with other options, {name: options}, in interleaved
-        rounds. Yields (name, [Metrics]); if it is stopped, first those of runs that have ended."""
+        """Serve lists of jobs by engines with different options, {name: options}, alternately.
+        Yields (name, [Metrics]). If it is stopped, what has been served is yielded first."""
         results = [[] for _ in variants]
         try:
             for jobs in loads:
@@ -396,7 +412,7 @@ class Place:
                              for variant in variants.values()]
                 self.rounds(*functions, factor=3, results=results)
         finally:
-            yield from filter(all, zip(variants, results))  # not those without a run
+            yield from filter(all, zip(variants, results))  # if it has a run
 
 def simulate(args, on):
     """A Place of hardware you lack."""
@@ -407,7 +423,7 @@ def simulate(args, on):
 load_once = cache(load_model)
 
 def this_machine(args, model=None):
-    """A Place of this machine, with --model, or this one, on it."""
+    """A Place of this machine, with --model, or this one."""
     if args.context:
         raise ValueError(f"--context {args.context}: is of simulated models, add --hardware")
     on_cpu = args.device == "cpu"
@@ -422,8 +438,8 @@ def this_machine(args, model=None):
     return Place(args, model, what_runs(name, model))
 
 def choose_places(args, name):
-    """Where an experiment runs: here, or on --hardware; in the main job first on the hardware of
-    its paper, simulated, then here."""
+    """Where an experiment runs: here, or on --hardware. The main job first simulates the paper's
+    hardware, then measures here."""
     what = EXPERIMENTS[name]
     if args.hardware and what.only == "measured":
         raise ValueError(f"{name} can only be measured: leave out --hardware")
@@ -442,7 +458,7 @@ def choose_places(args, name):
     return [simulate(own_lengths, what.on), here]
 
 def timed(function, *arguments, clock=time.perf_counter, **options):
-    """A function that calls another one and returns its seconds on a clock."""
+    """A function that calls this one, and returns the seconds that it took."""
     def seconds():
         start = clock()
         function(*arguments, **options)
@@ -455,12 +471,12 @@ def wait_for_gpu():
         torch.cuda.synchronize()
 
 def let_the_host_run_ahead():
-    """Keep a GPU busy for some 50 ms: what is launched meanwhile runs without gaps behind it."""
+    """Keep a GPU busy for some 50 ms. What is launched meanwhile then runs without pauses."""
     if torch.cuda.is_initialized():
         torch.cuda._sleep(10**8)  # cycles
 
 def moment():
-    """Now; on a GPU an event"""
+    """Now, as a time or as an event of a GPU."""
     if not torch.cuda.is_initialized():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -473,8 +489,9 @@ def seconds_between(before, after):
     return before.elapsed_time(after) / 1e3
 
 def made_up_feeds(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=True):
-    """(feeds, engine) of requests that were never added: decodes, each after `context` cached
-    tokens, and chunks of `chunk` tokens, each after `past`. last: all sample a token."""
+    """(feeds, engine) of an iteration of this shape, of requests that were never added: decodes,
+    each after `context` cached tokens, and chunks of `chunk` tokens, each after `past`. last:
+    whether chunks end their prompts, so that all feeds sample a token."""
     sizes = [(context, 1)] * decodes
     if chunk:
         sizes += [(past, chunk)] * chunks
@@ -494,8 +511,9 @@ def made_up_feeds(model, decodes=0, context=0, chunk=0, past=0, chunks=1, last=T
     return feeds, engine
 
 def serve(engine, jobs, clients=0, adapters=(), n_end=0):
-    """The Metrics of jobs until all, or n_end of them, have ended. clients: this many are there;
-    0: they come at their arrival. adapters: dealt in turns to the jobs' names."""
+    """Serve jobs until all, or n_end of them, have ended, and return their Metrics. They come at
+    their arrival; or with clients, each of which sends its next job when one has ended. adapters
+    are dealt alternately to the jobs' names."""
     for name in {job.adapter for job in jobs} - {None}:
         engine.add_adapter(name, adapters[int(name) % len(adapters)])
     if engine.model.world.device.type == "cuda":
@@ -516,7 +534,7 @@ def serve(engine, jobs, clients=0, adapters=(), n_end=0):
                 engine.record.append(Iteration(request.arrival, request.arrival, [arrived]))
 
     add(clients or len(jobs))
-    if engine.clock.now() > start:  # a real clock stands while requests are made
+    if engine.clock.now() > start:  # making requests takes no time on a real clock
         engine.clock.start += engine.clock.now() - start
     while engine.requests:
         for event in engine.step():
@@ -538,19 +556,19 @@ def warm_up(engine, jobs):
         engine.record.clear()
 
 def latency_rows(runs, *at):
-    """Points of what users feel."""
+    """What users feel of these runs."""
     for figure in ("tokens/s", "output tokens/s", "TTFT p50 ms", "TPOT p50 ms"):
         yield Row(figure, [run.figures[figure] for run in runs], *at)
     yield Row("longest stall ms", [1e3 * max(run.stalls) for run in runs], *at)
 
 def name_of(part):
-    """Of a scheduler, an order or a policy: a name as it is, a chunk size, or the object's."""
+    """Of a scheduler, an order or a policy, for tables."""
     if type(part) in (Sarathi, SarathiServe):
         return f"C = {part.chunk}"
     return part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
 
 def by_scheduler(schedulers):
-    """Variants for a race between schedulers: names, objects or classes."""
+    """Variants for a race between schedulers (names, objects or classes)."""
     return {name_of(scheduler): dict(scheduler=scheduler) for scheduler in schedulers}
 
 # -----------------------------------------------------------------------------
@@ -558,11 +576,11 @@ def by_scheduler(schedulers):
 
 @experiment(on=Hardware("llama-13b", "a100"))
 def users(place):
-    """What users feel: the same arrivals with static batching, prefill-first and prefill in chunks
-    of --chunk and, if prompts have 1,024 tokens or more, of 512. Again and again a short prompt
-    with a long output comes, and during this output two long prompts. Stall: no new token in the
-    middle of an output. tokens/s: prompts count too. Simulated numbers are the same on every
-    machine."""
+    """You read an answer while two long prompts arrive. Who waits, and how long? A short prompt
+    with a long output comes again and again, and each time the two long ones follow. All schedulers
+    get the same arrivals: static batching, prefill-first, and sarathi with chunks of --chunk, for
+    long prompts of 1,024 tokens or more also of 512. A stall is the time between two tokens of an
+    output. tokens/s counts prompts too. Simulated numbers are the same on every machine."""
     own, P = long_prompts(place)
     B = own.limit(6)
     prefill = dict(chunk=P)
@@ -583,7 +601,7 @@ def users(place):
         # they come during the short one's output
         later = gap * i + unit / 2
         jobs += 2 * [long._replace(arrival=later)]
-    jobs.append(short._replace(arrival=gap * n_group))  # so that the last group is not alone
+    jobs.append(short._replace(arrival=gap * n_group))  # else the last group would be alone
     place.source = (f"{own.source}; long prompts of {P:,} tokens, a group of three requests every "
                     f"{gap:.2g} s, 0.65 of what sarathi could serve")
     variants = by_scheduler(("static", "prefill_first", "sarathi"))
@@ -597,7 +615,7 @@ def users(place):
 LONG = 0.22  # seconds that a long prompt takes
 
 def long_prompts(place, larger="llama-124m"):
-    """(a Place, tokens): prompts that take LONG, of a larger model if this one is too fast."""
+    """(a Place, tokens) of a prompt that takes LONG. A larger model if this one is too fast."""
     P = 5 * max(place.lengths) // 8
     if place.simulated:
         return place, P
@@ -617,10 +635,11 @@ def long_prompts(place, larger="llama-124m"):
 
 @experiment("tokens per request, L", "times")
 def table4(place):
-    """[SARATHI Table 4] decode speedup, and throughput over request-level batching, at the P:D
-    where decodes piggyback perfectly. Batches have six requests, or --max-batch; LLaMA-33B's ten,
-    five and three. Chunks gain throughput where decodes take long beside prompts: on a GPU, hardly
-    on a CPU."""
+    """[SARATHI Table 4] How much cheaper is a decode in the same iteration as a chunk, and how much
+    throughput does that gain over request-level batching? Requests have the ratio of prompt to
+    output (P:D) at which every iteration has a chunk and a full batch of decodes. Batches have six
+    requests, or --max-batch; LLaMA-33B's ten, five and three. The gain is large where decodes take
+    much of the time, as on a GPU. On a CPU they hardly do."""
     cases = [("", place, L, place.B) for L in place.lengths]
     if place.simulated:
         other = simulate(place.args, Hardware("llama-33b", "a100"))
@@ -633,7 +652,7 @@ def table4(place):
         yield Row("throughput", gain, name, L)
 
 def decode_speedup(place, L, B):
-    """How many times cheaper a decode is beside a chunk than in a batch of B [SARATHI §5.1]."""
+    """How many times cheaper a decode is next to a chunk than in a batch of B [SARATHI §5.1]."""
     d = B - 1
     chunk = min(place.args.chunk, L) - d
     alone, both, prefill = place.seconds(
@@ -643,16 +662,16 @@ def decode_speedup(place, L, B):
     return alone / B / ((both - prefill) / d)
 
 def gains(place, P, D, B, *schedulers):
-    """How many times as fast as request-level batching, (n_scheduler, n_round), for equal requests
-    of P + D tokens. Of a run, the seconds from the end of request number `first` to that of number
-    `last` count: all batches are full. Static batches that serve as many would take their share of
-    the seconds of one."""
+    """How many times as fast as request-level batching schedulers serve equal requests of P + D
+    tokens: (n_scheduler, n_round). Of a run count the seconds from the end of request number
+    `first` to that of number `last`, because all batches are full between them. Static batches
+    would need (last - first) / B times the seconds of one."""
     first = B
     last = B + 3
     if place.simulated:
         first = 3 * B
         last = 6 * B
-    jobs = [Job(0.0, P, D + 1)] * (last + B)  # the prompt gives the first token: D decodes
+    jobs = [Job(0.0, P, D + 1)] * (last + B)  # D decodes, because the prompt gives the first token
     functions = [partial(place.serve, jobs[:B], B, scheduler="static")]
     functions += [partial(place.serve, jobs, B, scheduler=scheduler, n_end=last)
                   for scheduler in schedulers]
@@ -663,7 +682,7 @@ def gains(place, P, D, B, *schedulers):
     return (last - first) / B * batch / middle
 
 def halves(L, pd=0, chunk=0, B=1):
-    """Cut L tokens into (prompt, output) with a ratio of P:D. pd = 0: chunk / (B - 1), where
+    """Cut L tokens into (prompt, output) with this ratio of P:D; 0: chunk / (B - 1), at which
     decodes piggyback perfectly [SARATHI §4.4]. The prompt is whole chunks, if some are near."""
     pd = pd or chunk / max(1, B - 1)
     D = max(1, round(L / (1 + pd)))
@@ -677,9 +696,10 @@ def halves(L, pd=0, chunk=0, B=1):
 
 @experiment()
 def table2(place):
-    """[SARATHI Table 2] a prefill-only, a decode-only and a decode-maximal batch, by operator: a
-    prompt of 1,024 tokens (or the longest length), four decodes, three beside the prompt. A decode
-    beside it takes what it adds."""
+    """[SARATHI Table 2] Where does the time of an iteration go, if it has only a prompt, only
+    decodes, or both (decode-maximal)? The prompt has 1,024 tokens, or the longest length. It comes
+    alone or with three decodes; without it there are four. Next to a prompt a decode costs what it
+    adds."""
     L = min(1024, max(place.lengths))
     batches = {
         "prefill-only": dict(chunk=L),
@@ -697,15 +717,16 @@ def table2(place):
 
 @experiment()
 def ceilings(place):
-    """This machine's matrix products and memory: one read of a weight pays for so many tokens as
-    the ridge point says."""
+    """What can this machine do at most? Its matrix products limit prompts, its memory limits
+    decodes. The ridge point is the number of tokens in an iteration at which computing with a
+    weight takes as long as reading it."""
     flops, bandwidth = measure_ceilings(place)
     yield Row("matrix products (TFLOP/s)", flops / 1e12)
     yield Row("weights read (GB/s)", bandwidth / 1e9)
     yield Row("ridge point (tokens)", flops * place.model.dtype.itemsize / 2 / bandwidth)
 
 def measure_ceilings(place):
-    """(FLOP/s, bytes/s): a matrix times many rows; more weights than caches hold times one row."""
+    """(FLOP/s, bytes/s) of a matrix times many rows, and of weights that fit no cache times one."""
     model = place.model
     if place.simulated:
         return GEMM_FLOPS * model.flops, model.bandwidth
@@ -731,7 +752,7 @@ def measure_ceilings(place):
 
 @experiment("decodes in the batch, B", "times")
 def fig3(place):
-    """[SARATHI Fig. 3] the cost of a decoded token over that of a prefilled one."""
+    """[SARATHI Fig. 3] What a decoded token costs over a prefilled one."""
     L = place.lengths[0]
     sizes = (1, 2, 4, 8, 12, 18)
     batches = [dict(decodes=B, context=L - 1) for B in sizes]
@@ -743,7 +764,8 @@ def fig3(place):
 
 @experiment("tokens, or decodes, N", points="")
 def fig4(place):
-    """[SARATHI Fig. 4] one layer: prefills need some hundred tokens, decodes as many requests."""
+    """[SARATHI Fig. 4] Prefills need some hundred tokens to use a GPU well, decodes this many
+    requests. Of one layer."""
     L = place.lengths[0]
     prefill = {}  # tokens of a chunk -> tokens/ms
     decode = {}  # batch size -> tokens/ms
@@ -775,7 +797,7 @@ def layer_rate(place, n, **shape):
 
 @experiment("tokens in the batch, N", "ms")
 def fig7(place):
-    """[SARATHI Fig. 7] tile quantization: prefills of whole tiles, and of one token more."""
+    """[SARATHI Fig. 7] Tile quantization: one token more than whole tiles costs another tile."""
     tiles = (32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
     sizes = sorted({*tiles, *(tile + 1 for tile in tiles)})
     sizes = [n for n in sizes if n <= max(place.lengths)]
@@ -786,7 +808,7 @@ def fig7(place):
 
 @experiment("batch size, B", "times", curves="series", points="")
 def fig8(place):
-    """[SARATHI Fig. 8] decode speedup over batch size and length, and the batches that fit."""
+    """[SARATHI Fig. 8] Decode speedup over batch size and length, and the batches that fit."""
     speedups = []
     for L, most in place.batches:
         for B in range(2, most + 1, 2):
@@ -803,7 +825,7 @@ def fig8(place):
 @experiment("ratio of prompt to output, P:D", "times request-level batching", curves="series",
             points="")
 def fig9(place):
-    """[SARATHI Fig. 9, 11] throughput over request-level batching by P:D ratio, for chunk sizes and
+    """[SARATHI Fig. 9, 11] Throughput over request-level batching by P:D ratio, for chunk sizes and
     for Orca's best and worst case."""
     chunks = {place.args.chunk}
     if place.simulated:
@@ -813,7 +835,7 @@ def fig9(place):
         ratios = (1, 2, 3, 5, 7, 10, 20, 40, 50, 64, 80, 100, 128, 160, 200)
     for L, B in place.batches:
         variants = {f"C = {C}": Sarathi(C) for C in chunks}
-        # Orca at best feeds one whole prompt beside all decodes, at worst all prompts at once
+        # Orca at best feeds one whole prompt with all decodes, at worst all prompts together
         variants |= {"Orca, best": Sarathi(L + B), "Orca, worst": "orca"}
         shapes = {halves(L, pd) for pd in ratios}
         shapes |= {halves(L, chunk=C, B=B) for C in chunks}
@@ -838,7 +860,7 @@ def fig9(place):
 
 @experiment("batch size, B", "time over SARATHI's", only="simulated", curves="series")
 def fig10(place):
-    """[SARATHI Fig. 10] seconds by operator, request-level batching over SARATHI, where decodes
+    """[SARATHI Fig. 10] Seconds by operator, request-level batching over SARATHI, where decodes
     piggyback perfectly, without a run's start and end. All linear operators have one line."""
     ratios = defaultdict(list)
     for C, L in product((256, 512), MAX_B):
@@ -858,7 +880,7 @@ def fig10(place):
         yield Row(name, max(ratios[operator]), "largest")
 
 class StageRunner(CostRunner):
-    """Of a lane of a Pipeline, whose flow() says when an iteration has left the last stage."""
+    """Runner of a Pipeline's lane. flow() says when an iteration has left the last stage."""
     def __init__(self, engine, model, flow):
         super().__init__(engine, model)
         self.flow = flow
@@ -870,9 +892,9 @@ class StageRunner(CostRunner):
         return new_tokens
 
 class Pipeline:
-    """The layers of a model spread over n_stage stages, with as many micro-batches in flight
-    [SARATHI §5.3]. A lane is an engine with pages and running requests of its own; all share one
-    queue. cost: a roofline of all nodes. options: of a lane, with max_batch and n_page.
+    """A model whose layers are spread over n_stage stages, with as many micro-batches in flight
+    [SARATHI §5.3]. A lane is an engine with pages and running requests of its own, but all lanes
+    share one queue. cost: a roofline of all nodes. options: of a lane, with max_batch and n_page.
 
     A stage that idles between two micro-batches makes a bubble [SARATHI §3.2]. PB1: their prefills
     differ in length. PB2: one has a prefill, the other none. PB3: only their contexts differ."""
@@ -895,7 +917,7 @@ class Pipeline:
         self.clock = first.clock
 
     def step(self):
-        """One iteration of the next lane that has work. Returns its events."""
+        """Run an iteration of the next lane that has work. Returns its events."""
         for lane in [*self.lanes]:
             self.lanes.rotate(-1)
             if lane.running or lane.waiting:
@@ -903,8 +925,8 @@ class Pipeline:
         return lane.step()
 
     def flow(self, feeds, t, end):
-        """Move a micro-batch, planned at t, through the stages. end: if it never waited. Returns
-        when it has left the last one."""
+        """Move a micro-batch, planned at t, through the stages. end: when it would leave the last
+        one if it never waited. Returns when it does."""
         busy = (end - t) / len(self.free_at)
         send = self.lanes[0].model.send_seconds(sum(feed.n for feed in feeds))
         idle = 0.0
@@ -928,7 +950,7 @@ class Pipeline:
         return done
 
 def zipf_jobs(n):
-    """Jobs of 1K .. 4K tokens, the k-th shortest with a chance of k^-0.4 [SARATHI §5.3]."""
+    """Jobs of 1K .. 4K tokens; the k-th shortest length has the chance k^-0.4 [SARATHI §5.3]."""
     weights = np.arange(1, 3074) ** -0.4
     rng = np.random.default_rng(0)
     lengths = 1024 + rng.choice(3073, n, p=weights / weights.sum())
@@ -937,7 +959,8 @@ def zipf_jobs(n):
 @experiment(on=Hardware("gpt3-175b", "a100", 8), only="simulated", points="")
 def fig12(place):
     """[SARATHI Fig. 12] GPT-3 on 64 GPUs: a pipeline of eight nodes with Orca and with SARATHI, and
-    eight nodes without a pipeline. The picture shows the pipelines' stages."""
+    eight nodes without a pipeline. Equal chunks leave smaller bubbles between the stages, which the
+    picture shows."""
     cost = CostModel.roofline(place.model.config, place.on.gpu, place.on.tp, nodes=8)
     jobs = zipf_jobs(10000 if place.full else 300)
     seconds = {}
@@ -960,7 +983,7 @@ def fig12(place):
 
 @experiment("chunk size, C", "times", curves="series")
 def fig13(place):
-    """[SARATHI Fig. 13] what chunks cost attention and prefill, and what they gain end to end."""
+    """[SARATHI Fig. 13] What chunks cost attention and prefill, and what they gain end to end."""
     ratios = defaultdict(list)  # (panel, C) -> one per length
     chunks = range(64, 513 if place.simulated else 129, 64)
     for (L, B), C in product(place.batches, chunks):
@@ -976,7 +999,7 @@ def fig13(place):
         yield Row(panel, max(values), "best" if panel == "end to end" else "worst", C)
 
 def prefill_in_chunks(place, L, C):
-    """Seconds of attention, and of all operators, for a prompt of L tokens in chunks of C."""
+    """Seconds of attention, and of all operators, of a prompt of L tokens in chunks of C."""
     seconds = Counter()
     for past in range(0, L, C):
         chunk = min(C, L - past)
@@ -987,7 +1010,7 @@ def prefill_in_chunks(place, L, C):
 
 @experiment()
 def timeline(place):
-    """Six requests under three schedulers, red where an output stands still. Those of [TNG]."""
+    """Six requests under three schedulers, red where an output stalls. Those of [TNG]."""
     L = max(place.lengths)
     unit = np.median(place.seconds(dict(chunk=L)))  # arrivals are in prefills of L tokens
     jobs = [
@@ -1004,7 +1027,7 @@ def timeline(place):
 @experiment("concurrent requests, n", on=Hardware("llama-7b", "h100", 1, "vllm"))
 def tng(place):
     """[TNG] TTFT, TPOT and throughput by the number of concurrent requests, for schedulers and
-    chunk sizes; and, if simulated, the gain of chunks for requests of equal size."""
+    chunk sizes. Simulated, also what chunks gain for requests of equal size."""
     sizes = (64, 512)
     clients = (1, 4, 12)
     n_job = 2  # per client
@@ -1035,8 +1058,8 @@ def tng(place):
 # -----------------------------------------------------------------------------
 # 4. S-LoRA's figures, by the papers' servers, simulated
 
-# Seconds that other servers' hosts, and their kernels of adapters, add to an iteration, each fitted
-# to the cell beside it; and what these servers do otherwise.
+# Seconds that other servers' hosts, and their kernels of adapters, add to an iteration. Each is
+# fitted to the cell of a paper that its comment names. Then what these servers do differently.
 SYSTEMS = {
     "lightllm": dict(  # S-LoRA is built on it
         layer=1.3e-3,  # [S-LoRA Fig. 5] the log of S4, A100-40, n = 0, latency
@@ -1045,7 +1068,7 @@ SYSTEMS = {
         load=0.6e-3,  # [S-LoRA Table 3] S2, n = 1000
         resize=2.2e-3,  # [S-LoRA Fig. 5] no-unify, A100-80, n = 400
         gather=0.505e-3,  # [S-LoRA Fig. 5] bmm, A100-80, n = 400
-        usable=0.92),  # 125,000 tokens beside 7B on an A100-80, in the authors' scripts
+        usable=0.92),  # 125,000 tokens fit next to 7B on an A100-80 in the authors' scripts
     "transformers": dict(
         layer=1.8e-3,  # [S-LoRA Table 3] PEFT, S1 and S4, n = 100
         token=0.95e-3,  # [S-LoRA Table 3] PEFT, S1, n = 5
@@ -1056,14 +1079,14 @@ SYSTEMS = {
 }
 
 class ServingSystem(Roofline):
-    """The costs of one of SYSTEMS. Its parts have one more: what the host adds."""
+    """The costs of one of SYSTEMS. One more part than Roofline has: what the host adds."""
     layer = 0.0  # seconds to launch the kernels of a layer
     layer_lora = 0.0  # more, to launch those of adapters
     token = 0.0  # per sampled or verified token
     row = 0.0  # per layer, row and rank of an adapter: products of vectors
     load = 0.0  # per layer, to start the copies of an adapter
     resize = 0.0  # per layer, to resize a pool for adapters alone
-    gather = 0.0  # per layer and request, to gather an adapter for a bmm
+    gather = 0.0  # per layer and request, to gather adapters for a bmm
     eager = False  # host and GPU wait for each other: their times add up
     expand = False  # every draft is verified as a request of its own
 
@@ -1080,7 +1103,7 @@ class ServingSystem(Roofline):
         return s
 
     def multiplies(self, feeds):
-        """Whether S-LoRA's server runs MBGMM on these prompts, and not the decodes' MBGMV."""
+        """Whether S-LoRA's server runs MBGMM on these prompts, or MBGMV, as for decodes."""
         # its condition: at least two requests, 200 tokens in one, and a rank of 64
         is_long = any(feed.n >= 200 for feed in feeds)
         widest = max(n_params(feed.request.lora_weights) for feed in feeds)
@@ -1101,18 +1124,18 @@ class ServingSystem(Roofline):
         return LORA_CALL + self.row * s.lora_macs / self.rank_params / self.tp
 
 class ServerRunner(CostRunner):
-    """Of a ServingSystem: its host starts the copies of an adapter, layer by layer."""
+    """Runner of a ServingSystem, whose host starts the copies of an adapter layer by layer."""
     def copy_adapter(self, adapter, pages):
         self.clock.t += self.model.config.n_layer * self.model.load
         return super().copy_adapter(adapter, pages)
 
-SETTINGS = {  # [S-LoRA Table 1]: model, ranks dealt in turns
+SETTINGS = {  # [S-LoRA Table 1]: model, ranks that are dealt alternately
     "S1": ("llama-7b", (8,)),
     "S2": ("llama-7b", (64, 32, 16, 8)),
     "S4": ("llama-13b", (64, 32, 16)),
     "S5": ("llama-33b", (32,)),
     "S6": ("llama-70b", (64,))}
-POOLS = {  # tokens that the authors' servers had room for, adapters included
+POOLS = {  # tokens that fit in the authors' servers, adapters included
     ("llama-7b", "a100"): 125000,
     ("llama-13b", "a100"): 65000,
     ("llama-7b", "a10g"): 14500,
@@ -1125,9 +1148,10 @@ POOLS = {  # tokens that the authors' servers had room for, adapters included
     ("bmm", "a10g"): 8000}
 
 class Lightllm(Scheduler):
-    """The server that S-LoRA is built on: whole prompts, alone. It looks at the queue every ten
-    iterations, and starts as many requests as will fit at their peak, since lengths are known.
-    An adapter lives as long as a running request needs it; the authors' runs prefetch none."""
+    """The server that S-LoRA is built on: whole prompts, without decodes. It looks at the queue
+    every ten iterations, and starts as many requests as will fit at their peak, because it knows
+    their lengths. It drops an adapter when no running request needs it. The authors' runs prefetch
+    none."""
     since = 0  # iterations since the last prefill
 
     def start(self, engine):
@@ -1151,8 +1175,8 @@ class Lightllm(Scheduler):
             memory.evict(memory.adapter_pool, adapter)
 
     def fitting(self, running, waiting):
-        """The first waiting requests that never outgrow the pool; prompts: up to a sixth of it, or
-        3,072 tokens."""
+        """The first waiting requests that never outgrow the pool. Their prompts have up to a sixth
+        of its tokens, or 3,072."""
         n_page = self.engine.n_page
         batch = [(r.max_len - r.n_tokens, r.n_tokens) for r in running]
         adapters = {r.lora_weights for r in running}
@@ -1161,7 +1185,7 @@ class Lightllm(Scheduler):
             batch.append((request.max_new_tokens, len(request.prompt)))
             adapters.add(request.lora_weights)
             n_token += len(request.prompt)
-            # from the last to end to the first: when the i-th of them ends, i still hold pages
+            # the last to end comes first: when the i-th ends, i requests still hold pages
             left, tokens = np.array(sorted(batch, reverse=True)).T
             n_running = 1 + np.arange(len(left))
             peak = max(left * n_running + np.cumsum(tokens))
@@ -1171,8 +1195,8 @@ class Lightllm(Scheduler):
         return waiting
 
 class PeftServer(Lightllm):
-    """A server on top of PEFT: all requests that have come, adapter by adapter, in batches of one
-    adapter; then all that have come meanwhile. Unlike PEFT's, none is padded."""
+    """A server on top of PEFT. It serves all requests that have come, in batches of one adapter,
+    then all that have come meanwhile. Unlike PEFT's, its batches are not padded."""
     def __init__(self, size):
         super().__init__()
         self.size = size  # of a batch
@@ -1195,7 +1219,7 @@ class PeftServer(Lightllm):
 
 def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1,
           cv=1.0, power=1.0, order=fcfs):
-    """Metrics of a setting of [S-LoRA Table 1] with n adapters, by one of the paper's systems."""
+    """Serve a setting of [S-LoRA Table 1] with n adapters by one of the paper's systems."""
     gpu = gpu or place.on.gpu
     model, ranks = SETTINGS[setting]
     system = place.on.system
@@ -1222,7 +1246,7 @@ def slora(place, setting, n, rate, seconds, variant="S-LoRA", gpu=None, tp=1,
     return serve(engine, jobs, adapters=ranks)
 
 def slora_claims(place, name):
-    """Rows of requests/s or of seconds, in the settings of an experiment's claims."""
+    """Rows of requests/s or of seconds, for the settings of an experiment's claims."""
     for (panel, variant, n), claim in CLAIMS[name].items():
         if claim.setup:
             run = slora(place, *claim.setup)
@@ -1233,7 +1257,7 @@ SLO = 6.0  # seconds to the first token [S-LoRA §4.3]
 
 @experiment("adapters, n", "requests/s", A100_13B, "simulated", "series")
 def slora_table3(place):
-    """[S-LoRA Table 3, Fig. 5] requests per second with few and with thousands of adapters, of rank
+    """[S-LoRA Table 3, Fig. 5] Requests per second with few and with thousands of adapters, of rank
     8 (S1) or of 8 to 64 (S2) for LLaMA-7B, of 16 to 64 (S4) for LLaMA-13B."""
     place.source = (f"llama-7b (S1, S2) on 1 x {place.on.gpu}, llama-13b (S4) on 1 x "
                     f"{place.on.gpu}, simulated")
@@ -1241,7 +1265,7 @@ def slora_table3(place):
 
 @experiment("", "requests/s", A100_13B, "simulated")
 def slora_fig5(place):
-    """[S-LoRA Fig. 5, §7.2] what the unified pool and the kernels are worth: LLaMA-13B with 400
+    """[S-LoRA Fig. 5, §7.2] What the unified pool and the kernels are worth: LLaMA-13B with 400
     adapters (S4) on an A100, LLaMA-7B with 200 (S2) on an A10G."""
     place.source = ("llama-13b (S4) on 1 x a100, llama-13b on 1 x a100-40, llama-7b (S2) on 1 x "
                     "a10g, llama-7b on 1 x a100, simulated")
@@ -1249,7 +1273,7 @@ def slora_fig5(place):
 
 @experiment("arrival rate (requests/s), R", "", A100_13B, "simulated")
 def slora_fig6(place):
-    """[S-LoRA Fig. 6] throughput, latency, first token and SLO attainment by arrival rate."""
+    """[S-LoRA Fig. 6] Throughput, latency, first token and SLO attainment by arrival rate."""
     for rate in (1, 2, 4, 6, 8):
         run = slora(place, "S4", 400, rate, 300)
         yield Row("requests/s", run.requests_per_second, x=rate)
@@ -1260,8 +1284,8 @@ def slora_fig6(place):
 @experiment("GPUs, N", "requests/s", Hardware("llama-33b", "a100-40", 2, "lightllm"),
             "simulated")
 def slora_fig8(place):
-    """[S-LoRA Fig. 8] requests/s with tensor parallelism: with adapters, without sending their x A,
-    and for the base model alone."""
+    """[S-LoRA Fig. 8] Requests/s with tensor parallelism: with adapters, without sending their x A,
+    and of the base model alone."""
     place.source = "llama-33b (S5) on N x a100-40, llama-70b (S6) on N x a100, simulated"
     for setting, gpu, n in ("S5", "a100-40", 100), ("S6", "a100", 10):
         for part in ("base model", "no messages", "S-LoRA"):
@@ -1272,7 +1296,7 @@ def slora_fig8(place):
 @experiment("adapters, n", "requests/s", Hardware("llama-7b", "a10g", 1, "lightllm"),
             "simulated", "series")
 def slora_fig9(place):
-    """[S-LoRA Fig. 9] an adapter merged into the weights, beside x A B on the fly."""
+    """[S-LoRA Fig. 9] An adapter merged into the weights, or x A B computed on the fly."""
     place.source = "llama-7b on 1 x a10g, simulated"
     yield from slora_claims(place, "slora_fig9")
 
@@ -1283,14 +1307,14 @@ def slora_fig10(place):
         for cv in (1, 2, 4, 6, 8):
             run = slora(place, "S4", 400, 6, 300, cv=cv, order=order or EarlyAbort(SLO))
             yield Row("attainment", run.attainment(SLO), name, cv)
-            # 1 for a first token at once, 0 for one after the SLO [S-LoRA App. B]
+            # 1 for a first token without delay, 0 for one after the SLO [S-LoRA App. B]
             worths = [max(0.0, 1 - (ttft / SLO) ** 2) for ttft in run.ttfts]
             yield Row("satisfaction", sum(worths) / len(run.requests), name, cv)
 
 @experiment("adapters in a batch, d", "", Hardware("llama-7b", "a100-40", 1, "lightllm"),
             "simulated")
 def clustering(place):
-    """[S-LoRA App. A] throughput and attainment, if a batch keeps to a cluster of d adapters."""
+    """[S-LoRA App. A] Throughput and attainment, if a batch keeps to a cluster of d adapters."""
     for d in (1, 2, 4, 8, 32):
         run = slora(place, "S2", 32, 2, 120, order=cluster(d))
         yield Row("requests/s", run.requests_per_second, x=d)
@@ -1298,9 +1322,9 @@ def clustering(place):
 
 @experiment("", "tokens/s", only="measured")
 def slora_here(place):
-    """The cost of adapters here, in tokens/s, prompts counted: no adapter, S-LoRA and its
-    baselines, on requests of the same lengths. 40 adapters of mixed ranks stand for 100 and 2,000,
-    to save host memory."""
+    """What adapters cost here, in tokens/s, prompts included: no adapter, S-LoRA and its baselines,
+    for requests of the same lengths. 40 adapters of mixed ranks stand for 100 and 2,000, to save
+    host memory."""
     model = place.model
     B = place.limit(6)
     adapters = [Adapter.random(model.config, rank, seed, model.dtype)
@@ -1310,7 +1334,7 @@ def slora_here(place):
     halves = (8, L // 2)
     few = at_rate(place.jobs(1, 30, n_adapter=100, prompt=halves, output=halves))
     none = [job._replace(adapter=None) for job in few]
-    # of 2,000 adapters no two requests have the same; the ranks stay, since they cost the most
+    # of 2,000 adapters no two requests have the same. Ranks are kept, because they cost the most
     many = [job._replace(adapter=str(40 * i + int(job.adapter) % 40))
             for i, job in enumerate(few)]
     variants = {
@@ -1335,8 +1359,8 @@ def small_model(place):
     return place.on._replace(model="llama-160m", tp=1).cost()
 
 def latencies(place, rates, choices, alpha, draft="ngram", P=128):
-    """Points: latency by arrival rate (Poisson) for choices {name: spec}, how many times shorter
-    than without drafts, and this for goodput. Returns {name: [times shorter, per rate]}."""
+    """Rows of the latency by arrival rate (Poisson) for choices {name: spec}, and how many times
+    shorter it is than without drafts. Returns {name: [times shorter, per rate]}."""
     n_page = 0.9 * place.model.memory / place.model.page_bytes
     B = min(256, int(n_page / (P + 128)))
     options = dict(scheduler="prefill_first", B=B, alloc="grow", draft=draft, alpha=alpha)
@@ -1358,7 +1382,7 @@ def latencies(place, rates, choices, alpha, draft="ngram", P=128):
 
 @experiment("arrival rate (requests/s), R", "", A100_7B, "simulated", "series", "")
 def spec_fig1(place):
-    """[SmartSpec Fig. 1, 11, 14] latency with k drafts of a draft model, with goodput's choice and
+    """[SmartSpec Fig. 1, 11, 14] Latency with k drafts of a draft model, with goodput's choice and
     with an oracle's; acceptance 0.7."""
     rates = (1, 4, 12, 20)
     if place.full:
@@ -1366,7 +1390,7 @@ def spec_fig1(place):
     choices = CHOICES | {"oracle": "oracle"}
     times = yield from latencies(place, rates, choices, 0.7, small_model(place))
     for name in ("k = 3", "k = 5"):
-        # where the curve falls below 1, between two points in proportion
+        # where the curve falls below 1, interpolated
         losses = np.negative(times[name])
         yield Row("no gain beyond rate", np.interp(-1, losses, rates), name)
     gap = np.divide(times["oracle"], times["goodput"])
@@ -1376,7 +1400,7 @@ def spec_fig1(place):
 
 @experiment("", "times as fast as off", A100_7B, "simulated")
 def spec_fig11(place):
-    """[SmartSpec Fig. 11] goodput's latency for larger models on several GPUs, from low to high
+    """[SmartSpec Fig. 11] Goodput's latency for larger models on several GPUs, from low to high
     load; acceptance 0.7."""
     choices = {"off": "off", "goodput": "goodput"}
     models = [("llama-33b", 4, "llama-160m"), ("llama-70b", 8, "tinyllama-1.1b")]
@@ -1390,7 +1414,7 @@ def spec_fig11(place):
 
 @experiment("batch size, B", "drafts per request", A100_7B, "simulated")
 def spec_fig5(place):
-    """[SmartSpec Fig. 5] the k with the most goodput by batch size; acceptance 0.7, context 192."""
+    """[SmartSpec Fig. 5] The k with the most goodput by batch size; acceptance 0.7, context 192."""
     draft = small_model(place)
     for B in [2 ** i for i in range(10)]:
         stats = IterationStats(n_tokens=B, n_logits=B, decodes=B, context=192 * B)
@@ -1403,16 +1427,16 @@ def spec_fig5(place):
 
 @experiment("arrival rate (requests/s), R", "", A100_7B, "simulated", "series")
 def spec_fig12(place):
-    """[SmartSpec Fig. 12] latency with prompt lookup; acceptance 0.35, prompts of 512 tokens."""
+    """[SmartSpec Fig. 12] Latency with prompt lookup; acceptance 0.35, prompts of 512 tokens."""
     rates = (1, 6, 12)
     if place.full:
         rates = (1, 2, 4, 6, 8, 10, 12)
     yield from latencies(place, rates, CHOICES, 0.35, P=512)
 
 class Trees(Goodput):
-    """Medusa's drafts: of these trees the one with the most tokens per second [SmartSpec Eq. 10].
-    (3, 2, 2): three candidates for the first token, two behind each, two behind each of these."""
-    drift = 0.0  # only a request without room has no drafts
+    """Medusa's drafts: the one of these trees with the most tokens per second [SmartSpec Eq. 10].
+    (3, 2, 2): three candidates for the first token, two after each, two after each of these."""
+    drift = 0.0  # a request has no drafts only if none fits its output
 
     def __init__(self, *trees):
         self.trees = trees
@@ -1434,9 +1458,9 @@ class Trees(Goodput):
         return [chance_of(alpha, n) for n in self.chosen.get(request, ())]
 
     def candidates(self, requests, limits, acceptance):
-        """The same tree for all requests"""
-        # differs from [SmartSpec Eq. 10]: as printed a level fails with 1 - a whatever its number
-        # of candidates
+        """The same tree for all requests, cut to what each may draft."""
+        # differs from [SmartSpec Eq. 10]: as printed, a level fails with the chance 1 - a, however
+        # many candidates it has
         rooms = [request.room for request in requests]
         for tree in self.trees:
             tokens = len(rooms)
@@ -1454,12 +1478,12 @@ def tree_size(tree):
     return sum(math.prod(tree[:n + 1]) for n in range(len(tree)))
 
 def chance_of(alpha, n_candidate):
-    """That one of a level's candidates is right, if each has the chance alpha."""
+    """The chance that one of a level's candidates is right, if each has the chance alpha."""
     return 1 - (1 - alpha) ** n_candidate
 
 @experiment("arrival rate (requests/s), R", "", A100_7B, "simulated", "series", "")
 def spec_fig16(place):
-    """[SmartSpec Fig. 16] latency with Medusa's heads: one candidate each, fixed trees, and
+    """[SmartSpec Fig. 16] Latency with Medusa's heads: one candidate each, fixed trees, and
     goodput's tree; acceptance 0.6. Batched are the tokens that a decode feeds, at the last rate."""
     # unlike vLLM's, Medusa's drafts share one read of the context
     place.model.expand = False
@@ -1482,11 +1506,11 @@ def spec_fig16(place):
 
 @experiment("batch size, B", only="measured")
 def spec_here(place):
-    """The worth of drafts here, on real text: how many times as fast as without drafts requests are
-    served, B at once (these: output tokens/s), and the share of drafts accepted; by a draft model
-    or an own proposer, by prompt lookup, and by wrong drafts: once goodput has settled at none, the
-    price of adapting is left. The trained tiny model continues pieces of this project's files; or
-    --model and --draft do, the paragraphs of --prompts."""
+    """What drafts are worth here, on real text: how many times as fast as without drafts B requests
+    are served together, and the share of drafts accepted. (Without drafts: output tokens/s.) Drafts
+    come from a draft model or your own proposer, from prompt lookup, or are wrong: then goodput
+    settles at none, and what is left is the price of adapting. The trained tiny model continues
+    pieces of this project's files, or --model and --draft the paragraphs of --prompts."""
     prompts = read_prompts(place)
     draft = place.args.draft
     if not place.args.model:  # both are trained on these files
@@ -1500,7 +1524,7 @@ def spec_here(place):
     variants = {"off": (None, "off")}
     for source, name in product(sources, [*CHOICES][1:]):
         variants[f"{source}, {name}"] = sources[source], CHOICES[name]
-    variants["wrong, goodput"] = Zeros, "goodput"  # hardly ever right
+    variants["wrong, goodput"] = Zeros, "goodput"  # which are hardly ever right
     for variant in variants.values():  # warm up: goodput makes its profile
         continue_text(place, prompts[:1], 1, *variant)
     for B in (1, 6, 24):
@@ -1516,7 +1540,7 @@ def spec_here(place):
 N_TEXT = 256, 64  # most tokens of a prompt of spec_here, and tokens of an output
 
 def read_prompts(place):
-    """24 prompts, lists of tokens: paragraphs of --prompts, or pieces of this project's files."""
+    """24 prompts, as tokens: paragraphs of --prompts, or pieces of this project's files."""
     path = place.args.prompts
     if path:
         with reading(path):
@@ -1531,7 +1555,7 @@ def read_prompts(place):
     return [prompt[:N_TEXT[0]] for prompt in prompts]
 
 def continue_text(place, prompts, B, draft, spec):
-    """Seconds of an output for every prompt, B at once, and the share of drafts accepted."""
+    """Continue all prompts, B together. Returns the seconds, and the share of drafts accepted."""
     engine = Engine(place.model, "prefill_first", max_batch=B, n_page=B * sum(N_TEXT),
                     draft=draft, spec=spec)
     engine.warm()
@@ -1543,8 +1567,8 @@ def continue_text(place, prompts, B, draft, spec):
 
 @experiment("", "%", only="measured")
 def fidelity(place):
-    """[SmartSpec Fig. 13, SARATHI §5.3] the simulator beside this machine: the same requests, with
-    costs from the one-time profile; seconds between tokens, and throughput."""
+    """[SmartSpec Fig. 13, SARATHI §5.3] The simulator against this machine: the same requests,
+    with costs from the one-time profile. How far off are iterations and throughput?"""
     B = place.limit(6)
     twin = Place(place.args, CostModel.profile(place.model), place.source)
     yield Row("error of the profile (%)", 100 * twin.model.error)
@@ -1561,7 +1585,7 @@ def fidelity(place):
         yield Row("throughput error (%)", 100 * abs(real.sum() / ours.sum() - 1), name)
 
 def iteration_seconds(run):
-    """Seconds between the ends of iterations that gave tokens, the first since the start"""
+    """Seconds between the ends of iterations that gave tokens, of the first since the start."""
     ends = {t for request in run.requests for t in request.times}
     return np.diff(sorted({run.start, *ends}))
 
@@ -1569,9 +1593,9 @@ def iteration_seconds(run):
 # 6. yours: online serving, capacity, attainment, and traces of requests
 
 def workload(place, n, prompt, output):
-    """Lists of jobs, one per seed: the trace of --jobs; or n, with these lengths or --prompt and
-    --output, at one per second in the mean. With --rate, the trace's come at one per second, too:
-    at_rate() changes that."""
+    """Lists of jobs, one per seed: the trace of --jobs; or n jobs of --prompt and --output, or else
+    of these lengths. They arrive at one per second in the mean, for at_rate() to change; a trace's
+    only with --rate."""
     args = place.args
     longest = min(place.model.config.block_size, place.room)
     jobs = []
@@ -1583,7 +1607,7 @@ def workload(place, n, prompt, output):
         spaced = place.jobs(1, len(jobs) or n, args.cv, args.adapters or 0, 0.5,
                             args.prompt or prompt, args.output or output,
                             seed=42 + args.seed + seed)
-        if args.shared:  # eight beginnings in turns
+        if args.shared:  # one of eight beginnings
             spaced = [job._replace(prompt=args.shared + job.prompt, blocks=(i % 8,),
                                    size=args.shared) for i, job in enumerate(spaced)]
         for i, job in enumerate(jobs):
@@ -1591,16 +1615,17 @@ def workload(place, n, prompt, output):
             arrival = other.arrival if args.rate else job.arrival
             spaced[i] = job._replace(arrival=arrival, adapter=other.adapter)
         loads.append(spaced)
-    return loads[:1] if loads[0] == loads[-1] else loads  # a trace's arrivals know no seed
+    return loads[:1] if loads[0] == loads[-1] else loads  # a trace is the same for each seed
 
 @experiment("seconds", "share of requests", curves="picture")
 def online(place):
-    """Time to the first token (TTFT), per token after it (TPOT), and longest time between two
-    tokens of a request (stall): medians and 99th percentiles in ms. tokens/s: prompts count too.
-    Good: the share of requests that meet --ttft and --tbt as in `attainment`. A simulated number is
-    the median over --seeds. --by: a row per class, of which tokens/s count until its own last
-    token, and Jain's index over these. --spec adds rows with drafts by prompt lookup, each accepted
-    with a chance of 0.7. Not fed: the share of prompt tokens that a --memory had in the cache."""
+    """How long requests wait for their first token (TTFT), for each later one (TPOT), and at their
+    longest stall, the time between two tokens of an output. Medians and 99th percentiles in ms.
+    tokens/s: prompts count too. Good: the share of requests that meet --ttft and --tbt as in
+    `attainment`. A simulated number is the median over --seeds. --by: a row per class, of which
+    tokens/s count until its own last token, and Jain's index over these. --spec adds rows with
+    drafts by prompt lookup, each accepted with a chance of 0.7. Not fed: the share of prompt tokens
+    that a --memory had in the cache."""
     args = place.args
     L = max(place.lengths)
     loads = workload(place, 320 if place.full else 32, (8, L // 2), (4, max(4, L // 16)))
@@ -1639,7 +1664,7 @@ def online(place):
             yield Row("Jain", [run.fairness(key) for run in runs], name)
 
 def distributions_of(name, label, runs):
-    """Points of the pictures: percentiles of the times of all requests, or of a class"""
+    """Points of the pictures: percentiles over all requests, or over a class."""
     percents = *range(0, 100, 5), 99, 100
     for what, field in {"TTFT": "ttfts", "TPOT": "tpots", "stalls": "stalls"}.items():
         times = [np.percentile(getattr(run, field) or [math.nan], percents) for run in runs]
@@ -1660,13 +1685,13 @@ def class_rows(args, name, runs):
     yield Row("runs", len(runs), name)
 
 def share_cached(run):
-    """Of the prompt tokens: those that were in the cache when their request started"""
+    """The share of prompt tokens that were in the cache when their request started."""
     cached = sum(request.notes.get("cached", 0) for request in run.requests)
     return cached / sum(len(request.prompt) for request in run.requests)
 
 def classes_of(jobs, by):
-    """A function: request -> its class, its adapter, one of three of equal size by the prompt's
-    length, or that of its trace; without by, all are of one class."""
+    """A function from a request to its class: its adapter, a third of all requests by the prompt's
+    length, or the trace's class; without by, all have the same."""
     bounds = np.quantile([job.prompt for job in jobs], (0.33, 0.67, 1), method="lower")
 
     def class_of(request):
@@ -1679,7 +1704,7 @@ def classes_of(jobs, by):
     return class_of
 
 def about_jobs(jobs, most):
-    """A line about jobs, and one if more arrive than are served when all come at once."""
+    """A line about jobs, after one if they arrive faster than they can be served."""
     prompts = [job.prompt for job in jobs]
     outputs = [job.output for job in jobs]
     seconds = jobs[-1].arrival
@@ -1688,11 +1713,11 @@ def about_jobs(jobs, most):
     offered = (sum(prompts) + sum(outputs)) / max(seconds, 1e-9)
     if offered > most.tokens_per_second:
         text = (f"overload: {offered:.0f} tokens/s arrive, {most.tokens_per_second:.0f} are served "
-                f"at best: the longer this lasts, the longer all wait\n{text}")
+                f"at best, so the longer this lasts, the longer all wait\n{text}")
     return text
 
 def variants_of(args, schedulers, others=None):
-    """Variants for a race: --schedulers, or these and --scheduler; others; under each --order."""
+    """Variants for a race: --schedulers, or these and --scheduler; others; with each --order."""
     variants = by_scheduler(args.schedulers or [*schedulers, args.scheduler]) | (others or {})
     if args.order:
         variants = {f"{name}, {name_of(order)}": variant | dict(order=order)
@@ -1703,16 +1728,16 @@ def variants_of(args, schedulers, others=None):
 
     def is_own(item):
         return any(not isinstance(value, str | float) for value in item[1].values())
-    # a user's own run first: a mistake shows before the others have run
+    # your own run first, so that a mistake shows early
     return dict(sorted(variants.items(), key=is_own, reverse=True))
 
 @experiment("", "requests/s", Hardware("llama-13b", "a100"))
 def capacity(place):
     """Larger chunks serve more requests/s in time, until an iteration with one takes longer than a
-    stall may (Sarathi-Serve). The most requests/s with half of the first tokens within --ttft and
-    99 % of the stalls within --tbt. Poisson arrivals; prompts of 100 to 3,000 and outputs of 20 to
-    400 tokens, shorter if measured. 0: less than a fifth, simulated a twelfth, of what is served
-    without targets."""
+    stall may (Sarathi-Serve). In time: half of the first tokens come within --ttft, and 99 % of the
+    stalls are within --tbt. Arrivals are Poisson; prompts have 100 to 3,000 and outputs 20 to 400
+    tokens, fewer if measured. 0: less than a fifth, simulated a twelfth, of what is served without
+    targets."""
     variants = variants_of(place.args, ("prefill_first", "sarathi", "sarathi_serve"))
     serve_at, most = under_load(place)
     for name, variant in variants.items():
@@ -1723,13 +1748,12 @@ def capacity(place):
 @experiment("arrival rate (requests/s), R", "share of requests", Hardware("llama-13b", "a100"),
             curves="series")
 def attainment(place):
-    """The share of requests that meet both targets, each by itself, over the arrival rate [S-LoRA
-    §7]: the first token within --ttft seconds, 99 % of the times between tokens within --tbt; and
-    the highest rate at which 99 % of them do. The requests are those of `capacity`, or of --jobs,
-    with its bursts."""
+    """The share of requests that meet both targets over the arrival rate [S-LoRA §7]: their first
+    token within --ttft seconds, and 99 % of their own stalls within --tbt. And the highest rate at
+    which 99 % of the requests do. The requests are those of `capacity`, or of --jobs, with its
+    bursts."""
     targets = place.args.ttft, place.args.tbt
-    place.source += (f"; targets: {targets[0]:g} s to the first token, {targets[1]:g} s between "
-                     "tokens")
+    place.source += f"; targets: first token {targets[0]:g} s, stalls {targets[1]:g} s"
     serve_at, most = under_load(place)
     n_halving = 6 if place.simulated else 2
     halvings = np.linspace(n_halving - 1, -1, (1 + place.full) * n_halving + 1)
@@ -1751,8 +1775,8 @@ def attainment(place):
 FULL_SHARE = "99 % of requests up to"
 
 def under_load(place):
-    """(a function (rate, variant) -> Metrics of requests that arrive at this rate, the requests/s
-    that are served without targets)."""
+    """(a function that serves requests at a rate, by a variant, and returns their Metrics; the
+    requests/s that are served without targets)."""
     n = 300 if place.full else 20
     L = max(place.lengths)
     if place.simulated:
@@ -1770,8 +1794,8 @@ def under_load(place):
     return serve_at, serve_at(math.inf, dict(scheduler="sarathi")).requests_per_second
 
 def highest(good, rate, n_step=6):
-    """The highest rate with good(rate), 3 % too low at most; or 0. Six steps find one in 0.4 .. 2.5
-    times `rate`, seven in 0.16 .. 6.4 times."""
+    """The highest rate with good(rate), at most 3 % too low; or 0. Six steps find it within 0.4 to
+    2.5 times `rate`, seven within 0.16 to 6.4 times."""
     low = 0.0
     for i in range(n_step):
         step = 1.03 ** 2 ** (n_step - 2 - i)
@@ -1789,9 +1813,10 @@ COLUMNS = (  # names of arrival, prompt and output: ours, Azure's, BurstGPT's, V
 
 def read_jobs(path, longest=math.inf, window=(-math.inf, math.inf), first=None, speed=1.0,
               arrivals=True):
-    """The Jobs of a trace by arrival, the first at 0, `speed` times as dense. Kept are those of the
-    window, in seconds since the file's first row, up to `first` of them. Skipped are those without
-    prompt or output, or of more than `longest` tokens. arrivals: whether the file must have them"""
+    """The Jobs of a trace, sorted by arrival; the first one comes at 0, and all `speed` times as
+    densely as in the file. Only the window is kept, in seconds since the file's first row, and of
+    it up to `first` jobs. Those without prompt or output, or with more than `longest` tokens, are
+    skipped. arrivals: whether the file must have them."""
     low, high = window
     jobs = []
     start = 0.0
@@ -1815,14 +1840,14 @@ def read_jobs(path, longest=math.inf, window=(-math.inf, math.inf), first=None, 
     seconds = jobs[-1].arrival - start
     if seconds and unit_is_a_guess and start < 1e9 and not 0.02 <= seconds / len(jobs) <= 60:
         raise ValueError(f"{path}: {len(jobs)} requests over {seconds:.4g} s are not plausible: "
-                         "beside input_length a timestamp is in s, with hash_ids in ms")
+                         "with input_length a timestamp is in s, with hash_ids in ms")
     print(f"{path}: {n_read:,} rows read, {len(jobs):,} kept, {n_skipped:,} skipped (no prompt, no "
           f"output, or more than {longest} tokens; simulated: --context); "
           f"{speed * len(jobs) / max(1e-9, seconds):.3g} requests/s in the mean", file=sys.stderr)
     return [job._replace(arrival=(job.arrival - start) / speed) for job in jobs]
 
 def read_trace(path, arrivals):
-    """Yields (Job, whether the unit of its arrival is a guess) of the rows of a file, CSV or JSON
+    """Yields (Job, whether the unit of its arrival is a guess) for each row of a file, CSV or JSON
     lines. ValueError names the wrong row."""
     opener = gzip.open if path.endswith(".gz") else open
     n = 1
@@ -1850,25 +1875,26 @@ def read_trace(path, arrivals):
                 yield Job(at, whole(row[prompt]), whole(row[output]), None, blocks,
                           512 if is_guess else 16,
                           f"{row.get(names.get('class', 'class'), '')}"), is_guess
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error, EOFError,
-            zlib.error, gzip.BadGzipFile) as error:
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # whatever a wrong row leads to
         raise ValueError(f"{path}, row {n}: {error}: must be CSV or JSON lines with columns like "
                          f"{', '.join(known[0] for known in COLUMNS)}") from None
 
 @cache
 def text_of(pipe):
-    """What a pipe holds: it can be read only once."""
+    """What a pipe holds, kept because it can be read only once."""
     return Path(pipe).read_text("utf-8-sig")
 
 def whole(text):
-    """A number of tokens"""
+    """A number of tokens."""
     number = float(text)
     if number % 1 != 0:
         raise ValueError(f"{text} tokens: must be a whole number")
     return int(number)
 
 def seconds_of(text, unit):
-    """An arrival: a number, of today's times in s, ms, us or ns, or a date like 2026-11-28 10:30"""
+    """An arrival: a date like 2026-11-28 10:30, a number, or a time of today in s, ms, us or ns."""
     try:
         number = float(text)
     except ValueError:
@@ -1878,7 +1904,7 @@ def seconds_of(text, unit):
     n_digit = len(f"{check_range('arrival', number, -1e19, 1e19):.0f}")
     if n_digit < 10:
         return number * unit
-    # of 2001 to 2033: a date like 20261128103000 would be ms, and its gaps a thousandth
+    # of 2001 to 2033, else a date like 20261128103000 would pass as a time in ms
     seconds = number / 1000.0 ** ((n_digit - 10) // 3)
     return check_range(f"{text} as seconds since 1970", seconds, 1e9, 2e9)
 
@@ -1886,7 +1912,7 @@ def seconds_of(text, unit):
 # 7. what comes out: tables, pictures, JSON, the scoreboard
 
 def tables(what, rows):
-    """The Markdown tables of an experiment's rows: those with an x, then the others."""
+    """Markdown tables of an experiment's rows: of those with an x, then of the others."""
     texts = []
     for is_curve, by in (True, what.curves), (False, what.points):
         part = [row for row in rows if (row["at"][2] != "") == is_curve]
@@ -1895,8 +1921,8 @@ def tables(what, rows):
     return "\n\n".join(texts)
 
 def lay_out(what, rows, by):
-    """A table with a column for each panel or series (by), or one for all points, and behind it
-    the paper's numbers, if there are some."""
+    """A table with a column for each panel or series (by), or one for all points, each followed by
+    a column of the paper's numbers, if there are some."""
     lines = defaultdict(dict)  # the other keys of points -> {(head of a column, kind): text}
     for row in rows:
         keys = dict(zip(("panel", "series", "x"), row["at"]))
@@ -1918,7 +1944,7 @@ def lay_out(what, rows, by):
     columns = dict.fromkeys(column for column, _ in used)
     shown = [pair for pair in product(columns, ("ours", "paper")) if pair in used]
     heads = [column if kind == "ours" else kind for column, kind in shown]
-    # keys that no point has need no column
+    # a key that no point has gets no column
     names = [""] * (len(keys) - 1) + what.x.split()[-1:]
     given = [i for i, values in enumerate(zip(*lines))
              if any(value != "" for value in values)]
@@ -1928,7 +1954,7 @@ def lay_out(what, rows, by):
     return table([names[i] for i in given] + heads, texts)
 
 def misses(rows):
-    """Lines of text: the claims that do not hold, and what was seen, once if it is the same."""
+    """Lines of text: the claims that do not hold, and why as far as we know, each reason once."""
     of_note = defaultdict(list)
     for row in rows:
         if not row.get("inside", True):
@@ -1937,22 +1963,25 @@ def misses(rows):
         text = f"- (off) {name}, {'; '.join(whats)}: {note}"
         yield textwrap.fill(text, 118, subsequent_indent="  ")
 
-COLORS = {  # the same thing has the same color in every picture
-    "C = 128": "#93c4ea", "C = 256": "#2a78c2", "C = 512": "#123a73",
-    "C = 1024": "#1b9e87", "C = 2048": "#7b52ab",
-    "k = 1": "#93c4ea", "k = 3": "#2a78c2", "k = 5": "#123a73",
-    "Orca, best": "#e07b2a", "Orca, worst": "#f5b78a",
-    "static": "#7f7f7f", "orca": "#f5b78a", "prefill_first": "#e8583f", "sarathi": "#2a78c2",
-    "sarathi_serve": "#123a73", "autopilot": "#1b9e87",
-    "off": "#7f7f7f", "goodput": "#e07b2a", "oracle": "#1b9e87",
-    "ours": "#2a78c2", "prompt": "#1b9e87", "decode": "#f2c14e", "waiting": "#e4e4e4",
-    "stall": "#e8583f", "bubble": "#e8583f"}
+# the same thing has the same color in every picture
+COLORS = {name: color for color, names in {
+    "#93c4ea": "C = 128; k = 1",
+    "#2a78c2": "C = 256; k = 3; sarathi; ours",
+    "#123a73": "C = 512; k = 5; sarathi_serve",
+    "#1b9e87": "C = 1024; autopilot; oracle; prompt",
+    "#7b52ab": "C = 2048",
+    "#e07b2a": "Orca, best; goodput",
+    "#f5b78a": "Orca, worst; orca",
+    "#7f7f7f": "static; off",
+    "#e8583f": "prefill_first; stall; bubble",
+    "#f2c14e": "decode",
+    "#e4e4e4": "waiting"}.items() for name in names.split("; ")}
 
 OWN_COLORS = "#d1259b", "#6b8e23", "#8c564b", "#00a5b8"  # of what is not in COLORS
 
 def draw(rows, what):
-    """A Figure with a panel per panel: a line per series, or bars if the experiment has no x axis;
-    if it has one, points without an x stay in the table. Hollow marks: the papers' numbers."""
+    """A Figure with a panel per panel: a line per series, or bars if the experiment has no x axis.
+    If it has one, rows without an x are in the table alone. Hollow marks: the papers' numbers."""
     panels = defaultdict(lambda: defaultdict(list))  # panel -> series -> [(x, ours, paper)]
     limits = {}  # series -> x that is marked
     for row in rows:
@@ -1983,7 +2012,7 @@ def draw(rows, what):
             xs, ours, papers = zip(*points)
             color = COLORS.get(name, OWN_COLORS[j % len(OWN_COLORS)])
             if what.x:
-                # none hides another: each second one is dashed and on top, later ones are thinner
+                # so that none hides another: each second one is dashed, later ones are thinner
                 ax.plot(xs, ours, ".--" if j % 2 else ".-", color=color, lw=3.6 / (1 + j // 2),
                         zorder=2 + j % 2, label=name or "ours")
                 if isinstance(xs[0], float):  # no counts
@@ -1998,28 +2027,28 @@ def draw(rows, what):
     return figure
 
 def intervals(iterations):
-    """What each request, or each stage of a pipeline, does in iterations. Yields (row, kind, start,
-    end, tokens); kind: prompt or decode; between them waiting or stall, in a stage bubble."""
+    """What each request, or each stage of a pipeline, does. Yields (row, kind, start, end, tokens).
+    kind: prompt or decode; between them waiting or stall, in a stage bubble."""
     staged = any(iteration.stage for iteration in iterations)
-    last = {}  # row -> end of its last interval, and the kind of a gap behind it
+    last = {}  # row -> end of its last interval, and what it does after it
     for start, end, feeds, stage in iterations:
         rows = {feed.request.id: [feed] for feed in feeds}
         if staged:
             rows = {stage: feeds}
         for row, mine in rows.items():
             n_token = sum(feed.n for feed in mine)  # 0 when a request arrives
-            before, gap = last.get(row, (start, ""))
+            before, idle = last.get(row, (start, ""))
             if start > before + 1e-9:
-                yield row, gap, before, start, 0
+                yield row, idle, before, start, 0
             if n_token:
                 is_prompt = any(feed.n > feed.n_logits for feed in mine)
                 kind = "prompt" if is_prompt else "decode"
                 yield row, kind, start, end, n_token
-            gap = "stall" if n_token else "waiting"
-            last[row] = (end, "bubble" if staged else gap)
+            idle = "stall" if n_token else "waiting"
+            last[row] = (end, "bubble" if staged else idle)
 
 def draw_timelines(timelines):
-    """A Figure: a panel per timeline, a row per request or stage; of a long one, its middle."""
+    """A Figure with a panel per timeline, a row per request or stage; of a long one its middle."""
     figure = Figure((10, 0.7 + 1.7 * len(timelines)), layout="constrained")
     axes = figure.subplots(len(timelines), 1, sharex=True)
     for ax, (name, iterations) in zip(axes, timelines.items()):
@@ -2030,8 +2059,7 @@ def draw_timelines(timelines):
         for row, kind, start, end, _ in intervals(shown):
             rows.add(row)
             left = start - shown[0].start
-            look = dict(color=COLORS[kind], label=kind, ec="white", lw=0.4)
-            ax.barh(row, end - start, left=left, **look)
+            ax.barh(row, end - start, left=left, color=COLORS[kind], label=kind, ec="white", lw=0.4)
         staged = any(iteration.stage for iteration in shown)
         kind = "stage" if staged else "request"
         ax.set(title=name, ylabel=kind, yticks=sorted(rows))
@@ -2049,10 +2077,10 @@ def save_picture(place, name, path):
     save_figure(figure, f"{title_of(name)} {place.source}", path)
 
 def title_of(name):
-    return re.split(r"(?<!Fig)(?<!App)[.:](?= |$)", EXPERIMENTS[name].about)[0] + "."
+    return re.split(r"(?<!Fig\.)(?<!App\.)(?<=[.:?]) ", EXPERIMENTS[name].about)[0]
 
 def save_figure(figure, title, path):
-    """With one legend under all panels."""
+    """With one legend below all panels."""
     figure.suptitle(textwrap.fill(title, int(15 * figure.get_figwidth())), fontsize=9)
     handles = {label: handle for ax in figure.axes
                for handle, label in zip(*ax.get_legend_handles_labels())}
@@ -2063,7 +2091,7 @@ def save_figure(figure, title, path):
     figure.savefig(path, dpi=110)
 
 def write_trace(path, timelines):
-    """Chrome's trace format: a process per engine, a thread per request or stage; microseconds."""
+    """In Chrome's format: a process per engine, a thread per request or stage; microseconds."""
     events = []
     for pid, (name, iterations) in enumerate(timelines):
         events.append(dict(ph="M", pid=pid, name="process_name", args=dict(name=name)))
@@ -2073,7 +2101,7 @@ def write_trace(path, timelines):
     Path(path).write_text(json.dumps(dict(traceEvents=events)))
 
 def save_json(args, **report):
-    """Write --json. JSON knows no NaN: null"""
+    """Write --json. NaN becomes null, because JSON has none."""
     if not args.json or not report["rows"]:
         return
     git = ["git", "-C", str(ASSETS), "rev-parse", "--short", "HEAD"]
@@ -2086,11 +2114,12 @@ def save_json(args, **report):
         Path(args.json).write_text(text)
 
 def scoreboard(args):
-    """Every number of the papers beside ours, simulated with one set of constants. Returns rows."""
+    """Print every number of the papers next to ours, simulated with one set of constants. Returns
+    the rows."""
     names = [name for name in CLAIMS if EXPERIMENTS[name].only != "measured"]
-    # not forked: that would copy a state of CUDA that no child can use
+    # spawned, because a forked child cannot use CUDA
     spawn = multiprocessing.get_context("spawn")
-    own = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the others inherit it: this one ends them
+    own = signal.signal(signal.SIGINT, signal.SIG_IGN)  # for children: this process ends them
     with spawn.Pool(os.cpu_count()) as pool:
         signal.signal(signal.SIGINT, own)
         runs = pool.imap(partial(scoreboard_rows, args), names)
@@ -2101,7 +2130,7 @@ def scoreboard(args):
         kind = row["kind"] + "*" * row["fit"]
         shown = row | dict(kind=kind, inside="yes" if row["inside"] else "no")
         lines.append([shown[head] for head in heads])
-    print(f"{table(heads, lines)}\n\nThe misses, and what was seen:\n")
+    print(f"{table(heads, lines)}\n\nWhat misses, and why as far as we know:\n")
     print(*misses(rows), sep="\n")
     print("\nValues within 15 %, gains within 30 % of what they gain, bounds as they say. A run "
           "counts once,\nand holds if all of its rows do. A constant was fitted to those with a "
@@ -2112,14 +2141,14 @@ def scoreboard(args):
 def scoreboard_rows(args, name):
     """The rows of one experiment that have a claim, where the paper's numbers hold."""
     torch.set_num_threads(1)
-    tqdm.set_lock(RLock())  # its own one is for processes: a stopped one would leave it behind
+    tqdm.set_lock(RLock())  # the default is shared: a process that is stopped may never release it
     what = EXPERIMENTS[name]
     rows = what.rows(simulate(args, what.on))
     return [row for row in rows if row["paper"] is not None]
 
 def count_runs(rows):
-    """Lines of text: how many runs hold, for each paper and all, by the kind of their claims; and
-    how many rows miss, by the reason that their notes begin with."""
+    """Lines of text: how many runs hold, by paper and by kind of claim; and how many rows miss, by
+    the reason that their notes begin with."""
     runs = defaultdict(list)  # (paper, role, run) -> whether its rows are inside
     for row in rows:
         role = {"value": "values", "gain": "gains"}.get(row["kind"], "bounds")
@@ -2150,17 +2179,17 @@ NEEDS = {  # of flags: experiments, or another flag
                                      "shared", "jobs", "window", "first"),
     "spec_here": ("draft", "prompts"),
     "jobs": ("window", "first", "speed"), "hardware": ("seeds",)}
-EXCLUDES = {"jobs": ("prompt", "output", "shared"), "rate": ("speed",)}  # they override flags
+EXCLUDES = {"jobs": ("prompt", "output", "shared"), "rate": ("speed",)}  # what a flag overrides
 MINIMUM = {  # values of flags
     "chunk": 1, "tp": 1, "max_batch": 2, "context": 64, "seconds": 0.0, "rate": 0.001, "cv": 0.0,
     "tbt": 1e-4, "ttft": 1e-4, "first": 1, "speed": 1e-6, "adapters": 1, "shared": 8, "seeds": 1}
 
 def whole_numbers(text):
-    """A type of argparse: 256, or 256,512,768, or 8..512"""
+    """A type of argparse: 256, or 256,512,768, or 8..512."""
     return sorted(map(int, re.split(r",|\.\.", text)))
 
 def several(text, base, names):
-    """A type of argparse: names, or objects of files, like sarathi,my.py:Mine"""
+    """A type of argparse: names, or objects of files, like sarathi,my.py:Mine."""
     return [object_in_file(part, base, names) for part in text.split(",")]
 
 def make_parser():
@@ -2170,62 +2199,61 @@ def make_parser():
         description=f"{about}\n\n{usage}", allow_abbrev=False, conflict_handler="resolve",
         formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS)
     flag = parser.add_argument
-    flag("experiments", nargs="*", help="names from `list`; or list or scoreboard; "
-         f"default: {' '.join(MAIN_JOB)}")
+    flag("experiments", nargs="*", help=f"names; list; scoreboard; default: {' '.join(MAIN_JOB)}")
     add_model_flags(parser, None)
-    flag("--chunk", type=int, help="tokens of an iteration that feeds a prefill chunk; default: "
-         "256, of a simulated capacity or attainment 512")
+    flag("--chunk", type=int, help="tokens of an iteration with a chunk: a large one computes "
+         "prompts faster, and stalls answers longer; default: 256, for a simulated capacity or "
+         "attainment 512")
     flag("--hardware", type=lambda text: text if text.endswith(".json") else text.lower(),
-         help="simulate this GPU instead of measuring: one of "
-         f"{', '.join(GPUS)}, or a FILE.json of {', '.join(GPU._fields)}")
-    flag("--context", type=int, help="longest context of a simulated model; default: its own")
+         help=f"simulate this GPU: one of {', '.join(GPUS)}; or your own, a FILE.json of "
+         f"{', '.join(GPU._fields)}; default: measure this machine")
+    flag("--context", type=int, help="the longest context of a simulated model; default: its own")
     flag("--lengths", type=whole_numbers, help="tokens per request, prompt and output; default: "
-         "256,384,512 here, 1024,2048,3072 simulated")
-    flag("--max-batch", type=int, help="the most requests in a batch; default: 6, of online 12, "
-         "of capacity and attainment 48")
+         "256,384,512 here, 1024,2048,3072 if simulated")
+    flag("--max-batch", type=int, help="the most requests in a batch; default: 6, for online 12, "
+         "for capacity and attainment 48")
     flag("--seconds", type=float, default=1.2,
-         help="of a measurement's rounds, thrice as many for whole runs; default: 1.2")
+         help="how long to measure: longer narrows the spread; default: 1.2, for whole runs thrice")
     flag("--size", choices=("small", "full"),
-         help="grid of an experiment; default: small if measured, full if simulated")
-    flag("--plot", metavar="FOLDER", help="save each experiment's picture there")
-    flag("--json", metavar="FILE", help="save all rows, at the end; -: to stdout")
-    flag("--trace", metavar="FILE", help="save the last run of each scheduler for ui.perfetto.dev")
+         help="few settings of an experiment, or all; default: small if measured")
+    flag("--plot", metavar="FOLDER", help="save the pictures there")
+    flag("--json", metavar="FILE", help="save all rows at the end; -: to stdout")
+    flag("--trace", metavar="FILE", help="save what each scheduler did, for ui.perfetto.dev")
     add_online_flags(parser)
     text = parser.add_argument_group("of spec_here").add_argument
-    text("--draft", type=partial(object_in_file, base=Proposer), help="a draft model, as --model, "
-         "or your own FILE.py:CLASS; default: none, but for the tiny model")
-    text("--prompts", metavar="FILE", help="a text, one prompt a paragraph")
+    text("--draft", type=partial(object_in_file, base=Proposer), 
+         help="a draft model, named like --model; or FILE.py:CLASS, your own proposer")
+    text("--prompts", metavar="FILE", help="a text; each paragraph is a prompt")
     return parser
 
 def add_online_flags(parser):
     load = parser.add_argument_group("of online, attainment and capacity").add_argument
     load("--schedulers", type=partial(several, base=Scheduler, names=SCHEDULERS),
-         help="the rows, like sarathi,my.py:Mine; default: the built-in ones and --scheduler")
+         help="which to compare, like sarathi,my.py:Mine; default: the built-in ones, --scheduler")
     load("--order", type=partial(several, base=Callable, names=ORDERS),
-         help=f"of the queue: {', '.join(ORDERS)}, FILE.py:NAME; several: rows for each")
-    load("--ttft", type=float, default=2.0, help="target, seconds to the first token; default: 2")
-    load("--tbt", type=float, default=0.1,
-         help="target, seconds between tokens, 99th percentile; default: 0.1")
+         help=f"who starts first, to compare: {', '.join(ORDERS)}; or FILE.py:NAME, your own")
+    load("--ttft", type=float, default=2.0, help="target: seconds to the first token; default: 2")
+    load("--tbt", type=float, default=0.1, help="target: seconds that 99 %% of the stalls stay "
+         "within; a stall is the time between two tokens (TBT or ITL in papers); default: 0.1")
     load("--prompt", type=whole_numbers, help="tokens of a prompt, like 256 or 8..512")
     load("--output", type=whole_numbers, help="tokens of an output")
-    load("--shared", type=int, help="before each prompt, one of eight beginnings of so many tokens")
-    load("--cv", type=float, default=1.0, help="coefficient of variation of the gaps between "
-         "arrivals; 0: equal gaps; default: 1, Poisson")
-    load("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), "
-         "prompt, output (tokens), or the columns of Azure, BurstGPT, Vidur, Bailian, "
-         "Mooncake or guidellm")
-    load("--window", type=whole_numbers, help="seconds of the trace that are kept: 3600..7200")
-    load("--first", type=int, help="requests of the trace, or of its window, that are kept")
+    load("--shared", type=int, help="begin each prompt with one of eight texts of this many tokens")
+    load("--cv", type=float, default=1.0, 
+         help="bursts, as coefficient of variation of the times between arrivals; default: 1, Poisson")
+    load("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), prompt, "
+         "output (tokens), or columns of Azure, BurstGPT, Vidur, Bailian, Mooncake, guidellm")
+    load("--window", type=whole_numbers, help="seconds of the trace to keep: 3600..7200")
+    load("--first", type=int, help="keep this many requests of the trace, or of its window")
     online = parser.add_argument_group("of online").add_argument
     online("--rate", type=float, help="requests/s; default: 0.7 of what can be served")
-    online("--seeds", type=int, default=5, help="runs of a simulated row, which is their median, "
-           "each with other arrivals, the same in all rows; default: 5")
-    online("--speed", type=float, help="of a trace: 4 makes its arrivals four times as dense")
-    online("--adapters", type=int, help="requests draw from so many; half take the first quarter")
-    online("--by", choices=("prompt", "adapter", "class"), help="a row per class of requests; "
-           "class: the trace's column, request.notes['class'] in your scheduler")
+    online("--seeds", type=int, default=5, help="simulate with this many different arrivals, "
+           "the same for all rows, and print medians; default: 5")
+    online("--speed", type=float, help="of a trace: with 4, requests arrive four times as densely")
+    online("--adapters", type=int, help="requests draw from this many; half take the first quarter")
+    online("--by", choices=("prompt", "adapter", "class"), help="a row for each class of requests; "
+           "class: the trace's column, which your scheduler finds in request.notes['class']")
     online("--spec", type=partial(object_in_file, base=Policy),
-           help="how many drafts, as an engine's spec; FILE.py:CLASS: your own")
+           help="how many drafts: a number, goodput, ...; or FILE.py:CLASS, your own")
 
 def parse_arguments(words=None):
     parser = make_parser()
@@ -2238,7 +2266,7 @@ def parse_arguments(words=None):
             check_unused(names, given, f"without {owners}")
     for other, names in EXCLUDES.items():
         if other in given:
-            check_unused(names, given, f"beside --{other}")
+            check_unused(names, given, f"next to --{other}")
     if args.window and len({*args.window}) != 2:
         raise ValueError(f"window = {args.window}: must be like 3600..7200")
     if not args.chunk:
@@ -2252,8 +2280,8 @@ def check_unused(names, given, where):
             raise ValueError(f"--{name} has no effect {where}")
 
 def run_experiments(args, names):
-    """Run experiments. The table of each is printed once it is done, or if it is stopped; at the
-    end all rows are saved."""
+    """Run experiments. Each table is printed when its experiment is done, or is stopped. At the end
+    all rows are saved."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     places = {name: choose_places(args, name) for name in names}
     try:
@@ -2269,8 +2297,8 @@ def run_experiments(args, names):
                   requests=sum((place.requests for place in every_place), []))
 
 def run_experiment(args, name, place, is_first):
-    """Fill a place's rows, show them as a table, the first one below the experiment's heading, and
-    draw the picture."""
+    """Fill a place's rows, print them as a table, and draw the picture. The first place's table
+    stands below a heading."""
     what = EXPERIMENTS[name]
     try:
         with tqdm(desc=name, unit=" runs", leave=False, disable=None) as place.bar:
