@@ -287,10 +287,10 @@ def gamma_jobs(rate, seconds, cv=1.0, n_adapter=0, power=1.0,
         names = [str(int(x * n_adapter)) for x in rng.power(power, n)]
     prompts = rng.randint(prompt[0], prompt[-1] + 1, n)
     outputs = rng.randint(output[0], output[-1] + 1, n)
-    gaps = np.full(n, 1 / rate)
+    pauses = np.full(n, 1 / rate)
     if cv >= 0.001:
-        gaps = rng.gamma(1 / cv ** 2, cv ** 2 / rate, n)
-    columns = [values.tolist() for values in (np.cumsum(gaps), prompts, outputs)]
+        pauses = rng.gamma(1 / cv ** 2, cv ** 2 / rate, n)
+    columns = [values.tolist() for values in (np.cumsum(pauses), prompts, outputs)]
     return list(map(Job, *columns, names))
 
 def at_rate(jobs, rate=math.inf):
@@ -426,10 +426,9 @@ def this_machine(args, model=None):
     """A Place of this machine, with --model, or this one."""
     if args.context:
         raise ValueError(f"--context {args.context}: is of simulated models, add --hardware")
-    on_cpu = args.device == "cpu"
     name = args.model or model or "llama-30m"
-    # the paper's model, if the weights leave room for a cache
-    if not (args.model or model or on_cpu):
+    # the paper's model, if a cache fits next to its weights
+    if args.device == "cuda" and not (args.model or model):
         room = 0.3 * torch.cuda.mem_get_info()[1]  # in parameters of two bytes
         for larger in ("tinyllama-1.1b", "llama-7b", "llama-13b"):
             if preset(larger).n_params < room:
@@ -594,16 +593,16 @@ def users(place):
     # the load is 0.65 of what sarathi serves when all come at once
     jobs = [short, long, long] * n_group
     most = own.serve(jobs, B, scheduler="sarathi")
-    gap = most.seconds / n_group / 0.65
+    period = most.seconds / n_group / 0.65
     jobs = []
     for i in range(n_group):
-        jobs.append(short._replace(arrival=gap * i))
+        jobs.append(short._replace(arrival=period * i))
         # they come during the short one's output
-        later = gap * i + unit / 2
+        later = period * i + unit / 2
         jobs += 2 * [long._replace(arrival=later)]
-    jobs.append(short._replace(arrival=gap * n_group))  # else the last group would be alone
+    jobs.append(short._replace(arrival=period * n_group))  # else the last group would be alone
     place.source = (f"{own.source}; long prompts of {P:,} tokens, a group of three requests every "
-                    f"{gap:.2g} s, 0.65 of what sarathi could serve")
+                    f"{period:.2g} s, 0.65 of what sarathi could serve")
     variants = by_scheduler(("static", "prefill_first", "sarathi"))
     if place.args.chunk != 512 and P >= 1024:
         variants["sarathi, C = 512"] = dict(scheduler=Sarathi(512))
@@ -845,8 +844,8 @@ def fig9(place):
             for name, gain in zip(variants, rounds):
                 yield Row(f"gain at L = {L}, B = {B}", gain, name, round(P / D, 2))
                 curves[name].append((median(gain), P / D))
-        best = {name: max(curve) for name, curve in curves.items()}
-        for name, (gain, pd) in best.items():
+        for name, curve in curves.items():
+            gain, pd = max(curve)
             yield Row(f"peak at L = {L}", gain, name)
             yield Row(f"P:D of the peak at L = {L}", pd, name)
         # at each P:D the best chunk's gain [SARATHI §5.1.3]
@@ -963,21 +962,19 @@ def fig12(place):
     picture shows."""
     cost = CostModel.roofline(place.model.config, place.on.gpu, place.on.tp, nodes=8)
     jobs = zipf_jobs(10000 if place.full else 300)
-    seconds = {}
     for name, chunk in ("Orca", 4096 + 27), ("SARATHI", 256):
         line = Pipeline(cost, 8, place.timeline(name), scheduler=Sarathi(chunk),
                         max_batch=27, n_page=27 * 4096)
-        seconds[name] = serve(line, jobs).seconds
-        yield Row("seconds", seconds[name], name)
+        seconds = serve(line, jobs).seconds
+        yield Row("seconds", seconds, name)
         yield Row("bubble time, median (s)", median(line.bubble_of.values()), name)
         for kind, idle in line.bubbles.items():
-            yield Row("idle share of the stages", idle / 8 / seconds[name], f"{name}, {kind}")
+            yield Row("idle share of the stages", idle / 8 / seconds, f"{name}, {kind}")
     alone = []
     for i in range(8):  # each node gets every eighth request
         node = Engine(place.model, Sarathi(4096 + 11), max_batch=11, n_page=11 * 4096)
         alone.append(serve(node, jobs[i::8]).seconds)
-    seconds["TP"] = max(alone)
-    yield Row("seconds", seconds["TP"], "TP")
+    yield Row("seconds", max(alone), "TP")
     yield Row("largest batch", Engine(cost, max_batch=0).max_batch // 8, "TP8 x PP8")
     yield Row("largest batch", Engine(place.model, max_batch=0).max_batch, "TP8")
 
@@ -1393,8 +1390,8 @@ def spec_fig1(place):
         # where the curve falls below 1, interpolated
         losses = np.negative(times[name])
         yield Row("no gain beyond rate", np.interp(-1, losses, rates), name)
-    gap = np.divide(times["oracle"], times["goodput"])
-    yield Row("oracle over goodput", min(gap), "least")
+    lost = np.divide(times["oracle"], times["goodput"])
+    yield Row("oracle over goodput", min(lost), "least")
     _, *at_4 = [values[1] for values in times.values()]
     yield Row("best k at rate 4", (1, 3, 5)[np.argmax(at_4[:3])])
 
@@ -1516,10 +1513,10 @@ def spec_here(place):
     if not place.args.model:  # both are trained on these files
         draft = draft or "draft"
     sources = {}
-    if draft and not isinstance(draft, str):
-        sources[name_of(draft)] = draft
-    elif draft:
+    if isinstance(draft, str):
         sources["model"] = load_model(draft, place.model.dtype, str(place.model.device))
+    elif draft:
+        sources[name_of(draft)] = draft
     sources["lookup"] = "ngram"
     variants = {"off": (None, "off")}
     for source, name in product(sources, [*CHOICES][1:]):
@@ -1938,16 +1935,14 @@ def lay_out(what, rows, by):
             line[column, "ours"] += " (off)"
         if row["paper"] is not None:
             kind = row.get("kind", "")
-            kind = f"{kind} " if kind.startswith("at ") else ""
-            line[column, "paper"] = kind + cell(row["paper"])
+            line[column, "paper"] = f"{kind} " * kind.startswith("at ") + cell(row["paper"])
     used = dict.fromkeys(pair for line in lines.values() for pair in line)
     columns = dict.fromkeys(column for column, _ in used)
     shown = [pair for pair in product(columns, ("ours", "paper")) if pair in used]
     heads = [column if kind == "ours" else kind for column, kind in shown]
     # a key that no point has gets no column
     names = [""] * (len(keys) - 1) + what.x.split()[-1:]
-    given = [i for i, values in enumerate(zip(*lines))
-             if any(value != "" for value in values)]
+    given = [i for i, values in enumerate(zip(*lines)) if {*values} != {""}]
     texts = []
     for key, line in lines.items():
         texts.append([key[i] for i in given] + [line.get(pair) for pair in shown])
@@ -2061,8 +2056,7 @@ def draw_timelines(timelines):
             left = start - shown[0].start
             ax.barh(row, end - start, left=left, color=COLORS[kind], label=kind, ec="white", lw=0.4)
         staged = any(iteration.stage for iteration in shown)
-        kind = "stage" if staged else "request"
-        ax.set(title=name, ylabel=kind, yticks=sorted(rows))
+        ax.set(title=name, ylabel="stage" if staged else "request", yticks=sorted(rows))
         ax.invert_yaxis()
         ax.margins(x=0)
     ax.set_xlabel("seconds")
@@ -2127,14 +2121,12 @@ def scoreboard(args):
     heads = ("experiment", "what", "paper", "paper_source", "ours", "kind", "inside")
     lines = []
     for row in rows:
-        kind = row["kind"] + "*" * row["fit"]
-        shown = row | dict(kind=kind, inside="yes" if row["inside"] else "no")
+        shown = row | dict(kind=row["kind"] + "*" * row["fit"])
         lines.append([shown[head] for head in heads])
     print(f"{table(heads, lines)}\n\nWhat misses, and why as far as we know:\n")
     print(*misses(rows), sep="\n")
-    print("\nValues within 15 %, gains within 30 % of what they gain, bounds as they say. A run "
-          "counts once,\nand holds if all of its rows do. A constant was fitted to those with a "
-          "*:\n")
+    print("\nA value is inside within 15 %, a gain within 30 % of what it gains. A run counts once,"
+          "\nand holds if all of its rows do. Constants were fitted to those with a *.\n")
     print("\n".join(count_runs(rows)))
     return rows
 
@@ -2173,6 +2165,9 @@ def count_runs(rows):
 # 8. the command line
 
 MAIN_JOB = ["users", "table4", "table2", "ceilings"]
+NEXT = """\
+Next: your own scheduler, ten lines (README.md): python bench.py online --scheduler my.py:NAME
+Ten exercises, each with a number to beat: the top of bench.py. Every other part: assets/manual.md."""
 NEEDS = {  # of flags: experiments, or another flag
     "online": ("rate", "spec", "adapters", "by", "seeds"),
     "online, attainment, capacity": ("schedulers", "order", "memory", "cv", "prompt", "output",
@@ -2221,7 +2216,7 @@ def make_parser():
     flag("--trace", metavar="FILE", help="save what each scheduler did, for ui.perfetto.dev")
     add_online_flags(parser)
     text = parser.add_argument_group("of spec_here").add_argument
-    text("--draft", type=partial(object_in_file, base=Proposer), 
+    text("--draft", type=partial(object_in_file, base=Proposer),
          help="a draft model, named like --model; or FILE.py:CLASS, your own proposer")
     text("--prompts", metavar="FILE", help="a text; each paragraph is a prompt")
     return parser
@@ -2231,15 +2226,15 @@ def add_online_flags(parser):
     load("--schedulers", type=partial(several, base=Scheduler, names=SCHEDULERS),
          help="which to compare, like sarathi,my.py:Mine; default: the built-in ones, --scheduler")
     load("--order", type=partial(several, base=Callable, names=ORDERS),
-         help=f"who starts first, to compare: {', '.join(ORDERS)}; or FILE.py:NAME, your own")
+         help=f"orders of the queue to compare: {', '.join(ORDERS)}; or FILE.py:NAME, your own")
     load("--ttft", type=float, default=2.0, help="target: seconds to the first token; default: 2")
     load("--tbt", type=float, default=0.1, help="target: seconds that 99 %% of the stalls stay "
          "within; a stall is the time between two tokens (TBT or ITL in papers); default: 0.1")
     load("--prompt", type=whole_numbers, help="tokens of a prompt, like 256 or 8..512")
     load("--output", type=whole_numbers, help="tokens of an output")
     load("--shared", type=int, help="begin each prompt with one of eight texts of this many tokens")
-    load("--cv", type=float, default=1.0, 
-         help="bursts, as coefficient of variation of the times between arrivals; default: 1, Poisson")
+    load("--cv", type=float, default=1.0,
+         help="bursts: coefficient of variation of the times between arrivals; default: 1, Poisson")
     load("--jobs", metavar="FILE", help="a trace, CSV or JSON lines, .gz too: arrival (s), prompt, "
          "output (tokens), or columns of Azure, BurstGPT, Vidur, Bailian, Mooncake, guidellm")
     load("--window", type=whole_numbers, help="seconds of the trace to keep: 3600..7200")
@@ -2266,7 +2261,7 @@ def parse_arguments(words=None):
             check_unused(names, given, f"without {owners}")
     for other, names in EXCLUDES.items():
         if other in given:
-            check_unused(names, given, f"next to --{other}")
+            check_unused(names, given, f"with --{other}")
     if args.window and len({*args.window}) != 2:
         raise ValueError(f"window = {args.window}: must be like 3600..7200")
     if not args.chunk:
@@ -2316,9 +2311,9 @@ def run_experiment(args, name, place, is_first):
 
 def print_heading(name, what):
     print(f"### {name}\n{textwrap.fill(what.about, 118)}")
-    axes = [f"By {what.x}."] * bool(what.x) + [f"Numbers: {what.y}."] * bool(what.y)
+    axes = f"By {what.x}. " * bool(what.x) + f"Numbers: {what.y}." * bool(what.y)
     if axes and what.curves != "picture":
-        print(*axes)
+        print(axes)
 
 def main(words=None):
     args = parse_arguments(words)
@@ -2344,6 +2339,8 @@ def main(words=None):
         for name in names:
             check_choice("experiment", name, EXPERIMENTS)
         run_experiments(args, names)
+        if names is MAIN_JOB:
+            print(NEXT, file=sys.stderr)
 
 if __name__ == "__main__":
     run_command_line(main)

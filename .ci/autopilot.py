@@ -1,4 +1,4 @@
-"""Autopilot beside 30 fixed settings, simulated.
+"""Autopilot against 30 fixed settings, simulated.
 
     python .ci/autopilot.py    with the flags of bench.py
 """
@@ -26,8 +26,9 @@ WORKLOADS = """
 @experiment("", "latency over the best setting's", Hardware("llama-13b", "a100"), "simulated",
             points="")
 def autopilot(place):
-    """Autopilot beside 30 fixed settings of chunk size and drafts: mean latency over that of the
-    best one that meets the TPOT target. Workloads: prompt, output, load, acceptance, target."""
+    """Autopilot against 30 fixed settings of chunk size and drafts: its mean latency over that of
+    the best one that meets the TPOT target. A workload is prompt, output, load, acceptance and
+    target."""
     draft = small_model(place)
     workloads = WORKLOADS
     chunks = (64, 128, 256, 512, 1024, 2048)
@@ -60,7 +61,7 @@ def autopilot(place):
     yield Row("all workloads", missed, "targets missed")
 
 def meets(run, target):
-    """Whether nine of ten requests had this TPOT. 0: there is no target."""
+    """Whether nine of ten requests had this TPOT, if there is a target."""
     return not target or np.quantile(run.tpots, 0.9) <= target
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""transformers' generate(), and PEFT's mixed batches, beside this engine, on this machine.
+"""transformers' generate(), and PEFT's mixed batches, next to this engine, on this machine.
 
     python .ci/peers.py --model llama-124m    with the flags of bench.py
 """
@@ -21,8 +21,8 @@ import torch
 @experiment("", "tokens/s of prompts of 256 and outputs of 32, all counted", only="measured",
             points="series")
 def peers(place):
-    """transformers' generate(), and PEFT's mixed batch of adapters, beside this engine. All feed
-    the prompts at once."""
+    """transformers' generate(), and PEFT's mixed batch of adapters, next to this engine. All feed
+    the prompts together."""
     import peft
     import transformers
     transformers.utils.logging.set_verbosity_error()

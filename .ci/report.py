@@ -1,4 +1,4 @@
-"""assets/results.md, all that the JSON files in assets/ hold, and the pictures of README.
+"""Writes assets/results.md, with all that the JSON files in assets/ hold, and README's pictures.
 
     python .ci/report.py
 """
@@ -25,10 +25,10 @@ SECTIONS = ("What users feel", "SARATHI", "S-LoRA", "SmartSpec", "TNG", "On a CP
 SECTION_OF = {"users": "What users feel", "peers": "Peers"}
 ABOUT_RESULTS = """# Results
 
-Written by `python .ci/report.py` from the JSON files beside this page. ±: the spread of rounds,
-simulated of seeds; (noise): it is more than a quarter of the value. (off): a value is more than
-15 % from the paper's, a gain more than 30 % of what it gains, or a bound does not hold; why stands
-behind the table.
+Written by `python .ci/report.py` from the JSON files in this folder. ± is the spread of rounds, or
+of seeds if simulated; (noise): it is more than a quarter of the value. (off): a value is more than
+15 % from the paper's, a gain more than 30 % of what it gains, or a bound does not hold. Below the
+table stands why, as far as we know.
 """
 
 def main():
@@ -39,7 +39,7 @@ def main():
 
     results = read_results()
     sections = {section: defaultdict(list) for section in SECTIONS}  # -> heading -> paragraphs
-    # what has claims in their order, behind other experiments; then tables that are no experiment's
+    # experiments without claims, those with claims, tables that are of no experiment
     order = {name: i for i, name in enumerate([*EXPERIMENTS, *CLAIMS])}
     for name, machine, date in sorted(results, key=lambda at: order.get(at[0], math.inf)):
         section, heading = heading_of(name, machine)
@@ -66,7 +66,7 @@ def main():
 
 def read_results():
     """{(experiment or name of a table, machine, date): (path, facts, rows)} of the JSON files in
-    assets/. One that has the name of a simulated experiment has all of its points."""
+    assets/. If a file has the name of a simulated experiment, its rows replace those of others."""
     results = {}
     for path in sorted(ASSETS.glob("*.json"), key=lambda path: (path.stem in EXPERIMENTS, path)):
         parts = json.loads(path.read_text("utf8"))
@@ -93,8 +93,8 @@ def heading_of(name, machine):
     return (cited[1], cited[2] or name) if cited else ("Research", name)
 
 def texts_of(name, machine, path, facts, rows):
-    """Paragraphs of Markdown. Of many points those that the paper has too; the curves are folded.
-    With a picture, if the asset has the experiment's name."""
+    """Paragraphs of Markdown. Of many points the paper's are shown, and the curves folded. With a
+    picture, if the file has the experiment's name."""
     yield f"**{machine}** ([JSON]({path.name}), {facts})"
     if name not in EXPERIMENTS:
         yield table([*rows[0]], [row.values() for row in rows])

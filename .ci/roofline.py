@@ -19,8 +19,8 @@ import numpy as np
 @experiment("tokens or requests, n", only="measured")
 def roofline(place):
     """How near iterations come to this machine's ceilings: the seconds that the FLOPs of linear
-    operators, or the bytes of weights and cache, take at the ceilings, over the measured ones; and
-    the host's time for an iteration. A new GPU has to show this, and then users and table4."""
+    operators, or the bytes of weights and cache, would take there, over the measured ones. And the
+    host's time for an iteration. First see this on a new GPU, then users and table4."""
     model = place.model
     L = place.lengths[0]
     ceilings = measure_ceilings(place)
@@ -43,7 +43,7 @@ def roofline(place):
         yield Row("host (ms)", 1e3 * median(seconds), "decode", n)
 
 def share_of_ceiling(place, ceilings, decodes=0, context=0, chunk=0):
-    """The share of a machine's ceilings (FLOP/s, bytes/s) that an iteration reaches."""
+    """The share of these ceilings (FLOP/s, bytes/s) that an iteration reaches."""
     flops, bandwidth = ceilings
     c = place.model.config
     itemsize = place.model.dtype.itemsize

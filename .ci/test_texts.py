@@ -1,6 +1,6 @@
-"""What the texts say is so: numbers, names, code and commands of README and assets/manual.md; the
-exercises of bench.py, which can be solved. pytest runs it in .ci/run, not with the proofs: a change
-of a sentence breaks none of them."""
+"""What the texts say is true: numbers, names, code and commands of README and assets/manual.md, and
+that bench.py's exercises can be solved. .ci/run runs these tests apart from the proofs, so that a
+changed sentence breaks no proof."""
 import json
 import math
 import os
@@ -414,7 +414,7 @@ def mine(cost, jobs, bytes_per_second=50e9):
 """]
 
 def routed(cost, jobs, choose, chunk=512):
-    """The Run of jobs by two engines; choose(engines) is where the next request goes."""
+    """The Metrics of jobs served by two engines; choose(engines) is where the next request goes."""
     engines = [Engine(cost, "sarathi_serve", chunk, max_batch=48) for _ in range(2)]
     requests = []
 
