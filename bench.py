@@ -1747,8 +1747,8 @@ def capacity(place):
 def attainment(place):
     """The share of requests that meet both targets over the arrival rate [S-LoRA §7]: their first
     token within --ttft seconds, and 99 % of their own stalls within --tbt. And the highest rate at
-    which 99 % of the requests do. The requests are those of `capacity`, or of --jobs, with its
-    bursts."""
+    which 99 % of the requests do, a triangle in the picture. The requests are those of `capacity`,
+    or of --jobs, with its bursts."""
     targets = place.args.ttft, place.args.tbt
     place.source += f"; targets: first token {targets[0]:g} s, stalls {targets[1]:g} s"
     serve_at, most = under_load(place)
@@ -2166,8 +2166,8 @@ def count_runs(rows):
 
 MAIN_JOB = ["users", "table4", "table2", "ceilings"]
 NEXT = """\
-Next: your own scheduler, ten lines (README.md): python bench.py online --scheduler my.py:NAME
-Ten exercises, each with a number to beat: the top of bench.py. Every other part: assets/manual.md."""
+Next: write your own scheduler (README.md): python bench.py online --scheduler my.py:NAME
+Or beat a number: ten exercises are at the top of bench.py. assets/manual.md has all other parts."""
 NEEDS = {  # of flags: experiments, or another flag
     "online": ("rate", "spec", "adapters", "by", "seeds"),
     "online, attainment, capacity": ("schedulers", "order", "memory", "cv", "prompt", "output",
