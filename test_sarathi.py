@@ -3312,7 +3312,7 @@ MISTAKES = {
     "has no tokenizer.json: use --tokens": ["--prompt", "hello"],
     "token = 70: must be in 0 .. 60": ["--tokens", "1,70"],
     "argument --tokens: invalid token_ids value: '1 2'": ["--tokens", "1 2"],
-    "--chunk has no effect beside --explain": ["--explain", "--chunk", 8],
+    "--chunk has no effect with --explain": ["--explain", "--chunk", 8],
     "--system and --template have no effect without": ["--template", "thinking=false"],
     "argument --template: invalid key_value value: 'x'": ["--template", "x"],
     "--html has no effect without --explain": ["--tokens", "1", "--html", "x.html"],
