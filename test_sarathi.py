@@ -4290,7 +4290,7 @@ def test_a_run_that_is_stopped_keeps_what_it_has(monkeypatch, capsys, tmp_path):
     status, out, _ = command(monkeypatch, capsys, words)
     assert status == 130 and "| 1025 " in out and "| second " in out and "### fig4" not in out
     *others, last = json.loads(path.read_text())["rows"]
-    assert len(others) == 24 + 1
+    assert len(others) == 24 + 2 + 1  # points, ratios of the paper
     assert (last["ours"], last["spread"]) == (2.0, (4.0 - 1.5) / 2)  # median and quartiles
 
 def test_triton_in_its_interpreter(interpreter):
