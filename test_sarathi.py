@@ -2402,11 +2402,11 @@ def test_threads_take_turns():
 def in_turn(frame):
     """Whether a line is of a thread's turn: of sarathi.py, below a call that changes requests"""
     names = []
-    if frame.f_code.co_filename == sarathi.__file__ and frame.f_code.co_name != "turn":
+    if frame.f_code.co_filename == sarathi.__file__ and frame.f_code.co_name != "exclusively":
         while frame:
             names.append(frame.f_code.co_name)
             frame = frame.f_back
-    return "reset" not in names and {"advance", "add", "abort", "preempt"} & {*names}
+    return "reset" not in names and {"run_iteration", "add", "abort", "preempt"} & {*names}
 
 def throw_at(n, call):
     """Call a function. Its n-th line of a turn is interrupted, or none."""
@@ -2461,7 +2461,7 @@ def random_program(seed):
     def generate():
         assert engine.generate([prompt(7)], 3)[0] == naive(tuple(prompt(7)), None, 3)
     for _ in range(12):
-        calls = [partial(engine.run, hand_on), generate] + [engine.iteration] * 3
+        calls = [partial(engine.run, hand_on), generate] + [engine.step_or_wait] * 3
         if waiting:
             calls += [partial(engine.add, waiting.pop())] * 3
         if engine.requests:
