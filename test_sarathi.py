@@ -2399,6 +2399,21 @@ def test_threads_take_turns():
     assert not wrong and not engine.requests and not engine.step()
     check_pages(engine)
 
+def test_an_adapter_stays_while_a_request_is_added():
+    """One thread removes it, while another waits for an iteration to queue its request"""
+    engine = start(TARGET, [])
+    request = Request(prompt(9), 5, "ffn")
+    calls = [partial(engine.add, request), partial(engine.remove_adapter, "ffn")]
+    threads = [Thread(target=call, daemon=True) for call in calls]
+    with engine.lock:  # an iteration runs
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    engine.run()
+    check_tokens([request])
+
 def in_turn(frame):
     """Whether a line is of a thread's turn: of sarathi.py, below a call that changes requests"""
     names = []
