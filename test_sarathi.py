@@ -1834,6 +1834,21 @@ def test_engines_share_a_model_and_a_scheduler():
         engine.run()
         check_tokens(requests)
 
+def test_a_scheduler_has_a_chunk_of_its_own():
+    """Its class has 12, or the object 7"""
+    own = type("Mine", (sarathi.Sarathi,), {"chunk": 12})
+    for scheduler, chunk in ((own, 12), (own(), 12), (own(7), 7), (sarathi.Sarathi, 64)):
+        assert Engine(COST, scheduler, chunk=64).chunk == chunk
+
+def test_merged_weights_follow_a_training():
+    model = random_model()
+    engine = start(model, [], lora="merge")
+    for _ in range(2):
+        outputs = engine.generate([prompt(9)], 8, "q")
+        assert outputs == start(model, []).generate([prompt(9)], 8, "q")
+        for weight in model.make_trainable():
+            weight.data *= -1
+
 def test_requests_start_when_they_arrive():
     requests = [Request([0] * 9, 3, arrival=t) for t in (5.0, 2.0, 900.0)]
     engine = start(COST, requests, "orca")
