@@ -1,22 +1,23 @@
-"""The operators of one iteration over a flat batch of N tokens, each defined by `op_ref` in plain
-torch. Read down to the appendix:
+"""The operators of one iteration over a flat batch of N tokens. Each has a definition in plain
+torch, named `..._ref`. Read them, down to the appendix:
 
-    the batch       Batch, and the segments of its rows with the same adapter (Segments)
+    the batch       Batch: what one iteration computes; Segments: where adapters act in it
     sampling        a token from a distribution; the drafts that are accepted
     the operators   linear, add_norm, activate, rotate_write, attention, lora
 
     appendix        where each runs; Triton kernels for GPUs; weights in panels and C++ for CPUs
 
-The cache. The keys and values of one layer are `kv` (2, n_page, Hk, D): plane 0 is K, plane 1 is
-V. A page is one vector of width W = Hk * D in each plane. It holds a token, or one rank of an
-adapter's module (q, k, ...): a column of A (A is stored transposed, as rows) and a row of B
-[S-LoRA §5.1]; columns and rows longer than W take several pages of their plane. A page has the
-same number in all layers. A page table lists the pages of a request in the order of its tokens:
+The cache. Tokens and adapters compete for the same memory, so both lie in pages of the cache
+[S-LoRA §5.1]. One layer of it is `kv` (2, n_page, Hk, D): plane 0 is K, plane 1 is V. A page is
+one vector of width W = Hk * D in each plane, and has the same number in all layers. It holds K and
+V of a token, or one rank of an adapter's module (q, k, ...): a column of A (A is stored transposed,
+as rows) and a row of B. If these are longer than W, they take several pages. A page table lists
+the pages of one request, or of one adapter, in order:
 
-    page            0       1       2       3       4       5       6       7
-    K plane     |token 0 | A col 0 |token 1 | A col 1 |token 2 |   free  | ...
-    V plane     |token 0 | B row 0 |token 1 | B row 1 |token 2 |   free  | ...
-    page table of the request: 0 2 4        page table of the adapter: 1 3
+    page            0         1         2         3         4         5
+    K plane     | token 0 | A col 0 | token 1 | A col 1 | token 2 |  free   | ...
+    V plane     | token 0 | B row 0 | token 1 | B row 1 | token 2 |  free   | ...
+    page tables     0 2 4 of the request, 1 3 of the adapter
 """
 
 import ctypes
@@ -35,12 +36,12 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-# Importing this file changes two settings of the process, before torch is loaded:
-# - Threads that wait for another one spin for some 10 us, then sleep. By OpenMP's default they spin
-#   for so long that one other busy process makes iterations twenty times slower. If torch was
-#   loaded before, this comes too late, see Sleepers.
-# - malloc keeps freed blocks of up to 2 GB. By glibc's default large ones go back to the system, so
-#   that every iteration faults its activations in again.
+# Importing this file changes two settings of the process, which torch reads when it is loaded:
+# - A thread that waits for others spins for some 10 us, then sleeps. By OpenMP's default it spins
+#   for so long that another busy process makes iterations twenty times slower. If torch was loaded
+#   before, Sleepers (in the C++) make waiting threads sleep.
+# - malloc keeps freed blocks of up to 2 GB. By default it gives large ones back to the system, so
+#   that every iteration waits for its activations' memory again.
 if not sys.modules.get("torch"):
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
@@ -53,29 +54,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the Triton kernels stay plain functions that are never called
-    triton = SimpleNamespace(jit=lambda kernel=None, **_: kernel or (lambda kernel: kernel))
-    tl = SimpleNamespace(constexpr=None)
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
 # -----------------------------------------------------------------------------
 # the batch: what one iteration computes
 
-DECODE_ROWS = 8  # decodes with their drafts have at most 8 rows, and another attention kernel
-TILE = 128  # rows of a block of a GPU's matrix product: fewer take as long [SARATHI Fig. 7]
+DECODE_ROWS = 8  # a decode with its drafts has at most this many rows, a chunk usually more
+TILE = 128  # rows of a tile of a GPU's matrix product: fewer take as long [SARATHI Fig. 7]
 
 @dataclass
 class Segments:
-    """Where adapters act in one operator. A segment: adjacent rows of the batch with the same
-    adapter, times one module (q, k, ...). Segments with few rows, of decodes, come first."""
-    # the numbers of a segment. An example: rows 4 .. 6 of the batch have an adapter of rank 16; its
-    # A and B for k, module 1 of q, k, v with 512 columns of output each, begin at entry 90 of the
-    # batch's page_tables: ROW 4, N_ROW 3, COLUMN 512, N_COLUMN 512, RANK 16, RANK_B 16 (equal,
-    # unless A's rows are split over devices), MODULE 1, TABLE_START 90
+    """Where adapters act in one operator. A segment is adjacent rows of the batch with the same
+    adapter, and one of its modules. Here rows 4 to 6 have rank 16, and k is module 1 of q, k, v:
+
+                    ROW  N_ROW  COLUMN  N_COLUMN  RANK  RANK_B  MODULE  TABLE_START
+        numbers[0]    4      3     512       512    16      16       1           90
+
+    RANK is A's, RANK_B is B's: they differ if devices share A's rows. Decodes come first."""
     ROW, N_ROW, COLUMN, N_COLUMN, RANK, RANK_B, MODULE, TABLE_START = range(8)
 
     numbers: Tensor  # (S, 8) int32
@@ -84,69 +77,69 @@ class Segments:
 
     # ---- the rest
 
-    max_rows: int  # most rows of a segment
+    max_rows: int  # the most rows of a segment
     n_module: int  # modules of the operator (q, k, v: 3)
     max_rank: int  # at least the largest rank of A, a multiple of 16
-    wide: bool = False  # whether all columns begin and end at multiples of 16
-    max_columns: int = 0  # most columns of a module; 0: all of y
+    wide: bool = False  # whether the columns of all segments begin and end at multiples of 16
+    max_columns: int = 0  # the most columns of a segment; 0: all of y
     way: str = "batched"  # or "bmm", the baseline: copy, pad, batched matrix products
     gather_xa: Callable | None = None  # of several devices: the whole x A [S-LoRA §6]
 
     @cached_property
     def lists(self):
-        """The segments as lists: the CPU waits for a GPU once, not in every layer. Not for graphs,
-        which write the tensors again."""
+        """The numbers as lists. Cached: the CPU waits for a GPU once, not in every layer. Not for
+        CUDA graphs, because these write the tensors again."""
         return self.numbers.tolist()
 
 @dataclass
 class Batch:
-    """One iteration: N tokens of R requests, those with few rows first, as int32. A decode with two
-    drafts, behind 9 cached tokens (n_past), beside tokens 0 .. 4 of a prompt with an adapter:
+    """One iteration: N tokens of R requests, decodes first, as int32. Here a decode with two drafts
+    after 9 cached tokens (n_past) is next to tokens 0 to 4 of a prompt with an adapter:
 
-        row          0    1    2  |  3    4    5    6    7       N = 8, R = 2
-        tokens      t9   d1   d2  | p0   p1   p2   p3   p4
-        positions    9   10   11  |  0    1    2    3    4       in their requests
-        slot_mapping 20  21   22  | 30   31   32   33   34       to these pages K and V are written
-        spans       (0, 3, 9, 0)  | (3, 5, 0, 12)          first row, rows, n_past, table_start
-        page_tables the 12 pages of request 0 | the 5 pages of request 1 | those of the adapter
-        logit_rows   0    1    2  |                              the prompt has more to feed
-        adapters                  | a segment per module: rows 3 .. 7; the first has table_start 17
+        row            0    1    2  |  3    4    5    6    7    N = 8, R = 2
+        tokens        t9   d1   d2  | p0   p1   p2   p3   p4
+        positions      9   10   11  |  0    1    2    3    4    in their requests
+        slot_mapping  20   21   22  | 30   31   32   33   34    pages to write K and V to
+        spans         (0, 3, 9, 0)  | (3, 5, 0, 12)             first row, rows, n_past, table_start
+        page_tables   the decode's 12 pages, the prompt's 5, then those of its adapter
+        logit_rows     0    1    2  |                           the prompt has more tokens to feed
+        adapters                    | ROW 3, N_ROW 5 for each module, the first at TABLE_START 17
     """
     tokens: Tensor  # (N,), those of a request side by side
     positions: Tensor  # (N,)
-    slot_mapping: Tensor  # (N,): the page to which K and V of each token are written
-    spans: Tensor  # (R, 4): first row, rows, n_past, table_start: where its pages begin below
-    page_tables: Tensor  # (n,): of all requests end to end, n_past + rows pages each; of adapters
+    slot_mapping: Tensor  # (N,)
+    spans: Tensor  # (R, 4), one of each request; its pages are page_tables[table_start:]
+    page_tables: Tensor  # (n,): n_past + rows pages of each request, then those of adapters
     logit_rows: Tensor  # (M,): rows for which next-token logits are computed
     n_decode: int  # spans[:n_decode] have at most DECODE_ROWS rows each, the others more
     adapters: dict = field(default_factory=dict)  # operator name -> Segments
-    hidden: Tensor | None = None  # (M, C): the model's last hidden states; GPT.forward sets it
+    hidden: Tensor | None = None  # (M, C): the model's last hidden states, set by GPT.forward
 
     # ---- the rest
-    # Each program has a tile of query rows and one split of the context: ROW, N_ROW, N_PAST,
-    # TABLE_START of its span; FIRST_QUERY (query m of a kv head: head m % G of token m // G);
-    # SPLIT, N_SPLIT; FIRST_PART of the span
+    # The work of attention in Triton, see attention_work. A program has one tile of query rows and
+    # one split of the context: first row, rows, n_past, table_start of the request; first query
+    # (query m of a kv head is head m % G of token m // G), split, number of splits, first part
     small_tiles: Tensor = field(default_factory=lambda: zeros(0, 8))  # (T, 8)
     large_tiles: Tensor = field(default_factory=lambda: zeros(0, 8))  # (T, 8)
-    n_part: int = 0  # parts in all: of outputs, over one split, if a context is split
+    n_part: int = 0  # parts of outputs: if contexts are split, each split has its own
 
     @cached_property
     def lists(self):
-        """The spans as lists, as in Segments"""
+        """The spans as lists, cached as in Segments"""
         return self.spans.tolist()
 
     def arrays(self):
-        """All but the table"""
+        """All arrays but page_tables"""
         segments = [segments.numbers for segments in self.adapters.values()]
         return [*(getattr(self, name) for name in FIXED), *segments]
 
     def sizes(self):
-        """Numbers of each of the arrays, rounded up to 16 bytes"""
+        """How many numbers write() leaves for each array: whole units of 16 bytes"""
         return [cdiv(math.prod(x.shape), 4) * 4 for x in self.arrays()]
 
     def write(self, flat, sizes):
-        """Write the arrays side by side, zeros behind each up to its size, then the table. Returns
-        where it ends."""
+        """Write the arrays one after the other, zeros after each up to its size, then page_tables.
+        Returns where they end."""
         end = 0
         for x, size in zip(self.arrays(), sizes):
             flat[end:end + x.size] = x.reshape(-1)
@@ -156,28 +149,21 @@ class Batch:
         return end + len(self.page_tables)
 
     def over(self, flat):
-        """The batch with views of a tensor in place of its arrays, laid out as by write()"""
+        """The batch over a tensor that write() has filled: its arrays become views"""
         views = []
         for x, size in zip(self.arrays(), self.sizes()):
             views.append(flat[:math.prod(x.shape)].view(x.shape))
             flat = flat[size:]
-        return self.having(views, flat)
-
-    def having(self, arrays, page_tables):
-        """The batch with other arrays in place of its own"""
-        adapters = {op: replace(segments, numbers=x, page_tables=page_tables)
-                    for (op, segments), x in zip(self.adapters.items(), arrays[len(FIXED):])}
-        return replace(self, page_tables=page_tables, adapters=adapters, **dict(zip(FIXED, arrays)))
+        adapters = {op: replace(segments, numbers=x, page_tables=flat)
+                    for (op, segments), x in zip(self.adapters.items(), views[len(FIXED):])}
+        return replace(self, page_tables=flat, adapters=adapters, **dict(zip(FIXED, views)))
 
     def to(self, kv, H):
-        """The batch as tensors on the device of a cache, by one copy for which the CPU does not
-        wait; for Triton with the work of attention with H heads"""
+        """The batch as tensors on the device of a cache, by one copy, for which the CPU does not
+        wait. For Triton with the work of attention with H heads."""
         batch = self
         if backend(kv) == "triton":
             batch = replace(self, **attention_work(self.lists, len(self.tokens), H, kv))
-        if not kv.is_cuda:
-            return batch.having([*map(torch.from_numpy, batch.arrays())],
-                                torch.from_numpy(self.page_tables))
         sizes = batch.sizes()
         flat = np.empty(sum(sizes) + len(self.page_tables), np.int32)
         batch.write(flat, sizes)
@@ -187,37 +173,38 @@ class Batch:
 # sampling, and verification of drafts
 
 def sample(p, u):
-    """Inverse CDF: weights p (M, V), need not sum to 1; u (M,) uniform in [0, 1) -> (M,); -1 where
-    weights are NaN"""
+    """Draw tokens by the inverse CDF. p (M, V) are weights, which need not sum to 1; u (M,) is
+    uniform in [0, 1). -> (M,), -1 where weights are NaN"""
     cdf = p.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]
-    # below the total, else no token would be found. Without any weight: the last token
+    # rounded up to the total, u would find no token. If all weights are 0, it is the last token
     at = torch.minimum(u[:, None] * total, total.nextafter(total.new_zeros(())))
     tokens = torch.searchsorted(cdf, at, right=True).clamp(max=p.size(1) - 1)
     return torch.where(total.isfinite(), tokens, -1)[:, 0]
 
 def verify(p, q, drafts, n_drafts, u):
-    """Lossless rejection sampling [SmartSpec §2]: accept draft d with probability p[d] / q[d]. At
-    the first rejection draw the token from max(p - q, 0); if all are accepted, from the last p.
+    """Lossless rejection sampling [SmartSpec §2]. Drafts come from q, the model has p: accept
+    draft d with probability p[d] / q[d]. At the first rejection draw the token from max(p - q, 0);
+    if all are accepted, draw one more from the last p.
 
-    Request r has n_drafts[r] of drafts (K,) and n_drafts[r] + 1 rows of p (K + R, V). q (K, V);
-    None: each draft was the only choice, q is 1 there. u (K + R,) uniform: K accept, R sample;
-    K > 0. -> n_accepted (R,), tokens (R,)"""
+    Request r has the next n_drafts[r] of drafts (K,), and n_drafts[r] + 1 rows of p (K + R, V).
+    q (K, V); None: each draft was the only choice, so q[d] = 1. u (K + R,) uniform: K accept, R
+    sample; K > 0. -> n_accepted (R,), tokens (R,)"""
     K = len(drafts)
     first_draft = n_drafts.cumsum(0) - n_drafts
     first_row = first_draft + torch.arange(len(n_drafts), device=p.device)
     owner = torch.repeat_interleave(n_drafts, output_size=K)  # (K,): the request of each draft
     i = torch.arange(K, device=p.device)
-    p_draft = p[i + owner, drafts]  # each request before has one row more than drafts
+    p_draft = p[i + owner, drafts]  # row i + owner: each request before has one row more
     q_draft = 1 if q is None else q[i, drafts]
     accepted = u[:K] * q_draft < p_draft
 
-    # how many drafts a request has before its first rejected one
+    # a rejected draft leaves its request those before it, an accepted one all: take the least
     n_before = torch.where(accepted, n_drafts[owner], i - first_draft[owner])
     n_accepted = n_drafts.scatter_reduce(0, owner, n_before, "amin")
     weights = p[first_row + n_accepted]  # (R, V)
     rejected = n_accepted < n_drafts
-    at = (first_draft + n_accepted).clamp(max=K - 1)  # of its rejected draft, if there is one
+    at = (first_draft + n_accepted).clamp(max=K - 1)  # its rejected draft, if there is one
     if q is None:
         residual = weights.scatter(1, drafts[at][:, None], 0)
     else:
@@ -227,13 +214,14 @@ def verify(p, q, drafts, n_drafts, u):
 
 # -----------------------------------------------------------------------------
 # the operators
+
 def linear_ref(x, weight, bias=None):
     """x (..., n_in), weight (n_out, n_in), packed or plain, of any dtype -> (..., n_out)"""
     bias = None if bias is None else bias.to(x.dtype)
     return F.linear(x, weight.to_dense().to(x.dtype), bias)
 
 def add_norm_ref(x, y, weight, bias, eps):
-    """total = x + y (y None: x) and its RMSNorm; its LayerNorm if there is a bias. -> both"""
+    """total = x + y (x, if y is None), and its RMSNorm, or with a bias its LayerNorm. -> both"""
     total = x if y is None else x + y
     weight = weight.to(total.dtype)
     if bias is None:
@@ -241,14 +229,14 @@ def add_norm_ref(x, y, weight, bias, eps):
     return total, F.layer_norm(total, weight.shape, weight, bias.to(total.dtype), eps)
 
 def activate_ref(h, gated):
-    """gated: SwiGLU of h (..., 2 I), gate and up side by side; else tanh-GELU. -> (..., I)"""
+    """SwiGLU of h (..., 2 I), gate and up side by side, if gated; else tanh-GELU. -> (..., I)"""
     if gated:
         gate, up = h.chunk(2, -1)
         return F.silu(gate) * up
     return F.gelu(h, approximate="tanh")
 
 def rotate_ref(x, cos, sin):
-    """Rotate x (..., heads, D): element d pairs with d + D / 2. cos, sin (..., D / 2)"""
+    """Rotate x (..., heads, D), element d together with d + D / 2. cos, sin (..., D / 2)"""
     cos = cos[..., None, :]
     sin = sin[..., None, :]
     a, b = x.float().chunk(2, -1)
@@ -257,8 +245,8 @@ def rotate_ref(x, cos, sin):
     return torch.cat([first, second], -1).to(x.dtype)
 
 def heads_ref(qkv, cos, sin, n_head, n_kv_head, norm, eps):
-    """qkv (..., (H + 2 Hk) D) -> q (..., H, D), k and v (..., Hk, D). norm (2 D,): weights of
-    the norm of q, then of k; None: no norms. cos None: no rotation"""
+    """qkv (..., (H + 2 Hk) D) -> q (..., H, D), k and v (..., Hk, D). norm (2 D,): the weights of
+    q's norm, then of k's; None: no norms. cos None: no rotation"""
     heads = qkv.unflatten(-1, (n_head + 2 * n_kv_head, -1))
     q, k, v = heads.split([n_head, n_kv_head, n_kv_head], -2)
     if norm is not None:
@@ -271,14 +259,15 @@ def heads_ref(qkv, cos, sin, n_head, n_kv_head, norm, eps):
     return q, k, v
 
 def rotate_write_ref(qkv, cos, sin, kv, slot_mapping, n_head, n_kv_head, norm, eps):
-    """heads_ref of qkv (N, (H + 2 Hk) D), with k and v written to their pages -> q (N, H, D)"""
+    """The heads of qkv (N, (H + 2 Hk) D): write k and v to their pages, -> q (N, H, D)"""
     q, k, v = heads_ref(qkv, cos, sin, n_head, n_kv_head, norm, eps)
     kv[0, slot_mapping.long()] = k.to(kv.dtype)
     kv[1, slot_mapping.long()] = v.to(kv.dtype)
     return q.contiguous()
 
 def attention_ref(q, kv, batch):
-    """Row j of a request attends to the first n_past + j + 1 tokens of its request."""
+    """Row j of a request attends to the request's first n_past + j + 1 tokens: the cached ones, the
+    rows before, itself. That holds for a decode, for drafts and for a chunk. q (N, H, D)"""
     out = torch.zeros_like(q)
     for row, n, n_past, table_start in batch.lists:
         pages = batch.page_tables[table_start:table_start + n_past + n].long()
@@ -290,19 +279,19 @@ def attention_ref(q, kv, batch):
     return out
 
 def lora_ref(y, x, kv, segments):
-    """Two products for each segment."""
-    x = x.to(torch_dtype(x))
+    """Add x A B to y, two small products for each segment. x (N, n_in), y (N, n_out)"""
+    x = x.to(torch_dtype(x))  # float32 where torch is slow in bfloat16
     for row, n, column, columns, rank_a, rank_b, _, table_start in segments.lists:
-        if n > 0:  # else padding of a CUDA graph
+        if n > 0:  # 0: padding of a CUDA graph
             a = adapter_rows(kv[0], segments.page_tables, table_start, rank_a, x.size(1))
             b = adapter_rows(kv[1], segments.page_tables, table_start, rank_b, columns)
             xa = x[row:row + n] @ a.T.to(x.dtype)
-            if segments.gather_xa:  # of several devices
+            if segments.gather_xa:  # only where several devices share the model
                 xa = segments.gather_xa(xa)[:, :rank_b]
             y[row:row + n, column:column + columns] += xa @ b.to(x.dtype)
 
 def adapter_rows(plane, page_tables, table_start, rank, width):
-    """The rows of A or B from their pages: plane (n_page, Hk, D) -> (rank, width)"""
+    """A or B of a segment from its pages: plane (n_page, Hk, D) -> (rank, width)"""
     plane = plane.flatten(1)  # (n_page, W)
     pages = page_tables[table_start:table_start + rank * cdiv(width, plane.size(1))]
     rows = plane.index_select(0, pages).view(rank, -1)
@@ -311,14 +300,25 @@ def adapter_rows(plane, page_tables, table_start, rank, width):
 # =============================================================================
 # appendix: where the operators run; Triton for GPUs, C++ for CPUs
 # =============================================================================
-# A change of attention meets attention_ref, _attention_kernel, attend, attend_chunk here,
-# GPT.forward_ref in model.py, CostModel.stats in sarathi.py; one of the cache's layout
-# rotate_write, adapter_rows, the kernels of adapters, GPT.new_cache, Adapter.write; one of its
-# dtype, say float8 without adapters, GPT.new_cache and page_bytes: torch runs then.
+# Where a change has to be made:
+# - of attention: attention_ref, _attention_kernel, attend and attend_chunk in C++, GPT.forward_ref
+#   in model.py, CostModel.stats in sarathi.py;
+# - of the cache's layout: also rotate_write and lora in each language, adapter_rows, GPT.new_cache,
+#   Adapter.write;
+# - of its dtype (float8, say, but no adapters then): GPT.new_cache, page_bytes. Plain torch serves.
 
-# ---- small functions
+# ---- Triton, if it is there; small functions
 
-# the arrays that every Batch has, besides the table
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # the Triton kernels stay plain functions that are never called
+    triton = SimpleNamespace(jit=lambda kernel=None, **_: kernel or (lambda kernel: kernel))
+    tl = SimpleNamespace(constexpr=None)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+# the arrays of every Batch, in the order of Batch.write
 FIXED = "tokens positions slot_mapping spans logit_rows small_tiles large_tiles".split()
 
 def to_device(x, device):
@@ -340,13 +340,12 @@ def power_of_two(n):
 
 def probabilities(logits, temperature, top_k, top_p):
     """logits (M, V), the others (M,) on the host -> p (M, V) float32. temperature 0: all on the
-    argmax; top_k 0: no limit; top_p 1: no limit, else the fewest tokens that have top_p. Of equal
-    logits those of the first tokens rank higher. Rows with logits that are NaN or infinite become
-    NaN."""
+    argmax; top_k 0: no limit; top_p 1: no limit, else the fewest tokens that have top_p together.
+    Equal logits rank in the order of their tokens. Rows with NaN or infinite logits become NaN."""
     V = logits.size(1)
-    greedy = temperature < 1e-5  # 1e-37 would make infinite logits
+    greedy = temperature < 1e-5  # dividing by 1e-37 would make logits infinite
     top_k = top_k.masked_fill(top_k == 0, V).clamp(max=V).masked_fill(greedy, 1)
-    # top_p = 1 might drop tokens by rounding, 2 drops none
+    # by rounding, 1 might drop tokens; 2 drops none
     top_p = top_p.masked_fill((top_p == 1) | greedy, 2)
     settings = torch.stack([temperature.masked_fill(greedy, 1), top_k, top_p])
     temperature, k, limit = to_device(settings, logits.device)[..., None]  # (M, 1) each
@@ -357,7 +356,7 @@ def probabilities(logits, temperature, top_k, top_p):
     by_mass = (top_k == V) & (top_p < 2)
     n = int(top_k.masked_fill(top_k == V, 1).max())
     sizes = [n]  # how many tokens are ranked
-    if by_mass.any():  # a CPU tries fewer tokens first; a GPU would have to be waited for
+    if by_mass.any():  # a CPU tries fewer first; with a GPU that would mean to wait for it
         sizes = [V] if logits.is_cuda else [min(V, max(n, 1024)), V]
     for n in sizes:
         top = scaled.topk(n).values
@@ -369,7 +368,7 @@ def probabilities(logits, temperature, top_k, top_p):
             break
     n_kept = kept.sum(-1, keepdim=True).clamp(min=1)
     least = top.gather(1, n_kept - 1)
-    n_equal = n_kept - (top > least).sum(-1, keepdim=True)  # so many of those equal to the least
+    n_equal = n_kept - (top > least).sum(-1, keepdim=True)  # this many of those equal to the least
     dropped = scaled < least
     dropped |= (scaled == least) & ((scaled == least).float().cumsum(-1) > n_equal)
     dropped &= (k < V) | (limit < 2)
@@ -378,54 +377,52 @@ def probabilities(logits, temperature, top_k, top_p):
 # ---- the limits of a container
 
 def least_limit(*names):
-    """The least number that begins a file of these names in the control groups around this process,
-    of version 1 or 2. A container is one."""
+    """The least number in files of these names, in the control groups (version 1 or 2) that this
+    process is in. A container is one."""
     limits = [math.inf]
-    lines = Path("/proc/self/cgroup")
-    for line in lines.read_text().splitlines() if lines.exists() else ():
-        _, kind, path = line.split(":", 2)
-        group = Path(f"/sys/fs/cgroup/{kind}{path}")
-        for folder, name in product([group, *group.parents], names):
-            for file in folder.glob(name):
-                limits += map(int, re.findall(r"\A\d+", file.read_text()))  # or it says max, or -1
+    for groups in Path("/proc/self").glob("cgroup"):  # of Linux
+        for kind, path in re.findall(":(.*?):(.*)", groups.read_text()):
+            group = Path(f"/sys/fs/cgroup/{kind}{path}")
+            for folder, name in product([group, *group.parents], names):
+                for file in folder.glob(name):
+                    limits += map(int, re.findall(r"\A\d+", file.read_text()))  # not max, not -1
     return min(limits)
 
-# us of all CPUs in 0.1 s. With more threads than it pays for, all wait for those that are stopped
+# us of CPU time in each 0.1 s, used up early by more threads than that is for: then all stop
 quota = least_limit("cpu.max", "cpu.cfs_quota_us")
 if quota < 1e5 * torch.get_num_threads():
     torch.set_num_threads(max(1, quota // 100000))
 
-# ---- where an operator runs; two at the same time; which run, in a line
+# ---- where an operator runs
 
 def has_triton():
     return hasattr(triton, "cdiv")
 
 @lru_cache
 def runs_triton(device):
-    """Whether a GPU runs the Triton kernels. Before compute capability 8.0 (a T4) they would have
-    no tensor cores, and take more shared memory than there is."""
+    """Whether a GPU runs the Triton kernels. Before compute capability 8.0 (a T4) it has too little
+    shared memory for them, and they would use no tensor cores."""
     return has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 def backend(x, kv=None):
-    """Where an operator on x, and a cache kv, runs: "triton" on a GPU that runs it, and anywhere in
-    Triton's interpreter; "cpp" on a CPU for float32 and bfloat16 if there is a compiler; else, and
-    if their dtypes differ, "torch"."""
+    """Where an operator on x, and on a cache kv, runs: "triton" on a GPU that runs it, and in its
+    interpreter; "cpp" on a CPU in float32 and bfloat16 if they were compiled; else "torch", also if
+    the cache has another dtype."""
     if kv is not None and kv.dtype != x.dtype:
         return "torch"
     on_triton = runs_triton(x.device) if x.is_cuda else INTERPRETED and has_triton()
     if on_triton:
         return "triton"
-    if x.is_cpu and library(x.dtype) is not None:
+    head_dim = 64 if kv is None else kv.size(3)
+    if x.is_cpu and library(x.dtype, head_dim) is not None:
         return "cpp"
     return "torch"
 
-@lru_cache
-def side_stream(device):
-    return torch.cuda.Stream(device)
+side_stream = lru_cache(torch.cuda.Stream)
 
 def side_by_side(first, second, device):
-    """Run two functions; on a GPU what they launch runs at the same time. The first one allocates
-    nothing. Returns what the second one does."""
+    """Run two functions. On a GPU, what they launch runs at the same time, and the first allocates
+    no memory. Returns what the second returns."""
     if device.type != "cuda":
         first()
         return second()
@@ -444,7 +441,7 @@ CPU_SETTINGS = ["SARATHI_CPU", "OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAM
 
 def describe(x):
     """What runs the operators on tensors like x: "triton, NVIDIA H100", "C++ (AVX2), 2 threads". It
-    names the settings of threads, which may take half of a CPU's speed or more."""
+    names the settings of threads that are set, because they may take half of a CPU's speed."""
     chosen = backend(x)
     if x.is_cuda:
         return f"{chosen}, {torch.cuda.get_device_name(x.device)}"
@@ -457,7 +454,7 @@ def describe(x):
     settings = [f"{key}={os.environ[key]}" for key in CPU_SETTINGS if key in os.environ]
     return ", ".join([chosen, threads, *settings])
 
-# ---- the operators: each runs in Triton, in C++ or in torch, see add_norm
+# ---- the operators: each calls Triton, C++ or its definition
 
 def linear(x, weight, bias=None):
     """x (..., n_in), weight (n_out, n_in) as returned by pack -> (..., n_out)"""
@@ -469,7 +466,7 @@ def linear(x, weight, bias=None):
     return F.linear(x, weight, bias)
 
 def add_norm(x, y, weight, bias, eps):
-    """x, y (N, C); weight, bias (C,); y and bias may be None -> x + y and its norm, each (N, C)"""
+    """x, y (N, C), weight, bias (C,); y and bias may be None -> x + y and its norm, each (N, C)"""
     chosen = backend(x)
     if chosen == "torch":
         return add_norm_ref(x, y, weight, bias, eps)
@@ -540,8 +537,8 @@ def attention(q, kv, batch):
     return out
 
 def lora(product, x, kv, segments):
-    """product() + x (N, n_in) A B -> (N, n_out); product(), x W, runs beside x A on a GPU. With
-    tensor parallelism a CPU takes plain torch."""
+    """product() + x A B. product() computes x W (N, n_out), on a GPU at the same time as x A. Where
+    devices share a model on CPUs, the definition serves."""
     chosen = backend(x, kv)
     if chosen == "triton" and segments.way == "batched":
         return lora_triton(product, x, kv, segments)
@@ -558,7 +555,7 @@ def lora(product, x, kv, segments):
     return y
 
 def lora_bmm(y, x, kv, segments):
-    """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then batched products."""
+    """The baseline of [S-LoRA §7.3]: copy A, B and x to padded tensors, then multiply batches"""
     parts = []
     for row, n, column, columns, rank, _, _, table_start in segments.lists:
         a = adapter_rows(kv[0], segments.page_tables, table_start, rank, x.size(1))
@@ -573,13 +570,13 @@ def lora_bmm(y, x, kv, segments):
 # ---- weights in panels, for CPUs
 
 def torch_dtype(x):
-    """The dtype in which torch multiplies fast: a CPU without bfloat16 emulates it."""
+    """The dtype in which torch multiplies fast: some CPUs have no instructions for bfloat16"""
     slow = x.is_cpu and x.dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported()
     return torch.float32 if slow else x.dtype
 
 class Packed:
-    """A weight (n_out, n_in) for the C++ product, which reads it from end to end. A panel holds
-    some columns of the product, their numbers side by side, bfloat16 by twos:
+    """A weight (n_out, n_in) in the order in which the C++ product reads it. A panel holds some
+    columns of the product. Their numbers are side by side, those of bfloat16 in pairs:
 
         columns           0       1       2     ...
         n_in 0, 1     | a0 a1 | b0 b1 | c0 c1 | ...
@@ -601,7 +598,7 @@ class Packed:
         return rows[:self.shape[0]]
 
 def pack(weight):
-    """weight (n_out, n_in) in the layout of this CPU's fastest product, or as it is"""
+    """weight (n_out, n_in) in the layout of this CPU's fastest product; as it is for torch's"""
     if weight.is_cpu and weight.dtype in (torch.float32, torch.bfloat16):
         operators = library(weight.dtype)
         if operators and weight.size(1) * weight.itemsize % 4 == 0:
@@ -613,7 +610,7 @@ def pack(weight):
 @triton.jit
 def _add_norm_kernel(x, y, weight, bias, total, out, eps,
                      C: tl.constexpr, BLOCK_C: tl.constexpr):
-    """One program: a row."""
+    """One program: one row"""
     c = tl.arange(0, BLOCK_C)
     mask = c < C
     at = tl.program_id(0).to(tl.int64) * C + c
@@ -658,7 +655,7 @@ def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, slot_mapping, plane_step, e
     mask = (head < H + 2 * HK) & (d < D)
     vectors = qkv + (token * (H + 2 * HK) + head) * D
     x = tl.load(vectors + d, mask, 0.0)
-    # element d rotates together with element d + D / 2
+    # element d rotates together with d + D / 2
     half = D // 2
     partner_d = (d + half) % D
     partner = tl.load(vectors + partner_d, mask, 0.0)
@@ -688,40 +685,40 @@ def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, slot_mapping, plane_step, e
 
 @triton.jit
 def load4(numbers, UNIT: tl.constexpr = 1):
-    """Four numbers. The last two are multiples of UNIT: the compiler may load and store 16 bytes at
-    a time at such offsets."""
+    """Four numbers. The compiler learns that the last two are multiples of UNIT: at such offsets it
+    may load and store 16 bytes together."""
     c = tl.multiple_of(tl.load(numbers + 2), UNIT)
     d = tl.multiple_of(tl.load(numbers + 3), UNIT)
     return tl.load(numbers), tl.load(numbers + 1), c, d
 
 MOST_SPLITS = 32  # of a context
-LARGE_ROWS = 64  # a request of as many has large tiles, in a batch beyond TILE rows
+LARGE_ROWS = 64  # in a batch of more than TILE rows, a request with this many has large tiles
 
 def tile_sizes(H, kv):
-    """How many queries of a kv head a small and a large tile have."""
-    most = 64 if kv.element_size() < 4 else 16  # the accumulator fits the registers
+    """How many queries of a kv head a small tile has, and a large one"""
+    most = 64 if kv.element_size() < 4 else 16  # more would not fit the registers
     return min(most, max(16, power_of_two(H // kv.size(-2)))), most
 
 @lru_cache
 def cores_of(device):
-    """Cores of a GPU, and bytes of shared memory of each; an H200's, if Triton runs elsewhere"""
+    """Cores of a GPU, and bytes of shared memory of each; an H200's, if there is no GPU"""
     if device.type != "cuda":
         return 132, 233472
     gpu = torch.cuda.get_device_properties(device)
     return gpu.multi_processor_count, gpu.shared_memory_per_multiprocessor
 
 def most_splits(n_tile, is_large, kv):
-    """Into how many splits contexts are cut at most, so that n_tile tiles fill the GPU. A core runs
-    5 programs of small tiles at once: fewer are split up to 4 a core. More are split up to 16 a
-    core, because a last round of few programs takes as long as a full one."""
+    """Into how many splits a context is cut at most, so that n_tile tiles fill the GPU. A core runs
+    5 programs of small tiles together. Fewer tiles are split to 4 programs a core, more to 16,
+    because a last round of few programs takes as long as a full one."""
     cores, _ = cores_of(kv.device)
     n_program = max(1, n_tile * kv.size(-2))
     wanted = 2 if is_large else 4 if n_program <= 5 * cores else 16  # programs a core
     return max(1, min(MOST_SPLITS, wanted * cores // n_program))
 
 def attention_work(spans, N, H, kv):
-    """Attention of spans, R lists of four, in a batch of N rows, cut into tiles, which the host
-    does; if these are few, contexts are split [flash-decoding]. Returns fields of a Batch."""
+    """The tiles of spans, lists of four, in a batch of N rows, as fields of a Batch. Contexts are
+    split if there are too few tiles to fill a GPU [flash-decoding]."""
     G = H // kv.size(-2)
     least = LARGE_ROWS if N > TILE else N + 1  # rows of a request with large tiles; N + 1: none
     lists = []
@@ -732,8 +729,7 @@ def attention_work(spans, N, H, kv):
         most = most_splits(n_tile, is_large, kv)
         tiles = []
         for row, n, n_past, table_start in own:
-            # at least 128 tokens a split, and 4 n: each split writes n rows of output, which are
-            # few beside the tokens that it reads
+            # a split writes n rows of output: at least 4 n tokens, so that it reads more than that
             n_split = min(most, (n_past + n) // max(128, 4 * n)) or 1
             for first in range(0, n * G, size):
                 for split in range(n_split):
@@ -744,7 +740,7 @@ def attention_work(spans, N, H, kv):
     return dict(small_tiles=lists[0], large_tiles=lists[1], n_part=n_part)
 
 def attention_room(N, R, H, kv):
-    """The most work that up to R requests with N rows may have, as fields of a batch of padding"""
+    """The most tiles that R requests of N rows in all may have, as fields of a batch of padding"""
     G = H // kv.size(-2)
     lists = []
     n_part = 0
@@ -761,9 +757,9 @@ def attention_room(N, R, H, kv):
 def _attention_kernel(q, kv, out, parts, lse, tiles, page_tables, plane_step, scale,
                       H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program: a tile of query rows of one kv head against one split of the context. A row of
-    the tile is a query head of a token: the G = H / Hk heads of a kv head share its loads. scale
-    includes log2(e).
+    """One program: a tile of query rows of one kv head against one split of the context. A row is
+    one head of a token: the G = H / Hk heads of a kv head share its loads. scale has log2(e) in it.
+
                          |----- split 0 -----|----- split 1 -----|    context: cached tokens, then
         token 0, G rows    x x x x x x x x x x x x x x x x x          own ones; x: visible
         token 1, G rows    x x x x x x x x x x x x x x x x x x
@@ -783,10 +779,10 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, page_tables, plane_step, sc
     queries = tl.load(q + at[:, None] * D + d, mask, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.full([BLOCK_M], 1e-30, tl.float32)  # not 0: a split may be empty
-    # a row that sees nothing of its split keeps this top, and has weight 0 in _combine_kernel
+    # a row that sees no token of its split keeps this: the split then gets weight 0
     top = tl.full([BLOCK_M], -1e30, tl.float32)
     end = n_past + tl.minimum(n_row, (first_query + BLOCK_M - 1) // G + 1)  # seen by the last row
-    size = tl.cdiv(end, n_split * BLOCK_N) * BLOCK_N  # tokens of a split
+    size = tl.cdiv(end, n_split * BLOCK_N) * BLOCK_N  # tokens of a split, in whole blocks
     begin = split * size
     for start in range(begin, tl.minimum(begin + size, end), BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
@@ -814,8 +810,8 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, page_tables, plane_step, sc
 def _combine_kernel(parts, lse, out, small_tiles, large_tiles, n_small, SMALL_SIZE: tl.constexpr,
                     LARGE_SIZE: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
                     MOST_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program: for one head, tokens of a tile whose context is split: the mean of their parts
-    with weights 2^lse. Each split's program takes every n_split-th token of the tile."""
+    """One program: one head, and every n_split-th token of a tile with split contexts. A token's
+    output is the mean of its parts with weights 2^lse."""
     G: tl.constexpr = H // HK
     tile = tl.program_id(0)
     is_small = tile < n_small
@@ -831,8 +827,7 @@ def _combine_kernel(parts, lse, out, small_tiles, large_tiles, n_small, SMALL_SI
     head = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)[None]
     every = tl.arange(0, MOST_SPLITS)
-    # query m is head m % G of token m // G. A tile may begin within a token: each head has its own
-    # first token
+    # a tile may begin within a token, so each head has its own first token
     first_token = tl.cdiv(first_query - head % G, G)
     end = tl.minimum(tl.cdiv(first_query + size - head % G, G), n_row)
     for token in range(first_token + split, end, n_split):
@@ -852,11 +847,11 @@ def _combine_kernel(parts, lse, out, small_tiles, large_tiles, n_small, SMALL_SI
         tl.store(out + cell, mean, tl.arange(0, BLOCK_D) < D)
 
 def attention_triton(q, kv, batch, out):
-    """Attention in Triton, of a batch with attention_work."""
+    """Write the attention of a batch with attention_work to out."""
     _, H, D = q.shape
     Hk = kv.size(2)
     itemsize = q.element_size()
-    block_d = max(16, power_of_two(D))  # tl.dot takes no fewer
+    block_d = max(16, power_of_two(D))  # the least that tl.dot takes
     scale = D ** -0.5 * 1.4426950408889634  # exp(x) = exp2(x log2(e))
     parts = q.new_empty(batch.n_part, H, D, dtype=torch.float32)
     lse = q.new_empty(batch.n_part, H, dtype=torch.float32)  # log2 of the sum of exp(scores)
@@ -865,7 +860,7 @@ def attention_triton(q, kv, batch, out):
 
     def attend(tiles, block_m):
         is_wide = block_m >= 64
-        # bytes of keys that are loaded ahead; a core of 100 KB runs two wide programs
+        # bytes of keys that are loaded ahead: a core with 100 KB runs two wide programs
         size = min(32768, cores_of(q.device)[1] // 4) if is_wide else 40960
         if len(tiles):
             _attention_kernel[(len(tiles), Hk)](
@@ -890,12 +885,12 @@ def attention_triton(q, kv, batch, out):
 def _shrink_kernel(x, a, xa, segments, page_tables, width, n_module, n_part, part_step,
                    C: tl.constexpr, W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
-    """One program: xa = x A, a part of the sum, for BLOCK_M rows of a segment and BLOCK_R of A.
+    """One program: a part of the sums xa = x A, for BLOCK_M rows of a segment and BLOCK_R of A.
 
         x, a row    |  0  |  1  |  2  |  3  |  4  |     blocks of BLOCK_K numbers, which
-        A, row 0    |  page 81  |  page 7   | 40  |     begin anew with each page
+        A, row 0    |  page 81  |  page 7   | 40  |     begin again with each page
         A, row 1    |  page 5   |  page 82  | 41  |
-        n_part = 2  |---- part 0 -----|- part 1 --|     programs side by side
+        n_part = 2  |---- part 0 -----|- part 1 --|     programs that run at the same time
     """
     segment = segments + 8 * tl.program_id(1)
     row, n_row, _, _ = load4(segment)
@@ -931,8 +926,8 @@ def _expand_kernel(y, b, xa, segments, page_tables, width, n_module, n_part, par
                    W: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
                    UNIT: tl.constexpr, MOST_PARTS: tl.constexpr):
-    """One program: y += xa B for BLOCK_M rows of one segment and BLOCK_N columns that lie in the
-    same page of each row of B. The parts of xa are added in their order."""
+    """One program: y += xa B for BLOCK_M rows of a segment and BLOCK_N columns within one page of
+    each row of B. The parts of xa are added in their order."""
     segment = segments + 8 * tl.program_id(1)
     row, n_row, column, columns = load4(segment, UNIT)
     _, rank, module, table_start = load4(segment + 4)
@@ -964,11 +959,11 @@ def _expand_kernel(y, b, xa, segments, page_tables, width, n_module, n_part, par
     acc += tl.load(at, mask, 0.0)
     tl.store(at, acc, mask)
 
-LORA_ROWS = 16, 64  # of a program: decodes [MBGMV], chunks [MBGMM]
-LORA_PARTS = 8, 4  # of the sums in x A: programs side by side
+LORA_ROWS = 16, 64  # of a program: for decodes [MBGMV], for chunks [MBGMM]
+LORA_PARTS = 8, 4  # into which the sums of x A are divided: else few programs would run
 
 def lora_triton(product, x, kv, segments):
-    """Programs of all segments, for as many rows, ranks and columns as the largest segment has."""
+    """One grid of programs for all segments, each as large as the largest one needs."""
     N, n_in = x.shape
     W = kv[0, 0].numel()
     is_chunk = segments.max_rows > LORA_ROWS[0]
@@ -981,7 +976,7 @@ def lora_triton(product, x, kv, segments):
     grid = cdiv(segments.max_rows, block_m), len(segments.numbers)
     warps = max(4, block_m // 8)
     width = segments.n_module * segments.max_rank
-    # prompts of thousands of rows fill the GPU by themselves, and the parts take memory
+    # thousands of rows fill the GPU without, and parts take memory
     n_part = LORA_PARTS[is_chunk] if N * width <= 2**18 else 1
     xa = x.new_empty(n_part, N, width, dtype=torch.float32)
 
@@ -1006,11 +1001,10 @@ def lora_triton(product, x, kv, segments):
         num_warps=warps, num_stages=3)
     return y
 
-# ---- C++, for CPUs: compiled when weights are packed or an operator is first used, called by
-# ctypes
+# ---- C++ for CPUs: compiled when it is first needed, called by ctypes
 
 def cpp(name, x, *arguments, head_dim=64):
-    """Run a C++ operator of the dtype of x. None is passed as null."""
+    """Run a C++ operator in the dtype of x. None becomes a null pointer."""
     values = []
     for value in (x, *arguments):
         if isinstance(value, Tensor):
@@ -1022,13 +1016,13 @@ def cpp(name, x, *arguments, head_dim=64):
     operator = getattr(library(x.dtype, head_dim), name)
     operator(*values)
 
-# How weights lie for the product of a CPU. The default is what this processor multiplies fastest,
-# see LAYOUT below; the environment variable SARATHI_CPU names another one. All of them run on any
-# processor: the compiler translates vectors that it lacks, and they replace AMX. "torch": no C++.
+# How weights lie for the product of a CPU. By default as this processor multiplies fastest, see
+# LAYOUT below; SARATHI_CPU forces another one. Each runs on any processor: the compiler replaces
+# vectors that it lacks, and vectors replace AMX. "torch": no C++.
 LAYOUTS = "neon avx2 avx512 avx512bf16 amx torch".split()
 
 def forced_layout():
-    """SARATHI_CPU, or None. ValueError if there is no such layout"""
+    """SARATHI_CPU, or None if it is not set. ValueError if there is no such layout."""
     name = os.environ.get("SARATHI_CPU") or None
     if name not in (None, *LAYOUTS):
         raise ValueError(f"SARATHI_CPU = {name!r}: must be one of {', '.join(LAYOUTS)}")
@@ -1036,8 +1030,8 @@ def forced_layout():
 
 @lru_cache
 def library(dtype, head_dim=64):
-    """The C++ operators for one dtype and one head_dim, on which only attention and rotate_write
-    depend. None if there is no compiler or no C++ for the dtype: backend() falls back to torch."""
+    """The C++ operators for one dtype and one head_dim, which only attention and rotate_write use.
+    None, with a line, without a compiler, and for other dtypes: backend() takes torch then."""
     names = {torch.float32: "float", torch.bfloat16: "bf16"}
     layout = forced_layout()
     if dtype not in names or layout == "torch":
@@ -1048,7 +1042,7 @@ def library(dtype, head_dim=64):
     if layout == "avx2" and IS_X86:
         definitions.append("-mno-avx512f")
     if head_dim != 64 and library(dtype) is None:
-        return None  # a compiler that failed, or took too long, is not asked again
+        return None  # a compiler that failed is not asked again
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             return ctypes.CDLL(str(build(private_folder() or Path(folder), *definitions)))
@@ -1059,10 +1053,10 @@ def library(dtype, head_dim=64):
         return None
 
 def build(folder, *definitions, n_missing=0):
-    """Compile SOURCE in about a second, once per processor. -> path of the library"""
+    """Compile SOURCE, once for each kind of processor. -> path of the library"""
     flags = f"{FLAGS} {' '.join(MAY_LACK[n_missing:])}".split()
     command = [*(os.environ.get("CXX") or "g++").split(), *flags, *definitions, "-x", "c++", "-"]
-    run = partial(subprocess.run, capture_output=True, check=True, timeout=60)
+    run = partial(subprocess.run, capture_output=True, check=True, timeout=300)
     try:
         target = run([*command, "-dM", "-E"], input=HEADER.encode()).stdout  # of this processor
     except subprocess.CalledProcessError:
@@ -1074,15 +1068,14 @@ def build(folder, *definitions, n_missing=0):
     if not path.exists():
         part = path.with_suffix(f".{os.getpid()}")
         run([*command, "-o", part], input=(HEADER + SOURCE).encode())
-        part.replace(path)  # atomic: other processes may build it too
+        part.replace(path)  # atomic, because other processes may build it too
     return path
 
-# In the user's cache: compiled operators, and the models that `python model.py` trains
+# CACHE is a folder for compiled operators, and for the models that `python model.py` trains
 try:
     HOME = Path.home()
 except RuntimeError:  # neither HOME nor an entry in passwd
     HOME = Path(tempfile.gettempdir())
-
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or HOME / ".cache") / "sarathi"
 
 @lru_cache
@@ -1099,18 +1092,15 @@ def private_folder():
     print(f"compiled operators are not kept: only you must be able to write to {CACHE}",
           file=sys.stderr)
 
-# Not -ffast-math: it changes how all libraries of the process compute with denormal numbers. Not
+# Not -ffast-math: it changes how every library of the process computes with denormal numbers. Not
 # unroll-and-jam: GCC merges two passes of an outer loop, then uses no vector instructions in them.
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
-
 FLAGS = ("-O3 -std=gnu++17 -shared -fPIC -fno-math-errno -ffinite-math-only -fno-signed-zeros"
          " -fno-trapping-math -fassociative-math")
-
 if IS_X86:
     FLAGS += " -march=native -mprefer-vector-width=512"  # GCC uses vectors of 256 bits otherwise
 else:
     FLAGS += " -mcpu=native"
-
 MAY_LACK = ["-fno-loop-unroll-and-jam", "-fopenmp"]  # flags that clang, or Apple's, does not know
 
 HEADER = r"""
@@ -1118,45 +1108,39 @@ HEADER = r"""
 #include <omp.h>
 extern "C" int threads() { return omp_get_max_threads(); }
 #else
-static inline int omp_get_max_threads() { return 1; }
+#define omp_get_max_threads() 1
 extern "C" int threads() { return 0; }
 #endif
 """
 
 SOURCE = r"""
-// Plain loops, which GCC turns into vector instructions. T is float or bf16, D is head_dim.
+// Plain loops, which GCC turns into vector instructions. T is float or bf16, D is head_dim
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <sys/syscall.h>
 #include <thread>
 #include <unistd.h>
-#include <memory>
-#include <type_traits>
 #include <vector>
-#ifdef __AVX512BF16__
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 #ifdef __AMXBF16__  // the name in clang 14
 #define __AMX_BF16__
 #endif
-#ifdef __AMX_BF16__
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #ifdef _OPENMP
-// Torch was loaded before kernels.py could say how long threads spin. GCC's OpenMP lets none spin
-// while it has more threads than CPUs: keep some asleep
-static const struct Sleepers {
+// GOMP_SPINCOUNT is not set: torch was loaded before kernels.py could set it. With more threads
+// than CPUs, GCC's OpenMP lets none of them spin, so some are started that sleep for ever
+const struct Sleepers {
     Sleepers() {
         if (getenv("GOMP_SPINCOUNT")) return;
-        setenv("GOMP_SPINCOUNT", "3000", 0);
+        setenv("GOMP_SPINCOUNT", "3000", 0);  // the next library starts none
         std::thread([] {
             #pragma omp parallel num_threads(omp_get_num_procs() + 1)
-            std::this_thread::yield();
             for (;;) pause();
         }).detach();
     }
@@ -1204,8 +1188,8 @@ static inline float sigmoid(float x) {
     return 1 / (1 + power_of_2(-LOG2E * std::max(x, -80.0f)));
 }
 
-// Softmax of SCALE p[i] for the first `seen` of n numbers, the others become 0. It computes whole
-// vectors: p and the buffer e have room for `seen` rounded up to a multiple of 32.
+// Softmax of SCALE p[i] for the first `seen` of n numbers; the others become 0. It computes whole
+// vectors: p and the buffer e have as many elements as `seen` rounded up to a multiple of 32
 template <class P> static inline void softmax(P* p, float* e, int seen, int n) {
     const int end = cdiv(seen, 32) * 32;
     float top = -1e30f, sum = 0;
@@ -1230,7 +1214,7 @@ static inline void prefetch(const T* x, int n) {
     for (int i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(x + i, 0, 2);
 }
 
-// sum (n) += w[0] row 0 + w[1] row 1 + ..., up to four rows; row i is on page pages[i * step] of kv
+// sum (n) += w[0] row 0 + ... of n_row <= 4 rows; row i is page pages[i * step] of kv
 static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
                             const int32_t* pages, int step, int n_row, int64_t W, int n) {
     const T* row[4];
@@ -1244,11 +1228,11 @@ static inline void add_rows(float* __restrict sum, const float* w, const T* kv,
                   + weight[3] * row[3][k];
 }
 
-// Products. A weight lies in panels of COLUMNS columns (see Packed), K and V of a chunk as well. A
-// tile of a product is up to ROWS rows by one panel. Its sums stay in registers or in AMX, and are
-// added in the same order whatever the number of rows: no row depends on its neighbours.
+// Products. A weight is in panels of COLUMNS columns (see Packed), and so are K and V of a chunk. A
+// tile of a product is up to ROWS rows by one panel. Its sums stay in registers, or in AMX, and are
+// added in the same order for any number of rows, so no row depends on its neighbours.
 #ifndef LAYOUT  // the number of one in LAYOUTS
-#if defined(__AMX_BF16__)
+#ifdef __AMX_BF16__
 #define LAYOUT 4
 #elif defined(__AVX512BF16__)
 #define LAYOUT 3
@@ -1264,8 +1248,8 @@ const int LANES = 4 << std::min(LAYOUT, 2), VECTOR_ROWS = LAYOUT == 1 ? 6 : 8;
 const int COLUMNS = 2 * LANES;
 #if defined(__AMX_BF16__) && LAYOUT == 4
 #define AMX
-// Linux gives AMX, the matrix unit, to a process that asks: ARCH_REQ_XCOMP_PERM, XTILEDATA. Old
-// kernels and some sandboxes refuse
+// A process has to ask Linux for AMX, the matrix unit: ARCH_REQ_XCOMP_PERM, XTILEDATA. Old kernels
+// and some sandboxes refuse
 const bool HAS_AMX = std::is_same_v<T, bf16> && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 #else
 const bool HAS_AMX = false;
@@ -1320,8 +1304,8 @@ static inline void add_products(vec (*sums)[2], const bf16* x, int64_t x_step, c
 }
 #endif
 
-// The first n columns of m <= M rows of y = x w + bias; x (m, K), one panel w (K, COLUMNS). Beside
-// it, `step` bytes for each row of the panel are fetched to the L2 cache, from w + `ahead` bytes on
+// The first n columns of m <= M rows of y = x w + bias; x (m, K), one panel w (K, COLUMNS). With
+// each row of the panel `step` bytes go to the L2 cache for later, from w + `ahead` bytes on
 template <int M, class W>
 static void vector_tile(int m, const X* x, int64_t x_step, const W* w, const T* bias, W* y,
                         int64_t y_step, int K, int n, int64_t ahead, int step) {
@@ -1346,10 +1330,10 @@ static void vector_tile(int m, const X* x, int64_t x_step, const W* w, const T* 
 
 #ifdef AMX
 // AMX has eight tiles of 16 rows by 64 bytes. Here 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7
-// numbers of a panel: its pairs, 64 bytes of every 128, lie as AMX multiplies them.
-static thread_local int rows_set = 0;
+// numbers of a panel. Its pairs already have the order that AMX needs: 64 bytes of every 128
+static thread_local int rows_set;
 
-// Set the tiles of this thread for m rows. 0: give them back, because other libraries set them too
+// Set the tiles of this thread for m rows; 0: release them, because other libraries set them too
 static void set_tiles(int m) {
     if (m == rows_set) return;
     rows_set = m;
@@ -1361,17 +1345,15 @@ static void set_tiles(int m) {
     asm volatile("ldtilecfg %0" ::"m"(shape));
 }
 
-// The sums of the first 16 rows; BOTH: of the next 16 as well
+// Sum up the first 16 rows; BOTH: and the next 16
 template <bool BOTH>
 static void multiply(const bf16* x, int64_t x_step, const bf16* w, int K, const char* next,
                      int step) {
     asm volatile("" ::: "memory");  // GCC does not know that _tile_loadd reads x
     _tile_zero(0);
     _tile_zero(1);
-    if (BOTH) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
+    _tile_zero(2);
+    _tile_zero(3);
     for (int k = 0; k < K; k += 32, w += 32 * COLUMNS) {
         _tile_loadd(4, x + k, 2 * x_step);
         _tile_loadd(6, w, 128);
@@ -1387,7 +1369,7 @@ static void multiply(const bf16* x, int64_t x_step, const bf16* w, int K, const 
     }
 }
 
-// What vector_tile does, for up to 32 rows
+// The same as vector_tile, for up to 32 rows
 static void matrix_tile(int m, const bf16* x, int64_t x_step, const bf16* w, const bf16* bias,
                         bf16* y, int64_t y_step, int K, int n, int64_t ahead, int step) {
     alignas(64) float sums[32][COLUMNS];
@@ -1400,8 +1382,7 @@ static void matrix_tile(int m, const bf16* x, int64_t x_step, const bf16* w, con
         _tile_stored(3, sums[16] + 16, 128);
     }
     for (int i = 0; i < m; i++) {
-        for (int k = 0; bias && k < n; k++) sums[i][k] += bias[k];
-        for (int k = 0; k < n; k++) y[i * y_step + k] = sums[i][k];
+        for (int k = 0; k < n; k++) y[i * y_step + k] = bias ? sums[i][k] + bias[k] : sums[i][k];
     }
 }
 #else
@@ -1427,21 +1408,21 @@ static void tile(int m, const X* x, int64_t x_step, const W* w, const T* bias, W
 
 extern "C" {
 
-int layout() { return std::min(LAYOUT, HAS_AMX ? 4 : 3); }  // that runs
+int layout() { return std::min(LAYOUT, HAS_AMX ? 4 : 3); }  // the one that runs
 int panel_columns() { return COLUMNS; }
 
-// y (M, N) = x (M, K) w^T + bias, w in panels. Each block of rows reads a panel once.
+// y (M, N) = x (M, K) w^T + bias, w in panels. Each block of rows reads a panel once
 void linear(const T* x, const T* w, const T* bias, T* y, int M, int N, int K) {
-    std::vector<X> wide;  // x, if the tile takes other numbers
+    std::vector<X> wide;  // x as floats, if tiles take these
     const X* rows = (const X*)x;
     if (sizeof(X) > sizeof(T)) {
         wide.assign(x, x + (int64_t)M * K);
         rows = &wide[0];
     }
-    // if there are few panels for all threads, they share panels by blocks of rows
+    // if there are few panels for the threads, blocks of rows share a panel
     const int n_panel = cdiv(N, COLUMNS), most = std::max(1, 4 * omp_get_max_threads() / n_panel);
     int n_block = std::min<int>(most, cdiv(M, ROWS));
-    // AMX would wait for rows that have left the L2 cache: a block has about 1 MB of them
+    // AMX would wait for rows that have left the L2 cache: a block has about 1 MB
     if (HAS_AMX) n_block = std::max<int>(n_block, (int64_t)M * K >> 19);
     #pragma omp parallel
     {
@@ -1451,9 +1432,9 @@ void linear(const T* x, const T* w, const T* bias, T* y, int M, int N, int K) {
                 const int64_t first = (int64_t)M * block / n_block;
                 const int64_t end = (int64_t)M * (block + 1) / n_block;
                 const int n = panel * COLUMNS, n_tile = cdiv(end - first, ROWS);
-                // The first tile of a panel would wait for memory, and memory for the others: the
-                // first few fetch the next panel in equal parts. A single tile fetches what it
-                // reads 8 KB later. One or two rows read a weight at the memory's speed without.
+                // Without a prefetch the first tile of a panel waits for memory, then memory waits
+                // for the other tiles. So the first few fetch the next panel, in equal parts, and a
+                // single tile fetches what it reads 8 KB later. One or two rows need no prefetch.
                 const int64_t size = (int64_t)COLUMNS * K * sizeof(T);
                 const int n_part = std::min(n_tile, HAS_AMX ? 8 : 2);
                 int64_t ahead = n_tile > 1 ? size : 8192;
@@ -1469,7 +1450,7 @@ void linear(const T* x, const T* w, const T* bias, T* y, int M, int N, int K) {
     }
 }
 
-// total = x + y, out = norm(total) * weight (+ bias: LayerNorm, else RMSNorm); each (N, C)
+// total = x + y, out = its LayerNorm if there is a bias, else its RMSNorm; each (N, C)
 void add_norm(const T* x, const T* y, const T* weight, const T* bias, T* total, T* out, int N,
               int C, float eps) {
     #pragma omp parallel for if (N > 8)
@@ -1479,8 +1460,7 @@ void add_norm(const T* x, const T* y, const T* weight, const T* bias, T* total, 
         for (int c = 0; y && c < C; c++) total[i * C + c] = x[i * C + c] + y[i * C + c];
         for (int c = 0; bias && c < C; c++) sum += row[c];
         const float mean = sum / C;
-        // from the differences: that of squares / C and mean * mean has no digits left if the mean
-        // is a thousand times the spread
+        // not squares / C - mean * mean, which is wrong if the mean is far larger than the spread
         for (int c = 0; c < C; c++) squares += (row[c] - mean) * (row[c] - mean);
         const float scale = 1 / std::sqrt(squares / C + eps);
         for (int c = 0; c < C; c++)
@@ -1501,9 +1481,8 @@ void activate(const T* h, T* out, int N, int I, int gated) {
 }
 
 // Norm q and k, unless norm is null; rotate them, unless cos is null; write k and v to their pages.
-// qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2), norm (2, D), K and V (n_page, Hk, D),
-// slot_mapping (N,)
-// -> q (N, H, D)
+// qkv (N, (H + 2 Hk) D), cos and sin (N, D / 2), norm (2, D), K and V (n_page, Hk, D), slot_mapping
+// (N,) -> q (N, H, D)
 void rotate_write(const T* qkv, const float* cos, const float* sin, const T* norm, T* q, T* K,
                   T* V, const int32_t* slot_mapping, int N, int H, int Hk, float eps) {
     #pragma omp parallel for if (N > 8)
@@ -1528,10 +1507,10 @@ void rotate_write(const T* qkv, const float* cos, const float* sin, const T* nor
     }
 }
 
-// Attention of requests with few rows, the cache read in place: the scores of all tokens, their
-// softmax, then the sum of the values. q, out (N, H, D); K and V (n_page, Hk, D); spans (R, 4):
-// first row, rows, n_past, start in page_tables. A thread takes a whole request: pages are read
-// from end to end. Only if there are fewer requests than threads, their heads are divided.
+// Attention of decodes, which read the cache in place: the scores of all tokens, their softmax,
+// then the sum of the values. q, out (N, H, D); K and V (n_page, Hk, D); spans (R, 4): first row,
+// rows, n_past, start in page_tables. A thread takes a whole request, so that it reads pages from
+// end to end. Only if there are fewer requests than threads, their heads are divided
 void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int32_t* page_tables,
             T* out, int R, int H, int Hk) {
     const int64_t W = Hk * D, G = H / Hk;
@@ -1575,13 +1554,13 @@ void attend(const T* q, const T* K, const T* V, const int32_t* spans, const int3
         }
 }
 
-// Attention of n rows of one request with more than a few. K and V of its tokens are copied to
-// panels: in those of K a token is a column, in those of V an element of the head is. Then ROWS
-// queries of a kv head at a time: scores, softmax, values. q, out (n, H, D)
+// Attention of a chunk: n rows of one request. K and V of its tokens are copied to panels; in those
+// of K a token is a column, in those of V an element of the head is. Then for ROWS queries of a kv
+// head at a time: scores, softmax, values. q, out (n, H, D)
 void attend_chunk(const T* q, const T* K, const T* V, const int32_t* pages, T* out, int n,
                   int n_past, int H, int Hk) {
     const int P = 4 / sizeof(X), G = H / Hk, context = n_past + n;
-    // numbers of a query or key, an odd one filled up with a 0; of a value, in whole panels
+    // E: numbers of a query or key, filled up to pairs; F: of a value, filled up to panels
     const int E = (D + P - 1) / P * P, F = (D + 31) / 32 * 32;
     const int64_t W = Hk * D, end = cdiv(context, 32) * 32, stride = end + 32, size = end * F;
     std::unique_ptr<X[]> keys(new X[Hk * size]), values(new X[Hk * size]);
@@ -1630,11 +1609,10 @@ void attend_chunk(const T* q, const T* K, const T* V, const int32_t* pages, T* o
     }
 }
 
-// y (N, n_out) += x (N, n_in) A B for segments with few rows, which share one reading of A and B
-// (n_page, W) in place. Only if there are fewer segments than threads, their rows are divided.
+// y (N, n_out) += x (N, n_in) A B for the segments of decodes. Rows of a segment share one reading
+// of A and B, in place (n_page, W). Only if there are fewer segments than threads, rows are divided
 void lora(const T* x, T* y, const T* A, const T* B, const int32_t* segments,
-          const int32_t* page_tables,
-          int S, int n_in, int n_out, int width) {
+          const int32_t* page_tables, int S, int n_in, int n_out, int width) {
     const int64_t W = width;
     const int n_part = cdiv(omp_get_max_threads(), std::max(1, S));
     #pragma omp parallel for collapse(2) schedule(dynamic, 1)

@@ -1,5 +1,5 @@
 """GPT-2, LLaMA, Mistral and Qwen over a flat batch of tokens. This file knows weights, checkpoints
-and text. It has never heard of a request. Read it down to the appendix:
+and text, but no requests. `python model.py` trains "tiny" and its draft model.
 
     GPTConfig       the shape of a model
     GPT             forward(batch, kv): one iteration; forward_ref: the reference
@@ -7,8 +7,6 @@ and text. It has never heard of a request. Read it down to the appendix:
 
     appendix        the tensors of a checkpoint; how devices share a model [S-LoRA §6]; checks of
                     what users give; checkpoints; text; models by name; training
-
-`python model.py` trains "tiny" and its draft model.
 """
 
 import argparse
@@ -26,7 +24,7 @@ from functools import cache, cached_property, partial
 from numbers import Integral, Real
 from pathlib import Path
 
-# kernels before torch: it sets how torch's threads wait
+# kernels before torch, because it sets how torch's threads wait
 from kernels import (CACHE, activate, activate_ref, add_norm, add_norm_ref, attention, cdiv,
                      describe, heads_ref, least_limit, linear, linear_ref, lora, pack, power_of_two,
                      rotate_write, to_device)
@@ -42,9 +40,9 @@ from tqdm import tqdm
 # -----------------------------------------------------------------------------
 # the shape of a model
 
-# the matrix products of a layer. GPT-2's gate_up_proj is up alone
+# the matrix products of a layer. In GPT-2 gate_up_proj has no gate
 OPERATORS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-# columns: {a module's name in checkpoints, as self_attn.q_proj: (first, number) of its outputs}
+# columns: {module of a checkpoint, such as self_attn.q_proj: (its first output, how many)}
 Operator = namedtuple("Operator", "n_in n_out columns")
 
 @dataclass
@@ -66,7 +64,7 @@ class GPTConfig:
     rope_scaling: dict | None = None  # as in a Hugging Face config
     attention_bias: bool = False  # of q, k, v and o. "gpt2" always has all biases, "qwen2" of qkv
     mlp_bias: bool = False
-    shard: tuple = (0, 1)  # (i, n): device i's share of n; n_head, n_kv_head, n_inner count that
+    shard: tuple = (0, 1)  # (i, n): device i of n; n_head, n_kv_head, n_inner are its share
 
     # ---- the rest
 
@@ -85,18 +83,18 @@ class GPTConfig:
 
     @cached_property
     def modules(self):
-        """{module of a checkpoint: (operator, n_out, n_in)} of one layer of the whole model"""
+        """{module of a checkpoint: (operator, n_out, n_in)}, in a layer of the whole model"""
         return {module: (op, *shape) for op, module, _, *shape in list_layer(self)
                 if op in OPERATORS}
 
     @cached_property
     def operators(self):
-        """{name: Operator} of one layer of this device"""
+        """{name: Operator}, in a layer of this device's share"""
         i, n = self.shard
         operators = {}
         for module, (op, n_out, n_in) in self.modules.items():
             own = n_out // n
-            if op in ROW_PARALLEL:  # devices sum all columns; each one's adapters add to its own
+            if op in ROW_PARALLEL:  # all columns, which devices sum; an adapter adds to some
                 operators[op] = Operator(n_in // n, n_out, {module: (i * own, own)})
             else:
                 _, first, columns = operators.get(op, (n_in, 0, {}))
@@ -128,12 +126,11 @@ class GPT:
     """A model, made by from_preset() or from_pretrained()."""
 
     def forward_ref(self, tokens):
-        """tokens (B, T) -> logits (B, T, V) in float32, by the operators' definitions, without a
-        cache"""
+        """The reference, without a cache: tokens (B, T) -> logits (B, T, V) in float32"""
         c = self.config
         x, rope = self.embed(tokens, torch.arange(tokens.size(1), device=self.device))
         x = x.float()  # (B, T, C)
-        delta = None  # output of the operator before; the next norm adds it to x
+        delta = None  # the output of o_proj or down_proj; the next norm adds it to x
         for i in range(c.n_layer):
             x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
             qkv = linear_ref(h, *self.affine(f"{i}.qkv_proj"))
@@ -150,13 +147,13 @@ class GPT:
 
     @torch.inference_mode()
     def forward(self, batch, kv, mark=lambda part: None):
-        """One iteration: all tokens pass a layer together, so each weight is read once
-        [SARATHI §4.3]. batch: a kernels.Batch of N rows, M of which need logits; kv (L, 2, n_page,
-        Hk, D) -> logits (M, V). The hidden states that gave them are in batch.hidden (M, C).
-        mark(part) times parts, for bench.py; by default it does nothing."""
+        """One iteration. All tokens pass a layer together, so that each weight is read once for all
+        [SARATHI §4.3]. batch: a kernels.Batch of N rows, M of them need logits; kv (L, 2, n_page,
+        Hk, D) -> logits (M, V). batch.hidden (M, C) becomes the hidden states that gave them.
+        mark(part) is for bench.py, which times the parts."""
         c = self.config
         x, rope = self.embed(batch.tokens, batch.positions)
-        delta = None  # output of the operator before; the next norm adds it to x
+        delta = None  # as in forward_ref
         for i, layer_kv in enumerate(kv):
             x, h = add_norm(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
             mark("others")
@@ -180,8 +177,8 @@ class GPT:
         return logits
 
     def project(self, op, i, x, batch, kv, mark):
-        """x W of all rows, and x A B of their adapters [S-LoRA §4.1]"""
-        def product():  # lora() calls it: a GPU computes x A at the same time
+        """x W of all rows, plus x A B of those with adapters [S-LoRA §4.1]"""
+        def product():  # a function, because lora() computes x A at the same time on a GPU
             y = linear(x, *self.affine(f"{i}.{op}"))
             mark(op)
             return y
@@ -204,8 +201,8 @@ class GPT:
     def __init__(self, config: GPTConfig, get_tensor, dtype: torch.dtype, world: "World"):
         """get_tensor(name, shape) -> a tensor of the model"""
         self.config = config.shard_of(world.rank, world.size)
-        # {"embedding.weight": ..., "0.norm1.weight": ..., "0.qkv_proj.weight": ...}; matrices are
-        # in the layout that a CPU's product reads, see kernels.pack
+        # {"embedding.weight": ..., "0.norm1.weight": ..., "0.qkv_proj.weight": ...}. Matrices are
+        # packed for the product of a CPU, see kernels.pack
         self.weights = take_weights(self.config, get_tensor, dtype, world.device)
         self.world = world
         self.dtype = dtype
@@ -213,7 +210,7 @@ class GPT:
         self.frequencies = rotary_frequencies(self.config).to(self.device)
         self.merged = None  # the adapter in the weights, see merge()
         self.profile = None  # a CostModel, measured when it is first needed
-        self.stop = []  # tokens that end a text, of the folder's settings
+        self.stop = []  # tokens that end a text, from the settings of its folder
 
     def affine(self, name):
         """(weight, bias or None) of a norm or an operator such as 3.qkv_proj"""
@@ -221,14 +218,14 @@ class GPT:
 
     @torch.inference_mode()
     def logits(self, tokens):
-        """The reference: tokens (T,) -> logits (T, V) in float32"""
+        """forward_ref of one text: tokens (T,) -> logits (T, V) in float32"""
         assert self.world.size == 1, "the reference has no tensor parallelism"
         return self.forward_ref(torch.as_tensor(tokens, device=self.device)[None])[0]
 
     @classmethod
     def from_preset(cls, name: str | GPTConfig, dtype: torch.dtype | str | None = None,
                     device: str = "cpu", seed: int = 0, world: "World | None" = None) -> "GPT":
-        """Random weights, for one seed the same on any number of devices"""
+        """Random weights. A seed gives the same ones on any number of devices."""
         config = name if isinstance(name, GPTConfig) else preset(name)
         world = world or World(device)
         dtype = pick_dtype(dtype, world.device)
@@ -247,9 +244,9 @@ class GPT:
         folder = find_folder(name) or Path(name)
         config, stored = read_config(folder)
         checkpoint = Checkpoint(folder, "model", full_name)
-        check_range(f"{folder}: layers", config.n_layer, 1, len(checkpoint))  # of those tensors
+        check_range(f"{folder}: layers", config.n_layer, 1, len(checkpoint))  # a layer has tensors
         head = checkpoint.get("lm_head.weight")
-        if config.tied and head is not None:  # as transformers: one may be missing, or differ
+        if config.tied and head is not None:  # in transformers one may be missing, or they differ
             place = "model.embed_tokens" if config.is_llama else "transformer.wte"
             embedding = checkpoint.setdefault(f"{place}.weight", head)
             is_tied = embedding.dtype == head.dtype and torch.equal(embedding, head)
@@ -264,8 +261,7 @@ class GPT:
         return model
 
     def save_pretrained(self, folder):
-        """Write a Hugging Face folder. ValueError if config.json cannot say what this model's shape
-        is."""
+        """Write a Hugging Face folder. ValueError if a config.json cannot express this shape."""
         c = self.config
         keys = {KEYS.get(key, key): key for key in FAMILIES[c.family]}
         settings = {keys[name]: value for name, value in vars(c).items() if name in keys}
@@ -291,8 +287,8 @@ class GPT:
         return n_token * numbers * self.dtype.itemsize + n_logits * c.vocab_size * 24
 
     def free_memory(self, others=()):
-        """Bytes for a cache: 90 % of a GPU's free memory, or a quarter of the computer's, or of its
-        container's. Other models are in the memory already."""
+        """Bytes for a cache: 90 % of a GPU's free memory, or 25 % of the computer's, or of its
+        container's if that is less. Weights of all models are in the memory by now."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # of engines that have ended
             return 0.9 * torch.cuda.mem_get_info(self.device)[0]
@@ -300,16 +296,16 @@ class GPT:
         return 0.25 * min(n_byte, least_limit("memory.max", "memory.limit_in_bytes"))
 
     def new_cache(self, n_page):
-        """A cache (L, 2, n_page, Hk, D). A page takes a CPU's memory once it is written."""
+        """A cache (L, 2, n_page, Hk, D). On a CPU a page takes no memory until it is written."""
         c = self.config
         kv = torch.empty(c.n_layer, 2, n_page, c.n_kv_head, c.head_dim, dtype=self.dtype,
                          device=self.device)
-        kv[:, :, 0] = 0  # the padding rows of graphs read it before they write it
+        kv[:, :, 0] = 0  # page 0 is read by padding rows of graphs before it is written
         return kv
 
     @torch.inference_mode()
     def merge(self, adapter):
-        """The merge-and-swap baseline [S-LoRA §4.1]: this model, with W + A B in W's place"""
+        """The merge-and-swap baseline [S-LoRA §4.1]: a model with W + A B in place of W"""
         model = copy(self)
         model.merged = adapter
         model.weights = dict(self.weights)
@@ -323,7 +319,7 @@ class GPT:
         return model
 
     def make_trainable(self):
-        """Replace all weights by trainable ones, which are not packed. -> list of them"""
+        """Replace all weights by trainable ones, which are not packed. Returns them."""
         for name, weight in self.weights.items():
             self.weights[name] = weight.to_dense().detach().requires_grad_()
         if self.config.tied:
@@ -334,17 +330,17 @@ class GPT:
 # adapters
 
 class Adapter:
-    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]; kernels.py begins
-    with a picture of these. A is transposed: it has r rows, as B has. B contains alpha / r. An
-    example: a module of rank 2, its input two pages wide, its output one:
+    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. The columns of A
+    lie there as rows, and B contains alpha / r. For example, a module of rank 2, with an input two
+    pages wide and an output of one page:
 
         K plane   A[0] begin   A[0] end   A[1] begin   A[1] end
         V plane   B[0]         B[1]       -            -         """
 
     @torch.inference_mode()
     def write(self, kv, pages):
-        """Copy planes (L, 2, n, Hk * D) to n pages of kv (L, 2, n_page, Hk, D), layer by layer,
-        since a GPU may have no room for a second copy of all."""
+        """Copy planes (L, 2, n, Hk * D) to n pages of kv (L, 2, n_page, Hk, D), layer by layer: a
+        GPU may not have the memory for a second copy of all."""
         pages = to_device(torch.tensor(pages), kv.device)
         for layer_kv, planes in zip(kv, self.planes):
             own = planes.to(kv, non_blocking=True)
@@ -353,7 +349,7 @@ class Adapter:
     # ---- the rest
 
     def __init__(self, config, ranks, dtype=None):
-        """ranks: {module: rank}, or one rank for q, k, v, o [S-LoRA §4.1]; no dtype: no weights"""
+        """ranks: {module: rank}, or one for q, k, v, o [S-LoRA §4.1]. No dtype: no weights."""
         if isinstance(ranks, int):
             ranks = {module: ranks for module in config.modules if "attn" in module}
         self.config = config
@@ -361,9 +357,9 @@ class Adapter:
         self.n_page = 0
         self.n_params = 0  # of this device
         # operator -> {module: (first column, columns, rank of A, rank of B, number of the module in
-        # its operator, first page)}: all but the rows of a kernels.Segments
+        # its operator, first page)}: the numbers of kernels.Segments, except the rows
         self.modules = defaultdict(dict)
-        self.max_rank = {}  # operator -> its largest rank, as a power of two, 16 at least
+        self.max_rank = {}  # operator -> its largest rank, as a power of two from 16 on
         width = config.n_kv_head * config.head_dim  # of a page
         for module, (op, *_) in config.modules.items():  # of the whole model
             if module not in ranks:
@@ -371,8 +367,8 @@ class Adapter:
             n_in, _, columns = config.operators[op]
             column, n_column = columns[module]
             rank = ranks[module]
-            # devices sum x A in row-parallel operators. In the others each has every n-th row of A,
-            # and they gather x A
+            # in row-parallel operators devices sum x A; in the others each has every n-th row of A,
+            # and x A is gathered
             rank_a = rank if op in ROW_PARALLEL else cdiv(rank, config.shard[1])
             number = [*columns].index(module)
             self.modules[op][module] = column, n_column, rank_a, rank, number, self.n_page
@@ -397,7 +393,7 @@ class Adapter:
 
     @classmethod
     def random(cls, config, ranks, seed=0, dtype=torch.float32):
-        """Random A and B; no dtype: none"""
+        """An adapter with random A and B. No dtype: no weights."""
         adapter = cls(config, ranks, dtype)
         rng = torch.Generator().manual_seed(seed)
         for module, rank in adapter.ranks.items() if dtype else ():
@@ -409,7 +405,7 @@ class Adapter:
 
     @classmethod
     def from_pretrained(cls, folder, config, dtype=torch.float32, base=None):
-        """A PEFT folder. base: the weights of its model. Errors as in GPT.from_pretrained."""
+        """Read a PEFT folder. base: weights of its model. Errors as GPT.from_pretrained's."""
         factors = read_factors(Path(folder), config, base or {})
         ranks = {}
         for (module, _), (a, _) in factors.items():
@@ -432,9 +428,9 @@ class Adapter:
         write_folder(folder, "adapter_model", tensors, "adapter_config.json", settings)
 
     def fill(self, module, layers, a, b):
-        """Keep this device's part of A (.., rank, n_in) and B (.., rank, n_out), zeros below: its
-        columns of B and every n-th row of A, in row-parallel operators its columns of both
-        [S-LoRA §6]."""
+        """Store this device's share of A (.., rank, n_in) and B (.., rank, n_out): its columns of B
+        and every n-th row of A, in row-parallel operators its columns of both [S-LoRA §6]. If the
+        rank is smaller than the module's, the rest stays 0."""
         i, n = self.config.shard
         op, *_ = self.config.modules[module]
         if op in ROW_PARALLEL:
@@ -451,16 +447,17 @@ class Adapter:
 
 # ---- the tensors of a model
 
-RANK_0 = ("o_proj.bias", "down_proj.bias")  # weights that only rank 0 has
+RANK_0 = ("o_proj.bias", "down_proj.bias")  # only rank 0 has them, since outputs are summed
 
 def list_layer(config):
     """[(our name, name in a checkpoint, has a bias, *shape)] of a layer of the whole model. Tensors
-    of one name are one matrix, in this order."""
+    with the same name of ours are joined to one matrix, in this order."""
     c = config
     C = c.n_embd
-    I = c.shard[1] * c.n_inner
-    Q = c.shard[1] * c.n_head * c.head_dim
-    K = c.shard[1] * c.n_kv_head * c.head_dim
+    _, n = c.shard
+    I = n * c.n_inner
+    Q = n * c.n_head * c.head_dim
+    K = n * c.n_kv_head * c.head_dim
     if not c.is_llama:
         return [
             ("norm1", "ln_1", True, C),
@@ -487,7 +484,7 @@ def list_layer(config):
     return layer
 
 def list_outside(config):
-    """The same of the tensors outside the layers"""
+    """The same for the tensors outside the layers"""
     c = config
     V = c.vocab_size
     C = c.n_embd
@@ -503,9 +500,9 @@ def list_outside(config):
     return outside if c.tied else [*outside, ("head", "lm_head", False, V, C)]
 
 def list_tensors(config):
-    """{our name: [(name in a checkpoint, shape, dim that is cut by tensor parallelism)]}. For
-    llama-7b, "3.qkv_proj.weight": [("model.layers.3.self_attn.q_proj.weight", (4096, 4096), 0), the
-    same of k_proj and of v_proj]"""
+    """{our name: [(name in a checkpoint, shape, dim along which devices share it)]}. For llama-7b
+    "3.qkv_proj.weight": [("model.layers.3.self_attn.q_proj.weight", (4096, 4096), 0), and the same
+    for k_proj and v_proj]"""
     rows = list_outside(config)
     for ours, theirs, *rest in list_layer(config):
         rows += [(f"{i}.{ours}", f"{config.layers}.{i}.{theirs}", *rest)
@@ -520,7 +517,7 @@ def list_tensors(config):
     return tensors
 
 def take_weights(config, get_tensor, dtype, device):
-    """{our name: this device's share of what get_tensor gives}, matrices packed"""
+    """{our name: this device's share of the tensors of get_tensor}, matrices packed"""
     weights = {}
     i = config.shard[0]
     for name, parts in list_tensors(config).items():
@@ -536,7 +533,7 @@ def take_weights(config, get_tensor, dtype, device):
     return weights
 
 def rotary_frequencies(config):
-    """Radians per position (D / 2,), stretched as config.rope_scaling says, or ValueError."""
+    """Radians per position (D / 2,), scaled as config.rope_scaling says, or ValueError"""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = config.rope_theta ** -exponent
     scaling = config.rope_scaling or {}
@@ -549,7 +546,7 @@ def rotary_frequencies(config):
         return frequencies / number("factor")
     if kind != "llama3":
         raise ValueError(f"rope_type = {kind!r}: must be default, linear or llama3")
-    # low frequencies are stretched, high ones are kept, with a ramp in between
+    # low frequencies are divided by the factor, high ones are kept, with a ramp in between
     low = number("low_freq_factor")
     n_trained = scaling.get("original_max_position_embeddings") or config.block_size
     turns = n_trained * frequencies / (2 * math.pi)
@@ -559,15 +556,16 @@ def rotary_frequencies(config):
 
 # ---- how devices share a model [S-LoRA §6]
 
-# operator -> the dim of its weight (n_out, n_in) that is cut [S-LoRA §6]
+# operator -> the dim of its weight (n_out, n_in) along which devices share it
 SHARDED_DIM = dict(qkv_proj=0, o_proj=1, gate_up_proj=0, down_proj=1)
-ROW_PARALLEL = ("o_proj", "down_proj")  # their input is cut
+ROW_PARALLEL = ("o_proj", "down_proj")  # devices share their inputs
 
 class ShardedGPT(GPT):
-    """One device's share of a model [S-LoRA §6]: of every tensor, and of the operators' work."""
+    """One device's share of a model: of every tensor, and of the operators' work"""
+
     def project(self, op, i, x, batch, kv, mark):
-        """In row-parallel operators each device adds x A B to its own columns, and all are summed.
-        Rank 0 alone has a bias."""
+        """In row-parallel operators each device adds x A B to its own columns, then y is summed
+        over the devices. Rank 0 alone has a bias."""
         y = super().project(op, i, x, batch, kv, mark)
         return self.world.all_reduce(y) if op in ROW_PARALLEL else y
 
@@ -606,8 +604,7 @@ class World:
         return x
 
     def all_gather(self, x):
-        """x (N, C) -> (N, C * n): column 0 of every rank, then column 1, ... Each sends n - 1 times
-        x."""
+        """x (N, C) -> (N, n * C): column 0 of each rank, column 1, ... A rank sends (n - 1) x."""
         out = x.new_empty(self.size, *x.shape)
         dist.all_gather(list(out), x)
         return out.movedim(0, -1).flatten(1)
@@ -620,7 +617,7 @@ class World:
         return values[0]
 
 def take_shard(tensor, dim, shard, module):
-    """Share i of n along dim, if the tensor has it. GPT-2's c_attn is q, k, v: each one is cut."""
+    """Share i of n along dim, if the tensor has it: of GPT-2's c_attn that of q, of k and of v"""
     i, n = shard
     if dim is None or dim == tensor.dim() or n == 1:
         return tensor
@@ -652,7 +649,7 @@ def check_type(name, value, kind, valid):
     return value
 
 def check_field(name, value, kind):
-    """Returns value. ValueError if it is not of a type, or a number not above 0."""
+    """Returns value. ValueError if it is not of this type, or is a number that is not above 0."""
     is_number = isinstance(value, Real) and kind is not bool
     good = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
     if not good or is_number and not 0 < value <= 1e12:
@@ -662,19 +659,19 @@ def check_field(name, value, kind):
 def short(value):
     return " ".join(repr(value).split())[:60]
 
-def check_settings(settings, table, others=None):
-    """ValueError for a value that is not supported. table: {setting: valid values, or None: any};
-    others: the same for settings that are not in the table"""
+def check_settings(settings, supported, others=None):
+    """ValueError for a value that is not supported: {setting: valid values, or None: any}. others:
+    the valid values of all other settings, or None"""
     for key, value in settings.items():
-        valid = table.get(key, others)
+        valid = supported.get(key, others)
         if valid is not None and value not in valid:
             raise ValueError(f"{key} = {short(value)} is not supported, only "
                              f"{' or '.join(map(repr, valid))}")
 
 @contextmanager
 def reading(name):
-    """Whatever is raised in here, a panic of a library in Rust as well, becomes a ValueError of one
-    line that begins with this name."""
+    """Whatever is raised in here becomes a ValueError of one line that begins with this name, and
+    so does a panic of a library in Rust, which is no Exception."""
     try:
         yield
     except (FileNotFoundError, KeyboardInterrupt, SystemExit):
@@ -685,9 +682,9 @@ def reading(name):
 # ---- Hugging Face folders: settings and tensors
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (n_in, n_out)
-# buffers, a head that equals the embedding, and other heads, of a training
+# buffers, a head that equals the embedding, and heads that a training used
 NOT_NEEDED = r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq|lm_head\.weight)|(v_head|score)\..*"
-KEYS = dict(  # key of config.json -> field of GPTConfig, where the names differ
+KEYS = dict(  # key of config.json -> field of GPTConfig, if their names differ
     num_hidden_layers="n_layer", num_attention_heads="n_head", num_key_value_heads="n_kv_head",
     hidden_size="n_embd", intermediate_size="n_inner", rms_norm_eps="norm_eps",
     layer_norm_epsilon="norm_eps", max_position_embeddings="block_size", n_positions="block_size",
@@ -703,7 +700,7 @@ MISTRAL = dict(intermediate_size=14336, num_key_value_heads=8, max_position_embe
 QWEN2 = dict(vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, eos_token_id=None,
              max_position_embeddings=32768, sliding_window=4096, use_sliding_window=False,
              max_window_layers=28, layer_types=None)
-FAMILIES = {  # family -> the keys of config.json that it knows, with transformers' defaults
+FAMILIES = {  # family -> the keys of its config.json, with transformers' defaults
     "gpt2": GPT2, "llama": LLAMA | dict(attention_bias=False, mlp_bias=False),
     "mistral": LLAMA | MISTRAL, "qwen2": LLAMA | QWEN2,
     "qwen3": LLAMA | QWEN2 | dict(head_dim=128, attention_bias=False)}
@@ -732,16 +729,16 @@ def read_config(folder):
 
 def parse_config(path, settings):
     """The settings of a config.json -> (GPTConfig, the stored dtype)"""
-    # 1. the family, or that of the architecture. It stands first, and is refused before all others
+    # 1. the family, or that of the architecture; first, so that another one is refused by its name
     settings = {"model_type": None} | settings
     names = settings.get("architectures") or ()
     for family, architecture in ARCHITECTURES.items():
         if settings["model_type"] is None and architecture in names:
             settings["model_type"] = family
-    # 2. settings of RoPE beside the others. transformers 5 writes rope_parameters
+    # 2. settings of RoPE, among the others. transformers 5 writes rope_parameters
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     trained = "original_max_position_embeddings"
-    if settings.get(trained):  # it wins over that of RoPE
+    if settings.get(trained):  # transformers takes this one first
         rope = rope | {trained: settings[trained]}
     settings |= rope | {"rope_scaling": rope or None}
     check_settings(settings, MODEL_SETTINGS)
@@ -755,17 +752,17 @@ def parse_config(path, settings):
         if name in GPTConfig.__annotations__:
             found[name] = value
     found["block_size"] = context_of(path, known, found["block_size"])
-    rotary_frequencies(replace(GPTConfig(**found), head_dim=2))  # ValueError for its scaling
+    rotary_frequencies(replace(GPTConfig(**found), head_dim=2))  # ValueError for an unknown scaling
     return GPTConfig(**found), stored_dtype(settings)
 
 def stored_dtype(settings):
-    """The torch dtype that config.json names; float32 for one that no operator here computes in"""
+    """The torch dtype that config.json names; float32 if it is not among DTYPES"""
     name = settings.get("dtype") or settings.get("torch_dtype")
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     return dtype if dtype in DTYPES else torch.float32
 
 def context_of(path, settings, trained):
-    """The longest context: that of the training, or the sliding window of some layers"""
+    """The longest context: that of the training, or the sliding window that some layers have"""
     window = settings.get("sliding_window")
     if window is None or not settings.get("use_sliding_window", True):
         return trained
@@ -781,7 +778,7 @@ def context_of(path, settings, trained):
     return window
 
 def write_folder(folder, stem, tensors, settings_name, settings):
-    """Write {name: tensor} to folder/stem.safetensors, and settings beside it."""
+    """Write {name: tensor} to folder/stem.safetensors, and the settings next to it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -789,7 +786,7 @@ def write_folder(folder, stem, tensors, settings_name, settings):
     (folder / settings_name).write_text(json.dumps(settings, indent=1))
 
 def index_of(folder, stem):
-    """{tensor: its file} of the index of stem.safetensors; {}: it is one file"""
+    """{tensor: its file} from the index of stem.safetensors. {}: there is one file for all."""
     path = folder / f"{stem}.safetensors.index.json"
     if (folder / f"{stem}.safetensors").is_file() or not path.is_file():
         return {}
@@ -801,7 +798,7 @@ def index_of(folder, stem):
     return files
 
 def full_name(name):
-    """A tensor's name in a model with a head. AutoModel's names are without its first part."""
+    """A tensor's name in a model with a head. AutoModel saves it without the first part."""
     name = re.sub(r"^(?=(embed_tokens|layers|norm)\.)", "model.", name)
     return re.sub(r"^(?=(wte|wpe|h|ln_f)\.)", "transformer.", name)
 
@@ -835,15 +832,15 @@ class Checkpoint(dict):
         return tensor
 
 def is_fast(dtype, device):
-    """Whether this machine is about as fast in a dtype as in float32, or faster"""
+    """Whether this machine is at least about as fast in a dtype as in float32"""
     if torch.device(device).type == "cuda":
         return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0)
     weight = torch.empty(2, 2, dtype=dtype)  # pack returns it as it is if no product is fast
     return dtype == torch.float32 or pack(weight) is not weight
 
 def pick_dtype(dtype, device, stored=torch.bfloat16):
-    """A torch dtype. None: the stored one if this machine is fast in it, else float32, on a GPU
-    float16."""
+    """A torch dtype. None: the stored one if this machine is fast in it, else float16 on a GPU and
+    float32 on a CPU."""
     if dtype is None:
         other = torch.float16 if torch.device(device).type == "cuda" else torch.float32
         return stored if is_fast(stored, device) else other
@@ -854,15 +851,15 @@ def pick_dtype(dtype, device, stored=torch.bfloat16):
 
 # ---- PEFT folders: settings and tensors
 
-OFF = [None, False, "", []]  # not {}: to PEFT a part with its defaults
-# fields of PEFT's LoraConfig. Used below, or without effect after the training: the tensors say
-# which modules have changed
+OFF = [None, False, "", []]  # {} is not off: PEFT then takes a part's defaults
+# fields of PEFT's LoraConfig that are used below, or have no effect after the training, because the
+# tensors say which modules have changed
 LORA_FREE = """r lora_alpha use_rslora rank_pattern alpha_pattern task_type auto_mapping
     peft_version base_model_name_or_path revision inference_mode lora_dropout fan_in_fan_out
     target_modules exclude_modules layers_to_transform layers_pattern loftq_config eva_config
     corda_config lora_ga_config megatron_core qalora_group_size runtime_config ensure_weight_tying
     merge_weights lora_dtype lorap_lr_ratio lorap_emb_lr""".split()
-# other mathematics, or tensors besides A and B; so are all settings of a later PEFT
+# these mean other mathematics, or tensors in addition to A and B; so may settings of a later PEFT
 LORA_VARIANTS = """use_dora lora_bias modules_to_save trainable_token_indices use_qalora
     alora_invocation_tokens layer_replication target_parameters megatron_config use_bdlora
     arrow_config kasa_config velora_config monteclora_config""".split()
@@ -871,28 +868,28 @@ LORA_SETTINGS = dict.fromkeys(LORA_FREE) | dict.fromkeys(LORA_VARIANTS, OFF) | {
     # all other ways change the weights of the base model
     "init_lora_weights": [True, False, None, "gaussian", "orthogonal", "eva", "mica"]}
 LORA_NUMBERS = dict(r=8, lora_alpha=8, rank_pattern={}, alpha_pattern={})  # PEFT's defaults
-# with or without the prefixes of PEFT and of wrappers, and with or without the adapter's name.
-# Second group: the module's name in the model of the training
+# a tensor's name, with or without the prefixes of PEFT and of wrappers, and the adapter's name. The
+# second group is the module's name in the model that was trained
 LORA_TENSOR = (r"((?:(?:module|_orig_mod|base_model\.model)\.)*"
                r"((?:(?:module|_orig_mod|base_model|model|transformer)\.)*"
                r"(?:layers|h)\.(\d+)\.(.+))\.lora_)[AB]((?:\.[^.]+)?\.weight)")
 EMBEDDING = r"\b(embed_tokens|wte|lm_head)\."
 
 def setting_of(module, settings, key, patterns, least):
-    """A setting for a module: of the first pattern that it matches, as PEFT matches it."""
+    """A setting for a module: that of the first pattern it matches as in PEFT, else of the key"""
     for pattern, value in settings[patterns].items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return check_range(f"{patterns} of {pattern!r}", value, least, 10**6)
     return check_range(key, settings[key], least, 10**6)
 
 def drop_embeddings(checkpoint, base):
-    """PEFT saves the embeddings too, if the vocabulary was resized. ValueError if they are not
-    those of the base model."""
+    """Remove the embeddings, which PEFT saves too if the vocabulary was resized. ValueError if they
+    differ from those of the base model."""
     for name in [name for name in checkpoint if re.search(EMBEDDING, name)]:
         theirs = checkpoint.pop(name)
         # ranks above 0 have no head
         ours = base.get("head.weight" if "lm_head" in name else "embedding.weight", theirs)
-        ours = ours.to_dense()  # in whatever layout it is
+        ours = ours.to_dense()  # if it is packed
         if not base or not torch.equal(ours, theirs.to(ours)):
             raise ValueError(f"{checkpoint.folder}: {name!r}: embeddings in an adapter are not "
                              "supported, except those of its base model: merge it with PEFT")
@@ -932,18 +929,18 @@ def read_factors(folder, config, base):
     return factors
 
 # ---- text: engines see tokens alone
-# Text to tokens and back, through functions of a library. encode(text) -> tokens; decode(tokens) ->
-# text; stop: tokens that end a text; stream(tokens of a prompt) -> a function tokens -> text that
-# continues it, where text that later tokens may change is held back until [] says that there are
-# none; chat(text of a user) -> tokens in the folder's chat template, or None if it has none, or if
-# the text begins with a special token, as it does in a template. Special tokens are no text
+# The functions of a Tokenizer. encode(text) -> tokens; decode(tokens) -> text, without special
+# tokens; stop: the tokens that end a text; stream(tokens of a prompt) -> a function, tokens -> text
+# that continues it; it keeps text that later tokens may change, until [] says that there are none;
+# chat(messages or the text of a user) -> tokens in the folder's chat template, or None if there is
+# none. A text that begins with a special token is already in a template: its tokens are returned
 
 Tokenizer = namedtuple("Tokenizer", "encode decode stop stream chat",
                        defaults=[lambda messages, **arguments: None])
 
 def tiktoken_tokenizer(encoding):
-    """The Tokenizer of a tiktoken.Encoding. The last token, which ends a text, is no text, nor are
-    tokens that only the model has."""
+    """The Tokenizer of a tiktoken.Encoding. No text: the last token, which ends a text, and tokens
+    that only the model has."""
     def decode(tokens):
         return encoding.decode([token for token in tokens if token < encoding.eot_token])
 
@@ -951,7 +948,7 @@ def tiktoken_tokenizer(encoding):
     return Tokenizer(encode, decode, [encoding.eot_token], partial(stream_text, decode, []))
 
 def byte_tokenizer():
-    """Token b is byte b, and token 256 ends a text."""
+    """The Tokenizer of "tiny": token b is byte b, and token 256 ends a text."""
     ranks = {bytes([b]): b for b in range(256)}
     return tiktoken_tokenizer(tiktoken.Encoding(
         "bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}))
@@ -960,23 +957,24 @@ TEXT_FILES = ["config.json", "generation_config.json", "tokenizer_config.json",
               "special_tokens_map.json"]
 
 def stop_of(folder):
-    """The tokens that end a text, of config.json and generation_config.json"""
-    files = [folder / name for name in TEXT_FILES[:2]]
-    config, generation = (read_json(f) if f.exists() else {} for f in files)
-    family = FAMILIES.get(str(config.get("model_type")), {})
-    stop = (family | config | generation).get("eos_token_id")
+    """The tokens that end a text, of generation_config.json, config.json or the family"""
+    settings = {}
+    for name in TEXT_FILES[:2]:
+        for path in folder.glob(name):
+            settings |= read_json(path)
+    family = FAMILIES.get(str(settings.get("model_type")), {})
+    stop = (family | settings).get("eos_token_id")
     return [token for token in (stop if isinstance(stop, list) else [stop]) if token is not None]
 
 def read_tokenizer(folder):
-    """The Tokenizer of a tokenizer.json and the settings beside it, as transformers reads them. The
-    eos_token of the settings ends texts too."""
-    from transformers import PreTrainedTokenizerFast, logging  # it takes a second
-    logging.set_verbosity_error()  # not that settings name another class
+    """The Tokenizer of a tokenizer.json and the settings next to it, as transformers reads them.
+    Their eos_token ends texts, too."""
+    from transformers import PreTrainedTokenizerFast, logging  # here, because it takes a second
+    logging.set_verbosity_error()  # no warning that settings name another class
     with reading(f"{folder}: its tokenizer is not read by transformers"):
         library = PreTrainedTokenizerFast.from_pretrained(folder)
     stop = stop_of(folder)
-    if library.eos_token_id not in (None, *stop):
-        stop = [*stop, library.eos_token_id]
+    stop += {library.eos_token_id} - {None, *stop}
     special = {id for id, token in library.added_tokens_decoder.items() if token.special}
 
     def chat(messages, **arguments):
@@ -991,35 +989,35 @@ def read_tokenizer(folder):
             return library.apply_chat_template(
                 messages, return_dict=False, **dict(add_generation_prompt=True) | arguments)
 
-    # a byte of no character, if bytes are tokens. Right behind others, it makes all of them such
+    # if bytes are tokens: one that is part of no character, and spoils those right before it
     wrong = [id for text, id in library.get_vocab().items() if text == "<0xFF>"]
     decode = partial(library.decode, skip_special_tokens=True)
     return Tokenizer(library.encode, decode, stop, partial(stream_text, decode, wrong), chat)
 
 def stream_text(decode, wrong, prompt=()):
-    """-> a function tokens -> text that continues the prompt's. Joined, the texts are those of
-    decoding all tokens at once. wrong: [a token behind which no character is complete], or []"""
-    window = [*prompt]  # tokens of the text before, on which spaces depend, and new ones
-    n_before = len(window)
+    """-> a function, tokens -> text that continues the prompt's. Its texts, joined, are the text of
+    all tokens together. wrong: [a token after which no character is complete], or []"""
+    old = [*prompt]  # tokens whose text was returned: spaces after them depend on it
+    new = []
 
     def continue_text(tokens):
-        nonlocal window, n_before
-        window += tokens
-        text = decode(window)
-        before = os.path.commonprefix([decode(window[:n_before]), text])
-        is_final = decode(window + wrong).startswith(text) and not text.endswith("\ufffd")
-        # some tokenizers take the space away before a comma, n't and the like
+        nonlocal old, new
+        new += tokens
+        text = decode(old + new)
+        before = os.path.commonprefix([decode(old), text])
+        is_final = decode(old + new + wrong).startswith(text) and not text.endswith("\ufffd")
+        # some tokenizers remove a space once a comma, n't and the like come after it
         is_final &= re.search(r" ('[vr]?|n'?)?$|'$", text) is None
         if text == before or tokens and not is_final:
             return ""
-        window = window[n_before:]
-        n_before = len(window)
+        old = new
+        new = []
         return text.removeprefix(before)
     return continue_text
 
 # ---- models by name (folders, presets, the Hub), and a tiny one to train
 
-VOCABULARIES = ["vocab.*", "*.model"]  # of tokenizers without a tokenizer.json
+VOCABULARIES = ["vocab.*", "*.model"]  # files of tokenizers that have no tokenizer.json
 HUB_FILES = [*TEXT_FILES, "tokenizer.json", "chat_template.jinja", *VOCABULARIES,
              "model.safetensors", "model.safetensors.index.json"]
 
@@ -1044,8 +1042,8 @@ def preset(name):
     return PRESETS[check_choice("preset", name, PRESETS)]
 
 def find_folder(name):
-    """The folder of a model: itself, that of the trained "tiny" or "draft", or that of owner/name
-    in the Hub's cache. None: a preset, which has random weights. FileNotFoundError for others."""
+    """The folder of a model: itself, that of the trained "tiny" or "draft", or of owner/name in the
+    Hub's cache. None for a preset, which has random weights. FileNotFoundError for others."""
     for folder in (Path(name), CACHE / name):
         if folder.is_dir():
             return folder
@@ -1060,7 +1058,7 @@ def find_folder(name):
 
 @cache
 def download(name):
-    """The folder of owner/name in the Hub's cache, where only missing files are downloaded"""
+    """The folder of owner/name in the Hub's cache. Only files that it lacks are downloaded."""
     try:
         folder = Path(snapshot_download(name, allow_patterns=HUB_FILES))
         snapshot_download(name, allow_patterns=[*index_of(folder, "model").values()])
@@ -1071,7 +1069,7 @@ def download(name):
     return folder
 
 def load_model(name, dtype=None, device="cpu", seed=0, world=None):
-    """The GPT of a folder, a name on the Hub, a preset (random weights), or "tiny" or "draft"."""
+    """The GPT of a folder, a name on the Hub, a preset (random weights), "tiny" or "draft"."""
     folder = find_folder(name)
     if folder is None:
         model = GPT.from_preset(name, dtype, device, seed, world)
@@ -1084,7 +1082,7 @@ def load_model(name, dtype=None, device="cpu", seed=0, world=None):
     return model
 
 def what_runs(name, model):
-    """One line, like: llama-30m, bfloat16, C++ (AVX2), 2 threads"""
+    """One line, such as: llama-30m, bfloat16, C++ (AVX2), 2 threads"""
     dtype = str(model.dtype).removeprefix("torch.")
     return f"{name}, {dtype}, {describe(model.weights['embedding.weight'])}"
 
@@ -1098,7 +1096,7 @@ def stop_tokens(name):
     return stop_of(folder)
 
 def load_tokenizer(name):
-    """The Tokenizer of a model, named as in load_model. FileNotFoundError if it has none."""
+    """The Tokenizer of a model by its name, as in load_model. FileNotFoundError if it has none."""
     folder = find_folder(name)
     if folder is None:
         is_gpt2 = PRESETS[name].family == "gpt2"
@@ -1137,7 +1135,7 @@ def train_tiny(steps=1100, B=4, T=256):
         optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.99), weight_decay=0.1)
         bar = tqdm(range(n), f"training {name}", disable=None)  # none in a log
         for step in bar:
-            # 50 steps of warming up, then half a cosine down to a tenth
+            # the rate rises for 50 steps, then falls by half a cosine to a tenth
             decay = 0.55 + 0.45 * math.cos(math.pi * step / n)
             optimizer.param_groups[0]["lr"] = 2e-3 * min((step + 1) / 50, decay)
             start = torch.randint(len(data) - T, (B, 1))
