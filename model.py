@@ -1086,15 +1086,6 @@ def what_runs(name, model):
     dtype = str(model.dtype).removeprefix("torch.")
     return f"{name}, {dtype}, {describe(model.weights['embedding.weight'])}"
 
-def stop_tokens(name):
-    """The tokens that end a text, of a model named as in load_model; none of random weights"""
-    folder = find_folder(name)
-    if folder is None:
-        return []
-    if folder.parent == CACHE or (folder / "tokenizer.json").is_file():
-        return load_tokenizer(name).stop
-    return stop_of(folder)
-
 def load_tokenizer(name):
     """The Tokenizer of a model by its name, as in load_model. FileNotFoundError if it has none."""
     folder = find_folder(name)
