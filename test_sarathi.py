@@ -2057,7 +2057,7 @@ BAD_CALLS = {
     "names in adapter = 1: must be in 2 .. 2":
         lambda engine: engine.generate([[1], [2]], adapter=["ffn"]),
     "id = 0: add a Request only once": lambda engine: engine.add(engine.requests[0]),
-    "no request with id 99 is waiting or running": lambda engine: engine.abort(99),
+    "99": lambda engine: engine.abort(99),
     "rank = 0": lambda engine: engine.add_adapter("lost", 0),
     "adapter 'empty': .*must have weights":
         lambda engine: engine.add_adapter("empty", Adapter(TINY, {"self_attn.q_proj": 4})),
@@ -2156,11 +2156,11 @@ def test_odd_requests_are_refused_or_served(monkeypatch):
 
 MISTAKES_IN_CODE = {  # message -> a method of a scheduler, policy or proposer; what it gives
     "plans .Request.*: must be .*request, who": ("plan", lambda requests: requests),
-    "Orca plans nothing, or a request twice": ("plan", lambda requests: [(requests[0], 1)] * 2),
-    "plans 99 tokens of Request.id=0": ("plan", lambda requests: [(requests[0], 99)]),
+    "Orca plans ..Request.*: must be runn": ("plan", lambda requests: [(requests[0], 1)] * 2),
+    "plans ..Request.id=0, .* 99..: must": ("plan", lambda requests: [(requests[0], 99)]),
     "plans .*1.5..: must be .*whole number": ("plan", lambda requests: [(requests[0], 1.5)]),
-    "plans 1 tokens of Request.*: must be runn": ("plan", lambda requests: [(Request([1]), 1)]),
-    "plans nothing": ("plan", lambda requests: []),
+    "plans ..Request.id=-1, .* 1..: must": ("plan", lambda requests: [(Request([1]), 1)]),
+    "plans .*: must be running requests, each": ("plan", lambda requests: []),
     "Orca starts Request.id=-1, 1 . 32 tokens, waiting.: is": ("admit", lambda *_: [Request([1])]),
     "Orca gives None: must be a list of waiting requests": ("admit", lambda *_: None),
     "Orca gives .0.: must be a list of": ("admit", lambda *_: [0]),
@@ -2176,8 +2176,9 @@ def drop_second(waiting, running, now):
     return [request for request in waiting if request.id != 1]
 
 class Loses(sarathi.Orca):
-    def plan(self, requests):
-        return super().plan([self.engine.running.pop(0)])
+    def admit(self, running, waiting):
+        self.engine.running.clear()
+        return waiting
 
 class Nan(CostModel):
     def __init__(self, seconds):
