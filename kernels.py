@@ -36,17 +36,11 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-# Importing this file changes two settings of the process, which torch reads when it is loaded:
-# - A thread that waits for others spins for some 10 us, then sleeps. By OpenMP's default it spins
-#   for so long that another busy process makes iterations twenty times slower. If torch was loaded
-#   before, Sleepers (in the C++) make waiting threads sleep.
-# - malloc keeps freed blocks of up to 2 GB. By default it gives large ones back to the system, so
-#   that every iteration waits for its activations' memory again.
+# Before torch is loaded: a thread that waits for others spins for some 10 us, then sleeps. By the
+# default of OpenMP it spins for so long that another busy process makes iterations twenty times
+# slower. If torch was loaded first, Sleepers (in the C++) keep threads from spinning.
 if not sys.modules.get("torch"):
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
-    for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-        ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
 import numpy as np
 import torch
@@ -299,15 +293,13 @@ def adapter_rows(plane, page_tables, table_start, rank, width):
 
 # =============================================================================
 # appendix: where the operators run; Triton for GPUs, C++ for CPUs
-# =============================================================================
-# Where a change has to be made:
-# - of attention: attention_ref, _attention_kernel, attend and attend_chunk in C++, GPT.forward_ref
-#   in model.py, CostModel.stats in sarathi.py;
-# - of the cache's layout: also rotate_write and lora in each language, adapter_rows, GPT.new_cache,
-#   Adapter.write;
-# - of its dtype (float8, say, but no adapters then): GPT.new_cache, page_bytes. Plain torch serves.
+# ============================================================================= Where a change has
+# to be made. Attention: attention_ref, _attention_kernel, attend and attend_chunk in C++,
+# GPT.forward_ref in model.py, CostModel.stats in sarathi.py. The cache's layout: also rotate_write
+# and lora in each language, adapter_rows, GPT.new_cache, Adapter.write. Its dtype, say float8
+# without adapters: GPT.new_cache and page_bytes; plain torch serves then.
 
-# ---- Triton, if it is there; small functions
+# ---- Triton, if it is installed; small functions
 
 try:
     import triton
@@ -317,6 +309,12 @@ except ImportError:  # the Triton kernels stay plain functions that are never ca
     tl = SimpleNamespace(constexpr=None)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+# malloc keeps freed blocks of up to 2 GB. By default it returns large ones to the system, and each
+# iteration then waits for the memory of its activations again
+if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
+    for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+        ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
 # the arrays of every Batch, in the order of Batch.write
 FIXED = "tokens positions slot_mapping spans logit_rows small_tiles large_tiles".split()
@@ -478,8 +476,7 @@ def add_norm(x, y, weight, bias, eps):
     elif N > 0:
         _add_norm_kernel[(N,)](
             x, y, weight, bias, total, out, eps,
-            C, power_of_two(C),
-            num_warps=8)
+            C, power_of_two(C), num_warps=8)
     return total, out
 
 def activate(h, gated):
@@ -506,15 +503,13 @@ def rotate_write(qkv, cos, sin, kv, slot_mapping, n_head, n_kv_head, norm=None, 
     D = kv.size(3)
     q = qkv.new_empty(N, n_head, D)
     if chosen == "cpp":
-        sizes = N, n_head, n_kv_head
-        cpp("rotate_write", qkv, cos, sin, norm, q, *kv, slot_mapping, *sizes, float(eps),
-            head_dim=D)
+        cpp("rotate_write", qkv, cos, sin, norm, q, *kv, slot_mapping, N, n_head, n_kv_head,
+            float(eps), head_dim=D)
         return q
     grid = N, cdiv(n_head + 2 * n_kv_head, 8)
     _rotate_write_kernel[grid](
         qkv, cos, sin, norm, q, kv, slot_mapping, kv.stride(0), eps,
-        n_head, n_kv_head, D,
-        BLOCK_H=8, BLOCK_D=power_of_two(D))
+        n_head, n_kv_head, D, BLOCK_H=8, BLOCK_D=power_of_two(D))
     return q
 
 def attention(q, kv, batch):
@@ -685,8 +680,7 @@ def _rotate_write_kernel(qkv, cos, sin, norm, q, kv, slot_mapping, plane_step, e
 
 @triton.jit
 def load4(numbers, UNIT: tl.constexpr = 1):
-    """Four numbers. The compiler learns that the last two are multiples of UNIT: at such offsets it
-    may load and store 16 bytes together."""
+    """Four numbers. The last two are multiples of UNIT, so 16 bytes may be moved together."""
     c = tl.multiple_of(tl.load(numbers + 2), UNIT)
     d = tl.multiple_of(tl.load(numbers + 3), UNIT)
     return tl.load(numbers), tl.load(numbers + 1), c, d
@@ -759,7 +753,6 @@ def _attention_kernel(q, kv, out, parts, lse, tiles, page_tables, plane_step, sc
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program: a tile of query rows of one kv head against one split of the context. A row is
     one head of a token: the G = H / Hk heads of a kv head share its loads. scale has log2(e) in it.
-
                          |----- split 0 -----|----- split 1 -----|    context: cached tokens, then
         token 0, G rows    x x x x x x x x x x x x x x x x x          own ones; x: visible
         token 1, G rows    x x x x x x x x x x x x x x x x x x
@@ -984,8 +977,7 @@ def lora_triton(product, x, kv, segments):
         _shrink_kernel[(*grid, cdiv(segments.max_rank, block_r) * n_part)](
             x, kv[0], xa, segments.numbers, segments.page_tables, width, segments.n_module, n_part,
             N * width,
-            n_in, W, block_m, block_r, block,
-            num_warps=warps, num_stages=5)
+            n_in, W, block_m, block_r, block, num_warps=warps, num_stages=5)
     y = side_by_side(shrink, product, x.device)
     if segments.gather_xa:
         xa = segments.gather_xa(xa.sum(0))
@@ -997,8 +989,7 @@ def lora_triton(product, x, kv, segments):
     _expand_kernel[(*grid, n_block)](
         y, kv[1], xa, segments.numbers, segments.page_tables, width, segments.n_module, n_part,
         N * width,
-        y.size(1), W, block_m, 16, block, unit, LORA_PARTS[is_chunk],
-        num_warps=warps, num_stages=3)
+        y.size(1), W, block_m, 16, block, unit, LORA_PARTS[is_chunk], num_warps=warps, num_stages=3)
     return y
 
 # ---- C++ for CPUs: compiled when it is first needed, called by ctypes
@@ -1016,9 +1007,8 @@ def cpp(name, x, *arguments, head_dim=64):
     operator = getattr(library(x.dtype, head_dim), name)
     operator(*values)
 
-# How weights lie for the product of a CPU. By default as this processor multiplies fastest, see
-# LAYOUT below; SARATHI_CPU forces another one. Each runs on any processor: the compiler replaces
-# vectors that it lacks, and vectors replace AMX. "torch": no C++.
+# How weights lie for the product of a CPU: as this one multiplies fastest (see LAYOUT), or as
+# SARATHI_CPU says. Every CPU runs every layout, by other vectors. "torch": no C++.
 LAYOUTS = "neon avx2 avx512 avx512bf16 amx torch".split()
 
 def forced_layout():
@@ -1094,13 +1084,11 @@ def private_folder():
 
 # Not -ffast-math: it changes how every library of the process computes with denormal numbers. Not
 # unroll-and-jam: GCC merges two passes of an outer loop, then uses no vector instructions in them.
+# GCC uses vectors of 512 bits only if it is told to.
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
-FLAGS = ("-O3 -std=gnu++17 -shared -fPIC -fno-math-errno -ffinite-math-only -fno-signed-zeros"
-         " -fno-trapping-math -fassociative-math")
-if IS_X86:
-    FLAGS += " -march=native -mprefer-vector-width=512"  # GCC uses vectors of 256 bits otherwise
-else:
-    FLAGS += " -mcpu=native"
+NATIVE = "-march=native -mprefer-vector-width=512" if IS_X86 else "-mcpu=native"
+FLAGS = ("-O3 -std=gnu++17 -shared -fPIC -fno-math-errno -ffinite-math-only -fno-signed-zeros "
+         f"-fno-trapping-math -fassociative-math {NATIVE}")
 MAY_LACK = ["-fno-loop-unroll-and-jam", "-fopenmp"]  # flags that clang, or Apple's, does not know
 
 HEADER = r"""

@@ -1122,6 +1122,7 @@ def train_tiny(steps=1100, B=4, T=256):
     for name, config, n in (("draft", draft, steps // 2), ("tiny", tiny, steps)):
         torch.manual_seed(0)
         model = GPT.from_preset(config, torch.float32)
+        model.stop = [256]
         parameters = model.make_trainable()
         optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.99), weight_decay=0.1)
         bar = tqdm(range(n), f"training {name}", disable=None)  # none in a log

@@ -464,6 +464,15 @@ def test_without_a_compiler_the_definitions_serve(script, compiler, capsys, monk
     assert err.count("\n") == 1 and "C++" in err
 
 @no_cpp
+def test_a_compiler_that_fails_for_one_head_dim(compiler, dtype, capsys):
+    """As when it takes too long: there attention runs in torch, all else in C++"""
+    compiler('case "$*" in *-DD=80*) exit 1;; esac; exec g++ "$@"')
+    test_operator_attention(1, 4, 4, 80, "1+14 9+3", dtype)
+    assert not kernels.cpp.called
+    test_operator_activate(2, 3, True, dtype)
+    assert "C++ operators not compiled" in capsys.readouterr().err
+
+@no_cpp
 def test_the_cache_of_operators(compiler, capsys):
     """Compiled once; not kept where others could write"""
     found = []
@@ -1456,6 +1465,7 @@ def test_training_lowers_the_loss_and_the_models_are_found(tmp_path, monkeypatch
     for name, n_layer in (("tiny", 2), ("draft", 1)):
         model = load_model(name)
         assert model.config.n_layer == n_layer and load_tokenizer(name).encode("a") == [97]
+        assert model.stop == [256]
         assert F.cross_entropy(model.logits(tokens)[:-1], tokens[1:]) < 4.5  # at first log(257)
 
 # -----------------------------------------------------------------------------
