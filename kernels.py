@@ -293,11 +293,11 @@ def adapter_rows(plane, page_tables, table_start, rank, width):
 
 # =============================================================================
 # appendix: where the operators run; Triton for GPUs, C++ for CPUs
-# ============================================================================= Where a change has
-# to be made. Attention: attention_ref, _attention_kernel, attend and attend_chunk in C++,
-# GPT.forward_ref in model.py, CostModel.stats in sarathi.py. The cache's layout: also rotate_write
-# and lora in each language, adapter_rows, GPT.new_cache, Adapter.write. Its dtype, say float8
-# without adapters: GPT.new_cache and page_bytes; plain torch serves then.
+# =============================================================================
+# Where a change has to be made. Attention: attention_ref, _attention_kernel, attend, attend_chunk
+# in C++, GPT.forward_ref in model.py, CostModel.stats in sarathi.py. The cache's layout: also
+# rotate_write and lora in each language, adapter_rows, GPT.new_cache, Adapter.write. Its dtype, say
+# float8 without adapters: GPT.new_cache and page_bytes; plain torch serves then.
 
 # ---- Triton, if it is installed; small functions
 
