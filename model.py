@@ -130,12 +130,12 @@ class GPT:
         c = self.config
         x, rope = self.embed(tokens, torch.arange(tokens.size(1), device=self.device))
         x = x.float()  # (B, T, C)
-        delta = None  # the output of o_proj or down_proj; the next norm adds it to x
+        delta = None  # output of o_proj or down_proj; the next add_norm first adds it to x
         for i in range(c.n_layer):
             x, h = add_norm_ref(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
             qkv = linear_ref(h, *self.affine(f"{i}.qkv_proj"))
-            norm = self.weights.get(f"{i}.qk_norm.weight")
-            heads = heads_ref(qkv, *rope, c.n_head, c.n_kv_head, norm, c.norm_eps)
+            qk_norm = self.weights.get(f"{i}.qk_norm.weight")
+            heads = heads_ref(qkv, *rope, c.n_head, c.n_kv_head, qk_norm, c.norm_eps)
             q, k, v = (part.transpose(1, 2) for part in heads)  # (B, heads, T, D)
             h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             delta = linear_ref(h.transpose(1, 2).flatten(2), *self.affine(f"{i}.o_proj"))
@@ -158,9 +158,9 @@ class GPT:
             x, h = add_norm(x, delta, *self.affine(f"{i}.norm1"), c.norm_eps)
             mark("others")
             qkv = self.project("qkv_proj", i, h, batch, layer_kv, mark)
-            norm = self.weights.get(f"{i}.qk_norm.weight")
-            q = rotate_write(qkv, *rope, layer_kv, batch.slot_mapping, c.n_head, c.n_kv_head, norm,
-                             c.norm_eps)
+            qk_norm = self.weights.get(f"{i}.qk_norm.weight")
+            q = rotate_write(qkv, *rope, layer_kv, batch.slot_mapping, c.n_head, c.n_kv_head,
+                             qk_norm, c.norm_eps)
             h = attention(q, layer_kv, batch).flatten(1)  # (N, H * D)
             mark("attn")
             delta = self.project("o_proj", i, h, batch, layer_kv, mark)
@@ -330,9 +330,8 @@ class GPT:
 # adapters
 
 class Adapter:
-    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. The columns of A
-    lie there as rows, and B contains alpha / r. For example, a module of rank 2, with an input two
-    pages wide and an output of one page:
+    """LoRA weights in host memory, laid out as pages of the cache [S-LoRA §5.1]. Columns of A lie
+    there as rows; B contains alpha / r. With rank 2, an input of two pages and an output of one:
 
         K plane   A[0] begin   A[0] end   A[1] begin   A[1] end
         V plane   B[0]         B[1]       -            -         """
