@@ -57,7 +57,7 @@ TILE = 128  # rows of a tile of a GPU's matrix product: fewer take as long [SARA
 @dataclass
 class Segments:
     """Where adapters act in one operator. A segment is adjacent rows of the batch with the same
-    adapter, and one of its modules. Here rows 4 to 6 have rank 16, and k is module 1 of q, k, v:
+    adapter, for one module. Here rows 4 to 6 have one of rank 16, for k, module 1 of q, k, v:
 
                     ROW  N_ROW  COLUMN  N_COLUMN  RANK  RANK_B  MODULE  TABLE_START
         numbers[0]    4      3     512       512    16      16       1           90
@@ -723,7 +723,7 @@ def attention_work(spans, N, H, kv):
         most = most_splits(n_tile, is_large, kv)
         tiles = []
         for row, n, n_past, table_start in own:
-            # a split writes n rows of output: at least 4 n tokens, so that it reads more than that
+            # a split writes n rows of output: with at least 4 n tokens it reads more than that
             n_split = min(most, (n_past + n) // max(128, 4 * n)) or 1
             for first in range(0, n * G, size):
                 for split in range(n_split):
