@@ -360,7 +360,7 @@ def mine(engines):
                    for request in engine.requests.values())
     return min(engines, key=work)
 """, """
-from sarathi import Engine, Memory, Request, Run
+from sarathi import Engine, Memory, Metrics, Request
 
 class First(Memory):
     def release(self, request):
