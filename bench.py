@@ -590,7 +590,7 @@ def users(place):
     short = Job(0.0, P // 5, max(2, n_out))
     long = Job(0.0, P, 8)
     n_group = 6 if place.simulated else 2
-    # the load is 0.65 of what sarathi serves when all come at once
+    # the load is 0.65 of what sarathi serves when all come together
     jobs = [short, long, long] * n_group
     most = own.serve(jobs, B, scheduler="sarathi")
     period = most.seconds / n_group / 0.65
@@ -1777,7 +1777,7 @@ def under_load(place):
     n = 300 if place.full else 20
     L = max(place.lengths)
     if place.simulated:
-        n = max(n, 100)  # twice as many as may run at once
+        n = max(n, 100)  # twice as many as may run together
         L = min(3400, place.model.config.block_size)
     jobs, *_ = workload(place, n, (L // 34, L * 15 // 17), (max(2, L // 170), L * 2 // 17))
     if place.args.jobs:  # to one per second
