@@ -2648,7 +2648,7 @@ def test_the_work_of_attention_fits_its_graph(H, Hk, D):
             work = kernels.attention_work(spans, N, H, kv)
             done = Counter()
             parts = {}
-            for key, size in zip(("small", "large"), sizes):
+            for key, size in zip(("small_tiles", "large_tiles"), sizes):
                 assert len(work[key]) <= len(room[key])
                 for row, n, _, _, first, split, n_split, part in work[key].tolist():
                     done[row] += min(size, n * H // Hk - first) / n_split
