@@ -445,7 +445,7 @@ def describe(x):
         return f"{chosen}, {torch.cuda.get_device_name(x.device)}"
     n_thread = torch.get_num_threads()
     if chosen == "cpp":
-        operators = library(x.dtype)
+        operators = library(x.dtype, 64)
         chosen = f"C++ ({LAYOUTS[operators.layout()].upper()})"
         n_thread = operators.threads()
     threads = {0: "1 thread, no OpenMP", 1: "1 thread"}.get(n_thread, f"{n_thread} threads")
@@ -595,7 +595,7 @@ class Packed:
 def pack(weight):
     """weight (n_out, n_in) in the layout of this CPU's fastest product; as it is for torch's"""
     if weight.is_cpu and weight.dtype in (torch.float32, torch.bfloat16):
-        operators = library(weight.dtype)
+        operators = library(weight.dtype, 64)
         if operators and weight.size(1) * weight.itemsize % 4 == 0:
             return Packed(weight, operators.panel_columns())
     return weight
@@ -1019,9 +1019,9 @@ def forced_layout():
     return name
 
 @lru_cache
-def library(dtype, head_dim=64):
-    """The C++ operators for one dtype and one head_dim, which only attention and rotate_write use.
-    None, with a line, without a compiler, and for other dtypes: backend() takes torch then."""
+def library(dtype, head_dim):
+    """The C++ operators for one dtype and one head_dim, which is 64 unless it matters: in attention
+    and rotate_write. None, with a line, without a compiler, and for other dtypes."""
     names = {torch.float32: "float", torch.bfloat16: "bf16"}
     layout = forced_layout()
     if dtype not in names or layout == "torch":
@@ -1031,7 +1031,7 @@ def library(dtype, head_dim=64):
         definitions.append(f"-DLAYOUT={LAYOUTS.index(layout)}")
     if layout == "avx2" and IS_X86:
         definitions.append("-mno-avx512f")
-    if head_dim != 64 and library(dtype) is None:
+    if head_dim != 64 and library(dtype, 64) is None:
         return None  # a compiler that failed is not asked again
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -482,7 +482,7 @@ def test_the_cache_of_operators(compiler, capsys):
         kernels.CACHE.chmod(mode)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(subprocess, "run", Mock(side_effect=subprocess.run))
-            assert kernels.library(float32)
+            assert kernels.library(float32, 64)
             found.append(subprocess.run.call_count)
         assert len([*kernels.CACHE.iterdir()]) == 1
     assert found == [2, 1, 2]
