@@ -1088,7 +1088,7 @@ class ServingSystem(Roofline):
     expand = False  # every draft is verified as a request of its own
 
     def __init__(self, config, gpu, tp, system):
-        vars(self).update(SYSTEMS[system])
+        vars(self).update(SYSTEMS[check_choice("system", system, SYSTEMS)])
         super().__init__(config, gpu, tp)
 
     def stats(self, feeds, others=None):

@@ -976,7 +976,7 @@ def read_tokenizer(folder):
     stop += {library.eos_token_id} - {None, *stop}
     special = {id for id, token in library.added_tokens_decoder.items() if token.special}
 
-    def chat(messages, **arguments):
+    def chat(messages, /, **arguments):
         if not library.chat_template:
             return None
         if isinstance(messages, str):

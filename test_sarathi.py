@@ -1146,6 +1146,8 @@ WRONG = {
         lambda: save(replace(TINY, family="qwen2", attention_bias=True)),
     "unknown preset 'llama-8b': one of tiny, gpt2":
         lambda: GPT.from_preset("llama-8b"),
+    "unknown system 'vLLM': one of ":
+        lambda: bench.Hardware("llama-7b", "a100", system="vLLM").cost(),
     "dtype = 'int8': must be one of float32": lambda: GPT.from_preset(TINY, torch.int8),
     "tp = 3 needs 3 processes, there are 1: torchrun": lambda: World.start(3),
     "tp = 8 does not divide n_kv_head = 4": lambda: TINY.shard_of(0, 8),
@@ -3425,6 +3427,8 @@ def test_command_line_continues_a_text(call, tmp_path):
         out, err = call(["--prompt", "7*7", *flags])
         assert out == f"{start}{expected}\n"
         assert ("chat template; --raw" in err) == (start != "7*7")
+    with pytest.raises(ValueError, match="the chat template fails"):
+        tokenizer.chat("7*7", messages="--template messages=8")
 
 def arguments(words=""):
     return bench.parse_arguments(words.split())
