@@ -2712,7 +2712,7 @@ def test_a_profile_replays_graphs(monkeypatch):
     pay for them."""
     fake_graphs(monkeypatch)
     monkeypatch.setattr(kernels.Batch, "to", Mock(side_effect=AssertionError))  # without a graph
-    assert sarathi.Profile(random_model(), n=24).time(100, 200) > 0
+    assert sarathi.Profile(random_model(), n=24, budget=9.0).time(100, 200) > 0
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there, all tests of the engine replay real graphs")
 def test_random_engines_replay_graphs(unwritten_memory_is_nan, monkeypatch):
