@@ -1458,7 +1458,7 @@ class Trees(Goodput):
         """The same tree for all requests, cut to what each may draft."""
         # differs from [SmartSpec Eq. 10]: as printed, a level fails with the chance 1 - a, however
         # many candidates it has
-        rooms = [request.room for request in requests]
+        rooms = [request.max_drafts for request in requests]
         for tree in self.trees:
             tokens = len(rooms)
             chance = 1.0
